@@ -1,0 +1,202 @@
+"""Evaluate a model: mean@k and the unbiased pass@k on held-out problems, with standard errors.
+
+    python eval.py --model=out/demo                           # a run folder: its newest checkpoint's policy
+    python eval.py --model=FOLDER --task=FILE.jsonl --samples=8 --max_tokens=2048
+    python eval.py --grade_gold=FILE.jsonl                    # no model: does the grader accept the file's own answers?
+
+pass@k of a problem with c right among n samples is 1 - C(n-c, k) / C(n, k), the mean over all k-subsets (Chen et al. 2021);
+its standard error is taken over problems.
+"""
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from tqdm import tqdm
+
+from rollout import HFEngine, Sampling, encode, grade_all, make_engine, request_seed
+from tasks import Arithmetic, Jsonl, final_answer, grade, make_task
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Probability that k of the n samples, drawn without replacement, hold at least one of the c right ones."""
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def mean_se(x) -> tuple[float, float]:
+    """Mean and its standard error over problems."""
+    x = np.asarray(x, np.float64)
+    return float(x.mean()), float(x.std(ddof=1) / math.sqrt(len(x))) if len(x) > 1 else math.nan
+
+
+def solve(engine, task, tokenizer, indices, samples: int, sampling: Sampling, seed: int, split: str = "test", batch: int = 256):
+    """Right answers among `samples` responses for each problem index: (len(indices), samples) of 0 / 1, and the mean length."""
+    right, lengths = [], []
+    for start in tqdm(range(0, len(indices), batch), desc="evaluate", leave=False, disable=len(indices) <= batch):
+        problems = [task.problem(split, i) for i in indices[start:start + batch]]
+        prompts = [np.array(encode(tokenizer, p), np.int32) for p in problems]
+        seeds = [[request_seed("eval", seed, p.id, s) for s in range(samples)] for p in problems]
+        groups = engine.generate(prompts, seeds, sampling, 0, [tokenizer.eos_token_id])
+        grade_all(task, tokenizer, problems, groups)
+        right += [[float(r.reward > 0.5) for r in g] for g in groups]
+        lengths += [len(r.tokens) for g in groups for r in g]
+    return np.array(right), float(np.mean(lengths))
+
+
+def held_out(learner, name: str, task, tokenizer, cfg) -> dict[str, float]:
+    """pass@1 of the learner's own policy or actor on held-out problems, at temperature 1, spread over ranks."""
+    if cfg.eval_task:
+        task = Jsonl(cfg.eval_task, cfg.task_seed)
+    n = cfg.eval_problems if task.size is None else min(cfg.eval_problems, task.size)
+    model = getattr(learner.pair, name)
+    if learner.comm.on and cfg.parallel == "fsdp":             # shards cannot decode: a whole copy does
+        import copy
+        from transformers import AutoModelForCausalLM
+        whole = AutoModelForCausalLM.from_config(copy.deepcopy(model.config))
+        engine = HFEngine(whole, device=learner.device)
+        engine.load(learner.named_tensors(name))
+    else:
+        engine = HFEngine(model, device=learner.device)
+    right, _ = solve(engine, task, tokenizer, list(range(learner.comm.rank, n, learner.comm.world)), cfg.eval_samples,
+                     Sampling(max_tokens=cfg.max_tokens), cfg.seed)
+    score = right.mean(1)
+    model.train()
+    total, squares, count = learner.comm.sum([score.sum(), (score ** 2).sum(), len(score)])
+    mean = total / count
+    return {"pass@1": mean, "se": math.sqrt(max(0.0, squares / count - mean ** 2) / max(1, count - 1))}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+# ---------------------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Eval:
+    """Flags of eval.py."""
+    model: str = ""
+    """A run folder (its newest checkpoint's policy), a checkpoint, or any Hugging Face folder."""
+    which: Literal["policy", "actor"] = "policy"
+    """Which model of a run or checkpoint."""
+    task: str = "arith"
+    """arith, or a JSONL file with problem/question and answer."""
+    problems: int = 512
+    """At most so many problems."""
+    samples: int = 4
+    """n: responses to each problem."""
+    k: str = "1,4"
+    """pass@k for these k, each at most n."""
+    temperature: float = 1.0
+    """Sampling temperature."""
+    max_tokens: int = 32
+    """Longest response."""
+    rollout: Literal["vllm", "hf"] = "vllm"
+    """Engine."""
+    rollout_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Its precision."""
+    rollout_memory: float = 0.25
+    """Engine's memory: GiB of KV cache on CPU, share of the GPU on CUDA."""
+    seed: int = 0
+    """Seed of sampling."""
+    task_seed: int = 0
+    """Seed of arith's problems."""
+    task_min_ops: int = 3
+    """arith: fewest operations."""
+    task_max_ops: int = 5
+    """arith: most operations."""
+    task_operand: int = 9
+    """arith: largest operand."""
+    task_total: int = 99
+    """arith: largest running total."""
+    grade_gold: str = ""
+    """Feed this file's own answers to the grader instead of evaluating a model."""
+    out: str = ""
+    """Also write the results to this JSON file."""
+
+
+def find_model(cfg: Eval) -> str:
+    """The folder with config.json behind --model."""
+    root = Path(cfg.model)
+    steps = sorted((root / "checkpoints").glob("step_??????"))
+    for folder in (root, root / cfg.which, *(s / cfg.which for s in reversed(steps))):
+        if (folder / "config.json").is_file() and "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8")):
+            return str(folder)
+    raise ValueError(f"--model={cfg.model}: no model there; give a run folder, a checkpoint or a Hugging Face folder")
+
+
+def evaluate(cfg: Eval) -> dict:
+    """Sample, grade, and print pass@k with standard errors."""
+    from transformers import AutoTokenizer
+    ks = [int(k) for k in cfg.k.split(",")]
+    if max(ks) > cfg.samples or min(ks) < 1:
+        raise ValueError(f"--k={cfg.k}: each k must lie between 1 and --samples={cfg.samples}")
+    task, folder = make_task(cfg), find_model(cfg)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    n = cfg.problems if task.size is None else min(cfg.problems, task.size)
+    limit = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
+    longest = task.max_prompt() or max(len(encode(tokenizer, task.problem("test", i))) for i in range(n))
+    if longest + cfg.max_tokens > limit:
+        raise ValueError(f"--max_tokens={cfg.max_tokens}: the longest prompt has {longest} tokens, together more than the model's context of {limit}")
+    import torch
+    engine = make_engine(cfg, folder, longest + cfg.max_tokens, 0, "cuda" if torch.cuda.is_available() else "cpu")
+    right, length = solve(engine, task, tokenizer, list(range(n)), cfg.samples, Sampling(temperature=cfg.temperature, max_tokens=cfg.max_tokens), cfg.seed)
+    out = {"model": folder, "task": cfg.task, "problems": n, "samples": cfg.samples, "response_length": length}
+    out[f"mean@{cfg.samples}"], out[f"mean@{cfg.samples}_se"] = mean_se(right.mean(1))
+    for k in ks:
+        out[f"pass@{k}"], out[f"pass@{k}_se"] = mean_se([pass_at_k(cfg.samples, int(c), k) for c in right.sum(1)])
+    print(f"{folder} on {cfg.task}: {n} problems, {cfg.samples} responses each, {length:.1f} tokens a response")
+    for name in (f"mean@{cfg.samples}", *(f"pass@{k}" for k in ks)):
+        print(f"  {name:8s} {100 * out[name]:6.2f} +- {100 * out[name + '_se']:.2f} %")
+    engine.close()
+    return out
+
+
+def wrapped(answer: str) -> str:
+    """A file's own answer as a response would give it."""
+    return f"The answer is $\\boxed{{{answer}}}$."
+
+
+def perturbed(answer: str) -> str:
+    """A wrong answer close to a right one: its last digit changed, or a term added."""
+    digits = [i for i, ch in enumerate(answer) if ch.isdigit()]
+    if not digits:
+        return answer + " + 1"
+    i = digits[-1]
+    return answer[:i] + str((int(answer[i]) + 1) % 10) + answer[i + 1:]
+
+
+def grade_gold(path: str) -> dict:
+    """Does the grader accept a file's own answers, and refuse changed ones? Prints both shares and each exception."""
+    task = Jsonl(path)
+    right = wrong = 0
+    for row in tqdm(task.rows, desc="grade"):
+        good, bad = grade(wrapped(row["answer"]), row["answer"]), grade(wrapped(perturbed(row["answer"])), row["answer"])
+        right, wrong = right + good, wrong + bad
+        if not good:
+            tqdm.write(f"gold answer refused: {row['answer']}")
+        if bad:
+            tqdm.write(f"changed answer accepted: {perturbed(row['answer'])} for {row['answer']}")
+    n = task.size
+    print(f"{path}: {right} of {n} gold answers graded right ({100 * right / n:.2f} %), {wrong} of {n} changed answers ({100 * wrong / n:.2f} %)")
+    return {"file": path, "problems": n, "gold": right / n, "changed": wrong / n}
+
+
+def main(argv=None) -> dict:
+    import tyro
+    cfg = tyro.cli(Eval, args=argv, use_underscores=True)
+    result = grade_gold(cfg.grade_gold) if cfg.grade_gold else evaluate(cfg)
+    if cfg.out:
+        Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(cfg.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return result
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as e:
+        sys.exit(f"error: {e}")

@@ -1,0 +1,189 @@
+"""The language-model head, in chunks: the (B, T, V) logits never exist whole.
+
+At 2,048 tokens and a vocabulary of 151,936, one copy of the logits is 1.2 GB in float32 and a naive loss keeps five.
+Here the hidden states of the response tokens, packed to (N, H), meet the head's weight (V, H) a chunk at a time; each
+chunk yields everything that is ever wanted of the full law (log-prob of the sampled token, entropy, the law at given ids,
+the OBRS sums, a second model's KL) and is thrown away. Backward computes each chunk's logits again, asks autograd for their
+gradient, and adds hidden and weight gradients in place: one more product than the naive way (4 instead of 3), and no
+memory that grows with N times V.
+
+`ChunkedHead` knows nothing of losses: a `rows` function says what to compute from a chunk's logits. There are two,
+`one_model` and `two_models`.
+"""
+from __future__ import annotations
+
+import math
+
+import torch
+
+CHUNK_ELEMENTS = 1 << 24                                   # logits in flight: 64 MiB in float32
+
+
+class ChunkedHead(torch.autograd.Function):
+    """outputs = rows(logits of a chunk, chunk's slice), joined over chunks.
+
+    args: rows, chunk (rows per chunk), then hidden_1 (N, H1), weight_1 (V, H1), and hidden_2, weight_2 for a second model.
+    rows([logits (n, V)], slice, grad=False) returns a tuple of (n, ...) tensors, the differentiable ones first; with
+    grad=True only the differentiable ones, built with autograd."""
+
+    @staticmethod
+    def forward(ctx, rows, chunk, *heads):
+        hidden, weight = heads[::2], [w.to(h.dtype) for h, w in zip(heads[::2], heads[1::2])]
+        N, outs = len(hidden[0]), None
+        for start in range(0, N, chunk):
+            sl = slice(start, min(start + chunk, N))
+            got = rows([_logits(h[sl], w) for h, w in zip(hidden, weight)], sl, grad=False)
+            if outs is None:
+                outs = tuple(g.new_empty((N,) + g.shape[1:]) for g in got)
+            for out, g in zip(outs, got):
+                out[sl] = g
+        ctx.rows, ctx.chunk = rows, chunk
+        ctx.save_for_backward(*heads)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*outs[rows.differentiable:])
+        return outs
+
+    @staticmethod
+    def backward(ctx, *grads):
+        heads, rows = ctx.saved_tensors, ctx.rows
+        hidden, weight = heads[::2], heads[1::2]
+        grads = grads[:rows.differentiable]
+        cast = [w.to(h.dtype) for h, w in zip(hidden, weight)]
+        want_h, want_w = ctx.needs_input_grad[2::2], ctx.needs_input_grad[3::2]
+        d_hidden = [torch.zeros_like(h) if n else None for h, n in zip(hidden, want_h)]
+        d_weight = [torch.zeros_like(w) if n else None for w, n in zip(weight, want_w)]
+        for start in range(0, len(hidden[0]), ctx.chunk):
+            sl = slice(start, min(start + ctx.chunk, len(hidden[0])))
+            logits = [_logits(h[sl], w) for h, w in zip(hidden, cast)]
+            with torch.enable_grad():
+                for z, nh, nw in zip(logits, want_h, want_w):
+                    z.requires_grad_(nh or nw)
+                outs = rows(logits, sl, grad=True)
+                pairs = [(o, g[sl]) for o, g in zip(outs, grads) if g is not None and o.requires_grad]
+                leaves = [z for z in logits if z.requires_grad]
+                if not pairs or not leaves:
+                    continue
+                d_leaves = torch.autograd.grad([o for o, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
+            found = iter(d_leaves)
+            del outs, pairs
+            for m, z in enumerate(logits):
+                dz = next(found) if z.requires_grad else None
+                if dz is None:
+                    continue
+                dz = dz.to(hidden[m].dtype)
+                if want_h[m]:
+                    d_hidden[m][sl] = dz @ cast[m]
+                if want_w[m]:
+                    if d_weight[m].dtype == dz.dtype:
+                        d_weight[m].addmm_(dz.t(), hidden[m][sl])          # in place: no second (V, H) tensor
+                    else:
+                        d_weight[m] += dz.t() @ hidden[m][sl]
+            del logits, leaves, d_leaves, found, dz
+        return None, None, *(x for pair in zip(d_hidden, d_weight) for x in pair)
+
+
+def _logits(hidden, weight):
+    z = hidden @ weight.t()
+    return z if z.dtype == torch.float64 else z.float()
+
+
+def chunk_rows(V: int) -> int:
+    return max(16, CHUNK_ELEMENTS // V)
+
+
+class one_model:
+    """Rows of one model. target (N,), inv_t (N, 1) = 1 / temperature.
+
+    Outputs: logp (n,), entropy (n,), logp at ids (n, S), tail (n,). `tail` is the certified bound's second term,
+    sum_{x not in S} min(p_K, p(x) / lambda), wanted when `p_k` (N,) is given."""
+    differentiable = 1
+
+    def __init__(self, target, inv_t=None, ids=None, s_on=None, p_k=None, lam: float = 1.0, kept=None, entropy: bool = True):
+        self.target, self.inv_t, self.ids, self.s_on, self.p_k, self.lam = target, inv_t, ids, s_on, p_k, lam
+        self.kept, self.entropy = kept, entropy
+
+    def law(self, z, sl):
+        """Logits of the law really sampled: scaled by the temperature, cut to the rollout's kept set."""
+        if self.inv_t is not None:
+            z = z * self.inv_t[sl]
+        if self.kept is not None:
+            offsets, ids = self.kept                       # ragged: row n keeps ids[offsets[n]:offsets[n + 1]]
+            lo, hi = int(offsets[sl.start]), int(offsets[sl.stop])
+            cut = torch.ones_like(z, dtype=torch.bool)
+            row = torch.repeat_interleave(torch.arange(sl.stop - sl.start, device=z.device), offsets[sl.start:sl.stop + 1].diff())
+            cut[row, ids[lo:hi]] = False
+            z = z.masked_fill(cut, -1e30)                  # finite: a cut token that was sampled stays countable
+        return z
+
+    def __call__(self, logits, sl, grad):
+        z = self.law(logits[0], sl)
+        lse = z.logsumexp(-1, keepdim=True)
+        if grad:
+            return (z.gather(1, self.target[sl, None]) - lse)[:, 0],
+        return self.stats(z.sub_(lse) if z is logits[0] else z - lse, sl)
+
+    def stats(self, logp, sl):
+        none = logp.new_zeros(len(logp))
+        p = logp.exp() if self.entropy or self.p_k is not None else None
+        entropy = -torch.linalg.vecdot(p, logp) if self.entropy else none
+        at_ids = logp.gather(1, self.ids[sl]) if self.ids is not None else logp.new_zeros(len(logp), 0)
+        tail = none
+        if self.p_k is not None:
+            p_k = self.p_k[sl, None].to(p.dtype)
+            inside = torch.minimum(at_ids.exp() / self.lam, p_k).mul_(self.s_on[sl]).sum(-1)
+            tail = (torch.minimum(p.div_(self.lam), p_k, out=p).sum(-1) - inside).clamp_min_(0.0)
+        return logp.gather(1, self.target[sl, None])[:, 0], entropy, at_ids, tail
+
+
+class two_models:
+    """Rows of policy (theta) and actor (omega) together, each in its own `one_model`.
+
+    Outputs: policy logp, actor logp, distillation KL (gradient to the actor alone), then without gradient: policy entropy,
+    policy logp at S, tail, actor entropy, exact Z, KL(theta || omega), KL(theta || accepted law), the policy's
+    top ids, its logp there, the actor's logp there.
+    distill: "forward" KL(sg theta || omega) (Jackpot Eq. 7) or "reverse" KL(omega || sg theta); topk > 0 sums over theta's
+    top-k and one bucket for the rest."""
+    differentiable = 3
+
+    def __init__(self, policy: one_model, actor: one_model, distill: str = "forward", distill_topk: int = 0, lam: float = 1.0,
+                 pair: bool = False, topk: int = 0):
+        self.policy, self.actor, self.distill, self.distill_topk = policy, actor, distill, distill_topk
+        self.lam, self.pair, self.topk = lam, pair, topk
+
+    def kl(self, logp, logq):
+        """The distillation loss per row, (n,); logp (policy) carries no gradient."""
+        if self.distill == "none":
+            return logp.new_zeros(len(logp))
+        if self.distill_topk:
+            best = logp.topk(self.distill_topk, -1).indices
+            logp, logq = logp.gather(1, best), logq.gather(1, best)
+            rest = [torch.log1p(-x.exp().sum(-1, keepdim=True).clamp_max(1 - 1e-6)) for x in (logp, logq)]
+            logp, logq = torch.cat([logp, rest[0]], -1), torch.cat([logq, rest[1]], -1)
+        if self.distill == "reverse":
+            return torch.linalg.vecdot(logq.exp(), logq - logp)
+        return torch.linalg.vecdot(logp.exp(), logp - logq)
+
+    def __call__(self, logits, sl, grad):
+        zp, zq = self.policy.law(logits[0], sl), self.actor.law(logits[1], sl)
+        lse_p, lse_q = zp.logsumexp(-1, keepdim=True), zq.logsumexp(-1, keepdim=True)
+        target = self.policy.target[sl, None]
+        if grad:
+            logq = zq - lse_q
+            kl = self.kl((zp - lse_p).detach(), logq)
+            return (zp.gather(1, target) - lse_p)[:, 0], logq.gather(1, target)[:, 0], kl
+        logp, logq = zp - lse_p, zq - lse_q
+        kl = self.kl(logp, logq)
+        none, width = logp.new_zeros(len(logp)), logp.new_zeros(len(logp), 0)
+        best, own, there = width.long(), width, width
+        if self.topk:
+            own, best = logp.topk(self.topk, -1)
+            there = logq.gather(1, best)
+        z = before = after = none
+        if self.pair:
+            log_lam = math.log(self.lam)
+            p, gap = logp.exp(), logp - logq
+            z = torch.minimum(logq, logp - log_lam).exp().sum(-1)
+            before = torch.linalg.vecdot(p, gap)
+            after = z.clamp_min(1e-30).log() + torch.linalg.vecdot(p, gap.clamp_min_(log_lam))
+        pol, act = self.policy.stats(logp, sl), self.actor.stats(logq, sl)
+        return pol[0], act[0], kl, pol[1], pol[2], pol[3], act[1], z, before, after, best, own, there

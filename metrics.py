@@ -1,0 +1,215 @@
+"""Metrics: how far apart the laws are, what the correction did about it, and where it is all written down.
+
+`observe` looks at one micro-batch and adds to running sums; `Sums.reduce` adds those over micro-batches and ranks, so that
+every number is a mean over the whole step, never "the last micro-batch". Names follow verl's `rollout_corr/*`.
+
+  rollout_corr/kl            mean(log p_inf - log p_ref): k1 estimate of KL(inf || ref); may be negative by chance
+  rollout_corr/k3_kl         mean(r - log r - 1) >= 0, the same KL with less variance;  r = p_ref / p_inf
+  rollout_corr/chi2_token    mean(r^2) - 1;  chi2_seq: the same of R = exp(clamp(sum log r, +-20))
+  rollout_corr/rollout_is_*  mean, min, max, std of the weight applied to each token (after caps; 1 without correction)
+  rollout_corr/rollout_is_eff_sample_size    (sum w)^2 / (n sum w^2) of weight x keep: 1 is "all tokens count alike"
+  rollout_corr/rollout_is_ratio_fraction_high, _low    share of tokens with r > 2, r < 1/2
+  rollout_corr/seq_eff_sample_size   the same of R over responses. Read it beside seq_clamped_fraction: responses at the
+                             clamp all weigh e^20 or e^-20, so a fully clamped batch shows a *false* ESS of 1
+  rollout_corr/t_max         clamp / KL: the response length at which sequence weights hit the clamp (Praxis, section 4)
+  rollout_corr/low_weight_fraction   share of responses with R < 1/4
+  rollout_corr/rollout_rs_masked_fraction, _seq_masked_fraction   tokens rejected; responses with no token left
+  rollout_corr/mean_mismatch, max_mismatch   |p_inf - p_ref|, mean and maximum over a response, mean over responses (TIS)
+  rollout_corr/ppl_ratio     mean over responses of exp(mean log p_inf - mean log p_ref)
+  rollout_corr/seq_weight/N  mean R of responses of N/2 < length <= N tokens; low_weight/N: their low-weight fraction
+  ppo_kl                     mean(log p_ref - log p_new); samples come from inf, so it can go negative (TIS text)
+  ppo_kl_weighted            the same weighted by min(r, 2): the estimate under ref
+  weight_var                 variance of weight x keep
+  obrs/*                     accept_rate, z (as used), z_low, z_high, kappa, lambda; kl_before, kl_after = KL(p_tgt || p_inf),
+                             KL(p_tgt || accepted law), exact over the vocabulary with two models; `_partial`: over S alone
+  distill_kl, actor/*        KL(policy || actor) a token, and the actor's own loss, entropy and gradient norm
+  staleness/*                age of the sampling weights, in updates and in seconds
+"""
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import torch
+
+from obrs import CLAMP
+
+BUCKETS = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
+
+
+class Sums:
+    """Running (sum, count) pairs and maxima, on the device until `reduce`."""
+
+    def __init__(self):
+        self.pairs, self.tops = {}, {}
+
+    def add(self, name, x, where):
+        """Adds x over the true entries of `where` (same shape): one more share of the mean called `name`."""
+        x = x.double() * where
+        old = self.pairs.get(name, (0.0, 0.0))
+        self.pairs[name] = (old[0] + x.sum(), old[1] + where.sum())
+
+    def top(self, name, x, where):
+        """Adds to the maximum called `name`."""
+        value = x.double().masked_fill(~where, -math.inf).amax()
+        self.tops[name] = torch.maximum(self.tops[name], value) if name in self.tops else value
+
+    def reduce(self, comm) -> dict[str, float]:
+        """All means and maxima over ranks, and what is derived from them."""
+        names, tops = list(self.pairs), list(self.tops)
+        flat = comm.sum([v for n in names for v in self.pairs[n]])
+        s = {n: (flat[2 * i], flat[2 * i + 1]) for i, n in enumerate(names)}
+        m = {n: a / b if b else 0.0 for n, (a, b) in s.items()}
+        m.update(zip(tops, comm.max([self.tops[n] for n in tops]) if tops else []))
+        return derive(m, s)
+
+
+def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
+    """Add one micro-batch. new: TokenStats, detached; batch: with ref columns; logs: from objectives.loss."""
+    mask, inf, ref = batch.mask, batch.logp_inf, batch.logp_ref
+    has = mask.any(1)
+    n = mask.sum(1).clamp_min(1)
+    log_r = (ref - inf).clamp(-CLAMP, CLAMP)
+    r = log_r.exp()
+    applied = logs["weight"] * logs["keep"]
+    for name, x in (("rollout_corr/kl", inf - ref), ("rollout_corr/k3_kl", r - log_r - 1), ("r2", r * r),
+                    ("w", logs["weight"]), ("w2", logs["weight"] ** 2), ("wk", applied), ("wk2", applied ** 2),
+                    ("rollout_corr/rollout_is_ratio_fraction_high", r > 2.0), ("rollout_corr/rollout_is_ratio_fraction_low", r < 0.5),
+                    ("rollout_corr/ratio_mean", r), ("keep", logs["keep"]), ("clip_fraction", logs["clipped"]), ("ppo_kl", ref - new.logp),
+                    ("ppo_kl_weighted", r.clamp_max(2.0) * (ref - new.logp)), ("entropy", new.entropy)):
+        sums.add(name, x, mask)
+    sums.top("rollout_corr/rollout_is_max", logs["weight"], mask)
+    sums.top("neg_min", -logs["weight"], mask)
+    total = (log_r * mask).sum(1)
+    R = total.clamp(-CLAMP, CLAMP).exp()
+    gap = (inf.exp() - ref.exp()).abs() * mask
+    low = (R < 0.25).double()
+    for name, x in (("R", R), ("R2", R * R), ("rollout_corr/seq_clamped_fraction", total.abs() >= CLAMP), ("rollout_corr/low_weight_fraction", low),
+                    ("rollout_corr/mean_mismatch", gap.sum(1) / n), ("rollout_corr/max_mismatch", gap.amax(1)),
+                    ("rollout_corr/ppl_ratio", (((inf - ref) * mask).sum(1) / n).clamp(-CLAMP, CLAMP).exp()),
+                    ("rollout_corr/rollout_rs_seq_masked_fraction", (logs["keep"] * mask).sum(1) == 0),
+                    ("reward", batch.reward), ("response_length", batch.length), ("advantage_abs", batch.adv[:, 0].abs()),
+                    ("staleness/mean_updates", batch.staleness[:, 0]), ("staleness/mean_seconds", batch.staleness[:, 1])):
+        sums.add(name, x, has)
+    sums.top("staleness/max_updates", batch.staleness[:, 0], has)
+    sums.top("staleness/max_seconds", batch.staleness[:, 1], has)
+    below = 0
+    for edge in BUCKETS:
+        inside = has & (batch.length > below) & (batch.length <= edge)
+        sums.add(f"rollout_corr/seq_weight/{edge}", R, inside)
+        sums.add(f"rollout_corr/low_weight/{edge}", low, inside)
+        below = edge
+    if "z" in logs:
+        for name in ("accept", "z", "z_low", "z_high"):
+            sums.add({"accept": "obrs/accept_rate"}.get(name, f"obrs/{name}"), logs[name], mask)
+        if batch.kl_before is not None:
+            sums.add("obrs/kl_before", batch.kl_before, mask)
+            sums.add("obrs/kl_after", batch.kl_after, mask)
+            sums.add("obrs/z_exact", batch.z_ref, mask)
+        elif cfg.obrs_target == "ref":
+            on = batch.s_logp.isfinite()
+            gap = (batch.s_logp_ref - batch.s_logp.masked_fill(~on, 0.0)).masked_fill(~on, 0.0)
+            p = batch.s_logp_ref.exp()
+            sums.add("obrs/kl_before_partial", (p * gap).sum(-1), mask)
+            after = logs["z"].clamp_min(1e-30).log()[..., None] + gap.clamp_min(math.log(stats["lam"]))
+            sums.add("obrs/kl_after_partial", (p * after * on).sum(-1), mask)
+    if new.actor_logp is not None:
+        sums.add("actor/entropy", new.actor_entropy, mask)
+        sums.add("actor/loss", logs["actor_loss"], mask)
+        sums.add("actor/engine_gap", (batch.logp_actor_ref.exp() - inf.exp()).abs(), mask)
+        if new.kl is not None:
+            sums.add("distill_kl", new.kl, mask)
+    for name in ("kappa", "lam", "distill"):               # the same on every rank
+        sums.pairs[name] = (stats[name], 1.0)
+
+
+def derive(m: dict, s: dict) -> dict[str, float]:
+    """Standard deviations, effective sample sizes and bounds from the means, then only public names."""
+    ess = lambda a, b: m[a] ** 2 / m[b] if m[b] > 0 else 0.0
+    out = {k: v for k, v in m.items() if "/" in k or k in ("clip_fraction", "ppo_kl", "ppo_kl_weighted", "entropy", "reward",
+                                                           "response_length", "advantage_abs", "distill_kl")}
+    kl = m["rollout_corr/kl"]
+    out.update({
+        "rollout_corr/chi2_token": m["r2"] - 1, "rollout_corr/chi2_seq": m["R2"] - 1,
+        "rollout_corr/rollout_is_mean": m["w"], "rollout_corr/rollout_is_min": -m["neg_min"],
+        "rollout_corr/rollout_is_std": math.sqrt(max(0.0, m["w2"] - m["w"] ** 2)),
+        "rollout_corr/rollout_is_eff_sample_size": ess("wk", "wk2"), "rollout_corr/seq_eff_sample_size": ess("R", "R2"),
+        "rollout_corr/rollout_rs_masked_fraction": 1.0 - m["keep"], "weight_var": max(0.0, m["wk2"] - m["wk"] ** 2),
+        "rollout_corr/t_max": CLAMP / kl if kl > 0 else math.inf, "tokens": s["w"][1],
+    })
+    if "obrs/z" in m:
+        out.update({"obrs/kappa": m["kappa"], "obrs/lambda": m["lam"], "obrs/z_low_over_z": m["obrs/z_low"] / max(m["obrs/z"], 1e-30),
+                    "obrs/bracket_width": m["obrs/z_high"] - m["obrs/z_low"]})
+        out.update(z_low_sum=s["obrs/z_low"][0], accept_sum=s["obrs/accept_rate"][0])
+    if "actor/loss" in m:
+        out["distill_lambda"] = m["distill"]
+    return {k: v for k, v in out.items() if not (k.startswith(("rollout_corr/seq_weight", "rollout_corr/low_weight/")) and s[k][1] == 0)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where metrics go
+# ---------------------------------------------------------------------------------------------------------------------
+
+class Log:
+    """metrics.jsonl, and TensorBoard and wandb by flag. One line an update; times end in `_s` and nothing else does."""
+
+    def __init__(self, run: Path, cfg, step: int):
+        self.path = run / "metrics.jsonl"
+        truncate(self.path, step)
+        self.file = open(self.path, "a", encoding="utf-8")
+        self.board = self.wandb = None
+        if cfg.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+            self.board = SummaryWriter(str(run / "tensorboard"), purge_step=step)
+        if cfg.wandb:
+            import wandb
+            self.wandb = wandb.init(project=cfg.wandb, name=run.name, dir=str(run), config=vars(cfg), id=run.name, resume="allow")
+
+    def write(self, step: int, values: dict) -> None:
+        self.file.write(json.dumps({"step": step, **{k: clean(v) for k, v in values.items()}}) + "\n")
+        self.file.flush()
+        numbers = {k: v for k, v in values.items() if isinstance(v, (int, float)) and math.isfinite(v)}
+        if self.board:
+            for k, v in numbers.items():
+                self.board.add_scalar(k, v, step)
+        if self.wandb:
+            self.wandb.log(numbers, step=step)
+
+    def close(self) -> None:
+        self.file.close()
+        if self.board:
+            self.board.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def clean(v):
+    """JSON has no infinity: it is written as null."""
+    return None if isinstance(v, float) and not math.isfinite(v) else v
+
+
+def truncate(path: Path, step: int) -> None:
+    """Keep the lines of updates before `step`: what a resumed run has not done again must not stand there twice."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            break                                          # a line cut short by a kill: everything after it is later
+        if row["step"] < step:
+            kept.append(line)
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    os.replace(scratch, path)
+
+
+def read(run: Path | str) -> list[dict]:
+    """The lines of a run's metrics.jsonl."""
+    path = Path(run) / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; give the folder of a run (it holds metrics.jsonl)")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

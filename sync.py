@@ -1,0 +1,121 @@
+"""Weight sync: put new weights into the engine and prove that they are there.
+
+The commonest silent failure of this field is an engine that goes on sampling from old weights: training continues, the
+mismatch grows, nothing says so. So every publish ends in a proof, from three facts:
+
+  version   the engine's source names the version it was given;
+  digest    SHA-256 over names, shapes, types and bytes: once over what was published, once over what the engine consumed;
+  probe     log-probabilities of a fixed sequence, by the engine, against a forward pass of *the published tensors*.
+
+With e = max |engine - published| and d = max |published - previously published| over the probe's tokens,
+
+    e <= tolerance and e < d / 4      proved: the engine has the new weights and not the old ones
+    e <= tolerance, d too small       unproven: the two versions are too close to tell, version and digest must do
+    e >  tolerance                    SyncError, never a warning
+"""
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+TOLERANCE = {"float32": 1e-4, "float64": 1e-4, "float16": 2e-2, "bfloat16": 1.5e-1}    # nats, by the engine's precision
+
+
+class SyncError(RuntimeError):
+    """The engine does not have the weights that were published."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What is known about the engine's weights after a publish. error and distance: nats, over the probe's tokens."""
+    version: int
+    digest: str
+    status: str                    # "proved" | "unproven" | "first": nothing to compare with yet
+    error: float
+    distance: float
+
+
+class Digest:
+    """SHA-256 of a stream of named tensors, in its order; `watch` passes the stream on while hashing it."""
+
+    def __init__(self):
+        self.hash = hashlib.sha256()
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        x = tensor.detach().contiguous().cpu()
+        self.hash.update(f"{name} {tuple(x.shape)} {x.dtype};".encode())
+        self.hash.update(x.reshape(-1).view(torch.uint8).numpy())
+
+    def watch(self, named_tensors):
+        for name, tensor in named_tensors:
+            self.add(name, tensor)
+            yield name, tensor
+
+    def text(self) -> str:
+        return self.hash.hexdigest()[:32]
+
+
+class Probe:
+    """The learner's side of the probe: the model's structure without weights, and a fixed sequence of token ids.
+
+    logprobs(tensors) runs the published tensors, and nothing else, through that structure: a tensor left out of the
+    publication fails here instead of being filled from somewhere."""
+
+    def __init__(self, folder: str, ids):
+        from transformers import AutoConfig, AutoModelForCausalLM
+        config = AutoConfig.from_pretrained(folder)
+        state = torch.get_rng_state()
+        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        torch.set_rng_state(state)
+        self.names = {n for n, _ in self.model.named_parameters(remove_duplicate=False)}
+        for module in self.model.modules():                # keep the structure and its buffers, drop the weights
+            for name, p in list(module._parameters.items()):
+                if p is not None:
+                    module._parameters[name] = torch.nn.Parameter(p.to("meta"), requires_grad=False)
+        self.ids, self.previous = np.asarray(ids, np.int64), None
+
+    @torch.no_grad()
+    def logprobs(self, tensors: dict[str, torch.Tensor]) -> np.ndarray:
+        """log p(ids[t] | ids[:t]), t >= 1, under the tensors given, float32 [len(ids) - 1]."""
+        missing = self.names - set(tensors)
+        if missing:
+            raise SyncError(f"{len(missing)} tensors were not published, {sorted(missing)[0]} among them; publish the whole state dict")
+        device = next(iter(tensors.values())).device
+        weights = {k: v.float() for k, v in tensors.items() if k in self.names}
+        ids = torch.from_numpy(self.ids)[None].to(device)
+        for module in self.model.modules():
+            for name, b in list(module._buffers.items()):
+                module._buffers[name] = b if b is None else b.to(device)
+        out = torch.func.functional_call(self.model, weights, (), {"input_ids": ids, "use_cache": False}, tie_weights=False)
+        logp = torch.log_softmax(out.logits[0, :-1].float(), -1)
+        return logp.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
+
+    def state_dict(self) -> dict:
+        return {"previous": None if self.previous is None else torch.from_numpy(self.previous)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.previous = None if state["previous"] is None else state["previous"].numpy()
+
+
+def prove(engine, version: int, named_tensors, probe: Probe) -> Proof:
+    """Load the tensors into the engine and prove it (see above). SyncError if the engine turns out to be wrong."""
+    tensors, sent, received = dict(named_tensors), Digest(), Digest()
+    for name, tensor in tensors.items():
+        sent.add(name, tensor)
+    engine.load(received.watch(tensors.items()))
+    if sent.text() != received.text():
+        raise SyncError(f"version {version}: the engine consumed other bytes than were published "
+                        f"({received.text()} instead of {sent.text()}); its loader must take every tensor, once, in order")
+    published, sampled = probe.logprobs(tensors), engine.logprobs(probe.ids)
+    error = float(np.abs(sampled - published).max())
+    distance = float("nan") if probe.previous is None else float(np.abs(published - probe.previous).max())
+    tolerance = TOLERANCE[engine.dtype]
+    if not error <= tolerance:
+        raise SyncError(f"version {version}: the engine's log-probabilities differ by {error:.3g} nats from the published weights' "
+                        f"(tolerance {tolerance:g} for {engine.dtype}); it is not sampling from these weights")
+    status = "first" if probe.previous is None else "proved" if error < distance / 4 else "unproven"
+    probe.previous = published
+    return Proof(version, sent.text(), status, error, distance)

@@ -1,0 +1,146 @@
+"""Train a policy with RL on rollouts of another law. The loop, and nothing else: the algorithm is in objectives.py.
+
+    python train.py --objective=jackpot                            # a small actor rolls out, the bigger policy learns
+    torchrun --nproc_per_node=2 train.py --objective=jackpot       # DDP, or --parallel=fsdp; one engine per rank
+    python train.py --resume --out=out/run                         # go on after a kill
+
+    publish -> rollout -> [ref pass] -> minibatch -> prepare -> forward, loss, backward -> step -> metrics
+"""
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+WORLD = int(os.environ.get("WORLD_SIZE", 1))                   # read before vLLM: it overwrites such variables
+
+import torch
+from tqdm import tqdm
+
+import batch as batches
+import checkpoint
+import config
+import objectives
+from eval import held_out
+from learner import Comm, Learner, want_new
+from metrics import Log
+from rollout import LocalSource, Sampling, make_engine
+from runs import open_run
+
+
+def train(cfg: config.Config) -> Path:
+    # -- set-up: everything that can be wrong is found before the first model loads (config.py, runs.py) -----------------
+    device = f"cuda:{LOCAL_RANK}" if torch.cuda.is_available() else "cpu"
+    if WORLD > 1:
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    comm = Comm(device)
+    world = open_run(cfg, comm)                                # task, tokenizer, model folders, run folder, newest checkpoint
+    two = world.actor is not None
+    sampler = "actor" if two else "policy"                     # whose weights the engine gets
+    topk = cfg.obrs_topk if cfg.correction in objectives.USES_Z and cfg.obrs_z != "exact" else 0
+    engine = make_engine(cfg, world.actor or world.policy, world.context, topk, device)
+    learner = Learner(*world.load_models(), cfg, comm, device)
+    source = LocalSource(engine, world.task, world.tokenizer, Sampling(temperature=cfg.temperature, max_tokens=cfg.max_tokens, seed=cfg.seed),
+                         group_size=cfg.group_size, topk=topk, model=sampler, probe=world.probe(sampler), rank=comm.rank, world=comm.world)
+    step, pending, carry = checkpoint.load(world.checkpoint, learner, source) if world.checkpoint else (0, [], {})
+    run, updates = Path(cfg.out), cfg.rollout_batch // cfg.train_batch
+    groups_per_update = cfg.train_batch // (cfg.group_size * comm.world)
+    log = Log(run, cfg, step) if comm.rank == 0 else None
+    stop = catch_signals()
+    clock: dict[str, float] = {}
+    saved_at = step
+
+    def evaluate(names):
+        with timer(clock, "eval_s"):
+            return {f"eval/{n}_{k}": v for n in names for k, v in held_out(learner, n, world.task, world.tokenizer, cfg).items()}
+
+    def save():
+        with timer(clock, "save_s"):
+            checkpoint.save(run, step, learner, source, pending, carry, world.tokenizer, world.configs, cfg.keep)
+
+    if step == 0:
+        first = evaluate(learner.names)
+        if log:
+            log.write(-1, {**first, **clock})
+        clock.clear()
+
+    bar = tqdm(total=cfg.steps, initial=step, desc=f"{cfg.objective}", disable=comm.rank != 0, dynamic_ncols=True)
+    while step < cfg.steps and not stop:
+        values = {}
+        if not pending:
+            # 1. publish the sampler's weights into the engine, and prove that they arrived
+            with timer(clock, "sync_s"):
+                proof = source.publish(learner.version, learner.named_tensors(sampler))
+            values.update({"sync/error": proof.error, "sync/distance": proof.distance, "sync/proved": float(proof.status == "proved")})
+            # 2. roll out: whole groups, sampled and graded
+            with timer(clock, "rollout_s"):
+                groups = source.next(groups_per_update * updates, learner.version)
+            # 3. the ref pass, where the objective must know p_ref before the first update
+            if "ref" in objectives.wants(cfg, carry, updates):
+                with timer(clock, "ref_s"):
+                    batches.write_ref(groups, learner.ref_columns(batches.collate(groups, cfg), cfg.obrs_lambda))
+            pending = [groups[i:i + groups_per_update] for i in range(0, len(groups), groups_per_update)]
+        # 4. one minibatch: padded, with advantages and mask uniforms
+        with timer(clock, "update_s"):
+            batch = batches.collate(pending[0], cfg, learner.version, time.time())
+            # 5. statistics over all ranks: denominators, lambda, kappa
+            fresh = learner.score(batch, want_new(cfg, two, cfg.obrs_lambda, True)) if "fresh" in objectives.wants(cfg, carry, updates) else None
+            stats = objectives.prepare(batch, comm, cfg, carry, fresh)
+            # 6. forward, loss, backward for each micro-batch; clip; step
+            logged = learner.update(batch, stats)
+            objectives.finish(carry, logged, cfg)
+        pending = pending[1:]
+        step += 1
+        # 7. metrics, evaluation, checkpoint
+        if cfg.eval_every and step % cfg.eval_every == 0 or step == cfg.steps:
+            values.update(evaluate(learner.names))
+        if comm.max([len(stop)])[0] and not stop:
+            stop.append("another rank was told to stop")
+        if log:
+            log.write(step - 1, {**logged, **values, **clock})
+            bar.update(1)
+            bar.set_postfix(reward=f"{logged['reward']:.3f}", kl=f"{logged['rollout_corr/kl']:.3f}",
+                            **({"accept": f"{logged['obrs/accept_rate']:.3f}"} if "obrs/accept_rate" in logged else {}))
+        clock.clear()
+        if stop or step == cfg.steps or cfg.save_every and step % cfg.save_every == 0:
+            save()
+            saved_at = step
+    if step != saved_at:
+        save()
+    bar.close()
+    if log:
+        log.close()
+        print(f"stopped after update {step}, saved: go on with --resume --out={cfg.out}" if stop and step < cfg.steps else world.report())
+    source.close()                                             # last: vLLM's shutdown also ends the process group
+    return run
+
+
+@contextmanager
+def timer(clock: dict, name: str):
+    start = time.perf_counter()
+    yield
+    clock[name] = clock.get(name, 0.0) + time.perf_counter() - start
+
+
+def catch_signals() -> list:
+    """SIGTERM and Ctrl-C finish the update at hand, save, and stop; a second Ctrl-C stops at once."""
+    seen: list = []
+
+    def handler(number, frame):
+        if seen and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        seen.append(signal.Signals(number).name)
+    signal.signal(signal.SIGTERM, handler)
+    signal.signal(signal.SIGINT, handler)
+    return seen
+
+
+if __name__ == "__main__":
+    try:
+        train(config.parse())
+    except ValueError as e:
+        sys.exit(f"error: {e}" if LOCAL_RANK == 0 else 2)
