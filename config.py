@@ -40,7 +40,7 @@ class Config:
     """arith: most operations; a response has about 6 tokens for each."""
     task_operand: int = 9
     """arith: largest operand."""
-    task_total: int = 99
+    task_total: int = 49
     """arith: largest running total (up to 199)."""
     task_seed: int = 0
     """Seed of the problems."""
@@ -192,7 +192,7 @@ class Config:
     """Seed of sampling and masks."""
     base_dir: str = "out/base"
     """Where embedded base models are kept."""
-    base_accuracy: float = 0.25
+    base_accuracy: float = 0.3
     """Sampled accuracy at which the warm start of embedded models stops."""
 
 

@@ -143,8 +143,7 @@ class Pair(nn.Module):
         def back(x, on=True):                                                       # (N, ...) -> (B, T, ...)
             if not on:
                 return None
-            full = x.new_zeros((B * T,) + x.shape[1:])
-            return full.index_copy(0, at, x).unflatten(0, (B, T))
+            return x.new_zeros((B, T) + x.shape[1:]).index_put((row, t), x)
         if not two:
             out = (out[0], None, None, *out[1:]) + (None,) * 7
         logp, actor_logp, kl, entropy, s_logp, tail, actor_entropy, z, before, after, top_ids, top_logp, top_actor = out
@@ -243,6 +242,8 @@ class Learner:
                 if x is not None:
                     full = out.setdefault(f.name, x.new_zeros((len(batch), batch.tokens.shape[1]) + x.shape[2:]))
                     full[rows.to(x.device), :x.shape[1]] = x
+        if self.comm.on and self.cfg.parallel == "fsdp":
+            self.model.reshard()                                           # no backward will: leave the shards as the owners
         return TokenStats(**{k: v.cpu() for k, v in out.items()})
 
     def ref_columns(self, batch: Batch, lam: float) -> dict[str, torch.Tensor]:

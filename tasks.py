@@ -40,7 +40,7 @@ class Arithmetic:
     name = "arith"
     size = None                                            # endless
 
-    def __init__(self, min_ops: int = 3, max_ops: int = 5, operand: int = 9, total: int = 99, seed: int = 0):
+    def __init__(self, min_ops: int = 3, max_ops: int = 5, operand: int = 9, total: int = 49, seed: int = 0):
         self.min_ops, self.max_ops, self.operand, self.total, self.seed = min_ops, max_ops, operand, total, seed
 
     def problem(self, split: str, index: int) -> Problem:
@@ -61,12 +61,15 @@ class Arithmetic:
                 return Problem(text, text + " :", str(total))
         raise ValueError(f"no {split} problem in 1000 draws: raise --task_max_ops or --task_operand")
 
-    def solution(self, problem: Problem) -> str:
-        """The worked steps, for the warm start only."""
-        words = problem.id.split()
+    def solution(self, problem: Problem, slips: float = 0.0) -> str:
+        """Worked steps, for the warm start only. With probability `slips` a step's result is off by 1 or 2 and the rest
+        goes on from there, as a careless pupil would: then the final answer is usually wrong."""
+        rng, words = random.Random(f"slips/{self.seed}/{problem.id}"), problem.id.split()
         total, steps = int(words[0]), []
         for sign, b in zip(words[1::2], words[2::2]):
             new = total + int(b) if sign == "+" else total - int(b)
+            if rng.random() < slips:
+                new = min(max(new + rng.choice((-2, -1, 1, 2)), 0), NUMBERS - 1)
             steps.append(f"{total} {sign} {b} = {new}")
             total = new
         return " ; ".join(steps) + f" # {total}"

@@ -30,13 +30,14 @@ SHAPES = {
     "actor": dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2),
 }
 CONTEXT = 512
+SLIPS = 0.2                # share of careless steps in the demonstrations: knowledge to sharpen, not facts to discover
 BATCH, LR, WARMUP, EVAL_EVERY, EVAL_PROBLEMS = 64, 2e-3, 50, 20, 256
 
 
 def base_model(name: str, cfg) -> str:
     """Folder of the embedded base model `name` ("policy" or "actor"), made now if it is not there yet."""
     task = Arithmetic(cfg.task_min_ops, cfg.task_max_ops, cfg.task_operand, cfg.task_total, cfg.task_seed)
-    recipe = {"shape": SHAPES[name], "task": vars(task), "target": cfg.base_accuracy, "batch": BATCH, "lr": LR, "format": 1}
+    recipe = {"shape": SHAPES[name], "task": vars(task), "target": cfg.base_accuracy, "batch": BATCH, "lr": LR, "slips": SLIPS, "format": 2}
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:10]
     folder = Path(cfg.base_dir) / f"{name}-{key}"
     if not (folder / "config.json").is_file():
@@ -78,7 +79,7 @@ def warm_start(name: str, task, target: float, folder: Path, max_steps: int = 60
             problem = task.problem("train", (1 if name == "actor" else 2) * 10**9 + seen)
             seen += 1
             prompt = tokenizer.encode(problem.prompt)
-            answer = tokenizer.encode(task.solution(problem)) + [tokenizer.eos_token_id]
+            answer = tokenizer.encode(task.solution(problem, SLIPS)) + [tokenizer.eos_token_id]
             ids[row, :len(prompt) + len(answer)] = torch.tensor(prompt + answer)
             labels[row, len(prompt):len(prompt) + len(answer)] = torch.tensor(answer)
         optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / WARMUP)

@@ -1,0 +1,74 @@
+"""Shared by the suite: tiny models with random weights, one vLLM engine for everything, hand-made groups."""
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import numpy as np
+import pytest
+import torch
+
+import config
+from rollout import Response, Rollout, Sampling
+from tasks import VOCAB, arithmetic_tokenizer
+
+
+def tiny_model(seed: int, layers: int = 1, hidden: int = 32, std: float = 0.3, tie: bool = True):
+    """A Qwen3-shaped model whose random weights are large enough for its law to be far from uniform."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=VOCAB, hidden_size=hidden, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=32, max_position_embeddings=128, tie_word_embeddings=tie, initializer_range=std, bos_token_id=None, eos_token_id=1, pad_token_id=0))
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """Folders of a tiny policy, a tiny actor, and an untied one, as save_pretrained writes them."""
+    root = tmp_path_factory.mktemp("models")
+    for name, model in (("policy", tiny_model(0, layers=2)), ("actor", tiny_model(1)), ("untied", tiny_model(2, tie=False))):
+        model.save_pretrained(root / name)
+        arithmetic_tokenizer().save_pretrained(root / name)
+    return root
+
+
+@pytest.fixture(scope="session")
+def vllm_engine(folders):
+    """The suite's one vLLM engine, serving the tiny actor's architecture."""
+    from rollout import VLLMEngine
+    engine = VLLMEngine(str(folders / "actor"), max_len=64, max_logprobs=20)
+    yield engine
+    engine.close()
+
+
+def make_cfg(**changes) -> config.Config:
+    """A resolved configuration for unit tests: one model unless an actor is named."""
+    changes = {"actor": "none", "rollout": "hf", "train_batch": 8, "rollout_batch": 8, "group_size": 4, **changes}
+    return config.resolve(config.Config(**changes), world=changes.pop("world", 1))
+
+
+def make_groups(n_groups: int = 2, G: int = 4, K: int = 3, seed: int = 0, vocab: int = VOCAB, longest: int = 9) -> list[Rollout]:
+    """Ragged groups with made-up laws: sampled tokens, log-probabilities, a top-K that may or may not hold the sample."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for i in range(n_groups):
+        responses = []
+        for g in range(G):
+            L = int(rng.integers(1, longest + 1))
+            logits = rng.normal(size=(L, vocab)) * 2
+            logp = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+            tokens = np.array([rng.choice(vocab, p=np.exp(row) / np.exp(row).sum()) for row in logp])
+            order = np.argsort(-logp, 1)[:, :K]
+            mask = np.ones(L, bool)
+            if L > 2 and g == 1:
+                mask[1] = False                            # a token that carries no gradient, inside a response
+            responses.append(Response(tokens.astype(np.int32), mask, logp[np.arange(L), tokens].astype(np.float32), order.astype(np.int32),
+                                      np.take_along_axis(logp, order, 1).astype(np.float32), "stop", reward=float(rng.integers(0, 2))))
+        groups.append(Rollout(("test", 0, i), f"p{i}", rng.integers(0, vocab, int(rng.integers(2, 7))).astype(np.int32), Sampling(), "policy",
+                              "float32", 0, "", 0.0, 0.0, responses))
+    return groups

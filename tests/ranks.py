@@ -1,0 +1,68 @@
+"""Run under torchrun by test_learner: each of two ranks trains on its share; rank 0 saves the gradients."""
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+import torch
+import torch.distributed as dist
+
+import batch as batches
+import objectives
+from conftest import make_cfg, make_groups, tiny_model
+from learner import Comm, Learner
+
+RANK_CASES = [(dict(objective="jackpot"), torch.float64), (dict(objective="jackpot", obrs_accept_rate=0.8, loss_denominator="kept"), torch.float64),
+              (dict(objective="mis_gspo"), torch.float64), (dict(objective="jackpot", actor="base:actor"), torch.float64),
+              (dict(objective="tis", actor="base:actor"), torch.float32)]
+
+
+def rank_groups():
+    return make_groups(4, seed=11)
+
+
+def main(parallel, out):
+    dist.init_process_group("gloo")
+    comm, results = Comm(), []
+    for case, dtype in RANK_CASES:
+        cfg = make_cfg(**case, train_batch=16, rollout_batch=16, micro_tokens=45 if comm.rank else 20, parallel=parallel)
+        learner = Learner(tiny_model(0, layers=2).to(dtype), tiny_model(1).to(dtype) if cfg.actor != "none" else None, cfg, comm)
+        groups = rank_groups()[2 * comm.rank:2 * comm.rank + 2]
+        batches.write_ref(groups, learner.ref_columns(batches.collate(groups, cfg), cfg.obrs_lambda))
+        g = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for p in learner.pair.parameters():
+                noise = torch.randn(p.shape, generator=g, dtype=torch.float64).to(dtype)
+                if hasattr(p, "device_mesh"):
+                    from torch.distributed.tensor import distribute_tensor
+                    noise = distribute_tensor(noise, p.device_mesh, p.placements)
+                p.add_(noise, alpha=0.01)
+        b = batches.collate(groups, cfg)
+        stats = objectives.prepare(b, comm, cfg, {})
+        step, learner._step = learner._step, lambda loss: {"grad_norm": 0.0}
+        logged = learner.update(b, stats)
+        whole = lambda x: x.full_tensor() if hasattr(x, "full_tensor") else x
+        grads = {n: whole(p.grad).clone() for n, p in learner.pair.named_parameters()}
+        step(0.0)                                          # and the optimizer's state survives a round trip
+        state = learner.state_dict()
+        box = [state]
+        dist.broadcast_object_list(box, src=0)
+        learner.load_state_dict(box[0])
+        again = learner.state_dict()
+        same = [torch.equal(a, b) for a, b in zip(leaves(state), leaves(again))]
+        results.append({"grads": grads, "logged": logged, "roundtrip": all(same) and (len(same) > 10 or comm.rank > 0),
+                        "names": sorted(n for n, _ in learner.named_tensors("policy"))})
+    if comm.rank == 0:
+        torch.save(results, out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def leaves(x):
+    if isinstance(x, torch.Tensor):
+        return [x]
+    return [t for v in (x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else []) for t in leaves(v)]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

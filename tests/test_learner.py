@@ -1,0 +1,210 @@
+"""The learner: whatever the split into micro-batches or ranks, one gradient; and it is the derivative of the loss."""
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import batch as batches
+import objectives
+from conftest import ROOT, make_cfg, make_groups, tiny_model
+from learner import Comm, Learner, Want, schedule, want_new, want_ref
+
+CASES = [
+    dict(objective="grpo"), dict(objective="tis", reduction="seq-mean-token-mean"), dict(objective="mis_gspo"),
+    dict(objective="jackpot"), dict(objective="jackpot", obrs_target="new"), dict(objective="jackpot", obrs_mask="expected", loss_denominator="kept"),
+    dict(objective="jackpot", loss_denominator="kept", reduction="seq-mean-token-mean"), dict(objective="jackpot", obrs_accept_rate=0.8),
+    dict(objective="geo_rs", loss_denominator="kept", rs_low=0.001, rs_high=0.15), dict(objective="seq_tis", reduction="seq-mean-token-sum-norm"),
+    dict(objective="jackpot", actor="base:actor"), dict(objective="jackpot", actor="base:actor", obrs_target="new", distill_direction="reverse"),
+    dict(objective="tis", actor="base:actor", distill_topk=5), dict(objective="jackpot_adjusted"), dict(objective="tis_adjusted"),
+]
+
+
+def make_learner(cfg, dtype=torch.float64):
+    two = cfg.actor != "none"
+    return Learner(tiny_model(0, layers=2).to(dtype), tiny_model(1).to(dtype) if two else None, cfg, Comm())
+
+
+def gradients(cfg, groups, dtype=torch.float64, ref=True, keep=None):
+    """Gradients of every parameter after one update's backward passes (the step itself is held back)."""
+    learner = make_learner(cfg, dtype)
+    if ref:
+        batches.write_ref(groups, learner.ref_columns(batches.collate(groups, cfg), cfg.obrs_lambda))
+    b = batches.collate(groups, cfg)
+    if ref:                                                # a policy that moved since the ref pass, so that ratios are not 1
+        g = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for p in learner.pair.parameters():
+                p.add_(torch.randn(p.shape, generator=g, dtype=torch.float64).to(dtype), alpha=0.01)
+    stats = objectives.prepare(b, learner.comm, cfg, {})
+    learner._step = lambda loss: {"grad_norm": 0.0}
+    logged = learner.update(b, stats)
+    return {n: p.grad.clone() for n, p in learner.pair.named_parameters()}, logged
+
+
+def relative(a, b):
+    num = sum(float((a[n] - b[n]).double().square().sum()) for n in a) ** 0.5
+    return num / sum(float(a[n].double().square().sum()) for n in a) ** 0.5
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(str(v) for v in c.values()))
+def test_any_micro_batch_split_gives_the_same_gradient(case):
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        got = []
+        for micro_tokens in (10**6, 40, 1):                                   # one micro-batch, several, one for each response
+            cfg = make_cfg(**case, micro_tokens=micro_tokens, train_batch=12, rollout_batch=12)
+            got.append(gradients(cfg, make_groups(3, seed=3), dtype))
+        for grads, logged in got[1:]:
+            assert relative(got[0][0], grads) < tolerance
+            for key, value in got[0][1].items():
+                assert logged[key] == pytest.approx(value, rel=1e-6 if dtype == torch.float64 else 1e-3, abs=1e-6), key
+
+
+def test_gradient_is_the_derivative_of_the_written_out_loss():
+    """GRPO with a token-mean over the whole batch, straight from the model's logits, without any of the learner's machinery."""
+    cfg, groups = make_cfg(objective="tis", micro_tokens=30), make_groups(2, seed=1)
+    grads, logged = gradients(cfg, groups, ref=False)
+    model, total, count = tiny_model(0, layers=2).double(), 0.0, 0
+    for g in groups:
+        reward = torch.tensor([r.reward for r in g.responses], dtype=torch.float64)
+        adv = (reward - reward.mean()) / (reward.std() + 1e-6) if reward.std() > 0 else torch.zeros_like(reward)
+        for a, r in zip(adv, g.responses):
+            ids = torch.from_numpy(np.concatenate([g.prompt_ids, r.tokens]).astype(np.int64))
+            logp = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+            P = len(g.prompt_ids)
+            lp = torch.stack([logp[P + t - 1, int(tok)] for t, tok in enumerate(r.tokens)])
+            w = (lp.detach() - torch.from_numpy(r.logp_inf)).exp().clamp_max(2.0)
+            on = torch.from_numpy(r.loss_mask)
+            total = total - (w * (lp - lp.detach()).exp() * a)[on].sum()
+            count += int(on.sum())
+    (total / count).backward()
+    want = {"policy." + n: p.grad for n, p in model.named_parameters()}
+    assert relative(want, {n: g for n, g in grads.items()}) < 1e-6            # advantages are float32
+    assert logged["loss"] == pytest.approx(float(total / count), rel=1e-6) and logged["tokens"] == count
+
+
+def test_score_is_the_models_own_log_softmax_with_temperature():
+    groups = make_groups(2, seed=2)
+    for g in groups:
+        g.sampling = replace(g.sampling, temperature=0.7)
+    cfg = make_cfg(objective="jackpot", micro_tokens=25)
+    learner = make_learner(cfg)
+    b = batches.collate(groups, cfg)
+    stats = learner.score(b, Want(entropy=True, s=True, tail=True))
+    row = 0
+    for g in groups:
+        for r in g.responses:
+            ids = torch.from_numpy(np.concatenate([g.prompt_ids, r.tokens]).astype(np.int64))
+            logp = (learner.pair.policy(input_ids=ids[None]).logits[0] / 0.7).log_softmax(-1)[len(g.prompt_ids) - 1:-1]
+            L = len(r.tokens)
+            assert torch.allclose(stats.logp[row, :L], logp.gather(1, ids[len(g.prompt_ids):, None])[:, 0], atol=1e-7)
+            assert torch.allclose(stats.entropy[row, :L], -(logp.exp() * logp).sum(-1), atol=1e-7)
+            assert torch.allclose(stats.s_logp[row, :L, 1:], logp.gather(1, torch.from_numpy(r.topk_ids.astype(np.int64))), atol=1e-7)
+            assert float(stats.logp[row, L:].abs().sum()) == 0
+            row += 1
+
+
+def test_bracket_contains_the_exact_z_of_two_models():
+    """Groups whose p_inf is the actor's own law: the exact Z lies in the bracket, and a larger S (target new) narrows it."""
+    cfg = make_cfg(objective="jackpot", actor="base:actor", obrs_target="new")
+    learner, groups = make_learner(cfg), make_groups(3, seed=4, K=5)
+    b = batches.collate(groups, cfg)
+    with torch.no_grad():
+        for row, (g, r) in enumerate((g, r) for g in groups for r in g.responses):
+            ids = torch.from_numpy(np.concatenate([g.prompt_ids, r.tokens]).astype(np.int64))
+            logq = learner.pair.actor(input_ids=ids[None]).logits[0].log_softmax(-1)[len(g.prompt_ids) - 1:-1]
+            top, where = logq.topk(5, -1)
+            r.topk_ids, r.topk_logp = where.int().numpy(), top.float().numpy()
+            r.logp_inf = logq.gather(1, ids[len(g.prompt_ids):, None])[:, 0].float().numpy()
+    import obrs
+    b = batches.collate(groups, cfg)
+    exact = learner.score(b, Want(pair=True)).z[b.mask]
+    small = learner.score(b, Want(s=True, tail=True))
+    low, high = (x[b.mask] for x in obrs.z_bracket(b.s_logp, small.s_logp, 1.0, small.tail))
+    assert (low <= exact + 1e-6).all() and (exact <= high + 1e-6).all() and float((high - low).max()) > 0.01
+    batches.write_ref(groups, learner.ref_columns(b, 1.0))
+    b = batches.collate(groups, cfg)
+    large = learner.score(b, Want(s=True, tail=True))
+    low2, high2 = (x[b.mask] for x in obrs.z_bracket(b.s_logp, large.s_logp, 1.0, large.tail))
+    assert (low2 <= exact + 1e-6).all() and (exact <= high2 + 1e-6).all() and float((high2 - low2).mean()) < float((high - low).mean())
+
+
+def test_one_forward_serves_as_ref_pass_for_a_single_update():
+    """With one update a batch, the pass-free path and an explicit ref pass give the same gradient."""
+    for case in (dict(objective="tis"), dict(objective="jackpot", actor="base:actor")):
+        cfg = make_cfg(**case)
+        learner, groups = make_learner(cfg), make_groups(2, seed=6)
+        free, _ = gradients(cfg, groups, ref=False)
+        batches.write_ref(groups, learner.ref_columns(batches.collate(groups, cfg), 1.0))
+        b = batches.collate(groups, cfg)
+        learner._step = lambda loss: {"grad_norm": 0.0}
+        learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
+        assert relative(free, {n: p.grad for n, p in learner.pair.named_parameters()}) < 1e-6
+
+
+def test_non_finite_steps_are_skipped_counted_and_stop_the_run():
+    cfg = make_cfg(objective="grpo", max_skips=2)
+    learner = make_learner(cfg, torch.float32)
+    b = batches.collate(make_groups(2, seed=0), cfg)
+    before = {n: p.clone() for n, p in learner.pair.named_parameters()}
+    bad = replace(b, adv=b.adv * torch.inf)
+    logged = learner.update(bad, objectives.prepare(bad, learner.comm, cfg, {}))
+    assert logged["skipped_steps"] == 1 and all(torch.equal(p, before[n]) for n, p in learner.pair.named_parameters())
+    logged = learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
+    assert logged["skipped_steps"] == 1 and learner.skipped_in_a_row == 0
+    assert any(not torch.equal(p, before[n]) for n, p in learner.pair.named_parameters())
+    learner.update(bad, objectives.prepare(bad, learner.comm, cfg, {}))
+    with pytest.raises(RuntimeError, match="2 updates in a row had a non-finite loss or gradient"):
+        learner.update(bad, objectives.prepare(bad, learner.comm, cfg, {}))
+
+
+def test_step_clips_each_model_and_follows_the_schedule():
+    cfg = make_cfg(objective="tis", actor="base:actor", lr=1e-2, actor_lr=2e-2, warmup_steps=4, grad_clip=1e-3, steps=10)
+    learner = make_learner(cfg)
+    b = batches.collate(make_groups(2, seed=8), cfg)
+    logged = learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
+    assert logged["lr"] == pytest.approx(1e-2 / 4) and logged["actor/lr"] == pytest.approx(2e-2 / 4)
+    assert logged["grad_norm"] > 1e-3 and logged["actor/grad_norm"] > 1e-3    # as measured before the clip
+    assert [schedule(s, replace(cfg, lr_schedule="linear")) for s in (0, 3, 4, 7, 10)] == pytest.approx([.25, 1, 1, .5, 0])
+    assert schedule(7, replace(cfg, lr_schedule="cosine")) == pytest.approx(0.5) and schedule(9, cfg) == 1.0
+
+
+def test_what_each_pass_computes_follows_the_objective():
+    assert want_ref(make_cfg(objective="tis"), False, 1.0) == Want()
+    w = want_ref(make_cfg(objective="jackpot"), False, 1.0)
+    assert w.s and w.tail and not w.pair
+    two = make_cfg(objective="jackpot", actor="base:actor")
+    assert want_ref(two, True, 1.0).pair and not want_ref(two, True, 1.0).s
+    assert want_new(two, True, 1.0, has_ref=False).pair and not want_new(two, True, 1.0, has_ref=True).pair
+    assert want_new(make_cfg(objective="jackpot", obrs_target="new"), False, 1.0, True).s
+
+
+def test_bfloat16_runs_close_to_float32():
+    cfg = make_cfg(objective="grpo")
+    groups = make_groups(2, seed=9)
+    full, _ = gradients(cfg, groups, torch.float32, ref=False)
+    half, logged = gradients(make_cfg(objective="grpo", dtype="bfloat16"), groups, torch.float32, ref=False)
+    assert 0 < relative(full, half) < 0.2 and next(iter(half.values())).dtype == torch.float32
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_ranks_give_the_gradient_of_one(parallel, tmp_path):
+    """torchrun with two gloo ranks, ragged shares, unequal numbers of micro-batches: the gradient of one process."""
+    out = tmp_path / "ranks.pt"
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(Path(__file__).parent / "ranks.py"),
+                           parallel, str(out)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = torch.load(out)
+    from ranks import RANK_CASES, rank_groups
+    for i, (case, dtype) in enumerate(RANK_CASES):
+        cfg = make_cfg(**case, train_batch=16, rollout_batch=16, micro_tokens=10**6)
+        want, logged = gradients(cfg, rank_groups(), dtype)
+        assert relative(want, ranks[i]["grads"]) < (1e-10 if dtype == torch.float64 else 1e-5), case
+        for key in ("loss", "reward", "rollout_corr/kl", "rollout_corr/rollout_is_max", "rollout_corr/chi2_seq", "tokens"):
+            assert ranks[i]["logged"][key] == pytest.approx(logged[key], rel=1e-5, abs=1e-7), (case, key)
+        assert ranks[i]["roundtrip"] and ranks[i]["names"] == sorted(tiny_model(0, layers=2).state_dict())
