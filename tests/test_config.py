@@ -1,0 +1,133 @@
+"""Bad input: one clear sentence that names the flag, file or line and the mend, before any model loads."""
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import config
+from config import Config, parse, resolve
+from conftest import ROOT, make_cfg
+
+
+@pytest.mark.parametrize("argv, sentence", [
+    (["--objectve=jackpot"], "--objectve: no such flag; did you mean --objective?"),
+    (["--objective=jackpt"], "did you mean jackpot?"),
+    (["--correction=tiss"], "--correction=tiss: not one of .* did you mean tis?"),
+    (["--surrogate=pppo"], "did you mean ppo?"),
+    (["--advantage=grp"], "--advantage=grp: not one of grpo, grpo_no_std, rloo; did you mean grpo?"),
+    (["--obrs_lambda=0"], "--obrs_lambda=0.0: lambda must be above 0"),
+    (["--obrs_lambda=-1"], "--obrs_lambda=-1.0: lambda must be above 0"),
+    (["--obrs_accept_rate=1.5"], r"--obrs_accept_rate=1.5: a budget lies in \(0, 1\]"),
+    (["--obrs_accept_rate=-0.5"], "a budget lies in"),
+    (["--obrs_topk=257"], "--obrs_topk=257: K must lie between 1 and the vocabulary of 256 tokens"),
+    (["--train_batch=100"], "--train_batch=100: not divisible by --group_size=8 times 1 rank"),
+    (["--rollout_batch=300"], "--rollout_batch=300: not a multiple of --train_batch=256"),
+    (["--group_size=1", "--train_batch=4", "--rollout_batch=4"], "--group_size=1: an advantage needs at least 2 responses"),
+    (["--steps=0"], "--steps=0: must be at least 1"),
+    (["--lr=0"], "--lr=0.0: must be above 0"),
+    (["--rs_low=3", "--rs_high=2"], "--rs_low=3.0 --rs_high=2.0: the bounds are crossed"),
+    (["--objective=ppo_is", "--correction=tis"], "--ratio_base=inf already corrects"),
+    (["--correction=tis_adjusted"], "needs --ratio_base=new, not ref"),
+    (["--correction=jackpot_adjusted", "--ratio_base=new"], "use --obrs_target=new"),
+    (["--obrs_z=exact", "--actor=none"], "--obrs_z=exact: the whole vocabulary is known only"),
+    (["--loss_denominator=kept", "--obrs_target=new"], "add --kappa=exact"),
+    (["--obrs_accept_rate=0.9", "--obrs_target=new"], "add --kappa=exact"),
+    (["--distill_kl_target=0.1", "--actor=none"], "there is no actor to distil"),
+    (["--model=/no/such"], "--model=/no/such: no Hugging Face model folder"),
+    (["--actor=/no/such"], "--actor=/no/such: no Hugging Face model folder"),
+    (["--model=base:polcy"], "did you mean base:policy?"),
+    (["--task=/no/such.jsonl", "--actor=none"], "--model=base:policy knows only --task=arith"),
+    (["--task_min_ops=6"], "--task_min_ops=6: must be between 1 and --task_max_ops=5"),
+    (["--task_total=500"], "--task_total=500: must be below 200"),
+    (["--max_tokens=2000"], "--max_tokens=2000: .*over the model's context of 512"),
+    (["--config=/no/such.toml"], "--config=/no/such.toml: no such file"),
+    (["stray"], "stray: flags are written --key=value"),
+    (["--resume", "--out=/no/such/run"], "--resume: /no/such/run holds no run"),
+])
+def test_command_lines(argv, sentence):
+    def everything():
+        cfg = parse(["--rollout=hf", *argv])
+        import tasks
+        config.check_sizes(cfg, tasks.make_task(cfg))
+    with pytest.raises(ValueError, match=sentence) as e:
+        everything()
+    assert "\n" not in str(e.value)
+
+
+def test_flags_and_toml_compose(tmp_path):
+    path = tmp_path / "x.toml"
+    path.write_text('objective = "tis"\nlr = 1\nsteps = 7\nclip = false\nis_cap = 5\n')
+    cfg = parse([f"--config={path}", "--steps=9", "--rollout", "hf", "--positive-only"])
+    assert (cfg.objective, cfg.lr, cfg.steps, cfg.clip, cfg.is_cap, cfg.rollout, cfg.positive_only) == ("tis", 1.0, 9, False, 5.0, "hf", True)
+    assert cfg.correction == "tis" and isinstance(cfg.lr, float)
+
+
+@pytest.mark.parametrize("text, sentence", [
+    ("stps = 3", "stps: no such flag; did you mean --steps?"), ("steps = 'x'", "steps = 'x' is not of type int"),
+    ("steps = true", "is not of type int"), ("clip = 1", "clip = 1 is not of type bool"), ("steps = ", "not valid TOML"),
+])
+def test_bad_toml(tmp_path, text, sentence):
+    path = tmp_path / "x.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=sentence):
+        parse([f"--config={path}"])
+
+
+def test_every_flag_has_its_sentence():
+    source = (ROOT / "config.py").read_text().split("class Config")[1].split("\n\n\nFIELDS")[0].splitlines()
+    for i, line in enumerate(source):
+        name = line.strip().partition(":")[0]
+        if name in config.FIELDS and line.startswith("    " + name + ":"):
+            assert source[i + 1].strip().startswith('"""') and len(source[i + 1].strip()) > 10, name
+
+
+def test_ranks_enter_the_divisibility_check():
+    with pytest.raises(ValueError, match="times 3 rank"):
+        resolve(Config(rollout="hf"), world=3)
+    resolve(Config(rollout="hf"), world=2)
+
+
+def test_auto_actor_and_z():
+    assert resolve(Config(rollout="hf")).actor == "base:actor" and resolve(Config(rollout="hf")).obrs_z == "exact"
+    assert make_cfg(objective="jackpot").obrs_z == "bracket"
+    assert make_cfg(objective="jackpot", actor="base:actor", obrs_target="new").obrs_z == "bracket"
+
+
+def test_vllm_missing(monkeypatch):
+    import importlib.util
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else real(name, *a))
+    with pytest.raises(ValueError, match="--rollout=vllm: vLLM is not installed here.*--rollout=hf"):
+        resolve(Config())
+
+
+def test_models_that_do_not_fit(folders, tmp_path):
+    from runs import load_model
+    small = tmp_path / "small"
+    small.mkdir()
+    data = json.loads((folders / "actor" / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps({**data, "vocab_size": 100}))
+    with pytest.raises(ValueError, match="its vocabulary has 100 tokens and the policy's 256"):
+        config.check_models(make_cfg(), str(folders / "policy"), str(small))
+    with pytest.raises(ValueError, match="--obrs_topk=300: K must lie between 1 and the vocabulary of 256"):
+        config.check_models(make_cfg(objective="jackpot", obrs_topk=300), str(folders / "policy"), None)
+    import shutil
+    wrong = tmp_path / "wrong"
+    shutil.copytree(folders / "policy", wrong)
+    data = json.loads((wrong / "config.json").read_text())
+    (wrong / "config.json").write_text(json.dumps({**data, "hidden_size": 64}))
+    with pytest.raises(ValueError, match="its weights do not fit its config.json"):
+        load_model(str(wrong))
+    (wrong / "config.json").write_text(json.dumps({**data, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}))
+    with pytest.raises(ValueError, match="its weights do not fit its config.json"):
+        load_model(str(wrong))
+
+
+def test_the_command_says_it_in_one_line(tmp_path):
+    """The real command: exit status 1 or 2, one line, no traceback, and nothing loaded or written."""
+    for argv, words in ((["--obrs_lambda=0"], "lambda must be above 0"), (["--objective=jackpt", f"--out={tmp_path}/x"], "did you mean jackpot?")):
+        done = subprocess.run([sys.executable, "train.py", *argv], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+        assert done.returncode != 0 and words in done.stderr and "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "x").exists()

@@ -1,0 +1,105 @@
+"""Tasks: generated arithmetic, files, and the grader on cases written for this repository."""
+import pytest
+
+from conftest import ROOT
+from eval import grade_gold, perturbed, wrapped
+from tasks import Arithmetic, Jsonl, VOCAB, arithmetic_tokenizer, final_answer, grade, read_jsonl
+
+
+def test_arithmetic_is_verifiable_deterministic_and_split():
+    task, tokenizer = Arithmetic(seed=3), arithmetic_tokenizer()
+    train = [task.problem("train", i) for i in range(400)]
+    test = [task.problem("test", i) for i in range(200)]
+    assert not {p.id for p in train} & {p.id for p in test}
+    assert train == [Arithmetic(seed=3).problem("train", i) for i in range(400)] and train != [Arithmetic(seed=4).problem("train", i) for i in range(400)]
+    for p in train + test:
+        words = p.id.split()
+        total = int(words[0])
+        for sign, b in zip(words[1::2], words[2::2]):
+            assert 1 <= int(b) <= 9
+            total += int(b) if sign == "+" else -int(b)
+            assert 0 <= total <= 49
+        assert str(total) == p.answer and 3 <= len(words) // 2 <= 5
+        text = task.solution(p)
+        assert task.reward(p, text, True) == 1.0 and task.reward(p, text, False) == 0.0
+        ids = tokenizer.encode(text)
+        assert len(ids) + 1 <= task.max_response() and len(tokenizer.encode(p.prompt)) <= task.max_prompt()
+        assert tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == text
+    assert len(tokenizer) == VOCAB >= 256 and VOCAB % 32 == 0
+
+
+def test_careless_solutions_go_on_from_their_slip():
+    task = Arithmetic()
+    wrong = 0
+    for i in range(300):
+        p = task.problem("train", i)
+        text = task.solution(p, slips=0.2)
+        wrong += task.reward(p, text, True) == 0.0
+        steps = [s.split() for s in text.split(" # ")[0].split(" ; ")]
+        assert all(a[4] == b[0] for a, b in zip(steps, steps[1:])) and text.split(" # ")[1] == steps[-1][4]
+    assert 0.3 < wrong / 300 < 0.8
+
+
+@pytest.mark.parametrize("text, reward", [("3 + 4 = 7 # 7", 1), ("# 7", 1), ("# 8", 0), ("7", 0), ("# 7 ;", 0), ("# 77", 0), ("", 0)])
+def test_arithmetic_reward(text, reward):
+    from tasks import Problem
+    assert Arithmetic().reward(Problem("3 + 4", "3 + 4 :", "7"), text, True) == reward
+
+
+RIGHT = [
+    ("The total is \\boxed{72}.", "72"), ("so we get $\\boxed{\\frac{3}{4}}$", "0.75"), ("\\boxed{\\frac{1}{2}}", "\\frac12"), ("\\boxed{1{,}000}", "1000"),
+    ("\\boxed{x^2+2x+1}", "(x+1)^2"), ("\\boxed{\\sqrt{8}}", "2\\sqrt{2}"), ("\\boxed{(1, 2)}", "(1,2)"), ("\\boxed{\\{1,2,3\\}}", "\\{3,2,1\\}"),
+    ("\\boxed{[0, 1)}", "[0,1)"), ("\\boxed{50\\%}", "50\\%"), ("\\boxed{\\pi/2}", "\\frac{\\pi}{2}"), ("\\boxed{-3}", "-3"), ("\\boxed{2^{10}}", "1024"),
+    ("\\boxed{\\text{(B)}}", "\\text{(B)}"), ("\\boxed{3.0}", "3"), ("\\boxed{x=5}", "5"), ("\\boxed{\\$18}", "18"),
+]
+WRONG = [
+    ("\\boxed{73}", "72"), ("\\boxed{\\frac{4}{3}}", "0.75"), ("I do not know.", "5"), ("\\boxed{}", "5"), ("\\boxed{(2,1)}", "(1,2)"), ("\\boxed{[0,1]}", "[0,1)"),
+    ("\\boxed{x^2+1}", "(x+1)^2"), ("\\boxed{3}", "-3"), ("\\boxed{1025}", "2^{10}"), ("\\boxed{\\{1,2\\}}", "\\{1,2,3\\}"), ("\\boxed{\\pi}", "3"),
+    ("The answer is 5, no: \\boxed{6}", "5"), ("\\boxed{12}", "1200"),
+]
+
+
+@pytest.mark.parametrize("response, answer", RIGHT)
+def test_right_answers(response, answer):
+    assert grade(response, answer)
+
+
+@pytest.mark.parametrize("response, answer", WRONG)
+def test_wrong_answers(response, answer):
+    assert not grade(response, answer)
+
+
+def test_grade_gold_reads_both_layouts(tmp_path, capsys):
+    gsm, math = tmp_path / "gsm.jsonl", tmp_path / "math.jsonl"
+    gsm.write_text('{"question": "2 apples and 3?", "answer": "2 + 3 = <<2+3=5>>5\\n#### 5"}\n{"question": "q", "answer": "#### 1,200"}\n')
+    math.write_text('{"problem": "p", "answer": "\\\\frac{1}{2}"}\n\n{"problem": "p", "answer": "x+1"}\n')
+    for path in (gsm, math):
+        result = grade_gold(str(path))
+        assert result == {"file": str(path), "problems": 2, "gold": 1.0, "changed": 0.0}
+    assert final_answer("a\n#### 1,200") == "1,200" and perturbed("19") == "10" and perturbed("x") == "x + 1" and "\\boxed{7}" in wrapped("7")
+
+
+@pytest.mark.parametrize("text, sentence", [
+    ('{"problem": "p", "answer": "1"}\n{"problem": "p"}\n', "line 2: no `answer`"), ('{"problem": "p", "answer": "1"}\n\n{nope}\n', "line 3: not valid JSON"),
+    ('{"answer": "1"}\n', "line 1: no `problem` or `question`"), ("[1]\n", "line 1: not a JSON object"), ("", "no problems in the file"),
+    ('{"problem": "p", "answer": ""}', "line 1: no `answer`"),
+])
+def test_bad_lines_are_named(tmp_path, text, sentence):
+    path = tmp_path / "x.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=sentence):
+        read_jsonl(path)
+    with pytest.raises(ValueError, match="no such file"):
+        read_jsonl(tmp_path / "none.jsonl")
+
+
+def test_jsonl_epochs_shuffle_and_prompts_ask_for_a_box(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(f'{{"problem": "p{i}", "answer": "{i}"}}\n' for i in range(10)))
+    task = Jsonl(str(path))
+    first, second = ([task.problem("train", e * 10 + i).answer for i in range(10)] for e in (0, 1))
+    assert sorted(first) == sorted(second) == sorted(map(str, range(10))) and first != second
+    assert [task.problem("test", i).answer for i in range(10)] == list(map(str, range(10)))
+    p = task.problem("test", 3)
+    assert p.prompt.startswith("p3\n") and "\\boxed{}" in p.prompt and p.id == "x/3"
+    assert task.reward(p, "\\boxed{3}", True) == 1.0 and task.reward(p, "\\boxed{4}", True) == 0.0
