@@ -161,12 +161,11 @@ def wrapped(answer: str) -> str:
 
 
 def perturbed(answer: str) -> str:
-    """A wrong answer close to a right one: its last digit changed, or a term added."""
-    digits = [i for i, ch in enumerate(answer) if ch.isdigit()]
-    if not digits:
-        return answer + " + 1"
-    i = digits[-1]
-    return answer[:i] + str((int(answer[i]) + 1) % 10) + answer[i + 1:]
+    """A wrong answer close to a right one: its first non-zero digit changed, or a term added where there is none."""
+    for i, ch in enumerate(answer):
+        if ch in "123456789":
+            return answer[:i] + ("8" if ch == "9" else str(int(ch) + 1)) + answer[i + 1:]
+    return answer + " + 1"
 
 
 def grade_gold(path: str) -> dict:

@@ -76,7 +76,7 @@ def test_grade_gold_reads_both_layouts(tmp_path, capsys):
     for path in (gsm, math):
         result = grade_gold(str(path))
         assert result == {"file": str(path), "problems": 2, "gold": 1.0, "changed": 0.0}
-    assert final_answer("a\n#### 1,200") == "1,200" and perturbed("19") == "10" and perturbed("x") == "x + 1" and "\\boxed{7}" in wrapped("7")
+    assert final_answer("a\n#### 1,200") == "1,200" and perturbed("19") == "29" and perturbed("0.09") == "0.08" and perturbed("x") == "x + 1" and "\\boxed{7}" in wrapped("7")
 
 
 @pytest.mark.parametrize("text, sentence", [

@@ -1,0 +1,26 @@
+# make demo: set up and run the main job.   make test: set up and run the tests.   Both build .venv once.
+PYTHON ?= python3
+PIP := .venv/bin/python -m pip install --disable-pip-version-check --quiet --progress-bar=on
+CUDA := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1 && echo yes)
+REQUIREMENTS := requirements-$(if $(CUDA),gpu,cpu).txt
+TORCH := torch==2.13.0+cpu
+export OMP_NUM_THREADS ?= $(shell $(PYTHON) -c "import os; print(len(os.sched_getaffinity(0)))")
+
+.PHONY: demo test
+demo: .venv/ready
+	.venv/bin/python train.py --config=configs/demo.toml --overwrite
+
+test: .venv/ready
+	.venv/bin/python -m pytest -q tests
+
+.venv/ready: $(REQUIREMENTS)
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or newer is needed: make PYTHON=python3.11 ...')"
+	$(PYTHON) -m venv .venv
+	@echo "installing $(REQUIREMENTS) into .venv (2.5 GB on CPU, some minutes)"
+ifeq ($(CUDA),yes)
+	$(PIP) -r $(REQUIREMENTS)
+else
+	$(PIP) --no-deps "$(TORCH)" 2>/dev/null || $(PIP) --no-deps --index-url https://download.pytorch.org/whl/cpu "$(TORCH)"
+	$(PIP) --no-deps -r $(REQUIREMENTS)
+endif
+	touch $@

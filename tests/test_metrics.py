@@ -1,0 +1,101 @@
+"""Metrics by hand, and the log that a resume truncates."""
+import json
+import math
+
+import pytest
+import torch
+
+import metrics
+import objectives
+from conftest import make_cfg
+from learner import TokenStats
+from test_objectives import LN, LOG_R, One, STATS, Fields, f64, tiny
+
+
+class OneRank(One):
+    max = staticmethod(lambda xs: [float(x) for x in xs])
+
+
+def observed(log_r, mask=None, new=None, objective="none", lengths=(3, 3), **flags):
+    n, b = tiny(log_r, mask, new=new)
+    n.entropy = torch.full_like(b.logp_ref, 0.5)
+    b.length, b.reward = torch.tensor(lengths), torch.tensor([1.0, 0.0])
+    b.staleness = torch.tensor([[2.0, 10.0], [4.0, 30.0]])
+    b.kl_before, b.kl_after = torch.full_like(b.logp_ref, 0.3), torch.full_like(b.logp_ref, 0.1)
+    cfg = make_cfg(objective=objective, **flags)
+    _, logs = objectives.loss(n, b, STATS, cfg)
+    sums = metrics.Sums()
+    metrics.observe(sums, n.detach(), b, STATS, logs, cfg)
+    return sums.reduce(OneRank)
+
+
+def test_numbers_by_hand():
+    # log r: ln2, -ln2, 0 and ln4 x 3; r: 2, 1/2, 1, 4, 4, 4
+    m = observed(LOG_R, objective="tis")
+    assert m["rollout_corr/kl"] == pytest.approx(-3 * LN(4) / 6)
+    r = [2, .5, 1, 4, 4, 4]
+    assert m["rollout_corr/k3_kl"] == pytest.approx(sum(x - LN(x) - 1 for x in r) / 6)
+    assert m["rollout_corr/chi2_token"] == pytest.approx(sum(x * x for x in r) / 6 - 1)
+    assert m["rollout_corr/chi2_seq"] == pytest.approx((1 + 64 ** 2) / 2 - 1)
+    w = [2, .5, 1, 2, 2, 2]                                                    # capped at 2
+    mean = sum(w) / 6
+    assert m["rollout_corr/rollout_is_mean"] == pytest.approx(mean) and m["rollout_corr/rollout_is_max"] == 2 and m["rollout_corr/rollout_is_min"] == pytest.approx(0.5)
+    assert m["rollout_corr/rollout_is_std"] == pytest.approx(math.sqrt(sum((x - mean) ** 2 for x in w) / 6)) == pytest.approx(math.sqrt(m["weight_var"]))
+    assert m["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(sum(w) ** 2 / 6 / sum(x * x for x in w))
+    assert m["rollout_corr/seq_eff_sample_size"] == pytest.approx(65 ** 2 / 2 / (1 + 64 ** 2))
+    assert m["rollout_corr/rollout_is_ratio_fraction_high"] == 0.5 and m["rollout_corr/rollout_is_ratio_fraction_low"] == 0
+    p = math.exp(-1)
+    gaps = [abs(p / x - p) for x in r]
+    assert m["rollout_corr/mean_mismatch"] == pytest.approx(sum(gaps) / 6)
+    assert m["rollout_corr/max_mismatch"] == pytest.approx((max(gaps[:3]) + max(gaps[3:])) / 2)
+    assert m["rollout_corr/ppl_ratio"] == pytest.approx((1 + 1 / 4) / 2)
+    assert (m["reward"], m["entropy"], m["response_length"], m["staleness/mean_updates"], m["staleness/max_seconds"]) == (0.5, 0.5, 3.0, 3.0, 30.0)
+    assert m["rollout_corr/t_max"] == math.inf and m["tokens"] == 6
+    assert m["rollout_corr/seq_weight/16"] == pytest.approx(32.5) and "rollout_corr/seq_weight/32" not in m
+
+
+def test_ppo_kl_can_go_negative_and_its_weighted_form_differs():
+    m = observed(LOG_R, new=[[-1.5, -0.5, -1.0], [-0.5] * 3])
+    assert m["ppo_kl"] == pytest.approx((0.5 - 0.5 + 0 - 0.5 * 3) / 6)
+    assert m["ppo_kl_weighted"] == pytest.approx((2 * 0.5 - 0.5 * 0.5 + 0 - 2 * 0.5 * 3) / 6)
+
+
+def test_rejection_and_low_weights():
+    m = observed([[LN(2), -LN(2), 0.0], [-LN(4)] * 3], objective="icepop", rs_low=0.6, rs_high=3.0)
+    assert m["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(4 / 6) and m["rollout_corr/rollout_rs_seq_masked_fraction"] == 0.5
+    assert m["rollout_corr/low_weight_fraction"] == 0.5 and m["rollout_corr/t_max"] == pytest.approx(20 / (3 * LN(4) / 6))
+
+
+def test_a_fully_clamped_batch_shows_a_false_ess_and_says_so():
+    m = observed([[-9.0] * 3, [-15.0] * 3])
+    assert m["rollout_corr/seq_eff_sample_size"] == pytest.approx(1.0) and m["rollout_corr/seq_clamped_fraction"] == 1.0
+
+
+def test_padding_never_counts():
+    a = observed(LOG_R, mask=[[True, True, False], [True, False, False]], objective="tis")
+    b = observed([[LN(2), -LN(2), 7.0], [LN(4), -9.0, 9.0]], mask=[[True, True, False], [True, False, False]], objective="tis")
+    assert a == b
+
+
+def test_obrs_metrics():
+    m = observed([[0.0] * 3] * 2, objective="z_tis", actor="base:actor")
+    assert m["obrs/kl_before"] == pytest.approx(0.3) and m["obrs/kl_after"] == pytest.approx(0.1)
+    assert m["obrs/z"] == m["obrs/z_low"] == m["obrs/z_high"] == pytest.approx(0.9) and m["obrs/accept_rate"] == 1.0 and m["obrs/bracket_width"] == 0
+
+
+def test_log_writes_truncates_and_reads(tmp_path):
+    cfg = make_cfg(tensorboard=True)
+    log = metrics.Log(tmp_path, cfg, 0)
+    for step in (-1, 0, 1, 2):
+        log.write(step, {"x": step / 2, "nothing": math.inf})
+    log.close()
+    assert metrics.read(tmp_path)[2] == {"step": 1, "x": 0.5, "nothing": None}
+    assert list((tmp_path / "tensorboard").glob("events*"))
+    with open(tmp_path / "metrics.jsonl", "a") as f:
+        f.write('{"step": 3, "x"')                                             # killed in the middle of a line
+    log = metrics.Log(tmp_path, make_cfg(), 2)
+    log.write(2, {"x": 9.0})
+    log.close()
+    assert [(r["step"], r["x"]) for r in metrics.read(tmp_path)] == [(-1, -0.5), (0, 0.0), (1, 0.5), (2, 9.0)]
+    with pytest.raises(ValueError, match="no such file; give the folder of a run"):
+        metrics.read(tmp_path / "none")
