@@ -40,7 +40,7 @@ class Config:
     """arith: most operations; a response has about 6 tokens for each."""
     task_operand: int = 9
     """arith: largest operand."""
-    task_total: int = 49
+    task_total: int = 29
     """arith: largest running total (up to 199)."""
     task_seed: int = 0
     """Seed of the problems."""

@@ -174,9 +174,8 @@ def want_new(cfg, two: bool, lam: float, has_ref: bool) -> Want:
     """What the training pass must yield; without a ref pass it also plays its part (objectives.with_ref)."""
     z = cfg.correction in objectives.USES_Z
     bracket = z and cfg.obrs_z != "exact" and (cfg.obrs_target == "new" or not has_ref)
-    distill = cfg.distill_direction if two and (cfg.distill_lambda > 0 or cfg.distill_kl_target > 0) else "none"
     return Want(entropy=True, s=bracket, tail=bracket and cfg.obrs_accept_rate == 0, pair=two and (z and not has_ref), lam=lam,
-                distill=distill, distill_topk=cfg.distill_topk)
+                distill=cfg.distill_direction if two else "none", distill_topk=cfg.distill_topk)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

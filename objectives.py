@@ -365,7 +365,8 @@ def joint_loss(new, batch, stats: dict, cfg):
     as_actor = replace(batch, logp_ref=batch.logp_actor_ref)
     own, _ = loss(actor, as_actor, {**stats, "kept_factor": None}, actor_config(cfg))
     distill = new.kl.masked_fill(~batch.mask, 0.0)
-    return value + own + stats["distill"] * distill, {**logs, "actor_loss": own.detach(), "distill": distill.detach()}
+    total = value + own if stats["distill"] == 0 else value + own + stats["distill"] * distill
+    return total, {**logs, "actor_loss": own.detach(), "distill": distill.detach()}
 
 
 def actor_config(cfg):

@@ -92,6 +92,7 @@ def open_run(cfg: config.Config, comm) -> World:
     if longest + cfg.max_tokens > limit:
         raise ValueError(f"--max_tokens={cfg.max_tokens}: the longest prompt has {longest} tokens, together more than the model's context of "
                          f"{limit}; shorten the response or drop long prompts")
+    comm.barrier()                                         # every rank has looked before rank 0 writes
     if comm.rank == 0:
         if cfg.overwrite:
             shutil.rmtree(run, ignore_errors=True)

@@ -40,7 +40,7 @@ class Arithmetic:
     name = "arith"
     size = None                                            # endless
 
-    def __init__(self, min_ops: int = 3, max_ops: int = 5, operand: int = 9, total: int = 49, seed: int = 0):
+    def __init__(self, min_ops: int = 3, max_ops: int = 5, operand: int = 9, total: int = 29, seed: int = 0):
         self.min_ops, self.max_ops, self.operand, self.total, self.seed = min_ops, max_ops, operand, total, seed
 
     def problem(self, split: str, index: int) -> Problem:

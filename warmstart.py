@@ -30,7 +30,7 @@ SHAPES = {
     "actor": dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2),
 }
 CONTEXT = 512
-SLIPS = 0.2                # share of careless steps in the demonstrations: knowledge to sharpen, not facts to discover
+SLIPS = 0.22               # share of careless steps in the demonstrations: knowledge to sharpen, not facts to discover
 BATCH, LR, WARMUP, EVAL_EVERY, EVAL_PROBLEMS = 64, 2e-3, 50, 20, 256
 
 

@@ -37,6 +37,24 @@ def folders(tmp_path_factory):
     return root
 
 
+TINY_TASK = dict(task_min_ops=1, task_max_ops=1, task_operand=3, task_total=9)
+
+
+@pytest.fixture(scope="session")
+def solvers(tmp_path_factory):
+    """The same two shapes, warm-started on one-step sums until they solve a third of them: RL has something to climb."""
+    import warmstart
+    from tasks import Arithmetic
+    root, old = tmp_path_factory.mktemp("solvers"), (warmstart.SHAPES, warmstart.LR, warmstart.EVAL_PROBLEMS)
+    shape = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1)
+    warmstart.SHAPES = {"policy": {**shape, "num_hidden_layers": 2}, "actor": {**shape, "num_hidden_layers": 1}}
+    warmstart.LR, warmstart.EVAL_PROBLEMS = 1e-2, 128
+    for name in ("policy", "actor"):
+        assert warmstart.warm_start(name, Arithmetic(1, 1, 3, 9), 0.3, root / name) >= 0.3
+    warmstart.SHAPES, warmstart.LR, warmstart.EVAL_PROBLEMS = old
+    return root
+
+
 @pytest.fixture(scope="session")
 def vllm_engine(folders):
     """The suite's one vLLM engine, serving the tiny actor's architecture."""
