@@ -56,12 +56,9 @@ def save_model(config, tensors: dict, tokenizer, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def newest(run: Path) -> Path:
-    """The newest whole checkpoint of a run. ValueError if there is none."""
-    found = sorted((run / "checkpoints").glob("step_??????"))
-    if not found:
-        raise ValueError(f"--resume: {run} holds no checkpoint yet; start it anew with --overwrite")
-    return found[-1]
+def newest(run: Path) -> Path | None:
+    """The newest whole checkpoint of a run; None if it was killed before its first."""
+    return max((run / "checkpoints").glob("step_??????"), default=None)
 
 
 def load(folder: Path, learner, source) -> tuple[int, list, dict]:

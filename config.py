@@ -118,7 +118,7 @@ class Config:
     """Closed loop: upper bound of distill_lambda."""
 
     # -- sizes
-    steps: int = 120
+    steps: int = 150
     """Optimizer updates."""
     rollout_batch: int = 256
     """Responses sampled between two weight syncs, over all ranks."""
@@ -134,7 +134,7 @@ class Config:
     """Sampling temperature; the learner scores the same law."""
 
     # -- optimisation
-    lr: float = 3e-4
+    lr: float = 1e-4
     """Policy learning rate."""
     actor_lr: float = 3e-4
     """Actor learning rate."""
@@ -144,13 +144,13 @@ class Config:
     """Updates of linear warm-up."""
     adam_beta1: float = 0.9
     """AdamW."""
-    adam_beta2: float = 0.95
+    adam_beta2: float = 0.999
     """AdamW."""
     adam_eps: float = 1e-8
     """AdamW."""
     weight_decay: float = 0.0
     """AdamW."""
-    grad_clip: float = 1.0
+    grad_clip: float = 0.3
     """Largest gradient norm, each model on its own."""
     max_skips: int = 5
     """Stop after so many non-finite updates in a row."""

@@ -157,7 +157,7 @@ class Log:
 
     def __init__(self, run: Path, cfg, step: int):
         self.path = run / "metrics.jsonl"
-        truncate(self.path, step)
+        truncate(self.path, step or -1)                    # from the start: the evaluation before training (step -1) too
         self.file = open(self.path, "a", encoding="utf-8")
         self.board = self.wandb = None
         if cfg.tensorboard:

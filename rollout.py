@@ -212,9 +212,9 @@ class HFEngine:
             if topk:
                 top_logp[alive, t], best = law.topk(topk, -1)
                 top_ids[alive, t] = best.int()
-            ended = torch.isin(token[:, 0], stop)
+            ended = torch.isin(token[:, 0], stop) & (length[alive] == T)   # a row that goes on after its end stays ended
             length[alive[ended]] = t + 1
-            going = ~ended
+            going = length[alive] == T
             n = int(going.sum())
             if n == 0 or t == T - 1:
                 break

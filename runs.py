@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -31,7 +32,7 @@ class World:
     actor: str | None
     context: int                   # longest prompt + response, in tokens
     configs: dict                  # name -> transformers config
-    checkpoint: Path | None        # to resume from
+    checkpoint: Path | None        # to resume from; None: from the start
 
     def load_models(self):
         """(policy, actor or None), float32, from the checkpoint or the starting folders. ValueError: weights of another shape."""
@@ -65,15 +66,22 @@ def load_model(folder: str):
 
 
 def open_run(cfg: config.Config, comm) -> World:
-    """Check models, task and run folder, make the embedded base models if they are asked for, write the run's config.json."""
+    """Check run folder, task and models, make the embedded base models if they are asked for, write the run's config.json."""
     from transformers import AutoConfig, AutoTokenizer
     task, run = make_task(cfg), Path(cfg.out)
     if cfg.eval_task:
         make_task(dataclasses.replace(cfg, task=cfg.eval_task))            # named now if it is missing or malformed
-    resume_from = checkpoint.newest(run) if cfg.resume else None
-    if not cfg.resume and (run / "config.json").exists() and not cfg.overwrite:
+    if not cfg.resume and (run / "metrics.jsonl").exists() and not cfg.overwrite:
         raise ValueError(f"--out={cfg.out} already holds a run: add --resume to go on, --overwrite to delete it, or name another folder")
     config.check_sizes(cfg, task)
+    comm.barrier()                                         # every rank has looked before rank 0 writes
+    if comm.rank == 0:
+        if cfg.overwrite:
+            shutil.rmtree(run, ignore_errors=True)
+        run.mkdir(parents=True, exist_ok=True)
+        if not cfg.resume:                                 # first of all: from here on, a killed run can be resumed
+            (run / "config.tmp").write_text(json.dumps(provenance(cfg), indent=1) + "\n", encoding="utf-8")
+            os.replace(run / "config.tmp", run / "config.json")
     folders = {}
     for name, flag in (("policy", cfg.model), ("actor", cfg.actor)):
         if flag.startswith("base:"):
@@ -92,15 +100,8 @@ def open_run(cfg: config.Config, comm) -> World:
     if longest + cfg.max_tokens > limit:
         raise ValueError(f"--max_tokens={cfg.max_tokens}: the longest prompt has {longest} tokens, together more than the model's context of "
                          f"{limit}; shorten the response or drop long prompts")
-    comm.barrier()                                         # every rank has looked before rank 0 writes
-    if comm.rank == 0:
-        if cfg.overwrite:
-            shutil.rmtree(run, ignore_errors=True)
-        run.mkdir(parents=True, exist_ok=True)
-        if not cfg.resume:
-            (run / "config.json").write_text(json.dumps(provenance(cfg), indent=1) + "\n", encoding="utf-8")
-    comm.barrier()
-    return World(cfg, task, tokenizer, folders["policy"], folders["actor"], longest + cfg.max_tokens, configs, resume_from)
+    return World(cfg, task, tokenizer, folders["policy"], folders["actor"], longest + cfg.max_tokens, configs,
+                 checkpoint.newest(run) if cfg.resume else None)
 
 
 def longest_prompt(task, tokenizer) -> int:

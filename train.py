@@ -52,7 +52,7 @@ def train(cfg: config.Config) -> Path:
     log = Log(run, cfg, step) if comm.rank == 0 else None
     stop = catch_signals()
     clock: dict[str, float] = {}
-    saved_at = step
+    saved_at, halt = step, False
 
     def evaluate(names):
         with timer(clock, "eval_s"):
@@ -69,7 +69,7 @@ def train(cfg: config.Config) -> Path:
         clock.clear()
 
     bar = tqdm(total=cfg.steps, initial=step, desc=f"{cfg.objective}", disable=comm.rank != 0, dynamic_ncols=True)
-    while step < cfg.steps and not stop:
+    while step < cfg.steps and not halt:
         values = {}
         if not pending:
             # 1. publish the sampler's weights into the engine, and prove that they arrived
@@ -98,15 +98,14 @@ def train(cfg: config.Config) -> Path:
         # 7. metrics, evaluation, checkpoint
         if cfg.eval_every and step % cfg.eval_every == 0 or step == cfg.steps:
             values.update(evaluate(learner.names))
-        if comm.max([len(stop)])[0] and not stop:
-            stop.append("another rank was told to stop")
+        halt = comm.max([len(stop)])[0] > 0                    # a signal to one rank stops all of them, at the same update
         if log:
             log.write(step - 1, {**logged, **values, **clock})
             bar.update(1)
             bar.set_postfix(reward=f"{logged['reward']:.3f}", kl=f"{logged['rollout_corr/kl']:.3f}",
                             **({"accept": f"{logged['obrs/accept_rate']:.3f}"} if "obrs/accept_rate" in logged else {}))
         clock.clear()
-        if stop or step == cfg.steps or cfg.save_every and step % cfg.save_every == 0:
+        if cfg.save_every and step % cfg.save_every == 0:
             save()
             saved_at = step
     if step != saved_at:
@@ -114,7 +113,7 @@ def train(cfg: config.Config) -> Path:
     bar.close()
     if log:
         log.close()
-        print(f"stopped after update {step}, saved: go on with --resume --out={cfg.out}" if stop and step < cfg.steps else world.report())
+        print(f"stopped after update {step}, saved: go on with --resume --out={cfg.out}" if step < cfg.steps else world.report())
     source.close()                                             # last: vLLM's shutdown also ends the process group
     return run
 

@@ -37,7 +37,7 @@ BATCH, LR, WARMUP, EVAL_EVERY, EVAL_PROBLEMS = 64, 2e-3, 50, 20, 256
 def base_model(name: str, cfg) -> str:
     """Folder of the embedded base model `name` ("policy" or "actor"), made now if it is not there yet."""
     task = Arithmetic(cfg.task_min_ops, cfg.task_max_ops, cfg.task_operand, cfg.task_total, cfg.task_seed)
-    recipe = {"shape": SHAPES[name], "task": vars(task), "target": cfg.base_accuracy, "batch": BATCH, "lr": LR, "slips": SLIPS, "format": 2}
+    recipe = {"shape": SHAPES[name], "task": vars(task), "target": cfg.base_accuracy, "batch": BATCH, "lr": LR, "slips": SLIPS, "format": 3}
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:10]
     folder = Path(cfg.base_dir) / f"{name}-{key}"
     if not (folder / "config.json").is_file():

@@ -131,3 +131,24 @@ def test_the_command_says_it_in_one_line(tmp_path):
         done = subprocess.run([sys.executable, "train.py", *argv], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
         assert done.returncode != 0 and words in done.stderr and "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "x").exists()
+
+
+def test_prompts_and_vocabularies_are_checked_before_models_load(folders, tmp_path, monkeypatch):
+    from learner import Comm
+    from runs import open_run
+    monkeypatch.setattr("runs.load_model", None)
+    file = tmp_path / "long.jsonl"
+    file.write_text(json.dumps({"problem": "1 + " * 100, "answer": "1"}) + "\n")
+    base = dict(model=str(folders / "policy"), objective="grpo", out=str(tmp_path / "run"), max_tokens=8)
+    with pytest.raises(ValueError, match=r"--max_tokens=8: the longest prompt has 2\d\d tokens, together more than the model's context of 128"):
+        open_run(make_cfg(**base, task=str(file)), Comm())
+    file.write_text('{"problem": "1", "answer": "1"}\n{"problem": "2"}\n')
+    with pytest.raises(ValueError, match="long.jsonl, line 2: no `answer`"):
+        open_run(make_cfg(**base, task=str(file)), Comm())
+    import shutil
+    other = tmp_path / "other"
+    shutil.copytree(folders / "actor", other)
+    data = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(data.replace("<spare0>", "<changed>"))
+    with pytest.raises(ValueError, match="its tokenizer differs from the policy's"):
+        open_run(make_cfg(**{**base, "actor": str(other)}), Comm())
