@@ -29,7 +29,7 @@ class Batch:
     tokens: torch.Tensor           # (B, T) int64     response tokens
     mask: torch.Tensor             # (B, T) bool      tokens that may carry a gradient
     logp_inf: torch.Tensor         # (B, T) float32   as the engine sampled them
-    u: torch.Tensor                # (B, T) float32   mask uniforms, a pure function of (seed, uid, response, position)
+    u: torch.Tensor                # (B, T) float64   mask uniforms, a pure function of (seed, uid, response, position)
     s_ids: torch.Tensor            # (B, T, 1 + K (+ K)) the set S: sampled token, engine's top-K (, learner's own top-K)
     s_logp: torch.Tensor           # the same shape: log p_inf there, -inf for a token already listed
     p_k: torch.Tensor              # (B, T) float32   the engine's K-th probability: no token outside S has more
@@ -72,7 +72,6 @@ class Batch:
 
 _TOKEN = {"tokens", "mask", "logp_inf", "u", "s_ids", "s_logp", "p_k", "logp_ref", "s_logp_ref", "tail_ref",
           "logp_actor_ref", "z_ref", "kl_before", "kl_after"}
-REF_COLUMNS = ("logp_ref", "s_logp_ref", "tail_ref", "logp_actor_ref", "z_ref", "kl_before", "kl_after")
 
 
 def collate(groups: list[Rollout], cfg, version: int = 0, now: float = 0.0) -> Batch:
@@ -85,7 +84,7 @@ def collate(groups: list[Rollout], cfg, version: int = 0, now: float = 0.0) -> B
     length = np.array([len(r.tokens) for r in flat])
     ids = np.zeros((B, int((plen + length).max())), np.int64)
     tokens, mask = np.zeros((B, T), np.int64), np.zeros((B, T), bool)
-    logp, u = np.zeros((B, T), np.float32), np.ones((B, T), np.float32)
+    logp, u = np.zeros((B, T), np.float32), np.ones((B, T))
     s_ids, s_logp = np.zeros((B, T, 1 + K), np.int64), np.full((B, T, 1 + K), -np.inf, np.float32)
     p_k = np.zeros((B, T), np.float32)
     for b, ((g, i), r) in enumerate(zip(items, flat)):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
+import math
 import os
 import sys
 import tomllib
@@ -80,12 +81,12 @@ class Config:
     # -- OBRS
     obrs_lambda: float = 1.0
     """lambda: acceptance is min(1, p_tgt / (lambda p_inf))."""
-    obrs_accept_rate: float = 0.0
-    """Budget: choose lambda at each update so that this share is accepted; 0: use --obrs_lambda."""
+    obrs_accept_rate: Optional[float] = None
+    """Budget: choose lambda at each update so that this share is accepted (Z is then bracketed by the engine's top-K)."""
     obrs_c1: float = 3.0
     """c1: cap of the OBRS weight."""
-    obrs_c2: float = 1.3
-    """c2: cap of p_ref / p_tgt (target new); a little over 1 + eps_high, inf with the clip off."""
+    obrs_c2: Optional[float] = None
+    """c2: cap of p_ref / p_tgt (target new); default a little over 1 + eps_high, inf where no token ratio is clipped."""
     obrs_topk: int = 20
     """K: how many of the engine's log-probabilities bound Z."""
     obrs_mask: Literal["bernoulli", "expected"] = "bernoulli"
@@ -199,6 +200,7 @@ class Config:
 FIELDS = {f.name: f for f in fields(Config)}
 CHOICES = {n: [a for o in (get_args(t) or ()) for a in (get_args(o) or (o,)) if isinstance(a, str)] for n, t in get_type_hints(Config).items()}
 CHOICES = {n: c for n, c in CHOICES.items() if c}
+CAPPED = {c for c, b in objectives.BOUNDS.items() if "is_cap" in b}      # corrections that read C
 # keys that a resumed run may change: they steer the process, not the training
 HARMLESS = {"resume", "overwrite", "keep", "save_every", "tensorboard", "wandb", "out"}
 
@@ -301,8 +303,12 @@ def resolve_open(cfg: Config) -> Config:
     z = cfg.obrs_z
     if z == "auto":
         z = "exact" if actor != "none" and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate else "bracket"
+    c2 = cfg.obrs_c2
+    if c2 is None:
+        high_now = high if cfg.clip_high is None else cfg.clip_high
+        c2 = 1.02 + high_now if cfg.clip and cfg.surrogate in ("ppo", "cispo") else math.inf
     return replace(cfg, **bounds, actor=actor, obrs_z=z,
-                   clip_low=low if cfg.clip_low is None else cfg.clip_low, clip_high=high if cfg.clip_high is None else cfg.clip_high)
+                   obrs_c2=c2, clip_low=low if cfg.clip_low is None else cfg.clip_low, clip_high=high if cfg.clip_high is None else cfg.clip_high)
 
 
 def resolve(cfg: Config, world: int | None = None) -> Config:
@@ -325,10 +331,10 @@ def resolve(cfg: Config, world: int | None = None) -> Config:
     for name in ("lr", "actor_lr", "temperature", "grad_clip", "obrs_c1", "obrs_c2", "rollout_memory"):
         need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
     need(cfg.obrs_lambda > 0, f"--obrs_lambda={cfg.obrs_lambda}: lambda must be above 0 (1 is the usual value)")
-    need(cfg.obrs_accept_rate == 0 or 0 < cfg.obrs_accept_rate <= 1,
-         f"--obrs_accept_rate={cfg.obrs_accept_rate}: a budget lies in (0, 1]; leave it at 0 to use --obrs_lambda")
+    need(cfg.obrs_accept_rate is None or 0 < cfg.obrs_accept_rate <= 1,
+         f"--obrs_accept_rate={cfg.obrs_accept_rate}: a budget lies in (0, 1]; leave it out to use --obrs_lambda")
     need(cfg.distill_lambda >= 0, f"--distill_lambda={cfg.distill_lambda}: must not be negative")
-    need(cfg.group_size >= 2 or cfg.surrogate == "reinforce", f"--group_size={cfg.group_size}: an advantage needs at least 2 responses a prompt")
+    need(cfg.group_size >= 2, f"--group_size={cfg.group_size}: an advantage needs at least 2 responses a prompt")
     need(cfg.train_batch % (cfg.group_size * world) == 0,
          f"--train_batch={cfg.train_batch}: not divisible by --group_size={cfg.group_size} times {world} rank(s); each rank trains on whole groups")
     need(cfg.rollout_batch % cfg.train_batch == 0, f"--rollout_batch={cfg.rollout_batch}: not a multiple of --train_batch={cfg.train_batch}")
@@ -346,6 +352,14 @@ def resolve(cfg: Config, world: int | None = None) -> Config:
          "--loss_denominator=kept with --obrs_target=new must know the mask before the update: add --kappa=exact")
     need(not (cfg.correction in objectives.USES_Z and cfg.obrs_accept_rate and cfg.obrs_target == "new") or cfg.kappa == "exact",
          "--obrs_accept_rate with --obrs_target=new must know the policy before the update: add --kappa=exact")
+    need(cfg.correction != "z_tis" or cfg.obrs_target == "ref", "--correction=z_tis is a control for target ref; leave --obrs_target=ref")
+    need(cfg.kappa != "exact" or cfg.obrs_target == "new", "--kappa=exact is for --obrs_target=new; with target ref kappa always comes from the ref pass")
+    need(cfg.is_cap is None or cfg.correction in CAPPED, f"--is_cap={cfg.is_cap}: --correction={cfg.correction} has no cap C; "
+         + ("use --rs_low and --rs_high" if cfg.correction in objectives.DROPS and cfg.correction not in objectives.USES_Z else "use --obrs_c1" if cfg.correction in objectives.USES_Z else "leave it out"))
+    need(cfg.dual_clip == 0 or (cfg.dual_clip > 1 and cfg.clip and cfg.surrogate in ("ppo", "gspo")),
+         f"--dual_clip={cfg.dual_clip}: needs a value above 1 (3 is usual), --clip=True and --surrogate=ppo or gspo")
+    need(cfg.ratio_base == "ref" or cfg.surrogate != "reinforce", f"--ratio_base={cfg.ratio_base}: --surrogate=reinforce has no ratio; use --surrogate=ppo")
+    need(cfg.distill_kl_target == 0 or cfg.distill_lambda > 0, "--distill_kl_target needs a --distill_lambda above 0 to start from")
     need(cfg.distill_kl_target == 0 or two, "--distill_kl_target: there is no actor to distil; name one with --actor")
     for flag, value in (("model", cfg.model), ("actor", cfg.actor)):
         if value.startswith("base:"):
@@ -375,8 +389,8 @@ def check_sizes(cfg: Config, task) -> None:
 def check_vocabulary(cfg: Config, vocab: int) -> None:
     if cfg.correction in objectives.USES_Z and not 1 <= cfg.obrs_topk <= vocab:
         raise ValueError(f"--obrs_topk={cfg.obrs_topk}: K must lie between 1 and the vocabulary of {vocab} tokens")
-    if not 0 <= cfg.distill_topk <= vocab:
-        raise ValueError(f"--distill_topk={cfg.distill_topk}: must lie between 0 and the vocabulary of {vocab} tokens")
+    if not 0 <= cfg.distill_topk < vocab:
+        raise ValueError(f"--distill_topk={cfg.distill_topk}: must lie between 0 and the vocabulary of {vocab} tokens, less one")
 
 
 def check_models(cfg: Config, policy: str, actor: str | None) -> None:

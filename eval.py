@@ -49,7 +49,10 @@ def solve(engine, task, tokenizer, indices, samples: int, sampling: Sampling, se
 
 
 def held_out(learner, name: str, task, tokenizer, cfg) -> dict[str, float]:
-    """pass@1 of the learner's own policy or actor on held-out problems, at temperature 1, spread over ranks."""
+    """pass@1 of the learner's own policy or actor on held-out problems, at temperature 1, spread over ranks.
+    Nothing for a task that is a file, unless --eval_task names another: the training file is not held out."""
+    if cfg.task != "arith" and not cfg.eval_task:
+        return {}
     if cfg.eval_task:
         task = Jsonl(cfg.eval_task, cfg.task_seed)
     n = cfg.eval_problems if task.size is None else min(cfg.eval_problems, task.size)

@@ -30,7 +30,7 @@ class ChunkedHead(torch.autograd.Function):
     def forward(ctx, rows, chunk, *heads):
         hidden, weight = heads[::2], [w.to(h.dtype) for h, w in zip(heads[::2], heads[1::2])]
         N, outs = len(hidden[0]), None
-        for start in range(0, N, chunk):
+        for start in range(0, max(N, 1), chunk):                           # no token at all: empty outputs
             sl = slice(start, min(start + chunk, N))
             got = rows([_logits(h[sl], w) for h, w in zip(hidden, weight)], sl, grad=False)
             if outs is None:
@@ -83,8 +83,9 @@ class ChunkedHead(torch.autograd.Function):
 
 
 def _logits(hidden, weight):
-    z = hidden @ weight.t()
-    return z if z.dtype == torch.float64 else z.float()
+    if hidden.dtype in (torch.bfloat16, torch.float16):    # logits are float32 always, never rounded to 8 bits of mantissa
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return hidden @ weight.t()
 
 
 def chunk_rows(V: int) -> int:
@@ -156,9 +157,8 @@ class two_models:
             return logp.new_zeros(len(logp))
         if self.distill_topk:
             best = logp.topk(self.distill_topk, -1).indices
-            logp, logq = logp.gather(1, best), logq.gather(1, best)
-            rest = [torch.log1p(-x.exp().sum(-1, keepdim=True).clamp_max(1 - 1e-6)) for x in (logp, logq)]
-            logp, logq = torch.cat([logp, rest[0]], -1), torch.cat([logq, rest[1]], -1)
+            bucket = lambda x: torch.cat([x.gather(1, best), x.scatter(1, best, -torch.inf).logsumexp(-1, keepdim=True)], -1)
+            logp, logq = bucket(logp), bucket(logq)
         if self.distill == "reverse":
             return torch.linalg.vecdot(logq.exp(), logq - logp)
         return torch.linalg.vecdot(logp.exp(), logp - logq)
@@ -178,12 +178,12 @@ class two_models:
         if self.topk:
             own, best = logp.topk(self.topk, -1)
             there = logq.gather(1, best)
-        z = before = after = none
+        z = after = none
+        p, gap = logp.exp(), logp - logq
+        full = torch.linalg.vecdot(p, gap)
         if self.pair:
             log_lam = math.log(self.lam)
-            p, gap = logp.exp(), logp - logq
             z = torch.minimum(logq, logp - log_lam).exp().sum(-1)
-            before = torch.linalg.vecdot(p, gap)
             after = z.clamp_min(1e-30).log() + torch.linalg.vecdot(p, gap.clamp_min_(log_lam))
         pol, act = self.policy.stats(logp, sl), self.actor.stats(logq, sl)
-        return pol[0], act[0], kl, pol[1], pol[2], pol[3], act[1], z, before, after, best, own, there
+        return pol[0], act[0], kl, pol[1], pol[2], pol[3], act[1], z, full, after, best, own, there

@@ -82,7 +82,7 @@ class TokenStats:
     actor_entropy: torch.Tensor | None = None  # (B, T)
     kl: torch.Tensor | None = None             # (B, T)    distillation loss, gradient to the actor alone
     z: torch.Tensor | None = None              # (B, T)    exact Z of p_inf := actor, p_tgt := policy
-    kl_before: torch.Tensor | None = None      # (B, T)    KL(policy || actor), full vocabulary
+    kl_full: torch.Tensor | None = None        # (B, T)    KL(policy || actor), whole vocabulary, no gradient
     kl_after: torch.Tensor | None = None       # (B, T)    KL(policy || law of the accepted tokens)
     top_ids: torch.Tensor | None = None        # (B, T, K) the policy's own top-K
     top_logp: torch.Tensor | None = None       # (B, T, K)
@@ -98,12 +98,11 @@ class Want:
     entropy: bool = False
     s: bool = False                # s_logp, and with `tail` the second bound of Z
     tail: bool = False
-    pair: bool = False             # z, kl_before, kl_after (two models)
+    pair: bool = False             # z, kl_after (two models)
     distill: str = "none"          # "none" | "forward" | "reverse"
     distill_topk: int = 0
     topk: int = 0                  # top_ids, top_actor_logp (two models)
     lam: float = 1.0
-    actor: bool = True             # score the actor, where there is one
 
 
 class Pair(nn.Module):
@@ -134,7 +133,7 @@ class Pair(nn.Module):
         law = lambda **k: head.one_model(target, inv_t, kept=kept, entropy=want.entropy, **k)
         rows = law(ids=s_ids, s_on=s_on, p_k=p_k, lam=want.lam)
         heads = [*self._hidden(self.policy, batch.ids, read)]
-        two = self.actor is not None and want.actor
+        two = self.actor is not None
         if two:
             rows = head.two_models(rows, law(), want.distill, want.distill_topk, want.lam, want.pair, want.topk)
             heads += self._hidden(self.actor, batch.ids, read)
@@ -146,11 +145,11 @@ class Pair(nn.Module):
             return x.new_zeros((B, T) + x.shape[1:]).index_put((row, t), x)
         if not two:
             out = (out[0], None, None, *out[1:]) + (None,) * 7
-        logp, actor_logp, kl, entropy, s_logp, tail, actor_entropy, z, before, after, top_ids, top_logp, top_actor = out
+        logp, actor_logp, kl, entropy, s_logp, tail, actor_entropy, z, full, after, top_ids, top_logp, top_actor = out
         return dict(
             logp=back(logp), entropy=back(entropy, want.entropy), s_logp=back(s_logp, want.s), tail=back(tail, want.tail),
             actor_logp=back(actor_logp, two), actor_entropy=back(actor_entropy, two and want.entropy),
-            kl=back(kl, two and want.distill != "none"), z=back(z, two and want.pair), kl_before=back(before, two and want.pair),
+            kl=back(kl, two and want.distill != "none"), z=back(z, two and want.pair), kl_full=back(full, two),
             kl_after=back(after, two and want.pair), top_ids=back(top_ids, two and want.topk),
             top_logp=back(top_logp, two and want.topk), top_actor_logp=back(top_actor, two and want.topk))
 
@@ -159,14 +158,17 @@ class Pair(nn.Module):
         scope = torch.autocast(ids.device.type, self.autocast) if self.autocast else contextlib.nullcontext()
         with scope:
             hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        return hidden.flatten(0, 1)[read].to(self.autocast or hidden.dtype), lm.get_output_embeddings().weight
+        hidden = hidden.flatten(0, 1)[read]
+        if self.autocast:                                                  # a bfloat16 product pays on GPUs alone; its sum stays float32
+            hidden = hidden.to(self.autocast if hidden.is_cuda else torch.float32)
+        return hidden, lm.get_output_embeddings().weight
 
 
 def want_ref(cfg, two: bool, lam: float) -> Want:
     """What the ref pass must yield under this configuration."""
     z = cfg.correction in objectives.USES_Z
     bracket = z and cfg.obrs_z != "exact"
-    return Want(entropy=False, s=bracket, tail=bracket and cfg.obrs_accept_rate == 0, pair=two and z, lam=lam,
+    return Want(s=bracket, tail=bracket and not cfg.obrs_accept_rate, pair=two and z and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate, lam=lam,
                 topk=cfg.obrs_topk if two and bracket and cfg.obrs_target == "new" else 0)
 
 
@@ -174,8 +176,13 @@ def want_new(cfg, two: bool, lam: float, has_ref: bool) -> Want:
     """What the training pass must yield; without a ref pass it also plays its part (objectives.with_ref)."""
     z = cfg.correction in objectives.USES_Z
     bracket = z and cfg.obrs_z != "exact" and (cfg.obrs_target == "new" or not has_ref)
-    return Want(entropy=True, s=bracket, tail=bracket and cfg.obrs_accept_rate == 0, pair=two and (z and not has_ref), lam=lam,
+    return Want(entropy=True, s=bracket, tail=bracket and not cfg.obrs_accept_rate, pair=two and z and not has_ref, lam=lam,
                 distill=cfg.distill_direction if two else "none", distill_topk=cfg.distill_topk)
+
+
+def want_fresh(cfg) -> Want:
+    """What the extra forward of `--kappa=exact` must yield: the policy at S as it is now."""
+    return Want(s=True, tail=not cfg.obrs_accept_rate, lam=cfg.obrs_lambda)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -249,7 +256,7 @@ class Learner:
         """The ref pass: what objectives need of the policy (and actor) at the start of this step's updates."""
         new = self.score(batch, want_ref(self.cfg, self.two, lam))
         columns = {"logp_ref": new.logp, "s_logp_ref": new.s_logp, "tail_ref": new.tail, "logp_actor_ref": new.actor_logp,
-                   "z_ref": new.z, "kl_before": new.kl_before, "kl_after": new.kl_after}
+                   "z_ref": new.z, "kl_before": new.kl_full if new.z is not None else None, "kl_after": new.kl_after}
         if new.top_ids is not None:            # two models, target new: S also covers the policy's own top-K
             dup = (new.top_ids[..., None] == batch.s_ids[:, :, None, :]).any(-1)
             columns["s_ids"] = torch.cat([batch.s_ids, new.top_ids], -1)
@@ -324,7 +331,7 @@ class Learner:
         self.version += 1
         self.skipped_in_a_row = 0 if fine else self.skipped_in_a_row + 1
         self.skipped += not fine
-        out["skipped_steps"] = float(self.skipped)
+        out["skipped_steps"], out["stepped"] = float(self.skipped), float(fine)
         if self.skipped_in_a_row >= self.cfg.max_skips:
             raise RuntimeError(f"{self.skipped_in_a_row} updates in a row had a non-finite loss or gradient (the last: loss {loss}, "
                                f"gradient norm {out['grad_norm']}): lower --lr, or look at --is_cap and --grad_clip")

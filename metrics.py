@@ -8,21 +8,24 @@ every number is a mean over the whole step, never "the last micro-batch". Names 
   rollout_corr/chi2_token    mean(r^2) - 1;  chi2_seq: the same of R = exp(clamp(sum log r, +-20))
   rollout_corr/rollout_is_*  mean, min, max, std of the weight applied to each token (after caps; 1 without correction)
   rollout_corr/rollout_is_eff_sample_size    (sum w)^2 / (n sum w^2) of weight x keep: 1 is "all tokens count alike"
-  rollout_corr/rollout_is_ratio_fraction_high, _low    share of tokens with r > 2, r < 1/2
+  rollout_corr/rollout_is_ratio_fraction_high, _low    share of tokens with r > C, r < 1/C (C = --is_cap of a token weight, else 2)
   rollout_corr/seq_eff_sample_size   the same of R over responses. Read it beside seq_clamped_fraction: responses at the
                              clamp all weigh e^20 or e^-20, so a fully clamped batch shows a *false* ESS of 1
   rollout_corr/t_max         clamp / KL: the response length at which sequence weights hit the clamp (Praxis, section 4)
-  rollout_corr/low_weight_fraction   share of responses with R < 1/4
+  rollout_corr/low_weight_fraction   share of responses with R < 1/C (C = --is_cap of a sequence weight, else 4)
   rollout_corr/rollout_rs_masked_fraction, _seq_masked_fraction   tokens rejected; responses with no token left
   rollout_corr/mean_mismatch, max_mismatch   |p_inf - p_ref|, mean and maximum over a response, mean over responses (TIS)
   rollout_corr/ppl_ratio     mean over responses of exp(mean log p_inf - mean log p_ref)
   rollout_corr/seq_weight/N  mean R of responses of N/2 < length <= N tokens; low_weight/N: their low-weight fraction
   ppo_kl                     mean(log p_ref - log p_new); samples come from inf, so it can go negative (TIS text)
-  ppo_kl_weighted            the same weighted by min(r, 2): the estimate under ref
+  ppo_kl_weighted            the same weighted by min(r, C): the estimate under ref
+  clip_fraction              tokens whose surrogate is clipped; _high: of those with A > 0, _low: with A < 0
   weight_var                 variance of weight x keep
-  obrs/*                     accept_rate, z (as used), z_low, z_high, kappa, lambda; kl_before, kl_after = KL(p_tgt || p_inf),
-                             KL(p_tgt || accepted law), exact over the vocabulary with two models; `_partial`: over S alone
-  distill_kl, actor/*        KL(policy || actor) a token, and the actor's own loss, entropy and gradient norm
+  obrs/*                     accept_rate, z (as used), z_exact (two models), z_low, z_high, kappa (where Z is bracketed), lambda;
+                             kl_before, kl_after = KL(p_tgt || p_inf), KL(p_tgt || accepted law) over the vocabulary where the learner
+                             knows both laws; `_partial`: over S alone
+  distill_kl, actor/*        KL(policy || actor) a token over the whole vocabulary; the actor's loss, entropy, gradient norm, and the
+                             distillation loss as chosen by flags; actor/engine_gap: |p_inf - p_omega,ref|, engine against learner
   staleness/*                age of the sampling weights, in updates and in seconds
 """
 from __future__ import annotations
@@ -34,6 +37,7 @@ from pathlib import Path
 
 import torch
 
+from objectives import SEQUENCE
 from obrs import CLAMP
 
 BUCKETS = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
@@ -71,21 +75,25 @@ def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
     mask, inf, ref = batch.mask, batch.logp_inf, batch.logp_ref
     has = mask.any(1)
     n = mask.sum(1).clamp_min(1)
-    log_r = (ref - inf).clamp(-CLAMP, CLAMP)
-    r = log_r.exp()
+    log_r = ref - inf
+    r = log_r.clamp(-CLAMP, CLAMP).exp()
+    log_r = log_r.masked_fill(~mask, 0.0)
     applied = logs["weight"] * logs["keep"]
-    for name, x in (("rollout_corr/kl", inf - ref), ("rollout_corr/k3_kl", r - log_r - 1), ("r2", r * r),
+    C = cfg.is_cap if cfg.is_cap and cfg.correction not in SEQUENCE else 2.0
+    C_seq = cfg.is_cap if cfg.is_cap and cfg.correction in SEQUENCE else 4.0
+    clipped = logs["clipped"]
+    for name, x in (("rollout_corr/kl", -log_r), ("rollout_corr/k3_kl", r - log_r - 1), ("r2", r * r),
                     ("w", logs["weight"]), ("w2", logs["weight"] ** 2), ("wk", applied), ("wk2", applied ** 2),
-                    ("rollout_corr/rollout_is_ratio_fraction_high", r > 2.0), ("rollout_corr/rollout_is_ratio_fraction_low", r < 0.5),
-                    ("rollout_corr/ratio_mean", r), ("keep", logs["keep"]), ("clip_fraction", logs["clipped"]), ("ppo_kl", ref - new.logp),
-                    ("ppo_kl_weighted", r.clamp_max(2.0) * (ref - new.logp)), ("entropy", new.entropy)):
+                    ("rollout_corr/rollout_is_ratio_fraction_high", r > C), ("rollout_corr/rollout_is_ratio_fraction_low", r < 1 / C),
+                    ("rollout_corr/ratio_mean", r), ("keep", logs["keep"]), ("clip_fraction", clipped), ("clip_fraction_high", clipped & (batch.adv > 0)), ("clip_fraction_low", clipped & (batch.adv < 0)), ("ppo_kl", ref - new.logp),
+                    ("ppo_kl_weighted", r.clamp_max(C) * (ref - new.logp)), ("entropy", new.entropy)):
         sums.add(name, x, mask)
     sums.top("rollout_corr/rollout_is_max", logs["weight"], mask)
     sums.top("neg_min", -logs["weight"], mask)
-    total = (log_r * mask).sum(1)
+    total = log_r.sum(1)
     R = total.clamp(-CLAMP, CLAMP).exp()
     gap = (inf.exp() - ref.exp()).abs() * mask
-    low = (R < 0.25).double()
+    low = (R < 1 / C_seq).double()
     for name, x in (("R", R), ("R2", R * R), ("rollout_corr/seq_clamped_fraction", total.abs() >= CLAMP), ("rollout_corr/low_weight_fraction", low),
                     ("rollout_corr/mean_mismatch", gap.sum(1) / n), ("rollout_corr/max_mismatch", gap.amax(1)),
                     ("rollout_corr/ppl_ratio", (((inf - ref) * mask).sum(1) / n).clamp(-CLAMP, CLAMP).exp()),
@@ -103,15 +111,17 @@ def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
         below = edge
     if "z" in logs:
         for name in ("accept", "z", "z_low", "z_high"):
-            sums.add({"accept": "obrs/accept_rate"}.get(name, f"obrs/{name}"), logs[name], mask)
-        if batch.kl_before is not None:
+            if name in logs:
+                sums.add({"accept": "obrs/accept_rate"}.get(name, f"obrs/{name}"), logs[name], mask)
+        s_tgt = batch.s_logp_ref if cfg.obrs_target == "ref" else new.s_logp
+        if batch.kl_before is not None and cfg.obrs_target == "ref":
             sums.add("obrs/kl_before", batch.kl_before, mask)
             sums.add("obrs/kl_after", batch.kl_after, mask)
             sums.add("obrs/z_exact", batch.z_ref, mask)
-        elif cfg.obrs_target == "ref":
+        else:
             on = batch.s_logp.isfinite()
-            gap = (batch.s_logp_ref - batch.s_logp.masked_fill(~on, 0.0)).masked_fill(~on, 0.0)
-            p = batch.s_logp_ref.exp()
+            gap = (s_tgt - batch.s_logp.masked_fill(~on, 0.0)).masked_fill(~on, 0.0)
+            p = s_tgt.exp()
             sums.add("obrs/kl_before_partial", (p * gap).sum(-1), mask)
             after = logs["z"].clamp_min(1e-30).log()[..., None] + gap.clamp_min(math.log(stats["lam"]))
             sums.add("obrs/kl_after_partial", (p * after * on).sum(-1), mask)
@@ -119,8 +129,8 @@ def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
         sums.add("actor/entropy", new.actor_entropy, mask)
         sums.add("actor/loss", logs["actor_loss"], mask)
         sums.add("actor/engine_gap", (batch.logp_actor_ref.exp() - inf.exp()).abs(), mask)
-        if new.kl is not None:
-            sums.add("distill_kl", new.kl, mask)
+        sums.add("distill_kl", new.kl_full, mask)
+        sums.add("actor/distill_loss", new.kl, mask)
     for name in ("kappa", "lam", "distill"):               # the same on every rank
         sums.pairs[name] = (stats[name], 1.0)
 
@@ -128,7 +138,7 @@ def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
 def derive(m: dict, s: dict) -> dict[str, float]:
     """Standard deviations, effective sample sizes and bounds from the means, then only public names."""
     ess = lambda a, b: m[a] ** 2 / m[b] if m[b] > 0 else 0.0
-    out = {k: v for k, v in m.items() if "/" in k or k in ("clip_fraction", "ppo_kl", "ppo_kl_weighted", "entropy", "reward",
+    out = {k: v for k, v in m.items() if "/" in k or k in ("clip_fraction", "clip_fraction_low", "clip_fraction_high", "ppo_kl", "ppo_kl_weighted", "entropy", "reward",
                                                            "response_length", "advantage_abs", "distill_kl")}
     kl = m["rollout_corr/kl"]
     out.update({
@@ -140,7 +150,9 @@ def derive(m: dict, s: dict) -> dict[str, float]:
         "rollout_corr/t_max": CLAMP / kl if kl > 0 else math.inf, "tokens": s["w"][1],
     })
     if "obrs/z" in m:
-        out.update({"obrs/kappa": m["kappa"], "obrs/lambda": m["lam"], "obrs/z_low_over_z": m["obrs/z_low"] / max(m["obrs/z"], 1e-30),
+        out["obrs/lambda"] = m["lam"]
+    if "obrs/z_low" in m:
+        out.update({"obrs/kappa": m["kappa"], "obrs/z_low_over_z": m["obrs/z_low"] / max(m["obrs/z"], 1e-30),
                     "obrs/bracket_width": m["obrs/z_high"] - m["obrs/z_low"]})
         out.update(z_low_sum=s["obrs/z_low"][0], accept_sum=s["obrs/accept_rate"][0])
     if "actor/loss" in m:
@@ -153,7 +165,7 @@ def derive(m: dict, s: dict) -> dict[str, float]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 class Log:
-    """metrics.jsonl, and TensorBoard and wandb by flag. One line an update; times end in `_s` and nothing else does."""
+    """metrics.jsonl, and TensorBoard and wandb by flag. One line an update; times end in `_s` or `_seconds` and nothing else does."""
 
     def __init__(self, run: Path, cfg, step: int):
         self.path = run / "metrics.jsonl"

@@ -97,12 +97,11 @@ def areal_drop(new, batch, stats, cfg):
 
 
 def z_tis(new, batch, stats, cfg):
-    """Z min(r, C / Z): OBRS in expectation, without its mask; the control for it. PAPERS: 'what OBRS is, exactly'."""
+    """Z min(r, c1 / Z): OBRS in expectation, without its mask; the control for it (obrs.py, 'what it is, exactly')."""
     z, z_low, z_high = obrs.token_z((batch.s_logp_ref, batch.tail_ref, batch.z_ref), batch, stats, cfg)
     r = ratio(batch.logp_ref, batch.logp_inf)
-    w = torch.minimum(z * r, torch.full_like(r, cfg.is_cap))
-    return w, torch.ones_like(w), {"z": z, "z_low": z_low, "z_high": z_high,
-                                   "accept": obrs.acceptance(batch.logp_ref, batch.logp_inf, stats["lam"])}
+    w = (z * r).clamp_max(cfg.obrs_c1)
+    return w, torch.ones_like(w), obrs.seen(obrs.acceptance(batch.logp_ref, batch.logp_inf, stats["lam"]), z, z_low, z_high)
 
 
 def seq_ratio(batch):
@@ -173,9 +172,10 @@ CORRECTIONS = {"none": none, "is": vanilla_is, "tis": tis, "icepop": icepop, "ar
                "tbpo_mismatch": tbpo_mismatch, "tis_adjusted": tis_adjusted, "obrs": obrs_correction,
                "jackpot_adjusted": obrs_correction}
 USES_Z = {"obrs", "jackpot_adjusted", "z_tis"}
+SEQUENCE = {"seq_is", "seq_tis", "seq_mis", "geo_rs_seq_tis"}              # corrections whose C caps R, not r
 DROPS = {"icepop", "areal_drop", "seq_mis", "geo_rs", "geo_rs_seq_tis", "obrs", "jackpot_adjusted"}
 # defaults of the bounds a correction reads: cap C, and lo <= . <= hi
-BOUNDS = {"tis": dict(is_cap=2.0), "areal_drop": dict(is_cap=5.0), "icepop": dict(rs_low=0.5, rs_high=5.0), "z_tis": dict(is_cap=3.0),
+BOUNDS = {"tis": dict(is_cap=2.0), "areal_drop": dict(is_cap=5.0), "icepop": dict(rs_low=0.5, rs_high=5.0),
           "seq_tis": dict(is_cap=4.0), "seq_mis": dict(rs_low=0.0, rs_high=4.0), "geo_rs": dict(rs_low=0.9, rs_high=1.1),
           "geo_rs_seq_tis": dict(is_cap=4.0, rs_low=0.9, rs_high=1.1), "tbpo_mismatch": dict(is_cap=2.0),
           "tis_adjusted": dict(is_cap=2.0)}
@@ -273,10 +273,10 @@ def wants(cfg, carry: dict, updates: int) -> set[str]:
     something must be known of all ranks before the first backward: kappa, a budget's lambda, the kept denominator."""
     z = cfg.correction in USES_Z
     need = set()
-    if updates > 1 or cfg.loss_denominator == "kept" or (z and cfg.obrs_accept_rate > 0):
+    if updates > 1 or (cfg.loss_denominator == "kept" and cfg.correction in DROPS) or (z and cfg.obrs_accept_rate):
         need.add("ref")
-    if z and cfg.obrs_z != "exact" and (cfg.obrs_target == "ref" or carry.get("kappa") is None):
-        need.add("ref")
+    if z and cfg.obrs_z != "exact" and (cfg.obrs_target == "ref" or carry.get("kappa") is None or cfg.actor != "none"):
+        need.add("ref")                                    # target new with an actor: S also takes the policy's own top-K
     if z and cfg.kappa == "exact" and cfg.obrs_target == "new":
         need |= {"ref", "fresh"}
     return need
@@ -295,7 +295,7 @@ def prepare(batch, comm, cfg, carry: dict, fresh=None) -> dict:
         logp_tgt, s_logp = batch.logp_ref, batch.s_logp_ref
         if fresh is not None:
             logp_tgt, s_logp = fresh.logp, fresh.s_logp
-        if cfg.obrs_accept_rate > 0:
+        if cfg.obrs_accept_rate:
             stats["lam"] = obrs.solve_lambda(comm.cat(ratio(logp_tgt, batch.logp_inf)[mask]), cfg.obrs_accept_rate)
         if cfg.obrs_z != "exact":
             kappa = carry.get("kappa")
@@ -315,6 +315,8 @@ def prepare(batch, comm, cfg, carry: dict, fresh=None) -> dict:
         elif cfg.reduction == "seq-mean-token-mean":
             per_row = torch.where(kept > 0, lengths / kept.double().clamp_min(1e-9), 0.0)
             stats["kept_factor"] = (per_row * (stats["sequences"] / kept_sequences if kept_sequences else 0.0))[:, None]
+        else:
+            stats["kept_factor"] = mask.new_full((len(mask), 1), stats["sequences"] / kept_sequences if kept_sequences else 0.0, dtype=torch.float64)
     return stats
 
 
@@ -333,7 +335,7 @@ def with_ref(new, batch):
         return batch
     return replace(batch, logp_ref=new.logp.detach(), s_logp_ref=new.s_logp, tail_ref=new.tail, z_ref=new.z,
                    logp_actor_ref=None if new.actor_logp is None else new.actor_logp.detach(),
-                   kl_before=new.kl_before, kl_after=new.kl_after)
+                   kl_before=new.kl_full if new.z is not None else None, kl_after=new.kl_after)
 
 
 def loss(new, batch, stats: dict, cfg):
@@ -349,7 +351,10 @@ def loss(new, batch, stats: dict, cfg):
         surrogate = surrogate * (batch.adv > 0)
     value = -keep * weight * surrogate
     if stats["kept_factor"] is not None:
-        value = value * stats["kept_factor"].to(value.dtype)
+        value = value * stats["kept_factor"].to(value)
+    if cfg.ratio_base == "inf":                            # the ratio itself is the weight: say so in the metrics
+        gap = new.logp.detach() - base
+        weight = weight * ratio(seq_mean(gap, batch.mask).expand_as(gap) if cfg.surrogate == "gspo" else gap, 0.0)
     return value.masked_fill(~batch.mask, 0.0), {"weight": weight, "keep": keep, "clipped": clipped, **logs}
 
 
@@ -370,10 +375,10 @@ def joint_loss(new, batch, stats: dict, cfg):
 
 
 def actor_config(cfg):
-    """The actor's own objective: `--actor_correction` (F in Eq. 6) under PPO; clip and advantage as the policy's."""
+    """The actor's own objective: standard PPO with weight F = `--actor_correction` (Eq. 6), whatever the policy's is."""
     bounds = BOUNDS.get(cfg.actor_correction, {})
     low, high = CLIP if cfg.surrogate in CLIPS else (cfg.clip_low, cfg.clip_high)
-    return replace(cfg, clip_low=low, clip_high=high, correction=cfg.actor_correction, surrogate="ppo", ratio_base="ref", loss_denominator="proposed",
+    return replace(cfg, clip_low=low, clip_high=high, clip=True, dual_clip=0.0, positive_only=False, correction=cfg.actor_correction, surrogate="ppo", ratio_base="ref", loss_denominator="proposed",
                    is_cap=cfg.actor_is_cap or bounds.get("is_cap"), rs_low=bounds.get("rs_low"), rs_high=bounds.get("rs_high"))
 
 
@@ -397,6 +402,8 @@ def finish(carry: dict, logged: dict, cfg) -> None:
 
     Closed loop (Jackpot's Limitations ask for it): lambda_distill <- lambda_distill exp(gain * e), with
     e = clip((KL - target) / target, -1, 1), so that one step changes it by at most exp(gain)."""
+    if not logged.get("stepped", True):                    # a skipped step teaches nothing
+        return
     if cfg.correction in USES_Z and cfg.obrs_z != "exact" and logged["z_low_sum"] > 0:
         carry["kappa"] = obrs.kappa_from(logged["accept_sum"], logged["tokens"], logged["z_low_sum"])
     if cfg.distill_kl_target > 0 and math.isfinite(logged.get("distill_kl", math.nan)):

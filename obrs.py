@@ -63,13 +63,13 @@ def z_bracket(s_logp_inf, s_logp_tgt, lam, tail=None):
 
 
 def token_z(target, batch, stats, cfg):
-    """(Z_t, Z_low, Z_high), each (B, T), for a target given as (logp at S, tail, exact Z or None).
+    """(Z_t, Z_low, Z_high), each (B, T) or None, for a target given as (logp at S, tail, exact Z).
 
     `exact`: the whole vocabulary was seen (two models, target ref). `bracket`: clip(kappa Z_low, Z_low, Z_high).
     `approx`: the text's pure kappa Z_approx."""
     s_logp_tgt, tail, exact = target
     if cfg.obrs_z == "exact":
-        return exact, exact, exact
+        return exact, None, None
     z_low, z_high = z_bracket(batch.s_logp, s_logp_tgt, stats["lam"], tail)
     z = stats["kappa"] * z_low
     return (z if cfg.obrs_z == "approx" else torch.minimum(torch.maximum(z, z_low), z_high)), z_low, z_high
@@ -91,7 +91,12 @@ def correction(logp_tgt, target, batch, stats, cfg):
         rho = torch.ones_like(rho)
     if cfg.obrs_mode == "reweight":
         keep = torch.ones_like(keep)
-    return rho, keep, {"accept": keep if cfg.obrs_mode != "reweight" else a, "z": z, "z_low": z_low, "z_high": z_high}
+    return rho, keep, seen(keep if cfg.obrs_mode != "reweight" else a, z, z_low, z_high)
+
+
+def seen(accept, z, z_low, z_high) -> dict:
+    """What to log: acceptance and Z, and the bracket where there is one."""
+    return {"accept": accept, "z": z, **({} if z_low is None else {"z_low": z_low, "z_high": z_high})}
 
 
 def kappa_from(accepted: float, proposed: float, z_sum: float) -> float:
@@ -174,6 +179,8 @@ def main():
     ap.add_argument("--seed", type=int, default=0)
     ap.add_argument("--out", default="out/obrs.png", help="where to draw the figure")
     args = ap.parse_args()
+    if args.lam <= 0 or args.vocab < 2 or args.pairs < 1:
+        ap.error("--lam must be above 0, --vocab at least 2, --pairs at least 1")
     noises = np.geomspace(0.01, 1.5, 14)
     rows = simulate(args.vocab, args.lam, noises, args.pairs, args.seed)
     print(f"OBRS on Dirichlet pairs, |V| = {args.vocab}, lambda = {args.lam}, {args.pairs} pairs a row")

@@ -66,7 +66,7 @@ def report(run: str) -> str:
     lines = ["", f"{cfg['objective']}: {len(steps)} updates of {cfg['train_batch']} responses", f"{'':34s}{'before':>16s}{'after':>16s}"]
     for name in ("policy", "actor"):
         key, se = f"eval/{name}_pass@1", f"eval/{name}_se"
-        if key in evals[0]:
+        if evals and key in evals[0]:
             cells = [f"{100 * r[key]:.1f} +- {100 * r[se]:.1f} %" for r in (evals[0], evals[-1])]
             lines.append(f"{name + ' pass@1, held out':34s}{cells[0]:>16s}{cells[1]:>16s}")
     for title, key, scale, unit in (("KL(policy || actor), nats a token", "distill_kl", 1, ""), ("acceptance rate", "obrs/accept_rate", 100, " %"),

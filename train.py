@@ -26,7 +26,7 @@ import checkpoint
 import config
 import objectives
 from eval import held_out
-from learner import Comm, Learner, want_new
+from learner import Comm, Learner, want_fresh
 from metrics import Log
 from rollout import LocalSource, Sampling, make_engine
 from runs import open_run
@@ -88,7 +88,7 @@ def train(cfg: config.Config) -> Path:
         with timer(clock, "update_s"):
             batch = batches.collate(pending[0], cfg, learner.version, time.time())
             # 5. statistics over all ranks: denominators, lambda, kappa
-            fresh = learner.score(batch, want_new(cfg, two, cfg.obrs_lambda, True)) if "fresh" in objectives.wants(cfg, carry, updates) else None
+            fresh = learner.score(batch, want_fresh(cfg)) if "fresh" in objectives.wants(cfg, carry, updates) else None
             stats = objectives.prepare(batch, comm, cfg, carry, fresh)
             # 6. forward, loss, backward for each micro-batch; clip; step
             logged = learner.update(batch, stats)

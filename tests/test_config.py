@@ -20,7 +20,14 @@ from conftest import ROOT, make_cfg
     (["--obrs_lambda=0"], "--obrs_lambda=0.0: lambda must be above 0"),
     (["--obrs_lambda=-1"], "--obrs_lambda=-1.0: lambda must be above 0"),
     (["--obrs_accept_rate=1.5"], r"--obrs_accept_rate=1.5: a budget lies in \(0, 1\]"),
-    (["--obrs_accept_rate=-0.5"], "a budget lies in"),
+    (["--obrs_accept_rate=-0.5"], "a budget lies in"), (["--obrs_accept_rate=0"], "a budget lies in"),
+    (["--objective=jackpot", "--is_cap=3"], "--is_cap=3.0: --correction=obrs has no cap C; use --obrs_c1"),
+    (["--objective=icepop", "--is_cap=3"], "use --rs_low and --rs_high"), (["--objective=grpo", "--is_cap=3"], "leave it out"),
+    (["--dual_clip=3", "--clip=False"], "--dual_clip=3.0: needs a value above 1"), (["--dual_clip=0.5"], "needs a value above 1"),
+    (["--dual_clip=3", "--surrogate=sapo"], "--surrogate=ppo or gspo"), (["--objective=reinforce", "--ratio_base=inf"], "--surrogate=reinforce has no ratio"),
+    (["--kappa=exact"], "--kappa=exact is for --obrs_target=new"), (["--objective=z_tis", "--obrs_target=new"], "z_tis is a control for target ref"),
+    (["--distill_kl_target=0.1", "--distill_lambda=0"], "needs a --distill_lambda above 0"),
+    (["--distill_topk=256"], "--distill_topk=256: must lie between 0 and the vocabulary of 256 tokens, less one"),
     (["--obrs_topk=257"], "--obrs_topk=257: K must lie between 1 and the vocabulary of 256 tokens"),
     (["--train_batch=100"], "--train_batch=100: not divisible by --group_size=8 times 1 rank"),
     (["--rollout_batch=300"], "--rollout_batch=300: not a multiple of --train_batch=256"),
@@ -152,3 +159,9 @@ def test_prompts_and_vocabularies_are_checked_before_models_load(folders, tmp_pa
     (other / "tokenizer.json").write_text(data.replace("<spare0>", "<changed>"))
     with pytest.raises(ValueError, match="its tokenizer differs from the policy's"):
         open_run(make_cfg(**{**base, "actor": str(other)}), Comm())
+
+
+def test_c2_follows_the_clip():
+    c2 = lambda **k: make_cfg(objective="jackpot", obrs_target="new", **k).obrs_c2
+    assert c2() == pytest.approx(1.30) and c2(clip_high=0.7) == pytest.approx(1.72) and c2(obrs_c2=3.0) == 3.0
+    assert c2(clip=False) == c2(surrogate="gspo") == float("inf")

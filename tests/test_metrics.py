@@ -63,11 +63,12 @@ def test_ppo_kl_can_go_negative_and_its_weighted_form_differs():
 def test_rejection_and_low_weights():
     m = observed([[LN(2), -LN(2), 0.0], [-LN(4)] * 3], objective="icepop", rs_low=0.6, rs_high=3.0)
     assert m["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(4 / 6) and m["rollout_corr/rollout_rs_seq_masked_fraction"] == 0.5
+    assert observed(LOG_R, objective="seq_tis", is_cap=0.5)["rollout_corr/low_weight_fraction"] == 0.5      # R = 1, 64 against 1/C = 2
     assert m["rollout_corr/low_weight_fraction"] == 0.5 and m["rollout_corr/t_max"] == pytest.approx(20 / (3 * LN(4) / 6))
 
 
 def test_a_fully_clamped_batch_shows_a_false_ess_and_says_so():
-    m = observed([[-9.0] * 3, [-15.0] * 3])
+    m = observed([[-9.0] * 3, [-30.0] * 3])                                     # the second's single tokens are beyond the clamp too
     assert m["rollout_corr/seq_eff_sample_size"] == pytest.approx(1.0) and m["rollout_corr/seq_clamped_fraction"] == 1.0
 
 
@@ -80,7 +81,7 @@ def test_padding_never_counts():
 def test_obrs_metrics():
     m = observed([[0.0] * 3] * 2, objective="z_tis", actor="base:actor")
     assert m["obrs/kl_before"] == pytest.approx(0.3) and m["obrs/kl_after"] == pytest.approx(0.1)
-    assert m["obrs/z"] == m["obrs/z_low"] == m["obrs/z_high"] == pytest.approx(0.9) and m["obrs/accept_rate"] == 1.0 and m["obrs/bracket_width"] == 0
+    assert m["obrs/z"] == m["obrs/z_exact"] == pytest.approx(0.9) and m["obrs/accept_rate"] == 1.0 and "obrs/z_low" not in m
 
 
 def test_log_writes_truncates_and_reads(tmp_path):

@@ -111,6 +111,8 @@ def test_z_tis_is_the_mean_of_obrs():
     ow, ok, logs = objectives.obrs_correction(new, b, STATS, make_cfg(objective="jackpot", obrs_mask="expected", actor="base:actor"))
     assert torch.allclose(w * k, ow * ok)
     assert torch.allclose(w, torch.minimum(0.9 * b.logp_ref.sub(b.logp_inf).exp(), torch.tensor(3.0, dtype=f64)))
+    w, _, _ = objectives.z_tis(new, b, STATS, make_cfg(objective="z_tis", actor="base:actor", obrs_c1=1.5))
+    assert float(w.max()) == 1.5
 
 
 @pytest.mark.parametrize("surrogate", ["reinforce", "ppo", "gspo", "sapo", "cispo"])
@@ -153,7 +155,7 @@ def test_equal_laws_give_reinforce(name):
     whole = torch.tensor([0.7, 0.3], dtype=f64).log().expand(2, 3, 2)
     b.s_logp = b.s_logp_ref = new.s_logp = whole
     b.tail_ref = new.tail = torch.zeros(2, 3, dtype=f64)
-    cfg = make_cfg(objective=name, is_cap=None)
+    cfg = make_cfg(objective=name)
     stats = {**STATS, "tokens": 4.0}
     value, logs = objectives.loss(new, b, stats, cfg)
     objectives.reduce(value, b.mask, stats, cfg).backward()
@@ -173,7 +175,8 @@ def test_obrs_with_lambda_above_one_scales_equal_laws_by_one_over_lambda():
 
 def test_ppo_is_ratio_is_new_over_inf():
     new, b = tiny([[LN(2), 0.0, -LN(4)], [0.0] * 3], adv=(-1.0, 1.0))
-    value, _ = objectives.loss(new, b, STATS, make_cfg(objective="ppo_is"))
+    value, logs = objectives.loss(new, b, STATS, make_cfg(objective="ppo_is"))
+    assert torch.allclose(logs["weight"][0], torch.tensor([2.0, 1.0, 0.25], dtype=f64))          # the metrics see the ratio that corrects
     assert torch.allclose(value[0], torch.tensor([2.0, 1.0, 0.8], dtype=f64))     # -min(-r, -clip(r)) = max(r, clip(r)): 1/4 is cut at 0.8
     assert torch.allclose(value[1], torch.tensor([-1.0] * 3, dtype=f64))
 
@@ -201,6 +204,10 @@ def test_rejected_tokens_have_no_gradient_and_kept_denominator_rescales():
     value, _ = objectives.loss(new, b, stats, c)
     # one response keeps 2 of 3 tokens, the other none: mean over 1 response of (2 + 1) / 2
     assert float(objectives.reduce(value, b.mask, stats, c)) == pytest.approx(-1.5)
+    c = replace(cfg, loss_denominator="kept", reduction="seq-mean-token-sum-norm")
+    stats = objectives.prepare(b, One, c, {})
+    value, _ = objectives.loss(new, b, stats, c)
+    assert float(objectives.reduce(value, b.mask, stats, c)) == pytest.approx(-3 / 32)     # over the one response that keeps any
 
 
 @pytest.mark.parametrize("objective", ["icepop", "seq_mis", "geo_rs", "jackpot"])
@@ -267,7 +274,8 @@ def test_joint_loss_adds_the_actors_own_ppo_and_distillation():
     assert torch.allclose(value, -b.adv + own + 2.0 * 0.25)
     value.sum().backward()
     assert torch.allclose(new.actor_logp.grad, own) and torch.allclose(new.kl.grad, torch.full((2, 3), 2.0, dtype=f64))
-    assert objectives.actor_config(cfg).clip_low == 0.2                        # PPO's clip, not GSPO's 3e-4
+    own = objectives.actor_config(replace(cfg, clip=False, positive_only=True))
+    assert own.clip_low == 0.2 and own.clip and not own.positive_only          # standard PPO, whatever the policy's surrogate does
 
 
 def test_closed_loop_moves_lambda_towards_the_set_point_with_bounded_gain():
@@ -279,6 +287,7 @@ def test_closed_loop_moves_lambda_towards_the_set_point_with_bounded_gain():
     want = [0.2, 0.3, 0.3, 0.2]                                                # +gain (bounded), +gain/2, 0, -gain/2
     assert [math.log(x) for x in seen] == pytest.approx(want)
     objectives.finish(carry, {"distill_kl": math.nan, "z_low_sum": 0.0, "accept_sum": 0.0, "tokens": 1.0}, cfg)
+    objectives.finish(carry, {"distill_kl": 9.0, "stepped": 0.0}, cfg)          # a skipped step teaches nothing
     assert carry["distill"] == seen[-1]
     stats = objectives.prepare(tiny(LOG_R)[1], One, make_cfg(objective="none"), carry)
     assert stats["distill"] == seen[-1]
@@ -291,6 +300,7 @@ def test_kappa_of_target_new_comes_from_the_last_update():
     objectives.finish(carry, {"accept_sum": 90.0, "z_low_sum": 80.0, "tokens": 100.0}, cfg)
     assert carry["kappa"] == pytest.approx(1.125)
     assert objectives.wants(cfg, carry, 1) == set() and objectives.wants(cfg, carry, 4) == {"ref"}
+    assert objectives.wants(replace(cfg, actor="base:actor"), carry, 1) == {"ref"}         # S needs the policy's own top-K each time
     assert objectives.wants(replace(cfg, kappa="exact"), carry, 1) == {"ref", "fresh"}
     b = tiny(LOG_R)[1]
     assert objectives.prepare(b, One, cfg, carry)["kappa"] == pytest.approx(1.125)

@@ -65,7 +65,7 @@ def test_a_run_leaves_everything_behind(whole, solvers):
     out, text = whole
     rows = metrics.read(out)
     assert [r["step"] for r in rows] == list(range(-1, 6)) and "eval/policy_pass@1" in rows[0] and "eval/actor_pass@1" in rows[-1]
-    for key in ("rollout_corr/kl", "rollout_corr/chi2_seq", "obrs/accept_rate", "obrs/z_low", "obrs/kl_after", "distill_kl", "grad_norm", "actor/grad_norm",
+    for key in ("rollout_corr/kl", "rollout_corr/chi2_seq", "obrs/accept_rate", "obrs/z", "obrs/kl_after", "distill_kl", "grad_norm", "actor/grad_norm",
                 "lr", "entropy", "reward", "staleness/max_updates", "loss", "weight_var", "ppo_kl"):
         assert all(key in r and r[key] is not None for r in rows[1:]), key
     assert [r["staleness/max_updates"] for r in rows[1:]] == [0, 1] * 3 and [("rollout_s" in r) for r in rows[1:]] == [True, False] * 3
@@ -168,7 +168,11 @@ def test_real_vllm_end_to_end(case, vllm_engine, solvers, tmp_path, monkeypatch)
     else:
         assert rows[0]["actor/engine_gap"] < 1e-4                              # the engine's actor is the learner's actor
     if cfg.correction in objectives.USES_Z:
-        assert all(0 < r["obrs/accept_rate"] <= 1 and r["obrs/z_low"] <= r["obrs/z"] + 1e-9 <= r["obrs/z_high"] + 2e-9 for r in rows)
+        assert all(0 < r["obrs/accept_rate"] <= 1 and 0 < r["obrs/z"] <= 1 + 1e-6 for r in rows)
+        if cfg.obrs_z == "exact":
+            assert all(r["obrs/z"] == r["obrs/z_exact"] for r in rows)
+        else:
+            assert all(r["obrs/z_low"] <= r["obrs/z"] + 1e-9 <= r["obrs/z_high"] + 2e-9 for r in rows)
     if cfg.obrs_accept_rate:
         assert all(r["obrs/accept_rate"] == pytest.approx(0.9, abs=1e-3) for r in rows)
     if cfg.distill_kl_target:
