@@ -175,6 +175,8 @@ class Config:
     """Held-out problems."""
     eval_samples: int = 1
     """Responses to each of them, at temperature 1."""
+    advantage_error_every: int = 0
+    """Every so many updates, |mean(w A) - mean A of fresh samples of the policy| (GEPO Fig. 6c); costs a rollout; 0: never."""
     out: str = "out/run"
     """Run folder: config, metrics.jsonl, checkpoints, plot."""
     save_every: int = 50

@@ -9,6 +9,7 @@ its standard error is taken over problems.
 """
 from __future__ import annotations
 
+import copy
 import json
 import math
 import sys
@@ -17,10 +18,13 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
+import objectives
+
 from rollout import HFEngine, Sampling, encode, grade_all, make_engine, request_seed
-from tasks import Arithmetic, Jsonl, final_answer, grade, make_task
+from tasks import Jsonl, grade, make_task
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -48,6 +52,36 @@ def solve(engine, task, tokenizer, indices, samples: int, sampling: Sampling, se
     return np.array(right), float(np.mean(lengths))
 
 
+def learners_own(learner, name: str, cfg) -> HFEngine:
+    """A plain sampler on the learner's model as it is now; under FSDP, on a whole copy: shards cannot decode. Collective."""
+    model = getattr(learner.pair, name)
+    if not (learner.comm.on and cfg.parallel == "fsdp"):
+        return HFEngine(model, device=learner.device)
+    from transformers import AutoModelForCausalLM
+    engine = HFEngine(AutoModelForCausalLM.from_config(copy.deepcopy(model.config)), device=learner.device)
+    engine.load(learner.named_tensors(name))
+    return engine
+
+
+def fresh_advantage(learner, groups, task, tokenizer, cfg) -> float:
+    """Mean advantage a token of responses sampled now by the policy itself, on these groups' prompts and against these groups'
+    own baselines: what mean(w A) over the groups estimates. Their distance is GEPO's Figure 6 (c). Collective."""
+    problems = [task.find(g.prompt_id) for g in groups]
+    seeds = [[request_seed("fresh", cfg.seed, g.uid, learner.version, i) for i in range(cfg.group_size)] for g in groups]
+    fresh = learners_own(learner, "policy", cfg).generate([g.prompt_ids for g in groups], seeds, groups[0].sampling, 0, [tokenizer.eos_token_id])
+    grade_all(task, tokenizer, problems, fresh)
+    total = count = 0.0
+    for old, new in zip(groups, fresh):
+        reward = torch.tensor([r.reward for r in old.responses], dtype=torch.float64)
+        known = objectives.ADVANTAGES[cfg.advantage](reward)               # linear in the reward: read its slope off
+        spread = reward - reward.mean()
+        slope = float((known * spread).sum() / spread.square().sum()) if spread.abs().max() > 0 else 0.0
+        for r in new:
+            total, count = total + slope * (r.reward - float(reward.mean())) * len(r.tokens), count + len(r.tokens)
+    total, count = learner.comm.sum([total, count])
+    return total / count
+
+
 def held_out(learner, name: str, task, tokenizer, cfg) -> dict[str, float]:
     """pass@1 of the learner's own policy or actor on held-out problems, at temperature 1, spread over ranks.
     Nothing for a task that is a file, unless --eval_task names another: the training file is not held out."""
@@ -56,19 +90,10 @@ def held_out(learner, name: str, task, tokenizer, cfg) -> dict[str, float]:
     if cfg.eval_task:
         task = Jsonl(cfg.eval_task, cfg.task_seed)
     n = cfg.eval_problems if task.size is None else min(cfg.eval_problems, task.size)
-    model = getattr(learner.pair, name)
-    if learner.comm.on and cfg.parallel == "fsdp":             # shards cannot decode: a whole copy does
-        import copy
-        from transformers import AutoModelForCausalLM
-        whole = AutoModelForCausalLM.from_config(copy.deepcopy(model.config))
-        engine = HFEngine(whole, device=learner.device)
-        engine.load(learner.named_tensors(name))
-    else:
-        engine = HFEngine(model, device=learner.device)
+    engine = learners_own(learner, name, cfg)
     right, _ = solve(engine, task, tokenizer, list(range(learner.comm.rank, n, learner.comm.world)), cfg.eval_samples,
                      Sampling(max_tokens=cfg.max_tokens), cfg.seed)
     score = right.mean(1)
-    model.train()
     total, squares, count = learner.comm.sum([score.sum(), (score ** 2).sum(), len(score)])
     mean = total / count
     return {"pass@1": mean, "se": math.sqrt(max(0.0, squares / count - mean ** 2) / max(1, count - 1))}
@@ -144,7 +169,6 @@ def evaluate(cfg: Eval) -> dict:
     longest = task.max_prompt() or max(len(encode(tokenizer, task.problem("test", i))) for i in range(n))
     if longest + cfg.max_tokens > limit:
         raise ValueError(f"--max_tokens={cfg.max_tokens}: the longest prompt has {longest} tokens, together more than the model's context of {limit}")
-    import torch
     engine = make_engine(cfg, folder, longest + cfg.max_tokens, 0, "cuda" if torch.cuda.is_available() else "cpu")
     right, length = solve(engine, task, tokenizer, list(range(n)), cfg.samples, Sampling(temperature=cfg.temperature, max_tokens=cfg.max_tokens), cfg.seed)
     out = {"model": folder, "task": cfg.task, "problems": n, "samples": cfg.samples, "response_length": length}

@@ -208,6 +208,7 @@ class Learner:
     def __init__(self, policy, actor, cfg, comm: Comm, device: str = "cpu"):
         self.cfg, self.comm, self.device = cfg, comm, device
         self.pair = Pair(policy, actor, torch.bfloat16 if cfg.dtype == "bfloat16" else None).to(device)
+        self.pair.eval()                                                   # dropout stays off: scoring and training see one law
         self.names = ["policy"] + (["actor"] if actor is not None else [])
         self.model = self._wrap()
         self.optimizers = {}

@@ -21,6 +21,8 @@ every number is a mean over the whole step, never "the last micro-batch". Names 
   ppo_kl_weighted            the same weighted by min(r, C): the estimate under ref
   clip_fraction              tokens whose surrogate is clipped; _high: of those with A > 0, _low: with A < 0
   weight_var                 variance of weight x keep
+  weighted_advantage         mean over tokens of weight x keep x A; with --advantage_error_every also fresh_advantage, the mean A of
+                             fresh samples of the policy under the same baselines, and advantage_error, their distance
   obrs/*                     accept_rate, z (as used), z_exact (two models), z_low, z_high, kappa (where Z is bracketed), lambda;
                              kl_before, kl_after = KL(p_tgt || p_inf), KL(p_tgt || accepted law) over the vocabulary where the learner
                              knows both laws; `_partial`: over S alone
@@ -85,7 +87,7 @@ def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
     for name, x in (("rollout_corr/kl", -log_r), ("rollout_corr/k3_kl", r - log_r - 1), ("r2", r * r),
                     ("w", logs["weight"]), ("w2", logs["weight"] ** 2), ("wk", applied), ("wk2", applied ** 2),
                     ("rollout_corr/rollout_is_ratio_fraction_high", r > C), ("rollout_corr/rollout_is_ratio_fraction_low", r < 1 / C),
-                    ("rollout_corr/ratio_mean", r), ("keep", logs["keep"]), ("clip_fraction", clipped), ("clip_fraction_high", clipped & (batch.adv > 0)), ("clip_fraction_low", clipped & (batch.adv < 0)), ("ppo_kl", ref - new.logp),
+                    ("rollout_corr/ratio_mean", r), ("weighted_advantage", applied * batch.adv), ("keep", logs["keep"]), ("clip_fraction", clipped), ("clip_fraction_high", clipped & (batch.adv > 0)), ("clip_fraction_low", clipped & (batch.adv < 0)), ("ppo_kl", ref - new.logp),
                     ("ppo_kl_weighted", r.clamp_max(C) * (ref - new.logp)), ("entropy", new.entropy)):
         sums.add(name, x, mask)
     sums.top("rollout_corr/rollout_is_max", logs["weight"], mask)
@@ -138,7 +140,7 @@ def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
 def derive(m: dict, s: dict) -> dict[str, float]:
     """Standard deviations, effective sample sizes and bounds from the means, then only public names."""
     ess = lambda a, b: m[a] ** 2 / m[b] if m[b] > 0 else 0.0
-    out = {k: v for k, v in m.items() if "/" in k or k in ("clip_fraction", "clip_fraction_low", "clip_fraction_high", "ppo_kl", "ppo_kl_weighted", "entropy", "reward",
+    out = {k: v for k, v in m.items() if "/" in k or k in ("clip_fraction", "clip_fraction_low", "clip_fraction_high", "ppo_kl", "ppo_kl_weighted", "entropy", "reward", "weighted_advantage",
                                                            "response_length", "advantage_abs", "distill_kl")}
     kl = m["rollout_corr/kl"]
     out.update({

@@ -61,6 +61,11 @@ class Arithmetic:
                 return Problem(text, text + " :", str(total))
         raise ValueError(f"no {split} problem in 1000 draws: raise --task_max_ops or --task_operand")
 
+    def find(self, id: str) -> Problem:
+        """The problem of an id: its text says it all."""
+        words = id.split()
+        return Problem(id, id + " :", str(int(words[0]) + sum(int(b) if s == "+" else -int(b) for s, b in zip(words[1::2], words[2::2]))))
+
     def solution(self, problem: Problem, slips: float = 0.0) -> str:
         """Worked steps, for the warm start only. With probability `slips` a step's result is off by 1 or 2 and the rest
         goes on from there, as a careless pupil would: then the final answer is usually wrong."""
@@ -115,9 +120,13 @@ class Jsonl:
             order = list(range(self.size))
             random.Random(f"{self.seed}/{epoch}").shuffle(order)
             index = order[at]
-        row = self.rows[index % self.size]
+        return self.find(f"{Path(self.name).stem}/{index % self.size}")
+
+    def find(self, id: str) -> Problem:
+        """The problem of an id: FILE/ROW."""
+        row = self.rows[int(id.rsplit("/", 1)[1])]
         text = row["text"] if "\\boxed" in row["text"] else row["text"] + BOXED
-        return Problem(f"{Path(self.name).stem}/{index}", text, row["answer"])
+        return Problem(id, text, row["answer"])
 
     def reward(self, problem: Problem, text: str, finished: bool) -> float:
         return float(grade(text, problem.answer))

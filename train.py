@@ -25,7 +25,7 @@ import batch as batches
 import checkpoint
 import config
 import objectives
-from eval import held_out
+from eval import fresh_advantage, held_out
 from learner import Comm, Learner, want_fresh
 from metrics import Log
 from rollout import LocalSource, Sampling, make_engine
@@ -90,13 +90,16 @@ def train(cfg: config.Config) -> Path:
             # 5. statistics over all ranks: denominators, lambda, kappa
             fresh = learner.score(batch, want_fresh(cfg)) if "fresh" in objectives.wants(cfg, carry, updates) else None
             stats = objectives.prepare(batch, comm, cfg, carry, fresh)
+            fresh_adv = fresh_advantage(learner, pending[0], world.task, world.tokenizer, cfg) if due(cfg.advantage_error_every, step) else None
             # 6. forward, loss, backward for each micro-batch; clip; step
             logged = learner.update(batch, stats)
             objectives.finish(carry, logged, cfg)
+        if fresh_adv is not None:
+            values.update(fresh_advantage=fresh_adv, advantage_error=abs(logged["weighted_advantage"] - fresh_adv))
         pending = pending[1:]
         step += 1
         # 7. metrics, evaluation, checkpoint
-        if cfg.eval_every and step % cfg.eval_every == 0 or step == cfg.steps:
+        if due(cfg.eval_every, step) or step == cfg.steps:
             values.update(evaluate(learner.names))
         halt = comm.max([len(stop)])[0] > 0                    # a signal to one rank stops all of them, at the same update
         if log:
@@ -105,7 +108,7 @@ def train(cfg: config.Config) -> Path:
             bar.set_postfix(reward=f"{logged['reward']:.3f}", kl=f"{logged['rollout_corr/kl']:.3f}",
                             **({"accept": f"{logged['obrs/accept_rate']:.3f}"} if "obrs/accept_rate" in logged else {}))
         clock.clear()
-        if cfg.save_every and step % cfg.save_every == 0:
+        if due(cfg.save_every, step):
             save()
             saved_at = step
     if step != saved_at:
@@ -116,6 +119,10 @@ def train(cfg: config.Config) -> Path:
         print(f"stopped after update {step}, saved: go on with --resume --out={cfg.out}" if step < cfg.steps else world.report())
     source.close()                                             # last: vLLM's shutdown also ends the process group
     return run
+
+
+def due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 @contextmanager

@@ -203,9 +203,11 @@ def test_kappa():
     assert obrs.kappa_from(0.0, 100.0, 0.0) == 1.0 and obrs.kappa_from(0.0, 0.0, 0.0) == 1.0
 
 
-def test_simulation_rows_agree_with_the_theory():
-    rows = obrs.simulate(vocab=2000, lam=1.0, noises=[0.05, 0.5], pairs=4, seed=0)
-    for _, before, after, z, *_ in rows:
+@pytest.mark.parametrize("kind", obrs.NOISES)
+def test_simulation_rows_agree_with_the_theory(kind):
+    low, high = obrs.simulate(vocab=2000, lam=1.0, kind=kind, noises=[0.05, 0.5], pairs=4, seed=0)
+    for _, before, after, z, *_ in (low, high):
         assert 0 < after < before and 0 < z < 1
-    assert rows[1][1] > 10 * rows[0][1] and rows[1][3] < rows[0][3]         # more noise: more KL, less acceptance
-    assert obrs.simulate(2000, 1.0, [0.5], 2, 7) == obrs.simulate(2000, 1.0, [0.5], 2, 7)
+    assert high[1] > 5 * low[1] and high[3] < low[3]                        # more noise: more KL, less acceptance
+    assert (low[1] / low[2] > 10) == (kind == "mixture")                    # what rejection can mend, and what it cannot
+    assert obrs.simulate(2000, 1.0, kind, [0.5], 2, 7) == obrs.simulate(2000, 1.0, kind, [0.5], 2, 7)

@@ -19,7 +19,7 @@ def test_arithmetic_is_verifiable_deterministic_and_split():
             assert 1 <= int(b) <= 9
             total += int(b) if sign == "+" else -int(b)
             assert 0 <= total <= 29
-        assert str(total) == p.answer and 3 <= len(words) // 2 <= 5
+        assert task.find(p.id) == p and str(total) == p.answer and 3 <= len(words) // 2 <= 5
         text = task.solution(p)
         assert task.reward(p, text, True) == 1.0 and task.reward(p, text, False) == 0.0
         ids = tokenizer.encode(text)
@@ -101,5 +101,6 @@ def test_jsonl_epochs_shuffle_and_prompts_ask_for_a_box(tmp_path):
     assert sorted(first) == sorted(second) == sorted(map(str, range(10))) and first != second
     assert [task.problem("test", i).answer for i in range(10)] == list(map(str, range(10)))
     p = task.problem("test", 3)
+    assert task.find(p.id) == p
     assert p.prompt.startswith("p3\n") and "\\boxed{}" in p.prompt and p.id == "x/3"
     assert task.reward(p, "\\boxed{3}", True) == 1.0 and task.reward(p, "\\boxed{4}", True) == 0.0

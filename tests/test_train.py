@@ -191,6 +191,17 @@ def test_a_vllm_run_is_reproducible_bit_for_bit(vllm_engine, solvers, tmp_path, 
     assert runs[0] == runs[1] and runs[0][3]["reward"] > 0
 
 
+def test_advantage_error_is_small_on_policy_and_reproducible(solvers, tmp_path, monkeypatch):
+    """On-policy and uncorrected, mean(w A) is near 0 and so is the mean advantage of fresh samples, within sampling error."""
+    monkeypatch.setattr(train, "catch_signals", lambda: [])
+    cfg = train.config.parse(flags(solvers, tmp_path / "run", objective="grpo", actor="none", steps=2, rollout_batch=256, train_batch=256, group_size=8,
+                                   advantage_error_every=1, save_every=0))
+    train.train(cfg)
+    rows = metrics.read(tmp_path / "run")[1:]
+    assert all(r["advantage_error"] == pytest.approx(abs(r["weighted_advantage"] - r["fresh_advantage"])) and r["advantage_error"] < 0.3 for r in rows)
+    assert rows[0]["fresh_advantage"] != 0 and rows[0]["fresh_advantage"] != rows[1]["fresh_advantage"]
+
+
 def test_kappa_exact_equals_the_updates_own_kappa(solvers, tmp_path, monkeypatch):
     """Target new: the extra forward's kappa is what the training pass finds for itself."""
     monkeypatch.setattr(train, "catch_signals", lambda: [])
