@@ -191,6 +191,7 @@ def bench_trl(root: str) -> dict:
     """GRPOTrainer's step, timed from its own callbacks, with one step of ours after each: batch 256, groups of 8, 16 new tokens."""
     try:
         from datasets import Dataset
+        from datasets.table import InMemoryTable
         from transformers import TrainerCallback
         from trl import GRPOConfig, GRPOTrainer
     except ImportError as e:
@@ -213,7 +214,8 @@ def bench_trl(root: str) -> dict:
     args = GRPOConfig(output_dir=f"{root}/trl_out", per_device_train_batch_size=256, num_generations=8, max_completion_length=16, max_steps=steps,
                       learning_rate=1e-6, beta=0.0, temperature=1.0, use_cpu=True, bf16=False, report_to=[], logging_steps=10**6, save_strategy="no",
                       disable_tqdm=True, gradient_checkpointing=False, seed=0)
-    trainer = GRPOTrainer(model=folder, args=args, train_dataset=Dataset.from_list([{"prompt": task.problem("train", i).prompt} for i in range(2000)]),
+    trainer = GRPOTrainer(model=folder, args=args, train_dataset=Dataset(InMemoryTable.from_pydict({"prompt": [task.problem("train", i).prompt for i in range(2000)]}),
+                                                                              fingerprint="bench"),
                           reward_funcs=lambda completions, **k: [float(len(c) % 2) for c in completions], processing_class=arithmetic_tokenizer(),
                           callbacks=[Clock()])
     trainer.train()

@@ -113,7 +113,8 @@ class Pair(nn.Module):
         self.policy, self.actor, self.autocast = policy, actor, autocast
 
     def forward(self, batch: Batch, want: Want):
-        (B, T), S = batch.tokens.shape, batch.ids.shape[1]
+        (B, T), ids = batch.tokens.shape, batch.ids[:, :-1]               # nothing is predicted from the last token
+        S = ids.shape[1]
         exists = batch.exists
         at = exists.flatten().nonzero()[:, 0]                             # (N,) places in (B, T) that are tokens
         row, t = at // T, at % T
@@ -124,19 +125,19 @@ class Pair(nn.Module):
             inv_t = (1.0 / batch.temperature)[row, None]
         kept = None
         if batch.kept is not None:
-            ids = torch.cat([torch.as_tensor(i, dtype=torch.long) for _, i in batch.kept]).to(at.device)
             sizes = torch.cat([torch.as_tensor(o).diff() for o, _ in batch.kept]).to(at.device)
-            kept = (torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]), ids)
+            kept_ids = torch.cat([torch.as_tensor(i, dtype=torch.long) for _, i in batch.kept]).to(at.device)
+            kept = (torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]), kept_ids)
         s_ids = batch.s_ids.flatten(0, 1)[at] if want.s else None
         s_on = batch.s_logp.flatten(0, 1)[at].isfinite() if want.s else None
         p_k = batch.p_k.flatten()[at] if want.tail else None
         law = lambda **k: head.one_model(target, inv_t, kept=kept, entropy=want.entropy, **k)
         rows = law(ids=s_ids, s_on=s_on, p_k=p_k, lam=want.lam)
-        heads = [*self._hidden(self.policy, batch.ids, read)]
+        heads = [*self._hidden(self.policy, ids, read)]
         two = self.actor is not None
         if two:
             rows = head.two_models(rows, law(), want.distill, want.distill_topk, want.lam, want.pair, want.topk)
-            heads += self._hidden(self.actor, batch.ids, read)
+            heads += self._hidden(self.actor, ids, read)
         out = head.ChunkedHead.apply(rows, head.chunk_rows(heads[1].shape[0]), *heads)
 
         def back(x, on=True):                                                       # (N, ...) -> (B, T, ...)
