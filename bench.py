@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -158,7 +156,8 @@ def head_memory(which: str) -> float:
     """Peak memory of one pass beyond parameters and their gradients, in bytes, read from a process of its own."""
     code = ("import resource, bench\nrun, grads = bench.head_once('%s')\n"
             "import os\nbase = int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE')\nrun()\n"
-            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - base - grads)" % which)
+            "peak = next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmHWM'))\n"
+            "print(peak * 1024 - base - grads)" % which)
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True)
     return float(done.stdout.strip().splitlines()[-1])
 

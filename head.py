@@ -3,12 +3,16 @@
 At 2,048 tokens and a vocabulary of 151,936, one copy of the logits is 1.2 GB in float32 and a naive loss keeps five.
 Here the hidden states of the response tokens, packed to (N, H), meet the head's weight (V, H) a chunk at a time; each
 chunk yields everything that is ever wanted of the full law (log-prob of the sampled token, entropy, the law at given ids,
-the OBRS sums, a second model's KL) and is thrown away. Backward computes each chunk's logits again, asks autograd for their
-gradient, and adds hidden and weight gradients in place: one more product than the naive way (4 instead of 3), and no
-memory that grows with N times V.
+the OBRS sums, a second model's KL) and is thrown away. Backward computes each chunk's logits again, turns them in place into
+their own gradient, and adds hidden and weight gradients up in place: one more product than the naive way (4 instead of 3),
+and no memory that grows with N times V.
 
-`ChunkedHead` knows nothing of losses: a `rows` function says what to compute from a chunk's logits. There are two,
-`one_model` and `two_models`.
+`ChunkedHead` knows nothing of losses: `rows` says what to compute from a chunk's logits z and what their gradient is. There
+are two, `one_model` and `two_models`. With p = softmax(z / temperature), and g the gradient of the loss in an output,
+
+    log p(target)             dz = g (onehot - p)
+    KL(theta || omega)        dz = g (q - p)                       q: omega's law; theta gets none
+    KL(omega || theta)        dz = g q (log q - log p - KL)
 """
 from __future__ import annotations
 
@@ -16,15 +20,15 @@ import math
 
 import torch
 
-CHUNK_ELEMENTS = 1 << 24                                   # logits in flight: 64 MiB in float32
+CHUNK_ELEMENTS = 1 << 25                                   # logits in flight: 128 MiB in float32
 
 
 class ChunkedHead(torch.autograd.Function):
     """outputs = rows(logits of a chunk, chunk's slice), joined over chunks.
 
     args: rows, chunk (rows per chunk), then hidden_1 (N, H1), weight_1 (V, H1), and hidden_2, weight_2 for a second model.
-    rows([logits (n, V)], slice, grad=False) returns a tuple of (n, ...) tensors, the differentiable ones first; with
-    grad=True only the differentiable ones, built with autograd."""
+    rows([logits (n, V)], slice) returns a tuple of (n, ...) tensors, the `rows.differentiable` first of them differentiable;
+    rows.backward(logits, slice, [gradient (n, 1) of each or None]) returns the gradient of each model's logits, or None."""
 
     @staticmethod
     def forward(ctx, rows, chunk, *heads):
@@ -32,7 +36,7 @@ class ChunkedHead(torch.autograd.Function):
         N, outs = len(hidden[0]), None
         for start in range(0, max(N, 1), chunk):                           # no token at all: empty outputs
             sl = slice(start, min(start + chunk, N))
-            got = rows([_logits(h[sl], w) for h, w in zip(hidden, weight)], sl, grad=False)
+            got = rows([_logits(h[sl], w) for h, w in zip(hidden, weight)], sl)
             if outs is None:
                 outs = tuple(g.new_empty((N,) + g.shape[1:]) for g in got)
             for out, g in zip(outs, got):
@@ -55,19 +59,10 @@ class ChunkedHead(torch.autograd.Function):
         for start in range(0, len(hidden[0]), ctx.chunk):
             sl = slice(start, min(start + ctx.chunk, len(hidden[0])))
             logits = [_logits(h[sl], w) for h, w in zip(hidden, cast)]
-            with torch.enable_grad():
-                for z, nh, nw in zip(logits, want_h, want_w):
-                    z.requires_grad_(nh or nw)
-                outs = rows(logits, sl, grad=True)
-                pairs = [(o, g[sl]) for o, g in zip(outs, grads) if g is not None and o.requires_grad]
-                leaves = [z for z in logits if z.requires_grad]
-                if not pairs or not leaves:
-                    continue
-                d_leaves = torch.autograd.grad([o for o, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
-            found = iter(d_leaves)
-            del outs, pairs
-            for m, z in enumerate(logits):
-                dz = next(found) if z.requires_grad else None
+            d_logits = rows.backward(logits, sl, [None if g is None else g[sl, None] for g in grads])
+            del logits
+            for m in range(len(d_logits)):
+                dz = d_logits[m]
                 if dz is None:
                     continue
                 dz = dz.to(hidden[m].dtype)
@@ -78,7 +73,7 @@ class ChunkedHead(torch.autograd.Function):
                         d_weight[m].addmm_(dz.t(), hidden[m][sl])          # in place: no second (V, H) tensor
                     else:
                         d_weight[m] += dz.t() @ hidden[m][sl]
-            del logits, leaves, d_leaves, found, dz
+                d_logits[m] = dz = None
         return None, None, *(x for pair in zip(d_hidden, d_weight) for x in pair)
 
 
@@ -116,12 +111,21 @@ class one_model:
             z = z.masked_fill(cut, -1e30)                  # finite: a cut token that was sampled stays countable
         return z
 
-    def __call__(self, logits, sl, grad):
-        z = self.law(logits[0], sl)
-        lse = z.logsumexp(-1, keepdim=True)
-        if grad:
-            return (z.gather(1, self.target[sl, None]) - lse)[:, 0],
-        return self.stats(z.sub_(lse) if z is logits[0] else z - lse, sl)
+    def __call__(self, logits, sl):
+        return self.stats(self.law(logits.pop(), sl).log_softmax(-1), sl)
+
+    def backward(self, logits, sl, grads):
+        return [self.pull(self.law(logits.pop(), sl).softmax(-1), sl, grads[0])]
+
+    def pull(self, p, sl, g):
+        """d logits for a gradient g (n, 1) of log p(target): g (onehot - p), made out of p in place."""
+        if g is None:
+            return None
+        at, up = self.target[sl, None], g.to(p.dtype)
+        if self.kept is not None:
+            up = up * (p.gather(1, at) > 0)                # a cut token's logit does not move the kept law
+        dz = p.mul_(-g).scatter_add_(1, at, up)
+        return dz if self.inv_t is None else dz.mul_(self.inv_t[sl])
 
     def stats(self, logp, sl):
         none = logp.new_zeros(len(logp))
@@ -151,27 +155,45 @@ class two_models:
         self.policy, self.actor, self.distill, self.distill_topk = policy, actor, distill, distill_topk
         self.lam, self.pair, self.topk = lam, pair, topk
 
+    def gap(self, logp, logq):
+        """(log p, log q) over the words, or over the policy's top-k and one bucket for the rest; and the words' buckets."""
+        if not self.distill_topk:
+            return logp, logq, None
+        best = logp.topk(self.distill_topk, -1).indices
+        bucket = lambda x: torch.cat([x.gather(1, best), x.scatter(1, best, -torch.inf).logsumexp(-1, keepdim=True)], -1)
+        where = torch.full_like(logp, self.distill_topk, dtype=torch.long)
+        where.scatter_(1, best, torch.arange(self.distill_topk, device=best.device).expand_as(best))
+        return bucket(logp), bucket(logq), where
+
     def kl(self, logp, logq):
-        """The distillation loss per row, (n,); logp (policy) carries no gradient."""
+        """The distillation loss per row, (n,)."""
         if self.distill == "none":
             return logp.new_zeros(len(logp))
-        if self.distill_topk:
-            best = logp.topk(self.distill_topk, -1).indices
-            bucket = lambda x: torch.cat([x.gather(1, best), x.scatter(1, best, -torch.inf).logsumexp(-1, keepdim=True)], -1)
-            logp, logq = bucket(logp), bucket(logq)
-        if self.distill == "reverse":
-            return torch.linalg.vecdot(logq.exp(), logq - logp)
-        return torch.linalg.vecdot(logp.exp(), logp - logq)
+        logp, logq, _ = self.gap(logp, logq)
+        return torch.linalg.vecdot(logq.exp(), logq - logp) if self.distill == "reverse" else torch.linalg.vecdot(logp.exp(), logp - logq)
 
-    def __call__(self, logits, sl, grad):
-        zp, zq = self.policy.law(logits[0], sl), self.actor.law(logits[1], sl)
-        lse_p, lse_q = zp.logsumexp(-1, keepdim=True), zq.logsumexp(-1, keepdim=True)
-        target = self.policy.target[sl, None]
-        if grad:
-            logq = zq - lse_q
-            kl = self.kl((zp - lse_p).detach(), logq)
-            return (zp.gather(1, target) - lse_p)[:, 0], logq.gather(1, target)[:, 0], kl
-        logp, logq = zp - lse_p, zq - lse_q
+    def backward(self, logits, sl, grads):
+        g_policy, g_actor, g_kl = grads
+        logq, logp = self.actor.law(logits.pop(), sl).log_softmax(-1), self.policy.law(logits.pop(), sl).log_softmax(-1)
+        q, dz = logq.exp(), None
+        if g_kl is not None and self.distill != "none":
+            lp, lq, where = self.gap(logp, logq)
+            if self.distill == "reverse":                  # g q (log q - log p - KL), bucket by bucket
+                gap = lq - lp
+                gap = gap - torch.linalg.vecdot(lq.exp(), gap)[:, None]
+                dz = q * (gap if where is None else gap.gather(1, where))
+            else:                                          # g (q - p); inside the rest's bucket p is spread as q is
+                dz = q - (logp.exp() if where is None else logq.add_((lp - lq).gather(1, where)).exp_())
+            dz.mul_(g_kl)
+            if self.actor.inv_t is not None:
+                dz.mul_(self.actor.inv_t[sl])
+        own = self.actor.pull(q, sl, g_actor)
+        if own is not None:
+            dz = own if dz is None else dz.add_(own)
+        return [self.policy.pull(logp.exp_(), sl, g_policy), dz]
+
+    def __call__(self, logits, sl):
+        logq, logp = self.actor.law(logits.pop(), sl).log_softmax(-1), self.policy.law(logits.pop(), sl).log_softmax(-1)
         kl = self.kl(logp, logq)
         none, width = logp.new_zeros(len(logp)), logp.new_zeros(len(logp), 0)
         best, own, there = width.long(), width, width
