@@ -3,6 +3,7 @@ import itertools
 import json
 import math
 
+import numpy as np
 import pytest
 
 import eval as evaluation
@@ -67,3 +68,19 @@ def test_a_model_that_always_answers_right_scores_one(folders):
 def test_bad_calls(folders, argv, sentence):
     with pytest.raises(ValueError, match=sentence):
         evaluation.main([f"--model={folders / 'policy'}", "--rollout=hf", *argv])
+
+
+def test_held_out_adds_up_over_ranks(folders):
+    """Two ranks with equal scores: the same mean, and the standard error of twice as many problems."""
+    from types import SimpleNamespace
+    from conftest import make_cfg, tiny_model
+    from tasks import Arithmetic, arithmetic_tokenizer
+    cfg, seen = make_cfg(objective="grpo", eval_problems=20, max_tokens=8), []
+    solve, evaluation.solve = evaluation.solve, lambda e, t, k, indices, *a: (seen.append(indices), (np.array([[1.0]] * 3 + [[0.0]] * 7), 4.0))[1]
+    try:
+        comm = SimpleNamespace(on=False, rank=1, world=2, sum=lambda xs: [2 * float(x) for x in xs])
+        learner = SimpleNamespace(pair=SimpleNamespace(policy=tiny_model(0)), comm=comm, device="cpu")
+        got = evaluation.held_out(learner, "policy", Arithmetic(), arithmetic_tokenizer(), cfg)
+    finally:
+        evaluation.solve = solve
+    assert seen == [list(range(1, 20, 2))] and got["pass@1"] == pytest.approx(0.3) and got["se"] == pytest.approx(math.sqrt(0.21 / 19))

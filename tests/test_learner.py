@@ -169,6 +169,17 @@ def test_step_clips_each_model_and_follows_the_schedule():
     logged = learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
     assert logged["lr"] == pytest.approx(1e-2 / 4) and logged["actor/lr"] == pytest.approx(2e-2 / 4)
     assert logged["grad_norm"] > 1e-3 and logged["actor/grad_norm"] > 1e-3    # as measured before the clip
+    learner, seen = make_learner(cfg), {}
+    for name, o in learner.optimizers.items():                                # what the optimizers really step with
+        o.register_step_pre_hook(lambda o, *_, name=name: seen.update({name: (
+            o.param_groups[0]["lr"], sum(float(p.grad.square().sum()) for p in o.param_groups[0]["params"]) ** 0.5)}))
+    learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
+    assert seen["policy"] == pytest.approx((1e-2 / 4, 1e-3), rel=1e-2) and seen["actor"] == pytest.approx((2e-2 / 4, 1e-3), rel=1e-2)
+    for p in learner.pair.parameters():
+        p.grad = torch.full_like(p, torch.nan)
+    assert learner._step(0.0)["stepped"] == 0                                 # a finite loss, a bad gradient
+    group = make_learner(make_cfg(adam_beta1=0.8, adam_beta2=0.7, adam_eps=1e-5, weight_decay=0.3)).optimizers["policy"].param_groups[0]
+    assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.8, 0.7), 1e-5, 0.3)
     assert [schedule(s, replace(cfg, lr_schedule="linear")) for s in (0, 3, 4, 7, 10)] == pytest.approx([.25, 1, 1, .5, 0])
     assert schedule(7, replace(cfg, lr_schedule="cosine")) == pytest.approx(0.5) and schedule(9, cfg) == 1.0
 
@@ -181,6 +192,51 @@ def test_what_each_pass_computes_follows_the_objective():
     assert want_ref(two, True, 1.0).pair and not want_ref(two, True, 1.0).s
     assert want_new(two, True, 1.0, has_ref=False).pair and not want_new(two, True, 1.0, has_ref=True).pair
     assert want_new(make_cfg(objective="jackpot", obrs_target="new"), False, 1.0, True).s
+    for flags in (dict(distill_direction="reverse"), dict(distill_topk=3), {}):
+        w = want_new(make_cfg(objective="tis", actor="base:actor", **flags), True, 1.0, True)
+        assert (w.distill, w.distill_topk) == (flags.get("distill_direction", "forward"), flags.get("distill_topk", 0))
+
+
+def laws(model, g, r):
+    """The model's probabilities (L, V) along a response, and the token ids of prompt and response."""
+    ids = torch.from_numpy(np.concatenate([g.prompt_ids, r.tokens]).astype(np.int64))
+    return model(input_ids=ids[None]).logits[0].softmax(-1)[len(g.prompt_ids) - 1:-1].detach(), ids
+
+
+@pytest.mark.parametrize("lam", [0.7, 1.5])
+def test_z_and_tail_of_the_learner_at_any_lambda(lam):
+    cfg = make_cfg(objective="jackpot", actor="base:actor", obrs_target="new")
+    learner, groups = make_learner(cfg), make_groups(2, seed=2)
+    b = batches.collate(groups, cfg)
+    got = learner.score(b, Want(s=True, tail=True, pair=True, lam=lam))
+    for row, (g, r) in enumerate((g, r) for g in groups for r in g.responses):
+        L = len(r.tokens)
+        p, q = laws(learner.pair.policy, g, r)[0], laws(learner.pair.actor, g, r)[0]
+        outside = torch.ones_like(p).scatter_(1, b.s_ids[row, :L], 0.0)
+        assert torch.allclose(got.z[row, :L], torch.minimum(q, p / lam).sum(-1), atol=1e-7)
+        assert torch.allclose(got.tail[row, :L], (torch.minimum(p / lam, b.p_k[row, :L, None].double()) * outside).sum(-1), atol=1e-6)
+    columns = learner.ref_columns(b, lam)
+    for row in range(len(b)):                                                 # the larger S lists no token twice
+        for t in range(int(b.length[row])):
+            ids = columns["s_ids"][row, t][columns["s_logp"][row, t].isfinite()].tolist()
+            assert len(ids) == len(set(ids)) and len(ids) > 3
+
+
+def test_kept_sets_reach_the_head():
+    """Each token renormalised over its own kept set, through collate, micro-batches and the chunked head."""
+    groups, rng, K = make_groups(2, seed=3), np.random.default_rng(0), 6
+    for g in groups:
+        for r in g.responses:
+            rows = [np.unique(np.append(rng.choice(256, K), t)) for t in r.tokens]
+            r.kept_ids, r.kept_offsets = np.concatenate(rows).astype(np.int32), np.cumsum([0, *map(len, rows)])
+    cfg = make_cfg(objective="grpo", micro_tokens=25)
+    learner = make_learner(cfg)
+    logp = learner.score(batches.collate(groups, cfg), Want()).logp
+    for row, (g, r) in enumerate((g, r) for g in groups for r in g.responses):
+        p, _ = laws(learner.pair.policy, g, r)
+        for t, token in enumerate(r.tokens):
+            kept = r.kept_ids[r.kept_offsets[t]:r.kept_offsets[t + 1]]
+            assert float(logp[row, t]) == pytest.approx(float((p[t, int(token)] / p[t, kept.astype(np.int64)].sum()).log()), abs=1e-6)
 
 
 def test_bfloat16_runs_close_to_float32():

@@ -84,6 +84,27 @@ def test_obrs_metrics():
     assert m["obrs/z"] == m["obrs/z_exact"] == pytest.approx(0.9) and m["obrs/accept_rate"] == 1.0 and "obrs/z_low" not in m
 
 
+def test_clip_fractions_by_the_sign_of_the_advantage():
+    m = observed([[0.0] * 3] * 2, new=[[-1 + LN(2), -1, -1], [-1 - LN(2), -1 - LN(2), -1]])
+    assert m["clip_fraction_high"] == pytest.approx(1 / 6) and m["clip_fraction_low"] == pytest.approx(2 / 6) and m["clip_fraction"] == 0.5
+
+
+def test_partial_kl_counts_each_token_of_s_once():
+    """One model: S = (a repeat, two tokens) with p = .5, .3 and q = .25, .6; Z_low = .25 + .3, kappa 1."""
+    n, b = tiny([[0.0] * 3] * 2)
+    n.entropy = torch.zeros(2, 3, dtype=f64)
+    b.length, b.reward, b.staleness, b.kl_before, b.kl_after = torch.tensor([3, 3]), torch.zeros(2), torch.zeros(2, 2), None, None
+    row = lambda *x: torch.tensor(x, dtype=f64).expand(2, 3, len(x))
+    b.s_logp, b.s_logp_ref, b.tail_ref = row(-math.inf, LN(.25), LN(.6)), row(LN(.5), LN(.5), LN(.3)), torch.zeros(2, 3, dtype=f64)
+    cfg = make_cfg(objective="jackpot")
+    _, logs = objectives.loss(n, b, STATS, cfg)
+    sums = metrics.Sums()
+    metrics.observe(sums, n.detach(), b, STATS, logs, cfg)
+    m = sums.reduce(OneRank)
+    assert m["obrs/kl_before_partial"] == pytest.approx(.5 * LN(2) + .3 * LN(.5))
+    assert m["obrs/kl_after_partial"] == pytest.approx(.5 * (LN(.55) + LN(2)) + .3 * (LN(.55) + 0))
+
+
 def test_log_writes_truncates_and_reads(tmp_path):
     cfg = make_cfg(tensorboard=True)
     log = metrics.Log(tmp_path, cfg, 0)

@@ -332,3 +332,37 @@ def test_presets_and_axes():
     with pytest.raises(ValueError, match="ratio_base=new"):
         make_cfg(objective="none", correction="tis_adjusted")
     assert make_cfg(objective="ppo_is", correction="tis", allow_double_correction=True).ratio_base == "inf"
+
+
+@pytest.mark.parametrize("flags", [dict(objective="jackpot"), dict(objective="jackpot", obrs_accept_rate=0.8), dict(objective="icepop", loss_denominator="kept"),
+                                   dict(objective="icepop", loss_denominator="kept", reduction="seq-mean-token-mean")], ids=lambda f: "-".join(map(str, f.values())))
+def test_prepare_never_looks_under_the_mask(flags):
+    got = []
+    for x in (0.0, 9.0):
+        _, b = tiny([[LN(2), -LN(2), x], [LN(4), 0.1, -x]], mask=[[True, True, False]] * 2)
+        b.s_logp, b.s_logp_ref = b.logp_inf[..., None], b.logp_ref[..., None]
+        got.append(objectives.prepare(b, One, make_cfg(**flags), {}))
+    assert all(torch.equal(torch.as_tensor(got[0][k]), torch.as_tensor(got[1][k])) for k in got[0] if got[0][k] is not None)
+
+
+def test_the_actors_own_loss_is_plain_ppo_under_any_policy_objective():
+    own = objectives.actor_config(make_cfg(objective="jackpot_adjusted", actor="base:actor", dual_clip=3.0))
+    assert own.ratio_base == "ref" and own.dual_clip == 0.0
+    new, b = tiny(LOG_R, mask=[[True] * 3, [True, False, False]])
+    new.actor_logp, b.logp_actor_ref = torch.full((2, 3), -2.0, dtype=f64, requires_grad=True), torch.full((2, 3), -2.0, dtype=f64)
+    new.kl, got = torch.full((2, 3), 0.25, dtype=f64, requires_grad=True), []
+    for factor in (None, torch.full((2, 1), 7.0, dtype=f64)):                  # the policy's kept denominator is not the actor's
+        stats = {**STATS, "kept_factor": factor, "distill": 1.0}
+        _, logs = objectives.joint_loss(new, b, stats, make_cfg(objective="none", actor="base:actor"))
+        got.append(logs["actor_loss"])
+        assert logs["distill"].tolist() == [[0.25] * 3, [0.25, 0, 0]]
+    assert torch.equal(*got)
+
+
+def test_bounds_of_the_closed_loop_and_clamps():
+    cfg = make_cfg(actor="base:actor", distill_kl_target=0.1, distill_gain=5.0, distill_lambda=1.0, distill_lambda_max=2.0)
+    carry = {}
+    for kl, want in ((9.0, 2.0), (9.0, 2.0), (0.0, 2.0 * math.exp(-5)), (0.0, 1e-4), (0.0, 1e-4)):
+        objectives.finish(carry, {"distill_kl": kl}, cfg)
+        assert carry["distill"] == pytest.approx(want)
+    assert float(objectives.geo_ratio(tiny([[60.0] * 3] * 2)[1])[0]) == pytest.approx(math.exp(20))

@@ -211,3 +211,13 @@ def test_simulation_rows_agree_with_the_theory(kind):
     assert high[1] > 5 * low[1] and high[3] < low[3]                        # more noise: more KL, less acceptance
     assert (low[1] / low[2] > 10) == (kind == "mixture")                    # what rejection can mend, and what it cannot
     assert obrs.simulate(2000, 1.0, kind, [0.5], 2, 7) == obrs.simulate(2000, 1.0, kind, [0.5], 2, 7)
+
+
+def test_log_ratios_are_clamped_to_twenty():
+    far, zero = torch.tensor([[60.0]], dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
+    assert float(obrs.acceptance(-far, zero, 1.0)) == pytest.approx(math.exp(-20))
+    assert float(obrs.weight(1.0, far, zero, 1.0)) == pytest.approx(math.exp(20))
+    cfg = make_cfg(objective="jackpot", obrs_target="new", obrs_c1=1e30, obrs_c2=1e30, obrs_mask="expected")
+    batch = SimpleNamespace(logp_inf=zero, u=None, logp_ref=far, s_logp=zero[..., None])
+    w, _, _ = obrs.correction(zero, (zero[..., None], None, None), batch, {"lam": 1.0, "kappa": 1.0}, cfg)
+    assert float(w) == pytest.approx(math.exp(20))

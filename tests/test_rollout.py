@@ -100,6 +100,7 @@ def test_uniforms_are_a_pure_function_of_key_and_position():
     part = batches.collate(groups[2:], make_cfg())                            # another rank, another place in the batch: the same draws
     assert torch.equal(whole.u[8:, :part.u.shape[1]][part.exists], part.u[part.exists])
     assert not torch.equal(whole.u, batches.collate(groups, make_cfg(seed=1)).u)
+    assert len(set(whole.u[:, 0].tolist())) == len(whole)                      # and each response has its own
 
 
 def test_collate_by_hand():
@@ -196,6 +197,26 @@ def test_digest_sees_names_shapes_types_and_bytes():
     assert len(texts) == 7
 
 
+def test_new_weights_drop_cached_prefixes(vllm_engine, monkeypatch):
+    """A cached block belongs to the old weights; on this CPU blocks are longer than the suite's context, so the call itself is watched."""
+    calls = []
+    monkeypatch.setattr(vllm_engine.llm, "reset_prefix_cache", lambda *a, **k: calls.append(1))
+    vllm_engine.load(list(tiny_model(1).state_dict().items()))
+    assert calls
+
+
+def test_an_error_near_the_distance_is_unproven(folders, monkeypatch):
+    """Weights that moved by less than four times the engine's error prove nothing, although they moved."""
+    engine, probe, moved = HFEngine(str(folders / "actor")), Probe(str(folders / "actor"), PROBE_IDS), tiny_model(1)
+    prove(engine, 0, tiny_model(1).state_dict().items(), probe)
+    with torch.no_grad():
+        moved.model.norm.weight.mul_(1 + 2e-5)
+    logprobs = engine.logprobs
+    monkeypatch.setattr(engine, "logprobs", lambda ids: logprobs(ids) + 5e-5)
+    proof = prove(engine, 1, moved.state_dict().items(), probe)
+    assert proof.status == "unproven" and 0 < proof.distance < 4 * proof.error
+
+
 # -- the source -----------------------------------------------------------------------------------------------------------
 
 def make_source(engine, folders, rank=0, world=1):
@@ -217,6 +238,27 @@ def test_source_hands_over_whole_groups_and_resumes_where_it_was(engine, folders
     fresh.publish(2, tiny_model(1).state_dict().items())
     for a, b in zip(next_groups, fresh.next(2, 2)):
         assert a.uid == b.uid and a.prompt_id == b.prompt_id and all(np.array_equal(x.tokens, y.tokens) for x, y in zip(a.responses, b.responses))
+
+
+def test_every_response_has_its_own_seed(folders, monkeypatch):
+    engine, seen = HFEngine(str(folders / "actor")), []
+    generate = engine.generate
+    monkeypatch.setattr(engine, "generate", lambda prompts, seeds, *a: (seen.extend(s for g in seeds for s in g), generate(prompts, seeds, *a))[1])
+    for seed, rank in ((3, 0), (4, 0), (3, 1)):
+        source = make_source(engine, folders, rank, 2)
+        source.sampling = Sampling(max_tokens=4, seed=seed)
+        assert source.next(2, 0)[0].uid[0] == f"rank{rank}"
+    assert len(seen) == len(set(seen)) == 18
+
+
+def test_only_finished_responses_are_rewarded():
+    from rollout import Response, grade_all
+    task, tok = Arithmetic(), arithmetic_tokenizer()
+    p = task.problem("train", 0)
+    ids = np.array(tok.encode("# " + p.answer), np.int32)
+    group = [Response(ids, np.ones(len(ids), bool), None, None, None, why) for why in ("stop", "length")]
+    grade_all(task, tok, [p], [group])
+    assert [r.reward for r in group] == [1.0, 0.0]
 
 
 def test_ranks_share_out_the_problems(folders):

@@ -1,4 +1,6 @@
 """Tasks: generated arithmetic, files, and the grader on cases written for this repository."""
+import hashlib
+
 import pytest
 
 from conftest import ROOT
@@ -11,6 +13,8 @@ def test_arithmetic_is_verifiable_deterministic_and_split():
     train = [task.problem("train", i) for i in range(400)]
     test = [task.problem("test", i) for i in range(200)]
     assert not {p.id for p in train} & {p.id for p in test}
+    held_out = lambda p: hashlib.sha256(p.id.encode()).digest()[0] < 32        # disjoint by rule, not by luck
+    assert not any(map(held_out, train)) and all(map(held_out, test))
     assert train == [Arithmetic(seed=3).problem("train", i) for i in range(400)] and train != [Arithmetic(seed=4).problem("train", i) for i in range(400)]
     for p in train + test:
         words = p.id.split()

@@ -94,6 +94,18 @@ def test_killed_and_resumed_is_the_same_run(whole, solvers, tmp_path, after):
     assert all(torch.equal(one[i]["exp_avg"], two[i]["exp_avg"]) for i in one)
 
 
+def test_controllers_survive_a_resume(solvers, tmp_path):
+    """Target new's kappa and the closed loop's lambda_distill live in the checkpoint: stopped and resumed is the same run."""
+    more = dict(distill_kl_target=0.05, obrs_target="new", steps=4, save_every=0)
+    for name, steps in (("whole", 4), ("run", 3)):
+        code, _, err = finish(start(flags(solvers, tmp_path / name, **{**more, "steps": steps})))
+        assert code == 0, err[-3000:]
+    code, _, err = finish(start(["--resume", f"--out={tmp_path / 'run'}", "--steps=4"]))
+    no_eval = lambda rows: [{k: v for k, v in r.items() if not k.startswith("eval/")} for r in rows]
+    assert code == 0 and no_eval(timeless(tmp_path / "run")) == no_eval(timeless(tmp_path / "whole")), err[-3000:]
+    assert metrics.read(tmp_path / "run")[4]["distill_lambda"] != 1.0 and metrics.read(tmp_path / "run")[4]["obrs/kappa"] != 1.0
+
+
 def test_signals_save_first_and_resume_goes_on(whole, solvers, tmp_path):
     out = tmp_path / "run"
     process = start(flags(solvers, out, save_every=0))
@@ -152,14 +164,17 @@ def test_every_objective_trains_end_to_end(objective, two, solvers, tmp_path, mo
     dict(objective="jackpot", actor="none"), dict(objective="jackpot"), dict(objective="jackpot", obrs_target="new"),
     dict(objective="jackpot", obrs_target="new", kappa="exact", actor="none", loss_denominator="kept"),
     dict(objective="jackpot", obrs_accept_rate=0.9, obrs_mask="expected"), dict(objective="tis", distill_lambda=0.0, temperature=0.8),
-    dict(objective="jackpot", distill_kl_target=0.05, distill_direction="reverse")], ids=lambda c: "-".join(map(str, c.values())))
+    dict(objective="jackpot", distill_kl_target=0.05, distill_direction="reverse"), dict(objective="jackpot", obrs_lambda=1.5)], ids=lambda c: "-".join(map(str, c.values())))
 def test_real_vllm_end_to_end(case, vllm_engine, solvers, tmp_path, monkeypatch):
     """Real vLLM rolls out, the learner trains, every sync is proved; the suite's one engine stands in for a fresh start."""
     cfg = train.config.parse(flags(solvers, tmp_path / "run", **{"steps": 4, "rollout": "vllm", "save_every": 0, "model": solvers / "actor", **case}))
+    laws, generate = [], vllm_engine.generate
+    monkeypatch.setattr(vllm_engine, "generate", lambda p, s, sampling, *a: (laws.append(sampling), generate(p, s, sampling, *a))[1])
     monkeypatch.setattr(train, "make_engine", lambda *a: vllm_engine)
     monkeypatch.setattr(vllm_engine, "close", lambda: None)
     monkeypatch.setattr(train, "catch_signals", lambda: [])
     train.train(cfg)
+    assert all((s.temperature, s.max_tokens, s.seed) == (cfg.temperature, cfg.max_tokens, cfg.seed) for s in laws)
     rows = metrics.read(tmp_path / "run")[1:]
     assert len(rows) == 4 and all(r["skipped_steps"] == 0 for r in rows)
     assert rows[0]["sync/error"] < 1e-4 and rows[2]["sync/proved"] == 1.0 and rows[2]["sync/distance"] > 4 * rows[2]["sync/error"]
@@ -173,6 +188,8 @@ def test_real_vllm_end_to_end(case, vllm_engine, solvers, tmp_path, monkeypatch)
             assert all(r["obrs/z"] == r["obrs/z_exact"] for r in rows)
         else:
             assert all(r["obrs/z_low"] <= r["obrs/z"] + 1e-9 <= r["obrs/z_high"] + 2e-9 for r in rows)
+    if cfg.obrs_lambda != 1:
+        assert all(r["obrs/z_exact"] <= 1 / cfg.obrs_lambda + 1e-6 for r in rows)
     if cfg.obrs_accept_rate:
         assert all(r["obrs/accept_rate"] == pytest.approx(0.9, abs=1e-3) for r in rows)
     if cfg.distill_kl_target:
