@@ -108,6 +108,9 @@ def test_vllm_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else real(name, *a))
     with pytest.raises(ValueError, match="--rollout=vllm: vLLM is not installed here.*--rollout=hf"):
         resolve(Config())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else real(name, *a))
+    with pytest.raises(ValueError, match="--wandb=x: wandb is not installed; pip install wandb, or leave the flag out"):
+        resolve(Config(wandb="x"))
 
 
 def test_models_that_do_not_fit(folders, tmp_path):
