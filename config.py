@@ -129,7 +129,7 @@ class Config:
     """Responses to one prompt."""
     max_tokens: int = 32
     """Longest response."""
-    micro_tokens: int = 2048
+    micro_tokens: int = 4096
     """Token budget (prompt and response) of one micro-batch on one rank."""
     temperature: float = 1.0
     """Sampling temperature; the learner scores the same law."""
