@@ -187,9 +187,9 @@ class Log:
         numbers = {k: v for k, v in values.items() if isinstance(v, (int, float)) and math.isfinite(v)}
         if self.board:
             for k, v in numbers.items():
-                self.board.add_scalar(k, v, step)
+                self.board.add_scalar(k, v, step + 1)      # updates done: neither likes the -1 of before training
         if self.wandb:
-            self.wandb.log(numbers, step=step)
+            self.wandb.log(numbers, step=step + 1)
 
     def close(self) -> None:
         self.file.close()
