@@ -117,6 +117,28 @@ def collate(groups: list[Rollout], cfg, version: int = 0, now: float = 0.0) -> B
     return batch
 
 
+def split(batch: Batch, budget: int, share: bool) -> tuple[list[list[int]], int]:
+    """Rows of micro-batches of at most `budget` tokens (a row on its own may have more), longest first; and the tokens of all.
+
+    Padding counts: n rows make n times their longest prompt + response. With `share` the rows of a group stand together and
+    their prompt is read once: n times the longest response, and the longest prompt once a group."""
+    P, L, group = (x.tolist() for x in (batch.prompt_len, batch.length, batch.group))
+    own = L if share else [p + n for p, n in zip(P, L)]
+    longest = dict(sorted(zip(group, own)))                                # of each group: the last of its pairs stays
+    order = sorted(range(len(own)), key=lambda r: (-longest[group[r]], group[r], -own[r]) if share else -own[r])
+    size = lambda rows, width, prompt, groups: rows * width + share * len(groups) * prompt
+    parts, state, tokens = [], None, 0
+    for r in order:
+        grown = state and (state[0] + 1, max(state[1], own[r]), max(state[2], P[r]), state[3] | {group[r]})
+        if state is None or size(*grown) > budget:
+            parts.append([])
+            tokens += size(*state) if state else 0
+            grown = (1, own[r], P[r], {group[r]})
+        parts[-1].append(r)
+        state = grown
+    return [sorted(rows) for rows in parts], tokens + size(*state)
+
+
 def write_ref(groups: list[Rollout], columns: dict[str, torch.Tensor]) -> None:
     """Store the learner's ref pass with the groups, ragged again. columns: name -> (B, T, ...) in collate's order."""
     b = 0

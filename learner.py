@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import batch as batches
 import head
 import objectives
 from batch import Batch
@@ -106,19 +107,25 @@ class Want:
 
 
 class Pair(nn.Module):
-    """Policy and optional actor as one module: (batch, want) -> the fields of TokenStats, as the dict that wrappers expect."""
+    """Policy and optional actor as one module: (batch, want) -> the fields of TokenStats, as the dict that wrappers expect.
+
+    With `share` a prompt is read once for all its responses in the batch, not once for each."""
 
     def __init__(self, policy, actor=None, autocast: torch.dtype | None = None):
         super().__init__()
         self.policy, self.actor, self.autocast = policy, actor, autocast
 
-    def forward(self, batch: Batch, want: Want):
-        (B, T), ids = batch.tokens.shape, batch.ids[:, :-1]               # nothing is predicted from the last token
-        S = ids.shape[1]
-        exists = batch.exists
-        at = exists.flatten().nonzero()[:, 0]                             # (N,) places in (B, T) that are tokens
+    @property
+    def can_share(self) -> bool:
+        """Whether the models see nothing but keys and values of a prompt: full attention in every layer."""
+        models = [m for m in (self.policy, self.actor) if m is not None]
+        return all(set(getattr(m.config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+                   and not getattr(m.config, "sliding_window", None) for m in models)
+
+    def forward(self, batch: Batch, want: Want, share: bool = False):
+        B, T = batch.tokens.shape
+        at = batch.exists.flatten().nonzero()[:, 0]                       # (N,) places in (B, T) that are tokens
         row, t = at // T, at % T
-        read = row * S + batch.prompt_len[row] + t - 1                    # token t is predicted one place before it
         target = batch.tokens.flatten()[at]
         inv_t = None
         if bool((batch.temperature != 1).any()):
@@ -133,11 +140,11 @@ class Pair(nn.Module):
         p_k = batch.p_k.flatten()[at] if want.tail else None
         law = lambda **k: head.one_model(target, inv_t, kept=kept, entropy=want.entropy, **k)
         rows = law(ids=s_ids, s_on=s_on, p_k=p_k, lam=want.lam)
-        heads = [*self._hidden(self.policy, ids, read)]
+        heads = [*self._hidden(self.policy, batch, at, share)]
         two = self.actor is not None
         if two:
             rows = head.two_models(rows, law(), want.distill, want.distill_topk, want.lam, want.pair, want.topk)
-            heads += self._hidden(self.actor, ids, read)
+            heads += self._hidden(self.actor, batch, at, share)
         out = head.ChunkedHead.apply(rows, head.chunk_rows(heads[1].shape[0]), *heads)
 
         def back(x, on=True):                                                       # (N, ...) -> (B, T, ...)
@@ -154,15 +161,38 @@ class Pair(nn.Module):
             kl_after=back(after, two and want.pair), top_ids=back(top_ids, two and want.topk),
             top_logp=back(top_logp, two and want.topk), top_actor_logp=back(top_actor, two and want.topk))
 
-    def _hidden(self, lm, ids, read):
-        """Last hidden states at the places given (N, H), and the head's weight (V, H)."""
-        scope = torch.autocast(ids.device.type, self.autocast) if self.autocast else contextlib.nullcontext()
+    def _hidden(self, lm, batch, at, share):
+        """Hidden states that predict the tokens at the places `at` in (B, T): (N, H); and the head's weight (V, H)."""
+        scope = torch.autocast(at.device.type, self.autocast) if self.autocast else contextlib.nullcontext()
         with scope:
-            hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        hidden = hidden.flatten(0, 1)[read]
+            hidden = (self._read_shared if share else self._read)(lm.base_model, batch, at)
         if self.autocast:                                                  # a bfloat16 product pays on GPUs alone; its sum stays float32
             hidden = hidden.to(self.autocast if hidden.is_cuda else torch.float32)
         return hidden, lm.get_output_embeddings().weight
+
+    @staticmethod
+    def _read(model, batch, at):
+        ids, T = batch.ids[:, :-1], batch.tokens.shape[1]                  # nothing is predicted from the last token
+        row, t = at // T, at % T
+        hidden = model(input_ids=ids, use_cache=False).last_hidden_state
+        return hidden.flatten(0, 1)[row * ids.shape[1] + batch.prompt_len[row] + t - 1]    # one place before its token
+
+    @staticmethod
+    def _read_shared(model, batch, at):
+        """Each group's prompt first, then every response on top of its group's keys and values; gradients flow through them."""
+        T = batch.tokens.shape[1]
+        _, group, rows = batch.group.unique_consecutive(return_inverse=True, return_counts=True)               # (B,), (G,)
+        first = rows.cumsum(0) - rows                                      # a group's first row
+        plen = batch.prompt_len[first]
+        P, n = int(plen.max()), max(T - 1, 1)
+        place = torch.arange(P + n, device=at.device)
+        prompts = model(input_ids=batch.ids[first, :P], use_cache=True)    # behind a shorter prompt: ids that no response sees
+        prompts.past_key_values.batch_select_indices(group)
+        before = prompts.last_hidden_state[torch.arange(len(plen), device=at.device), plen - 1][group]         # (B, H)
+        seen = (place < batch.prompt_len[:, None]) | (place >= P)
+        rest = model(input_ids=batch.tokens[:, :n], past_key_values=prompts.past_key_values, attention_mask=seen.long(), use_cache=True,
+                     position_ids=batch.prompt_len[:, None] + place[:n]).last_hidden_state
+        return torch.cat([before[:, None], rest], 1)[:, :T].flatten(0, 1)[at]
 
 
 def want_ref(cfg, two: bool, lam: float) -> Want:
@@ -241,15 +271,15 @@ class Learner:
     def score(self, batch: Batch, want: Want) -> TokenStats:
         """TokenStats of a whole batch with the weights as they are, micro-batch by micro-batch, without gradient."""
         out = {}
-        for rows, micro in self._micro(batch):
-            new = TokenStats(**self.model(micro, want))
+        for rows, micro, share in self._micro(batch):
+            new = TokenStats(**self.model(micro, want, share))
             if rows is None:                                               # filler: another rank has more micro-batches
                 continue
             for f in fields(new):
                 x = getattr(new, f.name)
                 if x is not None:
                     full = out.setdefault(f.name, x.new_zeros((len(batch), batch.tokens.shape[1]) + x.shape[2:]))
-                    full[rows.to(x.device), :x.shape[1]] = x
+                    full[rows, :x.shape[1]] = x
         if self.comm.on and self.cfg.parallel == "fsdp":
             self.model.reshard()                                           # no backward will: leave the shards as the owners
         return TokenStats(**{k: v.cpu() for k, v in out.items()})
@@ -267,18 +297,17 @@ class Learner:
         return {k: v for k, v in columns.items() if v is not None}
 
     def _micro(self, batch: Batch):
-        """(rows, micro-batch) by token budget, longest first; as many on every rank, short ranks repeat (rows = None)."""
-        cost = batch.prompt_len + batch.length
-        order = cost.argsort(descending=True, stable=True)
-        parts, start = [], 0
-        while start < len(order):
-            n = max(1, self.cfg.micro_tokens // int(cost[order[start]]))
-            parts.append(order[start:start + n].sort().values)
-            start += n
-        count = int(self.comm.max([len(parts)])[0]) if self.comm.on else len(parts)
-        for i in range(count):
-            rows = parts[i] if i < len(parts) else None
-            yield rows, batch.select(rows if rows is not None else order[-1:]).to(self.device)
+        """(rows, micro-batch, whether to share prompts) by token budget: as many, and shared or not, on every rank.
+
+        A rank with fewer repeats its last row (rows = None). Prompts are shared where that saves a fifth of the tokens: the
+        responses' attention then needs a mask, which costs some kernels their speed."""
+        plans = [batches.split(batch, self.cfg.micro_tokens, share) for share in (False, True)]
+        tokens = self.comm.sum([n for _, n in plans])
+        share = self.pair.can_share and tokens[1] <= 0.8 * tokens[0]
+        parts = plans[share][0]
+        for i in range(int(self.comm.max([len(parts)])[0])):
+            real = i < len(parts)
+            yield parts[i] if real else None, batch.select(parts[i] if real else parts[-1][-1:]).to(self.device), share
 
     # -- one optimizer step --------------------------------------------------------------------------------------------
 
@@ -288,9 +317,9 @@ class Learner:
         want = want_new(cfg, self.two, stats["lam"], batch.logp_ref is not None)
         sums, total = Sums(), torch.zeros((), dtype=torch.float64, device=self.device)
         micros = list(self._micro(batch))
-        for i, (rows, micro) in enumerate(micros):
+        for i, (rows, micro, share) in enumerate(micros):
             with self._sync(i == len(micros) - 1):
-                new = TokenStats(**self.model(micro, want))
+                new = TokenStats(**self.model(micro, want, share))
                 real = objectives.micro_stats(stats, rows if rows is not None else [0])
                 unreduced, logs = objectives.joint_loss(new, micro, real, cfg)
                 loss = objectives.reduce(unreduced, micro.mask, stats, cfg)

@@ -18,13 +18,21 @@ from rollout import Response, Rollout, Sampling
 from tasks import VOCAB, arithmetic_tokenizer
 
 
-def tiny_model(seed: int, layers: int = 1, hidden: int = 32, std: float = 0.3, tie: bool = True):
-    """A Qwen3-shaped model whose random weights are large enough for its law to be far from uniform."""
+def tiny_model(seed: int, layers: int = 1, hidden: int = 32, std: float = 0.3, tie: bool = True, dtype=torch.float32):
+    """A Qwen3-shaped model whose random weights are large enough for its law to be far from uniform.
+
+    In float64 it takes torch's RMSNorm: transformers' own rounds to float32 whatever comes in."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
     torch.manual_seed(seed)
-    return Qwen3ForCausalLM(Qwen3Config(
+    model = Qwen3ForCausalLM(Qwen3Config(
         vocab_size=VOCAB, hidden_size=hidden, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=32, max_position_embeddings=128, tie_word_embeddings=tie, initializer_range=std, bos_token_id=None, eos_token_id=1, pad_token_id=0))
+        head_dim=32, max_position_embeddings=128, tie_word_embeddings=tie, initializer_range=std, bos_token_id=None, eos_token_id=1, pad_token_id=0)).to(dtype)
+    if dtype == torch.float64:
+        for parent in list(model.modules()):
+            for name, norm in list(parent.named_children()):
+                if type(norm).__name__ == "Qwen3RMSNorm":
+                    setattr(parent, name, torch.nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon, dtype=dtype))
+    return model
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +78,7 @@ def make_cfg(**changes) -> config.Config:
     return config.resolve(config.Config(**changes), world=changes.pop("world", 1))
 
 
-def make_groups(n_groups: int = 2, G: int = 4, K: int = 3, seed: int = 0, vocab: int = VOCAB, longest: int = 9) -> list[Rollout]:
+def make_groups(n_groups: int = 2, G: int = 4, K: int = 3, seed: int = 0, vocab: int = VOCAB, longest: int = 9, prompt: tuple = (2, 7)) -> list[Rollout]:
     """Ragged groups with made-up laws: sampled tokens, log-probabilities, a top-K that may or may not hold the sample."""
     rng = np.random.default_rng(seed)
     groups = []
@@ -87,6 +95,6 @@ def make_groups(n_groups: int = 2, G: int = 4, K: int = 3, seed: int = 0, vocab:
                 mask[1] = False                            # a token that carries no gradient, inside a response
             responses.append(Response(tokens.astype(np.int32), mask, logp[np.arange(L), tokens].astype(np.float32), order.astype(np.int32),
                                       np.take_along_axis(logp, order, 1).astype(np.float32), "stop", reward=float(rng.integers(0, 2))))
-        groups.append(Rollout(("test", 0, i), f"p{i}", rng.integers(0, vocab, int(rng.integers(2, 7))).astype(np.int32), Sampling(), "policy",
+        groups.append(Rollout(("test", 0, i), f"p{i}", rng.integers(0, vocab, int(rng.integers(*prompt))).astype(np.int32), Sampling(), "policy",
                               "float32", 0, "", 0.0, 0.0, responses))
     return groups

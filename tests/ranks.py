@@ -18,15 +18,16 @@ RANK_CASES = [(dict(objective="jackpot"), torch.float64), (dict(objective="jackp
 
 
 def rank_groups():
-    return make_groups(4, seed=11)
+    return make_groups(4, seed=11, prompt=(3, 12))
 
 
 def main(parallel, out):
     dist.init_process_group("gloo")
     comm, results = Comm(), []
-    for case, dtype in RANK_CASES:
-        cfg = make_cfg(**case, train_batch=16, rollout_batch=16, micro_tokens=45 if comm.rank else 20, parallel=parallel)
-        learner = Learner(tiny_model(0, layers=2).to(dtype), tiny_model(1).to(dtype) if cfg.actor != "none" else None, cfg, comm)
+    for i, (case, dtype) in enumerate(RANK_CASES):
+        tokens = (45 if i == 1 else 60) if comm.rank else 20             # prompts are shared in every case but one
+        cfg = make_cfg(**case, train_batch=16, rollout_batch=16, micro_tokens=tokens, parallel=parallel)
+        learner = Learner(tiny_model(0, layers=2, dtype=dtype), tiny_model(1, dtype=dtype) if cfg.actor != "none" else None, cfg, comm)
         groups = rank_groups()[2 * comm.rank:2 * comm.rank + 2]
         batches.write_ref(groups, learner.ref_columns(batches.collate(groups, cfg), cfg.obrs_lambda))
         g = torch.Generator().manual_seed(5)
@@ -39,6 +40,7 @@ def main(parallel, out):
                 p.add_(noise, alpha=0.01)
         b = batches.collate(groups, cfg)
         stats = objectives.prepare(b, comm, cfg, {})
+        shared = {s for *_, s in learner._micro(b)}
         step, learner._step = learner._step, lambda loss: {"grad_norm": 0.0}
         logged = learner.update(b, stats)
         whole = lambda x: x.full_tensor() if hasattr(x, "full_tensor") else x
@@ -50,7 +52,7 @@ def main(parallel, out):
         learner.load_state_dict(box[0])
         again = learner.state_dict()
         same = [torch.equal(a, b) for a, b in zip(leaves(state), leaves(again))]
-        results.append({"grads": grads, "logged": logged, "roundtrip": all(same) and (len(same) > 10 or comm.rank > 0),
+        results.append({"grads": grads, "logged": logged, "shared": shared, "roundtrip": all(same) and (len(same) > 10 or comm.rank > 0),
                         "names": sorted(n for n, _ in learner.named_tensors("policy"))})
     if comm.rank == 0:
         torch.save(results, out)

@@ -26,7 +26,7 @@ CASES = [
 
 def make_learner(cfg, dtype=torch.float64):
     two = cfg.actor != "none"
-    return Learner(tiny_model(0, layers=2).to(dtype), tiny_model(1).to(dtype) if two else None, cfg, Comm())
+    return Learner(tiny_model(0, layers=2, dtype=dtype), tiny_model(1, dtype=dtype) if two else None, cfg, Comm())
 
 
 def gradients(cfg, groups, dtype=torch.float64, ref=True, keep=None):
@@ -55,20 +55,50 @@ def relative(a, b):
 def test_any_micro_batch_split_gives_the_same_gradient(case):
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         got = []
-        for micro_tokens in (10**6, 40, 1):                                   # one micro-batch, several, one for each response
-            cfg = make_cfg(**case, micro_tokens=micro_tokens, train_batch=12, rollout_batch=12)
-            got.append(gradients(cfg, make_groups(3, seed=3), dtype))
+        for micro_tokens, share in ((10**6, True), (45, True), (1, False)):   # one micro-batch, several, one for each response
+            cfg, groups = make_cfg(**case, micro_tokens=micro_tokens, train_batch=12, rollout_batch=12), make_groups(3, seed=3, prompt=(3, 12))
+            assert {s for *_, s in make_learner(cfg)._micro(batches.collate(groups, cfg))} == {share}
+            got.append(gradients(cfg, groups, dtype))
         for grads, logged in got[1:]:
             assert relative(got[0][0], grads) < tolerance
             for key, value in got[0][1].items():
                 assert logged[key] == pytest.approx(value, rel=1e-6 if dtype == torch.float64 else 1e-3, abs=1e-6), key
 
 
+def test_micro_batches_hold_every_row_once_within_the_budget():
+    b = batches.collate(make_groups(5, seed=1, prompt=(3, 12)), make_cfg())
+    for budget in (10**6, 60, 31, 1):
+        for share in (False, True):
+            parts, total = batches.split(b, budget, share)
+            assert sorted(r for p in parts for r in p) == list(range(len(b)))
+            tokens = []
+            for rows in parts:
+                m = b.select(rows)
+                one_each = len(m) * int((m.prompt_len + m.length).max())
+                tokens.append(len(m) * m.tokens.shape[1] + len(set(m.group.tolist())) * int(m.prompt_len.max()) if share else one_each)
+                assert tokens[-1] <= budget or len(rows) == 1
+            assert sum(tokens) == total
+            assert (len(parts) == 1) == (budget == 10**6) and (len(parts) == len(b)) == (budget == 1)
+    first = [b.select(rows) for rows in batches.split(b, 31, False)[0]]
+    assert [int((m.prompt_len + m.length).max()) for m in first] == sorted((int((m.prompt_len + m.length).max()) for m in first), reverse=True)
+
+
+def test_sliding_windows_read_each_prompt_with_its_response():
+    learner = make_learner(make_cfg(actor="base:actor"))
+    assert learner.pair.can_share
+    learner.pair.actor.config.layer_types = ["sliding_attention"]
+    assert not learner.pair.can_share
+    learner = make_learner(make_cfg())
+    learner.pair.policy.config.sliding_window = 16
+    b = batches.collate(make_groups(3, seed=3, prompt=(3, 12)), make_cfg())
+    assert {s for *_, s in learner._micro(b)} == {False}
+
+
 def test_gradient_is_the_derivative_of_the_written_out_loss():
     """GRPO with a token-mean over the whole batch, straight from the model's logits, without any of the learner's machinery."""
     cfg, groups = make_cfg(objective="tis", micro_tokens=30), make_groups(2, seed=1)
     grads, logged = gradients(cfg, groups, ref=False)
-    model, total, count = tiny_model(0, layers=2).double(), 0.0, 0
+    model, total, count = tiny_model(0, layers=2, dtype=torch.float64), 0.0, 0
     for g in groups:
         reward = torch.tensor([r.reward for r in g.responses], dtype=torch.float64)
         adv = (reward - reward.mean()) / (reward.std() + 1e-6) if reward.std() > 0 else torch.zeros_like(reward)
@@ -84,7 +114,7 @@ def test_gradient_is_the_derivative_of_the_written_out_loss():
     (total / count).backward()
     want = {"policy." + n: p.grad for n, p in model.named_parameters()}
     assert relative(want, {n: g for n, g in grads.items()}) < 1e-6            # advantages are float32
-    assert logged["loss"] == pytest.approx(float(total / count), rel=1e-6) and logged["tokens"] == count
+    assert logged["loss"] == pytest.approx(float(total.detach() / count), rel=1e-6) and logged["tokens"] == count
 
 
 def test_score_is_the_models_own_log_softmax_with_temperature():
@@ -263,4 +293,4 @@ def test_two_ranks_give_the_gradient_of_one(parallel, tmp_path):
         assert relative(want, ranks[i]["grads"]) < (1e-10 if dtype == torch.float64 else 1e-5), case
         for key in ("loss", "reward", "rollout_corr/kl", "rollout_corr/rollout_is_max", "rollout_corr/chi2_seq", "tokens"):
             assert ranks[i]["logged"][key] == pytest.approx(logged[key], rel=1e-5, abs=1e-7), (case, key)
-        assert ranks[i]["roundtrip"] and ranks[i]["names"] == sorted(tiny_model(0, layers=2).state_dict())
+        assert ranks[i]["shared"] == {i != 1} and ranks[i]["roundtrip"] and ranks[i]["names"] == sorted(tiny_model(0, layers=2).state_dict())
