@@ -197,6 +197,8 @@ class Config:
     """Where embedded base models are kept."""
     base_accuracy: float = 0.3
     """Sampled accuracy at which the warm start of embedded models stops."""
+    actor_base_accuracy: Optional[float] = None
+    """The same for base:actor, where it should be weaker (or stronger) than base:policy."""
 
 
 FIELDS = {f.name: f for f in fields(Config)}
@@ -335,6 +337,8 @@ def resolve(cfg: Config, world: int | None = None) -> Config:
     need(cfg.obrs_lambda > 0, f"--obrs_lambda={cfg.obrs_lambda}: lambda must be above 0 (1 is the usual value)")
     need(cfg.obrs_accept_rate is None or 0 < cfg.obrs_accept_rate <= 1,
          f"--obrs_accept_rate={cfg.obrs_accept_rate}: a budget lies in (0, 1]; leave it out to use --obrs_lambda")
+    for name in ("base_accuracy", "actor_base_accuracy"):
+        need(getattr(cfg, name) is None or 0 < getattr(cfg, name) < 1, f"--{name}={getattr(cfg, name)}: a share between 0 and 1")
     need(cfg.distill_lambda >= 0, f"--distill_lambda={cfg.distill_lambda}: must not be negative")
     need(cfg.group_size >= 2, f"--group_size={cfg.group_size}: an advantage needs at least 2 responses a prompt")
     need(cfg.train_batch % (cfg.group_size * world) == 0,

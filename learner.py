@@ -299,11 +299,11 @@ class Learner:
     def _micro(self, batch: Batch):
         """(rows, micro-batch, whether to share prompts) by token budget: as many, and shared or not, on every rank.
 
-        A rank with fewer repeats its last row (rows = None). Prompts are shared where that saves a fifth of the tokens: the
+        A rank with fewer repeats its last row (rows = None). Prompts are shared where that saves 15 % of the tokens: the
         responses' attention then needs a mask, which costs some kernels their speed."""
         plans = [batches.split(batch, self.cfg.micro_tokens, share) for share in (False, True)]
         tokens = self.comm.sum([n for _, n in plans])
-        share = self.pair.can_share and tokens[1] <= 0.8 * tokens[0]
+        share = self.pair.can_share and tokens[1] <= 0.85 * tokens[0]
         parts = plans[share][0]
         for i in range(int(self.comm.max([len(parts)])[0])):
             real = i < len(parts)

@@ -5,7 +5,7 @@ actor, each trained by supervised steps on generated solutions until its *sample
 starts from) reaches a target, and saved with save_pretrained like any other model folder. Different seeds and sizes make
 them err in different places: that is the actor-policy mismatch that the repository is about.
 
-    python warmstart.py                # writes out/base/<key>/{policy,actor}; a second call finds them there
+    python warmstart.py                # writes out/base/{policy,actor}-<key>; a second call finds them there
 """
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ BATCH, LR, WARMUP, EVAL_EVERY, EVAL_PROBLEMS = 64, 2e-3, 50, 20, 256
 def base_model(name: str, cfg) -> str:
     """Folder of the embedded base model `name` ("policy" or "actor"), made now if it is not there yet."""
     task = Arithmetic(cfg.task_min_ops, cfg.task_max_ops, cfg.task_operand, cfg.task_total, cfg.task_seed)
-    recipe = {"shape": SHAPES[name], "task": vars(task), "target": cfg.base_accuracy, "batch": BATCH, "lr": LR, "slips": SLIPS, "format": 3}
+    target = cfg.base_accuracy if name == "policy" or cfg.actor_base_accuracy is None else cfg.actor_base_accuracy
+    recipe = {"shape": SHAPES[name], "task": vars(task), "target": target, "batch": BATCH, "lr": LR, "slips": SLIPS, "format": 3}
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:10]
     folder = Path(cfg.base_dir) / f"{name}-{key}"
     if not (folder / "config.json").is_file():
         scratch = folder.with_name(f"{folder.name}.{os.getpid()}")
-        warm_start(name, task, cfg.base_accuracy, scratch)
+        warm_start(name, task, target, scratch)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(scratch, folder)                        # whole or not at all
     return str(folder)
@@ -100,3 +101,13 @@ def warm_start(name: str, task, target: float, folder: Path, max_steps: int = 60
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return reached
+
+
+if __name__ == "__main__":
+    import config
+    try:
+        made = config.parse()
+    except ValueError as e:
+        raise SystemExit(f"error: {e}")
+    for name in SHAPES:
+        print(base_model(name, made))

@@ -25,7 +25,7 @@ def main(parallel, out):
     dist.init_process_group("gloo")
     comm, results = Comm(), []
     for i, (case, dtype) in enumerate(RANK_CASES):
-        tokens = (45 if i == 1 else 60) if comm.rank else 20             # prompts are shared in every case but one
+        tokens = ((20, 60), (1, 45))[i == 1][comm.rank]                  # prompts are shared in every case but one
         cfg = make_cfg(**case, train_batch=16, rollout_batch=16, micro_tokens=tokens, parallel=parallel)
         learner = Learner(tiny_model(0, layers=2, dtype=dtype), tiny_model(1, dtype=dtype) if cfg.actor != "none" else None, cfg, comm)
         groups = rank_groups()[2 * comm.rank:2 * comm.rank + 2]
