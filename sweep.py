@@ -1,0 +1,154 @@
+"""Grids of training runs for the studies in results/: run what is missing, keep what is small, draw the rest from it.
+
+A study is a script in results/. It names rows (flags on top of configs/study.toml), `run` makes those that are missing, and the
+script draws its table and figure from the records. A record is one small file, results/runs/NAME.json: command, configuration, git
+revision, seconds by stage and the columns of `KEPT`. NAME is the flags themselves, so two studies that share a row share its
+run. A study that was killed goes on where it stopped, inside a run too (train.py --resume).
+
+    python results/table1.py                # run what is missing, then write results/table1.{md,png}
+    python results/table1.py --draw         # from the records alone, whatever is there
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+from tqdm import tqdm
+
+import config
+import metrics
+
+ROOT = Path(__file__).resolve().parent
+RECORDS = ROOT / "results" / "runs"
+KEPT = ("reward", "entropy", "grad_norm", "clip_fraction", "ppo_kl", "weight_var", "distill_kl", "distill_lambda", "rollout_corr/kl", "rollout_corr/k3_kl",
+        "rollout_corr/chi2_seq", "rollout_corr/rollout_is_eff_sample_size", "staleness/mean_updates", "obrs/accept_rate", "obrs/lambda", "obrs/kappa", "obrs/z",
+        "obrs/z_exact", "obrs/z_low", "obrs/z_high", "obrs/bracket_width", "obrs/kl_before", "obrs/kl_after")
+POINTS = 150                                               # a longer run is averaged over neighbouring updates
+
+
+def name_of(flags: dict) -> str:
+    return ",".join(f"{k}={v}" for k, v in flags.items()).replace("/", "_")
+
+
+def command(flags: dict) -> list[str]:
+    return ["train.py", "--config=configs/study.toml", *(f"--{k}={v}" for k, v in flags.items()), f"--out=out/study/{name_of(flags)}"]
+
+
+def run(rows: dict[str, dict], seeds: dict[str, int] | None = None, draw: bool = False, jobs: int = 2) -> dict[str, list[dict]]:
+    """The records of every row, seed by seed, after running those that are missing, `jobs` at a time.
+
+    rows: label -> flags; seeds: label -> how many (1 where none is said). draw: run nothing, leave out what is not there."""
+    wanted = {label: [{**flags, "seed": s} for s in range((seeds or {}).get(label, 1))] for label, flags in rows.items()}
+    if not draw:
+        missing = {name_of(f): f for runs in wanted.values() for f in runs if not record_of(f)}
+        threads = str(max(1, len(os.sched_getaffinity(0)) // jobs))
+        with ThreadPoolExecutor(jobs) as pool:
+            done = [pool.submit(one, flags, threads) for flags in missing.values()]
+            for future in tqdm(done, desc="runs", disable=not done):
+                future.result()
+    got = {label: [r for f in runs if (r := record_of(f))] for label, runs in wanted.items()}
+    return {label: records for label, records in got.items() if records}
+
+
+def record_of(flags: dict) -> dict | None:
+    """The record of a run, if it is there. ValueError: it was made with other settings."""
+    path = RECORDS / f"{name_of(flags)}.json"
+    if not path.is_file():
+        return None
+    record = json.loads(path.read_text(encoding="utf-8"))
+    now = asdict(config.parse([*command(flags)[1:]]))
+    changed = [k for k, v in record["config"].items() if k in now and metrics.clean(now[k]) != v]
+    if changed:
+        raise ValueError(f"results/runs/{path.name}: made with {changed[0]} = {record['config'][changed[0]]!r}, configs/study.toml now says {now[changed[0]]!r}; "
+                         "delete the file to run it again")
+    return record
+
+
+def one(flags: dict, threads: str) -> None:
+    """Run or resume one run and write its record."""
+    out = ROOT / "out" / "study" / name_of(flags)
+    argv = [sys.executable, *command(flags)]
+    if (out / "config.json").is_file():
+        argv.append("--resume")
+    env = {**os.environ, "OMP_NUM_THREADS": threads, "TQDM_DISABLE": "1"}
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"error: {' '.join(argv[1:])} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    scratch = RECORDS / f"{name_of(flags)}.tmp"
+    scratch.write_text(json.dumps(condense(out, flags)) + "\n", encoding="utf-8")
+    os.replace(scratch, scratch.with_suffix(".json"))
+
+
+def condense(out: Path, flags: dict) -> dict:
+    """What is kept of a run folder."""
+    rows, made = metrics.read(out), json.loads((out / "config.json").read_text(encoding="utf-8"))
+    steps = [r for r in rows if r["step"] >= 0]
+    width = math.ceil(len(steps) / POINTS)
+    blocks = [steps[i:i + width] for i in range(0, len(steps), width)]
+
+    def mean(block, key):
+        x = [r[key] for r in block if r.get(key) is not None]
+        return float(f"{sum(x) / len(x):.4g}") if x else None
+    columns = {key: [mean(b, key) for b in blocks] for key in KEPT if any(r.get(key) is not None for r in steps)}
+    evals = {n: [[r["step"] + 1, r[f"eval/{n}_pass@1"], r[f"eval/{n}_se"]] for r in rows if f"eval/{n}_pass@1" in r] for n in ("policy", "actor")}
+    seconds = {k: round(sum(r.get(k, 0.0) for r in rows), 1) for k in ("rollout_s", "ref_s", "update_s", "sync_s", "eval_s", "save_s")}
+    plain = {k: metrics.clean(v) for k, v in made["config"].items() if k not in config.HARMLESS}
+    return {"command": " ".join(["python", *command(flags)]), "git": made["git"], "versions": made["versions"], "config": plain, "seconds": seconds,
+            "evals": {n: e for n, e in evals.items() if e}, "updates": [b[-1]["step"] + 1 for b in blocks], "columns": columns}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading records
+# ---------------------------------------------------------------------------------------------------------------------
+
+def final(records: list[dict], name: str = "policy") -> tuple[float, float]:
+    """Last held-out pass@1 in percent: mean over seeds, and its standard error (over seeds if there are some, else over problems)."""
+    last = [r["evals"][name][-1] for r in records if name in r["evals"]]
+    return mean_se([100 * x[1] for x in last], 100 * last[0][2])
+
+
+def mean_se(x: list[float], single: float = math.nan) -> tuple[float, float]:
+    m = sum(x) / len(x)
+    return m, (math.sqrt(sum((v - m) ** 2 for v in x) / (len(x) - 1) / len(x)) if len(x) > 1 else single)
+
+
+def tail(records: list[dict], key: str, share: float = 0.1) -> float:
+    """Mean of a column over the last tenth of the updates, over seeds; NaN where it was not measured."""
+    x = [v for r in records for v in r["columns"].get(key, [])[-max(1, round(share * len(r["updates"]))):] if v is not None]
+    return sum(x) / len(x) if x else math.nan
+
+
+def curve(ax, label: str, records: list[dict], key: str, smooth: int = 1, **style) -> None:
+    """One line: a column, or `eval/policy` and `eval/actor`, averaged over seeds; the band is the range over seeds."""
+    if key.startswith("eval/"):
+        lines = [[(x, 100 * y) for x, y, _ in r["evals"].get(key[5:], [])] for r in records]
+    else:
+        lines = [[(x, y) for x, y in zip(r["updates"], r["columns"].get(key, [])) if y is not None] for r in records]
+    lines = [line for line in lines if line]
+    if not lines:
+        return
+    x = [p[0] for p in lines[0]]
+    ys = [[sum(p[1] for p in line[max(0, i - smooth + 1):i + 1]) / len(line[max(0, i - smooth + 1):i + 1]) for i in range(len(line))] for line in lines]
+    mean = [sum(c) / len(c) for c in zip(*ys)]
+    line, = ax.plot(x[:len(mean)], mean, label=label, **style)
+    if len(ys) > 1:
+        ax.fill_between(x[:len(mean)], [min(c) for c in zip(*ys)], [max(c) for c in zip(*ys)], color=line.get_color(), alpha=0.15, lw=0)
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(r) + " |" for r in (head, ["---"] * len(head), *rows)) + "\n"
+
+
+def arguments(doc: str) -> argparse.Namespace:
+    ap = argparse.ArgumentParser(description=doc.splitlines()[0])
+    ap.add_argument("--draw", action="store_true", help="run nothing: draw what is recorded")
+    ap.add_argument("--jobs", type=int, default=2, help="runs at a time; the cores are shared out between them")
+    return ap.parse_args()
