@@ -79,9 +79,12 @@ def open_run(cfg: config.Config, comm) -> World:
         if cfg.overwrite:
             shutil.rmtree(run, ignore_errors=True)
         run.mkdir(parents=True, exist_ok=True)
-        if not cfg.resume:                                 # first of all: from here on, a killed run can be resumed
-            (run / "config.tmp").write_text(json.dumps(provenance(cfg), indent=1) + "\n", encoding="utf-8")
-            os.replace(run / "config.tmp", run / "config.json")
+        made = provenance(cfg)
+        if cfg.resume:                                     # what started the run stays, what goes on from here is added
+            first = json.loads((run / "config.json").read_text(encoding="utf-8"))
+            made = {**first, "config": made["config"], "resumed": first.get("resumed", []) + [{k: made[k] for k in ("command", "git")}]}
+        (run / "config.tmp").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+        os.replace(run / "config.tmp", run / "config.json")      # first of all: from here on, a killed run can be resumed
     folders = {}
     for name, flag in (("policy", cfg.model), ("actor", cfg.actor)):
         if flag.startswith("base:"):

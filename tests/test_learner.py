@@ -79,6 +79,9 @@ def test_micro_batches_hold_every_row_once_within_the_budget():
                 assert tokens[-1] <= budget or len(rows) == 1
             assert sum(tokens) == total
             assert (len(parts) == 1) == (budget == 10**6) and (len(parts) == len(b)) == (budget == 1)
+    even = batches.collate(make_groups(3, seed=1, prompt=(5, 6)), make_cfg())
+    even = replace(even, length=torch.tensor([4, 2, 3, 1] * 3))               # groups alike in all but their rows stay whole
+    assert sorted(batches.split(even, 4 * 4 + 5, True)[0]) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     first = [b.select(rows) for rows in batches.split(b, 31, False)[0]]
     assert [int((m.prompt_len + m.length).max()) for m in first] == sorted((int((m.prompt_len + m.length).max()) for m in first), reverse=True)
 

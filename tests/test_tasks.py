@@ -1,9 +1,10 @@
 """Tasks: generated arithmetic, files, and the grader on cases written for this repository."""
 import hashlib
+from dataclasses import replace
 
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, make_cfg
 from eval import grade_gold, perturbed, wrapped
 from tasks import Arithmetic, Jsonl, VOCAB, arithmetic_tokenizer, final_answer, grade, read_jsonl
 
@@ -108,3 +109,18 @@ def test_jsonl_epochs_shuffle_and_prompts_ask_for_a_box(tmp_path):
     assert task.find(p.id) == p
     assert p.prompt.startswith("p3\n") and "\\boxed{}" in p.prompt and p.id == "x/3"
     assert task.reward(p, "\\boxed{3}", True) == 1.0 and task.reward(p, "\\boxed{4}", True) == 0.0
+
+
+def test_a_base_model_is_made_once_for_each_recipe(tmp_path, monkeypatch):
+    """Policy and actor may stop at accuracies of their own; another accuracy is another folder, the same one is found again."""
+    import warmstart
+    made = []
+
+    def warm_start(name, task, target, folder):
+        made.append((name, target))
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    monkeypatch.setattr(warmstart, "warm_start", warm_start)
+    cfg = make_cfg(base_dir=str(tmp_path), base_accuracy=0.3, actor_base_accuracy=0.1)
+    folders = {warmstart.base_model(name, c) for name in ("policy", "actor") for c in (cfg, cfg, replace(cfg, actor_base_accuracy=None))}
+    assert made == [("policy", 0.3), ("actor", 0.1), ("actor", 0.3)] and len(folders) == 3 == len(list(tmp_path.iterdir()))

@@ -127,6 +127,8 @@ def test_resume_says_which_key_differs_and_a_run_is_not_overwritten(whole, solve
     assert code != 0 and "already holds a run: add --resume to go on, --overwrite to delete it" in err and "Traceback" not in err
     code, _, err = finish(start(["--resume", f"--out={out}", "--steps=7"]))
     assert code == 0 and len(metrics.read(out)) == 8, err[-2000:]
+    made = json.loads((out / "config.json").read_text())                      # what started the run stays, what went on is added
+    assert made["config"]["steps"] == 7 and "--steps=6" in made["command"] and "--steps=7" in made["resumed"][-1]["command"]
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
