@@ -26,7 +26,7 @@ import config
 import metrics
 
 ROOT = Path(__file__).resolve().parent
-RECORDS = ROOT / "results" / "runs"
+RESULTS, FOLDERS = ROOT / "results", ROOT / "out" / "study"
 KEPT = ("reward", "entropy", "grad_norm", "clip_fraction", "ppo_kl", "weight_var", "distill_kl", "distill_lambda", "rollout_corr/kl", "rollout_corr/k3_kl",
         "rollout_corr/chi2_seq", "rollout_corr/rollout_is_eff_sample_size", "staleness/mean_updates", "obrs/accept_rate", "obrs/lambda", "obrs/kappa", "obrs/z",
         "obrs/z_exact", "obrs/z_low", "obrs/z_high", "obrs/bracket_width", "obrs/kl_before", "obrs/kl_after")
@@ -38,7 +38,7 @@ def name_of(flags: dict) -> str:
 
 
 def command(flags: dict) -> list[str]:
-    return ["train.py", "--config=configs/study.toml", *(f"--{k}={v}" for k, v in flags.items()), f"--out=out/study/{name_of(flags)}"]
+    return ["train.py", "--config=configs/study.toml", *(f"--{k}={v}" for k, v in flags.items()), f"--out={os.path.relpath(FOLDERS / name_of(flags), ROOT)}"]
 
 
 def run(rows: dict[str, dict], seeds: dict[str, int] | None = None, draw: bool = False, jobs: int = 2) -> dict[str, list[dict]]:
@@ -47,7 +47,7 @@ def run(rows: dict[str, dict], seeds: dict[str, int] | None = None, draw: bool =
     rows: label -> flags; seeds: label -> how many (1 where none is said). draw: run nothing, leave out what is not there."""
     wanted = {label: [{**flags, "seed": s} for s in range((seeds or {}).get(label, 1))] for label, flags in rows.items()}
     if not draw:
-        missing = {name_of(f): f for runs in wanted.values() for f in runs if not record_of(f)}
+        missing = {name_of(f): f for f in sorted((f for runs in wanted.values() for f in runs), key=lambda f: f["seed"]) if not record_of(f)}
         threads = str(max(1, len(os.sched_getaffinity(0)) // jobs))
         with ThreadPoolExecutor(jobs) as pool:
             done = [pool.submit(one, flags, threads) for flags in missing.values()]
@@ -59,7 +59,7 @@ def run(rows: dict[str, dict], seeds: dict[str, int] | None = None, draw: bool =
 
 def record_of(flags: dict) -> dict | None:
     """The record of a run, if it is there. ValueError: it was made with other settings."""
-    path = RECORDS / f"{name_of(flags)}.json"
+    path = RESULTS / "runs" / f"{name_of(flags)}.json"
     if not path.is_file():
         return None
     record = json.loads(path.read_text(encoding="utf-8"))
@@ -73,7 +73,7 @@ def record_of(flags: dict) -> dict | None:
 
 def one(flags: dict, threads: str) -> None:
     """Run or resume one run and write its record."""
-    out = ROOT / "out" / "study" / name_of(flags)
+    out = FOLDERS / name_of(flags)
     argv = [sys.executable, *command(flags)]
     if (out / "config.json").is_file():
         argv.append("--resume")
@@ -81,8 +81,8 @@ def one(flags: dict, threads: str) -> None:
     done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"error: {' '.join(argv[1:])} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    RECORDS.mkdir(parents=True, exist_ok=True)
-    scratch = RECORDS / f"{name_of(flags)}.tmp"
+    (RESULTS / "runs").mkdir(parents=True, exist_ok=True)
+    scratch = RESULTS / "runs" / f"{name_of(flags)}.tmp"
     scratch.write_text(json.dumps(condense(out, flags)) + "\n", encoding="utf-8")
     os.replace(scratch, scratch.with_suffix(".json"))
 
@@ -113,6 +113,12 @@ def final(records: list[dict], name: str = "policy") -> tuple[float, float]:
     """Last held-out pass@1 in percent: mean over seeds, and its standard error (over seeds if there are some, else over problems)."""
     last = [r["evals"][name][-1] for r in records if name in r["evals"]]
     return mean_se([100 * x[1] for x in last], 100 * last[0][2])
+
+
+def best(records: list[dict]) -> tuple[float, float]:
+    """The best held-out pass@1 on the way, in percent: mean over seeds, standard error as in `final`."""
+    top = [max(r["evals"]["policy"], key=lambda x: x[1]) for r in records]
+    return mean_se([100 * x[1] for x in top], 100 * top[0][2])
 
 
 def mean_se(x: list[float], single: float = math.nan) -> tuple[float, float]:
@@ -152,3 +158,66 @@ def arguments(doc: str) -> argparse.Namespace:
     ap.add_argument("--draw", action="store_true", help="run nothing: draw what is recorded")
     ap.add_argument("--jobs", type=int, default=2, help="runs at a time; the cores are shared out between them")
     return ap.parse_args()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Table and figure
+# ---------------------------------------------------------------------------------------------------------------------
+
+def percent(pair: tuple[float, float]) -> str:
+    return f"{pair[0]:.1f} +- {pair[1]:.1f}"
+
+
+def number(x: float) -> str:
+    return "" if math.isnan(x) else f"{x:.3g}"
+
+
+def seconds(records: list[dict], *stages: str) -> float:
+    return sum(r["seconds"][s] for r in records for s in stages) / len(records)
+
+
+COLUMNS = {
+    "seeds": lambda rs: str(len(rs)),
+    "policy pass@1, %": lambda rs: percent(final(rs)),
+    "best, %": lambda rs: percent(best(rs)),
+    "actor pass@1, %": lambda rs: percent(final(rs, "actor")) if "actor" in rs[0]["evals"] else "",
+    "KL(policy, actor)": lambda rs: number(tail(rs, "distill_kl")),
+    "ESS": lambda rs: number(tail(rs, "rollout_corr/rollout_is_eff_sample_size")),
+    "accepted, %": lambda rs: number(100 * tail(rs, "obrs/accept_rate")),
+    "rollout, s": lambda rs: f"{seconds(rs, 'rollout_s'):.0f}",
+    "learner, s": lambda rs: f"{seconds(rs, 'ref_s', 'update_s', 'sync_s'):.0f}",
+}
+
+
+def write(name: str, got: dict[str, list[dict]], panels: list[tuple[str, str]], columns: dict = COLUMNS) -> None:
+    """results/NAME.md and results/NAME.png of a study; the table is printed too. panels: (title, column or eval/...)."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    used = {title: [f(rs) for rs in got.values()] for title, f in columns.items()}
+    used = {title: cells for title, cells in used.items() if any(cells)}
+    table = markdown(["", *used], [[label, *(cells[i] for cells in used.values())] for i, label in enumerate(got)])
+    start = sorted({percent((100 * r["evals"]["policy"][0][1], 100 * r["evals"]["policy"][0][2])) for rs in got.values() for r in rs})
+    notes = [f"`python results/{name}.py`", "", f"Policy pass@1 before training: {', '.join(start)} %. After a pass@1: the standard error over seeds, or over problems where there is one seed.", "",
+             table, "Commands:", ""]
+    notes += [f"- {label}: `{rs[0]['command'].split(' --out=')[0]}`" for label, rs in got.items()]
+    (RESULTS / f"{name}.md").write_text("\n".join(notes) + "\n", encoding="utf-8")
+    print(table)
+    rows = math.ceil(len(panels) / 3)
+    fig, axes = plt.subplots(rows, min(3, len(panels)), figsize=(5.2 * min(3, len(panels)), 3.9 * rows + 0.9), squeeze=False)
+    colours = plt.get_cmap("tab20").colors
+    for ax, (title, key) in zip(axes.flat, panels):
+        for i, (label, records) in enumerate(got.items()):
+            curve(ax, label, records, key, smooth=1 if key.startswith("eval/") else 8, color=colours[(2 * i) % 20 + (2 * i) // 20],
+                  marker="o" if key.startswith("eval/") else None, ms=3, lw=1.3)
+        ax.set_title(title, fontsize=10)
+        ax.set_xlabel("updates", fontsize=8)
+        ax.grid(alpha=0.3)
+        if key in ("distill_kl", "rollout_corr/kl", "rollout_corr/k3_kl"):
+            ax.set_yscale("log")
+    handles, labels = max((ax.get_legend_handles_labels() for ax in axes.flat), key=lambda hl: len(hl[1]))
+    lines = math.ceil(len(labels) / 4)
+    fig.legend(handles, labels, loc="lower center", ncols=4, frameon=False, fontsize=9)
+    fig.tight_layout(rect=(0, (0.25 * lines + 0.1) / fig.get_size_inches()[1], 1, 1))
+    fig.savefig(RESULTS / f"{name}.png", dpi=100)
+    plt.close(fig)

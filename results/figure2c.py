@@ -1,0 +1,32 @@
+"""Jackpot's Figure 2 (c) and section 8: does the gap between actor and policy stay small over a long run, and when does it break?
+
+    python results/figure2c.py          # run what is missing (two at a time), then results/figure2c.md and results/figure2c.png
+
+600 updates. "No alignment" has neither correction nor distillation, the others have both.
+"""
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import sweep
+
+LONG = dict(steps=600, eval_every=50)
+ROWS = {
+    "no alignment": dict(objective="none", distill_lambda=0, **LONG),
+    "TIS + distillation": dict(objective="tis", **LONG),
+    "Jackpot": dict(objective="jackpot", **LONG),
+    "Jackpot, closed loop": dict(objective="jackpot", distill_kl_target=0.01, **LONG),
+    "on-policy": dict(objective="grpo", actor="none", **LONG),
+}
+PANELS = [("KL(policy || actor), nats a token", "distill_kl"), ("held-out pass@1 of the policy (%)", "eval/policy"), ("reward of the responses", "reward"),
+          ("lambda_distill", "distill_lambda"), ("gradient norm of the policy", "grad_norm"), ("entropy of the policy (nats)", "entropy")]
+
+
+def main():
+    args = sweep.arguments(__doc__)
+    sweep.write("figure2c", sweep.run(ROWS, None, args.draw, args.jobs), PANELS)
+
+
+if __name__ == "__main__":
+    main()
