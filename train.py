@@ -26,8 +26,9 @@ import checkpoint
 import config
 import objectives
 from eval import fresh_advantage, held_out
-from learner import Comm, Learner, want_fresh
+from learner import Comm, Learner
 from metrics import Log
+from pair import want_fresh
 from rollout import LocalSource, Sampling, make_engine
 from runs import open_run
 

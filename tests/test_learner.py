@@ -12,7 +12,8 @@ import torch
 import batch as batches
 import objectives
 from conftest import ROOT, make_cfg, make_groups, tiny_model
-from learner import Comm, Learner, Want, schedule, want_new, want_ref
+from learner import Comm, Learner, schedule
+from pair import Want, want_new, want_ref
 
 CASES = [
     dict(objective="grpo"), dict(objective="tis", reduction="seq-mean-token-mean"), dict(objective="mis_gspo"),

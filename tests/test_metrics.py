@@ -8,7 +8,7 @@ import torch
 import metrics
 import objectives
 from conftest import make_cfg
-from learner import TokenStats
+from pair import TokenStats
 from test_objectives import LN, LOG_R, One, STATS, Fields, f64, tiny
 
 

@@ -7,7 +7,7 @@ import torch
 
 import objectives
 from conftest import make_cfg
-from learner import TokenStats
+from pair import TokenStats
 
 f64 = torch.float64
 LN = math.log

@@ -5,7 +5,8 @@ import torch
 
 import batch as batches
 from conftest import make_cfg, make_groups, tiny_model
-from learner import Comm, Learner, Want
+from learner import Comm, Learner
+from pair import Want
 from rollout import HFEngine, LocalSource, Sampling, uniforms
 from sync import Digest, Probe, SyncError, prove
 from tasks import Arithmetic, arithmetic_tokenizer
