@@ -54,7 +54,7 @@ class Batch:
     def select(self, rows) -> "Batch":
         """The rows given, trimmed to their longest."""
         rows = torch.as_tensor(rows, dtype=torch.long, device=self.length.device)
-        T, S = int(self.length[rows].max()), int((self.prompt_len + self.length)[rows].max())
+        T, S = max(1, int(self.length[rows].max())), int((self.prompt_len + self.length)[rows].max())
         out = {}
         for f in fields(self):
             x = getattr(self, f.name)
@@ -78,7 +78,7 @@ def collate(groups: list[Rollout], cfg, version: int = 0, now: float = 0.0) -> B
     """Pad whole groups into one batch; adds advantages (by group) and mask uniforms, and brings the ref columns along."""
     items = [(g, i) for g in groups for i in range(len(g.responses))]
     flat = [g.responses[i] for g, i in items]
-    B, T = len(flat), max(len(r.tokens) for r in flat)
+    B, T = len(flat), max(1, *(len(r.tokens) for r in flat))
     K = flat[0].topk_ids.shape[1]
     plen = np.array([len(g.prompt_ids) for g, _ in items])
     length = np.array([len(r.tokens) for r in flat])

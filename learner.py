@@ -135,7 +135,7 @@ class Learner:
         """The ref pass: what objectives need of the policy (and actor) at the start of this step's updates."""
         new = self.score(batch, want_ref(self.cfg, self.two, lam))
         columns = {"logp_ref": new.logp, "s_logp_ref": new.s_logp, "tail_ref": new.tail, "logp_actor_ref": new.actor_logp,
-                   "z_ref": new.z, "kl_before": new.kl_full if new.z is not None else None, "kl_after": new.kl_after}
+                   "z_ref": new.z, "kl_before": new.kl_full, "kl_after": new.kl_after}
         if new.top_ids is not None:            # two models, target new: S also covers the policy's own top-K
             dup = (new.top_ids[..., None] == batch.s_ids[:, :, None, :]).any(-1)
             columns["s_ids"] = torch.cat([batch.s_ids, new.top_ids], -1)

@@ -6,7 +6,8 @@ every number is a mean over the whole step, never "the last micro-batch". Names 
   rollout_corr/kl            mean(log p_inf - log p_ref): k1 estimate of KL(inf || ref); may be negative by chance
   rollout_corr/k3_kl         mean(r - log r - 1) >= 0, the same KL with less variance;  r = p_ref / p_inf
   rollout_corr/chi2_token    mean(r^2) - 1;  chi2_seq: the same of R = exp(clamp(sum log r, +-20))
-  rollout_corr/rollout_is_*  mean, min, max, std of the weight applied to each token (after caps; 1 without correction)
+  rollout_corr/rollout_is_*  mean, min, max, std of the weight applied to each token (after caps; 1 without correction; OBRS's expected
+                             mask is part of it, a draw is not; with ratio_base inf times the unclipped ratio)
   rollout_corr/rollout_is_eff_sample_size    (sum w)^2 / (n sum w^2) of weight x keep: 1 is "all tokens count alike"
   rollout_corr/rollout_is_ratio_fraction_high, _low    share of tokens with r > C, r < 1/C (C = --is_cap of a token weight, else 2)
   rollout_corr/seq_eff_sample_size   the same of R over responses. Read it beside seq_clamped_fraction: responses at the
@@ -16,7 +17,7 @@ every number is a mean over the whole step, never "the last micro-batch". Names 
   rollout_corr/rollout_rs_masked_fraction, _seq_masked_fraction   tokens rejected; responses with no token left
   rollout_corr/mean_mismatch, max_mismatch   |p_inf - p_ref|, mean and maximum over a response, mean over responses (TIS)
   rollout_corr/ppl_ratio     mean over responses of exp(mean log p_inf - mean log p_ref)
-  rollout_corr/seq_weight/N  mean R of responses of N/2 < length <= N tokens; low_weight/N: their low-weight fraction
+  rollout_corr/seq_weight/N  mean R of responses of N/2 < length <= N tokens (16: up to 16); low_weight/N: their low-weight fraction
   ppo_kl                     mean(log p_ref - log p_new); samples come from inf, so it can go negative (TIS text)
   ppo_kl_weighted            the same weighted by min(r, C): the estimate under ref
   clip_fraction              tokens whose surrogate is clipped; _high: of those with A > 0, _low: with A < 0
@@ -81,17 +82,18 @@ def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
     r = log_r.clamp(-CLAMP, CLAMP).exp()
     log_r = log_r.masked_fill(~mask, 0.0)
     applied = logs["weight"] * logs["keep"]
-    C = cfg.is_cap if cfg.is_cap and cfg.correction not in SEQUENCE else 2.0
+    weight = applied if cfg.correction in ("obrs", "jackpot_adjusted") and cfg.obrs_mask == "expected" else logs["weight"]
+    C = cfg.is_cap if cfg.is_cap and cfg.correction in ("tis", "areal_drop", "tis_adjusted") else 2.0
     C_seq = cfg.is_cap if cfg.is_cap and cfg.correction in SEQUENCE else 4.0
     clipped = logs["clipped"]
     for name, x in (("rollout_corr/kl", -log_r), ("rollout_corr/k3_kl", r - log_r - 1), ("r2", r * r),
-                    ("w", logs["weight"]), ("w2", logs["weight"] ** 2), ("wk", applied), ("wk2", applied ** 2),
+                    ("w", weight), ("w2", weight ** 2), ("wk", applied), ("wk2", applied ** 2),
                     ("rollout_corr/rollout_is_ratio_fraction_high", r > C), ("rollout_corr/rollout_is_ratio_fraction_low", r < 1 / C),
                     ("rollout_corr/ratio_mean", r), ("weighted_advantage", applied * batch.adv), ("keep", logs["keep"]), ("clip_fraction", clipped), ("clip_fraction_high", clipped & (batch.adv > 0)), ("clip_fraction_low", clipped & (batch.adv < 0)), ("ppo_kl", ref - new.logp),
                     ("ppo_kl_weighted", r.clamp_max(C) * (ref - new.logp)), ("entropy", new.entropy)):
         sums.add(name, x, mask)
-    sums.top("rollout_corr/rollout_is_max", logs["weight"], mask)
-    sums.top("neg_min", -logs["weight"], mask)
+    sums.top("rollout_corr/rollout_is_max", weight, mask)
+    sums.top("neg_min", -weight, mask)
     total = log_r.sum(1)
     R = total.clamp(-CLAMP, CLAMP).exp()
     gap = (inf.exp() - ref.exp()).abs() * mask
@@ -116,11 +118,11 @@ def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
             if name in logs:
                 sums.add({"accept": "obrs/accept_rate"}.get(name, f"obrs/{name}"), logs[name], mask)
         s_tgt = batch.s_logp_ref if cfg.obrs_target == "ref" else new.s_logp
-        if batch.kl_before is not None and cfg.obrs_target == "ref":
-            sums.add("obrs/kl_before", batch.kl_before, mask)
-            sums.add("obrs/kl_after", batch.kl_after, mask)
-            sums.add("obrs/z_exact", batch.z_ref, mask)
-        else:
+        whole = {"obrs/kl_before": batch.kl_before, "obrs/kl_after": batch.kl_after, "obrs/z_exact": batch.z_ref} if cfg.obrs_target == "ref" else {}
+        for name, x in whole.items():
+            if x is not None:
+                sums.add(name, x, mask)
+        if whole.get("obrs/kl_after") is None:
             on = batch.s_logp.isfinite()
             gap = (s_tgt - batch.s_logp.masked_fill(~on, 0.0)).masked_fill(~on, 0.0)
             p = s_tgt.exp()

@@ -335,7 +335,7 @@ def with_ref(new, batch):
         return batch
     return replace(batch, logp_ref=new.logp.detach(), s_logp_ref=new.s_logp, tail_ref=new.tail, z_ref=new.z,
                    logp_actor_ref=None if new.actor_logp is None else new.actor_logp.detach(),
-                   kl_before=new.kl_full if new.z is not None else None, kl_after=new.kl_after)
+                   kl_before=new.kl_full, kl_after=new.kl_after)
 
 
 def loss(new, batch, stats: dict, cfg):

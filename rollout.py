@@ -282,10 +282,10 @@ class LocalSource:
     def next(self, n_groups: int, learner_version: int) -> list[Rollout]:
         """The next n groups, sampled now with the newest published weights and graded."""
         del learner_version                                                # an in-process engine is never stale
-        start, first = time.time(), self.sequence
-        problems = [self.task.problem("train", (first + i) * self.world + self.rank) for i in range(n_groups)]
+        start, numbers = time.time(), [(self.sequence + i) * self.world + self.rank for i in range(n_groups)]
+        problems = [self.task.problem("train", i) for i in numbers]
         prompts = [np.array(encode(self.tokenizer, p), np.int32) for p in problems]
-        uids = [(f"rank{self.rank}", self.incarnation, first + i) for i in range(n_groups)]
+        uids = [("rank0", self.incarnation, i) for i in numbers]           # all ranks are one sampler: none enters a seed or a mask
         seeds = [[request_seed(self.sampling.seed, uid, g) for g in range(self.group_size)] for uid in uids]
         groups = self.engine.generate(prompts, seeds, self.sampling, self.topk, self.stop_ids)
         self.sequence += n_groups

@@ -167,6 +167,22 @@ def test_bracket_contains_the_exact_z_of_two_models():
     assert (low2 <= exact + 1e-6).all() and (exact <= high2 + 1e-6).all() and float((high2 - low2).mean()) < float((high - low).mean())
 
 
+def test_a_budget_knows_the_whole_kl_before_but_not_after():
+    """lambda comes after the ref pass: KL(policy || actor) needs none, the law of the accepted tokens does."""
+    cfg, groups = make_cfg(objective="jackpot", actor="base:actor", obrs_accept_rate=0.9), make_groups(2, seed=4)
+    _, logged = gradients(cfg, groups)
+    assert logged["obrs/kl_before"] > 0 and "obrs/kl_after" not in logged and "obrs/kl_after_partial" in logged and "obrs/z_exact" not in logged
+
+
+def test_a_batch_of_empty_responses_is_a_finite_zero():
+    cfg, groups = make_cfg(objective="tis"), make_groups(2, seed=4)
+    for g in groups:
+        for r in g.responses:
+            r.tokens, r.loss_mask, r.logp_inf, r.topk_ids, r.topk_logp = (x[:0] for x in (r.tokens, r.loss_mask, r.logp_inf, r.topk_ids, r.topk_logp))
+    grads, logged = gradients(cfg, groups)
+    assert logged["loss"] == 0 and logged["tokens"] <= 1 and all(float(g.abs().sum()) == 0 for g in grads.values())
+
+
 def test_one_forward_serves_as_ref_pass_for_a_single_update():
     """With one update a batch, the pass-free path and an explicit ref pass give the same gradient."""
     for case in (dict(objective="tis"), dict(objective="jackpot", actor="base:actor")):

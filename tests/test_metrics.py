@@ -105,6 +105,21 @@ def test_partial_kl_counts_each_token_of_s_once():
     assert m["obrs/kl_after_partial"] == pytest.approx(.5 * (LN(.55) + LN(2)) + .3 * (LN(.55) + 0))
 
 
+def test_the_expected_mask_is_part_of_the_weight_and_a_draw_is_not():
+    log_r = [[math.log(.25)] * 3] * 2                                        # a = .25, w = Z max(1, .25) = Z
+    for mask, weight in (("expected", .25 * .8), ("bernoulli", .8)):
+        n, b = tiny(log_r)
+        n.entropy, b.z_ref = torch.zeros(2, 3, dtype=f64), torch.full((2, 3), .8, dtype=f64)
+        b.length, b.reward, b.staleness, b.kl_before, b.kl_after = torch.tensor([3, 3]), torch.zeros(2), torch.zeros(2, 2), b.z_ref, b.z_ref
+        cfg = make_cfg(objective="jackpot", actor="base:actor", obrs_mask=mask)
+        _, logs = objectives.loss(n, b, STATS, cfg)
+        sums = metrics.Sums()
+        metrics.observe(sums, n.detach(), b, STATS, logs, cfg)
+        m = sums.reduce(OneRank)
+        for key in ("mean", "min", "max"):
+            assert m[f"rollout_corr/rollout_is_{key}"] == pytest.approx(weight)
+
+
 def test_log_writes_truncates_and_reads(tmp_path):
     cfg = make_cfg(tensorboard=True)
     log = metrics.Log(tmp_path, cfg, 0)

@@ -248,8 +248,18 @@ def test_every_response_has_its_own_seed(folders, monkeypatch):
     for seed, rank in ((3, 0), (4, 0), (3, 1)):
         source = make_source(engine, folders, rank, 2)
         source.sampling = Sampling(max_tokens=4, seed=seed)
-        assert source.next(2, 0)[0].uid[0] == f"rank{rank}"
+        source.next(2, 0)
     assert len(seen) == len(set(seen)) == 18
+
+
+def test_two_ranks_sample_what_one_would(folders):
+    """Uids, prompts, samples and so mask uniforms belong to the problem's number, not to the rank that took it."""
+    engine = HFEngine(str(folders / "actor"))
+    one = make_source(engine, folders).next(4, 0)
+    two = [make_source(engine, folders, rank, 2).next(2, 0) for rank in (0, 1)]
+    for i, a in enumerate(one):
+        b = two[i % 2][i // 2]
+        assert a.uid == b.uid and a.prompt_id == b.prompt_id and all(np.array_equal(x.tokens, y.tokens) for x, y in zip(a.responses, b.responses))
 
 
 def test_only_finished_responses_are_rewarded():
