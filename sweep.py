@@ -81,6 +81,9 @@ def one(flags: dict, threads: str) -> None:
     done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"error: {' '.join(argv[1:])} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    last, steps = metrics.read(out)[-1]["step"] + 1, json.loads((out / "config.json").read_text(encoding="utf-8"))["config"]["steps"]
+    if last < steps:
+        raise SystemExit(f"error: {out}: stopped by a signal after update {last} of {steps}; start the study again to go on")
     (RESULTS / "runs").mkdir(parents=True, exist_ok=True)
     scratch = RESULTS / "runs" / f"{name_of(flags)}.tmp"
     scratch.write_text(json.dumps(condense(out, flags)) + "\n", encoding="utf-8")

@@ -24,9 +24,12 @@ ROWS = {
     "Jackpot, expected mask": dict(objective="jackpot", obrs_mask="expected"),
     "Jackpot, closed loop": dict(objective="jackpot", distill_kl_target=0.05),
     "TIS, no distillation": dict(objective="tis", distill_lambda=0),
+    "TIS, C = c1, no distillation": dict(objective="tis", is_cap=3, distill_lambda=0),
+    "Z-TIS, no distillation": dict(objective="z_tis", distill_lambda=0),
     "Jackpot, no distillation": dict(objective="jackpot", distill_lambda=0),
 }
-THREE = ["on-policy", "no correction", "TIS + distillation", "TIS, C = c1", "Z-TIS", "Jackpot", "Jackpot, expected mask"]
+THREE = ["on-policy", "no correction", "TIS + distillation", "TIS, C = c1", "Z-TIS", "Jackpot", "Jackpot, expected mask",
+         "TIS, no distillation", "Z-TIS, no distillation", "Jackpot, no distillation"]
 PANELS = [("held-out pass@1 of the policy (%)", "eval/policy"), ("held-out pass@1 of the actor (%)", "eval/actor"), ("reward of the responses", "reward"),
           ("KL(policy || actor), nats a token", "distill_kl"), ("ESS of the weights that train", "rollout_corr/rollout_is_eff_sample_size"),
           ("entropy of the policy (nats)", "entropy")]

@@ -1,5 +1,6 @@
 """Studies: run what is missing, go on inside a run, keep what is small, refuse records of other settings."""
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,6 +24,12 @@ def study(solvers, tmp_path, monkeypatch):
 def test_a_study_runs_what_is_missing_and_draws_from_its_records(study, capsys, monkeypatch):
     begun = dict(study["Jackpot"], seed=0, steps=2)                           # a run that was stopped after two updates
     assert finish(start(sweep.command(begun)[1:]))[0] == 0
+    with monkeypatch.context() as m:                                          # train.py ends well when a signal stops it: that is no record
+        m.setattr(sweep.subprocess, "run", lambda *a, **k: SimpleNamespace(returncode=0))
+        path = sweep.FOLDERS / "jackpot-0" / "config.json"
+        path.write_text(path.read_text().replace('"steps": 2', '"steps": 4'))
+        with pytest.raises(SystemExit, match="stopped by a signal after update 2 of 4; start the study again"):
+            sweep.run({"Jackpot": study["Jackpot"]})
     monkeypatch.setattr(sweep, "POINTS", 2)
     got = sweep.run(study, {"TIS": 2}, jobs=2)
     assert {k: len(v) for k, v in got.items()} == {"Jackpot": 1, "TIS": 2}
