@@ -24,7 +24,7 @@ class Batch:
     group: torch.Tensor            # (B,) int64       index of the group inside this rank's batch
     reward: torch.Tensor           # (B,) float32
     adv: torch.Tensor              # (B, 1) float32   advantage: the same for every token of a response
-    temperature: torch.Tensor      # (B,) float32
+    sampling: torch.Tensor         # (B, 4) float32   the law that the learner scores: temperature, top_p, top_k, min_p
     staleness: torch.Tensor        # (B, 2) float32   age of the sampling weights: in updates, in seconds
     tokens: torch.Tensor           # (B, T) int64     response tokens
     mask: torch.Tensor             # (B, T) bool      tokens that may carry a gradient
@@ -96,16 +96,21 @@ def collate(groups: list[Rollout], cfg, version: int = 0, now: float = 0.0) -> B
         s_logp[b, :L, 1:] = r.topk_logp
         s_logp[b, :L, 0] = np.where((r.topk_ids == r.tokens[:, None]).any(1), -np.inf, r.logp_inf)   # once, not twice
         p_k[b, :L] = np.exp(r.topk_logp[:, -1]) if K else 1.0
+    replay = cfg.keep_sampling_mask == "replay" and any(g.sampling.truncates for g in groups)
+    missing = next((g for g, r in zip((g for g, _ in items), flat) if replay and r.kept_ids is None), None)
+    if missing is not None:
+        raise ValueError(f"--keep_sampling_mask=replay: group {missing.uid} has no kept sets (sampled by {missing.model} without them); "
+                         "record them, or choose recompute or off")
     rewards = [torch.tensor([r.reward for r in g.responses]) for g in groups]
     adv = torch.cat([objectives.ADVANTAGES[cfg.advantage](r) for r in rewards])
     batch = Batch(
         ids=torch.from_numpy(ids), prompt_len=torch.from_numpy(plen), length=torch.from_numpy(length),
         group=torch.tensor([k for k, g in enumerate(groups) for _ in g.responses]), reward=torch.cat(rewards), adv=adv[:, None],
-        temperature=torch.tensor([g.sampling.temperature for g, _ in items]),
+        sampling=torch.tensor([scored(g.sampling, cfg.keep_sampling_mask) for g, _ in items]),
         staleness=torch.tensor([[version - g.version, max(0.0, now - g.t_start)] for g, _ in items]),
         tokens=torch.from_numpy(tokens), mask=torch.from_numpy(mask), logp_inf=torch.from_numpy(logp), u=torch.from_numpy(u),
         s_ids=torch.from_numpy(s_ids), s_logp=torch.from_numpy(s_logp), p_k=torch.from_numpy(p_k),
-        kept=None if flat[0].kept_ids is None else [(r.kept_offsets, r.kept_ids) for r in flat])
+        kept=[(r.kept_offsets, r.kept_ids) for r in flat] if replay else None)
     for name in groups[0].ref:
         rows = [x for g in groups for x in g.ref[name]]
         column = np.zeros((B, T) + rows[0].shape[1:], rows[0].dtype)
@@ -115,6 +120,12 @@ def collate(groups: list[Rollout], cfg, version: int = 0, now: float = 0.0) -> B
             column[b, :len(x)] = x
         setattr(batch, name, torch.from_numpy(column))
     return batch
+
+
+def scored(sampling, keep_sampling_mask: str) -> list[float]:
+    """The learner's own law of a group: its temperature always, its rule of truncation only where it is recomputed (sampling.py)."""
+    rule = [sampling.top_p, sampling.top_k, sampling.min_p] if keep_sampling_mask == "recompute" else [1.0, 0.0, 0.0]
+    return [sampling.temperature, *rule]
 
 
 def split(batch: Batch, budget: int, share: bool) -> tuple[list[list[int]], int]:

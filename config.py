@@ -133,6 +133,16 @@ class Config:
     """Token budget (prompt and response) of one micro-batch on one rank."""
     temperature: float = 1.0
     """Sampling temperature; the learner scores the same law."""
+    top_p: float = 1.0
+    """Rollouts keep the smallest set of most likely tokens with at least this mass; 1: all."""
+    top_k: int = 0
+    """Rollouts keep the k most likely tokens; 0: all."""
+    min_p: float = 0.0
+    """Rollouts keep tokens with at least this share of the most likely one's probability; 0: all."""
+    keep_sampling_mask: Literal["off", "recompute", "replay"] = "replay"
+    """What the learner scores where rollouts truncate: the whole vocabulary, its own cut, or the rollout's kept sets (sampling.py)."""
+    kept_max: int = 256
+    """Largest kept set that is recorded where top_p or min_p alone truncate (vLLM returns that many log-probabilities a token)."""
 
     # -- optimisation
     lr: float = 1e-4
@@ -334,6 +344,13 @@ def resolve(cfg: Config, world: int | None = None) -> Config:
         need(getattr(cfg, name) >= 1, f"--{name}={getattr(cfg, name)}: must be at least 1")
     for name in ("lr", "actor_lr", "temperature", "grad_clip", "obrs_c1", "rollout_memory"):
         need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
+    need(0 < cfg.top_p <= 1, f"--top_p={cfg.top_p}: a probability mass in (0, 1]; 1 keeps all tokens")
+    need(cfg.top_k >= 0, f"--top_k={cfg.top_k}: must be 0 (all tokens) or more")
+    need(0 <= cfg.min_p < 1, f"--min_p={cfg.min_p}: a share in [0, 1); 0 keeps all tokens")
+    need(cfg.kept_max >= 1, f"--kept_max={cfg.kept_max}: must be at least 1")
+    truncates = cfg.top_p < 1 or cfg.top_k > 0 or cfg.min_p > 0
+    need(not (two and truncates and cfg.keep_sampling_mask == "recompute"),
+         "--keep_sampling_mask=recompute with an --actor: each model would be cut by itself, and the KL between two cut laws is infinite; use replay or off")
     need(cfg.obrs_c2 >= 1, f"--obrs_c2={cfg.obrs_c2}: caps p_ref / p_tgt, so at least 1")
     need(cfg.obrs_lambda > 0, f"--obrs_lambda={cfg.obrs_lambda}: lambda must be above 0 (1 is the usual value)")
     need(cfg.obrs_accept_rate is None or 0 < cfg.obrs_accept_rate <= 1,

@@ -20,7 +20,11 @@ import math
 
 import torch
 
+from sampling import cut
+
 CHUNK_ELEMENTS = 1 << 25                                   # logits in flight: 128 MiB in float32
+CUT = -1e30                                                # logit of a cut token: finite, so that 0 log 0 stays 0
+FLOOR = -69.0                                              # log-probability of a sampled token that is cut: log 1e-30
 
 
 class ChunkedHead(torch.autograd.Function):
@@ -88,27 +92,31 @@ def chunk_rows(V: int) -> int:
 
 
 class one_model:
-    """Rows of one model. target (N,), inv_t (N, 1) = 1 / temperature.
+    """Rows of one model. target (N,), inv_t (N, 1) = 1 / temperature; the law may be cut, by the rollout's own sets
+    (kept = (offsets (N + 1,), ids)) or by a rule on these very logits (rule = top_p, top_k, min_p, each (N, 1); sampling.py).
 
     Outputs: logp (n,), entropy (n,), logp at ids (n, S), tail (n,). `tail` is the certified bound's second term,
     sum_{x not in S} min(p_K, p(x) / lambda), wanted when `p_k` (N,) is given."""
     differentiable = 1
 
-    def __init__(self, target, inv_t=None, ids=None, s_on=None, p_k=None, lam: float = 1.0, kept=None, entropy: bool = True):
+    def __init__(self, target, inv_t=None, ids=None, s_on=None, p_k=None, lam: float = 1.0, kept=None, rule=None, entropy: bool = True):
         self.target, self.inv_t, self.ids, self.s_on, self.p_k, self.lam = target, inv_t, ids, s_on, p_k, lam
-        self.kept, self.entropy = kept, entropy
+        self.kept, self.rule, self.entropy = kept, rule, entropy
+        self.cuts = kept is not None or rule is not None
 
     def law(self, z, sl):
         """Logits of the law really sampled: scaled by the temperature, cut to the rollout's kept set."""
         if self.inv_t is not None:
             z = z * self.inv_t[sl]
+        if self.rule is not None:
+            z = z.masked_fill(cut(z, *(x[sl] for x in self.rule)), CUT)
         if self.kept is not None:
             offsets, ids = self.kept                       # ragged: row n keeps ids[offsets[n]:offsets[n + 1]]
             lo, hi = int(offsets[sl.start]), int(offsets[sl.stop])
-            cut = torch.ones_like(z, dtype=torch.bool)
+            gone = torch.ones_like(z, dtype=torch.bool)
             row = torch.repeat_interleave(torch.arange(sl.stop - sl.start, device=z.device), offsets[sl.start:sl.stop + 1].diff())
-            cut[row, ids[lo:hi]] = False
-            z = z.masked_fill(cut, -1e30)                  # finite: a cut token that was sampled stays countable
+            gone[row, ids[lo:hi]] = False
+            z = z.masked_fill(gone, CUT)
         return z
 
     def __call__(self, logits, sl):
@@ -121,10 +129,10 @@ class one_model:
         """d logits for a gradient g (n, 1) of log p(target): g (onehot - p), made out of p in place."""
         if g is None:
             return None
-        at, up = self.target[sl, None], g.to(p.dtype)
-        if self.kept is not None:
-            up = up * (p.gather(1, at) > 0)                # a cut token's logit does not move the kept law
-        dz = p.mul_(-g).scatter_add_(1, at, up)
+        at, g = self.target[sl, None], g.to(p.dtype)
+        if self.cuts:
+            g = g * (p.gather(1, at) > 0)                  # a sampled token that is cut stands at FLOOR, whatever the logits
+        dz = p.mul_(-g).scatter_add_(1, at, g)
         return dz if self.inv_t is None else dz.mul_(self.inv_t[sl])
 
     def stats(self, logp, sl):
@@ -137,7 +145,8 @@ class one_model:
             p_k = self.p_k[sl, None].to(p.dtype)
             inside = torch.minimum(at_ids.exp() / self.lam, p_k).mul_(self.s_on[sl]).sum(-1)
             tail = (torch.minimum(p.div_(self.lam), p_k, out=p).sum(-1) - inside).clamp_min_(0.0)
-        return logp.gather(1, self.target[sl, None])[:, 0], entropy, at_ids, tail
+        mine = logp.gather(1, self.target[sl, None])[:, 0]
+        return (mine.clamp_min(FLOOR), entropy, at_ids.clamp_min(FLOOR), tail) if self.cuts else (mine, entropy, at_ids, tail)
 
 
 class two_models:

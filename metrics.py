@@ -18,6 +18,7 @@ every number is a mean over the whole step, never "the last micro-batch". Names 
   rollout_corr/mean_mismatch, max_mismatch   |p_inf - p_ref|, mean and maximum over a response, mean over responses (TIS)
   rollout_corr/ppl_ratio     mean over responses of exp(mean log p_inf - mean log p_ref)
   rollout_corr/seq_weight/N  mean R of responses of N/2 < length <= N tokens (16: up to 16); low_weight/N: their low-weight fraction
+  rollout_corr/cut_fraction  sampled tokens that the learner's own law cuts (--keep_sampling_mask=recompute): they stand at e^-69
   ppo_kl                     mean(log p_ref - log p_new); samples come from inf, so it can go negative (TIS text)
   ppo_kl_weighted            the same weighted by min(r, C): the estimate under ref
   clip_fraction              tokens whose surrogate is clipped; _high: of those with A > 0, _low: with A < 0
@@ -40,6 +41,8 @@ from pathlib import Path
 
 import torch
 
+import sampling
+from head import FLOOR
 from objectives import SEQUENCE
 from obrs import CLAMP
 
@@ -83,6 +86,8 @@ def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
     log_r = log_r.masked_fill(~mask, 0.0)
     applied = logs["weight"] * logs["keep"]
     weight = applied if cfg.correction in ("obrs", "jackpot_adjusted") and cfg.obrs_mask == "expected" else logs["weight"]
+    if cfg.keep_sampling_mask == "recompute" and sampling.of(cfg).truncates:
+        sums.add("rollout_corr/cut_fraction", ref <= FLOOR, mask)
     C = cfg.is_cap if cfg.is_cap and cfg.correction in ("tis", "areal_drop", "tis_adjusted") else 2.0
     C_seq = cfg.is_cap if cfg.is_cap and cfg.correction in SEQUENCE else 4.0
     clipped = logs["clipped"]

@@ -73,9 +73,9 @@ class Pair(nn.Module):
         at = batch.exists.flatten().nonzero()[:, 0]                       # (N,) places in (B, T) that are tokens
         row, t = at // T, at % T
         target = batch.tokens.flatten()[at]
-        inv_t = None
-        if bool((batch.temperature != 1).any()):
-            inv_t = (1.0 / batch.temperature)[row, None]
+        temperature, *rule = batch.sampling[row].unsqueeze(-1).unbind(1)  # (N, 1) each
+        inv_t = 1.0 / temperature if bool((temperature != 1).any()) else None
+        rule = rule if bool((batch.sampling[:, 1:] != batch.sampling.new_tensor([1.0, 0.0, 0.0])).any()) else None
         kept = None
         if batch.kept is not None:
             sizes = torch.cat([torch.as_tensor(o).diff() for o, _ in batch.kept]).to(at.device)
@@ -84,7 +84,7 @@ class Pair(nn.Module):
         s_ids = batch.s_ids.flatten(0, 1)[at] if want.s else None
         s_on = batch.s_logp.flatten(0, 1)[at].isfinite() if want.s else None
         p_k = batch.p_k.flatten()[at] if want.tail else None
-        law = lambda **k: head.one_model(target, inv_t, kept=kept, entropy=want.entropy, **k)
+        law = lambda **k: head.one_model(target, inv_t, kept=kept, rule=rule, entropy=want.entropy, **k)
         rows = law(ids=s_ids, s_on=s_on, p_k=p_k, lam=want.lam)
         heads = [*self._hidden(self.policy, batch, at, share)]
         two = self.actor is not None

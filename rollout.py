@@ -22,17 +22,7 @@ import numpy as np
 import torch
 
 import sync
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """The sampling law on top of the model: logits / temperature, then truncation (none by default)."""
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0                 # 0: no truncation
-    min_p: float = 0.0
-    max_tokens: int = 32
-    seed: int = 0
+from sampling import Sampling, cut, ragged
 
 
 @dataclass
@@ -109,8 +99,12 @@ class VLLMEngine:
             os.environ.pop(k, None) if v is None else os.environ.__setitem__(k, v)
 
     def generate(self, prompts: list[np.ndarray], seeds: list[list[int]], sampling: Sampling, topk: int,
-                 stop_ids: list[int]) -> list[list[Response]]:
-        """len(seeds[i]) responses to prompt i, each with a seed of its own, so that no sample depends on its batch."""
+                 stop_ids: list[int], kept: int = 0) -> list[list[Response]]:
+        """len(seeds[i]) responses to prompt i, each with a seed of its own, so that no sample depends on its batch.
+
+        topk: the K of the records. kept > 0: where the sampling truncates, record each token's kept set, of at most `kept` tokens."""
+        kept = kept if sampling.truncates else 0
+        K = max(topk, kept)
         requests, params = [], []
         for prompt, group in zip(prompts, seeds):
             ids = [int(t) for t in prompt]
@@ -118,19 +112,26 @@ class VLLMEngine:
                 requests.append({"prompt_token_ids": ids})
                 params.append(self._params(
                     temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p,
-                    max_tokens=sampling.max_tokens, seed=seed, stop_token_ids=stop_ids, logprobs=topk,
+                    max_tokens=sampling.max_tokens, seed=seed, stop_token_ids=stop_ids, logprobs=K,
                     flat_logprobs=True, detokenize=False))                 # the two that make log-probabilities cheap
         outputs = iter(self.llm.generate(requests, params, use_tqdm=False))
-        return [[self._response(next(outputs).outputs[0], topk) for _ in group] for group in seeds]
+        return [[self._response(next(outputs).outputs[0], K, topk, kept) for _ in group] for group in seeds]
 
     @staticmethod
-    def _response(out, topk: int) -> Response:
+    def _response(out, K: int, topk: int, kept: int) -> Response:
         # flat rows: [sampled, top-1 .. top-K], K + 1 entries a token
-        rows = (len(out.token_ids), topk + 1)
+        rows = (len(out.token_ids), K + 1)
         ids = np.fromiter(out.logprobs.token_ids, np.int32, rows[0] * rows[1]).reshape(rows)
         logp = np.fromiter(out.logprobs.logprobs, np.float32, rows[0] * rows[1]).reshape(rows)
-        return Response(tokens=ids[:, 0].copy(), loss_mask=np.ones(rows[0], bool), logp_inf=logp[:, 0].copy(),
-                        topk_ids=ids[:, 1:].copy(), topk_logp=logp[:, 1:].copy(), finish_reason=out.finish_reason)
+        sets = {}
+        if kept:                                                           # a cut token has log-probability -inf
+            finite = np.isfinite(logp[:, 1:])
+            mass = np.exp(logp[:, 1:], where=finite, out=np.zeros_like(logp[:, 1:])).sum(1)
+            if finite.all(1).any() and mass[finite.all(1)].min() < 0.999:
+                raise ValueError(too_many(kept))
+            sets = dict(zip(("kept_offsets", "kept_ids"), ragged(finite, ids[:, 1:])))
+        return Response(tokens=ids[:, 0].copy(), loss_mask=np.ones(rows[0], bool), logp_inf=logp[:, 0].copy(), topk_ids=ids[:, 1:topk + 1].copy(),
+                        topk_logp=logp[:, 1:topk + 1].copy(), finish_reason=out.finish_reason, **sets)
 
     def load(self, named_tensors) -> None:
         """Replace the weights. Tied models must bring `lm_head.weight` too, or the head silently stays old."""
@@ -163,7 +164,7 @@ class HFEngine:
         self.model, self.dtype = folder_or_model.to(device).eval(), dtype
         self.device, self.batch_tokens = device, batch_tokens
 
-    def generate(self, prompts, seeds, sampling: Sampling, topk: int, stop_ids: list[int]) -> list[list[Response]]:
+    def generate(self, prompts, seeds, sampling: Sampling, topk: int, stop_ids: list[int], kept: int = 0) -> list[list[Response]]:
         """As VLLMEngine.generate; groups are cut into batches of at most `batch_tokens` cached tokens."""
         out, start = [], 0
         while start < len(prompts):
@@ -173,12 +174,12 @@ class HFEngine:
                 if stop > start and rows * (longest + sampling.max_tokens) > self.batch_tokens:
                     break
                 stop += 1
-            out += self._decode(prompts[start:stop], seeds[start:stop], sampling, topk, stop_ids)
+            out += self._decode(prompts[start:stop], seeds[start:stop], sampling, topk, stop_ids, kept if sampling.truncates else 0)
             start = stop
         return out
 
     @torch.no_grad()
-    def _decode(self, prompts, seeds, sampling, topk, stop_ids):
+    def _decode(self, prompts, seeds, sampling, topk, stop_ids, kept):
         dev, T = self.device, sampling.max_tokens
         groups = torch.tensor([len(g) for g in seeds], device=dev)
         P = max(len(p) for p in prompts)
@@ -201,10 +202,17 @@ class HFEngine:
         top_ids = torch.zeros(N, T, topk, dtype=torch.int32, device=dev)
         top_logp = torch.zeros(N, T, topk, device=dev)
         length = torch.full((N,), T, device=dev)
-        stop = torch.tensor(stop_ids, device=dev)
+        stop, sets = torch.tensor(stop_ids, device=dev), []
         alive = torch.arange(N, device=dev)                                # rows still decoding, in the cache's order
         for t in range(T):
-            law = torch.log_softmax(logits.float() / sampling.temperature, -1)                           # (n, V)
+            z = logits.float() / sampling.temperature                                                    # (n, V)
+            if sampling.truncates:
+                gone = cut(z, sampling.top_p, sampling.top_k, sampling.min_p)
+                z = z.masked_fill_(gone, -torch.inf)
+                if kept:
+                    row, ids = (~gone).nonzero(as_tuple=True)
+                    sets.append((alive[row].cpu().numpy(), np.full(len(row), t), ids.int().cpu().numpy()))
+            law = z.log_softmax(-1)
             cdf = law.double().exp_().cumsum_(-1)
             token = torch.searchsorted(cdf, u[alive, t, None] * cdf[:, -1:], right=True).clamp_(max=law.shape[1] - 1)
             tokens[alive, t] = token[:, 0].int()
@@ -228,13 +236,28 @@ class HFEngine:
                                 use_cache=True, position_ids=position[:, None]).logits[:, -1]
             position = position + 1
         columns = zip(*(x.cpu().numpy() for x in (tokens, logp, top_ids, top_logp, length)))
-        return [[self._response(*next(columns), stop_ids) for _ in g] for g in seeds]
+        out = [[self._response(*next(columns), stop_ids) for _ in g] for g in seeds]
+        if kept:
+            self._kept([r for g in out for r in g], *map(np.concatenate, zip(*sets)), T, kept)
+        return out
 
     @staticmethod
     def _response(tokens, logp, top_ids, top_logp, L, stop_ids) -> Response:
         return Response(tokens=tokens[:L].copy(), loss_mask=np.ones(L, bool), logp_inf=logp[:L].copy(),
                         topk_ids=top_ids[:L].copy(), topk_logp=top_logp[:L].copy(),
                         finish_reason="stop" if int(tokens[L - 1]) in stop_ids else "length")
+
+    @staticmethod
+    def _kept(responses, row, t, ids, T, kept) -> None:
+        """Hand each response its kept sets, from all of them as (row, position, token id)."""
+        sizes = np.bincount(row * T + t, minlength=len(responses) * T).reshape(-1, T)
+        if sizes.max() > kept:
+            raise ValueError(too_many(kept))
+        ids = ids[np.lexsort((ids, t, row))]
+        starts = np.concatenate([[0], sizes.sum(1).cumsum()])
+        for i, r in enumerate(responses):
+            r.kept_offsets = np.concatenate([[0], sizes[i, :len(r.tokens)].cumsum()]).astype(np.int64)
+            r.kept_ids = ids[starts[i]:starts[i] + r.kept_offsets[-1]]
 
     @torch.no_grad()
     def load(self, named_tensors) -> None:
@@ -251,6 +274,10 @@ class HFEngine:
 
     def close(self) -> None:
         pass
+
+
+def too_many(kept: int) -> str:
+    return f"a sampled token's kept set has more than {kept} tokens: raise --kept_max, or bound it with --top_k"
 
 
 def make_engine(cfg, folder: str, max_len: int, topk: int, device: str = "cpu"):
@@ -271,9 +298,9 @@ class LocalSource:
     With `world` sources, source `rank` takes problems rank, rank + world, ...: together they read the task once."""
 
     def __init__(self, engine, task, tokenizer, sampling: Sampling, *, group_size: int, topk: int, model: str,
-                 probe, rank: int = 0, world: int = 1):
+                 probe, kept: int = 0, rank: int = 0, world: int = 1):
         self.engine, self.task, self.tokenizer, self.sampling = engine, task, tokenizer, sampling
-        self.group_size, self.topk, self.model, self.probe = group_size, topk, model, probe
+        self.group_size, self.topk, self.model, self.probe, self.kept = group_size, topk, model, probe, kept
         self.rank, self.world = rank, world
         self.incarnation, self.sequence = 0, 0
         self.version, self.digest = -1, ""
@@ -287,7 +314,7 @@ class LocalSource:
         prompts = [np.array(encode(self.tokenizer, p), np.int32) for p in problems]
         uids = [("rank0", self.incarnation, i) for i in numbers]           # all ranks are one sampler: none enters a seed or a mask
         seeds = [[request_seed(self.sampling.seed, uid, g) for g in range(self.group_size)] for uid in uids]
-        groups = self.engine.generate(prompts, seeds, self.sampling, self.topk, self.stop_ids)
+        groups = self.engine.generate(prompts, seeds, self.sampling, self.topk, self.stop_ids, self.kept)
         self.sequence += n_groups
         end = time.time()
         grade_all(self.task, self.tokenizer, problems, groups)

@@ -25,11 +25,12 @@ import batch as batches
 import checkpoint
 import config
 import objectives
+import sampling
 from eval import fresh_advantage, held_out
 from learner import Comm, Learner
 from metrics import Log
 from pair import want_fresh
-from rollout import LocalSource, Sampling, make_engine
+from rollout import LocalSource, make_engine
 from runs import open_run
 
 
@@ -43,10 +44,11 @@ def train(cfg: config.Config) -> Path:
     two = world.actor is not None
     sampler = "actor" if two else "policy"                     # whose weights the engine gets
     topk = cfg.obrs_topk if cfg.correction in objectives.USES_Z and cfg.obrs_z != "exact" else 0
-    engine = make_engine(cfg, world.actor or world.policy, world.context, topk, device)
+    kept = sampling.largest(cfg, world.configs[sampler].vocab_size)
+    engine = make_engine(cfg, world.actor or world.policy, world.context, max(topk, kept), device)
     learner = Learner(*world.load_models(), cfg, comm, device)
-    source = LocalSource(engine, world.task, world.tokenizer, Sampling(temperature=cfg.temperature, max_tokens=cfg.max_tokens, seed=cfg.seed),
-                         group_size=cfg.group_size, topk=topk, model=sampler, probe=world.probe(sampler), rank=comm.rank, world=comm.world)
+    source = LocalSource(engine, world.task, world.tokenizer, sampling.of(cfg), group_size=cfg.group_size, topk=topk, kept=kept, model=sampler,
+                         probe=world.probe(sampler), rank=comm.rank, world=comm.world)
     step, pending, carry = checkpoint.load(world.checkpoint, learner, source) if world.checkpoint else (0, [], {})
     run, updates = Path(cfg.out), cfg.rollout_batch // cfg.train_batch
     groups_per_update = cfg.train_batch // (cfg.group_size * comm.world)

@@ -56,12 +56,12 @@ def test_kept_sets_renormalise_and_a_cut_token_stays_finite(data):
     z = (d["h1"] @ d["w1"].t()).gather(1, d["ids"])
     want = z[:, 0] - z.logsumexp(-1)
     good = torch.arange(N) != 3
-    assert torch.allclose(logp[good], want[good]) and logp[3] < -1e20 and torch.isfinite(logp[3])
+    assert torch.allclose(logp[good], want[good]) and logp[3] == head.FLOOR
     assert torch.allclose(entropy, -(z.softmax(-1) * z.log_softmax(-1)).sum(-1))
     logp.sum().backward()
     a, b = leaves(d, "h1", "w1")
     cut = torch.ones(N, V, dtype=torch.bool).scatter_(1, d["ids"], False)
-    (a @ b.t()).masked_fill(cut, -1e30).log_softmax(-1).gather(1, target[:, None]).sum().backward()
+    (a @ b.t()).masked_fill(cut, -1e30).log_softmax(-1).gather(1, target[:, None])[good].sum().backward()   # a constant teaches nothing
     assert torch.allclose(h.grad, a.grad, atol=1e-10) and torch.allclose(w.grad, b.grad, atol=1e-10)
 
 
