@@ -276,6 +276,7 @@ def test_kept_sets_reach_the_head():
     """Each token renormalised over its own kept set, through collate, micro-batches and the chunked head."""
     groups, rng, K = make_groups(2, seed=3), np.random.default_rng(0), 6
     for g in groups:
+        g.sampling = replace(g.sampling, top_k=K + 1)
         for r in g.responses:
             rows = [np.unique(np.append(rng.choice(256, K), t)) for t in r.tokens]
             r.kept_ids, r.kept_offsets = np.concatenate(rows).astype(np.int32), np.cumsum([0, *map(len, rows)])
