@@ -14,6 +14,7 @@ import metrics
 import objectives
 import train
 from conftest import ROOT, TINY_TASK
+from rollout import Sampling
 
 TIMES = ("_s", "_seconds")
 
@@ -166,7 +167,9 @@ def test_every_objective_trains_end_to_end(objective, two, solvers, tmp_path, mo
     dict(objective="jackpot", actor="none"), dict(objective="jackpot"), dict(objective="jackpot", obrs_target="new"),
     dict(objective="jackpot", obrs_target="new", kappa="exact", actor="none", loss_denominator="kept"),
     dict(objective="jackpot", obrs_accept_rate=0.9, obrs_mask="expected"), dict(objective="tis", distill_lambda=0.0, temperature=0.8),
-    dict(objective="jackpot", distill_kl_target=0.05, distill_direction="reverse"), dict(objective="jackpot", obrs_lambda=1.5)], ids=lambda c: "-".join(map(str, c.values())))
+    dict(objective="jackpot", distill_kl_target=0.05, distill_direction="reverse"), dict(objective="jackpot", obrs_lambda=1.5),
+    dict(objective="tis", top_p=0.9, top_k=8, temperature=0.8), dict(objective="jackpot", actor="none", top_k=8, min_p=0.02),
+    dict(objective="jackpot", top_k=8), dict(objective="grpo", actor="none", top_p=0.8, top_k=8, keep_sampling_mask="recompute")], ids=lambda c: "-".join(map(str, c.values())))
 def test_real_vllm_end_to_end(case, vllm_engine, solvers, tmp_path, monkeypatch):
     """Real vLLM rolls out, the learner trains, every sync is proved; the suite's one engine stands in for a fresh start."""
     cfg = train.config.parse(flags(solvers, tmp_path / "run", **{"steps": 4, "rollout": "vllm", "save_every": 0, "model": solvers / "actor", **case}))
@@ -176,7 +179,7 @@ def test_real_vllm_end_to_end(case, vllm_engine, solvers, tmp_path, monkeypatch)
     monkeypatch.setattr(vllm_engine, "close", lambda: None)
     monkeypatch.setattr(train, "catch_signals", lambda: [])
     train.train(cfg)
-    assert all((s.temperature, s.max_tokens, s.seed) == (cfg.temperature, cfg.max_tokens, cfg.seed) for s in laws)
+    assert all(s == Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.min_p, cfg.max_tokens, cfg.seed) for s in laws)
     rows = metrics.read(tmp_path / "run")[1:]
     assert len(rows) == 4 and all(r["skipped_steps"] == 0 for r in rows)
     assert rows[0]["sync/error"] < 1e-4 and rows[2]["sync/proved"] == 1.0 and rows[2]["sync/distance"] > 4 * rows[2]["sync/error"]
