@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal, Optional, get_args, get_type_hints
 
 import objectives
+import sampling
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Config:
     """arith: largest operand."""
     task_total: int = 29
     """arith: largest running total (up to 199)."""
+    task_explain: int = 0
+    """arith: reward up to so many tokens of explanation behind a right answer with up to 1 more (long responses); 0: none."""
     task_seed: int = 0
     """Seed of the problems."""
 
@@ -55,18 +58,26 @@ class Config:
     """Denominator of the surrogate's ratio."""
     allow_double_correction: bool = False
     """Let a correction stand on top of a surrogate that already corrects (ratio_base inf)."""
-    advantage: Literal["grpo", "grpo_no_std", "rloo"] = "grpo"
-    """Advantage within a group."""
+    advantage: Optional[Literal["grpo", "grpo_no_std", "rloo"]] = None
+    """Advantage within a group (default grpo)."""
     reduction: Optional[Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]] = None
     """How (B, T) becomes a number; one denominator over all ranks and micro-batches."""
     loss_denominator: Literal["proposed", "kept"] = "proposed"
     """Do rejected tokens count in the denominator?"""
     is_cap: Optional[float] = None
     """C: cap of importance weights (default by correction: tis 2, seq_tis 4, ...)."""
+    is_floor: float = 0.0
+    """Lower bound of capped weights; 0: none (tbpo_mismatch: 1 / C)."""
+    reject: Optional[Literal["none", "token", "sequence", "geo"]] = None
+    """Drop tokens by r, or whole responses by R or by exp(mean log r), on top of a correction that only weighs (default none)."""
     rs_low: Optional[float] = None
-    """Lower bound of rejecting corrections."""
+    """Lower bound of what --reject and rejecting corrections keep."""
     rs_high: Optional[float] = None
-    """Upper bound of rejecting corrections."""
+    """Upper bound of what --reject and rejecting corrections keep."""
+    veto: float = 0.0
+    """Drop a response in which one token has r below this (1e-4 is usual); 0: off."""
+    log_ratio_clamp: float = 20.0
+    """Log-ratios are clamped to +- this before exp; sequence sums after summing."""
     clip: bool = True
     """PPO clip on or off."""
     clip_low: Optional[float] = None
@@ -139,6 +150,8 @@ class Config:
     """Rollouts keep the k most likely tokens; 0: all."""
     min_p: float = 0.0
     """Rollouts keep tokens with at least this share of the most likely one's probability; 0: all."""
+    logprobs_mode: Literal["processed", "raw"] = "processed"
+    """Log-probabilities the engine returns: of the law it samples from, or raw, of the model before temperature and truncation (biased)."""
     keep_sampling_mask: Literal["off", "recompute", "replay"] = "replay"
     """What the learner scores where rollouts truncate: the whole vocabulary, its own cut, or the rollout's kept sets (sampling.py)."""
     kept_max: int = 256
@@ -177,6 +190,8 @@ class Config:
     """Engine's precision."""
     rollout_memory: float = 0.25
     """Engine's memory: GiB of KV cache on CPU, share of the GPU on CUDA."""
+    lm_head_fp32: bool = False
+    """Compute the language-model head in float32 on both sides, above bodies of less."""
 
     # -- evaluation, logging, checkpoints
     eval_every: int = 0
@@ -215,6 +230,15 @@ FIELDS = {f.name: f for f in fields(Config)}
 CHOICES = {n: [a for o in (get_args(t) or ()) for a in (get_args(o) or (o,)) if isinstance(a, str)] for n, t in get_type_hints(Config).items()}
 CHOICES = {n: c for n, c in CHOICES.items() if c}
 CAPPED = {c for c, b in objectives.BOUNDS.items() if "is_cap" in b}      # corrections that read C
+# flags of verl and TRL -> ours; where values differ too, theirs -> ours
+FOREIGN = {
+    "rollout_is": ("correction", {"token": "tis", "sequence": "seq_tis", "null": "none"}), "rollout_is_threshold": "is_cap",
+    "rollout_rs": ("reject", {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geo", "null": "none"}),
+    "rollout_rs_threshold_lower": "rs_low", "rollout_rs_threshold": "rs_high", "rollout_token_veto_threshold": "veto",
+    "loss_agg_mode": "reduction", "clip_ratio_low": "clip_low", "clip_ratio_high": "clip_high", "clip_ratio_c": "dual_clip",
+    "vllm_importance_sampling_mode": "objective", "loss_type": "objective", "epsilon": "clip_low", "epsilon_high": "clip_high",
+    "num_generations": "group_size", "max_completion_length": "max_tokens",
+}
 # keys that a resumed run may change: they steer the process, not the training
 HARMLESS = {"resume", "overwrite", "keep", "save_every", "tensorboard", "wandb", "out"}
 
@@ -239,6 +263,9 @@ def parse(argv: list[str] | None = None) -> Config:
             else:
                 value = "True"
         i += 1
+        if key in FOREIGN:
+            key, named = FOREIGN[key] if isinstance(FOREIGN[key], tuple) else (FOREIGN[key], {})
+            value = named.get(value, value)
         if key == "config":
             values.update(read_toml(value))
             continue
@@ -306,10 +333,11 @@ def resumed(cfg: Config, given: set[str]) -> Config:
 def resolve_open(cfg: Config) -> Config:
     """Fill what the objective decides and what bounds default to; no checks."""
     preset = objectives.OBJECTIVES.get(cfg.objective, {})
-    out = {"ratio_base": "ref", "reduction": "token-mean", "obrs_target": "ref", **preset}
+    out = {"ratio_base": "ref", "reduction": "token-mean", "obrs_target": "ref", "advantage": "grpo", "reject": "none", **preset}
     out = {k: v for k, v in out.items() if getattr(cfg, k) is None}
     cfg = replace(cfg, **out)
-    bounds = {k: v for k, v in objectives.BOUNDS.get(cfg.correction, {}).items() if getattr(cfg, k) is None}
+    bounds = {**objectives.BOUNDS.get(cfg.correction, {}), **objectives.REJECT_BOUNDS.get(cfg.reject, {})}
+    bounds = {k: v for k, v in bounds.items() if getattr(cfg, k) is None}
     low, high = objectives.CLIPS.get(cfg.surrogate, objectives.CLIP)
     actor = cfg.actor
     if actor == "auto":
@@ -342,14 +370,11 @@ def resolve(cfg: Config, world: int | None = None) -> Config:
     two = cfg.actor != "none"
     for name in ("steps", "rollout_batch", "train_batch", "group_size", "max_tokens", "micro_tokens", "eval_problems", "eval_samples", "max_skips", "keep"):
         need(getattr(cfg, name) >= 1, f"--{name}={getattr(cfg, name)}: must be at least 1")
-    for name in ("lr", "actor_lr", "temperature", "grad_clip", "obrs_c1", "rollout_memory"):
+    for name in ("lr", "actor_lr", "grad_clip", "obrs_c1", "rollout_memory", "log_ratio_clamp"):
         need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
-    need(0 < cfg.top_p <= 1, f"--top_p={cfg.top_p}: a probability mass in (0, 1]; 1 keeps all tokens")
-    need(cfg.top_k >= 0, f"--top_k={cfg.top_k}: must be 0 (all tokens) or more")
-    need(0 <= cfg.min_p < 1, f"--min_p={cfg.min_p}: a share in [0, 1); 0 keeps all tokens")
+    sampling.check(cfg)
     need(cfg.kept_max >= 1, f"--kept_max={cfg.kept_max}: must be at least 1")
-    truncates = cfg.top_p < 1 or cfg.top_k > 0 or cfg.min_p > 0
-    need(not (two and truncates and cfg.keep_sampling_mask == "recompute"),
+    need(not (two and sampling.of(cfg).truncates and cfg.keep_sampling_mask == "recompute"),
          "--keep_sampling_mask=recompute with an --actor: each model would be cut by itself, and the KL between two cut laws is infinite; use replay or off")
     need(cfg.obrs_c2 >= 1, f"--obrs_c2={cfg.obrs_c2}: caps p_ref / p_tgt, so at least 1")
     need(cfg.obrs_lambda > 0, f"--obrs_lambda={cfg.obrs_lambda}: lambda must be above 0 (1 is the usual value)")
@@ -363,8 +388,16 @@ def resolve(cfg: Config, world: int | None = None) -> Config:
          f"--train_batch={cfg.train_batch}: not divisible by --group_size={cfg.group_size} times {world} rank(s); each rank trains on whole groups")
     need(cfg.rollout_batch % cfg.train_batch == 0, f"--rollout_batch={cfg.rollout_batch}: not a multiple of --train_batch={cfg.train_batch}")
     need(cfg.clip_low >= 0 and cfg.clip_high >= 0, f"--clip_low={cfg.clip_low} --clip_high={cfg.clip_high}: must not be negative")
+    rejects = cfg.correction in objectives.REJECTING
+    need(not (rejects and cfg.reject != "none"), f"--reject={cfg.reject}: --correction={cfg.correction} already rejects by --rs_low and --rs_high; use --correction=is, or --reject=none")
     need(cfg.rs_low is None or cfg.rs_high is None or cfg.rs_low < cfg.rs_high,
          f"--rs_low={cfg.rs_low} --rs_high={cfg.rs_high}: the bounds are crossed; rs_low must be below rs_high")
+    need((cfg.rs_low is None and cfg.rs_high is None) or rejects or cfg.reject != "none",
+         f"--rs_low={cfg.rs_low} --rs_high={cfg.rs_high}: nothing is rejected by bounds here; name what to bound with --reject=token, sequence or geo")
+    need(0 <= cfg.veto < 1, f"--veto={cfg.veto}: a ratio in [0, 1), such as 1e-4; 0 is off")
+    need(cfg.is_floor >= 0 and (cfg.is_floor == 0 or (cfg.correction in CAPPED - {"areal_drop"} and cfg.is_floor < cfg.is_cap)),
+         f"--is_floor={cfg.is_floor}: a lower bound of a capped weight, below --is_cap={cfg.is_cap}; --correction={cfg.correction} "
+         + ("has one" if cfg.correction in CAPPED - {"areal_drop"} else "has none"))
     need(cfg.ratio_base != "inf" or cfg.correction == "none" or cfg.allow_double_correction,
          f"--ratio_base=inf already corrects for the mismatch: use --correction=none instead of {cfg.correction}, or --allow_double_correction=True")
     need(cfg.correction not in ("tis_adjusted", "jackpot_adjusted") or cfg.ratio_base == "new",
@@ -393,6 +426,7 @@ def resolve(cfg: Config, world: int | None = None) -> Config:
             need((Path(value) / "config.json").is_file(), f"--{flag}={value}: no Hugging Face model folder (no config.json there)")
     if cfg.task == "arith":
         need(1 <= cfg.task_min_ops <= cfg.task_max_ops, f"--task_min_ops={cfg.task_min_ops}: must be between 1 and --task_max_ops={cfg.task_max_ops}")
+        need(cfg.task_explain >= 0, f"--task_explain={cfg.task_explain}: must be 0 (no explanations) or more tokens")
         need(1 <= cfg.task_operand <= cfg.task_total < 200, f"--task_total={cfg.task_total}: must be below 200 and no less than --task_operand={cfg.task_operand}")
     if cfg.rollout == "vllm":
         need(importlib.util.find_spec("vllm") is not None, "--rollout=vllm: vLLM is not installed here; install it (make demo does), or use --rollout=hf")
@@ -413,6 +447,8 @@ def check_sizes(cfg: Config, task) -> None:
 def check_vocabulary(cfg: Config, vocab: int) -> None:
     if cfg.correction in objectives.USES_Z and not 1 <= cfg.obrs_topk <= vocab:
         raise ValueError(f"--obrs_topk={cfg.obrs_topk}: K must lie between 1 and the vocabulary of {vocab} tokens")
+    if cfg.top_k > vocab:
+        raise ValueError(f"--top_k={cfg.top_k}: larger than the vocabulary of {vocab} tokens; 0 keeps all")
     if not 0 <= cfg.distill_topk < vocab:
         raise ValueError(f"--distill_topk={cfg.distill_topk}: must lie between 0 and the vocabulary of {vocab} tokens, less one")
 

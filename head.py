@@ -83,7 +83,7 @@ class ChunkedHead(torch.autograd.Function):
 
 def _logits(hidden, weight):
     if hidden.dtype in (torch.bfloat16, torch.float16):    # logits are float32 always, never rounded to 8 bits of mantissa
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32) if hidden.is_cuda else hidden.float() @ weight.t().float()
     return hidden @ weight.t()
 
 

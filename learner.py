@@ -85,7 +85,7 @@ class Learner:
 
     def __init__(self, policy, actor, cfg, comm: Comm, device: str = "cpu"):
         self.cfg, self.comm, self.device = cfg, comm, device
-        self.pair = Pair(policy, actor, torch.bfloat16 if cfg.dtype == "bfloat16" else None).to(device)
+        self.pair = Pair(policy, actor, torch.bfloat16 if cfg.dtype == "bfloat16" else None, cfg.lm_head_fp32).to(device)
         self.pair.eval()                                                   # dropout stays off: scoring and training see one law
         self.names = ["policy"] + (["actor"] if actor is not None else [])
         self.model = self._wrap()
@@ -93,7 +93,7 @@ class Learner:
         for name in self.names:
             lr = cfg.lr if name == "policy" else cfg.actor_lr
             self.optimizers[name] = make_optimizer(getattr(self.pair, name).parameters(), cfg, lr)
-        self.version, self.skipped_in_a_row, self.skipped = 0, 0, 0
+        self.version, self.skipped_in_a_row, self.skipped, self.rejected = 0, 0, 0, 0
 
     def _wrap(self):
         if not self.comm.on:
@@ -179,7 +179,7 @@ class Learner:
                     observe(sums, new.detach(), objectives.with_ref(new, micro), stats, logs, cfg)
         logged = sums.reduce(self.comm)
         logged["loss"] = self.comm.sum([total])[0]
-        logged.update(self._step(logged["loss"]))
+        logged.update(self._step(logged["loss"], logged["rollout_corr/rollout_rs_masked_fraction"] >= 1))
         return logged
 
     def _sync(self, last: bool):
@@ -190,8 +190,10 @@ class Learner:
             return contextlib.nullcontext()
         return contextlib.nullcontext() if last else self.model.no_sync()
 
-    def _step(self, loss: float) -> dict[str, float]:
-        """Clip, check, step. A non-finite loss or gradient skips the step on every rank; too many in a row stop the run."""
+    def _step(self, loss: float, nothing: bool = False) -> dict[str, float]:
+        """Clip, check, step. A non-finite loss or gradient skips the step on every rank; too many in a row stop the run.
+
+        nothing: every token was rejected, so the policy stands still (its optimizer's momentum too) and the update is counted."""
         out, factor = {}, schedule(self.version, self.cfg)
         for name in self.names:
             norm = nn.utils.clip_grad_norm_(getattr(self.pair, name).parameters(), self.cfg.grad_clip)
@@ -202,14 +204,15 @@ class Learner:
             lr = (self.cfg.lr if name == "policy" else self.cfg.actor_lr) * factor
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            if fine:
+            if fine and not (nothing and name == "policy"):
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             out["lr" if name == "policy" else "actor/lr"] = lr
         self.version += 1
         self.skipped_in_a_row = 0 if fine else self.skipped_in_a_row + 1
         self.skipped += not fine
-        out["skipped_steps"], out["stepped"] = float(self.skipped), float(fine)
+        self.rejected += nothing
+        out["skipped_steps"], out["rejected_steps"], out["stepped"] = float(self.skipped), float(self.rejected), float(fine)
         if self.skipped_in_a_row >= self.cfg.max_skips:
             raise RuntimeError(f"{self.skipped_in_a_row} updates in a row had a non-finite loss or gradient (the last: loss {loss}, "
                                f"gradient norm {out['grad_norm']}): lower --lr, or look at --is_cap and --grad_clip")
@@ -228,7 +231,7 @@ class Learner:
 
     def state_dict(self) -> dict:
         """Optimizers and counters (whole, on rank 0); the weights themselves go through `tensors`. Collective."""
-        out = {"version": self.version, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
+        out = {"version": self.version, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row, "rejected": self.rejected}
         for name in self.names:
             out[f"optimizer.{name}"] = self._optimizer_state(name)
         return out
@@ -245,7 +248,7 @@ class Learner:
 
     def load_state_dict(self, state: dict) -> None:
         self.version, self.skipped = state["version"], state["skipped"]
-        self.skipped_in_a_row = state["skipped_in_a_row"]
+        self.skipped_in_a_row, self.rejected = state["skipped_in_a_row"], state["rejected"]
         for name in self.names:
             if self.comm.on and self.cfg.parallel == "fsdp":
                 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict

@@ -3,24 +3,29 @@
 `observe` looks at one micro-batch and adds to running sums; `Sums.reduce` adds those over micro-batches and ranks, so that
 every number is a mean over the whole step, never "the last micro-batch". Names follow verl's `rollout_corr/*`.
 
-  rollout_corr/kl            mean(log p_inf - log p_ref): k1 estimate of KL(inf || ref); may be negative by chance
+  rollout_corr/kl            mean(log p_inf - log p_ref): k1 estimate of KL(inf || ref), samples from inf; negative by chance alone
   rollout_corr/k3_kl         mean(r - log r - 1) >= 0, the same KL with less variance;  r = p_ref / p_inf
-  rollout_corr/chi2_token    mean(r^2) - 1;  chi2_seq: the same of R = exp(clamp(sum log r, +-20))
+  rollout_corr/chi2_token    mean(r^2) - 1;  chi2_seq: the same of R = exp(clamp(sum log r, +-clamp))
   rollout_corr/rollout_is_*  mean, min, max, std of the weight applied to each token (after caps; 1 without correction; OBRS's expected
                              mask is part of it, a draw is not; with ratio_base inf times the unclipped ratio)
   rollout_corr/rollout_is_eff_sample_size    (sum w)^2 / (n sum w^2) of weight x keep: 1 is "all tokens count alike"
   rollout_corr/rollout_is_ratio_fraction_high, _low    share of tokens with r > C, r < 1/C (C = --is_cap of a token weight, else 2)
   rollout_corr/seq_eff_sample_size   the same of R over responses. Read it beside seq_clamped_fraction: responses at the
                              clamp all weigh e^20 or e^-20, so a fully clamped batch shows a *false* ESS of 1
+  rollout_corr/seq_false_ess 1 where more than half of the responses stand at the clamp: that ESS says nothing; said aloud once
   rollout_corr/t_max         clamp / KL: the response length at which sequence weights hit the clamp (Praxis, section 4)
   rollout_corr/low_weight_fraction   share of responses with R < 1/C (C = --is_cap of a sequence weight, else 4)
   rollout_corr/rollout_rs_masked_fraction, _seq_masked_fraction   tokens rejected; responses with no token left
+  rollout_corr/reward_weighted   sum min(R, C) reward / sum min(R, C): what the learner itself would earn; `reward` is the sampler's, and
+                             the two part where the laws do (TIS text, "biased reward")
   rollout_corr/mean_mismatch, max_mismatch   |p_inf - p_ref|, mean and maximum over a response, mean over responses (TIS)
   rollout_corr/ppl_ratio     mean over responses of exp(mean log p_inf - mean log p_ref)
   rollout_corr/seq_weight/N  mean R of responses of N/2 < length <= N tokens (16: up to 16); low_weight/N: their low-weight fraction
   rollout_corr/cut_fraction  sampled tokens that the learner's own law cuts (--keep_sampling_mask=recompute): they stand at e^-69
-  ppo_kl                     mean(log p_ref - log p_new); samples come from inf, so it can go negative (TIS text)
+  ppo_kl                     mean(log p_ref - log p_new), k1. Warning: it estimates KL(ref || new) under samples of ref, but these are
+                             samples of inf, so where the two differ it goes negative and means nothing (TIS text)
   ppo_kl_weighted            the same weighted by min(r, C): the estimate under ref
+  ppo_k3_kl                  mean(p_new / p_ref - 1 - log(p_new / p_ref)): never negative, and biased just as well: a sign is no proof
   clip_fraction              tokens whose surrogate is clipped; _high: of those with A > 0, _low: with A < 0
   weight_var                 variance of weight x keep
   weighted_advantage         mean over tokens of weight x keep x A; with --advantage_error_every also fresh_advantage, the mean A of
@@ -37,14 +42,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 import sampling
 from head import FLOOR
 from objectives import SEQUENCE
-from obrs import CLAMP
 
 BUCKETS = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
 
@@ -82,7 +88,8 @@ def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
     has = mask.any(1)
     n = mask.sum(1).clamp_min(1)
     log_r = ref - inf
-    r = log_r.clamp(-CLAMP, CLAMP).exp()
+    clamp = cfg.log_ratio_clamp
+    r = log_r.clamp(-clamp, clamp).exp()
     log_r = log_r.masked_fill(~mask, 0.0)
     applied = logs["weight"] * logs["keep"]
     weight = applied if cfg.correction in ("obrs", "jackpot_adjusted") and cfg.obrs_mask == "expected" else logs["weight"]
@@ -95,17 +102,19 @@ def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
                     ("w", weight), ("w2", weight ** 2), ("wk", applied), ("wk2", applied ** 2),
                     ("rollout_corr/rollout_is_ratio_fraction_high", r > C), ("rollout_corr/rollout_is_ratio_fraction_low", r < 1 / C),
                     ("rollout_corr/ratio_mean", r), ("weighted_advantage", applied * batch.adv), ("keep", logs["keep"]), ("clip_fraction", clipped), ("clip_fraction_high", clipped & (batch.adv > 0)), ("clip_fraction_low", clipped & (batch.adv < 0)), ("ppo_kl", ref - new.logp),
-                    ("ppo_kl_weighted", r.clamp_max(C) * (ref - new.logp)), ("entropy", new.entropy)):
+                    ("ppo_kl_weighted", r.clamp_max(C) * (ref - new.logp)),
+                    ("ppo_k3_kl", (new.logp - ref).clamp(-clamp, clamp).exp() - 1 - (new.logp - ref)), ("entropy", new.entropy)):
         sums.add(name, x, mask)
     sums.top("rollout_corr/rollout_is_max", weight, mask)
     sums.top("neg_min", -weight, mask)
     total = log_r.sum(1)
-    R = total.clamp(-CLAMP, CLAMP).exp()
+    R = total.clamp(-clamp, clamp).exp()
     gap = (inf.exp() - ref.exp()).abs() * mask
     low = (R < 1 / C_seq).double()
-    for name, x in (("R", R), ("R2", R * R), ("rollout_corr/seq_clamped_fraction", total.abs() >= CLAMP), ("rollout_corr/low_weight_fraction", low),
+    capped = R.clamp_max(C_seq)
+    for name, x in (("R", R), ("capped", capped), ("capped_reward", capped * batch.reward), ("R2", R * R), ("rollout_corr/seq_clamped_fraction", total.abs() >= clamp), ("rollout_corr/low_weight_fraction", low),
                     ("rollout_corr/mean_mismatch", gap.sum(1) / n), ("rollout_corr/max_mismatch", gap.amax(1)),
-                    ("rollout_corr/ppl_ratio", (((inf - ref) * mask).sum(1) / n).clamp(-CLAMP, CLAMP).exp()),
+                    ("rollout_corr/ppl_ratio", (((inf - ref) * mask).sum(1) / n).clamp(-clamp, clamp).exp()),
                     ("rollout_corr/rollout_rs_seq_masked_fraction", (logs["keep"] * mask).sum(1) == 0),
                     ("reward", batch.reward), ("response_length", batch.length), ("advantage_abs", batch.adv[:, 0].abs()),
                     ("staleness/mean_updates", batch.staleness[:, 0]), ("staleness/mean_seconds", batch.staleness[:, 1])):
@@ -140,14 +149,14 @@ def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
         sums.add("actor/engine_gap", (batch.logp_actor_ref.exp() - inf.exp()).abs(), mask)
         sums.add("distill_kl", new.kl_full, mask)
         sums.add("actor/distill_loss", new.kl, mask)
-    for name in ("kappa", "lam", "distill"):               # the same on every rank
-        sums.pairs[name] = (stats[name], 1.0)
+    for name, x in (*((k, stats[k]) for k in ("kappa", "lam", "distill")), ("clamp", clamp)):           # the same on every rank
+        sums.pairs[name] = (x, 1.0)
 
 
 def derive(m: dict, s: dict) -> dict[str, float]:
     """Standard deviations, effective sample sizes and bounds from the means, then only public names."""
     ess = lambda a, b: m[a] ** 2 / m[b] if m[b] > 0 else 0.0
-    out = {k: v for k, v in m.items() if "/" in k or k in ("clip_fraction", "clip_fraction_low", "clip_fraction_high", "ppo_kl", "ppo_kl_weighted", "entropy", "reward", "weighted_advantage",
+    out = {k: v for k, v in m.items() if "/" in k or k in ("clip_fraction", "clip_fraction_low", "clip_fraction_high", "ppo_kl", "ppo_kl_weighted", "ppo_k3_kl", "entropy", "reward", "weighted_advantage",
                                                            "response_length", "advantage_abs", "distill_kl")}
     kl = m["rollout_corr/kl"]
     out.update({
@@ -156,7 +165,9 @@ def derive(m: dict, s: dict) -> dict[str, float]:
         "rollout_corr/rollout_is_std": math.sqrt(max(0.0, m["w2"] - m["w"] ** 2)),
         "rollout_corr/rollout_is_eff_sample_size": ess("wk", "wk2"), "rollout_corr/seq_eff_sample_size": ess("R", "R2"),
         "rollout_corr/rollout_rs_masked_fraction": 1.0 - m["keep"], "weight_var": max(0.0, m["wk2"] - m["wk"] ** 2),
-        "rollout_corr/t_max": CLAMP / kl if kl > 0 else math.inf, "tokens": s["w"][1],
+        "rollout_corr/reward_weighted": m["capped_reward"] / m["capped"] if m["capped"] > 0 else 0.0,
+        "rollout_corr/seq_false_ess": float(m["rollout_corr/seq_clamped_fraction"] > 0.5),
+        "rollout_corr/t_max": m["clamp"] / kl if kl > 0 else math.inf, "tokens": s["w"][1],
     })
     if "obrs/z" in m:
         out["obrs/lambda"] = m["lam"]
@@ -173,6 +184,15 @@ def derive(m: dict, s: dict) -> dict[str, float]:
 # Where metrics go
 # ---------------------------------------------------------------------------------------------------------------------
 
+# what is said aloud, once a run, when a metric is above 0
+WARNINGS = {
+    "rollout_corr/seq_false_ess": "more than half of the responses stand at the clamp of --log_ratio_clamp: their weights are equal because they are cut, and an "
+                                  "effective sample size near 1 is false; sequence weights correct nothing at this length (rollout_corr/t_max)",
+    "rejected_steps": "every token of an update was rejected: the policy did not move; widen --rs_low and --rs_high, or look at rollout_corr/kl "
+                      "(rejected_steps counts such updates)",
+}
+
+
 class Log:
     """metrics.jsonl, and TensorBoard and wandb by flag. One line an update; times end in `_s` or `_seconds` and nothing else does."""
 
@@ -181,6 +201,7 @@ class Log:
         truncate(self.path, step or -1)                    # from the start: the evaluation before training (step -1) too
         self.file = open(self.path, "a", encoding="utf-8")
         self.board = self.wandb = None
+        self.said = set()
         if cfg.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
             self.board = SummaryWriter(str(run / "tensorboard"), purge_step=step)
@@ -191,6 +212,10 @@ class Log:
     def write(self, step: int, values: dict) -> None:
         self.file.write(json.dumps({"step": step, **{k: clean(v) for k, v in values.items()}}) + "\n")
         self.file.flush()
+        for name in WARNINGS.keys() - self.said:
+            if values.get(name, 0) > 0:
+                self.said.add(name)
+                tqdm.write(f"warning: update {step + 1}: {WARNINGS[name]}", file=sys.stderr)
         numbers = {k: v for k, v in values.items() if isinstance(v, (int, float)) and math.isfinite(v)}
         if self.board:
             for k, v in numbers.items():

@@ -7,8 +7,8 @@
   surrogate   how `new` moves on the advantage inside its trust region;
   reduction   what the sum is divided by: one denominator over all ranks and micro-batches.
 
-Everything here is a pure function of (B, T) tensors. All log-ratios are clamped to +-20 before exp (sequence sums after
-summing); r = p_ref / p_inf throughout. `prepare` runs once per optimizer step, over all ranks, before any backward; `loss`
+Everything here is a pure function of (B, T) tensors. All log-ratios are clamped to +-`--log_ratio_clamp` (20) before exp (sequence
+sums after summing); r = p_ref / p_inf throughout. `prepare` runs once per optimizer step, over all ranks, before any backward; `loss`
 is then called for each micro-batch; `finish` hands what must be remembered (kappa, the distillation loop) to the next step.
 
 Jackpot's four lines: `obrs.correction` (a, keep, rho), `ppo` below, and the two lines of `loss` that multiply them.
@@ -51,9 +51,9 @@ ADVANTAGES = {"grpo": grpo, "grpo_no_std": grpo_no_std, "rloo": rloo}
 # Small helpers
 # ---------------------------------------------------------------------------------------------------------------------
 
-def ratio(logp, logq):
-    """p / q from log-probabilities, log-ratio clamped to +-20."""
-    return (logp - logq).clamp(-CLAMP, CLAMP).exp()
+def ratio(logp, logq, clamp=CLAMP):
+    """p / q from log-probabilities, log-ratio clamped to +-clamp."""
+    return (logp - logq).clamp(-clamp, clamp).exp()
 
 
 def seq_sum(x, mask):
@@ -67,6 +67,25 @@ def seq_mean(x, mask):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The three ratios of ref over inf: (batch, cfg) -> r (B, T), or one number a response (B, 1)
+# ---------------------------------------------------------------------------------------------------------------------
+
+def token_ratio(batch, cfg):
+    """r, (B, T)."""
+    return ratio(batch.logp_ref, batch.logp_inf, cfg.log_ratio_clamp)
+
+
+def seq_ratio(batch, cfg):
+    """R = exp(clamp(sum_t log r)), (B, 1)."""
+    return ratio(seq_sum(batch.logp_ref - batch.logp_inf, batch.mask), 0.0, cfg.log_ratio_clamp)
+
+
+def geo_ratio(batch, cfg):
+    """exp(mean_t log r), (B, 1): R^(1/T), the same whatever the length."""
+    return ratio(seq_mean(batch.logp_ref - batch.logp_inf, batch.mask), 0.0, cfg.log_ratio_clamp)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Corrections: (new, batch, stats, cfg) -> (weight, keep, logs), (B, T) or (B, 1), no gradient
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -77,77 +96,67 @@ def none(new, batch, stats, cfg):
 
 def vanilla_is(new, batch, stats, cfg):
     """r = p_ref / p_inf, unbounded. AReaL's F(x) = x."""
-    return _all(ratio(batch.logp_ref, batch.logp_inf))
+    return _all(token_ratio(batch, cfg))
 
 
 def tis(new, batch, stats, cfg):
     """min(r, C). Truncated importance sampling; C = 2."""
-    return _all(ratio(batch.logp_ref, batch.logp_inf).clamp_max(cfg.is_cap))
+    return _all(_capped(token_ratio(batch, cfg), cfg))
 
 
 def icepop(new, batch, stats, cfg):
     """r where lo <= r <= hi, token dropped elsewhere. Jackpot section 2.2 (IceProp)."""
-    return _inside(ratio(batch.logp_ref, batch.logp_inf), cfg)
+    return _inside(token_ratio(batch, cfg), cfg)
 
 
 def areal_drop(new, batch, stats, cfg):
     """r, tokens with r > C dropped. TIS text on AReaL."""
-    r = ratio(batch.logp_ref, batch.logp_inf)
+    r = token_ratio(batch, cfg)
     return r, (r <= cfg.is_cap).to(r.dtype), {}
 
 
 def z_tis(new, batch, stats, cfg):
     """Z min(r, c1 / Z): OBRS in expectation, without its mask; the control for it (obrs.py, 'what it is, exactly')."""
     z, z_low, z_high = obrs.token_z((batch.s_logp_ref, batch.tail_ref, batch.z_ref), batch, stats, cfg)
-    r = ratio(batch.logp_ref, batch.logp_inf)
+    r = token_ratio(batch, cfg)
     w = (z * r).clamp_max(cfg.obrs_c1)
-    return w, torch.ones_like(w), obrs.seen(obrs.acceptance(batch.logp_ref, batch.logp_inf, stats["lam"]), z, z_low, z_high)
-
-
-def seq_ratio(batch):
-    """R = exp(clamp(sum_t log r, +-20)), (B, 1)."""
-    return seq_sum(batch.logp_ref - batch.logp_inf, batch.mask).clamp(-CLAMP, CLAMP).exp()
-
-
-def geo_ratio(batch):
-    """exp(mean_t log r), (B, 1)."""
-    return seq_mean(batch.logp_ref - batch.logp_inf, batch.mask).clamp(-CLAMP, CLAMP).exp()
+    return w, torch.ones_like(w), obrs.seen(obrs.acceptance(batch.logp_ref, batch.logp_inf, stats["lam"], cfg.log_ratio_clamp), z, z_low, z_high)
 
 
 def seq_is(new, batch, stats, cfg):
     """R. Praxis."""
-    return _all(seq_ratio(batch))
+    return _all(seq_ratio(batch, cfg))
 
 
 def seq_tis(new, batch, stats, cfg):
     """min(R, C), C = 4. Praxis Seq-TIS."""
-    return _all(seq_ratio(batch).clamp_max(cfg.is_cap))
+    return _all(_capped(seq_ratio(batch, cfg), cfg))
 
 
 def seq_mis(new, batch, stats, cfg):
     """R for responses with lo <= R <= hi, the others dropped. Praxis section 6."""
-    return _inside(seq_ratio(batch), cfg)
+    return _inside(seq_ratio(batch, cfg), cfg)
 
 
 def geo_rs(new, batch, stats, cfg):
     """1 for responses with lo <= exp(mean log r) <= hi, the others dropped. Praxis."""
-    _, keep, _ = _inside(geo_ratio(batch), cfg)
+    _, keep, _ = _inside(geo_ratio(batch, cfg), cfg)
     return torch.ones_like(keep), keep, {}
 
 
 def geo_rs_seq_tis(new, batch, stats, cfg):
     """min(R, C) on the responses that geo_rs keeps. Praxis."""
-    return seq_ratio(batch).clamp_max(cfg.is_cap), _inside(geo_ratio(batch), cfg)[1], {}
+    return _capped(seq_ratio(batch, cfg), cfg), _inside(geo_ratio(batch, cfg), cfg)[1], {}
 
 
 def tbpo_mismatch(new, batch, stats, cfg):
     """exp(mean log r) capped two-sided to [1/C, C], C = 2. QaRL section 3.2."""
-    return _all(geo_ratio(batch).clamp(1 / cfg.is_cap, cfg.is_cap))
+    return _all(geo_ratio(batch, cfg).clamp(cfg.is_floor or 1 / cfg.is_cap, cfg.is_cap))
 
 
 def tis_adjusted(new, batch, stats, cfg):
     """min(p_new / p_inf, C) under the ratio p_new / sg(p_new): PPO's inner clip is short-circuited on purpose. Jackpot 10.1."""
-    return _all(ratio(new.logp.detach(), batch.logp_inf).clamp_max(cfg.is_cap))
+    return _all(_capped(ratio(new.logp.detach(), batch.logp_inf, cfg.log_ratio_clamp), cfg))
 
 
 def obrs_correction(new, batch, stats, cfg):
@@ -163,6 +172,10 @@ def _all(weight):
     return weight, torch.ones_like(weight), {}
 
 
+def _capped(r, cfg):
+    return r.clamp(cfg.is_floor, cfg.is_cap)
+
+
 def _inside(r, cfg):
     return r, ((r >= cfg.rs_low) & (r <= cfg.rs_high)).to(r.dtype), {}
 
@@ -174,11 +187,32 @@ CORRECTIONS = {"none": none, "is": vanilla_is, "tis": tis, "icepop": icepop, "ar
 USES_Z = {"obrs", "jackpot_adjusted", "z_tis"}
 SEQUENCE = {"seq_is", "seq_tis", "seq_mis", "geo_rs_seq_tis"}              # corrections whose C caps R, not r
 DROPS = {"icepop", "areal_drop", "seq_mis", "geo_rs", "geo_rs_seq_tis", "obrs", "jackpot_adjusted"}
+REJECTING = {"icepop", "seq_mis", "geo_rs", "geo_rs_seq_tis"}              # those that read rs_low and rs_high
 # defaults of the bounds a correction reads: cap C, and lo <= . <= hi
 BOUNDS = {"tis": dict(is_cap=2.0), "areal_drop": dict(is_cap=5.0), "icepop": dict(rs_low=0.5, rs_high=5.0),
           "seq_tis": dict(is_cap=4.0), "seq_mis": dict(rs_low=0.0, rs_high=4.0), "geo_rs": dict(rs_low=0.9, rs_high=1.1),
           "geo_rs_seq_tis": dict(is_cap=4.0, rs_low=0.9, rs_high=1.1), "tbpo_mismatch": dict(is_cap=2.0),
           "tis_adjusted": dict(is_cap=2.0)}
+# `--reject` drops tokens or whole responses by one of the ratios, on top of a correction that only weighs
+REJECTS = {"token": token_ratio, "sequence": seq_ratio, "geo": geo_ratio}
+REJECT_BOUNDS = {"token": dict(rs_low=0.5, rs_high=5.0), "sequence": dict(rs_low=0.0, rs_high=4.0), "geo": dict(rs_low=0.9, rs_high=1.1)}
+
+
+def weigh(new, batch, stats, cfg):
+    """The correction's (weight, keep, logs), and on top of it what `--reject` and `--veto` drop.
+
+    reject: token, sequence or geo, kept where lo <= ratio <= hi. veto: a response with one r below it is dropped whole."""
+    weight, keep, logs = CORRECTIONS[cfg.correction](new, batch, stats, cfg)
+    if cfg.reject != "none":
+        keep = keep * _inside(REJECTS[cfg.reject](batch, cfg), cfg)[1]
+    if cfg.veto > 0:
+        keep = keep * ~((token_ratio(batch, cfg) < cfg.veto) & batch.mask).any(1, keepdim=True)
+    return weight, keep, logs
+
+
+def drops(cfg) -> bool:
+    """Whether any token can be rejected."""
+    return cfg.correction in DROPS or cfg.reject != "none" or cfg.veto > 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -192,12 +226,12 @@ def reinforce(logp, base, adv, mask, cfg):
 
 def ppo(logp, base, adv, mask, cfg):
     """min(r A, clip(r, 1 - lo, 1 + hi) A), r = p_new / p_base; dual clip: at least c A where A < 0. PPO, GRPO, DAPO."""
-    return _clipped(ratio(logp, base), adv, cfg)
+    return _clipped(ratio(logp, base, cfg.log_ratio_clamp), adv, cfg)
 
 
 def gspo(logp, base, adv, mask, cfg):
     """PPO on s = exp(mean_t log r), one ratio a response. GSPO, GEPO Eq. 7."""
-    s = seq_mean(logp - base, mask).clamp(-CLAMP, CLAMP).exp()
+    s = ratio(seq_mean(logp - base, mask), 0.0, cfg.log_ratio_clamp)
     value, clipped = _clipped(s, adv, cfg)
     return value.expand_as(logp), clipped.expand_as(mask)
 
@@ -205,12 +239,12 @@ def gspo(logp, base, adv, mask, cfg):
 def sapo(logp, base, adv, mask, cfg):
     """(4 / tau) sigmoid(tau (r - 1)) A, tau 1.0 where A > 0, else 1.05. QaRL D.4, arXiv 2511.20347."""
     tau = torch.where(adv > 0, 1.0, 1.05).to(logp.dtype)
-    return 4.0 / tau * torch.sigmoid(tau * (ratio(logp, base) - 1.0)) * adv, torch.zeros_like(mask)
+    return 4.0 / tau * torch.sigmoid(tau * (ratio(logp, base, cfg.log_ratio_clamp) - 1.0)) * adv, torch.zeros_like(mask)
 
 
 def cispo(logp, base, adv, mask, cfg):
     """sg(clip(r, 1 - lo, 1 + hi)) A log p_new: the clip bounds the weight and never stops the gradient. MiniMax-M1."""
-    r = ratio(logp, base).detach()
+    r = ratio(logp, base, cfg.log_ratio_clamp).detach()
     kept = r.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) if cfg.clip else r
     return kept * adv * logp, kept != r
 
@@ -260,6 +294,21 @@ OBJECTIVES = {
     "sapo": dict(correction="none", surrogate="sapo"),
     "cispo": dict(correction="none", surrogate="cispo"),
 }
+# the same under the names and with the defaults of other frameworks
+OBJECTIVES |= {
+    "decoupled_token_is": OBJECTIVES["tis"],                               # verl
+    "decoupled_seq_is": dict(OBJECTIVES["seq_tis"], is_cap=2.0),
+    "decoupled_seq_is_rs": dict(OBJECTIVES["seq_tis"], is_cap=2.0, reject="sequence", rs_low=0.5, rs_high=2.0),
+    "decoupled_geo_rs": dict(OBJECTIVES["geo_rs"], rs_low=0.999, rs_high=1.001),
+    "bypass_ppo_clip": OBJECTIVES["ppo_is"],
+    "token_truncate": dict(OBJECTIVES["tis"], is_cap=3.0),                 # TRL
+    "token_mask": dict(OBJECTIVES["areal_drop"], is_cap=3.0),
+    "sequence_truncate": dict(OBJECTIVES["seq_tis"], is_cap=3.0),
+    "sequence_mask": dict(OBJECTIVES["seq_mis"], rs_high=3.0),
+    "dr_grpo": dict(OBJECTIVES["grpo"], advantage="grpo_no_std", reduction="seq-mean-token-sum-norm"),
+    "dapo": dict(OBJECTIVES["grpo"], reduction="token-mean", clip_high=0.28),
+    "seq_mask_tis": dict(OBJECTIVES["is"], reject="geo", rs_low=0.5, rs_high=5.0),     # OpenRLHF, NeMo-RL
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -273,7 +322,7 @@ def wants(cfg, carry: dict, updates: int) -> set[str]:
     something must be known of all ranks before the first backward: kappa, a budget's lambda, the kept denominator."""
     z = cfg.correction in USES_Z
     need = set()
-    if updates > 1 or (cfg.loss_denominator == "kept" and cfg.correction in DROPS) or (z and cfg.obrs_accept_rate):
+    if updates > 1 or (cfg.loss_denominator == "kept" and drops(cfg)) or (z and cfg.obrs_accept_rate):
         need.add("ref")
     if z and cfg.obrs_z != "exact" and (cfg.obrs_target == "ref" or carry.get("kappa") is None or cfg.actor != "none"):
         need.add("ref")                                    # target new with an actor: S also takes the policy's own top-K
@@ -296,17 +345,17 @@ def prepare(batch, comm, cfg, carry: dict, fresh=None) -> dict:
         if fresh is not None:
             logp_tgt, s_logp = fresh.logp, fresh.s_logp
         if cfg.obrs_accept_rate:
-            stats["lam"] = obrs.solve_lambda(comm.cat(ratio(logp_tgt, batch.logp_inf)[mask]), cfg.obrs_accept_rate)
+            stats["lam"] = obrs.solve_lambda(comm.cat(ratio(logp_tgt, batch.logp_inf, cfg.log_ratio_clamp)[mask]), cfg.obrs_accept_rate)
         if cfg.obrs_z != "exact":
             kappa = carry.get("kappa")
             if kappa is None or fresh is not None or cfg.obrs_target == "ref":
-                a = obrs.acceptance(logp_tgt, batch.logp_inf, stats["lam"])
+                a = obrs.acceptance(logp_tgt, batch.logp_inf, stats["lam"], cfg.log_ratio_clamp)
                 accepted = a if cfg.obrs_mask == "expected" else (batch.u < a).to(a.dtype)
                 z_low, _ = obrs.z_bracket(batch.s_logp, s_logp, stats["lam"])
                 kappa = obrs.kappa_from(*comm.sum([accepted[mask].sum(), mask.sum(), z_low[mask].sum()]))
             stats["kappa"] = kappa
-    if cfg.loss_denominator == "kept" and cfg.correction in DROPS:
-        _, keep, _ = CORRECTIONS[cfg.correction](fresh, batch, stats, cfg)
+    if cfg.loss_denominator == "kept" and drops(cfg):
+        _, keep, _ = weigh(fresh, batch, stats, cfg)
         keep = keep.expand_as(batch.logp_inf) * mask
         kept = keep.sum(1)
         kept_tokens, kept_sequences = comm.sum([kept.sum(), (kept > 0).sum()])
@@ -344,7 +393,7 @@ def loss(new, batch, stats: dict, cfg):
     new: TokenStats of this forward, with gradient; batch: with ref columns; stats: from prepare."""
     batch = with_ref(new, batch)
     base = {"ref": batch.logp_ref, "inf": batch.logp_inf, "new": new.logp.detach()}[cfg.ratio_base]
-    weight, keep, logs = CORRECTIONS[cfg.correction](new, batch, stats, cfg)
+    weight, keep, logs = weigh(new, batch, stats, cfg)
     weight, keep = weight.detach().expand_as(base), keep.detach().expand_as(base)
     surrogate, clipped = SURROGATES[cfg.surrogate](new.logp, base, batch.adv.to(base.dtype), batch.mask, cfg)
     if cfg.positive_only:
@@ -354,7 +403,7 @@ def loss(new, batch, stats: dict, cfg):
         value = value * stats["kept_factor"].to(value)
     if cfg.ratio_base == "inf":                            # the ratio itself is the weight: say so in the metrics
         gap = new.logp.detach() - base
-        weight = weight * ratio(seq_mean(gap, batch.mask).expand_as(gap) if cfg.surrogate == "gspo" else gap, 0.0)
+        weight = weight * ratio(seq_mean(gap, batch.mask).expand_as(gap) if cfg.surrogate == "gspo" else gap, 0.0, cfg.log_ratio_clamp)
     return value.masked_fill(~batch.mask, 0.0), {"weight": weight, "keep": keep, "clipped": clipped, **logs}
 
 
@@ -379,6 +428,7 @@ def actor_config(cfg):
     bounds = BOUNDS.get(cfg.actor_correction, {})
     low, high = CLIP if cfg.surrogate in CLIPS else (cfg.clip_low, cfg.clip_high)
     return replace(cfg, clip_low=low, clip_high=high, clip=True, dual_clip=0.0, positive_only=False, correction=cfg.actor_correction, surrogate="ppo", ratio_base="ref", loss_denominator="proposed",
+                   reject="none", veto=0.0, is_floor=0.0,
                    is_cap=cfg.actor_is_cap or bounds.get("is_cap"), rs_low=bounds.get("rs_low"), rs_high=bounds.get("rs_high"))
 
 

@@ -36,14 +36,14 @@ import torch
 CLAMP = 20.0                                               # log-ratios are clamped to +-CLAMP before exp
 
 
-def acceptance(logp_tgt, logp_inf, lam):
+def acceptance(logp_tgt, logp_inf, lam, clamp=CLAMP):
     """a = min(1, p_tgt / (lambda p_inf)), elementwise, in (0, 1]. Jackpot Eq. 3."""
-    return (logp_tgt - logp_inf - math.log(lam)).clamp(-CLAMP, 0.0).exp()
+    return (logp_tgt - logp_inf - math.log(lam)).clamp(-clamp, 0.0).exp()
 
 
-def weight(z, logp_tgt, logp_inf, lam):
+def weight(z, logp_tgt, logp_inf, lam, clamp=CLAMP):
     """w = Z max(lambda, p_tgt / p_inf), elementwise. Jackpot Alg. 1, line 23."""
-    return z * (logp_tgt - logp_inf).clamp(-CLAMP, CLAMP).exp().clamp_min(lam)
+    return z * (logp_tgt - logp_inf).clamp(-clamp, clamp).exp().clamp_min(lam)
 
 
 def z_bracket(s_logp_inf, s_logp_tgt, lam, tail=None):
@@ -82,11 +82,12 @@ def correction(logp_tgt, target, batch, stats, cfg):
     either half away (Tables 6, 7): mask alone (weight 1), or reweighting alone (keep 1; biased, since E_inf[w] != 1)."""
     lam = stats["lam"]
     z, z_low, z_high = token_z(target, batch, stats, cfg)
-    a = acceptance(logp_tgt, batch.logp_inf, lam)
+    clamp = cfg.log_ratio_clamp
+    a = acceptance(logp_tgt, batch.logp_inf, lam, clamp)
     keep = a if cfg.obrs_mask == "expected" else (batch.u < a).to(a.dtype)
-    rho = weight(z, logp_tgt, batch.logp_inf, lam).clamp_max(cfg.obrs_c1)
+    rho = weight(z, logp_tgt, batch.logp_inf, lam, clamp).clamp_max(cfg.obrs_c1)
     if cfg.obrs_target == "new" and cfg.correction != "jackpot_adjusted":
-        rho = rho * (batch.logp_ref - logp_tgt).clamp(-CLAMP, CLAMP).exp().clamp_max(cfg.obrs_c2)
+        rho = rho * (batch.logp_ref - logp_tgt).clamp(-clamp, clamp).exp().clamp_max(cfg.obrs_c2)
     if cfg.obrs_mode == "mask":
         rho = torch.ones_like(rho)
     if cfg.obrs_mode == "reweight":

@@ -57,9 +57,9 @@ class Pair(nn.Module):
 
     With `share` a prompt is read once for all its responses in the batch, not once for each."""
 
-    def __init__(self, policy, actor=None, autocast: torch.dtype | None = None):
+    def __init__(self, policy, actor=None, autocast: torch.dtype | None = None, head_fp32: bool = False):
         super().__init__()
-        self.policy, self.actor, self.autocast = policy, actor, autocast
+        self.policy, self.actor, self.autocast, self.head_fp32 = policy, actor, autocast, head_fp32
 
     @property
     def can_share(self) -> bool:
@@ -112,8 +112,8 @@ class Pair(nn.Module):
         scope = torch.autocast(at.device.type, self.autocast) if self.autocast else contextlib.nullcontext()
         with scope:
             hidden = (self._read_shared if share else self._read)(lm.base_model, batch, at)
-        if self.autocast:                                                  # a bfloat16 product pays on GPUs alone; its sum stays float32
-            hidden = hidden.to(self.autocast if hidden.is_cuda else torch.float32)
+        if self.autocast:                                                  # the head's product: bfloat16 factors with a float32 sum, or float32
+            hidden = hidden.to(torch.float32 if self.head_fp32 else self.autocast)
         return hidden, lm.get_output_embeddings().weight
 
     @staticmethod

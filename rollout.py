@@ -77,7 +77,7 @@ class VLLMEngine:
     """vLLM as a sampler whose weights are replaced live. `folder` is a save_pretrained folder; prompts are token ids."""
 
     def __init__(self, folder: str, *, max_len: int, max_logprobs: int, dtype: str = "float32", seed: int = 0,
-                 memory_gib: float = 0.25):
+                 memory_gib: float = 0.25, logprobs_mode: str = "processed", head_fp32: bool = False):
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")     # the engine lives in this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         cuda = torch.cuda.is_available()
@@ -91,9 +91,10 @@ class VLLMEngine:
         keep = {k: os.environ.get(k) for k in ("LOCAL_WORLD_SIZE",)}     # vLLM overwrites it and reseeds torch:
         rng = torch.get_rng_state()                                      # neither must reach the learner
         size = dict(gpu_memory_utilization=memory_gib) if cuda else dict(kv_cache_memory_bytes=int(memory_gib * 2**30))
+        head = dict(hf_overrides={"head_dtype": "float32"}) if head_fp32 else {}
         self.llm = LLM(folder, skip_tokenizer_init=True, dtype=dtype, enforce_eager=not cuda, max_model_len=max_len,
-                       logprobs_mode="processed_logprobs", max_logprobs=max(max_logprobs, 1), seed=seed,
-                       disable_log_stats=True, **size)
+                       logprobs_mode=f"{logprobs_mode}_logprobs", max_logprobs=max(max_logprobs, 1), seed=seed,
+                       disable_log_stats=True, **size, **head)
         torch.set_rng_state(rng)
         for k, v in keep.items():
             os.environ.pop(k, None) if v is None else os.environ.__setitem__(k, v)
@@ -157,12 +158,13 @@ class VLLMEngine:
 class HFEngine:
     """A batched KV-cache sampler around a transformers model: each prompt is read once, then its group decodes together."""
 
-    def __init__(self, folder_or_model, *, dtype: str = "float32", device: str = "cpu", batch_tokens: int = 1 << 20):
+    def __init__(self, folder_or_model, *, dtype: str = "float32", device: str = "cpu", batch_tokens: int = 1 << 20,
+                 logprobs_mode: str = "processed", head_fp32: bool = False):
         if isinstance(folder_or_model, (str, os.PathLike)):
             from transformers import AutoModelForCausalLM
             folder_or_model = AutoModelForCausalLM.from_pretrained(folder_or_model, dtype=getattr(torch, dtype))
         self.model, self.dtype = folder_or_model.to(device).eval(), dtype
-        self.device, self.batch_tokens = device, batch_tokens
+        self.device, self.batch_tokens, self.raw, self.head_fp32 = device, batch_tokens, logprobs_mode == "raw", head_fp32
 
     def generate(self, prompts, seeds, sampling: Sampling, topk: int, stop_ids: list[int], kept: int = 0) -> list[list[Response]]:
         """As VLLMEngine.generate; groups are cut into batches of at most `batch_tokens` cached tokens."""
@@ -189,9 +191,8 @@ class HFEngine:
             ids[i, P - len(p):], mask[i, P - len(p):] = torch.as_tensor(np.asarray(p, np.int64)), 1
         ids, mask = ids.to(dev), mask.to(dev)
         padded = bool((mask == 0).any())
-        out = self.model(input_ids=ids, attention_mask=mask if padded else None, use_cache=True, logits_to_keep=1,
-                         position_ids=(mask.cumsum(1) - 1).clamp_min(0))
-        cache, logits = out.past_key_values, out.logits[:, -1].repeat_interleave(groups, 0)
+        logits, cache = self._forward(ids, attention_mask=mask if padded else None, position_ids=(mask.cumsum(1) - 1).clamp_min(0))
+        logits = logits.repeat_interleave(groups, 0)
         reorder = torch.repeat_interleave(torch.arange(len(prompts), device=dev), groups)
         cache.batch_select_indices(reorder)                                # a group shares its prompt's cache
         mask, position = mask[reorder], mask.sum(1)[reorder]
@@ -205,7 +206,7 @@ class HFEngine:
         stop, sets = torch.tensor(stop_ids, device=dev), []
         alive = torch.arange(N, device=dev)                                # rows still decoding, in the cache's order
         for t in range(T):
-            z = logits.float() / sampling.temperature                                                    # (n, V)
+            z = logits / sampling.temperature                                                            # (n, V)
             if sampling.truncates:
                 gone = cut(z, sampling.top_p, sampling.top_k, sampling.min_p)
                 z = z.masked_fill_(gone, -torch.inf)
@@ -216,6 +217,7 @@ class HFEngine:
             cdf = law.double().exp_().cumsum_(-1)
             token = torch.searchsorted(cdf, u[alive, t, None] * cdf[:, -1:], right=True).clamp_(max=law.shape[1] - 1)
             tokens[alive, t] = token[:, 0].int()
+            law = logits.log_softmax(-1) if self.raw else law
             logp[alive, t] = law.gather(1, token)[:, 0]
             if topk:
                 top_logp[alive, t], best = law.topk(topk, -1)
@@ -232,14 +234,21 @@ class HFEngine:
                 alive, token, mask, position = alive[rows], token[rows], mask[rows], position[rows]
             if padded:
                 mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-            logits = self.model(input_ids=token, attention_mask=mask if padded else None, past_key_values=cache,
-                                use_cache=True, position_ids=position[:, None]).logits[:, -1]
+            logits, cache = self._forward(token, attention_mask=mask if padded else None, past_key_values=cache, position_ids=position[:, None])
             position = position + 1
         columns = zip(*(x.cpu().numpy() for x in (tokens, logp, top_ids, top_logp, length)))
         out = [[self._response(*next(columns), stop_ids) for _ in g] for g in seeds]
         if kept:
             self._kept([r for g in out for r in g], *map(np.concatenate, zip(*sets)), T, kept)
         return out
+
+    def _forward(self, ids, **more):
+        """Logits of the last place, (n, V) float32, and the cache."""
+        if not self.head_fp32:
+            out = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **more)
+            return out.logits[:, -1].float(), out.past_key_values
+        out = self.model.base_model(input_ids=ids, use_cache=True, **more)
+        return out.last_hidden_state[:, -1].float() @ self.model.get_output_embeddings().weight.float().t(), out.past_key_values
 
     @staticmethod
     def _response(tokens, logp, top_ids, top_logp, L, stop_ids) -> Response:
@@ -283,9 +292,9 @@ def too_many(kept: int) -> str:
 def make_engine(cfg, folder: str, max_len: int, topk: int, device: str = "cpu"):
     """The engine named by `--rollout`, loaded from `folder`."""
     if cfg.rollout == "hf":
-        return HFEngine(folder, dtype=cfg.rollout_dtype, device=device)
+        return HFEngine(folder, dtype=cfg.rollout_dtype, device=device, logprobs_mode=cfg.logprobs_mode, head_fp32=cfg.lm_head_fp32)
     return VLLMEngine(folder, max_len=max_len, max_logprobs=topk, dtype=cfg.rollout_dtype, seed=cfg.seed,
-                      memory_gib=cfg.rollout_memory)
+                      memory_gib=cfg.rollout_memory, logprobs_mode=cfg.logprobs_mode, head_fp32=cfg.lm_head_fp32)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -42,6 +42,19 @@ def of(cfg) -> Sampling:
     return Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.min_p, cfg.max_tokens, cfg.seed)
 
 
+def check(cfg) -> None:
+    """ValueError, one sentence: what cannot be sampled."""
+    def need(ok, sentence):
+        if not ok:
+            raise ValueError(sentence)
+    need(cfg.temperature > 0, f"--temperature={cfg.temperature}: must be above 0")
+    need(0 < cfg.top_p <= 1, f"--top_p={cfg.top_p}: a probability mass in (0, 1]; 1 keeps all tokens")
+    need(cfg.top_k >= 0, f"--top_k={cfg.top_k}: must be 0 (all tokens) or more")
+    need(0 <= cfg.min_p < 1, f"--min_p={cfg.min_p}: a share in [0, 1); 0 keeps all tokens")
+    need(not of(cfg).truncates or cfg.logprobs_mode == "processed" or cfg.keep_sampling_mask != "replay",
+         "--logprobs_mode=raw: raw log-probabilities do not show which tokens were cut, so there are no kept sets to replay; use processed, or --keep_sampling_mask=off")
+
+
 def largest(cfg, vocabulary: int) -> int:
     """How many tokens a recorded kept set may have: 0 where none is recorded. Ties with the k-th token may add to top_k."""
     if cfg.keep_sampling_mask != "replay" or not of(cfg).truncates:

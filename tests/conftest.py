@@ -64,12 +64,25 @@ def solvers(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def vllm_engine(folders):
-    """The suite's one vLLM engine, serving the tiny actor's architecture."""
+def vllm_engines(folders):
+    """vLLM engines of the tiny actor by their settings, each started once. The first that closes takes the process group along: all stay open."""
     from rollout import VLLMEngine
-    engine = VLLMEngine(str(folders / "actor"), max_len=64, max_logprobs=20)
-    yield engine
-    engine.close()
+    made = {}
+
+    def get(**settings):
+        key = tuple(sorted(settings.items()))
+        if key not in made:
+            made[key] = VLLMEngine(str(folders / "actor"), max_len=64, max_logprobs=20, **settings)
+        return made[key]
+    yield get
+    for engine in made.values():
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def vllm_engine(vllm_engines):
+    """The suite's usual engine: float32, processed log-probabilities."""
+    return vllm_engines()
 
 
 def make_cfg(**changes) -> config.Config:

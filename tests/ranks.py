@@ -41,7 +41,7 @@ def main(parallel, out):
         b = batches.collate(groups, cfg)
         stats = objectives.prepare(b, comm, cfg, {})
         shared = {s for *_, s in learner._micro(b)}
-        step, learner._step = learner._step, lambda loss: {"grad_norm": 0.0}
+        step, learner._step = learner._step, lambda loss, nothing: {"grad_norm": 0.0}
         logged = learner.update(b, stats)
         whole = lambda x: x.full_tensor() if hasattr(x, "full_tensor") else x
         grads = {n: whole(p.grad).clone() for n, p in learner.pair.named_parameters()}

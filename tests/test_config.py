@@ -43,6 +43,14 @@ from conftest import ROOT, make_cfg
     (["--group_size=1", "--train_batch=4", "--rollout_batch=4"], "--group_size=1: an advantage needs at least 2 responses"),
     (["--steps=0"], "--steps=0: must be at least 1"),
     (["--lr=0"], "--lr=0.0: must be above 0"),
+    (["--logprobs_mode=raw", "--top_k=5"], "--logprobs_mode=raw: raw log-probabilities do not show which tokens were cut, so there are no kept sets to replay"),
+    (["--top_k=257"], "--top_k=257: larger than the vocabulary of 256 tokens"),
+    (["--objective=icepop", "--reject=geo"], "--reject=geo: --correction=icepop already rejects"),
+    (["--objective=tis", "--rs_high=2"], "--rs_low=None --rs_high=2.0: nothing is rejected by bounds here; name what to bound with --reject"),
+    (["--objective=tis", "--reject=geo", "--rs_low=1.2"], "--rs_low=1.2 --rs_high=1.1: the bounds are crossed"),
+    (["--objective=tis", "--veto=1"], r"--veto=1.0: a ratio in \[0, 1\)"), (["--log_ratio_clamp=0"], "--log_ratio_clamp=0.0: must be above 0"),
+    (["--objective=tis", "--is_floor=2"], "--is_floor=2.0: a lower bound of a capped weight, below --is_cap=2.0"),
+    (["--objective=grpo", "--is_floor=0.5"], "--correction=none has none"), (["--rollout_rs=seq_max_k2"], "--reject=seq_max_k2: not one of none, token"),
     (["--rs_low=3", "--rs_high=2"], "--rs_low=3.0 --rs_high=2.0: the bounds are crossed"),
     (["--objective=ppo_is", "--correction=tis"], "--ratio_base=inf already corrects"),
     (["--correction=tis_adjusted"], "needs --ratio_base=new, not ref"),
@@ -56,6 +64,7 @@ from conftest import ROOT, make_cfg
     (["--model=base:polcy"], "did you mean base:policy?"),
     (["--task=/no/such.jsonl", "--actor=none"], "--model=base:policy knows only --task=arith"),
     (["--task_min_ops=6"], "--task_min_ops=6: must be between 1 and --task_max_ops=5"),
+    (["--task_explain=-1"], "--task_explain=-1: must be 0"),
     (["--task_total=500"], "--task_total=500: must be below 200"),
     (["--max_tokens=2000"], "--max_tokens=2000: .*over the model's context of 512"),
     (["--config=/no/such.toml"], "--config=/no/such.toml: no such file"),
@@ -78,6 +87,15 @@ def test_flags_and_toml_compose(tmp_path):
     cfg = parse([f"--config={path}", "--steps=9", "--rollout", "hf", "--positive-only"])
     assert (cfg.objective, cfg.lr, cfg.steps, cfg.clip, cfg.is_cap, cfg.rollout, cfg.positive_only) == ("tis", 1.0, 9, False, 5.0, "hf", True)
     assert cfg.correction == "tis" and isinstance(cfg.lr, float)
+
+
+def test_flags_of_other_frameworks():
+    cfg = parse(["--rollout=hf", "--rollout_is=token", "--rollout_is_threshold=3", "--rollout_rs=seq_mean_k1", "--rollout_rs_threshold=1.2", "--loss_agg_mode=seq-mean-token-mean",
+                 "--clip_ratio_high", "0.3"])
+    assert (cfg.correction, cfg.is_cap, cfg.reject, cfg.rs_low, cfg.rs_high, cfg.reduction, cfg.clip_high) == ("tis", 3.0, "geo", 0.9, 1.2, "seq-mean-token-mean", 0.3)
+    cfg = parse(["--rollout=hf", "--vllm_importance_sampling_mode=sequence_mask", "--num_generations=4", "--epsilon=0.1"])
+    assert (cfg.correction, cfg.rs_high, cfg.group_size, cfg.clip_low) == ("seq_mis", 3.0, 4, 0.1)
+    assert all((o if isinstance(o, str) else o[0]) in config.FIELDS and theirs not in config.FIELDS for theirs, o in config.FOREIGN.items())
 
 
 @pytest.mark.parametrize("text, sentence", [

@@ -1,4 +1,5 @@
 """The learner: whatever the split into micro-batches or ranks, one gradient; and it is the derivative of the loss."""
+import math
 import os
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def gradients(cfg, groups, dtype=torch.float64, ref=True, keep=None):
             for p in learner.pair.parameters():
                 p.add_(torch.randn(p.shape, generator=g, dtype=torch.float64).to(dtype), alpha=0.01)
     stats = objectives.prepare(b, learner.comm, cfg, {})
-    learner._step = lambda loss: {"grad_norm": 0.0}
+    learner._step = lambda loss, nothing: {"grad_norm": 0.0}
     logged = learner.update(b, stats)
     return {n: p.grad.clone() for n, p in learner.pair.named_parameters()}, logged
 
@@ -191,7 +192,7 @@ def test_one_forward_serves_as_ref_pass_for_a_single_update():
         free, _ = gradients(cfg, groups, ref=False)
         batches.write_ref(groups, learner.ref_columns(batches.collate(groups, cfg), 1.0))
         b = batches.collate(groups, cfg)
-        learner._step = lambda loss: {"grad_norm": 0.0}
+        learner._step = lambda loss, nothing: {"grad_norm": 0.0}
         learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
         assert relative(free, {n: p.grad for n, p in learner.pair.named_parameters()}) < 1e-6
 
@@ -210,6 +211,20 @@ def test_non_finite_steps_are_skipped_counted_and_stop_the_run():
     learner.update(bad, objectives.prepare(bad, learner.comm, cfg, {}))
     with pytest.raises(RuntimeError, match="2 updates in a row had a non-finite loss or gradient"):
         learner.update(bad, objectives.prepare(bad, learner.comm, cfg, {}))
+
+
+def test_an_update_with_everything_rejected_moves_the_actor_alone():
+    """Adam's momentum must not carry the policy on over a batch that taught nothing."""
+    cfg = make_cfg(objective="geo_rs", actor="base:actor")
+    learner = Learner(tiny_model(0), tiny_model(1), cfg, Comm())
+    b = batches.collate(make_groups(), cfg)
+    go = lambda c: learner.update(b, objectives.prepare(b, learner.comm, c, {}), c)
+    assert go(replace(cfg, rs_low=0.0, rs_high=1e9))["rejected_steps"] == 0
+    before = {n: p.clone() for n, p in learner.pair.named_parameters()}
+    out = go(replace(cfg, rs_low=1e8, rs_high=1e9))
+    assert out["rejected_steps"] == 1 and out["stepped"] == 1 and out["grad_norm"] == 0 and math.isfinite(out["loss"])
+    for n, p in learner.pair.named_parameters():
+        assert torch.equal(p, before[n]) == n.startswith("policy"), n
 
 
 def test_step_clips_each_model_and_follows_the_schedule():

@@ -58,6 +58,8 @@ def test_ppo_kl_can_go_negative_and_its_weighted_form_differs():
     m = observed(LOG_R, new=[[-1.5, -0.5, -1.0], [-0.5] * 3])
     assert m["ppo_kl"] == pytest.approx((0.5 - 0.5 + 0 - 0.5 * 3) / 6)
     assert m["ppo_kl_weighted"] == pytest.approx((2 * 0.5 - 0.5 * 0.5 + 0 - 2 * 0.5 * 3) / 6)
+    k3 = lambda d: math.exp(d) - 1 - d                                          # d = log p_new - log p_ref
+    assert m["ppo_k3_kl"] == pytest.approx((k3(-0.5) + 4 * k3(0.5)) / 6)
 
 
 def test_rejection_and_low_weights():
@@ -70,6 +72,26 @@ def test_rejection_and_low_weights():
 def test_a_fully_clamped_batch_shows_a_false_ess_and_says_so():
     m = observed([[-9.0] * 3, [-30.0] * 3])                                     # the second's single tokens are beyond the clamp too
     assert m["rollout_corr/seq_eff_sample_size"] == pytest.approx(1.0) and m["rollout_corr/seq_clamped_fraction"] == 1.0
+    assert m["rollout_corr/seq_false_ess"] == 1.0 and observed(LOG_R)["rollout_corr/seq_false_ess"] == 0.0
+    narrow = observed(LOG_R, log_ratio_clamp=LN(3))                             # R: 1 and 64 -> 3; r: 4 -> 3
+    assert narrow["rollout_corr/seq_clamped_fraction"] == 0.5 and narrow["rollout_corr/chi2_seq"] == pytest.approx((1 + 9) / 2 - 1)
+    assert narrow["rollout_corr/chi2_token"] == pytest.approx((4 + .25 + 1 + 27) / 6 - 1)
+    assert observed([[-LN(2)] * 3] * 2, log_ratio_clamp=7.0)["rollout_corr/t_max"] == pytest.approx(7 / LN(2))
+
+
+def test_the_learners_reward_is_the_samplers_reweighted():
+    """Rewards 1, 0; R = 1, 64 capped at 4: 1 / (1 + 4)."""
+    assert observed(LOG_R)["rollout_corr/reward_weighted"] == pytest.approx(1 / 5) and observed(LOG_R)["reward"] == 0.5
+    assert observed(LOG_R, objective="seq_tis", is_cap=2.0)["rollout_corr/reward_weighted"] == pytest.approx(1 / 3)
+
+
+def test_warnings_are_said_once(tmp_path, capsys):
+    log = metrics.Log(tmp_path, make_cfg(), 0)
+    for step in range(3):
+        log.write(step, {"rejected_steps": float(step), "rollout_corr/seq_false_ess": 0.0})
+    log.close()
+    said = capsys.readouterr().err
+    assert said.count("every token of an update was rejected") == 1 and "update 2" in said and "clamp" not in said
 
 
 def test_padding_never_counts():

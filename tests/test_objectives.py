@@ -65,10 +65,24 @@ LOG_R = [[LN(2), -LN(2), 0.0], [LN(4), LN(4), LN(4)]]
     ("geo_rs", {"rs_low": 0.5, "rs_high": 5.0}, 1, 1),
     ("geo_rs_seq_tis", {"rs_low": 0.5, "rs_high": 5.0, "is_cap": 8.0}, [[1, 1, 1], [8, 8, 8]], 1),
     ("tbpo_mismatch", {}, [[1, 1, 1], [2, 2, 2]], 1),
+    ("tis", {"is_floor": 0.75}, [[2, .75, 1], [2, 2, 2]], 1),
+    ("seq_tis", {"is_floor": 1.5}, [[1.5] * 3, [4, 4, 4]], 1),
+    ("geo_rs_seq_tis", {"is_floor": 2.0, "rs_high": 5.0}, [[2] * 3, [4] * 3], 1),
+    ("tbpo_mismatch", {"is_floor": 1.25}, [[1.25] * 3, [2, 2, 2]], 1),
+    ("is", {"reject": "token", "rs_low": 0.6, "rs_high": 3.0}, [[2, .5, 1], [4, 4, 4]], [[1, 0, 1], [0, 0, 0]]),
+    ("tis", {"reject": "sequence"}, [[2, .5, 1], [2, 2, 2]], [[1, 1, 1], [0, 0, 0]]),
+    ("tis", {"reject": "geo"}, [[2, .5, 1], [2, 2, 2]], [[1, 1, 1], [0, 0, 0]]),
+    ("tis", {"reject": "geo", "rs_low": 2.0, "rs_high": 4.5}, [[2, .5, 1], [2, 2, 2]], [[0, 0, 0], [1, 1, 1]]),
+    ("none", {"veto": 0.6}, 1, [[0, 0, 0], [1, 1, 1]]),
+    ("is", {"veto": 0.4}, [[2, .5, 1], [4, 4, 4]], 1),
+    ("icepop", {"rs_low": 0.1, "rs_high": 3.0, "veto": 0.6}, [[2, .5, 1], [4, 4, 4]], 0),
+    ("is", {"log_ratio_clamp": LN(3)}, [[2, .5, 1], [3, 3, 3]], 1),
+    ("seq_is", {"log_ratio_clamp": LN(9)}, [[1, 1, 1], [9, 9, 9]], 1),
+    ("geo_rs", {"log_ratio_clamp": LN(1.05)}, 1, 1),
 ])
 def test_corrections_by_hand(name, flags, weight, keep):
     new, b = tiny(LOG_R)
-    w, k, _ = objectives.CORRECTIONS[name](new, b, STATS, make_cfg(objective="none", correction=name, **flags))
+    w, k, _ = objectives.weigh(new, b, STATS, make_cfg(objective="none", correction=name, **flags))
     full = lambda x: torch.as_tensor(x, dtype=f64).expand(2, 3)
     assert torch.allclose(w.expand(2, 3), full(weight)) and torch.equal(k.expand(2, 3).to(f64), full(keep))
 
@@ -79,6 +93,48 @@ def test_two_sided_cap_and_sequence_means_ignore_padding():
     assert torch.allclose(w[:, 0], torch.tensor([0.5, math.sqrt(2)], dtype=f64))       # 1/4 -> 1/2; sqrt(2 * 1) stays
     w, _, _ = objectives.seq_is(new, b, STATS, make_cfg(correction="seq_is"))
     assert torch.allclose(w[:, 0], torch.tensor([1 / 16, 2.0], dtype=f64))
+
+
+def test_a_veto_does_not_look_behind_the_end():
+    new, b = tiny([[0.0, 0.0, -30.0], [0.0, -30.0, 0.0]], mask=[[True, True, False], [True, True, True]])
+    _, k, _ = objectives.weigh(new, b, STATS, make_cfg(objective="tis", veto=1e-4))
+    assert k.expand(2, 3).tolist() == [[1.0] * 3, [0.0] * 3]
+
+
+def test_rejections_rescale_the_kept_denominator():
+    """reject=token on `is` is icepop, in the loss and in its kept denominator."""
+    got = []
+    for flags in (dict(objective="icepop"), dict(objective="is", reject="token")):
+        new, b = tiny(LOG_R)
+        c = make_cfg(**flags, loss_denominator="kept", rs_low=0.6, rs_high=3.0)
+        stats = objectives.prepare(b, One, c, {})
+        value, _ = objectives.loss(new, b, stats, c)
+        got.append(float(objectives.reduce(value, b.mask, stats, c).detach()))
+        assert "ref" in objectives.wants(c, {}, 1) and objectives.wants(replace(c, loss_denominator="proposed"), {}, 1) == set()
+    assert got[0] == got[1] != 0
+
+
+@pytest.mark.parametrize("theirs, ours", [
+    ("decoupled_token_is", dict(objective="tis")), ("decoupled_seq_is", dict(objective="seq_tis", is_cap=2.0)), ("bypass_ppo_clip", dict(objective="ppo_is")),
+    ("decoupled_geo_rs", dict(objective="geo_rs", rs_low=0.999, rs_high=1.001)), ("token_truncate", dict(objective="tis", is_cap=3.0)),
+    ("token_mask", dict(objective="areal_drop", is_cap=3.0)), ("sequence_truncate", dict(objective="seq_tis", is_cap=3.0)),
+    ("sequence_mask", dict(objective="seq_mis", rs_high=3.0)), ("seq_mask_tis", dict(objective="is", reject="geo", rs_low=0.5, rs_high=5.0)),
+    ("decoupled_seq_is_rs", dict(objective="seq_tis", is_cap=2.0, reject="sequence", rs_low=0.5, rs_high=2.0)),
+    ("dr_grpo", dict(objective="grpo", advantage="grpo_no_std", reduction="seq-mean-token-sum-norm")), ("dapo", dict(objective="grpo"))])
+def test_names_of_other_frameworks(theirs, ours):
+    assert replace(make_cfg(objective=theirs), objective="") == replace(make_cfg(**ours), objective="")
+
+
+def test_the_clamp_reaches_obrs_and_surrogates():
+    import obrs
+    a = lambda clamp: float(obrs.acceptance(torch.tensor(-3.0), torch.tensor(0.0), 1.0, clamp))
+    assert a(20.0) == pytest.approx(math.exp(-3)) and a(2.0) == pytest.approx(math.exp(-2))
+    assert float(obrs.weight(0.5, torch.tensor(3.0), torch.tensor(0.0), 1.0, 2.0)) == pytest.approx(0.5 * math.exp(2))
+    for name in ("ppo", "gspo", "sapo", "cispo"):
+        cfg = make_cfg(objective="none", surrogate=name, clip=False)
+        wide, tight = (objectives.SURROGATES[name](torch.full((1, 2), 1.0), torch.zeros(1, 2), torch.ones(1, 1), torch.ones(1, 2, dtype=torch.bool),
+                                                   replace(cfg, log_ratio_clamp=c))[0] for c in (20.0, 0.5))
+        assert not torch.allclose(wide, tight), name
 
 
 def test_log_ratios_are_clamped_after_the_sequence_sum():
@@ -159,7 +215,8 @@ def test_equal_laws_give_reinforce(name):
     stats = {**STATS, "tokens": 4.0}
     value, logs = objectives.loss(new, b, stats, cfg)
     objectives.reduce(value, b.mask, stats, cfg).backward()
-    per_token = {"token-mean": [[1 / 4] * 3, [1 / 4, 0, 0]], "seq-mean-token-mean": [[1 / 6] * 3, [1 / 2, 0, 0]]}[cfg.reduction]
+    per_token = {"token-mean": [[1 / 4] * 3, [1 / 4, 0, 0]], "seq-mean-token-mean": [[1 / 6] * 3, [1 / 2, 0, 0]],
+                 "seq-mean-token-sum-norm": [[1 / 64] * 3, [1 / 64, 0, 0]]}[cfg.reduction]
     assert torch.allclose(new.logp.grad, -b.adv * torch.tensor(per_token, dtype=f64), atol=1e-12)
 
 
@@ -365,4 +422,4 @@ def test_bounds_of_the_closed_loop_and_clamps():
     for kl, want in ((9.0, 2.0), (9.0, 2.0), (0.0, 2.0 * math.exp(-5)), (0.0, 1e-4), (0.0, 1e-4)):
         objectives.finish(carry, {"distill_kl": kl}, cfg)
         assert carry["distill"] == pytest.approx(want)
-    assert float(objectives.geo_ratio(tiny([[60.0] * 3] * 2)[1])[0]) == pytest.approx(math.exp(20))
+    assert float(objectives.geo_ratio(tiny([[60.0] * 3] * 2)[1], make_cfg())[0]) == pytest.approx(math.exp(20))

@@ -113,7 +113,7 @@ def test_a_token_that_the_learner_cuts_is_counted_and_teaches_nothing(folders):
     _, cut, b, learner = ratios(groups, "recompute", 0.05)
     cfg, lost = replace(learner.cfg, correction="none", is_cap=None), float(cut.double().mean())    # no weight that would hide it
     learner.cfg = cfg
-    learner._step = lambda loss: {}
+    learner._step = lambda loss, nothing: {}
     logged = learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
     assert lost > 0 and logged["rollout_corr/cut_fraction"] == pytest.approx(lost) and np.isfinite(logged["loss"])
     whole = {n: p.grad.clone() for n, p in learner.pair.named_parameters()}
@@ -125,6 +125,69 @@ def test_a_token_that_the_learner_cuts_is_counted_and_teaches_nothing(folders):
     learner.update(b, {**stats, "tokens": logged["tokens"]})
     for n, p in learner.pair.named_parameters():
         assert torch.allclose(p.grad, whole[n], atol=1e-6), n
+
+
+@pytest.mark.parametrize("temperature, top_k", [(1.0, 0), (0.5, 0), (1.0, 8)])
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+@pytest.mark.parametrize("kind", ["hf", "vllm"])
+def test_the_table_of_logprobs_modes(kind, mode, temperature, top_k, folders, vllm_engines):
+    """Praxis, section 2: raw log-probabilities fit a learner that scales by the temperature at temperature 1 alone; processed ones always,
+    and cut laws only where the learner takes the kept sets. The tokens are the same in both modes."""
+    make = lambda m: HFEngine(str(folders / "actor"), logprobs_mode=m) if kind == "hf" else vllm_engines(**({} if m == "processed" else {"logprobs_mode": m}))
+    if kind == "vllm":
+        vllm_engines().load(tiny_model(1).state_dict().items())
+    law = Sampling(temperature=temperature, top_k=top_k)
+    groups, others = (sampled(make(m), law, n=16, kept=20 if m == "processed" else 0) for m in (mode, "raw" if mode == "processed" else "processed"))
+    assert all((a.tokens == b.tokens).all() for g, o in zip(groups, others) for a, b in zip(g.responses, o.responses))
+    cfg = make_cfg(objective="tis", temperature=temperature, top_k=top_k, logprobs_mode=mode, keep_sampling_mask="replay" if mode == "processed" else "off")
+    b = batches.collate(groups, cfg)
+    gap = (Learner(tiny_model(1), None, cfg, Comm()).score(b, Want()).logp - b.logp_inf)[b.mask].abs().mean()
+    assert gap < 1e-4 if mode == "processed" or (temperature == 1 and top_k == 0) else gap > 0.05 or (top_k and gap < 1e-4)
+    if mode == "raw" and top_k:                                              # raw and off agree with each other, and neither with what was sampled
+        truth = batches.collate(others, make_cfg(top_k=top_k))
+        assert (b.logp_inf - truth.logp_inf)[b.mask].abs().mean() > 0.05
+
+
+@pytest.mark.parametrize("kind", ["hf", "vllm"])
+def test_a_head_in_float32_over_a_bfloat16_body(kind, folders, vllm_engines):
+    """A bfloat16 head rounds its logits to multiples of 1/128 and more, so the two best differ by such a multiple; a float32 head's do not.
+    On the plain engine the records are also exactly those of the bfloat16 body's hidden states under a float32 head."""
+    from transformers import AutoModelForCausalLM
+    folder, grid = str(folders / "actor"), {}
+    for fp32 in (True, False):
+        engine = HFEngine(folder, dtype="bfloat16", head_fp32=fp32) if kind == "hf" else vllm_engines(dtype="bfloat16", head_fp32=fp32)
+        groups = sampled(engine, Sampling(), n=16)
+        gap = np.concatenate([r.topk_logp[:, 0] - r.topk_logp[:, 1] for g in groups for r in g.responses]) * 128
+        grid[fp32] = np.abs(gap - gap.round()).mean()
+        if kind == "hf" and fp32:
+            body = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).requires_grad_(False)
+            for group in groups:
+                ids = torch.from_numpy(np.concatenate([group.prompt_ids, group.responses[0].tokens]).astype(np.int64))
+                hidden = body.base_model(input_ids=ids[None]).last_hidden_state[0, len(group.prompt_ids) - 1:-1].float()
+                logp = (hidden @ body.lm_head.weight.float().t()).log_softmax(-1).gather(1, ids[len(group.prompt_ids):, None])[:, 0]
+                assert np.abs(logp.numpy() - group.responses[0].logp_inf).mean() < 0.01
+    assert grid[True] > 0.2 and grid[False] < 0.01, grid
+
+
+def test_the_learners_head_in_float32(folders):
+    """bfloat16 learner: the flag keeps the head's factors in float32, without it they are rounded first."""
+    groups = sampled(HFEngine(str(folders / "actor")), Sampling())
+    got = {}
+    for fp32 in (True, False):
+        cfg = make_cfg(objective="tis", dtype="bfloat16", lm_head_fp32=fp32)
+        learner, seen = Learner(tiny_model(1), None, cfg, Comm()), []
+        b = batches.collate(groups, cfg)
+        learner.pair.policy.base_model.register_forward_hook(lambda m, i, o: seen.append(o.last_hidden_state))
+        learner.cfg = replace(cfg, micro_tokens=10**6)
+        learner.pair._read_shared = learner.pair._read
+        logp = learner.score(b, Want()).logp[0, :int(b.length[0])]
+        (hidden,), weight = seen, learner.pair.policy.lm_head.weight.detach()
+        hidden = hidden[0, int(b.prompt_len[0]) - 1:int((b.prompt_len + b.length)[0]) - 1].float()
+        hidden = hidden if fp32 else hidden.bfloat16().float()
+        want = (hidden @ (weight if fp32 else weight.bfloat16().float()).t()).log_softmax(-1).gather(1, b.tokens[0, :len(logp), None])[:, 0]
+        assert torch.allclose(logp, want.detach(), atol=1e-5)
+        got[fp32] = logp
+    assert (got[True] - got[False]).abs().max() > 1e-4
 
 
 def test_replay_needs_kept_sets(folders):
