@@ -3,6 +3,7 @@
     python eval.py --model=out/demo                           # a run folder: its newest checkpoint's policy
     python eval.py --model=FOLDER --task=FILE.jsonl --samples=8 --max_tokens=2048
     python eval.py --grade_gold=FILE.jsonl                    # no model: does the grader accept the file's own answers?
+    python eval.py --mismatch --model=FOLDER                  # how far the sampler is from the learner, and what can be done (mismatch.py)
 
 pass@k of a problem with c right among n samples is 1 - C(n-c, k) / C(n, k), the mean over all k-subsets (Chen et al. 2021);
 its standard error is taken over problems.
@@ -13,7 +14,7 @@ import copy
 import json
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,10 +22,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import config
 import objectives
-
+import sampling
 from rollout import HFEngine, Sampling, encode, grade_all, make_engine, request_seed
 from tasks import Jsonl, grade, make_task
+from warmstart import base_model
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -107,19 +110,25 @@ def held_out(learner, name: str, task, tokenizer, cfg) -> dict[str, float]:
 class Eval:
     """Flags of eval.py."""
     model: str = ""
-    """A run folder (its newest checkpoint's policy), a checkpoint, or any Hugging Face folder."""
+    """A run folder (its newest checkpoint's policy), a checkpoint, any Hugging Face folder, or base:policy."""
     which: Literal["policy", "actor"] = "policy"
     """Which model of a run or checkpoint."""
     task: str = "arith"
     """arith, or a JSONL file with problem/question and answer."""
     problems: int = 512
-    """At most so many problems."""
+    """At most so many problems (--mismatch: 64 where nothing is said)."""
     samples: int = 4
     """n: responses to each problem."""
     k: str = "1,4"
     """pass@k for these k, each at most n."""
     temperature: float = 1.0
     """Sampling temperature."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens with at least this mass; 1: all."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0: all."""
+    min_p: float = 0.0
+    """Keep tokens with at least this share of the most likely one's probability; 0: all."""
     max_tokens: int = 32
     """Longest response."""
     rollout: Literal["vllm", "hf"] = "vllm"
@@ -128,49 +137,78 @@ class Eval:
     """Its precision."""
     rollout_memory: float = 0.25
     """Engine's memory: GiB of KV cache on CPU, share of the GPU on CUDA."""
+    lm_head_fp32: bool = False
+    """Compute the language-model head in float32 above a body of less."""
+    logprobs_mode: Literal["processed", "raw"] = "processed"
+    """Log-probabilities the engine returns: of the law it samples from, or of the model before temperature and truncation."""
     seed: int = 0
     """Seed of sampling."""
     task_seed: int = 0
     """Seed of arith's problems."""
-    task_min_ops: int = 3
+    task_min_ops: int = config.Config.task_min_ops
     """arith: fewest operations."""
-    task_max_ops: int = 5
+    task_max_ops: int = config.Config.task_max_ops
     """arith: most operations."""
-    task_operand: int = 9
+    task_operand: int = config.Config.task_operand
     """arith: largest operand."""
-    task_total: int = 99
+    task_total: int = config.Config.task_total
     """arith: largest running total."""
+    task_explain: int = config.Config.task_explain
+    """arith: tokens of explanation that earn a bonus."""
+    mismatch: bool = False
+    """Measure the mismatch between sampler and learner instead of the score."""
+    actor: str = ""
+    """Mismatch: another model that samples: a run folder, a checkpoint, a Hugging Face folder or base:actor."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Mismatch: the learner's compute type."""
+    keep_sampling_mask: Literal["off", "recompute", "replay"] = "replay"
+    """Mismatch: what the learner scores where sampling truncates."""
+    kept_max: int = config.Config.kept_max
+    """Mismatch: largest kept set that is recorded."""
+    log_ratio_clamp: float = config.Config.log_ratio_clamp
+    """Mismatch: log-ratios are clamped to +- this."""
+    micro_tokens: int = config.Config.micro_tokens
+    """Mismatch: token budget of one forward."""
     grade_gold: str = ""
     """Feed this file's own answers to the grader instead of evaluating a model."""
     out: str = ""
-    """Also write the results to this JSON file."""
+    """Also write the results to this JSON file (and the figure of --mismatch beside it)."""
 
 
-def find_model(cfg: Eval) -> str:
-    """The folder with config.json behind --model."""
-    root = Path(cfg.model)
+def find_model(name: str, which: str, flag: str = "model") -> str:
+    """The folder with config.json behind --model or --actor."""
+    if name in ("base:policy", "base:actor"):
+        return base_model(name[5:], config.Config())
+    root = Path(name)
     steps = sorted((root / "checkpoints").glob("step_??????"))
-    for folder in (root, root / cfg.which, *(s / cfg.which for s in reversed(steps))):
+    for folder in (root, root / which, *(s / which for s in reversed(steps))):
         if (folder / "config.json").is_file() and "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8")):
             return str(folder)
-    raise ValueError(f"--model={cfg.model}: no model there; give a run folder, a checkpoint or a Hugging Face folder")
+    raise ValueError(f"--{flag}={name}: no model there; give a run folder, a checkpoint or a Hugging Face folder")
 
 
-def evaluate(cfg: Eval) -> dict:
-    """Sample, grade, and print pass@k with standard errors."""
+def open_model(cfg: Eval):
+    """(task, model folder, tokenizer, problems, longest prompt), all checked. ValueError: one sentence."""
     from transformers import AutoTokenizer
-    ks = [int(k) for k in cfg.k.split(",")]
-    if max(ks) > cfg.samples or min(ks) < 1:
-        raise ValueError(f"--k={cfg.k}: each k must lie between 1 and --samples={cfg.samples}")
-    task, folder = make_task(cfg), find_model(cfg)
+    sampling.check(cfg)
+    task, folder = make_task(cfg), find_model(cfg.model, cfg.which)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     n = cfg.problems if task.size is None else min(cfg.problems, task.size)
     limit = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
     longest = task.max_prompt() or max(len(encode(tokenizer, task.problem("test", i))) for i in range(n))
     if longest + cfg.max_tokens > limit:
         raise ValueError(f"--max_tokens={cfg.max_tokens}: the longest prompt has {longest} tokens, together more than the model's context of {limit}")
+    return task, folder, tokenizer, n, longest
+
+
+def evaluate(cfg: Eval) -> dict:
+    """Sample, grade, and print pass@k with standard errors."""
+    ks = [int(k) for k in cfg.k.split(",")]
+    if max(ks) > cfg.samples or min(ks) < 1:
+        raise ValueError(f"--k={cfg.k}: each k must lie between 1 and --samples={cfg.samples}")
+    task, folder, tokenizer, n, longest = open_model(cfg)
     engine = make_engine(cfg, folder, longest + cfg.max_tokens, 0, "cuda" if torch.cuda.is_available() else "cpu")
-    right, length = solve(engine, task, tokenizer, list(range(n)), cfg.samples, Sampling(temperature=cfg.temperature, max_tokens=cfg.max_tokens), cfg.seed)
+    right, length = solve(engine, task, tokenizer, list(range(n)), cfg.samples, sampling.of(cfg), cfg.seed)
     out = {"model": folder, "task": cfg.task, "problems": n, "samples": cfg.samples, "response_length": length}
     out[f"mean@{cfg.samples}"], out[f"mean@{cfg.samples}_se"] = mean_se(right.mean(1))
     for k in ks:
@@ -180,6 +218,18 @@ def evaluate(cfg: Eval) -> dict:
         print(f"  {name:8s} {100 * out[name]:6.2f} +- {100 * out[name + '_se']:.2f} %")
     engine.close()
     return out
+
+
+def measure_mismatch(cfg: Eval) -> dict:
+    """The probe of mismatch.py."""
+    import mismatch
+    if cfg.samples < 2:
+        raise ValueError(f"--samples={cfg.samples}: --mismatch compares responses, so at least 2 to a problem")
+    if cfg.problems == Eval.problems:
+        cfg = replace(cfg, problems=64)
+    task, folder, tokenizer, n, longest = open_model(cfg)
+    actor = find_model(cfg.actor, "actor", "actor") if cfg.actor else None
+    return mismatch.probe(replace(cfg, problems=n), folder, actor, task, tokenizer, n, longest, make_engine)
 
 
 def wrapped(answer: str) -> str:
@@ -213,8 +263,9 @@ def grade_gold(path: str) -> dict:
 
 def main(argv=None) -> dict:
     import tyro
-    cfg = tyro.cli(Eval, args=argv, use_underscores=True)
-    result = grade_gold(cfg.grade_gold) if cfg.grade_gold else evaluate(cfg)
+    argv = [f"{a}=True" if a.startswith("--") and "=" not in a and Eval.__annotations__.get(a[2:]) == "bool" else a for a in (sys.argv[1:] if argv is None else argv)]
+    cfg = tyro.cli(tyro.conf.FlagConversionOff[Eval], args=argv, use_underscores=True)
+    result = grade_gold(cfg.grade_gold) if cfg.grade_gold else measure_mismatch(cfg) if cfg.mismatch else evaluate(cfg)
     if cfg.out:
         Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
         Path(cfg.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
