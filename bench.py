@@ -1,17 +1,20 @@
 """What it costs: one table and one JSON line. Everything is measured in alternating pairs, because machines drift.
 
-    python bench.py                        # rollout, update, head (and gpu where there is one)
+    python bench.py                        # rollout, update, head, replay (and gpu where there is one)
     python bench.py update head            # some of them
     python bench.py trl                    # the whole step against TRL's GRPOTrainer; needs `trl` importable, see the README
 
 rollout  typed records against the bare engine call with the same sampling settings (vLLM)
 update   a jackpot update (ref pass, statistics, OBRS, step) against a plain PPO one on the same recorded batch, one model
 head     the chunked head against whole logits, 2,048 tokens x 151,936 words x 1,024, forward and backward: time and peak memory
+replay   kept sets at top_k 20 on the demo's policy: a learner step that replays them over one that does not, and rollouts (vLLM)
+         that record them over rollouts that do not, with the same truncated sampling
 trl      publish, roll out, grade, update, with --rollout=hf, against one step of GRPOTrainer; and our step with vLLM beside it
 gpu      learner tokens per second and share of the device's peak on a Qwen3-0.6B shape, bfloat16
 """
 from __future__ import annotations
 
+import copy
 import json
 import math
 import subprocess
@@ -27,6 +30,7 @@ from tqdm import tqdm
 import batch as batches
 import config
 import objectives
+import sampling
 from head import ChunkedHead, chunk_rows, one_model
 from learner import Comm, Learner
 from rollout import HFEngine, LocalSource, Response, Rollout, Sampling, VLLMEngine
@@ -170,6 +174,34 @@ def bench_head(root: str) -> dict:
             "goal": "ratio <= 1.40, memory_ratio <= 0.10"}
 
 
+def bench_replay(root: str) -> dict:
+    """Kept sets at top_k 20 on the policy's shape: the update with `replay` over `off`, same groups; the rollout with records over without."""
+    from warmstart import CONTEXT, SHAPES
+    folder, law = f"{root}/replay", Sampling(top_k=20, max_tokens=32)
+    model = shaped(folder, max_position_embeddings=CONTEXT, **SHAPES["policy"])
+    rng, width = np.random.default_rng(0), sampling.largest(flags(top_k=20), 256)
+    prompts, seeds = [rng.integers(2, 200, 10).astype(np.int32) for _ in range(32)], [[i * 8 + g for g in range(8)] for i in range(32)]
+    engine = VLLMEngine(folder, max_len=64, max_logprobs=width)
+    sample = lambda kept: engine.generate(prompts, seeds, law, 0, [1], kept)
+    rollout = alternate(lambda: sample(width), lambda: sample(0), 30, "replay, rollout")
+    groups = [Rollout(("bench", 0, i), str(i), p, law, "policy", "float32", 0, "", 0.0, 0.0, g) for i, (p, g) in enumerate(zip(prompts, sample(width)))]
+    engine.close()
+    for g in groups:
+        for r in g.responses:
+            r.reward = float(rng.integers(0, 2))
+    steps = {}
+    for world in ("replay", "off"):
+        cfg = flags(objective="tis", top_k=20, keep_sampling_mask=world, lr=1e-6)
+        steps[world] = cfg, Learner(copy.deepcopy(model), None, cfg, Comm())
+
+    def step(world):
+        cfg, learner = steps[world]
+        b = batches.collate(groups, cfg)
+        learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
+    out = alternate(lambda: step("replay"), lambda: step("off"), 30, "replay, update")
+    return {**out, **{f"rollout_{k}": rollout[k] for k in ("ratio", "low", "high")}, "goal": "ratio <= 1.05, rollout_ratio <= 1.05"}
+
+
 def our_step(folder: str, engine, cfg):
     """A callable: publish, roll out, grade, update, as train.py's loop does it."""
     from runs import load_model
@@ -263,11 +295,11 @@ def bench_gpu(root: str, device: str = "cuda", tokens: int = 16384, updates: int
             "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else math.nan}
 
 
-BENCHES = {"rollout": bench_rollout, "update": bench_update, "head": bench_head, "trl": bench_trl, "gpu": bench_gpu}
+BENCHES = {"rollout": bench_rollout, "update": bench_update, "head": bench_head, "replay": bench_replay, "trl": bench_trl, "gpu": bench_gpu}
 
 
 def main():
-    asked = sys.argv[1:] or ["rollout", "update", "head"] + (["gpu"] if torch.cuda.is_available() else [])
+    asked = sys.argv[1:] or ["rollout", "update", "head", "replay"] + (["gpu"] if torch.cuda.is_available() else [])
     unknown = [a for a in asked if a not in BENCHES]
     if unknown:
         sys.exit(f"error: {unknown[0]}: no such benchmark; there are {', '.join(BENCHES)}")

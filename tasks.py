@@ -36,12 +36,15 @@ class Problem:
 # ---------------------------------------------------------------------------------------------------------------------
 
 class Arithmetic:
-    """Running totals: `ops` operations (a range), operands 1..`operand`, every total inside 0..`total`."""
+    """Running totals: `ops` operations (a range), operands 1..`operand`, every total inside 0..`total`.
+
+    explain > 0 asks for long responses, as Mismatch Praxis does: after the answer may come an explanation, and a right answer
+    earns 1 + min(tokens behind it, explain) / explain. The demonstrations restate steps there, five on average."""
     name = "arith"
     size = None                                            # endless
 
-    def __init__(self, min_ops: int = 3, max_ops: int = 5, operand: int = 9, total: int = 29, seed: int = 0):
-        self.min_ops, self.max_ops, self.operand, self.total, self.seed = min_ops, max_ops, operand, total, seed
+    def __init__(self, min_ops: int = 3, max_ops: int = 5, operand: int = 9, total: int = 29, seed: int = 0, explain: int = 0):
+        self.min_ops, self.max_ops, self.operand, self.total, self.seed, self.explain = min_ops, max_ops, operand, total, seed, explain
 
     def problem(self, split: str, index: int) -> Problem:
         """Problem number `index` of a split ("train" or "test"): the same one for the same seed, on any machine."""
@@ -77,10 +80,17 @@ class Arithmetic:
                 new = min(max(new + rng.choice((-2, -1, 1, 2)), 0), NUMBERS - 1)
             steps.append(f"{total} {sign} {b} = {new}")
             total = new
-        return " ; ".join(steps) + f" # {total}"
+        text, said = " ; ".join(steps) + f" # {total}", 0
+        while 6 * (said + 1) <= min(self.explain, 96) and rng.random() < 0.85:
+            text, said = text + f" ; {rng.choice(steps)}", said + 1
+        return text
 
     def reward(self, problem: Problem, text: str, finished: bool) -> float:
-        """1 if the response ends, and ends with `# ANSWER`, else 0."""
+        """1 if the response ends, and ends with `# ANSWER`, else 0. With `explain`: one `#`, a right answer behind it, and the bonus."""
+        if self.explain:
+            found = re.search(r"^[^#]*# (\d+)((?: [^#]+)?)$", text.strip())
+            right = found is not None and found.group(1) == problem.answer
+            return right * (1.0 + min(len(found.group(2).split()), self.explain) / self.explain) if right else 0.0
         found = re.search(r"# (\d+)\s*$", text)
         return float(finished and found is not None and found.group(1) == problem.answer)
 
@@ -88,7 +98,7 @@ class Arithmetic:
         return 2 * self.max_ops + 2
 
     def max_response(self) -> int:
-        return 6 * self.max_ops + 2
+        return 6 * self.max_ops + 2 + self.explain
 
 
 def arithmetic_tokenizer():
@@ -177,5 +187,5 @@ def grade(response: str, answer: str) -> bool:
 def make_task(cfg):
     """The task named by `--task`: `arith`, or the path of a JSONL file."""
     if cfg.task == "arith":
-        return Arithmetic(cfg.task_min_ops, cfg.task_max_ops, cfg.task_operand, cfg.task_total, cfg.task_seed)
+        return Arithmetic(cfg.task_min_ops, cfg.task_max_ops, cfg.task_operand, cfg.task_total, cfg.task_seed, cfg.task_explain)
     return Jsonl(cfg.task, cfg.task_seed)

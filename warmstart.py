@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from rollout import HFEngine, Sampling, encode, grade_all, request_seed
-from tasks import Arithmetic, VOCAB, arithmetic_tokenizer
+from tasks import VOCAB, arithmetic_tokenizer, make_task
 
 # every dimension a multiple of 32, so that quantized formats and kernels fit later
 SHAPES = {
@@ -36,9 +36,9 @@ BATCH, LR, WARMUP, EVAL_EVERY, EVAL_PROBLEMS = 64, 2e-3, 50, 20, 256
 
 def base_model(name: str, cfg) -> str:
     """Folder of the embedded base model `name` ("policy" or "actor"), made now if it is not there yet."""
-    task = Arithmetic(cfg.task_min_ops, cfg.task_max_ops, cfg.task_operand, cfg.task_total, cfg.task_seed)
+    task = make_task(cfg)
     target = cfg.base_accuracy if name == "policy" or cfg.actor_base_accuracy is None else cfg.actor_base_accuracy
-    recipe = {"shape": SHAPES[name], "task": vars(task), "target": target, "batch": BATCH, "lr": LR, "slips": SLIPS, "format": 3}
+    recipe = {"shape": SHAPES[name], "task": {k: v for k, v in vars(task).items() if k != "explain" or v}, "target": target, "batch": BATCH, "lr": LR, "slips": SLIPS, "format": 3}
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:10]
     folder = Path(cfg.base_dir) / f"{name}-{key}"
     if not (folder / "config.json").is_file():
@@ -58,7 +58,7 @@ def accuracy(model, tokenizer, task, n: int = EVAL_PROBLEMS, split: str = "train
                                       Sampling(max_tokens=task.max_response()), 0, [tokenizer.eos_token_id])
     model.train(was)
     grade_all(task, tokenizer, problems, groups)
-    return sum(g[0].reward for g in groups) / n
+    return sum(g[0].reward > 0.5 for g in groups) / n
 
 
 def warm_start(name: str, task, target: float, folder: Path, max_steps: int = 6000) -> float:
@@ -83,6 +83,8 @@ def warm_start(name: str, task, target: float, folder: Path, max_steps: int = 60
             answer = tokenizer.encode(task.solution(problem, SLIPS)) + [tokenizer.eos_token_id]
             ids[row, :len(prompt) + len(answer)] = torch.tensor(prompt + answer)
             labels[row, len(prompt):len(prompt) + len(answer)] = torch.tensor(answer)
+        longest = int((labels != -100).any(0).nonzero().max()) + 2         # a column of padding stays
+        ids, labels = ids[:, :longest], labels[:, :longest]
         optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / WARMUP)
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)

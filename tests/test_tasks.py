@@ -51,6 +51,31 @@ def test_arithmetic_reward(text, reward):
     assert Arithmetic().reward(Problem("3 + 4", "3 + 4 :", "7"), text, True) == reward
 
 
+@pytest.mark.parametrize("text, reward", [
+    ("3 + 4 = 7 # 7", 1), ("# 7 ; 3 + 4 = 7", 1 + 6 / 8), ("# 7 ; ;", 1 + 2 / 8), ("# 7" + " ;" * 30, 2), ("# 8 ; 3 + 4 = 7", 0), ("# 7 # 7", 0), ("# 7 ; # 8", 0),
+    ("3 + 4 = 7 ; 7", 0), ("# 77 ; ;", 0), ("", 0)])
+@pytest.mark.parametrize("finished", [True, False])
+def test_reward_of_long_explanations(text, reward, finished):
+    """A right answer, one `#`, and a bonus for what stands behind it, whether or not the response ended by itself."""
+    from tasks import Problem
+    assert Arithmetic(explain=8).reward(Problem("3 + 4", "3 + 4 :", "7"), text, finished) == pytest.approx(reward)
+
+
+def test_demonstrations_with_explanations():
+    task, tokenizer, behind = Arithmetic(explain=224), arithmetic_tokenizer(), []
+    for i in range(300):
+        p = task.problem("train", i)
+        text = task.solution(p)
+        steps = text.split(" # ")[0].split(" ; ")
+        answer, *said = text.split(" # ")[1].split(" ; ")
+        assert answer == p.answer and set(said) <= set(steps) and len(tokenizer.encode(text)) + 1 <= task.max_response()
+        assert task.reward(p, text, True) == pytest.approx(1 + 6 * len(said) / 224)
+        behind.append(len(said))
+    assert 4 < sum(behind) / 300 < 6 and max(behind) == 16
+    short = [Arithmetic(explain=7).solution(task.problem("train", i)).split(" # ")[1].count(";") for i in range(50)]
+    assert max(short) == 1
+
+
 RIGHT = [
     ("The total is \\boxed{72}.", "72"), ("so we get $\\boxed{\\frac{3}{4}}$", "0.75"), ("\\boxed{\\frac{1}{2}}", "\\frac12"), ("\\boxed{1{,}000}", "1000"),
     ("\\boxed{x^2+2x+1}", "(x+1)^2"), ("\\boxed{\\sqrt{8}}", "2\\sqrt{2}"), ("\\boxed{(1, 2)}", "(1,2)"), ("\\boxed{\\{1,2,3\\}}", "\\{3,2,1\\}"),
@@ -124,3 +149,4 @@ def test_a_base_model_is_made_once_for_each_recipe(tmp_path, monkeypatch):
     cfg = make_cfg(base_dir=str(tmp_path), base_accuracy=0.3, actor_base_accuracy=0.1)
     folders = {warmstart.base_model(name, c) for name in ("policy", "actor") for c in (cfg, cfg, replace(cfg, actor_base_accuracy=None))}
     assert made == [("policy", 0.3), ("actor", 0.1), ("actor", 0.3)] and len(folders) == 3 == len(list(tmp_path.iterdir()))
+    assert warmstart.base_model("policy", replace(cfg, task_explain=8)) not in folders
