@@ -19,7 +19,6 @@ ROWS = {
     "TIS + distillation": dict(objective="tis", **LONG),
     "Jackpot": dict(objective="jackpot", **LONG),
     "Jackpot, closed loop": dict(objective="jackpot", distill_kl_target=0.01, **LONG),
-    "on-policy": dict(objective="grpo", actor="none", **LONG),
 }
 PANELS = [("KL(policy || actor), nats a token", "distill_kl"), ("held-out pass@1 of the policy (%)", "eval/policy"), ("reward of the responses", "reward"),
           ("lambda_distill", "distill_lambda"), ("gradient norm of the policy", "grad_norm"), ("entropy of the policy (nats)", "entropy")]

@@ -22,7 +22,7 @@ ROWS = {
     "stale: mask only": dict(STALE_64, obrs_mode="mask"),
     "stale: reweight only": dict(STALE_64, obrs_mode="reweight"),
     **{f"c1 = {c}": dict(OTHER, obrs_c1=c) for c in (2, 4, 8)},
-    **{f"lambda = {x}": dict(OTHER, obrs_lambda=x) for x in (0.8, 0.9, 1.1, 1.2)},
+    **{f"lambda = {x}": dict(OTHER, obrs_lambda=x) for x in (0.8, 1.2)},
     **{f"K = {k}, bracket": dict(OTHER, obrs_z="bracket", obrs_topk=k) for k in (10, 20, 40)},
     "budget: accept 90 %": dict(OTHER, obrs_accept_rate=0.9),
 }
