@@ -1,7 +1,7 @@
 """Grids of training runs for the studies in results/: run what is missing, keep what is small, draw the rest from it.
 
 A study is a script in results/. It names rows (flags on top of configs/study.toml), `run` makes those that are missing, and the
-script draws its table and figure from the records. A record is one small file, results/runs/NAME.json: command, configuration, git
+script draws its table and figure from the records. A record is one small file, results/runs/NAME.json (in a folder of its own where a study has another configuration): command, configuration, git
 revision, seconds by stage and the columns of `KEPT`. NAME is the flags themselves, so two studies that share a row share its
 run. A study that was killed goes on where it stopped, inside a run too (train.py --resume).
 
@@ -22,13 +22,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-import config
 import metrics
+from config import HARMLESS, parse
 
 ROOT = Path(__file__).resolve().parent
-RESULTS, FOLDERS = ROOT / "results", ROOT / "out" / "study"
+RESULTS, FOLDERS, STUDY = ROOT / "results", ROOT / "out" / "study", "configs/study.toml"
 KEPT = ("reward", "entropy", "grad_norm", "clip_fraction", "ppo_kl", "weight_var", "distill_kl", "distill_lambda", "rollout_corr/kl", "rollout_corr/k3_kl",
-        "rollout_corr/chi2_seq", "rollout_corr/rollout_is_eff_sample_size", "staleness/mean_updates", "obrs/accept_rate", "obrs/lambda", "obrs/kappa", "obrs/z",
+        "rollout_corr/chi2_seq", "rollout_corr/rollout_is_eff_sample_size", "rollout_corr/seq_eff_sample_size", "rollout_corr/low_weight_fraction", "rollout_corr/seq_clamped_fraction",
+        "rollout_corr/rollout_rs_seq_masked_fraction", "rollout_corr/ratio_mean", *(f"rollout_corr/low_weight/{n}" for n in (16, 32, 64, 128, 256)), "response_length", "staleness/mean_updates", "obrs/accept_rate", "obrs/lambda", "obrs/kappa", "obrs/z",
         "obrs/z_exact", "obrs/z_low", "obrs/z_high", "obrs/bracket_width", "obrs/kl_before", "obrs/kl_after")
 POINTS = 150                                               # a longer run is averaged over neighbouring updates
 
@@ -37,44 +38,54 @@ def name_of(flags: dict) -> str:
     return ",".join(f"{k}={v}" for k, v in flags.items()).replace("/", "_")
 
 
-def command(flags: dict) -> list[str]:
-    return ["train.py", "--config=configs/study.toml", *(f"--{k}={v}" for k, v in flags.items()), f"--out={os.path.relpath(FOLDERS / name_of(flags), ROOT)}"]
+def command(flags: dict, config: str = STUDY) -> list[str]:
+    return ["train.py", f"--config={config}", *(f"--{k}={v}" for k, v in flags.items()), f"--out={os.path.relpath(folder_of(flags, config), ROOT)}"]
 
 
-def run(rows: dict[str, dict], seeds: dict[str, int] | None = None, draw: bool = False, jobs: int = 2) -> dict[str, list[dict]]:
+def folder_of(flags: dict, config: str) -> Path:
+    """The run folder: studies on another configuration have a folder of their own."""
+    return (FOLDERS if config == STUDY else FOLDERS / Path(config).stem) / name_of(flags)
+
+
+def path_of(flags: dict, config: str) -> Path:
+    """The record's path, likewise."""
+    return (RESULTS / "runs" if config == STUDY else RESULTS / "runs" / Path(config).stem) / f"{name_of(flags)}.json"
+
+
+def run(rows: dict[str, dict], seeds: dict[str, int] | None = None, draw: bool = False, jobs: int = 2, config: str = STUDY) -> dict[str, list[dict]]:
     """The records of every row, seed by seed, after running those that are missing, `jobs` at a time.
 
-    rows: label -> flags; seeds: label -> how many (1 where none is said). draw: run nothing, leave out what is not there."""
+    rows: label -> flags on top of the file `config`; seeds: label -> how many (1 where none is said). draw: run nothing, leave out what is not there."""
     wanted = {label: [{**flags, "seed": s} for s in range((seeds or {}).get(label, 1))] for label, flags in rows.items()}
     if not draw:
-        missing = {name_of(f): f for f in sorted((f for runs in wanted.values() for f in runs), key=lambda f: f["seed"]) if not record_of(f)}
+        missing = {name_of(f): f for f in sorted((f for runs in wanted.values() for f in runs), key=lambda f: f["seed"]) if not record_of(f, config)}
         threads = str(max(1, len(os.sched_getaffinity(0)) // jobs))
         with ThreadPoolExecutor(jobs) as pool:
-            done = [pool.submit(one, flags, threads) for flags in missing.values()]
+            done = [pool.submit(one, flags, threads, config) for flags in missing.values()]
             for future in tqdm(done, desc="runs", disable=not done):
                 future.result()
-    got = {label: [r for f in runs if (r := record_of(f))] for label, runs in wanted.items()}
+    got = {label: [r for f in runs if (r := record_of(f, config))] for label, runs in wanted.items()}
     return {label: records for label, records in got.items() if records}
 
 
-def record_of(flags: dict) -> dict | None:
+def record_of(flags: dict, config: str = STUDY) -> dict | None:
     """The record of a run, if it is there. ValueError: it was made with other settings."""
-    path = RESULTS / "runs" / f"{name_of(flags)}.json"
+    path = path_of(flags, config)
     if not path.is_file():
         return None
     record = json.loads(path.read_text(encoding="utf-8"))
-    now = asdict(config.parse([*command(flags)[1:]]))
+    now = asdict(parse(command(flags, config)[1:]))
     changed = [k for k, v in record["config"].items() if k in now and metrics.clean(now[k]) != v]
     if changed:
-        raise ValueError(f"results/runs/{path.name}: made with {changed[0]} = {record['config'][changed[0]]!r}, configs/study.toml now says {now[changed[0]]!r}; "
+        raise ValueError(f"{os.path.relpath(path, ROOT)}: made with {changed[0]} = {record['config'][changed[0]]!r}, {config} now says {now[changed[0]]!r}; "
                          "delete the file to run it again")
     return record
 
 
-def one(flags: dict, threads: str) -> None:
+def one(flags: dict, threads: str, config: str = STUDY) -> None:
     """Run or resume one run and write its record."""
-    out = FOLDERS / name_of(flags)
-    argv = [sys.executable, *command(flags)]
+    out, path = folder_of(flags, config), path_of(flags, config)
+    argv = [sys.executable, *command(flags, config)]
     if (out / "config.json").is_file():
         argv.append("--resume")
     env = {**os.environ, "OMP_NUM_THREADS": threads, "TQDM_DISABLE": "1"}
@@ -84,13 +95,13 @@ def one(flags: dict, threads: str) -> None:
     last, steps = metrics.read(out)[-1]["step"] + 1, json.loads((out / "config.json").read_text(encoding="utf-8"))["config"]["steps"]
     if last < steps:
         raise SystemExit(f"error: {out}: stopped by a signal after update {last} of {steps}; start the study again to go on")
-    (RESULTS / "runs").mkdir(parents=True, exist_ok=True)
-    scratch = RESULTS / "runs" / f"{name_of(flags)}.tmp"
-    scratch.write_text(json.dumps(condense(out, flags)) + "\n", encoding="utf-8")
-    os.replace(scratch, scratch.with_suffix(".json"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(json.dumps(condense(out, command(flags, config))) + "\n", encoding="utf-8")
+    os.replace(scratch, path)
 
 
-def condense(out: Path, flags: dict) -> dict:
+def condense(out: Path, argv: list[str]) -> dict:
     """What is kept of a run folder."""
     rows, made = metrics.read(out), json.loads((out / "config.json").read_text(encoding="utf-8"))
     steps = [r for r in rows if r["step"] >= 0]
@@ -103,8 +114,8 @@ def condense(out: Path, flags: dict) -> dict:
     columns = {key: [mean(b, key) for b in blocks] for key in KEPT if any(r.get(key) is not None for r in steps)}
     evals = {n: [[r["step"] + 1, r[f"eval/{n}_pass@1"], r[f"eval/{n}_se"]] for r in rows if f"eval/{n}_pass@1" in r] for n in ("policy", "actor")}
     seconds = {k: round(sum(r.get(k, 0.0) for r in rows), 1) for k in ("rollout_s", "ref_s", "update_s", "sync_s", "eval_s", "save_s")}
-    plain = {k: metrics.clean(v) for k, v in made["config"].items() if k not in config.HARMLESS}
-    return {"command": " ".join(["python", *command(flags)]), "git": made["git"], "versions": made["versions"], "config": plain, "seconds": seconds,
+    plain = {k: metrics.clean(v) for k, v in made["config"].items() if k not in HARMLESS}
+    return {"command": " ".join(["python", *argv]), "git": made["git"], "versions": made["versions"], "config": plain, "seconds": seconds,
             "evals": {n: e for n, e in evals.items() if e}, "updates": [b[-1]["step"] + 1 for b in blocks], "columns": columns}
 
 

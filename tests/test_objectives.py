@@ -413,7 +413,11 @@ def test_the_actors_own_loss_is_plain_ppo_under_any_policy_objective():
         _, logs = objectives.joint_loss(new, b, stats, make_cfg(objective="none", actor="base:actor"))
         got.append(logs["actor_loss"])
         assert logs["distill"].tolist() == [[0.25] * 3, [0.25, 0, 0]]
-    assert torch.equal(*got)
+    for flags in (dict(reject="geo"), dict(veto=0.9), dict(is_floor=1.9)):     # nor is what the policy drops or bounds
+        _, logs = objectives.joint_loss(new, b, {**STATS, "distill": 1.0}, make_cfg(objective="tis", actor="base:actor", actor_correction="tis", **flags))
+        got.append(logs["actor_loss"])
+    plain = objectives.joint_loss(new, b, {**STATS, "distill": 1.0}, make_cfg(objective="tis", actor="base:actor", actor_correction="tis"))[1]["actor_loss"]
+    assert torch.equal(*got[:2]) and all(torch.equal(x, plain) for x in got[2:])
 
 
 def test_bounds_of_the_closed_loop_and_clamps():

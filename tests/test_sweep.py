@@ -58,6 +58,14 @@ def test_a_study_runs_what_is_missing_and_draws_from_its_records(study, capsys, 
         sweep.run(study)
 
 
+def test_studies_on_another_configuration_keep_to_themselves(study):
+    flags = dict(objective="tis", seed=0)
+    assert sweep.path_of(flags, "configs/long.toml") == sweep.RESULTS / "runs" / "long" / "tis-0.json" and sweep.path_of(flags, sweep.STUDY).parent.name == "runs"
+    assert sweep.folder_of(flags, "configs/long.toml") == sweep.FOLDERS / "long" / "tis-0"
+    argv = sweep.command(flags, "configs/long.toml")
+    assert "--config=configs/long.toml" in argv and argv[-1].endswith("study/long/tis-0") and "--config=configs/study.toml" in sweep.command(flags)
+
+
 def test_a_run_that_fails_says_which_and_why(study):
     with pytest.raises(SystemExit, match="(?s)objectiv=jackpot.*--objectiv: no such flag; did you mean --objective?"):
         sweep.run({"bad": dict(objectiv="jackpot")})

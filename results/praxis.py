@@ -1,0 +1,69 @@
+"""Mismatch Praxis in small: three corrections under three ways of sampling, on long responses, with a mismatch that is real.
+
+    python results/praxis.py            # run what is missing (two at a time), then results/praxis.md, results/praxis.png, results/praxis_length.png
+
+configs/long.toml: a small actor samples, 16 updates to a sync, responses of up to 256 tokens whose length earns a bonus once the
+answer is right. `default` is the sampling that a model card recommends (0.7, top_p 0.8, top_k 20), scored on the whole vocabulary as
+frameworks do; `replay` is the same with the rollout's kept sets. Then the text's alternatives: Seq-MIS, Geo-RS, and both.
+"""
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import sweep
+
+CARD = dict(temperature=0.7, top_p=0.8, top_k=20)
+SAMPLING = {"T 1": {}, "T 0.4": dict(temperature=0.4), "default": dict(CARD, keep_sampling_mask="off"), "default, replay": CARD}
+CORRECTIONS = {"none": "none", "Token-TIS": "tis", "Seq-TIS": "seq_tis"}
+ROWS = {f"{c}, {s}": dict(objective=objective, **law) for s, law in SAMPLING.items() for c, objective in CORRECTIONS.items()}
+ROWS |= {"Seq-MIS, T 1": dict(objective="seq_mis"), "Geo-RS, T 1": dict(objective="geo_rs"), "Geo-RS-Seq-TIS, T 1": dict(objective="geo_rs_seq_tis")}
+THREE = [f"{c}, T 1" for c in CORRECTIONS]
+PANELS = [("reward, with the length bonus", "reward"), ("held-out pass@1 of the policy (%)", "eval/policy"), ("tokens of a response", "response_length"),
+          ("ESS of the weights that train", "rollout_corr/rollout_is_eff_sample_size"), ("ESS of R over responses", "rollout_corr/seq_eff_sample_size"), ("chi2 of R", "rollout_corr/chi2_seq"),
+          ("share of responses with R < 1/4", "rollout_corr/low_weight_fraction"), ("KL(inf || ref) a token", "rollout_corr/k3_kl"), ("share of responses at the clamp", "rollout_corr/seq_clamped_fraction")]
+COLUMNS = {"seeds": sweep.COLUMNS["seeds"],
+           "reward": lambda rs: sweep.number(sweep.tail(rs, "reward")), "policy pass@1, %": sweep.COLUMNS["policy pass@1, %"],
+           "tokens": lambda rs: sweep.number(sweep.tail(rs, "response_length")), "KL": lambda rs: sweep.number(sweep.tail(rs, "rollout_corr/k3_kl")),
+           "T_max": lambda rs: sweep.number(20 / sweep.tail(rs, "rollout_corr/k3_kl")), "mean of r": lambda rs: sweep.number(sweep.tail(rs, "rollout_corr/ratio_mean")),
+           "ESS": sweep.COLUMNS["ESS"], "ESS of R": lambda rs: sweep.number(sweep.tail(rs, "rollout_corr/seq_eff_sample_size")),
+           "chi2 of R": lambda rs: sweep.number(sweep.tail(rs, "rollout_corr/chi2_seq")), "R < 1/4, %": lambda rs: sweep.number(100 * sweep.tail(rs, "rollout_corr/low_weight_fraction")),
+           "rejected, %": lambda rs: sweep.number(100 * sweep.tail(rs, "rollout_corr/rollout_rs_seq_masked_fraction")),
+           "at the clamp, %": lambda rs: sweep.number(100 * sweep.tail(rs, "rollout_corr/seq_clamped_fraction"))}
+LENGTHS = (16, 32, 64, 128, 256)
+
+
+def by_length(got: dict) -> None:
+    """Praxis, Figures 3 and 5: low-weight share by length, and response length against T_max."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
+    for i, s in enumerate(SAMPLING):
+        records = [r for c in CORRECTIONS for r in got.get(f"{c}, {s}", [])]
+        share = [(n, sweep.tail(records, f"rollout_corr/low_weight/{n}", 1.0)) for n in LENGTHS]
+        share = [(n, y) for n, y in share if y == y]
+        left.plot([n for n, _ in share], [100 * y for _, y in share], "o-", color=f"C{i}", label=s)
+        for r in got.get(f"Token-TIS, {s}", [])[:1]:
+            right.plot(r["updates"], r["columns"]["response_length"], color=f"C{i}", label=f"{s}: tokens of a response")
+            right.plot(r["updates"], [20 / k if k else None for k in r["columns"]["rollout_corr/k3_kl"]], color=f"C{i}", ls="--", lw=0.9)
+    left.set(xscale="log", xticks=LENGTHS, xlabel="tokens of the response, up to", ylabel="%", title="responses with R < 1/4 (all three corrections)")
+    left.set_xticklabels(LENGTHS)
+    right.set(yscale="log", xlabel="updates", title="Token-TIS: response length, and T_max = 20 / KL (dashed)")
+    for ax in (left, right):
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=8)
+    fig.tight_layout()
+    fig.savefig(sweep.RESULTS / "praxis_length.png", dpi=100)
+    plt.close(fig)
+
+
+def main():
+    args = sweep.arguments(__doc__)
+    got = sweep.run(ROWS, {label: 3 for label in THREE}, args.draw, args.jobs, config="configs/long.toml")
+    sweep.write("praxis", got, PANELS, COLUMNS)
+    by_length(got)
+
+
+if __name__ == "__main__":
+    main()
