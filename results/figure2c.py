@@ -16,7 +16,7 @@ ROWS = {
     "no correction, no distillation": dict(objective="none", distill_lambda=0),                 # both are over within 150 updates
     "TIS, no distillation": dict(objective="tis", distill_lambda=0),
     "Jackpot, no distillation": dict(objective="jackpot", distill_lambda=0, **LONG),
-    "TIS + distillation": dict(objective="tis", **LONG),
+    "TIS + distillation": dict(objective="tis"),
     "Jackpot": dict(objective="jackpot", **LONG),
     "Jackpot, closed loop": dict(objective="jackpot", distill_kl_target=0.01, **LONG),
 }
