@@ -86,6 +86,10 @@ class Config:
     """eps_high (default 0.28; gspo 4e-4)."""
     dual_clip: float = 0.0
     """Dual-clip constant c for negative advantages (3 is usual); 0: off."""
+    tbpo_neg_high: float = 7e-4
+    """tbpo: upper edge of the band of negative advantages."""
+    tbpo_cap: Literal["clip", "mask"] = "clip"
+    """tbpo_mismatch: cap the weight of a response that is outside [1/C, C], or drop the response."""
     positive_only: bool = False
     """Train on positive advantages alone."""
 
@@ -162,6 +166,8 @@ class Config:
     """Policy learning rate."""
     actor_lr: float = 3e-4
     """Actor learning rate."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: torch.optim.Muon on the matrices of the layers, AdamW on the rest, at the same learning rates (RMS-matched)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up."""
     warmup_steps: int = 5
@@ -192,6 +198,12 @@ class Config:
     """Engine's memory: GiB of KV cache on CPU, share of the GPU on CUDA."""
     lm_head_fp32: bool = False
     """Compute the language-model head in float32 on both sides, above bodies of less."""
+    rollout_quant: Literal["none", "int8", "fp8", "w4a16", "w3a16", "w2a16"] = "none"
+    """Low-bit rollouts (quant.py): the engine's linear layers in this format."""
+    learner_quant: Literal["none", "aligned", "int8", "fp8", "w4a16", "w3a16", "w2a16"] = "none"
+    """aligned: the learner's copy of the model that samples computes on the engine's low-bit numbers (QaRL); a format: whatever the engine does."""
+    quant_group: int = 64
+    """Columns that share a scale in w4a16 and its like."""
 
     # -- evaluation, logging, checkpoints
     eval_every: int = 0
@@ -376,6 +388,9 @@ def resolve(cfg: Config, world: int | None = None) -> Config:
     need(cfg.kept_max >= 1, f"--kept_max={cfg.kept_max}: must be at least 1")
     need(not (two and sampling.of(cfg).truncates and cfg.keep_sampling_mask == "recompute"),
          "--keep_sampling_mask=recompute with an --actor: each model would be cut by itself, and the KL between two cut laws is infinite; use replay or off")
+    need(cfg.learner_quant != "aligned" or cfg.rollout_quant != "none",
+         "--learner_quant=aligned: the rollouts are not quantized, there is nothing to align with; name a --rollout_quant, or the learner's own format in --learner_quant")
+    need(cfg.quant_group >= 1, f"--quant_group={cfg.quant_group}: must be at least 1")
     need(cfg.obrs_c2 >= 1, f"--obrs_c2={cfg.obrs_c2}: caps p_ref / p_tgt, so at least 1")
     need(cfg.obrs_lambda > 0, f"--obrs_lambda={cfg.obrs_lambda}: lambda must be above 0 (1 is the usual value)")
     need(cfg.obrs_accept_rate is None or 0 < cfg.obrs_accept_rate <= 1,
@@ -398,6 +413,9 @@ def resolve(cfg: Config, world: int | None = None) -> Config:
     need(cfg.is_floor >= 0 and (cfg.is_floor == 0 or (cfg.correction in CAPPED - {"areal_drop"} and cfg.is_floor < cfg.is_cap)),
          f"--is_floor={cfg.is_floor}: a lower bound of a capped weight, below --is_cap={cfg.is_cap}; --correction={cfg.correction} "
          + ("has one" if cfg.correction in CAPPED - {"areal_drop"} else "has none"))
+    need(cfg.tbpo_neg_high > 0, f"--tbpo_neg_high={cfg.tbpo_neg_high}: the band's edges are 1 - clip_low and 1 + this; it must be above 0")
+    need(cfg.is_cap is None or cfg.correction != "tbpo_mismatch" or max(1.0, cfg.is_floor) < cfg.is_cap,
+         f"--is_cap={cfg.is_cap}: tbpo_mismatch caps two-sided to [1/C, C], so C must be above 1")
     need(cfg.ratio_base != "inf" or cfg.correction == "none" or cfg.allow_double_correction,
          f"--ratio_base=inf already corrects for the mismatch: use --correction=none instead of {cfg.correction}, or --allow_double_correction=True")
     need(cfg.correction not in ("tis_adjusted", "jackpot_adjusted") or cfg.ratio_base == "new",

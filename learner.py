@@ -17,6 +17,7 @@ from torch import nn
 
 import batch as batches
 import objectives
+import quant
 from batch import Batch
 from metrics import Sums, observe
 from pair import Pair, TokenStats, Want, want_new, want_ref
@@ -67,9 +68,15 @@ class Comm:
 # The learner
 # ---------------------------------------------------------------------------------------------------------------------
 
-def make_optimizer(params, cfg, lr: float):
-    """AdamW over one model's parameters. Another optimizer is another line here."""
-    return torch.optim.AdamW(params, lr=lr, betas=(cfg.adam_beta1, cfg.adam_beta2), eps=cfg.adam_eps, weight_decay=cfg.weight_decay)
+def make_optimizers(model, cfg, lr: float) -> list:
+    """AdamW over one model's parameters; or Muon over the matrices of its layers, and AdamW over the rest. Another optimizer is another line here."""
+    inner = {id(p) for p in model.base_model.layers.parameters() if p.ndim == 2} if cfg.optimizer == "muon" else set()
+    rest = [p for p in model.parameters() if id(p) not in inner]
+    out = [torch.optim.AdamW(rest, lr=lr, betas=(cfg.adam_beta1, cfg.adam_beta2), eps=cfg.adam_eps, weight_decay=cfg.weight_decay)]
+    if inner:
+        matrices = [p for p in model.parameters() if id(p) in inner]
+        out.append(torch.optim.Muon(matrices, lr=lr, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw"))
+    return out
 
 
 def schedule(step: int, cfg) -> float:
@@ -85,6 +92,9 @@ class Learner:
 
     def __init__(self, policy, actor, cfg, comm: Comm, device: str = "cpu"):
         self.cfg, self.comm, self.device = cfg, comm, device
+        self.fmt = quant.format_of(cfg.rollout_quant, cfg.quant_group)
+        own = self.fmt if cfg.learner_quant == "aligned" else quant.format_of(cfg.learner_quant, cfg.quant_group)
+        quant.align(policy if actor is None else actor, own)               # the model that samples
         self.pair = Pair(policy, actor, torch.bfloat16 if cfg.dtype == "bfloat16" else None, cfg.lm_head_fp32).to(device)
         self.pair.eval()                                                   # dropout stays off: scoring and training see one law
         self.names = ["policy"] + (["actor"] if actor is not None else [])
@@ -92,7 +102,7 @@ class Learner:
         self.optimizers = {}
         for name in self.names:
             lr = cfg.lr if name == "policy" else cfg.actor_lr
-            self.optimizers[name] = make_optimizer(getattr(self.pair, name).parameters(), cfg, lr)
+            self.optimizers[name] = make_optimizers(getattr(self.pair, name), cfg, lr)
         self.version, self.skipped_in_a_row, self.skipped, self.rejected = 0, 0, 0, 0
 
     def _wrap(self):
@@ -102,6 +112,9 @@ class Learner:
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
             mesh = init_device_mesh(torch.device(self.device).type, (self.comm.world,))
+            for layer in self.pair.modules():
+                if isinstance(layer, quant.LowBitLinear):
+                    layer.keeps = False
             for name in self.names:
                 for layer in getattr(self.pair, name).base_model.layers:
                     fully_shard(layer, mesh=mesh)
@@ -200,13 +213,14 @@ class Learner:
             norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
             out["grad_norm" if name == "policy" else "actor/grad_norm"] = float(norm)
         fine = math.isfinite(loss) and all(map(math.isfinite, out.values()))
-        for name, optimizer in self.optimizers.items():
+        for name, optimizers in self.optimizers.items():
             lr = (self.cfg.lr if name == "policy" else self.cfg.actor_lr) * factor
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            if fine and not (nothing and name == "policy"):
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+                if fine and not (nothing and name == "policy"):
+                    optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
             out["lr" if name == "policy" else "actor/lr"] = lr
         self.version += 1
         self.skipped_in_a_row = 0 if fine else self.skipped_in_a_row + 1
@@ -229,6 +243,11 @@ class Learner:
             x = x.detach()
             yield key, x.full_tensor() if hasattr(x, "full_tensor") else x
 
+    def published(self, name: str, packed: bool):
+        """What an engine loads of one model: `named_tensors`, its linear layers in the rollout's format if there is one (quant.py); collective."""
+        named = self.named_tensors(name)
+        return quant.published(named, getattr(self.pair, name), self.fmt, packed) if self.fmt else named
+
     def state_dict(self) -> dict:
         """Optimizers and counters (whole, on rank 0); the weights themselves go through `tensors`. Collective."""
         out = {"version": self.version, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row, "rejected": self.rejected}
@@ -242,7 +261,7 @@ class Learner:
 
     def _optimizer_state(self, name: str) -> dict:
         if not (self.comm.on and self.cfg.parallel == "fsdp"):
-            return self.optimizers[name].state_dict()
+            return {"parts": [o.state_dict() for o in self.optimizers[name]]}
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
         return get_optimizer_state_dict(getattr(self.pair, name), self.optimizers[name], options=self._options())
 
@@ -254,4 +273,5 @@ class Learner:
                 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
                 set_optimizer_state_dict(getattr(self.pair, name), self.optimizers[name], state[f"optimizer.{name}"], options=self._options())
             else:
-                self.optimizers[name].load_state_dict(state[f"optimizer.{name}"])
+                for optimizer, part in zip(self.optimizers[name], state[f"optimizer.{name}"]["parts"]):
+                    optimizer.load_state_dict(part)

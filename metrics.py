@@ -21,6 +21,9 @@ every number is a mean over the whole step, never "the last micro-batch". Names 
   rollout_corr/mean_mismatch, max_mismatch   |p_inf - p_ref|, mean and maximum over a response, mean over responses (TIS)
   rollout_corr/ppl_ratio     mean over responses of exp(mean log p_inf - mean log p_ref)
   rollout_corr/seq_weight/N  mean R of responses of N/2 < length <= N tokens (16: up to 16); low_weight/N: their low-weight fraction
+  error/low_prob_pos, _neg   sampled tokens with p_ref < 1e-3, share of those with A > 0 and with A < 0 ("error tokens", QaRL Fig. 4c)
+  error/repetition           share of a response's 4-grams that it has said before, mean over responses
+  error/ratio_out/P          tokens with p_new / p_ref outside [1/2, 2], share of those with p_ref <= P and above the next smaller P (QaRL Fig. 5b)
   rollout_corr/cut_fraction  sampled tokens that the learner's own law cuts (--keep_sampling_mask=recompute): they stand at e^-69
   ppo_kl                     mean(log p_ref - log p_new), k1. Warning: it estimates KL(ref || new) under samples of ref, but these are
                              samples of inf, so where the two differ it goes negative and means nothing (TIS text)
@@ -119,6 +122,14 @@ def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
                     ("reward", batch.reward), ("response_length", batch.length), ("advantage_abs", batch.adv[:, 0].abs()),
                     ("staleness/mean_updates", batch.staleness[:, 0]), ("staleness/mean_seconds", batch.staleness[:, 1])):
         sums.add(name, x, has)
+    error = ref < math.log(1e-3)
+    sums.add("error/low_prob_pos", error, mask & (batch.adv > 0))
+    sums.add("error/low_prob_neg", error, mask & (batch.adv < 0))
+    sums.add("error/repetition", repetition(batch.tokens, batch.exists), has & (batch.length >= 4))
+    moved, below = (new.logp - ref).abs() > math.log(2), -math.inf
+    for p in (1e-3, 1e-1, 1.0):
+        sums.add(f"error/ratio_out/{p:g}", moved, mask & (ref > below) & (ref <= math.log(p) + 1e-6))
+        below = math.log(p) + 1e-6
     sums.top("staleness/max_updates", batch.staleness[:, 0], has)
     sums.top("staleness/max_seconds", batch.staleness[:, 1], has)
     below = 0
@@ -151,6 +162,20 @@ def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
         sums.add("actor/distill_loss", new.kl, mask)
     for name, x in (*((k, stats[k]) for k in ("kappa", "lam", "distill")), ("clamp", clamp)):           # the same on every rank
         sums.pairs[name] = (x, 1.0)
+
+
+def repetition(tokens, exists, n: int = 4):
+    """Share of a response's n-grams that stand earlier in it too, (B,): 1 - distinct / all; 0 for one shorter than n."""
+    if tokens.shape[1] < n:
+        return tokens.new_zeros(len(tokens), dtype=torch.double)
+    grams, whole = tokens.unfold(1, n, 1), exists.unfold(1, n, 1).all(-1)
+    key = torch.zeros_like(grams[..., 0])
+    for i in range(n):                                     # a hash: collisions of 64 bits are not worth a thought
+        key = key * 1_000_003 + grams[..., i] + 1
+    key = torch.where(whole, key, torch.arange(key.shape[1], device=key.device) - 2 ** 62)                # what does not exist is all distinct
+    first = key.sort(1).values
+    repeats = (first[:, 1:] == first[:, :-1]).sum(1)
+    return repeats / whole.sum(1).clamp_min(1).double()
 
 
 def derive(m: dict, s: dict) -> dict[str, float]:

@@ -150,8 +150,11 @@ def geo_rs_seq_tis(new, batch, stats, cfg):
 
 
 def tbpo_mismatch(new, batch, stats, cfg):
-    """exp(mean log r) capped two-sided to [1/C, C], C = 2. QaRL section 3.2."""
-    return _all(geo_ratio(batch, cfg).clamp(cfg.is_floor or 1 / cfg.is_cap, cfg.is_cap))
+    """exp(mean log r) capped two-sided to [1/C, C], C = 2; with `--tbpo_cap=mask` responses outside are dropped instead. QaRL section 3.2."""
+    m, low = geo_ratio(batch, cfg), cfg.is_floor or 1 / cfg.is_cap
+    if cfg.tbpo_cap == "mask":
+        return m, ((m >= low) & (m <= cfg.is_cap)).to(m.dtype), {}
+    return _all(m.clamp(low, cfg.is_cap))
 
 
 def tis_adjusted(new, batch, stats, cfg):
@@ -212,7 +215,8 @@ def weigh(new, batch, stats, cfg):
 
 def drops(cfg) -> bool:
     """Whether any token can be rejected."""
-    return cfg.correction in DROPS or cfg.reject != "none" or cfg.veto > 0
+    masks = cfg.correction == "tbpo_mismatch" and cfg.tbpo_cap == "mask"
+    return cfg.correction in DROPS or masks or cfg.reject != "none" or cfg.veto > 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -234,6 +238,20 @@ def gspo(logp, base, adv, mask, cfg):
     s = ratio(seq_mean(logp - base, mask), 0.0, cfg.log_ratio_clamp)
     value, clipped = _clipped(s, adv, cfg)
     return value.expand_as(logp), clipped.expand_as(mask)
+
+
+def tbpo(logp, base, adv, mask, cfg):
+    """clip(s) A, s = exp(mean_t log r), no PPO min: outside its band a response has no gradient at all. QaRL section 3.2.
+
+    A >= 0: s <= 1 + hi (4e-4); A < 0: 1 - lo <= s <= 1 + `--tbpo_neg_high` (3e-4, 7e-4): error tokens come in clusters and throw s far up."""
+    s = ratio(seq_mean(logp - base, mask), 0.0, cfg.log_ratio_clamp)
+    if not cfg.clip:
+        return (s * adv).expand_as(logp), torch.zeros_like(mask)
+    low = torch.where(adv >= 0, -math.inf, 1 - cfg.clip_low).to(s.dtype)
+    high = torch.where(adv >= 0, 1 + cfg.clip_high, 1 + cfg.tbpo_neg_high).to(s.dtype)
+    band = torch.minimum(torch.maximum(s, low), high)
+    inside = (s >= low) & (s <= high)
+    return (torch.where(inside, s, band.detach()) * adv).expand_as(logp), (~inside).expand_as(mask)
 
 
 def sapo(logp, base, adv, mask, cfg):
@@ -262,9 +280,9 @@ def _clipped(r, adv, cfg):
     return value, clipped
 
 
-SURROGATES = {"reinforce": reinforce, "ppo": ppo, "gspo": gspo, "sapo": sapo, "cispo": cispo}
+SURROGATES = {"reinforce": reinforce, "ppo": ppo, "gspo": gspo, "tbpo": tbpo, "sapo": sapo, "cispo": cispo}
 CLIP = (0.2, 0.28)                                         # eps_low, eps_high where nothing else is said
-CLIPS = {"gspo": (3e-4, 4e-4)}                             # a length-normalised ratio never reaches 0.2
+CLIPS = {"gspo": (3e-4, 4e-4), "tbpo": (3e-4, 4e-4)}                             # a length-normalised ratio never reaches 0.2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -291,11 +309,12 @@ OBJECTIVES = {
     "jackpot": dict(correction="obrs", surrogate="ppo"),
     "jackpot_adjusted": dict(correction="jackpot_adjusted", surrogate="ppo", ratio_base="new", obrs_target="new"),
     "gspo": dict(correction="none", surrogate="gspo", reduction="seq-mean-token-mean"),
+    "tbpo": dict(correction="tbpo_mismatch", surrogate="tbpo", reduction="seq-mean-token-mean"),
     "sapo": dict(correction="none", surrogate="sapo"),
     "cispo": dict(correction="none", surrogate="cispo"),
 }
 # the same under the names and with the defaults of other frameworks
-OBJECTIVES |= {
+ALIASES = {
     "decoupled_token_is": OBJECTIVES["tis"],                               # verl
     "decoupled_seq_is": dict(OBJECTIVES["seq_tis"], is_cap=2.0),
     "decoupled_seq_is_rs": dict(OBJECTIVES["seq_tis"], is_cap=2.0, reject="sequence", rs_low=0.5, rs_high=2.0),
@@ -309,6 +328,7 @@ OBJECTIVES |= {
     "dapo": dict(OBJECTIVES["grpo"], reduction="token-mean", clip_high=0.28),
     "seq_mask_tis": dict(OBJECTIVES["is"], reject="geo", rs_low=0.5, rs_high=5.0),     # OpenRLHF, NeMo-RL
 }
+OBJECTIVES |= ALIASES
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -403,7 +423,7 @@ def loss(new, batch, stats: dict, cfg):
         value = value * stats["kept_factor"].to(value)
     if cfg.ratio_base == "inf":                            # the ratio itself is the weight: say so in the metrics
         gap = new.logp.detach() - base
-        weight = weight * ratio(seq_mean(gap, batch.mask).expand_as(gap) if cfg.surrogate == "gspo" else gap, 0.0, cfg.log_ratio_clamp)
+        weight = weight * ratio(seq_mean(gap, batch.mask).expand_as(gap) if cfg.surrogate in ("gspo", "tbpo") else gap, 0.0, cfg.log_ratio_clamp)
     return value.masked_fill(~batch.mask, 0.0), {"weight": weight, "keep": keep, "clipped": clipped, **logs}
 
 

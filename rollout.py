@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+import quant
 import sync
 from sampling import Sampling, cut, ragged
 
@@ -77,7 +80,7 @@ class VLLMEngine:
     """vLLM as a sampler whose weights are replaced live. `folder` is a save_pretrained folder; prompts are token ids."""
 
     def __init__(self, folder: str, *, max_len: int, max_logprobs: int, dtype: str = "float32", seed: int = 0,
-                 memory_gib: float = 0.25, logprobs_mode: str = "processed", head_fp32: bool = False):
+                 memory_gib: float = 0.25, logprobs_mode: str = "processed", head_fp32: bool = False, fmt: quant.Format | None = None):
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")     # the engine lives in this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         cuda = torch.cuda.is_available()
@@ -87,7 +90,15 @@ class VLLMEngine:
             from vllm import LLM, SamplingParams
         except ImportError as e:
             raise ValueError(f"--rollout=vllm: vLLM cannot be imported ({e}); install it (make demo does) or use --rollout=hf") from None
-        self._params, self.dtype = SamplingParams, dtype
+        self._params, self.dtype, self.fmt = SamplingParams, dtype, fmt
+        self.packed = fmt is not None and (fmt.activations or (cuda and fmt.top == 7))
+        if fmt and not self.packed:
+            print(f"{fmt.name}: vLLM has no kernel for it here; the engine gets the exactly dequantized weights, which are the same function", file=sys.stderr)
+        if self.packed:
+            self.scratch = tempfile.TemporaryDirectory()
+            folder = quant.checkpoint(folder, fmt, self.scratch.name)
+            if not cuda:
+                quant.keep_scales_alive()
         keep = {k: os.environ.get(k) for k in ("LOCAL_WORLD_SIZE",)}     # vLLM overwrites it and reseeds torch:
         rng = torch.get_rng_state()                                      # neither must reach the learner
         size = dict(gpu_memory_utilization=memory_gib) if cuda else dict(kv_cache_memory_bytes=int(memory_gib * 2**30))
@@ -159,11 +170,12 @@ class HFEngine:
     """A batched KV-cache sampler around a transformers model: each prompt is read once, then its group decodes together."""
 
     def __init__(self, folder_or_model, *, dtype: str = "float32", device: str = "cpu", batch_tokens: int = 1 << 20,
-                 logprobs_mode: str = "processed", head_fp32: bool = False):
+                 logprobs_mode: str = "processed", head_fp32: bool = False, fmt: quant.Format | None = None):
         if isinstance(folder_or_model, (str, os.PathLike)):
             from transformers import AutoModelForCausalLM
             folder_or_model = AutoModelForCausalLM.from_pretrained(folder_or_model, dtype=getattr(torch, dtype))
-        self.model, self.dtype = folder_or_model.to(device).eval(), dtype
+        self.dtype, self.fmt, self.packed = dtype, fmt, fmt is not None and fmt.activations        # int4 weights come exactly dequantized
+        self.model = quant.align(folder_or_model, fmt if self.packed else None).to(device).eval()
         self.device, self.batch_tokens, self.raw, self.head_fp32 = device, batch_tokens, logprobs_mode == "raw", head_fp32
 
     def generate(self, prompts, seeds, sampling: Sampling, topk: int, stop_ids: list[int], kept: int = 0) -> list[list[Response]]:
@@ -272,7 +284,7 @@ class HFEngine:
     def load(self, named_tensors) -> None:
         """Copy the weights in place; an unknown name or another shape is an error, a missing one is left to the probe."""
         own = dict(self.model.named_parameters(remove_duplicate=False))
-        for name, tensor in named_tensors:
+        for name, tensor in (quant.hold(self.model, dict(named_tensors)).items() if self.packed else named_tensors):
             own[name].copy_(tensor)
 
     @torch.no_grad()
@@ -291,10 +303,11 @@ def too_many(kept: int) -> str:
 
 def make_engine(cfg, folder: str, max_len: int, topk: int, device: str = "cpu"):
     """The engine named by `--rollout`, loaded from `folder`."""
+    fmt = quant.format_of(cfg.rollout_quant, cfg.quant_group)
     if cfg.rollout == "hf":
-        return HFEngine(folder, dtype=cfg.rollout_dtype, device=device, logprobs_mode=cfg.logprobs_mode, head_fp32=cfg.lm_head_fp32)
+        return HFEngine(folder, dtype=cfg.rollout_dtype, device=device, logprobs_mode=cfg.logprobs_mode, head_fp32=cfg.lm_head_fp32, fmt=fmt)
     return VLLMEngine(folder, max_len=max_len, max_logprobs=topk, dtype=cfg.rollout_dtype, seed=cfg.seed,
-                      memory_gib=cfg.rollout_memory, logprobs_mode=cfg.logprobs_mode, head_fp32=cfg.lm_head_fp32)
+                      memory_gib=cfg.rollout_memory, logprobs_mode=cfg.logprobs_mode, head_fp32=cfg.lm_head_fp32, fmt=fmt)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import torch
 
 import checkpoint
 import config
+import quant
 from rollout import encode, uniforms
 from sync import Probe
 from tasks import make_task
@@ -45,7 +46,7 @@ class World:
         """The probe of sync.py: a fixed pseudo-random sequence of 16 tokens, always the same for a vocabulary."""
         folder = self.actor if name == "actor" else self.policy
         ids = (uniforms(min(16, self.context - 1), "probe") * self.configs[name].vocab_size).astype(np.int64)
-        return Probe(folder, ids)
+        return Probe(folder, ids, quant.format_of(self.cfg.rollout_quant, self.cfg.quant_group))
 
     def report(self) -> str:
         import plot

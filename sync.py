@@ -12,6 +12,9 @@ With e = max |engine - published| and d = max |published - previously published|
     e <= tolerance and e < d / 4      proved: the engine has the new weights and not the old ones
     e <= tolerance, d too small       unproven: the two versions are too close to tell, version and digest must do
     e >  tolerance                    SyncError, never a warning
+
+A quantized engine rounds activations, and a value that lies between two steps may go either way on the two sides: its tolerance is
+wider. Its weights are compared bit for bit by the digest all the same.
 """
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+import quant
+
 TOLERANCE = {"float32": 1e-4, "float64": 1e-4, "float16": 2e-2, "bfloat16": 1.5e-1}    # nats, by the engine's precision
+ROUNDED = 0.5                                              # nats, for engines that round activations
 
 
 class SyncError(RuntimeError):
@@ -36,6 +42,7 @@ class Proof:
     status: str                    # "proved" | "unproven" | "first": nothing to compare with yet
     error: float
     distance: float
+    nbytes: int                    # moved
 
 
 class Digest:
@@ -64,11 +71,12 @@ class Probe:
     logprobs(tensors) runs the published tensors, and nothing else, through that structure: a tensor left out of the
     publication fails here instead of being filled from somewhere."""
 
-    def __init__(self, folder: str, ids):
+    def __init__(self, folder: str | None, ids, fmt: quant.Format | None = None, config=None):
         from transformers import AutoConfig, AutoModelForCausalLM
-        config = AutoConfig.from_pretrained(folder)
+        config = config or AutoConfig.from_pretrained(folder)
         state = torch.get_rng_state()
-        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        self.model = quant.align(model, fmt if fmt and fmt.activations else None)
         torch.set_rng_state(state)
         self.names = {n for n, _ in self.model.named_parameters(remove_duplicate=False)}
         for module in self.model.modules():                # keep the structure and its buffers, drop the weights
@@ -80,7 +88,8 @@ class Probe:
     @torch.no_grad()
     def logprobs(self, tensors: dict[str, torch.Tensor]) -> np.ndarray:
         """log p(ids[t] | ids[:t]), t >= 1, under the tensors given, float32 [len(ids) - 1]."""
-        missing = self.names - set(tensors)
+        tensors = quant.hold(self.model, tensors)
+        missing = self.names - set(tensors) - {f"{n}.weight" for n, m in quant.layers(self.model).items() if getattr(m, "held", None)}
         if missing:
             raise SyncError(f"{len(missing)} tensors were not published, {sorted(missing)[0]} among them; publish the whole state dict")
         device = next(iter(tensors.values())).device
@@ -112,10 +121,11 @@ def prove(engine, version: int, named_tensors, probe: Probe) -> Proof:
     published, sampled = probe.logprobs(tensors), engine.logprobs(probe.ids)
     error = float(np.abs(sampled - published).max())
     distance = float("nan") if probe.previous is None else float(np.abs(published - probe.previous).max())
-    tolerance = TOLERANCE[engine.dtype]
+    fmt = getattr(engine, "fmt", None)
+    tolerance = ROUNDED if fmt and fmt.activations else TOLERANCE[engine.dtype]
     if not error <= tolerance:
         raise SyncError(f"version {version}: the engine's log-probabilities differ by {error:.3g} nats from the published weights' "
                         f"(tolerance {tolerance:g} for {engine.dtype}); it is not sampling from these weights")
     status = "first" if probe.previous is None else "proved" if error < distance / 4 else "unproven"
     probe.previous = published
-    return Proof(version, sent.text(), status, error, distance)
+    return Proof(version, sent.text(), status, error, distance, sum(x.numel() * x.element_size() for x in tensors.values()))

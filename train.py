@@ -77,8 +77,8 @@ def train(cfg: config.Config) -> Path:
         if not pending:
             # 1. publish the sampler's weights into the engine, and prove that they arrived
             with timer(clock, "sync_s"):
-                proof = source.publish(learner.version, learner.named_tensors(sampler))
-            values.update({"sync/error": proof.error, "sync/distance": proof.distance, "sync/proved": float(proof.status == "proved")})
+                proof = source.publish(learner.version, learner.published(sampler, engine.packed))
+            values.update({"sync/error": proof.error, "sync/distance": proof.distance, "sync/proved": float(proof.status == "proved"), "sync/MiB": proof.nbytes / 2**20})
             # 2. roll out: whole groups, sampled and graded
             with timer(clock, "rollout_s"):
                 groups = source.next(groups_per_update * updates, learner.version)

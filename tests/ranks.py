@@ -1,4 +1,5 @@
 """Run under torchrun by test_learner: each of two ranks trains on its share; rank 0 saves the gradients."""
+import os
 import sys
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from learner import Comm, Learner
 
 RANK_CASES = [(dict(objective="jackpot"), torch.float64), (dict(objective="jackpot", obrs_accept_rate=0.8, loss_denominator="kept"), torch.float64),
               (dict(objective="mis_gspo"), torch.float64), (dict(objective="jackpot", actor="base:actor"), torch.float64),
-              (dict(objective="tis", actor="base:actor"), torch.float32)]
+              (dict(objective="tis", actor="base:actor"), torch.float32),
+              (dict(objective="tbpo", rollout_quant="w4a16", learner_quant="aligned", quant_group=32, optimizer="muon"), torch.float32)]
 
 
 def rank_groups():
@@ -58,6 +60,8 @@ def main(parallel, out):
         torch.save(results, out)
     dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)                                            # gloo's threads may outlive the interpreter and abort it
 
 
 def leaves(x):

@@ -235,7 +235,7 @@ def test_step_clips_each_model_and_follows_the_schedule():
     assert logged["lr"] == pytest.approx(1e-2 / 4) and logged["actor/lr"] == pytest.approx(2e-2 / 4)
     assert logged["grad_norm"] > 1e-3 and logged["actor/grad_norm"] > 1e-3    # as measured before the clip
     learner, seen = make_learner(cfg), {}
-    for name, o in learner.optimizers.items():                                # what the optimizers really step with
+    for name, (o,) in learner.optimizers.items():                             # what the optimizers really step with
         o.register_step_pre_hook(lambda o, *_, name=name: seen.update({name: (
             o.param_groups[0]["lr"], sum(float(p.grad.square().sum()) for p in o.param_groups[0]["params"]) ** 0.5)}))
     learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
@@ -243,10 +243,34 @@ def test_step_clips_each_model_and_follows_the_schedule():
     for p in learner.pair.parameters():
         p.grad = torch.full_like(p, torch.nan)
     assert learner._step(0.0)["stepped"] == 0                                 # a finite loss, a bad gradient
-    group = make_learner(make_cfg(adam_beta1=0.8, adam_beta2=0.7, adam_eps=1e-5, weight_decay=0.3)).optimizers["policy"].param_groups[0]
+    group = make_learner(make_cfg(adam_beta1=0.8, adam_beta2=0.7, adam_eps=1e-5, weight_decay=0.3)).optimizers["policy"][0].param_groups[0]
     assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.8, 0.7), 1e-5, 0.3)
     assert [schedule(s, replace(cfg, lr_schedule="linear")) for s in (0, 3, 4, 7, 10)] == pytest.approx([.25, 1, 1, .5, 0])
     assert schedule(7, replace(cfg, lr_schedule="cosine")) == pytest.approx(0.5) and schedule(9, cfg) == 1.0
+
+
+def test_muon_takes_the_matrices_and_adamw_the_rest():
+    """Muon's step is orthogonal: on a matrix all singular values of the update are alike. Embedding, head and norms step by AdamW."""
+    learner = make_learner(make_cfg(objective="tis", optimizer="muon", lr=1e-2, warmup_steps=0))
+    adamw, muon = learner.optimizers["policy"]
+    assert isinstance(muon, torch.optim.Muon) and isinstance(adamw, torch.optim.AdamW)
+    named = dict(learner.pair.policy.named_parameters())
+    inner = {n for n, p in named.items() if any(p is q for q in muon.param_groups[0]["params"])}
+    assert inner == {n for n in named if "layers" in n and n.endswith("proj.weight")}
+    assert sum(len(o.param_groups[0]["params"]) for o in (adamw, muon)) == len(named)
+    before = {n: p.detach().clone() for n, p in named.items()}
+    b = batches.collate(make_groups(2, seed=8), learner.cfg)
+    assert learner.update(b, objectives.prepare(b, learner.comm, learner.cfg, {}))["stepped"]
+    for n, p in named.items():
+        step = p.detach() - before[n]
+        assert step.abs().max() > 0, n
+        if n in inner:
+            s = torch.linalg.svdvals(step)
+            assert s[0] < 2 * s[min(step.shape) // 2], n
+    state = learner.state_dict()
+    other = make_learner(learner.cfg)
+    other.load_state_dict(state)
+    assert torch.equal(other.optimizers["policy"][1].state_dict()["state"][0]["momentum_buffer"], muon.state_dict()["state"][0]["momentum_buffer"])
 
 
 def test_what_each_pass_computes_follows_the_objective():

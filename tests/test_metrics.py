@@ -20,6 +20,7 @@ def observed(log_r, mask=None, new=None, objective="none", lengths=(3, 3), **fla
     n, b = tiny(log_r, mask, new=new)
     n.entropy = torch.full_like(b.logp_ref, 0.5)
     b.length, b.reward = torch.tensor(lengths), torch.tensor([1.0, 0.0])
+    b.tokens, b.exists = torch.arange(6).reshape(2, 3), b.mask
     b.staleness = torch.tensor([[2.0, 10.0], [4.0, 30.0]])
     b.kl_before, b.kl_after = torch.full_like(b.logp_ref, 0.3), torch.full_like(b.logp_ref, 0.1)
     cfg = make_cfg(objective=objective, **flags)
@@ -52,6 +53,26 @@ def test_numbers_by_hand():
     assert (m["reward"], m["entropy"], m["response_length"], m["staleness/mean_updates"], m["staleness/max_seconds"]) == (0.5, 0.5, 3.0, 3.0, 30.0)
     assert m["rollout_corr/t_max"] == math.inf and m["tokens"] == 6
     assert m["rollout_corr/seq_weight/16"] == pytest.approx(32.5) and "rollout_corr/seq_weight/32" not in m
+
+
+def test_error_tokens_by_hand():
+    """p_ref = 1e-4 in one of three tokens with A > 0 and in two of three with A < 0; one ratio of 3 in the lowest bucket, one of 1/3 in the highest."""
+    n, b = tiny([[0.0] * 3] * 2, ref=[[LN(1e-4), LN(0.05), LN(0.5)], [LN(1e-4), LN(1e-4), -0.1]], new=[[LN(3e-4), LN(0.05), LN(0.5)], [LN(1e-4), LN(1.5e-4), -0.1 - LN(3)]])
+    n.entropy = torch.zeros(2, 3, dtype=f64)
+    b.length, b.reward, b.staleness = torch.tensor([3, 3]), torch.tensor([1.0, 0.0]), torch.zeros(2, 2)
+    b.tokens, b.exists = torch.zeros(2, 3, dtype=torch.long), b.mask
+    cfg, sums = make_cfg(objective="none"), metrics.Sums()
+    metrics.observe(sums, n.detach(), b, STATS, objectives.loss(n, b, STATS, cfg)[1], cfg)
+    m = sums.reduce(OneRank)
+    assert m["error/low_prob_pos"] == pytest.approx(1 / 3) and m["error/low_prob_neg"] == pytest.approx(2 / 3)
+    assert (m["error/ratio_out/0.001"], m["error/ratio_out/0.1"], m["error/ratio_out/1"]) == (pytest.approx(1 / 3), 0.0, pytest.approx(1 / 2))
+
+
+def test_repetition_by_hand():
+    t = torch.tensor([[1, 2, 3, 4, 1, 2, 3, 4], [1, 1, 1, 1, 1, 1, 0, 0], [1, 2, 3, 0, 0, 0, 0, 0]])
+    exists = torch.arange(8)[None] < torch.tensor([8, 6, 3])[:, None]
+    assert metrics.repetition(t, exists).tolist() == pytest.approx([1 / 5, 2 / 3, 0.0])
+    assert metrics.repetition(t[:, :3], exists[:, :3]).tolist() == [0.0] * 3
 
 
 def test_ppo_kl_can_go_negative_and_its_weighted_form_differs():
@@ -116,6 +137,7 @@ def test_partial_kl_counts_each_token_of_s_once():
     n, b = tiny([[0.0] * 3] * 2)
     n.entropy = torch.zeros(2, 3, dtype=f64)
     b.length, b.reward, b.staleness, b.kl_before, b.kl_after = torch.tensor([3, 3]), torch.zeros(2), torch.zeros(2, 2), None, None
+    b.tokens, b.exists = torch.zeros(2, 3, dtype=torch.long), b.mask
     row = lambda *x: torch.tensor(x, dtype=f64).expand(2, 3, len(x))
     b.s_logp, b.s_logp_ref, b.tail_ref = row(-math.inf, LN(.25), LN(.6)), row(LN(.5), LN(.5), LN(.3)), torch.zeros(2, 3, dtype=f64)
     cfg = make_cfg(objective="jackpot")
@@ -133,6 +155,7 @@ def test_the_expected_mask_is_part_of_the_weight_and_a_draw_is_not():
         n, b = tiny(log_r)
         n.entropy, b.z_ref = torch.zeros(2, 3, dtype=f64), torch.full((2, 3), .8, dtype=f64)
         b.length, b.reward, b.staleness, b.kl_before, b.kl_after = torch.tensor([3, 3]), torch.zeros(2), torch.zeros(2, 2), b.z_ref, b.z_ref
+        b.tokens, b.exists = torch.zeros(2, 3, dtype=torch.long), b.mask
         cfg = make_cfg(objective="jackpot", actor="base:actor", obrs_mask=mask)
         _, logs = objectives.loss(n, b, STATS, cfg)
         sums = metrics.Sums()

@@ -76,6 +76,8 @@ LOG_R = [[LN(2), -LN(2), 0.0], [LN(4), LN(4), LN(4)]]
     ("none", {"veto": 0.6}, 1, [[0, 0, 0], [1, 1, 1]]),
     ("is", {"veto": 0.4}, [[2, .5, 1], [4, 4, 4]], 1),
     ("icepop", {"rs_low": 0.1, "rs_high": 3.0, "veto": 0.6}, [[2, .5, 1], [4, 4, 4]], 0),
+    ("tbpo_mismatch", {"tbpo_cap": "mask"}, [[1] * 3, [4] * 3], [[1] * 3, [0] * 3]),
+    ("tbpo_mismatch", {"tbpo_cap": "mask", "is_cap": 5.0}, [[1] * 3, [4] * 3], 1),
     ("is", {"log_ratio_clamp": LN(3)}, [[2, .5, 1], [3, 3, 3]], 1),
     ("seq_is", {"log_ratio_clamp": LN(9)}, [[1, 1, 1], [9, 9, 9]], 1),
     ("geo_rs", {"log_ratio_clamp": LN(1.05)}, 1, 1),
@@ -93,6 +95,25 @@ def test_two_sided_cap_and_sequence_means_ignore_padding():
     assert torch.allclose(w[:, 0], torch.tensor([0.5, math.sqrt(2)], dtype=f64))       # 1/4 -> 1/2; sqrt(2 * 1) stays
     w, _, _ = objectives.seq_is(new, b, STATS, make_cfg(correction="seq_is"))
     assert torch.allclose(w[:, 0], torch.tensor([1 / 16, 2.0], dtype=f64))
+
+
+@pytest.mark.parametrize("log_s, adv, value, slope", [
+    (0.0, 1, 1.0, 1), (3e-4, 1, 1.0003, 1), (5e-4, 1, 1.0004, 0), (-0.5, 1, math.exp(-0.5), 1),                    # A > 0: an upper edge alone
+    (0.0, -1, -1.0, 1), (6e-4, -1, -1.0006, 1), (8e-4, -1, -1.0007, 0), (-2e-4, -1, -0.9998, 1), (-5e-4, -1, -0.9997, 0)])
+def test_tbpo_band(log_s, adv, value, slope):
+    """One response of two tokens with log s = log_s: value clip(s) A, and d/dlogp = s A / 2 a token inside the band, 0 outside."""
+    base = torch.tensor([[-1.0, -2.0, 5.0]], dtype=f64)
+    logp = (base + torch.tensor([[2 * log_s, 0.0, 3.0]], dtype=f64)).requires_grad_()
+    got, out = objectives.tbpo(logp, base, torch.tensor([[float(adv)]], dtype=f64), torch.tensor([[True, True, False]]), make_cfg(objective="tbpo"))
+    assert torch.allclose(got, torch.full((1, 3), value, dtype=f64), atol=1e-7) and out.tolist() == [[slope == 0] * 3]
+    got[0, 0].backward()
+    assert torch.allclose(logp.grad, slope * math.exp(log_s) * adv / 2 * torch.tensor([[1.0, 1.0, 0.0]], dtype=f64), atol=1e-9)
+
+
+def test_tbpo_without_its_clip_is_gspo_without_its():
+    new, b = tiny(LOG_R, new=[[-0.5, -2.0, -1.0], [-1.5] * 3])
+    f = lambda name: objectives.SURROGATES[name](new.logp, b.logp_ref, b.adv, b.mask, make_cfg(objective=name, clip=False))[0]
+    assert torch.allclose(f("tbpo"), f("gspo"))
 
 
 def test_a_veto_does_not_look_behind_the_end():

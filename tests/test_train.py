@@ -12,6 +12,7 @@ import torch
 
 import metrics
 import objectives
+import quant
 import train
 from conftest import ROOT, TINY_TASK
 from rollout import Sampling
@@ -91,20 +92,23 @@ def test_killed_and_resumed_is_the_same_run(whole, solvers, tmp_path, after):
     code, text, err = finish(start(["--resume", f"--out={out}"]))
     assert code == 0, err[-3000:]
     assert timeless(out) == timeless(whole[0])             # save_every=3 and two updates a batch: update 4 was pending
-    one, two = (torch.load(f / "checkpoints" / "step_000006" / "learner.pt")["learner"]["optimizer.policy"]["state"] for f in (out, whole[0]))
+    one, two = (torch.load(f / "checkpoints" / "step_000006" / "learner.pt")["learner"]["optimizer.policy"]["parts"][0]["state"] for f in (out, whole[0]))
     assert all(torch.equal(one[i]["exp_avg"], two[i]["exp_avg"]) for i in one)
 
 
-def test_controllers_survive_a_resume(solvers, tmp_path):
-    """Target new's kappa and the closed loop's lambda_distill live in the checkpoint: stopped and resumed is the same run."""
-    more = dict(distill_kl_target=0.05, obrs_target="new", steps=4, save_every=0)
+@pytest.mark.parametrize("case", [dict(distill_kl_target=0.05, obrs_target="new"),
+                                  dict(objective="tbpo", actor="none", rollout_quant="int8", learner_quant="aligned", optimizer="muon")], ids=["controllers", "low bits"])
+def test_stopped_and_resumed_is_the_same_run(case, solvers, tmp_path):
+    """Target new's kappa and the closed loop's lambda_distill live in the checkpoint; low-bit tensors and Muon's momentum come out of it."""
+    more = dict(case, steps=4, save_every=0)
     for name, steps in (("whole", 4), ("run", 3)):
         code, _, err = finish(start(flags(solvers, tmp_path / name, **{**more, "steps": steps})))
         assert code == 0, err[-3000:]
     code, _, err = finish(start(["--resume", f"--out={tmp_path / 'run'}", "--steps=4"]))
     no_eval = lambda rows: [{k: v for k, v in r.items() if not k.startswith("eval/")} for r in rows]
     assert code == 0 and no_eval(timeless(tmp_path / "run")) == no_eval(timeless(tmp_path / "whole")), err[-3000:]
-    assert metrics.read(tmp_path / "run")[4]["distill_lambda"] != 1.0 and metrics.read(tmp_path / "run")[4]["obrs/kappa"] != 1.0
+    if "distill_kl_target" in case:
+        assert metrics.read(tmp_path / "run")[4]["distill_lambda"] != 1.0 and metrics.read(tmp_path / "run")[4]["obrs/kappa"] != 1.0
 
 
 def test_signals_save_first_and_resume_goes_on(whole, solvers, tmp_path):
@@ -149,7 +153,7 @@ def test_two_ranks_train_and_resume(solvers, tmp_path, parallel):
     assert no_eval(timeless(out)) == no_eval(timeless(whole))
 
 
-@pytest.mark.parametrize("objective", [o for o in objectives.OBJECTIVES])
+@pytest.mark.parametrize("objective", [o for o in objectives.OBJECTIVES if o not in objectives.ALIASES or o == "decoupled_geo_rs"])
 @pytest.mark.parametrize("two", [False, True])
 def test_every_objective_trains_end_to_end(objective, two, solvers, tmp_path, monkeypatch):
     """Every preset, one model and two, in process on the plain sampler: finite metrics, weights that moved, all proofs held."""
@@ -169,10 +173,14 @@ def test_every_objective_trains_end_to_end(objective, two, solvers, tmp_path, mo
     dict(objective="jackpot", obrs_accept_rate=0.9, obrs_mask="expected"), dict(objective="tis", distill_lambda=0.0, temperature=0.8),
     dict(objective="jackpot", distill_kl_target=0.05, distill_direction="reverse"), dict(objective="jackpot", obrs_lambda=1.5),
     dict(objective="tis", top_p=0.9, top_k=8, temperature=0.8), dict(objective="jackpot", actor="none", top_k=8, min_p=0.02),
-    dict(objective="jackpot", top_k=8), dict(objective="grpo", actor="none", top_p=0.8, top_k=8, keep_sampling_mask="recompute")], ids=lambda c: "-".join(map(str, c.values())))
-def test_real_vllm_end_to_end(case, vllm_engine, solvers, tmp_path, monkeypatch):
+    dict(objective="jackpot", top_k=8), dict(objective="grpo", actor="none", top_p=0.8, top_k=8, keep_sampling_mask="recompute"),
+    dict(objective="tbpo", actor="none", rollout_quant="int8", learner_quant="aligned"), dict(objective="jackpot", rollout_quant="fp8", learner_quant="aligned"),
+    dict(objective="jackpot", actor="none", rollout_quant="w4a16", learner_quant="aligned", quant_group=32)], ids=lambda c: "-".join(map(str, c.values())))
+def test_real_vllm_end_to_end(case, vllm_engines, solvers, tmp_path, monkeypatch):
     """Real vLLM rolls out, the learner trains, every sync is proved; the suite's one engine stands in for a fresh start."""
     cfg = train.config.parse(flags(solvers, tmp_path / "run", **{"steps": 4, "rollout": "vllm", "save_every": 0, "model": solvers / "actor", **case}))
+    fmt = quant.format_of(cfg.rollout_quant, cfg.quant_group)
+    vllm_engine = vllm_engines(**({"fmt": fmt} if fmt else {}))
     laws, generate = [], vllm_engine.generate
     monkeypatch.setattr(vllm_engine, "generate", lambda p, s, sampling, *a: (laws.append(sampling), generate(p, s, sampling, *a))[1])
     monkeypatch.setattr(train, "make_engine", lambda *a: vllm_engine)
@@ -182,8 +190,12 @@ def test_real_vllm_end_to_end(case, vllm_engine, solvers, tmp_path, monkeypatch)
     assert all(s == Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.min_p, cfg.max_tokens, cfg.seed) for s in laws)
     rows = metrics.read(tmp_path / "run")[1:]
     assert len(rows) == 4 and all(r["skipped_steps"] == 0 for r in rows)
-    assert rows[0]["sync/error"] < 1e-4 and rows[2]["sync/proved"] == 1.0 and rows[2]["sync/distance"] > 4 * rows[2]["sync/error"]
-    if cfg.actor == "none":
+    rounded = fmt is not None and fmt.activations                              # activations near a rounding edge may fall on either side
+    assert rows[0]["sync/error"] < (0.1 if rounded else 1e-4) and rows[2]["sync/distance"] > (0 if rounded else 4 * rows[2]["sync/error"]) and rows[0]["sync/MiB"] > 0
+    assert rounded or rows[2]["sync/proved"] == 1.0
+    if rounded:
+        assert rows[0]["actor/engine_gap" if cfg.actor != "none" else "rollout_corr/mean_mismatch"] < 1e-3
+    elif cfg.actor == "none":
         assert rows[0]["rollout_corr/mean_mismatch"] < 1e-4 and rows[1]["rollout_corr/mean_mismatch"] > rows[0]["rollout_corr/mean_mismatch"] * 0.1
     else:
         assert rows[0]["actor/engine_gap"] < 1e-4                              # the engine's actor is the learner's actor

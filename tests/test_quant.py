@@ -1,0 +1,235 @@
+"""Formats, the aligned layer, and its straight-through gradient."""
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import batch as batches
+import objectives
+import quant
+from conftest import make_cfg, make_groups, tiny_model
+from learner import Comm, Learner
+from pair import Want
+from quant import LowBitLinear, dequantize, format_of, product, quantize
+from rollout import HFEngine, Rollout, Sampling
+from sync import Probe, SyncError, prove
+
+FORMATS = ["int8", "fp8", "w4a16", "w3a16", "w2a16"]
+
+
+def error_bound(x, fmt, s):
+    """The largest rounding error of each entry, as quant.py states it."""
+    if fmt.dtype == torch.int8:
+        return (s / 2).repeat_interleave(x.shape[1] // s.shape[1], 1) * (1 + 1e-5)
+    return torch.maximum(x.abs() / 16, s / 1024) * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("kind", ["normal", "outlier", "zero rows", "tiny", "huge"])
+def test_round_trip_stays_within_the_stated_error(name, kind):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 64, generator=g)
+    x = {"normal": x, "outlier": x.index_put((torch.tensor([3]), torch.tensor([5])), torch.tensor(1e4)), "zero rows": x * (torch.arange(16) % 2)[:, None],
+         "tiny": x * 1e-20, "huge": x * 1e20}[kind]
+    fmt = format_of(name, 32)
+    q, s = quantize(x, fmt.top, fmt.dtype, fmt.group)
+    back = dequantize(q, s)
+    assert q.dtype == fmt.dtype and s.shape == (16, 2 if fmt.group else 1) and (s > 0).all() and q.float().abs().max() <= fmt.top
+    assert ((back - x).abs() <= error_bound(x, fmt, s)).all() and torch.equal(back[x == 0], x[x == 0])
+    again, s2 = quantize(back, fmt.top, fmt.dtype, fmt.group)                  # what is on the grid stays there
+    assert torch.allclose(dequantize(again, s2), back, rtol=1e-5, atol=0) and torch.equal(q.float(), again.float())
+    assert torch.equal(quantize(-x, fmt.top, fmt.dtype, fmt.group)[0].float(), -q.float())
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("shape", [(1, 32, 8), (5, 64, 48), (40, 192, 64)])
+def test_the_product_is_that_of_the_dequantized_matrices(name, shape):
+    M, K, N = shape
+    g, fmt = torch.Generator().manual_seed(1), format_of(name)
+    x, w = torch.randn(M, K, generator=g) * 3, torch.randn(N, K, generator=g)
+    (qx, sx), (qw, sw) = quantize(x, 127.0 if name == "int8" else fmt.top, fmt.dtype), quantize(w, fmt.top, fmt.dtype)
+    want = dequantize(qx, sx).double() @ dequantize(qw, sw).double().t()
+    assert torch.allclose(product(qx, sx, qw, sw).double(), want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
+    rough = x.double() @ w.double().t()
+    assert (product(qx, sx, qw, sw) - rough).abs().mean() < 0.06 * rough.abs().mean()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_gradients_are_straight_through(name):
+    """y = x^ W^T; dx = g W^, dW = g^T x^, db = sum g: the gradients of a plain layer that holds x^ and W^."""
+    torch.manual_seed(0)
+    fmt, plain = format_of(name, 32), torch.nn.Linear(64, 24)
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 24))
+    layer[0].load_state_dict(plain.state_dict())
+    layer[0].__class__, layer[0].format = LowBitLinear, fmt
+    x, up = torch.randn(3, 5, 64, requires_grad=True), torch.randn(3, 5, 24)
+    y = layer(x)
+    (y * up).sum().backward()
+    q, s = layer[0].low()
+    xd = x.detach().reshape(-1, 64)
+    xd = (dequantize(*quantize(xd, 127.0 if name == "int8" else fmt.top, fmt.dtype)) if fmt.activations else xd).reshape(3, 5, 64).requires_grad_()
+    with torch.no_grad():
+        plain.weight.copy_(dequantize(q, s))
+    want = plain(xd)
+    (want * up).sum().backward()
+    assert torch.allclose(y, want, atol=1e-5) and torch.allclose(x.grad, xd.grad, atol=1e-5)
+    assert torch.allclose(layer[0].weight.grad, plain.weight.grad, atol=1e-4) and torch.allclose(layer[0].bias.grad, plain.bias.grad, atol=1e-5)
+    assert not torch.allclose(y, torch.nn.functional.linear(x, layer[0].weight, layer[0].bias), atol=1e-4)      # it is quantized
+
+
+def test_low_bit_weights_follow_the_master():
+    layer = torch.nn.Linear(8, 4)
+    layer.__class__, layer.format = LowBitLinear, format_of("int8")
+    first = layer.low()
+    assert layer.low() is first                                                # made once
+    with torch.no_grad():
+        layer.weight.mul_(2.0)
+    assert torch.allclose(layer.low()[1], 2 * first[1]) and layer.low()[0] is not first[0]
+    second, layer.keeps = layer.low(), False
+    assert layer.low() is not second and torch.equal(layer.low()[0], second[0])
+
+
+def test_which_layers(folders):
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained(folders / "untied")
+    names = {n.split(".")[-1] for n in quant.layers(model)}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    with pytest.raises(ValueError, match="--quant_group=48: .*q_proj has rows of 32, which are not made of whole groups"):
+        quant.align(model, format_of("w4a16", 48))
+    assert quant.align(model, None) is model and not any(isinstance(m, LowBitLinear) for m in model.modules())
+    quant.align(model, format_of("w4a16", 32))
+    assert sum(isinstance(m, LowBitLinear) for m in model.modules()) == 7 and type(model.lm_head) is torch.nn.Linear
+
+
+def test_int8_range_of_this_machine(monkeypatch):
+    quant.int8_top.cache_clear()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    for flags, top in (("avx2 sse", 63.0), ("avx2 avx_vnni", 127.0), ("avx512_vnni", 127.0), ("amx_int8", 127.0)):
+        monkeypatch.setattr(quant.Path, "read_text", lambda self: flags)
+        quant.int8_top.cache_clear()
+        assert quant.int8_top() == top
+    monkeypatch.undo()
+    quant.int8_top.cache_clear()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Engine and learner together
+# ---------------------------------------------------------------------------------------------------------------------
+
+def moved(model, seed: int, size: float = 0.02):
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=g), alpha=size)
+    return model
+
+
+@pytest.fixture(scope="session", params=["int8", "fp8", "w4a16"])
+def quantized(request, vllm_engines):
+    """Real vLLM in a low-bit format, and that format."""
+    fmt = format_of(request.param, 32)
+    return vllm_engines(fmt=fmt), fmt
+
+
+def learners(fmt_name, *kinds):
+    for kind in kinds:
+        cfg = make_cfg(objective="tis", rollout_quant=fmt_name, learner_quant=kind, quant_group=32)
+        yield Learner(tiny_model(1), None, cfg, Comm())
+
+
+def mismatch(engine, learner):
+    prompts = [np.array([5 + i, 3, 100 + i], np.int32) for i in range(16)]
+    groups = engine.generate(prompts, [[9 * i + j for j in range(8)] for i in range(16)], Sampling(max_tokens=12), 0, [1])
+    groups = [Rollout(("q", 0, i), str(i), p, Sampling(), "policy", "float32", 0, "", 0.0, 0.0, g) for i, (p, g) in enumerate(zip(prompts, groups))]
+    b = batches.collate(groups, learner.cfg)
+    gap = (learner.score(b, Want()).logp.exp() - b.logp_inf.exp()).abs()[b.mask]
+    return float(gap.mean())
+
+
+def test_aligned_learners_compute_what_the_engine_computes(quantized):
+    """Mean |p_inf - p_ref| at least ten times below that of a learner in full precision, before and after a live update; each update is proved."""
+    engine, fmt = quantized
+    aligned, plain = learners(fmt.name, "aligned", "none")
+    probe = Probe(None, np.arange(2, 14), fmt, config=aligned.pair.policy.config)
+    for version in range(3):
+        for learner in (aligned, plain):
+            moved(learner.pair.policy, version)
+        proof = prove(engine, version, aligned.published("policy", engine.packed), probe)
+        assert proof.status == ("first" if version == 0 else "proved") and proof.nbytes > 0
+        a, p = mismatch(engine, aligned), mismatch(engine, plain)
+        assert a < p / 10 and p > 1e-4, (fmt.name, version, a, p)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "w4a16"])
+def test_the_tensors_of_the_forward_are_the_ones_published(name):
+    learner, = learners(name, "aligned")
+    policy = learner.pair.policy
+    policy(torch.arange(2, 9)[None])
+    sent = dict(learner.published("policy", True))
+    for n, m in quant.layers(policy).items():
+        if name == "w4a16":
+            from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+            assert torch.equal(unpack_from_int32(sent[f"{n}.weight_packed"], 4, m.weight.shape), m.low()[0])
+        else:
+            assert sent[f"{n}.weight"] is m.made[0]                            # the object itself: nothing is quantized twice
+        assert sent[f"{n}.weight_scale"] is m.made[1]
+    assert sent["lm_head.weight"].dtype == torch.float32 and "model.embed_tokens.weight" in sent
+    exact = dict(learner.published("policy", False))
+    assert all(torch.equal(exact[f"{n}.weight"], dequantize(*m.low())) for n, m in quant.layers(policy).items())
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "w4a16", "w2a16"])
+def test_the_plain_engine_in_low_bits(name, folders):
+    """The plain sampler on the published tensors is the aligned learner."""
+    learner, = learners(name, "aligned")
+    engine = HFEngine(str(folders / "actor"), fmt=format_of(name, 32))
+    moved(learner.pair.policy, 3)
+    engine.load(learner.published("policy", engine.packed))
+    ids = np.arange(2, 14)
+    with torch.no_grad():
+        want = learner.pair.policy(torch.from_numpy(ids)[None]).logits[0, :-1].log_softmax(-1).gather(1, torch.from_numpy(ids)[1:, None])[:, 0]
+    assert np.allclose(engine.logprobs(ids), want.numpy(), atol=0 if engine.packed else 1e-5) and mismatch(engine, learner) < 1e-3
+
+
+def test_a_quantized_engine_with_old_weights_is_found_out(quantized):
+    engine, fmt = quantized
+    learner, = learners(fmt.name, "aligned")
+    probe = Probe(None, np.arange(2, 14), fmt, config=learner.pair.policy.config)
+    prove(engine, 0, learner.published("policy", engine.packed), probe)
+    moved(learner.pair.policy, 1, 0.2)
+    real, engine.load = engine.load, lambda tensors: [None for _ in tensors]
+    try:
+        with pytest.raises(SyncError, match="not sampling from these weights"):
+            prove(engine, 1, learner.published("policy", engine.packed), probe)
+    finally:
+        engine.load = real
+
+
+def test_training_follows_the_low_bit_loss():
+    """Updates of an aligned learner change its low-bit forward: a cached tensor of before would show."""
+    learner, = learners("int8", "aligned")
+    cfg, policy = learner.cfg, learner.pair.policy
+    b = batches.collate(make_groups(), cfg)
+    before = learner.score(b, Want()).logp
+    first = {n: m.low()[0].clone() for n, m in quant.layers(policy).items()}
+    for _ in range(3):
+        learner.cfg = replace(cfg, lr=1e-2)
+        learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
+    assert (learner.score(b, Want()).logp - before)[b.mask].abs().max() > 1e-3
+    assert all(not torch.equal(m.low()[0], first[n]) for n, m in quant.layers(policy).items())
+    fresh = tiny_model(1)
+    fresh.load_state_dict(policy.state_dict())
+    again, = learners("int8", "aligned")
+    again.pair.policy.load_state_dict(policy.state_dict())
+    assert torch.equal(again.score(b, Want()).logp, learner.score(b, Want()).logp)
+
+
+def test_the_model_that_samples_is_the_aligned_one():
+    cfg = make_cfg(objective="jackpot", actor="base:actor", rollout_quant="int8", learner_quant="aligned")
+    learner = Learner(tiny_model(0), tiny_model(1), cfg, Comm())
+    kinds = lambda m: {type(x) for x in quant.layers(m).values()}
+    assert kinds(learner.pair.actor) == {LowBitLinear} and kinds(learner.pair.policy) == {torch.nn.Linear}
+    b = batches.collate(make_groups(), cfg)
+    out = learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
+    assert out["stepped"] and out["actor/grad_norm"] > 0
