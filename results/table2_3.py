@@ -19,6 +19,9 @@ KINDS = {
     "Jackpot, no clip": dict(objective="jackpot", obrs_target="new", clip=False),
     "TIS-adjusted": dict(objective="tis_adjusted"),
     "Jackpot-adjusted": dict(objective="jackpot_adjusted"),
+    "Jackpot, no clip, expected mask": dict(objective="jackpot", obrs_target="new", clip=False, obrs_mask="expected"),
+    "Jackpot, no clip, c2 = 3": dict(objective="jackpot", obrs_target="new", clip=False, obrs_c2=3),
+    "Jackpot-adjusted, expected mask": dict(objective="jackpot_adjusted", obrs_mask="expected"),
 }
 ROWS = {"on-policy": dict(objective="grpo", rollout_batch=32, **STALE)}
 for label, flags in KINDS.items():
