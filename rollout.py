@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
@@ -76,6 +77,20 @@ def request_seed(*key) -> int:
 # vLLM, in this process
 # ---------------------------------------------------------------------------------------------------------------------
 
+def lean_logprobs() -> None:
+    """vLLM gives every log-probability a rank and a decoded word, each by a Python call of its own, which costs more than the sampling of
+    twenty of them does. Nobody here reads those: only ids and values are kept."""
+    from vllm.logprobs import FlatLogprobs
+
+    def append_fast(self, token_ids, logprobs, ranks, decoded_tokens):
+        self.start_indices.append(len(self.logprobs))
+        self.token_ids.extend(token_ids)
+        self.logprobs.extend(logprobs)
+        self.end_indices.append(len(self.logprobs))
+    if hasattr(FlatLogprobs, "append_fast"):
+        FlatLogprobs.append_fast = append_fast
+
+
 class VLLMEngine:
     """vLLM as a sampler whose weights are replaced live. `folder` is a save_pretrained folder; prompts are token ids."""
 
@@ -101,6 +116,7 @@ class VLLMEngine:
                 quant.keep_scales_alive()
         keep = {k: os.environ.get(k) for k in ("LOCAL_WORLD_SIZE",)}     # vLLM overwrites it and reseeds torch:
         rng = torch.get_rng_state()                                      # neither must reach the learner
+        lean_logprobs()
         size = dict(gpu_memory_utilization=memory_gib) if cuda else dict(kv_cache_memory_bytes=int(memory_gib * 2**30))
         head = dict(hf_overrides={"head_dtype": "float32"}) if head_fp32 else {}
         self.llm = LLM(folder, skip_tokenizer_init=True, dtype=dtype, enforce_eager=not cuda, max_model_len=max_len,
@@ -126,24 +142,31 @@ class VLLMEngine:
                     temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p,
                     max_tokens=sampling.max_tokens, seed=seed, stop_token_ids=stop_ids, logprobs=K,
                     flat_logprobs=True, detokenize=False))                 # the two that make log-probabilities cheap
-        outputs = iter(self.llm.generate(requests, params, use_tqdm=False))
-        return [[self._response(next(outputs).outputs[0], K, topk, kept) for _ in group] for group in seeds]
+        outputs = [o.outputs[0] for o in self.llm.generate(requests, params, use_tqdm=False)]
+        responses = iter(self._responses(outputs, K, topk, kept))
+        return [[next(responses) for _ in group] for group in seeds]
 
     @staticmethod
-    def _response(out, K: int, topk: int, kept: int) -> Response:
-        # flat rows: [sampled, top-1 .. top-K], K + 1 entries a token
-        rows = (len(out.token_ids), K + 1)
-        ids = np.fromiter(out.logprobs.token_ids, np.int32, rows[0] * rows[1]).reshape(rows)
-        logp = np.fromiter(out.logprobs.logprobs, np.float32, rows[0] * rows[1]).reshape(rows)
-        sets = {}
-        if kept:                                                           # a cut token has log-probability -inf
-            finite = np.isfinite(logp[:, 1:])
-            mass = np.exp(logp[:, 1:], where=finite, out=np.zeros_like(logp[:, 1:])).sum(1)
-            if finite.all(1).any() and mass[finite.all(1)].min() < 0.999:
+    def _responses(outputs, K: int, topk: int, kept: int) -> list[Response]:
+        """All responses at once: one array of flat rows [sampled, top-1 .. top-K], K + 1 entries a token, cut into responses."""
+        ends = np.cumsum([len(o.token_ids) for o in outputs])
+        shape = (int(ends[-1]), K + 1)
+
+        def rows(name, dtype):
+            return np.fromiter(chain.from_iterable(getattr(o.logprobs, name) for o in outputs), dtype, shape[0] * shape[1]).reshape(shape)
+        ids, logp = rows("token_ids", np.int32), rows("logprobs", np.float32)
+        if kept:
+            finite = np.isfinite(logp[:, 1:])                              # a cut token has log-probability -inf
+            full = finite.all(1)
+            if full.any() and np.exp(logp[full, 1:]).sum(1).min() < 0.999:
                 raise ValueError(too_many(kept))
-            sets = dict(zip(("kept_offsets", "kept_ids"), ragged(finite, ids[:, 1:])))
-        return Response(tokens=ids[:, 0].copy(), loss_mask=np.ones(rows[0], bool), logp_inf=logp[:, 0].copy(), topk_ids=ids[:, 1:topk + 1].copy(),
-                        topk_logp=logp[:, 1:topk + 1].copy(), finish_reason=out.finish_reason, **sets)
+            offsets, kept_ids = ragged(finite, ids[:, 1:])
+        out = []
+        for o, start, end in zip(outputs, [0, *ends[:-1]], ends):
+            sets = {"kept_offsets": offsets[start:end + 1] - offsets[start], "kept_ids": kept_ids[offsets[start]:offsets[end]].copy()} if kept else {}
+            out.append(Response(tokens=ids[start:end, 0].copy(), loss_mask=np.ones(end - start, bool), logp_inf=logp[start:end, 0].copy(),
+                                topk_ids=ids[start:end, 1:topk + 1].copy(), topk_logp=logp[start:end, 1:topk + 1].copy(), finish_reason=o.finish_reason, **sets))
+        return out
 
     def load(self, named_tensors) -> None:
         """Replace the weights. Tied models must bring `lm_head.weight` too, or the head silently stays old."""

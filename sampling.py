@@ -56,10 +56,12 @@ def check(cfg) -> None:
 
 
 def largest(cfg, vocabulary: int) -> int:
-    """How many tokens a recorded kept set may have: 0 where none is recorded. Ties with the k-th token may add to top_k."""
+    """How many tokens a recorded kept set may have: 0 where none is recorded. Ties with the k-th token add to top_k, few
+    among float32 logits, more among rounded ones."""
     if cfg.keep_sampling_mask != "replay" or not of(cfg).truncates:
         return 0
-    return min(vocabulary, cfg.top_k + 12 if cfg.top_k else cfg.kept_max)
+    ties = 4 if cfg.rollout_dtype == "float32" or cfg.lm_head_fp32 else 12
+    return min(vocabulary, cfg.top_k + ties if cfg.top_k else cfg.kept_max)
 
 
 def cut(logits, top_p=1.0, top_k=0, min_p=0.0):
