@@ -1,6 +1,6 @@
 """Jackpot's Tables 6 to 10 in small: mask or reweighting alone, c1, lambda, K, and a budget.
 
-    python results/table6_10.py         # run what is missing (two at a time), then results/table6_10.md and results/table6_10.png
+    python results/table6_10.py         # run what is missing (two at a time), then results/table6_10.{md,png} and table6_10_stale.{md,png}
 
 `other model`: a small actor samples (target ref; Z exact, or bracketed where K matters). `stale`: 64 updates a sync, no clip, target new.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import sweep
+import table2_3
 from table2_3 import STALE
 
 OTHER = dict(objective="jackpot")
@@ -37,7 +38,10 @@ PANELS = [("held-out pass@1 of the policy (%)", "eval/policy"), ("KL(policy || a
 
 def main():
     args = sweep.arguments(__doc__)
-    sweep.write("table6_10", sweep.run(ROWS, None, args.draw, args.jobs), PANELS, COLUMNS)
+    got = sweep.run(ROWS, None, args.draw, args.jobs)
+    stale = {label: records for label, records in got.items() if label.startswith("stale")}
+    sweep.write("table6_10", {label: records for label, records in got.items() if label not in stale}, PANELS, COLUMNS)
+    sweep.write("table6_10_stale", stale, table2_3.PANELS, COLUMNS, script="table6_10")
 
 
 if __name__ == "__main__":
