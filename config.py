@@ -101,7 +101,7 @@ class Config:
     obrs_c1: float = 3.0
     """c1: cap of the OBRS weight."""
     obrs_c2: Optional[float] = None
-    """c2: cap of p_ref / p_tgt (target new); default a little over 1 + eps_high, inf where no token ratio is clipped."""
+    """c2: cap of p_ref / p_tgt (target new); default a little over 1 + eps_high, inf where no token ratio is clipped (there 3 trains and inf with a drawn mask may not)."""
     obrs_topk: int = 20
     """K: how many of the engine's log-probabilities bound Z."""
     obrs_mask: Literal["bernoulli", "expected"] = "bernoulli"
