@@ -141,6 +141,10 @@ class Eval:
     """Compute the language-model head in float32 above a body of less."""
     logprobs_mode: Literal["processed", "raw"] = "processed"
     """Log-probabilities the engine returns: of the law it samples from, or of the model before temperature and truncation."""
+    rollout_quant: Literal["none", "int8", "fp8", "w4a16", "w3a16", "w2a16"] = "none"
+    """Low-bit format of the engine's linear layers (quant.py)."""
+    quant_group: int = config.Config.quant_group
+    """Columns that share a scale in w4a16 and its like."""
     seed: int = 0
     """Seed of sampling."""
     task_seed: int = 0
@@ -161,6 +165,8 @@ class Eval:
     """Mismatch: another model that samples: a run folder, a checkpoint, a Hugging Face folder or base:actor."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Mismatch: the learner's compute type."""
+    learner_quant: Literal["none", "aligned", "int8", "fp8", "w4a16", "w3a16", "w2a16"] = "none"
+    """Mismatch: aligned: the learner computes on the engine's low-bit numbers."""
     keep_sampling_mask: Literal["off", "recompute", "replay"] = "replay"
     """Mismatch: what the learner scores where sampling truncates."""
     kept_max: int = config.Config.kept_max

@@ -2,6 +2,7 @@
 
     python eval.py --mismatch --model=FOLDER --rollout_dtype=bfloat16 --lm_head_fp32=True          # engine against learner
     python eval.py --mismatch --model=base:policy --actor=base:actor                               # another model samples
+    python eval.py --mismatch --model=FOLDER --rollout_quant=int8 --learner_quant=aligned          # low bits, with a learner that follows
     python eval.py --mismatch --model=FOLDER --temperature=0.7 --top_p=0.8 --keep_sampling_mask=off
 
 The engine samples, the learner scores the same tokens, and everything else is arithmetic on p_inf and p_ref: per response the largest
@@ -161,7 +162,8 @@ def probe(cfg, folder: str, actor: str | None, task, tokenizer, n: int, longest:
     engine.close()
     chi2, k1, k3 = (m[f"rollout_corr/{x}"] for x in ("chi2_token", "kl", "k3_kl"))
     m["kl"] = max(k1, k3)                                  # where tokens were cut k3 is too small; k1 alone can be negative
-    out = {"model": folder, "sampler": actor or folder, "engine": f"{cfg.rollout} {cfg.rollout_dtype}", "learner": cfg.dtype, "lm_head_fp32": cfg.lm_head_fp32,
+    out = {"model": folder, "sampler": actor or folder, "engine": f"{cfg.rollout} {cfg.rollout_dtype}" + (f" {cfg.rollout_quant}" if cfg.rollout_quant != "none" else ""),
+           "learner": cfg.dtype + (f" {cfg.learner_quant}" if cfg.learner_quant != "none" else ""), "lm_head_fp32": cfg.lm_head_fp32,
            "sampling": {k: getattr(cfg, k) for k in ("temperature", "top_p", "top_k", "min_p", "keep_sampling_mask", "logprobs_mode")}, "vocabulary": vocabulary,
            "responses": len(length), "tokens": int(length.sum()), "length": {"mean": float(length.mean()), "95 %": int(np.quantile(length, 0.95)), "max": int(length.max())},
            "kl": m["kl"], "k1_kl": k1, "k3_kl": k3, "chi2_token": chi2, "chi2_seq": m["rollout_corr/chi2_seq"], "ratio_mean": m["rollout_corr/ratio_mean"],

@@ -193,6 +193,13 @@ def published(named_tensors, model, fmt: Format, packed: bool = True):
             yield f"{name}_shape", torch.tensor(x.shape)
 
 
+def round_off(model, fmt: Format):
+    """Replace the weights by their exactly dequantized values, in place: what a format without quantized activations computes with."""
+    for m in layers(model).values():
+        m.weight.data.copy_(dequantize(*quantize(m.weight.data, fmt.top, fmt.dtype, fmt.group)))
+    return model
+
+
 def hold(model, tensors: dict) -> dict:
     """Put published low-bit tensors into an aligned model's layers, as they are; returns the tensors that are left, with int4 unpacked."""
     rest = dict(tensors)
@@ -236,15 +243,16 @@ def engine_config(fmt: Format) -> dict:
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}}
 
 
-def checkpoint(folder: str, fmt: Format, out: str) -> str:
-    """A model folder in low bits, for an engine to start from: the same configuration and tokenizer, quantized tensors."""
+def checkpoint(folder: str, fmt: Format, out: str, packed: bool = True) -> str:
+    """A model folder in low bits, for an engine to start from: the same configuration and tokenizer, quantized tensors (see `published`)."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tensors = {k: v.contiguous().clone() for k, v in published(model.state_dict().items(), model, fmt)}
+    tensors = {k: v.contiguous().clone() for k, v in published(model.state_dict().items(), model, fmt, packed)}
     shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin", "*.pt"), dirs_exist_ok=True)
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    (Path(out) / "config.json").write_text(json.dumps({**config, "quantization_config": engine_config(fmt)}, indent=1), encoding="utf-8")
+    if packed:
+        (Path(out) / "config.json").write_text(json.dumps({**config, "quantization_config": engine_config(fmt)}, indent=1), encoding="utf-8")
     if config.get("tie_word_embeddings"):
         tensors.pop("lm_head.weight", None)
     save_file(tensors, f"{out}/model.safetensors", metadata={"format": "pt"})

@@ -109,9 +109,9 @@ class VLLMEngine:
         self.packed = fmt is not None and (fmt.activations or (cuda and fmt.top == 7))
         if fmt and not self.packed:
             print(f"{fmt.name}: vLLM has no kernel for it here; the engine gets the exactly dequantized weights, which are the same function", file=sys.stderr)
-        if self.packed:
+        if fmt:
             self.scratch = tempfile.TemporaryDirectory()
-            folder = quant.checkpoint(folder, fmt, self.scratch.name)
+            folder = quant.checkpoint(folder, fmt, self.scratch.name, self.packed)
             if not cuda:
                 quant.keep_scales_alive()
         keep = {k: os.environ.get(k) for k in ("LOCAL_WORLD_SIZE",)}     # vLLM overwrites it and reseeds torch:
@@ -198,7 +198,8 @@ class HFEngine:
             from transformers import AutoModelForCausalLM
             folder_or_model = AutoModelForCausalLM.from_pretrained(folder_or_model, dtype=getattr(torch, dtype))
         self.dtype, self.fmt, self.packed = dtype, fmt, fmt is not None and fmt.activations        # int4 weights come exactly dequantized
-        self.model = quant.align(folder_or_model, fmt if self.packed else None).to(device).eval()
+        change = quant.align if self.packed or fmt is None else quant.round_off
+        self.model = change(folder_or_model, fmt).to(device).eval()
         self.device, self.batch_tokens, self.raw, self.head_fp32 = device, batch_tokens, logprobs_mode == "raw", head_fp32
 
     def generate(self, prompts, seeds, sampling: Sampling, topk: int, stop_ids: list[int], kept: int = 0) -> list[list[Response]]:

@@ -93,8 +93,15 @@ def test_the_command(kind, folders, vllm_engines, tmp_path, capsys, monkeypatch)
     assert off["ratio_mean"] < 0.95 and "mean of r" in off["verdicts"][1]["why"] and replay["mean_mismatch"] < 1e-4
 
 
+def test_the_probe_of_low_bits(folders, tmp_path):
+    """A quantized engine is apart from a learner in full precision, and not from one that is aligned with it."""
+    common = [f"--model={folders / 'actor'}", "--rollout=hf", "--mismatch", "--problems=12", "--max_tokens=16", "--rollout_quant=int8", f"--out={tmp_path / 'm.json'}"]
+    plain, aligned = evaluation.main(common), evaluation.main([*common, "--learner_quant=aligned"])
+    assert aligned["mean_mismatch"] < plain["mean_mismatch"] / 10 and plain["engine"] == "hf float32 int8" and aligned["learner"] == "float32 aligned"
+
+
 @pytest.mark.parametrize("argv, sentence", [
-    (["--samples=1"], "--samples=1: --mismatch compares responses"), (["--top_p=0"], r"--top_p=0.0: a probability mass in \(0, 1\]"),
+    (["--learner_quant=aligned"], "the rollouts are not quantized, there is nothing to align with"), (["--samples=1"], "--samples=1: --mismatch compares responses"), (["--top_p=0"], r"--top_p=0.0: a probability mass in \(0, 1\]"),
     (["--actor=/no/such"], "--actor=/no/such: no model there"), (["--temperature=0"], "--temperature=0.0: must be above 0"),
     (["--logprobs_mode=raw", "--top_k=4"], "no kept sets to replay")])
 def test_bad_calls(folders, argv, sentence):

@@ -184,12 +184,21 @@ def test_the_plain_engine_in_low_bits(name, folders):
     """The plain sampler on the published tensors is the aligned learner."""
     learner, = learners(name, "aligned")
     engine = HFEngine(str(folders / "actor"), fmt=format_of(name, 32))
+    assert mismatch(engine, learner) < 1e-3                                    # from the start, before any weights are published
     moved(learner.pair.policy, 3)
     engine.load(learner.published("policy", engine.packed))
     ids = np.arange(2, 14)
     with torch.no_grad():
         want = learner.pair.policy(torch.from_numpy(ids)[None]).logits[0, :-1].log_softmax(-1).gather(1, torch.from_numpy(ids)[1:, None])[:, 0]
     assert np.allclose(engine.logprobs(ids), want.numpy(), atol=0 if engine.packed else 1e-5) and mismatch(engine, learner) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "w4a16", "w2a16"])
+def test_vllm_starts_in_low_bits(name, vllm_engines):
+    """Before any publication the engine already samples in its format."""
+    engine = vllm_engines(fmt=format_of(name, 32), seed=1)
+    aligned, plain = learners(name, "aligned", "none")
+    assert mismatch(engine, aligned) < mismatch(engine, plain) / 10
 
 
 def test_a_quantized_engine_with_old_weights_is_found_out(quantized):
