@@ -9,6 +9,9 @@ update   a jackpot update (ref pass, statistics, OBRS, step) against a plain PPO
 head     the chunked head against whole logits, 2,048 tokens x 151,936 words x 1,024, forward and backward: time and peak memory
 replay   kept sets at top_k 20 on the demo's policy: a learner step that replays them over one that does not, and rollouts (vLLM)
          that record them over rollouts that do not, with the same truncated sampling
+quant    low bits on the demo's policy, by format: the aligned learner's update over the plain one, publication and load over plain weights',
+         and the engine's rollout over an unquantized one's (vLLM)
+lowbit   on a GPU: the aligned forward of linear layers, quantization included, over bfloat16's, on Qwen3-0.6B, 1.7B and 8B shapes
 trl      publish, roll out, grade, update, with --rollout=hf, against one step of GRPOTrainer; and our step with vLLM beside it
 gpu      learner tokens per second and share of the device's peak on a Qwen3-0.6B shape, bfloat16
 """
@@ -30,6 +33,7 @@ from tqdm import tqdm
 import batch as batches
 import config
 import objectives
+import quant
 import sampling
 from head import ChunkedHead, chunk_rows, one_model
 from learner import Comm, Learner
@@ -202,6 +206,60 @@ def bench_replay(root: str) -> dict:
     return {**out, **{f"rollout_{k}": rollout[k] for k in ("ratio", "low", "high")}, "goal": "ratio <= 1.05, rollout_ratio <= 1.05"}
 
 
+def bench_quant(root: str) -> dict:
+    """Update, publication and rollout in low bits, each over its unquantized twin."""
+    from warmstart import CONTEXT, SHAPES
+    folder, law = f"{root}/quant", Sampling(max_tokens=32)
+    model = shaped(folder, max_position_embeddings=CONTEXT, **SHAPES["policy"])
+    rng = np.random.default_rng(0)
+    prompts, seeds = [rng.integers(2, 200, 10).astype(np.int32) for _ in range(32)], [[i * 8 + g for g in range(8)] for i in range(32)]
+    cfgs = {f: flags(objective="tis", rollout_quant=f, learner_quant="none" if f == "none" else "aligned", lr=1e-6) for f in ("none", "int8", "fp8", "w4a16")}
+    learners = {f: Learner(copy.deepcopy(model), None, c, Comm()) for f, c in cfgs.items()}
+    engines = {f: VLLMEngine(folder, max_len=64, max_logprobs=1, fmt=quant.format_of(f, c.quant_group)) for f, c in cfgs.items()}
+    groups, out = recorded(cfgs["none"], learners["none"].pair.policy, 32, 0), {}
+    learners["none"].pair.eval()
+
+    def update(f):
+        b = batches.collate(groups, cfgs[f])
+        learners[f].update(b, objectives.prepare(b, learners[f].comm, cfgs[f], {}))
+
+    def publish(f):
+        for m in quant.layers(learners[f].pair.policy).values():
+            m.made_at = None                               # as after a step: quantization is part of the price
+        engines[f].load(learners[f].published("policy", engines[f].packed))
+    for f in ("int8", "fp8", "w4a16"):
+        parts = {"update": update, "publish": publish, "rollout": lambda f: engines[f].generate(prompts, seeds, law, 0, [1])}
+        for name, part in parts.items():
+            r = alternate(lambda: part(f), lambda: part("none"), {"update": 20, "publish": 30, "rollout": 20}[name], f"{f} {name}")
+            out[f"{f}_{name}"] = f"{r['ratio']:.3f} [{r['low']:.3f}, {r['high']:.3f}] ({r['a_s'] * 1000:.0f} over {r['b_s'] * 1000:.0f} ms)"
+    engines["none"].close()
+    return out
+
+
+def bench_lowbit(root: str, device: str = "cuda", tokens: tuple = (8192, 32768), shapes: dict | None = None) -> dict:
+    """The linear layers of one block forward, quantization of weights and activations included, over bfloat16; ratio of speeds."""
+    shapes = shapes or {"0.6B": (1024, 3072, 4096), "1.7B": (2048, 6144, 4096), "8B": (4096, 12288, 6144)}     # hidden, feed-forward, q + k + v
+    out, sync = {}, torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    for name, (H, I, A) in shapes.items():
+        weights = [torch.randn(n, k, device=device, dtype=torch.bfloat16) * 0.02 for n, k in ((A, H), (H, H), (2 * I, H), (H, I))]
+        for T in tokens:
+            inputs = {k: torch.randn(T, k, device=device, dtype=torch.bfloat16) for k in {w.shape[1] for w in weights}}
+
+            def run(fmt):
+                for w in weights:
+                    x = inputs[w.shape[1]]
+                    if fmt is None:
+                        x @ w.t()
+                    else:
+                        quant.product(*quant.quantize(x, 127.0 if fmt.dtype == torch.int8 else fmt.top, fmt.dtype), *quant.quantize(w, fmt.top, fmt.dtype)).to(x.dtype)
+                sync()
+            for f in ("fp8", "int8"):
+                fmt = quant.format_of(f)
+                r = alternate(lambda: run(None), lambda: run(fmt), 10, f"{name} {T} {f}")
+                out[f"{name}_{T}_{f}"] = f"{r['ratio']:.2f}x [{r['low']:.2f}, {r['high']:.2f}]"
+    return out
+
+
 def our_step(folder: str, engine, cfg):
     """A callable: publish, roll out, grade, update, as train.py's loop does it."""
     from runs import load_model
@@ -295,11 +353,11 @@ def bench_gpu(root: str, device: str = "cuda", tokens: int = 16384, updates: int
             "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else math.nan}
 
 
-BENCHES = {"rollout": bench_rollout, "update": bench_update, "head": bench_head, "replay": bench_replay, "trl": bench_trl, "gpu": bench_gpu}
+BENCHES = {"rollout": bench_rollout, "update": bench_update, "head": bench_head, "replay": bench_replay, "quant": bench_quant, "lowbit": bench_lowbit, "trl": bench_trl, "gpu": bench_gpu}
 
 
 def main():
-    asked = sys.argv[1:] or ["rollout", "update", "head", "replay"] + (["gpu"] if torch.cuda.is_available() else [])
+    asked = sys.argv[1:] or ["rollout", "update", "head", "replay"] + (["gpu", "lowbit"] if torch.cuda.is_available() else [])
     unknown = [a for a in asked if a not in BENCHES]
     if unknown:
         sys.exit(f"error: {unknown[0]}: no such benchmark; there are {', '.join(BENCHES)}")
