@@ -242,3 +242,22 @@ def test_the_model_that_samples_is_the_aligned_one():
     b = batches.collate(make_groups(), cfg)
     out = learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
     assert out["stepped"] and out["actor/grad_norm"] > 0
+
+
+def test_the_engine_holds_the_very_bits(vllm_engines):
+    """fp8: vLLM keeps weights and scales, joined over q, k, v and over gate, up: bit for bit those of the learner's forward."""
+    engine = vllm_engines(fmt=format_of("fp8"))
+    learner, = learners("fp8", "aligned")
+    moved(learner.pair.policy, 5)
+    engine.load(learner.published("policy", True))
+    low = {n: m.low() for n, m in quant.layers(learner.pair.policy).items()}
+    block = "model.layers.0."
+    parts = {"self_attn.qkv_proj": [f"self_attn.{x}_proj" for x in "qkv"], "self_attn.o_proj": ["self_attn.o_proj"],
+             "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"], "mlp.down_proj": ["mlp.down_proj"]}
+    held, = engine.llm.apply_model(lambda model: {n: (p.weight.detach().clone(), p.weight_scale.detach().clone()) for n, p in model.named_modules() if n.removeprefix(block) in parts})
+    assert len(held) == 4
+    for name, (weight, scale) in held.items():
+        q, s = (torch.cat([low[block + p][i] for p in parts[name.removeprefix(block)]]) for i in (0, 1))
+        assert weight.dtype == q.dtype == torch.float8_e4m3fn
+        assert any(torch.equal(w.contiguous().view(torch.uint8), q.view(torch.uint8)) for w in (weight, weight.t())), name
+        assert torch.equal(scale.flatten(), s.flatten()), name
