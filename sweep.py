@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parent
 RESULTS, FOLDERS, STUDY = ROOT / "results", ROOT / "out" / "study", "configs/study.toml"
 KEPT = ("reward", "entropy", "grad_norm", "clip_fraction", "ppo_kl", "weight_var", "distill_kl", "distill_lambda", "rollout_corr/kl", "rollout_corr/k3_kl",
         "rollout_corr/chi2_seq", "rollout_corr/rollout_is_eff_sample_size", "rollout_corr/seq_eff_sample_size", "rollout_corr/low_weight_fraction", "rollout_corr/seq_clamped_fraction",
-        "rollout_corr/rollout_rs_seq_masked_fraction", "rollout_corr/ratio_mean", *(f"rollout_corr/low_weight/{n}" for n in (16, 32, 64, 128, 256)), "response_length", "staleness/mean_updates", "obrs/accept_rate", "obrs/lambda", "obrs/kappa", "obrs/z",
+        "rollout_corr/rollout_rs_seq_masked_fraction", "rollout_corr/ratio_mean", "rollout_corr/mean_mismatch", "rollout_corr/max_mismatch", "rollout_corr/reward_weighted", "ppo_kl_weighted", "ppo_k3_kl",
+        "error/low_prob_pos", "error/low_prob_neg", "error/repetition", *(f"rollout_corr/low_weight/{n}" for n in (16, 32, 64, 128, 256)), "response_length", "staleness/mean_updates", "obrs/accept_rate", "obrs/lambda", "obrs/kappa", "obrs/z",
         "obrs/z_exact", "obrs/z_low", "obrs/z_high", "obrs/bracket_width", "obrs/kl_before", "obrs/kl_after")
 POINTS = 150                                               # a longer run is averaged over neighbouring updates
 
@@ -227,7 +228,7 @@ def write(name: str, got: dict[str, list[dict]], panels: list[tuple[str, str]], 
         ax.set_title(title, fontsize=10)
         ax.set_xlabel("updates", fontsize=8)
         ax.grid(alpha=0.3)
-        if key in ("distill_kl", "rollout_corr/kl", "rollout_corr/k3_kl"):
+        if key in ("distill_kl", "rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/mean_mismatch"):
             ax.set_yscale("log")
     handles, labels = max((ax.get_legend_handles_labels() for ax in axes.flat), key=lambda hl: len(hl[1]))
     lines = math.ceil(len(labels) / 4)
