@@ -477,3 +477,6 @@ def check_models(cfg: Config, policy: str, actor: str | None) -> None:
     if len(set(vocab)) > 1:
         raise ValueError(f"--actor={actor}: its vocabulary has {vocab[1]} tokens and the policy's {vocab[0]}; actor and policy must share one")
     check_vocabulary(cfg, vocab[0])
+    if {cfg.rollout_quant, cfg.learner_quant} != {"none"}:
+        import quant
+        quant.check(cfg, actor or policy)

@@ -166,6 +166,20 @@ def align(model, fmt: Format | None):
     return model
 
 
+def check(cfg, folder: str) -> None:
+    """Can the formats of `cfg` run here, on the model of `folder` (its config.json alone)? ValueError: one sentence."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    formats = {f for f in (cfg.rollout_quant, cfg.learner_quant) if f not in ("none", "aligned")}
+    cuda = torch.cuda.is_available()
+    if "fp8" in formats and cuda and torch.cuda.get_device_capability() < (8, 9):
+        raise ValueError("--rollout_quant=fp8: this GPU multiplies no fp8 (compute capability below 8.9); it can run int8 and w4a16")
+    if cfg.rollout_quant == "w4a16" and cfg.rollout == "vllm" and cuda and cfg.quant_group not in (32, 64, 128):
+        raise ValueError(f"--quant_group={cfg.quant_group}: vLLM's int4 kernels know groups of 32, 64 and 128")
+    for f in sorted(formats):
+        with torch.device("meta"):
+            align(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)), format_of(f, cfg.quant_group))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What the engine gets
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
 """Formats, the aligned layer, and its straight-through gradient."""
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -6,6 +7,7 @@ import pytest
 import torch
 
 import batch as batches
+import config
 import objectives
 import quant
 from conftest import make_cfg, make_groups, tiny_model
@@ -100,6 +102,29 @@ def test_which_layers(folders):
     assert quant.align(model, None) is model and not any(isinstance(m, LowBitLinear) for m in model.modules())
     quant.align(model, format_of("w4a16", 32))
     assert sum(isinstance(m, LowBitLinear) for m in model.modules()) == 7 and type(model.lm_head) is torch.nn.Linear
+
+
+def test_formats_that_cannot_run_are_refused_before_a_model_loads(folders, tmp_path, monkeypatch):
+    untied, small = str(folders / "untied"), str(tmp_path)
+    shape = json.loads((folders / "actor" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "hidden_size": 16}))
+    check = lambda actor=None, **flags: config.check_models(make_cfg(**flags), untied, actor)
+    with pytest.raises(ValueError, match="--quant_group=48: .*q_proj has rows of 32, which are not made of whole groups"):
+        check(rollout_quant="w4a16", quant_group=48)
+    with pytest.raises(ValueError, match="--quant_group=24: "):
+        check(learner_quant="w2a16", quant_group=24)
+    with pytest.raises(ValueError, match="has rows of 16"):                              # with an actor it is the actor that is quantized
+        check(small, rollout_quant="w4a16", quant_group=32)
+    for fmt in ("int8", "fp8", "w4a16"):
+        check(rollout_quant=fmt, quant_group=16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    with pytest.raises(ValueError, match="this GPU multiplies no fp8 .*; it can run int8 and w4a16"):
+        check(rollout_quant="fp8")
+    with pytest.raises(ValueError, match="--quant_group=16: vLLM's int4 kernels know groups of 32, 64 and 128"):
+        check(rollout_quant="w4a16", quant_group=16, rollout="vllm")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    check(rollout_quant="fp8")
 
 
 def test_int8_range_of_this_machine(monkeypatch):
