@@ -228,7 +228,7 @@ def write(name: str, got: dict[str, list[dict]], panels: list[tuple[str, str]], 
         ax.set_title(title, fontsize=10)
         ax.set_xlabel("updates", fontsize=8)
         ax.grid(alpha=0.3)
-        if key in ("distill_kl", "rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/mean_mismatch"):
+        if key in ("distill_kl", "distill_lambda", "rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/mean_mismatch"):
             ax.set_yscale("log")
     handles, labels = max((ax.get_legend_handles_labels() for ax in axes.flat), key=lambda hl: len(hl[1]))
     lines = math.ceil(len(labels) / 4)
