@@ -54,8 +54,8 @@ class Config:
     """Weight and keep-mask per token (objectives.CORRECTIONS)."""
     surrogate: Optional[str] = None
     """How the policy moves on the advantage (objectives.SURROGATES)."""
-    ratio_base: Optional[Literal["ref", "inf", "new"]] = None
-    """Denominator of the surrogate's ratio."""
+    ratio_base: Optional[Literal["ref", "inf", "new", "group"]] = None
+    """Denominator of the surrogate's ratio; group: the expectation over the group's responses (gepo.py)."""
     allow_double_correction: bool = False
     """Let a correction stand on top of a surrogate that already corrects (ratio_base inf)."""
     advantage: Optional[Literal["grpo", "grpo_no_std", "rloo"]] = None
@@ -90,6 +90,14 @@ class Config:
     """tbpo: upper edge of the band of negative advantages."""
     tbpo_cap: Literal["clip", "mask"] = "clip"
     """tbpo_mismatch: cap the weight of a response that is outside [1/C, C], or drop the response."""
+    gepo_expectation: Literal["weighted", "mean"] = "weighted"
+    """ratio_base group: sum q^2 / sum q (GEPO Eq. 11), or the mean of q."""
+    gepo_defence: float = 0.0
+    """c of GEPO's defensive mixing, e = clip(c Var q, 0, 0.99) (4 in the text); 0: off."""
+    cppo_beta: float = 0.0
+    """Weight of the CPPO-KL between new and inf (0.005 in HeteroRL under delay); 0: off."""
+    cppo_kl: Literal["official", "k3"] = "official"
+    """Which estimator: the released code's (no KL under samples of inf), or k3 of KL(inf || new)."""
     positive_only: bool = False
     """Train on positive advantages alone."""
 
@@ -416,8 +424,8 @@ def resolve(cfg: Config, world: int | None = None) -> Config:
     need(cfg.tbpo_neg_high > 0, f"--tbpo_neg_high={cfg.tbpo_neg_high}: the band's edges are 1 - clip_low and 1 + this; it must be above 0")
     need(cfg.is_cap is None or cfg.correction != "tbpo_mismatch" or max(1.0, cfg.is_floor) < cfg.is_cap,
          f"--is_cap={cfg.is_cap}: tbpo_mismatch caps two-sided to [1/C, C], so C must be above 1")
-    need(cfg.ratio_base != "inf" or cfg.correction == "none" or cfg.allow_double_correction,
-         f"--ratio_base=inf already corrects for the mismatch: use --correction=none instead of {cfg.correction}, or --allow_double_correction=True")
+    need(cfg.ratio_base not in ("inf", "group") or cfg.correction == "none" or cfg.allow_double_correction,
+         f"--ratio_base={cfg.ratio_base} already corrects for the mismatch: use --correction=none instead of {cfg.correction}, or --allow_double_correction=True")
     need(cfg.correction not in ("tis_adjusted", "jackpot_adjusted") or cfg.ratio_base == "new",
          f"--correction={cfg.correction} carries p_new / p_inf itself: it needs --ratio_base=new, not {cfg.ratio_base}")
     need(cfg.correction != "jackpot_adjusted" or cfg.obrs_target == "new", "--correction=jackpot_adjusted: its target is the policy now; use --obrs_target=new")
@@ -433,6 +441,10 @@ def resolve(cfg: Config, world: int | None = None) -> Config:
          + ("use --rs_low and --rs_high" if cfg.correction in objectives.DROPS and cfg.correction not in objectives.USES_Z else "use --obrs_c1" if cfg.correction in objectives.USES_Z else "leave it out"))
     need(cfg.dual_clip == 0 or (cfg.dual_clip > 1 and cfg.clip and cfg.surrogate in ("ppo", "gspo")),
          f"--dual_clip={cfg.dual_clip}: needs a value above 1 (3 is usual), --clip=True and --surrogate=ppo or gspo")
+    need(cfg.ratio_base != "group" or cfg.surrogate in ("gspo", "tbpo"),
+         f"--ratio_base=group divides the length-normalised probability of a response: it needs --surrogate=gspo, not {cfg.surrogate}")
+    need(cfg.cppo_beta >= 0 and cfg.gepo_defence >= 0, f"--cppo_beta={cfg.cppo_beta} --gepo_defence={cfg.gepo_defence}: must not be negative; 0 is off")
+    need(cfg.gepo_defence == 0 or cfg.ratio_base == "group", f"--gepo_defence={cfg.gepo_defence}: mixes into the group's expectation; it needs --ratio_base=group")
     need(cfg.ratio_base == "ref" or cfg.surrogate != "reinforce", f"--ratio_base={cfg.ratio_base}: --surrogate=reinforce has no ratio; use --surrogate=ppo")
     need(cfg.distill_kl_target == 0 or cfg.distill_lambda > 0, "--distill_kl_target needs a --distill_lambda above 0 to start from")
     need(cfg.distill_kl_target == 0 or two, "--distill_kl_target: there is no actor to distil; name one with --actor")

@@ -7,7 +7,7 @@ every number is a mean over the whole step, never "the last micro-batch". Names 
   rollout_corr/k3_kl         mean(r - log r - 1) >= 0, the same KL with less variance;  r = p_ref / p_inf
   rollout_corr/chi2_token    mean(r^2) - 1;  chi2_seq: the same of R = exp(clamp(sum log r, +-clamp))
   rollout_corr/rollout_is_*  mean, min, max, std of the weight applied to each token (after caps; 1 without correction; OBRS's expected
-                             mask is part of it, a draw is not; with ratio_base inf times the unclipped ratio)
+                             mask is part of it, a draw is not; with ratio_base inf or group times the unclipped ratio)
   rollout_corr/rollout_is_eff_sample_size    (sum w)^2 / (n sum w^2) of weight x keep: 1 is "all tokens count alike"
   rollout_corr/rollout_is_ratio_fraction_high, _low    share of tokens with r > C, r < 1/C (C = --is_cap of a token weight, else 2)
   rollout_corr/seq_eff_sample_size   the same of R over responses. Read it beside seq_clamped_fraction: responses at the
@@ -29,6 +29,7 @@ every number is a mean over the whole step, never "the last micro-batch". Names 
                              samples of inf, so where the two differ it goes negative and means nothing (TIS text)
   ppo_kl_weighted            the same weighted by min(r, C): the estimate under ref
   ppo_k3_kl                  mean(p_new / p_ref - 1 - log(p_new / p_ref)): never negative, and biased just as well: a sign is no proof
+  cppo_kl                    what --cppo_beta weighs: exp(d) - d - 1 between inf and new (gepo.py)
   clip_fraction              tokens whose surrogate is clipped; _high: of those with A > 0, _low: with A < 0
   weight_var                 variance of weight x keep
   weighted_advantage         mean over tokens of weight x keep x A; with --advantage_error_every also fresh_advantage, the mean A of
@@ -108,6 +109,8 @@ def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
                     ("ppo_kl_weighted", r.clamp_max(C) * (ref - new.logp)),
                     ("ppo_k3_kl", (new.logp - ref).clamp(-clamp, clamp).exp() - 1 - (new.logp - ref)), ("entropy", new.entropy)):
         sums.add(name, x, mask)
+    if "cppo_kl" in logs:
+        sums.add("cppo_kl", logs["cppo_kl"], mask)
     sums.top("rollout_corr/rollout_is_max", weight, mask)
     sums.top("neg_min", -weight, mask)
     total = log_r.sum(1)
@@ -181,7 +184,7 @@ def repetition(tokens, exists, n: int = 4):
 def derive(m: dict, s: dict) -> dict[str, float]:
     """Standard deviations, effective sample sizes and bounds from the means, then only public names."""
     ess = lambda a, b: m[a] ** 2 / m[b] if m[b] > 0 else 0.0
-    out = {k: v for k, v in m.items() if "/" in k or k in ("clip_fraction", "clip_fraction_low", "clip_fraction_high", "ppo_kl", "ppo_kl_weighted", "ppo_k3_kl", "entropy", "reward", "weighted_advantage",
+    out = {k: v for k, v in m.items() if "/" in k or k in ("clip_fraction", "clip_fraction_low", "clip_fraction_high", "ppo_kl", "ppo_kl_weighted", "ppo_k3_kl", "cppo_kl", "entropy", "reward", "weighted_advantage",
                                                            "response_length", "advantage_abs", "distill_kl")}
     kl = m["rollout_corr/kl"]
     out.update({

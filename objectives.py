@@ -20,6 +20,7 @@ from dataclasses import replace
 
 import torch
 
+import gepo
 import obrs
 
 CLAMP = obrs.CLAMP
@@ -309,6 +310,7 @@ OBJECTIVES = {
     "jackpot": dict(correction="obrs", surrogate="ppo"),
     "jackpot_adjusted": dict(correction="jackpot_adjusted", surrogate="ppo", ratio_base="new", obrs_target="new"),
     "gspo": dict(correction="none", surrogate="gspo", reduction="seq-mean-token-mean"),
+    "gepo": dict(correction="none", surrogate="gspo", ratio_base="group", reduction="seq-mean-token-mean", advantage="grpo_no_std", clip_low=0.2, clip_high=0.2),
     "tbpo": dict(correction="tbpo_mismatch", surrogate="tbpo", reduction="seq-mean-token-mean"),
     "sapo": dict(correction="none", surrogate="sapo"),
     "cispo": dict(correction="none", surrogate="cispo"),
@@ -355,11 +357,15 @@ def prepare(batch, comm, cfg, carry: dict, fresh=None) -> dict:
     """Statistics of one optimizer step over all ranks: denominators, lambda, kappa, lambda_distill.
 
     batch: this rank's share of the step; comm.sum / comm.cat reduce over ranks; fresh: TokenStats of the policy as it is
-    now, for `--kappa=exact`. Returns plain numbers, except `kept_factor` (B, 1), which is per response."""
+    now, for `--kappa=exact`. Returns plain numbers, except PER_RESPONSE (B, 1)."""
     mask, lengths = batch.mask, batch.mask.sum(1)
     tokens, sequences = comm.sum([mask.sum(), (lengths > 0).sum()])
     stats = {"tokens": max(tokens, 1.0), "sequences": max(sequences, 1.0), "lam": cfg.obrs_lambda, "kappa": 1.0,
-             "kept_factor": None, "distill": carry.get("distill", cfg.distill_lambda)}
+             "kept_factor": None, "log_e": None, "defence": None, "distill": carry.get("distill", cfg.distill_lambda)}
+    if cfg.ratio_base == "group":
+        logq = seq_mean(batch.logp_inf.double(), mask).masked_fill((lengths == 0)[:, None], -math.inf)[:, 0]
+        stats["log_e"] = gepo.log_expectation(logq, batch.group, cfg.gepo_expectation)[:, None]
+        stats["defence"] = gepo.defence(logq, batch.group, cfg.gepo_defence)[:, None]
     if cfg.correction in USES_Z:
         logp_tgt, s_logp = batch.logp_ref, batch.s_logp_ref
         if fresh is not None:
@@ -389,9 +395,12 @@ def prepare(batch, comm, cfg, carry: dict, fresh=None) -> dict:
     return stats
 
 
+PER_RESPONSE = ("kept_factor", "log_e", "defence")
+
+
 def micro_stats(stats: dict, rows) -> dict:
     """The statistics as seen by a micro-batch made of `rows` of the batch given to prepare."""
-    return stats if stats["kept_factor"] is None else {**stats, "kept_factor": stats["kept_factor"][rows]}
+    return {**stats, **{k: stats[k][rows] for k in PER_RESPONSE if stats.get(k) is not None}}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -412,7 +421,7 @@ def loss(new, batch, stats: dict, cfg):
 
     new: TokenStats of this forward, with gradient; batch: with ref columns; stats: from prepare."""
     batch = with_ref(new, batch)
-    base = {"ref": batch.logp_ref, "inf": batch.logp_inf, "new": new.logp.detach()}[cfg.ratio_base]
+    base = denominator(new, batch, stats, cfg)
     weight, keep, logs = weigh(new, batch, stats, cfg)
     weight, keep = weight.detach().expand_as(base), keep.detach().expand_as(base)
     surrogate, clipped = SURROGATES[cfg.surrogate](new.logp, base, batch.adv.to(base.dtype), batch.mask, cfg)
@@ -421,10 +430,21 @@ def loss(new, batch, stats: dict, cfg):
     value = -keep * weight * surrogate
     if stats["kept_factor"] is not None:
         value = value * stats["kept_factor"].to(value)
-    if cfg.ratio_base == "inf":                            # the ratio itself is the weight: say so in the metrics
+    if cfg.cppo_beta:
+        drift = gepo.cppo_kl(new.logp, batch.logp_inf, cfg.cppo_kl, cfg.log_ratio_clamp)
+        value, logs = value + cfg.cppo_beta * drift, {**logs, "cppo_kl": drift.detach()}
+    if cfg.ratio_base in ("inf", "group"):                 # the ratio itself is the weight: say so in the metrics
         gap = new.logp.detach() - base
         weight = weight * ratio(seq_mean(gap, batch.mask).expand_as(gap) if cfg.surrogate in ("gspo", "tbpo") else gap, 0.0, cfg.log_ratio_clamp)
     return value.masked_fill(~batch.mask, 0.0), {"weight": weight, "keep": keep, "clipped": clipped, **logs}
+
+
+def denominator(new, batch, stats: dict, cfg):
+    """log of what the surrogate's ratio divides by, (B, T): p_ref, p_inf, p_new itself, or the group's expectation (gepo.py)."""
+    if cfg.ratio_base != "group":
+        return {"ref": batch.logp_ref, "inf": batch.logp_inf, "new": new.logp.detach()}[cfg.ratio_base]
+    logp, log_e, e = seq_mean(new.logp.detach(), batch.mask), stats["log_e"].to(new.logp), stats["defence"].to(new.logp)
+    return gepo.log_denominator(logp, log_e, e).expand_as(new.logp)
 
 
 def joint_loss(new, batch, stats: dict, cfg):
@@ -447,7 +467,7 @@ def actor_config(cfg):
     """The actor's own objective: standard PPO with weight F = `--actor_correction` (Eq. 6), whatever the policy's is."""
     bounds = BOUNDS.get(cfg.actor_correction, {})
     low, high = CLIP if cfg.surrogate in CLIPS else (cfg.clip_low, cfg.clip_high)
-    return replace(cfg, clip_low=low, clip_high=high, clip=True, dual_clip=0.0, positive_only=False, correction=cfg.actor_correction, surrogate="ppo", ratio_base="ref", loss_denominator="proposed",
+    return replace(cfg, clip_low=low, clip_high=high, clip=True, dual_clip=0.0, positive_only=False, cppo_beta=0.0, correction=cfg.actor_correction, surrogate="ppo", ratio_base="ref", loss_denominator="proposed",
                    reject="none", veto=0.0, is_floor=0.0,
                    is_cap=cfg.actor_is_cap or bounds.get("is_cap"), rs_low=bounds.get("rs_low"), rs_high=bounds.get("rs_high"))
 

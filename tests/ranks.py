@@ -14,7 +14,8 @@ from conftest import make_cfg, make_groups, tiny_model
 from learner import Comm, Learner
 
 RANK_CASES = [(dict(objective="jackpot"), torch.float64), (dict(objective="jackpot", obrs_accept_rate=0.8, loss_denominator="kept"), torch.float64),
-              (dict(objective="mis_gspo"), torch.float64), (dict(objective="jackpot", actor="base:actor"), torch.float64),
+              (dict(objective="mis_gspo"), torch.float64), (dict(objective="gepo", gepo_defence=4.0, cppo_beta=0.5), torch.float64),
+              (dict(objective="jackpot", actor="base:actor"), torch.float64),
               (dict(objective="tis", actor="base:actor"), torch.float32),
               (dict(objective="tbpo", rollout_quant="w4a16", learner_quant="aligned", quant_group=32, optimizer="muon"), torch.float32)]
 

@@ -17,7 +17,7 @@ from learner import Comm, Learner, schedule
 from pair import Want, want_new, want_ref
 
 CASES = [
-    dict(objective="grpo"), dict(objective="tis", reduction="seq-mean-token-mean"), dict(objective="mis_gspo"),
+    dict(objective="grpo"), dict(objective="tis", reduction="seq-mean-token-mean"), dict(objective="mis_gspo"), dict(objective="gepo", gepo_defence=4.0, cppo_beta=0.5),
     dict(objective="jackpot"), dict(objective="jackpot", obrs_target="new"), dict(objective="jackpot", obrs_mask="expected", loss_denominator="kept"),
     dict(objective="jackpot", loss_denominator="kept", reduction="seq-mean-token-mean"), dict(objective="jackpot", obrs_accept_rate=0.8),
     dict(objective="geo_rs", loss_denominator="kept", rs_low=0.001, rs_high=0.15), dict(objective="seq_tis", reduction="seq-mean-token-sum-norm"),
