@@ -107,7 +107,7 @@ def collate(groups: list[Rollout], cfg, version: int = 0, now: float = 0.0) -> B
         ids=torch.from_numpy(ids), prompt_len=torch.from_numpy(plen), length=torch.from_numpy(length),
         group=torch.tensor([k for k, g in enumerate(groups) for _ in g.responses]), reward=torch.cat(rewards), adv=adv[:, None],
         sampling=torch.tensor([scored(g.sampling, cfg.keep_sampling_mask) for g, _ in items]),
-        staleness=torch.tensor([[version - g.version, max(0.0, now - g.t_start)] for g, _ in items]),
+        staleness=torch.tensor([[version - g.version, max(0.0, now - g.t_published)] for g, _ in items]),
         tokens=torch.from_numpy(tokens), mask=torch.from_numpy(mask), logp_inf=torch.from_numpy(logp), u=torch.from_numpy(u),
         s_ids=torch.from_numpy(s_ids), s_logp=torch.from_numpy(s_logp), p_k=torch.from_numpy(p_k),
         kept=[(r.kept_offsets, r.kept_ids) for r in flat] if replay else None)

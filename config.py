@@ -197,6 +197,28 @@ class Config:
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Wrapper under torchrun."""
 
+    # -- delayed samplers, simulated (delay.py)
+    delay: Literal["none", "constant", "lognormal", "weibull", "exponential"] = "none"
+    """Law of the delay after which a sampler loads the newest weights; none: the synchronous loop."""
+    delay_min: float = 60.0
+    """Shortest delay, in virtual seconds."""
+    delay_max: float = 1800.0
+    """Longest delay, in virtual seconds; constant: the delay."""
+    delay_mass: float = 0.995
+    """Share of delays between the two, before they are clipped to them."""
+    delay_samplers: int = 4
+    """Samplers, each with a model version of its own."""
+    sampler_rate: float = 1.0
+    """Groups the samplers make for each that the learner trains on; above 1 they queue up."""
+    step_seconds: float = 28.125
+    """Virtual seconds an update takes (1800 / 64)."""
+    max_staleness: Optional[int] = None
+    """Bound in updates: delays are capped there, older groups dropped; 0: the synchronous loop; default none."""
+    window_seconds: float = math.inf
+    """Groups that have waited longer are dropped."""
+    sync_every: int = 1
+    """Broadcast weights to delayed samplers every so many updates."""
+
     # -- engine
     rollout: Literal["vllm", "hf"] = "vllm"
     """Rollout engine: vLLM in process, or a sampler in plain torch."""
@@ -399,6 +421,18 @@ def resolve(cfg: Config, world: int | None = None) -> Config:
     need(cfg.learner_quant != "aligned" or cfg.rollout_quant != "none",
          "--learner_quant=aligned: the rollouts are not quantized, there is nothing to align with; name a --rollout_quant, or the learner's own format in --learner_quant")
     need(cfg.quant_group >= 1, f"--quant_group={cfg.quant_group}: must be at least 1")
+    need(0 < cfg.delay_min <= cfg.delay_max, f"--delay_min={cfg.delay_min} --delay_max={cfg.delay_max}: the shortest delay must be above 0 and not above the longest")
+    need(cfg.delay in ("none", "constant", "exponential") or cfg.delay_min < cfg.delay_max, f"--delay={cfg.delay}: two quantiles need --delay_min below --delay_max; use --delay=constant")
+    need(0 < cfg.delay_mass < 1, f"--delay_mass={cfg.delay_mass}: the share of delays between --delay_min and --delay_max lies inside (0, 1)")
+    for name in ("delay_samplers", "sync_every"):
+        need(getattr(cfg, name) >= 1, f"--{name}={getattr(cfg, name)}: must be at least 1")
+    for name in ("sampler_rate", "step_seconds", "window_seconds"):
+        need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
+    need(cfg.max_staleness is None or cfg.max_staleness >= 0, f"--max_staleness={cfg.max_staleness}: a number of updates, 0 or more; leave it out for no bound")
+    need(cfg.max_staleness is None or cfg.sync_every - 1 <= cfg.max_staleness,
+         f"--max_staleness={cfg.max_staleness}: with --sync_every={cfg.sync_every} even the newest weights are up to {cfg.sync_every - 1} updates old; broadcast more often")
+    need(cfg.delay != "none" or cfg.sync_every == 1 and cfg.max_staleness is None,
+         f"--max_staleness={cfg.max_staleness} --sync_every={cfg.sync_every}: there are no delayed samplers; name a law with --delay")
     need(cfg.obrs_c2 >= 1, f"--obrs_c2={cfg.obrs_c2}: caps p_ref / p_tgt, so at least 1")
     need(cfg.obrs_lambda > 0, f"--obrs_lambda={cfg.obrs_lambda}: lambda must be above 0 (1 is the usual value)")
     need(cfg.obrs_accept_rate is None or 0 < cfg.obrs_accept_rate <= 1,

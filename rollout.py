@@ -8,8 +8,8 @@ objectives.py starts from them.
 Two engines share one face (generate, load, logprobs, close):
   VLLMEngine  vLLM inside this process, weights replaced live;
   HFEngine    a batched KV-cache sampler in plain torch, for machines without vLLM.
-`LocalSource` puts a task's prompt cursor and grading around an engine; later sources (a delay queue, remote samplers)
-have the same five methods: next, publish, state_dict, load_state_dict, close.
+`LocalSource` puts a task's prompt cursor and grading around an engine; other sources (delay.py) have the same face: next, publish,
+metrics, now, state_dict, load_state_dict, close.
 """
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class Rollout:
     precision: str                 # of the sampling engine, e.g. "float32"
     version: int                   # learner updates behind the weights that sampled
     digest: str                    # of those weights, as the engine received them
-    t_start: float                 # seconds since the epoch
+    t_published: float             # when the learner published them, by its own clock, in seconds
+    t_start: float                 # seconds since the epoch, by the sampler's clock
     t_end: float
     responses: list[Response] = field(default_factory=list)
     ref: dict[str, list[np.ndarray]] = field(default_factory=dict)   # what the learner's ref pass adds: one array a response
@@ -349,29 +350,45 @@ class LocalSource:
         self.group_size, self.topk, self.model, self.probe, self.kept = group_size, topk, model, probe, kept
         self.rank, self.world = rank, world
         self.incarnation, self.sequence = 0, 0
-        self.version, self.digest = -1, ""
+        self.version, self.digest, self.published, self.proof = -1, "", 0.0, None
         self.stop_ids = [tokenizer.eos_token_id]
+
+    def now(self, learner_version: int) -> float:
+        """The learner's clock, in seconds."""
+        return time.time()
+
+    def publish(self, version: int, named_tensors) -> None:
+        """Put new weights into the engine, at once."""
+        self.published = self.now(version)
+        self.load(version, named_tensors)
+
+    def load(self, version: int, named_tensors) -> None:
+        """Put weights into the engine and prove that they are there (sync.py)."""
+        self.proof = sync.prove(self.engine, version, named_tensors, self.probe)
+        self.version, self.digest = version, self.proof.digest
 
     def next(self, n_groups: int, learner_version: int) -> list[Rollout]:
         """The next n groups, sampled now with the newest published weights and graded."""
-        del learner_version                                                # an in-process engine is never stale
-        start, numbers = time.time(), [(self.sequence + i) * self.world + self.rank for i in range(n_groups)]
+        numbers = range(self.sequence, self.sequence + n_groups)
+        self.sequence += n_groups
+        return self.sample(numbers)
+
+    def sample(self, numbers) -> list[Rollout]:
+        """The groups of these numbers, with the weights that the engine has."""
+        start, numbers = time.time(), [i * self.world + self.rank for i in numbers]
         problems = [self.task.problem("train", i) for i in numbers]
         prompts = [np.array(encode(self.tokenizer, p), np.int32) for p in problems]
         uids = [("rank0", self.incarnation, i) for i in numbers]           # all ranks are one sampler: none enters a seed or a mask
         seeds = [[request_seed(self.sampling.seed, uid, g) for g in range(self.group_size)] for uid in uids]
         groups = self.engine.generate(prompts, seeds, self.sampling, self.topk, self.stop_ids, self.kept)
-        self.sequence += n_groups
-        end = time.time()
         grade_all(self.task, self.tokenizer, problems, groups)
-        return [Rollout(uid, p.id, ids, self.sampling, self.model, self.engine.dtype, self.version, self.digest, start,
-                        end, responses) for uid, p, ids, responses in zip(uids, problems, prompts, groups)]
+        return [Rollout(uid, p.id, ids, self.sampling, self.model, self.engine.dtype, self.version, self.digest, self.published, start,
+                        time.time(), responses) for uid, p, ids, responses in zip(uids, problems, prompts, groups)]
 
-    def publish(self, version: int, named_tensors, meta: dict | None = None) -> "sync.Proof":
-        """Put new weights into the engine and prove that they are there (sync.py)."""
-        proof = sync.prove(self.engine, version, named_tensors, self.probe)
-        self.version, self.digest = proof.version, proof.digest
-        return proof
+    def metrics(self) -> dict[str, float]:
+        """What the last weight sync proved, once."""
+        p, self.proof = self.proof, None
+        return {} if p is None else {"sync/error": p.error, "sync/distance": p.distance, "sync/proved": float(p.status == "proved"), "sync/MiB": p.nbytes / 2**20}
 
     def state_dict(self) -> dict:
         return {"sequence": self.sequence, "incarnation": self.incarnation, "probe": self.probe.state_dict()}

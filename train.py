@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
@@ -26,6 +27,7 @@ import checkpoint
 import config
 import objectives
 import sampling
+from delay import DelaySource
 from eval import fresh_advantage, held_out
 from learner import Comm, Learner
 from metrics import Log
@@ -47,8 +49,9 @@ def train(cfg: config.Config) -> Path:
     kept = sampling.largest(cfg, world.configs[sampler].vocab_size)
     engine = make_engine(cfg, world.actor or world.policy, world.context, max(topk, kept), device)
     learner = Learner(*world.load_models(), cfg, comm, device)
-    source = LocalSource(engine, world.task, world.tokenizer, sampling.of(cfg), group_size=cfg.group_size, topk=topk, kept=kept, model=sampler,
-                         probe=world.probe(sampler), rank=comm.rank, world=comm.world)
+    Source = LocalSource if cfg.delay == "none" else partial(DelaySource, cfg=cfg, store=Path(cfg.out) / "versions")
+    source = Source(engine, world.task, world.tokenizer, sampling.of(cfg), group_size=cfg.group_size, topk=topk, kept=kept, model=sampler,
+                    probe=world.probe(sampler), rank=comm.rank, world=comm.world)
     step, pending, carry = checkpoint.load(world.checkpoint, learner, source) if world.checkpoint else (0, [], {})
     run, updates = Path(cfg.out), cfg.rollout_batch // cfg.train_batch
     groups_per_update = cfg.train_batch // (cfg.group_size * comm.world)
@@ -77,11 +80,11 @@ def train(cfg: config.Config) -> Path:
         if not pending:
             # 1. publish the sampler's weights into the engine, and prove that they arrived
             with timer(clock, "sync_s"):
-                proof = source.publish(learner.version, learner.published(sampler, engine.packed))
-            values.update({"sync/error": proof.error, "sync/distance": proof.distance, "sync/proved": float(proof.status == "proved"), "sync/MiB": proof.nbytes / 2**20})
+                source.publish(learner.version, learner.published(sampler, engine.packed))
             # 2. roll out: whole groups, sampled and graded
             with timer(clock, "rollout_s"):
                 groups = source.next(groups_per_update * updates, learner.version)
+            values.update(source.metrics())
             # 3. the ref pass, where the objective must know p_ref before the first update
             if "ref" in objectives.wants(cfg, carry, updates):
                 with timer(clock, "ref_s"):
@@ -89,7 +92,7 @@ def train(cfg: config.Config) -> Path:
             pending = [groups[i:i + groups_per_update] for i in range(0, len(groups), groups_per_update)]
         # 4. one minibatch: padded, with advantages and mask uniforms
         with timer(clock, "update_s"):
-            batch = batches.collate(pending[0], cfg, learner.version, time.time())
+            batch = batches.collate(pending[0], cfg, learner.version, source.now(learner.version))
             # 5. statistics over all ranks: denominators, lambda, kappa
             fresh = learner.score(batch, want_fresh(cfg)) if "fresh" in objectives.wants(cfg, carry, updates) else None
             stats = objectives.prepare(batch, comm, cfg, carry, fresh)
