@@ -217,7 +217,21 @@ class Config:
     window_seconds: float = math.inf
     """Groups that have waited longer are dropped."""
     sync_every: int = 1
-    """Broadcast weights to delayed samplers every so many updates."""
+    """Broadcast weights to delayed or remote samplers every so many updates."""
+
+    # -- remote samplers (hub.py, sampler.py)
+    samplers: Literal["local", "zmq", "files"] = "local"
+    """local: an engine in this process; zmq, files: samplers anywhere, over ZeroMQ or a shared folder (python rollout.py --connect=...)."""
+    bind: str = "tcp://127.0.0.1:5555"
+    """zmq: where to listen; rank r takes the port r higher. tcp://*:5555 for other hosts, with --keys."""
+    keys: str = "none"
+    """zmq: the learner's folder of keys (python hub.py keys OUT --samplers=N); none: in the clear, on this host only."""
+    sync_path: str = ""
+    """files: the shared folder."""
+    sync_dtype: Literal["float32", "bfloat16", "quantized"] = "float32"
+    """Weights on the wire; quantized: in --rollout_quant's format, as the learner's aligned forward has them."""
+    give_up: float = 3600.0
+    """Stop, with a sentence, after so many seconds without a group from any sampler."""
 
     # -- engine
     rollout: Literal["vllm", "hf"] = "vllm"
@@ -431,8 +445,16 @@ def resolve(cfg: Config, world: int | None = None) -> Config:
     need(cfg.max_staleness is None or cfg.max_staleness >= 0, f"--max_staleness={cfg.max_staleness}: a number of updates, 0 or more; leave it out for no bound")
     need(cfg.max_staleness is None or cfg.sync_every - 1 <= cfg.max_staleness,
          f"--max_staleness={cfg.max_staleness}: with --sync_every={cfg.sync_every} even the newest weights are up to {cfg.sync_every - 1} updates old; broadcast more often")
-    need(cfg.delay != "none" or cfg.sync_every == 1 and cfg.max_staleness is None,
-         f"--max_staleness={cfg.max_staleness} --sync_every={cfg.sync_every}: there are no delayed samplers; name a law with --delay")
+    remote = cfg.samplers != "local"
+    need(cfg.delay != "none" or remote or cfg.sync_every == 1 and cfg.max_staleness is None,
+         f"--max_staleness={cfg.max_staleness} --sync_every={cfg.sync_every}: there are no delayed samplers; name a law with --delay, or a transport with --samplers")
+    need(cfg.delay == "none" or not remote, f"--delay={cfg.delay} plays samplers inside this process; --samplers={cfg.samplers} has real ones, to whom --delay is given themselves")
+    need(cfg.samplers != "files" or cfg.sync_path, "--samplers=files: name the shared folder with --sync_path")
+    need(cfg.samplers != "zmq" or cfg.keys != "none" or cfg.bind.startswith(("tcp://127.0.0.1:", "ipc://")),
+         f"--bind={cfg.bind}: for other hosts --keys are needed (python hub.py keys OUT --samplers=N makes them), or listen on tcp://127.0.0.1:PORT")
+    need(cfg.sync_dtype != "quantized" or cfg.rollout_quant not in ("none", "w3a16", "w2a16"),
+         f"--sync_dtype=quantized: --rollout_quant={cfg.rollout_quant} is no format that engines load; use int8, fp8 or w4a16, or --sync_dtype=float32")
+    need(cfg.give_up > 0, f"--give_up={cfg.give_up}: must be above 0")
     need(cfg.obrs_c2 >= 1, f"--obrs_c2={cfg.obrs_c2}: caps p_ref / p_tgt, so at least 1")
     need(cfg.obrs_lambda > 0, f"--obrs_lambda={cfg.obrs_lambda}: lambda must be above 0 (1 is the usual value)")
     need(cfg.obrs_accept_rate is None or 0 < cfg.obrs_accept_rate <= 1,

@@ -21,7 +21,6 @@ A group is sampled when the learner takes it, with the weights its sampler had w
 """
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -88,7 +87,7 @@ class DelaySource(LocalSource):
         tensors = dict(named_tensors)                                      # collective: every rank must ask for them
         if self.broadcast and version - max(self.broadcast) < self.cfg.sync_every:
             return
-        self.write(version, tensors)
+        sync.write_tensors(self.path(version), tensors, f".rank{self.rank}")
         self.broadcast[version] = self.now(version)
         if not self.samplers:
             self.samplers = [{"version": version, "until": self.delay(i, 0), "draws": 1} for i in range(self.cfg.delay_samplers)]
@@ -104,26 +103,6 @@ class DelaySource(LocalSource):
 
     def path(self, version: int) -> Path:
         return self.store / f"v{version:06d}.safetensors"
-
-    def write(self, version: int, tensors: dict) -> None:
-        """Whole or not at all. Ranks write the same bytes; tied tensors are written once."""
-        from safetensors.torch import save_file
-        self.store.mkdir(parents=True, exist_ok=True)
-        own, alias = {}, {}
-        for name, x in tensors.items():
-            first = next((n for n, y in own.items() if y.data_ptr() == x.data_ptr() and y.shape == x.shape), None)
-            alias |= {name: first} if first else {}
-            own |= {} if first else {name: x}
-        scratch = self.path(version).with_suffix(f".rank{self.rank}")
-        save_file({n: x.contiguous() for n, x in own.items()}, scratch, metadata={"names": json.dumps(list(tensors)), "alias": json.dumps(alias)})
-        scratch.replace(self.path(version))
-
-    def read(self, version: int) -> dict:
-        from safetensors import safe_open
-        with safe_open(self.path(version), "pt") as f:
-            meta = f.metadata()
-            alias = json.loads(meta["alias"])
-            return {n: f.get_tensor(alias.get(n, n)) for n in json.loads(meta["names"])}
 
     # -- the clock -----------------------------------------------------------------------------------------------------
 
@@ -170,7 +149,7 @@ class DelaySource(LocalSource):
         out = {}
         for version in sorted({version for _, version, _ in taken}):
             if version != self.version:
-                self.load(version, self.read(version).items())
+                self.load(version, sync.read_tensors(self.path(version)).items())
             self.published = self.broadcast[version]
             numbers = [number for number, v, _ in taken if v == version]
             out.update(zip(numbers, self.sample(numbers)))

@@ -373,12 +373,16 @@ class LocalSource:
         self.sequence += n_groups
         return self.sample(numbers)
 
+    def identify(self, i: int) -> tuple[int, tuple[str, int, int]]:
+        """(problem's number, uid) of this source's i-th group: all ranks are one sampler, and no rank enters a seed or a mask."""
+        n = i * self.world + self.rank
+        return n, ("rank0", self.incarnation, n)
+
     def sample(self, numbers) -> list[Rollout]:
         """The groups of these numbers, with the weights that the engine has."""
-        start, numbers = time.time(), [i * self.world + self.rank for i in numbers]
-        problems = [self.task.problem("train", i) for i in numbers]
+        start, (places, uids) = time.time(), zip(*map(self.identify, numbers))
+        problems = [self.task.problem("train", i) for i in places]
         prompts = [np.array(encode(self.tokenizer, p), np.int32) for p in problems]
-        uids = [("rank0", self.incarnation, i) for i in numbers]           # all ranks are one sampler: none enters a seed or a mask
         seeds = [[request_seed(self.sampling.seed, uid, g) for g in range(self.group_size)] for uid in uids]
         groups = self.engine.generate(prompts, seeds, self.sampling, self.topk, self.stop_ids, self.kept)
         grade_all(self.task, self.tokenizer, problems, groups)
@@ -389,6 +393,9 @@ class LocalSource:
         """What the last weight sync proved, once."""
         p, self.proof = self.proof, None
         return {} if p is None else {"sync/error": p.error, "sync/distance": p.distance, "sync/proved": float(p.status == "proved"), "sync/MiB": p.nbytes / 2**20}
+
+    def saved(self) -> None:
+        """A checkpoint with the last state_dict is whole."""
 
     def state_dict(self) -> dict:
         return {"sequence": self.sequence, "incarnation": self.incarnation, "probe": self.probe.state_dict()}
@@ -415,3 +422,8 @@ def grade_all(task, tokenizer, problems, groups) -> None:
     flat = ((p, r) for p, g in zip(problems, groups) for r in g)
     for (problem, response), text in zip(flat, texts):
         response.reward = task.reward(problem, text, response.finish_reason == "stop")
+
+
+if __name__ == "__main__":
+    import sampler
+    sampler.main()

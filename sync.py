@@ -19,7 +19,9 @@ wider. Its weights are compared bit for bit by the digest all the same.
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -107,6 +109,29 @@ class Probe:
 
     def load_state_dict(self, state: dict) -> None:
         self.previous = None if state["previous"] is None else state["previous"].numpy()
+
+
+def write_tensors(path: Path, tensors: dict, mark: str = "") -> None:
+    """Published tensors as one safetensors file, whole or not at all, in their order; tensors that share memory are written once. mark: of the writer."""
+    from safetensors.torch import save_file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    own, alias, at = {}, {}, {}
+    for name, x in tensors.items():
+        first = at.setdefault((x.data_ptr(), x.shape, x.dtype), name)
+        alias |= {} if first == name else {name: first}
+        own |= {name: x.contiguous().cpu()} if first == name else {}
+    scratch = path.with_name(path.name + (mark or ".writing"))
+    save_file(own, scratch, metadata={"names": json.dumps(list(tensors)), "alias": json.dumps(alias)})
+    scratch.replace(path)
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The inverse of write_tensors."""
+    from safetensors import safe_open
+    with safe_open(path, "pt") as f:
+        meta = f.metadata()
+        alias = json.loads(meta["alias"])
+        return {n: f.get_tensor(alias.get(n, n)) for n in json.loads(meta["names"])}
 
 
 def prove(engine, version: int, named_tensors, probe: Probe) -> Proof:

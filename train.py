@@ -33,7 +33,7 @@ from learner import Comm, Learner
 from metrics import Log
 from pair import want_fresh
 from rollout import LocalSource, make_engine
-from runs import open_run
+from runs import open_run, remote_source
 
 
 def train(cfg: config.Config) -> Path:
@@ -47,11 +47,15 @@ def train(cfg: config.Config) -> Path:
     sampler = "actor" if two else "policy"                     # whose weights the engine gets
     topk = cfg.obrs_topk if cfg.correction in objectives.USES_Z and cfg.obrs_z != "exact" else 0
     kept = sampling.largest(cfg, world.configs[sampler].vocab_size)
-    engine = make_engine(cfg, world.actor or world.policy, world.context, max(topk, kept), device)
+    if cfg.samplers == "local":
+        engine = make_engine(cfg, world.actor or world.policy, world.context, max(topk, kept), device)
+        Source = LocalSource if cfg.delay == "none" else partial(DelaySource, cfg=cfg, store=Path(cfg.out) / "versions")
+        source = Source(engine, world.task, world.tokenizer, sampling.of(cfg), group_size=cfg.group_size, topk=topk, kept=kept, model=sampler,
+                        probe=world.probe(sampler), rank=comm.rank, world=comm.world)
+        packed = engine.packed
+    else:
+        source, packed = remote_source(cfg, world, sampler, topk, kept, comm), cfg.sync_dtype == "quantized"
     learner = Learner(*world.load_models(), cfg, comm, device)
-    Source = LocalSource if cfg.delay == "none" else partial(DelaySource, cfg=cfg, store=Path(cfg.out) / "versions")
-    source = Source(engine, world.task, world.tokenizer, sampling.of(cfg), group_size=cfg.group_size, topk=topk, kept=kept, model=sampler,
-                    probe=world.probe(sampler), rank=comm.rank, world=comm.world)
     step, pending, carry = checkpoint.load(world.checkpoint, learner, source) if world.checkpoint else (0, [], {})
     run, updates = Path(cfg.out), cfg.rollout_batch // cfg.train_batch
     groups_per_update = cfg.train_batch // (cfg.group_size * comm.world)
@@ -67,6 +71,7 @@ def train(cfg: config.Config) -> Path:
     def save():
         with timer(clock, "save_s"):
             checkpoint.save(run, step, learner, source, pending, carry, world.tokenizer, world.configs, cfg.keep)
+            source.saved()
 
     if step == 0:
         first = evaluate(learner.names)
@@ -80,7 +85,7 @@ def train(cfg: config.Config) -> Path:
         if not pending:
             # 1. publish the sampler's weights into the engine, and prove that they arrived
             with timer(clock, "sync_s"):
-                source.publish(learner.version, learner.published(sampler, engine.packed))
+                source.publish(learner.version, learner.published(sampler, packed))
             # 2. roll out: whole groups, sampled and graded
             with timer(clock, "rollout_s"):
                 groups = source.next(groups_per_update * updates, learner.version)

@@ -1,0 +1,596 @@
+"""The learner's end of remote samplers: HeteroRL, section 4.2. Sockets, transfers and the account of every group; sampler.py is the other end.
+
+    torchrun train.py --samplers=zmq --bind=tcp://*:5555 --keys=keys/learner            # each rank binds a port of its own: 5555, 5556, ...
+    torchrun train.py --samplers=files --sync_path=/shared/run                          # the same over a shared folder
+
+`Hub` is a thread with one ZeroMQ ROUTER socket: samplers come and go, offer groups and pull weights (wire.py); the training loop only ever looks
+into its inbox, so no sampler can hold it up. `FilesHub` has the same face over a folder. `RemoteSource` is what train.py talks to.
+
+Nothing is lost and nothing trained on twice in the history that survives. A group's name is (sampler, incarnation, sequence number). A sampler keeps
+each group until the learner says `held`, which it says only of groups that a checkpoint accounts for; a learner that starts again from
+that checkpoint is offered all others anew. Every group ends in one column of the account:
+
+    trained, staleness (too many updates old), window (waited too long), refused (not what was asked for), corrupt (damaged at the sampler), lost (gone there)
+
+and `duplicate` counts offers of what had come already: those are in another column too.
+"""
+from __future__ import annotations
+
+import hashlib
+import logging
+import mmap
+import os
+import threading
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import wire
+from sync import write_tensors
+
+ROOM = 256 << 20                   # bytes of groups that a rank holds or has asked for
+KEPT_VERSIONS = 2                  # a sampler in the middle of the one before the newest may finish it
+
+
+class Seen:
+    """A set of sequence numbers that is nearly 0, 1, 2, ...: all below `upto`, and some beyond."""
+
+    def __init__(self, upto: int = 0, beyond=()):
+        self.upto, self.beyond = upto, set(beyond)
+
+    def __contains__(self, n: int) -> bool:
+        return n < self.upto or n in self.beyond
+
+    def add(self, n: int) -> None:
+        self.beyond.add(n)
+        while self.upto in self.beyond:
+            self.beyond.remove(self.upto)
+            self.upto += 1
+
+    def __len__(self) -> int:
+        return self.upto + len(self.beyond)
+
+
+class Account(dict):
+    """(sampler, incarnation) -> Seen."""
+
+    def has(self, name: str) -> bool:
+        key, n = split(name)
+        return key in self and n in self[key]
+
+    def add(self, name: str) -> None:
+        key, n = split(name)
+        self.setdefault(key, Seen()).add(n)
+
+    def state(self) -> list:
+        return [[*key, seen.upto, sorted(seen.beyond)] for key, seen in sorted(self.items())]
+
+    @classmethod
+    def of(cls, state: list) -> "Account":
+        return cls({(sampler, incarnation): Seen(upto, beyond) for sampler, incarnation, upto, beyond in state})
+
+
+def split(name: str) -> tuple[tuple[str, int], int]:
+    sampler, incarnation, n = name.rsplit("/", 2)
+    return (sampler, int(incarnation)), int(n)
+
+
+def logger(run: Path, rank: int) -> logging.Logger:
+    """OUT/remote.log: who came, who was turned away and why."""
+    log = logging.getLogger(f"remote.{run}.{rank}")
+    if not log.handlers:
+        handler = logging.FileHandler(run / ("remote.log" if rank == 0 else f"remote{rank}.log"))
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False
+    return log
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ZeroMQ
+# ---------------------------------------------------------------------------------------------------------------------
+
+@dataclass
+class Peer:
+    """A sampler's connection."""
+    sampler: str
+    incarnation: int
+    pace: wire.Pace = field(default_factory=wire.Pace)
+    offers: dict = field(default_factory=dict)             # name -> manifest, not asked for yet
+    pulls: dict = field(default_factory=dict)              # name -> Pull
+    seen: float = 0.0
+
+
+class Hub(threading.Thread):
+    """One socket for all samplers of a rank. `arrived` is its inbox, `counts` and `reports` what it has to say."""
+
+    def __init__(self, bind: str, keys: str, welcome: wire.Welcome, limits: wire.Limits, log, room: int = ROOM):
+        import zmq
+        super().__init__(daemon=True, name="hub")
+        self.welcome, self.limits, self.log, self.room = welcome, limits, log, room
+        self.lock, self.stopping = threading.Lock(), False
+        self.arrived, self.size = deque(), 0               # (name, bytes, when); bytes held or asked for
+        self.counts, self.reports = Counter(), {}          # (sampler, incarnation) -> (handed over, lost)
+        self.got, self.held_before = Account(), Account()
+        self.peers: dict[bytes, Peer] = {}
+        self.weights: dict[str, tuple[wire.Offer, mmap.mmap]] = {}
+        self.todo: deque = deque()
+        self.context, self.auth = zmq.Context(), None
+        self.socket = self.context.socket(zmq.ROUTER)
+        if keys != "none":
+            self.auth = secure(self.context, self.socket, keys, log)
+        for option, value in ((zmq.MAXMSGSIZE, 16 * wire.LEAF + 4096), (zmq.SNDHWM, 64), (zmq.RCVHWM, 64), (zmq.LINGER, 0),
+                              (zmq.HEARTBEAT_IVL, 2000), (zmq.HEARTBEAT_TIMEOUT, 10000)):
+            self.socket.setsockopt(option, value)
+        try:
+            self.socket.bind(bind)
+        except zmq.ZMQError as e:
+            raise ValueError(f"--bind={bind}: {e}; name a free address of this host, such as tcp://*:5555") from None
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    # -- called by the training loop
+
+    def open(self, held: Account) -> None:
+        """Let samplers in. held: what the checkpoint accounts for."""
+        self.held_before = held
+        self.start()
+
+    def broadcast(self, version: int, path: Path, published: float) -> None:
+        with open(path, "rb") as f:
+            data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+        self.todo.append((wire.Offer(wire.manifest(path.name, data), version, published), data))
+
+    def held(self, names: list[str]) -> None:
+        self.todo.append(wire.Held(names))
+
+    def take(self) -> list[tuple[str, bytes, float]]:
+        with self.lock:
+            out = list(self.arrived)
+            self.arrived.clear()
+        return out
+
+    def free(self, nbytes: int) -> None:
+        """A group that was taken is gone: there is room again."""
+        with self.lock:
+            self.size -= nbytes
+
+    def close(self) -> None:
+        self.stopping = True
+        if self.is_alive():
+            self.join(timeout=5)
+        if self.auth is not None:
+            self.auth.stop()
+        self.context.destroy(linger=0)
+
+    # -- the thread
+
+    def run(self) -> None:
+        import zmq
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        while not self.stopping:
+            poller.poll(10)
+            self._errands()
+            for _ in range(1000):
+                try:
+                    identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                except zmq.Again:
+                    break
+                self._handle(bytes(identity.buffer), frames)
+            self._ask(time.monotonic())
+
+    def _errands(self) -> None:
+        while self.todo:
+            errand = self.todo.popleft()
+            if isinstance(errand, wire.Held):
+                by_sampler: dict = {}
+                for name in errand.names:
+                    self.held_before.add(name)
+                    by_sampler.setdefault(split(name)[0][0], []).append(name)
+                for identity, peer in self.peers.items():
+                    if peer.sampler in by_sampler:
+                        self._send(identity, wire.Held(by_sampler[peer.sampler]))
+            else:
+                offer, data = errand
+                self.weights[offer.of.name] = (offer, data)
+                for old in list(self.weights)[:-KEPT_VERSIONS]:
+                    del self.weights[old]
+                for identity in self.peers:
+                    self._send(identity, offer)
+
+    def _send(self, identity: bytes, message, payload=None) -> None:
+        import zmq
+        frames = [identity, wire.encode(message)] + ([payload] if payload is not None else [])
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=payload is None)
+        except zmq.ZMQError:                               # a peer that is gone or does not read: it will say hello again
+            self.counts["unsent"] += 1
+
+    def _handle(self, identity: bytes, frames) -> None:
+        try:
+            message = wire.decode(frames[0].buffer if frames else b"")
+        except wire.WireError as e:
+            self.counts["malformed"] += 1
+            self.log.warning("malformed message dropped: %s", e)
+            return
+        if isinstance(message, wire.Hello):
+            return self._hello(identity, message)
+        peer = self.peers.get(identity)
+        if peer is None:                                   # a sampler of an earlier session: it must say who it is
+            return self._send(identity, wire.Gone(""))
+        peer.seen = time.monotonic()
+        if isinstance(message, wire.Offer):
+            self._offer(identity, peer, message.of)
+        elif isinstance(message, wire.Leaves) and message.name in peer.pulls and len(frames) == 2:
+            pull = peer.pulls[message.name]
+            bad = pull.corrupt
+            pull.put(message.first, frames[1].buffer, peer.seen)
+            self.counts["bad_leaves"] += pull.corrupt - bad
+            if pull.done:
+                self._whole(identity, peer, message.name)
+        elif isinstance(message, wire.Ask):
+            self._serve(identity, message)
+        elif isinstance(message, wire.Gone) and message.name in peer.pulls:
+            self._drop(peer, message.name)
+
+    def _hello(self, identity: bytes, m: wire.Hello) -> None:
+        if m.protocol != wire.PROTOCOL:
+            self.log.warning("sampler %s refused: it speaks protocol %d", m.sampler, m.protocol)
+            return self._send(identity, wire.Refuse(f"the learner speaks protocol {wire.PROTOCOL} and this sampler {m.protocol}: bring both to one revision"))
+        if "/" in m.sampler or not m.sampler:
+            return self._send(identity, wire.Refuse(f"--name={m.sampler}: a sampler's name is not empty and has no slash"))
+        with self.lock:
+            self.reports[m.sampler, m.incarnation] = (m.handed, list(m.lost))
+        known = self.peers.get(identity)
+        if known is None or m.session != self.welcome.session:
+            for other, peer in list(self.peers.items()):   # the same sampler on a new connection: what the old one was asked for will not come
+                if peer.sampler == m.sampler:
+                    for name in list(peer.pulls):
+                        self._drop(peer, name)
+                    del self.peers[other]
+            self.log.info("sampler %s, incarnation %d, is here", m.sampler, m.incarnation)
+            self.peers[identity] = Peer(m.sampler, m.incarnation)
+            self._send(identity, self.welcome)
+            for offer, _ in list(self.weights.values())[-1:]:
+                self._send(identity, offer)
+        self.peers[identity].seen = time.monotonic()
+        self._send(identity, wire.Got([]))                 # an answer: the learner is alive
+
+    def _offer(self, identity: bytes, peer: Peer, of: wire.Manifest) -> None:
+        try:
+            (sampler, _), n = split(of.name)
+            of.check(self.limits.nbytes)
+            if sampler != peer.sampler or n < 0:
+                raise wire.WireError(f"{of.name}: offered by {peer.sampler}")
+        except ValueError as e:                            # WireError is one
+            self.counts["refused"] += 1
+            self.log.warning("offer refused: %s", e)
+            return self._send(identity, wire.Held([of.name]))
+        if self.held_before.has(of.name):
+            self.counts["duplicate"] += 1
+            return self._send(identity, wire.Held([of.name]))
+        if self.got.has(of.name):
+            self.counts["duplicate"] += 1
+            return self._send(identity, wire.Got([of.name]))
+        if of.name not in peer.pulls:
+            peer.offers[of.name] = of
+
+    def _ask(self, now: float) -> None:
+        for identity, peer in self.peers.items():
+            while peer.offers and len(peer.pulls) < 8:
+                name, of = next(iter(peer.offers.items()))
+                with self.lock:
+                    if self.size + of.nbytes > self.room:
+                        break
+                    self.size += of.nbytes
+                del peer.offers[name]
+                peer.pulls[name] = wire.Pull(of, bytearray(of.nbytes), peer.pace)
+            for name, pull in peer.pulls.items():
+                while (span := pull.ask(now)) is not None:
+                    self._send(identity, wire.Ask(name, *span))
+
+    def _whole(self, identity: bytes, peer: Peer, name: str) -> None:
+        pull = peer.pulls.pop(name)
+        self.got.add(name)
+        self.counts["received"] += 1
+        self.counts["bytes_in"] += pull.of.nbytes
+        with self.lock:
+            self.arrived.append((name, bytes(pull.sink), time.time()))
+        self._send(identity, wire.Got([name]))
+
+    def _drop(self, peer: Peer, name: str) -> None:
+        with self.lock:
+            self.size -= peer.pulls.pop(name).of.nbytes
+
+    def _serve(self, identity: bytes, m: wire.Ask) -> None:
+        if m.name not in self.weights:
+            return self._send(identity, wire.Gone(m.name))
+        try:
+            part = wire.leaves(self.weights[m.name][1], m.first, m.count)
+        except wire.WireError as e:
+            self.log.warning("ask refused: %s", e)
+            return
+        self.counts["bytes_out"] += len(part)
+        self._send(identity, wire.Leaves(m.name, m.first), part)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A shared folder
+# ---------------------------------------------------------------------------------------------------------------------
+
+class FilesHub:
+    """The same over a folder that learner and samplers see (`Model_Sync_Path` and `Rollout_Sync_Path` of the text). Every file appears whole, by a rename:
+
+        welcome                      what to sample, and the learner's session
+        models/v000012.safetensors   weights;  models/newest: their Offer
+        rollouts/SAMPLER/INC-N       a group behind its SHA-256; the sampler deletes it when it is held
+        held/SAMPLER                 the account of what is held;  samplers/SAMPLER: the sampler's last Hello
+
+    With several ranks a sampler SAMPLER.R has a stream for each rank R."""
+
+    def __init__(self, folder: str, welcome: wire.Welcome, limits: wire.Limits, log, rank: int = 0, world: int = 1):
+        self.folder, self.welcome, self.limits, self.log, self.rank, self.world = Path(folder), welcome, limits, log, rank, world
+        self.counts, self.reports, self.got, self.held_before, self.address = Counter(), {}, Account(), Account(), str(folder)
+        for name in ("models", "rollouts", "held", "samplers"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+
+    def open(self, held: Account) -> None:
+        self.held_before = held
+        if self.rank == 0:
+            place(self.folder / "welcome", wire.encode(self.welcome))
+
+    def broadcast(self, version: int, path: Path, published: float) -> None:
+        if self.rank:
+            return
+        data = path.read_bytes()
+        place(self.folder / "models" / path.name, data)
+        place(self.folder / "models" / "newest", wire.encode(wire.Offer(wire.manifest(path.name, data), version, published)))
+        for old in sorted((self.folder / "models").glob("v*.safetensors"))[:-KEPT_VERSIONS]:
+            old.unlink()
+
+    def held(self, names: list[str]) -> None:
+        for name in names:
+            self.held_before.add(name)
+        for sampler in {split(name)[0][0] for name in names}:
+            place(self.folder / "held" / sampler, wire.encode(wire.Held([n for n in self._names(sampler) if self.held_before.has(n)])))
+
+    def _names(self, sampler: str) -> list[str]:
+        return [f"{sampler}/{'/'.join(p.name.split('-'))}" for p in (self.folder / "rollouts" / sampler).glob("*-*") if "." not in p.name]
+
+    def take(self) -> list[tuple[str, bytes, float]]:
+        out = []
+        for report in (self.folder / "samplers").glob("*"):
+            try:
+                m = wire.decode(report.read_bytes())
+                self.reports[m.sampler, m.incarnation] = (m.handed, m.lost)
+            except (OSError, wire.WireError):              # being written
+                continue
+        for folder in sorted((self.folder / "rollouts").glob("*" if self.world == 1 else f"*.{self.rank}")):
+            for name in sorted(self._names(folder.name), key=lambda n: split(n)):
+                if self.got.has(name):
+                    continue
+                if self.held_before.has(name):             # in the checkpoint already
+                    self.counts["duplicate"] += 1
+                    self.got.add(name)
+                    self.held([name])
+                    continue
+                path = folder / "-".join(name.split("/")[1:])
+                if path.stat().st_size > self.limits.nbytes + 32:
+                    data = None
+                else:
+                    data = opened(path.read_bytes())
+                self.got.add(name)
+                if data is None:
+                    self.counts["corrupt"] += 1
+                    self.log.warning("%s is damaged or too big", path)
+                    self.held([name])
+                    continue
+                self.counts["received"] += 1
+                self.counts["bytes_in"] += len(data)
+                out.append((name, data, path.stat().st_mtime))
+        return sorted(out, key=lambda item: item[2])       # in order of arrival
+
+    def free(self, nbytes: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def place(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(scratch, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(scratch, path)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+def sealed(data: bytes) -> bytes:
+    """A file's bytes behind their digest."""
+    return hashlib.sha256(data).digest() + data
+
+
+def opened(data: bytes) -> bytes | None:
+    """What was sealed; None if it is damaged."""
+    return data[32:] if hashlib.sha256(data[32:]).digest() == data[:32] else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What train.py talks to
+# ---------------------------------------------------------------------------------------------------------------------
+
+class RemoteSource:
+    """The face of a LocalSource over a hub: groups in order of arrival, within the bounds of staleness and age."""
+
+    def __init__(self, hub, cfg, limits: wire.Limits, sampling, store: Path, rank: int, world: int, log):
+        self.hub, self.cfg, self.limits, self.sampling, self.store, self.rank, self.world, self.log = hub, cfg, limits, sampling, store, rank, world, log
+        self.taken = Account()                             # what the last checkpoint accounts for; the hub turns it away
+        self.since: list[str] = []                         # the same since the last checkpoint
+        self.ready: deque = deque()                        # (name, group, when, bytes)
+        self.counts, self.broadcast_at, self.waited, self.saving = Counter(), None, 0.0, []
+
+    def now(self, learner_version: int) -> float:
+        return time.time()
+
+    def publish(self, version: int, named_tensors) -> None:
+        tensors = dict(named_tensors)                      # collective: every rank must ask for them
+        if self.broadcast_at is None:
+            self.hub.open(Account.of(self.taken.state()))
+        elif version - self.broadcast_at < self.cfg.sync_every:
+            return
+        if self.cfg.sync_dtype == "bfloat16":
+            tensors = {k: x.bfloat16() if x.is_floating_point() else x for k, x in tensors.items()}
+        path = self.store / f"v{version:06d}.safetensors"
+        write_tensors(path, tensors)
+        self.hub.broadcast(version, path, time.time())
+        self.broadcast_at = version
+        for old in sorted(self.store.glob("v*.safetensors"))[:-KEPT_VERSIONS]:
+            old.unlink()
+
+    def next(self, n_groups: int, learner_version: int) -> list:
+        """The next n groups. Waits for them, says so once a minute, and gives up after --give_up seconds without any."""
+        out, start, said = [], time.monotonic(), time.monotonic()
+        last = start
+        while len(out) < n_groups:
+            arrived = self.hub.take()
+            for name, data, when in arrived:
+                self.look_at(name, data, when)
+            while self.ready and len(out) < n_groups:
+                name, group, when, nbytes = self.ready.popleft()
+                self.hub.free(nbytes)
+                late = self.cfg.max_staleness is not None and learner_version - group.version > self.cfg.max_staleness
+                old = time.time() - when > self.cfg.window_seconds
+                self.settle(name, "staleness" if late else "window" if old else "trained")
+                out += [] if late or old else [group]
+            if len(out) == n_groups:
+                break
+            now = time.monotonic()
+            last = now if arrived else last
+            if now - last > self.cfg.give_up:
+                raise RuntimeError(f"no group from any sampler for {self.cfg.give_up:.0f} s at {self.hub.address}: start samplers "
+                                   f"(python rollout.py --connect=...), look at {self.store.parent}/remote.log, or raise --give_up; --resume goes on from the last checkpoint")
+            if now - said > 60:
+                said = now
+                print(f"waiting for groups: {len(out)} of {n_groups}, {len(self.hub.reports)} samplers seen at {self.hub.address}", flush=True)
+            time.sleep(0.01)
+        self.waited += time.monotonic() - start
+        return out
+
+    def look_at(self, name: str, data: bytes, when: float) -> None:
+        try:
+            group = wire.decode_group(data, self.limits)
+            if wire.name_of(group.uid) != name:
+                raise wire.WireError(f"{name} holds the group {wire.name_of(group.uid)}")
+            if group.sampling != self.sampling and vars(group.sampling) | {"seed": 0} != vars(self.sampling) | {"seed": 0}:
+                raise wire.WireError(f"{name}: sampled by another law, {group.sampling}")
+        except wire.WireError as e:
+            self.log.warning("group refused: %s", e)
+            self.hub.free(len(data))
+            return self.settle(name, "refused")
+        self.ready.append((name, group, when, len(data)))
+
+    def settle(self, name: str, column: str) -> None:
+        """The group's fate is decided: it stands in one column, and a checkpoint will say so."""
+        self.counts[column] += 1
+        self.since.append(name)
+
+    def metrics(self) -> dict[str, float]:
+        reports = list(self.hub.reports.values())
+        said = {f"remote/{k}": float(self.counts[k]) for k in ("trained", "staleness", "window", "refused")}
+        more = {f"remote/{k}": float(self.hub.counts[k]) for k in ("received", "duplicate", "corrupt", "bad_leaves", "malformed")}
+        out = {**said, **more, "remote/lost": float(sum(len(lost) for _, lost in reports)), "remote/handed": float(sum(n for n, _ in reports)),
+               "remote/samplers": float(len({s for s, _ in self.hub.reports})), "remote/waiting": float(len(self.ready)), "remote/wait_s": self.waited,
+               "remote/MiB_in": self.hub.counts["bytes_in"] / 2**20, "remote/MiB_out": self.hub.counts["bytes_out"] / 2**20}
+        self.waited = 0.0
+        return out
+
+    def state_dict(self) -> dict:
+        account = Account.of(self.taken.state())
+        for name in self.since:
+            account.add(name)
+        self.saving = list(self.since)
+        return {"account": account.state(), "counts": dict(self.counts)}
+
+    def saved(self) -> None:
+        """The checkpoint is whole: samplers may forget what it accounts for."""
+        for name in self.saving:
+            self.taken.add(name)
+        self.hub.held(self.saving)
+        self.since = self.since[len(self.saving):]
+        self.saving = []
+
+    def load_state_dict(self, state: dict) -> None:
+        self.counts, self.taken = Counter(state["counts"]), Account.of(state["account"])
+
+    def close(self) -> None:
+        self.hub.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Keys
+# ---------------------------------------------------------------------------------------------------------------------
+
+def make_keys(out: str, samplers: int) -> None:
+    """OUT/learner and OUT/sampler0, ...: one folder to carry to each machine. CURVE key pairs; secrets readable by their owner alone."""
+    import shutil
+    import zmq.auth
+    root = Path(out)
+    if root.exists() and any(root.iterdir()):
+        raise ValueError(f"{out} is not empty: keys are not overwritten; name a new folder")
+    folders = [root / "learner", *(root / f"sampler{i}" for i in range(samplers))]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        os.chmod(folder, 0o700)
+        zmq.auth.create_certificates(folder, folder.name)
+        os.chmod(folder / f"{folder.name}.key_secret", 0o600)
+    (folders[0] / "samplers").mkdir()
+    for folder in folders[1:]:
+        shutil.move(folder / f"{folder.name}.key", folders[0] / "samplers")            # the learner knows whom it lets in
+        shutil.copy(folders[0] / "learner.key", folder)
+
+
+def own_keys(folder: str) -> tuple[bytes, bytes]:
+    """(public, secret) of the machine whose key folder this is. ValueError: none there, or readable by others."""
+    import zmq.auth
+    found = sorted(Path(folder).glob("*.key_secret"))
+    if len(found) != 1:
+        raise ValueError(f"--keys={folder}: {len(found)} secret keys there instead of one; `python hub.py keys OUT --samplers=N` makes a folder for each machine")
+    if found[0].stat().st_mode & 0o077:
+        raise ValueError(f"--keys={folder}: {found[0].name} can be read by others; chmod 600 it, or make new keys if someone may have")
+    return zmq.auth.load_certificate(found[0])
+
+
+def secure(context, socket, keys: str, log):
+    """CURVE on a bound socket: encrypted, and only samplers whose public keys lie in KEYS/samplers are let in; others are logged."""
+    from zmq.auth.thread import ThreadAuthenticator
+    public, secret = own_keys(keys)
+    if not any((Path(keys) / "samplers").glob("*.key")):
+        raise ValueError(f"--keys={keys}: no sampler's public key in its folder samplers, so nobody could come in; is this the learner's folder?")
+    auth = ThreadAuthenticator(context, log=log)
+    auth.start()
+    auth.configure_curve(domain="*", location=str(Path(keys) / "samplers"))
+    socket.curve_publickey, socket.curve_secretkey, socket.curve_server = public, secret, True
+    return auth
+
+
+if __name__ == "__main__":
+    import argparse
+    import sys
+    ap = argparse.ArgumentParser(description="Keys for a learner and its samplers: one folder for each machine.")
+    ap.add_argument("what", choices=["keys"])
+    ap.add_argument("out")
+    ap.add_argument("--samplers", type=int, default=1)
+    a = ap.parse_args()
+    try:
+        make_keys(a.out, a.samplers)
+    except ValueError as e:
+        sys.exit(f"error: {e}")
+    print(f"{a.out}/learner stays with the learner; carry {a.out}/sampler0 to {a.out}/sampler{a.samplers - 1} to a host each, by a way you trust")
