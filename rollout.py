@@ -54,11 +54,11 @@ class Rollout:
     precision: str                 # of the sampling engine, e.g. "float32"
     version: int                   # learner updates behind the weights that sampled
     digest: str                    # of those weights, as the engine received them
-    t_published: float             # when the learner published them, by its own clock, in seconds
     t_start: float                 # seconds since the epoch, by the sampler's clock
     t_end: float
     responses: list[Response] = field(default_factory=list)
     ref: dict[str, list[np.ndarray]] = field(default_factory=dict)   # what the learner's ref pass adds: one array a response
+    t_published: float = 0.0       # when the learner published the weights, by its own clock, in seconds
 
 
 def uniforms(n: int, *key) -> np.ndarray:
@@ -386,8 +386,8 @@ class LocalSource:
         seeds = [[request_seed(self.sampling.seed, uid, g) for g in range(self.group_size)] for uid in uids]
         groups = self.engine.generate(prompts, seeds, self.sampling, self.topk, self.stop_ids, self.kept)
         grade_all(self.task, self.tokenizer, problems, groups)
-        return [Rollout(uid, p.id, ids, self.sampling, self.model, self.engine.dtype, self.version, self.digest, self.published, start,
-                        time.time(), responses) for uid, p, ids, responses in zip(uids, problems, prompts, groups)]
+        return [Rollout(uid, p.id, ids, self.sampling, self.model, self.engine.dtype, self.version, self.digest, start,
+                        time.time(), responses, t_published=self.published) for uid, p, ids, responses in zip(uids, problems, prompts, groups)]
 
     def metrics(self) -> dict[str, float]:
         """What the last weight sync proved, once."""

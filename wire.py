@@ -315,5 +315,5 @@ def decode_group(data, limits: Limits) -> Rollout:
         sets = {"kept_offsets": kept_at[start:end + 1] - kept_at[start], "kept_ids": a["kept_ids"][kept_at[start]:kept_at[end]]} if head.kept else {}
         responses.append(Response(a["tokens"][start:end], a["loss_mask"][start:end], a["logp_inf"][start:end], a["topk_ids"][start:end], a["topk_logp"][start:end],
                                   head.finish[i], **sets, reward=float(a["rewards"][i])))
-    return Rollout(head.uid, head.prompt_id, a["prompt_ids"], sampling, head.model, head.precision, head.version, head.digest, head.t_published, head.t_start,
-                   head.t_end, responses)
+    return Rollout(head.uid, head.prompt_id, a["prompt_ids"], sampling, head.model, head.precision, head.version, head.digest, head.t_start,
+                   head.t_end, responses, t_published=head.t_published)

@@ -1,0 +1,205 @@
+"""The wire without sockets: manifests, pulls that lose and damage, groups that are not what they say, the account of names."""
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import hub
+import wire
+from conftest import make_groups
+from wire import LEAF
+
+rng = np.random.default_rng(0)
+BLOB = rng.integers(0, 256, 5 * LEAF + 12345, dtype=np.uint8).tobytes()
+
+
+def transfer(pull, data, link, limit=10_000):
+    """Play both ends until it is done; `link` may drop, damage, double or delay each answer. Returns the asks made."""
+    asks, now, flying = 0, 0.0, []
+    while not pull.done and asks < limit:
+        now += 0.05
+        while (span := pull.ask(now)) is not None:
+            asks += 1
+            flying += link(span[0], bytes(wire.leaves(data, *span)))
+        if flying:
+            pull.put(*flying.pop(0), now)
+        else:
+            now += 1.0
+    return asks
+
+
+def test_a_clean_transfer_grows_its_steps():
+    of = wire.manifest("x", BLOB)
+    pull = wire.Pull(of, sink := bytearray(len(BLOB)), pace := wire.Pace())
+    asks = transfer(pull, BLOB, lambda first, data: [(first, data)])
+    assert bytes(sink) == BLOB and pull.corrupt == 0 and pace.leaves > 1 and asks < len(of.leaves)
+    assert of.root == wire.manifest("y", BLOB).root != wire.manifest("x", BLOB[:-1] + b"?").root
+
+
+def test_lost_damaged_doubled_and_shuffled_answers_end_in_the_same_bytes():
+    r = random.Random(1)
+
+    def bad_link(first, data):
+        kind = r.random()
+        if kind < 0.2:
+            return []                                                      # lost
+        if kind < 0.4:
+            i = r.randrange(len(data))
+            return [(first, data[:i] + bytes([data[i] ^ 1]) + data[i + 1:])]                     # a bit is wrong
+        if kind < 0.5:
+            return [(first, data[:-1])]                                    # cut short
+        if kind < 0.6:
+            return [(first + 1, data), (first, data)]                      # under a wrong number, then right
+        return [(first, data), (first, data)]                              # twice
+    pull = wire.Pull(wire.manifest("x", BLOB), sink := bytearray(len(BLOB)), wire.Pace(patience=3.0))
+    transfer(pull, BLOB, bad_link)
+    assert pull.done and bytes(sink) == BLOB and pull.corrupt > 0
+
+
+def test_a_broken_transfer_goes_on_from_its_good_leaves():
+    of = wire.manifest("x", BLOB)
+    first = wire.Pull(of, sink := bytearray(len(BLOB)), wire.Pace(open=1))
+    for _ in range(2):
+        span = first.ask(0.0)
+        first.put(span[0], wire.leaves(BLOB, *span), 0.01)
+    have = len(of.leaves) - len(first.missing)
+    assert 0 < have < len(of.leaves)
+    sink[0] ^= 1                                                           # and one of them went bad on the disk
+    again = wire.Pull(of, sink, wire.Pace(), resume=True)
+    assert sorted(again.missing) == [0] + list(range(have, len(of.leaves)))
+    transfer(again, BLOB, lambda f, d: [(f, d)])
+    assert bytes(sink) == BLOB
+
+
+def test_asks_are_few_and_late_ones_are_made_again():
+    pace = wire.Pace(leaves=1, open=2, patience=5.0)
+    pull = wire.Pull(wire.manifest("x", BLOB), bytearray(len(BLOB)), pace)
+    assert [pull.ask(0.0), pull.ask(0.0), pull.ask(0.0)] == [(0, 1), (1, 1), None]
+    assert pull.ask(4.0) is None and pull.ask(5.1) in ((0, 1), (1, 1))
+    pull.forget_asked()
+    assert pull.ask(5.2) in ((0, 1), (1, 1))
+    slow = wire.Pace(leaves=8)
+    slow.answered(2.0)
+    assert slow.leaves == 4
+    slow.failed()
+    assert slow.leaves == 1 and [slow.answered(0.01) for _ in range(9)] and slow.leaves == slow.most
+
+
+def test_sizes_are_looked_at_before_anything_is_allocated():
+    of = wire.manifest("x", BLOB)
+    of.check(len(BLOB))
+    for wrong, most in ((of, len(BLOB) - 1), (replace_(of, nbytes=1 << 60), 1 << 61), (replace_(of, nbytes=0), 10), (replace_(of, leaves=of.leaves[1:]), 1 << 40),
+                        (replace_(of, leaves=[b"short"] * len(of.leaves)), 1 << 40)):
+        with pytest.raises(wire.WireError):
+            wrong.check(most)
+    for first, count in ((-1, 1), (6, 1), (0, 0), (0, 65)):
+        with pytest.raises(wire.WireError, match="of an object of"):
+            wire.leaves(BLOB, first, count)
+
+
+def replace_(m, **changes):
+    return wire.Manifest(**{"name": m.name, "nbytes": m.nbytes, "leaves": m.leaves, **changes})
+
+
+def test_messages_survive_and_garbage_does_not():
+    for m in (wire.Hello(1, "box", 7, "", 3, [1]), wire.Welcome(1, "s", {"a": [1, 2.5, None]}, {"config.json": b"x"}), wire.Refuse("no"), wire.Offer(wire.manifest("a/1/0", b"abc"), 3, 1.5),
+              wire.Ask("a", 0, 2), wire.Leaves("a", 0), wire.Gone("a"), wire.Got(["a"]), wire.Held([])):
+        assert wire.decode(wire.encode(m)) == m
+    for bad in (b"", b"\\x80\\x04K\\x01.", b"{}", wire.encode({"type": "hello"}), wire.encode({"type": "ask", "name": 3, "first": 0, "count": 1}), wire.encode({"type": "exec"})):
+        with pytest.raises(wire.WireError, match="not a message of protocol 1"):
+            wire.decode(bad)
+
+
+def group(kept=False, K=4):
+    g = make_groups(1, seed=5, K=K)[0]
+    if kept:
+        for r in g.responses:
+            r.kept_offsets = np.arange(0, 2 * len(r.tokens) + 1, 2)
+            r.kept_ids = np.stack([r.tokens, (r.tokens + 1) % 256], 1).flatten().astype(np.int32)
+    return replace(g, uid=("box", 12, 3), version=4, t_published=1.5)
+
+
+def limits(g, **changes):
+    base = dict(group_size=len(g.responses), max_tokens=64, max_prompt=64, vocab=256, topk=g.responses[0].topk_ids.shape[1], kept=2 if g.responses[0].kept_ids is not None else 0)
+    return wire.Limits(**{**base, **changes})
+
+
+@pytest.mark.parametrize("kept, K", [(False, 4), (True, 0)])
+def test_groups_come_back_as_they_went(kept, K):
+    g = group(kept, K)
+    data = wire.encode_group(g)
+    back = wire.decode_group(data, limits(g))
+    assert len(data) <= limits(g).nbytes
+    for name in ("uid", "prompt_id", "sampling", "model", "precision", "version", "digest", "t_published", "t_start", "t_end"):
+        assert getattr(back, name) == getattr(g, name), name
+    assert np.array_equal(back.prompt_ids, g.prompt_ids)
+    for a, b in zip(g.responses, back.responses):
+        for name, x in vars(a).items():
+            y = getattr(b, name)
+            assert (x.dtype == y.dtype and np.array_equal(x, y)) if isinstance(x, np.ndarray) and name != "kept_offsets" else np.array_equal(x, y) if isinstance(x, np.ndarray) else x == y, name
+
+
+def spoil(change, kept=False):
+    g = group(kept)
+    change(g.responses)
+    return wire.encode_group(g)
+
+
+@pytest.mark.parametrize("change, kept, sentence", [
+    (lambda rs: rs.pop(), False, "responses instead of"),
+    (lambda rs: setattr(rs[0], "tokens", rs[0].tokens + 300), False, "tokens outside the vocabulary"),
+    (lambda rs: setattr(rs[0], "tokens", rs[0].tokens - 300), False, "tokens outside the vocabulary"),
+    (lambda rs: [setattr(r, "tokens", r.tokens.astype(np.int64)) for r in rs], False, "tokens is int64"),
+    (lambda rs: setattr(rs[0], "logp_inf", rs[0].logp_inf[1:]), False, "arrays of unequal length"),
+    (lambda rs: setattr(rs[0], "logp_inf", rs[0].logp_inf * np.nan), False, "log-probabilities that are none"),
+    (lambda rs: setattr(rs[0], "logp_inf", -rs[0].logp_inf + 1), False, "log-probabilities that are none"),
+    (lambda rs: [setattr(r, "topk_ids", r.topk_ids[:, :2]) for r in rs] + [setattr(r, "topk_logp", r.topk_logp[:, :2]) for r in rs], False, "top-K of 2 instead of 4"),
+    (lambda rs: setattr(rs[0], "reward", float("inf")), False, "a reward or version that is none"),
+    (lambda rs: setattr(rs[0], "kept_ids", rs[0].kept_ids[1:]), True, "kept sets of wrong sizes"),
+])
+def test_groups_that_are_not_what_was_asked_for(change, kept, sentence):
+    with pytest.raises(wire.WireError, match=sentence):
+        wire.decode_group(spoil(change, kept), limits(group(kept)))
+
+
+def test_groups_beyond_the_limits_or_none_at_all():
+    g = group()
+    data = wire.encode_group(g)
+    for changes, sentence in ((dict(max_tokens=1), "lengths"), (dict(max_prompt=1), "lengths"), (dict(kept=3), "kept sets are missing"), (dict(vocab=3), "outside the vocabulary of 3")):
+        with pytest.raises(wire.WireError, match=sentence):
+            wire.decode_group(data, limits(g, **changes))
+    with pytest.raises(wire.WireError, match="kept sets that nobody asked for"):
+        wire.decode_group(wire.encode_group(group(True)), limits(group(True), kept=0))
+    for bad in (b"", b"x" * 100, data[:-3], (1 << 60).to_bytes(8, "little") + data[8:], data.replace(b'uid', b'uio')):
+        with pytest.raises(wire.WireError, match="not a group"):
+            wire.decode_group(bad, limits(g))
+
+
+def test_seen_and_account():
+    seen, r = hub.Seen(), random.Random(0)
+    order = list(range(200)) + [7, 9]
+    r.shuffle(order)
+    for n in order:
+        seen.add(n)
+        assert n in seen
+    assert seen.upto == 200 and not seen.beyond and len(seen) == 200 and 200 not in seen
+    seen.add(205)
+    assert 205 in seen and 204 not in seen and len(seen) == 201
+    account = hub.Account()
+    for name in ("a/1/0", "a/1/2", "b.0/5/0"):
+        account.add(name)
+    back = hub.Account.of(account.state())
+    assert back.has("a/1/2") and not back.has("a/1/1") and back.has("b.0/5/0") and not back.has("b/5/0") and not back.has("a/2/0") and back.state() == account.state()
+    assert hub.split("x/y/3/4") == (("x/y", 3), 4)
+    for bad in ("a", "a/b/c", ""):
+        with pytest.raises(ValueError):
+            hub.split(bad)
+
+
+def test_sealed_files_and_whole_ones(tmp_path):
+    data = b"some group" * 100
+    assert hub.opened(hub.sealed(data)) == data and hub.opened(hub.sealed(data)[:-1]) is None and hub.opened(b"") is None
+    hub.place(tmp_path / "x", b"1")
+    hub.place(tmp_path / "x", b"22")
+    assert (tmp_path / "x").read_bytes() == b"22" and [p.name for p in tmp_path.iterdir()] == ["x"]
