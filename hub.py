@@ -127,8 +127,9 @@ class Hub(threading.Thread):
         try:
             self.socket.bind(bind)
         except zmq.ZMQError as e:
-            raise ValueError(f"--bind={bind}: {e}; name a free address of this host, such as tcp://*:5555") from None
+            raise ValueError(f"--bind={bind}: {zmq.strerror(e.errno)}; name a free address of this host, such as tcp://*:5555") from None
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.failures = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 
     # -- called by the training loop
 
@@ -168,11 +169,16 @@ class Hub(threading.Thread):
 
     def run(self) -> None:
         import zmq
+        from zmq.utils.monitor import recv_monitor_message
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
         while not self.stopping:
             poller.poll(10)
             self._errands()
+            while self.failures.poll(0):
+                recv_monitor_message(self.failures)
+                self.counts["strangers"] += 1
+                self.log.warning("a handshake failed: no key, a wrong one, or not a sampler")
             for _ in range(1000):
                 try:
                     identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -505,7 +511,7 @@ class RemoteSource:
     def metrics(self) -> dict[str, float]:
         reports = list(self.hub.reports.values())
         said = {f"remote/{k}": float(self.counts[k]) for k in ("trained", "staleness", "window", "refused")}
-        more = {f"remote/{k}": float(self.hub.counts[k]) for k in ("received", "duplicate", "corrupt", "bad_leaves", "malformed")}
+        more = {f"remote/{k}": float(self.hub.counts[k]) for k in ("received", "duplicate", "corrupt", "bad_leaves", "malformed", "strangers")}
         out = {**said, **more, "remote/lost": float(sum(len(lost) for _, lost in reports)), "remote/handed": float(sum(n for n, _ in reports)),
                "remote/samplers": float(len({s for s, _ in self.hub.reports})), "remote/waiting": float(len(self.ready)), "remote/wait_s": self.waited,
                "remote/MiB_in": self.hub.counts["bytes_in"] / 2**20, "remote/MiB_out": self.hub.counts["bytes_out"] / 2**20}
@@ -570,13 +576,21 @@ def own_keys(folder: str) -> tuple[bytes, bytes]:
 
 def secure(context, socket, keys: str, log):
     """CURVE on a bound socket: encrypted, and only samplers whose public keys lie in KEYS/samplers are let in; others are logged."""
+    import zmq.auth
     from zmq.auth.thread import ThreadAuthenticator
     public, secret = own_keys(keys)
     if not any((Path(keys) / "samplers").glob("*.key")):
         raise ValueError(f"--keys={keys}: no sampler's public key in its folder samplers, so nobody could come in; is this the learner's folder?")
-    auth = ThreadAuthenticator(context, log=log)
+    known = {zmq.auth.load_certificate(path)[0]: path.stem for path in (Path(keys) / "samplers").glob("*.key")}
+
+    class Known:
+        def callback(self, domain, key):
+            if key not in known:
+                log.warning("a stranger was turned away: nobody's public key here is %s", key.decode("ascii", "replace"))
+            return key in known
+    auth = ThreadAuthenticator(context)
     auth.start()
-    auth.configure_curve(domain="*", location=str(Path(keys) / "samplers"))
+    auth.configure_curve_callback(domain="*", credentials_provider=Known())
     socket.curve_publickey, socket.curve_secretkey, socket.curve_server = public, secret, True
     return auth
 

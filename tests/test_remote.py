@@ -1,19 +1,22 @@
 """Remote samplers as real processes: over ZeroMQ and over a folder, killed, stopped, cut off, turned away; and the account adds up."""
-import json
 import os
+import random
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
-from pathlib import Path
 
 import pytest
+import torch
 
+import hub
 import metrics
 from conftest import ROOT
 from test_train import finish, flags, start, wait_for
 
-REMOTE = dict(rollout_batch=16, train_batch=16, steps=4, save_every=2, objective="tis", give_up=60)
+REMOTE = dict(rollout_batch=16, train_batch=16, steps=6, save_every=2, objective="tis", actor="none", give_up=90, eval_problems=8)
 
 
 def port():
@@ -23,32 +26,211 @@ def port():
         return s.getsockname()[1]
 
 
-def sampler(address, folder, *more, keys="none", name="box"):
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    argv = [sys.executable, "rollout.py", f"--connect={address}", f"--spool={folder}", "--rollout=hf", "--groups=2", f"--keys={keys}", f"--name={name}", "--give_up=60", "--patience=1", *more]
-    return subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def box(address, folder, *more, keys="none", name="box", **kwargs):
+    argv = [sys.executable, "rollout.py", f"--connect={address}", f"--spool={folder}", "--rollout=hf", "--groups=2", f"--keys={keys}", f"--name={name}", "--give_up=90", "--patience=1", *more]
+    return subprocess.Popen(argv, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **kwargs)
 
 
-def stop(process):
-    process.send_signal(signal.SIGKILL)
-    return process.communicate()[0]
+def kill(*processes):
+    for p in processes:
+        p.send_signal(signal.SIGKILL)
+    return "".join(p.communicate()[0] or "" for p in processes)
 
 
-def account(run):
-    """The last row's account, checked: every group received stands in one column, or waits."""
-    row = metrics.read(run)[-1]
-    columns = sum(row[f"remote/{k}"] for k in ("trained", "staleness", "window", "refused"))
-    return row, columns
+def the_account_adds_up(run, updates=6, ranks=1):
+    """Every group of the surviving history stands in one column, and in the account once; as many were trained on as the updates took."""
+    trained = 0
+    for rank in range(ranks):
+        state = torch.load(sorted((run / "checkpoints").glob("step_*"))[-1] / f"rank{rank}.pt", weights_only=True)["source"]
+        account, counts = hub.Account.of(state["account"]), state["counts"]
+        assert sum(map(len, account.values())) == sum(counts.values()), counts
+        trained += counts["trained"]
+        assert counts.get("refused", 0) == 0
+    assert trained == updates * 4                                          # an update of 16 responses takes 4 groups
+    rows = [r for r in metrics.read(run) if r["step"] >= 0]
+    assert [r["step"] for r in rows] == list(range(updates)) and all(r["rollout_corr/k3_kl"] < 0.5 for r in rows)
+    return rows
 
 
-@pytest.mark.parametrize("kind", ["zmq", "files"])
-def test_a_run_with_a_remote_sampler(kind, solvers, tmp_path):
-    where = dict(samplers="zmq", bind=f"tcp://127.0.0.1:{port()}") if kind == "zmq" else dict(samplers="files", sync_path=tmp_path / "shared")
-    learner = start(flags(solvers, tmp_path / "run", **REMOTE, **where))
-    (tmp_path / "shared").mkdir(exist_ok=True)
-    box = sampler(where.get("bind") or tmp_path / "shared", tmp_path / "box")
+def zmq_flags(**more):
+    where = port()
+    return {**REMOTE, **dict(samplers="zmq", bind=f"tcp://127.0.0.1:{where}"), **more}
+
+
+def go_on(out):
+    return start(["--resume", f"--out={out}"])
+
+
+def test_over_zmq_with_keys_two_samplers_of_another_kind_and_the_trained_actor(solvers, tmp_path):
+    """A small actor samples on two hosts, one of them in int8; everything is encrypted; one joins late."""
+    hub.make_keys(str(tmp_path / "keys"), 2)
+    settings = zmq_flags(objective="jackpot", actor=solvers / "actor", keys=tmp_path / "keys" / "learner", bind=f"tcp://*:{port()}", max_staleness=3)
+    address = settings["bind"].replace("*", "127.0.0.1")
+    learner = start(flags(solvers, tmp_path / "run", **settings))
+    first = box(address, tmp_path / "a", keys=tmp_path / "keys" / "sampler0", name="a")
+    wait_for(tmp_path / "run", 0, learner)
+    second = box(address, tmp_path / "b", "--rollout_quant=int8", keys=tmp_path / "keys" / "sampler1", name="b")
     code, text, err = finish(learner)
-    said = stop(box)
+    said = kill(first, second)
     assert code == 0, err[-3000:] + said[-3000:]
-    row, columns = account(tmp_path / "run")
-    assert row["remote/trained"] == 4 * 4 and row["remote/refused"] == 0 and columns <= row["remote/received"]
+    rows = the_account_adds_up(tmp_path / "run")
+    assert all(r["staleness/max_updates"] <= 3 for r in rows) and "sampler a" in (tmp_path / "run" / "remote.log").read_text()
+    assert rows[-1]["remote/received"] >= 24 and rows[-1]["remote/strangers"] == 0
+
+
+def test_over_a_folder_and_a_full_disk(solvers, tmp_path):
+    """No file may grow beyond 600 bytes for a while: every group fails to be written, waits, and is trained on in the end."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    learner = start(flags(solvers, tmp_path / "run", **{**REMOTE, **dict(samplers="files", sync_path=shared)}))
+    sampler = box(shared, tmp_path / "box")
+    wait_for(tmp_path / "run", 1, learner)
+    resource.prlimit(sampler.pid, resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
+    done = metrics.read(tmp_path / "run")[-1]["step"]
+    time.sleep(4)
+    resource.prlimit(sampler.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    code, text, err = finish(learner)
+    said = kill(sampler)
+    assert code == 0, err[-3000:] + said[-3000:]
+    the_account_adds_up(tmp_path / "run")
+    assert "File too large; waiting for room" in said and done >= 1
+
+
+@pytest.mark.parametrize("who", ["sampler", "learner", "both"])
+def test_killed_and_started_again(who, solvers, tmp_path):
+    settings = zmq_flags()
+    learner, sampler = start(flags(solvers, tmp_path / "run", **settings)), box(settings["bind"], tmp_path / "box")
+    wait_for(tmp_path / "run", 2, learner)
+    if who in ("sampler", "both"):
+        kill(sampler)
+    if who in ("learner", "both"):
+        kill(learner)
+        learner = go_on(tmp_path / "run")
+    if who in ("sampler", "both"):
+        sampler = box(settings["bind"], tmp_path / "box")
+    code, text, err = finish(learner)
+    said = kill(sampler)
+    assert code == 0, err[-3000:] + said[-3000:]
+    the_account_adds_up(tmp_path / "run")
+
+
+def test_stopped_for_longer_than_every_timeout(solvers, tmp_path):
+    settings = zmq_flags()
+    learner, sampler = start(flags(solvers, tmp_path / "run", **settings)), box(settings["bind"], tmp_path / "box")
+    wait_for(tmp_path / "run", 1, learner)
+    for process in (sampler, learner):
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(12)                                                     # ZeroMQ's heartbeat gives up after 10 s, the sampler after 3
+        process.send_signal(signal.SIGCONT)
+    code, text, err = finish(learner)
+    said = kill(sampler)
+    assert code == 0, err[-3000:] + said[-3000:]
+    the_account_adds_up(tmp_path / "run")
+
+
+class Proxy(threading.Thread):
+    """Between samplers and learner: whole messages are lost, damaged, doubled, held back and throttled, and the connection is cut now and then."""
+
+    def __init__(self, upstream):
+        import zmq
+        super().__init__(daemon=True)
+        self.upstream, self.address, self.stopping, self.random, self.did = upstream, f"tcp://127.0.0.1:{port()}", False, random.Random(0), {}
+        self.context = zmq.Context()
+        self.start()
+
+    def run(self):
+        import zmq
+        front = self.context.socket(zmq.ROUTER)
+        front.bind(self.address)
+        back, held, cut = {}, [], time.monotonic() + 5
+        while not self.stopping:
+            poller = zmq.Poller()
+            for s in (front, *back.values()):
+                poller.register(s, zmq.POLLIN)
+            ready = dict(poller.poll(20))
+            for s in ready:
+                who, *frames = s.recv_multipart() if s is front else [next(k for k, v in back.items() if v is s), *s.recv_multipart()]
+                if s is front and who not in back:
+                    back[who] = self.context.socket(zmq.DEALER)
+                    back[who].setsockopt(zmq.LINGER, 0)
+                    back[who].connect(self.upstream)
+                kind = self.random.choices(["pass", "lose", "damage", "double", "hold", "slow"], [80, 5, 5, 4, 4, 2])[0]
+                self.did[kind] = self.did.get(kind, 0) + 1
+                if kind == "damage":
+                    i = self.random.randrange(len(frames))
+                    at = self.random.randrange(len(frames[i])) if frames[i] else None
+                    frames[i] = frames[i][:at] + bytes([frames[i][at] ^ 1 << self.random.randrange(8)]) + frames[i][at + 1:] if frames[i] else b"?"
+                if kind == "slow":
+                    time.sleep(0.1)
+                if kind == "hold":
+                    held.append((s, who, frames))
+                    continue
+                for _ in range({"lose": 0, "double": 2}.get(kind, 1)):
+                    self.pass_on(s is front, front, back, who, frames)
+            if held and self.random.random() < 0.3:                        # out of order
+                s, who, frames = held.pop(self.random.randrange(len(held)))
+                self.pass_on(s is front, front, back, who, frames)
+            if time.monotonic() > cut:
+                cut = time.monotonic() + 6
+                self.did["cut"] = self.did.get("cut", 0) + 1
+                for s in back.values():                                    # the learner sees the sampler vanish and another come
+                    s.close(linger=0)
+                back.clear()
+                held.clear()
+        self.context.destroy(linger=0)
+
+    @staticmethod
+    def pass_on(up, front, back, who, frames):
+        if up and who in back:
+            back[who].send_multipart(frames)
+        elif not up:
+            front.send_multipart([who, *frames])
+
+
+def test_through_a_proxy_that_spoils_everything(solvers, tmp_path):
+    settings = zmq_flags()
+    proxy = Proxy(settings["bind"])
+    learner, sampler = start(flags(solvers, tmp_path / "run", **settings)), box(proxy.address, tmp_path / "box")
+    code, text, err = finish(learner)
+    said = kill(sampler)
+    proxy.stopping = True
+    proxy.join()
+    assert code == 0, err[-3000:] + said[-3000:]
+    the_account_adds_up(tmp_path / "run")
+    assert all(proxy.did.get(kind, 0) > 0 for kind in ("lose", "damage", "double", "hold", "cut")), proxy.did
+
+
+def test_two_ranks_and_a_file_of_routes(solvers, tmp_path):
+    """Sampler `a` serves both ranks, `b` the second alone: a rank without enough from one is fed by the other."""
+    at = port()
+    (tmp_path / "routes.toml").write_text(f'[learners]\n0 = "tcp://127.0.0.1:{at}"\n1 = "tcp://127.0.0.1:{at + 1}"\n[samplers]\n"*" = [0, 1]\nb = [1]\n')
+    settings = {**REMOTE, **dict(samplers="zmq", bind=f"tcp://127.0.0.1:{at}", steps=4)}
+    learner = start(flags(solvers, tmp_path / "run", **settings), ranks=2)
+    boxes = [box(tmp_path / "routes.toml", tmp_path / name, name=name) for name in ("a", "b")]
+    code, text, err = finish(learner)
+    said = kill(*boxes)
+    assert code == 0, err[-3000:] + said[-3000:]
+    the_account_adds_up(tmp_path / "run", updates=4, ranks=2)
+    names = [torch.load(tmp_path / "run" / "checkpoints" / "step_000004" / f"rank{r}.pt", weights_only=True)["source"]["account"] for r in (0, 1)]
+    assert {a[0] for a in names[0]} == {"a.0"} and {a[0] for a in names[1]} <= {"a.1", "b.1"}
+
+
+@pytest.mark.parametrize("argv, sentence", [
+    ([], "--connect: name the learner's address"),
+    (["--connect=tcp://10.0.0.1:5555"], "over a network keys are needed"),
+    (["--connect=nowhere"], "neither an address such as tcp://HOST:PORT nor a folder"),
+    (["--connect=tcp://127.0.0.1:9", "--name=a/b"], "--name=a/b: a sampler's name has no slash and no dot"),
+    (["--connect=tcp://127.0.0.1:9", "--keys=nowhere"], "--keys=nowhere: no learner.key there"),
+    (["--connect=tcp://127.0.0.1:9", "--give_up=1", "--patience=0.2"], "no answer from tcp://127.0.0.1:9 for 1 s: is the learner up, is that its address, and are these the keys it knows"),
+    (["--connect=tcp://127.0.0.1:9", "--groups=0"], "--groups=0 --spool_groups=4096: at least one group at once"),
+])
+def test_bad_sampler_flags(argv, sentence, tmp_path):
+    done = subprocess.run([sys.executable, "rollout.py", f"--spool={tmp_path / 's'}", *argv], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and sentence in done.stderr and "Traceback" not in done.stderr
+
+
+def test_one_process_a_spool(tmp_path):
+    import sampler
+    sampler.lock(tmp_path)
+    done = subprocess.run([sys.executable, "rollout.py", f"--spool={tmp_path}", "--connect=tcp://127.0.0.1:9"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "another sampler works there" in done.stderr

@@ -1,0 +1,234 @@
+"""The hub's socket from outside: keys, strangers, protocols, sizes, replays, bounded room; raw peers, no models."""
+import logging
+import os
+import time
+
+import pytest
+import zmq
+import zmq.auth
+
+import hub
+import wire
+from test_remote import port
+from test_wire import BLOB, group, limits
+
+WELCOME = wire.Welcome(wire.PROTOCOL, "session", {"world": 1}, {})
+
+
+class Raw:
+    """A hand-driven sampler."""
+
+    def __init__(self, address, keys=None, name="box"):
+        self.context, self.name = zmq.Context(), name
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        if keys is not None:
+            self.socket.curve_publickey, self.socket.curve_secretkey, self.socket.curve_serverkey = keys
+        self.socket.connect(address)
+
+    def say(self, message, payload=None):
+        self.socket.send_multipart([message if isinstance(message, bytes) else wire.encode(message)] + ([payload] if payload is not None else []))
+
+    def hear(self, kind=None, within=5.0):
+        """The next message (of a kind), or None when it stays silent."""
+        end = time.monotonic() + within
+        while (left := end - time.monotonic()) > 0:
+            if self.socket.poll(int(1000 * left) + 1):
+                frames = self.socket.recv_multipart()
+                message = wire.decode(frames[0])
+                if kind is None or isinstance(message, kind):
+                    return (message, frames[1]) if len(frames) == 2 else message
+        return None
+
+    def hello(self, **changes):
+        self.say(wire.Hello(**{**dict(protocol=wire.PROTOCOL, sampler=self.name, incarnation=1, session=""), **changes}))
+
+    def close(self):
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Hubs and raw peers that are closed behind the test."""
+    things = []
+
+    def make(keys="none", room=hub.ROOM, held=(), g=None):
+        log = logging.getLogger(f"test.{tmp_path}.{len(things)}")
+        log.propagate, log.handlers, log.seen = False, [logging.FileHandler(tmp_path / "log")], tmp_path / "log"
+        log.setLevel(logging.INFO)
+        account = hub.Account()
+        for name in held:
+            account.add(name)
+        things.append(hub.Hub(f"tcp://127.0.0.1:{port()}", keys, WELCOME, limits(g or group()), log, room))
+        things[-1].open(account)
+        return things[-1]
+
+    def raw(h, **more):
+        things.append(Raw(h.address, **more))
+        return things[-1]
+    yield make, raw
+    for x in things:
+        x.close()
+
+
+def until(condition, within=5.0):
+    end = time.monotonic() + within
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+def give(peer, data, name):
+    """Offer a group and answer the asks for it until the hub has it."""
+    peer.say(wire.Offer(wire.manifest(name, data)))
+    while True:
+        m = peer.hear((wire.Ask, wire.Got, wire.Held))
+        if isinstance(m, wire.Ask):
+            peer.say(wire.Leaves(m.name, m.first), bytes(wire.leaves(data, m.first, m.count)))
+        elif m is None or m.names:
+            return m
+
+
+def test_a_group_arrives_once(made):
+    make, raw = made
+    h = make(held=["box/1/7"])
+    peer = raw(h)
+    peer.hello()
+    assert peer.hear() == WELCOME
+    data = wire.encode_group(group())
+    assert give(peer, data, "box/1/3") == wire.Got(["box/1/3"])
+    assert give(peer, data, "box/1/3") == wire.Got(["box/1/3"]) and h.counts["duplicate"] == 1      # offered again: not fetched again
+    assert give(peer, data, "box/1/7") == wire.Held(["box/1/7"]) and h.counts["duplicate"] == 2     # the checkpoint has it: forget it
+    (name, bytes_, when), = h.take()
+    assert (name, bytes_) == ("box/1/3", data) and abs(when - time.time()) < 30 and h.take() == []
+    h.held(["box/1/3"])
+    assert peer.hear(wire.Held) == wire.Held(["box/1/3"])
+    peer.hello(session="session", handed=9, lost=[4])                                               # a beat is answered, and what it says is kept
+    assert peer.hear(wire.Got) == wire.Got([]) and h.reports["box", 1] == (9, [4])
+
+
+def test_damaged_leaves_are_asked_for_again(made):
+    make, raw = made
+    h = make()
+    peer = raw(h)
+    peer.hello()
+    data = wire.encode_group(group())
+    peer.say(wire.Offer(wire.manifest("box/1/0", data)))
+    ask = peer.hear(wire.Ask)
+    peer.say(wire.Leaves(ask.name, ask.first), bytes([data[0] ^ 1]) + data[1:])
+    assert peer.hear(wire.Ask) == ask and h.counts["bad_leaves"] == 1
+    peer.say(wire.Leaves(ask.name, ask.first), data)
+    assert peer.hear(wire.Got) == wire.Got(["box/1/0"])
+
+
+def test_weights_are_served_in_ranges(made, tmp_path):
+    make, raw = made
+    h = make()
+    early, late = raw(h, name="early"), raw(h, name="late")
+    early.hello()
+    early.hear(wire.Welcome)
+    (tmp_path / "v000003.safetensors").write_bytes(BLOB)
+    h.broadcast(3, tmp_path / "v000003.safetensors", 12.5)
+    late.hello()
+    for peer in (early, late):                                             # who is there hears it, who comes later is told
+        offer = peer.hear(wire.Offer)
+        assert offer == wire.Offer(wire.manifest("v000003.safetensors", BLOB), 3, 12.5)
+        pull = wire.Pull(offer.of, sink := bytearray(len(BLOB)), wire.Pace())
+        while not pull.done:
+            while (span := pull.ask(time.monotonic())) is not None:
+                peer.say(wire.Ask(offer.of.name, *span))
+            message, payload = peer.hear(wire.Leaves)
+            pull.put(message.first, payload, time.monotonic())
+        assert bytes(sink) == BLOB
+    assert h.counts["bytes_out"] == 2 * len(BLOB)
+    for v in (4, 5):
+        path = tmp_path / f"v00000{v}.safetensors"
+        path.write_bytes(BLOB[:100 * v])
+        h.broadcast(v, path, 0.0)
+    assert until(lambda: list(h.weights) == ["v000004.safetensors", "v000005.safetensors"])
+    early.say(wire.Ask("v000003.safetensors", 0, 1))
+    assert early.hear(wire.Gone) == wire.Gone("v000003.safetensors")
+    early.say(wire.Ask("v000005.safetensors", 3, 1))                       # outside: no answer, and the hub lives
+    early.say(wire.Ask("v000005.safetensors", 0, 1))
+    assert early.hear(wire.Leaves)[1] == BLOB[:500]
+
+
+def test_what_a_hub_does_not_take(made):
+    make, raw = made
+    h = make()
+    old, odd, mute, peer = raw(h, name="old"), raw(h, name="a/b"), raw(h), raw(h)
+    old.hello(protocol=0)
+    assert "speaks protocol 1 and this sampler 0" in old.hear(wire.Refuse).why
+    odd.hello()
+    assert "no slash" in odd.hear(wire.Refuse).why
+    mute.say(wire.Offer(wire.manifest("box/1/0", b"x")))                   # without a hello
+    assert mute.hear() == wire.Gone("")
+    for junk in (b"", b"\x80\x04K\x01.", b"x" * 1000):
+        peer.say(junk)
+    peer.hello()
+    assert peer.hear(wire.Welcome) and until(lambda: h.counts["malformed"] == 3)
+    big = wire.Manifest("box/1/1", 1 << 40, [b"x" * 32] * (1 << 4))
+    for of in (big, wire.Manifest("box/1/2", 10, []), wire.manifest("other/1/0", b"x"), wire.manifest("box/1/-4", b"x"), wire.manifest("box", b"x")):
+        peer.say(wire.Offer(of))
+        assert peer.hear(wire.Held) == wire.Held([of.name])                # go away, for good
+    assert h.counts["refused"] == 5 and h.size == 0 and not h.peers[next(iter(h.peers))].pulls
+    peer.say(b"y" * (17 << 20))                                            # over the socket's limit: cut off
+    again = raw(h, name="again")
+    again.hello()
+    assert again.hear(wire.Welcome) is not None and h.counts["malformed"] == 3
+    assert "refused" in h.log.seen.read_text()
+
+
+def test_room_is_bounded_and_comes_back(made):
+    make, raw = made
+    data = wire.encode_group(group())
+    h = make(room=2 * len(data) + 10)
+    peer = raw(h)
+    peer.hello()
+    for i in range(4):
+        peer.say(wire.Offer(wire.manifest(f"box/1/{i}", data)))
+    asked = [peer.hear(wire.Ask).name for _ in range(2)]
+    assert asked == ["box/1/0", "box/1/1"] and peer.hear(wire.Ask, within=0.3) is None and h.size == 2 * len(data)
+    for name in asked:
+        peer.say(wire.Leaves(name, 0), data)
+    assert until(lambda: len(h.arrived) == 2) and peer.hear(wire.Ask, within=0.3) is None           # here, but not looked at yet
+    for _, d, _ in h.take():
+        h.free(len(d))
+    assert [peer.hear(wire.Ask).name for _ in range(2)] == ["box/1/2", "box/1/3"]
+    again = raw(h)                                                         # the same sampler on a new connection: what it was asked for is given up
+    again.hello()
+    assert again.hear(wire.Welcome) and until(lambda: h.size == 0)
+
+
+def test_only_known_keys_come_in(made, tmp_path):
+    make, raw = made
+    hub.make_keys(str(tmp_path / "keys"), 2)
+    hub.make_keys(str(tmp_path / "others"), 1)
+    h = make(keys=str(tmp_path / "keys" / "learner"))
+    own = lambda root, name: (*hub.own_keys(tmp_path / root / name), zmq.auth.load_certificate(tmp_path / "keys" / "learner" / "learner.key")[0])
+    stranger, plain, friend = raw(h, keys=own("others", "sampler0")), raw(h), raw(h, keys=own("keys", "sampler1"))
+    liar = raw(h, keys=(*hub.own_keys(tmp_path / "keys" / "sampler0"), hub.own_keys(tmp_path / "others" / "learner")[0]))      # a wrong learner key
+    for peer in (stranger, plain, friend, liar):
+        peer.hello()
+    assert friend.hear() == WELCOME
+    assert stranger.hear(within=0.5) is None and plain.hear(within=0.1) is None and liar.hear(within=0.1) is None and len(h.peers) == 1
+    assert until(lambda: h.counts["strangers"] >= 2)
+    assert "a stranger was turned away" in h.log.seen.read_text() and "a handshake failed" in h.log.seen.read_text()
+    secret = tmp_path / "keys" / "sampler0" / "sampler0.key_secret"
+    assert secret.stat().st_mode & 0o077 == 0
+    os.chmod(secret, 0o640)
+    with pytest.raises(ValueError, match="sampler0.key_secret can be read by others; chmod 600"):
+        hub.own_keys(tmp_path / "keys" / "sampler0")
+    with pytest.raises(ValueError, match="0 secret keys there instead of one"):
+        hub.own_keys(tmp_path)
+    with pytest.raises(ValueError, match="no sampler's public key in its folder samplers"):
+        make(keys=str(tmp_path / "keys" / "sampler1"))
+    with pytest.raises(ValueError, match="is not empty: keys are not overwritten"):
+        hub.make_keys(str(tmp_path / "keys"), 1)
+
+
+def test_a_taken_address(made):
+    make, _ = made
+    h = make()
+    with pytest.raises(ValueError, match="--bind=tcp://127.0.0.1:.*: Address already in use; name a free address"):
+        hub.Hub(h.address, "none", WELCOME, limits(group()), h.log)
