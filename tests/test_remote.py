@@ -37,7 +37,7 @@ def kill(*processes):
     return "".join(p.communicate()[0] or "" for p in processes)
 
 
-def the_account_adds_up(run, updates=6, ranks=1):
+def the_account_adds_up(run, updates=6, ranks=1, most=0.5):
     """Every group of the surviving history stands in one column, and in the account once; as many were trained on as the updates took."""
     trained = 0
     for rank in range(ranks):
@@ -48,7 +48,7 @@ def the_account_adds_up(run, updates=6, ranks=1):
         assert counts.get("refused", 0) == 0
     assert trained == updates * 4                                          # an update of 16 responses takes 4 groups
     rows = [r for r in metrics.read(run) if r["step"] >= 0]
-    assert [r["step"] for r in rows] == list(range(updates)) and all(r["rollout_corr/k3_kl"] < 0.5 for r in rows)
+    assert [r["step"] for r in rows] == list(range(updates)) and all(r["rollout_corr/k3_kl"] < most for r in rows)
     return rows
 
 
@@ -73,7 +73,7 @@ def test_over_zmq_with_keys_two_samplers_of_another_kind_and_the_trained_actor(s
     code, text, err = finish(learner)
     said = kill(first, second)
     assert code == 0, err[-3000:] + said[-3000:]
-    rows = the_account_adds_up(tmp_path / "run")
+    rows = the_account_adds_up(tmp_path / "run", most=10)                  # two models that differ
     assert all(r["staleness/max_updates"] <= 3 for r in rows) and "sampler a" in (tmp_path / "run" / "remote.log").read_text()
     assert rows[-1]["remote/received"] >= 24 and rows[-1]["remote/strangers"] == 0
 
