@@ -27,7 +27,7 @@ from config import HARMLESS, parse
 
 ROOT = Path(__file__).resolve().parent
 RESULTS, FOLDERS, STUDY = ROOT / "results", ROOT / "out" / "study", "configs/study.toml"
-KEPT = ("reward", "entropy", "grad_norm", "clip_fraction", "ppo_kl", "weight_var", "distill_kl", "distill_lambda", "rollout_corr/kl", "rollout_corr/k3_kl",
+KEPT = ("reward", "entropy", "grad_norm", "clip_fraction", "ppo_kl", "weight_var", "advantage_error", "cppo_kl", "distill_kl", "distill_lambda", "rollout_corr/kl", "rollout_corr/k3_kl",
         "rollout_corr/chi2_seq", "rollout_corr/rollout_is_eff_sample_size", "rollout_corr/seq_eff_sample_size", "rollout_corr/low_weight_fraction", "rollout_corr/seq_clamped_fraction",
         "rollout_corr/rollout_rs_seq_masked_fraction", "rollout_corr/ratio_mean", "rollout_corr/mean_mismatch", "rollout_corr/max_mismatch", "rollout_corr/reward_weighted", "ppo_kl_weighted", "ppo_k3_kl",
         "error/low_prob_pos", "error/low_prob_neg", "error/repetition", *(f"rollout_corr/low_weight/{n}" for n in (16, 32, 64, 128, 256)), "response_length", "staleness/mean_updates", "obrs/accept_rate", "obrs/lambda", "obrs/kappa", "obrs/z",

@@ -6,6 +6,8 @@ configs/long.toml: a small actor samples, 16 updates to a sync, responses of up 
 answer is right. `default` is the sampling that a model card recommends (0.7, top_p 0.8, top_k 20), scored on the whole vocabulary as
 frameworks do; `replay` is the same with the rollout's kept sets. Then the text's alternatives: Seq-MIS, Geo-RS, and both.
 """
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,8 +24,28 @@ THREE = [f"{c}, T 1" for c in CORRECTIONS]
 PANELS = [("reward, with the length bonus", "reward"), ("held-out pass@1 of the policy (%)", "eval/policy"), ("tokens of a response", "response_length"),
           ("ESS of the weights that train", "rollout_corr/rollout_is_eff_sample_size"), ("ESS of R over responses", "rollout_corr/seq_eff_sample_size"), ("chi2 of R", "rollout_corr/chi2_seq"),
           ("share of responses with R < 1/4", "rollout_corr/low_weight_fraction"), ("KL(inf || ref) a token", "rollout_corr/k3_kl"), ("share of responses at the clamp", "rollout_corr/seq_clamped_fraction")]
+
+
+def own_law(record: dict) -> tuple[float, float]:
+    """Pass@1 in percent of the last checkpoint under the law it was trained on (`eval/policy` is at temperature 1), and its standard error; measured once."""
+    out = record["command"].split("--out=")[1]
+    path = sweep.RESULTS / "runs" / "long" / "own_law" / f"{Path(out).name}.json"
+    if not path.is_file():
+        c = record["config"]
+        law = [f"--{k}={c[k]}" for k in ("temperature", "top_p", "top_k", "max_tokens", "task_explain")]
+        subprocess.run([sys.executable, "eval.py", f"--model={out}", "--rollout=hf", "--problems=1024", "--samples=1", "--k=1", *law, f"--out={path}"], cwd=sweep.ROOT, check=True,
+                       capture_output=True)
+    seen = json.loads(path.read_text(encoding="utf-8"))
+    return 100 * seen["mean@1"], 100 * seen["mean@1_se"]
+
+
+def own_laws(records: list[dict]) -> str:
+    each = [own_law(r) for r in records]
+    return sweep.percent(sweep.mean_se([x for x, _ in each], each[0][1]))
+
+
 COLUMNS = {"seeds": sweep.COLUMNS["seeds"],
-           "reward": lambda rs: sweep.number(sweep.tail(rs, "reward")), "policy pass@1, %": sweep.COLUMNS["policy pass@1, %"],
+           "reward": lambda rs: sweep.number(sweep.tail(rs, "reward")), "policy pass@1, %": sweep.COLUMNS["policy pass@1, %"], "under its own law, %": own_laws,
            "tokens": lambda rs: sweep.number(sweep.tail(rs, "response_length")), "KL": lambda rs: sweep.number(sweep.tail(rs, "rollout_corr/k3_kl")),
            "T_max": lambda rs: sweep.number(20 / sweep.tail(rs, "rollout_corr/k3_kl")), "mean of r": lambda rs: sweep.number(sweep.tail(rs, "rollout_corr/ratio_mean")),
            "ESS": sweep.COLUMNS["ESS"], "ESS of R": lambda rs: sweep.number(sweep.tail(rs, "rollout_corr/seq_eff_sample_size")),
