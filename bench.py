@@ -12,6 +12,10 @@ replay   kept sets at top_k 20 on the demo's policy: a learner step that replays
 quant    low bits on the demo's policy, by format: the aligned learner's update over the plain one, publication and load over plain weights',
          and the engine's rollout over an unquantized one's (vLLM)
 lowbit   on a GPU: the aligned forward of linear layers, quantization included, over bfloat16's, on Qwen3-0.6B, 1.7B and 8B shapes
+wire     weights of 256 MiB from a learner's hub to a sampler on this host, digests, files and all, over a bare TCP copy and one SHA-256 pass
+         of the same bytes; and the same with keys
+samplers real runs with 1, 2 and 4 remote samplers whose delays are 60 s to 1800 s, a hundred times shortened: share of the samplers'
+         time blocked on the transport, and of the learner's spent waiting
 trl      publish, roll out, grade, update, with --rollout=hf, against one step of GRPOTrainer; and our step with vLLM beside it
 gpu      learner tokens per second and share of the device's peak on a Qwen3-0.6B shape, bfloat16
 """
@@ -353,7 +357,107 @@ def bench_gpu(root: str, device: str = "cuda", tokens: int = 16384, updates: int
             "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else math.nan}
 
 
-BENCHES = {"rollout": bench_rollout, "update": bench_update, "head": bench_head, "replay": bench_replay, "quant": bench_quant, "lowbit": bench_lowbit, "trl": bench_trl, "gpu": bench_gpu}
+def bench_wire(root, mib: int = 256, pairs: int = 5) -> dict:
+    import multiprocessing
+    import hub
+    import wire
+    spawn = multiprocessing.get_context("spawn")
+    data = np.random.default_rng(0).integers(0, 256, mib << 20, dtype=np.uint8).tobytes()
+    path, versions = Path(root) / "weights", iter(range(1, 10_000))
+    path.write_bytes(data)
+    hub.make_keys(f"{root}/keys", 1)
+    welcome = wire.Welcome(wire.PROTOCOL, "bench", {}, {})
+    out = {}
+    for name, keys in (("", "none"), ("with keys", f"{root}/keys/learner")):
+        end = hub.Hub("tcp://127.0.0.1:*", keys, welcome, wire.Limits(1, 1, 1, 1, 0, 0), hub.logger(Path(root), len(out)))
+        end.open(hub.Account())
+        ours, theirs = spawn.Pipe()
+        fetcher = spawn.Process(target=_fetch, args=(theirs, end.address, "none" if keys == "none" else f"{root}/keys/sampler0", f"{root}/box{len(out)}", mib), daemon=True)
+        fetcher.start()
+        port = ours.recv()
+
+        def through_the_hub():
+            version = next(versions)
+            (Path(root) / f"v{version}").symlink_to(path)                  # a name of its own for each version
+            end.broadcast(version, Path(root) / f"v{version}", 0.0)
+            assert ours.recv() == version
+
+        def bare():
+            import socket
+            with socket.create_connection(("127.0.0.1", port)) as s:
+                s.sendall(data)
+            assert ours.recv() == "bare"
+        r = alternate(through_the_hub, bare, pairs, f"wire {name}", warm=1)
+        out |= {f"{k} {name}".strip(): v for k, v in r.items() if k != "pairs"}
+        out[f"share of bare throughput {name}".strip()] = 1 / r["ratio"]
+        fetcher.kill()
+        end.close()
+    return {**out, "MiB": mib}
+
+
+def _fetch(pipe, address, keys, store, mib):
+    """The other process of bench_wire: a sampler's link, and a bare socket beside it."""
+    import hashlib
+    import socket
+    import threading
+    import zmq.auth
+    import hub
+    import sampler
+    Path(store).mkdir()
+    server = socket.create_server(("127.0.0.1", 0))
+    pipe.send(server.getsockname()[1])
+
+    def bare():
+        buffer = memoryview(bytearray(mib << 20))
+        while True:
+            connection, _ = server.accept()
+            got = 0
+            while got < len(buffer):
+                got += connection.recv_into(buffer[got:])
+            hashlib.sha256(buffer).digest()
+            pipe.send("bare")
+    threading.Thread(target=bare, daemon=True).start()
+    own = None if keys == "none" else (*hub.own_keys(keys), zmq.auth.load_certificate(Path(keys) / "learner.key")[0])
+    link = sampler.Link([address], ["box"], sampler.Flags(), sampler.Spool(Path(store) / "spool", ["box"], 1), Path(store), own)
+    version = None
+    while True:
+        time.sleep(0.001)
+        if link.newest is not None and link.newest[0] != version:
+            version = link.newest[0]
+            pipe.send(version)
+
+
+def bench_samplers(root, seconds: float = 30.0) -> dict:
+    import os
+    import re
+    import signal
+    import metrics
+    out = {}
+    for n in (1, 2, 4):
+        at, run = 20000 + os.getpid() % 20000 + 10 * n, f"{root}/run{n}"
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+        flags = ["--actor=none", "--objective=gepo", "--rollout=hf", "--samplers=zmq", f"--bind=tcp://127.0.0.1:{at}", "--rollout_batch=64", "--train_batch=64", "--steps=100000", "--eval_problems=8",
+                 "--save_every=5", f"--out={run}"]
+        learner = subprocess.Popen([sys.executable, "train.py", *flags], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        boxes = [subprocess.Popen([sys.executable, "rollout.py", f"--connect=tcp://127.0.0.1:{at}", "--rollout=hf", f"--name=box{i}", f"--spool={root}/box{n}{i}", "--delay=lognormal",
+                                   "--delay_min=0.6", "--delay_max=18"], env=env, stdout=subprocess.PIPE, text=True) for i in range(n)]
+        start = time.monotonic()
+        while not (Path(run) / "metrics.jsonl").exists() and time.monotonic() - start < 300:
+            time.sleep(0.5)
+        time.sleep(seconds * (1 + n / 2))
+        for p in (*boxes, learner):
+            p.send_signal(signal.SIGTERM)
+        said = [p.communicate()[0] for p in boxes]
+        learner.wait()
+        rows = [r for r in metrics.read(run) if r["step"] > 0]             # the first update waited for the models to load
+        blocked = [float(x[-1]) for x in (re.findall(r"blocked ([0-9.]+) %", text) for text in said) if x]
+        busy = sum(r.get("rollout_s", 0) + r.get("update_s", 0) + r.get("sync_s", 0) + r.get("save_s", 0) for r in rows)
+        out |= {f"{n}: blocked, % (worst)": max(blocked), f"{n}: learner waits, %": 100 * sum(r["remote/wait_s"] for r in rows) / busy,
+                f"{n}: updates/s": len(rows) / busy, f"{n}: staleness": sum(r["staleness/mean_updates"] for r in rows) / len(rows)}
+    return out
+
+
+BENCHES = {"wire": bench_wire, "samplers": bench_samplers, "rollout": bench_rollout, "update": bench_update, "head": bench_head, "replay": bench_replay, "quant": bench_quant, "lowbit": bench_lowbit, "trl": bench_trl, "gpu": bench_gpu}
 
 
 def main():

@@ -238,6 +238,8 @@ class Hub(threading.Thread):
                 self._whole(identity, peer, message.name)
         elif isinstance(message, wire.Ask):
             self._serve(identity, message)
+        elif isinstance(message, wire.Want) and self.weights:
+            self._send(identity, list(self.weights.values())[-1][0])
         elif isinstance(message, wire.Gone) and message.name in peer.pulls:
             self._drop(peer, message.name)
 
@@ -262,7 +264,7 @@ class Hub(threading.Thread):
             for offer, _ in list(self.weights.values())[-1:]:
                 self._send(identity, offer)
         self.peers[identity].seen = time.monotonic()
-        self._send(identity, wire.Got([]))                 # an answer: the learner is alive
+        self._send(identity, wire.Got([], next(reversed(self.weights), "")))           # an answer: the learner is alive
 
     def _offer(self, identity: bytes, peer: Peer, of: wire.Manifest) -> None:
         try:

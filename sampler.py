@@ -180,6 +180,7 @@ class Line:
         self.got: set[str] = set()
         self.cache: tuple[str, bytes] = ("", b"")
         self.next_weights: wire.Offer | None = None
+        self.heard_of = ""                                 # the last weights that were offered
         self.heard = self.began = self.said = time.monotonic()
         self.beat = 0.0
         self.pace = wire.Pace(patience=link.flags.patience)
@@ -270,6 +271,8 @@ class Line:
             for name in m.names:
                 self.offered.pop(name, None)
                 self.got.add(name)
+            if self.fetches and m.newest and m.newest != self.heard_of:
+                self.send(wire.Want())
         elif isinstance(m, wire.Held):
             for name in m.names:
                 self.offered.pop(name, None)
@@ -279,14 +282,14 @@ class Line:
             if m.name == "":                               # the learner does not know this connection: say hello again
                 self.session, self.beat = "", 0.0
             elif self.pull is not None and self.pull.of.name == m.name:
-                self.pull = None
+                self.pull = self.next_weights = None       # newer ones are out
         elif isinstance(m, wire.Offer) and self.fetches:
             try:
                 m.of.check(int(self.link.flags.most_weights * 2**30))
             except wire.WireError as e:
                 self.link.error = f"--most_weights: {e}"
                 return
-            self.next_weights = m
+            self.next_weights, self.heard_of = m, m.of.name
         elif isinstance(m, wire.Ask):
             self.serve(m)
         elif isinstance(m, wire.Leaves) and self.pull is not None and m.name == self.pull.of.name and len(frames) == 2:

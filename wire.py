@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import msgspec
@@ -54,7 +56,12 @@ class Manifest(msgspec.Struct, frozen=True):
 def manifest(name: str, data) -> Manifest:
     """One pass over the bytes."""
     view = memoryview(data)
-    return Manifest(name, len(view), [hashlib.sha256(view[i:i + LEAF]).digest() for i in range(0, len(view), LEAF)])
+    leaf = lambda i: hashlib.sha256(view[i:i + LEAF]).digest()             # lets other threads run meanwhile
+    starts = range(0, len(view), LEAF)
+    if len(starts) < 16:
+        return Manifest(name, len(view), [leaf(i) for i in starts])
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return Manifest(name, len(view), list(pool.map(leaf, starts)))
 
 
 @dataclass
@@ -197,8 +204,13 @@ class Gone(msgspec.Struct, tag="gone", frozen=True):
 
 
 class Got(msgspec.Struct, tag="got", frozen=True):
-    """Learner: these groups are here whole; no need to offer them again in this session."""
+    """Learner: these groups are here whole; no need to offer them again in this session. As the answer to a beat: the newest weights' name."""
     names: list[str]
+    newest: str = ""
+
+
+class Want(msgspec.Struct, tag="want", frozen=True):
+    """Sampler: it knows of no offer of the newest weights; please repeat it."""
 
 
 class Held(msgspec.Struct, tag="held", frozen=True):
@@ -206,7 +218,7 @@ class Held(msgspec.Struct, tag="held", frozen=True):
     names: list[str]
 
 
-Message = Hello | Welcome | Refuse | Offer | Ask | Leaves | Gone | Got | Held
+Message = Hello | Welcome | Refuse | Offer | Ask | Leaves | Gone | Got | Want | Held
 encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(Message)
 

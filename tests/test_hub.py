@@ -148,6 +148,12 @@ def test_weights_are_served_in_ranges(made, tmp_path):
     assert until(lambda: list(h.weights) == ["v000004.safetensors", "v000005.safetensors"])
     early.say(wire.Ask("v000003.safetensors", 0, 1))
     assert early.hear(wire.Gone) == wire.Gone("v000003.safetensors")
+    early.hello(session="session")
+    assert early.hear(wire.Got) == wire.Got([], "v000005.safetensors")    # a beat is told what is newest, and may have the offer again
+    while early.hear(wire.Offer, within=0.2):
+        pass
+    early.say(wire.Want())
+    assert early.hear(wire.Offer).version == 5
     early.say(wire.Ask("v000005.safetensors", 3, 1))                       # outside: no answer, and the hub lives
     early.say(wire.Ask("v000005.safetensors", 0, 1))
     assert early.hear(wire.Leaves)[1] == BLOB[:500]

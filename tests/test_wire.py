@@ -104,7 +104,7 @@ def replace_(m, **changes):
 
 def test_messages_survive_and_garbage_does_not():
     for m in (wire.Hello(1, "box", 7, "", 3, [1]), wire.Welcome(1, "s", {"a": [1, 2.5, None]}, {"config.json": b"x"}), wire.Refuse("no"), wire.Offer(wire.manifest("a/1/0", b"abc"), 3, 1.5),
-              wire.Ask("a", 0, 2), wire.Leaves("a", 0), wire.Gone("a"), wire.Got(["a"]), wire.Held([])):
+              wire.Ask("a", 0, 2), wire.Leaves("a", 0), wire.Gone("a"), wire.Got(["a"]), wire.Got([], "v"), wire.Want(), wire.Held([])):
         assert wire.decode(wire.encode(m)) == m
     for bad in (b"", b"\\x80\\x04K\\x01.", b"{}", wire.encode({"type": "hello"}), wire.encode({"type": "ask", "name": 3, "first": 0, "count": 1}), wire.encode({"type": "exec"})):
         with pytest.raises(wire.WireError, match="not a message of protocol 1"):
