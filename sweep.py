@@ -206,18 +206,26 @@ COLUMNS = {
 
 def write(name: str, got: dict[str, list[dict]], panels: list[tuple[str, str]], columns: dict = COLUMNS, script: str = "") -> None:
     """results/NAME.md and results/NAME.png of a study; the table is printed too. panels: (title, column or eval/...); script: if it is not NAME."""
+    table(name, got, columns, script)
+    figure(name, got, panels)
+
+
+def table(name: str, got: dict[str, list[dict]], columns: dict = COLUMNS, script: str = "") -> None:
+    used = {title: [f(rs) for rs in got.values()] for title, f in columns.items()}
+    used = {title: cells for title, cells in used.items() if any(cells)}
+    text = markdown(["", *used], [[label, *(cells[i] for cells in used.values())] for i, label in enumerate(got)])
+    start = sorted({percent((100 * r["evals"]["policy"][0][1], 100 * r["evals"]["policy"][0][2])) for rs in got.values() for r in rs})
+    notes = [f"`python results/{script or name}.py`", "", f"Policy pass@1 before training: {', '.join(start)} %. After a pass@1: the standard error over seeds, or over problems where there is one seed.", "",
+             text, "Commands:", ""]
+    notes += [f"- {label}: `{rs[0]['command'].split(' --out=')[0]}`" for label, rs in got.items()]
+    (RESULTS / f"{name}.md").write_text("\n".join(notes) + "\n", encoding="utf-8")
+    print(text)
+
+
+def figure(name: str, got: dict[str, list[dict]], panels: list[tuple[str, str]]) -> None:
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    used = {title: [f(rs) for rs in got.values()] for title, f in columns.items()}
-    used = {title: cells for title, cells in used.items() if any(cells)}
-    table = markdown(["", *used], [[label, *(cells[i] for cells in used.values())] for i, label in enumerate(got)])
-    start = sorted({percent((100 * r["evals"]["policy"][0][1], 100 * r["evals"]["policy"][0][2])) for rs in got.values() for r in rs})
-    notes = [f"`python results/{script or name}.py`", "", f"Policy pass@1 before training: {', '.join(start)} %. After a pass@1: the standard error over seeds, or over problems where there is one seed.", "",
-             table, "Commands:", ""]
-    notes += [f"- {label}: `{rs[0]['command'].split(' --out=')[0]}`" for label, rs in got.items()]
-    (RESULTS / f"{name}.md").write_text("\n".join(notes) + "\n", encoding="utf-8")
-    print(table)
     rows = math.ceil(len(panels) / 3)
     fig, axes = plt.subplots(rows, min(3, len(panels)), figsize=(5.2 * min(3, len(panels)), 3.9 * rows + 0.9), squeeze=False)
     colours = plt.get_cmap("tab20").colors
