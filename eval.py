@@ -181,10 +181,11 @@ class Eval:
     """Also write the results to this JSON file (and the figure of --mismatch beside it)."""
 
 
-def find_model(name: str, which: str, flag: str = "model") -> str:
-    """The folder with config.json behind --model or --actor."""
+def find_model(cfg: Eval, flag: str, which: str) -> str:
+    """The folder with config.json behind --model or --actor. The embedded models are those of this task."""
+    name = getattr(cfg, flag)
     if name in ("base:policy", "base:actor"):
-        return base_model(name[5:], config.Config())
+        return base_model(name[5:], config.Config(**{k: v for k, v in vars(cfg).items() if k.startswith("task_")}))
     root = Path(name)
     steps = sorted((root / "checkpoints").glob("step_??????"))
     for folder in (root, root / which, *(s / which for s in reversed(steps))):
@@ -197,7 +198,7 @@ def open_model(cfg: Eval):
     """(task, model folder, tokenizer, problems, longest prompt), all checked. ValueError: one sentence."""
     from transformers import AutoTokenizer
     sampling.check(cfg)
-    task, folder = make_task(cfg), find_model(cfg.model, cfg.which)
+    task, folder = make_task(cfg), find_model(cfg, "model", cfg.which)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     n = cfg.problems if task.size is None else min(cfg.problems, task.size)
     limit = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
@@ -234,7 +235,7 @@ def measure_mismatch(cfg: Eval) -> dict:
     if cfg.problems == Eval.problems:
         cfg = replace(cfg, problems=64)
     task, folder, tokenizer, n, longest = open_model(cfg)
-    actor = find_model(cfg.actor, "actor", "actor") if cfg.actor else None
+    actor = find_model(cfg, "actor", "actor") if cfg.actor else None
     return mismatch.probe(replace(cfg, problems=n), folder, actor, task, tokenizer, n, longest, make_engine)
 
 

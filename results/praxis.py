@@ -27,15 +27,15 @@ SHOWN = [("reward of the responses,\nwith the length bonus", "reward"), ("tokens
          ("share of responses\nat the clamp", "rollout_corr/seq_clamped_fraction"), ("chi2 of R", "rollout_corr/chi2_seq")]
 
 
-def own_law(record: dict) -> tuple[float, float]:
-    """Pass@1 in percent of the last checkpoint under the law it was trained on (`eval/policy` is at temperature 1), and its standard error; measured once."""
-    out = record["command"].split("--out=")[1]
-    path = sweep.RESULTS / "runs" / "long" / "own_law" / f"{Path(out).name}.json"
+def own_law(record: dict, before: bool = False) -> tuple[float, float]:
+    """Pass@1 in percent of the last checkpoint, or of the base model, under the law of the run (`eval/policy` is at temperature 1), and its standard error; measured once."""
+    out, c = record["command"].split("--out=")[1], record["config"]
+    law = [f"--{k}={c[k]}" for k in ("temperature", "top_p", "top_k", "max_tokens", "task_explain")]
+    name = f"before,temperature={c['temperature']},top_p={c['top_p']}" if before else Path(out).name
+    path = sweep.RESULTS / "runs" / "long" / "own_law" / f"{name}.json"
     if not path.is_file():
-        c = record["config"]
-        law = [f"--{k}={c[k]}" for k in ("temperature", "top_p", "top_k", "max_tokens", "task_explain")]
-        subprocess.run([sys.executable, "eval.py", f"--model={out}", "--rollout=hf", "--problems=1024", "--samples=1", "--k=1", *law, f"--out={path}"], cwd=sweep.ROOT, check=True,
-                       capture_output=True)
+        subprocess.run([sys.executable, "eval.py", f"--model={'base:policy' if before else out}", "--rollout=hf", "--problems=1024", "--samples=1", "--k=1", *law, f"--out={path}"],
+                       cwd=sweep.ROOT, check=True, capture_output=True)
     seen = json.loads(path.read_text(encoding="utf-8"))
     return 100 * seen["mean@1"], 100 * seen["mean@1_se"]
 
@@ -47,6 +47,7 @@ def own_laws(records: list[dict]) -> str:
 
 COLUMNS = {"seeds": sweep.COLUMNS["seeds"],
            "reward": lambda rs: sweep.number(sweep.tail(rs, "reward")), "policy pass@1, %": sweep.COLUMNS["policy pass@1, %"], "under its own law, %": own_laws,
+           "before training": lambda rs: sweep.percent(own_law(rs[0], before=True)),
            "tokens": lambda rs: sweep.number(sweep.tail(rs, "response_length")), "KL": lambda rs: sweep.number(sweep.tail(rs, "rollout_corr/k3_kl")),
            "T_max": lambda rs: sweep.number(20 / sweep.tail(rs, "rollout_corr/k3_kl")), "mean of r": lambda rs: sweep.number(sweep.tail(rs, "rollout_corr/ratio_mean")),
            "ESS": sweep.COLUMNS["ESS"], "ESS of R": lambda rs: sweep.number(sweep.tail(rs, "rollout_corr/seq_eff_sample_size")),
