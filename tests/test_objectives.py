@@ -233,7 +233,7 @@ def test_equal_laws_give_reinforce(name):
     b.s_logp = b.s_logp_ref = new.s_logp = whole
     b.tail_ref = new.tail = torch.zeros(2, 3, dtype=f64)
     cfg = make_cfg(objective=name)
-    stats = {**STATS, "tokens": 4.0}
+    stats = {**STATS, "tokens": 4.0, "log_e": torch.full((2, 1), -1.0, dtype=f64), "defence": torch.zeros(2, 1, dtype=f64)}         # gepo: equal responses
     value, logs = objectives.loss(new, b, stats, cfg)
     objectives.reduce(value, b.mask, stats, cfg).backward()
     per_token = {"token-mean": [[1 / 4] * 3, [1 / 4, 0, 0]], "seq-mean-token-mean": [[1 / 6] * 3, [1 / 2, 0, 0]],
