@@ -10,12 +10,14 @@ Nothing is lost and nothing trained on twice in the history that survives. A gro
 each group until the learner says `held`, which it says only of groups that a checkpoint accounts for; a learner that starts again from
 that checkpoint is offered all others anew. Every group ends in one column of the account:
 
-    trained, staleness (too many updates old), window (waited too long), refused (not what was asked for), corrupt (damaged at the sampler), lost (gone there)
+    trained, staleness (too many updates old), window (waited too long), orphan (sampled by weights of a history that did not survive),
+    refused (not what was asked for), corrupt (damaged in the folder), lost (damaged in the spool)
 
 and `duplicate` counts offers of what had come already: those are in another column too.
 """
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import logging
 import mmap
@@ -444,6 +446,7 @@ class RemoteSource:
         self.since: list[str] = []                         # the same since the last checkpoint
         self.ready: deque = deque()                        # (name, group, when, bytes)
         self.counts, self.broadcast_at, self.waited, self.saving = Counter(), None, 0.0, []
+        self.published: dict[int, float] = {}              # version -> when, of this history
 
     def now(self, learner_version: int) -> float:
         return time.time()
@@ -457,9 +460,13 @@ class RemoteSource:
         if self.cfg.sync_dtype == "bfloat16":
             tensors = {k: x.bfloat16() if x.is_floating_point() else x for k, x in tensors.items()}
         path = self.store / f"v{version:06d}.safetensors"
-        write_tensors(path, tensors)
-        self.hub.broadcast(version, path, time.time())
-        self.broadcast_at = version
+        write_tensors(fresh := path.with_suffix(".new"), tensors)
+        if path.exists() and filecmp.cmp(fresh, path, shallow=False):      # a learner that starts again publishes its checkpoint's weights anew:
+            fresh.unlink()                                                 # the same ones, and what they sampled is still theirs
+        else:
+            fresh.replace(path)
+        self.broadcast_at, self.published[version] = version, path.stat().st_mtime
+        self.hub.broadcast(version, path, self.published[version])
         for old in sorted(self.store.glob("v*.safetensors"))[:-KEPT_VERSIONS]:
             old.unlink()
 
@@ -474,10 +481,9 @@ class RemoteSource:
             while self.ready and len(out) < n_groups:
                 name, group, when, nbytes = self.ready.popleft()
                 self.hub.free(nbytes)
-                late = self.cfg.max_staleness is not None and learner_version - group.version > self.cfg.max_staleness
-                old = time.time() - when > self.cfg.window_seconds
-                self.settle(name, "staleness" if late else "window" if old else "trained")
-                out += [] if late or old else [group]
+                column = self.column(group, when, learner_version)
+                self.settle(name, column)
+                out += [group] if column == "trained" else []
             if len(out) == n_groups:
                 break
             now = time.monotonic()
@@ -505,6 +511,13 @@ class RemoteSource:
             return self.settle(name, "refused")
         self.ready.append((name, group, when, len(data)))
 
+    def column(self, group, when: float, learner_version: int) -> str:
+        if self.published.get(group.version) != group.t_published:
+            return "orphan"
+        if self.cfg.max_staleness is not None and learner_version - group.version > self.cfg.max_staleness:
+            return "staleness"
+        return "window" if time.time() - when > self.cfg.window_seconds else "trained"
+
     def settle(self, name: str, column: str) -> None:
         """The group's fate is decided: it stands in one column, and a checkpoint will say so."""
         self.counts[column] += 1
@@ -512,7 +525,7 @@ class RemoteSource:
 
     def metrics(self) -> dict[str, float]:
         reports = list(self.hub.reports.values())
-        said = {f"remote/{k}": float(self.counts[k]) for k in ("trained", "staleness", "window", "refused")}
+        said = {f"remote/{k}": float(self.counts[k]) for k in ("trained", "staleness", "window", "orphan", "refused")}
         more = {f"remote/{k}": float(self.hub.counts[k]) for k in ("received", "duplicate", "corrupt", "bad_leaves", "malformed", "strangers")}
         out = {**said, **more, "remote/lost": float(sum(len(lost) for _, lost in reports)), "remote/handed": float(sum(n for n, _ in reports)),
                "remote/samplers": float(len({s for s, _ in self.hub.reports})), "remote/waiting": float(len(self.ready)), "remote/wait_s": self.waited,
@@ -525,7 +538,7 @@ class RemoteSource:
         for name in self.since:
             account.add(name)
         self.saving = list(self.since)
-        return {"account": account.state(), "counts": dict(self.counts)}
+        return {"account": account.state(), "counts": dict(self.counts), "published": dict(self.published)}
 
     def saved(self) -> None:
         """The checkpoint is whole: samplers may forget what it accounts for."""
@@ -536,7 +549,7 @@ class RemoteSource:
         self.saving = []
 
     def load_state_dict(self, state: dict) -> None:
-        self.counts, self.taken = Counter(state["counts"]), Account.of(state["account"])
+        self.counts, self.taken, self.published = Counter(state["counts"]), Account.of(state["account"]), dict(state["published"])
 
     def close(self) -> None:
         self.hub.close()

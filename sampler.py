@@ -180,7 +180,7 @@ class Line:
         self.got: set[str] = set()
         self.cache: tuple[str, bytes] = ("", b"")
         self.next_weights: wire.Offer | None = None
-        self.heard_of = ""                                 # the last weights that were offered
+        self.heard_of = self.have = ""                     # the last weights that were offered, by name, and fetched, by their bytes
         self.heard = self.began = self.said = time.monotonic()
         self.beat = 0.0
         self.pace = wire.Pace(patience=link.flags.patience)
@@ -306,7 +306,7 @@ class Line:
 
     def fetch(self, now: float) -> None:
         """Fetch the newest weights into the store; one set at a time, whole before the next."""
-        if self.pull is None and self.next_weights is not None and (self.link.newest is None or self.next_weights.version != self.link.newest[0]):
+        if self.pull is None and self.next_weights is not None and self.next_weights.of.root != self.have:
             offer = self.offer_at = self.next_weights
             self.part = self.link.store / f"{offer.of.root}.part"          # what an earlier attempt left of the same bytes is kept
             resume = self.part.is_file() and self.part.stat().st_size == offer.of.nbytes
@@ -322,7 +322,7 @@ class Line:
             self.map.flush()
             path = self.link.store / f"v{self.offer_at.version:06d}.safetensors"
             os.replace(self.part, path)
-            self.pull, before = None, self.link.newest
+            self.pull, before, self.have = None, self.link.newest, self.offer_at.of.root
             self.link.newest = (self.offer_at.version, self.offer_at.published, path)
             for old in self.link.store.glob("v*.safetensors"):
                 if old != path and (before is None or old != before[2]):
@@ -358,7 +358,7 @@ class FilesLink:
         except (FileNotFoundError, wire.WireError):
             return
         path = self.folder / "models" / offer.of.name
-        if (self.newest is None or self.newest[0] != offer.version) and path.is_file() and wire.manifest(offer.of.name, path.read_bytes()) == offer.of:
+        if self.newest != (offer.version, offer.published, path) and path.is_file() and wire.manifest(offer.of.name, path.read_bytes()) == offer.of:
             self.newest = (offer.version, offer.published, path)
 
     def close(self) -> None:
@@ -384,7 +384,7 @@ def sample(flags: Flags) -> None:
         welcome = first(link, flags)
         source, load = start(welcome, flags, folder)
         law, draws = delay_law(flags), 0
-        until, version, counts = 0.0, -1, [0] * len(streams)
+        until, version, counts = 0.0, None, [0] * len(streams)
         numbers, blocked, began, said = dict.fromkeys(streams, 0), 0.0, 0.0, time.monotonic()
         while not link.error:
             link.look()
@@ -392,9 +392,9 @@ def sample(flags: Flags) -> None:
             if newest is None or len(spool) >= flags.spool_groups:         # the only waits there are: for the first weights, and for room
                 blocked += wait(0.02)
                 continue
-            if newest[0] != version and time.monotonic() >= until:
+            if newest != version and time.monotonic() >= until:
                 load(newest)
-                version = newest[0]
+                version = newest
                 if law is not None:
                     u = float(uniforms(1, "delay", streams[0], incarnation, draws)[0])
                     until, draws = time.monotonic() + law.quantile(max(2.0**-53, u)), draws + 1
@@ -415,7 +415,7 @@ def sample(flags: Flags) -> None:
                         blocked += wait(1.0)
             if time.monotonic() - said > SAY:
                 said = time.monotonic()
-                print(f"{sum(counts)} groups, version {version}, {len(spool)} in the spool, blocked {100 * blocked / (said - began):.2f} % of {said - began:.0f} s", flush=True)
+                print(f"{sum(counts)} groups, version {version[0]}, {len(spool)} in the spool, blocked {100 * blocked / (said - began):.2f} % of {said - began:.0f} s", flush=True)
         raise ValueError(link.error)
     finally:
         link.close()

@@ -2,13 +2,18 @@
 import logging
 import os
 import time
+from dataclasses import replace
 
 import pytest
+import torch
 import zmq
 import zmq.auth
 
 import hub
 import wire
+from conftest import make_cfg
+from sampling import Sampling
+from sync import read_tensors
 from test_remote import port
 from test_wire import BLOB, group, limits
 
@@ -238,3 +243,81 @@ def test_a_taken_address(made):
     h = make()
     with pytest.raises(ValueError, match="--bind=tcp://127.0.0.1:.*: Address already in use; name a free address"):
         hub.Hub(h.address, "none", WELCOME, limits(group()), h.log)
+
+
+# -- the source: what becomes of groups ----------------------------------------------------------------------------------
+
+def source(folder, **changes):
+    cfg = make_cfg(samplers="files", sync_path=str(folder), **{**dict(give_up=0.5), **changes})
+    log = logging.getLogger(f"source.{folder}")
+    log.propagate = False
+    ends = hub.FilesHub(str(folder), WELCOME, limits(group()), log)
+    return hub.RemoteSource(ends, cfg, limits(group()), Sampling(), folder / "versions", 0, 1, log)
+
+
+def hand_over(folder, source, n, version=0, **changes):
+    """As a sampler does."""
+    g = replace(group(), **{**dict(uid=("box", 1, n), version=version, t_published=source.published.get(version, 0.0)), **changes})
+    (folder / "rollouts" / "box").mkdir(parents=True, exist_ok=True)
+    hub.place(folder / "rollouts" / "box" / f"1-{n}", hub.sealed(wire.encode_group(g)))
+
+
+def weights(x):
+    return {"a": torch.full((3,), float(x)), "b": torch.ones(2)}.items()
+
+
+def test_every_group_ends_in_one_column(tmp_path):
+    s = source(tmp_path, max_staleness=1, window_seconds=1000.0)
+    for v in range(3):
+        s.publish(v, weights(v))
+    hand_over(tmp_path, s, 0, version=2)
+    hand_over(tmp_path, s, 1, version=0)                                   # two updates old
+    hand_over(tmp_path, s, 2, version=2, t_published=5.0)                  # of another history's version 2
+    hand_over(tmp_path, s, 3, version=7)                                   # nobody published that
+    hand_over(tmp_path, s, 4, version=1, sampling=Sampling(temperature=0.5))
+    hand_over(tmp_path, s, 5, version=1, uid=("box", 1, 9))                # another group's name inside
+    (tmp_path / "rollouts" / "box" / "1-6").write_bytes(hub.sealed(b"damaged")[:-1])
+    hand_over(tmp_path, s, 7, version=1)
+    os.utime(tmp_path / "rollouts" / "box" / "1-7", (1.0, 1.0))            # arrived long ago
+    hand_over(tmp_path, s, 8, version=1)
+    got = s.next(2, 2)
+    assert [g.uid[2] for g in got] == [0, 8]
+    assert s.counts == {"trained": 2, "staleness": 1, "orphan": 2, "refused": 2, "window": 1} and s.hub.counts["corrupt"] == 1
+    m = s.metrics()
+    assert (m["remote/trained"], m["remote/orphan"], m["remote/corrupt"], m["remote/waiting"]) == (2, 2, 1, 0)
+    with pytest.raises(RuntimeError, match="no group from any sampler for 0 s at .*: start samplers"):
+        s.next(1, 2)
+
+
+def test_held_only_after_the_checkpoint_and_never_again(tmp_path):
+    s = source(tmp_path)
+    s.publish(0, weights(0))
+    for n in range(3):
+        hand_over(tmp_path, s, n)
+    held = tmp_path / "held" / "box"
+    assert len(s.next(2, 0)) == 2
+    state = s.state_dict()
+    s.next(1, 0)                                                           # after the state was taken: not in it
+    assert not held.exists()
+    s.saved()
+    assert sorted(wire.decode(held.read_bytes()).names) == ["box/1/0", "box/1/1"]
+    again = source(tmp_path)
+    again.load_state_dict(state)
+    again.publish(0, weights(0))                                           # the same bytes: what they sampled is still theirs
+    assert [g.uid[2] for g in again.next(1, 0)] == [2] and again.hub.counts["duplicate"] == 2       # the files were still there
+    again.state_dict()
+    again.saved()
+    assert sorted(wire.decode(held.read_bytes()).names) == ["box/1/0", "box/1/1", "box/1/2"]
+    other = source(tmp_path)
+    other.publish(0, weights(1))                                           # other bytes under the same number: another history
+    assert other.published[0] != s.published[0]
+
+
+def test_weights_go_out_every_so_many_updates_in_the_type_asked_for(tmp_path):
+    s = source(tmp_path, sync_every=2, sync_dtype="bfloat16", max_staleness=4)
+    for v in range(6):
+        s.publish(v, weights(v + 1 / 3))
+    newest = wire.decode((tmp_path / "models" / "newest").read_bytes())
+    assert newest.version == 4 and sorted(p.name for p in (tmp_path / "models").glob("v*")) == ["v000002.safetensors", "v000004.safetensors"]
+    tensors = read_tensors(tmp_path / "models" / newest.of.name)
+    assert tensors["a"].dtype == torch.bfloat16 and torch.equal(tensors["a"].float(), torch.full((3,), 4 + 1 / 3).bfloat16().float())

@@ -59,6 +59,11 @@ def test_verdicts_in_worlds_made_for_them():
     assert "200 x 0.045 = 9 of the clamp's 20" in long["seq_is"]["why"] and "false" not in long["seq_is"]["why"]
     clamped = judged(np.full((50, 200), -0.5), kl=0.5)
     assert not clamped["seq_is"]["viable"] and "ESS of the responses is 1.00 and false: they are clamped" in clamped["seq_is"]["why"] and not clamped["geo_rs"]["viable"]
+    fair = np.tile(np.log([0.85] * 199 + [200 - 199 * 0.85]), (50, 1))         # mean of r exactly 1, and every response at the clamp all the same
+    fair = judged(fair, kl=0.05)
+    assert not fair["seq_is"]["viable"] and not fair["seq_mis"]["viable"] and fair["jackpot"]["viable"] and "mean of r" not in fair["seq_is"]["why"]
+    far = judged(np.zeros((50, 200)), kl=0.15)                                 # nothing clamped here, but T x KL = 30 says it will be
+    assert not far["seq_is"]["viable"] and not far["seq_tis"]["viable"] and far["tis"]["viable"]
     cut = judged(np.full((50, 5), math.log(0.9)), kl=0.1)
     assert "mean of r is 0.900, not 1" in cut["tis"]["why"] and not cut["tis"]["viable"] and not cut["jackpot"]["viable"]
     assert judged(np.zeros((50, 10)), kl=0.05)["none"]["viable"] is False

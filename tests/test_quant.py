@@ -127,6 +127,17 @@ def test_formats_that_cannot_run_are_refused_before_a_model_loads(folders, tmp_p
     check(rollout_quant="fp8")
 
 
+def test_where_int8_products_saturate_weights_are_halved_and_activations_are_not():
+    half = replace(format_of("int8"), top=63.0)
+    linear = torch.nn.Linear(8, 4)
+    linear.__class__, linear.format = LowBitLinear, half
+    q, _ = linear.low()
+    assert int(q.abs().max()) == 63
+    x = torch.randn(5, 8)
+    want = dequantize(*quantize(x, 127.0, torch.int8)) @ dequantize(*linear.low()).t() + linear.bias
+    assert torch.allclose(linear(x), want, atol=1e-5)
+
+
 def test_int8_range_of_this_machine(monkeypatch):
     quant.int8_top.cache_clear()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")

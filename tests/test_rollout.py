@@ -1,4 +1,6 @@
 """Engines, records, and the proof of every weight sync, on the plain sampler and on real vLLM."""
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -250,6 +252,16 @@ def test_every_response_has_its_own_seed(folders, monkeypatch):
         source.sampling = Sampling(max_tokens=4, seed=seed)
         source.next(2, 0)
     assert len(seen) == len(set(seen)) == 18
+
+
+def test_flags_reach_the_engines(folders, monkeypatch):
+    import rollout
+    cfg = make_cfg(logprobs_mode="raw", lm_head_fp32=True, rollout_quant="int8", rollout_memory=0.5, seed=9)
+    plain = rollout.make_engine(cfg, str(folders / "actor"), 64, 5)
+    assert plain.raw and plain.head_fp32 and plain.fmt.name == "int8" and plain.packed and plain.dtype == "float32"
+    monkeypatch.setattr(rollout, "VLLMEngine", lambda folder, **settings: (folder, settings))
+    folder, settings = rollout.make_engine(replace(cfg, rollout="vllm", rollout_dtype="bfloat16"), "f", 64, 5)
+    assert folder == "f" and settings == dict(max_len=64, max_logprobs=5, dtype="bfloat16", seed=9, memory_gib=0.5, logprobs_mode="raw", head_fp32=True, fmt=plain.fmt)
 
 
 def test_two_ranks_sample_what_one_would(folders):
