@@ -112,7 +112,7 @@ class Hub(threading.Thread):
         import zmq
         super().__init__(daemon=True, name="hub")
         self.welcome, self.limits, self.log, self.room = welcome, limits, log, room
-        self.lock, self.stopping = threading.Lock(), False
+        self.lock, self.stopping, self.broken = threading.Lock(), False, ""
         self.arrived, self.size = deque(), 0               # (name, bytes, when); bytes held or asked for
         self.counts, self.reports = Counter(), {}          # (sampler, incarnation) -> (handed over, lost)
         self.got, self.held_before = Account(), Account()
@@ -170,6 +170,13 @@ class Hub(threading.Thread):
     # -- the thread
 
     def run(self) -> None:
+        try:
+            self._run()
+        except Exception as e:
+            self.broken = repr(e)
+            raise
+
+    def _run(self) -> None:
         import zmq
         from zmq.utils.monitor import recv_monitor_message
         poller = zmq.Poller()
@@ -336,18 +343,20 @@ class FilesHub:
         welcome                      what to sample, and the learner's session
         models/v000012.safetensors   weights;  models/newest: their Offer
         rollouts/SAMPLER/INC-N       a group behind its SHA-256; the sampler deletes it when it is held
-        held/SAMPLER                 the account of what is held;  samplers/SAMPLER: the sampler's last Hello
+        held/SAMPLER                 which of them are held, got/SAMPLER: which are fetched;  samplers/SAMPLER: the sampler's last Hello
 
     With several ranks a sampler SAMPLER.R has a stream for each rank R."""
 
     def __init__(self, folder: str, welcome: wire.Welcome, limits: wire.Limits, log, rank: int = 0, world: int = 1):
         self.folder, self.welcome, self.limits, self.log, self.rank, self.world = Path(folder), welcome, limits, log, rank, world
-        self.counts, self.reports, self.got, self.held_before, self.address = Counter(), {}, Account(), Account(), str(folder)
-        for name in ("models", "rollouts", "held", "samplers"):
+        self.counts, self.reports, self.got, self.held_before, self.address, self.broken = Counter(), {}, Account(), Account(), str(folder), ""
+        for name in ("models", "rollouts", "held", "got", "samplers"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
 
     def open(self, held: Account) -> None:
         self.held_before = held
+        for path in self._streams("got"):                  # of an earlier session: nothing is fetched in this one
+            path.unlink()
         if self.rank == 0:
             place(self.folder / "welcome", wire.encode(self.welcome))
 
@@ -366,6 +375,9 @@ class FilesHub:
         for sampler in {split(name)[0][0] for name in names}:
             place(self.folder / "held" / sampler, wire.encode(wire.Held([n for n in self._names(sampler) if self.held_before.has(n)])))
 
+    def _streams(self, kind: str) -> list[Path]:
+        return sorted((self.folder / kind).glob("*" if self.world == 1 else f"*.{self.rank}"))
+
     def _names(self, sampler: str) -> list[str]:
         return [f"{sampler}/{'/'.join(p.name.split('-'))}" for p in (self.folder / "rollouts" / sampler).glob("*-*") if "." not in p.name]
 
@@ -377,7 +389,8 @@ class FilesHub:
                 self.reports[m.sampler, m.incarnation] = (m.handed, m.lost)
             except (OSError, wire.WireError):              # being written
                 continue
-        for folder in sorted((self.folder / "rollouts").glob("*" if self.world == 1 else f"*.{self.rank}")):
+        for folder in self._streams("rollouts"):
+            before = len(out)
             for name in sorted(self._names(folder.name), key=lambda n: split(n)):
                 if self.got.has(name):
                     continue
@@ -400,6 +413,8 @@ class FilesHub:
                 self.counts["received"] += 1
                 self.counts["bytes_in"] += len(data)
                 out.append((name, data, path.stat().st_mtime))
+            if len(out) > before:
+                place(self.folder / "got" / folder.name, wire.encode(wire.Got([n for n in self._names(folder.name) if self.got.has(n)])))
         return sorted(out, key=lambda item: item[2])       # in order of arrival
 
     def free(self, nbytes: int) -> None:
@@ -475,6 +490,8 @@ class RemoteSource:
         out, start, said = [], time.monotonic(), time.monotonic()
         last = start
         while len(out) < n_groups:
+            if self.hub.broken:
+                raise RuntimeError(f"the hub failed: {self.hub.broken}; --resume goes on from the last checkpoint")
             arrived = self.hub.take()
             for name, data, when in arrived:
                 self.look_at(name, data, when)
@@ -524,11 +541,12 @@ class RemoteSource:
         self.since.append(name)
 
     def metrics(self) -> dict[str, float]:
-        reports = list(self.hub.reports.values())
+        known = self.hub.reports.copy()                    # the hub's thread may add to it
+        reports = list(known.values())
         said = {f"remote/{k}": float(self.counts[k]) for k in ("trained", "staleness", "window", "orphan", "refused")}
         more = {f"remote/{k}": float(self.hub.counts[k]) for k in ("received", "duplicate", "corrupt", "bad_leaves", "malformed", "strangers")}
         out = {**said, **more, "remote/lost": float(sum(len(lost) for _, lost in reports)), "remote/handed": float(sum(n for n, _ in reports)),
-               "remote/samplers": float(len({s for s, _ in self.hub.reports})), "remote/waiting": float(len(self.ready)), "remote/wait_s": self.waited,
+               "remote/samplers": float(len({s for s, _ in known})), "remote/waiting": float(len(self.ready)), "remote/wait_s": self.waited,
                "remote/MiB_in": self.hub.counts["bytes_in"] / 2**20, "remote/MiB_out": self.hub.counts["bytes_out"] / 2**20}
         self.waited = 0.0
         return out

@@ -54,7 +54,7 @@ class Flags:
     spool: str = ""
     """Folder of groups handed over and not yet held by the learner; default out/samplers/NAME. It outlives the process."""
     spool_groups: int = 4096
-    """Stop sampling when so many wait."""
+    """Stop sampling when so many wait to be fetched. Fetched ones stay on disk until a checkpoint of the learner holds them."""
     task: str = ""
     """This host's copy of the learner's task file, where the task is one."""
     give_up: float = 3600.0
@@ -148,21 +148,33 @@ class Link(threading.Thread):
         self.start()
 
     def run(self) -> None:
+        try:
+            while not self.stopping and not self.error:
+                self.turn()
+        except Exception as e:
+            self.error = f"the link failed: {e!r}"
+            raise
+        finally:
+            self.context.destroy(linger=200)
+
+    def turn(self) -> None:
         import zmq
-        while not self.stopping and not self.error:
-            poller = zmq.Poller()
-            for line in self.lines:
-                poller.register(line.socket, zmq.POLLIN)
-            poller.poll(10)
-            for line in self.lines:
-                line.turn(time.monotonic())
-                if line.silent > self.flags.give_up:
-                    self.error = (f"no answer from {line.address} for {self.flags.give_up:.0f} s: is the learner up, is that its address, "
-                                  "and are these the keys it knows (--keys)? A group that was handed over waits in the spool")
-        self.context.destroy(linger=200)
+        poller = zmq.Poller()
+        for line in self.lines:
+            poller.register(line.socket, zmq.POLLIN)
+        poller.poll(10)
+        for line in self.lines:
+            line.turn(time.monotonic())
+            if line.silent > self.flags.give_up:
+                self.error = (f"no answer from {line.address} for {self.flags.give_up:.0f} s: is the learner up, is that its address, "
+                              "and are these the keys it knows (--keys)? A group that was handed over waits in the spool")
 
     def look(self) -> None:
         """FilesLink's turn; this one has a thread."""
+
+    def behind(self) -> int:
+        """Groups that the learner has not fetched. Those it has fetched must not count: it holds them when it saves, and to get there it needs more."""
+        return sum(len(self.spool.waiting[line.stream]) - len(line.got) for line in self.lines)
 
     def close(self) -> None:
         self.stopping = True
@@ -334,8 +346,11 @@ class FilesLink:
 
     def __init__(self, folder: str, streams: list[str], flags: Flags, spool: Spool):
         self.folder, self.streams, self.flags, self.spool = Path(folder), streams, flags, spool
-        self.newest, self.error, self.session, self.welcome = None, "", "", queue.Queue()
+        self.newest, self.error, self.session, self.welcome, self.got = None, "", "", queue.Queue(), dict.fromkeys(streams, 0)
         self.look()
+
+    def behind(self) -> int:
+        return sum(len(self.spool.waiting[s]) - min(len(self.spool.waiting[s]), self.got[s]) for s in self.streams)
 
     def look(self) -> None:
         try:
@@ -353,6 +368,11 @@ class FilesLink:
                 self.spool.forget(wire.decode((self.folder / "held" / stream).read_bytes()).names)
             except (FileNotFoundError, wire.WireError):
                 pass
+            try:
+                got = set(wire.decode((self.folder / "got" / stream).read_bytes()).names)
+                self.got[stream] = len(got.intersection(self.spool.waiting[stream]))
+            except (FileNotFoundError, wire.WireError):
+                self.got[stream] = 0
         try:
             offer = wire.decode((self.folder / "models" / "newest").read_bytes())
         except (FileNotFoundError, wire.WireError):
@@ -389,7 +409,11 @@ def sample(flags: Flags) -> None:
         while not link.error:
             link.look()
             newest = link.newest
-            if newest is None or len(spool) >= flags.spool_groups:         # the only waits there are: for the first weights, and for room
+            if began and time.monotonic() - said > SAY:
+                said = time.monotonic()
+                print(f"{sum(counts)} groups, version {version[0]}, {link.behind()} to be fetched, {len(spool)} not held, "
+                      f"blocked {100 * blocked / (said - began):.2f} % of {said - began:.0f} s", flush=True)
+            if newest is None or link.behind() >= flags.spool_groups:      # the only waits there are: for the first weights, and for a learner that does not keep up
                 blocked += wait(0.02)
                 continue
             if newest != version and time.monotonic() >= until:
@@ -413,9 +437,6 @@ def sample(flags: Flags) -> None:
                     except OSError as e:                                   # a full disk: nothing is lost, everything waits
                         print(f"{spool.folder}: {e.strerror}; waiting for room", flush=True)
                         blocked += wait(1.0)
-            if time.monotonic() - said > SAY:
-                said = time.monotonic()
-                print(f"{sum(counts)} groups, version {version[0]}, {len(spool)} in the spool, blocked {100 * blocked / (said - began):.2f} % of {said - began:.0f} s", flush=True)
         raise ValueError(link.error)
     finally:
         link.close()

@@ -121,7 +121,7 @@ def write_tensors(path: Path, tensors: dict, mark: str = "") -> None:
         alias |= {} if first == name else {name: first}
         own |= {name: x.contiguous().cpu()} if first == name else {}
     scratch = path.with_name(path.name + (mark or ".writing"))
-    save_file(own, scratch, metadata={"names": json.dumps(list(tensors)), "alias": json.dumps(alias)})
+    save_file(own, scratch, metadata={"order": json.dumps([list(tensors), alias])})       # one entry: several come in any order, and equal weights in unequal files
     scratch.replace(path)
 
 
@@ -129,9 +129,8 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The inverse of write_tensors."""
     from safetensors import safe_open
     with safe_open(path, "pt") as f:
-        meta = f.metadata()
-        alias = json.loads(meta["alias"])
-        return {n: f.get_tensor(alias.get(n, n)) for n in json.loads(meta["names"])}
+        names, alias = json.loads(f.metadata()["order"])
+        return {n: f.get_tensor(alias.get(n, n)) for n in names}
 
 
 def prove(engine, version: int, named_tensors, probe: Probe) -> Proof:

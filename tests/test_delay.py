@@ -102,6 +102,9 @@ def test_what_waits_too_long_is_dropped_and_counted(folders, tmp_path):
     late = delayed(folders, tmp_path / "b", sampler_rate=2.0, max_staleness=2, delay_max=1.0)
     got = versions(late, 8, groups=1)
     assert max(v - row[0] for v, row in enumerate(got)) == 2 and late.dropped["staleness"] > 0 and late.dropped["window"] == 0
+    both = delayed(folders, tmp_path / "d", sampler_rate=2.0, max_staleness=2, window_seconds=2.5, delay_max=1.0)
+    versions(both, 8, groups=1)
+    assert sum(both.dropped.values()) == 16 - 8 - len(both.tickets) and both.dropped["staleness"] > 0        # too old in both ways: counted once
     slow = delayed(folders, tmp_path / "c", sampler_rate=0.5, delay_max=1.0)
     assert versions(slow, 4, groups=1) == [[0], [1], [2], [3]] and slow.waited == 4.0              # the learner waits a step for each group
     assert slow.metrics()["delay/clock"] == 4.0 and slow.now(3) == 7.0

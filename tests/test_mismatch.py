@@ -91,6 +91,7 @@ def test_the_command(kind, folders, vllm_engines, tmp_path, capsys, monkeypatch)
     assert "can it work at these lengths?" in said and (tmp_path / "m.png").stat().st_size > 20_000
     other = evaluation.main([f"--model={policy}", f"--actor={actor}", *common])
     assert json.loads((tmp_path / "m.json").read_text())["kl"] == other["kl"] > 0.3 and other["sampler"] == actor and other["model"] == policy
+    assert 0.01 < other["mean_mismatch"] < other["max_mismatch"] < 1
     verdict = {v["correction"]: v["viable"] for v in other["verdicts"]}
     assert not verdict["none"] and not verdict["seq_is"] and other["t_max"] == pytest.approx(20 / other["kl"])
     cut = [f"--model={actor}", "--top_p=0.8", "--top_k=8", *common]

@@ -37,16 +37,23 @@ def kill(*processes):
     return "".join(p.communicate()[0] or "" for p in processes)
 
 
-def the_account_adds_up(run, updates=6, ranks=1, most=0.5):
-    """Every group of the surviving history stands in one column, and in the account once; as many were trained on as the updates took."""
-    trained = 0
+def the_account_adds_up(run, spools, updates=6, ranks=1, most=0.5):
+    """Every group that was handed over is accounted for in the checkpoint or still in a spool, none is missing in between; every one accounted for stands in one
+    column and once; as many were trained on as the updates took."""
+    trained, have = 0, {}
+    for path in (p for s in spools for p in s.glob("*/*-*") if not p.name.startswith(".")):
+        incarnation, n = map(int, path.name.split("-"))
+        have.setdefault((path.parent.name, incarnation), set()).add(n)
     for rank in range(ranks):
         state = torch.load(sorted((run / "checkpoints").glob("step_*"))[-1] / f"rank{rank}.pt", weights_only=True)["source"]
         account, counts = hub.Account.of(state["account"]), state["counts"]
         assert sum(map(len, account.values())) == sum(counts.values()), counts
         trained += counts["trained"]
+        for key, seen in account.items():
+            have.setdefault(key, set()).update(range(seen.upto), seen.beyond)
         assert counts.get("refused", 0) == 0
     assert trained == updates * 4                                          # an update of 16 responses takes 4 groups
+    assert have and all(numbers == set(range(max(numbers) + 1)) for numbers in have.values()), have
     rows = [r for r in metrics.read(run) if r["step"] >= 0]
     assert [r["step"] for r in rows] == list(range(updates)) and all(r["rollout_corr/k3_kl"] < most for r in rows)
     return rows
@@ -73,7 +80,7 @@ def test_over_zmq_with_keys_two_samplers_of_another_kind_and_the_trained_actor(s
     code, text, err = finish(learner)
     said = kill(first, second)
     assert code == 0, err[-3000:] + said[-3000:]
-    rows = the_account_adds_up(tmp_path / "run", most=10)                  # two models that differ
+    rows = the_account_adds_up(tmp_path / "run", [tmp_path / "a" / "spool", tmp_path / "b" / "spool"], most=10)                  # two models that differ
     assert all(r["staleness/max_updates"] <= 3 for r in rows) and "sampler a" in (tmp_path / "run" / "remote.log").read_text()
     assert rows[-1]["remote/received"] >= 24 and rows[-1]["remote/strangers"] == 0
 
@@ -92,14 +99,15 @@ def test_over_a_folder_and_a_full_disk(solvers, tmp_path):
     code, text, err = finish(learner)
     said = kill(sampler)
     assert code == 0, err[-3000:] + said[-3000:]
-    the_account_adds_up(tmp_path / "run")
+    the_account_adds_up(tmp_path / "run", [shared / "rollouts"])
     assert "File too large; waiting for room" in said and done >= 1
 
 
 @pytest.mark.parametrize("who", ["sampler", "learner", "both"])
 def test_killed_and_started_again(who, solvers, tmp_path):
-    settings = zmq_flags()
-    learner, sampler = start(flags(solvers, tmp_path / "run", **settings)), box(settings["bind"], tmp_path / "box")
+    """The spool is as small as can be: a learner that must see more groups than that between two checkpoints, orphans among them, gets them."""
+    settings = zmq_flags(save_every=3)
+    learner, sampler = start(flags(solvers, tmp_path / "run", **settings)), box(settings["bind"], tmp_path / "box", "--spool_groups=2")
     wait_for(tmp_path / "run", 2, learner)
     if who in ("sampler", "both"):
         kill(sampler)
@@ -111,7 +119,7 @@ def test_killed_and_started_again(who, solvers, tmp_path):
     code, text, err = finish(learner)
     said = kill(sampler)
     assert code == 0, err[-3000:] + said[-3000:]
-    the_account_adds_up(tmp_path / "run")
+    the_account_adds_up(tmp_path / "run", [tmp_path / "box" / "spool"])
 
 
 def test_stopped_for_longer_than_every_timeout(solvers, tmp_path):
@@ -125,7 +133,7 @@ def test_stopped_for_longer_than_every_timeout(solvers, tmp_path):
     code, text, err = finish(learner)
     said = kill(sampler)
     assert code == 0, err[-3000:] + said[-3000:]
-    the_account_adds_up(tmp_path / "run")
+    the_account_adds_up(tmp_path / "run", [tmp_path / "box" / "spool"])
 
 
 class Proxy(threading.Thread):
@@ -196,7 +204,7 @@ def test_through_a_proxy_that_spoils_everything(solvers, tmp_path):
     proxy.stopping = True
     proxy.join()
     assert code == 0, err[-3000:] + said[-3000:]
-    the_account_adds_up(tmp_path / "run")
+    the_account_adds_up(tmp_path / "run", [tmp_path / "box" / "spool"])
     assert all(proxy.did.get(kind, 0) > 0 for kind in ("lose", "damage", "double", "hold", "cut")), proxy.did
 
 
@@ -210,7 +218,7 @@ def test_two_ranks_and_a_file_of_routes(solvers, tmp_path):
     code, text, err = finish(learner)
     said = kill(*boxes)
     assert code == 0, err[-3000:] + said[-3000:]
-    the_account_adds_up(tmp_path / "run", updates=4, ranks=2)
+    the_account_adds_up(tmp_path / "run", [tmp_path / "a" / "spool", tmp_path / "b" / "spool"], updates=4, ranks=2)
     names = [torch.load(tmp_path / "run" / "checkpoints" / "step_000004" / f"rank{r}.pt", weights_only=True)["source"]["account"] for r in (0, 1)]
     assert {a[0] for a in names[0]} == {"a.0"} and {a[0] for a in names[1]} <= {"a.1", "b.1"}
 

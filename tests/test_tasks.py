@@ -150,3 +150,12 @@ def test_a_base_model_is_made_once_for_each_recipe(tmp_path, monkeypatch):
     folders = {warmstart.base_model(name, c) for name in ("policy", "actor") for c in (cfg, cfg, replace(cfg, actor_base_accuracy=None))}
     assert made == [("policy", 0.3), ("actor", 0.1), ("actor", 0.3)] and len(folders) == 3 == len(list(tmp_path.iterdir()))
     assert warmstart.base_model("policy", replace(cfg, task_explain=8)) not in folders
+
+
+def test_a_bonus_does_not_make_a_base_model_more_than_right(folders, monkeypatch):
+    """The warm start stops at a share of right answers, whatever an explanation earns on top."""
+    import warmstart
+    from transformers import AutoModelForCausalLM
+    monkeypatch.setattr(warmstart, "grade_all", lambda task, tokenizer, problems, groups: [setattr(g[0], "reward", 1.7 if i % 2 else 0.0) for i, g in enumerate(groups)])
+    model = AutoModelForCausalLM.from_pretrained(folders / "actor")
+    assert warmstart.accuracy(model, arithmetic_tokenizer(), Arithmetic(1, 1, 3, 9), 8) == 0.5
