@@ -162,10 +162,11 @@ class Hub(threading.Thread):
     def close(self) -> None:
         self.stopping = True
         if self.is_alive():
-            self.join(timeout=5)
+            self.join(timeout=60)
         if self.auth is not None:
             self.auth.stop()
-        self.context.destroy(linger=0)
+        if not self.is_alive():
+            self.context.destroy(linger=0)
 
     # -- the thread
 
@@ -175,6 +176,10 @@ class Hub(threading.Thread):
         except Exception as e:
             self.broken = repr(e)
             raise
+        finally:                                           # sockets are closed by the thread that uses them
+            self.socket.disable_monitor()
+            self.failures.close(linger=0)
+            self.socket.close(linger=0)
 
     def _run(self) -> None:
         import zmq
