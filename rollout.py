@@ -102,6 +102,7 @@ class VLLMEngine:
         cuda = torch.cuda.is_available()
         if not cuda:
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")            # else 18 s of compiling at the first logprob
+            os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))       # else vLLM takes torch's threads away, the learner's too
         try:
             from vllm import LLM, SamplingParams
         except ImportError as e:
