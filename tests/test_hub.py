@@ -301,6 +301,7 @@ def test_held_only_after_the_checkpoint_and_never_again(tmp_path):
     assert not held.exists()
     s.saved()
     assert sorted(wire.decode(held.read_bytes()).names) == ["box/1/0", "box/1/1"]
+    assert s.since == ["box/1/2"]                                          # that is for the next checkpoint
     again = source(tmp_path)
     again.load_state_dict(state)
     again.publish(0, weights(0))                                           # the same bytes: what they sampled is still theirs

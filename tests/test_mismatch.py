@@ -103,6 +103,8 @@ def test_the_probe_of_low_bits(folders, tmp_path):
     """A quantized engine is apart from a learner in full precision, and not from one that is aligned with it."""
     common = [f"--model={folders / 'actor'}", "--rollout=hf", "--mismatch", "--problems=12", "--max_tokens=16", "--rollout_quant=int8", f"--out={tmp_path / 'm.json'}"]
     plain, aligned = evaluation.main(common), evaluation.main([*common, "--learner_quant=aligned"])
+    for key in ("mean_mismatch", "max_mismatch"):                              # the table by length is of the same gaps
+        assert sum(b["responses"] * b[key] for b in plain["by_length"]) / plain["responses"] == pytest.approx(plain[key], rel=1e-3)
     assert aligned["mean_mismatch"] < plain["mean_mismatch"] / 10 and plain["engine"] == "hf float32 int8" and aligned["learner"] == "float32 aligned"
 
 
