@@ -361,16 +361,18 @@ def bench_wire(root, mib: int = 256, pairs: int = 5) -> dict:
     import multiprocessing
     import hub
     import wire
+    from account import Account
+    from keys import make_keys
     spawn = multiprocessing.get_context("spawn")
     data = np.random.default_rng(0).integers(0, 256, mib << 20, dtype=np.uint8).tobytes()
     path, versions = Path(root) / "weights", iter(range(1, 10_000))
     path.write_bytes(data)
-    hub.make_keys(f"{root}/keys", 1)
+    make_keys(f"{root}/keys", 1)
     welcome = wire.Welcome(wire.PROTOCOL, "bench", {}, {})
     out = {}
     for name, keys in (("", "none"), ("with keys", f"{root}/keys/learner")):
         end = hub.Hub("tcp://127.0.0.1:*", keys, welcome, wire.Limits(1, 1, 1, 1, 0, 0), hub.logger(Path(root), len(out)))
-        end.open(hub.Account())
+        end.open(Account())
         ours, theirs = spawn.Pipe()
         fetcher = spawn.Process(target=_fetch, args=(theirs, end.address, "none" if keys == "none" else f"{root}/keys/sampler0", f"{root}/box{len(out)}", mib), daemon=True)
         fetcher.start()
@@ -400,9 +402,10 @@ def _fetch(pipe, address, keys, store, mib):
     import hashlib
     import socket
     import threading
-    import zmq.auth
-    import hub
     import sampler
+    from account import Spool
+    from keys import sampler_keys
+    from link import Link
     Path(store).mkdir()
     server = socket.create_server(("127.0.0.1", 0))
     pipe.send(server.getsockname()[1])
@@ -417,8 +420,8 @@ def _fetch(pipe, address, keys, store, mib):
             hashlib.sha256(buffer).digest()
             pipe.send("bare")
     threading.Thread(target=bare, daemon=True).start()
-    own = None if keys == "none" else (*hub.own_keys(keys), zmq.auth.load_certificate(Path(keys) / "learner.key")[0])
-    link = sampler.Link([address], ["box"], sampler.Flags(), sampler.Spool(Path(store) / "spool", ["box"], 1), Path(store), own)
+    own = None if keys == "none" else sampler_keys(keys)
+    link = Link([address], ["box"], sampler.Flags(), Spool(Path(store) / "spool", ["box"], 1), Path(store), own)
     version = None
     while True:
         time.sleep(0.001)

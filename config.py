@@ -219,13 +219,13 @@ class Config:
     sync_every: int = 1
     """Broadcast weights to delayed or remote samplers every so many updates."""
 
-    # -- remote samplers (hub.py, sampler.py)
+    # -- remote samplers (hub.py, files.py, sampler.py)
     samplers: Literal["local", "zmq", "files"] = "local"
     """local: an engine in this process; zmq, files: samplers anywhere, over ZeroMQ or a shared folder (python rollout.py --connect=...)."""
     bind: str = "tcp://127.0.0.1:5555"
     """zmq: where to listen; rank r takes the port r higher. tcp://*:5555 for other hosts, with --keys."""
     keys: str = "none"
-    """zmq: the learner's folder of keys (python hub.py keys OUT --samplers=N); none: in the clear, on this host only."""
+    """zmq: the learner's folder of keys (python keys.py OUT --samplers=N); none: in the clear, on this host only."""
     sync_path: str = ""
     """files: the shared folder."""
     sync_dtype: Literal["float32", "bfloat16", "quantized"] = "float32"
@@ -451,7 +451,7 @@ def resolve(cfg: Config, world: int | None = None) -> Config:
     need(cfg.delay == "none" or not remote, f"--delay={cfg.delay} plays samplers inside this process; --samplers={cfg.samplers} has real ones, to whom --delay is given themselves")
     need(cfg.samplers != "files" or cfg.sync_path, "--samplers=files: name the shared folder with --sync_path")
     need(cfg.samplers != "zmq" or cfg.keys != "none" or cfg.bind.startswith(("tcp://127.0.0.1:", "ipc://")),
-         f"--bind={cfg.bind}: for other hosts --keys are needed (python hub.py keys OUT --samplers=N makes them), or listen on tcp://127.0.0.1:PORT")
+         f"--bind={cfg.bind}: for other hosts --keys are needed (python keys.py OUT --samplers=N makes them), or listen on tcp://127.0.0.1:PORT")
     need(cfg.sync_dtype != "quantized" or cfg.rollout_quant not in ("none", "w3a16", "w2a16"),
          f"--sync_dtype=quantized: --rollout_quant={cfg.rollout_quant} is no format that engines load; use int8, fp8 or w4a16, or --sync_dtype=float32")
     need(cfg.give_up > 0, f"--give_up={cfg.give_up}: must be above 0")

@@ -1,13 +1,13 @@
-"""The learner's end of remote samplers: HeteroRL, section 4.2. Sockets, transfers and the account of every group; sampler.py is the other end.
+"""The learner's end of remote samplers: HeteroRL, section 4.2. sampler.py and link.py are the other end.
 
     torchrun train.py --samplers=zmq --bind=tcp://*:5555 --keys=keys/learner            # each rank binds a port of its own: 5555, 5556, ...
     torchrun train.py --samplers=files --sync_path=/shared/run                          # the same over a shared folder
 
 `Hub` is a thread with one ZeroMQ ROUTER socket: samplers come and go, offer groups and pull weights (wire.py); the training loop only ever looks
-into its inbox, so no sampler can hold it up. `FilesHub` has the same face over a folder. `RemoteSource` is what train.py talks to.
+into its inbox, so no sampler can hold it up. files.py has the same face over a folder. `RemoteSource` is what train.py talks to.
 
-Nothing is lost and nothing trained on twice in the history that survives. A group's name is (sampler, incarnation, sequence number). A sampler keeps
-each group until the learner says `held`, which it says only of groups that a checkpoint accounts for; a learner that starts again from
+Nothing is lost and nothing trained on twice in the history that survives. A sampler keeps each group (account.py)
+until the learner says `held`, which it says only of groups that a checkpoint accounts for; a learner that starts again from
 that checkpoint is offered all others anew. Every group ends in one column of the account:
 
     trained, staleness (too many updates old), window (waited too long), orphan (sampled by weights of a history that did not survive),
@@ -18,10 +18,8 @@ and `duplicate` counts offers of what had come already: those are in another col
 from __future__ import annotations
 
 import filecmp
-import hashlib
 import logging
 import mmap
-import os
 import threading
 import time
 from collections import Counter, deque
@@ -29,53 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import wire
+from account import Account, split
+from keys import secure
 from sync import write_tensors
 
 ROOM = 256 << 20                   # bytes of groups that a rank holds or has asked for
 KEPT_VERSIONS = 2                  # a sampler in the middle of the one before the newest may finish it
-
-
-class Seen:
-    """A set of sequence numbers that is nearly 0, 1, 2, ...: all below `upto`, and some beyond."""
-
-    def __init__(self, upto: int = 0, beyond=()):
-        self.upto, self.beyond = upto, set(beyond)
-
-    def __contains__(self, n: int) -> bool:
-        return n < self.upto or n in self.beyond
-
-    def add(self, n: int) -> None:
-        self.beyond.add(n)
-        while self.upto in self.beyond:
-            self.beyond.remove(self.upto)
-            self.upto += 1
-
-    def __len__(self) -> int:
-        return self.upto + len(self.beyond)
-
-
-class Account(dict):
-    """(sampler, incarnation) -> Seen."""
-
-    def has(self, name: str) -> bool:
-        key, n = split(name)
-        return key in self and n in self[key]
-
-    def add(self, name: str) -> None:
-        key, n = split(name)
-        self.setdefault(key, Seen()).add(n)
-
-    def state(self) -> list:
-        return [[*key, seen.upto, sorted(seen.beyond)] for key, seen in sorted(self.items())]
-
-    @classmethod
-    def of(cls, state: list) -> "Account":
-        return cls({(sampler, incarnation): Seen(upto, beyond) for sampler, incarnation, upto, beyond in state})
-
-
-def split(name: str) -> tuple[tuple[str, int], int]:
-    sampler, incarnation, n = name.rsplit("/", 2)
-    return (sampler, int(incarnation)), int(n)
 
 
 def logger(run: Path, rank: int) -> logging.Logger:
@@ -339,121 +296,6 @@ class Hub(threading.Thread):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A shared folder
-# ---------------------------------------------------------------------------------------------------------------------
-
-class FilesHub:
-    """The same over a folder that learner and samplers see (`Model_Sync_Path` and `Rollout_Sync_Path` of the text). Every file appears whole, by a rename:
-
-        welcome                      what to sample, and the learner's session
-        models/v000012.safetensors   weights;  models/newest: their Offer
-        rollouts/SAMPLER/INC-N       a group behind its SHA-256; the sampler deletes it when it is held
-        held/SAMPLER                 which of them are held, got/SAMPLER: which are fetched;  samplers/SAMPLER: the sampler's last Hello
-
-    With several ranks a sampler SAMPLER.R has a stream for each rank R."""
-
-    def __init__(self, folder: str, welcome: wire.Welcome, limits: wire.Limits, log, rank: int = 0, world: int = 1):
-        self.folder, self.welcome, self.limits, self.log, self.rank, self.world = Path(folder), welcome, limits, log, rank, world
-        self.counts, self.reports, self.got, self.held_before, self.address, self.broken = Counter(), {}, Account(), Account(), str(folder), ""
-        for name in ("models", "rollouts", "held", "got", "samplers"):
-            (self.folder / name).mkdir(parents=True, exist_ok=True)
-
-    def open(self, held: Account) -> None:
-        self.held_before = held
-        for path in self._streams("got"):                  # of an earlier session: nothing is fetched in this one
-            path.unlink()
-        if self.rank == 0:
-            place(self.folder / "welcome", wire.encode(self.welcome))
-
-    def broadcast(self, version: int, path: Path, published: float) -> None:
-        if self.rank:
-            return
-        data = path.read_bytes()
-        place(self.folder / "models" / path.name, data)
-        place(self.folder / "models" / "newest", wire.encode(wire.Offer(wire.manifest(path.name, data), version, published)))
-        for old in sorted((self.folder / "models").glob("v*.safetensors"))[:-KEPT_VERSIONS]:
-            old.unlink()
-
-    def held(self, names: list[str]) -> None:
-        for name in names:
-            self.held_before.add(name)
-        for sampler in {split(name)[0][0] for name in names}:
-            place(self.folder / "held" / sampler, wire.encode(wire.Held([n for n in self._names(sampler) if self.held_before.has(n)])))
-
-    def _streams(self, kind: str) -> list[Path]:
-        return sorted((self.folder / kind).glob("*" if self.world == 1 else f"*.{self.rank}"))
-
-    def _names(self, sampler: str) -> list[str]:
-        return [f"{sampler}/{'/'.join(p.name.split('-'))}" for p in (self.folder / "rollouts" / sampler).glob("*-*") if "." not in p.name]
-
-    def take(self) -> list[tuple[str, bytes, float]]:
-        out = []
-        for report in (self.folder / "samplers").glob("*"):
-            try:
-                m = wire.decode(report.read_bytes())
-                self.reports[m.sampler, m.incarnation] = (m.handed, m.lost)
-            except (OSError, wire.WireError):              # being written
-                continue
-        for folder in self._streams("rollouts"):
-            before = len(out)
-            for name in sorted(self._names(folder.name), key=lambda n: split(n)):
-                if self.got.has(name):
-                    continue
-                if self.held_before.has(name):             # in the checkpoint already
-                    self.counts["duplicate"] += 1
-                    self.got.add(name)
-                    self.held([name])
-                    continue
-                path = folder / "-".join(name.split("/")[1:])
-                if path.stat().st_size > self.limits.nbytes + 32:
-                    data = None
-                else:
-                    data = opened(path.read_bytes())
-                self.got.add(name)
-                if data is None:
-                    self.counts["corrupt"] += 1
-                    self.log.warning("%s is damaged or too big", path)
-                    self.held([name])
-                    continue
-                self.counts["received"] += 1
-                self.counts["bytes_in"] += len(data)
-                out.append((name, data, path.stat().st_mtime))
-            if len(out) > before:
-                place(self.folder / "got" / folder.name, wire.encode(wire.Got([n for n in self._names(folder.name) if self.got.has(n)])))
-        return sorted(out, key=lambda item: item[2])       # in order of arrival
-
-    def free(self, nbytes: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def place(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(scratch, "wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(scratch, path)
-    except OSError:
-        scratch.unlink(missing_ok=True)
-        raise
-
-
-def sealed(data: bytes) -> bytes:
-    """A file's bytes behind their digest."""
-    return hashlib.sha256(data).digest() + data
-
-
-def opened(data: bytes) -> bytes | None:
-    """What was sealed; None if it is damaged."""
-    return data[32:] if hashlib.sha256(data[32:]).digest() == data[:32] else None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # What train.py talks to
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -576,73 +418,3 @@ class RemoteSource:
 
     def close(self) -> None:
         self.hub.close()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Keys
-# ---------------------------------------------------------------------------------------------------------------------
-
-def make_keys(out: str, samplers: int) -> None:
-    """OUT/learner and OUT/sampler0, ...: one folder to carry to each machine. CURVE key pairs; secrets readable by their owner alone."""
-    import shutil
-    import zmq.auth
-    root = Path(out)
-    if root.exists() and any(root.iterdir()):
-        raise ValueError(f"{out} is not empty: keys are not overwritten; name a new folder")
-    folders = [root / "learner", *(root / f"sampler{i}" for i in range(samplers))]
-    for folder in folders:
-        folder.mkdir(parents=True)
-        os.chmod(folder, 0o700)
-        zmq.auth.create_certificates(folder, folder.name)
-        os.chmod(folder / f"{folder.name}.key_secret", 0o600)
-    (folders[0] / "samplers").mkdir()
-    for folder in folders[1:]:
-        shutil.move(folder / f"{folder.name}.key", folders[0] / "samplers")            # the learner knows whom it lets in
-        shutil.copy(folders[0] / "learner.key", folder)
-
-
-def own_keys(folder: str) -> tuple[bytes, bytes]:
-    """(public, secret) of the machine whose key folder this is. ValueError: none there, or readable by others."""
-    import zmq.auth
-    found = sorted(Path(folder).glob("*.key_secret"))
-    if len(found) != 1:
-        raise ValueError(f"--keys={folder}: {len(found)} secret keys there instead of one; `python hub.py keys OUT --samplers=N` makes a folder for each machine")
-    if found[0].stat().st_mode & 0o077:
-        raise ValueError(f"--keys={folder}: {found[0].name} can be read by others; chmod 600 it, or make new keys if someone may have")
-    return zmq.auth.load_certificate(found[0])
-
-
-def secure(context, socket, keys: str, log):
-    """CURVE on a bound socket: encrypted, and only samplers whose public keys lie in KEYS/samplers are let in; others are logged."""
-    import zmq.auth
-    from zmq.auth.thread import ThreadAuthenticator
-    public, secret = own_keys(keys)
-    if not any((Path(keys) / "samplers").glob("*.key")):
-        raise ValueError(f"--keys={keys}: no sampler's public key in its folder samplers, so nobody could come in; is this the learner's folder?")
-    known = {zmq.auth.load_certificate(path)[0]: path.stem for path in (Path(keys) / "samplers").glob("*.key")}
-
-    class Known:
-        def callback(self, domain, key):
-            if key not in known:
-                log.warning("a stranger was turned away: nobody's public key here is %s", key.decode("ascii", "replace"))
-            return key in known
-    auth = ThreadAuthenticator(context)
-    auth.start()
-    auth.configure_curve_callback(domain="*", credentials_provider=Known())
-    socket.curve_publickey, socket.curve_secretkey, socket.curve_server = public, secret, True
-    return auth
-
-
-if __name__ == "__main__":
-    import argparse
-    import sys
-    ap = argparse.ArgumentParser(description="Keys for a learner and its samplers: one folder for each machine.")
-    ap.add_argument("what", choices=["keys"])
-    ap.add_argument("out")
-    ap.add_argument("--samplers", type=int, default=1)
-    a = ap.parse_args()
-    try:
-        make_keys(a.out, a.samplers)
-    except ValueError as e:
-        sys.exit(f"error: {e}")
-    print(f"{a.out}/learner stays with the learner; carry {a.out}/sampler0 to {a.out}/sampler{a.samplers - 1} to a host each, by a way you trust")

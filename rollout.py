@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 import torch
@@ -79,17 +78,14 @@ def request_seed(*key) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 def lean_logprobs() -> None:
-    """vLLM gives every log-probability a rank and a decoded word, each by a Python call of its own, which costs more than the sampling of
-    twenty of them does. Nobody here reads those: only ids and values are kept."""
-    from vllm.logprobs import FlatLogprobs
+    """vLLM turns the log-probabilities of every sampled token into lists, ranks and decoded words, which costs more than the sampling does.
+    Here a request keeps the arrays as the sampler made them, one (1, K + 1) a token: ids and values, the sampled token first."""
+    from vllm.v1.engine.logprobs import LogprobsProcessor
 
-    def append_fast(self, token_ids, logprobs, ranks, decoded_tokens):
-        self.start_indices.append(len(self.logprobs))
-        self.token_ids.extend(token_ids)
-        self.logprobs.extend(logprobs)
-        self.end_indices.append(len(self.logprobs))
-    if hasattr(FlatLogprobs, "append_fast"):
-        FlatLogprobs.append_fast = append_fast
+    def keep(self, lists):
+        self.logprobs.token_ids.append(lists.logprob_token_ids)
+        self.logprobs.logprobs.append(lists.logprobs)
+    LogprobsProcessor._update_sample_logprobs = keep
 
 
 class VLLMEngine:
@@ -150,13 +146,12 @@ class VLLMEngine:
 
     @staticmethod
     def _responses(outputs, K: int, topk: int, kept: int) -> list[Response]:
-        """All responses at once: one array of flat rows [sampled, top-1 .. top-K], K + 1 entries a token, cut into responses."""
+        """All responses at once: one array of rows [sampled, top-1 .. top-K], one row a token, cut into responses."""
         ends = np.cumsum([len(o.token_ids) for o in outputs])
-        shape = (int(ends[-1]), K + 1)
-
-        def rows(name, dtype):
-            return np.fromiter(chain.from_iterable(getattr(o.logprobs, name) for o in outputs), dtype, shape[0] * shape[1]).reshape(shape)
-        ids, logp = rows("token_ids", np.int32), rows("logprobs", np.float32)
+        ids = np.concatenate([row for o in outputs for row in o.logprobs.token_ids]).astype(np.int32, copy=False)
+        logp = np.concatenate([row for o in outputs for row in o.logprobs.logprobs]).astype(np.float32, copy=False)
+        if ids.shape != (ends[-1], K + 1):
+            raise RuntimeError(f"vLLM returned log-probabilities of shape {ids.shape} for {ends[-1]} tokens and K = {K}: rollout.lean_logprobs does not fit this version of vLLM")
         if kept:
             finite = np.isfinite(logp[:, 1:])                              # a cut token has log-probability -inf
             full = finite.all(1)

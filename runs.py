@@ -129,7 +129,7 @@ def provenance(cfg) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a remote sampler is told (hub.py, sampler.py)
+# What a remote sampler is told (hub.py, files.py, sampler.py)
 # ---------------------------------------------------------------------------------------------------------------------
 
 def pack_setup(folder: str) -> dict[str, bytes]:
@@ -148,6 +148,7 @@ def unpack_setup(files: dict[str, bytes], folder: Path) -> None:
 
 def remote_source(cfg: config.Config, world: World, model: str, topk: int, kept: int, comm):
     """The source of `--samplers=zmq` or files."""
+    import files
     import hub
     import sampling
     import wire
@@ -162,7 +163,7 @@ def remote_source(cfg: config.Config, world: World, model: str, topk: int, kept:
     limits = wire.Limits(cfg.group_size, cfg.max_tokens, world.context, vocab, topk, kept)
     log = hub.logger(Path(cfg.out), comm.rank)
     if cfg.samplers == "files":
-        end = hub.FilesHub(cfg.sync_path, welcome, limits, log, comm.rank, comm.world)
+        end = files.FilesHub(cfg.sync_path, welcome, limits, log, comm.rank, comm.world)
     else:
         address, _, port = cfg.bind.rpartition(":")
         end = hub.Hub(f"{address}:{int(port) + comm.rank}" if port.isdigit() and int(port) else cfg.bind, cfg.keys, welcome, limits, log)

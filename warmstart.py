@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np

@@ -9,7 +9,10 @@ import torch
 import zmq
 import zmq.auth
 
+import account
+import files
 import hub
+import keys
 import wire
 from conftest import make_cfg
 from sampling import Sampling
@@ -61,11 +64,11 @@ def made(tmp_path):
         log = logging.getLogger(f"test.{tmp_path}.{len(things)}")
         log.propagate, log.handlers, log.seen = False, [logging.FileHandler(tmp_path / "log")], tmp_path / "log"
         log.setLevel(logging.INFO)
-        account = hub.Account()
+        before = account.Account()
         for name in held:
-            account.add(name)
+            before.add(name)
         things.append(hub.Hub(f"tcp://127.0.0.1:{port()}", keys, WELCOME, limits(g or group()), log, room))
-        things[-1].open(account)
+        things[-1].open(before)
         return things[-1]
 
     def raw(h, **more):
@@ -213,12 +216,12 @@ def test_room_is_bounded_and_comes_back(made):
 
 def test_only_known_keys_come_in(made, tmp_path):
     make, raw = made
-    hub.make_keys(str(tmp_path / "keys"), 2)
-    hub.make_keys(str(tmp_path / "others"), 1)
+    keys.make_keys(str(tmp_path / "keys"), 2)
+    keys.make_keys(str(tmp_path / "others"), 1)
     h = make(keys=str(tmp_path / "keys" / "learner"))
-    own = lambda root, name: (*hub.own_keys(tmp_path / root / name), zmq.auth.load_certificate(tmp_path / "keys" / "learner" / "learner.key")[0])
+    own = lambda root, name: (*keys.own_keys(tmp_path / root / name), zmq.auth.load_certificate(tmp_path / "keys" / "learner" / "learner.key")[0])
     stranger, plain, friend = raw(h, keys=own("others", "sampler0")), raw(h), raw(h, keys=own("keys", "sampler1"))
-    liar = raw(h, keys=(*hub.own_keys(tmp_path / "keys" / "sampler0"), hub.own_keys(tmp_path / "others" / "learner")[0]))      # a wrong learner key
+    liar = raw(h, keys=(*keys.own_keys(tmp_path / "keys" / "sampler0"), keys.own_keys(tmp_path / "others" / "learner")[0]))      # a wrong learner key
     for peer in (stranger, plain, friend, liar):
         peer.hello()
     assert friend.hear() == WELCOME
@@ -229,13 +232,13 @@ def test_only_known_keys_come_in(made, tmp_path):
     assert secret.stat().st_mode & 0o077 == 0
     os.chmod(secret, 0o640)
     with pytest.raises(ValueError, match="sampler0.key_secret can be read by others; chmod 600"):
-        hub.own_keys(tmp_path / "keys" / "sampler0")
+        keys.own_keys(tmp_path / "keys" / "sampler0")
     with pytest.raises(ValueError, match="0 secret keys there instead of one"):
-        hub.own_keys(tmp_path)
+        keys.own_keys(tmp_path)
     with pytest.raises(ValueError, match="no sampler's public key in its folder samplers"):
         make(keys=str(tmp_path / "keys" / "sampler1"))
     with pytest.raises(ValueError, match="is not empty: keys are not overwritten"):
-        hub.make_keys(str(tmp_path / "keys"), 1)
+        keys.make_keys(str(tmp_path / "keys"), 1)
 
 
 def test_a_taken_address(made):
@@ -251,7 +254,7 @@ def source(folder, **changes):
     cfg = make_cfg(samplers="files", sync_path=str(folder), **{**dict(give_up=0.5), **changes})
     log = logging.getLogger(f"source.{folder}")
     log.propagate = False
-    ends = hub.FilesHub(str(folder), WELCOME, limits(group()), log)
+    ends = files.FilesHub(str(folder), WELCOME, limits(group()), log)
     return hub.RemoteSource(ends, cfg, limits(group()), Sampling(), folder / "versions", 0, 1, log)
 
 
@@ -259,7 +262,7 @@ def hand_over(folder, source, n, version=0, **changes):
     """As a sampler does."""
     g = replace(group(), **{**dict(uid=("box", 1, n), version=version, t_published=source.published.get(version, 0.0)), **changes})
     (folder / "rollouts" / "box").mkdir(parents=True, exist_ok=True)
-    hub.place(folder / "rollouts" / "box" / f"1-{n}", hub.sealed(wire.encode_group(g)))
+    account.place(folder / "rollouts" / "box" / f"1-{n}", account.sealed(wire.encode_group(g)))
 
 
 def weights(x):
@@ -276,7 +279,7 @@ def test_every_group_ends_in_one_column(tmp_path):
     hand_over(tmp_path, s, 3, version=7)                                   # nobody published that
     hand_over(tmp_path, s, 4, version=1, sampling=Sampling(temperature=0.5))
     hand_over(tmp_path, s, 5, version=1, uid=("box", 1, 9))                # another group's name inside
-    (tmp_path / "rollouts" / "box" / "1-6").write_bytes(hub.sealed(b"damaged")[:-1])
+    (tmp_path / "rollouts" / "box" / "1-6").write_bytes(account.sealed(b"damaged")[:-1])
     hand_over(tmp_path, s, 7, version=1)
     os.utime(tmp_path / "rollouts" / "box" / "1-7", (1.0, 1.0))            # arrived long ago
     hand_over(tmp_path, s, 8, version=1)

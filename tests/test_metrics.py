@@ -1,5 +1,4 @@
 """Metrics by hand, and the log that a resume truncates."""
-import json
 import math
 
 import pytest
@@ -8,8 +7,7 @@ import torch
 import metrics
 import objectives
 from conftest import make_cfg
-from pair import TokenStats
-from test_objectives import LN, LOG_R, One, STATS, Fields, f64, tiny
+from test_objectives import LN, LOG_R, One, STATS, f64, tiny
 
 
 class OneRank(One):

@@ -11,7 +11,8 @@ import time
 import pytest
 import torch
 
-import hub
+from account import Account
+from keys import make_keys
 import metrics
 from conftest import ROOT
 from test_train import finish, flags, start, wait_for
@@ -46,7 +47,7 @@ def the_account_adds_up(run, spools, updates=6, ranks=1, most=0.5):
         have.setdefault((path.parent.name, incarnation), set()).add(n)
     for rank in range(ranks):
         state = torch.load(sorted((run / "checkpoints").glob("step_*"))[-1] / f"rank{rank}.pt", weights_only=True)["source"]
-        account, counts = hub.Account.of(state["account"]), state["counts"]
+        account, counts = Account.of(state["account"]), state["counts"]
         assert sum(map(len, account.values())) == sum(counts.values()), counts
         trained += counts["trained"]
         for key, seen in account.items():
@@ -70,7 +71,7 @@ def go_on(out):
 
 def test_over_zmq_with_keys_two_samplers_of_another_kind_and_the_trained_actor(solvers, tmp_path):
     """A small actor samples on two hosts, one of them in int8; everything is encrypted; one joins late."""
-    hub.make_keys(str(tmp_path / "keys"), 2)
+    make_keys(str(tmp_path / "keys"), 2)
     settings = zmq_flags(objective="jackpot", actor=solvers / "actor", keys=tmp_path / "keys" / "learner", bind=f"tcp://*:{port()}", max_staleness=3)
     address = settings["bind"].replace("*", "127.0.0.1")
     learner = start(flags(solvers, tmp_path / "run", **settings))

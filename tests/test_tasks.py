@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from conftest import ROOT, make_cfg
+from conftest import make_cfg
 from eval import grade_gold, perturbed, wrapped
 from tasks import Arithmetic, Jsonl, VOCAB, arithmetic_tokenizer, final_answer, grade, read_jsonl
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import hub
+import account
 import wire
 from conftest import make_groups
 from wire import LEAF
@@ -177,7 +177,7 @@ def test_groups_beyond_the_limits_or_none_at_all():
 
 
 def test_seen_and_account():
-    seen, r = hub.Seen(), random.Random(0)
+    seen, r = account.Seen(), random.Random(0)
     order = list(range(200)) + [7, 9]
     r.shuffle(order)
     for n in order:
@@ -186,20 +186,20 @@ def test_seen_and_account():
     assert seen.upto == 200 and not seen.beyond and len(seen) == 200 and 200 not in seen
     seen.add(205)
     assert 205 in seen and 204 not in seen and len(seen) == 201
-    account = hub.Account()
+    held = account.Account()
     for name in ("a/1/0", "a/1/2", "b.0/5/0"):
-        account.add(name)
-    back = hub.Account.of(account.state())
-    assert back.has("a/1/2") and not back.has("a/1/1") and back.has("b.0/5/0") and not back.has("b/5/0") and not back.has("a/2/0") and back.state() == account.state()
-    assert hub.split("x/y/3/4") == (("x/y", 3), 4)
+        held.add(name)
+    back = account.Account.of(held.state())
+    assert back.has("a/1/2") and not back.has("a/1/1") and back.has("b.0/5/0") and not back.has("b/5/0") and not back.has("a/2/0") and back.state() == held.state()
+    assert account.split("x/y/3/4") == (("x/y", 3), 4)
     for bad in ("a", "a/b/c", ""):
         with pytest.raises(ValueError):
-            hub.split(bad)
+            account.split(bad)
 
 
 def test_sealed_files_and_whole_ones(tmp_path):
     data = b"some group" * 100
-    assert hub.opened(hub.sealed(data)) == data and hub.opened(hub.sealed(data)[:-1]) is None and hub.opened(b"") is None
-    hub.place(tmp_path / "x", b"1")
-    hub.place(tmp_path / "x", b"22")
+    assert account.opened(account.sealed(data)) == data and account.opened(account.sealed(data)[:-1]) is None and account.opened(b"") is None
+    account.place(tmp_path / "x", b"1")
+    account.place(tmp_path / "x", b"22")
     assert (tmp_path / "x").read_bytes() == b"22" and [p.name for p in tmp_path.iterdir()] == ["x"]
