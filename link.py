@@ -207,6 +207,9 @@ class Line:
             offer = self.offer_at = self.next_weights
             self.part = self.link.store / f"{offer.of.root}.part"          # what an earlier attempt left of the same bytes is kept
             resume = self.part.is_file() and self.part.stat().st_size == offer.of.nbytes
+            for other in self.link.store.glob("*.part"):                   # of weights that nobody asks for any more
+                if other != self.part:
+                    other.unlink()
             with open(self.part, "r+b" if resume else "w+b") as f:
                 f.truncate(offer.of.nbytes)
                 self.map = mmap.mmap(f.fileno(), offer.of.nbytes)

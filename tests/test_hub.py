@@ -13,8 +13,10 @@ import account
 import files
 import hub
 import keys
+import link
 import wire
 from conftest import make_cfg
+from sampler import Flags
 from sampling import Sampling
 from sync import read_tensors
 from test_remote import port
@@ -246,6 +248,28 @@ def test_a_taken_address(made):
     h = make()
     with pytest.raises(ValueError, match="--bind=tcp://127.0.0.1:.*: Address already in use; name a free address"):
         hub.Hub(h.address, "none", WELCOME, limits(group()), h.log)
+
+
+def test_a_sampler_that_starts_again_fetches_the_rest_of_the_weights(made, tmp_path):
+    """A process that died in the middle left a part of the file, some of it damaged: only what is not good crosses the wire again."""
+    make, _ = made
+    h, store, leaf = make(), tmp_path / "store", wire.LEAF
+    store.mkdir()
+    weights = os.urandom(7 * leaf + 100)
+    (tmp_path / "v000003.safetensors").write_bytes(weights)
+    of = wire.manifest("v000003.safetensors", weights)
+    left = bytearray(weights[:4 * leaf] + bytes(3 * leaf + 100))                       # four of eight leaves had come
+    left[2 * leaf + 7] ^= 1                                                            # and one of them went bad on the disk
+    (store / f"{of.root}.part").write_bytes(left)
+    (store / "0123.part").write_bytes(b"of weights that are long gone")
+    h.broadcast(3, tmp_path / "v000003.safetensors", 12.5)
+    end = link.Link([h.address], ["box"], Flags(), account.Spool(tmp_path / "spool", ["box"], 1), store, None)
+    until = time.monotonic() + 20
+    while end.newest is None and time.monotonic() < until:
+        time.sleep(0.01)
+    end.close()
+    assert end.newest == (3, 12.5, store / "v000003.safetensors") and end.newest[2].read_bytes() == weights
+    assert h.counts["bytes_out"] == 4 * leaf + 100 and [p.name for p in store.glob("*.part")] == []
 
 
 # -- the source: what becomes of groups ----------------------------------------------------------------------------------

@@ -27,10 +27,10 @@ def flags(solvers, out, **changes):
     return [f"--{k}={v}" for k, v in {**base, **changes}.items()]
 
 
-def start(argv, ranks=1, **kwargs):
+def start(argv, ranks=1, on=(), **kwargs):
     command = [sys.executable, "train.py"] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "train.py"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
-    return subprocess.Popen([*command, *argv], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
+    return subprocess.Popen([*on, *command, *argv], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
 
 
 def finish(process, timeout=240):
