@@ -265,7 +265,7 @@ class Hub(threading.Thread):
                         break
                     self.size += of.nbytes
                 del peer.offers[name]
-                peer.pulls[name] = wire.Pull(of, bytearray(of.nbytes), peer.pace)
+                peer.pulls[name] = wire.Pull(of, memoryview(bytearray(of.nbytes)), peer.pace)
             for name, pull in peer.pulls.items():
                 while (span := pull.ask(now)) is not None:
                     self._send(identity, wire.Ask(name, *span))

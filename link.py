@@ -4,7 +4,6 @@
 """
 from __future__ import annotations
 
-import mmap
 import os
 import queue
 import threading
@@ -203,23 +202,23 @@ class Line:
 
     def fetch(self, now: float) -> None:
         """Fetch the newest weights into the store; one set at a time, whole before the next."""
-        if self.pull is None and self.next_weights is not None and self.next_weights.of.root != self.have:
-            offer = self.offer_at = self.next_weights
+        offer = self.next_weights
+        if self.pull is None and offer is not None and offer.of.root == self.have:                  # an update that moved nothing: a new version of the same bytes
+            self.link.newest = (offer.version, offer.published, self.link.newest[2])
+        elif self.pull is None and offer is not None:
+            self.offer_at = offer
             self.part = self.link.store / f"{offer.of.root}.part"          # what an earlier attempt left of the same bytes is kept
             resume = self.part.is_file() and self.part.stat().st_size == offer.of.nbytes
             for other in self.link.store.glob("*.part"):                   # of weights that nobody asks for any more
                 if other != self.part:
                     other.unlink()
-            with open(self.part, "r+b" if resume else "w+b") as f:
-                f.truncate(offer.of.nbytes)
-                self.map = mmap.mmap(f.fileno(), offer.of.nbytes)
-            self.pull = wire.Pull(offer.of, self.map, self.pace, resume)
+            self.pull = wire.Pull(offer.of, wire.FileSink(self.part, offer.of.nbytes, resume), self.pace, resume)
         if self.pull is None:
             return
         while (span := self.pull.ask(now)) is not None:
             self.send(wire.Ask(self.pull.of.name, *span))
         if self.pull.done:
-            self.map.flush()
+            self.pull.sink.close()
             path = self.link.store / f"v{self.offer_at.version:06d}.safetensors"
             os.replace(self.part, path)
             self.pull, before, self.have = None, self.link.newest, self.offer_at.of.root

@@ -53,24 +53,27 @@ class Manifest(msgspec.Struct, frozen=True):
             raise WireError(f"{self.name}: a manifest of {len(self.leaves)} leaves does not describe {self.nbytes} bytes")
 
 
+POOL = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "leaves")
+
+
+def each(work, numbers: range) -> list:
+    """work(number) of each, several at once: hashing and writing let other threads run."""
+    return list((map if len(numbers) == 1 else POOL.map)(work, numbers))
+
+
 def manifest(name: str, data) -> Manifest:
     """One pass over the bytes."""
     view = memoryview(data)
-    leaf = lambda i: hashlib.sha256(view[i:i + LEAF]).digest()             # lets other threads run meanwhile
-    starts = range(0, len(view), LEAF)
-    if len(starts) < 16:
-        return Manifest(name, len(view), [leaf(i) for i in starts])
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return Manifest(name, len(view), list(pool.map(leaf, starts)))
+    return Manifest(name, len(view), each(lambda i: hashlib.sha256(view[i:i + LEAF]).digest(), range(0, len(view), LEAF)))
 
 
 @dataclass
 class Pace:
     """How many leaves to ask for at once on one connection, and how many such asks may be open."""
     leaves: int = 1
-    open: int = 4
+    open: int = 8
     patience: float = 10.0         # seconds until an answer counts as lost
-    most: int = 16
+    most: int = 8
 
     def answered(self, seconds: float) -> None:
         if seconds < 0.1:
@@ -83,17 +86,14 @@ class Pace:
 
 
 class Pull:
-    """An object on its way in. sink: a writable buffer of its size; what already lies in it (`resume`) is checked and kept."""
+    """An object on its way in. sink: what takes slices of its bytes, a memoryview or a FileSink; what already lies in it (`resume`) is checked and kept."""
 
     def __init__(self, of: Manifest, sink, pace: Pace, resume: bool = False):
-        self.of, self.sink, self.pace = of, memoryview(sink), pace
-        self.missing = [i for i in range(len(of.leaves)) if not (resume and self._good(i, self.sink[i * LEAF:(i + 1) * LEAF]))]
+        self.of, self.sink, self.pace = of, sink, pace
+        self.missing = [i for i, leaf in enumerate(of.leaves) if not (resume and hashlib.sha256(self.sink[i * LEAF:(i + 1) * LEAF]).digest() == leaf)]
         self.missing.reverse()                             # the next one stands at the end
         self.asked: dict[int, tuple[int, float]] = {}      # first leaf -> how many, when
         self.corrupt = 0
-
-    def _good(self, i: int, data) -> bool:
-        return hashlib.sha256(data).digest() == self.of.leaves[i]
 
     @property
     def done(self) -> bool:
@@ -123,13 +123,14 @@ class Pull:
             self.corrupt += 1
             return self._again(first, count)
         del self.asked[first]
-        bad = []
-        for i in range(first, first + count):
+
+        def keep(i: int) -> bool:
             leaf = data[(i - first) * LEAF:(i - first + 1) * LEAF]
-            if self._good(i, leaf):
+            if good := hashlib.sha256(leaf).digest() == self.of.leaves[i]:
                 self.sink[i * LEAF:i * LEAF + len(leaf)] = leaf
-            else:
-                bad.append(i)
+            return good
+        asked = range(first, first + count)
+        bad = [i for i, good in zip(asked, each(keep, asked)) if not good]
         self.corrupt += len(bad)
         self.missing += reversed(bad)
         self.pace.failed() if bad else self.pace.answered(now - since)
@@ -143,6 +144,24 @@ class Pull:
         """The connection is a new one: nothing that was asked for will come."""
         for first, (count, _) in list(self.asked.items()):
             self._again(first, count)
+
+
+class FileSink:
+    """A file as a sink. Written by calls: mapped pages cost three times as much, and a full disk would be a SIGBUS instead of an error."""
+
+    def __init__(self, path, nbytes: int, resume: bool = False):
+        self.file = open(path, "r+b" if resume else "w+b", buffering=0)
+        self.file.truncate(nbytes)
+
+    def __getitem__(self, at: slice) -> bytes:
+        return os.pread(self.file.fileno(), at.stop - at.start, at.start)
+
+    def __setitem__(self, at: slice, data) -> None:
+        if (n := os.pwrite(self.file.fileno(), data, at.start)) != len(data):
+            raise OSError(f"{self.file.name}: {n} of {len(data)} bytes written; is the disk full?")
+
+    def close(self) -> None:
+        self.file.close()
 
 
 def leaves(data, first: int, count: int):

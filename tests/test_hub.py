@@ -267,9 +267,14 @@ def test_a_sampler_that_starts_again_fetches_the_rest_of_the_weights(made, tmp_p
     until = time.monotonic() + 20
     while end.newest is None and time.monotonic() < until:
         time.sleep(0.01)
-    end.close()
     assert end.newest == (3, 12.5, store / "v000003.safetensors") and end.newest[2].read_bytes() == weights
     assert h.counts["bytes_out"] == 4 * leaf + 100 and [p.name for p in store.glob("*.part")] == []
+    (tmp_path / "v000004.safetensors").write_bytes(weights)                            # an update that moved nothing
+    h.broadcast(4, tmp_path / "v000004.safetensors", 13.5)
+    while end.newest[0] != 4 and time.monotonic() < until:
+        time.sleep(0.01)
+    end.close()
+    assert end.newest == (4, 13.5, store / "v000003.safetensors") and end.newest[2].read_bytes() == weights and h.counts["bytes_out"] == 4 * leaf + 100
 
 
 # -- the source: what becomes of groups ----------------------------------------------------------------------------------

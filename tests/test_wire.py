@@ -31,7 +31,7 @@ def transfer(pull, data, link, limit=10_000):
 
 def test_a_clean_transfer_grows_its_steps():
     of = wire.manifest("x", BLOB)
-    pull = wire.Pull(of, sink := bytearray(len(BLOB)), pace := wire.Pace())
+    pull = wire.Pull(of, sink := bytearray(len(BLOB)), pace := wire.Pace(open=2))
     asks = transfer(pull, BLOB, lambda first, data: [(first, data)])
     assert bytes(sink) == BLOB and pull.corrupt == 0 and pace.leaves > 1 and asks < len(of.leaves)
     assert of.root == wire.manifest("y", BLOB).root != wire.manifest("x", BLOB[:-1] + b"?").root
