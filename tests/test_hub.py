@@ -312,11 +312,12 @@ def test_every_group_ends_in_one_column(tmp_path):
     hand_over(tmp_path, s, 7, version=1)
     os.utime(tmp_path / "rollouts" / "box" / "1-7", (1.0, 1.0))            # arrived long ago
     hand_over(tmp_path, s, 8, version=1)
+    (tmp_path / "rollouts" / "box" / "1-9").write_bytes(account.sealed(bytes(s.limits.nbytes + 1)))        # whole, and bigger than any group
     got = s.next(2, 2)
     assert [g.uid[2] for g in got] == [0, 8]
-    assert s.counts == {"trained": 2, "staleness": 1, "orphan": 2, "refused": 2, "window": 1} and s.hub.counts["corrupt"] == 1
+    assert s.counts == {"trained": 2, "staleness": 1, "orphan": 2, "refused": 2, "window": 1} and s.hub.counts["corrupt"] == 2
     m = s.metrics()
-    assert (m["remote/trained"], m["remote/orphan"], m["remote/corrupt"], m["remote/waiting"]) == (2, 2, 1, 0)
+    assert (m["remote/trained"], m["remote/orphan"], m["remote/corrupt"], m["remote/waiting"]) == (2, 2, 2, 0)
     with pytest.raises(RuntimeError, match="no group from any sampler for 0 s at .*: start samplers"):
         s.next(1, 2)
 

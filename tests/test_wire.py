@@ -72,6 +72,20 @@ def test_a_broken_transfer_goes_on_from_its_good_leaves():
     assert bytes(sink) == BLOB
 
 
+def test_a_file_as_a_sink_says_when_the_disk_is_full(tmp_path):
+    import resource
+    sink, (soft, hard) = wire.FileSink(tmp_path / "part", 4000), resource.getrlimit(resource.RLIMIT_FSIZE)
+    sink[100:200] = b"x" * 100
+    assert sink[0:4000] == b"\0" * 100 + b"x" * 100 + b"\0" * 3800 and sink[3990:5000] == b"\0" * 10
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        with pytest.raises(OSError, match="part: 500 of 1000 bytes written; is the disk full"):
+            sink[1500:2500] = b"y" * 1000
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    sink.close()
+
+
 def test_asks_are_few_and_late_ones_are_made_again():
     pace = wire.Pace(leaves=1, open=2, patience=5.0)
     pull = wire.Pull(wire.manifest("x", BLOB), bytearray(len(BLOB)), pace)
@@ -153,6 +167,7 @@ def spoil(change, kept=False):
     (lambda rs: [setattr(r, "tokens", r.tokens.astype(np.int64)) for r in rs], False, "tokens is int64"),
     (lambda rs: setattr(rs[0], "logp_inf", rs[0].logp_inf[1:]), False, "arrays of unequal length"),
     (lambda rs: setattr(rs[0], "logp_inf", rs[0].logp_inf * np.nan), False, "log-probabilities that are none"),
+    (lambda rs: setattr(rs[0], "logp_inf", rs[0].logp_inf - np.inf), False, "log-probabilities that are none"),
     (lambda rs: setattr(rs[0], "logp_inf", -rs[0].logp_inf + 1), False, "log-probabilities that are none"),
     (lambda rs: [setattr(r, "topk_ids", r.topk_ids[:, :2]) for r in rs] + [setattr(r, "topk_logp", r.topk_logp[:, :2]) for r in rs], False, "top-K of 2 instead of 4"),
     (lambda rs: setattr(rs[0], "reward", float("inf")), False, "a reward or version that is none"),
@@ -171,6 +186,8 @@ def test_groups_beyond_the_limits_or_none_at_all():
             wire.decode_group(data, limits(g, **changes))
     with pytest.raises(wire.WireError, match="kept sets that nobody asked for"):
         wire.decode_group(wire.encode_group(group(True)), limits(group(True), kept=0))
+    with pytest.raises(wire.WireError, match="kept sets of wrong sizes"):
+        wire.decode_group(wire.encode_group(group(True)), limits(group(True), kept=1))
     for bad in (b"", b"x" * 100, data[:-3], (1 << 60).to_bytes(8, "little") + data[8:], data.replace(b'uid', b'uio')):
         with pytest.raises(wire.WireError, match="not a group"):
             wire.decode_group(bad, limits(g))
