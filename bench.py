@@ -1,6 +1,6 @@
 """What it costs: one table and one JSON line. Everything is measured in alternating pairs, because machines drift.
 
-    python bench.py                        # rollout, update, head, replay (and gpu where there is one)
+    python bench.py                        # rollout, update, head, replay (and gpu, lowbit where there is one)
     python bench.py update head            # some of them
     python bench.py trl                    # the whole step against TRL's GRPOTrainer; needs `trl` importable, see the README
 

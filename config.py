@@ -498,7 +498,7 @@ def resolve(cfg: Config, world: int | None = None) -> Config:
     need(cfg.dual_clip == 0 or (cfg.dual_clip > 1 and cfg.clip and cfg.surrogate in ("ppo", "gspo")),
          f"--dual_clip={cfg.dual_clip}: needs a value above 1 (3 is usual), --clip=True and --surrogate=ppo or gspo")
     need(cfg.ratio_base != "group" or cfg.surrogate in ("gspo", "tbpo"),
-         f"--ratio_base=group divides the length-normalised probability of a response: it needs --surrogate=gspo, not {cfg.surrogate}")
+         f"--ratio_base=group divides the length-normalised probability of a response: it needs --surrogate=gspo or tbpo, not {cfg.surrogate}")
     need(cfg.cppo_beta >= 0 and cfg.gepo_defence >= 0, f"--cppo_beta={cfg.cppo_beta} --gepo_defence={cfg.gepo_defence}: must not be negative; 0 is off")
     need(cfg.gepo_defence == 0 or cfg.ratio_base == "group", f"--gepo_defence={cfg.gepo_defence}: mixes into the group's expectation; it needs --ratio_base=group")
     need(cfg.ratio_base == "ref" or cfg.surrogate != "reinforce", f"--ratio_base={cfg.ratio_base}: --surrogate=reinforce has no ratio; use --surrogate=ppo")

@@ -8,7 +8,7 @@ A delayed sampler's q may give a response a probability close to 0; then p / q e
     w = p / E                                                             Eq. 12
     w = p / (e sg(p) + (1 - e) E),  e = clip(c Var_group q, 0, 0.99)      Eq. 15, defensive: `--gepo_defence=c`, 4 in the text, 0 is off
 
-In this repository that is a denominator and nothing else: `--surrogate=gspo --ratio_base=group`. The group is a prompt's, by its id; E is
+In this repository that is another denominator for `gspo`: `--objective=gspo --ratio_base=group`; the preset `gepo` adds the text's clip and advantage. The group is a prompt's, by its id; E is
 made once a step from whole groups (objectives.prepare), so no micro-batch can split it. In log space: extreme probabilities stay finite.
 
 Theorem 1 says Var(p/q) - Var(p/E_q[q]) >= exp(KL(p||q)) - C for plain probabilities, neither length-normalised nor estimated. Its first

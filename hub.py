@@ -35,11 +35,15 @@ ROOM = 256 << 20                   # bytes of groups that a rank holds or has as
 KEPT_VERSIONS = 2                  # a sampler in the middle of the one before the newest may finish it
 
 
+def log_path(run, rank: int) -> Path:
+    return Path(run) / ("remote.log" if rank == 0 else f"remote{rank}.log")
+
+
 def logger(run: Path, rank: int) -> logging.Logger:
-    """OUT/remote.log: who came, who was turned away and why."""
+    """Who came, who was turned away and why."""
     log = logging.getLogger(f"remote.{run}.{rank}")
     if not log.handlers:
-        handler = logging.FileHandler(run / ("remote.log" if rank == 0 else f"remote{rank}.log"))
+        handler = logging.FileHandler(log_path(run, rank))
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         log.addHandler(handler)
         log.setLevel(logging.INFO)
@@ -354,7 +358,7 @@ class RemoteSource:
             last = now if arrived else last
             if now - last > self.cfg.give_up:
                 raise RuntimeError(f"no group from any sampler for {self.cfg.give_up:.0f} s at {self.hub.address}: start samplers "
-                                   f"(python rollout.py --connect=...), look at {self.store.parent}/remote.log, or raise --give_up; --resume goes on from the last checkpoint")
+                                   f"(python rollout.py --connect=...), look at {log_path(self.cfg.out, self.rank)}, or raise --give_up; --resume goes on from the last checkpoint")
             if now - said > 60:
                 said = now
                 print(f"waiting for groups: {len(out)} of {n_groups}, {len(self.hub.reports)} samplers seen at {self.hub.address}", flush=True)

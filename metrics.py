@@ -3,6 +3,7 @@
 `observe` looks at one micro-batch and adds to running sums; `Sums.reduce` adds those over micro-batches and ranks, so that
 every number is a mean over the whole step, never "the last micro-batch". Names follow verl's `rollout_corr/*`.
 
+  rollout_corr/ratio_mean    mean of r = p_ref / p_inf, 1 where both are one law
   rollout_corr/kl            mean(log p_inf - log p_ref): k1 estimate of KL(inf || ref), samples from inf; negative by chance alone
   rollout_corr/k3_kl         mean(r - log r - 1) >= 0, the same KL with less variance;  r = p_ref / p_inf
   rollout_corr/chi2_token    mean(r^2) - 1;  chi2_seq: the same of R = exp(clamp(sum log r, +-clamp))
@@ -34,12 +35,15 @@ every number is a mean over the whole step, never "the last micro-batch". Names 
   weight_var                 variance of weight x keep
   weighted_advantage         mean over tokens of weight x keep x A; with --advantage_error_every also fresh_advantage, the mean A of
                              fresh samples of the policy under the same baselines, and advantage_error, their distance
-  obrs/*                     accept_rate, z (as used), z_exact (two models), z_low, z_high, kappa (where Z is bracketed), lambda;
+  obrs/*                     accept_rate, z (as used), z_exact (two models), z_low, z_high, bracket_width, kappa (where Z is bracketed), lambda;
                              kl_before, kl_after = KL(p_tgt || p_inf), KL(p_tgt || accepted law) over the vocabulary where the learner
                              knows both laws; `_partial`: over S alone
   distill_kl, actor/*        KL(policy || actor) a token over the whole vocabulary; the actor's loss, entropy, gradient norm, and the
                              distillation loss as chosen by flags; actor/engine_gap: |p_inf - p_omega,ref|, engine against learner
   staleness/*                age of the sampling weights, in updates and in seconds
+  sync/*                     error, distance, proved: the probe of the last weight sync (sync.py); MiB moved
+  delay/*, remote/*          the virtual clock and what its bounds drop (delay.py); the account of remote groups (hub.py)
+  grad_norm, lr, response_length, distill_lambda, *_s   norm before clipping; as applied; tokens; as the closed loop has it; seconds by stage
 """
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def probe(cfg, folder: str, actor: str | None, task, tokenizer, n: int, longest:
     engine.close()
     chi2, k1, k3 = (m[f"rollout_corr/{x}"] for x in ("chi2_token", "kl", "k3_kl"))
     m["kl"] = max(k1, k3)                                  # where tokens were cut k3 is too small; k1 alone can be negative
-    out = {"model": folder, "sampler": actor or folder, "engine": f"{cfg.rollout} {cfg.rollout_dtype}" + (f" {cfg.rollout_quant}" if cfg.rollout_quant != "none" else ""),
+    out = {"model": cfg.model, "sampler": cfg.actor if actor else cfg.model, "engine": f"{cfg.rollout} {cfg.rollout_dtype}" + (f" {cfg.rollout_quant}" if cfg.rollout_quant != "none" else ""),
            "learner": cfg.dtype + (f" {cfg.learner_quant}" if cfg.learner_quant != "none" else ""), "lm_head_fp32": cfg.lm_head_fp32,
            "sampling": {k: getattr(cfg, k) for k in ("temperature", "top_p", "top_k", "min_p", "keep_sampling_mask", "logprobs_mode")}, "vocabulary": vocabulary,
            "responses": len(length), "tokens": int(length.sum()), "length": {"mean": float(length.mean()), "95 %": int(np.quantile(length, 0.95)), "max": int(length.max())},

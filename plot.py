@@ -14,7 +14,7 @@ import metrics
 # what is drawn, in reading order: (title, [keys: the first present is used], y axis from 0)
 PANELS = [("reward (sampler's responses)", ["reward"]), ("held-out pass@1, policy", ["eval/policy_pass@1"]),
           ("KL(policy || actor) per token", ["distill_kl", "obrs/kl_before", "rollout_corr/k3_kl"]), ("OBRS acceptance", ["obrs/accept_rate"]),
-          ("KL(policy || accepted law)", ["obrs/kl_after", "obrs/kl_after_partial"]), ("entropy, policy (nats)", ["entropy"]),
+          ("KL(policy || accepted law); staleness without OBRS", ["obrs/kl_after", "obrs/kl_after_partial", "staleness/mean_updates"]), ("entropy, policy (nats)", ["entropy"]),
           ("gradient norm, policy", ["grad_norm"]), ("effective sample size, tokens", ["rollout_corr/rollout_is_eff_sample_size"])]
 
 

@@ -1,4 +1,4 @@
-"""What travels between learner and samplers (remote.py): how it is written down, cut up, checked, and put together again. HeteroRL, section 4.2.
+"""What travels between learner and samplers (hub.py, link.py): how it is written down, cut up, checked, and put together again. HeteroRL, section 4.2.
 
 Groups of rollouts travel one way, weights the other. Whoever has an object *offers* it by its manifest; whoever wants it *pulls* it:
 

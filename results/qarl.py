@@ -4,7 +4,7 @@
 
 configs/lowbit.toml: one model, four updates of 128 responses to a weight sync. int8, fp8 and w4a16 hardly hurt a model this small, so w2a16
 (weights of -1, 0, 1 times a scale for 64 of them) is the stress. The learning rate moves the length-normalised ratio s some thirty times farther than
-the papers' do: at their bands GSPO clips half of the tokens and TBPO three quarters, so both bands are thirty times as wide, `paper's band` excepted.
+the papers' do: at their bands GSPO and TBPO clip half of the tokens, so both bands are thirty times as wide, `paper's band` excepted.
 """
 import sys
 from pathlib import Path

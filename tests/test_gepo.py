@@ -163,7 +163,7 @@ def test_drawing(tmp_path):
 
 
 @pytest.mark.parametrize("flags, sentence", [
-    (dict(objective="gepo", surrogate="ppo"), "--ratio_base=group divides the length-normalised probability of a response: it needs --surrogate=gspo, not ppo"),
+    (dict(objective="gepo", surrogate="ppo"), "--ratio_base=group divides the length-normalised probability of a response: it needs --surrogate=gspo or tbpo, not ppo"),
     (dict(objective="gepo", correction="tis"), "--ratio_base=group already corrects for the mismatch: use --correction=none instead of tis"),
     (dict(objective="gspo", gepo_defence=4.0), "--gepo_defence=4.0: mixes into the group's expectation; it needs --ratio_base=group"),
     (dict(cppo_beta=-0.1), "--cppo_beta=-0.1"),
