@@ -213,7 +213,7 @@ class Config:
     step_seconds: float = 28.125
     """Virtual seconds an update takes (1800 / 64)."""
     max_staleness: Optional[int] = None
-    """Bound in updates: delays are capped there, older groups dropped; 0: the synchronous loop; default none."""
+    """Bound in updates: delays are capped there, older groups dropped when the learner would take them (the updates of one batch come on top); 0: the synchronous loop; default none."""
     window_seconds: float = math.inf
     """Groups that have waited longer are dropped."""
     sync_every: int = 1
@@ -400,7 +400,7 @@ def resolve_open(cfg: Config) -> Config:
         actor = "base:actor" if cfg.model == "base:policy" else "none"
     z = cfg.obrs_z
     if z == "auto":
-        z = "exact" if actor != "none" and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate else "bracket"
+        z = "exact" if actor != "none" and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate and not objectives.lags(cfg) else "bracket"
     c2 = cfg.obrs_c2
     if c2 is None:
         high_now = high if cfg.clip_high is None else cfg.clip_high
@@ -485,8 +485,10 @@ def resolve(cfg: Config, world: int | None = None) -> Config:
     need(cfg.correction not in ("tis_adjusted", "jackpot_adjusted") or cfg.ratio_base == "new",
          f"--correction={cfg.correction} carries p_new / p_inf itself: it needs --ratio_base=new, not {cfg.ratio_base}")
     need(cfg.correction != "jackpot_adjusted" or cfg.obrs_target == "new", "--correction=jackpot_adjusted: its target is the policy now; use --obrs_target=new")
-    need(cfg.obrs_z != "exact" or (two and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate),
-         "--obrs_z=exact: the whole vocabulary is known only with an --actor, --obrs_target=ref and no --obrs_accept_rate; use bracket")
+    need(cfg.obrs_z != "exact" or (two and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate and not objectives.lags(cfg)),
+         "--obrs_z=exact: the whole vocabulary is known only with an --actor, --obrs_target=ref, no --obrs_accept_rate, and samplers that have the actor's own weights (no --delay, --samplers=local); use bracket")
+    need(cfg.correction != "tis_adjusted" or cfg.loss_denominator != "kept" or not objectives.drops(cfg),
+         "--loss_denominator=kept must know what is dropped before the update, and --correction=tis_adjusted is known within it; use proposed")
     need(not (cfg.loss_denominator == "kept" and cfg.obrs_target == "new" and cfg.correction in objectives.USES_Z) or cfg.kappa == "exact",
          "--loss_denominator=kept with --obrs_target=new must know the mask before the update: add --kappa=exact")
     need(not (cfg.correction in objectives.USES_Z and cfg.obrs_accept_rate and cfg.obrs_target == "new") or cfg.kappa == "exact",

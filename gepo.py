@@ -61,7 +61,7 @@ def discrete(p, q) -> dict:
     """Laws on the last axis -> KL(p||q), Var_q(p/q), Var_q(p/E_q[q]), float64."""
     p, q = torch.as_tensor(p, dtype=torch.float64), torch.as_tensor(q, dtype=torch.float64)
     mean = (q * q).sum(-1)
-    return {"kl": (p * (p / q).log()).sum(-1), "standard": (p * p / q).sum(-1) - 1,
+    return {"kl": torch.special.xlogy(p, p / q).sum(-1), "standard": (p * p / q).sum(-1) - 1,
             "group": ((q * p * p).sum(-1) - (q * p).sum(-1) ** 2) / mean ** 2}
 
 

@@ -220,6 +220,11 @@ def drops(cfg) -> bool:
     return cfg.correction in DROPS or masks or cfg.reject != "none" or cfg.veto > 0
 
 
+def lags(cfg) -> bool:
+    """Whether groups may come from older weights than the learner's actor has: then its law is not the one that sampled."""
+    return cfg.samplers != "local" or (cfg.delay != "none" and cfg.max_staleness != 0)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Surrogates: (logp, base, adv, mask, cfg) -> (value to maximise (B, T), clipped (B, T) bool)
 # ---------------------------------------------------------------------------------------------------------------------
@@ -248,8 +253,8 @@ def tbpo(logp, base, adv, mask, cfg):
     s = ratio(seq_mean(logp - base, mask), 0.0, cfg.log_ratio_clamp)
     if not cfg.clip:
         return (s * adv).expand_as(logp), torch.zeros_like(mask)
-    low = torch.where(adv >= 0, -math.inf, 1 - cfg.clip_low).to(s.dtype)
-    high = torch.where(adv >= 0, 1 + cfg.clip_high, 1 + cfg.tbpo_neg_high).to(s.dtype)
+    low = torch.where(adv >= 0, s.new_tensor(-math.inf), s.new_tensor(1 - cfg.clip_low))
+    high = torch.where(adv >= 0, s.new_tensor(1 + cfg.clip_high), s.new_tensor(1 + cfg.tbpo_neg_high))
     band = torch.minimum(torch.maximum(s, low), high)
     inside = (s >= low) & (s <= high)
     return (torch.where(inside, s, band.detach()) * adv).expand_as(logp), (~inside).expand_as(mask)
@@ -257,7 +262,7 @@ def tbpo(logp, base, adv, mask, cfg):
 
 def sapo(logp, base, adv, mask, cfg):
     """(4 / tau) sigmoid(tau (r - 1)) A, tau 1.0 where A > 0, else 1.05. QaRL D.4, arXiv 2511.20347."""
-    tau = torch.where(adv > 0, 1.0, 1.05).to(logp.dtype)
+    tau = torch.where(adv > 0, logp.new_tensor(1.0), logp.new_tensor(1.05))
     return 4.0 / tau * torch.sigmoid(tau * (ratio(logp, base, cfg.log_ratio_clamp) - 1.0)) * adv, torch.zeros_like(mask)
 
 
@@ -432,7 +437,7 @@ def loss(new, batch, stats: dict, cfg):
         value = value * stats["kept_factor"].to(value)
     if cfg.cppo_beta:
         drift = gepo.cppo_kl(new.logp, batch.logp_inf, cfg.cppo_kl, cfg.log_ratio_clamp)
-        value, logs = value + cfg.cppo_beta * drift, {**logs, "cppo_kl": drift.detach()}
+        value, logs = value + cfg.cppo_beta * drift * evenly(batch.mask, stats, cfg), {**logs, "cppo_kl": drift.detach()}
     if cfg.ratio_base in ("inf", "group"):                 # the ratio itself is the weight: say so in the metrics
         gap = new.logp.detach() - base
         weight = weight * ratio(seq_mean(gap, batch.mask).expand_as(gap) if cfg.surrogate in ("gspo", "tbpo") else gap, 0.0, cfg.log_ratio_clamp)
@@ -481,6 +486,14 @@ def reduce(unreduced, mask, stats: dict, cfg):
         return unreduced.sum() / stats["tokens"]
     per_token = mask.sum(1, keepdim=True).clamp_min(1) if cfg.reduction == "seq-mean-token-mean" else cfg.max_tokens
     return (unreduced / per_token).sum() / stats["sequences"]
+
+
+def evenly(mask, stats: dict, cfg):
+    """(B, 1): what turns the chosen reduction into the mean over responses of their token mean."""
+    share = mask.sum(1, keepdim=True).clamp_min(1)
+    if cfg.reduction == "token-mean":
+        return stats["tokens"] / (stats["sequences"] * share)
+    return 1.0 if cfg.reduction == "seq-mean-token-mean" else cfg.max_tokens / share
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ def published(named_tensors, model, fmt: Format, packed: bool = True):
         if module is None:
             yield name, x
             continue
-        whole = isinstance(module, LowBitLinear) and not hasattr(module.weight, "full_tensor")
+        whole = isinstance(module, LowBitLinear) and module.format == fmt and not hasattr(module.weight, "full_tensor")
         q, s = module.low() if whole else quantize(x, fmt.top, fmt.dtype, fmt.group)
         if not packed:
             yield name, dequantize(q, s).to(x.dtype)

@@ -3,12 +3,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 import config
 from config import Config, parse, resolve
 from conftest import ROOT, make_cfg
+from pair import want_new, want_ref
 
 
 @pytest.mark.parametrize("argv, sentence", [
@@ -61,6 +63,7 @@ from conftest import ROOT, make_cfg
     (["--correction=jackpot_adjusted", "--ratio_base=new"], "use --obrs_target=new"),
     (["--obrs_z=exact", "--actor=none"], "--obrs_z=exact: the whole vocabulary is known only"),
     (["--loss_denominator=kept", "--obrs_target=new"], "add --kappa=exact"),
+    (["--objective=tis_adjusted", "--loss_denominator=kept", "--veto=1e-4"], "--correction=tis_adjusted is known within it; use proposed"),
     (["--obrs_accept_rate=0.9", "--obrs_target=new"], "add --kappa=exact"),
     (["--distill_kl_target=0.1", "--actor=none"], "there is no actor to distil"),
     (["--model=/no/such"], "--model=/no/such: no Hugging Face model folder"),
@@ -131,6 +134,17 @@ def test_auto_actor_and_z():
     assert resolve(Config(rollout="hf")).actor == "base:actor" and resolve(Config(rollout="hf")).obrs_z == "exact"
     assert make_cfg(objective="jackpot").obrs_z == "bracket"
     assert make_cfg(objective="jackpot", actor="base:actor", obrs_target="new").obrs_z == "bracket"
+
+
+@pytest.mark.parametrize("late, z", [(dict(delay="lognormal"), "bracket"), (dict(delay="lognormal", max_staleness=0), "exact"), (dict(samplers="zmq", bind="tcp://127.0.0.1:5555"), "bracket")])
+def test_an_actor_that_has_moved_says_nothing_of_the_law_that_sampled(late, z):
+    cfg = resolve(Config(rollout="hf", **late))
+    assert cfg.obrs_z == z and want_ref(cfg, True, 1.0).pair == want_new(cfg, True, 1.0, False).pair == (z == "exact") and want_new(cfg, True, 1.0, True).distill == "forward"
+    new = replace(cfg, obrs_target="new", obrs_z="bracket")
+    assert want_ref(new, True, 1.0).topk == (0 if z == "bracket" else 20)
+    if z == "bracket":
+        with pytest.raises(ValueError, match="samplers that have the actor's own weights"):
+            resolve(Config(rollout="hf", obrs_z="exact", **late))
 
 
 def test_vllm_missing(monkeypatch):

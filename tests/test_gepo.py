@@ -125,7 +125,23 @@ def test_cppo_kl_estimates_what_its_name_says():
     assert float(gepo.cppo_kl(t(-500.0), t(0.0), "official", 20.0)) == pytest.approx(math.exp(20) - 21)
 
 
+@pytest.mark.parametrize("reduction", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_cppo_kl_is_a_mean_over_responses_under_any_reduction(reduction):
+    """Responses of 1 and 2 tokens: the drift of each counts by its own length, whatever divides the surrogate."""
+    new, b = two_groups([[0.4, 0.0], [0.3, -0.2], [0.0, 0.0], [0.1, 0.1]])
+    b = replace(b, mask=torch.tensor([[1, 0], [1, 1], [1, 1], [1, 1]]).bool())
+    base = make_cfg(objective="grpo", ratio_base="inf", reduction=reduction, max_tokens=7)
+    cfg = replace(base, cppo_beta=0.1, cppo_kl="k3")
+    stats = objectives.prepare(b, One, cfg, {})
+    value, logs = objectives.loss(new, b, stats, cfg)
+    plain, _ = objectives.loss(new, b, stats, base)
+    got = objectives.reduce(value - plain, b.mask, stats, cfg)
+    d = logs["cppo_kl"] * b.mask
+    assert float(d.sum()) > 0.05 and float(got.detach()) == pytest.approx(0.1 * float((d.sum(1) / b.mask.sum(1)).mean()), abs=1e-12)
+
+
 def test_theorem_1_on_random_laws():
+    assert float(gepo.discrete([1.0, 0.0], [0.5, 0.5])["kl"]) == pytest.approx(math.log(2))
     torch.manual_seed(3)
     for n in (2, 5, 50):
         p, q = (torch.distributions.Dirichlet(torch.full((n,), 0.4, dtype=f64)).sample((400,)).clamp_min(1e-9) for _ in range(2))

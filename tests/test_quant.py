@@ -215,6 +215,15 @@ def test_the_tensors_of_the_forward_are_the_ones_published(name):
     assert all(torch.equal(exact[f"{n}.weight"], dequantize(*m.low())) for n, m in quant.layers(policy).items())
 
 
+def test_a_learner_in_another_format_publishes_the_engine_s_own():
+    """An int8 learner and a w4a16 engine: what goes out has sixteen levels, made from the master weights."""
+    learner, = learners("int8", "aligned")
+    policy, other = learner.pair.policy, format_of("w4a16", 32)
+    sent = dict(quant.published(policy.state_dict().items(), policy, other, False))
+    for n, m in quant.layers(policy).items():
+        assert torch.equal(sent[f"{n}.weight"], dequantize(*quant.quantize(m.weight.detach(), other.top, other.dtype, other.group)))
+
+
 @pytest.mark.parametrize("name", ["int8", "fp8", "w4a16", "w2a16"])
 def test_the_plain_engine_in_low_bits(name, folders):
     """The plain sampler on the published tensors is the aligned learner."""
