@@ -357,7 +357,7 @@ def bench_gpu(root: str, device: str = "cuda", tokens: int = 16384, updates: int
             "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else math.nan}
 
 
-def bench_wire(root, mib: int = 256, pairs: int = 5) -> dict:
+def bench_wire(root, mib: int = 256, pairs: int = 20) -> dict:
     import multiprocessing
     import hub
     import wire
@@ -391,7 +391,7 @@ def bench_wire(root, mib: int = 256, pairs: int = 5) -> dict:
             with socket.create_connection(("127.0.0.1", port)) as s:
                 s.sendall(data)
             assert ours.recv() == "bare"
-        r = alternate(through_the_hub, bare, pairs, f"wire {name}", warm=1)
+        r = alternate(through_the_hub, bare, pairs, f"wire {name}", warm=3)
         out |= {f"{k} {name}".strip(): v for k, v in r.items() if k != "pairs"}
         out[f"share of bare throughput {name}".strip()] = 1 / r["ratio"]
         fetcher.kill()
