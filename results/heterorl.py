@@ -3,7 +3,8 @@
     python results/heterorl.py          # run what is missing (two at a time), then results/heterorl{,_more,_correlations}.{md,png}
 
 configs/delay.toml: four simulated samplers (delay.py). `64`, `8`, `0`: --max_staleness, which caps the delays; 0 is the synchronous loop, without CPPO-KL
-as in the text. One clip of 0.2 for all three methods of Table 2: only the coefficient differs. `hours` is the virtual clock: what the updates take when
+as in the text. One clip of 0.2 for all three methods of Table 2: only the coefficient differs. A length-normalised
+ratio hardly ever leaves 0.8 to 1.2, so the clip holds GRPO's tokens and nothing else: three more rows tell its part from the coefficient's. `hours` is the virtual clock: what the updates take when
 nobody waits, and what they would take if every update waited until each of the four samplers had its weights.
 """
 import math
@@ -22,6 +23,9 @@ TABLE = {f"{m}, {s}": dict(flags, **bound) for s, bound in BOUNDS.items() for m,
 FAR = BOUNDS[64]
 MORE = {
     "GEPO, 64": TABLE["GEPO, 64"],
+    "GEPO, clip 0.01": dict(objective="gepo", clip_low=0.01, clip_high=0.01, **FAR),
+    "GSPO, clip 0.01": dict(objective="gspo", ratio_base="inf", clip_low=0.01, clip_high=0.01, **FAR),
+    "GRPO, no clip": dict(objective="grpo", ratio_base="inf", clip=False, **FAR),
     "GEPO, defensive": dict(objective="gepo", gepo_defence=4, **FAR),
     "GEPO, mean of q": dict(objective="gepo", gepo_expectation="mean", **FAR),
     "GEPO, weibull": dict(objective="gepo", delay="weibull", **FAR),
