@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import wire
-from account import Spool
+from account import Spool, split
 
 BEAT = 2.0                         # seconds between two hellos
 OFFERS = 64                        # groups offered and not yet fetched, at most
@@ -173,7 +173,7 @@ class Line:
             for name in m.names:
                 self.offered.pop(name, None)
                 self.got.discard(name)
-            self.link.spool.forget([n for n in m.names if n.startswith(self.stream + "/")])
+            self.link.spool.forget([n for n in m.names if self.mine(n)])
         elif isinstance(m, wire.Gone):
             if m.name == "":                               # the learner does not know this connection: say hello again
                 self.session, self.beat = "", 0.0
@@ -191,9 +191,16 @@ class Line:
         elif isinstance(m, wire.Leaves) and self.pull is not None and m.name == self.pull.of.name and len(frames) == 2:
             self.pull.put(m.first, frames[1].buffer, self.heard)
 
+    def mine(self, name: str) -> bool:
+        """Whether a name is one of this stream's groups; one that was damaged on the way is nobody's."""
+        try:
+            return split(name)[0][0] == self.stream
+        except ValueError:
+            return False
+
     def serve(self, m: wire.Ask) -> None:
         if self.cache[0] != m.name:
-            data = self.link.spool.read(m.name) if m.name.startswith(self.stream + "/") else None
+            data = self.link.spool.read(m.name) if self.mine(m.name) else None
             if data is None:
                 return self.send(wire.Gone(m.name))
             self.cache = (m.name, data)

@@ -243,6 +243,29 @@ def test_only_known_keys_come_in(made, tmp_path):
         keys.make_keys(str(tmp_path / "keys"), 1)
 
 
+def test_damaged_names_stop_no_sampler_and_delete_nothing(tmp_path):
+    """A learner's messages as the way spoilt them: numbers that are none, a path out of the spool."""
+    context = zmq.Context()
+    learner = context.socket(zmq.ROUTER)
+    at = learner.bind_to_random_port("tcp://127.0.0.1")
+    spool = account.Spool(tmp_path / "spool", ["box"], 1)
+    spool.hand_over("box", "box/1/2", b"a group")
+    (tmp_path / "1-2").write_bytes(b"somebody else's")
+    end = link.Link([f"tcp://127.0.0.1:{at}"], ["box"], Flags(), spool, tmp_path, None)
+    who = learner.recv_multipart()[0]
+    bad = ["box/1/2&", "box/2", "box/../../1/2", "other/1/2"]
+    for m in (WELCOME, *(wire.Ask(name, 0, 1) for name in bad), wire.Held(bad), wire.Got(bad), wire.Ask("box/1/2", 0, 1)):
+        learner.send_multipart([who, wire.encode(m)])
+    heard, until = [], time.monotonic() + 10
+    while not any(isinstance(m, wire.Leaves) for m in heard) and time.monotonic() < until:
+        if learner.poll(100):
+            heard.append(wire.decode(learner.recv_multipart()[1]))
+    end.close()
+    context.destroy(linger=0)
+    assert [m.name for m in heard if isinstance(m, wire.Gone)] == bad and heard[-1] == wire.Leaves("box/1/2", 0) and end.error == ""
+    assert (tmp_path / "1-2").exists() and spool.read("box/1/2") == b"a group"
+
+
 def test_a_taken_address(made):
     make, _ = made
     h = make()
