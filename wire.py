@@ -234,13 +234,25 @@ class Held(msgspec.Struct, tag="held", frozen=True):
 
 
 Message = Hello | Welcome | Refuse | Offer | Ask | Leaves | Gone | Got | Want | Held
-encode = msgspec.msgpack.Encoder().encode
-_decoder = msgspec.msgpack.Decoder(Message)
+_encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Message)
+
+
+def digest(body) -> bytes:
+    return hashlib.blake2b(body, digest_size=8).digest()
+
+
+def encode(message: Message) -> bytes:
+    """A message behind its digest: one that is damaged on the way is dropped whole, and said again in time."""
+    body = _encoder.encode(message)
+    return digest(body) + body
 
 
 def decode(frame) -> Message:
+    head, body = bytes(frame[:8]), frame[8:]
+    if digest(body) != head:
+        raise WireError("a damaged message, or none")
     try:
-        return _decoder.decode(frame)
+        return _decoder.decode(body)
     except msgspec.MsgspecError as e:
         raise WireError(f"not a message of protocol {PROTOCOL}: {e}") from None
 
