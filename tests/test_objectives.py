@@ -448,3 +448,18 @@ def test_bounds_of_the_closed_loop_and_clamps():
         objectives.finish(carry, {"distill_kl": kl}, cfg)
         assert carry["distill"] == pytest.approx(want)
     assert float(objectives.geo_ratio(tiny([[60.0] * 3] * 2)[1], make_cfg())[0]) == pytest.approx(math.exp(20))
+
+
+def test_a_correction_that_forgets_to_detach_changes_no_gradient(monkeypatch):
+    """Whoever adds a correction need not think of it: weight and keep enter the loss as numbers."""
+    grads = []
+    for leak in (True, False):
+        def own(new, batch, stats, cfg):
+            x = new.logp if leak else new.logp.detach()
+            return x.exp(), (x.exp() * 2).clamp(max=1.0), {}
+        monkeypatch.setitem(objectives.CORRECTIONS, "none", own)
+        new, b = tiny([[0.1, -0.2, 0.3], [0.0, 0.5, -0.4]])
+        value, _ = objectives.loss(new, b, STATS, make_cfg(objective="grpo"))
+        value.sum().backward()
+        grads.append(new.logp.grad)
+    assert torch.equal(*grads) and float(grads[0].abs().sum()) > 0.1
