@@ -42,7 +42,7 @@ every number is a mean over the whole step, never "the last micro-batch". Names 
                              distillation loss as chosen by flags; actor/engine_gap: |p_inf - p_omega,ref|, engine against learner
   staleness/*                age of the sampling weights, in updates and in seconds
   sync/*                     error, distance, proved: the probe of the last weight sync (sync.py); MiB moved
-  delay/*, remote/*          the virtual clock and what its bounds drop (delay.py); the account of remote groups (hub.py)
+  delay/*, remote/*          the virtual clock and what its bounds drop (delay.py); the account of remote groups (remote.py)
   grad_norm, lr, response_length, distill_lambda, *_s   norm before clipping; as applied; tokens; as the closed loop has it; seconds by stage
 """
 from __future__ import annotations

@@ -150,6 +150,7 @@ def remote_source(cfg: config.Config, world: World, model: str, topk: int, kept:
     """The source of `--samplers=zmq` or files."""
     import files
     import hub
+    import remote
     import sampling
     import wire
     folder, law = getattr(world, model), sampling.of(cfg)
@@ -167,4 +168,4 @@ def remote_source(cfg: config.Config, world: World, model: str, topk: int, kept:
     else:
         address, _, port = cfg.bind.rpartition(":")
         end = hub.Hub(f"{address}:{int(port) + comm.rank}" if port.isdigit() and int(port) else cfg.bind, cfg.keys, welcome, limits, log)
-    return hub.RemoteSource(end, cfg, limits, law, Path(cfg.out) / "versions" / f"rank{comm.rank}", comm.rank, comm.world, log)
+    return remote.RemoteSource(end, cfg, limits, law, Path(cfg.out) / "versions" / f"rank{comm.rank}", comm.rank, comm.world, log)

@@ -14,6 +14,7 @@ import files
 import hub
 import keys
 import link
+import remote
 import wire
 from conftest import make_cfg
 from sampler import Flags
@@ -307,7 +308,7 @@ def source(folder, **changes):
     log = logging.getLogger(f"source.{folder}")
     log.propagate = False
     ends = files.FilesHub(str(folder), WELCOME, limits(group()), log)
-    return hub.RemoteSource(ends, cfg, limits(group()), Sampling(), folder / "versions", 0, 1, log)
+    return remote.RemoteSource(ends, cfg, limits(group()), Sampling(), folder / "versions", 0, 1, log)
 
 
 def hand_over(folder, source, n, version=0, **changes):
