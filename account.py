@@ -2,7 +2,8 @@
 
 A group's name is SAMPLER/INCARNATION/N: an incarnation is one life of a sampler's process, N counts its groups. The sampler writes a group into its
 `Spool`, a file that appears whole behind its digest; from then on it is accounted for. It stays there until the learner says that a checkpoint
-holds it. The learner's side is an `Account`, a set of names that stays small: a checkpoint carries it, and what is in it is turned away.
+holds it. A file that was damaged leaves an empty one behind that says so, and the learner books the group as lost. The learner's side is an
+`Account`, a set of names that stays small: a checkpoint carries it, and what is in it is turned away.
 """
 from __future__ import annotations
 
@@ -81,19 +82,20 @@ def opened(data: bytes) -> bytes | None:
 
 
 class Spool:
-    """Files STREAM/INC-N, sealed, each a group that was handed over. Damaged ones are reported as lost."""
+    """Files STREAM/INC-N, sealed, each a group that was handed over; STREAM/INC-N.lost in place of one that was damaged."""
 
     def __init__(self, folder: Path, streams: list[str], incarnation: int):
         self.folder, self.incarnation, self.lock = folder, incarnation, threading.Lock()
         self.handed = dict.fromkeys(streams, 0)
-        self.lost: dict[str, list[int]] = {s: [] for s in streams}
-        self.waiting: dict[str, deque] = {s: deque() for s in streams}     # names, oldest first
+        self.lost: dict[str, list[str]] = {}                               # names
+        self.waiting: dict[str, deque] = {}                                # names, oldest first
         for s in streams:
             (folder / s).mkdir(parents=True, exist_ok=True)
             for scratch in (folder / s).glob(".*"):                        # cut off in the middle: never handed over
                 scratch.unlink()
-            old = [f"{s}/{'/'.join(p.name.split('-'))}" for p in (folder / s).glob("*-*")]
-            self.waiting[s].extend(sorted(old, key=split))
+            old = sorted((f"{s}/{'/'.join(p.name.split('-'))}" for p in (folder / s).glob("*-*")), key=lambda n: split(n.removesuffix(".lost")))
+            self.waiting[s] = deque(n for n in old if not n.endswith(".lost"))
+            self.lost[s] = [n.removesuffix(".lost") for n in old if n.endswith(".lost")]
 
     def __len__(self) -> int:
         return sum(map(len, self.waiting.values()))
@@ -110,23 +112,23 @@ class Spool:
 
     def read(self, name: str) -> bytes | None:
         """The group's bytes; None if they are gone or damaged, which is written down."""
-        try:
-            data = opened(self.path(name).read_bytes())
-        except FileNotFoundError:
-            return None
-        if data is None:
-            (stream, incarnation), n = split(name)
-            if incarnation == self.incarnation:
-                self.lost[stream].append(n)
-            self.forget([name])
+        path, stream = self.path(name), split(name)[0][0]
+        data = opened(path.read_bytes()) if path.is_file() else None
+        if data is None and name in self.waiting[stream]:
+            path.with_name(f"{path.name}.lost").touch()
+            path.unlink(missing_ok=True)
+            with self.lock:
+                self.waiting[stream].remove(name)
+                self.lost[stream].append(name)
         return data
 
     def forget(self, names) -> None:
-        with self.lock:
-            for name in names:
-                try:
-                    self.waiting[split(name)[0][0]].remove(name)
-                except (ValueError, KeyError):
-                    pass
+        """The learner holds these, or has booked them as lost."""
         for name in names:
-            self.path(name).unlink(missing_ok=True)
+            stream, path = split(name)[0][0], self.path(name)
+            with self.lock:
+                for kept in (self.waiting[stream], self.lost[stream]):
+                    if name in kept:
+                        kept.remove(name)
+            path.unlink(missing_ok=True)
+            path.with_name(f"{path.name}.lost").unlink(missing_ok=True)

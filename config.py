@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, Optional, get_args, get_type_hints
 
+import delay
 import objectives
 import sampling
 
@@ -296,7 +297,7 @@ FOREIGN = {
     "num_generations": "group_size", "max_completion_length": "max_tokens",
 }
 # keys that a resumed run may change: they steer the process, not the training
-HARMLESS = {"resume", "overwrite", "keep", "save_every", "tensorboard", "wandb", "out"}
+HARMLESS = {"resume", "overwrite", "keep", "save_every", "tensorboard", "wandb", "out", "bind", "keys", "sync_path", "give_up"}
 
 
 def parse(argv: list[str] | None = None) -> Config:
@@ -400,7 +401,7 @@ def resolve_open(cfg: Config) -> Config:
         actor = "base:actor" if cfg.model == "base:policy" else "none"
     z = cfg.obrs_z
     if z == "auto":
-        z = "exact" if actor != "none" and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate and not objectives.lags(cfg) else "bracket"
+        z = "exact" if actor != "none" and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate and objectives.knows_sampler(cfg) else "bracket"
     c2 = cfg.obrs_c2
     if c2 is None:
         high_now = high if cfg.clip_high is None else cfg.clip_high
@@ -435,9 +436,7 @@ def resolve(cfg: Config, world: int | None = None) -> Config:
     need(cfg.learner_quant != "aligned" or cfg.rollout_quant != "none",
          "--learner_quant=aligned: the rollouts are not quantized, there is nothing to align with; name a --rollout_quant, or the learner's own format in --learner_quant")
     need(cfg.quant_group >= 1, f"--quant_group={cfg.quant_group}: must be at least 1")
-    need(0 < cfg.delay_min <= cfg.delay_max, f"--delay_min={cfg.delay_min} --delay_max={cfg.delay_max}: the shortest delay must be above 0 and not above the longest")
-    need(cfg.delay in ("none", "constant", "exponential") or cfg.delay_min < cfg.delay_max, f"--delay={cfg.delay}: two quantiles need --delay_min below --delay_max; use --delay=constant")
-    need(0 < cfg.delay_mass < 1, f"--delay_mass={cfg.delay_mass}: the share of delays between --delay_min and --delay_max lies inside (0, 1)")
+    delay.check(cfg)
     for name in ("delay_samplers", "sync_every"):
         need(getattr(cfg, name) >= 1, f"--{name}={getattr(cfg, name)}: must be at least 1")
     for name in ("sampler_rate", "step_seconds", "window_seconds"):
@@ -454,6 +453,10 @@ def resolve(cfg: Config, world: int | None = None) -> Config:
          f"--bind={cfg.bind}: for other hosts --keys are needed (python keys.py OUT --samplers=N makes them), or listen on tcp://127.0.0.1:PORT")
     need(cfg.sync_dtype != "quantized" or cfg.rollout_quant not in ("none", "w3a16", "w2a16"),
          f"--sync_dtype=quantized: --rollout_quant={cfg.rollout_quant} is no format that engines load; use int8, fp8 or w4a16, or --sync_dtype=float32")
+    need(not (remote and cfg.learner_quant == "aligned" and cfg.sync_dtype == "bfloat16"),
+         "--sync_dtype=bfloat16: an engine that quantizes rounded weights has other low-bit numbers than --learner_quant=aligned; use --sync_dtype=float32 or quantized")
+    need(cfg.delay == "none" or cfg.sampler_rate <= 1 or cfg.max_staleness is not None or math.isfinite(cfg.window_seconds),
+         f"--sampler_rate={cfg.sampler_rate}: more groups are made than trained on, and they wait for ever; bound them with --max_staleness or --window_seconds")
     need(cfg.give_up > 0, f"--give_up={cfg.give_up}: must be above 0")
     need(cfg.obrs_c2 >= 1, f"--obrs_c2={cfg.obrs_c2}: caps p_ref / p_tgt, so at least 1")
     need(cfg.obrs_lambda > 0, f"--obrs_lambda={cfg.obrs_lambda}: lambda must be above 0 (1 is the usual value)")
@@ -485,8 +488,8 @@ def resolve(cfg: Config, world: int | None = None) -> Config:
     need(cfg.correction not in ("tis_adjusted", "jackpot_adjusted") or cfg.ratio_base == "new",
          f"--correction={cfg.correction} carries p_new / p_inf itself: it needs --ratio_base=new, not {cfg.ratio_base}")
     need(cfg.correction != "jackpot_adjusted" or cfg.obrs_target == "new", "--correction=jackpot_adjusted: its target is the policy now; use --obrs_target=new")
-    need(cfg.obrs_z != "exact" or (two and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate and not objectives.lags(cfg)),
-         "--obrs_z=exact: the whole vocabulary is known only with an --actor, --obrs_target=ref, no --obrs_accept_rate, and samplers that have the actor's own weights (no --delay, --samplers=local); use bracket")
+    need(cfg.obrs_z != "exact" or (two and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate and objectives.knows_sampler(cfg)),
+         "--obrs_z=exact: the whole vocabulary is known only with an --actor, --obrs_target=ref, no --obrs_accept_rate, and samplers that are the learner's actor (no --delay, --samplers=local, low bits aligned, kept sets replayed); use bracket")
     need(cfg.correction != "tis_adjusted" or cfg.loss_denominator != "kept" or not objectives.drops(cfg),
          "--loss_denominator=kept must know what is dropped before the update, and --correction=tis_adjusted is known within it; use proposed")
     need(not (cfg.loss_denominator == "kept" and cfg.obrs_target == "new" and cfg.correction in objectives.USES_Z) or cfg.kappa == "exact",
@@ -516,7 +519,7 @@ def resolve(cfg: Config, world: int | None = None) -> Config:
         need(1 <= cfg.task_min_ops <= cfg.task_max_ops, f"--task_min_ops={cfg.task_min_ops}: must be between 1 and --task_max_ops={cfg.task_max_ops}")
         need(cfg.task_explain >= 0, f"--task_explain={cfg.task_explain}: must be 0 (no explanations) or more tokens")
         need(1 <= cfg.task_operand <= cfg.task_total < 200, f"--task_total={cfg.task_total}: must be below 200 and no less than --task_operand={cfg.task_operand}")
-    if cfg.rollout == "vllm":
+    if cfg.rollout == "vllm" and not remote:
         need(importlib.util.find_spec("vllm") is not None, "--rollout=vllm: vLLM is not installed here; install it (make demo does), or use --rollout=hf")
     if cfg.wandb:
         need(importlib.util.find_spec("wandb") is not None, f"--wandb={cfg.wandb}: wandb is not installed; pip install wandb, or leave the flag out")

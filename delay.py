@@ -12,7 +12,7 @@ The clock is virtual: an update takes `--step_seconds`, sampling takes none, so 
 Laws of D between lo and hi seconds, fitted so that P(D < lo) = P(D > hi) = (1 - mass) / 2 = a, then clipped to [lo, hi]:
 
     lognormal     mu = log sqrt(lo hi), sigma = log(hi / lo) / (2 z), z the normal quantile of 1 - a
-    weibull       k = log(log a / log(1 - a)) / log(hi / lo), scale = hi / (-log a)^(1/k)
+    weibull       k = log(log a / log(1 - a)) / log(hi / lo), log scale = log hi - log(-log a) / k
     exponential   rate = -log a / hi: one parameter, so P(D > hi) = a alone is met
     constant      hi
 
@@ -46,19 +46,29 @@ class Law:
             return {"mu": math.log(self.low * self.high) / 2, "sigma": span / (2 * NormalDist().inv_cdf(1 - a))}
         if self.kind == "weibull":
             k = math.log(math.log(a) / math.log1p(-a)) / span
-            return {"k": k, "scale": self.high / (-math.log(a)) ** (1 / k)}
+            return {"k": k, "log_scale": math.log(self.high) - math.log(-math.log(a)) / k}
         return {"rate": -math.log(a) / self.high} if self.kind == "exponential" else {}
 
     def quantile(self, u: float) -> float:
         """The delay below which a share u lies, 0 < u < 1, clipped to [low, high]."""
         p = self.fit()
         if self.kind == "lognormal":
-            x = math.exp(p["mu"] + p["sigma"] * NormalDist().inv_cdf(u))
+            x = p["mu"] + p["sigma"] * NormalDist().inv_cdf(u)
         elif self.kind == "weibull":
-            x = p["scale"] * (-math.log1p(-u)) ** (1 / p["k"])
+            x = p["log_scale"] + math.log(-math.log1p(-u)) / p["k"]
         else:
-            x = -math.log1p(-u) / p["rate"] if self.kind == "exponential" else self.high
-        return min(max(x, self.low), self.high)
+            x = math.log(-math.log1p(-u) / p["rate"]) if self.kind == "exponential" else math.inf
+        return self.low if x <= math.log(self.low) else self.high if x >= math.log(self.high) else math.exp(x)
+
+
+def check(flags) -> None:
+    """ValueError: one sentence, if `flags` (of train.py or of a remote sampler) name no law."""
+    if not 0 < flags.delay_min <= flags.delay_max < math.inf:
+        raise ValueError(f"--delay_min={flags.delay_min} --delay_max={flags.delay_max}: the shortest delay must be above 0 and not above the longest")
+    if flags.delay in ("lognormal", "weibull") and flags.delay_min == flags.delay_max:
+        raise ValueError(f"--delay={flags.delay}: two quantiles need --delay_min below --delay_max; use --delay=constant")
+    if not 0 < flags.delay_mass < 1:
+        raise ValueError(f"--delay_mass={flags.delay_mass}: the share of delays between --delay_min and --delay_max lies inside (0, 1)")
 
 
 class DelaySource(LocalSource):
@@ -139,7 +149,7 @@ class DelaySource(LocalSource):
             fresh += [] if late or old else [ticket]
         self.tickets = fresh
 
-    def next(self, n_groups: int, learner_version: int) -> list[Rollout]:
+    def next(self, n_groups: int, learner_version: int, stop=()) -> list[Rollout]:
         """The next n groups in order of arrival; the clock moves on by whole steps until there are so many."""
         self.make(n_groups, learner_version)
         while len(self.tickets) < n_groups:

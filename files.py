@@ -7,28 +7,45 @@ Every file appears whole, by a rename:
     rollouts/SAMPLER/INC-N       a group behind its SHA-256; the sampler deletes it when it is held
     held/SAMPLER                 which of them are held, got/SAMPLER: which are fetched;  samplers/SAMPLER: the sampler's last Hello
 
-With several ranks a sampler SAMPLER.R has a stream for each rank R.
+With several ranks a sampler SAMPLER.R has a stream for each rank R. The learner touches `welcome` while it is there. A full disk is waited out on both ends.
 """
 from __future__ import annotations
 
+import os
 import queue
+import threading
 import time
 from collections import Counter
 from pathlib import Path
 
 import wire
 from account import Account, Spool, opened, place, split
-from hub import KEPT_VERSIONS
+from hub import KEPT_VERSIONS, ROOM
+
+BEAT = 2.0                         # seconds between two signs of life
 
 
 class FilesHub:
     """The learner's end, called by the training loop."""
 
-    def __init__(self, folder: str, welcome: wire.Welcome, limits: wire.Limits, log, rank: int = 0, world: int = 1):
-        self.folder, self.welcome, self.limits, self.log, self.rank, self.world = Path(folder), welcome, limits, log, rank, world
+    def __init__(self, folder: str, welcome: wire.Welcome, limits: wire.Limits, log, rank: int = 0, world: int = 1, room: int = ROOM):
+        self.folder, self.welcome, self.limits, self.log, self.rank, self.world, self.room = Path(folder), welcome, limits, log, rank, world, room
         self.counts, self.reports, self.got, self.held_before, self.address, self.broken = Counter(), {}, Account(), Account(), str(folder), ""
+        self.models: list[str] = []                        # published in this session, in order
+        self.size, self.beat, self.unsaid = 0, 0.0, {}     # bytes taken and not freed; last sign of life; files that found no room on the disk
+        self.strange: set[str] = set()
         for name in ("models", "rollouts", "held", "got", "samplers"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
+
+    def _say(self, path: Path, message) -> None:
+        """Write a message; where the disk is full, with the next one."""
+        self.unsaid[path] = wire.encode(message)
+        for path, data in list(self.unsaid.items()):
+            try:
+                place(path, data)
+                del self.unsaid[path]
+            except OSError as e:
+                self.log.warning("%s: %s; it will be written later", path, e.strerror)
 
     def open(self, held: Account) -> None:
         self.held_before = held
@@ -41,108 +58,171 @@ class FilesHub:
         if self.rank:
             return
         data = path.read_bytes()
-        place(self.folder / "models" / path.name, data)
-        place(self.folder / "models" / "newest", wire.encode(wire.Offer(wire.manifest(path.name, data), version, published)))
-        for old in sorted((self.folder / "models").glob("v*.safetensors"))[:-KEPT_VERSIONS]:
-            old.unlink()
+        while True:
+            try:
+                place(self.folder / "models" / path.name, data)
+                break
+            except OSError as e:
+                print(f"{self.folder}: {e.strerror}; waiting for room", flush=True)
+                time.sleep(1.0)
+        self._say(self.folder / "models" / "newest", wire.Offer(wire.manifest(path.name, data), version, published))
+        self.models = [*(name for name in self.models if name != path.name), path.name][-KEPT_VERSIONS:]
+        for old in (self.folder / "models").glob("v*.safetensors"):        # those of an undone history too, whatever their numbers
+            if old.name not in self.models:
+                old.unlink()
 
     def held(self, names: list[str]) -> None:
         for name in names:
             self.held_before.add(name)
         for sampler in {split(name)[0][0] for name in names}:
-            place(self.folder / "held" / sampler, wire.encode(wire.Held([n for n in self._names(sampler) if self.held_before.has(n)])))
+            self._say(self.folder / "held" / sampler, wire.Held([n for n in self._names(sampler) if self.held_before.has(n)]))
 
     def _streams(self, kind: str) -> list[Path]:
         return sorted((self.folder / kind).glob("*" if self.world == 1 else f"*.{self.rank}"))
 
     def _names(self, sampler: str) -> list[str]:
-        return [f"{sampler}/{'/'.join(p.name.split('-'))}" for p in (self.folder / "rollouts" / sampler).glob("*-*") if "." not in p.name]
+        return sorted((f"{sampler}/{'/'.join(p.name.split('-'))}" for p in (self.folder / "rollouts" / sampler).glob("*-*") if "." not in p.name), key=split)
 
-    def take(self) -> list[tuple[str, bytes, float]]:
-        out = []
-        for report in (self.folder / "samplers").glob("*"):
+    def take(self) -> list[tuple[str, bytes | str, float]]:
+        if self.rank == 0 and time.monotonic() - self.beat > BEAT:
+            self.beat = time.monotonic()
+            os.utime(self.folder / "welcome")
+        for report in self._streams("samplers"):
             try:
                 m = wire.decode(report.read_bytes())
-                self.reports[m.sampler, m.incarnation] = (m.handed, m.lost)
             except (OSError, wire.WireError):              # being written
                 continue
-        for folder in self._streams("rollouts"):
-            before = len(out)
-            for name in sorted(self._names(folder.name), key=lambda n: split(n)):
-                if self.got.has(name):
-                    continue
-                if self.held_before.has(name):             # in the checkpoint already
-                    self.counts["duplicate"] += 1
-                    self.got.add(name)
-                    self.held([name])
-                    continue
-                path = folder / "-".join(name.split("/")[1:])
-                if path.stat().st_size > self.limits.nbytes + 32:
-                    data = None
-                else:
-                    data = opened(path.read_bytes())
+            if m.protocol == wire.PROTOCOL:
+                self.reports[m.sampler, m.incarnation] = m.handed
+            elif m.sampler not in self.strange:
+                self.strange.add(m.sampler)
+                self.log.warning("sampler %s refused: it speaks protocol %d", m.sampler, m.protocol)
+        out = self._gaps()
+        for stream in self._streams("rollouts"):
+            new = [name for name in self._names(stream.name) if not self.got.has(name)]
+            done = [name for name in new if self.held_before.has(name)]                             # in the checkpoint already
+            for name in done:
+                self.counts["duplicate"] += 1
                 self.got.add(name)
-                if data is None:
-                    self.counts["corrupt"] += 1
-                    self.log.warning("%s is damaged or too big", path)
-                    self.held([name])
-                    continue
-                self.counts["received"] += 1
-                self.counts["bytes_in"] += len(data)
-                out.append((name, data, path.stat().st_mtime))
+            if done:
+                self.held(done)
+            before = len(out)
+            for name in new:
+                if name not in done:
+                    path = stream / "-".join(name.split("/")[1:])
+                    if (item := self._read(name, path)) is None:
+                        break                              # no room for more
+                    self.got.add(name)
+                    out.append(item)
             if len(out) > before:
-                place(self.folder / "got" / folder.name, wire.encode(wire.Got([n for n in self._names(folder.name) if self.got.has(n)])))
+                self._say(self.folder / "got" / stream.name, wire.Got([n for n in self._names(stream.name) if self.got.has(n)]))
         return sorted(out, key=lambda item: item[2])       # in order of arrival
 
+    def _gaps(self) -> list[tuple[str, str, float]]:
+        """What a sampler has handed over and nobody finds any more."""
+        out = []
+        for key, handed in self.reports.items():
+            there = set(self._names(key[0]))
+            for n in range(self.held_before[key].upto if key in self.held_before else 0, handed):
+                name = f"{key[0]}/{key[1]}/{n}"
+                if name not in there and not self.held_before.has(name) and not self.got.has(name):
+                    self.log.warning("%s is gone", self.folder / "rollouts" / key[0] / f"{key[1]}-{n}")
+                    self.got.add(name)
+                    out.append((name, "lost", time.time()))
+        return out
+
+    def _read(self, name: str, path: Path) -> tuple[str, bytes | str, float] | None:
+        info = path.stat()
+        nbytes = info.st_size - 32                         # behind its digest
+        if nbytes > self.limits.nbytes:
+            self.log.warning("%s is too big for a group", path)
+            return name, "refused", info.st_mtime
+        if self.size and self.size + nbytes > self.room:
+            return None
+        data = opened(path.read_bytes())
+        if data is None:
+            self.log.warning("%s is damaged", path)
+            return name, "corrupt", info.st_mtime
+        self.size += len(data)
+        self.counts["received"] += 1
+        self.counts["bytes_in"] += len(data)
+        return name, data, info.st_mtime
+
     def free(self, nbytes: int) -> None:
-        pass
+        self.size -= nbytes
 
     def close(self) -> None:
         pass
 
 
-class FilesLink:
-    """A sampler's end, called between two batches. The spool is the folder itself."""
+class FilesLink(threading.Thread):
+    """A sampler's end: a thread that looks into the folder, as link.Link listens to its sockets. The spool is the folder itself."""
 
     def __init__(self, folder: str, streams: list[str], flags, spool: Spool):
+        super().__init__(daemon=True, name="link")
         self.folder, self.streams, self.flags, self.spool = Path(folder), streams, flags, spool
-        self.newest, self.error, self.session, self.welcome, self.got = None, "", "", queue.Queue(), dict.fromkeys(streams, 0)
-        self.look()
+        self.newest, self.error, self.stopping = None, "", False
+        self.session, self.welcome, self.got = "", queue.Queue(), dict.fromkeys(streams, 0)
+        self.heard, self.mark, self.beat = time.monotonic(), 0, 0.0
+        self.start()
+
+    def run(self) -> None:
+        before = time.monotonic()
+        while not self.stopping and not self.error:
+            now = time.monotonic()
+            if now - before > self.flags.patience:         # this process was stopped: that is nobody's silence
+                self.heard += now - before
+            before = now
+            try:
+                self.turn(now)
+            except OSError as e:
+                if e.errno is None or isinstance(e, FileNotFoundError):
+                    pass                                   # replaced while it was read: the next turn finds what replaced it
+                else:
+                    print(f"{self.folder}: {e.strerror}; trying again", flush=True)
+                    time.sleep(1.0)
+            except wire.WireError:
+                pass
+            if now - self.heard > self.flags.give_up:
+                self.error = f"no sign of life from a learner in {self.folder} for {self.flags.give_up:.0f} s: is it up? A group that was handed over waits in the folder"
+            time.sleep(0.05)
 
     def behind(self) -> int:
+        """As link.Link.behind."""
         return sum(len(self.spool.waiting[s]) - min(len(self.spool.waiting[s]), self.got[s]) for s in self.streams)
 
-    def look(self) -> None:
-        try:
-            m = wire.decode((self.folder / "welcome").read_bytes())
+    def turn(self, now: float) -> None:
+        path = self.folder / "welcome"
+        if (mark := path.stat().st_mtime_ns) != self.mark:
+            self.mark, self.heard = mark, now
+            m = wire.decode(path.read_bytes())
             if m.protocol != wire.PROTOCOL:
                 self.error = f"the learner speaks protocol {m.protocol} and this sampler {wire.PROTOCOL}: bring both to one revision"
+                return
             if m.session != self.session:
                 self.session = m.session
                 self.welcome.put(m)
-        except (FileNotFoundError, wire.WireError):
-            return
         for stream in self.streams:
-            place(self.folder / "samplers" / stream, wire.encode(wire.Hello(wire.PROTOCOL, stream, self.spool.incarnation, self.session, self.spool.handed[stream], self.spool.lost[stream])))
-            try:
-                self.spool.forget(wire.decode((self.folder / "held" / stream).read_bytes()).names)
-            except (FileNotFoundError, wire.WireError):
-                pass
-            try:
-                got = set(wire.decode((self.folder / "got" / stream).read_bytes()).names)
-                self.got[stream] = len(got.intersection(self.spool.waiting[stream]))
-            except (FileNotFoundError, wire.WireError):
-                self.got[stream] = 0
-        try:
-            offer = wire.decode((self.folder / "models" / "newest").read_bytes())
-        except (FileNotFoundError, wire.WireError):
-            return
-        path = self.folder / "models" / offer.of.name
-        if self.newest != (offer.version, offer.published, path) and path.is_file() and wire.manifest(offer.of.name, path.read_bytes()) == offer.of:
-            self.newest = (offer.version, offer.published, path)
+            if (path := self.folder / "held" / stream).is_file():
+                self.spool.forget(wire.decode(path.read_bytes()).names)
+            got = set(wire.decode(path.read_bytes()).names) if (path := self.folder / "got" / stream).is_file() else ()
+            with self.spool.lock:
+                self.got[stream] = sum(name in got for name in self.spool.waiting[stream])
+        if (path := self.folder / "models" / "newest").is_file():
+            offer = wire.decode(path.read_bytes())
+            path = self.folder / "models" / offer.of.name
+            if offer.of.nbytes > self.flags.most_weights * 2**30:
+                self.error = f"--most_weights={self.flags.most_weights}: the learner's weights have {offer.of.nbytes / 2**30:.1f} GiB"
+            elif self.newest != (offer.version, offer.published, path) and wire.manifest(offer.of.name, path.read_bytes()) == offer.of:
+                self.newest = (offer.version, offer.published, path)
+        if now - self.beat > BEAT:
+            self.beat = now
+            for stream in self.streams:
+                place(self.folder / "samplers" / stream, wire.encode(wire.Hello(wire.PROTOCOL, stream, self.spool.incarnation, self.session, self.spool.handed[stream], self.spool.lost[stream])))
 
     def close(self) -> None:
-        pass
+        self.stopping = True
+        self.join(timeout=5)
 
 
 def shared_world(folder: Path, flags) -> int:

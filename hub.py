@@ -22,6 +22,7 @@ from keys import secure
 
 ROOM = 256 << 20                   # bytes of groups that a rank holds or has asked for
 KEPT_VERSIONS = 2                  # a sampler in the middle of the one before the newest may finish it
+SILENT = 60.0                      # seconds after which a sampler that says nothing gives its room back
 
 
 def log_path(run, rank: int) -> Path:
@@ -54,17 +55,25 @@ class Peer:
     pulls: dict = field(default_factory=dict)              # name -> Pull
     seen: float = 0.0
 
+    def owns(self, name: str) -> bool:
+        """Whether this may be the name of one of its groups."""
+        try:
+            (sampler, _), n = split(name)
+        except ValueError:
+            return False
+        return sampler == self.sampler and n >= 0
+
 
 class Hub(threading.Thread):
-    """One socket for all samplers of a rank. `arrived` is its inbox, `counts` and `reports` what it has to say."""
+    """One socket for all samplers of a rank. `arrived` is its inbox: (name, bytes or the column of a group that will not come, when)."""
 
     def __init__(self, bind: str, keys: str, welcome: wire.Welcome, limits: wire.Limits, log, room: int = ROOM):
         import zmq
         super().__init__(daemon=True, name="hub")
         self.welcome, self.limits, self.log, self.room = welcome, limits, log, room
         self.lock, self.stopping, self.broken = threading.Lock(), False, ""
-        self.arrived, self.size = deque(), 0               # (name, bytes, when); bytes held or asked for
-        self.counts, self.reports = Counter(), {}          # (sampler, incarnation) -> (handed over, lost)
+        self.arrived, self.size = deque(), 0               # the inbox; bytes held or asked for
+        self.counts, self.reports = Counter(), {}          # (sampler, incarnation) -> groups handed over
         self.got, self.held_before = Account(), Account()
         self.peers: dict[bytes, Peer] = {}
         self.weights: dict[str, tuple[wire.Offer, mmap.mmap]] = {}
@@ -73,7 +82,7 @@ class Hub(threading.Thread):
         self.socket = self.context.socket(zmq.ROUTER)
         if keys != "none":
             self.auth = secure(self.context, self.socket, keys, log)
-        for option, value in ((zmq.MAXMSGSIZE, 16 * wire.LEAF + 4096), (zmq.SNDHWM, 64), (zmq.RCVHWM, 64), (zmq.LINGER, 0),
+        for option, value in ((zmq.MAXMSGSIZE, wire.MOST), (zmq.SNDHWM, 64), (zmq.RCVHWM, 64), (zmq.LINGER, 0),
                               (zmq.HEARTBEAT_IVL, 2000), (zmq.HEARTBEAT_TIMEOUT, 10000)):
             self.socket.setsockopt(option, value)
         try:
@@ -81,7 +90,8 @@ class Hub(threading.Thread):
         except zmq.ZMQError as e:
             raise ValueError(f"--bind={bind}: {zmq.strerror(e.errno)}; name a free address of this host, such as tcp://*:5555") from None
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.failures = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+        self.events = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+                                                     | zmq.EVENT_DISCONNECTED)
 
     # -- called by the training loop
 
@@ -98,7 +108,7 @@ class Hub(threading.Thread):
     def held(self, names: list[str]) -> None:
         self.todo.append(wire.Held(names))
 
-    def take(self) -> list[tuple[str, bytes, float]]:
+    def take(self) -> list[tuple[str, bytes | str, float]]:
         with self.lock:
             out = list(self.arrived)
             self.arrived.clear()
@@ -128,7 +138,7 @@ class Hub(threading.Thread):
             raise
         finally:                                           # sockets are closed by the thread that uses them
             self.socket.disable_monitor()
-            self.failures.close(linger=0)
+            self.events.close(linger=0)
             self.socket.close(linger=0)
 
     def _run(self) -> None:
@@ -139,17 +149,26 @@ class Hub(threading.Thread):
         while not self.stopping:
             poller.poll(10)
             self._errands()
-            while self.failures.poll(0):
-                recv_monitor_message(self.failures)
-                self.counts["strangers"] += 1
-                self.log.warning("a handshake failed: no key, a wrong one, or not a sampler")
+            while self.events.poll(0):
+                if recv_monitor_message(self.events)["event"] == zmq.EVENT_DISCONNECTED:
+                    self.log.info("a connection is gone: its sampler left, or sent more at once than %d bytes", wire.MOST)
+                else:
+                    self.counts["strangers"] += 1
+                    self.log.warning("a handshake failed: no key, a wrong one, or not a sampler")
             for _ in range(1000):
                 try:
                     identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 except zmq.Again:
                     break
                 self._handle(bytes(identity.buffer), frames)
-            self._ask(time.monotonic())
+            now = time.monotonic()
+            for identity, peer in list(self.peers.items()):
+                if now - peer.seen > SILENT:
+                    self.log.info("sampler %s says nothing: what it was asked for is given up", peer.sampler)
+                    for name in list(peer.pulls):
+                        self._drop(peer, name)
+                    del self.peers[identity]
+            self._ask(now)
 
     def _errands(self) -> None:
         while self.todo:
@@ -176,7 +195,7 @@ class Hub(threading.Thread):
         try:
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=payload is None)
         except zmq.ZMQError:                               # a peer that is gone or does not read: it will say hello again
-            self.counts["unsent"] += 1
+            pass
 
     def _handle(self, identity: bytes, frames) -> None:
         try:
@@ -213,38 +232,51 @@ class Hub(threading.Thread):
             return self._send(identity, wire.Refuse(f"the learner speaks protocol {wire.PROTOCOL} and this sampler {m.protocol}: bring both to one revision"))
         if "/" in m.sampler or not m.sampler:
             return self._send(identity, wire.Refuse(f"--name={m.sampler}: a sampler's name is not empty and has no slash"))
-        with self.lock:
-            self.reports[m.sampler, m.incarnation] = (m.handed, list(m.lost))
-        known = self.peers.get(identity)
+        if any(peer.sampler == m.sampler and peer.incarnation > m.incarnation for peer in self.peers.values()):
+            self.log.warning("sampler %s, incarnation %d, refused: another of that name came later", m.sampler, m.incarnation)
+            return self._send(identity, wire.Refuse(f"another sampler called {m.sampler} came later: give each a --name and keys of its own"))
+        known, now = self.peers.get(identity), time.monotonic()
         if known is None or m.session != self.welcome.session:
-            for other, peer in list(self.peers.items()):   # the same sampler on a new connection: what the old one was asked for will not come
-                if peer.sampler == m.sampler:
-                    for name in list(peer.pulls):
-                        self._drop(peer, name)
-                    del self.peers[other]
             self.log.info("sampler %s, incarnation %d, is here", m.sampler, m.incarnation)
-            self.peers[identity] = Peer(m.sampler, m.incarnation)
+            peer = Peer(m.sampler, m.incarnation, seen=now)
+            for old in [i for i, other in self.peers.items() if other.sampler == m.sampler]:
+                peer.pulls |= self.peers.pop(old).pulls    # a new connection, or process: what the old one was asked for goes on from its last good leaf
+            for pull in peer.pulls.values():
+                pull.pace = peer.pace
+                pull.forget_asked()
+            self.peers[identity] = peer
             self._send(identity, self.welcome)
             for offer, _ in list(self.weights.values())[-1:]:
                 self._send(identity, offer)
-        self.peers[identity].seen = time.monotonic()
+        self.peers[identity].seen = now
+        self.reports[m.sampler, m.incarnation] = m.handed
+        for name in filter(self.peers[identity].owns, m.lost):
+            if self.held_before.has(name):
+                self._send(identity, wire.Held([name]))
+            elif not self.got.has(name):
+                self._book(name, "lost")
         self._send(identity, wire.Got([], next(reversed(self.weights), "")))           # an answer: the learner is alive
 
+    def _book(self, name: str, column: str) -> None:
+        """A group that will not come, or is not wanted, goes into its column by way of the inbox, so that a checkpoint says so."""
+        self.got.add(name)
+        with self.lock:
+            self.arrived.append((name, column, time.time()))
+
     def _offer(self, identity: bytes, peer: Peer, of: wire.Manifest) -> None:
+        if not peer.owns(of.name):
+            self.counts["malformed"] += 1
+            self.log.warning("offer refused: %s is no group of sampler %s", of.name, peer.sampler)
+            return
+        if self.held_before.has(of.name) or self.got.has(of.name):
+            self.counts["duplicate"] += 1
+            self.log.info("%s is offered again", of.name)
+            return self._send(identity, wire.Held([of.name]) if self.held_before.has(of.name) else wire.Got([of.name]))
         try:
-            (sampler, _), n = split(of.name)
             of.check(self.limits.nbytes)
-            if sampler != peer.sampler or n < 0:
-                raise wire.WireError(f"{of.name}: offered by {peer.sampler}")
-        except ValueError as e:                            # WireError is one
-            self.counts["refused"] += 1
+        except wire.WireError as e:
             self.log.warning("offer refused: %s", e)
-            return self._send(identity, wire.Held([of.name]))
-        if self.held_before.has(of.name):
-            self.counts["duplicate"] += 1
-            return self._send(identity, wire.Held([of.name]))
-        if self.got.has(of.name):
-            self.counts["duplicate"] += 1
+            self._book(of.name, "refused")
             return self._send(identity, wire.Got([of.name]))
         if of.name not in peer.pulls:
             peer.offers[of.name] = of
@@ -254,7 +286,7 @@ class Hub(threading.Thread):
             while peer.offers and len(peer.pulls) < 8:
                 name, of = next(iter(peer.offers.items()))
                 with self.lock:
-                    if self.size + of.nbytes > self.room:
+                    if self.size and self.size + of.nbytes > self.room:
                         break
                     self.size += of.nbytes
                 del peer.offers[name]

@@ -37,13 +37,13 @@ class Comm:
 
     def sum(self, values) -> list[float]:
         """Sums over ranks of a list of scalars (numbers or 0-d tensors), in float64."""
-        t = torch.stack([torch.as_tensor(v, device=self.device).double() for v in values])
+        t = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values])
         if self.on:
             dist.all_reduce(t)
         return t.tolist()
 
     def max(self, values) -> list[float]:
-        t = torch.stack([torch.as_tensor(v, device=self.device).double() for v in values])
+        t = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values])
         if self.on:
             dist.all_reduce(t, op=dist.ReduceOp.MAX)
         return t.tolist()
@@ -244,9 +244,10 @@ class Learner:
             yield key, x.full_tensor() if hasattr(x, "full_tensor") else x
 
     def published(self, name: str, packed: bool):
-        """What an engine loads of one model: `named_tensors`, its linear layers in the rollout's format if there is one (quant.py); collective."""
-        named = self.named_tensors(name)
-        return quant.published(named, getattr(self.pair, name), self.fmt, packed) if self.fmt else named
+        """What an engine loads of one model: `named_tensors`, its linear layers in the rollout's format if there is one (quant.py); collective.
+        Remote samplers quantize for themselves, each as it likes, unless the low-bit tensors are what travels."""
+        named, by_itself = self.named_tensors(name), self.cfg.samplers != "local" and not packed
+        return quant.published(named, getattr(self.pair, name), self.fmt, packed) if self.fmt and not by_itself else named
 
     def state_dict(self) -> dict:
         """Optimizers and counters (whole, on rank 0); the weights themselves go through `tensors`. Collective."""

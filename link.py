@@ -26,7 +26,7 @@ class Link(threading.Thread):
         self.addresses, self.streams, self.flags, self.spool, self.store, self.keys = addresses, streams, flags, spool, store, keys
         self.welcome: queue.Queue = queue.Queue()
         self.newest: tuple[int, float, Path] | None = None                 # version, published, file
-        self.error, self.stopping, self.blocked, self.since = "", False, 0.0, 0.0
+        self.error, self.stopping, self.turned = "", False, time.monotonic()
         self.context = zmq.Context()
         self.lines = [Line(self, i) for i in range(len(addresses))]
         self.start()
@@ -47,14 +47,15 @@ class Link(threading.Thread):
         for line in self.lines:
             poller.register(line.socket, zmq.POLLIN)
         poller.poll(10)
+        asleep, self.turned = time.monotonic() - self.turned, time.monotonic()
         for line in self.lines:
+            if asleep > self.flags.patience:               # this process was stopped, or its host slept: that is nobody's silence
+                line.heard += asleep
+                line.began += asleep
             line.turn(time.monotonic())
             if line.silent > self.flags.give_up:
                 self.error = (f"no answer from {line.address} for {self.flags.give_up:.0f} s: is the learner up, is that its address, "
                               "and are these the keys it knows (--keys)? A group that was handed over waits in the spool")
-
-    def look(self) -> None:
-        """FilesLink's turn; this one has a thread."""
 
     def behind(self) -> int:
         """Groups that the learner has not fetched. Those it has fetched must not count: it holds them when it saves, and to get there it needs more."""
@@ -93,7 +94,7 @@ class Line:
         self.socket = self.link.context.socket(zmq.DEALER)
         if self.link.keys is not None:
             self.socket.curve_publickey, self.socket.curve_secretkey, self.socket.curve_serverkey = self.link.keys
-        for option, value in ((zmq.MAXMSGSIZE, 16 * wire.LEAF + 4096), (zmq.SNDHWM, 64), (zmq.RCVHWM, 64), (zmq.LINGER, 200),
+        for option, value in ((zmq.MAXMSGSIZE, wire.MOST), (zmq.SNDHWM, 64), (zmq.RCVHWM, 64), (zmq.LINGER, 200),
                               (zmq.HEARTBEAT_IVL, 2000), (zmq.HEARTBEAT_TIMEOUT, 10000), (zmq.RECONNECT_IVL_MAX, 5000)):
             self.socket.setsockopt(option, value)
         self.socket.connect(self.address)
@@ -125,7 +126,7 @@ class Line:
         if now - self.beat > min(BEAT, flags.patience / 2):
             self.beat = now
             spool = self.link.spool
-            self.send(wire.Hello(wire.PROTOCOL, self.stream, spool.incarnation, self.session, spool.handed[self.stream], spool.lost[self.stream]))
+            self.send(wire.Hello(wire.PROTOCOL, self.stream, spool.incarnation, self.session, spool.handed[self.stream], spool.lost[self.stream][:OFFERS]))
         if self.silent > 3 * flags.patience and now - self.began > 3 * flags.patience:
             self.began = now
             if now - self.said > 30:

@@ -22,6 +22,7 @@ import torch
 
 import gepo
 import obrs
+import sampling
 
 CLAMP = obrs.CLAMP
 
@@ -220,9 +221,13 @@ def drops(cfg) -> bool:
     return cfg.correction in DROPS or masks or cfg.reject != "none" or cfg.veto > 0
 
 
-def lags(cfg) -> bool:
-    """Whether groups may come from older weights than the learner's actor has: then its law is not the one that sampled."""
-    return cfg.samplers != "local" or (cfg.delay != "none" and cfg.max_staleness != 0)
+def knows_sampler(cfg) -> bool:
+    """Whether the learner's actor is the law that sampled, up to the engine's arithmetic: not where groups may come from older weights, where the
+    engine rounds weights that the learner does not, or where it samples from a cut law that the learner scores whole."""
+    late = cfg.samplers != "local" or (cfg.delay != "none" and cfg.max_staleness != 0)
+    rounded = cfg.rollout_quant != "none" and cfg.learner_quant not in ("aligned", cfg.rollout_quant)
+    cut = sampling.of(cfg).truncates and cfg.keep_sampling_mask == "off"
+    return not (late or rounded or cut)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -142,8 +142,8 @@ class Pair(nn.Module):
 
 
 def want_ref(cfg, two: bool, lam: float) -> Want:
-    """What the ref pass must yield under this configuration. An actor that has moved since it sampled can say nothing of the sampling law."""
-    two = two and not objectives.lags(cfg)
+    """What the ref pass must yield under this configuration. An actor that is not the law that sampled can say nothing of it."""
+    two = two and objectives.knows_sampler(cfg)
     z = cfg.correction in objectives.USES_Z
     bracket = z and cfg.obrs_z != "exact"
     return Want(s=bracket, tail=bracket and not cfg.obrs_accept_rate, pair=two and z and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate, lam=lam,
@@ -154,7 +154,7 @@ def want_new(cfg, two: bool, lam: float, has_ref: bool) -> Want:
     """What the training pass must yield; without a ref pass it also plays its part (objectives.with_ref)."""
     z = cfg.correction in objectives.USES_Z
     bracket = z and cfg.obrs_z != "exact" and (cfg.obrs_target == "new" or not has_ref)
-    return Want(entropy=True, s=bracket, tail=bracket and not cfg.obrs_accept_rate, pair=two and z and not has_ref and not objectives.lags(cfg), lam=lam,
+    return Want(entropy=True, s=bracket, tail=bracket and not cfg.obrs_accept_rate, pair=two and z and not has_ref and objectives.knows_sampler(cfg), lam=lam,
                 distill=cfg.distill_direction if two else "none", distill_topk=cfg.distill_topk)
 
 

@@ -6,7 +6,7 @@ until the learner says `held`, which it says only of groups that a checkpoint ac
 that checkpoint is offered all others anew. Every group ends in one column of the account:
 
     trained, staleness (too many updates old), window (waited too long), orphan (sampled by weights of a history that did not survive),
-    refused (not what was asked for), corrupt (damaged in the folder), lost (damaged in the spool)
+    refused (not what was asked for), corrupt (damaged in the folder), lost (damaged in the spool, or gone)
 
 and `duplicate` counts offers of what had come already: those are in another column too.
 """
@@ -22,17 +22,21 @@ from account import Account
 from hub import KEPT_VERSIONS, log_path
 from sync import write_tensors
 
+COLUMNS = ("trained", "staleness", "window", "orphan", "refused", "corrupt", "lost")
+
 
 class RemoteSource:
     """The face of a LocalSource over a hub: groups in order of arrival, within the bounds of staleness and age."""
 
-    def __init__(self, hub, cfg, limits: wire.Limits, sampling, store: Path, rank: int, world: int, log):
-        self.hub, self.cfg, self.limits, self.sampling, self.store, self.rank, self.world, self.log = hub, cfg, limits, sampling, store, rank, world, log
+    def __init__(self, hub, cfg, limits: wire.Limits, sampling, store: Path, comm, log):
+        self.hub, self.cfg, self.limits, self.sampling, self.store, self.comm, self.log = hub, cfg, limits, sampling, store, comm, log
         self.taken = Account()                             # what the last checkpoint accounts for; the hub turns it away
         self.since: list[str] = []                         # the same since the last checkpoint
         self.ready: deque = deque()                        # (name, group, when, bytes)
-        self.counts, self.broadcast_at, self.waited, self.saving = Counter(), None, 0.0, []
+        self.batch: list = []                              # the same, of the groups handed out last
+        self.counts, self.broadcast_at, self.waited, self.saving, self.error = Counter(), None, 0.0, [], ""
         self.published: dict[int, float] = {}              # version -> when, of this history
+        self.files: list[Path] = []                        # weights published in this session
 
     def now(self, learner_version: int) -> float:
         return time.time()
@@ -51,47 +55,71 @@ class RemoteSource:
             fresh.unlink()                                                 # the same ones, and what they sampled is still theirs
         else:
             fresh.replace(path)
-        self.broadcast_at, self.published[version] = version, path.stat().st_mtime
+        stamp = path.stat().st_mtime if self.comm.rank == 0 else 0.0                                   # samplers fetch from one rank and feed all
+        self.broadcast_at, self.published[version] = version, self.comm.max([stamp])[0]
         self.hub.broadcast(version, path, self.published[version])
-        for old in sorted(self.store.glob("v*.safetensors"))[:-KEPT_VERSIONS]:
-            old.unlink()
+        self.files = [*(p for p in self.files if p != path), path][-KEPT_VERSIONS:]
+        for old in self.store.glob("v*.safetensors"):      # those of an undone history too, whatever their numbers
+            if old not in self.files:
+                old.unlink()
 
-    def next(self, n_groups: int, learner_version: int) -> list:
-        """The next n groups. Waits for them, says so once a minute, and gives up after --give_up seconds without any."""
-        out, start, said = [], time.monotonic(), time.monotonic()
-        last = start
-        while len(out) < n_groups:
-            if self.hub.broken:
-                raise RuntimeError(f"the hub failed: {self.hub.broken}; --resume goes on from the last checkpoint")
-            arrived = self.hub.take()
-            for name, data, when in arrived:
+    def next(self, n_groups: int, learner_version: int, stop=()) -> list:
+        """The next n groups. Waits for them and says so once a minute; an empty list when `stop` fills, or, with `error` set, after --give_up seconds without any."""
+        batch, start = [], time.monotonic()
+        last = said = before = start
+        while len(batch) < n_groups and not stop and not self.error:
+            for name, data, when in self.hub.take():
                 self.look_at(name, data, when)
-            while self.ready and len(out) < n_groups:
+            now = time.monotonic()
+            last += now - before if now - before > 5 else 0                # this process was stopped: that is nobody's silence
+            before = now
+            while self.ready and len(batch) < n_groups:
                 name, group, when, nbytes = self.ready.popleft()
                 self.hub.free(nbytes)
-                column = self.column(group, when, learner_version)
-                self.settle(name, column)
-                out += [group] if column == "trained" else []
-            if len(out) == n_groups:
-                break
-            now = time.monotonic()
-            last = now if arrived else last
-            if now - last > self.cfg.give_up:
-                raise RuntimeError(f"no group from any sampler for {self.cfg.give_up:.0f} s at {self.hub.address}: start samplers "
-                                   f"(python rollout.py --connect=...), look at {log_path(self.cfg.out, self.rank)}, or raise --give_up; --resume goes on from the last checkpoint")
-            if now - said > 60:
+                if (column := self.column(group, when, learner_version)) == "trained":
+                    batch.append((name, group, when, 0))
+                    last = now
+                else:
+                    self.settle(name, column)
+            if self.hub.broken:
+                self.error = f"the hub failed: {self.hub.broken}"
+            elif now - last > self.cfg.give_up:
+                self.error = (f"no group to train on for {self.cfg.give_up:.0f} s at {self.hub.address} ({self.said()}): start samplers "
+                              f"(python rollout.py --connect=...), look at {log_path(self.cfg.out, self.comm.rank)}, or raise --give_up; --resume goes on from here")
+            elif now - said > 60:
                 said = now
-                print(f"waiting for groups: {len(out)} of {n_groups}, {len(self.hub.reports)} samplers seen at {self.hub.address}", flush=True)
-            time.sleep(0.01)
+                print(f"waiting for groups: {len(batch)} of {n_groups}, {len(self.hub.reports)} samplers seen at {self.hub.address}", flush=True)
+            if len(batch) < n_groups:
+                time.sleep(0.01)
         self.waited += time.monotonic() - start
-        return out
+        if len(batch) < n_groups:
+            self.ready.extendleft(reversed(batch))
+            return []
+        for name, *_ in batch:
+            self.settle(name, "trained")
+        self.batch = batch
+        return [group for _, group, _, _ in batch]
 
-    def look_at(self, name: str, data: bytes, when: float) -> None:
+    def give_back(self) -> None:
+        """What `next` gave will not be trained on: another rank got nothing, and all stop."""
+        for name, *_ in self.batch:
+            self.since.remove(name)
+            self.counts["trained"] -= 1
+        self.ready.extendleft(reversed(self.batch))
+        self.batch = []
+
+    def said(self) -> str:
+        """The account so far, in a few words."""
+        return ", ".join(f"{n} {column}" for column, n in self.counts.items() if n) or "none came"
+
+    def look_at(self, name: str, data: bytes | str, when: float) -> None:
+        if isinstance(data, str):                          # the column of a group that will not come
+            return self.settle(name, data)
         try:
             group = wire.decode_group(data, self.limits)
             if wire.name_of(group.uid) != name:
                 raise wire.WireError(f"{name} holds the group {wire.name_of(group.uid)}")
-            if group.sampling != self.sampling and vars(group.sampling) | {"seed": 0} != vars(self.sampling) | {"seed": 0}:
+            if vars(group.sampling) | {"seed": 0} != vars(self.sampling) | {"seed": 0}:
                 raise wire.WireError(f"{name}: sampled by another law, {group.sampling}")
         except wire.WireError as e:
             self.log.warning("group refused: %s", e)
@@ -112,22 +140,20 @@ class RemoteSource:
         self.since.append(name)
 
     def metrics(self) -> dict[str, float]:
+        """The account and the traffic, summed over ranks; collective."""
         known = self.hub.reports.copy()                    # the hub's thread may add to it
-        reports = list(known.values())
-        said = {f"remote/{k}": float(self.counts[k]) for k in ("trained", "staleness", "window", "orphan", "refused")}
-        more = {f"remote/{k}": float(self.hub.counts[k]) for k in ("received", "duplicate", "corrupt", "bad_leaves", "malformed", "strangers")}
-        out = {**said, **more, "remote/lost": float(sum(len(lost) for _, lost in reports)), "remote/handed": float(sum(n for n, _ in reports)),
-               "remote/samplers": float(len({s for s, _ in known})), "remote/waiting": float(len(self.ready)), "remote/wait_s": self.waited,
-               "remote/MiB_in": self.hub.counts["bytes_in"] / 2**20, "remote/MiB_out": self.hub.counts["bytes_out"] / 2**20}
+        mine = {**{k: self.counts[k] for k in COLUMNS}, **{k: self.hub.counts[k] for k in ("received", "duplicate", "bad_leaves", "malformed", "strangers")},
+                "handed": sum(known.values()), "waiting": len(self.ready), "wait_s": self.waited / self.comm.world,
+                "MiB_in": self.hub.counts["bytes_in"] / 2**20, "MiB_out": self.hub.counts["bytes_out"] / 2**20}
         self.waited = 0.0
-        return out
+        return {**{f"remote/{k}": v for k, v in zip(mine, self.comm.sum(list(mine.values())))}, "remote/samplers": self.comm.max([len({s for s, _ in known})])[0]}
 
     def state_dict(self) -> dict:
         account = Account.of(self.taken.state())
         for name in self.since:
             account.add(name)
         self.saving = list(self.since)
-        return {"account": account.state(), "counts": dict(self.counts), "published": dict(self.published)}
+        return {"account": account.state(), "counts": dict(self.counts), "published": dict(self.published), "reports": [[*key, n] for key, n in self.hub.reports.copy().items()]}
 
     def saved(self) -> None:
         """The checkpoint is whole: samplers may forget what it accounts for."""
@@ -139,6 +165,7 @@ class RemoteSource:
 
     def load_state_dict(self, state: dict) -> None:
         self.counts, self.taken, self.published = Counter(state["counts"]), Account.of(state["account"]), dict(state["published"])
+        self.hub.reports.update({(sampler, incarnation): n for sampler, incarnation, n in state["reports"]})
 
     def close(self) -> None:
         self.hub.close()

@@ -8,8 +8,8 @@ objectives.py starts from them.
 Two engines share one face (generate, load, logprobs, close):
   VLLMEngine  vLLM inside this process, weights replaced live;
   HFEngine    a batched KV-cache sampler in plain torch, for machines without vLLM.
-`LocalSource` puts a task's prompt cursor and grading around an engine; other sources (delay.py) have the same face: next, publish,
-metrics, now, state_dict, load_state_dict, close.
+`LocalSource` puts a task's prompt cursor and grading around an engine; other sources (delay.py, remote.py) have the same face: publish, next,
+give_back, metrics, now, saved, state_dict, load_state_dict, close, error.
 """
 from __future__ import annotations
 
@@ -347,7 +347,7 @@ class LocalSource:
         self.rank, self.world = rank, world
         self.incarnation, self.sequence = 0, 0
         self.version, self.digest, self.published, self.proof = -1, "", 0.0, None
-        self.stop_ids = [tokenizer.eos_token_id]
+        self.stop_ids, self.error = [tokenizer.eos_token_id], ""
 
     def now(self, learner_version: int) -> float:
         """The learner's clock, in seconds."""
@@ -363,8 +363,8 @@ class LocalSource:
         self.proof = sync.prove(self.engine, version, named_tensors, self.probe)
         self.version, self.digest = version, self.proof.digest
 
-    def next(self, n_groups: int, learner_version: int) -> list[Rollout]:
-        """The next n groups, sampled now with the newest published weights and graded."""
+    def next(self, n_groups: int, learner_version: int, stop=()) -> list[Rollout]:
+        """The next n groups, sampled now with the newest published weights and graded. stop: for sources that wait (remote.py)."""
         numbers = range(self.sequence, self.sequence + n_groups)
         self.sequence += n_groups
         return self.sample(numbers)
@@ -389,6 +389,9 @@ class LocalSource:
         """What the last weight sync proved, once."""
         p, self.proof = self.proof, None
         return {} if p is None else {"sync/error": p.error, "sync/distance": p.distance, "sync/proved": float(p.status == "proved"), "sync/MiB": p.nbytes / 2**20}
+
+    def give_back(self) -> None:
+        """What `next` gave will not be trained on: never so here."""
 
     def saved(self) -> None:
         """A checkpoint with the last state_dict is whole."""

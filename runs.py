@@ -132,6 +132,9 @@ def provenance(cfg) -> dict:
 # What a remote sampler is told (hub.py, files.py, sampler.py)
 # ---------------------------------------------------------------------------------------------------------------------
 
+MOST_SETUP = 256 << 20             # bytes of a file of configuration or tokenizer
+
+
 def pack_setup(folder: str) -> dict[str, bytes]:
     """The small files of a model folder, compressed: configuration and tokenizer, no weights."""
     return {p.name: zlib.compress(p.read_bytes()) for p in sorted(Path(folder).iterdir())
@@ -143,7 +146,10 @@ def unpack_setup(files: dict[str, bytes], folder: Path) -> None:
     for name, data in files.items():
         if Path(name).name != name:
             raise ValueError(f"the learner sent a file called {name!r}; it is not written")
-        (folder / name).write_bytes(zlib.decompress(data))
+        unpack = zlib.decompressobj()
+        (folder / name).write_bytes(unpack.decompress(data, MOST_SETUP))
+        if unpack.unconsumed_tail:
+            raise ValueError(f"the learner's {name} has more than {MOST_SETUP >> 20} MiB; it is not taken")
 
 
 def remote_source(cfg: config.Config, world: World, model: str, topk: int, kept: int, comm):
@@ -168,4 +174,4 @@ def remote_source(cfg: config.Config, world: World, model: str, topk: int, kept:
     else:
         address, _, port = cfg.bind.rpartition(":")
         end = hub.Hub(f"{address}:{int(port) + comm.rank}" if port.isdigit() and int(port) else cfg.bind, cfg.keys, welcome, limits, log)
-    return remote.RemoteSource(end, cfg, limits, law, Path(cfg.out) / "versions" / f"rank{comm.rank}", comm.rank, comm.world, log)
+    return remote.RemoteSource(end, cfg, limits, law, Path(cfg.out) / "versions" / f"rank{comm.rank}", comm, log)

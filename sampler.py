@@ -3,9 +3,9 @@
     python rollout.py --connect=tcp://LEARNER:5555 --keys=keys/sampler0                # on any host, at any time; --help lists the flags
     python rollout.py --connect=/shared/run                                            # over a shared folder
 
-Everything but the engine's flags comes from the learner: the model's configuration and tokenizer, the law to sample from, the task. Three threads' worth of
-work never wait for each other: the main thread samples with the newest weights that are here whole, hands each group over to the spool
-(a file, written whole: from here on it is accounted for) and goes on; `Link` offers what is in the spool until the learner holds it, and
+Everything but the engine's flags comes from the learner: the model's configuration and tokenizer, the law to sample from, the task; with --model, another
+model samples. Two threads do not wait for each other: the main one samples with the newest weights that are here whole, hands each group over to the spool
+(a file, written whole: from here on it is accounted for) and goes on; the link offers what is in the spool until the learner holds it, and
 fetches new weights into the store meanwhile. Killed and started again, a sampler offers what its spool still holds and
 goes on under a new incarnation. It walks the task in an order of its own, so samplers need not know of each other.
 """
@@ -23,6 +23,7 @@ import numpy as np
 
 import wire
 from account import Spool
+from delay import Law, check
 from files import FilesLink, shared_world
 from keys import sampler_keys
 from link import Link
@@ -53,6 +54,8 @@ class Flags:
     """Folder of groups handed over and not yet held by the learner; default out/samplers/NAME. It outlives the process."""
     spool_groups: int = 4096
     """Stop sampling when so many wait to be fetched. Fetched ones stay on disk until a checkpoint of the learner holds them."""
+    model: str = ""
+    """Folder of a model of this host's own, a smaller one say, that samples with the weights it has; default: the learner's model and weights."""
     task: str = ""
     """This host's copy of the learner's task file, where the task is one."""
     give_up: float = 3600.0
@@ -87,44 +90,48 @@ def sample(flags: Flags) -> None:
     incarnation = int(time.time() * 1000)
     link, spool, streams, folder = connect(flags, incarnation)
     try:
-        welcome = first(link, flags)
+        welcome = first(link)
         source, load = start(welcome, flags, folder)
-        law, draws = delay_law(flags), 0
-        until, version, counts = 0.0, None, [0] * len(streams)
-        numbers, blocked, loading, began, said = dict.fromkeys(streams, 0), 0.0, 0.0, 0.0, time.monotonic()
+        draws, until, version, counts = 0, 0.0, None, [0] * len(streams)
+        numbers, busy, loading, began, said = dict.fromkeys(streams, 0), 0.0, 0.0, 0.0, time.monotonic()
         while not link.error:
-            link.look()
+            same_run(link, welcome)
             newest = link.newest
             if began and time.monotonic() - said > SAY:
                 said = time.monotonic()
+                open_for = said - began - loading
                 print(f"{sum(counts)} groups, version {version[0]}, {link.behind()} to be fetched, {len(spool)} not held, "
-                      f"blocked {100 * blocked / (said - began - loading):.2f} % of {said - began - loading:.0f} s", flush=True)
+                      f"blocked {100 * (1 - busy / open_for):.2f} % of {open_for:.0f} s", flush=True)
             if newest is None or link.behind() >= flags.spool_groups:      # the only waits there are: for the first weights, and for a learner that does not keep up
-                blocked += wait(0.02)
+                time.sleep(0.02)
                 continue
             if newest != version and time.monotonic() >= until:
                 at = time.monotonic()
-                load(newest)
+                try:
+                    load(newest)
+                except FileNotFoundError:                                  # newer ones have replaced them: the link will say so
+                    time.sleep(0.02)
+                    continue
                 version, loading = newest, loading + time.monotonic() - at
-                if law is not None:
+                if flags.delay != "none":
                     u = float(uniforms(1, "delay", streams[0], incarnation, draws)[0])
-                    until, draws = time.monotonic() + law.quantile(max(2.0**-53, u)), draws + 1
+                    until, draws = time.monotonic() + Law(flags.delay, flags.delay_min, flags.delay_max, flags.delay_mass).quantile(max(2.0**-53, u)), draws + 1
             if not began:                                                  # the first weights are in
-                began, blocked, loading = time.monotonic(), 0.0, 0.0
-            turn = streams[sum(counts) // flags.groups % len(streams)]
+                began, loading = time.monotonic(), 0.0
+            turn, at = streams[sum(counts) // flags.groups % len(streams)], time.monotonic()
             source.owner = (turn, incarnation)
-            groups = source.sample(range(numbers[turn], numbers[turn] + flags.groups))
+            groups = [(g, wire.encode_group(g)) for g in source.sample(range(numbers[turn], numbers[turn] + flags.groups))]
+            busy += time.monotonic() - at                                  # the rest of the time is the transport's: handing over, waiting, looking
             numbers[turn] += flags.groups
             counts[streams.index(turn)] += flags.groups
-            for g in groups:
-                data = wire.encode_group(g)
+            for g, data in groups:
                 while not link.error:
                     try:
                         spool.hand_over(turn, wire.name_of(g.uid), data)
                         break
                     except OSError as e:                                   # a full disk: nothing is lost, everything waits
                         print(f"{spool.folder}: {e.strerror}; waiting for room", flush=True)
-                        blocked += wait(1.0)
+                        time.sleep(1.0)
         raise ValueError(link.error)
     finally:
         link.close()
@@ -138,13 +145,17 @@ def connect(flags: Flags, incarnation: int):
     name = flags.name or (Path(flags.keys).name if flags.keys != "none" else os.uname().nodename)
     if "/" in name or "." in name:
         raise ValueError(f"--name={name}: a sampler's name has no slash and no dot")
+    check(flags)
     if flags.groups < 1 or flags.spool_groups < flags.groups:
         raise ValueError(f"--groups={flags.groups} --spool_groups={flags.spool_groups}: at least one group at once, and a spool that holds a batch")
     folder = Path(flags.spool or f"out/samplers/{name}")
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
     if flags.connect.endswith(".toml"):
-        routes = tomllib.loads(Path(flags.connect).read_text(encoding="utf-8"))
+        try:
+            routes = tomllib.loads(Path(flags.connect).read_text(encoding="utf-8"))
+        except (OSError, tomllib.TOMLDecodeError) as e:
+            raise ValueError(f"--connect={flags.connect}: no file of routes ({e})") from None
         ranks = routes.get("samplers", {}).get(name, routes.get("samplers", {}).get("*"))
         if ranks is None or any(str(r) not in routes.get("learners", {}) for r in ranks):
             raise ValueError(f"{flags.connect}: no route for {name}; it needs [learners] 0 = \"tcp://...\" and [samplers] {name} = [0]")
@@ -157,9 +168,13 @@ def connect(flags: Flags, incarnation: int):
         if not shared.is_dir():
             raise ValueError(f"--connect={flags.connect}: neither an address such as tcp://HOST:PORT nor a folder that is there")
         world = shared_world(shared, flags)
-        streams = [name] if world == 1 else [f"{name}.{r}" for r in range(world)]
+        if not flags.connect.endswith(".toml") or world == 1:
+            streams = [name] if world == 1 else [f"{name}.{r}" for r in range(world)]
         spool = Spool(shared / "rollouts", streams, incarnation)
         return FilesLink(str(shared), streams, flags, spool), spool, streams, folder
+    for address in addresses:
+        if address.startswith("tcp://") and not address.rpartition(":")[2].isdigit():
+            raise ValueError(f"--connect={address}: no port; write tcp://HOST:PORT")
     keys = None
     if flags.keys == "none":
         if not all(a.startswith(("tcp://127.0.0.1:", "tcp://localhost:", "ipc://")) for a in addresses):
@@ -181,13 +196,22 @@ def lock(folder: Path) -> None:
     lock.handles = [*getattr(lock, "handles", []), handle]                 # held as long as the process lives
 
 
-def first(link, flags: Flags) -> wire.Welcome:
+def first(link) -> wire.Welcome:
     while not link.error:
         try:
             return link.welcome.get(timeout=0.05)
         except queue.Empty:
-            link.look()
+            pass
     raise ValueError(link.error)
+
+
+def same_run(link, welcome: wire.Welcome) -> None:
+    """ValueError if the learner has started anew and wants something else."""
+    while not link.welcome.empty():
+        now = link.welcome.get()
+        changed = [k for k in {**welcome.run, **now.run} if welcome.run.get(k) != now.run.get(k)] + (["model's configuration or tokenizer"] if now.setup != welcome.setup else [])
+        if changed:
+            raise ValueError(f"the learner started anew and asks for something else (its {', '.join(changed)}): start this sampler again")
 
 
 def start(welcome: wire.Welcome, flags: Flags, folder: Path):
@@ -212,18 +236,25 @@ def start(welcome: wire.Welcome, flags: Flags, folder: Path):
     if run["packed"] and fmt != run["config"]["rollout_quant"]:
         raise ValueError(f"--rollout_quant={fmt}: the learner publishes {run['config']['rollout_quant']} (its --sync_dtype=quantized); use that, or let it publish float32")
     cfg = replace(cfg, task=flags.task or "arith", rollout=flags.rollout, rollout_dtype=flags.rollout_dtype, rollout_quant=fmt, rollout_memory=flags.rollout_memory)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if flags.model:
+        check_own(flags.model, tokenizer, AutoConfig.from_pretrained(model), run["context"])
     torch.manual_seed(0)
     skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.float32)
     skeleton.save_pretrained(model)                                        # the engine starts from anything and is given its weights
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    engine = make_engine(cfg, str(model), run["context"], max(1, run["topk"], run["kept"]), "cuda" if torch.cuda.is_available() else "cpu")
+    engine = make_engine(cfg, flags.model or str(model), run["context"], max(1, run["topk"], run["kept"]), "cuda" if torch.cuda.is_available() else "cpu")
     form = quant.format_of(fmt, cfg.quant_group)
     source = SamplerSource(engine, make_task(cfg), tokenizer, Sampling(**{**run["sampling"], "seed": cfg.seed}), group_size=cfg.group_size, topk=run["topk"], kept=run["kept"],
-                           model=run["model"], probe=Probe(str(model), np.array(run["probe"], np.int64), form))
+                           model=Path(flags.model).name if flags.model else run["model"], probe=Probe(str(model), np.array(run["probe"], np.int64), form))
 
     def load(newest) -> None:
         version, published, path = newest
+        if flags.model:                                                    # it stays what it is, and its groups say how new the learner was
+            source.version, source.published = version, published
+            return
         tensors = read_tensors(path)
+        if run["packed"] and not engine.packed:
+            tensors = quant.hold(skeleton, tensors)
         if not run["packed"]:
             tensors = {k: x.float() if x.is_floating_point() else x for k, x in tensors.items()}
             tensors = dict(quant.published(tensors.items(), skeleton, form, engine.packed)) if form else tensors
@@ -232,14 +263,16 @@ def start(welcome: wire.Welcome, flags: Flags, folder: Path):
     return source, load
 
 
-def wait(seconds: float) -> float:
-    time.sleep(seconds)
-    return seconds
-
-
-def delay_law(flags: Flags):
-    from delay import Law
-    return None if flags.delay == "none" else Law(flags.delay, flags.delay_min, flags.delay_max, flags.delay_mass)
+def check_own(folder: str, tokenizer, config, context: int) -> None:
+    """ValueError unless a model of this host's own speaks the learner's language."""
+    from transformers import AutoConfig, AutoTokenizer
+    if not (Path(folder) / "config.json").is_file():
+        raise ValueError(f"--model={folder}: no Hugging Face model folder (no config.json there)")
+    own = AutoConfig.from_pretrained(folder)
+    if own.vocab_size != config.vocab_size or AutoTokenizer.from_pretrained(folder).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(f"--model={folder}: its tokenizer or vocabulary differs from the learner's; a sampler must share them")
+    if own.max_position_embeddings < context:
+        raise ValueError(f"--model={folder}: a context of {own.max_position_embeddings} tokens, and the learner asks for {context}")
 
 
 def main(argv=None) -> None:

@@ -88,7 +88,10 @@ def train(cfg: config.Config) -> Path:
                 source.publish(learner.version, learner.published(sampler, packed))
             # 2. roll out: whole groups, sampled and graded
             with timer(clock, "rollout_s"):
-                groups = source.next(groups_per_update * updates, learner.version)
+                groups = source.next(groups_per_update * updates, learner.version, stop)
+            if comm.max([not groups])[0] > 0:                  # remote samplers: a signal came, or none of them, while a rank waited
+                source.give_back()
+                break
             values.update(source.metrics())
             # 3. the ref pass, where the objective must know p_ref before the first update
             if "ref" in objectives.wants(cfg, carry, updates):
@@ -129,6 +132,8 @@ def train(cfg: config.Config) -> Path:
         log.close()
         print(f"stopped after update {step}, saved: go on with --resume --out={cfg.out}" if step < cfg.steps else world.report())
     source.close()                                             # last: vLLM's shutdown also ends the process group
+    if source.error:
+        raise ValueError(source.error)
     return run
 
 

@@ -23,8 +23,9 @@ import numpy as np
 from rollout import Response, Rollout
 from sampling import Sampling
 
-PROTOCOL = 1
+PROTOCOL = 2
 LEAF = 1 << 20
+MOST = 16 * LEAF + 4096            # bytes of a message; whoever sends more is cut off before they are read
 
 
 class WireError(ValueError):
@@ -173,13 +174,13 @@ def leaves(data, first: int, count: int):
 # ---------------------------------------------------------------------------------------------------------------------
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """Sampler: who it is. handed: groups handed over by this incarnation so far; lost: sequence numbers it cannot send any more."""
+    """Sampler: who it is. handed: groups handed over by this incarnation so far; lost: names of groups that it cannot send any more."""
     protocol: int
     sampler: str
     incarnation: int
     session: str                   # the learner session it knows, "" at first
     handed: int = 0
-    lost: list[int] = []
+    lost: list[str] = []
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):

@@ -136,14 +136,16 @@ def test_auto_actor_and_z():
     assert make_cfg(objective="jackpot", actor="base:actor", obrs_target="new").obrs_z == "bracket"
 
 
-@pytest.mark.parametrize("late, z", [(dict(delay="lognormal"), "bracket"), (dict(delay="lognormal", max_staleness=0), "exact"), (dict(samplers="zmq", bind="tcp://127.0.0.1:5555"), "bracket")])
+@pytest.mark.parametrize("late, z", [(dict(delay="lognormal"), "bracket"), (dict(delay="lognormal", max_staleness=0), "exact"), (dict(samplers="zmq", bind="tcp://127.0.0.1:5555"), "bracket"),
+                                     (dict(rollout_quant="w4a16"), "bracket"), (dict(rollout_quant="w4a16", learner_quant="aligned"), "exact"), (dict(rollout_quant="int8", learner_quant="int8"), "exact"),
+                                     (dict(top_p=0.9, keep_sampling_mask="off"), "bracket"), (dict(top_p=0.9), "exact")])
 def test_an_actor_that_has_moved_says_nothing_of_the_law_that_sampled(late, z):
     cfg = resolve(Config(rollout="hf", **late))
     assert cfg.obrs_z == z and want_ref(cfg, True, 1.0).pair == want_new(cfg, True, 1.0, False).pair == (z == "exact") and want_new(cfg, True, 1.0, True).distill == "forward"
     new = replace(cfg, obrs_target="new", obrs_z="bracket")
     assert want_ref(new, True, 1.0).topk == (0 if z == "bracket" else 20)
     if z == "bracket":
-        with pytest.raises(ValueError, match="samplers that have the actor's own weights"):
+        with pytest.raises(ValueError, match="samplers that are the learner's actor"):
             resolve(Config(rollout="hf", obrs_z="exact", **late))
 
 

@@ -25,6 +25,7 @@ def test_the_texts_two_quantiles():
     rate = law("exponential").fit()["rate"]
     assert math.exp(-rate * 1800) == pytest.approx(0.0025) and 1 - math.exp(-rate * 60) == pytest.approx(0.181, abs=1e-3)
     k, scale = law("weibull").fit().values()
+    scale = math.exp(scale)
     for x, below in ((60.0, 0.0025), (1800.0, 0.9975)):
         assert NormalDist(p["mu"], p["sigma"]).cdf(math.log(x)) == pytest.approx(below) and 1 - math.exp(-(x / scale) ** k) == pytest.approx(below)
     for kind, cdf in (("lognormal", lambda x: NormalDist(p["mu"], p["sigma"]).cdf(math.log(x))), ("weibull", lambda x: 1 - math.exp(-(x / scale) ** k)),
@@ -32,6 +33,8 @@ def test_the_texts_two_quantiles():
         for u in (0.2, 0.5, 0.9):
             assert cdf(law(kind).quantile(u)) == pytest.approx(u)
         assert law(kind).quantile(1e-9) == 60.0 and law(kind).quantile(1 - 1e-9) == 1800.0        # clipped
+    for kind in ("lognormal", "weibull"):                                  # next to no mass between the two: nearly every delay is one or the other
+        assert {Law(kind, 60.0, 1800.0, 0.001).quantile(u) for u in (1e-16, 0.2, 0.8, 1 - 1e-16)} == {60.0, 1800.0}
     assert law("constant").quantile(0.3) == 1800.0
     assert law("lognormal").quantile(0.5) == pytest.approx(math.sqrt(60 * 1800))
 
@@ -188,6 +191,8 @@ def test_a_delayed_run_killed_and_resumed_is_the_same_run(solvers, tmp_path):
     (dict(delay="lognormal", delay_min=50.0, delay_max=20.0), "--delay_min=50.0 --delay_max=20.0: the shortest delay must be above 0 and not above the longest"),
     (dict(delay="weibull", delay_min=20.0, delay_max=20.0), "--delay=weibull: two quantiles need --delay_min below --delay_max; use --delay=constant"),
     (dict(delay="weibull", delay_mass=1.0), "--delay_mass=1.0: the share of delays"),
+    (dict(delay="weibull", sampler_rate=2.0), "--sampler_rate=2.0: more groups are made than trained on, and they wait for ever"),
+    (dict(samplers="files", sync_path="x", rollout_quant="int8", learner_quant="aligned", sync_dtype="bfloat16"), "--sync_dtype=bfloat16: an engine that quantizes rounded weights"),
     (dict(delay="constant", delay_samplers=0), "--delay_samplers=0: must be at least 1"),
     (dict(delay="constant", step_seconds=0.0), "--step_seconds=0.0: must be above 0"),
     (dict(delay="constant", max_staleness=-1), "--max_staleness=-1: a number of updates"),

@@ -1,6 +1,11 @@
 """The hub's socket from outside: keys, strangers, protocols, sizes, replays, bounded room; raw peers, no models."""
+import json
 import logging
 import os
+import queue
+import shutil
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -15,8 +20,10 @@ import hub
 import keys
 import link
 import remote
+import sampler
 import wire
-from conftest import make_cfg
+from conftest import ROOT, make_cfg
+from learner import Comm
 from sampler import Flags
 from sampling import Sampling
 from sync import read_tensors
@@ -114,8 +121,13 @@ def test_a_group_arrives_once(made):
     assert (name, bytes_) == ("box/1/3", data) and abs(when - time.time()) < 30 and h.take() == []
     h.held(["box/1/3"])
     assert peer.hear(wire.Held) == wire.Held(["box/1/3"])
-    peer.hello(session="session", handed=9, lost=[4])                                               # a beat is answered, and what it says is kept
-    assert peer.hear(wire.Got) == wire.Got([]) and h.reports["box", 1] == (9, [4])
+    peer.hello(session="session", handed=9, lost=["box/1/4", "box/1/3", "other/1/1", "junk"])        # a beat is answered, and what it says is kept
+    assert peer.hear(wire.Got) == wire.Got([]) and h.reports["box", 1] == 9
+    assert [(name, column) for name, column, _ in h.take()] == [("box/1/4", "lost")]                 # one that is here already is not lost
+    h.held(["box/1/4"])
+    assert peer.hear(wire.Held) == wire.Held(["box/1/4"])
+    peer.hello(session="session", handed=9, lost=["box/1/4"])                                       # not heard: said again
+    assert peer.hear(wire.Held) == wire.Held(["box/1/4"]) and h.take() == []
 
 
 def test_damaged_leaves_are_asked_for_again(made):
@@ -175,7 +187,7 @@ def test_what_a_hub_does_not_take(made):
     h = make()
     old, odd, mute, peer = raw(h, name="old"), raw(h, name="a/b"), raw(h), raw(h)
     old.hello(protocol=0)
-    assert "speaks protocol 1 and this sampler 0" in old.hear(wire.Refuse).why
+    assert f"speaks protocol {wire.PROTOCOL} and this sampler 0" in old.hear(wire.Refuse).why
     odd.hello()
     assert "no slash" in odd.hear(wire.Refuse).why
     mute.say(wire.Offer(wire.manifest("box/1/0", b"x")))                   # without a hello
@@ -183,17 +195,22 @@ def test_what_a_hub_does_not_take(made):
     for junk in (b"", b"\x80\x04K\x01.", b"x" * 1000):
         peer.say(junk)
     peer.hello()
-    assert peer.hear(wire.Welcome) and until(lambda: h.counts["malformed"] == 3)
+    assert peer.hear(wire.Welcome) and peer.hear(wire.Got) == wire.Got([]) and until(lambda: h.counts["malformed"] == 3)
     big = wire.Manifest("box/1/1", 1 << 40, [b"x" * 32] * (1 << 4))
-    for of in (big, wire.Manifest("box/1/2", 10, []), wire.manifest("other/1/0", b"x"), wire.manifest("box/1/-4", b"x"), wire.manifest("box", b"x")):
+    for of in (big, wire.Manifest("box/1/2", 10, [])):
         peer.say(wire.Offer(of))
-        assert peer.hear(wire.Held) == wire.Held([of.name])                # go away, for good
-    assert h.counts["refused"] == 5 and h.size == 0 and not h.peers[next(iter(h.peers))].pulls
+        assert peer.hear(wire.Got).names == [of.name]                      # not fetched, and booked
+    for of in (wire.manifest("other/1/0", b"x"), wire.manifest("box/1/-4", b"x"), wire.manifest("box", b"x")):
+        peer.say(wire.Offer(of))
+    assert until(lambda: h.counts["malformed"] == 6)                       # nobody's
+    assert [(name, column) for name, column, _ in h.take()] == [("box/1/1", "refused"), ("box/1/2", "refused")]
+    assert h.size == 0 and not h.peers[next(iter(h.peers))].pulls
     peer.say(b"y" * (17 << 20))                                            # over the socket's limit: cut off
+    assert until(lambda: f"more at once than {wire.MOST} bytes" in h.log.seen.read_text())
     again = raw(h, name="again")
     again.hello()
-    assert again.hear(wire.Welcome) is not None and h.counts["malformed"] == 3
-    assert "refused" in h.log.seen.read_text()
+    assert again.hear(wire.Welcome) is not None and h.counts["malformed"] == 6
+    assert "offer refused: other/1/0 is no group of sampler box" in h.log.seen.read_text()
 
 
 def test_room_is_bounded_and_comes_back(made):
@@ -212,9 +229,63 @@ def test_room_is_bounded_and_comes_back(made):
     for _, d, _ in h.take():
         h.free(len(d))
     assert [peer.hear(wire.Ask).name for _ in range(2)] == ["box/1/2", "box/1/3"]
-    again = raw(h)                                                         # the same sampler on a new connection: what it was asked for is given up
+    again = raw(h)                                                         # the same sampler on a new connection: what it was asked for is asked for again
     again.hello()
-    assert again.hear(wire.Welcome) and until(lambda: h.size == 0)
+    assert [again.hear(wire.Ask).name for _ in range(2)] == ["box/1/2", "box/1/3"] and h.size == 2 * len(data) and len(h.peers) == 1
+
+
+def test_a_sampler_that_never_comes_back_gives_its_room_back(made, monkeypatch):
+    make, raw = made
+    monkeypatch.setattr(hub, "SILENT", 0.5)
+    data = wire.encode_group(group())
+    h = make(room=len(data) // 2)                                          # a group that is bigger than the room is taken alone
+    gone, here = raw(h, name="gone"), raw(h, name="here")
+    for peer in (gone, here):
+        peer.hello()
+        peer.say(wire.Offer(wire.manifest(f"{peer.name}/1/0", data)))
+        assert peer is here or peer.hear(wire.Ask).name == "gone/1/0"
+    end = time.monotonic() + 5
+    while (ask := here.hear(wire.Ask, within=0.2)) is None and time.monotonic() < end:
+        here.hello(session="session")
+    assert ask.name == "here/1/0" and [p.sampler for p in h.peers.values()] == ["here"]
+    assert "sampler gone says nothing" in h.log.seen.read_text()
+
+
+def test_a_group_goes_on_from_its_last_good_leaf(made):
+    """A cut in the middle of a big group: on the new connection only what is missing is asked for."""
+    make, raw = made
+    big = replace(limits(group()), max_tokens=1 << 20)
+    make_hub = lambda: make(g=None)
+    h = make_hub()
+    h.limits, data = big, os.urandom(3 * wire.LEAF)
+    first = raw(h)
+    first.hello()
+    first.say(wire.Offer(wire.manifest("box/1/0", data)))
+    asks = [first.hear(wire.Ask) for _ in range(3)]
+    assert [(a.first, a.count) for a in asks] == [(0, 1), (1, 1), (2, 1)]
+    first.say(wire.Leaves("box/1/0", 1), bytes(wire.leaves(data, 1, 1)))
+    assert until(lambda: any(1 not in pull.asked and 1 not in pull.missing for p in h.peers.values() for pull in p.pulls.values()))
+    again = raw(h)
+    again.hello()
+    asks = [again.hear(wire.Ask) for _ in range(2)]
+    assert sorted(a.first for a in asks) == [0, 2]
+    for a in asks:
+        again.say(wire.Leaves("box/1/0", a.first), bytes(wire.leaves(data, a.first, a.count)))
+    assert until(lambda: h.arrived) and [(name, d == data) for name, d, _ in h.take()] == [("box/1/0", True)]
+
+
+def test_two_samplers_of_one_name(made):
+    """The later one stays; the earlier one is told to stop."""
+    make, raw = made
+    h = make()
+    early, late = raw(h), raw(h)
+    early.hello(incarnation=1)
+    assert early.hear(wire.Welcome)
+    late.hello(incarnation=2)
+    assert late.hear(wire.Welcome)
+    early.hello(incarnation=1, session="session")
+    assert "another sampler called box came later: give each a --name" in early.hear(wire.Refuse).why
+    assert [p.incarnation for p in h.peers.values()] == [2]
 
 
 def test_only_known_keys_come_in(made, tmp_path):
@@ -267,6 +338,52 @@ def test_damaged_names_stop_no_sampler_and_delete_nothing(tmp_path):
     assert (tmp_path / "1-2").exists() and spool.read("box/1/2") == b"a group"
 
 
+def old_sampler(address, spool):
+    """A sampler of an earlier revision, as a process of its own."""
+    code = f"import wire; wire.PROTOCOL = 1; import sampler; sampler.main(['--connect={address}', '--spool={spool}', '--name=box', '--give_up=20'])"
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_an_old_sampler_over_a_socket_and_a_folder(made, tmp_path):
+    make, _ = made
+    h = make()
+    done = old_sampler(h.address, tmp_path / "a")
+    assert done.returncode == 1 and f"error: the learner speaks protocol {wire.PROTOCOL} and this sampler 1: bring both to one revision" in done.stderr
+    assert "it speaks protocol 1" in h.log.seen.read_text() and not h.peers
+    s = source(tmp_path)
+    s.publish(0, weights(0))
+    done = old_sampler(tmp_path, tmp_path / "b")
+    assert done.returncode == 1 and f"error: the learner speaks protocol {wire.PROTOCOL} and this sampler 1: bring both to one revision" in done.stderr
+
+
+def test_what_a_sampler_finds_out_about_its_learner(folders, tmp_path):
+    """That it started anew with other wishes; that a model of this host's own speaks another language."""
+    from types import SimpleNamespace
+    from transformers import AutoConfig, AutoTokenizer
+    asked = queue.Queue()
+    end = SimpleNamespace(welcome=asked)
+    asked.put(replace_struct(WELCOME, session="another"))
+    sampler.same_run(end, WELCOME)                                         # the same wishes
+    asked.put(replace_struct(WELCOME, run={"world": 1, "topk": 20}))
+    with pytest.raises(ValueError, match=r"the learner started anew and asks for something else \(its topk\): start this sampler again"):
+        sampler.same_run(end, WELCOME)
+    tokenizer, config = AutoTokenizer.from_pretrained(folders / "policy"), AutoConfig.from_pretrained(folders / "policy")
+    sampler.check_own(str(folders / "actor"), tokenizer, config, 16)
+    with pytest.raises(ValueError, match="a context of .* tokens, and the learner asks for 1000000"):
+        sampler.check_own(str(folders / "actor"), tokenizer, config, 10**6)
+    with pytest.raises(ValueError, match="--model=nowhere: no Hugging Face model folder"):
+        sampler.check_own("nowhere", tokenizer, config, 16)
+    shutil.copytree(folders / "actor", tmp_path / "other")
+    changed = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**changed, "vocab_size": changed["vocab_size"] + 1}))
+    with pytest.raises(ValueError, match="its tokenizer or vocabulary differs from the learner's"):
+        sampler.check_own(str(tmp_path / "other"), tokenizer, config, 16)
+
+
+def replace_struct(m, **changes):
+    return type(m)(**{**{k: getattr(m, k) for k in m.__struct_fields__}, **changes})
+
+
 def test_a_taken_address(made):
     make, _ = made
     h = make()
@@ -308,7 +425,7 @@ def source(folder, **changes):
     log = logging.getLogger(f"source.{folder}")
     log.propagate = False
     ends = files.FilesHub(str(folder), WELCOME, limits(group()), log)
-    return remote.RemoteSource(ends, cfg, limits(group()), Sampling(), folder / "versions", 0, 1, log)
+    return remote.RemoteSource(ends, cfg, limits(group()), Sampling(), folder / "versions", Comm(), log)
 
 
 def hand_over(folder, source, n, version=0, **changes):
@@ -337,13 +454,93 @@ def test_every_group_ends_in_one_column(tmp_path):
     os.utime(tmp_path / "rollouts" / "box" / "1-7", (1.0, 1.0))            # arrived long ago
     hand_over(tmp_path, s, 8, version=1)
     (tmp_path / "rollouts" / "box" / "1-9").write_bytes(account.sealed(bytes(s.limits.nbytes + 1)))        # whole, and bigger than any group
+    account.place(tmp_path / "samplers" / "box", wire.encode(wire.Hello(wire.PROTOCOL, "box", 1, "session", 11)))      # it says 11, and the last one is nowhere
     got = s.next(2, 2)
     assert [g.uid[2] for g in got] == [0, 8]
-    assert s.counts == {"trained": 2, "staleness": 1, "orphan": 2, "refused": 2, "window": 1} and s.hub.counts["corrupt"] == 2
+    assert s.counts == {"trained": 2, "staleness": 1, "orphan": 2, "refused": 3, "window": 1, "corrupt": 1, "lost": 1}
     m = s.metrics()
-    assert (m["remote/trained"], m["remote/orphan"], m["remote/corrupt"], m["remote/waiting"]) == (2, 2, 2, 0)
-    with pytest.raises(RuntimeError, match="no group from any sampler for 0 s at .*: start samplers"):
-        s.next(1, 2)
+    assert [m[f"remote/{k}"] for k in ("trained", "orphan", "corrupt", "refused", "lost", "handed", "waiting", "samplers")] == [2, 2, 1, 3, 1, 11, 0, 1]
+    assert sum(m[f"remote/{k}"] for k in remote.COLUMNS) == m["remote/handed"] == len(s.since) == s.state_dict()["account"][0][2]
+    assert s.next(1, 2) == [] and "no group to train on for 0 s at" in s.error and "2 trained" in s.error and "--resume goes on from here" in s.error
+    again = source(tmp_path)
+    again.load_state_dict(s.state_dict())
+    assert again.metrics()["remote/handed"] == 11 and again.counts == s.counts
+
+
+def test_a_signal_while_waiting_and_a_rank_without_groups(tmp_path):
+    """Nobody trains on what was given back, the account does not hold it, and the next call gives it again."""
+    s = source(tmp_path)
+    s.publish(0, weights(0))
+    for n in range(2):
+        hand_over(tmp_path, s, n)
+    assert s.next(3, 0, stop=["SIGTERM"]) == [] and s.error == "" and not s.counts
+    assert s.next(2, 0) and s.counts["trained"] == 2 and s.hub.size == 0
+    s.give_back()
+    assert s.counts["trained"] == 0 and s.since == [] and [g.uid[2] for g in s.next(2, 0)] == [0, 1] and s.counts["trained"] == 2
+
+
+def test_an_undone_history_does_not_delete_the_weights_of_this_one(tmp_path):
+    """A learner came as far as version 17 and was killed; it starts again from its checkpoint at 10. Its folder holds newer numbers than it publishes."""
+    dead = source(tmp_path)
+    for v in (16, 17):
+        dead.publish(v, weights(v))
+    s = source(tmp_path)
+    s.publish(10, weights(10))
+    assert [p.name for p in (tmp_path / "models").glob("v*")] == ["v000010.safetensors"] == [p.name for p in (tmp_path / "versions").glob("v*")]
+    end = files.FilesLink(str(tmp_path), ["box"], Flags(), account.Spool(tmp_path / "rollouts", ["box"], 1))
+    assert until(lambda: end.newest is not None) and end.newest[0] == 10
+    s.publish(11, weights(11))
+    assert until(lambda: end.newest[0] == 11) and end.newest[2].is_file()
+    end.close()
+
+
+def test_room_of_a_folder(tmp_path):
+    """What does not fit stays in the folder, and its sampler is not told that it was fetched."""
+    s = source(tmp_path)
+    s.publish(0, weights(0))
+    s.hub.room = int(2.5 * len(wire.encode_group(group())))
+    for n in range(4):
+        hand_over(tmp_path, s, n)
+    assert [name for name, _, _ in s.hub.take()] == ["box/1/0", "box/1/1"] and s.hub.take() == []
+    assert wire.decode((tmp_path / "got" / "box").read_bytes()).names == ["box/1/0", "box/1/1"]
+    s.hub.free(s.hub.size)
+    assert [name for name, _, _ in s.hub.take()] == ["box/1/2", "box/1/3"]
+
+
+def test_a_folder_without_a_learner_and_one_without_room(tmp_path, monkeypatch):
+    s = source(tmp_path)
+    s.publish(0, weights(0))
+    end = files.FilesLink(str(tmp_path), ["box"], Flags(give_up=0.5), account.Spool(tmp_path / "rollouts", ["box"], 1))
+    assert until(lambda: "no sign of life from a learner" in end.error, within=20)
+    small = files.FilesLink(str(tmp_path), ["box"], Flags(most_weights=1e-9), account.Spool(tmp_path / "rollouts", ["box"], 2))
+    assert until(lambda: "--most_weights=1e-09: the learner's weights have" in small.error)
+    hand_over(tmp_path, s, 0)
+
+    def full(path, data):
+        raise OSError(28, "No space left on device")
+    with monkeypatch.context() as m:
+        m.setattr(files, "place", full)
+        assert s.next(1, 0)                                                # the learner goes on, and says it later
+        s.state_dict()
+        s.saved()
+    assert not (tmp_path / "held" / "box").exists()
+    s.hub.held([])
+    hand_over(tmp_path, s, 1)
+    assert s.next(1, 0) and wire.decode((tmp_path / "held" / "box").read_bytes()).names == ["box/1/0"]
+
+
+def test_a_damaged_spool_says_so_until_it_is_held(tmp_path):
+    spool = account.Spool(tmp_path, ["box"], 7)
+    for n in range(3):
+        spool.hand_over("box", f"box/7/{n}", b"group %d" % n)
+    (tmp_path / "box" / "7-0").write_bytes(b"damaged")
+    (tmp_path / "box" / "7-1").unlink()
+    assert spool.read("box/7/0") is None and spool.read("box/7/1") is None and spool.read("box/7/2") == b"group 2"
+    assert spool.lost["box"] == ["box/7/0", "box/7/1"] and list(spool.waiting["box"]) == ["box/7/2"]
+    again = account.Spool(tmp_path, ["box"], 8)                            # another life
+    assert again.lost["box"] == ["box/7/0", "box/7/1"] and list(again.waiting["box"]) == ["box/7/2"]
+    again.forget(["box/7/0", "box/7/2"])
+    assert again.lost["box"] == ["box/7/1"] and sorted(p.name for p in (tmp_path / "box").iterdir()) == ["7-1.lost"]
 
 
 def test_held_only_after_the_checkpoint_and_never_again(tmp_path):

@@ -354,3 +354,9 @@ def test_two_ranks_give_the_gradient_of_one(parallel, tmp_path):
         for key in ("loss", "reward", "rollout_corr/kl", "rollout_corr/rollout_is_max", "rollout_corr/chi2_seq", "tokens"):
             assert ranks[i]["logged"][key] == pytest.approx(logged[key], rel=1e-5, abs=1e-7), (case, key)
         assert ranks[i]["shared"] == {i != 1} and ranks[i]["roundtrip"] and ranks[i]["names"] == sorted(tiny_model(0, layers=2).state_dict())
+
+
+def test_comm_keeps_float64():
+    """A clock in seconds since the epoch has no place in float32."""
+    for f in (Comm().max, Comm().sum):
+        assert f([1795284480.123456, torch.tensor(0.5), 3]) == [1795284480.123456, 0.5, 3.0]

@@ -105,19 +105,42 @@ def test_over_a_folder_and_a_full_disk(solvers, tmp_path):
     assert "File too large; waiting for room" in said and done >= 1
 
 
-@pytest.mark.parametrize("who", ["sampler", "learner", "both"])
+@pytest.mark.parametrize("who", ["sampler", "learner", "both", "learner, folder"])
 def test_killed_and_started_again(who, solvers, tmp_path):
     """The spool is as small as can be: a learner that must see more groups than that between two checkpoints, orphans among them, gets them."""
-    settings = zmq_flags(save_every=3)
-    learner, sampler = start(flags(solvers, tmp_path / "run", **settings)), box(settings["bind"], tmp_path / "box", "--spool_groups=2")
+    folder = "folder" in who
+    (tmp_path / "shared").mkdir()
+    settings = {**REMOTE, **dict(samplers="files", sync_path=tmp_path / "shared", save_every=3)} if folder else zmq_flags(save_every=3)
+    address, spool = (settings["sync_path"], tmp_path / "shared" / "rollouts") if folder else (settings["bind"], tmp_path / "box" / "spool")
+    learner, sampler = start(flags(solvers, tmp_path / "run", **settings)), box(address, tmp_path / "box", "--spool_groups=2")
     wait_for(tmp_path / "run", 2, learner)
     if who in ("sampler", "both"):
         kill(sampler)
-    if who in ("learner", "both"):
+    if who != "sampler":
         kill(learner)
         learner = go_on(tmp_path / "run")
     if who in ("sampler", "both"):
-        sampler = box(settings["bind"], tmp_path / "box")
+        sampler = box(address, tmp_path / "box")
+    code, text, err = finish(learner)
+    said = kill(sampler)
+    assert code == 0, err[-3000:] + said[-3000:]
+    the_account_adds_up(tmp_path / "run", [spool])
+
+
+def test_a_learner_that_waits_stops_at_a_signal_and_gives_up_with_a_sentence(solvers, tmp_path):
+    """Nobody samples. What was computed is saved either way, and the sampler that comes in the end finds it."""
+    settings = zmq_flags(give_up=600)
+    learner = start(flags(solvers, tmp_path / "run", **settings))
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run" / "versions" / "rank0" / "v000000.safetensors").exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    time.sleep(1)
+    learner.send_signal(signal.SIGTERM)
+    code, text, err = finish(learner)
+    assert code == 0 and "stopped after update 0, saved: go on with --resume" in text, err[-3000:]
+    code, text, err = finish(start(["--resume", f"--out={tmp_path / 'run'}", "--give_up=2"]))
+    assert code == 1 and "error: no group to train on for 2 s" in err and "Traceback" not in err
+    learner, sampler = start(["--resume", f"--out={tmp_path / 'run'}", "--give_up=90"]), box(settings["bind"], tmp_path / "box")
     code, text, err = finish(learner)
     said = kill(sampler)
     assert code == 0, err[-3000:] + said[-3000:]
@@ -249,19 +272,40 @@ def test_two_hosts_and_a_pulled_cable(hosts, solvers, tmp_path):
     the_account_adds_up(tmp_path / "run", [tmp_path / "box" / "spool"])
 
 
+def streams(run, rank):
+    """(sampler.rank, how many of its groups) in a rank's checkpoint."""
+    account = Account.of(torch.load(sorted((run / "checkpoints").glob("step_*"))[-1] / f"rank{rank}.pt", weights_only=True)["source"]["account"])
+    return {sampler: len(seen) for (sampler, _), seen in account.items()}
+
+
 def test_two_ranks_and_a_file_of_routes(solvers, tmp_path):
-    """Sampler `a` serves both ranks, `b` the second alone: a rank without enough from one is fed by the other."""
+    """Sampler `a` serves both ranks and fetches its weights from the first, `b` the first alone: the second rank trains on what the first one's weights sampled."""
     at = port()
-    (tmp_path / "routes.toml").write_text(f'[learners]\n0 = "tcp://127.0.0.1:{at}"\n1 = "tcp://127.0.0.1:{at + 1}"\n[samplers]\n"*" = [0, 1]\nb = [1]\n')
+    (tmp_path / "routes.toml").write_text(f'[learners]\n0 = "tcp://127.0.0.1:{at}"\n1 = "tcp://127.0.0.1:{at + 1}"\n[samplers]\n"*" = [0, 1]\nb = [0]\n')
     settings = {**REMOTE, **dict(samplers="zmq", bind=f"tcp://127.0.0.1:{at}", steps=4)}
     learner = start(flags(solvers, tmp_path / "run", **settings), ranks=2)
     boxes = [box(tmp_path / "routes.toml", tmp_path / name, name=name) for name in ("a", "b")]
     code, text, err = finish(learner)
     said = kill(*boxes)
     assert code == 0, err[-3000:] + said[-3000:]
-    the_account_adds_up(tmp_path / "run", [tmp_path / "a" / "spool", tmp_path / "b" / "spool"], updates=4, ranks=2)
-    names = [torch.load(tmp_path / "run" / "checkpoints" / "step_000004" / f"rank{r}.pt", weights_only=True)["source"]["account"] for r in (0, 1)]
-    assert {a[0] for a in names[0]} == {"a.0"} and {a[0] for a in names[1]} <= {"a.1", "b.1"}
+    rows = the_account_adds_up(tmp_path / "run", [tmp_path / "a" / "spool", tmp_path / "b" / "spool"], updates=4, ranks=2)
+    assert set(streams(tmp_path / "run", 0)) <= {"a.0", "b.0"} and set(streams(tmp_path / "run", 1)) == {"a.1"}
+    assert rows[-1]["remote/trained"] == 16 and rows[-1]["remote/handed"] >= 16          # of both ranks
+
+
+def test_two_ranks_a_folder_four_bits_and_another_model(solvers, tmp_path):
+    """The learner publishes int4 tensors over a folder; one host samples with a smaller model of its own."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    settings = {**REMOTE, **dict(samplers="files", sync_path=shared, steps=4, rollout_quant="w4a16", quant_group=16, sync_dtype="quantized")}
+    learner = start(flags(solvers, tmp_path / "run", **settings), ranks=2)
+    boxes = [box(shared, tmp_path / "a", name="a"), box(shared, tmp_path / "b", f"--model={solvers / 'actor'}", name="b")]
+    code, text, err = finish(learner)
+    said = kill(*boxes)
+    assert code == 0, err[-3000:] + said[-3000:]
+    the_account_adds_up(tmp_path / "run", [shared / "rollouts"], updates=4, ranks=2, most=10)
+    got = streams(tmp_path / "run", 0) | streams(tmp_path / "run", 1)
+    assert all(got.get(name, 0) > 0 for name in ("a.0", "a.1", "b.0", "b.1")), got
 
 
 @pytest.mark.parametrize("argv, sentence", [
@@ -271,6 +315,10 @@ def test_two_ranks_and_a_file_of_routes(solvers, tmp_path):
     (["--connect=tcp://127.0.0.1:9", "--name=a/b"], "--name=a/b: a sampler's name has no slash and no dot"),
     (["--connect=tcp://127.0.0.1:9", "--keys=nowhere"], "--keys=nowhere: no learner.key there"),
     (["--connect=tcp://127.0.0.1:9", "--give_up=1", "--patience=0.2"], "no answer from tcp://127.0.0.1:9 for 1 s: is the learner up, is that its address, and are these the keys it knows"),
+    (["--connect=tcp://127.0.0.1"], "--connect=tcp://127.0.0.1: no port; write tcp://HOST:PORT"),
+    (["--connect=routes.toml"], "--connect=routes.toml: no file of routes"),
+    (["--connect=tcp://127.0.0.1:9", "--delay=lognormal", "--delay_min=0"], "--delay_min=0.0 --delay_max=1800.0: the shortest delay must be above 0"),
+    (["--connect=tcp://127.0.0.1:9", "--delay=weibull", "--delay_mass=1"], "--delay_mass=1.0: the share of delays"),
     (["--connect=tcp://127.0.0.1:9", "--groups=0"], "--groups=0 --spool_groups=4096: at least one group at once"),
 ])
 def test_bad_sampler_flags(argv, sentence, tmp_path):
