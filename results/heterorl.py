@@ -3,9 +3,9 @@
     python results/heterorl.py          # run what is missing (two at a time), then results/heterorl{,_more,_correlations}.{md,png}
 
 configs/delay.toml: four simulated samplers (delay.py). `64`, `8`, `0`: --max_staleness, which caps the delays; 0 is the synchronous loop, without CPPO-KL
-as in the text. One clip of 0.2 for all three methods of Table 2: only the coefficient differs. A length-normalised
-ratio hardly ever leaves 0.8 to 1.2, so the clip holds GRPO's tokens and nothing else: three more rows tell its part from the coefficient's. `hours` is the virtual clock: what the updates take when
-nobody waits, and what they would take if every update waited until each of the four samplers had its weights.
+as in the text. One clip of 0.2 for all three methods of Table 2: only the coefficient differs. A length-normalised ratio hardly ever leaves 0.8 to 1.2, so
+the clip holds GRPO's tokens and nothing else: three more rows tell its part from the coefficient's. `hours` is the virtual clock: what the updates
+take when nobody waits, and what they would take if every update waited until each of the four samplers had its weights.
 """
 import math
 import sys
@@ -36,14 +36,21 @@ MORE = {
     "Jackpot, target new": dict(objective="jackpot", obrs_target="new", **FAR),
     "no correction": dict(objective="grpo", **FAR),
 }
-THREE = {f"{m}, 64": 3 for m in METHODS}
+THREE = {f"{m}, {s}": 3 for m in METHODS for s in (8, 64)}
 COLUMNS = {**{c: sweep.COLUMNS[c] for c in ("seeds", "policy pass@1, %", "best, %")},
            "staleness, updates": lambda rs: sweep.number(sweep.tail(rs, "staleness/mean_updates", 0.5)),
            "KL(inf, ref)": lambda rs: sweep.number(sweep.tail(rs, "rollout_corr/k3_kl", 0.5)),
            "variance of the weight": lambda rs: sweep.number(sweep.tail(rs, "weight_var", 0.5)),
            "advantage error": lambda rs: sweep.number(sweep.tail(rs, "advantage_error", 0.5)),
            "clipped, %": lambda rs: sweep.number(100 * sweep.tail(rs, "clip_fraction", 0.5)),
-           "gradient norm": lambda rs: sweep.number(sweep.tail(rs, "grad_norm", 0.5))}
+           "gradient norm": lambda rs: sweep.number(sweep.tail(rs, "grad_norm", 0.5)),
+           "hours": lambda rs: f"{hours(rs, False):.1f}", "hours, waiting for all": lambda rs: f"{hours(rs, True):.1f}"}
+PANELS = [("held-out pass@1 (%)", "eval/policy"), ("reward of the responses", "reward"), ("KL(inf || ref), k3, nats a token", "rollout_corr/k3_kl"),
+          ("variance of the weight", "weight_var"), ("gradient norm", "grad_norm"), ("staleness of the responses, updates", "staleness/mean_updates")]
+CHAIN = [("staleness", "staleness/mean_updates"), ("KL(inf, ref)", "rollout_corr/k3_kl"), ("variance of the weight", "weight_var"), ("advantage error", "advantage_error")]
+FLOORS = {"KL(inf, ref)": 1e-5, "variance of the weight": 1e-6}            # below, at bound 0, is rounding
+
+
 def hours(records: list[dict], wait: bool) -> float:
     """Virtual hours of a run: an update takes step_seconds, and with `wait` the longest of the samplers' delays on top, in the mean."""
     c = records[0]["config"]
@@ -52,14 +59,6 @@ def hours(records: list[dict], wait: bool) -> float:
         law, cap, n, grid = Law(c["delay"], c["delay_min"], c["delay_max"], c["delay_mass"]), c["max_staleness"] * c["step_seconds"], c["delay_samplers"], 2000
         longest = sum(min(cap, law.quantile(((i + 0.5) / grid) ** (1 / n))) for i in range(grid)) / grid       # the largest of n has the quantile Q(u^(1/n))
     return c["steps"] * (c["step_seconds"] + longest) / 3600
-
-
-COLUMNS |= {"hours": lambda rs: f"{hours(rs, False):.1f}", "hours, waiting for all": lambda rs: f"{hours(rs, True):.1f}"}
-PANELS = [("held-out pass@1 (%)", "eval/policy"), ("reward of the responses", "reward"), ("KL(inf || ref), k3, nats a token", "rollout_corr/k3_kl"),
-          ("variance of the weight", "weight_var"), ("gradient norm", "grad_norm"), ("staleness of the responses, updates", "staleness/mean_updates")]
-
-
-CHAIN = [("staleness", "staleness/mean_updates"), ("KL(inf, ref)", "rollout_corr/k3_kl"), ("variance of the weight", "weight_var"), ("advantage error", "advantage_error")]
 
 
 def correlations(got: dict[str, list[dict]]) -> None:
@@ -87,7 +86,9 @@ def correlations(got: dict[str, list[dict]]) -> None:
             ax.plot(x, y, ".", ms=4, alpha=0.6, label=f"{m}, {r:.2f}")
             ax.set(xlabel=a, ylabel=b, xscale="symlog" if a == "staleness" else "log", yscale="log")
         rows.append([m, str(len(points)), *cells])
-    for ax in axes.flat:
+    for ax, ((a, _), (b, _)) in zip(axes.flat, pairs):
+        ax.set_xlim(left=FLOORS.get(a))
+        ax.set_ylim(bottom=FLOORS.get(b))
         ax.legend(fontsize=8)
         ax.grid(alpha=0.3)
     fig.suptitle("Updates of all bounds of staleness; beside a method its rank correlation")
