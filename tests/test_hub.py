@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,8 +122,9 @@ def test_a_group_arrives_once(made):
     assert (name, bytes_) == ("box/1/3", data) and abs(when - time.time()) < 30 and h.take() == []
     h.held(["box/1/3"])
     assert peer.hear(wire.Held) == wire.Held(["box/1/3"])
-    peer.hello(session="session", handed=9, lost=["box/1/4", "box/1/3", "other/1/1", "junk"])        # a beat is answered, and what it says is kept
-    assert peer.hear(wire.Got) == wire.Got([]) and h.reports["box", 1] == 9
+    for _ in range(2):                                                                               # a beat is answered, and what it says is kept
+        peer.hello(session="session", handed=9, lost=["box/1/4", "box/1/3", "other/1/1", "junk"])
+        assert peer.hear(wire.Got) == wire.Got([]) and h.reports["box", 1] == 9
     assert [(name, column) for name, column, _ in h.take()] == [("box/1/4", "lost")]                 # one that is here already is not lost
     h.held(["box/1/4"])
     assert peer.hear(wire.Held) == wire.Held(["box/1/4"])
@@ -358,7 +360,6 @@ def test_an_old_sampler_over_a_socket_and_a_folder(made, tmp_path):
 
 def test_what_a_sampler_finds_out_about_its_learner(folders, tmp_path):
     """That it started anew with other wishes; that a model of this host's own speaks another language."""
-    from types import SimpleNamespace
     from transformers import AutoConfig, AutoTokenizer
     asked = queue.Queue()
     end = SimpleNamespace(welcome=asked)
@@ -477,6 +478,20 @@ def test_a_signal_while_waiting_and_a_rank_without_groups(tmp_path):
     assert s.next(2, 0) and s.counts["trained"] == 2 and s.hub.size == 0
     s.give_back()
     assert s.counts["trained"] == 0 and s.since == [] and [g.uid[2] for g in s.next(2, 0)] == [0, 1] and s.counts["trained"] == 2
+
+
+def test_time_asleep_is_nobodys_silence(tmp_path, monkeypatch):
+    """A learner that was stopped for longer than --give_up goes on waiting; one that was awake gives up."""
+    s = source(tmp_path, give_up=30.0)
+    s.publish(0, weights(0))
+    clock, jumps = [0.0], iter([0.0, 1000.0])
+
+    def take():
+        clock[0] += next(jumps, 1.0)
+        return []
+    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time, sleep=lambda seconds: None))
+    monkeypatch.setattr(s.hub, "take", take)
+    assert s.next(1, 0) == [] and "no group to train on for 30 s" in s.error and 1030 < clock[0] < 1035
 
 
 def test_an_undone_history_does_not_delete_the_weights_of_this_one(tmp_path):

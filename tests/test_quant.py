@@ -215,6 +215,14 @@ def test_the_tensors_of_the_forward_are_the_ones_published(name):
     assert all(torch.equal(exact[f"{n}.weight"], dequantize(*m.low())) for n, m in quant.layers(policy).items())
 
 
+def test_remote_samplers_get_the_weights_themselves_unless_low_bits_travel():
+    """Each quantizes as it likes: one in full precision must not get rounded weights."""
+    learner, = learners("w4a16", "aligned")
+    learner.cfg = replace(learner.cfg, samplers="files", sync_path="x")
+    plain, packed = dict(learner.published("policy", False)), dict(learner.published("policy", True))
+    assert all(torch.equal(plain[f"{n}.weight"], m.weight) and f"{n}.weight_packed" in packed for n, m in quant.layers(learner.pair.policy).items())
+
+
 def test_a_learner_in_another_format_publishes_the_engine_s_own():
     """An int8 learner and a w4a16 engine: what goes out has sixteen levels, made from the master weights."""
     learner, = learners("int8", "aligned")

@@ -149,11 +149,11 @@ def test_a_learner_that_waits_stops_at_a_signal_and_gives_up_with_a_sentence(sol
 
 def test_stopped_for_longer_than_every_timeout(solvers, tmp_path):
     settings = zmq_flags()
-    learner, sampler = start(flags(solvers, tmp_path / "run", **settings)), box(settings["bind"], tmp_path / "box")
+    learner, sampler = start(flags(solvers, tmp_path / "run", **settings)), box(settings["bind"], tmp_path / "box", "--give_up=14")
     wait_for(tmp_path / "run", 1, learner)
-    for process in (sampler, learner):
+    for process, seconds in ((sampler, 16), (learner, 12)):                # ZeroMQ's heartbeat gives up after 10 s, the sampler after 3, for good after 14
         process.send_signal(signal.SIGSTOP)
-        time.sleep(12)                                                     # ZeroMQ's heartbeat gives up after 10 s, the sampler after 3
+        time.sleep(seconds)
         process.send_signal(signal.SIGCONT)
     code, text, err = finish(learner)
     said = kill(sampler)
@@ -230,7 +230,7 @@ def test_through_a_proxy_that_spoils_everything(solvers, tmp_path):
     proxy.join()
     assert code == 0, err[-3000:] + said[-3000:]
     the_account_adds_up(tmp_path / "run", [tmp_path / "box" / "spool"])
-    assert all(proxy.did.get(kind, 0) > 0 for kind in ("lose", "damage", "double", "hold", "cut")), proxy.did
+    assert all(proxy.did.get(kind, 0) > 0 for kind in ("lose", "damage", "double", "hold", "slow", "cut")), proxy.did
 
 
 @pytest.fixture
