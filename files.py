@@ -23,6 +23,7 @@ from account import Account, Spool, opened, place, split
 from hub import KEPT_VERSIONS, ROOM
 
 BEAT = 2.0                         # seconds between two signs of life
+PATIENCE = 20.0                    # seconds until a file that should be there is lost: listings of a folder on another host lag behind
 
 
 class FilesHub:
@@ -33,43 +34,44 @@ class FilesHub:
         self.counts, self.reports, self.got, self.held_before, self.address, self.broken = Counter(), {}, Account(), Account(), str(folder), ""
         self.models: list[str] = []                        # published in this session, in order
         self.size, self.beat, self.unsaid = 0, 0.0, {}     # bytes taken and not freed; last sign of life; files that found no room on the disk
-        self.strange: set[str] = set()
+        self.fresh, self.strange, self.absent = None, set(), {}            # weights that are not out yet; samplers refused; names -> missed since when
         for name in ("models", "rollouts", "held", "got", "samplers"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
 
     def _say(self, path: Path, message) -> None:
-        """Write a message; where the disk is full, with the next one."""
+        """Write a message; where the disk is full, later."""
         self.unsaid[path] = wire.encode(message)
-        for path, data in list(self.unsaid.items()):
-            try:
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """What found no room on the disk, once more: messages (some of which make room), then the newest weights."""
+        try:
+            for path, data in list(self.unsaid.items()):
                 place(path, data)
                 del self.unsaid[path]
-            except OSError as e:
-                self.log.warning("%s: %s; it will be written later", path, e.strerror)
+            if self.fresh is not None:
+                path, offer = self.fresh
+                place(self.folder / "models" / path.name, path.read_bytes())
+                place(self.folder / "models" / "newest", wire.encode(offer))
+                self.models = [*(name for name in self.models if name != path.name), path.name][-KEPT_VERSIONS:]
+                for old in (self.folder / "models").glob("v*.safetensors"):        # those of an undone history too, whatever their numbers
+                    if old.name not in self.models:
+                        old.unlink()
+                self.fresh = None
+        except OSError as e:
+            self.log.warning("%s: %s; tried again soon", self.folder, e.strerror)
 
     def open(self, held: Account) -> None:
         self.held_before = held
         for path in self._streams("got"):                  # of an earlier session: nothing is fetched in this one
             path.unlink()
         if self.rank == 0:
-            place(self.folder / "welcome", wire.encode(self.welcome))
+            self._say(self.folder / "welcome", self.welcome)
 
     def broadcast(self, version: int, path: Path, published: float) -> None:
-        if self.rank:
-            return
-        data = path.read_bytes()
-        while True:
-            try:
-                place(self.folder / "models" / path.name, data)
-                break
-            except OSError as e:
-                print(f"{self.folder}: {e.strerror}; waiting for room", flush=True)
-                time.sleep(1.0)
-        self._say(self.folder / "models" / "newest", wire.Offer(wire.manifest(path.name, data), version, published))
-        self.models = [*(name for name in self.models if name != path.name), path.name][-KEPT_VERSIONS:]
-        for old in (self.folder / "models").glob("v*.safetensors"):        # those of an undone history too, whatever their numbers
-            if old.name not in self.models:
-                old.unlink()
+        if self.rank == 0:
+            self.fresh = (path, wire.Offer(wire.manifest(path.name, path.read_bytes()), version, published))
+            self._catch_up()
 
     def held(self, names: list[str]) -> None:
         for name in names:
@@ -81,55 +83,64 @@ class FilesHub:
         return sorted((self.folder / kind).glob("*" if self.world == 1 else f"*.{self.rank}"))
 
     def _names(self, sampler: str) -> list[str]:
-        return sorted((f"{sampler}/{'/'.join(p.name.split('-'))}" for p in (self.folder / "rollouts" / sampler).glob("*-*") if "." not in p.name), key=split)
+        files = (p.name.split("-") for p in (self.folder / "rollouts" / sampler).glob("*-*"))
+        return sorted((f"{sampler}/{a}/{b}" for a, b in (x for x in files if len(x) == 2) if a.isdigit() and b.isdigit()), key=split)
 
     def take(self) -> list[tuple[str, bytes | str, float]]:
-        if self.rank == 0 and time.monotonic() - self.beat > BEAT:
-            self.beat = time.monotonic()
+        out: list = []
+        try:
+            if time.monotonic() - self.beat > BEAT:
+                self.beat = time.monotonic()
+                self._catch_up()
+                self._listen(out)
+            for stream in self._streams("rollouts"):
+                self._take(stream, out)
+        except OSError as e:                               # a folder on another host is away for a while; what was read is kept
+            self.log.warning("%s: %s; tried again soon", self.folder, e.strerror)
+        return sorted(out, key=lambda item: item[2])       # in order of arrival
+
+    def _take(self, stream: Path, out: list) -> None:
+        new = [name for name in self._names(stream.name) if not self.got.has(name)]
+        done = [name for name in new if self.held_before.has(name)]                                 # in the checkpoint already
+        for name in done:
+            self.counts["duplicate"] += 1
+            self.got.add(name)
+        if done:
+            self.held(done)
+        before = len(out)
+        for name in new:
+            if name not in done:
+                if (item := self._read(name, stream / "-".join(name.split("/")[1:]))) is None:
+                    break                                  # no room for more
+                self.got.add(name)
+                out.append(item)
+        if len(out) > before:
+            self._say(self.folder / "got" / stream.name, wire.Got([n for n in self._names(stream.name) if self.got.has(n)]))
+
+    def _listen(self, out: list) -> None:
+        """Say that the learner is here; hear what samplers have handed over. What stays away for a while is lost."""
+        if self.rank == 0 and (self.folder / "welcome").exists():
             os.utime(self.folder / "welcome")
         for report in self._streams("samplers"):
             try:
                 m = wire.decode(report.read_bytes())
-            except (OSError, wire.WireError):              # being written
+            except (FileNotFoundError, wire.WireError):    # being written
                 continue
-            if m.protocol == wire.PROTOCOL:
-                self.reports[m.sampler, m.incarnation] = m.handed
-            elif m.sampler not in self.strange:
-                self.strange.add(m.sampler)
-                self.log.warning("sampler %s refused: it speaks protocol %d", m.sampler, m.protocol)
-        out = self._gaps()
-        for stream in self._streams("rollouts"):
-            new = [name for name in self._names(stream.name) if not self.got.has(name)]
-            done = [name for name in new if self.held_before.has(name)]                             # in the checkpoint already
-            for name in done:
-                self.counts["duplicate"] += 1
-                self.got.add(name)
-            if done:
-                self.held(done)
-            before = len(out)
-            for name in new:
-                if name not in done:
-                    path = stream / "-".join(name.split("/")[1:])
-                    if (item := self._read(name, path)) is None:
-                        break                              # no room for more
-                    self.got.add(name)
-                    out.append(item)
-            if len(out) > before:
-                self._say(self.folder / "got" / stream.name, wire.Got([n for n in self._names(stream.name) if self.got.has(n)]))
-        return sorted(out, key=lambda item: item[2])       # in order of arrival
-
-    def _gaps(self) -> list[tuple[str, str, float]]:
-        """What a sampler has handed over and nobody finds any more."""
-        out = []
-        for key, handed in self.reports.items():
-            there = set(self._names(key[0]))
-            for n in range(self.held_before[key].upto if key in self.held_before else 0, handed):
-                name = f"{key[0]}/{key[1]}/{n}"
-                if name not in there and not self.held_before.has(name) and not self.got.has(name):
-                    self.log.warning("%s is gone", self.folder / "rollouts" / key[0] / f"{key[1]}-{n}")
+            if m.protocol != wire.PROTOCOL:
+                if m.sampler not in self.strange:
+                    self.strange.add(m.sampler)
+                    self.log.warning("sampler %s refused: it speaks protocol %d", m.sampler, m.protocol)
+                continue
+            key = (m.sampler, m.incarnation)
+            self.reports[key] = max(self.reports.get(key, 0), m.handed)
+            names = (f"{key[0]}/{key[1]}/{n}" for n in range(self.held_before[key].upto if key in self.held_before else 0, m.handed))
+            gone = {name for name in names if not self.held_before.has(name) and not self.got.has(name)}.difference(self._names(key[0]))
+            self.absent = {name: when for name, when in self.absent.items() if split(name)[0] != key or name in gone}
+            for name in sorted(gone, key=split):
+                if time.monotonic() - self.absent.setdefault(name, time.monotonic()) > PATIENCE:
+                    self.log.warning("%s is gone", self.folder / "rollouts" / name)
                     self.got.add(name)
                     out.append((name, "lost", time.time()))
-        return out
 
     def _read(self, name: str, path: Path) -> tuple[str, bytes | str, float] | None:
         info = path.stat()
@@ -187,9 +198,9 @@ class FilesLink(threading.Thread):
                 self.error = f"no sign of life from a learner in {self.folder} for {self.flags.give_up:.0f} s: is it up? A group that was handed over waits in the folder"
             time.sleep(0.05)
 
-    def behind(self) -> int:
+    def behind(self, stream: str) -> int:
         """As link.Link.behind."""
-        return sum(len(self.spool.waiting[s]) - min(len(self.spool.waiting[s]), self.got[s]) for s in self.streams)
+        return max(0, len(self.spool.waiting[stream]) - self.got[stream])
 
     def turn(self, now: float) -> None:
         path = self.folder / "welcome"

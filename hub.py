@@ -249,11 +249,15 @@ class Hub(threading.Thread):
             for offer, _ in list(self.weights.values())[-1:]:
                 self._send(identity, offer)
         self.peers[identity].seen = now
-        self.reports[m.sampler, m.incarnation] = m.handed
-        for name in filter(self.peers[identity].owns, m.lost):
+        peer, key = self.peers[identity], (m.sampler, m.incarnation)
+        self.reports[key] = max(self.reports.get(key, 0), m.handed)
+        for name in filter(peer.owns, m.lost):
             if self.held_before.has(name):
                 self._send(identity, wire.Held([name]))
             elif not self.got.has(name):
+                peer.offers.pop(name, None)
+                if name in peer.pulls:
+                    self._drop(peer, name)
                 self._book(name, "lost")
         self._send(identity, wire.Got([], next(reversed(self.weights), "")))           # an answer: the learner is alive
 

@@ -52,14 +52,18 @@ class Link(threading.Thread):
             if asleep > self.flags.patience:               # this process was stopped, or its host slept: that is nobody's silence
                 line.heard += asleep
                 line.began += asleep
-            line.turn(time.monotonic())
+            try:
+                line.turn(time.monotonic())
+            except OSError as e:                           # no room for the new weights: they are asked for again
+                print(f"{self.store}: {e.strerror or e}; waiting for room", flush=True)
+                time.sleep(1.0)
             if line.silent > self.flags.give_up:
                 self.error = (f"no answer from {line.address} for {self.flags.give_up:.0f} s: is the learner up, is that its address, "
                               "and are these the keys it knows (--keys)? A group that was handed over waits in the spool")
 
-    def behind(self) -> int:
+    def behind(self, stream: str) -> int:
         """Groups that the learner has not fetched. Those it has fetched must not count: it holds them when it saves, and to get there it needs more."""
-        return sum(len(self.spool.waiting[line.stream]) - len(line.got) for line in self.lines)
+        return len(self.spool.waiting[stream]) - len(self.lines[self.streams.index(stream)].got)
 
     def close(self) -> None:
         self.stopping = True
@@ -179,7 +183,9 @@ class Line:
             if m.name == "":                               # the learner does not know this connection: say hello again
                 self.session, self.beat = "", 0.0
             elif self.pull is not None and self.pull.of.name == m.name:
-                self.pull = self.next_weights = None       # newer ones are out
+                self.pull = None                           # newer ones are out; if they were not offered yet, the next beat says what they are called
+                if self.next_weights is self.offer_at:
+                    self.next_weights, self.heard_of = None, ""
         elif isinstance(m, wire.Offer) and self.fetches:
             try:
                 m.of.check(int(self.link.flags.most_weights * 2**30))

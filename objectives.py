@@ -223,9 +223,9 @@ def drops(cfg) -> bool:
 
 def knows_sampler(cfg) -> bool:
     """Whether the learner's actor is the law that sampled, up to the engine's arithmetic: not where groups may come from older weights, where the
-    engine rounds weights that the learner does not, or where it samples from a cut law that the learner scores whole."""
+    engine and the learner round differently, or where it samples from a cut law that the learner scores whole."""
     late = cfg.samplers != "local" or (cfg.delay != "none" and cfg.max_staleness != 0)
-    rounded = cfg.rollout_quant != "none" and cfg.learner_quant not in ("aligned", cfg.rollout_quant)
+    rounded = cfg.learner_quant not in ("aligned", cfg.rollout_quant)
     cut = sampling.of(cfg).truncates and cfg.keep_sampling_mask == "off"
     return not (late or rounded or cut)
 

@@ -13,12 +13,13 @@ and `duplicate` counts offers of what had come already: those are in another col
 from __future__ import annotations
 
 import filecmp
+import sys
 import time
 from collections import Counter, deque
 from pathlib import Path
 
 import wire
-from account import Account
+from account import Account, split
 from hub import KEPT_VERSIONS, log_path
 from sync import write_tensors
 
@@ -65,7 +66,7 @@ class RemoteSource:
 
     def next(self, n_groups: int, learner_version: int, stop=()) -> list:
         """The next n groups. Waits for them and says so once a minute; an empty list when `stop` fills, or, with `error` set, after --give_up seconds without any."""
-        batch, start = [], time.monotonic()
+        batch, self.batch, start = [], [], time.monotonic()
         last = said = before = start
         while len(batch) < n_groups and not stop and not self.error:
             for name, data, when in self.hub.take():
@@ -88,12 +89,14 @@ class RemoteSource:
                               f"(python rollout.py --connect=...), look at {log_path(self.cfg.out, self.comm.rank)}, or raise --give_up; --resume goes on from here")
             elif now - said > 60:
                 said = now
-                print(f"waiting for groups: {len(batch)} of {n_groups}, {len(self.hub.reports)} samplers seen at {self.hub.address}", flush=True)
+                print(f"waiting for groups: {len(batch)} of {n_groups}, {len({s for s, _ in self.hub.reports.copy()})} samplers seen at {self.hub.address}", flush=True)
             if len(batch) < n_groups:
                 time.sleep(0.01)
         self.waited += time.monotonic() - start
         if len(batch) < n_groups:
             self.ready.extendleft(reversed(batch))
+            if self.error and self.comm.rank:              # train.py speaks for rank 0
+                print(f"error: rank {self.comm.rank}: {self.error}", file=sys.stderr, flush=True)
             return []
         for name, *_ in batch:
             self.settle(name, "trained")
@@ -138,6 +141,8 @@ class RemoteSource:
         """The group's fate is decided: it stands in one column, and a checkpoint will say so."""
         self.counts[column] += 1
         self.since.append(name)
+        key, n = split(name)                               # a sampler that was killed may not have said how many
+        self.hub.reports[key] = max(self.hub.reports.get(key, 0), n + 1)
 
     def metrics(self) -> dict[str, float]:
         """The account and the traffic, summed over ranks; collective."""
@@ -165,7 +170,7 @@ class RemoteSource:
 
     def load_state_dict(self, state: dict) -> None:
         self.counts, self.taken, self.published = Counter(state["counts"]), Account.of(state["account"]), dict(state["published"])
-        self.hub.reports.update({(sampler, incarnation): n for sampler, incarnation, n in state["reports"]})
+        self.hub.reports.update({(sampler, incarnation): n for sampler, incarnation, n in state.get("reports", [])})
 
     def close(self) -> None:
         self.hub.close()

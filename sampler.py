@@ -53,7 +53,7 @@ class Flags:
     spool: str = ""
     """Folder of groups handed over and not yet held by the learner; default out/samplers/NAME. It outlives the process."""
     spool_groups: int = 4096
-    """Stop sampling when so many wait to be fetched. Fetched ones stay on disk until a checkpoint of the learner holds them."""
+    """Stop sampling for a rank of the learner when so many wait to be fetched by it. Fetched ones stay on disk until a checkpoint holds them."""
     model: str = ""
     """Folder of a model of this host's own, a smaller one say, that samples with the weights it has; default: the learner's model and weights."""
     task: str = ""
@@ -92,7 +92,7 @@ def sample(flags: Flags) -> None:
     try:
         welcome = first(link)
         source, load = start(welcome, flags, folder)
-        draws, until, version, counts = 0, 0.0, None, [0] * len(streams)
+        draws, until, version = 0, 0.0, None
         numbers, busy, loading, began, said = dict.fromkeys(streams, 0), 0.0, 0.0, 0.0, time.monotonic()
         while not link.error:
             same_run(link, welcome)
@@ -100,9 +100,10 @@ def sample(flags: Flags) -> None:
             if began and time.monotonic() - said > SAY:
                 said = time.monotonic()
                 open_for = said - began - loading
-                print(f"{sum(counts)} groups, version {version[0]}, {link.behind()} to be fetched, {len(spool)} not held, "
+                print(f"{sum(numbers.values())} groups, version {version[0]}, {sum(map(link.behind, streams))} to be fetched, {len(spool)} not held, "
                       f"blocked {100 * (1 - busy / open_for):.2f} % of {open_for:.0f} s", flush=True)
-            if newest is None or link.behind() >= flags.spool_groups:      # the only waits there are: for the first weights, and for a learner that does not keep up
+            hungry = [s for s in streams if link.behind(s) < flags.spool_groups]
+            if newest is None or not hungry:                               # the only waits there are: for the first weights, and for a learner that does not keep up
                 time.sleep(0.02)
                 continue
             if newest != version and time.monotonic() >= until:
@@ -118,12 +119,11 @@ def sample(flags: Flags) -> None:
                     until, draws = time.monotonic() + Law(flags.delay, flags.delay_min, flags.delay_max, flags.delay_mass).quantile(max(2.0**-53, u)), draws + 1
             if not began:                                                  # the first weights are in
                 began, loading = time.monotonic(), 0.0
-            turn, at = streams[sum(counts) // flags.groups % len(streams)], time.monotonic()
+            turn, at = min(hungry, key=numbers.get), time.monotonic()      # the ranks in turn, but for one that has enough
             source.owner = (turn, incarnation)
             groups = [(g, wire.encode_group(g)) for g in source.sample(range(numbers[turn], numbers[turn] + flags.groups))]
             busy += time.monotonic() - at                                  # the rest of the time is the transport's: handing over, waiting, looking
             numbers[turn] += flags.groups
-            counts[streams.index(turn)] += flags.groups
             for g, data in groups:
                 while not link.error:
                     try:

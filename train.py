@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def train(cfg: config.Config) -> Path:
     # -- set-up: everything that can be wrong is found before the first model loads (config.py, runs.py) -----------------
     device = f"cuda:{LOCAL_RANK}" if torch.cuda.is_available() else "cpu"
     if WORLD > 1:
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=cfg.give_up + 1800))
     comm = Comm(device)
     world = open_run(cfg, comm)                                # task, tokenizer, model folders, run folder, newest checkpoint
     two = world.actor is not None

@@ -127,7 +127,11 @@ class Pull:
                 self.sink[i * LEAF:i * LEAF + len(leaf)] = leaf
             return good
         asked = range(first, first + count)
-        bad = [i for i, good in zip(asked, each(keep, asked)) if not good]
+        try:
+            bad = [i for i, good in zip(asked, each(keep, asked)) if not good]
+        except OSError:                                    # a full disk: they are still missing
+            self.missing += reversed(asked)
+            raise
         self.corrupt += len(bad)
         self.missing += reversed(bad)
         self.pace.failed() if bad else self.pace.answered(now - since)

@@ -137,7 +137,7 @@ def test_auto_actor_and_z():
 
 
 @pytest.mark.parametrize("late, z", [(dict(delay="lognormal"), "bracket"), (dict(delay="lognormal", max_staleness=0), "exact"), (dict(samplers="zmq", bind="tcp://127.0.0.1:5555"), "bracket"),
-                                     (dict(rollout_quant="w4a16"), "bracket"), (dict(rollout_quant="w4a16", learner_quant="aligned"), "exact"), (dict(rollout_quant="int8", learner_quant="int8"), "exact"),
+                                     (dict(rollout_quant="w4a16"), "bracket"), (dict(rollout_quant="w4a16", learner_quant="aligned"), "exact"), (dict(rollout_quant="int8", learner_quant="int8"), "exact"), (dict(learner_quant="int8"), "bracket"),
                                      (dict(top_p=0.9, keep_sampling_mask="off"), "bracket"), (dict(top_p=0.9), "exact")])
 def test_an_actor_that_has_moved_says_nothing_of_the_law_that_sampled(late, z):
     cfg = resolve(Config(rollout="hf", **late))
