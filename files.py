@@ -133,14 +133,16 @@ class FilesHub:
                 continue
             key = (m.sampler, m.incarnation)
             self.reports[key] = max(self.reports.get(key, 0), m.handed)
-            names = (f"{key[0]}/{key[1]}/{n}" for n in range(self.held_before[key].upto if key in self.held_before else 0, m.handed))
-            gone = {name for name in names if not self.held_before.has(name) and not self.got.has(name)}.difference(self._names(key[0]))
-            self.absent = {name: when for name, when in self.absent.items() if split(name)[0] != key or name in gone}
-            for name in sorted(gone, key=split):
-                if time.monotonic() - self.absent.setdefault(name, time.monotonic()) > PATIENCE:
-                    self.log.warning("%s is gone", self.folder / "rollouts" / name)
-                    self.got.add(name)
-                    out.append((name, "lost", time.time()))
+        before, self.absent = self.absent, {}
+        for key, handed in self.reports.items():
+            names = (f"{key[0]}/{key[1]}/{n}" for n in range(self.held_before[key].upto if key in self.held_before else 0, handed))
+            if due := {name for name in names if not self.held_before.has(name) and not self.got.has(name)}:
+                for name in sorted(due.difference(self._names(key[0])), key=split):
+                    self.absent[name] = before.get(name, time.monotonic())
+                    if time.monotonic() - self.absent[name] > PATIENCE:
+                        self.log.warning("%s is gone", self.folder / "rollouts" / name)
+                        self.got.add(name)
+                        out.append((name, "lost", time.time()))
 
     def _read(self, name: str, path: Path) -> tuple[str, bytes | str, float] | None:
         info = path.stat()
