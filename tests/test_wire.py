@@ -130,6 +130,29 @@ def test_messages_survive_and_garbage_does_not():
             wire.decode(bad)
 
 
+def test_a_full_disk_loses_no_leaf():
+    """What could not be written is missing still, and is asked for again."""
+    of, sink = wire.manifest("a", BLOB), bytearray(len(BLOB))
+
+    class Full:
+        full = True
+
+        def __setitem__(self, at, data):
+            if self.full:
+                raise OSError(28, "No space left on device")
+            sink[at] = data
+    disk = Full()
+    pull = wire.Pull(of, disk, wire.Pace(open=1))
+    first, count = pull.ask(0.0)
+    with pytest.raises(OSError):
+        pull.put(first, wire.leaves(BLOB, first, count), 0.0)
+    disk.full = False
+    while not pull.done:
+        first, count = pull.ask(0.0)
+        pull.put(first, wire.leaves(BLOB, first, count), 0.0)
+    assert sink == BLOB
+
+
 def group(kept=False, K=4):
     g = make_groups(1, seed=5, K=K)[0]
     if kept:
