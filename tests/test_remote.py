@@ -297,15 +297,20 @@ def test_two_ranks_a_folder_four_bits_and_another_model(solvers, tmp_path):
     """The learner publishes int4 tensors over a folder; one host samples with a smaller model of its own."""
     shared = tmp_path / "shared"
     shared.mkdir()
-    settings = {**REMOTE, **dict(samplers="files", sync_path=shared, steps=4, rollout_quant="w4a16", quant_group=16, sync_dtype="quantized")}
+    settings = {**REMOTE, **dict(samplers="files", sync_path=shared, rollout_quant="w4a16", quant_group=16, sync_dtype="quantized")}
     learner = start(flags(solvers, tmp_path / "run", **settings), ranks=2)
-    boxes = [box(shared, tmp_path / "a", name="a"), box(shared, tmp_path / "b", f"--model={solvers / 'actor'}", name="b")]
-    code, text, err = finish(learner)
-    said = kill(*boxes)
-    assert code == 0, err[-3000:] + said[-3000:]
-    the_account_adds_up(tmp_path / "run", [shared / "rollouts"], updates=4, ranks=2, most=10)
+    a = box(shared, tmp_path / "a", "--spool_groups=2", name="a")
+    wait_for(tmp_path / "run", 2, learner)
     got = streams(tmp_path / "run", 0) | streams(tmp_path / "run", 1)
-    assert all(got.get(name, 0) > 0 for name in ("a.0", "a.1", "b.0", "b.1")), got
+    assert set(got) == {"a.0", "a.1"}, got
+    said = kill(a)
+    b = box(shared, tmp_path / "b", f"--model={solvers / 'actor'}", name="b")
+    code, text, err = finish(learner)
+    said += kill(b)
+    assert code == 0, err[-3000:] + said[-3000:]
+    the_account_adds_up(tmp_path / "run", [shared / "rollouts"], ranks=2, most=10)
+    got = streams(tmp_path / "run", 0) | streams(tmp_path / "run", 1)
+    assert set(got) == {"a.0", "a.1", "b.0", "b.1"}, got
 
 
 @pytest.mark.parametrize("argv, sentence", [
