@@ -183,9 +183,9 @@ class Line:
             if m.name == "":                               # the learner does not know this connection: say hello again
                 self.session, self.beat = "", 0.0
             elif self.pull is not None and self.pull.of.name == m.name:
-                self.pull = None                           # newer ones are out; if they were not offered yet, the next beat says what they are called
+                self.pull = None                           # newer ones are out; if their offer was lost, the answer to the next beat says so
                 if self.next_weights is self.offer_at:
-                    self.next_weights, self.heard_of = None, ""
+                    self.next_weights = None
         elif isinstance(m, wire.Offer) and self.fetches:
             try:
                 m.of.check(int(self.link.flags.most_weights * 2**30))
