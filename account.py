@@ -57,14 +57,15 @@ def split(name: str) -> tuple[tuple[str, int], int]:
     return (sampler, int(incarnation)), int(n)
 
 
-def place(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all."""
+def place(path: Path, data: bytes, flush: bool = True) -> None:
+    """Write a file whole or not at all. flush: onto the disk, so that a host that loses power keeps it too."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(scratch, "wb") as f:
             f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
+            if flush:
+                f.flush()
+                os.fsync(f.fileno())
         os.replace(scratch, path)
     except OSError:
         scratch.unlink(missing_ok=True)
@@ -105,7 +106,7 @@ class Spool:
         return self.folder / stream / f"{incarnation}-{n}"
 
     def hand_over(self, stream: str, name: str, data: bytes) -> None:
-        place(self.path(name), sealed(data))
+        place(self.path(name), sealed(data), flush=False)                  # a killed process leaves it whole; a host that loses power may not, and then its digest says so
         with self.lock:
             self.handed[stream] += 1
             self.waiting[stream].append(name)
