@@ -20,7 +20,7 @@ from pathlib import Path
 
 import wire
 from account import Account, Spool, opened, place, split
-from hub import KEPT_VERSIONS, ROOM
+from hub import ROOM, retain
 
 BEAT = 2.0                         # seconds between two signs of life
 PATIENCE = 20.0                    # seconds until a file that should be there is lost: listings of a folder on another host lag behind
@@ -32,7 +32,7 @@ class FilesHub:
     def __init__(self, folder: str, welcome: wire.Welcome, limits: wire.Limits, log, rank: int = 0, world: int = 1, room: int = ROOM):
         self.folder, self.welcome, self.limits, self.log, self.rank, self.world, self.room = Path(folder), welcome, limits, log, rank, world, room
         self.counts, self.reports, self.got, self.held_before, self.address, self.broken = Counter(), {}, Account(), Account(), str(folder), ""
-        self.models: list[str] = []                        # published in this session, in order
+        self.models: list[Path] = []                       # published in this session, in order
         self.size, self.beat, self.unsaid = 0, 0.0, {}     # bytes taken and not freed; last sign of life; files that found no room on the disk
         self.fresh, self.strange, self.absent = None, set(), {}            # weights that are not out yet; samplers refused; names -> missed since when
         for name in ("models", "rollouts", "held", "got", "samplers"):
@@ -51,13 +51,9 @@ class FilesHub:
                 del self.unsaid[path]
             if self.fresh is not None:
                 path, offer = self.fresh
-                place(self.folder / "models" / path.name, path.read_bytes())
+                place(out := self.folder / "models" / path.name, path.read_bytes())
                 place(self.folder / "models" / "newest", wire.encode(offer))
-                self.models = [*(name for name in self.models if name != path.name), path.name][-KEPT_VERSIONS:]
-                for old in (self.folder / "models").glob("v*.safetensors"):        # those of an undone history too, whatever their numbers
-                    if old.name not in self.models:
-                        old.unlink()
-                self.fresh = None
+                self.models, self.fresh = retain(out, self.models), None
         except OSError as e:
             self.log.warning("%s: %s; tried again soon", self.folder, e.strerror)
 

@@ -25,6 +25,15 @@ KEPT_VERSIONS = 2                  # a sampler in the middle of the one before t
 SILENT = 60.0                      # seconds after which a sampler that says nothing gives its room back
 
 
+def retain(path: Path, kept: list[Path]) -> list[Path]:
+    """The weights published last, `path` among them; all others of its folder are deleted, those of an undone history too, whatever their numbers."""
+    kept = [*(p for p in kept if p != path), path][-KEPT_VERSIONS:]
+    for old in path.parent.glob("v*.safetensors"):
+        if old not in kept:
+            old.unlink()
+    return kept
+
+
 def log_path(run, rank: int) -> Path:
     return Path(run) / ("remote.log" if rank == 0 else f"remote{rank}.log")
 

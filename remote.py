@@ -20,7 +20,7 @@ from pathlib import Path
 
 import wire
 from account import Account, split
-from hub import KEPT_VERSIONS, log_path
+from hub import log_path, retain
 from sync import write_tensors
 
 COLUMNS = ("trained", "staleness", "window", "orphan", "refused", "corrupt", "lost")
@@ -59,10 +59,7 @@ class RemoteSource:
         stamp = path.stat().st_mtime if self.comm.rank == 0 else 0.0                                   # samplers fetch from one rank and feed all
         self.broadcast_at, self.published[version] = version, self.comm.max([stamp])[0]
         self.hub.broadcast(version, path, self.published[version])
-        self.files = [*(p for p in self.files if p != path), path][-KEPT_VERSIONS:]
-        for old in self.store.glob("v*.safetensors"):      # those of an undone history too, whatever their numbers
-            if old not in self.files:
-                old.unlink()
+        self.files = retain(path, self.files)
 
     def next(self, n_groups: int, learner_version: int, stop=()) -> list:
         """The next n groups. Waits for them and says so once a minute; an empty list when `stop` fills, or, with `error` set, after --give_up seconds without any."""
