@@ -1,6 +1,8 @@
 """Draw runs against each other, and the table that ends a run.
 
     python plot.py out/demo [out/other ...] [--out=FILE.png]
+
+A run is a folder with metrics.jsonl.
 """
 from __future__ import annotations
 

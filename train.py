@@ -5,6 +5,8 @@
     python train.py --resume --out=out/run                         # go on after a kill
 
     publish -> rollout -> [ref pass] -> minibatch -> prepare -> forward, loss, backward -> step -> metrics
+
+Every flag stands in config.py.
 """
 from __future__ import annotations
 
