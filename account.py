@@ -5,6 +5,7 @@ A group's name is SAMPLER/INCARNATION/N: an incarnation is one life of a sampler
 holds it. A file that was damaged leaves an empty one behind that says so, and the learner books the group as lost. The learner's side is an
 `Account`, a set of names that stays small: a checkpoint carries it, and what is in it is turned away.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -88,13 +89,16 @@ class Spool:
     def __init__(self, folder: Path, streams: list[str], incarnation: int):
         self.folder, self.incarnation, self.lock = folder, incarnation, threading.Lock()
         self.handed = dict.fromkeys(streams, 0)
-        self.lost: dict[str, list[str]] = {}                               # names
-        self.waiting: dict[str, deque] = {}                                # names, oldest first
+        self.lost: dict[str, list[str]] = {}  # names
+        self.waiting: dict[str, deque] = {}  # names, oldest first
         for s in streams:
             (folder / s).mkdir(parents=True, exist_ok=True)
-            for scratch in (folder / s).glob(".*"):                        # cut off in the middle: never handed over
+            for scratch in (folder / s).glob(".*"):  # cut off in the middle: never handed over
                 scratch.unlink()
-            old = sorted((f"{s}/{'/'.join(p.name.split('-'))}" for p in (folder / s).glob("*-*")), key=lambda n: split(n.removesuffix(".lost")))
+            old = sorted(
+                (f"{s}/{'/'.join(p.name.split('-'))}" for p in (folder / s).glob("*-*")),
+                key=lambda n: split(n.removesuffix(".lost")),
+            )
             self.waiting[s] = deque(n for n in old if not n.endswith(".lost"))
             self.lost[s] = [n.removesuffix(".lost") for n in old if n.endswith(".lost")]
 
@@ -106,7 +110,9 @@ class Spool:
         return self.folder / stream / f"{incarnation}-{n}"
 
     def hand_over(self, stream: str, name: str, data: bytes) -> None:
-        place(self.path(name), sealed(data), flush=False)                  # a killed process leaves it whole; a host that loses power may not, and then its digest says so
+        place(
+            self.path(name), sealed(data), flush=False
+        )  # a killed process leaves it whole; a host that loses power may not, and then its digest says so
         with self.lock:
             self.handed[stream] += 1
             self.waiting[stream].append(name)

@@ -4,6 +4,7 @@ A batch is B responses, each laid out as prompt then response then padding, so t
 padding lies behind everything that could look at it. Quantities of response tokens are (B, T); position t of a row is its
 t-th response token, whatever the length of its prompt.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
@@ -18,30 +19,31 @@ from rollout import Rollout, uniforms
 @dataclass
 class Batch:
     """B responses of whole or partial groups. None: not known (yet)."""
-    ids: torch.Tensor              # (B, S) int64     prompt + response, padded on the right with 0
-    prompt_len: torch.Tensor       # (B,) int64
-    length: torch.Tensor           # (B,) int64       response tokens
-    group: torch.Tensor            # (B,) int64       index of the group inside this rank's batch
-    reward: torch.Tensor           # (B,) float32
-    adv: torch.Tensor              # (B, 1) float32   advantage: the same for every token of a response
-    sampling: torch.Tensor         # (B, 4) float32   the law that the learner scores: temperature, top_p, top_k, min_p
-    staleness: torch.Tensor        # (B, 2) float32   age of the sampling weights: in updates, in seconds
-    tokens: torch.Tensor           # (B, T) int64     response tokens
-    mask: torch.Tensor             # (B, T) bool      tokens that may carry a gradient
-    logp_inf: torch.Tensor         # (B, T) float32   as the engine sampled them
-    u: torch.Tensor                # (B, T) float64   mask uniforms, a pure function of (seed, uid, response, position)
-    s_ids: torch.Tensor            # (B, T, 1 + K (+ K)) the set S: sampled token, engine's top-K (, learner's own top-K)
-    s_logp: torch.Tensor           # the same shape: log p_inf there, -inf for a token already listed
-    p_k: torch.Tensor              # (B, T) float32   the engine's K-th probability: no token outside S has more
-    kept: list | None = None       # B pairs (offsets, ids) of the rollout's kept sets
+
+    ids: torch.Tensor  # (B, S) int64     prompt + response, padded on the right with 0
+    prompt_len: torch.Tensor  # (B,) int64
+    length: torch.Tensor  # (B,) int64       response tokens
+    group: torch.Tensor  # (B,) int64       index of the group inside this rank's batch
+    reward: torch.Tensor  # (B,) float32
+    adv: torch.Tensor  # (B, 1) float32   advantage: the same for every token of a response
+    sampling: torch.Tensor  # (B, 4) float32   the law that the learner scores: temperature, top_p, top_k, min_p
+    staleness: torch.Tensor  # (B, 2) float32   age of the sampling weights: in updates, in seconds
+    tokens: torch.Tensor  # (B, T) int64     response tokens
+    mask: torch.Tensor  # (B, T) bool      tokens that may carry a gradient
+    logp_inf: torch.Tensor  # (B, T) float32   as the engine sampled them
+    u: torch.Tensor  # (B, T) float64   mask uniforms, a pure function of (seed, uid, response, position)
+    s_ids: torch.Tensor  # (B, T, 1 + K (+ K)) the set S: sampled token, engine's top-K (, learner's own top-K)
+    s_logp: torch.Tensor  # the same shape: log p_inf there, -inf for a token already listed
+    p_k: torch.Tensor  # (B, T) float32   the engine's K-th probability: no token outside S has more
+    kept: list | None = None  # B pairs (offsets, ids) of the rollout's kept sets
     # from the learner's pass at the start of this step's updates (the `ref` columns)
-    logp_ref: torch.Tensor | None = None          # (B, T)
-    s_logp_ref: torch.Tensor | None = None        # (B, T, ...) policy at S
-    tail_ref: torch.Tensor | None = None          # (B, T)    sum outside S of min(p_K, p_ref / lambda)
-    logp_actor_ref: torch.Tensor | None = None    # (B, T)
-    z_ref: torch.Tensor | None = None             # (B, T)    exact Z over the vocabulary (two models)
-    kl_before: torch.Tensor | None = None         # (B, T)    KL(p_ref || p_actor), full vocabulary
-    kl_after: torch.Tensor | None = None          # (B, T)    KL(p_ref || law of the accepted tokens)
+    logp_ref: torch.Tensor | None = None  # (B, T)
+    s_logp_ref: torch.Tensor | None = None  # (B, T, ...) policy at S
+    tail_ref: torch.Tensor | None = None  # (B, T)    sum outside S of min(p_K, p_ref / lambda)
+    logp_actor_ref: torch.Tensor | None = None  # (B, T)
+    z_ref: torch.Tensor | None = None  # (B, T)    exact Z over the vocabulary (two models)
+    kl_before: torch.Tensor | None = None  # (B, T)    KL(p_ref || p_actor), full vocabulary
+    kl_after: torch.Tensor | None = None  # (B, T)    KL(p_ref || law of the accepted tokens)
 
     def __len__(self) -> int:
         return len(self.length)
@@ -67,11 +69,27 @@ class Batch:
         return Batch(**out)
 
     def to(self, device) -> "Batch":
-        return replace(self, **{f.name: x.to(device) for f in fields(self) if isinstance(x := getattr(self, f.name), torch.Tensor)})
+        return replace(
+            self, **{f.name: x.to(device) for f in fields(self) if isinstance(x := getattr(self, f.name), torch.Tensor)}
+        )
 
 
-_TOKEN = {"tokens", "mask", "logp_inf", "u", "s_ids", "s_logp", "p_k", "logp_ref", "s_logp_ref", "tail_ref",
-          "logp_actor_ref", "z_ref", "kl_before", "kl_after"}
+_TOKEN = {
+    "tokens",
+    "mask",
+    "logp_inf",
+    "u",
+    "s_ids",
+    "s_logp",
+    "p_k",
+    "logp_ref",
+    "s_logp_ref",
+    "tail_ref",
+    "logp_actor_ref",
+    "z_ref",
+    "kl_before",
+    "kl_after",
+}
 
 
 def collate(groups: list[Rollout], cfg, version: int = 0, now: float = 0.0) -> Batch:
@@ -89,35 +107,47 @@ def collate(groups: list[Rollout], cfg, version: int = 0, now: float = 0.0) -> B
     p_k = np.zeros((B, T), np.float32)
     for b, ((g, i), r) in enumerate(zip(items, flat)):
         P, L = plen[b], length[b]
-        ids[b, :P], ids[b, P:P + L], tokens[b, :L] = g.prompt_ids, r.tokens, r.tokens
+        ids[b, :P], ids[b, P : P + L], tokens[b, :L] = g.prompt_ids, r.tokens, r.tokens
         mask[b, :L], logp[b, :L] = r.loss_mask, r.logp_inf
         u[b, :L] = uniforms(L, "mask", cfg.seed, g.uid, i)
         s_ids[b, :L, 0], s_ids[b, :L, 1:] = r.tokens, r.topk_ids
         s_logp[b, :L, 1:] = r.topk_logp
-        s_logp[b, :L, 0] = np.where((r.topk_ids == r.tokens[:, None]).any(1), -np.inf, r.logp_inf)   # once, not twice
+        s_logp[b, :L, 0] = np.where((r.topk_ids == r.tokens[:, None]).any(1), -np.inf, r.logp_inf)  # once, not twice
         p_k[b, :L] = np.exp(r.topk_logp[:, -1]) if K else 1.0
     replay = cfg.keep_sampling_mask == "replay" and any(g.sampling.truncates for g in groups)
     missing = next((g for g, r in zip((g for g, _ in items), flat) if replay and r.kept_ids is None), None)
     if missing is not None:
-        raise ValueError(f"--keep_sampling_mask=replay: group {missing.uid} has no kept sets (sampled by {missing.model} without them); "
-                         "record them, or choose recompute or off")
+        raise ValueError(
+            f"--keep_sampling_mask=replay: group {missing.uid} has no kept sets (sampled by {missing.model} without them); "
+            "record them, or choose recompute or off"
+        )
     rewards = [torch.tensor([r.reward for r in g.responses]) for g in groups]
     adv = torch.cat([objectives.ADVANTAGES[cfg.advantage](r) for r in rewards])
     batch = Batch(
-        ids=torch.from_numpy(ids), prompt_len=torch.from_numpy(plen), length=torch.from_numpy(length),
-        group=torch.tensor([k for k, g in enumerate(groups) for _ in g.responses]), reward=torch.cat(rewards), adv=adv[:, None],
+        ids=torch.from_numpy(ids),
+        prompt_len=torch.from_numpy(plen),
+        length=torch.from_numpy(length),
+        group=torch.tensor([k for k, g in enumerate(groups) for _ in g.responses]),
+        reward=torch.cat(rewards),
+        adv=adv[:, None],
         sampling=torch.tensor([scored(g.sampling, cfg.keep_sampling_mask) for g, _ in items]),
         staleness=torch.tensor([[version - g.version, max(0.0, now - g.t_published)] for g, _ in items]),
-        tokens=torch.from_numpy(tokens), mask=torch.from_numpy(mask), logp_inf=torch.from_numpy(logp), u=torch.from_numpy(u),
-        s_ids=torch.from_numpy(s_ids), s_logp=torch.from_numpy(s_logp), p_k=torch.from_numpy(p_k),
-        kept=[(r.kept_offsets, r.kept_ids) for r in flat] if replay else None)
+        tokens=torch.from_numpy(tokens),
+        mask=torch.from_numpy(mask),
+        logp_inf=torch.from_numpy(logp),
+        u=torch.from_numpy(u),
+        s_ids=torch.from_numpy(s_ids),
+        s_logp=torch.from_numpy(s_logp),
+        p_k=torch.from_numpy(p_k),
+        kept=[(r.kept_offsets, r.kept_ids) for r in flat] if replay else None,
+    )
     for name in groups[0].ref:
         rows = [x for g in groups for x in g.ref[name]]
         column = np.zeros((B, T) + rows[0].shape[1:], rows[0].dtype)
         if name == "s_logp":
             column.fill(-np.inf)
         for b, x in enumerate(rows):
-            column[b, :len(x)] = x
+            column[b, : len(x)] = x
         setattr(batch, name, torch.from_numpy(column))
     return batch
 
@@ -135,7 +165,7 @@ def split(batch: Batch, budget: int, share: bool) -> tuple[list[list[int]], int]
     their prompt is read once: n times the longest response, and the longest prompt once a group."""
     P, L, group = (x.tolist() for x in (batch.prompt_len, batch.length, batch.group))
     own = L if share else [p + n for p, n in zip(P, L)]
-    longest = dict(sorted(zip(group, own)))                                # of each group: the last of its pairs stays
+    longest = dict(sorted(zip(group, own)))  # of each group: the last of its pairs stays
     order = sorted(range(len(own)), key=lambda r: (-longest[group[r]], group[r], -own[r]) if share else -own[r])
     size = lambda rows, width, prompt, groups: rows * width + share * len(groups) * prompt
     parts, state, tokens = [], None, 0
@@ -156,26 +186,50 @@ def write_ref(groups: list[Rollout], columns: dict[str, torch.Tensor]) -> None:
     host = {name: x.cpu().numpy() for name, x in columns.items()}
     for g in groups:
         n = len(g.responses)
-        g.ref = {name: [x[b + i, :len(r.tokens)].copy() for i, r in enumerate(g.responses)] for name, x in host.items()}
+        g.ref = {
+            name: [x[b + i, : len(r.tokens)].copy() for i, r in enumerate(g.responses)] for name, x in host.items()
+        }
         b += n
 
 
 def pack(groups: list[Rollout]) -> dict:
     """Groups as plain containers of tensors, strings and numbers: what a checkpoint holds (no pickled classes)."""
     t = lambda x: x if x is None else torch.from_numpy(np.ascontiguousarray(x))
-    return {"groups": [{
-        **{f.name: getattr(g, f.name) for f in fields(g) if f.name not in ("prompt_ids", "sampling", "responses", "ref")},
-        "prompt_ids": t(g.prompt_ids), "sampling": vars(g.sampling).copy(),
-        "ref": {k: [t(x) for x in v] for k, v in g.ref.items()},
-        "responses": [{k: t(v) if isinstance(v, np.ndarray) else v for k, v in vars(r).items()} for r in g.responses],
-    } for g in groups]}
+    return {
+        "groups": [
+            {
+                **{
+                    f.name: getattr(g, f.name)
+                    for f in fields(g)
+                    if f.name not in ("prompt_ids", "sampling", "responses", "ref")
+                },
+                "prompt_ids": t(g.prompt_ids),
+                "sampling": vars(g.sampling).copy(),
+                "ref": {k: [t(x) for x in v] for k, v in g.ref.items()},
+                "responses": [
+                    {k: t(v) if isinstance(v, np.ndarray) else v for k, v in vars(r).items()} for r in g.responses
+                ],
+            }
+            for g in groups
+        ]
+    }
 
 
 def unpack(packed: dict) -> list[Rollout]:
     """The inverse of pack."""
     from rollout import Response, Sampling
+
     n = lambda x: x.numpy() if isinstance(x, torch.Tensor) else x
-    return [Rollout(**{**g, "uid": tuple(g["uid"]), "prompt_ids": n(g["prompt_ids"]), "sampling": Sampling(**g["sampling"]),
-                       "ref": {k: [n(x) for x in v] for k, v in g["ref"].items()},
-                       "responses": [Response(**{k: n(v) for k, v in r.items()}) for r in g["responses"]]})
-            for g in packed["groups"]]
+    return [
+        Rollout(
+            **{
+                **g,
+                "uid": tuple(g["uid"]),
+                "prompt_ids": n(g["prompt_ids"]),
+                "sampling": Sampling(**g["sampling"]),
+                "ref": {k: [n(x) for x in v] for k, v in g["ref"].items()},
+                "responses": [Response(**{k: n(v) for k, v in r.items()}) for r in g["responses"]],
+            }
+        )
+        for g in packed["groups"]
+    ]

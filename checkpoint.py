@@ -7,6 +7,7 @@
 
 Everything is written beside its final name and renamed once, so a checkpoint exists whole or not at all.
 """
+
 from __future__ import annotations
 
 import os
@@ -20,7 +21,9 @@ import torch
 import batch
 
 
-def save(run: Path, step: int, learner, source, pending: list, carry: dict, tokenizer, configs: dict, keep: int) -> Path:
+def save(
+    run: Path, step: int, learner, source, pending: list, carry: dict, tokenizer, configs: dict, keep: int
+) -> Path:
     """Write the checkpoint of `step` updates. pending: minibatches of groups not trained on yet. Collective."""
     comm, final = learner.comm, run / "checkpoints" / f"step_{step:06d}"
     scratch = final.with_name(final.name + ".writing")
@@ -35,8 +38,10 @@ def save(run: Path, step: int, learner, source, pending: list, carry: dict, toke
             save_model(configs[name], tensors, tokenizer, scratch / name)
     if comm.rank == 0:
         torch.save({"step": step, "world": comm.world, "learner": state, "carry": carry}, scratch / "learner.pt")
-    torch.save({"source": source.state_dict(), "pending": [batch.pack(m) for m in pending], "rng": rng_state()},
-               scratch / f"rank{comm.rank}.pt")
+    torch.save(
+        {"source": source.state_dict(), "pending": [batch.pack(m) for m in pending], "rng": rng_state()},
+        scratch / f"rank{comm.rank}.pt",
+    )
     comm.barrier()
     if comm.rank == 0:
         shutil.rmtree(final, ignore_errors=True)
@@ -50,6 +55,7 @@ def save(run: Path, step: int, learner, source, pending: list, carry: dict, toke
 def save_model(config, tensors: dict, tokenizer, folder: Path) -> None:
     """A Hugging Face folder from a config and whole tensors; tied heads are written once."""
     from transformers import AutoModelForCausalLM
+
     with torch.device("meta"):
         shell = AutoModelForCausalLM.from_config(config)
     shell.save_pretrained(folder, state_dict=dict(tensors))
@@ -66,7 +72,9 @@ def load(folder: Path, learner, source) -> tuple[int, list, dict]:
     comm = learner.comm
     shared = torch.load(folder / "learner.pt", weights_only=True)
     if shared["world"] != comm.world:
-        raise ValueError(f"--resume: {folder} was written by {shared['world']} rank(s) and this run has {comm.world}; use as many")
+        raise ValueError(
+            f"--resume: {folder} was written by {shared['world']} rank(s) and this run has {comm.world}; use as many"
+        )
     mine = torch.load(folder / f"rank{comm.rank}.pt", weights_only=True)
     learner.load_state_dict(shared["learner"])
     source.load_state_dict(mine["source"])
@@ -77,8 +85,12 @@ def load(folder: Path, learner, source) -> tuple[int, list, dict]:
 def rng_state() -> dict:
     kind, keys, pos, has_gauss, cached = np.random.get_state()
     version, inner, gauss = random.getstate()
-    return {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-            "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), pos, has_gauss, cached], "python": [version, list(inner), gauss]}
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), pos, has_gauss, cached],
+        "python": [version, list(inner), gauss],
+    }
 
 
 def set_rng_state(state: dict) -> None:

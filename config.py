@@ -6,6 +6,7 @@ A TOML file sets any of them, the command line wins, and `--objective` fills wha
 `resolve` returns the configuration with nothing left open, or raises ValueError with one sentence that names the flag and
 the mend; it runs before any model loads.
 """
+
 from __future__ import annotations
 
 import difflib
@@ -284,25 +285,51 @@ class Config:
 
 
 FIELDS = {f.name: f for f in fields(Config)}
-CHOICES = {n: [a for o in (get_args(t) or ()) for a in (get_args(o) or (o,)) if isinstance(a, str)] for n, t in get_type_hints(Config).items()}
+CHOICES = {
+    n: [a for o in (get_args(t) or ()) for a in (get_args(o) or (o,)) if isinstance(a, str)]
+    for n, t in get_type_hints(Config).items()
+}
 CHOICES = {n: c for n, c in CHOICES.items() if c}
-CAPPED = {c for c, b in objectives.BOUNDS.items() if "is_cap" in b}      # corrections that read C
+CAPPED = {c for c, b in objectives.BOUNDS.items() if "is_cap" in b}  # corrections that read C
 # flags of verl and TRL -> ours; where values differ too, theirs -> ours
 FOREIGN = {
-    "rollout_is": ("correction", {"token": "tis", "sequence": "seq_tis", "null": "none"}), "rollout_is_threshold": "is_cap",
+    "rollout_is": ("correction", {"token": "tis", "sequence": "seq_tis", "null": "none"}),
+    "rollout_is_threshold": "is_cap",
     "rollout_rs": ("reject", {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geo", "null": "none"}),
-    "rollout_rs_threshold_lower": "rs_low", "rollout_rs_threshold": "rs_high", "rollout_token_veto_threshold": "veto",
-    "loss_agg_mode": "reduction", "clip_ratio_low": "clip_low", "clip_ratio_high": "clip_high", "clip_ratio_c": "dual_clip",
-    "vllm_importance_sampling_mode": "objective", "loss_type": "objective", "epsilon": "clip_low", "epsilon_high": "clip_high",
-    "num_generations": "group_size", "max_completion_length": "max_tokens",
+    "rollout_rs_threshold_lower": "rs_low",
+    "rollout_rs_threshold": "rs_high",
+    "rollout_token_veto_threshold": "veto",
+    "loss_agg_mode": "reduction",
+    "clip_ratio_low": "clip_low",
+    "clip_ratio_high": "clip_high",
+    "clip_ratio_c": "dual_clip",
+    "vllm_importance_sampling_mode": "objective",
+    "loss_type": "objective",
+    "epsilon": "clip_low",
+    "epsilon_high": "clip_high",
+    "num_generations": "group_size",
+    "max_completion_length": "max_tokens",
 }
 # keys that a resumed run may change: they steer the process, not the training
-HARMLESS = {"resume", "overwrite", "keep", "save_every", "tensorboard", "wandb", "out", "bind", "keys", "sync_path", "give_up"}
+HARMLESS = {
+    "resume",
+    "overwrite",
+    "keep",
+    "save_every",
+    "tensorboard",
+    "wandb",
+    "out",
+    "bind",
+    "keys",
+    "sync_path",
+    "give_up",
+}
 
 
 def parse(argv: list[str] | None = None) -> Config:
     """The configuration of a command line, resolved. ValueError: one sentence."""
     import tyro
+
     argv = list(sys.argv[1:] if argv is None else argv)
     values, rest, i = {}, [], 0
     while i < len(argv):
@@ -315,7 +342,11 @@ def parse(argv: list[str] | None = None) -> Config:
         key = key.replace("-", "_")
         if not eq:
             boolean = key in FIELDS and FIELDS[key].type == "bool"
-            if i + 1 < len(argv) and not argv[i + 1].startswith("--") and (not boolean or argv[i + 1] in ("True", "False", "true", "false")):
+            if (
+                i + 1 < len(argv)
+                and not argv[i + 1].startswith("--")
+                and (not boolean or argv[i + 1] in ("True", "False", "true", "false"))
+            ):
                 i, value = i + 1, argv[i + 1]
             else:
                 value = "True"
@@ -344,7 +375,9 @@ def parse(argv: list[str] | None = None) -> Config:
 def choice(flag, value, known_values):
     if value not in known_values:
         near = difflib.get_close_matches(str(value), known_values, 1, 0.3)
-        raise ValueError(f"--{flag}={value}: not one of {', '.join(known_values)}" + (f"; did you mean {near[0]}?" if near else ""))
+        raise ValueError(
+            f"--{flag}={value}: not one of {', '.join(known_values)}" + (f"; did you mean {near[0]}?" if near else "")
+        )
 
 
 def known(key: str, shown: str) -> None:
@@ -383,14 +416,23 @@ def resumed(cfg: Config, given: set[str]) -> Config:
     changed = [k for k in sorted(given - free) if getattr(resolve_open(replace(cfg, resume=False)), k) != saved[k]]
     if changed:
         was = ", ".join(f"--{k} was {saved[k]!r} and is now {getattr(cfg, k)!r}" for k in changed)
-        raise ValueError(f"--resume with a changed configuration: {was}; give the old value, or start anew in another --out")
+        raise ValueError(
+            f"--resume with a changed configuration: {was}; give the old value, or start anew in another --out"
+        )
     return Config(**{**saved, **{k: getattr(cfg, k) for k in given & free}, "resume": True, "overwrite": False})
 
 
 def resolve_open(cfg: Config) -> Config:
     """Fill what the objective decides and what bounds default to; no checks."""
     preset = objectives.OBJECTIVES.get(cfg.objective, {})
-    out = {"ratio_base": "ref", "reduction": "token-mean", "obrs_target": "ref", "advantage": "grpo", "reject": "none", **preset}
+    out = {
+        "ratio_base": "ref",
+        "reduction": "token-mean",
+        "obrs_target": "ref",
+        "advantage": "grpo",
+        "reject": "none",
+        **preset,
+    }
     out = {k: v for k, v in out.items() if getattr(cfg, k) is None}
     cfg = replace(cfg, **out)
     bounds = {**objectives.BOUNDS.get(cfg.correction, {}), **objectives.REJECT_BOUNDS.get(cfg.reject, {})}
@@ -401,17 +443,32 @@ def resolve_open(cfg: Config) -> Config:
         actor = "base:actor" if cfg.model == "base:policy" else "none"
     z = cfg.obrs_z
     if z == "auto":
-        z = "exact" if actor != "none" and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate and objectives.knows_sampler(cfg) else "bracket"
+        z = (
+            "exact"
+            if actor != "none"
+            and cfg.obrs_target == "ref"
+            and not cfg.obrs_accept_rate
+            and objectives.knows_sampler(cfg)
+            else "bracket"
+        )
     c2 = cfg.obrs_c2
     if c2 is None:
         high_now = high if cfg.clip_high is None else cfg.clip_high
         c2 = 1.02 + high_now if cfg.clip and cfg.surrogate in ("ppo", "cispo") else math.inf
-    return replace(cfg, **bounds, actor=actor, obrs_z=z,
-                   obrs_c2=c2, clip_low=low if cfg.clip_low is None else cfg.clip_low, clip_high=high if cfg.clip_high is None else cfg.clip_high)
+    return replace(
+        cfg,
+        **bounds,
+        actor=actor,
+        obrs_z=z,
+        obrs_c2=c2,
+        clip_low=low if cfg.clip_low is None else cfg.clip_low,
+        clip_high=high if cfg.clip_high is None else cfg.clip_high,
+    )
 
 
 def resolve(cfg: Config, world: int | None = None) -> Config:
     """The configuration with nothing open, checked. ValueError: one sentence naming flag and mend."""
+
     def need(ok, sentence):
         if not ok:
             raise ValueError(sentence)
@@ -421,118 +478,256 @@ def resolve(cfg: Config, world: int | None = None) -> Config:
     cfg = resolve_open(cfg)
     choice("correction", cfg.correction, list(objectives.CORRECTIONS))
     choice("surrogate", cfg.surrogate, list(objectives.SURROGATES))
-    choice("actor_correction", cfg.actor_correction, [c for c in objectives.CORRECTIONS if c not in objectives.USES_Z | {"tis_adjusted"}])
+    choice(
+        "actor_correction",
+        cfg.actor_correction,
+        [c for c in objectives.CORRECTIONS if c not in objectives.USES_Z | {"tis_adjusted"}],
+    )
     for name, known_values in CHOICES.items():
         choice(name, getattr(cfg, name), known_values)
     two = cfg.actor != "none"
-    for name in ("steps", "rollout_batch", "train_batch", "group_size", "max_tokens", "micro_tokens", "eval_problems", "eval_samples", "max_skips", "keep"):
+    for name in (
+        "steps",
+        "rollout_batch",
+        "train_batch",
+        "group_size",
+        "max_tokens",
+        "micro_tokens",
+        "eval_problems",
+        "eval_samples",
+        "max_skips",
+        "keep",
+    ):
         need(getattr(cfg, name) >= 1, f"--{name}={getattr(cfg, name)}: must be at least 1")
     for name in ("lr", "actor_lr", "grad_clip", "obrs_c1", "rollout_memory", "log_ratio_clamp"):
         need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
     sampling.check(cfg)
     need(cfg.kept_max >= 1, f"--kept_max={cfg.kept_max}: must be at least 1")
-    need(not (two and sampling.of(cfg).truncates and cfg.keep_sampling_mask == "recompute"),
-         "--keep_sampling_mask=recompute with an --actor: each model would be cut by itself, and the KL between two cut laws is infinite; use replay or off")
-    need(cfg.learner_quant != "aligned" or cfg.rollout_quant != "none",
-         "--learner_quant=aligned: the rollouts are not quantized, there is nothing to align with; name a --rollout_quant, or the learner's own format in --learner_quant")
+    need(
+        not (two and sampling.of(cfg).truncates and cfg.keep_sampling_mask == "recompute"),
+        "--keep_sampling_mask=recompute with an --actor: each model would be cut by itself, and the KL between two cut laws is infinite; use replay or off",
+    )
+    need(
+        cfg.learner_quant != "aligned" or cfg.rollout_quant != "none",
+        "--learner_quant=aligned: the rollouts are not quantized, there is nothing to align with; name a --rollout_quant, or the learner's own format in --learner_quant",
+    )
     need(cfg.quant_group >= 1, f"--quant_group={cfg.quant_group}: must be at least 1")
     delay.check(cfg)
     for name in ("delay_samplers", "sync_every"):
         need(getattr(cfg, name) >= 1, f"--{name}={getattr(cfg, name)}: must be at least 1")
     for name in ("sampler_rate", "step_seconds", "window_seconds"):
         need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
-    need(cfg.max_staleness is None or cfg.max_staleness >= 0, f"--max_staleness={cfg.max_staleness}: a number of updates, 0 or more; leave it out for no bound")
-    need(cfg.max_staleness is None or cfg.sync_every - 1 <= cfg.max_staleness,
-         f"--max_staleness={cfg.max_staleness}: with --sync_every={cfg.sync_every} even the newest weights are up to {cfg.sync_every - 1} updates old; broadcast more often")
+    need(
+        cfg.max_staleness is None or cfg.max_staleness >= 0,
+        f"--max_staleness={cfg.max_staleness}: a number of updates, 0 or more; leave it out for no bound",
+    )
+    need(
+        cfg.max_staleness is None or cfg.sync_every - 1 <= cfg.max_staleness,
+        f"--max_staleness={cfg.max_staleness}: with --sync_every={cfg.sync_every} even the newest weights are up to {cfg.sync_every - 1} updates old; broadcast more often",
+    )
     remote = cfg.samplers != "local"
-    need(cfg.delay != "none" or remote or cfg.sync_every == 1 and cfg.max_staleness is None,
-         f"--max_staleness={cfg.max_staleness} --sync_every={cfg.sync_every}: there are no delayed samplers; name a law with --delay, or a transport with --samplers")
-    need(cfg.delay == "none" or not remote, f"--delay={cfg.delay} plays samplers inside this process; --samplers={cfg.samplers} has real ones, to whom --delay is given themselves")
+    need(
+        cfg.delay != "none" or remote or cfg.sync_every == 1 and cfg.max_staleness is None,
+        f"--max_staleness={cfg.max_staleness} --sync_every={cfg.sync_every}: there are no delayed samplers; name a law with --delay, or a transport with --samplers",
+    )
+    need(
+        cfg.delay == "none" or not remote,
+        f"--delay={cfg.delay} plays samplers inside this process; --samplers={cfg.samplers} has real ones, to whom --delay is given themselves",
+    )
     need(cfg.samplers != "files" or cfg.sync_path, "--samplers=files: name the shared folder with --sync_path")
-    need(cfg.samplers != "zmq" or cfg.keys != "none" or cfg.bind.startswith(("tcp://127.0.0.1:", "ipc://")),
-         f"--bind={cfg.bind}: for other hosts --keys are needed (python keys.py OUT --samplers=N makes them), or listen on tcp://127.0.0.1:PORT")
-    need(cfg.sync_dtype != "quantized" or cfg.rollout_quant not in ("none", "w3a16", "w2a16"),
-         f"--sync_dtype=quantized: --rollout_quant={cfg.rollout_quant} is no format that engines load; use int8, fp8 or w4a16, or --sync_dtype=float32")
-    need(not (remote and cfg.learner_quant == "aligned" and cfg.sync_dtype == "bfloat16"),
-         "--sync_dtype=bfloat16: an engine that quantizes rounded weights has other low-bit numbers than --learner_quant=aligned; use --sync_dtype=float32 or quantized")
-    need(cfg.delay == "none" or cfg.sampler_rate <= 1 or cfg.max_staleness is not None or math.isfinite(cfg.window_seconds),
-         f"--sampler_rate={cfg.sampler_rate}: more groups are made than trained on, and they wait for ever; bound them with --max_staleness or --window_seconds")
+    need(
+        cfg.samplers != "zmq" or cfg.keys != "none" or cfg.bind.startswith(("tcp://127.0.0.1:", "ipc://")),
+        f"--bind={cfg.bind}: for other hosts --keys are needed (python keys.py OUT --samplers=N makes them), or listen on tcp://127.0.0.1:PORT",
+    )
+    need(
+        cfg.sync_dtype != "quantized" or cfg.rollout_quant not in ("none", "w3a16", "w2a16"),
+        f"--sync_dtype=quantized: --rollout_quant={cfg.rollout_quant} is no format that engines load; use int8, fp8 or w4a16, or --sync_dtype=float32",
+    )
+    need(
+        not (remote and cfg.learner_quant == "aligned" and cfg.sync_dtype == "bfloat16"),
+        "--sync_dtype=bfloat16: an engine that quantizes rounded weights has other low-bit numbers than --learner_quant=aligned; use --sync_dtype=float32 or quantized",
+    )
+    need(
+        cfg.delay == "none"
+        or cfg.sampler_rate <= 1
+        or cfg.max_staleness is not None
+        or math.isfinite(cfg.window_seconds),
+        f"--sampler_rate={cfg.sampler_rate}: more groups are made than trained on, and they wait for ever; bound them with --max_staleness or --window_seconds",
+    )
     need(cfg.give_up > 0, f"--give_up={cfg.give_up}: must be above 0")
     need(cfg.obrs_c2 >= 1, f"--obrs_c2={cfg.obrs_c2}: caps p_ref / p_tgt, so at least 1")
     need(cfg.obrs_lambda > 0, f"--obrs_lambda={cfg.obrs_lambda}: lambda must be above 0 (1 is the usual value)")
-    need(cfg.obrs_accept_rate is None or 0 < cfg.obrs_accept_rate <= 1,
-         f"--obrs_accept_rate={cfg.obrs_accept_rate}: a budget lies in (0, 1]; leave it out to use --obrs_lambda")
+    need(
+        cfg.obrs_accept_rate is None or 0 < cfg.obrs_accept_rate <= 1,
+        f"--obrs_accept_rate={cfg.obrs_accept_rate}: a budget lies in (0, 1]; leave it out to use --obrs_lambda",
+    )
     for name in ("base_accuracy", "actor_base_accuracy"):
-        need(getattr(cfg, name) is None or 0 < getattr(cfg, name) < 1, f"--{name}={getattr(cfg, name)}: a share between 0 and 1")
+        need(
+            getattr(cfg, name) is None or 0 < getattr(cfg, name) < 1,
+            f"--{name}={getattr(cfg, name)}: a share between 0 and 1",
+        )
     need(cfg.distill_lambda >= 0, f"--distill_lambda={cfg.distill_lambda}: must not be negative")
     need(cfg.group_size >= 2, f"--group_size={cfg.group_size}: an advantage needs at least 2 responses a prompt")
-    need(cfg.train_batch % (cfg.group_size * world) == 0,
-         f"--train_batch={cfg.train_batch}: not divisible by --group_size={cfg.group_size} times {world} rank(s); each rank trains on whole groups")
-    need(cfg.rollout_batch % cfg.train_batch == 0, f"--rollout_batch={cfg.rollout_batch}: not a multiple of --train_batch={cfg.train_batch}")
-    need(cfg.clip_low >= 0 and cfg.clip_high >= 0, f"--clip_low={cfg.clip_low} --clip_high={cfg.clip_high}: must not be negative")
+    need(
+        cfg.train_batch % (cfg.group_size * world) == 0,
+        f"--train_batch={cfg.train_batch}: not divisible by --group_size={cfg.group_size} times {world} rank(s); each rank trains on whole groups",
+    )
+    need(
+        cfg.rollout_batch % cfg.train_batch == 0,
+        f"--rollout_batch={cfg.rollout_batch}: not a multiple of --train_batch={cfg.train_batch}",
+    )
+    need(
+        cfg.clip_low >= 0 and cfg.clip_high >= 0,
+        f"--clip_low={cfg.clip_low} --clip_high={cfg.clip_high}: must not be negative",
+    )
     rejects = cfg.correction in objectives.REJECTING
-    need(not (rejects and cfg.reject != "none"), f"--reject={cfg.reject}: --correction={cfg.correction} already rejects by --rs_low and --rs_high; use --correction=is, or --reject=none")
-    need(cfg.rs_low is None or cfg.rs_high is None or cfg.rs_low < cfg.rs_high,
-         f"--rs_low={cfg.rs_low} --rs_high={cfg.rs_high}: the bounds are crossed; rs_low must be below rs_high")
-    need((cfg.rs_low is None and cfg.rs_high is None) or rejects or cfg.reject != "none",
-         f"--rs_low={cfg.rs_low} --rs_high={cfg.rs_high}: nothing is rejected by bounds here; name what to bound with --reject=token, sequence or geo")
+    need(
+        not (rejects and cfg.reject != "none"),
+        f"--reject={cfg.reject}: --correction={cfg.correction} already rejects by --rs_low and --rs_high; use --correction=is, or --reject=none",
+    )
+    need(
+        cfg.rs_low is None or cfg.rs_high is None or cfg.rs_low < cfg.rs_high,
+        f"--rs_low={cfg.rs_low} --rs_high={cfg.rs_high}: the bounds are crossed; rs_low must be below rs_high",
+    )
+    need(
+        (cfg.rs_low is None and cfg.rs_high is None) or rejects or cfg.reject != "none",
+        f"--rs_low={cfg.rs_low} --rs_high={cfg.rs_high}: nothing is rejected by bounds here; name what to bound with --reject=token, sequence or geo",
+    )
     need(0 <= cfg.veto < 1, f"--veto={cfg.veto}: a ratio in [0, 1), such as 1e-4; 0 is off")
-    need(cfg.is_floor >= 0 and (cfg.is_floor == 0 or (cfg.correction in CAPPED - {"areal_drop"} and cfg.is_floor < cfg.is_cap)),
-         f"--is_floor={cfg.is_floor}: a lower bound of a capped weight, below --is_cap={cfg.is_cap}; --correction={cfg.correction} "
-         + ("has one" if cfg.correction in CAPPED - {"areal_drop"} else "has none"))
-    need(cfg.tbpo_neg_high > 0, f"--tbpo_neg_high={cfg.tbpo_neg_high}: the band's edges are 1 - clip_low and 1 + this; it must be above 0")
-    need(cfg.is_cap is None or cfg.correction != "tbpo_mismatch" or max(1.0, cfg.is_floor) < cfg.is_cap,
-         f"--is_cap={cfg.is_cap}: tbpo_mismatch caps two-sided to [1/C, C], so C must be above 1")
-    need(cfg.ratio_base not in ("inf", "group") or cfg.correction == "none" or cfg.allow_double_correction,
-         f"--ratio_base={cfg.ratio_base} already corrects for the mismatch: use --correction=none instead of {cfg.correction}, or --allow_double_correction=True")
-    need(cfg.correction not in ("tis_adjusted", "jackpot_adjusted") or cfg.ratio_base == "new",
-         f"--correction={cfg.correction} carries p_new / p_inf itself: it needs --ratio_base=new, not {cfg.ratio_base}")
-    need(cfg.correction != "jackpot_adjusted" or cfg.obrs_target == "new", "--correction=jackpot_adjusted: its target is the policy now; use --obrs_target=new")
-    need(cfg.obrs_z != "exact" or (two and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate and objectives.knows_sampler(cfg)),
-         "--obrs_z=exact: the whole vocabulary is known only with an --actor, --obrs_target=ref, no --obrs_accept_rate, and samplers that are the learner's actor (no --delay, --samplers=local, low bits aligned, kept sets replayed); use bracket")
-    need(cfg.correction != "tis_adjusted" or cfg.loss_denominator != "kept" or not objectives.drops(cfg),
-         "--loss_denominator=kept must know what is dropped before the update, and --correction=tis_adjusted is known within it; use proposed")
-    need(not (cfg.loss_denominator == "kept" and cfg.obrs_target == "new" and cfg.correction in objectives.USES_Z) or cfg.kappa == "exact",
-         "--loss_denominator=kept with --obrs_target=new must know the mask before the update: add --kappa=exact")
-    need(not (cfg.correction in objectives.USES_Z and cfg.obrs_accept_rate and cfg.obrs_target == "new") or cfg.kappa == "exact",
-         "--obrs_accept_rate with --obrs_target=new must know the policy before the update: add --kappa=exact")
-    need(cfg.correction != "z_tis" or cfg.obrs_target == "ref", "--correction=z_tis is a control for target ref; leave --obrs_target=ref")
-    need(cfg.kappa != "exact" or cfg.obrs_target == "new", "--kappa=exact is for --obrs_target=new; with target ref kappa always comes from the ref pass")
-    need(cfg.is_cap is None or cfg.correction in CAPPED, f"--is_cap={cfg.is_cap}: --correction={cfg.correction} has no cap C; "
-         + ("use --rs_low and --rs_high" if cfg.correction in objectives.DROPS and cfg.correction not in objectives.USES_Z else "use --obrs_c1" if cfg.correction in objectives.USES_Z else "leave it out"))
-    need(cfg.dual_clip == 0 or (cfg.dual_clip > 1 and cfg.clip and cfg.surrogate in ("ppo", "gspo")),
-         f"--dual_clip={cfg.dual_clip}: needs a value above 1 (3 is usual), --clip=True and --surrogate=ppo or gspo")
-    need(cfg.ratio_base != "group" or cfg.surrogate in ("gspo", "tbpo"),
-         f"--ratio_base=group divides the length-normalised probability of a response: it needs --surrogate=gspo or tbpo, not {cfg.surrogate}")
-    need(cfg.cppo_beta >= 0 and cfg.gepo_defence >= 0, f"--cppo_beta={cfg.cppo_beta} --gepo_defence={cfg.gepo_defence}: must not be negative; 0 is off")
-    need(cfg.gepo_defence == 0 or cfg.ratio_base == "group", f"--gepo_defence={cfg.gepo_defence}: mixes into the group's expectation; it needs --ratio_base=group")
-    need(cfg.ratio_base == "ref" or cfg.surrogate != "reinforce", f"--ratio_base={cfg.ratio_base}: --surrogate=reinforce has no ratio; use --surrogate=ppo")
-    need(cfg.distill_kl_target == 0 or cfg.distill_lambda > 0, "--distill_kl_target needs a --distill_lambda above 0 to start from")
+    need(
+        cfg.is_floor >= 0
+        and (cfg.is_floor == 0 or (cfg.correction in CAPPED - {"areal_drop"} and cfg.is_floor < cfg.is_cap)),
+        f"--is_floor={cfg.is_floor}: a lower bound of a capped weight, below --is_cap={cfg.is_cap}; --correction={cfg.correction} "
+        + ("has one" if cfg.correction in CAPPED - {"areal_drop"} else "has none"),
+    )
+    need(
+        cfg.tbpo_neg_high > 0,
+        f"--tbpo_neg_high={cfg.tbpo_neg_high}: the band's edges are 1 - clip_low and 1 + this; it must be above 0",
+    )
+    need(
+        cfg.is_cap is None or cfg.correction != "tbpo_mismatch" or max(1.0, cfg.is_floor) < cfg.is_cap,
+        f"--is_cap={cfg.is_cap}: tbpo_mismatch caps two-sided to [1/C, C], so C must be above 1",
+    )
+    need(
+        cfg.ratio_base not in ("inf", "group") or cfg.correction == "none" or cfg.allow_double_correction,
+        f"--ratio_base={cfg.ratio_base} already corrects for the mismatch: use --correction=none instead of {cfg.correction}, or --allow_double_correction=True",
+    )
+    need(
+        cfg.correction not in ("tis_adjusted", "jackpot_adjusted") or cfg.ratio_base == "new",
+        f"--correction={cfg.correction} carries p_new / p_inf itself: it needs --ratio_base=new, not {cfg.ratio_base}",
+    )
+    need(
+        cfg.correction != "jackpot_adjusted" or cfg.obrs_target == "new",
+        "--correction=jackpot_adjusted: its target is the policy now; use --obrs_target=new",
+    )
+    need(
+        cfg.obrs_z != "exact"
+        or (two and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate and objectives.knows_sampler(cfg)),
+        "--obrs_z=exact: the whole vocabulary is known only with an --actor, --obrs_target=ref, no --obrs_accept_rate, and samplers that are the learner's actor (no --delay, --samplers=local, low bits aligned, kept sets replayed); use bracket",
+    )
+    need(
+        cfg.correction != "tis_adjusted" or cfg.loss_denominator != "kept" or not objectives.drops(cfg),
+        "--loss_denominator=kept must know what is dropped before the update, and --correction=tis_adjusted is known within it; use proposed",
+    )
+    need(
+        not (cfg.loss_denominator == "kept" and cfg.obrs_target == "new" and cfg.correction in objectives.USES_Z)
+        or cfg.kappa == "exact",
+        "--loss_denominator=kept with --obrs_target=new must know the mask before the update: add --kappa=exact",
+    )
+    need(
+        not (cfg.correction in objectives.USES_Z and cfg.obrs_accept_rate and cfg.obrs_target == "new")
+        or cfg.kappa == "exact",
+        "--obrs_accept_rate with --obrs_target=new must know the policy before the update: add --kappa=exact",
+    )
+    need(
+        cfg.correction != "z_tis" or cfg.obrs_target == "ref",
+        "--correction=z_tis is a control for target ref; leave --obrs_target=ref",
+    )
+    need(
+        cfg.kappa != "exact" or cfg.obrs_target == "new",
+        "--kappa=exact is for --obrs_target=new; with target ref kappa always comes from the ref pass",
+    )
+    need(
+        cfg.is_cap is None or cfg.correction in CAPPED,
+        f"--is_cap={cfg.is_cap}: --correction={cfg.correction} has no cap C; "
+        + (
+            "use --rs_low and --rs_high"
+            if cfg.correction in objectives.DROPS and cfg.correction not in objectives.USES_Z
+            else "use --obrs_c1"
+            if cfg.correction in objectives.USES_Z
+            else "leave it out"
+        ),
+    )
+    need(
+        cfg.dual_clip == 0 or (cfg.dual_clip > 1 and cfg.clip and cfg.surrogate in ("ppo", "gspo")),
+        f"--dual_clip={cfg.dual_clip}: needs a value above 1 (3 is usual), --clip=True and --surrogate=ppo or gspo",
+    )
+    need(
+        cfg.ratio_base != "group" or cfg.surrogate in ("gspo", "tbpo"),
+        f"--ratio_base=group divides the length-normalised probability of a response: it needs --surrogate=gspo or tbpo, not {cfg.surrogate}",
+    )
+    need(
+        cfg.cppo_beta >= 0 and cfg.gepo_defence >= 0,
+        f"--cppo_beta={cfg.cppo_beta} --gepo_defence={cfg.gepo_defence}: must not be negative; 0 is off",
+    )
+    need(
+        cfg.gepo_defence == 0 or cfg.ratio_base == "group",
+        f"--gepo_defence={cfg.gepo_defence}: mixes into the group's expectation; it needs --ratio_base=group",
+    )
+    need(
+        cfg.ratio_base == "ref" or cfg.surrogate != "reinforce",
+        f"--ratio_base={cfg.ratio_base}: --surrogate=reinforce has no ratio; use --surrogate=ppo",
+    )
+    need(
+        cfg.distill_kl_target == 0 or cfg.distill_lambda > 0,
+        "--distill_kl_target needs a --distill_lambda above 0 to start from",
+    )
     need(cfg.distill_kl_target == 0 or two, "--distill_kl_target: there is no actor to distil; name one with --actor")
     for flag, value in (("model", cfg.model), ("actor", cfg.actor)):
         if value.startswith("base:"):
             choice(flag, value, ["base:policy", "base:actor"])
-            need(cfg.task == "arith", f"--{flag}={value} knows only --task=arith; give the folder of a model for {cfg.task}")
+            need(
+                cfg.task == "arith",
+                f"--{flag}={value} knows only --task=arith; give the folder of a model for {cfg.task}",
+            )
         elif value != "none" or flag == "model":
-            need((Path(value) / "config.json").is_file(), f"--{flag}={value}: no Hugging Face model folder (no config.json there)")
+            need(
+                (Path(value) / "config.json").is_file(),
+                f"--{flag}={value}: no Hugging Face model folder (no config.json there)",
+            )
     if cfg.task == "arith":
-        need(1 <= cfg.task_min_ops <= cfg.task_max_ops, f"--task_min_ops={cfg.task_min_ops}: must be between 1 and --task_max_ops={cfg.task_max_ops}")
+        need(
+            1 <= cfg.task_min_ops <= cfg.task_max_ops,
+            f"--task_min_ops={cfg.task_min_ops}: must be between 1 and --task_max_ops={cfg.task_max_ops}",
+        )
         need(cfg.task_explain >= 0, f"--task_explain={cfg.task_explain}: must be 0 (no explanations) or more tokens")
-        need(1 <= cfg.task_operand <= cfg.task_total < 200, f"--task_total={cfg.task_total}: must be below 200 and no less than --task_operand={cfg.task_operand}")
+        need(
+            1 <= cfg.task_operand <= cfg.task_total < 200,
+            f"--task_total={cfg.task_total}: must be below 200 and no less than --task_operand={cfg.task_operand}",
+        )
     if cfg.rollout == "vllm" and not remote:
-        need(importlib.util.find_spec("vllm") is not None, "--rollout=vllm: vLLM is not installed here; install it (make demo does), or use --rollout=hf")
+        need(
+            importlib.util.find_spec("vllm") is not None,
+            "--rollout=vllm: vLLM is not installed here; install it (make demo does), or use --rollout=hf",
+        )
     if cfg.wandb:
-        need(importlib.util.find_spec("wandb") is not None, f"--wandb={cfg.wandb}: wandb is not installed; pip install wandb, or leave the flag out")
+        need(
+            importlib.util.find_spec("wandb") is not None,
+            f"--wandb={cfg.wandb}: wandb is not installed; pip install wandb, or leave the flag out",
+        )
     return cfg
 
 
 def check_sizes(cfg: Config, task) -> None:
     """What can be wrong between flags and the embedded models before these are made."""
     import warmstart
+
     if cfg.model.startswith("base:"):
         check_vocabulary(cfg, warmstart.VOCAB)
         if task.max_prompt() + cfg.max_tokens > warmstart.CONTEXT:
-            raise ValueError(f"--max_tokens={cfg.max_tokens}: with prompts of up to {task.max_prompt()} tokens that is over the model's context of {warmstart.CONTEXT}")
+            raise ValueError(
+                f"--max_tokens={cfg.max_tokens}: with prompts of up to {task.max_prompt()} tokens that is over the model's context of {warmstart.CONTEXT}"
+            )
 
 
 def check_vocabulary(cfg: Config, vocab: int) -> None:
@@ -541,15 +736,22 @@ def check_vocabulary(cfg: Config, vocab: int) -> None:
     if cfg.top_k > vocab:
         raise ValueError(f"--top_k={cfg.top_k}: larger than the vocabulary of {vocab} tokens; 0 keeps all")
     if not 0 <= cfg.distill_topk < vocab:
-        raise ValueError(f"--distill_topk={cfg.distill_topk}: must lie between 0 and the vocabulary of {vocab} tokens, less one")
+        raise ValueError(
+            f"--distill_topk={cfg.distill_topk}: must lie between 0 and the vocabulary of {vocab} tokens, less one"
+        )
 
 
 def check_models(cfg: Config, policy: str, actor: str | None) -> None:
     """What can be wrong between models and flags, from config.json alone. ValueError: one sentence."""
-    vocab = [json.loads((Path(f) / "config.json").read_text(encoding="utf-8"))["vocab_size"] for f in (policy, actor) if f]
+    vocab = [
+        json.loads((Path(f) / "config.json").read_text(encoding="utf-8"))["vocab_size"] for f in (policy, actor) if f
+    ]
     if len(set(vocab)) > 1:
-        raise ValueError(f"--actor={actor}: its vocabulary has {vocab[1]} tokens and the policy's {vocab[0]}; actor and policy must share one")
+        raise ValueError(
+            f"--actor={actor}: its vocabulary has {vocab[1]} tokens and the policy's {vocab[0]}; actor and policy must share one"
+        )
     check_vocabulary(cfg, vocab[0])
     if {cfg.rollout_quant, cfg.learner_quant} != {"none"}:
         import quant
+
         quant.check(cfg, actor or policy)

@@ -19,6 +19,7 @@ Laws of D between lo and hi seconds, fitted so that P(D < lo) = P(D > hi) = (1 -
 A group is sampled when the learner takes it, with the weights its sampler had when it was made: a sample is a pure function of weights and seeds
 (rollout.py), so nothing is computed that a bound then drops. Old versions stay on disk as long as a sampler, a waiting group or a checkpoint needs them.
 """
+
 from __future__ import annotations
 
 import math
@@ -34,6 +35,7 @@ from rollout import LocalSource, Rollout, uniforms
 @dataclass(frozen=True)
 class Law:
     """A law of delays in seconds, by its quantile function; see above."""
+
     kind: str
     low: float
     high: float
@@ -64,11 +66,17 @@ class Law:
 def check(flags) -> None:
     """ValueError: one sentence, if `flags` (of train.py or of a remote sampler) name no law."""
     if not 0 < flags.delay_min <= flags.delay_max < math.inf:
-        raise ValueError(f"--delay_min={flags.delay_min} --delay_max={flags.delay_max}: the shortest delay must be above 0 and not above the longest")
+        raise ValueError(
+            f"--delay_min={flags.delay_min} --delay_max={flags.delay_max}: the shortest delay must be above 0 and not above the longest"
+        )
     if flags.delay in ("lognormal", "weibull") and flags.delay_min == flags.delay_max:
-        raise ValueError(f"--delay={flags.delay}: two quantiles need --delay_min below --delay_max; use --delay=constant")
+        raise ValueError(
+            f"--delay={flags.delay}: two quantiles need --delay_min below --delay_max; use --delay=constant"
+        )
     if not 0 < flags.delay_mass < 1:
-        raise ValueError(f"--delay_mass={flags.delay_mass}: the share of delays between --delay_min and --delay_max lies inside (0, 1)")
+        raise ValueError(
+            f"--delay_mass={flags.delay_mass}: the share of delays between --delay_min and --delay_max lies inside (0, 1)"
+        )
 
 
 class DelaySource(LocalSource):
@@ -81,8 +89,8 @@ class DelaySource(LocalSource):
         self.cfg, self.store = cfg, Path(store)
         self.law = Law(cfg.delay, cfg.delay_min, cfg.delay_max, cfg.delay_mass)
         self.cap = math.inf if cfg.max_staleness is None else cfg.max_staleness * cfg.step_seconds
-        self.samplers: list[dict] = []                                     # version held, until when, delays drawn so far
-        self.broadcast: dict[int, float] = {}                              # version -> virtual time, of versions still on disk
+        self.samplers: list[dict] = []  # version held, until when, delays drawn so far
+        self.broadcast: dict[int, float] = {}  # version -> virtual time, of versions still on disk
         self.tickets: list[list] = []
         self.made, self.waited = 0.0, 0.0
         self.dropped, self.pinned = Counter(), [set(), set()]
@@ -94,22 +102,26 @@ class DelaySource(LocalSource):
 
     def publish(self, version: int, named_tensors) -> None:
         """Broadcast: put the weights where samplers will find them, every `--sync_every` updates."""
-        tensors = dict(named_tensors)                                      # collective: every rank must ask for them
+        tensors = dict(named_tensors)  # collective: every rank must ask for them
         if self.broadcast and version - max(self.broadcast) < self.cfg.sync_every:
             return
         sync.write_tensors(self.path(version), tensors, f".rank{self.rank}")
         self.broadcast[version] = self.now(version)
         if not self.samplers:
-            self.samplers = [{"version": version, "until": self.delay(i, 0), "draws": 1} for i in range(self.cfg.delay_samplers)]
-        self.reload(self.now(version))                                     # before the versions go that a sampler loaded on the way here
+            self.samplers = [
+                {"version": version, "until": self.delay(i, 0), "draws": 1} for i in range(self.cfg.delay_samplers)
+            ]
+        self.reload(self.now(version))  # before the versions go that a sampler loaded on the way here
         needed = self.needed().union(*self.pinned)
         for old in set(self.broadcast) - needed:
             del self.broadcast[old]
-            if self.rank == 0:                                             # other ranks are done with it: this update was theirs too
+            if self.rank == 0:  # other ranks are done with it: this update was theirs too
                 self.path(old).unlink(missing_ok=True)
 
     def needed(self) -> set[int]:
-        return {max(self.broadcast)} | {s["version"] for s in self.samplers} | {version for _, version, _ in self.tickets}
+        return (
+            {max(self.broadcast)} | {s["version"] for s in self.samplers} | {version for _, version, _ in self.tickets}
+        )
 
     def path(self, version: int) -> Path:
         return self.store / f"v{version:06d}.safetensors"
@@ -118,7 +130,7 @@ class DelaySource(LocalSource):
 
     def delay(self, sampler: int, draw: int) -> float:
         u = float(uniforms(1, "delay", self.cfg.seed, sampler, draw)[0])
-        return min(self.law.quantile(max(u, 2.0 ** -53)), self.cap)
+        return min(self.law.quantile(max(u, 2.0**-53)), self.cap)
 
     def reload(self, now: float) -> None:
         """Every sampler whose delay is over loads the newest version broadcast by then, as often as it is over until now."""
@@ -126,7 +138,9 @@ class DelaySource(LocalSource):
             while s["until"] <= now:
                 d = self.delay(i, s["draws"])
                 at = now if d == 0 else s["until"]
-                s.update(version=max(v for v, t in self.broadcast.items() if t <= at), until=at + d, draws=s["draws"] + 1)
+                s.update(
+                    version=max(v for v, t in self.broadcast.items() if t <= at), until=at + d, draws=s["draws"] + 1
+                )
                 if d == 0:
                     break
 
@@ -168,13 +182,26 @@ class DelaySource(LocalSource):
     # -- what is said and kept -----------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        return {**super().metrics(), "delay/clock": self.waited, "delay/waiting": float(len(self.tickets)), "delay/versions": float(len(self.needed())),
-                "delay/dropped_staleness": float(self.dropped["staleness"]), "delay/dropped_window": float(self.dropped["window"])}
+        return {
+            **super().metrics(),
+            "delay/clock": self.waited,
+            "delay/waiting": float(len(self.tickets)),
+            "delay/versions": float(len(self.needed())),
+            "delay/dropped_staleness": float(self.dropped["staleness"]),
+            "delay/dropped_window": float(self.dropped["window"]),
+        }
 
     def state_dict(self) -> dict:
         self.pinned = [self.pinned[1], self.needed() if self.broadcast else set()]
-        return {**super().state_dict(), "samplers": [dict(s) for s in self.samplers], "tickets": [list(t) for t in self.tickets], "broadcast": dict(self.broadcast),
-                "made": self.made, "waited": self.waited, "dropped": dict(self.dropped)}
+        return {
+            **super().state_dict(),
+            "samplers": [dict(s) for s in self.samplers],
+            "tickets": [list(t) for t in self.tickets],
+            "broadcast": dict(self.broadcast),
+            "made": self.made,
+            "waited": self.waited,
+            "dropped": dict(self.dropped),
+        }
 
     def load_state_dict(self, state: dict) -> None:
         super().load_state_dict(state)
@@ -183,4 +210,6 @@ class DelaySource(LocalSource):
         self.pinned = [set(), self.needed() if self.broadcast else set()]
         missing = [v for v in sorted(self.needed()) if not self.path(v).is_file()] if self.broadcast else []
         if missing:
-            raise ValueError(f"--resume: {self.path(missing[0])} is gone, and a delayed sampler still holds that version; start anew in another --out")
+            raise ValueError(
+                f"--resume: {self.path(missing[0])} is gone, and a delayed sampler still holds that version; start anew in another --out"
+            )

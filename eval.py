@@ -8,6 +8,7 @@
 pass@k of a problem with c right among n samples is 1 - C(n-c, k) / C(n, k), the mean over all k-subsets (Chen et al. 2021);
 its standard error is taken over problems.
 """
+
 from __future__ import annotations
 
 import copy
@@ -41,11 +42,13 @@ def mean_se(x) -> tuple[float, float]:
     return float(x.mean()), float(x.std(ddof=1) / math.sqrt(len(x))) if len(x) > 1 else math.nan
 
 
-def solve(engine, task, tokenizer, indices, samples: int, sampling: Sampling, seed: int, split: str = "test", batch: int = 256):
+def solve(
+    engine, task, tokenizer, indices, samples: int, sampling: Sampling, seed: int, split: str = "test", batch: int = 256
+):
     """Right answers among `samples` responses for each problem index: (len(indices), samples) of 0 / 1, and the mean length."""
     right, lengths = [], []
     for start in tqdm(range(0, len(indices), batch), desc="evaluate", leave=False, disable=len(indices) <= batch):
-        problems = [task.problem(split, i) for i in indices[start:start + batch]]
+        problems = [task.problem(split, i) for i in indices[start : start + batch]]
         prompts = [np.array(encode(tokenizer, p), np.int32) for p in problems]
         seeds = [[request_seed("eval", seed, p.id, s) for s in range(samples)] for p in problems]
         groups = engine.generate(prompts, seeds, sampling, 0, [tokenizer.eos_token_id])
@@ -61,6 +64,7 @@ def learners_own(learner, name: str, cfg) -> HFEngine:
     if not (learner.comm.on and cfg.parallel == "fsdp"):
         return HFEngine(model, device=learner.device)
     from transformers import AutoModelForCausalLM
+
     engine = HFEngine(AutoModelForCausalLM.from_config(copy.deepcopy(model.config)), device=learner.device)
     engine.load(learner.named_tensors(name))
     return engine
@@ -70,13 +74,17 @@ def fresh_advantage(learner, groups, task, tokenizer, cfg) -> float:
     """Mean advantage a token of responses sampled now by the policy itself, on these groups' prompts and against these groups'
     own baselines: what mean(w A) over the groups estimates. Their distance is GEPO's Figure 6 (c). Collective."""
     problems = [task.find(g.prompt_id) for g in groups]
-    seeds = [[request_seed("fresh", cfg.seed, g.uid, learner.version, i) for i in range(cfg.group_size)] for g in groups]
-    fresh = learners_own(learner, "policy", cfg).generate([g.prompt_ids for g in groups], seeds, groups[0].sampling, 0, [tokenizer.eos_token_id])
+    seeds = [
+        [request_seed("fresh", cfg.seed, g.uid, learner.version, i) for i in range(cfg.group_size)] for g in groups
+    ]
+    fresh = learners_own(learner, "policy", cfg).generate(
+        [g.prompt_ids for g in groups], seeds, groups[0].sampling, 0, [tokenizer.eos_token_id]
+    )
     grade_all(task, tokenizer, problems, fresh)
     total = count = 0.0
     for old, new in zip(groups, fresh):
         reward = torch.tensor([r.reward for r in old.responses], dtype=torch.float64)
-        known = objectives.ADVANTAGES[cfg.advantage](reward)               # linear in the reward: read its slope off
+        known = objectives.ADVANTAGES[cfg.advantage](reward)  # linear in the reward: read its slope off
         spread = reward - reward.mean()
         slope = float((known * spread).sum() / spread.square().sum()) if spread.abs().max() > 0 else 0.0
         for r in new:
@@ -94,21 +102,30 @@ def held_out(learner, name: str, task, tokenizer, cfg) -> dict[str, float]:
         task = Jsonl(cfg.eval_task, cfg.task_seed)
     n = cfg.eval_problems if task.size is None else min(cfg.eval_problems, task.size)
     engine = learners_own(learner, name, cfg)
-    right, _ = solve(engine, task, tokenizer, list(range(learner.comm.rank, n, learner.comm.world)), cfg.eval_samples,
-                     Sampling(max_tokens=cfg.max_tokens), cfg.seed)
+    right, _ = solve(
+        engine,
+        task,
+        tokenizer,
+        list(range(learner.comm.rank, n, learner.comm.world)),
+        cfg.eval_samples,
+        Sampling(max_tokens=cfg.max_tokens),
+        cfg.seed,
+    )
     score = right.mean(1)
-    total, squares, count = learner.comm.sum([score.sum(), (score ** 2).sum(), len(score)])
+    total, squares, count = learner.comm.sum([score.sum(), (score**2).sum(), len(score)])
     mean = total / count
-    return {"pass@1": mean, "se": math.sqrt(max(0.0, squares / count - mean ** 2) / max(1, count - 1))}
+    return {"pass@1": mean, "se": math.sqrt(max(0.0, squares / count - mean**2) / max(1, count - 1))}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command
 # ---------------------------------------------------------------------------------------------------------------------
 
+
 @dataclass(frozen=True)
 class Eval:
     """Flags of eval.py."""
+
     model: str = ""
     """A run folder (its newest checkpoint's policy), a checkpoint, any Hugging Face folder, or base:policy."""
     which: Literal["policy", "actor"] = "policy"
@@ -189,7 +206,9 @@ def find_model(cfg: Eval, flag: str, which: str) -> str:
     root = Path(name)
     steps = sorted((root / "checkpoints").glob("step_??????"))
     for folder in (root, root / which, *(s / which for s in reversed(steps))):
-        if (folder / "config.json").is_file() and "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8")):
+        if (folder / "config.json").is_file() and "model_type" in json.loads(
+            (folder / "config.json").read_text(encoding="utf-8")
+        ):
             return str(folder)
     raise ValueError(f"--{flag}={name}: no model there; give a run folder, a checkpoint or a Hugging Face folder")
 
@@ -197,6 +216,7 @@ def find_model(cfg: Eval, flag: str, which: str) -> str:
 def open_model(cfg: Eval):
     """(task, model folder, tokenizer, problems, longest prompt), all checked. ValueError: one sentence."""
     from transformers import AutoTokenizer
+
     sampling.check(cfg)
     task, folder = make_task(cfg), find_model(cfg, "model", cfg.which)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -204,7 +224,9 @@ def open_model(cfg: Eval):
     limit = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
     longest = task.max_prompt() or max(len(encode(tokenizer, task.problem("test", i))) for i in range(n))
     if longest + cfg.max_tokens > limit:
-        raise ValueError(f"--max_tokens={cfg.max_tokens}: the longest prompt has {longest} tokens, together more than the model's context of {limit}")
+        raise ValueError(
+            f"--max_tokens={cfg.max_tokens}: the longest prompt has {longest} tokens, together more than the model's context of {limit}"
+        )
     return task, folder, tokenizer, n, longest
 
 
@@ -230,6 +252,7 @@ def evaluate(cfg: Eval) -> dict:
 def measure_mismatch(cfg: Eval) -> dict:
     """The probe of mismatch.py."""
     import mismatch
+
     if cfg.samples < 2:
         raise ValueError(f"--samples={cfg.samples}: --mismatch compares responses, so at least 2 to a problem")
     if cfg.problems == Eval.problems:
@@ -248,7 +271,7 @@ def perturbed(answer: str) -> str:
     """A wrong answer close to a right one: its first non-zero digit changed, or a term added where there is none."""
     for i, ch in enumerate(answer):
         if ch in "123456789":
-            return answer[:i] + ("8" if ch == "9" else str(int(ch) + 1)) + answer[i + 1:]
+            return answer[:i] + ("8" if ch == "9" else str(int(ch) + 1)) + answer[i + 1 :]
     return answer + " + 1"
 
 
@@ -257,20 +280,29 @@ def grade_gold(path: str) -> dict:
     task = Jsonl(path)
     right = wrong = 0
     for row in tqdm(task.rows, desc="grade"):
-        good, bad = grade(wrapped(row["answer"]), row["answer"]), grade(wrapped(perturbed(row["answer"])), row["answer"])
+        good, bad = (
+            grade(wrapped(row["answer"]), row["answer"]),
+            grade(wrapped(perturbed(row["answer"])), row["answer"]),
+        )
         right, wrong = right + good, wrong + bad
         if not good:
             tqdm.write(f"gold answer refused: {row['answer']}")
         if bad:
             tqdm.write(f"changed answer accepted: {perturbed(row['answer'])} for {row['answer']}")
     n = task.size
-    print(f"{path}: {right} of {n} gold answers graded right ({100 * right / n:.2f} %), {wrong} of {n} changed answers ({100 * wrong / n:.2f} %)")
+    print(
+        f"{path}: {right} of {n} gold answers graded right ({100 * right / n:.2f} %), {wrong} of {n} changed answers ({100 * wrong / n:.2f} %)"
+    )
     return {"file": path, "problems": n, "gold": right / n, "changed": wrong / n}
 
 
 def main(argv=None) -> dict:
     import tyro
-    argv = [f"{a}=True" if a.startswith("--") and "=" not in a and Eval.__annotations__.get(a[2:]) == "bool" else a for a in (sys.argv[1:] if argv is None else argv)]
+
+    argv = [
+        f"{a}=True" if a.startswith("--") and "=" not in a and Eval.__annotations__.get(a[2:]) == "bool" else a
+        for a in (sys.argv[1:] if argv is None else argv)
+    ]
     cfg = tyro.cli(tyro.conf.FlagConversionOff[Eval], args=argv, use_underscores=True)
     result = grade_gold(cfg.grade_gold) if cfg.grade_gold else measure_mismatch(cfg) if cfg.mismatch else evaluate(cfg)
     if cfg.out:

@@ -9,6 +9,7 @@ Every file appears whole, by a rename:
 
 With several ranks a sampler SAMPLER.R has a stream for each rank R. The learner touches `welcome` while it is there. A full disk is waited out on both ends.
 """
+
 from __future__ import annotations
 
 import os
@@ -22,19 +23,51 @@ import wire
 from account import Account, Spool, opened, place, split
 from hub import ROOM, retain
 
-BEAT = 2.0                         # seconds between two signs of life
-PATIENCE = 20.0                    # seconds until a file that should be there is lost: listings of a folder on another host lag behind
+BEAT = 2.0  # seconds between two signs of life
+PATIENCE = 20.0  # seconds until a file that should be there is lost: listings of a folder on another host lag behind
 
 
 class FilesHub:
     """The learner's end, called by the training loop."""
 
-    def __init__(self, folder: str, welcome: wire.Welcome, limits: wire.Limits, log, rank: int = 0, world: int = 1, room: int = ROOM):
-        self.folder, self.welcome, self.limits, self.log, self.rank, self.world, self.room = Path(folder), welcome, limits, log, rank, world, room
-        self.counts, self.reports, self.got, self.held_before, self.address, self.broken = Counter(), {}, Account(), Account(), str(folder), ""
-        self.models: list[Path] = []                       # published in this session, in order
-        self.size, self.beat, self.unsaid = 0, 0.0, {}     # bytes taken and not freed; last sign of life; files that found no room on the disk
-        self.fresh, self.strange, self.absent = None, set(), {}            # weights that are not out yet; samplers refused; names -> missed since when
+    def __init__(
+        self,
+        folder: str,
+        welcome: wire.Welcome,
+        limits: wire.Limits,
+        log,
+        rank: int = 0,
+        world: int = 1,
+        room: int = ROOM,
+    ):
+        self.folder, self.welcome, self.limits, self.log, self.rank, self.world, self.room = (
+            Path(folder),
+            welcome,
+            limits,
+            log,
+            rank,
+            world,
+            room,
+        )
+        self.counts, self.reports, self.got, self.held_before, self.address, self.broken = (
+            Counter(),
+            {},
+            Account(),
+            Account(),
+            str(folder),
+            "",
+        )
+        self.models: list[Path] = []  # published in this session, in order
+        self.size, self.beat, self.unsaid = (
+            0,
+            0.0,
+            {},
+        )  # bytes taken and not freed; last sign of life; files that found no room on the disk
+        self.fresh, self.strange, self.absent = (
+            None,
+            set(),
+            {},
+        )  # weights that are not out yet; samplers refused; names -> missed since when
         for name in ("models", "rollouts", "held", "got", "samplers"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
 
@@ -59,7 +92,7 @@ class FilesHub:
 
     def open(self, held: Account) -> None:
         self.held_before = held
-        for path in self._streams("got"):                  # of an earlier session: nothing is fetched in this one
+        for path in self._streams("got"):  # of an earlier session: nothing is fetched in this one
             path.unlink()
         if self.rank == 0:
             self._say(self.folder / "welcome", self.welcome)
@@ -73,14 +106,19 @@ class FilesHub:
         for name in names:
             self.held_before.add(name)
         for sampler in {split(name)[0][0] for name in names}:
-            self._say(self.folder / "held" / sampler, wire.Held([n for n in self._names(sampler) if self.held_before.has(n)]))
+            self._say(
+                self.folder / "held" / sampler, wire.Held([n for n in self._names(sampler) if self.held_before.has(n)])
+            )
 
     def _streams(self, kind: str) -> list[Path]:
         return sorted((self.folder / kind).glob("*" if self.world == 1 else f"*.{self.rank}"))
 
     def _names(self, sampler: str) -> list[str]:
         files = (p.name.split("-") for p in (self.folder / "rollouts" / sampler).glob("*-*"))
-        return sorted((f"{sampler}/{a}/{b}" for a, b in (x for x in files if len(x) == 2) if a.isdigit() and b.isdigit()), key=split)
+        return sorted(
+            (f"{sampler}/{a}/{b}" for a, b in (x for x in files if len(x) == 2) if a.isdigit() and b.isdigit()),
+            key=split,
+        )
 
     def take(self) -> list[tuple[str, bytes | str, float]]:
         out: list = []
@@ -91,13 +129,13 @@ class FilesHub:
                 self._listen(out)
             for stream in self._streams("rollouts"):
                 self._take(stream, out)
-        except OSError as e:                               # a folder on another host is away for a while; what was read is kept
+        except OSError as e:  # a folder on another host is away for a while; what was read is kept
             self.log.warning("%s: %s; tried again soon", self.folder, e.strerror)
-        return sorted(out, key=lambda item: item[2])       # in order of arrival
+        return sorted(out, key=lambda item: item[2])  # in order of arrival
 
     def _take(self, stream: Path, out: list) -> None:
         new = [name for name in self._names(stream.name) if not self.got.has(name)]
-        done = [name for name in new if self.held_before.has(name)]                                 # in the checkpoint already
+        done = [name for name in new if self.held_before.has(name)]  # in the checkpoint already
         for name in done:
             self.counts["duplicate"] += 1
             self.got.add(name)
@@ -107,11 +145,13 @@ class FilesHub:
         for name in new:
             if name not in done:
                 if (item := self._read(name, stream / "-".join(name.split("/")[1:]))) is None:
-                    break                                  # no room for more
+                    break  # no room for more
                 self.got.add(name)
                 out.append(item)
         if len(out) > before:
-            self._say(self.folder / "got" / stream.name, wire.Got([n for n in self._names(stream.name) if self.got.has(n)]))
+            self._say(
+                self.folder / "got" / stream.name, wire.Got([n for n in self._names(stream.name) if self.got.has(n)])
+            )
 
     def _listen(self, out: list) -> None:
         """Say that the learner is here; hear what samplers have handed over. What stays away for a while is lost."""
@@ -120,7 +160,7 @@ class FilesHub:
         for report in self._streams("samplers"):
             try:
                 m = wire.decode(report.read_bytes())
-            except (FileNotFoundError, wire.WireError):    # being written
+            except (FileNotFoundError, wire.WireError):  # being written
                 continue
             if m.protocol != wire.PROTOCOL:
                 if m.sampler not in self.strange:
@@ -131,7 +171,10 @@ class FilesHub:
             self.reports[key] = max(self.reports.get(key, 0), m.handed)
         before, self.absent = self.absent, {}
         for key, handed in self.reports.items():
-            names = (f"{key[0]}/{key[1]}/{n}" for n in range(self.held_before[key].upto if key in self.held_before else 0, handed))
+            names = (
+                f"{key[0]}/{key[1]}/{n}"
+                for n in range(self.held_before[key].upto if key in self.held_before else 0, handed)
+            )
             if due := {name for name in names if not self.held_before.has(name) and not self.got.has(name)}:
                 for name in sorted(due.difference(self._names(key[0])), key=split):
                     self.absent[name] = before.get(name, time.monotonic())
@@ -142,7 +185,7 @@ class FilesHub:
 
     def _read(self, name: str, path: Path) -> tuple[str, bytes | str, float] | None:
         info = path.stat()
-        nbytes = info.st_size - 32                         # behind its digest
+        nbytes = info.st_size - 32  # behind its digest
         if nbytes > self.limits.nbytes:
             self.log.warning("%s is too big for a group", path)
             return name, "refused", info.st_mtime
@@ -179,14 +222,14 @@ class FilesLink(threading.Thread):
         before = time.monotonic()
         while not self.stopping and not self.error:
             now = time.monotonic()
-            if now - before > self.flags.patience:         # this process was stopped: that is nobody's silence
+            if now - before > self.flags.patience:  # this process was stopped: that is nobody's silence
                 self.heard += now - before
             before = now
             try:
                 self.turn(now)
             except OSError as e:
                 if e.errno is None or isinstance(e, FileNotFoundError):
-                    pass                                   # replaced while it was read: the next turn finds what replaced it
+                    pass  # replaced while it was read: the next turn finds what replaced it
                 else:
                     print(f"{self.folder}: {e.strerror}; trying again", flush=True)
                     time.sleep(1.0)
@@ -222,12 +265,27 @@ class FilesLink(threading.Thread):
             path = self.folder / "models" / offer.of.name
             if offer.of.nbytes > self.flags.most_weights * 2**30:
                 self.error = f"--most_weights={self.flags.most_weights}: the learner's weights have {offer.of.nbytes / 2**30:.1f} GiB"
-            elif self.newest != (offer.version, offer.published, path) and wire.manifest(offer.of.name, path.read_bytes()) == offer.of:
+            elif (
+                self.newest != (offer.version, offer.published, path)
+                and wire.manifest(offer.of.name, path.read_bytes()) == offer.of
+            ):
                 self.newest = (offer.version, offer.published, path)
         if now - self.beat > BEAT:
             self.beat = now
             for stream in self.streams:
-                place(self.folder / "samplers" / stream, wire.encode(wire.Hello(wire.PROTOCOL, stream, self.spool.incarnation, self.session, self.spool.handed[stream], self.spool.lost[stream])))
+                place(
+                    self.folder / "samplers" / stream,
+                    wire.encode(
+                        wire.Hello(
+                            wire.PROTOCOL,
+                            stream,
+                            self.spool.incarnation,
+                            self.session,
+                            self.spool.handed[stream],
+                            self.spool.lost[stream],
+                        )
+                    ),
+                )
 
     def close(self) -> None:
         self.stopping = True
@@ -239,7 +297,9 @@ def shared_world(folder: Path, flags) -> int:
     start = said = time.monotonic()
     while not (folder / "welcome").is_file():
         if time.monotonic() - start > flags.give_up:
-            raise ValueError(f"--connect={flags.connect}: no learner there for {flags.give_up:.0f} s; start it with --samplers=files --sync_path={folder}")
+            raise ValueError(
+                f"--connect={flags.connect}: no learner there for {flags.give_up:.0f} s; start it with --samplers=files --sync_path={folder}"
+            )
         if time.monotonic() - said > 30:
             said = time.monotonic()
             print(f"no learner at {folder} yet, waiting (at most {flags.give_up:.0f} s, --give_up)", flush=True)

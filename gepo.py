@@ -14,6 +14,7 @@ made once a step from whole groups (objectives.prepare), so no micro-batch can s
 Theorem 1 says Var(p/q) - Var(p/E_q[q]) >= exp(KL(p||q)) - C for plain probabilities, neither length-normalised nor estimated. Its first
 half is Var(p/q) + 1 = sum p^2/q >= exp KL; where the two laws are close the group's expectation may well be the worse weight.
 """
+
 from __future__ import annotations
 
 import math
@@ -30,7 +31,7 @@ def log_expectation(logq, group, how: str = "weighted"):
         log_e = total(logq) - total(torch.where(logq == -math.inf, -math.inf, 0.0).to(logq))
     else:
         log_e = total(2 * logq) - total(logq)
-    return log_e.nan_to_num(0.0)                           # a group without any token
+    return log_e.nan_to_num(0.0)  # a group without any token
 
 
 def defence(logq, group, c: float):
@@ -57,12 +58,16 @@ def cppo_kl(logp_new, logp_inf, how: str, clamp: float):
 # Theorem 1 and Figure 3: exact variances of p / q and of p / E_q[q] under q
 # ---------------------------------------------------------------------------------------------------------------------
 
+
 def discrete(p, q) -> dict:
     """Laws on the last axis -> KL(p||q), Var_q(p/q), Var_q(p/E_q[q]), float64."""
     p, q = torch.as_tensor(p, dtype=torch.float64), torch.as_tensor(q, dtype=torch.float64)
     mean = (q * q).sum(-1)
-    return {"kl": torch.special.xlogy(p, p / q).sum(-1), "standard": (p * p / q).sum(-1) - 1,
-            "group": ((q * p * p).sum(-1) - (q * p).sum(-1) ** 2) / mean ** 2}
+    return {
+        "kl": torch.special.xlogy(p, p / q).sum(-1),
+        "standard": (p * p / q).sum(-1) - 1,
+        "group": ((q * p * p).sum(-1) - (q * p).sum(-1) ** 2) / mean**2,
+    }
 
 
 def gaussian(shift, sigma_p, sigma_q=1.0) -> dict:
@@ -72,20 +77,36 @@ def gaussian(shift, sigma_p, sigma_q=1.0) -> dict:
     gap = 2 * t * t - s * s
     finite = t * t / (s * gap.clamp_min(1e-300).sqrt()) * (m * m / gap.clamp_min(1e-300)).exp() - 1
     mean = 1 / (2 * t * math.sqrt(math.pi))
-    return {"kl": (t / s).log() + (s * s + m * m) / (2 * t * t) - 0.5, "standard": torch.where(gap > 0, finite, math.inf),
-            "group": (normal(m, t * t + s * s / 2) / (2 * s * math.sqrt(math.pi)) - normal(m, t * t + s * s) ** 2) / mean ** 2}
+    return {
+        "kl": (t / s).log() + (s * s + m * m) / (2 * t * t) - 0.5,
+        "standard": torch.where(gap > 0, finite, math.inf),
+        "group": (normal(m, t * t + s * s / 2) / (2 * s * math.sqrt(math.pi)) - normal(m, t * t + s * s) ** 2)
+        / mean**2,
+    }
 
 
 def draw(path: str) -> dict[str, float]:
     """Figure 3 on grids; returns the share of each grid where the group's weight has the larger variance, and the largest KL of that region."""
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from matplotlib.colors import TwoSlopeNorm
-    a, b = torch.meshgrid(torch.linspace(0.005, 0.995, 199, dtype=torch.float64), torch.linspace(0.005, 0.995, 199, dtype=torch.float64), indexing="ij")
-    m, s = torch.meshgrid(torch.linspace(0.0, 3.0, 121, dtype=torch.float64), torch.linspace(0.1, 2.0, 191, dtype=torch.float64), indexing="ij")
-    cases = [("Bernoulli", discrete(torch.stack([a, 1 - a], -1), torch.stack([b, 1 - b], -1)), a, b, "p(1)", "q(1)"),
-             ("Gaussian, sigma_q = 1", gaussian(m, s), m, s, "mean of p, q's being 0", "sigma_p")]
+
+    a, b = torch.meshgrid(
+        torch.linspace(0.005, 0.995, 199, dtype=torch.float64),
+        torch.linspace(0.005, 0.995, 199, dtype=torch.float64),
+        indexing="ij",
+    )
+    m, s = torch.meshgrid(
+        torch.linspace(0.0, 3.0, 121, dtype=torch.float64),
+        torch.linspace(0.1, 2.0, 191, dtype=torch.float64),
+        indexing="ij",
+    )
+    cases = [
+        ("Bernoulli", discrete(torch.stack([a, 1 - a], -1), torch.stack([b, 1 - b], -1)), a, b, "p(1)", "q(1)"),
+        ("Gaussian, sigma_q = 1", gaussian(m, s), m, s, "mean of p, q's being 0", "sigma_p"),
+    ]
     fig, axes = plt.subplots(2, 2, figsize=(12, 9.2))
     out = {}
     for row, (name, v, x, y, xlabel, ylabel) in zip(axes, cases):
@@ -101,15 +122,25 @@ def draw(path: str) -> dict[str, float]:
         row[0].plot([], [], "s", color="C3", label="Var p / q")
         row[0].plot([], [], "s", color="C0", label="Var p / E_q[q]")
         row[0].plot([], [], "k--", label="exp(KL) - 1, below every Var p / q")
-        row[0].set(yscale="log", xlim=(0, 6), ylim=(1e-4, 1e6), xlabel="KL(p || q)", title=f"{name}: variance of the two weights")
+        row[0].set(
+            yscale="log",
+            xlim=(0, 6),
+            ylim=(1e-4, 1e6),
+            xlabel="KL(p || q)",
+            title=f"{name}: variance of the two weights",
+        )
         row[0].legend(fontsize=8, loc="lower right")
         gain = np.where(finite, np.log10(v["standard"].clip(1e-12, 1e30) / v["group"].clip(1e-12)), np.nan).clip(-3, 6)
         image = row[1].pcolormesh(x, y, gain, norm=TwoSlopeNorm(0, -3, 6), cmap="RdBu", rasterized=True)
         row[1].contour(x, y, v["kl"], levels=[0.1, 0.5, 1, 2, 4], colors="k", linewidths=0.6)
         if not finite.all():
             row[1].contourf(x, y, finite.astype(float), levels=[-0.5, 0.5], colors="none", hatches=["//"])
-        row[1].set(xlabel=xlabel, ylabel=ylabel, title="log10 Var(p/q) / Var(p/E): red, the group's is larger; lines: KL 0.1 to 4"
-                   + ("" if finite.all() else "; hatched: Var(p/q) infinite"))
+        row[1].set(
+            xlabel=xlabel,
+            ylabel=ylabel,
+            title="log10 Var(p/q) / Var(p/E): red, the group's is larger; lines: KL 0.1 to 4"
+            + ("" if finite.all() else "; hatched: Var(p/q) infinite"),
+        )
         row[1].title.set_fontsize(8)
         fig.colorbar(image, ax=row[1])
     fig.tight_layout()

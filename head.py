@@ -14,6 +14,7 @@ are two, `one_model` and `two_models`. With p = softmax(z / temperature), and g 
     KL(theta || omega)        dz = g (q - p)                       q: omega's law; theta gets none
     KL(omega || theta)        dz = g q (log q - log p - KL)
 """
+
 from __future__ import annotations
 
 import math
@@ -22,9 +23,9 @@ import torch
 
 from sampling import cut
 
-CHUNK_ELEMENTS = 1 << 25                                   # logits in flight: 128 MiB in float32
-CUT = -1e30                                                # logit of a cut token: finite, so that 0 log 0 stays 0
-FLOOR = -69.0                                              # log-probability of a sampled token that is cut: log 1e-30
+CHUNK_ELEMENTS = 1 << 25  # logits in flight: 128 MiB in float32
+CUT = -1e30  # logit of a cut token: finite, so that 0 log 0 stays 0
+FLOOR = -69.0  # log-probability of a sampled token that is cut: log 1e-30
 
 
 class ChunkedHead(torch.autograd.Function):
@@ -38,7 +39,7 @@ class ChunkedHead(torch.autograd.Function):
     def forward(ctx, rows, chunk, *heads):
         hidden, weight = heads[::2], [w.to(h.dtype) for h, w in zip(heads[::2], heads[1::2])]
         N, outs = len(hidden[0]), None
-        for start in range(0, max(N, 1), chunk):                           # no token at all: empty outputs
+        for start in range(0, max(N, 1), chunk):  # no token at all: empty outputs
             sl = slice(start, min(start + chunk, N))
             got = rows([_logits(h[sl], w) for h, w in zip(hidden, weight)], sl)
             if outs is None:
@@ -48,14 +49,14 @@ class ChunkedHead(torch.autograd.Function):
         ctx.rows, ctx.chunk = rows, chunk
         ctx.save_for_backward(*heads)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*outs[rows.differentiable:])
+        ctx.mark_non_differentiable(*outs[rows.differentiable :])
         return outs
 
     @staticmethod
     def backward(ctx, *grads):
         heads, rows = ctx.saved_tensors, ctx.rows
         hidden, weight = heads[::2], heads[1::2]
-        grads = grads[:rows.differentiable]
+        grads = grads[: rows.differentiable]
         cast = [w.to(h.dtype) for h, w in zip(hidden, weight)]
         want_h, want_w = ctx.needs_input_grad[2::2], ctx.needs_input_grad[3::2]
         d_hidden = [torch.zeros_like(h) if n else None for h, n in zip(hidden, want_h)]
@@ -74,7 +75,7 @@ class ChunkedHead(torch.autograd.Function):
                     d_hidden[m][sl] = dz @ cast[m]
                 if want_w[m]:
                     if d_weight[m].dtype == dz.dtype:
-                        d_weight[m].addmm_(dz.t(), hidden[m][sl])          # in place: no second (V, H) tensor
+                        d_weight[m].addmm_(dz.t(), hidden[m][sl])  # in place: no second (V, H) tensor
                     else:
                         d_weight[m] += dz.t() @ hidden[m][sl]
                 d_logits[m] = dz = None
@@ -82,8 +83,15 @@ class ChunkedHead(torch.autograd.Function):
 
 
 def _logits(hidden, weight):
-    if hidden.dtype in (torch.bfloat16, torch.float16):    # logits are float32 always, never rounded to 8 bits of mantissa
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32) if hidden.is_cuda else hidden.float() @ weight.t().float()
+    if hidden.dtype in (
+        torch.bfloat16,
+        torch.float16,
+    ):  # logits are float32 always, never rounded to 8 bits of mantissa
+        return (
+            torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+            if hidden.is_cuda
+            else hidden.float() @ weight.t().float()
+        )
     return hidden @ weight.t()
 
 
@@ -97,9 +105,21 @@ class one_model:
 
     Outputs: logp (n,), entropy (n,), logp at ids (n, S), tail (n,). `tail` is the certified bound's second term,
     sum_{x not in S} min(p_K, p(x) / lambda), wanted when `p_k` (N,) is given."""
+
     differentiable = 1
 
-    def __init__(self, target, inv_t=None, ids=None, s_on=None, p_k=None, lam: float = 1.0, kept=None, rule=None, entropy: bool = True):
+    def __init__(
+        self,
+        target,
+        inv_t=None,
+        ids=None,
+        s_on=None,
+        p_k=None,
+        lam: float = 1.0,
+        kept=None,
+        rule=None,
+        entropy: bool = True,
+    ):
         self.target, self.inv_t, self.ids, self.s_on, self.p_k, self.lam = target, inv_t, ids, s_on, p_k, lam
         self.kept, self.rule, self.entropy = kept, rule, entropy
         self.cuts = kept is not None or rule is not None
@@ -111,10 +131,12 @@ class one_model:
         if self.rule is not None:
             z = z.masked_fill(cut(z, *(x[sl] for x in self.rule)), CUT)
         if self.kept is not None:
-            offsets, ids = self.kept                       # ragged: row n keeps ids[offsets[n]:offsets[n + 1]]
+            offsets, ids = self.kept  # ragged: row n keeps ids[offsets[n]:offsets[n + 1]]
             lo, hi = int(offsets[sl.start]), int(offsets[sl.stop])
             gone = torch.ones_like(z, dtype=torch.bool)
-            row = torch.repeat_interleave(torch.arange(sl.stop - sl.start, device=z.device), offsets[sl.start:sl.stop + 1].diff())
+            row = torch.repeat_interleave(
+                torch.arange(sl.stop - sl.start, device=z.device), offsets[sl.start : sl.stop + 1].diff()
+            )
             gone[row, ids[lo:hi]] = False
             z = z.masked_fill(gone, CUT)
         return z
@@ -131,7 +153,7 @@ class one_model:
             return None
         at, g = self.target[sl, None], g.to(p.dtype)
         if self.cuts:
-            g = g * (p.gather(1, at) > 0)                  # a sampled token that is cut stands at FLOOR, whatever the logits
+            g = g * (p.gather(1, at) > 0)  # a sampled token that is cut stands at FLOOR, whatever the logits
         dz = p.mul_(-g).scatter_add_(1, at, g)
         return dz if self.inv_t is None else dz.mul_(self.inv_t[sl])
 
@@ -146,7 +168,11 @@ class one_model:
             inside = torch.minimum(at_ids.exp() / self.lam, p_k).mul_(self.s_on[sl]).sum(-1)
             tail = (torch.minimum(p.div_(self.lam), p_k, out=p).sum(-1) - inside).clamp_min_(0.0)
         mine = logp.gather(1, self.target[sl, None])[:, 0]
-        return (mine.clamp_min(FLOOR), entropy, at_ids.clamp_min(FLOOR), tail) if self.cuts else (mine, entropy, at_ids, tail)
+        return (
+            (mine.clamp_min(FLOOR), entropy, at_ids.clamp_min(FLOOR), tail)
+            if self.cuts
+            else (mine, entropy, at_ids, tail)
+        )
 
 
 class two_models:
@@ -157,10 +183,19 @@ class two_models:
     top ids, its logp there, the actor's logp there.
     distill: "forward" KL(sg theta || omega) (Jackpot Eq. 7) or "reverse" KL(omega || sg theta); topk > 0 sums over theta's
     top-k and one bucket for the rest."""
+
     differentiable = 3
 
-    def __init__(self, policy: one_model, actor: one_model, distill: str = "forward", distill_topk: int = 0, lam: float = 1.0,
-                 pair: bool = False, topk: int = 0):
+    def __init__(
+        self,
+        policy: one_model,
+        actor: one_model,
+        distill: str = "forward",
+        distill_topk: int = 0,
+        lam: float = 1.0,
+        pair: bool = False,
+        topk: int = 0,
+    ):
         self.policy, self.actor, self.distill, self.distill_topk = policy, actor, distill, distill_topk
         self.lam, self.pair, self.topk = lam, pair, topk
 
@@ -169,7 +204,9 @@ class two_models:
         if not self.distill_topk:
             return logp, logq, None
         best = logp.topk(self.distill_topk, -1).indices
-        bucket = lambda x: torch.cat([x.gather(1, best), x.scatter(1, best, -torch.inf).logsumexp(-1, keepdim=True)], -1)
+        bucket = lambda x: torch.cat(
+            [x.gather(1, best), x.scatter(1, best, -torch.inf).logsumexp(-1, keepdim=True)], -1
+        )
         where = torch.full_like(logp, self.distill_topk, dtype=torch.long)
         where.scatter_(1, best, torch.arange(self.distill_topk, device=best.device).expand_as(best))
         return bucket(logp), bucket(logq), where
@@ -179,7 +216,11 @@ class two_models:
         if self.distill == "none":
             return logp.new_zeros(len(logp))
         logp, logq, _ = self.gap(logp, logq)
-        return torch.linalg.vecdot(logq.exp(), logq - logp) if self.distill == "reverse" else torch.linalg.vecdot(logp.exp(), logp - logq)
+        return (
+            torch.linalg.vecdot(logq.exp(), logq - logp)
+            if self.distill == "reverse"
+            else torch.linalg.vecdot(logp.exp(), logp - logq)
+        )
 
     def backward(self, logits, sl, grads):
         g_policy, g_actor, g_kl = grads
@@ -187,11 +228,11 @@ class two_models:
         q, dz = logq.exp(), None
         if g_kl is not None and self.distill != "none":
             lp, lq, where = self.gap(logp, logq)
-            if self.distill == "reverse":                  # g q (log q - log p - KL), bucket by bucket
+            if self.distill == "reverse":  # g q (log q - log p - KL), bucket by bucket
                 gap = lq - lp
                 gap = gap - torch.linalg.vecdot(lq.exp(), gap)[:, None]
                 dz = q * (gap if where is None else gap.gather(1, where))
-            else:                                          # g (q - p); inside the rest's bucket p is spread as q is
+            else:  # g (q - p); inside the rest's bucket p is spread as q is
                 dz = q - (logp.exp() if where is None else logq.add_((lp - lq).gather(1, where)).exp_())
             dz.mul_(g_kl)
             if self.actor.inv_t is not None:

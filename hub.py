@@ -6,6 +6,7 @@
 `Hub` is a thread with one ZeroMQ ROUTER socket: samplers come and go, offer groups and pull weights (wire.py); the training loop only ever looks
 into its inbox (remote.py), so no sampler can hold it up. files.py has the same face over a folder.
 """
+
 from __future__ import annotations
 
 import logging
@@ -20,9 +21,9 @@ import wire
 from account import Account, split
 from keys import secure
 
-ROOM = 256 << 20                   # bytes of groups that a rank holds or has asked for
-KEPT_VERSIONS = 2                  # a sampler in the middle of the one before the newest may finish it
-SILENT = 60.0                      # seconds after which a sampler that says nothing gives its room back
+ROOM = 256 << 20  # bytes of groups that a rank holds or has asked for
+KEPT_VERSIONS = 2  # a sampler in the middle of the one before the newest may finish it
+SILENT = 60.0  # seconds after which a sampler that says nothing gives its room back
 
 
 def retain(path: Path, kept: list[Path]) -> list[Path]:
@@ -54,14 +55,16 @@ def logger(run: Path, rank: int) -> logging.Logger:
 # ZeroMQ
 # ---------------------------------------------------------------------------------------------------------------------
 
+
 @dataclass
 class Peer:
     """A sampler's connection."""
+
     sampler: str
     incarnation: int
     pace: wire.Pace = field(default_factory=wire.Pace)
-    offers: dict = field(default_factory=dict)             # name -> manifest, not asked for yet
-    pulls: dict = field(default_factory=dict)              # name -> Pull
+    offers: dict = field(default_factory=dict)  # name -> manifest, not asked for yet
+    pulls: dict = field(default_factory=dict)  # name -> Pull
     seen: float = 0.0
 
     def owns(self, name: str) -> bool:
@@ -78,11 +81,12 @@ class Hub(threading.Thread):
 
     def __init__(self, bind: str, keys: str, welcome: wire.Welcome, limits: wire.Limits, log, room: int = ROOM):
         import zmq
+
         super().__init__(daemon=True, name="hub")
         self.welcome, self.limits, self.log, self.room = welcome, limits, log, room
         self.lock, self.stopping, self.broken = threading.Lock(), False, ""
-        self.arrived, self.size = deque(), 0               # the inbox; bytes held or asked for
-        self.counts, self.reports = Counter(), {}          # (sampler, incarnation) -> groups handed over
+        self.arrived, self.size = deque(), 0  # the inbox; bytes held or asked for
+        self.counts, self.reports = Counter(), {}  # (sampler, incarnation) -> groups handed over
         self.got, self.held_before = Account(), Account()
         self.peers: dict[bytes, Peer] = {}
         self.weights: dict[str, tuple[wire.Offer, mmap.mmap]] = {}
@@ -91,16 +95,28 @@ class Hub(threading.Thread):
         self.socket = self.context.socket(zmq.ROUTER)
         if keys != "none":
             self.auth = secure(self.context, self.socket, keys, log)
-        for option, value in ((zmq.MAXMSGSIZE, wire.MOST), (zmq.SNDHWM, 64), (zmq.RCVHWM, 64), (zmq.LINGER, 0),
-                              (zmq.HEARTBEAT_IVL, 2000), (zmq.HEARTBEAT_TIMEOUT, 10000)):
+        for option, value in (
+            (zmq.MAXMSGSIZE, wire.MOST),
+            (zmq.SNDHWM, 64),
+            (zmq.RCVHWM, 64),
+            (zmq.LINGER, 0),
+            (zmq.HEARTBEAT_IVL, 2000),
+            (zmq.HEARTBEAT_TIMEOUT, 10000),
+        ):
             self.socket.setsockopt(option, value)
         try:
             self.socket.bind(bind)
         except zmq.ZMQError as e:
-            raise ValueError(f"--bind={bind}: {zmq.strerror(e.errno)}; name a free address of this host, such as tcp://*:5555") from None
+            raise ValueError(
+                f"--bind={bind}: {zmq.strerror(e.errno)}; name a free address of this host, such as tcp://*:5555"
+            ) from None
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.events = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-                                                     | zmq.EVENT_DISCONNECTED)
+        self.events = self.socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_DISCONNECTED
+        )
 
     # -- called by the training loop
 
@@ -145,7 +161,7 @@ class Hub(threading.Thread):
         except Exception as e:
             self.broken = repr(e)
             raise
-        finally:                                           # sockets are closed by the thread that uses them
+        finally:  # sockets are closed by the thread that uses them
             self.socket.disable_monitor()
             self.events.close(linger=0)
             self.socket.close(linger=0)
@@ -153,6 +169,7 @@ class Hub(threading.Thread):
     def _run(self) -> None:
         import zmq
         from zmq.utils.monitor import recv_monitor_message
+
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
         while not self.stopping:
@@ -160,7 +177,9 @@ class Hub(threading.Thread):
             self._errands()
             while self.events.poll(0):
                 if recv_monitor_message(self.events)["event"] == zmq.EVENT_DISCONNECTED:
-                    self.log.info("a connection is gone: its sampler left, or sent more at once than %d bytes", wire.MOST)
+                    self.log.info(
+                        "a connection is gone: its sampler left, or sent more at once than %d bytes", wire.MOST
+                    )
                 else:
                     self.counts["strangers"] += 1
                     self.log.warning("a handshake failed: no key, a wrong one, or not a sampler")
@@ -200,10 +219,11 @@ class Hub(threading.Thread):
 
     def _send(self, identity: bytes, message, payload=None) -> None:
         import zmq
+
         frames = [identity, wire.encode(message)] + ([payload] if payload is not None else [])
         try:
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=payload is None)
-        except zmq.ZMQError:                               # a peer that is gone or does not read: it will say hello again
+        except zmq.ZMQError:  # a peer that is gone or does not read: it will say hello again
             pass
 
     def _handle(self, identity: bytes, frames) -> None:
@@ -216,7 +236,7 @@ class Hub(threading.Thread):
         if isinstance(message, wire.Hello):
             return self._hello(identity, message)
         peer = self.peers.get(identity)
-        if peer is None:                                   # a sampler of an earlier session: it must say who it is
+        if peer is None:  # a sampler of an earlier session: it must say who it is
             return self._send(identity, wire.Gone(""))
         peer.seen = time.monotonic()
         if isinstance(message, wire.Offer):
@@ -238,18 +258,32 @@ class Hub(threading.Thread):
     def _hello(self, identity: bytes, m: wire.Hello) -> None:
         if m.protocol != wire.PROTOCOL:
             self.log.warning("sampler %s refused: it speaks protocol %d", m.sampler, m.protocol)
-            return self._send(identity, wire.Refuse(f"the learner speaks protocol {wire.PROTOCOL} and this sampler {m.protocol}: bring both to one revision"))
+            return self._send(
+                identity,
+                wire.Refuse(
+                    f"the learner speaks protocol {wire.PROTOCOL} and this sampler {m.protocol}: bring both to one revision"
+                ),
+            )
         if "/" in m.sampler or not m.sampler:
-            return self._send(identity, wire.Refuse(f"--name={m.sampler}: a sampler's name is not empty and has no slash"))
+            return self._send(
+                identity, wire.Refuse(f"--name={m.sampler}: a sampler's name is not empty and has no slash")
+            )
         if any(peer.sampler == m.sampler and peer.incarnation > m.incarnation for peer in self.peers.values()):
-            self.log.warning("sampler %s, incarnation %d, refused: another of that name came later", m.sampler, m.incarnation)
-            return self._send(identity, wire.Refuse(f"another sampler called {m.sampler} came later: give each a --name and keys of its own"))
+            self.log.warning(
+                "sampler %s, incarnation %d, refused: another of that name came later", m.sampler, m.incarnation
+            )
+            return self._send(
+                identity,
+                wire.Refuse(f"another sampler called {m.sampler} came later: give each a --name and keys of its own"),
+            )
         known, now = self.peers.get(identity), time.monotonic()
         if known is None or m.session != self.welcome.session:
             self.log.info("sampler %s, incarnation %d, is here", m.sampler, m.incarnation)
             peer = Peer(m.sampler, m.incarnation, seen=now)
             for old in [i for i, other in self.peers.items() if other.sampler == m.sampler]:
-                peer.pulls |= self.peers.pop(old).pulls    # a new connection, or process: what the old one was asked for goes on from its last good leaf
+                peer.pulls |= self.peers.pop(
+                    old
+                ).pulls  # a new connection, or process: what the old one was asked for goes on from its last good leaf
             for pull in peer.pulls.values():
                 pull.pace = peer.pace
                 pull.forget_asked()
@@ -268,7 +302,7 @@ class Hub(threading.Thread):
                 if name in peer.pulls:
                     self._drop(peer, name)
                 self._book(name, "lost")
-        self._send(identity, wire.Got([], next(reversed(self.weights), "")))           # an answer: the learner is alive
+        self._send(identity, wire.Got([], next(reversed(self.weights), "")))  # an answer: the learner is alive
 
     def _book(self, name: str, column: str) -> None:
         """A group that will not come, or is not wanted, goes into its column by way of the inbox, so that a checkpoint says so."""

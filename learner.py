@@ -5,6 +5,7 @@
 
 The forward is pair.py's; the optimizer is built in one function, `make_optimizer`.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -26,6 +27,7 @@ from pair import Pair, TokenStats, Want, want_new, want_ref
 # ---------------------------------------------------------------------------------------------------------------------
 # Ranks
 # ---------------------------------------------------------------------------------------------------------------------
+
 
 class Comm:
     """Sums, gathers and maxima over ranks; the identity for one process."""
@@ -68,11 +70,16 @@ class Comm:
 # The learner
 # ---------------------------------------------------------------------------------------------------------------------
 
+
 def make_optimizers(model, cfg, lr: float) -> list:
     """AdamW over one model's parameters; or Muon over the matrices of its layers, and AdamW over the rest. Another optimizer is another line here."""
     inner = {id(p) for p in model.base_model.layers.parameters() if p.ndim == 2} if cfg.optimizer == "muon" else set()
     rest = [p for p in model.parameters() if id(p) not in inner]
-    out = [torch.optim.AdamW(rest, lr=lr, betas=(cfg.adam_beta1, cfg.adam_beta2), eps=cfg.adam_eps, weight_decay=cfg.weight_decay)]
+    out = [
+        torch.optim.AdamW(
+            rest, lr=lr, betas=(cfg.adam_beta1, cfg.adam_beta2), eps=cfg.adam_eps, weight_decay=cfg.weight_decay
+        )
+    ]
     if inner:
         matrices = [p for p in model.parameters() if id(p) in inner]
         out.append(torch.optim.Muon(matrices, lr=lr, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw"))
@@ -84,7 +91,9 @@ def schedule(step: int, cfg) -> float:
     if step < cfg.warmup_steps:
         return (step + 1) / cfg.warmup_steps
     done = (step - cfg.warmup_steps) / max(1, cfg.steps - cfg.warmup_steps)
-    return {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))}[cfg.lr_schedule]
+    return {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))}[
+        cfg.lr_schedule
+    ]
 
 
 class Learner:
@@ -94,9 +103,11 @@ class Learner:
         self.cfg, self.comm, self.device = cfg, comm, device
         self.fmt = quant.format_of(cfg.rollout_quant, cfg.quant_group)
         own = self.fmt if cfg.learner_quant == "aligned" else quant.format_of(cfg.learner_quant, cfg.quant_group)
-        quant.align(policy if actor is None else actor, own)               # the model that samples
-        self.pair = Pair(policy, actor, torch.bfloat16 if cfg.dtype == "bfloat16" else None, cfg.lm_head_fp32).to(device)
-        self.pair.eval()                                                   # dropout stays off: scoring and training see one law
+        quant.align(policy if actor is None else actor, own)  # the model that samples
+        self.pair = Pair(policy, actor, torch.bfloat16 if cfg.dtype == "bfloat16" else None, cfg.lm_head_fp32).to(
+            device
+        )
+        self.pair.eval()  # dropout stays off: scoring and training see one law
         self.names = ["policy"] + (["actor"] if actor is not None else [])
         self.model = self._wrap()
         self.optimizers = {}
@@ -111,6 +122,7 @@ class Learner:
         if self.cfg.parallel == "fsdp":
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
+
             mesh = init_device_mesh(torch.device(self.device).type, (self.comm.world,))
             for layer in self.pair.modules():
                 if isinstance(layer, quant.LowBitLinear):
@@ -118,7 +130,7 @@ class Learner:
             for name in self.names:
                 for layer in getattr(self.pair, name).base_model.layers:
                     fully_shard(layer, mesh=mesh)
-            return fully_shard(self.pair, mesh=mesh)                       # embeddings, norms and heads: the root's group
+            return fully_shard(self.pair, mesh=mesh)  # embeddings, norms and heads: the root's group
         return nn.parallel.DistributedDataParallel(self.pair, gradient_as_bucket_view=True)
 
     @property
@@ -133,23 +145,30 @@ class Learner:
         out = {}
         for rows, micro, share in self._micro(batch):
             new = TokenStats(**self.model(micro, want, share))
-            if rows is None:                                               # filler: another rank has more micro-batches
+            if rows is None:  # filler: another rank has more micro-batches
                 continue
             for f in fields(new):
                 x = getattr(new, f.name)
                 if x is not None:
                     full = out.setdefault(f.name, x.new_zeros((len(batch), batch.tokens.shape[1]) + x.shape[2:]))
-                    full[rows, :x.shape[1]] = x
+                    full[rows, : x.shape[1]] = x
         if self.comm.on and self.cfg.parallel == "fsdp":
-            self.model.reshard()                                           # no backward will: leave the shards as the owners
+            self.model.reshard()  # no backward will: leave the shards as the owners
         return TokenStats(**{k: v.cpu() for k, v in out.items()})
 
     def ref_columns(self, batch: Batch, lam: float) -> dict[str, torch.Tensor]:
         """The ref pass: what objectives need of the policy (and actor) at the start of this step's updates."""
         new = self.score(batch, want_ref(self.cfg, self.two, lam))
-        columns = {"logp_ref": new.logp, "s_logp_ref": new.s_logp, "tail_ref": new.tail, "logp_actor_ref": new.actor_logp,
-                   "z_ref": new.z, "kl_before": new.kl_full, "kl_after": new.kl_after}
-        if new.top_ids is not None:            # two models, target new: S also covers the policy's own top-K
+        columns = {
+            "logp_ref": new.logp,
+            "s_logp_ref": new.s_logp,
+            "tail_ref": new.tail,
+            "logp_actor_ref": new.actor_logp,
+            "z_ref": new.z,
+            "kl_before": new.kl_full,
+            "kl_after": new.kl_after,
+        }
+        if new.top_ids is not None:  # two models, target new: S also covers the policy's own top-K
             dup = (new.top_ids[..., None] == batch.s_ids[:, :, None, :]).any(-1)
             columns["s_ids"] = torch.cat([batch.s_ids, new.top_ids], -1)
             columns["s_logp"] = torch.cat([batch.s_logp, new.top_actor_logp.masked_fill(dup, -torch.inf)], -1)
@@ -185,7 +204,7 @@ class Learner:
                 loss = objectives.reduce(unreduced, micro.mask, stats, cfg)
                 if rows is None:
                     loss = loss * 0.0
-                (loss * self.comm.world).backward()                        # both wrappers average over ranks; we sum
+                (loss * self.comm.world).backward()  # both wrappers average over ranks; we sum
             if rows is not None:
                 total += loss.detach().double()
                 with torch.no_grad():
@@ -226,10 +245,16 @@ class Learner:
         self.skipped_in_a_row = 0 if fine else self.skipped_in_a_row + 1
         self.skipped += not fine
         self.rejected += nothing
-        out["skipped_steps"], out["rejected_steps"], out["stepped"] = float(self.skipped), float(self.rejected), float(fine)
+        out["skipped_steps"], out["rejected_steps"], out["stepped"] = (
+            float(self.skipped),
+            float(self.rejected),
+            float(fine),
+        )
         if self.skipped_in_a_row >= self.cfg.max_skips:
-            raise RuntimeError(f"{self.skipped_in_a_row} updates in a row had a non-finite loss or gradient (the last: loss {loss}, "
-                               f"gradient norm {out['grad_norm']}): lower --lr, or look at --is_cap and --grad_clip")
+            raise RuntimeError(
+                f"{self.skipped_in_a_row} updates in a row had a non-finite loss or gradient (the last: loss {loss}, "
+                f"gradient norm {out['grad_norm']}): lower --lr, or look at --is_cap and --grad_clip"
+            )
         return out
 
     # -- weights in and out --------------------------------------------------------------------------------------------
@@ -237,7 +262,7 @@ class Learner:
     def named_tensors(self, name: str):
         """Yields (Hugging Face name, whole detached tensor) of one model, `lm_head.weight` always included; collective."""
         state = getattr(self.pair, name).state_dict()
-        if "lm_head.weight" not in state:                                  # tied heads are dropped from some state dicts
+        if "lm_head.weight" not in state:  # tied heads are dropped from some state dicts
             state["lm_head.weight"] = state[next(k for k in state if k.endswith("embed_tokens.weight"))]
         for key, x in state.items():
             x = x.detach()
@@ -247,23 +272,32 @@ class Learner:
         """What an engine loads of one model: `named_tensors`, its linear layers in the rollout's format if there is one (quant.py); collective.
         Remote samplers quantize for themselves, each as it likes, unless the low-bit tensors are what travels."""
         named, by_itself = self.named_tensors(name), self.cfg.samplers != "local" and not packed
-        return quant.published(named, getattr(self.pair, name), self.fmt, packed) if self.fmt and not by_itself else named
+        return (
+            quant.published(named, getattr(self.pair, name), self.fmt, packed) if self.fmt and not by_itself else named
+        )
 
     def state_dict(self) -> dict:
         """Optimizers and counters (whole, on rank 0); the weights themselves go through `tensors`. Collective."""
-        out = {"version": self.version, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row, "rejected": self.rejected}
+        out = {
+            "version": self.version,
+            "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "rejected": self.rejected,
+        }
         for name in self.names:
             out[f"optimizer.{name}"] = self._optimizer_state(name)
         return out
 
     def _options(self):
         from torch.distributed.checkpoint.state_dict import StateDictOptions
+
         return StateDictOptions(full_state_dict=True, cpu_offload=True)
 
     def _optimizer_state(self, name: str) -> dict:
         if not (self.comm.on and self.cfg.parallel == "fsdp"):
             return {"parts": [o.state_dict() for o in self.optimizers[name]]}
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
         return get_optimizer_state_dict(getattr(self.pair, name), self.optimizers[name], options=self._options())
 
     def load_state_dict(self, state: dict) -> None:
@@ -272,7 +306,10 @@ class Learner:
         for name in self.names:
             if self.comm.on and self.cfg.parallel == "fsdp":
                 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
-                set_optimizer_state_dict(getattr(self.pair, name), self.optimizers[name], state[f"optimizer.{name}"], options=self._options())
+
+                set_optimizer_state_dict(
+                    getattr(self.pair, name), self.optimizers[name], state[f"optimizer.{name}"], options=self._options()
+                )
             else:
                 for optimizer, part in zip(self.optimizers[name], state[f"optimizer.{name}"]["parts"]):
                     optimizer.load_state_dict(part)

@@ -2,6 +2,7 @@
 
 `Link` is a thread with a ZeroMQ DEALER socket for each learner rank; the sampling loop reads `newest` and `error`, and never waits for it.
 """
+
 from __future__ import annotations
 
 import os
@@ -13,8 +14,8 @@ from pathlib import Path
 import wire
 from account import Spool, split
 
-BEAT = 2.0                         # seconds between two hellos
-OFFERS = 64                        # groups offered and not yet fetched, at most
+BEAT = 2.0  # seconds between two hellos
+OFFERS = 64  # groups offered and not yet fetched, at most
 
 
 class Link(threading.Thread):
@@ -22,10 +23,18 @@ class Link(threading.Thread):
 
     def __init__(self, addresses: list[str], streams: list[str], flags, spool: Spool, store: Path, keys):
         import zmq
+
         super().__init__(daemon=True, name="link")
-        self.addresses, self.streams, self.flags, self.spool, self.store, self.keys = addresses, streams, flags, spool, store, keys
+        self.addresses, self.streams, self.flags, self.spool, self.store, self.keys = (
+            addresses,
+            streams,
+            flags,
+            spool,
+            store,
+            keys,
+        )
         self.welcome: queue.Queue = queue.Queue()
-        self.newest: tuple[int, float, Path] | None = None                 # version, published, file
+        self.newest: tuple[int, float, Path] | None = None  # version, published, file
         self.error, self.stopping, self.turned = "", False, time.monotonic()
         self.context = zmq.Context()
         self.lines = [Line(self, i) for i in range(len(addresses))]
@@ -43,23 +52,26 @@ class Link(threading.Thread):
 
     def turn(self) -> None:
         import zmq
+
         poller = zmq.Poller()
         for line in self.lines:
             poller.register(line.socket, zmq.POLLIN)
         poller.poll(10)
         asleep, self.turned = time.monotonic() - self.turned, time.monotonic()
         for line in self.lines:
-            if asleep > self.flags.patience:               # this process was stopped, or its host slept: that is nobody's silence
+            if asleep > self.flags.patience:  # this process was stopped, or its host slept: that is nobody's silence
                 line.heard += asleep
                 line.began += asleep
             try:
                 line.turn(time.monotonic())
-            except OSError as e:                           # no room for the new weights: they are asked for again
+            except OSError as e:  # no room for the new weights: they are asked for again
                 print(f"{self.store}: {e.strerror or e}; waiting for room", flush=True)
                 time.sleep(1.0)
             if line.silent > self.flags.give_up:
-                self.error = (f"no answer from {line.address} for {self.flags.give_up:.0f} s: is the learner up, is that its address, "
-                              "and are these the keys it knows (--keys)? A group that was handed over waits in the spool")
+                self.error = (
+                    f"no answer from {line.address} for {self.flags.give_up:.0f} s: is the learner up, is that its address, "
+                    "and are these the keys it knows (--keys)? A group that was handed over waits in the spool"
+                )
 
     def behind(self, stream: str) -> int:
         """Groups that the learner has not fetched. Those it has fetched must not count: it holds them when it saves, and to get there it needs more."""
@@ -77,11 +89,11 @@ class Line:
         self.link, self.address, self.stream, self.fetches = link, link.addresses[i], link.streams[i], i == 0
         self.session, self.socket = "", None
         self.pull: wire.Pull | None = None
-        self.offered: dict[str, float] = {}                # name -> when
+        self.offered: dict[str, float] = {}  # name -> when
         self.got: set[str] = set()
         self.cache: tuple[str, bytes] = ("", b"")
         self.next_weights: wire.Offer | None = None
-        self.heard_of = self.have = ""                     # the last weights that were offered, by name, and fetched, by their bytes
+        self.heard_of = self.have = ""  # the last weights that were offered, by name, and fetched, by their bytes
         self.heard = self.began = self.said = time.monotonic()
         self.beat = 0.0
         self.pace = wire.Pace(patience=link.flags.patience)
@@ -93,13 +105,21 @@ class Line:
 
     def connect(self) -> None:
         import zmq
+
         if self.socket is not None:
             self.socket.close(linger=0)
         self.socket = self.link.context.socket(zmq.DEALER)
         if self.link.keys is not None:
             self.socket.curve_publickey, self.socket.curve_secretkey, self.socket.curve_serverkey = self.link.keys
-        for option, value in ((zmq.MAXMSGSIZE, wire.MOST), (zmq.SNDHWM, 64), (zmq.RCVHWM, 64), (zmq.LINGER, 200),
-                              (zmq.HEARTBEAT_IVL, 2000), (zmq.HEARTBEAT_TIMEOUT, 10000), (zmq.RECONNECT_IVL_MAX, 5000)):
+        for option, value in (
+            (zmq.MAXMSGSIZE, wire.MOST),
+            (zmq.SNDHWM, 64),
+            (zmq.RCVHWM, 64),
+            (zmq.LINGER, 200),
+            (zmq.HEARTBEAT_IVL, 2000),
+            (zmq.HEARTBEAT_TIMEOUT, 10000),
+            (zmq.RECONNECT_IVL_MAX, 5000),
+        ):
             self.socket.setsockopt(option, value)
         self.socket.connect(self.address)
         self.session, self.beat = "", 0.0
@@ -110,13 +130,15 @@ class Line:
 
     def send(self, message, payload=None) -> None:
         import zmq
+
         try:
             self.socket.send_multipart([wire.encode(message)] + ([payload] if payload is not None else []), zmq.NOBLOCK)
-        except zmq.Again:                                  # nobody there, or nobody who reads: everything is said again later
+        except zmq.Again:  # nobody there, or nobody who reads: everything is said again later
             pass
 
     def turn(self, now: float) -> None:
         import zmq
+
         flags = self.link.flags
         for _ in range(1000):
             try:
@@ -126,16 +148,28 @@ class Line:
             try:
                 self.handle(wire.decode(frames[0].buffer), frames)
             except wire.WireError:
-                continue                                   # damaged on the way: what it was will be asked for again
+                continue  # damaged on the way: what it was will be asked for again
         if now - self.beat > min(BEAT, flags.patience / 2):
             self.beat = now
             spool = self.link.spool
-            self.send(wire.Hello(wire.PROTOCOL, self.stream, spool.incarnation, self.session, spool.handed[self.stream], spool.lost[self.stream][:OFFERS]))
+            self.send(
+                wire.Hello(
+                    wire.PROTOCOL,
+                    self.stream,
+                    spool.incarnation,
+                    self.session,
+                    spool.handed[self.stream],
+                    spool.lost[self.stream][:OFFERS],
+                )
+            )
         if self.silent > 3 * flags.patience and now - self.began > 3 * flags.patience:
             self.began = now
             if now - self.said > 30:
                 self.said = now
-                print(f"no answer from {self.address} for {self.silent:.0f} s, trying again (at most {flags.give_up:.0f} s, --give_up)", flush=True)
+                print(
+                    f"no answer from {self.address} for {self.silent:.0f} s, trying again (at most {flags.give_up:.0f} s, --give_up)",
+                    flush=True,
+                )
             self.connect()
         if self.session:
             self.offer(now)
@@ -149,7 +183,7 @@ class Line:
             return
         with self.link.spool.lock:
             waiting = [n for n in self.link.spool.waiting[self.stream] if n not in self.got and n not in self.offered]
-        for name in waiting[:OFFERS - len(self.offered)]:
+        for name in waiting[: OFFERS - len(self.offered)]:
             data = self.link.spool.read(name)
             if data is not None:
                 self.offered[name] = now
@@ -180,10 +214,10 @@ class Line:
                 self.got.discard(name)
             self.link.spool.forget([n for n in m.names if self.mine(n)])
         elif isinstance(m, wire.Gone):
-            if m.name == "":                               # the learner does not know this connection: say hello again
+            if m.name == "":  # the learner does not know this connection: say hello again
                 self.session, self.beat = "", 0.0
             elif self.pull is not None and self.pull.of.name == m.name:
-                self.pull = None                           # newer ones are out; if their offer was lost, the answer to the next beat says so
+                self.pull = None  # newer ones are out; if their offer was lost, the answer to the next beat says so
                 if self.next_weights is self.offer_at:
                     self.next_weights = None
         elif isinstance(m, wire.Offer) and self.fetches:
@@ -217,13 +251,17 @@ class Line:
     def fetch(self, now: float) -> None:
         """Fetch the newest weights into the store; one set at a time, whole before the next."""
         offer = self.next_weights
-        if self.pull is None and offer is not None and offer.of.root == self.have:                  # an update that moved nothing: a new version of the same bytes
+        if (
+            self.pull is None and offer is not None and offer.of.root == self.have
+        ):  # an update that moved nothing: a new version of the same bytes
             self.link.newest = (offer.version, offer.published, self.link.newest[2])
         elif self.pull is None and offer is not None:
             self.offer_at = offer
-            self.part = self.link.store / f"{offer.of.root}.part"          # what an earlier attempt left of the same bytes is kept
+            self.part = (
+                self.link.store / f"{offer.of.root}.part"
+            )  # what an earlier attempt left of the same bytes is kept
             resume = self.part.is_file() and self.part.stat().st_size == offer.of.nbytes
-            for other in self.link.store.glob("*.part"):                   # of weights that nobody asks for any more
+            for other in self.link.store.glob("*.part"):  # of weights that nobody asks for any more
                 if other != self.part:
                     other.unlink()
             self.pull = wire.Pull(offer.of, wire.FileSink(self.part, offer.of.nbytes, resume), self.pace, resume)

@@ -45,6 +45,7 @@ every number is a mean over the whole step, never "the last micro-batch". Names 
   delay/*, remote/*          the virtual clock and what its bounds drop (delay.py); the account of remote groups (remote.py)
   grad_norm, lr, response_length, distill_lambda, *_s   norm before clipping; as applied; tokens; as the closed loop has it; seconds by stage
 """
+
 from __future__ import annotations
 
 import json
@@ -100,18 +101,35 @@ def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
     r = log_r.clamp(-clamp, clamp).exp()
     log_r = log_r.masked_fill(~mask, 0.0)
     applied = logs["weight"] * logs["keep"]
-    weight = applied if cfg.correction in ("obrs", "jackpot_adjusted") and cfg.obrs_mask == "expected" else logs["weight"]
+    weight = (
+        applied if cfg.correction in ("obrs", "jackpot_adjusted") and cfg.obrs_mask == "expected" else logs["weight"]
+    )
     if cfg.keep_sampling_mask == "recompute" and sampling.of(cfg).truncates:
         sums.add("rollout_corr/cut_fraction", ref <= FLOOR, mask)
     C = cfg.is_cap if cfg.is_cap and cfg.correction in ("tis", "areal_drop", "tis_adjusted") else 2.0
     C_seq = cfg.is_cap if cfg.is_cap and cfg.correction in SEQUENCE else 4.0
     clipped = logs["clipped"]
-    for name, x in (("rollout_corr/kl", -log_r), ("rollout_corr/k3_kl", r - log_r - 1), ("r2", r * r),
-                    ("w", weight), ("w2", weight ** 2), ("wk", applied), ("wk2", applied ** 2),
-                    ("rollout_corr/rollout_is_ratio_fraction_high", r > C), ("rollout_corr/rollout_is_ratio_fraction_low", r < 1 / C),
-                    ("rollout_corr/ratio_mean", r), ("weighted_advantage", applied * batch.adv), ("keep", logs["keep"]), ("clip_fraction", clipped), ("clip_fraction_high", clipped & (batch.adv > 0)), ("clip_fraction_low", clipped & (batch.adv < 0)), ("ppo_kl", ref - new.logp),
-                    ("ppo_kl_weighted", r.clamp_max(C) * (ref - new.logp)),
-                    ("ppo_k3_kl", (new.logp - ref).clamp(-clamp, clamp).exp() - 1 - (new.logp - ref)), ("entropy", new.entropy)):
+    for name, x in (
+        ("rollout_corr/kl", -log_r),
+        ("rollout_corr/k3_kl", r - log_r - 1),
+        ("r2", r * r),
+        ("w", weight),
+        ("w2", weight**2),
+        ("wk", applied),
+        ("wk2", applied**2),
+        ("rollout_corr/rollout_is_ratio_fraction_high", r > C),
+        ("rollout_corr/rollout_is_ratio_fraction_low", r < 1 / C),
+        ("rollout_corr/ratio_mean", r),
+        ("weighted_advantage", applied * batch.adv),
+        ("keep", logs["keep"]),
+        ("clip_fraction", clipped),
+        ("clip_fraction_high", clipped & (batch.adv > 0)),
+        ("clip_fraction_low", clipped & (batch.adv < 0)),
+        ("ppo_kl", ref - new.logp),
+        ("ppo_kl_weighted", r.clamp_max(C) * (ref - new.logp)),
+        ("ppo_k3_kl", (new.logp - ref).clamp(-clamp, clamp).exp() - 1 - (new.logp - ref)),
+        ("entropy", new.entropy),
+    ):
         sums.add(name, x, mask)
     if "cppo_kl" in logs:
         sums.add("cppo_kl", logs["cppo_kl"], mask)
@@ -122,12 +140,23 @@ def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
     gap = (inf.exp() - ref.exp()).abs() * mask
     low = (R < 1 / C_seq).double()
     capped = R.clamp_max(C_seq)
-    for name, x in (("R", R), ("capped", capped), ("capped_reward", capped * batch.reward), ("R2", R * R), ("rollout_corr/seq_clamped_fraction", total.abs() >= clamp), ("rollout_corr/low_weight_fraction", low),
-                    ("rollout_corr/mean_mismatch", gap.sum(1) / n), ("rollout_corr/max_mismatch", gap.amax(1)),
-                    ("rollout_corr/ppl_ratio", (((inf - ref) * mask).sum(1) / n).clamp(-clamp, clamp).exp()),
-                    ("rollout_corr/rollout_rs_seq_masked_fraction", (logs["keep"] * mask).sum(1) == 0),
-                    ("reward", batch.reward), ("response_length", batch.length), ("advantage_abs", batch.adv[:, 0].abs()),
-                    ("staleness/mean_updates", batch.staleness[:, 0]), ("staleness/mean_seconds", batch.staleness[:, 1])):
+    for name, x in (
+        ("R", R),
+        ("capped", capped),
+        ("capped_reward", capped * batch.reward),
+        ("R2", R * R),
+        ("rollout_corr/seq_clamped_fraction", total.abs() >= clamp),
+        ("rollout_corr/low_weight_fraction", low),
+        ("rollout_corr/mean_mismatch", gap.sum(1) / n),
+        ("rollout_corr/max_mismatch", gap.amax(1)),
+        ("rollout_corr/ppl_ratio", (((inf - ref) * mask).sum(1) / n).clamp(-clamp, clamp).exp()),
+        ("rollout_corr/rollout_rs_seq_masked_fraction", (logs["keep"] * mask).sum(1) == 0),
+        ("reward", batch.reward),
+        ("response_length", batch.length),
+        ("advantage_abs", batch.adv[:, 0].abs()),
+        ("staleness/mean_updates", batch.staleness[:, 0]),
+        ("staleness/mean_seconds", batch.staleness[:, 1]),
+    ):
         sums.add(name, x, has)
     error = ref < math.log(1e-3)
     sums.add("error/low_prob_pos", error, mask & (batch.adv > 0))
@@ -150,7 +179,11 @@ def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
             if name in logs:
                 sums.add({"accept": "obrs/accept_rate"}.get(name, f"obrs/{name}"), logs[name], mask)
         s_tgt = batch.s_logp_ref if cfg.obrs_target == "ref" else new.s_logp
-        whole = {"obrs/kl_before": batch.kl_before, "obrs/kl_after": batch.kl_after, "obrs/z_exact": batch.z_ref} if cfg.obrs_target == "ref" else {}
+        whole = (
+            {"obrs/kl_before": batch.kl_before, "obrs/kl_after": batch.kl_after, "obrs/z_exact": batch.z_ref}
+            if cfg.obrs_target == "ref"
+            else {}
+        )
         for name, x in whole.items():
             if x is not None:
                 sums.add(name, x, mask)
@@ -167,7 +200,7 @@ def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
         sums.add("actor/engine_gap", (batch.logp_actor_ref.exp() - inf.exp()).abs(), mask)
         sums.add("distill_kl", new.kl_full, mask)
         sums.add("actor/distill_loss", new.kl, mask)
-    for name, x in (*((k, stats[k]) for k in ("kappa", "lam", "distill")), ("clamp", clamp)):           # the same on every rank
+    for name, x in (*((k, stats[k]) for k in ("kappa", "lam", "distill")), ("clamp", clamp)):  # the same on every rank
         sums.pairs[name] = (x, 1.0)
 
 
@@ -177,9 +210,11 @@ def repetition(tokens, exists, n: int = 4):
         return tokens.new_zeros(len(tokens), dtype=torch.double)
     grams, whole = tokens.unfold(1, n, 1), exists.unfold(1, n, 1).all(-1)
     key = torch.zeros_like(grams[..., 0])
-    for i in range(n):                                     # a hash: collisions of 64 bits are not worth a thought
+    for i in range(n):  # a hash: collisions of 64 bits are not worth a thought
         key = key * 1_000_003 + grams[..., i] + 1
-    key = torch.where(whole, key, torch.arange(key.shape[1], device=key.device) - 2 ** 62)                # what does not exist is all distinct
+    key = torch.where(
+        whole, key, torch.arange(key.shape[1], device=key.device) - 2**62
+    )  # what does not exist is all distinct
     first = key.sort(1).values
     repeats = (first[:, 1:] == first[:, :-1]).sum(1)
     return repeats / whole.sum(1).clamp_min(1).double()
@@ -188,28 +223,63 @@ def repetition(tokens, exists, n: int = 4):
 def derive(m: dict, s: dict) -> dict[str, float]:
     """Standard deviations, effective sample sizes and bounds from the means, then only public names."""
     ess = lambda a, b: m[a] ** 2 / m[b] if m[b] > 0 else 0.0
-    out = {k: v for k, v in m.items() if "/" in k or k in ("clip_fraction", "clip_fraction_low", "clip_fraction_high", "ppo_kl", "ppo_kl_weighted", "ppo_k3_kl", "cppo_kl", "entropy", "reward", "weighted_advantage",
-                                                           "response_length", "advantage_abs", "distill_kl")}
+    out = {
+        k: v
+        for k, v in m.items()
+        if "/" in k
+        or k
+        in (
+            "clip_fraction",
+            "clip_fraction_low",
+            "clip_fraction_high",
+            "ppo_kl",
+            "ppo_kl_weighted",
+            "ppo_k3_kl",
+            "cppo_kl",
+            "entropy",
+            "reward",
+            "weighted_advantage",
+            "response_length",
+            "advantage_abs",
+            "distill_kl",
+        )
+    }
     kl = m["rollout_corr/kl"]
-    out.update({
-        "rollout_corr/chi2_token": m["r2"] - 1, "rollout_corr/chi2_seq": m["R2"] - 1,
-        "rollout_corr/rollout_is_mean": m["w"], "rollout_corr/rollout_is_min": -m["neg_min"],
-        "rollout_corr/rollout_is_std": math.sqrt(max(0.0, m["w2"] - m["w"] ** 2)),
-        "rollout_corr/rollout_is_eff_sample_size": ess("wk", "wk2"), "rollout_corr/seq_eff_sample_size": ess("R", "R2"),
-        "rollout_corr/rollout_rs_masked_fraction": 1.0 - m["keep"], "weight_var": max(0.0, m["wk2"] - m["wk"] ** 2),
-        "rollout_corr/reward_weighted": m["capped_reward"] / m["capped"] if m["capped"] > 0 else 0.0,
-        "rollout_corr/seq_false_ess": float(m["rollout_corr/seq_clamped_fraction"] > 0.5),
-        "rollout_corr/t_max": m["clamp"] / kl if kl > 0 else math.inf, "tokens": s["w"][1],
-    })
+    out.update(
+        {
+            "rollout_corr/chi2_token": m["r2"] - 1,
+            "rollout_corr/chi2_seq": m["R2"] - 1,
+            "rollout_corr/rollout_is_mean": m["w"],
+            "rollout_corr/rollout_is_min": -m["neg_min"],
+            "rollout_corr/rollout_is_std": math.sqrt(max(0.0, m["w2"] - m["w"] ** 2)),
+            "rollout_corr/rollout_is_eff_sample_size": ess("wk", "wk2"),
+            "rollout_corr/seq_eff_sample_size": ess("R", "R2"),
+            "rollout_corr/rollout_rs_masked_fraction": 1.0 - m["keep"],
+            "weight_var": max(0.0, m["wk2"] - m["wk"] ** 2),
+            "rollout_corr/reward_weighted": m["capped_reward"] / m["capped"] if m["capped"] > 0 else 0.0,
+            "rollout_corr/seq_false_ess": float(m["rollout_corr/seq_clamped_fraction"] > 0.5),
+            "rollout_corr/t_max": m["clamp"] / kl if kl > 0 else math.inf,
+            "tokens": s["w"][1],
+        }
+    )
     if "obrs/z" in m:
         out["obrs/lambda"] = m["lam"]
     if "obrs/z_low" in m:
-        out.update({"obrs/kappa": m["kappa"], "obrs/z_low_over_z": m["obrs/z_low"] / max(m["obrs/z"], 1e-30),
-                    "obrs/bracket_width": m["obrs/z_high"] - m["obrs/z_low"]})
+        out.update(
+            {
+                "obrs/kappa": m["kappa"],
+                "obrs/z_low_over_z": m["obrs/z_low"] / max(m["obrs/z"], 1e-30),
+                "obrs/bracket_width": m["obrs/z_high"] - m["obrs/z_low"],
+            }
+        )
         out.update(z_low_sum=s["obrs/z_low"][0], accept_sum=s["obrs/accept_rate"][0])
     if "actor/loss" in m:
         out["distill_lambda"] = m["distill"]
-    return {k: v for k, v in out.items() if not (k.startswith(("rollout_corr/seq_weight", "rollout_corr/low_weight/")) and s[k][1] == 0)}
+    return {
+        k: v
+        for k, v in out.items()
+        if not (k.startswith(("rollout_corr/seq_weight", "rollout_corr/low_weight/")) and s[k][1] == 0)
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -219,9 +289,9 @@ def derive(m: dict, s: dict) -> dict[str, float]:
 # what is said aloud, once a run, when a metric is above 0
 WARNINGS = {
     "rollout_corr/seq_false_ess": "more than half of the responses stand at the clamp of --log_ratio_clamp: their weights are equal because they are cut, and an "
-                                  "effective sample size near 1 is false; sequence weights correct nothing at this length (rollout_corr/t_max)",
+    "effective sample size near 1 is false; sequence weights correct nothing at this length (rollout_corr/t_max)",
     "rejected_steps": "every token of an update was rejected: the policy did not move; widen --rs_low and --rs_high, or look at rollout_corr/kl "
-                      "(rejected_steps counts such updates)",
+    "(rejected_steps counts such updates)",
 }
 
 
@@ -230,16 +300,20 @@ class Log:
 
     def __init__(self, run: Path, cfg, step: int):
         self.path = run / "metrics.jsonl"
-        truncate(self.path, step or -1)                    # from the start: the evaluation before training (step -1) too
+        truncate(self.path, step or -1)  # from the start: the evaluation before training (step -1) too
         self.file = open(self.path, "a", encoding="utf-8")
         self.board = self.wandb = None
         self.said = set()
         if cfg.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
+
             self.board = SummaryWriter(str(run / "tensorboard"), purge_step=step)
         if cfg.wandb:
             import wandb
-            self.wandb = wandb.init(project=cfg.wandb, name=run.name, dir=str(run), config=vars(cfg), id=run.name, resume="allow")
+
+            self.wandb = wandb.init(
+                project=cfg.wandb, name=run.name, dir=str(run), config=vars(cfg), id=run.name, resume="allow"
+            )
 
     def write(self, step: int, values: dict) -> None:
         self.file.write(json.dumps({"step": step, **{k: clean(v) for k, v in values.items()}}) + "\n")
@@ -251,7 +325,7 @@ class Log:
         numbers = {k: v for k, v in values.items() if isinstance(v, (int, float)) and math.isfinite(v)}
         if self.board:
             for k, v in numbers.items():
-                self.board.add_scalar(k, v, step + 1)      # updates done: neither likes the -1 of before training
+                self.board.add_scalar(k, v, step + 1)  # updates done: neither likes the -1 of before training
         if self.wandb:
             self.wandb.log(numbers, step=step + 1)
 
@@ -277,7 +351,7 @@ def truncate(path: Path, step: int) -> None:
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
-            break                                          # a line cut short by a kill: everything after it is later
+            break  # a line cut short by a kill: everything after it is later
         if row["step"] < step:
             kept.append(line)
     scratch = path.with_suffix(".tmp")

@@ -12,6 +12,7 @@ at which the latter end (Mismatch Praxis, section 4); and for each correction wh
 The control (TIS text, "Longer Response, Larger Max Gap"): is it the length of a response that makes its largest gap grow, or only
 the number of tokens? One long response against k short ones of the same total, and against the long one's own beginning.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -31,15 +32,28 @@ from pair import Want
 from rollout import Rollout, encode, grade_all, request_seed
 from runs import load_model
 
-PIECES = 4                     # the control: one long response against so many short ones
+PIECES = 4  # the control: one long response against so many short ones
 EDGES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
 
 
 def learner_config(cfg, folder: str) -> config.Config:
     """The training configuration in which the learner scores: no correction, every response one batch."""
     shared = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if f.name in config.FIELDS}
-    return config.resolve(config.Config(**{**shared, "objective": "none", "model": folder, "actor": "none", "group_size": cfg.samples,
-                                           "train_batch": cfg.problems * cfg.samples, "rollout_batch": cfg.problems * cfg.samples, "out": "none"}), world=1)
+    return config.resolve(
+        config.Config(
+            **{
+                **shared,
+                "objective": "none",
+                "model": folder,
+                "actor": "none",
+                "group_size": cfg.samples,
+                "train_batch": cfg.problems * cfg.samples,
+                "rollout_batch": cfg.problems * cfg.samples,
+                "out": "none",
+            }
+        ),
+        world=1,
+    )
 
 
 def rollouts(engine, task, tokenizer, indices, samples: int, law, kept: int, key: str) -> list[Rollout]:
@@ -49,8 +63,10 @@ def rollouts(engine, task, tokenizer, indices, samples: int, law, kept: int, key
     seeds = [[request_seed(key, law.seed, p.id, s) for s in range(samples)] for p in problems]
     groups = engine.generate(prompts, seeds, law, 1, [tokenizer.eos_token_id], kept)
     grade_all(task, tokenizer, problems, groups)
-    return [Rollout((key, 0, i), p.id, ids, law, "policy", engine.dtype, 0, "", 0.0, 0.0, g)
-            for i, (p, ids, g) in enumerate(zip(problems, prompts, groups))]
+    return [
+        Rollout((key, 0, i), p.id, ids, law, "policy", engine.dtype, 0, "", 0.0, 0.0, g)
+        for i, (p, ids, g) in enumerate(zip(problems, prompts, groups))
+    ]
 
 
 def score(learner, groups, cfg):
@@ -62,14 +78,16 @@ def score(learner, groups, cfg):
     sums = Sums()
     metrics.observe(sums, new, batch, stats, objectives.loss(new, batch, stats, cfg)[1], cfg)
     on = batch.mask
-    p_inf, p_ref, log_r = ((x.double() * on).numpy() for x in (batch.logp_inf.exp(), batch.logp_ref.exp(), batch.logp_ref - batch.logp_inf))
+    p_inf, p_ref, log_r = (
+        (x.double() * on).numpy() for x in (batch.logp_inf.exp(), batch.logp_ref.exp(), batch.logp_ref - batch.logp_inf)
+    )
     return p_inf, p_ref, log_r, batch.length.numpy(), sums.reduce(learner.comm)
 
 
 def ess(w) -> float:
     """Effective sample size over the number of samples: (sum w)^2 / (n sum w^2)."""
     w = np.asarray(w, np.float64)
-    return float(w.sum() ** 2 / (len(w) * (w ** 2).sum())) if len(w) and (w ** 2).sum() > 0 else 0.0
+    return float(w.sum() ** 2 / (len(w) * (w**2).sum())) if len(w) and (w**2).sum() > 0 else 0.0
 
 
 def by_prefix(log_r, length, clamp: float) -> list[dict]:
@@ -79,8 +97,16 @@ def by_prefix(log_r, length, clamp: float) -> list[dict]:
         reach = length >= t
         s = total[reach, t - 1]
         R = np.exp(s.clip(-clamp, clamp))
-        rows.append({"tokens": t, "responses": int(reach.sum()), "ess": ess(R), "low_weight": float((R < 0.25).mean()),
-                     "clamped": float((np.abs(s) >= clamp).mean()), "mean_log_weight": float(s.mean())})
+        rows.append(
+            {
+                "tokens": t,
+                "responses": int(reach.sum()),
+                "ess": ess(R),
+                "low_weight": float((R < 0.25).mean()),
+                "clamped": float((np.abs(s) >= clamp).mean()),
+                "mean_log_weight": float(s.mean()),
+            }
+        )
     return rows
 
 
@@ -91,8 +117,17 @@ def by_length(gap, length, log_r) -> list[dict]:
     for edge in np.unique(np.quantile(length, np.linspace(0, 1, 9)[1:], method="lower")).tolist():
         inside = (length > below) & (length <= edge)
         if inside.any():
-            rows.append({"from": below + 1, "mean_length": float(length[inside].mean()), "to": int(edge), "responses": int(inside.sum()), "max_mismatch": float(top[inside].mean()), "mean_mismatch": float(mean[inside].mean()),
-                         "kl": float(-log_r[inside].sum() / length[inside].sum())})
+            rows.append(
+                {
+                    "from": below + 1,
+                    "mean_length": float(length[inside].mean()),
+                    "to": int(edge),
+                    "responses": int(inside.sum()),
+                    "max_mismatch": float(top[inside].mean()),
+                    "mean_mismatch": float(mean[inside].mean()),
+                    "kl": float(-log_r[inside].sum() / length[inside].sum()),
+                }
+            )
             below = edge
     return rows
 
@@ -105,8 +140,14 @@ def control(gap, length, short_gap, short_length, piece: int) -> dict | None:
         return None
     shorts = short_gap.reshape(len(length), PIECES, -1)[full, :, :piece].max(2)
     of = lambda x: [float(x.mean()), float(x.std(ddof=1) / math.sqrt(len(x)))]
-    return {"prompts": len(full), "piece": piece, "one_short": of(shorts[:, 0]), f"{PIECES}_short": of(shorts.max(1)),
-            "long_beginning": of(gap[full, :piece].max(1)), "long": of(gap[full, :PIECES * piece].max(1))}
+    return {
+        "prompts": len(full),
+        "piece": piece,
+        "one_short": of(shorts[:, 0]),
+        f"{PIECES}_short": of(shorts.max(1)),
+        "long_beginning": of(gap[full, :piece].max(1)),
+        "long": of(gap[full, : PIECES * piece].max(1)),
+    }
 
 
 def verdicts(log_r, length, m: dict, cfg) -> list[dict]:
@@ -125,23 +166,66 @@ def verdicts(log_r, length, m: dict, cfg) -> list[dict]:
 
     def row(name, ok, why):
         return {"correction": name, "viable": bool(ok), "why": why}
-    rows = [row("none", n * kl < 0.1, f"the laws of a whole response are {n * kl:.2g} nats apart (KL x {n:.0f} tokens)"),
-            row("tis", ess(r.clip(max=C)) > 0.5 and not biased, f"ESS of min(r, {C:g}) is {ess(r.clip(max=C)):.2f}; no length enters"),
-            row("jackpot", np.minimum(1, r).mean() > 0.8 and not biased, f"{100 * np.minimum(1, r).mean():.1f} % of the tokens would be accepted; no length enters")]
+
+    rows = [
+        row("none", n * kl < 0.1, f"the laws of a whole response are {n * kl:.2g} nats apart (KL x {n:.0f} tokens)"),
+        row(
+            "tis",
+            ess(r.clip(max=C)) > 0.5 and not biased,
+            f"ESS of min(r, {C:g}) is {ess(r.clip(max=C)):.2f}; no length enters",
+        ),
+        row(
+            "jackpot",
+            np.minimum(1, r).mean() > 0.8 and not biased,
+            f"{100 * np.minimum(1, r).mean():.1f} % of the tokens would be accepted; no length enters",
+        ),
+    ]
     fits = longest * kl < clamp and clamped < 0.01
-    for name, w, more in (("seq_is", R, ""), ("seq_tis", R.clip(max=C_seq), f"; {100 * (R < 1 / C_seq).mean():.0f} % of the responses weigh less than 1/{C_seq:g}")):
-        rows.append(row(name, fits and ess(w) > 0.5 and not biased, f"ESS of the responses is {ess(w):.2f}" + (" and false: they are clamped" if clamped > 0.5 else "") + more + "; " + reach))
-    rows.append(row("seq_mis", fits and kept.mean() > 0.5 and ess(R * kept) > 0.5 and not biased, f"keeps {100 * kept.mean():.0f} % of the responses, ESS with the dropped {ess(R * kept):.2f}"))
-    rows.append(row("geo_rs", inside.mean() > 0.5, f"keeps {100 * inside.mean():.0f} % at [{low:g}, {high:g}]; nine in ten lie in [{np.quantile(geo, 0.05):.4g}, {np.quantile(geo, 0.95):.4g}]"))
+    for name, w, more in (
+        ("seq_is", R, ""),
+        (
+            "seq_tis",
+            R.clip(max=C_seq),
+            f"; {100 * (R < 1 / C_seq).mean():.0f} % of the responses weigh less than 1/{C_seq:g}",
+        ),
+    ):
+        rows.append(
+            row(
+                name,
+                fits and ess(w) > 0.5 and not biased,
+                f"ESS of the responses is {ess(w):.2f}"
+                + (" and false: they are clamped" if clamped > 0.5 else "")
+                + more
+                + "; "
+                + reach,
+            )
+        )
+    rows.append(
+        row(
+            "seq_mis",
+            fits and kept.mean() > 0.5 and ess(R * kept) > 0.5 and not biased,
+            f"keeps {100 * kept.mean():.0f} % of the responses, ESS with the dropped {ess(R * kept):.2f}",
+        )
+    )
+    rows.append(
+        row(
+            "geo_rs",
+            inside.mean() > 0.5,
+            f"keeps {100 * inside.mean():.0f} % at [{low:g}, {high:g}]; nine in ten lie in [{np.quantile(geo, 0.05):.4g}, {np.quantile(geo, 0.95):.4g}]",
+        )
+    )
     if biased:
         for x in rows[1:]:
-            x["why"] += f"; but the mean of r is {r.mean():.3f}, not 1: the learner scores another law than was sampled (--keep_sampling_mask, --logprobs_mode, --temperature)"
+            x["why"] += (
+                f"; but the mean of r is {r.mean():.3f}, not 1: the learner scores another law than was sampled (--keep_sampling_mask, --logprobs_mode, --temperature)"
+            )
     return rows
 
 
 def probe(cfg, folder: str, actor: str | None, task, tokenizer, n: int, longest: int, make_engine) -> dict:
     """Sample, score, print, draw; returns what is printed as a dict. make_engine: rollout.make_engine."""
     import torch
+
     train_cfg, law = learner_config(cfg, folder), sampling.of(cfg)
     vocabulary = load_config(folder).vocab_size
     config.check_models(train_cfg, folder, actor)
@@ -152,27 +236,54 @@ def probe(cfg, folder: str, actor: str | None, task, tokenizer, n: int, longest:
     groups = rollouts(engine, task, tokenizer, range(n), cfg.samples, law, kept, "probe")
     p_inf, p_ref, log_r, length, m = score(learner, groups, train_cfg)
     gap, clamp = np.abs(p_inf - p_ref), cfg.log_ratio_clamp
-    first = length[::cfg.samples]                          # the control: each prompt's first response against PIECES short ones
+    first = length[:: cfg.samples]  # the control: each prompt's first response against PIECES short ones
     piece = max(1, int(np.median(first)) // PIECES)
-    short = rollouts(engine, task, tokenizer, range(n), PIECES, dataclasses.replace(law, max_tokens=piece), kept, "short")
+    short = rollouts(
+        engine, task, tokenizer, range(n), PIECES, dataclasses.replace(law, max_tokens=piece), kept, "short"
+    )
     s_inf, s_ref, _, s_length, _ = score(learner, short, dataclasses.replace(train_cfg, group_size=PIECES))
     wide = max(piece, s_inf.shape[1])
     short_gap = np.zeros((n * PIECES, wide))
-    short_gap[:, :s_inf.shape[1]] = np.abs(s_inf - s_ref)
+    short_gap[:, : s_inf.shape[1]] = np.abs(s_inf - s_ref)
     engine.close()
     chi2, k1, k3 = (m[f"rollout_corr/{x}"] for x in ("chi2_token", "kl", "k3_kl"))
-    m["kl"] = max(k1, k3)                                  # where tokens were cut k3 is too small; k1 alone can be negative
-    out = {"model": cfg.model, "sampler": cfg.actor if actor else cfg.model, "engine": f"{cfg.rollout} {cfg.rollout_dtype}" + (f" {cfg.rollout_quant}" if cfg.rollout_quant != "none" else ""),
-           "learner": cfg.dtype + (f" {cfg.learner_quant}" if cfg.learner_quant != "none" else ""), "lm_head_fp32": cfg.lm_head_fp32,
-           "sampling": {k: getattr(cfg, k) for k in ("temperature", "top_p", "top_k", "min_p", "keep_sampling_mask", "logprobs_mode")}, "vocabulary": vocabulary,
-           "responses": len(length), "tokens": int(length.sum()), "length": {"mean": float(length.mean()), "95 %": int(np.quantile(length, 0.95)), "max": int(length.max())},
-           "kl": m["kl"], "k1_kl": k1, "k3_kl": k3, "chi2_token": chi2, "chi2_seq": m["rollout_corr/chi2_seq"], "ratio_mean": m["rollout_corr/ratio_mean"],
-           "token_ess": ess(np.exp(log_r.clip(-clamp, clamp))[np.arange(log_r.shape[1])[None] < length[:, None]]), "seq_ess": m["rollout_corr/seq_eff_sample_size"],
-           "seq_clamped": m["rollout_corr/seq_clamped_fraction"], "max_mismatch": m["rollout_corr/max_mismatch"], "mean_mismatch": m["rollout_corr/mean_mismatch"],
-           "cut_fraction": m.get("rollout_corr/cut_fraction", 0.0), "reward": m["reward"], "reward_weighted": m["rollout_corr/reward_weighted"],
-           "t_max": clamp / m["kl"] if m["kl"] > 0 else math.inf, "t_half": math.log(2) / math.log1p(chi2) if chi2 > 0 else math.inf,
-           "by_length": by_length(gap, length, log_r), "by_prefix": by_prefix(log_r, length, clamp),
-           "control": control(gap[::cfg.samples], first, short_gap, s_length, piece), "verdicts": verdicts(log_r, length, m, cfg)}
+    m["kl"] = max(k1, k3)  # where tokens were cut k3 is too small; k1 alone can be negative
+    out = {
+        "model": cfg.model,
+        "sampler": cfg.actor if actor else cfg.model,
+        "engine": f"{cfg.rollout} {cfg.rollout_dtype}"
+        + (f" {cfg.rollout_quant}" if cfg.rollout_quant != "none" else ""),
+        "learner": cfg.dtype + (f" {cfg.learner_quant}" if cfg.learner_quant != "none" else ""),
+        "lm_head_fp32": cfg.lm_head_fp32,
+        "sampling": {
+            k: getattr(cfg, k)
+            for k in ("temperature", "top_p", "top_k", "min_p", "keep_sampling_mask", "logprobs_mode")
+        },
+        "vocabulary": vocabulary,
+        "responses": len(length),
+        "tokens": int(length.sum()),
+        "length": {"mean": float(length.mean()), "95 %": int(np.quantile(length, 0.95)), "max": int(length.max())},
+        "kl": m["kl"],
+        "k1_kl": k1,
+        "k3_kl": k3,
+        "chi2_token": chi2,
+        "chi2_seq": m["rollout_corr/chi2_seq"],
+        "ratio_mean": m["rollout_corr/ratio_mean"],
+        "token_ess": ess(np.exp(log_r.clip(-clamp, clamp))[np.arange(log_r.shape[1])[None] < length[:, None]]),
+        "seq_ess": m["rollout_corr/seq_eff_sample_size"],
+        "seq_clamped": m["rollout_corr/seq_clamped_fraction"],
+        "max_mismatch": m["rollout_corr/max_mismatch"],
+        "mean_mismatch": m["rollout_corr/mean_mismatch"],
+        "cut_fraction": m.get("rollout_corr/cut_fraction", 0.0),
+        "reward": m["reward"],
+        "reward_weighted": m["rollout_corr/reward_weighted"],
+        "t_max": clamp / m["kl"] if m["kl"] > 0 else math.inf,
+        "t_half": math.log(2) / math.log1p(chi2) if chi2 > 0 else math.inf,
+        "by_length": by_length(gap, length, log_r),
+        "by_prefix": by_prefix(log_r, length, clamp),
+        "control": control(gap[:: cfg.samples], first, short_gap, s_length, piece),
+        "verdicts": verdicts(log_r, length, m, cfg),
+    }
     print(text(out, clamp))
     picture = Path(cfg.out).with_suffix(".png") if cfg.out else Path("out/mismatch.png")
     print(f"figure: {draw(out, p_inf, p_ref, log_r, length, clamp, picture)}")
@@ -181,6 +292,7 @@ def probe(cfg, folder: str, actor: str | None, task, tokenizer, n: int, longest:
 
 def load_config(folder: str):
     from transformers import AutoConfig
+
     return AutoConfig.from_pretrained(folder)
 
 
@@ -188,39 +300,68 @@ def load_config(folder: str):
 # Text and figure
 # ---------------------------------------------------------------------------------------------------------------------
 
+
 def text(o: dict, clamp: float) -> str:
     """The report."""
     s, n = o["sampling"], o["length"]
-    lines = [f"{o['sampler']} in {o['engine']} samples, {o['model']} in {o['learner']} learns" + (", heads in float32" if o["lm_head_fp32"] else ""),
-             f"   temperature {s['temperature']:g}, top_p {s['top_p']:g}, top_k {s['top_k']}, min_p {s['min_p']:g}, kept sets {s['keep_sampling_mask']}, {s['logprobs_mode']} log-probabilities",
-             f"   {o['responses']} responses, {o['tokens']:,} tokens; length {n['mean']:.1f} in the mean, {n['95 %']} at 95 %, {n['max']} at most", "",
-             f"|p_inf - p_ref|    {o['max_mismatch']:.3g} largest of a response, {o['mean_mismatch']:.3g} mean",
-             f"KL(inf || ref)     {o['k1_kl']:.3g} (k1), {o['k3_kl']:.3g} (k3) nats a token;   mean of r = p_ref / p_inf: {o['ratio_mean']:.4f}"
-             + (f";   {100 * o['cut_fraction']:.2f} % of the sampled tokens cut by the learner" if o["cut_fraction"] else ""),
-             f"chi2               {o['chi2_token']:.3g} a token, {o['chi2_seq']:.3g} a response",
-             f"ESS                {o['token_ess']:.3f} of the tokens, {o['seq_ess']:.3f} of the responses" + (" (false: they are clamped)" if o["seq_clamped"] > 0.5 else ""),
-             f"T_max              {o['t_max']:,.0f} tokens: clamp / KL, where sequence weights end" + (f"; their ESS is halved every {o['t_half']:,.0f}, by chi2" if o["t_half"] < math.inf else ""),
-             f"reward             {o['reward']:.3f} earned by the sampler, {o['reward_weighted']:.3f} estimated for the learner", "",
-             "length          responses   largest gap    mean gap    KL a token"]
-    lines += [f"{r['from']:5d} - {r['to']:<7d} {r['responses']:9d}   {r['max_mismatch']:11.3g} {r['mean_mismatch']:11.3g} {r['kl']:13.3g}" for r in o["by_length"]]
+    lines = [
+        f"{o['sampler']} in {o['engine']} samples, {o['model']} in {o['learner']} learns"
+        + (", heads in float32" if o["lm_head_fp32"] else ""),
+        f"   temperature {s['temperature']:g}, top_p {s['top_p']:g}, top_k {s['top_k']}, min_p {s['min_p']:g}, kept sets {s['keep_sampling_mask']}, {s['logprobs_mode']} log-probabilities",
+        f"   {o['responses']} responses, {o['tokens']:,} tokens; length {n['mean']:.1f} in the mean, {n['95 %']} at 95 %, {n['max']} at most",
+        "",
+        f"|p_inf - p_ref|    {o['max_mismatch']:.3g} largest of a response, {o['mean_mismatch']:.3g} mean",
+        f"KL(inf || ref)     {o['k1_kl']:.3g} (k1), {o['k3_kl']:.3g} (k3) nats a token;   mean of r = p_ref / p_inf: {o['ratio_mean']:.4f}"
+        + (
+            f";   {100 * o['cut_fraction']:.2f} % of the sampled tokens cut by the learner" if o["cut_fraction"] else ""
+        ),
+        f"chi2               {o['chi2_token']:.3g} a token, {o['chi2_seq']:.3g} a response",
+        f"ESS                {o['token_ess']:.3f} of the tokens, {o['seq_ess']:.3f} of the responses"
+        + (" (false: they are clamped)" if o["seq_clamped"] > 0.5 else ""),
+        f"T_max              {o['t_max']:,.0f} tokens: clamp / KL, where sequence weights end"
+        + (f"; their ESS is halved every {o['t_half']:,.0f}, by chi2" if o["t_half"] < math.inf else ""),
+        f"reward             {o['reward']:.3f} earned by the sampler, {o['reward_weighted']:.3f} estimated for the learner",
+        "",
+        "length          responses   largest gap    mean gap    KL a token",
+    ]
+    lines += [
+        f"{r['from']:5d} - {r['to']:<7d} {r['responses']:9d}   {r['max_mismatch']:11.3g} {r['mean_mismatch']:11.3g} {r['kl']:13.3g}"
+        for r in o["by_length"]
+    ]
     lines += ["", "after tokens    responses    ESS of R    R < 1/4    clamped"]
-    lines += [f"{r['tokens']:12d} {r['responses']:12d} {r['ess']:11.3f} {100 * r['low_weight']:8.1f} % {100 * r['clamped']:8.1f} %" for r in o["by_prefix"]]
+    lines += [
+        f"{r['tokens']:12d} {r['responses']:12d} {r['ess']:11.3f} {100 * r['low_weight']:8.1f} % {100 * r['clamped']:8.1f} %"
+        for r in o["by_prefix"]
+    ]
     c = o["control"]
-    lines += ["", "length or number of tokens? largest gap in" if c else "length or number of tokens? too few responses are long enough to tell"]
+    lines += [
+        "",
+        "length or number of tokens? largest gap in"
+        if c
+        else "length or number of tokens? too few responses are long enough to tell",
+    ]
     if c:
         k = c["piece"]
-        for name, label in (("one_short", f"one response of {k}"), (f"{PIECES}_short", f"{PIECES} responses of {k}"), ("long_beginning", f"the first {k} of one of {PIECES * k}"),
-                            ("long", f"all {PIECES * k} of it")):
+        for name, label in (
+            ("one_short", f"one response of {k}"),
+            (f"{PIECES}_short", f"{PIECES} responses of {k}"),
+            ("long_beginning", f"the first {k} of one of {PIECES * k}"),
+            ("long", f"all {PIECES * k} of it"),
+        ):
             lines.append(f"   {label:32s} {c[name][0]:.3g} +- {c[name][1]:.2g}")
     lines += ["", "can it work at these lengths?"]
-    return "\n".join(lines + [f"   {'yes' if v['viable'] else 'no ':3s}  {v['correction']:8s} {v['why']}" for v in o["verdicts"]])
+    return "\n".join(
+        lines + [f"   {'yes' if v['viable'] else 'no ':3s}  {v['correction']:8s} {v['why']}" for v in o["verdicts"]]
+    )
 
 
 def draw(o, p_inf, p_ref, log_r, length, clamp: float, path: Path) -> Path:
     """Six panels: the probabilities, the gaps by length, the control, sequence weights by length, their ESS by prefix, token ratios."""
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+
     rng, blue, orange = np.random.default_rng(0), "#1f6fb4", "#e07b28"
     on = np.arange(log_r.shape[1])[None] < length[:, None]
     gap, jitter = np.abs(p_inf - p_ref), length + rng.uniform(-0.3, 0.3, len(length))
@@ -230,15 +371,30 @@ def draw(o, p_inf, p_ref, log_r, length, clamp: float, path: Path) -> Path:
     a.plot([0, 1], [0, 1], color="grey", lw=0.8)
     a.set(xlabel="p_inf: the sampler's", ylabel="p_ref: the learner's", title="probability of each sampled token")
     b.scatter(jitter, gap.max(1).clip(1e-9), s=8, alpha=0.4, color=orange, linewidths=0, label="largest of a response")
-    b.scatter(jitter, (gap.sum(1) / length).clip(1e-9), s=8, alpha=0.4, color=blue, linewidths=0, label="mean of a response")
+    b.scatter(
+        jitter, (gap.sum(1) / length).clip(1e-9), s=8, alpha=0.4, color=blue, linewidths=0, label="mean of a response"
+    )
     for key, color in (("max_mismatch", orange), ("mean_mismatch", blue)):
-        b.plot([r["mean_length"] for r in o["by_length"]], [r[key] for r in o["by_length"]], "o-", color=color, mec="white")
+        b.plot(
+            [r["mean_length"] for r in o["by_length"]], [r[key] for r in o["by_length"]], "o-", color=color, mec="white"
+        )
     b.set(yscale="log", xlabel="tokens of the response", ylabel="|p_inf - p_ref|", title="gap by length")
     b.legend(fontsize=8)
     if o["control"]:
         k = o["control"]["piece"]
-        names = {"one_short": f"one of {k}", f"{PIECES}_short": f"{PIECES} of {k}", "long_beginning": f"first {k}\nof {PIECES * k}", "long": f"all {PIECES * k}"}
-        c.bar(list(names.values()), [o["control"][x][0] for x in names], yerr=[o["control"][x][1] for x in names], capsize=4, color=[blue, blue, orange, orange])
+        names = {
+            "one_short": f"one of {k}",
+            f"{PIECES}_short": f"{PIECES} of {k}",
+            "long_beginning": f"first {k}\nof {PIECES * k}",
+            "long": f"all {PIECES * k}",
+        }
+        c.bar(
+            list(names.values()),
+            [o["control"][x][0] for x in names],
+            yerr=[o["control"][x][1] for x in names],
+            capsize=4,
+            color=[blue, blue, orange, orange],
+        )
     else:
         c.text(0.5, 0.5, "too few long responses", ha="center", transform=c.transAxes, color="grey")
     c.set(ylabel="largest |p_inf - p_ref|", title="length, or number of tokens?")
@@ -251,22 +407,40 @@ def draw(o, p_inf, p_ref, log_r, length, clamp: float, path: Path) -> Path:
             d.axhline(y, color="crimson", lw=0.8, ls="--")
     for y in (-math.log(4), math.log(4)):
         d.axhline(y, color="grey", lw=0.8, ls=":")
-    d.set(xlabel="tokens of the response", ylabel="log R = sum log r", title="sequence weights (dotted: 1/4 and 4; dashed: clamp)")
+    d.set(
+        xlabel="tokens of the response",
+        ylabel="log R = sum log r",
+        title="sequence weights (dotted: 1/4 and 4; dashed: clamp)",
+    )
     d.legend(fontsize=8)
     rows = o["by_prefix"]
     e.plot([r["tokens"] for r in rows], [r["ess"] for r in rows], "o-", color=blue, label="ESS of R, measured")
     e.plot(t, (1 + max(o["chi2_token"], 0)) ** -t.astype(float), color=blue, lw=0.8, ls="--", label="(1 + chi2)^-T")
     e.plot([r["tokens"] for r in rows], [r["low_weight"] for r in rows], "o-", color=orange, label="share with R < 1/4")
-    e.plot([r["tokens"] for r in rows], [r["clamped"] for r in rows], "o-", color="crimson", ms=3, label="share at the clamp")
+    e.plot(
+        [r["tokens"] for r in rows],
+        [r["clamped"] for r in rows],
+        "o-",
+        color="crimson",
+        ms=3,
+        label="share at the clamp",
+    )
     e.set(xlabel="if responses ended after so many tokens", ylim=(-0.03, 1.05), title="sequence weights by length")
     e.legend(fontsize=8)
     x = log_r[on]
     edge = max(1e-7, float(np.quantile(np.abs(x), 0.999)))
     f.hist(x.clip(-edge, edge), bins=81, color=blue)
-    f.set(yscale="log", xlabel="log r = log p_ref - log p_inf", ylabel="tokens", title=f"token log-ratios (mean of r: {o['ratio_mean']:.4f})")
+    f.set(
+        yscale="log",
+        xlabel="log r = log p_ref - log p_inf",
+        ylabel="tokens",
+        title=f"token log-ratios (mean of r: {o['ratio_mean']:.4f})",
+    )
     for ax in fig.axes:
         ax.grid(alpha=0.3)
-    fig.suptitle(f"{Path(o['sampler']).name} ({o['engine']}) samples, {Path(o['model']).name} ({o['learner']}) learns: KL {o['kl']:.3g}, T_max {o['t_max']:,.0f}")
+    fig.suptitle(
+        f"{Path(o['sampler']).name} ({o['engine']}) samples, {Path(o['model']).name} ({o['learner']}) learns: KL {o['kl']:.3g}, T_max {o['t_max']:,.0f}"
+    )
     fig.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path, dpi=110)

@@ -13,6 +13,7 @@ is then called for each micro-batch; `finish` hands what must be remembered (kap
 
 Jackpot's four lines: `obrs.correction` (a, keep, rho), `ppo` below, and the two lines of `loss` that multiply them.
 """
+
 from __future__ import annotations
 
 import math
@@ -30,6 +31,7 @@ CLAMP = obrs.CLAMP
 # ---------------------------------------------------------------------------------------------------------------------
 # Advantages: rewards (G,) of one group -> (G,). A group of equal rewards has advantage 0.
 # ---------------------------------------------------------------------------------------------------------------------
+
 
 def grpo(reward):
     """(R - mean) / (std + 1e-6), sample standard deviation. GRPO."""
@@ -53,6 +55,7 @@ ADVANTAGES = {"grpo": grpo, "grpo_no_std": grpo_no_std, "rloo": rloo}
 # Small helpers
 # ---------------------------------------------------------------------------------------------------------------------
 
+
 def ratio(logp, logq, clamp=CLAMP):
     """p / q from log-probabilities, log-ratio clamped to +-clamp."""
     return (logp - logq).clamp(-clamp, clamp).exp()
@@ -72,6 +75,7 @@ def seq_mean(x, mask):
 # The three ratios of ref over inf: (batch, cfg) -> r (B, T), or one number a response (B, 1)
 # ---------------------------------------------------------------------------------------------------------------------
 
+
 def token_ratio(batch, cfg):
     """r, (B, T)."""
     return ratio(batch.logp_ref, batch.logp_inf, cfg.log_ratio_clamp)
@@ -90,6 +94,7 @@ def geo_ratio(batch, cfg):
 # ---------------------------------------------------------------------------------------------------------------------
 # Corrections: (new, batch, stats, cfg) -> (weight, keep, logs), (B, T) or (B, 1), no gradient
 # ---------------------------------------------------------------------------------------------------------------------
+
 
 def none(new, batch, stats, cfg):
     """weight 1, keep all."""
@@ -122,7 +127,11 @@ def z_tis(new, batch, stats, cfg):
     z, z_low, z_high = obrs.token_z((batch.s_logp_ref, batch.tail_ref, batch.z_ref), batch, stats, cfg)
     r = token_ratio(batch, cfg)
     w = (z * r).clamp_max(cfg.obrs_c1)
-    return w, torch.ones_like(w), obrs.seen(obrs.acceptance(batch.logp_ref, batch.logp_inf, stats["lam"], cfg.log_ratio_clamp), z, z_low, z_high)
+    return (
+        w,
+        torch.ones_like(w),
+        obrs.seen(obrs.acceptance(batch.logp_ref, batch.logp_inf, stats["lam"], cfg.log_ratio_clamp), z, z_low, z_high),
+    )
 
 
 def seq_is(new, batch, stats, cfg):
@@ -185,22 +194,46 @@ def _inside(r, cfg):
     return r, ((r >= cfg.rs_low) & (r <= cfg.rs_high)).to(r.dtype), {}
 
 
-CORRECTIONS = {"none": none, "is": vanilla_is, "tis": tis, "icepop": icepop, "areal_drop": areal_drop, "z_tis": z_tis,
-               "seq_is": seq_is, "seq_tis": seq_tis, "seq_mis": seq_mis, "geo_rs": geo_rs, "geo_rs_seq_tis": geo_rs_seq_tis,
-               "tbpo_mismatch": tbpo_mismatch, "tis_adjusted": tis_adjusted, "obrs": obrs_correction,
-               "jackpot_adjusted": obrs_correction}
+CORRECTIONS = {
+    "none": none,
+    "is": vanilla_is,
+    "tis": tis,
+    "icepop": icepop,
+    "areal_drop": areal_drop,
+    "z_tis": z_tis,
+    "seq_is": seq_is,
+    "seq_tis": seq_tis,
+    "seq_mis": seq_mis,
+    "geo_rs": geo_rs,
+    "geo_rs_seq_tis": geo_rs_seq_tis,
+    "tbpo_mismatch": tbpo_mismatch,
+    "tis_adjusted": tis_adjusted,
+    "obrs": obrs_correction,
+    "jackpot_adjusted": obrs_correction,
+}
 USES_Z = {"obrs", "jackpot_adjusted", "z_tis"}
-SEQUENCE = {"seq_is", "seq_tis", "seq_mis", "geo_rs_seq_tis"}              # corrections whose C caps R, not r
+SEQUENCE = {"seq_is", "seq_tis", "seq_mis", "geo_rs_seq_tis"}  # corrections whose C caps R, not r
 DROPS = {"icepop", "areal_drop", "seq_mis", "geo_rs", "geo_rs_seq_tis", "obrs", "jackpot_adjusted"}
-REJECTING = {"icepop", "seq_mis", "geo_rs", "geo_rs_seq_tis"}              # those that read rs_low and rs_high
+REJECTING = {"icepop", "seq_mis", "geo_rs", "geo_rs_seq_tis"}  # those that read rs_low and rs_high
 # defaults of the bounds a correction reads: cap C, and lo <= . <= hi
-BOUNDS = {"tis": dict(is_cap=2.0), "areal_drop": dict(is_cap=5.0), "icepop": dict(rs_low=0.5, rs_high=5.0),
-          "seq_tis": dict(is_cap=4.0), "seq_mis": dict(rs_low=0.0, rs_high=4.0), "geo_rs": dict(rs_low=0.9, rs_high=1.1),
-          "geo_rs_seq_tis": dict(is_cap=4.0, rs_low=0.9, rs_high=1.1), "tbpo_mismatch": dict(is_cap=2.0),
-          "tis_adjusted": dict(is_cap=2.0)}
+BOUNDS = {
+    "tis": dict(is_cap=2.0),
+    "areal_drop": dict(is_cap=5.0),
+    "icepop": dict(rs_low=0.5, rs_high=5.0),
+    "seq_tis": dict(is_cap=4.0),
+    "seq_mis": dict(rs_low=0.0, rs_high=4.0),
+    "geo_rs": dict(rs_low=0.9, rs_high=1.1),
+    "geo_rs_seq_tis": dict(is_cap=4.0, rs_low=0.9, rs_high=1.1),
+    "tbpo_mismatch": dict(is_cap=2.0),
+    "tis_adjusted": dict(is_cap=2.0),
+}
 # `--reject` drops tokens or whole responses by one of the ratios, on top of a correction that only weighs
 REJECTS = {"token": token_ratio, "sequence": seq_ratio, "geo": geo_ratio}
-REJECT_BOUNDS = {"token": dict(rs_low=0.5, rs_high=5.0), "sequence": dict(rs_low=0.0, rs_high=4.0), "geo": dict(rs_low=0.9, rs_high=1.1)}
+REJECT_BOUNDS = {
+    "token": dict(rs_low=0.5, rs_high=5.0),
+    "sequence": dict(rs_low=0.0, rs_high=4.0),
+    "geo": dict(rs_low=0.9, rs_high=1.1),
+}
 
 
 def weigh(new, batch, stats, cfg):
@@ -233,6 +266,7 @@ def knows_sampler(cfg) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 # Surrogates: (logp, base, adv, mask, cfg) -> (value to maximise (B, T), clipped (B, T) bool)
 # ---------------------------------------------------------------------------------------------------------------------
+
 
 def reinforce(logp, base, adv, mask, cfg):
     """log p_new A."""
@@ -284,7 +318,7 @@ def _clipped(r, adv, cfg):
     plain, cut = r * adv, r.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * adv
     value = torch.minimum(plain, cut)
     clipped = cut < plain
-    if cfg.dual_clip > 0:                                  # A < 0 and r huge: the objective stops at c A
+    if cfg.dual_clip > 0:  # A < 0 and r huge: the objective stops at c A
         floor = cfg.dual_clip * adv
         clipped = clipped | ((adv < 0) & (value < floor))
         value = torch.where(adv < 0, torch.maximum(value, floor), value)
@@ -292,8 +326,8 @@ def _clipped(r, adv, cfg):
 
 
 SURROGATES = {"reinforce": reinforce, "ppo": ppo, "gspo": gspo, "tbpo": tbpo, "sapo": sapo, "cispo": cispo}
-CLIP = (0.2, 0.28)                                         # eps_low, eps_high where nothing else is said
-CLIPS = {"gspo": (3e-4, 4e-4), "tbpo": (3e-4, 4e-4)}                             # a length-normalised ratio never reaches 0.2
+CLIP = (0.2, 0.28)  # eps_low, eps_high where nothing else is said
+CLIPS = {"gspo": (3e-4, 4e-4), "tbpo": (3e-4, 4e-4)}  # a length-normalised ratio never reaches 0.2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -301,7 +335,7 @@ CLIPS = {"gspo": (3e-4, 4e-4), "tbpo": (3e-4, 4e-4)}                            
 # ---------------------------------------------------------------------------------------------------------------------
 
 OBJECTIVES = {
-    "none": dict(correction="none", surrogate="ppo"),                      # no correction: the mismatch is ignored
+    "none": dict(correction="none", surrogate="ppo"),  # no correction: the mismatch is ignored
     "grpo": dict(correction="none", surrogate="ppo"),
     "reinforce": dict(correction="none", surrogate="reinforce"),
     "is": dict(correction="is", surrogate="ppo"),
@@ -320,25 +354,33 @@ OBJECTIVES = {
     "jackpot": dict(correction="obrs", surrogate="ppo"),
     "jackpot_adjusted": dict(correction="jackpot_adjusted", surrogate="ppo", ratio_base="new", obrs_target="new"),
     "gspo": dict(correction="none", surrogate="gspo", reduction="seq-mean-token-mean"),
-    "gepo": dict(correction="none", surrogate="gspo", ratio_base="group", reduction="seq-mean-token-mean", advantage="grpo_no_std", clip_low=0.2, clip_high=0.2),
+    "gepo": dict(
+        correction="none",
+        surrogate="gspo",
+        ratio_base="group",
+        reduction="seq-mean-token-mean",
+        advantage="grpo_no_std",
+        clip_low=0.2,
+        clip_high=0.2,
+    ),
     "tbpo": dict(correction="tbpo_mismatch", surrogate="tbpo", reduction="seq-mean-token-mean"),
     "sapo": dict(correction="none", surrogate="sapo"),
     "cispo": dict(correction="none", surrogate="cispo"),
 }
 # the same under the names and with the defaults of other frameworks
 ALIASES = {
-    "decoupled_token_is": OBJECTIVES["tis"],                               # verl
+    "decoupled_token_is": OBJECTIVES["tis"],  # verl
     "decoupled_seq_is": dict(OBJECTIVES["seq_tis"], is_cap=2.0),
     "decoupled_seq_is_rs": dict(OBJECTIVES["seq_tis"], is_cap=2.0, reject="sequence", rs_low=0.5, rs_high=2.0),
     "decoupled_geo_rs": dict(OBJECTIVES["geo_rs"], rs_low=0.999, rs_high=1.001),
     "bypass_ppo_clip": OBJECTIVES["ppo_is"],
-    "token_truncate": dict(OBJECTIVES["tis"], is_cap=3.0),                 # TRL
+    "token_truncate": dict(OBJECTIVES["tis"], is_cap=3.0),  # TRL
     "token_mask": dict(OBJECTIVES["areal_drop"], is_cap=3.0),
     "sequence_truncate": dict(OBJECTIVES["seq_tis"], is_cap=3.0),
     "sequence_mask": dict(OBJECTIVES["seq_mis"], rs_high=3.0),
     "dr_grpo": dict(OBJECTIVES["grpo"], advantage="grpo_no_std", reduction="seq-mean-token-sum-norm"),
     "dapo": dict(OBJECTIVES["grpo"], reduction="token-mean", clip_high=0.28),
-    "seq_mask_tis": dict(OBJECTIVES["is"], reject="geo", rs_low=0.5, rs_high=5.0),     # OpenRLHF, NeMo-RL
+    "seq_mask_tis": dict(OBJECTIVES["is"], reject="geo", rs_low=0.5, rs_high=5.0),  # OpenRLHF, NeMo-RL
 }
 OBJECTIVES |= ALIASES
 
@@ -346,6 +388,7 @@ OBJECTIVES |= ALIASES
 # ---------------------------------------------------------------------------------------------------------------------
 # Once per optimizer step, before any backward
 # ---------------------------------------------------------------------------------------------------------------------
+
 
 def wants(cfg, carry: dict, updates: int) -> set[str]:
     """Which extra learner passes this rollout batch needs: {"ref"}, {"ref", "fresh"} or none.
@@ -357,7 +400,7 @@ def wants(cfg, carry: dict, updates: int) -> set[str]:
     if updates > 1 or (cfg.loss_denominator == "kept" and drops(cfg)) or (z and cfg.obrs_accept_rate):
         need.add("ref")
     if z and cfg.obrs_z != "exact" and (cfg.obrs_target == "ref" or carry.get("kappa") is None or cfg.actor != "none"):
-        need.add("ref")                                    # target new with an actor: S also takes the policy's own top-K
+        need.add("ref")  # target new with an actor: S also takes the policy's own top-K
     if z and cfg.kappa == "exact" and cfg.obrs_target == "new":
         need |= {"ref", "fresh"}
     return need
@@ -370,8 +413,16 @@ def prepare(batch, comm, cfg, carry: dict, fresh=None) -> dict:
     now, for `--kappa=exact`. Returns plain numbers, except PER_RESPONSE (B, 1)."""
     mask, lengths = batch.mask, batch.mask.sum(1)
     tokens, sequences = comm.sum([mask.sum(), (lengths > 0).sum()])
-    stats = {"tokens": max(tokens, 1.0), "sequences": max(sequences, 1.0), "lam": cfg.obrs_lambda, "kappa": 1.0,
-             "kept_factor": None, "log_e": None, "defence": None, "distill": carry.get("distill", cfg.distill_lambda)}
+    stats = {
+        "tokens": max(tokens, 1.0),
+        "sequences": max(sequences, 1.0),
+        "lam": cfg.obrs_lambda,
+        "kappa": 1.0,
+        "kept_factor": None,
+        "log_e": None,
+        "defence": None,
+        "distill": carry.get("distill", cfg.distill_lambda),
+    }
     if cfg.ratio_base == "group":
         logq = seq_mean(batch.logp_inf.double(), mask).masked_fill((lengths == 0)[:, None], -math.inf)[:, 0]
         stats["log_e"] = gepo.log_expectation(logq, batch.group, cfg.gepo_expectation)[:, None]
@@ -381,7 +432,9 @@ def prepare(batch, comm, cfg, carry: dict, fresh=None) -> dict:
         if fresh is not None:
             logp_tgt, s_logp = fresh.logp, fresh.s_logp
         if cfg.obrs_accept_rate:
-            stats["lam"] = obrs.solve_lambda(comm.cat(ratio(logp_tgt, batch.logp_inf, cfg.log_ratio_clamp)[mask]), cfg.obrs_accept_rate)
+            stats["lam"] = obrs.solve_lambda(
+                comm.cat(ratio(logp_tgt, batch.logp_inf, cfg.log_ratio_clamp)[mask]), cfg.obrs_accept_rate
+            )
         if cfg.obrs_z != "exact":
             kappa = carry.get("kappa")
             if kappa is None or fresh is not None or cfg.obrs_target == "ref":
@@ -396,12 +449,16 @@ def prepare(batch, comm, cfg, carry: dict, fresh=None) -> dict:
         kept = keep.sum(1)
         kept_tokens, kept_sequences = comm.sum([kept.sum(), (kept > 0).sum()])
         if cfg.reduction == "token-mean":
-            stats["kept_factor"] = mask.new_full((len(mask), 1), stats["tokens"] / kept_tokens if kept_tokens else 0.0, dtype=torch.float64)
+            stats["kept_factor"] = mask.new_full(
+                (len(mask), 1), stats["tokens"] / kept_tokens if kept_tokens else 0.0, dtype=torch.float64
+            )
         elif cfg.reduction == "seq-mean-token-mean":
             per_row = torch.where(kept > 0, lengths / kept.double().clamp_min(1e-9), 0.0)
             stats["kept_factor"] = (per_row * (stats["sequences"] / kept_sequences if kept_sequences else 0.0))[:, None]
         else:
-            stats["kept_factor"] = mask.new_full((len(mask), 1), stats["sequences"] / kept_sequences if kept_sequences else 0.0, dtype=torch.float64)
+            stats["kept_factor"] = mask.new_full(
+                (len(mask), 1), stats["sequences"] / kept_sequences if kept_sequences else 0.0, dtype=torch.float64
+            )
     return stats
 
 
@@ -417,13 +474,21 @@ def micro_stats(stats: dict, rows) -> dict:
 # For every micro-batch
 # ---------------------------------------------------------------------------------------------------------------------
 
+
 def with_ref(new, batch):
     """A batch without a ref pass takes `ref` from this very forward: same weights, so the same law, detached."""
     if batch.logp_ref is not None:
         return batch
-    return replace(batch, logp_ref=new.logp.detach(), s_logp_ref=new.s_logp, tail_ref=new.tail, z_ref=new.z,
-                   logp_actor_ref=None if new.actor_logp is None else new.actor_logp.detach(),
-                   kl_before=new.kl_full, kl_after=new.kl_after)
+    return replace(
+        batch,
+        logp_ref=new.logp.detach(),
+        s_logp_ref=new.s_logp,
+        tail_ref=new.tail,
+        z_ref=new.z,
+        logp_actor_ref=None if new.actor_logp is None else new.actor_logp.detach(),
+        kl_before=new.kl_full,
+        kl_after=new.kl_after,
+    )
 
 
 def loss(new, batch, stats: dict, cfg):
@@ -442,10 +507,17 @@ def loss(new, batch, stats: dict, cfg):
         value = value * stats["kept_factor"].to(value)
     if cfg.cppo_beta:
         drift = gepo.cppo_kl(new.logp, batch.logp_inf, cfg.cppo_kl, cfg.log_ratio_clamp)
-        value, logs = value + cfg.cppo_beta * drift * evenly(batch.mask, stats, cfg), {**logs, "cppo_kl": drift.detach()}
-    if cfg.ratio_base in ("inf", "group"):                 # the ratio itself is the weight: say so in the metrics
+        value, logs = (
+            value + cfg.cppo_beta * drift * evenly(batch.mask, stats, cfg),
+            {**logs, "cppo_kl": drift.detach()},
+        )
+    if cfg.ratio_base in ("inf", "group"):  # the ratio itself is the weight: say so in the metrics
         gap = new.logp.detach() - base
-        weight = weight * ratio(seq_mean(gap, batch.mask).expand_as(gap) if cfg.surrogate in ("gspo", "tbpo") else gap, 0.0, cfg.log_ratio_clamp)
+        weight = weight * ratio(
+            seq_mean(gap, batch.mask).expand_as(gap) if cfg.surrogate in ("gspo", "tbpo") else gap,
+            0.0,
+            cfg.log_ratio_clamp,
+        )
     return value.masked_fill(~batch.mask, 0.0), {"weight": weight, "keep": keep, "clipped": clipped, **logs}
 
 
@@ -477,9 +549,25 @@ def actor_config(cfg):
     """The actor's own objective: standard PPO with weight F = `--actor_correction` (Eq. 6), whatever the policy's is."""
     bounds = BOUNDS.get(cfg.actor_correction, {})
     low, high = CLIP if cfg.surrogate in CLIPS else (cfg.clip_low, cfg.clip_high)
-    return replace(cfg, clip_low=low, clip_high=high, clip=True, dual_clip=0.0, positive_only=False, cppo_beta=0.0, correction=cfg.actor_correction, surrogate="ppo", ratio_base="ref", loss_denominator="proposed",
-                   reject="none", veto=0.0, is_floor=0.0,
-                   is_cap=cfg.actor_is_cap or bounds.get("is_cap"), rs_low=bounds.get("rs_low"), rs_high=bounds.get("rs_high"))
+    return replace(
+        cfg,
+        clip_low=low,
+        clip_high=high,
+        clip=True,
+        dual_clip=0.0,
+        positive_only=False,
+        cppo_beta=0.0,
+        correction=cfg.actor_correction,
+        surrogate="ppo",
+        ratio_base="ref",
+        loss_denominator="proposed",
+        reject="none",
+        veto=0.0,
+        is_floor=0.0,
+        is_cap=cfg.actor_is_cap or bounds.get("is_cap"),
+        rs_low=bounds.get("rs_low"),
+        rs_high=bounds.get("rs_high"),
+    )
 
 
 def reduce(unreduced, mask, stats: dict, cfg):
@@ -505,12 +593,13 @@ def evenly(mask, stats: dict, cfg):
 # After the step
 # ---------------------------------------------------------------------------------------------------------------------
 
+
 def finish(carry: dict, logged: dict, cfg) -> None:
     """Remember what the next step needs: kappa of target new, and lambda_distill of the closed loop.
 
     Closed loop (Jackpot's Limitations ask for it): lambda_distill <- lambda_distill exp(gain * e), with
     e = clip((KL - target) / target, -1, 1), so that one step changes it by at most exp(gain)."""
-    if not logged.get("stepped", True):                    # a skipped step teaches nothing
+    if not logged.get("stepped", True):  # a skipped step teaches nothing
         return
     if cfg.correction in USES_Z and cfg.obrs_z != "exact" and logged["z_low_sum"] > 0:
         carry["kappa"] = obrs.kappa_from(logged["accept_sum"], logged["tokens"], logged["z_low_sum"])

@@ -25,6 +25,7 @@ scales the lower one to the acceptance rate really seen (section 4.4.2).
 
     python obrs.py                     # Figure 2 (a, b): Dirichlet pairs over a KL grid at |V| = 100k, table and PNG
 """
+
 from __future__ import annotations
 
 import argparse
@@ -33,7 +34,7 @@ import math
 import numpy as np
 import torch
 
-CLAMP = 20.0                                               # log-ratios are clamped to +-CLAMP before exp
+CLAMP = 20.0  # log-ratios are clamped to +-CLAMP before exp
 
 
 def acceptance(logp_tgt, logp_inf, lam, clamp=CLAMP):
@@ -116,7 +117,7 @@ def solve_lambda(ratio, rate: float) -> float:
     if rate >= 1.0 or n == 0:
         return float(r[0]) if n else 1.0
     k = torch.arange(1, n + 1, dtype=torch.float64, device=r.device)
-    room = n * rate - n + k                                # > 0 once enough tokens are below lambda
+    room = n * rate - n + k  # > 0 once enough tokens are below lambda
     lam = torch.where(room > 0, r.cumsum(0) / room.clamp_min(1e-300), torch.inf)
     upper = torch.cat([r[1:], r.new_tensor([torch.inf])])
     inside = (lam >= r * (1 - 1e-12)) & (lam <= upper * (1 + 1e-12))
@@ -133,11 +134,13 @@ def solve_lambda_context(p_tgt, p_inf, rate: float) -> float:
         raise ValueError(f"the acceptance rate must lie in (0, 1], not {rate}")
     reachable = float(q[p > 0].sum())
     if rate > reachable * (1 + 1e-12):
-        raise ValueError(f"an acceptance rate of {rate} cannot be reached: p_inf has only {reachable:.6g} of its mass where p_tgt > 0")
+        raise ValueError(
+            f"an acceptance rate of {rate} cannot be reached: p_inf has only {reachable:.6g} of its mass where p_tgt > 0"
+        )
     p, q = p[q > 0], q[q > 0]
     if rate >= reachable * (1 - 1e-12):
         return float((p / q)[p > 0].min())
-    order = (p / q).argsort()                              # below lambda the target limits, above it the proposal
+    order = (p / q).argsort()  # below lambda the target limits, above it the proposal
     r, p_sum = (p / q)[order], p[order].cumsum(0)
     q_rest = q.sum() - q[order].cumsum(0)
     lam = p_sum / (rate - q_rest)
@@ -196,12 +199,16 @@ def main():
 
     import os
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+
     fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8))
     for kind, noises in NOISES.items():
         rows = simulate(args.vocab, args.lam, kind, noises, args.pairs, args.seed)
-        print(f"OBRS on Dirichlet pairs, {kind} noise, |V| = {args.vocab}, lambda = {args.lam}, {args.pairs} pairs a row")
+        print(
+            f"OBRS on Dirichlet pairs, {kind} noise, |V| = {args.vocab}, lambda = {args.lam}, {args.pairs} pairs a row"
+        )
         print("KL(p_tgt||p_inf)   KL(p_tgt||p_kept)   shrinks by   acceptance")
         for _, before, after, z, *_ in rows:
             print(f"{before:16.5f}   {after:17.6f}   {before / after:9.1f}x   {100 * z:9.2f}%")
@@ -209,7 +216,13 @@ def main():
         left.errorbar(before, 100 * z, 100 * spread, marker="o", ms=4, capsize=2, label=kind)
         right.loglog(before, after, marker="o", ms=4, label=f"after OBRS, {kind}")
     right.loglog(right.get_xlim(), right.get_xlim(), "--", color="grey", label="before")
-    left.set(xscale="log", xlabel="KL(p_tgt || p_inf) before", ylabel="accepted tokens (%)", title="(a) acceptance rate", ylim=(None, 101))
+    left.set(
+        xscale="log",
+        xlabel="KL(p_tgt || p_inf) before",
+        ylabel="accepted tokens (%)",
+        title="(a) acceptance rate",
+        ylim=(None, 101),
+    )
     right.set(xlabel="KL(p_tgt || p_inf) before", ylabel="KL(p_tgt || .)", title="(b) KL before and after")
     for ax in (left, right):
         ax.grid(alpha=0.3)

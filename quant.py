@@ -18,6 +18,7 @@ and hands the engine those very q_w and s_w: nothing is quantized twice. Embeddi
 Scales are symmetric: zero stays zero. A row of zeros has scale 1. On x86 without VNNI, int8 products are summed in pairs in 16 bits and
 saturate beyond +-63 (`int8_top`).
 """
+
 from __future__ import annotations
 
 import functools
@@ -33,11 +34,12 @@ from torch import nn
 @dataclass(frozen=True)
 class Format:
     """A number format: largest magnitude of weights and activations, storage, whether activations are quantized, size of a group."""
+
     name: str
     top: float
     dtype: torch.dtype
     activations: bool
-    group: int = 0                 # columns that share a scale; 0: a whole row
+    group: int = 0  # columns that share a scale; 0: a whole row
 
 
 def format_of(name: str, group: int = 128) -> Format | None:
@@ -64,6 +66,7 @@ def int8_top() -> float:
 # Numbers
 # ---------------------------------------------------------------------------------------------------------------------
 
+
 def quantize(x: torch.Tensor, top: float, dtype: torch.dtype, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """(q, s) with x ~ s q: x (M, K) -> q (M, K) of `dtype`, s (M, K / group) float32, one scale a row where group is 0."""
     M, K = x.shape
@@ -87,7 +90,7 @@ def product(qx, sx, qw, sw) -> torch.Tensor:
         return int_mm(qx, qw).float().mul_(sx).mul_(sw.t())
     if qx.is_cuda:
         return torch._scaled_mm(qx, qw.t(), scale_a=sx, scale_b=sw.t(), out_dtype=torch.bfloat16).float()
-    return (qx.float() @ qw.float().t()).mul_(sx).mul_(sw.t())             # e4m3 products are exact in float32
+    return (qx.float() @ qw.float().t()).mul_(sx).mul_(sw.t())  # e4m3 products are exact in float32
 
 
 def int_mm(a, b):
@@ -103,6 +106,7 @@ def int_mm(a, b):
 # ---------------------------------------------------------------------------------------------------------------------
 # The aligned linear layer
 # ---------------------------------------------------------------------------------------------------------------------
+
 
 class Straight(torch.autograd.Function):
     """y = x^ W^T on low-bit numbers; backward straight through (see above). x (M, K), weight (N, K): the master, for its gradient alone."""
@@ -131,11 +135,11 @@ class LowBitLinear(nn.Linear):
     """A linear layer that computes as the engine does. An nn.Linear becomes one by `align`; its master weight stays where it was."""
 
     held = made_at = None
-    keeps = True                   # False under FSDP: a gathered weight's version does not tell when its shards have changed
+    keeps = True  # False under FSDP: a gathered weight's version does not tell when its shards have changed
 
     def low(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(q_w, s_w) of the weight as it is, made once for each version of it; the tensors that are published."""
-        if self.held is not None:                                          # an engine's copy: what was loaded, no master
+        if self.held is not None:  # an engine's copy: what was loaded, no master
             return self.held
         at = (self.weight._version, self.weight.data_ptr())
         if self.made_at != at or not self.keeps:
@@ -147,7 +151,9 @@ class LowBitLinear(nn.Linear):
         kind = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(kind) if kind else x
-            y = Straight.apply(x.reshape(-1, x.shape[-1]), self.weight, *self.low(), self.format).reshape(*x.shape[:-1], -1)
+            y = Straight.apply(x.reshape(-1, x.shape[-1]), self.weight, *self.low(), self.format).reshape(
+                *x.shape[:-1], -1
+            )
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -161,7 +167,9 @@ def align(model, fmt: Format | None):
     """Turn the model's linear layers into LowBitLinear in place. ValueError: a group that does not divide a row."""
     for name, m in layers(model).items() if fmt else ():
         if fmt.group and m.in_features % fmt.group:
-            raise ValueError(f"--quant_group={fmt.group}: {name} has rows of {m.in_features}, which are not made of whole groups; choose a divisor")
+            raise ValueError(
+                f"--quant_group={fmt.group}: {name} has rows of {m.in_features}, which are not made of whole groups; choose a divisor"
+            )
         m.__class__, m.format = LowBitLinear, fmt
     return model
 
@@ -169,10 +177,13 @@ def align(model, fmt: Format | None):
 def check(cfg, folder: str) -> None:
     """Can the formats of `cfg` run here, on the model of `folder` (its config.json alone)? ValueError: one sentence."""
     from transformers import AutoConfig, AutoModelForCausalLM
+
     formats = {f for f in (cfg.rollout_quant, cfg.learner_quant) if f not in ("none", "aligned")}
     cuda = torch.cuda.is_available()
     if "fp8" in formats and cuda and torch.cuda.get_device_capability() < (8, 9):
-        raise ValueError("--rollout_quant=fp8: this GPU multiplies no fp8 (compute capability below 8.9); it can run int8 and w4a16")
+        raise ValueError(
+            "--rollout_quant=fp8: this GPU multiplies no fp8 (compute capability below 8.9); it can run int8 and w4a16"
+        )
     if cfg.rollout_quant == "w4a16" and cfg.rollout == "vllm" and cuda and cfg.quant_group not in (32, 64, 128):
         raise ValueError(f"--quant_group={cfg.quant_group}: vLLM's int4 kernels know groups of 32, 64 and 128")
     for f in sorted(formats):
@@ -183,6 +194,7 @@ def check(cfg, folder: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # What the engine gets
 # ---------------------------------------------------------------------------------------------------------------------
+
 
 def published(named_tensors, model, fmt: Format, packed: bool = True):
     """(name, tensor) of a state dict with the linear layers in low bits: X.weight q_w and X.weight_scale s_w, the tensors of the aligned
@@ -202,6 +214,7 @@ def published(named_tensors, model, fmt: Format, packed: bool = True):
             yield f"{name}_scale", s
         else:
             from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
             yield f"{name}_packed", pack_to_int32(q, 4)
             yield f"{name}_scale", s
             yield f"{name}_shape", torch.tensor(x.shape)
@@ -223,13 +236,18 @@ def hold(model, tensors: dict) -> dict:
             module.held = None if scale is None else (rest.pop(weight).clone(), scale.clone())
         elif scale is not None:
             from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-            rest[weight] = dequantize(unpack_from_int32(rest.pop(f"{weight}_packed"), 4, torch.Size(rest.pop(f"{weight}_shape").tolist())), scale)
+
+            rest[weight] = dequantize(
+                unpack_from_int32(rest.pop(f"{weight}_packed"), 4, torch.Size(rest.pop(f"{weight}_shape").tolist())),
+                scale,
+            )
     return rest
 
 
 def keep_scales_alive() -> None:
     """vLLM's int8 handler on CPUs keeps a bare pointer to the weight scales, which a live reload frees: tie a copy of them to the handler."""
     from vllm import _custom_ops as ops
+
     make = ops.create_onednn_scaled_mm
     if getattr(make, "keeps", False):
         return
@@ -239,6 +257,7 @@ def keep_scales_alive() -> None:
         handler = make(weight, scales, *more)
         handler.scales = scales
         return handler
+
     create_onednn_scaled_mm.keeps = True
     ops.create_onednn_scaled_mm = create_onednn_scaled_mm
 
@@ -251,22 +270,37 @@ def engine_config(fmt: Format) -> dict:
         inputs = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
         style = f"{kind}-quantized"
     else:
-        weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": fmt.group, "dynamic": False}
+        weights = {
+            "num_bits": 4,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "group",
+            "group_size": fmt.group,
+            "dynamic": False,
+        }
         inputs, style = None, "pack-quantized"
-    return {"quant_method": "compressed-tensors", "format": style, "quantization_status": "compressed", "ignore": ["lm_head"],
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": style,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
+    }
 
 
 def checkpoint(folder: str, fmt: Format, out: str, packed: bool = True) -> str:
     """A model folder in low bits, for an engine to start from: the same configuration and tokenizer, quantized tensors (see `published`)."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tensors = {k: v.contiguous().clone() for k, v in published(model.state_dict().items(), model, fmt, packed)}
     shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin", "*.pt"), dirs_exist_ok=True)
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     if packed:
-        (Path(out) / "config.json").write_text(json.dumps({**config, "quantization_config": engine_config(fmt)}, indent=1), encoding="utf-8")
+        (Path(out) / "config.json").write_text(
+            json.dumps({**config, "quantization_config": engine_config(fmt)}, indent=1), encoding="utf-8"
+        )
     if config.get("tie_word_embeddings"):
         tensors.pop("lm_head.weight", None)
     save_file(tensors, f"{out}/model.safetensors", metadata={"format": "pt"})

@@ -9,6 +9,7 @@ model samples. Two threads do not wait for each other: the main one samples with
 fetches new weights into the store meanwhile. Killed and started again, a sampler offers what its spool still holds and
 goes on under a new incarnation. It walks the task in an order of its own, so samplers need not know of each other.
 """
+
 from __future__ import annotations
 
 import os
@@ -29,7 +30,7 @@ from keys import sampler_keys
 from link import Link
 from rollout import LocalSource, request_seed, uniforms
 
-SAY = 10.0                         # seconds between two lines on the screen
+SAY = 10.0  # seconds between two lines on the screen
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class Flags:
 # The loop
 # ---------------------------------------------------------------------------------------------------------------------
 
+
 class SamplerSource(LocalSource):
     """A LocalSource whose groups carry this sampler's stream and incarnation, and which walks the task from a random place on."""
 
@@ -100,36 +102,49 @@ def sample(flags: Flags) -> None:
             if began and time.monotonic() - said > SAY:
                 said = time.monotonic()
                 open_for = said - began - loading
-                print(f"{sum(numbers.values())} groups, version {version[0]}, {sum(map(link.behind, streams))} to be fetched, {len(spool)} not held, "
-                      f"blocked {100 * (1 - busy / open_for):.2f} % of {open_for:.0f} s", flush=True)
+                print(
+                    f"{sum(numbers.values())} groups, version {version[0]}, {sum(map(link.behind, streams))} to be fetched, {len(spool)} not held, "
+                    f"blocked {100 * (1 - busy / open_for):.2f} % of {open_for:.0f} s",
+                    flush=True,
+                )
             hungry = [s for s in streams if link.behind(s) < flags.spool_groups]
-            if newest is None or not hungry:                               # the only waits there are: for the first weights, and for a learner that does not keep up
+            if (
+                newest is None or not hungry
+            ):  # the only waits there are: for the first weights, and for a learner that does not keep up
                 time.sleep(0.02)
                 continue
             if newest != version and time.monotonic() >= until:
                 at = time.monotonic()
                 try:
                     load(newest)
-                except FileNotFoundError:                                  # newer ones have replaced them: the link will say so
+                except FileNotFoundError:  # newer ones have replaced them: the link will say so
                     time.sleep(0.02)
                     continue
                 version, loading = newest, loading + time.monotonic() - at
                 if flags.delay != "none":
                     u = float(uniforms(1, "delay", streams[0], incarnation, draws)[0])
-                    until, draws = time.monotonic() + Law(flags.delay, flags.delay_min, flags.delay_max, flags.delay_mass).quantile(max(2.0**-53, u)), draws + 1
-            if not began:                                                  # the first weights are in
+                    until, draws = (
+                        time.monotonic()
+                        + Law(flags.delay, flags.delay_min, flags.delay_max, flags.delay_mass).quantile(
+                            max(2.0**-53, u)
+                        ),
+                        draws + 1,
+                    )
+            if not began:  # the first weights are in
                 began, loading = time.monotonic(), 0.0
-            turn, at = min(hungry, key=numbers.get), time.monotonic()      # the ranks in turn, but for one that has enough
+            turn, at = min(hungry, key=numbers.get), time.monotonic()  # the ranks in turn, but for one that has enough
             source.owner = (turn, incarnation)
-            groups = [(g, wire.encode_group(g)) for g in source.sample(range(numbers[turn], numbers[turn] + flags.groups))]
-            busy += time.monotonic() - at                                  # the rest of the time is the transport's: handing over, waiting, looking
+            groups = [
+                (g, wire.encode_group(g)) for g in source.sample(range(numbers[turn], numbers[turn] + flags.groups))
+            ]
+            busy += time.monotonic() - at  # the rest of the time is the transport's: handing over, waiting, looking
             numbers[turn] += flags.groups
             for g, data in groups:
                 while not link.error:
                     try:
                         spool.hand_over(turn, wire.name_of(g.uid), data)
                         break
-                    except OSError as e:                                   # a full disk: nothing is lost, everything waits
+                    except OSError as e:  # a full disk: nothing is lost, everything waits
                         print(f"{spool.folder}: {e.strerror}; waiting for room", flush=True)
                         time.sleep(1.0)
         raise ValueError(link.error)
@@ -140,6 +155,7 @@ def sample(flags: Flags) -> None:
 def connect(flags: Flags, incarnation: int):
     """(link, spool, streams, folder of this sampler): everything that can be wrong before a model loads."""
     import tomllib
+
     if not flags.connect:
         raise ValueError("--connect: name the learner's address, tcp://HOST:PORT, a file of routes, or a shared folder")
     name = flags.name or (Path(flags.keys).name if flags.keys != "none" else os.uname().nodename)
@@ -147,7 +163,9 @@ def connect(flags: Flags, incarnation: int):
         raise ValueError(f"--name={name}: a sampler's name has no slash and no dot")
     check(flags)
     if flags.groups < 1 or flags.spool_groups < flags.groups:
-        raise ValueError(f"--groups={flags.groups} --spool_groups={flags.spool_groups}: at least one group at once, and a spool that holds a batch")
+        raise ValueError(
+            f"--groups={flags.groups} --spool_groups={flags.spool_groups}: at least one group at once, and a spool that holds a batch"
+        )
     folder = Path(flags.spool or f"out/samplers/{name}")
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
@@ -158,7 +176,9 @@ def connect(flags: Flags, incarnation: int):
             raise ValueError(f"--connect={flags.connect}: no file of routes ({e})") from None
         ranks = routes.get("samplers", {}).get(name, routes.get("samplers", {}).get("*"))
         if ranks is None or any(str(r) not in routes.get("learners", {}) for r in ranks):
-            raise ValueError(f"{flags.connect}: no route for {name}; it needs [learners] 0 = \"tcp://...\" and [samplers] {name} = [0]")
+            raise ValueError(
+                f'{flags.connect}: no route for {name}; it needs [learners] 0 = "tcp://..." and [samplers] {name} = [0]'
+            )
         addresses, streams = [routes["learners"][str(r)] for r in ranks], [f"{name}.{r}" for r in ranks]
     else:
         addresses = flags.connect.split(",")
@@ -166,7 +186,9 @@ def connect(flags: Flags, incarnation: int):
     if "://" not in addresses[0]:
         shared = Path(addresses[0])
         if not shared.is_dir():
-            raise ValueError(f"--connect={flags.connect}: neither an address such as tcp://HOST:PORT nor a folder that is there")
+            raise ValueError(
+                f"--connect={flags.connect}: neither an address such as tcp://HOST:PORT nor a folder that is there"
+            )
         world = shared_world(shared, flags)
         if not flags.connect.endswith(".toml") or world == 1:
             streams = [name] if world == 1 else [f"{name}.{r}" for r in range(world)]
@@ -178,7 +200,9 @@ def connect(flags: Flags, incarnation: int):
     keys = None
     if flags.keys == "none":
         if not all(a.startswith(("tcp://127.0.0.1:", "tcp://localhost:", "ipc://")) for a in addresses):
-            raise ValueError(f"--connect={flags.connect}: over a network keys are needed (--keys; `python keys.py OUT --samplers=N` makes them)")
+            raise ValueError(
+                f"--connect={flags.connect}: over a network keys are needed (--keys; `python keys.py OUT --samplers=N` makes them)"
+            )
     else:
         keys = sampler_keys(flags.keys)
     spool = Spool(folder / "spool", streams, incarnation)
@@ -188,12 +212,15 @@ def connect(flags: Flags, incarnation: int):
 def lock(folder: Path) -> None:
     """One process a folder."""
     import fcntl
+
     handle = open(folder / "lock", "w")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise ValueError(f"{folder}: another sampler works there; give this one a --name or a --spool of its own") from None
-    lock.handles = [*getattr(lock, "handles", []), handle]                 # held as long as the process lives
+        raise ValueError(
+            f"{folder}: another sampler works there; give this one a --name or a --spool of its own"
+        ) from None
+    lock.handles = [*getattr(lock, "handles", []), handle]  # held as long as the process lives
 
 
 def first(link) -> wire.Welcome:
@@ -209,9 +236,13 @@ def same_run(link, welcome: wire.Welcome) -> None:
     """ValueError if the learner has started anew and wants something else."""
     while not link.welcome.empty():
         now = link.welcome.get()
-        changed = [k for k in {**welcome.run, **now.run} if welcome.run.get(k) != now.run.get(k)] + (["model's configuration or tokenizer"] if now.setup != welcome.setup else [])
+        changed = [k for k in {**welcome.run, **now.run} if welcome.run.get(k) != now.run.get(k)] + (
+            ["model's configuration or tokenizer"] if now.setup != welcome.setup else []
+        )
         if changed:
-            raise ValueError(f"the learner started anew and asks for something else (its {', '.join(changed)}): start this sampler again")
+            raise ValueError(
+                f"the learner started anew and asks for something else (its {', '.join(changed)}): start this sampler again"
+            )
 
 
 def start(welcome: wire.Welcome, flags: Flags, folder: Path):
@@ -225,31 +256,63 @@ def start(welcome: wire.Welcome, flags: Flags, folder: Path):
     from sync import Probe, read_tensors
     from tasks import make_task
     from config import Config
+
     run, model = welcome.run, folder / "model"
     unpack_setup(welcome.setup, model)
     cfg = Config(**{k: v for k, v in run["config"].items() if k in {f.name for f in fields(Config)}})
     if cfg.task != "arith":
         from hashlib import sha256
-        if not flags.task or not Path(flags.task).is_file() or sha256(Path(flags.task).read_bytes()).hexdigest() != run["task_digest"]:
-            raise ValueError(f"--task={flags.task}: not the learner's {cfg.task}; copy that very file here and name it with --task")
+
+        if (
+            not flags.task
+            or not Path(flags.task).is_file()
+            or sha256(Path(flags.task).read_bytes()).hexdigest() != run["task_digest"]
+        ):
+            raise ValueError(
+                f"--task={flags.task}: not the learner's {cfg.task}; copy that very file here and name it with --task"
+            )
     fmt = run["config"]["rollout_quant"] if flags.rollout_quant == "auto" else flags.rollout_quant
     if run["packed"] and fmt != run["config"]["rollout_quant"]:
-        raise ValueError(f"--rollout_quant={fmt}: the learner publishes {run['config']['rollout_quant']} (its --sync_dtype=quantized); use that, or let it publish float32")
-    cfg = replace(cfg, task=flags.task or "arith", rollout=flags.rollout, rollout_dtype=flags.rollout_dtype, rollout_quant=fmt, rollout_memory=flags.rollout_memory)
+        raise ValueError(
+            f"--rollout_quant={fmt}: the learner publishes {run['config']['rollout_quant']} (its --sync_dtype=quantized); use that, or let it publish float32"
+        )
+    cfg = replace(
+        cfg,
+        task=flags.task or "arith",
+        rollout=flags.rollout,
+        rollout_dtype=flags.rollout_dtype,
+        rollout_quant=fmt,
+        rollout_memory=flags.rollout_memory,
+    )
     tokenizer = AutoTokenizer.from_pretrained(model)
     if flags.model:
         check_own(flags.model, tokenizer, AutoConfig.from_pretrained(model), run["context"])
     torch.manual_seed(0)
     skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.float32)
-    skeleton.save_pretrained(model)                                        # the engine starts from anything and is given its weights
-    engine = make_engine(cfg, flags.model or str(model), run["context"], max(1, run["topk"], run["kept"]), "cuda" if torch.cuda.is_available() else "cpu")
+    skeleton.save_pretrained(model)  # the engine starts from anything and is given its weights
+    engine = make_engine(
+        cfg,
+        flags.model or str(model),
+        run["context"],
+        max(1, run["topk"], run["kept"]),
+        "cuda" if torch.cuda.is_available() else "cpu",
+    )
     form = quant.format_of(fmt, cfg.quant_group)
-    source = SamplerSource(engine, make_task(cfg), tokenizer, Sampling(**{**run["sampling"], "seed": cfg.seed}), group_size=cfg.group_size, topk=run["topk"], kept=run["kept"],
-                           model=Path(flags.model).name if flags.model else run["model"], probe=Probe(str(model), np.array(run["probe"], np.int64), form))
+    source = SamplerSource(
+        engine,
+        make_task(cfg),
+        tokenizer,
+        Sampling(**{**run["sampling"], "seed": cfg.seed}),
+        group_size=cfg.group_size,
+        topk=run["topk"],
+        kept=run["kept"],
+        model=Path(flags.model).name if flags.model else run["model"],
+        probe=Probe(str(model), np.array(run["probe"], np.int64), form),
+    )
 
     def load(newest) -> None:
         version, published, path = newest
-        if flags.model:                                                    # it stays what it is, and its groups say how new the learner was
+        if flags.model:  # it stays what it is, and its groups say how new the learner was
             source.version, source.published = version, published
             return
         tensors = read_tensors(path)
@@ -260,23 +323,33 @@ def start(welcome: wire.Welcome, flags: Flags, folder: Path):
             tensors = dict(quant.published(tensors.items(), skeleton, form, engine.packed)) if form else tensors
         source.published = published
         source.load(version, tensors.items())
+
     return source, load
 
 
 def check_own(folder: str, tokenizer, config, context: int) -> None:
     """ValueError unless a model of this host's own speaks the learner's language."""
     from transformers import AutoConfig, AutoTokenizer
+
     if not (Path(folder) / "config.json").is_file():
         raise ValueError(f"--model={folder}: no Hugging Face model folder (no config.json there)")
     own = AutoConfig.from_pretrained(folder)
-    if own.vocab_size != config.vocab_size or AutoTokenizer.from_pretrained(folder).get_vocab() != tokenizer.get_vocab():
-        raise ValueError(f"--model={folder}: its tokenizer or vocabulary differs from the learner's; a sampler must share them")
+    if (
+        own.vocab_size != config.vocab_size
+        or AutoTokenizer.from_pretrained(folder).get_vocab() != tokenizer.get_vocab()
+    ):
+        raise ValueError(
+            f"--model={folder}: its tokenizer or vocabulary differs from the learner's; a sampler must share them"
+        )
     if own.max_position_embeddings < context:
-        raise ValueError(f"--model={folder}: a context of {own.max_position_embeddings} tokens, and the learner asks for {context}")
+        raise ValueError(
+            f"--model={folder}: a context of {own.max_position_embeddings} tokens, and the learner asks for {context}"
+        )
 
 
 def main(argv=None) -> None:
     import tyro
+
     try:
         sample(tyro.cli(tyro.conf.FlagConversionOff[Flags], args=argv, use_underscores=True, prog="rollout.py"))
     except ValueError as e:

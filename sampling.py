@@ -14,6 +14,7 @@ top_p = 0.8 and no mask the mean of p_ref / p_inf is about 0.9. Three worlds (`-
 
 Kept sets travel as ragged lists (offsets, ids), never as a (B, T, V) mask. Source: Mismatch Praxis, section 2.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -25,10 +26,11 @@ import torch
 @dataclass(frozen=True)
 class Sampling:
     """The law on top of the model: logits / temperature, then min_p, top_k, top_p (none by default)."""
+
     temperature: float = 1.0
-    top_p: float = 1.0             # the smallest set of most likely tokens with at least this mass
-    top_k: int = 0                 # the k most likely; 0: all
-    min_p: float = 0.0             # tokens with at least this share of the most likely one's probability
+    top_p: float = 1.0  # the smallest set of most likely tokens with at least this mass
+    top_k: int = 0  # the k most likely; 0: all
+    min_p: float = 0.0  # tokens with at least this share of the most likely one's probability
     max_tokens: int = 32
     seed: int = 0
 
@@ -44,15 +46,19 @@ def of(cfg) -> Sampling:
 
 def check(cfg) -> None:
     """ValueError, one sentence: what cannot be sampled."""
+
     def need(ok, sentence):
         if not ok:
             raise ValueError(sentence)
+
     need(cfg.temperature > 0, f"--temperature={cfg.temperature}: must be above 0")
     need(0 < cfg.top_p <= 1, f"--top_p={cfg.top_p}: a probability mass in (0, 1]; 1 keeps all tokens")
     need(cfg.top_k >= 0, f"--top_k={cfg.top_k}: must be 0 (all tokens) or more")
     need(0 <= cfg.min_p < 1, f"--min_p={cfg.min_p}: a share in [0, 1); 0 keeps all tokens")
-    need(not of(cfg).truncates or cfg.logprobs_mode == "processed" or cfg.keep_sampling_mask != "replay",
-         "--logprobs_mode=raw: raw log-probabilities do not show which tokens were cut, so there are no kept sets to replay; use processed, or --keep_sampling_mask=off")
+    need(
+        not of(cfg).truncates or cfg.logprobs_mode == "processed" or cfg.keep_sampling_mask != "replay",
+        "--logprobs_mode=raw: raw log-probabilities do not show which tokens were cut, so there are no kept sets to replay; use processed, or --keep_sampling_mask=off",
+    )
 
 
 def largest(cfg, vocabulary: int) -> int:
@@ -77,7 +83,7 @@ def cut(logits, top_p=1.0, top_k=0, min_p=0.0):
     gone |= s < s.gather(1, torch.where(k > 0, k.clamp(max=V), V) - 1)
     p = p.masked_fill(gone, 0.0)
     p = p / p.sum(-1, keepdim=True)
-    gone |= (p.cumsum(-1) - p >= top_p)                                   # the tokens above already have that mass
+    gone |= p.cumsum(-1) - p >= top_p  # the tokens above already have that mass
     gone[:, 0] = False
     return torch.zeros_like(gone).scatter_(1, order, gone)
 

@@ -16,6 +16,7 @@ With e = max |engine - published| and d = max |published - previously published|
 A quantized engine rounds activations, and a value that lies between two steps may go either way on the two sides: its tolerance is
 wider. Its weights are compared bit for bit by the digest all the same.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -28,8 +29,8 @@ import torch
 
 import quant
 
-TOLERANCE = {"float32": 1e-4, "float64": 1e-4, "float16": 2e-2, "bfloat16": 1.5e-1}    # nats, by the engine's precision
-ROUNDED = 0.5                                              # nats, for engines that round activations
+TOLERANCE = {"float32": 1e-4, "float64": 1e-4, "float16": 2e-2, "bfloat16": 1.5e-1}  # nats, by the engine's precision
+ROUNDED = 0.5  # nats, for engines that round activations
 
 
 class SyncError(RuntimeError):
@@ -39,12 +40,13 @@ class SyncError(RuntimeError):
 @dataclass(frozen=True)
 class Proof:
     """What is known about the engine's weights after a publish. error and distance: nats, over the probe's tokens."""
+
     version: int
     digest: str
-    status: str                    # "proved" | "unproven" | "first": nothing to compare with yet
+    status: str  # "proved" | "unproven" | "first": nothing to compare with yet
     error: float
     distance: float
-    nbytes: int                    # moved
+    nbytes: int  # moved
 
 
 class Digest:
@@ -75,13 +77,14 @@ class Probe:
 
     def __init__(self, folder: str | None, ids, fmt: quant.Format | None = None, config=None):
         from transformers import AutoConfig, AutoModelForCausalLM
+
         config = config or AutoConfig.from_pretrained(folder)
         state = torch.get_rng_state()
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         self.model = quant.align(model, fmt if fmt and fmt.activations else None)
         torch.set_rng_state(state)
         self.names = {n for n, _ in self.model.named_parameters(remove_duplicate=False)}
-        for module in self.model.modules():                # keep the structure and its buffers, drop the weights
+        for module in self.model.modules():  # keep the structure and its buffers, drop the weights
             for name, p in list(module._parameters.items()):
                 if p is not None:
                     module._parameters[name] = torch.nn.Parameter(p.to("meta"), requires_grad=False)
@@ -91,16 +94,24 @@ class Probe:
     def logprobs(self, tensors: dict[str, torch.Tensor]) -> np.ndarray:
         """log p(ids[t] | ids[:t]), t >= 1, under the tensors given, float32 [len(ids) - 1]."""
         tensors = quant.hold(self.model, tensors)
-        missing = self.names - set(tensors) - {f"{n}.weight" for n, m in quant.layers(self.model).items() if getattr(m, "held", None)}
+        missing = (
+            self.names
+            - set(tensors)
+            - {f"{n}.weight" for n, m in quant.layers(self.model).items() if getattr(m, "held", None)}
+        )
         if missing:
-            raise SyncError(f"{len(missing)} tensors were not published, {sorted(missing)[0]} among them; publish the whole state dict")
+            raise SyncError(
+                f"{len(missing)} tensors were not published, {sorted(missing)[0]} among them; publish the whole state dict"
+            )
         device = next(iter(tensors.values())).device
         weights = {k: v.float() for k, v in tensors.items() if k in self.names}
         ids = torch.from_numpy(self.ids)[None].to(device)
         for module in self.model.modules():
             for name, b in list(module._buffers.items()):
                 module._buffers[name] = b if b is None else b.to(device)
-        out = torch.func.functional_call(self.model, weights, (), {"input_ids": ids, "use_cache": False}, tie_weights=False)
+        out = torch.func.functional_call(
+            self.model, weights, (), {"input_ids": ids, "use_cache": False}, tie_weights=False
+        )
         logp = torch.log_softmax(out.logits[0, :-1].float(), -1)
         return logp.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
 
@@ -114,6 +125,7 @@ class Probe:
 def write_tensors(path: Path, tensors: dict, mark: str = "") -> None:
     """Published tensors as one safetensors file, whole or not at all, in their order; tensors that share memory are written once. mark: of the writer."""
     from safetensors.torch import save_file
+
     path.parent.mkdir(parents=True, exist_ok=True)
     own, alias, at = {}, {}, {}
     for name, x in tensors.items():
@@ -121,13 +133,16 @@ def write_tensors(path: Path, tensors: dict, mark: str = "") -> None:
         alias |= {} if first == name else {name: first}
         own |= {name: x.contiguous().cpu()} if first == name else {}
     scratch = path.with_name(path.name + (mark or ".writing"))
-    save_file(own, scratch, metadata={"order": json.dumps([list(tensors), alias])})       # one entry: several come in any order, and equal weights in unequal files
+    save_file(
+        own, scratch, metadata={"order": json.dumps([list(tensors), alias])}
+    )  # one entry: several come in any order, and equal weights in unequal files
     scratch.replace(path)
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The inverse of write_tensors."""
     from safetensors import safe_open
+
     with safe_open(path, "pt") as f:
         names, alias = json.loads(f.metadata()["order"])
         return {n: f.get_tensor(alias.get(n, n)) for n in names}
@@ -140,16 +155,22 @@ def prove(engine, version: int, named_tensors, probe: Probe) -> Proof:
         sent.add(name, tensor)
     engine.load(received.watch(tensors.items()))
     if sent.text() != received.text():
-        raise SyncError(f"version {version}: the engine consumed other bytes than were published "
-                        f"({received.text()} instead of {sent.text()}); its loader must take every tensor, once, in order")
+        raise SyncError(
+            f"version {version}: the engine consumed other bytes than were published "
+            f"({received.text()} instead of {sent.text()}); its loader must take every tensor, once, in order"
+        )
     published, sampled = probe.logprobs(tensors), engine.logprobs(probe.ids)
     error = float(np.abs(sampled - published).max())
     distance = float("nan") if probe.previous is None else float(np.abs(published - probe.previous).max())
     fmt = getattr(engine, "fmt", None)
     tolerance = ROUNDED if fmt and fmt.activations else TOLERANCE[engine.dtype]
     if not error <= tolerance:
-        raise SyncError(f"version {version}: the engine's log-probabilities differ by {error:.3g} nats from the published weights' "
-                        f"(tolerance {tolerance:g} for {engine.dtype}); it is not sampling from these weights")
+        raise SyncError(
+            f"version {version}: the engine's log-probabilities differ by {error:.3g} nats from the published weights' "
+            f"(tolerance {tolerance:g} for {engine.dtype}); it is not sampling from these weights"
+        )
     status = "first" if probe.previous is None else "proved" if error < distance / 4 else "unproven"
     probe.previous = published
-    return Proof(version, sent.text(), status, error, distance, sum(x.numel() * x.element_size() for x in tensors.values()))
+    return Proof(
+        version, sent.text(), status, error, distance, sum(x.numel() * x.element_size() for x in tensors.values())
+    )

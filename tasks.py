@@ -9,6 +9,7 @@ tokenizer's words, and the reward. Two tasks stand here.
          skill. Train and test are disjoint by a hash of the problem's text, whatever the seed.
 `FILE.jsonl`  real mathematics: lines with `problem` or `question`, and `answer`; graded by the math-verify library.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -18,14 +19,15 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-NUMBERS = 200          # the numbers 0..199 are one token each
-VOCAB = 256            # numbers, signs, and spare words up to a multiple of 32
+NUMBERS = 200  # the numbers 0..199 are one token each
+VOCAB = 256  # numbers, signs, and spare words up to a multiple of 32
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
 @dataclass(frozen=True)
 class Problem:
     """One question. `id` is stable across runs; `answer` is what `reward` compares with."""
+
     id: str
     prompt: str
     answer: str
@@ -35,16 +37,27 @@ class Problem:
 # Generated arithmetic with worked steps
 # ---------------------------------------------------------------------------------------------------------------------
 
+
 class Arithmetic:
     """Running totals: `ops` operations (a range), operands 1..`operand`, every total inside 0..`total`.
 
     explain > 0 asks for long responses, as Mismatch Praxis does: after the answer may come an explanation, and a right answer
     earns 1 + min(tokens behind it, explain) / explain. The demonstrations restate steps there, five on average."""
-    name = "arith"
-    size = None                                            # endless
 
-    def __init__(self, min_ops: int = 3, max_ops: int = 5, operand: int = 9, total: int = 29, seed: int = 0, explain: int = 0):
-        self.min_ops, self.max_ops, self.operand, self.total, self.seed, self.explain = min_ops, max_ops, operand, total, seed, explain
+    name = "arith"
+    size = None  # endless
+
+    def __init__(
+        self, min_ops: int = 3, max_ops: int = 5, operand: int = 9, total: int = 29, seed: int = 0, explain: int = 0
+    ):
+        self.min_ops, self.max_ops, self.operand, self.total, self.seed, self.explain = (
+            min_ops,
+            max_ops,
+            operand,
+            total,
+            seed,
+            explain,
+        )
 
     def problem(self, split: str, index: int) -> Problem:
         """Problem number `index` of a split ("train" or "test"): the same one for the same seed, on any machine."""
@@ -56,10 +69,10 @@ class Arithmetic:
                 b = rng.randint(1, self.operand)
                 plus = rng.random() < 0.5
                 if total + b > self.total or total - b < 0:
-                    plus = total < b                       # the one direction that stays inside the range
+                    plus = total < b  # the one direction that stays inside the range
                 total += b if plus else -b
                 text += f" {'+' if plus else '-'} {b}"
-            held_out = hashlib.sha256(text.encode()).digest()[0] < 32          # one problem in eight is for testing
+            held_out = hashlib.sha256(text.encode()).digest()[0] < 32  # one problem in eight is for testing
             if held_out == (split == "test"):
                 return Problem(text, text + " :", str(total))
         raise ValueError(f"no {split} problem in 1000 draws: raise --task_max_ops or --task_operand")
@@ -67,7 +80,11 @@ class Arithmetic:
     def find(self, id: str) -> Problem:
         """The problem of an id: its text says it all."""
         words = id.split()
-        return Problem(id, id + " :", str(int(words[0]) + sum(int(b) if s == "+" else -int(b) for s, b in zip(words[1::2], words[2::2]))))
+        return Problem(
+            id,
+            id + " :",
+            str(int(words[0]) + sum(int(b) if s == "+" else -int(b) for s, b in zip(words[1::2], words[2::2]))),
+        )
 
     def solution(self, problem: Problem, slips: float = 0.0) -> str:
         """Worked steps, for the warm start only. With probability `slips` a step's result is off by 1 or 2 and the rest
@@ -105,6 +122,7 @@ def arithmetic_tokenizer():
     """A word-level Hugging Face tokenizer: numbers, signs, and unused words up to VOCAB."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+
     words = ["<pad>", "<eos>", "<unk>", "+", "-", "=", ";", ":", "#"] + [str(i) for i in range(NUMBERS)]
     words += [f"<spare{i}>" for i in range(VOCAB - len(words))]
     tok = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
@@ -115,6 +133,7 @@ def arithmetic_tokenizer():
 # ---------------------------------------------------------------------------------------------------------------------
 # Files of real problems
 # ---------------------------------------------------------------------------------------------------------------------
+
 
 class Jsonl:
     """Problems from a JSONL file; answers graded with math-verify. Bad lines are named before anything loads."""
@@ -142,7 +161,7 @@ class Jsonl:
         return float(grade(text, problem.answer))
 
     def max_prompt(self) -> int:
-        return 0                                           # unknown without a tokenizer: checked as prompts are read
+        return 0  # unknown without a tokenizer: checked as prompts are read
 
 
 def read_jsonl(path: str | Path) -> list[dict]:
@@ -159,7 +178,9 @@ def read_jsonl(path: str | Path) -> list[dict]:
         except json.JSONDecodeError as e:
             raise ValueError(f"{path}, line {n}: not valid JSON ({e.msg}); mend or remove that line") from None
         if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {n}: not a JSON object; each line needs `problem` (or `question`) and `answer`")
+            raise ValueError(
+                f"{path}, line {n}: not a JSON object; each line needs `problem` (or `question`) and `answer`"
+            )
         text = row.get("problem", row.get("question"))
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"{path}, line {n}: no `problem` or `question` text; add one")
@@ -179,6 +200,7 @@ def final_answer(answer: str) -> str:
 def grade(response: str, answer: str) -> bool:
     """Does the response's final answer equal the gold one? math-verify, on \\boxed{} first, then on the last expression."""
     from math_verify import LatexExtractionConfig, ExprExtractionConfig, parse, verify
+
     configs = [LatexExtractionConfig(), ExprExtractionConfig()]
     gold = parse(f"\\boxed{{{answer}}}", extraction_config=configs, parsing_timeout=None)
     return bool(verify(gold, parse(response, extraction_config=configs, parsing_timeout=None), timeout_seconds=None))
@@ -187,5 +209,7 @@ def grade(response: str, answer: str) -> bool:
 def make_task(cfg):
     """The task named by `--task`: `arith`, or the path of a JSONL file."""
     if cfg.task == "arith":
-        return Arithmetic(cfg.task_min_ops, cfg.task_max_ops, cfg.task_operand, cfg.task_total, cfg.task_seed, cfg.task_explain)
+        return Arithmetic(
+            cfg.task_min_ops, cfg.task_max_ops, cfg.task_operand, cfg.task_total, cfg.task_seed, cfg.task_explain
+        )
     return Jsonl(cfg.task, cfg.task_seed)

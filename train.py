@@ -8,6 +8,7 @@
 
 Every flag stands in config.py.
 """
+
 from __future__ import annotations
 
 import os
@@ -20,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
-WORLD = int(os.environ.get("WORLD_SIZE", 1))                   # read before vLLM: it overwrites such variables
+WORLD = int(os.environ.get("WORLD_SIZE", 1))  # read before vLLM: it overwrites such variables
 
 import torch
 from tqdm import tqdm
@@ -43,18 +44,31 @@ def train(cfg: config.Config) -> Path:
     # -- set-up: everything that can be wrong is found before the first model loads (config.py, runs.py) -----------------
     device = f"cuda:{LOCAL_RANK}" if torch.cuda.is_available() else "cpu"
     if WORLD > 1:
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=cfg.give_up + 1800))
+        torch.distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=cfg.give_up + 1800)
+        )
     comm = Comm(device)
-    world = open_run(cfg, comm)                                # task, tokenizer, model folders, run folder, newest checkpoint
+    world = open_run(cfg, comm)  # task, tokenizer, model folders, run folder, newest checkpoint
     two = world.actor is not None
-    sampler = "actor" if two else "policy"                     # whose weights the engine gets
+    sampler = "actor" if two else "policy"  # whose weights the engine gets
     topk = cfg.obrs_topk if cfg.correction in objectives.USES_Z and cfg.obrs_z != "exact" else 0
     kept = sampling.largest(cfg, world.configs[sampler].vocab_size)
     if cfg.samplers == "local":
         engine = make_engine(cfg, world.actor or world.policy, world.context, max(topk, kept), device)
         Source = LocalSource if cfg.delay == "none" else partial(DelaySource, cfg=cfg, store=Path(cfg.out) / "versions")
-        source = Source(engine, world.task, world.tokenizer, sampling.of(cfg), group_size=cfg.group_size, topk=topk, kept=kept, model=sampler,
-                        probe=world.probe(sampler), rank=comm.rank, world=comm.world)
+        source = Source(
+            engine,
+            world.task,
+            world.tokenizer,
+            sampling.of(cfg),
+            group_size=cfg.group_size,
+            topk=topk,
+            kept=kept,
+            model=sampler,
+            probe=world.probe(sampler),
+            rank=comm.rank,
+            world=comm.world,
+        )
         packed = engine.packed
     else:
         source, packed = remote_source(cfg, world, sampler, topk, kept, comm), cfg.sync_dtype == "quantized"
@@ -69,7 +83,11 @@ def train(cfg: config.Config) -> Path:
 
     def evaluate(names):
         with timer(clock, "eval_s"):
-            return {f"eval/{n}_{k}": v for n in names for k, v in held_out(learner, n, world.task, world.tokenizer, cfg).items()}
+            return {
+                f"eval/{n}_{k}": v
+                for n in names
+                for k, v in held_out(learner, n, world.task, world.tokenizer, cfg).items()
+            }
 
     def save():
         with timer(clock, "save_s"):
@@ -92,7 +110,7 @@ def train(cfg: config.Config) -> Path:
             # 2. roll out: whole groups, sampled and graded
             with timer(clock, "rollout_s"):
                 groups = source.next(groups_per_update * updates, learner.version, stop)
-            if comm.max([not groups])[0] > 0:                  # remote samplers: a signal came, or none of them, while a rank waited
+            if comm.max([not groups])[0] > 0:  # remote samplers: a signal came, or none of them, while a rank waited
                 source.give_back()
                 break
             values.update(source.metrics())
@@ -100,14 +118,18 @@ def train(cfg: config.Config) -> Path:
             if "ref" in objectives.wants(cfg, carry, updates):
                 with timer(clock, "ref_s"):
                     batches.write_ref(groups, learner.ref_columns(batches.collate(groups, cfg), cfg.obrs_lambda))
-            pending = [groups[i:i + groups_per_update] for i in range(0, len(groups), groups_per_update)]
+            pending = [groups[i : i + groups_per_update] for i in range(0, len(groups), groups_per_update)]
         # 4. one minibatch: padded, with advantages and mask uniforms
         with timer(clock, "update_s"):
             batch = batches.collate(pending[0], cfg, learner.version, source.now(learner.version))
             # 5. statistics over all ranks: denominators, lambda, kappa
             fresh = learner.score(batch, want_fresh(cfg)) if "fresh" in objectives.wants(cfg, carry, updates) else None
             stats = objectives.prepare(batch, comm, cfg, carry, fresh)
-            fresh_adv = fresh_advantage(learner, pending[0], world.task, world.tokenizer, cfg) if due(cfg.advantage_error_every, step) else None
+            fresh_adv = (
+                fresh_advantage(learner, pending[0], world.task, world.tokenizer, cfg)
+                if due(cfg.advantage_error_every, step)
+                else None
+            )
             # 6. forward, loss, backward for each micro-batch; clip; step
             logged = learner.update(batch, stats)
             objectives.finish(carry, logged, cfg)
@@ -118,12 +140,15 @@ def train(cfg: config.Config) -> Path:
         # 7. metrics, evaluation, checkpoint
         if due(cfg.eval_every, step) or step == cfg.steps:
             values.update(evaluate(learner.names))
-        halt = comm.max([len(stop)])[0] > 0                    # a signal to one rank stops all of them, at the same update
+        halt = comm.max([len(stop)])[0] > 0  # a signal to one rank stops all of them, at the same update
         if log:
             log.write(step - 1, {**logged, **values, **clock})
             bar.update(1)
-            bar.set_postfix(reward=f"{logged['reward']:.3f}", kl=f"{logged['rollout_corr/kl']:.3f}",
-                            **({"accept": f"{logged['obrs/accept_rate']:.3f}"} if "obrs/accept_rate" in logged else {}))
+            bar.set_postfix(
+                reward=f"{logged['reward']:.3f}",
+                kl=f"{logged['rollout_corr/kl']:.3f}",
+                **({"accept": f"{logged['obrs/accept_rate']:.3f}"} if "obrs/accept_rate" in logged else {}),
+            )
         clock.clear()
         if due(cfg.save_every, step):
             save()
@@ -133,8 +158,12 @@ def train(cfg: config.Config) -> Path:
     bar.close()
     if log:
         log.close()
-        print(f"stopped after update {step}, saved: go on with --resume --out={cfg.out}" if step < cfg.steps else world.report())
-    source.close()                                             # last: vLLM's shutdown also ends the process group
+        print(
+            f"stopped after update {step}, saved: go on with --resume --out={cfg.out}"
+            if step < cfg.steps
+            else world.report()
+        )
+    source.close()  # last: vLLM's shutdown also ends the process group
     if source.error:
         raise ValueError(source.error)
     return run
@@ -159,6 +188,7 @@ def catch_signals() -> list:
         if seen and number == signal.SIGINT:
             raise KeyboardInterrupt
         seen.append(signal.Signals(number).name)
+
     signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGINT, handler)
     return seen

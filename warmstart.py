@@ -7,6 +7,7 @@ them err in different places: that is the actor-policy mismatch that the reposit
 
     python warmstart.py                # writes out/base/{policy,actor}-<key>; a second call finds them there
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -25,11 +26,15 @@ from tasks import VOCAB, arithmetic_tokenizer, make_task
 
 # every dimension a multiple of 32, so that quantized formats and kernels fit later
 SHAPES = {
-    "policy": dict(hidden_size=192, intermediate_size=512, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=3),
-    "actor": dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2),
+    "policy": dict(
+        hidden_size=192, intermediate_size=512, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=3
+    ),
+    "actor": dict(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    ),
 }
 CONTEXT = 512
-SLIPS = 0.22               # share of careless steps in the demonstrations: knowledge to sharpen, not facts to discover
+SLIPS = 0.22  # share of careless steps in the demonstrations: knowledge to sharpen, not facts to discover
 BATCH, LR, WARMUP, EVAL_EVERY, EVAL_PROBLEMS = 64, 2e-3, 50, 20, 256
 
 
@@ -37,14 +42,22 @@ def base_model(name: str, cfg) -> str:
     """Folder of the embedded base model `name` ("policy" or "actor"), made now if it is not there yet."""
     task = make_task(cfg)
     target = cfg.base_accuracy if name == "policy" or cfg.actor_base_accuracy is None else cfg.actor_base_accuracy
-    recipe = {"shape": SHAPES[name], "task": {k: v for k, v in vars(task).items() if k != "explain" or v}, "target": target, "batch": BATCH, "lr": LR, "slips": SLIPS, "format": 3}
+    recipe = {
+        "shape": SHAPES[name],
+        "task": {k: v for k, v in vars(task).items() if k != "explain" or v},
+        "target": target,
+        "batch": BATCH,
+        "lr": LR,
+        "slips": SLIPS,
+        "format": 3,
+    }
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:10]
     folder = Path(cfg.base_dir) / f"{name}-{key}"
     if not (folder / "config.json").is_file():
         scratch = folder.with_name(f"{folder.name}.{os.getpid()}")
         warm_start(name, task, target, scratch)
         shutil.rmtree(folder, ignore_errors=True)
-        os.replace(scratch, folder)                        # whole or not at all
+        os.replace(scratch, folder)  # whole or not at all
     return str(folder)
 
 
@@ -53,8 +66,13 @@ def accuracy(model, tokenizer, task, n: int = EVAL_PROBLEMS, split: str = "train
     problems = [task.problem(split, offset + i) for i in range(n)]
     prompts = [np.array(encode(tokenizer, p), np.int32) for p in problems]
     was = model.training
-    groups = HFEngine(model).generate(prompts, [[request_seed("warm", i)] for i in range(n)],
-                                      Sampling(max_tokens=task.max_response()), 0, [tokenizer.eos_token_id])
+    groups = HFEngine(model).generate(
+        prompts,
+        [[request_seed("warm", i)] for i in range(n)],
+        Sampling(max_tokens=task.max_response()),
+        0,
+        [tokenizer.eos_token_id],
+    )
     model.train(was)
     grade_all(task, tokenizer, problems, groups)
     return sum(g[0].reward > 0.5 for g in groups) / n
@@ -63,16 +81,30 @@ def accuracy(model, tokenizer, task, n: int = EVAL_PROBLEMS, split: str = "train
 def warm_start(name: str, task, target: float, folder: Path, max_steps: int = 6000) -> float:
     """Supervised steps until the sampled accuracy reaches `target`; saves model and tokenizer, returns the accuracy."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
+
     tokenizer = arithmetic_tokenizer()
     state = torch.get_rng_state()
     torch.manual_seed(task.seed * 2 + (name == "actor"))
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCAB, head_dim=32, max_position_embeddings=CONTEXT, tie_word_embeddings=True,
-                                         bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-                                         pad_token_id=tokenizer.pad_token_id, **SHAPES[name]))
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCAB,
+            head_dim=32,
+            max_position_embeddings=CONTEXT,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            **SHAPES[name],
+        )
+    )
     torch.set_rng_state(state)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01)
     width, reached, seen = task.max_prompt() + task.max_response() + 1, 0.0, 0
-    bar = tqdm(range(max_steps), desc=f"warm start {name} ({sum(p.numel() for p in model.parameters()) / 1e6:.2f}M)", leave=False)
+    bar = tqdm(
+        range(max_steps),
+        desc=f"warm start {name} ({sum(p.numel() for p in model.parameters()) / 1e6:.2f}M)",
+        leave=False,
+    )
     for step in bar:
         ids, labels = torch.zeros(BATCH, width, dtype=torch.long), torch.full((BATCH, width), -100)
         for row in range(BATCH):
@@ -80,9 +112,9 @@ def warm_start(name: str, task, target: float, folder: Path, max_steps: int = 60
             seen += 1
             prompt = tokenizer.encode(problem.prompt)
             answer = tokenizer.encode(task.solution(problem, SLIPS)) + [tokenizer.eos_token_id]
-            ids[row, :len(prompt) + len(answer)] = torch.tensor(prompt + answer)
-            labels[row, len(prompt):len(prompt) + len(answer)] = torch.tensor(answer)
-        longest = int((labels != -100).any(0).nonzero().max()) + 2         # a column of padding stays
+            ids[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
+            labels[row, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
+        longest = int((labels != -100).any(0).nonzero().max()) + 2  # a column of padding stays
         ids, labels = ids[:, :longest], labels[:, :longest]
         optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / WARMUP)
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
@@ -97,8 +129,10 @@ def warm_start(name: str, task, target: float, folder: Path, max_steps: int = 60
             if reached >= target:
                 break
     else:
-        raise RuntimeError(f"the warm start reached {reached:.2f} in {max_steps} steps, not {target}: "
-                           "lower --base_accuracy or make the task easier (--task_max_ops, --task_operand)")
+        raise RuntimeError(
+            f"the warm start reached {reached:.2f} in {max_steps} steps, not {target}: "
+            "lower --base_accuracy or make the task easier (--task_max_ops, --task_operand)"
+        )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return reached
@@ -106,6 +140,7 @@ def warm_start(name: str, task, target: float, folder: Path, max_steps: int = 60
 
 if __name__ == "__main__":
     import config
+
     try:
         made = config.parse()
     except ValueError as e:

@@ -5,6 +5,7 @@
 400 updates, and 150 of the rows that are over by then or that do not move. The closed loop holds KL(policy || actor) at 0.01 nats a token by steering lambda_distill. Its last row starts almost
 without distillation and lets the gap grow to 0.05 before it holds: does that move the collapse of the row without distillation?
 """
+
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import sweep
 
 LONG = dict(steps=400, eval_every=50)
 ROWS = {
-    "no correction, no distillation": dict(objective="none", distill_lambda=0),                 # both are over within 150 updates
+    "no correction, no distillation": dict(objective="none", distill_lambda=0),  # both are over within 150 updates
     "TIS, no distillation": dict(objective="tis", distill_lambda=0),
     "Jackpot, no distillation": dict(objective="jackpot", distill_lambda=0, **LONG),
     "TIS + distillation": dict(objective="tis"),
@@ -22,8 +23,14 @@ ROWS = {
     "Jackpot, closed loop": dict(objective="jackpot", distill_kl_target=0.01, **LONG),
     "Jackpot, closed loop from 0.01": dict(objective="jackpot", distill_lambda=0.01, distill_kl_target=0.05, **LONG),
 }
-PANELS = [("KL(policy || actor), nats a token", "distill_kl"), ("held-out pass@1 of the policy (%)", "eval/policy"), ("reward of the responses", "reward"),
-          ("lambda_distill", "distill_lambda"), ("gradient norm of the policy", "grad_norm"), ("entropy of the policy (nats)", "entropy")]
+PANELS = [
+    ("KL(policy || actor), nats a token", "distill_kl"),
+    ("held-out pass@1 of the policy (%)", "eval/policy"),
+    ("reward of the responses", "reward"),
+    ("lambda_distill", "distill_lambda"),
+    ("gradient norm of the policy", "grad_norm"),
+    ("entropy of the policy (nats)", "entropy"),
+]
 
 
 def main():

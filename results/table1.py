@@ -5,6 +5,7 @@
 The same budget of responses for every row. Controls that the paper lacks: `tis` at C = c1 and `z_tis` (OBRS is, in expectation,
 TIS scaled by Z), the expected mask, and the closed loop on the measured KL.
 """
+
 import sys
 from pathlib import Path
 
@@ -14,7 +15,9 @@ import sweep
 
 ROWS = {
     "on-policy": dict(objective="grpo", actor="none"),
-    "actor's own on-policy": dict(objective="grpo", model="base:actor", actor="none", lr=3e-4),       # its learning rate in the other rows
+    "actor's own on-policy": dict(
+        objective="grpo", model="base:actor", actor="none", lr=3e-4
+    ),  # its learning rate in the other rows
     "no correction": dict(objective="none", distill_lambda=0),
     "distillation only": dict(objective="none"),
     "TIS + distillation": dict(objective="tis"),
@@ -28,11 +31,26 @@ ROWS = {
     "Z-TIS, no distillation": dict(objective="z_tis", distill_lambda=0),
     "Jackpot, no distillation": dict(objective="jackpot", distill_lambda=0),
 }
-THREE = ["on-policy", "no correction", "TIS + distillation", "TIS, C = c1", "Z-TIS", "Jackpot", "Jackpot, expected mask",
-         "TIS, no distillation", "Z-TIS, no distillation", "Jackpot, no distillation"]
-PANELS = [("held-out pass@1 of the policy (%)", "eval/policy"), ("held-out pass@1 of the actor (%)", "eval/actor"), ("reward of the responses", "reward"),
-          ("KL(policy || actor), nats a token", "distill_kl"), ("ESS of the weights that train", "rollout_corr/rollout_is_eff_sample_size"),
-          ("entropy of the policy (nats)", "entropy")]
+THREE = [
+    "on-policy",
+    "no correction",
+    "TIS + distillation",
+    "TIS, C = c1",
+    "Z-TIS",
+    "Jackpot",
+    "Jackpot, expected mask",
+    "TIS, no distillation",
+    "Z-TIS, no distillation",
+    "Jackpot, no distillation",
+]
+PANELS = [
+    ("held-out pass@1 of the policy (%)", "eval/policy"),
+    ("held-out pass@1 of the actor (%)", "eval/actor"),
+    ("reward of the responses", "reward"),
+    ("KL(policy || actor), nats a token", "distill_kl"),
+    ("ESS of the weights that train", "rollout_corr/rollout_is_eff_sample_size"),
+    ("entropy of the policy (nats)", "entropy"),
+]
 
 
 def main():

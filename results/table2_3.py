@@ -4,6 +4,7 @@
 
 One model, 1,280 updates of 32 responses (40,960 in all): 20 syncs of 64 updates, or 10 of 128. `on-policy` syncs before every update.
 """
+
 import sys
 from pathlib import Path
 
@@ -28,8 +29,14 @@ for label, flags in KINDS.items():
     ROWS[f"{label}, 64"] = dict(flags, rollout_batch=2048, **STALE)
 for label in list(KINDS)[:4]:
     ROWS[f"{label}, 128"] = dict(KINDS[label], rollout_batch=4096, **STALE)
-PANELS = [("held-out pass@1 (%)", "eval/policy"), ("reward of the responses", "reward"), ("drift since the sync, mean log p_ref / p_new", "ppo_kl"),
-          ("gradient norm", "grad_norm"), ("OBRS acceptance", "obrs/accept_rate"), ("entropy (nats)", "entropy")]
+PANELS = [
+    ("held-out pass@1 (%)", "eval/policy"),
+    ("reward of the responses", "reward"),
+    ("drift since the sync, mean log p_ref / p_new", "ppo_kl"),
+    ("gradient norm", "grad_norm"),
+    ("OBRS acceptance", "obrs/accept_rate"),
+    ("entropy (nats)", "entropy"),
+]
 
 
 def main():

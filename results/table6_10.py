@@ -4,6 +4,7 @@
 
 `other model`: a small actor samples (target ref; Z exact, or bracketed where K matters). `stale`: 64 updates a sync, no clip, target new.
 """
+
 import sys
 from pathlib import Path
 
@@ -27,13 +28,21 @@ ROWS = {
     **{f"K = {k}, bracket": dict(OTHER, obrs_z="bracket", obrs_topk=k) for k in (10, 20, 40)},
     "budget: accept 90 %": dict(OTHER, obrs_accept_rate=0.9),
 }
-COLUMNS = {**sweep.COLUMNS,
-           "lambda": lambda rs: sweep.number(sweep.tail(rs, "obrs/lambda", 1.0)),
-           "Z_low / Z": lambda rs: sweep.number(sweep.tail(rs, "obrs/z_low", 1.0) / sweep.tail(rs, "obrs/z_exact", 1.0)),
-           "bracket's width": lambda rs: sweep.number(sweep.tail(rs, "obrs/bracket_width", 1.0)),
-           "kappa": lambda rs: sweep.number(sweep.tail(rs, "obrs/kappa", 1.0))}
-PANELS = [("held-out pass@1 of the policy (%)", "eval/policy"), ("KL(policy || actor), nats a token", "distill_kl"), ("acceptance", "obrs/accept_rate"),
-          ("kappa", "obrs/kappa"), ("width of the bracket around Z", "obrs/bracket_width"), ("ESS of the weights that train", "rollout_corr/rollout_is_eff_sample_size")]
+COLUMNS = {
+    **sweep.COLUMNS,
+    "lambda": lambda rs: sweep.number(sweep.tail(rs, "obrs/lambda", 1.0)),
+    "Z_low / Z": lambda rs: sweep.number(sweep.tail(rs, "obrs/z_low", 1.0) / sweep.tail(rs, "obrs/z_exact", 1.0)),
+    "bracket's width": lambda rs: sweep.number(sweep.tail(rs, "obrs/bracket_width", 1.0)),
+    "kappa": lambda rs: sweep.number(sweep.tail(rs, "obrs/kappa", 1.0)),
+}
+PANELS = [
+    ("held-out pass@1 of the policy (%)", "eval/policy"),
+    ("KL(policy || actor), nats a token", "distill_kl"),
+    ("acceptance", "obrs/accept_rate"),
+    ("kappa", "obrs/kappa"),
+    ("width of the bracket around Z", "obrs/bracket_width"),
+    ("ESS of the weights that train", "rollout_corr/rollout_is_eff_sample_size"),
+]
 
 
 def main():

@@ -1,4 +1,5 @@
 """Shared by the suite: tiny models with random weights, one vLLM engine for everything, hand-made groups."""
+
 import os
 import sys
 from pathlib import Path
@@ -23,10 +24,25 @@ def tiny_model(seed: int, layers: int = 1, hidden: int = 32, std: float = 0.3, t
 
     In float64 it takes torch's RMSNorm: transformers' own rounds to float32 whatever comes in."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
+
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=VOCAB, hidden_size=hidden, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=32, max_position_embeddings=128, tie_word_embeddings=tie, initializer_range=std, bos_token_id=None, eos_token_id=1, pad_token_id=0)).to(dtype)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCAB,
+            hidden_size=hidden,
+            intermediate_size=64,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,
+            max_position_embeddings=128,
+            tie_word_embeddings=tie,
+            initializer_range=std,
+            bos_token_id=None,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+    ).to(dtype)
     if dtype == torch.float64:
         for parent in list(model.modules()):
             for name, norm in list(parent.named_children()):
@@ -39,7 +55,11 @@ def tiny_model(seed: int, layers: int = 1, hidden: int = 32, std: float = 0.3, t
 def folders(tmp_path_factory):
     """Folders of a tiny policy, a tiny actor, and an untied one, as save_pretrained writes them."""
     root = tmp_path_factory.mktemp("models")
-    for name, model in (("policy", tiny_model(0, layers=2)), ("actor", tiny_model(1)), ("untied", tiny_model(2, tie=False))):
+    for name, model in (
+        ("policy", tiny_model(0, layers=2)),
+        ("actor", tiny_model(1)),
+        ("untied", tiny_model(2, tie=False)),
+    ):
         model.save_pretrained(root / name)
         arithmetic_tokenizer().save_pretrained(root / name)
     return root
@@ -53,6 +73,7 @@ def solvers(tmp_path_factory):
     """The same two shapes, warm-started on one-step sums until they solve a third of them: RL has something to climb."""
     import warmstart
     from tasks import Arithmetic
+
     root, old = tmp_path_factory.mktemp("solvers"), (warmstart.SHAPES, warmstart.LR, warmstart.EVAL_PROBLEMS)
     shape = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1)
     warmstart.SHAPES = {"policy": {**shape, "num_hidden_layers": 2}, "actor": {**shape, "num_hidden_layers": 1}}
@@ -67,6 +88,7 @@ def solvers(tmp_path_factory):
 def vllm_engines(folders):
     """vLLM engines of the tiny actor by their settings, each started once. The first that closes takes the process group along: all stay open."""
     from rollout import VLLMEngine
+
     made = {}
 
     def get(**settings):
@@ -74,6 +96,7 @@ def vllm_engines(folders):
         if key not in made:
             made[key] = VLLMEngine(str(folders / "actor"), max_len=64, max_logprobs=20, **settings)
         return made[key]
+
     yield get
     for engine in made.values():
         engine.close()
@@ -91,7 +114,15 @@ def make_cfg(**changes) -> config.Config:
     return config.resolve(config.Config(**changes), world=changes.pop("world", 1))
 
 
-def make_groups(n_groups: int = 2, G: int = 4, K: int = 3, seed: int = 0, vocab: int = VOCAB, longest: int = 9, prompt: tuple = (2, 7)) -> list[Rollout]:
+def make_groups(
+    n_groups: int = 2,
+    G: int = 4,
+    K: int = 3,
+    seed: int = 0,
+    vocab: int = VOCAB,
+    longest: int = 9,
+    prompt: tuple = (2, 7),
+) -> list[Rollout]:
     """Ragged groups with made-up laws: sampled tokens, log-probabilities, a top-K that may or may not hold the sample."""
     rng = np.random.default_rng(seed)
     groups = []
@@ -105,9 +136,31 @@ def make_groups(n_groups: int = 2, G: int = 4, K: int = 3, seed: int = 0, vocab:
             order = np.argsort(-logp, 1)[:, :K]
             mask = np.ones(L, bool)
             if L > 2 and g == 1:
-                mask[1] = False                            # a token that carries no gradient, inside a response
-            responses.append(Response(tokens.astype(np.int32), mask, logp[np.arange(L), tokens].astype(np.float32), order.astype(np.int32),
-                                      np.take_along_axis(logp, order, 1).astype(np.float32), "stop", reward=float(rng.integers(0, 2))))
-        groups.append(Rollout(("test", 0, i), f"p{i}", rng.integers(0, vocab, int(rng.integers(*prompt))).astype(np.int32), Sampling(), "policy",
-                              "float32", 0, "", 0.0, 0.0, responses))
+                mask[1] = False  # a token that carries no gradient, inside a response
+            responses.append(
+                Response(
+                    tokens.astype(np.int32),
+                    mask,
+                    logp[np.arange(L), tokens].astype(np.float32),
+                    order.astype(np.int32),
+                    np.take_along_axis(logp, order, 1).astype(np.float32),
+                    "stop",
+                    reward=float(rng.integers(0, 2)),
+                )
+            )
+        groups.append(
+            Rollout(
+                ("test", 0, i),
+                f"p{i}",
+                rng.integers(0, vocab, int(rng.integers(*prompt))).astype(np.int32),
+                Sampling(),
+                "policy",
+                "float32",
+                0,
+                "",
+                0.0,
+                0.0,
+                responses,
+            )
+        )
     return groups

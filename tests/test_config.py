@@ -1,4 +1,5 @@
 """Bad input: one clear sentence that names the flag, file or line and the mend, before any model loads."""
+
 import json
 import os
 import subprocess
@@ -13,76 +14,107 @@ from conftest import ROOT, make_cfg
 from pair import want_new, want_ref
 
 
-@pytest.mark.parametrize("argv, sentence", [
-    (["--objectve=jackpot"], "--objectve: no such flag; did you mean --objective?"),
-    (["--objective=jackpt"], "did you mean jackpot?"),
-    (["--correction=tiss"], "--correction=tiss: not one of .* did you mean tis?"),
-    (["--surrogate=pppo"], "did you mean ppo?"),
-    (["--advantage=grp"], "--advantage=grp: not one of grpo, grpo_no_std, rloo; did you mean grpo?"),
-    (["--obrs_lambda=0"], "--obrs_lambda=0.0: lambda must be above 0"),
-    (["--obrs_c2=0.5"], "--obrs_c2=0.5: caps p_ref / p_tgt, so at least 1"),
-    (["--base_accuracy=1.5"], "--base_accuracy=1.5: a share between 0 and 1"),
-    (["--actor_base_accuracy=0"], "--actor_base_accuracy=0.0: a share between 0 and 1"),
-    (["--top_p=0"], r"--top_p=0.0: a probability mass in \(0, 1\]"),
-    (["--top_p=1.1"], r"--top_p=1.1: a probability mass in \(0, 1\]"),
-    (["--top_k=-1"], "--top_k=-1: must be 0"),
-    (["--min_p=1"], r"--min_p=1.0: a share in \[0, 1\)"),
-    (["--keep_sampling_mask=replayed"], "did you mean replay?"),
-    (["--keep_sampling_mask=recompute", "--top_k=5"], "--keep_sampling_mask=recompute with an --actor: .* use replay or off"),
-    (["--obrs_lambda=-1"], "--obrs_lambda=-1.0: lambda must be above 0"),
-    (["--obrs_accept_rate=1.5"], r"--obrs_accept_rate=1.5: a budget lies in \(0, 1\]"),
-    (["--obrs_accept_rate=-0.5"], "a budget lies in"), (["--obrs_accept_rate=0"], "a budget lies in"),
-    (["--objective=jackpot", "--is_cap=3"], "--is_cap=3.0: --correction=obrs has no cap C; use --obrs_c1"),
-    (["--objective=icepop", "--is_cap=3"], "use --rs_low and --rs_high"), (["--objective=grpo", "--is_cap=3"], "leave it out"),
-    (["--dual_clip=3", "--clip=False"], "--dual_clip=3.0: needs a value above 1"), (["--dual_clip=0.5"], "needs a value above 1"),
-    (["--dual_clip=3", "--surrogate=sapo"], "--surrogate=ppo or gspo"), (["--objective=reinforce", "--ratio_base=inf"], "--surrogate=reinforce has no ratio"),
-    (["--kappa=exact"], "--kappa=exact is for --obrs_target=new"), (["--objective=z_tis", "--obrs_target=new"], "z_tis is a control for target ref"),
-    (["--distill_kl_target=0.1", "--distill_lambda=0"], "needs a --distill_lambda above 0"),
-    (["--distill_topk=256"], "--distill_topk=256: must lie between 0 and the vocabulary of 256 tokens, less one"),
-    (["--obrs_topk=257"], "--obrs_topk=257: K must lie between 1 and the vocabulary of 256 tokens"),
-    (["--train_batch=100"], "--train_batch=100: not divisible by --group_size=8 times 1 rank"),
-    (["--rollout_batch=300"], "--rollout_batch=300: not a multiple of --train_batch=256"),
-    (["--group_size=1", "--train_batch=4", "--rollout_batch=4"], "--group_size=1: an advantage needs at least 2 responses"),
-    (["--steps=0"], "--steps=0: must be at least 1"),
-    (["--lr=0"], "--lr=0.0: must be above 0"),
-    (["--logprobs_mode=raw", "--top_k=5"], "--logprobs_mode=raw: raw log-probabilities do not show which tokens were cut, so there are no kept sets to replay"),
-    (["--top_k=257"], "--top_k=257: larger than the vocabulary of 256 tokens"),
-    (["--learner_quant=aligned"], "--learner_quant=aligned: the rollouts are not quantized, there is nothing to align with"),
-    (["--rollout_quant=int4"], "--rollout_quant=int4: not one of none, int8, fp8, w4a16"),
-    (["--quant_group=0"], "--quant_group=0: must be at least 1"), (["--objective=tbpo", "--is_cap=1"], "--is_cap=1.0: tbpo_mismatch caps two-sided"),
-    (["--tbpo_neg_high=0"], "--tbpo_neg_high=0.0: the band's edges"),
-    (["--objective=icepop", "--reject=geo"], "--reject=geo: --correction=icepop already rejects"),
-    (["--objective=tis", "--rs_high=2"], "--rs_low=None --rs_high=2.0: nothing is rejected by bounds here; name what to bound with --reject"),
-    (["--objective=tis", "--reject=geo", "--rs_low=1.2"], "--rs_low=1.2 --rs_high=1.1: the bounds are crossed"),
-    (["--objective=tis", "--veto=1"], r"--veto=1.0: a ratio in \[0, 1\)"), (["--log_ratio_clamp=0"], "--log_ratio_clamp=0.0: must be above 0"),
-    (["--objective=tis", "--is_floor=2"], "--is_floor=2.0: a lower bound of a capped weight, below --is_cap=2.0"),
-    (["--objective=grpo", "--is_floor=0.5"], "--correction=none has none"), (["--rollout_rs=seq_max_k2"], "--reject=seq_max_k2: not one of none, token"),
-    (["--rs_low=3", "--rs_high=2"], "--rs_low=3.0 --rs_high=2.0: the bounds are crossed"),
-    (["--objective=ppo_is", "--correction=tis"], "--ratio_base=inf already corrects"),
-    (["--correction=tis_adjusted"], "needs --ratio_base=new, not ref"),
-    (["--correction=jackpot_adjusted", "--ratio_base=new"], "use --obrs_target=new"),
-    (["--obrs_z=exact", "--actor=none"], "--obrs_z=exact: the whole vocabulary is known only"),
-    (["--loss_denominator=kept", "--obrs_target=new"], "add --kappa=exact"),
-    (["--objective=tis_adjusted", "--loss_denominator=kept", "--veto=1e-4"], "--correction=tis_adjusted is known within it; use proposed"),
-    (["--obrs_accept_rate=0.9", "--obrs_target=new"], "add --kappa=exact"),
-    (["--distill_kl_target=0.1", "--actor=none"], "there is no actor to distil"),
-    (["--model=/no/such"], "--model=/no/such: no Hugging Face model folder"),
-    (["--actor=/no/such"], "--actor=/no/such: no Hugging Face model folder"),
-    (["--model=base:polcy"], "did you mean base:policy?"),
-    (["--task=/no/such.jsonl", "--actor=none"], "--model=base:policy knows only --task=arith"),
-    (["--task_min_ops=6"], "--task_min_ops=6: must be between 1 and --task_max_ops=5"),
-    (["--task_explain=-1"], "--task_explain=-1: must be 0"),
-    (["--task_total=500"], "--task_total=500: must be below 200"),
-    (["--max_tokens=2000"], "--max_tokens=2000: .*over the model's context of 512"),
-    (["--config=/no/such.toml"], "--config=/no/such.toml: no such file"),
-    (["stray"], "stray: flags are written --key=value"),
-    (["--resume", "--out=/no/such/run"], "--resume: /no/such/run holds no run"),
-])
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        (["--objectve=jackpot"], "--objectve: no such flag; did you mean --objective?"),
+        (["--objective=jackpt"], "did you mean jackpot?"),
+        (["--correction=tiss"], "--correction=tiss: not one of .* did you mean tis?"),
+        (["--surrogate=pppo"], "did you mean ppo?"),
+        (["--advantage=grp"], "--advantage=grp: not one of grpo, grpo_no_std, rloo; did you mean grpo?"),
+        (["--obrs_lambda=0"], "--obrs_lambda=0.0: lambda must be above 0"),
+        (["--obrs_c2=0.5"], "--obrs_c2=0.5: caps p_ref / p_tgt, so at least 1"),
+        (["--base_accuracy=1.5"], "--base_accuracy=1.5: a share between 0 and 1"),
+        (["--actor_base_accuracy=0"], "--actor_base_accuracy=0.0: a share between 0 and 1"),
+        (["--top_p=0"], r"--top_p=0.0: a probability mass in \(0, 1\]"),
+        (["--top_p=1.1"], r"--top_p=1.1: a probability mass in \(0, 1\]"),
+        (["--top_k=-1"], "--top_k=-1: must be 0"),
+        (["--min_p=1"], r"--min_p=1.0: a share in \[0, 1\)"),
+        (["--keep_sampling_mask=replayed"], "did you mean replay?"),
+        (
+            ["--keep_sampling_mask=recompute", "--top_k=5"],
+            "--keep_sampling_mask=recompute with an --actor: .* use replay or off",
+        ),
+        (["--obrs_lambda=-1"], "--obrs_lambda=-1.0: lambda must be above 0"),
+        (["--obrs_accept_rate=1.5"], r"--obrs_accept_rate=1.5: a budget lies in \(0, 1\]"),
+        (["--obrs_accept_rate=-0.5"], "a budget lies in"),
+        (["--obrs_accept_rate=0"], "a budget lies in"),
+        (["--objective=jackpot", "--is_cap=3"], "--is_cap=3.0: --correction=obrs has no cap C; use --obrs_c1"),
+        (["--objective=icepop", "--is_cap=3"], "use --rs_low and --rs_high"),
+        (["--objective=grpo", "--is_cap=3"], "leave it out"),
+        (["--dual_clip=3", "--clip=False"], "--dual_clip=3.0: needs a value above 1"),
+        (["--dual_clip=0.5"], "needs a value above 1"),
+        (["--dual_clip=3", "--surrogate=sapo"], "--surrogate=ppo or gspo"),
+        (["--objective=reinforce", "--ratio_base=inf"], "--surrogate=reinforce has no ratio"),
+        (["--kappa=exact"], "--kappa=exact is for --obrs_target=new"),
+        (["--objective=z_tis", "--obrs_target=new"], "z_tis is a control for target ref"),
+        (["--distill_kl_target=0.1", "--distill_lambda=0"], "needs a --distill_lambda above 0"),
+        (["--distill_topk=256"], "--distill_topk=256: must lie between 0 and the vocabulary of 256 tokens, less one"),
+        (["--obrs_topk=257"], "--obrs_topk=257: K must lie between 1 and the vocabulary of 256 tokens"),
+        (["--train_batch=100"], "--train_batch=100: not divisible by --group_size=8 times 1 rank"),
+        (["--rollout_batch=300"], "--rollout_batch=300: not a multiple of --train_batch=256"),
+        (
+            ["--group_size=1", "--train_batch=4", "--rollout_batch=4"],
+            "--group_size=1: an advantage needs at least 2 responses",
+        ),
+        (["--steps=0"], "--steps=0: must be at least 1"),
+        (["--lr=0"], "--lr=0.0: must be above 0"),
+        (
+            ["--logprobs_mode=raw", "--top_k=5"],
+            "--logprobs_mode=raw: raw log-probabilities do not show which tokens were cut, so there are no kept sets to replay",
+        ),
+        (["--top_k=257"], "--top_k=257: larger than the vocabulary of 256 tokens"),
+        (
+            ["--learner_quant=aligned"],
+            "--learner_quant=aligned: the rollouts are not quantized, there is nothing to align with",
+        ),
+        (["--rollout_quant=int4"], "--rollout_quant=int4: not one of none, int8, fp8, w4a16"),
+        (["--quant_group=0"], "--quant_group=0: must be at least 1"),
+        (["--objective=tbpo", "--is_cap=1"], "--is_cap=1.0: tbpo_mismatch caps two-sided"),
+        (["--tbpo_neg_high=0"], "--tbpo_neg_high=0.0: the band's edges"),
+        (["--objective=icepop", "--reject=geo"], "--reject=geo: --correction=icepop already rejects"),
+        (
+            ["--objective=tis", "--rs_high=2"],
+            "--rs_low=None --rs_high=2.0: nothing is rejected by bounds here; name what to bound with --reject",
+        ),
+        (["--objective=tis", "--reject=geo", "--rs_low=1.2"], "--rs_low=1.2 --rs_high=1.1: the bounds are crossed"),
+        (["--objective=tis", "--veto=1"], r"--veto=1.0: a ratio in \[0, 1\)"),
+        (["--log_ratio_clamp=0"], "--log_ratio_clamp=0.0: must be above 0"),
+        (["--objective=tis", "--is_floor=2"], "--is_floor=2.0: a lower bound of a capped weight, below --is_cap=2.0"),
+        (["--objective=grpo", "--is_floor=0.5"], "--correction=none has none"),
+        (["--rollout_rs=seq_max_k2"], "--reject=seq_max_k2: not one of none, token"),
+        (["--rs_low=3", "--rs_high=2"], "--rs_low=3.0 --rs_high=2.0: the bounds are crossed"),
+        (["--objective=ppo_is", "--correction=tis"], "--ratio_base=inf already corrects"),
+        (["--correction=tis_adjusted"], "needs --ratio_base=new, not ref"),
+        (["--correction=jackpot_adjusted", "--ratio_base=new"], "use --obrs_target=new"),
+        (["--obrs_z=exact", "--actor=none"], "--obrs_z=exact: the whole vocabulary is known only"),
+        (["--loss_denominator=kept", "--obrs_target=new"], "add --kappa=exact"),
+        (
+            ["--objective=tis_adjusted", "--loss_denominator=kept", "--veto=1e-4"],
+            "--correction=tis_adjusted is known within it; use proposed",
+        ),
+        (["--obrs_accept_rate=0.9", "--obrs_target=new"], "add --kappa=exact"),
+        (["--distill_kl_target=0.1", "--actor=none"], "there is no actor to distil"),
+        (["--model=/no/such"], "--model=/no/such: no Hugging Face model folder"),
+        (["--actor=/no/such"], "--actor=/no/such: no Hugging Face model folder"),
+        (["--model=base:polcy"], "did you mean base:policy?"),
+        (["--task=/no/such.jsonl", "--actor=none"], "--model=base:policy knows only --task=arith"),
+        (["--task_min_ops=6"], "--task_min_ops=6: must be between 1 and --task_max_ops=5"),
+        (["--task_explain=-1"], "--task_explain=-1: must be 0"),
+        (["--task_total=500"], "--task_total=500: must be below 200"),
+        (["--max_tokens=2000"], "--max_tokens=2000: .*over the model's context of 512"),
+        (["--config=/no/such.toml"], "--config=/no/such.toml: no such file"),
+        (["stray"], "stray: flags are written --key=value"),
+        (["--resume", "--out=/no/such/run"], "--resume: /no/such/run holds no run"),
+    ],
+)
 def test_command_lines(argv, sentence):
     def everything():
         cfg = parse(["--rollout=hf", *argv])
         import tasks
+
         config.check_sizes(cfg, tasks.make_task(cfg))
+
     with pytest.raises(ValueError, match=sentence) as e:
         everything()
     assert "\n" not in str(e.value)
@@ -92,23 +124,60 @@ def test_flags_and_toml_compose(tmp_path):
     path = tmp_path / "x.toml"
     path.write_text('objective = "tis"\nlr = 1\nsteps = 7\nclip = false\nis_cap = 5\n')
     cfg = parse([f"--config={path}", "--steps=9", "--rollout", "hf", "--positive-only"])
-    assert (cfg.objective, cfg.lr, cfg.steps, cfg.clip, cfg.is_cap, cfg.rollout, cfg.positive_only) == ("tis", 1.0, 9, False, 5.0, "hf", True)
+    assert (cfg.objective, cfg.lr, cfg.steps, cfg.clip, cfg.is_cap, cfg.rollout, cfg.positive_only) == (
+        "tis",
+        1.0,
+        9,
+        False,
+        5.0,
+        "hf",
+        True,
+    )
     assert cfg.correction == "tis" and isinstance(cfg.lr, float)
 
 
 def test_flags_of_other_frameworks():
-    cfg = parse(["--rollout=hf", "--rollout_is=token", "--rollout_is_threshold=3", "--rollout_rs=seq_mean_k1", "--rollout_rs_threshold=1.2", "--loss_agg_mode=seq-mean-token-mean",
-                 "--clip_ratio_high", "0.3"])
-    assert (cfg.correction, cfg.is_cap, cfg.reject, cfg.rs_low, cfg.rs_high, cfg.reduction, cfg.clip_high) == ("tis", 3.0, "geo", 0.9, 1.2, "seq-mean-token-mean", 0.3)
-    cfg = parse(["--rollout=hf", "--vllm_importance_sampling_mode=sequence_mask", "--num_generations=4", "--epsilon=0.1"])
+    cfg = parse(
+        [
+            "--rollout=hf",
+            "--rollout_is=token",
+            "--rollout_is_threshold=3",
+            "--rollout_rs=seq_mean_k1",
+            "--rollout_rs_threshold=1.2",
+            "--loss_agg_mode=seq-mean-token-mean",
+            "--clip_ratio_high",
+            "0.3",
+        ]
+    )
+    assert (cfg.correction, cfg.is_cap, cfg.reject, cfg.rs_low, cfg.rs_high, cfg.reduction, cfg.clip_high) == (
+        "tis",
+        3.0,
+        "geo",
+        0.9,
+        1.2,
+        "seq-mean-token-mean",
+        0.3,
+    )
+    cfg = parse(
+        ["--rollout=hf", "--vllm_importance_sampling_mode=sequence_mask", "--num_generations=4", "--epsilon=0.1"]
+    )
     assert (cfg.correction, cfg.rs_high, cfg.group_size, cfg.clip_low) == ("seq_mis", 3.0, 4, 0.1)
-    assert all((o if isinstance(o, str) else o[0]) in config.FIELDS and theirs not in config.FIELDS for theirs, o in config.FOREIGN.items())
+    assert all(
+        (o if isinstance(o, str) else o[0]) in config.FIELDS and theirs not in config.FIELDS
+        for theirs, o in config.FOREIGN.items()
+    )
 
 
-@pytest.mark.parametrize("text, sentence", [
-    ("stps = 3", "stps: no such flag; did you mean --steps?"), ("steps = 'x'", "steps = 'x' is not of type int"),
-    ("steps = true", "is not of type int"), ("clip = 1", "clip = 1 is not of type bool"), ("steps = ", "not valid TOML"),
-])
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ("stps = 3", "stps: no such flag; did you mean --steps?"),
+        ("steps = 'x'", "steps = 'x' is not of type int"),
+        ("steps = true", "is not of type int"),
+        ("clip = 1", "clip = 1 is not of type bool"),
+        ("steps = ", "not valid TOML"),
+    ],
+)
 def test_bad_toml(tmp_path, text, sentence):
     path = tmp_path / "x.toml"
     path.write_text(text)
@@ -136,12 +205,27 @@ def test_auto_actor_and_z():
     assert make_cfg(objective="jackpot", actor="base:actor", obrs_target="new").obrs_z == "bracket"
 
 
-@pytest.mark.parametrize("late, z", [(dict(delay="lognormal"), "bracket"), (dict(delay="lognormal", max_staleness=0), "exact"), (dict(samplers="zmq", bind="tcp://127.0.0.1:5555"), "bracket"),
-                                     (dict(rollout_quant="w4a16"), "bracket"), (dict(rollout_quant="w4a16", learner_quant="aligned"), "exact"), (dict(rollout_quant="int8", learner_quant="int8"), "exact"), (dict(learner_quant="int8"), "bracket"),
-                                     (dict(top_p=0.9, keep_sampling_mask="off"), "bracket"), (dict(top_p=0.9), "exact")])
+@pytest.mark.parametrize(
+    "late, z",
+    [
+        (dict(delay="lognormal"), "bracket"),
+        (dict(delay="lognormal", max_staleness=0), "exact"),
+        (dict(samplers="zmq", bind="tcp://127.0.0.1:5555"), "bracket"),
+        (dict(rollout_quant="w4a16"), "bracket"),
+        (dict(rollout_quant="w4a16", learner_quant="aligned"), "exact"),
+        (dict(rollout_quant="int8", learner_quant="int8"), "exact"),
+        (dict(learner_quant="int8"), "bracket"),
+        (dict(top_p=0.9, keep_sampling_mask="off"), "bracket"),
+        (dict(top_p=0.9), "exact"),
+    ],
+)
 def test_an_actor_that_has_moved_says_nothing_of_the_law_that_sampled(late, z):
     cfg = resolve(Config(rollout="hf", **late))
-    assert cfg.obrs_z == z and want_ref(cfg, True, 1.0).pair == want_new(cfg, True, 1.0, False).pair == (z == "exact") and want_new(cfg, True, 1.0, True).distill == "forward"
+    assert (
+        cfg.obrs_z == z
+        and want_ref(cfg, True, 1.0).pair == want_new(cfg, True, 1.0, False).pair == (z == "exact")
+        and want_new(cfg, True, 1.0, True).distill == "forward"
+    )
     new = replace(cfg, obrs_target="new", obrs_z="bracket")
     assert want_ref(new, True, 1.0).topk == (0 if z == "bracket" else 20)
     if z == "bracket":
@@ -151,6 +235,7 @@ def test_an_actor_that_has_moved_says_nothing_of_the_law_that_sampled(late, z):
 
 def test_vllm_missing(monkeypatch):
     import importlib.util
+
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else real(name, *a))
     with pytest.raises(ValueError, match="--rollout=vllm: vLLM is not installed here.*--rollout=hf"):
@@ -162,6 +247,7 @@ def test_vllm_missing(monkeypatch):
 
 def test_models_that_do_not_fit(folders, tmp_path):
     from runs import load_model
+
     small = tmp_path / "small"
     small.mkdir()
     data = json.loads((folders / "actor" / "config.json").read_text())
@@ -171,38 +257,60 @@ def test_models_that_do_not_fit(folders, tmp_path):
     with pytest.raises(ValueError, match="--obrs_topk=300: K must lie between 1 and the vocabulary of 256"):
         config.check_models(make_cfg(objective="jackpot", obrs_topk=300), str(folders / "policy"), None)
     import shutil
+
     wrong = tmp_path / "wrong"
     shutil.copytree(folders / "policy", wrong)
     data = json.loads((wrong / "config.json").read_text())
     (wrong / "config.json").write_text(json.dumps({**data, "hidden_size": 64}))
     with pytest.raises(ValueError, match="its weights do not fit its config.json"):
         load_model(str(wrong))
-    (wrong / "config.json").write_text(json.dumps({**data, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}))
+    (wrong / "config.json").write_text(
+        json.dumps({**data, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3})
+    )
     with pytest.raises(ValueError, match="its weights do not fit its config.json"):
         load_model(str(wrong))
 
 
 def test_the_command_says_it_in_one_line(tmp_path):
     """The real command: exit status 1 or 2, one line, no traceback, and nothing loaded or written."""
-    for argv, words in ((["--obrs_lambda=0"], "lambda must be above 0"), (["--objective=jackpt", f"--out={tmp_path}/x"], "did you mean jackpot?")):
-        done = subprocess.run([sys.executable, "train.py", *argv], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
-        assert done.returncode != 0 and words in done.stderr and "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    for argv, words in (
+        (["--obrs_lambda=0"], "lambda must be above 0"),
+        (["--objective=jackpt", f"--out={tmp_path}/x"], "did you mean jackpot?"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "train.py", *argv],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        )
+        assert (
+            done.returncode != 0
+            and words in done.stderr
+            and "Traceback" not in done.stderr
+            and len(done.stderr.strip().splitlines()) == 1
+        )
     assert not (tmp_path / "x").exists()
 
 
 def test_prompts_and_vocabularies_are_checked_before_models_load(folders, tmp_path, monkeypatch):
     from learner import Comm
     from runs import open_run
+
     monkeypatch.setattr("runs.load_model", None)
     file = tmp_path / "long.jsonl"
     file.write_text(json.dumps({"problem": "1 + " * 100, "answer": "1"}) + "\n")
     base = dict(model=str(folders / "policy"), objective="grpo", out=str(tmp_path / "run"), max_tokens=8)
-    with pytest.raises(ValueError, match=r"--max_tokens=8: the longest prompt has 2\d\d tokens, together more than the model's context of 128"):
+    with pytest.raises(
+        ValueError,
+        match=r"--max_tokens=8: the longest prompt has 2\d\d tokens, together more than the model's context of 128",
+    ):
         open_run(make_cfg(**base, task=str(file)), Comm())
     file.write_text('{"problem": "1", "answer": "1"}\n{"problem": "2"}\n')
     with pytest.raises(ValueError, match="long.jsonl, line 2: no `answer`"):
         open_run(make_cfg(**base, task=str(file)), Comm())
     import shutil
+
     other = tmp_path / "other"
     shutil.copytree(folders / "actor", other)
     data = (other / "tokenizer.json").read_text()

@@ -1,4 +1,5 @@
 """Group expectation weights: by hand, at their limits, and Theorem 1 on laws that can be enumerated or integrated."""
+
 import math
 from dataclasses import replace
 
@@ -19,12 +20,15 @@ t = lambda *x: torch.tensor(x, dtype=f64)
 def test_expectations_by_hand():
     logq, group = t(0.5, 0.25, 0.1, 0.4, 0.4).log(), torch.tensor([0, 0, 1, 1, 1])
     weighted = gepo.log_expectation(logq, group).exp()
-    assert torch.allclose(weighted, t(5 / 12, 5 / 12, 0.33 / 0.9, 0.33 / 0.9, 0.33 / 0.9))       # (1/4 + 1/16) / (3/4)
+    assert torch.allclose(weighted, t(5 / 12, 5 / 12, 0.33 / 0.9, 0.33 / 0.9, 0.33 / 0.9))  # (1/4 + 1/16) / (3/4)
     assert torch.allclose(gepo.log_expectation(logq, group, "mean").exp(), t(0.375, 0.375, 0.3, 0.3, 0.3))
     e = gepo.defence(logq, group, 4.0)
-    assert torch.allclose(e, t(4 / 64, 4 / 64, 0.08, 0.08, 0.08))                                # population variances 1/64 and 0.02
-    assert torch.equal(gepo.defence(logq, group, 1e6), torch.full((5,), 0.99, dtype=f64)) and float(gepo.defence(logq, group, 0.0).max()) == 0
-    empty = t(LN(0.5), -math.inf, LN(0.25))                                                       # a response without tokens has no q
+    assert torch.allclose(e, t(4 / 64, 4 / 64, 0.08, 0.08, 0.08))  # population variances 1/64 and 0.02
+    assert (
+        torch.equal(gepo.defence(logq, group, 1e6), torch.full((5,), 0.99, dtype=f64))
+        and float(gepo.defence(logq, group, 0.0).max()) == 0
+    )
+    empty = t(LN(0.5), -math.inf, LN(0.25))  # a response without tokens has no q
     assert torch.allclose(gepo.log_expectation(empty, torch.zeros(3)).exp(), t(5 / 12, 5 / 12, 5 / 12))
     assert torch.allclose(gepo.log_expectation(empty, torch.zeros(3), "mean").exp(), t(0.375, 0.375, 0.375))
     assert torch.allclose(gepo.defence(empty, torch.zeros(3), 4.0), t(4 / 64, 4 / 64, 4 / 64))
@@ -34,10 +38,12 @@ def test_expectations_by_hand():
 def test_one_response_or_equal_ones_give_p_over_q_and_extremes_stay_finite():
     logq = t(-3.0, -0.5, -900.0)
     for how in ("weighted", "mean"):
-        assert torch.allclose(gepo.log_expectation(logq, torch.arange(3), how), logq, atol=1e-12)              # K = 1
-        assert torch.allclose(gepo.log_expectation(t(-2.0, -2.0, -2.0), torch.zeros(3), how), t(-2.0, -2.0, -2.0), atol=1e-12)
+        assert torch.allclose(gepo.log_expectation(logq, torch.arange(3), how), logq, atol=1e-12)  # K = 1
+        assert torch.allclose(
+            gepo.log_expectation(t(-2.0, -2.0, -2.0), torch.zeros(3), how), t(-2.0, -2.0, -2.0), atol=1e-12
+        )
     far = gepo.log_expectation(t(-1000.0, -2000.0, -1000.0), torch.zeros(3))
-    assert torch.allclose(far, t(-1000.0, -1000.0, -1000.0)) and far.isfinite().all()                          # exp(-1000) is 0 in float64
+    assert torch.allclose(far, t(-1000.0, -1000.0, -1000.0)) and far.isfinite().all()  # exp(-1000) is 0 in float64
     e = t(0.0)
     assert torch.equal(gepo.log_denominator(t(-5.0), t(-1000.0), e), t(-1000.0))
     assert float(gepo.log_denominator(t(LN(0.2)), t(LN(0.6)), t(0.25)).exp()) == pytest.approx(0.25 * 0.2 + 0.75 * 0.6)
@@ -48,8 +54,10 @@ def test_weighted_is_another_number_than_the_expectation_and_mean_is_not():
     q = t(0.6, 0.3, 0.1)
     draws = torch.multinomial(q, 40_000, replacement=True, generator=torch.Generator().manual_seed(0))
     logq = q[draws].log()
-    assert float(gepo.log_expectation(logq[:4000], torch.zeros(4000))[0].exp()) == pytest.approx(float((q ** 3).sum() / (q ** 2).sum()), rel=0.02)
-    pairs = torch.cartesian_prod(torch.arange(3), torch.arange(3))                                # every group of two, with its probability
+    assert float(gepo.log_expectation(logq[:4000], torch.zeros(4000))[0].exp()) == pytest.approx(
+        float((q**3).sum() / (q**2).sum()), rel=0.02
+    )
+    pairs = torch.cartesian_prod(torch.arange(3), torch.arange(3))  # every group of two, with its probability
     chance = q[pairs].prod(1)
     each = torch.stack([gepo.log_expectation(q[p].log(), torch.zeros(2), "mean")[0].exp() for p in pairs])
     assert float((chance * each).sum()) == pytest.approx(float((q * q).sum()), abs=1e-12)
@@ -74,18 +82,20 @@ def test_loss_and_gradient_are_the_texts(c):
     value, logs = objectives.loss(new, b, stats, cfg)
     total = objectives.reduce(value, b.mask, stats, cfg)
     total.backward()
-    q = t(math.exp(-2), math.exp(-2), math.exp(-1), math.exp(-4))                                 # length-normalised, by hand
+    q = t(math.exp(-2), math.exp(-2), math.exp(-1), math.exp(-4))  # length-normalised, by hand
     p = t(math.exp(-1.8), math.exp(-2.1), math.exp(-0.95), math.exp(-3.9)).requires_grad_()
     E = torch.cat([(x * x).sum() / x.sum() * torch.ones(2, dtype=f64) for x in (q[:2], q[2:])])
-    e = torch.cat([(c * ((x - x.mean()) ** 2).mean()).clamp(0, 0.99) * torch.ones(2, dtype=f64) for x in (q[:2], q[2:])])
+    e = torch.cat(
+        [(c * ((x - x.mean()) ** 2).mean()).clamp(0, 0.99) * torch.ones(2, dtype=f64) for x in (q[:2], q[2:])]
+    )
     w, adv = p / (e * p.detach() + (1 - e) * E), b.adv[:, 0]
     want = -torch.minimum(w * adv, w.clamp(0.8, 1.2) * adv).mean()
     assert float(total.detach()) == pytest.approx(float(want.detach()), rel=1e-12)
-    grad = torch.autograd.grad(want, p)[0] * p.detach() / b.mask.sum(1)                            # d p / d log p_t = p / T
+    grad = torch.autograd.grad(want, p)[0] * p.detach() / b.mask.sum(1)  # d p / d log p_t = p / T
     assert torch.allclose(new.logp.grad, grad[:, None] * b.mask, atol=1e-12)
-    assert torch.allclose(logs["weight"][:, 0], w.detach(), atol=1e-12)                            # what the metrics call the weight
-    assert float(w.detach()[3]) < 0.3 and (c == 0 or float(e[2]) > 0.1)                            # the group's mean, not its own q
-    half = objectives.micro_stats(stats, [2, 3])                                                   # a micro-batch keeps its groups' numbers
+    assert torch.allclose(logs["weight"][:, 0], w.detach(), atol=1e-12)  # what the metrics call the weight
+    assert float(w.detach()[3]) < 0.3 and (c == 0 or float(e[2]) > 0.1)  # the group's mean, not its own q
+    half = objectives.micro_stats(stats, [2, 3])  # a micro-batch keeps its groups' numbers
     part = Fields(logp_ref=b.logp_ref[2:], logp_inf=b.logp_inf[2:], mask=b.mask[2:], adv=b.adv[2:])
     again, _ = objectives.loss(TokenStats(new.logp.detach()[2:]), part, half, cfg)
     assert torch.allclose(again, value.detach()[2:])
@@ -106,7 +116,11 @@ def test_cppo_kl_estimates_what_its_name_says():
     p, q = t(0.5, 0.3, 0.2), t(0.2, 0.2, 0.6)
     mean = lambda how: float((q * gepo.cppo_kl(p.log(), q.log(), how, 20.0)).sum())
     kl, chi2 = float((q * (q / p).log()).sum()), float((q * q / p).sum() - 1)
-    assert mean("k3") == pytest.approx(kl, abs=1e-12) and mean("official") == pytest.approx(chi2 - kl, abs=1e-12) and abs(chi2 - 2 * kl) > 0.1
+    assert (
+        mean("k3") == pytest.approx(kl, abs=1e-12)
+        and mean("official") == pytest.approx(chi2 - kl, abs=1e-12)
+        and abs(chi2 - 2 * kl) > 0.1
+    )
     new, b = two_groups([[0.0, 0.5], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
     base = make_cfg(objective="gepo")
     for how, d in (("official", -0.5), ("k3", 0.5)):
@@ -116,11 +130,15 @@ def test_cppo_kl_estimates_what_its_name_says():
         value, logs = objectives.loss(new, b, stats, cfg)
         want = torch.zeros(4, 2, dtype=f64)
         want[0, 1] = 0.1 * (math.exp(d) - d - 1)
-        assert torch.allclose((value - plain).detach(), want, atol=1e-12) and float(logs["cppo_kl"][0, 1]) == pytest.approx(math.exp(d) - d - 1)
+        assert torch.allclose((value - plain).detach(), want, atol=1e-12) and float(
+            logs["cppo_kl"][0, 1]
+        ) == pytest.approx(math.exp(d) - d - 1)
         new.logp.grad = None
         (value - plain).sum().backward()
         slope = 0.1 * (1 - math.exp(d)) if how == "official" else 0.1 * (math.exp(d) - 1)
-        assert float(new.logp.grad[0, 1]) == pytest.approx(slope) and slope > 0                    # descent lowers p_new back towards p_inf
+        assert (
+            float(new.logp.grad[0, 1]) == pytest.approx(slope) and slope > 0
+        )  # descent lowers p_new back towards p_inf
         assert float(new.logp.grad.abs().sum()) == pytest.approx(abs(slope))
     assert float(gepo.cppo_kl(t(-500.0), t(0.0), "official", 20.0)) == pytest.approx(math.exp(20) - 21)
 
@@ -137,53 +155,78 @@ def test_cppo_kl_is_a_mean_over_responses_under_any_reduction(reduction):
     plain, _ = objectives.loss(new, b, stats, base)
     got = objectives.reduce(value - plain, b.mask, stats, cfg)
     d = logs["cppo_kl"] * b.mask
-    assert float(d.sum()) > 0.05 and float(got.detach()) == pytest.approx(0.1 * float((d.sum(1) / b.mask.sum(1)).mean()), abs=1e-12)
+    assert float(d.sum()) > 0.05 and float(got.detach()) == pytest.approx(
+        0.1 * float((d.sum(1) / b.mask.sum(1)).mean()), abs=1e-12
+    )
 
 
 def test_theorem_1_on_random_laws():
     assert float(gepo.discrete([1.0, 0.0], [0.5, 0.5])["kl"]) == pytest.approx(math.log(2))
     torch.manual_seed(3)
     for n in (2, 5, 50):
-        p, q = (torch.distributions.Dirichlet(torch.full((n,), 0.4, dtype=f64)).sample((400,)).clamp_min(1e-9) for _ in range(2))
+        p, q = (
+            torch.distributions.Dirichlet(torch.full((n,), 0.4, dtype=f64)).sample((400,)).clamp_min(1e-9)
+            for _ in range(2)
+        )
         p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
         v = gepo.discrete(p, q)
         w1, w2 = p / q, p / (q * q).sum(-1, keepdim=True)
         for name, w in (("standard", w1), ("group", w2)):
-            assert torch.allclose(v[name], (q * w ** 2).sum(-1) - (q * w).sum(-1) ** 2, rtol=1e-6, atol=1e-9)
+            assert torch.allclose(v[name], (q * w**2).sum(-1) - (q * w).sum(-1) ** 2, rtol=1e-6, atol=1e-9)
         assert (v["standard"] + 1 >= v["kl"].exp() * (1 - 1e-9)).all()
         C = float(v["group"].max()) + 1
         assert (v["standard"] - v["group"] >= v["kl"].exp() - C - 1e-6 * v["standard"]).all()
-    worse = gepo.discrete(t(0.9, 0.1), t(0.89, 0.11))                                              # the text's green region
+    worse = gepo.discrete(t(0.9, 0.1), t(0.89, 0.11))  # the text's green region
     assert worse["group"] > worse["standard"] > 0
 
 
 def test_gaussian_variances_against_integration():
     x = torch.linspace(-30, 30, 2_000_001, dtype=f64)
     dx = float(x[1] - x[0])
-    normal = lambda m, s: (-(x - m) ** 2 / (2 * s * s)).exp() / (s * math.sqrt(2 * math.pi))
+    normal = lambda m, s: (-((x - m) ** 2) / (2 * s * s)).exp() / (s * math.sqrt(2 * math.pi))
     for m, sp, sq in ((0.7, 0.8, 1.0), (0.0, 1.3, 1.0), (2.0, 0.3, 1.5)):
         p, q = normal(m, sp), normal(0.0, sq)
         mean = float((q * q).sum() * dx)
         w1, w2 = p / q.clamp_min(1e-290), p / mean
         v = gepo.gaussian(m, sp, sq)
         for name, w in (("standard", w1), ("group", w2)):
-            assert float(v[name]) == pytest.approx(float((q * w ** 2).sum() * dx - ((q * w).sum() * dx) ** 2), rel=1e-4)
-        assert float(v["kl"]) == pytest.approx(float((p * (p.clamp_min(1e-290) / q.clamp_min(1e-290)).log()).sum() * dx), rel=1e-6)
-    assert float(gepo.gaussian(0.0, math.sqrt(2.0) + 1e-9)["standard"]) == math.inf and float(gepo.gaussian(0.0, 1.41)["standard"]) < math.inf
+            assert float(v[name]) == pytest.approx(float((q * w**2).sum() * dx - ((q * w).sum() * dx) ** 2), rel=1e-4)
+        assert float(v["kl"]) == pytest.approx(
+            float((p * (p.clamp_min(1e-290) / q.clamp_min(1e-290)).log()).sum() * dx), rel=1e-6
+        )
+    assert (
+        float(gepo.gaussian(0.0, math.sqrt(2.0) + 1e-9)["standard"]) == math.inf
+        and float(gepo.gaussian(0.0, 1.41)["standard"]) < math.inf
+    )
 
 
 def test_drawing(tmp_path):
     out = gepo.draw(str(tmp_path / "gepo.png"))
     assert (tmp_path / "gepo.png").stat().st_size > 50_000
-    assert 0.25 < out["Bernoulli: group worse, share"] < 0.35 and out["Bernoulli: group worse, KL up to"] < 1 < out["Gaussian, sigma_q = 1: group worse, KL up to"]
+    assert (
+        0.25 < out["Bernoulli: group worse, share"] < 0.35
+        and out["Bernoulli: group worse, KL up to"] < 1 < out["Gaussian, sigma_q = 1: group worse, KL up to"]
+    )
 
 
-@pytest.mark.parametrize("flags, sentence", [
-    (dict(objective="gepo", surrogate="ppo"), "--ratio_base=group divides the length-normalised probability of a response: it needs --surrogate=gspo or tbpo, not ppo"),
-    (dict(objective="gepo", correction="tis"), "--ratio_base=group already corrects for the mismatch: use --correction=none instead of tis"),
-    (dict(objective="gspo", gepo_defence=4.0), "--gepo_defence=4.0: mixes into the group's expectation; it needs --ratio_base=group"),
-    (dict(cppo_beta=-0.1), "--cppo_beta=-0.1"),
-])
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (
+            dict(objective="gepo", surrogate="ppo"),
+            "--ratio_base=group divides the length-normalised probability of a response: it needs --surrogate=gspo or tbpo, not ppo",
+        ),
+        (
+            dict(objective="gepo", correction="tis"),
+            "--ratio_base=group already corrects for the mismatch: use --correction=none instead of tis",
+        ),
+        (
+            dict(objective="gspo", gepo_defence=4.0),
+            "--gepo_defence=4.0: mixes into the group's expectation; it needs --ratio_base=group",
+        ),
+        (dict(cppo_beta=-0.1), "--cppo_beta=-0.1"),
+    ],
+)
 def test_bad_flags(flags, sentence):
     with pytest.raises(ValueError, match=sentence.replace("(", r"\(")):
         make_cfg(**flags)
@@ -191,5 +234,12 @@ def test_bad_flags(flags, sentence):
 
 def test_defaults():
     cfg = make_cfg(objective="gepo")
-    assert (cfg.clip_low, cfg.clip_high, cfg.advantage, cfg.reduction, cfg.surrogate, cfg.gepo_defence) == (0.2, 0.2, "grpo_no_std", "seq-mean-token-mean", "gspo", 0.0)
+    assert (cfg.clip_low, cfg.clip_high, cfg.advantage, cfg.reduction, cfg.surrogate, cfg.gepo_defence) == (
+        0.2,
+        0.2,
+        "grpo_no_std",
+        "seq-mean-token-mean",
+        "gspo",
+        0.0,
+    )
     assert objectives.actor_config(replace(cfg, cppo_beta=0.5, actor="base:actor")).cppo_beta == 0

@@ -1,4 +1,5 @@
 """The chunked head against the whole (N, V) logits: values and gradients, in float64."""
+
 import math
 
 import pytest
@@ -13,8 +14,16 @@ N, V, H1, H2, K = 23, 40, 8, 6, 5
 def data():
     g = torch.Generator().manual_seed(0)
     r = lambda *s: torch.randn(*s, generator=g, dtype=torch.float64)
-    return dict(h1=r(N, H1), w1=r(V, H1), h2=r(N, H2), w2=r(V, H2), target=torch.randint(0, V, (N,), generator=g),
-                ids=torch.stack([torch.randperm(V, generator=g)[:K] for _ in range(N)]), g=r(4, N), t=0.5 + torch.rand(N, 1, generator=g, dtype=torch.float64))
+    return dict(
+        h1=r(N, H1),
+        w1=r(V, H1),
+        h2=r(N, H2),
+        w2=r(V, H2),
+        target=torch.randint(0, V, (N,), generator=g),
+        ids=torch.stack([torch.randperm(V, generator=g)[:K] for _ in range(N)]),
+        g=r(4, N),
+        t=0.5 + torch.rand(N, 1, generator=g, dtype=torch.float64),
+    )
 
 
 def leaves(d, *names):
@@ -27,7 +36,7 @@ def test_one_model_matches_the_naive_way(data, chunk):
     h, w = leaves(d, "h1", "w1")
     p_k = torch.full((N,), 0.02, dtype=torch.float64)
     s_on = torch.ones(N, K, dtype=torch.bool)
-    s_on[:, 0] = False                                                      # the first entry repeats another: not counted twice
+    s_on[:, 0] = False  # the first entry repeats another: not counted twice
     ids = d["ids"].clone()
     ids[:, 0] = ids[:, 1]
     rows = head.one_model(d["target"], 1 / d["t"], ids=ids, s_on=s_on, p_k=p_k, lam=lam)
@@ -38,7 +47,11 @@ def test_one_model_matches_the_naive_way(data, chunk):
     law = (h_ @ w_.t() / d["t"]).log_softmax(-1)
     mine = law.gather(1, d["target"][:, None])[:, 0]
     (mine * d["g"][0]).sum().backward()
-    assert torch.allclose(logp, mine, atol=1e-12) and torch.allclose(h.grad, h_.grad, atol=1e-12) and torch.allclose(w.grad, w_.grad, atol=1e-12)
+    assert (
+        torch.allclose(logp, mine, atol=1e-12)
+        and torch.allclose(h.grad, h_.grad, atol=1e-12)
+        and torch.allclose(w.grad, w_.grad, atol=1e-12)
+    )
     assert torch.allclose(entropy, -(law.exp() * law).sum(-1)) and torch.allclose(at_ids, law.gather(1, ids))
     outside = torch.ones(N, V, dtype=torch.bool).scatter_(1, ids, False)
     assert torch.allclose(tail, (torch.minimum(law.exp() / lam, p_k[:, None]) * outside).sum(-1), atol=1e-12)
@@ -50,7 +63,7 @@ def test_kept_sets_renormalise_and_a_cut_token_stays_finite(data):
     offsets = torch.arange(N + 1) * K
     h, w = leaves(d, "h1", "w1")
     target = d["ids"][:, 0].clone()
-    target[3] = next(i for i in range(V) if i not in d["ids"][3].tolist())   # sampled outside what is kept here
+    target[3] = next(i for i in range(V) if i not in d["ids"][3].tolist())  # sampled outside what is kept here
     rows = head.one_model(target, kept=(offsets, d["ids"].flatten()))
     logp, entropy, *_ = head.ChunkedHead.apply(rows, 6, h, w)
     z = (d["h1"] @ d["w1"].t()).gather(1, d["ids"])
@@ -61,7 +74,9 @@ def test_kept_sets_renormalise_and_a_cut_token_stays_finite(data):
     logp.sum().backward()
     a, b = leaves(d, "h1", "w1")
     cut = torch.ones(N, V, dtype=torch.bool).scatter_(1, d["ids"], False)
-    (a @ b.t()).masked_fill(cut, -1e30).log_softmax(-1).gather(1, target[:, None])[good].sum().backward()   # a constant teaches nothing
+    (a @ b.t()).masked_fill(cut, -1e30).log_softmax(-1).gather(1, target[:, None])[
+        good
+    ].sum().backward()  # a constant teaches nothing
     assert torch.allclose(h.grad, a.grad, atol=1e-10) and torch.allclose(w.grad, b.grad, atol=1e-10)
 
 
@@ -71,7 +86,9 @@ def test_kept_sets_renormalise_and_a_cut_token_stays_finite(data):
 def test_two_models_match_the_naive_way(data, distill, topk, chunk):
     d, lam = data, 0.8
     h1, w1, h2, w2 = leaves(d, "h1", "w1", "h2", "w2")
-    rows = head.two_models(head.one_model(d["target"]), head.one_model(d["target"]), distill, topk, lam, pair=True, topk=K)
+    rows = head.two_models(
+        head.one_model(d["target"]), head.one_model(d["target"]), distill, topk, lam, pair=True, topk=K
+    )
     out = head.ChunkedHead.apply(rows, chunk, h1, w1, h2, w2)
     logp, actor, kl, entropy, _, _, actor_entropy, z, before, after, best, own, there = out
     (logp * d["g"][0] + actor * d["g"][1] + kl * d["g"][2]).sum().backward()
@@ -93,7 +110,11 @@ def test_two_models_match_the_naive_way(data, distill, topk, chunk):
     m = torch.minimum(q.exp(), p.exp() / lam)
     assert torch.allclose(z, m.sum(-1)) and torch.allclose(before, (p.exp() * (p - q)).sum(-1))
     assert torch.allclose(after, (p.exp() * (p - (m / m.sum(-1, keepdim=True)).log())).sum(-1))
-    assert torch.equal(best, p.topk(K, -1).indices) and torch.allclose(there, q.gather(1, best)) and torch.allclose(own, p.gather(1, best))
+    assert (
+        torch.equal(best, p.topk(K, -1).indices)
+        and torch.allclose(there, q.gather(1, best))
+        and torch.allclose(own, p.gather(1, best))
+    )
 
 
 def test_distillation_never_reaches_the_policy(data):
@@ -105,7 +126,9 @@ def test_distillation_never_reaches_the_policy(data):
 
 def test_top_k_kl_is_a_lower_bound_that_becomes_exact(data):
     args = [data[n] for n in ("h1", "w1", "h2", "w2")]
-    kl = lambda k: head.ChunkedHead.apply(head.two_models(head.one_model(data["target"]), head.one_model(data["target"]), "forward", k), 9, *args)[2]
+    kl = lambda k: head.ChunkedHead.apply(
+        head.two_models(head.one_model(data["target"]), head.one_model(data["target"]), "forward", k), 9, *args
+    )[2]
     assert (kl(3) <= kl(20) + 1e-9).all() and (kl(20) <= kl(0) + 1e-9).all() and not torch.allclose(kl(3), kl(0))
 
 
@@ -123,6 +146,7 @@ def test_memory_does_not_grow_with_the_number_of_tokens():
                 if isinstance(x, torch.Tensor):
                     seen.append(x.numel())
             return out
+
     with Watch():
         logp = head.ChunkedHead.apply(head.one_model(torch.zeros(N, dtype=torch.long)), 64, h, w)[0]
         logp.sum().backward()

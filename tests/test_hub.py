@@ -1,4 +1,5 @@
 """The hub's socket from outside: keys, strangers, protocols, sizes, replays, bounded room; raw peers, no models."""
+
 import json
 import logging
 import os
@@ -46,7 +47,10 @@ class Raw:
         self.socket.connect(address)
 
     def say(self, message, payload=None):
-        self.socket.send_multipart([message if isinstance(message, bytes) else wire.encode(message)] + ([payload] if payload is not None else []))
+        self.socket.send_multipart(
+            [message if isinstance(message, bytes) else wire.encode(message)]
+            + ([payload] if payload is not None else [])
+        )
 
     def hear(self, kind=None, within=5.0):
         """The next message (of a kind), or None when it stays silent."""
@@ -60,7 +64,9 @@ class Raw:
         return None
 
     def hello(self, **changes):
-        self.say(wire.Hello(**{**dict(protocol=wire.PROTOCOL, sampler=self.name, incarnation=1, session=""), **changes}))
+        self.say(
+            wire.Hello(**{**dict(protocol=wire.PROTOCOL, sampler=self.name, incarnation=1, session=""), **changes})
+        )
 
     def close(self):
         self.context.destroy(linger=0)
@@ -85,6 +91,7 @@ def made(tmp_path):
     def raw(h, **more):
         things.append(Raw(h.address, **more))
         return things[-1]
+
     yield make, raw
     for x in things:
         x.close()
@@ -116,19 +123,25 @@ def test_a_group_arrives_once(made):
     assert peer.hear() == WELCOME
     data = wire.encode_group(group())
     assert give(peer, data, "box/1/3") == wire.Got(["box/1/3"])
-    assert give(peer, data, "box/1/3") == wire.Got(["box/1/3"]) and h.counts["duplicate"] == 1      # offered again: not fetched again
-    assert give(peer, data, "box/1/7") == wire.Held(["box/1/7"]) and h.counts["duplicate"] == 2     # the checkpoint has it: forget it
-    (name, bytes_, when), = h.take()
+    assert (
+        give(peer, data, "box/1/3") == wire.Got(["box/1/3"]) and h.counts["duplicate"] == 1
+    )  # offered again: not fetched again
+    assert (
+        give(peer, data, "box/1/7") == wire.Held(["box/1/7"]) and h.counts["duplicate"] == 2
+    )  # the checkpoint has it: forget it
+    ((name, bytes_, when),) = h.take()
     assert (name, bytes_) == ("box/1/3", data) and abs(when - time.time()) < 30 and h.take() == []
     h.held(["box/1/3"])
     assert peer.hear(wire.Held) == wire.Held(["box/1/3"])
-    for _ in range(2):                                                                               # a beat is answered, and what it says is kept
+    for _ in range(2):  # a beat is answered, and what it says is kept
         peer.hello(session="session", handed=9, lost=["box/1/4", "box/1/3", "other/1/1", "junk"])
         assert peer.hear(wire.Got) == wire.Got([]) and h.reports["box", 1] == 9
-    assert [(name, column) for name, column, _ in h.take()] == [("box/1/4", "lost")]                 # one that is here already is not lost
+    assert [(name, column) for name, column, _ in h.take()] == [
+        ("box/1/4", "lost")
+    ]  # one that is here already is not lost
     h.held(["box/1/4"])
     assert peer.hear(wire.Held) == wire.Held(["box/1/4"])
-    peer.hello(session="session", handed=9, lost=["box/1/4"])                                       # not heard: said again
+    peer.hello(session="session", handed=9, lost=["box/1/4"])  # not heard: said again
     assert peer.hear(wire.Held) == wire.Held(["box/1/4"]) and h.take() == []
 
 
@@ -155,7 +168,7 @@ def test_weights_are_served_in_ranges(made, tmp_path):
     (tmp_path / "v000003.safetensors").write_bytes(BLOB)
     h.broadcast(3, tmp_path / "v000003.safetensors", 12.5)
     late.hello()
-    for peer in (early, late):                                             # who is there hears it, who comes later is told
+    for peer in (early, late):  # who is there hears it, who comes later is told
         offer = peer.hear(wire.Offer)
         assert offer == wire.Offer(wire.manifest("v000003.safetensors", BLOB), 3, 12.5)
         pull = wire.Pull(offer.of, sink := bytearray(len(BLOB)), wire.Pace())
@@ -168,18 +181,20 @@ def test_weights_are_served_in_ranges(made, tmp_path):
     assert h.counts["bytes_out"] == 2 * len(BLOB)
     for v in (4, 5):
         path = tmp_path / f"v00000{v}.safetensors"
-        path.write_bytes(BLOB[:100 * v])
+        path.write_bytes(BLOB[: 100 * v])
         h.broadcast(v, path, 0.0)
     assert until(lambda: list(h.weights) == ["v000004.safetensors", "v000005.safetensors"])
     early.say(wire.Ask("v000003.safetensors", 0, 1))
     assert early.hear(wire.Gone) == wire.Gone("v000003.safetensors")
     early.hello(session="session")
-    assert early.hear(wire.Got) == wire.Got([], "v000005.safetensors")    # a beat is told what is newest, and may have the offer again
+    assert early.hear(wire.Got) == wire.Got(
+        [], "v000005.safetensors"
+    )  # a beat is told what is newest, and may have the offer again
     while early.hear(wire.Offer, within=0.2):
         pass
     early.say(wire.Want())
     assert early.hear(wire.Offer).version == 5
-    early.say(wire.Ask("v000005.safetensors", 3, 1))                       # outside: no answer, and the hub lives
+    early.say(wire.Ask("v000005.safetensors", 3, 1))  # outside: no answer, and the hub lives
     early.say(wire.Ask("v000005.safetensors", 0, 1))
     assert early.hear(wire.Leaves)[1] == BLOB[:500]
 
@@ -192,7 +207,7 @@ def test_what_a_hub_does_not_take(made):
     assert f"speaks protocol {wire.PROTOCOL} and this sampler 0" in old.hear(wire.Refuse).why
     odd.hello()
     assert "no slash" in odd.hear(wire.Refuse).why
-    mute.say(wire.Offer(wire.manifest("box/1/0", b"x")))                   # without a hello
+    mute.say(wire.Offer(wire.manifest("box/1/0", b"x")))  # without a hello
     assert mute.hear() == wire.Gone("")
     for junk in (b"", b"\x80\x04K\x01.", b"x" * 1000):
         peer.say(junk)
@@ -201,13 +216,13 @@ def test_what_a_hub_does_not_take(made):
     big = wire.Manifest("box/1/1", 1 << 40, [b"x" * 32] * (1 << 4))
     for of in (big, wire.Manifest("box/1/2", 10, [])):
         peer.say(wire.Offer(of))
-        assert peer.hear(wire.Got).names == [of.name]                      # not fetched, and booked
+        assert peer.hear(wire.Got).names == [of.name]  # not fetched, and booked
     for of in (wire.manifest("other/1/0", b"x"), wire.manifest("box/1/-4", b"x"), wire.manifest("box", b"x")):
         peer.say(wire.Offer(of))
-    assert until(lambda: h.counts["malformed"] == 6)                       # nobody's
+    assert until(lambda: h.counts["malformed"] == 6)  # nobody's
     assert [(name, column) for name, column, _ in h.take()] == [("box/1/1", "refused"), ("box/1/2", "refused")]
     assert h.size == 0 and not h.peers[next(iter(h.peers))].pulls
-    peer.say(b"y" * (17 << 20))                                            # over the socket's limit: cut off
+    peer.say(b"y" * (17 << 20))  # over the socket's limit: cut off
     assert until(lambda: f"more at once than {wire.MOST} bytes" in h.log.seen.read_text())
     again = raw(h, name="again")
     again.hello()
@@ -227,20 +242,24 @@ def test_room_is_bounded_and_comes_back(made):
     assert asked == ["box/1/0", "box/1/1"] and peer.hear(wire.Ask, within=0.3) is None and h.size == 2 * len(data)
     for name in asked:
         peer.say(wire.Leaves(name, 0), data)
-    assert until(lambda: len(h.arrived) == 2) and peer.hear(wire.Ask, within=0.3) is None           # here, but not looked at yet
+    assert until(lambda: len(h.arrived) == 2) and peer.hear(wire.Ask, within=0.3) is None  # here, but not looked at yet
     for _, d, _ in h.take():
         h.free(len(d))
     assert [peer.hear(wire.Ask).name for _ in range(2)] == ["box/1/2", "box/1/3"]
-    again = raw(h)                                                         # the same sampler on a new connection: what it was asked for is asked for again
+    again = raw(h)  # the same sampler on a new connection: what it was asked for is asked for again
     again.hello()
-    assert [again.hear(wire.Ask).name for _ in range(2)] == ["box/1/2", "box/1/3"] and h.size == 2 * len(data) and len(h.peers) == 1
+    assert (
+        [again.hear(wire.Ask).name for _ in range(2)] == ["box/1/2", "box/1/3"]
+        and h.size == 2 * len(data)
+        and len(h.peers) == 1
+    )
 
 
 def test_a_sampler_that_never_comes_back_gives_its_room_back(made, monkeypatch):
     make, raw = made
     monkeypatch.setattr(hub, "SILENT", 0.5)
     data = wire.encode_group(group())
-    h = make(room=len(data) // 2)                                          # a group that is bigger than the room is taken alone
+    h = make(room=len(data) // 2)  # a group that is bigger than the room is taken alone
     gone, here = raw(h, name="gone"), raw(h, name="here")
     for peer in (gone, here):
         peer.hello()
@@ -267,7 +286,11 @@ def test_a_group_goes_on_from_its_last_good_leaf(made):
     asks = [first.hear(wire.Ask) for _ in range(3)]
     assert [(a.first, a.count) for a in asks] == [(0, 1), (1, 1), (2, 1)]
     first.say(wire.Leaves("box/1/0", 1), bytes(wire.leaves(data, 1, 1)))
-    assert until(lambda: any(1 not in pull.asked and 1 not in pull.missing for p in h.peers.values() for pull in p.pulls.values()))
+    assert until(
+        lambda: any(
+            1 not in pull.asked and 1 not in pull.missing for p in h.peers.values() for pull in p.pulls.values()
+        )
+    )
     again = raw(h)
     again.hello()
     asks = [again.hear(wire.Ask) for _ in range(2)]
@@ -296,13 +319,23 @@ def test_only_known_keys_come_in(made, tmp_path):
     keys.make_keys(str(tmp_path / "keys"), 2)
     keys.make_keys(str(tmp_path / "others"), 1)
     h = make(keys=str(tmp_path / "keys" / "learner"))
-    own = lambda root, name: (*keys.own_keys(tmp_path / root / name), zmq.auth.load_certificate(tmp_path / "keys" / "learner" / "learner.key")[0])
+    own = lambda root, name: (
+        *keys.own_keys(tmp_path / root / name),
+        zmq.auth.load_certificate(tmp_path / "keys" / "learner" / "learner.key")[0],
+    )
     stranger, plain, friend = raw(h, keys=own("others", "sampler0")), raw(h), raw(h, keys=own("keys", "sampler1"))
-    liar = raw(h, keys=(*keys.own_keys(tmp_path / "keys" / "sampler0"), keys.own_keys(tmp_path / "others" / "learner")[0]))      # a wrong learner key
+    liar = raw(
+        h, keys=(*keys.own_keys(tmp_path / "keys" / "sampler0"), keys.own_keys(tmp_path / "others" / "learner")[0])
+    )  # a wrong learner key
     for peer in (stranger, plain, friend, liar):
         peer.hello()
     assert friend.hear() == WELCOME
-    assert stranger.hear(within=0.5) is None and plain.hear(within=0.1) is None and liar.hear(within=0.1) is None and len(h.peers) == 1
+    assert (
+        stranger.hear(within=0.5) is None
+        and plain.hear(within=0.1) is None
+        and liar.hear(within=0.1) is None
+        and len(h.peers) == 1
+    )
     assert until(lambda: h.counts["strangers"] >= 2)
     assert "a stranger was turned away" in h.log.seen.read_text() and "a handshake failed" in h.log.seen.read_text()
     secret = tmp_path / "keys" / "sampler0" / "sampler0.key_secret"
@@ -329,7 +362,13 @@ def test_damaged_names_stop_no_sampler_and_delete_nothing(tmp_path):
     end = link.Link([f"tcp://127.0.0.1:{at}"], ["box"], Flags(), spool, tmp_path, None)
     who = learner.recv_multipart()[0]
     bad = ["box/1/2&", "box/2", "box/../../1/2", "other/1/2"]
-    for m in (WELCOME, *(wire.Ask(name, 0, 1) for name in bad), wire.Held(bad), wire.Got(bad), wire.Ask("box/1/2", 0, 1)):
+    for m in (
+        WELCOME,
+        *(wire.Ask(name, 0, 1) for name in bad),
+        wire.Held(bad),
+        wire.Got(bad),
+        wire.Ask("box/1/2", 0, 1),
+    ):
         learner.send_multipart([who, wire.encode(m)])
     heard, until = [], time.monotonic() + 10
     while not any(isinstance(m, wire.Leaves) for m in heard) and time.monotonic() < until:
@@ -337,7 +376,11 @@ def test_damaged_names_stop_no_sampler_and_delete_nothing(tmp_path):
             heard.append(wire.decode(learner.recv_multipart()[1]))
     end.close()
     context.destroy(linger=0)
-    assert [m.name for m in heard if isinstance(m, wire.Gone)] == bad and heard[-1] == wire.Leaves("box/1/2", 0) and end.error == ""
+    assert (
+        [m.name for m in heard if isinstance(m, wire.Gone)] == bad
+        and heard[-1] == wire.Leaves("box/1/2", 0)
+        and end.error == ""
+    )
     assert (tmp_path / "1-2").exists() and spool.read("box/1/2") == b"a group"
 
 
@@ -351,25 +394,39 @@ def test_an_old_sampler_over_a_socket_and_a_folder(made, tmp_path):
     make, _ = made
     h = make()
     done = old_sampler(h.address, tmp_path / "a")
-    assert done.returncode == 1 and f"error: the learner speaks protocol {wire.PROTOCOL} and this sampler 1: bring both to one revision" in done.stderr
+    assert (
+        done.returncode == 1
+        and f"error: the learner speaks protocol {wire.PROTOCOL} and this sampler 1: bring both to one revision"
+        in done.stderr
+    )
     assert "it speaks protocol 1" in h.log.seen.read_text() and not h.peers
     s = source(tmp_path)
     s.publish(0, weights(0))
     done = old_sampler(tmp_path, tmp_path / "b")
-    assert done.returncode == 1 and f"error: the learner speaks protocol {wire.PROTOCOL} and this sampler 1: bring both to one revision" in done.stderr
+    assert (
+        done.returncode == 1
+        and f"error: the learner speaks protocol {wire.PROTOCOL} and this sampler 1: bring both to one revision"
+        in done.stderr
+    )
 
 
 def test_what_a_sampler_finds_out_about_its_learner(folders, tmp_path):
     """That it started anew with other wishes; that a model of this host's own speaks another language."""
     from transformers import AutoConfig, AutoTokenizer
+
     asked = queue.Queue()
     end = SimpleNamespace(welcome=asked)
     asked.put(replace_struct(WELCOME, session="another"))
-    sampler.same_run(end, WELCOME)                                         # the same wishes
+    sampler.same_run(end, WELCOME)  # the same wishes
     asked.put(replace_struct(WELCOME, run={"world": 1, "topk": 20}))
-    with pytest.raises(ValueError, match=r"the learner started anew and asks for something else \(its topk\): start this sampler again"):
+    with pytest.raises(
+        ValueError, match=r"the learner started anew and asks for something else \(its topk\): start this sampler again"
+    ):
         sampler.same_run(end, WELCOME)
-    tokenizer, config = AutoTokenizer.from_pretrained(folders / "policy"), AutoConfig.from_pretrained(folders / "policy")
+    tokenizer, config = (
+        AutoTokenizer.from_pretrained(folders / "policy"),
+        AutoConfig.from_pretrained(folders / "policy"),
+    )
     sampler.check_own(str(folders / "actor"), tokenizer, config, 16)
     with pytest.raises(ValueError, match="a context of .* tokens, and the learner asks for 1000000"):
         sampler.check_own(str(folders / "actor"), tokenizer, config, 10**6)
@@ -401,8 +458,8 @@ def test_a_sampler_that_starts_again_fetches_the_rest_of_the_weights(made, tmp_p
     weights = os.urandom(7 * leaf + 100)
     (tmp_path / "v000003.safetensors").write_bytes(weights)
     of = wire.manifest("v000003.safetensors", weights)
-    left = bytearray(weights[:4 * leaf] + bytes(3 * leaf + 100))                       # four of eight leaves had come
-    left[2 * leaf + 7] ^= 1                                                            # and one of them went bad on the disk
+    left = bytearray(weights[: 4 * leaf] + bytes(3 * leaf + 100))  # four of eight leaves had come
+    left[2 * leaf + 7] ^= 1  # and one of them went bad on the disk
     (store / f"{of.root}.part").write_bytes(left)
     (store / "0123.part").write_bytes(b"of weights that are long gone")
     h.broadcast(3, tmp_path / "v000003.safetensors", 12.5)
@@ -412,12 +469,16 @@ def test_a_sampler_that_starts_again_fetches_the_rest_of_the_weights(made, tmp_p
         time.sleep(0.01)
     assert end.newest == (3, 12.5, store / "v000003.safetensors") and end.newest[2].read_bytes() == weights
     assert h.counts["bytes_out"] == 4 * leaf + 100 and [p.name for p in store.glob("*.part")] == []
-    (tmp_path / "v000004.safetensors").write_bytes(weights)                            # an update that moved nothing
+    (tmp_path / "v000004.safetensors").write_bytes(weights)  # an update that moved nothing
     h.broadcast(4, tmp_path / "v000004.safetensors", 13.5)
     while end.newest[0] != 4 and time.monotonic() < until:
         time.sleep(0.01)
     end.close()
-    assert end.newest == (4, 13.5, store / "v000003.safetensors") and end.newest[2].read_bytes() == weights and h.counts["bytes_out"] == 4 * leaf + 100
+    assert (
+        end.newest == (4, 13.5, store / "v000003.safetensors")
+        and end.newest[2].read_bytes() == weights
+        and h.counts["bytes_out"] == 4 * leaf + 100
+    )
 
 
 def test_weights_that_are_gone_give_way_to_newer_ones(tmp_path):
@@ -425,7 +486,9 @@ def test_weights_that_are_gone_give_way_to_newer_ones(tmp_path):
     context = zmq.Context()
     learner = context.socket(zmq.ROUTER)
     at = learner.bind_to_random_port("tcp://127.0.0.1")
-    end = link.Link([f"tcp://127.0.0.1:{at}"], ["box"], Flags(), account.Spool(tmp_path / "spool", ["box"], 1), tmp_path, None)
+    end = link.Link(
+        [f"tcp://127.0.0.1:{at}"], ["box"], Flags(), account.Spool(tmp_path / "spool", ["box"], 1), tmp_path, None
+    )
     who = learner.recv_multipart()[0]
 
     def say(*messages):
@@ -435,26 +498,37 @@ def test_weights_that_are_gone_give_way_to_newer_ones(tmp_path):
     def asked(kind, name=None):
         until = time.monotonic() + 10
         while time.monotonic() < until:
-            if learner.poll(100) and isinstance(m := wire.decode(learner.recv_multipart()[1]), kind) and (name is None or m.name == name):
+            if (
+                learner.poll(100)
+                and isinstance(m := wire.decode(learner.recv_multipart()[1]), kind)
+                and (name is None or m.name == name)
+            ):
                 return True
+
     say(WELCOME, wire.Offer(wire.manifest("v3", BLOB), 3, 1.0))
     assert asked(wire.Ask, "v3")
     say(wire.Offer(wire.manifest("v4", BLOB[1:]), 4, 2.0), wire.Gone("v3"))
     assert asked(wire.Ask, "v4")
     say(wire.Gone("v4"))
-    while learner.poll(300):                                               # what was on its way
+    while learner.poll(300):  # what was on its way
         wire.decode(learner.recv_multipart()[1])
     say(wire.Gone("v4"), wire.Got([], "v5"))
     time.sleep(0.3)
     heard = []
     while learner.poll(0):
         heard.append(wire.decode(learner.recv_multipart()[1]))
-    assert wire.Want() in heard and not any(isinstance(m, wire.Ask) for m in heard) and end.newest is None and end.error == ""
+    assert (
+        wire.Want() in heard
+        and not any(isinstance(m, wire.Ask) for m in heard)
+        and end.newest is None
+        and end.error == ""
+    )
     end.close()
     context.destroy(linger=0)
 
 
 # -- the source: what becomes of groups ----------------------------------------------------------------------------------
+
 
 def source(folder, **changes):
     cfg = make_cfg(samplers="files", sync_path=str(folder), **{**dict(give_up=0.5), **changes})
@@ -466,7 +540,10 @@ def source(folder, **changes):
 
 def hand_over(folder, source, n, version=0, **changes):
     """As a sampler does."""
-    g = replace(group(), **{**dict(uid=("box", 1, n), version=version, t_published=source.published.get(version, 0.0)), **changes})
+    g = replace(
+        group(),
+        **{**dict(uid=("box", 1, n), version=version, t_published=source.published.get(version, 0.0)), **changes},
+    )
     (folder / "rollouts" / "box").mkdir(parents=True, exist_ok=True)
     account.place(folder / "rollouts" / "box" / f"1-{n}", account.sealed(wire.encode_group(g)))
 
@@ -480,29 +557,45 @@ def test_every_group_ends_in_one_column(tmp_path, monkeypatch):
     for v in range(3):
         s.publish(v, weights(v))
     hand_over(tmp_path, s, 0, version=2)
-    hand_over(tmp_path, s, 1, version=0)                                   # two updates old
-    hand_over(tmp_path, s, 2, version=2, t_published=5.0)                  # of another history's version 2
-    hand_over(tmp_path, s, 3, version=7)                                   # nobody published that
+    hand_over(tmp_path, s, 1, version=0)  # two updates old
+    hand_over(tmp_path, s, 2, version=2, t_published=5.0)  # of another history's version 2
+    hand_over(tmp_path, s, 3, version=7)  # nobody published that
     hand_over(tmp_path, s, 4, version=1, sampling=Sampling(temperature=0.5))
-    hand_over(tmp_path, s, 5, version=1, uid=("box", 1, 9))                # another group's name inside
+    hand_over(tmp_path, s, 5, version=1, uid=("box", 1, 9))  # another group's name inside
     (tmp_path / "rollouts" / "box" / "1-6").write_bytes(account.sealed(b"damaged")[:-1])
     hand_over(tmp_path, s, 7, version=1)
-    os.utime(tmp_path / "rollouts" / "box" / "1-7", (1.0, 1.0))            # arrived long ago
+    os.utime(tmp_path / "rollouts" / "box" / "1-7", (1.0, 1.0))  # arrived long ago
     hand_over(tmp_path, s, 8, version=1)
-    (tmp_path / "rollouts" / "box" / "1-9").write_bytes(account.sealed(bytes(s.limits.nbytes + 1)))        # whole, and bigger than any group
-    account.place(tmp_path / "samplers" / "box", wire.encode(wire.Hello(wire.PROTOCOL, "box", 1, "session", 11)))      # it says 11, and the last one is nowhere
+    (tmp_path / "rollouts" / "box" / "1-9").write_bytes(
+        account.sealed(bytes(s.limits.nbytes + 1))
+    )  # whole, and bigger than any group
+    account.place(
+        tmp_path / "samplers" / "box", wire.encode(wire.Hello(wire.PROTOCOL, "box", 1, "session", 11))
+    )  # it says 11, and the last one is nowhere
     (tmp_path / "rollouts" / "box" / "1-2~").write_bytes(b"an editor's")
     got = s.next(2, 2)
-    assert [g.uid[2] for g in got] == [0, 8] and s.counts["lost"] == 0     # not yet: it may come
+    assert [g.uid[2] for g in got] == [0, 8] and s.counts["lost"] == 0  # not yet: it may come
     monkeypatch.setattr(files, "PATIENCE", 0.0)
     s.hub.beat = -files.BEAT
     assert s.next(1, 2, stop=[]) == []
     s.error = ""
     assert s.counts == {"trained": 2, "staleness": 1, "orphan": 2, "refused": 3, "window": 1, "corrupt": 1, "lost": 1}
     m = s.metrics()
-    assert [m[f"remote/{k}"] for k in ("trained", "orphan", "corrupt", "refused", "lost", "handed", "waiting", "samplers")] == [2, 2, 1, 3, 1, 11, 0, 1]
-    assert sum(m[f"remote/{k}"] for k in remote.COLUMNS) == m["remote/handed"] == len(s.since) == s.state_dict()["account"][0][2]
-    assert s.next(1, 2) == [] and "no group to train on for 0 s at" in s.error and "2 trained" in s.error and "--resume goes on from here" in s.error
+    assert [
+        m[f"remote/{k}"] for k in ("trained", "orphan", "corrupt", "refused", "lost", "handed", "waiting", "samplers")
+    ] == [2, 2, 1, 3, 1, 11, 0, 1]
+    assert (
+        sum(m[f"remote/{k}"] for k in remote.COLUMNS)
+        == m["remote/handed"]
+        == len(s.since)
+        == s.state_dict()["account"][0][2]
+    )
+    assert (
+        s.next(1, 2) == []
+        and "no group to train on for 0 s at" in s.error
+        and "2 trained" in s.error
+        and "--resume goes on from here" in s.error
+    )
     again = source(tmp_path)
     again.load_state_dict(s.state_dict())
     assert again.metrics()["remote/handed"] == 11 and again.counts == s.counts
@@ -517,12 +610,17 @@ def test_a_signal_while_waiting_and_a_rank_without_groups(tmp_path):
     assert s.next(3, 0, stop=["SIGTERM"]) == [] and s.error == "" and not s.counts
     assert s.next(2, 0) and s.counts["trained"] == 2 and s.hub.size == 0
     assert s.next(1, 0, stop=["SIGTERM"]) == []
-    s.give_back()                                                          # nothing: those two were trained on
+    s.give_back()  # nothing: those two were trained on
     assert s.counts["trained"] == 2 and len(s.since) == 2
     hand_over(tmp_path, s, 2)
     assert s.next(1, 0)
     s.give_back()
-    assert s.counts["trained"] == 2 and s.since == ["box/1/0", "box/1/1"] and [g.uid[2] for g in s.next(1, 0)] == [2] and s.counts["trained"] == 3
+    assert (
+        s.counts["trained"] == 2
+        and s.since == ["box/1/0", "box/1/1"]
+        and [g.uid[2] for g in s.next(1, 0)] == [2]
+        and s.counts["trained"] == 3
+    )
 
 
 def test_time_asleep_is_nobodys_silence(tmp_path, monkeypatch):
@@ -534,7 +632,10 @@ def test_time_asleep_is_nobodys_silence(tmp_path, monkeypatch):
     def take():
         clock[0] += next(jumps, 1.0)
         return []
-    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time, sleep=lambda seconds: None))
+
+    monkeypatch.setattr(
+        remote, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time, sleep=lambda seconds: None)
+    )
     monkeypatch.setattr(s.hub, "take", take)
     assert s.next(1, 0) == [] and "no group to train on for 30 s" in s.error and 1030 < clock[0] < 1035
 
@@ -546,7 +647,11 @@ def test_an_undone_history_does_not_delete_the_weights_of_this_one(tmp_path):
         dead.publish(v, weights(v))
     s = source(tmp_path)
     s.publish(10, weights(10))
-    assert [p.name for p in (tmp_path / "models").glob("v*")] == ["v000010.safetensors"] == [p.name for p in (tmp_path / "versions").glob("v*")]
+    assert (
+        [p.name for p in (tmp_path / "models").glob("v*")]
+        == ["v000010.safetensors"]
+        == [p.name for p in (tmp_path / "versions").glob("v*")]
+    )
     end = files.FilesLink(str(tmp_path), ["box"], Flags(), account.Spool(tmp_path / "rollouts", ["box"], 1))
     assert until(lambda: end.newest is not None) and end.newest[0] == 10
     s.publish(11, weights(11))
@@ -572,22 +677,30 @@ def test_a_folder_without_a_learner_and_one_without_room(tmp_path, monkeypatch):
     s.publish(0, weights(0))
     end = files.FilesLink(str(tmp_path), ["box"], Flags(give_up=0.5), account.Spool(tmp_path / "rollouts", ["box"], 1))
     assert until(lambda: "no sign of life from a learner" in end.error, within=20)
-    small = files.FilesLink(str(tmp_path), ["box"], Flags(most_weights=1e-9), account.Spool(tmp_path / "rollouts", ["box"], 2))
+    small = files.FilesLink(
+        str(tmp_path), ["box"], Flags(most_weights=1e-9), account.Spool(tmp_path / "rollouts", ["box"], 2)
+    )
     assert until(lambda: "--most_weights=1e-09: the learner's weights have" in small.error)
     hand_over(tmp_path, s, 0)
 
     def full(path, data):
         raise OSError(28, "No space left on device")
+
     with monkeypatch.context() as m:
         m.setattr(files, "place", full)
-        assert s.next(1, 0)                                                # the learner goes on, and says it later
+        assert s.next(1, 0)  # the learner goes on, and says it later
         s.state_dict()
         s.saved()
         s.publish(1, weights(1))
     assert not (tmp_path / "held" / "box").exists() and not (tmp_path / "models" / "v000001.safetensors").exists()
     s.hub.beat = -files.BEAT
-    assert s.hub.take() == [] and wire.decode((tmp_path / "held" / "box").read_bytes()).names == ["box/1/0"]       # with the next sign of life
-    assert wire.decode((tmp_path / "models" / "newest").read_bytes()).version == 1 and (tmp_path / "models" / "v000001.safetensors").exists()
+    assert s.hub.take() == [] and wire.decode((tmp_path / "held" / "box").read_bytes()).names == [
+        "box/1/0"
+    ]  # with the next sign of life
+    assert (
+        wire.decode((tmp_path / "models" / "newest").read_bytes()).version == 1
+        and (tmp_path / "models" / "v000001.safetensors").exists()
+    )
 
 
 def test_a_damaged_spool_says_so_until_it_is_held(tmp_path):
@@ -598,7 +711,7 @@ def test_a_damaged_spool_says_so_until_it_is_held(tmp_path):
     (tmp_path / "box" / "7-1").unlink()
     assert spool.read("box/7/0") is None and spool.read("box/7/1") is None and spool.read("box/7/2") == b"group 2"
     assert spool.lost["box"] == ["box/7/0", "box/7/1"] and list(spool.waiting["box"]) == ["box/7/2"]
-    again = account.Spool(tmp_path, ["box"], 8)                            # another life
+    again = account.Spool(tmp_path, ["box"], 8)  # another life
     assert again.lost["box"] == ["box/7/0", "box/7/1"] and list(again.waiting["box"]) == ["box/7/2"]
     again.forget(["box/7/0", "box/7/2"])
     assert again.lost["box"] == ["box/7/1"] and sorted(p.name for p in (tmp_path / "box").iterdir()) == ["7-1.lost"]
@@ -612,20 +725,22 @@ def test_held_only_after_the_checkpoint_and_never_again(tmp_path):
     held = tmp_path / "held" / "box"
     assert len(s.next(2, 0)) == 2
     state = s.state_dict()
-    s.next(1, 0)                                                           # after the state was taken: not in it
+    s.next(1, 0)  # after the state was taken: not in it
     assert not held.exists()
     s.saved()
     assert sorted(wire.decode(held.read_bytes()).names) == ["box/1/0", "box/1/1"]
-    assert s.since == ["box/1/2"]                                          # that is for the next checkpoint
+    assert s.since == ["box/1/2"]  # that is for the next checkpoint
     again = source(tmp_path)
     again.load_state_dict(state)
-    again.publish(0, weights(0))                                           # the same bytes: what they sampled is still theirs
-    assert [g.uid[2] for g in again.next(1, 0)] == [2] and again.hub.counts["duplicate"] == 2       # the files were still there
+    again.publish(0, weights(0))  # the same bytes: what they sampled is still theirs
+    assert [g.uid[2] for g in again.next(1, 0)] == [2] and again.hub.counts[
+        "duplicate"
+    ] == 2  # the files were still there
     again.state_dict()
     again.saved()
     assert sorted(wire.decode(held.read_bytes()).names) == ["box/1/0", "box/1/1", "box/1/2"]
     other = source(tmp_path)
-    other.publish(0, weights(1))                                           # other bytes under the same number: another history
+    other.publish(0, weights(1))  # other bytes under the same number: another history
     assert other.published[0] != s.published[0]
 
 
@@ -634,6 +749,11 @@ def test_weights_go_out_every_so_many_updates_in_the_type_asked_for(tmp_path):
     for v in range(6):
         s.publish(v, weights(v + 1 / 3))
     newest = wire.decode((tmp_path / "models" / "newest").read_bytes())
-    assert newest.version == 4 and sorted(p.name for p in (tmp_path / "models").glob("v*")) == ["v000002.safetensors", "v000004.safetensors"]
+    assert newest.version == 4 and sorted(p.name for p in (tmp_path / "models").glob("v*")) == [
+        "v000002.safetensors",
+        "v000004.safetensors",
+    ]
     tensors = read_tensors(tmp_path / "models" / newest.of.name)
-    assert tensors["a"].dtype == torch.bfloat16 and torch.equal(tensors["a"].float(), torch.full((3,), 4 + 1 / 3).bfloat16().float())
+    assert tensors["a"].dtype == torch.bfloat16 and torch.equal(
+        tensors["a"].float(), torch.full((3,), 4 + 1 / 3).bfloat16().float()
+    )

@@ -1,4 +1,5 @@
 """The learner: whatever the split into micro-batches or ranks, one gradient; and it is the derivative of the loss."""
+
 import math
 import os
 import subprocess
@@ -17,12 +18,22 @@ from learner import Comm, Learner, schedule
 from pair import Want, want_new, want_ref
 
 CASES = [
-    dict(objective="grpo"), dict(objective="tis", reduction="seq-mean-token-mean"), dict(objective="mis_gspo"), dict(objective="gepo", gepo_defence=4.0, cppo_beta=0.5),
-    dict(objective="jackpot"), dict(objective="jackpot", obrs_target="new"), dict(objective="jackpot", obrs_mask="expected", loss_denominator="kept"),
-    dict(objective="jackpot", loss_denominator="kept", reduction="seq-mean-token-mean"), dict(objective="jackpot", obrs_accept_rate=0.8),
-    dict(objective="geo_rs", loss_denominator="kept", rs_low=0.001, rs_high=0.15), dict(objective="seq_tis", reduction="seq-mean-token-sum-norm"),
-    dict(objective="jackpot", actor="base:actor"), dict(objective="jackpot", actor="base:actor", obrs_target="new", distill_direction="reverse"),
-    dict(objective="tis", actor="base:actor", distill_topk=5), dict(objective="jackpot_adjusted"), dict(objective="tis_adjusted"),
+    dict(objective="grpo"),
+    dict(objective="tis", reduction="seq-mean-token-mean"),
+    dict(objective="mis_gspo"),
+    dict(objective="gepo", gepo_defence=4.0, cppo_beta=0.5),
+    dict(objective="jackpot"),
+    dict(objective="jackpot", obrs_target="new"),
+    dict(objective="jackpot", obrs_mask="expected", loss_denominator="kept"),
+    dict(objective="jackpot", loss_denominator="kept", reduction="seq-mean-token-mean"),
+    dict(objective="jackpot", obrs_accept_rate=0.8),
+    dict(objective="geo_rs", loss_denominator="kept", rs_low=0.001, rs_high=0.15),
+    dict(objective="seq_tis", reduction="seq-mean-token-sum-norm"),
+    dict(objective="jackpot", actor="base:actor"),
+    dict(objective="jackpot", actor="base:actor", obrs_target="new", distill_direction="reverse"),
+    dict(objective="tis", actor="base:actor", distill_topk=5),
+    dict(objective="jackpot_adjusted"),
+    dict(objective="tis_adjusted"),
 ]
 
 
@@ -37,7 +48,7 @@ def gradients(cfg, groups, dtype=torch.float64, ref=True, keep=None):
     if ref:
         batches.write_ref(groups, learner.ref_columns(batches.collate(groups, cfg), cfg.obrs_lambda))
     b = batches.collate(groups, cfg)
-    if ref:                                                # a policy that moved since the ref pass, so that ratios are not 1
+    if ref:  # a policy that moved since the ref pass, so that ratios are not 1
         g = torch.Generator().manual_seed(5)
         with torch.no_grad():
             for p in learner.pair.parameters():
@@ -57,8 +68,15 @@ def relative(a, b):
 def test_any_micro_batch_split_gives_the_same_gradient(case):
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         got = []
-        for micro_tokens, share in ((10**6, True), (45, True), (1, False)):   # one micro-batch, several, one for each response
-            cfg, groups = make_cfg(**case, micro_tokens=micro_tokens, train_batch=12, rollout_batch=12), make_groups(3, seed=3, prompt=(3, 12))
+        for micro_tokens, share in (
+            (10**6, True),
+            (45, True),
+            (1, False),
+        ):  # one micro-batch, several, one for each response
+            cfg, groups = (
+                make_cfg(**case, micro_tokens=micro_tokens, train_batch=12, rollout_batch=12),
+                make_groups(3, seed=3, prompt=(3, 12)),
+            )
             assert {s for *_, s in make_learner(cfg)._micro(batches.collate(groups, cfg))} == {share}
             got.append(gradients(cfg, groups, dtype))
         for grads, logged in got[1:]:
@@ -77,15 +95,21 @@ def test_micro_batches_hold_every_row_once_within_the_budget():
             for rows in parts:
                 m = b.select(rows)
                 one_each = len(m) * int((m.prompt_len + m.length).max())
-                tokens.append(len(m) * m.tokens.shape[1] + len(set(m.group.tolist())) * int(m.prompt_len.max()) if share else one_each)
+                tokens.append(
+                    len(m) * m.tokens.shape[1] + len(set(m.group.tolist())) * int(m.prompt_len.max())
+                    if share
+                    else one_each
+                )
                 assert tokens[-1] <= budget or len(rows) == 1
             assert sum(tokens) == total
             assert (len(parts) == 1) == (budget == 10**6) and (len(parts) == len(b)) == (budget == 1)
     even = batches.collate(make_groups(3, seed=1, prompt=(5, 6)), make_cfg())
-    even = replace(even, length=torch.tensor([4, 2, 3, 1] * 3))               # groups alike in all but their rows stay whole
+    even = replace(even, length=torch.tensor([4, 2, 3, 1] * 3))  # groups alike in all but their rows stay whole
     assert sorted(batches.split(even, 4 * 4 + 5, True)[0]) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     first = [b.select(rows) for rows in batches.split(b, 31, False)[0]]
-    assert [int((m.prompt_len + m.length).max()) for m in first] == sorted((int((m.prompt_len + m.length).max()) for m in first), reverse=True)
+    assert [int((m.prompt_len + m.length).max()) for m in first] == sorted(
+        (int((m.prompt_len + m.length).max()) for m in first), reverse=True
+    )
 
 
 def test_sliding_windows_read_each_prompt_with_its_response():
@@ -118,7 +142,7 @@ def test_gradient_is_the_derivative_of_the_written_out_loss():
             count += int(on.sum())
     (total / count).backward()
     want = {"policy." + n: p.grad for n, p in model.named_parameters()}
-    assert relative(want, {n: g for n, g in grads.items()}) < 1e-6            # advantages are float32
+    assert relative(want, {n: g for n, g in grads.items()}) < 1e-6  # advantages are float32
     assert logged["loss"] == pytest.approx(float(total.detach() / count), rel=1e-6) and logged["tokens"] == count
 
 
@@ -134,11 +158,15 @@ def test_score_is_the_models_own_log_softmax_with_temperature():
     for g in groups:
         for r in g.responses:
             ids = torch.from_numpy(np.concatenate([g.prompt_ids, r.tokens]).astype(np.int64))
-            logp = (learner.pair.policy(input_ids=ids[None]).logits[0] / 0.7).log_softmax(-1)[len(g.prompt_ids) - 1:-1]
+            logp = (learner.pair.policy(input_ids=ids[None]).logits[0] / 0.7).log_softmax(-1)[
+                len(g.prompt_ids) - 1 : -1
+            ]
             L = len(r.tokens)
-            assert torch.allclose(stats.logp[row, :L], logp.gather(1, ids[len(g.prompt_ids):, None])[:, 0], atol=1e-7)
+            assert torch.allclose(stats.logp[row, :L], logp.gather(1, ids[len(g.prompt_ids) :, None])[:, 0], atol=1e-7)
             assert torch.allclose(stats.entropy[row, :L], -(logp.exp() * logp).sum(-1), atol=1e-7)
-            assert torch.allclose(stats.s_logp[row, :L, 1:], logp.gather(1, torch.from_numpy(r.topk_ids.astype(np.int64))), atol=1e-7)
+            assert torch.allclose(
+                stats.s_logp[row, :L, 1:], logp.gather(1, torch.from_numpy(r.topk_ids.astype(np.int64))), atol=1e-7
+            )
             assert float(stats.logp[row, L:].abs().sum()) == 0
             row += 1
 
@@ -151,11 +179,12 @@ def test_bracket_contains_the_exact_z_of_two_models():
     with torch.no_grad():
         for row, (g, r) in enumerate((g, r) for g in groups for r in g.responses):
             ids = torch.from_numpy(np.concatenate([g.prompt_ids, r.tokens]).astype(np.int64))
-            logq = learner.pair.actor(input_ids=ids[None]).logits[0].log_softmax(-1)[len(g.prompt_ids) - 1:-1]
+            logq = learner.pair.actor(input_ids=ids[None]).logits[0].log_softmax(-1)[len(g.prompt_ids) - 1 : -1]
             top, where = logq.topk(5, -1)
             r.topk_ids, r.topk_logp = where.int().numpy(), top.float().numpy()
-            r.logp_inf = logq.gather(1, ids[len(g.prompt_ids):, None])[:, 0].float().numpy()
+            r.logp_inf = logq.gather(1, ids[len(g.prompt_ids) :, None])[:, 0].float().numpy()
     import obrs
+
     b = batches.collate(groups, cfg)
     exact = learner.score(b, Want(pair=True)).z[b.mask]
     small = learner.score(b, Want(s=True, tail=True))
@@ -165,21 +194,32 @@ def test_bracket_contains_the_exact_z_of_two_models():
     b = batches.collate(groups, cfg)
     large = learner.score(b, Want(s=True, tail=True))
     low2, high2 = (x[b.mask] for x in obrs.z_bracket(b.s_logp, large.s_logp, 1.0, large.tail))
-    assert (low2 <= exact + 1e-6).all() and (exact <= high2 + 1e-6).all() and float((high2 - low2).mean()) < float((high - low).mean())
+    assert (
+        (low2 <= exact + 1e-6).all()
+        and (exact <= high2 + 1e-6).all()
+        and float((high2 - low2).mean()) < float((high - low).mean())
+    )
 
 
 def test_a_budget_knows_the_whole_kl_before_but_not_after():
     """lambda comes after the ref pass: KL(policy || actor) needs none, the law of the accepted tokens does."""
     cfg, groups = make_cfg(objective="jackpot", actor="base:actor", obrs_accept_rate=0.9), make_groups(2, seed=4)
     _, logged = gradients(cfg, groups)
-    assert logged["obrs/kl_before"] > 0 and "obrs/kl_after" not in logged and "obrs/kl_after_partial" in logged and "obrs/z_exact" not in logged
+    assert (
+        logged["obrs/kl_before"] > 0
+        and "obrs/kl_after" not in logged
+        and "obrs/kl_after_partial" in logged
+        and "obrs/z_exact" not in logged
+    )
 
 
 def test_a_batch_of_empty_responses_is_a_finite_zero():
     cfg, groups = make_cfg(objective="tis"), make_groups(2, seed=4)
     for g in groups:
         for r in g.responses:
-            r.tokens, r.loss_mask, r.logp_inf, r.topk_ids, r.topk_logp = (x[:0] for x in (r.tokens, r.loss_mask, r.logp_inf, r.topk_ids, r.topk_logp))
+            r.tokens, r.loss_mask, r.logp_inf, r.topk_ids, r.topk_logp = (
+                x[:0] for x in (r.tokens, r.loss_mask, r.logp_inf, r.topk_ids, r.topk_logp)
+            )
     grads, logged = gradients(cfg, groups)
     assert logged["loss"] == 0 and logged["tokens"] <= 1 and all(float(g.abs().sum()) == 0 for g in grads.values())
 
@@ -228,24 +268,42 @@ def test_an_update_with_everything_rejected_moves_the_actor_alone():
 
 
 def test_step_clips_each_model_and_follows_the_schedule():
-    cfg = make_cfg(objective="tis", actor="base:actor", lr=1e-2, actor_lr=2e-2, warmup_steps=4, grad_clip=1e-3, steps=10)
+    cfg = make_cfg(
+        objective="tis", actor="base:actor", lr=1e-2, actor_lr=2e-2, warmup_steps=4, grad_clip=1e-3, steps=10
+    )
     learner = make_learner(cfg)
     b = batches.collate(make_groups(2, seed=8), cfg)
     logged = learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
     assert logged["lr"] == pytest.approx(1e-2 / 4) and logged["actor/lr"] == pytest.approx(2e-2 / 4)
-    assert logged["grad_norm"] > 1e-3 and logged["actor/grad_norm"] > 1e-3    # as measured before the clip
+    assert logged["grad_norm"] > 1e-3 and logged["actor/grad_norm"] > 1e-3  # as measured before the clip
     learner, seen = make_learner(cfg), {}
-    for name, (o,) in learner.optimizers.items():                             # what the optimizers really step with
-        o.register_step_pre_hook(lambda o, *_, name=name: seen.update({name: (
-            o.param_groups[0]["lr"], sum(float(p.grad.square().sum()) for p in o.param_groups[0]["params"]) ** 0.5)}))
+    for name, (o,) in learner.optimizers.items():  # what the optimizers really step with
+        o.register_step_pre_hook(
+            lambda o, *_, name=name: seen.update(
+                {
+                    name: (
+                        o.param_groups[0]["lr"],
+                        sum(float(p.grad.square().sum()) for p in o.param_groups[0]["params"]) ** 0.5,
+                    )
+                }
+            )
+        )
     learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
-    assert seen["policy"] == pytest.approx((1e-2 / 4, 1e-3), rel=1e-2) and seen["actor"] == pytest.approx((2e-2 / 4, 1e-3), rel=1e-2)
+    assert seen["policy"] == pytest.approx((1e-2 / 4, 1e-3), rel=1e-2) and seen["actor"] == pytest.approx(
+        (2e-2 / 4, 1e-3), rel=1e-2
+    )
     for p in learner.pair.parameters():
         p.grad = torch.full_like(p, torch.nan)
-    assert learner._step(0.0)["stepped"] == 0                                 # a finite loss, a bad gradient
-    group = make_learner(make_cfg(adam_beta1=0.8, adam_beta2=0.7, adam_eps=1e-5, weight_decay=0.3)).optimizers["policy"][0].param_groups[0]
+    assert learner._step(0.0)["stepped"] == 0  # a finite loss, a bad gradient
+    group = (
+        make_learner(make_cfg(adam_beta1=0.8, adam_beta2=0.7, adam_eps=1e-5, weight_decay=0.3))
+        .optimizers["policy"][0]
+        .param_groups[0]
+    )
     assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.8, 0.7), 1e-5, 0.3)
-    assert [schedule(s, replace(cfg, lr_schedule="linear")) for s in (0, 3, 4, 7, 10)] == pytest.approx([.25, 1, 1, .5, 0])
+    assert [schedule(s, replace(cfg, lr_schedule="linear")) for s in (0, 3, 4, 7, 10)] == pytest.approx(
+        [0.25, 1, 1, 0.5, 0]
+    )
     assert schedule(7, replace(cfg, lr_schedule="cosine")) == pytest.approx(0.5) and schedule(9, cfg) == 1.0
 
 
@@ -270,7 +328,10 @@ def test_muon_takes_the_matrices_and_adamw_the_rest():
     state = learner.state_dict()
     other = make_learner(learner.cfg)
     other.load_state_dict(state)
-    assert torch.equal(other.optimizers["policy"][1].state_dict()["state"][0]["momentum_buffer"], muon.state_dict()["state"][0]["momentum_buffer"])
+    assert torch.equal(
+        other.optimizers["policy"][1].state_dict()["state"][0]["momentum_buffer"],
+        muon.state_dict()["state"][0]["momentum_buffer"],
+    )
 
 
 def test_what_each_pass_computes_follows_the_objective():
@@ -289,7 +350,7 @@ def test_what_each_pass_computes_follows_the_objective():
 def laws(model, g, r):
     """The model's probabilities (L, V) along a response, and the token ids of prompt and response."""
     ids = torch.from_numpy(np.concatenate([g.prompt_ids, r.tokens]).astype(np.int64))
-    return model(input_ids=ids[None]).logits[0].softmax(-1)[len(g.prompt_ids) - 1:-1].detach(), ids
+    return model(input_ids=ids[None]).logits[0].softmax(-1)[len(g.prompt_ids) - 1 : -1].detach(), ids
 
 
 @pytest.mark.parametrize("lam", [0.7, 1.5])
@@ -303,9 +364,11 @@ def test_z_and_tail_of_the_learner_at_any_lambda(lam):
         p, q = laws(learner.pair.policy, g, r)[0], laws(learner.pair.actor, g, r)[0]
         outside = torch.ones_like(p).scatter_(1, b.s_ids[row, :L], 0.0)
         assert torch.allclose(got.z[row, :L], torch.minimum(q, p / lam).sum(-1), atol=1e-7)
-        assert torch.allclose(got.tail[row, :L], (torch.minimum(p / lam, b.p_k[row, :L, None].double()) * outside).sum(-1), atol=1e-6)
+        assert torch.allclose(
+            got.tail[row, :L], (torch.minimum(p / lam, b.p_k[row, :L, None].double()) * outside).sum(-1), atol=1e-6
+        )
     columns = learner.ref_columns(b, lam)
-    for row in range(len(b)):                                                 # the larger S lists no token twice
+    for row in range(len(b)):  # the larger S lists no token twice
         for t in range(int(b.length[row])):
             ids = columns["s_ids"][row, t][columns["s_logp"][row, t].isfinite()].tolist()
             assert len(ids) == len(set(ids)) and len(ids) > 3
@@ -325,8 +388,10 @@ def test_kept_sets_reach_the_head():
     for row, (g, r) in enumerate((g, r) for g in groups for r in g.responses):
         p, _ = laws(learner.pair.policy, g, r)
         for t, token in enumerate(r.tokens):
-            kept = r.kept_ids[r.kept_offsets[t]:r.kept_offsets[t + 1]]
-            assert float(logp[row, t]) == pytest.approx(float((p[t, int(token)] / p[t, kept.astype(np.int64)].sum()).log()), abs=1e-6)
+            kept = r.kept_ids[r.kept_offsets[t] : r.kept_offsets[t + 1]]
+            assert float(logp[row, t]) == pytest.approx(
+                float((p[t, int(token)] / p[t, kept.astype(np.int64)].sum()).log()), abs=1e-6
+            )
 
 
 def test_bfloat16_runs_close_to_float32():
@@ -342,18 +407,45 @@ def test_two_ranks_give_the_gradient_of_one(parallel, tmp_path):
     """torchrun with two gloo ranks, ragged shares, unequal numbers of micro-batches: the gradient of one process."""
     out = tmp_path / "ranks.pt"
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(Path(__file__).parent / "ranks.py"),
-                           parallel, str(out)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=2",
+            str(Path(__file__).parent / "ranks.py"),
+            parallel,
+            str(out),
+        ],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = torch.load(out)
     from ranks import RANK_CASES, rank_groups
+
     for i, (case, dtype) in enumerate(RANK_CASES):
         cfg = make_cfg(**case, train_batch=16, rollout_batch=16, micro_tokens=10**6)
         want, logged = gradients(cfg, rank_groups(), dtype)
         assert relative(want, ranks[i]["grads"]) < (1e-10 if dtype == torch.float64 else 1e-5), case
-        for key in ("loss", "reward", "rollout_corr/kl", "rollout_corr/rollout_is_max", "rollout_corr/chi2_seq", "tokens"):
+        for key in (
+            "loss",
+            "reward",
+            "rollout_corr/kl",
+            "rollout_corr/rollout_is_max",
+            "rollout_corr/chi2_seq",
+            "tokens",
+        ):
             assert ranks[i]["logged"][key] == pytest.approx(logged[key], rel=1e-5, abs=1e-7), (case, key)
-        assert ranks[i]["shared"] == {i != 1} and ranks[i]["roundtrip"] and ranks[i]["names"] == sorted(tiny_model(0, layers=2).state_dict())
+        assert (
+            ranks[i]["shared"] == {i != 1}
+            and ranks[i]["roundtrip"]
+            and ranks[i]["names"] == sorted(tiny_model(0, layers=2).state_dict())
+        )
 
 
 def test_comm_keeps_float64():

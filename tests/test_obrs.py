@@ -1,4 +1,5 @@
 """OBRS on vocabularies small enough to enumerate: the theorems, the estimators, the bounds, by exact sums."""
+
 import math
 from types import SimpleNamespace
 
@@ -8,8 +9,8 @@ import torch
 import obrs
 from conftest import make_cfg
 
-P = torch.tensor([0.50, 0.20, 0.15, 0.10, 0.05], dtype=torch.float64)      # target
-Q = torch.tensor([0.20, 0.40, 0.10, 0.10, 0.20], dtype=torch.float64)      # proposal
+P = torch.tensor([0.50, 0.20, 0.15, 0.10, 0.05], dtype=torch.float64)  # target
+Q = torch.tensor([0.20, 0.40, 0.10, 0.10, 0.20], dtype=torch.float64)  # proposal
 
 
 def kl(p, q):
@@ -41,12 +42,14 @@ def test_hand_worked_numbers():
 def test_weight_is_target_over_accepted_law_and_mean_is_z_times_tis(lam):
     law, z = kept(P, Q, lam)
     w = obrs.weight(torch.tensor(z, dtype=torch.float64), P.log(), Q.log(), lam)
-    assert torch.allclose(w, P / law)                                       # Alg. 1, line 23 = p_tgt / p'_inf
+    assert torch.allclose(w, P / law)  # Alg. 1, line 23 = p_tgt / p'_inf
     a = obrs.acceptance(P.log(), Q.log(), lam)
-    assert torch.allclose(a * w, z * P / Q)                                 # a w = Z p/q in both branches
+    assert torch.allclose(a * w, z * P / Q)  # a w = Z p/q in both branches
     for c1 in (lam * z, 1.1 * lam * z, 3.0, 100.0):
-        if c1 >= lam * z:                                                   # E[Mask] min(w, c1) = Z min(p/q, c1/Z)
-            assert torch.allclose(a * w.clamp_max(c1), z * torch.minimum(P / Q, torch.tensor(c1 / z, dtype=torch.float64)))
+        if c1 >= lam * z:  # E[Mask] min(w, c1) = Z min(p/q, c1/Z)
+            assert torch.allclose(
+                a * w.clamp_max(c1), z * torch.minimum(P / Q, torch.tensor(c1 / z, dtype=torch.float64))
+            )
 
 
 def test_theorem_3_3_and_proposition_9_2():
@@ -57,10 +60,12 @@ def test_theorem_3_3_and_proposition_9_2():
     values = [kl(P, kept(P, Q, lam)[0]) for lam in grid]
     assert all(v <= kl(P, Q) + 1e-12 for v in values)
     assert all(b <= a + 1e-12 for a, b in zip(values, values[1:]))
-    assert math.isclose(values[0], kl(P, Q)) and math.isclose(values[1], kl(P, Q))    # nothing rejected: unchanged, and not zero
+    assert math.isclose(values[0], kl(P, Q)) and math.isclose(
+        values[1], kl(P, Q)
+    )  # nothing rejected: unchanged, and not zero
     inside = [v for lam, v in zip(grid, values) if low < lam < high]
-    assert all(b < a - 1e-6 for a, b in zip(inside, inside[1:]))            # strict inside
-    assert abs(values[-1]) < 1e-12 and abs(values[-2]) < 1e-12              # lambda >= max p/q: exact rejection sampling
+    assert all(b < a - 1e-6 for a, b in zip(inside, inside[1:]))  # strict inside
+    assert abs(values[-1]) < 1e-12 and abs(values[-2]) < 1e-12  # lambda >= max p/q: exact rejection sampling
 
 
 def test_theorem_3_4_unique_lambda_and_optimality():
@@ -68,10 +73,10 @@ def test_theorem_3_4_unique_lambda_and_optimality():
         lam = obrs.solve_lambda_context(P, Q, rate)
         law, z = kept(P, Q, lam)
         assert math.isclose(z, rate, rel_tol=1e-12)
-        for other in (lam * 0.99, lam * 1.01):                              # acceptance is strictly monotone here: unique
+        for other in (lam * 0.99, lam * 1.01):  # acceptance is strictly monotone here: unique
             assert abs(kept(P, Q, other)[1] - rate) > 1e-5
         generator = torch.Generator().manual_seed(0)
-        for _ in range(200):                                                # no other rule of the same budget comes closer
+        for _ in range(200):  # no other rule of the same budget comes closer
             a = torch.rand(5, generator=generator, dtype=torch.float64)
             a = a * rate / float((Q * a).sum())
             if a.max() <= 1:
@@ -97,15 +102,21 @@ def test_budget_over_tokens_is_exact():
         lam = obrs.solve_lambda(r, rate)
         assert float((r / lam).clamp_max(1).mean()) == pytest.approx(rate, abs=1e-12)
     assert obrs.solve_lambda(r, 1.0) == pytest.approx(float(r.min()))
-    assert obrs.solve_lambda(torch.ones(10), 0.5) == pytest.approx(2.0)     # all equal: r / lambda = rate
+    assert obrs.solve_lambda(torch.ones(10), 0.5) == pytest.approx(2.0)  # all equal: r / lambda = rate
 
 
 def enumerated(mask_mode, c1=100.0, lam=1.0, lp=None, lq=None, u=None, mode="both", target="ref"):
     """obrs.correction on a row of all five tokens, with S the whole vocabulary."""
     lp, lq = (P.log() if lp is None else lp), (Q.log() if lq is None else lq)
-    cfg = make_cfg(objective="jackpot", obrs_mask=mask_mode, obrs_c1=c1, obrs_lambda=lam, obrs_mode=mode, obrs_target=target)
-    batch = SimpleNamespace(logp_inf=lq[None], u=torch.full((1, 5), 0.5, dtype=torch.float64) if u is None else u, logp_ref=lp[None],
-                            s_logp=lq.expand(1, 5, 5))
+    cfg = make_cfg(
+        objective="jackpot", obrs_mask=mask_mode, obrs_c1=c1, obrs_lambda=lam, obrs_mode=mode, obrs_target=target
+    )
+    batch = SimpleNamespace(
+        logp_inf=lq[None],
+        u=torch.full((1, 5), 0.5, dtype=torch.float64) if u is None else u,
+        logp_ref=lp[None],
+        s_logp=lq.expand(1, 5, 5),
+    )
     stats = {"lam": lam, "kappa": 1.0}
     return obrs.correction(lp[None], (lp.expand(1, 5, 5), None, None), batch, stats, cfg)
 
@@ -113,7 +124,7 @@ def enumerated(mask_mode, c1=100.0, lam=1.0, lp=None, lq=None, u=None, mode="bot
 @pytest.mark.parametrize("lam", [0.8, 1.0, 1.2])
 def test_both_masks_are_unbiased_for_z_times_target_and_expected_has_less_variance(lam):
     z = kept(P, Q, lam)[1]
-    f = torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0], dtype=torch.float64)      # any function of the token
+    f = torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0], dtype=torch.float64)  # any function of the token
     want = z * float((P * f).sum())
     w, a, logs = enumerated("expected", lam=lam)
     mean_expected = float((Q * a * w * f).sum())
@@ -123,7 +134,7 @@ def test_both_masks_are_unbiased_for_z_times_target_and_expected_has_less_varian
     u = ((torch.arange(n, dtype=torch.float64) + 0.5) / n)[:, None].expand(n, 5)
     w_b, keep, _ = enumerated("bernoulli", lam=lam, u=u)
     x = keep * w_b * f
-    mean_bernoulli, second_bernoulli = float((Q * x.mean(0)).sum()), float((Q * (x ** 2).mean(0)).sum())
+    mean_bernoulli, second_bernoulli = float((Q * x.mean(0)).sum()), float((Q * (x**2).mean(0)).sum())
     assert mean_expected == pytest.approx(want, rel=1e-12)
     assert mean_bernoulli == pytest.approx(want, rel=1e-3)
     # law of total variance: the gap is E[Var(Mask)] w^2 f^2 = sum q a (1 - a) w^2 f^2
@@ -138,7 +149,7 @@ def test_modes():
     assert torch.equal(w, torch.ones_like(w)) and set(keep.unique().tolist()) == {0.0, 1.0}
     w, keep, logs = enumerated("bernoulli", mode="reweight")
     assert torch.equal(keep, torch.ones_like(keep)) and float(w[0, 0]) == pytest.approx(0.65 * 2.5)
-    assert float((Q * w[0]).sum()) != pytest.approx(1.0, abs=0.05)          # biased: E_inf[w] is not 1
+    assert float((Q * w[0]).sum()) != pytest.approx(1.0, abs=0.05)  # biased: E_inf[w] is not 1
     w, _, _ = enumerated("bernoulli", c1=1.0)
     assert float(w.max()) == 1.0
 
@@ -147,7 +158,9 @@ def test_target_new_multiplies_by_ref_over_new_capped_by_c2():
     ref = torch.tensor([0.45, 0.15, 0.20, 0.15, 0.05], dtype=torch.float64)
     cfg = make_cfg(objective="jackpot", obrs_target="new", obrs_c1=100.0, obrs_c2=1.2, obrs_mask="expected")
     batch = SimpleNamespace(logp_inf=Q.log()[None], u=None, logp_ref=ref.log()[None], s_logp=Q.log().expand(1, 5, 5))
-    w, a, _ = obrs.correction(P.log()[None], (P.log().expand(1, 5, 5), None, None), batch, {"lam": 1.0, "kappa": 1.0}, cfg)
+    w, a, _ = obrs.correction(
+        P.log()[None], (P.log().expand(1, 5, 5), None, None), batch, {"lam": 1.0, "kappa": 1.0}, cfg
+    )
     plain = 0.65 * (P / Q).clamp_min(1.0)
     # p_ref / p_new = .9, .75, 4/3 -> 1.2, 1.5 -> 1.2, 1
     assert torch.allclose(w[0], plain * torch.tensor([0.9, 0.75, 1.2, 1.2, 1.0], dtype=torch.float64))
@@ -180,7 +193,7 @@ def test_bracket_contains_z(lam, K):
     if K == 50:
         assert torch.allclose(low, z) and torch.allclose(high, z, atol=1e-9)
     else:
-        assert (high < wide_high - 1e-6).any()                              # the second term earns its place
+        assert (high < wide_high - 1e-6).any()  # the second term earns its place
     # a duplicate counted twice would break the lower bound somewhere
     twice = torch.cat([lq.gather(1, sampled[:, None]), top], 1)
     if K >= 10:
@@ -191,8 +204,15 @@ def test_token_z_modes():
     lp, lq = random_laws(4, 6, 0)
     batch = SimpleNamespace(s_logp=lq[None, :, :2])
     z_low, z_high = obrs.z_bracket(batch.s_logp, lp[None, :, :2], 1.0)
-    for kappa, mode, want in ((0.5, "bracket", z_low), (100.0, "bracket", z_high), (0.5, "approx", 0.5 * z_low), (100.0, "approx", 100 * z_low)):
-        got, low, high = obrs.token_z((lp[None, :, :2], None, None), batch, {"lam": 1.0, "kappa": kappa}, make_cfg(obrs_z=mode))
+    for kappa, mode, want in (
+        (0.5, "bracket", z_low),
+        (100.0, "bracket", z_high),
+        (0.5, "approx", 0.5 * z_low),
+        (100.0, "approx", 100 * z_low),
+    ):
+        got, low, high = obrs.token_z(
+            (lp[None, :, :2], None, None), batch, {"lam": 1.0, "kappa": kappa}, make_cfg(obrs_z=mode)
+        )
         assert torch.equal(got, want) and torch.equal(low, z_low) and torch.equal(high, z_high)
 
 
@@ -208,8 +228,8 @@ def test_simulation_rows_agree_with_the_theory(kind):
     low, high = obrs.simulate(vocab=2000, lam=1.0, kind=kind, noises=[0.05, 0.5], pairs=4, seed=0)
     for _, before, after, z, *_ in (low, high):
         assert 0 < after < before and 0 < z < 1
-    assert high[1] > 5 * low[1] and high[3] < low[3]                        # more noise: more KL, less acceptance
-    assert (low[1] / low[2] > 10) == (kind == "mixture")                    # what rejection can mend, and what it cannot
+    assert high[1] > 5 * low[1] and high[3] < low[3]  # more noise: more KL, less acceptance
+    assert (low[1] / low[2] > 10) == (kind == "mixture")  # what rejection can mend, and what it cannot
     assert obrs.simulate(2000, 1.0, kind, [0.5], 2, 7) == obrs.simulate(2000, 1.0, kind, [0.5], 2, 7)
 
 

@@ -1,4 +1,5 @@
 """Formats, the aligned layer, and its straight-through gradient."""
+
 import json
 from dataclasses import replace
 
@@ -32,14 +33,24 @@ def error_bound(x, fmt, s):
 def test_round_trip_stays_within_the_stated_error(name, kind):
     g = torch.Generator().manual_seed(0)
     x = torch.randn(16, 64, generator=g)
-    x = {"normal": x, "outlier": x.index_put((torch.tensor([3]), torch.tensor([5])), torch.tensor(1e4)), "zero rows": x * (torch.arange(16) % 2)[:, None],
-         "tiny": x * 1e-20, "huge": x * 1e20}[kind]
+    x = {
+        "normal": x,
+        "outlier": x.index_put((torch.tensor([3]), torch.tensor([5])), torch.tensor(1e4)),
+        "zero rows": x * (torch.arange(16) % 2)[:, None],
+        "tiny": x * 1e-20,
+        "huge": x * 1e20,
+    }[kind]
     fmt = format_of(name, 32)
     q, s = quantize(x, fmt.top, fmt.dtype, fmt.group)
     back = dequantize(q, s)
-    assert q.dtype == fmt.dtype and s.shape == (16, 2 if fmt.group else 1) and (s > 0).all() and q.float().abs().max() <= fmt.top
+    assert (
+        q.dtype == fmt.dtype
+        and s.shape == (16, 2 if fmt.group else 1)
+        and (s > 0).all()
+        and q.float().abs().max() <= fmt.top
+    )
     assert ((back - x).abs() <= error_bound(x, fmt, s)).all() and torch.equal(back[x == 0], x[x == 0])
-    again, s2 = quantize(back, fmt.top, fmt.dtype, fmt.group)                  # what is on the grid stays there
+    again, s2 = quantize(back, fmt.top, fmt.dtype, fmt.group)  # what is on the grid stays there
     assert torch.allclose(dequantize(again, s2), back, rtol=1e-5, atol=0) and torch.equal(q.float(), again.float())
     assert torch.equal(quantize(-x, fmt.top, fmt.dtype, fmt.group)[0].float(), -q.float())
 
@@ -70,21 +81,29 @@ def test_gradients_are_straight_through(name):
     (y * up).sum().backward()
     q, s = layer[0].low()
     xd = x.detach().reshape(-1, 64)
-    xd = (dequantize(*quantize(xd, 127.0 if name == "int8" else fmt.top, fmt.dtype)) if fmt.activations else xd).reshape(3, 5, 64).requires_grad_()
+    xd = (
+        (dequantize(*quantize(xd, 127.0 if name == "int8" else fmt.top, fmt.dtype)) if fmt.activations else xd)
+        .reshape(3, 5, 64)
+        .requires_grad_()
+    )
     with torch.no_grad():
         plain.weight.copy_(dequantize(q, s))
     want = plain(xd)
     (want * up).sum().backward()
     assert torch.allclose(y, want, atol=1e-5) and torch.allclose(x.grad, xd.grad, atol=1e-5)
-    assert torch.allclose(layer[0].weight.grad, plain.weight.grad, atol=1e-4) and torch.allclose(layer[0].bias.grad, plain.bias.grad, atol=1e-5)
-    assert not torch.allclose(y, torch.nn.functional.linear(x, layer[0].weight, layer[0].bias), atol=1e-4)      # it is quantized
+    assert torch.allclose(layer[0].weight.grad, plain.weight.grad, atol=1e-4) and torch.allclose(
+        layer[0].bias.grad, plain.bias.grad, atol=1e-5
+    )
+    assert not torch.allclose(
+        y, torch.nn.functional.linear(x, layer[0].weight, layer[0].bias), atol=1e-4
+    )  # it is quantized
 
 
 def test_low_bit_weights_follow_the_master():
     layer = torch.nn.Linear(8, 4)
     layer.__class__, layer.format = LowBitLinear, format_of("int8")
     first = layer.low()
-    assert layer.low() is first                                                # made once
+    assert layer.low() is first  # made once
     with torch.no_grad():
         layer.weight.mul_(2.0)
     assert torch.allclose(layer.low()[1], 2 * first[1]) and layer.low()[0] is not first[0]
@@ -94,10 +113,13 @@ def test_low_bit_weights_follow_the_master():
 
 def test_which_layers(folders):
     from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(folders / "untied")
     names = {n.split(".")[-1] for n in quant.layers(model)}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    with pytest.raises(ValueError, match="--quant_group=48: .*q_proj has rows of 32, which are not made of whole groups"):
+    with pytest.raises(
+        ValueError, match="--quant_group=48: .*q_proj has rows of 32, which are not made of whole groups"
+    ):
         quant.align(model, format_of("w4a16", 48))
     assert quant.align(model, None) is model and not any(isinstance(m, LowBitLinear) for m in model.modules())
     quant.align(model, format_of("w4a16", 32))
@@ -109,11 +131,13 @@ def test_formats_that_cannot_run_are_refused_before_a_model_loads(folders, tmp_p
     shape = json.loads((folders / "actor" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**shape, "hidden_size": 16}))
     check = lambda actor=None, **flags: config.check_models(make_cfg(**flags), untied, actor)
-    with pytest.raises(ValueError, match="--quant_group=48: .*q_proj has rows of 32, which are not made of whole groups"):
+    with pytest.raises(
+        ValueError, match="--quant_group=48: .*q_proj has rows of 32, which are not made of whole groups"
+    ):
         check(rollout_quant="w4a16", quant_group=48)
     with pytest.raises(ValueError, match="--quant_group=24: "):
         check(learner_quant="w2a16", quant_group=24)
-    with pytest.raises(ValueError, match="has rows of 16"):                              # with an actor it is the actor that is quantized
+    with pytest.raises(ValueError, match="has rows of 16"):  # with an actor it is the actor that is quantized
         check(small, rollout_quant="w4a16", quant_group=32)
     for fmt in ("int8", "fp8", "w4a16"):
         check(rollout_quant=fmt, quant_group=16)
@@ -153,6 +177,7 @@ def test_int8_range_of_this_machine(monkeypatch):
 # Engine and learner together
 # ---------------------------------------------------------------------------------------------------------------------
 
+
 def moved(model, seed: int, size: float = 0.02):
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -176,8 +201,13 @@ def learners(fmt_name, *kinds):
 
 def mismatch(engine, learner):
     prompts = [np.array([5 + i, 3, 100 + i], np.int32) for i in range(16)]
-    groups = engine.generate(prompts, [[9 * i + j for j in range(8)] for i in range(16)], Sampling(max_tokens=12), 0, [1])
-    groups = [Rollout(("q", 0, i), str(i), p, Sampling(), "policy", "float32", 0, "", 0.0, 0.0, g) for i, (p, g) in enumerate(zip(prompts, groups))]
+    groups = engine.generate(
+        prompts, [[9 * i + j for j in range(8)] for i in range(16)], Sampling(max_tokens=12), 0, [1]
+    )
+    groups = [
+        Rollout(("q", 0, i), str(i), p, Sampling(), "policy", "float32", 0, "", 0.0, 0.0, g)
+        for i, (p, g) in enumerate(zip(prompts, groups))
+    ]
     b = batches.collate(groups, learner.cfg)
     gap = (learner.score(b, Want()).logp.exp() - b.logp_inf.exp()).abs()[b.mask]
     return float(gap.mean())
@@ -199,16 +229,17 @@ def test_aligned_learners_compute_what_the_engine_computes(quantized):
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "w4a16"])
 def test_the_tensors_of_the_forward_are_the_ones_published(name):
-    learner, = learners(name, "aligned")
+    (learner,) = learners(name, "aligned")
     policy = learner.pair.policy
     policy(torch.arange(2, 9)[None])
     sent = dict(learner.published("policy", True))
     for n, m in quant.layers(policy).items():
         if name == "w4a16":
             from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
             assert torch.equal(unpack_from_int32(sent[f"{n}.weight_packed"], 4, m.weight.shape), m.low()[0])
         else:
-            assert sent[f"{n}.weight"] is m.made[0]                            # the object itself: nothing is quantized twice
+            assert sent[f"{n}.weight"] is m.made[0]  # the object itself: nothing is quantized twice
         assert sent[f"{n}.weight_scale"] is m.made[1]
     assert sent["lm_head.weight"].dtype == torch.float32 and "model.embed_tokens.weight" in sent
     exact = dict(learner.published("policy", False))
@@ -217,33 +248,46 @@ def test_the_tensors_of_the_forward_are_the_ones_published(name):
 
 def test_remote_samplers_get_the_weights_themselves_unless_low_bits_travel():
     """Each quantizes as it likes: one in full precision must not get rounded weights."""
-    learner, = learners("w4a16", "aligned")
+    (learner,) = learners("w4a16", "aligned")
     learner.cfg = replace(learner.cfg, samplers="files", sync_path="x")
     plain, packed = dict(learner.published("policy", False)), dict(learner.published("policy", True))
-    assert all(torch.equal(plain[f"{n}.weight"], m.weight) and f"{n}.weight_packed" in packed for n, m in quant.layers(learner.pair.policy).items())
+    assert all(
+        torch.equal(plain[f"{n}.weight"], m.weight) and f"{n}.weight_packed" in packed
+        for n, m in quant.layers(learner.pair.policy).items()
+    )
 
 
 def test_a_learner_in_another_format_publishes_the_engine_s_own():
     """An int8 learner and a w4a16 engine: what goes out has sixteen levels, made from the master weights."""
-    learner, = learners("int8", "aligned")
+    (learner,) = learners("int8", "aligned")
     policy, other = learner.pair.policy, format_of("w4a16", 32)
     sent = dict(quant.published(policy.state_dict().items(), policy, other, False))
     for n, m in quant.layers(policy).items():
-        assert torch.equal(sent[f"{n}.weight"], dequantize(*quant.quantize(m.weight.detach(), other.top, other.dtype, other.group)))
+        assert torch.equal(
+            sent[f"{n}.weight"], dequantize(*quant.quantize(m.weight.detach(), other.top, other.dtype, other.group))
+        )
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "w4a16", "w2a16"])
 def test_the_plain_engine_in_low_bits(name, folders):
     """The plain sampler on the published tensors is the aligned learner."""
-    learner, = learners(name, "aligned")
+    (learner,) = learners(name, "aligned")
     engine = HFEngine(str(folders / "actor"), fmt=format_of(name, 32))
-    assert mismatch(engine, learner) < 1e-3                                    # from the start, before any weights are published
+    assert mismatch(engine, learner) < 1e-3  # from the start, before any weights are published
     moved(learner.pair.policy, 3)
     engine.load(learner.published("policy", engine.packed))
     ids = np.arange(2, 14)
     with torch.no_grad():
-        want = learner.pair.policy(torch.from_numpy(ids)[None]).logits[0, :-1].log_softmax(-1).gather(1, torch.from_numpy(ids)[1:, None])[:, 0]
-    assert np.allclose(engine.logprobs(ids), want.numpy(), atol=0 if engine.packed else 1e-5) and mismatch(engine, learner) < 1e-3
+        want = (
+            learner.pair.policy(torch.from_numpy(ids)[None])
+            .logits[0, :-1]
+            .log_softmax(-1)
+            .gather(1, torch.from_numpy(ids)[1:, None])[:, 0]
+        )
+    assert (
+        np.allclose(engine.logprobs(ids), want.numpy(), atol=0 if engine.packed else 1e-5)
+        and mismatch(engine, learner) < 1e-3
+    )
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "w4a16", "w2a16"])
@@ -256,7 +300,7 @@ def test_vllm_starts_in_low_bits(name, vllm_engines):
 
 def test_a_quantized_engine_with_old_weights_is_found_out(quantized):
     engine, fmt = quantized
-    learner, = learners(fmt.name, "aligned")
+    (learner,) = learners(fmt.name, "aligned")
     probe = Probe(None, np.arange(2, 14), fmt, config=learner.pair.policy.config)
     prove(engine, 0, learner.published("policy", engine.packed), probe)
     moved(learner.pair.policy, 1, 0.2)
@@ -270,7 +314,7 @@ def test_a_quantized_engine_with_old_weights_is_found_out(quantized):
 
 def test_training_follows_the_low_bit_loss():
     """Updates of an aligned learner change its low-bit forward: a cached tensor of before would show."""
-    learner, = learners("int8", "aligned")
+    (learner,) = learners("int8", "aligned")
     cfg, policy = learner.cfg, learner.pair.policy
     b = batches.collate(make_groups(), cfg)
     before = learner.score(b, Want()).logp
@@ -282,7 +326,7 @@ def test_training_follows_the_low_bit_loss():
     assert all(not torch.equal(m.low()[0], first[n]) for n, m in quant.layers(policy).items())
     fresh = tiny_model(1)
     fresh.load_state_dict(policy.state_dict())
-    again, = learners("int8", "aligned")
+    (again,) = learners("int8", "aligned")
     again.pair.policy.load_state_dict(policy.state_dict())
     assert torch.equal(again.score(b, Want()).logp, learner.score(b, Want()).logp)
 
@@ -300,17 +344,29 @@ def test_the_model_that_samples_is_the_aligned_one():
 def test_the_engine_holds_the_very_bits(vllm_engines):
     """fp8: vLLM keeps weights and scales, joined over q, k, v and over gate, up: bit for bit those of the learner's forward."""
     engine = vllm_engines(fmt=format_of("fp8"))
-    learner, = learners("fp8", "aligned")
+    (learner,) = learners("fp8", "aligned")
     moved(learner.pair.policy, 5)
     engine.load(learner.published("policy", True))
     low = {n: m.low() for n, m in quant.layers(learner.pair.policy).items()}
     block = "model.layers.0."
-    parts = {"self_attn.qkv_proj": [f"self_attn.{x}_proj" for x in "qkv"], "self_attn.o_proj": ["self_attn.o_proj"],
-             "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"], "mlp.down_proj": ["mlp.down_proj"]}
-    held, = engine.llm.apply_model(lambda model: {n: (p.weight.detach().clone(), p.weight_scale.detach().clone()) for n, p in model.named_modules() if n.removeprefix(block) in parts})
+    parts = {
+        "self_attn.qkv_proj": [f"self_attn.{x}_proj" for x in "qkv"],
+        "self_attn.o_proj": ["self_attn.o_proj"],
+        "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
+        "mlp.down_proj": ["mlp.down_proj"],
+    }
+    (held,) = engine.llm.apply_model(
+        lambda model: {
+            n: (p.weight.detach().clone(), p.weight_scale.detach().clone())
+            for n, p in model.named_modules()
+            if n.removeprefix(block) in parts
+        }
+    )
     assert len(held) == 4
     for name, (weight, scale) in held.items():
         q, s = (torch.cat([low[block + p][i] for p in parts[name.removeprefix(block)]]) for i in (0, 1))
         assert weight.dtype == q.dtype == torch.float8_e4m3fn
-        assert any(torch.equal(w.contiguous().view(torch.uint8), q.view(torch.uint8)) for w in (weight, weight.t())), name
+        assert any(torch.equal(w.contiguous().view(torch.uint8), q.view(torch.uint8)) for w in (weight, weight.t())), (
+            name
+        )
         assert torch.equal(scale.flatten(), s.flatten()), name

@@ -1,4 +1,5 @@
 """Tasks: generated arithmetic, files, and the grader on cases written for this repository."""
+
 import hashlib
 from dataclasses import replace
 
@@ -14,9 +15,11 @@ def test_arithmetic_is_verifiable_deterministic_and_split():
     train = [task.problem("train", i) for i in range(400)]
     test = [task.problem("test", i) for i in range(200)]
     assert not {p.id for p in train} & {p.id for p in test}
-    held_out = lambda p: hashlib.sha256(p.id.encode()).digest()[0] < 32        # disjoint by rule, not by luck
+    held_out = lambda p: hashlib.sha256(p.id.encode()).digest()[0] < 32  # disjoint by rule, not by luck
     assert not any(map(held_out, train)) and all(map(held_out, test))
-    assert train == [Arithmetic(seed=3).problem("train", i) for i in range(400)] and train != [Arithmetic(seed=4).problem("train", i) for i in range(400)]
+    assert train == [Arithmetic(seed=3).problem("train", i) for i in range(400)] and train != [
+        Arithmetic(seed=4).problem("train", i) for i in range(400)
+    ]
     for p in train + test:
         words = p.id.split()
         total = int(words[0])
@@ -45,19 +48,35 @@ def test_careless_solutions_go_on_from_their_slip():
     assert 0.3 < wrong / 300 < 0.8
 
 
-@pytest.mark.parametrize("text, reward", [("3 + 4 = 7 # 7", 1), ("# 7", 1), ("# 8", 0), ("7", 0), ("# 7 ;", 0), ("# 77", 0), ("", 0)])
+@pytest.mark.parametrize(
+    "text, reward", [("3 + 4 = 7 # 7", 1), ("# 7", 1), ("# 8", 0), ("7", 0), ("# 7 ;", 0), ("# 77", 0), ("", 0)]
+)
 def test_arithmetic_reward(text, reward):
     from tasks import Problem
+
     assert Arithmetic().reward(Problem("3 + 4", "3 + 4 :", "7"), text, True) == reward
 
 
-@pytest.mark.parametrize("text, reward", [
-    ("3 + 4 = 7 # 7", 1), ("# 7 ; 3 + 4 = 7", 1 + 6 / 8), ("# 7 ; ;", 1 + 2 / 8), ("# 7" + " ;" * 30, 2), ("# 8 ; 3 + 4 = 7", 0), ("# 7 # 7", 0), ("# 7 ; # 8", 0),
-    ("3 + 4 = 7 ; 7", 0), ("# 77 ; ;", 0), ("", 0)])
+@pytest.mark.parametrize(
+    "text, reward",
+    [
+        ("3 + 4 = 7 # 7", 1),
+        ("# 7 ; 3 + 4 = 7", 1 + 6 / 8),
+        ("# 7 ; ;", 1 + 2 / 8),
+        ("# 7" + " ;" * 30, 2),
+        ("# 8 ; 3 + 4 = 7", 0),
+        ("# 7 # 7", 0),
+        ("# 7 ; # 8", 0),
+        ("3 + 4 = 7 ; 7", 0),
+        ("# 77 ; ;", 0),
+        ("", 0),
+    ],
+)
 @pytest.mark.parametrize("finished", [True, False])
 def test_reward_of_long_explanations(text, reward, finished):
     """A right answer, one `#`, and a bonus for what stands behind it, whether or not the response ended by itself."""
     from tasks import Problem
+
     assert Arithmetic(explain=8).reward(Problem("3 + 4", "3 + 4 :", "7"), text, finished) == pytest.approx(reward)
 
 
@@ -77,15 +96,38 @@ def test_demonstrations_with_explanations():
 
 
 RIGHT = [
-    ("The total is \\boxed{72}.", "72"), ("so we get $\\boxed{\\frac{3}{4}}$", "0.75"), ("\\boxed{\\frac{1}{2}}", "\\frac12"), ("\\boxed{1{,}000}", "1000"),
-    ("\\boxed{x^2+2x+1}", "(x+1)^2"), ("\\boxed{\\sqrt{8}}", "2\\sqrt{2}"), ("\\boxed{(1, 2)}", "(1,2)"), ("\\boxed{\\{1,2,3\\}}", "\\{3,2,1\\}"),
-    ("\\boxed{[0, 1)}", "[0,1)"), ("\\boxed{50\\%}", "50\\%"), ("\\boxed{\\pi/2}", "\\frac{\\pi}{2}"), ("\\boxed{-3}", "-3"), ("\\boxed{2^{10}}", "1024"),
-    ("\\boxed{\\text{(B)}}", "\\text{(B)}"), ("\\boxed{3.0}", "3"), ("\\boxed{x=5}", "5"), ("\\boxed{\\$18}", "18"),
+    ("The total is \\boxed{72}.", "72"),
+    ("so we get $\\boxed{\\frac{3}{4}}$", "0.75"),
+    ("\\boxed{\\frac{1}{2}}", "\\frac12"),
+    ("\\boxed{1{,}000}", "1000"),
+    ("\\boxed{x^2+2x+1}", "(x+1)^2"),
+    ("\\boxed{\\sqrt{8}}", "2\\sqrt{2}"),
+    ("\\boxed{(1, 2)}", "(1,2)"),
+    ("\\boxed{\\{1,2,3\\}}", "\\{3,2,1\\}"),
+    ("\\boxed{[0, 1)}", "[0,1)"),
+    ("\\boxed{50\\%}", "50\\%"),
+    ("\\boxed{\\pi/2}", "\\frac{\\pi}{2}"),
+    ("\\boxed{-3}", "-3"),
+    ("\\boxed{2^{10}}", "1024"),
+    ("\\boxed{\\text{(B)}}", "\\text{(B)}"),
+    ("\\boxed{3.0}", "3"),
+    ("\\boxed{x=5}", "5"),
+    ("\\boxed{\\$18}", "18"),
 ]
 WRONG = [
-    ("\\boxed{73}", "72"), ("\\boxed{\\frac{4}{3}}", "0.75"), ("I do not know.", "5"), ("\\boxed{}", "5"), ("\\boxed{(2,1)}", "(1,2)"), ("\\boxed{[0,1]}", "[0,1)"),
-    ("\\boxed{x^2+1}", "(x+1)^2"), ("\\boxed{3}", "-3"), ("\\boxed{1025}", "2^{10}"), ("\\boxed{\\{1,2\\}}", "\\{1,2,3\\}"), ("\\boxed{\\pi}", "3"),
-    ("The answer is 5, no: \\boxed{6}", "5"), ("\\boxed{12}", "1200"),
+    ("\\boxed{73}", "72"),
+    ("\\boxed{\\frac{4}{3}}", "0.75"),
+    ("I do not know.", "5"),
+    ("\\boxed{}", "5"),
+    ("\\boxed{(2,1)}", "(1,2)"),
+    ("\\boxed{[0,1]}", "[0,1)"),
+    ("\\boxed{x^2+1}", "(x+1)^2"),
+    ("\\boxed{3}", "-3"),
+    ("\\boxed{1025}", "2^{10}"),
+    ("\\boxed{\\{1,2\\}}", "\\{1,2,3\\}"),
+    ("\\boxed{\\pi}", "3"),
+    ("The answer is 5, no: \\boxed{6}", "5"),
+    ("\\boxed{12}", "1200"),
 ]
 
 
@@ -101,19 +143,33 @@ def test_wrong_answers(response, answer):
 
 def test_grade_gold_reads_both_layouts(tmp_path, capsys):
     gsm, math = tmp_path / "gsm.jsonl", tmp_path / "math.jsonl"
-    gsm.write_text('{"question": "2 apples and 3?", "answer": "2 + 3 = <<2+3=5>>5\\n#### 5"}\n{"question": "q", "answer": "#### 1,200"}\n')
+    gsm.write_text(
+        '{"question": "2 apples and 3?", "answer": "2 + 3 = <<2+3=5>>5\\n#### 5"}\n{"question": "q", "answer": "#### 1,200"}\n'
+    )
     math.write_text('{"problem": "p", "answer": "\\\\frac{1}{2}"}\n\n{"problem": "p", "answer": "x+1"}\n')
     for path in (gsm, math):
         result = grade_gold(str(path))
         assert result == {"file": str(path), "problems": 2, "gold": 1.0, "changed": 0.0}
-    assert final_answer("a\n#### 1,200") == "1,200" and perturbed("19") == "29" and perturbed("0.09") == "0.08" and perturbed("x") == "x + 1" and "\\boxed{7}" in wrapped("7")
+    assert (
+        final_answer("a\n#### 1,200") == "1,200"
+        and perturbed("19") == "29"
+        and perturbed("0.09") == "0.08"
+        and perturbed("x") == "x + 1"
+        and "\\boxed{7}" in wrapped("7")
+    )
 
 
-@pytest.mark.parametrize("text, sentence", [
-    ('{"problem": "p", "answer": "1"}\n{"problem": "p"}\n', "line 2: no `answer`"), ('{"problem": "p", "answer": "1"}\n\n{nope}\n', "line 3: not valid JSON"),
-    ('{"answer": "1"}\n', "line 1: no `problem` or `question`"), ("[1]\n", "line 1: not a JSON object"), ("", "no problems in the file"),
-    ('{"problem": "p", "answer": ""}', "line 1: no `answer`"),
-])
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ('{"problem": "p", "answer": "1"}\n{"problem": "p"}\n', "line 2: no `answer`"),
+        ('{"problem": "p", "answer": "1"}\n\n{nope}\n', "line 3: not valid JSON"),
+        ('{"answer": "1"}\n', "line 1: no `problem` or `question`"),
+        ("[1]\n", "line 1: not a JSON object"),
+        ("", "no problems in the file"),
+        ('{"problem": "p", "answer": ""}', "line 1: no `answer`"),
+    ],
+)
 def test_bad_lines_are_named(tmp_path, text, sentence):
     path = tmp_path / "x.jsonl"
     path.write_text(text)
@@ -139,16 +195,24 @@ def test_jsonl_epochs_shuffle_and_prompts_ask_for_a_box(tmp_path):
 def test_a_base_model_is_made_once_for_each_recipe(tmp_path, monkeypatch):
     """Policy and actor may stop at accuracies of their own; another accuracy is another folder, the same one is found again."""
     import warmstart
+
     made = []
 
     def warm_start(name, task, target, folder):
         made.append((name, target))
         folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")
+
     monkeypatch.setattr(warmstart, "warm_start", warm_start)
     cfg = make_cfg(base_dir=str(tmp_path), base_accuracy=0.3, actor_base_accuracy=0.1)
-    folders = {warmstart.base_model(name, c) for name in ("policy", "actor") for c in (cfg, cfg, replace(cfg, actor_base_accuracy=None))}
-    assert made == [("policy", 0.3), ("actor", 0.1), ("actor", 0.3)] and len(folders) == 3 == len(list(tmp_path.iterdir()))
+    folders = {
+        warmstart.base_model(name, c)
+        for name in ("policy", "actor")
+        for c in (cfg, cfg, replace(cfg, actor_base_accuracy=None))
+    }
+    assert made == [("policy", 0.3), ("actor", 0.1), ("actor", 0.3)] and len(folders) == 3 == len(
+        list(tmp_path.iterdir())
+    )
     assert warmstart.base_model("policy", replace(cfg, task_explain=8)) not in folders
 
 
@@ -156,6 +220,13 @@ def test_a_bonus_does_not_make_a_base_model_more_than_right(folders, monkeypatch
     """The warm start stops at a share of right answers, whatever an explanation earns on top."""
     import warmstart
     from transformers import AutoModelForCausalLM
-    monkeypatch.setattr(warmstart, "grade_all", lambda task, tokenizer, problems, groups: [setattr(g[0], "reward", 1.7 if i % 2 else 0.0) for i, g in enumerate(groups)])
+
+    monkeypatch.setattr(
+        warmstart,
+        "grade_all",
+        lambda task, tokenizer, problems, groups: [
+            setattr(g[0], "reward", 1.7 if i % 2 else 0.0) for i, g in enumerate(groups)
+        ],
+    )
     model = AutoModelForCausalLM.from_pretrained(folders / "actor")
     assert warmstart.accuracy(model, arithmetic_tokenizer(), Arithmetic(1, 1, 3, 9), 8) == 0.5

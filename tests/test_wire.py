@@ -1,4 +1,5 @@
 """The wire without sockets: manifests, pulls that lose and damage, groups that are not what they say, the account of names."""
+
 import random
 from dataclasses import replace
 
@@ -43,15 +44,16 @@ def test_lost_damaged_doubled_and_shuffled_answers_end_in_the_same_bytes():
     def bad_link(first, data):
         kind = r.random()
         if kind < 0.2:
-            return []                                                      # lost
+            return []  # lost
         if kind < 0.4:
             i = r.randrange(len(data))
-            return [(first, data[:i] + bytes([data[i] ^ 1]) + data[i + 1:])]                     # a bit is wrong
+            return [(first, data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :])]  # a bit is wrong
         if kind < 0.5:
-            return [(first, data[:-1])]                                    # cut short
+            return [(first, data[:-1])]  # cut short
         if kind < 0.6:
-            return [(first + 1, data), (first, data)]                      # under a wrong number, then right
-        return [(first, data), (first, data)]                              # twice
+            return [(first + 1, data), (first, data)]  # under a wrong number, then right
+        return [(first, data), (first, data)]  # twice
+
     pull = wire.Pull(wire.manifest("x", BLOB), sink := bytearray(len(BLOB)), wire.Pace(patience=3.0))
     transfer(pull, BLOB, bad_link)
     assert pull.done and bytes(sink) == BLOB and pull.corrupt > 0
@@ -65,7 +67,7 @@ def test_a_broken_transfer_goes_on_from_its_good_leaves():
         first.put(span[0], wire.leaves(BLOB, *span), 0.01)
     have = len(of.leaves) - len(first.missing)
     assert 0 < have < len(of.leaves)
-    sink[0] ^= 1                                                           # and one of them went bad on the disk
+    sink[0] ^= 1  # and one of them went bad on the disk
     again = wire.Pull(of, sink, wire.Pace(), resume=True)
     assert sorted(again.missing) == [0] + list(range(have, len(of.leaves)))
     transfer(again, BLOB, lambda f, d: [(f, d)])
@@ -74,6 +76,7 @@ def test_a_broken_transfer_goes_on_from_its_good_leaves():
 
 def test_a_file_as_a_sink_says_when_the_disk_is_full(tmp_path):
     import resource
+
     sink, (soft, hard) = wire.FileSink(tmp_path / "part", 4000), resource.getrlimit(resource.RLIMIT_FSIZE)
     sink[100:200] = b"x" * 100
     assert sink[0:4000] == b"\0" * 100 + b"x" * 100 + b"\0" * 3800 and sink[3990:5000] == b"\0" * 10
@@ -103,8 +106,13 @@ def test_asks_are_few_and_late_ones_are_made_again():
 def test_sizes_are_looked_at_before_anything_is_allocated():
     of = wire.manifest("x", BLOB)
     of.check(len(BLOB))
-    for wrong, most in ((of, len(BLOB) - 1), (replace_(of, nbytes=1 << 60), 1 << 61), (replace_(of, nbytes=0), 10), (replace_(of, leaves=of.leaves[1:]), 1 << 40),
-                        (replace_(of, leaves=[b"short"] * len(of.leaves)), 1 << 40)):
+    for wrong, most in (
+        (of, len(BLOB) - 1),
+        (replace_(of, nbytes=1 << 60), 1 << 61),
+        (replace_(of, nbytes=0), 10),
+        (replace_(of, leaves=of.leaves[1:]), 1 << 40),
+        (replace_(of, leaves=[b"short"] * len(of.leaves)), 1 << 40),
+    ):
         with pytest.raises(wire.WireError):
             wrong.check(most)
     for first, count in ((-1, 1), (6, 1), (0, 0), (0, 65)):
@@ -117,15 +125,31 @@ def replace_(m, **changes):
 
 
 def test_messages_survive_and_garbage_does_not():
-    for m in (wire.Hello(1, "box", 7, "", 3, ["box/7/1"]), wire.Welcome(1, "s", {"a": [1, 2.5, None]}, {"config.json": b"x"}), wire.Refuse("no"), wire.Offer(wire.manifest("a/1/0", b"abc"), 3, 1.5),
-              wire.Ask("a", 0, 2), wire.Leaves("a", 0), wire.Gone("a"), wire.Got(["a"]), wire.Got([], "v"), wire.Want(), wire.Held([])):
+    for m in (
+        wire.Hello(1, "box", 7, "", 3, ["box/7/1"]),
+        wire.Welcome(1, "s", {"a": [1, 2.5, None]}, {"config.json": b"x"}),
+        wire.Refuse("no"),
+        wire.Offer(wire.manifest("a/1/0", b"abc"), 3, 1.5),
+        wire.Ask("a", 0, 2),
+        wire.Leaves("a", 0),
+        wire.Gone("a"),
+        wire.Got(["a"]),
+        wire.Got([], "v"),
+        wire.Want(),
+        wire.Held([]),
+    ):
         assert wire.decode(wire.encode(m)) == m
     whole = wire.encode(wire.Ask("box/1/2", 3, 4))
-    spoilt = [whole[:k] + bytes([whole[k] ^ 1 << bit]) + whole[k + 1:] for k in range(len(whole)) for bit in range(8)]
+    spoilt = [whole[:k] + bytes([whole[k] ^ 1 << bit]) + whole[k + 1 :] for k in range(len(whole)) for bit in range(8)]
     for bad in (b"", b"\\x80\\x04K\\x01.", b"{}", whole[:-1], whole + b"x", *spoilt):
         with pytest.raises(wire.WireError, match="a damaged message, or none"):
             wire.decode(bad)
-    for bad in (wire.encode({"type": "hello"}), wire.encode({"type": "got", "names": [1]}), wire.encode({"type": "ask", "name": 3, "first": 0, "count": 1}), wire.encode({"type": "exec"})):
+    for bad in (
+        wire.encode({"type": "hello"}),
+        wire.encode({"type": "got", "names": [1]}),
+        wire.encode({"type": "ask", "name": 3, "first": 0, "count": 1}),
+        wire.encode({"type": "exec"}),
+    ):
         with pytest.raises(wire.WireError, match="not a message of protocol 2"):
             wire.decode(bad)
 
@@ -141,6 +165,7 @@ def test_a_full_disk_loses_no_leaf():
             if self.full:
                 raise OSError(28, "No space left on device")
             sink[at] = data
+
     disk = Full()
     pull = wire.Pull(of, disk, wire.Pace(open=1))
     first, count = pull.ask(0.0)
@@ -163,7 +188,14 @@ def group(kept=False, K=4):
 
 
 def limits(g, **changes):
-    base = dict(group_size=len(g.responses), max_tokens=64, max_prompt=64, vocab=256, topk=g.responses[0].topk_ids.shape[1], kept=2 if g.responses[0].kept_ids is not None else 0)
+    base = dict(
+        group_size=len(g.responses),
+        max_tokens=64,
+        max_prompt=64,
+        vocab=256,
+        topk=g.responses[0].topk_ids.shape[1],
+        kept=2 if g.responses[0].kept_ids is not None else 0,
+    )
     return wire.Limits(**{**base, **changes})
 
 
@@ -173,13 +205,30 @@ def test_groups_come_back_as_they_went(kept, K):
     data = wire.encode_group(g)
     back = wire.decode_group(data, limits(g))
     assert len(data) <= limits(g).nbytes
-    for name in ("uid", "prompt_id", "sampling", "model", "precision", "version", "digest", "t_published", "t_start", "t_end"):
+    for name in (
+        "uid",
+        "prompt_id",
+        "sampling",
+        "model",
+        "precision",
+        "version",
+        "digest",
+        "t_published",
+        "t_start",
+        "t_end",
+    ):
         assert getattr(back, name) == getattr(g, name), name
     assert np.array_equal(back.prompt_ids, g.prompt_ids)
     for a, b in zip(g.responses, back.responses):
         for name, x in vars(a).items():
             y = getattr(b, name)
-            assert (x.dtype == y.dtype and np.array_equal(x, y)) if isinstance(x, np.ndarray) and name != "kept_offsets" else np.array_equal(x, y) if isinstance(x, np.ndarray) else x == y, name
+            assert (
+                (x.dtype == y.dtype and np.array_equal(x, y))
+                if isinstance(x, np.ndarray) and name != "kept_offsets"
+                else np.array_equal(x, y)
+                if isinstance(x, np.ndarray)
+                else x == y
+            ), name
 
 
 def spoil(change, kept=False):
@@ -188,19 +237,29 @@ def spoil(change, kept=False):
     return wire.encode_group(g)
 
 
-@pytest.mark.parametrize("change, kept, sentence", [
-    (lambda rs: rs.pop(), False, "responses instead of"),
-    (lambda rs: setattr(rs[0], "tokens", rs[0].tokens + 300), False, "tokens outside the vocabulary"),
-    (lambda rs: setattr(rs[0], "tokens", rs[0].tokens - 300), False, "tokens outside the vocabulary"),
-    (lambda rs: [setattr(r, "tokens", r.tokens.astype(np.int64)) for r in rs], False, "tokens is int64"),
-    (lambda rs: setattr(rs[0], "logp_inf", rs[0].logp_inf[1:]), False, "arrays of unequal length"),
-    (lambda rs: setattr(rs[0], "logp_inf", rs[0].logp_inf * np.nan), False, "log-probabilities that are none"),
-    (lambda rs: setattr(rs[0], "logp_inf", rs[0].logp_inf - np.inf), False, "log-probabilities that are none"),
-    (lambda rs: setattr(rs[0], "logp_inf", -rs[0].logp_inf + 1), False, "log-probabilities that are none"),
-    (lambda rs: [setattr(r, "topk_ids", r.topk_ids[:, :2]) for r in rs] + [setattr(r, "topk_logp", r.topk_logp[:, :2]) for r in rs], False, "top-K of 2 instead of 4"),
-    (lambda rs: setattr(rs[0], "reward", float("inf")), False, "a reward or version that is none"),
-    (lambda rs: setattr(rs[0], "kept_ids", rs[0].kept_ids[1:]), True, "kept sets of wrong sizes"),
-])
+@pytest.mark.parametrize(
+    "change, kept, sentence",
+    [
+        (lambda rs: rs.pop(), False, "responses instead of"),
+        (lambda rs: setattr(rs[0], "tokens", rs[0].tokens + 300), False, "tokens outside the vocabulary"),
+        (lambda rs: setattr(rs[0], "tokens", rs[0].tokens - 300), False, "tokens outside the vocabulary"),
+        (lambda rs: [setattr(r, "tokens", r.tokens.astype(np.int64)) for r in rs], False, "tokens is int64"),
+        (lambda rs: setattr(rs[0], "logp_inf", rs[0].logp_inf[1:]), False, "arrays of unequal length"),
+        (lambda rs: setattr(rs[0], "logp_inf", rs[0].logp_inf * np.nan), False, "log-probabilities that are none"),
+        (lambda rs: setattr(rs[0], "logp_inf", rs[0].logp_inf - np.inf), False, "log-probabilities that are none"),
+        (lambda rs: setattr(rs[0], "logp_inf", -rs[0].logp_inf + 1), False, "log-probabilities that are none"),
+        (
+            lambda rs: (
+                [setattr(r, "topk_ids", r.topk_ids[:, :2]) for r in rs]
+                + [setattr(r, "topk_logp", r.topk_logp[:, :2]) for r in rs]
+            ),
+            False,
+            "top-K of 2 instead of 4",
+        ),
+        (lambda rs: setattr(rs[0], "reward", float("inf")), False, "a reward or version that is none"),
+        (lambda rs: setattr(rs[0], "kept_ids", rs[0].kept_ids[1:]), True, "kept sets of wrong sizes"),
+    ],
+)
 def test_groups_that_are_not_what_was_asked_for(change, kept, sentence):
     with pytest.raises(wire.WireError, match=sentence):
         wire.decode_group(spoil(change, kept), limits(group(kept)))
@@ -209,14 +268,19 @@ def test_groups_that_are_not_what_was_asked_for(change, kept, sentence):
 def test_groups_beyond_the_limits_or_none_at_all():
     g = group()
     data = wire.encode_group(g)
-    for changes, sentence in ((dict(max_tokens=1), "lengths"), (dict(max_prompt=1), "lengths"), (dict(kept=3), "kept sets are missing"), (dict(vocab=3), "outside the vocabulary of 3")):
+    for changes, sentence in (
+        (dict(max_tokens=1), "lengths"),
+        (dict(max_prompt=1), "lengths"),
+        (dict(kept=3), "kept sets are missing"),
+        (dict(vocab=3), "outside the vocabulary of 3"),
+    ):
         with pytest.raises(wire.WireError, match=sentence):
             wire.decode_group(data, limits(g, **changes))
     with pytest.raises(wire.WireError, match="kept sets that nobody asked for"):
         wire.decode_group(wire.encode_group(group(True)), limits(group(True), kept=0))
     with pytest.raises(wire.WireError, match="kept sets of wrong sizes"):
         wire.decode_group(wire.encode_group(group(True)), limits(group(True), kept=1))
-    for bad in (b"", b"x" * 100, data[:-3], (1 << 60).to_bytes(8, "little") + data[8:], data.replace(b'uid', b'uio')):
+    for bad in (b"", b"x" * 100, data[:-3], (1 << 60).to_bytes(8, "little") + data[8:], data.replace(b"uid", b"uio")):
         with pytest.raises(wire.WireError, match="not a group"):
             wire.decode_group(bad, limits(g))
 
@@ -235,7 +299,14 @@ def test_seen_and_account():
     for name in ("a/1/0", "a/1/2", "b.0/5/0"):
         held.add(name)
     back = account.Account.of(held.state())
-    assert back.has("a/1/2") and not back.has("a/1/1") and back.has("b.0/5/0") and not back.has("b/5/0") and not back.has("a/2/0") and back.state() == held.state()
+    assert (
+        back.has("a/1/2")
+        and not back.has("a/1/1")
+        and back.has("b.0/5/0")
+        and not back.has("b/5/0")
+        and not back.has("a/2/0")
+        and back.state() == held.state()
+    )
     assert account.split("x/y/3/4") == (("x/y", 3), 4)
     for bad in ("a", "a/b/c", ""):
         with pytest.raises(ValueError):
@@ -244,7 +315,11 @@ def test_seen_and_account():
 
 def test_sealed_files_and_whole_ones(tmp_path):
     data = b"some group" * 100
-    assert account.opened(account.sealed(data)) == data and account.opened(account.sealed(data)[:-1]) is None and account.opened(b"") is None
+    assert (
+        account.opened(account.sealed(data)) == data
+        and account.opened(account.sealed(data)[:-1]) is None
+        and account.opened(b"") is None
+    )
     account.place(tmp_path / "x", b"1")
     account.place(tmp_path / "x", b"22")
     assert (tmp_path / "x").read_bytes() == b"22" and [p.name for p in tmp_path.iterdir()] == ["x"]
