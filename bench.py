@@ -35,14 +35,15 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import batch as batches
+import batching
 import config
 import objectives
 import quant
 import sampling
-from head import ChunkedHead, chunk_rows, one_model
+from head import ChunkedHead, chunk_rows, OneModelRows
 from learner import Comm, Learner
-from rollout import HFEngine, LocalSource, Response, Rollout, Sampling, VLLMEngine
+from engines import HFEngine, VLLMEngine
+from rollout import LocalSource, Response, Rollout, Sampling
 from sync import Probe
 from tasks import Arithmetic, arithmetic_tokenizer
 
@@ -166,27 +167,27 @@ def bench_update(root: str) -> dict:
     for name in ("jackpot", "grpo"):
         cfg = flags(objective=name, **sizes)
         learners[name] = (cfg, Learner(shaped(""), None, cfg, Comm()))
-    groups = recorded(learners["jackpot"][0], learners["jackpot"][1].pair.policy, 32, 20)
+    groups = recorded(learners["jackpot"][0], learners["jackpot"][1].models.policy, 32, 20)
 
     def step(name):
         cfg, learner = learners[name]
-        batches.write_ref(groups, learner.ref_columns(batches.collate(groups, cfg), cfg.obrs_lambda))
+        batching.write_ref(groups, learner.ref_columns(batching.collate(groups, cfg), cfg.obrs_lambda))
         for half in (groups[:16], groups[16:]):
-            b = batches.collate(half, cfg)
+            b = batching.collate(half, cfg)
             learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
 
     return {**alternate(lambda: step("jackpot"), lambda: step("grpo"), 60, "update"), "goal": "high <= 1.03"}
 
 
-def naive_head(hidden, weight, target, ids, p_k):
-    """The outputs of head.one_model from whole logits."""
+def naive_head(hidden, weight, target, ids, p_kth):
+    """The outputs of head.OneModelRows from whole logits."""
     logp = (hidden @ weight.t()).log_softmax(-1)
     mine = logp.gather(1, target[:, None])[:, 0]
     with torch.no_grad():
         p = logp.exp()
         entropy = -(p * logp).sum(-1)
         at_ids = logp.gather(1, ids)
-        low = torch.minimum(p, p_k[:, None])
+        low = torch.minimum(p, p_kth[:, None])
         tail = (low.sum(-1) - low.gather(1, ids).sum(-1)).clamp_min(0)
     return mine, entropy, at_ids, tail
 
@@ -199,14 +200,14 @@ def head_once(which: str, N=2048, V=151_936, H=1024, seed=0):
         (torch.randn(V, H, generator=g) * 0.02).requires_grad_(),
     )
     target, ids = torch.randint(0, V, (N,), generator=g), torch.randint(0, V, (N, 21), generator=g)
-    p_k, on = torch.full((N,), 1e-4), torch.ones(N, 21, dtype=torch.bool)
+    p_kth, on = torch.full((N,), 1e-4), torch.ones(N, 21, dtype=torch.bool)
 
     def run():
         hidden.grad = weight.grad = None
         if which == "naive":
-            out = naive_head(hidden, weight, target, ids, p_k)
+            out = naive_head(hidden, weight, target, ids, p_kth)
         else:
-            out = ChunkedHead.apply(one_model(target, ids=ids, s_on=on, p_k=p_k), chunk_rows(V), hidden, weight)
+            out = ChunkedHead.apply(OneModelRows(target, ids=ids, s_on=on, p_kth=p_kth), chunk_rows(V), hidden, weight)
         out[0].sum().backward()
 
     return run, 4 * (N * H + V * H)
@@ -243,7 +244,7 @@ def bench_replay(root: str) -> dict:
 
     folder, law = f"{root}/replay", Sampling(top_k=20, max_tokens=32)
     model = shaped(folder, max_position_embeddings=CONTEXT, **SHAPES["policy"])
-    rng, width = np.random.default_rng(0), sampling.largest(flags(top_k=20), 256)
+    rng, width = np.random.default_rng(0), sampling.max_allowed(flags(top_k=20), 256)
     prompts, seeds = (
         [rng.integers(2, 200, 10).astype(np.int32) for _ in range(32)],
         [[i * 8 + g for g in range(8)] for i in range(32)],
@@ -266,7 +267,7 @@ def bench_replay(root: str) -> dict:
 
     def step(world):
         cfg, learner = steps[world]
-        b = batches.collate(groups, cfg)
+        b = batching.collate(groups, cfg)
         learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
 
     out = alternate(lambda: step("replay"), lambda: step("off"), 30, "replay, update")
@@ -297,16 +298,16 @@ def bench_quant(root: str) -> dict:
         f: VLLMEngine(folder, max_len=64, max_logprobs=1, fmt=quant.format_of(f, c.quant_group))
         for f, c in cfgs.items()
     }
-    groups, out = recorded(cfgs["none"], learners["none"].pair.policy, 32, 0), {}
-    learners["none"].pair.eval()
+    groups, out = recorded(cfgs["none"], learners["none"].models.policy, 32, 0), {}
+    learners["none"].models.eval()
 
     def update(f):
-        b = batches.collate(groups, cfgs[f])
+        b = batching.collate(groups, cfgs[f])
         learners[f].update(b, objectives.prepare(b, learners[f].comm, cfgs[f], {}))
 
     def publish(f):
-        for m in quant.layers(learners[f].pair.policy).values():
-            m.made_at = None  # as after a step: quantization is part of the price
+        for m in quant.quantized_linears(learners[f].models.policy).values():
+            m.cached_version = None  # as after a step: quantization is part of the price
         engines[f].load(learners[f].published("policy", engines[f].packed))
 
     for f in ("int8", "fp8", "w4a16"):
@@ -349,8 +350,8 @@ def bench_lowbit(root: str, device: str = "cuda", tokens: tuple = (8192, 32768),
                         x @ w.t()
                     else:
                         quant.product(
-                            *quant.quantize(x, 127.0 if fmt.dtype == torch.int8 else fmt.top, fmt.dtype),
-                            *quant.quantize(w, fmt.top, fmt.dtype),
+                            *quant.quantize(x, 127.0 if fmt.dtype == torch.int8 else fmt.qmax, fmt.dtype),
+                            *quant.quantize(w, fmt.qmax, fmt.dtype),
                         ).to(x.dtype)
                 sync()
 
@@ -363,7 +364,7 @@ def bench_lowbit(root: str, device: str = "cuda", tokens: tuple = (8192, 32768),
 
 def our_step(folder: str, engine, cfg):
     """A callable: publish, roll out, grade, update, as train.py's loop does it."""
-    from runs import load_model
+    from run import load_model
 
     task = Arithmetic()
     learner = Learner(load_model(folder), None, cfg, Comm())
@@ -381,7 +382,7 @@ def our_step(folder: str, engine, cfg):
     def step():
         source.publish(learner.version, learner.named_tensors("policy"))
         groups = source.next(cfg.train_batch // cfg.group_size, learner.version)
-        b = batches.collate(groups, cfg, learner.version)
+        b = batching.collate(groups, cfg, learner.version)
         learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
 
     return step
@@ -515,7 +516,7 @@ def bench_gpu(root: str, device: str = "cuda", tokens: int = 16384, updates: int
         )
         for i in range(B // 8)
     ]
-    b = batches.collate(groups, cfg)
+    b = batching.collate(groups, cfg)
     stats, sync = (
         objectives.prepare(b, learner.comm, cfg, {}),
         torch.cuda.synchronize if device == "cuda" else (lambda: None),
@@ -541,10 +542,10 @@ def bench_gpu(root: str, device: str = "cuda", tokens: int = 16384, updates: int
 
 def bench_wire(root, mib: int = 256, pairs: int = 20) -> dict:
     import multiprocessing
-    import hub
-    import wire
-    from account import Account
-    from keys import make_keys
+    from remote import hub
+    from remote import wire
+    from remote.account import Account
+    from remote.keys import make_keys
 
     spawn = multiprocessing.get_context("spawn")
     data = np.random.default_rng(0).integers(0, 256, mib << 20, dtype=np.uint8).tobytes()
@@ -601,10 +602,10 @@ def _fetch(pipe, address, keys, store, mib):
     import hashlib
     import socket
     import threading
-    import sampler
-    from account import Spool
-    from keys import sampler_keys
-    from link import Link
+    from remote import sampler
+    from remote.account import Spool
+    from remote.keys import sampler_keys
+    from remote.link import Link
 
     Path(store).mkdir()
     server = socket.create_server(("127.0.0.1", 0))

@@ -13,16 +13,18 @@ from __future__ import annotations
 import os
 import random
 import shutil
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import torch
 
-import batch
+from rollout import Response, Rollout
+from sampling import Sampling
 
 
 def save(
-    run: Path, step: int, learner, source, pending: list, carry: dict, tokenizer, configs: dict, keep: int
+    run: Path, step: int, learner, source, pending: list, controllers: dict, tokenizer, configs: dict, keep: int
 ) -> Path:
     """Write the checkpoint of `step` updates. pending: minibatches of groups not trained on yet. Collective."""
     comm, final = learner.comm, run / "checkpoints" / f"step_{step:06d}"
@@ -37,9 +39,11 @@ def save(
         if comm.rank == 0:
             save_model(configs[name], tensors, tokenizer, scratch / name)
     if comm.rank == 0:
-        torch.save({"step": step, "world": comm.world, "learner": state, "carry": carry}, scratch / "learner.pt")
+        torch.save(
+            {"step": step, "world": comm.size, "learner": state, "controllers": controllers}, scratch / "learner.pt"
+        )
     torch.save(
-        {"source": source.state_dict(), "pending": [batch.pack(m) for m in pending], "rng": rng_state()},
+        {"source": source.state_dict(), "pending": [pack(m) for m in pending], "rng": rng_state()},
         scratch / f"rank{comm.rank}.pt",
     )
     comm.barrier()
@@ -68,18 +72,18 @@ def newest(run: Path) -> Path | None:
 
 
 def load(folder: Path, learner, source) -> tuple[int, list, dict]:
-    """Bring learner (its weights were loaded from the folder already) and source back; (step, pending, carry)."""
+    """Bring learner (its weights were loaded from the folder already) and source back; (step, pending, controllers)."""
     comm = learner.comm
     shared = torch.load(folder / "learner.pt", weights_only=True)
-    if shared["world"] != comm.world:
+    if shared["world"] != comm.size:
         raise ValueError(
-            f"--resume: {folder} was written by {shared['world']} rank(s) and this run has {comm.world}; use as many"
+            f"--resume: {folder} was written by {shared['world']} rank(s) and this run has {comm.size}; use as many"
         )
     mine = torch.load(folder / f"rank{comm.rank}.pt", weights_only=True)
     learner.load_state_dict(shared["learner"])
     source.load_state_dict(mine["source"])
     set_rng_state(mine["rng"])
-    return shared["step"], [batch.unpack(m) for m in mine["pending"]], shared["carry"]
+    return shared["step"], [unpack(m) for m in mine["pending"]], shared["controllers"]
 
 
 def rng_state() -> dict:
@@ -100,3 +104,44 @@ def set_rng_state(state: dict) -> None:
     kind, keys, pos, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), pos, has_gauss, cached))
     random.setstate((state["python"][0], tuple(state["python"][1]), state["python"][2]))
+
+
+def pack(groups: list[Rollout]) -> dict:
+    """Groups as plain containers of tensors, strings and numbers: what a checkpoint holds (no pickled classes)."""
+    t = lambda x: x if x is None else torch.from_numpy(np.ascontiguousarray(x))
+    return {
+        "groups": [
+            {
+                **{
+                    f.name: getattr(g, f.name)
+                    for f in fields(g)
+                    if f.name not in ("prompt_ids", "sampling", "responses", "ref")
+                },
+                "prompt_ids": t(g.prompt_ids),
+                "sampling": vars(g.sampling).copy(),
+                "ref": {k: [t(x) for x in v] for k, v in g.ref.items()},
+                "responses": [
+                    {k: t(v) if isinstance(v, np.ndarray) else v for k, v in vars(r).items()} for r in g.responses
+                ],
+            }
+            for g in groups
+        ]
+    }
+
+
+def unpack(packed: dict) -> list[Rollout]:
+    """The inverse of pack."""
+    n = lambda x: x.numpy() if isinstance(x, torch.Tensor) else x
+    return [
+        Rollout(
+            **{
+                **g,
+                "uid": tuple(g["uid"]),
+                "prompt_ids": n(g["prompt_ids"]),
+                "sampling": Sampling(**g["sampling"]),
+                "ref": {k: [n(x) for x in v] for k, v in g["ref"].items()},
+                "responses": [Response(**{k: n(v) for k, v in r.items()}) for r in g["responses"]],
+            }
+        )
+        for g in packed["groups"]
+    ]

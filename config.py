@@ -23,6 +23,7 @@ from typing import Literal, Optional, get_args, get_type_hints
 import delay
 import objectives
 import sampling
+from sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Config:
     advantage: Optional[Literal["grpo", "grpo_no_std", "rloo"]] = None
     """Advantage within a group (default grpo)."""
     reduction: Optional[Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]] = None
-    """How (B, T) becomes a number; one denominator over all ranks and micro-batches."""
+    """How (B, T) becomes a number; one denominator over all ranks and micro-batching."""
     loss_denominator: Literal["proposed", "kept"] = "proposed"
     """Do rejected tokens count in the denominator?"""
     is_cap: Optional[float] = None
@@ -448,7 +449,7 @@ def resolve_open(cfg: Config) -> Config:
             if actor != "none"
             and cfg.obrs_target == "ref"
             and not cfg.obrs_accept_rate
-            and objectives.knows_sampler(cfg)
+            and objectives.actor_is_sampler(cfg)
             else "bracket"
         )
     c2 = cfg.obrs_c2
@@ -504,7 +505,7 @@ def resolve(cfg: Config, world: int | None = None) -> Config:
     sampling.check(cfg)
     need(cfg.kept_max >= 1, f"--kept_max={cfg.kept_max}: must be at least 1")
     need(
-        not (two and sampling.of(cfg).truncates and cfg.keep_sampling_mask == "recompute"),
+        not (two and Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "recompute"),
         "--keep_sampling_mask=recompute with an --actor: each model would be cut by itself, and the KL between two cut laws is infinite; use replay or off",
     )
     need(
@@ -622,11 +623,11 @@ def resolve(cfg: Config, world: int | None = None) -> Config:
     )
     need(
         cfg.obrs_z != "exact"
-        or (two and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate and objectives.knows_sampler(cfg)),
+        or (two and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate and objectives.actor_is_sampler(cfg)),
         "--obrs_z=exact: the whole vocabulary is known only with an --actor, --obrs_target=ref, no --obrs_accept_rate, and samplers that are the learner's actor (no --delay, --samplers=local, low bits aligned, kept sets replayed); use bracket",
     )
     need(
-        cfg.correction != "tis_adjusted" or cfg.loss_denominator != "kept" or not objectives.drops(cfg),
+        cfg.correction != "tis_adjusted" or cfg.loss_denominator != "kept" or not objectives.can_drop(cfg),
         "--loss_denominator=kept must know what is dropped before the update, and --correction=tis_adjusted is known within it; use proposed",
     )
     need(

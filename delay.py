@@ -33,7 +33,7 @@ from rollout import LocalSource, Rollout, uniforms
 
 
 @dataclass(frozen=True)
-class Law:
+class DelayDistribution:
     """A law of delays in seconds, by its quantile function; see above."""
 
     kind: str
@@ -87,7 +87,7 @@ class DelaySource(LocalSource):
     def __init__(self, *args, cfg, store: Path, **more):
         super().__init__(*args, **more)
         self.cfg, self.store = cfg, Path(store)
-        self.law = Law(cfg.delay, cfg.delay_min, cfg.delay_max, cfg.delay_mass)
+        self.law = DelayDistribution(cfg.delay, cfg.delay_min, cfg.delay_max, cfg.delay_mass)
         self.cap = math.inf if cfg.max_staleness is None else cfg.max_staleness * cfg.step_seconds
         self.samplers: list[dict] = []  # version held, until when, delays drawn so far
         self.broadcast: dict[int, float] = {}  # version -> virtual time, of versions still on disk

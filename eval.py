@@ -26,7 +26,9 @@ from tqdm import tqdm
 import config
 import objectives
 import sampling
-from rollout import HFEngine, Sampling, encode, grade_all, make_engine, request_seed
+from engines import HFEngine, make_engine
+from rollout import Sampling, request_seed
+from tasks import encode, grade_all
 from tasks import Jsonl, grade, make_task
 from warmstart import base_model
 
@@ -60,7 +62,7 @@ def solve(
 
 def learners_own(learner, name: str, cfg) -> HFEngine:
     """A plain sampler on the learner's model as it is now; under FSDP, on a whole copy: shards cannot decode. Collective."""
-    model = getattr(learner.pair, name)
+    model = getattr(learner.models, name)
     if not (learner.comm.on and cfg.parallel == "fsdp"):
         return HFEngine(model, device=learner.device)
     from transformers import AutoModelForCausalLM
@@ -106,7 +108,7 @@ def held_out(learner, name: str, task, tokenizer, cfg) -> dict[str, float]:
         engine,
         task,
         tokenizer,
-        list(range(learner.comm.rank, n, learner.comm.world)),
+        list(range(learner.comm.rank, n, learner.comm.size)),
         cfg.eval_samples,
         Sampling(max_tokens=cfg.max_tokens),
         cfg.seed,
@@ -237,7 +239,7 @@ def evaluate(cfg: Eval) -> dict:
         raise ValueError(f"--k={cfg.k}: each k must lie between 1 and --samples={cfg.samples}")
     task, folder, tokenizer, n, longest = open_model(cfg)
     engine = make_engine(cfg, folder, longest + cfg.max_tokens, 0, "cuda" if torch.cuda.is_available() else "cpu")
-    right, length = solve(engine, task, tokenizer, list(range(n)), cfg.samples, sampling.of(cfg), cfg.seed)
+    right, length = solve(engine, task, tokenizer, list(range(n)), cfg.samples, Sampling.of(cfg), cfg.seed)
     out = {"model": folder, "task": cfg.task, "problems": n, "samples": cfg.samples, "response_length": length}
     out[f"mean@{cfg.samples}"], out[f"mean@{cfg.samples}_se"] = mean_se(right.mean(1))
     for k in ks:

@@ -8,7 +8,7 @@ their own gradient, and adds hidden and weight gradients up in place: one more p
 and no memory that grows with N times V.
 
 `ChunkedHead` knows nothing of losses: `rows` says what to compute from a chunk's logits z and what their gradient is. There
-are two, `one_model` and `two_models`. With p = softmax(z / temperature), and g the gradient of the loss in an output,
+are two, `OneModelRows` and `TwoModelRows`. With p = softmax(z / temperature), and g the gradient of the loss in an output,
 
     log p(target)             dz = g (onehot - p)
     KL(theta || omega)        dz = g (q - p)                       q: omega's law; theta gets none
@@ -99,12 +99,12 @@ def chunk_rows(V: int) -> int:
     return max(16, CHUNK_ELEMENTS // V)
 
 
-class one_model:
+class OneModelRows:
     """Rows of one model. target (N,), inv_t (N, 1) = 1 / temperature; the law may be cut, by the rollout's own sets
     (kept = (offsets (N + 1,), ids)) or by a rule on these very logits (rule = top_p, top_k, min_p, each (N, 1); sampling.py).
 
     Outputs: logp (n,), entropy (n,), logp at ids (n, S), tail (n,). `tail` is the certified bound's second term,
-    sum_{x not in S} min(p_K, p(x) / lambda), wanted when `p_k` (N,) is given."""
+    sum_{x not in S} min(p_K, p(x) / lambda), wanted when `p_kth` (N,) is given."""
 
     differentiable = 1
 
@@ -114,13 +114,13 @@ class one_model:
         inv_t=None,
         ids=None,
         s_on=None,
-        p_k=None,
+        p_kth=None,
         lam: float = 1.0,
         kept=None,
         rule=None,
         entropy: bool = True,
     ):
-        self.target, self.inv_t, self.ids, self.s_on, self.p_k, self.lam = target, inv_t, ids, s_on, p_k, lam
+        self.target, self.inv_t, self.ids, self.s_on, self.p_kth, self.lam = target, inv_t, ids, s_on, p_kth, lam
         self.kept, self.rule, self.entropy = kept, rule, entropy
         self.cuts = kept is not None or rule is not None
 
@@ -159,14 +159,14 @@ class one_model:
 
     def stats(self, logp, sl):
         none = logp.new_zeros(len(logp))
-        p = logp.exp() if self.entropy or self.p_k is not None else None
+        p = logp.exp() if self.entropy or self.p_kth is not None else None
         entropy = -torch.linalg.vecdot(p, logp) if self.entropy else none
         at_ids = logp.gather(1, self.ids[sl]) if self.ids is not None else logp.new_zeros(len(logp), 0)
         tail = none
-        if self.p_k is not None:
-            p_k = self.p_k[sl, None].to(p.dtype)
-            inside = torch.minimum(at_ids.exp() / self.lam, p_k).mul_(self.s_on[sl]).sum(-1)
-            tail = (torch.minimum(p.div_(self.lam), p_k, out=p).sum(-1) - inside).clamp_min_(0.0)
+        if self.p_kth is not None:
+            p_kth = self.p_kth[sl, None].to(p.dtype)
+            inside = torch.minimum(at_ids.exp() / self.lam, p_kth).mul_(self.s_on[sl]).sum(-1)
+            tail = (torch.minimum(p.div_(self.lam), p_kth, out=p).sum(-1) - inside).clamp_min_(0.0)
         mine = logp.gather(1, self.target[sl, None])[:, 0]
         return (
             (mine.clamp_min(FLOOR), entropy, at_ids.clamp_min(FLOOR), tail)
@@ -175,8 +175,8 @@ class one_model:
         )
 
 
-class two_models:
-    """Rows of policy (theta) and actor (omega) together, each in its own `one_model`.
+class TwoModelRows:
+    """Rows of policy (theta) and actor (omega) together, each in its own `OneModelRows`.
 
     Outputs: policy logp, actor logp, distillation KL (gradient to the actor alone), then without gradient: policy entropy,
     policy logp at S, tail, actor entropy, exact Z, KL(theta || omega), KL(theta || accepted law), the policy's
@@ -188,8 +188,8 @@ class two_models:
 
     def __init__(
         self,
-        policy: one_model,
-        actor: one_model,
+        policy: OneModelRows,
+        actor: OneModelRows,
         distill: str = "forward",
         distill_topk: int = 0,
         lam: float = 1.0,
@@ -197,7 +197,7 @@ class two_models:
         topk: int = 0,
     ):
         self.policy, self.actor, self.distill, self.distill_topk = policy, actor, distill, distill_topk
-        self.lam, self.pair, self.topk = lam, pair, topk
+        self.lam, self.models, self.topk = lam, pair, topk
 
     def gap(self, logp, logq):
         """(log p, log q) over the words, or over the policy's top-k and one bucket for the rest; and the words' buckets."""
@@ -253,7 +253,7 @@ class two_models:
         z = after = none
         p, gap = logp.exp(), logp - logq
         full = torch.linalg.vecdot(p, gap)
-        if self.pair:
+        if self.models:
             log_lam = math.log(self.lam)
             z = torch.minimum(logq, logp - log_lam).exp().sum(-1)
             after = z.clamp_min(1e-30).log() + torch.linalg.vecdot(p, gap.clamp_min_(log_lam))

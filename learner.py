@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import batch as batches
+import batching
 import objectives
 import quant
-from batch import Batch
+from batching import Batch
 from metrics import Sums, observe
-from pair import Pair, TokenStats, Want, want_new, want_ref
+from model import PolicyAndActor, TokenStats, Needs, needs_of_update, needs_of_ref_pass
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -104,34 +104,34 @@ class Learner:
         self.fmt = quant.format_of(cfg.rollout_quant, cfg.quant_group)
         own = self.fmt if cfg.learner_quant == "aligned" else quant.format_of(cfg.learner_quant, cfg.quant_group)
         quant.align(policy if actor is None else actor, own)  # the model that samples
-        self.pair = Pair(policy, actor, torch.bfloat16 if cfg.dtype == "bfloat16" else None, cfg.lm_head_fp32).to(
-            device
-        )
-        self.pair.eval()  # dropout stays off: scoring and training see one law
+        self.models = PolicyAndActor(
+            policy, actor, torch.bfloat16 if cfg.dtype == "bfloat16" else None, cfg.lm_head_fp32
+        ).to(device)
+        self.models.eval()  # dropout stays off: scoring and training see one law
         self.names = ["policy"] + (["actor"] if actor is not None else [])
         self.model = self._wrap()
         self.optimizers = {}
         for name in self.names:
             lr = cfg.lr if name == "policy" else cfg.actor_lr
-            self.optimizers[name] = make_optimizers(getattr(self.pair, name), cfg, lr)
+            self.optimizers[name] = make_optimizers(getattr(self.models, name), cfg, lr)
         self.version, self.skipped_in_a_row, self.skipped, self.rejected = 0, 0, 0, 0
 
     def _wrap(self):
         if not self.comm.on:
-            return self.pair
+            return self.models
         if self.cfg.parallel == "fsdp":
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
 
-            mesh = init_device_mesh(torch.device(self.device).type, (self.comm.world,))
-            for layer in self.pair.modules():
+            mesh = init_device_mesh(torch.device(self.device).type, (self.comm.size,))
+            for layer in self.models.modules():
                 if isinstance(layer, quant.LowBitLinear):
-                    layer.keeps = False
+                    layer.cache_quantized = False
             for name in self.names:
-                for layer in getattr(self.pair, name).base_model.layers:
+                for layer in getattr(self.models, name).base_model.layers:
                     fully_shard(layer, mesh=mesh)
-            return fully_shard(self.pair, mesh=mesh)  # embeddings, norms and heads: the root's group
-        return nn.parallel.DistributedDataParallel(self.pair, gradient_as_bucket_view=True)
+            return fully_shard(self.models, mesh=mesh)  # embeddings, norms and heads: the root's group
+        return nn.parallel.DistributedDataParallel(self.models, gradient_as_bucket_view=True)
 
     @property
     def two(self) -> bool:
@@ -140,7 +140,7 @@ class Learner:
     # -- forward only --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def score(self, batch: Batch, want: Want) -> TokenStats:
+    def score(self, batch: Batch, want: Needs) -> TokenStats:
         """TokenStats of a whole batch with the weights as they are, micro-batch by micro-batch, without gradient."""
         out = {}
         for rows, micro, share in self._micro(batch):
@@ -158,21 +158,23 @@ class Learner:
 
     def ref_columns(self, batch: Batch, lam: float) -> dict[str, torch.Tensor]:
         """The ref pass: what objectives need of the policy (and actor) at the start of this step's updates."""
-        new = self.score(batch, want_ref(self.cfg, self.two, lam))
+        new = self.score(batch, needs_of_ref_pass(self.cfg, self.two, lam))
         columns = {
             "logp_ref": new.logp,
-            "s_logp_ref": new.s_logp,
+            "support_logp_ref": new.support_logp,
             "tail_ref": new.tail,
-            "logp_actor_ref": new.actor_logp,
+            "actor_logp_ref": new.actor_logp,
             "z_ref": new.z,
-            "kl_before": new.kl_full,
+            "kl_ref": new.kl_full,
             "kl_after": new.kl_after,
         }
         if new.top_ids is not None:  # two models, target new: S also covers the policy's own top-K
-            dup = (new.top_ids[..., None] == batch.s_ids[:, :, None, :]).any(-1)
-            columns["s_ids"] = torch.cat([batch.s_ids, new.top_ids], -1)
-            columns["s_logp"] = torch.cat([batch.s_logp, new.top_actor_logp.masked_fill(dup, -torch.inf)], -1)
-            columns["s_logp_ref"] = torch.cat([new.s_logp, new.top_logp], -1)
+            dup = (new.top_ids[..., None] == batch.support_ids[:, :, None, :]).any(-1)
+            columns["support_ids"] = torch.cat([batch.support_ids, new.top_ids], -1)
+            columns["support_logp"] = torch.cat(
+                [batch.support_logp, new.top_actor_logp.masked_fill(dup, -torch.inf)], -1
+            )
+            columns["support_logp_ref"] = torch.cat([new.support_logp, new.top_logp], -1)
         return {k: v for k, v in columns.items() if v is not None}
 
     def _micro(self, batch: Batch):
@@ -180,9 +182,9 @@ class Learner:
 
         A rank with fewer repeats its last row (rows = None). Prompts are shared where that saves 15 % of the tokens: the
         responses' attention then needs a mask, which costs some kernels their speed."""
-        plans = [batches.split(batch, self.cfg.micro_tokens, share) for share in (False, True)]
+        plans = [batching.split(batch, self.cfg.micro_tokens, share) for share in (False, True)]
         tokens = self.comm.sum([n for _, n in plans])
-        share = self.pair.can_share and tokens[1] <= 0.85 * tokens[0]
+        share = self.models.can_share and tokens[1] <= 0.85 * tokens[0]
         parts = plans[share][0]
         for i in range(int(self.comm.max([len(parts)])[0])):
             real = i < len(parts)
@@ -193,7 +195,7 @@ class Learner:
     def update(self, batch: Batch, stats: dict, cfg=None) -> dict[str, float]:
         """One optimizer step on this rank's share of a batch. Returns the metrics of the step, global over ranks."""
         cfg = cfg or self.cfg
-        want = want_new(cfg, self.two, stats["lam"], batch.logp_ref is not None)
+        want = needs_of_update(cfg, self.two, stats["lam"], batch.logp_ref is not None)
         sums, total = Sums(), torch.zeros((), dtype=torch.float64, device=self.device)
         micros = list(self._micro(batch))
         for i, (rows, micro, share) in enumerate(micros):
@@ -204,7 +206,7 @@ class Learner:
                 loss = objectives.reduce(unreduced, micro.mask, stats, cfg)
                 if rows is None:
                     loss = loss * 0.0
-                (loss * self.comm.world).backward()  # both wrappers average over ranks; we sum
+                (loss * self.comm.size).backward()  # both wrappers average over ranks; we sum
             if rows is not None:
                 total += loss.detach().double()
                 with torch.no_grad():
@@ -228,7 +230,7 @@ class Learner:
         nothing: every token was rejected, so the policy stands still (its optimizer's momentum too) and the update is counted."""
         out, factor = {}, schedule(self.version, self.cfg)
         for name in self.names:
-            norm = nn.utils.clip_grad_norm_(getattr(self.pair, name).parameters(), self.cfg.grad_clip)
+            norm = nn.utils.clip_grad_norm_(getattr(self.models, name).parameters(), self.cfg.grad_clip)
             norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
             out["grad_norm" if name == "policy" else "actor/grad_norm"] = float(norm)
         fine = math.isfinite(loss) and all(map(math.isfinite, out.values()))
@@ -261,7 +263,7 @@ class Learner:
 
     def named_tensors(self, name: str):
         """Yields (Hugging Face name, whole detached tensor) of one model, `lm_head.weight` always included; collective."""
-        state = getattr(self.pair, name).state_dict()
+        state = getattr(self.models, name).state_dict()
         if "lm_head.weight" not in state:  # tied heads are dropped from some state dicts
             state["lm_head.weight"] = state[next(k for k in state if k.endswith("embed_tokens.weight"))]
         for key, x in state.items():
@@ -273,7 +275,9 @@ class Learner:
         Remote samplers quantize for themselves, each as it likes, unless the low-bit tensors are what travels."""
         named, by_itself = self.named_tensors(name), self.cfg.samplers != "local" and not packed
         return (
-            quant.published(named, getattr(self.pair, name), self.fmt, packed) if self.fmt and not by_itself else named
+            quant.for_engine(named, getattr(self.models, name), self.fmt, packed)
+            if self.fmt and not by_itself
+            else named
         )
 
     def state_dict(self) -> dict:
@@ -298,7 +302,7 @@ class Learner:
             return {"parts": [o.state_dict() for o in self.optimizers[name]]}
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-        return get_optimizer_state_dict(getattr(self.pair, name), self.optimizers[name], options=self._options())
+        return get_optimizer_state_dict(getattr(self.models, name), self.optimizers[name], options=self._options())
 
     def load_state_dict(self, state: dict) -> None:
         self.version, self.skipped = state["version"], state["skipped"]
@@ -308,7 +312,10 @@ class Learner:
                 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
                 set_optimizer_state_dict(
-                    getattr(self.pair, name), self.optimizers[name], state[f"optimizer.{name}"], options=self._options()
+                    getattr(self.models, name),
+                    self.optimizers[name],
+                    state[f"optimizer.{name}"],
+                    options=self._options(),
                 )
             else:
                 for optimizer, part in zip(self.optimizers[name], state[f"optimizer.{name}"]["parts"]):

@@ -36,7 +36,7 @@ every number is a mean over the whole step, never "the last micro-batch". Names 
   weighted_advantage         mean over tokens of weight x keep x A; with --advantage_error_every also fresh_advantage, the mean A of
                              fresh samples of the policy under the same baselines, and advantage_error, their distance
   obrs/*                     accept_rate, z (as used), z_exact (two models), z_low, z_high, bracket_width, kappa (where Z is bracketed), lambda;
-                             kl_before, kl_after = KL(p_tgt || p_inf), KL(p_tgt || accepted law) over the vocabulary where the learner
+                             kl_ref, kl_after = KL(p_tgt || p_inf), KL(p_tgt || accepted law) over the vocabulary where the learner
                              knows both laws; `_partial`: over S alone
   distill_kl, actor/*        KL(policy || actor) a token over the whole vocabulary; the actor's loss, entropy, gradient norm, and the
                              distillation loss as chosen by flags; actor/engine_gap: |p_inf - p_omega,ref|, engine against learner
@@ -57,7 +57,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import sampling
+from sampling import Sampling
 from head import FLOOR
 from objectives import SEQUENCE
 
@@ -104,7 +104,7 @@ def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
     weight = (
         applied if cfg.correction in ("obrs", "jackpot_adjusted") and cfg.obrs_mask == "expected" else logs["weight"]
     )
-    if cfg.keep_sampling_mask == "recompute" and sampling.of(cfg).truncates:
+    if cfg.keep_sampling_mask == "recompute" and Sampling.of(cfg).truncates:
         sums.add("rollout_corr/cut_fraction", ref <= FLOOR, mask)
     C = cfg.is_cap if cfg.is_cap and cfg.correction in ("tis", "areal_drop", "tis_adjusted") else 2.0
     C_seq = cfg.is_cap if cfg.is_cap and cfg.correction in SEQUENCE else 4.0
@@ -178,9 +178,9 @@ def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
         for name in ("accept", "z", "z_low", "z_high"):
             if name in logs:
                 sums.add({"accept": "obrs/accept_rate"}.get(name, f"obrs/{name}"), logs[name], mask)
-        s_tgt = batch.s_logp_ref if cfg.obrs_target == "ref" else new.s_logp
+        s_tgt = batch.support_logp_ref if cfg.obrs_target == "ref" else new.support_logp
         whole = (
-            {"obrs/kl_before": batch.kl_before, "obrs/kl_after": batch.kl_after, "obrs/z_exact": batch.z_ref}
+            {"obrs/kl_ref": batch.kl_ref, "obrs/kl_after": batch.kl_after, "obrs/z_exact": batch.z_ref}
             if cfg.obrs_target == "ref"
             else {}
         )
@@ -188,8 +188,8 @@ def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
             if x is not None:
                 sums.add(name, x, mask)
         if whole.get("obrs/kl_after") is None:
-            on = batch.s_logp.isfinite()
-            gap = (s_tgt - batch.s_logp.masked_fill(~on, 0.0)).masked_fill(~on, 0.0)
+            on = batch.support_logp.isfinite()
+            gap = (s_tgt - batch.support_logp.masked_fill(~on, 0.0)).masked_fill(~on, 0.0)
             p = s_tgt.exp()
             sums.add("obrs/kl_before_partial", (p * gap).sum(-1), mask)
             after = logs["z"].clamp_min(1e-30).log()[..., None] + gap.clamp_min(math.log(stats["lam"]))
@@ -197,7 +197,7 @@ def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
     if new.actor_logp is not None:
         sums.add("actor/entropy", new.actor_entropy, mask)
         sums.add("actor/loss", logs["actor_loss"], mask)
-        sums.add("actor/engine_gap", (batch.logp_actor_ref.exp() - inf.exp()).abs(), mask)
+        sums.add("actor/engine_gap", (batch.actor_logp_ref.exp() - inf.exp()).abs(), mask)
         sums.add("distill_kl", new.kl_full, mask)
         sums.add("actor/distill_loss", new.kl, mask)
     for name, x in (*((k, stats[k]) for k in ("kappa", "lam", "distill")), ("clamp", clamp)):  # the same on every rank

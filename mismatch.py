@@ -25,12 +25,14 @@ import config
 import metrics
 import objectives
 import sampling
-from batch import collate
+from sampling import Sampling
+from batching import collate
 from learner import Comm, Learner
 from metrics import Sums
-from pair import Want
-from rollout import Rollout, encode, grade_all, request_seed
-from runs import load_model
+from model import Needs
+from rollout import Rollout, request_seed
+from tasks import encode, grade_all
+from run import load_model
 
 PIECES = 4  # the control: one long response against so many short ones
 EDGES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
@@ -72,7 +74,7 @@ def rollouts(engine, task, tokenizer, indices, samples: int, law, kept: int, key
 def score(learner, groups, cfg):
     """(p_inf, p_ref, log r, length, metrics): probabilities and log-ratios are (B, T) arrays, 0 behind a response's end; rollout_corr/* as in training."""
     batch = collate(groups, cfg)
-    new = learner.score(batch, Want(entropy=True))
+    new = learner.score(batch, Needs(entropy=True))
     stats = objectives.prepare(batch, learner.comm, cfg, {})
     batch = objectives.with_ref(new, batch)
     sums = Sums()
@@ -223,13 +225,13 @@ def verdicts(log_r, length, m: dict, cfg) -> list[dict]:
 
 
 def probe(cfg, folder: str, actor: str | None, task, tokenizer, n: int, longest: int, make_engine) -> dict:
-    """Sample, score, print, draw; returns what is printed as a dict. make_engine: rollout.make_engine."""
+    """Sample, score, print, draw; returns what is printed as a dict. make_engine: engines.make_engine."""
     import torch
 
-    train_cfg, law = learner_config(cfg, folder), sampling.of(cfg)
+    train_cfg, law = learner_config(cfg, folder), Sampling.of(cfg)
     vocabulary = load_config(folder).vocab_size
     config.check_models(train_cfg, folder, actor)
-    kept = sampling.largest(train_cfg, vocabulary)
+    kept = sampling.max_allowed(train_cfg, vocabulary)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     engine = make_engine(cfg, actor or folder, longest + cfg.max_tokens, max(1, kept), device)
     learner = Learner(load_model(folder), None, train_cfg, Comm(device), device)

@@ -5,7 +5,7 @@
   correction  a detached weight and a keep-mask per token, from three laws: `inf`, the one that sampled (engine, actor,
               precision, staleness, sampling), `ref`, the policy at the start of this step's updates, `new`, the policy now;
   surrogate   how `new` moves on the advantage inside its trust region;
-  reduction   what the sum is divided by: one denominator over all ranks and micro-batches.
+  reduction   what the sum is divided by: one denominator over all ranks and micro-batching.
 
 Everything here is a pure function of (B, T) tensors. All log-ratios are clamped to +-`--log_ratio_clamp` (20) before exp (sequence
 sums after summing); r = p_ref / p_inf throughout. `prepare` runs once per optimizer step, over all ranks, before any backward; `loss`
@@ -23,7 +23,7 @@ import torch
 
 import gepo
 import obrs
-import sampling
+from sampling import Sampling
 
 CLAMP = obrs.CLAMP
 
@@ -124,13 +124,15 @@ def areal_drop(new, batch, stats, cfg):
 
 def z_tis(new, batch, stats, cfg):
     """Z min(r, c1 / Z): OBRS in expectation, without its mask; the control for it (obrs.py, 'what it is, exactly')."""
-    z, z_low, z_high = obrs.token_z((batch.s_logp_ref, batch.tail_ref, batch.z_ref), batch, stats, cfg)
+    z, z_low, z_high = obrs.token_z((batch.support_logp_ref, batch.tail_ref, batch.z_ref), batch, stats, cfg)
     r = token_ratio(batch, cfg)
     w = (z * r).clamp_max(cfg.obrs_c1)
     return (
         w,
         torch.ones_like(w),
-        obrs.seen(obrs.acceptance(batch.logp_ref, batch.logp_inf, stats["lam"], cfg.log_ratio_clamp), z, z_low, z_high),
+        obrs.obrs_logs(
+            obrs.acceptance(batch.logp_ref, batch.logp_inf, stats["lam"], cfg.log_ratio_clamp), z, z_low, z_high
+        ),
     )
 
 
@@ -176,9 +178,9 @@ def tis_adjusted(new, batch, stats, cfg):
 def obrs_correction(new, batch, stats, cfg):
     """OBRS, target ref or new (obrs.py). jackpot_adjusted is the same with target new and no p_ref / p_tgt."""
     if cfg.obrs_target == "ref":
-        logp_tgt, target = batch.logp_ref, (batch.s_logp_ref, batch.tail_ref, batch.z_ref)
+        logp_tgt, target = batch.logp_ref, (batch.support_logp_ref, batch.tail_ref, batch.z_ref)
     else:
-        logp_tgt, target = new.logp.detach(), (new.s_logp, new.tail, new.z)
+        logp_tgt, target = new.logp.detach(), (new.support_logp, new.tail, new.z)
     return obrs.correction(logp_tgt, target, batch, stats, cfg)
 
 
@@ -236,7 +238,7 @@ REJECT_BOUNDS = {
 }
 
 
-def weigh(new, batch, stats, cfg):
+def apply_correction(new, batch, stats, cfg):
     """The correction's (weight, keep, logs), and on top of it what `--reject` and `--veto` drop.
 
     reject: token, sequence or geo, kept where lo <= ratio <= hi. veto: a response with one r below it is dropped whole."""
@@ -248,18 +250,18 @@ def weigh(new, batch, stats, cfg):
     return weight, keep, logs
 
 
-def drops(cfg) -> bool:
+def can_drop(cfg) -> bool:
     """Whether any token can be rejected."""
     masks = cfg.correction == "tbpo_mismatch" and cfg.tbpo_cap == "mask"
     return cfg.correction in DROPS or masks or cfg.reject != "none" or cfg.veto > 0
 
 
-def knows_sampler(cfg) -> bool:
+def actor_is_sampler(cfg) -> bool:
     """Whether the learner's actor is the law that sampled, up to the engine's arithmetic: not where groups may come from older weights, where the
     engine and the learner round differently, or where it samples from a cut law that the learner scores whole."""
     late = cfg.samplers != "local" or (cfg.delay != "none" and cfg.max_staleness != 0)
     rounded = cfg.learner_quant not in ("aligned", cfg.rollout_quant)
-    cut = sampling.of(cfg).truncates and cfg.keep_sampling_mask == "off"
+    cut = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "off"
     return not (late or rounded or cut)
 
 
@@ -390,23 +392,27 @@ OBJECTIVES |= ALIASES
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def wants(cfg, carry: dict, updates: int) -> set[str]:
+def passes_needed(cfg, controllers: dict, updates: int) -> set[str]:
     """Which extra learner passes this rollout batch needs: {"ref"}, {"ref", "fresh"} or none.
 
     With one update per batch `ref` is the policy of that very update, so its forward pass serves as the ref pass, unless
     something must be known of all ranks before the first backward: kappa, a budget's lambda, the kept denominator."""
     z = cfg.correction in USES_Z
     need = set()
-    if updates > 1 or (cfg.loss_denominator == "kept" and drops(cfg)) or (z and cfg.obrs_accept_rate):
+    if updates > 1 or (cfg.loss_denominator == "kept" and can_drop(cfg)) or (z and cfg.obrs_accept_rate):
         need.add("ref")
-    if z and cfg.obrs_z != "exact" and (cfg.obrs_target == "ref" or carry.get("kappa") is None or cfg.actor != "none"):
+    if (
+        z
+        and cfg.obrs_z != "exact"
+        and (cfg.obrs_target == "ref" or controllers.get("kappa") is None or cfg.actor != "none")
+    ):
         need.add("ref")  # target new with an actor: S also takes the policy's own top-K
     if z and cfg.kappa == "exact" and cfg.obrs_target == "new":
         need |= {"ref", "fresh"}
     return need
 
 
-def prepare(batch, comm, cfg, carry: dict, fresh=None) -> dict:
+def prepare(batch, comm, cfg, controllers: dict, fresh=None) -> dict:
     """Statistics of one optimizer step over all ranks: denominators, lambda, kappa, lambda_distill.
 
     batch: this rank's share of the step; comm.sum / comm.cat reduce over ranks; fresh: TokenStats of the policy as it is
@@ -421,30 +427,30 @@ def prepare(batch, comm, cfg, carry: dict, fresh=None) -> dict:
         "kept_factor": None,
         "log_e": None,
         "defence": None,
-        "distill": carry.get("distill", cfg.distill_lambda),
+        "distill": controllers.get("distill", cfg.distill_lambda),
     }
     if cfg.ratio_base == "group":
         logq = seq_mean(batch.logp_inf.double(), mask).masked_fill((lengths == 0)[:, None], -math.inf)[:, 0]
-        stats["log_e"] = gepo.log_expectation(logq, batch.group, cfg.gepo_expectation)[:, None]
-        stats["defence"] = gepo.defence(logq, batch.group, cfg.gepo_defence)[:, None]
+        stats["log_e"] = gepo.log_group_mean(logq, batch.group, cfg.gepo_expectation)[:, None]
+        stats["defence"] = gepo.mixing(logq, batch.group, cfg.gepo_defence)[:, None]
     if cfg.correction in USES_Z:
-        logp_tgt, s_logp = batch.logp_ref, batch.s_logp_ref
+        logp_tgt, support_logp = batch.logp_ref, batch.support_logp_ref
         if fresh is not None:
-            logp_tgt, s_logp = fresh.logp, fresh.s_logp
+            logp_tgt, support_logp = fresh.logp, fresh.support_logp
         if cfg.obrs_accept_rate:
             stats["lam"] = obrs.solve_lambda(
                 comm.cat(ratio(logp_tgt, batch.logp_inf, cfg.log_ratio_clamp)[mask]), cfg.obrs_accept_rate
             )
         if cfg.obrs_z != "exact":
-            kappa = carry.get("kappa")
+            kappa = controllers.get("kappa")
             if kappa is None or fresh is not None or cfg.obrs_target == "ref":
                 a = obrs.acceptance(logp_tgt, batch.logp_inf, stats["lam"], cfg.log_ratio_clamp)
                 accepted = a if cfg.obrs_mask == "expected" else (batch.u < a).to(a.dtype)
-                z_low, _ = obrs.z_bracket(batch.s_logp, s_logp, stats["lam"])
+                z_low, _ = obrs.z_bracket(batch.support_logp, support_logp, stats["lam"])
                 kappa = obrs.kappa_from(*comm.sum([accepted[mask].sum(), mask.sum(), z_low[mask].sum()]))
             stats["kappa"] = kappa
-    if cfg.loss_denominator == "kept" and drops(cfg):
-        _, keep, _ = weigh(fresh, batch, stats, cfg)
+    if cfg.loss_denominator == "kept" and can_drop(cfg):
+        _, keep, _ = apply_correction(fresh, batch, stats, cfg)
         keep = keep.expand_as(batch.logp_inf) * mask
         kept = keep.sum(1)
         kept_tokens, kept_sequences = comm.sum([kept.sum(), (kept > 0).sum()])
@@ -482,11 +488,11 @@ def with_ref(new, batch):
     return replace(
         batch,
         logp_ref=new.logp.detach(),
-        s_logp_ref=new.s_logp,
+        support_logp_ref=new.support_logp,
         tail_ref=new.tail,
         z_ref=new.z,
-        logp_actor_ref=None if new.actor_logp is None else new.actor_logp.detach(),
-        kl_before=new.kl_full,
+        actor_logp_ref=None if new.actor_logp is None else new.actor_logp.detach(),
+        kl_ref=new.kl_full,
         kl_after=new.kl_after,
     )
 
@@ -496,8 +502,8 @@ def loss(new, batch, stats: dict, cfg):
 
     new: TokenStats of this forward, with gradient; batch: with ref columns; stats: from prepare."""
     batch = with_ref(new, batch)
-    base = denominator(new, batch, stats, cfg)
-    weight, keep, logs = weigh(new, batch, stats, cfg)
+    base = log_ratio_base(new, batch, stats, cfg)
+    weight, keep, logs = apply_correction(new, batch, stats, cfg)
     weight, keep = weight.detach().expand_as(base), keep.detach().expand_as(base)
     surrogate, clipped = SURROGATES[cfg.surrogate](new.logp, base, batch.adv.to(base.dtype), batch.mask, cfg)
     if cfg.positive_only:
@@ -508,7 +514,7 @@ def loss(new, batch, stats: dict, cfg):
     if cfg.cppo_beta:
         drift = gepo.cppo_kl(new.logp, batch.logp_inf, cfg.cppo_kl, cfg.log_ratio_clamp)
         value, logs = (
-            value + cfg.cppo_beta * drift * evenly(batch.mask, stats, cfg),
+            value + cfg.cppo_beta * drift * per_response_scale(batch.mask, stats, cfg),
             {**logs, "cppo_kl": drift.detach()},
         )
     if cfg.ratio_base in ("inf", "group"):  # the ratio itself is the weight: say so in the metrics
@@ -521,12 +527,12 @@ def loss(new, batch, stats: dict, cfg):
     return value.masked_fill(~batch.mask, 0.0), {"weight": weight, "keep": keep, "clipped": clipped, **logs}
 
 
-def denominator(new, batch, stats: dict, cfg):
+def log_ratio_base(new, batch, stats: dict, cfg):
     """log of what the surrogate's ratio divides by, (B, T): p_ref, p_inf, p_new itself, or the group's expectation (gepo.py)."""
     if cfg.ratio_base != "group":
         return {"ref": batch.logp_ref, "inf": batch.logp_inf, "new": new.logp.detach()}[cfg.ratio_base]
     logp, log_e, e = seq_mean(new.logp.detach(), batch.mask), stats["log_e"].to(new.logp), stats["defence"].to(new.logp)
-    return gepo.log_denominator(logp, log_e, e).expand_as(new.logp)
+    return gepo.log_base(logp, log_e, e).expand_as(new.logp)
 
 
 def joint_loss(new, batch, stats: dict, cfg):
@@ -538,7 +544,7 @@ def joint_loss(new, batch, stats: dict, cfg):
     if new.actor_logp is None:
         return value, logs
     actor = replace(new, logp=new.actor_logp)
-    as_actor = replace(batch, logp_ref=batch.logp_actor_ref)
+    as_actor = replace(batch, logp_ref=batch.actor_logp_ref)
     own, _ = loss(actor, as_actor, {**stats, "kept_factor": None}, actor_config(cfg))
     distill = new.kl.masked_fill(~batch.mask, 0.0)
     total = value + own if stats["distill"] == 0 else value + own + stats["distill"] * distill
@@ -581,7 +587,7 @@ def reduce(unreduced, mask, stats: dict, cfg):
     return (unreduced / per_token).sum() / stats["sequences"]
 
 
-def evenly(mask, stats: dict, cfg):
+def per_response_scale(mask, stats: dict, cfg):
     """(B, 1): what turns the chosen reduction into the mean over responses of their token mean."""
     share = mask.sum(1, keepdim=True).clamp_min(1)
     if cfg.reduction == "token-mean":
@@ -594,7 +600,7 @@ def evenly(mask, stats: dict, cfg):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def finish(carry: dict, logged: dict, cfg) -> None:
+def update_controllers(controllers: dict, logged: dict, cfg) -> None:
     """Remember what the next step needs: kappa of target new, and lambda_distill of the closed loop.
 
     Closed loop (Jackpot's Limitations ask for it): lambda_distill <- lambda_distill exp(gain * e), with
@@ -602,8 +608,8 @@ def finish(carry: dict, logged: dict, cfg) -> None:
     if not logged.get("stepped", True):  # a skipped step teaches nothing
         return
     if cfg.correction in USES_Z and cfg.obrs_z != "exact" and logged["z_low_sum"] > 0:
-        carry["kappa"] = obrs.kappa_from(logged["accept_sum"], logged["tokens"], logged["z_low_sum"])
+        controllers["kappa"] = obrs.kappa_from(logged["accept_sum"], logged["tokens"], logged["z_low_sum"])
     if cfg.distill_kl_target > 0 and math.isfinite(logged.get("distill_kl", math.nan)):
         error = max(-1.0, min(1.0, (logged["distill_kl"] - cfg.distill_kl_target) / cfg.distill_kl_target))
-        now = carry.get("distill", cfg.distill_lambda) * math.exp(cfg.distill_gain * error)
-        carry["distill"] = min(max(now, 1e-4), cfg.distill_lambda_max)
+        now = controllers.get("distill", cfg.distill_lambda) * math.exp(cfg.distill_gain * error)
+        controllers["distill"] = min(max(now, 1e-4), cfg.distill_lambda_max)

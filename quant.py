@@ -1,7 +1,7 @@
 """Low-bit rollouts, and a learner that computes what the low-bit engine computes: QaRL, arXiv 2604.07853, section 3.1.
 
 A quantized engine samples from another policy than the one that trains. Correcting for it (objectives.py) costs variance; QaRL
-removes it: the learner keeps high-precision master weights W but runs its linear layers on the engine's own low-bit numbers,
+removes it: the learner cache_quantized high-precision master weights W but runs its linear layers on the engine's own low-bit numbers,
 
     forward     y  = x^ W^T          x^ = s_x q_x,  W^ = s_w q_w,  the product taken on q_x and q_w themselves
     backward    dx = g W^            straight through the rounding, in high precision,
@@ -36,7 +36,7 @@ class Format:
     """A number format: largest magnitude of weights and activations, storage, whether activations are quantized, size of a group."""
 
     name: str
-    top: float
+    qmax: float
     dtype: torch.dtype
     activations: bool
     group: int = 0  # columns that share a scale; 0: a whole row
@@ -67,13 +67,13 @@ def int8_top() -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def quantize(x: torch.Tensor, top: float, dtype: torch.dtype, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: torch.Tensor, qmax: float, dtype: torch.dtype, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """(q, s) with x ~ s q: x (M, K) -> q (M, K) of `dtype`, s (M, K / group) float32, one scale a row where group is 0."""
     M, K = x.shape
     x = x.float().reshape(M, -1, group or K)
     amax = x.abs().amax(-1, keepdim=True)
-    s = torch.where(amax > 0, amax / top, 1.0)
-    q = (x / s).clamp_(-top, top)
+    s = torch.where(amax > 0, amax / qmax, 1.0)
+    q = (x / s).clamp_(-qmax, qmax)
     q = q.round_().to(dtype) if dtype == torch.int8 else q.to(dtype)
     return q.reshape(M, K), s[..., 0]
 
@@ -108,13 +108,13 @@ def int_mm(a, b):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Straight(torch.autograd.Function):
+class StraightThroughMatmul(torch.autograd.Function):
     """y = x^ W^T on low-bit numbers; backward straight through (see above). x (M, K), weight (N, K): the master, for its gradient alone."""
 
     @staticmethod
     def forward(ctx, x, weight, qw, sw, fmt: Format):
         if fmt.activations:
-            qx, sx = quantize(x, fmt.top if fmt.dtype != torch.int8 else 127.0, fmt.dtype)
+            qx, sx = quantize(x, fmt.qmax if fmt.dtype != torch.int8 else 127.0, fmt.dtype)
             ctx.save_for_backward(qx, sx, qw, sw)
             return product(qx, sx, qw, sw).to(x.dtype)
         ctx.save_for_backward(x, None, qw, sw)
@@ -134,30 +134,30 @@ class Straight(torch.autograd.Function):
 class LowBitLinear(nn.Linear):
     """A linear layer that computes as the engine does. An nn.Linear becomes one by `align`; its master weight stays where it was."""
 
-    held = made_at = None
-    keeps = True  # False under FSDP: a gathered weight's version does not tell when its shards have changed
+    loaded = cached_version = None
+    cache_quantized = True  # False under FSDP: a gathered weight's version does not tell when its shards have changed
 
-    def low(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantized_weight(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(q_w, s_w) of the weight as it is, made once for each version of it; the tensors that are published."""
-        if self.held is not None:  # an engine's copy: what was loaded, no master
-            return self.held
+        if self.loaded is not None:  # an engine's copy: what was loaded, no master
+            return self.loaded
         at = (self.weight._version, self.weight.data_ptr())
-        if self.made_at != at or not self.keeps:
-            self.made = quantize(self.weight.detach(), self.format.top, self.format.dtype, self.format.group)
-            self.made_at = at
-        return self.made
+        if self.cached_version != at or not self.cache_quantized:
+            self.cached = quantize(self.weight.detach(), self.format.qmax, self.format.dtype, self.format.group)
+            self.cached_version = at
+        return self.cached
 
     def forward(self, x):
         kind = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(kind) if kind else x
-            y = Straight.apply(x.reshape(-1, x.shape[-1]), self.weight, *self.low(), self.format).reshape(
-                *x.shape[:-1], -1
-            )
+            y = StraightThroughMatmul.apply(
+                x.reshape(-1, x.shape[-1]), self.weight, *self.quantized_weight(), self.format
+            ).reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-def layers(model) -> dict[str, nn.Linear]:
+def quantized_linears(model) -> dict[str, nn.Linear]:
     """The linear layers that are quantized, by name: all but the head."""
     head = model.get_output_embeddings()
     return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
@@ -165,7 +165,7 @@ def layers(model) -> dict[str, nn.Linear]:
 
 def align(model, fmt: Format | None):
     """Turn the model's linear layers into LowBitLinear in place. ValueError: a group that does not divide a row."""
-    for name, m in layers(model).items() if fmt else ():
+    for name, m in quantized_linears(model).items() if fmt else ():
         if fmt.group and m.in_features % fmt.group:
             raise ValueError(
                 f"--quant_group={fmt.group}: {name} has rows of {m.in_features}, which are not made of whole groups; choose a divisor"
@@ -196,17 +196,17 @@ def check(cfg, folder: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def published(named_tensors, model, fmt: Format, packed: bool = True):
+def for_engine(named_tensors, model, fmt: Format, packed: bool = True):
     """(name, tensor) of a state dict with the linear layers in low bits: X.weight q_w and X.weight_scale s_w, the tensors of the aligned
     forward themselves where there is one. packed = False: the exactly dequantized weights in place of both, for engines without a kernel."""
-    linear = layers(model)
+    linear = quantized_linears(model)
     for name, x in named_tensors:
         module = linear.get(name.removesuffix(".weight"))
         if module is None:
             yield name, x
             continue
         whole = isinstance(module, LowBitLinear) and module.format == fmt and not hasattr(module.weight, "full_tensor")
-        q, s = module.low() if whole else quantize(x, fmt.top, fmt.dtype, fmt.group)
+        q, s = module.quantized_weight() if whole else quantize(x, fmt.qmax, fmt.dtype, fmt.group)
         if not packed:
             yield name, dequantize(q, s).to(x.dtype)
         elif fmt.activations:
@@ -220,20 +220,20 @@ def published(named_tensors, model, fmt: Format, packed: bool = True):
             yield f"{name}_shape", torch.tensor(x.shape)
 
 
-def round_off(model, fmt: Format):
+def dequantize_in_place(model, fmt: Format):
     """Replace the weights by their exactly dequantized values, in place: what a format without quantized activations computes with."""
-    for m in layers(model).values():
-        m.weight.data.copy_(dequantize(*quantize(m.weight.data, fmt.top, fmt.dtype, fmt.group)))
+    for m in quantized_linears(model).values():
+        m.weight.data.copy_(dequantize(*quantize(m.weight.data, fmt.qmax, fmt.dtype, fmt.group)))
     return model
 
 
-def hold(model, tensors: dict) -> dict:
+def load_quantized(model, tensors: dict) -> dict:
     """Put published low-bit tensors into an aligned model's layers, as they are; returns the tensors that are left, with int4 unpacked."""
     rest = dict(tensors)
-    for name, module in layers(model).items():
+    for name, module in quantized_linears(model).items():
         weight, scale = f"{name}.weight", rest.pop(f"{name}.weight_scale", None)
         if isinstance(module, LowBitLinear):
-            module.held = None if scale is None else (rest.pop(weight).clone(), scale.clone())
+            module.loaded = None if scale is None else (rest.pop(weight).clone(), scale.clone())
         elif scale is not None:
             from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
@@ -245,11 +245,11 @@ def hold(model, tensors: dict) -> dict:
 
 
 def keep_scales_alive() -> None:
-    """vLLM's int8 handler on CPUs keeps a bare pointer to the weight scales, which a live reload frees: tie a copy of them to the handler."""
+    """vLLM's int8 handler on CPUs cache_quantized a bare pointer to the weight scales, which a live reload frees: tie a copy of them to the handler."""
     from vllm import _custom_ops as ops
 
     make = ops.create_onednn_scaled_mm
-    if getattr(make, "keeps", False):
+    if getattr(make, "cache_quantized", False):
         return
 
     def create_onednn_scaled_mm(weight, scales, *more):
@@ -258,7 +258,7 @@ def keep_scales_alive() -> None:
         handler.scales = scales
         return handler
 
-    create_onednn_scaled_mm.keeps = True
+    create_onednn_scaled_mm.cache_quantized = True
     ops.create_onednn_scaled_mm = create_onednn_scaled_mm
 
 
@@ -294,7 +294,7 @@ def checkpoint(folder: str, fmt: Format, out: str, packed: bool = True) -> str:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tensors = {k: v.contiguous().clone() for k, v in published(model.state_dict().items(), model, fmt, packed)}
+    tensors = {k: v.contiguous().clone() for k, v in for_engine(model.state_dict().items(), model, fmt, packed)}
     shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin", "*.pt"), dirs_exist_ok=True)
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     if packed:

@@ -34,14 +34,14 @@ class Sampling:
     max_tokens: int = 32
     seed: int = 0
 
+    @classmethod
+    def of(cls, cfg) -> Sampling:
+        """The sampling that the flags ask for."""
+        return cls(cfg.temperature, cfg.top_p, cfg.top_k, cfg.min_p, cfg.max_tokens, cfg.seed)
+
     @property
     def truncates(self) -> bool:
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
-
-
-def of(cfg) -> Sampling:
-    """The law that the flags ask for."""
-    return Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.min_p, cfg.max_tokens, cfg.seed)
 
 
 def check(cfg) -> None:
@@ -56,15 +56,15 @@ def check(cfg) -> None:
     need(cfg.top_k >= 0, f"--top_k={cfg.top_k}: must be 0 (all tokens) or more")
     need(0 <= cfg.min_p < 1, f"--min_p={cfg.min_p}: a share in [0, 1); 0 keeps all tokens")
     need(
-        not of(cfg).truncates or cfg.logprobs_mode == "processed" or cfg.keep_sampling_mask != "replay",
+        not Sampling.of(cfg).truncates or cfg.logprobs_mode == "processed" or cfg.keep_sampling_mask != "replay",
         "--logprobs_mode=raw: raw log-probabilities do not show which tokens were cut, so there are no kept sets to replay; use processed, or --keep_sampling_mask=off",
     )
 
 
-def largest(cfg, vocabulary: int) -> int:
+def max_allowed(cfg, vocabulary: int) -> int:
     """How many tokens a recorded kept set may have: 0 where none is recorded. Ties with the k-th token add to top_k, few
     among float32 logits, more among rounded ones."""
-    if cfg.keep_sampling_mask != "replay" or not of(cfg).truncates:
+    if cfg.keep_sampling_mask != "replay" or not Sampling.of(cfg).truncates:
         return 0
     ties = 4 if cfg.rollout_dtype == "float32" or cfg.lm_head_fp32 else 12
     return min(vocabulary, cfg.top_k + ties if cfg.top_k else cfg.kept_max)

@@ -93,11 +93,11 @@ class Probe:
     @torch.no_grad()
     def logprobs(self, tensors: dict[str, torch.Tensor]) -> np.ndarray:
         """log p(ids[t] | ids[:t]), t >= 1, under the tensors given, float32 [len(ids) - 1]."""
-        tensors = quant.hold(self.model, tensors)
+        tensors = quant.load_quantized(self.model, tensors)
         missing = (
             self.names
             - set(tensors)
-            - {f"{n}.weight" for n, m in quant.layers(self.model).items() if getattr(m, "held", None)}
+            - {f"{n}.weight" for n, m in quant.quantized_linears(self.model).items() if getattr(m, "loaded", None)}
         )
         if missing:
             raise SyncError(

@@ -213,3 +213,20 @@ def make_task(cfg):
             cfg.task_min_ops, cfg.task_max_ops, cfg.task_operand, cfg.task_total, cfg.task_seed, cfg.task_explain
         )
     return Jsonl(cfg.task, cfg.task_seed)
+
+
+def encode(tokenizer, problem) -> list[int]:
+    """Token ids of a problem's prompt, through the chat template where the tokenizer has one."""
+    if getattr(tokenizer, "chat_template", None):
+        return tokenizer.apply_chat_template(
+            [{"role": "user", "content": problem.prompt}], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    return tokenizer.encode(problem.prompt)
+
+
+def grade_all(task, tokenizer, problems, groups) -> None:
+    """Write each response's reward. The text graded is without special tokens; `finished` says it ended by itself."""
+    texts = tokenizer.batch_decode([r.tokens for g in groups for r in g], skip_special_tokens=True)
+    flat = ((p, r) for p, g in zip(problems, groups) for r in g)
+    for (problem, response), text in zip(flat, texts):
+        response.reward = task.reward(problem, text, response.finish_reason == "stop")

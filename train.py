@@ -26,18 +26,20 @@ WORLD = int(os.environ.get("WORLD_SIZE", 1))  # read before vLLM: it overwrites 
 import torch
 from tqdm import tqdm
 
-import batch as batches
+import batching
 import checkpoint
 import config
 import objectives
 import sampling
+from sampling import Sampling
 from delay import DelaySource
 from eval import fresh_advantage, held_out
 from learner import Comm, Learner
 from metrics import Log
-from pair import want_fresh
-from rollout import LocalSource, make_engine
-from runs import open_run, remote_source
+from model import needs_of_exact_kappa
+from engines import make_engine
+from rollout import LocalSource
+from run import open_run, remote_source
 
 
 def train(cfg: config.Config) -> Path:
@@ -52,7 +54,7 @@ def train(cfg: config.Config) -> Path:
     two = world.actor is not None
     sampler = "actor" if two else "policy"  # whose weights the engine gets
     topk = cfg.obrs_topk if cfg.correction in objectives.USES_Z and cfg.obrs_z != "exact" else 0
-    kept = sampling.largest(cfg, world.configs[sampler].vocab_size)
+    kept = sampling.max_allowed(cfg, world.configs[sampler].vocab_size)
     if cfg.samplers == "local":
         engine = make_engine(cfg, world.actor or world.policy, world.context, max(topk, kept), device)
         Source = LocalSource if cfg.delay == "none" else partial(DelaySource, cfg=cfg, store=Path(cfg.out) / "versions")
@@ -60,22 +62,22 @@ def train(cfg: config.Config) -> Path:
             engine,
             world.task,
             world.tokenizer,
-            sampling.of(cfg),
+            Sampling.of(cfg),
             group_size=cfg.group_size,
             topk=topk,
             kept=kept,
             model=sampler,
             probe=world.probe(sampler),
             rank=comm.rank,
-            world=comm.world,
+            world=comm.size,
         )
         packed = engine.packed
     else:
         source, packed = remote_source(cfg, world, sampler, topk, kept, comm), cfg.sync_dtype == "quantized"
     learner = Learner(*world.load_models(), cfg, comm, device)
-    step, pending, carry = checkpoint.load(world.checkpoint, learner, source) if world.checkpoint else (0, [], {})
+    step, pending, controllers = checkpoint.load(world.checkpoint, learner, source) if world.checkpoint else (0, [], {})
     run, updates = Path(cfg.out), cfg.rollout_batch // cfg.train_batch
-    groups_per_update = cfg.train_batch // (cfg.group_size * comm.world)
+    groups_per_update = cfg.train_batch // (cfg.group_size * comm.size)
     log = Log(run, cfg, step) if comm.rank == 0 else None
     stop = catch_signals()
     clock: dict[str, float] = {}
@@ -91,7 +93,7 @@ def train(cfg: config.Config) -> Path:
 
     def save():
         with timer(clock, "save_s"):
-            checkpoint.save(run, step, learner, source, pending, carry, world.tokenizer, world.configs, cfg.keep)
+            checkpoint.save(run, step, learner, source, pending, controllers, world.tokenizer, world.configs, cfg.keep)
             source.saved()
 
     if step == 0:
@@ -115,16 +117,20 @@ def train(cfg: config.Config) -> Path:
                 break
             values.update(source.metrics())
             # 3. the ref pass, where the objective must know p_ref before the first update
-            if "ref" in objectives.wants(cfg, carry, updates):
+            if "ref" in objectives.passes_needed(cfg, controllers, updates):
                 with timer(clock, "ref_s"):
-                    batches.write_ref(groups, learner.ref_columns(batches.collate(groups, cfg), cfg.obrs_lambda))
+                    batching.write_ref(groups, learner.ref_columns(batching.collate(groups, cfg), cfg.obrs_lambda))
             pending = [groups[i : i + groups_per_update] for i in range(0, len(groups), groups_per_update)]
         # 4. one minibatch: padded, with advantages and mask uniforms
         with timer(clock, "update_s"):
-            batch = batches.collate(pending[0], cfg, learner.version, source.now(learner.version))
+            batch = batching.collate(pending[0], cfg, learner.version, source.now(learner.version))
             # 5. statistics over all ranks: denominators, lambda, kappa
-            fresh = learner.score(batch, want_fresh(cfg)) if "fresh" in objectives.wants(cfg, carry, updates) else None
-            stats = objectives.prepare(batch, comm, cfg, carry, fresh)
+            fresh = (
+                learner.score(batch, needs_of_exact_kappa(cfg))
+                if "fresh" in objectives.passes_needed(cfg, controllers, updates)
+                else None
+            )
+            stats = objectives.prepare(batch, comm, cfg, controllers, fresh)
             fresh_adv = (
                 fresh_advantage(learner, pending[0], world.task, world.tokenizer, cfg)
                 if due(cfg.advantage_error_every, step)
@@ -132,7 +138,7 @@ def train(cfg: config.Config) -> Path:
             )
             # 6. forward, loss, backward for each micro-batch; clip; step
             logged = learner.update(batch, stats)
-            objectives.finish(carry, logged, cfg)
+            objectives.update_controllers(controllers, logged, cfg)
         if fresh_adv is not None:
             values.update(fresh_advantage=fresh_adv, advantage_error=abs(logged["weighted_advantage"] - fresh_adv))
         pending = pending[1:]

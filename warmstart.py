@@ -21,7 +21,9 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from rollout import HFEngine, Sampling, encode, grade_all, request_seed
+from engines import HFEngine
+from rollout import Sampling, request_seed
+from tasks import encode, grade_all
 from tasks import VOCAB, arithmetic_tokenizer, make_task
 
 # every dimension a multiple of 32, so that quantized formats and kernels fit later

@@ -87,7 +87,7 @@ def solvers(tmp_path_factory):
 @pytest.fixture(scope="session")
 def vllm_engines(folders):
     """vLLM engines of the tiny actor by their settings, each started once. The first that closes takes the process group along: all stay open."""
-    from rollout import VLLMEngine
+    from engines import VLLMEngine
 
     made = {}
 

@@ -9,7 +9,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 import torch
 import torch.distributed as dist
 
-import batch as batches
+import batching
 import objectives
 from conftest import make_cfg, make_groups, tiny_model
 from learner import Comm, Learner
@@ -42,23 +42,23 @@ def main(parallel, out):
             tiny_model(0, layers=2, dtype=dtype), tiny_model(1, dtype=dtype) if cfg.actor != "none" else None, cfg, comm
         )
         groups = rank_groups()[2 * comm.rank : 2 * comm.rank + 2]
-        batches.write_ref(groups, learner.ref_columns(batches.collate(groups, cfg), cfg.obrs_lambda))
+        batching.write_ref(groups, learner.ref_columns(batching.collate(groups, cfg), cfg.obrs_lambda))
         g = torch.Generator().manual_seed(5)
         with torch.no_grad():
-            for p in learner.pair.parameters():
+            for p in learner.models.parameters():
                 noise = torch.randn(p.shape, generator=g, dtype=torch.float64).to(dtype)
                 if hasattr(p, "device_mesh"):
                     from torch.distributed.tensor import distribute_tensor
 
                     noise = distribute_tensor(noise, p.device_mesh, p.placements)
                 p.add_(noise, alpha=0.01)
-        b = batches.collate(groups, cfg)
+        b = batching.collate(groups, cfg)
         stats = objectives.prepare(b, comm, cfg, {})
         shared = {s for *_, s in learner._micro(b)}
         step, learner._step = learner._step, lambda loss, nothing: {"grad_norm": 0.0}
         logged = learner.update(b, stats)
         whole = lambda x: x.full_tensor() if hasattr(x, "full_tensor") else x
-        grads = {n: whole(p.grad).clone() for n, p in learner.pair.named_parameters()}
+        grads = {n: whole(p.grad).clone() for n, p in learner.models.named_parameters()}
         step(0.0)  # and the optimizer's state survives a round trip
         state = learner.state_dict()
         box = [state]

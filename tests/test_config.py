@@ -11,7 +11,7 @@ import pytest
 import config
 from config import Config, parse, resolve
 from conftest import ROOT, make_cfg
-from pair import want_new, want_ref
+from model import needs_of_update, needs_of_ref_pass
 
 
 @pytest.mark.parametrize(
@@ -223,11 +223,11 @@ def test_an_actor_that_has_moved_says_nothing_of_the_law_that_sampled(late, z):
     cfg = resolve(Config(rollout="hf", **late))
     assert (
         cfg.obrs_z == z
-        and want_ref(cfg, True, 1.0).pair == want_new(cfg, True, 1.0, False).pair == (z == "exact")
-        and want_new(cfg, True, 1.0, True).distill == "forward"
+        and needs_of_ref_pass(cfg, True, 1.0).pair == needs_of_update(cfg, True, 1.0, False).pair == (z == "exact")
+        and needs_of_update(cfg, True, 1.0, True).distill == "forward"
     )
     new = replace(cfg, obrs_target="new", obrs_z="bracket")
-    assert want_ref(new, True, 1.0).topk == (0 if z == "bracket" else 20)
+    assert needs_of_ref_pass(new, True, 1.0).topk == (0 if z == "bracket" else 20)
     if z == "bracket":
         with pytest.raises(ValueError, match="samplers that are the learner's actor"):
             resolve(Config(rollout="hf", obrs_z="exact", **late))
@@ -246,7 +246,7 @@ def test_vllm_missing(monkeypatch):
 
 
 def test_models_that_do_not_fit(folders, tmp_path):
-    from runs import load_model
+    from run import load_model
 
     small = tmp_path / "small"
     small.mkdir()
@@ -295,7 +295,7 @@ def test_the_command_says_it_in_one_line(tmp_path):
 
 def test_prompts_and_vocabularies_are_checked_before_models_load(folders, tmp_path, monkeypatch):
     from learner import Comm
-    from runs import open_run
+    from run import open_run
 
     monkeypatch.setattr("runs.load_model", None)
     file = tmp_path / "long.jsonl"

@@ -9,8 +9,9 @@ import torch
 
 import metrics
 from conftest import make_cfg, tiny_model
-from delay import DelaySource, Law
-from rollout import HFEngine, Sampling
+from delay import DelayDistribution, DelaySource
+from engines import HFEngine
+from rollout import Sampling
 from sync import Probe
 from tasks import Arithmetic, arithmetic_tokenizer
 from test_rollout import PROBE_IDS
@@ -19,7 +20,7 @@ from test_train import finish, flags, start, timeless, wait_for
 
 def test_the_texts_two_quantiles():
     """P(D < 60) = P(D > 1800) = 0.25 %: the parameters of the text, and 18 % of an exponential below 60 s."""
-    law = lambda kind: Law(kind, 60.0, 1800.0, 0.995)
+    law = lambda kind: DelayDistribution(kind, 60.0, 1800.0, 0.995)
     p = law("lognormal").fit()
     assert p["mu"] == pytest.approx(5.795, abs=1e-3) and p["sigma"] == pytest.approx(0.606, abs=1e-3)
     assert law("weibull").fit()["k"] == pytest.approx(2.288, abs=1e-3)
@@ -42,7 +43,10 @@ def test_the_texts_two_quantiles():
             assert cdf(law(kind).quantile(u)) == pytest.approx(u)
         assert law(kind).quantile(1e-9) == 60.0 and law(kind).quantile(1 - 1e-9) == 1800.0  # clipped
     for kind in ("lognormal", "weibull"):  # next to no mass between the two: nearly every delay is one or the other
-        assert {Law(kind, 60.0, 1800.0, 0.001).quantile(u) for u in (1e-16, 0.2, 0.8, 1 - 1e-16)} == {60.0, 1800.0}
+        assert {DelayDistribution(kind, 60.0, 1800.0, 0.001).quantile(u) for u in (1e-16, 0.2, 0.8, 1 - 1e-16)} == {
+            60.0,
+            1800.0,
+        }
     assert law("constant").quantile(0.3) == 1800.0
     assert law("lognormal").quantile(0.5) == pytest.approx(math.sqrt(60 * 1800))
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import gepo
+from results import theorem1
 import objectives
 from conftest import make_cfg
-from pair import TokenStats
+from model import TokenStats
 from test_objectives import Fields, One
 
 f64 = torch.float64
@@ -19,34 +20,34 @@ t = lambda *x: torch.tensor(x, dtype=f64)
 
 def test_expectations_by_hand():
     logq, group = t(0.5, 0.25, 0.1, 0.4, 0.4).log(), torch.tensor([0, 0, 1, 1, 1])
-    weighted = gepo.log_expectation(logq, group).exp()
+    weighted = gepo.log_group_mean(logq, group).exp()
     assert torch.allclose(weighted, t(5 / 12, 5 / 12, 0.33 / 0.9, 0.33 / 0.9, 0.33 / 0.9))  # (1/4 + 1/16) / (3/4)
-    assert torch.allclose(gepo.log_expectation(logq, group, "mean").exp(), t(0.375, 0.375, 0.3, 0.3, 0.3))
-    e = gepo.defence(logq, group, 4.0)
+    assert torch.allclose(gepo.log_group_mean(logq, group, "mean").exp(), t(0.375, 0.375, 0.3, 0.3, 0.3))
+    e = gepo.mixing(logq, group, 4.0)
     assert torch.allclose(e, t(4 / 64, 4 / 64, 0.08, 0.08, 0.08))  # population variances 1/64 and 0.02
     assert (
-        torch.equal(gepo.defence(logq, group, 1e6), torch.full((5,), 0.99, dtype=f64))
-        and float(gepo.defence(logq, group, 0.0).max()) == 0
+        torch.equal(gepo.mixing(logq, group, 1e6), torch.full((5,), 0.99, dtype=f64))
+        and float(gepo.mixing(logq, group, 0.0).max()) == 0
     )
     empty = t(LN(0.5), -math.inf, LN(0.25))  # a response without tokens has no q
-    assert torch.allclose(gepo.log_expectation(empty, torch.zeros(3)).exp(), t(5 / 12, 5 / 12, 5 / 12))
-    assert torch.allclose(gepo.log_expectation(empty, torch.zeros(3), "mean").exp(), t(0.375, 0.375, 0.375))
-    assert torch.allclose(gepo.defence(empty, torch.zeros(3), 4.0), t(4 / 64, 4 / 64, 4 / 64))
-    assert gepo.log_expectation(empty, torch.tensor([0, 1, 0])).isfinite().all()
+    assert torch.allclose(gepo.log_group_mean(empty, torch.zeros(3)).exp(), t(5 / 12, 5 / 12, 5 / 12))
+    assert torch.allclose(gepo.log_group_mean(empty, torch.zeros(3), "mean").exp(), t(0.375, 0.375, 0.375))
+    assert torch.allclose(gepo.mixing(empty, torch.zeros(3), 4.0), t(4 / 64, 4 / 64, 4 / 64))
+    assert gepo.log_group_mean(empty, torch.tensor([0, 1, 0])).isfinite().all()
 
 
 def test_one_response_or_equal_ones_give_p_over_q_and_extremes_stay_finite():
     logq = t(-3.0, -0.5, -900.0)
     for how in ("weighted", "mean"):
-        assert torch.allclose(gepo.log_expectation(logq, torch.arange(3), how), logq, atol=1e-12)  # K = 1
+        assert torch.allclose(gepo.log_group_mean(logq, torch.arange(3), how), logq, atol=1e-12)  # K = 1
         assert torch.allclose(
-            gepo.log_expectation(t(-2.0, -2.0, -2.0), torch.zeros(3), how), t(-2.0, -2.0, -2.0), atol=1e-12
+            gepo.log_group_mean(t(-2.0, -2.0, -2.0), torch.zeros(3), how), t(-2.0, -2.0, -2.0), atol=1e-12
         )
-    far = gepo.log_expectation(t(-1000.0, -2000.0, -1000.0), torch.zeros(3))
+    far = gepo.log_group_mean(t(-1000.0, -2000.0, -1000.0), torch.zeros(3))
     assert torch.allclose(far, t(-1000.0, -1000.0, -1000.0)) and far.isfinite().all()  # exp(-1000) is 0 in float64
     e = t(0.0)
-    assert torch.equal(gepo.log_denominator(t(-5.0), t(-1000.0), e), t(-1000.0))
-    assert float(gepo.log_denominator(t(LN(0.2)), t(LN(0.6)), t(0.25)).exp()) == pytest.approx(0.25 * 0.2 + 0.75 * 0.6)
+    assert torch.equal(gepo.log_base(t(-5.0), t(-1000.0), e), t(-1000.0))
+    assert float(gepo.log_base(t(LN(0.2)), t(LN(0.6)), t(0.25)).exp()) == pytest.approx(0.25 * 0.2 + 0.75 * 0.6)
 
 
 def test_weighted_is_another_number_than_the_expectation_and_mean_is_not():
@@ -54,14 +55,14 @@ def test_weighted_is_another_number_than_the_expectation_and_mean_is_not():
     q = t(0.6, 0.3, 0.1)
     draws = torch.multinomial(q, 40_000, replacement=True, generator=torch.Generator().manual_seed(0))
     logq = q[draws].log()
-    assert float(gepo.log_expectation(logq[:4000], torch.zeros(4000))[0].exp()) == pytest.approx(
+    assert float(gepo.log_group_mean(logq[:4000], torch.zeros(4000))[0].exp()) == pytest.approx(
         float((q**3).sum() / (q**2).sum()), rel=0.02
     )
     pairs = torch.cartesian_prod(torch.arange(3), torch.arange(3))  # every group of two, with its probability
     chance = q[pairs].prod(1)
-    each = torch.stack([gepo.log_expectation(q[p].log(), torch.zeros(2), "mean")[0].exp() for p in pairs])
+    each = torch.stack([gepo.log_group_mean(q[p].log(), torch.zeros(2), "mean")[0].exp() for p in pairs])
     assert float((chance * each).sum()) == pytest.approx(float((q * q).sum()), abs=1e-12)
-    weighted = torch.stack([gepo.log_expectation(q[p].log(), torch.zeros(2))[0].exp() for p in pairs])
+    weighted = torch.stack([gepo.log_group_mean(q[p].log(), torch.zeros(2))[0].exp() for p in pairs])
     assert abs(float((chance * weighted).sum()) - float((q * q).sum())) > 0.01
 
 
@@ -161,7 +162,7 @@ def test_cppo_kl_is_a_mean_over_responses_under_any_reduction(reduction):
 
 
 def test_theorem_1_on_random_laws():
-    assert float(gepo.discrete([1.0, 0.0], [0.5, 0.5])["kl"]) == pytest.approx(math.log(2))
+    assert float(theorem1.discrete([1.0, 0.0], [0.5, 0.5])["kl"]) == pytest.approx(math.log(2))
     torch.manual_seed(3)
     for n in (2, 5, 50):
         p, q = (
@@ -169,14 +170,14 @@ def test_theorem_1_on_random_laws():
             for _ in range(2)
         )
         p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
-        v = gepo.discrete(p, q)
+        v = theorem1.discrete(p, q)
         w1, w2 = p / q, p / (q * q).sum(-1, keepdim=True)
         for name, w in (("standard", w1), ("group", w2)):
             assert torch.allclose(v[name], (q * w**2).sum(-1) - (q * w).sum(-1) ** 2, rtol=1e-6, atol=1e-9)
         assert (v["standard"] + 1 >= v["kl"].exp() * (1 - 1e-9)).all()
         C = float(v["group"].max()) + 1
         assert (v["standard"] - v["group"] >= v["kl"].exp() - C - 1e-6 * v["standard"]).all()
-    worse = gepo.discrete(t(0.9, 0.1), t(0.89, 0.11))  # the text's green region
+    worse = theorem1.discrete(t(0.9, 0.1), t(0.89, 0.11))  # the text's green region
     assert worse["group"] > worse["standard"] > 0
 
 
@@ -188,20 +189,20 @@ def test_gaussian_variances_against_integration():
         p, q = normal(m, sp), normal(0.0, sq)
         mean = float((q * q).sum() * dx)
         w1, w2 = p / q.clamp_min(1e-290), p / mean
-        v = gepo.gaussian(m, sp, sq)
+        v = theorem1.gaussian(m, sp, sq)
         for name, w in (("standard", w1), ("group", w2)):
             assert float(v[name]) == pytest.approx(float((q * w**2).sum() * dx - ((q * w).sum() * dx) ** 2), rel=1e-4)
         assert float(v["kl"]) == pytest.approx(
             float((p * (p.clamp_min(1e-290) / q.clamp_min(1e-290)).log()).sum() * dx), rel=1e-6
         )
     assert (
-        float(gepo.gaussian(0.0, math.sqrt(2.0) + 1e-9)["standard"]) == math.inf
-        and float(gepo.gaussian(0.0, 1.41)["standard"]) < math.inf
+        float(theorem1.gaussian(0.0, math.sqrt(2.0) + 1e-9)["standard"]) == math.inf
+        and float(theorem1.gaussian(0.0, 1.41)["standard"]) < math.inf
     )
 
 
 def test_drawing(tmp_path):
-    out = gepo.draw(str(tmp_path / "gepo.png"))
+    out = theorem1.draw(str(tmp_path / "gepo.png"))
     assert (tmp_path / "gepo.png").stat().st_size > 50_000
     assert (
         0.25 < out["Bernoulli: group worse, share"] < 0.35

@@ -34,12 +34,12 @@ def leaves(d, *names):
 def test_one_model_matches_the_naive_way(data, chunk):
     d, lam = data, 1.3
     h, w = leaves(d, "h1", "w1")
-    p_k = torch.full((N,), 0.02, dtype=torch.float64)
+    p_kth = torch.full((N,), 0.02, dtype=torch.float64)
     s_on = torch.ones(N, K, dtype=torch.bool)
     s_on[:, 0] = False  # the first entry repeats another: not counted twice
     ids = d["ids"].clone()
     ids[:, 0] = ids[:, 1]
-    rows = head.one_model(d["target"], 1 / d["t"], ids=ids, s_on=s_on, p_k=p_k, lam=lam)
+    rows = head.OneModelRows(d["target"], 1 / d["t"], ids=ids, s_on=s_on, p_kth=p_kth, lam=lam)
     logp, entropy, at_ids, tail = head.ChunkedHead.apply(rows, chunk, h, w)
     (logp * d["g"][0]).sum().backward()
 
@@ -54,7 +54,7 @@ def test_one_model_matches_the_naive_way(data, chunk):
     )
     assert torch.allclose(entropy, -(law.exp() * law).sum(-1)) and torch.allclose(at_ids, law.gather(1, ids))
     outside = torch.ones(N, V, dtype=torch.bool).scatter_(1, ids, False)
-    assert torch.allclose(tail, (torch.minimum(law.exp() / lam, p_k[:, None]) * outside).sum(-1), atol=1e-12)
+    assert torch.allclose(tail, (torch.minimum(law.exp() / lam, p_kth[:, None]) * outside).sum(-1), atol=1e-12)
     assert not entropy.requires_grad and not tail.requires_grad and not at_ids.requires_grad
 
 
@@ -64,7 +64,7 @@ def test_kept_sets_renormalise_and_a_cut_token_stays_finite(data):
     h, w = leaves(d, "h1", "w1")
     target = d["ids"][:, 0].clone()
     target[3] = next(i for i in range(V) if i not in d["ids"][3].tolist())  # sampled outside what is kept here
-    rows = head.one_model(target, kept=(offsets, d["ids"].flatten()))
+    rows = head.OneModelRows(target, kept=(offsets, d["ids"].flatten()))
     logp, entropy, *_ = head.ChunkedHead.apply(rows, 6, h, w)
     z = (d["h1"] @ d["w1"].t()).gather(1, d["ids"])
     want = z[:, 0] - z.logsumexp(-1)
@@ -86,8 +86,8 @@ def test_kept_sets_renormalise_and_a_cut_token_stays_finite(data):
 def test_two_models_match_the_naive_way(data, distill, topk, chunk):
     d, lam = data, 0.8
     h1, w1, h2, w2 = leaves(d, "h1", "w1", "h2", "w2")
-    rows = head.two_models(
-        head.one_model(d["target"]), head.one_model(d["target"]), distill, topk, lam, pair=True, topk=K
+    rows = head.TwoModelRows(
+        head.OneModelRows(d["target"]), head.OneModelRows(d["target"]), distill, topk, lam, pair=True, topk=K
     )
     out = head.ChunkedHead.apply(rows, chunk, h1, w1, h2, w2)
     logp, actor, kl, entropy, _, _, actor_entropy, z, before, after, best, own, there = out
@@ -119,7 +119,7 @@ def test_two_models_match_the_naive_way(data, distill, topk, chunk):
 
 def test_distillation_never_reaches_the_policy(data):
     h1, w1, h2, w2 = leaves(data, "h1", "w1", "h2", "w2")
-    rows = head.two_models(head.one_model(data["target"]), head.one_model(data["target"]), "forward")
+    rows = head.TwoModelRows(head.OneModelRows(data["target"]), head.OneModelRows(data["target"]), "forward")
     head.ChunkedHead.apply(rows, 9, h1, w1, h2, w2)[2].sum().backward()
     assert float(h2.grad.abs().max()) > 1e-3 and float(h1.grad.abs().max()) == 0 and float(w1.grad.abs().max()) == 0
 
@@ -127,7 +127,7 @@ def test_distillation_never_reaches_the_policy(data):
 def test_top_k_kl_is_a_lower_bound_that_becomes_exact(data):
     args = [data[n] for n in ("h1", "w1", "h2", "w2")]
     kl = lambda k: head.ChunkedHead.apply(
-        head.two_models(head.one_model(data["target"]), head.one_model(data["target"]), "forward", k), 9, *args
+        head.TwoModelRows(head.OneModelRows(data["target"]), head.OneModelRows(data["target"]), "forward", k), 9, *args
     )[2]
     assert (kl(3) <= kl(20) + 1e-9).all() and (kl(20) <= kl(0) + 1e-9).all() and not torch.allclose(kl(3), kl(0))
 
@@ -148,7 +148,7 @@ def test_memory_does_not_grow_with_the_number_of_tokens():
             return out
 
     with Watch():
-        logp = head.ChunkedHead.apply(head.one_model(torch.zeros(N, dtype=torch.long)), 64, h, w)[0]
+        logp = head.ChunkedHead.apply(head.OneModelRows(torch.zeros(N, dtype=torch.long)), 64, h, w)[0]
         logp.sum().backward()
     assert max(seen) == 64 * V < N * V
     assert head.chunk_rows(151_936) * 151_936 <= head_rows and math.isfinite(float(logp.sum()))

@@ -16,17 +16,17 @@ import torch
 import zmq
 import zmq.auth
 
-import account
-import files
-import hub
-import keys
-import link
-import remote
-import sampler
-import wire
+from remote import account
+from remote import files
+from remote import hub
+from remote import keys
+from remote import link
+from remote import source as remote
+from remote import sampler
+from remote import wire
 from conftest import ROOT, make_cfg
 from learner import Comm
-from sampler import Flags
+from remote.sampler import Flags
 from sampling import Sampling
 from sync import read_tensors
 from test_remote import port
@@ -192,7 +192,7 @@ def test_weights_are_served_in_ranges(made, tmp_path):
     )  # a beat is told what is newest, and may have the offer again
     while early.hear(wire.Offer, within=0.2):
         pass
-    early.say(wire.Want())
+    early.say(wire.Needs())
     assert early.hear(wire.Offer).version == 5
     early.say(wire.Ask("v000005.safetensors", 3, 1))  # outside: no answer, and the hub lives
     early.say(wire.Ask("v000005.safetensors", 0, 1))
@@ -518,7 +518,7 @@ def test_weights_that_are_gone_give_way_to_newer_ones(tmp_path):
     while learner.poll(0):
         heard.append(wire.decode(learner.recv_multipart()[1]))
     assert (
-        wire.Want() in heard
+        wire.Needs() in heard
         and not any(isinstance(m, wire.Ask) for m in heard)
         and end.newest is None
         and end.error == ""
@@ -545,7 +545,7 @@ def hand_over(folder, source, n, version=0, **changes):
         **{**dict(uid=("box", 1, n), version=version, t_published=source.published.get(version, 0.0)), **changes},
     )
     (folder / "rollouts" / "box").mkdir(parents=True, exist_ok=True)
-    account.place(folder / "rollouts" / "box" / f"1-{n}", account.sealed(wire.encode_group(g)))
+    account.write_atomically(folder / "rollouts" / "box" / f"1-{n}", account.with_digest(wire.encode_group(g)))
 
 
 def weights(x):
@@ -562,14 +562,14 @@ def test_every_group_ends_in_one_column(tmp_path, monkeypatch):
     hand_over(tmp_path, s, 3, version=7)  # nobody published that
     hand_over(tmp_path, s, 4, version=1, sampling=Sampling(temperature=0.5))
     hand_over(tmp_path, s, 5, version=1, uid=("box", 1, 9))  # another group's name inside
-    (tmp_path / "rollouts" / "box" / "1-6").write_bytes(account.sealed(b"damaged")[:-1])
+    (tmp_path / "rollouts" / "box" / "1-6").write_bytes(account.with_digest(b"damaged")[:-1])
     hand_over(tmp_path, s, 7, version=1)
     os.utime(tmp_path / "rollouts" / "box" / "1-7", (1.0, 1.0))  # arrived long ago
     hand_over(tmp_path, s, 8, version=1)
     (tmp_path / "rollouts" / "box" / "1-9").write_bytes(
-        account.sealed(bytes(s.limits.nbytes + 1))
+        account.with_digest(bytes(s.limits.nbytes + 1))
     )  # whole, and bigger than any group
-    account.place(
+    account.write_atomically(
         tmp_path / "samplers" / "box", wire.encode(wire.Hello(wire.PROTOCOL, "box", 1, "session", 11))
     )  # it says 11, and the last one is nowhere
     (tmp_path / "rollouts" / "box" / "1-2~").write_bytes(b"an editor's")

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-import batch as batches
+import batching
 import objectives
 from conftest import ROOT, make_cfg, make_groups, tiny_model
 from learner import Comm, Learner, schedule
-from pair import Want, want_new, want_ref
+from model import Needs, needs_of_update, needs_of_ref_pass
 
 CASES = [
     dict(objective="grpo"),
@@ -46,17 +46,17 @@ def gradients(cfg, groups, dtype=torch.float64, ref=True, keep=None):
     """Gradients of every parameter after one update's backward passes (the step itself is held back)."""
     learner = make_learner(cfg, dtype)
     if ref:
-        batches.write_ref(groups, learner.ref_columns(batches.collate(groups, cfg), cfg.obrs_lambda))
-    b = batches.collate(groups, cfg)
+        batching.write_ref(groups, learner.ref_columns(batching.collate(groups, cfg), cfg.obrs_lambda))
+    b = batching.collate(groups, cfg)
     if ref:  # a policy that moved since the ref pass, so that ratios are not 1
         g = torch.Generator().manual_seed(5)
         with torch.no_grad():
-            for p in learner.pair.parameters():
+            for p in learner.models.parameters():
                 p.add_(torch.randn(p.shape, generator=g, dtype=torch.float64).to(dtype), alpha=0.01)
     stats = objectives.prepare(b, learner.comm, cfg, {})
     learner._step = lambda loss, nothing: {"grad_norm": 0.0}
     logged = learner.update(b, stats)
-    return {n: p.grad.clone() for n, p in learner.pair.named_parameters()}, logged
+    return {n: p.grad.clone() for n, p in learner.models.named_parameters()}, logged
 
 
 def relative(a, b):
@@ -77,7 +77,7 @@ def test_any_micro_batch_split_gives_the_same_gradient(case):
                 make_cfg(**case, micro_tokens=micro_tokens, train_batch=12, rollout_batch=12),
                 make_groups(3, seed=3, prompt=(3, 12)),
             )
-            assert {s for *_, s in make_learner(cfg)._micro(batches.collate(groups, cfg))} == {share}
+            assert {s for *_, s in make_learner(cfg)._micro(batching.collate(groups, cfg))} == {share}
             got.append(gradients(cfg, groups, dtype))
         for grads, logged in got[1:]:
             assert relative(got[0][0], grads) < tolerance
@@ -86,10 +86,10 @@ def test_any_micro_batch_split_gives_the_same_gradient(case):
 
 
 def test_micro_batches_hold_every_row_once_within_the_budget():
-    b = batches.collate(make_groups(5, seed=1, prompt=(3, 12)), make_cfg())
+    b = batching.collate(make_groups(5, seed=1, prompt=(3, 12)), make_cfg())
     for budget in (10**6, 60, 31, 1):
         for share in (False, True):
-            parts, total = batches.split(b, budget, share)
+            parts, total = batching.split(b, budget, share)
             assert sorted(r for p in parts for r in p) == list(range(len(b)))
             tokens = []
             for rows in parts:
@@ -103,10 +103,10 @@ def test_micro_batches_hold_every_row_once_within_the_budget():
                 assert tokens[-1] <= budget or len(rows) == 1
             assert sum(tokens) == total
             assert (len(parts) == 1) == (budget == 10**6) and (len(parts) == len(b)) == (budget == 1)
-    even = batches.collate(make_groups(3, seed=1, prompt=(5, 6)), make_cfg())
+    even = batching.collate(make_groups(3, seed=1, prompt=(5, 6)), make_cfg())
     even = replace(even, length=torch.tensor([4, 2, 3, 1] * 3))  # groups alike in all but their rows stay whole
-    assert sorted(batches.split(even, 4 * 4 + 5, True)[0]) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    first = [b.select(rows) for rows in batches.split(b, 31, False)[0]]
+    assert sorted(batching.split(even, 4 * 4 + 5, True)[0]) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    first = [b.select(rows) for rows in batching.split(b, 31, False)[0]]
     assert [int((m.prompt_len + m.length).max()) for m in first] == sorted(
         (int((m.prompt_len + m.length).max()) for m in first), reverse=True
     )
@@ -114,12 +114,12 @@ def test_micro_batches_hold_every_row_once_within_the_budget():
 
 def test_sliding_windows_read_each_prompt_with_its_response():
     learner = make_learner(make_cfg(actor="base:actor"))
-    assert learner.pair.can_share
-    learner.pair.actor.config.layer_types = ["sliding_attention"]
-    assert not learner.pair.can_share
+    assert learner.models.can_share
+    learner.models.actor.config.layer_types = ["sliding_attention"]
+    assert not learner.models.can_share
     learner = make_learner(make_cfg())
-    learner.pair.policy.config.sliding_window = 16
-    b = batches.collate(make_groups(3, seed=3, prompt=(3, 12)), make_cfg())
+    learner.models.policy.config.sliding_window = 16
+    b = batching.collate(make_groups(3, seed=3, prompt=(3, 12)), make_cfg())
     assert {s for *_, s in learner._micro(b)} == {False}
 
 
@@ -152,20 +152,22 @@ def test_score_is_the_models_own_log_softmax_with_temperature():
         g.sampling = replace(g.sampling, temperature=0.7)
     cfg = make_cfg(objective="jackpot", micro_tokens=25)
     learner = make_learner(cfg)
-    b = batches.collate(groups, cfg)
-    stats = learner.score(b, Want(entropy=True, s=True, tail=True))
+    b = batching.collate(groups, cfg)
+    stats = learner.score(b, Needs(entropy=True, s=True, tail=True))
     row = 0
     for g in groups:
         for r in g.responses:
             ids = torch.from_numpy(np.concatenate([g.prompt_ids, r.tokens]).astype(np.int64))
-            logp = (learner.pair.policy(input_ids=ids[None]).logits[0] / 0.7).log_softmax(-1)[
+            logp = (learner.models.policy(input_ids=ids[None]).logits[0] / 0.7).log_softmax(-1)[
                 len(g.prompt_ids) - 1 : -1
             ]
             L = len(r.tokens)
             assert torch.allclose(stats.logp[row, :L], logp.gather(1, ids[len(g.prompt_ids) :, None])[:, 0], atol=1e-7)
             assert torch.allclose(stats.entropy[row, :L], -(logp.exp() * logp).sum(-1), atol=1e-7)
             assert torch.allclose(
-                stats.s_logp[row, :L, 1:], logp.gather(1, torch.from_numpy(r.topk_ids.astype(np.int64))), atol=1e-7
+                stats.support_logp[row, :L, 1:],
+                logp.gather(1, torch.from_numpy(r.topk_ids.astype(np.int64))),
+                atol=1e-7,
             )
             assert float(stats.logp[row, L:].abs().sum()) == 0
             row += 1
@@ -175,25 +177,25 @@ def test_bracket_contains_the_exact_z_of_two_models():
     """Groups whose p_inf is the actor's own law: the exact Z lies in the bracket, and a larger S (target new) narrows it."""
     cfg = make_cfg(objective="jackpot", actor="base:actor", obrs_target="new")
     learner, groups = make_learner(cfg), make_groups(3, seed=4, K=5)
-    b = batches.collate(groups, cfg)
+    b = batching.collate(groups, cfg)
     with torch.no_grad():
         for row, (g, r) in enumerate((g, r) for g in groups for r in g.responses):
             ids = torch.from_numpy(np.concatenate([g.prompt_ids, r.tokens]).astype(np.int64))
-            logq = learner.pair.actor(input_ids=ids[None]).logits[0].log_softmax(-1)[len(g.prompt_ids) - 1 : -1]
+            logq = learner.models.actor(input_ids=ids[None]).logits[0].log_softmax(-1)[len(g.prompt_ids) - 1 : -1]
             top, where = logq.topk(5, -1)
             r.topk_ids, r.topk_logp = where.int().numpy(), top.float().numpy()
             r.logp_inf = logq.gather(1, ids[len(g.prompt_ids) :, None])[:, 0].float().numpy()
     import obrs
 
-    b = batches.collate(groups, cfg)
-    exact = learner.score(b, Want(pair=True)).z[b.mask]
-    small = learner.score(b, Want(s=True, tail=True))
-    low, high = (x[b.mask] for x in obrs.z_bracket(b.s_logp, small.s_logp, 1.0, small.tail))
+    b = batching.collate(groups, cfg)
+    exact = learner.score(b, Needs(pair=True)).z[b.mask]
+    small = learner.score(b, Needs(s=True, tail=True))
+    low, high = (x[b.mask] for x in obrs.z_bracket(b.support_logp, small.support_logp, 1.0, small.tail))
     assert (low <= exact + 1e-6).all() and (exact <= high + 1e-6).all() and float((high - low).max()) > 0.01
-    batches.write_ref(groups, learner.ref_columns(b, 1.0))
-    b = batches.collate(groups, cfg)
-    large = learner.score(b, Want(s=True, tail=True))
-    low2, high2 = (x[b.mask] for x in obrs.z_bracket(b.s_logp, large.s_logp, 1.0, large.tail))
+    batching.write_ref(groups, learner.ref_columns(b, 1.0))
+    b = batching.collate(groups, cfg)
+    large = learner.score(b, Needs(s=True, tail=True))
+    low2, high2 = (x[b.mask] for x in obrs.z_bracket(b.support_logp, large.support_logp, 1.0, large.tail))
     assert (
         (low2 <= exact + 1e-6).all()
         and (exact <= high2 + 1e-6).all()
@@ -206,7 +208,7 @@ def test_a_budget_knows_the_whole_kl_before_but_not_after():
     cfg, groups = make_cfg(objective="jackpot", actor="base:actor", obrs_accept_rate=0.9), make_groups(2, seed=4)
     _, logged = gradients(cfg, groups)
     assert (
-        logged["obrs/kl_before"] > 0
+        logged["obrs/kl_ref"] > 0
         and "obrs/kl_after" not in logged
         and "obrs/kl_after_partial" in logged
         and "obrs/z_exact" not in logged
@@ -230,40 +232,40 @@ def test_one_forward_serves_as_ref_pass_for_a_single_update():
         cfg = make_cfg(**case)
         learner, groups = make_learner(cfg), make_groups(2, seed=6)
         free, _ = gradients(cfg, groups, ref=False)
-        batches.write_ref(groups, learner.ref_columns(batches.collate(groups, cfg), 1.0))
-        b = batches.collate(groups, cfg)
+        batching.write_ref(groups, learner.ref_columns(batching.collate(groups, cfg), 1.0))
+        b = batching.collate(groups, cfg)
         learner._step = lambda loss, nothing: {"grad_norm": 0.0}
         learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
-        assert relative(free, {n: p.grad for n, p in learner.pair.named_parameters()}) < 1e-6
+        assert relative(free, {n: p.grad for n, p in learner.models.named_parameters()}) < 1e-6
 
 
 def test_non_finite_steps_are_skipped_counted_and_stop_the_run():
     cfg = make_cfg(objective="grpo", max_skips=2)
     learner = make_learner(cfg, torch.float32)
-    b = batches.collate(make_groups(2, seed=0), cfg)
-    before = {n: p.clone() for n, p in learner.pair.named_parameters()}
+    b = batching.collate(make_groups(2, seed=0), cfg)
+    before = {n: p.clone() for n, p in learner.models.named_parameters()}
     bad = replace(b, adv=b.adv * torch.inf)
     logged = learner.update(bad, objectives.prepare(bad, learner.comm, cfg, {}))
-    assert logged["skipped_steps"] == 1 and all(torch.equal(p, before[n]) for n, p in learner.pair.named_parameters())
+    assert logged["skipped_steps"] == 1 and all(torch.equal(p, before[n]) for n, p in learner.models.named_parameters())
     logged = learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
     assert logged["skipped_steps"] == 1 and learner.skipped_in_a_row == 0
-    assert any(not torch.equal(p, before[n]) for n, p in learner.pair.named_parameters())
+    assert any(not torch.equal(p, before[n]) for n, p in learner.models.named_parameters())
     learner.update(bad, objectives.prepare(bad, learner.comm, cfg, {}))
     with pytest.raises(RuntimeError, match="2 updates in a row had a non-finite loss or gradient"):
         learner.update(bad, objectives.prepare(bad, learner.comm, cfg, {}))
 
 
 def test_an_update_with_everything_rejected_moves_the_actor_alone():
-    """Adam's momentum must not carry the policy on over a batch that taught nothing."""
+    """Adam's momentum must not controllers the policy on over a batch that taught nothing."""
     cfg = make_cfg(objective="geo_rs", actor="base:actor")
     learner = Learner(tiny_model(0), tiny_model(1), cfg, Comm())
-    b = batches.collate(make_groups(), cfg)
+    b = batching.collate(make_groups(), cfg)
     go = lambda c: learner.update(b, objectives.prepare(b, learner.comm, c, {}), c)
     assert go(replace(cfg, rs_low=0.0, rs_high=1e9))["rejected_steps"] == 0
-    before = {n: p.clone() for n, p in learner.pair.named_parameters()}
+    before = {n: p.clone() for n, p in learner.models.named_parameters()}
     out = go(replace(cfg, rs_low=1e8, rs_high=1e9))
     assert out["rejected_steps"] == 1 and out["stepped"] == 1 and out["grad_norm"] == 0 and math.isfinite(out["loss"])
-    for n, p in learner.pair.named_parameters():
+    for n, p in learner.models.named_parameters():
         assert torch.equal(p, before[n]) == n.startswith("policy"), n
 
 
@@ -272,7 +274,7 @@ def test_step_clips_each_model_and_follows_the_schedule():
         objective="tis", actor="base:actor", lr=1e-2, actor_lr=2e-2, warmup_steps=4, grad_clip=1e-3, steps=10
     )
     learner = make_learner(cfg)
-    b = batches.collate(make_groups(2, seed=8), cfg)
+    b = batching.collate(make_groups(2, seed=8), cfg)
     logged = learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
     assert logged["lr"] == pytest.approx(1e-2 / 4) and logged["actor/lr"] == pytest.approx(2e-2 / 4)
     assert logged["grad_norm"] > 1e-3 and logged["actor/grad_norm"] > 1e-3  # as measured before the clip
@@ -292,7 +294,7 @@ def test_step_clips_each_model_and_follows_the_schedule():
     assert seen["policy"] == pytest.approx((1e-2 / 4, 1e-3), rel=1e-2) and seen["actor"] == pytest.approx(
         (2e-2 / 4, 1e-3), rel=1e-2
     )
-    for p in learner.pair.parameters():
+    for p in learner.models.parameters():
         p.grad = torch.full_like(p, torch.nan)
     assert learner._step(0.0)["stepped"] == 0  # a finite loss, a bad gradient
     group = (
@@ -312,12 +314,12 @@ def test_muon_takes_the_matrices_and_adamw_the_rest():
     learner = make_learner(make_cfg(objective="tis", optimizer="muon", lr=1e-2, warmup_steps=0))
     adamw, muon = learner.optimizers["policy"]
     assert isinstance(muon, torch.optim.Muon) and isinstance(adamw, torch.optim.AdamW)
-    named = dict(learner.pair.policy.named_parameters())
+    named = dict(learner.models.policy.named_parameters())
     inner = {n for n, p in named.items() if any(p is q for q in muon.param_groups[0]["params"])}
     assert inner == {n for n in named if "layers" in n and n.endswith("proj.weight")}
     assert sum(len(o.param_groups[0]["params"]) for o in (adamw, muon)) == len(named)
     before = {n: p.detach().clone() for n, p in named.items()}
-    b = batches.collate(make_groups(2, seed=8), learner.cfg)
+    b = batching.collate(make_groups(2, seed=8), learner.cfg)
     assert learner.update(b, objectives.prepare(b, learner.comm, learner.cfg, {}))["stepped"]
     for n, p in named.items():
         step = p.detach() - before[n]
@@ -335,15 +337,17 @@ def test_muon_takes_the_matrices_and_adamw_the_rest():
 
 
 def test_what_each_pass_computes_follows_the_objective():
-    assert want_ref(make_cfg(objective="tis"), False, 1.0) == Want()
-    w = want_ref(make_cfg(objective="jackpot"), False, 1.0)
+    assert needs_of_ref_pass(make_cfg(objective="tis"), False, 1.0) == Needs()
+    w = needs_of_ref_pass(make_cfg(objective="jackpot"), False, 1.0)
     assert w.s and w.tail and not w.pair
     two = make_cfg(objective="jackpot", actor="base:actor")
-    assert want_ref(two, True, 1.0).pair and not want_ref(two, True, 1.0).s
-    assert want_new(two, True, 1.0, has_ref=False).pair and not want_new(two, True, 1.0, has_ref=True).pair
-    assert want_new(make_cfg(objective="jackpot", obrs_target="new"), False, 1.0, True).s
+    assert needs_of_ref_pass(two, True, 1.0).pair and not needs_of_ref_pass(two, True, 1.0).s
+    assert (
+        needs_of_update(two, True, 1.0, has_ref=False).pair and not needs_of_update(two, True, 1.0, has_ref=True).pair
+    )
+    assert needs_of_update(make_cfg(objective="jackpot", obrs_target="new"), False, 1.0, True).s
     for flags in (dict(distill_direction="reverse"), dict(distill_topk=3), {}):
-        w = want_new(make_cfg(objective="tis", actor="base:actor", **flags), True, 1.0, True)
+        w = needs_of_update(make_cfg(objective="tis", actor="base:actor", **flags), True, 1.0, True)
         assert (w.distill, w.distill_topk) == (flags.get("distill_direction", "forward"), flags.get("distill_topk", 0))
 
 
@@ -357,20 +361,20 @@ def laws(model, g, r):
 def test_z_and_tail_of_the_learner_at_any_lambda(lam):
     cfg = make_cfg(objective="jackpot", actor="base:actor", obrs_target="new")
     learner, groups = make_learner(cfg), make_groups(2, seed=2)
-    b = batches.collate(groups, cfg)
-    got = learner.score(b, Want(s=True, tail=True, pair=True, lam=lam))
+    b = batching.collate(groups, cfg)
+    got = learner.score(b, Needs(s=True, tail=True, pair=True, lam=lam))
     for row, (g, r) in enumerate((g, r) for g in groups for r in g.responses):
         L = len(r.tokens)
-        p, q = laws(learner.pair.policy, g, r)[0], laws(learner.pair.actor, g, r)[0]
-        outside = torch.ones_like(p).scatter_(1, b.s_ids[row, :L], 0.0)
+        p, q = laws(learner.models.policy, g, r)[0], laws(learner.models.actor, g, r)[0]
+        outside = torch.ones_like(p).scatter_(1, b.support_ids[row, :L], 0.0)
         assert torch.allclose(got.z[row, :L], torch.minimum(q, p / lam).sum(-1), atol=1e-7)
         assert torch.allclose(
-            got.tail[row, :L], (torch.minimum(p / lam, b.p_k[row, :L, None].double()) * outside).sum(-1), atol=1e-6
+            got.tail[row, :L], (torch.minimum(p / lam, b.p_kth[row, :L, None].double()) * outside).sum(-1), atol=1e-6
         )
     columns = learner.ref_columns(b, lam)
     for row in range(len(b)):  # the larger S lists no token twice
         for t in range(int(b.length[row])):
-            ids = columns["s_ids"][row, t][columns["s_logp"][row, t].isfinite()].tolist()
+            ids = columns["support_ids"][row, t][columns["support_logp"][row, t].isfinite()].tolist()
             assert len(ids) == len(set(ids)) and len(ids) > 3
 
 
@@ -381,14 +385,14 @@ def test_kept_sets_reach_the_head():
         g.sampling = replace(g.sampling, top_k=K + 1)
         for r in g.responses:
             rows = [np.unique(np.append(rng.choice(256, K), t)) for t in r.tokens]
-            r.kept_ids, r.kept_offsets = np.concatenate(rows).astype(np.int32), np.cumsum([0, *map(len, rows)])
+            r.allowed_ids, r.allowed_offsets = np.concatenate(rows).astype(np.int32), np.cumsum([0, *map(len, rows)])
     cfg = make_cfg(objective="grpo", micro_tokens=25)
     learner = make_learner(cfg)
-    logp = learner.score(batches.collate(groups, cfg), Want()).logp
+    logp = learner.score(batching.collate(groups, cfg), Needs()).logp
     for row, (g, r) in enumerate((g, r) for g in groups for r in g.responses):
-        p, _ = laws(learner.pair.policy, g, r)
+        p, _ = laws(learner.models.policy, g, r)
         for t, token in enumerate(r.tokens):
-            kept = r.kept_ids[r.kept_offsets[t] : r.kept_offsets[t + 1]]
+            kept = r.allowed_ids[r.allowed_offsets[t] : r.allowed_offsets[t + 1]]
             assert float(logp[row, t]) == pytest.approx(
                 float((p[t, int(token)] / p[t, kept.astype(np.int64)].sum()).log()), abs=1e-6
             )

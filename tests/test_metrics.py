@@ -21,7 +21,7 @@ def observed(log_r, mask=None, new=None, objective="none", lengths=(3, 3), **fla
     b.length, b.reward = torch.tensor(lengths), torch.tensor([1.0, 0.0])
     b.tokens, b.exists = torch.arange(6).reshape(2, 3), b.mask
     b.staleness = torch.tensor([[2.0, 10.0], [4.0, 30.0]])
-    b.kl_before, b.kl_after = torch.full_like(b.logp_ref, 0.3), torch.full_like(b.logp_ref, 0.1)
+    b.kl_ref, b.kl_after = torch.full_like(b.logp_ref, 0.3), torch.full_like(b.logp_ref, 0.1)
     cfg = make_cfg(objective=objective, **flags)
     _, logs = objectives.loss(n, b, STATS, cfg)
     sums = metrics.Sums()
@@ -157,7 +157,7 @@ def test_padding_never_counts():
 
 def test_obrs_metrics():
     m = observed([[0.0] * 3] * 2, objective="z_tis", actor="base:actor")
-    assert m["obrs/kl_before"] == pytest.approx(0.3) and m["obrs/kl_after"] == pytest.approx(0.1)
+    assert m["obrs/kl_ref"] == pytest.approx(0.3) and m["obrs/kl_after"] == pytest.approx(0.1)
     assert (
         m["obrs/z"] == m["obrs/z_exact"] == pytest.approx(0.9)
         and m["obrs/accept_rate"] == 1.0
@@ -178,7 +178,7 @@ def test_partial_kl_counts_each_token_of_s_once():
     """One model: S = (a repeat, two tokens) with p = .5, .3 and q = .25, .6; Z_low = .25 + .3, kappa 1."""
     n, b = tiny([[0.0] * 3] * 2)
     n.entropy = torch.zeros(2, 3, dtype=f64)
-    b.length, b.reward, b.staleness, b.kl_before, b.kl_after = (
+    b.length, b.reward, b.staleness, b.kl_ref, b.kl_after = (
         torch.tensor([3, 3]),
         torch.zeros(2),
         torch.zeros(2, 2),
@@ -187,7 +187,7 @@ def test_partial_kl_counts_each_token_of_s_once():
     )
     b.tokens, b.exists = torch.zeros(2, 3, dtype=torch.long), b.mask
     row = lambda *x: torch.tensor(x, dtype=f64).expand(2, 3, len(x))
-    b.s_logp, b.s_logp_ref, b.tail_ref = (
+    b.support_logp, b.support_logp_ref, b.tail_ref = (
         row(-math.inf, LN(0.25), LN(0.6)),
         row(LN(0.5), LN(0.5), LN(0.3)),
         torch.zeros(2, 3, dtype=f64),
@@ -206,7 +206,7 @@ def test_the_expected_mask_is_part_of_the_weight_and_a_draw_is_not():
     for mask, weight in (("expected", 0.25 * 0.8), ("bernoulli", 0.8)):
         n, b = tiny(log_r)
         n.entropy, b.z_ref = torch.zeros(2, 3, dtype=f64), torch.full((2, 3), 0.8, dtype=f64)
-        b.length, b.reward, b.staleness, b.kl_before, b.kl_after = (
+        b.length, b.reward, b.staleness, b.kl_ref, b.kl_after = (
             torch.tensor([3, 3]),
             torch.zeros(2),
             torch.zeros(2, 2),

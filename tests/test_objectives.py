@@ -8,7 +8,7 @@ import torch
 
 import objectives
 from conftest import make_cfg
-from pair import TokenStats
+from model import TokenStats
 
 f64 = torch.float64
 LN = math.log
@@ -28,11 +28,11 @@ class Fields:
     mask: torch.Tensor = None
     adv: torch.Tensor = None
     u: torch.Tensor = None
-    s_logp: torch.Tensor = None
-    s_logp_ref: torch.Tensor = None
+    support_logp: torch.Tensor = None
+    support_logp_ref: torch.Tensor = None
     tail_ref: torch.Tensor = None
     z_ref: torch.Tensor = None
-    logp_actor_ref: torch.Tensor = None
+    actor_logp_ref: torch.Tensor = None
 
 
 def tiny(log_r, mask=None, adv=(1.0, -1.0), new=None, ref=None):
@@ -47,8 +47,8 @@ def tiny(log_r, mask=None, adv=(1.0, -1.0), new=None, ref=None):
         mask=mask,
         adv=torch.tensor(adv, dtype=f64)[:, None],
         u=torch.full_like(log_r, 0.5),
-        s_logp=None,
-        s_logp_ref=None,
+        support_logp=None,
+        support_logp_ref=None,
         tail_ref=None,
         z_ref=torch.ones_like(log_r) * 0.9,
     )
@@ -98,7 +98,7 @@ LOG_R = [[LN(2), -LN(2), 0.0], [LN(4), LN(4), LN(4)]]
 )
 def test_corrections_by_hand(name, flags, weight, keep):
     new, b = tiny(LOG_R)
-    w, k, _ = objectives.weigh(new, b, STATS, make_cfg(objective="none", correction=name, **flags))
+    w, k, _ = objectives.apply_correction(new, b, STATS, make_cfg(objective="none", correction=name, **flags))
     full = lambda x: torch.as_tensor(x, dtype=f64).expand(2, 3)
     assert torch.allclose(w.expand(2, 3), full(weight)) and torch.equal(k.expand(2, 3).to(f64), full(keep))
 
@@ -153,7 +153,7 @@ def test_tbpo_without_its_clip_is_gspo_without_its():
 
 def test_a_veto_does_not_look_behind_the_end():
     new, b = tiny([[0.0, 0.0, -30.0], [0.0, -30.0, 0.0]], mask=[[True, True, False], [True, True, True]])
-    _, k, _ = objectives.weigh(new, b, STATS, make_cfg(objective="tis", veto=1e-4))
+    _, k, _ = objectives.apply_correction(new, b, STATS, make_cfg(objective="tis", veto=1e-4))
     assert k.expand(2, 3).tolist() == [[1.0] * 3, [0.0] * 3]
 
 
@@ -167,8 +167,8 @@ def test_rejections_rescale_the_kept_denominator():
         value, _ = objectives.loss(new, b, stats, c)
         got.append(float(objectives.reduce(value, b.mask, stats, c).detach()))
         assert (
-            "ref" in objectives.wants(c, {}, 1)
-            and objectives.wants(replace(c, loss_denominator="proposed"), {}, 1) == set()
+            "ref" in objectives.passes_needed(c, {}, 1)
+            and objectives.passes_needed(replace(c, loss_denominator="proposed"), {}, 1) == set()
         )
     assert got[0] == got[1] != 0
 
@@ -232,8 +232,8 @@ def test_tis_adjusted_and_jackpot_adjusted_see_new():
     assert not w.requires_grad
     # jackpot_adjusted on a one-token S: Z_low = min(p_inf, p_new), kappa 1, room 1 - p_inf
     p_inf, p_new = torch.tensor([[0.5]], dtype=f64), torch.tensor([[0.8]], dtype=f64)
-    b = Fields(logp_ref=p_inf.log(), logp_inf=p_inf.log(), u=torch.tensor([[0.9]]), s_logp=p_inf.log()[..., None])
-    n = TokenStats(p_new.log(), s_logp=p_new.log()[..., None])
+    b = Fields(logp_ref=p_inf.log(), logp_inf=p_inf.log(), u=torch.tensor([[0.9]]), support_logp=p_inf.log()[..., None])
+    n = TokenStats(p_new.log(), support_logp=p_new.log()[..., None])
     w, k, _ = objectives.obrs_correction(n, b, STATS, make_cfg(objective="jackpot_adjusted"))
     assert float(w) == pytest.approx(0.5 * 1.6) and float(k) == 1.0  # no p_ref / p_new factor
     w, k, _ = objectives.obrs_correction(n, b, STATS, make_cfg(objective="jackpot", obrs_target="new"))
@@ -291,7 +291,7 @@ def test_equal_laws_give_reinforce(name):
     new.z = b.z_ref = torch.ones(2, 3, dtype=f64)
     b.u = torch.zeros(2, 3, dtype=f64)
     whole = torch.tensor([0.7, 0.3], dtype=f64).log().expand(2, 3, 2)
-    b.s_logp = b.s_logp_ref = new.s_logp = whole
+    b.support_logp = b.support_logp_ref = new.support_logp = whole
     b.tail_ref = new.tail = torch.zeros(2, 3, dtype=f64)
     cfg = make_cfg(objective=name)
     stats = {
@@ -368,8 +368,8 @@ def test_rejected_tokens_have_no_gradient_and_kept_denominator_rescales():
 @pytest.mark.parametrize("reduction", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_everything_rejected_is_a_finite_zero(objective, denominator, reduction):
     new, b = tiny([[9.0] * 3] * 2)
-    b.s_logp = torch.full((2, 3, 2), -torch.inf, dtype=f64)  # and nothing known of Z
-    b.s_logp_ref = torch.full((2, 3, 2), -5.0, dtype=f64)
+    b.support_logp = torch.full((2, 3, 2), -torch.inf, dtype=f64)  # and nothing known of Z
+    b.support_logp_ref = torch.full((2, 3, 2), -5.0, dtype=f64)
     b.u = torch.ones(2, 3, dtype=f64)
     b.tail_ref = torch.zeros(2, 3, dtype=f64)
     if objective == "jackpot":
@@ -426,10 +426,10 @@ def test_joint_loss_adds_the_actors_own_ppo_and_distillation():
     new, b = tiny(LOG_R)
     new.actor_logp = torch.full((2, 3), -2.0, dtype=f64, requires_grad=True)
     new.kl = torch.full((2, 3), 0.25, dtype=f64, requires_grad=True)
-    b.logp_actor_ref = torch.full((2, 3), -2.0, dtype=f64)
+    b.actor_logp_ref = torch.full((2, 3), -2.0, dtype=f64)
     cfg = make_cfg(objective="none", actor="base:actor", surrogate="gspo", actor_correction="tis", actor_is_cap=1.5)
     value, logs = objectives.joint_loss(new, b, {**STATS, "distill": 2.0}, cfg)
-    own = -b.adv * (b.logp_actor_ref - b.logp_inf).exp().clamp_max(1.5)
+    own = -b.adv * (b.actor_logp_ref - b.logp_inf).exp().clamp_max(1.5)
     assert torch.allclose(value, -b.adv + own + 2.0 * 0.25)
     value.sum().backward()
     assert torch.allclose(new.actor_logp.grad, own) and torch.allclose(new.kl.grad, torch.full((2, 3), 2.0, dtype=f64))
@@ -441,37 +441,45 @@ def test_joint_loss_adds_the_actors_own_ppo_and_distillation():
 
 def test_closed_loop_moves_lambda_towards_the_set_point_with_bounded_gain():
     cfg = make_cfg(actor="base:actor", distill_kl_target=0.1, distill_gain=0.2, distill_lambda=1.0)
-    carry, seen = {}, []
+    controllers, seen = {}, []
     for kl in (0.5, 0.15, 0.1, 0.05):
-        objectives.finish(carry, {"distill_kl": kl, "z_low_sum": 0.0, "accept_sum": 0.0, "tokens": 1.0}, cfg)
-        seen.append(carry["distill"])
+        objectives.update_controllers(
+            controllers, {"distill_kl": kl, "z_low_sum": 0.0, "accept_sum": 0.0, "tokens": 1.0}, cfg
+        )
+        seen.append(controllers["distill"])
     want = [0.2, 0.3, 0.3, 0.2]  # +gain (bounded), +gain/2, 0, -gain/2
     assert [math.log(x) for x in seen] == pytest.approx(want)
-    objectives.finish(carry, {"distill_kl": math.nan, "z_low_sum": 0.0, "accept_sum": 0.0, "tokens": 1.0}, cfg)
-    objectives.finish(carry, {"distill_kl": 9.0, "stepped": 0.0}, cfg)  # a skipped step teaches nothing
-    assert carry["distill"] == seen[-1]
-    stats = objectives.prepare(tiny(LOG_R)[1], One, make_cfg(objective="none"), carry)
+    objectives.update_controllers(
+        controllers, {"distill_kl": math.nan, "z_low_sum": 0.0, "accept_sum": 0.0, "tokens": 1.0}, cfg
+    )
+    objectives.update_controllers(
+        controllers, {"distill_kl": 9.0, "stepped": 0.0}, cfg
+    )  # a skipped step teaches nothing
+    assert controllers["distill"] == seen[-1]
+    stats = objectives.prepare(tiny(LOG_R)[1], One, make_cfg(objective="none"), controllers)
     assert stats["distill"] == seen[-1]
 
 
 def test_kappa_of_target_new_comes_from_the_last_update():
     cfg = make_cfg(objective="jackpot", obrs_target="new")
-    carry = {"kappa": None}
-    assert objectives.wants(cfg, carry, 1) == {"ref"}
-    objectives.finish(carry, {"accept_sum": 90.0, "z_low_sum": 80.0, "tokens": 100.0}, cfg)
-    assert carry["kappa"] == pytest.approx(1.125)
-    assert objectives.wants(cfg, carry, 1) == set() and objectives.wants(cfg, carry, 4) == {"ref"}
-    assert objectives.wants(replace(cfg, actor="base:actor"), carry, 1) == {
+    controllers = {"kappa": None}
+    assert objectives.passes_needed(cfg, controllers, 1) == {"ref"}
+    objectives.update_controllers(controllers, {"accept_sum": 90.0, "z_low_sum": 80.0, "tokens": 100.0}, cfg)
+    assert controllers["kappa"] == pytest.approx(1.125)
+    assert objectives.passes_needed(cfg, controllers, 1) == set() and objectives.passes_needed(cfg, controllers, 4) == {
+        "ref"
+    }
+    assert objectives.passes_needed(replace(cfg, actor="base:actor"), controllers, 1) == {
         "ref"
     }  # S needs the policy's own top-K each time
-    assert objectives.wants(replace(cfg, kappa="exact"), carry, 1) == {"ref", "fresh"}
+    assert objectives.passes_needed(replace(cfg, kappa="exact"), controllers, 1) == {"ref", "fresh"}
     b = tiny(LOG_R)[1]
-    assert objectives.prepare(b, One, cfg, carry)["kappa"] == pytest.approx(1.125)
+    assert objectives.prepare(b, One, cfg, controllers)["kappa"] == pytest.approx(1.125)
 
 
 def test_kappa_and_budget_of_target_ref():
     new, b = tiny([[LN(2), -LN(2), 0.0], [LN(4), -LN(4), 0.0]])
-    b.s_logp, b.s_logp_ref = b.logp_inf[..., None], b.logp_ref[..., None]
+    b.support_logp, b.support_logp_ref = b.logp_inf[..., None], b.logp_ref[..., None]
     b.u = torch.full((2, 3), 0.3, dtype=f64)
     cfg = make_cfg(objective="jackpot")
     # a = 1, 1/2, 1, 1, 1/4, 1; u = 0.3 accepts 5 of 6; Z_low = min(p_inf, p_ref) per token
@@ -511,7 +519,7 @@ def test_prepare_never_looks_under_the_mask(flags):
     got = []
     for x in (0.0, 9.0):
         _, b = tiny([[LN(2), -LN(2), x], [LN(4), 0.1, -x]], mask=[[True, True, False]] * 2)
-        b.s_logp, b.s_logp_ref = b.logp_inf[..., None], b.logp_ref[..., None]
+        b.support_logp, b.support_logp_ref = b.logp_inf[..., None], b.logp_ref[..., None]
         got.append(objectives.prepare(b, One, make_cfg(**flags), {}))
     assert all(
         torch.equal(torch.as_tensor(got[0][k]), torch.as_tensor(got[1][k])) for k in got[0] if got[0][k] is not None
@@ -522,7 +530,7 @@ def test_the_actors_own_loss_is_plain_ppo_under_any_policy_objective():
     own = objectives.actor_config(make_cfg(objective="jackpot_adjusted", actor="base:actor", dual_clip=3.0))
     assert own.ratio_base == "ref" and own.dual_clip == 0.0
     new, b = tiny(LOG_R, mask=[[True] * 3, [True, False, False]])
-    new.actor_logp, b.logp_actor_ref = (
+    new.actor_logp, b.actor_logp_ref = (
         torch.full((2, 3), -2.0, dtype=f64, requires_grad=True),
         torch.full((2, 3), -2.0, dtype=f64),
     )
@@ -550,10 +558,10 @@ def test_bounds_of_the_closed_loop_and_clamps():
     cfg = make_cfg(
         actor="base:actor", distill_kl_target=0.1, distill_gain=5.0, distill_lambda=1.0, distill_lambda_max=2.0
     )
-    carry = {}
+    controllers = {}
     for kl, want in ((9.0, 2.0), (9.0, 2.0), (0.0, 2.0 * math.exp(-5)), (0.0, 1e-4), (0.0, 1e-4)):
-        objectives.finish(carry, {"distill_kl": kl}, cfg)
-        assert carry["distill"] == pytest.approx(want)
+        objectives.update_controllers(controllers, {"distill_kl": kl}, cfg)
+        assert controllers["distill"] == pytest.approx(want)
     assert float(objectives.geo_ratio(tiny([[60.0] * 3] * 2)[1], make_cfg())[0]) == pytest.approx(math.exp(20))
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import obrs
+from results import figure2ab
 from conftest import make_cfg
 
 P = torch.tensor([0.50, 0.20, 0.15, 0.10, 0.05], dtype=torch.float64)  # target
@@ -115,7 +116,7 @@ def enumerated(mask_mode, c1=100.0, lam=1.0, lp=None, lq=None, u=None, mode="bot
         logp_inf=lq[None],
         u=torch.full((1, 5), 0.5, dtype=torch.float64) if u is None else u,
         logp_ref=lp[None],
-        s_logp=lq.expand(1, 5, 5),
+        support_logp=lq.expand(1, 5, 5),
     )
     stats = {"lam": lam, "kappa": 1.0}
     return obrs.correction(lp[None], (lp.expand(1, 5, 5), None, None), batch, stats, cfg)
@@ -157,7 +158,9 @@ def test_modes():
 def test_target_new_multiplies_by_ref_over_new_capped_by_c2():
     ref = torch.tensor([0.45, 0.15, 0.20, 0.15, 0.05], dtype=torch.float64)
     cfg = make_cfg(objective="jackpot", obrs_target="new", obrs_c1=100.0, obrs_c2=1.2, obrs_mask="expected")
-    batch = SimpleNamespace(logp_inf=Q.log()[None], u=None, logp_ref=ref.log()[None], s_logp=Q.log().expand(1, 5, 5))
+    batch = SimpleNamespace(
+        logp_inf=Q.log()[None], u=None, logp_ref=ref.log()[None], support_logp=Q.log().expand(1, 5, 5)
+    )
     w, a, _ = obrs.correction(
         P.log()[None], (P.log().expand(1, 5, 5), None, None), batch, {"lam": 1.0, "kappa": 1.0}, cfg
     )
@@ -181,10 +184,10 @@ def test_bracket_contains_z(lam, K):
     top, ids = lq.topk(K, -1)
     sampled = torch.distributions.Categorical(logits=lq).sample()
     dup = (ids == sampled[:, None]).any(-1)
-    s_ids = torch.cat([sampled[:, None], ids], 1)
+    support_ids = torch.cat([sampled[:, None], ids], 1)
     s_inf = torch.cat([lq.gather(1, sampled[:, None]).masked_fill(dup[:, None], -torch.inf), top], 1)
-    s_tgt = lp.gather(1, s_ids)
-    outside = torch.ones_like(lq, dtype=torch.bool).scatter_(1, s_ids, False)
+    s_tgt = lp.gather(1, support_ids)
+    outside = torch.ones_like(lq, dtype=torch.bool).scatter_(1, support_ids, False)
     tail = (torch.minimum(lp.exp() / lam, top[:, -1:].exp()) * outside).sum(-1)
     low, high = obrs.z_bracket(s_inf, s_tgt, lam, tail)
     wide_low, wide_high = obrs.z_bracket(s_inf, s_tgt, lam)
@@ -202,8 +205,8 @@ def test_bracket_contains_z(lam, K):
 
 def test_token_z_modes():
     lp, lq = random_laws(4, 6, 0)
-    batch = SimpleNamespace(s_logp=lq[None, :, :2])
-    z_low, z_high = obrs.z_bracket(batch.s_logp, lp[None, :, :2], 1.0)
+    batch = SimpleNamespace(support_logp=lq[None, :, :2])
+    z_low, z_high = obrs.z_bracket(batch.support_logp, lp[None, :, :2], 1.0)
     for kappa, mode, want in (
         (0.5, "bracket", z_low),
         (100.0, "bracket", z_high),
@@ -223,14 +226,14 @@ def test_kappa():
     assert obrs.kappa_from(0.0, 100.0, 0.0) == 1.0 and obrs.kappa_from(0.0, 0.0, 0.0) == 1.0
 
 
-@pytest.mark.parametrize("kind", obrs.NOISES)
+@pytest.mark.parametrize("kind", figure2ab.NOISES)
 def test_simulation_rows_agree_with_the_theory(kind):
-    low, high = obrs.simulate(vocab=2000, lam=1.0, kind=kind, noises=[0.05, 0.5], pairs=4, seed=0)
+    low, high = figure2ab.simulate(vocab=2000, lam=1.0, kind=kind, noises=[0.05, 0.5], pairs=4, seed=0)
     for _, before, after, z, *_ in (low, high):
         assert 0 < after < before and 0 < z < 1
     assert high[1] > 5 * low[1] and high[3] < low[3]  # more noise: more KL, less acceptance
     assert (low[1] / low[2] > 10) == (kind == "mixture")  # what rejection can mend, and what it cannot
-    assert obrs.simulate(2000, 1.0, kind, [0.5], 2, 7) == obrs.simulate(2000, 1.0, kind, [0.5], 2, 7)
+    assert figure2ab.simulate(2000, 1.0, kind, [0.5], 2, 7) == figure2ab.simulate(2000, 1.0, kind, [0.5], 2, 7)
 
 
 def test_log_ratios_are_clamped_to_twenty():
@@ -238,6 +241,6 @@ def test_log_ratios_are_clamped_to_twenty():
     assert float(obrs.acceptance(-far, zero, 1.0)) == pytest.approx(math.exp(-20))
     assert float(obrs.weight(1.0, far, zero, 1.0)) == pytest.approx(math.exp(20))
     cfg = make_cfg(objective="jackpot", obrs_target="new", obrs_c1=1e30, obrs_c2=1e30, obrs_mask="expected")
-    batch = SimpleNamespace(logp_inf=zero, u=None, logp_ref=far, s_logp=zero[..., None])
+    batch = SimpleNamespace(logp_inf=zero, u=None, logp_ref=far, support_logp=zero[..., None])
     w, _, _ = obrs.correction(zero, (zero[..., None], None, None), batch, {"lam": 1.0, "kappa": 1.0}, cfg)
     assert float(w) == pytest.approx(math.exp(20))

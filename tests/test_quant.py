@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-import batch as batches
+import batching
 import config
 import objectives
 import quant
 from conftest import make_cfg, make_groups, tiny_model
 from learner import Comm, Learner
-from pair import Want
+from model import Needs
 from quant import LowBitLinear, dequantize, format_of, product, quantize
-from rollout import HFEngine, Rollout, Sampling
+from engines import HFEngine
+from rollout import Rollout, Sampling
 from sync import Probe, SyncError, prove
 
 FORMATS = ["int8", "fp8", "w4a16", "w3a16", "w2a16"]
@@ -41,18 +42,18 @@ def test_round_trip_stays_within_the_stated_error(name, kind):
         "huge": x * 1e20,
     }[kind]
     fmt = format_of(name, 32)
-    q, s = quantize(x, fmt.top, fmt.dtype, fmt.group)
+    q, s = quantize(x, fmt.qmax, fmt.dtype, fmt.group)
     back = dequantize(q, s)
     assert (
         q.dtype == fmt.dtype
         and s.shape == (16, 2 if fmt.group else 1)
         and (s > 0).all()
-        and q.float().abs().max() <= fmt.top
+        and q.float().abs().max() <= fmt.qmax
     )
     assert ((back - x).abs() <= error_bound(x, fmt, s)).all() and torch.equal(back[x == 0], x[x == 0])
-    again, s2 = quantize(back, fmt.top, fmt.dtype, fmt.group)  # what is on the grid stays there
+    again, s2 = quantize(back, fmt.qmax, fmt.dtype, fmt.group)  # what is on the grid stays there
     assert torch.allclose(dequantize(again, s2), back, rtol=1e-5, atol=0) and torch.equal(q.float(), again.float())
-    assert torch.equal(quantize(-x, fmt.top, fmt.dtype, fmt.group)[0].float(), -q.float())
+    assert torch.equal(quantize(-x, fmt.qmax, fmt.dtype, fmt.group)[0].float(), -q.float())
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
@@ -61,7 +62,7 @@ def test_the_product_is_that_of_the_dequantized_matrices(name, shape):
     M, K, N = shape
     g, fmt = torch.Generator().manual_seed(1), format_of(name)
     x, w = torch.randn(M, K, generator=g) * 3, torch.randn(N, K, generator=g)
-    (qx, sx), (qw, sw) = quantize(x, 127.0 if name == "int8" else fmt.top, fmt.dtype), quantize(w, fmt.top, fmt.dtype)
+    (qx, sx), (qw, sw) = quantize(x, 127.0 if name == "int8" else fmt.qmax, fmt.dtype), quantize(w, fmt.qmax, fmt.dtype)
     want = dequantize(qx, sx).double() @ dequantize(qw, sw).double().t()
     assert torch.allclose(product(qx, sx, qw, sw).double(), want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
     rough = x.double() @ w.double().t()
@@ -79,10 +80,10 @@ def test_gradients_are_straight_through(name):
     x, up = torch.randn(3, 5, 64, requires_grad=True), torch.randn(3, 5, 24)
     y = layer(x)
     (y * up).sum().backward()
-    q, s = layer[0].low()
+    q, s = layer[0].quantized_weight()
     xd = x.detach().reshape(-1, 64)
     xd = (
-        (dequantize(*quantize(xd, 127.0 if name == "int8" else fmt.top, fmt.dtype)) if fmt.activations else xd)
+        (dequantize(*quantize(xd, 127.0 if name == "int8" else fmt.qmax, fmt.dtype)) if fmt.activations else xd)
         .reshape(3, 5, 64)
         .requires_grad_()
     )
@@ -102,20 +103,20 @@ def test_gradients_are_straight_through(name):
 def test_low_bit_weights_follow_the_master():
     layer = torch.nn.Linear(8, 4)
     layer.__class__, layer.format = LowBitLinear, format_of("int8")
-    first = layer.low()
-    assert layer.low() is first  # made once
+    first = layer.quantized_weight()
+    assert layer.quantized_weight() is first  # made once
     with torch.no_grad():
         layer.weight.mul_(2.0)
-    assert torch.allclose(layer.low()[1], 2 * first[1]) and layer.low()[0] is not first[0]
-    second, layer.keeps = layer.low(), False
-    assert layer.low() is not second and torch.equal(layer.low()[0], second[0])
+    assert torch.allclose(layer.quantized_weight()[1], 2 * first[1]) and layer.quantized_weight()[0] is not first[0]
+    second, layer.keeps = layer.quantized_weight(), False
+    assert layer.quantized_weight() is not second and torch.equal(layer.quantized_weight()[0], second[0])
 
 
 def test_which_layers(folders):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folders / "untied")
-    names = {n.split(".")[-1] for n in quant.layers(model)}
+    names = {n.split(".")[-1] for n in quant.quantized_linears(model)}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     with pytest.raises(
         ValueError, match="--quant_group=48: .*q_proj has rows of 32, which are not made of whole groups"
@@ -155,10 +156,10 @@ def test_where_int8_products_saturate_weights_are_halved_and_activations_are_not
     half = replace(format_of("int8"), top=63.0)
     linear = torch.nn.Linear(8, 4)
     linear.__class__, linear.format = LowBitLinear, half
-    q, _ = linear.low()
+    q, _ = linear.quantized_weight()
     assert int(q.abs().max()) == 63
     x = torch.randn(5, 8)
-    want = dequantize(*quantize(x, 127.0, torch.int8)) @ dequantize(*linear.low()).t() + linear.bias
+    want = dequantize(*quantize(x, 127.0, torch.int8)) @ dequantize(*linear.quantized_weight()).t() + linear.bias
     assert torch.allclose(linear(x), want, atol=1e-5)
 
 
@@ -208,8 +209,8 @@ def mismatch(engine, learner):
         Rollout(("q", 0, i), str(i), p, Sampling(), "policy", "float32", 0, "", 0.0, 0.0, g)
         for i, (p, g) in enumerate(zip(prompts, groups))
     ]
-    b = batches.collate(groups, learner.cfg)
-    gap = (learner.score(b, Want()).logp.exp() - b.logp_inf.exp()).abs()[b.mask]
+    b = batching.collate(groups, learner.cfg)
+    gap = (learner.score(b, Needs()).logp.exp() - b.logp_inf.exp()).abs()[b.mask]
     return float(gap.mean())
 
 
@@ -217,10 +218,10 @@ def test_aligned_learners_compute_what_the_engine_computes(quantized):
     """Mean |p_inf - p_ref| at least ten times below that of a learner in full precision, before and after a live update; each update is proved."""
     engine, fmt = quantized
     aligned, plain = learners(fmt.name, "aligned", "none")
-    probe = Probe(None, np.arange(2, 14), fmt, config=aligned.pair.policy.config)
+    probe = Probe(None, np.arange(2, 14), fmt, config=aligned.models.policy.config)
     for version in range(3):
         for learner in (aligned, plain):
-            moved(learner.pair.policy, version)
+            moved(learner.models.policy, version)
         proof = prove(engine, version, aligned.published("policy", engine.packed), probe)
         assert proof.status == ("first" if version == 0 else "proved") and proof.nbytes > 0
         a, p = mismatch(engine, aligned), mismatch(engine, plain)
@@ -230,20 +231,25 @@ def test_aligned_learners_compute_what_the_engine_computes(quantized):
 @pytest.mark.parametrize("name", ["int8", "fp8", "w4a16"])
 def test_the_tensors_of_the_forward_are_the_ones_published(name):
     (learner,) = learners(name, "aligned")
-    policy = learner.pair.policy
+    policy = learner.models.policy
     policy(torch.arange(2, 9)[None])
     sent = dict(learner.published("policy", True))
-    for n, m in quant.layers(policy).items():
+    for n, m in quant.quantized_linears(policy).items():
         if name == "w4a16":
             from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
-            assert torch.equal(unpack_from_int32(sent[f"{n}.weight_packed"], 4, m.weight.shape), m.low()[0])
+            assert torch.equal(
+                unpack_from_int32(sent[f"{n}.weight_packed"], 4, m.weight.shape), m.quantized_weight()[0]
+            )
         else:
             assert sent[f"{n}.weight"] is m.made[0]  # the object itself: nothing is quantized twice
         assert sent[f"{n}.weight_scale"] is m.made[1]
     assert sent["lm_head.weight"].dtype == torch.float32 and "model.embed_tokens.weight" in sent
     exact = dict(learner.published("policy", False))
-    assert all(torch.equal(exact[f"{n}.weight"], dequantize(*m.low())) for n, m in quant.layers(policy).items())
+    assert all(
+        torch.equal(exact[f"{n}.weight"], dequantize(*m.quantized_weight()))
+        for n, m in quant.quantized_linears(policy).items()
+    )
 
 
 def test_remote_samplers_get_the_weights_themselves_unless_low_bits_travel():
@@ -253,16 +259,16 @@ def test_remote_samplers_get_the_weights_themselves_unless_low_bits_travel():
     plain, packed = dict(learner.published("policy", False)), dict(learner.published("policy", True))
     assert all(
         torch.equal(plain[f"{n}.weight"], m.weight) and f"{n}.weight_packed" in packed
-        for n, m in quant.layers(learner.pair.policy).items()
+        for n, m in quant.quantized_linears(learner.models.policy).items()
     )
 
 
 def test_a_learner_in_another_format_publishes_the_engine_s_own():
     """An int8 learner and a w4a16 engine: what goes out has sixteen levels, made from the master weights."""
     (learner,) = learners("int8", "aligned")
-    policy, other = learner.pair.policy, format_of("w4a16", 32)
-    sent = dict(quant.published(policy.state_dict().items(), policy, other, False))
-    for n, m in quant.layers(policy).items():
+    policy, other = learner.models.policy, format_of("w4a16", 32)
+    sent = dict(quant.for_engine(policy.state_dict().items(), policy, other, False))
+    for n, m in quant.quantized_linears(policy).items():
         assert torch.equal(
             sent[f"{n}.weight"], dequantize(*quant.quantize(m.weight.detach(), other.top, other.dtype, other.group))
         )
@@ -274,12 +280,12 @@ def test_the_plain_engine_in_low_bits(name, folders):
     (learner,) = learners(name, "aligned")
     engine = HFEngine(str(folders / "actor"), fmt=format_of(name, 32))
     assert mismatch(engine, learner) < 1e-3  # from the start, before any weights are published
-    moved(learner.pair.policy, 3)
+    moved(learner.models.policy, 3)
     engine.load(learner.published("policy", engine.packed))
     ids = np.arange(2, 14)
     with torch.no_grad():
         want = (
-            learner.pair.policy(torch.from_numpy(ids)[None])
+            learner.models.policy(torch.from_numpy(ids)[None])
             .logits[0, :-1]
             .log_softmax(-1)
             .gather(1, torch.from_numpy(ids)[1:, None])[:, 0]
@@ -301,9 +307,9 @@ def test_vllm_starts_in_low_bits(name, vllm_engines):
 def test_a_quantized_engine_with_old_weights_is_found_out(quantized):
     engine, fmt = quantized
     (learner,) = learners(fmt.name, "aligned")
-    probe = Probe(None, np.arange(2, 14), fmt, config=learner.pair.policy.config)
+    probe = Probe(None, np.arange(2, 14), fmt, config=learner.models.policy.config)
     prove(engine, 0, learner.published("policy", engine.packed), probe)
-    moved(learner.pair.policy, 1, 0.2)
+    moved(learner.models.policy, 1, 0.2)
     real, engine.load = engine.load, lambda tensors: [None for _ in tensors]
     try:
         with pytest.raises(SyncError, match="not sampling from these weights"):
@@ -315,28 +321,28 @@ def test_a_quantized_engine_with_old_weights_is_found_out(quantized):
 def test_training_follows_the_low_bit_loss():
     """Updates of an aligned learner change its low-bit forward: a cached tensor of before would show."""
     (learner,) = learners("int8", "aligned")
-    cfg, policy = learner.cfg, learner.pair.policy
-    b = batches.collate(make_groups(), cfg)
-    before = learner.score(b, Want()).logp
-    first = {n: m.low()[0].clone() for n, m in quant.layers(policy).items()}
+    cfg, policy = learner.cfg, learner.models.policy
+    b = batching.collate(make_groups(), cfg)
+    before = learner.score(b, Needs()).logp
+    first = {n: m.quantized_weight()[0].clone() for n, m in quant.quantized_linears(policy).items()}
     for _ in range(3):
         learner.cfg = replace(cfg, lr=1e-2)
         learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
-    assert (learner.score(b, Want()).logp - before)[b.mask].abs().max() > 1e-3
-    assert all(not torch.equal(m.low()[0], first[n]) for n, m in quant.layers(policy).items())
+    assert (learner.score(b, Needs()).logp - before)[b.mask].abs().max() > 1e-3
+    assert all(not torch.equal(m.quantized_weight()[0], first[n]) for n, m in quant.quantized_linears(policy).items())
     fresh = tiny_model(1)
     fresh.load_state_dict(policy.state_dict())
     (again,) = learners("int8", "aligned")
-    again.pair.policy.load_state_dict(policy.state_dict())
-    assert torch.equal(again.score(b, Want()).logp, learner.score(b, Want()).logp)
+    again.models.policy.load_state_dict(policy.state_dict())
+    assert torch.equal(again.score(b, Needs()).logp, learner.score(b, Needs()).logp)
 
 
 def test_the_model_that_samples_is_the_aligned_one():
     cfg = make_cfg(objective="jackpot", actor="base:actor", rollout_quant="int8", learner_quant="aligned")
     learner = Learner(tiny_model(0), tiny_model(1), cfg, Comm())
-    kinds = lambda m: {type(x) for x in quant.layers(m).values()}
-    assert kinds(learner.pair.actor) == {LowBitLinear} and kinds(learner.pair.policy) == {torch.nn.Linear}
-    b = batches.collate(make_groups(), cfg)
+    kinds = lambda m: {type(x) for x in quant.quantized_linears(m).values()}
+    assert kinds(learner.models.actor) == {LowBitLinear} and kinds(learner.models.policy) == {torch.nn.Linear}
+    b = batching.collate(make_groups(), cfg)
     out = learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
     assert out["stepped"] and out["actor/grad_norm"] > 0
 
@@ -345,9 +351,9 @@ def test_the_engine_holds_the_very_bits(vllm_engines):
     """fp8: vLLM keeps weights and scales, joined over q, k, v and over gate, up: bit for bit those of the learner's forward."""
     engine = vllm_engines(fmt=format_of("fp8"))
     (learner,) = learners("fp8", "aligned")
-    moved(learner.pair.policy, 5)
+    moved(learner.models.policy, 5)
     engine.load(learner.published("policy", True))
-    low = {n: m.low() for n, m in quant.layers(learner.pair.policy).items()}
+    low = {n: m.quantized_weight() for n, m in quant.quantized_linears(learner.models.policy).items()}
     block = "model.layers.0."
     parts = {
         "self_attn.qkv_proj": [f"self_attn.{x}_proj" for x in "qkv"],

@@ -13,8 +13,8 @@ import time
 import pytest
 import torch
 
-from account import Account
-from keys import make_keys
+from remote.account import Account
+from remote.keys import make_keys
 import metrics
 from conftest import ROOT
 from test_train import finish, flags, start, wait_for
@@ -470,7 +470,7 @@ def test_bad_sampler_flags(argv, sentence, tmp_path):
 
 
 def test_one_process_a_spool(tmp_path):
-    import sampler
+    from remote import sampler
 
     sampler.lock(tmp_path)
     done = subprocess.run(

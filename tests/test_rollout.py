@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-import batch as batches
+import batching
 from conftest import make_cfg, make_groups, tiny_model
 from learner import Comm, Learner
-from pair import Want
-from rollout import HFEngine, LocalSource, Sampling, uniforms
+from model import Needs
+import engines
+import checkpoint
+from engines import HFEngine, make_engine
+from rollout import LocalSource, Sampling, uniforms
 from sync import Digest, Probe, SyncError, prove
 from tasks import Arithmetic, arithmetic_tokenizer
 
@@ -125,16 +128,16 @@ def test_uniforms_are_a_pure_function_of_key_and_position():
     assert np.array_equal(u[:10], uniforms(10, "mask", 0, ("rank0", 0, 3), 2)) and 0 <= u.min() and u.max() < 1
     assert abs(u.mean() - 0.5) < 0.05 and not np.array_equal(u[:10], uniforms(10, "mask", 0, ("rank0", 0, 4), 2))
     groups = make_groups(4, seed=1)
-    whole = batches.collate(groups, make_cfg())
-    part = batches.collate(groups[2:], make_cfg())  # another rank, another place in the batch: the same draws
+    whole = batching.collate(groups, make_cfg())
+    part = batching.collate(groups[2:], make_cfg())  # another rank, another place in the batch: the same draws
     assert torch.equal(whole.u[8:, : part.u.shape[1]][part.exists], part.u[part.exists])
-    assert not torch.equal(whole.u, batches.collate(groups, make_cfg(seed=1)).u)
+    assert not torch.equal(whole.u, batching.collate(groups, make_cfg(seed=1)).u)
     assert len(set(whole.u[:, 0].tolist())) == len(whole)  # and each response has its own
 
 
 def test_collate_by_hand():
     groups = make_groups(2, G=4, K=3, seed=5)
-    b = batches.collate(groups, make_cfg(advantage="grpo_no_std"), version=7, now=2.0)
+    b = batching.collate(groups, make_cfg(advantage="grpo_no_std"), version=7, now=2.0)
     row = 0
     for k, g in enumerate(groups):
         mean = np.mean([r.reward for r in g.responses])
@@ -149,17 +152,19 @@ def test_collate_by_hand():
             assert b.mask[row, :L].tolist() == r.loss_mask.tolist() and not b.mask[row, L:].any()
             for t in range(L):
                 in_top = int(r.tokens[t]) in r.topk_ids[t].tolist()
-                assert torch.isinf(b.s_logp[row, t, 0]) == in_top and (in_top or b.s_logp[row, t, 0] == r.logp_inf[t])
-                assert b.p_k[row, t] == pytest.approx(np.exp(r.topk_logp[t, -1]))
+                assert torch.isinf(b.support_logp[row, t, 0]) == in_top and (
+                    in_top or b.support_logp[row, t, 0] == r.logp_inf[t]
+                )
+                assert b.p_kth[row, t] == pytest.approx(np.exp(r.topk_logp[t, -1]))
             row += 1
     part = b.select([5, 2])
     assert part.tokens.shape[1] == int(part.length.max()) and torch.equal(
         part.tokens[0], b.tokens[5, : part.tokens.shape[1]]
     )
-    again = batches.unpack(batches.pack(groups))
+    again = checkpoint.unpack(checkpoint.pack(groups))
     assert all(
-        torch.equal(getattr(batches.collate(again, make_cfg()), n), getattr(batches.collate(groups, make_cfg()), n))
-        for n in ("ids", "s_logp", "u", "adv")
+        torch.equal(getattr(batching.collate(again, make_cfg()), n), getattr(batching.collate(groups, make_cfg()), n))
+        for n in ("ids", "support_logp", "u", "adv")
     )
     assert again[0].uid == groups[0].uid and again[0].sampling == groups[0].sampling
 
@@ -326,13 +331,12 @@ def test_every_response_has_its_own_seed(folders, monkeypatch):
 
 
 def test_flags_reach_the_engines(folders, monkeypatch):
-    import rollout
 
     cfg = make_cfg(logprobs_mode="raw", lm_head_fp32=True, rollout_quant="int8", rollout_memory=0.5, seed=9)
-    plain = rollout.make_engine(cfg, str(folders / "actor"), 64, 5)
+    plain = make_engine(cfg, str(folders / "actor"), 64, 5)
     assert plain.raw and plain.head_fp32 and plain.fmt.name == "int8" and plain.packed and plain.dtype == "float32"
-    monkeypatch.setattr(rollout, "VLLMEngine", lambda folder, **settings: (folder, settings))
-    folder, settings = rollout.make_engine(replace(cfg, rollout="vllm", rollout_dtype="bfloat16"), "f", 64, 5)
+    monkeypatch.setattr(engines, "VLLMEngine", lambda folder, **settings: (folder, settings))
+    folder, settings = make_engine(replace(cfg, rollout="vllm", rollout_dtype="bfloat16"), "f", 64, 5)
     assert folder == "f" and settings == dict(
         max_len=64,
         max_logprobs=5,
@@ -360,7 +364,8 @@ def test_two_ranks_sample_what_one_would(folders):
 
 
 def test_only_finished_responses_are_rewarded():
-    from rollout import Response, grade_all
+    from rollout import Response
+    from tasks import grade_all
 
     task, tok = Arithmetic(), arithmetic_tokenizer()
     p = task.problem("train", 0)
@@ -384,8 +389,8 @@ def test_vllm_records_and_learner_agree(vllm_engine, folders):
     source.publish(0, tiny_model(1).state_dict().items())
     cfg = make_cfg(objective="jackpot", obrs_topk=5, group_size=3, train_batch=12, rollout_batch=12)
     learner = Learner(tiny_model(1), None, cfg, Comm())
-    b = batches.collate(source.next(4, 0), cfg)
-    stats = learner.score(b, Want(s=True, tail=True))
+    b = batching.collate(source.next(4, 0), cfg)
+    stats = learner.score(b, Needs(s=True, tail=True))
     assert float((stats.logp - b.logp_inf)[b.mask].abs().max()) < 1e-4
-    low, high = obrs.z_bracket(b.s_logp, stats.s_logp, 1.0, stats.tail)
+    low, high = obrs.z_bracket(b.support_logp, stats.support_logp, 1.0, stats.tail)
     assert (low[b.mask] < 1).all() and (high[b.mask] > 1 - 1e-4).all()

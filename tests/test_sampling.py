@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-import batch as batches
+import batching
 import sampling
 from conftest import make_cfg, tiny_model
 from learner import Comm, Learner
-from pair import Want
-from rollout import HFEngine, Rollout, Sampling
+from model import Needs
+from engines import HFEngine
+from rollout import Rollout, Sampling
 
 TRUNCATED = [
     Sampling(top_k=8),
@@ -84,12 +85,12 @@ def test_records_are_those_of_the_cut_law(engine, law):
             want = z.masked_fill(gone, -torch.inf).log_softmax(-1)
             assert np.allclose(r.logp_inf, want.gather(1, ids[len(group.prompt_ids) :, None])[:, 0], atol=1e-4)
             assert (
-                len(r.kept_offsets) == len(r.tokens) + 1
-                and r.kept_offsets.dtype == np.int64
-                and r.kept_ids.dtype == np.int32
+                len(r.allowed_offsets) == len(r.tokens) + 1
+                and r.allowed_offsets.dtype == np.int64
+                and r.allowed_ids.dtype == np.int32
             )
             for t, token in enumerate(r.tokens):
-                mine = r.kept_ids[r.kept_offsets[t] : r.kept_offsets[t + 1]]
+                mine = r.allowed_ids[r.allowed_offsets[t] : r.allowed_offsets[t + 1]]
                 assert (
                     set(mine.tolist()) == set((~gone[t]).nonzero()[:, 0].tolist())
                     and token in mine
@@ -98,8 +99,8 @@ def test_records_are_those_of_the_cut_law(engine, law):
                 sizes.append(len(mine))
     assert len(set(sizes)) > 1 or law.top_p == 1 and law.min_p == 0
     assert (
-        sampled(engine, law, n=1, kept=0)[0].responses[0].kept_ids is None
-        and sampled(engine, Sampling(), n=1)[0].responses[0].kept_ids is None
+        sampled(engine, law, n=1, kept=0)[0].responses[0].allowed_ids is None
+        and sampled(engine, Sampling(), n=1)[0].responses[0].allowed_ids is None
     )
 
 
@@ -117,8 +118,8 @@ def ratios(groups, world, noise=0.0):
         for p in model.parameters():
             p.add_(torch.randn(p.shape, generator=g), alpha=noise)
     learner = Learner(model, None, cfg, Comm())
-    b = batches.collate(groups, cfg)
-    logp = learner.score(b, Want()).logp[b.mask]
+    b = batching.collate(groups, cfg)
+    logp = learner.score(b, Needs()).logp[b.mask]
     return (logp - b.logp_inf[b.mask]).exp().double(), logp <= -69, b, learner
 
 
@@ -157,14 +158,14 @@ def test_a_token_that_the_learner_cuts_is_counted_and_teaches_nothing(folders):
     learner._step = lambda loss, nothing: {}
     logged = learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
     assert lost > 0 and logged["rollout_corr/cut_fraction"] == pytest.approx(lost) and np.isfinite(logged["loss"])
-    whole = {n: p.grad.clone() for n, p in learner.pair.named_parameters()}
+    whole = {n: p.grad.clone() for n, p in learner.models.named_parameters()}
     assert all(torch.isfinite(g).all() for g in whole.values())
-    learner.pair.zero_grad()
+    learner.models.zero_grad()
     flat = b.mask.clone()
     flat[b.mask] = ~cut
     b.mask, stats = flat, objectives.prepare(b, learner.comm, cfg, {})
     learner.update(b, {**stats, "tokens": logged["tokens"]})
-    for n, p in learner.pair.named_parameters():
+    for n, p in learner.models.named_parameters():
         assert torch.allclose(p.grad, whole[n], atol=1e-6), n
 
 
@@ -194,13 +195,13 @@ def test_the_table_of_logprobs_modes(kind, mode, temperature, top_k, folders, vl
         logprobs_mode=mode,
         keep_sampling_mask="replay" if mode == "processed" else "off",
     )
-    b = batches.collate(groups, cfg)
-    gap = (Learner(tiny_model(1), None, cfg, Comm()).score(b, Want()).logp - b.logp_inf)[b.mask].abs().mean()
+    b = batching.collate(groups, cfg)
+    gap = (Learner(tiny_model(1), None, cfg, Comm()).score(b, Needs()).logp - b.logp_inf)[b.mask].abs().mean()
     assert (
         gap < 1e-4 if mode == "processed" or (temperature == 1 and top_k == 0) else gap > 0.05 or (top_k and gap < 1e-4)
     )
     if mode == "raw" and top_k:  # raw and off agree with each other, and neither with what was sampled
-        truth = batches.collate(others, make_cfg(top_k=top_k))
+        truth = batching.collate(others, make_cfg(top_k=top_k))
         assert (b.logp_inf - truth.logp_inf)[b.mask].abs().mean() > 0.05
 
 
@@ -243,12 +244,12 @@ def test_the_learners_head_in_float32(folders):
     for fp32 in (True, False):
         cfg = make_cfg(objective="tis", dtype="bfloat16", lm_head_fp32=fp32)
         learner, seen = Learner(tiny_model(1), None, cfg, Comm()), []
-        b = batches.collate(groups, cfg)
-        learner.pair.policy.base_model.register_forward_hook(lambda m, i, o: seen.append(o.last_hidden_state))
+        b = batching.collate(groups, cfg)
+        learner.models.policy.base_model.register_forward_hook(lambda m, i, o: seen.append(o.last_hidden_state))
         learner.cfg = replace(cfg, micro_tokens=10**6)
-        learner.pair._read_shared = learner.pair._read
-        logp = learner.score(b, Want()).logp[0, : int(b.length[0])]
-        (hidden,), weight = seen, learner.pair.policy.lm_head.weight.detach()
+        learner.models._read_shared = learner.models._read
+        logp = learner.score(b, Needs()).logp[0, : int(b.length[0])]
+        (hidden,), weight = seen, learner.models.policy.lm_head.weight.detach()
         hidden = hidden[0, int(b.prompt_len[0]) - 1 : int((b.prompt_len + b.length)[0]) - 1].float()
         hidden = hidden if fp32 else hidden.bfloat16().float()
         want = (
@@ -264,10 +265,14 @@ def test_the_learners_head_in_float32(folders):
 def test_replay_needs_kept_sets(folders):
     groups = sampled(HFEngine(str(folders / "actor")), Sampling(top_k=8), kept=0)
     with pytest.raises(ValueError, match="--keep_sampling_mask=replay: group .* has no kept sets"):
-        batches.collate(groups, make_cfg(top_k=8))
+        batching.collate(groups, make_cfg(top_k=8))
     assert (
-        sampling.largest(make_cfg(top_k=8), 256) == 12
-        and sampling.largest(make_cfg(top_k=8, rollout_dtype="bfloat16"), 256) == 20
-        and sampling.largest(make_cfg(top_p=0.9), 256) == 256 == sampling.largest(make_cfg(top_k=300), 256)
+        sampling.max_allowed(make_cfg(top_k=8), 256) == 12
+        and sampling.max_allowed(make_cfg(top_k=8, rollout_dtype="bfloat16"), 256) == 20
+        and sampling.max_allowed(make_cfg(top_p=0.9), 256) == 256 == sampling.max_allowed(make_cfg(top_k=300), 256)
     )
-    assert sampling.largest(make_cfg(), 256) == 0 == sampling.largest(make_cfg(top_k=8, keep_sampling_mask="off"), 256)
+    assert (
+        sampling.max_allowed(make_cfg(), 256)
+        == 0
+        == sampling.max_allowed(make_cfg(top_k=8, keep_sampling_mask="off"), 256)
+    )

@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import account
-import wire
+from remote import account
+from remote import wire
 from conftest import make_groups
-from wire import LEAF
+from remote.wire import LEAF
 
 rng = np.random.default_rng(0)
 BLOB = rng.integers(0, 256, 5 * LEAF + 12345, dtype=np.uint8).tobytes()
@@ -135,7 +135,7 @@ def test_messages_survive_and_garbage_does_not():
         wire.Gone("a"),
         wire.Got(["a"]),
         wire.Got([], "v"),
-        wire.Want(),
+        wire.Needs(),
         wire.Held([]),
     ):
         assert wire.decode(wire.encode(m)) == m
@@ -182,8 +182,8 @@ def group(kept=False, K=4):
     g = make_groups(1, seed=5, K=K)[0]
     if kept:
         for r in g.responses:
-            r.kept_offsets = np.arange(0, 2 * len(r.tokens) + 1, 2)
-            r.kept_ids = np.stack([r.tokens, (r.tokens + 1) % 256], 1).flatten().astype(np.int32)
+            r.allowed_offsets = np.arange(0, 2 * len(r.tokens) + 1, 2)
+            r.allowed_ids = np.stack([r.tokens, (r.tokens + 1) % 256], 1).flatten().astype(np.int32)
     return replace(g, uid=("box", 12, 3), version=4, t_published=1.5)
 
 
@@ -194,7 +194,7 @@ def limits(g, **changes):
         max_prompt=64,
         vocab=256,
         topk=g.responses[0].topk_ids.shape[1],
-        kept=2 if g.responses[0].kept_ids is not None else 0,
+        kept=2 if g.responses[0].allowed_ids is not None else 0,
     )
     return wire.Limits(**{**base, **changes})
 
@@ -224,7 +224,7 @@ def test_groups_come_back_as_they_went(kept, K):
             y = getattr(b, name)
             assert (
                 (x.dtype == y.dtype and np.array_equal(x, y))
-                if isinstance(x, np.ndarray) and name != "kept_offsets"
+                if isinstance(x, np.ndarray) and name != "allowed_offsets"
                 else np.array_equal(x, y)
                 if isinstance(x, np.ndarray)
                 else x == y
@@ -257,7 +257,7 @@ def spoil(change, kept=False):
             "top-K of 2 instead of 4",
         ),
         (lambda rs: setattr(rs[0], "reward", float("inf")), False, "a reward or version that is none"),
-        (lambda rs: setattr(rs[0], "kept_ids", rs[0].kept_ids[1:]), True, "kept sets of wrong sizes"),
+        (lambda rs: setattr(rs[0], "allowed_ids", rs[0].allowed_ids[1:]), True, "kept sets of wrong sizes"),
     ],
 )
 def test_groups_that_are_not_what_was_asked_for(change, kept, sentence):
@@ -316,10 +316,10 @@ def test_seen_and_account():
 def test_sealed_files_and_whole_ones(tmp_path):
     data = b"some group" * 100
     assert (
-        account.opened(account.sealed(data)) == data
-        and account.opened(account.sealed(data)[:-1]) is None
-        and account.opened(b"") is None
+        account.verified(account.with_digest(data)) == data
+        and account.verified(account.with_digest(data)[:-1]) is None
+        and account.verified(b"") is None
     )
-    account.place(tmp_path / "x", b"1")
-    account.place(tmp_path / "x", b"22")
+    account.write_atomically(tmp_path / "x", b"1")
+    account.write_atomically(tmp_path / "x", b"22")
     assert (tmp_path / "x").read_bytes() == b"22" and [p.name for p in tmp_path.iterdir()] == ["x"]

@@ -17,9 +17,9 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import wire
-from account import Account, split
-from keys import secure
+from remote import wire
+from remote.account import Account, split
+from remote.keys import secure
 
 ROOM = 256 << 20  # bytes of groups that a rank holds or has asked for
 KEPT_VERSIONS = 2  # a sampler in the middle of the one before the newest may finish it
@@ -250,7 +250,7 @@ class Hub(threading.Thread):
                 self._whole(identity, peer, message.name)
         elif isinstance(message, wire.Ask):
             self._serve(identity, message)
-        elif isinstance(message, wire.Want) and self.weights:
+        elif isinstance(message, wire.Needs) and self.weights:
             self._send(identity, list(self.weights.values())[-1][0])
         elif isinstance(message, wire.Gone) and message.name in peer.pulls:
             self._drop(peer, message.name)

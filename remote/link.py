@@ -11,8 +11,8 @@ import threading
 import time
 from pathlib import Path
 
-import wire
-from account import Spool, split
+from remote import wire
+from remote.account import Spool, split
 
 BEAT = 2.0  # seconds between two hellos
 OFFERS = 64  # groups offered and not yet fetched, at most
@@ -207,7 +207,7 @@ class Line:
                 self.offered.pop(name, None)
                 self.got.add(name)
             if self.fetches and m.newest and m.newest != self.heard_of:
-                self.send(wire.Want())
+                self.send(wire.Needs())
         elif isinstance(m, wire.Held):
             for name in m.names:
                 self.offered.pop(name, None)

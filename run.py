@@ -21,7 +21,8 @@ import torch
 import checkpoint
 import config
 import quant
-from rollout import encode, uniforms
+from rollout import uniforms
+from tasks import encode
 from sync import Probe
 from tasks import make_task
 from warmstart import base_model
@@ -195,13 +196,13 @@ def unpack_setup(files: dict[str, bytes], folder: Path) -> None:
 
 def remote_source(cfg: config.Config, world: World, model: str, topk: int, kept: int, comm):
     """The source of `--samplers=zmq` or files."""
-    import files
-    import hub
-    import remote
-    import sampling
-    import wire
+    from remote import files
+    from remote import hub
+    from remote import source as remote
+    from sampling import Sampling
+    from remote import wire
 
-    folder, law = getattr(world, model), sampling.of(cfg)
+    folder, law = getattr(world, model), Sampling.of(cfg)
     digest = "" if cfg.task == "arith" else hashlib.sha256(Path(cfg.task).read_bytes()).hexdigest()
     said = {
         k: v
@@ -216,7 +217,7 @@ def remote_source(cfg: config.Config, world: World, model: str, topk: int, kept:
         "topk": topk,
         "kept": kept,
         "context": world.context,
-        "world": comm.world,
+        "world": comm.size,
         "task_digest": digest,
         "sampling": vars(law),
         "probe": world.probe(model).ids.tolist(),
@@ -227,7 +228,7 @@ def remote_source(cfg: config.Config, world: World, model: str, topk: int, kept:
     limits = wire.Limits(cfg.group_size, cfg.max_tokens, world.context, vocab, topk, kept)
     log = hub.logger(Path(cfg.out), comm.rank)
     if cfg.samplers == "files":
-        end = files.FilesHub(cfg.sync_path, welcome, limits, log, comm.rank, comm.world)
+        end = files.FilesHub(cfg.sync_path, welcome, limits, log, comm.rank, comm.size)
     else:
         address, _, port = cfg.bind.rpartition(":")
         end = hub.Hub(

@@ -1,9 +1,9 @@
 """Policy and actor as one module: the only way to a model.
 
-`Pair.forward` reads hidden states, then meets the chunked head (head.py), inside the module that DDP or FSDP2 wraps. Under
+`PolicyAndActor.forward` reads hidden states, then meets the chunked head (head.py), inside the module that DDP or FSDP2 wraps. Under
 FSDP2 a head's weight read outside that forward is one rank's shard, so policy and actor live in one module, and what needs
-both laws at once (distillation, the exact Z) happens in there too. `Want` says what a forward has to yield, `TokenStats` is what it
-yielded. Linear layers may be replaced in place: `Pair.policy` is an ordinary transformers model.
+both laws at once (distillation, the exact Z) happens in there too. `Needs` says what a forward has to yield, `TokenStats` is what it
+yielded. Linear layers may be replaced in place: `PolicyAndActor.policy` is an ordinary transformers model.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import nn
 
 import head
 import objectives
-from batch import Batch
+from batching import Batch
 
 
 @dataclass
 class TokenStats:
-    """What one forward says of each response token. logp, actor_logp and kl carry gradient; None: not asked for."""
+    """What one forward says of each response token. logp, actor_logp and kl controllers gradient; None: not asked for."""
 
     logp: torch.Tensor  # (B, T)    log p_new(token)
     entropy: torch.Tensor | None = None  # (B, T)    nats
-    s_logp: torch.Tensor | None = None  # (B, T, S) log p_new on batch.s_ids
+    support_logp: torch.Tensor | None = None  # (B, T, S) log p_new on batch.support_ids
     tail: torch.Tensor | None = None  # (B, T)    sum outside S of min(p_K, p_new / lambda)
     actor_logp: torch.Tensor | None = None  # (B, T)
     actor_entropy: torch.Tensor | None = None  # (B, T)
@@ -44,11 +44,11 @@ class TokenStats:
 
 
 @dataclass(frozen=True)
-class Want:
+class Needs:
     """What a forward has to yield beyond the sampled tokens' log-probabilities."""
 
     entropy: bool = False
-    s: bool = False  # s_logp, and with `tail` the second bound of Z
+    s: bool = False  # support_logp, and with `tail` the second bound of Z
     tail: bool = False
     pair: bool = False  # z, kl_after (two models)
     distill: str = "none"  # "none" | "forward" | "reverse"
@@ -57,7 +57,7 @@ class Want:
     lam: float = 1.0
 
 
-class Pair(nn.Module):
+class PolicyAndActor(nn.Module):
     """Policy and optional actor as one module: (batch, want) -> the fields of TokenStats, as the dict that wrappers expect.
 
     With `share` a prompt is read once for all its responses in the batch, not once for each."""
@@ -76,7 +76,7 @@ class Pair(nn.Module):
             for m in models
         )
 
-    def forward(self, batch: Batch, want: Want, share: bool = False):
+    def forward(self, batch: Batch, want: Needs, share: bool = False):
         B, T = batch.tokens.shape
         at = batch.exists.flatten().nonzero()[:, 0]  # (N,) places in (B, T) that are tokens
         row, t = at // T, at % T
@@ -87,17 +87,17 @@ class Pair(nn.Module):
         kept = None
         if batch.kept is not None:
             sizes = torch.cat([torch.as_tensor(o).diff() for o, _ in batch.kept]).to(at.device)
-            kept_ids = torch.cat([torch.as_tensor(i, dtype=torch.long) for _, i in batch.kept]).to(at.device)
-            kept = (torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]), kept_ids)
-        s_ids = batch.s_ids.flatten(0, 1)[at] if want.s else None
-        s_on = batch.s_logp.flatten(0, 1)[at].isfinite() if want.s else None
-        p_k = batch.p_k.flatten()[at] if want.tail else None
-        law = lambda **k: head.one_model(target, inv_t, kept=kept, rule=rule, entropy=want.entropy, **k)
-        rows = law(ids=s_ids, s_on=s_on, p_k=p_k, lam=want.lam)
+            allowed_ids = torch.cat([torch.as_tensor(i, dtype=torch.long) for _, i in batch.kept]).to(at.device)
+            kept = (torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]), allowed_ids)
+        support_ids = batch.support_ids.flatten(0, 1)[at] if want.s else None
+        s_on = batch.support_logp.flatten(0, 1)[at].isfinite() if want.s else None
+        p_kth = batch.p_kth.flatten()[at] if want.tail else None
+        law = lambda **k: head.OneModelRows(target, inv_t, kept=kept, rule=rule, entropy=want.entropy, **k)
+        rows = law(ids=support_ids, s_on=s_on, p_kth=p_kth, lam=want.lam)
         heads = [*self._hidden(self.policy, batch, at, share)]
         two = self.actor is not None
         if two:
-            rows = head.two_models(rows, law(), want.distill, want.distill_topk, want.lam, want.pair, want.topk)
+            rows = head.TwoModelRows(rows, law(), want.distill, want.distill_topk, want.lam, want.pair, want.topk)
             heads += self._hidden(self.actor, batch, at, share)
         out = head.ChunkedHead.apply(rows, head.chunk_rows(heads[1].shape[0]), *heads)
 
@@ -108,11 +108,25 @@ class Pair(nn.Module):
 
         if not two:
             out = (out[0], None, None, *out[1:]) + (None,) * 7
-        logp, actor_logp, kl, entropy, s_logp, tail, actor_entropy, z, full, after, top_ids, top_logp, top_actor = out
+        (
+            logp,
+            actor_logp,
+            kl,
+            entropy,
+            support_logp,
+            tail,
+            actor_entropy,
+            z,
+            full,
+            after,
+            top_ids,
+            top_logp,
+            top_actor,
+        ) = out
         return dict(
             logp=back(logp),
             entropy=back(entropy, want.entropy),
-            s_logp=back(s_logp, want.s),
+            support_logp=back(support_logp, want.s),
             tail=back(tail, want.tail),
             actor_logp=back(actor_logp, two),
             actor_entropy=back(actor_entropy, two and want.entropy),
@@ -166,12 +180,12 @@ class Pair(nn.Module):
         return torch.cat([before[:, None], rest], 1)[:, :T].flatten(0, 1)[at]
 
 
-def want_ref(cfg, two: bool, lam: float) -> Want:
+def needs_of_ref_pass(cfg, two: bool, lam: float) -> Needs:
     """What the ref pass must yield under this configuration. An actor that is not the law that sampled can say nothing of it."""
-    two = two and objectives.knows_sampler(cfg)
+    two = two and objectives.actor_is_sampler(cfg)
     z = cfg.correction in objectives.USES_Z
     bracket = z and cfg.obrs_z != "exact"
-    return Want(
+    return Needs(
         s=bracket,
         tail=bracket and not cfg.obrs_accept_rate,
         pair=two and z and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate,
@@ -180,21 +194,21 @@ def want_ref(cfg, two: bool, lam: float) -> Want:
     )
 
 
-def want_new(cfg, two: bool, lam: float, has_ref: bool) -> Want:
+def needs_of_update(cfg, two: bool, lam: float, has_ref: bool) -> Needs:
     """What the training pass must yield; without a ref pass it also plays its part (objectives.with_ref)."""
     z = cfg.correction in objectives.USES_Z
     bracket = z and cfg.obrs_z != "exact" and (cfg.obrs_target == "new" or not has_ref)
-    return Want(
+    return Needs(
         entropy=True,
         s=bracket,
         tail=bracket and not cfg.obrs_accept_rate,
-        pair=two and z and not has_ref and objectives.knows_sampler(cfg),
+        pair=two and z and not has_ref and objectives.actor_is_sampler(cfg),
         lam=lam,
         distill=cfg.distill_direction if two else "none",
         distill_topk=cfg.distill_topk,
     )
 
 
-def want_fresh(cfg) -> Want:
+def needs_of_exact_kappa(cfg) -> Needs:
     """What the extra forward of `--kappa=exact` must yield: the policy at S as it is now."""
-    return Want(s=True, tail=not cfg.obrs_accept_rate, lam=cfg.obrs_lambda)
+    return Needs(s=True, tail=not cfg.obrs_accept_rate, lam=cfg.obrs_lambda)

@@ -29,20 +29,20 @@ class Batch:
     sampling: torch.Tensor  # (B, 4) float32   the law that the learner scores: temperature, top_p, top_k, min_p
     staleness: torch.Tensor  # (B, 2) float32   age of the sampling weights: in updates, in seconds
     tokens: torch.Tensor  # (B, T) int64     response tokens
-    mask: torch.Tensor  # (B, T) bool      tokens that may carry a gradient
+    mask: torch.Tensor  # (B, T) bool      tokens that may controllers a gradient
     logp_inf: torch.Tensor  # (B, T) float32   as the engine sampled them
     u: torch.Tensor  # (B, T) float64   mask uniforms, a pure function of (seed, uid, response, position)
-    s_ids: torch.Tensor  # (B, T, 1 + K (+ K)) the set S: sampled token, engine's top-K (, learner's own top-K)
-    s_logp: torch.Tensor  # the same shape: log p_inf there, -inf for a token already listed
-    p_k: torch.Tensor  # (B, T) float32   the engine's K-th probability: no token outside S has more
+    support_ids: torch.Tensor  # (B, T, 1 + K (+ K)) the set S: sampled token, engine's top-K (, learner's own top-K)
+    support_logp: torch.Tensor  # the same shape: log p_inf there, -inf for a token already listed
+    p_kth: torch.Tensor  # (B, T) float32   the engine's K-th probability: no token outside S has more
     kept: list | None = None  # B pairs (offsets, ids) of the rollout's kept sets
     # from the learner's pass at the start of this step's updates (the `ref` columns)
     logp_ref: torch.Tensor | None = None  # (B, T)
-    s_logp_ref: torch.Tensor | None = None  # (B, T, ...) policy at S
+    support_logp_ref: torch.Tensor | None = None  # (B, T, ...) policy at S
     tail_ref: torch.Tensor | None = None  # (B, T)    sum outside S of min(p_K, p_ref / lambda)
-    logp_actor_ref: torch.Tensor | None = None  # (B, T)
+    actor_logp_ref: torch.Tensor | None = None  # (B, T)
     z_ref: torch.Tensor | None = None  # (B, T)    exact Z over the vocabulary (two models)
-    kl_before: torch.Tensor | None = None  # (B, T)    KL(p_ref || p_actor), full vocabulary
+    kl_ref: torch.Tensor | None = None  # (B, T)    KL(p_ref || p_actor), full vocabulary
     kl_after: torch.Tensor | None = None  # (B, T)    KL(p_ref || law of the accepted tokens)
 
     def __len__(self) -> int:
@@ -50,7 +50,7 @@ class Batch:
 
     @property
     def exists(self) -> torch.Tensor:
-        """(B, T) bool: real response tokens, whether or not they carry a gradient."""
+        """(B, T) bool: real response tokens, whether or not they controllers a gradient."""
         return torch.arange(self.tokens.shape[1], device=self.length.device)[None] < self.length[:, None]
 
     def select(self, rows) -> "Batch":
@@ -79,15 +79,15 @@ _TOKEN = {
     "mask",
     "logp_inf",
     "u",
-    "s_ids",
-    "s_logp",
-    "p_k",
+    "support_ids",
+    "support_logp",
+    "p_kth",
     "logp_ref",
-    "s_logp_ref",
+    "support_logp_ref",
     "tail_ref",
-    "logp_actor_ref",
+    "actor_logp_ref",
     "z_ref",
-    "kl_before",
+    "kl_ref",
     "kl_after",
 }
 
@@ -103,19 +103,21 @@ def collate(groups: list[Rollout], cfg, version: int = 0, now: float = 0.0) -> B
     ids = np.zeros((B, int((plen + length).max())), np.int64)
     tokens, mask = np.zeros((B, T), np.int64), np.zeros((B, T), bool)
     logp, u = np.zeros((B, T), np.float32), np.ones((B, T))
-    s_ids, s_logp = np.zeros((B, T, 1 + K), np.int64), np.full((B, T, 1 + K), -np.inf, np.float32)
-    p_k = np.zeros((B, T), np.float32)
+    support_ids, support_logp = np.zeros((B, T, 1 + K), np.int64), np.full((B, T, 1 + K), -np.inf, np.float32)
+    p_kth = np.zeros((B, T), np.float32)
     for b, ((g, i), r) in enumerate(zip(items, flat)):
         P, L = plen[b], length[b]
         ids[b, :P], ids[b, P : P + L], tokens[b, :L] = g.prompt_ids, r.tokens, r.tokens
         mask[b, :L], logp[b, :L] = r.loss_mask, r.logp_inf
         u[b, :L] = uniforms(L, "mask", cfg.seed, g.uid, i)
-        s_ids[b, :L, 0], s_ids[b, :L, 1:] = r.tokens, r.topk_ids
-        s_logp[b, :L, 1:] = r.topk_logp
-        s_logp[b, :L, 0] = np.where((r.topk_ids == r.tokens[:, None]).any(1), -np.inf, r.logp_inf)  # once, not twice
-        p_k[b, :L] = np.exp(r.topk_logp[:, -1]) if K else 1.0
+        support_ids[b, :L, 0], support_ids[b, :L, 1:] = r.tokens, r.topk_ids
+        support_logp[b, :L, 1:] = r.topk_logp
+        support_logp[b, :L, 0] = np.where(
+            (r.topk_ids == r.tokens[:, None]).any(1), -np.inf, r.logp_inf
+        )  # once, not twice
+        p_kth[b, :L] = np.exp(r.topk_logp[:, -1]) if K else 1.0
     replay = cfg.keep_sampling_mask == "replay" and any(g.sampling.truncates for g in groups)
-    missing = next((g for g, r in zip((g for g, _ in items), flat) if replay and r.kept_ids is None), None)
+    missing = next((g for g, r in zip((g for g, _ in items), flat) if replay and r.allowed_ids is None), None)
     if missing is not None:
         raise ValueError(
             f"--keep_sampling_mask=replay: group {missing.uid} has no kept sets (sampled by {missing.model} without them); "
@@ -136,15 +138,15 @@ def collate(groups: list[Rollout], cfg, version: int = 0, now: float = 0.0) -> B
         mask=torch.from_numpy(mask),
         logp_inf=torch.from_numpy(logp),
         u=torch.from_numpy(u),
-        s_ids=torch.from_numpy(s_ids),
-        s_logp=torch.from_numpy(s_logp),
-        p_k=torch.from_numpy(p_k),
-        kept=[(r.kept_offsets, r.kept_ids) for r in flat] if replay else None,
+        support_ids=torch.from_numpy(support_ids),
+        support_logp=torch.from_numpy(support_logp),
+        p_kth=torch.from_numpy(p_kth),
+        kept=[(r.allowed_offsets, r.allowed_ids) for r in flat] if replay else None,
     )
     for name in groups[0].ref:
         rows = [x for g in groups for x in g.ref[name]]
         column = np.zeros((B, T) + rows[0].shape[1:], rows[0].dtype)
-        if name == "s_logp":
+        if name == "support_logp":
             column.fill(-np.inf)
         for b, x in enumerate(rows):
             column[b, : len(x)] = x
@@ -190,46 +192,3 @@ def write_ref(groups: list[Rollout], columns: dict[str, torch.Tensor]) -> None:
             name: [x[b + i, : len(r.tokens)].copy() for i, r in enumerate(g.responses)] for name, x in host.items()
         }
         b += n
-
-
-def pack(groups: list[Rollout]) -> dict:
-    """Groups as plain containers of tensors, strings and numbers: what a checkpoint holds (no pickled classes)."""
-    t = lambda x: x if x is None else torch.from_numpy(np.ascontiguousarray(x))
-    return {
-        "groups": [
-            {
-                **{
-                    f.name: getattr(g, f.name)
-                    for f in fields(g)
-                    if f.name not in ("prompt_ids", "sampling", "responses", "ref")
-                },
-                "prompt_ids": t(g.prompt_ids),
-                "sampling": vars(g.sampling).copy(),
-                "ref": {k: [t(x) for x in v] for k, v in g.ref.items()},
-                "responses": [
-                    {k: t(v) if isinstance(v, np.ndarray) else v for k, v in vars(r).items()} for r in g.responses
-                ],
-            }
-            for g in groups
-        ]
-    }
-
-
-def unpack(packed: dict) -> list[Rollout]:
-    """The inverse of pack."""
-    from rollout import Response, Sampling
-
-    n = lambda x: x.numpy() if isinstance(x, torch.Tensor) else x
-    return [
-        Rollout(
-            **{
-                **g,
-                "uid": tuple(g["uid"]),
-                "prompt_ids": n(g["prompt_ids"]),
-                "sampling": Sampling(**g["sampling"]),
-                "ref": {k: [n(x) for x in v] for k, v in g["ref"].items()},
-                "responses": [Response(**{k: n(v) for k, v in r.items()}) for r in g["responses"]],
-            }
-        )
-        for g in packed["groups"]
-    ]

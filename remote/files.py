@@ -19,9 +19,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import wire
-from account import Account, Spool, opened, place, split
-from hub import ROOM, retain
+from remote import wire
+from remote.account import Account, Spool, split, verified, write_atomically
+from remote.hub import ROOM, retain
 
 BEAT = 2.0  # seconds between two signs of life
 PATIENCE = 20.0  # seconds until a file that should be there is lost: listings of a folder on another host lag behind
@@ -80,12 +80,12 @@ class FilesHub:
         """What found no room on the disk, once more: messages (some of which make room), then the newest weights."""
         try:
             for path, data in list(self.unsaid.items()):
-                place(path, data)
+                write_atomically(path, data)
                 del self.unsaid[path]
             if self.fresh is not None:
                 path, offer = self.fresh
-                place(out := self.folder / "models" / path.name, path.read_bytes())
-                place(self.folder / "models" / "newest", wire.encode(offer))
+                write_atomically(out := self.folder / "models" / path.name, path.read_bytes())
+                write_atomically(self.folder / "models" / "newest", wire.encode(offer))
                 self.models, self.fresh = retain(out, self.models), None
         except OSError as e:
             self.log.warning("%s: %s; tried again soon", self.folder, e.strerror)
@@ -191,7 +191,7 @@ class FilesHub:
             return name, "refused", info.st_mtime
         if self.size and self.size + nbytes > self.room:
             return None
-        data = opened(path.read_bytes())
+        data = verified(path.read_bytes())
         if data is None:
             self.log.warning("%s is damaged", path)
             return name, "corrupt", info.st_mtime
@@ -273,7 +273,7 @@ class FilesLink(threading.Thread):
         if now - self.beat > BEAT:
             self.beat = now
             for stream in self.streams:
-                place(
+                write_atomically(
                     self.folder / "samplers" / stream,
                     wire.encode(
                         wire.Hello(

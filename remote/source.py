@@ -19,9 +19,9 @@ import time
 from collections import Counter, deque
 from pathlib import Path
 
-import wire
-from account import Account, split
-from hub import log_path, retain
+from remote import wire
+from remote.account import Account, split
+from remote.hub import log_path, retain
 from sync import write_tensors
 
 COLUMNS = ("trained", "staleness", "window", "orphan", "refused", "corrupt", "lost")
@@ -165,7 +165,7 @@ class RemoteSource:
             **{k: self.hub.counts[k] for k in ("received", "duplicate", "bad_leaves", "malformed", "strangers")},
             "handed": sum(known.values()),
             "waiting": len(self.ready),
-            "wait_s": self.waited / self.comm.world,
+            "wait_s": self.waited / self.comm.size,
             "MiB_in": self.hub.counts["bytes_in"] / 2**20,
             "MiB_out": self.hub.counts["bytes_out"] / 2**20,
         }

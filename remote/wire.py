@@ -249,7 +249,7 @@ class Got(msgspec.Struct, tag="got", frozen=True):
     newest: str = ""
 
 
-class Want(msgspec.Struct, tag="want", frozen=True):
+class Needs(msgspec.Struct, tag="want", frozen=True):
     """Sampler: it knows of no offer of the newest weights; please repeat it."""
 
 
@@ -259,7 +259,7 @@ class Held(msgspec.Struct, tag="held", frozen=True):
     names: list[str]
 
 
-Message = Hello | Welcome | Refuse | Offer | Ask | Leaves | Gone | Got | Want | Held
+Message = Hello | Welcome | Refuse | Offer | Ask | Leaves | Gone | Got | Needs | Held
 _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Message)
 
 
@@ -330,7 +330,7 @@ def encode_group(g: Rollout) -> bytes:
     from safetensors.numpy import save
 
     rs = g.responses
-    kept = rs[0].kept_ids is not None
+    kept = rs[0].allowed_ids is not None
     head = Head(
         tuple(g.uid),
         g.prompt_id,
@@ -350,10 +350,10 @@ def encode_group(g: Rollout) -> bytes:
         "lengths": np.array([len(r.tokens) for r in rs], np.int32),
         "rewards": np.array([r.reward for r in rs]),
     }
-    for name in ("tokens", "loss_mask", "logp_inf", "topk_ids", "topk_logp", *(["kept_ids"] if kept else [])):
+    for name in ("tokens", "loss_mask", "logp_inf", "topk_ids", "topk_logp", *(["allowed_ids"] if kept else [])):
         arrays[name] = np.concatenate([getattr(r, name) for r in rs])
     if kept:
-        arrays["kept_sizes"] = np.concatenate([np.diff(r.kept_offsets) for r in rs]).astype(np.int32)
+        arrays["allowed_sizes"] = np.concatenate([np.diff(r.allowed_offsets) for r in rs]).astype(np.int32)
     return save(
         {k: np.ascontiguousarray(v) for k, v in arrays.items()}, metadata={"head": msgspec.json.encode(head).decode()}
     )
@@ -368,8 +368,8 @@ SHAPES = {
     "logp_inf": (np.float32, 1),
     "topk_ids": (np.int32, 2),
     "topk_logp": (np.float32, 2),
-    "kept_ids": (np.int32, 1),
-    "kept_sizes": (np.int32, 1),
+    "allowed_ids": (np.int32, 1),
+    "allowed_sizes": (np.int32, 1),
 }
 
 
@@ -391,7 +391,7 @@ def decode_group(data, limits: Limits) -> Rollout:
         if not ok:
             raise WireError(f"group {name_of(head.uid)}: {what}")
 
-    need(set(a) == set(SHAPES) - (set() if head.kept else {"kept_ids", "kept_sizes"}), f"arrays {sorted(a)}")
+    need(set(a) == set(SHAPES) - (set() if head.kept else {"allowed_ids", "allowed_sizes"}), f"arrays {sorted(a)}")
     for name, x in a.items():
         need(x.dtype == SHAPES[name][0] and x.ndim == SHAPES[name][1], f"{name} is {x.dtype} with {x.ndim} dimensions")
     L, G = a["lengths"], len(a["lengths"])
@@ -412,7 +412,7 @@ def decode_group(data, limits: Limits) -> Rollout:
         a["topk_ids"].shape == a["topk_logp"].shape == (N, limits.topk),
         f"top-K of {a['topk_ids'].shape[1]} instead of {limits.topk}",
     )
-    for name in ("prompt_ids", "tokens", "topk_ids", "kept_ids"):
+    for name in ("prompt_ids", "tokens", "topk_ids", "allowed_ids"):
         need(
             name not in a or a[name].size == 0 or 0 <= a[name].min() and a[name].max() < limits.vocab,
             f"{name} outside the vocabulary of {limits.vocab}",
@@ -424,21 +424,21 @@ def decode_group(data, limits: Limits) -> Rollout:
     need(np.isfinite(a["rewards"]).all() and head.version >= 0, "a reward or version that is none")
     need(head.kept == (limits.kept > 0), "kept sets are missing" if limits.kept else "kept sets that nobody asked for")
     ends = np.cumsum(L)
-    kept_at = np.concatenate([[0], np.cumsum(a["kept_sizes"], dtype=np.int64)]) if head.kept else None
+    kept_at = np.concatenate([[0], np.cumsum(a["allowed_sizes"], dtype=np.int64)]) if head.kept else None
     if head.kept:
         need(
-            len(a["kept_sizes"]) == N
-            and a["kept_sizes"].min() >= 1
-            and a["kept_sizes"].max() <= limits.kept
-            and kept_at[-1] == len(a["kept_ids"]),
+            len(a["allowed_sizes"]) == N
+            and a["allowed_sizes"].min() >= 1
+            and a["allowed_sizes"].max() <= limits.kept
+            and kept_at[-1] == len(a["allowed_ids"]),
             "kept sets of wrong sizes",
         )
     responses = []
     for i, (start, end) in enumerate(zip(ends - L, ends)):
         sets = (
             {
-                "kept_offsets": kept_at[start : end + 1] - kept_at[start],
-                "kept_ids": a["kept_ids"][kept_at[start] : kept_at[end]],
+                "allowed_offsets": kept_at[start : end + 1] - kept_at[start],
+                "allowed_ids": a["allowed_ids"][kept_at[start] : kept_at[end]],
             }
             if head.kept
             else {}

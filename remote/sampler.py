@@ -22,12 +22,12 @@ from typing import Literal
 
 import numpy as np
 
-import wire
-from account import Spool
-from delay import Law, check
-from files import FilesLink, shared_world
-from keys import sampler_keys
-from link import Link
+from remote import wire
+from remote.account import Spool
+from delay import DelayDistribution, check
+from remote.files import FilesLink, shared_world
+from remote.keys import sampler_keys
+from remote.link import Link
 from rollout import LocalSource, request_seed, uniforms
 
 SAY = 10.0  # seconds between two lines on the screen
@@ -81,7 +81,7 @@ class Flags:
 
 
 class SamplerSource(LocalSource):
-    """A LocalSource whose groups carry this sampler's stream and incarnation, and which walks the task from a random place on."""
+    """A LocalSource whose groups controllers this sampler's stream and incarnation, and which walks the task from a random place on."""
 
     def identify(self, i: int) -> tuple[int, tuple[str, int, int]]:
         return request_seed("walk", *self.owner) % 2**31 + i, (*self.owner, i)
@@ -125,7 +125,7 @@ def sample(flags: Flags) -> None:
                     u = float(uniforms(1, "delay", streams[0], incarnation, draws)[0])
                     until, draws = (
                         time.monotonic()
-                        + Law(flags.delay, flags.delay_min, flags.delay_max, flags.delay_mass).quantile(
+                        + DelayDistribution(flags.delay, flags.delay_min, flags.delay_max, flags.delay_mass).quantile(
                             max(2.0**-53, u)
                         ),
                         draws + 1,
@@ -250,8 +250,8 @@ def start(welcome: wire.Welcome, flags: Flags, folder: Path):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     import quant
-    from rollout import make_engine
-    from runs import unpack_setup
+    from engines import make_engine
+    from run import unpack_setup
     from sampling import Sampling
     from sync import Probe, read_tensors
     from tasks import make_task
@@ -317,10 +317,10 @@ def start(welcome: wire.Welcome, flags: Flags, folder: Path):
             return
         tensors = read_tensors(path)
         if run["packed"] and not engine.packed:
-            tensors = quant.hold(skeleton, tensors)
+            tensors = quant.load_quantized(skeleton, tensors)
         if not run["packed"]:
             tensors = {k: x.float() if x.is_floating_point() else x for k, x in tensors.items()}
-            tensors = dict(quant.published(tensors.items(), skeleton, form, engine.packed)) if form else tensors
+            tensors = dict(quant.for_engine(tensors.items(), skeleton, form, engine.packed)) if form else tensors
         source.published = published
         source.load(version, tensors.items())
 

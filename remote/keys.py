@@ -1,6 +1,6 @@
 """CURVE keys: who may talk to whom, and nobody else can read it.
 
-    python keys.py OUT --samplers=4         # OUT/learner and OUT/sampler0 ... OUT/sampler3, a folder to carry to each machine
+    python keys.py OUT --samplers=4         # OUT/learner and OUT/sampler0 ... OUT/sampler3, a folder to controllers to each machine
 
 ZeroMQ's CURVE (Curve25519) authenticates and encrypts every connection: the learner lets in the samplers whose public keys it has, and a sampler
 talks to the learner whose public key it has.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def make_keys(out: str, samplers: int) -> None:
-    """OUT/learner and OUT/sampler0, ...: one folder to carry to each machine. CURVE key pairs; secrets readable by their owner alone."""
+    """OUT/learner and OUT/sampler0, ...: one folder to controllers to each machine. CURVE key pairs; secrets readable by their owner alone."""
     import shutil
     import zmq.auth
 
@@ -100,5 +100,5 @@ if __name__ == "__main__":
     except ValueError as e:
         sys.exit(f"error: {e}")
     print(
-        f"{a.out}/learner stays with the learner; carry {a.out}/sampler0 to {a.out}/sampler{a.samplers - 1} to a host each, by a way you trust"
+        f"{a.out}/learner stays with the learner; controllers {a.out}/sampler0 to {a.out}/sampler{a.samplers - 1} to a host each, by a way you trust"
     )

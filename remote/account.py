@@ -58,7 +58,7 @@ def split(name: str) -> tuple[tuple[str, int], int]:
     return (sampler, int(incarnation)), int(n)
 
 
-def place(path: Path, data: bytes, flush: bool = True) -> None:
+def write_atomically(path: Path, data: bytes, flush: bool = True) -> None:
     """Write a file whole or not at all. flush: onto the disk, so that a host that loses power keeps it too."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -73,18 +73,18 @@ def place(path: Path, data: bytes, flush: bool = True) -> None:
         raise
 
 
-def sealed(data: bytes) -> bytes:
+def with_digest(data: bytes) -> bytes:
     """A file's bytes behind their digest."""
     return hashlib.sha256(data).digest() + data
 
 
-def opened(data: bytes) -> bytes | None:
-    """What was sealed; None if it is damaged."""
+def verified(data: bytes) -> bytes | None:
+    """What was with_digest; None if it is damaged."""
     return data[32:] if hashlib.sha256(data[32:]).digest() == data[:32] else None
 
 
 class Spool:
-    """Files STREAM/INC-N, sealed, each a group that was handed over; STREAM/INC-N.lost in place of one that was damaged."""
+    """Files STREAM/INC-N, with_digest, each a group that was handed over; STREAM/INC-N.lost in place of one that was damaged."""
 
     def __init__(self, folder: Path, streams: list[str], incarnation: int):
         self.folder, self.incarnation, self.lock = folder, incarnation, threading.Lock()
@@ -110,8 +110,8 @@ class Spool:
         return self.folder / stream / f"{incarnation}-{n}"
 
     def hand_over(self, stream: str, name: str, data: bytes) -> None:
-        place(
-            self.path(name), sealed(data), flush=False
+        write_atomically(
+            self.path(name), with_digest(data), flush=False
         )  # a killed process leaves it whole; a host that loses power may not, and then its digest says so
         with self.lock:
             self.handed[stream] += 1
@@ -120,7 +120,7 @@ class Spool:
     def read(self, name: str) -> bytes | None:
         """The group's bytes; None if they are gone or damaged, which is written down."""
         path, stream = self.path(name), split(name)[0][0]
-        data = opened(path.read_bytes()) if path.is_file() else None
+        data = verified(path.read_bytes()) if path.is_file() else None
         if data is None and name in self.waiting[stream]:
             path.with_name(f"{path.name}.lost").touch()
             path.unlink(missing_ok=True)

@@ -1,0 +1,6 @@
+"""python -m remote --connect=...: a sampler on this host for a learner somewhere else."""
+
+from remote import sampler
+
+if __name__ == "__main__":
+    sampler.main()
