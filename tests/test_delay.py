@@ -297,6 +297,11 @@ def test_a_delayed_run_killed_and_resumed_is_the_same_run(solvers, tmp_path):
         ),
         (dict(delay="constant", delay_samplers=0), "--delay_samplers=0: must be at least 1"),
         (dict(delay="constant", step_seconds=0.0), "--step_seconds=0.0: must be above 0"),
+        (dict(delay="constant", window_seconds=0.0), "--window_seconds=0.0: must be above 0"),
+        (
+            dict(delay="constant", samplers="files", sync_path="x"),
+            "--delay=constant simulates samplers inside this process, and --samplers=files has real ones",
+        ),
         (dict(delay="constant", max_staleness=-1), "--max_staleness=-1: a number of updates"),
         (
             dict(delay="constant", max_staleness=2, sync_every=8),
