@@ -1,5 +1,4 @@
-"""Every flag of train.py: its default, its choices, one sentence. Then what a command line has to pass before a
-model loads.
+"""Every flag of train.py: its default, its choices, one sentence; then what must hold between them.
 
     python train.py --config=configs/x.toml --key=value
 
@@ -15,11 +14,11 @@ import importlib.util
 import json
 import math
 import os
-import tomllib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
+import corrections
 import delay
 import flags
 import objectives
@@ -429,7 +428,7 @@ def parse(argv: list[str] | None = None) -> Config:
     from_file, given = {}, {}
     for key, value in flags.read(Config, argv, "python train.py --key=value ...", also={"config", *FOREIGN}):
         if key == "config":
-            from_file.update(read_toml(value))
+            from_file.update(flags.read_toml(Config, value))
             continue
         key, value = ours(key, value)
         given[key] = flags.convert(Config, key, value)
@@ -446,31 +445,6 @@ def ours(key: str, value: str) -> tuple[str, str]:
         name, values = name
         value = values.get(value, value)
     return name, value
-
-
-def read_toml(path: str) -> dict:
-    """A flat TOML file of flags; keys and types are checked as on the command line."""
-    need(Path(path).is_file(), f"--config={path}: no such file")
-    try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as e:
-        raise ValueError(f"--config={path}: not valid TOML ({e})") from None
-    return {key: of_toml(path, key, value) for key, value in values.items()}
-
-
-def of_toml(path: str, key: str, value):
-    """A TOML value as the flag's type: a whole number may stand for a float, nothing else changes."""
-    kinds = flags.types_of(Config)
-    need(key in kinds, f"{path}: {key}: no such flag{flags.nearest(key, kinds)}")
-    kind = kinds[key]
-    accepted = [t for t in (bool, int, float, str) if t is kind or t in getattr(kind, "__args__", ())]
-    if float in accepted and type(value) is int:
-        return float(value)
-    if flags.choices_of(kind):
-        choice(key, value, flags.choices_of(kind))
-        return value
-    need(type(value) in accepted, f"{path}: {key} = {value!r} is not of type {accepted[0].__name__}")
-    return value
 
 
 def resumed(cfg: Config, given: set[str]) -> Config:
@@ -507,7 +481,7 @@ def resolve_open(cfg: Config) -> Config:
     if cfg.actor == "auto":
         cfg = replace(cfg, actor="base:actor" if cfg.model == "base:policy" else "none")
     if cfg.obrs_z == "auto":
-        cfg = replace(cfg, obrs_z="exact" if objectives.exact_z_known(cfg) else "bracket")
+        cfg = replace(cfg, obrs_z="exact" if corrections.exact_z_known(cfg) else "bracket")
     if cfg.obrs_c2 is None:
         clipped = cfg.clip and cfg.surrogate in ("ppo", "cispo")
         cfg = replace(cfg, obrs_c2=1.02 + cfg.clip_high if clipped else math.inf)
@@ -569,7 +543,7 @@ def check_sampling_with_an_actor(cfg: Config) -> None:
 
 
 def check_remote(cfg: Config) -> None:
-    """Flags of samplers on other machines, and of the weights that travel to them."""
+    """Samplers on other machines, and the weights that travel to them."""
     remote = cfg.samplers != "local"
     need(cfg.give_up > 0, f"--give_up={cfg.give_up}: must be above 0")
     need(
@@ -624,19 +598,3 @@ def check_packages(cfg: Config) -> None:
             importlib.util.find_spec("wandb") is not None,
             f"--wandb={cfg.wandb}: wandb is not installed; pip install wandb, or leave the flag out",
         )
-
-
-def check_vocabulary(cfg: Config, vocabulary: int) -> None:
-    """Flags that are bounded by the number of tokens of the models."""
-    need(
-        cfg.correction not in objectives.USES_Z or 1 <= cfg.obrs_topk <= vocabulary,
-        f"--obrs_topk={cfg.obrs_topk}: K must lie between 1 and the vocabulary of {vocabulary} tokens",
-    )
-    need(
-        cfg.top_k <= vocabulary,
-        f"--top_k={cfg.top_k}: larger than the vocabulary of {vocabulary} tokens; 0 keeps all",
-    )
-    need(
-        0 <= cfg.distill_topk < vocabulary,
-        f"--distill_topk={cfg.distill_topk}: must lie between 0 and the vocabulary of {vocabulary} tokens, less one",
-    )

@@ -20,7 +20,9 @@ import functools
 import inspect
 import sys
 import textwrap
+import tomllib
 from dataclasses import fields
+from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 NEAR = 0.65  # a name less like a flag than this is no slip of the finger, and gets no guess
@@ -108,6 +110,32 @@ def convert(cls, key: str, text: str):
     except ValueError:
         wanted = "a whole number" if kind is int else "a number"
         raise ValueError(f"--{key}={text}: not {wanted}") from None
+
+
+def read_toml(cls, path: str) -> dict:
+    """The flags that a flat TOML file sets; names and types are checked as on the command line."""
+    need(Path(path).is_file(), f"--config={path}: no such file")
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as e:
+        raise ValueError(f"--config={path}: not valid TOML ({e})") from None
+    kinds = types_of(cls)
+    for key, value in values.items():
+        need(key in kinds, f"{path}: {key}: no such flag{nearest(key, kinds)}")
+        values[key] = of_toml(path, key, value, kinds[key])
+    return values
+
+
+def of_toml(path: str, key: str, value, kind):
+    """A TOML value as the flag's type: a whole number may stand for a float, nothing else changes."""
+    if choices_of(kind):
+        choice(key, value, choices_of(kind))
+        return value
+    accepted = [t for t in (bool, int, float, str) if t is kind or t in get_args(kind)]
+    if float in accepted and type(value) is int:
+        return float(value)
+    need(type(value) in accepted, f"{path}: {key} = {value!r} is not of type {accepted[0].__name__}")
+    return value
 
 
 def choice(key: str, value, known) -> None:

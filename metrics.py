@@ -37,64 +37,26 @@ class View:
 
     def __init__(self, new, batch, stats, logs, cfg):
         self.new, self.batch, self.stats, self.logs, self.cfg = new, batch, stats, logs, cfg
-        self.clamp = cfg.log_ratio_clamp
         self.inf, self.ref, self.adv = batch.logp_inf, batch.logp_ref, batch.adv
-        self.weight, self.keep, self.clipped = logs["weight"], logs["keep"], logs["clipped"]
         row = corrections.CORRECTIONS[cfg.correction]
         self.C = cfg.is_cap if row.caps == "token" else 2.0  # where "large" and "small" weights begin
         self.C_seq = cfg.is_cap if row.caps == "sequence" else 4.0
-
-    # -- what a row is a mean over
-
-    @property
-    def tokens(self):
-        """Tokens that may carry a gradient."""
-        return self.batch.mask
-
-    @functools.cached_property
-    def responses(self):
-        """Responses with such a token."""
-        return self.batch.mask.any(1)
-
-    # -- tokens
-
-    @functools.cached_property
-    def log_r(self):
-        return (self.ref - self.inf).masked_fill(~self.tokens, 0.0)
-
-    @functools.cached_property
-    def r(self):
-        return self.batch.log_r.clamp(-self.clamp, self.clamp).exp()
-
-    @functools.cached_property
-    def applied(self):
-        """weight x keep."""
-        return self.weight * self.keep
-
-    @property
-    def weight_with_mask(self):
-        """The weight of each token; OBRS's expected mask is part of it, a drawn one is not."""
-        expected = self.cfg.correction in ("obrs", "jackpot_adjusted") and self.cfg.obrs_mask == "expected"
-        return self.applied if expected else self.weight
-
-    # -- responses
-
-    @functools.cached_property
-    def n(self):
-        return self.batch.mask.sum(1).clamp_min(1)
-
-    @functools.cached_property
-    def sum_log_r(self):
-        return self.log_r.sum(1)
-
-    @functools.cached_property
-    def R(self):  # noqa: N802  the papers' R
-        return self.sum_log_r.clamp(-self.clamp, self.clamp).exp()
-
-    @functools.cached_property
-    def gap(self):
-        """|p_inf - p_ref|, (B, T), 0 where no token is."""
-        return (self.inf.exp() - self.ref.exp()).abs() * self.tokens
+        self.clamp = cfg.log_ratio_clamp
+        # what a row is a mean over
+        self.tokens = batch.mask  # tokens that may carry a gradient
+        self.responses = batch.mask.any(1)  # responses with such a token
+        # tokens
+        self.log_r = batch.log_r.masked_fill(~batch.mask, 0.0)
+        self.r = batch.log_r.clamp(-self.clamp, self.clamp).exp()
+        self.gap = (self.inf.exp() - self.ref.exp()).abs() * batch.mask  # |p_inf - p_ref|
+        self.weight, self.keep, self.clipped = logs["weight"], logs["keep"], logs["clipped"]
+        self.applied = self.weight * self.keep
+        if cfg.correction in ("obrs", "jackpot_adjusted") and cfg.obrs_mask == "expected":
+            self.weight = self.applied  # OBRS's expected mask is part of the weight, a drawn one is not
+        # responses
+        self.n = batch.mask.sum(1).clamp_min(1)
+        self.sum_log_r = self.log_r.sum(1)
+        self.R = self.sum_log_r.clamp(-self.clamp, self.clamp).exp()
 
     # -- OBRS
 
@@ -267,11 +229,11 @@ MISMATCH = [
 ]
 
 WEIGHTS = [
-    Mean("_w", tokens, lambda v: v.weight_with_mask),
-    Mean("_w2", tokens, lambda v: v.weight_with_mask**2),
+    Mean("_w", tokens, lambda v: v.weight),
+    Mean("_w2", tokens, lambda v: v.weight**2),
     Mean("_wk", tokens, lambda v: v.applied),
     Mean("_wk2", tokens, lambda v: v.applied**2),
-    Max("_neg_min", tokens, lambda v: -v.weight_with_mask),
+    Max("_neg_min", tokens, lambda v: -v.weight),
     Derived(
         "rollout_corr/rollout_is_mean",
         lambda m: m["_w"],
@@ -279,7 +241,7 @@ WEIGHTS = [
         "not; with ratio_base inf or group times the unclipped ratio",
     ),
     Derived("rollout_corr/rollout_is_min", lambda m: -m["_neg_min"], "its minimum"),
-    Max("rollout_corr/rollout_is_max", tokens, lambda v: v.weight_with_mask, "its maximum"),
+    Max("rollout_corr/rollout_is_max", tokens, lambda v: v.weight, "its maximum"),
     Derived(
         "rollout_corr/rollout_is_std",
         lambda m: math.sqrt(max(0.0, m["_w2"] - m["_w"] ** 2)),

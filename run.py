@@ -28,9 +28,11 @@ import config
 import corrections
 import quant
 import sampling
+import tasks
 import warmstart
 from delay import DelaySource
 from engines import make_engine
+from flags import need
 from rollout import LocalSource, uniforms
 from sampling import Sampling
 from sync import Probe
@@ -91,6 +93,8 @@ def open_run(cfg: config.Config, comm) -> Run:
             "folder"
         )
     warmstart.check(cfg, task)
+    if cfg.model.startswith("base:"):
+        check_vocabulary(cfg, tasks.VOCAB)
     comm.barrier()  # every rank has looked before rank 0 writes
     if comm.rank == 0:
         prepare_folder(cfg)
@@ -172,9 +176,25 @@ def check_models(cfg, policy: str, actor: str | None) -> None:
             f"--actor={actor}: its vocabulary has {sizes[1]} tokens and the policy's {sizes[0]}; actor and policy must "
             "share one"
         )
-    config.check_vocabulary(cfg, sizes[0])
+    check_vocabulary(cfg, sizes[0])
     if {cfg.rollout_quant, cfg.learner_quant} != {"none"}:
         quant.check_model(cfg, actor or policy)
+
+
+def check_vocabulary(cfg, vocabulary: int) -> None:
+    """Flags that are bounded by the number of tokens of the models."""
+    need(
+        cfg.correction not in corrections.USES_Z or 1 <= cfg.obrs_topk <= vocabulary,
+        f"--obrs_topk={cfg.obrs_topk}: K must lie between 1 and the vocabulary of {vocabulary} tokens",
+    )
+    need(
+        cfg.top_k <= vocabulary,
+        f"--top_k={cfg.top_k}: larger than the vocabulary of {vocabulary} tokens; 0 keeps all",
+    )
+    need(
+        0 <= cfg.distill_topk < vocabulary,
+        f"--distill_topk={cfg.distill_topk}: must lie between 0 and the vocabulary of {vocabulary} tokens, less one",
+    )
 
 
 def common_tokenizer(cfg, policy: str, actor: str | None):
