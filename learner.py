@@ -141,9 +141,8 @@ class Learner:
         self.names = ["policy"] if actor is None else ["policy", "actor"]
         self.lr = {"policy": cfg.lr, "actor": cfg.actor_lr}
         self.rollout_format = quant.format_of(cfg.rollout_quant, cfg.quant_group)
-        own_format = quant.format_of(cfg.learner_quant, cfg.quant_group)
-        if cfg.learner_quant == "aligned":
-            own_format = self.rollout_format
+        own = cfg.rollout_quant if cfg.learner_quant == "aligned" else cfg.learner_quant
+        own_format = quant.format_of(own, cfg.quant_group)
         quant.align(policy if actor is None else actor, own_format)  # the model that samples
         autocast = torch.bfloat16 if cfg.dtype == "bfloat16" else None
         self.models = PolicyAndActor(policy, actor, autocast, cfg.lm_head_fp32).to(self.device)
