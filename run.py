@@ -1,4 +1,4 @@
-"""A run: its folder, its models, its task and tokenizer, its source of rollouts; all checked before a model loads.
+"""A run: its folder, its models, its task and tokenizer, all checked before a model loads.
 
 OUT/config.json      flags, command, versions, git revision
 OUT/metrics.jsonl    one line an update (`Log`), whose names metrics.py explains
@@ -27,14 +27,10 @@ import checkpoint
 import config
 import corrections
 import quant
-import sampling
 import tasks
 import warmstart
-from delay import DelaySource
-from engines import make_engine
 from flags import need
-from rollout import LocalSource, uniforms
-from sampling import Sampling
+from rollout import uniforms
 from sync import Probe
 from tasks import encode, make_task
 
@@ -223,39 +219,6 @@ def load_model(folder: str):
     if wrong:
         raise ValueError(f"{folder}: its weights do not fit its config.json (first: {wrong[0]}); {whole}")
     return model
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Where rollouts come from
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def open_source(cfg, run: Run, comm):
-    """The source of groups that the flags name: an engine in this process, delayed samplers, or remote ones.
-
-    Beside each token's own log-probability an engine records the K largest, where they bound Z, and the tokens that
-    truncated sampling allowed, where the learner replays them."""
-    bracket = cfg.correction in corrections.USES_Z and cfg.obrs_z != "exact"
-    topk = cfg.obrs_topk if bracket else 0
-    max_allowed = sampling.max_allowed(cfg, run.configs[run.rollout_model].vocab_size)
-    if cfg.samplers != "local":
-        from remote.source import open_remote_source  # zmq and msgspec, which nothing else needs
-
-        return open_remote_source(cfg, run, run.rollout_model, topk, max_allowed, comm)
-    engine = make_engine(cfg, run.actor or run.policy, run.context, max(topk, max_allowed), comm.device)
-    settings = {
-        "group_size": cfg.group_size,
-        "topk": topk,
-        "max_allowed": max_allowed,
-        "model": run.rollout_model,
-        "probe": run.probe(),
-        "rank": comm.rank,
-        "n_ranks": comm.size,
-    }
-    args = (engine, run.task, run.tokenizer, Sampling.of(cfg))
-    if cfg.delay == "none":
-        return LocalSource(*args, **settings)
-    return DelaySource(*args, cfg=cfg, store=run.folder / "versions", **settings)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

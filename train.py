@@ -24,10 +24,15 @@ import checkpoint
 import config
 import objectives
 import plot
+import sampling
+from corrections import USES_Z
+from delay import DelaySource
+from engines import make_engine
 from eval import fresh_advantage, held_out
 from learner import LOCAL_RANK, Comm, Learner
 from model import needs_of_exact_kappa
-from run import Log, open_run, open_source
+from rollout import LocalSource
+from run import Log, open_run
 
 
 def train(cfg: config.Config) -> None:
@@ -155,6 +160,33 @@ class Training:
         """Seconds by stage since it was last read."""
         seconds, self.clock = self.clock, {}
         return seconds
+
+
+def open_source(cfg, run, comm):
+    """The source of groups that the flags name: an engine in this process, delayed samplers, or remote ones.
+
+    Beside each token's own log-probability it records the K largest, where they bound OBRS's Z, and the tokens that
+    truncated sampling allowed, where the learner replays them."""
+    topk = cfg.obrs_topk if cfg.correction in USES_Z and cfg.obrs_z != "exact" else 0
+    max_allowed = sampling.max_allowed(cfg, run.configs[run.rollout_model].vocab_size)
+    if cfg.samplers != "local":
+        from remote.source import open_remote_source  # its packages are needed nowhere else
+
+        return open_remote_source(cfg, run, run.rollout_model, topk, max_allowed, comm)
+    engine = make_engine(cfg, run.actor or run.policy, run.context, max(topk, max_allowed), comm.device)
+    what = (engine, run.task, run.tokenizer, sampling.Sampling.of(cfg))
+    how = {
+        "group_size": cfg.group_size,
+        "topk": topk,
+        "max_allowed": max_allowed,
+        "model": run.rollout_model,
+        "probe": run.probe(),
+        "rank": comm.rank,
+        "n_ranks": comm.size,
+    }
+    if cfg.delay == "none":
+        return LocalSource(*what, **how)
+    return DelaySource(*what, cfg=cfg, store=run.folder / "versions", **how)
 
 
 def due(every: int, step: int) -> bool:
