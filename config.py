@@ -410,6 +410,7 @@ FOREIGN = {
     "epsilon_high": "clip_high",
     "num_generations": "group_size",
     "max_completion_length": "max_tokens",
+    "learning_rate": "lr",
 }
 # flags that a resumed run may change: they steer the process, not the training
 HARMLESS = {
@@ -546,10 +547,7 @@ def check_remote(cfg: Config) -> None:
     """Samplers on other machines, and the weights that travel to them."""
     remote = cfg.samplers != "local"
     need(cfg.give_up > 0, f"--give_up={cfg.give_up}: must be above 0")
-    need(
-        cfg.samplers != "files" or cfg.sync_path,
-        "--samplers=files: name the shared folder with --sync_path",
-    )
+    need(cfg.samplers != "files" or cfg.sync_path, "--samplers=files: name the shared folder with --sync_path")
     need(
         cfg.samplers != "zmq" or cfg.keys != "none" or cfg.bind.startswith(("tcp://127.0.0.1:", "ipc://")),
         f"--bind={cfg.bind}: for other hosts --keys are needed (python -m remote.keys OUT --samplers=N makes them), "

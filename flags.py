@@ -25,7 +25,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
-NEAR = 0.65  # a name less like a flag than this is no slip of the finger, and gets no guess
+NEAR = 0.8  # a name less like a flag than this is no slip of the finger, and gets no guess
 
 
 def need(ok, sentence: str) -> None:
@@ -170,8 +170,8 @@ def help_page(cls, usage: str = "") -> str:
         lines += ["", f"{inspect.cleandoc(group.__doc__).splitlines()[0]}:"]
         for key, sentence in docs_of(group).items():
             listed = choices_of(kinds[key])
-            takes = f"{{{','.join(listed)}}}" if listed else key.rpartition("_")[2].upper()
-            default = "" if defaults[key] in (None, "") else f" (default {defaults[key]})"
-            lines.append(f"  --{key}={takes}")
-            lines += textwrap.wrap(sentence + default, 104, initial_indent=" " * 8, subsequent_indent=" " * 8)
+            default = "" if defaults[key] in (None, "") else f"={defaults[key]}"
+            one_of = f"    (one of {', '.join(listed)})" if listed else ""
+            lines.append(f"  --{key}{default}{one_of}")
+            lines += textwrap.wrap(sentence, 104, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return "\n".join(lines).strip()
