@@ -1,23 +1,28 @@
 """Delayed samplers in one process, on a virtual clock: HeteroRL, section 4.1. Exact, and reproducible bit for bit.
 
-`--delay_samplers` samplers each hold a model version of their own. A sampler draws a delay D, goes on sampling with the model it has
-until D seconds have passed, loads the newest one broadcast by then, and draws again: the whole latency of a network sits in D, as in the text.
-It never idles, and the learner trains on what arrives, in order of arrival.
+There are `--delay_samplers` samplers, and each holds a model version of its own. A sampler draws a
+delay D, goes on sampling with the model it has until D seconds have passed, loads the newest
+version broadcast by then, and draws again. As in the paper, D is the whole latency of the network.
+A sampler never idles, and the learner trains on groups in order of arrival.
 
-The clock is virtual: an update takes `--step_seconds`, sampling takes none, so delays become model versions:
+The clock is virtual: an update takes `--step_seconds` and sampling takes no time, so delays become
+model versions:
 
-    time of version v  =  v step_seconds (+ whatever the learner had to wait)
-    D                  <= max_staleness step_seconds                                   --max_staleness: 0 is the synchronous loop
+    time of version v  =  v step_seconds (+ the time that the learner had to wait for groups)
+    D                  <= max_staleness step_seconds        (--max_staleness=0: the synchronous loop)
 
-Laws of D between lo and hi seconds, fitted so that P(D < lo) = P(D > hi) = (1 - mass) / 2 = a, then clipped to [lo, hi]:
+The distributions of D between lo and hi seconds are fitted so that
+P(D < lo) = P(D > hi) = (1 - mass) / 2 = a, and then clipped to [lo, hi]:
 
     lognormal     mu = log sqrt(lo hi), sigma = log(hi / lo) / (2 z), z the normal quantile of 1 - a
     weibull       k = log(log a / log(1 - a)) / log(hi / lo), log scale = log hi - log(-log a) / k
-    exponential   rate = -log a / hi: one parameter, so P(D > hi) = a alone is met
+    exponential   rate = -log a / hi: it has one parameter, so only P(D > hi) = a is met
     constant      hi
 
-A group is sampled when the learner takes it, with the weights its sampler had when it was made: a sample is a pure function of weights and seeds
-(rollout.py), so nothing is computed that a bound then drops. Old versions stay on disk as long as a sampler, a waiting group or a checkpoint needs them.
+A group is sampled when the learner takes it, with the weights that its sampler had when the group
+was made. This is exact because a sample is a pure function of weights and seeds (rollout.py), and a
+group that a bound drops is never computed. Old versions stay on disk as long as a sampler, a
+waiting group or a checkpoint needs them.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
+from typing import NamedTuple
 
 import sync
 from rollout import LocalSource, Rollout, uniforms
@@ -34,7 +40,7 @@ from rollout import LocalSource, Rollout, uniforms
 
 @dataclass(frozen=True)
 class DelayDistribution:
-    """A law of delays in seconds, by its quantile function; see above."""
+    """A distribution of delays in seconds by its quantile function; formulas at the top of the file."""
 
     kind: str
     low: float
@@ -43,59 +49,73 @@ class DelayDistribution:
 
     def fit(self) -> dict[str, float]:
         """The parameters that meet the two quantiles."""
-        a, span = (1 - self.mass) / 2, math.log(self.high / self.low)
+        a = (1 - self.mass) / 2
+        span = math.log(self.high / self.low)
         if self.kind == "lognormal":
             return {"mu": math.log(self.low * self.high) / 2, "sigma": span / (2 * NormalDist().inv_cdf(1 - a))}
         if self.kind == "weibull":
             k = math.log(math.log(a) / math.log1p(-a)) / span
             return {"k": k, "log_scale": math.log(self.high) - math.log(-math.log(a)) / k}
-        return {"rate": -math.log(a) / self.high} if self.kind == "exponential" else {}
+        if self.kind == "exponential":
+            return {"rate": -math.log(a) / self.high}
+        return {}
 
     def quantile(self, u: float) -> float:
-        """The delay below which a share u lies, 0 < u < 1, clipped to [low, high]."""
-        p = self.fit()
+        """The delay below which a share u of the delays lies, 0 < u < 1, clipped to [low, high]."""
+        fitted = self.fit()
         if self.kind == "lognormal":
-            x = p["mu"] + p["sigma"] * NormalDist().inv_cdf(u)
+            log_delay = fitted["mu"] + fitted["sigma"] * NormalDist().inv_cdf(u)
         elif self.kind == "weibull":
-            x = p["log_scale"] + math.log(-math.log1p(-u)) / p["k"]
+            log_delay = fitted["log_scale"] + math.log(-math.log1p(-u)) / fitted["k"]
+        elif self.kind == "exponential":
+            log_delay = math.log(-math.log1p(-u) / fitted["rate"])
         else:
-            x = math.log(-math.log1p(-u) / p["rate"]) if self.kind == "exponential" else math.inf
-        return self.low if x <= math.log(self.low) else self.high if x >= math.log(self.high) else math.exp(x)
+            return self.high
+        if log_delay <= math.log(self.low):
+            return self.low
+        if log_delay >= math.log(self.high):
+            return self.high
+        return math.exp(log_delay)
 
 
-def check(flags) -> None:
-    """ValueError: one sentence, if `flags` (of train.py or of a remote sampler) name no law."""
-    if not 0 < flags.delay_min <= flags.delay_max < math.inf:
-        raise ValueError(
-            f"--delay_min={flags.delay_min} --delay_max={flags.delay_max}: the shortest delay must be above 0 and not above the longest"
-        )
-    if flags.delay in ("lognormal", "weibull") and flags.delay_min == flags.delay_max:
-        raise ValueError(
-            f"--delay={flags.delay}: two quantiles need --delay_min below --delay_max; use --delay=constant"
-        )
-    if not 0 < flags.delay_mass < 1:
-        raise ValueError(
-            f"--delay_mass={flags.delay_mass}: the share of delays between --delay_min and --delay_max lies inside (0, 1)"
-        )
+@dataclass
+class Sampler:
+    """A simulated sampler."""
+
+    version: int  # that it holds
+    until: float  # virtual seconds: when it loads the next one
+    draws: int  # delays drawn so far
+
+
+class Ticket(NamedTuple):
+    """A group that a sampler has made and the learner has not taken yet."""
+
+    number: int  # which group of this source
+    version: int  # of the weights that it is sampled with
+    made_at: float  # virtual seconds
 
 
 class DelaySource(LocalSource):
-    """A LocalSource whose engine plays `cfg.delay_samplers` delayed samplers in turn. Every rank runs the same clock with the same draws.
+    """A LocalSource whose engine plays `cfg.delay_samplers` delayed samplers in turn.
 
-    store: folder of old versions. A ticket is a group that a sampler has made and nobody has looked at: [number, version, time]."""
+    store: the folder of old versions. Every rank runs the same clock with the same draws."""
 
     def __init__(self, *args, cfg, store: Path, **more):
         super().__init__(*args, **more)
-        self.cfg, self.store = cfg, Path(store)
-        self.law = DelayDistribution(cfg.delay, cfg.delay_min, cfg.delay_max, cfg.delay_mass)
-        self.cap = math.inf if cfg.max_staleness is None else cfg.max_staleness * cfg.step_seconds
-        self.samplers: list[dict] = []  # version held, until when, delays drawn so far
-        self.broadcast: dict[int, float] = {}  # version -> virtual time, of versions still on disk
-        self.tickets: list[list] = []
-        self.made, self.waited = 0.0, 0.0
-        self.dropped, self.pinned = Counter(), [set(), set()]
+        self.cfg = cfg
+        self.store = Path(store)
+        self.distribution = DelayDistribution(cfg.delay, cfg.delay_min, cfg.delay_max, cfg.delay_mass)
+        self.longest = math.inf if cfg.max_staleness is None else cfg.max_staleness * cfg.step_seconds
+        self.samplers: list[Sampler] = []
+        self.broadcast: dict[int, float] = {}  # version -> virtual time, for the versions still on disk
+        self.tickets: list[Ticket] = []
+        self.made = 0.0  # groups made that have no ticket yet: a fraction, below 1 between calls
+        self.waited = 0.0  # virtual seconds that the learner has waited for groups
+        self.dropped = Counter()  # groups dropped by "staleness" and by "window"
+        self.pinned = [set(), set()]  # versions that the last two checkpoints need
 
     def now(self, learner_version: int) -> float:
+        """The virtual time in seconds."""
         return learner_version * self.cfg.step_seconds + self.waited
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -108,20 +128,21 @@ class DelaySource(LocalSource):
         sync.write_tensors(self.path(version), tensors, f".rank{self.rank}")
         self.broadcast[version] = self.now(version)
         if not self.samplers:
-            self.samplers = [
-                {"version": version, "until": self.delay(i, 0), "draws": 1} for i in range(self.cfg.delay_samplers)
-            ]
-        self.reload(self.now(version))  # before the versions go that a sampler loaded on the way here
+            self.samplers = [Sampler(version, self.delay(i, 0), 1) for i in range(self.cfg.delay_samplers)]
+        # Before old versions are deleted: a sampler whose delay ended since the last broadcast loads one of them.
+        self.reload(self.now(version))
         needed = self.needed().union(*self.pinned)
         for old in set(self.broadcast) - needed:
             del self.broadcast[old]
-            if self.rank == 0:  # other ranks are done with it: this update was theirs too
+            # The other ranks are done with it too: this update was theirs as well.
+            if self.rank == 0:
                 self.path(old).unlink(missing_ok=True)
 
     def needed(self) -> set[int]:
-        return (
-            {max(self.broadcast)} | {s["version"] for s in self.samplers} | {version for _, version, _ in self.tickets}
-        )
+        """The versions that must stay on disk: the newest, those that samplers hold, those of waiting groups."""
+        held = {sampler.version for sampler in self.samplers}
+        waiting = {ticket.version for ticket in self.tickets}
+        return {max(self.broadcast)} | held | waiting
 
     def path(self, version: int) -> Path:
         return self.store / f"v{version:06d}.safetensors"
@@ -129,39 +150,48 @@ class DelaySource(LocalSource):
     # -- the clock -----------------------------------------------------------------------------------------------------
 
     def delay(self, sampler: int, draw: int) -> float:
+        """The delay number `draw` of a sampler, in virtual seconds: a pure function of the run's seed."""
         u = float(uniforms(1, "delay", self.cfg.seed, sampler, draw)[0])
-        return min(self.law.quantile(max(u, 2.0**-53)), self.cap)
+        return min(self.distribution.quantile(max(u, 2.0**-53)), self.longest)
 
     def reload(self, now: float) -> None:
-        """Every sampler whose delay is over loads the newest version broadcast by then, as often as it is over until now."""
-        for i, s in enumerate(self.samplers):
-            while s["until"] <= now:
-                d = self.delay(i, s["draws"])
-                at = now if d == 0 else s["until"]
-                s.update(
-                    version=max(v for v, t in self.broadcast.items() if t <= at), until=at + d, draws=s["draws"] + 1
-                )
-                if d == 0:
+        """Each sampler whose delay is over loads the newest version broadcast by then and draws again.
+
+        This is repeated until every delay ends after `now`."""
+        for i, sampler in enumerate(self.samplers):
+            while sampler.until <= now:
+                delay = self.delay(i, sampler.draws)
+                loaded_at = now if delay == 0 else sampler.until
+                sampler.version = max(v for v, t in self.broadcast.items() if t <= loaded_at)
+                sampler.until = loaded_at + delay
+                sampler.draws += 1
+                if delay == 0:  # the next delay would be over at once, for ever
                     break
 
     def make(self, n_groups: int, learner_version: int) -> None:
-        """Samplers make `--sampler_rate` groups for each that the learner wants, in turn; what is too old is dropped, and counted."""
+        """Samplers make `--sampler_rate` groups for each that the learner wants, in turn.
+
+        Groups that are too old are then dropped."""
         now = self.now(learner_version)
         self.reload(now)
         self.made += self.cfg.sampler_rate * n_groups
         while self.made >= 1:
             self.made -= 1
             sampler = self.samplers[self.sequence % len(self.samplers)]
-            self.tickets.append([self.sequence, sampler["version"], now])
+            self.tickets.append(Ticket(self.sequence, sampler.version, now))
             self.sequence += 1
-        fresh = []
-        for ticket in self.tickets:
-            late = self.cfg.max_staleness is not None and learner_version - ticket[1] > self.cfg.max_staleness
-            old = now - ticket[2] > self.cfg.window_seconds
-            self.dropped["staleness"] += late
-            self.dropped["window"] += old and not late
-            fresh += [] if late or old else [ticket]
-        self.tickets = fresh
+        self.tickets = [ticket for ticket in self.tickets if self.still_wanted(ticket, learner_version, now)]
+
+    def still_wanted(self, ticket: Ticket, learner_version: int, now: float) -> bool:
+        """Is the group within both bounds on age? If not, it is counted as dropped, once."""
+        most = self.cfg.max_staleness
+        if most is not None and learner_version - ticket.version > most:
+            self.dropped["staleness"] += 1
+            return False
+        if now - ticket.made_at > self.cfg.window_seconds:
+            self.dropped["window"] += 1
+            return False
+        return True
 
     def next(self, n_groups: int, learner_version: int, stop=()) -> list[Rollout]:
         """The next n groups in order of arrival; the clock moves on by whole steps until there are so many."""
@@ -169,17 +199,18 @@ class DelaySource(LocalSource):
         while len(self.tickets) < n_groups:
             self.waited += self.cfg.step_seconds
             self.make(n_groups, learner_version)
-        taken, self.tickets = self.tickets[:n_groups], self.tickets[n_groups:]
-        out = {}
-        for version in sorted({version for _, version, _ in taken}):
+        taken = self.tickets[:n_groups]
+        self.tickets = self.tickets[n_groups:]
+        groups: dict[int, Rollout] = {}
+        for version in sorted({ticket.version for ticket in taken}):
             if version != self.version:
                 self.load(version, sync.read_tensors(self.path(version)).items())
             self.published = self.broadcast[version]
-            numbers = [number for number, v, _ in taken if v == version]
-            out.update(zip(numbers, self.sample(numbers)))
-        return [out[number] for number, _, _ in taken]
+            numbers = [ticket.number for ticket in taken if ticket.version == version]
+            groups.update(zip(numbers, self.sample(numbers), strict=True))
+        return [groups[ticket.number] for ticket in taken]
 
-    # -- what is said and kept -----------------------------------------------------------------------------------------
+    # -- metrics and checkpoints ---------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -195,8 +226,8 @@ class DelaySource(LocalSource):
         self.pinned = [self.pinned[1], self.needed() if self.broadcast else set()]
         return {
             **super().state_dict(),
-            "samplers": [dict(s) for s in self.samplers],
-            "tickets": [list(t) for t in self.tickets],
+            "samplers": [dict(vars(sampler)) for sampler in self.samplers],
+            "tickets": [list(ticket) for ticket in self.tickets],
             "broadcast": dict(self.broadcast),
             "made": self.made,
             "waited": self.waited,
@@ -204,12 +235,78 @@ class DelaySource(LocalSource):
         }
 
     def load_state_dict(self, state: dict) -> None:
+        """Go on from a checkpoint. ValueError: a version that a sampler or a waiting group needs is not on disk."""
         super().load_state_dict(state)
-        self.samplers, self.tickets, self.broadcast = state["samplers"], state["tickets"], state["broadcast"]
-        self.made, self.waited, self.dropped = state["made"], state["waited"], Counter(state["dropped"])
-        self.pinned = [set(), self.needed() if self.broadcast else set()]
-        missing = [v for v in sorted(self.needed()) if not self.path(v).is_file()] if self.broadcast else []
-        if missing:
-            raise ValueError(
-                f"--resume: {self.path(missing[0])} is gone, and a delayed sampler still holds that version; start anew in another --out"
-            )
+        self.samplers = [Sampler(**sampler) for sampler in state["samplers"]]
+        self.tickets = [Ticket(*ticket) for ticket in state["tickets"]]
+        self.broadcast = state["broadcast"]
+        self.made = state["made"]
+        self.waited = state["waited"]
+        self.dropped = Counter(state["dropped"])
+        needed = self.needed() if self.broadcast else set()
+        self.pinned = [set(), needed]
+        for version in sorted(needed):
+            if not self.path(version).is_file():
+                raise ValueError(
+                    f"--resume: {self.path(version)} is gone, and a delayed sampler still holds that version; "
+                    "start anew in another --out"
+                )
+
+
+def check_distribution(flags) -> None:
+    """ValueError, one sentence, if the flags (train.py's or a remote sampler's) describe no distribution."""
+    if not 0 < flags.delay_min <= flags.delay_max < math.inf:
+        raise ValueError(
+            f"--delay_min={flags.delay_min} --delay_max={flags.delay_max}: "
+            "the shortest delay must be above 0 and not above the longest"
+        )
+    if flags.delay in ("lognormal", "weibull") and flags.delay_min == flags.delay_max:
+        raise ValueError(
+            f"--delay={flags.delay}: two quantiles need --delay_min below --delay_max; use --delay=constant"
+        )
+    if not 0 < flags.delay_mass < 1:
+        raise ValueError(
+            f"--delay_mass={flags.delay_mass}: "
+            "the share of delays between --delay_min and --delay_max must lie inside (0, 1)"
+        )
+
+
+def check(cfg) -> None:
+    """ValueError, one sentence, if train.py's flags about delays contradict each other."""
+    check_distribution(cfg)
+    for name in ("delay_samplers", "sync_every"):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"--{name}={getattr(cfg, name)}: must be at least 1")
+    for name in ("sampler_rate", "step_seconds", "window_seconds"):
+        if not getattr(cfg, name) > 0:
+            raise ValueError(f"--{name}={getattr(cfg, name)}: must be above 0")
+    check_bounds(cfg)
+    remote = cfg.samplers != "local"
+    if cfg.delay == "none" and not remote and (cfg.sync_every > 1 or cfg.max_staleness is not None):
+        raise ValueError(
+            f"--max_staleness={cfg.max_staleness} --sync_every={cfg.sync_every}: there are no delayed samplers; "
+            "name a distribution with --delay, or a transport with --samplers"
+        )
+    if cfg.delay != "none" and remote:
+        raise ValueError(
+            f"--delay={cfg.delay} simulates samplers inside this process, and --samplers={cfg.samplers} has real ones; "
+            "give --delay to each of those samplers instead"
+        )
+
+
+def check_bounds(cfg) -> None:
+    """ValueError, one sentence, if a bound on age cannot be met, or if waiting groups are not bounded."""
+    most = cfg.max_staleness
+    if most is not None and most < 0:
+        raise ValueError(f"--max_staleness={most}: a number of updates, 0 or more; leave it out for no bound")
+    if most is not None and cfg.sync_every - 1 > most:
+        raise ValueError(
+            f"--max_staleness={most}: with --sync_every={cfg.sync_every} even the newest weights are "
+            f"up to {cfg.sync_every - 1} updates old; broadcast more often"
+        )
+    unbounded = most is None and math.isinf(cfg.window_seconds)
+    if cfg.delay != "none" and cfg.sampler_rate > 1 and unbounded:
+        raise ValueError(
+            f"--sampler_rate={cfg.sampler_rate}: more groups are made than trained on, and they wait for ever; "
+            "bound them with --max_staleness or --window_seconds"
+        )

@@ -1,72 +1,78 @@
-"""Draw runs against each other, and the table that ends a run.
+"""Draw runs against each other, and write the table that ends a run.
 
     python plot.py out/demo [out/other ...] [--out=FILE.png]
 
-A run is a folder with metrics.jsonl.
+A run is a folder with metrics.jsonl. The first run named is drawn strongest.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import metrics
+from flags import parse_flags
 
-# what is drawn, in reading order: (title, [keys: the first present is used], y axis from 0)
+# What is drawn, in reading order: (title, keys), of which the first that a run has is used.
 PANELS = [
     ("reward (sampler's responses)", ["reward"]),
     ("held-out pass@1, policy", ["eval/policy_pass@1"]),
     ("KL(policy || actor) per token", ["distill_kl", "obrs/kl_ref", "rollout_corr/k3_kl"]),
     ("OBRS acceptance", ["obrs/accept_rate"]),
     (
-        "KL(policy || accepted law); staleness without OBRS",
+        "KL(policy || accepted tokens); staleness without OBRS",
         ["obrs/kl_after", "obrs/kl_after_partial", "staleness/mean_updates"],
     ),
     ("entropy, policy (nats)", ["entropy"]),
     ("gradient norm, policy", ["grad_norm"]),
     ("effective sample size, tokens", ["rollout_corr/rollout_is_eff_sample_size"]),
 ]
+# A line for each run. Okabe and Ito's colours, without their yellow, can also be told apart by the colour-blind.
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"]
+SMOOTH = 20  # longer curves are drawn as a running mean over the faint raw line
+
+
+@dataclass(frozen=True)
+class PlotFlags:
+    """python plot.py RUN [RUN ...]: draw the metrics of runs against each other."""
+
+    out: str = "out/curves.png"
+    """PNG to write."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Curves
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def draw(runs: list[str], out: str) -> str:
-    """One PNG with a panel for each quantity and a line for each run."""
+    """Write one PNG with a panel for each quantity and a line for each run; returns its path.
+
+    ValueError, one sentence: more runs than colours, or a folder that holds no run."""
+    if len(runs) > len(COLOURS):
+        raise ValueError(f"{len(runs)} runs: at most {len(COLOURS)} lines can be told apart; draw fewer in one picture")
+    rows = {str(run): metrics.read(run) for run in runs}
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
 
-    data = {str(r): metrics.read(r) for r in runs}
     fig, axes = plt.subplots(2, 4, figsize=(17, 7))
-    for ax, (title, keys) in zip(axes.flat, PANELS):
+    colours = dict(zip(rows, COLOURS, strict=False))
+    for ax, (title, keys) in zip(axes.flat, PANELS, strict=True):
         ax.set_title(title, fontsize=10)
-        for label, rows in data.items():
-            key = next((k for k in keys if any(k in r for r in rows)), None)
-            if key is None:
-                continue
-            points = [
-                (r["step"] + 1, r[key], r.get(key.replace("pass@1", "se")) if key.startswith("eval/") else None)
-                for r in rows
-                if r.get(key) is not None
-            ]
-            x, y, se = zip(*points)
-            if key.startswith("eval/"):
-                ax.errorbar(x, y, se, marker="o", capsize=3, label=label)
-            else:
-                (line,) = ax.plot(x, y, alpha=0.25 if len(y) > 20 else 1.0, label=None if len(y) > 20 else label)
-                if len(y) > 20:  # a running mean over the raw line
-                    w = max(1, len(y) // 15)
-                    smooth = [sum(y[max(0, i - w) : i + 1]) / len(y[max(0, i - w) : i + 1]) for i in range(len(y))]
-                    ax.plot(x, smooth, color=line.get_color(), label=label)
+        for run in reversed(rows):  # the first run last, above the others
+            draw_line(ax, rows[run], keys, colours[run], width=2.4 if run == str(runs[0]) else 1.2)
         if not ax.has_data():
-            ax.text(
-                0.5, 0.5, "not measured in these runs", ha="center", va="center", transform=ax.transAxes, color="grey"
-            )
+            where = dict(ha="center", va="center", transform=ax.transAxes)
+            ax.text(0.5, 0.5, "not measured in these runs", color="grey", **where)
         ax.set_xlabel("updates", fontsize=8)
         ax.grid(alpha=0.3)
-    handles, labels = axes.flat[0].get_legend_handles_labels()
-    fig.legend(handles, labels, loc="lower center", ncols=min(4, len(labels)), frameon=False)
+    handles = [Line2D([], [], color=colours[run], label=run) for run in rows]
+    fig.legend(handles=handles, loc="lower center", ncols=min(4, len(rows)), frameon=False)
     fig.tight_layout(rect=(0, 0.05, 1, 1))
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(out, dpi=110)
@@ -74,60 +80,117 @@ def draw(runs: list[str], out: str) -> str:
     return out
 
 
+def draw_line(ax, rows: list[dict], keys: list[str], colour: str, width: float) -> None:
+    """One run's curve of the first key that it has; nothing if it has none."""
+    key = next((k for k in keys if any(k in row for row in rows)), None)
+    if key is None:
+        return
+    measured = [row for row in rows if row.get(key) is not None]
+    x = [row["step"] + 1 for row in measured]
+    y = [row[key] for row in measured]
+    style = dict(color=colour, linewidth=width)
+    if key.startswith("eval/"):
+        errors = [row.get(key.replace("pass@1", "se")) for row in measured]
+        ax.errorbar(x, y, errors, marker="o", capsize=3, **style)
+    elif len(y) > SMOOTH:
+        ax.plot(x, y, alpha=0.25, **style)
+        ax.plot(x, running_mean(y, len(y) // 15), **style)
+    else:
+        ax.plot(x, y, **style)
+
+
+def running_mean(y: list[float], behind: int) -> list[float]:
+    """The mean of each value and up to `behind` values before it."""
+    out = []
+    for i in range(len(y)):
+        window = y[max(0, i - behind) : i + 1]
+        out.append(sum(window) / len(window))
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The closing table
+# ---------------------------------------------------------------------------------------------------------------------
+
+
 def report(run: str) -> str:
-    """The closing table of a run, and its curves."""
+    """The closing table of a run, with the path of its curves, which are drawn now."""
     rows = metrics.read(run)
     cfg = json.loads((Path(run) / "config.json").read_text(encoding="utf-8"))["config"]
-    evals = [r for r in rows if "eval/policy_pass@1" in r]
-    steps = [r for r in rows if r["step"] >= 0]
-    last = steps[-max(1, len(steps) // 10) :]
-    mean = lambda key: (
-        sum(r[key] for r in last if r.get(key) is not None) / max(1, sum(r.get(key) is not None for r in last))
-    )
+    steps = [row for row in rows if row["step"] >= 0]
     lines = [
         "",
         f"{cfg['objective']}: {len(steps)} updates of {cfg['train_batch']} responses",
         f"{'':34s}{'before':>16s}{'after':>16s}",
+        *evaluation_lines(rows),
+        *metric_lines(steps),
+        "   (before: first update; after: mean of the last tenth)",
+        *time_lines(rows),
+        f"curves: {draw([run], str(Path(run) / 'curves.png'))}",
     ]
-    for name in ("policy", "actor"):
-        key, se = f"eval/{name}_pass@1", f"eval/{name}_se"
-        if evals and key in evals[0]:
-            cells = [f"{100 * r[key]:.1f} +- {100 * r[se]:.1f} %" for r in (evals[0], evals[-1])]
-            lines.append(f"{name + ' pass@1, held out':34s}{cells[0]:>16s}{cells[1]:>16s}")
-    for title, key, scale, unit in (
-        ("KL(policy || actor), nats a token", "distill_kl", 1, ""),
-        ("acceptance rate", "obrs/accept_rate", 100, " %"),
-        ("KL(inf || ref), k3, nats a token", "rollout_corr/k3_kl", 1, ""),
-    ):
-        if any(key in r for r in steps):
-            first = steps[0][key]
-            form = (
-                (lambda v: f"{scale * v:.1f}{unit}")
-                if scale == 100
-                else (lambda v: f"{v:.2g}" if v < 1e-3 else f"{v:.4f}")
-            )
-            lines.append(f"{title:34s}{form(first):>16s}{form(mean(key)):>16s}")
-    lines += ["   (before: first update; after: mean of the last tenth)", "time by stage, seconds"]
-    total = 0.0
-    for stage in ("rollout_s", "ref_s", "update_s", "sync_s", "eval_s", "save_s"):
-        spent = sum(r.get(stage, 0.0) for r in rows)
-        total += spent
-        if spent:
-            lines.append(f"   {stage[:-2]:10s}{spent:9.1f}")
-    lines += [f"   {'total':10s}{total:9.1f}", f"curves: {draw([run], str(Path(run) / 'curves.png'))}"]
     return "\n".join(lines)
 
 
-def main():
-    ap = argparse.ArgumentParser(description="Draw the metrics of runs against each other.")
-    ap.add_argument("runs", nargs="+", help="run folders (each holds metrics.jsonl)")
-    ap.add_argument("--out", default="out/curves.png", help="PNG to write")
-    args = ap.parse_args()
-    print(draw(args.runs, args.out))
+def evaluation_lines(rows: list[dict]) -> list[str]:
+    """Held-out accuracy of each model, at the first and at the last evaluation."""
+    evaluated = [row for row in rows if "eval/policy_pass@1" in row]
+    lines = []
+    for name in ("policy", "actor"):
+        accuracy = f"eval/{name}_pass@1"
+        error = f"eval/{name}_se"
+        if evaluated and accuracy in evaluated[0]:
+            ends = (evaluated[0], evaluated[-1])
+            before, after = (f"{100 * row[accuracy]:.1f} +- {100 * row[error]:.1f} %" for row in ends)
+            lines.append(f"{name + ' pass@1, held out':34s}{before:>16s}{after:>16s}")
+    return lines
+
+
+def metric_lines(steps: list[dict]) -> list[str]:
+    """The metrics that tell how far the two policies are apart, at the first update and over the last tenth."""
+    last = steps[-max(1, len(steps) // 10) :]
+    lines = []
+    for title, key, written in (
+        ("KL(policy || actor), nats a token", "distill_kl", nats),
+        ("acceptance rate", "obrs/accept_rate", percent),
+        ("KL(inf || ref), k3, nats a token", "rollout_corr/k3_kl", nats),
+    ):
+        if any(key in row for row in steps):
+            values = [row[key] for row in last if row.get(key) is not None]
+            mean = sum(values) / max(1, len(values))
+            lines.append(f"{title:34s}{written(steps[0][key]):>16s}{written(mean):>16s}")
+    return lines
+
+
+def time_lines(rows: list[dict]) -> list[str]:
+    """Seconds of each stage of the loop, and of all."""
+    lines = ["time by stage, seconds"]
+    total = 0.0
+    for stage in ("rollout_s", "ref_s", "update_s", "sync_s", "eval_s", "save_s"):
+        spent = sum(row.get(stage, 0.0) for row in rows)
+        total += spent
+        if spent:
+            lines.append(f"   {stage[:-2]:10s}{spent:9.1f}")
+    return [*lines, f"   {'total':10s}{total:9.1f}"]
+
+
+def nats(x: float) -> str:
+    return f"{x:.2g}" if x < 1e-3 else f"{x:.4f}"
+
+
+def percent(x: float) -> str:
+    return f"{100 * x:.1f} %"
+
+
+def main(argv: list[str]) -> None:
+    runs = [arg for arg in argv if not arg.startswith("-")]
+    flags = parse_flags(PlotFlags, [arg for arg in argv if arg.startswith("-")])
+    if not runs:
+        raise ValueError("name at least one run folder: python plot.py out/demo")
+    print(draw(runs, flags.out))
 
 
 if __name__ == "__main__":
     try:
-        main()
+        main(sys.argv[1:])
     except ValueError as e:
         sys.exit(f"error: {e}")

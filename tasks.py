@@ -1,13 +1,15 @@
 """Tasks: where prompts come from and how an answer is graded.
 
-A task owns four things, and nothing else in the repository knows them: its problems, the text of a prompt, the
-tokenizer's words, and the reward. Two tasks stand here.
+A task owns four things, and nothing else in the repository knows them: its problems, the text of a
+prompt, the tokenizer's words, and the reward. There are two tasks:
 
-`arith`  generated and endless: chains of sums with worked steps, over a vocabulary in which every number 0..199 is one
-         token. "38 + 7 - 12 :" wants "38 + 7 = 45 ; 45 - 12 = 33 # 33". A model that knows each step with probability
-         q solves n of them with q^n, so accuracy climbs smoothly as RL sharpens the steps: there is no all-or-nothing
-         skill. Train and test are disjoint by a hash of the problem's text, whatever the seed.
-`FILE.jsonl`  real mathematics: lines with `problem` or `question`, and `answer`; graded by the math-verify library.
+`arith`  generated and endless: chains of sums with worked steps, over a vocabulary in which every
+         number 0..199 is one token. "38 + 7 - 12 :" wants "38 + 7 = 45 ; 45 - 12 = 33 # 33". A model
+         that knows each step with probability q solves n of them with q^n, so accuracy climbs
+         smoothly as RL sharpens the steps: there is no all-or-nothing skill. Train and test are
+         disjoint by a hash of the problem's text, whatever the seed.
+`FILE.jsonl`  real mathematics: lines with `problem` or `question`, and `answer`; graded by the
+         math-verify library.
 """
 
 from __future__ import annotations
@@ -38,29 +40,26 @@ class Problem:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class Arithmetic:
-    """Running totals: `ops` operations (a range), operands 1..`operand`, every total inside 0..`total`.
+    """Chains of min_ops to max_ops sums, operands 1..operand, every running total inside 0..total.
 
-    explain > 0 asks for long responses, as Mismatch Praxis does: after the answer may come an explanation, and a right answer
-    earns 1 + min(tokens behind it, explain) / explain. The demonstrations restate steps there, five on average."""
+    explain > 0 asks for long responses, as Mismatch Praxis does: an explanation may follow the
+    answer, and a right answer earns 1 + min(tokens behind it, explain) / explain. The demonstrations
+    restate steps there, five on average."""
+
+    min_ops: int = 3
+    max_ops: int = 5
+    operand: int = 9
+    total: int = 29
+    seed: int = 0
+    explain: int = 0
 
     name = "arith"
     size = None  # endless
 
-    def __init__(
-        self, min_ops: int = 3, max_ops: int = 5, operand: int = 9, total: int = 29, seed: int = 0, explain: int = 0
-    ):
-        self.min_ops, self.max_ops, self.operand, self.total, self.seed, self.explain = (
-            min_ops,
-            max_ops,
-            operand,
-            total,
-            seed,
-            explain,
-        )
-
     def problem(self, split: str, index: int) -> Problem:
-        """Problem number `index` of a split ("train" or "test"): the same one for the same seed, on any machine."""
+        """Problem number `index` of a split ("train" or "test"): a pure function of the seed."""
         for attempt in range(1000):
             rng = random.Random(f"{self.seed}/{split}/{index}/{attempt}")
             total = rng.randint(0, self.total)
@@ -71,51 +70,68 @@ class Arithmetic:
                 if total + b > self.total or total - b < 0:
                     plus = total < b  # the one direction that stays inside the range
                 total += b if plus else -b
-                text += f" {'+' if plus else '-'} {b}"
-            held_out = hashlib.sha256(text.encode()).digest()[0] < 32  # one problem in eight is for testing
+                text += f" + {b}" if plus else f" - {b}"
+            # One problem in eight is for testing.
+            held_out = hashlib.sha256(text.encode()).digest()[0] < 32
             if held_out == (split == "test"):
                 return Problem(text, text + " :", str(total))
         raise ValueError(f"no {split} problem in 1000 draws: raise --task_max_ops or --task_operand")
 
     def find(self, id: str) -> Problem:
-        """The problem of an id: its text says it all."""
-        words = id.split()
-        return Problem(
-            id,
-            id + " :",
-            str(int(words[0]) + sum(int(b) if s == "+" else -int(b) for s, b in zip(words[1::2], words[2::2]))),
-        )
+        """The problem of an id, which is its text."""
+        start, operations = parts(id)
+        answer = start
+        for sign, b in operations:
+            answer += b if sign == "+" else -b
+        return Problem(id, id + " :", str(answer))
 
     def solution(self, problem: Problem, slips: float = 0.0) -> str:
-        """Worked steps, for the warm start only. With probability `slips` a step's result is off by 1 or 2 and the rest
-        goes on from there, as a careless pupil would: then the final answer is usually wrong."""
-        rng, words = random.Random(f"slips/{self.seed}/{problem.id}"), problem.id.split()
-        total, steps = int(words[0]), []
-        for sign, b in zip(words[1::2], words[2::2]):
-            new = total + int(b) if sign == "+" else total - int(b)
+        """Worked steps, for the warm start only.
+
+        With probability `slips` a step's result is off by 1 or 2 and the rest goes on from there, as
+        with a careless pupil: then the final answer is usually wrong."""
+        rng = random.Random(f"slips/{self.seed}/{problem.id}")
+        total, operations = parts(problem.id)
+        steps = []
+        for sign, b in operations:
+            result = total + b if sign == "+" else total - b
             if rng.random() < slips:
-                new = min(max(new + rng.choice((-2, -1, 1, 2)), 0), NUMBERS - 1)
-            steps.append(f"{total} {sign} {b} = {new}")
-            total = new
-        text, said = " ; ".join(steps) + f" # {total}", 0
-        while 6 * (said + 1) <= min(self.explain, 96) and rng.random() < 0.85:
-            text, said = text + f" ; {rng.choice(steps)}", said + 1
+                result = min(max(result + rng.choice((-2, -1, 1, 2)), 0), NUMBERS - 1)
+            steps.append(f"{total} {sign} {b} = {result}")
+            total = result
+        text = " ; ".join(steps) + f" # {total}"
+        restated = 0
+        while 6 * (restated + 1) <= min(self.explain, 96) and rng.random() < 0.85:
+            text += f" ; {rng.choice(steps)}"
+            restated += 1
         return text
 
     def reward(self, problem: Problem, text: str, finished: bool) -> float:
-        """1 if the response ends, and ends with `# ANSWER`, else 0. With `explain`: one `#`, a right answer behind it, and the bonus."""
+        """1 if the response ends, and ends with `# ANSWER`, else 0.
+
+        With `explain`: one `#` and a right answer behind it earn 1 plus the bonus, ended or not."""
         if self.explain:
             found = re.search(r"^[^#]*# (\d+)((?: [^#]+)?)$", text.strip())
-            right = found is not None and found.group(1) == problem.answer
-            return right * (1.0 + min(len(found.group(2).split()), self.explain) / self.explain) if right else 0.0
+            if found is None or found.group(1) != problem.answer:
+                return 0.0
+            return 1.0 + min(len(found.group(2).split()), self.explain) / self.explain
         found = re.search(r"# (\d+)\s*$", text)
         return float(finished and found is not None and found.group(1) == problem.answer)
 
     def max_prompt(self) -> int:
+        """Tokens of the longest prompt: the start, two for each operation, the colon."""
         return 2 * self.max_ops + 2
 
     def max_response(self) -> int:
+        """Tokens of the longest demonstration: six a step, the answer, the end, the explanation."""
         return 6 * self.max_ops + 2 + self.explain
+
+
+def parts(text: str) -> tuple[int, list[tuple[str, int]]]:
+    """A problem's start and operations: "38 + 7 - 12" gives 38 and [("+", 7), ("-", 12)]."""
+    words = text.split()
+    operations = [(sign, int(b)) for sign, b in zip(words[1::2], words[2::2], strict=True)]
+    return int(words[0]), operations
 
 
 def arithmetic_tokenizer():
@@ -136,10 +152,14 @@ def arithmetic_tokenizer():
 
 
 class Jsonl:
-    """Problems from a JSONL file; answers graded with math-verify. Bad lines are named before anything loads."""
+    """Problems from a JSONL file; answers graded with math-verify.
+
+    A bad line is named before anything loads."""
 
     def __init__(self, path: str, seed: int = 0):
-        self.name, self.seed, self.rows = str(path), seed, read_jsonl(path)
+        self.name = str(path)
+        self.seed = seed
+        self.rows = read_jsonl(path)
         self.size = len(self.rows)
 
     def problem(self, split: str, index: int) -> Problem:
@@ -158,6 +178,7 @@ class Jsonl:
         return Problem(id, text, row["answer"])
 
     def reward(self, problem: Problem, text: str, finished: bool) -> float:
+        """1 for a right answer, else 0, whether or not the response ended by itself."""
         return float(grade(text, problem.answer))
 
     def max_prompt(self) -> int:
@@ -165,31 +186,34 @@ class Jsonl:
 
 
 def read_jsonl(path: str | Path) -> list[dict]:
-    """Rows {text, answer} of a file with `problem` or `question`, and `answer`. ValueError names file and line."""
+    """Rows {text, answer} of a JSONL file. ValueError, one sentence, names file and line."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"--task={path}: no such file; give `arith` or the path of a JSONL file")
-    rows = []
-    for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as e:
-            raise ValueError(f"{path}, line {n}: not valid JSON ({e.msg}); mend or remove that line") from None
-        if not isinstance(row, dict):
-            raise ValueError(
-                f"{path}, line {n}: not a JSON object; each line needs `problem` (or `question`) and `answer`"
-            )
-        text = row.get("problem", row.get("question"))
-        if not isinstance(text, str) or not text.strip():
-            raise ValueError(f"{path}, line {n}: no `problem` or `question` text; add one")
-        if not isinstance(row.get("answer"), (str, int, float)) or str(row["answer"]).strip() == "":
-            raise ValueError(f"{path}, line {n}: no `answer`; add one")
-        rows.append({"text": text, "answer": final_answer(str(row["answer"]))})
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows = [read_row(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise ValueError(f"{path}: no problems in the file; each line needs `problem` (or `question`) and `answer`")
     return rows
+
+
+def read_row(line: str, place: str) -> dict:
+    """One line with `problem` or `question`, and `answer`, as {text, answer}.
+
+    place: file and line, for the ValueError."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{place}: not valid JSON ({e.msg}); mend or remove that line") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{place}: not a JSON object; each line needs `problem` (or `question`) and `answer`")
+    text = row.get("problem", row.get("question"))
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"{place}: no `problem` or `question` text; add one")
+    answer = row.get("answer")
+    if not isinstance(answer, (str, int, float)) or str(answer).strip() == "":
+        raise ValueError(f"{place}: no `answer`; add one")
+    return {"text": text, "answer": final_answer(str(answer))}
 
 
 def final_answer(answer: str) -> str:
@@ -198,12 +222,20 @@ def final_answer(answer: str) -> str:
 
 
 def grade(response: str, answer: str) -> bool:
-    """Does the response's final answer equal the gold one? math-verify, on \\boxed{} first, then on the last expression."""
-    from math_verify import LatexExtractionConfig, ExprExtractionConfig, parse, verify
+    """Does the response's final answer equal the gold one?
+
+    math-verify looks at \\boxed{} first, then at the last expression."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     configs = [LatexExtractionConfig(), ExprExtractionConfig()]
     gold = parse(f"\\boxed{{{answer}}}", extraction_config=configs, parsing_timeout=None)
-    return bool(verify(gold, parse(response, extraction_config=configs, parsing_timeout=None), timeout_seconds=None))
+    found = parse(response, extraction_config=configs, parsing_timeout=None)
+    return bool(verify(gold, found, timeout_seconds=None))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the rest of the repository asks of a task
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def make_task(cfg):
@@ -218,15 +250,31 @@ def make_task(cfg):
 def encode(tokenizer, problem) -> list[int]:
     """Token ids of a problem's prompt, through the chat template where the tokenizer has one."""
     if getattr(tokenizer, "chat_template", None):
-        return tokenizer.apply_chat_template(
-            [{"role": "user", "content": problem.prompt}], add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        chat = [{"role": "user", "content": problem.prompt}]
+        return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
     return tokenizer.encode(problem.prompt)
 
 
 def grade_all(task, tokenizer, problems, groups) -> None:
-    """Write each response's reward. The text graded is without special tokens; `finished` says it ended by itself."""
-    texts = tokenizer.batch_decode([r.tokens for g in groups for r in g], skip_special_tokens=True)
-    flat = ((p, r) for p, g in zip(problems, groups) for r in g)
-    for (problem, response), text in zip(flat, texts):
-        response.reward = task.reward(problem, text, response.finish_reason == "stop")
+    """Write each response's reward. problems: one for each group; groups: lists of responses.
+
+    The text graded is without special tokens; `finished` says that the response ended by itself."""
+    tokens = [r.tokens for g in groups for r in g]
+    texts = iter(tokenizer.batch_decode(tokens, skip_special_tokens=True))
+    for problem, responses in zip(problems, groups, strict=True):
+        for response in responses:
+            response.reward = task.reward(problem, next(texts), response.finish_reason == "stop")
+
+
+def check(cfg) -> None:
+    """ValueError, one sentence, if the task_* flags allow no problem."""
+    if cfg.task != "arith":
+        return
+    if not 1 <= cfg.task_min_ops <= cfg.task_max_ops:
+        raise ValueError(f"--task_min_ops={cfg.task_min_ops}: must be between 1 and --task_max_ops={cfg.task_max_ops}")
+    if cfg.task_explain < 0:
+        raise ValueError(f"--task_explain={cfg.task_explain}: must be 0 (no explanations) or more tokens")
+    if not 1 <= cfg.task_operand <= cfg.task_total < NUMBERS:
+        raise ValueError(
+            f"--task_total={cfg.task_total}: must be below {NUMBERS} and no less than --task_operand={cfg.task_operand}"
+        )
