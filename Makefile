@@ -1,4 +1,4 @@
-# make demo: set up and run the main job.   make test: set up and run the tests.   Both build .venv once.
+# make demo: set up and run the main job.   make test: set up, check the layout, run the tests.   Both build .venv once.
 PYTHON ?= python3
 PIP := .venv/bin/python -m pip install --disable-pip-version-check --quiet --progress-bar=on
 CUDA := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1 && echo yes)
@@ -11,6 +11,8 @@ demo: .venv/ready
 	.venv/bin/python train.py --config=configs/demo.toml --overwrite
 
 test: .venv/ready
+	.venv/bin/ruff format --check --quiet .
+	.venv/bin/ruff check --quiet .
 	.venv/bin/python -m pytest -q tests
 
 .venv/ready: $(REQUIREMENTS)

@@ -1,32 +1,43 @@
 """The learner: policy and optional actor, scored and trained through one wrapped module.
 
-    score(batch, want) -> TokenStats        no gradient, any number of micro-batches
-    update(batch, stats) -> dict            one optimizer step: forward, loss, backward for each micro-batch, clip, step
+    score(batch, needs) -> TokenStats       no gradient, any number of micro-batches
+    update(batch, stats) -> metrics         one optimizer step: forward, loss, backward for each micro-batch, clip, step
 
-The forward is pair.py's; the optimizer is built in one function, `make_optimizer`.
+The forward is model.py's, the loss objectives.py's; the optimizers are built in one function, `make_optimizers`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import fields
+import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import batching
 import objectives
 import quant
 from batching import Batch
 from metrics import Sums, observe
-from model import PolicyAndActor, TokenStats, Needs, needs_of_update, needs_of_ref_pass
-
+from model import Needs, PolicyAndActor, TokenStats, needs_of_ref_pass, needs_of_update
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ranks
 # ---------------------------------------------------------------------------------------------------------------------
+
+# read before vLLM is imported: it overwrites such variables
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 
 class Comm:
@@ -34,21 +45,37 @@ class Comm:
 
     def __init__(self, device="cpu"):
         self.on = dist.is_initialized()
-        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if self.on else (0, 1)
+        self.rank = dist.get_rank() if self.on else 0
+        self.size = dist.get_world_size() if self.on else 1
         self.device = device
+
+    @classmethod
+    def start(cls, patience: float) -> Comm:
+        """This rank's device and process group under torchrun; one process otherwise. patience: seconds a rank
+        waits."""
+        cuda = torch.cuda.is_available()
+        if WORLD_SIZE > 1:
+            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(seconds=patience))
+        return cls(f"cuda:{LOCAL_RANK}" if cuda else "cpu")
 
     def sum(self, values) -> list[float]:
         """Sums over ranks of a list of scalars (numbers or 0-d tensors), in float64."""
-        t = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values])
-        if self.on:
-            dist.all_reduce(t)
-        return t.tolist()
+        return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values) -> list[float]:
+        """The same for maxima."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def _reduce(self, values, op) -> list[float]:
         t = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values])
         if self.on:
-            dist.all_reduce(t, op=dist.ReduceOp.MAX)
+            dist.all_reduce(t, op=op)
         return t.tolist()
+
+    def any(self, condition) -> bool:
+        """Whether the condition holds on any rank; all get the same answer."""
+        return self.max([bool(condition)])[0] > 0
 
     def cat(self, x: torch.Tensor) -> torch.Tensor:
         """The 1-D tensors of all ranks, joined in rank order."""
@@ -56,7 +83,7 @@ class Comm:
             return x
         n = int(self.max([len(x)])[0])
         padded = torch.cat([x, x.new_full((n - len(x),), torch.nan)])
-        out = [torch.empty_like(padded) for _ in range(self.world)]
+        out = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(out, padded)
         joined = torch.cat(out)
         return joined[~joined.isnan()]
@@ -67,142 +94,145 @@ class Comm:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The learner
+# Optimizers
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def make_optimizers(model, cfg, lr: float) -> list:
-    """AdamW over one model's parameters; or Muon over the matrices of its layers, and AdamW over the rest. Another optimizer is another line here."""
-    inner = {id(p) for p in model.base_model.layers.parameters() if p.ndim == 2} if cfg.optimizer == "muon" else set()
-    rest = [p for p in model.parameters() if id(p) not in inner]
-    out = [
-        torch.optim.AdamW(
-            rest, lr=lr, betas=(cfg.adam_beta1, cfg.adam_beta2), eps=cfg.adam_eps, weight_decay=cfg.weight_decay
-        )
-    ]
-    if inner:
-        matrices = [p for p in model.parameters() if id(p) in inner]
-        out.append(torch.optim.Muon(matrices, lr=lr, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw"))
-    return out
+    """AdamW over one model's parameters; or Muon over the matrices of its layers, and AdamW over the rest.
+
+    Another optimizer is another line here."""
+    matrices = []
+    if cfg.optimizer == "muon":
+        matrices = [p for p in model.base_model.layers.parameters() if p.ndim == 2]
+    chosen = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in chosen]
+    betas = (cfg.adam_beta1, cfg.adam_beta2)
+    optimizers = [torch.optim.AdamW(rest, lr=lr, betas=betas, eps=cfg.adam_eps, weight_decay=cfg.weight_decay)]
+    if matrices:
+        muon = torch.optim.Muon(matrices, lr=lr, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw")
+        optimizers.append(muon)
+    return optimizers
 
 
 def schedule(step: int, cfg) -> float:
-    """Learning-rate factor of update `step` (from 0): linear warm-up, then constant, linear or cosine decay to 0."""
+    """Learning-rate factor of update `step` (from 0): linear warm-up, then constant, linear or cosine decay to
+    0."""
     if step < cfg.warmup_steps:
         return (step + 1) / cfg.warmup_steps
     done = (step - cfg.warmup_steps) / max(1, cfg.steps - cfg.warmup_steps)
-    return {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))}[
-        cfg.lr_schedule
-    ]
+    if cfg.lr_schedule == "linear":
+        return 1.0 - done
+    if cfg.lr_schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+    return 1.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The learner
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class Learner:
     """Owns the models, their optimizers and the parallel wrapper. Batches go in on the CPU."""
 
-    def __init__(self, policy, actor, cfg, comm: Comm, device: str = "cpu"):
-        self.cfg, self.comm, self.device = cfg, comm, device
-        self.fmt = quant.format_of(cfg.rollout_quant, cfg.quant_group)
-        own = self.fmt if cfg.learner_quant == "aligned" else quant.format_of(cfg.learner_quant, cfg.quant_group)
-        quant.align(policy if actor is None else actor, own)  # the model that samples
-        self.models = PolicyAndActor(
-            policy, actor, torch.bfloat16 if cfg.dtype == "bfloat16" else None, cfg.lm_head_fp32
-        ).to(device)
-        self.models.eval()  # dropout stays off: scoring and training see one law
-        self.names = ["policy"] + (["actor"] if actor is not None else [])
-        self.model = self._wrap()
-        self.optimizers = {}
-        for name in self.names:
-            lr = cfg.lr if name == "policy" else cfg.actor_lr
-            self.optimizers[name] = make_optimizers(getattr(self.models, name), cfg, lr)
+    def __init__(self, policy, actor, cfg, comm: Comm):
+        self.cfg, self.comm, self.device = cfg, comm, comm.device
+        self.names = ["policy"] if actor is None else ["policy", "actor"]
+        self.lr = {"policy": cfg.lr, "actor": cfg.actor_lr}
+        self.rollout_format = quant.format_of(cfg.rollout_quant, cfg.quant_group)
+        own = cfg.rollout_quant if cfg.learner_quant == "aligned" else cfg.learner_quant
+        own_format = quant.format_of(own, cfg.quant_group)
+        quant.align(policy if actor is None else actor, own_format)  # the model that samples
+        autocast = torch.bfloat16 if cfg.dtype == "bfloat16" else None
+        self.models = PolicyAndActor(policy, actor, autocast, cfg.lm_head_fp32).to(self.device)
+        self.models.eval()  # dropout stays off: scoring and training see one distribution
+        self.wrapped = self._wrap()
+        self.optimizers = {n: make_optimizers(getattr(self.models, n), cfg, self.lr[n]) for n in self.names}
         self.version, self.skipped_in_a_row, self.skipped, self.rejected = 0, 0, 0, 0
+
+    @property
+    def has_actor(self) -> bool:
+        return len(self.names) == 2
+
+    @property
+    def sharded(self) -> bool:
+        return self.comm.on and self.cfg.parallel == "fsdp"
 
     def _wrap(self):
         if not self.comm.on:
             return self.models
-        if self.cfg.parallel == "fsdp":
-            from torch.distributed.device_mesh import init_device_mesh
-            from torch.distributed.fsdp import fully_shard
-
-            mesh = init_device_mesh(torch.device(self.device).type, (self.comm.size,))
-            for layer in self.models.modules():
-                if isinstance(layer, quant.LowBitLinear):
-                    layer.cache_quantized = False
-            for name in self.names:
-                for layer in getattr(self.models, name).base_model.layers:
-                    fully_shard(layer, mesh=mesh)
-            return fully_shard(self.models, mesh=mesh)  # embeddings, norms and heads: the root's group
-        return nn.parallel.DistributedDataParallel(self.models, gradient_as_bucket_view=True)
-
-    @property
-    def two(self) -> bool:
-        return len(self.names) == 2
+        if not self.sharded:
+            return nn.parallel.DistributedDataParallel(self.models, gradient_as_bucket_view=True)
+        mesh = init_device_mesh(torch.device(self.device).type, (self.comm.size,))
+        for layer in self.models.modules():
+            if isinstance(layer, quant.LowBitLinear):
+                layer.cache_quantized = False
+        for name in self.names:
+            for layer in getattr(self.models, name).base_model.layers:
+                fully_shard(layer, mesh=mesh)
+        return fully_shard(self.models, mesh=mesh)  # embeddings, norms and heads: the root's group
 
     # -- forward only --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def score(self, batch: Batch, want: Needs) -> TokenStats:
-        """TokenStats of a whole batch with the weights as they are, micro-batch by micro-batch, without gradient."""
-        out = {}
+    def score(self, batch: Batch, needs: Needs) -> TokenStats:
+        """TokenStats of a whole batch with the weights as they are, micro-batch by micro-batch, without
+        gradient."""
+        out: dict[str, torch.Tensor] = {}
         for rows, micro, share in self._micro(batch):
-            new = TokenStats(**self.model(micro, want, share))
+            statistics = self.wrapped(micro, needs, share)
             if rows is None:  # filler: another rank has more micro-batches
                 continue
-            for f in fields(new):
-                x = getattr(new, f.name)
-                if x is not None:
-                    full = out.setdefault(f.name, x.new_zeros((len(batch), batch.tokens.shape[1]) + x.shape[2:]))
-                    full[rows, : x.shape[1]] = x
-        if self.comm.on and self.cfg.parallel == "fsdp":
-            self.model.reshard()  # no backward will: leave the shards as the owners
-        return TokenStats(**{k: v.cpu() for k, v in out.items()})
+            for name, x in statistics.items():
+                if name not in out:
+                    out[name] = x.new_zeros((len(batch), batch.tokens.shape[1]) + x.shape[2:])
+                out[name][rows, : x.shape[1]] = x
+        if self.sharded:
+            self.wrapped.reshard()  # no backward will do it: leave the shards as the owners
+        return TokenStats(**{name: x.cpu() for name, x in out.items()})
 
     def ref_columns(self, batch: Batch, lam: float) -> dict[str, torch.Tensor]:
-        """The ref pass: what objectives need of the policy (and actor) at the start of this step's updates."""
-        new = self.score(batch, needs_of_ref_pass(self.cfg, self.two, lam))
-        columns = {
-            "logp_ref": new.logp,
-            "support_logp_ref": new.support_logp,
-            "tail_ref": new.tail,
-            "actor_logp_ref": new.actor_logp,
-            "z_ref": new.z,
-            "kl_ref": new.kl_full,
-            "kl_after": new.kl_after,
-        }
-        if new.top_ids is not None:  # two models, target new: S also covers the policy's own top-K
-            dup = (new.top_ids[..., None] == batch.support_ids[:, :, None, :]).any(-1)
+        """The ref pass: what objectives need of policy and actor at the start of this step's updates, by column."""
+        new = self.score(batch, needs_of_ref_pass(self.cfg, self.has_actor, lam))
+        columns = {f"{name}_ref": x for name, x in new.known().items() if name in objectives.REF}
+        if new.top_ids is not None:  # two models, target new: the support also covers the policy's own top-K
+            listed = (new.top_ids[..., None] == batch.support_ids[:, :, None, :]).any(-1)
+            actor_logp = new.top_actor_logp.masked_fill(listed, -torch.inf)
             columns["support_ids"] = torch.cat([batch.support_ids, new.top_ids], -1)
-            columns["support_logp"] = torch.cat(
-                [batch.support_logp, new.top_actor_logp.masked_fill(dup, -torch.inf)], -1
-            )
+            columns["support_logp"] = torch.cat([batch.support_logp, actor_logp], -1)
             columns["support_logp_ref"] = torch.cat([new.support_logp, new.top_logp], -1)
-        return {k: v for k, v in columns.items() if v is not None}
+        return columns
 
     def _micro(self, batch: Batch):
         """(rows, micro-batch, whether to share prompts) by token budget: as many, and shared or not, on every rank.
 
-        A rank with fewer repeats its last row (rows = None). Prompts are shared where that saves 15 % of the tokens: the
-        responses' attention then needs a mask, which costs some kernels their speed."""
-        plans = [batching.split(batch, self.cfg.micro_tokens, share) for share in (False, True)]
-        tokens = self.comm.sum([n for _, n in plans])
-        share = self.models.can_share and tokens[1] <= 0.85 * tokens[0]
-        parts = plans[share][0]
+        A rank with fewer repeats its last row (rows = None). Prompts are shared where that saves 15 % of the
+        tokens: the responses' attention then needs a mask, which costs some kernels their speed."""
+        plain, plain_tokens = batching.micro_batches(batch, self.cfg.micro_tokens, share=False)
+        shared, shared_tokens = batching.micro_batches(batch, self.cfg.micro_tokens, share=True)
+        plain_tokens, shared_tokens = self.comm.sum([plain_tokens, shared_tokens])
+        share = self.models.can_share and shared_tokens <= 0.85 * plain_tokens
+        parts = shared if share else plain
         for i in range(int(self.comm.max([len(parts)])[0])):
-            real = i < len(parts)
-            yield parts[i] if real else None, batch.select(parts[i] if real else parts[-1][-1:]).to(self.device), share
+            if i < len(parts):
+                yield parts[i], batch.select(parts[i]).to(self.device), share
+            else:
+                yield None, batch.select(parts[-1][-1:]).to(self.device), share
 
     # -- one optimizer step --------------------------------------------------------------------------------------------
 
-    def update(self, batch: Batch, stats: dict, cfg=None) -> dict[str, float]:
-        """One optimizer step on this rank's share of a batch. Returns the metrics of the step, global over ranks."""
-        cfg = cfg or self.cfg
-        want = needs_of_update(cfg, self.two, stats["lam"], batch.logp_ref is not None)
+    def update(self, batch: Batch, stats: objectives.StepStats) -> dict[str, float]:
+        """One optimizer step on this rank's share of a batch. Returns the metrics of the step, global over
+        ranks."""
+        cfg = self.cfg
+        needs = needs_of_update(cfg, self.has_actor, stats.lam, batch.logp_ref is not None)
         sums, total = Sums(), torch.zeros((), dtype=torch.float64, device=self.device)
         micros = list(self._micro(batch))
         for i, (rows, micro, share) in enumerate(micros):
-            with self._sync(i == len(micros) - 1):
-                new = TokenStats(**self.model(micro, want, share))
-                real = objectives.micro_stats(stats, rows if rows is not None else [0])
-                unreduced, logs = objectives.joint_loss(new, micro, real, cfg)
+            with self._gradient_sync(last=i == len(micros) - 1):
+                new = TokenStats(**self.wrapped(micro, needs, share))
+                unreduced, logs = objectives.joint_loss(new, micro, stats.select([0] if rows is None else rows), cfg)
                 loss = objectives.reduce(unreduced, micro.mask, stats, cfg)
                 if rows is None:
                     loss = loss * 0.0
@@ -213,56 +243,60 @@ class Learner:
                     observe(sums, new.detach(), objectives.with_ref(new, micro), stats, logs, cfg)
         logged = sums.reduce(self.comm)
         logged["loss"] = self.comm.sum([total])[0]
-        logged.update(self._step(logged["loss"], logged["rollout_corr/rollout_rs_masked_fraction"] >= 1))
-        return logged
+        all_rejected = logged["rollout_corr/rollout_rs_masked_fraction"] >= 1
+        return logged | self._step(logged["loss"], all_rejected)
 
-    def _sync(self, last: bool):
-        if not self.comm.on:
-            return contextlib.nullcontext()
-        if self.cfg.parallel == "fsdp":
-            self.model.set_requires_gradient_sync(last)
-            return contextlib.nullcontext()
-        return contextlib.nullcontext() if last else self.model.no_sync()
+    def _gradient_sync(self, last: bool):
+        """A context in which gradients are reduced over ranks in the last micro-batch's backward alone."""
+        if self.sharded:
+            self.wrapped.set_requires_gradient_sync(last)
+        elif self.comm.on and not last:
+            return self.wrapped.no_sync()
+        return contextlib.nullcontext()
 
-    def _step(self, loss: float, nothing: bool = False) -> dict[str, float]:
-        """Clip, check, step. A non-finite loss or gradient skips the step on every rank; too many in a row stop the run.
+    def _step(self, loss: float, all_rejected: bool = False) -> dict[str, float]:
+        """Clip, check, step. A non-finite loss or gradient skips the step on every rank; too many in a row stop
+        the run.
 
-        nothing: every token was rejected, so the policy stands still (its optimizer's momentum too) and the update is counted."""
-        out, factor = {}, schedule(self.version, self.cfg)
+        all_rejected: of a batch that was rejected whole the policy learns nothing (its optimizer's momentum must
+        not move it either); the update is counted."""
+        norms = {name: self._clip(name) for name in self.names}
+        finite = math.isfinite(loss) and all(map(math.isfinite, norms.values()))
+        factor, out = schedule(self.version, self.cfg), {}
         for name in self.names:
-            norm = nn.utils.clip_grad_norm_(getattr(self.models, name).parameters(), self.cfg.grad_clip)
-            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            out["grad_norm" if name == "policy" else "actor/grad_norm"] = float(norm)
-        fine = math.isfinite(loss) and all(map(math.isfinite, out.values()))
-        for name, optimizers in self.optimizers.items():
-            lr = (self.cfg.lr if name == "policy" else self.cfg.actor_lr) * factor
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = lr
-                if fine and not (nothing and name == "policy"):
-                    optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            out["lr" if name == "policy" else "actor/lr"] = lr
+            prefix = "" if name == "policy" else "actor/"
+            lr = self.lr[name] * factor
+            self._optimize(name, lr, step=finite and not (all_rejected and name == "policy"))
+            out |= {f"{prefix}grad_norm": norms[name], f"{prefix}lr": lr}
         self.version += 1
-        self.skipped_in_a_row = 0 if fine else self.skipped_in_a_row + 1
-        self.skipped += not fine
-        self.rejected += nothing
-        out["skipped_steps"], out["rejected_steps"], out["stepped"] = (
-            float(self.skipped),
-            float(self.rejected),
-            float(fine),
-        )
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        self.skipped += not finite
+        self.rejected += all_rejected
         if self.skipped_in_a_row >= self.cfg.max_skips:
             raise RuntimeError(
                 f"{self.skipped_in_a_row} updates in a row had a non-finite loss or gradient (the last: loss {loss}, "
-                f"gradient norm {out['grad_norm']}): lower --lr, or look at --is_cap and --grad_clip"
+                f"gradient norm {norms['policy']}): lower --lr, or look at --is_cap and --grad_clip"
             )
-        return out
+        counts = {"skipped_steps": self.skipped, "rejected_steps": self.rejected, "stepped": finite}
+        return out | {name: float(n) for name, n in counts.items()}
+
+    def _clip(self, name: str) -> float:
+        """Clip one model's gradient; its norm before."""
+        norm = nn.utils.clip_grad_norm_(getattr(self.models, name).parameters(), self.cfg.grad_clip)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def _optimize(self, name: str, lr: float, step: bool) -> None:
+        for optimizer in self.optimizers[name]:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            if step:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
     # -- weights in and out --------------------------------------------------------------------------------------------
 
     def named_tensors(self, name: str):
-        """Yields (Hugging Face name, whole detached tensor) of one model, `lm_head.weight` always included; collective."""
+        """Yields (Hugging Face name, whole detached tensor) of one model, `lm_head.weight` included; collective."""
         state = getattr(self.models, name).state_dict()
         if "lm_head.weight" not in state:  # tied heads are dropped from some state dicts
             state["lm_head.weight"] = state[next(k for k in state if k.endswith("embed_tokens.weight"))]
@@ -271,52 +305,39 @@ class Learner:
             yield key, x.full_tensor() if hasattr(x, "full_tensor") else x
 
     def published(self, name: str, packed: bool):
-        """What an engine loads of one model: `named_tensors`, its linear layers in the rollout's format if there is one (quant.py); collective.
-        Remote samplers quantize for themselves, each as it likes, unless the low-bit tensors are what travels."""
-        named, by_itself = self.named_tensors(name), self.cfg.samplers != "local" and not packed
-        return (
-            quant.for_engine(named, getattr(self.models, name), self.fmt, packed)
-            if self.fmt and not by_itself
-            else named
-        )
+        """What an engine loads of one model: `named_tensors`, its linear layers in the rollout's format if there
+        is one.
+
+        packed: in low bits, as quant.py stores them. Remote samplers quantize for themselves, each as it likes,
+        unless the low-bit tensors are what travels. Collective."""
+        tensors = self.named_tensors(name)
+        if self.rollout_format is None or (self.cfg.samplers != "local" and not packed):
+            return tensors
+        return quant.for_engine(tensors, getattr(self.models, name), self.rollout_format, packed)
 
     def state_dict(self) -> dict:
-        """Optimizers and counters (whole, on rank 0); the weights themselves go through `tensors`. Collective."""
-        out = {
-            "version": self.version,
-            "skipped": self.skipped,
-            "skipped_in_a_row": self.skipped_in_a_row,
-            "rejected": self.rejected,
-        }
-        for name in self.names:
-            out[f"optimizer.{name}"] = self._optimizer_state(name)
-        return out
-
-    def _options(self):
-        from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-        return StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-    def _optimizer_state(self, name: str) -> dict:
-        if not (self.comm.on and self.cfg.parallel == "fsdp"):
-            return {"parts": [o.state_dict() for o in self.optimizers[name]]}
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-        return get_optimizer_state_dict(getattr(self.models, name), self.optimizers[name], options=self._options())
+        """Optimizers and counters (whole, on rank 0); the weights themselves go through `named_tensors`.
+        Collective."""
+        counters = ("version", "skipped", "skipped_in_a_row", "rejected")
+        optimizers = {f"optimizer.{name}": self._optimizer_state(name) for name in self.names}
+        return {**{name: getattr(self, name) for name in counters}, **optimizers}
 
     def load_state_dict(self, state: dict) -> None:
-        self.version, self.skipped = state["version"], state["skipped"]
-        self.skipped_in_a_row, self.rejected = state["skipped_in_a_row"], state["rejected"]
+        for counter in ("version", "skipped", "skipped_in_a_row", "rejected"):
+            setattr(self, counter, state[counter])
         for name in self.names:
-            if self.comm.on and self.cfg.parallel == "fsdp":
-                from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+            saved = state[f"optimizer.{name}"]
+            if self.sharded:
+                model = getattr(self.models, name)
+                set_optimizer_state_dict(model, self.optimizers[name], saved, options=WHOLE_ON_CPU)
+                continue
+            for optimizer, part in zip(self.optimizers[name], saved["parts"], strict=True):
+                optimizer.load_state_dict(part)
 
-                set_optimizer_state_dict(
-                    getattr(self.models, name),
-                    self.optimizers[name],
-                    state[f"optimizer.{name}"],
-                    options=self._options(),
-                )
-            else:
-                for optimizer, part in zip(self.optimizers[name], state[f"optimizer.{name}"]["parts"]):
-                    optimizer.load_state_dict(part)
+    def _optimizer_state(self, name: str) -> dict:
+        if self.sharded:
+            return get_optimizer_state_dict(getattr(self.models, name), self.optimizers[name], options=WHOLE_ON_CPU)
+        return {"parts": [o.state_dict() for o in self.optimizers[name]]}
+
+
+WHOLE_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -1,67 +1,501 @@
-"""Metrics: how far apart the laws are, what the correction did about it, and where it is all written down.
+"""Metrics: how far apart the policies are, what the correction did about it, and where it is all written down.
 
-`observe` looks at one micro-batch and adds to running sums; `Sums.reduce` adds those over micro-batches and ranks, so that
-every number is a mean over the whole step, never "the last micro-batch". Names follow verl's `rollout_corr/*`.
+    python metrics.py          # the page of all metrics: name, meaning
 
-  rollout_corr/ratio_mean    mean of r = p_ref / p_inf, 1 where both are one law
-  rollout_corr/kl            mean(log p_inf - log p_ref): k1 estimate of KL(inf || ref), samples from inf; negative by chance alone
-  rollout_corr/k3_kl         mean(r - log r - 1) >= 0, the same KL with less variance;  r = p_ref / p_inf
-  rollout_corr/chi2_token    mean(r^2) - 1;  chi2_seq: the same of R = exp(clamp(sum log r, +-clamp))
-  rollout_corr/rollout_is_*  mean, min, max, std of the weight applied to each token (after caps; 1 without correction; OBRS's expected
-                             mask is part of it, a draw is not; with ratio_base inf or group times the unclipped ratio)
-  rollout_corr/rollout_is_eff_sample_size    (sum w)^2 / (n sum w^2) of weight x keep: 1 is "all tokens count alike"
-  rollout_corr/rollout_is_ratio_fraction_high, _low    share of tokens with r > C, r < 1/C (C = --is_cap of a token weight, else 2)
-  rollout_corr/seq_eff_sample_size   the same of R over responses. Read it beside seq_clamped_fraction: responses at the
-                             clamp all weigh e^20 or e^-20, so a fully clamped batch shows a *false* ESS of 1
-  rollout_corr/seq_false_ess 1 where more than half of the responses stand at the clamp: that ESS says nothing; said aloud once
-  rollout_corr/t_max         clamp / KL: the response length at which sequence weights hit the clamp (Praxis, section 4)
-  rollout_corr/low_weight_fraction   share of responses with R < 1/C (C = --is_cap of a sequence weight, else 4)
-  rollout_corr/rollout_rs_masked_fraction, _seq_masked_fraction   tokens rejected; responses with no token left
-  rollout_corr/reward_weighted   sum min(R, C) reward / sum min(R, C): what the learner itself would earn; `reward` is the sampler's, and
-                             the two part where the laws do (TIS text, "biased reward")
-  rollout_corr/mean_mismatch, max_mismatch   |p_inf - p_ref|, mean and maximum over a response, mean over responses (TIS)
-  rollout_corr/ppl_ratio     mean over responses of exp(mean log p_inf - mean log p_ref)
-  rollout_corr/seq_weight/N  mean R of responses of N/2 < length <= N tokens (16: up to 16); low_weight/N: their low-weight fraction
-  error/low_prob_pos, _neg   sampled tokens with p_ref < 1e-3, share of those with A > 0 and with A < 0 ("error tokens", QaRL Fig. 4c)
-  error/repetition           share of a response's 4-grams that it has said before, mean over responses
-  error/ratio_out/P          tokens with p_new / p_ref outside [1/2, 2], share of those with p_ref <= P and above the next smaller P (QaRL Fig. 5b)
-  rollout_corr/cut_fraction  sampled tokens that the learner's own law cuts (--keep_sampling_mask=recompute): they stand at e^-69
-  ppo_kl                     mean(log p_ref - log p_new), k1. Warning: it estimates KL(ref || new) under samples of ref, but these are
-                             samples of inf, so where the two differ it goes negative and means nothing (TIS text)
-  ppo_kl_weighted            the same weighted by min(r, C): the estimate under ref
-  ppo_k3_kl                  mean(p_new / p_ref - 1 - log(p_new / p_ref)): never negative, and biased just as well: a sign is no proof
-  cppo_kl                    what --cppo_beta weighs: exp(d) - d - 1 between inf and new (gepo.py)
-  clip_fraction              tokens whose surrogate is clipped; _high: of those with A > 0, _low: with A < 0
-  weight_var                 variance of weight x keep
-  weighted_advantage         mean over tokens of weight x keep x A; with --advantage_error_every also fresh_advantage, the mean A of
-                             fresh samples of the policy under the same baselines, and advantage_error, their distance
-  obrs/*                     accept_rate, z (as used), z_exact (two models), z_low, z_high, bracket_width, kappa (where Z is bracketed), lambda;
-                             kl_ref, kl_after = KL(p_tgt || p_inf), KL(p_tgt || accepted law) over the vocabulary where the learner
-                             knows both laws; `_partial`: over S alone
-  distill_kl, actor/*        KL(policy || actor) a token over the whole vocabulary; the actor's loss, entropy, gradient norm, and the
-                             distillation loss as chosen by flags; actor/engine_gap: |p_inf - p_omega,ref|, engine against learner
-  staleness/*                age of the sampling weights, in updates and in seconds
-  sync/*                     error, distance, proved: the probe of the last weight sync (sync.py); MiB moved
-  delay/*, remote/*          the virtual clock and what its bounds drop (delay.py); the account of remote groups (remote.py)
-  grad_norm, lr, response_length, distill_lambda, *_s   norm before clipping; as applied; tokens; as the closed loop has it; seconds by stage
+A metric is one row below: its name, what it is a mean (or maximum) over, its formula, its meaning. `observe` adds
+one micro-batch to running sums; `Sums.reduce` adds those over micro-batches and ranks, so that every number is a
+mean over the whole step, never "the last micro-batch". Rows of `DERIVED` are formulas of such means. Names follow
+verl's `rollout_corr/*`. Rows whose name begins with _ are sums that other rows are made of.
 """
 
 from __future__ import annotations
 
-import json
+import functools
 import math
-import os
-import sys
-from pathlib import Path
+import re
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-from tqdm import tqdm
 
+import corrections
+from model import FLOOR
 from sampling import Sampling
-from head import FLOOR
-from objectives import SEQUENCE
 
 BUCKETS = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
+RARE = [1e-3, 1e-1, 1.0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a formula may use: one micro-batch, seen once
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class View:
+    """One micro-batch as the formulas see it. Token quantities are (B, T), response quantities (B,)."""
+
+    def __init__(self, new, batch, stats, logs, cfg):
+        self.new, self.batch, self.stats, self.logs, self.cfg = new, batch, stats, logs, cfg
+        self.inf, self.ref, self.adv = batch.logp_inf, batch.logp_ref, batch.adv
+        row = corrections.CORRECTIONS[cfg.correction]
+        self.C = cfg.is_cap if row.caps == "token" else 2.0  # where "large" and "small" weights begin
+        self.C_seq = cfg.is_cap if row.caps == "sequence" else 4.0
+        self.clamp = cfg.log_ratio_clamp
+        # what a row is a mean over
+        self.tokens = batch.mask  # tokens that may carry a gradient
+        self.responses = batch.mask.any(1)  # responses with such a token
+        # tokens
+        self.log_r = batch.log_r.masked_fill(~batch.mask, 0.0)
+        self.r = batch.log_r.clamp(-self.clamp, self.clamp).exp()
+        self.gap = (self.inf.exp() - self.ref.exp()).abs() * batch.mask  # |p_inf - p_ref|
+        self.weight, self.keep, self.clipped = logs["weight"], logs["keep"], logs["clipped"]
+        self.applied = self.weight * self.keep
+        if cfg.correction in ("obrs", "jackpot_adjusted") and cfg.obrs_mask == "expected":
+            self.weight = self.applied  # OBRS's expected mask is part of the weight, a drawn one is not
+        # responses
+        self.n = batch.mask.sum(1).clamp_min(1)
+        self.sum_log_r = self.log_r.sum(1)
+        self.R = self.sum_log_r.clamp(-self.clamp, self.clamp).exp()
+
+    # -- OBRS
+
+    @property
+    def has_z(self) -> bool:
+        return "z" in self.logs
+
+    @property
+    def sees_both(self) -> bool:
+        """Whether the ref pass saw policy and actor whole."""
+        return self.has_z and self.cfg.obrs_target == "ref" and self.batch.kl_after_ref is not None
+
+    def sees_part(self) -> bool:
+        return self.has_z and not self.sees_both
+
+    @functools.cached_property
+    def support(self):
+        """(p_tgt, log p_tgt - log p_inf, which entries count), each (B, T, S)."""
+        logp_tgt = self.batch.support_logp_ref if self.cfg.obrs_target == "ref" else self.new.support_logp
+        on = self.batch.support_logp.isfinite()
+        gap = (logp_tgt - self.batch.support_logp.masked_fill(~on, 0.0)).masked_fill(~on, 0.0)
+        return logp_tgt.exp(), gap, on
+
+    def kl_before_partial(self):
+        p, gap, _ = self.support
+        return (p * gap).sum(-1)
+
+    def kl_after_partial(self):
+        p, gap, on = self.support
+        after = self.logs["z"].clamp_min(1e-30).log()[..., None] + gap.clamp_min(math.log(self.stats.lam))
+        return (p * after * on).sum(-1)
+
+
+def repetition(tokens, exists, n: int = 4):
+    """Share of a response's n-grams that stand earlier in it too, (B,): 1 - distinct / all; 0 if it is shorter
+    than n."""
+    if tokens.shape[1] < n:
+        return tokens.new_zeros(len(tokens), dtype=torch.double)
+    grams, whole = tokens.unfold(1, n, 1), exists.unfold(1, n, 1).all(-1)
+    key = torch.zeros_like(grams[..., 0])
+    for i in range(n):  # a 64-bit hash of each n-gram; a collision would only count one repetition too many
+        key = key * 1_000_003 + grams[..., i] + 1
+    nowhere = torch.arange(key.shape[1], device=key.device) - 2**62  # n-grams that do not exist are all distinct
+    ordered = torch.where(whole, key, nowhere).sort(1).values
+    repeats = (ordered[:, 1:] == ordered[:, :-1]).sum(1)
+    return repeats / whole.sum(1).clamp_min(1).double()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rows
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def always(_) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean of formula(view) over the true entries of over(view); `when` says where it exists."""
+
+    name: str
+    over: Callable
+    formula: Callable
+    meaning: str = ""
+    when: Callable = always
+
+
+class Max(Mean):
+    """The same for the maximum."""
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A formula of the step's means: formula(m), m[name] the mean, m.sum(name), m.count(name)."""
+
+    name: str
+    formula: Callable
+    meaning: str = ""
+    when: Callable = always
+
+
+def tokens(v):
+    return v.tokens
+
+
+def responses(v):
+    return v.responses
+
+
+def tokens_where(condition):
+    """Tokens for which condition(view) holds too."""
+    return lambda v: v.tokens & condition(v)
+
+
+def by_length(name, formula, meaning) -> list[Mean]:
+    """The same metric for responses of up to 16 tokens, 17 to 32, 33 to 64, ..."""
+    return [Mean(f"{name}/{n}", shorter_than(n), formula, meaning) for n in BUCKETS]
+
+
+def shorter_than(n):
+    """Responses of at most n tokens, and more than the next smaller bucket's."""
+    low = 0 if n == BUCKETS[0] else n // 2
+    return lambda v: v.responses & (v.batch.length > low) & (v.batch.length <= n)
+
+
+def low_weight(v):
+    return 1.0 / v.C_seq > v.R
+
+
+def rare(low, high):
+    """Tokens with low < p_ref <= high."""
+    return lambda v: v.tokens & (v.ref > log_edge(low)) & (v.ref <= log_edge(high))
+
+
+def log_edge(p: float) -> float:
+    return math.log(p) + 1e-6 if p > 0 else -math.inf
+
+
+def moved(v):
+    """p_new / p_ref outside [1/2, 2]."""
+    return (v.new.logp - v.ref).abs() > math.log(2)
+
+
+MISMATCH = [
+    Mean("rollout_corr/ratio_mean", tokens, lambda v: v.r, "mean of r = p_ref / p_inf; 1 where both are one policy"),
+    Mean(
+        "rollout_corr/kl",
+        tokens,
+        lambda v: -v.log_r,
+        "mean(log p_inf - log p_ref), nats a token: the k1 estimate of KL(inf || ref), samples from inf; negative by "
+        "chance alone",
+    ),
+    Mean(
+        "rollout_corr/k3_kl",
+        tokens,
+        lambda v: v.r - v.log_r - 1,
+        "mean(r - log r - 1) >= 0: the same KL with less variance",
+    ),
+    Mean("_r2", tokens, lambda v: v.r * v.r),
+    Derived("rollout_corr/chi2_token", lambda m: m["_r2"] - 1, "mean(r^2) - 1"),
+    Mean("_R", responses, lambda v: v.R),
+    Mean("_R2", responses, lambda v: v.R * v.R),
+    Derived("rollout_corr/chi2_seq", lambda m: m["_R2"] - 1, "mean(R^2) - 1, R = exp(clamp(sum log r, +-clamp))"),
+    Mean(
+        "rollout_corr/mean_mismatch",
+        responses,
+        lambda v: v.gap.sum(1) / v.n,
+        "|p_inf - p_ref|: mean over a response, mean over responses (TIS)",
+    ),
+    Mean(
+        "rollout_corr/max_mismatch",
+        responses,
+        lambda v: v.gap.amax(1),
+        "|p_inf - p_ref|: maximum over a response, mean over responses (TIS)",
+    ),
+    Mean(
+        "rollout_corr/ppl_ratio",
+        responses,
+        lambda v: (((v.inf - v.ref) * v.tokens).sum(1) / v.n).clamp(-v.clamp, v.clamp).exp(),
+        "mean over responses of exp(mean log p_inf - mean log p_ref)",
+    ),
+    Mean(
+        "rollout_corr/cut_fraction",
+        tokens,
+        lambda v: v.ref <= FLOOR,
+        "sampled tokens that the learner's own truncation cuts (--keep_sampling_mask=recompute): they stand at e^-69",
+        when=lambda v: v.cfg.keep_sampling_mask == "recompute" and Sampling.of(v.cfg).truncates,
+    ),
+]
+
+WEIGHTS = [
+    Mean("_w", tokens, lambda v: v.weight),
+    Mean("_w2", tokens, lambda v: v.weight**2),
+    Mean("_wk", tokens, lambda v: v.applied),
+    Mean("_wk2", tokens, lambda v: v.applied**2),
+    Max("_neg_min", tokens, lambda v: -v.weight),
+    Derived(
+        "rollout_corr/rollout_is_mean",
+        lambda m: m["_w"],
+        "weight applied to each token, after caps; 1 without correction; OBRS's expected mask is part of it, a draw is "
+        "not; with ratio_base inf or group times the unclipped ratio",
+    ),
+    Derived("rollout_corr/rollout_is_min", lambda m: -m["_neg_min"], "its minimum"),
+    Max("rollout_corr/rollout_is_max", tokens, lambda v: v.weight, "its maximum"),
+    Derived(
+        "rollout_corr/rollout_is_std",
+        lambda m: math.sqrt(max(0.0, m["_w2"] - m["_w"] ** 2)),
+        "its standard deviation",
+    ),
+    Derived(
+        "rollout_corr/rollout_is_eff_sample_size",
+        lambda m: m.ess("_wk", "_wk2"),
+        "(sum w)^2 / (n sum w^2) of weight x keep: 1 is 'all tokens count alike'",
+    ),
+    Derived("weight_var", lambda m: max(0.0, m["_wk2"] - m["_wk"] ** 2), "variance of weight x keep"),
+    Mean(
+        "rollout_corr/rollout_is_ratio_fraction_high",
+        tokens,
+        lambda v: v.r > v.C,
+        "share of tokens with r > C; C = --is_cap of a token weight, else 2",
+    ),
+    Mean("rollout_corr/rollout_is_ratio_fraction_low", tokens, lambda v: v.r < 1 / v.C, "share with r < 1/C"),
+    Derived(
+        "rollout_corr/seq_eff_sample_size",
+        lambda m: m.ess("_R", "_R2"),
+        "the effective sample size of R over responses; read it beside seq_clamped_fraction: responses at the clamp "
+        "all weigh e^20 or e^-20, so a batch at the clamp shows a false 1",
+    ),
+    Mean(
+        "rollout_corr/seq_clamped_fraction",
+        responses,
+        lambda v: v.sum_log_r.abs() >= v.clamp,
+        "share of responses with |sum log r| at the clamp",
+    ),
+    Derived(
+        "rollout_corr/seq_false_ess",
+        lambda m: float(m["rollout_corr/seq_clamped_fraction"] > 0.5),
+        "1 where more than half of the responses stand at the clamp: that ESS says nothing; said aloud once",
+    ),
+    Derived(
+        "rollout_corr/t_max",
+        lambda m: m["_clamp"] / m["rollout_corr/kl"] if m["rollout_corr/kl"] > 0 else math.inf,
+        "clamp / KL: the response length at which sequence weights hit the clamp (Praxis, section 4)",
+    ),
+    Mean(
+        "rollout_corr/low_weight_fraction",
+        responses,
+        low_weight,
+        "share of responses with R < 1/C; C = --is_cap of a sequence weight, else 4",
+    ),
+    *by_length(
+        "rollout_corr/seq_weight", lambda v: v.R, "mean R of responses of N/2 < length <= N tokens (16: up to 16)"
+    ),
+    *by_length("rollout_corr/low_weight", low_weight, "low_weight_fraction of the same responses"),
+    Mean("_keep", tokens, lambda v: v.keep),
+    Derived("rollout_corr/rollout_rs_masked_fraction", lambda m: 1.0 - m["_keep"], "share of tokens rejected"),
+    Mean(
+        "rollout_corr/rollout_rs_seq_masked_fraction",
+        responses,
+        lambda v: (v.keep * v.tokens).sum(1) == 0,
+        "share of responses with no token left",
+    ),
+]
+
+REWARDS = [
+    Mean("reward", responses, lambda v: v.batch.reward, "what the sampler earned"),
+    Mean("_capped", responses, lambda v: v.R.clamp_max(v.C_seq)),
+    Mean("_capped_reward", responses, lambda v: v.R.clamp_max(v.C_seq) * v.batch.reward),
+    Derived(
+        "rollout_corr/reward_weighted",
+        lambda m: m["_capped_reward"] / m["_capped"] if m["_capped"] > 0 else 0.0,
+        "sum min(R, C) reward / sum min(R, C): what the learner itself would earn; `reward` is the sampler's, and the "
+        "two part where the policies do (TIS text, 'biased reward')",
+    ),
+    Mean("response_length", responses, lambda v: v.batch.length, "tokens"),
+    Mean("advantage_abs", responses, lambda v: v.adv[:, 0].abs(), "mean |A| over responses"),
+    Mean(
+        "weighted_advantage",
+        tokens,
+        lambda v: v.applied * v.adv,
+        "mean over tokens of weight x keep x A; with --advantage_error_every also fresh_advantage, the mean A of fresh "
+        "samples of the policy under the same baselines, and advantage_error, their distance",
+    ),
+    Mean("entropy", tokens, lambda v: v.new.entropy, "of the policy, nats"),
+    Mean(
+        "staleness/mean_updates",
+        responses,
+        lambda v: v.batch.staleness[:, 0],
+        "age of the sampling weights, in updates",
+    ),
+    Mean("staleness/mean_seconds", responses, lambda v: v.batch.staleness[:, 1], "the same in seconds"),
+    Max("staleness/max_updates", responses, lambda v: v.batch.staleness[:, 0], "the oldest, in updates"),
+    Max("staleness/max_seconds", responses, lambda v: v.batch.staleness[:, 1], "the oldest, in seconds"),
+]
+
+RATIO_OUT = (
+    "share with p_new / p_ref outside [1/2, 2], of tokens with p_ref <= N and above the next smaller N (QaRL 5b)"
+)
+UPDATE = [
+    Mean("clip_fraction", tokens, lambda v: v.clipped, "tokens whose surrogate is clipped"),
+    Mean("clip_fraction_high", tokens, lambda v: v.clipped & (v.adv > 0), "those of them with A > 0"),
+    Mean("clip_fraction_low", tokens, lambda v: v.clipped & (v.adv < 0), "those with A < 0"),
+    Mean(
+        "ppo_kl",
+        tokens,
+        lambda v: v.ref - v.new.logp,
+        "mean(log p_ref - log p_new), k1. It estimates KL(ref || new) under samples of ref, but these are samples of "
+        "inf: where the two differ it goes negative and means nothing (TIS text)",
+    ),
+    Mean(
+        "ppo_kl_weighted",
+        tokens,
+        lambda v: v.r.clamp_max(v.C) * (v.ref - v.new.logp),
+        "the same weighted by min(r, C): the estimate under ref",
+    ),
+    Mean(
+        "ppo_k3_kl",
+        tokens,
+        lambda v: (v.new.logp - v.ref).clamp(-v.clamp, v.clamp).exp() - 1 - (v.new.logp - v.ref),
+        "mean(p_new / p_ref - 1 - log(p_new / p_ref)): never negative, and biased just as well: a sign is no proof",
+    ),
+    Mean(
+        "cppo_kl",
+        tokens,
+        lambda v: v.logs["cppo_kl"],
+        "what --cppo_beta weighs: exp(d) - d - 1 between inf and new (gepo.py)",
+        when=lambda v: "cppo_kl" in v.logs,
+    ),
+    Mean(
+        "error/low_prob_pos",
+        tokens_where(lambda v: v.adv > 0),
+        lambda v: v.ref < math.log(1e-3),
+        "share of tokens with A > 0 that have p_ref < 1e-3 ('error tokens', QaRL Fig. 4c)",
+    ),
+    Mean(
+        "error/low_prob_neg",
+        tokens_where(lambda v: v.adv < 0),
+        lambda v: v.ref < math.log(1e-3),
+        "the same of tokens with A < 0",
+    ),
+    Mean(
+        "error/repetition",
+        lambda v: v.responses & (v.batch.length >= 4),
+        lambda v: repetition(v.batch.tokens, v.batch.exists),
+        "share of a response's 4-grams that it has said before, mean over responses",
+    ),
+    *(Mean(f"error/ratio_out/{p:g}", rare(low, p), moved, RATIO_OUT) for low, p in zip([0, *RARE], RARE, strict=False)),
+]
+
+
+def bracketed(m) -> bool:
+    return "obrs/z_low" in m
+
+
+def logged(key):
+    """(formula, when) of what the correction logged under this name."""
+    return {"formula": lambda v: v.logs[key], "when": lambda v: key in v.logs}
+
+
+OBRS = [
+    Mean("obrs/accept_rate", tokens, meaning="acceptance", **logged("accept")),
+    Mean("obrs/z", tokens, meaning="Z as used", **logged("z")),
+    Mean("obrs/z_low", tokens, meaning="its lower bound, where Z is bracketed", **logged("z_low")),
+    Mean("obrs/z_high", tokens, meaning="its upper bound", **logged("z_high")),
+    Mean(
+        "obrs/z_exact",
+        tokens,
+        lambda v: v.batch.z_ref,
+        "Z over the whole vocabulary (two models)",
+        when=lambda v: v.has_z and v.cfg.obrs_target == "ref" and v.batch.z_ref is not None,
+    ),
+    Derived("obrs/lambda", lambda m: m["_lam"], "lambda as used", when=lambda m: "obrs/z" in m),
+    Derived("obrs/kappa", lambda m: m["_kappa"], "scale of Z_low", bracketed),
+    Derived(
+        "obrs/z_low_over_z", lambda m: m["obrs/z_low"] / max(m["obrs/z"], 1e-30), "over the Z that was used", bracketed
+    ),
+    Derived("obrs/bracket_width", lambda m: m["obrs/z_high"] - m["obrs/z_low"], "Z_high - Z_low", bracketed),
+    Derived("z_low_sum", lambda m: m.sum("obrs/z_low"), "kappa is made of it ...", bracketed),
+    Derived("accept_sum", lambda m: m.sum("obrs/accept_rate"), "... and of this", bracketed),
+    Mean(
+        "obrs/kl_before",
+        tokens,
+        lambda v: v.batch.kl_ref,
+        "KL(p_tgt || p_inf) over the vocabulary, where the learner knows both",
+        when=lambda v: v.has_z and v.cfg.obrs_target == "ref" and v.batch.kl_ref is not None,
+    ),
+    Mean(
+        "obrs/kl_after",
+        tokens,
+        lambda v: v.batch.kl_after_ref,
+        "KL(p_tgt || distribution of the accepted tokens), likewise",
+        when=lambda v: v.sees_both,
+    ),
+    Mean("obrs/kl_before_partial", tokens, View.kl_before_partial, "kl_before over the support alone", View.sees_part),
+    Mean("obrs/kl_after_partial", tokens, View.kl_after_partial, "kl_after over the support alone", View.sees_part),
+]
+
+
+def has_actor(v) -> bool:
+    return v.new.actor_logp is not None
+
+
+ACTOR = [
+    Mean("distill_kl", tokens, lambda v: v.new.kl, "KL(policy || actor), nats a token, whole vocabulary", has_actor),
+    Mean(
+        "actor/distill_loss", tokens, lambda v: v.new.distill_loss, "the distillation loss that flags chose", has_actor
+    ),
+    Mean("actor/loss", tokens, lambda v: v.logs["actor_loss"], "the actor's own loss", has_actor),
+    Mean("actor/entropy", tokens, lambda v: v.new.actor_entropy, "of the actor, nats", has_actor),
+    Mean(
+        "actor/engine_gap",
+        tokens,
+        lambda v: (v.batch.actor_logp_ref.exp() - v.inf.exp()).abs(),
+        "|p_inf - p_actor,ref|: engine against learner",
+        has_actor,
+    ),
+    Derived(
+        "distill_lambda",
+        lambda m: m["_distill"],
+        "weight of the distillation, as the closed loop has it",
+        when=lambda m: "actor/loss" in m,
+    ),
+]
+COUNTS = [Derived("tokens", lambda m: m.count("_w"), "tokens of the step that may carry a gradient")]
+
+SECTIONS = {
+    "How far sampler and learner are apart": MISMATCH,
+    "Weights and rejection": WEIGHTS,
+    "Rewards, lengths, age": REWARDS,
+    "The update": UPDATE,
+    "OBRS": OBRS,
+    "The actor": ACTOR,
+    "Counts": COUNTS,
+}
+ROWS = [row for rows in SECTIONS.values() for row in rows]
+# what other files log: name -> meaning
+ELSEWHERE = {
+    "loss": "the reduced loss",
+    "grad_norm": "of the policy, before clipping; actor/grad_norm",
+    "lr": "as applied; actor/lr",
+    "stepped": "0 where a non-finite loss or gradient skipped the update",
+    "skipped_steps": "updates skipped for that reason so far",
+    "rejected_steps": "updates of which every token was rejected so far; said aloud once",
+    "eval/policy_pass@1": "held-out pass@1, with eval/policy_se; eval/actor_*",
+    "fresh_advantage": "mean advantage of fresh samples of the policy (--advantage_error_every); advantage_error",
+    "sync/error": "largest |log p| difference between engine and published weights on the probe (sync.py)",
+    "sync/distance": "the same between these weights and the ones published before",
+    "sync/proved": "1 where error and distance tell new weights from old ones",
+    "sync/MiB": "moved",
+    "delay/clock": "virtual seconds the learner had to wait (delay.py); delay/waiting, versions, dropped_*",
+    "remote/trained": "the account of remote groups, a column for each fate (remote/source.py); remote/*",
+    "rollout_s": "seconds by stage: rollout_s, ref_s, update_s, sync_s, eval_s, save_s",
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Adding up
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class Sums:
@@ -73,295 +507,86 @@ class Sums:
     def add(self, name, x, where):
         """Adds x over the true entries of `where` (same shape): one more share of the mean called `name`."""
         x = x.double() * where
-        old = self.pairs.get(name, (0.0, 0.0))
-        self.pairs[name] = (old[0] + x.sum(), old[1] + where.sum())
+        total, count = self.pairs.get(name, (0.0, 0.0))
+        self.pairs[name] = (total + x.sum(), count + where.sum())
 
     def top(self, name, x, where):
         """Adds to the maximum called `name`."""
         value = x.double().masked_fill(~where, -math.inf).amax()
         self.tops[name] = torch.maximum(self.tops[name], value) if name in self.tops else value
 
+    def constant(self, name, value):
+        """A number that is the same in every micro-batch and on every rank."""
+        self.pairs[name] = (value, 1.0)
+
     def reduce(self, comm) -> dict[str, float]:
         """All means and maxima over ranks, and what is derived from them."""
-        names, tops = list(self.pairs), list(self.tops)
-        flat = comm.sum([v for n in names for v in self.pairs[n]])
-        s = {n: (flat[2 * i], flat[2 * i + 1]) for i, n in enumerate(names)}
-        m = {n: a / b if b else 0.0 for n, (a, b) in s.items()}
-        m.update(zip(tops, comm.max([self.tops[n] for n in tops]) if tops else []))
-        return derive(m, s)
+        flat = comm.sum([v for pair in self.pairs.values() for v in pair])
+        means = Means(zip(self.pairs, zip(flat[::2], flat[1::2], strict=True), strict=True))
+        if self.tops:
+            means.update(zip(self.tops, comm.max(self.tops.values()), strict=True))
+        return derive(means)
+
+
+class Means(dict):
+    """name -> mean or maximum over the whole step."""
+
+    def __init__(self, pairs):
+        self.pairs = dict(pairs)
+        super().__init__({name: total / n if n else 0.0 for name, (total, n) in self.pairs.items()})
+
+    def sum(self, name) -> float:
+        return self.pairs[name][0]
+
+    def count(self, name) -> float:
+        return self.pairs[name][1]
+
+    def ess(self, first, second) -> float:
+        """Effective sample size over the number of samples, from the means of w and w^2."""
+        return self[first] ** 2 / self[second] if self[second] > 0 else 0.0
 
 
 def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
-    """Add one micro-batch. new: TokenStats, detached; batch: with ref columns; logs: from objectives.loss."""
-    mask, inf, ref = batch.mask, batch.logp_inf, batch.logp_ref
-    has = mask.any(1)
-    n = mask.sum(1).clamp_min(1)
-    log_r = ref - inf
-    clamp = cfg.log_ratio_clamp
-    r = log_r.clamp(-clamp, clamp).exp()
-    log_r = log_r.masked_fill(~mask, 0.0)
-    applied = logs["weight"] * logs["keep"]
-    weight = (
-        applied if cfg.correction in ("obrs", "jackpot_adjusted") and cfg.obrs_mask == "expected" else logs["weight"]
-    )
-    if cfg.keep_sampling_mask == "recompute" and Sampling.of(cfg).truncates:
-        sums.add("rollout_corr/cut_fraction", ref <= FLOOR, mask)
-    C = cfg.is_cap if cfg.is_cap and cfg.correction in ("tis", "areal_drop", "tis_adjusted") else 2.0
-    C_seq = cfg.is_cap if cfg.is_cap and cfg.correction in SEQUENCE else 4.0
-    clipped = logs["clipped"]
-    for name, x in (
-        ("rollout_corr/kl", -log_r),
-        ("rollout_corr/k3_kl", r - log_r - 1),
-        ("r2", r * r),
-        ("w", weight),
-        ("w2", weight**2),
-        ("wk", applied),
-        ("wk2", applied**2),
-        ("rollout_corr/rollout_is_ratio_fraction_high", r > C),
-        ("rollout_corr/rollout_is_ratio_fraction_low", r < 1 / C),
-        ("rollout_corr/ratio_mean", r),
-        ("weighted_advantage", applied * batch.adv),
-        ("keep", logs["keep"]),
-        ("clip_fraction", clipped),
-        ("clip_fraction_high", clipped & (batch.adv > 0)),
-        ("clip_fraction_low", clipped & (batch.adv < 0)),
-        ("ppo_kl", ref - new.logp),
-        ("ppo_kl_weighted", r.clamp_max(C) * (ref - new.logp)),
-        ("ppo_k3_kl", (new.logp - ref).clamp(-clamp, clamp).exp() - 1 - (new.logp - ref)),
-        ("entropy", new.entropy),
-    ):
-        sums.add(name, x, mask)
-    if "cppo_kl" in logs:
-        sums.add("cppo_kl", logs["cppo_kl"], mask)
-    sums.top("rollout_corr/rollout_is_max", weight, mask)
-    sums.top("neg_min", -weight, mask)
-    total = log_r.sum(1)
-    R = total.clamp(-clamp, clamp).exp()
-    gap = (inf.exp() - ref.exp()).abs() * mask
-    low = (R < 1 / C_seq).double()
-    capped = R.clamp_max(C_seq)
-    for name, x in (
-        ("R", R),
-        ("capped", capped),
-        ("capped_reward", capped * batch.reward),
-        ("R2", R * R),
-        ("rollout_corr/seq_clamped_fraction", total.abs() >= clamp),
-        ("rollout_corr/low_weight_fraction", low),
-        ("rollout_corr/mean_mismatch", gap.sum(1) / n),
-        ("rollout_corr/max_mismatch", gap.amax(1)),
-        ("rollout_corr/ppl_ratio", (((inf - ref) * mask).sum(1) / n).clamp(-clamp, clamp).exp()),
-        ("rollout_corr/rollout_rs_seq_masked_fraction", (logs["keep"] * mask).sum(1) == 0),
-        ("reward", batch.reward),
-        ("response_length", batch.length),
-        ("advantage_abs", batch.adv[:, 0].abs()),
-        ("staleness/mean_updates", batch.staleness[:, 0]),
-        ("staleness/mean_seconds", batch.staleness[:, 1]),
-    ):
-        sums.add(name, x, has)
-    error = ref < math.log(1e-3)
-    sums.add("error/low_prob_pos", error, mask & (batch.adv > 0))
-    sums.add("error/low_prob_neg", error, mask & (batch.adv < 0))
-    sums.add("error/repetition", repetition(batch.tokens, batch.exists), has & (batch.length >= 4))
-    moved, below = (new.logp - ref).abs() > math.log(2), -math.inf
-    for p in (1e-3, 1e-1, 1.0):
-        sums.add(f"error/ratio_out/{p:g}", moved, mask & (ref > below) & (ref <= math.log(p) + 1e-6))
-        below = math.log(p) + 1e-6
-    sums.top("staleness/max_updates", batch.staleness[:, 0], has)
-    sums.top("staleness/max_seconds", batch.staleness[:, 1], has)
-    below = 0
-    for edge in BUCKETS:
-        inside = has & (batch.length > below) & (batch.length <= edge)
-        sums.add(f"rollout_corr/seq_weight/{edge}", R, inside)
-        sums.add(f"rollout_corr/low_weight/{edge}", low, inside)
-        below = edge
-    if "z" in logs:
-        for name in ("accept", "z", "z_low", "z_high"):
-            if name in logs:
-                sums.add({"accept": "obrs/accept_rate"}.get(name, f"obrs/{name}"), logs[name], mask)
-        s_tgt = batch.support_logp_ref if cfg.obrs_target == "ref" else new.support_logp
-        whole = (
-            {"obrs/kl_ref": batch.kl_ref, "obrs/kl_after": batch.kl_after, "obrs/z_exact": batch.z_ref}
-            if cfg.obrs_target == "ref"
-            else {}
-        )
-        for name, x in whole.items():
-            if x is not None:
-                sums.add(name, x, mask)
-        if whole.get("obrs/kl_after") is None:
-            on = batch.support_logp.isfinite()
-            gap = (s_tgt - batch.support_logp.masked_fill(~on, 0.0)).masked_fill(~on, 0.0)
-            p = s_tgt.exp()
-            sums.add("obrs/kl_before_partial", (p * gap).sum(-1), mask)
-            after = logs["z"].clamp_min(1e-30).log()[..., None] + gap.clamp_min(math.log(stats["lam"]))
-            sums.add("obrs/kl_after_partial", (p * after * on).sum(-1), mask)
-    if new.actor_logp is not None:
-        sums.add("actor/entropy", new.actor_entropy, mask)
-        sums.add("actor/loss", logs["actor_loss"], mask)
-        sums.add("actor/engine_gap", (batch.actor_logp_ref.exp() - inf.exp()).abs(), mask)
-        sums.add("distill_kl", new.kl_full, mask)
-        sums.add("actor/distill_loss", new.kl, mask)
-    for name, x in (*((k, stats[k]) for k in ("kappa", "lam", "distill")), ("clamp", clamp)):  # the same on every rank
-        sums.pairs[name] = (x, 1.0)
+    """Add one micro-batch. new: TokenStats, detached; batch: with ref columns; logs: from objectives.joint_loss."""
+    view = View(new, batch, stats, logs, cfg)
+    for row in ROWS:
+        if isinstance(row, Mean) and row.when(view):
+            add = sums.top if isinstance(row, Max) else sums.add
+            add(row.name, row.formula(view), row.over(view))
+    constants = {"_kappa": stats.kappa, "_lam": stats.lam, "_distill": stats.distill_lambda, "_clamp": view.clamp}
+    for name, value in constants.items():
+        sums.constant(name, value)
 
 
-def repetition(tokens, exists, n: int = 4):
-    """Share of a response's n-grams that stand earlier in it too, (B,): 1 - distinct / all; 0 for one shorter than n."""
-    if tokens.shape[1] < n:
-        return tokens.new_zeros(len(tokens), dtype=torch.double)
-    grams, whole = tokens.unfold(1, n, 1), exists.unfold(1, n, 1).all(-1)
-    key = torch.zeros_like(grams[..., 0])
-    for i in range(n):  # a hash: collisions of 64 bits are not worth a thought
-        key = key * 1_000_003 + grams[..., i] + 1
-    key = torch.where(
-        whole, key, torch.arange(key.shape[1], device=key.device) - 2**62
-    )  # what does not exist is all distinct
-    first = key.sort(1).values
-    repeats = (first[:, 1:] == first[:, :-1]).sum(1)
-    return repeats / whole.sum(1).clamp_min(1).double()
+def derive(m: Means) -> dict[str, float]:
+    """The public metrics: means and maxima, and the derived ones. Buckets of lengths that no response has are
+    left out."""
+    empty = {name for name in m.pairs if name.startswith(BUCKETED) and m.count(name) == 0}
+    out = {name: value for name, value in m.items() if not name.startswith("_") and name not in empty}
+    for row in ROWS:
+        if isinstance(row, Derived) and row.when(m):
+            out[row.name] = row.formula(m)
+    return out
 
 
-def derive(m: dict, s: dict) -> dict[str, float]:
-    """Standard deviations, effective sample sizes and bounds from the means, then only public names."""
-    ess = lambda a, b: m[a] ** 2 / m[b] if m[b] > 0 else 0.0
-    out = {
-        k: v
-        for k, v in m.items()
-        if "/" in k
-        or k
-        in (
-            "clip_fraction",
-            "clip_fraction_low",
-            "clip_fraction_high",
-            "ppo_kl",
-            "ppo_kl_weighted",
-            "ppo_k3_kl",
-            "cppo_kl",
-            "entropy",
-            "reward",
-            "weighted_advantage",
-            "response_length",
-            "advantage_abs",
-            "distill_kl",
-        )
-    }
-    kl = m["rollout_corr/kl"]
-    out.update(
-        {
-            "rollout_corr/chi2_token": m["r2"] - 1,
-            "rollout_corr/chi2_seq": m["R2"] - 1,
-            "rollout_corr/rollout_is_mean": m["w"],
-            "rollout_corr/rollout_is_min": -m["neg_min"],
-            "rollout_corr/rollout_is_std": math.sqrt(max(0.0, m["w2"] - m["w"] ** 2)),
-            "rollout_corr/rollout_is_eff_sample_size": ess("wk", "wk2"),
-            "rollout_corr/seq_eff_sample_size": ess("R", "R2"),
-            "rollout_corr/rollout_rs_masked_fraction": 1.0 - m["keep"],
-            "weight_var": max(0.0, m["wk2"] - m["wk"] ** 2),
-            "rollout_corr/reward_weighted": m["capped_reward"] / m["capped"] if m["capped"] > 0 else 0.0,
-            "rollout_corr/seq_false_ess": float(m["rollout_corr/seq_clamped_fraction"] > 0.5),
-            "rollout_corr/t_max": m["clamp"] / kl if kl > 0 else math.inf,
-            "tokens": s["w"][1],
-        }
-    )
-    if "obrs/z" in m:
-        out["obrs/lambda"] = m["lam"]
-    if "obrs/z_low" in m:
-        out.update(
-            {
-                "obrs/kappa": m["kappa"],
-                "obrs/z_low_over_z": m["obrs/z_low"] / max(m["obrs/z"], 1e-30),
-                "obrs/bracket_width": m["obrs/z_high"] - m["obrs/z_low"],
-            }
-        )
-        out.update(z_low_sum=s["obrs/z_low"][0], accept_sum=s["obrs/accept_rate"][0])
-    if "actor/loss" in m:
-        out["distill_lambda"] = m["distill"]
-    return {
-        k: v
-        for k, v in out.items()
-        if not (k.startswith(("rollout_corr/seq_weight", "rollout_corr/low_weight/")) and s[k][1] == 0)
-    }
+BUCKETED = ("rollout_corr/seq_weight/", "rollout_corr/low_weight/")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Where metrics go
-# ---------------------------------------------------------------------------------------------------------------------
-
-# what is said aloud, once a run, when a metric is above 0
-WARNINGS = {
-    "rollout_corr/seq_false_ess": "more than half of the responses stand at the clamp of --log_ratio_clamp: their weights are equal because they are cut, and an "
-    "effective sample size near 1 is false; sequence weights correct nothing at this length (rollout_corr/t_max)",
-    "rejected_steps": "every token of an update was rejected: the policy did not move; widen --rs_low and --rs_high, or look at rollout_corr/kl "
-    "(rejected_steps counts such updates)",
-}
+def page() -> str:
+    """All metrics, a name and its meaning each; a family such as seq_weight/16, /32, ... has one line."""
+    lines = []
+    for title, rows in SECTIONS.items():
+        named = {re.sub(r"/[0-9.]+$", "/N", row.name): row.meaning for row in rows if row.meaning}
+        lines += ["", title, *entries(named)]
+    return "\n".join([*lines, "", "Logged by other files", *entries(ELSEWHERE)]).strip()
 
 
-class Log:
-    """metrics.jsonl, and TensorBoard and wandb by flag. One line an update; times end in `_s` or `_seconds` and nothing else does."""
-
-    def __init__(self, run: Path, cfg, step: int):
-        self.path = run / "metrics.jsonl"
-        truncate(self.path, step or -1)  # from the start: the evaluation before training (step -1) too
-        self.file = open(self.path, "a", encoding="utf-8")
-        self.board = self.wandb = None
-        self.said = set()
-        if cfg.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(str(run / "tensorboard"), purge_step=step)
-        if cfg.wandb:
-            import wandb
-
-            self.wandb = wandb.init(
-                project=cfg.wandb, name=run.name, dir=str(run), config=vars(cfg), id=run.name, resume="allow"
-            )
-
-    def write(self, step: int, values: dict) -> None:
-        self.file.write(json.dumps({"step": step, **{k: clean(v) for k, v in values.items()}}) + "\n")
-        self.file.flush()
-        for name in WARNINGS.keys() - self.said:
-            if values.get(name, 0) > 0:
-                self.said.add(name)
-                tqdm.write(f"warning: update {step + 1}: {WARNINGS[name]}", file=sys.stderr)
-        numbers = {k: v for k, v in values.items() if isinstance(v, (int, float)) and math.isfinite(v)}
-        if self.board:
-            for k, v in numbers.items():
-                self.board.add_scalar(k, v, step + 1)  # updates done: neither likes the -1 of before training
-        if self.wandb:
-            self.wandb.log(numbers, step=step + 1)
-
-    def close(self) -> None:
-        self.file.close()
-        if self.board:
-            self.board.close()
-        if self.wandb:
-            self.wandb.finish()
+def entries(named: dict[str, str]) -> list[str]:
+    out = []
+    for name, meaning in named.items():
+        out += textwrap.wrap(f"{name:46s}{meaning}", 118, initial_indent="  ", subsequent_indent=" " * 48)
+    return out
 
 
-def clean(v):
-    """JSON has no infinity: it is written as null."""
-    return None if isinstance(v, float) and not math.isfinite(v) else v
-
-
-def truncate(path: Path, step: int) -> None:
-    """Keep the lines of updates before `step`: what a resumed run has not done again must not stand there twice."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            break  # a line cut short by a kill: everything after it is later
-        if row["step"] < step:
-            kept.append(line)
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    os.replace(scratch, path)
-
-
-def read(run: Path | str) -> list[dict]:
-    """The lines of a run's metrics.jsonl."""
-    path = Path(run) / "metrics.jsonl"
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; give the folder of a run (it holds metrics.jsonl)")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+if __name__ == "__main__":
+    print(page())

@@ -1,27 +1,39 @@
 """Policy and actor as one module: the only way to a model.
 
-`PolicyAndActor.forward` reads hidden states, then meets the chunked head (head.py), inside the module that DDP or FSDP2 wraps. Under
-FSDP2 a head's weight read outside that forward is one rank's shard, so policy and actor live in one module, and what needs
-both laws at once (distillation, the exact Z) happens in there too. `Needs` says what a forward has to yield, `TokenStats` is what it
-yielded. Linear layers may be replaced in place: `PolicyAndActor.policy` is an ordinary transformers model.
+`PolicyAndActor.forward` reads hidden states, then meets the chunked head (head.py), inside the module that DDP or
+FSDP2 wraps. Under FSDP2 a head's weight read outside that forward is one rank's shard, so policy and actor live
+in one module, and what needs both distributions at once (distillation, the exact Z) happens in there too. Linear
+layers may be replaced in place: `PolicyAndActor.policy` is an ordinary transformers model.
+
+    Needs          what a forward has to yield
+    TokenStats     what it yielded: one tensor a statistic
+    OneModelRows   the statistics of one model's logits, chunk by chunk, and their gradient
+    TwoModelRows   the same of policy and actor together
+
+A new statistic is a field of TokenStats and a line in the `outputs` and the `__call__` of its rows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass, fields
 
 import torch
 from torch import nn
 
-import head
-import objectives
+import corrections
 from batching import Batch
+from head import ChunkedHead, chunk_rows
+from sampling import cut
+
+CUT = -1e30  # logit of a token that truncation cut: finite, so that 0 log 0 stays 0
+FLOOR = -69.0  # log-probability of a sampled token that the learner cuts: log 1e-30
 
 
 @dataclass
 class TokenStats:
-    """What one forward says of each response token. logp, actor_logp and kl controllers gradient; None: not asked for."""
+    """What one forward says of each response token. logp, actor_logp and distill_loss carry gradient."""
 
     logp: torch.Tensor  # (B, T)    log p_new(token)
     entropy: torch.Tensor | None = None  # (B, T)    nats
@@ -29,18 +41,20 @@ class TokenStats:
     tail: torch.Tensor | None = None  # (B, T)    sum outside S of min(p_K, p_new / lambda)
     actor_logp: torch.Tensor | None = None  # (B, T)
     actor_entropy: torch.Tensor | None = None  # (B, T)
-    kl: torch.Tensor | None = None  # (B, T)    distillation loss, gradient to the actor alone
+    distill_loss: torch.Tensor | None = None  # (B, T)    gradient to the actor alone
     z: torch.Tensor | None = None  # (B, T)    exact Z of p_inf := actor, p_tgt := policy
-    kl_full: torch.Tensor | None = None  # (B, T)    KL(policy || actor), whole vocabulary, no gradient
-    kl_after: torch.Tensor | None = None  # (B, T)    KL(policy || law of the accepted tokens)
+    kl: torch.Tensor | None = None  # (B, T)    KL(policy || actor), whole vocabulary, no gradient
+    kl_after: torch.Tensor | None = None  # (B, T)    KL(policy || distribution of the accepted tokens)
     top_ids: torch.Tensor | None = None  # (B, T, K) the policy's own top-K
     top_logp: torch.Tensor | None = None  # (B, T, K)
     top_actor_logp: torch.Tensor | None = None  # (B, T, K) the actor's log-probabilities there
 
-    def detach(self) -> "TokenStats":
-        return TokenStats(
-            **{f.name: None if (x := getattr(self, f.name)) is None else x.detach() for f in fields(self)}
-        )
+    def known(self) -> dict[str, torch.Tensor]:
+        """The statistics that were asked for."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+
+    def detach(self) -> TokenStats:
+        return TokenStats(**{name: x.detach() for name, x in self.known().items()})
 
 
 @dataclass(frozen=True)
@@ -48,167 +62,346 @@ class Needs:
     """What a forward has to yield beyond the sampled tokens' log-probabilities."""
 
     entropy: bool = False
-    s: bool = False  # support_logp, and with `tail` the second bound of Z
-    tail: bool = False
-    pair: bool = False  # z, kl_after (two models)
+    support: bool = False  # support_logp
+    tail: bool = False  # with `support`: the second bound of Z
+    exact_z: bool = False  # z, kl_after (two models)
     distill: str = "none"  # "none" | "forward" | "reverse"
     distill_topk: int = 0
-    topk: int = 0  # top_ids, top_actor_logp (two models)
+    topk: int = 0  # top_ids, top_logp, top_actor_logp (two models)
     lam: float = 1.0
 
 
-class PolicyAndActor(nn.Module):
-    """Policy and optional actor as one module: (batch, want) -> the fields of TokenStats, as the dict that wrappers expect.
+# ---------------------------------------------------------------------------------------------------------------------
+# The module
+# ---------------------------------------------------------------------------------------------------------------------
 
-    With `share` a prompt is read once for all its responses in the batch, not once for each."""
+
+class PolicyAndActor(nn.Module):
+    """Policy and optional actor as one module: (batch, needs) -> the fields of TokenStats, as the dict that
+    wrappers expect. With `share` a prompt is read once for all its responses in the batch, not once for each."""
 
     def __init__(self, policy, actor=None, autocast: torch.dtype | None = None, head_fp32: bool = False):
         super().__init__()
-        self.policy, self.actor, self.autocast, self.head_fp32 = policy, actor, autocast, head_fp32
+        self.policy, self.actor = policy, actor
+        self.autocast, self.head_fp32 = autocast, head_fp32
 
     @property
     def can_share(self) -> bool:
         """Whether the models see nothing but keys and values of a prompt: full attention in every layer."""
         models = [m for m in (self.policy, self.actor) if m is not None]
-        return all(
-            set(getattr(m.config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-            and not getattr(m.config, "sliding_window", None)
-            for m in models
-        )
+        return all(has_full_attention(m.config) for m in models)
 
-    def forward(self, batch: Batch, want: Needs, share: bool = False):
+    def forward(self, batch: Batch, needs: Needs, share: bool = False) -> dict[str, torch.Tensor]:
         B, T = batch.tokens.shape
         at = batch.exists.flatten().nonzero()[:, 0]  # (N,) places in (B, T) that are tokens
-        row, t = at // T, at % T
-        target = batch.tokens.flatten()[at]
-        temperature, *rule = batch.sampling[row].unsqueeze(-1).unbind(1)  # (N, 1) each
-        inv_t = 1.0 / temperature if bool((temperature != 1).any()) else None
-        rule = rule if bool((batch.sampling[:, 1:] != batch.sampling.new_tensor([1.0, 0.0, 0.0])).any()) else None
-        kept = None
-        if batch.kept is not None:
-            sizes = torch.cat([torch.as_tensor(o).diff() for o, _ in batch.kept]).to(at.device)
-            allowed_ids = torch.cat([torch.as_tensor(i, dtype=torch.long) for _, i in batch.kept]).to(at.device)
-            kept = (torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]), allowed_ids)
-        support_ids = batch.support_ids.flatten(0, 1)[at] if want.s else None
-        s_on = batch.support_logp.flatten(0, 1)[at].isfinite() if want.s else None
-        p_kth = batch.p_kth.flatten()[at] if want.tail else None
-        law = lambda **k: head.OneModelRows(target, inv_t, kept=kept, rule=rule, entropy=want.entropy, **k)
-        rows = law(ids=support_ids, s_on=s_on, p_kth=p_kth, lam=want.lam)
+        scored = Scored.of(batch, at)
+        rows = OneModelRows(scored, needs, *support_of(batch, at, needs))
         heads = [*self._hidden(self.policy, batch, at, share)]
-        two = self.actor is not None
-        if two:
-            rows = head.TwoModelRows(rows, law(), want.distill, want.distill_topk, want.lam, want.pair, want.topk)
+        if self.actor is not None:
+            rows = TwoModelRows(rows, OneModelRows(scored, Needs(entropy=needs.entropy)), needs)
             heads += self._hidden(self.actor, batch, at, share)
-        out = head.ChunkedHead.apply(rows, head.chunk_rows(heads[1].shape[0]), *heads)
-
-        def back(x, on=True):  # (N, ...) -> (B, T, ...)
-            if not on:
-                return None
-            return x.new_zeros((B, T) + x.shape[1:]).index_put((row, t), x)
-
-        if not two:
-            out = (out[0], None, None, *out[1:]) + (None,) * 7
-        (
-            logp,
-            actor_logp,
-            kl,
-            entropy,
-            support_logp,
-            tail,
-            actor_entropy,
-            z,
-            full,
-            after,
-            top_ids,
-            top_logp,
-            top_actor,
-        ) = out
-        return dict(
-            logp=back(logp),
-            entropy=back(entropy, want.entropy),
-            support_logp=back(support_logp, want.s),
-            tail=back(tail, want.tail),
-            actor_logp=back(actor_logp, two),
-            actor_entropy=back(actor_entropy, two and want.entropy),
-            kl=back(kl, two and want.distill != "none"),
-            z=back(z, two and want.pair),
-            kl_full=back(full, two),
-            kl_after=back(after, two and want.pair),
-            top_ids=back(top_ids, two and want.topk),
-            top_logp=back(top_logp, two and want.topk),
-            top_actor_logp=back(top_actor, two and want.topk),
-        )
+        outs = ChunkedHead.apply(rows, chunk_rows(heads[1].shape[0]), *heads)
+        where = (at // T, at % T)
+        return {
+            name: x.new_zeros((B, T) + x.shape[1:]).index_put(where, x)
+            for name, x in zip(rows.outputs, outs, strict=True)
+        }
 
     def _hidden(self, lm, batch, at, share):
-        """Hidden states that predict the tokens at the places `at` in (B, T): (N, H); and the head's weight (V, H)."""
+        """Hidden states (N, H) that predict the tokens at the places `at` in (B, T), and the head's weight (V,
+        H)."""
         scope = torch.autocast(at.device.type, self.autocast) if self.autocast else contextlib.nullcontext()
+        read = read_shared if share else read_rows
         with scope:
-            hidden = (self._read_shared if share else self._read)(lm.base_model, batch, at)
+            hidden = read(lm.base_model, batch, at)
         if self.autocast:  # the head's product: bfloat16 factors with a float32 sum, or float32
             hidden = hidden.to(torch.float32 if self.head_fp32 else self.autocast)
         return hidden, lm.get_output_embeddings().weight
 
-    @staticmethod
-    def _read(model, batch, at):
-        ids, T = batch.ids[:, :-1], batch.tokens.shape[1]  # nothing is predicted from the last token
-        row, t = at // T, at % T
-        hidden = model(input_ids=ids, use_cache=False).last_hidden_state
-        return hidden.flatten(0, 1)[row * ids.shape[1] + batch.prompt_len[row] + t - 1]  # one place before its token
 
-    @staticmethod
-    def _read_shared(model, batch, at):
-        """Each group's prompt first, then every response on top of its group's keys and values; gradients flow through them."""
-        T = batch.tokens.shape[1]
-        _, group, rows = batch.group.unique_consecutive(return_inverse=True, return_counts=True)  # (B,), (G,)
-        first = rows.cumsum(0) - rows  # a group's first row
-        plen = batch.prompt_len[first]
-        P, n = int(plen.max()), max(T - 1, 1)
-        place = torch.arange(P + n, device=at.device)
-        prompts = model(
-            input_ids=batch.ids[first, :P], use_cache=True
-        )  # behind a shorter prompt: ids that no response sees
-        prompts.past_key_values.batch_select_indices(group)
-        before = prompts.last_hidden_state[torch.arange(len(plen), device=at.device), plen - 1][group]  # (B, H)
-        seen = (place < batch.prompt_len[:, None]) | (place >= P)
-        rest = model(
-            input_ids=batch.tokens[:, :n],
-            past_key_values=prompts.past_key_values,
-            attention_mask=seen.long(),
-            use_cache=True,
-            position_ids=batch.prompt_len[:, None] + place[:n],
-        ).last_hidden_state
-        return torch.cat([before[:, None], rest], 1)[:, :T].flatten(0, 1)[at]
+def has_full_attention(config) -> bool:
+    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
+    return layers == {"full_attention"} and not getattr(config, "sliding_window", None)
 
 
-def needs_of_ref_pass(cfg, two: bool, lam: float) -> Needs:
-    """What the ref pass must yield under this configuration. An actor that is not the law that sampled can say nothing of it."""
-    two = two and objectives.actor_is_sampler(cfg)
-    z = cfg.correction in objectives.USES_Z
-    bracket = z and cfg.obrs_z != "exact"
+def read_rows(model, batch, at):
+    """Hidden states (N, H) one place before each token: every row reads its own prompt."""
+    ids, T = batch.ids[:, :-1], batch.tokens.shape[1]  # nothing is predicted from the last token
+    row, t = at // T, at % T
+    hidden = model(input_ids=ids, use_cache=False).last_hidden_state
+    return hidden.flatten(0, 1)[row * ids.shape[1] + batch.prompt_len[row] + t - 1]
+
+
+def read_shared(model, batch, at):
+    """The same, each group's prompt read once: then every response on top of its group's keys and values.
+
+    Gradients flow through those keys and values."""
+    T = batch.tokens.shape[1]
+    _, group, size = batch.group.unique_consecutive(return_inverse=True, return_counts=True)  # (B,), (G,)
+    first = size.cumsum(0) - size  # a group's first row
+    prompt_len = batch.prompt_len[first]
+    P, n = int(prompt_len.max()), max(T - 1, 1)
+    place = torch.arange(P + n, device=at.device)
+    # behind a shorter prompt stand ids that no response sees
+    prompts = model(input_ids=batch.ids[first, :P], use_cache=True)
+    prompts.past_key_values.batch_select_indices(group)
+    last = prompts.last_hidden_state[torch.arange(len(prompt_len), device=at.device), prompt_len - 1]
+    visible = (place < batch.prompt_len[:, None]) | (place >= P)
+    rest = model(
+        input_ids=batch.tokens[:, :n],
+        past_key_values=prompts.past_key_values,
+        attention_mask=visible.long(),
+        use_cache=True,
+        position_ids=batch.prompt_len[:, None] + place[:n],
+    ).last_hidden_state
+    return torch.cat([last[group][:, None], rest], 1)[:, :T].flatten(0, 1)[at]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a forward must yield, by configuration
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def needs_of_ref_pass(cfg, has_actor: bool, lam: float) -> Needs:
+    """What the ref pass must yield. An actor that is not the policy that sampled can say nothing of it."""
+    uses_z = cfg.correction in corrections.USES_Z
+    bracket = uses_z and cfg.obrs_z != "exact"
+    sampler_known = has_actor and corrections.actor_is_sampler(cfg)
     return Needs(
-        s=bracket,
+        support=bracket,
         tail=bracket and not cfg.obrs_accept_rate,
-        pair=two and z and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate,
+        exact_z=sampler_known and uses_z and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate,
         lam=lam,
-        topk=cfg.obrs_topk if two and bracket and cfg.obrs_target == "new" else 0,
+        topk=cfg.obrs_topk if sampler_known and bracket and cfg.obrs_target == "new" else 0,
     )
 
 
-def needs_of_update(cfg, two: bool, lam: float, has_ref: bool) -> Needs:
+def needs_of_update(cfg, has_actor: bool, lam: float, has_ref: bool) -> Needs:
     """What the training pass must yield; without a ref pass it also plays its part (objectives.with_ref)."""
-    z = cfg.correction in objectives.USES_Z
-    bracket = z and cfg.obrs_z != "exact" and (cfg.obrs_target == "new" or not has_ref)
+    uses_z = cfg.correction in corrections.USES_Z
+    bracket = uses_z and cfg.obrs_z != "exact" and (cfg.obrs_target == "new" or not has_ref)
     return Needs(
         entropy=True,
-        s=bracket,
+        support=bracket,
         tail=bracket and not cfg.obrs_accept_rate,
-        pair=two and z and not has_ref and objectives.actor_is_sampler(cfg),
+        exact_z=has_actor and uses_z and not has_ref and corrections.actor_is_sampler(cfg),
         lam=lam,
-        distill=cfg.distill_direction if two else "none",
+        distill=cfg.distill_direction if has_actor else "none",
         distill_topk=cfg.distill_topk,
     )
 
 
 def needs_of_exact_kappa(cfg) -> Needs:
-    """What the extra forward of `--kappa=exact` must yield: the policy at S as it is now."""
-    return Needs(s=True, tail=not cfg.obrs_accept_rate, lam=cfg.obrs_lambda)
+    """What the extra forward of `--kappa=exact` must yield: the policy on the support, as it is now."""
+    return Needs(support=True, tail=not cfg.obrs_accept_rate, lam=cfg.obrs_lambda)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From logits to statistics, one chunk of N packed tokens at a time
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Scored:
+    """The sampled tokens, and the distribution in which the learner scores them: temperature and truncation."""
+
+    target: torch.Tensor  # (N,)
+    inv_temperature: torch.Tensor | None  # (N, 1); None: 1
+    rule: list[torch.Tensor] | None  # top_p, top_k, min_p, each (N, 1): cut these very logits (sampling.cut)
+    allowed: tuple[torch.Tensor, torch.Tensor] | None  # (offsets (N + 1,), ids): the rollout's own sets
+
+    @classmethod
+    def of(cls, batch: Batch, at) -> Scored:
+        """The tokens at the places `at` of a batch."""
+        row = at // batch.tokens.shape[1]
+        temperature, *rule = batch.sampling[row].unsqueeze(-1).unbind(1)
+        has_temperature = bool((temperature != 1).any())
+        has_rule = bool((batch.sampling[:, 1:] != batch.sampling.new_tensor([1.0, 0.0, 0.0])).any())
+        allowed = None
+        if batch.allowed is not None:
+            sizes = torch.cat([torch.as_tensor(offsets).diff() for offsets, _ in batch.allowed]).to(at.device)
+            ids = torch.cat([torch.as_tensor(i, dtype=torch.long) for _, i in batch.allowed]).to(at.device)
+            allowed = (torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]), ids)
+        return cls(
+            target=batch.tokens.flatten()[at],
+            inv_temperature=1.0 / temperature if has_temperature else None,
+            rule=rule if has_rule else None,
+            allowed=allowed,
+        )
+
+    @property
+    def cuts(self) -> bool:
+        return self.allowed is not None or self.rule is not None
+
+    def transform(self, z, at):
+        """Logits (n, V) of the distribution that is scored: scaled by the temperature, cut."""
+        if self.inv_temperature is not None:
+            z = z * self.inv_temperature[at]
+        if self.rule is not None:
+            z = z.masked_fill(cut(z, *(x[at] for x in self.rule)), CUT)
+        if self.allowed is not None:
+            offsets, ids = self.allowed  # ragged: token n allows ids[offsets[n]:offsets[n + 1]]
+            first, last = int(offsets[at.start]), int(offsets[at.stop])
+            sizes = offsets[at.start : at.stop + 1].diff()
+            row = torch.repeat_interleave(torch.arange(at.stop - at.start, device=z.device), sizes)
+            gone = torch.ones_like(z, dtype=torch.bool)
+            gone[row, ids[first:last]] = False
+            z = z.masked_fill(gone, CUT)
+        return z
+
+
+def support_of(batch: Batch, at, needs: Needs):
+    """(ids (N, S), which of them count (N, S), p_K (N,)) of OBRS's support; None where nobody asks for it."""
+    ids = on = p_kth = None
+    if needs.support:
+        ids = batch.support_ids.flatten(0, 1)[at]
+        on = batch.support_logp.flatten(0, 1)[at].isfinite()  # a token that is listed twice counts once
+    if needs.tail:
+        p_kth = batch.p_kth.flatten()[at]
+    return ids, on, p_kth
+
+
+class OneModelRows:
+    """Statistics of one model: logp, and as needed entropy, support_logp, tail.
+
+    `tail` is the certified bound's second term, sum over tokens outside S of min(p_K, p / lambda). With
+    p = softmax(z / temperature) and g the gradient of the loss in logp:  dz = g (onehot(target) - p) / temperature."""
+
+    differentiable = 1
+
+    def __init__(self, scored: Scored, needs: Needs, support_ids=None, support_on=None, p_kth=None):
+        self.scored, self.needs = scored, needs
+        self.support_ids, self.support_on, self.p_kth = support_ids, support_on, p_kth
+        asked = {"entropy": needs.entropy, "support_logp": needs.support, "tail": needs.tail}
+        self.outputs = ("logp", *(name for name, wanted in asked.items() if wanted))
+
+    def __call__(self, logits, at) -> dict:
+        return self.stats(self.log_softmax(logits.pop(), at), at)
+
+    def backward(self, logits, at, grads):
+        return [self.pull(self.scored.transform(logits.pop(), at).softmax(-1), at, grads[0])]
+
+    def log_softmax(self, z, at):
+        return self.scored.transform(z, at).log_softmax(-1)
+
+    def pull(self, p, at, g):
+        """The logits' gradient for a gradient g (n, 1) of logp: g (onehot - p), made out of p in place."""
+        if g is None:
+            return None
+        target, g = self.scored.target[at, None], g.to(p.dtype)
+        if self.scored.cuts:
+            g = g * (p.gather(1, target) > 0)  # a sampled token that is cut stands at FLOOR, whatever the logits
+        dz = p.mul_(-g).scatter_add_(1, target, g)
+        return dz if self.scored.inv_temperature is None else dz.mul_(self.scored.inv_temperature[at])
+
+    def stats(self, logp, at) -> dict:
+        """The outputs from log-probabilities (n, V)."""
+        out = {"logp": logp.gather(1, self.scored.target[at, None])[:, 0]}
+        needs = self.needs
+        p = logp.exp() if needs.entropy or needs.tail else None
+        if needs.entropy:
+            out["entropy"] = -torch.linalg.vecdot(p, logp)
+        if needs.support:
+            out["support_logp"] = logp.gather(1, self.support_ids[at])
+        if needs.tail:
+            p_kth = self.p_kth[at, None].to(p.dtype)
+            of_support = torch.minimum(out["support_logp"].exp() / needs.lam, p_kth).mul_(self.support_on[at]).sum(-1)
+            of_all = torch.minimum(p.div_(needs.lam), p_kth, out=p).sum(-1)
+            out["tail"] = (of_all - of_support).clamp_min_(0.0)
+        if self.scored.cuts:
+            for name in {"logp", "support_logp"} & set(out):
+                out[name] = out[name].clamp_min(FLOOR)
+        return out
+
+
+class TwoModelRows:
+    """Statistics of policy (p) and actor (q) together: logp, actor_logp, distill_loss (gradient to the actor
+    alone), KL(policy || actor), and as needed the policy's entropy, support_logp and tail, the actor's entropy,
+    the exact Z, KL(policy || accepted distribution), and the policy's top-K.
+
+        forward   KL(sg p || q), Jackpot Eq. 7      dz = g (q - p)
+        reverse   KL(q || sg p)                     dz = g q (log q - log p - KL)
+
+    distill_topk > 0 sums over the policy's top-k and one bucket for the rest."""
+
+    def __init__(self, policy: OneModelRows, actor: OneModelRows, needs: Needs):
+        self.policy, self.actor, self.needs = policy, actor, needs
+        distills = ("distill_loss",) if needs.distill != "none" else ()
+        self.differentiable = 2 + len(distills)
+        asked = {
+            ("actor_entropy",): needs.entropy,
+            ("z", "kl_after"): needs.exact_z,
+            ("top_ids", "top_logp", "top_actor_logp"): needs.topk,
+        }
+        more = [name for names, wanted in asked.items() if wanted for name in names]
+        self.outputs = ("logp", "actor_logp", *distills, *policy.outputs[1:], "kl", *more)
+
+    def __call__(self, logits, at) -> dict:
+        logq, logp = self.log_softmax(logits, at)
+        out = {}
+        if self.needs.distill != "none":
+            out["distill_loss"] = self.distill_loss(logp, logq)
+        if self.needs.topk:
+            out["top_logp"], out["top_ids"] = logp.topk(self.needs.topk, -1)
+            out["top_actor_logp"] = logq.gather(1, out["top_ids"])
+        p, gap = logp.exp(), logp - logq
+        out["kl"] = torch.linalg.vecdot(p, gap)
+        if self.needs.exact_z:
+            log_lam = math.log(self.needs.lam)
+            out["z"] = torch.minimum(logq, logp - log_lam).exp().sum(-1)
+            after = torch.linalg.vecdot(p, gap.clamp_min_(log_lam))
+            out["kl_after"] = out["z"].clamp_min(1e-30).log() + after
+        out |= self.policy.stats(logp, at)
+        out |= {f"actor_{name}": x for name, x in self.actor.stats(logq, at).items()}
+        return out
+
+    def backward(self, logits, at, grads):
+        logq, logp = self.log_softmax(logits, at)
+        q, dz = logq.exp(), None
+        if len(grads) == 3 and grads[2] is not None:
+            dz = self.pull_distill(logp, logq, q).mul_(grads[2])
+            if self.actor.scored.inv_temperature is not None:
+                dz.mul_(self.actor.scored.inv_temperature[at])
+        own = self.actor.pull(q, at, grads[1])
+        if own is not None:
+            dz = own if dz is None else dz.add_(own)
+        return [self.policy.pull(logp.exp_(), at, grads[0]), dz]
+
+    def log_softmax(self, logits, at):
+        """(log q, log p), each (n, V); takes both logits out of their list, the actor's first."""
+        return self.actor.log_softmax(logits.pop(), at), self.policy.log_softmax(logits.pop(), at)
+
+    def distill_loss(self, logp, logq):
+        """The distillation loss per token, (n,)."""
+        logp, logq, _ = self.buckets(logp, logq)
+        if self.needs.distill == "reverse":
+            return torch.linalg.vecdot(logq.exp(), logq - logp)
+        return torch.linalg.vecdot(logp.exp(), logp - logq)
+
+    def pull_distill(self, logp, logq, q):
+        """Gradient of the distillation loss in the actor's logits / temperature, (n, V)."""
+        lp, lq, where = self.buckets(logp, logq)
+        if self.needs.distill == "reverse":  # q (log q - log p - KL), bucket by bucket
+            gap = lq - lp
+            gap = gap - torch.linalg.vecdot(lq.exp(), gap)[:, None]
+            return q * (gap if where is None else gap.gather(1, where))
+        if where is None:  # q - p
+            return q - logp.exp()
+        return q - logq.add_((lp - lq).gather(1, where)).exp_()  # inside the rest's bucket p is spread as q is
+
+    def buckets(self, logp, logq):
+        """(log p, log q) over the vocabulary, or over the policy's top-k and one bucket for the rest; each token's
+        bucket (n, V), or None."""
+        k = self.needs.distill_topk
+        if not k:
+            return logp, logq, None
+        best = logp.topk(k, -1).indices
+        where = torch.full_like(logp, k, dtype=torch.long)
+        where.scatter_(1, best, torch.arange(k, device=best.device).expand_as(best))
+        return bucketed(logp, best), bucketed(logq, best), where
+
+
+def bucketed(logp, best):
+    """Log-probabilities (n, V) -> those at `best` (n, k) and the sum of the rest, (n, k + 1)."""
+    rest = logp.scatter(1, best, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([logp.gather(1, best), rest], -1)

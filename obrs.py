@@ -1,38 +1,62 @@
 """Optimal budgeted rejection sampling (OBRS): the heart of Jackpot, arXiv 2602.06107, sections 3 and 4.
 
-Tokens come from p_inf (the actor, the engine, a stale policy); we want them to look as if they came from p_tgt. Classical
-rejection sampling would need lambda >= max p_tgt / p_inf and would reject nearly everything over a vocabulary of 100k.
-OBRS takes a small lambda, accepts what it can, and reweights what remains:
+Tokens come from p_inf (the actor, the engine, a stale policy); we want them to look as if they came from p_tgt.
+Classical rejection sampling would need lambda >= max p_tgt / p_inf and would reject nearly everything over a
+vocabulary of 100k. OBRS takes a small lambda, accepts what it can, and reweights what remains:
 
-    a(x)   = min(1, p_tgt(x) / (lambda p_inf(x)))              accept token x with this probability       (Eq. 3)
-    Z      = sum_x min(p_inf(x), p_tgt(x) / lambda)            = the expected acceptance rate
-    p'(x)  = min(p_inf(x), p_tgt(x) / lambda) / Z              law of the accepted tokens                 (Eq. 4)
-    w(x)   = p_tgt(x) / p'(x) = Z max(lambda, p_tgt(x) / p_inf(x))                                        (Alg. 1, line 23)
-    rho    = min(w, c1) min(p_ref / p_tgt, c2)                                                            (Alg. 1, line 24)
-    J      = reduce( Mask sg(rho) surrogate ),   Mask ~ Bernoulli(a)                                      (Eq. 5)
+    a(x)   = min(1, p_tgt(x) / (lambda p_inf(x)))         accept token x with this probability       Eq. 3
+    Z      = sum_x min(p_inf(x), p_tgt(x) / lambda)       = the expected acceptance rate
+    p'(x)  = min(p_inf(x), p_tgt(x) / lambda) / Z         distribution of the accepted tokens        Eq. 4
+    w(x)   = p_tgt(x) / p'(x) = Z max(lambda, p_tgt(x) / p_inf(x))                                   Alg. 1, line 23
+    rho    = min(w, c1) min(p_ref / p_tgt, c2)                                                       Alg. 1, line 24
+    J      = reduce( Mask sg(rho) surrogate ),   Mask ~ Bernoulli(a)                                 Eq. 5
 
 What it is, exactly: a(x) w(x) = Z p_tgt(x)/p_inf(x) in both branches, so for c1 >= lambda Z
 
     E[Mask | x] min(w, c1) = Z min(p_tgt/p_inf, c1/Z):
 
-in expectation OBRS is truncated importance sampling with cap c1/Z, scaled by Z. At lambda = 1, Z = 1 - TV(p_inf, p_tgt):
-contexts in which the two laws disagree count less. What OBRS adds to TIS is that Z, the choice of target, and mask noise;
-`--obrs_mask=expected` (weight a w instead of a draw) has the same mean and lower variance, by the law of total variance.
+in expectation OBRS is truncated importance sampling with cap c1/Z, scaled by Z. At lambda = 1, Z = 1 - TV(p_inf,
+p_tgt): contexts in which the two distributions disagree count less. What OBRS adds to TIS is that Z, the choice
+of target, and mask noise; `--obrs_mask=expected` (weight a w instead of a draw) has the same mean and lower
+variance.
 
-Z is a sum over the vocabulary, but an engine returns only its own top-K. On S = top-K(p_inf) + the sampled token,
-with p_K the engine's K-th probability, two sums over the same S bracket it (`z_bracket`), and one scalar kappa per update
-scales the lower one to the acceptance rate really seen (section 4.4.2).
+Z is a sum over the vocabulary, but an engine returns only its own top-K. On S = top-K(p_inf) + the sampled token
+(the support), with p_K the engine's K-th probability, two sums over the same S bracket it (`z_bracket`), and one
+scalar kappa per update scales the lower one to the acceptance rate really seen (section 4.4.2).
 
-    python obrs.py                     # Figure 2 (a, b): Dirichlet pairs over a KL grid at |V| = 100k, table and PNG
+`python results/figure2ab.py` draws Figure 2 (a, b) of the paper.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
 CLAMP = 20.0  # log-ratios are clamped to +-CLAMP before exp
+
+
+class Target(NamedTuple):
+    """The policy that the accepted tokens should follow, as far as the learner has seen it."""
+
+    logp: torch.Tensor  # (B, T)    of the sampled tokens
+    support_logp: torch.Tensor | None  # (B, T, S) on the support S
+    tail: torch.Tensor | None  # (B, T)    sum outside S of min(p_K, p_tgt / lambda)
+    z: torch.Tensor | None  # (B, T)    the exact Z, where both distributions were seen whole
+
+
+class Z(NamedTuple):
+    """Z of each token, (B, T), and the bracket it was taken from, where there is one."""
+
+    used: torch.Tensor
+    low: torch.Tensor | None = None
+    high: torch.Tensor | None = None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The mechanism
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def acceptance(logp_tgt, logp_inf, lam, clamp=CLAMP):
@@ -45,71 +69,99 @@ def weight(z, logp_tgt, logp_inf, lam, clamp=CLAMP):
     return z * (logp_tgt - logp_inf).clamp(-clamp, clamp).exp().clamp_min(lam)
 
 
-def z_bracket(s_logp_inf, s_logp_tgt, lam, tail=None):
-    """Certified bounds Z_low <= Z <= Z_high from the tokens of S alone (last axis; absent entries have logp_inf = -inf).
+def correction(
+    logp_tgt, logp_inf, logp_ref, z, u, *, lam=1.0, c1=3.0, c2=1.3, expected=False, mode="both", clamp=CLAMP
+):
+    """OBRS as a correction of a surrogate on p_new / p_ref: (weight, keep, acceptance), each (B, T), no gradient.
+
+    u: uniforms in [0, 1), one a token. logp_ref: None where the target is p_ref itself, so that p_ref / p_tgt is
+    1. expected: keep is its expectation a instead of the draw. mode: `mask` or `reweight` alone (Tables 6, 7;
+    reweighting alone is biased, since E_inf[w] is not 1)."""
+    a = acceptance(logp_tgt, logp_inf, lam, clamp)  # Eq. 3:   min(1, p_tgt / (lambda p_inf))
+    keep = a if expected else (u < a).to(a.dtype)  # Eq. 5:   Mask ~ Bernoulli(a), or its mean
+    w = weight(z, logp_tgt, logp_inf, lam, clamp)  # line 23: Z max(lambda, p_tgt / p_inf)
+    rho = w.clamp_max(c1)  # line 24: min(w, c1) min(p_ref / p_tgt, c2)
+    if logp_ref is not None:
+        rho = rho * (logp_ref - logp_tgt).clamp(-clamp, clamp).exp().clamp_max(c2)
+    if mode == "mask":
+        return torch.ones_like(rho), keep, keep
+    if mode == "reweight":
+        return rho, torch.ones_like(keep), a
+    return rho, keep, keep
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Z from what an engine returns
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def z_bracket(support_logp_inf, support_logp_tgt, lam, tail=None):
+    """Certified bounds Z_low <= Z <= Z_high from the tokens of S alone (last axis; absent ones have logp_inf =
+    -inf).
 
         Z_low  = sum_S min(p_inf, p_tgt / lambda)
         Z_high = Z_low + min( 1 - sum_S p_inf,  tail ),    tail = sum_{x not in S} min(p_K, p_tgt(x) / lambda)
 
-    The first term of the min bounds what p_inf has left, the second (from the learner's head, which sees the whole
-    vocabulary) what p_tgt can fill when no token outside S has more than p_K. Without `tail` only the first is used."""
-    p_inf = s_logp_inf.exp()
-    z_low = torch.minimum(p_inf, s_logp_tgt.exp() / lam).sum(-1)
+    The first term of the min bounds what p_inf has left, the second (from the learner's head, which sees the
+    whole vocabulary) what p_tgt can fill when no token outside S has more than p_K. Without `tail` only the first
+    is used."""
+    p_inf = support_logp_inf.exp()
+    z_low = torch.minimum(p_inf, support_logp_tgt.exp() / lam).sum(-1)
     room = (1.0 - p_inf.sum(-1)).clamp_min(0.0)
     if tail is not None:
         room = torch.minimum(room, tail)
     return z_low, z_low + room
 
 
-def token_z(target, batch, stats, cfg):
-    """(Z_t, Z_low, Z_high), each (B, T) or None, for a target given as (logp at S, tail, exact Z).
+def token_z(target: Target, support_logp_inf, lam, kappa, how: str) -> Z:
+    """Z of each token, (B, T). how (`--obrs_z`):
 
-    `exact`: the whole vocabulary was seen (two models, target ref). `bracket`: clip(kappa Z_low, Z_low, Z_high).
-    `approx`: the text's pure kappa Z_approx."""
-    s_logp_tgt, tail, exact = target
-    if cfg.obrs_z == "exact":
-        return exact, None, None
-    z_low, z_high = z_bracket(batch.support_logp, s_logp_tgt, stats["lam"], tail)
-    z = stats["kappa"] * z_low
-    return (z if cfg.obrs_z == "approx" else torch.minimum(torch.maximum(z, z_low), z_high)), z_low, z_high
-
-
-def correction(logp_tgt, target, batch, stats, cfg):
-    """OBRS as a correction: (weight, keep) per token, (B, T), both without gradient, and what to log.
-
-    keep is the Bernoulli draw [u < a], or a itself in the expected mode; weight is rho above. `--obrs_mode` takes
-    either half away (Tables 6, 7): mask alone (weight 1), or reweighting alone (keep 1; biased, since E_inf[w] != 1)."""
-    lam = stats["lam"]
-    z, z_low, z_high = token_z(target, batch, stats, cfg)
-    clamp = cfg.log_ratio_clamp
-    a = acceptance(logp_tgt, batch.logp_inf, lam, clamp)
-    keep = a if cfg.obrs_mask == "expected" else (batch.u < a).to(a.dtype)
-    rho = weight(z, logp_tgt, batch.logp_inf, lam, clamp).clamp_max(cfg.obrs_c1)
-    if cfg.obrs_target == "new" and cfg.correction != "jackpot_adjusted":
-        rho = rho * (batch.logp_ref - logp_tgt).clamp(-clamp, clamp).exp().clamp_max(cfg.obrs_c2)
-    if cfg.obrs_mode == "mask":
-        rho = torch.ones_like(rho)
-    if cfg.obrs_mode == "reweight":
-        keep = torch.ones_like(keep)
-    return rho, keep, obrs_logs(keep if cfg.obrs_mode != "reweight" else a, z, z_low, z_high)
-
-
-def obrs_logs(accept, z, z_low, z_high) -> dict:
-    """What to log: acceptance and Z, and the bracket where there is one."""
-    return {"accept": accept, "z": z, **({} if z_low is None else {"z_low": z_low, "z_high": z_high})}
+    exact    the whole vocabulary was seen (two models, target ref)
+    bracket  clip(kappa Z_low, Z_low, Z_high)
+    approx   kappa Z_low, which nothing keeps inside the bracket"""
+    if how == "exact":
+        return Z(target.z)
+    low, high = z_bracket(support_logp_inf, target.support_logp, lam, target.tail)
+    z = kappa * low
+    if how == "bracket":
+        z = torch.minimum(torch.maximum(z, low), high)
+    return Z(z, low, high)
 
 
 def kappa_from(accepted: float, proposed: float, z_sum: float) -> float:
-    """kappa = (accepted / proposed) / mean(Z_approx), section 4.4.2; 1 where nothing can be said (no mass in S at all)."""
-    return (accepted / proposed) / (z_sum / proposed) if proposed > 0 and z_sum > 0 else 1.0
+    """kappa = (accepted / proposed) / mean(Z_low), section 4.4.2; 1 where nothing can be said (no mass in S at
+    all)."""
+    if proposed <= 0 or z_sum <= 0:
+        return 1.0
+    return (accepted / proposed) / (z_sum / proposed)
+
+
+def target_of(new, batch, which: str) -> Target:
+    """The target `ref` from a batch's ref columns, or `new` from this forward (TokenStats), without gradient."""
+    if which == "ref":
+        return Target(batch.logp_ref, batch.support_logp_ref, batch.tail_ref, batch.z_ref)
+    return Target(new.logp.detach(), new.support_logp, new.tail, new.z)
+
+
+def obrs_logs(accept, z: Z) -> dict:
+    """What metrics.py reads: acceptance and Z, and the bracket where there is one."""
+    logs = {"accept": accept, "z": z.used}
+    if z.low is not None:
+        logs |= {"z_low": z.low, "z_high": z.high}
+    return logs
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Budgets: the lambda of an acceptance rate
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def solve_lambda(ratio, rate: float) -> float:
     """The lambda of a budget: mean_i min(1, r_i / lambda) = rate over sampled tokens, exactly, by one sort.
 
-    ratio: 1-D tensor of p_tgt / p_inf > 0; rate in (0, 1). With the ratios sorted and S_k the sum of the k smallest,
-    lambda in (r_k, r_{k+1}] gives (S_k / lambda + n - k) / n = rate, so lambda = S_k / (n rate - n + k).
-    rate = 1: the largest lambda that rejects nothing, min r."""
+    ratio: 1-D tensor of p_tgt / p_inf > 0; rate in (0, 1). With the ratios sorted and S_k the sum of the k
+    smallest, lambda in (r_k, r_{k+1}] gives (S_k / lambda + n - k) / n = rate, so lambda = S_k / (n rate - n +
+    k). rate = 1: the largest lambda that rejects nothing, min r."""
     r = ratio.double().sort().values
     n = len(r)
     if rate >= 1.0 or n == 0:
@@ -125,15 +177,16 @@ def solve_lambda(ratio, rate: float) -> float:
 def solve_lambda_context(p_tgt, p_inf, rate: float) -> float:
     """Theorem 3.4 for one enumerated context: the lambda with sum_x min(p_inf, p_tgt / lambda) = rate.
 
-    p_tgt, p_inf: 1-D probabilities. rate in (0, 1) gives the unique lambda if it can be reached; above
-    p_inf(supp p_tgt) no lambda reaches it (ValueError). rate = 1: the largest lambda that rejects nothing, min p/q."""
+    p_tgt, p_inf: 1-D probabilities. rate in (0, 1) gives the unique lambda if it can be reached; above p_inf(supp
+    p_tgt) no lambda reaches it (ValueError). rate = 1: the largest lambda that rejects nothing, min p/q."""
     p, q = torch.as_tensor(p_tgt).double(), torch.as_tensor(p_inf).double()
     if not 0.0 < rate <= 1.0:
         raise ValueError(f"the acceptance rate must lie in (0, 1], not {rate}")
     reachable = float(q[p > 0].sum())
     if rate > reachable * (1 + 1e-12):
         raise ValueError(
-            f"an acceptance rate of {rate} cannot be reached: p_inf has only {reachable:.6g} of its mass where p_tgt > 0"
+            f"an acceptance rate of {rate} cannot be reached: p_inf has only "
+            f"{reachable:.6g} of its mass where p_tgt > 0"
         )
     p, q = p[q > 0], q[q > 0]
     if rate >= reachable * (1 - 1e-12):

@@ -12,8 +12,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import metrics
 from flags import parse_flags
+from run import read_metrics
 
 # What is drawn, in reading order: (title, keys), of which the first that a run has is used.
 PANELS = [
@@ -53,7 +53,7 @@ def draw(runs: list[str], out: str) -> str:
     ValueError, one sentence: more runs than colours, or a folder that holds no run."""
     if len(runs) > len(COLOURS):
         raise ValueError(f"{len(runs)} runs: at most {len(COLOURS)} lines can be told apart; draw fewer in one picture")
-    rows = {str(run): metrics.read(run) for run in runs}
+    rows = {str(run): read_metrics(run) for run in runs}
     import matplotlib
 
     matplotlib.use("Agg")
@@ -115,7 +115,7 @@ def running_mean(y: list[float], behind: int) -> list[float]:
 
 def report(run: str) -> str:
     """The closing table of a run, with the path of its curves, which are drawn now."""
-    rows = metrics.read(run)
+    rows = read_metrics(run)
     cfg = json.loads((Path(run) / "config.json").read_text(encoding="utf-8"))["config"]
     steps = [row for row in rows if row["step"] >= 0]
     lines = [

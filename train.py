@@ -1,4 +1,5 @@
-"""Train a policy with RL on rollouts of another law. The loop, and nothing else: the algorithm is in objectives.py.
+"""Train a policy with RL on the rollouts of another one. The loop, and nothing else: the algorithm is in
+objectives.py.
 
     python train.py --objective=jackpot                            # a small actor rolls out, the bigger policy learns
     torchrun --nproc_per_node=2 train.py --objective=jackpot       # DDP, or --parallel=fsdp; one engine per rank
@@ -11,172 +12,195 @@ Every flag stands in config.py.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
 from contextlib import contextmanager
-from datetime import timedelta
-from functools import partial
-from pathlib import Path
 
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
-WORLD = int(os.environ.get("WORLD_SIZE", 1))  # read before vLLM: it overwrites such variables
-
-import torch
 from tqdm import tqdm
 
 import batching
 import checkpoint
 import config
 import objectives
+import plot
 import sampling
-from sampling import Sampling
+from corrections import USES_Z
 from delay import DelaySource
-from eval import fresh_advantage, held_out
-from learner import Comm, Learner
-from metrics import Log
-from model import needs_of_exact_kappa
 from engines import make_engine
+from eval import fresh_advantage, held_out
+from learner import LOCAL_RANK, Comm, Learner
+from model import needs_of_exact_kappa
 from rollout import LocalSource
-from run import open_run, remote_source
+from run import Log, open_run
 
 
-def train(cfg: config.Config) -> Path:
-    # -- set-up: everything that can be wrong is found before the first model loads (config.py, runs.py) -----------------
-    device = f"cuda:{LOCAL_RANK}" if torch.cuda.is_available() else "cpu"
-    if WORLD > 1:
-        torch.distributed.init_process_group(
-            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=cfg.give_up + 1800)
-        )
-    comm = Comm(device)
-    world = open_run(cfg, comm)  # task, tokenizer, model folders, run folder, newest checkpoint
-    two = world.actor is not None
-    sampler = "actor" if two else "policy"  # whose weights the engine gets
-    topk = cfg.obrs_topk if cfg.correction in objectives.USES_Z and cfg.obrs_z != "exact" else 0
-    kept = sampling.max_allowed(cfg, world.configs[sampler].vocab_size)
-    if cfg.samplers == "local":
-        engine = make_engine(cfg, world.actor or world.policy, world.context, max(topk, kept), device)
-        Source = LocalSource if cfg.delay == "none" else partial(DelaySource, cfg=cfg, store=Path(cfg.out) / "versions")
-        source = Source(
-            engine,
-            world.task,
-            world.tokenizer,
-            Sampling.of(cfg),
-            group_size=cfg.group_size,
-            topk=topk,
-            kept=kept,
-            model=sampler,
-            probe=world.probe(sampler),
-            rank=comm.rank,
-            world=comm.size,
-        )
-        packed = engine.packed
-    else:
-        source, packed = remote_source(cfg, world, sampler, topk, kept, comm), cfg.sync_dtype == "quantized"
-    learner = Learner(*world.load_models(), cfg, comm, device)
-    step, pending, controllers = checkpoint.load(world.checkpoint, learner, source) if world.checkpoint else (0, [], {})
-    run, updates = Path(cfg.out), cfg.rollout_batch // cfg.train_batch
-    groups_per_update = cfg.train_batch // (cfg.group_size * comm.size)
-    log = Log(run, cfg, step) if comm.rank == 0 else None
-    stop = catch_signals()
-    clock: dict[str, float] = {}
-    saved_at, halt = step, False
-
-    def evaluate(names):
-        with timer(clock, "eval_s"):
-            return {
-                f"eval/{n}_{k}": v
-                for n in names
-                for k, v in held_out(learner, n, world.task, world.tokenizer, cfg).items()
-            }
-
-    def save():
-        with timer(clock, "save_s"):
-            checkpoint.save(run, step, learner, source, pending, controllers, world.tokenizer, world.configs, cfg.keep)
-            source.saved()
-
-    if step == 0:
-        first = evaluate(learner.names)
+def train(cfg: config.Config) -> None:
+    """Run `--steps` updates, or until a signal; saved and reported at the end. ValueError: one sentence."""
+    t = Training(cfg)
+    signals = catch_signals()
+    log = Log(t.run.folder, cfg, t.step) if t.comm.rank == 0 else None
+    if t.step == 0:
+        values = t.evaluate()
         if log:
-            log.write(-1, {**first, **clock})
-        clock.clear()
-
-    bar = tqdm(total=cfg.steps, initial=step, desc=f"{cfg.objective}", disable=comm.rank != 0, dynamic_ncols=True)
-    while step < cfg.steps and not halt:
-        values = {}
-        if not pending:
-            # 1. publish the sampler's weights into the engine, and prove that they arrived
-            with timer(clock, "sync_s"):
-                source.publish(learner.version, learner.published(sampler, packed))
-            # 2. roll out: whole groups, sampled and graded
-            with timer(clock, "rollout_s"):
-                groups = source.next(groups_per_update * updates, learner.version, stop)
-            if comm.max([not groups])[0] > 0:  # remote samplers: a signal came, or none of them, while a rank waited
-                source.give_back()
-                break
-            values.update(source.metrics())
-            # 3. the ref pass, where the objective must know p_ref before the first update
-            if "ref" in objectives.passes_needed(cfg, controllers, updates):
-                with timer(clock, "ref_s"):
-                    batching.write_ref(groups, learner.ref_columns(batching.collate(groups, cfg), cfg.obrs_lambda))
-            pending = [groups[i : i + groups_per_update] for i in range(0, len(groups), groups_per_update)]
-        # 4. one minibatch: padded, with advantages and mask uniforms
-        with timer(clock, "update_s"):
-            batch = batching.collate(pending[0], cfg, learner.version, source.now(learner.version))
-            # 5. statistics over all ranks: denominators, lambda, kappa
-            fresh = (
-                learner.score(batch, needs_of_exact_kappa(cfg))
-                if "fresh" in objectives.passes_needed(cfg, controllers, updates)
-                else None
-            )
-            stats = objectives.prepare(batch, comm, cfg, controllers, fresh)
-            fresh_adv = (
-                fresh_advantage(learner, pending[0], world.task, world.tokenizer, cfg)
-                if due(cfg.advantage_error_every, step)
-                else None
-            )
-            # 6. forward, loss, backward for each micro-batch; clip; step
-            logged = learner.update(batch, stats)
-            objectives.update_controllers(controllers, logged, cfg)
-        if fresh_adv is not None:
-            values.update(fresh_advantage=fresh_adv, advantage_error=abs(logged["weighted_advantage"] - fresh_adv))
-        pending = pending[1:]
-        step += 1
-        # 7. metrics, evaluation, checkpoint
-        if due(cfg.eval_every, step) or step == cfg.steps:
-            values.update(evaluate(learner.names))
-        halt = comm.max([len(stop)])[0] > 0  # a signal to one rank stops all of them, at the same update
+            log.write(-1, values | t.read_clock())
+    bar = tqdm(total=cfg.steps, initial=t.step, desc=cfg.objective, disable=log is None, dynamic_ncols=True)
+    saved_at, halt = t.step, False
+    while t.step < cfg.steps and not halt:
+        if not t.pending and not t.roll_out(signals):
+            break
+        values = t.update()
+        if due(cfg.eval_every, t.step) or t.step == cfg.steps:
+            values |= t.evaluate()
+        halt = t.comm.any(signals)  # a signal to one rank stops all of them, at the same update
         if log:
-            log.write(step - 1, {**logged, **values, **clock})
+            log.write(t.step - 1, values | t.read_clock())
             bar.update(1)
-            bar.set_postfix(
-                reward=f"{logged['reward']:.3f}",
-                kl=f"{logged['rollout_corr/kl']:.3f}",
-                **({"accept": f"{logged['obrs/accept_rate']:.3f}"} if "obrs/accept_rate" in logged else {}),
-            )
-        clock.clear()
-        if due(cfg.save_every, step):
-            save()
-            saved_at = step
-    if step != saved_at:
-        save()
+            bar.set_postfix(progress(values))
+        if due(cfg.save_every, t.step):
+            t.save()
+            saved_at = t.step
+    if t.step != saved_at:
+        t.save()
     bar.close()
     if log:
         log.close()
         print(
-            f"stopped after update {step}, saved: go on with --resume --out={cfg.out}"
-            if step < cfg.steps
-            else world.report()
+            plot.report(cfg.out)
+            if t.step == cfg.steps
+            else f"stopped after update {t.step}, saved: {how_to_resume(cfg)}"
         )
-    source.close()  # last: vLLM's shutdown also ends the process group
-    if source.error:
-        raise ValueError(source.error)
-    return run
+    t.source.close()  # last: vLLM's shutdown also ends the process group
+    if t.source.error:
+        raise ValueError(t.source.error)
+
+
+class Training:
+    """What a run has, and the stages of its loop."""
+
+    def __init__(self, cfg: config.Config):
+        """Everything that can be wrong is found before the first model loads (config.py, run.py)."""
+        self.cfg = cfg
+        self.comm = Comm.start(patience=cfg.give_up + 1800)
+        self.run = open_run(cfg, self.comm)  # task, tokenizer, model folders, run folder, newest checkpoint
+        self.source = open_source(cfg, self.run, self.comm)
+        self.learner = Learner(*self.run.load_models(), cfg, self.comm)
+        self.updates_per_rollout = cfg.rollout_batch // cfg.train_batch
+        self.groups_per_update = cfg.train_batch // (cfg.group_size * self.comm.size)
+        self.step = 0
+        self.pending = []  # minibatches of groups that are not trained on yet
+        self.controllers = {}  # what one update hands to the next: kappa, lambda_distill
+        self.values = {}  # metrics of the update at hand
+        self.clock: dict[str, float] = {}  # seconds by stage
+        if self.run.checkpoint:
+            saved = checkpoint.load(self.run.checkpoint, self.learner, self.source)
+            self.step, self.pending, self.controllers = saved
+
+    def roll_out(self, signals) -> bool:
+        """Stages 1 to 3: a new batch of groups into `pending`. False: a signal came first, or no sampler is left."""
+        cfg, learner, source = self.cfg, self.learner, self.source
+        # 1. publish the rollout model's weights to the engine, and prove that they arrived
+        with timer(self.clock, "sync_s"):
+            source.publish(learner.version, learner.published(self.run.rollout_model, source.packed))
+        # 2. roll out: whole groups, sampled and graded
+        n = self.groups_per_update
+        with timer(self.clock, "rollout_s"):
+            groups = source.next(n * self.updates_per_rollout, learner.version, signals)
+        if self.comm.any(not groups):  # a rank waited in vain for remote samplers
+            source.give_back()
+            return False
+        self.values |= source.metrics()
+        # 3. the ref pass, where the objective must know p_ref before the first update
+        if "ref" in objectives.passes_needed(cfg, self.controllers, self.updates_per_rollout):
+            with timer(self.clock, "ref_s"):
+                columns = learner.ref_columns(batching.collate(groups, cfg), cfg.obrs_lambda)
+                batching.write_ref_columns(groups, columns)
+        self.pending = [groups[i : i + n] for i in range(0, len(groups), n)]
+        return True
+
+    def update(self) -> dict[str, float]:
+        """Stages 4 to 6: one optimizer step on the next minibatch; its metrics."""
+        cfg, learner, groups = self.cfg, self.learner, self.pending[0]
+        values, self.values = self.values, {}
+        with timer(self.clock, "update_s"):
+            # 4. one minibatch: padded, with advantages and mask uniforms
+            batch = batching.collate(groups, cfg, learner.version, self.source.now(learner.version))
+            # 5. statistics over all ranks: denominators, lambda, kappa
+            fresh = None
+            if "fresh" in objectives.passes_needed(cfg, self.controllers, self.updates_per_rollout):
+                fresh = learner.score(batch, needs_of_exact_kappa(cfg))
+            stats = objectives.prepare(batch, self.comm, cfg, self.controllers, fresh)
+            if due(cfg.advantage_error_every, self.step):
+                values["fresh_advantage"] = fresh_advantage(learner, groups, self.run.task, self.run.tokenizer, cfg)
+            # 6. forward, loss, backward for each micro-batch; clip; step
+            logged = learner.update(batch, stats)
+            objectives.update_controllers(self.controllers, logged, cfg)
+        if "fresh_advantage" in values:
+            values["advantage_error"] = abs(logged["weighted_advantage"] - values["fresh_advantage"])
+        self.pending = self.pending[1:]
+        self.step += 1
+        return logged | values
+
+    def evaluate(self) -> dict[str, float]:
+        """Held-out pass@1 of policy and actor."""
+        values = {}
+        with timer(self.clock, "eval_s"):
+            for name in self.learner.names:
+                scores = held_out(self.learner, name, self.run.task, self.run.tokenizer, self.cfg)
+                values |= {f"eval/{name}_{key}": value for key, value in scores.items()}
+        return values
+
+    def save(self) -> None:
+        """A checkpoint; then a source of remote groups may let go of what it accounts for."""
+        with timer(self.clock, "save_s"):
+            checkpoint.save(self.run, self.step, self.learner, self.source, self.pending, self.controllers)
+            self.source.saved()
+
+    def read_clock(self) -> dict[str, float]:
+        """Seconds by stage since it was last read."""
+        seconds, self.clock = self.clock, {}
+        return seconds
+
+
+def open_source(cfg, run, comm):
+    """The source of groups that the flags name: an engine in this process, delayed samplers, or remote ones.
+
+    Beside each token's own log-probability it records the K largest, where they bound OBRS's Z, and the tokens that
+    truncated sampling allowed, where the learner replays them."""
+    topk = cfg.obrs_topk if cfg.correction in USES_Z and cfg.obrs_z != "exact" else 0
+    max_allowed = sampling.max_allowed(cfg, run.configs[run.rollout_model].vocab_size)
+    if cfg.samplers != "local":
+        from remote.source import open_remote_source  # its packages are needed nowhere else
+
+        return open_remote_source(cfg, run, run.rollout_model, topk, max_allowed, comm)
+    engine = make_engine(cfg, run.actor or run.policy, run.context, max(topk, max_allowed), comm.device)
+    what = (engine, run.task, run.tokenizer, sampling.Sampling.of(cfg))
+    how = {
+        "group_size": cfg.group_size,
+        "topk": topk,
+        "max_allowed": max_allowed,
+        "model": run.rollout_model,
+        "probe": run.probe(),
+        "rank": comm.rank,
+        "n_ranks": comm.size,
+    }
+    if cfg.delay == "none":
+        return LocalSource(*what, **how)
+    return DelaySource(*what, cfg=cfg, store=run.folder / "versions", **how)
 
 
 def due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def how_to_resume(cfg) -> str:
+    return f"go on with --resume --out={cfg.out}"
+
+
+def progress(logged: dict) -> dict[str, str]:
+    """What the progress bar shows."""
+    shown = {"reward": "reward", "rollout_corr/kl": "kl", "obrs/accept_rate": "accept"}
+    return {name: f"{logged[key]:.3f}" for key, name in shown.items() if key in logged}
 
 
 @contextmanager
@@ -186,9 +210,9 @@ def timer(clock: dict, name: str):
     clock[name] = clock.get(name, 0.0) + time.perf_counter() - start
 
 
-def catch_signals() -> list:
+def catch_signals() -> list[str]:
     """SIGTERM and Ctrl-C finish the update at hand, save, and stop; a second Ctrl-C stops at once."""
-    seen: list = []
+    seen: list[str] = []
 
     def handler(number, frame):
         if seen and number == signal.SIGINT:

@@ -157,7 +157,7 @@ def test_padding_never_counts():
 
 def test_obrs_metrics():
     m = observed([[0.0] * 3] * 2, objective="z_tis", actor="base:actor")
-    assert m["obrs/kl_ref"] == pytest.approx(0.3) and m["obrs/kl_after"] == pytest.approx(0.1)
+    assert m["obrs/kl_before"] == pytest.approx(0.3) and m["obrs/kl_after"] == pytest.approx(0.1)
     assert (
         m["obrs/z"] == m["obrs/z_exact"] == pytest.approx(0.9)
         and m["obrs/accept_rate"] == 1.0

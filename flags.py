@@ -1,0 +1,177 @@
+"""The command line: a dataclass is a command's flags, and every command is read by the same code.
+
+    @dataclass(frozen=True)
+    class SizeFlags:
+        \"\"\"Sizes\"\"\"                         # the title of a group in --help
+
+        steps: int = 150
+        \"\"\"Optimizer updates.\"\"\"             # the flag's help
+
+A field is a flag, its type says what it takes, the string below it is its help. A class may inherit from several
+such groups. `parse_flags(Flags, argv)` returns an instance, or raises ValueError with one sentence that names the
+flag.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import inspect
+import sys
+import textwrap
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
+
+NEAR = 0.8  # a name less like a flag than this is no slip of the finger, and gets no guess
+
+
+def need(ok, sentence: str) -> None:
+    """ValueError with this sentence unless `ok`."""
+    if not ok:
+        raise ValueError(sentence)
+
+
+def parse_flags(cls, argv: list[str] | None = None, usage: str = ""):
+    """An instance of the dataclass `cls` from `--key=value` arguments; by default the process's own.
+
+    ValueError: one sentence."""
+    return cls(**{key: convert(cls, key, value) for key, value in read(cls, argv, usage)})
+
+
+def read(cls, argv: list[str] | None = None, usage: str = "", also=()) -> list[tuple[str, str]]:
+    """(flag, value) pairs as written; `--help` prints the page and exits.
+
+    `--flag value` is `--flag=value`, and a bare `--flag` is `--flag=True`.
+    also: further names that are let through, which the caller translates (config.py)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    kinds, pairs = types_of(cls), []
+    while argv:
+        word = argv.pop(0)
+        if word in ("-h", "--help"):
+            print(help_page(cls, usage))
+            raise SystemExit(0)
+        need(word.startswith("--"), f"{word}: flags are written --key=value")
+        key, equals, value = word[2:].partition("=")
+        key = key.replace("-", "_")
+        need(key in kinds or key in also, f"--{key}: no such flag{nearest(key, kinds)}")
+        if not equals:
+            value = "True"
+            if argv and not argv[0].startswith("--") and (kinds.get(key) is not bool or argv[0] in TRUTH):
+                value = argv.pop(0)
+        pairs.append((key, value))
+    return pairs
+
+
+def nearest(key: str, names) -> str:
+    """'; did you mean --NAME?', or where to look when nothing is near."""
+    near = difflib.get_close_matches(key, list(names), 1, NEAR)
+    return f"; did you mean --{near[0]}?" if near else "; see --help"
+
+
+@functools.cache
+def types_of(cls) -> dict[str, type]:
+    """Flag -> type, in the order of the fields."""
+    hints = get_type_hints(cls)
+    return {f.name: hints[f.name] for f in fields(cls)}
+
+
+def choices_of(kind) -> list[str]:
+    """The strings that a type admits; [] where it admits any."""
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    return [c for part in get_args(kind) for c in choices_of(part)]
+
+
+TRUTH = {"True": True, "true": True, "False": False, "false": False}
+
+
+def convert(cls, key: str, text: str):
+    """The value of a flag from its text. ValueError: one sentence."""
+    kind = types_of(cls)[key]
+    if type(None) in get_args(kind):  # X | None: the default None leaves it to the objective
+        if text == "None":
+            return None
+        kind = next(k for k in get_args(kind) if k is not type(None))
+    if get_origin(kind) is Literal:
+        choice(key, text, get_args(kind))
+        return text
+    if kind is bool:
+        choice(key, text, TRUTH)
+        return TRUTH[text]
+    if kind is str:
+        return text
+    try:
+        if "_" in text:  # Python would read 0.5_5 as 0.55
+            raise ValueError
+        return kind(text)
+    except ValueError:
+        wanted = "a whole number" if kind is int else "a number"
+        raise ValueError(f"--{key}={text}: not {wanted}") from None
+
+
+def read_toml(cls, path: str) -> dict:
+    """The flags that a flat TOML file sets; names and types are checked as on the command line."""
+    need(Path(path).is_file(), f"--config={path}: no such file")
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as e:
+        raise ValueError(f"--config={path}: not valid TOML ({e})") from None
+    kinds = types_of(cls)
+    for key, value in values.items():
+        need(key in kinds, f"{path}: {key}: no such flag{nearest(key, kinds)}")
+        values[key] = of_toml(path, key, value, kinds[key])
+    return values
+
+
+def of_toml(path: str, key: str, value, kind):
+    """A TOML value as the flag's type: a whole number may stand for a float, nothing else changes."""
+    if choices_of(kind):
+        choice(key, value, choices_of(kind))
+        return value
+    accepted = [t for t in (bool, int, float, str) if t is kind or t in get_args(kind)]
+    if float in accepted and type(value) is int:
+        return float(value)
+    need(type(value) in accepted, f"{path}: {key} = {value!r} is not of type {accepted[0].__name__}")
+    return value
+
+
+def choice(key: str, value, known) -> None:
+    """ValueError unless `value` is one of the known ones; it names the nearest."""
+    if value not in known:
+        near = difflib.get_close_matches(str(value), list(known), 1, 0.3)
+        guess = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"--{key}={value}: not one of {', '.join(known)}{guess}")
+
+
+def groups_of(cls) -> list[type]:
+    """The class's own flags first, then its groups as they are written."""
+    own = [cls] if "__annotations__" in vars(cls) else []
+    return own + [g for base in cls.__bases__ if base is not object for g in groups_of(base)]
+
+
+def docs_of(cls) -> dict[str, str]:
+    """The string below each field of a class's own body, read from its source."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
+    docs = {}
+    for field, below in zip(body, body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            docs[field.target.id] = " ".join(below.value.value.split())
+    return docs
+
+
+def help_page(cls, usage: str = "") -> str:
+    """Every flag with its default, its choices and its sentence, group by group."""
+    kinds, defaults = types_of(cls), {f.name: f.default for f in fields(cls)}
+    lines = [usage] if usage else []
+    for group in groups_of(cls):
+        lines += ["", f"{inspect.cleandoc(group.__doc__).splitlines()[0]}:"]
+        for key, sentence in docs_of(group).items():
+            listed = choices_of(kinds[key])
+            default = "" if defaults[key] in (None, "") else f"={defaults[key]}"
+            one_of = f"    (one of {', '.join(listed)})" if listed else ""
+            lines.append(f"  --{key}{default}{one_of}")
+            lines += textwrap.wrap(sentence, 104, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    return "\n".join(lines).strip()
