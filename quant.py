@@ -35,6 +35,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from flags import need
+
 
 @dataclass(frozen=True)
 class Format:
@@ -347,7 +349,17 @@ def engine_config(fmt: Format) -> dict:
     }
 
 
-def check(cfg, folder: str) -> None:
+def check(cfg) -> None:
+    """ValueError with one sentence if the flags of the formats contradict each other."""
+    need(
+        cfg.learner_quant != "aligned" or cfg.rollout_quant != "none",
+        "--learner_quant=aligned: the rollouts are not quantized, there is nothing to align with; name a "
+        "--rollout_quant, or the learner's own format in --learner_quant",
+    )
+    need(cfg.quant_group >= 1, f"--quant_group={cfg.quant_group}: must be at least 1")
+
+
+def check_model(cfg, folder: str) -> None:
     """ValueError with one sentence if the formats of the flags cannot run here on the model of `folder`.
 
     Only the model's config.json is read."""
@@ -355,12 +367,15 @@ def check(cfg, folder: str) -> None:
 
     formats = {cfg.rollout_quant, cfg.learner_quant} - {"none", "aligned"}
     cuda = torch.cuda.is_available()
-    if "fp8" in formats and cuda and torch.cuda.get_device_capability() < (8, 9):
-        raise ValueError(
-            "--rollout_quant=fp8: this GPU multiplies no fp8 (compute capability below 8.9); it can run int8 and w4a16"
-        )
-    if cfg.rollout_quant == "w4a16" and cfg.rollout == "vllm" and cuda and cfg.quant_group not in (32, 64, 128):
-        raise ValueError(f"--quant_group={cfg.quant_group}: vLLM's int4 kernels know groups of 32, 64 and 128")
+    need(
+        not ("fp8" in formats and cuda and torch.cuda.get_device_capability() < (8, 9)),
+        "--rollout_quant=fp8: this GPU multiplies no fp8 (compute capability below 8.9); it can run int8 and w4a16",
+    )
+    vllm_kernel = cfg.rollout_quant == "w4a16" and cfg.rollout == "vllm" and cuda
+    need(
+        not vllm_kernel or cfg.quant_group in (32, 64, 128),
+        f"--quant_group={cfg.quant_group}: vLLM's int4 kernels know groups of 32, 64 and 128",
+    )
     for name in sorted(formats):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))

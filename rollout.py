@@ -8,7 +8,7 @@ starts from them.
 
 A *source* publishes weights to its sampler and hands out graded groups. There are three, with the
 same methods (publish, next, metrics, now, give_back, saved, state_dict, load_state_dict, close) and
-the same attribute `error`:
+the same attributes `packed` and `error`:
 
   LocalSource         (here)              one engine in this process
   DelaySource         (delay.py)          samplers that lag behind, in this process, on a virtual clock
@@ -116,6 +116,11 @@ class LocalSource:
         self.published = 0.0  # seconds, by the learner's clock
         self.proof: sync.Proof | None = None  # until `metrics` has reported it
         self.error = ""  # why no more groups can come; remote/source.py sets it
+
+    @property
+    def packed(self) -> bool:
+        """Whether the engine loads low-bit tensors (quant.for_engine)."""
+        return self.engine.packed
 
     def now(self, learner_version: int) -> float:
         """The learner's clock, in seconds."""

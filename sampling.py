@@ -25,6 +25,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from flags import need
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -95,17 +97,13 @@ def ragged(allowed: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 def check(cfg) -> None:
     """ValueError with one sentence if the flags ask for something that cannot be sampled."""
-    if not cfg.temperature > 0:
-        raise ValueError(f"--temperature={cfg.temperature}: must be above 0")
-    if not 0 < cfg.top_p <= 1:
-        raise ValueError(f"--top_p={cfg.top_p}: a probability mass in (0, 1]; 1 keeps all tokens")
-    if cfg.top_k < 0:
-        raise ValueError(f"--top_k={cfg.top_k}: must be 0 (all tokens) or more")
-    if not 0 <= cfg.min_p < 1:
-        raise ValueError(f"--min_p={cfg.min_p}: a share in [0, 1); 0 keeps all tokens")
+    need(cfg.temperature > 0, f"--temperature={cfg.temperature}: must be above 0")
+    need(0 < cfg.top_p <= 1, f"--top_p={cfg.top_p}: a probability mass in (0, 1]; 1 keeps all tokens")
+    need(cfg.top_k >= 0, f"--top_k={cfg.top_k}: must be 0 (all tokens) or more")
+    need(0 <= cfg.min_p < 1, f"--min_p={cfg.min_p}: a share in [0, 1); 0 keeps all tokens")
     replays = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "replay"
-    if replays and cfg.logprobs_mode != "processed":
-        raise ValueError(
-            "--logprobs_mode=raw: raw log-probabilities do not show which tokens were cut, so there are no kept sets "
-            "to replay; use processed, or --keep_sampling_mask=off"
-        )
+    need(
+        not replays or cfg.logprobs_mode == "processed",
+        "--logprobs_mode=raw: raw log-probabilities do not show which tokens were cut, so there are no kept sets "
+        "to replay; use processed, or --keep_sampling_mask=off",
+    )
