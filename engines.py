@@ -1,10 +1,24 @@
-"""The engines that sample: vLLM in this process, and a batched KV-cache sampler in plain torch."""
+"""The engines that sample: two classes with the same methods. `make_engine` chooses by the flags.
+
+VLLMEngine is vLLM inside this process; its weights are replaced while it runs. HFEngine is a batched
+sampler with a key-value cache in plain torch, for machines without vLLM. Both have
+
+    generate(prompts, seeds, sampling, topk, stop_ids, max_allowed)   sample a group for each prompt
+    load(named_tensors)                                               replace the weights
+    logprobs(ids)                                                     score a sequence, for sync.py
+    close()
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,26 +27,24 @@ import quant
 from rollout import Response, uniforms
 from sampling import Sampling, cut, ragged
 
-
 # ---------------------------------------------------------------------------------------------------------------------
 # vLLM, in this process
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def lean_logprobs() -> None:
-    """vLLM turns the log-probabilities of every sampled token into lists, ranks and decoded words, which costs more than the sampling does.
-    Here a request keeps the arrays as the sampler made them, one (1, K + 1) a token: ids and values, the sampled token first."""
-    from vllm.v1.engine.logprobs import LogprobsProcessor
-
-    def keep(self, lists):
-        self.logprobs.token_ids.append(lists.logprob_token_ids)
-        self.logprobs.logprobs.append(lists.logprobs)
-
-    LogprobsProcessor._update_sample_logprobs = keep
-
-
 class VLLMEngine:
-    """vLLM as a sampler whose weights are replaced live. `folder` is a save_pretrained folder; prompts are token ids."""
+    """vLLM as a sampler whose weights are replaced while it runs.
+
+    folder         a save_pretrained folder
+    max_len        tokens of prompt and response together
+    max_logprobs   largest `topk` or `max_allowed` that will be asked for
+    seed           of vLLM itself; each response brings one of its own
+    memory_gib     CPU: GiB of key-value cache; CUDA: share of the GPU that vLLM may take
+    logprobs_mode  "processed": of the distribution sampled from; "raw": of the model's own softmax
+    head_fp32      compute logits in float32 whatever the dtype
+    fmt            number format of the linear layers (quant.py), or None
+
+    ValueError where vLLM cannot be imported, or lacks a function that is changed below."""
 
     def __init__(
         self,
@@ -47,53 +59,43 @@ class VLLMEngine:
         head_fp32: bool = False,
         fmt: quant.Format | None = None,
     ):
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        make_llm, self.make_params = import_vllm()
+        self.dtype, self.fmt = dtype, fmt
         cuda = torch.cuda.is_available()
-        if not cuda:
-            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else 18 s of compiling at the first logprob
-            os.environ.setdefault(
-                "OMP_NUM_THREADS", str(torch.get_num_threads())
-            )  # else vLLM takes torch's threads away, the learner's too
-        try:
-            from vllm import LLM, SamplingParams
-        except ImportError as e:
-            raise ValueError(
-                f"--rollout=vllm: vLLM cannot be imported ({e}); install it (make demo does) or use --rollout=hf"
-            ) from None
-        self._params, self.dtype, self.fmt = SamplingParams, dtype, fmt
-        self.packed = fmt is not None and (fmt.activations or (cuda and fmt.qmax == 7))
-        if fmt and not self.packed:
+        has_kernel = fmt is not None and (fmt.activations or (cuda and fmt.qmax == 7))
+        self.packed = has_kernel  # whether it loads low-bit tensors, or exactly dequantized ones
+        change_vllm(low_bits_on_cpu=fmt is not None and not cuda)
+        if fmt is not None:
+            folder = self._quantized_folder(folder)
+        settings = dict(
+            dtype=dtype,
+            max_model_len=max_len,
+            max_logprobs=max(max_logprobs, 1),
+            logprobs_mode=f"{logprobs_mode}_logprobs",
+            seed=seed,
+            skip_tokenizer_init=True,
+            enforce_eager=not cuda,
+            disable_log_stats=True,
+        )
+        if cuda:
+            settings["gpu_memory_utilization"] = memory_gib
+        else:
+            settings["kv_cache_memory_bytes"] = int(memory_gib * 2**30)
+        if head_fp32:
+            settings["hf_overrides"] = {"head_dtype": "float32"}
+        with vllm_leaves_no_trace():
+            self.llm = make_llm(folder, **settings)
+
+    def _quantized_folder(self, folder: str) -> str:
+        """A temporary copy of the model folder in low bits, for vLLM to start from."""
+        if not self.packed:
             print(
-                f"{fmt.name}: vLLM has no kernel for it here; the engine gets the exactly dequantized weights, which are the same function",
+                f"{self.fmt.name}: vLLM has no kernel for it here; the engine gets the exactly dequantized weights, "
+                "which are the same function",
                 file=sys.stderr,
             )
-        if fmt:
-            self.scratch = tempfile.TemporaryDirectory()
-            folder = quant.checkpoint(folder, fmt, self.scratch.name, self.packed)
-            if not cuda:
-                quant.keep_scales_alive()
-        keep = {k: os.environ.get(k) for k in ("LOCAL_WORLD_SIZE",)}  # vLLM overwrites it and reseeds torch:
-        rng = torch.get_rng_state()  # neither must reach the learner
-        lean_logprobs()
-        size = dict(gpu_memory_utilization=memory_gib) if cuda else dict(kv_cache_memory_bytes=int(memory_gib * 2**30))
-        head = dict(hf_overrides={"head_dtype": "float32"}) if head_fp32 else {}
-        self.llm = LLM(
-            folder,
-            skip_tokenizer_init=True,
-            dtype=dtype,
-            enforce_eager=not cuda,
-            max_model_len=max_len,
-            logprobs_mode=f"{logprobs_mode}_logprobs",
-            max_logprobs=max(max_logprobs, 1),
-            seed=seed,
-            disable_log_stats=True,
-            **size,
-            **head,
-        )
-        torch.set_rng_state(rng)
-        for k, v in keep.items():
-            os.environ.pop(k, None) if v is None else os.environ.__setitem__(k, v)
+        self.scratch = tempfile.TemporaryDirectory()
+        return quant.quantized_checkpoint(folder, self.fmt, self.scratch.name, self.packed)
 
     def generate(
         self,
@@ -102,99 +104,228 @@ class VLLMEngine:
         sampling: Sampling,
         topk: int,
         stop_ids: list[int],
-        kept: int = 0,
+        max_allowed: int = 0,
     ) -> list[list[Response]]:
-        """len(seeds[i]) responses to prompt i, each with a seed of its own, so that no sample depends on its batch.
+        """One group of responses to each prompt: len(seeds[i]) of them to prompt i, int [P].
 
-        topk: the K of the records. kept > 0: where the sampling truncates, record each token's kept set, of at most `kept` tokens."""
-        kept = kept if sampling.truncates else 0
-        K = max(topk, kept)
+        Each response has a seed of its own, so that no sample depends on its batch. topk: K of the
+        records. max_allowed > 0: where sampling truncates, record each token's set of allowed tokens;
+        ValueError if one is larger than that."""
+        if not sampling.truncates:
+            max_allowed = 0
+        K = max(topk, max_allowed)
         requests, params = [], []
-        for prompt, group in zip(prompts, seeds):
-            ids = [int(t) for t in prompt]
+        for prompt, group in zip(prompts, seeds, strict=True):
+            request = {"prompt_token_ids": [int(t) for t in prompt]}
             for seed in group:
-                requests.append({"prompt_token_ids": ids})
-                params.append(
-                    self._params(
-                        temperature=sampling.temperature,
-                        top_p=sampling.top_p,
-                        top_k=sampling.top_k,
-                        min_p=sampling.min_p,
-                        max_tokens=sampling.max_tokens,
-                        seed=seed,
-                        stop_token_ids=stop_ids,
-                        logprobs=K,
-                        flat_logprobs=True,
-                        detokenize=False,
-                    )
-                )  # the two that make log-probabilities cheap
-        outputs = [o.outputs[0] for o in self.llm.generate(requests, params, use_tqdm=False)]
-        responses = iter(self._responses(outputs, K, topk, kept))
-        return [[next(responses) for _ in group] for group in seeds]
+                requests.append(request)
+                params.append(self._sampling_params(sampling, seed, K, stop_ids))
+        outputs = [output.outputs[0] for output in self.llm.generate(requests, params, use_tqdm=False)]
+        return grouped(self._responses(outputs, K, topk, max_allowed), seeds)
+
+    def _sampling_params(self, sampling: Sampling, seed: int, K: int, stop_ids: list[int]):
+        return self.make_params(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            max_tokens=sampling.max_tokens,
+            seed=seed,
+            stop_token_ids=stop_ids,
+            logprobs=K,
+            flat_logprobs=True,  # with `lean_logprobs`, what makes log-probabilities cheap
+            detokenize=False,
+        )
 
     @staticmethod
-    def _responses(outputs, K: int, topk: int, kept: int) -> list[Response]:
-        """All responses at once: one array of rows [sampled, top-1 .. top-K], one row a token, cut into responses."""
-        ends = np.cumsum([len(o.token_ids) for o in outputs])
-        ids = np.concatenate([row for o in outputs for row in o.logprobs.token_ids]).astype(np.int32, copy=False)
-        logp = np.concatenate([row for o in outputs for row in o.logprobs.logprobs]).astype(np.float32, copy=False)
+    def _responses(outputs, K: int, topk: int, max_allowed: int) -> list[Response]:
+        """The responses in vLLM's outputs, whose log-probabilities `lean_logprobs` has kept.
+
+        All tokens of all responses make one table of rows [sampled, top-1 .. top-K]."""
+        ends = np.cumsum([len(output.token_ids) for output in outputs])
+        ids = np.concatenate(list(chain.from_iterable(o.logprobs.token_ids for o in outputs)))
+        logp = np.concatenate(list(chain.from_iterable(o.logprobs.logprobs for o in outputs)))
         if ids.shape != (ends[-1], K + 1):
             raise RuntimeError(
-                f"vLLM returned log-probabilities of shape {ids.shape} for {ends[-1]} tokens and K = {K}: rollout.lean_logprobs does not fit this version of vLLM"
+                f"vLLM returned log-probabilities of shape {ids.shape} for {ends[-1]} tokens and K = {K}: "
+                f"lean_logprobs in engines.py, written for vLLM {VLLM_VERSION}, does not fit the version installed"
             )
-        if kept:
-            finite = np.isfinite(logp[:, 1:])  # a cut token has log-probability -inf
-            full = finite.all(1)
-            if full.any() and np.exp(logp[full, 1:]).sum(1).min() < 0.999:
-                raise ValueError(too_many(kept))
-            offsets, allowed_ids = ragged(finite, ids[:, 1:])
-        out = []
-        for o, start, end in zip(outputs, [0, *ends[:-1]], ends):
-            sets = (
-                {
-                    "allowed_offsets": offsets[start : end + 1] - offsets[start],
-                    "allowed_ids": allowed_ids[offsets[start] : offsets[end]].copy(),
-                }
-                if kept
-                else {}
+        ids = ids.astype(np.int32, copy=False)
+        logp = logp.astype(np.float32, copy=False)
+        if max_allowed:
+            offsets, allowed_ids = allowed_sets(ids[:, 1:], logp[:, 1:], max_allowed)
+        responses = []
+        for output, end in zip(outputs, ends, strict=True):
+            start = end - len(output.token_ids)
+            response = Response(
+                tokens=ids[start:end, 0].copy(),
+                loss_mask=np.ones(end - start, bool),
+                logp_inf=logp[start:end, 0].copy(),
+                topk_ids=ids[start:end, 1 : topk + 1].copy(),
+                topk_logp=logp[start:end, 1 : topk + 1].copy(),
+                finish_reason=output.finish_reason,
             )
-            out.append(
-                Response(
-                    tokens=ids[start:end, 0].copy(),
-                    loss_mask=np.ones(end - start, bool),
-                    logp_inf=logp[start:end, 0].copy(),
-                    topk_ids=ids[start:end, 1 : topk + 1].copy(),
-                    topk_logp=logp[start:end, 1 : topk + 1].copy(),
-                    finish_reason=o.finish_reason,
-                    **sets,
-                )
-            )
-        return out
+            if max_allowed:
+                response.allowed_offsets = offsets[start : end + 1] - offsets[start]
+                response.allowed_ids = allowed_ids[offsets[start] : offsets[end]].copy()
+            responses.append(response)
+        return responses
 
     def load(self, named_tensors) -> None:
-        """Replace the weights. Tied models must bring `lm_head.weight` too, or the head silently stays old."""
+        """Replace the weights by those of a state dict.
+
+        A model with tied weights must bring `lm_head.weight` too, or its head silently stays old."""
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
         self.llm.reset_prefix_cache()  # cached blocks belong to the old weights
 
     def logprobs(self, ids: np.ndarray) -> np.ndarray:
-        """log p(ids[t] | ids[:t]) for t >= 1 at temperature 1, float32 [len(ids) - 1]: the probe of sync.prove."""
-        params = self._params(max_tokens=1, temperature=1.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
-        out = self.llm.generate([{"prompt_token_ids": [int(t) for t in ids]}], params, use_tqdm=False)[0]
-        flat = out.prompt_logprobs
-        rows = {int(t): flat.logprobs[s] for t, (s, e) in enumerate(zip(flat.start_indices, flat.end_indices)) if e > s}
-        return np.array([rows[t] for t in sorted(rows)], np.float32)[-(len(ids) - 1) :]
+        """log p(ids[t] | ids[:t]) for t >= 1 at temperature 1, in nats: float32 [len(ids) - 1]."""
+        params = self.make_params(
+            max_tokens=1, temperature=1.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False
+        )
+        request = {"prompt_token_ids": [int(t) for t in ids]}
+        flat = self.llm.generate([request], params, use_tqdm=False)[0].prompt_logprobs
+        spans = zip(flat.start_indices, flat.end_indices, strict=True)  # empty for the first token
+        logp = [flat.logprobs[start] for start, end in spans if end > start]
+        return np.array(logp, np.float32)[-(len(ids) - 1) :]
 
     def close(self) -> None:
+        """End vLLM. This also ends torch's process group, where there is one."""
         self.llm.llm_engine.engine_core.shutdown()
 
 
+def allowed_sets(ids: np.ndarray, logp: np.ndarray, max_allowed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sets of allowed tokens, as by sampling.ragged, from the K most likely tokens at n positions.
+
+    ids, logp [n, K]: a token that was cut has log-probability -inf. ValueError if a set has more than
+    K tokens: then none of the K was cut, and yet they have less than all of the probability."""
+    finite = np.isfinite(logp)
+    full = finite.all(1)
+    if full.any() and np.exp(logp[full]).sum(1).min() < 0.999:
+        raise ValueError(set_too_large(max_allowed))
+    return ragged(finite, ids)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# plain torch
+# What is changed in vLLM, and what vLLM may not change here
+# ---------------------------------------------------------------------------------------------------------------------
+
+VLLM_VERSION = "0.32.0"  # whose code the two changes below were written for
+
+
+def change_vllm(low_bits_on_cpu: bool) -> None:
+    """Replace two functions of vLLM, each for the reason in the docstring of its replacement."""
+    from vllm import _custom_ops
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    change(LogprobsProcessor, "_update_sample_logprobs", lean_logprobs)
+    if low_bits_on_cpu:
+        change(_custom_ops, "create_onednn_scaled_mm", keep_scales_alive)
+
+
+def lean_logprobs(update_sample_logprobs):
+    """Replacement for LogprobsProcessor._update_sample_logprobs: keep log-probabilities as arrays.
+
+    Reason: vLLM turns those of every sampled token into lists, ranks and decoded words, which costs
+    more than the sampling does. Here a request keeps the arrays that the sampler made, two for each
+    token, [1, K + 1]: ids and log-probabilities, the sampled token first. `_responses` reads them."""
+
+    def lean(self, logprobs_lists):
+        self.logprobs.token_ids.append(logprobs_lists.logprob_token_ids)
+        self.logprobs.logprobs.append(logprobs_lists.logprobs)
+
+    return lean
+
+
+def keep_scales_alive(create_onednn_scaled_mm):
+    """Replacement for _custom_ops.create_onednn_scaled_mm: tie the weight scales to the handler.
+
+    Reason: on CPUs vLLM's int8 handler holds a bare pointer to the scales, and replacing the weights
+    frees them. Here the handler gets a copy of its own, and holds on to it."""
+
+    def create(weight, scales, *more):
+        scales = scales.clone()
+        handler = create_onednn_scaled_mm(weight, scales, *more)
+        handler.scales = scales
+        return handler
+
+    return create
+
+
+def change(owner, name: str, replacement) -> None:
+    """Put replacement(original) in the place of vLLM's function owner.name, once in this process.
+
+    ValueError if this version of vLLM has no such function. One that has it, but is not the version
+    these changes were written for, is used with a warning: where a change does not fit it, the check
+    of shapes in `VLLMEngine._responses` or the proof of the first weight sync (sync.py) will tell."""
+    import vllm
+
+    original = getattr(owner, name, None)
+    if original is None:
+        raise ValueError(
+            f"--rollout=vllm: vLLM {vllm.__version__} has no {owner.__name__}.{name}, which engines.py replaces; "
+            f"install vllm=={VLLM_VERSION}, or use --rollout=hf"
+        )
+    if getattr(original, "changed_here", False):
+        return
+    if vllm.__version__.split("+")[0] != VLLM_VERSION:
+        print(
+            f"vLLM {vllm.__version__}: engines.py replaces {owner.__name__}.{name} as it is in {VLLM_VERSION}",
+            file=sys.stderr,
+        )
+    changed = functools.wraps(original)(replacement(original))
+    changed.changed_here = True
+    setattr(owner, name, changed)
+
+
+@contextmanager
+def vllm_leaves_no_trace():
+    """Put back what vLLM overwrites while it starts and what the learner in this process needs.
+
+    That is torchrun's LOCAL_WORLD_SIZE and the state of torch's random numbers. The variables of
+    vLLM's own stay: it reads some of them later."""
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
+    generator = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(generator)
+        os.environ.pop("LOCAL_WORLD_SIZE", None)
+        if local_world_size is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = local_world_size
+
+
+def import_vllm():
+    """vLLM's classes (LLM, SamplingParams), set up to run in this process.
+
+    Environment variables that are set already stay as they are. ValueError: it cannot be imported."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if not torch.cuda.is_available():
+        # Else it compiles for 18 s at the first log-probability.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        # Else it takes torch's threads away, which the learner uses too.
+        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    try:
+        from vllm import LLM, SamplingParams
+    except ImportError as e:
+        raise ValueError(
+            f"--rollout=vllm: vLLM cannot be imported ({e}); install it (make demo does) or use --rollout=hf"
+        ) from None
+    return LLM, SamplingParams
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plain torch
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 class HFEngine:
-    """A batched KV-cache sampler around a transformers model: each prompt is read once, then its group decodes together."""
+    """A batched sampler around a transformers model: a prompt is read once for its whole group.
+
+    folder_or_model  a save_pretrained folder, or a model, which is used (and quantized) in place
+    batch_tokens     largest number of tokens in the key-value cache
+    the others       as for VLLMEngine"""
 
     def __init__(
         self,
@@ -207,184 +338,269 @@ class HFEngine:
         head_fp32: bool = False,
         fmt: quant.Format | None = None,
     ):
-        if isinstance(folder_or_model, (str, os.PathLike)):
+        model = folder_or_model
+        if isinstance(model, (str, os.PathLike)):
             from transformers import AutoModelForCausalLM
 
-            folder_or_model = AutoModelForCausalLM.from_pretrained(folder_or_model, dtype=getattr(torch, dtype))
-        self.dtype, self.fmt, self.packed = (
-            dtype,
-            fmt,
-            fmt is not None and fmt.activations,
-        )  # int4 weights come exactly dequantized
-        change = quant.align if self.packed or fmt is None else quant.dequantize_in_place
-        self.model = change(folder_or_model, fmt).to(device).eval()
-        self.device, self.batch_tokens, self.raw, self.head_fp32 = (
-            device,
-            batch_tokens,
-            logprobs_mode == "raw",
-            head_fp32,
-        )
+            model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+        self.dtype, self.fmt = dtype, fmt
+        self.packed = fmt is not None and fmt.activations  # int4 weights come exactly dequantized
+        if self.packed:
+            quant.align(model, fmt)
+        elif fmt is not None:
+            quant.dequantize_in_place(model, fmt)
+        self.model = model.to(device).eval()
+        self.device = device
+        self.batch_tokens = batch_tokens
+        self.raw = logprobs_mode == "raw"
+        self.head_fp32 = head_fp32
 
-    def generate(
-        self, prompts, seeds, sampling: Sampling, topk: int, stop_ids: list[int], kept: int = 0
-    ) -> list[list[Response]]:
-        """As VLLMEngine.generate; groups are cut into batches of at most `batch_tokens` cached tokens."""
-        out, start = [], 0
-        while start < len(prompts):
-            stop, longest, rows = start, 0, 0
-            while stop < len(prompts):
-                longest, rows = max(longest, len(prompts[stop])), rows + len(seeds[stop])
-                if stop > start and rows * (longest + sampling.max_tokens) > self.batch_tokens:
-                    break
-                stop += 1
-            out += self._decode(
-                prompts[start:stop], seeds[start:stop], sampling, topk, stop_ids, kept if sampling.truncates else 0
-            )
-            start = stop
-        return out
+    def generate(self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int = 0):
+        """As VLLMEngine.generate, in batches that fit into `batch_tokens`."""
+        if not sampling.truncates:
+            max_allowed = 0
+        groups = []
+        for part in self._batches(prompts, seeds, sampling.max_tokens):
+            responses = self._decode(prompts[part], seeds[part], sampling, topk, stop_ids, max_allowed)
+            groups += grouped(responses, seeds[part])
+        return groups
+
+    def _batches(self, prompts, seeds, max_tokens: int):
+        """Slices of consecutive groups whose cache has at most `batch_tokens` tokens, or of one group."""
+        start = rows = longest = 0  # of the slice that is growing
+        for i, (prompt, group) in enumerate(zip(prompts, seeds, strict=True)):
+            rows += len(group)
+            longest = max(longest, len(prompt))
+            if i > start and rows * (longest + max_tokens) > self.batch_tokens:
+                yield slice(start, i)
+                start = i
+                rows, longest = len(group), len(prompt)
+        if prompts:
+            yield slice(start, len(prompts))
 
     @torch.no_grad()
-    def _decode(self, prompts, seeds, sampling, topk, stop_ids, kept):
-        dev, T = self.device, sampling.max_tokens
-        groups = torch.tensor([len(g) for g in seeds], device=dev)
-        P = max(len(p) for p in prompts)
+    def _decode(self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int) -> list[Response]:
+        """All responses of one batch, N of them, token by token."""
+        T = sampling.max_tokens
+        draws = np.stack([uniforms(T, "sample", seed) for seed in chain.from_iterable(seeds)])
+        u = torch.from_numpy(draws).to(self.device)  # (N, T)
+        stop = torch.tensor(stop_ids, device=self.device)
+        records = Records(len(u), T, topk, self.device)
+        logits, rows = self._read_prompts(prompts, [len(group) for group in seeds])
+        for t in range(T):
+            token, logp, gone = pick(logits, u[rows.which, t, None], sampling)
+            if self.raw:
+                logp = logits.log_softmax(-1)
+            records.write(rows.which, t, token, logp)
+            if max_allowed:
+                records.write_allowed(rows.which, t, gone)
+            going = records.end(rows.which, t, torch.isin(token[:, 0], stop))
+            n_going = int(going.sum())
+            if t == T - 1 or n_going == 0:
+                break
+            if n_going < 0.75 * len(going):  # below that, copying the cache costs more than it saves
+                rows.shrink(going)
+                token = token[going]
+            logits = self._step(token, rows)
+        return records.responses(stop_ids, max_allowed)
+
+    def _read_prompts(self, prompts, group_sizes: list[int]):
+        """Logits (N, V) of each response's first token, and the rows to go on with."""
+        P = max(len(prompt) for prompt in prompts)
         ids = torch.zeros(len(prompts), P, dtype=torch.long)
         mask = torch.zeros(len(prompts), P, dtype=torch.long)
-        for i, p in enumerate(prompts):  # left padding: all prompts end together
-            ids[i, P - len(p) :], mask[i, P - len(p) :] = torch.as_tensor(np.asarray(p, np.int64)), 1
-        ids, mask = ids.to(dev), mask.to(dev)
+        for i, prompt in enumerate(prompts):  # padded on the left, so that all prompts end together
+            ids[i, P - len(prompt) :] = torch.as_tensor(np.asarray(prompt, np.int64))
+            mask[i, P - len(prompt) :] = 1
+        ids, mask = ids.to(self.device), mask.to(self.device)
+        position = (mask.cumsum(1) - 1).clamp_min(0)
         padded = bool((mask == 0).any())
-        logits, cache = self._forward(
-            ids, attention_mask=mask if padded else None, position_ids=(mask.cumsum(1) - 1).clamp_min(0)
+        logits, cache = self._forward(ids, attention_mask=mask if padded else None, position_ids=position)
+        # Each response starts from the cache of its group's prompt.
+        sizes = torch.tensor(group_sizes, device=self.device)
+        prompt_of = torch.arange(len(prompts), device=self.device).repeat_interleave(sizes)  # (N,)
+        cache.batch_select_indices(prompt_of)
+        rows = Rows(
+            which=torch.arange(len(prompt_of), device=self.device),
+            position=mask.sum(1)[prompt_of],
+            mask=mask[prompt_of] if padded else None,
+            cache=cache,
         )
-        logits = logits.repeat_interleave(groups, 0)
-        reorder = torch.repeat_interleave(torch.arange(len(prompts), device=dev), groups)
-        cache.batch_select_indices(reorder)  # a group shares its prompt's cache
-        mask, position = mask[reorder], mask.sum(1)[reorder]
-        N = len(reorder)
-        u = torch.from_numpy(np.stack([uniforms(T, "sample", s) for g in seeds for s in g])).to(dev)  # (N, T)
-        tokens = torch.zeros(N, T, dtype=torch.int32, device=dev)
-        logp = torch.zeros(N, T, device=dev)
-        top_ids = torch.zeros(N, T, topk, dtype=torch.int32, device=dev)
-        top_logp = torch.zeros(N, T, topk, device=dev)
-        length = torch.full((N,), T, device=dev)
-        stop, sets = torch.tensor(stop_ids, device=dev), []
-        alive = torch.arange(N, device=dev)  # rows still decoding, in the cache's order
-        for t in range(T):
-            z = logits / sampling.temperature  # (n, V)
-            if sampling.truncates:
-                gone = cut(z, sampling.top_p, sampling.top_k, sampling.min_p)
-                z = z.masked_fill_(gone, -torch.inf)
-                if kept:
-                    row, ids = (~gone).nonzero(as_tuple=True)
-                    sets.append((alive[row].cpu().numpy(), np.full(len(row), t), ids.int().cpu().numpy()))
-            law = z.log_softmax(-1)
-            cdf = law.double().exp_().cumsum_(-1)
-            token = torch.searchsorted(cdf, u[alive, t, None] * cdf[:, -1:], right=True).clamp_(max=law.shape[1] - 1)
-            tokens[alive, t] = token[:, 0].int()
-            law = logits.log_softmax(-1) if self.raw else law
-            logp[alive, t] = law.gather(1, token)[:, 0]
-            if topk:
-                top_logp[alive, t], best = law.topk(topk, -1)
-                top_ids[alive, t] = best.int()
-            ended = torch.isin(token[:, 0], stop) & (length[alive] == T)  # a row that goes on after its end stays ended
-            length[alive[ended]] = t + 1
-            going = length[alive] == T
-            n = int(going.sum())
-            if n == 0 or t == T - 1:
-                break
-            if n < 0.75 * len(going):  # drop finished rows from the cache
-                rows = going.nonzero()[:, 0]
-                cache.batch_select_indices(rows)
-                alive, token, mask, position = alive[rows], token[rows], mask[rows], position[rows]
-            if padded:
-                mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-            logits, cache = self._forward(
-                token, attention_mask=mask if padded else None, past_key_values=cache, position_ids=position[:, None]
-            )
-            position = position + 1
-        columns = zip(*(x.cpu().numpy() for x in (tokens, logp, top_ids, top_logp, length)))
-        out = [[self._response(*next(columns), stop_ids) for _ in g] for g in seeds]
-        if kept:
-            self._kept([r for g in out for r in g], *map(np.concatenate, zip(*sets)), T, kept)
-        return out
+        return logits[prompt_of], rows
+
+    def _step(self, token, rows: Rows):
+        """Logits (n, V) of the next token of each row, after `token` (n, 1)."""
+        if rows.mask is not None:
+            rows.mask = torch.cat([rows.mask, rows.mask.new_ones(len(rows.mask), 1)], 1)
+        logits, rows.cache = self._forward(
+            token, attention_mask=rows.mask, past_key_values=rows.cache, position_ids=rows.position[:, None]
+        )
+        rows.position = rows.position + 1
+        return logits
 
     def _forward(self, ids, **more):
-        """Logits of the last place, (n, V) float32, and the cache."""
-        if not self.head_fp32:
+        """Logits of the last position, (n, V) float32, and the cache."""
+        if self.head_fp32:
+            out = self.model.base_model(input_ids=ids, use_cache=True, **more)
+            head = self.model.get_output_embeddings().weight
+            logits = out.last_hidden_state[:, -1].float() @ head.float().t()
+        else:
             out = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **more)
-            return out.logits[:, -1].float(), out.past_key_values
-        out = self.model.base_model(input_ids=ids, use_cache=True, **more)
-        return out.last_hidden_state[
-            :, -1
-        ].float() @ self.model.get_output_embeddings().weight.float().t(), out.past_key_values
-
-    @staticmethod
-    def _response(tokens, logp, top_ids, top_logp, L, stop_ids) -> Response:
-        return Response(
-            tokens=tokens[:L].copy(),
-            loss_mask=np.ones(L, bool),
-            logp_inf=logp[:L].copy(),
-            topk_ids=top_ids[:L].copy(),
-            topk_logp=top_logp[:L].copy(),
-            finish_reason="stop" if int(tokens[L - 1]) in stop_ids else "length",
-        )
-
-    @staticmethod
-    def _kept(responses, row, t, ids, T, kept) -> None:
-        """Hand each response its kept sets, from all of them as (row, position, token id)."""
-        sizes = np.bincount(row * T + t, minlength=len(responses) * T).reshape(-1, T)
-        if sizes.max() > kept:
-            raise ValueError(too_many(kept))
-        ids = ids[np.lexsort((ids, t, row))]
-        starts = np.concatenate([[0], sizes.sum(1).cumsum()])
-        for i, r in enumerate(responses):
-            r.allowed_offsets = np.concatenate([[0], sizes[i, : len(r.tokens)].cumsum()]).astype(np.int64)
-            r.allowed_ids = ids[starts[i] : starts[i] + r.allowed_offsets[-1]]
+            logits = out.logits[:, -1].float()
+        return logits, out.past_key_values
 
     @torch.no_grad()
     def load(self, named_tensors) -> None:
-        """Copy the weights in place; an unknown name or another shape is an error, a missing one is left to the probe."""
+        """Copy the weights in place.
+
+        An unknown name or another shape is an error; a missing name is left for the probe to find."""
         own = dict(self.model.named_parameters(remove_duplicate=False))
-        for name, tensor in (
-            quant.load_quantized(self.model, dict(named_tensors)).items() if self.packed else named_tensors
-        ):
+        if self.packed:
+            named_tensors = quant.load_quantized(self.model, dict(named_tensors)).items()
+        for name, tensor in named_tensors:
             own[name].copy_(tensor)
 
     @torch.no_grad()
     def logprobs(self, ids: np.ndarray) -> np.ndarray:
+        """log p(ids[t] | ids[:t]) for t >= 1 at temperature 1, in nats: float32 [len(ids) - 1]."""
         ids = torch.as_tensor(np.asarray(ids, np.int64))[None].to(self.device)
         logp = torch.log_softmax(self.model(input_ids=ids, use_cache=False).logits[0, :-1].float(), -1)
         return logp.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
 
     def close(self) -> None:
-        pass
+        """Nothing to end."""
 
 
-def too_many(kept: int) -> str:
-    return f"a sampled token's kept set has more than {kept} tokens: raise --kept_max, or bound it with --top_k"
+def pick(logits, u, sampling: Sampling):
+    """Draw one token for each row by inversion: the first whose cumulative probability is above u.
+
+    logits (n, V) float32; u (n, 1) float64 in [0, 1). Returns the tokens (n, 1) int64; the
+    log-probabilities (n, V) of the distribution they were drawn from; and which tokens truncation
+    cut, (n, V) bool, or None."""
+    z = logits / sampling.temperature
+    gone = None
+    if sampling.truncates:
+        gone = cut(z, sampling.top_p, sampling.top_k, sampling.min_p)
+        z = z.masked_fill_(gone, -torch.inf)
+    logp = z.log_softmax(-1)
+    cdf = logp.double().exp_().cumsum_(-1)
+    token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=logp.shape[1] - 1)
+    return token, logp, gone
+
+
+@dataclass
+class Rows:
+    """The n responses that are still being decoded, in the order of the cache's rows."""
+
+    which: torch.Tensor  # (n,) int64: their numbers among all N responses
+    position: torch.Tensor  # (n,) int64: of the next token
+    mask: torch.Tensor | None  # (n, tokens in the cache): for attention; None if nothing is padded
+    cache: Any  # of transformers
+
+    def shrink(self, going) -> None:
+        """Drop the rows that are not `going`, (n,) bool, from the cache and from here."""
+        rows = going.nonzero()[:, 0]
+        self.cache.batch_select_indices(rows)
+        self.which = self.which[rows]
+        self.position = self.position[rows]
+        if self.mask is not None:
+            self.mask = self.mask[rows]
+
+
+class Records:
+    """What is recorded of N responses of at most T tokens, while they are decoded."""
+
+    def __init__(self, N: int, T: int, topk: int, device):
+        self.T, self.topk = T, topk
+        self.tokens = torch.zeros(N, T, dtype=torch.int32, device=device)
+        self.logp = torch.zeros(N, T, device=device)
+        self.top_ids = torch.zeros(N, T, topk, dtype=torch.int32, device=device)
+        self.top_logp = torch.zeros(N, T, topk, device=device)
+        self.length = torch.full((N,), T, device=device)  # T also while a response goes on
+        self.allowed: list[tuple] = []  # (response, position, token id), three arrays a step
+
+    def write(self, which, t: int, token, logp) -> None:
+        """Token t of the responses `which` (n,): the token (n, 1), and log-probabilities (n, V)."""
+        self.tokens[which, t] = token[:, 0].int()
+        self.logp[which, t] = logp.gather(1, token)[:, 0]
+        if self.topk:
+            self.top_logp[which, t], best = logp.topk(self.topk, -1)
+            self.top_ids[which, t] = best.int()
+
+    def write_allowed(self, which, t: int, gone) -> None:
+        """The tokens that were allowed at position t: those that are not `gone`, (n, V) bool."""
+        row, ids = (~gone).nonzero(as_tuple=True)
+        response = which[row].cpu().numpy()
+        self.allowed.append((response, np.full(len(row), t), ids.int().cpu().numpy()))
+
+    def end(self, which, t: int, stops):
+        """Note that responses end with token t where it `stops` them; returns which go on, (n,) bool.
+
+        A finished row may stay in the cache for a while; what it samples after its end is ignored."""
+        ended = stops & (self.length[which] == self.T)
+        self.length[which[ended]] = t + 1
+        return self.length[which] == self.T
+
+    def responses(self, stop_ids, max_allowed: int) -> list[Response]:
+        """All of them, each cut to its length. ValueError if a set of allowed tokens is too large."""
+        tokens, logp = self.tokens.cpu().numpy(), self.logp.cpu().numpy()
+        top_ids, top_logp = self.top_ids.cpu().numpy(), self.top_logp.cpu().numpy()
+        responses = []
+        for i, L in enumerate(self.length.tolist()):
+            response = Response(
+                tokens=tokens[i, :L].copy(),
+                loss_mask=np.ones(L, bool),
+                logp_inf=logp[i, :L].copy(),
+                topk_ids=top_ids[i, :L].copy(),
+                topk_logp=top_logp[i, :L].copy(),
+                finish_reason="stop" if int(tokens[i, L - 1]) in stop_ids else "length",
+            )
+            responses.append(response)
+        if max_allowed:
+            self._give_allowed(responses, max_allowed)
+        return responses
+
+    def _give_allowed(self, responses: list[Response], max_allowed: int) -> None:
+        """Hand each response its sets of allowed tokens."""
+        response, t, ids = (np.concatenate(column) for column in zip(*self.allowed, strict=True))
+        sizes = np.bincount(response * self.T + t, minlength=len(responses) * self.T).reshape(-1, self.T)
+        if sizes.max() > max_allowed:
+            raise ValueError(set_too_large(max_allowed))
+        ids = ids[np.lexsort((ids, t, response))]
+        starts = np.concatenate([[0], sizes.sum(1).cumsum()])
+        for i, r in enumerate(responses):
+            ends = sizes[i, : len(r.tokens)].cumsum()
+            r.allowed_offsets = np.concatenate([[0], ends]).astype(np.int64)
+            r.allowed_ids = ids[starts[i] : starts[i] + r.allowed_offsets[-1]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Both engines
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def set_too_large(max_allowed: int) -> str:
+    return f"truncated sampling allows more than {max_allowed} tokens: raise --kept_max, or bound it with --top_k"
+
+
+def grouped(responses, seeds: list[list[int]]) -> list[list[Response]]:
+    """Responses in a row, divided into groups: one for each list of seeds."""
+    responses = iter(responses)
+    return [list(islice(responses, len(group))) for group in seeds]
 
 
 def make_engine(cfg, folder: str, max_len: int, topk: int, device: str = "cpu"):
-    """The engine named by `--rollout`, loaded from `folder`."""
-    fmt = quant.format_of(cfg.rollout_quant, cfg.quant_group)
-    if cfg.rollout == "hf":
-        return HFEngine(
-            folder,
-            dtype=cfg.rollout_dtype,
-            device=device,
-            logprobs_mode=cfg.logprobs_mode,
-            head_fp32=cfg.lm_head_fp32,
-            fmt=fmt,
-        )
-    return VLLMEngine(
-        folder,
-        max_len=max_len,
-        max_logprobs=topk,
+    """The engine that `--rollout` names, with the weights of `folder`.
+
+    max_len: tokens of prompt and response; topk: the most log-probabilities that will be asked for."""
+    shared = dict(
         dtype=cfg.rollout_dtype,
-        seed=cfg.seed,
-        memory_gib=cfg.rollout_memory,
         logprobs_mode=cfg.logprobs_mode,
         head_fp32=cfg.lm_head_fp32,
-        fmt=fmt,
+        fmt=quant.format_of(cfg.rollout_quant, cfg.quant_group),
+    )
+    if cfg.rollout == "hf":
+        return HFEngine(folder, device=device, **shared)
+    return VLLMEngine(
+        folder, max_len=max_len, max_logprobs=topk, seed=cfg.seed, memory_gib=cfg.rollout_memory, **shared
     )

@@ -1,22 +1,27 @@
-"""Low-bit rollouts, and a learner that computes what the low-bit engine computes: QaRL, arXiv 2604.07853, section 3.1.
+"""Low-bit rollouts, and a learner that computes as the low-bit engine does: QaRL, section 3.1.
 
-A quantized engine samples from another policy than the one that trains. Correcting for it (objectives.py) costs variance; QaRL
-removes it: the learner cache_quantized high-precision master weights W but runs its linear layers on the engine's own low-bit numbers,
+A quantized engine samples from another policy than the one that trains. Correcting for that
+(objectives.py) costs variance; QaRL (arXiv 2604.07853) removes the difference. The learner keeps
+high-precision master weights W, but runs its linear layers on the engine's own low-bit numbers,
 
-    forward     y  = x^ W^T          x^ = s_x q_x,  W^ = s_w q_w,  the product taken on q_x and q_w themselves
-    backward    dx = g W^            straight through the rounding, in high precision,
-                dW = g^T x^          onto the master weights; no gradient through the scales
+    forward     y  = x^ W^T    x^ = s_x q_x, W^ = s_w q_w; the product is taken on q_x and q_w
+    backward    dx = g W^      straight through the rounding, in high precision,
+                dW = g^T x^    onto the master weights; no gradient through the scales
 
-and hands the engine those very q_w and s_w: nothing is quantized twice. Embedding and head stay as they are.
+and hands the engine those very q_w and s_w, so that nothing is quantized twice. Embedding and head
+stay in high precision.
 
-    format   weights q_w, s_w                                    activations q_x, s_x          rounding error of an entry
-    int8     int8 in +-127, one scale an output channel          int8, one scale a token       s / 2,  s = max|row| / 127
-    fp8      float8_e4m3fn in +-448, one scale an output channel the same, one scale a token   |entry| / 16 (s / 1024 near 0)
-    w4a16    int4 in +-7, one scale for each group of a row      none (full precision)         s / 2,  s = max|group| / 7
-    w3a16, w2a16   the same with +-3 and +-1: a stress for models that int4 hardly hurts
+    format   weights q_w, with scales s_w       activations q_x     largest rounding error
+    int8     int8 in +-127, one a row           int8, one a token   s / 2,  s = max|row| / 127
+    fp8      float8_e4m3fn in +-448, one a row  the same            |entry| / 16 (s / 1024 near 0)
+    w4a16    int4 in +-7, one a group           full precision      s / 2,  s = max|group| / 7
+    w3a16    the same in +-3                    full precision      s / 2,  s = max|group| / 3
+    w2a16    the same in +-1                    full precision      s / 2,  s = max|group|
 
-Scales are symmetric: zero stays zero. A row of zeros has scale 1. On x86 without VNNI, int8 products are summed in pairs in 16 bits and
-saturate beyond +-63 (`int8_top`).
+"One a row" is the number of scales. A row of a weight matrix is one output channel; a group is
+`--quant_group` consecutive entries of a row. Scales are symmetric: zero stays zero. A row of zeros has
+scale 1. Two and three bits are a stress for models that int4 hardly hurts. On x86 processors without
+VNNI, int8 products saturate; there the weights stay within +-63 (`int8_qmax`).
 """
 
 from __future__ import annotations
@@ -30,36 +35,48 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from flags import need
+
 
 @dataclass(frozen=True)
 class Format:
-    """A number format: largest magnitude of weights and activations, storage, whether activations are quantized, size of a group."""
+    """A number format of linear layers."""
 
     name: str
-    qmax: float
-    dtype: torch.dtype
-    activations: bool
-    group: int = 0  # columns that share a scale; 0: a whole row
+    qmax: float  # largest magnitude of a quantized weight
+    dtype: torch.dtype  # in which quantized numbers are stored
+    activations: bool  # whether activations are quantized too
+    group: int = 0  # entries of a row that share a scale; 0: the whole row
+
+    @property
+    def activation_qmax(self) -> float:
+        """Largest magnitude of a quantized activation: for int8 the whole range on any processor."""
+        return 127.0 if self.dtype == torch.int8 else self.qmax
 
 
 def format_of(name: str, group: int = 128) -> Format | None:
-    """The format of a flag's value; None for "none"."""
+    """The format of a value of --rollout_quant or --learner_quant; None for "none"."""
     if name == "none":
         return None
     if name == "int8":
-        return Format(name, int8_top(), torch.int8, True)
+        return Format(name, int8_qmax(), torch.int8, True)
     if name == "fp8":
         return Format(name, 448.0, torch.float8_e4m3fn, True)
-    return Format(name, {"w4a16": 7.0, "w3a16": 3.0, "w2a16": 1.0}[name], torch.int8, False, group)
+    weights_only = {"w4a16": 7.0, "w3a16": 3.0, "w2a16": 1.0}
+    return Format(name, weights_only[name], torch.int8, False, group)
 
 
 @functools.cache
-def int8_top() -> float:
-    """127, or 63 where the processor adds int8 products in pairs in 16 bits and saturates (x86 without VNNI)."""
+def int8_qmax() -> float:
+    """Largest magnitude of an int8 weight on this machine: 127, or 63 where products saturate.
+
+    They do on x86 processors without VNNI, which add int8 products in pairs in 16 bits."""
     if torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return 127.0
-    flags = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").is_file() else []
-    return 127.0 if any("vnni" in f or f.startswith("amx_int8") for f in flags) else 63.0
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = cpuinfo.read_text().split() if cpuinfo.is_file() else []
+    saturates = not any("vnni" in flag or flag.startswith("amx_int8") for flag in flags)
+    return 63.0 if saturates else 127.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -68,24 +85,29 @@ def int8_top() -> float:
 
 
 def quantize(x: torch.Tensor, qmax: float, dtype: torch.dtype, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """(q, s) with x ~ s q: x (M, K) -> q (M, K) of `dtype`, s (M, K / group) float32, one scale a row where group is 0."""
+    """(q, s) with x ~ s q: s = max|x| / qmax over a row or group, q = round(x / s).
+
+    x (M, K) -> q (M, K) of `dtype`, s (M, K / group) float32; s (M, 1) where group is 0."""
     M, K = x.shape
     x = x.float().reshape(M, -1, group or K)
     amax = x.abs().amax(-1, keepdim=True)
     s = torch.where(amax > 0, amax / qmax, 1.0)
     q = (x / s).clamp_(-qmax, qmax)
-    q = q.round_().to(dtype) if dtype == torch.int8 else q.to(dtype)
-    return q.reshape(M, K), s[..., 0]
+    if dtype == torch.int8:
+        q = q.round_()  # the conversion to float8 rounds by itself
+    return q.to(dtype).reshape(M, K), s[..., 0]
 
 
 def dequantize(q: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-    """s q, (M, K) float32."""
+    """s q: (M, K) and (M, K / group) -> (M, K) float32."""
     M, K = q.shape
     return (q.float().reshape(M, s.shape[1], -1) * s[..., None]).reshape(M, K)
 
 
 def product(qx, sx, qw, sw) -> torch.Tensor:
-    """(s_x q_x) (s_w q_w)^T on the low-bit numbers: (M, K), (M, 1), (N, K), (N, 1) -> (M, N) float32."""
+    """(s_x q_x) (s_w q_w)^T, multiplied as low-bit numbers.
+
+    qx (M, K), sx (M, 1), qw (N, K), sw (N, 1) -> (M, N) float32."""
     if qx.dtype == torch.int8:
         return int_mm(qx, qw).float().mul_(sx).mul_(sw.t())
     if qx.is_cuda:
@@ -93,11 +115,14 @@ def product(qx, sx, qw, sw) -> torch.Tensor:
     return (qx.float() @ qw.float().t()).mul_(sx).mul_(sw.t())  # e4m3 products are exact in float32
 
 
-def int_mm(a, b):
-    """a b^T of int8 matrices in int32. CUDA's kernel wants more than 16 rows and multiples of 8: zeros are added and cut off."""
+def int_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a b^T of int8 matrices: (M, K), (N, K) -> (M, N) int32.
+
+    CUDA's kernel wants more than 16 rows and multiples of 8: zeros are added, and cut off again."""
     if not a.is_cuda:
         return torch._int_mm(a, b.t())
-    M, N, pad = len(a), len(b), nn.functional.pad
+    pad = nn.functional.pad
+    M, N = len(a), len(b)
     a = pad(a, (0, -a.shape[1] % 8, 0, max(0, 17 - M)))
     b = pad(b, (0, -b.shape[1] % 8, 0, -N % 8))
     return torch._int_mm(a, b.t())[:M, :N]
@@ -109,12 +134,14 @@ def int_mm(a, b):
 
 
 class StraightThroughMatmul(torch.autograd.Function):
-    """y = x^ W^T on low-bit numbers; backward straight through (see above). x (M, K), weight (N, K): the master, for its gradient alone."""
+    """y = x^ W^T on low-bit numbers; backward straight through the rounding (formulas above).
+
+    x (M, K); weight (N, K): the master, here for its gradient alone; qw, sw: its quantized form."""
 
     @staticmethod
     def forward(ctx, x, weight, qw, sw, fmt: Format):
         if fmt.activations:
-            qx, sx = quantize(x, fmt.qmax if fmt.dtype != torch.int8 else 127.0, fmt.dtype)
+            qx, sx = quantize(x, fmt.activation_qmax, fmt.dtype)
             ctx.save_for_backward(qx, sx, qw, sw)
             return product(qx, sx, qw, sw).to(x.dtype)
         ctx.save_for_backward(x, None, qw, sw)
@@ -127,33 +154,55 @@ class StraightThroughMatmul(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = g @ dequantize(qw, sw).to(g.dtype)
         if ctx.needs_input_grad[1]:
-            dw = g.t() @ (qx if sx is None else dequantize(qx, sx).to(g.dtype))
+            x = qx if sx is None else dequantize(qx, sx).to(g.dtype)
+            dw = g.t() @ x
         return dx, dw, None, None, None
 
 
 class LowBitLinear(nn.Linear):
-    """A linear layer that computes as the engine does. An nn.Linear becomes one by `align`; its master weight stays where it was."""
+    """A linear layer that computes as the engine does. `align` puts it in the place of an nn.Linear.
 
-    loaded = cached_version = None
-    cache_quantized = True  # False under FSDP: a gathered weight's version does not tell when its shards have changed
+    Its parameters are those of the layer it replaces, the same objects under the same names."""
+
+    # False under FSDP: the version of a gathered weight does not tell when its shards have changed.
+    cache_quantized = True
+    # An engine's copy has no master weights: it holds what was published, (q_w, s_w), here.
+    loaded: tuple[torch.Tensor, torch.Tensor] | None = None
+    # (q_w, s_w) made from the master weight, and that weight's version and address at the time.
+    cached: tuple[torch.Tensor, torch.Tensor] | None = None
+    cached_version: tuple[int, int] | None = None
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, fmt: Format) -> LowBitLinear:
+        """A low-bit layer over the very parameters of `linear`."""
+        # On the meta device: no memory taken and no random numbers drawn for weights that are replaced.
+        has_bias = linear.bias is not None
+        layer = cls(linear.in_features, linear.out_features, bias=has_bias, device="meta")
+        layer.weight, layer.bias = linear.weight, linear.bias
+        layer.format = fmt
+        return layer.train(linear.training)
 
     def quantized_weight(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(q_w, s_w) of the weight as it is, made once for each version of it; the tensors that are published."""
-        if self.loaded is not None:  # an engine's copy: what was loaded, no master
+        """(q_w, s_w) of the weight as it is now: the tensors of the forward pass and of the publication.
+
+        They are made once for each version of the weight."""
+        if self.loaded is not None:
             return self.loaded
-        at = (self.weight._version, self.weight.data_ptr())
-        if self.cached_version != at or not self.cache_quantized:
-            self.cached = quantize(self.weight.detach(), self.format.qmax, self.format.dtype, self.format.group)
-            self.cached_version = at
+        version = (self.weight._version, self.weight.data_ptr())
+        if self.cached_version != version or not self.cache_quantized:
+            fmt = self.format
+            self.cached = quantize(self.weight.detach(), fmt.qmax, fmt.dtype, fmt.group)
+            self.cached_version = version
         return self.cached
 
     def forward(self, x):
-        kind = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
-        with torch.autocast(x.device.type, enabled=False):
-            x = x.to(kind) if kind else x
-            y = StraightThroughMatmul.apply(
-                x.reshape(-1, x.shape[-1]), self.weight, *self.quantized_weight(), self.format
-            ).reshape(*x.shape[:-1], -1)
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        with torch.autocast(device, enabled=False):
+            flat = x.reshape(-1, x.shape[-1])  # (M, K)
+            y = StraightThroughMatmul.apply(flat, self.weight, *self.quantized_weight(), self.format)
+            y = y.reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -164,31 +213,24 @@ def quantized_linears(model) -> dict[str, nn.Linear]:
 
 
 def align(model, fmt: Format | None):
-    """Turn the model's linear layers into LowBitLinear in place. ValueError: a group that does not divide a row."""
-    for name, m in quantized_linears(model).items() if fmt else ():
-        if fmt.group and m.in_features % fmt.group:
+    """Put a LowBitLinear in the place of each of the model's linear layers, and return the model.
+
+    fmt None: nothing changes. ValueError: a row of weights cannot be divided into whole groups."""
+    if fmt is None:
+        return model
+    low_bit = {}
+    for name, linear in quantized_linears(model).items():
+        if fmt.group and linear.in_features % fmt.group:
             raise ValueError(
-                f"--quant_group={fmt.group}: {name} has rows of {m.in_features}, which are not made of whole groups; choose a divisor"
+                f"--quant_group={fmt.group}: {name} has rows of {linear.in_features}, which are not made of whole "
+                "groups; choose a divisor"
             )
-        m.__class__, m.format = LowBitLinear, fmt
+        low_bit[linear] = LowBitLinear.from_linear(linear, fmt)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child in low_bit:
+                setattr(parent, name, low_bit[child])
     return model
-
-
-def check(cfg, folder: str) -> None:
-    """Can the formats of `cfg` run here, on the model of `folder` (its config.json alone)? ValueError: one sentence."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    formats = {f for f in (cfg.rollout_quant, cfg.learner_quant) if f not in ("none", "aligned")}
-    cuda = torch.cuda.is_available()
-    if "fp8" in formats and cuda and torch.cuda.get_device_capability() < (8, 9):
-        raise ValueError(
-            "--rollout_quant=fp8: this GPU multiplies no fp8 (compute capability below 8.9); it can run int8 and w4a16"
-        )
-    if cfg.rollout_quant == "w4a16" and cfg.rollout == "vllm" and cuda and cfg.quant_group not in (32, 64, 128):
-        raise ValueError(f"--quant_group={cfg.quant_group}: vLLM's int4 kernels know groups of 32, 64 and 128")
-    for f in sorted(formats):
-        with torch.device("meta"):
-            align(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)), format_of(f, cfg.quant_group))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -197,16 +239,24 @@ def check(cfg, folder: str) -> None:
 
 
 def for_engine(named_tensors, model, fmt: Format, packed: bool = True):
-    """(name, tensor) of a state dict with the linear layers in low bits: X.weight q_w and X.weight_scale s_w, the tensors of the aligned
-    forward themselves where there is one. packed = False: the exactly dequantized weights in place of both, for engines without a kernel."""
-    linear = quantized_linears(model)
+    """Yield (name, tensor) of a state dict as an engine loads it, the linear layers in low bits.
+
+    A layer's X.weight becomes q_w and s_w: X.weight and X.weight_scale, or for int4 X.weight_packed
+    (eight numbers to an int32), X.weight_scale and X.weight_shape. Where the layers of `model` are
+    aligned in this format, these are the very tensors of their forward pass. packed False, for
+    engines without a kernel: X.weight is the exactly dequantized weight, in its old type."""
+    linears = quantized_linears(model)
     for name, x in named_tensors:
-        module = linear.get(name.removesuffix(".weight"))
-        if module is None:
+        layer = linears.get(name.removesuffix(".weight"))
+        if layer is None:
             yield name, x
             continue
-        whole = isinstance(module, LowBitLinear) and module.format == fmt and not hasattr(module.weight, "full_tensor")
-        q, s = module.quantized_weight() if whole else quantize(x, fmt.qmax, fmt.dtype, fmt.group)
+        aligned = isinstance(layer, LowBitLinear) and layer.format == fmt
+        sharded = hasattr(layer.weight, "full_tensor")
+        if aligned and not sharded:
+            q, s = layer.quantized_weight()
+        else:
+            q, s = quantize(x, fmt.qmax, fmt.dtype, fmt.group)
         if not packed:
             yield name, dequantize(q, s).to(x.dtype)
         elif fmt.activations:
@@ -221,55 +271,66 @@ def for_engine(named_tensors, model, fmt: Format, packed: bool = True):
 
 
 def dequantize_in_place(model, fmt: Format):
-    """Replace the weights by their exactly dequantized values, in place: what a format without quantized activations computes with."""
-    for m in quantized_linears(model).values():
-        m.weight.data.copy_(dequantize(*quantize(m.weight.data, fmt.qmax, fmt.dtype, fmt.group)))
+    """Round the weights of the linear layers to the format's grid, in place, and return the model.
+
+    A plain model then computes what a format without quantized activations computes."""
+    for linear in quantized_linears(model).values():
+        weight = linear.weight.data
+        weight.copy_(dequantize(*quantize(weight, fmt.qmax, fmt.dtype, fmt.group)))
     return model
 
 
 def load_quantized(model, tensors: dict) -> dict:
-    """Put published low-bit tensors into an aligned model's layers, as they are; returns the tensors that are left, with int4 unpacked."""
+    """Put published low-bit tensors into the model's aligned layers as they are; return the others.
+
+    int4 tensors of a layer that is not aligned come back dequantized, as X.weight."""
     rest = dict(tensors)
-    for name, module in quantized_linears(model).items():
-        weight, scale = f"{name}.weight", rest.pop(f"{name}.weight_scale", None)
-        if isinstance(module, LowBitLinear):
-            module.loaded = None if scale is None else (rest.pop(weight).clone(), scale.clone())
+    for name, layer in quantized_linears(model).items():
+        weight = f"{name}.weight"
+        scale = rest.pop(f"{weight}_scale", None)
+        if isinstance(layer, LowBitLinear):
+            layer.loaded = None if scale is None else (rest.pop(weight).clone(), scale.clone())
         elif scale is not None:
             from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
-            rest[weight] = dequantize(
-                unpack_from_int32(rest.pop(f"{weight}_packed"), 4, torch.Size(rest.pop(f"{weight}_shape").tolist())),
-                scale,
-            )
+            shape = torch.Size(rest.pop(f"{weight}_shape").tolist())
+            q = unpack_from_int32(rest.pop(f"{weight}_packed"), 4, shape)
+            rest[weight] = dequantize(q, scale)
     return rest
 
 
-def keep_scales_alive() -> None:
-    """vLLM's int8 handler on CPUs cache_quantized a bare pointer to the weight scales, which a live reload frees: tie a copy of them to the handler."""
-    from vllm import _custom_ops as ops
+def quantized_checkpoint(folder: str, fmt: Format, out: str, packed: bool = True) -> str:
+    """Write a model folder in low bits, for an engine to start from; return its path, `out`.
 
-    make = ops.create_onednn_scaled_mm
-    if getattr(make, "cache_quantized", False):
-        return
+    Configuration and tokenizer are those of `folder`; the tensors are as in `for_engine`."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
 
-    def create_onednn_scaled_mm(weight, scales, *more):
-        scales = scales.clone()
-        handler = make(weight, scales, *more)
-        handler.scales = scales
-        return handler
-
-    create_onednn_scaled_mm.cache_quantized = True
-    ops.create_onednn_scaled_mm = create_onednn_scaled_mm
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tensors = {}
+    for name, x in for_engine(model.state_dict().items(), model, fmt, packed):
+        tensors[name] = x.contiguous().clone()
+    weights = shutil.ignore_patterns("*.safetensors*", "*.bin", "*.pt")
+    shutil.copytree(folder, out, ignore=weights, dirs_exist_ok=True)
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    if packed:
+        text = json.dumps({**config, "quantization_config": engine_config(fmt)}, indent=1)
+        (Path(out) / "config.json").write_text(text, encoding="utf-8")
+    if config.get("tie_word_embeddings"):
+        tensors.pop("lm_head.weight", None)
+    save_file(tensors, f"{out}/model.safetensors", metadata={"format": "pt"})
+    return out
 
 
 def engine_config(fmt: Format) -> dict:
-    """`quantization_config` of a compressed-tensors checkpoint that holds these tensors."""
+    """`quantization_config` of a checkpoint with packed tensors, as compressed-tensors reads it."""
     kind = "float" if fmt.dtype.is_floating_point else "int"
     if fmt.activations:
+        style = f"{kind}-quantized"
         weights = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel", "dynamic": False}
         inputs = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
-        style = f"{kind}-quantized"
     else:
+        style = "pack-quantized"
         weights = {
             "num_bits": 4,
             "type": "int",
@@ -278,7 +339,7 @@ def engine_config(fmt: Format) -> dict:
             "group_size": fmt.group,
             "dynamic": False,
         }
-        inputs, style = None, "pack-quantized"
+        inputs = None
     return {
         "quant_method": "compressed-tensors",
         "format": style,
@@ -288,20 +349,34 @@ def engine_config(fmt: Format) -> dict:
     }
 
 
-def checkpoint(folder: str, fmt: Format, out: str, packed: bool = True) -> str:
-    """A model folder in low bits, for an engine to start from: the same configuration and tokenizer, quantized tensors (see `published`)."""
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM
+def check(cfg) -> None:
+    """ValueError with one sentence if the flags of the formats contradict each other."""
+    need(
+        cfg.learner_quant != "aligned" or cfg.rollout_quant != "none",
+        "--learner_quant=aligned: the rollouts are not quantized, there is nothing to align with; name a "
+        "--rollout_quant, or the learner's own format in --learner_quant",
+    )
+    need(cfg.quant_group >= 1, f"--quant_group={cfg.quant_group}: must be at least 1")
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tensors = {k: v.contiguous().clone() for k, v in for_engine(model.state_dict().items(), model, fmt, packed)}
-    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin", "*.pt"), dirs_exist_ok=True)
-    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    if packed:
-        (Path(out) / "config.json").write_text(
-            json.dumps({**config, "quantization_config": engine_config(fmt)}, indent=1), encoding="utf-8"
-        )
-    if config.get("tie_word_embeddings"):
-        tensors.pop("lm_head.weight", None)
-    save_file(tensors, f"{out}/model.safetensors", metadata={"format": "pt"})
-    return out
+
+def check_model(cfg, folder: str) -> None:
+    """ValueError with one sentence if the formats of the flags cannot run here on the model of `folder`.
+
+    Only the model's config.json is read."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    formats = {cfg.rollout_quant, cfg.learner_quant} - {"none", "aligned"}
+    cuda = torch.cuda.is_available()
+    need(
+        not ("fp8" in formats and cuda and torch.cuda.get_device_capability() < (8, 9)),
+        "--rollout_quant=fp8: this GPU multiplies no fp8 (compute capability below 8.9); it can run int8 and w4a16",
+    )
+    vllm_kernel = cfg.rollout_quant == "w4a16" and cfg.rollout == "vllm" and cuda
+    need(
+        not vllm_kernel or cfg.quant_group in (32, 64, 128),
+        f"--quant_group={cfg.quant_group}: vLLM's int4 kernels know groups of 32, 64 and 128",
+    )
+    for name in sorted(formats):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+            align(model, format_of(name, cfg.quant_group))

@@ -1,23 +1,28 @@
-"""Rollouts: a group of responses to one prompt, the engines that sample it, and the source that hands it over.
+"""Rollouts: a group of responses to one prompt, and the source that samples such groups.
 
-The group is the unit of everything downstream: transport, staleness, accounting, advantage. A `Rollout` is one group,
-ragged, sampled by one model at one weight version with one law; only `batch.collate` ever pads it. It records the
-log-probabilities *of the law that was sampled*, as the engine saw them: they are p_inf, and every correction in
-objectives.py starts from them.
+The group is the unit of everything that follows: transport, staleness, accounting, advantage. A
+`Rollout` is one group, not padded (batching.collate alone pads), sampled by one model at one weight
+version with one set of sampling settings. It records the log-probabilities of the very distribution
+that was sampled, as the engine computed them: they are p_inf, and every correction in objectives.py
+starts from them.
 
-Two engines share one face (generate, load, logprobs, close):
-  VLLMEngine  vLLM inside this process, weights replaced live;
-  HFEngine    a batched KV-cache sampler in plain torch, for machines without vLLM.
-`LocalSource` puts a task's prompt cursor and grading around an engine; other sources (delay.py, remote.py) have the same face: publish, next,
-give_back, metrics, now, saved, state_dict, load_state_dict, close, error.
+A *source* publishes weights to its sampler and hands out graded groups. There are three, with the
+same methods (publish, next, metrics, now, give_back, saved, state_dict, load_state_dict, close) and
+the same attributes `packed` and `error`:
+
+  LocalSource         (here)              one engine in this process
+  DelaySource         (delay.py)          samplers that lag behind, in this process, on a virtual clock
+  RemoteSource        (remote/source.py)  sampler processes on other machines
+
+The engines that do the sampling (vLLM, or plain torch) are in engines.py.
 """
 
 from __future__ import annotations
 
 import hashlib
-import runpy
 import time
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -28,18 +33,18 @@ from tasks import encode, grade_all
 
 @dataclass
 class Response:
-    """One response of a group. L tokens; the end-of-sequence token, if sampled, is among them."""
+    """One response of a group: L tokens, the end-of-sequence token among them if it was sampled."""
 
     tokens: np.ndarray  # int32 [L]
-    loss_mask: np.ndarray  # bool [L]    tokens that may controllers a gradient
-    logp_inf: np.ndarray  # float32 [L] log-probability of each token under the law that sampled it
-    topk_ids: np.ndarray  # int32 [L, K]
-    topk_logp: np.ndarray  # float32 [L, K] in falling order
-    finish_reason: str  # "stop" | "length"
-    allowed_offsets: np.ndarray | None = (
-        None  # int64 [L+1]: token t could be any of allowed_ids[offsets[t]:offsets[t+1]];
-    )
-    allowed_ids: np.ndarray | None = None  # int32      absent: the whole vocabulary
+    loss_mask: np.ndarray  # bool [L]: tokens that may carry a gradient
+    logp_inf: np.ndarray  # float32 [L]: of each token, under the distribution that sampled it
+    topk_ids: np.ndarray  # int32 [L, K]: the K most likely tokens there
+    topk_logp: np.ndarray  # float32 [L, K]: their log-probabilities, in falling order
+    finish_reason: str  # "stop" or "length"
+    # The tokens that truncated sampling allowed: token t is one of allowed_ids[offsets[t] : offsets[t + 1]].
+    # None where they were not recorded, or where the whole vocabulary was allowed.
+    allowed_offsets: np.ndarray | None = None  # int64 [L + 1]
+    allowed_ids: np.ndarray | None = None  # int32
     reward: float = 0.0
 
 
@@ -47,33 +52,33 @@ class Response:
 class Rollout:
     """One group: G responses to one prompt by one model at one weight version."""
 
-    uid: tuple[str, int, int]  # sampler, incarnation, sequence number: unique for ever
+    uid: tuple[str, int, int]  # sampler, incarnation, sequence number: never given twice
     prompt_id: str
     prompt_ids: np.ndarray  # int32 [P]
     sampling: Sampling
-    model: str  # "policy" or "actor": which one sampled
+    model: str  # the model that sampled: "policy" or "actor"
     precision: str  # of the sampling engine, e.g. "float32"
     version: int  # learner updates behind the weights that sampled
     digest: str  # of those weights, as the engine received them
-    t_start: float  # seconds since the epoch, by the sampler's clock
+    t_start: float  # start and end of sampling, in seconds since the epoch by the sampler's clock
     t_end: float
     responses: list[Response] = field(default_factory=list)
-    ref: dict[str, list[np.ndarray]] = field(
-        default_factory=dict
-    )  # what the learner's ref pass adds: one array a response
-    t_published: float = 0.0  # when the learner published the weights, by its own clock, in seconds
+    # What the learner's ref pass adds (batching.write_ref): name -> one array for each response.
+    ref: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    t_published: float = 0.0  # when the learner published the weights, in seconds by its own clock
 
 
 def uniforms(n: int, *key) -> np.ndarray:
-    """n uniforms in [0, 1) (float64) from a counter-based generator (Philox): a pure function of (key, position).
+    """n uniform numbers in [0, 1), float64 [n], that depend on `key` and on their position alone.
 
-    The key is hashed, so any tuple of strings and integers will do. No rank, batch or order of calls enters."""
+    They come from a counter-based generator (Philox) keyed by a hash of `key`: strings, integers and
+    tuples of them. No rank, no batch and no order of calls enters."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little"))).random(n)
 
 
 def request_seed(*key) -> int:
-    """A 63-bit seed for one response, from the same keys."""
+    """A seed of 63 bits for one response: a hash of `key`, as in `uniforms`."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -82,114 +87,140 @@ def request_seed(*key) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False, repr=False)
 class LocalSource:
-    """An engine in this process, with the prompt cursor and the grader around it.
+    """An engine in this process, given a task's prompts, with the task's grading of what it samples.
 
-    With `world` sources, source `rank` takes problems rank, rank + world, ...: together they read the task once."""
+    Of `n_ranks` sources, source `rank` takes the problems rank, rank + n_ranks, ...: together they
+    read the task once."""
 
-    def __init__(
-        self,
-        engine,
-        task,
-        tokenizer,
-        sampling: Sampling,
-        *,
-        group_size: int,
-        topk: int,
-        model: str,
-        probe,
-        kept: int = 0,
-        rank: int = 0,
-        world: int = 1,
-    ):
-        self.engine, self.task, self.tokenizer, self.sampling = engine, task, tokenizer, sampling
-        self.group_size, self.topk, self.model, self.probe, self.kept = group_size, topk, model, probe, kept
-        self.rank, self.world = rank, world
-        self.incarnation, self.sequence = 0, 0
-        self.version, self.digest, self.published, self.proof = -1, "", 0.0, None
-        self.stop_ids, self.error = [tokenizer.eos_token_id], ""
+    engine: Any  # VLLMEngine or HFEngine
+    task: Any
+    tokenizer: Any
+    sampling: Sampling
+    _: KW_ONLY
+    group_size: int  # G: responses to each prompt
+    topk: int  # K: how many of the most likely tokens are recorded with each sampled one
+    model: str  # the model whose weights the engine gets: "policy" or "actor"
+    probe: sync.Probe
+    max_allowed: int = 0  # largest set of allowed tokens that is recorded; 0: none is
+    rank: int = 0
+    n_ranks: int = 1
+
+    def __post_init__(self):
+        self.stop_ids = [self.tokenizer.eos_token_id]
+        self.incarnation = 0
+        self.sequence = 0  # groups taken so far: where this source stands in the task
+        self.version = -1  # of the engine's weights, as are the next three
+        self.digest = ""
+        self.published = 0.0  # seconds, by the learner's clock
+        self.proof: sync.Proof | None = None  # until `metrics` has reported it
+        self.error = ""  # why no more groups can come; remote/source.py sets it
+
+    @property
+    def packed(self) -> bool:
+        """Whether the engine loads low-bit tensors (quant.for_engine)."""
+        return self.engine.packed
 
     def now(self, learner_version: int) -> float:
         """The learner's clock, in seconds."""
         return time.time()
 
     def publish(self, version: int, named_tensors) -> None:
-        """Put new weights into the engine, at once."""
+        """Put new weights into the engine, at once. SyncError if they do not arrive."""
         self.published = self.now(version)
         self.load(version, named_tensors)
 
     def load(self, version: int, named_tensors) -> None:
-        """Put weights into the engine and prove that they are there (sync.py)."""
+        """Put weights into the engine and prove that they are there: SyncError if not (sync.py)."""
         self.proof = sync.prove(self.engine, version, named_tensors, self.probe)
-        self.version, self.digest = version, self.proof.digest
+        self.version = version
+        self.digest = self.proof.digest
 
     def next(self, n_groups: int, learner_version: int, stop=()) -> list[Rollout]:
-        """The next n groups, sampled now with the newest published weights and graded. stop: for sources that wait (remote.py)."""
+        """The next n groups, sampled now with the newest published weights and graded.
+
+        stop: a list that fills when the run must end, for sources that wait (remote/source.py)."""
         numbers = range(self.sequence, self.sequence + n_groups)
         self.sequence += n_groups
         return self.sample(numbers)
 
     def identify(self, i: int) -> tuple[int, tuple[str, int, int]]:
-        """(problem's number, uid) of this source's i-th group: all ranks are one sampler, and no rank enters a seed or a mask."""
-        n = i * self.world + self.rank
+        """(number of the problem, uid) of this source's i-th group.
+
+        All ranks count as one sampler: seeds and mask uniforms do not depend on the rank that took
+        the group."""
+        n = i * self.n_ranks + self.rank
         return n, ("rank0", self.incarnation, n)
 
     def sample(self, numbers) -> list[Rollout]:
-        """The groups of these numbers, with the weights that the engine has."""
-        start, (places, uids) = time.time(), zip(*map(self.identify, numbers))
-        problems = [self.task.problem("train", i) for i in places]
-        prompts = [np.array(encode(self.tokenizer, p), np.int32) for p in problems]
-        seeds = [[request_seed(self.sampling.seed, uid, g) for g in range(self.group_size)] for uid in uids]
-        groups = self.engine.generate(prompts, seeds, self.sampling, self.topk, self.stop_ids, self.kept)
+        """The groups of these numbers, sampled with the weights that the engine has, and graded."""
+        start = time.time()
+        problems, uids = [], []
+        for i in numbers:
+            number, uid = self.identify(i)
+            problems.append(self.task.problem("train", number))
+            uids.append(uid)
+        prompts = [np.array(encode(self.tokenizer, problem), np.int32) for problem in problems]
+        seeds = [self.seeds(uid) for uid in uids]
+        groups = self.engine.generate(prompts, seeds, self.sampling, self.topk, self.stop_ids, self.max_allowed)
         grade_all(self.task, self.tokenizer, problems, groups)
-        return [
-            Rollout(
-                uid,
-                p.id,
-                ids,
-                self.sampling,
-                self.model,
-                self.engine.dtype,
-                self.version,
-                self.digest,
-                start,
-                time.time(),
-                responses,
+        end = time.time()
+        rollouts = []
+        for uid, problem, prompt, responses in zip(uids, problems, prompts, groups, strict=True):
+            rollout = Rollout(
+                uid=uid,
+                prompt_id=problem.id,
+                prompt_ids=prompt,
+                sampling=self.sampling,
+                model=self.model,
+                precision=self.engine.dtype,
+                version=self.version,
+                digest=self.digest,
+                t_start=start,
+                t_end=end,
+                responses=responses,
                 t_published=self.published,
             )
-            for uid, p, ids, responses in zip(uids, problems, prompts, groups)
-        ]
+            rollouts.append(rollout)
+        return rollouts
+
+    def seeds(self, uid) -> list[int]:
+        """One seed for each response of a group."""
+        return [request_seed(self.sampling.seed, uid, g) for g in range(self.group_size)]
 
     def metrics(self) -> dict[str, float]:
-        """What the last weight sync proved, once."""
-        p, self.proof = self.proof, None
-        return (
-            {}
-            if p is None
-            else {
-                "sync/error": p.error,
-                "sync/distance": p.distance,
-                "sync/proved": float(p.status == "proved"),
-                "sync/MiB": p.nbytes / 2**20,
-            }
-        )
+        """What the last weight sync proved; empty when that was reported before."""
+        proof, self.proof = self.proof, None
+        if proof is None:
+            return {}
+        return {
+            "sync/error": proof.error,
+            "sync/distance": proof.distance,
+            "sync/proved": float(proof.status == "proved"),
+            "sync/MiB": proof.nbytes / 2**20,
+        }
 
     def give_back(self) -> None:
-        """What `next` gave will not be trained on: never so here."""
+        """Take back groups that `next` handed out and that will not be trained on: nothing to do."""
 
     def saved(self) -> None:
-        """A checkpoint with the last state_dict is whole."""
+        """A checkpoint with the last state_dict is complete on disk: nothing to do."""
 
     def state_dict(self) -> dict:
         return {"sequence": self.sequence, "incarnation": self.incarnation, "probe": self.probe.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        self.sequence, self.incarnation = state["sequence"], state["incarnation"]
+        self.sequence = state["sequence"]
+        self.incarnation = state["incarnation"]
         self.probe.load_state_dict(state["probe"])
 
     def close(self) -> None:
         self.engine.close()
 
 
-if __name__ == "__main__":  # python rollout.py --connect=... is python -m remote --connect=...
+# `python rollout.py --connect=...` is `python -m remote --connect=...`: a sampler for a learner on another machine
+if __name__ == "__main__":
+    import runpy
+
     runpy.run_module("remote", run_name="__main__")

@@ -1,18 +1,21 @@
-"""Sampling transforms: temperature, min-p, top-k, top-p, and the set of tokens they keep.
+"""Sampling settings: temperature, min-p, top-k and top-p, and the set of tokens that they allow.
 
 An engine does not sample from softmax(logits). It samples from
 
-    q(x) = softmax(logits / temperature), cut to a kept set, renormalised
+    q(x) = softmax(logits / temperature), cut to a set of allowed tokens and normalised again,
 
-and unless the learner scores that same law, its ratios compare two different things even when the weights are equal: with
-top_p = 0.8 and no mask the mean of p_ref / p_inf is about 0.9. Three worlds (`--keep_sampling_mask`):
+and unless the learner scores that same distribution, its ratios compare two different things even
+when the weights are equal: with top_p = 0.8 and nothing done about it, the mean of p_ref / p_inf is
+about 0.9. There are three ways (`--keep_sampling_mask`):
 
     off         the learner scores the whole vocabulary: biased
-    recompute   the learner cuts its own logits by the same rule: right while both agree, but a token that one of them
-                keeps and the other does not has probability 0 there
-    replay      the learner takes the rollout's own kept set, token by token (keep-sampling-mask of DeepSeek-V3.2)
+    recompute   the learner cuts its own logits by the same rule: right while both agree, but a
+                token that the rollout allows and the learner cuts has probability 0 there
+    replay      the learner takes the rollout's own set of allowed tokens, position by position
+                (DeepSeek-V3.2 calls this keep-sampling-mask)
 
-Kept sets travel as ragged lists (offsets, ids), never as a (B, T, V) mask. Source: Mismatch Praxis, section 2.
+Sets of allowed tokens travel as ragged lists (offsets, ids), never as a (B, T, V) mask.
+Source: Mismatch Praxis, section 2.
 """
 
 from __future__ import annotations
@@ -22,72 +25,85 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from flags import need
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """The law on top of the model: logits / temperature, then min_p, top_k, top_p (none by default)."""
+    """What is done to logits before sampling: divide by temperature, then min_p, top_k, top_p.
+
+    By default nothing is done: the distribution is the model's own softmax."""
 
     temperature: float = 1.0
-    top_p: float = 1.0  # the smallest set of most likely tokens with at least this mass
-    top_k: int = 0  # the k most likely; 0: all
+    top_p: float = 1.0  # the fewest most likely tokens that have this probability together
+    top_k: int = 0  # the k most likely tokens; 0: all
     min_p: float = 0.0  # tokens with at least this share of the most likely one's probability
-    max_tokens: int = 32
+    max_tokens: int = 32  # of a response
     seed: int = 0
 
     @classmethod
     def of(cls, cfg) -> Sampling:
-        """The sampling that the flags ask for."""
+        """The settings that the flags ask for."""
         return cls(cfg.temperature, cfg.top_p, cfg.top_k, cfg.min_p, cfg.max_tokens, cfg.seed)
 
     @property
     def truncates(self) -> bool:
+        """Whether any token can be cut."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
-def check(cfg) -> None:
-    """ValueError, one sentence: what cannot be sampled."""
-
-    def need(ok, sentence):
-        if not ok:
-            raise ValueError(sentence)
-
-    need(cfg.temperature > 0, f"--temperature={cfg.temperature}: must be above 0")
-    need(0 < cfg.top_p <= 1, f"--top_p={cfg.top_p}: a probability mass in (0, 1]; 1 keeps all tokens")
-    need(cfg.top_k >= 0, f"--top_k={cfg.top_k}: must be 0 (all tokens) or more")
-    need(0 <= cfg.min_p < 1, f"--min_p={cfg.min_p}: a share in [0, 1); 0 keeps all tokens")
-    need(
-        not Sampling.of(cfg).truncates or cfg.logprobs_mode == "processed" or cfg.keep_sampling_mask != "replay",
-        "--logprobs_mode=raw: raw log-probabilities do not show which tokens were cut, so there are no kept sets to replay; use processed, or --keep_sampling_mask=off",
-    )
-
-
 def max_allowed(cfg, vocabulary: int) -> int:
-    """How many tokens a recorded kept set may have: 0 where none is recorded. Ties with the k-th token add to top_k, few
-    among float32 logits, more among rounded ones."""
+    """The largest set of allowed tokens that is recorded for one position; 0 if none is recorded.
+
+    Tokens as likely as the k-th stay too. Among float32 logits such ties are few, among rounded ones
+    there are more: hence the room beyond top_k."""
     if cfg.keep_sampling_mask != "replay" or not Sampling.of(cfg).truncates:
         return 0
-    ties = 4 if cfg.rollout_dtype == "float32" or cfg.lm_head_fp32 else 12
-    return min(vocabulary, cfg.top_k + ties if cfg.top_k else cfg.kept_max)
+    if not cfg.top_k:
+        return min(vocabulary, cfg.kept_max)
+    exact_logits = cfg.rollout_dtype == "float32" or cfg.lm_head_fp32
+    ties = 4 if exact_logits else 12
+    return min(vocabulary, cfg.top_k + ties)
 
 
 def cut(logits, top_p=1.0, top_k=0, min_p=0.0):
-    """(n, V) bool: the tokens that are cut. logits: scaled by the temperature already; the others: numbers or (n, 1) tensors.
+    """Which tokens truncated sampling cuts: (n, V) bool.
 
-    In vLLM's order: min_p on the whole law, then top_k, then top_p on what is left; ties with the k-th token stay, and the most
-    likely token always stays."""
-    s, order = logits.sort(-1, descending=True)
-    p = s.softmax(-1)
+    logits (n, V) are already divided by the temperature; the settings are numbers, or (n, 1) tensors
+    with one number for each row. In vLLM's order: min_p on the whole distribution, then top_k, then
+    top_p on what is left. Tokens tied with the k-th stay, and the most likely token always stays."""
+    z, order = logits.sort(-1, descending=True)
+    p = z.softmax(-1)
+    V = z.shape[1]
     gone = p < min_p * p[:, :1]
-    V = s.shape[1]
-    k = torch.as_tensor(top_k, device=s.device).long().expand(len(s), 1)
-    gone |= s < s.gather(1, torch.where(k > 0, k.clamp(max=V), V) - 1)
+    k = torch.as_tensor(top_k, device=z.device).long().expand(len(z), 1)
+    last = torch.where(k > 0, k.clamp(max=V), V) - 1  # place of the k-th token in falling order
+    gone |= z < z.gather(1, last)
     p = p.masked_fill(gone, 0.0)
     p = p / p.sum(-1, keepdim=True)
-    gone |= p.cumsum(-1) - p >= top_p  # the tokens above already have that mass
+    gone |= p.cumsum(-1) - p >= top_p  # the tokens above this one already have that probability
     gone[:, 0] = False
     return torch.zeros_like(gone).scatter_(1, order, gone)
 
 
-def ragged(kept: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(offsets int64 [L+1], ids int32) of a kept set given as kept bool [L, K] over token ids [L, K]."""
-    return np.concatenate([[0], kept.sum(1).cumsum()]).astype(np.int64), ids[kept].astype(np.int32)
+def ragged(allowed: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sets of allowed tokens as (offsets int64 [L + 1], ids int32), from a table of candidates.
+
+    ids [L, K]: the candidates at each position; allowed bool [L, K]: whether each is in the set."""
+    sizes = allowed.sum(1)
+    offsets = np.concatenate([[0], sizes.cumsum()]).astype(np.int64)
+    return offsets, ids[allowed].astype(np.int32)
+
+
+def check(cfg) -> None:
+    """ValueError with one sentence if the flags ask for something that cannot be sampled."""
+    need(cfg.temperature > 0, f"--temperature={cfg.temperature}: must be above 0")
+    need(0 < cfg.top_p <= 1, f"--top_p={cfg.top_p}: a probability mass in (0, 1]; 1 keeps all tokens")
+    need(cfg.top_k >= 0, f"--top_k={cfg.top_k}: must be 0 (all tokens) or more")
+    need(0 <= cfg.min_p < 1, f"--min_p={cfg.min_p}: a share in [0, 1); 0 keeps all tokens")
+    replays = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "replay"
+    need(
+        not replays or cfg.logprobs_mode == "processed",
+        "--logprobs_mode=raw: raw log-probabilities do not show which tokens were cut, so there are no kept sets "
+        "to replay; use processed, or --keep_sampling_mask=off",
+    )

@@ -6,20 +6,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from conftest import make_cfg, make_groups, tiny_model
 
 import batching
-import config
 import objectives
 import quant
-from conftest import make_cfg, make_groups, tiny_model
+from engines import HFEngine
 from learner import Comm, Learner
 from model import Needs
 from quant import LowBitLinear, dequantize, format_of, product, quantize
-from engines import HFEngine
 from rollout import Rollout, Sampling
+from run import check_models
 from sync import Probe, SyncError, prove
 
 FORMATS = ["int8", "fp8", "w4a16", "w3a16", "w2a16"]
+NOT_WHOLE = ".*q_proj has rows of 32, which are not made of whole groups"
 
 
 def error_bound(x, fmt, s):
@@ -44,12 +45,8 @@ def test_round_trip_stays_within_the_stated_error(name, kind):
     fmt = format_of(name, 32)
     q, s = quantize(x, fmt.qmax, fmt.dtype, fmt.group)
     back = dequantize(q, s)
-    assert (
-        q.dtype == fmt.dtype
-        and s.shape == (16, 2 if fmt.group else 1)
-        and (s > 0).all()
-        and q.float().abs().max() <= fmt.qmax
-    )
+    assert q.dtype == fmt.dtype and s.shape == (16, 2 if fmt.group else 1)
+    assert (s > 0).all() and q.float().abs().max() <= fmt.qmax
     assert ((back - x).abs() <= error_bound(x, fmt, s)).all() and torch.equal(back[x == 0], x[x == 0])
     again, s2 = quantize(back, fmt.qmax, fmt.dtype, fmt.group)  # what is on the grid stays there
     assert torch.allclose(dequantize(again, s2), back, rtol=1e-5, atol=0) and torch.equal(q.float(), again.float())
@@ -62,7 +59,8 @@ def test_the_product_is_that_of_the_dequantized_matrices(name, shape):
     M, K, N = shape
     g, fmt = torch.Generator().manual_seed(1), format_of(name)
     x, w = torch.randn(M, K, generator=g) * 3, torch.randn(N, K, generator=g)
-    (qx, sx), (qw, sw) = quantize(x, 127.0 if name == "int8" else fmt.qmax, fmt.dtype), quantize(w, fmt.qmax, fmt.dtype)
+    qx, sx = quantize(x, fmt.activation_qmax, fmt.dtype)
+    qw, sw = quantize(w, fmt.qmax, fmt.dtype)
     want = dequantize(qx, sx).double() @ dequantize(qw, sw).double().t()
     assert torch.allclose(product(qx, sx, qw, sw).double(), want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
     rough = x.double() @ w.double().t()
@@ -74,42 +72,54 @@ def test_gradients_are_straight_through(name):
     """y = x^ W^T; dx = g W^, dW = g^T x^, db = sum g: the gradients of a plain layer that holds x^ and W^."""
     torch.manual_seed(0)
     fmt, plain = format_of(name, 32), torch.nn.Linear(64, 24)
-    layer = torch.nn.Sequential(torch.nn.Linear(64, 24))
-    layer[0].load_state_dict(plain.state_dict())
-    layer[0].__class__, layer[0].format = LowBitLinear, fmt
+    layer = LowBitLinear.from_linear(torch.nn.Linear(64, 24), fmt)
+    layer.load_state_dict(plain.state_dict())
     x, up = torch.randn(3, 5, 64, requires_grad=True), torch.randn(3, 5, 24)
     y = layer(x)
     (y * up).sum().backward()
-    q, s = layer[0].quantized_weight()
-    xd = x.detach().reshape(-1, 64)
-    xd = (
-        (dequantize(*quantize(xd, 127.0 if name == "int8" else fmt.qmax, fmt.dtype)) if fmt.activations else xd)
-        .reshape(3, 5, 64)
-        .requires_grad_()
-    )
     with torch.no_grad():
-        plain.weight.copy_(dequantize(q, s))
-    want = plain(xd)
+        plain.weight.copy_(dequantize(*layer.quantized_weight()))
+    rounded = x.detach().reshape(-1, 64)
+    if fmt.activations:
+        rounded = dequantize(*quantize(rounded, fmt.activation_qmax, fmt.dtype))
+    rounded = rounded.reshape(3, 5, 64).requires_grad_()
+    want = plain(rounded)
     (want * up).sum().backward()
-    assert torch.allclose(y, want, atol=1e-5) and torch.allclose(x.grad, xd.grad, atol=1e-5)
-    assert torch.allclose(layer[0].weight.grad, plain.weight.grad, atol=1e-4) and torch.allclose(
-        layer[0].bias.grad, plain.bias.grad, atol=1e-5
-    )
-    assert not torch.allclose(
-        y, torch.nn.functional.linear(x, layer[0].weight, layer[0].bias), atol=1e-4
-    )  # it is quantized
+    assert torch.allclose(y, want, atol=1e-5) and torch.allclose(x.grad, rounded.grad, atol=1e-5)
+    assert torch.allclose(layer.weight.grad, plain.weight.grad, atol=1e-4)
+    assert torch.allclose(layer.bias.grad, plain.bias.grad, atol=1e-5)
+    in_full_precision = torch.nn.functional.linear(x, layer.weight, layer.bias)
+    assert not torch.allclose(y, in_full_precision, atol=1e-4)  # it is quantized
 
 
 def test_low_bit_weights_follow_the_master():
-    layer = torch.nn.Linear(8, 4)
-    layer.__class__, layer.format = LowBitLinear, format_of("int8")
+    layer = LowBitLinear.from_linear(torch.nn.Linear(8, 4), format_of("int8"))
     first = layer.quantized_weight()
     assert layer.quantized_weight() is first  # made once
     with torch.no_grad():
         layer.weight.mul_(2.0)
     assert torch.allclose(layer.quantized_weight()[1], 2 * first[1]) and layer.quantized_weight()[0] is not first[0]
-    second, layer.keeps = layer.quantized_weight(), False
+    second, layer.cache_quantized = layer.quantized_weight(), False
     assert layer.quantized_weight() is not second and torch.equal(layer.quantized_weight()[0], second[0])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_aligned_layer_is_the_old_one_in_all_but_its_product(bias):
+    """The same parameters in the same order under the same names, wherever the layer stood; and no random draw."""
+    first = torch.nn.Linear(8, 8, bias=bias)
+    model = torch.nn.ModuleDict({"a": first, "b": torch.nn.Sequential(torch.nn.ReLU(), first), "c": torch.nn.ReLU()})
+    model.get_output_embeddings = lambda: None
+    model.eval()
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    names, modules = list(model.state_dict()), [name for name, _ in model.named_modules()]
+    generator = torch.get_rng_state()
+    quant.align(model, format_of("int8"))
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert isinstance(model["a"], LowBitLinear) and model["b"][1] is model["a"] and not model["a"].training
+    after = list(model.named_parameters(remove_duplicate=False))
+    assert [name for name, _ in after] == [name for name, _ in parameters]
+    assert all(p is q for (_, p), (_, q) in zip(after, parameters, strict=True))
+    assert list(model.state_dict()) == names and [name for name, _ in model.named_modules()] == modules
 
 
 def test_which_layers(folders):
@@ -118,9 +128,7 @@ def test_which_layers(folders):
     model = AutoModelForCausalLM.from_pretrained(folders / "untied")
     names = {n.split(".")[-1] for n in quant.quantized_linears(model)}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    with pytest.raises(
-        ValueError, match="--quant_group=48: .*q_proj has rows of 32, which are not made of whole groups"
-    ):
+    with pytest.raises(ValueError, match=f"--quant_group=48: {NOT_WHOLE}"):
         quant.align(model, format_of("w4a16", 48))
     assert quant.align(model, None) is model and not any(isinstance(m, LowBitLinear) for m in model.modules())
     quant.align(model, format_of("w4a16", 32))
@@ -131,10 +139,11 @@ def test_formats_that_cannot_run_are_refused_before_a_model_loads(folders, tmp_p
     untied, small = str(folders / "untied"), str(tmp_path)
     shape = json.loads((folders / "actor" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**shape, "hidden_size": 16}))
-    check = lambda actor=None, **flags: config.check_models(make_cfg(**flags), untied, actor)
-    with pytest.raises(
-        ValueError, match="--quant_group=48: .*q_proj has rows of 32, which are not made of whole groups"
-    ):
+
+    def check(actor=None, **flags):
+        check_models(make_cfg(**flags), untied, actor)
+
+    with pytest.raises(ValueError, match=f"--quant_group=48: {NOT_WHOLE}"):
         check(rollout_quant="w4a16", quant_group=48)
     with pytest.raises(ValueError, match="--quant_group=24: "):
         check(learner_quant="w2a16", quant_group=24)
@@ -153,9 +162,8 @@ def test_formats_that_cannot_run_are_refused_before_a_model_loads(folders, tmp_p
 
 
 def test_where_int8_products_saturate_weights_are_halved_and_activations_are_not():
-    half = replace(format_of("int8"), top=63.0)
-    linear = torch.nn.Linear(8, 4)
-    linear.__class__, linear.format = LowBitLinear, half
+    half = replace(format_of("int8"), qmax=63.0)
+    linear = LowBitLinear.from_linear(torch.nn.Linear(8, 4), half)
     q, _ = linear.quantized_weight()
     assert int(q.abs().max()) == 63
     x = torch.randn(5, 8)
@@ -164,14 +172,13 @@ def test_where_int8_products_saturate_weights_are_halved_and_activations_are_not
 
 
 def test_int8_range_of_this_machine(monkeypatch):
-    quant.int8_top.cache_clear()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    for flags, top in (("avx2 sse", 63.0), ("avx2 avx_vnni", 127.0), ("avx512_vnni", 127.0), ("amx_int8", 127.0)):
-        monkeypatch.setattr(quant.Path, "read_text", lambda self: flags)
-        quant.int8_top.cache_clear()
-        assert quant.int8_top() == top
+    for flags, qmax in (("avx2 sse", 63.0), ("avx2 avx_vnni", 127.0), ("avx512_vnni", 127.0), ("amx_int8", 127.0)):
+        monkeypatch.setattr(quant.Path, "read_text", lambda self, flags=flags: flags)
+        quant.int8_qmax.cache_clear()
+        assert quant.int8_qmax() == qmax
     monkeypatch.undo()
-    quant.int8_top.cache_clear()
+    quant.int8_qmax.cache_clear()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -200,14 +207,14 @@ def learners(fmt_name, *kinds):
         yield Learner(tiny_model(1), None, cfg, Comm())
 
 
-def mismatch(engine, learner):
+def mismatch(engine, learner) -> float:
+    """Mean |p_inf - p_ref| over the tokens of 16 groups that the engine samples."""
     prompts = [np.array([5 + i, 3, 100 + i], np.int32) for i in range(16)]
-    groups = engine.generate(
-        prompts, [[9 * i + j for j in range(8)] for i in range(16)], Sampling(max_tokens=12), 0, [1]
-    )
+    seeds = [[9 * i + j for j in range(8)] for i in range(16)]
+    responses = engine.generate(prompts, seeds, Sampling(max_tokens=12), 0, [1])
     groups = [
         Rollout(("q", 0, i), str(i), p, Sampling(), "policy", "float32", 0, "", 0.0, 0.0, g)
-        for i, (p, g) in enumerate(zip(prompts, groups))
+        for i, (p, g) in enumerate(zip(prompts, responses, strict=True))
     ]
     b = batching.collate(groups, learner.cfg)
     gap = (learner.score(b, Needs()).logp.exp() - b.logp_inf.exp()).abs()[b.mask]
@@ -215,7 +222,7 @@ def mismatch(engine, learner):
 
 
 def test_aligned_learners_compute_what_the_engine_computes(quantized):
-    """Mean |p_inf - p_ref| at least ten times below that of a learner in full precision, before and after a live update; each update is proved."""
+    """A tenth of the mismatch of a learner in full precision at most, before and after live updates, each proved."""
     engine, fmt = quantized
     aligned, plain = learners(fmt.name, "aligned", "none")
     probe = Probe(None, np.arange(2, 14), fmt, config=aligned.models.policy.config)
@@ -224,8 +231,8 @@ def test_aligned_learners_compute_what_the_engine_computes(quantized):
             moved(learner.models.policy, version)
         proof = prove(engine, version, aligned.published("policy", engine.packed), probe)
         assert proof.status == ("first" if version == 0 else "proved") and proof.nbytes > 0
-        a, p = mismatch(engine, aligned), mismatch(engine, plain)
-        assert a < p / 10 and p > 1e-4, (fmt.name, version, a, p)
+        of_aligned, of_plain = mismatch(engine, aligned), mismatch(engine, plain)
+        assert of_aligned < of_plain / 10 and of_plain > 1e-4, (fmt.name, version, of_aligned, of_plain)
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "w4a16"])
@@ -238,18 +245,15 @@ def test_the_tensors_of_the_forward_are_the_ones_published(name):
         if name == "w4a16":
             from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
-            assert torch.equal(
-                unpack_from_int32(sent[f"{n}.weight_packed"], 4, m.weight.shape), m.quantized_weight()[0]
-            )
+            q = unpack_from_int32(sent[f"{n}.weight_packed"], 4, m.weight.shape)
+            assert torch.equal(q, m.cached[0])
         else:
-            assert sent[f"{n}.weight"] is m.made[0]  # the object itself: nothing is quantized twice
-        assert sent[f"{n}.weight_scale"] is m.made[1]
+            assert sent[f"{n}.weight"] is m.cached[0]  # the object itself: nothing is quantized twice
+        assert sent[f"{n}.weight_scale"] is m.cached[1]
     assert sent["lm_head.weight"].dtype == torch.float32 and "model.embed_tokens.weight" in sent
     exact = dict(learner.published("policy", False))
-    assert all(
-        torch.equal(exact[f"{n}.weight"], dequantize(*m.quantized_weight()))
-        for n, m in quant.quantized_linears(policy).items()
-    )
+    for n, m in quant.quantized_linears(policy).items():
+        assert torch.equal(exact[f"{n}.weight"], dequantize(*m.quantized_weight()))
 
 
 def test_remote_samplers_get_the_weights_themselves_unless_low_bits_travel():
@@ -257,10 +261,8 @@ def test_remote_samplers_get_the_weights_themselves_unless_low_bits_travel():
     (learner,) = learners("w4a16", "aligned")
     learner.cfg = replace(learner.cfg, samplers="files", sync_path="x")
     plain, packed = dict(learner.published("policy", False)), dict(learner.published("policy", True))
-    assert all(
-        torch.equal(plain[f"{n}.weight"], m.weight) and f"{n}.weight_packed" in packed
-        for n, m in quant.quantized_linears(learner.models.policy).items()
-    )
+    for n, m in quant.quantized_linears(learner.models.policy).items():
+        assert torch.equal(plain[f"{n}.weight"], m.weight) and f"{n}.weight_packed" in packed
 
 
 def test_a_learner_in_another_format_publishes_the_engine_s_own():
@@ -269,9 +271,8 @@ def test_a_learner_in_another_format_publishes_the_engine_s_own():
     policy, other = learner.models.policy, format_of("w4a16", 32)
     sent = dict(quant.for_engine(policy.state_dict().items(), policy, other, False))
     for n, m in quant.quantized_linears(policy).items():
-        assert torch.equal(
-            sent[f"{n}.weight"], dequantize(*quant.quantize(m.weight.detach(), other.top, other.dtype, other.group))
-        )
+        q, s = quantize(m.weight.detach(), other.qmax, other.dtype, other.group)
+        assert torch.equal(sent[f"{n}.weight"], dequantize(q, s))
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "w4a16", "w2a16"])
@@ -282,18 +283,12 @@ def test_the_plain_engine_in_low_bits(name, folders):
     assert mismatch(engine, learner) < 1e-3  # from the start, before any weights are published
     moved(learner.models.policy, 3)
     engine.load(learner.published("policy", engine.packed))
-    ids = np.arange(2, 14)
+    ids = torch.arange(2, 14)
     with torch.no_grad():
-        want = (
-            learner.models.policy(torch.from_numpy(ids)[None])
-            .logits[0, :-1]
-            .log_softmax(-1)
-            .gather(1, torch.from_numpy(ids)[1:, None])[:, 0]
-        )
-    assert (
-        np.allclose(engine.logprobs(ids), want.numpy(), atol=0 if engine.packed else 1e-5)
-        and mismatch(engine, learner) < 1e-3
-    )
+        logp = learner.models.policy(ids[None]).logits[0, :-1].log_softmax(-1)
+    want = logp.gather(1, ids[1:, None])[:, 0].numpy()
+    assert np.allclose(engine.logprobs(ids.numpy()), want, atol=0 if engine.packed else 1e-5)
+    assert mismatch(engine, learner) < 1e-3
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "w4a16", "w2a16"])
@@ -330,8 +325,7 @@ def test_training_follows_the_low_bit_loss():
         learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
     assert (learner.score(b, Needs()).logp - before)[b.mask].abs().max() > 1e-3
     assert all(not torch.equal(m.quantized_weight()[0], first[n]) for n, m in quant.quantized_linears(policy).items())
-    fresh = tiny_model(1)
-    fresh.load_state_dict(policy.state_dict())
+    tiny_model(1).load_state_dict(policy.state_dict())  # the names are those of a plain model
     (again,) = learners("int8", "aligned")
     again.models.policy.load_state_dict(policy.state_dict())
     assert torch.equal(again.score(b, Needs()).logp, learner.score(b, Needs()).logp)
@@ -340,15 +334,15 @@ def test_training_follows_the_low_bit_loss():
 def test_the_model_that_samples_is_the_aligned_one():
     cfg = make_cfg(objective="jackpot", actor="base:actor", rollout_quant="int8", learner_quant="aligned")
     learner = Learner(tiny_model(0), tiny_model(1), cfg, Comm())
-    kinds = lambda m: {type(x) for x in quant.quantized_linears(m).values()}
-    assert kinds(learner.models.actor) == {LowBitLinear} and kinds(learner.models.policy) == {torch.nn.Linear}
+    assert {type(m) for m in quant.quantized_linears(learner.models.actor).values()} == {LowBitLinear}
+    assert {type(m) for m in quant.quantized_linears(learner.models.policy).values()} == {torch.nn.Linear}
     b = batching.collate(make_groups(), cfg)
     out = learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
     assert out["stepped"] and out["actor/grad_norm"] > 0
 
 
 def test_the_engine_holds_the_very_bits(vllm_engines):
-    """fp8: vLLM keeps weights and scales, joined over q, k, v and over gate, up: bit for bit those of the learner's forward."""
+    """fp8: vLLM's weights and scales, joined over q, k, v and over gate, up, are the bits of the learner's forward."""
     engine = vllm_engines(fmt=format_of("fp8"))
     (learner,) = learners("fp8", "aligned")
     moved(learner.models.policy, 5)
@@ -361,18 +355,18 @@ def test_the_engine_holds_the_very_bits(vllm_engines):
         "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
         "mlp.down_proj": ["mlp.down_proj"],
     }
-    (held,) = engine.llm.apply_model(
-        lambda model: {
-            n: (p.weight.detach().clone(), p.weight_scale.detach().clone())
-            for n, p in model.named_modules()
-            if n.removeprefix(block) in parts
-        }
-    )
-    assert len(held) == 4
-    for name, (weight, scale) in held.items():
-        q, s = (torch.cat([low[block + p][i] for p in parts[name.removeprefix(block)]]) for i in (0, 1))
+
+    def quantized_layers(model):
+        layers = {n: m for n, m in model.named_modules() if n.removeprefix(block) in parts}
+        return {n: (m.weight.detach().clone(), m.weight_scale.detach().clone()) for n, m in layers.items()}
+
+    (in_vllm,) = engine.llm.apply_model(quantized_layers)
+    assert len(in_vllm) == 4
+    for name, (weight, scale) in in_vllm.items():
+        joined = [low[block + part] for part in parts[name.removeprefix(block)]]
+        q = torch.cat([q for q, _ in joined])
+        s = torch.cat([s for _, s in joined])
         assert weight.dtype == q.dtype == torch.float8_e4m3fn
-        assert any(torch.equal(w.contiguous().view(torch.uint8), q.view(torch.uint8)) for w in (weight, weight.t())), (
-            name
-        )
+        bits = [w.contiguous().view(torch.uint8) for w in (weight, weight.t())]
+        assert any(torch.equal(b, q.view(torch.uint8)) for b in bits), name
         assert torch.equal(scale.flatten(), s.flatten()), name
