@@ -1,161 +1,152 @@
-"""The probe: its numbers by hand, its verdicts in worlds made for them, the command on real models."""
+"""The probe: its numbers by hand, its verdicts where the answer is known, the command on real models."""
 
 import json
 import math
 
 import numpy as np
 import pytest
+from conftest import make_cfg
 
 import eval as evaluation
 import mismatch
-from conftest import make_cfg
-
-M = {"kl": 0.0}
 
 
-def judged(log_r, length=None, kl=0.0, **flags):
+def judged(log_r, kl=0.0) -> dict:
+    """The verdicts, by correction. log_r (B, T): every response has T tokens."""
     log_r = np.asarray(log_r, float)
-    length = np.full(len(log_r), log_r.shape[1]) if length is None else np.asarray(length)
-    return {v["correction"]: v for v in mismatch.verdicts(log_r, length, {"kl": kl}, make_cfg(**flags))}
+    length = np.full(len(log_r), log_r.shape[1])
+    evidence = mismatch.Evidence.of(log_r, length, kl, make_cfg().log_ratio_clamp)
+    return {row["correction"]: row for row in mismatch.verdicts(evidence)}
+
+
+def viable(rows: dict) -> dict:
+    return {name: row["viable"] for name, row in rows.items()}
 
 
 def test_ess_and_prefixes_by_hand():
-    assert (
-        mismatch.ess([1, 1, 1, 1]) == 1
-        and mismatch.ess([1, 0, 0, 0]) == 0.25
-        and mismatch.ess([3, 1]) == pytest.approx(16 / 20)
-        and mismatch.ess([0, 0]) == 0
-    )
+    assert mismatch.ess([1, 1, 1, 1]) == 1
+    assert mismatch.ess([1, 0, 0, 0]) == 0.25
+    assert mismatch.ess([3, 1]) == pytest.approx(16 / 20)
+    assert mismatch.ess([0, 0]) == 0
     log_r = np.array([[math.log(3), -math.log(3), 0, 0], [0, 0, 0, 0], [0, -30, 0, 0]])
     rows = {r["tokens"]: r for r in mismatch.by_prefix(log_r, np.array([4, 4, 2]), 20.0)}
     assert rows[1]["ess"] == pytest.approx(25 / 3 / 11) and rows[1]["responses"] == 3
-    assert rows[2]["ess"] == pytest.approx(2 / 3) and rows[2]["clamped"] == rows[2]["low_weight"] == pytest.approx(
-        1 / 3
-    )
+    assert rows[2]["ess"] == pytest.approx(2 / 3)
+    assert rows[2]["clamped"] == rows[2]["low_weight"] == pytest.approx(1 / 3)
     assert rows[4]["responses"] == 2 and rows[4]["ess"] == 1.0
 
 
 def test_lengths_by_hand():
     gap = np.array([[0.1, 0.3, 0], [0.2, 0, 0], [0.5, 0.5, 0.5]])
-    rows = mismatch.by_length(gap, np.array([2, 1, 3]), np.array([[-0.1, -0.1, 0], [0, 0, 0], [-0.3, 0, 0]]))
+    log_r = np.array([[-0.1, -0.1, 0], [0, 0, 0], [-0.3, 0, 0]])
+    rows = mismatch.by_length(gap, np.array([2, 1, 3]), log_r)
     assert [(r["from"], r["to"], r["responses"]) for r in rows] == [(1, 1, 1), (2, 2, 1), (3, 3, 1)]
-    assert [r["max_mismatch"] for r in rows] == [0.2, 0.3, 0.5] and [r["mean_mismatch"] for r in rows] == pytest.approx(
-        [0.2, 0.2, 0.5]
-    )
+    assert [r["max_mismatch"] for r in rows] == [0.2, 0.3, 0.5]
+    assert [r["mean_mismatch"] for r in rows] == pytest.approx([0.2, 0.2, 0.5])
     assert [r["kl"] for r in rows] == pytest.approx([0, 0.1, 0.1])
 
 
 def test_the_control_by_hand():
     """Two prompts with full responses and one without: pieces of 2, long ones of 8."""
     long, short = np.zeros((3, 8)), np.zeros((12, 2))
-    long[:, 1], long[:, 7], short[0, 1], short[3, 0], short[4:8, 0] = 0.1, [0.4, 0.6, 0.9], 0.2, 0.3, 0.05
+    long[:, 1] = 0.1
+    long[:, 7] = [0.4, 0.6, 0.9]
+    short[0, 1] = 0.2
+    short[3, 0] = 0.3
+    short[4:8, 0] = 0.05
     lengths = np.full(12, 2)
     lengths[11] = 1  # the third prompt has a short one that ended early
     c = mismatch.control(long, np.array([8, 8, 8]), short, lengths, 2)
-    assert c["prompts"] == 2 and c["one_short"][0] == pytest.approx(0.125) and c["4_short"][0] == pytest.approx(0.175)
+    assert c["prompts"] == 2
+    assert c["one_short"][0] == pytest.approx(0.125) and c["4_short"][0] == pytest.approx(0.175)
     assert c["long_beginning"][0] == pytest.approx(0.1) and c["long"] == pytest.approx([0.5, 0.1])
     assert mismatch.control(long, np.array([8, 7, 7]), short, lengths, 2) is None
 
 
-def test_verdicts_in_worlds_made_for_them():
+def test_verdicts_where_the_answer_is_known():
     rng = np.random.default_rng(0)
-    same = judged(np.zeros((50, 10)))
-    assert all(v["viable"] for v in same.values())
-    small = judged(0.02 * rng.standard_normal((400, 20)) - 0.0002, kl=2e-4)
-    assert all(v["viable"] for v in small.values())
+    assert all(viable(judged(np.zeros((50, 10)))).values())
+    assert all(viable(judged(0.02 * rng.standard_normal((400, 20)) - 0.0002, kl=2e-4)).values())
+
     s = 0.3  # log-normal: chi2 = e^(s^2) - 1 a token, KL = s^2 / 2
     long = judged(s * rng.standard_normal((400, 200)) - s * s / 2, kl=s * s / 2)
-    assert {k: v["viable"] for k, v in long.items()} == dict(
-        none=False, tis=True, jackpot=True, seq_is=False, seq_tis=False, seq_mis=False, geo_rs=True
-    )
-    assert "200 x 0.045 = 9 of the clamp's 20" in long["seq_is"]["why"] and "false" not in long["seq_is"]["why"]
+    token_level = {"none": False, "tis": True, "jackpot": True, "geo_rs": True}
+    assert viable(long) == {**token_level, "seq_is": False, "seq_tis": False, "seq_mis": False}
+    assert "200 x 0.045 = 9 of the clamp's 20" in long["seq_is"]["why"]
+    assert "false" not in long["seq_is"]["why"]
+
     clamped = judged(np.full((50, 200), -0.5), kl=0.5)
-    assert (
-        not clamped["seq_is"]["viable"]
-        and "ESS of the responses is 1.00 and false: they are clamped" in clamped["seq_is"]["why"]
-        and not clamped["geo_rs"]["viable"]
-    )
-    fair = np.tile(
-        np.log([0.85] * 199 + [200 - 199 * 0.85]), (50, 1)
-    )  # mean of r exactly 1, and every response at the clamp all the same
-    fair = judged(fair, kl=0.05)
-    assert (
-        not fair["seq_is"]["viable"]
-        and not fair["seq_mis"]["viable"]
-        and fair["jackpot"]["viable"]
-        and "mean of r" not in fair["seq_is"]["why"]
-    )
+    assert not clamped["seq_is"]["viable"] and not clamped["geo_rs"]["viable"]
+    assert "ESS of the responses is 1.00 and false: they are clamped" in clamped["seq_is"]["why"]
+
+    # the mean of r is exactly 1, and every response stands at the clamp all the same
+    one = np.log([0.85] * 199 + [200 - 199 * 0.85])
+    fair = judged(np.tile(one, (50, 1)), kl=0.05)
+    assert not fair["seq_is"]["viable"] and not fair["seq_mis"]["viable"]
+    assert fair["jackpot"]["viable"] and "mean of r" not in fair["seq_is"]["why"]
+
     far = judged(np.zeros((50, 200)), kl=0.15)  # nothing clamped here, but T x KL = 30 says it will be
     assert not far["seq_is"]["viable"] and not far["seq_tis"]["viable"] and far["tis"]["viable"]
+
     cut = judged(np.full((50, 5), math.log(0.9)), kl=0.1)
-    assert (
-        "mean of r is 0.900, not 1" in cut["tis"]["why"] and not cut["tis"]["viable"] and not cut["jackpot"]["viable"]
-    )
+    assert "mean of r is 0.900, not 1" in cut["tis"]["why"]
+    assert not cut["tis"]["viable"] and not cut["jackpot"]["viable"]
     assert judged(np.zeros((50, 10)), kl=0.05)["none"]["viable"] is False
 
 
 @pytest.mark.parametrize("kind", ["hf", "vllm"])
 def test_the_command(kind, folders, vllm_engines, tmp_path, capsys, monkeypatch):
-    """Equal weights: next to nothing, everything is viable. An actor samples: far apart. Written as text, JSON and PNG."""
+    """Equal weights: next to nothing, all viable. An actor samples: far apart. Written as text, JSON and PNG."""
     policy, actor = str(folders / "untied"), str(folders / "actor")
 
     def shared(cfg, folder, *more):
         """The suite's own vLLM engine with this folder's weights."""
         from transformers import AutoModelForCausalLM
 
-        e = vllm_engines()
-        monkeypatch.setattr(type(e), "close", lambda self: None)
+        engine = vllm_engines()
+        monkeypatch.setattr(type(engine), "close", lambda self: None)
         state = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-        e.load({**state, "lm_head.weight": state.get("lm_head.weight", state["model.embed_tokens.weight"])}.items())
-        return e
+        state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
+        engine.load(state.items())
+        return engine
 
     if kind == "vllm":
-        monkeypatch.setattr(evaluation, "make_engine", shared)
+        monkeypatch.setattr(mismatch, "make_engine", shared)
     common = [f"--rollout={kind}", "--mismatch", "--problems=12", "--max_tokens=16", f"--out={tmp_path / 'm.json'}"]
     same = evaluation.main([f"--model={actor}", *common])
-    assert (
-        same["mean_mismatch"] < 1e-5
-        and same["max_mismatch"] < 1e-4
-        and same["token_ess"] > 0.999
-        and all(v["viable"] for v in same["verdicts"])
-    )
-    said = capsys.readouterr().out
-    assert "can it work at these lengths?" in said and (tmp_path / "m.png").stat().st_size > 20_000
+    assert same["mean_mismatch"] < 1e-5 and same["max_mismatch"] < 1e-4
+    assert same["token_ess"] > 0.999
+    assert all(row["viable"] for row in same["verdicts"])
+    assert "can it work at these lengths?" in capsys.readouterr().out
+    assert (tmp_path / "m.png").stat().st_size > 20_000
+
     other = evaluation.main([f"--model={policy}", f"--actor={actor}", *common])
-    assert (
-        json.loads((tmp_path / "m.json").read_text())["kl"] == other["kl"] > 0.3
-        and other["sampler"] == actor
-        and other["model"] == policy
-    )
+    assert json.loads((tmp_path / "m.json").read_text())["kl"] == other["kl"] > 0.3
+    assert other["sampler"] == actor and other["model"] == policy
     assert 0.01 < other["mean_mismatch"] < other["max_mismatch"] < 1
-    verdict = {v["correction"]: v["viable"] for v in other["verdicts"]}
-    assert not verdict["none"] and not verdict["seq_is"] and other["t_max"] == pytest.approx(20 / other["kl"])
+    verdict = {row["correction"]: row["viable"] for row in other["verdicts"]}
+    assert not verdict["none"] and not verdict["seq_is"]
+    assert other["t_max"] == pytest.approx(20 / other["kl"])
+
     cut = [f"--model={actor}", "--top_p=0.8", "--top_k=8", *common]
-    off, replay = evaluation.main([*cut, "--keep_sampling_mask=off"]), evaluation.main(cut)
-    assert off["ratio_mean"] < 0.95 and "mean of r" in off["verdicts"][1]["why"] and replay["mean_mismatch"] < 1e-4
+    off = evaluation.main([*cut, "--keep_sampling_mask=off"])
+    assert off["ratio_mean"] < 0.95 and "mean of r" in off["verdicts"][1]["why"]
+    replay = evaluation.main(cut)
+    assert replay["mean_mismatch"] < 1e-4
 
 
 def test_the_probe_of_low_bits(folders, tmp_path):
     """A quantized engine is apart from a learner in full precision, and not from one that is aligned with it."""
-    common = [
-        f"--model={folders / 'actor'}",
-        "--rollout=hf",
-        "--mismatch",
-        "--problems=12",
-        "--max_tokens=16",
-        "--rollout_quant=int8",
-        f"--out={tmp_path / 'm.json'}",
-    ]
-    plain, aligned = evaluation.main(common), evaluation.main([*common, "--learner_quant=aligned"])
+    model, out = f"--model={folders / 'actor'}", f"--out={tmp_path / 'm.json'}"
+    sizes = ["--problems=12", "--max_tokens=16"]
+    common = [model, out, *sizes, "--rollout=hf", "--mismatch", "--rollout_quant=int8"]
+    plain = evaluation.main(common)
+    aligned = evaluation.main([*common, "--learner_quant=aligned"])
     for key in ("mean_mismatch", "max_mismatch"):  # the table by length is of the same gaps
-        assert sum(b["responses"] * b[key] for b in plain["by_length"]) / plain["responses"] == pytest.approx(
-            plain[key], rel=1e-3
-        )
-    assert (
-        aligned["mean_mismatch"] < plain["mean_mismatch"] / 10
-        and plain["engine"] == "hf float32 int8"
-        and aligned["learner"] == "float32 aligned"
-    )
+        total = sum(row["responses"] * row[key] for row in plain["by_length"])
+        assert total / plain["responses"] == pytest.approx(plain[key], rel=1e-3)
+    assert aligned["mean_mismatch"] < plain["mean_mismatch"] / 10
+    assert plain["engine"] == "hf float32 int8" and aligned["learner"] == "float32 aligned"
 
 
 @pytest.mark.parametrize(
