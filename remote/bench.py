@@ -127,8 +127,7 @@ def bench_samplers(root: str, seconds: float = 30.0) -> dict:
         screens = run_with_samplers(root, run, n, seconds * (1 + n / 2))
         rows = [r for r in metrics.read(run) if r["step"] > 0]  # the first update waited for the models to load
         last = [found[-1] for found in (re.findall(r"blocked ([0-9.]+) %", screen) for screen in screens) if found]
-        stages = ("rollout_s", "update_s", "sync_s", "save_s")
-        busy = sum(r.get(stage, 0) for r in rows for stage in stages)
+        busy = sum(map(seconds_of_stages, rows))
         out |= {
             f"{n}: blocked, % (worst)": max(map(float, last)),
             f"{n}: learner waits, %": 100 * sum(r["remote/wait_s"] for r in rows) / busy,
@@ -136,6 +135,10 @@ def bench_samplers(root: str, seconds: float = 30.0) -> dict:
             f"{n}: staleness": sum(r["staleness/mean_updates"] for r in rows) / len(rows),
         }
     return out
+
+
+def seconds_of_stages(row: dict) -> float:
+    return sum(row.get(stage, 0) for stage in ("rollout_s", "update_s", "sync_s", "save_s"))
 
 
 def run_with_samplers(root: str, run: str, n: int, seconds: float) -> list[str]:

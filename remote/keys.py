@@ -14,9 +14,18 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
+
+
+class SamplerKeys(NamedTuple):
+    """What a sampler has, as ZeroMQ wants it."""
+
+    public: bytes
+    secret: bytes
+    learner: bytes  # the learner's public key
 
 
 def make_keys(out: str, samplers: int) -> None:
@@ -55,14 +64,14 @@ def own_keys(folder: str) -> tuple[bytes, bytes]:
     return zmq.auth.load_certificate(found[0])
 
 
-def sampler_keys(folder: str) -> tuple[bytes, bytes, bytes]:
-    """(public, secret, the learner's public) of a sampler's key folder. ValueError: no such folder."""
+def sampler_keys(folder: str) -> SamplerKeys:
+    """The keys in a sampler's key folder. ValueError: no such folder."""
     learner = Path(folder) / "learner.key"
     if not learner.is_file():
         raise ValueError(
             f"--keys={folder}: no learner.key there; copy the folder that `python -m remote.keys` made for this sampler"
         )
-    return *own_keys(folder), zmq.auth.load_certificate(learner)[0]
+    return SamplerKeys(*own_keys(folder), learner=zmq.auth.load_certificate(learner)[0])
 
 
 class KnownKeys:

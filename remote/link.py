@@ -18,6 +18,7 @@ import zmq
 
 from remote import wire
 from remote.account import Spool, sampler_of
+from remote.keys import SamplerKeys
 
 BEAT = 2.0  # seconds between two hellos
 OFFERS = 64  # groups offered and not yet fetched, at most
@@ -27,9 +28,17 @@ PRINT_EVERY = 30.0  # seconds between two lines on the screen about a learner th
 class Link(threading.Thread):
     """One line to each rank of the learner; the newest weights come from the first rank.
 
-    flags: sampler.SamplerFlags. store: the folder for weights. keys: (public, secret, the learner's public) or None."""
+    flags: sampler.SamplerFlags. store: the folder for weights. keys: None for a connection in the clear."""
 
-    def __init__(self, addresses: list[str], streams: list[str], flags, spool: Spool, store: Path, keys):
+    def __init__(
+        self,
+        addresses: list[str],
+        streams: list[str],
+        flags,
+        spool: Spool,
+        store: Path,
+        keys: SamplerKeys | None,
+    ):
         super().__init__(daemon=True, name="link")
         self.streams = streams
         self.flags = flags
@@ -129,8 +138,11 @@ class Line:
         if self.socket is not None:
             self.socket.close(linger=0)
         self.socket = self.link.context.socket(zmq.DEALER)
-        if self.link.keys is not None:
-            self.socket.curve_publickey, self.socket.curve_secretkey, self.socket.curve_serverkey = self.link.keys
+        keys = self.link.keys
+        if keys is not None:
+            self.socket.curve_publickey = keys.public
+            self.socket.curve_secretkey = keys.secret
+            self.socket.curve_serverkey = keys.learner
         wire.set_socket_options(self.socket, linger=200)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
         self.socket.connect(self.address)

@@ -112,13 +112,13 @@ class SamplerFlags:
 def sample(flags: SamplerFlags) -> None:
     """Run until a signal comes. ValueError: the learner refuses, or is silent for longer than --give_up."""
     incarnation = int(time.time() * 1000)
-    end = connect(flags, incarnation)
+    connection = connect(flags, incarnation)
     try:
-        welcome = first_welcome(end.link)
-        source = open_source(welcome, flags, end.folder)
-        Sampler(flags, end, welcome, source, incarnation).run()
+        welcome = first_welcome(connection.link)
+        source = open_source(welcome, flags, connection.folder)
+        Sampler(flags, connection, welcome, source, incarnation).run()
     finally:
-        end.link.close()
+        connection.link.close()
 
 
 class Sampler:
@@ -127,19 +127,19 @@ class Sampler:
     def __init__(
         self,
         flags: SamplerFlags,
-        end: Connection,
+        connection: Connection,
         welcome: wire.Welcome,
         source: SamplerSource,
         incarnation: int,
     ):
         self.flags = flags
-        self.link = end.link
-        self.spool = end.spool
-        self.streams = end.streams
+        self.link = connection.link
+        self.spool = connection.spool
+        self.streams = connection.streams
         self.welcome = welcome
         self.source = source
         self.incarnation = incarnation
-        self.sampled = dict.fromkeys(end.streams, 0)  # stream -> groups
+        self.sampled = dict.fromkeys(connection.streams, 0)  # stream -> groups
         self.loaded: wire.Weights | None = None
         self.delays_drawn = 0
         self.hold_until = 0.0  # no new weights before

@@ -111,9 +111,9 @@ def describe_run(cfg, run, model: str, topk: int, max_allowed: int, ranks: int) 
 
 def address_of_rank(bind: str, rank: int) -> str:
     """Rank r listens r ports higher than --bind says; an address without a port is left as it is."""
-    address, _, port = bind.rpartition(":")
+    port = bind.rpartition(":")[2]
     if port.isdigit() and int(port):
-        return f"{address}:{int(port) + rank}"
+        return f"{bind.removesuffix(port)}{int(port) + rank}"
     return bind
 
 

@@ -61,7 +61,9 @@ class Raw(Peer):
         super().__init__(zmq.DEALER)
         self.name = name
         if keys is not None:
-            self.socket.curve_publickey, self.socket.curve_secretkey, self.socket.curve_serverkey = keys
+            self.socket.curve_publickey = keys.public
+            self.socket.curve_secretkey = keys.secret
+            self.socket.curve_serverkey = keys.learner
         self.socket.connect(address)
 
     def say(self, message, *payload):
@@ -279,7 +281,8 @@ def test_weights_are_served_in_ranges(made, tmp_path):
 
 def test_what_a_hub_does_not_take(made):
     h = made.hub()
-    old, odd, mute, peer = made.raw(h, name="old"), made.raw(h, name="a/b"), made.raw(h), made.raw(h)
+    old, odd = made.raw(h, name="old"), made.raw(h, name="a/b")
+    mute, peer = made.raw(h), made.raw(h)
     old.hello(protocol=0)
     assert f"speaks protocol {wire.PROTOCOL} and this sampler 0" in old.hear(wire.Refuse).why
     odd.hello()
@@ -383,13 +386,13 @@ def test_only_known_keys_come_in(made, tmp_path):
     keys.make_keys(str(tmp_path / "keys"), 2)
     keys.make_keys(str(tmp_path / "others"), 1)
     h = made.hub(keys=str(tmp_path / "keys" / "learner"))
-    learner = zmq.auth.load_certificate(tmp_path / "keys" / "learner" / "learner.key")[0]
-    other_learner = keys.own_keys(tmp_path / "others" / "learner")[0]
-    friend = made.raw(h, keys=(*keys.own_keys(tmp_path / "keys" / "sampler1"), learner))
+    known = keys.sampler_keys(tmp_path / "keys" / "sampler0")
+    unknown = keys.sampler_keys(tmp_path / "others" / "sampler0")
+    friend = made.raw(h, keys=keys.sampler_keys(tmp_path / "keys" / "sampler1"))
     refused = [
-        made.raw(h, keys=(*keys.own_keys(tmp_path / "others" / "sampler0"), learner)),
+        made.raw(h, keys=unknown._replace(learner=known.learner)),
+        made.raw(h, keys=known._replace(learner=unknown.learner)),
         made.raw(h),  # without keys
-        made.raw(h, keys=(*keys.own_keys(tmp_path / "keys" / "sampler0"), other_learner)),
     ]
     for peer in (friend, *refused):
         peer.hello()

@@ -25,6 +25,8 @@ import metrics
 from remote.account import Account
 from remote.keys import make_keys
 
+pytestmark = pytest.mark.timeout(600)  # several processes, and a machine that may be busy
+
 REMOTE = dict(
     rollout_batch=16, train_batch=16, steps=6, save_every=2, objective="tis", actor="none", give_up=90, eval_problems=8
 )
@@ -70,9 +72,11 @@ def the_account_adds_up(run, spools, updates=6, ranks=1, most=0.5):
     """Every group that was handed over is accounted for in the checkpoint or still in a spool, none is missing in
     between; every one accounted for has one fate; as many were trained on as the updates took."""
     trained, have = 0, {}
-    for path in (p for s in spools for p in s.glob("*/*-*") if not p.name.startswith(".")):
-        incarnation, n = map(int, path.name.split("-"))
-        have.setdefault((path.parent.name, incarnation), set()).add(n)
+    for spool in spools:
+        for path in spool.glob("*/*-*"):
+            if not path.name.startswith("."):
+                incarnation, n = map(int, path.name.split("-"))
+                have.setdefault((path.parent.name, incarnation), set()).add(n)
     for rank in range(ranks):
         state = source_state(run, rank)
         account, counts = Account.of(state["account"]), state["counts"]

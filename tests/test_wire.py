@@ -122,6 +122,12 @@ def test_sizes_are_checked_before_anything_is_allocated():
             wire.leaves(BLOB, first, count)
 
 
+def flip(data, i):
+    """The bytes with their i-th bit turned."""
+    at, bit = divmod(i, 8)
+    return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
+
+
 def test_messages_survive_and_garbage_does_not():
     for m in (
         wire.Hello(1, "box", 7, "", 3, ["box/7/1"]),
@@ -138,7 +144,7 @@ def test_messages_survive_and_garbage_does_not():
     ):
         assert wire.decode(wire.encode(m)) == m
     whole = wire.encode(wire.Ask("box/1/2", 3, 4))
-    spoilt = [whole[:k] + bytes([whole[k] ^ 1 << bit]) + whole[k + 1 :] for k in range(len(whole)) for bit in range(8)]
+    spoilt = [flip(whole, i) for i in range(8 * len(whole))]
     for bad in (b"", b"\\x80\\x04K\\x01.", b"{}", whole[:-1], whole + b"x", *spoilt):
         with pytest.raises(wire.WireError, match="not a message, or a damaged one"):
             wire.decode(bad)
