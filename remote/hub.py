@@ -1,15 +1,15 @@
-"""The learner's end of remote samplers: HeteroRL, section 4.2. sampler.py and link.py are the other end.
+"""The learner's end of the wire: one ZeroMQ socket for all samplers of a rank. HeteroRL, section 4.2.
 
-    torchrun train.py --samplers=zmq --bind=tcp://*:5555 --keys=keys/learner            # each rank binds a port of its own: 5555, 5556, ...
-    torchrun train.py --samplers=files --sync_path=/shared/run                          # the same over a shared folder
+    torchrun train.py --samplers=zmq --bind=tcp://*:5555 --keys=keys/learner     # rank r binds port 5555 + r
 
-`Hub` is a thread with one ZeroMQ ROUTER socket: samplers come and go, offer groups and pull weights (wire.py); the training loop only ever looks
-into its inbox (remote.py), so no sampler can hold it up. files.py has the same face over a folder.
+`Hub` is a thread: samplers come and go, offer groups and pull weights (wire.py says in which messages). The training
+loop only ever looks into its inbox (source.py), so no sampler can hold it up. link.py is the sampler's end; files.py
+has the same face over a shared folder.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import mmap
 import threading
 import time
@@ -17,55 +17,29 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
 from remote import wire
-from remote.account import Account, split
+from remote.account import VERSIONS, Account, Arrived, sampler_of, split
+from remote.groups import Limits
 from remote.keys import secure
 
-ROOM = 256 << 20  # bytes of groups that a rank holds or has asked for
-KEPT_VERSIONS = 2  # a sampler in the middle of the one before the newest may finish it
 SILENT = 60.0  # seconds after which a sampler that says nothing gives its room back
-
-
-def retain(path: Path, kept: list[Path]) -> list[Path]:
-    """The weights published last, `path` among them; all others of its folder are deleted, those of an undone history too, whatever their numbers."""
-    kept = [*(p for p in kept if p != path), path][-KEPT_VERSIONS:]
-    for old in path.parent.glob("v*.safetensors"):
-        if old not in kept:
-            old.unlink()
-    return kept
-
-
-def log_path(run, rank: int) -> Path:
-    return Path(run) / ("remote.log" if rank == 0 else f"remote{rank}.log")
-
-
-def logger(run: Path, rank: int) -> logging.Logger:
-    """Who came, who was turned away and why."""
-    log = logging.getLogger(f"remote.{run}.{rank}")
-    if not log.handlers:
-        handler = logging.FileHandler(log_path(run, rank))
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-        log.addHandler(handler)
-        log.setLevel(logging.INFO)
-        log.propagate = False
-    return log
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# ZeroMQ
-# ---------------------------------------------------------------------------------------------------------------------
+PULLS = 8  # groups that are fetched from one sampler at the same time
 
 
 @dataclass
 class Peer:
     """A sampler's connection."""
 
+    identity: bytes  # ZeroMQ's name for it
     sampler: str
     incarnation: int
+    heard: float  # when it said something last
     pace: wire.Pace = field(default_factory=wire.Pace)
-    offers: dict = field(default_factory=dict)  # name -> manifest, not asked for yet
-    pulls: dict = field(default_factory=dict)  # name -> Pull
-    seen: float = 0.0
+    offers: dict[str, wire.Manifest] = field(default_factory=dict)  # not asked for yet
+    pulls: dict[str, wire.Pull] = field(default_factory=dict)
 
     def owns(self, name: str) -> bool:
         """Whether this may be the name of one of its groups."""
@@ -76,34 +50,44 @@ class Peer:
         return sampler == self.sampler and n >= 0
 
 
+@dataclass
+class Published:
+    """Weights that samplers may fetch."""
+
+    offer: wire.Offer
+    data: mmap.mmap
+
+
 class Hub(threading.Thread):
-    """One socket for all samplers of a rank. `arrived` is its inbox: (name, bytes or the column of a group that will not come, when)."""
+    """One socket for all samplers of a rank. The first methods are for the training loop, all others for the thread.
 
-    def __init__(self, bind: str, keys: str, welcome: wire.Welcome, limits: wire.Limits, log, room: int = ROOM):
-        import zmq
+    counts: what came, by kind; reports: groups that each (sampler, incarnation) says it has handed over; broken: why
+    the thread has died."""
 
+    def __init__(self, bind: str, keys: str, welcome: wire.Welcome, limits: Limits, log):
         super().__init__(daemon=True, name="hub")
-        self.welcome, self.limits, self.log, self.room = welcome, limits, log, room
-        self.lock, self.stopping, self.broken = threading.Lock(), False, ""
-        self.arrived, self.size = deque(), 0  # the inbox; bytes held or asked for
-        self.counts, self.reports = Counter(), {}  # (sampler, incarnation) -> groups handed over
-        self.got, self.held_before = Account(), Account()
+        self.welcome = welcome
+        self.limits = limits
+        self.log = log
+        self.lock = threading.Lock()  # over the inbox and its size
+        self.arrived: deque[Arrived] = deque()  # the inbox
+        self.size = 0  # bytes of groups held or asked for
+        self.todo: deque[Published | wire.Held] = deque()  # what the training loop wants sent
+        self.stopping = False
+        self.broken = ""
+        self.counts: Counter = Counter()
+        self.reports: dict[tuple[str, int], int] = {}
+        self.got = Account()  # groups that are here, or that are known not to come
+        self.held_before = Account()  # groups that a checkpoint accounts for
         self.peers: dict[bytes, Peer] = {}
-        self.weights: dict[str, tuple[wire.Offer, mmap.mmap]] = {}
-        self.todo: deque = deque()
-        self.context, self.auth = zmq.Context(), None
+        self.weights: dict[str, Published] = {}  # the newest stands last
+        self._open_socket(bind, keys)
+
+    def _open_socket(self, bind: str, keys: str) -> None:
+        self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
-        if keys != "none":
-            self.auth = secure(self.context, self.socket, keys, log)
-        for option, value in (
-            (zmq.MAXMSGSIZE, wire.MOST),
-            (zmq.SNDHWM, 64),
-            (zmq.RCVHWM, 64),
-            (zmq.LINGER, 0),
-            (zmq.HEARTBEAT_IVL, 2000),
-            (zmq.HEARTBEAT_TIMEOUT, 10000),
-        ):
-            self.socket.setsockopt(option, value)
+        self.authenticator = None if keys == "none" else secure(self.context, self.socket, keys, self.log)
+        wire.set_socket_options(self.socket, linger=0)
         try:
             self.socket.bind(bind)
         except zmq.ZMQError as e:
@@ -118,7 +102,7 @@ class Hub(threading.Thread):
             | zmq.EVENT_DISCONNECTED
         )
 
-    # -- called by the training loop
+    # -- called by the training loop -----------------------------------------------------------------------------------
 
     def open(self, held: Account) -> None:
         """Let samplers in. held: what the checkpoint accounts for."""
@@ -126,21 +110,25 @@ class Hub(threading.Thread):
         self.start()
 
     def broadcast(self, version: int, path: Path, published: float) -> None:
+        """Offer these weights to all samplers."""
         with open(path, "rb") as f:
             data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-        self.todo.append((wire.Offer(wire.manifest(path.name, data), version, published), data))
+        offer = wire.Offer(wire.manifest(path.name, data), version, published)
+        self.todo.append(Published(offer, data))
 
     def held(self, names: list[str]) -> None:
+        """A checkpoint accounts for these groups: their samplers may forget them."""
         self.todo.append(wire.Held(names))
 
-    def take(self) -> list[tuple[str, bytes | str, float]]:
+    def drain(self) -> list[Arrived]:
+        """What has come since the last call, in order of arrival."""
         with self.lock:
             out = list(self.arrived)
             self.arrived.clear()
         return out
 
     def free(self, nbytes: int) -> None:
-        """A group that was taken is gone: there is room again."""
+        """The training loop is done with a group of so many bytes: there is room again."""
         with self.lock:
             self.size -= nbytes
 
@@ -148,16 +136,25 @@ class Hub(threading.Thread):
         self.stopping = True
         if self.is_alive():
             self.join(timeout=60)
-        if self.auth is not None:
-            self.auth.stop()
+        if self.authenticator is not None:
+            self.authenticator.stop()
         if not self.is_alive():
             self.context.destroy(linger=0)
 
-    # -- the thread
+    # -- the thread ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
         try:
-            self._run()
+            while not self.stopping:
+                poller.poll(10)
+                self._send_todo()
+                self._log_connections()
+                self._receive()
+                now = time.monotonic()
+                self._give_up_silent(now)
+                self._ask(now)
         except Exception as e:
             self.broken = repr(e)
             raise
@@ -166,67 +163,78 @@ class Hub(threading.Thread):
             self.events.close(linger=0)
             self.socket.close(linger=0)
 
-    def _run(self) -> None:
-        import zmq
-        from zmq.utils.monitor import recv_monitor_message
-
-        poller = zmq.Poller()
-        poller.register(self.socket, zmq.POLLIN)
-        while not self.stopping:
-            poller.poll(10)
-            self._errands()
-            while self.events.poll(0):
-                if recv_monitor_message(self.events)["event"] == zmq.EVENT_DISCONNECTED:
-                    self.log.info(
-                        "a connection is gone: its sampler left, or sent more at once than %d bytes", wire.MOST
-                    )
-                else:
-                    self.counts["strangers"] += 1
-                    self.log.warning("a handshake failed: no key, a wrong one, or not a sampler")
-            for _ in range(1000):
-                try:
-                    identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                except zmq.Again:
-                    break
-                self._handle(bytes(identity.buffer), frames)
-            now = time.monotonic()
-            for identity, peer in list(self.peers.items()):
-                if now - peer.seen > SILENT:
-                    self.log.info("sampler %s says nothing: what it was asked for is given up", peer.sampler)
-                    for name in list(peer.pulls):
-                        self._drop(peer, name)
-                    del self.peers[identity]
-            self._ask(now)
-
-    def _errands(self) -> None:
+    def _send_todo(self) -> None:
         while self.todo:
-            errand = self.todo.popleft()
-            if isinstance(errand, wire.Held):
-                by_sampler: dict = {}
-                for name in errand.names:
-                    self.held_before.add(name)
-                    by_sampler.setdefault(split(name)[0][0], []).append(name)
-                for identity, peer in self.peers.items():
-                    if peer.sampler in by_sampler:
-                        self._send(identity, wire.Held(by_sampler[peer.sampler]))
+            match self.todo.popleft():
+                case wire.Held() as held:
+                    self._send_held(held.names)
+                case Published() as published:
+                    self.weights[published.offer.of.name] = published
+                    for old in list(self.weights)[:-VERSIONS]:
+                        del self.weights[old]
+                    for identity in self.peers:
+                        self._send(identity, published.offer)
+
+    def _send_held(self, names: list[str]) -> None:
+        by_sampler: dict[str, list[str]] = {}
+        for name in names:
+            self.held_before.add(name)
+            by_sampler.setdefault(sampler_of(name), []).append(name)
+        for identity, peer in self.peers.items():
+            if peer.sampler in by_sampler:
+                self._send(identity, wire.Held(by_sampler[peer.sampler]))
+
+    def _log_connections(self) -> None:
+        while self.events.poll(0):
+            if recv_monitor_message(self.events)["event"] == zmq.EVENT_DISCONNECTED:
+                self.log.info("a connection is gone: its sampler left, or sent more at once than %d bytes", wire.MOST)
             else:
-                offer, data = errand
-                self.weights[offer.of.name] = (offer, data)
-                for old in list(self.weights)[:-KEPT_VERSIONS]:
-                    del self.weights[old]
-                for identity in self.peers:
-                    self._send(identity, offer)
+                self.counts["strangers"] += 1
+                self.log.warning("a handshake failed: no key, a wrong one, or not a sampler")
 
-    def _send(self, identity: bytes, message, payload=None) -> None:
-        import zmq
+    def _receive(self) -> None:
+        """Handle what has come, but not for ever."""
+        for _ in range(1000):
+            try:
+                identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            self._handle(bytes(identity.buffer), frames)
 
-        frames = [identity, wire.encode(message)] + ([payload] if payload is not None else [])
-        try:
+    def _give_up_silent(self, now: float) -> None:
+        """A sampler that says nothing any more gives its room back."""
+        for identity, peer in list(self.peers.items()):
+            if now - peer.heard > SILENT:
+                self.log.info("sampler %s says nothing: what it was asked for is given up", peer.sampler)
+                for name in list(peer.pulls):
+                    self._drop(peer, name)
+                del self.peers[identity]
+
+    def _ask(self, now: float) -> None:
+        """Ask for what is offered, as far as there is room."""
+        for identity, peer in self.peers.items():
+            while peer.offers and len(peer.pulls) < PULLS:
+                name, of = next(iter(peer.offers.items()))
+                with self.lock:
+                    if self.size and self.size + of.nbytes > self.limits.room:
+                        break
+                    self.size += of.nbytes
+                del peer.offers[name]
+                peer.pulls[name] = wire.Pull(of, memoryview(bytearray(of.nbytes)), peer.pace)
+            for name, pull in peer.pulls.items():
+                while (leaves := pull.ask(now)) is not None:
+                    self._send(identity, wire.Ask(name, *leaves))
+
+    def _send(self, identity: bytes, message: wire.Message, payload=None) -> None:
+        frames = [identity, wire.encode(message)]
+        if payload is not None:
+            frames.append(payload)
+        with contextlib.suppress(zmq.ZMQError):  # a peer that is gone or does not read: it will say hello again
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=payload is None)
-        except zmq.ZMQError:  # a peer that is gone or does not read: it will say hello again
-            pass
 
-    def _handle(self, identity: bytes, frames) -> None:
+    # -- one method for each message -----------------------------------------------------------------------------------
+
+    def _handle(self, identity: bytes, frames: list[zmq.Frame]) -> None:
         try:
             message = wire.decode(frames[0].buffer if frames else b"")
         except wire.WireError as e:
@@ -234,134 +242,148 @@ class Hub(threading.Thread):
             self.log.warning("malformed message dropped: %s", e)
             return
         if isinstance(message, wire.Hello):
-            return self._hello(identity, message)
+            self._on_hello(identity, message)
+            return
         peer = self.peers.get(identity)
         if peer is None:  # a sampler of an earlier session: it must say who it is
-            return self._send(identity, wire.Gone(""))
-        peer.seen = time.monotonic()
-        if isinstance(message, wire.Offer):
-            self._offer(identity, peer, message.of)
-        elif isinstance(message, wire.Leaves) and message.name in peer.pulls and len(frames) == 2:
-            pull = peer.pulls[message.name]
-            bad = pull.corrupt
-            pull.put(message.first, frames[1].buffer, peer.seen)
-            self.counts["bad_leaves"] += pull.corrupt - bad
-            if pull.done:
-                self._whole(identity, peer, message.name)
-        elif isinstance(message, wire.Ask):
-            self._serve(identity, message)
-        elif isinstance(message, wire.Needs) and self.weights:
-            self._send(identity, list(self.weights.values())[-1][0])
-        elif isinstance(message, wire.Gone) and message.name in peer.pulls:
-            self._drop(peer, message.name)
+            self._send(identity, wire.Gone(""))
+            return
+        peer.heard = time.monotonic()
+        match message:
+            case wire.Offer():
+                self._on_offer(peer, message.of)
+            case wire.Leaves() if len(frames) == 2:
+                self._on_leaves(peer, message, frames[1].buffer)
+            case wire.Ask():
+                self._on_ask(peer, message)
+            case wire.Want():
+                self._send_newest(peer)
+            case wire.Gone() if message.name in peer.pulls:
+                self._drop(peer, message.name)
 
-    def _hello(self, identity: bytes, m: wire.Hello) -> None:
-        if m.protocol != wire.PROTOCOL:
-            self.log.warning("sampler %s refused: it speaks protocol %d", m.sampler, m.protocol)
-            return self._send(
-                identity,
-                wire.Refuse(
-                    f"the learner speaks protocol {wire.PROTOCOL} and this sampler {m.protocol}: bring both to one revision"
-                ),
-            )
-        if "/" in m.sampler or not m.sampler:
-            return self._send(
-                identity, wire.Refuse(f"--name={m.sampler}: a sampler's name is not empty and has no slash")
-            )
-        if any(peer.sampler == m.sampler and peer.incarnation > m.incarnation for peer in self.peers.values()):
+    def _on_hello(self, identity: bytes, hello: wire.Hello) -> None:
+        refusal = self._refusal(hello)
+        if refusal:
+            self._send(identity, wire.Refuse(refusal))
+            return
+        if identity not in self.peers or hello.session != self.welcome.session:
+            self._let_in(identity, hello)
+        peer = self.peers[identity]
+        peer.heard = time.monotonic()
+        key = (hello.sampler, hello.incarnation)
+        self.reports[key] = max(self.reports.get(key, 0), hello.handed)
+        for name in filter(peer.owns, hello.lost):
+            self._on_lost(peer, name)
+        newest = next(reversed(self.weights), "")
+        self._send(identity, wire.Got([], newest))  # an answer: the learner is alive
+
+    def _refusal(self, hello: wire.Hello) -> str:
+        """Why this sampler is turned away; empty if it may come in."""
+        mismatch = wire.protocol_mismatch(learner=wire.PROTOCOL, sampler=hello.protocol)
+        if mismatch:
+            self.log.warning("sampler %s refused: it speaks protocol %d", hello.sampler, hello.protocol)
+            return mismatch
+        if "/" in hello.sampler or not hello.sampler:
+            return f"--name={hello.sampler}: a sampler's name is not empty and has no slash"
+        same_name = [peer for peer in self.peers.values() if peer.sampler == hello.sampler]
+        if any(peer.incarnation > hello.incarnation for peer in same_name):
             self.log.warning(
-                "sampler %s, incarnation %d, refused: another of that name came later", m.sampler, m.incarnation
+                "sampler %s, incarnation %d, refused: another of that name came later",
+                hello.sampler,
+                hello.incarnation,
             )
-            return self._send(
-                identity,
-                wire.Refuse(f"another sampler called {m.sampler} came later: give each a --name and keys of its own"),
-            )
-        known, now = self.peers.get(identity), time.monotonic()
-        if known is None or m.session != self.welcome.session:
-            self.log.info("sampler %s, incarnation %d, is here", m.sampler, m.incarnation)
-            peer = Peer(m.sampler, m.incarnation, seen=now)
-            for old in [i for i, other in self.peers.items() if other.sampler == m.sampler]:
-                peer.pulls |= self.peers.pop(
-                    old
-                ).pulls  # a new connection, or process: what the old one was asked for goes on from its last good leaf
-            for pull in peer.pulls.values():
-                pull.pace = peer.pace
-                pull.forget_asked()
-            self.peers[identity] = peer
-            self._send(identity, self.welcome)
-            for offer, _ in list(self.weights.values())[-1:]:
-                self._send(identity, offer)
-        self.peers[identity].seen = now
-        peer, key = self.peers[identity], (m.sampler, m.incarnation)
-        self.reports[key] = max(self.reports.get(key, 0), m.handed)
-        for name in filter(peer.owns, m.lost):
-            if self.held_before.has(name):
-                self._send(identity, wire.Held([name]))
-            elif not self.got.has(name):
-                peer.offers.pop(name, None)
-                if name in peer.pulls:
-                    self._drop(peer, name)
-                self._book(name, "lost")
-        self._send(identity, wire.Got([], next(reversed(self.weights), "")))  # an answer: the learner is alive
+            return f"another sampler called {hello.sampler} came later: give each a --name and keys of its own"
+        return ""
 
-    def _book(self, name: str, column: str) -> None:
-        """A group that will not come, or is not wanted, goes into its column by way of the inbox, so that a checkpoint says so."""
+    def _let_in(self, identity: bytes, hello: wire.Hello) -> None:
+        self.log.info("sampler %s, incarnation %d, is here", hello.sampler, hello.incarnation)
+        peer = Peer(identity, hello.sampler, hello.incarnation, heard=time.monotonic())
+        # On a new connection, or from a new process, what the old one was asked for goes on from its last good leaf.
+        for old in [other for other in self.peers.values() if other.sampler == hello.sampler]:
+            peer.pulls |= self.peers.pop(old.identity).pulls
+        for pull in peer.pulls.values():
+            pull.pace = peer.pace
+            pull.forget_asked()
+        self.peers[identity] = peer
+        self._send(identity, self.welcome)
+        self._send_newest(peer)
+
+    def _send_newest(self, peer: Peer) -> None:
+        if self.weights:
+            newest = next(reversed(self.weights.values()))
+            self._send(peer.identity, newest.offer)
+
+    def _on_lost(self, peer: Peer, name: str) -> None:
+        """The sampler cannot send this group any more."""
+        if self.held_before.has(name):
+            self._send(peer.identity, wire.Held([name]))
+        elif not self.got.has(name):
+            peer.offers.pop(name, None)
+            if name in peer.pulls:
+                self._drop(peer, name)
+            self._book(name, "lost")
+
+    def _book(self, name: str, fate: str) -> None:
+        """Hand over the fate of a group that will not come, so that a checkpoint says so."""
         self.got.add(name)
         with self.lock:
-            self.arrived.append((name, column, time.time()))
+            self.arrived.append(Arrived(name, time.time(), fate=fate))
 
-    def _offer(self, identity: bytes, peer: Peer, of: wire.Manifest) -> None:
+    def _on_offer(self, peer: Peer, of: wire.Manifest) -> None:
         if not peer.owns(of.name):
             self.counts["malformed"] += 1
             self.log.warning("offer refused: %s is no group of sampler %s", of.name, peer.sampler)
-            return
-        if self.held_before.has(of.name) or self.got.has(of.name):
+        elif self.held_before.has(of.name) or self.got.has(of.name):
             self.counts["duplicate"] += 1
             self.log.info("%s is offered again", of.name)
-            return self._send(identity, wire.Held([of.name]) if self.held_before.has(of.name) else wire.Got([of.name]))
+            answer = wire.Held if self.held_before.has(of.name) else wire.Got
+            self._send(peer.identity, answer([of.name]))
+        else:
+            self._on_new_offer(peer, of)
+
+    def _on_new_offer(self, peer: Peer, of: wire.Manifest) -> None:
         try:
             of.check(self.limits.nbytes)
         except wire.WireError as e:
             self.log.warning("offer refused: %s", e)
             self._book(of.name, "refused")
-            return self._send(identity, wire.Got([of.name]))
+            self._send(peer.identity, wire.Got([of.name]))
+            return
         if of.name not in peer.pulls:
             peer.offers[of.name] = of
 
-    def _ask(self, now: float) -> None:
-        for identity, peer in self.peers.items():
-            while peer.offers and len(peer.pulls) < 8:
-                name, of = next(iter(peer.offers.items()))
-                with self.lock:
-                    if self.size and self.size + of.nbytes > self.room:
-                        break
-                    self.size += of.nbytes
-                del peer.offers[name]
-                peer.pulls[name] = wire.Pull(of, memoryview(bytearray(of.nbytes)), peer.pace)
-            for name, pull in peer.pulls.items():
-                while (span := pull.ask(now)) is not None:
-                    self._send(identity, wire.Ask(name, *span))
+    def _on_leaves(self, peer: Peer, message: wire.Leaves, data) -> None:
+        pull = peer.pulls.get(message.name)
+        if pull is None:
+            return
+        corrupt_before = pull.corrupt
+        pull.put(message.first, data, peer.heard)
+        self.counts["bad_leaves"] += pull.corrupt - corrupt_before
+        if pull.done:
+            self._on_whole_group(peer, message.name)
 
-    def _whole(self, identity: bytes, peer: Peer, name: str) -> None:
+    def _on_whole_group(self, peer: Peer, name: str) -> None:
         pull = peer.pulls.pop(name)
         self.got.add(name)
         self.counts["received"] += 1
         self.counts["bytes_in"] += pull.of.nbytes
         with self.lock:
-            self.arrived.append((name, bytes(pull.sink), time.time()))
-        self._send(identity, wire.Got([name]))
+            self.arrived.append(Arrived(name, time.time(), data=bytes(pull.sink)))
+        self._send(peer.identity, wire.Got([name]))
 
     def _drop(self, peer: Peer, name: str) -> None:
+        """Give up a group that was asked for."""
         with self.lock:
             self.size -= peer.pulls.pop(name).of.nbytes
 
-    def _serve(self, identity: bytes, m: wire.Ask) -> None:
-        if m.name not in self.weights:
-            return self._send(identity, wire.Gone(m.name))
+    def _on_ask(self, peer: Peer, ask: wire.Ask) -> None:
+        if ask.name not in self.weights:
+            self._send(peer.identity, wire.Gone(ask.name))
+            return
         try:
-            part = wire.leaves(self.weights[m.name][1], m.first, m.count)
+            part = wire.leaves(self.weights[ask.name].data, ask.first, ask.count)
         except wire.WireError as e:
             self.log.warning("ask refused: %s", e)
             return
         self.counts["bytes_out"] += len(part)
-        self._send(identity, wire.Leaves(m.name, m.first), part)
+        self._send(peer.identity, wire.Leaves(ask.name, ask.first), part)

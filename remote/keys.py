@@ -1,104 +1,128 @@
-"""CURVE keys: who may talk to whom, and nobody else can read it.
+"""CURVE keys: who may talk to whom, so that nobody else can read it.
 
-    python keys.py OUT --samplers=4         # OUT/learner and OUT/sampler0 ... OUT/sampler3, a folder to controllers to each machine
+    python -m remote.keys OUT --samplers=4      # OUT/learner and OUT/sampler0 ... OUT/sampler3
 
-ZeroMQ's CURVE (Curve25519) authenticates and encrypts every connection: the learner lets in the samplers whose public keys it has, and a sampler
-talks to the learner whose public key it has.
+Carry each machine its own folder, by a way you trust. ZeroMQ's CURVE (Curve25519) authenticates and
+encrypts every connection: the learner lets in the samplers whose public keys it has, and a sampler talks to the learner
+whose public key it has.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import shutil
+import sys
 from pathlib import Path
+from typing import NamedTuple
+
+import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
+
+
+class SamplerKeys(NamedTuple):
+    """What a sampler has, as ZeroMQ wants it."""
+
+    public: bytes
+    secret: bytes
+    learner: bytes  # the learner's public key
 
 
 def make_keys(out: str, samplers: int) -> None:
-    """OUT/learner and OUT/sampler0, ...: one folder to controllers to each machine. CURVE key pairs; secrets readable by their owner alone."""
-    import shutil
-    import zmq.auth
+    """OUT/learner and OUT/sampler0, ...: a folder of keys for each machine, secrets readable by their owner alone.
 
+    ValueError: there is something in OUT already."""
     root = Path(out)
     if root.exists() and any(root.iterdir()):
         raise ValueError(f"{out} is not empty: keys are not overwritten; name a new folder")
-    folders = [root / "learner", *(root / f"sampler{i}" for i in range(samplers))]
-    for folder in folders:
+    learner = root / "learner"
+    folders = [root / f"sampler{i}" for i in range(samplers)]
+    for folder in (learner, *folders):
         folder.mkdir(parents=True)
         os.chmod(folder, 0o700)
         zmq.auth.create_certificates(folder, folder.name)
         os.chmod(folder / f"{folder.name}.key_secret", 0o600)
-    (folders[0] / "samplers").mkdir()
-    for folder in folders[1:]:
-        shutil.move(folder / f"{folder.name}.key", folders[0] / "samplers")  # the learner knows whom it lets in
-        shutil.copy(folders[0] / "learner.key", folder)
+    (learner / "samplers").mkdir()
+    for folder in folders:
+        shutil.move(folder / f"{folder.name}.key", learner / "samplers")  # the learner knows whom it lets in
+        shutil.copy(learner / "learner.key", folder)
 
 
 def own_keys(folder: str) -> tuple[bytes, bytes]:
     """(public, secret) of the machine whose key folder this is. ValueError: none there, or readable by others."""
-    import zmq.auth
-
     found = sorted(Path(folder).glob("*.key_secret"))
     if len(found) != 1:
         raise ValueError(
-            f"--keys={folder}: {len(found)} secret keys there instead of one; `python keys.py OUT --samplers=N` makes a folder for each machine"
+            f"--keys={folder}: {len(found)} secret keys there instead of one; "
+            "`python -m remote.keys OUT --samplers=N` makes a folder for each machine"
         )
     if found[0].stat().st_mode & 0o077:
         raise ValueError(
-            f"--keys={folder}: {found[0].name} can be read by others; chmod 600 it, or make new keys if someone may have"
+            f"--keys={folder}: {found[0].name} can be read by others; "
+            "chmod 600 it, or make new keys if someone may have read it"
         )
     return zmq.auth.load_certificate(found[0])
 
 
-def sampler_keys(folder: str) -> tuple[bytes, bytes, bytes]:
-    """(public, secret, the learner's public) of a sampler's key folder."""
-    import zmq.auth
-
+def sampler_keys(folder: str) -> SamplerKeys:
+    """The keys in a sampler's key folder. ValueError: no such folder."""
     learner = Path(folder) / "learner.key"
     if not learner.is_file():
         raise ValueError(
-            f"--keys={folder}: no learner.key there; copy the folder that `python keys.py` made for this sampler"
+            f"--keys={folder}: no learner.key there; copy the folder that `python -m remote.keys` made for this sampler"
         )
-    return *own_keys(folder), zmq.auth.load_certificate(learner)[0]
+    return SamplerKeys(*own_keys(folder), learner=zmq.auth.load_certificate(learner)[0])
 
 
-def secure(context, socket, keys: str, log):
-    """CURVE on a bound socket: encrypted, and only samplers whose public keys lie in KEYS/samplers are let in; others are logged."""
-    import zmq.auth
-    from zmq.auth.thread import ThreadAuthenticator
+class KnownKeys:
+    """Asked by ZeroMQ at every handshake: whether the peer with this public key may come in."""
 
+    def __init__(self, known: set[bytes], log):
+        self.known = known
+        self.log = log
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        if key not in self.known:
+            self.log.warning("a stranger was turned away: its public key is %s", key.decode("ascii", "replace"))
+        return key in self.known
+
+
+def secure(context, socket, keys: str, log) -> ThreadAuthenticator:
+    """Encrypt a socket that will be bound, and let in only the samplers whose public keys lie in KEYS/samplers.
+
+    ValueError: no keys there. The caller stops the authenticator."""
     public, secret = own_keys(keys)
-    if not any((Path(keys) / "samplers").glob("*.key")):
+    known = {zmq.auth.load_certificate(path)[0] for path in (Path(keys) / "samplers").glob("*.key")}
+    if not known:
         raise ValueError(
-            f"--keys={keys}: no sampler's public key in its folder samplers, so nobody could come in; is this the learner's folder?"
+            f"--keys={keys}: no sampler's public key in its folder samplers, so nobody could come in; "
+            "is this the learner's folder?"
         )
-    known = {zmq.auth.load_certificate(path)[0]: path.stem for path in (Path(keys) / "samplers").glob("*.key")}
-
-    class Known:
-        def callback(self, domain, key):
-            if key not in known:
-                log.warning(
-                    "a stranger was turned away: nobody's public key here is %s", key.decode("ascii", "replace")
-                )
-            return key in known
-
-    auth = ThreadAuthenticator(context)
-    auth.start()
-    auth.configure_curve_callback(domain="*", credentials_provider=Known())
-    socket.curve_publickey, socket.curve_secretkey, socket.curve_server = public, secret, True
-    return auth
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback(domain="*", credentials_provider=KnownKeys(known, log))
+    socket.curve_publickey = public
+    socket.curve_secretkey = secret
+    socket.curve_server = True
+    return authenticator
 
 
-if __name__ == "__main__":
-    import argparse
-    import sys
-
-    ap = argparse.ArgumentParser(description="Keys for a learner and its samplers: one folder for each machine.")
-    ap.add_argument("out", help="a new folder")
-    ap.add_argument("--samplers", type=int, default=1, help="how many")
-    a = ap.parse_args()
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m remote.keys", description="Keys for a learner and its samplers: one folder for each machine."
+    )
+    parser.add_argument("out", help="a new folder")
+    parser.add_argument("--samplers", type=int, default=1, help="how many")
+    args = parser.parse_args(argv)
     try:
-        make_keys(a.out, a.samplers)
+        make_keys(args.out, args.samplers)
     except ValueError as e:
         sys.exit(f"error: {e}")
     print(
-        f"{a.out}/learner stays with the learner; controllers {a.out}/sampler0 to {a.out}/sampler{a.samplers - 1} to a host each, by a way you trust"
+        f"{args.out}/learner stays with the learner; "
+        f"carry {args.out}/sampler0 to {args.out}/sampler{args.samplers - 1} to a host each, by a way you trust"
     )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,44 +1,69 @@
-"""A sampler's end of the wire: offers its spool, answers asks, fetches the newest weights. HeteroRL, section 4.2; hub.py is the learner's end.
+"""A sampler's end of the wire: offers its spool, answers asks, fetches the newest weights. HeteroRL, section 4.2.
 
-`Link` is a thread with a ZeroMQ DEALER socket for each learner rank; the sampling loop reads `newest` and `error`, and never waits for it.
+`Link` is a thread with one `Line`, a ZeroMQ DEALER socket, for each rank of the learner. The sampling loop
+(sampler.py) reads `newest` and `error`, and never waits for the thread. hub.py is the learner's end; wire.py says in
+which messages they talk.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
 import time
 from pathlib import Path
 
+import zmq
+
 from remote import wire
-from remote.account import Spool, split
+from remote.account import Spool, sampler_of
+from remote.keys import SamplerKeys
 
 BEAT = 2.0  # seconds between two hellos
 OFFERS = 64  # groups offered and not yet fetched, at most
+PRINT_EVERY = 30.0  # seconds between two lines on the screen about a learner that does not answer
 
 
 class Link(threading.Thread):
-    """One connection for each learner rank: offers the spool, answers asks, fetches the newest weights (from the first rank)."""
+    """One line to each rank of the learner; the newest weights come from the first rank.
 
-    def __init__(self, addresses: list[str], streams: list[str], flags, spool: Spool, store: Path, keys):
-        import zmq
+    flags: sampler.SamplerFlags. store: the folder for weights. keys: None for a connection in the clear."""
 
+    def __init__(
+        self,
+        addresses: list[str],
+        streams: list[str],
+        flags,
+        spool: Spool,
+        store: Path,
+        keys: SamplerKeys | None,
+    ):
         super().__init__(daemon=True, name="link")
-        self.addresses, self.streams, self.flags, self.spool, self.store, self.keys = (
-            addresses,
-            streams,
-            flags,
-            spool,
-            store,
-            keys,
-        )
-        self.welcome: queue.Queue = queue.Queue()
-        self.newest: tuple[int, float, Path] | None = None  # version, published, file
-        self.error, self.stopping, self.turned = "", False, time.monotonic()
+        self.streams = streams
+        self.flags = flags
+        self.spool = spool
+        self.store = store
+        self.keys = keys
+        self.welcome: queue.Queue[wire.Welcome] = queue.Queue()
+        self.newest: wire.Weights | None = None  # None until the first weights are here whole
+        self.error = ""
+        self.stopping = False
+        self.turned = time.monotonic()  # when the last turn began
         self.context = zmq.Context()
-        self.lines = [Line(self, i) for i in range(len(addresses))]
+        self.lines = [Line(self, address, stream) for address, stream in zip(addresses, streams, strict=True)]
+        self.lines[0].fetches_weights = True
         self.start()
+
+    def behind(self, stream: str) -> int:
+        """Groups that the learner has not fetched.
+
+        Those that it has fetched must not count: it holds them only when it saves, and to get there it needs more."""
+        return len(self.spool.waiting[stream]) - len(self.lines[self.streams.index(stream)].got)
+
+    def close(self) -> None:
+        self.stopping = True
+        self.join(timeout=5)
 
     def run(self) -> None:
         try:
@@ -51,230 +76,279 @@ class Link(threading.Thread):
             self.context.destroy(linger=200)
 
     def turn(self) -> None:
-        import zmq
-
+        """Wait for a moment, then let every line do what is due."""
         poller = zmq.Poller()
         for line in self.lines:
             poller.register(line.socket, zmq.POLLIN)
         poller.poll(10)
-        asleep, self.turned = time.monotonic() - self.turned, time.monotonic()
+        now = time.monotonic()
+        away = now - self.turned
+        self.turned = now
         for line in self.lines:
-            if asleep > self.flags.patience:  # this process was stopped, or its host slept: that is nobody's silence
-                line.heard += asleep
-                line.began += asleep
+            if away > self.flags.patience:  # this process was suspended; do not count that time against the learner
+                line.heard += away
+                line.tried += away
             try:
                 line.turn(time.monotonic())
             except OSError as e:  # no room for the new weights: they are asked for again
                 print(f"{self.store}: {e.strerror or e}; waiting for room", flush=True)
                 time.sleep(1.0)
-            if line.silent > self.flags.give_up:
+            if line.silence > self.flags.give_up:
                 self.error = (
-                    f"no answer from {line.address} for {self.flags.give_up:.0f} s: is the learner up, is that its address, "
-                    "and are these the keys it knows (--keys)? A group that was handed over waits in the spool"
+                    f"no answer from {line.address} for {self.flags.give_up:.0f} s: is the learner up, "
+                    "is that its address, and are these the keys it knows (--keys)? "
+                    "A group that was handed over waits in the spool"
                 )
-
-    def behind(self, stream: str) -> int:
-        """Groups that the learner has not fetched. Those it has fetched must not count: it holds them when it saves, and to get there it needs more."""
-        return len(self.spool.waiting[stream]) - len(self.lines[self.streams.index(stream)].got)
-
-    def close(self) -> None:
-        self.stopping = True
-        self.join(timeout=5)
 
 
 class Line:
-    """A connection to one rank."""
+    """A connection to one rank of the learner."""
 
-    def __init__(self, link: Link, i: int):
-        self.link, self.address, self.stream, self.fetches = link, link.addresses[i], link.streams[i], i == 0
-        self.session, self.socket = "", None
-        self.pull: wire.Pull | None = None
+    def __init__(self, link: Link, address: str, stream: str):
+        self.link = link
+        self.address = address
+        self.stream = stream
+        self.fetches_weights = False
+        self.socket = None
+        self.session = ""  # the learner's, once it has said welcome
         self.offered: dict[str, float] = {}  # name -> when
-        self.got: set[str] = set()
-        self.cache: tuple[str, bytes] = ("", b"")
-        self.next_weights: wire.Offer | None = None
-        self.heard_of = self.have = ""  # the last weights that were offered, by name, and fetched, by their bytes
-        self.heard = self.began = self.said = time.monotonic()
-        self.beat = 0.0
+        self.got: set[str] = set()  # groups that the learner has here whole
+        self.sent: tuple[str, bytes] = ("", b"")  # the group that was asked for last, and its bytes
+        self.heard = time.monotonic()  # when the learner said something last
+        self.tried = self.heard  # the same, or when a new connection was tried last
+        self.printed = self.heard
+        self.beat = 0.0  # when the last hello was sent
+        # Weights are fetched one set at a time, whole before the next.
+        self.newest_name = ""  # of the weights that were offered last
+        self.wanted: wire.Offer | None = None  # the newest weights that are offered
+        self.fetching: wire.Offer | None = None  # the weights of `pull`
+        self.fetched_root = ""  # of the weights in the store
+        self.part = Path()  # the file that they are written to
+        self.pull: wire.Pull | None = None
         self.pace = wire.Pace(patience=link.flags.patience)
         self.connect()
 
     @property
-    def silent(self) -> float:
+    def silence(self) -> float:
+        """Seconds since the learner said something."""
         return time.monotonic() - self.heard
 
     def connect(self) -> None:
-        import zmq
-
+        """A new connection, on which nothing is known of the old one."""
         if self.socket is not None:
             self.socket.close(linger=0)
         self.socket = self.link.context.socket(zmq.DEALER)
-        if self.link.keys is not None:
-            self.socket.curve_publickey, self.socket.curve_secretkey, self.socket.curve_serverkey = self.link.keys
-        for option, value in (
-            (zmq.MAXMSGSIZE, wire.MOST),
-            (zmq.SNDHWM, 64),
-            (zmq.RCVHWM, 64),
-            (zmq.LINGER, 200),
-            (zmq.HEARTBEAT_IVL, 2000),
-            (zmq.HEARTBEAT_TIMEOUT, 10000),
-            (zmq.RECONNECT_IVL_MAX, 5000),
-        ):
-            self.socket.setsockopt(option, value)
+        keys = self.link.keys
+        if keys is not None:
+            self.socket.curve_publickey = keys.public
+            self.socket.curve_secretkey = keys.secret
+            self.socket.curve_serverkey = keys.learner
+        wire.set_socket_options(self.socket, linger=200)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
         self.socket.connect(self.address)
-        self.session, self.beat = "", 0.0
+        self.say_hello_again()
+        self.forget_session()
+
+    def say_hello_again(self) -> None:
+        """The learner does not know this connection."""
+        self.session = ""
+        self.beat = 0.0
+
+    def forget_session(self) -> None:
+        """What was offered, fetched and asked for belongs to a session or a connection that is over."""
         self.offered.clear()
         self.got.clear()
         if self.pull is not None:
             self.pull.forget_asked()
 
-    def send(self, message, payload=None) -> None:
-        import zmq
+    def send(self, message: wire.Message, payload=None) -> None:
+        frames = [wire.encode(message)]
+        if payload is not None:
+            frames.append(payload)
+        with contextlib.suppress(zmq.Again):  # nobody there, or nobody who reads: everything is sent again later
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
 
-        try:
-            self.socket.send_multipart([wire.encode(message)] + ([payload] if payload is not None else []), zmq.NOBLOCK)
-        except zmq.Again:  # nobody there, or nobody who reads: everything is said again later
-            pass
+    # -- what is due ---------------------------------------------------------------------------------------------------
 
     def turn(self, now: float) -> None:
-        import zmq
+        self.receive()
+        if now - self.beat > min(BEAT, self.link.flags.patience / 2):
+            self.beat = now
+            self.send_hello()
+        self.reconnect_if_silent(now)
+        if self.session:
+            self.offer(now)
+            self.fetch(now)
 
-        flags = self.link.flags
+    def receive(self) -> None:
+        """Handle what has come, but not for ever."""
         for _ in range(1000):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            try:
+            with contextlib.suppress(wire.WireError):  # damaged on the way: what it was will be asked for again
                 self.handle(wire.decode(frames[0].buffer), frames)
-            except wire.WireError:
-                continue  # damaged on the way: what it was will be asked for again
-        if now - self.beat > min(BEAT, flags.patience / 2):
-            self.beat = now
-            spool = self.link.spool
-            self.send(
-                wire.Hello(
-                    wire.PROTOCOL,
-                    self.stream,
-                    spool.incarnation,
-                    self.session,
-                    spool.handed[self.stream],
-                    spool.lost[self.stream][:OFFERS],
-                )
+
+    def send_hello(self) -> None:
+        spool = self.link.spool
+        self.send(
+            wire.Hello(
+                protocol=wire.PROTOCOL,
+                sampler=self.stream,
+                incarnation=spool.incarnation,
+                session=self.session,
+                handed=spool.handed[self.stream],
+                lost=spool.lost[self.stream][:OFFERS],
             )
-        if self.silent > 3 * flags.patience and now - self.began > 3 * flags.patience:
-            self.began = now
-            if now - self.said > 30:
-                self.said = now
-                print(
-                    f"no answer from {self.address} for {self.silent:.0f} s, trying again (at most {flags.give_up:.0f} s, --give_up)",
-                    flush=True,
-                )
-            self.connect()
-        if self.session:
-            self.offer(now)
-            self.fetch(now)
+        )
+
+    def reconnect_if_silent(self, now: float) -> None:
+        patience, give_up = self.link.flags.patience, self.link.flags.give_up
+        if self.silence <= 3 * patience or now - self.tried <= 3 * patience:
+            return
+        self.tried = now
+        if now - self.printed > PRINT_EVERY:
+            self.printed = now
+            print(
+                f"no answer from {self.address} for {self.silence:.0f} s, trying again "
+                f"(at most {give_up:.0f} s, --give_up)",
+                flush=True,
+            )
+        self.connect()
 
     def offer(self, now: float) -> None:
+        """Offer the oldest groups that wait, and those again whose offers were not answered."""
         for name, when in list(self.offered.items()):
             if now - when > 3 * self.link.flags.patience:
                 del self.offered[name]
         if len(self.offered) >= OFFERS:
             return
-        with self.link.spool.lock:
-            waiting = [n for n in self.link.spool.waiting[self.stream] if n not in self.got and n not in self.offered]
+        spool = self.link.spool
+        with spool.lock:
+            waiting = [n for n in spool.waiting[self.stream] if n not in self.got and n not in self.offered]
         for name in waiting[: OFFERS - len(self.offered)]:
-            data = self.link.spool.read(name)
+            data = spool.read(name)
             if data is not None:
                 self.offered[name] = now
                 self.send(wire.Offer(wire.manifest(name, data)))
 
-    def handle(self, m, frames) -> None:
-        self.heard = self.began = time.monotonic()
-        if isinstance(m, wire.Refuse):
-            self.link.error = m.why
-        elif isinstance(m, wire.Welcome):
-            if m.protocol != wire.PROTOCOL:
-                self.link.error = f"the learner speaks protocol {m.protocol} and this sampler {wire.PROTOCOL}: bring both to one revision"
-            self.session = m.session
-            self.offered.clear()
-            self.got.clear()
-            if self.pull is not None:
-                self.pull.forget_asked()
-            self.link.welcome.put(m)
-        elif isinstance(m, wire.Got):
-            for name in m.names:
-                self.offered.pop(name, None)
-                self.got.add(name)
-            if self.fetches and m.newest and m.newest != self.heard_of:
-                self.send(wire.Needs())
-        elif isinstance(m, wire.Held):
-            for name in m.names:
-                self.offered.pop(name, None)
-                self.got.discard(name)
-            self.link.spool.forget([n for n in m.names if self.mine(n)])
-        elif isinstance(m, wire.Gone):
-            if m.name == "":  # the learner does not know this connection: say hello again
-                self.session, self.beat = "", 0.0
-            elif self.pull is not None and self.pull.of.name == m.name:
-                self.pull = None  # newer ones are out; if their offer was lost, the answer to the next beat says so
-                if self.next_weights is self.offer_at:
-                    self.next_weights = None
-        elif isinstance(m, wire.Offer) and self.fetches:
-            try:
-                m.of.check(int(self.link.flags.most_weights * 2**30))
-            except wire.WireError as e:
-                self.link.error = f"--most_weights: {e}"
-                return
-            self.next_weights, self.heard_of = m, m.of.name
-        elif isinstance(m, wire.Ask):
-            self.serve(m)
-        elif isinstance(m, wire.Leaves) and self.pull is not None and m.name == self.pull.of.name and len(frames) == 2:
-            self.pull.put(m.first, frames[1].buffer, self.heard)
+    def fetch(self, now: float) -> None:
+        """Fetch the newest weights into the store. OSError: no room there."""
+        if self.pull is None and self.wanted is not None:
+            if self.wanted.of.root == self.fetched_root:  # an update that changed nothing: another version of the same
+                self.link.newest = wire.Weights(self.wanted.version, self.wanted.published, self.link.newest.path)
+            else:
+                self.begin_pull(self.wanted)
+        if self.pull is not None:
+            while (leaves := self.pull.ask(now)) is not None:
+                self.send(wire.Ask(self.pull.of.name, *leaves))
+            if self.pull.done:
+                self.end_pull()
 
-    def mine(self, name: str) -> bool:
-        """Whether a name is one of this stream's groups; one that was damaged on the way is nobody's."""
+    def begin_pull(self, offer: wire.Offer) -> None:
+        """Go on from what an earlier attempt has left of the same bytes; what is left of other weights is deleted."""
+        self.fetching = offer
+        self.part = self.link.store / f"{offer.of.root}.part"
+        resume = self.part.is_file() and self.part.stat().st_size == offer.of.nbytes
+        for other in self.link.store.glob("*.part"):
+            if other != self.part:
+                other.unlink()
+        sink = wire.FileSink(self.part, offer.of.nbytes, resume)
+        self.pull = wire.Pull(offer.of, sink, self.pace, resume)
+
+    def end_pull(self) -> None:
+        """The weights are here whole; they and the ones before them stay in the store."""
+        self.pull.sink.close()
+        path = self.link.store / f"v{self.fetching.version:06d}.safetensors"
+        os.replace(self.part, path)
+        self.pull = None
+        before = self.link.newest
+        self.fetched_root = self.fetching.of.root
+        self.link.newest = wire.Weights(self.fetching.version, self.fetching.published, path)
+        for old in self.link.store.glob("v*.safetensors"):
+            if old != path and (before is None or old != before.path):
+                old.unlink()
+
+    # -- one method for each message -----------------------------------------------------------------------------------
+
+    def handle(self, message: wire.Message, frames: list[zmq.Frame]) -> None:
+        self.heard = self.tried = time.monotonic()
+        match message:
+            case wire.Welcome():
+                self.on_welcome(message)
+            case wire.Refuse():
+                self.link.error = message.why
+            case wire.Got():
+                self.on_got(message)
+            case wire.Held():
+                self.on_held(message)
+            case wire.Ask():
+                self.on_ask(message)
+            case wire.Offer() if self.fetches_weights:
+                self.on_offer(message)
+            case wire.Leaves() if len(frames) == 2:
+                self.on_leaves(message, frames[1].buffer)
+            case wire.Gone():
+                self.on_gone(message)
+
+    def on_welcome(self, welcome: wire.Welcome) -> None:
+        mismatch = wire.protocol_mismatch(learner=welcome.protocol, sampler=wire.PROTOCOL)
+        if mismatch:
+            self.link.error = mismatch
+            return
+        self.session = welcome.session
+        self.forget_session()
+        self.link.welcome.put(welcome)
+
+    def on_got(self, message: wire.Got) -> None:
+        for name in message.names:
+            self.offered.pop(name, None)
+            self.got.add(name)
+        if self.fetches_weights and message.newest and message.newest != self.newest_name:
+            self.send(wire.Want())
+
+    def on_held(self, message: wire.Held) -> None:
+        for name in message.names:
+            self.offered.pop(name, None)
+            self.got.discard(name)
+        self.link.spool.forget([name for name in message.names if self.owns(name)])
+
+    def owns(self, name: str) -> bool:
+        """Whether this is the name of one of this stream's groups; one that was damaged on the way is not."""
         try:
-            return split(name)[0][0] == self.stream
+            return sampler_of(name) == self.stream
         except ValueError:
             return False
 
-    def serve(self, m: wire.Ask) -> None:
-        if self.cache[0] != m.name:
-            data = self.link.spool.read(m.name) if self.mine(m.name) else None
+    def on_ask(self, ask: wire.Ask) -> None:
+        if self.sent[0] != ask.name:
+            data = self.link.spool.read(ask.name) if self.owns(ask.name) else None
             if data is None:
-                return self.send(wire.Gone(m.name))
-            self.cache = (m.name, data)
-        self.offered[m.name] = time.monotonic()
-        self.send(wire.Leaves(m.name, m.first), wire.leaves(self.cache[1], m.first, m.count))
+                self.send(wire.Gone(ask.name))
+                return
+            self.sent = (ask.name, data)
+        self.offered[ask.name] = time.monotonic()
+        self.send(wire.Leaves(ask.name, ask.first), wire.leaves(self.sent[1], ask.first, ask.count))
 
-    def fetch(self, now: float) -> None:
-        """Fetch the newest weights into the store; one set at a time, whole before the next."""
-        offer = self.next_weights
-        if (
-            self.pull is None and offer is not None and offer.of.root == self.have
-        ):  # an update that moved nothing: a new version of the same bytes
-            self.link.newest = (offer.version, offer.published, self.link.newest[2])
-        elif self.pull is None and offer is not None:
-            self.offer_at = offer
-            self.part = (
-                self.link.store / f"{offer.of.root}.part"
-            )  # what an earlier attempt left of the same bytes is kept
-            resume = self.part.is_file() and self.part.stat().st_size == offer.of.nbytes
-            for other in self.link.store.glob("*.part"):  # of weights that nobody asks for any more
-                if other != self.part:
-                    other.unlink()
-            self.pull = wire.Pull(offer.of, wire.FileSink(self.part, offer.of.nbytes, resume), self.pace, resume)
-        if self.pull is None:
+    def on_offer(self, offer: wire.Offer) -> None:
+        try:
+            offer.of.check(int(self.link.flags.most_weights * 2**30))
+        except wire.WireError as e:
+            self.link.error = f"--most_weights: {e}"
             return
-        while (span := self.pull.ask(now)) is not None:
-            self.send(wire.Ask(self.pull.of.name, *span))
-        if self.pull.done:
-            self.pull.sink.close()
-            path = self.link.store / f"v{self.offer_at.version:06d}.safetensors"
-            os.replace(self.part, path)
-            self.pull, before, self.have = None, self.link.newest, self.offer_at.of.root
-            self.link.newest = (self.offer_at.version, self.offer_at.published, path)
-            for old in self.link.store.glob("v*.safetensors"):
-                if old != path and (before is None or old != before[2]):
-                    old.unlink()
+        self.wanted = offer
+        self.newest_name = offer.of.name
+
+    def on_leaves(self, message: wire.Leaves, data) -> None:
+        if self.pull is not None and self.pull.of.name == message.name:
+            self.pull.put(message.first, data, self.heard)
+
+    def on_gone(self, message: wire.Gone) -> None:
+        if message.name == "":
+            self.say_hello_again()
+        elif self.pull is not None and self.pull.of.name == message.name:
+            # Newer weights are out. If their offer was lost, the answer to the next hello says so.
+            self.pull = None
+            if self.wanted is self.fetching:
+                self.wanted = None

@@ -1,46 +1,89 @@
-"""A remote sampler: its flags and its loop. HeteroRL, section 4.2; hub.py is the learner's end.
+"""A remote sampler: its flags and its loop. HeteroRL, section 4.2; source.py is what the learner makes of its groups.
 
-    python rollout.py --connect=tcp://LEARNER:5555 --keys=keys/sampler0                # on any host, at any time; --help lists the flags
-    python rollout.py --connect=/shared/run                                            # over a shared folder
+    python -m remote --connect=tcp://LEARNER:5555 --keys=keys/sampler0      # on any host, at any time; see --help
+    python -m remote --connect=/shared/run                                  # over a shared folder
 
-Everything but the engine's flags comes from the learner: the model's configuration and tokenizer, the law to sample from, the task; with --model, another
-model samples. Two threads do not wait for each other: the main one samples with the newest weights that are here whole, hands each group over to the spool
-(a file, written whole: from here on it is accounted for) and goes on; the link offers what is in the spool until the learner holds it, and
-fetches new weights into the store meanwhile. Killed and started again, a sampler offers what its spool still holds and
-goes on under a new incarnation. It walks the task in an order of its own, so samplers need not know of each other.
+Everything but the engine's flags comes from the learner: the model's configuration and tokenizer, the sampling
+settings, the task, the weights; with --model, another model samples. Two threads do not wait for each other. This one
+samples with the newest weights that are here whole, hands each group over to the spool (a file that appears whole; from
+then on the group is accounted for) and goes on. The link's thread (link.py or files.py) offers what is in the spool
+until the learner holds it, and fetches new weights meanwhile. Killed and started again, a sampler offers what its spool
+still holds and goes on under a new incarnation. It walks the task in an order of its own, so samplers need not know of
+each other.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import queue
 import sys
 import time
+import tomllib
 from dataclasses import dataclass, fields, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch
 
+import delay
+import quant
+from config import Config
+from delay import DelayDistribution
+from engines import make_engine
+from flags import parse_flags
 from remote import wire
 from remote.account import Spool
-from delay import DelayDistribution, check
-from remote.files import FilesLink, shared_world
+from remote.files import FilesLink, wait_for_ranks
+from remote.groups import encode_group, name_of
 from remote.keys import sampler_keys
 from remote.link import Link
-from rollout import LocalSource, request_seed, uniforms
+from rollout import LocalSource, Rollout, request_seed, uniforms
+from sampling import Sampling
+from sync import Probe, read_tensors
+from tasks import make_task
 
-SAY = 10.0  # seconds between two lines on the screen
+PRINT_EVERY = 10.0  # seconds between two lines on the screen
 
 
 @dataclass(frozen=True)
-class Flags:
+class SamplerFlags:
+    """A sampler for a learner on another machine"""
+
+    # -- the connection
     connect: str = ""
-    """Address of the learner, tcp://HOST:PORT (with several ranks one for each, by commas), a TOML file of routes, or a shared folder."""
+    """Address of the learner, tcp://HOST:PORT (with several ranks one for each, separated by commas), a TOML file of
+    routes, or a shared folder."""
     keys: str = "none"
-    """This machine's folder of keys (keys.py makes them); none: in the clear, for addresses of this host only."""
+    """This machine's folder of keys (python -m remote.keys makes them); none: in the clear, for addresses of this host
+    only."""
     name: str = ""
     """This sampler's name; default: that of its keys, else of the host."""
+    give_up: float = 3600.0
+    """Seconds without an answer from the learner after which to stop."""
+    patience: float = 10.0
+    """Seconds after which an unanswered request is made again."""
+    most_weights: float = 64.0
+    """Largest set of weights that is taken, in GiB."""
+
+    # -- the groups
+    groups: int = 8
+    """Groups sampled at once."""
+    spool: str = ""
+    """Folder of groups handed over and not yet held by the learner; default out/samplers/NAME. It outlives the
+    process."""
+    spool_groups: int = 4096
+    """Stop sampling for a rank of the learner when so many groups wait to be fetched by it. Fetched ones stay on disk
+    until a checkpoint holds them."""
+    model: str = ""
+    """Folder of a model of this host's own, a smaller one say, that samples with the weights it has; default: the
+    learner's model and weights."""
+    task: str = ""
+    """This host's copy of the learner's task file, where the task is one."""
+
+    # -- the engine
     rollout: Literal["vllm", "hf"] = "vllm"
     """Rollout engine."""
     rollout_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -49,30 +92,16 @@ class Flags:
     """Low-bit format of the engine's linear layers; auto: the learner's --rollout_quant."""
     rollout_memory: float = 0.25
     """Engine's memory: GiB of KV cache on CPU, share of the GPU on CUDA."""
-    groups: int = 8
-    """Groups sampled at once."""
-    spool: str = ""
-    """Folder of groups handed over and not yet held by the learner; default out/samplers/NAME. It outlives the process."""
-    spool_groups: int = 4096
-    """Stop sampling for a rank of the learner when so many wait to be fetched by it. Fetched ones stay on disk until a checkpoint holds them."""
-    model: str = ""
-    """Folder of a model of this host's own, a smaller one say, that samples with the weights it has; default: the learner's model and weights."""
-    task: str = ""
-    """This host's copy of the learner's task file, where the task is one."""
-    give_up: float = 3600.0
-    """Seconds without an answer from the learner after which to stop."""
-    patience: float = 10.0
-    """Seconds after which an unanswered request is made again."""
+
+    # -- the delay
     delay: Literal["none", "constant", "lognormal", "weibull", "exponential"] = "none"
-    """Hold back new weights for a delay drawn from this law (delay.py), in seconds of this host's clock."""
+    """Hold back new weights for a delay drawn from this distribution (delay.py), in seconds of this host's clock."""
     delay_min: float = 60.0
     """Shortest delay."""
     delay_max: float = 1800.0
     """Longest delay."""
     delay_mass: float = 0.995
     """Share of delays between the two."""
-    most_weights: float = 64.0
-    """Largest set of weights that is taken, in GiB."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -80,150 +109,122 @@ class Flags:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class SamplerSource(LocalSource):
-    """A LocalSource whose groups controllers this sampler's stream and incarnation, and which walks the task from a random place on."""
-
-    def identify(self, i: int) -> tuple[int, tuple[str, int, int]]:
-        return request_seed("walk", *self.owner) % 2**31 + i, (*self.owner, i)
-
-
-def sample(flags: Flags) -> None:
-    """Run until the learner refuses, goes away for longer than --give_up, or a signal comes. ValueError: one sentence."""
+def sample(flags: SamplerFlags) -> None:
+    """Run until a signal comes. ValueError: the learner refuses, or is silent for longer than --give_up."""
     incarnation = int(time.time() * 1000)
-    link, spool, streams, folder = connect(flags, incarnation)
+    connection = connect(flags, incarnation)
     try:
-        welcome = first(link)
-        source, load = start(welcome, flags, folder)
-        draws, until, version = 0, 0.0, None
-        numbers, busy, loading, began, said = dict.fromkeys(streams, 0), 0.0, 0.0, 0.0, time.monotonic()
-        while not link.error:
-            same_run(link, welcome)
-            newest = link.newest
-            if began and time.monotonic() - said > SAY:
-                said = time.monotonic()
-                open_for = said - began - loading
-                print(
-                    f"{sum(numbers.values())} groups, version {version[0]}, {sum(map(link.behind, streams))} to be fetched, {len(spool)} not held, "
-                    f"blocked {100 * (1 - busy / open_for):.2f} % of {open_for:.0f} s",
-                    flush=True,
-                )
-            hungry = [s for s in streams if link.behind(s) < flags.spool_groups]
-            if (
-                newest is None or not hungry
-            ):  # the only waits there are: for the first weights, and for a learner that does not keep up
+        welcome = first_welcome(connection.link)
+        source = open_source(welcome, flags, connection.folder)
+        Sampler(flags, connection, welcome, source, incarnation).run()
+    finally:
+        connection.link.close()
+
+
+class Sampler:
+    """The loop: load the newest weights, sample for the rank that has the fewest groups, hand over."""
+
+    def __init__(
+        self,
+        flags: SamplerFlags,
+        connection: Connection,
+        welcome: wire.Welcome,
+        source: SamplerSource,
+        incarnation: int,
+    ):
+        self.flags = flags
+        self.link = connection.link
+        self.spool = connection.spool
+        self.streams = connection.streams
+        self.welcome = welcome
+        self.source = source
+        self.incarnation = incarnation
+        self.sampled = dict.fromkeys(connection.streams, 0)  # stream -> groups
+        self.loaded: wire.Weights | None = None
+        self.delays_drawn = 0
+        self.hold_until = 0.0  # no new weights before
+        self.began: float | None = None  # when the first weights were loaded
+        self.printed = time.monotonic()
+        self.busy = 0.0  # seconds spent sampling since `began`
+        self.loading = 0.0  # seconds spent loading weights since `began`
+
+    def run(self) -> None:
+        """ValueError with the link's error, when it has one."""
+        while not self.link.error:
+            check_same_run(self.link, self.welcome)
+            if self.began is not None and time.monotonic() - self.printed > PRINT_EVERY:
+                self.print_progress()
+            hungry = [s for s in self.streams if self.link.behind(s) < self.flags.spool_groups]
+            # The only waits there are: for the first weights, and for a learner that does not keep up.
+            if self.link.newest is None or not hungry or not self.load_newest(self.link.newest):
                 time.sleep(0.02)
                 continue
-            if newest != version and time.monotonic() >= until:
-                at = time.monotonic()
-                try:
-                    load(newest)
-                except FileNotFoundError:  # newer ones have replaced them: the link will say so
-                    time.sleep(0.02)
-                    continue
-                version, loading = newest, loading + time.monotonic() - at
-                if flags.delay != "none":
-                    u = float(uniforms(1, "delay", streams[0], incarnation, draws)[0])
-                    until, draws = (
-                        time.monotonic()
-                        + DelayDistribution(flags.delay, flags.delay_min, flags.delay_max, flags.delay_mass).quantile(
-                            max(2.0**-53, u)
-                        ),
-                        draws + 1,
-                    )
-            if not began:  # the first weights are in
-                began, loading = time.monotonic(), 0.0
-            turn, at = min(hungry, key=numbers.get), time.monotonic()  # the ranks in turn, but for one that has enough
-            source.owner = (turn, incarnation)
-            groups = [
-                (g, wire.encode_group(g)) for g in source.sample(range(numbers[turn], numbers[turn] + flags.groups))
-            ]
-            busy += time.monotonic() - at  # the rest of the time is the transport's: handing over, waiting, looking
-            numbers[turn] += flags.groups
-            for g, data in groups:
-                while not link.error:
-                    try:
-                        spool.hand_over(turn, wire.name_of(g.uid), data)
-                        break
-                    except OSError as e:  # a full disk: nothing is lost, everything waits
-                        print(f"{spool.folder}: {e.strerror}; waiting for room", flush=True)
-                        time.sleep(1.0)
-        raise ValueError(link.error)
-    finally:
-        link.close()
+            # The ranks in turn, except that one that has enough is left out.
+            self.sample_for(min(hungry, key=self.sampled.get))
+        raise ValueError(self.link.error)
 
-
-def connect(flags: Flags, incarnation: int):
-    """(link, spool, streams, folder of this sampler): everything that can be wrong before a model loads."""
-    import tomllib
-
-    if not flags.connect:
-        raise ValueError("--connect: name the learner's address, tcp://HOST:PORT, a file of routes, or a shared folder")
-    name = flags.name or (Path(flags.keys).name if flags.keys != "none" else os.uname().nodename)
-    if "/" in name or "." in name:
-        raise ValueError(f"--name={name}: a sampler's name has no slash and no dot")
-    check(flags)
-    if flags.groups < 1 or flags.spool_groups < flags.groups:
-        raise ValueError(
-            f"--groups={flags.groups} --spool_groups={flags.spool_groups}: at least one group at once, and a spool that holds a batch"
+    def print_progress(self) -> None:
+        self.printed = time.monotonic()
+        awake = self.printed - self.began - self.loading
+        waiting = sum(map(self.link.behind, self.streams))
+        print(
+            f"{sum(self.sampled.values())} groups, version {self.loaded.version}, {waiting} to be fetched, "
+            f"{len(self.spool)} not held, blocked {100 * (1 - self.busy / awake):.2f} % of {awake:.0f} s",
+            flush=True,
         )
-    folder = Path(flags.spool or f"out/samplers/{name}")
-    folder.mkdir(parents=True, exist_ok=True)
-    lock(folder)
-    if flags.connect.endswith(".toml"):
+
+    def load_newest(self, newest: wire.Weights) -> bool:
+        """Load these weights if the engine has others and the delay is over. False: newer ones have replaced the file,
+        and the link will say so."""
+        if newest == self.loaded or time.monotonic() < self.hold_until:
+            return True
+        start = time.monotonic()
         try:
-            routes = tomllib.loads(Path(flags.connect).read_text(encoding="utf-8"))
-        except (OSError, tomllib.TOMLDecodeError) as e:
-            raise ValueError(f"--connect={flags.connect}: no file of routes ({e})") from None
-        ranks = routes.get("samplers", {}).get(name, routes.get("samplers", {}).get("*"))
-        if ranks is None or any(str(r) not in routes.get("learners", {}) for r in ranks):
-            raise ValueError(
-                f'{flags.connect}: no route for {name}; it needs [learners] 0 = "tcp://..." and [samplers] {name} = [0]'
-            )
-        addresses, streams = [routes["learners"][str(r)] for r in ranks], [f"{name}.{r}" for r in ranks]
-    else:
-        addresses = flags.connect.split(",")
-        streams = [name] if len(addresses) == 1 else [f"{name}.{r}" for r in range(len(addresses))]
-    if "://" not in addresses[0]:
-        shared = Path(addresses[0])
-        if not shared.is_dir():
-            raise ValueError(
-                f"--connect={flags.connect}: neither an address such as tcp://HOST:PORT nor a folder that is there"
-            )
-        world = shared_world(shared, flags)
-        if not flags.connect.endswith(".toml") or world == 1:
-            streams = [name] if world == 1 else [f"{name}.{r}" for r in range(world)]
-        spool = Spool(shared / "rollouts", streams, incarnation)
-        return FilesLink(str(shared), streams, flags, spool), spool, streams, folder
-    for address in addresses:
-        if address.startswith("tcp://") and not address.rpartition(":")[2].isdigit():
-            raise ValueError(f"--connect={address}: no port; write tcp://HOST:PORT")
-    keys = None
-    if flags.keys == "none":
-        if not all(a.startswith(("tcp://127.0.0.1:", "tcp://localhost:", "ipc://")) for a in addresses):
-            raise ValueError(
-                f"--connect={flags.connect}: over a network keys are needed (--keys; `python keys.py OUT --samplers=N` makes them)"
-            )
-    else:
-        keys = sampler_keys(flags.keys)
-    spool = Spool(folder / "spool", streams, incarnation)
-    return Link(addresses, streams, flags, spool, folder, keys), spool, streams, folder
+            self.source.load_weights(newest)
+        except FileNotFoundError:
+            return False
+        self.loaded = newest
+        self.loading += time.monotonic() - start
+        if self.flags.delay != "none":
+            self.hold_until = time.monotonic() + self.draw_delay()
+        if self.began is None:
+            self.began = time.monotonic()
+            self.loading = 0.0
+        return True
+
+    def draw_delay(self) -> float:
+        """Seconds for which the weights just loaded are used, a pure function of incarnation and number of the draw."""
+        f = self.flags
+        u = float(uniforms(1, "delay", self.streams[0], self.incarnation, self.delays_drawn)[0])
+        self.delays_drawn += 1
+        return DelayDistribution(f.delay, f.delay_min, f.delay_max, f.delay_mass).quantile(max(2.0**-53, u))
+
+    def sample_for(self, stream: str) -> None:
+        """Sample --groups groups for one rank and hand them over."""
+        start = time.monotonic()
+        self.source.owner = (stream, self.incarnation)
+        first = self.sampled[stream]
+        groups = self.source.sample(range(first, first + self.flags.groups))
+        encoded = [encode_group(group) for group in groups]
+        # All time but this is the transport's: handing over, waiting, looking.
+        self.busy += time.monotonic() - start
+        self.sampled[stream] += self.flags.groups
+        for group, data in zip(groups, encoded, strict=True):
+            self.hand_over(stream, group, data)
+
+    def hand_over(self, stream: str, group: Rollout, data: bytes) -> None:
+        """Where the disk is full, nothing is lost: the sampler waits."""
+        while not self.link.error:
+            try:
+                self.spool.hand_over(stream, name_of(group.uid), data)
+                return
+            except OSError as e:
+                print(f"{self.spool.folder}: {e.strerror}; waiting for room", flush=True)
+                time.sleep(1.0)
 
 
-def lock(folder: Path) -> None:
-    """One process a folder."""
-    import fcntl
-
-    handle = open(folder / "lock", "w")
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise ValueError(
-            f"{folder}: another sampler works there; give this one a --name or a --spool of its own"
-        ) from None
-    lock.handles = [*getattr(lock, "handles", []), handle]  # held as long as the process lives
-
-
-def first(link) -> wire.Welcome:
+def first_welcome(link: Link | FilesLink) -> wire.Welcome:
+    """What the learner wants, once it has said so. ValueError with the link's error."""
     while not link.error:
         try:
             return link.welcome.get(timeout=0.05)
@@ -232,61 +233,186 @@ def first(link) -> wire.Welcome:
     raise ValueError(link.error)
 
 
-def same_run(link, welcome: wire.Welcome) -> None:
+def check_same_run(link: Link | FilesLink, welcome: wire.Welcome) -> None:
     """ValueError if the learner has started anew and wants something else."""
     while not link.welcome.empty():
-        now = link.welcome.get()
-        changed = [k for k in {**welcome.run, **now.run} if welcome.run.get(k) != now.run.get(k)] + (
-            ["model's configuration or tokenizer"] if now.setup != welcome.setup else []
-        )
+        again = link.welcome.get()
+        changed = [k for k in {**welcome.run, **again.run} if welcome.run.get(k) != again.run.get(k)]
+        if again.setup != welcome.setup:
+            changed.append("model's configuration or tokenizer")
         if changed:
             raise ValueError(
-                f"the learner started anew and asks for something else (its {', '.join(changed)}): start this sampler again"
+                f"the learner started anew and asks for something else (its {', '.join(changed)}): "
+                "start this sampler again"
             )
 
 
-def start(welcome: wire.Welcome, flags: Flags, folder: Path):
-    """(source, load): engine, task and tokenizer as the learner describes them, and what puts a version into the engine."""
-    import torch
+# ---------------------------------------------------------------------------------------------------------------------
+# The connection: everything that can be wrong before a model loads
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Connection:
+    """streams: this sampler's names, one for each rank of the learner that it samples for. folder: its own."""
+
+    link: Link | FilesLink
+    spool: Spool
+    streams: list[str]
+    folder: Path
+
+
+def connect(flags: SamplerFlags, incarnation: int) -> Connection:
+    """Check the flags, lock the folder, start the link. ValueError: one sentence."""
+    if not flags.connect:
+        raise ValueError("--connect: name the learner's address, tcp://HOST:PORT, a file of routes, or a shared folder")
+    name = own_name(flags)
+    delay.check(flags)
+    if flags.groups < 1 or flags.spool_groups < flags.groups:
+        raise ValueError(
+            f"--groups={flags.groups} --spool_groups={flags.spool_groups}: "
+            "at least one group at once, and a spool that holds a batch"
+        )
+    folder = Path(flags.spool or f"out/samplers/{name}")
+    folder.mkdir(parents=True, exist_ok=True)
+    lock_folder(folder)
+    addresses, streams = routes(flags.connect, name)
+    if "://" in addresses[0]:
+        return connect_sockets(flags, incarnation, addresses, streams, folder)
+    return connect_folder(flags, incarnation, Path(addresses[0]), name, streams, folder)
+
+
+def own_name(flags: SamplerFlags) -> str:
+    """--name, or the name of the keys, or the host's. ValueError if it cannot be a sampler's name."""
+    host = os.uname().nodename
+    name = flags.name or (host if flags.keys == "none" else Path(flags.keys).name)
+    if "/" in name or "." in name:
+        raise ValueError(f"--name={name}: a sampler's name has no slash and no dot")
+    return name
+
+
+LOCKS = []  # open as long as the process lives
+
+
+def lock_folder(folder: Path) -> None:
+    """One process for each folder. ValueError: another one works there."""
+    lock = open(folder / "lock", "w")  # noqa: SIM115 (closing it would give the lock back)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ValueError(
+            f"{folder}: another sampler works there; give this one a --name or a --spool of its own"
+        ) from None
+    LOCKS.append(lock)
+
+
+def routes(where: str, name: str) -> tuple[list[str], list[str]]:
+    """(addresses, streams) of --connect: those of a TOML file of routes, or addresses separated by commas."""
+    if not where.endswith(".toml"):
+        addresses = where.split(",")
+        return addresses, streams_of(name, len(addresses))
+    try:
+        tables = tomllib.loads(Path(where).read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as e:
+        raise ValueError(f"--connect={where}: no file of routes ({e})") from None
+    learners, samplers = tables.get("learners", {}), tables.get("samplers", {})
+    ranks = samplers.get(name, samplers.get("*"))
+    if ranks is None or any(str(rank) not in learners for rank in ranks):
+        raise ValueError(
+            f'{where}: no route for {name}; it needs [learners] 0 = "tcp://..." and [samplers] {name} = [0]'
+        )
+    return [learners[str(rank)] for rank in ranks], [f"{name}.{rank}" for rank in ranks]
+
+
+def streams_of(name: str, ranks: int) -> list[str]:
+    """A stream for each rank; with one rank, the sampler's own name."""
+    return [name] if ranks == 1 else [f"{name}.{rank}" for rank in range(ranks)]
+
+
+def connect_folder(
+    flags: SamplerFlags, incarnation: int, shared: Path, name: str, streams: list[str], folder: Path
+) -> Connection:
+    """A link over a shared folder, as soon as a learner is there. The spool lies in the shared folder."""
+    if not shared.is_dir():
+        raise ValueError(
+            f"--connect={flags.connect}: neither an address such as tcp://HOST:PORT nor a folder that is there"
+        )
+    ranks = wait_for_ranks(shared, flags)
+    if not flags.connect.endswith(".toml") or ranks == 1:
+        streams = streams_of(name, ranks)
+    spool = Spool(shared / "rollouts", streams, incarnation)
+    return Connection(FilesLink(str(shared), streams, flags, spool), spool, streams, folder)
+
+
+def connect_sockets(
+    flags: SamplerFlags, incarnation: int, addresses: list[str], streams: list[str], folder: Path
+) -> Connection:
+    """A link over ZeroMQ. The spool lies in this sampler's own folder."""
+    for address in addresses:
+        if address.startswith("tcp://") and not address.rpartition(":")[2].isdigit():
+            raise ValueError(f"--connect={address}: no port; write tcp://HOST:PORT")
+    keys = None if flags.keys == "none" else sampler_keys(flags.keys)
+    on_this_host = all(a.startswith(("tcp://127.0.0.1:", "tcp://localhost:", "ipc://")) for a in addresses)
+    if keys is None and not on_this_host:
+        raise ValueError(
+            f"--connect={flags.connect}: over a network keys are needed "
+            "(--keys; `python -m remote.keys OUT --samplers=N` makes them)"
+        )
+    spool = Spool(folder / "spool", streams, incarnation)
+    return Connection(Link(addresses, streams, flags, spool, folder, keys), spool, streams, folder)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The engine, the task and the weights, as the learner describes them
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class SamplerSource(LocalSource):
+    """A LocalSource whose groups carry this sampler's stream and incarnation, and which walks the task from a random
+    place on.
+
+    owner: (stream, incarnation) of the groups to be sampled next. skeleton: the learner's model, whose weights do not
+    matter; packed: the learner publishes low-bit tensors; fmt: the engine's low-bit format or None; own_model: the
+    engine has weights of its own, and loads no others."""
+
+    def __init__(self, *args, skeleton, packed: bool, fmt, own_model: bool, **more):
+        super().__init__(*args, **more)
+        self.owner = ("", 0)
+        self.skeleton = skeleton
+        self.packed = packed
+        self.fmt = fmt
+        self.own_model = own_model
+
+    def identify(self, i: int) -> tuple[int, tuple[str, int, int]]:
+        return request_seed("walk", *self.owner) % 2**31 + i, (*self.owner, i)
+
+    def load_weights(self, newest: wire.Weights) -> None:
+        """Put published weights into the engine, in the form that it takes. FileNotFoundError: newer ones have replaced
+        them."""
+        if self.own_model:  # its groups say how new the learner was
+            self.version, self.published = newest.version, newest.published
+            return
+        tensors = read_tensors(newest.path)
+        if self.packed and not self.engine.packed:
+            tensors = quant.load_quantized(self.skeleton, tensors)
+        if not self.packed:
+            tensors = {k: x.float() if x.is_floating_point() else x for k, x in tensors.items()}
+            if self.fmt:
+                tensors = dict(quant.for_engine(tensors.items(), self.skeleton, self.fmt, self.engine.packed))
+        self.published = newest.published
+        self.load(newest.version, tensors.items())
+
+
+def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> SamplerSource:
+    """Engine, task and tokenizer as the learner describes them. ValueError: one sentence."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    import quant
-    from engines import make_engine
-    from run import unpack_setup
-    from sampling import Sampling
-    from sync import Probe, read_tensors
-    from tasks import make_task
-    from config import Config
 
     run, model = welcome.run, folder / "model"
-    unpack_setup(welcome.setup, model)
-    cfg = Config(**{k: v for k, v in run["config"].items() if k in {f.name for f in fields(Config)}})
-    if cfg.task != "arith":
-        from hashlib import sha256
-
-        if (
-            not flags.task
-            or not Path(flags.task).is_file()
-            or sha256(Path(flags.task).read_bytes()).hexdigest() != run["task_digest"]
-        ):
-            raise ValueError(
-                f"--task={flags.task}: not the learner's {cfg.task}; copy that very file here and name it with --task"
-            )
-    fmt = run["config"]["rollout_quant"] if flags.rollout_quant == "auto" else flags.rollout_quant
-    if run["packed"] and fmt != run["config"]["rollout_quant"]:
-        raise ValueError(
-            f"--rollout_quant={fmt}: the learner publishes {run['config']['rollout_quant']} (its --sync_dtype=quantized); use that, or let it publish float32"
-        )
-    cfg = replace(
-        cfg,
-        task=flags.task or "arith",
-        rollout=flags.rollout,
-        rollout_dtype=flags.rollout_dtype,
-        rollout_quant=fmt,
-        rollout_memory=flags.rollout_memory,
-    )
+    wire.unpack_setup(welcome.setup, model)
+    cfg = configure(run, flags)
     tokenizer = AutoTokenizer.from_pretrained(model)
     if flags.model:
-        check_own(flags.model, tokenizer, AutoConfig.from_pretrained(model), run["context"])
+        check_own_model(flags.model, tokenizer, AutoConfig.from_pretrained(model), run["context"])
     torch.manual_seed(0)
     skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.float32)
     skeleton.save_pretrained(model)  # the engine starts from anything and is given its weights
@@ -297,8 +423,8 @@ def start(welcome: wire.Welcome, flags: Flags, folder: Path):
         max(1, run["topk"], run["kept"]),
         "cuda" if torch.cuda.is_available() else "cpu",
     )
-    form = quant.format_of(fmt, cfg.quant_group)
-    source = SamplerSource(
+    fmt = quant.format_of(cfg.rollout_quant, cfg.quant_group)
+    return SamplerSource(
         engine,
         make_task(cfg),
         tokenizer,
@@ -307,37 +433,55 @@ def start(welcome: wire.Welcome, flags: Flags, folder: Path):
         topk=run["topk"],
         kept=run["kept"],
         model=Path(flags.model).name if flags.model else run["model"],
-        probe=Probe(str(model), np.array(run["probe"], np.int64), form),
+        probe=Probe(str(model), np.array(run["probe"], np.int64), fmt),
+        skeleton=skeleton,
+        packed=run["packed"],
+        fmt=fmt,
+        own_model=bool(flags.model),
     )
 
-    def load(newest) -> None:
-        version, published, path = newest
-        if flags.model:  # it stays what it is, and its groups say how new the learner was
-            source.version, source.published = version, published
-            return
-        tensors = read_tensors(path)
-        if run["packed"] and not engine.packed:
-            tensors = quant.load_quantized(skeleton, tensors)
-        if not run["packed"]:
-            tensors = {k: x.float() if x.is_floating_point() else x for k, x in tensors.items()}
-            tensors = dict(quant.for_engine(tensors.items(), skeleton, form, engine.packed)) if form else tensors
-        source.published = published
-        source.load(version, tensors.items())
 
-    return source, load
+def configure(run: dict, flags: SamplerFlags) -> Config:
+    """The learner's flags, and this host's for the engine. ValueError if they do not go together."""
+    known = {f.name for f in fields(Config)}
+    cfg = Config(**{k: v for k, v in run["config"].items() if k in known})
+    if cfg.task != "arith":
+        check_task(flags.task, cfg.task, run["task_digest"])
+    learner_quant = run["config"]["rollout_quant"]
+    own_quant = learner_quant if flags.rollout_quant == "auto" else flags.rollout_quant
+    if run["packed"] and own_quant != learner_quant:
+        raise ValueError(
+            f"--rollout_quant={own_quant}: the learner publishes {learner_quant} (its --sync_dtype=quantized); "
+            "use that, or let it publish float32"
+        )
+    return replace(
+        cfg,
+        task=flags.task or "arith",
+        rollout=flags.rollout,
+        rollout_dtype=flags.rollout_dtype,
+        rollout_quant=own_quant,
+        rollout_memory=flags.rollout_memory,
+    )
 
 
-def check_own(folder: str, tokenizer, config, context: int) -> None:
-    """ValueError unless a model of this host's own speaks the learner's language."""
+def check_task(path: str, learners: str, digest: str) -> None:
+    """ValueError unless this host has the learner's task file."""
+    if not path or not Path(path).is_file() or sha256(Path(path).read_bytes()).hexdigest() != digest:
+        raise ValueError(f"--task={path}: not the learner's {learners}; copy that file here and name it with --task")
+
+
+def check_own_model(folder: str, tokenizer, config, context: int) -> None:
+    """ValueError unless a model of this host's own has the learner's vocabulary and enough context."""
     from transformers import AutoConfig, AutoTokenizer
 
     if not (Path(folder) / "config.json").is_file():
         raise ValueError(f"--model={folder}: no Hugging Face model folder (no config.json there)")
     own = AutoConfig.from_pretrained(folder)
-    if (
-        own.vocab_size != config.vocab_size
-        or AutoTokenizer.from_pretrained(folder).get_vocab() != tokenizer.get_vocab()
-    ):
+    same_vocabulary = (
+        own.vocab_size == config.vocab_size
+        and AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
+    )
+    if not same_vocabulary:
         raise ValueError(
             f"--model={folder}: its tokenizer or vocabulary differs from the learner's; a sampler must share them"
         )
@@ -347,12 +491,14 @@ def check_own(folder: str, tokenizer, config, context: int) -> None:
         )
 
 
-def main(argv=None) -> None:
-    import tyro
-
+def main(argv: list[str] | None = None) -> None:
     try:
-        sample(tyro.cli(tyro.conf.FlagConversionOff[Flags], args=argv, use_underscores=True, prog="rollout.py"))
+        sample(parse_flags(SamplerFlags, argv))
     except ValueError as e:
         sys.exit(f"error: {e}")
     except KeyboardInterrupt:
         pass
+
+
+if __name__ == "__main__":
+    main()

@@ -1,57 +1,186 @@
-"""Groups from samplers on other machines, as train.py sees them: HeteroRL, section 4.2. hub.py and files.py bring them.
+"""Groups from samplers on other machines, as train.py sees them. HeteroRL, section 4.2.
 
-`RemoteSource` has the face of a LocalSource (rollout.py): it publishes weights, hands out groups in order of arrival, and keeps the account.
-Nothing is lost and nothing trained on twice in the history that survives. A sampler keeps each group (account.py)
-until the learner says `held`, which it says only of groups that a checkpoint accounts for; a learner that starts again from
-that checkpoint is offered all others anew. Every group ends in one column of the account:
+`RemoteSource` has the face of a LocalSource (rollout.py): it publishes weights, hands out groups in order of arrival,
+and keeps the account. hub.py or files.py brings the groups. Nothing is lost, and nothing is trained on twice in the
+history that survives: a sampler keeps each group (account.py) until the learner says `held`, which it says only of
+groups that a checkpoint accounts for, and a learner that starts again from that checkpoint is offered all others anew.
+Every group has one fate:
 
-    trained, staleness (too many updates old), window (waited too long), orphan (sampled by weights of a history that did not survive),
-    refused (not what was asked for), corrupt (damaged in the folder), lost (damaged in the spool, or gone)
+    trained      the learner has trained on it
+    staleness    sampled by weights that were more than --max_staleness updates old
+    window       it waited for longer than --window_seconds
+    orphan       sampled by weights of a history that did not survive
+    refused      not what was asked for
+    corrupt      damaged in the folder
+    lost         damaged in the spool, or gone
 
-and `duplicate` counts offers of what had come already: those are in another column too.
+`duplicate` counts offers of groups that had come already, which have a fate each: it is not one of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import filecmp
+import hashlib
+import logging
+import secrets
 import sys
 import time
 from collections import Counter, deque
+from dataclasses import dataclass
 from pathlib import Path
 
 from remote import wire
-from remote.account import Account, split
-from remote.hub import log_path, retain
+from remote.account import Account, Arrived, retain_weights, split
+from remote.files import FilesHub
+from remote.groups import Limits, decode_group, name_of
+from remote.hub import Hub
+from rollout import Rollout
+from sampling import Sampling
 from sync import write_tensors
 
-COLUMNS = ("trained", "staleness", "window", "orphan", "refused", "corrupt", "lost")
+FATES = ("trained", "staleness", "window", "orphan", "refused", "corrupt", "lost")
+TRAFFIC = ("received", "duplicate", "bad_leaves", "malformed", "strangers")
+SUSPENDED = 5.0  # seconds: a turn of the waiting loop that takes longer means that this process was suspended
+PRINT_EVERY = 60.0  # seconds between two lines on the screen while the learner waits
+
+# The flags of train.py that a sampler needs, beside all of task_*.
+SHARED = (
+    "task",
+    "group_size",
+    "max_tokens",
+    "seed",
+    "rollout_quant",
+    "quant_group",
+    "logprobs_mode",
+    "lm_head_fp32",
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Opening
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def open_remote_source(cfg, run, model: str, topk: int, max_allowed: int, comm) -> RemoteSource:
+    """The source of --samplers=zmq or files, not yet open to samplers: the first `publish` lets them in.
+
+    run: run.Run. model: "policy" or "actor", the one that samples. topk: alternatives to record for each token;
+    max_allowed: tokens of a set of allowed tokens, 0 where none are recorded. ValueError: the address is taken, or the
+    keys are not there."""
+    welcome = wire.Welcome(
+        protocol=wire.PROTOCOL,
+        session=secrets.token_hex(8),
+        run=describe_run(cfg, run, model, topk, max_allowed, comm.size),
+        setup=wire.pack_setup(getattr(run, model)),
+    )
+    limits = Limits(
+        group_size=cfg.group_size,
+        max_tokens=cfg.max_tokens,
+        max_prompt=run.context,
+        vocab=run.configs[model].vocab_size,
+        topk=topk,
+        max_allowed=max_allowed,
+    )
+    log = open_log(cfg.out, comm.rank)
+    if cfg.samplers == "files":
+        hub = FilesHub(cfg.sync_path, welcome, limits, log, comm.rank, comm.size)
+    else:
+        hub = Hub(address_of_rank(cfg.bind, comm.rank), cfg.keys, welcome, limits, log)
+    versions = Path(cfg.out) / "versions" / f"rank{comm.rank}"
+    return RemoteSource(hub, cfg, limits, Sampling.of(cfg), versions, comm, log)
+
+
+def describe_run(cfg, run, model: str, topk: int, max_allowed: int, ranks: int) -> dict:
+    """What a sampler must know of a run beside the model's files. The names are those of the messages."""
+    shared = {k: v for k, v in dataclasses.asdict(cfg).items() if k in SHARED or k.startswith("task_")}
+    digest = "" if cfg.task == "arith" else hashlib.sha256(Path(cfg.task).read_bytes()).hexdigest()
+    return {
+        "config": shared,
+        "model": model,
+        "topk": topk,
+        "kept": max_allowed,
+        "context": run.context,
+        "world": ranks,
+        "task_digest": digest,
+        "sampling": vars(Sampling.of(cfg)),
+        "probe": run.probe(model).ids.tolist(),
+        "packed": cfg.sync_dtype == "quantized",
+    }
+
+
+def address_of_rank(bind: str, rank: int) -> str:
+    """Rank r listens r ports higher than --bind says; an address without a port is left as it is."""
+    port = bind.rpartition(":")[2]
+    if port.isdigit() and int(port):
+        return f"{bind.removesuffix(port)}{int(port) + rank}"
+    return bind
+
+
+def log_path(out: str | Path, rank: int) -> Path:
+    return Path(out) / ("remote.log" if rank == 0 else f"remote{rank}.log")
+
+
+def open_log(out: str | Path, rank: int) -> logging.Logger:
+    """The file that says who came, who was turned away, and why."""
+    log = logging.getLogger(f"remote.{out}.{rank}")
+    if not log.handlers:
+        handler = logging.FileHandler(log_path(out, rank))
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False
+    return log
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The source
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ready:
+    """A group that is what was asked for, and that nobody has trained on."""
+
+    name: str
+    group: Rollout
+    when: float  # it arrived, in seconds since the epoch
+    nbytes: int  # of room that it takes; 0 once it was handed out
 
 
 class RemoteSource:
-    """The face of a LocalSource over a hub: groups in order of arrival, within the bounds of staleness and age."""
+    """The face of a LocalSource over a hub: groups in order of arrival, within the bounds of staleness and age.
 
-    def __init__(self, hub, cfg, limits: wire.Limits, sampling, store: Path, comm, log):
-        self.hub, self.cfg, self.limits, self.sampling, self.store, self.comm, self.log = (
-            hub,
-            cfg,
-            limits,
-            sampling,
-            store,
-            comm,
-            log,
-        )
-        self.taken = Account()  # what the last checkpoint accounts for; the hub turns it away
-        self.since: list[str] = []  # the same since the last checkpoint
-        self.ready: deque = deque()  # (name, group, when, bytes)
-        self.batch: list = []  # the same, of the groups handed out last
-        self.counts, self.broadcast_at, self.waited, self.saving, self.error = Counter(), None, 0.0, [], ""
+    store: folder of the weights that were published; they stand there as long as samplers may fetch them."""
+
+    def __init__(self, hub: Hub | FilesHub, cfg, limits: Limits, sampling: Sampling, store: Path, comm, log):
+        self.hub = hub
+        self.cfg = cfg
+        self.limits = limits
+        self.sampling = sampling
+        self.store = store
+        self.comm = comm
+        self.log = log
+        self.packed = cfg.sync_dtype == "quantized"  # `publish` wants the engine's low-bit tensors
+        self.error = ""
+        self.counts: Counter = Counter()  # fate -> groups
+        self.taken = Account()  # groups that the last checkpoint accounts for; the hub turns them away
+        self.since: list[str] = []  # groups whose fate was decided since then
+        self.saving: list[str] = []  # those of them that the checkpoint in the making accounts for
+        self.ready: deque[Ready] = deque()
+        self.batch: list[Ready] = []  # handed out last
+        self.waited = 0.0  # seconds in `next` since the last metrics
+        self.broadcast_at: int | None = None  # the version published last
         self.published: dict[int, float] = {}  # version -> when, of this history
         self.files: list[Path] = []  # weights published in this session
 
     def now(self, learner_version: int) -> float:
         return time.time()
 
+    # -- weights -------------------------------------------------------------------------------------------------------
+
     def publish(self, version: int, named_tensors) -> None:
+        """Offer new weights to the samplers, every --sync_every updates. Collective."""
         tensors = dict(named_tensors)  # collective: every rank must ask for them
         if self.broadcast_at is None:
             self.hub.open(Account.of(self.taken.state()))
@@ -60,120 +189,163 @@ class RemoteSource:
         if self.cfg.sync_dtype == "bfloat16":
             tensors = {k: x.bfloat16() if x.is_floating_point() else x for k, x in tensors.items()}
         path = self.store / f"v{version:06d}.safetensors"
-        write_tensors(fresh := path.with_suffix(".new"), tensors)
-        if path.exists() and filecmp.cmp(
-            fresh, path, shallow=False
-        ):  # a learner that starts again publishes its checkpoint's weights anew:
-            fresh.unlink()  # the same ones, and what they sampled is still theirs
+        self._write_if_new(path, tensors)
+        stamp = path.stat().st_mtime if self.comm.rank == 0 else 0.0  # samplers fetch from one rank and feed all
+        self.broadcast_at = version
+        self.published[version] = self.comm.max([stamp])[0]
+        self.hub.broadcast(version, path, self.published[version])
+        self.files = retain_weights(path, self.files)
+
+    def _write_if_new(self, path: Path, tensors: dict) -> None:
+        """A learner that starts again publishes its checkpoint's weights anew: they are the same bytes, and the file of
+        before stands, for the groups that it sampled are not orphans."""
+        fresh = path.with_suffix(".new")
+        write_tensors(fresh, tensors)
+        if path.exists() and filecmp.cmp(fresh, path, shallow=False):
+            fresh.unlink()
         else:
             fresh.replace(path)
-        stamp = path.stat().st_mtime if self.comm.rank == 0 else 0.0  # samplers fetch from one rank and feed all
-        self.broadcast_at, self.published[version] = version, self.comm.max([stamp])[0]
-        self.hub.broadcast(version, path, self.published[version])
-        self.files = retain(path, self.files)
 
-    def next(self, n_groups: int, learner_version: int, stop=()) -> list:
-        """The next n groups. Waits for them and says so once a minute; an empty list when `stop` fills, or, with `error` set, after --give_up seconds without any."""
-        batch, self.batch, start = [], [], time.monotonic()
-        last = said = before = start
-        while len(batch) < n_groups and not stop and not self.error:
-            for name, data, when in self.hub.take():
-                self.look_at(name, data, when)
-            now = time.monotonic()
-            last += now - before if now - before > 5 else 0  # this process was stopped: that is nobody's silence
-            before = now
-            while self.ready and len(batch) < n_groups:
-                name, group, when, nbytes = self.ready.popleft()
-                self.hub.free(nbytes)
-                if (column := self.column(group, when, learner_version)) == "trained":
-                    batch.append((name, group, when, 0))
-                    last = now
-                else:
-                    self.settle(name, column)
-            if self.hub.broken:
-                self.error = f"the hub failed: {self.hub.broken}"
-            elif now - last > self.cfg.give_up:
-                self.error = (
-                    f"no group to train on for {self.cfg.give_up:.0f} s at {self.hub.address} ({self.said()}): start samplers "
-                    f"(python rollout.py --connect=...), look at {log_path(self.cfg.out, self.comm.rank)}, or raise --give_up; --resume goes on from here"
-                )
-            elif now - said > 60:
-                said = now
-                print(
-                    f"waiting for groups: {len(batch)} of {n_groups}, {len({s for s, _ in self.hub.reports.copy()})} samplers seen at {self.hub.address}",
-                    flush=True,
-                )
-            if len(batch) < n_groups:
-                time.sleep(0.01)
+    # -- groups --------------------------------------------------------------------------------------------------------
+
+    def next(self, n_groups: int, learner_version: int, stop=()) -> list[Rollout]:
+        """The next n groups. Waits for them, and says so once a minute.
+
+        An empty list when `stop` fills, or, with `error` set, after --give_up seconds without any group."""
+        self.batch = []
+        start = time.monotonic()
+        batch = self._collect(n_groups, learner_version, stop)
         self.waited += time.monotonic() - start
         if len(batch) < n_groups:
             self.ready.extendleft(reversed(batch))
-            if self.error and self.comm.rank:  # train.py speaks for rank 0
+            if self.error and self.comm.rank:  # train.py prints the error of rank 0
                 print(f"error: rank {self.comm.rank}: {self.error}", file=sys.stderr, flush=True)
             return []
-        for name, *_ in batch:
-            self.settle(name, "trained")
+        for item in batch:
+            self.record_fate(item.name, "trained")
         self.batch = batch
-        return [group for _, group, _, _ in batch]
+        return [item.group for item in batch]
+
+    def _collect(self, n_groups: int, learner_version: int, stop) -> list[Ready]:
+        """Groups to train on: n of them, or as many as there were before `stop` filled or `error` was set."""
+        batch: list[Ready] = []
+        before = time.monotonic()
+        last_group = last_print = before
+        while len(batch) < n_groups and not stop and not self.error:
+            for arrived in self.hub.drain():
+                self.validate(arrived)
+            now = time.monotonic()
+            if now - before > SUSPENDED:  # this process was suspended; do not count that time against the samplers
+                last_group += now - before
+            before = now
+            so_far = len(batch)
+            self._fill(batch, n_groups, learner_version)
+            if len(batch) > so_far:
+                last_group = now
+            if self.hub.broken:
+                self.error = f"the hub failed: {self.hub.broken}"
+            elif now - last_group > self.cfg.give_up:
+                self.error = self._nobody_came()
+            elif now - last_print > PRINT_EVERY:
+                last_print = now
+                self._print_waiting(len(batch), n_groups)
+            if len(batch) < n_groups:
+                time.sleep(0.01)
+        return batch
+
+    def _fill(self, batch: list[Ready], n_groups: int, learner_version: int) -> None:
+        """Move ready groups into the batch until it has n; those that nobody may train on meet their fate."""
+        while self.ready and len(batch) < n_groups:
+            item = self.ready.popleft()
+            self.hub.free(item.nbytes)
+            item.nbytes = 0
+            fate = self.fate(item, learner_version)
+            if fate == "trained":
+                batch.append(item)
+            else:
+                self.record_fate(item.name, fate)
+
+    def _nobody_came(self) -> str:
+        return (
+            f"no group to train on for {self.cfg.give_up:.0f} s at {self.hub.address} ({self.account_text()}): "
+            f"start samplers (python -m remote --connect=...), look at {log_path(self.cfg.out, self.comm.rank)}, "
+            "or raise --give_up; --resume goes on from here"
+        )
+
+    def _print_waiting(self, n: int, n_groups: int) -> None:
+        samplers = len(self._samplers())
+        print(f"waiting for groups: {n} of {n_groups}, {samplers} samplers seen at {self.hub.address}", flush=True)
+
+    def _samplers(self) -> set[str]:
+        """The samplers that ever came."""
+        return {sampler for sampler, _ in self.hub.reports.copy()}  # a copy: the hub's thread may add to it
 
     def give_back(self) -> None:
         """What `next` gave will not be trained on: another rank got nothing, and all stop."""
-        for name, *_ in self.batch:
-            self.since.remove(name)
+        for item in self.batch:
+            self.since.remove(item.name)
             self.counts["trained"] -= 1
         self.ready.extendleft(reversed(self.batch))
         self.batch = []
 
-    def said(self) -> str:
-        """The account so far, in a few words."""
-        return ", ".join(f"{n} {column}" for column, n in self.counts.items() if n) or "none came"
-
-    def look_at(self, name: str, data: bytes | str, when: float) -> None:
-        if isinstance(data, str):  # the column of a group that will not come
-            return self.settle(name, data)
+    def validate(self, arrived: Arrived) -> None:
+        """A group that is what was asked for is ready; any other meets its fate."""
+        if arrived.fate:
+            self.record_fate(arrived.name, arrived.fate)
+            return
         try:
-            group = wire.decode_group(data, self.limits)
-            if wire.name_of(group.uid) != name:
-                raise wire.WireError(f"{name} holds the group {wire.name_of(group.uid)}")
-            if vars(group.sampling) | {"seed": 0} != vars(self.sampling) | {"seed": 0}:
-                raise wire.WireError(f"{name}: sampled by another law, {group.sampling}")
+            group = decode_group(arrived.data, self.limits)
+            if name_of(group.uid) != arrived.name:
+                raise wire.WireError(f"{arrived.name} holds the group {name_of(group.uid)}")
+            if dataclasses.replace(group.sampling, seed=0) != dataclasses.replace(self.sampling, seed=0):
+                raise wire.WireError(f"{arrived.name}: sampled with other settings, {group.sampling}")
         except wire.WireError as e:
             self.log.warning("group refused: %s", e)
-            self.hub.free(len(data))
-            return self.settle(name, "refused")
-        self.ready.append((name, group, when, len(data)))
+            self.hub.free(len(arrived.data))
+            self.record_fate(arrived.name, "refused")
+            return
+        self.ready.append(Ready(arrived.name, group, arrived.when, len(arrived.data)))
 
-    def column(self, group, when: float, learner_version: int) -> str:
+    def fate(self, item: Ready, learner_version: int) -> str:
+        """What becomes of a ready group if the learner takes it now."""
+        group, bound = item.group, self.cfg.max_staleness
         if self.published.get(group.version) != group.t_published:
             return "orphan"
-        if self.cfg.max_staleness is not None and learner_version - group.version > self.cfg.max_staleness:
+        if bound is not None and learner_version - group.version > bound:
             return "staleness"
-        return "window" if time.time() - when > self.cfg.window_seconds else "trained"
+        if time.time() - item.when > self.cfg.window_seconds:
+            return "window"
+        return "trained"
 
-    def settle(self, name: str, column: str) -> None:
-        """The group's fate is decided: it stands in one column, and a checkpoint will say so."""
-        self.counts[column] += 1
+    def record_fate(self, name: str, fate: str) -> None:
+        """The group's fate is decided, and the next checkpoint will say so."""
+        self.counts[fate] += 1
         self.since.append(name)
-        key, n = split(name)  # a sampler that was killed may not have said how many
+        key, n = split(name)  # a sampler that was killed may not have said how many it has handed over
         self.hub.reports[key] = max(self.hub.reports.get(key, 0), n + 1)
+
+    # -- the account ---------------------------------------------------------------------------------------------------
+
+    def account_text(self) -> str:
+        """The account so far, in a few words."""
+        return ", ".join(f"{n} {fate}" for fate, n in self.counts.items() if n) or "none came"
 
     def metrics(self) -> dict[str, float]:
         """The account and the traffic, summed over ranks; collective."""
-        known = self.hub.reports.copy()  # the hub's thread may add to it
-        mine = {
-            **{k: self.counts[k] for k in COLUMNS},
-            **{k: self.hub.counts[k] for k in ("received", "duplicate", "bad_leaves", "malformed", "strangers")},
-            "handed": sum(known.values()),
+        mine = {fate: self.counts[fate] for fate in FATES}
+        mine |= {kind: self.hub.counts[kind] for kind in TRAFFIC}
+        mine |= {
+            "handed": sum(self.hub.reports.copy().values()),
             "waiting": len(self.ready),
             "wait_s": self.waited / self.comm.size,
             "MiB_in": self.hub.counts["bytes_in"] / 2**20,
             "MiB_out": self.hub.counts["bytes_out"] / 2**20,
         }
         self.waited = 0.0
-        return {
-            **{f"remote/{k}": v for k, v in zip(mine, self.comm.sum(list(mine.values())))},
-            "remote/samplers": self.comm.max([len({s for s, _ in known})])[0],
-        }
+        total = self.comm.sum(list(mine.values()))
+        out = {f"remote/{name}": value for name, value in zip(mine, total, strict=True)}
+        out["remote/samplers"] = self.comm.max([len(self._samplers())])[0]
+        return out
 
     def state_dict(self) -> dict:
         account = Account.of(self.taken.state())
@@ -196,11 +368,9 @@ class RemoteSource:
         self.saving = []
 
     def load_state_dict(self, state: dict) -> None:
-        self.counts, self.taken, self.published = (
-            Counter(state["counts"]),
-            Account.of(state["account"]),
-            dict(state["published"]),
-        )
+        self.counts = Counter(state["counts"])
+        self.taken = Account.of(state["account"])
+        self.published = dict(state["published"])
         self.hub.reports.update({(sampler, incarnation): n for sampler, incarnation, n in state.get("reports", [])})
 
     def close(self) -> None:

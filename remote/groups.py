@@ -1,0 +1,225 @@
+"""A group of rollouts as bytes, and what the learner checks before it believes one. HeteroRL, section 4.2.
+
+A group is one safetensors file: arrays over all N tokens of its G responses, end to end, and everything else as JSON in
+the file's metadata (`Head`).
+
+    prompt_ids    int32 [P]            tokens, loss_mask, logp_inf    int32, bool, float32 [N]
+    lengths       int32 [G]            topk_ids, topk_logp            int32, float32 [N, K]
+    rewards       float64 [G]          kept_ids, kept_sizes           int32 [sum of sizes], [N]
+
+The last two are there with truncated sampling only: the tokens that each token was drawn from, set after set. They are
+the `allowed_ids` of a Response; the file has the older name, so that files written before can be read.
+A sampler may send anything: `decode_group` returns a Rollout that fits the run, or raises WireError with what is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from remote.wire import WireError, need
+from rollout import Response, Rollout
+from sampling import Sampling
+
+PER_TOKEN = ("tokens", "loss_mask", "logp_inf", "topk_ids", "topk_logp")
+ALLOWED = ("kept_ids", "kept_sizes")
+SHAPES = {  # array -> type, dimensions
+    "prompt_ids": (np.int32, 1),
+    "lengths": (np.int32, 1),
+    "rewards": (np.float64, 1),
+    "tokens": (np.int32, 1),
+    "loss_mask": (np.bool_, 1),
+    "logp_inf": (np.float32, 1),
+    "topk_ids": (np.int32, 2),
+    "topk_logp": (np.float32, 2),
+    "kept_ids": (np.int32, 1),
+    "kept_sizes": (np.int32, 1),
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a rank of the learner takes; a group that says it is bigger is refused before anything is allocated."""
+
+    group_size: int
+    max_tokens: int
+    max_prompt: int
+    vocab: int
+    topk: int
+    max_allowed: int  # tokens of a set of allowed tokens; 0: no such sets are recorded
+    room: int = 256 << 20  # bytes of groups that a rank holds or has asked for
+
+    @property
+    def nbytes(self) -> int:
+        """The most that one group takes."""
+        token = 4 + 1 + 4 + 8 * self.topk + 4 + 4 * self.max_allowed
+        return self.group_size * (self.max_tokens * token + 64) + 4 * self.max_prompt + (1 << 16)
+
+
+class Head(msgspec.Struct, frozen=True):
+    """Everything of a group but its arrays."""
+
+    uid: tuple[str, int, int]
+    prompt_id: str
+    sampling: dict
+    model: str
+    precision: str
+    version: int
+    digest: str
+    t_published: float
+    t_start: float
+    t_end: float
+    finish: list[str]
+    has_allowed: bool = msgspec.field(name="kept")
+
+
+def name_of(uid) -> str:
+    """SAMPLER/INCARNATION/N."""
+    return f"{uid[0]}/{uid[1]}/{uid[2]}"
+
+
+def encode_group(group: Rollout) -> bytes:
+    """A group as a safetensors file."""
+    responses = group.responses
+    has_allowed = responses[0].allowed_ids is not None
+    head = Head(
+        uid=tuple(group.uid),
+        prompt_id=group.prompt_id,
+        sampling=vars(group.sampling),
+        model=group.model,
+        precision=group.precision,
+        version=group.version,
+        digest=group.digest,
+        t_published=group.t_published,
+        t_start=group.t_start,
+        t_end=group.t_end,
+        finish=[r.finish_reason for r in responses],
+        has_allowed=has_allowed,
+    )
+    arrays = {
+        "prompt_ids": group.prompt_ids,
+        "lengths": np.array([len(r.tokens) for r in responses], np.int32),
+        "rewards": np.array([r.reward for r in responses]),
+    }
+    for name in PER_TOKEN:
+        arrays[name] = np.concatenate([getattr(r, name) for r in responses])
+    if has_allowed:
+        sizes = [np.diff(r.allowed_offsets) for r in responses]
+        arrays["kept_ids"] = np.concatenate([r.allowed_ids for r in responses])
+        arrays["kept_sizes"] = np.concatenate(sizes).astype(np.int32)
+    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    return save(arrays, metadata={"head": msgspec.json.encode(head).decode()})
+
+
+def decode_group(data, limits: Limits) -> Rollout:
+    """The inverse of encode_group. WireError with what is wrong: types, shapes, sizes, token ids, log-probabilities."""
+    data = bytes(data)
+    try:
+        arrays = load(data)
+        size = int.from_bytes(data[:8], "little")
+        head = msgspec.json.decode(json.loads(data[8 : 8 + size])["__metadata__"]["head"], type=Head)
+        sampling = Sampling(**head.sampling)
+    except (SafetensorError, msgspec.MsgspecError, KeyError, TypeError, ValueError) as e:
+        raise WireError(f"not a group: {e}") from None
+    try:
+        check_shapes(head, arrays, limits)
+        check_values(head, arrays, limits)
+        check_allowed(head, arrays, limits)
+    except WireError as e:
+        raise WireError(f"group {name_of(head.uid)}: {e}") from None
+    return Rollout(
+        uid=head.uid,
+        prompt_id=head.prompt_id,
+        prompt_ids=arrays["prompt_ids"],
+        sampling=sampling,
+        model=head.model,
+        precision=head.precision,
+        version=head.version,
+        digest=head.digest,
+        t_start=head.t_start,
+        t_end=head.t_end,
+        responses=split_responses(head, arrays),
+        t_published=head.t_published,
+    )
+
+
+def check_shapes(head: Head, arrays: dict, limits: Limits) -> None:
+    """WireError unless these are the right arrays, as long as they say, within the limits."""
+    expected = set(SHAPES) if head.has_allowed else set(SHAPES) - set(ALLOWED)
+    need(set(arrays) == expected, f"arrays {sorted(arrays)}")
+    for name, x in arrays.items():
+        fits = (x.dtype, x.ndim) == SHAPES[name]
+        need(fits, f"{name} is {x.dtype} with {x.ndim} dimensions")
+    lengths = arrays["lengths"]
+    need(
+        len(lengths) == len(arrays["rewards"]) == len(head.finish) == limits.group_size,
+        f"{len(lengths)} responses instead of {limits.group_size}",
+    )
+    prompt = len(arrays["prompt_ids"])
+    need(
+        1 <= lengths.min() <= lengths.max() <= limits.max_tokens and prompt <= limits.max_prompt,
+        f"lengths {lengths.tolist()} after a prompt of {prompt}",
+    )
+    N = int(lengths.sum(dtype=np.int64))
+    need(all(len(arrays[name]) == N for name in PER_TOKEN), "arrays of unequal length")
+    need(
+        arrays["topk_ids"].shape == arrays["topk_logp"].shape == (N, limits.topk),
+        f"top-K of {arrays['topk_ids'].shape[1]} instead of {limits.topk}",
+    )
+
+
+def check_values(head: Head, arrays: dict, limits: Limits) -> None:
+    """WireError unless every number can be what it stands for."""
+    for name in ("prompt_ids", "tokens", "topk_ids", "kept_ids"):
+        x = arrays.get(name, np.zeros(0))
+        inside = x.size == 0 or 0 <= x.min() <= x.max() < limits.vocab
+        need(inside, f"{name} outside the vocabulary of {limits.vocab}")
+    logp_inf, topk_logp = arrays["logp_inf"], arrays["topk_logp"]
+    need(
+        np.isfinite(logp_inf).all() and logp_inf.max() < 1e-3 and not np.isnan(topk_logp).any(),
+        "log-probabilities that are NaN, infinite or above 0",
+    )
+    need(np.isfinite(arrays["rewards"]).all(), "a reward that is NaN or infinite")
+    need(head.version >= 0, f"sampled by version {head.version}")
+
+
+def check_allowed(head: Head, arrays: dict, limits: Limits) -> None:
+    """WireError unless there are sets of allowed tokens exactly where the sampling is truncated, of sizes that fit."""
+    if limits.max_allowed:
+        need(head.has_allowed, "the sets of allowed tokens are missing")
+    else:
+        need(not head.has_allowed, "sets of allowed tokens that were not asked for")
+    if head.has_allowed:
+        sizes = arrays["kept_sizes"]
+        need(
+            len(sizes) == len(arrays["tokens"])
+            and sizes.min() >= 1
+            and sizes.max() <= limits.max_allowed
+            and sizes.sum(dtype=np.int64) == len(arrays["kept_ids"]),
+            "sets of allowed tokens of wrong sizes",
+        )
+
+
+def split_responses(head: Head, arrays: dict) -> list[Response]:
+    """The arrays over all tokens, cut into responses."""
+    responses = []
+    ends = np.cumsum(arrays["lengths"])
+    if head.has_allowed:  # where each token's set begins; the last entry is the end of all
+        offsets = np.concatenate([[0], np.cumsum(arrays["kept_sizes"], dtype=np.int64)])
+    for i, end in enumerate(ends):
+        start = end - arrays["lengths"][i]
+        response = Response(
+            **{name: arrays[name][start:end] for name in PER_TOKEN},
+            finish_reason=head.finish[i],
+            reward=float(arrays["rewards"][i]),
+        )
+        if head.has_allowed:
+            response.allowed_offsets = offsets[start : end + 1] - offsets[start]
+            response.allowed_ids = arrays["kept_ids"][offsets[start] : offsets[end]]
+        responses.append(response)
+    return responses
