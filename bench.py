@@ -102,7 +102,7 @@ def shaped(folder: str, hidden=128, inter=384, layers=4, vocab=256, seed=0, **mo
 
 
 def flags(**changes):
-    return config.resolve(config.Config(**{"rollout": "hf", "actor": "none", **changes}), world=1)
+    return config.resolve(config.Config(**{"rollout": "hf", "actor": "none", **changes}), n_ranks=1)
 
 
 def bench_rollout(root: str) -> dict:
@@ -488,7 +488,7 @@ def bench_gpu(root: str, device: str = "cuda", tokens: int = 16384, updates: int
         dtype="bfloat16",
         lr=1e-6,
     )
-    learner = Learner(model, None, cfg, Comm(device), device)
+    learner = Learner(model, None, cfg, Comm(device))
     rng = np.random.default_rng(0)
     V = model.config.vocab_size
     respond = lambda: Response(

@@ -37,7 +37,7 @@ from engines import make_engine
 from learner import Comm, Learner
 from model import Needs
 from rollout import Rollout, request_seed
-from run import load_model
+from run import check_models, load_model
 from sampling import Sampling, max_allowed
 from tasks import encode, grade_all
 
@@ -129,13 +129,13 @@ def probe(cfg, setup, actor: str | None) -> Report:
     cfg: eval.EvalFlags. setup: eval.Setup, the learner's model and its problems. actor: folder of another model that
     samples, or None. ValueError, one sentence: what does not go together."""
     train_cfg = learner_config(cfg, setup)
-    config.check_models(train_cfg, setup.folder, actor)
+    check_models(train_cfg, setup.folder, actor)
     sampling = Sampling.of(cfg)
     allowed = max_allowed(train_cfg, setup.vocabulary)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     context = setup.longest_prompt + cfg.max_tokens
     engine = make_engine(cfg, actor or setup.folder, context, max(1, allowed), device)
-    learner = Learner(load_model(setup.folder), None, train_cfg, Comm(device), device)
+    learner = Learner(load_model(setup.folder), None, train_cfg, Comm(device))
     groups = rollouts(engine, setup, cfg.samples, sampling, allowed, "probe")
     scored = score(learner, groups, train_cfg)
     # the control: the first response to each prompt against PIECES short ones

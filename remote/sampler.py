@@ -431,7 +431,7 @@ def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> Sam
         Sampling(**{**run["sampling"], "seed": cfg.seed}),
         group_size=cfg.group_size,
         topk=run["topk"],
-        kept=run["kept"],
+        max_allowed=run["kept"],
         model=Path(flags.model).name if flags.model else run["model"],
         probe=Probe(str(model), np.array(run["probe"], np.int64), fmt),
         skeleton=skeleton,
