@@ -40,9 +40,9 @@ import config
 import objectives
 import quant
 import sampling
-from head import ChunkedHead, chunk_rows, OneModelRows
-from learner import Comm, Learner
 from engines import HFEngine, VLLMEngine
+from head import ChunkedHead, OneModelRows, chunk_rows
+from learner import Comm, Learner
 from rollout import LocalSource, Response, Rollout, Sampling
 from sync import Probe
 from tasks import Arithmetic, arithmetic_tokenizer
@@ -542,8 +542,8 @@ def bench_gpu(root: str, device: str = "cuda", tokens: int = 16384, updates: int
 
 def bench_wire(root, mib: int = 256, pairs: int = 20) -> dict:
     import multiprocessing
-    from remote import hub
-    from remote import wire
+
+    from remote import hub, wire
     from remote.account import Account
     from remote.keys import make_keys
 
@@ -602,6 +602,7 @@ def _fetch(pipe, address, keys, store, mib):
     import hashlib
     import socket
     import threading
+
     from remote import sampler
     from remote.account import Spool
     from remote.keys import sampler_keys
@@ -636,6 +637,7 @@ def bench_samplers(root, seconds: float = 30.0) -> dict:
     import os
     import re
     import signal
+
     import metrics
 
     out = {}

@@ -129,6 +129,12 @@ class EngineFlags:
     """Engine's precision."""
     rollout_memory: float = 0.25
     """Engine's memory: GiB of KV cache on CPU, share of the GPU on CUDA."""
+
+
+@dataclass(frozen=True)
+class PrecisionFlags:
+    """Precision on both sides"""
+
     lm_head_fp32: bool = False
     """Compute the language-model head in float32 on both sides, above bodies of less."""
     rollout_quant: Quant = "none"
@@ -382,6 +388,7 @@ class Config(
     OptimizerFlags,
     TaskFlags,
     EngineFlags,
+    PrecisionFlags,
     ReportFlags,
     DelayFlags,
     StalenessFlags,
@@ -392,26 +399,6 @@ class Config(
 
 
 FIELDS = {f.name: f for f in fields(Config)}
-# flags of verl and TRL -> ours; where values differ too, theirs -> ours
-FOREIGN = {
-    "rollout_is": ("correction", {"token": "tis", "sequence": "seq_tis", "null": "none"}),
-    "rollout_is_threshold": "is_cap",
-    "rollout_rs": ("reject", {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geo", "null": "none"}),
-    "rollout_rs_threshold_lower": "rs_low",
-    "rollout_rs_threshold": "rs_high",
-    "rollout_token_veto_threshold": "veto",
-    "loss_agg_mode": "reduction",
-    "clip_ratio_low": "clip_low",
-    "clip_ratio_high": "clip_high",
-    "clip_ratio_c": "dual_clip",
-    "vllm_importance_sampling_mode": "objective",
-    "loss_type": "objective",
-    "epsilon": "clip_low",
-    "epsilon_high": "clip_high",
-    "num_generations": "group_size",
-    "max_completion_length": "max_tokens",
-    "learning_rate": "lr",
-}
 # flags that a resumed run may change: they steer the process, not the training
 HARMLESS = {
     *("resume", "overwrite", "keep", "save_every", "tensorboard", "wandb", "out"),
@@ -427,7 +414,7 @@ HARMLESS = {
 def parse(argv: list[str] | None = None) -> Config:
     """The configuration of a command line, resolved. ValueError: one sentence."""
     from_file, given = {}, {}
-    for key, value in flags.read(Config, argv, "python train.py --key=value ...", also={"config", *FOREIGN}):
+    for key, value in flags.read(Config, argv, "python train.py --key=value ...", also={"config", *objectives.FOREIGN}):
         if key == "config":
             from_file.update(flags.read_toml(Config, value))
             continue
@@ -441,7 +428,7 @@ def parse(argv: list[str] | None = None) -> Config:
 
 def ours(key: str, value: str) -> tuple[str, str]:
     """A flag and its value under our names, whichever framework's they are."""
-    name = FOREIGN.get(key, key)
+    name = objectives.FOREIGN.get(key, key)
     if isinstance(name, tuple):
         name, values = name
         value = values.get(value, value)

@@ -26,7 +26,7 @@ from tqdm import tqdm
 import mismatch
 import objectives
 import sampling
-from config import Config, EngineFlags, SamplingFlags, TaskFlags
+from config import Config, EngineFlags, PrecisionFlags, SamplingFlags, TaskFlags
 from engines import HFEngine, make_engine
 from flags import parse_flags
 from mismatch import MismatchFlags
@@ -149,7 +149,7 @@ def held_out(learner, name: str, task, tokenizer, cfg) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class EvalFlags(TaskFlags, SamplingFlags, EngineFlags, MismatchFlags):
+class EvalFlags(TaskFlags, SamplingFlags, EngineFlags, PrecisionFlags, MismatchFlags):
     """Evaluation"""
 
     model: str = ""

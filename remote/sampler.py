@@ -30,7 +30,7 @@ import torch
 
 import delay
 import quant
-from config import Config
+from config import Config, DelayFlags, EngineFlags
 from delay import DelayDistribution
 from engines import make_engine
 from flags import parse_flags
@@ -49,10 +49,9 @@ PRINT_EVERY = 10.0  # seconds between two lines on the screen
 
 
 @dataclass(frozen=True)
-class SamplerFlags:
+class SamplerFlags(EngineFlags, DelayFlags):
     """A sampler for a learner on another machine"""
 
-    # -- the connection
     connect: str = ""
     """Address of the learner, tcp://HOST:PORT (with several ranks one for each, separated by commas), a TOML file of
     routes, or a shared folder."""
@@ -68,7 +67,6 @@ class SamplerFlags:
     most_weights: float = 64.0
     """Largest set of weights that is taken, in GiB."""
 
-    # -- the groups
     groups: int = 8
     """Groups sampled at once."""
     spool: str = ""
@@ -83,25 +81,8 @@ class SamplerFlags:
     task: str = ""
     """This host's copy of the learner's task file, where the task is one."""
 
-    # -- the engine
-    rollout: Literal["vllm", "hf"] = "vllm"
-    """Rollout engine."""
-    rollout_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Engine's precision."""
     rollout_quant: Literal["auto", "none", "int8", "fp8", "w4a16", "w3a16", "w2a16"] = "auto"
     """Low-bit format of the engine's linear layers; auto: the learner's --rollout_quant."""
-    rollout_memory: float = 0.25
-    """Engine's memory: GiB of KV cache on CPU, share of the GPU on CUDA."""
-
-    # -- the delay
-    delay: Literal["none", "constant", "lognormal", "weibull", "exponential"] = "none"
-    """Hold back new weights for a delay drawn from this distribution (delay.py), in seconds of this host's clock."""
-    delay_min: float = 60.0
-    """Shortest delay."""
-    delay_max: float = 1800.0
-    """Longest delay."""
-    delay_mass: float = 0.995
-    """Share of delays between the two."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ def main():
         ap.error("--lam must be above 0, --vocab at least 2, --pairs at least 1")
 
     import os
+
     import matplotlib
 
     matplotlib.use("Agg")

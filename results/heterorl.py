@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import sweep
+
 from delay import Law
 
 CONFIG = "configs/delay.toml"

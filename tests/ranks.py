@@ -8,10 +8,10 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 import torch
 import torch.distributed as dist
+from conftest import make_cfg, make_groups, tiny_model
 
 import batching
 import objectives
-from conftest import make_cfg, make_groups, tiny_model
 from learner import Comm, Learner
 
 RANK_CASES = [

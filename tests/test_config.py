@@ -7,11 +7,11 @@ import sys
 from dataclasses import replace
 
 import pytest
+from conftest import ROOT, make_cfg
 
 import config
 from config import Config, parse, resolve
-from conftest import ROOT, make_cfg
-from model import needs_of_update, needs_of_ref_pass
+from model import needs_of_ref_pass, needs_of_update
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import make_cfg
+from test_objectives import Fields, One
 
 import gepo
-from results import theorem1
 import objectives
-from conftest import make_cfg
 from model import TokenStats
-from test_objectives import Fields, One
+from results import theorem1
 
 f64 = torch.float64
 LN = math.log

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT, make_cfg, make_groups, tiny_model
 
 import batching
 import objectives
-from conftest import ROOT, make_cfg, make_groups, tiny_model
 from learner import Comm, Learner, schedule
-from model import Needs, needs_of_update, needs_of_ref_pass
+from model import Needs, needs_of_ref_pass, needs_of_update
 
 CASES = [
     dict(objective="grpo"),

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
+from conftest import make_cfg
+from test_objectives import LN, LOG_R, STATS, One, f64, tiny
 
 import metrics
 import objectives
-from conftest import make_cfg
-from test_objectives import LN, LOG_R, One, STATS, f64, tiny
 
 
 class OneRank(One):

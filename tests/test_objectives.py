@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from conftest import make_cfg
 
 import objectives
-from conftest import make_cfg
 from model import TokenStats
 
 f64 = torch.float64

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import make_cfg
 
 import obrs
 from results import figure2ab
-from conftest import make_cfg
 
 P = torch.tensor([0.50, 0.20, 0.15, 0.10, 0.05], dtype=torch.float64)  # target
 Q = torch.tensor([0.20, 0.40, 0.10, 0.10, 0.20], dtype=torch.float64)  # proposal

@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from conftest import make_cfg, tiny_model
 
 import batching
 import sampling
-from conftest import make_cfg, tiny_model
+from engines import HFEngine
 from learner import Comm, Learner
 from model import Needs
-from engines import HFEngine
 from rollout import Rollout, Sampling
 
 TRUNCATED = [

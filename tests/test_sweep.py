@@ -4,11 +4,11 @@ import json
 from types import SimpleNamespace
 
 import pytest
-
-import metrics
 import sweep
 from conftest import TINY_TASK
 from test_train import finish, start
+
+import metrics
 
 
 @pytest.fixture()

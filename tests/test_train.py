@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT, TINY_TASK
 
 import metrics
 import objectives
 import quant
 import train
-from conftest import ROOT, TINY_TASK
 from rollout import Sampling
 
 TIMES = ("_s", "_seconds")
