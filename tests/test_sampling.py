@@ -1,4 +1,4 @@
-"""Sampling transforms: what is kept, what is recorded, and the three worlds of the learner's law."""
+"""Sampling settings: which tokens they allow, what is recorded, and the three ways in which the learner scores."""
 
 from dataclasses import replace
 
@@ -6,14 +6,18 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_cfg, tiny_model
+from transformers import AutoModelForCausalLM
 
 import batching
+import model as models
+import objectives
 import sampling
 from engines import HFEngine
 from learner import Comm, Learner
 from model import Needs
-from rollout import Rollout, Sampling
+from rollout import Response, Rollout, Sampling
 
+PROMPTS = ((5, 6, 7), (100, 3))
 TRUNCATED = [
     Sampling(top_k=8),
     Sampling(top_p=0.8, top_k=16),
@@ -24,12 +28,15 @@ TRUNCATED = [
 
 def test_cut_by_hand():
     z = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
-    kept = lambda **k: (~sampling.cut(z, **k))[0].nonzero()[:, 0].tolist()
-    assert kept() == [0, 1, 2, 3] and kept(top_k=2) == [1, 3] and kept(top_k=9) == [0, 1, 2, 3]
-    assert kept(top_p=0.69) == [1, 3] and kept(top_p=0.71) == [1, 2, 3] and kept(top_p=1e-9) == [1]
-    assert kept(min_p=0.6) == [1, 3] and kept(min_p=0.99) == [1]
-    assert kept(top_k=3, top_p=0.76) == [1, 3]  # .4 / .9 + .3 / .9 = .78: top_p speaks of what top_k left
-    assert kept(min_p=0.4, top_p=0.45) == [1, 3]  # .4 / .9 = .44 is not enough
+
+    def allowed(**settings):
+        return (~sampling.cut(z, **settings))[0].nonzero()[:, 0].tolist()
+
+    assert allowed() == [0, 1, 2, 3] and allowed(top_k=2) == [1, 3] and allowed(top_k=9) == [0, 1, 2, 3]
+    assert allowed(top_p=0.69) == [1, 3] and allowed(top_p=0.71) == [1, 2, 3] and allowed(top_p=1e-9) == [1]
+    assert allowed(min_p=0.6) == [1, 3] and allowed(min_p=0.99) == [1]
+    assert allowed(top_k=3, top_p=0.76) == [1, 3]  # .4 / .9 + .3 / .9 = .78: top_p speaks of what top_k left
+    assert allowed(min_p=0.4, top_p=0.45) == [1, 3]  # .4 / .9 = .44 is not enough
     tie = torch.tensor([[0.3, 0.3, 0.3, 0.1]]).log()
     assert (~sampling.cut(tie, top_k=2)).sum() == 3
     each = sampling.cut(z.expand(2, 4), torch.tensor([[1.0], [0.69]]), torch.tensor([[1.0], [0.0]]), torch.zeros(2, 1))
@@ -42,76 +49,86 @@ def test_cut_is_what_vllm_cuts():
     g = torch.Generator().manual_seed(0)
     z = torch.randn(64, 200, generator=g) * 3
     for k, p in ((20, None), (None, 0.8), (20, 0.8), (3, 0.99)):
-        theirs = apply_top_k_top_p_pytorch(
-            z.clone(), None if k is None else torch.full((64,), k), None if p is None else torch.full((64,), p)
-        )
+        ks = None if k is None else torch.full((64,), k)
+        ps = None if p is None else torch.full((64,), p)
+        theirs = apply_top_k_top_p_pytorch(z.clone(), ks, ps)
         assert torch.equal(sampling.cut(z, p or 1.0, k or 0), theirs.isinf())
+
+
+# -- records ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["hf", "vllm"])
 def engine(request, folders):
-    if request.param == "vllm":
-        vllm = request.getfixturevalue("vllm_engine")
-        vllm.load(tiny_model(1).state_dict().items())
-        return vllm
-    return HFEngine(str(folders / "actor"))
+    """Both engines, holding the tiny actor."""
+    if request.param == "hf":
+        return HFEngine(str(folders / "actor"))
+    vllm = request.getfixturevalue("vllm_engine")
+    vllm.load(tiny_model(1).state_dict().items())
+    return vllm
 
 
-def sampled(engine, law, n=8, kept=20, prompts=((5, 6, 7), (100, 3))):
-    law = Sampling(**{**vars(law), "max_tokens": 12})
-    got = engine.generate(
-        [np.array(p, np.int32) for p in prompts],
-        [[31 * i + j for j in range(n)] for i in range(len(prompts))],
-        law,
-        5,
-        [1],
-        kept,
-    )
+def sampled(engine, settings, n=8, max_allowed=20) -> list[Rollout]:
+    """A group of n responses to each prompt, of at most 12 tokens."""
+    settings = replace(settings, max_tokens=12)
+    prompts = [np.array(p, np.int32) for p in PROMPTS]
+    seeds = [[31 * i + j for j in range(n)] for i in range(len(prompts))]
+    groups = engine.generate(prompts, seeds, settings, 5, [1], max_allowed)
     return [
-        Rollout(("t", 0, i), str(i), np.array(p, np.int32), law, "policy", "float32", 0, "", 0.0, 0.0, g)
-        for i, (p, g) in enumerate(zip(prompts, got))
+        Rollout(("t", 0, i), str(i), p, settings, "policy", "float32", 0, "", 0.0, 0.0, g)
+        for i, (p, g) in enumerate(zip(prompts, groups, strict=True))
     ]
 
 
-@pytest.mark.parametrize("law", TRUNCATED, ids=str)
-def test_records_are_those_of_the_cut_law(engine, law):
+def flat(groups) -> list[Response]:
+    return [response for group in groups for response in group.responses]
+
+
+def sequence(group: Rollout, response: Response) -> torch.Tensor:
+    """Prompt and response, int64."""
+    return torch.from_numpy(np.concatenate([group.prompt_ids, response.tokens]).astype(np.int64))
+
+
+@pytest.mark.parametrize("settings", TRUNCATED, ids=str)
+def test_records_are_those_of_the_cut_distribution(engine, settings):
     model, sizes = tiny_model(1), []
-    for group in sampled(engine, law):
+    for group in sampled(engine, settings):
+        P = len(group.prompt_ids)
         for r in group.responses:
-            ids = torch.from_numpy(np.concatenate([group.prompt_ids, r.tokens]).astype(np.int64))
+            ids = sequence(group, r)
             with torch.no_grad():
-                z = model(input_ids=ids[None]).logits[0, len(group.prompt_ids) - 1 : -1] / law.temperature
-            gone = sampling.cut(z, law.top_p, law.top_k, law.min_p)
+                z = model(input_ids=ids[None]).logits[0, P - 1 : -1] / settings.temperature
+            gone = sampling.cut(z, settings.top_p, settings.top_k, settings.min_p)
             want = z.masked_fill(gone, -torch.inf).log_softmax(-1)
-            assert np.allclose(r.logp_inf, want.gather(1, ids[len(group.prompt_ids) :, None])[:, 0], atol=1e-4)
-            assert (
-                len(r.allowed_offsets) == len(r.tokens) + 1
-                and r.allowed_offsets.dtype == np.int64
-                and r.allowed_ids.dtype == np.int32
-            )
+            assert np.allclose(r.logp_inf, want.gather(1, ids[P:, None])[:, 0], atol=1e-4)
+            assert len(r.allowed_offsets) == len(r.tokens) + 1
+            assert r.allowed_offsets.dtype == np.int64 and r.allowed_ids.dtype == np.int32
             for t, token in enumerate(r.tokens):
-                mine = r.allowed_ids[r.allowed_offsets[t] : r.allowed_offsets[t + 1]]
-                assert (
-                    set(mine.tolist()) == set((~gone[t]).nonzero()[:, 0].tolist())
-                    and token in mine
-                    and len(set(mine.tolist())) == len(mine)
-                )
-                sizes.append(len(mine))
-    assert len(set(sizes)) > 1 or law.top_p == 1 and law.min_p == 0
-    assert (
-        sampled(engine, law, n=1, kept=0)[0].responses[0].allowed_ids is None
-        and sampled(engine, Sampling(), n=1)[0].responses[0].allowed_ids is None
-    )
+                allowed = r.allowed_ids[r.allowed_offsets[t] : r.allowed_offsets[t + 1]].tolist()
+                assert set(allowed) == set((~gone[t]).nonzero()[:, 0].tolist())
+                assert token in allowed and len(set(allowed)) == len(allowed)
+                sizes.append(len(allowed))
+    by_top_k_alone = settings.top_p == 1 and settings.min_p == 0
+    assert len(set(sizes)) > 1 or by_top_k_alone
 
 
-def test_a_kept_set_that_does_not_fit_is_refused(engine):
+def test_allowed_sets_are_recorded_where_they_are_asked_for_and_sampling_truncates(engine):
+    assert sampled(engine, TRUNCATED[0], n=1)[0].responses[0].allowed_ids is not None
+    assert sampled(engine, TRUNCATED[0], n=1, max_allowed=0)[0].responses[0].allowed_ids is None
+    assert sampled(engine, Sampling(), n=1)[0].responses[0].allowed_ids is None
+
+
+def test_an_allowed_set_that_does_not_fit_is_refused(engine):
     with pytest.raises(ValueError, match="more than 4 tokens: raise --kept_max, or bound it with --top_k"):
-        sampled(engine, Sampling(top_p=0.95), kept=4)
+        sampled(engine, Sampling(top_p=0.95), max_allowed=4)
 
 
-def ratios(groups, world, noise=0.0):
-    """p_ref / p_inf of every token in one of the three worlds, and which tokens the learner's law cuts."""
-    cfg = make_cfg(objective="tis", keep_sampling_mask=world, top_p=0.8, top_k=16)
+# -- the learner ------------------------------------------------------------------------------------------------------
+
+
+def scored(groups, keep_sampling_mask, noise=0.0):
+    """p_ref / p_inf of every token, which tokens the learner cuts, the batch, and the learner."""
+    cfg = make_cfg(objective="tis", keep_sampling_mask=keep_sampling_mask, top_p=0.8, top_k=16)
     model = tiny_model(1)
     with torch.no_grad():
         g = torch.Generator().manual_seed(0)
@@ -123,48 +140,47 @@ def ratios(groups, world, noise=0.0):
     return (logp - b.logp_inf[b.mask]).exp().double(), logp <= -69, b, learner
 
 
-def test_the_three_worlds(engine):
-    """Equal weights: off is biased, the others are 1. A slightly different learner: replay's mean stays 1, recompute loses tokens."""
+def test_the_three_ways_to_score(engine):
+    """Equal weights: off is biased, the others are 1.
+
+    A slightly different learner: replay's mean stays 1, recompute loses tokens."""
     groups = sampled(engine, Sampling(top_p=0.8, top_k=16), n=128)
-    off, recompute, replay = (ratios(groups, w)[0] for w in ("off", "recompute", "replay"))
-    assert off.mean() < 0.9 and off.max() < 1 and (recompute - 1).abs().max() < 1e-3 and (replay - 1).abs().max() < 1e-3
-    replay, none_cut, *_ = ratios(groups, "replay", 0.02)
-    recompute, cut, *_ = ratios(groups, "recompute", 0.02)
+    off, recompute, replay = (scored(groups, way)[0] for way in ("off", "recompute", "replay"))
+    assert off.mean() < 0.9 and off.max() < 1
+    assert (recompute - 1).abs().max() < 1e-3 and (replay - 1).abs().max() < 1e-3
+    replay, cut_by_replay, *_ = scored(groups, "replay", 0.02)
     error = float(replay.std() / len(replay) ** 0.5)
-    assert (
-        abs(float(replay.mean()) - 1) < 4 * error
-        and error < 0.02
-        and not none_cut.any()
-        and float((replay - 1).abs().mean()) > 0.05
-    )
-    assert (
-        0.001 < float(cut.double().mean()) < 0.2 and torch.isfinite(recompute).all() and (recompute[cut] < 1e-20).all()
-    )
+    assert abs(float(replay.mean()) - 1) < 4 * error and error < 0.02
+    assert not cut_by_replay.any() and float((replay - 1).abs().mean()) > 0.05
+    recompute, cut, *_ = scored(groups, "recompute", 0.02)
+    assert 0.001 < float(cut.double().mean()) < 0.2
+    assert torch.isfinite(recompute).all() and (recompute[cut] < 1e-20).all()
 
 
-def test_a_token_that_the_learner_cuts_is_counted_and_teaches_nothing(folders):
-    import objectives
-
+def test_a_token_that_the_learner_cuts_is_counted_and_has_no_gradient(folders):
     groups = sampled(HFEngine(str(folders / "actor")), Sampling(top_p=0.8, top_k=16))
     for i, g in enumerate(groups):
         for j, r in enumerate(g.responses):
             r.reward = float((i + j) % 2)
-    _, cut, b, learner = ratios(groups, "recompute", 0.05)
-    cfg, lost = (
-        replace(learner.cfg, correction="none", is_cap=None),
-        float(cut.double().mean()),
-    )  # no weight that would hide it
+    _, cut, b, learner = scored(groups, "recompute", 0.05)
+    cfg = replace(learner.cfg, correction="none", is_cap=None)  # no weight that would hide it
+    lost = float(cut.double().mean())
     learner.cfg = cfg
-    learner._step = lambda loss, nothing: {}
+
+    def no_step(loss, all_rejected):
+        return {}
+
+    learner._step = no_step  # the gradients stay
     logged = learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
     assert lost > 0 and logged["rollout_corr/cut_fraction"] == pytest.approx(lost) and np.isfinite(logged["loss"])
     whole = {n: p.grad.clone() for n, p in learner.models.named_parameters()}
     assert all(torch.isfinite(g).all() for g in whole.values())
     learner.models.zero_grad()
-    flat = b.mask.clone()
-    flat[b.mask] = ~cut
-    b.mask, stats = flat, objectives.prepare(b, learner.comm, cfg, {})
-    learner.update(b, {**stats, "tokens": logged["tokens"]})
+    without = b.mask.clone()
+    without[b.mask] = ~cut
+    b.mask = without
+    stats = objectives.prepare(b, learner.comm, cfg, {})
+    learner.update(b, replace(stats, tokens=logged["tokens"]))
     for n, p in learner.models.named_parameters():
         assert torch.allclose(p.grad, whole[n], atol=1e-6), n
 
@@ -173,21 +189,24 @@ def test_a_token_that_the_learner_cuts_is_counted_and_teaches_nothing(folders):
 @pytest.mark.parametrize("mode", ["raw", "processed"])
 @pytest.mark.parametrize("kind", ["hf", "vllm"])
 def test_the_table_of_logprobs_modes(kind, mode, temperature, top_k, folders, vllm_engines):
-    """Praxis, section 2: raw log-probabilities fit a learner that scales by the temperature at temperature 1 alone; processed ones always,
-    and cut laws only where the learner takes the kept sets. The tokens are the same in both modes."""
-    make = lambda m: (
-        HFEngine(str(folders / "actor"), logprobs_mode=m)
-        if kind == "hf"
-        else vllm_engines(**({} if m == "processed" else {"logprobs_mode": m}))
-    )
+    """Praxis, section 2. Raw log-probabilities fit a learner that scales by the temperature at temperature 1 alone;
+    processed ones always, and those of a cut distribution only where the learner takes the allowed sets. The tokens
+    are the same in both modes."""
+
+    def make(mode):
+        if kind == "hf":
+            return HFEngine(str(folders / "actor"), logprobs_mode=mode)
+        return vllm_engines(logprobs_mode="raw") if mode == "raw" else vllm_engines()
+
+    def sample_in(mode):
+        settings = Sampling(temperature=temperature, top_k=top_k)
+        return sampled(make(mode), settings, n=16, max_allowed=20 if mode == "processed" else 0)
+
     if kind == "vllm":
         vllm_engines().load(tiny_model(1).state_dict().items())
-    law = Sampling(temperature=temperature, top_k=top_k)
-    groups, others = (
-        sampled(make(m), law, n=16, kept=20 if m == "processed" else 0)
-        for m in (mode, "raw" if mode == "processed" else "processed")
-    )
-    assert all((a.tokens == b.tokens).all() for g, o in zip(groups, others) for a, b in zip(g.responses, o.responses))
+    groups = sample_in(mode)
+    others = sample_in("raw" if mode == "processed" else "processed")
+    assert all((a.tokens == b.tokens).all() for a, b in zip(flat(groups), flat(others), strict=True))
     cfg = make_cfg(
         objective="tis",
         temperature=temperature,
@@ -196,10 +215,12 @@ def test_the_table_of_logprobs_modes(kind, mode, temperature, top_k, folders, vl
         keep_sampling_mask="replay" if mode == "processed" else "off",
     )
     b = batching.collate(groups, cfg)
-    gap = (Learner(tiny_model(1), None, cfg, Comm()).score(b, Needs()).logp - b.logp_inf)[b.mask].abs().mean()
-    assert (
-        gap < 1e-4 if mode == "processed" or (temperature == 1 and top_k == 0) else gap > 0.05 or (top_k and gap < 1e-4)
-    )
+    logp = Learner(tiny_model(1), None, cfg, Comm()).score(b, Needs()).logp
+    gap = (logp - b.logp_inf)[b.mask].abs().mean()
+    if mode == "processed" or (temperature == 1 and top_k == 0):
+        assert gap < 1e-4
+    else:
+        assert gap > 0.05 or (top_k and gap < 1e-4)
     if mode == "raw" and top_k:  # raw and off agree with each other, and neither with what was sampled
         truth = batching.collate(others, make_cfg(top_k=top_k))
         assert (b.logp_inf - truth.logp_inf)[b.mask].abs().mean() > 0.05
@@ -207,72 +228,66 @@ def test_the_table_of_logprobs_modes(kind, mode, temperature, top_k, folders, vl
 
 @pytest.mark.parametrize("kind", ["hf", "vllm"])
 def test_a_head_in_float32_over_a_bfloat16_body(kind, folders, vllm_engines):
-    """A bfloat16 head rounds its logits to multiples of 1/128 and more, so the two best differ by such a multiple; a float32 head's do not.
-    On the plain engine the records are also exactly those of the bfloat16 body's hidden states under a float32 head."""
-    from transformers import AutoModelForCausalLM
-
-    folder, grid = str(folders / "actor"), {}
+    """A bfloat16 head rounds its logits to multiples of 1/128 and more, so the two best differ by such a multiple;
+    a float32 head's do not."""
+    folder, off_grid = str(folders / "actor"), {}
     for fp32 in (True, False):
-        engine = (
-            HFEngine(folder, dtype="bfloat16", head_fp32=fp32)
-            if kind == "hf"
-            else vllm_engines(dtype="bfloat16", head_fp32=fp32)
-        )
-        groups = sampled(engine, Sampling(), n=16)
-        gap = np.concatenate([r.topk_logp[:, 0] - r.topk_logp[:, 1] for g in groups for r in g.responses]) * 128
-        grid[fp32] = np.abs(gap - gap.round()).mean()
-        if kind == "hf" and fp32:
-            body = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).requires_grad_(False)
-            for group in groups:
-                ids = torch.from_numpy(np.concatenate([group.prompt_ids, group.responses[0].tokens]).astype(np.int64))
-                hidden = (
-                    body.base_model(input_ids=ids[None]).last_hidden_state[0, len(group.prompt_ids) - 1 : -1].float()
-                )
-                logp = (
-                    (hidden @ body.lm_head.weight.float().t())
-                    .log_softmax(-1)
-                    .gather(1, ids[len(group.prompt_ids) :, None])[:, 0]
-                )
-                assert np.abs(logp.numpy() - group.responses[0].logp_inf).mean() < 0.01
-    assert grid[True] > 0.2 and grid[False] < 0.01, grid
+        if kind == "hf":
+            engine = HFEngine(folder, dtype="bfloat16", head_fp32=fp32)
+        else:
+            engine = vllm_engines(dtype="bfloat16", head_fp32=fp32)
+        responses = flat(sampled(engine, Sampling(), n=16))
+        gap = np.concatenate([r.topk_logp[:, 0] - r.topk_logp[:, 1] for r in responses]) * 128
+        off_grid[fp32] = np.abs(gap - gap.round()).mean()
+    assert off_grid[True] > 0.2 and off_grid[False] < 0.01, off_grid
 
 
-def test_the_learners_head_in_float32(folders):
+def test_a_float32_head_scores_the_bfloat16_body_s_hidden_states(folders):
+    folder = str(folders / "actor")
+    body = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).requires_grad_(False)
+    for group in sampled(HFEngine(folder, dtype="bfloat16", head_fp32=True), Sampling(), n=16):
+        r, P = group.responses[0], len(group.prompt_ids)
+        ids = sequence(group, r)
+        hidden = body.base_model(input_ids=ids[None]).last_hidden_state[0, P - 1 : -1].float()
+        logp = (hidden @ body.lm_head.weight.float().t()).log_softmax(-1).gather(1, ids[P:, None])[:, 0]
+        assert np.abs(logp.numpy() - r.logp_inf).mean() < 0.01
+
+
+def test_the_learners_head_in_float32(folders, monkeypatch):
     """bfloat16 learner: the flag keeps the head's factors in float32, without it they are rounded first."""
+    monkeypatch.setattr(models, "read_shared", models.read_rows)  # one forward, rows as they are
     groups = sampled(HFEngine(str(folders / "actor")), Sampling())
     got = {}
     for fp32 in (True, False):
         cfg = make_cfg(objective="tis", dtype="bfloat16", lm_head_fp32=fp32)
         learner, seen = Learner(tiny_model(1), None, cfg, Comm()), []
         b = batching.collate(groups, cfg)
-        learner.models.policy.base_model.register_forward_hook(lambda m, i, o: seen.append(o.last_hidden_state))
-        learner.cfg = replace(cfg, micro_tokens=10**6)
-        learner.models._read_shared = learner.models._read
-        logp = learner.score(b, Needs()).logp[0, : int(b.length[0])]
-        (hidden,), weight = seen, learner.models.policy.lm_head.weight.detach()
-        hidden = hidden[0, int(b.prompt_len[0]) - 1 : int((b.prompt_len + b.length)[0]) - 1].float()
-        hidden = hidden if fp32 else hidden.bfloat16().float()
-        want = (
-            (hidden @ (weight if fp32 else weight.bfloat16().float()).t())
-            .log_softmax(-1)
-            .gather(1, b.tokens[0, : len(logp), None])[:, 0]
+        learner.models.policy.base_model.register_forward_hook(
+            lambda module, inputs, out, seen=seen: seen.append(out.last_hidden_state)
         )
+        learner.cfg = replace(cfg, micro_tokens=10**6)
+        L, P = int(b.length[0]), int(b.prompt_len[0])
+        logp = learner.score(b, Needs()).logp[0, :L]
+        (hidden,), weight = seen, learner.models.policy.lm_head.weight.detach()
+        hidden = hidden[0, P - 1 : P + L - 1].float()
+        if not fp32:
+            hidden, weight = hidden.bfloat16().float(), weight.bfloat16().float()
+        want = (hidden @ weight.t()).log_softmax(-1).gather(1, b.tokens[0, :L, None])[:, 0]
         assert torch.allclose(logp, want.detach(), atol=1e-5)
         got[fp32] = logp
     assert (got[True] - got[False]).abs().max() > 1e-4
 
 
-def test_replay_needs_kept_sets(folders):
-    groups = sampled(HFEngine(str(folders / "actor")), Sampling(top_k=8), kept=0)
-    with pytest.raises(ValueError, match="--keep_sampling_mask=replay: group .* has no kept sets"):
+def test_replay_needs_allowed_sets(folders):
+    groups = sampled(HFEngine(str(folders / "actor")), Sampling(top_k=8), max_allowed=0)
+    with pytest.raises(ValueError, match="--keep_sampling_mask=replay: group .* has no allowed sets"):
         batching.collate(groups, make_cfg(top_k=8))
-    assert (
-        sampling.max_allowed(make_cfg(top_k=8), 256) == 12
-        and sampling.max_allowed(make_cfg(top_k=8, rollout_dtype="bfloat16"), 256) == 20
-        and sampling.max_allowed(make_cfg(top_p=0.9), 256) == 256 == sampling.max_allowed(make_cfg(top_k=300), 256)
-    )
-    assert (
-        sampling.max_allowed(make_cfg(), 256)
-        == 0
-        == sampling.max_allowed(make_cfg(top_k=8, keep_sampling_mask="off"), 256)
-    )
+
+
+def test_how_large_a_recorded_set_may_be():
+    def limit(**flags):
+        return sampling.max_allowed(make_cfg(**flags), 256)
+
+    assert limit(top_k=8) == 12 and limit(top_k=8, rollout_dtype="bfloat16") == 20
+    assert limit(top_p=0.9) == 256 == limit(top_k=300)
+    assert limit() == 0 == limit(top_k=8, keep_sampling_mask="off")
