@@ -109,6 +109,7 @@ class LocalSource:
 
     def __post_init__(self):
         self.stop_ids = [self.tokenizer.eos_token_id]
+        self.packed = self.engine.packed  # whether `publish` wants low-bit tensors (quant.for_engine)
         self.incarnation = 0
         self.sequence = 0  # groups taken so far: where this source stands in the task
         self.version = -1  # of the engine's weights, as are the next three
@@ -116,11 +117,6 @@ class LocalSource:
         self.published = 0.0  # seconds, by the learner's clock
         self.proof: sync.Proof | None = None  # until `metrics` has reported it
         self.error = ""  # why no more groups can come; remote/source.py sets it
-
-    @property
-    def packed(self) -> bool:
-        """Whether the engine loads low-bit tensors (quant.for_engine)."""
-        return self.engine.packed
 
     def now(self, learner_version: int) -> float:
         """The learner's clock, in seconds."""
