@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from flags import parse_flags
@@ -31,12 +32,13 @@ PANELS = [
 ]
 # A line for each run. Okabe and Ito's colours, without their yellow, can also be told apart by the colour-blind.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"]
+USAGE = "python plot.py RUN [RUN ...] [--out=FILE.png]: draw the metrics of runs against each other"
 SMOOTH = 20  # longer curves are drawn as a running mean over the faint raw line
 
 
 @dataclass(frozen=True)
 class PlotFlags:
-    """python plot.py RUN [RUN ...]: draw the metrics of runs against each other."""
+    """The picture"""
 
     out: str = "out/curves.png"
     """PNG to write."""
@@ -182,8 +184,8 @@ def percent(x: float) -> str:
 
 
 def main(argv: list[str]) -> None:
-    runs = [arg for arg in argv if not arg.startswith("-")]
-    flags = parse_flags(PlotFlags, [arg for arg in argv if arg.startswith("-")])
+    runs = list(takewhile(lambda arg: not arg.startswith("-"), argv))
+    flags = parse_flags(PlotFlags, argv[len(runs) :], usage=USAGE)
     if not runs:
         raise ValueError("name at least one run folder: python plot.py out/demo")
     print(draw(runs, flags.out))
