@@ -248,7 +248,7 @@ def connect(flags: SamplerFlags, incarnation: int) -> Connection:
     if not flags.connect:
         raise ValueError("--connect: name the learner's address, tcp://HOST:PORT, a file of routes, or a shared folder")
     name = own_name(flags)
-    delay.check(flags)
+    delay.check_distribution(flags)
     if flags.groups < 1 or flags.spool_groups < flags.groups:
         raise ValueError(
             f"--groups={flags.groups} --spool_groups={flags.spool_groups}: "

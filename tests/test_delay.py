@@ -174,7 +174,7 @@ def test_two_ranks_share_clock_and_groups(folders, tmp_path):
     one = delayed(folders, tmp_path / "a", delay_samplers=1)
     two = [delayed(folders, tmp_path / "b", delay_samplers=1) for _ in range(2)]
     for rank, source in enumerate(two):
-        source.rank, source.world = rank, 2
+        source.rank, source.n_ranks = rank, 2
     for v in range(5):
         for source in (one, *two):
             source.publish(v, weights(v).items())
