@@ -6,6 +6,7 @@ import logging
 import os
 import queue
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,6 @@ import torch
 import zmq
 import zmq.auth
 from conftest import ROOT, make_cfg
-from test_remote import port
 from test_wire import BLOB, group, limits
 
 from learner import Comm
@@ -30,6 +30,13 @@ from sampling import Sampling
 from sync import read_tensors
 
 WELCOME = wire.Welcome(wire.PROTOCOL, "session", {"world": 1}, {})
+
+
+def port():
+    """A port that is free now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 class Peer:
@@ -139,7 +146,7 @@ class Made:
         self.folder = folder
         self.things = []
 
-    def keep(self, thing):
+    def add(self, thing):
         self.things.append(thing)
         return thing
 
@@ -152,15 +159,15 @@ class Made:
         before = account.Account()
         for name in held:
             before.add(name)
-        h = self.keep(hub.Hub(f"tcp://127.0.0.1:{port()}", keys, WELCOME, limits(group(), **bounds), log))
+        h = self.add(hub.Hub(f"tcp://127.0.0.1:{port()}", keys, WELCOME, limits(group(), **bounds), log))
         h.open(before)
         return h
 
     def raw(self, h, **more):
-        return self.keep(Raw(h.address, **more))
+        return self.add(Raw(h.address, **more))
 
     def learner(self, spool):
-        return self.keep(Learner(self.folder, spool))
+        return self.add(Learner(self.folder, spool))
 
 
 @pytest.fixture
@@ -494,7 +501,7 @@ def test_a_sampler_that_starts_again_fetches_the_rest_of_the_weights(made, tmp_p
     (store / "0123.part").write_bytes(b"of weights that are long gone")
     h.broadcast(3, tmp_path / "v000003.safetensors", 12.5)
     spool = account.Spool(tmp_path / "spool", ["box"], 1)
-    end = made.keep(link.Link([h.address], ["box"], SamplerFlags(), spool, store, None))
+    end = made.add(link.Link([h.address], ["box"], SamplerFlags(), spool, store, None))
     assert until(lambda: end.newest is not None, within=20)
     assert end.newest == (3, 12.5, store / "v000003.safetensors") and end.newest.path.read_bytes() == weights
     assert h.counts["bytes_out"] == 4 * leaf + 100 and [p.name for p in store.glob("*.part")] == []
@@ -632,7 +639,7 @@ def test_an_undone_history_does_not_delete_the_weights_of_this_one(made, tmp_pat
     for folder in ("models", "versions"):
         assert [p.name for p in (tmp_path / folder).glob("v*")] == ["v000010.safetensors"]
     spool = account.Spool(tmp_path / "rollouts", ["box"], 1)
-    end = made.keep(files.FilesLink(str(tmp_path), ["box"], SamplerFlags(), spool))
+    end = made.add(files.FilesLink(str(tmp_path), ["box"], SamplerFlags(), spool))
     assert until(lambda: end.newest is not None) and end.newest.version == 10
     s.publish(11, weights(11))
     assert until(lambda: end.newest.version == 11) and end.newest.path.is_file()
@@ -653,7 +660,7 @@ def test_room_of_a_folder(tmp_path):
 def test_a_folder_without_a_learner_and_one_without_room(made, tmp_path, monkeypatch):
     def files_link(incarnation, **changes):
         spool = account.Spool(tmp_path / "rollouts", ["box"], incarnation)
-        return made.keep(files.FilesLink(str(tmp_path), ["box"], SamplerFlags(**changes), spool))
+        return made.add(files.FilesLink(str(tmp_path), ["box"], SamplerFlags(**changes), spool))
 
     s = source(tmp_path)
     s.publish(0, weights(0))

@@ -8,7 +8,6 @@ import random
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ import pytest
 import torch
 import zmq
 from conftest import ROOT
+from test_hub import port
 from test_train import finish, flags, start, wait_for
 
 from remote.account import Account
@@ -30,13 +30,6 @@ pytestmark = pytest.mark.timeout(600)  # several processes, and a machine that m
 REMOTE = dict(
     rollout_batch=16, train_batch=16, steps=6, save_every=2, objective="tis", actor="none", give_up=90, eval_problems=8
 )
-
-
-def port():
-    """A port that is free now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def box(address, folder, *more, keys="none", name="box", on=()):
