@@ -388,7 +388,9 @@ class HFEngine:
         records = Records(len(u), T, topk, self.device)
         logits, rows = self._read_prompts(prompts, [len(group) for group in seeds])
         for t in range(T):
-            token, logp, gone = pick(logits, u[rows.which, t, None], sampling)
+            z, gone = truncate(logits / sampling.temperature, sampling)
+            logp = z.log_softmax(-1)
+            token = pick(logp, u[rows.which, t, None])
             if self.raw:
                 logp = logits.log_softmax(-1)
             records.write(rows.which, t, token, logp)
@@ -471,21 +473,23 @@ class HFEngine:
         """Nothing to end."""
 
 
-def pick(logits, u, sampling: Sampling):
+def truncate(z, sampling: Sampling):
+    """Scaled logits z (n, V), set to -inf in place where truncation cuts; and where, (n, V) bool.
+
+    Where nothing truncates: z, and None."""
+    if not sampling.truncates:
+        return z, None
+    gone = cut(z, sampling.top_p, sampling.top_k, sampling.min_p)
+    return z.masked_fill_(gone, -torch.inf), gone
+
+
+def pick(logp, u):
     """Draw one token for each row by inversion: the first whose cumulative probability is above u.
 
-    logits (n, V) float32; u (n, 1) float64 in [0, 1). Returns the tokens (n, 1) int64; the
-    log-probabilities (n, V) of the distribution they were drawn from; and which tokens truncation
-    cut, (n, V) bool, or None."""
-    z = logits / sampling.temperature
-    gone = None
-    if sampling.truncates:
-        gone = cut(z, sampling.top_p, sampling.top_k, sampling.min_p)
-        z = z.masked_fill_(gone, -torch.inf)
-    logp = z.log_softmax(-1)
+    logp (n, V) float32; u (n, 1) float64 in [0, 1). Returns token ids, (n, 1) int64."""
     cdf = logp.double().exp_().cumsum_(-1)
-    token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=logp.shape[1] - 1)
-    return token, logp, gone
+    token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
+    return token.clamp_(max=logp.shape[1] - 1)
 
 
 @dataclass
@@ -517,7 +521,7 @@ class Records:
         self.top_ids = torch.zeros(N, T, topk, dtype=torch.int32, device=device)
         self.top_logp = torch.zeros(N, T, topk, device=device)
         self.length = torch.full((N,), T, device=device)  # T also while a response goes on
-        self.allowed: list[tuple] = []  # (response, position, token id), three arrays a step
+        self.allowed: list[np.ndarray] = []  # int64 [3, n] a step: response, position, token id
 
     def write(self, which, t: int, token, logp) -> None:
         """Token t of the responses `which` (n,): the token (n, 1), and log-probabilities (n, V)."""
@@ -530,8 +534,8 @@ class Records:
     def write_allowed(self, which, t: int, gone) -> None:
         """The tokens that were allowed at position t: those that are not `gone`, (n, V) bool."""
         row, ids = (~gone).nonzero(as_tuple=True)
-        response = which[row].cpu().numpy()
-        self.allowed.append((response, np.full(len(row), t), ids.int().cpu().numpy()))
+        columns = torch.stack([which[row], torch.full_like(row, t), ids])
+        self.allowed.append(columns.cpu().numpy())
 
     def end(self, which, t: int, stops):
         """Note that responses end with token t where it `stops` them; returns which go on, (n,) bool.
@@ -562,11 +566,12 @@ class Records:
 
     def _give_allowed(self, responses: list[Response], max_allowed: int) -> None:
         """Hand each response its sets of allowed tokens."""
-        response, t, ids = (np.concatenate(column) for column in zip(*self.allowed, strict=True))
-        sizes = np.bincount(response * self.T + t, minlength=len(responses) * self.T).reshape(-1, self.T)
+        allowed = np.concatenate(self.allowed, 1)
+        place = allowed[0] * self.T + allowed[1]  # response and position as one number
+        sizes = np.bincount(place, minlength=len(responses) * self.T).reshape(-1, self.T)
         if sizes.max() > max_allowed:
             raise ValueError(set_too_large(max_allowed))
-        ids = ids[np.lexsort((ids, t, response))]
+        ids = allowed[2, np.lexsort((allowed[2], place))].astype(np.int32)
         starts = np.concatenate([[0], sizes.sum(1).cumsum()])
         for i, r in enumerate(responses):
             ends = sizes[i, : len(r.tokens)].cumsum()
