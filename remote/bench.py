@@ -25,7 +25,6 @@ from pathlib import Path
 
 import numpy as np
 
-import metrics
 from bench import alternate, print_table
 from remote import wire
 from remote.account import Account, Spool
@@ -35,6 +34,7 @@ from remote.keys import make_keys, sampler_keys
 from remote.link import Link
 from remote.sampler import SamplerFlags
 from remote.source import open_log
+from run import read_metrics
 
 # ---------------------------------------------------------------------------------------------------------------------
 # wire
@@ -125,7 +125,7 @@ def bench_samplers(root: str, seconds: float = 30.0) -> dict:
     for n in (1, 2, 4):
         run = f"{root}/run{n}"
         screens = run_with_samplers(root, run, n, seconds * (1 + n / 2))
-        rows = [r for r in metrics.read(run) if r["step"] > 0]  # the first update waited for the models to load
+        rows = [r for r in read_metrics(run) if r["step"] > 0]  # the first update waited for the models to load
         last = [found[-1] for found in (re.findall(r"blocked ([0-9.]+) %", screen) for screen in screens) if found]
         busy = sum(map(seconds_of_stages, rows))
         out |= {

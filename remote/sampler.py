@@ -28,10 +28,9 @@ from typing import Literal
 import numpy as np
 import torch
 
-import delay
 import quant
 from config import Config, DelayFlags, EngineFlags
-from delay import DelayDistribution
+from delay import DelayDistribution, check_distribution
 from engines import make_engine
 from flags import parse_flags
 from remote import wire
@@ -248,7 +247,7 @@ def connect(flags: SamplerFlags, incarnation: int) -> Connection:
     if not flags.connect:
         raise ValueError("--connect: name the learner's address, tcp://HOST:PORT, a file of routes, or a shared folder")
     name = own_name(flags)
-    delay.check_distribution(flags)
+    check_distribution(flags)
     if flags.groups < 1 or flags.spool_groups < flags.groups:
         raise ValueError(
             f"--groups={flags.groups} --spool_groups={flags.spool_groups}: "
@@ -353,14 +352,14 @@ class SamplerSource(LocalSource):
     place on.
 
     owner: (stream, incarnation) of the groups to be sampled next. skeleton: the learner's model, whose weights do not
-    matter; packed: the learner publishes low-bit tensors; fmt: the engine's low-bit format or None; own_model: the
+    matter; low_bits: the learner publishes low-bit tensors; fmt: the engine's low-bit format or None; own_model: the
     engine has weights of its own, and loads no others."""
 
-    def __init__(self, *args, skeleton, packed: bool, fmt, own_model: bool, **more):
+    def __init__(self, *args, skeleton, low_bits: bool, fmt, own_model: bool, **more):
         super().__init__(*args, **more)
         self.owner = ("", 0)
         self.skeleton = skeleton
-        self.packed = packed
+        self.low_bits = low_bits
         self.fmt = fmt
         self.own_model = own_model
 
@@ -374,9 +373,9 @@ class SamplerSource(LocalSource):
             self.version, self.published = newest.version, newest.published
             return
         tensors = read_tensors(newest.path)
-        if self.packed and not self.engine.packed:
+        if self.low_bits and not self.engine.packed:
             tensors = quant.load_quantized(self.skeleton, tensors)
-        if not self.packed:
+        if not self.low_bits:
             tensors = {k: x.float() if x.is_floating_point() else x for k, x in tensors.items()}
             if self.fmt:
                 tensors = dict(quant.for_engine(tensors.items(), self.skeleton, self.fmt, self.engine.packed))
@@ -416,7 +415,7 @@ def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> Sam
         model=Path(flags.model).name if flags.model else run["model"],
         probe=Probe(str(model), np.array(run["probe"], np.int64), fmt),
         skeleton=skeleton,
-        packed=run["packed"],
+        low_bits=run["packed"],
         fmt=fmt,
         own_model=bool(flags.model),
     )

@@ -104,7 +104,7 @@ def describe_run(cfg, run, model: str, topk: int, max_allowed: int, ranks: int) 
         "world": ranks,
         "task_digest": digest,
         "sampling": vars(Sampling.of(cfg)),
-        "probe": run.probe(model).ids.tolist(),
+        "probe": run.probe().ids.tolist(),
         "packed": cfg.sync_dtype == "quantized",
     }
 

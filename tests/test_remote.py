@@ -21,9 +21,9 @@ import zmq
 from conftest import ROOT
 from test_train import finish, flags, start, wait_for
 
-import metrics
 from remote.account import Account
 from remote.keys import make_keys
+from run import read_metrics
 
 pytestmark = pytest.mark.timeout(600)  # several processes, and a machine that may be busy
 
@@ -87,7 +87,7 @@ def the_account_adds_up(run, spools, updates=6, ranks=1, most=0.5):
         assert counts.get("refused", 0) == 0
     assert trained == updates * 4  # an update of 16 responses takes 4 groups
     assert have and all(numbers == set(range(max(numbers) + 1)) for numbers in have.values()), have
-    rows = [r for r in metrics.read(run) if r["step"] >= 0]
+    rows = [r for r in read_metrics(run) if r["step"] >= 0]
     assert [r["step"] for r in rows] == list(range(updates)) and all(r["rollout_corr/k3_kl"] < most for r in rows)
     return rows
 
@@ -136,7 +136,7 @@ def test_over_a_folder_and_a_full_disk(solvers, tmp_path):
     sampler = box(shared, tmp_path / "box")
     wait_for(tmp_path / "run", 1, learner)
     resource.prlimit(sampler.pid, resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
-    done = metrics.read(tmp_path / "run")[-1]["step"]
+    done = read_metrics(tmp_path / "run")[-1]["step"]
     time.sleep(4)
     resource.prlimit(sampler.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     printed = finishes(learner, sampler)
@@ -360,7 +360,7 @@ def test_two_hosts_and_a_pulled_cable(hosts, solvers, tmp_path):
     wait_for(tmp_path / "run", 1, learner)
     assert hosts.cable(False)
     time.sleep(12)
-    done = metrics.read(tmp_path / "run")[-1]["step"]
+    done = read_metrics(tmp_path / "run")[-1]["step"]
     assert hosts.cable(True)
     finishes(learner, sampler)
     assert done < 5  # it was cut off in the middle
