@@ -114,22 +114,14 @@ def test_problems_and_rewards_are_the_tasks():
             problem = task.problem(split, i)
             assert mini.problem(split, i) == (problem.id, problem.answer)
             assert mini.encode(problem.prompt).tolist() == tokenizer.encode(problem.prompt)
-    right = mini.encode(f"{task.solution(problem)}").tolist()
-    wrong, pad, spare, eos = mini.encode("# 31").tolist(), 0, 255, mini.EOS
-    for ids in (
-        right,
-        wrong,
-        right + wrong,
-        right[:-1],
-        right + [pad],
-        right + [spare],
-        right[:-1] + [pad] + right[-1:],
-        [],
-    ):
-        for tokens in (ids + [eos], ids):
-            text = tokenizer.decode(tokens, skip_special_tokens=True)
-            want = task.reward(problem, text, finished=tokens[-1:] == [eos])
-            assert not tokens or mini.grade(torch.tensor(tokens), problem.answer) == want, text
+    right, wrong, eos = (mini.encode(text).tolist() for text in (task.solution(problem), "# 31", "<eos>"))
+    responses = [right, wrong, right + wrong, right[:-1]]
+    for extra in (0, 2, 255):  # <pad> and <unk>, which a grader never sees, and a word that stands for nothing
+        responses += [right + [extra], right[:-1] + [extra] + right[-1:]]
+    for tokens in responses + [response + eos for response in responses]:
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        want = task.reward(problem, text, finished=tokens[-1:] == eos)
+        assert mini.grade(torch.tensor(tokens), problem.answer) == want, text
 
 
 def test_it_prints_train_pys_table_and_draws(solvers, tmp_path, monkeypatch, capsys):
