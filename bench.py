@@ -2,7 +2,6 @@
 
     python bench.py                        # rollout, update, head, replay (and gpu, lowbit where there is one)
     python bench.py update head            # some of them
-    python bench.py trl                    # needs `trl` importable, see the README
 
 rollout  typed records against the bare engine call with the same sampling settings (vLLM)
 update   a jackpot update (ref pass, statistics, OBRS, step) against a plain PPO one: one model, the same recorded batch
@@ -14,13 +13,10 @@ quant    low bits on the demo's policy, by format: the aligned learner's update 
          over plain weights', and the engine's rollout over an unquantized one's (vLLM)
 lowbit   on a GPU: the aligned forward of linear layers, quantization included, over bfloat16's, on the shapes of
          Qwen3-0.6B, 1.7B and 8B
-trl      publish, roll out, grade, update, with --rollout=hf, against one step of TRL's GRPOTrainer; and our step with
-         vLLM beside it
 gpu      learner tokens per second and share of the device's peak on a Qwen3-0.6B shape, bfloat16
-spin     a forward-backward of a small model (2 threads) beside another busy process over the same alone, by what the
-         environment tells OpenMP's idle threads to do
 
-remote/bench.py measures the transport between a learner and its samplers.
+remote/bench.py measures the transport between a learner and its samplers, results/against_trl.py the whole step
+against TRL's, results/spin.py what two busy processes cost each other.
 """
 
 from __future__ import annotations
@@ -33,7 +29,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -50,11 +45,9 @@ from engines import HFEngine, VLLMEngine
 from head import ChunkedHead, chunk_rows
 from learner import Comm, Learner
 from model import OneModelRows
-from rollout import LocalSource, Response, Rollout
-from run import load_model
+from rollout import Response, Rollout
 from sampling import Sampling, max_allowed
-from sync import Probe
-from tasks import Arithmetic, arithmetic_tokenizer
+from tasks import arithmetic_tokenizer
 from warmstart import CONTEXT, SHAPES
 
 ROOT = Path(__file__).resolve().parent
@@ -90,7 +83,8 @@ def seconds(f) -> float:
 
 
 def compare(times: list[tuple[float, float]]) -> dict:
-    """Geometric mean of ours / other with its 95 % interval, and medians, from pairs of seconds (ours, the other's)."""
+    """Geometric mean of ours / other with its 95 % interval, and medians, from pairs of seconds (ours, the
+    other's)."""
     t = np.array(times)
     log = np.log(t[:, 0] / t[:, 1])
     half = 1.96 * log.std(ddof=1) / math.sqrt(len(log)) if len(log) > 1 else math.nan
@@ -116,7 +110,8 @@ def synchronize(device: str) -> None:
 
 
 def shaped(folder: str, hidden=128, inter=384, layers=4, vocab=256, seed=0, **more):
-    """A Qwen3-shaped model with random weights, saved in `folder` unless that is empty; 0.8M parameters by default."""
+    """A Qwen3-shaped model with random weights, saved in `folder` unless that is empty; 0.8M parameters by
+    default."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
@@ -190,7 +185,8 @@ def draw_rewards(groups: list[Rollout], rng) -> None:
 
 
 def recorded(cfg, model, n_groups: int, K: int) -> list[Rollout]:
-    """Groups sampled by the plain sampler from the model itself, with the K most likely tokens and random rewards."""
+    """Groups sampled by the plain sampler from the model itself, with the K most likely tokens and random
+    rewards."""
     rng = np.random.default_rng(0)
     prompts = random_prompts(rng, n_groups)
     sampling = Sampling(max_tokens=cfg.max_tokens)
@@ -224,7 +220,7 @@ def bench_rollout(root: str) -> dict:
     for prompt, group in zip(prompts, seeds, strict=True):
         for seed in group:
             requests.append({"prompt_token_ids": prompt.tolist()})
-            param = engine._params(
+            param = engine.make_params(
                 temperature=1.0,
                 max_tokens=24,
                 seed=seed,
@@ -348,7 +344,8 @@ def bench_head(root: str) -> dict:
 
 
 def bench_replay(root: str) -> dict:
-    """top_k 20 on the policy's shape: the update with `replay` over `off`; rollouts with records over those without."""
+    """top_k 20 on the policy's shape: the update with `replay` over `off`; rollouts with records over those
+    without."""
     folder = f"{root}/replay"
     model = policy_shaped(folder)
     sampling = Sampling(top_k=20, max_tokens=32)
@@ -452,105 +449,8 @@ def bench_lowbit(root: str, device: str = "cuda", tokens: tuple = (8192, 32768),
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# trl, gpu
+# gpu
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def our_step(folder: str, engine, cfg):
-    """A callable: publish, roll out, grade, update, as train.py's loop does it."""
-    learner = Learner(load_model(folder), None, cfg, Comm())
-    source = LocalSource(
-        engine,
-        Arithmetic(),
-        arithmetic_tokenizer(),
-        Sampling(max_tokens=cfg.max_tokens),
-        group_size=cfg.group_size,
-        topk=0,
-        model="policy",
-        probe=Probe(folder, np.arange(2, 14)),
-    )
-
-    def step():
-        source.publish(learner.version, learner.named_tensors("policy"))
-        update(learner, source.next(cfg.train_batch // cfg.group_size, learner.version))
-
-    return step
-
-
-def grpo_trainer(folder: str, out: str, steps: int, callback):
-    """TRL's trainer on arith: batch 256, groups of 8, 16 new tokens."""
-    from datasets import Dataset
-    from datasets.table import InMemoryTable
-    from trl import GRPOConfig, GRPOTrainer
-
-    args = GRPOConfig(
-        output_dir=out,
-        per_device_train_batch_size=256,
-        num_generations=8,
-        max_completion_length=16,
-        max_steps=steps,
-        learning_rate=1e-6,
-        beta=0.0,
-        temperature=1.0,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        logging_steps=10**6,
-        save_strategy="no",
-        disable_tqdm=True,
-        gradient_checkpointing=False,
-        seed=0,
-    )
-    task = Arithmetic()
-    prompts = [task.problem("train", i).prompt for i in range(2000)]
-
-    def reward(completions, **more):
-        return [float(len(c) % 2) for c in completions]
-
-    return GRPOTrainer(
-        model=folder,
-        args=args,
-        train_dataset=Dataset(InMemoryTable.from_pydict({"prompt": prompts}), fingerprint="bench"),
-        reward_funcs=reward,
-        processing_class=arithmetic_tokenizer(),
-        callbacks=[callback],
-    )
-
-
-def trl_clock(ours, times: list):
-    """A callback of the trainer that times its step, then one of ours: adds (ours, TRL's) to `times`."""
-    from transformers import TrainerCallback
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, *args, **kwargs):
-            self.start = time.perf_counter()
-
-        def on_step_end(self, *args, **kwargs):
-            spent = time.perf_counter() - self.start
-            times.append((seconds(ours), spent))
-
-    return Clock()
-
-
-def bench_trl(root: str) -> dict:
-    """GRPOTrainer's step, timed from its own callbacks, with one step of ours after each."""
-    folder = f"{root}/trl"
-    warm = 4  # steps that are not counted
-    shaped(folder)
-    cfg = resolved(objective="grpo", train_batch=256, rollout_batch=256, max_tokens=16, lr=1e-6)
-    times = []
-    clock = trl_clock(our_step(folder, HFEngine(folder), cfg), times)
-    try:
-        trainer = grpo_trainer(folder, f"{root}/trl_out", 24, clock)
-    except ImportError as e:
-        raise ValueError(f"bench.py trl needs TRL 1.16 ({e}); see 'Benchmarks' in the README") from None
-    trainer.train()
-    out = {**compare(times[warm:]), "goal": "ratio <= 0.80"}
-    engine = VLLMEngine(folder, max_len=64, max_logprobs=1)
-    with_vllm = our_step(folder, engine, cfg)
-    spent = [seconds(with_vllm) for _ in range(14)]
-    engine.close()
-    return {**out, "vllm_step_s": float(np.median(spent[warm:]))}
 
 
 def random_groups(rng, n: int, length: int, vocabulary: int) -> list[Rollout]:
@@ -587,13 +487,14 @@ QWEN3_06B = {
 
 
 def bench_gpu(root: str, device: str = "cuda", tokens: int = 16384, updates: int = 5, **shape) -> dict:
-    """Learner update (forward, chunked head, backward, AdamW) on a Qwen3-0.6B shape: speed, share of peak, memory."""
+    """Learner update (forward, chunked head, backward, AdamW) on a Qwen3-0.6B shape: speed, share of peak,
+    memory."""
     model = shaped("", **(shape or QWEN3_06B))
     length = 1024
     B = max(8, tokens // length)
     sizes = {"train_batch": B, "rollout_batch": B, "max_tokens": length, "micro_tokens": tokens}
     cfg = resolved(objective="grpo", dtype="bfloat16", lr=1e-6, **sizes)
-    learner = Learner(model, None, cfg, Comm(device), device)
+    learner = Learner(model, None, cfg, Comm(device))
     batch = batching.collate(random_groups(np.random.default_rng(0), B // 8, length, model.config.vocab_size), cfg)
     stats = objectives.prepare(batch, learner.comm, cfg, {})
 
@@ -619,88 +520,6 @@ def bench_gpu(root: str, device: str = "cuda", tokens: int = 16384, updates: int
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# spin
-# ---------------------------------------------------------------------------------------------------------------------
-
-# what is added to the environment; OpenMP reads it once, when torch is imported
-SPIN_SETTINGS = ("none", "OMP_WAIT_POLICY=PASSIVE", "GOMP_SPINCOUNT=0", "KMP_BLOCKTIME=0", "OMP_NUM_THREADS=1")
-
-
-def spin_worker() -> None:
-    """The other process of bench_spin. A line of its input is a number of seconds: it runs forward and backward for so
-    long, and prints how often in a second."""
-    model = shaped("")
-    ids = torch.randint(0, 256, (16, 32))
-    for line in sys.stdin:
-        limit = float(line)
-        start = time.perf_counter()
-        count = 0
-        while time.perf_counter() - start < limit:
-            model(input_ids=ids, labels=ids).loss.backward()
-            count += 1
-        print(count / (time.perf_counter() - start), flush=True)
-
-
-class Worker:
-    """A `spin_worker` with a setting of SPIN_SETTINGS, killed at the end of its `with` or after `limit` seconds."""
-
-    def __init__(self, setting: str, limit: float):
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "KMP_"))}
-        env["OMP_NUM_THREADS"] = "2"
-        if setting != "none":
-            name, value = setting.split("=")
-            env[name] = value
-        command = [sys.executable, "-c", "import bench; bench.spin_worker()"]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(command, cwd=ROOT, env=env, **pipes)
-        self.alarm = threading.Timer(limit, self.process.kill)
-        self.alarm.start()
-
-    def start(self, span: float) -> None:
-        """Let it be busy for so many seconds."""
-        print(span, file=self.process.stdin, flush=True)
-
-    def rate(self) -> float:
-        """Forward-backwards per second since `start`."""
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError("bench.py spin: a worker ended before it had measured")
-        return float(line)
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.alarm.cancel()
-        self.process.kill()
-        self.process.communicate()
-
-
-def bench_spin(root: str, span: float = 5.0, rounds: int = 5) -> dict:
-    """Seconds of a forward-backward beside a busy process of the same kind over those alone, a row for each setting.
-
-    OpenMP's idle threads wait in a loop before they sleep, and keep the processor from a neighbour meanwhile."""
-    rows = {}
-    for setting in tqdm(SPIN_SETTINGS, desc="spin", leave=False):
-        limit = 120 + 4 * span * rounds
-        times = []
-        with Worker(setting, limit) as first, Worker(setting, limit) as second:
-            for worker in (first, second):  # until both have loaded and warmed up
-                worker.start(1.0)
-                worker.rate()
-            for _ in range(rounds):
-                first.start(span)
-                alone = first.rate()
-                first.start(span)
-                second.start(span)
-                beside = (first.rate() + second.rate()) / 2
-                times.append((1 / beside, 1 / alone))
-        row = compare(times)
-        rows[setting] = {**row, "alone_per_s": 1 / row["b_s"], "beside_per_s": 1 / row["a_s"]}
-    return rows
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # The command
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -711,17 +530,13 @@ BENCHES = {
     "replay": bench_replay,
     "quant": bench_quant,
     "lowbit": bench_lowbit,
-    "trl": bench_trl,
     "gpu": bench_gpu,
-    "spin": bench_spin,
 }
 
 
 def parse(argv: list[str], benches: dict) -> list[str]:
     """The benchmarks that a command line names. ValueError, one sentence: there is no such one."""
-    for name in argv:
-        if name in benches:
-            continue
+    for name in [word for word in argv if word not in benches]:
         kind = "flag, only names of benchmarks" if name.startswith("-") else "benchmark"
         sentence = f"{name}: no such {kind}; there are {', '.join(benches)}"
         near = difflib.get_close_matches(name.lstrip("-"), benches, 1, 0.4)
@@ -745,11 +560,10 @@ def print_table(results: dict[str, dict]) -> None:
     width = max(10, *(len(name) + 1 for name in rows))
     print(f"{'':{width}s}{'ratio':>8s}{'95 % interval':>18s}{'ours, s':>10s}{'other, s':>10s}   more")
     for name, row in rows.items():
+        measured = " " * 46
         if "ratio" in row:
             interval = f"{row['low']:10.3f} -{row['high']:6.3f}"
             measured = f"{row['ratio']:8.3f}{interval}{row['a_s']:10.3f}{row['b_s']:10.3f}"
-        else:
-            measured = f"{'':46s}"
         print(f"{name:{width}s}{measured}   {extra(row)}")
     print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(), **results}))
 
@@ -758,9 +572,8 @@ def extra(row: dict) -> str:
     """What a row has beyond `compare`."""
     cells = []
     for name, value in row.items():
-        if name in ("ratio", "low", "high", "a_s", "b_s", "pairs"):
-            continue
-        cells.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+        if name not in ("ratio", "low", "high", "a_s", "b_s", "pairs"):
+            cells.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
     return ", ".join(cells)
 
 

@@ -1,7 +1,7 @@
 """The engines that sample: two classes with the same methods. `make_engine` chooses by the flags.
 
-VLLMEngine is vLLM inside this process; its weights are replaced while it runs. HFEngine is a batched
-sampler with a key-value cache in plain torch, for machines without vLLM. Both have
+VLLMEngine is vLLM inside this process; its weights are replaced while it runs. HFEngine is a batched sampler with
+a key-value cache in plain torch, for machines without vLLM. Both have
 
     generate(prompts, seeds, sampling, topk, stop_ids, max_allowed)   sample a group for each prompt
     load(named_tensors)                                               replace the weights
@@ -97,20 +97,12 @@ class VLLMEngine:
         self.scratch = tempfile.TemporaryDirectory()
         return quant.quantized_checkpoint(folder, self.fmt, self.scratch.name, self.packed)
 
-    def generate(
-        self,
-        prompts: list[np.ndarray],
-        seeds: list[list[int]],
-        sampling: Sampling,
-        topk: int,
-        stop_ids: list[int],
-        max_allowed: int = 0,
-    ) -> list[list[Response]]:
-        """One group of responses to each prompt: len(seeds[i]) of them to prompt i, int [P].
+    def generate(self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int = 0):
+        """A list[Response] for each prompt: len(seeds[i]) responses to prompt i, int [P].
 
-        Each response has a seed of its own, so that no sample depends on its batch. topk: K of the
-        records. max_allowed > 0: where sampling truncates, record each token's set of allowed tokens;
-        ValueError if one is larger than that."""
+        Each response has a seed of its own, so that no sample depends on its batch. topk: K of the records.
+        max_allowed > 0: where sampling truncates, record each token's set of allowed tokens; ValueError if one is
+        larger than that."""
         if not sampling.truncates:
             max_allowed = 0
         K = max(topk, max_allowed)
@@ -197,8 +189,8 @@ class VLLMEngine:
 def allowed_sets(ids: np.ndarray, logp: np.ndarray, max_allowed: int) -> tuple[np.ndarray, np.ndarray]:
     """Sets of allowed tokens, as by sampling.ragged, from the K most likely tokens at n positions.
 
-    ids, logp [n, K]: a token that was cut has log-probability -inf. ValueError if a set has more than
-    K tokens: then none of the K was cut, and yet they have less than all of the probability."""
+    ids, logp [n, K]: a token that was cut has log-probability -inf. ValueError if a set has more than K tokens:
+    then none of the K was cut, and yet they have less than all of the probability."""
     finite = np.isfinite(logp)
     full = finite.all(1)
     if full.any() and np.exp(logp[full]).sum(1).min() < 0.999:
@@ -226,9 +218,9 @@ def change_vllm(low_bits_on_cpu: bool) -> None:
 def lean_logprobs(update_sample_logprobs):
     """Replacement for LogprobsProcessor._update_sample_logprobs: keep log-probabilities as arrays.
 
-    Reason: vLLM turns those of every sampled token into lists, ranks and decoded words, which costs
-    more than the sampling does. Here a request keeps the arrays that the sampler made, two for each
-    token, [1, K + 1]: ids and log-probabilities, the sampled token first. `_responses` reads them."""
+    Reason: vLLM turns those of every sampled token into lists, ranks and decoded words, which costs more than the
+    sampling does. Here a request keeps the arrays that the sampler made, two for each token, [1, K + 1]: ids and
+    log-probabilities, the sampled token first. `_responses` reads them."""
 
     def lean(self, logprobs_lists):
         self.logprobs.token_ids.append(logprobs_lists.logprob_token_ids)
@@ -240,8 +232,8 @@ def lean_logprobs(update_sample_logprobs):
 def keep_scales_alive(create_onednn_scaled_mm):
     """Replacement for _custom_ops.create_onednn_scaled_mm: tie the weight scales to the handler.
 
-    Reason: on CPUs vLLM's int8 handler holds a bare pointer to the scales, and replacing the weights
-    frees them. Here the handler gets a copy of its own, and holds on to it."""
+    Reason: on CPUs vLLM's int8 handler holds a bare pointer to the scales, and replacing the weights frees them.
+    Here the handler gets a copy of its own, and holds on to it."""
 
     def create(weight, scales, *more):
         scales = scales.clone()
@@ -255,9 +247,9 @@ def keep_scales_alive(create_onednn_scaled_mm):
 def change(owner, name: str, replacement) -> None:
     """Put replacement(original) in the place of vLLM's function owner.name, once in this process.
 
-    ValueError if this version of vLLM has no such function. One that has it, but is not the version
-    these changes were written for, is used with a warning: where a change does not fit it, the check
-    of shapes in `VLLMEngine._responses` or the proof of the first weight sync (sync.py) will tell."""
+    ValueError if this version of vLLM has no such function. One that has it, but is not the version these changes
+    were written for, is used with a warning: where a change does not fit it, the check of shapes in
+    `VLLMEngine._responses` or the proof of the first weight sync (sync.py) will tell."""
     import vllm
 
     original = getattr(owner, name, None)
@@ -282,8 +274,8 @@ def change(owner, name: str, replacement) -> None:
 def vllm_leaves_no_trace():
     """Put back what vLLM overwrites while it starts and what the learner in this process needs.
 
-    That is torchrun's LOCAL_WORLD_SIZE and the state of torch's random numbers. The variables of
-    vLLM's own stay: it reads some of them later."""
+    That is torchrun's LOCAL_WORLD_SIZE and the state of torch's random numbers. The variables of vLLM's own stay:
+    it reads some of them later."""
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
     generator = torch.get_rng_state()
     try:
@@ -309,9 +301,8 @@ def import_vllm():
     try:
         from vllm import LLM, SamplingParams
     except ImportError as e:
-        raise ValueError(
-            f"--rollout=vllm: vLLM cannot be imported ({e}); install it (make demo does) or use --rollout=hf"
-        ) from None
+        mend = "install it (make demo does) or use --rollout=hf"
+        raise ValueError(f"--rollout=vllm: vLLM cannot be imported ({e}); {mend}") from None
     return LLM, SamplingParams
 
 
