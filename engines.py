@@ -294,8 +294,7 @@ def import_vllm():
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not torch.cuda.is_available():
-        # Else it compiles for 18 s at the first log-probability.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else it compiles for 18 s at the first log-probability
         # Else it takes torch's threads away, which the learner uses too.
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     try:
