@@ -39,9 +39,9 @@ sys.path.insert(0, str(ROOT))
 
 from tqdm import tqdm
 
-import metrics
 from config import HARMLESS, parse
 from flags import parse_flags
+from run import clean, read_metrics
 
 RESULTS = ROOT / "results"
 FOLDERS = ROOT / "out" / "study"
@@ -169,7 +169,7 @@ def one(flags: dict, name: str, threads: str, config: str = STUDY) -> None:
     done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"error: {' '.join(argv[1:])} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    last = metrics.read(out)[-1]["step"] + 1
+    last = read_metrics(out)[-1]["step"] + 1
     steps = json.loads((out / "config.json").read_text(encoding="utf-8"))["config"]["steps"]
     if last < steps:
         raise SystemExit(
@@ -185,7 +185,7 @@ def one(flags: dict, name: str, threads: str, config: str = STUDY) -> None:
 
 def condense(out: Path, argv: list[str]) -> dict:
     """What is recorded of a run folder."""
-    rows = metrics.read(out)
+    rows = read_metrics(out)
     made = json.loads((out / "config.json").read_text(encoding="utf-8"))
     steps = [r for r in rows if r["step"] >= 0]
     width = math.ceil(len(steps) / POINTS)
@@ -210,7 +210,7 @@ def condense(out: Path, argv: list[str]) -> dict:
         "command": " ".join(["python", *argv]),
         "git": made["git"],
         "versions": made["versions"],
-        "config": {k: metrics.clean(v) for k, v in made["config"].items() if k not in HARMLESS},
+        "config": {k: clean(v) for k, v in made["config"].items() if k not in HARMLESS},
         "seconds": {k: round(sum(r.get(k, 0.0) for r in rows), 1) for k in stages},
         "evals": evals,
         "updates": [b[-1]["step"] + 1 for b in blocks],
@@ -302,7 +302,7 @@ def record_of(flags: dict, config: str = STUDY) -> dict | None:
     if record is None:
         return None
     now = asdict(parse(command(flags, record["name"], config)[1:]))
-    changed = [k for k, v in record["config"].items() if k in now and metrics.clean(now[k]) != v]
+    changed = [k for k, v in record["config"].items() if k in now and clean(now[k]) != v]
     if "obrs/z" not in record["columns"] and "obrs_z" in changed:
         changed.remove("obrs_z")  # how Z is made is no matter to a run that used no Z
     if changed:

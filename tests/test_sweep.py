@@ -11,9 +11,9 @@ import pytest
 from conftest import ROOT, TINY_TASK
 from test_train import finish, start
 
-import metrics
 from config import HARMLESS, parse
 from results import aligned, figure2c, heterorl, index, lowbit, praxis, qarl, sweep, table1, table2_3, table6_10
+from run import clean, read_metrics
 
 
 @pytest.fixture()
@@ -49,7 +49,7 @@ def rows(solvers, places):
 def fake(path, flags: dict, config: str = sweep.STUDY, old: bool = False, columns: dict | None = None) -> dict:
     """A record as a run would have left it; old: as they were before records held their flags."""
     command = ["python", *sweep.command(flags, path.stem, config)]
-    made = {k: metrics.clean(v) for k, v in asdict(parse(command[2:])).items() if k not in HARMLESS}
+    made = {k: clean(v) for k, v in asdict(parse(command[2:])).items() if k not in HARMLESS}
     record = {"flags": flags, "command": " ".join(command), "git": "", "versions": {}, "config": made}
     record |= {"seconds": {}, "evals": {"policy": [[0, 0.5, 0.1]]}, "updates": [1], "columns": columns or {}}
     if old:
@@ -73,7 +73,7 @@ def test_a_study_runs_what_is_missing_and_draws_from_its_records(rows, capsys, m
     monkeypatch.setattr(sweep, "POINTS", 2)
     got = sweep.run(rows, {"TIS": 2}, jobs=2)
     assert {k: len(v) for k, v in got.items()} == {"Jackpot": 1, "TIS": 2}
-    record, lines = got["Jackpot"][0], metrics.read(folder)
+    record, lines = got["Jackpot"][0], read_metrics(folder)
     assert [r["step"] for r in lines] == [-1, 0, 1, 2, 3]  # two of them from before the stop
     assert record["updates"] == [2, 4]
     assert record["config"]["objective"] == "jackpot"
