@@ -2,33 +2,35 @@
 
     python bench.py                        # rollout, update, head, replay (and gpu, lowbit where there is one)
     python bench.py update head            # some of them
-    python bench.py trl                    # the whole step against TRL's GRPOTrainer; needs `trl` importable, see the README
 
 rollout  typed records against the bare engine call with the same sampling settings (vLLM)
-update   a jackpot update (ref pass, statistics, OBRS, step) against a plain PPO one on the same recorded batch, one model
-head     the chunked head against whole logits, 2,048 tokens x 151,936 words x 1,024, forward and backward: time and peak memory
-replay   kept sets at top_k 20 on the demo's policy: a learner step that replays them over one that does not, and rollouts (vLLM)
-         that record them over rollouts that do not, with the same truncated sampling
-quant    low bits on the demo's policy, by format: the aligned learner's update over the plain one, publication and load over plain weights',
-         and the engine's rollout over an unquantized one's (vLLM)
-lowbit   on a GPU: the aligned forward of linear layers, quantization included, over bfloat16's, on Qwen3-0.6B, 1.7B and 8B shapes
-wire     weights of 256 MiB from a learner's hub to a sampler on this host, digests, files and all, over a bare TCP copy and one SHA-256 pass
-         of the same bytes; and the same with keys
-samplers real runs with 1, 2 and 4 remote samplers whose delays are 60 s to 1800 s, a hundred times shortened: share of the samplers'
-         time blocked on the transport, and of the learner's spent waiting
-trl      publish, roll out, grade, update, with --rollout=hf, against one step of GRPOTrainer; and our step with vLLM beside it
+update   a jackpot update (ref pass, statistics, OBRS, step) against a plain PPO one: one model, the same recorded batch
+head     the chunked head against whole logits, 2,048 tokens x 151,936 words x 1,024, forward and backward: time and
+         peak memory
+replay   top_k 20 on the demo's policy: a learner step that replays the sets of allowed tokens over one that does not,
+         and rollouts (vLLM) that record them over rollouts that do not, with the same truncated sampling
+quant    low bits on the demo's policy, by format: the aligned learner's update over the plain one, publication and load
+         over plain weights', and the engine's rollout over an unquantized one's (vLLM)
+lowbit   on a GPU: the aligned forward of linear layers, quantization included, over bfloat16's, on the shapes of
+         Qwen3-0.6B, 1.7B and 8B
 gpu      learner tokens per second and share of the device's peak on a Qwen3-0.6B shape, bfloat16
+
+remote/bench.py measures the transport between a learner and its samplers, results/against_trl.py the whole step
+against TRL's, results/spin.py what two busy processes cost each other.
 """
 
 from __future__ import annotations
 
 import copy
+import difflib
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,29 +41,50 @@ import batching
 import config
 import objectives
 import quant
-import sampling
 from engines import HFEngine, VLLMEngine
-from head import ChunkedHead, OneModelRows, chunk_rows
+from head import ChunkedHead, chunk_rows
 from learner import Comm, Learner
-from rollout import LocalSource, Response, Rollout, Sampling
-from sync import Probe
-from tasks import Arithmetic, arithmetic_tokenizer
+from model import OneModelRows
+from rollout import Response, Rollout
+from sampling import Sampling, max_allowed
+from tasks import arithmetic_tokenizer
+from warmstart import CONTEXT, SHAPES
 
+ROOT = Path(__file__).resolve().parent
+STOP = [1]  # the id that ends a response
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # dense bfloat16, flop/s
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring
+# ---------------------------------------------------------------------------------------------------------------------
+
+
 def alternate(a, b, pairs: int, name: str, warm: int = 2) -> dict:
-    """Runs a and b in turn; the ratio a/b pair by pair: geometric mean with its 95 % interval, and median seconds."""
+    """Run a and b in turn, after `warm` unmeasured runs of each; see `compare`."""
     for _ in range(warm):
-        a(), b()
+        a()
+        b()
     times = []
     for i in tqdm(range(pairs), desc=name, leave=False):
-        pair = {}
-        for key, f in (("a", a), ("b", b)) if i % 2 == 0 else (("b", b), ("a", a)):
-            start = time.perf_counter()
-            f()
-            pair[key] = time.perf_counter() - start
-        times.append((pair["a"], pair["b"]))
+        if i % 2 == 0:
+            ours, other = seconds(a), seconds(b)
+        else:
+            other, ours = seconds(b), seconds(a)
+        times.append((ours, other))
+    return compare(times)
+
+
+def seconds(f) -> float:
+    """How long one call takes."""
+    start = time.perf_counter()
+    f()
+    return time.perf_counter() - start
+
+
+def compare(times: list[tuple[float, float]]) -> dict:
+    """Geometric mean of ours / other with its 95 % interval, and medians, from pairs of seconds (ours, the
+    other's)."""
     t = np.array(times)
     log = np.log(t[:, 0] / t[:, 1])
     half = 1.96 * log.std(ddof=1) / math.sqrt(len(log)) if len(log) > 1 else math.nan
@@ -71,29 +94,41 @@ def alternate(a, b, pairs: int, name: str, warm: int = 2) -> dict:
         "high": math.exp(log.mean() + half),
         "a_s": float(np.median(t[:, 0])),
         "b_s": float(np.median(t[:, 1])),
-        "pairs": pairs,
+        "pairs": len(t),
     }
 
 
+def synchronize(device: str) -> None:
+    """Wait for the GPU, if there is one, so that its time is measured."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models, configurations and batches to measure with
+# ---------------------------------------------------------------------------------------------------------------------
+
+
 def shaped(folder: str, hidden=128, inter=384, layers=4, vocab=256, seed=0, **more):
-    """A Qwen3-shaped model folder with random weights; 0.8M parameters by default."""
+    """A Qwen3-shaped model with random weights, saved in `folder` unless that is empty; 0.8M parameters by
+    default."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    shape = dict(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=inter,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 32,
-        num_key_value_heads=max(1, hidden // 64),
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
+    shape = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inter,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 32,
+        "num_key_value_heads": max(1, hidden // 64),
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
     model = Qwen3ForCausalLM(Qwen3Config(**{**shape, **more}))
     if folder:
         model.save_pretrained(folder)
@@ -101,644 +136,465 @@ def shaped(folder: str, hidden=128, inter=384, layers=4, vocab=256, seed=0, **mo
     return model
 
 
-def flags(**changes):
-    return config.resolve(config.Config(**{"rollout": "hf", "actor": "none", **changes}), n_ranks=1)
+def policy_shaped(folder: str):
+    """The demo's policy with random weights, saved in `folder`."""
+    return shaped(folder, max_position_embeddings=CONTEXT, **SHAPES["policy"])
 
 
-def bench_rollout(root: str) -> dict:
-    """Typed records over the bare call: same requests, same parameters, K = 20."""
-    folder = f"{root}/rollout"
-    shaped(folder)
-    engine = VLLMEngine(folder, max_len=64, max_logprobs=20)
-    rng = np.random.default_rng(0)
-    prompts, seeds = (
-        [rng.integers(2, 200, 10).astype(np.int32) for _ in range(32)],
-        [[i * 8 + g for g in range(8)] for i in range(32)],
-    )
-    sampling = Sampling(max_tokens=24)
-    requests = [{"prompt_token_ids": p.tolist()} for p in prompts for _ in range(8)]
-    params = [
-        engine._params(
-            temperature=1.0,
-            max_tokens=24,
-            seed=s,
-            stop_token_ids=[1],
-            logprobs=20,
-            flat_logprobs=True,
-            detokenize=False,
+def resolved(**changes) -> config.Config:
+    """A configuration of one model on one rank."""
+    return config.resolve(config.Config(**{"rollout": "hf", "actor": "none", **changes}), 1)
+
+
+def random_prompts(rng, n: int = 32) -> list[np.ndarray]:
+    """n prompts of 10 tokens."""
+    return [rng.integers(2, 200, 10).astype(np.int32) for _ in range(n)]
+
+
+def numbered_seeds(groups: int = 32, samples: int = 8, step: int = 8) -> list[list[int]]:
+    """A seed of its own for each response to each prompt; the first ones of two groups are `step` apart."""
+    return [list(range(step * i, step * i + samples)) for i in range(groups)]
+
+
+def as_groups(prompts, responses, sampling: Sampling) -> list[Rollout]:
+    """Sampled responses as groups, as a source would hand them over."""
+    groups = []
+    for i, prompt in enumerate(prompts):
+        group = Rollout(
+            uid=("bench", 0, i),
+            prompt_id=str(i),
+            prompt_ids=prompt,
+            sampling=sampling,
+            model="policy",
+            precision="float32",
+            version=0,
+            digest="",
+            t_start=0.0,
+            t_end=0.0,
+            responses=responses[i],
         )
-        for g in seeds
-        for s in g
-    ]
-    out = alternate(
-        lambda: engine.generate(prompts, seeds, sampling, 20, [1]),
-        lambda: engine.llm.generate(requests, params, use_tqdm=False),
-        30,
-        "rollout",
-    )
-    tokens = sum(len(r.tokens) for g in engine.generate(prompts, seeds, sampling, 20, [1]) for r in g)
-    engine.close()
-    return {**out, "tokens_per_s": tokens / out["a_s"], "goal": "ratio <= 1.10"}
+        groups.append(group)
+    return groups
 
 
-def recorded(cfg, model, n_groups: int, K: int):
-    """A recorded batch: groups sampled by the plain sampler from the model itself, random rewards."""
-    rng, engine = np.random.default_rng(0), HFEngine(model)
-    prompts = [rng.integers(2, 200, 10).astype(np.int32) for _ in range(n_groups)]
+def draw_rewards(groups: list[Rollout], rng) -> None:
+    """Rewards 0 or 1, by chance."""
+    for group in groups:
+        for response in group.responses:
+            response.reward = float(rng.integers(0, 2))
+
+
+def recorded(cfg, model, n_groups: int, K: int) -> list[Rollout]:
+    """Groups sampled by the plain sampler from the model itself, with the K most likely tokens and random
+    rewards."""
+    rng = np.random.default_rng(0)
+    prompts = random_prompts(rng, n_groups)
     sampling = Sampling(max_tokens=cfg.max_tokens)
-    out = engine.generate(
-        prompts, [[i * 100 + g for g in range(cfg.group_size)] for i in range(n_groups)], sampling, K, [1]
-    )
-    groups = [
-        Rollout(("bench", 0, i), str(i), p, sampling, "policy", "float32", 0, "", 0.0, 0.0, g)
-        for i, (p, g) in enumerate(zip(prompts, out))
-    ]
-    for g in groups:
-        for r in g.responses:
-            r.reward = float(rng.integers(0, 2))
+    seeds = numbered_seeds(n_groups, cfg.group_size, 100)
+    groups = as_groups(prompts, HFEngine(model).generate(prompts, seeds, sampling, K, STOP), sampling)
+    draw_rewards(groups, rng)
     model.train()
     return groups
 
 
+def update(learner, groups: list[Rollout]) -> None:
+    """One optimizer step on these groups."""
+    batch = batching.collate(groups, learner.cfg, learner.version)
+    learner.update(batch, objectives.prepare(batch, learner.comm, learner.cfg, {}))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rollout, update
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def bench_rollout(root: str) -> dict:
+    """Typed records over the bare call: the same requests and parameters, K = 20."""
+    folder = f"{root}/rollout"
+    shaped(folder)
+    engine = VLLMEngine(folder, max_len=64, max_logprobs=20)
+    prompts = random_prompts(np.random.default_rng(0))
+    seeds = numbered_seeds()
+    sampling = Sampling(max_tokens=24)
+    requests, params = [], []
+    for prompt, group in zip(prompts, seeds, strict=True):
+        for seed in group:
+            requests.append({"prompt_token_ids": prompt.tolist()})
+            param = engine.make_params(
+                temperature=1.0,
+                max_tokens=24,
+                seed=seed,
+                stop_token_ids=STOP,
+                logprobs=20,
+                flat_logprobs=True,
+                detokenize=False,
+            )
+            params.append(param)
+
+    def typed():
+        return engine.generate(prompts, seeds, sampling, 20, STOP)
+
+    def bare():
+        return engine.llm.generate(requests, params, use_tqdm=False)
+
+    out = alternate(typed, bare, 30, "rollout")
+    tokens = 0
+    for group in typed():
+        tokens += sum(len(response.tokens) for response in group)
+    engine.close()
+    return {**out, "tokens_per_s": tokens / out["a_s"], "goal": "ratio <= 1.10"}
+
+
 def bench_update(root: str) -> dict:
-    """Ref pass, statistics, loss, step: jackpot (target ref, K = 20, kappa, bracket) over plain PPO, the same recorded batch."""
-    sizes = dict(train_batch=128, rollout_batch=256, max_tokens=24, lr=1e-6)
+    """Ref pass, statistics, loss, step: jackpot (target ref, K = 20, kappa, bracket) over plain PPO, one batch."""
     learners = {}
     for name in ("jackpot", "grpo"):
-        cfg = flags(objective=name, **sizes)
-        learners[name] = (cfg, Learner(shaped(""), None, cfg, Comm()))
-    groups = recorded(learners["jackpot"][0], learners["jackpot"][1].models.policy, 32, 20)
+        cfg = resolved(objective=name, train_batch=128, rollout_batch=256, max_tokens=24, lr=1e-6)
+        learners[name] = Learner(shaped(""), None, cfg, Comm())
+    jackpot = learners["jackpot"]
+    groups = recorded(jackpot.cfg, jackpot.models.policy, 32, 20)
 
     def step(name):
-        cfg, learner = learners[name]
-        batching.write_ref(groups, learner.ref_columns(batching.collate(groups, cfg), cfg.obrs_lambda))
-        for half in (groups[:16], groups[16:]):
-            b = batching.collate(half, cfg)
-            learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
+        learner = learners[name]
+        whole = batching.collate(groups, learner.cfg)
+        batching.write_ref(groups, learner.ref_columns(whole, learner.cfg.obrs_lambda))
+        update(learner, groups[:16])
+        update(learner, groups[16:])
 
-    return {**alternate(lambda: step("jackpot"), lambda: step("grpo"), 60, "update"), "goal": "high <= 1.03"}
+    out = alternate(partial(step, "jackpot"), partial(step, "grpo"), 60, "update")
+    return {**out, "goal": "high <= 1.03"}
 
 
-def naive_head(hidden, weight, target, ids, p_kth):
-    """The outputs of head.OneModelRows from whole logits."""
+# ---------------------------------------------------------------------------------------------------------------------
+# head
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def naive_head(hidden, weight, target, support_ids, p_kth):
+    """The outputs of model.OneModelRows from whole logits: logp, entropy, support_logp, tail."""
     logp = (hidden @ weight.t()).log_softmax(-1)
-    mine = logp.gather(1, target[:, None])[:, 0]
+    at_target = logp.gather(1, target[:, None])[:, 0]
     with torch.no_grad():
         p = logp.exp()
         entropy = -(p * logp).sum(-1)
-        at_ids = logp.gather(1, ids)
+        support_logp = logp.gather(1, support_ids)
         low = torch.minimum(p, p_kth[:, None])
-        tail = (low.sum(-1) - low.gather(1, ids).sum(-1)).clamp_min(0)
-    return mine, entropy, at_ids, tail
+        tail = (low.sum(-1) - low.gather(1, support_ids).sum(-1)).clamp_min(0)
+    return at_target, entropy, support_logp, tail
 
 
 def head_once(which: str, N=2048, V=151_936, H=1024, seed=0):
-    """One forward and backward of either head; returns a callable and the bytes of its parameters' gradients."""
+    """One forward and backward of the "naive" or the "chunked" head: a callable, and the bytes of its gradients."""
     g = torch.Generator().manual_seed(seed)
-    hidden, weight = (
-        torch.randn(N, H, generator=g).requires_grad_(),
-        (torch.randn(V, H, generator=g) * 0.02).requires_grad_(),
-    )
-    target, ids = torch.randint(0, V, (N,), generator=g), torch.randint(0, V, (N, 21), generator=g)
-    p_kth, on = torch.full((N,), 1e-4), torch.ones(N, 21, dtype=torch.bool)
+    hidden = torch.randn(N, H, generator=g).requires_grad_()
+    weight = (torch.randn(V, H, generator=g) * 0.02).requires_grad_()
+    target = torch.randint(0, V, (N,), generator=g)
+    support_ids = torch.randint(0, V, (N, 21), generator=g)
+    p_kth = torch.full((N,), 1e-4)
+    on = torch.ones(N, 21, dtype=torch.bool)
 
     def run():
         hidden.grad = weight.grad = None
         if which == "naive":
-            out = naive_head(hidden, weight, target, ids, p_kth)
+            logp = naive_head(hidden, weight, target, support_ids, p_kth)[0]
         else:
-            out = ChunkedHead.apply(OneModelRows(target, ids=ids, s_on=on, p_kth=p_kth), chunk_rows(V), hidden, weight)
-        out[0].sum().backward()
+            rows = OneModelRows(target, ids=support_ids, s_on=on, p_kth=p_kth)
+            logp = ChunkedHead.apply(rows, chunk_rows(V), hidden, weight)[0]  # the first of rows.outputs
+        logp.sum().backward()
 
     return run, 4 * (N * H + V * H)
 
 
+def print_head_memory(which: str) -> None:
+    """Peak memory of one pass beyond parameters and their gradients, in bytes. It is read off the whole process."""
+    run, gradients = head_once(which)
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    run()
+    status = Path("/proc/self/status").read_text().splitlines()
+    peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))  # KiB
+    print(peak * 1024 - before - gradients)
+
+
 def head_memory(which: str) -> float:
-    """Peak memory of one pass beyond parameters and their gradients, in bytes, read from a process of its own."""
-    code = (
-        "import resource, bench\nrun, grads = bench.head_once('%s')\n"
-        "import os\nbase = int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE')\nrun()\n"
-        "peak = next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmHWM'))\n"
-        "print(peak * 1024 - base - grads)" % which
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True)
-    return float(done.stdout.strip().splitlines()[-1])
+    """`print_head_memory` in a process of its own, MiB."""
+    command = [sys.executable, "-c", f"import bench; bench.print_head_memory({which!r})"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return float(done.stdout.strip().splitlines()[-1]) / 2**20
 
 
 def bench_head(root: str) -> dict:
-    chunked, naive = head_once("chunked")[0], head_once("naive")[0]
+    """Time and memory of the chunked head over those of whole logits."""
+    chunked, _ = head_once("chunked")
+    naive, _ = head_once("naive")
     out = alternate(chunked, naive, 5, "head", warm=1)
-    memory = {w: head_memory(w) for w in ("chunked", "naive")}
+    chunked_mib = head_memory("chunked")
+    naive_mib = head_memory("naive")
     return {
         **out,
-        "chunked_MiB": memory["chunked"] / 2**20,
-        "naive_MiB": memory["naive"] / 2**20,
-        "memory_ratio": memory["chunked"] / memory["naive"],
+        "chunked_MiB": chunked_mib,
+        "naive_MiB": naive_mib,
+        "memory_ratio": chunked_mib / naive_mib,
         "goal": "ratio <= 1.40, memory_ratio <= 0.10",
     }
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# replay, quant, lowbit
+# ---------------------------------------------------------------------------------------------------------------------
+
+
 def bench_replay(root: str) -> dict:
-    """Kept sets at top_k 20 on the policy's shape: the update with `replay` over `off`, same groups; the rollout with records over without."""
-    from warmstart import CONTEXT, SHAPES
-
-    folder, law = f"{root}/replay", Sampling(top_k=20, max_tokens=32)
-    model = shaped(folder, max_position_embeddings=CONTEXT, **SHAPES["policy"])
-    rng, width = np.random.default_rng(0), sampling.max_allowed(flags(top_k=20), 256)
-    prompts, seeds = (
-        [rng.integers(2, 200, 10).astype(np.int32) for _ in range(32)],
-        [[i * 8 + g for g in range(8)] for i in range(32)],
-    )
+    """top_k 20 on the policy's shape: the update with `replay` over `off`; rollouts with records over those
+    without."""
+    folder = f"{root}/replay"
+    model = policy_shaped(folder)
+    sampling = Sampling(top_k=20, max_tokens=32)
+    width = max_allowed(resolved(top_k=20), 256)
+    rng = np.random.default_rng(0)
+    prompts = random_prompts(rng)
+    seeds = numbered_seeds()
     engine = VLLMEngine(folder, max_len=64, max_logprobs=width)
-    sample = lambda kept: engine.generate(prompts, seeds, law, 0, [1], kept)
-    rollout = alternate(lambda: sample(width), lambda: sample(0), 30, "replay, rollout")
-    groups = [
-        Rollout(("bench", 0, i), str(i), p, law, "policy", "float32", 0, "", 0.0, 0.0, g)
-        for i, (p, g) in enumerate(zip(prompts, sample(width)))
-    ]
+
+    def sample(allowed):
+        return engine.generate(prompts, seeds, sampling, 0, STOP, allowed)
+
+    rollout = alternate(partial(sample, width), partial(sample, 0), 30, "replay, rollout")
+    groups = as_groups(prompts, sample(width), sampling)
     engine.close()
-    for g in groups:
-        for r in g.responses:
-            r.reward = float(rng.integers(0, 2))
-    steps = {}
-    for world in ("replay", "off"):
-        cfg = flags(objective="tis", top_k=20, keep_sampling_mask=world, lr=1e-6)
-        steps[world] = cfg, Learner(copy.deepcopy(model), None, cfg, Comm())
-
-    def step(world):
-        cfg, learner = steps[world]
-        b = batching.collate(groups, cfg)
-        learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
-
-    out = alternate(lambda: step("replay"), lambda: step("off"), 30, "replay, update")
-    return {
-        **out,
-        **{f"rollout_{k}": rollout[k] for k in ("ratio", "low", "high")},
-        "goal": "ratio <= 1.05, rollout_ratio <= 1.05",
-    }
+    draw_rewards(groups, rng)
+    learners = {}
+    for mode in ("replay", "off"):
+        cfg = resolved(objective="tis", top_k=20, keep_sampling_mask=mode, lr=1e-6)
+        learners[mode] = Learner(copy.deepcopy(model), None, cfg, Comm())
+    replay = partial(update, learners["replay"], groups)
+    off = partial(update, learners["off"], groups)
+    out = alternate(replay, off, 30, "replay, update")
+    for name in ("ratio", "low", "high"):
+        out[f"rollout_{name}"] = rollout[name]
+    return {**out, "goal": "ratio <= 1.05, rollout_ratio <= 1.05"}
 
 
 def bench_quant(root: str) -> dict:
     """Update, publication and rollout in low bits, each over its unquantized twin."""
-    from warmstart import CONTEXT, SHAPES
+    folder = f"{root}/quant"
+    model = policy_shaped(folder)
+    prompts = random_prompts(np.random.default_rng(0))
+    seeds = numbered_seeds()
+    learners, engines = {}, {}
+    for name in ("none", "int8", "fp8", "w4a16"):
+        aligned = "none" if name == "none" else "aligned"
+        cfg = resolved(objective="tis", rollout_quant=name, learner_quant=aligned, lr=1e-6)
+        learners[name] = Learner(copy.deepcopy(model), None, cfg, Comm())
+        fmt = quant.format_of(name, cfg.quant_group)
+        engines[name] = VLLMEngine(folder, max_len=64, max_logprobs=1, fmt=fmt)
+    plain = learners["none"]
+    groups = recorded(plain.cfg, plain.models.policy, 32, 0)
+    plain.models.eval()
 
-    folder, law = f"{root}/quant", Sampling(max_tokens=32)
-    model = shaped(folder, max_position_embeddings=CONTEXT, **SHAPES["policy"])
-    rng = np.random.default_rng(0)
-    prompts, seeds = (
-        [rng.integers(2, 200, 10).astype(np.int32) for _ in range(32)],
-        [[i * 8 + g for g in range(8)] for i in range(32)],
-    )
-    cfgs = {
-        f: flags(objective="tis", rollout_quant=f, learner_quant="none" if f == "none" else "aligned", lr=1e-6)
-        for f in ("none", "int8", "fp8", "w4a16")
-    }
-    learners = {f: Learner(copy.deepcopy(model), None, c, Comm()) for f, c in cfgs.items()}
-    engines = {
-        f: VLLMEngine(folder, max_len=64, max_logprobs=1, fmt=quant.format_of(f, c.quant_group))
-        for f, c in cfgs.items()
-    }
-    groups, out = recorded(cfgs["none"], learners["none"].models.policy, 32, 0), {}
-    learners["none"].models.eval()
+    def step(name):
+        update(learners[name], groups)
 
-    def update(f):
-        b = batching.collate(groups, cfgs[f])
-        learners[f].update(b, objectives.prepare(b, learners[f].comm, cfgs[f], {}))
+    def publish(name):
+        for linear in quant.quantized_linears(learners[name].models.policy).values():
+            linear.cached_version = None  # as after a step: quantization is part of the price
+        engines[name].load(learners[name].published("policy", engines[name].packed))
 
-    def publish(f):
-        for m in quant.quantized_linears(learners[f].models.policy).values():
-            m.cached_version = None  # as after a step: quantization is part of the price
-        engines[f].load(learners[f].published("policy", engines[f].packed))
+    def rollout(name):
+        engines[name].generate(prompts, seeds, Sampling(max_tokens=32), 0, STOP)
 
-    for f in ("int8", "fp8", "w4a16"):
-        parts = {
-            "update": update,
-            "publish": publish,
-            "rollout": lambda f: engines[f].generate(prompts, seeds, law, 0, [1]),
-        }
-        for name, part in parts.items():
-            r = alternate(
-                lambda: part(f), lambda: part("none"), {"update": 20, "publish": 30, "rollout": 20}[name], f"{f} {name}"
-            )
-            out[f"{f}_{name}"] = (
-                f"{r['ratio']:.3f} [{r['low']:.3f}, {r['high']:.3f}] ({r['a_s'] * 1000:.0f} over {r['b_s'] * 1000:.0f} ms)"
-            )
+    out = {}
+    for name in ("int8", "fp8", "w4a16"):
+        for label, part, pairs in (("update", step, 20), ("publish", publish, 30), ("rollout", rollout, 20)):
+            r = alternate(partial(part, name), partial(part, "none"), pairs, f"{name} {label}")
+            interval = f"{r['ratio']:.3f} [{r['low']:.3f}, {r['high']:.3f}]"
+            out[f"{name}_{label}"] = f"{interval} ({r['a_s'] * 1000:.0f} over {r['b_s'] * 1000:.0f} ms)"
     engines["none"].close()
     return out
 
 
-def bench_lowbit(root: str, device: str = "cuda", tokens: tuple = (8192, 32768), shapes: dict | None = None) -> dict:
-    """The linear layers of one block forward, quantization of weights and activations included, over bfloat16; ratio of speeds."""
-    shapes = shapes or {
-        "0.6B": (1024, 3072, 4096),
-        "1.7B": (2048, 6144, 4096),
-        "8B": (4096, 12288, 6144),
-    }  # hidden, feed-forward, q + k + v
-    out, sync = {}, torch.cuda.synchronize if device == "cuda" else (lambda: None)
-    for name, (H, I, A) in shapes.items():
-        weights = [
-            torch.randn(n, k, device=device, dtype=torch.bfloat16) * 0.02
-            for n, k in ((A, H), (H, H), (2 * I, H), (H, I))
-        ]
+def linear_layers(weights, inputs: dict, fmt, device: str) -> None:
+    """The products of one block's linear layers. inputs: by width; fmt: a format, or None for bfloat16."""
+    for w in weights:
+        x = inputs[w.shape[1]]
+        if fmt is None:
+            x @ w.t()
+            continue
+        qmax = 127.0 if fmt.dtype == torch.int8 else fmt.qmax
+        qx, sx = quant.quantize(x, qmax, fmt.dtype)
+        qw, sw = quant.quantize(w, fmt.qmax, fmt.dtype)
+        quant.product(qx, sx, qw, sw).to(x.dtype)
+    synchronize(device)
+
+
+QWEN3 = {"0.6B": (1024, 3072, 4096), "1.7B": (2048, 6144, 4096), "8B": (4096, 12288, 6144)}
+
+
+def bench_lowbit(root: str, device: str = "cuda", tokens: tuple = (8192, 32768), shapes: dict = QWEN3) -> dict:
+    """One block's linear layers forward, quantization of weights and activations included: speed over bfloat16's.
+
+    shapes: name -> (hidden, feed-forward, q + k + v)."""
+    bf16 = {"device": device, "dtype": torch.bfloat16}
+    out = {}
+    for name, (hidden, inter, qkv) in shapes.items():
+        sizes = ((qkv, hidden), (hidden, hidden), (2 * inter, hidden), (hidden, inter))
+        weights = [torch.randn(rows, columns, **bf16) * 0.02 for rows, columns in sizes]
         for T in tokens:
-            inputs = {k: torch.randn(T, k, device=device, dtype=torch.bfloat16) for k in {w.shape[1] for w in weights}}
-
-            def run(fmt):
-                for w in weights:
-                    x = inputs[w.shape[1]]
-                    if fmt is None:
-                        x @ w.t()
-                    else:
-                        quant.product(
-                            *quant.quantize(x, 127.0 if fmt.dtype == torch.int8 else fmt.qmax, fmt.dtype),
-                            *quant.quantize(w, fmt.qmax, fmt.dtype),
-                        ).to(x.dtype)
-                sync()
-
-            for f in ("fp8", "int8"):
-                fmt = quant.format_of(f)
-                r = alternate(lambda: run(None), lambda: run(fmt), 10, f"{name} {T} {f}")
-                out[f"{name}_{T}_{f}"] = f"{r['ratio']:.2f}x [{r['low']:.2f}, {r['high']:.2f}]"
+            inputs = {width: torch.randn(T, width, **bf16) for width in (hidden, inter)}
+            for format_name in ("fp8", "int8"):
+                plain = partial(linear_layers, weights, inputs, None, device)
+                low = partial(linear_layers, weights, inputs, quant.format_of(format_name), device)
+                r = alternate(plain, low, 10, f"{name} {T} {format_name}")
+                out[f"{name}_{T}_{format_name}"] = f"{r['ratio']:.2f}x [{r['low']:.2f}, {r['high']:.2f}]"
     return out
 
 
-def our_step(folder: str, engine, cfg):
-    """A callable: publish, roll out, grade, update, as train.py's loop does it."""
-    from run import load_model
-
-    task = Arithmetic()
-    learner = Learner(load_model(folder), None, cfg, Comm())
-    source = LocalSource(
-        engine,
-        task,
-        arithmetic_tokenizer(),
-        Sampling(max_tokens=cfg.max_tokens),
-        group_size=cfg.group_size,
-        topk=0,
-        model="policy",
-        probe=Probe(folder, np.arange(2, 14)),
-    )
-
-    def step():
-        source.publish(learner.version, learner.named_tensors("policy"))
-        groups = source.next(cfg.train_batch // cfg.group_size, learner.version)
-        b = batching.collate(groups, cfg, learner.version)
-        learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
-
-    return step
+# ---------------------------------------------------------------------------------------------------------------------
+# gpu
+# ---------------------------------------------------------------------------------------------------------------------
 
 
-def bench_trl(root: str) -> dict:
-    """GRPOTrainer's step, timed from its own callbacks, with one step of ours after each: batch 256, groups of 8, 16 new tokens."""
-    try:
-        from datasets import Dataset
-        from datasets.table import InMemoryTable
-        from transformers import TrainerCallback
-        from trl import GRPOConfig, GRPOTrainer
-    except ImportError as e:
-        raise SystemExit(f"error: bench.py trl needs TRL 1.16 ({e}); see 'Benchmarks' in the README")
-    folder, steps, warm = f"{root}/trl", 24, 4
-    shaped(folder)
-    cfg = flags(objective="grpo", train_batch=256, rollout_batch=256, max_tokens=16, lr=1e-6)
-    ours = our_step(folder, HFEngine(folder), cfg)
-    task, times = Arithmetic(), []
+def random_groups(rng, n: int, length: int, vocabulary: int) -> list[Rollout]:
+    """n groups of 8 responses of `length` tokens, all by chance."""
+    prompts, responses = [], []
+    for _ in range(n):
+        prompts.append(rng.integers(0, vocabulary, 32).astype(np.int32))
+        group = []
+        for _ in range(8):
+            response = Response(
+                tokens=rng.integers(0, vocabulary, length).astype(np.int32),
+                loss_mask=np.ones(length, bool),
+                logp_inf=np.full(length, -11.0, np.float32),
+                topk_ids=np.zeros((length, 0), np.int32),
+                topk_logp=np.zeros((length, 0), np.float32),
+                finish_reason="stop",
+                reward=float(rng.integers(0, 2)),
+            )
+            group.append(response)
+        responses.append(group)
+    return as_groups(prompts, responses, Sampling())
 
-    class Clock(TrainerCallback):
-        def on_step_begin(self, *a, **k):
-            self.start = time.perf_counter()
 
-        def on_step_end(self, *a, **k):
-            trl = time.perf_counter() - self.start
-            start = time.perf_counter()
-            ours()
-            times.append((time.perf_counter() - start, trl))
-
-    args = GRPOConfig(
-        output_dir=f"{root}/trl_out",
-        per_device_train_batch_size=256,
-        num_generations=8,
-        max_completion_length=16,
-        max_steps=steps,
-        learning_rate=1e-6,
-        beta=0.0,
-        temperature=1.0,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        logging_steps=10**6,
-        save_strategy="no",
-        disable_tqdm=True,
-        gradient_checkpointing=False,
-        seed=0,
-    )
-    trainer = GRPOTrainer(
-        model=folder,
-        args=args,
-        train_dataset=Dataset(
-            InMemoryTable.from_pydict({"prompt": [task.problem("train", i).prompt for i in range(2000)]}),
-            fingerprint="bench",
-        ),
-        reward_funcs=lambda completions, **k: [float(len(c) % 2) for c in completions],
-        processing_class=arithmetic_tokenizer(),
-        callbacks=[Clock()],
-    )
-    trainer.train()
-    t = np.array(times[warm:])
-    log = np.log(t[:, 0] / t[:, 1])
-    half = 1.96 * log.std(ddof=1) / math.sqrt(len(log))
-    out = {
-        "ratio": math.exp(log.mean()),
-        "low": math.exp(log.mean() - half),
-        "high": math.exp(log.mean() + half),
-        "a_s": float(np.median(t[:, 0])),
-        "b_s": float(np.median(t[:, 1])),
-        "pairs": len(t),
-        "goal": "ratio <= 0.80",
-    }
-    engine = VLLMEngine(folder, max_len=64, max_logprobs=1)
-    with_vllm, spent = our_step(folder, engine, cfg), []
-    for i in range(14):
-        start = time.perf_counter()
-        with_vllm()
-        spent.append(time.perf_counter() - start)
-    engine.close()
-    return {**out, "vllm_step_s": float(np.median(spent[4:]))}
+QWEN3_06B = {
+    "hidden": 1024,
+    "inter": 3072,
+    "layers": 28,
+    "vocab": 151_936,
+    "head_dim": 128,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 4096,
+}
 
 
 def bench_gpu(root: str, device: str = "cuda", tokens: int = 16384, updates: int = 5, **shape) -> dict:
-    """Learner update (forward, chunked head, backward, AdamW) on a Qwen3-0.6B shape: tokens/s, share of peak, peak memory."""
-    shape = shape or dict(
-        hidden=1024,
-        inter=3072,
-        layers=28,
-        vocab=151_936,
-        head_dim=128,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        max_position_embeddings=4096,
-    )
-    model, length = shaped("", **shape), 1024
+    """Learner update (forward, chunked head, backward, AdamW) on a Qwen3-0.6B shape: speed, share of peak,
+    memory."""
+    model = shaped("", **(shape or QWEN3_06B))
+    length = 1024
     B = max(8, tokens // length)
-    cfg = flags(
-        objective="grpo",
-        train_batch=B,
-        rollout_batch=B,
-        max_tokens=length,
-        micro_tokens=tokens,
-        dtype="bfloat16",
-        lr=1e-6,
-    )
+    sizes = {"train_batch": B, "rollout_batch": B, "max_tokens": length, "micro_tokens": tokens}
+    cfg = resolved(objective="grpo", dtype="bfloat16", lr=1e-6, **sizes)
     learner = Learner(model, None, cfg, Comm(device))
-    rng = np.random.default_rng(0)
-    V = model.config.vocab_size
-    respond = lambda: Response(
-        rng.integers(0, V, length).astype(np.int32),
-        np.ones(length, bool),
-        np.full(length, -11.0, np.float32),
-        np.zeros((length, 0), np.int32),
-        np.zeros((length, 0), np.float32),
-        "stop",
-        reward=float(rng.integers(0, 2)),
-    )
-    groups = [
-        Rollout(
-            ("bench", 0, i),
-            str(i),
-            rng.integers(0, V, 32).astype(np.int32),
-            Sampling(),
-            "policy",
-            "float32",
-            0,
-            "",
-            0.0,
-            0.0,
-            [respond() for _ in range(8)],
-        )
-        for i in range(B // 8)
-    ]
-    b = batching.collate(groups, cfg)
-    stats, sync = (
-        objectives.prepare(b, learner.comm, cfg, {}),
-        torch.cuda.synchronize if device == "cuda" else (lambda: None),
-    )
-    learner.update(b, stats)
-    sync()
-    start = time.perf_counter()
-    for _ in range(updates):
-        learner.update(b, stats)
-    sync()
-    spent = (time.perf_counter() - start) / updates
-    n, done = sum(p.numel() for p in model.parameters()), int(b.ids.numel())
-    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    peak = next((v for k, v in PEAK.items() if k in name), math.nan)
+    batch = batching.collate(random_groups(np.random.default_rng(0), B // 8, length, model.config.vocab_size), cfg)
+    stats = objectives.prepare(batch, learner.comm, cfg, {})
+
+    def run(n):
+        for _ in range(n):
+            learner.update(batch, stats)
+        synchronize(device)
+
+    run(1)
+    spent = seconds(partial(run, updates)) / updates
+    parameters = sum(p.numel() for p in model.parameters())
+    done = int(batch.ids.numel())
+    cuda = device == "cuda"
+    name = torch.cuda.get_device_name() if cuda else "cpu"
+    peak = next((flops for key, flops in PEAK.items() if key in name), math.nan)
     return {
         "device": name,
-        "parameters": n,
+        "parameters": parameters,
         "tokens_per_s": done / spent,
-        "share_of_peak": 6 * n * done / spent / peak,
-        "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else math.nan,
+        "share_of_peak": 6 * parameters * done / spent / peak,
+        "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if cuda else math.nan,
     }
 
 
-def bench_wire(root, mib: int = 256, pairs: int = 20) -> dict:
-    import multiprocessing
-
-    from remote import hub, wire
-    from remote.account import Account
-    from remote.keys import make_keys
-
-    spawn = multiprocessing.get_context("spawn")
-    data = np.random.default_rng(0).integers(0, 256, mib << 20, dtype=np.uint8).tobytes()
-    path, versions = Path(root) / "weights", iter(range(1, 10_000))
-    path.write_bytes(data)
-    make_keys(f"{root}/keys", 1)
-    welcome = wire.Welcome(wire.PROTOCOL, "bench", {}, {})
-    out = {}
-    for name, keys in (("", "none"), ("with keys", f"{root}/keys/learner")):
-        end = hub.Hub(
-            "tcp://127.0.0.1:*", keys, welcome, wire.Limits(1, 1, 1, 1, 0, 0), hub.logger(Path(root), len(out))
-        )
-        end.open(Account())
-        ours, theirs = spawn.Pipe()
-        fetcher = spawn.Process(
-            target=_fetch,
-            args=(
-                theirs,
-                end.address,
-                "none" if keys == "none" else f"{root}/keys/sampler0",
-                f"{root}/box{len(out)}",
-                mib,
-            ),
-            daemon=True,
-        )
-        fetcher.start()
-        port = ours.recv()
-
-        def through_the_hub():
-            version = next(versions)
-            with open(path, "r+b") as f:  # bytes of their own for each version: equal ones are not sent again
-                f.write(version.to_bytes(8, "little"))
-            (Path(root) / f"v{version}").symlink_to(path)
-            end.broadcast(version, Path(root) / f"v{version}", 0.0)
-            assert ours.recv() == version
-
-        def bare():
-            import socket
-
-            with socket.create_connection(("127.0.0.1", port)) as s:
-                s.sendall(data)
-            assert ours.recv() == "bare"
-
-        r = alternate(through_the_hub, bare, pairs, f"wire {name}", warm=3)
-        out |= {f"{k} {name}".strip(): v for k, v in r.items() if k != "pairs"}
-        out[f"share of bare throughput {name}".strip()] = 1 / r["ratio"]
-        fetcher.kill()
-        end.close()
-    return {**out, "MiB": mib}
-
-
-def _fetch(pipe, address, keys, store, mib):
-    """The other process of bench_wire: a sampler's link, and a bare socket beside it."""
-    import hashlib
-    import socket
-    import threading
-
-    from remote import sampler
-    from remote.account import Spool
-    from remote.keys import sampler_keys
-    from remote.link import Link
-
-    Path(store).mkdir()
-    server = socket.create_server(("127.0.0.1", 0))
-    pipe.send(server.getsockname()[1])
-
-    def bare():
-        buffer = memoryview(bytearray(mib << 20))
-        while True:
-            connection, _ = server.accept()
-            got = 0
-            while got < len(buffer):
-                got += connection.recv_into(buffer[got:])
-            hashlib.sha256(buffer).digest()
-            pipe.send("bare")
-
-    threading.Thread(target=bare, daemon=True).start()
-    own = None if keys == "none" else sampler_keys(keys)
-    link = Link([address], ["box"], sampler.Flags(), Spool(Path(store) / "spool", ["box"], 1), Path(store), own)
-    version = None
-    while True:
-        time.sleep(0.001)
-        if link.newest is not None and link.newest[0] != version:
-            version = link.newest[0]
-            pipe.send(version)
-
-
-def bench_samplers(root, seconds: float = 30.0) -> dict:
-    import os
-    import re
-    import signal
-
-    import metrics
-
-    out = {}
-    for n in (1, 2, 4):
-        at, run = 20000 + os.getpid() % 20000 + 10 * n, f"{root}/run{n}"
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
-        flags = [
-            "--actor=none",
-            "--objective=gepo",
-            "--rollout=hf",
-            "--samplers=zmq",
-            f"--bind=tcp://127.0.0.1:{at}",
-            "--rollout_batch=64",
-            "--train_batch=64",
-            "--steps=100000",
-            "--eval_problems=8",
-            "--save_every=5",
-            f"--out={run}",
-        ]
-        learner = subprocess.Popen(
-            [sys.executable, "train.py", *flags], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        boxes = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    "rollout.py",
-                    f"--connect=tcp://127.0.0.1:{at}",
-                    "--rollout=hf",
-                    f"--name=box{i}",
-                    f"--spool={root}/box{n}{i}",
-                    "--delay=lognormal",
-                    "--delay_min=0.6",
-                    "--delay_max=18",
-                ],
-                env=env,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for i in range(n)
-        ]
-        start = time.monotonic()
-        while not (Path(run) / "metrics.jsonl").exists() and time.monotonic() - start < 300:
-            time.sleep(0.5)
-        time.sleep(seconds * (1 + n / 2))
-        for p in (*boxes, learner):
-            p.send_signal(signal.SIGTERM)
-        said = [p.communicate()[0] for p in boxes]
-        learner.wait()
-        rows = [r for r in metrics.read(run) if r["step"] > 0]  # the first update waited for the models to load
-        blocked = [float(x[-1]) for x in (re.findall(r"blocked ([0-9.]+) %", text) for text in said) if x]
-        busy = sum(r.get("rollout_s", 0) + r.get("update_s", 0) + r.get("sync_s", 0) + r.get("save_s", 0) for r in rows)
-        out |= {
-            f"{n}: blocked, % (worst)": max(blocked),
-            f"{n}: learner waits, %": 100 * sum(r["remote/wait_s"] for r in rows) / busy,
-            f"{n}: updates/s": len(rows) / busy,
-            f"{n}: staleness": sum(r["staleness/mean_updates"] for r in rows) / len(rows),
-        }
-    return out
-
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+# ---------------------------------------------------------------------------------------------------------------------
 
 BENCHES = {
-    "wire": bench_wire,
-    "samplers": bench_samplers,
     "rollout": bench_rollout,
     "update": bench_update,
     "head": bench_head,
     "replay": bench_replay,
     "quant": bench_quant,
     "lowbit": bench_lowbit,
-    "trl": bench_trl,
     "gpu": bench_gpu,
 }
 
 
-def main():
-    asked = sys.argv[1:] or ["rollout", "update", "head", "replay"] + (
-        ["gpu", "lowbit"] if torch.cuda.is_available() else []
-    )
-    unknown = [a for a in asked if a not in BENCHES]
-    if unknown:
-        sys.exit(f"error: {unknown[0]}: no such benchmark; there are {', '.join(BENCHES)}")
-    results = {}
-    with tempfile.TemporaryDirectory() as root:
-        for name in asked:
-            results[name] = BENCHES[name](root)
-    print(f"{'':10s}{'ratio':>8s}{'95 % interval':>18s}{'ours, s':>10s}{'other, s':>10s}   more")
-    for name, r in results.items():
-        more = ", ".join(
-            f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
-            for k, v in r.items()
-            if k not in ("ratio", "low", "high", "a_s", "b_s", "pairs")
-        )
-        if "ratio" in r:
-            print(
-                f"{name:10s}{r['ratio']:8.3f}{r['low']:10.3f} -{r['high']:6.3f}{r['a_s']:10.3f}{r['b_s']:10.3f}   {more}"
-            )
+def parse(argv: list[str], benches: dict) -> list[str]:
+    """The benchmarks that a command line names. ValueError, one sentence: there is no such one."""
+    for name in [word for word in argv if word not in benches]:
+        kind = "flag, only names of benchmarks" if name.startswith("-") else "benchmark"
+        sentence = f"{name}: no such {kind}; there are {', '.join(benches)}"
+        near = difflib.get_close_matches(name.lstrip("-"), benches, 1, 0.4)
+        if near:
+            sentence += f"; did you mean {near[0]}?"
+        raise ValueError(sentence)
+    return argv
+
+
+def print_table(results: dict[str, dict]) -> None:
+    """One table and one JSON line. results: name -> a row, or several rows by name.
+
+    A row has what `compare` returns, and more values by name; without "ratio" it has those alone."""
+    rows = {}
+    for name, result in results.items():
+        if all(isinstance(row, dict) for row in result.values()):
+            for part, row in result.items():
+                rows[f"{name} {part}"] = row
         else:
-            print(f"{name:10s}{'':46s}   {more}")
+            rows[name] = result
+    width = max(10, *(len(name) + 1 for name in rows))
+    print(f"{'':{width}s}{'ratio':>8s}{'95 % interval':>18s}{'ours, s':>10s}{'other, s':>10s}   more")
+    for name, row in rows.items():
+        measured = " " * 46
+        if "ratio" in row:
+            interval = f"{row['low']:10.3f} -{row['high']:6.3f}"
+            measured = f"{row['ratio']:8.3f}{interval}{row['a_s']:10.3f}{row['b_s']:10.3f}"
+        print(f"{name:{width}s}{measured}   {extra(row)}")
     print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(), **results}))
 
 
+def extra(row: dict) -> str:
+    """What a row has beyond `compare`."""
+    cells = []
+    for name, value in row.items():
+        if name not in ("ratio", "low", "high", "a_s", "b_s", "pairs"):
+            cells.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+    return ", ".join(cells)
+
+
+def main(argv: list[str]) -> None:
+    if {"-h", "--help"} & set(argv):
+        print(__doc__.strip())
+        return
+    names = parse(argv, BENCHES)
+    if not names:
+        names = ["rollout", "update", "head", "replay"]
+        if torch.cuda.is_available():
+            names += ["gpu", "lowbit"]
+    results = {}
+    with tempfile.TemporaryDirectory() as root:
+        for name in names:
+            results[name] = BENCHES[name](root)
+    print_table(results)
+
+
 if __name__ == "__main__":
-    main()
+    try:
+        main(sys.argv[1:])
+    except ValueError as e:
+        sys.exit(f"error: {e}")

@@ -49,8 +49,8 @@ def geo_ratio(log_r, mask, clamp=CLAMP):
 
 def token_k3(log_r, clamp=CLAMP):
     """r - 1 - log r >= 0, (B, T): each token's share of the k3 estimate of KL(inf || ref)."""
-    x = log_r.clamp(-clamp, clamp)
-    return torch.expm1(x) - x  # exp(x) - 1 - x without cancellation near 0
+    x = log_r.clamp(-clamp, clamp).double()  # near 0 the two terms cancel: x^2 / 2 is left
+    return (torch.expm1(x) - x).to(log_r.dtype)
 
 
 def seq_mean_k3(log_r, mask, clamp=CLAMP):

@@ -1,7 +1,7 @@
 """The engines that sample: two classes with the same methods. `make_engine` chooses by the flags.
 
-VLLMEngine is vLLM inside this process; its weights are replaced while it runs. HFEngine is a batched
-sampler with a key-value cache in plain torch, for machines without vLLM. Both have
+VLLMEngine is vLLM inside this process; its weights are replaced while it runs. HFEngine is a batched sampler with
+a key-value cache in plain torch, for machines without vLLM. Both have
 
     generate(prompts, seeds, sampling, topk, stop_ids, max_allowed)   sample a group for each prompt
     load(named_tensors)                                               replace the weights
@@ -97,20 +97,12 @@ class VLLMEngine:
         self.scratch = tempfile.TemporaryDirectory()
         return quant.quantized_checkpoint(folder, self.fmt, self.scratch.name, self.packed)
 
-    def generate(
-        self,
-        prompts: list[np.ndarray],
-        seeds: list[list[int]],
-        sampling: Sampling,
-        topk: int,
-        stop_ids: list[int],
-        max_allowed: int = 0,
-    ) -> list[list[Response]]:
-        """One group of responses to each prompt: len(seeds[i]) of them to prompt i, int [P].
+    def generate(self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int = 0):
+        """A list[Response] for each prompt: len(seeds[i]) responses to prompt i, int [P].
 
-        Each response has a seed of its own, so that no sample depends on its batch. topk: K of the
-        records. max_allowed > 0: where sampling truncates, record each token's set of allowed tokens;
-        ValueError if one is larger than that."""
+        Each response has a seed of its own, so that no sample depends on its batch. topk: K of the records.
+        max_allowed > 0: where sampling truncates, record each token's set of allowed tokens; ValueError if one is
+        larger than that."""
         if not sampling.truncates:
             max_allowed = 0
         K = max(topk, max_allowed)
@@ -197,8 +189,8 @@ class VLLMEngine:
 def allowed_sets(ids: np.ndarray, logp: np.ndarray, max_allowed: int) -> tuple[np.ndarray, np.ndarray]:
     """Sets of allowed tokens, as by sampling.ragged, from the K most likely tokens at n positions.
 
-    ids, logp [n, K]: a token that was cut has log-probability -inf. ValueError if a set has more than
-    K tokens: then none of the K was cut, and yet they have less than all of the probability."""
+    ids, logp [n, K]: a token that was cut has log-probability -inf. ValueError if a set has more than K tokens:
+    then none of the K was cut, and yet they have less than all of the probability."""
     finite = np.isfinite(logp)
     full = finite.all(1)
     if full.any() and np.exp(logp[full]).sum(1).min() < 0.999:
@@ -226,9 +218,9 @@ def change_vllm(low_bits_on_cpu: bool) -> None:
 def lean_logprobs(update_sample_logprobs):
     """Replacement for LogprobsProcessor._update_sample_logprobs: keep log-probabilities as arrays.
 
-    Reason: vLLM turns those of every sampled token into lists, ranks and decoded words, which costs
-    more than the sampling does. Here a request keeps the arrays that the sampler made, two for each
-    token, [1, K + 1]: ids and log-probabilities, the sampled token first. `_responses` reads them."""
+    Reason: vLLM turns those of every sampled token into lists, ranks and decoded words, which costs more than the
+    sampling does. Here a request keeps the arrays that the sampler made, two for each token, [1, K + 1]: ids and
+    log-probabilities, the sampled token first. `_responses` reads them."""
 
     def lean(self, logprobs_lists):
         self.logprobs.token_ids.append(logprobs_lists.logprob_token_ids)
@@ -240,8 +232,8 @@ def lean_logprobs(update_sample_logprobs):
 def keep_scales_alive(create_onednn_scaled_mm):
     """Replacement for _custom_ops.create_onednn_scaled_mm: tie the weight scales to the handler.
 
-    Reason: on CPUs vLLM's int8 handler holds a bare pointer to the scales, and replacing the weights
-    frees them. Here the handler gets a copy of its own, and holds on to it."""
+    Reason: on CPUs vLLM's int8 handler holds a bare pointer to the scales, and replacing the weights frees them.
+    Here the handler gets a copy of its own, and holds on to it."""
 
     def create(weight, scales, *more):
         scales = scales.clone()
@@ -255,9 +247,9 @@ def keep_scales_alive(create_onednn_scaled_mm):
 def change(owner, name: str, replacement) -> None:
     """Put replacement(original) in the place of vLLM's function owner.name, once in this process.
 
-    ValueError if this version of vLLM has no such function. One that has it, but is not the version
-    these changes were written for, is used with a warning: where a change does not fit it, the check
-    of shapes in `VLLMEngine._responses` or the proof of the first weight sync (sync.py) will tell."""
+    ValueError if this version of vLLM has no such function. One that has it, but is not the version these changes
+    were written for, is used with a warning: where a change does not fit it, the check of shapes in
+    `VLLMEngine._responses` or the proof of the first weight sync (sync.py) will tell."""
     import vllm
 
     original = getattr(owner, name, None)
@@ -282,8 +274,8 @@ def change(owner, name: str, replacement) -> None:
 def vllm_leaves_no_trace():
     """Put back what vLLM overwrites while it starts and what the learner in this process needs.
 
-    That is torchrun's LOCAL_WORLD_SIZE and the state of torch's random numbers. The variables of
-    vLLM's own stay: it reads some of them later."""
+    That is torchrun's LOCAL_WORLD_SIZE and the state of torch's random numbers. The variables of vLLM's own stay:
+    it reads some of them later."""
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
     generator = torch.get_rng_state()
     try:
@@ -302,16 +294,14 @@ def import_vllm():
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not torch.cuda.is_available():
-        # Else it compiles for 18 s at the first log-probability.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else it compiles for 18 s at the first log-probability
         # Else it takes torch's threads away, which the learner uses too.
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     try:
         from vllm import LLM, SamplingParams
     except ImportError as e:
-        raise ValueError(
-            f"--rollout=vllm: vLLM cannot be imported ({e}); install it (make demo does) or use --rollout=hf"
-        ) from None
+        mend = "install it (make demo does) or use --rollout=hf"
+        raise ValueError(f"--rollout=vllm: vLLM cannot be imported ({e}); {mend}") from None
     return LLM, SamplingParams
 
 
@@ -388,7 +378,9 @@ class HFEngine:
         records = Records(len(u), T, topk, self.device)
         logits, rows = self._read_prompts(prompts, [len(group) for group in seeds])
         for t in range(T):
-            token, logp, gone = pick(logits, u[rows.which, t, None], sampling)
+            z, gone = truncate(logits / sampling.temperature, sampling)
+            logp = z.log_softmax(-1)
+            token = pick(logp, u[rows.which, t, None])
             if self.raw:
                 logp = logits.log_softmax(-1)
             records.write(rows.which, t, token, logp)
@@ -471,21 +463,23 @@ class HFEngine:
         """Nothing to end."""
 
 
-def pick(logits, u, sampling: Sampling):
+def truncate(z, sampling: Sampling):
+    """Scaled logits z (n, V), set to -inf in place where truncation cuts; and where, (n, V) bool.
+
+    Where nothing truncates: z, and None."""
+    if not sampling.truncates:
+        return z, None
+    gone = cut(z, sampling.top_p, sampling.top_k, sampling.min_p)
+    return z.masked_fill_(gone, -torch.inf), gone
+
+
+def pick(logp, u):
     """Draw one token for each row by inversion: the first whose cumulative probability is above u.
 
-    logits (n, V) float32; u (n, 1) float64 in [0, 1). Returns the tokens (n, 1) int64; the
-    log-probabilities (n, V) of the distribution they were drawn from; and which tokens truncation
-    cut, (n, V) bool, or None."""
-    z = logits / sampling.temperature
-    gone = None
-    if sampling.truncates:
-        gone = cut(z, sampling.top_p, sampling.top_k, sampling.min_p)
-        z = z.masked_fill_(gone, -torch.inf)
-    logp = z.log_softmax(-1)
+    logp (n, V) float32; u (n, 1) float64 in [0, 1). Returns token ids, (n, 1) int64."""
     cdf = logp.double().exp_().cumsum_(-1)
-    token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=logp.shape[1] - 1)
-    return token, logp, gone
+    token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
+    return token.clamp_(max=logp.shape[1] - 1)
 
 
 @dataclass
@@ -517,7 +511,7 @@ class Records:
         self.top_ids = torch.zeros(N, T, topk, dtype=torch.int32, device=device)
         self.top_logp = torch.zeros(N, T, topk, device=device)
         self.length = torch.full((N,), T, device=device)  # T also while a response goes on
-        self.allowed: list[tuple] = []  # (response, position, token id), three arrays a step
+        self.allowed: list[np.ndarray] = []  # int64 [3, n] a step: response, position, token id
 
     def write(self, which, t: int, token, logp) -> None:
         """Token t of the responses `which` (n,): the token (n, 1), and log-probabilities (n, V)."""
@@ -530,8 +524,8 @@ class Records:
     def write_allowed(self, which, t: int, gone) -> None:
         """The tokens that were allowed at position t: those that are not `gone`, (n, V) bool."""
         row, ids = (~gone).nonzero(as_tuple=True)
-        response = which[row].cpu().numpy()
-        self.allowed.append((response, np.full(len(row), t), ids.int().cpu().numpy()))
+        columns = torch.stack([which[row], torch.full_like(row, t), ids])
+        self.allowed.append(columns.cpu().numpy())
 
     def end(self, which, t: int, stops):
         """Note that responses end with token t where it `stops` them; returns which go on, (n,) bool.
@@ -562,11 +556,12 @@ class Records:
 
     def _give_allowed(self, responses: list[Response], max_allowed: int) -> None:
         """Hand each response its sets of allowed tokens."""
-        response, t, ids = (np.concatenate(column) for column in zip(*self.allowed, strict=True))
-        sizes = np.bincount(response * self.T + t, minlength=len(responses) * self.T).reshape(-1, self.T)
+        allowed = np.concatenate(self.allowed, 1)
+        place = allowed[0] * self.T + allowed[1]  # response and position as one number
+        sizes = np.bincount(place, minlength=len(responses) * self.T).reshape(-1, self.T)
         if sizes.max() > max_allowed:
             raise ValueError(set_too_large(max_allowed))
-        ids = ids[np.lexsort((ids, t, response))]
+        ids = allowed[2, np.lexsort((allowed[2], place))].astype(np.int32)
         starts = np.concatenate([[0], sizes.sum(1).cumsum()])
         for i, r in enumerate(responses):
             ends = sizes[i, : len(r.tokens)].cumsum()

@@ -137,10 +137,10 @@ def held_out(learner, name: str, task, tokenizer, cfg) -> dict[str, float]:
     plain = Sampling(max_tokens=cfg.max_tokens)
     right, _ = solve(engine, task, tokenizer, mine, cfg.eval_samples, plain, cfg.seed)
     score = right.mean(1)
-    total, squares, count = learner.comm.sum([score.sum(), (score**2).sum(), len(score)])
-    mean = total / count
-    variance = max(0.0, squares / count - mean**2)
-    return {"pass@1": mean, "se": math.sqrt(variance / max(1, count - 1))}
+    total, squares = learner.comm.sum([score.sum(), (score**2).sum()])
+    mean = total / n
+    variance = max(0.0, squares / n - mean**2)
+    return {"pass@1": mean, "se": math.sqrt(variance / max(1, n - 1))}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

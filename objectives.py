@@ -60,7 +60,7 @@ ADVANTAGES = {"grpo": grpo, "grpo_no_std": grpo_no_std, "rloo": rloo}
 # Surrogates: -> (value to maximise (B, T), clipped (B, T) bool, ratio (B, T) or None)
 #
 # log_ratio: log p_new - log p_base, (B, T), with gradient; adv (B, 1) or (B, T); low, high: the trust region is
-# [1 - low, 1 + high], and infinite bounds are no clip at all.
+# [1 - low, 1 + high], and an infinite bound is no bound.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -117,7 +117,7 @@ def cispo(log_ratio, logp, adv, low=0.2, high=0.28, clamp=CLAMP):
 
 def clip_surrogate(r, adv, low, high, dual_clip=0.0):
     """(PPO's clipped value, where it is clipped), shapes of r."""
-    if math.isinf(high):
+    if math.isinf(low) and math.isinf(high):
         return r * adv, torch.zeros_like(r, dtype=torch.bool)
     plain = r * adv
     cut = r.clamp(1 - low, 1 + high) * adv

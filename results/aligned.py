@@ -1,48 +1,52 @@
-"""Does the aligned learner stay aligned? 50 updates on real vLLM, int8 and fp8, with and without --learner_quant=aligned.
+"""Does the aligned learner stay aligned? 50 updates on vLLM, int8 and fp8, with and without --learner_quant=aligned.
 
-    python results/aligned.py           # run what is missing (two at a time), then results/aligned.md and results/aligned.png
+    python results/aligned.py           # run what is missing (two at a time), then write results/aligned.{md,png}
 
-One update to a sync, no correction; mean |p_inf - p_ref| of each update, and how many times smaller alignment makes it.
+One update to a sync, no correction; mean |p_inf - p_ref| of each update, and how many times smaller
+alignment makes it.
 """
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import sweep
 from qarl import PANELS
 
 FLAGS = dict(objective="grpo", actor="none", rollout="vllm", steps=50, eval_every=0, save_every=25)
-ROWS = {
-    f"{f}, {how}": dict(FLAGS, rollout_quant=f, learner_quant=flag)
-    for f in ("int8", "fp8")
-    for how, flag in (("unaligned", "none"), ("aligned", "aligned"))
-}
+FORMATS = ("int8", "fp8")
+ROWS = {}
+for fmt in FORMATS:
+    ROWS[f"{fmt}, unaligned"] = dict(FLAGS, rollout_quant=fmt, learner_quant="none")
+    ROWS[f"{fmt}, aligned"] = dict(FLAGS, rollout_quant=fmt, learner_quant="aligned")
 
 
-def main():
-    args = sweep.arguments(__doc__)
-    got = sweep.run(ROWS, None, args.draw, args.jobs)
-    gaps = {label: rs[0]["columns"]["rollout_corr/mean_mismatch"] for label, rs in got.items()}
+def gaps(records: list[dict]) -> list[float]:
+    """Mean |p_inf - p_ref| of each update."""
+    return records[0]["columns"]["rollout_corr/mean_mismatch"]
 
-    def times(rs):
-        """Smallest ratio of the unaligned gap to this run's, update by update."""
-        label = next(name for name, records in got.items() if records is rs)
-        pair = zip(gaps.get(label.replace(", aligned", ", unaligned"), []), gaps[label])
-        return f"{min(u / a for u, a in pair):.0f}" if label.endswith(", aligned") else ""
 
-    columns = {
+def columns_of(got: sweep.Got) -> dict:
+    """The table's columns; the last compares an aligned run with the unaligned one of the same format."""
+
+    def times(records):
+        fmt = records[0]["config"]["rollout_quant"]
+        unaligned = got.get(f"{fmt}, unaligned")
+        if records[0]["config"]["learner_quant"] == "none" or not unaligned:
+            return ""
+        return f"{min(u / a for u, a in zip(gaps(unaligned), gaps(records), strict=True)):.0f}"
+
+    return {
         "policy pass@1, %": sweep.COLUMNS["policy pass@1, %"],
-        "mean gap, updates 1-5": lambda rs: sweep.number(sum(rs[0]["columns"]["rollout_corr/mean_mismatch"][:5]) / 5),
-        "mean gap, updates 46-50": lambda rs: sweep.number(
-            sum(rs[0]["columns"]["rollout_corr/mean_mismatch"][-5:]) / 5
-        ),
-        "largest of an update": lambda rs: sweep.number(max(rs[0]["columns"]["rollout_corr/mean_mismatch"])),
+        "mean gap, updates 1-5": lambda rs: sweep.number(sum(gaps(rs)[:5]) / 5),
+        "mean gap, updates 46-50": lambda rs: sweep.number(sum(gaps(rs)[-5:]) / 5),
+        "largest of an update": lambda rs: sweep.number(max(gaps(rs))),
         "times smaller than unaligned, at least": times,
     }
-    sweep.write("aligned", got, [PANELS[2], PANELS[1], ("KL(inf || ref), k3", "rollout_corr/k3_kl")], columns)
+
+
+def study(flags):
+    got = sweep.run(ROWS, None, flags.draw, flags.jobs)
+    sweep.page("aligned", sweep.table("The runs", got, columns_of(got)))
+    panels = [PANELS["gap"], PANELS["reward"], ("KL(inf || ref), k3", "rollout_corr/k3_kl")]
+    sweep.figure("aligned", got, [sweep.Group("", list(ROWS), panels)], strong=("int8, aligned",))
 
 
 if __name__ == "__main__":
-    main()
+    sweep.main(study, __doc__)

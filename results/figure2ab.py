@@ -1,24 +1,53 @@
-"""Jackpot's Figure 2 (a, b): what OBRS does to a pair of distributions, by simulation."""
+"""Jackpot's Figure 2 (a, b): what OBRS does to a pair of distributions, by simulation.
+
+    python results/figure2ab.py                 # print the table and draw results/figure2ab.png
+    python results/figure2ab.py --lam=1.2
+
+For random pairs (p_tgt, p_inf) over a vocabulary, with kept(x) = min(p_inf(x), p_tgt(x) / lambda)
+and Z = sum kept:
+
+    acceptance  Z                                              (Jackpot, section 3.2)
+    before      KL(p_tgt || p_inf)
+    after       KL(p_tgt || kept / Z)                          (Jackpot, Eq. 4)
+
+The paper simulates "Dirichlet distributions with controllable noise" and does not say which noise.
+It matters, so there are two kinds: `dirichlet_pair`.
+"""
 
 from __future__ import annotations
 
-import argparse
+import math
+from dataclasses import dataclass
 
 import numpy as np
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Figure 2 (a, b): what OBRS does to a pair of laws, by simulation
-# ---------------------------------------------------------------------------------------------------------------------
+import sweep
 
 NOISES = {"mixture": np.geomspace(1e-4, 0.6, 14), "log-normal": np.geomspace(0.01, 1.5, 14)}
 
 
-def dirichlet_pair(vocab: int, kind: str, noise: float, rng, concentration: float = 0.02):
-    """A peaked law p_tgt ~ Dirichlet and a noisy neighbour p_inf; KL grows with `noise`.
+@dataclass(frozen=True)
+class Figure2Flags:
+    """Jackpot's Figure 2 (a, b): acceptance rate, and KL before and after OBRS"""
 
-    mixture: p_inf = (1 - noise) p_tgt + noise Dirichlet, an actor that sometimes says something else: OBRS can reject nearly
-    all of the difference. log-normal: p_inf proportional to p_tgt exp(noise normal), an actor that is wrong about
-    everything a little: half of the difference is mass that p_inf lacks, and no rejection brings it back."""
+    vocab: int = 100_000
+    """Size of the vocabulary."""
+    lam: float = 1.0
+    """lambda."""
+    pairs: int = 20
+    """Random pairs for each level of noise."""
+    seed: int = 0
+    """Seed of the pairs."""
+    out: str = str(sweep.RESULTS / "figure2ab.png")
+    """Where to draw the figure."""
+
+
+def dirichlet_pair(vocab: int, kind: str, noise: float, rng, concentration: float = 0.02):
+    """A peaked distribution p_tgt ~ Dirichlet and a noisy neighbour p_inf, each (vocab,); KL grows with `noise`.
+
+    mixture: p_inf = (1 - noise) p_tgt + noise Dirichlet, an actor that sometimes says something
+    else: OBRS can reject nearly all of the difference. log-normal: p_inf proportional to p_tgt
+    exp(noise normal), an actor that is wrong about everything a little: half of the difference is
+    mass that p_inf lacks, and no rejection brings it back."""
     p = rng.gamma(concentration, size=vocab) + 1e-30
     p /= p.sum()
     if kind == "mixture":
@@ -30,7 +59,8 @@ def dirichlet_pair(vocab: int, kind: str, noise: float, rng, concentration: floa
 
 def simulate(vocab: int, lam: float, kind: str, noises, pairs: int, seed: int):
     """Rows (noise, KL before, KL after, acceptance, and their standard deviations) over `pairs` random pairs each."""
-    rng, rows = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
+    rows = []
     for noise in noises:
         got = []
         for _ in range(pairs):
@@ -43,54 +73,53 @@ def simulate(vocab: int, lam: float, kind: str, noises, pairs: int, seed: int):
     return rows
 
 
-def main():
-    ap = argparse.ArgumentParser(description="Jackpot Figure 2 (a, b): acceptance rate and KL before and after OBRS.")
-    ap.add_argument("--vocab", type=int, default=100_000, help="vocabulary size")
-    ap.add_argument("--lam", type=float, default=1.0, help="lambda")
-    ap.add_argument("--pairs", type=int, default=20, help="random pairs for each noise level")
-    ap.add_argument("--seed", type=int, default=0)
-    ap.add_argument("--out", default="out/obrs.png", help="where to draw the figure")
-    args = ap.parse_args()
-    if args.lam <= 0 or args.vocab < 2 or args.pairs < 1:
-        ap.error("--lam must be above 0, --vocab at least 2, --pairs at least 1")
+def check(flags: Figure2Flags) -> None:
+    """ValueError unless the pairs can be drawn."""
+    if not (0 < flags.lam < math.inf):
+        raise ValueError(f"--lam={flags.lam}: must be a finite number above 0")
+    if flags.vocab < 2:
+        raise ValueError(f"--vocab={flags.vocab}: at least 2 tokens")
+    if flags.pairs < 1:
+        raise ValueError(f"--pairs={flags.pairs}: at least 1")
 
-    import os
 
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8))
-    for kind, noises in NOISES.items():
-        rows = simulate(args.vocab, args.lam, kind, noises, args.pairs, args.seed)
-        print(
-            f"OBRS on Dirichlet pairs, {kind} noise, |V| = {args.vocab}, lambda = {args.lam}, {args.pairs} pairs a row"
-        )
-        print("KL(p_tgt||p_inf)   KL(p_tgt||p_kept)   shrinks by   acceptance")
-        for _, before, after, z, *_ in rows:
-            print(f"{before:16.5f}   {after:17.6f}   {before / after:9.1f}x   {100 * z:9.2f}%")
-        _, before, after, z, _, _, spread = np.array(rows).T
-        left.errorbar(before, 100 * z, 100 * spread, marker="o", ms=4, capsize=2, label=kind)
-        right.loglog(before, after, marker="o", ms=4, label=f"after OBRS, {kind}")
-    right.loglog(right.get_xlim(), right.get_xlim(), "--", color="grey", label="before")
-    left.set(
-        xscale="log",
-        xlabel="KL(p_tgt || p_inf) before",
-        ylabel="accepted tokens (%)",
-        title="(a) acceptance rate",
-        ylim=(None, 101),
+def show(kind: str, rows, flags: Figure2Flags) -> None:
+    """Print the rows of one kind of noise."""
+    print(
+        f"OBRS on Dirichlet pairs, {kind} noise, |V| = {flags.vocab}, lambda = {flags.lam}, {flags.pairs} pairs a row"
     )
-    right.set(xlabel="KL(p_tgt || p_inf) before", ylabel="KL(p_tgt || .)", title="(b) KL before and after")
+    print("KL(p_tgt||p_inf)   KL(p_tgt||p_kept)   shrinks by   acceptance")
+    for _, before, after, z, *_ in rows:
+        print(f"{before:16.5f}   {after:17.6f}   {before / after:9.1f}x   {100 * z:9.2f}%")
+
+
+def draw(results: dict, flags: Figure2Flags) -> None:
+    """The figure: kind of noise -> rows of `simulate`."""
+    fig, (left, right) = sweep.pyplot().subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    for (kind, rows), colour in zip(results.items(), (sweep.STRONG, sweep.COLOURS[0]), strict=True):
+        _, before, after, z, _, _, spread = np.array(rows).T
+        left.errorbar(before, 100 * z, 100 * spread, marker="o", ms=4, capsize=2, color=colour, label=kind)
+        right.loglog(before, after, marker="o", ms=4, color=colour, label=f"after OBRS, {kind}")
+    right.loglog(right.get_xlim(), right.get_xlim(), "--", color="grey", label="before")
+    left.set(xscale="log", ylim=(None, 101), ylabel="accepted tokens (%)", title="(a) acceptance rate")
+    right.set(ylabel="KL(p_tgt || .)", title="(b) KL before and after")
     for ax in (left, right):
+        ax.set_xlabel("KL(p_tgt || p_inf) before")
         ax.grid(alpha=0.3)
         ax.legend(fontsize=8)
-    fig.suptitle(f"OBRS on Dirichlet pairs, |V| = {args.vocab:,}, lambda = {args.lam:g}")
-    fig.tight_layout()
-    os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
-    fig.savefig(args.out, dpi=130)
-    print(f"figure: {args.out}")
+    fig.suptitle(f"OBRS on Dirichlet pairs, |V| = {flags.vocab:,}, lambda = {flags.lam:g}")
+    sweep.save(fig, flags.out)
+
+
+def study(flags: Figure2Flags) -> None:
+    check(flags)
+    results = {}
+    for kind, noises in NOISES.items():
+        results[kind] = simulate(flags.vocab, flags.lam, kind, noises, flags.pairs, flags.seed)
+        show(kind, results[kind], flags)
+    draw(results, flags)
+    print(f"figure: {sweep.shown(flags.out)}")
 
 
 if __name__ == "__main__":
-    main()
+    sweep.main(study, __doc__, Figure2Flags)

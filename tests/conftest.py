@@ -1,7 +1,9 @@
 """Shared by the suite: tiny models with random weights, one vLLM engine for everything, hand-made groups."""
 
+import math
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
@@ -15,12 +17,21 @@ import pytest
 import torch
 
 import config
+from model import TokenStats
+from objectives import StepStats
 from rollout import Response, Rollout, Sampling
 from tasks import VOCAB, arithmetic_tokenizer
 
+f64 = torch.float64
+LN = math.log
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models and engines
+# ---------------------------------------------------------------------------------------------------------------------
+
 
 def tiny_model(seed: int, layers: int = 1, hidden: int = 32, std: float = 0.3, tie: bool = True, dtype=torch.float32):
-    """A Qwen3-shaped model whose random weights are large enough for its law to be far from uniform.
+    """A Qwen3-shaped model whose random weights are large enough for its distribution to be far from uniform.
 
     In float64 it takes torch's RMSNorm: transformers' own rounds to float32 whatever comes in."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -55,11 +66,8 @@ def tiny_model(seed: int, layers: int = 1, hidden: int = 32, std: float = 0.3, t
 def folders(tmp_path_factory):
     """Folders of a tiny policy, a tiny actor, and an untied one, as save_pretrained writes them."""
     root = tmp_path_factory.mktemp("models")
-    for name, model in (
-        ("policy", tiny_model(0, layers=2)),
-        ("actor", tiny_model(1)),
-        ("untied", tiny_model(2, tie=False)),
-    ):
+    models = {"policy": tiny_model(0, layers=2), "actor": tiny_model(1), "untied": tiny_model(2, tie=False)}
+    for name, model in models.items():
         model.save_pretrained(root / name)
         arithmetic_tokenizer().save_pretrained(root / name)
     return root
@@ -70,23 +78,27 @@ TINY_TASK = dict(task_min_ops=1, task_max_ops=1, task_operand=3, task_total=9)
 
 @pytest.fixture(scope="session")
 def solvers(tmp_path_factory):
-    """The same two shapes, warm-started on one-step sums until they solve a third of them: RL has something to climb."""
+    """The same two shapes, warm-started on one-step sums until they solve 30 % of them: RL has something to climb."""
     import warmstart
     from tasks import Arithmetic
 
-    root, old = tmp_path_factory.mktemp("solvers"), (warmstart.SHAPES, warmstart.LR, warmstart.EVAL_PROBLEMS)
+    root = tmp_path_factory.mktemp("solvers")
     shape = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1)
-    warmstart.SHAPES = {"policy": {**shape, "num_hidden_layers": 2}, "actor": {**shape, "num_hidden_layers": 1}}
-    warmstart.LR, warmstart.EVAL_PROBLEMS = 1e-2, 128
-    for name in ("policy", "actor"):
-        assert warmstart.warm_start(name, Arithmetic(1, 1, 3, 9), 0.3, root / name) >= 0.3
-    warmstart.SHAPES, warmstart.LR, warmstart.EVAL_PROBLEMS = old
+    with pytest.MonkeyPatch.context() as patch:
+        shapes = {"policy": {**shape, "num_hidden_layers": 2}, "actor": {**shape, "num_hidden_layers": 1}}
+        patch.setattr(warmstart, "SHAPES", shapes)
+        patch.setattr(warmstart, "LR", 1e-2)
+        patch.setattr(warmstart, "EVAL_PROBLEMS", 128)
+        for name in shapes:
+            assert warmstart.warm_start(name, Arithmetic(1, 1, 3, 9), 0.3, root / name) >= 0.3
     return root
 
 
 @pytest.fixture(scope="session")
 def vllm_engines(folders):
-    """vLLM engines of the tiny actor by their settings, each started once. The first that closes takes the process group along: all stay open."""
+    """vLLM engines of the tiny actor by their settings, each started once.
+
+    The first engine that closes takes the process group along, so all stay open until the end."""
     from engines import VLLMEngine
 
     made = {}
@@ -108,10 +120,72 @@ def vllm_engine(vllm_engines):
     return vllm_engines()
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Configurations and batches
+# ---------------------------------------------------------------------------------------------------------------------
+
+
 def make_cfg(**changes) -> config.Config:
     """A resolved configuration for unit tests: one model unless an actor is named."""
-    changes = {"actor": "none", "rollout": "hf", "train_batch": 8, "rollout_batch": 8, "group_size": 4, **changes}
-    return config.resolve(config.Config(**changes), world=changes.pop("world", 1))
+    small = {"actor": "none", "rollout": "hf", "train_batch": 8, "rollout_batch": 8, "group_size": 4}
+    return config.resolve(config.Config(**{**small, **changes}), n_ranks=1)
+
+
+class One:
+    """A comm of one rank."""
+
+    @staticmethod
+    def sum(values):
+        return [float(x) for x in values]
+
+    @staticmethod
+    def cat(x):
+        return x
+
+
+@dataclass
+class TinyBatch:
+    """A stand-in for Batch with the fields that objectives read."""
+
+    logp_ref: torch.Tensor = None
+    logp_inf: torch.Tensor = None
+    mask: torch.Tensor = None
+    adv: torch.Tensor = None
+    group: torch.Tensor = None
+    mask_uniforms: torch.Tensor = None
+    support_logp: torch.Tensor = None
+    support_logp_ref: torch.Tensor = None
+    tail_ref: torch.Tensor = None
+    z_ref: torch.Tensor = None
+    actor_logp_ref: torch.Tensor = None
+
+    @property
+    def log_r(self):
+        return self.logp_ref - self.logp_inf
+
+
+# r = 2, 1/2, 1 in the first response (product 1), 4, 4, 4 in the second (product 64, geometric mean 4)
+LOG_R = [[LN(2), -LN(2), 0.0], [LN(4), LN(4), LN(4)]]
+STATS = StepStats(tokens=6.0, sequences=2.0, lam=1.0, kappa=1.0, distill_lambda=0.0)
+
+
+def tiny(log_r, mask=None, adv=(1.0, -1.0), new=None, ref=None) -> tuple[TokenStats, TinyBatch]:
+    """(policy now, batch) of two responses of three tokens in float64.
+
+    logp_ref: -1 unless given. logp_inf = logp_ref - log_r. new: ref unless given, with gradient."""
+    log_r = torch.tensor(log_r, dtype=f64)
+    ref = torch.full_like(log_r, -1.0) if ref is None else torch.tensor(ref, dtype=f64)
+    mask = torch.ones_like(log_r, dtype=torch.bool) if mask is None else torch.tensor(mask)
+    new = ref if new is None else torch.tensor(new, dtype=f64)
+    batch = TinyBatch(
+        logp_ref=ref,
+        logp_inf=ref - log_r,
+        mask=mask,
+        adv=torch.tensor(adv, dtype=f64)[:, None],
+        mask_uniforms=torch.full_like(log_r, 0.5),
+        z_ref=torch.full_like(log_r, 0.9),
+    )
+    return TokenStats(new.clone().requires_grad_()), batch
 
 
 def make_groups(
@@ -123,44 +197,45 @@ def make_groups(
     longest: int = 9,
     prompt: tuple = (2, 7),
 ) -> list[Rollout]:
-    """Ragged groups with made-up laws: sampled tokens, log-probabilities, a top-K that may or may not hold the sample."""
+    """Ragged groups with made-up distributions; the top-K may or may not hold the sampled token."""
     rng = np.random.default_rng(seed)
     groups = []
     for i in range(n_groups):
-        responses = []
-        for g in range(G):
-            L = int(rng.integers(1, longest + 1))
-            logits = rng.normal(size=(L, vocab)) * 2
-            logp = logits - np.log(np.exp(logits).sum(1, keepdims=True))
-            tokens = np.array([rng.choice(vocab, p=np.exp(row) / np.exp(row).sum()) for row in logp])
-            order = np.argsort(-logp, 1)[:, :K]
-            mask = np.ones(L, bool)
-            if L > 2 and g == 1:
-                mask[1] = False  # a token that carries no gradient, inside a response
-            responses.append(
-                Response(
-                    tokens.astype(np.int32),
-                    mask,
-                    logp[np.arange(L), tokens].astype(np.float32),
-                    order.astype(np.int32),
-                    np.take_along_axis(logp, order, 1).astype(np.float32),
-                    "stop",
-                    reward=float(rng.integers(0, 2)),
-                )
-            )
+        responses = [make_response(rng, K, vocab, longest, hole=g == 1) for g in range(G)]
         groups.append(
             Rollout(
-                ("test", 0, i),
-                f"p{i}",
-                rng.integers(0, vocab, int(rng.integers(*prompt))).astype(np.int32),
-                Sampling(),
-                "policy",
-                "float32",
-                0,
-                "",
-                0.0,
-                0.0,
-                responses,
+                uid=("test", 0, i),
+                prompt_id=f"p{i}",
+                prompt_ids=rng.integers(0, vocab, int(rng.integers(*prompt))).astype(np.int32),
+                sampling=Sampling(),
+                model="policy",
+                precision="float32",
+                version=0,
+                digest="",
+                t_start=0.0,
+                t_end=0.0,
+                responses=responses,
             )
         )
     return groups
+
+
+def make_response(rng, K: int, vocab: int, longest: int, hole: bool) -> Response:
+    """A response of up to `longest` tokens. hole: a token inside it carries no gradient."""
+    L = int(rng.integers(1, longest + 1))
+    logits = rng.normal(size=(L, vocab)) * 2
+    logp = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    tokens = np.array([rng.choice(vocab, p=np.exp(row) / np.exp(row).sum()) for row in logp])
+    order = np.argsort(-logp, 1)[:, :K]
+    mask = np.ones(L, bool)
+    if L > 2 and hole:
+        mask[1] = False
+    return Response(
+        tokens=tokens.astype(np.int32),
+        loss_mask=mask,
+        logp_inf=logp[np.arange(L), tokens].astype(np.float32),
+        topk_ids=order.astype(np.int32),
+        topk_logp=np.take_along_axis(logp, order, 1).astype(np.float32),
+        finish_reason="stop",
+        reward=float(rng.integers(0, 2)),
+    )

@@ -12,10 +12,10 @@ from conftest import make_cfg, tiny_model
 from test_rollout import PROBE_IDS
 from test_train import finish, flags, start, timeless, wait_for
 
-import metrics
 from delay import DelayDistribution, DelaySource
 from engines import HFEngine
 from rollout import Sampling
+from run import read_metrics
 from sync import Probe
 from tasks import Arithmetic, arithmetic_tokenizer
 
@@ -265,7 +265,7 @@ def test_a_delayed_run_killed_and_resumed_is_the_same_run(solvers, tmp_path):
         code, _, err = finish(process)
         assert code == 0, err[-3000:]
     assert without_sync(tmp_path / "run") == without_sync(tmp_path / "whole")
-    rows = metrics.read(tmp_path / "whole")[1:]
+    rows = read_metrics(tmp_path / "whole")[1:]
     stale = [row["staleness/max_updates"] for row in rows]
     assert stale[0] == 0 and max(stale) >= 2
     assert max(row["rollout_corr/k3_kl"] for row in rows) > 1e-5

@@ -1,21 +1,22 @@
-"""Group expectation weights: by hand, at their limits, and Theorem 1 on laws that can be enumerated or integrated."""
+"""Group expectation weights: by hand, at their limits, and Theorem 1 on distributions that can be enumerated or
+integrated."""
 
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import make_cfg
-from test_objectives import Fields, One
+from conftest import LN, One, TinyBatch, f64, make_cfg
 
 import gepo
 import objectives
 from model import TokenStats
 from results import theorem1
 
-f64 = torch.float64
-LN = math.log
-t = lambda *x: torch.tensor(x, dtype=f64)
+
+def t(*x):
+    """A vector in float64."""
+    return torch.tensor(x, dtype=f64)
 
 
 def test_expectations_by_hand():
@@ -25,29 +26,35 @@ def test_expectations_by_hand():
     assert torch.allclose(gepo.log_group_mean(logq, group, "mean").exp(), t(0.375, 0.375, 0.3, 0.3, 0.3))
     e = gepo.mixing(logq, group, 4.0)
     assert torch.allclose(e, t(4 / 64, 4 / 64, 0.08, 0.08, 0.08))  # population variances 1/64 and 0.02
-    assert (
-        torch.equal(gepo.mixing(logq, group, 1e6), torch.full((5,), 0.99, dtype=f64))
-        and float(gepo.mixing(logq, group, 0.0).max()) == 0
-    )
-    empty = t(LN(0.5), -math.inf, LN(0.25))  # a response without tokens has no q
+    assert torch.equal(gepo.mixing(logq, group, 1e6), torch.full((5,), 0.99, dtype=f64))
+    assert float(gepo.mixing(logq, group, 0.0).max()) == 0
+
+
+def test_a_response_without_tokens_has_no_q():
+    empty = t(LN(0.5), -math.inf, LN(0.25))
     assert torch.allclose(gepo.log_group_mean(empty, torch.zeros(3)).exp(), t(5 / 12, 5 / 12, 5 / 12))
     assert torch.allclose(gepo.log_group_mean(empty, torch.zeros(3), "mean").exp(), t(0.375, 0.375, 0.375))
     assert torch.allclose(gepo.mixing(empty, torch.zeros(3), 4.0), t(4 / 64, 4 / 64, 4 / 64))
     assert gepo.log_group_mean(empty, torch.tensor([0, 1, 0])).isfinite().all()
 
 
-def test_one_response_or_equal_ones_give_p_over_q_and_extremes_stay_finite():
-    logq = t(-3.0, -0.5, -900.0)
-    for how in ("weighted", "mean"):
-        assert torch.allclose(gepo.log_group_mean(logq, torch.arange(3), how), logq, atol=1e-12)  # K = 1
-        assert torch.allclose(
-            gepo.log_group_mean(t(-2.0, -2.0, -2.0), torch.zeros(3), how), t(-2.0, -2.0, -2.0), atol=1e-12
-        )
+@pytest.mark.parametrize("how", ["weighted", "mean"])
+def test_one_response_or_equal_ones_give_their_own_q(how):
+    logq, same = t(-3.0, -0.5, -900.0), t(-2.0, -2.0, -2.0)
+    assert torch.allclose(gepo.log_group_mean(logq, torch.arange(3), how), logq, atol=1e-12)
+    assert torch.allclose(gepo.log_group_mean(same, torch.zeros(3), how), same, atol=1e-12)
+
+
+def test_extremes_stay_finite():
     far = gepo.log_group_mean(t(-1000.0, -2000.0, -1000.0), torch.zeros(3))
-    assert torch.allclose(far, t(-1000.0, -1000.0, -1000.0)) and far.isfinite().all()  # exp(-1000) is 0 in float64
-    e = t(0.0)
-    assert torch.equal(gepo.log_base(t(-5.0), t(-1000.0), e), t(-1000.0))
-    assert float(gepo.log_base(t(LN(0.2)), t(LN(0.6)), t(0.25)).exp()) == pytest.approx(0.25 * 0.2 + 0.75 * 0.6)
+    assert torch.allclose(far, t(-1000.0, -1000.0, -1000.0))  # exp(-1000) is 0 in float64
+    assert far.isfinite().all()
+
+
+def test_what_p_is_divided_by():
+    assert torch.equal(gepo.log_base(t(-5.0), t(-1000.0), t(0.0)), t(-1000.0))
+    mixed = gepo.log_base(t(LN(0.2)), t(LN(0.6)), t(0.25)).exp()
+    assert float(mixed) == pytest.approx(0.25 * 0.2 + 0.75 * 0.6)
 
 
 def test_weighted_is_another_number_than_the_expectation_and_mean_is_not():
@@ -55,9 +62,8 @@ def test_weighted_is_another_number_than_the_expectation_and_mean_is_not():
     q = t(0.6, 0.3, 0.1)
     draws = torch.multinomial(q, 40_000, replacement=True, generator=torch.Generator().manual_seed(0))
     logq = q[draws].log()
-    assert float(gepo.log_group_mean(logq[:4000], torch.zeros(4000))[0].exp()) == pytest.approx(
-        float((q**3).sum() / (q**2).sum()), rel=0.02
-    )
+    large = gepo.log_group_mean(logq[:4000], torch.zeros(4000))[0].exp()
+    assert float(large) == pytest.approx(float((q**3).sum() / (q**2).sum()), rel=0.02)
     pairs = torch.cartesian_prod(torch.arange(3), torch.arange(3))  # every group of two, with its probability
     chance = q[pairs].prod(1)
     each = torch.stack([gepo.log_group_mean(q[p].log(), torch.zeros(2), "mean")[0].exp() for p in pairs])
@@ -66,82 +72,97 @@ def test_weighted_is_another_number_than_the_expectation_and_mean_is_not():
     assert abs(float((chance * weighted).sum()) - float((q * q).sum())) > 0.01
 
 
-def two_groups(new):
-    """Four responses in two groups, of two tokens and of one: log p_inf per token, and TokenStats of the policy with gradient."""
+MOVED = [[0.1, 0.3], [0.0, -0.2], [0.05, 0.0], [0.1, 0.0]]
+
+
+def two_groups(moved):
+    """(policy now, batch) of four responses in two groups, of two tokens and of one.
+
+    moved: log p_new - log p_inf, per token; log p_ref is log p_inf."""
     inf = torch.tensor([[-1.0, -3.0], [-2.0, -2.0], [-1.0, 0.0], [-4.0, 0.0]], dtype=f64)
-    mask = torch.tensor([[True, True], [True, True], [True, False], [True, False]])
-    b = Fields(logp_ref=inf.clone(), logp_inf=inf, mask=mask, adv=t(1.0, -1.0, 0.5, -0.5)[:, None])
-    b.group = torch.tensor([0, 0, 1, 1])
-    return TokenStats((inf + torch.tensor(new, dtype=f64)).requires_grad_()), b
+    batch = TinyBatch(
+        logp_ref=inf.clone(),
+        logp_inf=inf,
+        mask=torch.tensor([[True, True], [True, True], [True, False], [True, False]]),
+        adv=t(1.0, -1.0, 0.5, -0.5)[:, None],
+        group=torch.tensor([0, 0, 1, 1]),
+    )
+    return TokenStats((inf + torch.tensor(moved, dtype=f64)).requires_grad_()), batch
+
+
+def rows_from(batch, first):
+    """The batch without the rows before `first`, and without its groups."""
+    columns = {name: getattr(batch, name)[first:] for name in ("logp_ref", "logp_inf", "mask", "adv")}
+    return TinyBatch(**columns)
+
+
+def of_groups(f, q):
+    """f of each pair of responses, for each of them: (4,)."""
+    return torch.stack([f(q[:2]), f(q[:2]), f(q[2:]), f(q[2:])])
 
 
 @pytest.mark.parametrize("c", [0.0, 4.0])
 def test_loss_and_gradient_are_the_texts(c):
     cfg = make_cfg(objective="gepo", gepo_defence=c)
-    new, b = two_groups([[0.1, 0.3], [0.0, -0.2], [0.05, 0.0], [0.1, 0.0]])
+    new, b = two_groups(MOVED)
     stats = objectives.prepare(b, One, cfg, {})
     value, logs = objectives.loss(new, b, stats, cfg)
     total = objectives.reduce(value, b.mask, stats, cfg)
     total.backward()
     q = t(math.exp(-2), math.exp(-2), math.exp(-1), math.exp(-4))  # length-normalised, by hand
     p = t(math.exp(-1.8), math.exp(-2.1), math.exp(-0.95), math.exp(-3.9)).requires_grad_()
-    E = torch.cat([(x * x).sum() / x.sum() * torch.ones(2, dtype=f64) for x in (q[:2], q[2:])])
-    e = torch.cat(
-        [(c * ((x - x.mean()) ** 2).mean()).clamp(0, 0.99) * torch.ones(2, dtype=f64) for x in (q[:2], q[2:])]
-    )
+    E = of_groups(lambda x: (x * x).sum() / x.sum(), q)
+    e = of_groups(lambda x: (c * ((x - x.mean()) ** 2).mean()).clamp(0, 0.99), q)
     w, adv = p / (e * p.detach() + (1 - e) * E), b.adv[:, 0]
     want = -torch.minimum(w * adv, w.clamp(0.8, 1.2) * adv).mean()
     assert float(total.detach()) == pytest.approx(float(want.detach()), rel=1e-12)
     grad = torch.autograd.grad(want, p)[0] * p.detach() / b.mask.sum(1)  # d p / d log p_t = p / T
     assert torch.allclose(new.logp.grad, grad[:, None] * b.mask, atol=1e-12)
     assert torch.allclose(logs["weight"][:, 0], w.detach(), atol=1e-12)  # what the metrics call the weight
-    assert float(w.detach()[3]) < 0.3 and (c == 0 or float(e[2]) > 0.1)  # the group's mean, not its own q
-    half = objectives.micro_stats(stats, [2, 3])  # a micro-batch keeps its groups' numbers
-    part = Fields(logp_ref=b.logp_ref[2:], logp_inf=b.logp_inf[2:], mask=b.mask[2:], adv=b.adv[2:])
-    again, _ = objectives.loss(TokenStats(new.logp.detach()[2:]), part, half, cfg)
+    assert float(w.detach()[3]) < 0.3  # the group's mean, not its own q
+    assert c == 0 or float(e[2]) > 0.1
+    # a micro-batch keeps its groups' numbers
+    again, _ = objectives.loss(TokenStats(new.logp.detach()[2:]), rows_from(b, 2), stats.select([2, 3]), cfg)
     assert torch.allclose(again, value.detach()[2:])
 
 
 def test_half_a_group_still_divides_by_the_whole_groups_expectation():
     cfg = make_cfg(objective="gepo", gepo_defence=4.0)
-    new, b = two_groups([[0.1, 0.3], [0.0, -0.2], [0.05, 0.0], [0.1, 0.0]])
+    new, b = two_groups(MOVED)
     stats = objectives.prepare(b, One, cfg, {})
     whole, _ = objectives.loss(new, b, stats, cfg)
-    one = Fields(logp_ref=b.logp_ref[3:], logp_inf=b.logp_inf[3:], mask=b.mask[3:], adv=b.adv[3:])
-    alone, _ = objectives.loss(TokenStats(new.logp.detach()[3:]), one, objectives.micro_stats(stats, [3]), cfg)
+    alone, _ = objectives.loss(TokenStats(new.logp.detach()[3:]), rows_from(b, 3), stats.select([3]), cfg)
     assert torch.equal(alone, whole.detach()[3:])
 
 
 def test_cppo_kl_estimates_what_its_name_says():
-    """Exact expectations under q over three tokens; the released code's version is no KL, and its gradient goes the right way at p = q."""
+    """Exact expectations under q over three tokens: the released code's version is no KL."""
     p, q = t(0.5, 0.3, 0.2), t(0.2, 0.2, 0.6)
-    mean = lambda how: float((q * gepo.cppo_kl(p.log(), q.log(), how, 20.0)).sum())
+    k3, official = (float((q * gepo.cppo_kl(p.log(), q.log(), how, 20.0)).sum()) for how in ("k3", "official"))
     kl, chi2 = float((q * (q / p).log()).sum()), float((q * q / p).sum() - 1)
-    assert (
-        mean("k3") == pytest.approx(kl, abs=1e-12)
-        and mean("official") == pytest.approx(chi2 - kl, abs=1e-12)
-        and abs(chi2 - 2 * kl) > 0.1
-    )
+    assert k3 == pytest.approx(kl, abs=1e-12)
+    assert official == pytest.approx(chi2 - kl, abs=1e-12)
+    assert abs(chi2 - 2 * kl) > 0.1
+    assert float(gepo.cppo_kl(t(-500.0), t(0.0), "official", 20.0)) == pytest.approx(math.exp(20) - 21)
+
+
+@pytest.mark.parametrize("how, d", [("official", -0.5), ("k3", 0.5)])
+def test_cppo_kl_pulls_the_policy_back(how, d):
+    """One token of p_new = e^0.5 p_inf: its drift in the loss, and a gradient that lowers p_new again."""
     new, b = two_groups([[0.0, 0.5], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
     base = make_cfg(objective="gepo")
-    for how, d in (("official", -0.5), ("k3", 0.5)):
-        cfg = replace(base, cppo_beta=0.1, cppo_kl=how)
-        stats = objectives.prepare(b, One, cfg, {})
-        plain, _ = objectives.loss(new, b, stats, base)
-        value, logs = objectives.loss(new, b, stats, cfg)
-        want = torch.zeros(4, 2, dtype=f64)
-        want[0, 1] = 0.1 * (math.exp(d) - d - 1)
-        assert torch.allclose((value - plain).detach(), want, atol=1e-12) and float(
-            logs["cppo_kl"][0, 1]
-        ) == pytest.approx(math.exp(d) - d - 1)
-        new.logp.grad = None
-        (value - plain).sum().backward()
-        slope = 0.1 * (1 - math.exp(d)) if how == "official" else 0.1 * (math.exp(d) - 1)
-        assert (
-            float(new.logp.grad[0, 1]) == pytest.approx(slope) and slope > 0
-        )  # descent lowers p_new back towards p_inf
-        assert float(new.logp.grad.abs().sum()) == pytest.approx(abs(slope))
-    assert float(gepo.cppo_kl(t(-500.0), t(0.0), "official", 20.0)) == pytest.approx(math.exp(20) - 21)
+    cfg = replace(base, cppo_beta=0.1, cppo_kl=how)
+    stats = objectives.prepare(b, One, cfg, {})
+    plain, _ = objectives.loss(new, b, stats, base)
+    value, logs = objectives.loss(new, b, stats, cfg)
+    drift = torch.zeros(4, 2, dtype=f64)
+    drift[0, 1] = math.exp(d) - d - 1
+    assert torch.allclose((value - plain).detach(), 0.1 * drift, atol=1e-12)
+    assert float(logs["cppo_kl"][0, 1]) == pytest.approx(math.exp(d) - d - 1)
+    (value - plain).sum().backward()
+    slope = 0.1 * abs(1 - math.exp(d))  # above 0: descent lowers p_new back towards p_inf
+    assert float(new.logp.grad[0, 1]) == pytest.approx(slope)
+    assert float(new.logp.grad.abs().sum()) == pytest.approx(slope)
 
 
 @pytest.mark.parametrize("reduction", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
@@ -156,19 +177,18 @@ def test_cppo_kl_is_a_mean_over_responses_under_any_reduction(reduction):
     plain, _ = objectives.loss(new, b, stats, base)
     got = objectives.reduce(value - plain, b.mask, stats, cfg)
     d = logs["cppo_kl"] * b.mask
-    assert float(d.sum()) > 0.05 and float(got.detach()) == pytest.approx(
-        0.1 * float((d.sum(1) / b.mask.sum(1)).mean()), abs=1e-12
-    )
+    want = 0.1 * float((d.sum(1) / b.mask.sum(1)).mean())
+    assert float(d.sum()) > 0.05
+    assert float(got.detach()) == pytest.approx(want, abs=1e-12)
 
 
-def test_theorem_1_on_random_laws():
+def test_theorem_1_on_random_distributions():
     assert float(theorem1.discrete([1.0, 0.0], [0.5, 0.5])["kl"]) == pytest.approx(math.log(2))
     torch.manual_seed(3)
     for n in (2, 5, 50):
-        p, q = (
-            torch.distributions.Dirichlet(torch.full((n,), 0.4, dtype=f64)).sample((400,)).clamp_min(1e-9)
-            for _ in range(2)
-        )
+        dirichlet = torch.distributions.Dirichlet(torch.full((n,), 0.4, dtype=f64))
+        p = dirichlet.sample((400,)).clamp_min(1e-9)
+        q = dirichlet.sample((400,)).clamp_min(1e-9)
         p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
         v = theorem1.discrete(p, q)
         w1, w2 = p / q, p / (q * q).sum(-1, keepdim=True)
@@ -181,33 +201,36 @@ def test_theorem_1_on_random_laws():
     assert worse["group"] > worse["standard"] > 0
 
 
-def test_gaussian_variances_against_integration():
+@pytest.mark.parametrize("m, sp, sq", [(0.7, 0.8, 1.0), (0.0, 1.3, 1.0), (2.0, 0.3, 1.5)])
+def test_gaussian_variances_against_integration(m, sp, sq):
     x = torch.linspace(-30, 30, 2_000_001, dtype=f64)
     dx = float(x[1] - x[0])
-    normal = lambda m, s: (-((x - m) ** 2) / (2 * s * s)).exp() / (s * math.sqrt(2 * math.pi))
-    for m, sp, sq in ((0.7, 0.8, 1.0), (0.0, 1.3, 1.0), (2.0, 0.3, 1.5)):
-        p, q = normal(m, sp), normal(0.0, sq)
-        mean = float((q * q).sum() * dx)
-        w1, w2 = p / q.clamp_min(1e-290), p / mean
-        v = theorem1.gaussian(m, sp, sq)
-        for name, w in (("standard", w1), ("group", w2)):
-            assert float(v[name]) == pytest.approx(float((q * w**2).sum() * dx - ((q * w).sum() * dx) ** 2), rel=1e-4)
-        assert float(v["kl"]) == pytest.approx(
-            float((p * (p.clamp_min(1e-290) / q.clamp_min(1e-290)).log()).sum() * dx), rel=1e-6
-        )
-    assert (
-        float(theorem1.gaussian(0.0, math.sqrt(2.0) + 1e-9)["standard"]) == math.inf
-        and float(theorem1.gaussian(0.0, 1.41)["standard"]) < math.inf
-    )
+
+    def normal(m, s):
+        return (-((x - m) ** 2) / (2 * s * s)).exp() / (s * math.sqrt(2 * math.pi))
+
+    def integral(y):
+        return float(y.sum() * dx)
+
+    p, q = normal(m, sp), normal(0.0, sq)
+    w1, w2 = p / q.clamp_min(1e-290), p / integral(q * q)
+    v = theorem1.gaussian(m, sp, sq)
+    for name, w in (("standard", w1), ("group", w2)):
+        assert float(v[name]) == pytest.approx(integral(q * w**2) - integral(q * w) ** 2, rel=1e-4)
+    kl = integral(p * (p.clamp_min(1e-290) / q.clamp_min(1e-290)).log())
+    assert float(v["kl"]) == pytest.approx(kl, rel=1e-6)
+
+
+def test_the_gaussian_variance_ends_at_the_square_root_of_two():
+    assert float(theorem1.gaussian(0.0, math.sqrt(2.0) + 1e-9)["standard"]) == math.inf
+    assert float(theorem1.gaussian(0.0, 1.41)["standard"]) < math.inf
 
 
 def test_drawing(tmp_path):
     out = theorem1.draw(str(tmp_path / "gepo.png"))
     assert (tmp_path / "gepo.png").stat().st_size > 50_000
-    assert (
-        0.25 < out["Bernoulli: group worse, share"] < 0.35
-        and out["Bernoulli: group worse, KL up to"] < 1 < out["Gaussian, sigma_q = 1: group worse, KL up to"]
-    )
+    assert 0.25 < out["Bernoulli: group worse, share"] < 0.35
+    assert out["Bernoulli: group worse, KL up to"] < 1 < out["Gaussian, sigma_q = 1: group worse, KL up to"]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +238,8 @@ def test_drawing(tmp_path):
     [
         (
             dict(objective="gepo", surrogate="ppo"),
-            "--ratio_base=group divides the length-normalised probability of a response: it needs --surrogate=gspo or tbpo, not ppo",
+            "--ratio_base=group divides the length-normalised probability of a response: "
+            "it needs --surrogate=gspo or tbpo, not ppo",
         ),
         (
             dict(objective="gepo", correction="tis"),
@@ -235,12 +259,7 @@ def test_bad_flags(flags, sentence):
 
 def test_defaults():
     cfg = make_cfg(objective="gepo")
-    assert (cfg.clip_low, cfg.clip_high, cfg.advantage, cfg.reduction, cfg.surrogate, cfg.gepo_defence) == (
-        0.2,
-        0.2,
-        "grpo_no_std",
-        "seq-mean-token-mean",
-        "gspo",
-        0.0,
-    )
+    assert (cfg.clip_low, cfg.clip_high) == (0.2, 0.2)
+    assert (cfg.advantage, cfg.reduction, cfg.surrogate) == ("grpo_no_std", "seq-mean-token-mean", "gspo")
+    assert cfg.gepo_defence == 0.0
     assert objectives.actor_config(replace(cfg, cppo_beta=0.5, actor="base:actor")).cppo_beta == 0

@@ -1,154 +1,295 @@
-"""The chunked head against the whole (N, V) logits: values and gradients, in float64."""
+"""The chunked head and its rows against the whole (N, V) logits: values and gradients, in float64."""
 
+import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import head
+from head import ChunkedHead
+from model import FLOOR, Needs, OneModelRows, Scored, TwoModelRows
 
+f64 = torch.float64
 N, V, H1, H2, K = 23, 40, 8, 6, 5
 
 
 @pytest.fixture
 def data():
+    """Hidden states and head weights of two models, sampled tokens, supports, temperatures, made-up gradients."""
     g = torch.Generator().manual_seed(0)
-    r = lambda *s: torch.randn(*s, generator=g, dtype=torch.float64)
-    return dict(
-        h1=r(N, H1),
-        w1=r(V, H1),
-        h2=r(N, H2),
-        w2=r(V, H2),
+    return SimpleNamespace(
+        h1=torch.randn(N, H1, generator=g, dtype=f64),
+        w1=torch.randn(V, H1, generator=g, dtype=f64),
+        h2=torch.randn(N, H2, generator=g, dtype=f64),
+        w2=torch.randn(V, H2, generator=g, dtype=f64),
         target=torch.randint(0, V, (N,), generator=g),
         ids=torch.stack([torch.randperm(V, generator=g)[:K] for _ in range(N)]),
-        g=r(4, N),
-        t=0.5 + torch.rand(N, 1, generator=g, dtype=torch.float64),
+        g=torch.randn(4, N, generator=g, dtype=f64),
+        t=0.5 + torch.rand(N, 1, generator=g, dtype=f64),
     )
 
 
 def leaves(d, *names):
-    return [d[n].clone().requires_grad_() for n in names]
+    """Copies of these tensors that collect a gradient."""
+    return [getattr(d, name).clone().requires_grad_() for name in names]
+
+
+def scored(target, inv_temperature=None, rule=None, allowed=None):
+    return Scored(target, inv_temperature, rule, allowed)
+
+
+def support_of(d):
+    """(ids, which of them count, p_K): the first entry repeats the second, so it is not counted."""
+    ids = d.ids.clone()
+    ids[:, 0] = ids[:, 1]
+    on = torch.ones(N, K, dtype=torch.bool)
+    on[:, 0] = False
+    return ids, on, torch.full((N,), 0.02, dtype=f64)
+
+
+def apply(rows, chunk, *heads) -> dict:
+    """The outputs of the chunked head by name."""
+    return dict(zip(rows.outputs, ChunkedHead.apply(rows, chunk, *heads), strict=True))
+
+
+def at(logp, target):
+    return logp.gather(1, target[:, None])[:, 0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The naive way: everything from whole log-probabilities
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def naive_one(d, logp, needs) -> dict:
+    """The statistics of one model from its log-probabilities (N, V)."""
+    p = logp.exp()
+    out = {"logp": at(logp, d.target)}
+    if needs.entropy:
+        out["entropy"] = -(p * logp).sum(-1)
+    ids, _, p_kth = support_of(d)
+    if needs.support:
+        out["support_logp"] = logp.gather(1, ids)
+    if needs.tail:
+        outside = torch.ones(N, V, dtype=torch.bool).scatter_(1, ids, False)
+        out["tail"] = (torch.minimum(p / needs.lam, p_kth[:, None]) * outside).sum(-1)
+    return out
+
+
+def naive_two(d, logp, logq, needs) -> dict:
+    """The statistics of policy p and actor q together."""
+    p, q = logp.exp(), logq.exp()
+    out = {**naive_one(d, logp, needs), "actor_logp": at(logq, d.target), "kl": (p * (logp - logq)).sum(-1)}
+    if needs.entropy:
+        out["actor_entropy"] = -(q * logq).sum(-1)
+    if needs.distill != "none":
+        out["distill_loss"] = naive_distill(logp.detach(), logq, needs)
+    if needs.exact_z:
+        accepted = torch.minimum(q, p / needs.lam)
+        out["z"] = accepted.sum(-1)
+        out["kl_after"] = (p * (logp - (accepted / accepted.sum(-1, keepdim=True)).log())).sum(-1)
+    if needs.topk:
+        out["top_logp"], out["top_ids"] = logp.topk(needs.topk, -1)
+        out["top_actor_logp"] = logq.gather(1, out["top_ids"])
+    return out
+
+
+def naive_distill(logp, logq, needs):
+    """KL(p || q) or KL(q || p), over the vocabulary or over p's top-k and one bucket for the rest."""
+    if needs.distill_topk:
+        best = logp.topk(needs.distill_topk, -1).indices
+        logp, logq = with_rest(logp, best), with_rest(logq, best)
+    if needs.distill == "reverse":
+        return (logq.exp() * (logq - logp)).sum(-1)
+    return (logp.exp() * (logp - logq)).sum(-1)
+
+
+def with_rest(logp, best):
+    listed = logp.gather(1, best)
+    return torch.cat([listed, torch.log(1 - listed.exp().sum(-1, keepdim=True))], -1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One model
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 100])
 def test_one_model_matches_the_naive_way(data, chunk):
-    d, lam = data, 1.3
+    d = data
+    needs = Needs(entropy=True, support=True, tail=True, lam=1.3)
     h, w = leaves(d, "h1", "w1")
-    p_kth = torch.full((N,), 0.02, dtype=torch.float64)
-    s_on = torch.ones(N, K, dtype=torch.bool)
-    s_on[:, 0] = False  # the first entry repeats another: not counted twice
-    ids = d["ids"].clone()
-    ids[:, 0] = ids[:, 1]
-    rows = head.OneModelRows(d["target"], 1 / d["t"], ids=ids, s_on=s_on, p_kth=p_kth, lam=lam)
-    logp, entropy, at_ids, tail = head.ChunkedHead.apply(rows, chunk, h, w)
-    (logp * d["g"][0]).sum().backward()
+    out = apply(OneModelRows(scored(d.target, 1 / d.t), needs, *support_of(d)), chunk, h, w)
+    (out["logp"] * d.g[0]).sum().backward()
 
     h_, w_ = leaves(d, "h1", "w1")
-    law = (h_ @ w_.t() / d["t"]).log_softmax(-1)
-    mine = law.gather(1, d["target"][:, None])[:, 0]
-    (mine * d["g"][0]).sum().backward()
-    assert (
-        torch.allclose(logp, mine, atol=1e-12)
-        and torch.allclose(h.grad, h_.grad, atol=1e-12)
-        and torch.allclose(w.grad, w_.grad, atol=1e-12)
-    )
-    assert torch.allclose(entropy, -(law.exp() * law).sum(-1)) and torch.allclose(at_ids, law.gather(1, ids))
-    outside = torch.ones(N, V, dtype=torch.bool).scatter_(1, ids, False)
-    assert torch.allclose(tail, (torch.minimum(law.exp() / lam, p_kth[:, None]) * outside).sum(-1), atol=1e-12)
-    assert not entropy.requires_grad and not tail.requires_grad and not at_ids.requires_grad
+    want = naive_one(d, (h_ @ w_.t() / d.t).log_softmax(-1), needs)
+    (want["logp"] * d.g[0]).sum().backward()
+    assert torch.allclose(out["logp"], want["logp"], atol=1e-12)
+    assert torch.allclose(h.grad, h_.grad, atol=1e-12)
+    assert torch.allclose(w.grad, w_.grad, atol=1e-12)
+    assert torch.allclose(out["entropy"], want["entropy"])
+    assert torch.allclose(out["support_logp"], want["support_logp"])
+    assert torch.allclose(out["tail"], want["tail"], atol=1e-12)
+    assert not any(out[name].requires_grad for name in ("entropy", "support_logp", "tail"))
 
 
-def test_kept_sets_renormalise_and_a_cut_token_stays_finite(data):
+ONE_MODEL = [
+    Needs(entropy=entropy, support=support, tail=tail, lam=lam)
+    for entropy, support, tail, lam in itertools.product([False, True], [False, True], [False, True], [0.7, 1.5])
+    if support or not tail  # the tail is what is outside the support
+]
+
+
+@pytest.mark.parametrize("needs", ONE_MODEL, ids=str)
+def test_one_model_yields_exactly_what_is_asked(data, needs):
     d = data
-    offsets = torch.arange(N + 1) * K
+    rows = OneModelRows(scored(d.target, 1 / d.t), needs, *support_of(d))
+    want = naive_one(d, (d.h1 @ d.w1.t() / d.t).log_softmax(-1), needs)
+    assert rows.outputs[0] == "logp"
+    assert len(rows.outputs) == len(want)
+    assert set(rows.outputs) == set(want)
+    assert set(rows([d.h1 @ d.w1.t()], slice(0, N))) == set(want)
+    got = apply(rows, 9, d.h1, d.w1)
+    for name, x in want.items():
+        assert torch.allclose(got[name], x, atol=1e-12), name
+
+
+def test_allowed_sets_renormalise_and_a_cut_token_stays_finite(data):
+    d = data
+    target = d.ids[:, 0].clone()
+    target[3] = next(i for i in range(V) if i not in d.ids[3].tolist())  # sampled outside what is allowed here
     h, w = leaves(d, "h1", "w1")
-    target = d["ids"][:, 0].clone()
-    target[3] = next(i for i in range(V) if i not in d["ids"][3].tolist())  # sampled outside what is kept here
-    rows = head.OneModelRows(target, kept=(offsets, d["ids"].flatten()))
-    logp, entropy, *_ = head.ChunkedHead.apply(rows, 6, h, w)
-    z = (d["h1"] @ d["w1"].t()).gather(1, d["ids"])
+    allowed = (torch.arange(N + 1) * K, d.ids.flatten())
+    out = apply(OneModelRows(scored(target, allowed=allowed), Needs(entropy=True)), 6, h, w)
+    z = (d.h1 @ d.w1.t()).gather(1, d.ids)
     want = z[:, 0] - z.logsumexp(-1)
     good = torch.arange(N) != 3
-    assert torch.allclose(logp[good], want[good]) and logp[3] == head.FLOOR
-    assert torch.allclose(entropy, -(z.softmax(-1) * z.log_softmax(-1)).sum(-1))
-    logp.sum().backward()
-    a, b = leaves(d, "h1", "w1")
-    cut = torch.ones(N, V, dtype=torch.bool).scatter_(1, d["ids"], False)
-    (a @ b.t()).masked_fill(cut, -1e30).log_softmax(-1).gather(1, target[:, None])[
-        good
-    ].sum().backward()  # a constant teaches nothing
-    assert torch.allclose(h.grad, a.grad, atol=1e-10) and torch.allclose(w.grad, b.grad, atol=1e-10)
+    assert torch.allclose(out["logp"][good], want[good])
+    assert out["logp"][3] == FLOOR
+    assert torch.allclose(out["entropy"], -(z.softmax(-1) * z.log_softmax(-1)).sum(-1))
+
+    out["logp"].sum().backward()
+    h_, w_ = leaves(d, "h1", "w1")
+    cut = torch.ones(N, V, dtype=torch.bool).scatter_(1, d.ids, False)
+    logp = (h_ @ w_.t()).masked_fill(cut, -1e30).log_softmax(-1)
+    at(logp, target)[good].sum().backward()  # the token at FLOOR is a constant, without gradient
+    assert torch.allclose(h.grad, h_.grad, atol=1e-10)
+    assert torch.allclose(w.grad, w_.grad, atol=1e-10)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Policy and actor
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def two_rows(d, needs, inv_temperature=None):
+    """Rows of policy and actor as PolicyAndActor.forward makes them."""
+    s = scored(d.target, inv_temperature)
+    return TwoModelRows(OneModelRows(s, needs, *support_of(d)), OneModelRows(s, Needs(entropy=needs.entropy)), needs)
 
 
 @pytest.mark.parametrize("distill", ["forward", "reverse"])
 @pytest.mark.parametrize("topk", [0, 4])
 @pytest.mark.parametrize("chunk", [5, 100])
-def test_two_models_match_the_naive_way(data, distill, topk, chunk):
-    d, lam = data, 0.8
-    h1, w1, h2, w2 = leaves(d, "h1", "w1", "h2", "w2")
-    rows = head.TwoModelRows(
-        head.OneModelRows(d["target"]), head.OneModelRows(d["target"]), distill, topk, lam, pair=True, topk=K
-    )
-    out = head.ChunkedHead.apply(rows, chunk, h1, w1, h2, w2)
-    logp, actor, kl, entropy, _, _, actor_entropy, z, before, after, best, own, there = out
-    (logp * d["g"][0] + actor * d["g"][1] + kl * d["g"][2]).sum().backward()
+@pytest.mark.parametrize("warm", [False, True])
+def test_two_models_match_the_naive_way(data, distill, topk, chunk, warm):
+    d = data
+    t = d.t if warm else torch.ones(N, 1, dtype=f64)
+    needs = Needs(entropy=True, exact_z=True, distill=distill, distill_topk=topk, topk=K, lam=0.8)
+    names = ("h1", "w1", "h2", "w2")
+    heads = leaves(d, *names)
+    out = apply(two_rows(d, needs, 1 / t if warm else None), chunk, *heads)
+    (out["logp"] * d.g[0] + out["actor_logp"] * d.g[1] + out["distill_loss"] * d.g[2]).sum().backward()
 
-    a, b, c, e = leaves(d, "h1", "w1", "h2", "w2")
-    p, q = (a @ b.t()).log_softmax(-1), (c @ e.t()).log_softmax(-1)
-    at = d["target"][:, None]
-    fixed = p.detach()
-    lp, lq = fixed, q
-    if topk:
-        ids = fixed.topk(topk, -1).indices
-        rest = lambda x: torch.cat([x.gather(1, ids), torch.log(1 - x.gather(1, ids).exp().sum(-1, keepdim=True))], -1)
-        lp, lq = rest(fixed), rest(q)
-    mine = (lp.exp() * (lp - lq)).sum(-1) if distill == "forward" else (lq.exp() * (lq - lp)).sum(-1)
-    (p.gather(1, at)[:, 0] * d["g"][0] + q.gather(1, at)[:, 0] * d["g"][1] + mine * d["g"][2]).sum().backward()
-    assert torch.allclose(kl, mine, atol=1e-9)
-    for x, y in ((h1, a), (w1, b), (h2, c), (w2, e)):
-        assert torch.allclose(x.grad, y.grad, atol=1e-8)
-    m = torch.minimum(q.exp(), p.exp() / lam)
-    assert torch.allclose(z, m.sum(-1)) and torch.allclose(before, (p.exp() * (p - q)).sum(-1))
-    assert torch.allclose(after, (p.exp() * (p - (m / m.sum(-1, keepdim=True)).log())).sum(-1))
-    assert (
-        torch.equal(best, p.topk(K, -1).indices)
-        and torch.allclose(there, q.gather(1, best))
-        and torch.allclose(own, p.gather(1, best))
+    a, b, c, e = naive_heads = leaves(d, *names)
+    want = naive_two(d, (a @ b.t() / t).log_softmax(-1), (c @ e.t() / t).log_softmax(-1), needs)
+    (want["logp"] * d.g[0] + want["actor_logp"] * d.g[1] + want["distill_loss"] * d.g[2]).sum().backward()
+    assert torch.allclose(out["distill_loss"], want["distill_loss"], atol=1e-9)
+    for name, x, y in zip(names, heads, naive_heads, strict=True):
+        assert torch.allclose(x.grad, y.grad, atol=1e-8), name
+    for name in ("z", "kl", "kl_after", "entropy", "actor_entropy", "top_logp", "top_actor_logp"):
+        assert torch.allclose(out[name], want[name]), name
+    assert torch.equal(out["top_ids"], want["top_ids"])
+
+
+TWO_MODELS = [
+    Needs(entropy, support, support, exact_z, distill, distill_topk, topk, lam=1.2)
+    for entropy, support, exact_z, distill, distill_topk, topk in itertools.product(
+        [False, True], [False, True], [False, True], ["none", "forward", "reverse"], [0, 4], [0, K]
     )
+    if distill != "none" or not distill_topk
+]
+
+
+@pytest.mark.parametrize("needs", TWO_MODELS, ids=str)
+def test_two_models_yield_exactly_what_is_asked(data, needs):
+    """Only logp, actor_logp and the distillation loss carry gradient, and they stand first."""
+    d = data
+    rows = two_rows(d, needs, 1 / d.t)
+    logp, logq = ((h @ w.t() / d.t).log_softmax(-1) for h, w in ((d.h1, d.w1), (d.h2, d.w2)))
+    want = naive_two(d, logp, logq, needs)
+    first = ["logp", "actor_logp", "distill_loss"] if needs.distill != "none" else ["logp", "actor_logp"]
+    assert list(rows.outputs[: rows.differentiable]) == first
+    assert len(rows.outputs) == len(want)
+    assert set(rows.outputs) == set(want)
+    assert set(rows([d.h1 @ d.w1.t(), d.h2 @ d.w2.t()], slice(0, N))) == set(want)
+    got = apply(rows, 9, *leaves(d, "h1", "w1", "h2", "w2"))
+    for name, x in want.items():
+        assert torch.allclose(got[name], x.to(got[name]), atol=1e-9), name
+        assert got[name].requires_grad == (name in first), name
 
 
 def test_distillation_never_reaches_the_policy(data):
     h1, w1, h2, w2 = leaves(data, "h1", "w1", "h2", "w2")
-    rows = head.TwoModelRows(head.OneModelRows(data["target"]), head.OneModelRows(data["target"]), "forward")
-    head.ChunkedHead.apply(rows, 9, h1, w1, h2, w2)[2].sum().backward()
-    assert float(h2.grad.abs().max()) > 1e-3 and float(h1.grad.abs().max()) == 0 and float(w1.grad.abs().max()) == 0
+    out = apply(two_rows(data, Needs(distill="forward")), 9, h1, w1, h2, w2)
+    out["distill_loss"].sum().backward()
+    assert float(h2.grad.abs().max()) > 1e-3
+    assert float(h1.grad.abs().max()) == 0
+    assert float(w1.grad.abs().max()) == 0
 
 
 def test_top_k_kl_is_a_lower_bound_that_becomes_exact(data):
-    args = [data[n] for n in ("h1", "w1", "h2", "w2")]
-    kl = lambda k: head.ChunkedHead.apply(
-        head.TwoModelRows(head.OneModelRows(data["target"]), head.OneModelRows(data["target"]), "forward", k), 9, *args
-    )[2]
-    assert (kl(3) <= kl(20) + 1e-9).all() and (kl(20) <= kl(0) + 1e-9).all() and not torch.allclose(kl(3), kl(0))
+    def kl(k):
+        needs = Needs(distill="forward", distill_topk=k)
+        return apply(two_rows(data, needs), 9, data.h1, data.w1, data.h2, data.w2)["distill_loss"]
+
+    assert (kl(3) <= kl(20) + 1e-9).all()
+    assert (kl(20) <= kl(0) + 1e-9).all()
+    assert not torch.allclose(kl(3), kl(0))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Watch(TorchDispatchMode):
+    """Notes the size of every tensor that any operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple) else (out,):
+            if isinstance(x, torch.Tensor):
+                self.sizes.append(x.numel())
+        return out
 
 
 def test_memory_does_not_grow_with_the_number_of_tokens():
     """The largest tensor autograd keeps or makes is a chunk, never (N, V)."""
     V, N = 5000, 2000
-    head_rows, seen = head.CHUNK_ELEMENTS, []
     h, w = torch.randn(N, 8, requires_grad=True), torch.randn(V, 8, requires_grad=True)
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            for x in out if isinstance(out, tuple) else (out,):
-                if isinstance(x, torch.Tensor):
-                    seen.append(x.numel())
-            return out
-
-    with Watch():
-        logp = head.ChunkedHead.apply(head.OneModelRows(torch.zeros(N, dtype=torch.long)), 64, h, w)[0]
+    rows = OneModelRows(scored(torch.zeros(N, dtype=torch.long)), Needs(entropy=True))
+    with Watch() as watch:
+        logp = apply(rows, 64, h, w)["logp"]
         logp.sum().backward()
-    assert max(seen) == 64 * V < N * V
-    assert head.chunk_rows(151_936) * 151_936 <= head_rows and math.isfinite(float(logp.sum()))
+    assert max(watch.sizes) == 64 * V < N * V
+    assert head.chunk_rows(151_936) * 151_936 <= head.CHUNK_ELEMENTS
+    assert math.isfinite(float(logp.detach().sum()))

@@ -98,16 +98,19 @@ def test_low_bit_weights_follow_the_master():
     assert layer.quantized_weight() is first  # made once
     with torch.no_grad():
         layer.weight.mul_(2.0)
-    assert torch.allclose(layer.quantized_weight()[1], 2 * first[1]) and layer.quantized_weight()[0] is not first[0]
-    second, layer.cache_quantized = layer.quantized_weight(), False
-    assert layer.quantized_weight() is not second and torch.equal(layer.quantized_weight()[0], second[0])
+    second = layer.quantized_weight()
+    assert torch.allclose(second[1], 2 * first[1]) and second[0] is not first[0]
+    layer.cache_quantized = False
+    third = layer.quantized_weight()
+    assert third is not second and torch.equal(third[0], second[0])
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_an_aligned_layer_is_the_old_one_in_all_but_its_product(bias):
     """The same parameters in the same order under the same names, wherever the layer stood; and no random draw."""
     first = torch.nn.Linear(8, 8, bias=bias)
-    model = torch.nn.ModuleDict({"a": first, "b": torch.nn.Sequential(torch.nn.ReLU(), first), "c": torch.nn.ReLU()})
+    second_place = torch.nn.Sequential(torch.nn.ReLU(), first)
+    model = torch.nn.ModuleDict({"a": first, "b": second_place, "c": torch.nn.ReLU()})
     model.get_output_embeddings = lambda: None
     model.eval()
     parameters = list(model.named_parameters(remove_duplicate=False))
@@ -210,7 +213,7 @@ def learners(fmt_name, *kinds):
 def mismatch(engine, learner) -> float:
     """Mean |p_inf - p_ref| over the tokens of 16 groups that the engine samples."""
     prompts = [np.array([5 + i, 3, 100 + i], np.int32) for i in range(16)]
-    seeds = [[9 * i + j for j in range(8)] for i in range(16)]
+    seeds = [list(range(9 * i, 9 * i + 8)) for i in range(16)]
     responses = engine.generate(prompts, seeds, Sampling(max_tokens=12), 0, [1])
     groups = [
         Rollout(("q", 0, i), str(i), p, Sampling(), "policy", "float32", 0, "", 0.0, 0.0, g)

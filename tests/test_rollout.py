@@ -112,7 +112,7 @@ def test_samples_follow_the_distribution(engine):
 def test_ragged_prompts_and_finished_rows_change_nothing():
     """Left padding and the dropping of finished rows against one request at a time, with many stop tokens."""
     prompts = [(5,), (9, 8, 7, 6, 5, 4), (100, 3, 2), (4, 4)]
-    seeds = [[10 * i + j for j in range(8)] for i in range(4)]
+    seeds = [list(range(10 * i, 10 * i + 8)) for i in range(4)]
 
     def run(engine, seeds, prompts):
         return sample(engine, seeds, Sampling(max_tokens=40), prompts=prompts, stop=range(30))
@@ -397,8 +397,8 @@ def test_two_ranks_sample_what_one_would(folders):
 
 def test_ranks_share_out_the_problems(folders):
     engine, task = HFEngine(str(folders / "actor")), Arithmetic()
-    ids = [[g.prompt_id for g in make_source(engine, folders, rank, 2).next(3, 0)] for rank in (0, 1)]
-    in_turn = [x for pair in zip(*ids, strict=True) for x in pair]
+    first, second = (make_source(engine, folders, rank, 2).next(3, 0) for rank in (0, 1))
+    in_turn = [g.prompt_id for pair in zip(first, second, strict=True) for g in pair]
     assert in_turn == [task.problem("train", i).id for i in range(6)]
 
 

@@ -1,6 +1,7 @@
 """Sampling settings: which tokens they allow, what is recorded, and the three ways in which the learner scores."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ def sampled(engine, settings, n=8, max_allowed=20) -> list[Rollout]:
     """A group of n responses to each prompt, of at most 12 tokens."""
     settings = replace(settings, max_tokens=12)
     prompts = [np.array(p, np.int32) for p in PROMPTS]
-    seeds = [[31 * i + j for j in range(n)] for i in range(len(prompts))]
+    seeds = [list(range(31 * i, 31 * i + n)) for i in range(len(prompts))]
     groups = engine.generate(prompts, seeds, settings, 5, [1], max_allowed)
     return [
         Rollout(("t", 0, i), str(i), p, settings, "policy", "float32", 0, "", 0.0, 0.0, g)
@@ -126,8 +127,16 @@ def test_an_allowed_set_that_does_not_fit_is_refused(engine):
 # -- the learner ------------------------------------------------------------------------------------------------------
 
 
-def scored(groups, keep_sampling_mask, noise=0.0):
-    """p_ref / p_inf of every token, which tokens the learner cuts, the batch, and the learner."""
+class Scored(NamedTuple):
+    """Groups as a learner sees them."""
+
+    ratio: torch.Tensor  # p_ref / p_inf of every token, float64
+    cut: torch.Tensor  # whether the learner cuts it
+    batch: batching.Batch
+    learner: Learner
+
+
+def scored(groups, keep_sampling_mask, noise=0.0) -> Scored:
     cfg = make_cfg(objective="tis", keep_sampling_mask=keep_sampling_mask, top_p=0.8, top_k=16)
     model = tiny_model(1)
     with torch.no_grad():
@@ -137,7 +146,7 @@ def scored(groups, keep_sampling_mask, noise=0.0):
     learner = Learner(model, None, cfg, Comm())
     b = batching.collate(groups, cfg)
     logp = learner.score(b, Needs()).logp[b.mask]
-    return (logp - b.logp_inf[b.mask]).exp().double(), logp <= -69, b, learner
+    return Scored((logp - b.logp_inf[b.mask]).exp().double(), logp <= -69, b, learner)
 
 
 def test_the_three_ways_to_score(engine):
@@ -145,16 +154,17 @@ def test_the_three_ways_to_score(engine):
 
     A slightly different learner: replay's mean stays 1, recompute loses tokens."""
     groups = sampled(engine, Sampling(top_p=0.8, top_k=16), n=128)
-    off, recompute, replay = (scored(groups, way)[0] for way in ("off", "recompute", "replay"))
+    off = scored(groups, "off").ratio
     assert off.mean() < 0.9 and off.max() < 1
-    assert (recompute - 1).abs().max() < 1e-3 and (replay - 1).abs().max() < 1e-3
-    replay, cut_by_replay, *_ = scored(groups, "replay", 0.02)
-    error = float(replay.std() / len(replay) ** 0.5)
-    assert abs(float(replay.mean()) - 1) < 4 * error and error < 0.02
-    assert not cut_by_replay.any() and float((replay - 1).abs().mean()) > 0.05
-    recompute, cut, *_ = scored(groups, "recompute", 0.02)
-    assert 0.001 < float(cut.double().mean()) < 0.2
-    assert torch.isfinite(recompute).all() and (recompute[cut] < 1e-20).all()
+    for way in ("recompute", "replay"):
+        assert (scored(groups, way).ratio - 1).abs().max() < 1e-3
+    replay = scored(groups, "replay", 0.02)
+    error = float(replay.ratio.std() / len(replay.ratio) ** 0.5)
+    assert abs(float(replay.ratio.mean()) - 1) < 4 * error and error < 0.02
+    assert not replay.cut.any() and float((replay.ratio - 1).abs().mean()) > 0.05
+    recompute = scored(groups, "recompute", 0.02)
+    assert 0.001 < float(recompute.cut.double().mean()) < 0.2
+    assert torch.isfinite(recompute.ratio).all() and (recompute.ratio[recompute.cut] < 1e-20).all()
 
 
 def test_a_token_that_the_learner_cuts_is_counted_and_has_no_gradient(folders):
@@ -162,9 +172,10 @@ def test_a_token_that_the_learner_cuts_is_counted_and_has_no_gradient(folders):
     for i, g in enumerate(groups):
         for j, r in enumerate(g.responses):
             r.reward = float((i + j) % 2)
-    _, cut, b, learner = scored(groups, "recompute", 0.05)
+    at_start = scored(groups, "recompute", 0.05)
+    b, learner = at_start.batch, at_start.learner
+    lost = float(at_start.cut.double().mean())
     cfg = replace(learner.cfg, correction="none", is_cap=None)  # no weight that would hide it
-    lost = float(cut.double().mean())
     learner.cfg = cfg
 
     def no_step(loss, all_rejected):
@@ -177,7 +188,7 @@ def test_a_token_that_the_learner_cuts_is_counted_and_has_no_gradient(folders):
     assert all(torch.isfinite(g).all() for g in whole.values())
     learner.models.zero_grad()
     without = b.mask.clone()
-    without[b.mask] = ~cut
+    without[b.mask] = ~at_start.cut
     b.mask = without
     stats = objectives.prepare(b, learner.comm, cfg, {})
     learner.update(b, replace(stats, tokens=logged["tokens"]))

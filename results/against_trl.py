@@ -1,0 +1,135 @@
+"""The whole step beside TRL's: publish, roll out, grade, update, against one step of its GRPOTrainer.
+
+    pip install --target=.trl --no-deps trl==1.16.0 accelerate==1.15.0 datasets==5.2.0 pandas==3.1.1
+    pyarrow==26.0.1 \\
+        xxhash==4.1.0 multiprocess==0.70.19 pytz==2026.6
+    PYTHONPATH=.trl python results/against_trl.py
+
+The same model, task, batch of 256 responses in groups of 8, 16 new tokens, plain torch samplers on both sides;
+then our step with vLLM. TRL is used here alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench import compare, print_table, resolved, seconds, shaped, update
+from engines import HFEngine, VLLMEngine
+from learner import Comm, Learner
+from rollout import LocalSource
+from run import load_model
+from sampling import Sampling
+from sync import Probe
+from tasks import Arithmetic, arithmetic_tokenizer
+
+
+def our_step(folder: str, engine, cfg):
+    """A callable: publish, roll out, grade, update, as train.py's loop does it."""
+    learner = Learner(load_model(folder), None, cfg, Comm())
+    source = LocalSource(
+        engine,
+        Arithmetic(),
+        arithmetic_tokenizer(),
+        Sampling(max_tokens=cfg.max_tokens),
+        group_size=cfg.group_size,
+        topk=0,
+        model="policy",
+        probe=Probe(folder, np.arange(2, 14)),
+    )
+
+    def step():
+        source.publish(learner.version, learner.named_tensors("policy"))
+        update(learner, source.next(cfg.train_batch // cfg.group_size, learner.version))
+
+    return step
+
+
+def grpo_trainer(folder: str, out: str, steps: int, callback):
+    """TRL's trainer on arith: batch 256, groups of 8, 16 new tokens."""
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+    from trl import GRPOConfig, GRPOTrainer
+
+    args = GRPOConfig(
+        output_dir=out,
+        per_device_train_batch_size=256,
+        num_generations=8,
+        max_completion_length=16,
+        max_steps=steps,
+        learning_rate=1e-6,
+        beta=0.0,
+        temperature=1.0,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        logging_steps=10**6,
+        save_strategy="no",
+        disable_tqdm=True,
+        gradient_checkpointing=False,
+        seed=0,
+    )
+    task = Arithmetic()
+    prompts = [task.problem("train", i).prompt for i in range(2000)]
+
+    def reward(completions, **more):
+        return [float(len(c) % 2) for c in completions]
+
+    return GRPOTrainer(
+        model=folder,
+        args=args,
+        train_dataset=Dataset(InMemoryTable.from_pydict({"prompt": prompts}), fingerprint="bench"),
+        reward_funcs=reward,
+        processing_class=arithmetic_tokenizer(),
+        callbacks=[callback],
+    )
+
+
+def trl_clock(ours, times: list):
+    """A callback of the trainer that times its step, then one of ours: adds (ours, TRL's) to `times`."""
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            self.start = time.perf_counter()
+
+        def on_step_end(self, *args, **kwargs):
+            spent = time.perf_counter() - self.start
+            times.append((seconds(ours), spent))
+
+    return Clock()
+
+
+def against_trl(root: str) -> dict:
+    """GRPOTrainer's step, timed from its own callbacks, with one step of ours after each."""
+    folder = f"{root}/trl"
+    warm = 4  # steps that are not counted
+    shaped(folder)
+    cfg = resolved(objective="grpo", train_batch=256, rollout_batch=256, max_tokens=16, lr=1e-6)
+    times = []
+    clock = trl_clock(our_step(folder, HFEngine(folder), cfg), times)
+    try:
+        trainer = grpo_trainer(folder, f"{root}/trl_out", 24, clock)
+    except ImportError as e:
+        raise ValueError(f"TRL 1.16 is needed ({e}); the head of this file says how to install it beside") from None
+    trainer.train()
+    out = {**compare(times[warm:]), "goal": "ratio <= 0.80"}
+    engine = VLLMEngine(folder, max_len=64, max_logprobs=1)
+    with_vllm = our_step(folder, engine, cfg)
+    spent = [seconds(with_vllm) for _ in range(14)]
+    engine.close()
+    return {**out, "vllm_step_s": float(np.median(spent[warm:]))}
+
+
+if __name__ == "__main__":
+    try:
+        with tempfile.TemporaryDirectory() as root:
+            print_table({"trl": against_trl(root)})
+    except ValueError as e:
+        sys.exit(f"error: {e}")

@@ -1,0 +1,50 @@
+"""The claims of every study in one place: gathers the first table of each page into results/README.md.
+
+python results/index.py             # rewrite what stands below the marker of results/README.md
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sweep
+
+STUDIES = (
+    "figure2ab",
+    "table1",
+    "table2_3",
+    "table6_10",
+    "figure2c",
+    "lowbit",
+    "praxis",
+    "aligned",
+    "qarl",
+    "theorem1",
+    "heterorl",
+)
+
+
+@dataclass(frozen=True)
+class IndexFlags:
+    """No flags"""
+
+
+def claims_of(name: str) -> list[str]:
+    """The table of claims of a page, line by line."""
+    lines = (sweep.RESULTS / f"{name}.md").read_text(encoding="utf-8").splitlines()
+    starts = [i for i, line in enumerate(lines) if line.startswith("| claim | verdict |")]
+    if not starts:
+        raise ValueError(f"results/{name}.md: no table of claims (a line that begins with | claim | verdict |)")
+    rest = lines[starts[0] :]
+    return rest[: next((i for i, line in enumerate(rest) if not line.startswith("|")), len(rest))]
+
+
+def study(flags: IndexFlags) -> None:
+    parts = ["Written by `python results/index.py` from the tables that open the pages.\n"]
+    for name in STUDIES:
+        parts += [f"### [{name}]({name}.md): `python results/{name}.py`\n", "\n".join(claims_of(name)) + "\n"]
+    sweep.rewrite("README", "\n".join(parts))
+
+
+if __name__ == "__main__":
+    sweep.main(study, __doc__, IndexFlags)

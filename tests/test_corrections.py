@@ -1,0 +1,606 @@
+"""Corrections and rejections: numbers worked out by hand, and every row against a loop over tokens in plain floats."""
+
+import math
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from conftest import LN, LOG_R, STATS, TinyBatch, f64, make_cfg, tiny
+
+import corrections
+import gepo
+import obrs
+from corrections import CORRECTIONS, REJECTIONS, apply_correction
+from model import TokenStats
+
+
+def full(x):
+    """A number, a row or all of it as (2, 3) in float64."""
+    return torch.as_tensor(x, dtype=f64).expand(2, 3)
+
+
+def corrected(new, batch, **flags):
+    """(weight, keep), both (2, 3), as the flags say."""
+    weight, keep, _ = apply_correction(new, batch, STATS, make_cfg(**{"objective": "none", **flags}))
+    return full(weight), full(keep)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# By hand
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, flags, weight, keep",
+    [
+        ("none", {}, [[1, 1, 1], [1, 1, 1]], 1),
+        ("is", {}, [[2, 0.5, 1], [4, 4, 4]], 1),
+        ("tis", {}, [[2, 0.5, 1], [2, 2, 2]], 1),
+        ("tis", {"is_cap": 3.0}, [[2, 0.5, 1], [3, 3, 3]], 1),
+        ("icepop", {"rs_low": 0.6, "rs_high": 3.0}, [[2, 0.5, 1], [4, 4, 4]], [[1, 0, 1], [0, 0, 0]]),
+        ("areal_drop", {"is_cap": 1.5}, [[2, 0.5, 1], [4, 4, 4]], [[0, 1, 1], [0, 0, 0]]),
+        ("seq_is", {}, [[1, 1, 1], [64, 64, 64]], 1),
+        ("seq_tis", {}, [[1, 1, 1], [4, 4, 4]], 1),
+        ("seq_mis", {}, [[1, 1, 1], [64, 64, 64]], [[1, 1, 1], [0, 0, 0]]),
+        ("seq_mis", {"rs_low": 2.0, "rs_high": 100.0}, [[1, 1, 1], [64, 64, 64]], [[0, 0, 0], [1, 1, 1]]),
+        ("geo_rs", {}, 1, [[1, 1, 1], [0, 0, 0]]),
+        ("geo_rs", {"rs_low": 0.5, "rs_high": 5.0}, 1, 1),
+        ("geo_rs_seq_tis", {"rs_low": 0.5, "rs_high": 5.0, "is_cap": 8.0}, [[1, 1, 1], [8, 8, 8]], 1),
+        ("tbpo_mismatch", {}, [[1, 1, 1], [2, 2, 2]], 1),
+        ("tis", {"is_floor": 0.75}, [[2, 0.75, 1], [2, 2, 2]], 1),
+        ("seq_tis", {"is_floor": 1.5}, [[1.5] * 3, [4, 4, 4]], 1),
+        ("geo_rs_seq_tis", {"is_floor": 2.0, "rs_high": 5.0}, [[2] * 3, [4] * 3], 1),
+        ("tbpo_mismatch", {"is_floor": 1.25}, [[1.25] * 3, [2, 2, 2]], 1),
+        ("is", {"reject": "token", "rs_low": 0.6, "rs_high": 3.0}, [[2, 0.5, 1], [4, 4, 4]], [[1, 0, 1], [0, 0, 0]]),
+        ("tis", {"reject": "sequence"}, [[2, 0.5, 1], [2, 2, 2]], [[1, 1, 1], [0, 0, 0]]),
+        ("tis", {"reject": "geo"}, [[2, 0.5, 1], [2, 2, 2]], [[1, 1, 1], [0, 0, 0]]),
+        ("tis", {"reject": "geo", "rs_low": 2.0, "rs_high": 4.5}, [[2, 0.5, 1], [2, 2, 2]], [[0, 0, 0], [1, 1, 1]]),
+        # r - 1 - log r = 0.307, 0.193, 0 and 1.614 three times
+        ("is", {"reject": "token_k3"}, [[2, 0.5, 1], [4, 4, 4]], [[0, 0, 1], [0, 0, 0]]),
+        ("is", {"reject": "token_k3", "rs_high": 0.2}, [[2, 0.5, 1], [4, 4, 4]], [[0, 1, 1], [0, 0, 0]]),
+        ("none", {"reject": "token_k3", "rs_low": 0.1, "rs_high": 0.2}, 1, [[0, 1, 0], [0, 0, 0]]),
+        # their means are 1/6 and 1.614
+        ("is", {"reject": "seq_mean_k3"}, [[2, 0.5, 1], [4, 4, 4]], 0),
+        ("is", {"reject": "seq_mean_k3", "rs_high": 0.17}, [[2, 0.5, 1], [4, 4, 4]], [[1, 1, 1], [0, 0, 0]]),
+        ("none", {"reject": "seq_mean_k3", "rs_low": 0.17, "rs_high": 1.7}, 1, [[0, 0, 0], [1, 1, 1]]),
+        ("none", {"veto": 0.6}, 1, [[0, 0, 0], [1, 1, 1]]),
+        ("is", {"veto": 0.4}, [[2, 0.5, 1], [4, 4, 4]], 1),
+        ("icepop", {"rs_low": 0.1, "rs_high": 3.0, "veto": 0.6}, [[2, 0.5, 1], [4, 4, 4]], 0),
+        ("tbpo_mismatch", {"tbpo_cap": "mask"}, [[1] * 3, [4] * 3], [[1] * 3, [0] * 3]),
+        ("tbpo_mismatch", {"tbpo_cap": "mask", "is_cap": 5.0}, [[1] * 3, [4] * 3], 1),
+        ("is", {"log_ratio_clamp": LN(3)}, [[2, 0.5, 1], [3, 3, 3]], 1),
+        ("seq_is", {"log_ratio_clamp": LN(9)}, [[1, 1, 1], [9, 9, 9]], 1),
+        ("geo_rs", {"log_ratio_clamp": LN(1.05)}, 1, 1),
+    ],
+)
+def test_corrections_by_hand(name, flags, weight, keep):
+    got_weight, got_keep = corrected(*tiny(LOG_R), correction=name, **flags)
+    assert torch.allclose(got_weight, full(weight))
+    assert torch.equal(got_keep, full(keep))
+
+
+def test_two_sided_cap_and_sequence_means_ignore_padding():
+    new, b = tiny([[-LN(4), -LN(4), 99.0], [LN(2), 0.0, 99.0]], mask=[[True, True, False]] * 2)
+    weight, _ = corrected(new, b, correction="tbpo_mismatch")
+    assert torch.allclose(weight[:, 0], torch.tensor([0.5, math.sqrt(2)], dtype=f64))  # 1/4 -> 1/2; sqrt(2 * 1) stays
+    weight, _ = corrected(new, b, correction="seq_is")
+    assert torch.allclose(weight[:, 0], torch.tensor([1 / 16, 2.0], dtype=f64))
+
+
+def test_a_veto_does_not_look_behind_the_end():
+    new, b = tiny([[0.0, 0.0, -30.0], [0.0, -30.0, 0.0]], mask=[[True, True, False], [True, True, True]])
+    _, keep = corrected(new, b, objective="tis", veto=1e-4)
+    assert keep.tolist() == [[1.0] * 3, [0.0] * 3]
+
+
+def test_log_ratios_are_clamped_after_the_sequence_sum():
+    new, b = tiny([[30.0, -30.0, 1.0], [15.0, 15.0, 0.0]])
+    weight, _ = corrected(new, b, correction="seq_is")
+    assert torch.allclose(weight[:, 0], torch.tensor([math.e, math.exp(20)], dtype=f64))
+    weight, _ = corrected(new, b, correction="is")
+    assert torch.allclose(weight[0], torch.tensor([math.exp(20), math.exp(-20), math.e], dtype=f64))
+
+
+def test_tis_adjusted_sees_new():
+    new, b = tiny(LOG_R, new=[[-1 + LN(2), -1, -1], [-1, -1 - LN(8), -1]])
+    weight, _, _ = apply_correction(new, b, STATS, make_cfg(objective="tis_adjusted"))
+    # p_new / p_inf = 4, .5, 1; 4, .5, 4 capped at 2
+    assert torch.allclose(weight, torch.tensor([[2, 0.5, 1], [2, 0.5, 2]], dtype=f64))
+    assert not weight.requires_grad
+
+
+def test_jackpot_adjusted_sees_new():
+    """One token, a support of that token: Z_low = min(p_inf, p_new), kappa 1, room 1 - p_inf."""
+    p_inf, p_new = torch.tensor([[0.5]], dtype=f64), torch.tensor([[0.8]], dtype=f64)
+    b = TinyBatch(
+        logp_ref=p_inf.log(),
+        logp_inf=p_inf.log(),
+        mask_uniforms=torch.tensor([[0.9]]),
+        support_logp=p_inf.log()[..., None],
+    )
+    new = TokenStats(p_new.log(), support_logp=p_new.log()[..., None])
+    weight, keep, _ = apply_correction(new, b, STATS, make_cfg(objective="jackpot_adjusted"))
+    assert float(weight) == pytest.approx(0.5 * 1.6)  # no p_ref / p_new factor
+    assert float(keep) == 1.0
+    weight, _, _ = apply_correction(new, b, STATS, make_cfg(objective="jackpot", obrs_target="new"))
+    assert float(weight) == pytest.approx(0.5 * 1.6 * 0.5 / 0.8)
+
+
+def test_z_tis_is_the_mean_of_obrs():
+    """z_tis = E[Mask] min(w, c1) of OBRS for c1 >= lambda Z, token by token."""
+    new, b = tiny([[LN(2), -LN(2), 0.3], [LN(8), -1.0, 0.1]])
+    two = dict(actor="base:actor", obrs_z="auto")
+    weight, keep = corrected(new, b, objective="z_tis", **two)
+    obrs_weight, obrs_keep = corrected(new, b, objective="jackpot", obrs_mask="expected", **two)
+    assert torch.allclose(weight * keep, obrs_weight * obrs_keep)
+    assert torch.allclose(weight, torch.minimum(0.9 * b.log_r.exp(), torch.tensor(3.0, dtype=f64)))
+    weight, _ = corrected(new, b, objective="z_tis", obrs_c1=1.5, **two)
+    assert float(weight.max()) == 1.5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The formulas alone: tensors and numbers, no object of this repository
+# ---------------------------------------------------------------------------------------------------------------------
+
+LOG_RATIOS = torch.tensor(LOG_R, dtype=f64)
+MASK = torch.tensor([[True, False, True], [True, True, False]])  # R = 2 and 16, geometric means sqrt(2) and 4
+
+
+@pytest.mark.parametrize(
+    "got, weight, keep",
+    [
+        (corrections.none(LOG_RATIOS), 1, 1),
+        (corrections.vanilla_is(LOG_RATIOS), [[2, 0.5, 1], [4, 4, 4]], 1),
+        (corrections.tis(LOG_RATIOS, 3.0), [[2, 0.5, 1], [3, 3, 3]], 1),
+        (corrections.tis(LOG_RATIOS, 3.0, floor=0.7), [[2, 0.7, 1], [3, 3, 3]], 1),
+        (corrections.icepop(LOG_RATIOS, 0.6, 3.0), [[2, 0.5, 1], [4, 4, 4]], [[1, 0, 1], [0, 0, 0]]),
+        (corrections.areal_drop(LOG_RATIOS, 3.0), [[2, 0.5, 1], [4, 4, 4]], [[1, 1, 1], [0, 0, 0]]),
+        (corrections.z_tis(LOG_RATIOS, 0.9, 1.5), [[1.5, 0.45, 0.9], [1.5] * 3], 1),
+        (corrections.seq_is(LOG_RATIOS, MASK), [[2] * 3, [16] * 3], 1),
+        (corrections.seq_tis(LOG_RATIOS, MASK, 5.0), [[2] * 3, [5] * 3], 1),
+        (corrections.seq_tis(LOG_RATIOS, MASK, 5.0, floor=3.0), [[3] * 3, [5] * 3], 1),
+        (corrections.seq_mis(LOG_RATIOS, MASK, 3.0, 20.0), [[2] * 3, [16] * 3], [[0] * 3, [1] * 3]),
+        (corrections.geo_rs(LOG_RATIOS, MASK, 1.0, 1.5), 1, [[1] * 3, [0] * 3]),
+        (corrections.geo_rs_seq_tis(LOG_RATIOS, MASK, 5.0, 1.0, 4.5), [[2] * 3, [5] * 3], 1),
+        (corrections.tbpo_mismatch(LOG_RATIOS, MASK, 2.0), [[math.sqrt(2)] * 3, [2] * 3], 1),
+        (corrections.tbpo_mismatch(-LOG_RATIOS, MASK, 2.0), [[math.sqrt(0.5)] * 3, [0.5] * 3], 1),
+        (corrections.tbpo_mismatch(-LOG_RATIOS, MASK, 2.0, floor=0.6), [[math.sqrt(0.5)] * 3, [0.6] * 3], 1),
+        (
+            corrections.tbpo_mismatch(LOG_RATIOS, MASK, 2.0, drop=True),
+            [[math.sqrt(2)] * 3, [4] * 3],
+            [[1] * 3, [0] * 3],
+        ),
+    ],
+)
+def test_formulas_on_plain_tensors(got, weight, keep):
+    assert torch.allclose(full(got[0]), full(weight))
+    assert torch.equal(full(got[1]), full(keep))
+
+
+@pytest.mark.parametrize(
+    "f, args",
+    [
+        (corrections.vanilla_is, ()),
+        (corrections.tis, (1e9,)),
+        (corrections.icepop, (0.0, 1e9)),
+        (corrections.areal_drop, (1e9,)),
+        (corrections.z_tis, (1.0, 1e9)),
+        (corrections.seq_is, (MASK,)),
+        (corrections.seq_tis, (MASK, 1e9)),
+        (corrections.seq_mis, (MASK, 0.0, 1e9)),
+        (corrections.geo_rs_seq_tis, (MASK, 1e9, 0.0, 1e9)),
+        (corrections.tbpo_mismatch, (MASK, 1e9)),
+    ],
+)
+def test_the_clamp_reaches_every_formula(f, args):
+    """Log-ratios of 8 a token: under a clamp of 1.5 every weight is exp(1.5), under the default of 20 none is."""
+    far = torch.full((2, 3), 8.0, dtype=f64)
+    tight, _ = f(far, *args, clamp=1.5)
+    wide, _ = f(far, *args)
+    assert torch.allclose(full(tight), full(math.exp(1.5)))
+    assert float(wide.min()) > math.exp(7)
+
+
+def test_bounds_are_inclusive():
+    assert corrections.inside(torch.tensor([0.9, 1.0, 2.0, 3.0, 3.1]), 1.0, 3.0).tolist() == [0, 1, 1, 1, 0]
+    _, keep = corrections.areal_drop(torch.zeros(1, 1), 1.0)
+    assert keep.tolist() == [[1.0]]
+
+
+def test_ratios_and_k3_by_hand():
+    assert torch.allclose(corrections.token_ratio(LOG_RATIOS), full([[2, 0.5, 1], [4, 4, 4]]))
+    assert torch.allclose(corrections.seq_ratio(LOG_RATIOS, MASK), torch.tensor([[2.0], [16.0]], dtype=f64))
+    assert torch.allclose(corrections.geo_ratio(LOG_RATIOS, MASK), torch.tensor([[math.sqrt(2)], [4]], dtype=f64))
+    k3 = [[1 - LN(2), LN(2) - 0.5, 0], [3 - LN(4)] * 3]
+    assert torch.allclose(corrections.token_k3(LOG_RATIOS), full(k3))
+    everywhere = torch.ones(2, 3, dtype=torch.bool)
+    mean = corrections.seq_mean_k3(LOG_RATIOS, everywhere)
+    assert torch.allclose(mean, torch.tensor([[1 / 6], [3 - LN(4)]], dtype=f64))
+    # a hole and padding are ignored: the first response's mean is (1 - log 2 + 0) / 2
+    mean = corrections.seq_mean_k3(LOG_RATIOS, MASK)
+    assert torch.allclose(mean, torch.tensor([[(1 - LN(2)) / 2], [3 - LN(4)]], dtype=f64))
+    garbage = LOG_RATIOS.masked_fill(~MASK, 99.0)
+    assert torch.equal(corrections.seq_mean_k3(garbage, MASK), mean)
+    assert torch.equal(corrections.seq_ratio(garbage, MASK), corrections.seq_ratio(LOG_RATIOS, MASK))
+    empty = corrections.seq_mean_k3(LOG_RATIOS, ~everywhere)
+    assert empty.tolist() == [[0.0], [0.0]]
+
+
+def test_k3_is_clamped_token_by_token():
+    far = torch.tensor([[3.0, -3.0, 0.0]], dtype=f64)
+    up, down = math.exp(2) - 3, math.exp(-2) + 1
+    assert torch.allclose(corrections.token_k3(far, 2.0), torch.tensor([[up, down, 0]], dtype=f64))
+    everywhere = torch.ones(1, 3, dtype=torch.bool)
+    mean = corrections.seq_mean_k3(far, everywhere, 2.0)
+    assert float(mean) == pytest.approx((up + down) / 3)
+
+
+@pytest.mark.parametrize("x", [1e-6, -1e-6, 3e-7, 1e-4, -1e-4, 1e-3, -1e-2])
+def test_k3_near_zero_is_accurate_in_float32(x):
+    """exp(x) - 1 - x = x^2 / 2 + x^3 / 6 + ..., of which exp(x) - 1 - x in float32 would leave nothing."""
+    got = corrections.token_k3(torch.tensor([x]))
+    x = float(torch.tensor([x]))
+    want = x**2 / 2 + x**3 / 6 + x**4 / 24
+    assert got.dtype == torch.float32
+    assert float(got) == pytest.approx(want, rel=1e-3, abs=0)
+
+
+def test_k3_is_never_negative():
+    x = torch.linspace(-1e-3, 1e-3, 20_001)
+    assert float(corrections.token_k3(x).min()) >= 0
+    assert float(corrections.token_k3(torch.zeros(1))) == 0
+
+
+@pytest.mark.parametrize("reject", ["token_k3", "seq_mean_k3"])
+def test_a_rejection_by_k3_ignores_holes_and_padding(reject):
+    """Two responses that differ under the mask alone are kept alike."""
+    mask = [[True, False, True], [True, True, False]]
+    kept = []
+    for x in (0.0, 9.0):
+        _, b = tiny([[0.1, x, -0.1], [0.2, 0.3, x]], mask=mask)
+        _, keep = corrected(None, b, reject=reject, rs_high=0.035)
+        kept.append(keep * b.mask)
+    # k3 = 0.0052, 0.0048; 0.0214, 0.0499, mean 0.0356
+    want = {"token_k3": [[1, 0, 1], [1, 0, 0]], "seq_mean_k3": [[1, 0, 1], [0, 0, 0]]}[reject]
+    assert kept[0].tolist() == kept[1].tolist() == want
+
+
+def test_obrs_on_plain_tensors():
+    """p_tgt = .5, .2, .05 against p_inf = .2, .4, .2: p / q = 2.5, 1/2, 1/4; Z = .65."""
+    tgt, inf = torch.tensor([0.5, 0.2, 0.05], dtype=f64).log(), torch.tensor([0.2, 0.4, 0.2], dtype=f64).log()
+    u = torch.tensor([0.9, 0.4, 0.3], dtype=f64)
+    weight, keep, accept = obrs.correction(tgt, inf, None, 0.65, u, c1=1.5)
+    assert weight.tolist() == pytest.approx([1.5, 0.65, 0.65])  # .65 max(1, p / q), at most 1.5
+    assert keep.tolist() == [1, 1, 0]  # a = 1, 1/2, 1/4
+    assert accept.tolist() == [1, 1, 0]
+
+
+def test_gepos_base_on_plain_tensors():
+    """log (e p + (1 - e) E) with e = 1/4, p = 0.2, E = 0.6; with e = 0 it is log E."""
+    p, E = torch.tensor([[LN(0.2)]], dtype=f64), torch.tensor([[LN(0.6)]], dtype=f64)
+    assert float(gepo.log_base(p, E, torch.tensor([[0.25]], dtype=f64)).exp()) == pytest.approx(0.5)
+    assert float(gepo.log_base(p, E, torch.zeros(1, 1, dtype=f64))) == LN(0.6)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Every row against a loop over tokens, in plain floats
+# ---------------------------------------------------------------------------------------------------------------------
+
+V, K = 7, 2
+LAMBDA, KAPPA = 0.8, 1.35
+CAP, FLOOR, C1, C2 = 1.4, 0.6, 1.9, 1.15
+CLAMP, VETO = 1.8, 0.18
+RS = {  # bounds that some tokens or responses are inside of and some are not
+    "none": (0.55, 1.45),
+    "token": (0.5, 2.1),
+    "sequence": (0.3, 3.3),
+    "geo": (0.55, 1.3),
+    "token_k3": (0.004, 0.21),
+    "seq_mean_k3": (0.06, 0.3),
+}
+LENGTHS = (8, 5, 1, 6, 3)
+HOLES = ({2}, {0, 3}, set(), {5}, {1})  # tokens that carry no gradient; in the last row the one that a veto would drop
+TEMPERATURES = (0.7, 0.85, 1.0, 1.2, 1.5)
+
+
+@dataclass
+class Token:
+    """One sampled token: three distributions over V tokens, and what was drawn."""
+
+    inf: list
+    ref: list
+    new: list
+    sampled: int
+    uniform: float
+    learns: bool
+
+    def log_r(self, over="ref"):
+        return math.log(getattr(self, over)[self.sampled] / self.inf[self.sampled])
+
+    def top(self):
+        return sorted(range(V), key=lambda x: -self.inf[x])[:K]
+
+    def support(self):
+        return {self.sampled, *self.top()}
+
+    def tail(self, target):
+        kth = self.inf[self.top()[-1]]
+        return sum(min(kth, target[x] / LAMBDA) for x in range(V) if x not in self.support())
+
+
+def softmax(logits, temperature):
+    powers = [math.exp(x / temperature) for x in logits]
+    return [x / sum(powers) for x in powers]
+
+
+def ragged():
+    """Five responses of different lengths, holes and temperatures; no two numbers in them are equal."""
+    rng = random.Random(27)
+    return [
+        [make_token(rng, temperature, t not in holes) for t in range(length)]
+        for length, holes, temperature in zip(LENGTHS, HOLES, TEMPERATURES, strict=True)
+    ]
+
+
+def make_token(rng, temperature, learns):
+    inf = [rng.gauss(0, 1.5) for _ in range(V)]
+    ref = [x + rng.gauss(0, 1.0) for x in inf]
+    new = [x + rng.gauss(0, 0.4) for x in ref]
+    inf, ref, new = (softmax(logits, temperature) for logits in (inf, ref, new))
+    sampled = rng.choices(range(V), inf)[0]
+    return Token(inf, ref, new, sampled, rng.random(), learns)
+
+
+RAGGED = ragged()
+
+
+def tensors():
+    """The same as (policy now, batch): padded with numbers that would show if they were read."""
+    new = TokenStats(
+        logp=padded(lambda t: math.log(t.new[t.sampled]), -0.1).requires_grad_(),
+        support_logp=padded(lambda t: support_logp(t, t.new), [-0.2] * (1 + K)),
+        tail=padded(lambda t: t.tail(t.new), 0.9),
+        z=padded(lambda t: exact_z(t, t.new), 0.3),
+    )
+    batch = TinyBatch(
+        logp_ref=padded(lambda t: math.log(t.ref[t.sampled]), -9.0),
+        logp_inf=padded(lambda t: math.log(t.inf[t.sampled]), -0.4),
+        mask=padded(lambda t: t.learns, False),
+        mask_uniforms=padded(lambda t: t.uniform, 0.0),
+        support_logp=padded(inf_on_support, [-0.5] * (1 + K)),
+        support_logp_ref=padded(lambda t: support_logp(t, t.ref), [-0.6] * (1 + K)),
+        tail_ref=padded(lambda t: t.tail(t.ref), 0.8),
+        z_ref=padded(lambda t: exact_z(t, t.ref), 0.7),
+    )
+    return new, batch
+
+
+def padded(of_token, fill):
+    """(B, T, ...) of a number or list for each token."""
+    T = max(LENGTHS)
+    rows = [[of_token(t) for t in row] + [fill] * (T - len(row)) for row in RAGGED]
+    dtype = torch.bool if isinstance(fill, bool) else f64
+    return torch.tensor(rows, dtype=dtype)
+
+
+def support_logp(token, target):
+    return [math.log(target[x]) for x in (token.sampled, *token.top())]
+
+
+def inf_on_support(token):
+    """A sampled token that is in the top-K is listed once."""
+    own = -math.inf if token.sampled in token.top() else math.log(token.inf[token.sampled])
+    return [own, *(math.log(token.inf[x]) for x in token.top())]
+
+
+def exact_z(token, target):
+    return sum(min(token.inf[x], target[x] / LAMBDA) for x in range(V))
+
+
+def clamped(x):
+    return max(-CLAMP, min(CLAMP, x))
+
+
+def bounded(x, low, high):
+    return max(low, min(high, x))
+
+
+def is_inside(x, low, high):
+    return 1.0 if low <= x <= high else 0.0
+
+
+def sum_of(row):
+    return sum(t.log_r() for t in row if t.learns)
+
+
+def mean_of(row):
+    return sum_of(row) / sum(t.learns for t in row)
+
+
+def k3(log_r):
+    """r - 1 - log r, by its series where that is small."""
+    return sum(clamped(log_r) ** n / math.factorial(n) for n in range(2, 40))
+
+
+def expected_z(token, target, how):
+    if how == "exact":
+        return exact_z(token, target)
+    low = sum(min(token.inf[x], target[x] / LAMBDA) for x in token.support())
+    if how == "approx":
+        return KAPPA * low
+    room = min(1 - sum(token.inf[x] for x in token.support()), token.tail(target))
+    return bounded(KAPPA * low, low, low + room)
+
+
+def expected_obrs(token, cfg):
+    """(weight, keep) of OBRS."""
+    target = getattr(token, cfg.obrs_target)
+    p, q = target[token.sampled], token.inf[token.sampled]
+    accept = math.exp(bounded(math.log(p / q / LAMBDA), -CLAMP, 0.0))
+    keep = accept
+    if cfg.obrs_mask == "bernoulli":
+        keep = 1.0 if token.uniform < accept else 0.0
+    z = expected_z(token, target, cfg.obrs_z)
+    weight = min(z * max(LAMBDA, math.exp(clamped(math.log(p / q)))), C1)
+    if cfg.obrs_target == "new" and cfg.correction == "obrs":
+        weight *= min(math.exp(clamped(math.log(token.ref[token.sampled] / p))), C2)
+    if cfg.obrs_mode == "mask":
+        weight = 1.0
+    if cfg.obrs_mode == "reweight":
+        keep = 1.0
+    return weight, keep
+
+
+def expected(name, token, row, cfg):
+    """(weight, keep) of one token by its correction."""
+    low, high = cfg.rs_low, cfg.rs_high
+    r = math.exp(clamped(token.log_r()))
+    R = math.exp(clamped(sum_of(row)))
+    m = math.exp(clamped(mean_of(row)))
+    if name in ("obrs", "jackpot_adjusted"):
+        return expected_obrs(token, cfg)
+    if name == "z_tis":
+        return min(expected_z(token, token.ref, cfg.obrs_z) * r, C1), 1.0
+    if name == "tis_adjusted":
+        return bounded(math.exp(clamped(token.log_r("new"))), FLOOR, CAP), 1.0
+    if name == "tbpo_mismatch" and cfg.tbpo_cap == "mask":
+        return m, is_inside(m, FLOOR, CAP)
+    return {
+        "none": (1.0, 1.0),
+        "is": (r, 1.0),
+        "tis": (bounded(r, FLOOR, CAP), 1.0),
+        "icepop": (r, is_inside(r, low, high)),
+        "areal_drop": (r, is_inside(r, 0.0, CAP)),
+        "seq_is": (R, 1.0),
+        "seq_tis": (bounded(R, FLOOR, CAP), 1.0),
+        "seq_mis": (R, is_inside(R, low, high)),
+        "geo_rs": (1.0, is_inside(m, low, high)),
+        "geo_rs_seq_tis": (bounded(R, FLOOR, CAP), is_inside(m, low, high)),
+        "tbpo_mismatch": (bounded(m, FLOOR, CAP), 1.0),
+    }[name]
+
+
+def expected_rejection(token, row, cfg):
+    """1 where --reject keeps a token."""
+    if cfg.reject == "none":
+        return 1.0
+    own = [t for t in row if t.learns]
+    statistic = {
+        "token": math.exp(clamped(token.log_r())),
+        "sequence": math.exp(clamped(sum_of(row))),
+        "geo": math.exp(clamped(mean_of(row))),
+        "token_k3": k3(token.log_r()),
+        "seq_mean_k3": sum(k3(t.log_r()) for t in own) / len(own),
+    }[cfg.reject]
+    return is_inside(statistic, cfg.rs_low, cfg.rs_high)
+
+
+def expected_veto(row, cfg):
+    """0 where a veto drops the whole response."""
+    vetoed = any(math.exp(clamped(t.log_r())) < cfg.veto for t in row if t.learns)
+    return 0.0 if vetoed else 1.0
+
+
+def compare(cfg) -> tuple[list, list]:
+    """The weights and keeps of all tokens that learn, after they were compared with the loop's."""
+    new, batch = tensors()
+    stats = replace(STATS, lam=LAMBDA, kappa=KAPPA)
+    weight, keep, _ = apply_correction(new, batch, stats, cfg)
+    assert not weight.requires_grad and not keep.requires_grad
+    weight, keep = weight.expand_as(batch.mask)[batch.mask], keep.expand_as(batch.mask)[batch.mask]
+    want_weight, want_keep = [], []
+    for row in RAGGED:
+        for token in row:
+            if token.learns:
+                w, k = expected(cfg.correction, token, row, cfg)
+                want_weight.append(w)
+                want_keep.append(k * expected_rejection(token, row, cfg) * expected_veto(row, cfg))
+    assert weight.tolist() == pytest.approx(want_weight, rel=1e-12)
+    assert keep.tolist() == pytest.approx(want_keep, rel=1e-12)
+    return want_weight, want_keep
+
+
+def loop_cfg(correction, reject="none", veto=0.0, **flags):
+    """A configuration of any row with any rejection, also of those that `check` refuses; every number is another."""
+    low, high = RS[reject]
+    return replace(
+        make_cfg(objective="none"),
+        correction=correction,
+        reject=reject,
+        veto=veto,
+        is_cap=CAP,
+        is_floor=FLOOR,
+        rs_low=low,
+        rs_high=high,
+        log_ratio_clamp=CLAMP,
+        obrs_c1=C1,
+        obrs_c2=C2,
+        obrs_lambda=LAMBDA,
+        **flags,
+    )
+
+
+def test_the_fixture_reaches_every_branch():
+    """Clamps, caps, bounds and the veto act on some tokens or responses and not on others; no number occurs twice."""
+    own = [t for row in RAGGED for t in row if t.learns]
+    rows = [[t for t in row if t.learns] for row in RAGGED]
+    statistics = {
+        "none": [math.exp(clamped(t.log_r())) for t in own],
+        "token": [math.exp(clamped(t.log_r())) for t in own],
+        "sequence": [math.exp(clamped(sum_of(row))) for row in rows],
+        "geo": [math.exp(clamped(mean_of(row))) for row in rows],
+        "token_k3": [k3(t.log_r()) for t in own],
+        "seq_mean_k3": [sum(k3(t.log_r()) for t in row) / len(row) for row in rows],
+    }
+    for name, values in statistics.items():
+        low, high = RS[name]
+        assert min(values) < low < high < max(values), name
+        assert any(low < x < high for x in values), name
+    for name in ("token", "sequence", "geo"):
+        values = statistics[name]
+        assert min(values) < FLOOR < CAP < max(values), name
+        assert any(FLOOR < x < CAP for x in values), name
+    for values in ([t.log_r() for t in own], [sum_of(row) for row in rows]):
+        assert min(values) < -CLAMP and max(values) > CLAMP
+    assert {expected_veto(row, loop_cfg("is", veto=VETO)) for row in rows} == {0.0, 1.0}
+    hidden = [row for row in RAGGED if any(t.log_r() < math.log(VETO) for t in row if not t.learns)]
+    assert any(expected_veto(row, loop_cfg("is", veto=VETO)) for row in hidden)
+    assert {t.sampled in t.top() for t in own} == {True, False}
+    for name in ("inf", "ref", "new"):
+        numbers = [x for t in own for x in getattr(t, name)]
+        assert len(set(numbers)) == len(numbers)
+
+
+@pytest.mark.parametrize("veto", [0.0, VETO])
+@pytest.mark.parametrize("reject", ["none", *REJECTIONS])
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_every_row_against_a_loop(name, reject, veto):
+    target = "new" if name == "jackpot_adjusted" else "ref"
+    _, keep = compare(loop_cfg(name, reject, veto, obrs_target=target, obrs_z="bracket"))
+    refused = (
+        reject != "none" and "rs_low" in CORRECTIONS[name].bounds
+    )  # by corrections.check: both read the same bounds
+    if (reject != "none" or veto) and not refused:
+        assert 0 < sum(k > 0 for k in keep) < len(keep)
+
+
+@pytest.mark.parametrize("veto", [0.0, VETO])
+def test_tbpo_mismatch_that_drops_against_a_loop(veto):
+    weight, keep = compare(loop_cfg("tbpo_mismatch", veto=veto, tbpo_cap="mask"))
+    assert min(weight) < FLOOR < CAP < max(weight)
+    assert set(keep) == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("z", ["exact", "bracket", "approx"])
+@pytest.mark.parametrize("target", ["ref", "new"])
+@pytest.mark.parametrize("mode", ["both", "mask", "reweight"])
+@pytest.mark.parametrize("mask", ["bernoulli", "expected"])
+@pytest.mark.parametrize("name", ["obrs", "jackpot_adjusted"])
+def test_obrs_against_a_loop(name, mask, mode, target, z):
+    compare(loop_cfg(name, obrs_mask=mask, obrs_mode=mode, obrs_target=target, obrs_z=z))
+
+
+@pytest.mark.parametrize("z", ["exact", "bracket", "approx"])
+def test_z_tis_against_a_loop(z):
+    compare(loop_cfg("z_tis", obrs_target="ref", obrs_z=z))

@@ -1,0 +1,322 @@
+"""The command line: what is read, what is refused and in which words, and the page that --help prints."""
+
+import math
+import re
+import sys
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import pytest
+
+import flags
+from config import Config
+from plot import PlotFlags
+
+COMMANDS = [Config, PlotFlags]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes
+
+    Only the first line is the group's title."""
+
+    steps: int = 150
+    """Optimizer updates."""
+    lr: float = 1e-4
+    """Learning
+    rate."""
+    most: int | None = None
+    """Largest batch."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Rules"""
+
+    clip: bool = True
+    """Clip or not."""
+    kind: Literal["drawn", "expected"] = "drawn"
+    """Which mask."""
+    target: Literal["ref", "new"] | None = None
+    """Which policy."""
+    cap: float | None = 2.0
+    """Cap of the weight."""
+
+
+@dataclass(frozen=True)
+class Command(Sizes, Rules):
+    """A command"""
+
+    run_name: str = ""
+    """Name of the run."""
+
+
+PAGE = """\
+python command.py --key=value ...
+
+A command:
+  --run_name
+        Name of the run.
+
+Sizes:
+  --steps=150
+        Optimizer updates.
+  --lr=0.0001
+        Learning rate.
+  --most
+        Largest batch.
+
+Rules:
+  --clip=True
+        Clip or not.
+  --kind=drawn    (one of drawn, expected)
+        Which mask.
+  --target    (one of ref, new)
+        Which policy.
+  --cap=2.0
+        Cap of the weight."""
+
+
+def parse(*argv) -> Command:
+    return flags.parse_flags(Command, list(argv))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# --help
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page():
+    """A command's own flags first, then its groups in the order of its bases; a flag's default and its choices."""
+    assert flags.help_page(Command, "python command.py --key=value ...") == PAGE
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--steps=3", "--help", "--no_such_flag"]])
+def test_help_prints_the_page_and_exits_with_0(argv, capsys):
+    with pytest.raises(SystemExit) as e:
+        flags.parse_flags(Command, argv, "python command.py --key=value ...")
+    assert e.value.code == 0
+    assert capsys.readouterr().out.strip() == PAGE
+
+
+def groups_on(page: str) -> dict[str, list[str]]:
+    """The flags below each title of a page."""
+    groups = {}
+    for line in page.splitlines():
+        if re.fullmatch(r"\S.*:", line):
+            groups[line[:-1]] = below = []
+        elif line.startswith("  --"):
+            below.append(re.match("  --([a-z0-9_]+)", line)[1])
+    return groups
+
+
+def test_the_groups_of_train():
+    """In the order of Config's bases, each with the flags that its class defines."""
+    want = {}
+    for base in Config.__bases__:
+        want[base.__doc__.splitlines()[0]] = list(base.__annotations__)
+    got = groups_on(flags.help_page(Config))
+    assert got == want
+    assert list(got) == list(want)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_flag_stands_on_the_page_once(command):
+    listed = [key for group in groups_on(flags.help_page(command)).values() for key in group]
+    assert sorted(listed) == sorted(f.name for f in fields(command))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_flag_has_its_sentence(command):
+    for group in flags.groups_of(command):
+        sentences = flags.docs_of(group)
+        for key in group.__annotations__:
+            assert key in sentences, f"--{key} has no sentence below it"
+            assert len(sentences[key]) > 4, key
+            assert sentences[key].endswith((".", "?")), key
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_group_has_a_title(command):
+    for group in flags.groups_of(command):
+        assert not group.__doc__.startswith(group.__name__), group  # what dataclass writes where there is none
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_page_fits_a_screen(command):
+    assert all(len(line) <= 120 for line in flags.help_page(command).splitlines())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is read
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_defaults(command):
+    assert flags.parse_flags(command, []) == command()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_default_can_be_written(command):
+    """Each flag reads its own default as it is printed: of its type, and among its choices."""
+    for f in fields(command):
+        got = getattr(flags.parse_flags(command, [f"--{f.name}={f.default}"]), f.name)
+        assert got == f.default, f.name
+        assert type(got) is type(f.default), f.name
+
+
+@pytest.mark.parametrize(
+    "argv, key, value",
+    [
+        (["--steps=3"], "steps", 3),
+        (["--steps", "3"], "steps", 3),
+        (["--steps=-3"], "steps", -3),
+        (["--steps", "-3"], "steps", -3),
+        (["--steps=3", "--steps=4"], "steps", 4),
+        (["--lr=1"], "lr", 1.0),
+        (["--lr=1e-3"], "lr", 1e-3),
+        (["--lr", "inf"], "lr", math.inf),
+        (["--most=5"], "most", 5),
+        (["--most=None"], "most", None),
+        (["--cap=None"], "cap", None),
+        (["--cap=3"], "cap", 3.0),
+        (["--clip"], "clip", True),
+        (["--clip=False"], "clip", False),
+        (["--clip=false"], "clip", False),
+        (["--clip=true"], "clip", True),
+        (["--clip", "False"], "clip", False),
+        (["--clip", "--steps=3"], "clip", True),
+        (["--kind=expected"], "kind", "expected"),
+        (["--target=new"], "target", "new"),
+        (["--target=None"], "target", None),
+        (["--run_name=a=b"], "run_name", "a=b"),
+        (["--run-name=a-b_c"], "run_name", "a-b_c"),
+        (["--run-name", "a-b"], "run_name", "a-b"),
+        (["--run_name="], "run_name", ""),
+        (["--run_name=None"], "run_name", "None"),
+        (["--run_name=1_0"], "run_name", "1_0"),
+    ],
+)
+def test_values(argv, key, value):
+    got = getattr(parse(*argv), key)
+    assert got == value
+    assert type(got) is type(value)
+
+
+def test_several_flags_at_once():
+    assert parse("--clip", "--lr", "0.5", "--kind=expected", "--most", "7") == Command(
+        clip=True, lr=0.5, kind="expected", most=7
+    )
+
+
+def test_the_process_own_arguments(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["command.py", "--steps=9"])
+    assert flags.parse_flags(Command) == Command(steps=9)
+
+
+def test_reading_leaves_the_arguments_alone():
+    argv = ["--steps", "9"]
+    flags.parse_flags(Command, argv)
+    assert argv == ["--steps", "9"]
+
+
+def test_further_names_are_let_through():
+    """config.parse translates them; a bare one takes the next word as its value."""
+    argv = ["--config=x.toml", "--num-steps", "3", "--steps=4"]
+    want = [("config", "x.toml"), ("num_steps", "3"), ("steps", "4")]
+    assert flags.read(Command, argv, also={"config", "num_steps"}) == want
+    with pytest.raises(ValueError, match="--num_steps: no such flag"):
+        flags.read(Command, argv, also={"config"})
+
+
+def test_types_and_choices():
+    assert list(flags.types_of(Command)) == [f.name for f in fields(Command)]
+    assert flags.types_of(Command)["steps"] is int
+    choices = {key: flags.choices_of(kind) for key, kind in flags.types_of(Command).items()}
+    assert choices.pop("kind") == ["drawn", "expected"]
+    assert choices.pop("target") == ["ref", "new"]
+    assert set(map(tuple, choices.values())) == {()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        (["--steps=x"], "--steps=x: not a whole number"),
+        (["--steps=1.5"], "--steps=1.5: not a whole number"),
+        (["--steps=1e3"], "--steps=1e3: not a whole number"),
+        (["--steps="], "--steps=: not a whole number"),
+        (["--steps"], "--steps=True: not a whole number"),
+        (["--steps", "--lr=1"], "--steps=True: not a whole number"),
+        (["--steps=None"], "--steps=None: not a whole number"),
+        (["--steps=1_0"], "--steps=1_0: not a whole number"),
+        (["--most=x"], "--most=x: not a whole number"),
+        (["--lr=x"], "--lr=x: not a number"),
+        (["--lr=None"], "--lr=None: not a number"),
+        (["--lr=0.5_5"], "--lr=0.5_5: not a number"),
+        (["--cap=0.5_5"], "--cap=0.5_5: not a number"),
+        (["--cap=none"], "--cap=none: not a number"),
+        (["--clip=yes"], "--clip=yes: not one of True, true, False, false"),
+        (["--clip=1"], "--clip=1: not one of True, true, False, false"),
+        (["--clip="], "--clip=: not one of True, true, False, false"),
+        (["--clip=fals"], "--clip=fals: not one of True, true, False, false; did you mean false?"),
+        (["--kind=expeced"], "--kind=expeced: not one of drawn, expected; did you mean expected?"),
+        (["--kind=None"], "--kind=None: not one of drawn, expected"),
+        (["--kind=zzz"], "--kind=zzz: not one of drawn, expected"),
+        (["--target=rev"], "--target=rev: not one of ref, new; did you mean ref?"),
+        (["stray"], "stray: flags are written --key=value"),
+        (["-steps=3"], "-steps=3: flags are written --key=value"),
+        (["--clip", "stray"], "stray: flags are written --key=value"),
+        (["--steps=3", "4"], "4: flags are written --key=value"),
+        (["--stps=3"], "--stps: no such flag; did you mean --steps?"),
+        (["--run-nam=x"], "--run_nam: no such flag; did you mean --run_name?"),
+        (["--"], "--: no such flag; see --help"),
+    ],
+)
+def test_one_sentence(argv, sentence):
+    with pytest.raises(ValueError) as e:
+        parse(*argv)
+    assert str(e.value) == sentence
+
+
+@pytest.mark.parametrize(
+    "typed, meant",
+    [
+        ("objectve", "objective"),
+        ("temprature", "temperature"),
+        ("obrs_lamda", "obrs_lambda"),
+        ("max_token", "max_tokens"),
+        ("groupsize", "group_size"),
+        ("seeed", "seed"),
+        ("train-bach", "train_batch"),
+    ],
+)
+def test_a_slip_of_the_finger_gets_a_guess(typed, meant):
+    with pytest.raises(ValueError, match=f"no such flag; did you mean --{meant}\\?"):
+        flags.parse_flags(Config, [f"--{typed}=1"])
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "lora_rank",
+        "num_steps",
+        "lerning_rate",
+        "batch_size",
+        "kl_coef",
+        "entropy_coef",
+        "use_vllm",
+        "gpu_memory_utilization",
+        "x",
+    ],
+)
+def test_a_flag_that_is_like_no_other_gets_none(typed):
+    with pytest.raises(ValueError) as e:
+        flags.parse_flags(Config, [f"--{typed}=8"])
+    assert str(e.value) == f"--{typed}: no such flag; see --help"

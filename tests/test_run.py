@@ -1,0 +1,291 @@
+"""A run: its folder and models, opened and refused; its log, written, truncated and read."""
+
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY_TASK, make_cfg
+
+import run
+from learner import Comm
+from run import Log, load_model, open_run, read_metrics, truncate
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Opening
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def flags(folders, tmp_path, **changes) -> dict:
+    """Flags of a run of the tiny policy."""
+    base = {"model": str(folders / "policy"), "objective": "grpo", "out": str(tmp_path / "run"), "max_tokens": 8}
+    return {**base, **TINY_TASK, **changes}
+
+
+def opened(folders, tmp_path, **changes):
+    return open_run(make_cfg(**flags(folders, tmp_path, **changes)), Comm())
+
+
+def written(tmp_path) -> dict:
+    return json.loads((tmp_path / "run" / "config.json").read_text())
+
+
+def edited(folder: Path, copy: Path, **changes) -> str:
+    """A copy of a model folder whose config.json has other values."""
+    shutil.copytree(folder, copy)
+    data = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**data, **changes}))
+    return str(copy)
+
+
+@pytest.fixture
+def no_models(monkeypatch):
+    """Whoever loads a model fails."""
+    monkeypatch.setattr(run, "load_model", None)
+
+
+def test_an_opened_run_knows_its_models_and_writes_what_it_ran_on(folders, tmp_path, no_models, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr=1"])
+    r = opened(folders, tmp_path, actor=str(folders / "actor"))
+    assert (r.policy, r.actor) == (str(folders / "policy"), str(folders / "actor"))
+    assert r.rollout_model == "actor"
+    assert r.folder == tmp_path / "run"
+    assert r.checkpoint is None
+    assert r.context == r.task.max_prompt() + 8
+    assert r.configs["policy"].num_hidden_layers == 2
+    assert r.configs["actor"].num_hidden_layers == 1
+    assert len(r.tokenizer) == 256
+    made = written(tmp_path)
+    assert made["config"]["objective"] == "grpo"
+    assert made["config"]["max_tokens"] == 8
+    assert made["command"] == "train.py --lr=1"
+    assert made["versions"]["torch"] == torch.__version__
+    assert "resumed" not in made
+
+
+def test_the_longest_prompt_of_a_file_is_read_off(folders, tmp_path):
+    file = tmp_path / "task.jsonl"
+    file.write_text('{"problem": "1 + 1", "answer": "2"}\n{"problem": "1 + 1 + 1", "answer": "3"}\n')
+    r = opened(folders, tmp_path, task=str(file))
+    lengths = [len(run.encode(r.tokenizer, r.task.problem("test", i))) for i in range(2)]
+    assert lengths[0] + 2 == lengths[1]
+    assert r.context == max(lengths) + 8
+
+
+def test_a_run_is_resumed_or_deleted_only_when_asked(folders, tmp_path):
+    opened(folders, tmp_path)
+    opened(folders, tmp_path)  # nothing was logged yet: it may start again
+    log = tmp_path / "run" / "metrics.jsonl"
+    log.write_text('{"step": 0}\n')
+    with pytest.raises(ValueError, match="already holds a run: add --resume to go on, --overwrite to delete it"):
+        opened(folders, tmp_path)
+
+    for name in ("step_000003", "step_000012"):
+        (tmp_path / "run" / "checkpoints" / name).mkdir(parents=True)
+    first = written(tmp_path)
+    for steps in (200, 300):
+        r = opened(folders, tmp_path, resume=True, steps=steps)
+    assert r.checkpoint.name == "step_000012"
+    made = written(tmp_path)
+    assert made["config"]["steps"] == 300
+    assert [sorted(again) for again in made["resumed"]] == [["command", "git"]] * 2
+    assert {key: made[key] for key in ("command", "versions", "python")} == {
+        key: first[key] for key in ("command", "versions", "python")
+    }
+    assert log.exists()
+
+    r = opened(folders, tmp_path, overwrite=True)
+    assert r.checkpoint is None
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
+    assert "resumed" not in written(tmp_path)
+
+
+def test_prompts_and_vocabularies_are_checked_before_models_load(folders, tmp_path, no_models):
+    file = tmp_path / "long.jsonl"
+    file.write_text(json.dumps({"problem": "1 + " * 100, "answer": "1"}) + "\n")
+    too_long = (
+        r"--max_tokens=8: the longest prompt has 2\d\d tokens, together more than the model's context of 128; "
+        "shorten the response or drop long prompts"
+    )
+    with pytest.raises(ValueError, match=too_long):
+        opened(folders, tmp_path, task=str(file))
+    file.write_text('{"problem": "1", "answer": "1"}\n{"problem": "2"}\n')
+    with pytest.raises(ValueError, match="long.jsonl, line 2: no `answer`"):
+        opened(folders, tmp_path, task=str(file))
+    other = tmp_path / "other"
+    shutil.copytree(folders / "actor", other)
+    data = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(data.replace("<spare0>", "<changed>"))
+    with pytest.raises(ValueError, match="its tokenizer differs from the policy's"):
+        opened(folders, tmp_path, actor=str(other))
+
+
+def test_a_held_out_file_is_checked_too(folders, tmp_path):
+    file = tmp_path / "held_out.jsonl"
+    file.write_text('{"problem": "1"}\n')
+    with pytest.raises(ValueError, match="held_out.jsonl, line 1: no `answer`"):
+        opened(folders, tmp_path, eval_task=str(file))
+    assert not (tmp_path / "run").exists()
+
+
+def test_bounds_of_an_embedded_model_are_checked_before_it_is_made(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(run.warmstart, "base_model", None)
+    for bad, words in (
+        ({"objective": "jackpot", "obrs_topk": 300}, "--obrs_topk=300: K must lie between 1 and the vocabulary of 256"),
+        ({"top_k": 300}, "--top_k=300: larger than the vocabulary of 256 tokens"),
+        ({"max_tokens": 5000}, "--max_tokens=5000: with prompts of up to"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            opened(folders, tmp_path, model="base:policy", **bad)
+        assert not (tmp_path / "run").exists()
+
+
+def test_models_that_do_not_fit(folders, tmp_path):
+    policy = str(folders / "policy")
+    small = edited(folders / "actor", tmp_path / "small", vocab_size=100)
+    with pytest.raises(ValueError, match="its vocabulary has 100 tokens and the policy's 256"):
+        run.check_models(make_cfg(), policy, small)
+    with pytest.raises(ValueError, match="--obrs_topk=300: K must lie between 1 and the vocabulary of 256"):
+        run.check_models(make_cfg(objective="jackpot", obrs_topk=300), policy, None)
+    with pytest.raises(ValueError, match="--top_k=257: larger than the vocabulary of 256"):
+        run.check_models(make_cfg(top_k=257), policy, None)
+    with pytest.raises(ValueError, match="--distill_topk=256: must lie between 0 and the vocabulary of 256"):
+        run.check_models(make_cfg(distill_topk=256), policy, None)
+    run.check_models(make_cfg(objective="jackpot", obrs_topk=256, distill_topk=255), policy, str(folders / "actor"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_do_not_fit_their_config(folders, tmp_path):
+    wider = edited(folders / "policy", tmp_path / "wider", hidden_size=64)
+    deeper = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    for folder in (wider, edited(folders / "policy", tmp_path / "deeper", **deeper)):
+        with pytest.raises(ValueError, match="its weights do not fit its config.json .*; give a whole checkpoint"):
+            load_model(folder)
+
+
+def layers(model) -> int:
+    return len(model.base_model.layers)
+
+
+@pytest.mark.parametrize("has_actor", [False, True])
+def test_models_come_from_the_starting_folders_or_from_the_checkpoint(folders, tmp_path, has_actor):
+    """The checkpoint's models are the starting ones in each other's place, so that they can be told apart."""
+    actor = str(folders / "actor") if has_actor else "none"
+    policy, loaded_actor = opened(folders, tmp_path, actor=actor).load_models()
+    assert layers(policy) == 2
+    assert policy.dtype == torch.float32
+    assert (loaded_actor is not None) == has_actor
+    assert not has_actor or layers(loaded_actor) == 1
+
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000003"
+    shutil.copytree(folders / "actor", checkpoint / "policy")
+    if has_actor:
+        shutil.copytree(folders / "policy", checkpoint / "actor")
+    policy, loaded_actor = opened(folders, tmp_path, actor=actor, resume=True).load_models()
+    assert policy is not None
+    assert layers(policy) == 1
+    assert (loaded_actor is not None) == has_actor
+    assert not has_actor or layers(loaded_actor) == 2
+
+
+def test_the_probe_is_the_same_for_a_vocabulary(folders, tmp_path):
+    """16 tokens, of the model that samples, the same in every run."""
+    probe = opened(folders, tmp_path, actor=str(folders / "actor"), max_tokens=32).probe()
+    assert probe.ids.shape == (16,)
+    assert 0 <= probe.ids.min() <= probe.ids.max() < 256
+    assert layers(probe.model) == 1
+    alone = opened(folders, tmp_path, overwrite=True, max_tokens=20, seed=7).probe()
+    assert np.array_equal(alone.ids, probe.ids)
+    assert layers(alone.model) == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# metrics.jsonl
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def logged(tmp_path, cfg, first: int, rows: dict) -> None:
+    """Open the log at update `first` and write step -> values."""
+    log = Log(tmp_path, cfg, first)
+    for step, values in rows.items():
+        log.write(step, values)
+    log.close()
+
+
+def test_log_writes_truncates_and_reads(tmp_path):
+    rows = {step: {"x": step / 2, "nothing": math.inf} for step in (-1, 0, 1, 2)}
+    logged(tmp_path, make_cfg(tensorboard=True), 0, rows)
+    assert read_metrics(tmp_path)[2] == {"step": 1, "x": 0.5, "nothing": None}
+    assert list((tmp_path / "tensorboard").glob("events*"))
+    with open(tmp_path / "metrics.jsonl", "a") as f:
+        f.write('{"step": 3, "x"')  # killed in the middle of a line
+    logged(tmp_path, make_cfg(), 2, {2: {"x": 9.0}})
+    assert [(r["step"], r["x"]) for r in read_metrics(tmp_path)] == [(-1, -0.5), (0, 0.0), (1, 0.5), (2, 9.0)]
+    with pytest.raises(ValueError, match="no such file; give the folder of a run"):
+        read_metrics(tmp_path / "none")
+
+
+def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
+    log = Log(tmp_path, make_cfg(), 0)
+    log.write(0, {"x": 1.0})
+    assert read_metrics(tmp_path) == [{"step": 0, "x": 1.0}]
+    log.close()
+
+
+def test_a_run_from_the_start_keeps_no_line_of_an_earlier_one(tmp_path):
+    logged(tmp_path, make_cfg(), 0, {-1: {"x": 1.0}, 0: {"x": 2.0}})
+    logged(tmp_path, make_cfg(), 0, {-1: {"x": 3.0}})
+    assert read_metrics(tmp_path) == [{"step": -1, "x": 3.0}]
+
+
+def test_truncate_keeps_what_stands_before_the_step_and_before_a_cut_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    truncate(path, 3)
+    assert not path.exists()
+    lines = [json.dumps({"step": step}) for step in (-1, 0, 1)]
+    path.write_text("\n".join([*lines, '{"st', json.dumps({"step": 2})]))
+    truncate(path, 1)
+    assert path.read_text() == lines[0] + "\n" + lines[1] + "\n"
+    path.write_text("\n".join([*lines, '{"st', json.dumps({"step": 2})]))
+    truncate(path, 3)
+    assert path.read_text().splitlines() == lines
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_json_has_no_infinity():
+    for value in (math.inf, -math.inf, math.nan):
+        assert run.clean(value) is None
+    for value in (0.5, 3, "text", True, None):
+        assert run.clean(value) is value
+
+
+def test_warnings_are_said_once(tmp_path, capsys):
+    rows = {step: {"rejected_steps": float(step), "rollout_corr/seq_false_ess": 0.0} for step in range(3)}
+    logged(tmp_path, make_cfg(), 0, rows)
+    said = capsys.readouterr().err
+    assert said.count("every token of an update was rejected") == 1
+    assert "update 2" in said
+    assert "clamp" not in said
+
+
+def test_wandb_gets_the_finite_numbers_under_updates_done(tmp_path, monkeypatch):
+    calls = []
+    wandb = SimpleNamespace(
+        log=lambda numbers, step: calls.append((step, numbers)), finish=lambda: calls.append("finished")
+    )
+    wandb.init = lambda **settings: calls.append(settings) or wandb
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(run.config, "check_packages", lambda cfg: None)
+    logged(tmp_path, make_cfg(wandb="mine"), 0, {-1: {"x": 1.0, "y": math.inf, "text": "z"}, 0: {"x": 2.0}})
+    settings, *rest = calls
+    assert (settings["project"], settings["id"], settings["resume"]) == ("mine", tmp_path.name, "allow")
+    assert rest == [(0, {"x": 1.0}), (1, {"x": 2.0}), "finished"]
