@@ -287,10 +287,16 @@ def test_gepos_base_on_plain_tensors():
 # Every row against a loop over tokens, in plain floats
 # ---------------------------------------------------------------------------------------------------------------------
 
-V, K = 7, 2
-LAMBDA, KAPPA = 0.8, 1.35
-CAP, FLOOR, C1, C2 = 1.4, 0.6, 1.9, 1.15
-CLAMP, VETO = 1.8, 0.18
+V = 7  # tokens in the vocabulary
+K = 2  # of which the engine returns so many log-probabilities
+LAMBDA = 0.8
+KAPPA = 1.35
+CAP = 1.4
+FLOOR = 0.6
+C1 = 1.9
+C2 = 1.15
+CLAMP = 1.8
+VETO = 0.18
 RS = {  # bounds that some tokens or responses are inside of and some are not
     "none": (0.55, 1.45),
     "token": (0.5, 2.1),
@@ -300,7 +306,7 @@ RS = {  # bounds that some tokens or responses are inside of and some are not
     "seq_mean_k3": (0.06, 0.3),
 }
 LENGTHS = (8, 5, 1, 6, 3)
-HOLES = ({2}, {0, 3}, set(), {5}, {1})  # tokens that carry no gradient; in the last row the one that a veto would drop
+HOLES = ({2}, {0, 3}, set(), {5}, {1})  # tokens that carry no gradient; a veto would drop one of them
 TEMPERATURES = (0.7, 0.85, 1.0, 1.2, 1.5)
 
 
@@ -336,20 +342,25 @@ def softmax(logits, temperature):
 
 def ragged():
     """Five responses of different lengths, holes and temperatures; no two numbers in them are equal."""
-    rng = random.Random(27)
-    return [
-        [make_token(rng, temperature, t not in holes) for t in range(length)]
-        for length, holes, temperature in zip(LENGTHS, HOLES, TEMPERATURES, strict=True)
-    ]
+    rng, rows = random.Random(27), []
+    for length, holes, temperature in zip(LENGTHS, HOLES, TEMPERATURES, strict=True):
+        rows.append([make_token(rng, temperature, t not in holes) for t in range(length)])
+    return rows
 
 
 def make_token(rng, temperature, learns):
     inf = [rng.gauss(0, 1.5) for _ in range(V)]
     ref = [x + rng.gauss(0, 1.0) for x in inf]
     new = [x + rng.gauss(0, 0.4) for x in ref]
-    inf, ref, new = (softmax(logits, temperature) for logits in (inf, ref, new))
-    sampled = rng.choices(range(V), inf)[0]
-    return Token(inf, ref, new, sampled, rng.random(), learns)
+    p_inf = softmax(inf, temperature)
+    return Token(
+        inf=p_inf,
+        ref=softmax(ref, temperature),
+        new=softmax(new, temperature),
+        sampled=rng.choices(range(V), p_inf)[0],
+        uniform=rng.random(),
+        learns=learns,
+    )
 
 
 RAGGED = ragged()
@@ -378,10 +389,11 @@ def tensors():
 
 def padded(of_token, fill):
     """(B, T, ...) of a number or list for each token."""
-    T = max(LENGTHS)
-    rows = [[of_token(t) for t in row] + [fill] * (T - len(row)) for row in RAGGED]
-    dtype = torch.bool if isinstance(fill, bool) else f64
-    return torch.tensor(rows, dtype=dtype)
+    rows = []
+    for row in RAGGED:
+        padding = [fill] * (max(LENGTHS) - len(row))
+        rows.append([of_token(t) for t in row] + padding)
+    return torch.tensor(rows, dtype=torch.bool if isinstance(fill, bool) else f64)
 
 
 def support_logp(token, target):
@@ -410,12 +422,21 @@ def is_inside(x, low, high):
     return 1.0 if low <= x <= high else 0.0
 
 
+def learners(row):
+    """The tokens of a response that carry a gradient."""
+    return [t for t in row if t.learns]
+
+
 def sum_of(row):
-    return sum(t.log_r() for t in row if t.learns)
+    return sum(t.log_r() for t in learners(row))
 
 
 def mean_of(row):
-    return sum_of(row) / sum(t.learns for t in row)
+    return sum_of(row) / len(learners(row))
+
+
+def mean_k3_of(row):
+    return sum(k3(t.log_r()) for t in learners(row)) / len(learners(row))
 
 
 def k3(log_r):
@@ -485,20 +506,19 @@ def expected_rejection(token, row, cfg):
     """1 where --reject keeps a token."""
     if cfg.reject == "none":
         return 1.0
-    own = [t for t in row if t.learns]
     statistic = {
         "token": math.exp(clamped(token.log_r())),
         "sequence": math.exp(clamped(sum_of(row))),
         "geo": math.exp(clamped(mean_of(row))),
         "token_k3": k3(token.log_r()),
-        "seq_mean_k3": sum(k3(t.log_r()) for t in own) / len(own),
+        "seq_mean_k3": mean_k3_of(row),
     }[cfg.reject]
     return is_inside(statistic, cfg.rs_low, cfg.rs_high)
 
 
 def expected_veto(row, cfg):
     """0 where a veto drops the whole response."""
-    vetoed = any(math.exp(clamped(t.log_r())) < cfg.veto for t in row if t.learns)
+    vetoed = any(math.exp(clamped(t.log_r())) < cfg.veto for t in learners(row))
     return 0.0 if vetoed else 1.0
 
 
@@ -511,11 +531,10 @@ def compare(cfg) -> tuple[list, list]:
     weight, keep = weight.expand_as(batch.mask)[batch.mask], keep.expand_as(batch.mask)[batch.mask]
     want_weight, want_keep = [], []
     for row in RAGGED:
-        for token in row:
-            if token.learns:
-                w, k = expected(cfg.correction, token, row, cfg)
-                want_weight.append(w)
-                want_keep.append(k * expected_rejection(token, row, cfg) * expected_veto(row, cfg))
+        for token in learners(row):
+            w, k = expected(cfg.correction, token, row, cfg)
+            want_weight.append(w)
+            want_keep.append(k * expected_rejection(token, row, cfg) * expected_veto(row, cfg))
     assert weight.tolist() == pytest.approx(want_weight, rel=1e-12)
     assert keep.tolist() == pytest.approx(want_keep, rel=1e-12)
     return want_weight, want_keep
@@ -543,33 +562,35 @@ def loop_cfg(correction, reject="none", veto=0.0, **flags):
 
 def test_the_fixture_reaches_every_branch():
     """Clamps, caps, bounds and the veto act on some tokens or responses and not on others; no number occurs twice."""
-    own = [t for row in RAGGED for t in row if t.learns]
-    rows = [[t for t in row if t.learns] for row in RAGGED]
+    own = [t for row in RAGGED for t in learners(row)]
+    r = [math.exp(clamped(t.log_r())) for t in own]
     statistics = {
-        "none": [math.exp(clamped(t.log_r())) for t in own],
-        "token": [math.exp(clamped(t.log_r())) for t in own],
-        "sequence": [math.exp(clamped(sum_of(row))) for row in rows],
-        "geo": [math.exp(clamped(mean_of(row))) for row in rows],
+        "none": r,
+        "token": r,
+        "sequence": [math.exp(clamped(sum_of(row))) for row in RAGGED],
+        "geo": [math.exp(clamped(mean_of(row))) for row in RAGGED],
         "token_k3": [k3(t.log_r()) for t in own],
-        "seq_mean_k3": [sum(k3(t.log_r()) for t in row) / len(row) for row in rows],
+        "seq_mean_k3": [mean_k3_of(row) for row in RAGGED],
     }
     for name, values in statistics.items():
-        low, high = RS[name]
-        assert min(values) < low < high < max(values), name
-        assert any(low < x < high for x in values), name
+        assert splits(values, *RS[name]), name
     for name in ("token", "sequence", "geo"):
-        values = statistics[name]
-        assert min(values) < FLOOR < CAP < max(values), name
-        assert any(FLOOR < x < CAP for x in values), name
-    for values in ([t.log_r() for t in own], [sum_of(row) for row in rows]):
-        assert min(values) < -CLAMP and max(values) > CLAMP
-    assert {expected_veto(row, loop_cfg("is", veto=VETO)) for row in rows} == {0.0, 1.0}
+        assert splits(statistics[name], FLOOR, CAP), name
+    assert splits([t.log_r() for t in own], -CLAMP, CLAMP)
+    assert splits([sum_of(row) for row in RAGGED], -CLAMP, CLAMP)
+    vetoed = {expected_veto(row, loop_cfg("is", veto=VETO)) for row in RAGGED}
+    assert vetoed == {0.0, 1.0}
     hidden = [row for row in RAGGED if any(t.log_r() < math.log(VETO) for t in row if not t.learns)]
     assert any(expected_veto(row, loop_cfg("is", veto=VETO)) for row in hidden)
     assert {t.sampled in t.top() for t in own} == {True, False}
     for name in ("inf", "ref", "new"):
         numbers = [x for t in own for x in getattr(t, name)]
         assert len(set(numbers)) == len(numbers)
+
+
+def splits(values, low, high):
+    """Whether some values are below, some between and some above."""
+    return min(values) < low < high < max(values) and any(low < x < high for x in values)
 
 
 @pytest.mark.parametrize("veto", [0.0, VETO])

@@ -19,22 +19,30 @@ def t(*x):
     return torch.tensor(x, dtype=f64)
 
 
+def group_mean(logq, group, how="weighted"):
+    """E of each response's group."""
+    return gepo.log_group_mean(logq, group, how).exp()
+
+
 def test_expectations_by_hand():
     logq, group = t(0.5, 0.25, 0.1, 0.4, 0.4).log(), torch.tensor([0, 0, 1, 1, 1])
-    weighted = gepo.log_group_mean(logq, group).exp()
-    assert torch.allclose(weighted, t(5 / 12, 5 / 12, 0.33 / 0.9, 0.33 / 0.9, 0.33 / 0.9))  # (1/4 + 1/16) / (3/4)
-    assert torch.allclose(gepo.log_group_mean(logq, group, "mean").exp(), t(0.375, 0.375, 0.3, 0.3, 0.3))
+    # (1/4 + 1/16) / (3/4) and 0.33 / 0.9
+    want = t(5 / 12, 5 / 12, 0.33 / 0.9, 0.33 / 0.9, 0.33 / 0.9)
+    assert torch.allclose(group_mean(logq, group), want)
+    assert torch.allclose(group_mean(logq, group, "mean"), t(0.375, 0.375, 0.3, 0.3, 0.3))
+    # population variances 1/64 and 0.02
     e = gepo.mixing(logq, group, 4.0)
-    assert torch.allclose(e, t(4 / 64, 4 / 64, 0.08, 0.08, 0.08))  # population variances 1/64 and 0.02
+    assert torch.allclose(e, t(4 / 64, 4 / 64, 0.08, 0.08, 0.08))
     assert torch.equal(gepo.mixing(logq, group, 1e6), torch.full((5,), 0.99, dtype=f64))
     assert float(gepo.mixing(logq, group, 0.0).max()) == 0
 
 
 def test_a_response_without_tokens_has_no_q():
     empty = t(LN(0.5), -math.inf, LN(0.25))
-    assert torch.allclose(gepo.log_group_mean(empty, torch.zeros(3)).exp(), t(5 / 12, 5 / 12, 5 / 12))
-    assert torch.allclose(gepo.log_group_mean(empty, torch.zeros(3), "mean").exp(), t(0.375, 0.375, 0.375))
-    assert torch.allclose(gepo.mixing(empty, torch.zeros(3), 4.0), t(4 / 64, 4 / 64, 4 / 64))
+    same = torch.zeros(3)
+    assert torch.allclose(group_mean(empty, same), t(5 / 12, 5 / 12, 5 / 12))
+    assert torch.allclose(group_mean(empty, same, "mean"), t(0.375, 0.375, 0.375))
+    assert torch.allclose(gepo.mixing(empty, same, 4.0), t(4 / 64, 4 / 64, 4 / 64))
     assert gepo.log_group_mean(empty, torch.tensor([0, 1, 0])).isfinite().all()
 
 
@@ -58,18 +66,21 @@ def test_what_p_is_divided_by():
 
 
 def test_weighted_is_another_number_than_the_expectation_and_mean_is_not():
-    """Eq. 11 over ever larger groups goes to E_q[q^2] / E_q[q]; the mean is unbiased for E_q[q] at any size."""
+    """Eq. 11 over ever larger groups goes to E_q[q^2] / E_q[q]; the mean is unbiased at any size."""
     q = t(0.6, 0.3, 0.1)
-    draws = torch.multinomial(q, 40_000, replacement=True, generator=torch.Generator().manual_seed(0))
-    logq = q[draws].log()
-    large = gepo.log_group_mean(logq[:4000], torch.zeros(4000))[0].exp()
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.multinomial(q, 40_000, replacement=True, generator=generator)
+    large = group_mean(q[draws[:4000]].log(), torch.zeros(4000))[0]
     assert float(large) == pytest.approx(float((q**3).sum() / (q**2).sum()), rel=0.02)
-    pairs = torch.cartesian_prod(torch.arange(3), torch.arange(3))  # every group of two, with its probability
+    # every group of two, with its probability
+    pairs = torch.cartesian_prod(torch.arange(3), torch.arange(3))
     chance = q[pairs].prod(1)
-    each = torch.stack([gepo.log_group_mean(q[p].log(), torch.zeros(2), "mean")[0].exp() for p in pairs])
-    assert float((chance * each).sum()) == pytest.approx(float((q * q).sum()), abs=1e-12)
-    weighted = torch.stack([gepo.log_group_mean(q[p].log(), torch.zeros(2))[0].exp() for p in pairs])
-    assert abs(float((chance * weighted).sum()) - float((q * q).sum())) > 0.01
+    same = torch.zeros(2)
+    expectation = float((q * q).sum())
+    mean = torch.stack([group_mean(q[pair].log(), same, "mean")[0] for pair in pairs])
+    assert float((chance * mean).sum()) == pytest.approx(expectation, abs=1e-12)
+    weighted = torch.stack([group_mean(q[pair].log(), same)[0] for pair in pairs])
+    assert abs(float((chance * weighted).sum()) - expectation) > 0.01
 
 
 MOVED = [[0.1, 0.3], [0.0, -0.2], [0.05, 0.0], [0.1, 0.0]]
@@ -138,7 +149,8 @@ def test_half_a_group_still_divides_by_the_whole_groups_expectation():
 def test_cppo_kl_estimates_what_its_name_says():
     """Exact expectations under q over three tokens: the released code's version is no KL."""
     p, q = t(0.5, 0.3, 0.2), t(0.2, 0.2, 0.6)
-    k3, official = (float((q * gepo.cppo_kl(p.log(), q.log(), how, 20.0)).sum()) for how in ("k3", "official"))
+    k3 = float((q * gepo.cppo_kl(p.log(), q.log(), "k3", 20.0)).sum())
+    official = float((q * gepo.cppo_kl(p.log(), q.log(), "official", 20.0)).sum())
     kl, chi2 = float((q * (q / p).log()).sum()), float((q * q / p).sum() - 1)
     assert k3 == pytest.approx(kl, abs=1e-12)
     assert official == pytest.approx(chi2 - kl, abs=1e-12)

@@ -114,12 +114,15 @@ def test_budget_over_tokens_is_exact():
 HALVES = torch.full((1, 5), 0.5, dtype=f64)
 
 
-def enumerated(lam=1.0, c1=100.0, u=HALVES, **how):
-    """(weight, keep, acceptance, Z) of a row of all five tokens; the support is the whole vocabulary."""
+def z_of_all(lam):
+    """Z of a row of all five tokens, from a support that is the whole vocabulary."""
     target = obrs.Target(P.log()[None], P.log().expand(1, 5, 5), tail=None, z=None)
-    z = obrs.token_z(target, Q.log().expand(1, 5, 5), lam, kappa=1.0, how="bracket")
-    correction = obrs.correction(target.logp, Q.log()[None], None, z.used, u, lam=lam, c1=c1, **how)
-    return *correction, z.used
+    return obrs.token_z(target, Q.log().expand(1, 5, 5), lam, kappa=1.0, how="bracket").used
+
+
+def enumerated(lam=1.0, c1=100.0, u=HALVES, **how):
+    """obrs.correction of a row of all five tokens."""
+    return obrs.correction(P.log()[None], Q.log()[None], None, z_of_all(lam), u, lam=lam, c1=c1, **how)
 
 
 @pytest.mark.parametrize("lam", [0.8, 1.0, 1.2])
@@ -127,13 +130,13 @@ def test_both_masks_are_unbiased_for_z_times_target_and_expected_has_less_varian
     z = accepted(P, Q, lam)[1]
     f = torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0], dtype=f64)  # any function of the token
     want = z * float((P * f).sum())
-    w, a, _, got_z = enumerated(lam, expected=True)
+    w, a, _ = enumerated(lam, expected=True)
     mean_expected = float((Q * a * w * f).sum())
     second_expected = float((Q * (a * w * f) ** 2).sum())
     # Bernoulli: integrate over u exactly, from draws on a fine grid of midpoints
     n = 20000
     u = ((torch.arange(n, dtype=f64) + 0.5) / n)[:, None].expand(n, 5)
-    w_b, keep, _, _ = enumerated(lam, u=u)
+    w_b, keep, _ = enumerated(lam, u=u)
     x = keep * w_b * f
     mean_bernoulli = float((Q * x.mean(0)).sum())
     second_bernoulli = float((Q * (x**2).mean(0)).sum())
@@ -143,20 +146,20 @@ def test_both_masks_are_unbiased_for_z_times_target_and_expected_has_less_varian
     gap = float((Q * a[0] * (1 - a[0]) * (w[0] * f) ** 2).sum())
     assert gap > 0.01
     assert second_bernoulli - second_expected == pytest.approx(gap, rel=1e-2)
-    assert got_z[0, 0] == pytest.approx(z)
+    assert z_of_all(lam)[0, 0] == pytest.approx(z)
 
 
 def test_modes():
-    w, keep, accept, _ = enumerated(mode="mask")
+    w, keep, accept = enumerated(mode="mask")
     assert torch.equal(w, torch.ones_like(w))
     assert set(keep.unique().tolist()) == {0.0, 1.0}
     assert torch.equal(accept, keep)
-    w, keep, accept, _ = enumerated(mode="reweight")
+    w, keep, accept = enumerated(mode="reweight")
     assert torch.equal(keep, torch.ones_like(keep))
     assert torch.equal(accept, obrs.acceptance(P.log(), Q.log(), 1.0)[None])  # what a mask would have accepted
     assert float(w[0, 0]) == pytest.approx(0.65 * 2.5)
     assert float((Q * w[0]).sum()) != pytest.approx(1.0, abs=0.05)  # biased: E_inf[w] is not 1
-    w, _, _, _ = enumerated(c1=1.0)
+    w, _, _ = enumerated(c1=1.0)
     assert float(w.max()) == 1.0
 
 
@@ -168,32 +171,40 @@ def test_target_new_multiplies_by_ref_over_new_capped_by_c2():
     assert torch.allclose(w, plain * torch.tensor([0.9, 0.75, 1.2, 1.2, 1.0], dtype=f64))
 
 
+CLAMP = 0.9
+
+
+def clamped_ratio(log_p, log_q, highest=CLAMP):
+    """p / q of two numbers, its logarithm clamped to -CLAMP .. highest."""
+    return math.exp(max(-CLAMP, min(highest, float(log_p - log_q))))
+
+
 @pytest.mark.parametrize("moved", [False, True], ids=["target", "target and ref"])
 @pytest.mark.parametrize("mode", ["both", "mask", "reweight"])
 @pytest.mark.parametrize("expected", [False, True])
 @pytest.mark.parametrize("lam", [0.7, 1.6])
 def test_correction_against_a_loop(lam, expected, mode, moved):
-    """Every token by itself, in plain floats; the numbers reach all caps, both branches and the clamp."""
-    c1, c2, clamp = 1.3, 1.15, 0.9
+    """Every token by itself, in plain floats; the numbers reach both caps, both branches and the clamp."""
     g = torch.Generator().manual_seed(11)
-    tgt, inf, ref = torch.randn(3, 4, 9, generator=g, dtype=f64).mul(0.8).sub(2.0)
+    logp = torch.randn(3, 4, 9, generator=g, dtype=f64).mul(0.8).sub(2.0)  # of the target, inf and ref
     z, u = torch.rand(2, 4, 9, generator=g, dtype=f64)
-    flags = dict(lam=lam, c1=c1, c2=c2, expected=expected, mode=mode, clamp=clamp)
-    got = obrs.correction(tgt, inf, ref if moved else None, z, u, **flags)
-    seen = set()
+    flags = dict(lam=lam, c1=1.3, c2=1.15, expected=expected, mode=mode, clamp=CLAMP)
+    got = obrs.correction(logp[0], logp[1], logp[2] if moved else None, z, u, **flags)
+    reached = set()
     for b, t in itertools.product(range(4), range(9)):
-        p, q, r = (math.exp(x[b, t]) for x in (tgt, inf, ref))
-        a = math.exp(max(-clamp, min(0.0, math.log(p / (lam * q)))))
-        mask = a
+        tgt, inf, ref = logp[:, b, t]
+        a = clamped_ratio(tgt, inf + math.log(lam), highest=0.0)
+        keep = a
         if not expected:
-            mask = 1.0 if float(u[b, t]) < a else 0.0
-        w = float(z[b, t]) * max(lam, math.exp(max(-clamp, min(clamp, math.log(p / q)))))
-        back = min(c2, math.exp(max(-clamp, min(clamp, math.log(r / p)))))
-        rho = min(w, c1) * (back if moved else 1.0)
-        seen |= {("a", a < 1), ("c1", w > c1), ("c2", back == c2), ("clamp", abs(math.log(p / q)) > clamp)}
-        want = {"both": (rho, mask, mask), "mask": (1.0, mask, mask), "reweight": (rho, 1.0, a)}[mode]
+            keep = 1.0 if float(u[b, t]) < a else 0.0
+        w = float(z[b, t]) * max(lam, clamped_ratio(tgt, inf))
+        back = min(clamped_ratio(ref, tgt), 1.15) if moved else 1.0
+        rho = min(w, 1.3) * back
+        want = {"both": (rho, keep, keep), "mask": (1.0, keep, keep), "reweight": (rho, 1.0, a)}[mode]
         assert [float(x[b, t]) for x in got] == pytest.approx(want, rel=1e-12)
-    assert len(seen) == 8
+        reached |= {("lambda", a < 1), ("c1", w > 1.3), ("c2", clamped_ratio(ref, tgt) > 1.15)}
+        reached.add(("clamp", abs(float(tgt - inf)) > CLAMP))
+    assert len(reached) == 8
 
 
 def random_distributions(n, vocab, seed, spread=1.5):
