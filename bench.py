@@ -44,7 +44,7 @@ import quant
 from engines import HFEngine, VLLMEngine
 from head import ChunkedHead, chunk_rows
 from learner import Comm, Learner
-from model import OneModelRows
+from model import Needs, OneModelRows, Scored
 from rollout import Response, Rollout
 from sampling import Sampling, max_allowed
 from tasks import arithmetic_tokenizer
@@ -292,13 +292,14 @@ def head_once(which: str, N=2048, V=151_936, H=1024, seed=0):
     support_ids = torch.randint(0, V, (N, 21), generator=g)
     p_kth = torch.full((N,), 1e-4)
     on = torch.ones(N, 21, dtype=torch.bool)
+    scored = Scored(target, inv_temperature=None, rule=None, allowed=None)
 
     def run():
         hidden.grad = weight.grad = None
         if which == "naive":
             logp = naive_head(hidden, weight, target, support_ids, p_kth)[0]
         else:
-            rows = OneModelRows(target, ids=support_ids, s_on=on, p_kth=p_kth)
+            rows = OneModelRows(scored, Needs(entropy=True, support=True, tail=True), support_ids, on, p_kth)
             logp = ChunkedHead.apply(rows, chunk_rows(V), hidden, weight)[0]  # the first of rows.outputs
         logp.sum().backward()
 
@@ -419,8 +420,7 @@ def linear_layers(weights, inputs: dict, fmt, device: str) -> None:
         if fmt is None:
             x @ w.t()
             continue
-        qmax = 127.0 if fmt.dtype == torch.int8 else fmt.qmax
-        qx, sx = quant.quantize(x, qmax, fmt.dtype)
+        qx, sx = quant.quantize(x, fmt.activation_qmax, fmt.dtype)
         qw, sw = quant.quantize(w, fmt.qmax, fmt.dtype)
         quant.product(qx, sx, qw, sw).to(x.dtype)
     synchronize(device)

@@ -295,8 +295,7 @@ def import_vllm():
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not torch.cuda.is_available():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else it compiles for 18 s at the first log-probability
-        # Else it takes torch's threads away, which the learner uses too.
-        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # else it takes the learner's away
     try:
         from vllm import LLM, SamplingParams
     except ImportError as e:
