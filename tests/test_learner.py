@@ -488,6 +488,7 @@ def test_bfloat16_runs_close_to_float32():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_give_the_gradient_of_one(parallel, tmp_path):
     """torchrun with two gloo ranks, ragged shares, unequal numbers of micro-batches: the gradient of one process."""

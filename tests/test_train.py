@@ -27,6 +27,8 @@ from run import open_run, read_metrics
 from sampling import Sampling
 
 TIMES = ("_s", "_seconds")
+# a test that starts several processes needs longer than others; each process has a limit of its own
+SEVERAL_PROCESSES = pytest.mark.timeout(600)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -56,30 +58,50 @@ def flags(solvers, out, **changes) -> list[str]:
     return [f"--{name}={value}" for name, value in {**base, **changes}.items()]
 
 
-def start(argv, ranks=1):
-    """train.py in a session of its own, so that it can be killed with all its ranks."""
+def start(argv, ranks=1, on=()):
+    """train.py in a process of its own, under torchrun where there is more than one rank. on: a command to run it
+    under."""
     command = [sys.executable, "train.py"]
     if ranks > 1:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         command = [*torchrun, "train.py"]
-    return subprocess.Popen(
-        [*command, *argv],
+    process = subprocess.Popen(
+        [*on, *command, *argv],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
     )
+    STARTED.append(process)
+    return process
 
 
-def finish(process, timeout=220):
-    """(exit status, stdout, stderr) of a process; killed after `timeout` seconds."""
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
+STARTED: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True)
+def no_process_stays_behind():
+    """End what a failed test left running."""
+    yield
+    while STARTED:
+        stop(STARTED.pop())
+
+
+def stop(process) -> None:
+    """SIGTERM first: torchrun takes its ranks along, which SIGKILL would leave behind."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate(timeout=60)
+
+
+def finish(process, timeout=200):
+    """(exit status, stdout, stderr) of a process."""
+    out, err = process.communicate(timeout=timeout)
     return process.returncode, out, err
 
 
@@ -106,8 +128,9 @@ def wait_for(out, step, process) -> None:
         if path.exists() and f'"step": {step},' in path.read_text():
             return
         time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
-    raise AssertionError(f"no step {step}: {process.communicate()[1][-2000:]}")
+    if process.poll() is None:
+        raise AssertionError(f"no step {step} in 200 seconds")
+    raise AssertionError(f"no step {step}: {process.communicate(timeout=60)[1][-2000:]}")
 
 
 @pytest.fixture
@@ -186,6 +209,7 @@ def test_a_run_leaves_everything_behind(whole, solvers):
     assert not torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
 
 
+@SEVERAL_PROCESSES
 @pytest.mark.parametrize("after", [0, 4])
 def test_killed_and_resumed_is_the_same_run(whole, solvers, tmp_path, after):
     """SIGKILL before the first checkpoint or after one in the middle of a rollout batch; then --resume: the same
@@ -208,6 +232,7 @@ RESUMED = {
 }
 
 
+@SEVERAL_PROCESSES
 @pytest.mark.parametrize("case", RESUMED.values(), ids=RESUMED)
 def test_stopped_and_resumed_is_the_same_run(case, solvers, tmp_path):
     """Target new's kappa and the closed loop's lambda_distill live in the checkpoint; low-bit tensors and Muon's
@@ -223,6 +248,7 @@ def test_stopped_and_resumed_is_the_same_run(case, solvers, tmp_path):
         assert last["obrs/kappa"] != 1.0
 
 
+@SEVERAL_PROCESSES
 def test_signals_save_first_and_resume_goes_on(whole, solvers, tmp_path):
     out = tmp_path / "run"
     process = start(flags(solvers, out, save_every=0))
@@ -238,6 +264,7 @@ def test_signals_save_first_and_resume_goes_on(whole, solvers, tmp_path):
     assert timeless(out) == timeless(whole[0])
 
 
+@SEVERAL_PROCESSES
 def test_resume_says_which_key_differs_and_a_run_is_not_overwritten(whole, solvers):
     out, _ = whole
     said = refused(["--resume", f"--out={out}", "--lr=5e-3", "--group_size=8"])
@@ -253,6 +280,7 @@ def test_resume_says_which_key_differs_and_a_run_is_not_overwritten(whole, solve
     assert "--steps=7" in made["resumed"][-1]["command"]
 
 
+@SEVERAL_PROCESSES
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_train_and_resume(solvers, tmp_path, parallel):
     """torchrun with one engine a rank: whole run against one stopped after its checkpoint and resumed."""
