@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import alternate, print_table
+from bench import alternate, parse, print_table
 from remote import wire
 from remote.account import Account, Spool
 from remote.groups import Limits
@@ -42,11 +42,12 @@ from run import read_metrics
 
 
 def bench_wire(root: str, mib: int = 256, pairs: int = 20) -> dict:
-    """The ratio of times without keys, then everything again with keys."""
+    """A row in the clear, and one with keys."""
     make_keys(f"{root}/keys", 1)
-    out = wire_over_tcp(f"{root}/plain", "none", "none", mib, pairs)
-    with_keys = wire_over_tcp(f"{root}/curve", f"{root}/keys/learner", f"{root}/keys/sampler0", mib, pairs)
-    return {**out, **{f"{name} with keys": value for name, value in with_keys.items()}, "MiB": mib}
+    return {
+        "in the clear": wire_over_tcp(f"{root}/plain", "none", "none", mib, pairs),
+        "with keys": wire_over_tcp(f"{root}/curve", f"{root}/keys/learner", f"{root}/keys/sampler0", mib, pairs),
+    }
 
 
 def wire_over_tcp(root: str, learner_keys: str, own_keys: str, mib: int, pairs: int) -> dict:
@@ -79,11 +80,10 @@ def wire_over_tcp(root: str, learner_keys: str, own_keys: str, mib: int, pairs: 
             connection.sendall(data)
         assert ours.recv() == "bare"
 
-    out = alternate(through_the_hub, bare, pairs, "wire" if learner_keys == "none" else "wire with keys", warm=3)
+    out = alternate(through_the_hub, bare, pairs, "wire", warm=3)
     fetcher.kill()
     hub.close()
-    del out["pairs"]
-    return {**out, "share of bare throughput": 1 / out["ratio"]}
+    return {**out, "share of bare throughput": 1 / out["ratio"], "MiB": mib}
 
 
 def fetch(pipe, address: str, keys: str, store: str, mib: int) -> None:
@@ -120,7 +120,7 @@ def receive_bare(pipe, server: socket.socket, mib: int) -> None:
 
 
 def bench_samplers(root: str, seconds: float = 30.0) -> dict:
-    """Runs with 1, 2 and 4 samplers, each of so many seconds and half as many more for each sampler."""
+    """A row for each number of samplers: runs of so many seconds, and of half as many more for each sampler."""
     out = {}
     for n in (1, 2, 4):
         run = f"{root}/run{n}"
@@ -128,11 +128,11 @@ def bench_samplers(root: str, seconds: float = 30.0) -> dict:
         rows = [r for r in read_metrics(run) if r["step"] > 0]  # the first update waited for the models to load
         last = [found[-1] for found in (re.findall(r"blocked ([0-9.]+) %", screen) for screen in screens) if found]
         busy = sum(map(seconds_of_stages, rows))
-        out |= {
-            f"{n}: blocked, % (worst)": max(map(float, last)),
-            f"{n}: learner waits, %": 100 * sum(r["remote/wait_s"] for r in rows) / busy,
-            f"{n}: updates/s": len(rows) / busy,
-            f"{n}: staleness": sum(r["staleness/mean_updates"] for r in rows) / len(rows),
+        out[str(n)] = {
+            "blocked, % (worst)": max(map(float, last)),
+            "learner waits, %": 100 * sum(r["remote/wait_s"] for r in rows) / busy,
+            "updates/s": len(rows) / busy,
+            "staleness": sum(r["staleness/mean_updates"] for r in rows) / len(rows),
         }
     return out
 
@@ -168,14 +168,14 @@ def run_with_samplers(root: str, run: str, n: int, seconds: float) -> list[str]:
 BENCHES = {"wire": bench_wire, "samplers": bench_samplers}
 
 
-def main() -> None:
-    names = sys.argv[1:] or list(BENCHES)
-    unknown = [name for name in names if name not in BENCHES]
-    if unknown:
-        sys.exit(f"error: {unknown[0]}: no such benchmark; there are {', '.join(BENCHES)}")
+def main(argv: list[str]) -> None:
+    names = parse(argv, BENCHES) or list(BENCHES)
     with tempfile.TemporaryDirectory() as root:
         print_table({name: BENCHES[name](root) for name in names})
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main(sys.argv[1:])
+    except ValueError as e:
+        sys.exit(f"error: {e}")
