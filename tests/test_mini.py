@@ -103,7 +103,8 @@ def test_every_metric_is_train_pys(case, precision, solvers, tmp_path, monkeypat
     # the comparison means something: rewards differ within groups, tokens are rejected, both models move
     rewards = [row["reward"] for row in got[1:]]
     assert max(rewards) > 0 and min(rewards) < 1 and max(row["grad_norm"] for row in got[1:]) > 0.01
-    assert all(0.5 < row["obrs/accept_rate"] < 0.99 for row in got[1:])
+    accepted = [row["obrs/accept_rate"] for row in got[1:]]
+    assert 0.05 < min(accepted) < 0.99
     assert (max(row["clip_fraction"] for row in got[1:]) > 0.01) == (case["train_batch"] < SIZES["rollout_batch"])
 
 
