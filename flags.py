@@ -25,7 +25,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
-NEAR = 0.8  # a name less like a flag than this is no slip of the finger, and gets no guess
+NEAR = 0.75  # a name less like a flag than this is no slip of the finger, and gets no guess
 
 
 def need(ok, sentence: str) -> None:
