@@ -16,13 +16,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import batching
 import objectives
@@ -164,6 +157,9 @@ class Learner:
             return self.models
         if not self.sharded:
             return nn.parallel.DistributedDataParallel(self.models, gradient_as_bucket_view=True)
+        from torch.distributed.device_mesh import init_device_mesh  # here and below: seconds to load
+        from torch.distributed.fsdp import fully_shard
+
         mesh = init_device_mesh(torch.device(self.device).type, (self.comm.size,))
         for layer in self.models.modules():
             if isinstance(layer, quant.LowBitLinear):
@@ -328,16 +324,25 @@ class Learner:
         for name in self.names:
             saved = state[f"optimizer.{name}"]
             if self.sharded:
-                model = getattr(self.models, name)
-                set_optimizer_state_dict(model, self.optimizers[name], saved, options=WHOLE_ON_CPU)
+                from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+                model, optimizers = getattr(self.models, name), self.optimizers[name]
+                set_optimizer_state_dict(model, optimizers, saved, options=whole_on_cpu())
                 continue
             for optimizer, part in zip(self.optimizers[name], saved["parts"], strict=True):
                 optimizer.load_state_dict(part)
 
     def _optimizer_state(self, name: str) -> dict:
-        if self.sharded:
-            return get_optimizer_state_dict(getattr(self.models, name), self.optimizers[name], options=WHOLE_ON_CPU)
-        return {"parts": [o.state_dict() for o in self.optimizers[name]]}
+        if not self.sharded:
+            return {"parts": [o.state_dict() for o in self.optimizers[name]]}
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        model, optimizers = getattr(self.models, name), self.optimizers[name]
+        return get_optimizer_state_dict(model, optimizers, options=whole_on_cpu())
 
 
-WHOLE_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
+def whole_on_cpu():
+    """How sharded optimizer states are saved and loaded."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    return StateDictOptions(full_state_dict=True, cpu_offload=True)

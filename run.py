@@ -21,7 +21,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
 import config
@@ -80,6 +79,8 @@ def open_run(cfg: config.Config, comm) -> Run:
     """Check run folder, task and models, make the embedded base models if they are asked for, write config.json.
 
     ValueError: one sentence."""
+    from transformers import AutoConfig  # here and below where it is used: it takes seconds to load
+
     task = make_task(cfg)
     if cfg.eval_task:
         make_task(dataclasses.replace(cfg, task=cfg.eval_task))  # named now if it is missing or malformed
@@ -194,6 +195,9 @@ def check_vocabulary(cfg, vocabulary: int) -> None:
 
 
 def common_tokenizer(cfg, policy: str, actor: str | None):
+    """The policy's tokenizer. ValueError if the actor's has another vocabulary."""
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(policy)
     if actor and AutoTokenizer.from_pretrained(actor).get_vocab() != tokenizer.get_vocab():
         raise ValueError(
@@ -209,6 +213,8 @@ def longest_prompt(task, tokenizer) -> int:
 
 def load_model(folder: str):
     """A causal LM in float32. ValueError if its weights do not fit its config."""
+    from transformers import AutoModelForCausalLM
+
     whole = "give a whole checkpoint of that shape"
     try:
         model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
