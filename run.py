@@ -58,9 +58,10 @@ class Run:
 
     def load_models(self):
         """(policy, actor or None), float32, from the checkpoint or the starting folders."""
+        folders = {"policy": self.policy, "actor": self.actor}
         if self.checkpoint:
-            return tuple(self.actor and load_model(str(self.checkpoint / name)) for name in ("policy", "actor"))
-        return load_model(self.policy), self.actor and load_model(self.actor)
+            folders = {name: folder and str(self.checkpoint / name) for name, folder in folders.items()}
+        return tuple(load_model(folder) if folder else None for folder in folders.values())
 
     def probe(self) -> Probe:
         """The probe of sync.py: a fixed pseudo-random sequence of 16 tokens, always the same for a vocabulary."""
