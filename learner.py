@@ -130,7 +130,9 @@ class Learner:
     """Owns the models, their optimizers and the parallel wrapper. Batches go in on the CPU."""
 
     def __init__(self, policy, actor, cfg, comm: Comm):
-        self.cfg, self.comm, self.device = cfg, comm, comm.device
+        self.cfg = cfg
+        self.comm = comm
+        self.device = comm.device
         self.names = ["policy"] if actor is None else ["policy", "actor"]
         self.lr = {"policy": cfg.lr, "actor": cfg.actor_lr}
         self.rollout_format = quant.format_of(cfg.rollout_quant, cfg.quant_group)
@@ -142,7 +144,10 @@ class Learner:
         self.models.eval()  # dropout stays off: scoring and training see one distribution
         self.wrapped = self._wrap()
         self.optimizers = {n: make_optimizers(getattr(self.models, n), cfg, self.lr[n]) for n in self.names}
-        self.version, self.skipped_in_a_row, self.skipped, self.rejected = 0, 0, 0, 0
+        self.version = 0  # updates so far
+        self.skipped = 0  # of them without a step, for a non-finite loss or gradient
+        self.skipped_in_a_row = 0
+        self.rejected = 0  # of them without a token that was kept
 
     @property
     def has_actor(self) -> bool:

@@ -36,8 +36,11 @@ class View:
     """One micro-batch as the formulas see it. Token quantities are (B, T), response quantities (B,)."""
 
     def __init__(self, new, batch, stats, logs, cfg):
-        self.new, self.batch, self.stats, self.logs, self.cfg = new, batch, stats, logs, cfg
-        self.inf, self.ref, self.adv = batch.logp_inf, batch.logp_ref, batch.adv
+        self.new, self.batch = new, batch
+        self.stats, self.logs = stats, logs
+        self.cfg = cfg
+        self.inf, self.ref = batch.logp_inf, batch.logp_ref
+        self.adv = batch.adv
         row = corrections.CORRECTIONS[cfg.correction]
         self.C = cfg.is_cap if row.caps == "token" else 2.0  # where "large" and "small" weights begin
         self.C_seq = cfg.is_cap if row.caps == "sequence" else 4.0
@@ -49,7 +52,8 @@ class View:
         self.log_r = batch.log_r.masked_fill(~batch.mask, 0.0)
         self.r = batch.log_r.clamp(-self.clamp, self.clamp).exp()
         self.gap = (self.inf.exp() - self.ref.exp()).abs() * batch.mask  # |p_inf - p_ref|
-        self.weight, self.keep, self.clipped = logs["weight"], logs["keep"], logs["clipped"]
+        self.weight, self.keep = logs["weight"], logs["keep"]
+        self.clipped = logs["clipped"]
         self.applied = self.weight * self.keep
         if cfg.correction in ("obrs", "jackpot_adjusted") and cfg.obrs_mask == "expected":
             self.weight = self.applied  # OBRS's expected mask is part of the weight, a drawn one is not

@@ -379,7 +379,7 @@ def judge_none(x: Evidence):
     """Without a correction: KL of a whole response below 0.1 nats."""
     T = float(x.length.mean())
     apart = T * x.kl
-    return apart < 0.1, f"the laws of a whole response are {apart:.2g} nats apart (KL x {T:.0f} tokens)"
+    return apart < 0.1, f"the distributions of a whole response are {apart:.2g} nats apart (KL x {T:.0f} tokens)"
 
 
 def judge_tis(x: Evidence):
@@ -452,8 +452,8 @@ def verdicts(x: Evidence) -> list[dict]:
     for name, judge in VERDICTS.items():
         viable, why = judge(x)
         if x.biased and name != "none":
-            why += f"; but the mean of r is {x.token_ratio.mean():.3f}, not 1: the learner scores another law than was "
-            why += "sampled (--keep_sampling_mask, --logprobs_mode, --temperature)"
+            why += f"; but the mean of r is {x.token_ratio.mean():.3f}, not 1: the learner scores another distribution "
+            why += "than was sampled (--keep_sampling_mask, --logprobs_mode, --temperature)"
         rows.append({"correction": name, "viable": bool(viable), "why": why})
     return rows
 

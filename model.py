@@ -271,7 +271,9 @@ class OneModelRows:
 
     def __init__(self, scored: Scored, needs: Needs, support_ids=None, support_on=None, p_kth=None):
         self.scored, self.needs = scored, needs
-        self.support_ids, self.support_on, self.p_kth = support_ids, support_on, p_kth
+        self.support_ids = support_ids
+        self.support_on = support_on
+        self.p_kth = p_kth
         asked = {"entropy": needs.entropy, "support_logp": needs.support, "tail": needs.tail}
         self.outputs = ("logp", *(name for name, wanted in asked.items() if wanted))
 
@@ -325,7 +327,9 @@ class TwoModelRows:
     distill_topk > 0 sums over the policy's top-k and one bucket for the rest."""
 
     def __init__(self, policy: OneModelRows, actor: OneModelRows, needs: Needs):
-        self.policy, self.actor, self.needs = policy, actor, needs
+        self.policy = policy
+        self.actor = actor
+        self.needs = needs
         distills = ("distill_loss",) if needs.distill != "none" else ()
         self.differentiable = 2 + len(distills)
         asked = {

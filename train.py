@@ -98,7 +98,8 @@ class Training:
 
     def roll_out(self, signals) -> bool:
         """Stages 1 to 3: a new batch of groups into `pending`. False: a signal came first, or no sampler is left."""
-        cfg, learner, source = self.cfg, self.learner, self.source
+        cfg, learner = self.cfg, self.learner
+        source = self.source
         # 1. publish the rollout model's weights to the engine, and prove that they arrived
         with timer(self.clock, "sync_s"):
             source.publish(learner.version, learner.published(self.run.rollout_model, source.packed))
@@ -120,7 +121,8 @@ class Training:
 
     def update(self) -> dict[str, float]:
         """Stages 4 to 6: one optimizer step on the next minibatch; its metrics."""
-        cfg, learner, groups = self.cfg, self.learner, self.pending[0]
+        cfg, learner = self.cfg, self.learner
+        groups = self.pending[0]
         values, self.values = self.values, {}
         with timer(self.clock, "update_s"):
             # 4. one minibatch: padded, with advantages and mask uniforms
