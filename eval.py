@@ -14,10 +14,14 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+# before torch is imported, as in train.py: its idle threads sleep
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch

@@ -12,10 +12,14 @@ Every flag stands in config.py.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
 from contextlib import contextmanager
+
+# before torch is imported: its idle threads sleep, and leave the cores to a neighbour (results/spin.py)
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from tqdm import tqdm
 
