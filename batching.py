@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 import objectives
+from flags import UserError
 from rollout import Rollout, uniforms
 
 
@@ -97,7 +98,7 @@ PER_RESPONSE = {"prompt_len", "length", "group", "reward", "adv", "sampling", "s
 def collate(groups: list[Rollout], cfg, version: int = 0, now: float = 0.0) -> Batch:
     """Pad whole groups into one batch: advantages by group, mask uniforms, and the groups' ref columns.
 
-    version, now: the learner's updates and clock, from which staleness is measured. ValueError: allowed sets are
+    version, now: the learner's updates and clock, from which staleness is measured. UserError: allowed sets are
     to be replayed and a group has none."""
     pairs = [(g, r) for g in groups for r in g.responses]
     responses = [r for _, r in pairs]
@@ -157,7 +158,7 @@ def allowed_sets(pairs, cfg) -> list | None:
         return None
     missing = next((g for g, r in pairs if r.allowed_ids is None), None)
     if missing is not None:
-        raise ValueError(
+        raise UserError(
             f"--keep_sampling_mask=replay: group {missing.uid} has no allowed sets (sampled by {missing.model} without "
             "them); record them, or choose recompute or off"
         )

@@ -42,6 +42,7 @@ import config
 import objectives
 import quant
 from engines import HFEngine, VLLMEngine
+from flags import UserError, run_command
 from head import ChunkedHead, chunk_rows
 from learner import Comm, Learner
 from model import Needs, OneModelRows, Scored
@@ -535,14 +536,14 @@ BENCHES = {
 
 
 def parse(argv: list[str], benches: dict) -> list[str]:
-    """The benchmarks that a command line names. ValueError, one sentence: there is no such one."""
+    """The benchmarks that a command line names. UserError, one sentence: there is no such one."""
     for name in [word for word in argv if word not in benches]:
         kind = "flag, only names of benchmarks" if name.startswith("-") else "benchmark"
         sentence = f"{name}: no such {kind}; there are {', '.join(benches)}"
         near = difflib.get_close_matches(name.lstrip("-"), benches, 1, 0.4)
         if near:
             sentence += f"; did you mean {near[0]}?"
-        raise ValueError(sentence)
+        raise UserError(sentence)
     return argv
 
 
@@ -594,7 +595,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except ValueError as e:
-        sys.exit(f"error: {e}")
+    run_command(lambda: main(sys.argv[1:]))

@@ -3,7 +3,7 @@
     python train.py --config=configs/x.toml --key=value
 
 A TOML file sets any flag, the command line wins, and `--objective` fills what neither names
-(objectives.OBJECTIVES). `resolve` returns the configuration with nothing left open, or raises ValueError with one
+(objectives.OBJECTIVES). `resolve` returns the configuration with nothing left open, or raises UserError with one
 sentence that names the flag and the mend. Each concept's file checks its own flags (`objectives.check`,
 `sampling.check`, ...); what concerns several of them is checked here.
 """
@@ -25,7 +25,7 @@ import objectives
 import quant
 import sampling
 import tasks
-from flags import choice, need
+from flags import UserError, choice, need
 from sampling import Sampling
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -412,7 +412,7 @@ HARMLESS = {
 
 
 def parse(argv: list[str] | None = None) -> Config:
-    """The configuration of a command line, resolved. ValueError: one sentence."""
+    """The configuration of a command line, resolved. UserError: one sentence."""
     from_file, given = {}, {}
     for key, value in flags.read(Config, argv, "python train.py --key=value ...", also={"config", *objectives.FOREIGN}):
         if key == "config":
@@ -449,7 +449,7 @@ def resumed(cfg: Config, given: set[str]) -> Config:
     changed = [k for k in sorted(given - free) if getattr(now, k) != saved[k]]
     if changed:
         was = ", ".join(f"--{k} was {saved[k]!r} and is now {getattr(cfg, k)!r}" for k in changed)
-        raise ValueError(
+        raise UserError(
             f"--resume with a changed configuration: {was}; give the old value, or start anew in another --out"
         )
     changeable = {k: getattr(cfg, k) for k in given & free}
@@ -482,7 +482,7 @@ def fill(cfg: Config, values: dict) -> Config:
 
 
 def resolve(cfg: Config, n_ranks: int | None = None) -> Config:
-    """The configuration with nothing open, checked. ValueError: one sentence naming flag and mend."""
+    """The configuration with nothing open, checked. UserError: one sentence naming flag and mend."""
     n_ranks = int(os.environ.get("WORLD_SIZE", 1)) if n_ranks is None else n_ranks
     choice("objective", cfg.objective, list(objectives.OBJECTIVES))
     cfg = resolve_open(cfg)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 
 import obrs
-from flags import choice, need
+from flags import UserError, choice, need
 from sampling import Sampling
 
 CLAMP = obrs.CLAMP
@@ -326,7 +326,7 @@ def default_bounds(cfg) -> dict:
 
 
 def check(cfg) -> None:
-    """ValueError, one sentence: flags of corrections that contradict each other."""
+    """UserError, one sentence: flags of corrections that contradict each other."""
     choice("correction", cfg.correction, list(CORRECTIONS))
     choice("actor_correction", cfg.actor_correction, [c for c in CORRECTIONS if c not in USES_Z | {"tis_adjusted"}])
     choice("reject", cfg.reject, ["none", *REJECTIONS])
@@ -354,7 +354,7 @@ def check_caps(cfg) -> None:
             instead = "use --obrs_c1"
         elif "rs_high" in bounds:
             instead = "use --rs_low and --rs_high"
-        raise ValueError(f"--is_cap={cfg.is_cap}: --correction={cfg.correction} has no cap C; {instead}")
+        raise UserError(f"--is_cap={cfg.is_cap}: --correction={cfg.correction} has no cap C; {instead}")
     has_floor = "is_cap" in bounds and cfg.correction != "areal_drop"
     has = "has one" if has_floor else "has none"
     need(

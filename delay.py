@@ -35,7 +35,8 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 import sync
-from rollout import LocalSource, Rollout, uniforms
+from flags import UserError
+from rollout import LocalSource, Rollout, given_back_if_it_fails, uniforms
 
 
 @dataclass(frozen=True)
@@ -195,12 +196,18 @@ class DelaySource(LocalSource):
 
     def next(self, n_groups: int, learner_version: int, stop=()) -> list[Rollout]:
         """The next n groups in order of arrival; the clock moves on by whole steps until there are so many."""
+        self.remember("sequence", "samplers", "tickets", "made", "waited", "dropped")
         self.make(n_groups, learner_version)
         while len(self.tickets) < n_groups:
             self.waited += self.cfg.step_seconds
             self.make(n_groups, learner_version)
         taken = self.tickets[:n_groups]
         self.tickets = self.tickets[n_groups:]
+        with given_back_if_it_fails(self):
+            return self.sample_tickets(taken)
+
+    def sample_tickets(self, taken: list[Ticket]) -> list[Rollout]:
+        """The groups of these tickets, each sampled with the version it was made with."""
         groups: dict[int, Rollout] = {}
         for version in sorted({ticket.version for ticket in taken}):
             if version != self.version:
@@ -235,7 +242,7 @@ class DelaySource(LocalSource):
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from a checkpoint. ValueError: a version that a sampler or a waiting group needs is not on disk."""
+        """Go on from a checkpoint. UserError: a version that a sampler or a waiting group needs is not on disk."""
         super().load_state_dict(state)
         self.samplers = [Sampler(**sampler) for sampler in state["samplers"]]
         self.tickets = [Ticket(*ticket) for ticket in state["tickets"]]
@@ -247,66 +254,66 @@ class DelaySource(LocalSource):
         self.pinned = [set(), needed]
         for version in sorted(needed):
             if not self.path(version).is_file():
-                raise ValueError(
+                raise UserError(
                     f"--resume: {self.path(version)} is gone, and a delayed sampler still holds that version; "
                     "start anew in another --out"
                 )
 
 
 def check_distribution(flags) -> None:
-    """ValueError, one sentence, if the flags (train.py's or a remote sampler's) describe no distribution."""
+    """UserError, one sentence, if the flags (train.py's or a remote sampler's) describe no distribution."""
     if not 0 < flags.delay_min <= flags.delay_max < math.inf:
-        raise ValueError(
+        raise UserError(
             f"--delay_min={flags.delay_min} --delay_max={flags.delay_max}: "
             "the shortest delay must be above 0 and not above the longest"
         )
     if flags.delay in ("lognormal", "weibull") and flags.delay_min == flags.delay_max:
-        raise ValueError(
+        raise UserError(
             f"--delay={flags.delay}: two quantiles need --delay_min below --delay_max; use --delay=constant"
         )
     if not 0 < flags.delay_mass < 1:
-        raise ValueError(
+        raise UserError(
             f"--delay_mass={flags.delay_mass}: "
             "the share of delays between --delay_min and --delay_max must lie inside (0, 1)"
         )
 
 
 def check(cfg) -> None:
-    """ValueError, one sentence, if train.py's flags about delays contradict each other."""
+    """UserError, one sentence, if train.py's flags about delays contradict each other."""
     check_distribution(cfg)
     for name in ("delay_samplers", "sync_every"):
         if getattr(cfg, name) < 1:
-            raise ValueError(f"--{name}={getattr(cfg, name)}: must be at least 1")
+            raise UserError(f"--{name}={getattr(cfg, name)}: must be at least 1")
     for name in ("sampler_rate", "step_seconds", "window_seconds"):
         if not getattr(cfg, name) > 0:
-            raise ValueError(f"--{name}={getattr(cfg, name)}: must be above 0")
+            raise UserError(f"--{name}={getattr(cfg, name)}: must be above 0")
     check_bounds(cfg)
     remote = cfg.samplers != "local"
     if cfg.delay == "none" and not remote and (cfg.sync_every > 1 or cfg.max_staleness is not None):
-        raise ValueError(
+        raise UserError(
             f"--max_staleness={cfg.max_staleness} --sync_every={cfg.sync_every}: there are no delayed samplers; "
             "name a distribution with --delay, or a transport with --samplers"
         )
     if cfg.delay != "none" and remote:
-        raise ValueError(
+        raise UserError(
             f"--delay={cfg.delay} simulates samplers inside this process, and --samplers={cfg.samplers} has real ones; "
             "give --delay to each of those samplers instead"
         )
 
 
 def check_bounds(cfg) -> None:
-    """ValueError, one sentence, if a bound on age cannot be met, or if waiting groups are not bounded."""
+    """UserError, one sentence, if a bound on age cannot be met, or if waiting groups are not bounded."""
     most = cfg.max_staleness
     if most is not None and most < 0:
-        raise ValueError(f"--max_staleness={most}: a number of updates, 0 or more; leave it out for no bound")
+        raise UserError(f"--max_staleness={most}: a number of updates, 0 or more; leave it out for no bound")
     if most is not None and cfg.sync_every - 1 > most:
-        raise ValueError(
+        raise UserError(
             f"--max_staleness={most}: with --sync_every={cfg.sync_every} even the newest weights are "
             f"up to {cfg.sync_every - 1} updates old; broadcast more often"
         )
     unbounded = most is None and math.isinf(cfg.window_seconds)
     if cfg.delay != "none" and cfg.sampler_rate > 1 and unbounded:
-        raise ValueError(
+        raise UserError(
             f"--sampler_rate={cfg.sampler_rate}: more groups are made than trained on, and they wait for ever; "
             "bound them with --max_staleness or --window_seconds"
         )

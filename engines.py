@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 import quant
+from flags import UserError
 from rollout import Response, uniforms
 from sampling import Sampling, cut, ragged
 
@@ -44,7 +45,7 @@ class VLLMEngine:
     head_fp32      compute logits in float32 whatever the dtype
     fmt            number format of the linear layers (quant.py), or None
 
-    ValueError where vLLM cannot be imported, or lacks a function that is changed below."""
+    UserError where vLLM cannot be imported, or lacks a function that is changed below."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class VLLMEngine:
         """A list[Response] for each prompt: len(seeds[i]) responses to prompt i, int [P].
 
         Each response has a seed of its own, so that no sample depends on its batch. topk: K of the records.
-        max_allowed > 0: where sampling truncates, record each token's set of allowed tokens; ValueError if one is
+        max_allowed > 0: where sampling truncates, record each token's set of allowed tokens; UserError if one is
         larger than that."""
         if not sampling.truncates:
             max_allowed = 0
@@ -189,12 +190,12 @@ class VLLMEngine:
 def allowed_sets(ids: np.ndarray, logp: np.ndarray, max_allowed: int) -> tuple[np.ndarray, np.ndarray]:
     """Sets of allowed tokens, as by sampling.ragged, from the K most likely tokens at n positions.
 
-    ids, logp [n, K]: a token that was cut has log-probability -inf. ValueError if a set has more than K tokens:
+    ids, logp [n, K]: a token that was cut has log-probability -inf. UserError if a set has more than K tokens:
     then none of the K was cut, and yet they have less than all of the probability."""
     finite = np.isfinite(logp)
     full = finite.all(1)
     if full.any() and np.exp(logp[full]).sum(1).min() < 0.999:
-        raise ValueError(set_too_large(max_allowed))
+        raise UserError(set_too_large(max_allowed))
     return ragged(finite, ids)
 
 
@@ -247,14 +248,14 @@ def keep_scales_alive(create_onednn_scaled_mm):
 def change(owner, name: str, replacement) -> None:
     """Put replacement(original) in the place of vLLM's function owner.name, once in this process.
 
-    ValueError if this version of vLLM has no such function. One that has it, but is not the version these changes
+    UserError if this version of vLLM has no such function. One that has it, but is not the version these changes
     were written for, is used with a warning: where a change does not fit it, the check of shapes in
     `VLLMEngine._responses` or the proof of the first weight sync (sync.py) will tell."""
     import vllm
 
     original = getattr(owner, name, None)
     if original is None:
-        raise ValueError(
+        raise UserError(
             f"--rollout=vllm: vLLM {vllm.__version__} has no {owner.__name__}.{name}, which engines.py replaces; "
             f"install vllm=={VLLM_VERSION}, or use --rollout=hf"
         )
@@ -290,7 +291,7 @@ def vllm_leaves_no_trace():
 def import_vllm():
     """vLLM's classes (LLM, SamplingParams), set up to run in this process.
 
-    Environment variables that are set already stay as they are. ValueError: it cannot be imported."""
+    Environment variables that are set already stay as they are. UserError: it cannot be imported."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not torch.cuda.is_available():
@@ -300,7 +301,7 @@ def import_vllm():
         from vllm import LLM, SamplingParams
     except ImportError as e:
         mend = "install it (make demo does) or use --rollout=hf"
-        raise ValueError(f"--rollout=vllm: vLLM cannot be imported ({e}); {mend}") from None
+        raise UserError(f"--rollout=vllm: vLLM cannot be imported ({e}); {mend}") from None
     return LLM, SamplingParams
 
 
@@ -535,7 +536,7 @@ class Records:
         return self.length[which] == self.T
 
     def responses(self, stop_ids, max_allowed: int) -> list[Response]:
-        """All of them, each cut to its length. ValueError if a set of allowed tokens is too large."""
+        """All of them, each cut to its length. UserError if a set of allowed tokens is too large."""
         tokens, logp = self.tokens.cpu().numpy(), self.logp.cpu().numpy()
         top_ids, top_logp = self.top_ids.cpu().numpy(), self.top_logp.cpu().numpy()
         responses = []
@@ -559,7 +560,7 @@ class Records:
         place = allowed[0] * self.T + allowed[1]  # response and position as one number
         sizes = np.bincount(place, minlength=len(responses) * self.T).reshape(-1, self.T)
         if sizes.max() > max_allowed:
-            raise ValueError(set_too_large(max_allowed))
+            raise UserError(set_too_large(max_allowed))
         ids = allowed[2, np.lexsort((allowed[2], place))].astype(np.int32)
         starts = np.concatenate([[0], sizes.sum(1).cumsum()])
         for i, r in enumerate(responses):

@@ -27,12 +27,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import checkpoint
 import mismatch
 import objectives
 import sampling
 from config import Config, EngineFlags, PrecisionFlags, SamplingFlags, TaskFlags
 from engines import HFEngine, make_engine
-from flags import parse_flags
+from flags import UserError, parse_flags, run_command
 from mismatch import MismatchFlags
 from rollout import request_seed
 from sampling import Sampling
@@ -187,7 +188,7 @@ class Setup:
 
 
 def open_setup(cfg: EvalFlags, problems: int) -> Setup:
-    """Find task and model. problems: so many unless --problems names a number. ValueError: one sentence."""
+    """Find task and model. problems: so many unless --problems names a number. UserError: one sentence."""
     from transformers import AutoTokenizer
 
     sampling.check(cfg)
@@ -201,7 +202,7 @@ def open_setup(cfg: EvalFlags, problems: int) -> Setup:
     model = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     limit = model["max_position_embeddings"]
     if longest + cfg.max_tokens > limit:
-        raise ValueError(
+        raise UserError(
             f"--max_tokens={cfg.max_tokens}: the longest prompt has {longest} tokens, together more than the model's "
             f"context of {limit}"
         )
@@ -217,12 +218,11 @@ def find_model(cfg: EvalFlags, flag: str, which: str) -> str:
         task_flags = {k: v for k, v in vars(cfg).items() if k.startswith("task_")}
         return base_model(name.removeprefix("base:"), Config(**task_flags))
     root = Path(name)
-    checkpoints = sorted((root / "checkpoints").glob("step_??????"), reverse=True)
-    for folder in (root, root / which, *(c / which for c in checkpoints)):
+    for folder in (root, root / which, (checkpoint.newest(root, which) or root) / which):
         path = folder / "config.json"  # a run has one too, which is not a model's
         if path.is_file() and "model_type" in json.loads(path.read_text(encoding="utf-8")):
             return str(folder)
-    raise ValueError(f"--{flag}={name}: no model there; give a run folder, a checkpoint or a Hugging Face folder")
+    raise UserError(f"--{flag}={name}: no model there; give a run folder, a checkpoint or a Hugging Face folder")
 
 
 def evaluate(cfg: EvalFlags) -> dict:
@@ -230,7 +230,7 @@ def evaluate(cfg: EvalFlags) -> dict:
     ks = [int(k) for k in cfg.k.split(",")]
     n = cfg.samples
     if max(ks) > n or min(ks) < 1:
-        raise ValueError(f"--k={cfg.k}: each k must lie between 1 and --samples={n}")
+        raise UserError(f"--k={cfg.k}: each k must lie between 1 and --samples={n}")
     setup = open_setup(cfg, PROBLEMS)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     context = setup.longest_prompt + cfg.max_tokens
@@ -261,7 +261,7 @@ def evaluate(cfg: EvalFlags) -> dict:
 def measure_mismatch(cfg: EvalFlags) -> dict:
     """The probe of mismatch.py."""
     if cfg.samples < 2:
-        raise ValueError(f"--samples={cfg.samples}: --mismatch compares responses, so at least 2 to a problem")
+        raise UserError(f"--samples={cfg.samples}: --mismatch compares responses, so at least 2 to a problem")
     setup = open_setup(cfg, PROBE_PROBLEMS)
     actor = find_model(cfg, "actor", "actor") if cfg.actor else None
     return mismatch.probe(cfg, setup, actor).as_dict()
@@ -303,7 +303,7 @@ def grade_gold(path: str) -> dict:
 
 
 def main(argv: list[str] | None = None) -> dict:
-    """One command; returns what --out writes. ValueError: one sentence."""
+    """One command; returns what --out writes. UserError: one sentence."""
     cfg = parse_flags(EvalFlags, sys.argv[1:] if argv is None else argv)
     if cfg.grade_gold:
         result = grade_gold(cfg.grade_gold)
@@ -319,7 +319,4 @@ def main(argv: list[str] | None = None) -> dict:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as e:
-        sys.exit(f"error: {e}")
+    run_command(main)

@@ -8,19 +8,21 @@
         \"\"\"Optimizer updates.\"\"\"             # the flag's help
 
 A field is a flag, its type says what it takes, the string below it is its help. A class may inherit from several
-such groups. `parse_flags(Flags, argv)` returns an instance, or raises ValueError with one sentence that names the
-flag.
+such groups. `parse_flags(Flags, argv)` returns an instance, or raises UserError, one sentence that names the
+flag; `run_command` prints it.
 """
 
 from __future__ import annotations
 
 import ast
 import difflib
+import errno
 import functools
 import inspect
 import sys
 import textwrap
 import tomllib
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -28,16 +30,62 @@ from typing import Literal, get_args, get_origin, get_type_hints
 NEAR = 0.75  # a name less like a flag than this is no slip of the finger, and gets no guess
 
 
+class UserError(ValueError):
+    """What is wrong can be mended by whoever gave the command; the message, one sentence, says how.
+
+    Such an error is printed without a traceback. Any other exception is a fault of ours and keeps its own."""
+
+
 def need(ok, sentence: str) -> None:
-    """ValueError with this sentence unless `ok`."""
+    """UserError with this sentence unless `ok`."""
     if not ok:
-        raise ValueError(sentence)
+        raise UserError(sentence)
+
+
+# what can be wrong with a file or a disk: the name of the file and the system's words are a sentence
+ABOUT_FILES = {
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EEXIST,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.ENOTEMPTY,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ESTALE,
+}
+
+
+def about_files(e: OSError) -> UserError | None:
+    """The sentence for a file that cannot be read or written; None for trouble of another kind."""
+    if e.errno not in ABOUT_FILES:
+        return None
+    where = f"{e.filename}: " if e.filename is not None else ""
+    return UserError(f"{where}{e.strerror}")
+
+
+def run_command(command: Callable[[], object], silent: bool = False) -> None:
+    """Run a process's command: a UserError becomes one sentence and exit code 1, as does trouble with a file.
+
+    silent: print nothing and exit with 2, for ranks of torchrun beside the first, which has the same to say."""
+    try:
+        command()
+    except (UserError, OSError) as e:
+        said = e if isinstance(e, UserError) else about_files(e)
+        if said is None:
+            raise
+        sys.exit(2 if silent else f"error: {said}")
 
 
 def parse_flags(cls, argv: list[str] | None = None, usage: str = ""):
     """An instance of the dataclass `cls` from `--key=value` arguments; by default the process's own.
 
-    ValueError: one sentence."""
+    UserError: one sentence."""
     return cls(**{key: convert(cls, key, value) for key, value in read(cls, argv, usage)})
 
 
@@ -89,7 +137,7 @@ TRUTH = {"True": True, "true": True, "False": False, "false": False}
 
 
 def convert(cls, key: str, text: str):
-    """The value of a flag from its text. ValueError: one sentence."""
+    """The value of a flag from its text. UserError: one sentence."""
     kind = types_of(cls)[key]
     if type(None) in get_args(kind):  # X | None: the default None leaves it to the objective
         if text == "None":
@@ -109,7 +157,7 @@ def convert(cls, key: str, text: str):
         return kind(text)
     except ValueError:
         wanted = "a whole number" if kind is int else "a number"
-        raise ValueError(f"--{key}={text}: not {wanted}") from None
+        raise UserError(f"--{key}={text}: not {wanted}") from None
 
 
 def read_toml(cls, path: str) -> dict:
@@ -118,7 +166,7 @@ def read_toml(cls, path: str) -> dict:
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as e:
-        raise ValueError(f"--config={path}: not valid TOML ({e})") from None
+        raise UserError(f"--config={path}: not valid TOML ({e})") from None
     kinds = types_of(cls)
     for key, value in values.items():
         need(key in kinds, f"{path}: {key}: no such flag{nearest(key, kinds)}")
@@ -139,11 +187,11 @@ def of_toml(path: str, key: str, value, kind):
 
 
 def choice(key: str, value, known) -> None:
-    """ValueError unless `value` is one of the known ones; it names the nearest."""
+    """UserError unless `value` is one of the known ones; it names the nearest."""
     if value not in known:
         near = difflib.get_close_matches(str(value), list(known), 1, 0.3)
         guess = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"--{key}={value}: not one of {', '.join(known)}{guess}")
+        raise UserError(f"--{key}={value}: not one of {', '.join(known)}{guess}")
 
 
 def groups_of(cls) -> list[type]:

@@ -21,6 +21,7 @@ import batching
 import objectives
 import quant
 from batching import Batch
+from flags import UserError
 from metrics import Sums, observe
 from model import Needs, PolicyAndActor, TokenStats, needs_of_ref_pass, needs_of_update
 
@@ -148,6 +149,7 @@ class Learner:
         self.skipped = 0  # of them without a step, for a non-finite loss or gradient
         self.skipped_in_a_row = 0
         self.rejected = 0  # of them without a token that was kept
+        self.error = ""  # why the run should end here
 
     @property
     def has_actor(self) -> bool:
@@ -257,7 +259,7 @@ class Learner:
 
     def _step(self, loss: float, all_rejected: bool = False) -> dict[str, float]:
         """Clip, check, step. A non-finite loss or gradient skips the step on every rank; too many in a row stop
-        the run.
+        the run (`error`).
 
         all_rejected: of a batch that was rejected whole the policy learns nothing (its optimizer's momentum must
         not move it either); the update is counted."""
@@ -274,12 +276,24 @@ class Learner:
         self.skipped += not finite
         self.rejected += all_rejected
         if self.skipped_in_a_row >= self.cfg.max_skips:
-            raise RuntimeError(
+            self.error = (
                 f"{self.skipped_in_a_row} updates in a row had a non-finite loss or gradient (the last: loss {loss}, "
                 f"gradient norm {norms['policy']}): lower --lr, or look at --is_cap and --grad_clip"
             )
+        if not self.is_finite():
+            raise UserError(
+                f"update {self.version} made weights infinite or NaN: lower --lr (now {self.cfg.lr}) or --actor_lr; "
+                f"the newest checkpoint in {self.cfg.out} is whole, --resume goes on from it"
+            )
         counts = {"skipped_steps": self.skipped, "rejected_steps": self.rejected, "stepped": finite}
         return out | {name: float(n) for name, n in counts.items()}
+
+    @torch.no_grad()
+    def is_finite(self) -> bool:
+        """Whether all weights are numbers, on every rank. Collective."""
+        shards = [getattr(p, "_local_tensor", p) for p in self.models.parameters()]
+        largest = torch.stack(torch._foreach_norm([x for x in shards if x.numel()], math.inf))
+        return not self.comm.any(not largest.isfinite().all())
 
     def _clip(self, name: str) -> float:
         """Clip one model's gradient; its norm before."""

@@ -133,7 +133,7 @@ def probe(cfg, setup, actor: str | None) -> Report:
     """Sample, score, print, draw.
 
     cfg: eval.EvalFlags. setup: eval.Setup, the learner's model and its problems. actor: folder of another model that
-    samples, or None. ValueError, one sentence: what does not go together."""
+    samples, or None. UserError, one sentence: what does not go together."""
     train_cfg = learner_config(cfg, setup)
     check_models(train_cfg, setup.folder, actor)
     sampling = Sampling.of(cfg)

@@ -500,7 +500,7 @@ def default_bounds(cfg) -> dict:
 
 
 def check(cfg) -> None:
-    """ValueError, one sentence: flags of the objective that contradict each other."""
+    """UserError, one sentence: flags of the objective that contradict each other."""
     choice("surrogate", cfg.surrogate, list(SURROGATES))
     need(
         cfg.clip_low >= 0 and cfg.clip_high >= 0,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flags import parse_flags
+from flags import UserError, parse_flags, run_command
 from run import read_metrics
 
 # What is drawn, in reading order: (title, keys), of which the first that a run has is used.
@@ -55,9 +55,9 @@ class PlotFlags:
 def draw(runs: list[str], out: str) -> str:
     """Write one PNG with a panel for each quantity and a line for each run; returns its path.
 
-    ValueError, one sentence: more runs than colours, or a folder that holds no run."""
+    UserError, one sentence: more runs than colours, or a folder that holds no run."""
     if len(runs) > len(COLOURS):
-        raise ValueError(f"{len(runs)} runs: at most {len(COLOURS)} lines can be told apart; draw fewer in one picture")
+        raise UserError(f"{len(runs)} runs: at most {len(COLOURS)} lines can be told apart; draw fewer in one picture")
     rows = {str(run): read_metrics(run) for run in runs}
     import matplotlib
 
@@ -325,12 +325,9 @@ def main(argv: list[str]) -> None:
     runs = list(takewhile(lambda arg: not arg.startswith("-"), argv))
     flags = parse_flags(PlotFlags, argv[len(runs) :], usage=USAGE)
     if not runs:
-        raise ValueError("name at least one run folder: python plot.py out/demo")
+        raise UserError("name at least one run folder: python plot.py out/demo")
     print(draw(runs, flags.out))
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except ValueError as e:
-        sys.exit(f"error: {e}")
+    run_command(lambda: main(sys.argv[1:]))

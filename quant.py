@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from flags import need
+from flags import UserError, need
 
 
 @dataclass(frozen=True)
@@ -215,13 +215,13 @@ def quantized_linears(model) -> dict[str, nn.Linear]:
 def align(model, fmt: Format | None):
     """Put a LowBitLinear in the place of each of the model's linear layers, and return the model.
 
-    fmt None: nothing changes. ValueError: a row of weights cannot be divided into whole groups."""
+    fmt None: nothing changes. UserError: a row of weights cannot be divided into whole groups."""
     if fmt is None:
         return model
     low_bit = {}
     for name, linear in quantized_linears(model).items():
         if fmt.group and linear.in_features % fmt.group:
-            raise ValueError(
+            raise UserError(
                 f"--quant_group={fmt.group}: {name} has rows of {linear.in_features}, which are not made of whole "
                 "groups; choose a divisor"
             )
@@ -350,7 +350,7 @@ def engine_config(fmt: Format) -> dict:
 
 
 def check(cfg) -> None:
-    """ValueError with one sentence if the flags of the formats contradict each other."""
+    """UserError with one sentence if the flags of the formats contradict each other."""
     need(
         cfg.learner_quant != "aligned" or cfg.rollout_quant != "none",
         "--learner_quant=aligned: the rollouts are not quantized, there is nothing to align with; name a "
@@ -360,7 +360,7 @@ def check(cfg) -> None:
 
 
 def check_model(cfg, folder: str) -> None:
-    """ValueError with one sentence if the formats of the flags cannot run here on the model of `folder`.
+    """UserError with one sentence if the formats of the flags cannot run here on the model of `folder`.
 
     Only the model's config.json is read."""
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -19,8 +19,10 @@ The engines that do the sampling (vLLM, or plain torch) are in engines.py.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -87,6 +89,16 @@ def request_seed(*key) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def given_back_if_it_fails(source):
+    """After an exception in here the source stands where it stood before the last `next`: no group is skipped."""
+    try:
+        yield
+    except Exception:
+        source.give_back()
+        raise
+
+
 @dataclass(eq=False, repr=False)
 class LocalSource:
     """An engine in this process, given a task's prompts, with the task's grading of what it samples.
@@ -117,6 +129,7 @@ class LocalSource:
         self.published = 0.0  # seconds, by the learner's clock
         self.proof: sync.Proof | None = None  # until `metrics` has reported it
         self.error = ""  # why no more groups can come; remote/source.py sets it
+        self.before: dict[str, Any] = {}  # what the last `next` has changed, as it was
 
     def now(self, learner_version: int) -> float:
         """The learner's clock, in seconds."""
@@ -137,9 +150,15 @@ class LocalSource:
         """The next n groups, sampled now with the newest published weights and graded.
 
         stop: a list that fills when the run must end, for sources that wait (remote/source.py)."""
+        self.remember("sequence")
         numbers = range(self.sequence, self.sequence + n_groups)
         self.sequence += n_groups
-        return self.sample(numbers)
+        with given_back_if_it_fails(self):
+            return self.sample(numbers)
+
+    def remember(self, *names: str) -> None:
+        """Note what `give_back` must put back."""
+        self.before = {name: copy.deepcopy(getattr(self, name)) for name in names}
 
     def identify(self, i: int) -> tuple[int, tuple[str, int, int]]:
         """(number of the problem, uid) of this source's i-th group.
@@ -198,7 +217,8 @@ class LocalSource:
         }
 
     def give_back(self) -> None:
-        """Take back groups that `next` handed out and that will not be trained on: nothing to do."""
+        """Take back what the last `next` handed out, or failed to: it will not be trained on."""
+        vars(self).update(self.before)
 
     def saved(self) -> None:
         """A checkpoint with the last state_dict is complete on disk: nothing to do."""

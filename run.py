@@ -8,13 +8,16 @@ OUT/checkpoints/     checkpoint.py
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import importlib.metadata
 import json
 import math
 import os
+import secrets
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +31,7 @@ import corrections
 import quant
 import tasks
 import warmstart
-from flags import need
+from flags import UserError, need
 from rollout import uniforms
 from sync import Probe
 from tasks import encode, make_task
@@ -77,25 +80,17 @@ class Run:
 
 
 def open_run(cfg: config.Config, comm) -> Run:
-    """Check run folder, task and models, make the embedded base models if they are asked for, write config.json.
+    """Check task and models, make the embedded base models if they are asked for. Nothing of the run is written yet.
 
-    ValueError: one sentence."""
+    UserError: one sentence."""
     from transformers import AutoConfig  # here and below where it is used: it takes seconds to load
 
     task = make_task(cfg)
     if cfg.eval_task:
         make_task(dataclasses.replace(cfg, task=cfg.eval_task))  # named now if it is missing or malformed
-    if (Path(cfg.out) / "metrics.jsonl").exists() and not (cfg.resume or cfg.overwrite):
-        raise ValueError(
-            f"--out={cfg.out} already holds a run: add --resume to go on, --overwrite to delete it, or name another "
-            "folder"
-        )
     warmstart.check(cfg, task)
     if cfg.model.startswith("base:"):
         check_vocabulary(cfg, tasks.VOCAB)
-    comm.barrier()  # every rank has looked before rank 0 writes
-    if comm.rank == 0:
-        prepare_folder(cfg)
     folders = {"policy": model_folder(cfg.model, cfg, comm), "actor": model_folder(cfg.actor, cfg, comm)}
     check_models(cfg, folders["policy"], folders["actor"])
     tokenizer = common_tokenizer(cfg, folders["policy"], folders["actor"])
@@ -103,22 +98,111 @@ def open_run(cfg: config.Config, comm) -> Run:
     context = longest_prompt(task, tokenizer) + cfg.max_tokens
     limit = min(c.max_position_embeddings for c in configs.values())
     if context > limit:
-        raise ValueError(
+        raise UserError(
             f"--max_tokens={cfg.max_tokens}: the longest prompt has {context - cfg.max_tokens} tokens, together more "
             f"than the model's context of {limit}; shorten the response or drop long prompts"
         )
-    newest = checkpoint.newest(Path(cfg.out)) if cfg.resume else None
-    return Run(cfg, task, tokenizer, folders["policy"], folders["actor"], context, configs, newest)
+    return Run(cfg, task, tokenizer, folders["policy"], folders["actor"], context, configs, newest(cfg, comm))
 
 
-def prepare_folder(cfg) -> None:
-    """The run folder and its config.json, first of all: from here on, a killed run can be resumed."""
+def newest(cfg, comm) -> Path | None:
+    """The checkpoint to resume from, the same on every rank."""
+    if not cfg.resume:
+        return None
+    chosen = checkpoint.newest(cfg.out) if comm.rank == 0 else None  # one rank reads all bytes
+    number = int(comm.max([int(chosen.name[5:]) if chosen else -1])[0])
+    return next((f for f in checkpoint.folders(cfg.out) if f.name == f"step_{number:06d}"), None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run folder
+# ---------------------------------------------------------------------------------------------------------------------
+
+LOCK = "lock"
+# What is written into a run folder. --overwrite deletes this, and nothing else that may lie there.
+WRITTEN = (
+    "config.json", "metrics.jsonl", "samples.jsonl", "curves.png", "checkpoints", "versions", "tensorboard", "wandb",
+    "remote*.log*",
+)  # fmt: skip
+
+
+@contextmanager
+def locked(cfg, comm):
+    """The run folder, checked, and for this process alone as long as the context lasts. UserError: one sentence."""
+    lock = None
+    if comm.rank == 0:
+        check_folder(cfg)
+        folder = Path(cfg.out)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = lock_folder(folder)
+        except OSError as e:
+            raise UserError(f"--out={cfg.out}: cannot be written ({e.strerror}); name another folder") from None
+        need(lock, f"--out={cfg.out}: another process works in this folder; wait for its end, or name another one")
+    comm.barrier()
+    try:
+        yield
+    finally:
+        if lock:
+            lock.close()
+
+
+def lock_folder(folder: Path):
+    """An open file that keeps every other process out of the folder; None where another one is in it."""
+    lock = open(folder / LOCK, "a")  # noqa: SIM115  closing it gives the lock back
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        return None
+    return lock
+
+
+def check_folder(cfg) -> None:
+    """UserError if --out cannot be the folder of this run. Reads, and writes nothing."""
+    need(cfg.out.strip(), "--out is empty: name the folder of this run, such as --out=out/run")
     folder = Path(cfg.out)
+    need(folder.is_dir() or not folder.exists(), f"--out={cfg.out}: a file, not a folder; name another one")
+    ours = holds_run(folder)
+    foreign = (folder / "config.json").exists() and not ours
+    need(not foreign, f"--out={cfg.out}: its config.json is not one of a run; name another folder")
     if cfg.overwrite:
-        shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
+        for path, what in ((Path.cwd(), "the working folder"), (Path(cfg.base_dir), "--base_dir")):
+            inside = path.resolve().is_relative_to(folder.resolve())
+            need(not inside, f"--overwrite: --out={cfg.out} holds {what}; name the folder of one run")
+        empty = not folder.exists() or all(path.name == LOCK for path in folder.iterdir())
+        need(
+            ours or empty, f"--overwrite: --out={cfg.out} holds files and no run; nothing is deleted, name another one"
+        )
+    elif not cfg.resume:
+        need(
+            not (folder / "metrics.jsonl").exists(),
+            f"--out={cfg.out} already holds a run: add --resume to go on, --overwrite to delete it, or name another "
+            "folder",
+        )
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether this is the folder of a run: its config.json says so."""
+    try:
+        made = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return "objective" in made["config"] and "command" in made
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def prepare_folder(run: Run) -> None:
+    """Write config.json, after everything has been checked: only now the run of before is deleted (--overwrite)."""
+    cfg, folder = run.cfg, run.folder
+    if cfg.overwrite:
+        for path in [path for pattern in WRITTEN for path in folder.glob(pattern)]:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
     made = provenance(cfg)
     if cfg.resume:  # what started the run stays, what goes on from here is added
+        checkpoint.set_aside(cfg.out, run.checkpoint)
         first = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         again = {key: made[key] for key in ("command", "git")}
         made = {**first, "config": made["config"], "resumed": [*first.get("resumed", []), again]}
@@ -132,6 +216,7 @@ def provenance(cfg) -> dict:
     git = ["git", "describe", "--always", "--dirty"]
     revision = subprocess.run(git, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
     return {
+        "id": secrets.token_hex(4),  # tells runs of one name apart
         "config": dataclasses.asdict(cfg),
         "command": " ".join(sys.argv),
         "git": revision or None,
@@ -165,12 +250,12 @@ def model_folder(name: str, cfg, comm) -> str | None:
 
 
 def check_models(cfg, policy: str, actor: str | None) -> None:
-    """What can be wrong between models and flags, from config.json alone. ValueError: one sentence."""
+    """What can be wrong between models and flags, from config.json alone. UserError: one sentence."""
     sizes = [
         json.loads((Path(f) / "config.json").read_text(encoding="utf-8"))["vocab_size"] for f in (policy, actor) if f
     ]
     if len(set(sizes)) > 1:
-        raise ValueError(
+        raise UserError(
             f"--actor={actor}: its vocabulary has {sizes[1]} tokens and the policy's {sizes[0]}; actor and policy must "
             "share one"
         )
@@ -196,12 +281,12 @@ def check_vocabulary(cfg, vocabulary: int) -> None:
 
 
 def common_tokenizer(cfg, policy: str, actor: str | None):
-    """The policy's tokenizer. ValueError if the actor's has another vocabulary."""
+    """The policy's tokenizer. UserError if the actor's has another vocabulary."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(policy)
     if actor and AutoTokenizer.from_pretrained(actor).get_vocab() != tokenizer.get_vocab():
-        raise ValueError(
+        raise UserError(
             f"--actor={cfg.actor}: its tokenizer differs from the policy's; actor and policy must share one vocabulary"
         )
     return tokenizer
@@ -213,7 +298,7 @@ def longest_prompt(task, tokenizer) -> int:
 
 
 def load_model(folder: str):
-    """A causal LM in float32. ValueError if its weights do not fit its config."""
+    """A causal LM in float32. UserError if its weights do not fit its config."""
     from transformers import AutoModelForCausalLM
 
     whole = "give a whole checkpoint of that shape"
@@ -221,10 +306,10 @@ def load_model(folder: str):
         model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     except RuntimeError as e:
         first = str(e).splitlines()[0]
-        raise ValueError(f"{folder}: its weights do not fit its config.json ({first}); {whole}") from None
+        raise UserError(f"{folder}: its weights do not fit its config.json ({first}); {whole}") from None
     wrong = sorted(map(str, (*info["mismatched_keys"], *info["missing_keys"])))
     if wrong:
-        raise ValueError(f"{folder}: its weights do not fit its config.json (first: {wrong[0]}); {whole}")
+        raise UserError(f"{folder}: its weights do not fit its config.json (first: {wrong[0]}); {whole}")
     return model
 
 
@@ -263,8 +348,10 @@ class Log:
         if cfg.wandb:
             import wandb
 
+            made = json.loads((run / "config.json").read_text(encoding="utf-8"))
+            name = f"{run.name}-{made['id']}" if "id" in made else run.name
             self.wandb = wandb.init(
-                project=cfg.wandb, name=run.name, dir=str(run), config=vars(cfg), id=run.name, resume="allow"
+                project=cfg.wandb, name=run.name, dir=str(run), config=vars(cfg), id=name, resume="allow"
             )
 
     def write(self, step: int, values: dict) -> None:
@@ -298,22 +385,28 @@ def truncate(path: Path, step: int) -> None:
     """Keep the lines of updates before `step`: what a resumed run has not done again must not stand there twice."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            break  # a line cut short by a kill: everything after it is later
-        if row["step"] < step:
-            kept.append(line)
+    kept = [json.dumps(row) + "\n" for row in rows(path) if row["step"] < step]
     scratch = path.with_suffix(".tmp")
-    scratch.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    scratch.write_text("".join(kept), encoding="utf-8")
     os.replace(scratch, path)
 
 
+def rows(path: Path) -> list[dict]:
+    """The lines of a metrics.jsonl. One that is damaged is left out, and named unless a kill has cut it short."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    out = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            out.append({"step": row["step"], **row})
+        except (ValueError, TypeError, KeyError):
+            if number < len(lines):
+                print(f"warning: {path}, line {number}: not a line of metrics, left out", file=sys.stderr)
+    return out
+
+
 def read_metrics(run: Path | str) -> list[dict]:
-    """The lines of a run's metrics.jsonl."""
+    """The lines of a run's metrics.jsonl. UserError: there is none."""
     path = Path(run) / "metrics.jsonl"
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; give the folder of a run (it holds metrics.jsonl)")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    need(path.is_file(), f"{path}: no such file; give the folder of a run (it holds metrics.jsonl)")
+    return rows(path)

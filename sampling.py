@@ -96,7 +96,7 @@ def ragged(allowed: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def check(cfg) -> None:
-    """ValueError with one sentence if the flags ask for something that cannot be sampled."""
+    """UserError with one sentence if the flags ask for something that cannot be sampled."""
     need(cfg.temperature > 0, f"--temperature={cfg.temperature}: must be above 0")
     need(0 < cfg.top_p <= 1, f"--top_p={cfg.top_p}: a probability mass in (0, 1]; 1 keeps all tokens")
     need(cfg.top_k >= 0, f"--top_k={cfg.top_k}: must be 0 (all tokens) or more")

@@ -21,6 +21,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from flags import UserError
+
 NUMBERS = 200  # the numbers 0..199 are one token each
 VOCAB = 256  # numbers, signs, and spare words up to a multiple of 32
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -75,7 +77,7 @@ class Arithmetic:
             held_out = hashlib.sha256(text.encode()).digest()[0] < 32
             if held_out == (split == "test"):
                 return Problem(text, text + " :", str(total))
-        raise ValueError(f"no {split} problem in 1000 draws: raise --task_max_ops or --task_operand")
+        raise UserError(f"no {split} problem in 1000 draws: raise --task_max_ops or --task_operand")
 
     def find(self, id: str) -> Problem:
         """The problem of an id, which is its text."""
@@ -186,33 +188,33 @@ class Jsonl:
 
 
 def read_jsonl(path: str | Path) -> list[dict]:
-    """Rows {text, answer} of a JSONL file. ValueError, one sentence, names file and line."""
+    """Rows {text, answer} of a JSONL file. UserError, one sentence, names file and line."""
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"--task={path}: no such file; give `arith` or the path of a JSONL file")
+        raise UserError(f"--task={path}: no such file; give `arith` or the path of a JSONL file")
     lines = path.read_text(encoding="utf-8").splitlines()
     rows = [read_row(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
     if not rows:
-        raise ValueError(f"{path}: no problems in the file; each line needs `problem` (or `question`) and `answer`")
+        raise UserError(f"{path}: no problems in the file; each line needs `problem` (or `question`) and `answer`")
     return rows
 
 
 def read_row(line: str, place: str) -> dict:
     """One line with `problem` or `question`, and `answer`, as {text, answer}.
 
-    place: file and line, for the ValueError."""
+    place: file and line, for the UserError."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError as e:
-        raise ValueError(f"{place}: not valid JSON ({e.msg}); mend or remove that line") from None
+        raise UserError(f"{place}: not valid JSON ({e.msg}); mend or remove that line") from None
     if not isinstance(row, dict):
-        raise ValueError(f"{place}: not a JSON object; each line needs `problem` (or `question`) and `answer`")
+        raise UserError(f"{place}: not a JSON object; each line needs `problem` (or `question`) and `answer`")
     text = row.get("problem", row.get("question"))
     if not isinstance(text, str) or not text.strip():
-        raise ValueError(f"{place}: no `problem` or `question` text; add one")
+        raise UserError(f"{place}: no `problem` or `question` text; add one")
     answer = row.get("answer")
     if not isinstance(answer, (str, int, float)) or str(answer).strip() == "":
-        raise ValueError(f"{place}: no `answer`; add one")
+        raise UserError(f"{place}: no `answer`; add one")
     return {"text": text, "answer": final_answer(str(answer))}
 
 
@@ -267,14 +269,14 @@ def grade_all(task, tokenizer, problems, groups) -> None:
 
 
 def check(cfg) -> None:
-    """ValueError, one sentence, if the task_* flags allow no problem."""
+    """UserError, one sentence, if the task_* flags allow no problem."""
     if cfg.task != "arith":
         return
     if not 1 <= cfg.task_min_ops <= cfg.task_max_ops:
-        raise ValueError(f"--task_min_ops={cfg.task_min_ops}: must be between 1 and --task_max_ops={cfg.task_max_ops}")
+        raise UserError(f"--task_min_ops={cfg.task_min_ops}: must be between 1 and --task_max_ops={cfg.task_max_ops}")
     if cfg.task_explain < 0:
-        raise ValueError(f"--task_explain={cfg.task_explain}: must be 0 (no explanations) or more tokens")
+        raise UserError(f"--task_explain={cfg.task_explain}: must be 0 (no explanations) or more tokens")
     if not 1 <= cfg.task_operand <= cfg.task_total < NUMBERS:
-        raise ValueError(
+        raise UserError(
             f"--task_total={cfg.task_total}: must be below {NUMBERS} and no less than --task_operand={cfg.task_operand}"
         )

@@ -18,6 +18,8 @@ import sys
 import time
 from contextlib import contextmanager
 
+from flags import UserError, need, run_command
+
 # before torch is imported: its idle threads sleep, and leave the cores to a neighbour (results/spin.py)
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -35,36 +37,49 @@ from engines import make_engine
 from eval import fresh_advantage, held_out
 from learner import LOCAL_RANK, Comm, Learner
 from model import needs_of_exact_kappa
-from rollout import LocalSource
-from run import Log, open_run
+from rollout import LocalSource, given_back_if_it_fails
+from run import Log, locked, open_run, prepare_folder
 
 
 def train(cfg: config.Config) -> None:
-    """Run `--steps` updates, or until a signal; saved and reported at the end. ValueError: one sentence."""
-    t = Training(cfg)
-    signals = catch_signals()
+    """Run `--steps` updates, or until a signal; saved and reported at the end. UserError: one sentence."""
+    comm = Comm.start(patience=cfg.give_up + 1800)
+    with locked(cfg, comm):
+        t = Training(cfg, comm)
+        try:
+            loop(t, catch_signals())
+        except UserError:
+            raise
+        except Exception:  # a fault of ours: what was computed is not lost by it
+            t.rescue()
+            raise
+
+
+def loop(t: Training, signals: list[str]) -> None:
+    """Update, evaluate, log and save in turn."""
+    cfg = t.cfg
     log = Log(t.run.folder, cfg, t.step) if t.comm.rank == 0 else None
     if t.step == 0:
         values = t.evaluate()
         if log:
             log.write(-1, values | t.read_clock())
     bar = tqdm(total=cfg.steps, initial=t.step, desc=cfg.objective, disable=log is None, dynamic_ncols=True)
-    saved_at, halt = t.step, False
+    halt = False
     while t.step < cfg.steps and not halt:
         if not t.pending and not t.roll_out(signals):
             break
         values = t.update()
         if due(cfg.eval_every, t.step) or t.step == cfg.steps:
             values |= t.evaluate()
-        halt = t.comm.any(signals)  # a signal to one rank stops all of them, at the same update
+        # a signal to one rank stops all of them, at the same update
+        halt = t.comm.any(signals) or bool(t.learner.error)
         if log:
             log.write(t.step - 1, values | t.read_clock())
             bar.update(1)
             bar.set_postfix(progress(values))
         if due(cfg.save_every, t.step):
             t.save()
-            saved_at = t.step
-    if t.step != saved_at:
+    if t.step != t.saved_at:
         t.save()
     bar.close()
     if log:
@@ -75,18 +90,17 @@ def train(cfg: config.Config) -> None:
             else f"stopped after update {t.step}, saved: {how_to_resume(cfg)}"
         )
     t.source.close()  # last: vLLM's shutdown also ends the process group
-    if t.source.error:
-        raise ValueError(t.source.error)
+    need(not (t.source.error or t.learner.error), t.source.error or t.learner.error)
 
 
 class Training:
     """What a run has, and the stages of its loop."""
 
-    def __init__(self, cfg: config.Config):
+    def __init__(self, cfg: config.Config, comm: Comm):
         """Everything that can be wrong is found before the first model loads (config.py, run.py)."""
         self.cfg = cfg
-        self.comm = Comm.start(patience=cfg.give_up + 1800)
-        self.run = open_run(cfg, self.comm)  # task, tokenizer, model folders, run folder, newest checkpoint
+        self.comm = comm
+        self.run = open_run(cfg, self.comm)  # task, tokenizer, model folders, newest checkpoint
         self.source = open_source(cfg, self.run, self.comm)
         self.learner = Learner(*self.run.load_models(), cfg, self.comm)
         self.updates_per_rollout = cfg.rollout_batch // cfg.train_batch
@@ -99,6 +113,10 @@ class Training:
         if self.run.checkpoint:
             saved = checkpoint.load(self.run.checkpoint, self.learner, self.source)
             self.step, self.pending, self.controllers = saved
+        self.saved_at = self.step
+        if comm.rank == 0:
+            prepare_folder(self.run)
+        comm.barrier()  # nobody writes there before
 
     def roll_out(self, signals) -> bool:
         """Stages 1 to 3: a new batch of groups into `pending`. False: a signal came first, or no sampler is left."""
@@ -117,7 +135,7 @@ class Training:
         self.values |= source.metrics()
         # 3. the ref pass, where the objective must know p_ref before the first update
         if "ref" in objectives.passes_needed(cfg, self.controllers, self.updates_per_rollout):
-            with timer(self.clock, "ref_s"):
+            with timer(self.clock, "ref_s"), given_back_if_it_fails(source):
                 columns = learner.ref_columns(batching.collate(groups, cfg), cfg.obrs_lambda)
                 batching.write_ref_columns(groups, columns)
         self.pending = [groups[i : i + n] for i in range(0, len(groups), n)]
@@ -161,6 +179,20 @@ class Training:
         with timer(self.clock, "save_s"):
             checkpoint.save(self.run, self.step, self.learner, self.source, self.pending, self.controllers)
             self.source.saved()
+            self.saved_at = self.step
+
+    def rescue(self) -> None:
+        """After an exception: save what stands at an update's boundary, if this is the only process and all is finite.
+
+        With several ranks the others cannot be asked any more, and the checkpoint before stands."""
+        between_updates = self.learner.version == self.step
+        if self.comm.size > 1 or self.step == self.saved_at or not between_updates or not self.learner.is_finite():
+            return
+        try:
+            self.save()
+            print(f"an error after update {self.step}, saved: {how_to_resume(self.cfg)}", file=sys.stderr)
+        except Exception as e:  # the first error is the one to be told
+            print(f"an error after update {self.step}, which could not be saved: {e}", file=sys.stderr)
 
     def read_clock(self) -> dict[str, float]:
         """Seconds by stage since it was last read."""
@@ -231,7 +263,4 @@ def catch_signals() -> list[str]:
 
 
 if __name__ == "__main__":
-    try:
-        train(config.parse())
-    except ValueError as e:
-        sys.exit(f"error: {e}" if LOCAL_RANK == 0 else 2)
+    run_command(lambda: train(config.parse()), silent=LOCAL_RANK > 0)

@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +23,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from engines import HFEngine
+from flags import UserError, run_command
 from rollout import request_seed
 from sampling import Sampling
 from tasks import VOCAB, arithmetic_tokenizer, encode, grade_all, make_task
@@ -49,9 +49,9 @@ MOST_STEPS = 6000
 
 
 def check(cfg, task) -> None:
-    """ValueError, one sentence, if the context of the embedded policy (not made yet) is too short."""
+    """UserError, one sentence, if the context of the embedded policy (not made yet) is too short."""
     if cfg.model.startswith("base:") and task.max_prompt() + cfg.max_tokens > CONTEXT:
-        raise ValueError(
+        raise UserError(
             f"--max_tokens={cfg.max_tokens}: with prompts of up to {task.max_prompt()} tokens that is over "
             f"the model's context of {CONTEXT}"
         )
@@ -182,7 +182,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as e:
-        sys.exit(f"error: {e}")
+    run_command(main)

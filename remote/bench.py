@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from bench import alternate, parse, print_table
+from flags import run_command
 from remote import wire
 from remote.account import Account, Spool
 from remote.groups import Limits
@@ -175,7 +176,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except ValueError as e:
-        sys.exit(f"error: {e}")
+    run_command(lambda: main(sys.argv[1:]))

@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from flags import UserError
 from remote import wire
 from remote.account import (
     Account,
@@ -363,13 +364,13 @@ class FilesLink(threading.Thread):
 
 
 def wait_for_ranks(folder: Path, flags) -> int:
-    """The number of the learner's ranks, once it is there. ValueError after --give_up seconds without one."""
+    """The number of the learner's ranks, once it is there. UserError after --give_up seconds without one."""
     start = time.monotonic()
     printed = start
     while not (folder / "welcome").is_file():
         now = time.monotonic()
         if now - start > flags.give_up:
-            raise ValueError(
+            raise UserError(
                 f"--connect={flags.connect}: no learner there for {flags.give_up:.0f} s; "
                 f"start it with --samplers=files --sync_path={folder}"
             )

@@ -20,6 +20,7 @@ from pathlib import Path
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from flags import UserError
 from remote import wire
 from remote.account import VERSIONS, Account, Arrived, sampler_of, split
 from remote.groups import Limits
@@ -91,7 +92,7 @@ class Hub(threading.Thread):
         try:
             self.socket.bind(bind)
         except zmq.ZMQError as e:
-            raise ValueError(
+            raise UserError(
                 f"--bind={bind}: {zmq.strerror(e.errno)}; name a free address of this host, such as tcp://*:5555"
             ) from None
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)

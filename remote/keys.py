@@ -19,6 +19,8 @@ from typing import NamedTuple
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
+from flags import UserError
+
 
 class SamplerKeys(NamedTuple):
     """What a sampler has, as ZeroMQ wants it."""
@@ -31,10 +33,10 @@ class SamplerKeys(NamedTuple):
 def make_keys(out: str, samplers: int) -> None:
     """OUT/learner and OUT/sampler0, ...: a folder of keys for each machine, secrets readable by their owner alone.
 
-    ValueError: there is something in OUT already."""
+    UserError: there is something in OUT already."""
     root = Path(out)
     if root.exists() and any(root.iterdir()):
-        raise ValueError(f"{out} is not empty: keys are not overwritten; name a new folder")
+        raise UserError(f"{out} is not empty: keys are not overwritten; name a new folder")
     learner = root / "learner"
     folders = [root / f"sampler{i}" for i in range(samplers)]
     for folder in (learner, *folders):
@@ -49,15 +51,15 @@ def make_keys(out: str, samplers: int) -> None:
 
 
 def own_keys(folder: str) -> tuple[bytes, bytes]:
-    """(public, secret) of the machine whose key folder this is. ValueError: none there, or readable by others."""
+    """(public, secret) of the machine whose key folder this is. UserError: none there, or readable by others."""
     found = sorted(Path(folder).glob("*.key_secret"))
     if len(found) != 1:
-        raise ValueError(
+        raise UserError(
             f"--keys={folder}: {len(found)} secret keys there instead of one; "
             "`python -m remote.keys OUT --samplers=N` makes a folder for each machine"
         )
     if found[0].stat().st_mode & 0o077:
-        raise ValueError(
+        raise UserError(
             f"--keys={folder}: {found[0].name} can be read by others; "
             "chmod 600 it, or make new keys if someone may have read it"
         )
@@ -65,10 +67,10 @@ def own_keys(folder: str) -> tuple[bytes, bytes]:
 
 
 def sampler_keys(folder: str) -> SamplerKeys:
-    """The keys in a sampler's key folder. ValueError: no such folder."""
+    """The keys in a sampler's key folder. UserError: no such folder."""
     learner = Path(folder) / "learner.key"
     if not learner.is_file():
-        raise ValueError(
+        raise UserError(
             f"--keys={folder}: no learner.key there; copy the folder that `python -m remote.keys` made for this sampler"
         )
     return SamplerKeys(*own_keys(folder), learner=zmq.auth.load_certificate(learner)[0])
@@ -90,11 +92,11 @@ class KnownKeys:
 def secure(context, socket, keys: str, log) -> ThreadAuthenticator:
     """Encrypt a socket that will be bound, and let in only the samplers whose public keys lie in KEYS/samplers.
 
-    ValueError: no keys there. The caller stops the authenticator."""
+    UserError: no keys there. The caller stops the authenticator."""
     public, secret = own_keys(keys)
     known = {zmq.auth.load_certificate(path)[0] for path in (Path(keys) / "samplers").glob("*.key")}
     if not known:
-        raise ValueError(
+        raise UserError(
             f"--keys={keys}: no sampler's public key in its folder samplers, so nobody could come in; "
             "is this the learner's folder?"
         )

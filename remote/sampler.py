@@ -14,10 +14,10 @@ each other.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import queue
-import sys
 import time
 import tomllib
 from dataclasses import dataclass, fields, replace
@@ -32,7 +32,7 @@ import quant
 from config import Config, DelayFlags, EngineFlags
 from delay import DelayDistribution, check_distribution
 from engines import make_engine
-from flags import parse_flags
+from flags import UserError, parse_flags, run_command
 from remote import wire
 from remote.account import Spool
 from remote.files import FilesLink, wait_for_ranks
@@ -90,7 +90,7 @@ class SamplerFlags(EngineFlags, DelayFlags):
 
 
 def sample(flags: SamplerFlags) -> None:
-    """Run until a signal comes. ValueError: the learner refuses, or is silent for longer than --give_up."""
+    """Run until a signal comes. UserError: the learner refuses, or is silent for longer than --give_up."""
     incarnation = int(time.time() * 1000)
     connection = connect(flags, incarnation)
     try:
@@ -129,7 +129,7 @@ class Sampler:
         self.loading = 0.0  # seconds spent loading weights since `began`
 
     def run(self) -> None:
-        """ValueError with the link's error, when it has one."""
+        """UserError with the link's error, when it has one."""
         while not self.link.error:
             check_same_run(self.link, self.welcome)
             if self.began is not None and time.monotonic() - self.printed > PRINT_EVERY:
@@ -141,7 +141,7 @@ class Sampler:
                 continue
             # The ranks in turn, except that one that has enough is left out.
             self.sample_for(min(hungry, key=self.sampled.get))
-        raise ValueError(self.link.error)
+        raise UserError(self.link.error)
 
     def print_progress(self) -> None:
         self.printed = time.monotonic()
@@ -204,24 +204,24 @@ class Sampler:
 
 
 def first_welcome(link: Link | FilesLink) -> wire.Welcome:
-    """What the learner wants, once it has said so. ValueError with the link's error."""
+    """What the learner wants, once it has said so. UserError with the link's error."""
     while not link.error:
         try:
             return link.welcome.get(timeout=0.05)
         except queue.Empty:
             pass
-    raise ValueError(link.error)
+    raise UserError(link.error)
 
 
 def check_same_run(link: Link | FilesLink, welcome: wire.Welcome) -> None:
-    """ValueError if the learner has started anew and wants something else."""
+    """UserError if the learner has started anew and wants something else."""
     while not link.welcome.empty():
         again = link.welcome.get()
         changed = [k for k in {**welcome.run, **again.run} if welcome.run.get(k) != again.run.get(k)]
         if again.setup != welcome.setup:
             changed.append("model's configuration or tokenizer")
         if changed:
-            raise ValueError(
+            raise UserError(
                 f"the learner started anew and asks for something else (its {', '.join(changed)}): "
                 "start this sampler again"
             )
@@ -243,13 +243,13 @@ class Connection:
 
 
 def connect(flags: SamplerFlags, incarnation: int) -> Connection:
-    """Check the flags, lock the folder, start the link. ValueError: one sentence."""
+    """Check the flags, lock the folder, start the link. UserError: one sentence."""
     if not flags.connect:
-        raise ValueError("--connect: name the learner's address, tcp://HOST:PORT, a file of routes, or a shared folder")
+        raise UserError("--connect: name the learner's address, tcp://HOST:PORT, a file of routes, or a shared folder")
     name = own_name(flags)
     check_distribution(flags)
     if flags.groups < 1 or flags.spool_groups < flags.groups:
-        raise ValueError(
+        raise UserError(
             f"--groups={flags.groups} --spool_groups={flags.spool_groups}: "
             "at least one group at once, and a spool that holds a batch"
         )
@@ -263,11 +263,11 @@ def connect(flags: SamplerFlags, incarnation: int) -> Connection:
 
 
 def own_name(flags: SamplerFlags) -> str:
-    """--name, or the name of the keys, or the host's. ValueError if it cannot be a sampler's name."""
+    """--name, or the name of the keys, or the host's. UserError if it cannot be a sampler's name."""
     host = os.uname().nodename
     name = flags.name or (host if flags.keys == "none" else Path(flags.keys).name)
     if "/" in name or "." in name:
-        raise ValueError(f"--name={name}: a sampler's name has no slash and no dot")
+        raise UserError(f"--name={name}: a sampler's name has no slash and no dot")
     return name
 
 
@@ -275,12 +275,12 @@ LOCKS = []  # open as long as the process lives
 
 
 def lock_folder(folder: Path) -> None:
-    """One process for each folder. ValueError: another one works there."""
+    """One process for each folder. UserError: another one works there."""
     lock = open(folder / "lock", "w")  # noqa: SIM115 (closing it would give the lock back)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise ValueError(
+        raise UserError(
             f"{folder}: another sampler works there; give this one a --name or a --spool of its own"
         ) from None
     LOCKS.append(lock)
@@ -294,11 +294,11 @@ def routes(where: str, name: str) -> tuple[list[str], list[str]]:
     try:
         tables = tomllib.loads(Path(where).read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as e:
-        raise ValueError(f"--connect={where}: no file of routes ({e})") from None
+        raise UserError(f"--connect={where}: no file of routes ({e})") from None
     learners, samplers = tables.get("learners", {}), tables.get("samplers", {})
     ranks = samplers.get(name, samplers.get("*"))
     if ranks is None or any(str(rank) not in learners for rank in ranks):
-        raise ValueError(
+        raise UserError(
             f'{where}: no route for {name}; it needs [learners] 0 = "tcp://..." and [samplers] {name} = [0]'
         )
     return [learners[str(rank)] for rank in ranks], [f"{name}.{rank}" for rank in ranks]
@@ -314,7 +314,7 @@ def connect_folder(
 ) -> Connection:
     """A link over a shared folder, as soon as a learner is there. The spool lies in the shared folder."""
     if not shared.is_dir():
-        raise ValueError(
+        raise UserError(
             f"--connect={flags.connect}: neither an address such as tcp://HOST:PORT nor a folder that is there"
         )
     ranks = wait_for_ranks(shared, flags)
@@ -330,11 +330,11 @@ def connect_sockets(
     """A link over ZeroMQ. The spool lies in this sampler's own folder."""
     for address in addresses:
         if address.startswith("tcp://") and not address.rpartition(":")[2].isdigit():
-            raise ValueError(f"--connect={address}: no port; write tcp://HOST:PORT")
+            raise UserError(f"--connect={address}: no port; write tcp://HOST:PORT")
     keys = None if flags.keys == "none" else sampler_keys(flags.keys)
     on_this_host = all(a.startswith(("tcp://127.0.0.1:", "tcp://localhost:", "ipc://")) for a in addresses)
     if keys is None and not on_this_host:
-        raise ValueError(
+        raise UserError(
             f"--connect={flags.connect}: over a network keys are needed "
             "(--keys; `python -m remote.keys OUT --samplers=N` makes them)"
         )
@@ -384,7 +384,7 @@ class SamplerSource(LocalSource):
 
 
 def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> SamplerSource:
-    """Engine, task and tokenizer as the learner describes them. ValueError: one sentence."""
+    """Engine, task and tokenizer as the learner describes them. UserError: one sentence."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     run, model = welcome.run, folder / "model"
@@ -422,7 +422,7 @@ def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> Sam
 
 
 def configure(run: dict, flags: SamplerFlags) -> Config:
-    """The learner's flags, and this host's for the engine. ValueError if they do not go together."""
+    """The learner's flags, and this host's for the engine. UserError if they do not go together."""
     known = {f.name for f in fields(Config)}
     cfg = Config(**{k: v for k, v in run["config"].items() if k in known})
     if cfg.task != "arith":
@@ -430,7 +430,7 @@ def configure(run: dict, flags: SamplerFlags) -> Config:
     learner_quant = run["config"]["rollout_quant"]
     own_quant = learner_quant if flags.rollout_quant == "auto" else flags.rollout_quant
     if run["packed"] and own_quant != learner_quant:
-        raise ValueError(
+        raise UserError(
             f"--rollout_quant={own_quant}: the learner publishes {learner_quant} (its --sync_dtype=quantized); "
             "use that, or let it publish float32"
         )
@@ -445,39 +445,35 @@ def configure(run: dict, flags: SamplerFlags) -> Config:
 
 
 def check_task(path: str, learners: str, digest: str) -> None:
-    """ValueError unless this host has the learner's task file."""
+    """UserError unless this host has the learner's task file."""
     if not path or not Path(path).is_file() or sha256(Path(path).read_bytes()).hexdigest() != digest:
-        raise ValueError(f"--task={path}: not the learner's {learners}; copy that file here and name it with --task")
+        raise UserError(f"--task={path}: not the learner's {learners}; copy that file here and name it with --task")
 
 
 def check_own_model(folder: str, tokenizer, config, context: int) -> None:
-    """ValueError unless a model of this host's own has the learner's vocabulary and enough context."""
+    """UserError unless a model of this host's own has the learner's vocabulary and enough context."""
     from transformers import AutoConfig, AutoTokenizer
 
     if not (Path(folder) / "config.json").is_file():
-        raise ValueError(f"--model={folder}: no Hugging Face model folder (no config.json there)")
+        raise UserError(f"--model={folder}: no Hugging Face model folder (no config.json there)")
     own = AutoConfig.from_pretrained(folder)
     same_vocabulary = (
         own.vocab_size == config.vocab_size
         and AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
     )
     if not same_vocabulary:
-        raise ValueError(
+        raise UserError(
             f"--model={folder}: its tokenizer or vocabulary differs from the learner's; a sampler must share them"
         )
     if own.max_position_embeddings < context:
-        raise ValueError(
+        raise UserError(
             f"--model={folder}: a context of {own.max_position_embeddings} tokens, and the learner asks for {context}"
         )
 
 
 def main(argv: list[str] | None = None) -> None:
-    try:
-        sample(parse_flags(SamplerFlags, argv))
-    except ValueError as e:
-        sys.exit(f"error: {e}")
-    except KeyboardInterrupt:
-        pass
+    with contextlib.suppress(KeyboardInterrupt):
+        run_command(lambda: sample(parse_flags(SamplerFlags, argv)))
 
 
 if __name__ == "__main__":

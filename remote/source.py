@@ -66,7 +66,7 @@ def open_remote_source(cfg, run, model: str, topk: int, max_allowed: int, comm) 
     """The source of --samplers=zmq or files, not yet open to samplers: the first `publish` lets them in.
 
     run: run.Run. model: "policy" or "actor", the one that samples. topk: alternatives to record for each token;
-    max_allowed: tokens of a set of allowed tokens, 0 where none are recorded. ValueError: the address is taken, or the
+    max_allowed: tokens of a set of allowed tokens, 0 where none are recorded. UserError: the address is taken, or the
     keys are not there."""
     welcome = wire.Welcome(
         protocol=wire.PROTOCOL,

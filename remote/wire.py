@@ -37,6 +37,8 @@ from typing import NamedTuple
 import msgspec
 import zmq
 
+from flags import UserError
+
 PROTOCOL = 2
 LEAF = 1 << 20  # bytes
 MOST = 16 * LEAF + 4096  # bytes of a message; whoever sends more is cut off before they are read
@@ -367,12 +369,12 @@ def pack_setup(folder: str) -> dict[str, bytes]:
 
 
 def unpack_setup(files: dict[str, bytes], folder: Path) -> None:
-    """Write what pack_setup packed. ValueError: a file outside the folder, or one too big to be a small file."""
+    """Write what pack_setup packed. UserError: a file outside the folder, or one too big to be a small file."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
         if Path(name).name != name:
-            raise ValueError(f"the learner sent a file called {name!r}; it is not written")
+            raise UserError(f"the learner sent a file called {name!r}; it is not written")
         unpack = zlib.decompressobj()
         (folder / name).write_bytes(unpack.decompress(data, MOST_SETUP))
         if unpack.unconsumed_tail:
-            raise ValueError(f"the learner's {name} has more than {MOST_SETUP >> 20} MiB; it is not taken")
+            raise UserError(f"the learner's {name} has more than {MOST_SETUP >> 20} MiB; it is not taken")

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from flags import UserError, run_command
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import compare, print_table, resolved, seconds, shaped, update
@@ -117,7 +119,7 @@ def against_trl(root: str) -> dict:
     try:
         trainer = grpo_trainer(folder, f"{root}/trl_out", 24, clock)
     except ImportError as e:
-        raise ValueError(f"TRL 1.16 is needed ({e}); the head of this file says how to install it beside") from None
+        raise UserError(f"TRL 1.16 is needed ({e}); the head of this file says how to install it beside") from None
     trainer.train()
     out = {**compare(times[warm:]), "goal": "ratio <= 0.80"}
     engine = VLLMEngine(folder, max_len=64, max_logprobs=1)
@@ -128,8 +130,5 @@ def against_trl(root: str) -> dict:
 
 
 if __name__ == "__main__":
-    try:
-        with tempfile.TemporaryDirectory() as root:
-            print_table({"trl": against_trl(root)})
-    except ValueError as e:
-        sys.exit(f"error: {e}")
+    with tempfile.TemporaryDirectory() as root:
+        run_command(lambda: print_table({"trl": against_trl(root)}))

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 import sweep
 
+from flags import UserError
+
 NOISES = {"mixture": np.geomspace(1e-4, 0.6, 14), "log-normal": np.geomspace(0.01, 1.5, 14)}
 
 
@@ -74,13 +76,13 @@ def simulate(vocab: int, lam: float, kind: str, noises, pairs: int, seed: int):
 
 
 def check(flags: Figure2Flags) -> None:
-    """ValueError unless the pairs can be drawn."""
+    """UserError unless the pairs can be drawn."""
     if not (0 < flags.lam < math.inf):
-        raise ValueError(f"--lam={flags.lam}: must be a finite number above 0")
+        raise UserError(f"--lam={flags.lam}: must be a finite number above 0")
     if flags.vocab < 2:
-        raise ValueError(f"--vocab={flags.vocab}: at least 2 tokens")
+        raise UserError(f"--vocab={flags.vocab}: at least 2 tokens")
     if flags.pairs < 1:
-        raise ValueError(f"--pairs={flags.pairs}: at least 1")
+        raise UserError(f"--pairs={flags.pairs}: at least 1")
 
 
 def show(kind: str, rows, flags: Figure2Flags) -> None:

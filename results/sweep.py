@@ -40,7 +40,7 @@ sys.path.insert(0, str(ROOT))
 from tqdm import tqdm
 
 from config import HARMLESS, parse
-from flags import parse_flags
+from flags import UserError, parse_flags, run_command
 from run import clean, read_metrics
 
 RESULTS = ROOT / "results"
@@ -105,10 +105,7 @@ class StudyFlags:
 
 def main(study: Callable, doc: str, cls: type = StudyFlags) -> None:
     """Call study(flags) with the command line's flags; an error meant for the user is printed as one sentence."""
-    try:
-        study(parse_flags(cls, usage=doc.strip()))
-    except ValueError as e:
-        sys.exit(f"error: {e}")
+    run_command(lambda: study(parse_flags(cls, usage=doc.strip())))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -122,12 +119,12 @@ def run(
     """The records of every row, seed by seed, after running those that are missing, `jobs` at a time.
 
     rows: label -> flags on top of the file `config`; seeds: label -> how many (1 where none is
-    said). draw: run nothing, and leave out what is not there. ValueError: a record was made with
+    said). draw: run nothing, and leave out what is not there. UserError: a record was made with
     other settings."""
     wanted = {label: with_seeds(flags, (seeds or {}).get(label, 1)) for label, flags in rows.items()}
     if not draw:
         if jobs < 1:
-            raise ValueError(f"--jobs={jobs}: at least one run at a time")
+            raise UserError(f"--jobs={jobs}: at least one run at a time")
         run_missing(wanted, jobs, config)
     got = {label: recorded(runs, config) for label, runs in wanted.items()}
     return {label: records for label, records in got.items() if records}
@@ -289,15 +286,15 @@ def records_in(folder: Path) -> dict[tuple[str, frozenset], dict]:
             if not {"config", "evals", "updates", "columns"} <= record.keys():
                 raise KeyError
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise ValueError(f"{shown(path)}: not the record of a run; move it out of results/runs") from None
+            raise UserError(f"{shown(path)}: not the record of a run; move it out of results/runs") from None
         if key in records:
-            raise ValueError(f"{shown(path)} and {shown(records[key]['path'])} record the same run; delete one of them")
+            raise UserError(f"{shown(path)} and {shown(records[key]['path'])} record the same run; delete one of them")
         records[key] = {"name": path.stem, "path": path, **record}
     return records
 
 
 def record_of(flags: dict, config: str = STUDY) -> dict | None:
-    """The record of a run, if it is there. ValueError: it was made with other settings."""
+    """The record of a run, if it is there. UserError: it was made with other settings."""
     record = records_in(RESULTS / "runs").get(key_of(flags, config))
     if record is None:
         return None
@@ -307,7 +304,7 @@ def record_of(flags: dict, config: str = STUDY) -> dict | None:
         changed.remove("obrs_z")  # how Z is made is no matter to a run that used no Z
     if changed:
         was = f"made with {changed[0]} = {record['config'][changed[0]]!r}, {config} now says {now[changed[0]]!r}"
-        raise ValueError(f"{shown(record['path'])}: {was}; delete the file to run it again")
+        raise UserError(f"{shown(record['path'])}: {was}; delete the file to run it again")
     return record
 
 
@@ -485,7 +482,7 @@ def figure(name: str, got: Got, groups: list[Group], strong: tuple[str, ...] = (
 def draw_group(part, got: Got, group: Group, strong: tuple[str, ...]) -> None:
     """One group of a figure."""
     if len(group.labels) > LINES:
-        raise ValueError(f"{group.title}: {len(group.labels)} lines in a panel, more than {LINES} are not told apart")
+        raise UserError(f"{group.title}: {len(group.labels)} lines in a panel, more than {LINES} are not told apart")
     columns = min(3, len(group.panels))
     axes = part.subplots(math.ceil(len(group.panels) / columns), columns, squeeze=False).flat
     styles = styles_of(group.labels, strong)

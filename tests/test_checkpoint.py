@@ -1,6 +1,10 @@
 """Checkpoints: what goes in comes out, whole or not at all, also from a checkpoint with the names of format 1."""
 
+import contextlib
 import random
+import resource
+import shutil
+import tempfile
 from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 
@@ -10,6 +14,8 @@ import torch
 from conftest import make_groups, tiny_model
 
 import checkpoint
+from flags import UserError
+from learner import Comm
 from tasks import arithmetic_tokenizer
 
 CONTROLLERS = {"kappa": 0.9970144912453727, "distill": 0.5}
@@ -68,20 +74,16 @@ def in_format_1(groups) -> dict:
 
 
 class Learner:
-    """As much of a learner as a checkpoint asks of it; its weights cannot be read where `broken` is set."""
+    """As much of a learner as a checkpoint asks of it."""
 
     def __init__(self):
-        self.comm = SimpleNamespace(rank=0, size=1, barrier=lambda: None)
+        self.comm = Comm()
         self.names = ["policy"]
         self.model = tiny_model(0)
         self.loaded = None
-        self.broken = False
 
     def named_tensors(self, name):
-        for key, tensor in self.model.state_dict().items():
-            yield key, tensor
-            if self.broken:
-                raise OSError("no space left on device")
+        yield from self.model.state_dict().items()
 
     def state_dict(self):
         return {"version": 7}
@@ -102,6 +104,7 @@ class Source:
 def run(tmp_path):
     return SimpleNamespace(
         cfg=SimpleNamespace(out=str(tmp_path), keep=2),
+        folder=tmp_path,
         configs={"policy": tiny_model(0).config},
         tokenizer=arithmetic_tokenizer(),
     )
@@ -127,7 +130,7 @@ def test_a_checkpoint_gives_back_what_it_was_given(run):
     assert controllers == CONTROLLERS
     assert learner.loaded == {"version": 7}
     assert source.loaded == {"sequence": 12}
-    assert torch.load(folder / "learner.pt", weights_only=True)["format"] == 2
+    assert torch.load(folder / "learner.pt", weights_only=True)["format"] == 3
 
 
 def test_a_checkpoint_of_format_1_loads_equal(run):
@@ -161,24 +164,136 @@ def test_another_number_of_ranks_is_refused(run, n_ranks):
 def test_a_format_of_the_future_is_refused(run):
     learner, source = Learner(), Source()
     folder = checkpoint.save(run, 3, learner, source, [], {})
-    torch.save({"format": 3}, folder / "learner.pt")
-    with pytest.raises(ValueError, match="has checkpoint format 3, and this revision reads up to 2"):
+    torch.save({"format": 4}, folder / "learner.pt")
+    with pytest.raises(UserError, match="has checkpoint format 4, and this revision reads up to 3"):
         checkpoint.load(folder, learner, source)
 
 
-def test_a_checkpoint_is_whole_or_not_there_and_old_ones_go(run, tmp_path):
+def test_old_checkpoints_go(run, tmp_path):
     learner, source = Learner(), Source()
     assert checkpoint.newest(tmp_path) is None
-    first = checkpoint.save(run, 1, learner, source, [], {})
-    learner.broken = True
-    with pytest.raises(OSError, match="no space left"):
-        checkpoint.save(run, 2, learner, source, [], {})
-    assert checkpoint.newest(tmp_path) == first
-    assert checkpoint.load(first, learner, source)[0] == 1
-    learner.broken = False
-    # The folder that the interrupted save left behind is replaced by the next save of that step.
-    for step in (2, 3):
+    (tmp_path / "checkpoints" / "step_000009.writing").mkdir(parents=True)  # of a save that was killed
+    (tmp_path / "checkpoints" / "step_backup").mkdir()  # the user's own
+    for step in (1, 2, 999_999, 1_000_000):
         last = checkpoint.save(run, step, learner, source, [], {})
     assert checkpoint.newest(tmp_path) == last
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
-    assert sorted(p.name for p in last.iterdir()) == ["learner.pt", "policy", "rank0.pt"]
+    assert last.name == "step_1000000"
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"step_000009.writing", "step_backup", "step_999999", "step_1000000"}
+    assert sorted(p.name for p in last.iterdir()) == ["digests.json", "learner.pt", "policy", "rank0.pt"]
+
+
+@contextlib.contextmanager
+def full_disk(nbytes: int):
+    """No file of this process may grow beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("nbytes", [100, 1000, 10_000])  # in a config, in learner.pt, in the weights
+def test_a_full_disk_is_a_sentence_and_the_checkpoint_before_stands(run, tmp_path, nbytes):
+    learner, source = Learner(), Source()
+    first = checkpoint.save(run, 1, learner, source, [], {})
+    with full_disk(nbytes), pytest.raises(UserError) as error:
+        checkpoint.save(run, 2, learner, source, [make_groups()], {})
+    assert "step_000002: the checkpoint could not be written (" in str(error.value)
+    assert "make room there and go on from the checkpoint before with --resume" in str(error.value)
+    assert checkpoint.newest(tmp_path) == first
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
+    assert checkpoint.load(first, learner, source)[0] == 1
+    checkpoint.save(run, 2, learner, source, [make_groups()], {})
+    assert checkpoint.newest(tmp_path).name == "step_000002"
+
+
+def test_what_finds_no_room_is_saved_elsewhere(run, tmp_path, monkeypatch):
+    """The sentence says where, and a checkpoint moved back from there is as good as any."""
+    spare = tmp_path / "spare"
+    spare.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(spare))
+    learner, source = Learner(), Source()
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    with pytest.raises(UserError) as error:
+        checkpoint.save(run, 7, learner, source, [make_groups()], CONTROLLERS)
+    saved = spare / f"{tmp_path.name}-step_000007"
+    assert f"it is whole in {saved}: make room, move it to {tmp_path}/checkpoints/step_000007" in str(error.value)
+    (tmp_path / "checkpoints").unlink()
+    (tmp_path / "checkpoints").mkdir()
+    saved.rename(tmp_path / "checkpoints" / "step_000007")
+    step, pending, controllers = checkpoint.load(checkpoint.newest(tmp_path), learner, source)
+    assert (step, controllers) == (7, CONTROLLERS)
+    assert described(pending) == described([make_groups()])
+
+
+def cut_short(folder):
+    data = (folder / "rank0.pt").read_bytes()
+    (folder / "rank0.pt").write_bytes(data[: len(data) // 2])
+
+
+def one_bit(folder):
+    path = folder / "policy" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def emptied(folder):
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+DAMAGES = {
+    cut_short: "rank0.pt has other bytes than were written",
+    one_bit: "policy/model.safetensors has other bytes than were written",
+    lambda folder: (folder / "learner.pt").unlink(): "learner.pt is missing",
+    lambda folder: (folder / "digests.json").unlink(): "digests.json is missing",
+    lambda folder: (folder / "digests.json").write_text("[]"): "digests.json cannot be read",
+    emptied: "learner.pt is missing",
+}
+
+
+@pytest.mark.parametrize("spoil, wrong", DAMAGES.items(), ids=range(len(DAMAGES)))
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(run, tmp_path, capsys, spoil, wrong):
+    learner, source = Learner(), Source()
+    first, second = (checkpoint.save(run, step, learner, source, [make_groups()], {}) for step in (1, 2))
+    assert checkpoint.newest(tmp_path) == second
+    assert "damaged" not in capsys.readouterr().err
+    spoil(second)
+    assert checkpoint.newest(tmp_path) == first
+    assert f"warning: {second} is damaged ({wrong}" in capsys.readouterr().err
+    spoil(first)
+    with pytest.raises(UserError, match="no checkpoint there is whole; start anew with --overwrite"):
+        checkpoint.newest(tmp_path)
+
+
+def test_damage_outside_a_model_does_not_matter_to_it(run, tmp_path):
+    last = checkpoint.save(run, 2, Learner(), Source(), [], {})
+    cut_short(last)
+    assert checkpoint.newest(tmp_path, "policy") == last
+    one_bit(last)
+    with pytest.raises(UserError, match="no checkpoint there is whole"):
+        checkpoint.newest(tmp_path, "policy")
+
+
+def test_damaged_checkpoints_are_set_aside(run, tmp_path):
+    for step in (1, 2):
+        last = checkpoint.save(run, step, Learner(), Source(), [], {})
+    checkpoint.set_aside(tmp_path, last)
+    assert len(checkpoint.folders(tmp_path)) == 2
+    checkpoint.set_aside(tmp_path, last.with_name("step_000001"))
+    assert sorted(path.name for path in last.parent.iterdir()) == ["step_000001", "step_000002.damaged"]
+
+
+@pytest.mark.parametrize("fmt", [None, 2])
+def test_a_checkpoint_of_before_digests_is_read_or_found_damaged(run, tmp_path, fmt):
+    folder = checkpoint.save(run, 4, Learner(), Source(), [make_groups()], {})
+    (folder / "digests.json").unlink()
+    shared = torch.load(folder / "learner.pt", weights_only=True)
+    torch.save({**shared, "format": fmt} if fmt else {**shared, "format": 1}, folder / "learner.pt")
+    assert checkpoint.newest(tmp_path) == folder
+    cut_short(folder)
+    with pytest.raises(UserError, match="no checkpoint there is whole"):
+        checkpoint.newest(tmp_path)

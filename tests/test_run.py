@@ -13,8 +13,9 @@ import torch
 from conftest import TINY_TASK, make_cfg
 
 import run
+from flags import UserError
 from learner import Comm
-from run import Log, load_model, open_run, read_metrics, truncate
+from run import Log, load_model, locked, open_run, prepare_folder, read_metrics, truncate
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Opening
@@ -29,6 +30,15 @@ def flags(folders, tmp_path, **changes) -> dict:
 
 def opened(folders, tmp_path, **changes):
     return open_run(make_cfg(**flags(folders, tmp_path, **changes)), Comm())
+
+
+def started(folders, tmp_path, **changes):
+    """Opened, and its folder prepared, as train.py does it."""
+    cfg = make_cfg(**flags(folders, tmp_path, **changes))
+    with locked(cfg, Comm()):
+        r = open_run(cfg, Comm())
+        prepare_folder(r)
+    return r
 
 
 def written(tmp_path) -> dict:
@@ -51,7 +61,7 @@ def no_models(monkeypatch):
 
 def test_an_opened_run_knows_its_models_and_writes_what_it_ran_on(folders, tmp_path, no_models, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr=1"])
-    r = opened(folders, tmp_path, actor=str(folders / "actor"))
+    r = started(folders, tmp_path, actor=str(folders / "actor"))
     assert (r.policy, r.actor) == (str(folders / "policy"), str(folders / "actor"))
     assert r.rollout_model == "actor"
     assert r.folder == tmp_path / "run"
@@ -77,32 +87,105 @@ def test_the_longest_prompt_of_a_file_is_read_off(folders, tmp_path):
     assert r.context == max(lengths) + 8
 
 
-def test_a_run_is_resumed_or_deleted_only_when_asked(folders, tmp_path):
-    opened(folders, tmp_path)
-    opened(folders, tmp_path)  # nothing was logged yet: it may start again
+def test_a_run_is_resumed_or_deleted_only_when_asked(folders, tmp_path, monkeypatch):
+    started(folders, tmp_path)
+    started(folders, tmp_path)  # nothing was logged yet: it may start again
     log = tmp_path / "run" / "metrics.jsonl"
     log.write_text('{"step": 0}\n')
-    with pytest.raises(ValueError, match="already holds a run: add --resume to go on, --overwrite to delete it"):
-        opened(folders, tmp_path)
+    with pytest.raises(UserError, match="already holds a run: add --resume to go on, --overwrite to delete it"):
+        started(folders, tmp_path)
 
-    for name in ("step_000003", "step_000012"):
+    for name in ("step_000003", "step_000012", "step_000020"):
         (tmp_path / "run" / "checkpoints" / name).mkdir(parents=True)
+    monkeypatch.setattr(run.checkpoint, "damage", lambda folder, part: "spoilt" if folder.name[-2:] == "20" else "")
     first = written(tmp_path)
     for steps in (200, 300):
-        r = opened(folders, tmp_path, resume=True, steps=steps)
+        r = started(folders, tmp_path, resume=True, steps=steps)
     assert r.checkpoint.name == "step_000012"
+    assert (tmp_path / "run" / "checkpoints" / "step_000020.damaged").is_dir()
     made = written(tmp_path)
     assert made["config"]["steps"] == 300
     assert [sorted(again) for again in made["resumed"]] == [["command", "git"]] * 2
-    assert {key: made[key] for key in ("command", "versions", "python")} == {
-        key: first[key] for key in ("command", "versions", "python")
+    assert {key: made[key] for key in ("id", "command", "versions", "python")} == {
+        key: first[key] for key in ("id", "command", "versions", "python")
     }
     assert log.exists()
 
+
+def test_overwrite_deletes_what_a_run_wrote_and_nothing_else(folders, tmp_path):
+    started(folders, tmp_path)
+    out = tmp_path / "run"
+    for name in ("metrics.jsonl", "samples.jsonl", "curves.png", "remote.log", "remote1.log.1", "notes.txt"):
+        (out / name).write_text("x")
+    for name in ("checkpoints/step_000003", "versions/rank0", "tensorboard", "wandb", "mine/checkpoints"):
+        (out / name).mkdir(parents=True)
+    before = written(tmp_path)
     r = opened(folders, tmp_path, overwrite=True)
     assert r.checkpoint is None
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
-    assert "resumed" not in written(tmp_path)
+    assert (out / "metrics.jsonl").exists()  # not before everything has been checked
+    r = started(folders, tmp_path, overwrite=True)
+    assert {path.name for path in out.iterdir()} == {"config.json", "lock", "mine", "notes.txt"}
+    assert (out / "mine" / "checkpoints").is_dir()
+    assert written(tmp_path)["id"] != before["id"]
+
+
+def test_a_link_in_a_run_folder_is_not_followed(folders, tmp_path):
+    started(folders, tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "step_000001").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints").symlink_to(elsewhere)
+    started(folders, tmp_path, overwrite=True)
+    assert (elsewhere / "step_000001").is_dir()
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def holding(folder: Path, **files: str) -> Path:
+    folder.mkdir(parents=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+RUN = json.dumps({"config": {"objective": "grpo"}, "command": "train.py"})
+NOT_FOR_A_RUN = {
+    "--out is empty: name the folder of this run": lambda root: {"out": " ", "overwrite": True},
+    "a file, not a folder": lambda root: {"out": str(holding(root / "a", file="x") / "file")},
+    "cannot be written .Not a directory": lambda root: {"out": str(holding(root / "b", file="x") / "file" / "run")},
+    "its config.json is not one of a run": lambda root: {
+        "out": str(holding(root / "c", **{"config.json": '{"model_type": "qwen3"}'}))
+    },
+    "holds files and no run; nothing is deleted": lambda root: {
+        "out": str(holding(root / "d", notes="x")),
+        "overwrite": True,
+    },
+    "holds the working folder": lambda root: {
+        "out": str(holding(root / "e", **{"config.json": RUN})),
+        "overwrite": True,
+    },
+    "holds --base_dir": lambda root: {
+        "out": str(holding(root / "f", **{"config.json": RUN})),
+        "base_dir": str(root / "f" / "base"),
+        "overwrite": True,
+    },
+}
+
+
+@pytest.mark.parametrize("words, changes", NOT_FOR_A_RUN.items(), ids=range(len(NOT_FOR_A_RUN)))
+def test_folders_that_are_not_a_runs_are_left_alone(folders, tmp_path, monkeypatch, words, changes):
+    changes = changes(tmp_path / "there")
+    (tmp_path / "there" / "e" / "below").mkdir(parents=True, exist_ok=True)
+    monkeypatch.chdir(tmp_path / "there" / "e" / "below")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=words):
+        started(folders, tmp_path, **changes)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_one_process_for_each_run_folder(folders, tmp_path):
+    cfg = make_cfg(**flags(folders, tmp_path))
+    with locked(cfg, Comm()), pytest.raises(UserError, match="another process works in this folder"):
+        started(folders, tmp_path, resume=True)
+    started(folders, tmp_path)
 
 
 def test_prompts_and_vocabularies_are_checked_before_models_load(folders, tmp_path, no_models):
@@ -177,7 +260,7 @@ def layers(model) -> int:
 
 
 @pytest.mark.parametrize("has_actor", [False, True])
-def test_models_come_from_the_starting_folders_or_from_the_checkpoint(folders, tmp_path, has_actor):
+def test_models_come_from_the_starting_folders_or_from_the_checkpoint(folders, tmp_path, has_actor, monkeypatch):
     """The checkpoint's models are the starting ones in each other's place, so that they can be told apart."""
     actor = str(folders / "actor") if has_actor else "none"
     policy, loaded_actor = opened(folders, tmp_path, actor=actor).load_models()
@@ -190,6 +273,7 @@ def test_models_come_from_the_starting_folders_or_from_the_checkpoint(folders, t
     shutil.copytree(folders / "actor", checkpoint / "policy")
     if has_actor:
         shutil.copytree(folders / "policy", checkpoint / "actor")
+    monkeypatch.setattr(run.checkpoint, "damage", lambda folder, part: "")  # its other files are not there
     policy, loaded_actor = opened(folders, tmp_path, actor=actor, resume=True).load_models()
     assert policy is not None
     assert layers(policy) == 1
@@ -247,7 +331,7 @@ def test_a_run_from_the_start_keeps_no_line_of_an_earlier_one(tmp_path):
     assert read_metrics(tmp_path) == [{"step": -1, "x": 3.0}]
 
 
-def test_truncate_keeps_what_stands_before_the_step_and_before_a_cut_line(tmp_path):
+def test_truncate_keeps_every_line_before_the_step_and_names_a_damaged_one(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     truncate(path, 3)
     assert not path.exists()
@@ -257,8 +341,13 @@ def test_truncate_keeps_what_stands_before_the_step_and_before_a_cut_line(tmp_pa
     assert path.read_text() == lines[0] + "\n" + lines[1] + "\n"
     path.write_text("\n".join([*lines, '{"st', json.dumps({"step": 2})]))
     truncate(path, 3)
-    assert path.read_text().splitlines() == lines
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [-1, 0, 1, 2]
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert "metrics.jsonl, line 4: not a line of metrics, left out" in capsys.readouterr().err
+    path.write_text("\n".join([*lines, '{"st']))
+    truncate(path, 3)
+    assert path.read_text().splitlines() == lines
+    assert capsys.readouterr().err == ""  # cut short by a kill
 
 
 def test_json_has_no_infinity():
@@ -285,7 +374,8 @@ def test_wandb_gets_the_finite_numbers_under_updates_done(tmp_path, monkeypatch)
     wandb.init = lambda **settings: calls.append(settings) or wandb
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setattr(run.config, "check_packages", lambda cfg: None)
+    (tmp_path / "config.json").write_text('{"id": "ab12"}')  # two runs of one folder name are two runs there
     logged(tmp_path, make_cfg(wandb="mine"), 0, {-1: {"x": 1.0, "y": math.inf, "text": "z"}, 0: {"x": 2.0}})
     settings, *rest = calls
-    assert (settings["project"], settings["id"], settings["resume"]) == ("mine", tmp_path.name, "allow")
+    assert (settings["project"], settings["id"], settings["resume"]) == ("mine", f"{tmp_path.name}-ab12", "allow")
     assert rest == [(0, {"x": 1.0}), (1, {"x": 2.0}), "finished"]
