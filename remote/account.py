@@ -1,6 +1,8 @@
 """The account of every group: what a sampler has handed over, and what the learner holds. HeteroRL, section 4.2.
 
-A group's name is SAMPLER/INCARNATION/N: an incarnation is one life of a sampler's process, N counts its groups. The
+A group's name is STREAM/INCARNATION/N: an incarnation is one life of a sampler's process, N counts its groups, and a
+stream is the sampler's name, with several ranks SAMPLER.R. Every such name is read by one rule (`split`), wherever it
+comes from: a message, a file, a checkpoint. The
 sampler writes a group into its `Spool`, a file that appears whole behind its digest; from then on it is accounted for.
 It stays there until the learner says that a checkpoint holds it. A damaged file is replaced by an empty one that says
 so, and the learner books the group as lost. The learner's side is an `Account`, a set of names that stays small: a
@@ -9,14 +11,64 @@ checkpoint carries it, and a group that is in it is turned away when it comes ag
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import os
+import re
+import stat
 import threading
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
 VERSIONS = 2  # weights that can be fetched: a sampler may finish fetching the ones before the newest
+LIVES = 16  # incarnations of a sampler that are believed to have handed something over before any of it came
+UNPROVEN = 4096  # the same of all samplers together
+MOST_GROUP = 1 << 30  # bytes of a file in a spool
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names
+# ---------------------------------------------------------------------------------------------------------------------
+
+SAMPLER = "[A-Za-z0-9_-]{1,64}"
+NUMBER = "(?:0|[1-9][0-9]{0,17})"
+STREAM = rf"{SAMPLER}(?:\.{NUMBER})?"
+GROUP = re.compile(f"({STREAM})/({NUMBER})/({NUMBER})")
+FILE = re.compile(f"({NUMBER})-({NUMBER})")  # of a group, in its stream's folder
+
+
+def is_sampler(name: str) -> bool:
+    return re.fullmatch(SAMPLER, name) is not None
+
+
+def is_stream(name: str) -> bool:
+    """Whether this can be a sampler's name, with or without the number of a rank."""
+    return re.fullmatch(STREAM, name) is not None
+
+
+def without_rank(stream: str) -> str:
+    """The sampler of a stream."""
+    return stream.partition(".")[0]
+
+
+def split(name: str) -> tuple[tuple[str, int], int]:
+    """((stream, incarnation), n) of a group's name. ValueError: not such a name."""
+    found = GROUP.fullmatch(name)
+    if found is None:
+        raise ValueError(f"{name[:100]!r} is no name of a group")
+    return (found[1], int(found[2])), int(found[3])
+
+
+def sampler_of(name: str) -> str:
+    """The stream in a group's name. ValueError: not such a name."""
+    return split(name)[0][0]
+
+
+def name_of_file(stream: str, file: str) -> str | None:
+    """The name of the group in a stream's file; None: the file is no group's."""
+    found = FILE.fullmatch(file)
+    return None if found is None else f"{stream}/{found[1]}/{found[2]}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -51,9 +103,16 @@ class Account(dict):
         key, n = split(name)
         return key in self and n in self[key]
 
-    def add(self, name: str) -> None:
+    def add(self, name: str) -> int:
+        """By how many entries the account has grown: 1 for a new incarnation, 1 for a number out of order."""
         key, n = split(name)
+        before = self.entries(key)
         self.setdefault(key, Seen()).add(n)
+        return self.entries(key) - before
+
+    def entries(self, key: tuple[str, int]) -> int:
+        """What an incarnation takes up here."""
+        return 1 + len(self[key].beyond) if key in self else 0
 
     def state(self) -> list:
         return [[*key, seen.upto, sorted(seen.beyond)] for key, seen in sorted(self.items())]
@@ -63,15 +122,17 @@ class Account(dict):
         return cls({(sampler, incarnation): Seen(upto, beyond) for sampler, incarnation, upto, beyond in state})
 
 
-def split(name: str) -> tuple[tuple[str, int], int]:
-    """((sampler, incarnation), n) of a group's name. ValueError: not such a name."""
-    sampler, incarnation, n = name.rsplit("/", 2)
-    return (sampler, int(incarnation)), int(n)
-
-
-def sampler_of(name: str) -> str:
-    """The sampler in a group's name; with several ranks SAMPLER.R, a stream for each. ValueError: not such a name."""
-    return split(name)[0][0]
+def believe(reports: dict, key: tuple[str, int], handed: int, is_proven) -> None:
+    """Note how many groups an incarnation says it has handed over. Saying so costs nothing, so of those that have
+    proven nothing (is_proven: any group of theirs has come) only the latest few are kept."""
+    if key in reports:
+        reports[key] = max(reports[key], handed)
+    elif handed:
+        reports[key] = handed
+        unproven = [other for other in list(reports) if not is_proven(other)]
+        own = sorted(other for other in unproven if other[0] == key[0])
+        for other in own[:-LIVES] + unproven[:-UNPROVEN]:
+            reports.pop(other, None)
 
 
 @dataclass
@@ -105,19 +166,16 @@ class Spool:
         for stream in streams:
             (folder / stream).mkdir(parents=True, exist_ok=True)
             for scratch in (folder / stream).glob(".*"):  # cut off in the middle: never handed over
-                scratch.unlink()
-            files = [path.name for path in (folder / stream).glob("*-*")]
-            lost = [self._name(stream, file.removesuffix(".lost")) for file in files if file.endswith(".lost")]
-            waiting = [self._name(stream, file) for file in files if not file.endswith(".lost")]
-            self.lost[stream] = sorted(lost, key=split)
-            self.waiting[stream] = deque(sorted(waiting, key=split))
+                with contextlib.suppress(OSError):  # not ours
+                    scratch.unlink()
+            files = os.listdir(folder / stream)
+            lost = [name_of_file(stream, file.removesuffix(".lost")) for file in files if file.endswith(".lost")]
+            waiting = [name_of_file(stream, file) for file in files]
+            self.lost[stream] = sorted(filter(None, lost), key=split)
+            self.waiting[stream] = deque(sorted(filter(None, waiting), key=split))
 
     def __len__(self) -> int:
         return sum(map(len, self.waiting.values()))
-
-    @staticmethod
-    def _name(stream: str, file: str) -> str:
-        return f"{stream}/{file.replace('-', '/')}"
 
     def path(self, name: str) -> Path:
         (stream, incarnation), n = split(name)
@@ -138,7 +196,10 @@ class Spool:
     def read(self, name: str) -> bytes | None:
         """The group's bytes. None if they are gone or damaged: then the group is lost from here on."""
         path, stream = self.path(name), sampler_of(name)
-        data = verified(path.read_bytes()) if path.is_file() else None
+        try:
+            data = verified(read_regular(path, MOST_GROUP))
+        except (FileNotFoundError, OddFileError):
+            data = None
         if data is None and name in self.waiting[stream]:
             self.lost_path(name).touch()
             path.unlink(missing_ok=True)
@@ -164,19 +225,53 @@ class Spool:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def write_atomically(path: Path, data: bytes, flush: bool = True) -> None:
-    """Write a file whole or not at all. flush: onto the disk, so that it survives a loss of power too."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+class OddFileError(ValueError):
+    """A link, a folder, a pipe, a device, or more bytes than there may be."""
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """The bytes of a file. Others may write into its folder: no link is followed, no pipe waited for, and no more than
+    `most` + 1 bytes are read. OddFileError: no regular file of at most so many; OSError: none at all."""
     try:
-        with open(scratch, "wb") as f:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as e:
+        if e.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR):
+            raise
+        raise OddFileError(f"{path.name}: not a regular file") from None
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OddFileError(f"{path.name}: not a regular file")
+        with open(fd, "rb", closefd=False) as f:
+            data = f.read(most + 1)
+    finally:
+        os.close(fd)
+    if len(data) > most:
+        raise OddFileError(f"{path.name}: more than {most} bytes")
+    return data
+
+
+def write_atomically(path: Path, data: bytes, flush: bool = True) -> None:
+    """Write a file whole or not at all. flush: onto the disk, so that it survives a loss of power too.
+
+    Others may write into its folder: neither the folder nor a file in it may be a link to somewhere else."""
+    scratch = f".{path.name}.{os.getpid()}"
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(scratch, dir_fd=folder)
+        fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder)
+        with open(fd, "wb") as f:
             f.write(data)
             if flush:
                 f.flush()
                 os.fsync(f.fileno())
-        os.replace(scratch, path)
+        os.replace(scratch, path.name, src_dir_fd=folder, dst_dir_fd=folder)
     except OSError:
-        scratch.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            os.unlink(scratch, dir_fd=folder)
         raise
+    finally:
+        os.close(folder)
 
 
 def with_digest(data: bytes) -> bytes:
@@ -196,5 +291,6 @@ def retain_weights(path: Path, published: list[Path]) -> list[Path]:
     newest = [*(p for p in published if p != path), path][-VERSIONS:]
     for old in path.parent.glob("v*.safetensors"):
         if old not in newest:
-            old.unlink()
+            with contextlib.suppress(OSError):  # not ours
+                old.unlink()
     return newest

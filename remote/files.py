@@ -12,24 +12,39 @@
 
 With several ranks a sampler SAMPLER.R has a stream for each rank R. The learner touches `welcome` as long as it is
 there. Both ends wait out a full disk.
+
+Whoever may write into the folder may write anything. Names follow account.py's rule, the name inside a message is that
+of its file, and only regular files are read, up to a bound: no link, folder, pipe or device. What goes wrong with one
+stream is booked to that stream. Clocks of other hosts are not believed: a group arrives when the learner sees it.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
+import re
+import stat
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
+from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 from flags import UserError
 from remote import wire
 from remote.account import (
     Account,
     Arrived,
+    OddFileError,
     Seen,
     Spool,
+    believe,
+    is_sampler,
+    is_stream,
+    name_of_file,
+    read_regular,
     retain_weights,
     sampler_of,
     split,
@@ -37,10 +52,27 @@ from remote.account import (
     write_atomically,
 )
 from remote.groups import Limits
+from remote.guard import MOST_ENTRIES, Names, Room
 
 BEAT = 2.0  # seconds between two signs of life
 PATIENCE = 20.0  # seconds until a file that should be there is lost: listings of a folder on another host lag behind
 PRINT_EVERY = 30.0  # seconds between two lines on the screen about a learner that is not there
+OFFERS = 64  # names of lost groups in a hello
+MOST_STREAMS = 1024  # that a rank looks at
+MOST_FILES = 1 << 16  # of a stream that are looked at
+MOST_HELLO = 1 << 20  # bytes
+MANY = 1 << 14  # groups handed over and not held: a report of more is not believed
+WEIGHTS = re.compile(r"v[0-9]{6,18}\.safetensors")
+
+
+def read_message(path: Path, kind, most: int = wire.MOST):
+    """A message of this kind in a file. WireError: there is none; OSError: no such file."""
+    try:
+        message = wire.decode(read_regular(path, most))
+    except OddFileError as e:
+        raise wire.WireError(str(e)) from None
+    wire.need(isinstance(message, kind), f"{path.name}: a message of another kind")
+    return message
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -54,7 +86,9 @@ class FilesHub:
     counts, reports, broken: as in hub.Hub."""
 
     def __init__(self, folder: str, welcome: wire.Welcome, limits: Limits, log, rank: int = 0, ranks: int = 1):
-        self.folder = Path(folder)
+        for name in ("models", "rollouts", "held", "got", "samplers"):
+            (Path(folder) / name).mkdir(parents=True, exist_ok=True)
+        self.folder = Path(folder).resolve()
         self.address = str(folder)
         self.welcome = welcome
         self.limits = limits
@@ -64,23 +98,31 @@ class FilesHub:
         self.broken = ""
         self.counts: Counter = Counter()
         self.reports: dict[tuple[str, int], int] = {}
-        self.refused: set[str] = set()  # samplers of another protocol
+        self.names = Names({})  # there are no keys: names belong to nobody
+        self.entries: Counter = Counter()  # sampler -> what it has left in the account
+        self.refused: set[str] = set()  # streams of another protocol
+        self.muted: set[str] = set()  # streams that a fault of ours was booked to
         self.got = Account()  # groups that were fetched, or that will not come
         self.held_before = Account()  # groups that a checkpoint accounts for
         self.absent: dict[str, float] = {}  # groups that should be there and are not -> missed since when
-        self.size = 0  # bytes of groups fetched and not freed
+        self.room = Room(limits.room)  # of groups fetched and not freed
+        self.turns = 0
         self.beat = 0.0  # when the learner gave its last sign of life
         self.published: list[Path] = []  # weights of this session, in order
         self.unwritten: dict[Path, bytes] = {}  # messages that found no room on the disk
         self.unpublished: tuple[Path, wire.Offer] | None = None  # the newest weights, as long as they are not out
-        for name in ("models", "rollouts", "held", "got", "samplers"):
-            (self.folder / name).mkdir(parents=True, exist_ok=True)
+
+    @property
+    def size(self) -> int:
+        return self.room.size
 
     def open(self, held: Account) -> None:
         """Let samplers in. held: what the checkpoint accounts for."""
         self.held_before = held
-        for path in self._streams("got"):  # of an earlier session: nothing is fetched in this one
-            path.unlink()
+        for key in held:
+            self.entries[self.names.owner(key[0])] += held.entries(key)
+        for stream in self._streams("got"):  # of an earlier session: nothing is fetched in this one
+            self._guarded(stream, (self.folder / "got" / stream).unlink)
         if self.rank == 0:
             self._write(self.folder / "welcome", self.welcome)
 
@@ -102,22 +144,23 @@ class FilesHub:
     def drain(self) -> list[Arrived]:
         """What has come since the last call, in order of arrival."""
         out: list[Arrived] = []
-        try:
-            if time.monotonic() - self.beat > BEAT:
-                self.beat = time.monotonic()
-                self._write_waiting()
-                self._touch_welcome()
-                self._read_reports()
-                self._book_absent(out)
-            for stream in self._streams("rollouts"):
-                self._fetch(stream, out)
-        except OSError as e:  # a folder on another host is away for a while; what was read stays read
-            self.log.warning("%s: %s; tried again soon", self.folder, e.strerror)
-        return sorted(out, key=lambda arrived: arrived.when)
+        if time.monotonic() - self.beat > BEAT:
+            self.beat = time.monotonic()
+            self._write_waiting()
+            self._touch_welcome()
+            for stream in self._streams("samplers"):
+                self._guarded(stream, self._read_report, stream)
+            self._book_absent(out)
+        self._fetch(out)
+        return out
 
-    def free(self, nbytes: int) -> None:
+    def free(self, name: str, nbytes: int) -> None:
         """The training loop is done with a group of so many bytes: there is room again."""
-        self.size -= nbytes
+        self.room.give(self.names.owner(sampler_of(name)), nbytes)
+
+    def charge(self, name: str) -> None:
+        """A group was fetched in vain: its sampler has a bounded number of those."""
+        self.entries[self.names.owner(sampler_of(name))] += 1
 
     def close(self) -> None:
         pass
@@ -131,112 +174,198 @@ class FilesHub:
 
     def _write_waiting(self) -> None:
         """Write what found no room so far: messages, some of which make room, then the newest weights."""
-        try:
-            for path, data in list(self.unwritten.items()):
+        for path, data in list(self.unwritten.items()):
+            try:
                 write_atomically(path, data)
                 del self.unwritten[path]
-            if self.unpublished is not None:
-                path, offer = self.unpublished
-                copy = self.folder / "models" / path.name
-                write_atomically(copy, path.read_bytes())
-                write_atomically(self.folder / "models" / "newest", wire.encode(offer))
-                self.published = retain_weights(copy, self.published)
-                self.unpublished = None
+            except OSError as e:
+                self.log.warning("%s: %s; tried again soon", path, e.strerror)
+        if self.unpublished is None:
+            return
+        path, offer = self.unpublished
+        copy = self.folder / "models" / path.name
+        try:
+            write_atomically(copy, path.read_bytes())
+            write_atomically(self.folder / "models" / "newest", wire.encode(offer))
+            self.published = retain_weights(copy, self.published)
+            self.unpublished = None
         except OSError as e:
-            self.log.warning("%s: %s; tried again soon", self.folder, e.strerror)
+            self.log.warning("%s: %s; tried again soon", copy, e.strerror)
 
     def _touch_welcome(self) -> None:
-        if self.rank == 0 and (self.folder / "welcome").exists():
-            os.utime(self.folder / "welcome")
+        """The learner's sign of life. Whatever else has come to lie there gives way."""
+        if self.rank > 0:
+            return
+        path = self.folder / "welcome"
+        try:
+            here = path.lstat()
+            whole = stat.S_ISREG(here.st_mode) and here.st_size == len(wire.encode(self.welcome))
+            if whole:
+                os.utime(path, follow_symlinks=False)
+        except OSError:
+            whole = False
+        if not whole:
+            self._write(path, self.welcome)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def _streams(self, kind: str) -> list[Path]:
-        """The entries of this rank in one of the folders."""
-        pattern = "*" if self.ranks == 1 else f"*.{self.rank}"
-        return sorted((self.folder / kind).glob(pattern))
+    def _guarded(self, stream: str, work, *args):
+        """Do something for one stream; what goes wrong is that stream's, and the others go on. Returns None then."""
+        try:
+            return work(*args)
+        except OSError as e:  # a folder on another host is away for a while; what was read stays read
+            if e.errno != errno.ENOENT:
+                self.log.warning("stream %s: %s; tried again soon", stream, e.strerror)
+        except wire.WireError as e:
+            self.counts["malformed"] += 1
+            self.log.warning("stream %s: %s", stream, e)
+        except Exception as e:
+            self.counts["faults"] += 1
+            self.muted.add(stream)
+            self.log.error("a fault in what stream %s holds, which is left out from now on: %r", stream, e)
+        return None
+
+    def _streams(self, kind: str) -> list[str]:
+        """The streams of this rank in one of the folders: folders of groups, or files with a message."""
+        streams = []
+        try:
+            with os.scandir(self.folder / kind) as entries:
+                for entry in entries:
+                    good = entry.is_dir if kind == "rollouts" else entry.is_file
+                    if self._is_mine(entry.name) and good(follow_symlinks=False):
+                        streams.append(entry.name)
+                    if len(streams) >= MOST_STREAMS:
+                        self.log.warning("more than %d streams: the others are not looked at", MOST_STREAMS)
+                        break
+        except OSError as e:
+            self.log.warning("%s: %s; tried again soon", self.folder / kind, e.strerror)
+        return sorted(set(streams) - self.muted)
+
+    def _is_mine(self, stream: str) -> bool:
+        if self.ranks == 1:
+            return is_sampler(stream)
+        return is_stream(stream) and stream.endswith(f".{self.rank}")
 
     def _names(self, stream: str) -> list[str]:
         """The groups that lie in a stream's folder, oldest first; files of another form are not groups."""
         names = []
-        for path in (self.folder / "rollouts" / stream).glob("*-*"):
-            parts = path.name.split("-")
-            if len(parts) == 2 and parts[0].isdigit() and parts[1].isdigit():
-                names.append(f"{stream}/{parts[0]}/{parts[1]}")
+        try:
+            with os.scandir(self.folder / "rollouts" / stream) as entries:
+                for entry in islice(entries, MOST_FILES):
+                    name = name_of_file(stream, entry.name)
+                    if name is not None and entry.is_file(follow_symlinks=False):
+                        names.append(name)
+        except FileNotFoundError:  # not yet, or no more
+            return []
         return sorted(names, key=split)
 
-    def _fetch(self, stream: Path, out: list[Arrived]) -> None:
-        """Read the groups of one stream that are new, as far as there is room, and say that they were fetched."""
-        new = [name for name in self._names(stream.name) if not self.got.has(name)]
+    def _new(self, stream: str) -> deque[str]:
+        """The groups of a stream that are to be read. Those that a checkpoint holds are not, and it is told so."""
+        new = [name for name in self._names(stream) if not self.got.has(name)]
         held = [name for name in new if self.held_before.has(name)]
         for name in held:
             self.counts["duplicate"] += 1
             self.got.add(name)
         if held:
             self.held(held)
-        fetched = False
-        for name in new:
-            if name in held:
-                continue
-            arrived = self._read_group(name, stream / "-".join(name.split("/")[1:]))
-            if arrived is None:
-                break
-            self.got.add(name)
-            out.append(arrived)
-            fetched = True
-        if fetched:
-            listed = [name for name in self._names(stream.name) if self.got.has(name)]
-            self._write(self.folder / "got" / stream.name, wire.Got(listed))
+        return deque(name for name in new if not self.held_before.has(name))
 
-    def _read_group(self, name: str, path: Path) -> Arrived | None:
-        """The group, or its fate; None where there is no room for it."""
-        info = path.stat()
-        nbytes = info.st_size - 32  # behind its digest
+    def _fetch(self, out: list[Arrived]) -> None:
+        """Read the groups that are new, one of each stream in turn, as far as there is room, and say which were
+        fetched. Another stream is the first each time."""
+        streams = self._streams("rollouts")
+        self.turns += 1
+        first = self.turns % max(1, len(streams))
+        new = {stream: self._guarded(stream, self._new, stream) for stream in streams[first:] + streams[:first]}
+        new = {stream: names for stream, names in new.items() if names}
+        fetched = set()
+        while new:
+            for stream, names in list(new.items()):
+                arrived = self._guarded(stream, self._read_group, stream, names.popleft())
+                if arrived:
+                    out.append(arrived)
+                    fetched.add(stream)
+                if not names or arrived is False or stream in self.muted:
+                    del new[stream]
+        for stream in fetched:
+            self._guarded(stream, self._write_got, stream)
+
+    def _write_got(self, stream: str) -> None:
+        listed = [name for name in self._names(stream) if self.got.has(name)]
+        self._write(self.folder / "got" / stream, wire.Got(listed))
+
+    def _read_group(self, stream: str, name: str) -> Arrived | Literal[False]:
+        """The group, or its fate; False where there is no room for it, or for anything of this stream."""
+        owner = self.names.owner(stream)
+        if self.entries[owner] >= MOST_ENTRIES:
+            self.log.warning("stream %s has had too many lives or bad groups: not read", stream)
+            return False
+        (_, incarnation), n = split(name)
+        path = self.folder / "rollouts" / stream / f"{incarnation}-{n}"
+        nbytes = path.lstat().st_size - 32  # behind its digest
+        fate, data = "", b""
         if nbytes > self.limits.nbytes:
             self.log.warning("%s is too big for a group", path)
-            return Arrived(name, info.st_mtime, fate="refused")
-        if self.size and self.size + nbytes > self.limits.room:
-            return None
-        data = verified(path.read_bytes())
-        if data is None:
-            self.log.warning("%s is damaged", path)
-            return Arrived(name, info.st_mtime, fate="corrupt")
-        self.size += len(data)
-        self.counts["received"] += 1
-        self.counts["bytes_in"] += len(data)
-        return Arrived(name, info.st_mtime, data=data)
+            fate = "refused"
+        elif not self.room.take(owner, max(0, nbytes), others_wait=False):
+            return False
+        else:
+            fate, data = self._read(path, nbytes)
+            if fate:
+                self.room.give(owner, max(0, nbytes))
+            else:
+                self.counts["received"] += 1
+                self.counts["bytes_in"] += nbytes
+        self.entries[owner] += max(bool(fate), self.got.add(name))
+        return Arrived(name, time.time(), data=data, fate=fate)
 
-    def _read_reports(self) -> None:
-        """Read how many groups each sampler has handed over."""
-        for path in self._streams("samplers"):
-            try:
-                hello = wire.decode(path.read_bytes())
-            except (FileNotFoundError, wire.WireError):  # being written
-                continue
-            if wire.protocol_mismatch(learner=wire.PROTOCOL, sampler=hello.protocol):
-                if hello.sampler not in self.refused:
-                    self.refused.add(hello.sampler)
-                    self.log.warning("sampler %s refused: it speaks protocol %d", hello.sampler, hello.protocol)
-                continue
-            key = (hello.sampler, hello.incarnation)
-            self.reports[key] = max(self.reports.get(key, 0), hello.handed)
+    def _read(self, path: Path, nbytes: int) -> tuple[str, bytes]:
+        """(fate, bytes) of a group of so many bytes."""
+        try:
+            data = verified(read_regular(path, nbytes + 32))
+        except OddFileError:
+            data = None
+        if data is None or len(data) != nbytes:
+            self.log.warning("%s is damaged", path)
+            return "corrupt", b""
+        return "", data
+
+    def _read_report(self, stream: str) -> None:
+        """How many groups a sampler has handed over."""
+        hello = read_message(self.folder / "samplers" / stream, wire.Hello, MOST_HELLO)
+        if wire.protocol_mismatch(learner=wire.PROTOCOL, sampler=hello.protocol):
+            if stream not in self.refused:
+                self.refused.add(stream)
+                self.log.warning("sampler %s refused: it speaks protocol %d", stream, hello.protocol)
+            return
+        wire.need(hello.sampler == stream, f"a hello of {wire.printable(hello.sampler, 100)}, under another's name")
+        key = (stream, hello.incarnation)
+        begin = self._begin(key)
+        wire.need(hello.handed - begin <= MANY, f"it says it has handed over {hello.handed} groups; {begin} are held")
+        believe(self.reports, key, hello.handed, lambda key: key in self.got or key in self.held_before)
+
+    def _begin(self, key: tuple[str, int]) -> int:
+        """All groups of this incarnation below this number are held."""
+        return self.held_before.get(key, Seen()).upto
 
     def _book_absent(self, out: list[Arrived]) -> None:
         """Groups that were handed over and are not in the folder, are lost when they stay away for a while."""
         before, self.absent = self.absent, {}
-        for key, handed in self.reports.items():
-            for name in self._absent_of(key, handed):
+        for key, handed in list(self.reports.items()):
+            for name in self._guarded(key[0], self._absent_of, key, handed) or []:
                 self.absent[name] = before.get(name, time.monotonic())
                 if time.monotonic() - self.absent[name] > PATIENCE:
                     self.log.warning("%s is gone", self.folder / "rollouts" / name)
-                    self.got.add(name)
+                    self.entries[self.names.owner(key[0])] += max(1, self.got.add(name))
                     out.append(Arrived(name, time.time(), fate="lost"))
 
     def _absent_of(self, key: tuple[str, int], handed: int) -> list[str]:
         """The groups of one incarnation that it has handed over, that are not accounted for, and not in the folder."""
         sampler, incarnation = key
-        begin = self.held_before.get(key, Seen()).upto  # all below are held
-        names = [f"{sampler}/{incarnation}/{n}" for n in range(begin, handed)]
+        begin = self._begin(key)
+        if self.entries[self.names.owner(sampler)] >= MOST_ENTRIES:
+            return []
+        names = [f"{sampler}/{incarnation}/{n}" for n in range(begin, min(handed, begin + MANY))]
         due = {name for name in names if not self.held_before.has(name) and not self.got.has(name)}
         if not due:
             return []
@@ -253,7 +382,7 @@ class FilesLink(threading.Thread):
 
     def __init__(self, folder: str, streams: list[str], flags, spool: Spool):
         super().__init__(daemon=True, name="link")
-        self.folder = Path(folder)
+        self.folder = Path(folder).resolve()
         self.streams = streams
         self.flags = flags
         self.spool = spool
@@ -293,63 +422,76 @@ class FilesLink(threading.Thread):
             time.sleep(0.05)
 
     def _turn_if_there(self, now: float) -> None:
-        try:
-            self.turn(now)
-        except (FileNotFoundError, wire.WireError):
-            pass  # replaced while it was read: the next turn finds what replaced it
-        except OSError as e:
-            if e.errno is not None:
-                print(f"{self.folder}: {e.strerror}; trying again", flush=True)
-                time.sleep(1.0)
-
-    def turn(self, now: float) -> None:
-        self._read_welcome(now)
-        if self.error:
-            return
-        for stream in self.streams:
-            self._read_fetched(stream)
-        self._read_newest()
-        if now - self.beat > BEAT:
-            self.beat = now
-            for stream in self.streams:
-                self._write_hello(stream)
+        """One turn. Whatever lies in the folder, the thread goes on, until --give_up seconds are over, and one bad file
+        keeps no other from being read."""
+        for work in (self._read_welcome, self._read_fetched, self._read_newest, self._write_hellos):
+            try:
+                work(now)
+            except (FileNotFoundError, wire.WireError):
+                pass  # replaced while it was read: the next turn finds what replaced it
+            except Exception as e:
+                what = e.strerror if isinstance(e, OSError) else repr(e)
+                if what:
+                    print(f"{self.folder}: {wire.printable(what)}; trying again", flush=True)
+                    time.sleep(1.0)
+            if self.error:
+                return
 
     def _read_welcome(self, now: float) -> None:
         path = self.folder / "welcome"
         touched = path.stat().st_mtime_ns
         if touched == self.touched:
             return
+        welcome = read_message(path, wire.Welcome)
         self.touched = touched
         self.heard = now
-        welcome = wire.decode(path.read_bytes())
         self.error = wire.protocol_mismatch(learner=welcome.protocol, sampler=wire.PROTOCOL)
         if not self.error and welcome.session != self.session:
             self.session = welcome.session
             self.welcome.put(welcome)
 
-    def _read_fetched(self, stream: str) -> None:
+    def _read_fetched(self, now: float) -> None:
+        for stream in self.streams:
+            self._read_fetched_of(stream)
+
+    def _read_fetched_of(self, stream: str) -> None:
         """Which groups the learner holds, and which it has fetched."""
         held, got = self.folder / "held" / stream, self.folder / "got" / stream
-        if held.is_file():
-            self.spool.forget(wire.decode(held.read_bytes()).names)
-        names = set(wire.decode(got.read_bytes()).names) if got.is_file() else set()
+        with self.spool.lock:
+            known = {*self.spool.waiting[stream], *self.spool.lost[stream]}
+        if held.exists():
+            self.spool.forget(known.intersection(read_message(held, wire.Held).names))
+        names = set(read_message(got, wire.Got).names) if got.exists() else set()
         with self.spool.lock:
             self.got[stream] = sum(name in names for name in self.spool.waiting[stream])
 
-    def _read_newest(self) -> None:
+    def _read_newest(self, now: float) -> None:
         newest = self.folder / "models" / "newest"
-        if not newest.is_file():
+        if not newest.exists():
             return
-        offer = wire.decode(newest.read_bytes())
-        path = self.folder / "models" / offer.of.name
-        weights = wire.Weights(offer.version, offer.published, path)
-        if offer.of.nbytes > self.flags.most_weights * 2**30:
-            self.error = (
-                f"--most_weights={self.flags.most_weights}: "
-                f"the learner's weights have {offer.of.nbytes / 2**30:.1f} GiB"
-            )
-        elif self.newest != weights and wire.manifest(offer.of.name, path.read_bytes()) == offer.of:
+        offer = read_message(newest, wire.Offer)
+        most = self.flags.most_weights * 2**30
+        if offer.of.nbytes > most:
+            gib = offer.of.nbytes / 2**30
+            self.error = f"--most_weights={self.flags.most_weights}: the learner's weights have {gib:.1f} GiB"
+            return
+        offer.of.check(int(most))
+        wire.need(WEIGHTS.fullmatch(offer.of.name) and offer.version >= 0, "newest: the offer of no weights")
+        weights = wire.Weights(offer.version, offer.published, self.folder / "models" / offer.of.name)
+        if self.newest != weights and self._are_whole(weights.path, offer.of):
             self.newest = weights
+
+    def _are_whole(self, path: Path, of: wire.Manifest) -> bool:
+        try:
+            return wire.manifest(of.name, read_regular(path, of.nbytes)) == of
+        except OddFileError:
+            return False
+
+    def _write_hellos(self, now: float) -> None:
+        if now - self.beat > BEAT:
+            self.beat = now
+            for stream in self.streams:
+                self._write_hello(stream)
 
     def _write_hello(self, stream: str) -> None:
         hello = wire.Hello(
@@ -358,7 +500,7 @@ class FilesLink(threading.Thread):
             incarnation=self.spool.incarnation,
             session=self.session,
             handed=self.spool.handed[stream],
-            lost=self.spool.lost[stream],
+            lost=self.spool.lost[stream][:OFFERS],
         )
         write_atomically(self.folder / "samplers" / stream, wire.encode(hello))
 
@@ -367,7 +509,7 @@ def wait_for_ranks(folder: Path, flags) -> int:
     """The number of the learner's ranks, once it is there. UserError after --give_up seconds without one."""
     start = time.monotonic()
     printed = start
-    while not (folder / "welcome").is_file():
+    while (ranks := ranks_of_learner(folder)) is None:
         now = time.monotonic()
         if now - start > flags.give_up:
             raise UserError(
@@ -378,4 +520,13 @@ def wait_for_ranks(folder: Path, flags) -> int:
             printed = now
             print(f"no learner at {folder} yet, waiting (at most {flags.give_up:.0f} s, --give_up)", flush=True)
         time.sleep(0.05)
-    return wire.decode((folder / "welcome").read_bytes()).run["world"]
+    return ranks
+
+
+def ranks_of_learner(folder: Path) -> int | None:
+    """None where no learner has said welcome."""
+    try:
+        ranks = read_message(folder / "welcome", wire.Welcome).run.get("world")
+    except (OSError, wire.WireError):
+        return None
+    return ranks if isinstance(ranks, int) and 1 <= ranks <= 4096 else None

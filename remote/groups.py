@@ -9,20 +9,22 @@ the file's metadata (`Head`).
 
 The last two are there with truncated sampling only: the tokens that each token was drawn from, set after set. They are
 the `allowed_ids` of a Response; the file has the older name, so that files written before can be read.
-A sampler may send anything: `decode_group` returns a Rollout that fits the run, or raises WireError with what is wrong.
+A sampler may send anything: `decode_group` returns a Rollout that fits the run and that an engine can have sampled, or
+raises WireError with what is wrong. What it lets through must not stop the learner.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 
 import msgspec
 import numpy as np
-from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from remote.wire import WireError, need
+from remote.account import is_stream
+from remote.wire import WireError, need, printable
 from rollout import Response, Rollout
 from sampling import Sampling
 
@@ -40,6 +42,9 @@ SHAPES = {  # array -> type, dimensions
     "kept_ids": (np.int32, 1),
     "kept_sizes": (np.int32, 1),
 }
+MOST_REWARD = 1e6  # rewards are squared in float32
+LEAST_LOGP = -1e4  # no engine draws a token of probability exp(-10,000)
+MOST_TEXT = {"prompt_id": 1024, "model": 256, "precision": 64, "digest": 256}  # characters
 
 
 @dataclass(frozen=True)
@@ -123,12 +128,13 @@ def decode_group(data, limits: Limits) -> Rollout:
         arrays = load(data)
         size = int.from_bytes(data[:8], "little")
         head = msgspec.json.decode(json.loads(data[8 : 8 + size])["__metadata__"]["head"], type=Head)
-        sampling = Sampling(**head.sampling)
-    except (SafetensorError, msgspec.MsgspecError, KeyError, TypeError, ValueError) as e:
-        raise WireError(f"not a group: {e}") from None
+        sampling = msgspec.convert(head.sampling, Sampling)
+    except Exception as e:  # three decoders, and each has errors of its own: RecursionError is among them
+        raise WireError(f"not a group: {printable(e)}") from None
+    check_head(head)
     try:
         check_shapes(head, arrays, limits)
-        check_values(head, arrays, limits)
+        check_values(arrays, limits)
         check_allowed(head, arrays, limits)
     except WireError as e:
         raise WireError(f"group {name_of(head.uid)}: {e}") from None
@@ -148,10 +154,26 @@ def decode_group(data, limits: Limits) -> Rollout:
     )
 
 
+def check_head(head: Head) -> None:
+    """WireError unless every name and number beside the arrays can be what it stands for."""
+    sampler, incarnation, n = head.uid
+    for number in (incarnation, n, head.version, abs(head.sampling.get("seed", 0))):
+        need(0 <= number < 10**18, "not a group: a number of more than 18 digits, or below 0")
+    need(is_stream(sampler), f"not a group: {printable(sampler, 100)!r} is no sampler's name")
+    for name, most in MOST_TEXT.items():
+        text = getattr(head, name)
+        need(len(text) <= most and text.isprintable(), f"{name_of(head.uid)}: its {name} is {printable(text, 100)!r}")
+    known = {f.name for f in fields(Sampling)}
+    need(set(head.sampling) <= known, f"{name_of(head.uid)}: sampled with settings that are not known here")
+    for t in (head.t_published, head.t_start, head.t_end):
+        need(math.isfinite(t) and 0 <= t < 1e12, f"{name_of(head.uid)}: a time of {t}")
+    need(set(head.finish) <= {"stop", "length"}, f"{name_of(head.uid)}: a response that ended neither way")
+
+
 def check_shapes(head: Head, arrays: dict, limits: Limits) -> None:
     """WireError unless these are the right arrays, as long as they say, within the limits."""
     expected = set(SHAPES) if head.has_allowed else set(SHAPES) - set(ALLOWED)
-    need(set(arrays) == expected, f"arrays {sorted(arrays)}")
+    need(set(arrays) == expected, f"arrays {printable(sorted(arrays))}")
     for name, x in arrays.items():
         fits = (x.dtype, x.ndim) == SHAPES[name]
         need(fits, f"{name} is {x.dtype} with {x.ndim} dimensions")
@@ -162,8 +184,8 @@ def check_shapes(head: Head, arrays: dict, limits: Limits) -> None:
     )
     prompt = len(arrays["prompt_ids"])
     need(
-        1 <= lengths.min() <= lengths.max() <= limits.max_tokens and prompt <= limits.max_prompt,
-        f"lengths {lengths.tolist()} after a prompt of {prompt}",
+        1 <= lengths.min() <= lengths.max() <= limits.max_tokens and 1 <= prompt <= limits.max_prompt,
+        f"lengths from {lengths.min()} to {lengths.max()} after a prompt of {prompt}",
     )
     N = int(lengths.sum(dtype=np.int64))
     need(all(len(arrays[name]) == N for name in PER_TOKEN), "arrays of unequal length")
@@ -173,19 +195,31 @@ def check_shapes(head: Head, arrays: dict, limits: Limits) -> None:
     )
 
 
-def check_values(head: Head, arrays: dict, limits: Limits) -> None:
-    """WireError unless every number can be what it stands for."""
+def check_values(arrays: dict, limits: Limits) -> None:
+    """WireError unless every number in the arrays can come from an engine, and from grading."""
     for name in ("prompt_ids", "tokens", "topk_ids", "kept_ids"):
         x = arrays.get(name, np.zeros(0))
         inside = x.size == 0 or 0 <= x.min() <= x.max() < limits.vocab
         need(inside, f"{name} outside the vocabulary of {limits.vocab}")
-    logp_inf, topk_logp = arrays["logp_inf"], arrays["topk_logp"]
+    need(arrays["loss_mask"].view(np.uint8).max() <= 1, "a loss mask that is neither true nor false")
+    need(arrays["loss_mask"].any(), "a loss mask without any token")
+    logp_inf, rewards = arrays["logp_inf"], arrays["rewards"]
     need(
-        np.isfinite(logp_inf).all() and logp_inf.max() < 1e-3 and not np.isnan(topk_logp).any(),
+        logp_inf.min() >= LEAST_LOGP and logp_inf.max() < 1e-3,  # both are false of NaN
         "log-probabilities that are NaN, infinite or above 0",
     )
-    need(np.isfinite(arrays["rewards"]).all(), "a reward that is NaN or infinite")
-    need(head.version >= 0, f"sampled by version {head.version}")
+    need(np.isfinite(rewards).all(), "a reward that is NaN or infinite")
+    need(np.abs(rewards).max() <= MOST_REWARD, f"a reward beyond {MOST_REWARD:g}")
+    if limits.topk:
+        check_topk(arrays["topk_ids"], arrays["topk_logp"])
+
+
+def check_topk(ids: np.ndarray, logp: np.ndarray) -> None:
+    """WireError unless these are the most likely tokens of a distribution: [N, K]. A token that was cut has -inf."""
+    need((logp < 1e-3).all(), "top-K log-probabilities that are NaN or above 0")
+    need((logp[:, 1:] <= logp[:, :-1]).all(), "top-K log-probabilities that do not fall")
+    need((np.exp(logp.astype(np.float64)).sum(1) < 1.01).all(), "top-K probabilities that sum to more than 1")
+    need((np.diff(np.sort(ids, 1), axis=1) > 0).all(), "a token that is twice among the top K")
 
 
 def check_allowed(head: Head, arrays: dict, limits: Limits) -> None:
@@ -203,6 +237,9 @@ def check_allowed(head: Head, arrays: dict, limits: Limits) -> None:
             and sizes.sum(dtype=np.int64) == len(arrays["kept_ids"]),
             "sets of allowed tokens of wrong sizes",
         )
+        begins = np.cumsum(sizes, dtype=np.int64) - sizes
+        sampled = np.repeat(arrays["tokens"], sizes) == arrays["kept_ids"]
+        need(np.logical_or.reduceat(sampled, begins).all(), "a token that is not in its set of allowed tokens")
 
 
 def split_responses(head: Head, arrays: dict) -> list[Response]:

@@ -3,8 +3,9 @@
     torchrun train.py --samplers=zmq --bind=tcp://*:5555 --keys=keys/learner     # rank r binds port 5555 + r
 
 `Hub` is a thread: samplers come and go, offer groups and pull weights (wire.py says in which messages). The training
-loop only ever looks into its inbox (source.py), so no sampler can hold it up. link.py is the sampler's end; files.py
-has the same face over a shared folder.
+loop only ever looks into its inbox (source.py), so no sampler can hold it up. Whatever a sampler sends, and whatever
+comes of it, is booked to that sampler: it is logged, counted, and ends neither the thread nor another's connection.
+guard.py has the bounds. link.py is the sampler's end; files.py has the same face over a shared folder.
 """
 
 from __future__ import annotations
@@ -22,12 +23,22 @@ from zmq.utils.monitor import recv_monitor_message
 
 from flags import UserError
 from remote import wire
-from remote.account import VERSIONS, Account, Arrived, sampler_of, split
+from remote.account import VERSIONS, Account, Arrived, believe, is_stream, sampler_of
 from remote.groups import Limits
+from remote.guard import MOST_ENTRIES, QUEUE, Connections, Names, Room
 from remote.keys import secure
 
 SILENT = 60.0  # seconds after which a sampler that says nothing gives its room back
+UNANSWERED = 30.0  # seconds without a good leaf after which a group that was asked for gives its room back
+SUSPENDED = 5.0  # seconds: a turn that takes longer means that this process was suspended
 PULLS = 8  # groups that are fetched from one sampler at the same time
+OFFERS = 256  # of one sampler that are kept; a sampler has 64 open, and repeats them
+LOST = 1024  # names in a hello that are looked at
+HELD = 4096  # names in a message
+LEAVES = 1  # in one ask: what a connection may keep unread is small
+MOST = (LEAVES + 1) * wire.LEAF  # bytes of a frame from a sampler
+BAD_LEAVES = 64  # of a group, after which it is given up
+PEERS = 1024
 
 
 @dataclass
@@ -35,20 +46,26 @@ class Peer:
     """A sampler's connection."""
 
     identity: bytes  # ZeroMQ's name for it
+    key: str  # its public key; empty in the clear
     sampler: str
     incarnation: int
     heard: float  # when it said something last
-    pace: wire.Pace = field(default_factory=wire.Pace)
+    owner: str = ""  # who answers for it: its key, or its name
+    pace: wire.Pace = field(default_factory=lambda: wire.Pace(most=LEAVES))
     offers: dict[str, wire.Manifest] = field(default_factory=dict)  # not asked for yet
     pulls: dict[str, wire.Pull] = field(default_factory=dict)
 
     def owns(self, name: str) -> bool:
         """Whether this may be the name of one of its groups."""
         try:
-            (sampler, _), n = split(name)
+            return sampler_of(name) == self.sampler
         except ValueError:
             return False
-        return sampler == self.sampler and n >= 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has groups that might be asked for now."""
+        return bool(self.offers) and len(self.pulls) < PULLS
 
 
 @dataclass
@@ -70,9 +87,10 @@ class Hub(threading.Thread):
         self.welcome = welcome
         self.limits = limits
         self.log = log
-        self.lock = threading.Lock()  # over the inbox and its size
+        self.lock = threading.Lock()  # over the inbox
         self.arrived: deque[Arrived] = deque()  # the inbox
-        self.size = 0  # bytes of groups held or asked for
+        self.room = Room(limits.room)
+        self.connections = Connections()
         self.todo: deque[Published | wire.Held] = deque()  # what the training loop wants sent
         self.stopping = False
         self.broken = ""
@@ -80,15 +98,28 @@ class Hub(threading.Thread):
         self.reports: dict[tuple[str, int], int] = {}
         self.got = Account()  # groups that are here, or that are known not to come
         self.held_before = Account()  # groups that a checkpoint accounts for
+        self.entries: Counter = Counter()  # owner -> what it has left in the account
+        self.muted: dict[bytes, None] = {}  # connections that a fault of ours was booked to
+        self.turns = 0
         self.peers: dict[bytes, Peer] = {}
         self.weights: dict[str, Published] = {}  # the newest stands last
+        wire.check_address("bind", bind, 0)
         self._open_socket(bind, keys)
+
+    @property
+    def size(self) -> int:
+        """Bytes of groups held or asked for."""
+        return self.room.size
 
     def _open_socket(self, bind: str, keys: str) -> None:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
-        self.authenticator = None if keys == "none" else secure(self.context, self.socket, keys, self.log)
-        wire.set_socket_options(self.socket, linger=0)
+        self.authenticator, known = None, {}
+        if keys != "none":
+            self.authenticator, known = secure(self.context, self.socket, keys, self.log)
+        self.names = Names(known)
+        wire.set_socket_options(self.socket, linger=0, most=MOST, queue=QUEUE)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
         try:
             self.socket.bind(bind)
         except zmq.ZMQError as e:
@@ -100,6 +131,7 @@ class Hub(threading.Thread):
             zmq.EVENT_HANDSHAKE_FAILED_AUTH
             | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
             | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_ACCEPTED
             | zmq.EVENT_DISCONNECTED
         )
 
@@ -108,6 +140,8 @@ class Hub(threading.Thread):
     def open(self, held: Account) -> None:
         """Let samplers in. held: what the checkpoint accounts for."""
         self.held_before = held
+        for key in held:
+            self.entries[self.names.owner(key[0])] += held.entries(key)
         self.start()
 
     def broadcast(self, version: int, path: Path, published: float) -> None:
@@ -128,10 +162,13 @@ class Hub(threading.Thread):
             self.arrived.clear()
         return out
 
-    def free(self, nbytes: int) -> None:
+    def free(self, name: str, nbytes: int) -> None:
         """The training loop is done with a group of so many bytes: there is room again."""
-        with self.lock:
-            self.size -= nbytes
+        self.room.give(self.names.owner(sampler_of(name)), nbytes)
+
+    def charge(self, name: str) -> None:
+        """A group was fetched in vain: its owner has a bounded number of those."""
+        self.entries[self.names.owner(sampler_of(name))] += 1
 
     def close(self) -> None:
         self.stopping = True
@@ -147,19 +184,25 @@ class Hub(threading.Thread):
     def run(self) -> None:
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
+        before = time.monotonic()
         try:
             while not self.stopping:
                 poller.poll(10)
+                now = time.monotonic()
+                if now - before > SUSPENDED:
+                    self._forgive(now - before)
+                before = now
                 self._send_todo()
                 self._log_connections()
                 self._receive()
-                now = time.monotonic()
+                self._cut_those_ahead()
                 self._give_up_silent(now)
                 self._ask(now)
         except Exception as e:
             self.broken = repr(e)
             raise
         finally:  # sockets are closed by the thread that uses them
+            self.connections.close()
             self.socket.disable_monitor()
             self.events.close(linger=0)
             self.socket.close(linger=0)
@@ -182,16 +225,34 @@ class Hub(threading.Thread):
             self.held_before.add(name)
             by_sampler.setdefault(sampler_of(name), []).append(name)
         for identity, peer in self.peers.items():
-            if peer.sampler in by_sampler:
-                self._send(identity, wire.Held(by_sampler[peer.sampler]))
+            held = by_sampler.get(peer.sampler, [])
+            for i in range(0, len(held), HELD):
+                self._send(identity, wire.Held(held[i : i + HELD]))
+
+    def _forgive(self, away: float) -> None:
+        """This process was suspended; do not count that time against the samplers."""
+        for peer in self.peers.values():
+            peer.heard += away
+            for pull in peer.pulls.values():
+                pull.moved = None
 
     def _log_connections(self) -> None:
         while self.events.poll(0):
-            if recv_monitor_message(self.events)["event"] == zmq.EVENT_DISCONNECTED:
-                self.log.info("a connection is gone: its sampler left, or sent more at once than %d bytes", wire.MOST)
+            event = recv_monitor_message(self.events)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                if not self.connections.accepted(int(event["value"])):
+                    self.log.warning("more than %d connections: one of them is cut", self.connections.most)
+            elif event["event"] == zmq.EVENT_DISCONNECTED:
+                self.connections.closed(int(event["value"]))
+                self.log.info("a connection is gone: its sampler left, or sent more at once than %d bytes", MOST)
             else:
                 self.counts["strangers"] += 1
                 self.log.warning("a handshake failed: no key, a wrong one, or not a sampler")
+
+    def _cut_those_ahead(self) -> None:
+        for _ in self.connections.cut_those_ahead():
+            self.counts["malformed"] += 1
+            self.log.warning("a connection is cut: it sent a message without an end")
 
     def _receive(self) -> None:
         """Handle what has come, but not for ever."""
@@ -200,31 +261,71 @@ class Hub(threading.Thread):
                 identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            self._handle(bytes(identity.buffer), frames)
+            self._take(bytes(identity.buffer), frames)
+
+    def _take(self, identity: bytes, frames: list[zmq.Frame]) -> None:
+        """One message. Whatever comes of it, the thread goes on."""
+        try:
+            self.connections.came(property_of(frames, zmq.SRCFD, -1), frames)
+            if identity not in self.muted:
+                self._handle(identity, frames)
+        except wire.WireError as e:
+            self.counts["malformed"] += 1
+            self.log.warning("malformed message dropped: %s", e)
+        except Exception as e:
+            self._book_fault(identity, e)
+
+    def _book_fault(self, identity: bytes, e: Exception) -> None:
+        """A fault of ours, brought about by this connection: it is heard no more. A sampler comes back on a new one."""
+        self.counts["faults"] += 1
+        peer = self.peers.pop(identity, None)
+        self.log.error("a fault in what sampler %s sent, which is dropped: %r", peer.sampler if peer else "?", e)
+        self.muted[identity] = None
+        if len(self.muted) > PEERS:
+            del self.muted[next(iter(self.muted))]
+        if peer is not None:
+            self._give_back(peer)
+
+    def _give_back(self, peer: Peer) -> None:
+        """Give up all that this peer was asked for."""
+        for name in list(peer.pulls):
+            self._drop(peer, name)
 
     def _give_up_silent(self, now: float) -> None:
-        """A sampler that says nothing any more gives its room back."""
+        """A sampler that says nothing any more gives its room back, and so does a group of which nothing comes."""
         for identity, peer in list(self.peers.items()):
             if now - peer.heard > SILENT:
                 self.log.info("sampler %s says nothing: what it was asked for is given up", peer.sampler)
-                for name in list(peer.pulls):
-                    self._drop(peer, name)
+                self._give_back(peer)
                 del self.peers[identity]
+                continue
+            for name, pull in list(peer.pulls.items()):
+                if pull.corrupt > BAD_LEAVES or (pull.moved is not None and now - pull.moved > UNANSWERED):
+                    self.log.info("sampler %s does not send what it offered: the room is given back", peer.sampler)
+                    self._drop(peer, name)
 
     def _ask(self, now: float) -> None:
-        """Ask for what is offered, as far as there is room."""
-        for identity, peer in self.peers.items():
-            while peer.offers and len(peer.pulls) < PULLS:
-                name, of = next(iter(peer.offers.items()))
-                with self.lock:
-                    if self.size and self.size + of.nbytes > self.limits.room:
-                        break
-                    self.size += of.nbytes
-                del peer.offers[name]
-                peer.pulls[name] = wire.Pull(of, memoryview(bytearray(of.nbytes)), peer.pace)
-            for name, pull in peer.pulls.items():
-                while (leaves := pull.ask(now)) is not None:
-                    self._send(identity, wire.Ask(name, *leaves))
+        """Ask for what is offered, as far as there is room; another peer is the first each time."""
+        peers = list(self.peers.values())
+        self.turns += 1
+        first = self.turns % max(1, len(peers))
+        for peer in peers[first:] + peers[:first]:
+            try:
+                self._ask_peer(peer, now)
+            except Exception as e:
+                self._book_fault(peer.identity, e)
+
+    def _ask_peer(self, peer: Peer, now: float) -> None:
+        others_wait = any(other.waits and other.owner != peer.owner for other in self.peers.values())
+        while peer.waits:
+            name, of = next(iter(peer.offers.items()))
+            if not self.room.take(peer.owner, of.nbytes, others_wait):
+                break
+            del peer.offers[name]
+            peer.pulls[name] = wire.Pull(of, memoryview(bytearray(of.nbytes)), peer.pace)
+        for name, pull in peer.pulls.items():
+            while (leaves := pull.ask(now)) is not None:
+                self._send(peer.identity, wire.Ask(name, *leaves))
 
     def _send(self, identity: bytes, message: wire.Message, payload=None) -> None:
         frames = [identity, wire.encode(message)]
@@ -236,17 +337,15 @@ class Hub(threading.Thread):
     # -- one method for each message -----------------------------------------------------------------------------------
 
     def _handle(self, identity: bytes, frames: list[zmq.Frame]) -> None:
-        try:
-            message = wire.decode(frames[0].buffer if frames else b"")
-        except wire.WireError as e:
-            self.counts["malformed"] += 1
-            self.log.warning("malformed message dropped: %s", e)
-            return
+        """WireError: no message, or none that may come now."""
+        wire.need(1 <= len(frames) <= 2, f"a message of {len(frames)} parts")
+        message = wire.decode(frames[0].buffer)
+        key = property_of(frames, "User-Id", "")
         if isinstance(message, wire.Hello):
-            self._on_hello(identity, message)
+            self._on_hello(identity, key, message)
             return
         peer = self.peers.get(identity)
-        if peer is None:  # a sampler of an earlier session: it must say who it is
+        if peer is None or peer.key != key:  # a sampler of an earlier session: it must say who it is
             self._send(identity, wire.Gone(""))
             return
         peer.heard = time.monotonic()
@@ -262,43 +361,52 @@ class Hub(threading.Thread):
             case wire.Gone() if message.name in peer.pulls:
                 self._drop(peer, message.name)
 
-    def _on_hello(self, identity: bytes, hello: wire.Hello) -> None:
-        refusal = self._refusal(hello)
+    def _on_hello(self, identity: bytes, key: str, hello: wire.Hello) -> None:
+        refusal = self._refusal(hello, key)
         if refusal:
+            self.log.warning("sampler %s is refused: %s", wire.printable(hello.sampler, 100), refusal)
             self._send(identity, wire.Refuse(refusal))
             return
-        if identity not in self.peers or hello.session != self.welcome.session:
-            self._let_in(identity, hello)
+        known = self.peers.get(identity)
+        same = known is not None and (known.sampler, known.incarnation) == (hello.sampler, hello.incarnation)
+        if not same or hello.session != self.welcome.session:
+            if known is None and len(self.peers) >= PEERS:
+                self.log.warning("sampler %s has to wait: %d are here", hello.sampler, PEERS)
+                return
+            self._let_in(identity, key, hello)
         peer = self.peers[identity]
         peer.heard = time.monotonic()
-        key = (hello.sampler, hello.incarnation)
-        self.reports[key] = max(self.reports.get(key, 0), hello.handed)
-        for name in filter(peer.owns, hello.lost):
+        believe(self.reports, (hello.sampler, hello.incarnation), hello.handed, self._is_proven)
+        for name in filter(peer.owns, hello.lost[:LOST]):
             self._on_lost(peer, name)
         newest = next(reversed(self.weights), "")
         self._send(identity, wire.Got([], newest))  # an answer: the learner is alive
 
-    def _refusal(self, hello: wire.Hello) -> str:
+    def _is_proven(self, key: tuple[str, int]) -> bool:
+        return key in self.got or key in self.held_before
+
+    def _refusal(self, hello: wire.Hello, key: str) -> str:
         """Why this sampler is turned away; empty if it may come in."""
         mismatch = wire.protocol_mismatch(learner=wire.PROTOCOL, sampler=hello.protocol)
         if mismatch:
-            self.log.warning("sampler %s refused: it speaks protocol %d", hello.sampler, hello.protocol)
             return mismatch
-        if "/" in hello.sampler or not hello.sampler:
-            return f"--name={hello.sampler}: a sampler's name is not empty and has no slash"
+        if not is_stream(hello.sampler):
+            name = wire.printable(hello.sampler, 100)
+            return f"--name={name}: a sampler's name is 1 to 64 letters, digits, - and _"
+        refusal = self.names.refusal(hello.sampler, key)
+        if refusal:
+            return refusal
         same_name = [peer for peer in self.peers.values() if peer.sampler == hello.sampler]
         if any(peer.incarnation > hello.incarnation for peer in same_name):
-            self.log.warning(
-                "sampler %s, incarnation %d, refused: another of that name came later",
-                hello.sampler,
-                hello.incarnation,
-            )
             return f"another sampler called {hello.sampler} came later: give each a --name and keys of its own"
         return ""
 
-    def _let_in(self, identity: bytes, hello: wire.Hello) -> None:
+    def _let_in(self, identity: bytes, key: str, hello: wire.Hello) -> None:
         self.log.info("sampler %s, incarnation %d, is here", hello.sampler, hello.incarnation)
-        peer = Peer(identity, hello.sampler, hello.incarnation, heard=time.monotonic())
+        peer = Peer(identity, key, hello.sampler, hello.incarnation, heard=time.monotonic())
+        peer.owner = self.names.owner(hello.sampler)
+        if identity in self.peers and self.peers[identity].sampler != hello.sampler:  # it goes by another name now
+            self._give_back(self.peers.pop(identity))
         # On a new connection, or from a new process, what the old one was asked for goes on from its last good leaf.
         for old in [other for other in self.peers.values() if other.sampler == hello.sampler]:
             peer.pulls |= self.peers.pop(old.identity).pulls
@@ -322,18 +430,30 @@ class Hub(threading.Thread):
             peer.offers.pop(name, None)
             if name in peer.pulls:
                 self._drop(peer, name)
-            self._book(name, "lost")
+            self._book(peer, name, "lost")
 
-    def _book(self, name: str, fate: str) -> None:
+    def _book(self, peer: Peer, name: str, fate: str) -> None:
         """Hand over the fate of a group that will not come, so that a checkpoint says so."""
-        self.got.add(name)
-        with self.lock:
-            self.arrived.append(Arrived(name, time.time(), fate=fate))
+        if self._enter(peer, name):
+            self.entries[peer.owner] += 1
+            with self.lock:
+                self.arrived.append(Arrived(name, time.time(), fate=fate))
+
+    def _enter(self, peer: Peer, name: str) -> bool:
+        """Note that this group is accounted for. False: its owner has left too much in the account already: lives,
+        numbers out of order, groups that came to nothing. No more of it is booked."""
+        if self.entries[peer.owner] >= MOST_ENTRIES:
+            self.log.warning(
+                "sampler %s has had too many lives or bad groups: nothing more of it is booked", peer.sampler
+            )
+            return False
+        self.entries[peer.owner] += self.got.add(name)
+        return True
 
     def _on_offer(self, peer: Peer, of: wire.Manifest) -> None:
         if not peer.owns(of.name):
             self.counts["malformed"] += 1
-            self.log.warning("offer refused: %s is no group of sampler %s", of.name, peer.sampler)
+            self.log.warning("offer refused: %s is no group of sampler %s", wire.printable(of.name, 100), peer.sampler)
         elif self.held_before.has(of.name) or self.got.has(of.name):
             self.counts["duplicate"] += 1
             self.log.info("%s is offered again", of.name)
@@ -347,10 +467,10 @@ class Hub(threading.Thread):
             of.check(self.limits.nbytes)
         except wire.WireError as e:
             self.log.warning("offer refused: %s", e)
-            self._book(of.name, "refused")
+            self._book(peer, of.name, "refused")
             self._send(peer.identity, wire.Got([of.name]))
             return
-        if of.name not in peer.pulls:
+        if of.name not in peer.pulls and len(peer.offers) < OFFERS and self.entries[peer.owner] < MOST_ENTRIES:
             peer.offers[of.name] = of
 
     def _on_leaves(self, peer: Peer, message: wire.Leaves, data) -> None:
@@ -364,8 +484,11 @@ class Hub(threading.Thread):
             self._on_whole_group(peer, message.name)
 
     def _on_whole_group(self, peer: Peer, name: str) -> None:
-        pull = peer.pulls.pop(name)
-        self.got.add(name)
+        pull = peer.pulls[name]
+        if not self._enter(peer, name):
+            self._drop(peer, name)
+            return
+        del peer.pulls[name]
         self.counts["received"] += 1
         self.counts["bytes_in"] += pull.of.nbytes
         with self.lock:
@@ -374,8 +497,7 @@ class Hub(threading.Thread):
 
     def _drop(self, peer: Peer, name: str) -> None:
         """Give up a group that was asked for."""
-        with self.lock:
-            self.size -= peer.pulls.pop(name).of.nbytes
+        self.room.give(peer.owner, peer.pulls.pop(name).of.nbytes)
 
     def _on_ask(self, peer: Peer, ask: wire.Ask) -> None:
         if ask.name not in self.weights:
@@ -388,3 +510,11 @@ class Hub(threading.Thread):
             return
         self.counts["bytes_out"] += len(part)
         self._send(peer.identity, wire.Leaves(ask.name, ask.first), part)
+
+
+def property_of(frames: list[zmq.Frame], name, default):
+    """What ZeroMQ knows of the connection that a message came over: "User-Id", its public key; SRCFD, its file."""
+    try:
+        return frames[-1].get(name)
+    except (IndexError, zmq.ZMQError):
+        return default

@@ -9,17 +9,21 @@ whose public key it has.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
-from flags import UserError
+from flags import UserError, need, parse_flags, run_command
+
+MOST_SAMPLERS = 4096
+USAGE = "python -m remote.keys OUT [--samplers=N]: keys for a learner and its samplers, one folder for each machine"
 
 
 class SamplerKeys(NamedTuple):
@@ -34,7 +38,9 @@ def make_keys(out: str, samplers: int) -> None:
     """OUT/learner and OUT/sampler0, ...: a folder of keys for each machine, secrets readable by their owner alone.
 
     UserError: there is something in OUT already."""
+    need(1 <= samplers <= MOST_SAMPLERS, f"--samplers={samplers}: a number from 1 to {MOST_SAMPLERS}")
     root = Path(out)
+    need(not root.exists() or root.is_dir(), f"{out} is a file; name a new folder")
     if root.exists() and any(root.iterdir()):
         raise UserError(f"{out} is not empty: keys are not overwritten; name a new folder")
     learner = root / "learner"
@@ -63,7 +69,9 @@ def own_keys(folder: str) -> tuple[bytes, bytes]:
             f"--keys={folder}: {found[0].name} can be read by others; "
             "chmod 600 it, or make new keys if someone may have read it"
         )
-    return zmq.auth.load_certificate(found[0])
+    public, secret = read_key_file(found[0])
+    need(secret is not None, f"--keys={folder}: no secret key in {found[0].name}; copy it anew, or make new ones")
+    return public, secret
 
 
 def sampler_keys(folder: str) -> SamplerKeys:
@@ -73,7 +81,18 @@ def sampler_keys(folder: str) -> SamplerKeys:
         raise UserError(
             f"--keys={folder}: no learner.key there; copy the folder that `python -m remote.keys` made for this sampler"
         )
-    return SamplerKeys(*own_keys(folder), learner=zmq.auth.load_certificate(learner)[0])
+    return SamplerKeys(*own_keys(folder), learner=read_key_file(learner)[0])
+
+
+def read_key_file(path: Path) -> tuple[bytes, bytes | None]:
+    """(public, secret or None) in a file of keys. UserError: it is none."""
+    try:
+        public, secret = zmq.auth.load_certificate(path)
+        whole = len(public) == 40 and (secret is None or len(secret) == 40)
+    except (OSError, ValueError):
+        whole = False
+    need(whole, f"--keys: {path} is no file of keys; copy it anew, or make new ones")
+    return public, secret
 
 
 class KnownKeys:
@@ -89,12 +108,13 @@ class KnownKeys:
         return key in self.known
 
 
-def secure(context, socket, keys: str, log) -> ThreadAuthenticator:
+def secure(context, socket, keys: str, log) -> tuple[ThreadAuthenticator, dict[str, str]]:
     """Encrypt a socket that will be bound, and let in only the samplers whose public keys lie in KEYS/samplers.
 
-    UserError: no keys there. The caller stops the authenticator."""
+    Returns what answers ZeroMQ's questions, which the caller stops, and the name of each public key. UserError: no keys
+    there."""
     public, secret = own_keys(keys)
-    known = {zmq.auth.load_certificate(path)[0] for path in (Path(keys) / "samplers").glob("*.key")}
+    known = {read_key_file(path)[0]: path.stem for path in sorted((Path(keys) / "samplers").glob("*.key"))}
     if not known:
         raise UserError(
             f"--keys={keys}: no sampler's public key in its folder samplers, so nobody could come in; "
@@ -102,29 +122,31 @@ def secure(context, socket, keys: str, log) -> ThreadAuthenticator:
         )
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
-    authenticator.configure_curve_callback(domain="*", credentials_provider=KnownKeys(known, log))
+    authenticator.configure_curve_callback(domain="*", credentials_provider=KnownKeys(set(known), log))
     socket.curve_publickey = public
     socket.curve_secretkey = secret
     socket.curve_server = True
-    return authenticator
+    return authenticator, {key.decode("ascii"): name for key, name in known.items()}
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m remote.keys", description="Keys for a learner and its samplers: one folder for each machine."
-    )
-    parser.add_argument("out", help="a new folder")
-    parser.add_argument("--samplers", type=int, default=1, help="how many")
-    args = parser.parse_args(argv)
-    try:
-        make_keys(args.out, args.samplers)
-    except ValueError as e:
-        sys.exit(f"error: {e}")
+@dataclass(frozen=True)
+class KeysFlags:
+    """Keys for a learner and its samplers"""
+
+    samplers: int = 1
+    """How many samplers, 1 to 4096: OUT/sampler0, OUT/sampler1, ..."""
+
+
+def main(argv: list[str]) -> None:
+    outs = list(takewhile(lambda arg: not arg.startswith("-"), argv))
+    flags = parse_flags(KeysFlags, argv[len(outs) :], usage=USAGE)
+    need(len(outs) == 1 and outs[0], "name one new folder: python -m remote.keys keys --samplers=4")
+    make_keys(outs[0], flags.samplers)
     print(
-        f"{args.out}/learner stays with the learner; "
-        f"carry {args.out}/sampler0 to {args.out}/sampler{args.samplers - 1} to a host each, by a way you trust"
+        f"{outs[0]}/learner stays with the learner; "
+        f"carry {outs[0]}/sampler0 to {outs[0]}/sampler{flags.samplers - 1} to a host each, by a way you trust"
     )
 
 
 if __name__ == "__main__":
-    main()
+    run_command(lambda: main(sys.argv[1:]))

@@ -1,8 +1,8 @@
 """A sampler's end of the wire: offers its spool, answers asks, fetches the newest weights. HeteroRL, section 4.2.
 
 `Link` is a thread with one `Line`, a ZeroMQ DEALER socket, for each rank of the learner. The sampling loop
-(sampler.py) reads `newest` and `error`, and never waits for the thread. hub.py is the learner's end; wire.py says in
-which messages they talk.
+(sampler.py) reads `newest` and `error`, and never waits for the thread. A message that is none, or that cannot be, is
+dropped. hub.py is the learner's end; wire.py says in which messages they talk.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import zmq
 
+from flags import UserError
 from remote import wire
 from remote.account import Spool, sampler_of
 from remote.keys import SamplerKeys
@@ -45,7 +46,7 @@ class Link(threading.Thread):
         self.spool = spool
         self.store = store
         self.keys = keys
-        self.welcome: queue.Queue[wire.Welcome] = queue.Queue()
+        self.welcome: queue.Queue[wire.Welcome] = queue.Queue(maxsize=16)
         self.newest: wire.Weights | None = None  # None until the first weights are here whole
         self.error = ""
         self.stopping = False
@@ -117,6 +118,7 @@ class Line:
         self.heard = time.monotonic()  # when the learner said something last
         self.tried = self.heard  # the same, or when a new connection was tried last
         self.printed = self.heard
+        self.faulted = 0.0  # when a fault was printed last
         self.beat = 0.0  # when the last hello was sent
         # Weights are fetched one set at a time, whole before the next.
         self.newest_name = ""  # of the weights that were offered last
@@ -145,7 +147,10 @@ class Line:
             self.socket.curve_serverkey = keys.learner
         wire.set_socket_options(self.socket, linger=200)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
-        self.socket.connect(self.address)
+        try:
+            self.socket.connect(self.address)
+        except zmq.ZMQError as e:
+            raise UserError(f"--connect={self.address}: {zmq.strerror(e.errno)}; write tcp://HOST:PORT") from None
         self.say_hello_again()
         self.forget_session()
 
@@ -187,8 +192,20 @@ class Line:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            with contextlib.suppress(wire.WireError):  # damaged on the way: what it was will be asked for again
+            try:
                 self.handle(wire.decode(frames[0].buffer), frames)
+            except wire.WireError:  # damaged on the way: what it was will be asked for again
+                pass
+            except OSError:  # no room for the new weights: `Link.turn` says so
+                raise
+            except Exception as e:  # a fault of ours in what the learner sent
+                self.say_fault(e)
+
+    def say_fault(self, e: Exception) -> None:
+        now = time.monotonic()
+        if now - self.faulted > PRINT_EVERY:
+            self.faulted = now
+            print(f"a fault in what {self.address} sent, which is dropped: {wire.printable(repr(e))}", flush=True)
 
     def send_hello(self) -> None:
         spool = self.link.spool
@@ -278,7 +295,7 @@ class Line:
             case wire.Welcome():
                 self.on_welcome(message)
             case wire.Refuse():
-                self.link.error = message.why
+                self.link.error = wire.printable(message.why, 2000)
             case wire.Got():
                 self.on_got(message)
             case wire.Held():
@@ -297,12 +314,16 @@ class Line:
         if mismatch:
             self.link.error = mismatch
             return
+        if self.link.welcome.full():  # nobody has looked for long: it is asked for again
+            return
         self.session = welcome.session
         self.forget_session()
         self.link.welcome.put(welcome)
 
     def on_got(self, message: wire.Got) -> None:
-        for name in message.names:
+        with self.link.spool.lock:
+            waiting = set(self.link.spool.waiting[self.stream])
+        for name in waiting.intersection(message.names):
             self.offered.pop(name, None)
             self.got.add(name)
         if self.fetches_weights and message.newest and message.newest != self.newest_name:
@@ -312,7 +333,10 @@ class Line:
         for name in message.names:
             self.offered.pop(name, None)
             self.got.discard(name)
-        self.link.spool.forget([name for name in message.names if self.owns(name)])
+        spool = self.link.spool
+        with spool.lock:
+            here = {*spool.waiting[self.stream], *spool.lost[self.stream]}
+        spool.forget(here.intersection(message.names))
 
     def owns(self, name: str) -> bool:
         """Whether this is the name of one of this stream's groups; one that was damaged on the way is not."""
@@ -332,10 +356,11 @@ class Line:
         self.send(wire.Leaves(ask.name, ask.first), wire.leaves(self.sent[1], ask.first, ask.count))
 
     def on_offer(self, offer: wire.Offer) -> None:
+        wire.need(offer.version >= 0, "an offer of weights without a version")
         try:
             offer.of.check(int(self.link.flags.most_weights * 2**30))
         except wire.WireError as e:
-            self.link.error = f"--most_weights: {e}"
+            self.link.error = f"--most_weights={self.link.flags.most_weights}: {wire.printable(e)}"
             return
         self.wanted = offer
         self.newest_name = offer.of.name

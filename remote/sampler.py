@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import queue
+import re
 import time
 import tomllib
 from dataclasses import dataclass, fields, replace
@@ -25,6 +27,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import numpy as np
 import torch
 
@@ -32,9 +35,9 @@ import quant
 from config import Config, DelayFlags, EngineFlags
 from delay import DelayDistribution, check_distribution
 from engines import make_engine
-from flags import UserError, parse_flags, run_command
+from flags import UserError, need, parse_flags, run_command
 from remote import wire
-from remote.account import Spool
+from remote.account import Spool, is_sampler
 from remote.files import FilesLink, wait_for_ranks
 from remote.groups import encode_group, name_of
 from remote.keys import sampler_keys
@@ -248,6 +251,7 @@ def connect(flags: SamplerFlags, incarnation: int) -> Connection:
         raise UserError("--connect: name the learner's address, tcp://HOST:PORT, a file of routes, or a shared folder")
     name = own_name(flags)
     check_distribution(flags)
+    check_times(flags)
     if flags.groups < 1 or flags.spool_groups < flags.groups:
         raise UserError(
             f"--groups={flags.groups} --spool_groups={flags.spool_groups}: "
@@ -262,12 +266,20 @@ def connect(flags: SamplerFlags, incarnation: int) -> Connection:
     return connect_folder(flags, incarnation, Path(addresses[0]), name, streams, folder)
 
 
+def check_times(flags: SamplerFlags) -> None:
+    """UserError unless waits and sizes are numbers that can be waited for. --give_up=inf: never."""
+    need(flags.give_up > 0, f"--give_up={flags.give_up}: must be above 0")
+    for name in ("patience", "most_weights"):
+        value = getattr(flags, name)
+        need(0 < value < math.inf, f"--{name}={value}: must be a number above 0")
+
+
 def own_name(flags: SamplerFlags) -> str:
     """--name, or the name of the keys, or the host's. UserError if it cannot be a sampler's name."""
-    host = os.uname().nodename
+    host = re.sub("[^A-Za-z0-9_-]", "-", os.uname().nodename.partition(".")[0])[:64] or "sampler"
     name = flags.name or (host if flags.keys == "none" else Path(flags.keys).name)
-    if "/" in name or "." in name:
-        raise UserError(f"--name={name}: a sampler's name has no slash and no dot")
+    if not is_sampler(name):
+        raise UserError(f"--name={name}: a sampler's name is 1 to 64 letters, digits, - and _")
     return name
 
 
@@ -293,15 +305,16 @@ def routes(where: str, name: str) -> tuple[list[str], list[str]]:
         return addresses, streams_of(name, len(addresses))
     try:
         tables = tomllib.loads(Path(where).read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as e:
+    except (OSError, ValueError) as e:
         raise UserError(f"--connect={where}: no file of routes ({e})") from None
     learners, samplers = tables.get("learners", {}), tables.get("samplers", {})
+    no_route = f'{where}: no route for {name}; it needs [learners] 0 = "tcp://..." and [samplers] {name} = [0]'
+    need(isinstance(learners, dict) and isinstance(samplers, dict), no_route)
     ranks = samplers.get(name, samplers.get("*"))
-    if ranks is None or any(str(rank) not in learners for rank in ranks):
-        raise UserError(
-            f'{where}: no route for {name}; it needs [learners] 0 = "tcp://..." and [samplers] {name} = [0]'
-        )
-    return [learners[str(rank)] for rank in ranks], [f"{name}.{rank}" for rank in ranks]
+    need(isinstance(ranks, list) and ranks and all(type(rank) is int and rank >= 0 for rank in ranks), no_route)
+    addresses = [learners.get(str(rank)) for rank in ranks]
+    need(all(isinstance(address, str) for address in addresses) and len(set(ranks)) == len(ranks), no_route)
+    return addresses, [f"{name}.{rank}" for rank in ranks]
 
 
 def streams_of(name: str, ranks: int) -> list[str]:
@@ -329,8 +342,7 @@ def connect_sockets(
 ) -> Connection:
     """A link over ZeroMQ. The spool lies in this sampler's own folder."""
     for address in addresses:
-        if address.startswith("tcp://") and not address.rpartition(":")[2].isdigit():
-            raise UserError(f"--connect={address}: no port; write tcp://HOST:PORT")
+        wire.check_address("connect", address, 1)
     keys = None if flags.keys == "none" else sampler_keys(flags.keys)
     on_this_host = all(a.startswith(("tcp://127.0.0.1:", "tcp://localhost:", "ipc://")) for a in addresses)
     if keys is None and not on_this_host:
@@ -345,6 +357,36 @@ def connect_sockets(
 # ---------------------------------------------------------------------------------------------------------------------
 # The engine, the task and the weights, as the learner describes them
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+class Description(msgspec.Struct, forbid_unknown_fields=True):
+    """What the learner says of its run (source.describe_run), with the types that it must have."""
+
+    config: dict[str, str | int | float | bool | None]
+    model: str
+    topk: int
+    kept: int
+    context: int
+    world: int
+    task_digest: str
+    sampling: dict[str, int | float]
+    probe: list[int]
+    packed: bool
+
+
+def check_description(run: dict) -> None:
+    """UserError unless this describes a run."""
+    try:
+        msgspec.convert(run, Description)
+        Sampling(**run["sampling"])
+        missing = {"rollout_quant", "quant_group", "seed", "group_size", "task", "max_tokens"} - set(run["config"])
+        wire.need(not missing, f"{', '.join(missing)} missing")
+        wire.need(run["context"] > 0 and min(run["topk"], run["kept"]) >= 0, "sizes below 0")
+    except (msgspec.MsgspecError, TypeError, ValueError) as e:
+        why = wire.printable(e)
+        raise UserError(
+            f"the learner describes no run that this sampler knows ({why}): bring both to one revision"
+        ) from None
 
 
 class SamplerSource(LocalSource):
@@ -388,6 +430,7 @@ def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> Sam
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     run, model = welcome.run, folder / "model"
+    check_description(run)
     wire.unpack_setup(welcome.setup, model)
     cfg = configure(run, flags)
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -412,6 +455,7 @@ def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> Sam
         group_size=cfg.group_size,
         topk=run["topk"],
         max_allowed=run["kept"],
+        stop_ids=run["stop_ids"],
         model=Path(flags.model).name if flags.model else run["model"],
         probe=Probe(str(model), np.array(run["probe"], np.int64), fmt),
         skeleton=skeleton,

@@ -10,11 +10,13 @@ Every group has one fate:
     staleness    sampled by weights that were more than --max_staleness updates old
     window       it waited for longer than --window_seconds
     orphan       sampled by weights of a history that did not survive
-    refused      not what was asked for
+    refused      not what was asked for, or not what any engine can have sampled
     corrupt      damaged in the folder
     lost         damaged in the spool, or gone
 
-`duplicate` counts offers of groups that had come already, which have a fate each: it is not one of them.
+`duplicate` counts offers of groups that had come already, which have a fate each: it is not one of them. `faults`
+counts exceptions of ours in what a sampler has sent: they are in the log, the sampler's connection or file is dropped,
+and the run goes on.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ from __future__ import annotations
 import dataclasses
 import filecmp
 import hashlib
-import logging
 import secrets
 import sys
 import time
@@ -30,17 +31,20 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
 
+from flags import need
 from remote import wire
 from remote.account import Account, Arrived, retain_weights, split
 from remote.files import FilesHub
 from remote.groups import Limits, decode_group, name_of
+from remote.guard import log_path, open_log
 from remote.hub import Hub
 from rollout import Rollout
 from sampling import Sampling
 from sync import write_tensors
+from tasks import run_stop_ids
 
 FATES = ("trained", "staleness", "window", "orphan", "refused", "corrupt", "lost")
-TRAFFIC = ("received", "duplicate", "bad_leaves", "malformed", "strangers")
+TRAFFIC = ("received", "duplicate", "bad_leaves", "malformed", "strangers", "faults")
 SUSPENDED = 5.0  # seconds: a turn of the waiting loop that takes longer means that this process was suspended
 PRINT_EVERY = 60.0  # seconds between two lines on the screen while the learner waits
 
@@ -50,6 +54,8 @@ SHARED = (
     "group_size",
     "max_tokens",
     "seed",
+    "answer",
+    "grade_seconds",
     "rollout_quant",
     "quant_group",
     "logprobs_mode",
@@ -88,7 +94,7 @@ def open_remote_source(cfg, run, model: str, topk: int, max_allowed: int, comm) 
     else:
         hub = Hub(address_of_rank(cfg.bind, comm.rank), cfg.keys, welcome, limits, log)
     versions = Path(cfg.out) / "versions" / f"rank{comm.rank}"
-    return RemoteSource(hub, cfg, limits, Sampling.of(cfg), versions, comm, log)
+    return RemoteSource(hub, cfg, limits, Sampling.of(cfg), versions, comm, log, run.task)
 
 
 def describe_run(cfg, run, model: str, topk: int, max_allowed: int, ranks: int) -> dict:
@@ -106,31 +112,19 @@ def describe_run(cfg, run, model: str, topk: int, max_allowed: int, ranks: int) 
         "sampling": vars(Sampling.of(cfg)),
         "probe": run.probe().ids.tolist(),
         "packed": cfg.sync_dtype == "quantized",
+        "stop_ids": run_stop_ids(run.tokenizer, cfg),
     }
 
 
 def address_of_rank(bind: str, rank: int) -> str:
     """Rank r listens r ports higher than --bind says; an address without a port is left as it is."""
+    wire.check_address("bind", bind, 0)
     port = bind.rpartition(":")[2]
-    if port.isdigit() and int(port):
-        return f"{bind.removesuffix(port)}{int(port) + rank}"
-    return bind
-
-
-def log_path(out: str | Path, rank: int) -> Path:
-    return Path(out) / ("remote.log" if rank == 0 else f"remote{rank}.log")
-
-
-def open_log(out: str | Path, rank: int) -> logging.Logger:
-    """The file that says who came, who was turned away, and why."""
-    log = logging.getLogger(f"remote.{out}.{rank}")
-    if not log.handlers:
-        handler = logging.FileHandler(log_path(out, rank))
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-        log.addHandler(handler)
-        log.setLevel(logging.INFO)
-        log.propagate = False
-    return log
+    if not bind.startswith("tcp://") or not port.isdigit() or not int(port):
+        return bind
+    at = int(port) + rank
+    need(at <= 65535, f"--bind={bind}: rank {rank} would listen on port {at}; name a lower one")
+    return f"{bind.removesuffix(port)}{at}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -151,9 +145,10 @@ class Ready:
 class RemoteSource:
     """The face of a LocalSource over a hub: groups in order of arrival, within the bounds of staleness and age.
 
-    store: folder of the weights that were published; they stand there as long as samplers may fetch them."""
+    store: folder of the weights that were published; they stand there as long as samplers may fetch them. task: where
+    each group's problem must be found; None: it is not looked for."""
 
-    def __init__(self, hub: Hub | FilesHub, cfg, limits: Limits, sampling: Sampling, store: Path, comm, log):
+    def __init__(self, hub: Hub | FilesHub, cfg, limits: Limits, sampling: Sampling, store: Path, comm, log, task=None):
         self.hub = hub
         self.cfg = cfg
         self.limits = limits
@@ -161,6 +156,7 @@ class RemoteSource:
         self.store = store
         self.comm = comm
         self.log = log
+        self.task = task
         self.packed = cfg.sync_dtype == "quantized"  # `publish` wants the engine's low-bit tensors
         self.error = ""
         self.counts: Counter = Counter()  # fate -> groups
@@ -257,7 +253,7 @@ class RemoteSource:
         """Move ready groups into the batch until it has n; those that nobody may train on meet their fate."""
         while self.ready and len(batch) < n_groups:
             item = self.ready.popleft()
-            self.hub.free(item.nbytes)
+            self.hub.free(item.name, item.nbytes)
             item.nbytes = 0
             fate = self.fate(item, learner_version)
             if fate == "trained":
@@ -294,17 +290,34 @@ class RemoteSource:
             self.record_fate(arrived.name, arrived.fate)
             return
         try:
-            group = decode_group(arrived.data, self.limits)
-            if name_of(group.uid) != arrived.name:
-                raise wire.WireError(f"{arrived.name} holds the group {name_of(group.uid)}")
-            if dataclasses.replace(group.sampling, seed=0) != dataclasses.replace(self.sampling, seed=0):
-                raise wire.WireError(f"{arrived.name}: sampled with other settings, {group.sampling}")
+            group = self.decode(arrived)
         except wire.WireError as e:
             self.log.warning("group refused: %s", e)
-            self.hub.free(len(arrived.data))
-            self.record_fate(arrived.name, "refused")
+        except Exception as e:  # a fault of ours: it is this group's, and the run goes on
+            self.hub.counts["faults"] += 1
+            self.log.error("a fault in group %s, which is refused: %r", arrived.name, e)
+        else:
+            self.ready.append(Ready(arrived.name, group, arrived.when, len(arrived.data)))
             return
-        self.ready.append(Ready(arrived.name, group, arrived.when, len(arrived.data)))
+        self.hub.free(arrived.name, len(arrived.data))
+        self.hub.charge(arrived.name)
+        self.record_fate(arrived.name, "refused")
+
+    def decode(self, arrived: Arrived) -> Rollout:
+        """The group in these bytes. WireError: it is not what was asked for."""
+        name = arrived.name
+        group = decode_group(arrived.data, self.limits)
+        wire.need(name_of(group.uid) == name, f"{name} holds the group {name_of(group.uid)}")
+        same = dataclasses.replace(group.sampling, seed=0) == dataclasses.replace(self.sampling, seed=0)
+        wire.need(same, f"{name}: sampled with other settings, {group.sampling}")
+        if self.task is not None:
+            try:
+                self.task.find(group.prompt_id)
+            except Exception:  # a task reads an id as it likes
+                raise wire.WireError(
+                    f"{name}: the task has no problem {wire.printable(group.prompt_id, 100)}"
+                ) from None
+        return group
 
     def fate(self, item: Ready, learner_version: int) -> str:
         """What becomes of a ready group if the learner takes it now."""
@@ -357,6 +370,7 @@ class RemoteSource:
             "counts": dict(self.counts),
             "published": dict(self.published),
             "reports": [[*key, n] for key, n in self.hub.reports.copy().items()],
+            "names": self.hub.names.copy(),
         }
 
     def saved(self) -> None:
@@ -372,6 +386,7 @@ class RemoteSource:
         self.taken = Account.of(state["account"])
         self.published = dict(state["published"])
         self.hub.reports.update({(sampler, incarnation): n for sampler, incarnation, n in state.get("reports", [])})
+        self.hub.names.restore(state.get("names", {}))
 
     def close(self) -> None:
         self.hub.close()

@@ -28,31 +28,47 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import zmq
+from msgspec import Meta
 
+import flags
 from flags import UserError
 
 PROTOCOL = 2
 LEAF = 1 << 20  # bytes
-MOST = 16 * LEAF + 4096  # bytes of a message; whoever sends more is cut off before they are read
+MOST = 16 * LEAF + 4096  # bytes of a frame; whoever sends more is cut off before they are read
+MOST_ASKED = 8  # leaves in one message
 MOST_SETUP = 256 << 20  # bytes of a file of configuration or tokenizer
+MOST_SETUP_FILES = 64
+
+# What a message may hold at most. decode checks it.
+Text = Annotated[str, Meta(max_length=256)]  # names; each end has rules of its own for them
+Texts = Annotated[list[Text], Meta(max_length=1 << 16)]
+Number = Annotated[int, Meta(ge=0, lt=10**18)]
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 
 
 class WireError(ValueError):
-    """What came is not what it should be."""
+    """What came is not what it should be. Whoever reads what others have sent meets no other exception."""
 
 
 def need(ok, sentence: str) -> None:
     """WireError with this sentence unless `ok`."""
     if not ok:
         raise WireError(sentence)
+
+
+def printable(text, most: int = 300) -> str:
+    """What others have sent, fit for a screen or a line of a log."""
+    return "".join(c if c.isprintable() else "?" for c in str(text)[:most])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -63,8 +79,8 @@ def need(ok, sentence: str) -> None:
 class Manifest(msgspec.Struct, frozen=True):
     """An object's name, size, and the digests of its leaves."""
 
-    name: str
-    nbytes: int
+    name: Text
+    nbytes: Number
     leaves: list[bytes]
 
     @property
@@ -99,7 +115,7 @@ def manifest(name: str, data) -> Manifest:
 def leaves(data, first: int, count: int) -> memoryview:
     """The bytes of `count` leaves from number `first` on. WireError if they lie outside the object."""
     view = memoryview(data)
-    inside = 0 <= first * LEAF < len(view) and 1 <= count <= 64
+    inside = 0 <= first * LEAF < len(view) and 1 <= count <= MOST_ASKED
     need(inside, f"leaves {first} to {first + count} of an object of {len(view)} bytes")
     return view[first * LEAF : (first + count) * LEAF]
 
@@ -111,7 +127,7 @@ class Pace:
     leaves: int = 1
     open: int = 8
     patience: float = 10.0  # seconds until an answer counts as lost
-    most: int = 8
+    most: int = MOST_ASKED
 
     def answered(self, seconds: float) -> None:
         if seconds < 0.1:
@@ -137,6 +153,7 @@ class Pull:
         self.missing = [i for i in reversed(range(len(of.leaves))) if not here[i]]  # the next one stands at the end
         self.asked: dict[int, tuple[int, float]] = {}  # first leaf -> how many, when
         self.corrupt = 0  # leaves that came and were not what the manifest says
+        self.moved: float | None = None  # when the last good leaf came, or the first was asked for
 
     def _is_good(self, i: int, leaf) -> bool:
         return hashlib.sha256(leaf).digest() == self.of.leaves[i]
@@ -147,6 +164,8 @@ class Pull:
 
     def ask(self, now: float) -> tuple[int, int] | None:
         """The next range (first leaf, how many) to ask for. None: everything is asked for, or enough asks are open."""
+        if self.moved is None:
+            self.moved = now
         for first, (_, since) in list(self.asked.items()):
             if now - since > self.pace.patience:
                 self._ask_again(first)
@@ -183,6 +202,8 @@ class Pull:
         bad = [i for i, ok in zip(asked, good, strict=True) if not ok]
         self.corrupt += len(bad)
         self.missing += reversed(bad)
+        if len(bad) < count:
+            self.moved = now
         if bad:
             self.pace.failed()
         else:
@@ -195,6 +216,7 @@ class Pull:
 
     def forget_asked(self) -> None:
         """The connection is a new one: nothing that was asked for on the old one will come."""
+        self.moved = None
         for first in list(self.asked):
             self._ask_again(first)
 
@@ -238,20 +260,20 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     """Sampler: who it is. handed: groups handed over by this incarnation so far; lost: names of groups that it cannot
     send any more."""
 
-    protocol: int
-    sampler: str
-    incarnation: int
-    session: str  # the learner's session that it knows, "" at first
-    handed: int = 0
-    lost: list[str] = []
+    protocol: Number
+    sampler: Text
+    incarnation: Number
+    session: Text  # the learner's session that it knows, "" at first
+    handed: Number = 0
+    lost: Texts = []
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     """Learner: what to sample. setup: configuration and tokenizer files of the model (pack_setup); run: what else a
     sampler must know (source.py writes it)."""
 
-    protocol: int
-    session: str
+    protocol: Number
+    session: Text
     run: dict
     setup: dict[str, bytes]
 
@@ -259,45 +281,45 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
 class Refuse(msgspec.Struct, tag="refuse", frozen=True):
     """Learner: this sampler is turned away, for good."""
 
-    why: str
+    why: Annotated[str, Meta(max_length=2000)]
 
 
 class Offer(msgspec.Struct, tag="offer", frozen=True):
     """Here is an object. version and published: of weights, the learner's updates behind them and its clock."""
 
     of: Manifest
-    version: int = -1
-    published: float = 0.0
+    version: Annotated[int, Meta(ge=-1, lt=10**18)] = -1
+    published: Seconds = 0.0
 
 
 class Ask(msgspec.Struct, tag="ask", frozen=True):
     """Please send these leaves."""
 
-    name: str
-    first: int
-    count: int
+    name: Text
+    first: Number
+    count: Number
 
 
 class Leaves(msgspec.Struct, tag="leaves", frozen=True):
     """The answer; its bytes are the message's second frame."""
 
-    name: str
-    first: int
+    name: Text
+    first: Number
 
 
 class Gone(msgspec.Struct, tag="gone", frozen=True):
     """The answer where the object is no longer there. With an empty name, the learner's answer to a sampler that has
     not said hello in this session."""
 
-    name: str
+    name: Text
 
 
 class Got(msgspec.Struct, tag="got", frozen=True):
     """Learner: these groups are here whole; no need to offer them again in this session. As the answer to a hello:
     newest is the name of the newest weights."""
 
-    names: list[str]
-    newest: str = ""
+    names: Texts
+    newest: Text = ""
 
 
 class Want(msgspec.Struct, tag="want", frozen=True):
@@ -307,7 +329,7 @@ class Want(msgspec.Struct, tag="want", frozen=True):
 class Held(msgspec.Struct, tag="held", frozen=True):
     """Learner: these groups are in a checkpoint, or refused for good; the sampler may forget them."""
 
-    names: list[str]
+    names: Texts
 
 
 Message = Hello | Welcome | Refuse | Offer | Ask | Leaves | Gone | Got | Want | Held
@@ -331,8 +353,8 @@ def decode(frame) -> Message:
     need(digest(body) == head, "not a message, or a damaged one")
     try:
         return _decoder.decode(body)
-    except msgspec.MsgspecError as e:
-        raise WireError(f"not a message of protocol {PROTOCOL}: {e}") from None
+    except Exception as e:  # MsgspecError, but also UnicodeDecodeError, RecursionError and whatever else there is
+        raise WireError(f"not a message of protocol {PROTOCOL}: {printable(e)}") from None
 
 
 def protocol_mismatch(learner: int, sampler: int) -> str:
@@ -342,14 +364,26 @@ def protocol_mismatch(learner: int, sampler: int) -> str:
     return f"the learner speaks protocol {learner} and this sampler {sampler}: bring both to one revision"
 
 
-def set_socket_options(socket, linger: int) -> None:
+def check_address(flag: str, address: str, least: int) -> None:
+    """UserError unless a TCP address ends in a port from `least` to 65535; ZeroMQ takes 99999 for another one."""
+    if not address.startswith("tcp://"):
+        return
+    port = address.rpartition(":")[2]
+    if least == 0 and port == "*":  # any that is free
+        return
+    flags.need(port.isascii() and port.isdigit(), f"--{flag}={address}: no port; write tcp://HOST:PORT")
+    flags.need(least <= int(port[:6]) <= 65535, f"--{flag}={address}: a port is a number from {least} to 65535")
+
+
+def set_socket_options(socket, linger: int, most: int = MOST, queue: int = 64) -> None:
     """The same on both ends: messages and queues are bounded, and a heartbeat finds a dead connection within 10 s.
 
-    linger: milliseconds that messages not yet sent may delay the socket's end."""
+    linger: milliseconds that messages not yet sent may delay the socket's end. most: bytes of a frame; queue: messages
+    that wait to be read."""
     for option, value in (
-        (zmq.MAXMSGSIZE, MOST),
+        (zmq.MAXMSGSIZE, most),
         (zmq.SNDHWM, 64),
-        (zmq.RCVHWM, 64),
+        (zmq.RCVHWM, queue),
         (zmq.LINGER, linger),
         (zmq.HEARTBEAT_IVL, 2000),
         (zmq.HEARTBEAT_TIMEOUT, 10000),
@@ -357,24 +391,31 @@ def set_socket_options(socket, linger: int) -> None:
         socket.setsockopt(option, value)
 
 
+SETUP_FILE = r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,100}\.(json|model|txt|jinja)"
+
+
 def pack_setup(folder: str) -> dict[str, bytes]:
     """The small files of a model folder, compressed: configuration and tokenizer, no weights."""
     return {
         path.name: zlib.compress(path.read_bytes())
         for path in sorted(Path(folder).iterdir())
-        if path.is_file()
-        and path.suffix in (".json", ".model", ".txt", ".jinja")
-        and not path.name.endswith(".index.json")
+        if path.is_file() and re.fullmatch(SETUP_FILE, path.name) and not path.name.endswith(".index.json")
     }
 
 
 def unpack_setup(files: dict[str, bytes], folder: Path) -> None:
-    """Write what pack_setup packed. UserError: a file outside the folder, or one too big to be a small file."""
+    """Write what pack_setup packed. UserError: a file outside the folder, one too big to be a small file, or damage."""
     folder.mkdir(parents=True, exist_ok=True)
+    flags.need(len(files) <= MOST_SETUP_FILES, f"the learner sent {len(files)} files of a model; they are not written")
     for name, data in files.items():
-        if Path(name).name != name:
-            raise UserError(f"the learner sent a file called {name!r}; it is not written")
+        if not re.fullmatch(SETUP_FILE, name):
+            raise UserError(f"the learner sent a file called {printable(name, 100)!r}; it is not written")
         unpack = zlib.decompressobj()
-        (folder / name).write_bytes(unpack.decompress(data, MOST_SETUP))
+        try:
+            unpacked = unpack.decompress(data, MOST_SETUP)
+        except zlib.error as e:
+            raise UserError(f"the learner's {name} is damaged ({e}); start this sampler again") from None
         if unpack.unconsumed_tail:
             raise UserError(f"the learner's {name} has more than {MOST_SETUP >> 20} MiB; it is not taken")
+        flags.need(unpack.eof, f"the learner's {name} is cut short; start this sampler again")
+        (folder / name).write_bytes(unpacked)

@@ -410,7 +410,10 @@ def run_sampler(*argv):
         ([], "--connect: name the learner's address"),
         (["--connect=tcp://10.0.0.1:5555"], "over a network keys are needed"),
         (["--connect=nowhere"], "neither an address such as tcp://HOST:PORT nor a folder"),
-        (["--connect=tcp://127.0.0.1:9", "--name=a/b"], "--name=a/b: a sampler's name has no slash and no dot"),
+        (
+            ["--connect=tcp://127.0.0.1:9", "--name=a/b"],
+            "--name=a/b: a sampler's name is 1 to 64 letters, digits, - and _",
+        ),
         (["--connect=tcp://127.0.0.1:9", "--keys=nowhere"], "--keys=nowhere: no learner.key there"),
         (
             ["--connect=tcp://127.0.0.1:9", "--give_up=1", "--patience=0.2"],

@@ -327,8 +327,22 @@ def test_seen_and_account():
     assert back.state() == held.state()
     assert all(back.has(name) for name in ("a/1/2", "b.0/5/0"))
     assert not any(back.has(name) for name in ("a/1/1", "b/5/0", "a/2/0"))
-    assert account.split("x/y/3/4") == (("x/y", 3), 4)
-    for bad in ("a", "a/b/c", ""):
+    assert account.split("x-y.7/3/4") == (("x-y.7", 3), 4) and account.split(f"{'x' * 64}/0/{'9' * 18}")
+    odd = [
+        "a",
+        "a/b/c",
+        "",
+        "x/y/3/4",
+        "a/01/2",
+        "a/1/2 ",
+        "a/1/2\n",
+        "a/-1/2",
+        "a/1/\u00b2",
+        "a.b/1/2",
+        "a.01/1/2",
+        "../a/1/2",
+    ]
+    for bad in (*odd, f"a/1/{10**18}", f"{'x' * 65}/1/2"):
         with pytest.raises(ValueError):
             account.split(bad)
 
