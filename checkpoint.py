@@ -101,7 +101,7 @@ def write(final: Path, run, learner, shared: dict, own: dict) -> str:
     for name in learner.names:
         tensors = {k: v.cpu() for k, v in learner.named_tensors(name)}
         if first:
-            attempt(save_model, run.configs[name], tensors, run.tokenizer, scratch / name)
+            attempt(save_model, run.configs[name], tensors, run.tokenizer, scratch / name, getattr(run, name))
     if first:
         attempt(save_tensors, shared, scratch / "learner.pt")
     attempt(save_tensors, own, scratch / f"rank{comm.rank}.pt")
@@ -147,8 +147,11 @@ def not_written(final: Path, why: str, spare: Path | None) -> str:
     return f"{final}: the checkpoint could not be written ({why}); {mend}"
 
 
-def save_model(config, tensors: dict, tokenizer, folder: Path) -> None:
-    """A Hugging Face folder from a config and whole tensors; tied heads are written once."""
+def save_model(config, tensors: dict, tokenizer, folder: Path, origin: str) -> None:
+    """A Hugging Face folder from a config and whole tensors; tied heads are written once.
+
+    origin: the folder that the run started from. Its generation_config.json, which lists the tokens that end a
+    response, goes along as it is."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -157,6 +160,9 @@ def save_model(config, tensors: dict, tokenizer, folder: Path) -> None:
         shell = AutoModelForCausalLM.from_config(config)
     shell.save_pretrained(folder, state_dict=dict(tensors))
     tokenizer.save_pretrained(folder)
+    generation = Path(origin) / "generation_config.json"
+    if generation.is_file():
+        shutil.copyfile(generation, folder / generation.name)
 
 
 def load(folder: Path, learner, source) -> tuple[int, list[list[Rollout]], dict]:

@@ -92,6 +92,10 @@ class TaskFlags:
     0: none."""
     task_seed: int = 0
     """Seed of the problems."""
+    answer: Literal["boxed", "last"] = "boxed"
+    """A file's answers: what counts of a response, its last \\boxed{} alone, or else its last expression."""
+    grade_seconds: float = 5.0
+    """Seconds of a processor that an answer may take to be graded; one that takes longer earns 0."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,9 @@ class SamplingFlags:
 
     max_tokens: int = 32
     """Longest response."""
+    stop: str = ""
+    """Tokens that end a response, separated by commas, beside the tokenizer's own end and those that the models list
+    in generation_config.json."""
     temperature: float = 1.0
     """Sampling temperature; the learner scores with it too."""
     top_p: float = 1.0

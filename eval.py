@@ -12,6 +12,7 @@ pass@k of a problem with c right among n samples is 1 - C(n-c, k) / C(n, k), the
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 import os
@@ -31,13 +32,14 @@ import checkpoint
 import mismatch
 import objectives
 import sampling
+import tasks
 from config import Config, EngineFlags, PrecisionFlags, SamplingFlags, TaskFlags
 from engines import HFEngine, make_engine
 from flags import UserError, parse_flags, run_command
 from mismatch import MismatchFlags
 from rollout import request_seed
 from sampling import Sampling
-from tasks import Jsonl, encode, grade, grade_all, make_task
+from tasks import Answer, Jsonl, encode, grade_all, make_task, run_stop_ids, stop_ids
 from warmstart import base_model
 
 PROBLEMS, PROBE_PROBLEMS = 512, 64  # unless --problems names a number: to evaluate, and for --mismatch
@@ -57,10 +59,11 @@ def mean_se(x) -> tuple[float, float]:
     return float(x.mean()), float(x.std(ddof=1) / math.sqrt(len(x)))
 
 
-def solve(engine, task, tokenizer, indices, samples: int, sampling: Sampling, seed: int):
+def solve(engine, task, tokenizer, indices, samples: int, sampling: Sampling, seed: int, ends: list[int]):
     """Right answers among `samples` responses to each held-out problem, and the mean length.
 
-    indices: numbers of problems. Returns (len(indices), samples) of 0 / 1, and tokens."""
+    indices: numbers of problems. ends: tokens that end a response (tasks.stop_ids). Returns (len(indices), samples) of
+    0 / 1, and tokens."""
     right, lengths = [], []
     for start in tqdm(range(0, len(indices), BATCH), desc="evaluate", leave=False, disable=len(indices) <= BATCH):
         problems = [task.problem("test", i) for i in indices[start : start + BATCH]]
@@ -68,7 +71,7 @@ def solve(engine, task, tokenizer, indices, samples: int, sampling: Sampling, se
         seeds = []
         for problem in problems:
             seeds.append([request_seed("eval", seed, problem.id, s) for s in range(samples)])
-        groups = engine.generate(prompts, seeds, sampling, 0, [tokenizer.eos_token_id])
+        groups = engine.generate(prompts, seeds, sampling, 0, ends)
         grade_all(task, tokenizer, problems, groups)
         for group in groups:
             right.append([float(r.reward > 0.5) for r in group])
@@ -106,7 +109,7 @@ def fresh_advantage(learner, groups, task, tokenizer, cfg) -> float:
         key = ("fresh", cfg.seed, g.uid, learner.version)
         seeds.append([request_seed(*key, i) for i in range(cfg.group_size)])
     engine = sampler_of(learner, "policy", cfg)
-    fresh = engine.generate(prompts, seeds, groups[0].sampling, 0, [tokenizer.eos_token_id])
+    fresh = engine.generate(prompts, seeds, groups[0].sampling, 0, run_stop_ids(tokenizer, cfg))
     grade_all(task, tokenizer, problems, fresh)
     total = count = 0.0
     for group, responses in zip(groups, fresh, strict=True):
@@ -135,12 +138,12 @@ def held_out(learner, name: str, task, tokenizer, cfg) -> dict[str, float]:
     if cfg.task != "arith" and not cfg.eval_task:
         return {}
     if cfg.eval_task:
-        task = Jsonl(cfg.eval_task, cfg.task_seed)
+        task = make_task(dataclasses.replace(cfg, task=cfg.eval_task))
     n = cfg.eval_problems if task.size is None else min(cfg.eval_problems, task.size)
     mine = list(range(learner.comm.rank, n, learner.comm.size))
     engine = sampler_of(learner, name, cfg)
     plain = Sampling(max_tokens=cfg.max_tokens)
-    right, _ = solve(engine, task, tokenizer, mine, cfg.eval_samples, plain, cfg.seed)
+    right, _ = solve(engine, task, tokenizer, mine, cfg.eval_samples, plain, cfg.seed, run_stop_ids(tokenizer, cfg))
     score = right.mean(1)
     total, squares = learner.comm.sum([score.sum(), (score**2).sum()])
     mean = total / n
@@ -185,6 +188,7 @@ class Setup:
     problems: int  # the first so many of the task's held-out ones
     longest_prompt: int  # tokens
     vocabulary: int
+    stop_ids: list[int]
 
 
 def open_setup(cfg: EvalFlags, problems: int) -> Setup:
@@ -192,9 +196,12 @@ def open_setup(cfg: EvalFlags, problems: int) -> Setup:
     from transformers import AutoTokenizer
 
     sampling.check(cfg)
+    tasks.check(cfg)
     task = make_task(cfg)
     folder = find_model(cfg, "model", cfg.which)
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    models = [folder, find_model(cfg, "actor", "actor")] if cfg.mismatch and cfg.actor else [folder]
+    ends = stop_ids(tokenizer, models, cfg.stop)
     n = problems if cfg.problems is None else cfg.problems
     if task.size is not None:
         n = min(n, task.size)
@@ -206,7 +213,7 @@ def open_setup(cfg: EvalFlags, problems: int) -> Setup:
             f"--max_tokens={cfg.max_tokens}: the longest prompt has {longest} tokens, together more than the model's "
             f"context of {limit}"
         )
-    return Setup(task, folder, tokenizer, n, longest, model["vocab_size"])
+    return Setup(task, folder, tokenizer, n, longest, model["vocab_size"], ends)
 
 
 def find_model(cfg: EvalFlags, flag: str, which: str) -> str:
@@ -236,7 +243,8 @@ def evaluate(cfg: EvalFlags) -> dict:
     context = setup.longest_prompt + cfg.max_tokens
     engine = make_engine(cfg, setup.folder, context, 0, device)
     indices = list(range(setup.problems))
-    right, length = solve(engine, setup.task, setup.tokenizer, indices, n, Sampling.of(cfg), cfg.seed)
+    how = (n, Sampling.of(cfg), cfg.seed, setup.stop_ids)
+    right, length = solve(engine, setup.task, setup.tokenizer, indices, *how)
     scores = {f"mean@{n}": right.mean(1)}  # one number a problem
     for k in ks:
         scores[f"pass@{k}"] = [pass_at_k(n, int(c), k) for c in right.sum(1)]
@@ -281,19 +289,24 @@ def perturbed(answer: str) -> str:
     return answer + " + 1"
 
 
-def grade_gold(path: str) -> dict:
-    """Does the grader accept a file's own answers, and refuse changed ones? Prints both shares and each exception."""
-    task = Jsonl(path)
+def grade_gold(path: str, seconds: float = EvalFlags.grade_seconds) -> dict:
+    """Does the grader accept a file's own answers, and refuse changed ones? Prints both shares and each exception.
+
+    seconds: of a processor, for each answer (--grade_seconds)."""
+    task = Jsonl(path, seconds=seconds)
     gold = changed = 0
-    for row in tqdm(task.rows, desc="grade"):
-        answer = row["answer"]
-        if grade(wrapped(answer), answer):
-            gold += 1
-        else:
-            tqdm.write(f"gold answer refused: {answer}")
-        if grade(wrapped(perturbed(answer)), answer):
-            changed += 1
-            tqdm.write(f"changed answer accepted: {perturbed(answer)} for {answer}")
+    for start in tqdm(range(0, task.size, BATCH), desc="grade"):
+        problems = [task.problem("test", i) for i in range(start, min(start + BATCH, task.size))]
+        own = [Answer(p, wrapped(p.answer), True) for p in problems]
+        other = [Answer(p, wrapped(perturbed(p.answer)), True) for p in problems]
+        rewards, _ = task.rewards(own + other)
+        for p, right, wrong in zip(problems, rewards[: len(own)], rewards[len(own) :], strict=True):
+            gold += right == 1
+            changed += wrong == 1
+            if not right:
+                tqdm.write(f"gold answer refused: {p.answer}")
+            if wrong:
+                tqdm.write(f"changed answer accepted: {perturbed(p.answer)} for {p.answer}")
     n = task.size
     print(
         f"{path}: {gold} of {n} gold answers graded right ({100 * gold / n:.2f} %), "
@@ -306,7 +319,8 @@ def main(argv: list[str] | None = None) -> dict:
     """One command; returns what --out writes. UserError: one sentence."""
     cfg = parse_flags(EvalFlags, sys.argv[1:] if argv is None else argv)
     if cfg.grade_gold:
-        result = grade_gold(cfg.grade_gold)
+        tasks.check(cfg)
+        result = grade_gold(cfg.grade_gold, cfg.grade_seconds)
     elif cfg.mismatch:
         result = measure_mismatch(cfg)
     else:

@@ -491,6 +491,8 @@ ELSEWHERE = {
     "sync/distance": "the same between these weights and the ones published before",
     "sync/proved": "1 where error and distance tell new weights from old ones",
     "sync/MiB": "moved",
+    "grade/timeouts": "answers of this rank that math-verify could not grade within --grade_seconds (they earn 0)",
+    "grade/unboxed": "share of this rank's responses without a \\boxed{}, or with one that is cut short",
     "delay/clock": "virtual seconds the learner had to wait (delay.py); delay/waiting, versions, dropped_*",
     "remote/trained": "the account of remote groups, a column for each fate (remote/source.py); remote/*",
     "rollout_s": "seconds by stage: rollout_s, ref_s, update_s, sync_s, eval_s, save_s",

@@ -185,7 +185,7 @@ def rollouts(engine, setup, samples: int, sampling: Sampling, allowed: int, key:
     seeds = []
     for problem in problems:
         seeds.append([request_seed(key, sampling.seed, problem.id, s) for s in range(samples)])
-    groups = engine.generate(prompts, seeds, sampling, 1, [setup.tokenizer.eos_token_id], allowed)
+    groups = engine.generate(prompts, seeds, sampling, 1, setup.stop_ids, allowed)
     grade_all(setup.task, setup.tokenizer, problems, groups)
     out = []
     for i, problem in enumerate(problems):

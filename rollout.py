@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import time
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -30,7 +31,7 @@ import numpy as np
 
 import sync
 from sampling import Sampling
-from tasks import encode, grade_all
+from tasks import encode, grade_all, grading_metrics
 
 
 @dataclass
@@ -116,11 +117,13 @@ class LocalSource:
     model: str  # the model whose weights the engine gets: "policy" or "actor"
     probe: sync.Probe
     max_allowed: int = 0  # largest set of allowed tokens that is recorded; 0: none is
+    stop_ids: list[int] | None = None  # the tokens that end a response (tasks.stop_ids); None: the tokenizer's end
     rank: int = 0
     n_ranks: int = 1
 
     def __post_init__(self):
-        self.stop_ids = [self.tokenizer.eos_token_id]
+        self.stop_ids = self.stop_ids or [self.tokenizer.eos_token_id]
+        self.graded = Counter()  # counts of grading since the last `metrics`
         self.packed = self.engine.packed  # whether `publish` wants low-bit tensors (quant.for_engine)
         self.incarnation = 0
         self.sequence = 0  # groups taken so far: where this source stands in the task
@@ -179,7 +182,7 @@ class LocalSource:
         prompts = [np.array(encode(self.tokenizer, problem), np.int32) for problem in problems]
         seeds = [self.seeds(uid) for uid in uids]
         groups = self.engine.generate(prompts, seeds, self.sampling, self.topk, self.stop_ids, self.max_allowed)
-        grade_all(self.task, self.tokenizer, problems, groups)
+        self.graded += grade_all(self.task, self.tokenizer, problems, groups)
         end = time.time()
         rollouts = []
         for uid, problem, prompt, responses in zip(uids, problems, prompts, groups, strict=True):
@@ -205,11 +208,12 @@ class LocalSource:
         return [request_seed(self.sampling.seed, uid, g) for g in range(self.group_size)]
 
     def metrics(self) -> dict[str, float]:
-        """What the last weight sync proved; empty when that was reported before."""
+        """What the last weight sync proved, and how grading went; empty when that was reported before."""
         proof, self.proof = self.proof, None
+        values, self.graded = grading_metrics(self.graded), Counter()
         if proof is None:
-            return {}
-        return {
+            return values
+        return values | {
             "sync/error": proof.error,
             "sync/distance": proof.distance,
             "sync/proved": float(proof.status == "proved"),

@@ -39,6 +39,7 @@ from learner import LOCAL_RANK, Comm, Learner
 from model import needs_of_exact_kappa
 from rollout import LocalSource, given_back_if_it_fails
 from run import Log, locked, open_run, prepare_folder
+from tasks import run_stop_ids
 
 
 def train(cfg: config.Config) -> None:
@@ -207,6 +208,7 @@ def open_source(cfg, run, comm):
     truncated sampling allowed, where the learner replays them."""
     topk = cfg.obrs_topk if cfg.correction in USES_Z and cfg.obrs_z != "exact" else 0
     max_allowed = sampling.max_allowed(cfg, run.configs[run.rollout_model].vocab_size)
+    stop_ids = run_stop_ids(run.tokenizer, cfg)
     if cfg.samplers != "local":
         from remote.source import open_remote_source  # its packages are needed nowhere else
 
@@ -217,6 +219,7 @@ def open_source(cfg, run, comm):
         "group_size": cfg.group_size,
         "topk": topk,
         "max_allowed": max_allowed,
+        "stop_ids": stop_ids,
         "model": run.rollout_model,
         "probe": run.probe(),
         "rank": comm.rank,

@@ -372,6 +372,7 @@ class Description(msgspec.Struct, forbid_unknown_fields=True):
     sampling: dict[str, int | float]
     probe: list[int]
     packed: bool
+    stop_ids: list[int]
 
 
 def check_description(run: dict) -> None:

@@ -107,6 +107,7 @@ def run(tmp_path):
         folder=tmp_path,
         configs={"policy": tiny_model(0).config},
         tokenizer=arithmetic_tokenizer(),
+        policy=str(tmp_path / "start"),
     )
 
 

@@ -7,11 +7,23 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import make_cfg, tiny_model
+from conftest import make_cfg, make_groups, tiny_model
+from test_tasks import with_ends
+from transformers import AutoConfig
 
+import config
 import eval as evaluation
+import train
+from checkpoint import save_model
+from engines import HFEngine
 from eval import mean_se, pass_at_k
+from flags import parse_flags
+from learner import Comm
+from remote import wire
+from remote.sampler import SamplerFlags, open_source
+from remote.source import describe_run
 from rollout import Response
+from run import open_run
 from sampling import Sampling
 from tasks import Arithmetic, arithmetic_tokenizer
 
@@ -75,7 +87,7 @@ def test_a_model_that_always_answers_right_scores_one(every, score):
     """An engine that writes the gold answer: 1; one that errs on every other problem: 1/2."""
     task, tokenizer = Arithmetic(), arithmetic_tokenizer()
     engine = Knows(task, tokenizer, every)
-    right, length = evaluation.solve(engine, task, tokenizer, list(range(40)), 2, Sampling(), 0)
+    right, length = evaluation.solve(engine, task, tokenizer, list(range(40)), 2, Sampling(), 0, [1])
     assert right.shape == (40, 2) and right.mean() == score
     assert length == 3
 
@@ -86,12 +98,139 @@ def test_a_model_that_always_answers_right_scores_one(every, score):
         (["--model=/no/such"], "--model=/no/such: no model there"),
         (["--k=1,9"], "--k=1,9: each k must lie between 1 and --samples=4"),
         (["--task=/no/such.jsonl"], "no such file"),
+        (["--stop=nosuch"], "--stop=nosuch: not one token of the model's vocabulary"),
+        (["--task_explain=-1"], "--task_explain=-1: must be 0"),
+        (["--grade_seconds=0"], "--grade_seconds=0.0: a number of seconds above 0"),
+        (["--grade_seconds=0", "--grade_gold=x.jsonl"], "--grade_seconds=0.0: a number of seconds above 0"),
+        (["--grade_gold=/no/such.jsonl"], "/no/such.jsonl: no such file"),
         (["--max_tokens=1000"], "over|more than the model's context of 128"),
     ],
 )
 def test_bad_calls(folders, argv, sentence):
     with pytest.raises(ValueError, match=sentence):
         evaluation.main([f"--model={folders / 'policy'}", "--rollout=hf", *argv])
+
+
+def test_the_ends_of_a_model_hold_in_evaluation_and_in_the_probe(folders, tmp_path, monkeypatch):
+    """They are read from the model's folder; --stop adds to them; in the probe the sampler's join the learner's."""
+    policy = with_ends(folders / "policy", tmp_path / "policy", list(range(1, 60)))
+    actor = with_ends(folders / "actor", tmp_path / "actor", list(range(60, 120)))
+    seen = []
+
+    def watched(self, prompts, seeds, sampling, topk, stop_ids, max_allowed=0):
+        groups = generate(self, prompts, seeds, sampling, topk, stop_ids, max_allowed)
+        seen.append((set(stop_ids), [r for group in groups for r in group]))
+        return groups
+
+    generate = HFEngine.generate
+    monkeypatch.setattr(HFEngine, "generate", watched)
+    common = ["--rollout=hf", "--max_tokens=8", "--problems=8", f"--model={policy}", "--stop=<spare0>"]
+    stop = arithmetic_tokenizer().convert_tokens_to_ids("<spare0>")
+    evaluation.main(common)
+    evaluation.main([*common, "--mismatch", f"--actor={actor}", f"--out={tmp_path / 'x.json'}"])
+    assert [ends for ends, _ in seen] == [{*range(1, 60), stop}, {*range(1, 120), stop}, {*range(1, 120), stop}]
+    for ends, responses in seen:
+        assert {r.finish_reason for r in responses} >= {"stop"}
+        assert all((int(r.tokens[-1]) in ends) == (r.finish_reason == "stop") for r in responses)
+        assert not any(ends & set(r.tokens[:-1].tolist()) for r in responses)
+
+
+def test_evaluation_in_training_has_the_ends_and_the_grading_of_the_run(folders, tmp_path, monkeypatch):
+    """Both models' ends in either model's evaluation and in fresh samples; --eval_task is graded by --answer."""
+    policy = with_ends(folders / "policy", tmp_path / "policy", [1, 8])
+    actor = with_ends(folders / "actor", tmp_path / "actor", [1, 9])
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"problem": "p", "answer": "1"}\n' * 3)
+    flags = {"answer": "last", "grade_seconds": 7.0, "eval_task": str(file)}
+    cfg = make_cfg(model=str(policy), actor=str(actor), max_tokens=4, group_size=2, **flags)
+    seen = []
+
+    def watched(self, prompts, seeds, sampling, topk, stop_ids):
+        seen.append(stop_ids)
+        return generate(self, prompts, seeds, sampling, topk, stop_ids)
+
+    def solve(engine, task, *more):
+        tasks.append(task)
+        return original(engine, task, *more)
+
+    generate, original, tasks = HFEngine.generate, evaluation.solve, []
+    monkeypatch.setattr(HFEngine, "generate", watched)
+    monkeypatch.setattr(evaluation, "solve", solve)
+    tokenizer, task = arithmetic_tokenizer(), Arithmetic()
+    learner = SimpleNamespace(
+        models=SimpleNamespace(policy=tiny_model(0), actor=tiny_model(1)), comm=Comm(), device="cpu", version=0
+    )
+    for name in ("policy", "actor"):
+        evaluation.held_out(learner, name, task, tokenizer, cfg)
+    groups = make_groups(2, 2)
+    for i, group in enumerate(groups):
+        group.prompt_id = task.problem("train", i).id
+    evaluation.fresh_advantage(learner, groups, task, tokenizer, cfg)
+    assert seen == 3 * [[1, 8, 9]]
+    assert [(t.name, t.answer, t.seconds) for t in tasks] == 2 * [(str(file), "last", 7.0)]
+
+
+def test_a_checkpoint_keeps_the_ends(folders, tmp_path):
+    """Its generation_config.json is the one that the run started from, byte for byte."""
+    origin = with_ends(folders / "policy", tmp_path / "policy", [1, 8])
+    config = AutoConfig.from_pretrained(origin)
+    save_model(config, tiny_model(0, layers=2).state_dict(), arithmetic_tokenizer(), tmp_path / "saved", str(origin))
+    name = "generation_config.json"
+    assert (tmp_path / "saved" / name).read_bytes() == (origin / name).read_bytes()
+    (origin / name).unlink()
+    save_model(config, tiny_model(0, layers=2).state_dict(), arithmetic_tokenizer(), tmp_path / "again", str(origin))
+    assert (tmp_path / "again" / "config.json").is_file()
+
+
+def test_a_run_keeps_its_ends_to_the_last_checkpoint(folders, tmp_path):
+    """From the folder that it starts from through a resume to what is evaluated afterwards."""
+    origin = with_ends(folders / "policy", tmp_path / "policy", [1, 8])
+    out = tmp_path / "run"
+    flags = [
+        "--rollout=hf",
+        "--actor=none",
+        "--objective=tis",
+        "--max_tokens=6",
+        "--eval_problems=8",
+        "--stop=<spare0>",
+    ]
+    flags += ["--rollout_batch=8", "--train_batch=8", "--group_size=4", f"--model={origin}", f"--out={out}"]
+    stop = arithmetic_tokenizer().convert_tokens_to_ids("<spare0>")
+    for argv in ([*flags, "--steps=1"], ["--resume", f"--out={out}", "--steps=2"]):
+        cfg = config.parse(argv)
+        run = open_run(cfg, Comm())
+        assert train.open_source(cfg, run, Comm()).stop_ids == [1, 8, stop]
+        assert describe_run(cfg, run, "policy", 0, 0, 1)["stop_ids"] == [1, 8, stop]
+        train.train(cfg)
+    saved = out / "checkpoints" / "step_000002" / "policy" / "generation_config.json"
+    assert saved.read_bytes() == (origin / "generation_config.json").read_bytes()
+    cfg = parse_flags(evaluation.EvalFlags, [f"--model={out}", "--rollout=hf", "--max_tokens=6"])
+    assert evaluation.open_setup(cfg, 4).stop_ids == [1, 8]
+
+
+def test_a_remote_sampler_has_the_learners_ends_and_grading(folders, tmp_path):
+    """Through the very message that welcomes it, also where another of its files says nothing of them."""
+    origin = with_ends(folders / "policy", tmp_path / "policy", [1, 8])
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"problem": "p", "answer": "1"}\n' * 3)
+    flags = [
+        "--rollout=hf",
+        "--actor=none",
+        "--objective=tis",
+        "--max_tokens=6",
+        f"--model={origin}",
+        "--stop=<spare0>",
+    ]
+    flags += [f"--task={file}", "--answer=last", "--grade_seconds=7", f"--out={tmp_path / 'run'}"]
+    cfg = config.parse(flags)
+    run = open_run(cfg, Comm())
+    setup = wire.pack_setup(str(origin))
+    assert "generation_config.json" in setup
+    welcome = wire.Welcome(wire.PROTOCOL, "session", describe_run(cfg, run, "policy", 0, 0, 1), setup)
+    own = SamplerFlags(rollout="hf", task=str(file))
+    source = open_source(wire.decode(wire.encode(welcome)), own, tmp_path / "sampler")
+    assert source.stop_ids == [1, 8, arithmetic_tokenizer().convert_tokens_to_ids("<spare0>")]
+    assert (source.task.answer, source.task.seconds) == ("last", 7.0)
 
 
 def test_held_out_adds_up_over_ranks(monkeypatch):
