@@ -30,11 +30,11 @@ from flags import run_command
 from remote import wire
 from remote.account import Account, Spool
 from remote.groups import Limits
+from remote.guard import open_log
 from remote.hub import Hub
 from remote.keys import make_keys, sampler_keys
 from remote.link import Link
 from remote.sampler import SamplerFlags
-from remote.source import open_log
 from run import read_metrics
 
 # ---------------------------------------------------------------------------------------------------------------------

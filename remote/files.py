@@ -137,9 +137,12 @@ class FilesHub:
         """A checkpoint accounts for these groups: their samplers may forget them."""
         for name in names:
             self.held_before.add(name)
-        for sampler in {sampler_of(name) for name in names}:
-            listed = [name for name in self._names(sampler) if self.held_before.has(name)]
-            self._write(self.folder / "held" / sampler, wire.Held(listed))
+        for stream in {sampler_of(name) for name in names}:
+            self._guarded(stream, self._write_held, stream)
+
+    def _write_held(self, stream: str) -> None:
+        listed = [name for name in self._names(stream) if self.held_before.has(name)]
+        self._write(self.folder / "held" / stream, wire.Held(listed))
 
     def drain(self) -> list[Arrived]:
         """What has come since the last call, in order of arrival."""
@@ -255,7 +258,7 @@ class FilesHub:
                     name = name_of_file(stream, entry.name)
                     if name is not None and entry.is_file(follow_symlinks=False):
                         names.append(name)
-        except FileNotFoundError:  # not yet, or no more
+        except (FileNotFoundError, NotADirectoryError):  # not yet, or no more
             return []
         return sorted(names, key=split)
 
@@ -307,7 +310,7 @@ class FilesHub:
         if nbytes > self.limits.nbytes:
             self.log.warning("%s is too big for a group", path)
             fate = "refused"
-        elif not self.room.take(owner, max(0, nbytes), others_wait=False):
+        elif not self.room.take(owner, max(0, nbytes)):
             return False
         else:
             fate, data = self._read(path, nbytes)

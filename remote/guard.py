@@ -144,11 +144,12 @@ class Room:
         with self.lock:
             return sum(self.used.values())
 
-    def take(self, owner: str, nbytes: int, others_wait: bool) -> bool:
-        """Whether there is room; it is taken. A group that is bigger than all the room is taken alone."""
+    def take(self, owner: str, nbytes: int, waiting: set[str] = frozenset()) -> bool:
+        """Whether there is room; it is taken. waiting: other owners who want some. A group that is bigger than all the
+        room is taken alone."""
         with self.lock:
             size = sum(self.used.values())
-            share = self.most // len({owner, *self.used}) if others_wait else self.most
+            share = self.most // len({owner, *waiting, *self.used}) if waiting else self.most
             fits = size + nbytes <= self.most and (self.used[owner] + nbytes <= share or not self.used[owner])
             if fits or not size:
                 self.used[owner] += nbytes

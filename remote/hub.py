@@ -316,10 +316,10 @@ class Hub(threading.Thread):
                 self._book_fault(peer.identity, e)
 
     def _ask_peer(self, peer: Peer, now: float) -> None:
-        others_wait = any(other.waits and other.owner != peer.owner for other in self.peers.values())
+        others = {other.owner for other in self.peers.values() if other.waits} - {peer.owner}
         while peer.waits:
             name, of = next(iter(peer.offers.items()))
-            if not self.room.take(peer.owner, of.nbytes, others_wait):
+            if not self.room.take(peer.owner, of.nbytes, others):
                 break
             del peer.offers[name]
             peer.pulls[name] = wire.Pull(of, memoryview(bytearray(of.nbytes)), peer.pace)

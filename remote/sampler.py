@@ -44,7 +44,8 @@ from remote.keys import sampler_keys
 from remote.link import Link
 from rollout import LocalSource, Rollout, request_seed, uniforms
 from sampling import Sampling
-from sync import Probe, read_tensors
+from checkpoint import read_tensors
+from sync import Probe
 from tasks import make_task
 
 PRINT_EVERY = 10.0  # seconds between two lines on the screen

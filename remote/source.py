@@ -40,7 +40,7 @@ from remote.guard import log_path, open_log
 from remote.hub import Hub
 from rollout import Rollout
 from sampling import Sampling
-from sync import write_tensors
+from checkpoint import write_tensors
 from tasks import run_stop_ids
 
 FATES = ("trained", "staleness", "window", "orphan", "refused", "corrupt", "lost")

@@ -21,13 +21,13 @@ import zmq.auth
 from conftest import ROOT, make_cfg
 from test_wire import BLOB, group, limits
 
+from checkpoint import read_tensors
 from learner import Comm
 from remote import account, files, hub, keys, link, sampler, wire
 from remote import source as remote
 from remote.groups import encode_group
 from remote.sampler import SamplerFlags
 from sampling import Sampling
-from sync import read_tensors
 
 WELCOME = wire.Welcome(wire.PROTOCOL, "session", {"world": 1}, {})
 
@@ -64,9 +64,11 @@ class Peer:
 class Raw(Peer):
     """A hand-driven sampler."""
 
-    def __init__(self, address, keys=None, name="box"):
+    def __init__(self, address, keys=None, name="box", identity=b""):
         super().__init__(zmq.DEALER)
         self.name = name
+        if identity:
+            self.socket.setsockopt(zmq.IDENTITY, identity)
         if keys is not None:
             self.socket.curve_publickey = keys.public
             self.socket.curve_secretkey = keys.secret
@@ -170,12 +172,17 @@ class Made:
         return self.add(Learner(self.folder, spool))
 
 
-@pytest.fixture
-def made(tmp_path):
-    made = Made(tmp_path)
+def closed_behind(folder):
+    """What the fixture `made` of a file of tests yields."""
+    made = Made(folder)
     yield made
     for thing in made.things:
         thing.close()
+
+
+@pytest.fixture
+def made(tmp_path):
+    yield from closed_behind(tmp_path)
 
 
 def until(condition, within=5.0):

@@ -1,0 +1,599 @@
+"""Attack both transports and count what breaks: frames sent, crashes, honest groups lost or doubled, memory.
+
+    python -m remote.fuzz [--frames=100000] [--seed=0]
+
+Three learners' ends run in turn, all of them real: a Hub in the clear, a Hub with keys, a FilesHub. At each an honest
+sampler's link hands over groups while attackers send
+
+    noise       random bytes, over ZeroMQ and over a bare TCP connection
+    mutants     messages of an honest sampler with some bytes changed, with a mended digest or without
+    nonsense    messages of the right form with values that nobody has: huge, negative, nested, of another's name
+    poison      groups that are offered and sent as they should be, and hold what no engine can sample
+    crowds      samplers with fresh names, offers that are never answered, messages of many parts or without an end
+    junk        files, links, folders and pipes of all kinds in a shared folder
+
+In the clear nobody takes the honest sampler's name, which then anybody may. Exit code 1 if anything broke.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import shutil
+import socket
+import stat
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import torch
+import zmq
+
+from bench import print_table
+from flags import need, parse_flags, run_command
+from learner import Comm
+from remote import wire
+from remote.account import Spool, with_digest
+from remote.files import FilesHub, FilesLink
+from remote.groups import Limits, encode_group
+from remote.guard import open_log
+from remote.hub import Hub
+from remote.keys import SamplerKeys, make_keys, sampler_keys
+from remote.link import Link
+from remote.sampler import SamplerFlags
+from remote.source import RemoteSource
+from rollout import Response, Rollout
+from sampling import Sampling
+from tasks import Arithmetic
+
+HONEST = "sampler0"
+EVERY = 100  # frames of an attacker between two groups of the honest sampler
+MOST_GROWTH = 64.0  # MiB
+WELCOME = wire.Welcome(wire.PROTOCOL, "session", {"world": 1}, {})
+LIMITS = Limits(group_size=4, max_tokens=32, max_prompt=16, vocab=256, topk=3, max_allowed=0)
+ODD_NAMES = [
+    "",
+    "..",
+    "../../victim",
+    "a/b",
+    "a.b",
+    "a.0",
+    "x" * 65,
+    "x" * 300,
+    "\x00",
+    "²",
+    "-",
+    "sampler1",
+    "sampler2",
+]
+ODD_NUMBERS = [-1, 0, 1, 10**9, 10**18 - 1, 10**18, 2**63, 2**64 - 1, 1e39, float("nan"), None, True, "1", [], {}]
+
+
+@dataclass(frozen=True)
+class FuzzFlags:
+    """Attack both transports"""
+
+    frames: int = 100_000
+    """Messages and files that the attackers send, at all three learners' ends together."""
+    seed: int = 0
+    """Of everything that is drawn."""
+
+
+@dataclass
+class Report:
+    frames: int
+    crashes: int  # threads that died, and exceptions of ours that a last handler had to catch
+    honest: int  # groups that the honest sampler handed over
+    lost: int  # of them: not trained on
+    doubled: int  # of them: trained on more than once
+    growth: float  # MiB that the process grew by, after the first tenth
+
+    @property
+    def broken(self) -> bool:
+        return bool(self.crashes or self.lost or self.doubled or self.growth > MOST_GROWTH)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What honest samplers send, and what it becomes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def make_group(r: random.Random, uid: tuple[str, int, int], version: int, published: float) -> Rollout:
+    """A group as an engine might have sampled it."""
+    rng = np.random.default_rng(r.getrandbits(64))
+    problem = Arithmetic().problem("train", r.randrange(1000))
+    responses = []
+    for i in range(LIMITS.group_size):
+        L = int(rng.integers(1, LIMITS.max_tokens + 1))
+        ids = np.argsort(rng.random((L, LIMITS.vocab)), 1)[:, : LIMITS.topk].astype(np.int32)
+        logp = np.log(np.tile([0.5, 0.25, 0.125], (L, 1))).astype(np.float32)
+        mask = np.ones(L, bool)
+        finish = "stop" if i % 2 else "length"
+        responses.append(Response(ids[:, 0], mask, logp[:, 0], ids, logp, finish, reward=float(i % 3)))
+    prompt = rng.integers(0, LIMITS.vocab, int(rng.integers(2, LIMITS.max_prompt))).astype(np.int32)
+    now = time.time()
+    return Rollout(
+        uid, problem.id, prompt, Sampling(seed=r.randrange(9)), "policy", "float32", version, "ab12", now - 2, now,
+        responses, t_published=published,
+    )  # fmt: skip
+
+
+def mutate(r: random.Random, data: bytes) -> bytes:
+    """Some bytes changed, cut out, doubled or put in."""
+    data = bytearray(data)
+    for _ in range(r.choice([1, 1, 2, 8])):
+        at = r.randrange(len(data) + 1)
+        match r.randrange(4):
+            case 0 if data:
+                data[at % len(data)] ^= 1 << r.randrange(8)
+            case 1:
+                del data[at : at + r.choice([1, 4, 64])]
+            case 2:
+                data[at:at] = data[at : at + r.choice([1, 4, 64])]
+            case _:
+                data[at:at] = r.randbytes(r.choice([1, 2, 8]))
+    return bytes(data)
+
+
+def frame_of(body: bytes) -> bytes:
+    """A message's bytes behind the right digest, whatever they say."""
+    return wire.digest(body) + body
+
+
+def poison(r: random.Random, group: Rollout) -> bytes:
+    """A group's bytes with something in them that no engine can have sampled."""
+    whole = encode_group(group)
+    one = group.responses[0]
+    in_response = {
+        "reward": [1e39, -1e300, float("nan"), float("inf")],
+        "logp_inf": [one.logp_inf * x for x in (-1, np.nan, np.inf, 1e30)],
+        "topk_logp": [one.topk_logp * x for x in (-1, np.nan, -np.inf)],
+        "topk_ids": [one.topk_ids + 500, one.topk_ids - 500, one.topk_ids * 0],
+        "finish_reason": ["", "abort", "stop" * 1000],
+    }
+    in_group = {
+        "prompt_id": ["evil", "", "x" * 5000, "1 + 1 +", "\x00", "9" * 5000],
+        "version": [-1, 10**18, 10**30],
+        "uid": [(*group.uid[:2], n) for n in (-1, 10**18, 10**4000)],
+        "t_end": [-1.0, 1e300],
+        "prompt_ids": [group.prompt_ids[:0]],
+    }
+    name = r.choice([*in_response, *in_group, "bytes", "nested"])
+    if name == "nested":
+        deep = b"[" * 5000 + b"]" * 5000
+        at = whole.index(b'temperature\\":') + len(b'temperature\\":')
+        whole = whole[:at] + deep + whole[at:]
+        size = int.from_bytes(whole[:8], "little") + len(deep)
+        return size.to_bytes(8, "little") + whole[8:]
+    if name in in_response:
+        setattr(one, name, r.choice(in_response[name]))
+    elif name in in_group:
+        group = replace(group, **{name: r.choice(in_group[name])})
+    try:
+        return encode_group(group) if name != "bytes" else mutate(r, whole)
+    except (ValueError, OverflowError, msgspec.MsgspecError):  # not even the encoder can say that
+        return mutate(r, whole)
+
+
+def nonsense(r: random.Random, name: str) -> bytes:
+    """A message of the right form whose values are odd. name: of the attacker."""
+    odd = r.choice(ODD_NUMBERS)
+    text = r.choice(
+        [*ODD_NAMES, f"{name}/1/{r.randrange(10**6)}", f"{name}/{odd}/{odd}", f"{HONEST}/1/{r.randrange(99)}"]
+    )
+    of = {"name": text, "nbytes": r.choice([odd, 1, 1 << 20]), "leaves": [r.randbytes(32)] * r.choice([0, 1, 1, 99])}
+    names = [text] * r.choice([0, 1, 100, 70_000 if r.random() < 0.02 else 2])
+    body = r.choice(
+        [
+            {"type": "hello", "protocol": r.choice([wire.PROTOCOL, odd]), "sampler": r.choice([name, text]),
+             "incarnation": r.choice([odd, r.randrange(10**6)]), "session": r.choice(["session", "", text]),
+             "handed": r.choice([odd, r.randrange(10**6)]), "lost": names},
+            {"type": "offer", "of": of, "version": odd, "published": odd},
+            {"type": "offer", "of": of},
+            {"type": "ask", "name": text, "first": odd, "count": odd},
+            {"type": "leaves", "name": text, "first": odd},
+            {"type": "gone", "name": text},
+            {"type": "got", "names": names, "newest": text},
+            {"type": "held", "names": names},
+            {"type": "want"},
+            {"type": "welcome", "protocol": odd, "session": text, "run": {}, "setup": {text: b"x"}},
+            {"type": text},
+        ]
+    )  # fmt: skip
+    match r.randrange(12):
+        case 0:
+            return frame_of(b"\x81\xa4type" + b"\x91" * 3000 + b"\xc0")  # nested
+        case 1:
+            return frame_of(b"\x81\xa4type\xa5" + b"\xff\xfe\x80\x81\x82")  # no UTF-8
+        case 2:
+            return frame_of(b"\xdf\xff\xff\xff\xff" + r.randbytes(20))  # a map of four billion entries
+    return frame_of(msgspec.msgpack.encode(body))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attackers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Attacker:
+    """A sampler's socket in the hands of somebody else. Without the right keys nobody hears it."""
+
+    def __init__(
+        self, r: random.Random, context, address: str, keys: SamplerKeys | None, name: str, in_the_clear: bool
+    ):
+        self.r = r
+        self.name = name
+        self.in_the_clear = in_the_clear
+        self.socket = context.socket(zmq.DEALER)
+        if keys is not None:
+            self.socket.curve_publickey = keys.public
+            self.socket.curve_secretkey = keys.secret
+            self.socket.curve_serverkey = keys.learner
+        for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 16), (zmq.RCVHWM, 64)):
+            self.socket.setsockopt(option, value)
+        self.socket.connect(address)
+        self.offered: dict[str, bytes] = {}  # poisoned groups
+        self.n = 0
+        self.send(wire.encode(self.hello(name)))
+
+    def hello(self, name: str, incarnation: int = 1) -> wire.Hello:
+        return wire.Hello(wire.PROTOCOL, name, incarnation, "", self.r.randrange(5), [])
+
+    def send(self, *frames: bytes) -> None:
+        """Wait a moment for a hub that is slow; where nobody listens, the message is dropped."""
+        if self.socket.poll(200, zmq.POLLOUT):
+            with contextlib.suppress(zmq.Again):
+                self.socket.send_multipart(frames, zmq.NOBLOCK)
+
+    def attack(self) -> None:
+        """One message."""
+        self.answer_asks()
+        match self.r.randrange(10):
+            case 0:
+                self.send(*(self.r.randbytes(self.r.randrange(500)) for _ in range(self.r.choice([1, 1, 2, 3, 50]))))
+            case 1 | 2 | 3:
+                self.send(self.not_honest(self.mutant()))
+            case 4 | 5 | 6:
+                self.send(self.not_honest(nonsense(self.r, self.name)), *self.some_leaf())
+            case 7 | 8:
+                self.offer_poison()
+            case _:
+                self.join_a_crowd()
+
+    def not_honest(self, frame: bytes) -> bytes:
+        """The frame, unless it is a hello in the honest sampler's name, which in the clear anybody may say."""
+        with contextlib.suppress(wire.WireError):
+            message = wire.decode(frame)
+            if self.in_the_clear and isinstance(message, wire.Hello) and message.sampler == HONEST:
+                return wire.encode(wire.Want())
+        return frame
+
+    def some_leaf(self) -> list[bytes]:
+        return [self.r.randbytes(100)] if self.r.random() < 0.3 else []
+
+    def mutant(self) -> bytes:
+        group = f"{self.name}/1/{self.n}"
+        message = self.r.choice(
+            [
+                self.hello(self.r.choice([self.name, HONEST])),
+                wire.Offer(wire.manifest(group, b"some bytes")),
+                wire.Ask("v000000.safetensors", 0, 1),
+                wire.Leaves(group, 0),
+                wire.Gone(group),
+                wire.Got([group], "v000000.safetensors"),
+                wire.Held([group]),
+            ]
+        )
+        frame = wire.encode(message)
+        return frame_of(mutate(self.r, frame[8:])) if self.r.random() < 0.7 else mutate(self.r, frame)
+
+    def offer_poison(self) -> None:
+        """Offer a group; `answer_asks` sends it."""
+        self.n += 1
+        uid = (self.name, 1, self.n)
+        data = poison(self.r, make_group(self.r, uid, 0, 0.0)) or b"?"
+        name = f"{self.name}/1/{self.n}"
+        if len(self.offered) < 64 and self.r.random() < 0.7:
+            self.offered[name] = data  # the others are never sent
+        self.send(wire.encode(wire.Offer(wire.manifest(name, data))))
+
+    def answer_asks(self) -> None:
+        with contextlib.suppress(zmq.Again, wire.WireError):
+            for _ in range(20):
+                message = wire.decode(self.socket.recv_multipart(zmq.NOBLOCK)[0])
+                if isinstance(message, wire.Ask) and message.name in self.offered:
+                    data = self.offered.pop(message.name)
+                    self.send(wire.encode(wire.Leaves(message.name, message.first)), data)
+                elif isinstance(message, wire.Gone) and not message.name:
+                    self.send(wire.encode(self.hello(self.name)))
+
+    def join_a_crowd(self) -> None:
+        name = self.r.choice([f"crowd{self.r.randrange(5000)}", self.name, f"{self.name}.{self.r.randrange(99)}"])
+        self.send(wire.encode(self.hello(name, self.r.randrange(10**6))))
+        self.send(wire.encode(self.hello(self.name)))  # and back
+
+
+class BareAttacker:
+    """A TCP connection without ZeroMQ: noise, or a handshake in the clear and then a message that never ends."""
+
+    def __init__(self, r: random.Random, address: str):
+        self.r = r
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        self.at = (host, int(port))
+        self.connection: socket.socket | None = None
+
+    def attack(self) -> None:
+        try:
+            if self.connection is None:
+                self.connection = shake_hands(self.at, self.r.choice([ZMTP_HELLO, ZMTP_HELLO, self.r.randbytes(99)]))
+            for _ in range(100):
+                self.connection.sendall(part_of_many(self.r.randbytes(2000)))
+        except OSError:  # cut off, as it should be, or held up
+            self.close()
+
+    def close(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+        self.connection = None
+
+
+# The greeting of ZMTP 3 in the clear, and READY as a DEALER
+ZMTP_HELLO = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16 + 1 + 31)
+ZMTP_HELLO += b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+
+
+def shake_hands(at: tuple[str, int], hello: bytes) -> socket.socket:
+    """A bare connection to a hub in the clear. OSError: it does not want this one."""
+    connection = socket.create_connection(at, timeout=2)
+    connection.settimeout(0.2)
+    connection.sendall(hello)
+    with contextlib.suppress(TimeoutError):
+        while len(connection.recv(1 << 16, socket.MSG_PEEK)) < 100:  # its greeting, and its own READY
+            time.sleep(0.01)
+    return connection
+
+
+def part_of_many(data: bytes) -> bytes:
+    """A frame that says that more of its message follows."""
+    if len(data) < 256:
+        return b"\x01" + bytes([len(data)]) + data
+    return b"\x03" + len(data).to_bytes(8, "big") + data
+
+
+class Vandal:
+    """Somebody who may write into the shared folder, and leaves the honest sampler's own files alone."""
+
+    def __init__(self, r: random.Random, folder: Path, victim: Path):
+        self.r = r
+        self.folder = folder
+        self.victim = victim
+        self.left: list[Path] = []
+
+    def attack(self) -> None:
+        name = self.r.choice(
+            ["evil", "evil2", "a..b", "a b", "²", ".evil", "x" * 65, "evil.0", f"e{self.r.randrange(50)}"]
+        )
+        kind = self.r.choice(["rollouts", "rollouts", "rollouts", "samplers", "held", "got", "models", "."])
+        path = self.folder / kind / name
+        if kind == "rollouts" and self.r.random() < 0.9:
+            file = self.r.choice(
+                [f"1-{self.r.randrange(200)}", "1-²", "01-2", "1-2-3", f"1-{10**20}", "1-2.lost", "9-9"]
+            )
+            path = path / file
+        if kind == ".":
+            path = self.folder / self.r.choice(["welcome", "junk"])
+        with contextlib.suppress(OSError, ValueError):
+            self.clear(path)
+            path.parent.mkdir(exist_ok=True)
+            self.put(path, name)
+            self.left.append(path)
+        if len(self.left) > 300:
+            with contextlib.suppress(OSError):
+                self.clear(self.left.pop(0))
+
+    def clear(self, path: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISDIR(path.lstat().st_mode):
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+    def put(self, path: Path, name: str) -> None:
+        stream = path.parent.name
+        group = make_group(self.r, (stream, 1, self.r.randrange(200)), 0, 0.0)
+        match self.r.randrange(9):
+            case 0:
+                path.write_bytes(self.r.randbytes(self.r.randrange(3000)))
+            case 1:
+                path.mkdir()
+            case 2:
+                path.symlink_to(self.r.choice([self.victim, "/dev/zero", "nowhere", self.folder]))
+            case 3:
+                os.mkfifo(path)
+            case 4:
+                with open(path, "wb") as f:
+                    f.truncate(self.r.choice([0, 10, 1 << 30]))
+            case 5:
+                path.write_bytes(with_digest(poison(self.r, group)))
+            case 6:
+                path.write_bytes(with_digest(mutate(self.r, encode_group(group))))
+            case 7:
+                handed = self.r.choice([3, 1000, 10**12, 10**17])
+                path.write_bytes(wire.encode(wire.Hello(wire.PROTOCOL, name, self.r.randrange(9), "", handed, [])))
+            case _:
+                path.write_bytes(nonsense(self.r, name))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A learner's end, an honest sampler, and what becomes of its groups
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Consumer(threading.Thread):
+    """What the training loop does: takes groups, and saves now and then."""
+
+    def __init__(self, source: RemoteSource):
+        super().__init__(daemon=True, name="consumer")
+        self.source = source
+        self.trained: Counter = Counter()
+        self.stop: list[str] = []
+        self.broken = ""
+
+    def run(self) -> None:
+        try:
+            while not self.stop and not self.source.error:
+                for group in self.source.next(1, 0, self.stop):
+                    self.trained[group.uid] += 1
+                if sum(self.trained.values()) % 8 == 0:
+                    self.source.state_dict()
+                    self.source.saved()
+        except Exception as e:
+            self.broken = repr(e)
+
+
+class Scene:
+    """One learner's end with an honest sampler. attackers: what it is attacked by, drawn by turns."""
+
+    def __init__(self, root: Path, hub: Hub | FilesHub, make_link):
+        self.hub = hub
+        cfg = SimpleNamespace(sync_every=1, sync_dtype="float32", max_staleness=None, window_seconds=1e9, give_up=300.0)
+        cfg.out = str(root)
+        store = root / "versions"
+        self.source = RemoteSource(hub, cfg, LIMITS, Sampling(), store, Comm(), hub.log, Arithmetic())
+        self.source.publish(0, {"w": torch.ones(3)}.items())
+        self.spool, self.link = make_link()
+        self.consumer = Consumer(self.source)
+        self.consumer.start()
+        self.handed = 0
+
+    def hand_over(self, r: random.Random) -> None:
+        uid = (HONEST, 1, self.handed)
+        group = make_group(r, uid, 0, self.source.published[0])
+        self.spool.hand_over(HONEST, f"{HONEST}/1/{self.handed}", encode_group(group))
+        self.handed += 1
+
+    def crashes(self) -> int:
+        """Threads that are gone, and faults that somebody had to catch."""
+        gone = [self.consumer.broken, self.source.error, self.hub.broken, self.link.error, not self.link.is_alive()]
+        return sum(map(bool, gone)) + self.hub.counts["faults"]
+
+    def run(self, r: random.Random, attackers: list, frames: int, weights: list[int]) -> Report:
+        begin = 0.0
+        for i in range(frames):
+            if i % EVERY == 0:
+                self.hand_over(r)
+            if i == frames // 10:
+                begin = resident_mib()
+            r.choices(attackers, weights)[0].attack()
+        growth = resident_mib() - begin
+        end = time.monotonic() + 60
+        while len(self.honest()) < self.handed and time.monotonic() < end and not self.consumer.broken:
+            time.sleep(0.05)
+        growth = max(growth, resident_mib() - begin)
+        crashes = self.crashes()
+        times = self.honest()
+        doubled = sum(n > 1 for n in times.values())
+        return Report(frames, crashes, self.handed, self.handed - len(times), doubled, growth)
+
+    def honest(self) -> dict:
+        return {uid: n for uid, n in list(self.consumer.trained.items()) if uid[0] == HONEST}
+
+    def close(self) -> None:
+        self.consumer.stop.append("over")
+        self.consumer.join(timeout=20)
+        self.link.close()
+        self.source.close()
+
+
+def resident_mib() -> float:
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * resource.getpagesize() / 2**20
+
+
+def attack_sockets(root: Path, r: random.Random, frames: int, keys: bool) -> Report:
+    """A Hub, in the clear or with keys, of which one attacker has valid ones."""
+    root.mkdir()
+    own = theirs = None
+    learner = "none"
+    if keys:
+        make_keys(str(root / "keys"), 2)
+        learner = str(root / "keys" / "learner")
+        own, theirs = (sampler_keys(str(root / "keys" / f"sampler{i}")) for i in range(2))
+    hub = Hub("tcp://127.0.0.1:*", learner, WELCOME, LIMITS, open_log(root, 0))
+
+    def make_link():
+        (root / "store").mkdir()
+        spool = Spool(root / "spool", [HONEST], 1)
+        flags = SamplerFlags(patience=1.0, give_up=120.0)
+        return spool, Link([hub.address], [HONEST], flags, spool, root / "store", own)
+
+    scene = Scene(root, hub, make_link)
+    context = zmq.Context()
+    names = ["evil", "sampler1", HONEST] if keys else ["evil", "evil-2", "evil_3"]
+    attackers = [Attacker(r, context, hub.address, theirs, name, not keys) for name in names]
+    weights = [30, 30, 30]
+    if keys:
+        attackers.append(Attacker(r, context, hub.address, None, "stranger", False))
+        weights.append(2)
+    attackers.append(BareAttacker(r, hub.address))
+    weights.append(1)
+    try:
+        return scene.run(r, attackers, frames, weights)
+    finally:
+        context.destroy(linger=0)
+        attackers[-1].close()
+        scene.close()
+
+
+def attack_folder(root: Path, r: random.Random, frames: int) -> Report:
+    """A FilesHub. A file outside the folder must stay as it is."""
+    shared, victim = root / "shared", root / "victim"
+    shared.mkdir(parents=True)
+    victim.write_bytes(b"of another program")
+    hub = FilesHub(str(shared), WELCOME, LIMITS, open_log(root, 0))
+
+    def make_link():
+        spool = Spool(shared / "rollouts", [HONEST], 1)
+        return spool, FilesLink(str(shared), [HONEST], SamplerFlags(give_up=120.0), spool)
+
+    scene = Scene(root, hub, make_link)
+    try:
+        report = scene.run(r, [Vandal(r, shared, victim)], frames, [1])
+    finally:
+        scene.close()
+    return replace(report, crashes=report.crashes + (victim.read_bytes() != b"of another program"))
+
+
+def fuzz(frames: int, seed: int) -> dict[str, Report]:
+    """A report for each learner's end."""
+    need(frames >= 30, f"--frames={frames}: at least 30")
+    r = random.Random(seed)
+    third = frames // 3
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        return {
+            "zmq, in the clear": attack_sockets(root / "clear", r, third, keys=False),
+            "zmq, with keys": attack_sockets(root / "keys", r, third, keys=True),
+            "a shared folder": attack_folder(root / "files", r, frames - 2 * third),
+        }
+
+
+def main(argv: list[str]) -> None:
+    flags = parse_flags(FuzzFlags, argv, usage="python -m remote.fuzz [--frames=100000] [--seed=0]")
+    reports = fuzz(flags.frames, flags.seed)
+    print_table({name: asdict(report) for name, report in reports.items()})
+    broken = [name for name, report in reports.items() if report.broken]
+    need(not broken, f"broken: {', '.join(broken)}")
+
+
+if __name__ == "__main__":
+    run_command(lambda: main(sys.argv[1:]))
