@@ -1,16 +1,23 @@
 """The wire without sockets: manifests, pulls that lose and damage, groups that are not what they say, the account."""
 
+import json
+import os
 import random
+import zlib
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 from conftest import make_groups
-from safetensors.numpy import load
+from safetensors.numpy import load, save
 
+from flags import UserError
 from remote import account, groups, wire
+from remote.source import address_of_rank
 from remote.wire import LEAF
+from sampling import Sampling
 
 rng = np.random.default_rng(0)
 BLOB = rng.integers(0, 256, 5 * LEAF + 12345, dtype=np.uint8).tobytes()
@@ -277,6 +284,21 @@ def spoil(change, allowed=False):
             "top-K of 2 instead of 4",
         ),
         (lambda rs: setattr(rs[0], "reward", float("inf")), False, "a reward that is NaN or infinite"),
+        (lambda rs: setattr(rs[1], "reward", 1e39), False, r"a reward beyond 1e\+06"),  # infinite in float32
+        (lambda rs: setattr(rs[1], "reward", -2e6), False, r"a reward beyond 1e\+06"),
+        (lambda rs: rs[2].logp_inf.put(0, -1e5), False, "log-probabilities that are NaN, infinite or above 0"),
+        (lambda rs: rs[2].topk_logp.put(0, np.inf), False, "top-K log-probabilities that are NaN or above 0"),
+        (lambda rs: rs[2].topk_logp.put(1, np.nan), False, "top-K log-probabilities that are NaN or above 0"),
+        (lambda rs: rs[2].topk_logp.put(0, 0.01), False, "top-K log-probabilities that are NaN or above 0"),
+        (lambda rs: rs[2].topk_logp.put(3, -0.001), False, "top-K log-probabilities that do not fall"),
+        (lambda rs: rs[2].topk_logp.put([0, 1], -0.1), False, "top-K probabilities that sum to more than 1"),
+        (lambda rs: rs[2].topk_ids.put(1, 256), False, "topk_ids outside the vocabulary"),
+        (lambda rs: rs[2].topk_ids.put(1, -1), False, "topk_ids outside the vocabulary"),
+        (lambda rs: rs[2].topk_ids.put(1, rs[2].topk_ids[0, 0]), False, "a token that is twice among the top K"),
+        (lambda rs: setattr(rs[0], "finish_reason", "abort"), False, "a response that ended neither way"),
+        (lambda rs: [r.loss_mask.fill(False) for r in rs], False, "a loss mask without any token"),
+        (lambda rs: rs[0].loss_mask.view(np.uint8).put(0, 2), False, "a loss mask that is neither true nor false"),
+        (lambda rs: rs[1].allowed_ids.put(0, rs[1].tokens[0] ^ 2), True, "a token that is not in its set of allowed"),
         (
             lambda rs: setattr(rs[0], "allowed_ids", rs[0].allowed_ids[1:]),
             True,
@@ -287,6 +309,72 @@ def spoil(change, allowed=False):
 def test_groups_that_are_not_what_was_asked_for(change, allowed, sentence):
     with pytest.raises(wire.WireError, match=sentence):
         groups.decode_group(spoil(change, allowed), limits(group(allowed)))
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        (dict(uid=("box", 12, 10**18)), "a number of more than 18 digits, or below 0"),
+        (dict(uid=("box", 12, int("9" * 4000))), "a number of more than 18 digits, or below 0"),
+        (dict(uid=("box", -1, 3)), "a number of more than 18 digits, or below 0"),
+        (dict(version=10**18), "a number of more than 18 digits, or below 0"),
+        (dict(version=-1), "a number of more than 18 digits, or below 0"),
+        (dict(sampling=Sampling(seed=10**20)), "a number of more than 18 digits, or below 0"),
+        (dict(sampling=Sampling(temperature="hot")), "not a group: Expected `float`, got `str`"),
+        (dict(uid=("../box", 12, 3)), "'../box' is no sampler's name"),
+        (dict(prompt_id="x" * 1025), "box/12/3: its prompt_id is"),
+        (dict(prompt_id="1 + 1\n"), "box/12/3: its prompt_id is"),
+        (dict(model="m" * 300), "box/12/3: its model is"),
+        (dict(digest="\x07"), "box/12/3: its digest is"),
+        (dict(precision="f" * 65), "box/12/3: its precision is"),
+        (dict(t_end=1e300), "a time of 1e.300"),
+        (dict(t_start=-1.0), "a time of -1.0"),
+        (dict(t_published=1e13), "a time of 1"),
+        (dict(prompt_ids=np.zeros(0, np.int32)), "after a prompt of 0"),
+        (dict(prompt_ids=np.array([3, 256], np.int32)), "prompt_ids outside the vocabulary"),
+    ],
+)
+def test_groups_whose_heads_nobody_has(changes, sentence):
+    g = replace(group(), **changes)
+    with pytest.raises(wire.WireError, match=sentence):
+        groups.decode_group(groups.encode_group(g), limits(group()))
+
+
+def with_head(change):
+    """A group whose head, as JSON, was changed."""
+    arrays, data = load(groups.encode_group(group())), groups.encode_group(group())
+    size = int.from_bytes(data[:8], "little")
+    head = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["head"])
+    return save(arrays, metadata={"head": change(head)})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda head: "[" * 100_000 + "]" * 100_000,
+        lambda head: json.dumps(head).replace('"temperature": 1.0', '"temperature": ' + "[" * 3000 + "]" * 3000),
+        lambda head: json.dumps(head).replace('"version": 4', '"version": ' + "9" * 5000),
+        lambda head: json.dumps({**head, "version": 4.5}),
+        lambda head: json.dumps({**head, "version": None}),
+        lambda head: json.dumps({**head, "uid": ["box", 12]}),
+        lambda head: json.dumps({**head, "prompt_id": "\ud800"}),
+        lambda head: json.dumps({**head, "sampling": {**head["sampling"], "bias": 1}}),
+        lambda head: json.dumps({**head, "sampling": {"seed": "x"}}),
+        lambda head: json.dumps(head).replace('"t_end": 0.0', '"t_end": 1e999'),
+        lambda head: "",
+        lambda head: "null",
+    ],
+)
+def test_heads_of_groups_that_are_no_heads(change):
+    with pytest.raises(wire.WireError):
+        groups.decode_group(with_head(change), limits(group()))
+    assert groups.decode_group(with_head(json.dumps), limits(group()))
+
+
+def test_top_k_tokens_that_were_cut_are_no_fault():
+    """Under truncated sampling the tokens that were cut have probability 0."""
+    data = spoil(lambda rs: [r.topk_logp[:, 2:].fill(-np.inf) for r in rs])
+    assert groups.decode_group(data, limits(group()))
 
 
 def test_groups_beyond_the_limits_or_none_at_all():
@@ -354,3 +442,97 @@ def test_files_behind_their_digest_and_whole_ones(tmp_path):
     account.write_atomically(tmp_path / "x", b"1")
     account.write_atomically(tmp_path / "x", b"22")
     assert (tmp_path / "x").read_bytes() == b"22" and [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_odd_files_are_not_read_and_links_not_followed(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"secret")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(victim)
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("folder", "link", "dangling", "zero", "pipe", "victim/x"):
+        with pytest.raises(account.OddFileError, match="not a regular file"):
+            account.read_regular(tmp_path / name, 100)
+    with pytest.raises(account.OddFileError, match="not a regular file"):
+        account.read_regular(Path("/dev/zero"), 100)
+    with pytest.raises(FileNotFoundError):
+        account.read_regular(tmp_path / "gone", 100)
+    with open(tmp_path / "huge", "wb") as f:
+        f.truncate(1 << 40)
+    with pytest.raises(account.OddFileError, match="huge: more than 5 bytes"):
+        account.read_regular(tmp_path / "huge", 5)
+    assert account.read_regular(victim, 6) == b"secret"
+    for link in (f".x.{os.getpid()}", "x"):  # a link in the place of the scratch file, or of the file
+        (tmp_path / link).symlink_to(victim)
+        account.write_atomically(tmp_path / "x", b"1")
+        assert victim.read_bytes() == b"secret" and (tmp_path / "x").read_bytes() == b"1"
+        (tmp_path / "x").unlink()
+    (tmp_path / "elsewhere").symlink_to(tmp_path / "folder")
+    with pytest.raises(OSError):
+        account.write_atomically(tmp_path / "elsewhere" / "x", b"1")
+    assert list((tmp_path / "folder").iterdir()) == []
+
+
+def test_a_spool_among_odd_files(tmp_path):
+    (tmp_path / "box").mkdir()
+    for name in ("1-\u00b2", "01-2", "1-2-3", f"1-{10**18}", "x-y", "1-3.lost~"):
+        (tmp_path / "box" / name).write_bytes(b"?")
+    (tmp_path / "box" / ".folder").mkdir()
+    (tmp_path / "box" / ".1-9.77").write_bytes(b"cut off")
+    (tmp_path / "box" / "1-4").mkdir()
+    (tmp_path / "box" / "1-5.lost").touch()
+    spool = account.Spool(tmp_path, ["box"], 2)
+    assert list(spool.waiting["box"]) == ["box/1/4"] and spool.lost["box"] == ["box/1/5"]
+    assert not (tmp_path / "box" / ".1-9.77").exists()
+
+
+def test_old_weights_that_cannot_be_deleted_stop_nobody(tmp_path):
+    (tmp_path / "v000001.safetensors").mkdir()
+    new = tmp_path / "v000002.safetensors"
+    new.write_bytes(b"x")
+    assert account.retain_weights(new, []) == [new]
+
+
+def test_files_of_a_model_that_nobody_sends(tmp_path):
+    good = {"config.json": zlib.compress(b"{}"), "merges.txt": zlib.compress(b"")}
+    wire.unpack_setup(good, tmp_path / "model")
+    assert sorted(p.name for p in (tmp_path / "model").iterdir()) == ["config.json", "merges.txt"]
+    for name in ("../x.json", "/etc/x.json", "a/b.json", ".x.json", "x.py", "x.json\n", "", "x" * 300 + ".json"):
+        with pytest.raises(UserError, match="the learner sent a file called"):
+            wire.unpack_setup({name: zlib.compress(b"x")}, tmp_path / "model")
+    for data, sentence in (
+        (b"junk", "the learner's a.json is damaged"),
+        (zlib.compress(b"x" * 999)[:-5], "the learner's a.json is cut short"),
+        (zlib.compress(bytes(wire.MOST_SETUP + 1)), "the learner's a.json has more than 256 MiB"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            wire.unpack_setup({"a.json": data}, tmp_path / "model")
+    with pytest.raises(UserError, match="the learner sent 65 files"):
+        wire.unpack_setup({f"{i}.json": b"" for i in range(65)}, tmp_path / "model")
+    assert not (tmp_path / "model" / "a.json").exists()
+
+
+@pytest.mark.parametrize("port", ["99999", "-1", "65536", "", "x", "\u00b2", "1" * 5000])
+def test_ports_that_are_none(port):
+    with pytest.raises(UserError, match="--bind=tcp://127.0.0.1:.*: (no port|a port is a number from 0 to 65535)"):
+        wire.check_address("bind", f"tcp://127.0.0.1:{port}", 0)
+
+
+def test_ports_that_are_some():
+    for address in ("tcp://*:0", "tcp://*:65535", "tcp://*:*", "ipc:///tmp/x"):
+        wire.check_address("bind", address, 0)
+    wire.check_address("connect", "tcp://10.0.0.1:1", 1)
+    for address in ("tcp://10.0.0.1:0", "tcp://10.0.0.1:*"):
+        with pytest.raises(UserError, match="--connect=tcp://10.0.0.1"):
+            wire.check_address("connect", address, 1)
+    assert address_of_rank("tcp://*:65534", 1) == "tcp://*:65535" and address_of_rank("tcp://*:0", 3) == "tcp://*:0"
+    with pytest.raises(UserError, match="rank 2 would listen on port 65536"):
+        address_of_rank("tcp://*:65534", 2)
+    with pytest.raises(UserError, match="a port is a number from 0 to 65535"):
+        address_of_rank("tcp://127.0.0.1:99999", 0)
+
+
+def test_what_others_sent_is_fit_for_a_screen():
+    assert wire.printable("a\x1b[2Jb\nc\u00e9", 7) == "a?[2Jb?" and wire.printable(17) == "17"
