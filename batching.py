@@ -18,7 +18,8 @@ import torch
 
 import objectives
 from flags import UserError
-from rollout import Rollout, uniforms
+from rollout import Response, Rollout, uniforms
+from sampling import Sampling
 
 
 @dataclass
@@ -132,6 +133,17 @@ def collate(groups: list[Rollout], cfg, version: int = 0, now: float = 0.0) -> B
         fill = -np.inf if name == "support_logp" else 0
         setattr(batch, name, pad(columns, T, fill, dtype=columns[0].dtype))
     return batch
+
+
+def of_rows(ids: np.ndarray, cfg) -> Batch:
+    """Sequences (R, L) as a batch that scores every token but the first, at temperature 1."""
+    nothing = {"topk_ids": np.zeros((ids.shape[1] - 1, 0), np.int32), "topk_logp": np.zeros((ids.shape[1] - 1, 0))}
+    groups = []
+    for row in ids.astype(np.int32):
+        zero = np.zeros(len(row) - 1, np.float32)
+        response = Response(row[1:], zero == 0, zero, finish_reason="length", **nothing)
+        groups.append(Rollout(("", 0, 0), "", row[:1], Sampling(), "", "", 0, "", 0.0, 0.0, [response]))
+    return collate(groups, cfg)
 
 
 def pad(rows: list[np.ndarray], T: int = 0, fill=0.0, dtype=None) -> torch.Tensor:

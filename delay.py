@@ -34,7 +34,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import NamedTuple
 
-import sync
+import checkpoint
 from flags import UserError
 from rollout import LocalSource, Rollout, given_back_if_it_fails, uniforms
 
@@ -126,7 +126,7 @@ class DelaySource(LocalSource):
         tensors = dict(named_tensors)  # collective: every rank must ask for them
         if self.broadcast and version - max(self.broadcast) < self.cfg.sync_every:
             return
-        sync.write_tensors(self.path(version), tensors, f".rank{self.rank}")
+        checkpoint.write_tensors(self.path(version), tensors, f".rank{self.rank}")
         self.broadcast[version] = self.now(version)
         if not self.samplers:
             self.samplers = [Sampler(version, self.delay(i, 0), 1) for i in range(self.cfg.delay_samplers)]
@@ -211,7 +211,7 @@ class DelaySource(LocalSource):
         groups: dict[int, Rollout] = {}
         for version in sorted({ticket.version for ticket in taken}):
             if version != self.version:
-                self.load(version, sync.read_tensors(self.path(version)).items())
+                self.load(version, checkpoint.read_tensors(self.path(version)).items())
             self.published = self.broadcast[version]
             numbers = [ticket.number for ticket in taken if ticket.version == version]
             groups.update(zip(numbers, self.sample(numbers), strict=True))

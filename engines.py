@@ -5,7 +5,7 @@ a key-value cache in plain torch, for machines without vLLM. Both have
 
     generate(prompts, seeds, sampling, topk, stop_ids, max_allowed)   sample a group for each prompt
     load(named_tensors)                                               replace the weights
-    logprobs(ids)                                                     score a sequence, for sync.py
+    logprobs(ids)                                                     score sequences, for sync.py
     close()
 """
 
@@ -172,15 +172,15 @@ class VLLMEngine:
         self.llm.reset_prefix_cache()  # cached blocks belong to the old weights
 
     def logprobs(self, ids: np.ndarray) -> np.ndarray:
-        """log p(ids[t] | ids[:t]) for t >= 1 at temperature 1, in nats: float32 [len(ids) - 1]."""
-        params = self.make_params(
-            max_tokens=1, temperature=1.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False
-        )
-        request = {"prompt_token_ids": [int(t) for t in ids]}
-        flat = self.llm.generate([request], params, use_tqdm=False)[0].prompt_logprobs
-        spans = zip(flat.start_indices, flat.end_indices, strict=True)  # empty for the first token
-        logp = [flat.logprobs[start] for start, end in spans if end > start]
-        return np.array(logp, np.float32)[-(len(ids) - 1) :]
+        """log p(ids[t] | ids[:t]) for t >= 1 at temperature 1, in nats: (R, L) -> float32 (R, L - 1)."""
+        params = self.make_params(max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+        requests = [{"prompt_token_ids": row} for row in ids.tolist()]
+        rows = []
+        for output in self.llm.generate(requests, params, use_tqdm=False):
+            flat = output.prompt_logprobs
+            spans = zip(flat.start_indices, flat.end_indices, strict=True)  # empty for the first token
+            rows.append([flat.logprobs[start] for start, end in spans if end > start][-(ids.shape[1] - 1) :])
+        return np.array(rows, np.float32)
 
     def close(self) -> None:
         """End vLLM. This also ends torch's process group, where there is one."""
@@ -431,7 +431,7 @@ class HFEngine:
         return logits
 
     def _forward(self, ids, **more):
-        """Logits of the last position, (n, V) float32, and the cache."""
+        """(logits of the last position, (n, V) float32; the cache)."""
         if self.head_fp32:
             out = self.model.base_model(input_ids=ids, use_cache=True, **more)
             head = self.model.get_output_embeddings().weight
@@ -454,13 +454,12 @@ class HFEngine:
 
     @torch.no_grad()
     def logprobs(self, ids: np.ndarray) -> np.ndarray:
-        """log p(ids[t] | ids[:t]) for t >= 1 at temperature 1, in nats: float32 [len(ids) - 1]."""
-        ids = torch.as_tensor(np.asarray(ids, np.int64))[None].to(self.device)
-        logp = torch.log_softmax(self.model(input_ids=ids, use_cache=False).logits[0, :-1].float(), -1)
-        return logp.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
+        """log p(ids[t] | ids[:t]) for t >= 1 at temperature 1, in nats: (R, L) -> float32 (R, L - 1)."""
+        ids = torch.from_numpy(ids).to(self.device)
+        logp = self.model(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+        return logp.gather(2, ids[:, 1:, None])[..., 0].cpu().numpy()
 
-    def close(self) -> None:
-        """Nothing to end."""
+    def close(self) -> None: ...
 
 
 def truncate(z, sampling: Sampling):

@@ -11,8 +11,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -125,6 +128,16 @@ def schedule(step: int, cfg) -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 # The learner
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Published:
+    """Named tensors that can be read more than once, gathered anew each time: no second model is held."""
+
+    read: Callable
+
+    def __iter__(self):
+        return self.read()
 
 
 class Learner:
@@ -319,16 +332,21 @@ class Learner:
             x = x.detach()
             yield key, x.full_tensor() if hasattr(x, "full_tensor") else x
 
-    def published(self, name: str, packed: bool):
+    def published(self, name: str, packed: bool) -> Published:
         """What an engine loads of one model: `named_tensors`, its linear layers in the rollout's format if there
-        is one.
+        is one. It can be read more than once; collective every time.
 
         packed: in low bits, as quant.py stores them. Remote samplers quantize for themselves, each as it likes,
-        unless the low-bit tensors are what travels. Collective."""
-        tensors = self.named_tensors(name)
+        unless the low-bit tensors are what travels."""
         if self.rollout_format is None or (self.cfg.samplers != "local" and not packed):
-            return tensors
-        return quant.for_engine(tensors, getattr(self.models, name), self.rollout_format, packed)
+            return Published(lambda: self.named_tensors(name))
+        model = getattr(self.models, name)
+        return Published(lambda: quant.for_engine(self.named_tensors(name), model, self.rollout_format, packed))
+
+    def logprobs(self, name: str, ids: np.ndarray) -> np.ndarray:
+        """log p(ids[t] | ids[:t]) for t >= 1 by one model's own forward, as it trains: (R, L) -> float32 (R, L - 1)."""
+        stats = self.score(batching.of_rows(ids, self.cfg), Needs())
+        return (stats.logp if name == "policy" else stats.actor_logp).numpy()
 
     def state_dict(self) -> dict:
         """Optimizers and counters (whole, on rank 0); the weights themselves go through `named_tensors`.

@@ -33,7 +33,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 # The settings, named as train.py's flags. Change them here.
-STEPS = 100  # optimizer updates; configs/demo.toml has 150
+STEPS = 90  # optimizer updates; configs/demo.toml has 150
 WARMUP_STEPS = 5
 LR, ACTOR_LR = 1e-4, 3e-4
 ROLLOUT_BATCH, TRAIN_BATCH = 256, 256  # responses sampled at once, responses in one update

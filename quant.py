@@ -291,12 +291,15 @@ def load_quantized(model, tensors: dict) -> dict:
         if isinstance(layer, LowBitLinear):
             layer.loaded = None if scale is None else (rest.pop(weight).clone(), scale.clone())
         elif scale is not None:
-            from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-
-            shape = torch.Size(rest.pop(f"{weight}_shape").tolist())
-            q = unpack_from_int32(rest.pop(f"{weight}_packed"), 4, shape)
-            rest[weight] = dequantize(q, scale)
+            rest[weight] = unpacked(rest.pop(f"{weight}_packed"), scale, rest.pop(f"{weight}_shape"))
     return rest
+
+
+def unpacked(packed, scale, shape) -> torch.Tensor:
+    """The weight of published int4 tensors, float32."""
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    return dequantize(unpack_from_int32(packed, 4, torch.Size(shape.tolist())), scale)
 
 
 def quantized_checkpoint(folder: str, fmt: Format, out: str, packed: bool = True) -> str:

@@ -216,7 +216,11 @@ class LocalSource:
         return values | {
             "sync/error": proof.error,
             "sync/distance": proof.distance,
+            "sync/slope": proof.slope.b,
+            "sync/slope_se": proof.slope.se,
+            "sync/decode_slope": proof.decode_slope.b,
             "sync/proved": float(proof.status == "proved"),
+            "sync/long_unproven": float(self.probe.unproven >= sync.LONG_UNPROVEN),
             "sync/MiB": proof.nbytes / 2**20,
         }
 

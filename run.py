@@ -33,7 +33,7 @@ import tasks
 import warmstart
 from flags import UserError, need
 from rollout import uniforms
-from sync import Probe
+from sync import LearnerCheck, Probe
 from tasks import encode, make_task
 
 
@@ -67,11 +67,20 @@ class Run:
         return tuple(load_model(folder) if folder else None for folder in folders.values())
 
     def probe(self) -> Probe:
-        """The probe of sync.py: a fixed pseudo-random sequence of 16 tokens, always the same for a vocabulary."""
+        """The probe of sync.py: fixed pseudo-random sequences, about 1 % of the tokens of a rollout batch.
+
+        They fill a block of vLLM's cache of prefixes (128 tokens on a CPU, 16 on a GPU) where the context allows."""
         vocabulary = self.configs[self.rollout_model].vocab_size
-        ids = (uniforms(min(16, self.context - 1), "probe") * vocabulary).astype(np.int64)
+        length = min(144, self.context - 1)
+        tokens = min(2048, max(128, self.cfg.rollout_batch * self.cfg.max_tokens // 100), 2**27 // vocabulary)
+        rows = max(4, tokens // length)
+        ids = (uniforms(rows * length, "probe") * vocabulary).astype(np.int64).reshape(rows, length)
         fmt = quant.format_of(self.cfg.rollout_quant, self.cfg.quant_group)
         return Probe(self.actor or self.policy, ids, fmt)
+
+    def learner_check(self) -> LearnerCheck:
+        """Whether the published weights are the learner's own (sync.py)."""
+        return LearnerCheck(self.probe(), self.cfg.learner_quant in ("aligned", self.cfg.rollout_quant))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -323,6 +332,10 @@ WARNINGS = {
         "more than half of the responses stand at the clamp of --log_ratio_clamp: their weights are equal because they "
         "are cut, and an effective sample size near 1 is false; sequence weights correct nothing at this length "
         "(rollout_corr/t_max)"
+    ),
+    "sync/long_unproven": (
+        "for 50 syncs in a row the weights have moved too little, for the rounding of the engine, to tell whether it "
+        "has the new ones (sync/slope_se); digests agree, and evidence goes on being added up"
     ),
     "rejected_steps": (
         "every token of an update was rejected: the policy did not move; widen --rs_low and --rs_high, or look at "

@@ -1,70 +1,153 @@
 """Weight sync: put new weights into the engine and prove that they are there.
 
-The commonest silent failure of this field is an engine that goes on sampling from old weights:
-training continues, the mismatch grows, and nothing reports it. So every publish ends in a proof,
-from three facts:
+The commonest silent failure of this field is an engine that goes on sampling from old weights: training continues,
+the mismatch grows, and nothing reports it. An engine rounds in its own way, so its log-probabilities never equal the
+learner's, and no tolerance tells a healthy bfloat16 engine from a stale one. What tells them apart is *change*. Between
+two versions of the weights let, over the tokens of a probe,
 
-  version   the engine's source names the version it was given;
-  digest    SHA-256 over names, shapes, types and bytes, computed twice: over what was published,
-            and over what the engine consumed;
-  probe     log-probabilities of a fixed sequence, computed by the engine, against those of a
-            forward pass of *the published tensors*.
+    dP   the change of log-probabilities under the published tensors themselves (a forward of them alone)
+    dE   the change of the engine's
+    b    the slope of dE on dP:  b = <dE, dP> / <dP, dP>,  se its standard error
 
-With, over the probe's tokens, e = max |engine - published| and d = max |published - published before|,
+    b near 1    the engine has the new weights
+    b near 0    it has the old ones                          SyncError
+    between     it has some of the new ones                  SyncError
 
-    e <= tolerance and e < d / 4      proved: the engine has the new weights and not the old ones
-    e <= tolerance, d too small       unproven: the two versions are too close to be told apart by a
-                                      probe; version and digest must do
-    e >  tolerance                    SyncError, never a warning
+Rounding does not follow dP, so it widens se and leaves b alone. Where one step is too small for its rounding, the
+engine is compared with the last version that was proved, until the change since then is large enough to see: the proof
+says "unproven" as long. Four things are compared in this way:
 
-An engine that rounds activations may round a value between two steps the other way than the learner
-does, so its tolerance is wider. Its weights are still compared bit for bit, by the digest.
+    prompt     log-probabilities of fixed sequences, as the engine reads a prompt
+    decode     those of tokens that it samples one by one, which a stale cache of prefixes would spoil
+    module     one module after the other: what would dP be, had this one stayed old? An engine without the new weights
+               of that module alone has exactly this difference to the published ones, however small
+    learner    the published tensors against the learner's own forward, of which they should be a copy (`LearnerCheck`)
+
+Beside that, the engine's log-probabilities must be those of the published tensors as a whole (`explained`), and a
+digest over names, shapes, types and contents must be the same for what the engine consumed and what the probe did.
+Tensors come as a stream, which is read twice, one tensor after the other: no second model is held.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import json
+import inspect
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
 import quant
+from sampling import Sampling
 
-# The largest error of the probe that is accepted, in nats: by the engine's precision, and for engines
-# that round activations.
-TOLERANCE = {"float32": 1e-4, "float64": 1e-4, "float16": 2e-2, "bfloat16": 1.5e-1}
-TOLERANCE_ROUNDED = 0.5
+SIGMAS = 6.0  # standard errors to either side of a slope, before an engine is accused
+SURE = 3.0  # before its weights count as proved
+NEW = 0.9  # the slope of an engine with new weights is not below this
+EXPLAINED = 0.9  # share of the spread of log-probabilities over tokens that engine and tensors must have in common
+ROUNDOFF = {"float32": 2.0**-21, "float16": 2.0**-11, "bfloat16": 2.0**-8, "low bits": 2.0**-6}  # of activations
+GROWN = 5.0  # times the error of the first version (or the format's round-off), relative to the log-probabilities
+LONG_UNPROVEN = 50  # syncs in a row after which it is said aloud
+DECODED = 4  # tokens that the engine samples after each of the probe's prompts
 
 
 class SyncError(RuntimeError):
     """The engine does not have the weights that were published."""
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Does one change follow another?
+# ---------------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Proof:
-    """What is known about the engine's weights after a publish."""
+class Slope:
+    """The slope of one change on another, and its standard error; NaN where nothing has changed."""
+
+    b: float = float("nan")
+    se: float = float("nan")
+
+    @property
+    def low(self) -> float:
+        return self.b - SIGMAS * self.se
+
+    @property
+    def high(self) -> float:
+        return self.b + SIGMAS * self.se
+
+    @property
+    def is_new(self) -> bool:
+        return self.b - SURE * self.se > 0.5
+
+    @classmethod
+    def of(cls, y: np.ndarray, x: np.ndarray) -> Slope:
+        """b = <y, x> / <x, x> for changes (rows, tokens); entries that are NaN do not count.
+
+        se is the larger of two: for independent errors of tokens, and for errors that a row's tokens share."""
+        y, x = np.where(np.isnan(x) | np.isnan(y), 0.0, (y, x)).astype(np.float64)
+        square, n = (x * x).sum(), np.count_nonzero(x)
+        if square == 0 or n < 8:
+            return cls()
+        b = (y * x).sum() / square
+        error = (y - b * x) * (x != 0)
+        of_tokens = (error * error).sum() / (n - 1) * square
+        rows = max(2, len(x))
+        of_rows = ((error * x).sum(1) ** 2).sum() * rows / (rows - 1)
+        return cls(float(b), float(np.sqrt(max(of_tokens, of_rows)) / square))
+
+
+def explained(y: np.ndarray, x: np.ndarray) -> float:
+    """The share of the spread of x over tokens that y has too: 1 - |y - x|^2 / |x - mean x|^2."""
+    return float(1 - np.square(y - x).sum() / max(np.square(x - x.mean()).sum(), 1e-30))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a later version is compared with: log-probabilities of one version, by engine and published tensors."""
 
     version: int
-    digest: str
-    status: str  # "proved", "unproven", or "first": there was no version before to compare with
-    error: float  # e above, in nats
-    distance: float  # d above, in nats; NaN for the first version
-    nbytes: int  # size of the published tensors
+    engine: np.ndarray  # (R, tokens)
+    published: np.ndarray  # the same
+    tokens: np.ndarray | None = None  # (R, DECODED) that the engine sampled, where it did
+
+    def state(self) -> dict:
+        arrays = {"engine": self.engine, "published": self.published, "tokens": self.tokens}
+        return {"version": self.version, **{k: x if x is None else torch.from_numpy(x) for k, x in arrays.items()}}
+
+    @classmethod
+    def of(cls, state: dict | None) -> Reference | None:
+        if state is None:
+            return None
+        return cls(**{k: x.numpy() if isinstance(x, torch.Tensor) else x for k, x in state.items()})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The published tensors' side
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class Digest:
-    """SHA-256 of a stream of named tensors, in the order of the stream."""
+    """A digest of a stream of named tensors in its order: names, shapes, types, and sums over their contents.
+
+    The sums, modulo 2^64, are taken where the tensor lies: plain, and with a weight for each position."""
+
+    CHUNK = 1 << 20
 
     def __init__(self):
-        self.hash = hashlib.sha256()
+        self.hash = hashlib.blake2b(digest_size=16)
+        self.nbytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        x = tensor.detach().contiguous().cpu()
-        self.hash.update(f"{name} {tuple(x.shape)} {x.dtype};".encode())
-        self.hash.update(x.reshape(-1).view(torch.uint8).numpy())
+        x = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        self.nbytes += len(x)
+        words = x[: len(x) // 4 * 4].view(torch.int32)
+        sums = list(x[len(words) * 4 :].long())  # the bytes behind the last whole word
+        for start in range(0, len(words), self.CHUNK):
+            part = words[start : start + self.CHUNK].long()
+            place = torch.arange(start, start + len(part), device=part.device)
+            sums.append(part.sum() + ((2 * place + 1) * 0x9E3779B97F4A7C1 * part).sum())
+        content = torch.stack(sums).tolist() if sums else []
+        self.hash.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {content};".encode())
 
     def watch(self, named_tensors):
         """Pass a stream of (name, tensor) on, adding each one as it goes by."""
@@ -74,147 +157,433 @@ class Digest:
 
     def text(self) -> str:
         """32 hexadecimal digits."""
-        return self.hash.hexdigest()[:32]
+        return self.hash.hexdigest()
 
 
 class Probe:
-    """The learner's side of the probe: a model's structure without weights, and a fixed sequence.
+    """A model's structure without weights, the sequences that are compared, and what earlier versions said of them.
 
     folder: a save_pretrained folder, of which only config.json is read; or None, with `config`.
-    ids: the sequence's token ids, int [n]. fmt: the rollout's number format (quant.py)."""
+    ids: token ids (R, L), or one sequence. fmt: the rollout's number format (quant.py)."""
 
     def __init__(self, folder: str | None, ids, fmt: quant.Format | None = None, config=None):
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
-        config = config or AutoConfig.from_pretrained(folder)
-        generator = torch.get_rng_state()  # put back below: a model is built with random weights
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        torch.set_rng_state(generator)
         rounds_activations = fmt is not None and fmt.activations
-        self.model = quant.align(model, fmt if rounds_activations else None)
-        self.names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        self._drop_weights()
-        self.ids = np.asarray(ids, np.int64)
-        self.previous: np.ndarray | None = None  # log-probabilities of the version published last
-
-    def _drop_weights(self) -> None:
-        """Keep the structure and its buffers; move the parameters to the meta device."""
-        for module in self.model.modules():
-            for name, p in list(module._parameters.items()):
-                if p is not None:
-                    module._parameters[name] = torch.nn.Parameter(p.to("meta"), requires_grad=False)
+        model = empty_model(config or AutoConfig.from_pretrained(folder))
+        self.model = quant.align(model, fmt if rounds_activations else None).eval()
+        self.ids = np.atleast_2d(np.asarray(ids, np.int64))
+        self.prompt: Reference | None = None
+        self.decode: Reference | None = None
+        self.watched: Watched | None = None  # the module that is looked at now
+        self.n_watched = 0  # modules looked at so far
+        self.unproven = 0  # syncs in a row without a proof
+        self.first_error = 0.0  # of the engine, relative, at the first version
 
     @torch.no_grad()
-    def logprobs(self, tensors: dict[str, torch.Tensor]) -> np.ndarray:
-        """log p(ids[t] | ids[:t]) for t >= 1 under the tensors given, in nats: float32 [n - 1].
+    def logprobs(self, named_tensors, ids=None, dtype: str = "float32", twins=None, keep: str = "") -> tuple:
+        """(log-probabilities, tensors kept): log p(ids[t] | ids[:t]) for t >= 1 under the tensors of a stream, in nats,
+        float32 (rows, L - 1).
 
-        The published tensors run through the structure, and nothing else does: SyncError if one of
-        them was left out of the publication, so that it cannot be filled in from somewhere."""
-        tensors = quant.load_quantized(self.model, tensors)
-        self._check_complete(tensors)
-        device = next(iter(tensors.values())).device
-        for module in self.model.modules():
-            for name, buffer in list(module._buffers.items()):
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(device)
-        weights = {name: x.float() for name, x in tensors.items() if name in self.names}
-        ids = torch.from_numpy(self.ids)[None].to(device)  # (1, n)
-        inputs = {"input_ids": ids, "use_cache": False}
-        out = torch.func.functional_call(self.model, weights, (), inputs, tie_weights=False)
-        logp = torch.log_softmax(out.logits[0, :-1].float(), -1)  # (n - 1, V)
-        return logp.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
+        Each module takes its tensors out of the stream when its turn comes, and gives them up behind it. The published
+        tensors run through the structure, and nothing else does. dtype: of the engine, which rounds weights to it.
+        twins: (a module's name, other tensors of it, n): the last n rows run with those. keep: the module whose tensors
+        are kept. SyncError: a tensor is missing."""
+        ids = torch.from_numpy(self.ids if ids is None else ids)
+        stream = Taken(named_tensors, getattr(torch, dtype), keep)
+        hooks = []
+        for name, module in self.model.named_modules():
+            if any(p is not None for p in module._parameters.values()):
+                hooks.append(module.register_forward_pre_hook(functools.partial(fill, name, stream)))
+                hooks.append(module.register_forward_hook(give_up))
+                if twins is not None and twins[0] == name:
+                    module.forward = functools.partial(forward_with_twins, module, stream.dtype, *twins[1:])
+        try:
+            ids = ids.to(stream.device())
+            for module in self.model.modules():
+                for name, buffer in list(module._buffers.items()):
+                    if buffer is not None:
+                        module._buffers[name] = buffer.to(ids.device)
+            logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        stream.finish()
+        chosen = logits.gather(2, ids[:, 1:, None])[..., 0]
+        return (chosen - logits.logsumexp(-1)).cpu().numpy(), stream.kept
 
-    def _check_complete(self, tensors: dict[str, torch.Tensor]) -> None:
-        """SyncError if a parameter is neither among the tensors nor held by a low-bit layer."""
-        linears = quant.quantized_linears(self.model)
-        loaded = {f"{name}.weight" for name, m in linears.items() if getattr(m, "loaded", None)}
-        missing = sorted(self.names - set(tensors) - loaded)
-        if missing:
-            raise SyncError(
-                f"{len(missing)} tensors were not published, {missing[0]} among them; publish the whole state dict"
-            )
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompts that the engine goes on from: whole blocks of its cache, where they are long enough."""
+        return max(1, self.ids.shape[1] - DECODED)
+
+    def with_sampled(self, tokens: np.ndarray) -> np.ndarray:
+        """The sequences with what the engine sampled behind their prompts, (R, L); what follows is not looked at."""
+        rows, P = self.ids.copy(), self.prompt_length
+        rows[:, P : P + tokens.shape[1]] = tokens.clip(0)
+        return rows
+
+    def modules(self) -> list[str]:
+        """The modules that can be watched: those that make one tensor of one tensor, by name."""
+        return [name for name, m in self.model.named_modules() if m._parameters and takes_one_tensor(m)]
 
     def state_dict(self) -> dict:
-        return {"previous": None if self.previous is None else torch.from_numpy(self.previous)}
+        parts = {"prompt": self.prompt, "decode": self.decode}
+        return {
+            "unproven": self.unproven,
+            "first_error": self.first_error,
+            **{name: part and part.state() for name, part in parts.items()},
+        }
 
     def load_state_dict(self, state: dict) -> None:
-        self.previous = None if state["previous"] is None else state["previous"].numpy()
+        """A checkpoint of before references were kept starts anew."""
+        self.unproven, self.first_error = state.get("unproven", 0), state.get("first_error", 0.0)
+        self.prompt, self.decode = Reference.of(state.get("prompt")), Reference.of(state.get("decode"))
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A module as it was in an earlier version, and what the probe's sequences said then."""
+
+    name: str
+    tensors: dict[str, torch.Tensor]
+    reference: Reference
+
+
+def empty_model(config):
+    """A model's structure: its parameters on the meta device, one made after the other, its buffers in place."""
+    from transformers import AutoModelForCausalLM
+
+    register = torch.nn.Module.register_parameter
+
+    def on_meta(module, name, p):
+        register(module, name, p if p is None else torch.nn.Parameter(p.to("meta"), requires_grad=False))
+
+    generator = torch.get_rng_state()  # put back below: a model draws random weights
+    torch.nn.Module.register_parameter = on_meta
+    try:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    finally:
+        torch.nn.Module.register_parameter = register
+        torch.set_rng_state(generator)
+
+
+def takes_one_tensor(module) -> bool:
+    return len(inspect.signature(module.forward).parameters) == 1
+
+
+class Taken:
+    """A stream of named tensors from which modules take theirs by name, in any order."""
+
+    def __init__(self, named_tensors, dtype: torch.dtype, keep: str = ""):
+        self.stream = iter(named_tensors)
+        self.dtype = dtype
+        self.keep = keep
+        self.kept: dict[str, torch.Tensor] = {}
+        self.seen: dict[str, torch.Tensor] = {}
+
+    def device(self):
+        """Where the tensors are."""
+        name, tensor = next(self.stream)
+        self.seen[name] = tensor
+        return tensor.device
+
+    def take(self, name: str) -> torch.Tensor:
+        """The tensor of this name, SyncError: it does not come."""
+        while name not in self.seen:
+            one = next(self.stream, None)
+            if one is None:
+                raise SyncError(f"{name} was not published; publish the whole state dict")
+            self.seen[one[0]] = one[1]
+        return self.seen[name]
+
+    def of_module(self, name: str, module) -> dict[str, torch.Tensor]:
+        """The published tensors of a module's own parameters, in its names; a low-bit weight is several."""
+        taken = {}
+        for parameter in [p for p, value in module._parameters.items() if value is not None]:
+            for part in self.parts(f"{name}.{parameter}", module):
+                taken[part.removeprefix(f"{name}.")] = self.take(part)
+                del self.seen[part]
+        if name == self.keep:
+            self.kept = {part: x.detach().clone() for part, x in taken.items()}
+        return taken
+
+    def parts(self, name: str, module) -> list[str]:
+        if not name.endswith(".weight"):
+            return [name]
+        if isinstance(module, quant.LowBitLinear):
+            return [name, f"{name}_scale"]
+        while name not in self.seen and f"{name}_packed" not in self.seen:
+            one = next(self.stream, None)
+            if one is None:
+                return [name]  # `take` says that it is missing
+            self.seen[one[0]] = one[1]
+        return [name] if name in self.seen else [f"{name}_packed", f"{name}_scale", f"{name}_shape"]
+
+    def finish(self) -> None:
+        """Read the stream to its end: a digest that watches it has then seen everything."""
+        for _ in self.stream:
+            pass
+
+
+def fill(name: str, stream: Taken, module, inputs) -> None:
+    """A hook before a module's forward: it gets its published tensors."""
+    put(module, stream.of_module(name, module), stream.dtype)
+
+
+def forward_with_twins(module, dtype, others: dict, n: int, x):
+    """A module's forward of which the last n rows run with other tensors than it has."""
+    first = type(module).forward(module, x[:-n])
+    put(module, others, dtype)
+    return torch.cat([first, type(module).forward(module, x[-n:])])
+
+
+def put(module, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Give a module its published tensors, as an engine of this dtype holds them."""
+    if isinstance(module, quant.LowBitLinear):
+        module.loaded = (tensors["weight"], tensors["weight_scale"])
+    elif "weight_packed" in tensors:
+        weight = quant.unpacked(tensors["weight_packed"], tensors["weight_scale"], tensors["weight_shape"])
+        tensors = {**tensors, "weight": weight}
+    for name in module._parameters:
+        if name in tensors and not (name == "weight" and isinstance(module, quant.LowBitLinear)):
+            value = tensors[name].to(dtype).float()
+            module._parameters[name] = torch.nn.Parameter(value, requires_grad=False)
+
+
+def give_up(module, inputs, output) -> None:
+    """A hook behind a module's forward: its tensors go."""
+    module.__dict__.pop("forward", None)
+    if isinstance(module, quant.LowBitLinear):
+        module.loaded = None
+    for name, p in list(module._parameters.items()):
+        if p is not None:
+            module._parameters[name] = torch.nn.Parameter(p.to("meta"), requires_grad=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The proof
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What is known about the engine's weights after a publish."""
+
+    version: int
+    digest: str
+    status: str  # "first", "proved", "unproven", or "same": nothing has changed
+    slope: Slope  # of prompts
+    decode_slope: Slope
+    error: float  # root mean square of engine - published, nats
+    distance: float  # of the change of the published log-probabilities since the reference
+    nbytes: int  # size of the published tensors
 
 
 def prove(engine, version: int, named_tensors, probe: Probe) -> Proof:
     """Load the tensors into the engine and prove that it has them, by the rules above.
 
-    SyncError if the engine consumed other bytes, or samples from other weights."""
-    tensors = dict(named_tensors)
-    sent, received = Digest(), Digest()
-    for name, tensor in tensors.items():
-        sent.add(name, tensor)
-    engine.load(received.watch(tensors.items()))
-    if sent.text() != received.text():
-        raise SyncError(
-            f"version {version}: the engine consumed other bytes than were published "
-            f"({received.text()} instead of {sent.text()}); its loader must take every tensor, once, in order"
-        )
-    published = probe.logprobs(tensors)
-    error = float(np.abs(engine.logprobs(probe.ids) - published).max())
-    limit = tolerance(engine)
-    if not error <= limit:  # also where it is NaN
-        raise SyncError(
-            f"version {version}: the engine's log-probabilities differ by {error:.3g} nats from the published weights' "
-            f"(tolerance {limit:g} for {engine.dtype}); it is not sampling from these weights"
-        )
-    if probe.previous is None:
-        status, distance = "first", float("nan")
-    else:
-        distance = float(np.abs(published - probe.previous).max())
-        status = "proved" if error < distance / 4 else "unproven"
-    probe.previous = published
-    nbytes = sum(x.numel() * x.element_size() for x in tensors.values())
-    return Proof(version, sent.text(), status, error, distance, nbytes)
+    named_tensors: a stream that can be read twice. SyncError if the engine consumed other tensors, or samples from
+    other weights."""
+    if iter(named_tensors) is named_tensors:  # a stream that can be read once
+        named_tensors = list(named_tensors)
+    received, sent = Digest(), Digest()
+    engine.load(received.watch(named_tensors))
+    tokens, sampled = sample(engine, probe)  # before the prompts are read whole, which would renew cached prefixes
+    engine_says = engine.logprobs(probe.ids)  # (R, L - 1)
+    modules = probe.modules()
+    following = modules[probe.n_watched % len(modules)]
+    published, kept = published_says(probe, tokens, sent.watch(named_tensors), engine.dtype, following)
+    need(
+        sent.text() == received.text(),
+        f"version {version}: the engine consumed other tensors than were published ({received.text()} instead of "
+        f"{sent.text()}); its loader must take every tensor, once, in order",
+    )
+    check_level(version, engine_says, published["prompt"])
+    slope = slope_since(probe.prompt, engine_says, published["prompt"])
+    decode_slope = decode_since(probe.decode, tokens, sampled, published.get("decode before"))
+    first, distance = probe.prompt is None, rms_change(probe.prompt, published["prompt"])
+    statuses = {
+        judge("prompts", version, probe.prompt, slope),
+        judge("sampled tokens", version, probe.decode, decode_slope),
+    }
+    check_module(version, probe.watched, engine_says, published)
+    pairs = {"prompts": (engine_says, published["prompt"]), "sampled tokens": (sampled, published["decode"])}
+    check_growth(version, engine, probe, pairs)
+    status = "first" if first else next(s for s in ("unproven", "proved", "same") if s in statuses)
+    if status in ("first", "proved"):
+        probe.prompt = Reference(version, engine_says, published["prompt"])
+    if status in ("first", "proved") or np.isnan(decode_slope.b):
+        probe.decode = Reference(version, sampled, published["decode"], tokens)
+    if probe.watched is None or done_with(probe, version, engine_says, published):
+        probe.watched = Watched(following, kept, Reference(version, engine_says, published["prompt"]))
+        probe.n_watched += 1
+    probe.unproven = probe.unproven + 1 if status == "unproven" else 0
+    error = float(np.sqrt(np.square(engine_says - published["prompt"]).mean()))
+    return Proof(version, sent.text(), status, slope, decode_slope, error, distance, sent.nbytes)
 
 
-def tolerance(engine) -> float:
-    """The largest error that the probe accepts of an engine, in nats."""
+def need(ok, sentence: str) -> None:
+    """SyncError with this sentence unless `ok`."""
+    if not ok:
+        raise SyncError(sentence)
+
+
+def sample(engine, probe: Probe) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, log-probabilities) that the engine samples behind the prompts, (R, DECODED); -1 behind an end."""
+    prompts = list(probe.ids[:, : probe.prompt_length])
+    seeds = [[row] for row in range(len(prompts))]
+    n = min(DECODED, probe.ids.shape[1] - probe.prompt_length)
+    groups = engine.generate(prompts, seeds, Sampling(max_tokens=n), 0, [])
+    tokens = np.full((len(prompts), n), -1, np.int64)
+    logp = np.full((len(prompts), n), np.nan, np.float32)
+    for row, (response,) in enumerate(groups):
+        tokens[row, : len(response.tokens)] = response.tokens
+        logp[row, : len(response.tokens)] = response.logp_inf
+    return tokens, logp
+
+
+def published_says(probe: Probe, tokens, named_tensors, dtype: str, keep: str) -> tuple[dict, dict]:
+    """Log-probabilities under the published tensors, by name, and the tensors of the module `keep`.
+
+    prompt (R, L - 1); decode: of the tokens that the engine has sampled now, and "decode before": of those that it
+    sampled at the reference, (R, DECODED); twin (R, L - 1): with the watched module as it was."""
+    rows = {"prompt": probe.ids, "decode": probe.with_sampled(tokens)}
+    if probe.decode is not None:
+        rows["decode before"] = probe.with_sampled(probe.decode.tokens)
+    twins = None
+    if probe.watched is not None:
+        rows["twin"] = probe.ids
+        twins = (probe.watched.name, probe.watched.tensors, len(probe.ids))
+    logp, kept = probe.logprobs(named_tensors, np.concatenate(list(rows.values())), dtype, twins, keep)
+    says = dict(zip(rows, np.split(logp, len(rows)), strict=True))
+    first = probe.prompt_length - 1
+    for name in {"decode", "decode before"} & set(says):
+        says[name] = says[name][:, first : first + tokens.shape[1]]
+    return says, kept
+
+
+def slope_since(before: Reference | None, engine_says, published) -> Slope:
+    if before is None:
+        return Slope()
+    return Slope.of(engine_says - before.engine, published - before.published)
+
+
+def decode_since(before: Reference | None, tokens, sampled, published_before) -> Slope:
+    """The same for sampled tokens, as far as they are those that the engine sampled at the reference."""
+    if before is None:
+        return Slope()
+    common = (tokens == before.tokens).cumprod(1).astype(bool)
+    change = np.where(common, sampled - before.engine, np.nan)
+    return Slope.of(change, published_before - before.published)
+
+
+def rms_change(before: Reference | None, published) -> float:
+    return float("nan") if before is None else float(np.sqrt(np.square(published - before.published).mean()))
+
+
+def judge(where: str, version: int, before: Reference | None, slope: Slope) -> str:
+    """What a slope says: "proved", "unproven", or "same". SyncError: the engine is behind."""
+    if np.isnan(slope.b):
+        return "same"
+    since = f"version {version}: of what changed since version {before.version} in the log-probabilities of {where} "
+    need(
+        slope.high >= NEW,
+        f"{since}the engine shows {slope.b:.3g} +- {slope.se:.2g} of 1: it samples from "
+        f"{'old weights' if slope.high < 0.5 else 'weights of which some are old'}",
+    )
+    need(slope.low <= 2 - NEW, f"{since}the engine shows {slope.b:.3g} +- {slope.se:.2g} of 1: it has other weights")
+    return "proved" if slope.is_new else "unproven"
+
+
+def check_level(version: int, engine_says, published) -> None:
+    """SyncError unless the engine's log-probabilities are those of the published tensors, up to its rounding."""
+    need(np.isfinite(engine_says).all(), f"version {version}: the engine's log-probabilities are not finite")
+    share = explained(engine_says, published)
+    need(
+        share >= EXPLAINED,
+        f"version {version}: the engine's log-probabilities are not those of the published weights (they share "
+        f"{max(0.0, share):.2f} of their spread, and at least {EXPLAINED} is usual for any format): a scale, a head or "
+        "a layer is missing",
+    )
+
+
+def check_growth(version: int, engine, probe: Probe, pairs: dict) -> None:
+    """SyncError if the engine has drifted away from the published tensors since the first version, part by part.
+
+    pairs: where -> (engine, published). Errors are relative to the size of log-probabilities, as rounding is."""
     fmt = getattr(engine, "fmt", None)
-    if fmt is not None and fmt.activations:
-        return TOLERANCE_ROUNDED
-    return TOLERANCE[engine.dtype]
+    roundoff = ROUNDOFF["low bits" if fmt is not None and fmt.activations else engine.dtype]
+    errors = {where: relative_error(*pair) for where, pair in pairs.items()}
+    probe.first_error = probe.first_error or max(roundoff, *errors.values())
+    for where, error in errors.items():
+        need(
+            error <= GROWN * probe.first_error,
+            f"version {version}: the engine's log-probabilities of {where} have drifted away from those of the "
+            f"published weights (relative error {error:.2g}, at first {probe.first_error:.2g}): some weights "
+            "that it uses, or prefixes that it keeps, are old",
+        )
+
+
+def relative_error(y: np.ndarray, x: np.ndarray) -> float:
+    """|y - x| / |x| over the entries that are there; 0 where none is."""
+    there = ~(np.isnan(y) | np.isnan(x))
+    return float(np.sqrt(np.square((y - x)[there]).sum() / max(np.square(x[there]).sum(), 1e-30)))
+
+
+def module_slope(watched: Watched, engine_says, published: dict) -> Slope:
+    """How much of the watched module's change the engine lacks: 0 none of it, 1 all."""
+    before = watched.reference
+    lacking = (published["prompt"] - before.published) - (engine_says - before.engine)
+    return Slope.of(lacking, published["prompt"] - published["twin"])
+
+
+def done_with(probe: Probe, version: int, engine_says, published: dict) -> bool:
+    """Whether the engine has the watched module's new weights for sure, or has been watched for long enough.
+
+    In the first round over all modules that is two versions each, in every later round twice as many: a module whose
+    change is soon seen need not wait for one that takes long."""
+    lacks = module_slope(probe.watched, engine_says, published)
+    rounds = (probe.n_watched - 1) // len(probe.modules())
+    return lacks.b + SURE * lacks.se < 0.5 or version - probe.watched.reference.version >= 2 << min(rounds, 20)
+
+
+def check_module(version: int, watched: Watched | None, engine_says, published: dict) -> None:
+    """SyncError if the engine has all new weights but those of the watched module."""
+    if watched is not None:
+        slope = module_slope(watched, engine_says, published)
+        need(
+            not slope.low > 0.5,
+            f"version {version}: the engine has not got the new weights of {watched.name} (it lacks {slope.b:.3g} +- "
+            f"{slope.se:.2g} of their change since version {watched.reference.version})",
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Weights on disk
+# The learner's side
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def write_tensors(path: Path, tensors: dict, mark: str = "") -> None:
-    """Write published tensors to one safetensors file, in their order: completely or not at all.
+class LearnerCheck:
+    """Are the published tensors those that the learner computes with?
 
-    Tensors that share memory are written once. mark: an ending for the scratch file, different for
-    each writer where several may write to the same path."""
-    from safetensors.torch import save_file
+    aligned: the learner's forward and the published tensors are one function, up to rounding; else the published ones
+    are low-bit versions of its weights, and only a publication that stands still can be told."""
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    own = {}
-    first_name = {}  # of the tensors at one address
-    alias = {}  # name -> the name under which its bytes are in the file
-    for name, x in tensors.items():
-        first = first_name.setdefault((x.data_ptr(), x.shape, x.dtype), name)
-        if first == name:
-            own[name] = x.contiguous().cpu()
-        else:
-            alias[name] = first
-    # One entry for both: safetensors writes several in any order, and equal weights must make
-    # equal files.
-    metadata = {"order": json.dumps([list(tensors), alias])}
-    scratch = path.with_name(path.name + (mark or ".writing"))
-    save_file(own, scratch, metadata=metadata)
-    scratch.replace(path)
+    def __init__(self, probe: Probe, aligned: bool):
+        self.probe = probe
+        self.aligned = aligned
+        self.before: Reference | None = None  # `engine`: the published tensors; `published`: the learner
 
-
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors that write_tensors wrote, in their order."""
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as f:
-        names, alias = json.loads(f.metadata()["order"])
-        return {name: f.get_tensor(alias.get(name, name)) for name in names}
+    def __call__(self, version: int, learner_says: np.ndarray, named_tensors) -> None:
+        """learner_says: log-probabilities (R, L - 1) of the probe's sequences. SyncError: they are not the same."""
+        published, _ = self.probe.logprobs(named_tensors)
+        slope = slope_since(self.before, published, learner_says)
+        if not np.isnan(slope.b):
+            need(
+                slope.high >= (NEW if self.aligned else 0.1),
+                f"version {version}: of what changed in the learner since version {self.before.version} the published "
+                f"weights show {slope.b:.3g} +- {slope.se:.2g} of 1: they are not the learner's",
+            )
+        if self.before is None or slope.is_new:
+            self.before = Reference(version, published, learner_says)

@@ -104,6 +104,7 @@ class Training:
         self.run = open_run(cfg, self.comm)  # task, tokenizer, model folders, newest checkpoint
         self.source = open_source(cfg, self.run, self.comm)
         self.learner = Learner(*self.run.load_models(), cfg, self.comm)
+        self.check_published = self.run.learner_check()
         self.updates_per_rollout = cfg.rollout_batch // cfg.train_batch
         self.groups_per_update = cfg.train_batch // (cfg.group_size * self.comm.size)
         self.step = 0
@@ -125,7 +126,10 @@ class Training:
         source = self.source
         # 1. publish the rollout model's weights to the engine, and prove that they arrived
         with timer(self.clock, "sync_s"):
-            source.publish(learner.version, learner.published(self.run.rollout_model, source.packed))
+            published = learner.published(self.run.rollout_model, source.packed)
+            source.publish(learner.version, published)
+            own = learner.logprobs(self.run.rollout_model, self.check_published.probe.ids)
+            self.check_published(learner.version, own, published)
         # 2. roll out: whole groups, sampled and graded
         n = self.groups_per_update
         with timer(self.clock, "rollout_s"):

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 import quant
+from checkpoint import read_tensors
 from config import Config, DelayFlags, EngineFlags
 from delay import DelayDistribution, check_distribution
 from engines import make_engine
@@ -44,7 +45,6 @@ from remote.keys import sampler_keys
 from remote.link import Link
 from rollout import LocalSource, Rollout, request_seed, uniforms
 from sampling import Sampling
-from checkpoint import read_tensors
 from sync import Probe
 from tasks import make_task
 

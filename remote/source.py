@@ -31,6 +31,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkpoint import write_tensors
 from flags import need
 from remote import wire
 from remote.account import Account, Arrived, retain_weights, split
@@ -40,7 +41,6 @@ from remote.guard import log_path, open_log
 from remote.hub import Hub
 from rollout import Rollout
 from sampling import Sampling
-from checkpoint import write_tensors
 from tasks import run_stop_ids
 
 FATES = ("trained", "staleness", "window", "orphan", "refused", "corrupt", "lost")

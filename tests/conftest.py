@@ -107,7 +107,8 @@ def vllm_engines(folders):
     def get(**settings):
         key = tuple(sorted(settings.items()))
         if key not in made:
-            made[key] = VLLMEngine(str(folders / "actor"), max_len=64, max_logprobs=20, **settings)
+            usual = {"folder": str(folders / "actor"), "max_len": 64, "max_logprobs": 20}
+            made[key] = VLLMEngine(**{**usual, **settings})
         return made[key]
 
     yield get

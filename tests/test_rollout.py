@@ -17,7 +17,7 @@ from engines import HFEngine, make_engine
 from learner import Comm, Learner
 from model import Needs
 from rollout import LocalSource, Response, Sampling, uniforms
-from sync import Digest, Probe, SyncError, prove
+from sync import Probe
 from tasks import Arithmetic, arithmetic_tokenizer, grade_all
 
 PROBE_IDS = [5, 40, 3, 77, 200, 9, 12, 55, 13, 100, 31, 8]
@@ -236,96 +236,6 @@ def test_packed_groups_collate_to_the_same_batch():
     for name in ("ids", "support_logp", "mask_uniforms", "adv"):
         assert torch.equal(getattr(a, name), getattr(b, name))
     assert again[0].uid == groups[0].uid and again[0].sampling == groups[0].sampling
-
-
-# -- sync -------------------------------------------------------------------------------------------------------------
-
-
-def test_publish_is_proved_and_a_wrong_engine_is_an_error(engine, folders):
-    probe = Probe(str(folders / "actor"), PROBE_IDS)
-    old, new = tiny_model(1), tiny_model(7)
-    first = prove(engine, 3, old.state_dict().items(), probe)
-    assert first.status == "first" and first.version == 3 and first.error < 1e-4
-    second = prove(engine, 4, new.state_dict().items(), probe)
-    assert second.status == "proved" and second.error < 1e-4 < second.distance / 4 and second.digest != first.digest
-    same = prove(engine, 5, new.state_dict().items(), probe)
-    assert same.status == "unproven" and same.digest == second.digest and same.distance == 0  # too close to tell
-    r = sample(engine, [[1, 2]], prompts=((5, 6),))[0][0]
-    assert largest_error(true_logp(new, (5, 6), r), r.tokens[:, None], r.logp_inf[:, None]) < 1e-4
-
-    load = engine.load
-    try:
-        engine.load = lambda tensors: [None for _ in tensors]  # consumes everything, keeps the old weights
-        with pytest.raises(SyncError, match="version 6: the engine's log-probabilities differ by"):
-            prove(engine, 6, old.state_dict().items(), probe)
-        # Drops the first tensor (the embedding) and the last; the digest still sees all: the probe must tell.
-        engine.load = lambda tensors: load(list(tensors)[1:-1])
-        with pytest.raises(Exception):  # noqa: B017  vLLM may refuse the load itself, in its own words
-            prove(engine, 7, old.state_dict().items(), probe)
-        engine.load = lambda tensors: [next(iter(tensors))]  # stops after one tensor
-        with pytest.raises(SyncError, match="consumed other bytes"):
-            prove(engine, 8, old.state_dict().items(), probe)
-    finally:
-        engine.load = load
-    assert prove(engine, 9, old.state_dict().items(), probe).error < 1e-4
-
-
-def test_a_tied_head_left_out_is_found_out(folders):
-    probe = Probe(str(folders / "actor"), PROBE_IDS)
-    partial = {k: v for k, v in tiny_model(7).state_dict().items() if k != "lm_head.weight"}
-    with pytest.raises(SyncError, match="1 tensors were not published, lm_head.weight among them"):
-        prove(HFEngine(str(folders / "actor")), 1, partial.items(), probe)
-    learner = Learner(tiny_model(7), None, make_cfg(), Comm())
-    assert "lm_head.weight" in dict(learner.named_tensors("policy"))
-
-
-def test_untied_models_publish_their_head(folders):
-    probe, engine = Probe(str(folders / "untied"), PROBE_IDS), HFEngine(str(folders / "untied"))
-    prove(engine, 0, tiny_model(2, tie=False).state_dict().items(), probe)
-    assert prove(engine, 1, tiny_model(3, tie=False).state_dict().items(), probe).status == "proved"
-
-
-def test_the_probe_runs_the_published_tensors_alone(folders):
-    probe = Probe(str(folders / "actor"), PROBE_IDS)
-    a, b = tiny_model(1), tiny_model(7)
-    assert np.allclose(probe.logprobs(a.state_dict()), HFEngine(a).logprobs(np.array(PROBE_IDS)), atol=1e-6)
-    assert np.abs(probe.logprobs(a.state_dict()) - probe.logprobs(b.state_dict())).max() > 0.1
-    one = dict(a.state_dict())
-    one["lm_head.weight"] = b.state_dict()["lm_head.weight"]  # a head that disagrees with its embedding shows
-    assert np.abs(probe.logprobs(one) - probe.logprobs(a.state_dict())).max() > 0.1
-
-
-def test_digest_sees_names_shapes_types_and_bytes():
-    x = torch.arange(6, dtype=torch.float32)
-    base = [("a", x), ("b", x + 1)]
-    streams = [
-        base,
-        base[::-1],
-        [("a", x), ("c", x + 1)],
-        [("a", x.view(2, 3)), ("b", x + 1)],
-        [("a", x.double()), ("b", x + 1)],
-        [("a", x), ("b", x + 1 + 1e-6)],
-        base[:1],
-    ]
-    texts = set()
-    for stream in streams:
-        d = Digest()
-        assert [name for name, _ in d.watch(stream)] == [name for name, _ in stream]
-        texts.add(d.text())
-    assert len(texts) == 7
-
-
-def test_an_error_near_the_distance_is_unproven(folders, monkeypatch):
-    """Weights that moved by less than four times the engine's error prove nothing, although they moved."""
-    engine, probe = HFEngine(str(folders / "actor")), Probe(str(folders / "actor"), PROBE_IDS)
-    moved = tiny_model(1)
-    prove(engine, 0, tiny_model(1).state_dict().items(), probe)
-    with torch.no_grad():
-        moved.model.norm.weight.mul_(1 + 2e-5)
-    logprobs = engine.logprobs
-    monkeypatch.setattr(engine, "logprobs", lambda ids: logprobs(ids) + 5e-5)
-    proof = prove(engine, 1, moved.state_dict().items(), probe)
-    assert proof.status == "unproven" and 0 < proof.distance < 4 * proof.error
 
 
 # -- the source -------------------------------------------------------------------------------------------------------

@@ -282,13 +282,16 @@ def test_models_come_from_the_starting_folders_or_from_the_checkpoint(folders, t
 
 
 def test_the_probe_is_the_same_for_a_vocabulary(folders, tmp_path):
-    """16 tokens, of the model that samples, the same in every run."""
+    """Of the model that samples, the same in every run of one context; long enough to fill a block of vLLM's cache."""
     probe = opened(folders, tmp_path, actor=str(folders / "actor"), max_tokens=32).probe()
-    assert probe.ids.shape == (16,)
+    context = 2 * TINY_TASK["task_max_ops"] + 2 + 32
+    assert probe.ids.shape == (4, context - 1)
     assert 0 <= probe.ids.min() <= probe.ids.max() < 256
     assert layers(probe.model) == 1
-    alone = opened(folders, tmp_path, overwrite=True, max_tokens=20, seed=7).probe()
+    alone = opened(folders, tmp_path, overwrite=True, max_tokens=32, seed=7).probe()
     assert np.array_equal(alone.ids, probe.ids)
+    long = opened(folders, tmp_path, overwrite=True, max_tokens=120, rollout_batch=2048).probe()
+    assert long.ids.shape == (2048 // 123, 123)
     assert layers(alone.model) == 2
 
 

@@ -1,0 +1,147 @@
+"""Planted faults of weight syncs, and how many syncs it takes to catch them. Not part of the suite, which has a few.
+
+    python tests/sync_faults.py          # every fault in every format, at steps of 1e-3 and 1e-6; 1,000 healthy syncs
+
+A step of size s multiplies every weight by 1 + s N(0, 1), always the same N for a weight, as a steady gradient does.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
+
+import numpy as np
+import torch
+from conftest import tiny_model
+
+import quant
+from engines import HFEngine
+from rollout import uniforms
+from sync import LearnerCheck, Probe, SyncError, prove
+
+FORMATS = {
+    "float32": ("float32", None),
+    "bfloat16": ("bfloat16", None),
+    "int8": ("float32", "int8"),
+    "fp8": ("float32", "fp8"),
+}
+IDS = (uniforms(16 * 16, "probe") * 256).astype(np.int64).reshape(16, 16)
+
+
+def without(*parts):
+    """The engine keeps what it has of tensors whose names hold one of these."""
+
+    def spoil(name, tensor):
+        return None if any(part in name for part in parts) else tensor
+
+    return spoil
+
+
+def scale_of_one(name, tensor):
+    """A loader that forgets the scales of one layer."""
+    return torch.ones_like(tensor) if name.endswith("layers.1.mlp.up_proj.weight_scale") else tensor
+
+
+FAULTS = {
+    "never loaded": without(""),
+    "one matrix skipped": without("layers.1.mlp.down_proj"),
+    "one norm skipped": without("layers.0.input_layernorm"),
+    "tied head left old": without("lm_head"),
+    "one layer left old": without("layers.0."),
+    "a scale left at 1": scale_of_one,
+}
+
+
+class Rig:
+    """A trainer's weights, an engine in some format whose loader may be spoilt, and the probe between them."""
+
+    def __init__(self, fmt: str, seed: int = 1):
+        self.dtype, name = FORMATS[fmt]
+        self.format = quant.format_of(name or "none")
+        self.model = tiny_model(seed, layers=2)
+        self.engine = HFEngine(
+            tiny_model(seed, layers=2).to(getattr(torch, self.dtype)), dtype=self.dtype, fmt=self.format
+        )
+        self.probe = Probe(None, IDS, self.format, config=self.model.config)
+        self.version = 0
+        generator = torch.Generator().manual_seed(seed)
+        self.drift = [torch.randn(p.shape, generator=generator) for p in self.model.parameters()]
+
+    def step(self, size: float) -> None:
+        with torch.no_grad():
+            for p, n in zip(self.model.parameters(), self.drift, strict=True):
+                p.mul_(1 + size * n)
+        self.version += 1
+
+    def published(self) -> dict:
+        state = self.model.state_dict()
+        if self.format is None:
+            return state
+        return dict(quant.for_engine(state.items(), self.model, self.format, self.engine.packed))
+
+    def spoil(self, fault) -> None:
+        """From here on the engine's loader changes what it is given, behind the digest."""
+        load, before = self.engine.load, self.published()
+
+        def spoilt(named_tensors):
+            taken = {name: fault(name, x) for name, x in named_tensors}
+            load({name: before[name] if x is None else x for name, x in taken.items()}.items())
+
+        before = {name: x.clone() for name, x in before.items()}
+        self.engine.load = spoilt
+
+    def sync(self):
+        return prove(self.engine, self.version, self.published().items(), self.probe)
+
+    def syncs_until_caught(self, size: float, most: int) -> tuple[int, str]:
+        """(syncs, sentence) after healthy syncs have been proved once; 0 and "" if the fault was never caught."""
+        for n in range(1, most + 1):
+            self.step(size)
+            try:
+                self.sync()
+            except SyncError as e:
+                return n, str(e)
+        return 0, ""
+
+
+def stands_still(size: float, most: int) -> tuple[int, str]:
+    """A trainer that publishes the weights it began with, for ever."""
+    rig = Rig("float32")
+    base = {name: x.clone() for name, x in rig.model.state_dict().items()}
+    check = LearnerCheck(rig.probe, aligned=True)
+    learner = HFEngine(rig.model)
+    check(0, learner.logprobs(IDS), base.items())
+    for n in range(1, most + 1):
+        rig.step(size)
+        try:
+            check(rig.version, learner.logprobs(IDS), base.items())
+        except SyncError as e:
+            return n, str(e)
+    return 0, ""
+
+
+def main() -> None:
+    for size, most in ((1e-3, 200), (1e-6, 1)):
+        for name, fault in FAULTS.items():
+            for fmt in FORMATS:
+                if fault is scale_of_one and FORMATS[fmt][1] is None:
+                    continue
+                rig = Rig(fmt)
+                rig.sync()
+                rig.spoil(fault)
+                n, said = rig.syncs_until_caught(size, most)
+                print(f"{size:7.0e}  {name:20s} {fmt:9s} caught after {n:5d} syncs  {said[:100]}", flush=True)
+        print(f"{size:7.0e}  published weights stand still: {stands_still(size, most)}", flush=True)
+    for fmt in FORMATS:
+        rig, proved = Rig(fmt, seed=2), 0
+        for _ in range(250):
+            proved += rig.sync().status == "proved"
+            rig.step(1e-4)
+        print(f"{fmt}: 250 healthy syncs, no alarm, {proved} proved", flush=True)
+
+
+if __name__ == "__main__":
+    main()

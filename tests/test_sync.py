@@ -1,0 +1,344 @@
+"""Weight syncs: healthy engines are proved in every format, planted faults are found, the probe is what it says."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_cfg, tiny_model
+from sync_faults import FAULTS, FORMATS, IDS, Rig, scale_of_one, stands_still
+from transformers import AutoModelForCausalLM
+
+import sync
+from engines import HFEngine
+from learner import Comm, Learner
+from rollout import uniforms
+from sync import Digest, LearnerCheck, Probe, Slope, SyncError, prove
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Slopes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_slope_by_hand():
+    """Least squares through the origin; its error is the larger of two, for tokens and for rows."""
+    x = np.array([[1.0, 2, 0, -1, 3], [2, -2, 1, 1, -3]])
+    y = 0.5 * x + np.array([[0.1, -0.1, 5, 0.1, 0.2], [0, 0.1, -0.1, 0, 0.1]])  # where x is 0 nothing is said
+    square = sum(v * v for row in x for v in row)
+    b = sum(u * v for row, other in zip(y, x, strict=True) for u, v in zip(row, other, strict=True)) / square
+    errors = [[(u - b * v) * (v != 0) for u, v in zip(p, q, strict=True)] for p, q in zip(y, x, strict=True)]
+    of_tokens = (sum(e * e for row in errors for e in row) / (9 - 1) / square) ** 0.5
+    by_row = [sum(e * v for e, v in zip(p, q, strict=True)) for p, q in zip(errors, x, strict=True)]
+    of_rows = (sum(s * s for s in by_row) * 2 / 1) ** 0.5 / square
+    slope = Slope.of(y, x)
+    assert slope.b == pytest.approx(b, rel=1e-12)
+    assert slope.se == pytest.approx(max(of_tokens, of_rows), rel=1e-12)
+    assert of_tokens != pytest.approx(of_rows)
+    assert (slope.low, slope.high) == pytest.approx((b - 6 * slope.se, b + 6 * slope.se))
+
+
+def test_a_slope_leaves_out_what_is_not_there_and_says_nothing_of_nothing():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(4, 9)), rng.normal(size=(4, 9))
+    gone = np.zeros((4, 9), bool)
+    gone[:, 5:] = True
+    assert Slope.of(np.where(gone, np.nan, y), x).b == pytest.approx(Slope.of(y[:, :5], x[:, :5]).b)
+    assert np.isnan(Slope.of(y, 0 * x).b)
+    assert np.isnan(Slope.of(y[:1, :7], x[:1, :7]).b)  # seven tokens
+
+
+def test_errors_that_a_row_shares_widen_a_slope():
+    rng = np.random.default_rng(1)
+    x = 1 + 0.01 * rng.normal(size=(16, 40))
+    own = x + 0.5 * rng.normal(size=x.shape)
+    shared = x + 0.5 * rng.normal(size=(16, 1))
+    assert Slope.of(shared, x).se > 3 * Slope.of(own, x).se
+    assert Slope.of(shared, x).se == pytest.approx(0.5 / 4, rel=0.5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Healthy engines
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_healthy_engines_are_proved_and_raise_no_alarm(fmt):
+    rig = Rig(fmt, seed=3)
+    statuses = []
+    for _ in range(30):
+        statuses.append(rig.sync().status)
+        rig.step(2e-3)
+    assert statuses[0] == "first"
+    assert statuses[1:].count("proved") > (4 if fmt == "bfloat16" else 25)
+    assert "same" not in statuses
+    assert rig.probe.n_watched > 10
+
+
+def test_weights_that_have_not_changed_prove_nothing():
+    rig = Rig("float32")
+    rig.sync()
+    rig.step(1e-3)
+    assert rig.sync().status == "proved"
+    same = rig.sync()
+    assert same.status == "same"
+    assert same.distance == 0
+
+
+def test_steps_too_small_for_the_rounding_are_unproven_until_they_add_up():
+    """bfloat16: one step cannot be seen; the slope since the last proof gets surer with every one."""
+    rig = Rig("bfloat16", seed=4)
+    statuses, errors = [], []
+    for _ in range(60):
+        proof = rig.sync()
+        statuses.append(proof.status)
+        errors.append(proof.slope.se)
+        rig.step(2e-4)
+    first = statuses.index("proved")
+    assert statuses[1:first] == ["unproven"] * (first - 1)
+    assert first > 3
+    assert errors[first] < errors[1] / 1.5
+    assert 0 < rig.probe.unproven < 60
+    assert rig.probe.unproven == statuses[::-1].index("proved")
+
+
+def test_the_memory_of_a_probe_goes_through_a_checkpoint():
+    rig, other = Rig("float32"), Rig("float32")
+    for r in (rig, other):
+        for _ in range(3):
+            r.sync()
+            r.step(1e-3)
+    again = Probe(None, IDS, config=rig.model.config)
+    again.load_state_dict(rig.probe.state_dict())
+    rig.probe = again
+    a, b = rig.sync(), other.sync()
+    assert (a.slope, a.decode_slope, a.status, a.distance) == (b.slope, b.decode_slope, b.status, b.distance)
+    fresh = Probe(None, IDS, config=rig.model.config)
+    fresh.load_state_dict({"previous": torch.zeros(15)})  # a checkpoint of before references were kept
+    assert fresh.prompt is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Planted faults
+# ---------------------------------------------------------------------------------------------------------------------
+
+CASES = [(name, fmt) for name in FAULTS for fmt in FORMATS if FAULTS[name] is not scale_of_one or FORMATS[fmt][1]]
+
+
+@pytest.mark.parametrize("name, fmt", CASES)
+def test_planted_faults_are_found(name, fmt):
+    rig = Rig(fmt)
+    rig.sync()
+    rig.step(1e-3)
+    rig.sync()
+    rig.spoil(FAULTS[name])
+    n, said = rig.syncs_until_caught(2e-2 if fmt == "bfloat16" else 1e-3, most=40)
+    assert n, "never caught"
+    assert "the engine" in said or "the engine's" in said
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-6])
+def test_published_weights_that_stand_still_are_found(size):
+    n, said = stands_still(size, most=2)
+    assert n == 1
+    assert "they are not the learner's" in said
+
+
+def test_the_sentence_names_the_module_that_stayed_old():
+    rig = Rig("int8")
+    rig.sync()
+    rig.spoil(FAULTS["one matrix skipped"])
+    _, said = rig.syncs_until_caught(1e-3, most=40)
+    assert "has not got the new weights of model.layers.1.mlp.down_proj" in said
+
+
+def test_low_bit_publications_of_a_learner_in_full_precision_are_its_own():
+    """Their change follows the learner's roughly, and only standing still is an error."""
+    rig = Rig("int8")
+    check = LearnerCheck(Probe(None, IDS, rig.format, config=rig.model.config), aligned=False)
+    learner = HFEngine(rig.model)
+    for _ in range(20):
+        check(rig.version, learner.logprobs(IDS), rig.published().items())
+        rig.step(1e-3)
+    stale = {name: x.clone() for name, x in rig.published().items()}
+    rig.step(1e-2)
+    with pytest.raises(SyncError, match="they are not the learner's"):
+        for _ in range(20):
+            check(rig.version, learner.logprobs(IDS), stale.items())
+            rig.step(1e-2)
+
+
+@pytest.fixture
+def engine(vllm_engine, request):
+    """The suite's vLLM engine, with its own methods again at the end."""
+    yield vllm_engine
+    for name in ("load",):
+        vllm_engine.__dict__.pop(name, None)
+
+
+def test_vllm_is_proved_and_its_faults_are_found(engine, folders):
+    """The real engine: healthy, never loaded, a tied head left out, prefixes of before in its cache."""
+    model = tiny_model(1)
+    probe = Probe(str(folders / "actor"), IDS)
+    version = 0
+
+    def step_and_sync(probe=probe):
+        nonlocal version
+        version += 1
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 + 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(version)))
+        return prove(engine, version, model.state_dict().items(), probe)
+
+    assert prove(engine, 0, model.state_dict().items(), probe).status == "first"
+    for _ in range(6):
+        proof = step_and_sync()
+        assert proof.status == "proved"
+        assert proof.slope.b == pytest.approx(1, abs=1e-3)
+        assert proof.decode_slope.b == pytest.approx(1, abs=1e-2) or np.isnan(proof.decode_slope.b)
+    load = engine.load
+    engine.load = lambda tensors: [None for _ in tensors]
+    with pytest.raises(SyncError, match="old weights"):
+        step_and_sync()
+    engine.load = lambda tensors: [next(iter(tensors))]  # stops after one tensor
+    with pytest.raises(SyncError, match="consumed other tensors"):
+        step_and_sync()
+    engine.load = load
+
+
+def test_prefixes_of_old_weights_in_the_cache_of_vllm_are_found(tmp_path, vllm_engines):
+    """vLLM keeps whole blocks of prompts, 128 tokens on a CPU, and must forget them with the weights."""
+    config = tiny_model(1).config
+    config.max_position_embeddings = 256
+    model = AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(tiny_model(1).state_dict())
+    model.save_pretrained(tmp_path)
+    engine = vllm_engines(folder=str(tmp_path), max_len=200)
+    ids = (uniforms(8 * 150, "long") * 256).astype(np.int64).reshape(8, 150)
+    for healthy in (True, False):
+        engine.load(model.state_dict().items())  # no prefixes of before
+        if not healthy:
+            engine.llm.reset_prefix_cache = lambda *args, **more: True
+        probe = Probe(str(tmp_path), ids)
+        caught = ""
+        for version in range(6):
+            try:
+                status = prove(engine, version, model.state_dict().items(), probe).status
+            except SyncError as e:
+                caught = str(e)
+                break
+            assert status in (("proved", "unproven") if version else ("first",))
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(1 + 0.01 * torch.randn(p.shape, generator=torch.Generator().manual_seed(version)))
+        assert ("sampled tokens" in caught) != healthy, caught
+
+
+def test_log_probabilities_that_are_not_numbers_are_an_error(monkeypatch):
+    rig = Rig("float32")
+    monkeypatch.setattr(rig.engine, "logprobs", lambda ids: np.full((16, 15), np.nan, np.float32))
+    with pytest.raises(SyncError, match="are not finite"):
+        rig.sync()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The probe and the digest
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_tied_head_left_out_is_found_out(folders):
+    probe = Probe(str(folders / "actor"), IDS)
+    partial = {k: v for k, v in tiny_model(7).state_dict().items() if k != "lm_head.weight"}
+    with pytest.raises(SyncError, match="lm_head.weight was not published; publish the whole state dict"):
+        prove(HFEngine(str(folders / "actor")), 1, partial.items(), probe)
+    learner = Learner(tiny_model(7), None, make_cfg(), Comm())
+    assert "lm_head.weight" in dict(learner.named_tensors("policy"))
+
+
+def test_untied_models_publish_their_head(folders):
+    probe, engine = Probe(str(folders / "untied"), IDS), HFEngine(str(folders / "untied"))
+    prove(engine, 0, tiny_model(2, tie=False).state_dict().items(), probe)
+    assert prove(engine, 1, tiny_model(3, tie=False).state_dict().items(), probe).status == "proved"
+
+
+def test_the_probe_runs_the_published_tensors_alone(folders):
+    probe = Probe(str(folders / "actor"), IDS)
+    a, b = tiny_model(1), tiny_model(7)
+    of_a = probe.logprobs(a.state_dict().items())[0]
+    assert np.allclose(of_a, HFEngine(a).logprobs(IDS), atol=1e-5)
+    assert np.abs(of_a - probe.logprobs(b.state_dict().items())[0]).max() > 0.1
+    one = dict(a.state_dict())
+    one["lm_head.weight"] = b.state_dict()["lm_head.weight"]  # a head that disagrees with its embedding shows
+    assert np.abs(probe.logprobs(one.items())[0] - of_a).max() > 0.1
+    assert all(p.device.type == "meta" for p in probe.model.parameters())
+
+
+def test_twins_run_with_the_other_tensors_and_nothing_else_does(folders):
+    """The last rows are what a model with that one module changed says."""
+    probe = Probe(str(folders / "actor"), IDS)
+    a, mixed = tiny_model(1), tiny_model(1)
+    name = "model.layers.0.mlp.up_proj"
+    other = tiny_model(7).get_submodule(name).weight.detach()
+    with torch.no_grad():
+        mixed.get_submodule(name).weight.copy_(other)
+    rows = np.concatenate([IDS, IDS[:5]])
+    says, kept = probe.logprobs(a.state_dict().items(), rows, twins=(name, {"weight": other}, 5), keep=name)
+    assert np.allclose(says[:16], HFEngine(a).logprobs(IDS), atol=1e-5)
+    assert np.allclose(says[16:], HFEngine(mixed).logprobs(IDS[:5]), atol=1e-5)
+    assert np.abs(says[16:] - says[:5]).max() > 0.01
+    assert torch.equal(kept["weight"], a.get_submodule(name).weight)
+    assert np.allclose(probe.logprobs(a.state_dict().items())[0], says[:16], atol=1e-5)  # nothing stays behind
+
+
+def test_a_probe_reads_a_stream_once_in_any_order_and_holds_little_of_it(folders):
+    """Tensors are taken one after the other: what waits for its turn is a module's worth, not a model's."""
+    a = tiny_model(1, layers=4)
+    probe = Probe(None, IDS, config=a.config)
+    state = a.state_dict()
+    held = []
+    take = sync.Taken.take
+
+    def watched(self, name):
+        held.append(sum(x.numel() for x in self.seen.values()))
+        return take(self, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sync.Taken, "take", watched)
+        forwards = probe.logprobs(iter(state.items()))[0]
+    largest = max(x.numel() for x in state.values())
+    assert max(held) <= 2 * largest < sum(x.numel() for x in state.values()) / 2
+    backwards = probe.logprobs(iter(list(state.items())[::-1]))[0]
+    assert np.array_equal(forwards, backwards)
+
+
+def test_digest_sees_names_shapes_types_and_contents():
+    x = torch.arange(6, dtype=torch.float32)
+    base = [("a", x), ("b", x + 1)]
+    streams = [
+        base,
+        base[::-1],
+        [("a", x), ("c", x + 1)],
+        [("a", x.view(2, 3)), ("b", x + 1)],
+        [("a", x.double()), ("b", x + 1)],
+        [("a", x), ("b", x + 1 + 1e-6)],
+        [("a", x[[1, 0, 2, 3, 4, 5]]), ("b", x + 1)],  # the same numbers in another order
+        base[:1],
+    ]
+    texts = set()
+    for stream in streams:
+        d = Digest()
+        assert [name for name, _ in d.watch(stream)] == [name for name, _ in stream]
+        texts.add(d.text())
+    assert len(texts) == 8
+
+
+@pytest.mark.parametrize("dtype, n", [(torch.int8, 7), (torch.bfloat16, 3), (torch.float64, 5), (torch.int64, 1)])
+def test_a_digest_takes_every_byte(dtype, n):
+    x = torch.arange(1, n + 1).to(dtype)
+    texts = set()
+    for i in range(n * x.element_size() + 1):
+        raw = x.clone().view(torch.uint8)
+        if i:
+            raw[i - 1] ^= 1
+        d = Digest()
+        d.add("x", raw.view(dtype))
+        assert d.nbytes == n * x.element_size()
+        texts.add(d.text())
+    assert len(texts) == n * x.element_size() + 1
