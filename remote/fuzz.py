@@ -357,9 +357,10 @@ def shake_hands(at: tuple[str, int], hello: bytes) -> socket.socket:
     connection = socket.create_connection(at, timeout=2)
     connection.settimeout(0.2)
     connection.sendall(hello)
+    end = time.monotonic() + 0.2
     with contextlib.suppress(TimeoutError):
-        while len(connection.recv(1 << 16, socket.MSG_PEEK)) < 100:  # its greeting, and its own READY
-            time.sleep(0.01)
+        while len(connection.recv(1 << 16, socket.MSG_PEEK)) < 100 and time.monotonic() < end:
+            time.sleep(0.01)  # until its greeting is here, and its own READY
     return connection
 
 

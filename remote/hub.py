@@ -104,7 +104,13 @@ class Hub(threading.Thread):
         self.peers: dict[bytes, Peer] = {}
         self.weights: dict[str, Published] = {}  # the newest stands last
         wire.check_address("bind", bind, 0)
-        self._open_socket(bind, keys)
+        self.context = zmq.Context()
+        self.authenticator = None
+        try:
+            self._open_socket(bind, keys)
+        except Exception:
+            self._close_sockets()  # or the process could wait for them for ever
+            raise
 
     @property
     def size(self) -> int:
@@ -112,9 +118,8 @@ class Hub(threading.Thread):
         return self.room.size
 
     def _open_socket(self, bind: str, keys: str) -> None:
-        self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
-        self.authenticator, known = None, {}
+        known = {}
         if keys != "none":
             self.authenticator, known = secure(self.context, self.socket, keys, self.log)
         self.names = Names(known)
@@ -174,10 +179,14 @@ class Hub(threading.Thread):
         self.stopping = True
         if self.is_alive():
             self.join(timeout=60)
+        if self.is_alive():
+            return
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
         if self.authenticator is not None:
             self.authenticator.stop()
-        if not self.is_alive():
-            self.context.destroy(linger=0)
+        self.context.destroy(linger=0)
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 

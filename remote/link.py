@@ -52,7 +52,11 @@ class Link(threading.Thread):
         self.stopping = False
         self.turned = time.monotonic()  # when the last turn began
         self.context = zmq.Context()
-        self.lines = [Line(self, address, stream) for address, stream in zip(addresses, streams, strict=True)]
+        try:
+            self.lines = [Line(self, address, stream) for address, stream in zip(addresses, streams, strict=True)]
+        except Exception:
+            self.context.destroy(linger=0)  # or the process would wait for open sockets
+            raise
         self.lines[0].fetches_weights = True
         self.start()
 

@@ -360,7 +360,7 @@ def connect_sockets(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Description(msgspec.Struct, forbid_unknown_fields=True):
+class Description(msgspec.Struct):
     """What the learner says of its run (source.describe_run), with the types that it must have."""
 
     config: dict[str, str | int | float | bool | None]

@@ -1,0 +1,478 @@
+"""What others may leave in a shared folder, what a learner may send to a sampler, and what flags may say."""
+
+import gc
+import os
+import time
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from test_hub import WELCOME, closed_behind, hand_over, source, until, weights
+
+from flags import UserError, parse_flags
+from remote import account, files, hub, keys, sampler, wire
+from remote.sampler import SamplerFlags
+from sampling import Sampling
+from tasks import Arithmetic
+
+
+@pytest.fixture
+def made(tmp_path):
+    yield from closed_behind(tmp_path)
+
+
+def logged(s, folder):
+    """The lines that a source's log has from now on."""
+    import logging
+
+    handler = logging.FileHandler(folder / "source.log")
+    s.log.handlers = [handler]
+    return lambda: (folder / "source.log").read_text()
+
+
+# -- a learner's end of a folder ---------------------------------------------------------------------------------------
+
+
+def test_odd_files_stop_no_stream(tmp_path):
+    """A stream of every odd thing there is, and an honest one beside it."""
+    s = source(tmp_path / "f")
+    log = logged(s, tmp_path)
+    s.publish(0, weights(0))
+    odd = tmp_path / "f" / "rollouts" / "a-first"
+    odd.mkdir()
+    victim = tmp_path / "victim"
+    victim.write_bytes(account.with_digest(b"of another program"))
+    (odd / "1-0").mkdir()
+    (odd / "1-1").symlink_to("nowhere")
+    (odd / "1-2").symlink_to("/dev/zero")
+    (odd / "1-3").symlink_to(victim)
+    os.mkfifo(odd / "1-4")
+    (odd / "1-\u00b2").touch()
+    (odd / f"1-{10**18}").touch()
+    (odd / "01-5").touch()
+    (odd / "1-6").touch()  # empty: damaged
+    with open(odd / "1-7", "wb") as f:
+        f.truncate(1 << 40)
+    (odd / "1-8").write_bytes(account.with_digest(b"no group"))
+    for name in ("a.b", "b c", "\u00b2", "x" * 65, "..."):
+        (tmp_path / "f" / "rollouts" / name).mkdir()
+    (tmp_path / "f" / "rollouts" / "linked").symlink_to(odd)
+    (tmp_path / "f" / "rollouts" / "file").touch()
+    os.mkfifo(tmp_path / "f" / "rollouts" / "pipe")
+    for n in range(3):
+        hand_over(tmp_path / "f", s, n)
+    assert [g.uid[2] for g in s.next(3, 0)] == [0, 1, 2] and s.hub.counts["faults"] == 0
+    assert s.counts == {"trained": 3, "refused": 2, "corrupt": 1} and s.hub.size == 0
+    assert "1-7 is too big for a group" in log() and "1-6 is damaged" in log()
+    assert victim.exists() and s.taken == {}
+    s.state_dict()
+    s.saved()
+    assert sorted(p.name for p in (tmp_path / "f" / "held").iterdir()) == ["a-first", "box"]
+
+
+def test_a_hello_in_the_name_of_another_or_of_a_path(tmp_path):
+    """A Hello whose sampler is ../../victim had the learner write there."""
+    folder = tmp_path / "deep" / "er"
+    folder.mkdir(parents=True)
+    s = source(folder)
+    log = logged(s, tmp_path)
+    s.publish(0, weights(0))
+
+    def say(file, **changes):
+        hello = {**dict(protocol=wire.PROTOCOL, sampler=file, incarnation=4, session="", handed=3), **changes}
+        (folder / "samplers" / file).write_bytes(wire.encode(wire.Hello(**hello)))
+
+    say("evil", sampler="../../victim")
+    say("thief", sampler="box")
+    say("good")
+    say("liar", handed=10**12)
+    (folder / "samplers" / "other").write_bytes(wire.encode(wire.Held(["box/1/0"])))
+    (folder / "samplers" / "long").write_bytes(wire.encode(wire.Refuse("x" * files.MOST_HELLO)))
+    (folder / "samplers" / "linked").symlink_to(folder / "samplers" / "good")
+    (folder / "samplers" / "folder").mkdir()
+    os.mkfifo(folder / "samplers" / "pipe")
+    begin = time.monotonic()
+    assert s.hub.drain() == [] and time.monotonic() - begin < 5
+    assert s.hub.reports == {("good", 4): 3} and s.hub.counts["malformed"] == 5 and s.hub.counts["faults"] == 0
+    assert "stream evil: a hello of ../../victim, under another's name" in log()
+    assert "stream liar: it says it has handed over 1000000000000 groups; 0 are held" in log()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["deep", "source.log"]
+
+
+def test_a_fault_in_one_stream_is_that_streams(tmp_path, monkeypatch):
+    s = source(tmp_path / "f")
+    log = logged(s, tmp_path)
+    s.publish(0, weights(0))
+    hand_over(tmp_path / "f", s, 0)
+    (tmp_path / "f" / "rollouts" / "a-first").mkdir()
+    new = s.hub._new
+    monkeypatch.setattr(s.hub, "_new", lambda stream: 1 // (stream != "a-first") and new(stream))
+    assert [g.uid[2] for g in s.next(1, 0)] == [0]
+    assert s.hub.counts["faults"] == 1 and s.hub.muted == {"a-first"}
+    assert "a fault in what stream a-first holds" in log()
+    assert s.hub.drain() == [] and s.hub.counts["faults"] == 1  # it is left out from then on
+
+
+def test_one_unreadable_group_keeps_no_other(tmp_path, monkeypatch):
+    s = source(tmp_path / "f")
+    log = logged(s, tmp_path)
+    s.publish(0, weights(0))
+    for n in range(3):
+        hand_over(tmp_path / "f", s, n)
+    read = files.read_regular
+
+    def fails(path, most):
+        if path.name == "1-0":
+            raise PermissionError(13, "Permission denied")
+        return read(path, most)
+
+    monkeypatch.setattr(files, "read_regular", fails)
+    assert [a.name for a in s.hub.drain()] == ["box/1/1", "box/1/2"]
+    assert "stream box: Permission denied; tried again soon" in log()
+    monkeypatch.undo()
+    assert [a.name for a in s.hub.drain()] == ["box/1/0"]
+
+
+def test_clocks_of_other_hosts_are_not_believed(tmp_path):
+    """A sampler whose clock is two hours slow, or fast: its groups are as new as the learner sees them."""
+    s = source(tmp_path, window_seconds=600.0)
+    s.publish(0, weights(0))
+    for n, skew in enumerate((-7200.0, 7200.0)):
+        hand_over(tmp_path, s, n)
+        os.utime(tmp_path / "rollouts" / "box" / f"1-{n}", (time.time() + skew,) * 2)
+    assert [g.uid[2] for g in s.next(2, 0)] == [0, 1] and s.counts == {"trained": 2}
+
+
+def test_streams_take_turns(tmp_path):
+    """One that has handed over much does not keep the others waiting."""
+    from test_wire import group
+
+    from remote.groups import encode_group
+
+    s = source(tmp_path, room=int(4.5 * len(encode_group(group()))))
+    s.publish(0, weights(0))
+    for n in range(9):
+        hand_over(tmp_path, s, n)
+    os.rename(tmp_path / "rollouts" / "box", tmp_path / "rollouts" / "a-hog")
+    for n in range(2):
+        hand_over(tmp_path, s, n)
+    streams = [account.sampler_of(a.name) for a in s.hub.drain()]
+    assert sorted(streams) == ["a-hog", "a-hog", "box", "box"] and s.hub.drain() == []
+
+
+def test_a_folder_in_the_place_of_a_message_keeps_no_other(tmp_path):
+    s = source(tmp_path)
+    s.publish(0, weights(0))
+    (tmp_path / "held" / "box").mkdir()
+    hand_over(tmp_path, s, 0)
+    os.rename(tmp_path / "rollouts" / "box", tmp_path / "rollouts" / "other")
+    hand_over(tmp_path, s, 0)
+    s.hub.held(["box/1/0"])  # cannot be written
+    s.hub.held(["other/1/0"])
+    assert wire.decode((tmp_path / "held" / "other").read_bytes()) == wire.Held(["other/1/0"])
+    s.publish(1, weights(1))
+    assert wire.decode((tmp_path / "models" / "newest").read_bytes()).version == 1
+    (tmp_path / "held" / "box").rmdir()
+    s.hub.beat = -files.BEAT
+    s.hub.drain()
+    assert wire.decode((tmp_path / "held" / "box").read_bytes()) == wire.Held(["box/1/0"])
+
+
+@pytest.mark.parametrize("kind", ["deleted", "junk", "link"])
+def test_a_welcome_that_was_spoilt_is_written_again(kind, tmp_path):
+    s = source(tmp_path / "f")
+    s.publish(0, weights(0))
+    welcome, victim = tmp_path / "f" / "welcome", tmp_path / "victim"
+    victim.write_bytes(b"of another program")
+    os.utime(victim, (5.0, 5.0))
+    welcome.unlink()
+    if kind == "junk":
+        welcome.write_bytes(b"junk")
+    if kind == "link":
+        welcome.symlink_to(victim)
+    s.hub.beat = -files.BEAT
+    s.hub.drain()
+    assert not welcome.is_symlink() and wire.decode(welcome.read_bytes()) == WELCOME
+    assert victim.read_bytes() == b"of another program" and victim.stat().st_mtime == 5.0
+    os.utime(welcome, (5.0, 5.0))
+    s.hub.beat = -files.BEAT
+    s.hub.drain()
+    assert welcome.stat().st_mtime > 5.0  # a sign of life
+
+
+def test_a_stream_that_has_left_too_much_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MOST_ENTRIES", 4)
+    s = source(tmp_path)
+    s.publish(0, weights(0))
+    for n in range(0, 20, 2):  # every other number: a gap each
+        hand_over(tmp_path, s, n)
+    assert len(s.hub.drain()) == 4 and s.hub.drain() == []
+    monkeypatch.setattr(files, "PATIENCE", 0.0)
+    s.hub.reports["box", 1] = 100
+    s.hub.beat = -files.BEAT
+    assert s.hub.drain() == []  # nor are its lost ones booked
+
+
+def test_streams_and_files_that_are_looked_at_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MOST_STREAMS", 3)
+    monkeypatch.setattr(files, "MOST_FILES", 5)
+    s = source(tmp_path / "f")
+    log = logged(s, tmp_path)
+    for i in range(6):
+        (tmp_path / "f" / "rollouts" / f"box{i}").mkdir()
+    assert len(s.hub._streams("rollouts")) == 3 and "more than 3 streams" in log()
+    for n in range(9):
+        (tmp_path / "f" / "rollouts" / "box0" / f"1-{n}").touch()
+    assert len(s.hub._names("box0")) == 5
+
+
+def test_a_rank_reads_its_own_streams(tmp_path):
+    ends = []
+    for rank, ranks in ((0, 1), (1, 12)):
+        ends.append(files.FilesHub(str(tmp_path), WELCOME, SimpleNamespace(room=9), None, rank, ranks))
+    for name in ("a", "a.1", "b.1", "a.11", "a.01", ".1", "a.b.1"):
+        (tmp_path / "rollouts" / name).mkdir()
+    assert [end._streams("rollouts") for end in ends] == [["a"], ["a.1", "b.1"]]
+
+
+def test_a_problem_that_the_task_does_not_have(tmp_path):
+    s = source(tmp_path)
+    s.task = Arithmetic()
+    s.publish(0, weights(0))
+    for n, prompt_id in enumerate(("evil", "", "1 + 2 -", "3 + 4 - 5", "9" * 900 + " + x")):
+        hand_over(tmp_path, s, n, prompt_id=prompt_id)
+    assert [g.prompt_id for g in s.next(1, 0)] == ["3 + 4 - 5"] and s.next(1, 0, ["over"]) == []
+    assert s.counts["refused"] >= 3 and s.counts["trained"] == 1
+
+
+# -- a sampler's end ---------------------------------------------------------------------------------------------------
+
+
+def files_link(made, folder, **changes):
+    spool = account.Spool(folder / "rollouts", ["box"], 1)
+    return made.add(files.FilesLink(str(folder), ["box"], SamplerFlags(**changes), spool))
+
+
+def test_a_sampler_survives_what_lies_in_the_folder(made, tmp_path):
+    """Junk in the place of each message, weights under a path, weights that are a link; then what is right."""
+    s = source(tmp_path / "f")
+    s.publish(0, weights(0))
+    folder = tmp_path / "f"
+    newest = (folder / "models" / "newest").read_bytes()
+    offer = wire.decode(newest)
+    (folder / "models" / "newest").write_bytes(b"junk")
+    (folder / "held" / "box").mkdir()
+    os.mkfifo(folder / "got" / "box")
+    end = files_link(made, folder)
+    end.spool.hand_over("box", "box/1/0", b"a group")
+    (tmp_path / "v000000.safetensors").write_bytes((folder / "models" / offer.of.name).read_bytes())
+
+    def offered(**changes):
+        of = msgspec.structs.replace(offer.of, **changes)
+        (folder / "models" / "newest").write_bytes(wire.encode(msgspec.structs.replace(offer, of=of)))
+        assert not until(lambda: end.newest is not None or end.error, within=0.3)
+
+    offered(name="../../v000000.safetensors")
+    offered(name="../v000000.safetensors")
+    offered(nbytes=0, leaves=[])
+    offered(leaves=[])
+    offered(leaves=[b"x" * 32])
+    linked = wire.Offer(msgspec.structs.replace(offer.of, name="v000009.safetensors"), 9)
+    (folder / "models" / "v000009.safetensors").symlink_to(tmp_path / "v000000.safetensors")
+    (folder / "models" / "newest").write_bytes(wire.encode(linked))
+    assert not until(lambda: end.newest is not None or end.error, within=0.3) and end.is_alive()
+    (folder / "models" / "newest").write_bytes(newest)
+    assert until(lambda: end.newest is not None) and end.newest.version == 0
+    (folder / "held" / "box").rmdir()
+    (folder / "held" / "box").write_bytes(wire.encode(wire.Held(["box/1/0", "other/1/0", "../../x/1/2"])))
+    assert until(lambda: not end.spool.waiting["box"]) and end.error == ""
+
+
+def test_a_fault_of_the_folders_thread_ends_it_not(made, tmp_path, monkeypatch, capsys):
+    s = source(tmp_path)
+    s.publish(0, weights(0))
+    end = files_link(made, tmp_path)
+    monkeypatch.setattr(end, "_read_fetched", lambda now: 1 // 0)
+    printed = []
+    assert until(lambda: printed.append(capsys.readouterr().out) or "ZeroDivisionError" in "".join(printed))
+    s.publish(1, weights(1))
+    assert until(lambda: end.newest is not None and end.newest.version == 1) and end.is_alive() and end.error == ""
+    assert until(lambda: (tmp_path / "samplers" / "box").exists())
+
+
+def test_ranks_of_a_learner_that_says_nothing_sensible(tmp_path):
+    assert files.ranks_of_learner(tmp_path) is None
+    for welcome in (b"junk", wire.encode(wire.Want()), *(wire.encode(with_world(x)) for x in (None, "1", 0, 10**9))):
+        (tmp_path / "welcome").write_bytes(welcome)
+        assert files.ranks_of_learner(tmp_path) is None
+    (tmp_path / "welcome").write_bytes(wire.encode(with_world(3)))
+    assert files.ranks_of_learner(tmp_path) == 3
+    (tmp_path / "welcome").unlink()
+    os.mkfifo(tmp_path / "welcome")
+    assert files.ranks_of_learner(tmp_path) is None
+
+
+def with_world(ranks):
+    return msgspec.structs.replace(WELCOME, run={"world": ranks})
+
+
+def test_a_sampler_survives_what_its_learner_sends(made, tmp_path, monkeypatch):
+    """Names of groups it never had, an offer without a version, leaves nobody asked for, welcomes without end."""
+    spool = account.Spool(tmp_path / "spool", ["box"], 1)
+    spool.hand_over("box", "box/1/0", b"a group")
+    learner = made.learner(spool)
+    line = learner.end.lines[0]
+    many = [f"box/1/{n}" for n in range(1, 50_000)]
+    learner.say(WELCOME, wire.Got(many), wire.Held(many), wire.Leaves("x", 10**17), wire.Ask("box/1/0", 10**17, 10**17))
+    learner.say(wire.Offer(wire.manifest("v", b"x")), *[WELCOME] * 50)
+    on_got = line.on_got
+    monkeypatch.setattr(line, "on_got", lambda message: on_got(message) if message.names else 1 // 0)
+    learner.say(wire.Got([]), wire.Got(["box/1/0"]))
+    assert until(lambda: line.got == {"box/1/0"}, within=10)
+    assert learner.end.welcome.qsize() == 16 and line.wanted is None and learner.end.error == ""
+    assert list(spool.waiting["box"]) == ["box/1/0"]
+    learner.say(wire.Refuse("\x1b[2Jno"))
+    assert until(lambda: learner.end.error == "?[2Jno")
+
+
+RUN = dict(
+    config=dict(rollout_quant="none", quant_group=32, seed=3, group_size=4, task="arith", max_tokens=16),
+    model="policy", topk=4, kept=0, context=64, world=1, task_digest="", sampling=vars(Sampling(seed=3)), probe=[1, 2],
+    packed=False, stop_ids=[1, 7],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(topk="4"),
+        dict(topk=-1),
+        dict(context=0),
+        dict(kept=-3),
+        dict(config=None),
+        dict(config={"seed": 3}),
+        dict(config={**RUN["config"], "task": ["arith"]}),
+        dict(sampling={"heat": 1.0}),
+        dict(probe=["x"]),
+        dict(model=7),
+    ],
+)
+def test_a_learner_that_describes_no_run(changes):
+    sampler.check_description({**RUN, "later": "an entry of a later revision"})
+    with pytest.raises(UserError, match="the learner describes no run that this sampler knows .*one revision"):
+        sampler.check_description({**RUN, **changes})
+
+
+# -- flags -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        (["--patience=0"], "--patience=0.0: must be a number above 0"),
+        (["--patience=inf"], "--patience=inf: must be a number above 0"),
+        (["--give_up=nan"], "--give_up=nan: must be above 0"),
+        (["--give_up=0"], "--give_up=0.0: must be above 0"),
+        (["--most_weights=nan"], "--most_weights=nan: must be a number above 0"),
+        (["--most_weights=-1"], "--most_weights=-1.0: must be a number above 0"),
+        (["--connect=tcp://127.0.0.1:99999"], "--connect=tcp://127.0.0.1:99999: a port is a number from 1 to 65535"),
+        (["--connect=tcp://127.0.0.1:0"], "--connect=tcp://127.0.0.1:0: a port is a number from 1 to 65535"),
+        (["--connect=pigeon://127.0.0.1:9", "--keys="], "--connect=pigeon://127.0.0.1:9: "),
+        (["--name=a.b"], "--name=a.b: a sampler's name is 1 to 64 letters, digits, - and _"),
+        (["--name=" + "x" * 65], "a sampler's name is 1 to 64 letters"),
+        (["--name=\n"], "a sampler's name is 1 to 64 letters"),
+    ],
+)
+def test_sampler_flags_that_cannot_be(argv, sentence, tmp_path, monkeypatch):
+    base = ["--connect=tcp://127.0.0.1:9", f"--spool={tmp_path}"]
+    if "--keys=" in argv:
+        keys.make_keys(str(tmp_path / "keys"), 1)
+        argv = [argv[0], f"--keys={tmp_path / 'keys' / 'sampler0'}"]
+    with pytest.raises(UserError) as e:
+        sampler.connect(parse_flags(SamplerFlags, [*base, *argv]), 1)
+    assert sentence in str(e.value)
+
+
+def test_a_host_whose_name_has_a_domain_has_a_name(monkeypatch):
+    for host, name in (("box.example.com", "box"), ("B\u00fcro 7", "B-ro-7"), (".", "sampler")):
+        monkeypatch.setattr(sampler.os, "uname", lambda host=host: SimpleNamespace(nodename=host))
+        assert sampler.own_name(SamplerFlags()) == name
+    sampler.check_times(SamplerFlags(give_up=float("inf")))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "learners = 3",
+        "samplers = 1",
+        "[samplers]\nbox = [0]",
+        "[learners]\n[samplers]\nbox = 0",
+        "[learners]\n0 = 5\n[samplers]\nbox = [0]",
+        '[learners]\n0 = "tcp://a:1"\n[samplers]\nbox = []',
+        '[learners]\n0 = "tcp://a:1"\n[samplers]\nbox = [0, 0]',
+        '[learners]\n0 = "tcp://a:1"\n[samplers]\nbox = ["0"]',
+    ],
+)
+def test_files_of_routes_that_are_none(text, tmp_path):
+    (tmp_path / "routes.toml").write_text(text)
+    with pytest.raises(UserError, match="no route for box; it needs"):
+        sampler.routes(str(tmp_path / "routes.toml"), "box")
+    (tmp_path / "routes.toml").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="no file of routes"):
+        sampler.routes(str(tmp_path / "routes.toml"), "box")
+
+
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        ([], "name one new folder"),
+        (["a", "b"], "name one new folder"),
+        ([""], "name one new folder"),
+        (["keys", "--samplers=0"], "--samplers=0: a number from 1 to 4096"),
+        (["keys", "--samplers=-1"], "--samplers=-1: a number from 1 to 4096"),
+        (["keys", "--samplers=4097"], "--samplers=4097: a number from 1 to 4096"),
+        (["keys", "--samplers=two"], "--samplers=two: not a whole number"),
+        (["keys", "--sampler=2"], "--sampler: no such flag; did you mean --samplers?"),
+        (["file"], "file is a file; name a new folder"),
+    ],
+)
+def test_keys_flags_that_cannot_be(argv, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError) as e:
+        keys.main(argv)
+    assert sentence in str(e.value) and [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_keys_are_made_and_damaged_ones_named(tmp_path, capsys):
+    keys.main([str(tmp_path / "keys"), "--samplers=2"])
+    assert "sampler1 to a host each" in capsys.readouterr().out
+    assert keys.sampler_keys(tmp_path / "keys" / "sampler1").public
+    for file in ("learner.key", "sampler1.key_secret"):
+        path = tmp_path / "keys" / "sampler1" / file
+        before = path.read_bytes()
+        for damage in (b"", b"junk", before[:-9], b'public-key = "short"\n'):
+            path.write_bytes(damage)
+            with pytest.raises(UserError, match=f"{file}.*copy it anew"):
+                keys.sampler_keys(tmp_path / "keys" / "sampler1")
+        path.write_bytes(before)
+    learner = tmp_path / "keys" / "learner" / "samplers" / "sampler0.key"
+    learner.write_bytes(b"junk")
+    with pytest.raises(UserError, match="sampler0.key is no file of keys"):
+        hub.Hub("tcp://127.0.0.1:*", str(tmp_path / "keys" / "learner"), WELCOME, SimpleNamespace(room=1), None)
+
+
+def test_a_hub_that_cannot_listen_leaves_nothing_open(tmp_path):
+    """ZeroMQ waits for open sockets at the end of a process: a clear sentence, and then it hung."""
+    keys.make_keys(str(tmp_path / "keys"), 1)
+    with pytest.raises(UserError, match="--bind=tcp://nowhere.invalid:5555: "):
+        hub.Hub(
+            "tcp://nowhere.invalid:5555", str(tmp_path / "keys" / "learner"), WELCOME, SimpleNamespace(room=1), None
+        )
+    gc.collect()
+
+
+def test_bad_ports_of_a_hub():
+    for address in ("tcp://127.0.0.1:99999", "tcp://127.0.0.1"):
+        with pytest.raises(UserError, match=f"--bind={address}: "):
+            hub.Hub(address, "none", WELCOME, SimpleNamespace(room=1), None)

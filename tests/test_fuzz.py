@@ -1,0 +1,50 @@
+"""A short run of remote/fuzz.py; the long one is made by hand, and its figures stand in remote/README.md."""
+
+import random
+
+import pytest
+
+from flags import UserError
+from remote import fuzz, groups, wire
+
+
+@pytest.mark.parametrize("where", ["in the clear", "with keys", "a shared folder"])
+def test_a_short_attack(where, tmp_path):
+    r = random.Random(7)
+    if where == "a shared folder":
+        report = fuzz.attack_folder(tmp_path / "x", r, 1500)
+    else:
+        report = fuzz.attack_sockets(tmp_path / "x", r, 1000, keys=where == "with keys")
+    assert report.honest >= 10 and not report.broken, report
+
+
+def test_a_report_says_what_is_broken():
+    good = fuzz.Report(frames=9, crashes=0, honest=3, lost=0, doubled=0, growth=63.0)
+    assert not good.broken
+    for changes in (dict(crashes=1), dict(lost=1), dict(doubled=1), dict(growth=65.0)):
+        assert fuzz.Report(**{**vars(good), **changes}).broken
+
+
+def test_the_attackers_groups_are_poisoned_and_the_honest_ones_are_not():
+    r = random.Random(3)
+    taken = 0
+    for n in range(300):
+        group = fuzz.make_group(r, ("evil", 1, n), 0, 1.5)
+        assert groups.decode_group(groups.encode_group(group), fuzz.LIMITS).uid == group.uid
+        try:
+            groups.decode_group(fuzz.poison(r, group), fuzz.LIMITS)
+            taken += 1  # some prompts only the task knows, and some bytes may be any
+        except wire.WireError:
+            pass
+    assert taken < 60
+
+
+def test_the_exit_code(monkeypatch, capsys):
+    broken = fuzz.Report(frames=9, crashes=2, honest=3, lost=0, doubled=0, growth=1.0)
+    monkeypatch.setattr(fuzz, "fuzz", lambda frames, seed: {"here": broken})
+    with pytest.raises(UserError, match="broken: here"):
+        fuzz.main(["--frames=30"])
+    assert "crashes 2" in capsys.readouterr().out
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="--frames=3: at least 30"):
+        fuzz.main(["--frames=3"])
