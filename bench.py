@@ -43,9 +43,8 @@ import objectives
 import quant
 from engines import HFEngine, VLLMEngine
 from flags import UserError, run_command
-from head import ChunkedHead, chunk_rows
 from learner import Comm, Learner
-from model import Needs, OneModelRows, Scored
+from model import ChunkedHead, Needs, OneModelRows, Scored, chunk_rows
 from rollout import Response, Rollout
 from sampling import Sampling, max_allowed
 from tasks import arithmetic_tokenizer

@@ -203,7 +203,7 @@ class ObjectiveFlags:
     gepo_expectation: Literal["weighted", "mean"] = "weighted"
     """ratio_base group: sum q^2 / sum q (GEPO Eq. 11), or the mean of q."""
     gepo_defence: float = 0.0
-    """c of GEPO's defensive mixing, e = clip(c Var q, 0, 0.99) (4 is usual); 0: off."""
+    """c of GEPO's defensive mixing, e = clip(c Var q, 0, 0.99) (the text names no value); 0: off."""
     cppo_beta: float = 0.0
     """Weight of the CPPO-KL between new and inf (0.005 in HeteroRL under delay); 0: off."""
     cppo_kl: Literal["official", "k3"] = "official"
@@ -222,8 +222,8 @@ class ObrsFlags:
     obrs_c1: float = 3.0
     """c1: cap of the OBRS weight."""
     obrs_c2: float | None = None
-    """c2: cap of p_ref / p_tgt (target new); default a little over 1 + eps_high, inf where no token ratio is
-    clipped (there 3 trains and inf with a drawn mask may not)."""
+    """c2: cap of p_ref / p_tgt (target new); default a little over 1 + eps_high, 3 where no token ratio is clipped
+    (Jackpot Table 8; unbounded, a drawn mask may not train)."""
     obrs_topk: int = 20
     """K: how many of the engine's log-probabilities bound Z."""
     obrs_mask: Literal["bernoulli", "expected"] = "bernoulli"
@@ -479,7 +479,7 @@ def resolve_open(cfg: Config) -> Config:
         cfg = replace(cfg, obrs_z="exact" if corrections.exact_z_known(cfg) else "bracket")
     if cfg.obrs_c2 is None:
         clipped = cfg.clip and cfg.surrogate in ("ppo", "cispo")
-        cfg = replace(cfg, obrs_c2=1.02 + cfg.clip_high if clipped else math.inf)
+        cfg = replace(cfg, obrs_c2=1.02 + cfg.clip_high if clipped else 3.0)
     return cfg
 
 

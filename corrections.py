@@ -167,6 +167,7 @@ class Correction:
     bounds: dict = field(default_factory=dict)  # the flags that bound it, with their defaults: cap C, low <= . <= high
     drops: bool = False  # it rejects tokens or responses
     caps: str = ""  # what its C caps: "token" (r), "sequence" (R)
+    band: str = ""  # what its --rs_low and --rs_high bound, where that is its weight: "token" or "sequence"
     obrs: bool = False  # it needs Z
 
 
@@ -216,6 +217,7 @@ CORRECTIONS = {
     "icepop": Correction(
         lambda new, b, stats, cfg: icepop(b.log_r, cfg.rs_low, cfg.rs_high, cfg.log_ratio_clamp),
         bounds={"rs_low": 0.5, "rs_high": 5.0},
+        band="token",
         drops=True,
     ),
     "areal_drop": Correction(
@@ -233,6 +235,7 @@ CORRECTIONS = {
     "seq_mis": Correction(
         lambda new, b, stats, cfg: seq_mis(b.log_r, b.mask, cfg.rs_low, cfg.rs_high, cfg.log_ratio_clamp),
         bounds={"rs_low": 0.0, "rs_high": 4.0},
+        band="sequence",
         drops=True,
     ),
     "geo_rs": Correction(

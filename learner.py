@@ -25,7 +25,8 @@ import objectives
 import quant
 from batching import Batch
 from flags import UserError
-from metrics import Sums, observe
+from measure import Sums
+from metrics import derive, observe
 from model import Needs, PolicyAndActor, TokenStats, needs_of_ref_pass, needs_of_update
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -257,7 +258,7 @@ class Learner:
                 total += loss.detach().double()
                 with torch.no_grad():
                     observe(sums, new.detach(), objectives.with_ref(new, micro), stats, logs, cfg)
-        logged = sums.reduce(self.comm)
+        logged = derive(sums.reduce(self.comm))
         logged["loss"] = self.comm.sum([total])[0]
         all_rejected = logged["rollout_corr/rollout_rs_masked_fraction"] >= 1
         return logged | self._step(logged["loss"], all_rejected)

@@ -2,24 +2,18 @@
 
     python metrics.py          # the page of all metrics: name, meaning
 
-A metric is one row below: its name, what it is a mean (or maximum) over, its formula, its meaning. `observe` adds
-one micro-batch to running sums; `Sums.reduce` adds those over micro-batches and ranks, so that every number is a
-mean over the whole step, never "the last micro-batch". Rows of `DERIVED` are formulas of such means. Names follow
-verl's `rollout_corr/*`. Rows whose name begins with _ are sums that other rows are made of.
+A metric is one row below: its name, what it is a mean (or maximum) over, its formula, its meaning. `Derived` rows are
+formulas of such means over the whole step (measure.py adds them up). Names that verl has, under `rollout_corr/`, mean
+what they mean there. Rows whose name begins with _ are sums that other rows are made of.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 import textwrap
-from collections.abc import Callable
-from dataclasses import dataclass
 
-import torch
-
-import corrections
+from measure import Derived, Max, Mean, Means, Sums, View, k3, repetition
 from model import FLOOR
 from sampling import Sampling
 
@@ -28,119 +22,8 @@ RARE = [1e-3, 1e-1, 1.0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a formula may use: one micro-batch, seen once
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class View:
-    """One micro-batch as the formulas see it. Token quantities are (B, T), response quantities (B,)."""
-
-    def __init__(self, new, batch, stats, logs, cfg):
-        self.new, self.batch = new, batch
-        self.stats, self.logs = stats, logs
-        self.cfg = cfg
-        self.inf, self.ref = batch.logp_inf, batch.logp_ref
-        self.adv = batch.adv
-        row = corrections.CORRECTIONS[cfg.correction]
-        self.C = cfg.is_cap if row.caps == "token" else 2.0  # where "large" and "small" weights begin
-        self.C_seq = cfg.is_cap if row.caps == "sequence" else 4.0
-        self.clamp = cfg.log_ratio_clamp
-        # what a row is a mean over
-        self.tokens = batch.mask  # tokens that may carry a gradient
-        self.responses = batch.mask.any(1)  # responses with such a token
-        # tokens
-        self.log_r = batch.log_r.masked_fill(~batch.mask, 0.0)
-        self.r = batch.log_r.clamp(-self.clamp, self.clamp).exp()
-        self.gap = (self.inf.exp() - self.ref.exp()).abs() * batch.mask  # |p_inf - p_ref|
-        self.weight, self.keep = logs["weight"], logs["keep"]
-        self.clipped = logs["clipped"]
-        self.applied = self.weight * self.keep
-        if cfg.correction in ("obrs", "jackpot_adjusted") and cfg.obrs_mask == "expected":
-            self.weight = self.applied  # OBRS's expected mask is part of the weight, a drawn one is not
-        # responses
-        self.n = batch.mask.sum(1).clamp_min(1)
-        self.sum_log_r = self.log_r.sum(1)
-        self.R = self.sum_log_r.clamp(-self.clamp, self.clamp).exp()
-
-    # -- OBRS
-
-    @property
-    def has_z(self) -> bool:
-        return "z" in self.logs
-
-    @property
-    def sees_both(self) -> bool:
-        """Whether the ref pass saw policy and actor whole."""
-        return self.has_z and self.cfg.obrs_target == "ref" and self.batch.kl_after_ref is not None
-
-    def sees_part(self) -> bool:
-        return self.has_z and not self.sees_both
-
-    @functools.cached_property
-    def support(self):
-        """(p_tgt, log p_tgt - log p_inf, which entries count), each (B, T, S)."""
-        logp_tgt = self.batch.support_logp_ref if self.cfg.obrs_target == "ref" else self.new.support_logp
-        on = self.batch.support_logp.isfinite()
-        gap = (logp_tgt - self.batch.support_logp.masked_fill(~on, 0.0)).masked_fill(~on, 0.0)
-        return logp_tgt.exp(), gap, on
-
-    def kl_before_partial(self):
-        p, gap, _ = self.support
-        return (p * gap).sum(-1)
-
-    def kl_after_partial(self):
-        p, gap, on = self.support
-        after = self.logs["z"].clamp_min(1e-30).log()[..., None] + gap.clamp_min(math.log(self.stats.lam))
-        return (p * after * on).sum(-1)
-
-
-def repetition(tokens, exists, n: int = 4):
-    """Share of a response's n-grams that stand earlier in it too, (B,): 1 - distinct / all; 0 if it is shorter
-    than n."""
-    if tokens.shape[1] < n:
-        return tokens.new_zeros(len(tokens), dtype=torch.double)
-    grams, whole = tokens.unfold(1, n, 1), exists.unfold(1, n, 1).all(-1)
-    key = torch.zeros_like(grams[..., 0])
-    for i in range(n):  # a 64-bit hash of each n-gram; a collision would only count one repetition too many
-        key = key * 1_000_003 + grams[..., i] + 1
-    nowhere = torch.arange(key.shape[1], device=key.device) - 2**62  # n-grams that do not exist are all distinct
-    ordered = torch.where(whole, key, nowhere).sort(1).values
-    repeats = (ordered[:, 1:] == ordered[:, :-1]).sum(1)
-    return repeats / whole.sum(1).clamp_min(1).double()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # The rows
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def always(_) -> bool:
-    return True
-
-
-@dataclass(frozen=True)
-class Mean:
-    """The mean of formula(view) over the true entries of over(view); `when` says where it exists."""
-
-    name: str
-    over: Callable
-    formula: Callable
-    meaning: str = ""
-    when: Callable = always
-
-
-class Max(Mean):
-    """The same for the maximum."""
-
-
-@dataclass(frozen=True)
-class Derived:
-    """A formula of the step's means: formula(m), m[name] the mean, m.sum(name), m.count(name)."""
-
-    name: str
-    formula: Callable
-    meaning: str = ""
-    when: Callable = always
 
 
 def tokens(v):
@@ -149,6 +32,11 @@ def tokens(v):
 
 def responses(v):
     return v.responses
+
+
+def weighted(v):
+    """What carries one weight each: tokens, or responses where R weighs."""
+    return v.responses if v.by_response else v.tokens
 
 
 def tokens_where(condition):
@@ -197,7 +85,7 @@ MISMATCH = [
     Mean(
         "rollout_corr/k3_kl",
         tokens,
-        lambda v: v.r - v.log_r - 1,
+        lambda v: k3(v.log_r, v.clamp),
         "mean(r - log r - 1) >= 0: the same KL with less variance",
     ),
     Mean("_r2", tokens, lambda v: v.r * v.r),
@@ -237,15 +125,20 @@ WEIGHTS = [
     Mean("_w2", tokens, lambda v: v.weight**2),
     Mean("_wk", tokens, lambda v: v.applied),
     Mean("_wk2", tokens, lambda v: v.applied**2),
-    Max("_neg_min", tokens, lambda v: -v.weight),
+    Max("_neg_min", weighted, lambda v: -(v.sum_log_r.exp() if v.by_response else v.weight)),
     Derived(
         "rollout_corr/rollout_is_mean",
         lambda m: m["_w"],
         "weight applied to each token, after caps; 1 without correction; OBRS's expected mask is part of it, a draw is "
         "not; with ratio_base inf or group times the unclipped ratio",
     ),
-    Derived("rollout_corr/rollout_is_min", lambda m: -m["_neg_min"], "its minimum"),
-    Max("rollout_corr/rollout_is_max", tokens, lambda v: v.weight, "its maximum"),
+    Derived("rollout_corr/rollout_is_min", lambda m: -m["_neg_min"], "its minimum; of R before caps, where R weighs"),
+    Max(
+        "rollout_corr/rollout_is_max",
+        weighted,
+        lambda v: v.R if v.by_response else v.weight,
+        "its maximum; of R before caps, where R weighs",
+    ),
     Derived(
         "rollout_corr/rollout_is_std",
         lambda m: math.sqrt(max(0.0, m["_w2"] - m["_w"] ** 2)),
@@ -259,11 +152,17 @@ WEIGHTS = [
     Derived("weight_var", lambda m: max(0.0, m["_wk2"] - m["_wk"] ** 2), "variance of weight x keep"),
     Mean(
         "rollout_corr/rollout_is_ratio_fraction_high",
-        tokens,
-        lambda v: v.r > v.C,
-        "share of tokens with r > C; C = --is_cap of a token weight, else 2",
+        weighted,
+        lambda v: v.ratio > v.edges[1],
+        "share of tokens with r > C, or of responses with R > C where R weighs; C = --is_cap or --rs_high of that "
+        "weight, else 2 and 4",
     ),
-    Mean("rollout_corr/rollout_is_ratio_fraction_low", tokens, lambda v: v.r < 1 / v.C, "share with r < 1/C"),
+    Mean(
+        "rollout_corr/rollout_is_ratio_fraction_low",
+        weighted,
+        lambda v: v.ratio < v.edges[0],
+        "share below --rs_low of that weight, else below 1/C",
+    ),
     Derived(
         "rollout_corr/seq_eff_sample_size",
         lambda m: m.ess("_R", "_R2"),
@@ -300,6 +199,12 @@ WEIGHTS = [
     Derived("rollout_corr/rollout_rs_masked_fraction", lambda m: 1.0 - m["_keep"], "share of tokens rejected"),
     Mean(
         "rollout_corr/rollout_rs_seq_masked_fraction",
+        responses,
+        lambda v: ((v.keep == 0) & v.tokens).any(1),
+        "share of responses with a token rejected (verl's meaning)",
+    ),
+    Mean(
+        "rollout_corr/all_rejected_fraction",
         responses,
         lambda v: (v.keep * v.tokens).sum(1) == 0,
         "share of responses with no token left",
@@ -360,7 +265,7 @@ UPDATE = [
     Mean(
         "ppo_k3_kl",
         tokens,
-        lambda v: (v.new.logp - v.ref).clamp(-v.clamp, v.clamp).exp() - 1 - (v.new.logp - v.ref),
+        lambda v: k3(v.new.logp - v.ref, v.clamp),
         "mean(p_new / p_ref - 1 - log(p_new / p_ref)): never negative, and biased just as well: a sign is no proof",
     ),
     Mean(
@@ -416,7 +321,13 @@ OBRS = [
     Derived("obrs/lambda", lambda m: m["_lam"], "lambda as used", when=lambda m: "obrs/z" in m),
     Derived("obrs/kappa", lambda m: m["_kappa"], "scale of Z_low", bracketed),
     Derived(
-        "obrs/z_low_over_z", lambda m: m["obrs/z_low"] / max(m["obrs/z"], 1e-30), "over the Z that was used", bracketed
+        "obrs/z_low_over_z_used", lambda m: m["obrs/z_low"] / max(m["obrs/z"], 1e-30), "Z_low / Z as used", bracketed
+    ),
+    Derived(
+        "obrs/z_low_over_z",
+        lambda m: m["obrs/z_low"] / max(m["obrs/z_exact"], 1e-30),
+        "Z_low / Z, where the exact one is known",
+        when=lambda m: bracketed(m) and "obrs/z_exact" in m,
     ),
     Derived("obrs/bracket_width", lambda m: m["obrs/z_high"] - m["obrs/z_low"], "Z_high - Z_low", bracketed),
     Derived("z_low_sum", lambda m: m.sum("obrs/z_low"), "kappa is made of it ...", bracketed),
@@ -500,56 +411,8 @@ ELSEWHERE = {
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Adding up
+# Measured
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-class Sums:
-    """Running (sum, count) pairs and maxima, on the device until `reduce`."""
-
-    def __init__(self):
-        self.pairs, self.tops = {}, {}
-
-    def add(self, name, x, where):
-        """Adds x over the true entries of `where` (same shape): one more share of the mean called `name`."""
-        x = x.double() * where
-        total, count = self.pairs.get(name, (0.0, 0.0))
-        self.pairs[name] = (total + x.sum(), count + where.sum())
-
-    def top(self, name, x, where):
-        """Adds to the maximum called `name`."""
-        value = x.double().masked_fill(~where, -math.inf).amax()
-        self.tops[name] = torch.maximum(self.tops[name], value) if name in self.tops else value
-
-    def constant(self, name, value):
-        """A number that is the same in every micro-batch and on every rank."""
-        self.pairs[name] = (value, 1.0)
-
-    def reduce(self, comm) -> dict[str, float]:
-        """All means and maxima over ranks, and what is derived from them."""
-        flat = comm.sum([v for pair in self.pairs.values() for v in pair])
-        means = Means(zip(self.pairs, zip(flat[::2], flat[1::2], strict=True), strict=True))
-        if self.tops:
-            means.update(zip(self.tops, comm.max(self.tops.values()), strict=True))
-        return derive(means)
-
-
-class Means(dict):
-    """name -> mean or maximum over the whole step."""
-
-    def __init__(self, pairs):
-        self.pairs = dict(pairs)
-        super().__init__({name: total / n if n else 0.0 for name, (total, n) in self.pairs.items()})
-
-    def sum(self, name) -> float:
-        return self.pairs[name][0]
-
-    def count(self, name) -> float:
-        return self.pairs[name][1]
-
-    def ess(self, first, second) -> float:
-        """Effective sample size over the number of samples, from the means of w and w^2."""
-        return self[first] ** 2 / self[second] if self[second] > 0 else 0.0
 
 
 def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
@@ -576,6 +439,11 @@ def derive(m: Means) -> dict[str, float]:
 
 
 BUCKETED = ("rollout_corr/seq_weight/", "rollout_corr/low_weight/")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The page
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def page() -> str:

@@ -220,7 +220,7 @@ def score(learner, groups: list[Rollout], cfg) -> Scored:
         p_ref=(batch.logp_ref.exp().double() * batch.mask).numpy(),
         log_r=((batch.logp_ref - batch.logp_inf).double() * batch.mask).numpy(),
         length=batch.length.numpy(),
-        metrics=sums.reduce(learner.comm),
+        metrics=metrics.derive(sums.reduce(learner.comm)),
     )
 
 

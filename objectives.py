@@ -187,7 +187,7 @@ OBJECTIVES = {
         **{"advantage": "grpo_no_std", "clip_low": 0.2, "clip_high": 0.2},
     },
     "tbpo": {"correction": "tbpo_mismatch", "surrogate": "tbpo", "reduction": "seq-mean-token-mean"},
-    "sapo": {"correction": "none", "surrogate": "sapo"},
+    "sapo": {"correction": "none", "surrogate": "sapo", "reduction": "seq-mean-token-mean"},  # its Eq. 1
     "cispo": {"correction": "none", "surrogate": "cispo"},
 }
 # the same under the names and with the defaults of other frameworks

@@ -38,7 +38,7 @@ LADDER = {
     "QaRL + GRPO, positive only": dict(objective="grpo", positive_only=True, **STRESS),
     "QaRL + GRPO, on-policy": dict(objective="grpo", rollout_batch=128, **STRESS),
     "QaRL + GRPO, dual clip": dict(objective="grpo", dual_clip=3, **STRESS),
-    "QaRL + SAPO": dict(objective="sapo", **STRESS),
+    "QaRL + SAPO": dict(objective="sapo", reduction="token-mean", **STRESS),
 }
 STRESSED = [label for label in ROWS if label.startswith("w2a16")]
 SEEDS = {label: 3 for label in (FLOAT32, *STRESSED[:4], "QaRL + GRPO", "QaRL + TBPO")}

@@ -300,8 +300,8 @@ def record_of(flags: dict, config: str = STUDY) -> dict | None:
         return None
     now = asdict(parse(command(flags, record["name"], config)[1:]))
     changed = [k for k, v in record["config"].items() if k in now and clean(now[k]) != v]
-    if "obrs/z" not in record["columns"] and "obrs_z" in changed:
-        changed.remove("obrs_z")  # how Z is made is no matter to a run that used no Z
+    if "obrs/z" not in record["columns"]:
+        changed = [k for k in changed if not k.startswith("obrs_")]  # no matter to a run without OBRS
     if changed:
         was = f"made with {changed[0]} = {record['config'][changed[0]]!r}, {config} now says {now[changed[0]]!r}"
         raise UserError(f"{shown(record['path'])}: {was}; delete the file to run it again")

@@ -6,13 +6,15 @@
 64 updates to a sync, no clip, target new, c2 unbounded.
 """
 
+import math
+
 import sweep
 from table2_3 import COLUMNS as STALE_COLUMNS
 from table2_3 import PANELS as DRIFT
 from table2_3 import STALE
 
 OTHER = dict(objective="jackpot")
-STALE_64 = dict(objective="jackpot", obrs_target="new", clip=False, rollout_batch=2048, **STALE)
+STALE_64 = dict(objective="jackpot", obrs_target="new", clip=False, obrs_c2=math.inf, rollout_batch=2048, **STALE)
 BOTH = "other model: mask and weights"
 ROWS = {
     BOTH: OTHER,

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import head
-from head import ChunkedHead
-from model import FLOOR, Needs, OneModelRows, Scored, TwoModelRows
+import model
+from model import FLOOR, ChunkedHead, Needs, OneModelRows, Scored, TwoModelRows
 
 f64 = torch.float64
 N, V, H1, H2, K = 23, 40, 8, 6, 5
@@ -291,5 +290,5 @@ def test_memory_does_not_grow_with_the_number_of_tokens():
         logp = apply(rows, 64, h, w)["logp"]
         logp.sum().backward()
     assert max(watch.sizes) == 64 * V < N * V
-    assert head.chunk_rows(151_936) * 151_936 <= head.CHUNK_ELEMENTS
+    assert model.chunk_rows(151_936) * 151_936 <= model.CHUNK_ELEMENTS
     assert math.isfinite(float(logp.detach().sum()))

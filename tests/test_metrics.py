@@ -40,7 +40,7 @@ def observed(new, batch, stats, cfg, parts=None, comm=OneRank) -> dict[str, floa
         seen = TokenStats(**{name: x[rows][:, :T] for name, x in new.known().items()})
         _, logs = objectives.joint_loss(seen, micro, stats, cfg)
         metrics.observe(sums, seen.detach(), micro, stats, logs, cfg)
-    return sums.reduce(comm)
+    return metrics.derive(sums.reduce(comm))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -160,7 +160,8 @@ def test_ppo_kl_can_go_negative_and_its_weighted_form_differs():
 def test_rejection_and_low_weights():
     m = measured([[LN(2), -LN(2), 0.0], [-LN(4)] * 3], objective="icepop", rs_low=0.6, rs_high=3.0)
     assert m["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(4 / 6)
-    assert m["rollout_corr/rollout_rs_seq_masked_fraction"] == 0.5
+    assert m["rollout_corr/rollout_rs_seq_masked_fraction"] == 1  # each has a token outside, as verl counts
+    assert m["rollout_corr/all_rejected_fraction"] == 0.5
     assert m["rollout_corr/low_weight_fraction"] == 0.5
     assert m["rollout_corr/t_max"] == pytest.approx(20 / (3 * LN(4) / 6))
     capped = measured(LOG_R, objective="seq_tis", is_cap=0.5)  # R = 1, 64 against 1/C = 2
@@ -417,7 +418,8 @@ def correct_tis(r, t, cfg, stats):
 
 
 def correct_icepop(r, t, cfg, stats):
-    return ratio(t, cfg), float(cfg.rs_low <= ratio(t, cfg) <= cfg.rs_high)
+    inside = cfg.rs_low <= ratio(t, cfg) <= cfg.rs_high
+    return (ratio(t, cfg), 1.0) if inside else (0.0, 0.0)
 
 
 def correct_seq_tis(r, t, cfg, stats):
@@ -426,7 +428,7 @@ def correct_seq_tis(r, t, cfg, stats):
 
 def correct_seq_mis(r, t, cfg, stats):
     weight = response_ratio(r, cfg)
-    return weight, float(cfg.rs_low <= weight <= cfg.rs_high)
+    return (weight, 1.0) if cfg.rs_low <= weight <= cfg.rs_high else (0.0, 0.0)
 
 
 def correct_obrs(r, t, cfg, stats):
@@ -541,7 +543,8 @@ def token_cap(cfg) -> float:
 
 def weights(trained, pairs, cfg) -> dict:
     applied = [t.weight * t.keep for t, _ in pairs]
-    shown = applied if cfg.obrs_mask == "expected" else [t.weight for t, _ in pairs]
+    bounded = cfg.correction in ("icepop", "seq_mis")  # what is dropped weighs 0
+    shown = applied if bounded or cfg.obrs_mask == "expected" else [t.weight for t, _ in pairs]
     middle = mean(shown)
     out = {
         "rollout_corr/rollout_is_mean": middle,
@@ -551,12 +554,20 @@ def weights(trained, pairs, cfg) -> dict:
         "rollout_corr/rollout_is_eff_sample_size": ess(applied),
         "weight_var": mean((w - mean(applied)) ** 2 for w in applied),
         "rollout_corr/rollout_rs_masked_fraction": 1 - mean(t.keep for t, _ in pairs),
-        "rollout_corr/rollout_rs_seq_masked_fraction": mean(all(t.keep == 0 for t in r.trained) for r in trained),
+        "rollout_corr/rollout_rs_seq_masked_fraction": mean(any(t.keep == 0 for t in r.trained) for r in trained),
+        "rollout_corr/all_rejected_fraction": mean(all(t.keep == 0 for t in r.trained) for r in trained),
         "weighted_advantage": mean(t.weight * t.keep * r.adv for t, r in pairs),
     }
-    C = token_cap(cfg)
-    out["rollout_corr/rollout_is_ratio_fraction_high"] = mean(ratio(t, cfg) > C for t, _ in pairs)
-    out["rollout_corr/rollout_is_ratio_fraction_low"] = mean(ratio(t, cfg) < 1 / C for t, _ in pairs)
+    ratios, low, high = [ratio(t, cfg) for t, _ in pairs], 1 / token_cap(cfg), token_cap(cfg)
+    if cfg.correction.startswith("seq"):  # one weight a response
+        ratios = [math.exp(sum(log_r(t) for t in r.trained)) for r in trained]  # not clamped
+        low, high = (1 / cfg.is_cap, cfg.is_cap) if cfg.correction == "seq_tis" else (1 / 4, 4)
+        out["rollout_corr/rollout_is_max"] = max(response_ratio(r, cfg) for r in trained)
+        out["rollout_corr/rollout_is_min"] = min(ratios)
+    if cfg.correction in ("icepop", "seq_mis"):
+        low, high = cfg.rs_low, cfg.rs_high
+    out["rollout_corr/rollout_is_ratio_fraction_high"] = mean(x > high for x in ratios)
+    out["rollout_corr/rollout_is_ratio_fraction_low"] = mean(x < low for x in ratios)
     return out
 
 
@@ -647,8 +658,9 @@ def acceptance(tokens, cfg, stats) -> dict:
         out["accept_sum"] = sum(t.logs["accept"] for t in tokens)
     out |= {name: mean(t.logs[key] for t in tokens) for name, key in names.items()}
     if cfg.obrs_z != "exact":
-        out["obrs/z_low_over_z"] = out["obrs/z_low"] / out["obrs/z"]
+        out["obrs/z_low_over_z_used"] = out["obrs/z_low"] / out["obrs/z"]
         out["obrs/bracket_width"] = out["obrs/z_high"] - out["obrs/z_low"]
+    if cfg.actor == "none" or cfg.obrs_target == "new":
         out["obrs/kl_before_partial"] = mean(kl_on_support(t, cfg, -math.inf, 0.0) for t in tokens)
         out["obrs/kl_after_partial"] = mean(kl_on_support(t, cfg, LN(stats.lam), LN(t.logs["z"])) for t in tokens)
         return out
@@ -656,6 +668,8 @@ def acceptance(tokens, cfg, stats) -> dict:
         column = {"kl_before": "kl_ref", "kl_after": "kl_after_ref"}[name]
         out[f"obrs/{name}"] = mean(getattr(t, column) for t in tokens)
     out["obrs/z_exact"] = mean(t.z_ref for t in tokens)
+    if cfg.obrs_z != "exact":
+        out["obrs/z_low_over_z"] = out["obrs/z_low"] / out["obrs/z_exact"]
     return out
 
 
@@ -696,6 +710,7 @@ CASES = {
     "obrs, expected mask": {"objective": "jackpot", "obrs_mask": "expected"},
     "obrs, target new": {"objective": "jackpot", "obrs_target": "new", "obrs_lambda": 0.7},
     "obrs, two models": {"objective": "jackpot", "actor": "base:actor"},
+    "obrs, two models, bracketed": {"objective": "jackpot", "actor": "base:actor", "obrs_z": "bracket"},
     "two models": {"objective": "tis", "actor": "base:actor"},
     "ratio over inf": {"objective": "ppo_is", "cppo_beta": 0.1},
     "truncation recomputed": {"objective": "grpo", "top_p": 0.9, "keep_sampling_mask": "recompute"},
