@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sympy.core.random
 from conftest import ROOT, make_cfg
 
 import tasks
@@ -258,6 +259,43 @@ def test_an_answer_without_end_costs_itself_alone(tmp_path):
     assert counts == Counter(answers=46, timeouts=2, unboxed=1)
 
 
+def test_equal_answers_are_graded_once(tmp_path, monkeypatch):
+    """And an answer without a box not at all."""
+    task = math_task(tmp_path, "5", "6", seconds=3.0)
+    asked = []
+
+    class Watched(Graders):
+        def grade(self, pairs, seconds):
+            asked.append((pairs, seconds))
+            return super().grade(pairs, seconds)
+
+    pool = Watched(1)
+    monkeypatch.setattr(tasks, "graders", lambda: pool)
+    texts = ("so \\boxed{5}", "\\boxed{5}.", "none", "\\boxed{6}")
+    answers = [Answer(task.problem("test", i), text, True) for i in (0, 1) for text in texts]
+    try:
+        assert task.rewards(answers) == ([1, 1, 0, 0, 0, 0, 0, 1], Counter(answers=8, unboxed=2))
+    finally:
+        pool.close()
+    assert asked == [([(f"\\boxed{{{said}}}", gold) for gold in "56" for said in "56"], 3.0)]
+
+
+def test_verdicts_do_not_depend_on_what_was_graded_before():
+    """sympy's random numbers start anew with every answer, and every process hashes alike."""
+    states = []
+    for seed in (1, 2):
+        sympy.core.random.seed(seed)
+        grade("\\boxed{x+1}", "1+x")
+        states.append(sympy.core.random.rng.getstate())
+    assert states[0] == states[1]
+    pool = Graders(1)
+    try:
+        pool.grade([("\\boxed{1}", "1")], 5.0)
+        assert b"PYTHONHASHSEED=0" in Path(f"/proc/{pool.processes[0].process.pid}/environ").read_bytes().split(b"\0")
+    finally:
+        pool.close()
+
+
 def test_what_counts_as_the_answer(tmp_path):
     texts = (
         "\\boxed{5}",
@@ -379,7 +417,8 @@ GRADES = """
 import signal, sys, threading, time
 from tasks import Graders
 
-signal.signal(signal.SIGTERM, lambda number, frame: print("heard", flush=True))
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda number, frame: print("heard", flush=True))
 pool = Graders(2)
 pool.grade([("\\\\boxed{1}", "1"), ("\\\\boxed{2}", "2")], 5.0)
 print(*[p.process.pid for p in pool.processes], flush=True)
@@ -397,13 +436,16 @@ def hanging(seconds: float):
     return process, pids
 
 
-def test_signals_are_heard_while_an_answer_hangs():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_heard_while_an_answer_hangs(number):
+    """They come to all processes of a job, from its scheduler or from the keyboard, and the graders go on."""
     process, pids = hanging(3.0)
     try:
-        for pid in (*pids, process.pid):  # as from a scheduler: to all processes of the job
-            os.kill(pid, signal.SIGTERM)
+        for pid in (*pids, process.pid):
+            os.kill(pid, number)
         assert process.stdout.readline() == "heard\n"
-        assert process.poll() is None
+        time.sleep(0.5)  # a process that had died of it would be gone now
+        assert process.poll() is None and all(map(alive, pids))
         assert process.stdout.readline() == "[None]\n"
         assert process.wait(60) == 0
     finally:
