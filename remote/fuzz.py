@@ -273,8 +273,7 @@ class Attacker:
     def not_honest(self, frame: bytes) -> bytes:
         """The frame, unless it is a hello in the honest sampler's name, which in the clear anybody may say."""
         with contextlib.suppress(wire.WireError):
-            message = wire.decode(frame)
-            if self.in_the_clear and isinstance(message, wire.Hello) and message.sampler == HONEST:
+            if self.in_the_clear and getattr(wire.decode(frame), "sampler", "") == HONEST:
                 return wire.encode(wire.Want())
         return frame
 
@@ -344,7 +343,7 @@ class BareAttacker:
     def close(self) -> None:
         if self.connection is not None:
             self.connection.close()
-        self.connection = None
+            self.connection = None
 
 
 # The greeting of ZMTP 3 in the clear, and READY as a DEALER
@@ -545,17 +544,13 @@ def attack_sockets(root: Path, r: random.Random, frames: int, keys: bool) -> Rep
     context = zmq.Context()
     names = ["evil", "sampler1", HONEST] if keys else ["evil", "evil-2", "evil_3"]
     attackers = [Attacker(r, context, hub.address, theirs, name, not keys) for name in names]
-    weights = [30, 30, 30]
-    if keys:
-        attackers.append(Attacker(r, context, hub.address, None, "stranger", False))
-        weights.append(2)
-    attackers.append(BareAttacker(r, hub.address))
-    weights.append(1)
+    stranger = Attacker(r, context, hub.address, None, "stranger", not keys)
+    bare = BareAttacker(r, hub.address)
     try:
-        return scene.run(r, attackers, frames, weights)
+        return scene.run(r, [*attackers, stranger, bare], frames, [30, 30, 30, 2, 1])
     finally:
         context.destroy(linger=0)
-        attackers[-1].close()
+        bare.close()
         scene.close()
 
 

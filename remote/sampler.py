@@ -371,7 +371,7 @@ class Description(msgspec.Struct):
     world: int
     task_digest: str
     sampling: dict[str, int | float]
-    probe: list[int]
+    probe: list[list[int]]
     packed: bool
     stop_ids: list[int]
 

@@ -2,12 +2,15 @@
 
 import gc
 import os
+import threading
 import time
 from types import SimpleNamespace
 
 import msgspec
 import pytest
-from test_hub import WELCOME, closed_behind, hand_over, source, until, weights
+import test_hub
+import zmq
+from test_hub import WELCOME, closed_behind, hand_over, until, weights
 
 from flags import UserError, parse_flags
 from remote import account, files, hub, keys, sampler, wire
@@ -19,6 +22,11 @@ from tasks import Arithmetic
 @pytest.fixture
 def made(tmp_path):
     yield from closed_behind(tmp_path)
+
+
+def source(folder, **changes):
+    """One that waits for a busy machine."""
+    return test_hub.source(folder, **{"give_up": 60.0, **changes})
 
 
 def logged(s, folder):
@@ -50,7 +58,8 @@ def test_odd_files_stop_no_stream(tmp_path):
     (odd / "1-\u00b2").touch()
     (odd / f"1-{10**18}").touch()
     (odd / "01-5").touch()
-    (odd / "1-6").touch()  # empty: damaged
+    (odd / "1-6").write_bytes(b"damaged" * 20)
+    (odd / "1-9").touch()
     with open(odd / "1-7", "wb") as f:
         f.truncate(1 << 40)
     (odd / "1-8").write_bytes(account.with_digest(b"no group"))
@@ -62,7 +71,7 @@ def test_odd_files_stop_no_stream(tmp_path):
     for n in range(3):
         hand_over(tmp_path / "f", s, n)
     assert [g.uid[2] for g in s.next(3, 0)] == [0, 1, 2] and s.hub.counts["faults"] == 0
-    assert s.counts == {"trained": 3, "refused": 2, "corrupt": 1} and s.hub.size == 0
+    assert s.counts == {"trained": 3, "refused": 2, "corrupt": 2} and s.hub.size == 0
     assert "1-7 is too big for a group" in log() and "1-6 is damaged" in log()
     assert victim.exists() and s.taken == {}
     s.state_dict()
@@ -327,7 +336,7 @@ def test_a_sampler_survives_what_its_learner_sends(made, tmp_path, monkeypatch):
     learner.say(wire.Offer(wire.manifest("v", b"x")), *[WELCOME] * 50)
     on_got = line.on_got
     monkeypatch.setattr(line, "on_got", lambda message: on_got(message) if message.names else 1 // 0)
-    learner.say(wire.Got([]), wire.Got(["box/1/0"]))
+    learner.say(wire.Got(many), wire.Got([]), wire.Got(["box/1/0"]))
     assert until(lambda: line.got == {"box/1/0"}, within=10)
     assert learner.end.welcome.qsize() == 16 and line.wanted is None and learner.end.error == ""
     assert list(spool.waiting["box"]) == ["box/1/0"]
@@ -337,7 +346,7 @@ def test_a_sampler_survives_what_its_learner_sends(made, tmp_path, monkeypatch):
 
 RUN = dict(
     config=dict(rollout_quant="none", quant_group=32, seed=3, group_size=4, task="arith", max_tokens=16),
-    model="policy", topk=4, kept=0, context=64, world=1, task_digest="", sampling=vars(Sampling(seed=3)), probe=[1, 2],
+    model="policy", topk=4, kept=0, context=64, world=1, task_digest="", sampling=vars(Sampling(seed=3)), probe=[[1, 2], [3, 4]],
     packed=False, stop_ids=[1, 7],
 )  # fmt: skip
 
@@ -353,7 +362,8 @@ RUN = dict(
         dict(config={"seed": 3}),
         dict(config={**RUN["config"], "task": ["arith"]}),
         dict(sampling={"heat": 1.0}),
-        dict(probe=["x"]),
+        dict(probe=[["x"]]),
+        dict(probe=[1]),
         dict(model=7),
     ],
 )
@@ -361,6 +371,12 @@ def test_a_learner_that_describes_no_run(changes):
     sampler.check_description({**RUN, "later": "an entry of a later revision"})
     with pytest.raises(UserError, match="the learner describes no run that this sampler knows .*one revision"):
         sampler.check_description({**RUN, **changes})
+
+
+def test_nothing_is_built_for_a_learner_that_describes_no_run(tmp_path):
+    with pytest.raises(UserError, match="the learner describes no run that this sampler knows"):
+        sampler.open_source(WELCOME, SamplerFlags(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- flags -------------------------------------------------------------------------------------------------------------
@@ -465,11 +481,16 @@ def test_keys_are_made_and_damaged_ones_named(tmp_path, capsys):
 def test_a_hub_that_cannot_listen_leaves_nothing_open(tmp_path):
     """ZeroMQ waits for open sockets at the end of a process: a clear sentence, and then it hung."""
     keys.make_keys(str(tmp_path / "keys"), 1)
-    with pytest.raises(UserError, match="--bind=tcp://nowhere.invalid:5555: "):
+
+    def still_open():
+        return [id(x) for x in gc.get_objects() if type(x) is zmq.Context and not x.closed], threading.active_count()
+
+    before = still_open()
+    with pytest.raises(UserError, match="--bind=tcp://nowhere.invalid:5555: ") as error:
         hub.Hub(
             "tcp://nowhere.invalid:5555", str(tmp_path / "keys" / "learner"), WELCOME, SimpleNamespace(room=1), None
         )
-    gc.collect()
+    assert error and still_open() == before  # while the error holds on to the hub
 
 
 def test_bad_ports_of_a_hub():

@@ -6,7 +6,8 @@ import time
 
 import msgspec
 import pytest
-from test_hub import WELCOME, closed_behind, fates, give, hand_over, source, until, weights
+import test_hub
+from test_hub import WELCOME, closed_behind, fates, give, hand_over, until, weights
 from test_wire import group
 
 from remote import account, fuzz, guard, hub, keys, wire
@@ -16,6 +17,11 @@ from remote.groups import encode_group
 @pytest.fixture
 def made(tmp_path):
     yield from closed_behind(tmp_path)
+
+
+def source(folder, **changes):
+    """One that waits for a busy machine."""
+    return test_hub.source(folder, **{"give_up": 60.0, **changes})
 
 
 HELLO = dict(protocol=wire.PROTOCOL, sampler="box", incarnation=1, session="")
@@ -87,7 +93,7 @@ def test_a_fault_of_ours_is_booked_to_whom_it_concerns(made, monkeypatch, tmp_pa
     bad.say(wire.Offer(wire.manifest("bad/1/7", data)))
     assert until(lambda: h.counts["faults"] == 1) and until(lambda: h.size == 0)
     bad.hello()  # it is heard no more on this connection
-    assert bad.hear(within=0.3) is None and [p.sampler for p in h.peers.values()] == ["good"]
+    assert bad.hear(within=1.0) is None and [p.sampler for p in h.peers.values()] == ["good"]
     assert give(good, data, "good/1/7") == wire.Got(["good/1/7"]) and h.broken == ""
     assert (
         "a fault in what sampler bad sent" in h.log.seen.read_text() and "ZeroDivisionError" in h.log.seen.read_text()
@@ -264,6 +270,38 @@ def test_an_honest_sampler_that_sends_much_is_not_cut(made, monkeypatch):
     assert connection.spoke and guard.received_by(connection.handle) > len(data)
 
 
+def test_what_is_sent_around_messages_does_not_add_up(monkeypatch):
+    """Heartbeats and handshakes are bytes that never come out; what is unread is what counts."""
+    monkeypatch.setattr(guard, "MOST_UNREAD", 5000)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        accepted = server.accept()[0]
+    fd, connections = accepted.fileno(), guard.Connections()
+    assert connections.accepted(fd)
+
+    def sends(n):
+        client.sendall(bytes(n))
+        while n:
+            n -= len(accepted.recv(n))
+
+    for _ in range(20):
+        sends(1000)
+        connections.came(fd, [b"short"])
+        assert connections.cut_those_ahead() == []
+    for _ in range(20):
+        connections.came(fd, [b"counted as longer than it was"] * 100)
+    sends(4900)
+    client.sendall(bytes(4000))  # nobody has read that yet: the kernel's own bounds hold it
+    assert connections.cut_those_ahead() == []
+    accepted.recv(4000)
+    assert connections.cut_those_ahead() == [fd] and connections.open == {}
+    connections.came(fd, [b"late"])
+    connections.cut(fd)
+    connections.close()
+    accepted.close()
+    client.close()
+
+
 def test_connections_are_counted_and_strangers_give_way(made):
     h = made.hub()
     peer = made.raw(h)
@@ -295,11 +333,11 @@ def test_what_a_sampler_says_costs_little(made, monkeypatch):
     assert ("box", 99) not in h.reports  # it has handed over nothing
     for n in range(2 * hub.OFFERS):
         peer.say(wire.Offer(wire.manifest(f"box/99/{n}", b"x")))
-    assert until(lambda: len(next(iter(h.peers.values())).offers) == hub.OFFERS)
-    assert len(next(iter(h.peers.values())).pulls) == hub.PULLS
+    (box,) = h.peers.values()
+    assert until(lambda: (len(box.offers), len(box.pulls)) == (hub.OFFERS, hub.PULLS))
     time.sleep(0.05)
-    assert len(next(iter(h.peers.values())).offers) == hub.OFFERS
-    peer.hello(incarnation=99, session="session", lost=[f"box/98/{n}" for n in range(0, 400, 2)])
+    assert len(box.offers) == hub.OFFERS
+    peer.hello(incarnation=99, session="session", lost=[f"box/98/{n}" for n in range(200)])
     assert peer.hear(wire.Got) and len(fates(h)) <= 50 and h.entries["box"] <= 52
     assert "too many lives or bad groups: nothing more of it is booked" in h.log.seen.read_text()
     other = made.raw(h, name="other")  # the others do not pay for it
@@ -339,6 +377,34 @@ def test_peers_are_bounded(made, monkeypatch):
     for i in range(20):  # one connection under many names is one peer
         one.hello(sampler=f"name{i}")
     assert until(lambda: "sampler name19" in h.log.seen.read_text()) and len(h.peers) == 3
+
+
+def test_a_connection_that_goes_by_another_name_gives_its_room_back(made):
+    h = made.hub()
+    peer = made.raw(h)
+    peer.hello()
+    peer.say(wire.Offer(wire.manifest("box/1/0", b"a group")))
+    assert peer.hear(wire.Ask) and h.size == len(b"a group")
+    peer.hello(sampler="other")
+    assert until(lambda: [p.sampler for p in h.peers.values()] == ["other"]) and h.size == 0
+
+
+def test_no_more_lost_names_of_a_hello_are_looked_at_than_there_may_be(made, monkeypatch):
+    monkeypatch.setattr(hub, "LOST", 3)
+    h = made.hub()
+    peer = made.raw(h)
+    peer.hello(lost=[f"box/1/{n}" for n in range(9)])
+    assert peer.hear(wire.Got) and len(fates(h)) == 3
+
+
+def test_held_comes_in_messages_of_a_bounded_length(made, monkeypatch):
+    monkeypatch.setattr(hub, "HELD", 2)
+    h = made.hub()
+    peer = made.raw(h)
+    peer.hello()
+    assert peer.hear(wire.Got)
+    h.held([f"box/1/{n}" for n in range(5)])
+    assert [len(peer.hear(wire.Held).names) for _ in range(3)] == [2, 2, 1]
 
 
 def test_two_who_never_answer_do_not_starve_a_third(made, monkeypatch):
@@ -402,6 +468,17 @@ def test_a_suspended_hub_forgives(made, monkeypatch):
     assert peer.heard == 1100.0 and pull.moved is None
     h._give_up_silent(1100.0 + hub.SILENT / 2)
     assert "box/1/0" in peer.pulls and h.peers
+
+
+@pytest.mark.parametrize("suspended, forgives", [(-1.0, True), (1e9, False)])
+def test_a_turn_that_takes_long_is_forgiven(suspended, forgives, made, monkeypatch):
+    away = []
+    monkeypatch.setattr(hub, "SUSPENDED", suspended)
+    monkeypatch.setattr(hub.Hub, "_forgive", lambda h, seconds: away.append(seconds))
+    h = made.hub()
+    peer = made.raw(h)
+    peer.hello()
+    assert peer.hear(wire.Welcome) and bool(away) == forgives
 
 
 def test_the_log_is_bounded(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """The wire without sockets: manifests, pulls that lose and damage, groups that are not what they say, the account."""
 
+import contextlib
 import json
 import os
 import random
@@ -112,6 +113,18 @@ def test_asks_are_few_and_late_ones_are_made_again():
     assert slow.leaves == 1 and [slow.answered(0.01) for _ in range(9)] and slow.leaves == slow.most
 
 
+def test_only_good_leaves_move_a_transfer():
+    """Who sends nothing, or nothing good, is given up (hub.UNANSWERED); a new connection begins anew."""
+    pull = wire.Pull(wire.manifest("x", BLOB), bytearray(len(BLOB)), wire.Pace(open=2))
+    assert pull.moved is None and pull.ask(3.0) == (0, 1) and pull.ask(4.0) == (1, 1) and pull.moved == 3.0
+    pull.put(0, b"no good", 5.0)
+    assert pull.moved == 3.0
+    pull.put(1, wire.leaves(BLOB, 1, 1), 6.0)
+    assert pull.moved == 6.0
+    pull.forget_asked()
+    assert pull.moved is None and pull.ask(7.0) and pull.moved == 7.0
+
+
 def test_sizes_are_checked_before_anything_is_allocated():
     of = wire.manifest("x", BLOB)
     of.check(len(BLOB))
@@ -124,7 +137,7 @@ def test_sizes_are_checked_before_anything_is_allocated():
     ):
         with pytest.raises(wire.WireError):
             wrong.check(most)
-    for first, count in ((-1, 1), (6, 1), (0, 0), (0, 65)):
+    for first, count in ((-1, 1), (6, 1), (0, 0), (0, 9)):
         with pytest.raises(wire.WireError, match="of an object of"):
             wire.leaves(BLOB, first, count)
 
@@ -444,7 +457,7 @@ def test_files_behind_their_digest_and_whole_ones(tmp_path):
     assert (tmp_path / "x").read_bytes() == b"22" and [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
-def test_odd_files_are_not_read_and_links_not_followed(tmp_path):
+def test_odd_files_are_not_read_and_links_not_followed(tmp_path, monkeypatch):
     victim = tmp_path / "victim"
     victim.write_bytes(b"secret")
     (tmp_path / "folder").mkdir()
@@ -469,6 +482,18 @@ def test_odd_files_are_not_read_and_links_not_followed(tmp_path):
         account.write_atomically(tmp_path / "x", b"1")
         assert victim.read_bytes() == b"secret" and (tmp_path / "x").read_bytes() == b"1"
         (tmp_path / "x").unlink()
+    unlink = os.unlink
+
+    def plant_a_link_behind(path, **where):
+        with contextlib.suppress(FileNotFoundError):
+            unlink(path, **where)
+        (tmp_path / path).symlink_to(victim)
+
+    with monkeypatch.context() as m:  # somebody is quicker
+        m.setattr(account.os, "unlink", plant_a_link_behind)
+        with pytest.raises(FileExistsError):
+            account.write_atomically(tmp_path / "x", b"1")
+    assert victim.read_bytes() == b"secret"
     (tmp_path / "elsewhere").symlink_to(tmp_path / "folder")
     with pytest.raises(OSError):
         account.write_atomically(tmp_path / "elsewhere" / "x", b"1")
