@@ -280,12 +280,12 @@ class Learner:
         norms = {name: self._clip(name) for name in self.names}
         finite = math.isfinite(loss) and all(map(math.isfinite, norms.values()))
         factor, out = schedule(self.version, self.cfg), {}
+        self.version += 1  # before the first model moves: an error between the two leaves no boundary to save at
         for name in self.names:
             prefix = "" if name == "policy" else "actor/"
             lr = self.lr[name] * factor
             self._optimize(name, lr, step=finite and not (all_rejected and name == "policy"))
             out |= {f"{prefix}grad_norm": norms[name], f"{prefix}lr": lr}
-        self.version += 1
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         self.skipped += not finite
         self.rejected += all_rejected

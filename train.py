@@ -59,12 +59,9 @@ def train(cfg: config.Config) -> None:
 def loop(t: Training, signals: list[str]) -> None:
     """Update, evaluate, log and save in turn."""
     cfg = t.cfg
-    log = Log(t.run.folder, cfg, t.step) if t.comm.rank == 0 else None
     if t.step == 0:
-        values = t.evaluate()
-        if log:
-            log.write(-1, values | t.read_clock())
-    bar = tqdm(total=cfg.steps, initial=t.step, desc=cfg.objective, disable=log is None, dynamic_ncols=True)
+        t.write(t.evaluate())
+    bar = tqdm(total=cfg.steps, initial=t.step, desc=cfg.objective, disable=t.log is None, dynamic_ncols=True)
     halt = False
     while t.step < cfg.steps and not halt:
         if not t.pending and not t.roll_out(signals):
@@ -74,17 +71,16 @@ def loop(t: Training, signals: list[str]) -> None:
             values |= t.evaluate()
         # a signal to one rank stops all of them, at the same update
         halt = t.comm.any(signals) or bool(t.learner.error)
-        if log:
-            log.write(t.step - 1, values | t.read_clock())
-            bar.update(1)
-            bar.set_postfix(progress(values))
+        t.write(values)
+        bar.update(1)
+        bar.set_postfix(progress(values))
         if due(cfg.save_every, t.step):
             t.save()
     if t.step != t.saved_at:
         t.save()
     bar.close()
-    if log:
-        log.close()
+    if t.log:
+        t.log.close()
         print(
             plot.report(cfg.out)
             if t.step == cfg.steps
@@ -110,15 +106,18 @@ class Training:
         self.step = 0
         self.pending = []  # minibatches of groups that are not trained on yet
         self.controllers = {}  # what one update hands to the next: kappa, lambda_distill
-        self.values = {}  # metrics of the update at hand
+        self.values = {}  # metrics of the last roll-out, until an update reports them
         self.clock: dict[str, float] = {}  # seconds by stage
         if self.run.checkpoint:
             saved = checkpoint.load(self.run.checkpoint, self.learner, self.source)
             self.step, self.pending, self.controllers = saved
+            self.values = self.controllers.pop("values", {})
         self.saved_at = self.step
         if comm.rank == 0:
             prepare_folder(self.run)
         comm.barrier()  # nobody writes there before
+        self.log = Log(self.run.folder, cfg, self.step) if comm.rank == 0 else None
+        self.unwritten: dict | None = None  # metrics of an update that are not in the log yet
 
     def roll_out(self, signals) -> bool:
         """Stages 1 to 3: a new batch of groups into `pending`. False: a signal came first, or no sampler is left."""
@@ -150,7 +149,7 @@ class Training:
         """Stages 4 to 6: one optimizer step on the next minibatch; its metrics."""
         cfg, learner = self.cfg, self.learner
         groups = self.pending[0]
-        values, self.values = self.values, {}
+        values = dict(self.values)
         with timer(self.clock, "update_s"):
             # 4. one minibatch: padded, with advantages and mask uniforms
             batch = batching.collate(groups, cfg, learner.version, self.source.now(learner.version))
@@ -167,8 +166,16 @@ class Training:
         if "fresh_advantage" in values:
             values["advantage_error"] = abs(logged["weighted_advantage"] - values["fresh_advantage"])
         self.pending = self.pending[1:]
+        self.values = {}
         self.step += 1
-        return logged | values
+        self.unwritten = logged | values
+        return self.unwritten
+
+    def write(self, values: dict[str, float]) -> None:
+        """A line of metrics: of the update that was done last."""
+        if self.log:
+            self.log.write(self.step - 1, values | self.read_clock())
+        self.unwritten = None
 
     def evaluate(self) -> dict[str, float]:
         """Held-out pass@1 of policy and actor."""
@@ -182,7 +189,8 @@ class Training:
     def save(self) -> None:
         """A checkpoint; then a source of remote groups may let go of what it accounts for."""
         with timer(self.clock, "save_s"):
-            checkpoint.save(self.run, self.step, self.learner, self.source, self.pending, self.controllers)
+            left = {**self.controllers, "values": self.values}
+            checkpoint.save(self.run, self.step, self.learner, self.source, self.pending, left)
             self.source.saved()
             self.saved_at = self.step
 
@@ -195,6 +203,8 @@ class Training:
             return
         try:
             self.save()
+            if self.unwritten is not None:
+                self.write(self.unwritten)
             print(f"an error after update {self.step}, saved: {how_to_resume(self.cfg)}", file=sys.stderr)
         except Exception as e:  # the first error is the one to be told
             print(f"an error after update {self.step}, which could not be saved: {e}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """The whole loop: on real vLLM, killed and resumed, stopped by a signal, on two ranks, and every objective by name."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -15,12 +16,15 @@ from conftest import ROOT, TINY_TASK, make_cfg
 from test_metrics import unexplained
 from transformers import AutoModelForCausalLM
 
+import checkpoint
 import config
 import objectives
 import quant
 import train
 from corrections import USES_Z
 from delay import DelaySource
+from engines import HFEngine
+from flags import UserError
 from learner import Comm
 from rollout import LocalSource
 from run import open_run, read_metrics
@@ -263,6 +267,78 @@ def test_signals_save_first_and_resume_goes_on(whole, solvers, tmp_path):
     assert [p.name for p in (out / "checkpoints").iterdir()] == [f"step_{done:06d}"]
     run_to_the_end(["--resume", f"--out={out}"])
     assert timeless(out) == timeless(whole[0])
+
+
+def raise_at(monkeypatch, owner, name: str, call: int) -> None:
+    """The call-th call of a function fails as a fault of ours would."""
+    original, calls = getattr(owner, name), []
+
+    def function(*args, **more):
+        calls.append(1)
+        if len(calls) == call:
+            raise ZeroDivisionError("a fault of ours")
+        return original(*args, **more)
+
+    monkeypatch.setattr(owner, name, function)
+
+
+FAULTS = {  # where, and which checkpoint is the newest afterwards
+    "before an update": (train.objectives, "prepare", 5, 4),
+    "between two models' steps": (train.Learner, "_optimize", 10, 3),
+    "after the step": (train.objectives, "update_controllers", 5, 3),
+    "while sampling": (HFEngine, "_decode", 8, 4),
+    "in the ref pass": (train.batching, "write_ref_columns", 3, 4),
+    "while logging": (train.Log, "write", 6, 5),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_fault_of_ours_saves_first_and_keeps_its_traceback(
+    fault, whole, solvers, tmp_path, train_here, monkeypatch, capsys
+):
+    """Whatever the place: the run goes on from the last update's boundary, and is the same run bit for bit."""
+    owner, name, call, newest = fault
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        raise_at(patch, owner, name, call)
+        with pytest.raises(ZeroDivisionError, match="a fault of ours"):
+            train_here(flags(solvers, out))
+    said = capsys.readouterr().err
+    assert checkpoint.newest(out).name == f"step_{newest:06d}"
+    assert ("saved: go on with --resume" in said) == (newest != 3)
+    train_here(["--resume", f"--out={out}"])
+    proved_again = name in ("_decode", "write_ref_columns")  # weights that a resumed run publishes a second time
+    without = "sync/" if proved_again else "nothing"
+    rows, others = ([{k: v for k, v in r.items() if without not in k} for r in timeless(f)] for f in (out, whole[0]))
+    assert rows == others
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("model", ["policy", "actor"])
+def test_weights_that_are_not_finite_end_the_run_in_the_update_that_made_them(
+    value, model, solvers, tmp_path, train_here, monkeypatch
+):
+    """An optimizer that makes one number of one model infinite in update 5: nothing after update 3 is kept."""
+    original = train.Learner._optimize
+
+    def optimize(self, name, lr, step):
+        original(self, name, lr, step)
+        if self.version == 5 and name == model:
+            with torch.no_grad():
+                list(getattr(self.models, name).parameters())[-1].view(-1)[-1] = value
+
+    monkeypatch.setattr(train.Learner, "_optimize", optimize)
+    with pytest.raises(UserError, match="update 5 made weights infinite or NaN: lower --lr .now 0.001"):
+        train_here(flags(solvers, tmp_path / "run"))
+    assert checkpoint.newest(tmp_path / "run").name == "step_000003"
+
+
+def test_too_many_updates_without_a_number_save_and_say_so(solvers, tmp_path, train_here, monkeypatch):
+    loss = train.objectives.reduce
+    monkeypatch.setattr(train.objectives, "reduce", lambda *args: loss(*args) * math.nan)
+    with pytest.raises(UserError, match="2 updates in a row had a non-finite loss or gradient"):
+        train_here(flags(solvers, tmp_path / "run", max_skips=2))
+    assert checkpoint.newest(tmp_path / "run").name == "step_000002"
 
 
 @SEVERAL_PROCESSES
