@@ -112,7 +112,7 @@ class SamplingFlags:
     top_p: float = 1.0
     """Rollouts keep the smallest set of most likely tokens with at least this mass; 1: all."""
     top_k: int = 0
-    """Rollouts keep the k most likely tokens; 0: all."""
+    """Rollouts keep the k most likely tokens; 0 or -1: all."""
     min_p: float = 0.0
     """Rollouts keep tokens with at least this share of the most likely one's probability; 0: all."""
     logprobs_mode: Literal["processed", "raw"] = "processed"
@@ -404,6 +404,10 @@ class Config(
 ):
     """All flags of train.py."""
 
+    # the flags that may be infinite
+    UNBOUNDED = ("is_cap", "actor_is_cap", "rs_high", "clip_high", "tbpo_neg_high", "obrs_c1", "obrs_c2")
+    UNBOUNDED += ("grad_clip", "window_seconds", "give_up")
+
 
 FIELDS = {f.name: f for f in fields(Config)}
 # flags that a resumed run may change: they steer the process, not the training
@@ -516,6 +520,8 @@ def check_sizes(cfg: Config, n_ranks: int) -> None:
         need(getattr(cfg, name) >= 1, f"--{name}={getattr(cfg, name)}: must be at least 1")
     for name in ("lr", "actor_lr", "grad_clip", "rollout_memory"):
         need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
+    for name in ("warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "save_every", "eval_every"):
+        need(getattr(cfg, name) >= 0, f"--{name}={getattr(cfg, name)}: must not be negative")
     need(cfg.group_size >= 2, f"--group_size={cfg.group_size}: an advantage needs at least 2 responses a prompt")
     need(
         cfg.train_batch % (cfg.group_size * n_ranks) == 0,

@@ -351,6 +351,9 @@ def check(cfg) -> None:
 def check_caps(cfg) -> None:
     """The cap C of a weight, and its floor."""
     bounds = CORRECTIONS[cfg.correction].bounds
+    for name in ("is_cap", "actor_is_cap"):
+        value = getattr(cfg, name)
+        need(value is None or value > 0, f"--{name}={value}: a cap of weights, above 0")
     if cfg.is_cap is not None and "is_cap" not in bounds:
         instead = "leave it out"
         if cfg.correction in USES_Z:

@@ -19,6 +19,7 @@ import difflib
 import errno
 import functools
 import inspect
+import math
 import sys
 import textwrap
 import tomllib
@@ -154,10 +155,21 @@ def convert(cls, key: str, text: str):
     try:
         if "_" in text:  # Python would read 0.5_5 as 0.55
             raise ValueError
-        return kind(text)
+        return finite(cls, f"--{key}", kind(text))
+    except UserError:
+        raise
     except ValueError:
         wanted = "a whole number" if kind is int else "a number"
         raise UserError(f"--{key}={text}: not {wanted}") from None
+
+
+def finite(cls, flag: str, value):
+    """The value. UserError where it is NaN; or infinite, unless the class says that this flag may be (UNBOUNDED)."""
+    need(not (isinstance(value, float) and math.isnan(value)), f"{flag}={value}: not a number")
+    may_be = flag.lstrip("-") in getattr(cls, "UNBOUNDED", ())
+    infinite = isinstance(value, float) and math.isinf(value)
+    need(not infinite or may_be, f"{flag}={value}: must be finite")
+    return value
 
 
 def read_toml(cls, path: str) -> dict:
@@ -170,12 +182,13 @@ def read_toml(cls, path: str) -> dict:
     kinds = types_of(cls)
     for key, value in values.items():
         need(key in kinds, f"{path}: {key}: no such flag{nearest(key, kinds)}")
-        values[key] = of_toml(path, key, value, kinds[key])
+        values[key] = of_toml(cls, path, key, value)
     return values
 
 
-def of_toml(path: str, key: str, value, kind):
+def of_toml(cls, path: str, key: str, value):
     """A TOML value as the flag's type: a whole number may stand for a float, nothing else changes."""
+    kind = types_of(cls)[key]
     if choices_of(kind):
         choice(key, value, choices_of(kind))
         return value
@@ -183,6 +196,7 @@ def of_toml(path: str, key: str, value, kind):
     if float in accepted and type(value) is int:
         return float(value)
     need(type(value) in accepted, f"{path}: {key} = {value!r} is not of type {accepted[0].__name__}")
+    finite(cls, key, value)
     return value
 
 

@@ -94,9 +94,10 @@ def open_run(cfg: config.Config, comm) -> Run:
     UserError: one sentence."""
     from transformers import AutoConfig  # here and below where it is used: it takes seconds to load
 
-    task = make_task(cfg)
+    asked = [make_task(cfg)]
     if cfg.eval_task:
-        make_task(dataclasses.replace(cfg, task=cfg.eval_task))  # named now if it is missing or malformed
+        asked.append(make_task(dataclasses.replace(cfg, task=cfg.eval_task)))
+    task = asked[0]
     warmstart.check(cfg, task)
     if cfg.model.startswith("base:"):
         check_vocabulary(cfg, tasks.VOCAB)
@@ -104,7 +105,8 @@ def open_run(cfg: config.Config, comm) -> Run:
     check_models(cfg, folders["policy"], folders["actor"])
     tokenizer = common_tokenizer(cfg, folders["policy"], folders["actor"])
     configs = {name: AutoConfig.from_pretrained(f) for name, f in folders.items() if f}
-    context = longest_prompt(task, tokenizer) + cfg.max_tokens
+    longest = max(longest_prompt(one, tokenizer) for one in asked)
+    context = longest + cfg.max_tokens
     limit = min(c.max_position_embeddings for c in configs.values())
     if context > limit:
         raise UserError(

@@ -44,7 +44,8 @@ class Sampling:
     @classmethod
     def of(cls, cfg) -> Sampling:
         """The settings that the flags ask for."""
-        return cls(cfg.temperature, cfg.top_p, cfg.top_k, cfg.min_p, cfg.max_tokens, cfg.seed)
+        top_k = max(0, cfg.top_k)  # -1 is vLLM's word for all
+        return cls(cfg.temperature, cfg.top_p, top_k, cfg.min_p, cfg.max_tokens, cfg.seed)
 
     @property
     def truncates(self) -> bool:
@@ -59,7 +60,7 @@ def max_allowed(cfg, vocabulary: int) -> int:
     there are more: hence the room beyond top_k."""
     if cfg.keep_sampling_mask != "replay" or not Sampling.of(cfg).truncates:
         return 0
-    if not cfg.top_k:
+    if cfg.top_k <= 0:
         return min(vocabulary, cfg.kept_max)
     exact_logits = cfg.rollout_dtype == "float32" or cfg.lm_head_fp32
     ties = 4 if exact_logits else 12
@@ -99,7 +100,7 @@ def check(cfg) -> None:
     """UserError with one sentence if the flags ask for something that cannot be sampled."""
     need(cfg.temperature > 0, f"--temperature={cfg.temperature}: must be above 0")
     need(0 < cfg.top_p <= 1, f"--top_p={cfg.top_p}: a probability mass in (0, 1]; 1 keeps all tokens")
-    need(cfg.top_k >= 0, f"--top_k={cfg.top_k}: must be 0 (all tokens) or more")
+    need(cfg.top_k >= -1, f"--top_k={cfg.top_k}: must be a number of tokens; 0 or -1 keeps all")
     need(0 <= cfg.min_p < 1, f"--min_p={cfg.min_p}: a share in [0, 1); 0 keeps all tokens")
     replays = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "replay"
     need(

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -16,8 +17,10 @@ import objectives
 import run
 import warmstart
 from config import Config, parse, resolve
+from flags import UserError
 from learner import Comm
 from model import needs_of_ref_pass, needs_of_update
+from sampling import Sampling
 from tasks import VOCAB, make_task
 
 
@@ -43,7 +46,7 @@ def check_everything(argv) -> None:
         (["--actor_base_accuracy=0"], "--actor_base_accuracy=0.0: a share between 0 and 1"),
         (["--top_p=0"], r"--top_p=0.0: a probability mass in \(0, 1\]"),
         (["--top_p=1.1"], r"--top_p=1.1: a probability mass in \(0, 1\]"),
-        (["--top_k=-1"], "--top_k=-1: must be 0"),
+        (["--top_k=-2"], "--top_k=-2: must be a number of tokens"),
         (["--min_p=1"], r"--min_p=1.0: a share in \[0, 1\)"),
         (["--keep_sampling_mask=replayed"], "did you mean replay?"),
         (
@@ -348,3 +351,46 @@ def test_c2_follows_the_clip():
     assert c2(clip_high=0.7) == pytest.approx(1.72)
     assert c2(obrs_c2=3.0) == 3.0
     assert c2(clip=False) == c2(surrogate="gspo") == 3.0  # Table 8; the text's is always finite
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ("--lr=inf", "--lr=inf: must be finite"),
+        ("--lr=nan", "--lr=nan: not a number"),
+        ("--is_cap=nan", "--is_cap=nan: not a number"),
+        ("--temperature=inf", "--temperature=inf: must be finite"),
+        ("--clip_low=inf", "--clip_low=inf: must be finite"),
+        ("--obrs_lambda=inf", "--obrs_lambda=inf: must be finite"),
+        ("--distill_lambda=inf", "--distill_lambda=inf: must be finite"),
+        ("--objective=tis --is_cap=0", "--is_cap=0.0: a cap of weights, above 0"),
+        ("--objective=tis --is_cap=-1", "--is_cap=-1.0: a cap of weights, above 0"),
+        ("--actor_is_cap=-2", "--actor_is_cap=-2.0: a cap of weights, above 0"),
+        ("--warmup_steps=-3", "--warmup_steps=-3: must not be negative"),
+        ("--save_every=-1", "--save_every=-1: must not be negative"),
+        ("--top_k=-2", "--top_k=-2: must be a number of tokens; 0 or -1 keeps all"),
+        ("--give_up=nan", "--give_up=nan: not a number"),
+    ],
+)
+def test_numbers_that_no_run_can_use(argv, words):
+    with pytest.raises(UserError) as error:
+        config.parse(argv.split())
+    assert str(error.value).startswith(words)
+
+
+def test_numbers_that_may_be_infinite_and_those_of_a_file(tmp_path):
+    assert config.parse(["--objective=tis", "--is_cap=inf"]).is_cap == math.inf
+    assert config.parse(["--obrs_c2=inf"]).obrs_c2 == math.inf
+    file = tmp_path / "x.toml"
+    for text, words in (("lr = inf", "lr=inf: must be finite"), ("grad_clip = nan", "grad_clip=nan: not a number")):
+        file.write_text(text)
+        with pytest.raises(UserError, match=words):
+            config.parse([f"--config={file}"])
+    file.write_text("grad_clip = inf")
+    assert config.parse([f"--config={file}"]).grad_clip == math.inf
+
+
+def test_vllms_word_for_all_tokens_is_understood():
+    cfg = make_cfg(top_k=-1)
+    assert Sampling.of(cfg).top_k == 0
+    assert not Sampling.of(cfg).truncates
