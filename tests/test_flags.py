@@ -1,6 +1,5 @@
 """The command line: what is read, what is refused and in which words, and the page that --help prints."""
 
-import math
 import re
 import sys
 from dataclasses import dataclass, fields
@@ -177,7 +176,7 @@ def test_every_default_can_be_written(command):
         (["--steps=3", "--steps=4"], "steps", 4),
         (["--lr=1"], "lr", 1.0),
         (["--lr=1e-3"], "lr", 1e-3),
-        (["--grad_clip", "inf"], "grad_clip", math.inf),
+        (["--lr", "1e-30"], "lr", 1e-30),
         (["--most=5"], "most", 5),
         (["--most=None"], "most", None),
         (["--cap=None"], "cap", None),
