@@ -346,8 +346,8 @@ def test_a_sampler_survives_what_its_learner_sends(made, tmp_path, monkeypatch):
 
 RUN = dict(
     config=dict(rollout_quant="none", quant_group=32, seed=3, group_size=4, task="arith", max_tokens=16),
-    model="policy", topk=4, kept=0, context=64, world=1, task_digest="", sampling=vars(Sampling(seed=3)), probe=[[1, 2], [3, 4]],
-    packed=False, stop_ids=[1, 7],
+    model="policy", topk=4, kept=0, context=64, world=1, task_digest="", sampling=vars(Sampling(seed=3)),
+    probe=[[1, 2], [3, 4]], packed=False, stop_ids=[1, 7],
 )  # fmt: skip
 
 
