@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import math
 import os
 import queue
 import re
@@ -268,11 +267,10 @@ def connect(flags: SamplerFlags, incarnation: int) -> Connection:
 
 
 def check_times(flags: SamplerFlags) -> None:
-    """UserError unless waits and sizes are numbers that can be waited for. --give_up=inf: never."""
-    need(flags.give_up > 0, f"--give_up={flags.give_up}: must be above 0")
-    for name in ("patience", "most_weights"):
+    """UserError unless there is something to wait for, and room for weights."""
+    for name in ("patience", "give_up", "most_weights"):
         value = getattr(flags, name)
-        need(0 < value < math.inf, f"--{name}={value}: must be a number above 0")
+        need(value > 0, f"--{name}={value}: must be above 0")
 
 
 def own_name(flags: SamplerFlags) -> str:

@@ -385,12 +385,12 @@ def test_nothing_is_built_for_a_learner_that_describes_no_run(tmp_path):
 @pytest.mark.parametrize(
     "argv, sentence",
     [
-        (["--patience=0"], "--patience=0.0: must be a number above 0"),
-        (["--patience=inf"], "--patience=inf: must be a number above 0"),
-        (["--give_up=nan"], "--give_up=nan: must be above 0"),
+        (["--patience=0"], "--patience=0.0: must be above 0"),
+        (["--patience=inf"], "--patience=inf: must be finite"),
+        (["--give_up=nan"], "--give_up=nan: not a number"),
         (["--give_up=0"], "--give_up=0.0: must be above 0"),
-        (["--most_weights=nan"], "--most_weights=nan: must be a number above 0"),
-        (["--most_weights=-1"], "--most_weights=-1.0: must be a number above 0"),
+        (["--most_weights=nan"], "--most_weights=nan: not a number"),
+        (["--most_weights=-1"], "--most_weights=-1.0: must be above 0"),
         (["--connect=tcp://127.0.0.1:99999"], "--connect=tcp://127.0.0.1:99999: a port is a number from 1 to 65535"),
         (["--connect=tcp://127.0.0.1:0"], "--connect=tcp://127.0.0.1:0: a port is a number from 1 to 65535"),
         (["--connect=pigeon://127.0.0.1:9", "--keys="], "--connect=pigeon://127.0.0.1:9: "),
@@ -413,7 +413,6 @@ def test_a_host_whose_name_has_a_domain_has_a_name(monkeypatch):
     for host, name in (("box.example.com", "box"), ("B\u00fcro 7", "B-ro-7"), (".", "sampler")):
         monkeypatch.setattr(sampler.os, "uname", lambda host=host: SimpleNamespace(nodename=host))
         assert sampler.own_name(SamplerFlags()) == name
-    sampler.check_times(SamplerFlags(give_up=float("inf")))
 
 
 @pytest.mark.parametrize(
