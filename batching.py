@@ -31,6 +31,8 @@ class Batch:
     length: torch.Tensor  # (B,) int64       response tokens
     group: torch.Tensor  # (B,) int64       index of the group inside this rank's batch
     reward: torch.Tensor  # (B,) float32
+    cut: torch.Tensor  # (B,) bool       ended by --max_tokens
+    spread: torch.Tensor  # (B,) bool       the rewards of its group differ
     adv: torch.Tensor  # (B, 1) float32   advantage: the same for every token of a response
     sampling: torch.Tensor  # (B, 4) float32   what the learner scores with: temperature, top_p, top_k, min_p
     staleness: torch.Tensor  # (B, 2) float32   age of the sampling weights: in updates, in seconds
@@ -88,7 +90,7 @@ class Batch:
         return {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), torch.Tensor)}
 
 
-PER_RESPONSE = {"prompt_len", "length", "group", "reward", "adv", "sampling", "staleness"}  # the rest is per token
+PER_RESPONSE = {"prompt_len", "length", "group", "reward", "cut", "spread", "adv", "sampling", "staleness"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -116,6 +118,8 @@ def collate(groups: list[Rollout], cfg, version: int = 0, now: float = 0.0) -> B
         length=torch.tensor([len(r.tokens) for r in responses]),
         group=torch.tensor([k for k, g in enumerate(groups) for _ in g.responses]),
         reward=torch.cat(rewards),
+        cut=torch.tensor([r.finish_reason == "length" for r in responses]),
+        spread=torch.cat([torch.full_like(x, float(x.min() < x.max())).bool() for x in rewards]),
         adv=torch.cat(advantages)[:, None],
         sampling=torch.tensor([scored_with(g.sampling, cfg.keep_sampling_mask) for g, _ in pairs]),
         staleness=torch.tensor(age),

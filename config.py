@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ import objectives
 import quant
 import sampling
 import tasks
+from delay import DelayFlags, StalenessFlags
 from flags import UserError, choice, need
 from sampling import Sampling
 
@@ -306,6 +306,8 @@ class ReportFlags:
     """Responses to each of them, at temperature 1."""
     eval_task: str = ""
     """JSONL file of held-out problems; arith has its own test split."""
+    check_agreement: bool = True
+    """Stop if on the first rollouts engine and learner, with the same weights, are different policies (sync.py)."""
     advantage_error_every: int = 0
     """Every so many updates, |mean(w A) - mean A of fresh samples of the policy| (GEPO Fig. 6c); costs a rollout;
     0: never."""
@@ -313,43 +315,12 @@ class ReportFlags:
     """Checkpoint every so many updates; 0: only at the end."""
     keep: int = 2
     """Checkpoints kept."""
+    log_samples: int = 10
+    """Every so many updates, four responses whole into samples.jsonl (python plot.py --samples=RUN); 0: never."""
     tensorboard: bool = False
     """Also write TensorBoard events into the run folder."""
     wandb: str = ""
     """Also log to this wandb project."""
-
-
-@dataclass(frozen=True)
-class DelayFlags:
-    """How late a sampler loads new weights (delay.py)"""
-
-    delay: Literal["none", "constant", "lognormal", "weibull", "exponential"] = "none"
-    """Distribution of the delay after which a sampler loads the newest weights; none: at once."""
-    delay_min: float = 60.0
-    """Shortest delay, in seconds (virtual ones in train.py, this host's in a remote sampler)."""
-    delay_max: float = 1800.0
-    """Longest delay, in seconds; constant: the delay."""
-    delay_mass: float = 0.995
-    """Share of delays between the two, before they are clipped to them."""
-
-
-@dataclass(frozen=True)
-class StalenessFlags:
-    """Delayed samplers, simulated or remote"""
-
-    delay_samplers: int = 4
-    """--delay: samplers, each with a model version of its own."""
-    sampler_rate: float = 1.0
-    """--delay: groups the samplers make for each that the learner trains on; above 1 they queue up."""
-    step_seconds: float = 28.125
-    """--delay: virtual seconds an update takes (1800 / 64)."""
-    max_staleness: int | None = None
-    """Bound in updates: delays are capped there, older groups dropped when the learner would take them (the
-    updates of one batch come on top); 0: the synchronous loop; default none."""
-    window_seconds: float = math.inf
-    """Groups that have waited longer are dropped."""
-    sync_every: int = 1
-    """Broadcast weights to delayed or remote samplers every so many updates."""
 
 
 @dataclass(frozen=True)
@@ -412,7 +383,7 @@ class Config(
 FIELDS = {f.name: f for f in fields(Config)}
 # flags that a resumed run may change: they steer the process, not the training
 HARMLESS = {
-    *("resume", "overwrite", "keep", "save_every", "tensorboard", "wandb", "out"),
+    *("resume", "overwrite", "keep", "save_every", "log_samples", "check_agreement", "tensorboard", "wandb", "out"),
     *("bind", "keys", "sync_path", "give_up"),
 }
 
@@ -520,7 +491,7 @@ def check_sizes(cfg: Config, n_ranks: int) -> None:
         need(getattr(cfg, name) >= 1, f"--{name}={getattr(cfg, name)}: must be at least 1")
     for name in ("lr", "actor_lr", "grad_clip", "rollout_memory"):
         need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
-    for name in ("warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "save_every", "eval_every"):
+    for name in ("warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "save_every", "eval_every", "log_samples"):
         need(getattr(cfg, name) >= 0, f"--{name}={getattr(cfg, name)}: must not be negative")
     need(cfg.group_size >= 2, f"--group_size={cfg.group_size}: an advantage needs at least 2 responses a prompt")
     need(

@@ -32,11 +32,44 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import checkpoint
 from flags import UserError
 from rollout import LocalSource, Rollout, given_back_if_it_fails, uniforms
+
+
+@dataclass(frozen=True)
+class DelayFlags:
+    """How late a sampler loads new weights (delay.py)"""
+
+    delay: Literal["none", "constant", "lognormal", "weibull", "exponential"] = "none"
+    """Distribution of the delay after which a sampler loads the newest weights; none: at once."""
+    delay_min: float = 60.0
+    """Shortest delay, in seconds (virtual ones in train.py, this host's in a remote sampler)."""
+    delay_max: float = 1800.0
+    """Longest delay, in seconds; constant: the delay."""
+    delay_mass: float = 0.995
+    """Share of delays between the two, before they are clipped to them."""
+
+
+@dataclass(frozen=True)
+class StalenessFlags:
+    """Delayed samplers, simulated or remote"""
+
+    delay_samplers: int = 4
+    """--delay: samplers, each with a model version of its own."""
+    sampler_rate: float = 1.0
+    """--delay: groups the samplers make for each that the learner trains on; above 1 they queue up."""
+    step_seconds: float = 28.125
+    """--delay: virtual seconds an update takes (1800 / 64)."""
+    max_staleness: int | None = None
+    """Bound in updates: delays are capped there, older groups dropped when the learner would take them (the
+    updates of one batch come on top); 0: the synchronous loop; default none."""
+    window_seconds: float = math.inf
+    """Groups that have waited longer are dropped."""
+    sync_every: int = 1
+    """Broadcast weights to delayed or remote samplers every so many updates."""
 
 
 @dataclass(frozen=True)

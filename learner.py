@@ -23,11 +23,13 @@ from torch import nn
 import batching
 import objectives
 import quant
+import sync
 from batching import Batch
 from flags import UserError
 from measure import Sums
 from metrics import derive, observe
 from model import Needs, PolicyAndActor, TokenStats, needs_of_ref_pass, needs_of_update
+from sampling import Sampling
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ranks
@@ -384,3 +386,67 @@ def whole_on_cpu():
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     return StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Is it one policy with what is published, and with what samples?
+# ---------------------------------------------------------------------------------------------------------------------
+
+# mean |p_learner - p_engine| over sampled tokens that their rounding explains, with room: by precision and by format
+EXPECTED = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 3e-2}
+EXPECTED |= {"none": 0.0, "int8": 0.05, "fp8": 0.06, "w4a16": 0.1, "w3a16": 0.25, "w2a16": 0.6}
+
+
+def check_agreement(cfg, logged: dict) -> None:
+    """UserError if, with the same weights on both sides, engine and learner compute different policies.
+
+    logged: the metrics of the first update on fresh rollouts. It finds whatever makes logits another function on one
+    side: a soft cap, a scale, a bias, a temperature, log-probabilities of another distribution."""
+    engine = EXPECTED[cfg.rollout_dtype]
+    learner = EXPECTED[cfg.dtype]
+    low_bits = EXPECTED[cfg.rollout_quant]
+    if cfg.learner_quant in ("aligned", cfg.rollout_quant):
+        low_bits = min(low_bits, 5e-3)
+    elif cfg.learner_quant != "none":
+        low_bits = max(low_bits, EXPECTED[cfg.learner_quant])
+    expected = max(engine, learner, low_bits)
+    gap = logged["rollout_corr/mean_mismatch" if cfg.actor == "none" else "actor/engine_gap"]
+    if gap > expected:
+        raise UserError(
+            f"the learner does not compute the policy that sampled: on the first rollouts, with the same weights, "
+            f"|p_learner - p_engine| is {gap:.3g} on average, and rounding explains {expected:g} (--rollout_dtype="
+            f"{cfg.rollout_dtype}, --rollout_quant={cfg.rollout_quant}); does the model cap, scale or shift its logits "
+            "(config.json), or does the engine? --check_agreement=False trains all the same"
+        )
+
+
+def expects_agreement(cfg) -> bool:
+    """Whether engine and learner should be one policy: same weights, same distribution."""
+    fresh = cfg.samplers == "local" and cfg.delay == "none"
+    same = cfg.logprobs_mode == "processed" and (cfg.keep_sampling_mask == "replay" or not Sampling.of(cfg).truncates)
+    return cfg.check_agreement and fresh and same
+
+
+class LearnerCheck:
+    """Are the published tensors those that the learner computes with?
+
+    aligned: the learner's forward and the published tensors are one function, up to rounding; else the published ones
+    are low-bit versions of its weights, and only a publication that stands still can be told."""
+
+    def __init__(self, probe: sync.Probe, aligned: bool):
+        self.probe = probe
+        self.aligned = aligned
+        self.before: sync.Reference | None = None  # `engine`: the published tensors; `published`: the learner
+
+    def __call__(self, version: int, learner_says: np.ndarray, named_tensors) -> None:
+        """learner_says: log-probabilities (R, L - 1) of the probe's sequences. SyncError: they are not the same."""
+        published, _ = self.probe.logprobs(named_tensors)
+        slope = sync.slope_since(self.before, published, learner_says)
+        if not np.isnan(slope.b):
+            sync.need(
+                slope.high >= (sync.NEW if self.aligned else 0.1),
+                f"version {version}: of what changed in the learner since version {self.before.version} the published "
+                f"weights show {slope.b:.3g} +- {slope.se:.2g} of 1: they are not the learner's",
+            )
+        if self.before is None or slope.is_new:
+            self.before = sync.Reference(version, published, learner_says)

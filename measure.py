@@ -136,6 +136,18 @@ class Max(Mean):
 
 
 @dataclass(frozen=True)
+class Quantile:
+    """The q-th quantile of formula(view) over the true entries of over(view)."""
+
+    name: str
+    over: Callable
+    formula: Callable
+    q: float
+    meaning: str = ""
+    when: Callable = always
+
+
+@dataclass(frozen=True)
 class Derived:
     """A formula of the step's means: formula(m), m[name] the mean, m.sum(name), m.count(name)."""
 
@@ -151,10 +163,12 @@ class Derived:
 
 
 class Sums:
-    """Running (sum, count) pairs and maxima, on the device until `reduce`."""
+    """Running (sum, count) pairs, maxima and kept values, on the device until `reduce`."""
+
+    MOST = 1 << 16  # values kept of a micro-batch
 
     def __init__(self):
-        self.pairs, self.tops = {}, {}
+        self.pairs, self.tops, self.values = {}, {}, {}
 
     def add(self, name, x, where):
         """Adds x over the true entries of `where` (same shape): one more share of the mean called `name`."""
@@ -167,6 +181,11 @@ class Sums:
         value = x.double().masked_fill(~where, -math.inf).amax()
         self.tops[name] = torch.maximum(self.tops[name], value) if name in self.tops else value
 
+    def keep(self, name, x, where, q):
+        """Keep values for the q-th quantile called `name`: those where `where` is true, or evenly some of them."""
+        x = x[where]
+        self.values.setdefault(name, (q, []))[1].append(x[:: 1 + len(x) // self.MOST])
+
     def constant(self, name, value):
         """A number that is the same in every micro-batch and on every rank."""
         self.pairs[name] = (value, 1.0)
@@ -175,6 +194,9 @@ class Sums:
         """All means and maxima over ranks."""
         flat = comm.sum([v for pair in self.pairs.values() for v in pair])
         means = Means(zip(self.pairs, zip(flat[::2], flat[1::2], strict=True), strict=True))
+        for name, (q, parts) in self.values.items():
+            ordered = comm.cat(torch.cat(parts)).sort().values
+            means[name] = float(ordered[min(len(ordered) - 1, int(q * len(ordered)))]) if len(ordered) else 0.0
         if self.tops:
             means.update(zip(self.tops, comm.max(self.tops.values()), strict=True))
         return means

@@ -13,7 +13,7 @@ import math
 import re
 import textwrap
 
-from measure import Derived, Max, Mean, Means, Sums, View, k3, repetition
+from measure import Derived, Max, Mean, Means, Quantile, Sums, View, k3, repetition
 from model import FLOOR
 from sampling import Sampling
 
@@ -120,6 +120,13 @@ MISMATCH = [
     ),
 ]
 
+OF_LOG_R = "the value of log r = log p_ref - log p_inf that N % of the tokens do not reach"
+MISMATCH += [
+    Quantile(f"rollout_corr/log_r/{100 * q:g}", tokens, lambda v: v.log_r, q, OF_LOG_R)
+    for q in (0.01, 0.5, 0.99, 0.999)
+]
+MISMATCH += [Max("rollout_corr/largest_gap", tokens, lambda v: v.log_r.abs(), "largest |log r| of the step")]
+
 WEIGHTS = [
     Mean("_w", tokens, lambda v: v.weight),
     Mean("_w2", tokens, lambda v: v.weight**2),
@@ -221,7 +228,19 @@ REWARDS = [
         "sum min(R, C) reward / sum min(R, C): what the learner itself would earn; `reward` is the sampler's, and the "
         "two part where the policies do (TIS text, 'biased reward')",
     ),
+    Max("_best", responses, lambda v: v.batch.reward),
+    Derived("no_reward", lambda m: float(m["_best"] == m["reward"] == 0), "1 where every reward is 0; said aloud once"),
+    Mean("spread", responses, lambda v: v.batch.spread, "share of responses whose group's rewards differ"),
     Mean("response_length", responses, lambda v: v.batch.length, "tokens"),
+    Mean("cut", responses, lambda v: v.batch.cut, "share of responses that --max_tokens has ended"),
+    Derived("mostly_cut", lambda m: float(m["cut"] > 0.5), "1 where that is more than half; said aloud once"),
+    Mean("empty", responses, lambda v: (v.batch.length == 1) & ~v.batch.cut, "share that is an end and nothing else"),
+    Mean(
+        "entropy_of_cut",
+        lambda v: v.tokens & v.batch.cut[:, None],
+        lambda v: v.new.entropy,
+        "of the policy in responses that were cut, nats",
+    ),
     Mean("advantage_abs", responses, lambda v: v.adv[:, 0].abs(), "mean |A| over responses"),
     Mean(
         "weighted_advantage",
@@ -419,6 +438,8 @@ def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
     """Add one micro-batch. new: TokenStats, detached; batch: with ref columns; logs: from objectives.joint_loss."""
     view = View(new, batch, stats, logs, cfg)
     for row in ROWS:
+        if isinstance(row, Quantile):
+            sums.keep(row.name, row.formula(view), row.over(view), row.q)
         if isinstance(row, Mean) and row.when(view):
             add = sums.top if isinstance(row, Max) else sums.add
             add(row.name, row.formula(view), row.over(view))

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from flags import UserError, parse_flags, run_command
-from run import read_metrics
+from flags import UserError, need, parse_flags, run_command
+from run import read_metrics, rows
 
 # What is drawn, in reading order: (title, keys), of which the first that a run has is used.
 PANELS = [
@@ -45,6 +45,11 @@ class PlotFlags:
 
     out: str = "out/curves.png"
     """PNG to write."""
+    samples: str = ""
+    """Print the responses that this run has logged instead, their tokens coloured by the gap between sampler and
+    learner."""
+    last: int = 4
+    """--samples: so many of the newest."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -321,9 +326,38 @@ def draw_ratios(ax, report, scored) -> None:
     )
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Responses
+# ---------------------------------------------------------------------------------------------------------------------
+
+# |log p_learner - log p_inf|, nats, from which a token is printed in this colour of the terminal
+GAPS = {1.0: "\033[41m", 0.1: "\033[31m", 0.01: "\033[33m"}
+PLAIN = "\033[0m"
+
+
+def print_samples(run: str, last: int) -> None:
+    """The newest responses in samples.jsonl. UserError: the run has logged none."""
+    path = Path(run) / "samples.jsonl"
+    need(path.is_file(), f"{path}: no such file; give the folder of a run with --log_samples above 0")
+    for row in rows(path)[-last:]:
+        said = f"reward {row['reward']:g}, {row['finish_reason']}, gap {row['gap']:.3g} nats"
+        print(f"update {row['step'] + 1}: {said}\n{row['prompt']}")
+        print(" ".join(coloured(text, gap) for text, gap in zip(row["tokens"], row["gaps"], strict=True)))
+        print("largest: " + ", ".join(f"{text!r} {gap:+.3g}" for _, text, gap in row["largest"]) + "\n")
+    print("gaps: " + "  ".join(f"{colour}{low:g} and more{PLAIN}" for low, colour in GAPS.items()) + " nats")
+
+
+def coloured(text: str, gap: float) -> str:
+    colour = next((colour for low, colour in GAPS.items() if abs(gap) >= low), "")
+    return f"{colour}{text}{PLAIN}" if colour else text
+
+
 def main(argv: list[str]) -> None:
     runs = list(takewhile(lambda arg: not arg.startswith("-"), argv))
     flags = parse_flags(PlotFlags, argv[len(runs) :], usage=USAGE)
+    if flags.samples:
+        print_samples(flags.samples, flags.last)
+        return
     if not runs:
         raise UserError("name at least one run folder: python plot.py out/demo")
     print(draw(runs, flags.out))

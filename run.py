@@ -32,8 +32,9 @@ import quant
 import tasks
 import warmstart
 from flags import UserError, need
+from learner import LearnerCheck
 from rollout import uniforms
-from sync import LearnerCheck, Probe
+from sync import Probe
 from tasks import encode, make_task
 
 
@@ -335,6 +336,14 @@ WARNINGS = {
         "are cut, and an effective sample size near 1 is false; sequence weights correct nothing at this length "
         "(rollout_corr/t_max)"
     ),
+    "no_reward": (
+        "every reward of an update is 0, and nothing is learned from it: look at responses (python plot.py "
+        "--samples=RUN), at --max_tokens, and at --answer and the prompt where right answers are not found"
+    ),
+    "mostly_cut": (
+        "more than half of the responses of an update were cut at --max_tokens, and cut ones earn little or nothing: "
+        "raise it, or look at what they say (python plot.py --samples=RUN)"
+    ),
     "sync/long_unproven": (
         "for 50 syncs in a row the weights have moved too little, for the rounding of the engine, to tell whether it "
         "has the new ones (sync/slope_se); digests agree, and evidence goes on being added up"
@@ -352,6 +361,7 @@ class Log:
 
     def __init__(self, run: Path, cfg, step: int):
         self.path = run / "metrics.jsonl"
+        truncate(self.path.with_name("samples.jsonl"), step)
         truncate(self.path, step or -1)  # from the start: the evaluation before training (step -1) too
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run
         self.board = self.wandb = None
@@ -383,12 +393,40 @@ class Log:
         if self.wandb:
             self.wandb.log(numbers, step=step + 1)
 
+    def write_samples(self, samples: list[dict]) -> None:
+        with open(self.path.with_name("samples.jsonl"), "a", encoding="utf-8") as f:
+            f.writelines(json.dumps(row) + "\n" for row in samples)
+
     def close(self) -> None:
         self.file.close()
         if self.board:
             self.board.close()
         if self.wandb:
             self.wandb.finish()
+
+
+def samples_of(groups, logp: list, step: int, tokenizer) -> list[dict]:
+    """Lines of samples.jsonl: the first response of each group.
+
+    logp: the learner's log-probabilities of their tokens, one array for each."""
+    out = []
+    for group, learner in zip(groups, logp, strict=True):
+        r = group.responses[0]
+        gap = (learner - r.logp_inf).astype(np.float64).round(4)
+        texts = [tokenizer.decode([int(t)]) for t in r.tokens]
+        row = {
+            "step": step,
+            "prompt": tokenizer.decode(group.prompt_ids.tolist()),
+            "response": tokenizer.decode(r.tokens.tolist()),
+            "reward": r.reward,
+            "finish_reason": r.finish_reason,
+            "gap": float(np.abs(gap).mean()),  # mean |log p_learner - log p_inf|, nats
+            "largest": [[int(t), texts[t], float(gap[t])] for t in np.argsort(-np.abs(gap))[:5]],  # at, token, gap
+            "tokens": texts,
+            "gaps": gap.tolist(),
+        }
+        out.append(row)
+    return out
 
 
 def clean(v):

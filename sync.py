@@ -557,33 +557,3 @@ def check_module(version: int, watched: Watched | None, engine_says, published: 
             f"version {version}: the engine has not got the new weights of {watched.name} (it lacks {slope.b:.3g} +- "
             f"{slope.se:.2g} of their change since version {watched.reference.version})",
         )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The learner's side
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class LearnerCheck:
-    """Are the published tensors those that the learner computes with?
-
-    aligned: the learner's forward and the published tensors are one function, up to rounding; else the published ones
-    are low-bit versions of its weights, and only a publication that stands still can be told."""
-
-    def __init__(self, probe: Probe, aligned: bool):
-        self.probe = probe
-        self.aligned = aligned
-        self.before: Reference | None = None  # `engine`: the published tensors; `published`: the learner
-
-    def __call__(self, version: int, learner_says: np.ndarray, named_tensors) -> None:
-        """learner_says: log-probabilities (R, L - 1) of the probe's sequences. SyncError: they are not the same."""
-        published, _ = self.probe.logprobs(named_tensors)
-        slope = slope_since(self.before, published, learner_says)
-        if not np.isnan(slope.b):
-            need(
-                slope.high >= (NEW if self.aligned else 0.1),
-                f"version {version}: of what changed in the learner since version {self.before.version} the published "
-                f"weights show {slope.b:.3g} +- {slope.se:.2g} of 1: they are not the learner's",
-            )
-        if self.before is None or slope.is_new:
-            self.before = Reference(version, published, learner_says)

@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 from flags import UserError, need, run_command
 
@@ -35,10 +36,10 @@ from corrections import USES_Z
 from delay import DelaySource
 from engines import make_engine
 from eval import fresh_advantage, held_out
-from learner import LOCAL_RANK, Comm, Learner
-from model import needs_of_exact_kappa
+from learner import LOCAL_RANK, Comm, Learner, check_agreement, expects_agreement
+from model import Needs, needs_of_exact_kappa
 from rollout import LocalSource, given_back_if_it_fails
-from run import Log, locked, open_run, prepare_folder
+from run import Log, locked, open_run, prepare_folder, samples_of
 from tasks import run_stop_ids
 
 
@@ -101,6 +102,7 @@ class Training:
         self.source = open_source(cfg, self.run, self.comm)
         self.learner = Learner(*self.run.load_models(), cfg, self.comm)
         self.check_published = self.run.learner_check()
+        self.to_check = expects_agreement(cfg)
         self.updates_per_rollout = cfg.rollout_batch // cfg.train_batch
         self.groups_per_update = cfg.train_batch // (cfg.group_size * self.comm.size)
         self.step = 0
@@ -158,11 +160,16 @@ class Training:
             if "fresh" in objectives.passes_needed(cfg, self.controllers, self.updates_per_rollout):
                 fresh = learner.score(batch, needs_of_exact_kappa(cfg))
             stats = objectives.prepare(batch, self.comm, cfg, self.controllers, fresh)
+            if due(cfg.log_samples, self.step):
+                self.write_samples(groups[:4])
             if due(cfg.advantage_error_every, self.step):
                 values["fresh_advantage"] = fresh_advantage(learner, groups, self.run.task, self.run.tokenizer, cfg)
             # 6. forward, loss, backward for each micro-batch; clip; step
             logged = learner.update(batch, stats)
             objectives.update_controllers(self.controllers, logged, cfg)
+        if self.to_check and logged["staleness/max_updates"] == 0:
+            check_agreement(cfg, logged)
+            self.to_check = False
         if "fresh_advantage" in values:
             values["advantage_error"] = abs(logged["weighted_advantage"] - values["fresh_advantage"])
         self.pending = self.pending[1:]
@@ -176,6 +183,15 @@ class Training:
         if self.log:
             self.log.write(self.step - 1, values | self.read_clock())
         self.unwritten = None
+
+    def write_samples(self, groups) -> None:
+        """A response of each of these groups, whole, with the gap between sampler and learner at every token."""
+        firsts = [replace(group, responses=group.responses[:1], ref={}) for group in groups]
+        own = self.learner.score(batching.collate(firsts, self.cfg), Needs())
+        logp = own.logp if self.run.rollout_model == "policy" else own.actor_logp
+        if self.log:
+            rows = [x[: len(g.responses[0].tokens)].numpy() for x, g in zip(logp, firsts, strict=True)]
+            self.log.write_samples(samples_of(firsts, rows, self.step, self.run.tokenizer))
 
     def evaluate(self) -> dict[str, float]:
         """Held-out pass@1 of policy and actor."""

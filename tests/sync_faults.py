@@ -19,8 +19,9 @@ from conftest import tiny_model
 
 import quant
 from engines import HFEngine
+from learner import LearnerCheck
 from rollout import uniforms
-from sync import LearnerCheck, Probe, SyncError, prove
+from sync import Probe, SyncError, prove
 
 FORMATS = {
     "float32": ("float32", None),

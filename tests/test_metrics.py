@@ -65,6 +65,8 @@ def tiny(log_r, mask=None, new=None, ref=None, **columns):
         length=torch.tensor([3, 3]),
         group=torch.zeros(2, dtype=torch.long),
         reward=torch.tensor([1.0, 0.0]),
+        cut=torch.tensor([False, True]),
+        spread=torch.tensor([True, True]),
         adv=torch.tensor([[1.0], [-1.0]], dtype=f64),
         sampling=torch.tensor([[1.0, 1.0, 0.0, 0.0]] * 2),
         staleness=torch.tensor([[2.0, 10.0], [4.0, 30.0]]),
@@ -111,6 +113,17 @@ def test_numbers_by_hand():
     assert m["response_length"] == 3.0
     assert m["staleness/mean_updates"] == 3.0
     assert m["staleness/max_seconds"] == 30.0
+
+
+def test_what_is_said_aloud_of_rewards_and_cut_responses():
+    reward = torch.tensor
+    assert measured(LOG_R)["no_reward"] == 0
+    assert measured(LOG_R, columns={"reward": reward([0.0, 0.0])})["no_reward"] == 1
+    assert measured(LOG_R, columns={"reward": reward([1.0, -1.0])})["no_reward"] == 0  # their mean is 0
+    assert measured(LOG_R)["mostly_cut"] == 0
+    m = measured(LOG_R, columns={"cut": torch.tensor([True, True]), "length": torch.tensor([1, 3])})
+    assert (m["cut"], m["mostly_cut"], m["empty"]) == (1, 1, 0)
+    assert measured(LOG_R, columns={"length": torch.tensor([1, 3])})["empty"] == 0.5
 
 
 def test_weights_by_hand():
@@ -285,29 +298,31 @@ class Response:
     reward: float
     adv: float
     age: tuple[float, float]  # in updates, in seconds
+    cut: bool
+    spread: bool
 
     @property
     def trained(self) -> list[Token]:
         return [t for t in self.tokens if t.mask]
 
 
-# length, places that carry no gradient, reward, advantage, age
+# length, places that carry no gradient, reward, advantage, age, whether it was cut, whether its group's rewards differ
 SHAPES = [
-    (1, [], 0.2, 0.5, (1, 3.5)),
-    (20, [0, 7, 8], 1.0, -1.2, (4, 20.0)),
-    (7, [6], 0.0, 0.8, (2, 11.0)),
-    (4, [1, 2], 0.7, -0.3, (0, 1.25)),
-    (3, [0, 1, 2], 0.4, 1.1, (9, 99.0)),  # no gradient at all: it counts in no mean
-    (9, [4], 0.9, -0.7, (3, 17.0)),
+    (1, [], 0.2, 0.5, (1, 3.5), False, True),
+    (20, [0, 7, 8], 1.0, -1.2, (4, 20.0), True, True),
+    (7, [6], 0.0, 0.8, (2, 11.0), False, False),
+    (4, [1, 2], 0.7, -0.3, (0, 1.25), True, False),
+    (3, [0, 1, 2], 0.4, 1.1, (9, 99.0), True, True),  # no gradient at all: it counts in no mean
+    (9, [4], 0.9, -0.7, (3, 17.0), False, False),
 ]
 
 
 def responses() -> list[Response]:
     rng = random.Random(34)  # so that every bound acts on some and not on all (tested below)
     made = []
-    for length, holes, reward, adv, age in SHAPES:
+    for length, holes, *more in SHAPES:
         tokens = [token(rng, mask=t not in holes) for t in range(length)]
-        made.append(Response(tokens, reward, adv, age))
+        made.append(Response(tokens, *more))
     made[1].tokens[3].logp_ref = -69.0  # a token that the learner's own truncation cuts
     made[2].tokens[6].entropy = 1e6  # in a hole, where it counts for nothing
     return made
@@ -373,6 +388,8 @@ def tensors(made: list[Response], actor: bool) -> tuple[TokenStats, Batch]:
         length=per_response(lengths, torch.long),
         group=per_response([i // 3 for i in range(len(made))], torch.long),
         reward=per_response([r.reward for r in made]),
+        cut=per_response([r.cut for r in made], torch.bool),
+        spread=per_response([r.spread for r in made], torch.bool),
         adv=per_response([[r.adv] for r in made]),
         sampling=per_response([[1.0, 1.0, 0.0, 0.0]] * len(made)),
         staleness=per_response([r.age for r in made]),
@@ -532,6 +549,10 @@ def mismatch(trained, cfg) -> dict:
     out["rollout_corr/t_max"] = math.inf
     if out["rollout_corr/kl"] > 0:
         out["rollout_corr/t_max"] = cfg.log_ratio_clamp / out["rollout_corr/kl"]
+    ordered = sorted(log_r(t) for t in tokens)
+    for percent in ("1", "50", "99", "99.9"):
+        out[f"rollout_corr/log_r/{percent}"] = ordered[int(float(percent) / 100 * len(ordered))]
+    out["rollout_corr/largest_gap"] = max(abs(x) for x in ordered)
     if cfg.keep_sampling_mask == "recompute":
         out["rollout_corr/cut_fraction"] = mean(t.logp_ref <= -69.0 for t in tokens)
     return out
@@ -594,6 +615,12 @@ def rewards(trained, pairs) -> dict:
     return {
         "reward": mean(r.reward for r in trained),
         "response_length": mean(len(r.tokens) for r in trained),
+        "no_reward": 0.0,
+        "spread": mean(r.spread for r in trained),
+        "cut": mean(r.cut for r in trained),
+        "mostly_cut": 0.0,
+        "empty": mean(len(r.tokens) == 1 and not r.cut for r in trained),
+        "entropy_of_cut": mean(t.entropy for r in trained if r.cut for t in r.trained),
         "advantage_abs": mean(abs(r.adv) for r in trained),
         "entropy": mean(t.entropy for t, _ in pairs),
         "staleness/mean_updates": mean(r.age[0] for r in trained),

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 
 import sync
 from engines import HFEngine
-from learner import Comm, Learner
+from learner import Comm, Learner, LearnerCheck
 from rollout import uniforms
-from sync import Digest, LearnerCheck, Probe, Slope, SyncError, prove
+from sync import Digest, Probe, Slope, SyncError, prove
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Slopes

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 import checkpoint
 import config
 import objectives
+import plot
 import quant
 import train
 from corrections import USES_Z
@@ -27,7 +28,7 @@ from engines import HFEngine
 from flags import UserError
 from learner import Comm
 from rollout import LocalSource
-from run import open_run, read_metrics
+from run import open_run, read_metrics, rows
 from sampling import Sampling
 from sync import DECODED
 
@@ -54,6 +55,7 @@ def flags(solvers, out, **changes) -> list[str]:
         "group_size": 4,
         "max_tokens": 10,
         "save_every": 3,
+        "log_samples": 2,
         "eval_problems": 16,
         "lr": 1e-3,
         "actor_lr": 1e-3,
@@ -158,6 +160,10 @@ def timeless(out) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.endswith(TIMES)} for row in read_metrics(out)]
 
 
+def samples(out) -> list[dict]:
+    return rows(Path(out) / "samples.jsonl")
+
+
 def without_eval(rows) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in rows]
 
@@ -214,6 +220,51 @@ def test_a_run_leaves_everything_behind(whole, solvers):
     assert not torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
 
 
+def test_a_run_shows_what_was_sampled(whole, capsys):
+    """Four responses every second update, whole, with the gap at every token; and in colours."""
+    out, _ = whole
+    logged = samples(out)
+    assert [row["step"] for row in logged] == [0] * 4 + [2] * 4 + [4] * 4
+    for row in logged:
+        assert " ".join(row["tokens"]) == row["response"]
+        assert len(row["gaps"]) == len(row["tokens"])
+        assert row["gap"] == pytest.approx(sum(map(abs, row["gaps"])) / len(row["gaps"]), abs=1e-9)
+        assert row["prompt"].endswith(":")
+        assert (row["finish_reason"] == "stop") == row["response"].endswith("<eos>")
+        assert row["reward"] in (0.0, 1.0)
+        at, token, gap = row["largest"][0]
+        assert (row["tokens"][at], row["gaps"][at]) == (token, gap)
+        assert abs(gap) == max(map(abs, row["gaps"]))
+    assert max(row["gap"] for row in logged[:4]) < 1e-3  # the actor's own weights
+    assert len({row["response"] for row in logged}) > 6
+    plot.main([f"--samples={out}", "--last=2"])
+    said = capsys.readouterr().out
+    assert said.count("\nupdate 5: reward") + said.startswith("update 5: reward") == 2
+    assert logged[-1]["prompt"] in said
+    with pytest.raises(UserError, match="samples.jsonl: no such file"):
+        plot.main([f"--samples={out / 'checkpoints'}"])
+
+
+def test_tokens_are_coloured_by_their_gap():
+    assert plot.coloured("x", 0.001) == "x"
+    assert len({plot.coloured("x", gap) for gap in (0.02, -0.2, 2.0)}) == 3
+    assert plot.coloured("x", -2.0) == plot.coloured("x", 2.0)
+
+
+def test_an_engine_that_is_another_function_is_found_at_the_first_update(solvers, tmp_path, train_here, monkeypatch):
+    """Logits scaled on one side alone, as a forgotten temperature or soft cap does; with the flag it may."""
+    forward = HFEngine._forward
+
+    def scaled(self, ids, **more):
+        logits, cache = forward(self, ids, **more)
+        return 0.8 * logits, cache
+
+    monkeypatch.setattr(HFEngine, "_forward", scaled)
+    with pytest.raises(UserError, match="the learner does not compute the policy that sampled"):
+        train_here(flags(solvers, tmp_path / "run", steps=2))
+    train_here(flags(solvers, tmp_path / "other", steps=2, check_agreement=False))
+
+
 @SEVERAL_PROCESSES
 @pytest.mark.parametrize("after", [0, 4])
 def test_killed_and_resumed_is_the_same_run(whole, solvers, tmp_path, after):
@@ -226,6 +277,7 @@ def test_killed_and_resumed_is_the_same_run(whole, solvers, tmp_path, after):
     process.communicate(timeout=60)
     run_to_the_end(["--resume", f"--out={out}"])
     assert timeless(out) == timeless(whole[0])  # save_every=3 and two updates a batch: update 4 was pending
+    assert samples(out) == samples(whole[0])
     for mine, theirs in zip(momenta(out), momenta(whole[0]), strict=True):
         assert torch.equal(mine, theirs)
 
