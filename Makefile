@@ -1,4 +1,5 @@
 # make demo: set up and run the main job.   make test: set up, check the layout, run the tests.   Both build .venv once.
+# make slow: the tests that take minutes of waiting.
 PYTHON ?= python3
 PIP := .venv/bin/python -m pip install --disable-pip-version-check --quiet --progress-bar=on
 CUDA := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1 && echo yes)
@@ -7,7 +8,7 @@ TORCH := torch==2.13.0+cpu
 export OMP_WAIT_POLICY ?= PASSIVE
 export OMP_NUM_THREADS ?= $(shell $(PYTHON) -c "import os; print(len(os.sched_getaffinity(0)))")
 
-.PHONY: demo test
+.PHONY: demo test slow
 demo: .venv/ready
 	.venv/bin/python train.py --config=configs/demo.toml --overwrite
 
@@ -15,6 +16,9 @@ test: .venv/ready
 	.venv/bin/ruff format --check --quiet .
 	.venv/bin/ruff check --quiet .
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist loadfile tests
+
+slow: .venv/ready
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 -m slow tests
 
 .venv/ready: $(REQUIREMENTS)
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or newer is needed: make PYTHON=python3.11 ...')"

@@ -31,6 +31,7 @@ from tqdm import tqdm
 import checkpoint
 import mismatch
 import objectives
+import quant
 import sampling
 import tasks
 from config import Config, EngineFlags, PrecisionFlags, SamplingFlags, TaskFlags
@@ -87,13 +88,15 @@ def solve(engine, task, tokenizer, indices, samples: int, sampling: Sampling, se
 def sampler_of(learner, name: str, cfg) -> HFEngine:
     """A sampler in plain torch of the learner's policy or actor as it is now.
 
-    Under FSDP it has a whole copy of the weights, because shards cannot decode."""
+    Under FSDP it has a whole copy of the weights, because shards cannot decode; aligned where the learner's is."""
     model = getattr(learner.models, name)
     if not (learner.comm.on and cfg.parallel == "fsdp"):
         return HFEngine(model, device=learner.device)
     from transformers import AutoModelForCausalLM
 
-    engine = HFEngine(AutoModelForCausalLM.from_config(copy.deepcopy(model.config)), device=learner.device)
+    whole = AutoModelForCausalLM.from_config(copy.deepcopy(model.config))
+    quant.align(whole, next((m.format for m in model.modules() if isinstance(m, quant.LowBitLinear)), None))
+    engine = HFEngine(whole, device=learner.device)
     engine.load(learner.named_tensors(name))
     return engine
 

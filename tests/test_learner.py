@@ -380,8 +380,9 @@ def test_non_finite_steps_are_skipped_counted_and_stop_the_run():
     assert learner.skipped_in_a_row == 0
     assert any(not torch.equal(p, before[name]) for name, p in weights(learner).items())
     one_update(learner, bad)
-    with pytest.raises(RuntimeError, match="2 updates in a row had a non-finite loss or gradient"):
-        one_update(learner, bad)
+    assert not learner.error
+    one_update(learner, bad)
+    assert "2 updates in a row had a non-finite loss or gradient" in learner.error  # train.py saves, and says so
 
 
 def test_an_update_with_everything_rejected_moves_the_actor_alone():

@@ -137,7 +137,15 @@ def test_over_a_folder_and_a_full_disk(solvers, tmp_path):
     assert "File too large; waiting for room" in printed and done >= 1
 
 
-@pytest.mark.parametrize("who", ["sampler", "learner", "both", "learner, folder"])
+@pytest.mark.parametrize(
+    "who",
+    [
+        pytest.param("sampler", marks=pytest.mark.slow),
+        pytest.param("learner", marks=pytest.mark.slow),
+        "both",
+        "learner, folder",
+    ],
+)
 def test_killed_and_started_again(who, solvers, tmp_path):
     """The spool is as small as can be: a learner that must see more groups than that between two checkpoints, orphans
     among them, gets them."""
@@ -161,6 +169,7 @@ def test_killed_and_started_again(who, solvers, tmp_path):
     the_account_adds_up(tmp_path / "run", [spool])
 
 
+@pytest.mark.slow
 def test_a_learner_that_waits_stops_at_a_signal_and_gives_up_with_a_sentence(solvers, tmp_path):
     """Nobody samples. What was computed is saved either way, and the sampler that comes in the end finds it."""
     settings = zmq_flags(give_up=600)
@@ -180,6 +189,7 @@ def test_a_learner_that_waits_stops_at_a_signal_and_gives_up_with_a_sentence(sol
     the_account_adds_up(tmp_path / "run", [tmp_path / "box" / "spool"])
 
 
+@pytest.mark.slow
 def test_stopped_for_longer_than_every_timeout(solvers, tmp_path):
     settings = zmq_flags()
     learner = start(flags(solvers, tmp_path / "run", **settings))
@@ -343,6 +353,7 @@ def hosts():
         hosts.delete()
 
 
+@pytest.mark.slow
 def test_two_hosts_and_a_pulled_cable(hosts, solvers, tmp_path):
     """Keys, addresses that are not this host's own, and a cable that hangs loose for longer than every timeout."""
     make_keys(str(tmp_path / "keys"), 1)
@@ -366,6 +377,7 @@ def streams(run, rank):
     return {sampler: len(seen) for (sampler, _), seen in account.items()}
 
 
+@pytest.mark.slow
 def test_two_ranks_and_a_file_of_routes(solvers, tmp_path):
     """Sampler `a` serves both ranks and fetches its weights from the first, `b` the first alone: the second rank trains
     on what the first one's weights sampled."""

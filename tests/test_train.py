@@ -344,7 +344,12 @@ FAULTS = {  # where, and which checkpoint is the newest afterwards
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+SLOW = ("between two models' steps", "in the ref pass", "after the step")  # as the others, at other places
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, id=n, marks=[pytest.mark.slow] * (n in SLOW)) for n, f in FAULTS.items()]
+)
 def test_a_fault_of_ours_saves_first_and_keeps_its_traceback(
     fault, whole, solvers, tmp_path, train_here, monkeypatch, capsys
 ):
@@ -421,6 +426,19 @@ def test_two_ranks_train_and_resume(solvers, tmp_path, parallel):
     run_to_the_end(flags(solvers, out, parallel=parallel, steps=3, save_every=3), ranks=2)
     run_to_the_end(["--resume", f"--out={out}", "--steps=4"], ranks=2)
     assert without_eval(timeless(out)) == without_eval(timeless(whole))
+
+
+@SEVERAL_PROCESSES
+def test_an_aligned_learner_is_evaluated_as_it_trains_under_fsdp_too(solvers, tmp_path):
+    """Two bits change many answers: the sharded learner's, gathered for evaluation, are those of one process."""
+    case = {"objective": "grpo", "actor": "none", "rollout_quant": "w2a16", "learner_quant": "aligned"}
+    case |= {"quant_group": 32, "steps": 1, "save_every": 0, "eval_problems": 96}
+    scores = []
+    for ranks, parallel in ((1, "ddp"), (2, "fsdp")):
+        out = tmp_path / parallel
+        run_to_the_end(flags(solvers, out, parallel=parallel, **case), ranks)
+        scores.append(read_metrics(out)[0]["eval/policy_pass@1"])
+    assert scores[0] == scores[1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
