@@ -4,7 +4,7 @@ Tokens come from the actor (p_inf), but they are to teach the policy. Optimal bu
 (OBRS) rejects tokens that the actor likes more than the policy does, and reweights what it accepts; PPO
 does the rest, and distillation pulls the actor along. Equations are those of Jackpot, arXiv 2602.06107.
 
-    python mini.py            # some minutes on two cores: prints a table, draws out/mini.png
+    python mini.py            # three minutes on two cores: prints a table, draws out/mini.png
 
 Left out are vLLM, torchrun, GPUs and weight sync: the actor samples in plain torch, in this process, with
 the weights that are trained. Left out are quantized engines, delayed or remote samplers, temperature and
@@ -33,7 +33,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 # The settings, named as train.py's flags. Change them here.
-STEPS = 90  # optimizer updates; configs/demo.toml has 150
+STEPS = 80  # optimizer updates; configs/demo.toml has 150
 WARMUP_STEPS = 5
 LR, ACTOR_LR = 1e-4, 3e-4
 ROLLOUT_BATCH, TRAIN_BATCH = 256, 256  # responses sampled at once, responses in one update

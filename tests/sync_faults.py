@@ -125,7 +125,7 @@ def stands_still(size: float, most: int) -> tuple[int, str]:
 
 
 def main() -> None:
-    for size, most in ((1e-3, 200), (1e-6, 1)):
+    for size, most in ((1e-3, 200), (1e-6, 300)):
         for name, fault in FAULTS.items():
             for fmt in FORMATS:
                 if fault is scale_of_one and FORMATS[fmt][1] is None:

@@ -30,6 +30,10 @@ class OneRank:
 
     max = sum
 
+    @staticmethod
+    def cat(x):
+        return x
+
 
 def observed(new, batch, stats, cfg, parts=None, comm=OneRank) -> dict[str, float]:
     """The metrics of one step whose micro-batches are these parts, each a list of rows; all in one where none are."""
@@ -808,6 +812,10 @@ def test_two_ranks_with_the_same_share_change_nothing_but_the_counts():
         @staticmethod
         def sum(values):
             return [2 * float(x) for x in values]
+
+        @staticmethod
+        def cat(x):
+            return torch.cat([x, x])
 
     one = observed(*tensors(made, actor), stats, cfg)
     two = observed(*tensors(made, actor), stats, cfg, comm=TwoRanks)
