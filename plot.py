@@ -46,8 +46,8 @@ class PlotFlags:
     out: str = "out/curves.png"
     """PNG to write."""
     samples: str = ""
-    """Print the responses that this run has logged instead, their tokens coloured by the gap between sampler and
-    learner."""
+    """Print the responses that this run has logged instead, their tokens coloured by the gap between policy and
+    sampler."""
     last: int = 4
     """--samples: so many of the newest."""
 
@@ -330,7 +330,7 @@ def draw_ratios(ax, report, scored) -> None:
 # Responses
 # ---------------------------------------------------------------------------------------------------------------------
 
-# |log p_learner - log p_inf|, nats, from which a token is printed in this colour of the terminal
+# |log p_policy - log p_inf|, nats, from which a token is printed in this colour of the terminal
 GAPS = {1.0: "\033[41m", 0.1: "\033[31m", 0.01: "\033[33m"}
 PLAIN = "\033[0m"
 

@@ -408,11 +408,11 @@ class Log:
 def samples_of(groups, logp: list, step: int, tokenizer) -> list[dict]:
     """Lines of samples.jsonl: the first response of each group.
 
-    logp: the learner's log-probabilities of their tokens, one array for each."""
+    logp: the policy's log-probabilities of their tokens, one array for each."""
     out = []
-    for group, learner in zip(groups, logp, strict=True):
+    for group, policy in zip(groups, logp, strict=True):
         r = group.responses[0]
-        gap = (learner - r.logp_inf).astype(np.float64).round(4)
+        gap = (policy - r.logp_inf).astype(np.float64).round(4)
         texts = [tokenizer.decode([int(t)]) for t in r.tokens]
         row = {
             "step": step,
@@ -420,7 +420,7 @@ def samples_of(groups, logp: list, step: int, tokenizer) -> list[dict]:
             "response": tokenizer.decode(r.tokens.tolist()),
             "reward": r.reward,
             "finish_reason": r.finish_reason,
-            "gap": float(np.abs(gap).mean()),  # mean |log p_learner - log p_inf|, nats
+            "gap": float(np.abs(gap).mean()),  # mean |log p_policy - log p_inf|, nats
             "largest": [[int(t), texts[t], float(gap[t])] for t in np.argsort(-np.abs(gap))[:5]],  # at, token, gap
             "tokens": texts,
             "gaps": gap.tolist(),

@@ -185,10 +185,9 @@ class Training:
         self.unwritten = None
 
     def write_samples(self, groups) -> None:
-        """A response of each of these groups, whole, with the gap between sampler and learner at every token."""
+        """A response of each of these groups, whole, with the gap between policy and sampler at every token."""
         firsts = [replace(group, responses=group.responses[:1], ref={}) for group in groups]
-        own = self.learner.score(batching.collate(firsts, self.cfg), Needs())
-        logp = own.logp if self.run.rollout_model == "policy" else own.actor_logp
+        logp = self.learner.score(batching.collate(firsts, self.cfg), Needs()).logp
         if self.log:
             rows = [x[: len(g.responses[0].tokens)].numpy() for x, g in zip(logp, firsts, strict=True)]
             self.log.write_samples(samples_of(firsts, rows, self.step, self.run.tokenizer))
