@@ -394,6 +394,7 @@ def test_two_ranks_and_a_file_of_routes(solvers, tmp_path):
     assert rows[-1]["remote/trained"] == 16 and rows[-1]["remote/handed"] >= 16  # of both ranks
 
 
+@pytest.mark.slow
 def test_two_ranks_a_folder_four_bits_and_another_model(solvers, tmp_path):
     """The learner publishes int4 tensors over a folder; one host samples with a smaller model of its own."""
     shared = tmp_path / "shared"

@@ -415,7 +415,7 @@ def test_resume_says_which_key_differs_and_a_run_is_not_overwritten(whole, solve
 
 
 @SEVERAL_PROCESSES
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_two_ranks_train_and_resume(solvers, tmp_path, parallel):
     """torchrun with one engine a rank: whole run against one stopped after its checkpoint and resumed."""
     whole, out = tmp_path / "whole", tmp_path / "run"
