@@ -1,0 +1,642 @@
+"""Would the tests notice? One line of the program is broken at a time, and some test must fail.
+
+    python tests/mutants.py                       all of them, an hour on two cores
+    python tests/mutants.py --only=obrs.py        those of one file
+    python tests/mutants.py --jobs=1
+
+Each row is (what stands there, what is put in its place); what stands there occurs once in the file. Not in the suite.
+A row with a third entry is expected to live: it says why."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).parent.parent
+LIMIT = 900  # seconds; a test that hangs has noticed
+
+ONE_RANK = ["-k", "not two_ranks"]
+LEARNER = ["test_learner.py", "test_oracle.py", *ONE_RANK]
+MATHS = ["test_corrections.py", "test_obrs.py", "test_gepo.py", "test_objectives.py", "test_oracle.py", *ONE_RANK]
+
+# where the tests of a file are, most telling first
+TESTS = {
+    "objectives.py": ["test_objectives.py", "test_corrections.py", "test_gepo.py", *LEARNER],
+    "corrections.py": MATHS,
+    "obrs.py": MATHS,
+    "gepo.py": ["test_gepo.py", *LEARNER],
+    "batching.py": ["test_rollout.py", *LEARNER],
+    "model.py": ["test_head.py", "test_sampling.py", "test_config.py", *LEARNER],
+    "learner.py": ["test_learner.py", "test_checkpoint.py", "test_config.py", "test_sync.py", "test_quant.py"],
+    "sync.py": ["test_sync.py"],
+    "quant.py": ["test_quant.py"],
+    "sampling.py": ["test_sampling.py", "-k", "not vllm"],
+    "engines.py": ["test_rollout.py", "test_sampling.py", "test_tasks.py", "-k", "not vllm"],
+    "rollout.py": ["test_rollout.py", "test_run.py", "test_delay.py", "-k", "not killed"],
+    "delay.py": ["test_delay.py"],
+    "tasks.py": ["test_tasks.py"],
+    "eval.py": ["test_eval.py"],
+    "measure.py": ["test_metrics.py"],
+    "metrics.py": ["test_metrics.py"],
+    "checkpoint.py": ["test_checkpoint.py", "test_run.py"],
+    "run.py": ["test_run.py", "test_config.py"],
+    "train.py": ["test_train.py", "-k", "signals or error or rescue or logs_every or stopped_and_resumed or samples"],
+    "config.py": ["test_config.py"],
+    "flags.py": ["test_config.py", "test_flags.py"],
+    "remote/guard.py": ["test_guard.py"],
+    "remote/wire.py": ["test_wire.py", "test_door.py"],
+    "remote/hub.py": ["test_hub.py", "test_guard.py", "test_door.py"],
+    "remote/source.py": ["test_door.py", "test_hub.py"],
+    "remote/account.py": ["test_wire.py", "test_hub.py", "test_door.py"],
+    "remote/groups.py": ["test_wire.py", "test_door.py", "test_guard.py"],
+}
+
+MUTANTS = {
+    "objectives.py": [
+        ("(reward.std() + 1e-6)", "(reward.std(correction=0) + 1e-6)"),
+        ("return reward - reward.mean()", "return reward - reward.median()"),
+        ("(len(reward) / max(1, len(reward) - 1))", "(len(reward) / max(1, len(reward) + 1))"),
+        ("cut = r.clamp(1 - low, 1 + high) * adv", "cut = r.clamp(1 - high, 1 + low) * adv"),
+        ("value = torch.minimum(plain, cut)", "value = torch.maximum(plain, cut)"),
+        ("value = torch.where(adv < 0, torch.maximum(value, floor), value)", "value = torch.maximum(value, floor)"),
+        ("value = torch.where(in_band, s, band.detach()) * adv", "value = torch.minimum(s, band) * adv"),
+        ("s.new_tensor(1 + high), s.new_tensor(1 + neg_high)", "s.new_tensor(1 + high), s.new_tensor(1 + high)"),
+        (
+            "log_ratio.new_tensor(1.0), log_ratio.new_tensor(1.05)",
+            "log_ratio.new_tensor(1.05), log_ratio.new_tensor(1.0)",
+        ),
+        ("r = token_ratio(log_ratio, clamp).detach()\n    bounded", "r = token_ratio(log_ratio, clamp)\n    bounded"),
+        ("value = -keep * weight * surrogate", "value = -weight * surrogate"),
+        (
+            "weight, keep = weight.detach().expand_as(base), keep.detach()",
+            "weight, keep = weight.expand_as(base), keep.detach()",
+        ),
+        ("    return batch.logp_ref\n    if cfg.ratio_base", "    return batch.logp_inf\n    if cfg.ratio_base"),
+        ("        return new.logp.detach()\n    mean_logp", "        return new.logp\n    mean_logp"),
+        ("mean_logp = seq_mean(new.logp.detach(), batch.mask)", "mean_logp = seq_mean(new.logp, batch.mask)"),
+        (
+            "mean_logp_inf = seq_mean(batch.logp_inf.double(), batch.mask)",
+            "mean_logp_inf = seq_mean(batch.logp_ref.double(), batch.mask)",
+        ),
+        ("as_actor = replace(batch, logp_ref=batch.actor_logp_ref)", "as_actor = batch"),
+        ("replace(stats, kept_factor=None), actor_config(cfg)", "stats, actor_config(cfg)"),
+        ("value = value + stats.distill_lambda * distill", "value = value + distill"),
+        ("        return unreduced.sum() / stats.tokens", "        return unreduced.sum() / mask.sum()"),
+        ("per_token = mask.sum(1, keepdim=True).clamp_min(1)", "per_token = mask.shape[1]"),
+        ("return (unreduced / per_token).sum() / stats.sequences", "return (unreduced / per_token).sum() / len(mask)"),
+        (
+            "tokens, sequences = comm.sum([batch.mask.sum(), (lengths > 0).sum()])",
+            "tokens, sequences = map(float, [batch.mask.sum(), (lengths > 0).sum()])",
+        ),
+        ("(lengths > 0).sum()])\n    stats", "len(lengths)])\n    stats"),
+        (
+            "accepted = obrs.acceptance(logp_tgt, batch.logp_inf, stats.lam,",
+            "accepted = obrs.acceptance(logp_tgt, batch.logp_inf, cfg.obrs_lambda,",
+        ),
+        ("accepted = (batch.mask_uniforms < accepted)", "accepted = (batch.mask_uniforms > accepted)"),
+        ("stats.lam = obrs.solve_lambda(comm.cat(ratios), cfg", "stats.lam = obrs.solve_lambda(ratios, cfg"),
+        (
+            "kept_tokens, kept_sequences = comm.sum([kept.sum(), (kept > 0).sum()])",
+            "kept_tokens, kept_sequences = map(float, [kept.sum(), (kept > 0).sum()])",
+        ),
+        (
+            "    if stats.kappa is None or fresh is not None or cfg.obrs_target",
+            "    if stats.kappa is None or cfg.obrs_target",
+        ),
+        (
+            "* math.exp(cfg.distill_gain * max(-1.0, min(1.0, error)))",
+            "* math.exp(-cfg.distill_gain * max(-1.0, min(1.0, error)))",
+        ),
+        ('    if not logged.get("stepped", True):', "    if False:"),
+        (
+            "value = value + cfg.cppo_beta * drift * per_response_scale(batch.mask, stats, cfg)",
+            "value = value + cfg.cppo_beta * drift",
+        ),
+        ("surrogate = surrogate * (batch.adv > 0)", "surrogate = surrogate * (batch.adv >= 0) * 2"),
+    ],
+    "corrections.py": [
+        ("return token_ratio(seq_sum(log_r, mask), clamp)", "return seq_sum(token_ratio(log_r, clamp), mask)"),
+        ("return token_ratio(seq_mean(log_r, mask), clamp)", "return token_ratio(log_r.mean(1, keepdim=True), clamp)"),
+        ("weight = token_ratio(log_r, clamp).clamp(floor, cap)", "weight = token_ratio(log_r, clamp).clamp_max(cap)"),
+        ("    return r, inside(r, low, high)", "    return r, inside(r, 0, high)"),
+        ("return r, (r <= cap).to(r.dtype)", "return r.clamp_max(cap), torch.ones_like(r)"),
+        (
+            "weight = (z * token_ratio(log_r, clamp)).clamp_max(c1)",
+            "weight = z * token_ratio(log_r, clamp).clamp_max(c1)",
+        ),
+        ("return weight, inside(weight, low, high)", "return torch.ones_like(weight), inside(weight, low, high)"),
+        (
+            "_, keep = geo_rs(log_r, mask, low, high, clamp)\n    return weight, keep",
+            "return weight, torch.ones_like(weight)",
+        ),
+        ("m, low = geo_ratio(log_r, mask, clamp), floor or 1 / cap", "m, low = geo_ratio(log_r, mask, clamp), floor"),
+        ("tis(new.logp.detach() - b.logp_inf, cfg.is_cap", "tis(b.log_r, cfg.is_cap"),
+        (
+            "low = (token_ratio(batch.log_r, cfg.log_ratio_clamp) < cfg.veto) & batch.mask",
+            "low = token_ratio(batch.log_r, cfg.log_ratio_clamp) < cfg.veto",
+        ),
+        ("keep = keep * ~low.any(1, keepdim=True)", "keep = keep * ~low"),
+        (
+            'moves = cfg.obrs_target == "new" and cfg.correction != "jackpot_adjusted"',
+            'moves = cfg.obrs_target == "new"',
+        ),
+        ('late = cfg.samplers != "local" or', "late ="),
+    ],
+    "obrs.py": [
+        ("return (logp_tgt - logp_inf - math.log(lam)).clamp", "return (logp_tgt - logp_inf + math.log(lam)).clamp"),
+        (
+            "return z * (logp_tgt - logp_inf).clamp(-clamp, clamp).exp().clamp_min(lam)",
+            "return z * (logp_tgt - logp_inf).clamp(-clamp, clamp).exp().clamp_min(1.0)",
+        ),
+        ("keep = a if expected else (u < a)", "keep = a if expected else (u[:, :1] < a)"),
+        ("rho = rho * (logp_ref - logp_tgt).clamp", "rho = rho * (logp_tgt - logp_ref).clamp"),
+        (
+            "        rho = rho * (logp_ref - logp_tgt).clamp(-clamp, clamp).exp().clamp_max(c2)",
+            "        rho = (w * (logp_ref - logp_tgt).clamp(-clamp, clamp).exp().clamp_max(c2)).clamp_max(c1)",
+        ),
+        (
+            "z_low = torch.minimum(p_inf, support_logp_tgt.exp() / lam).sum(-1)",
+            "z_low = torch.minimum(p_inf, support_logp_tgt.exp()).sum(-1) / lam",
+        ),
+        ("room = (1.0 - p_inf.sum(-1)).clamp_min(0.0)", "room = (1.0 - support_logp_tgt.exp().sum(-1)).clamp_min(0.0)"),
+        ("        room = torch.minimum(room, tail)", "        room = torch.maximum(room, tail)"),
+        (
+            '    if how == "approx":\n        return Z(kappa * low, low)',
+            '    if how == "approx":\n        return Z(low, low)',
+        ),
+        ("return (accepted / proposed) / (z_sum / proposed)", "return (z_sum / proposed) / (accepted / proposed)"),
+        (
+            "return Target(batch.logp_ref, batch.support_logp_ref, batch.tail_ref, batch.z_ref)",
+            "return Target(batch.logp_inf, batch.support_logp_ref, batch.tail_ref, batch.z_ref)",
+        ),
+        (
+            "return Target(new.logp.detach(), new.support_logp, new.tail, new.z)",
+            "return Target(new.logp.detach(), batch.support_logp_ref, new.tail, new.z)",
+        ),
+        ("room = n * rate - n + k", "room = n * rate - n + k - 1"),
+        (
+            'if mode == "reweight":\n        return rho, torch.ones_like(keep), a',
+            'if mode == "reweight":\n        return rho, keep, a',
+        ),
+    ],
+    "gepo.py": [
+        (
+            "log_mean = log_group_sum(2 * log_q, group) - log_group_sum(log_q, group)",
+            "log_mean = log_group_sum(2 * log_q, group)",
+        ),
+        (
+            "log_mean = log_group_sum(log_q, group) - log_group_sum(count, group)",
+            "log_mean = log_group_sum(log_q, group) - math.log(len(log_q))",
+        ),
+        (
+            "variance = (same * (q[None, :] - mean[:, None]) ** 2).sum(1) / n",
+            "variance = (same * (q[None, :] - mean[:, None]) ** 2).sum(1) / (n - 1)",
+        ),
+        ("return (c * variance).clamp(0.0, 0.99)", "return (c * variance).clamp(0.0, 1.0)"),
+        (
+            "mixing.log() + mean_logp_new, torch.log1p(-mixing) + log_group_mean",
+            "mixing.log() + log_group_mean, torch.log1p(-mixing) + mean_logp_new",
+        ),
+        ('d = logp_inf - logp_new if how == "official"', 'd = logp_inf - logp_new if how != "official"'),
+        ("    return d.exp() - d - 1", "    return d.exp() + d - 1"),
+    ],
+    "batching.py": [
+        ('"mask", cfg.seed, g.uid, i)', '"mask", cfg.seed, g.uid, 0)'),
+        (
+            "group=torch.tensor([k for k, g in enumerate(groups) for _ in g.responses])",
+            "group=torch.tensor([0 for k, g in enumerate(groups) for _ in g.responses])",
+        ),
+        ("age = [[version - g.version,", "age = [[g.version,"),
+        (
+            "mask=pad([r.loss_mask for r in responses], T, fill=False)",
+            "mask=pad([r.loss_mask | True for r in responses], T, fill=False)",
+        ),
+        ("np.where(listed, -np.inf, r.logp_inf)", "r.logp_inf"),
+        ("kth = [np.exp(r.topk_logp[:, -1])", "kth = [np.exp(r.topk_logp[:, 0])"),
+        (
+            "        return [sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p]",
+            "        return [1.0, sampling.top_p, sampling.top_k, sampling.min_p]",
+        ),
+        ("    return [sampling.temperature, 1.0, 0.0, 0.0]", "    return [1.0, 1.0, 0.0, 0.0]"),
+        ("for g in groups for column in g.ref[name]]", "for g in groups for column in groups[0].ref[name]]"),
+        ("        b += len(g.responses)", "        b += 1"),
+        ("if parts and cost([*parts[-1], r]) <= budget:", "if parts:"),
+    ],
+    "model.py": [
+        (
+            "return hidden.flatten(0, 1)[row * ids.shape[1] + batch.prompt_len[row] + t - 1]",
+            "return hidden.flatten(0, 1)[row * ids.shape[1] + batch.prompt_len[row] + t]",
+        ),
+        (
+            "position_ids=batch.prompt_len[:, None] + place[:n]",
+            "position_ids=P + place[:n][None].expand(len(batch.tokens), -1)",
+        ),
+        ("visible = (place < batch.prompt_len[:, None]) | (place >= P)", "visible = (place < P) | (place >= P)"),
+        ("dz = p.mul_(-g).scatter_add_(1, target, g)", "dz = p.mul_(g).scatter_add_(1, target, -g)"),
+        ("return dz if self.scored.inv_temperature is None else dz.mul_(self.scored.inv_temperature[at])", "return dz"),
+        ("                dz.mul_(self.actor.scored.inv_temperature[at])", "                pass"),
+        ("g = g * (p.gather(1, target) > 0)", "g = g * 1"),
+        (
+            "of_all = torch.minimum(p.div_(needs.lam), p_kth, out=p).sum(-1)",
+            "of_all = torch.minimum(p, p_kth, out=p).sum(-1)",
+        ),
+        (".mul_(self.support_on[at]).sum(-1)", ".sum(-1)"),
+        (
+            'out["z"] = torch.minimum(logq, logp - log_lam).exp().sum(-1)',
+            'out["z"] = torch.minimum(logq, logp).exp().sum(-1)',
+        ),
+        (
+            "after = torch.linalg.vecdot(p, gap.clamp_min_(log_lam))",
+            "after = torch.linalg.vecdot(p, gap.clamp_min_(0.0))",
+        ),
+        ("        return q - logp.exp()", "        return logp.exp() - q"),
+        ("gap = gap - torch.linalg.vecdot(lq.exp(), gap)[:, None]", "pass"),
+        (
+            "d_heads[2 * m], d_heads[2 * m + 1], dz, hidden[m], weight[m], at)",
+            "d_heads[2 * m], d_heads[2 * m + 1], dz, hidden[0], weight[m], at)",
+        ),
+        ("d_weight.addmm_(dz.t(), hidden[at])", "d_weight.copy_(dz.t() @ hidden[at])"),
+        (
+            "exact_z=has_actor and uses_z and not has_ref and corrections.actor_is_sampler(cfg)",
+            "exact_z=has_actor and uses_z and not has_ref",
+        ),
+        ('wider = cfg.obrs_z == "approx" or', "wider ="),
+        ("gone[row, ids[first:last]] = False", "gone[row, ids[: last - first]] = False"),
+    ],
+    "learner.py": [
+        ("(loss * self.comm.size).backward()", "loss.backward()"),
+        ("                    loss = loss * 0.0", "                    pass"),
+        (
+            'self._optimize(name, lr, step=finite and not (all_rejected and name == "policy"))',
+            "self._optimize(name, lr, step=finite)",
+        ),
+        ("self.skipped_in_a_row = 0 if finite else", "self.skipped_in_a_row = self.skipped_in_a_row if finite else"),
+        ("        return (step + 1) / cfg.warmup_steps", "        return step / cfg.warmup_steps"),
+        ("lr = self.lr[name] * factor", 'lr = self.lr["policy"] * factor'),
+        (
+            "matrices = [p for p in model.base_model.layers.parameters() if p.ndim == 2]",
+            "matrices = [p for p in model.parameters() if p.ndim == 2]",
+        ),
+        ('adjust_lr_fn="match_rms_adamw"', 'adjust_lr_fn="original"'),
+        (
+            'counters = ("version", "skipped", "skipped_in_a_row", "rejected")',
+            'counters = ("version", "skipped", "skipped_in_a_row")',
+        ),
+        ("top_logp_inf = top_logp_inf.masked_fill(same.any(-1), -torch.inf)", "pass"),
+        ("top_logp_inf = torch.minimum(new.top_logp, batch.p_kth.log()[..., None])", "top_logp_inf = new.top_logp"),
+        ("support_logp[..., 0].masked_fill_(~same[..., 0].any(-1), -torch.inf)", "pass"),
+        (
+            'gap = logged["rollout_corr/mean_mismatch" if cfg.actor == "none" else "actor/engine_gap"]',
+            'gap = logged["rollout_corr/mean_mismatch"] if cfg.actor == "none" else 0.0',
+        ),
+        ("    if gap > expected:", "    if gap > 100 * expected:"),
+        ("padded = torch.cat([x, x.new_full((n - len(x),), torch.nan)])", "padded = x[:n]"),
+        ("slope.high >= (sync.NEW if self.aligned else 0.1)", "slope.high >= 0.0"),
+        ("largest.isfinite().all()", "True"),
+    ],
+    "sync.py": [
+        ("return self.b - SURE * self.se > 0.5", "return self.b > 0.5"),
+        ("of_rows = ((error * x).sum(1) ** 2).sum() * rows / (rows - 1)", "of_rows = 0.0"),
+        ("sent.text() == received.text(),", "True,"),
+        ("        slope.high >= NEW,", "        slope.high >= 0.0,"),
+        ("need(slope.low <= 2 - NEW,", "need(slope.low <= 20,"),
+        ("need(np.isfinite(engine_says).all(),", "need(True,"),
+        ("        share >= EXPLAINED,", "        share >= -9e9,"),
+        ("error <= GROWN * probe.first_error,", "error <= 1e9 * probe.first_error,"),
+        ("            not slope.low > 0.5,", "            True,"),
+        ("common = (tokens == before.tokens).cumprod(1).astype(bool)", "common = tokens == before.tokens"),
+        ('probe.unproven = probe.unproven + 1 if status == "unproven" else 0', "probe.unproven = 0"),
+        ("probe.n_watched += 1", "probe.n_watched += 0"),
+    ],
+    "quant.py": [
+        ("s = torch.where(amax > 0, amax / qmax, 1.0)", "s = amax / qmax"),
+        ("q = q.round_()  # the", "q = q  # the"),
+        ("x = x.float().reshape(M, -1, group or K)", "x = x.float().reshape(M, -1, K)"),
+        ("dx = g @ dequantize(qw, sw).to(g.dtype)", "dx = g @ qw.to(g.dtype)"),
+        ("x = qx if sx is None else dequantize(qx, sx).to(g.dtype)", "x = qx.to(g.dtype)"),
+        ("if self.cached_version != version or not self.cache_quantized:", "if self.cached is None:"),
+        ("isinstance(m, nn.Linear) and m is not head}", "isinstance(m, nn.Linear)}"),
+        (
+            '            yield f"{name}_scale", s\n        else:',
+            '            yield f"{name}_scale", s * 1.01\n        else:',
+        ),
+        ("weight.copy_(dequantize(*quantize(weight,", "weight.add_(0 * dequantize(*quantize(weight,"),
+        ("return 127.0 if self.dtype == torch.int8 else self.qmax", "return self.qmax"),
+    ],
+    "sampling.py": [
+        ("gone = p < min_p * p[:, :1]", "gone = p < min_p"),
+        ("gone |= z < z.gather(1, last)", "gone |= z <= z.gather(1, last)"),
+        ("gone |= p.cumsum(-1) - p >= top_p", "gone |= p.cumsum(-1) >= top_p"),
+        ("    p = p / p.sum(-1, keepdim=True)\n", ""),
+        ("gone[:, 0] = False", "pass"),
+        ("top_k = max(0, cfg.top_k)", "top_k = cfg.top_k"),
+    ],
+    "engines.py": [
+        ("truncate(logits / sampling.temperature, sampling)", "truncate(logits, sampling)"),
+        (
+            "            if self.raw:\n                logp = logits.log_softmax(-1)",
+            "            if False:\n                logp = logits.log_softmax(-1)",
+        ),
+        (
+            "token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)",
+            "token = torch.searchsorted(cdf, u * cdf[:, -1:] * 0.9, right=True)",
+        ),
+        (
+            'draws = np.stack([uniforms(T, "sample", seed) for seed in chain.from_iterable(seeds)])',
+            'draws = np.stack([uniforms(T, "sample", 0) for seed in chain.from_iterable(seeds)])',
+        ),
+        ("mask=mask[prompt_of] if padded else None,", "mask=None,"),
+        ("position=mask.sum(1)[prompt_of],", "position=torch.full_like(mask.sum(1)[prompt_of], P),"),
+        ("self.length[which[ended]] = t + 1", "self.length[which[ended]] = t"),
+        (
+            'finish_reason="stop" if int(tokens[i, L - 1]) in stop_ids else "length"',
+            'finish_reason="stop" if L < self.T else "length"',
+        ),
+        ("        if sizes.max() > max_allowed:", "        if False:"),
+        ("self.mask = self.mask[rows]", "pass"),
+    ],
+    "rollout.py": [
+        ("n = i * self.n_ranks + self.rank", "n = i + self.rank"),
+        (
+            "return [request_seed(self.sampling.seed, uid, g) for g in range(self.group_size)]",
+            "return [request_seed(self.sampling.seed, uid, 0) for g in range(self.group_size)]",
+        ),
+        ("        self.sequence += n_groups\n", ""),
+        ("        source.give_back()\n        raise", "        raise"),
+        (
+            "digest = hashlib.blake2b(repr(key).encode(), digest_size=16)",
+            "digest = hashlib.blake2b(repr(key[:1]).encode(), digest_size=16)",
+        ),
+    ],
+    "delay.py": [
+        (
+            "sampler.version = max(v for v, t in self.broadcast.items() if t <= loaded_at)",
+            "sampler.version = max(self.broadcast)",
+        ),
+        (
+            'u = float(uniforms(1, "delay", self.cfg.seed, sampler, draw)[0])',
+            'u = float(uniforms(1, "delay", self.cfg.seed, sampler)[0])',
+        ),
+        ("needed = self.needed().union(*self.pinned)", "needed = self.needed()"),
+        ('        self.waited = state["waited"]\n', ""),
+        ('        self.made = state["made"]\n', ""),
+        ('        self.dropped = Counter(state["dropped"])\n', ""),
+        ("span / (2 * NormalDist().inv_cdf(1 - a))", "span / NormalDist().inv_cdf(1 - a)"),
+        ('return {"rate": -math.log(a) / self.high}', 'return {"rate": -math.log(a) / self.low}'),
+        ("            if version != self.version:\n", "            if self.version < 0:\n"),
+    ],
+    "tasks.py": [
+        ('if held_out == (split == "test"):', "if True:"),
+        (
+            'starts = [match.end() for match in re.finditer(r"\\\\boxed\\s*\\{", text)]',
+            'starts = [match.end() for match in re.finditer(r"\\\\boxed\\s*\\{", text)][:1]',
+        ),
+        ("todo.extend(list(p.given)[1:])", "todo.extend(list(p.given))"),
+        ("signal.setitimer(signal.ITIMER_PROF, seconds)", "pass"),
+        (
+            'answers.append(Answer(problem, text, r.finish_reason == "stop"))',
+            "answers.append(Answer(problem, text, True))",
+        ),
+        ("            ids += listed_ends(path)", "            pass"),
+        ('return answer.split("####")[-1].strip()', "return answer.strip()"),
+        ("sympy.core.random.seed(0)", "pass"),
+        ('return f"\\\\boxed{{{inside}}}" if inside.strip() else None', 'return f"\\\\boxed{{{inside}}}"'),
+    ],
+    "eval.py": [
+        ("return 1.0 - math.comb(n - c, k) / math.comb(n, k)", "return 1.0 - (1 - c / n) ** k"),
+        ("float(x.std(ddof=1) / math.sqrt(len(x)))", "float(x.std() / math.sqrt(len(x)))"),
+        (
+            'seeds.append([request_seed("eval", seed, problem.id, s) for s in range(samples)])',
+            'seeds.append([request_seed("eval", seed, s) for s in range(samples)])',
+        ),
+        ("mine = list(range(learner.comm.rank, n, learner.comm.size))", "mine = list(range(n))"),
+        (
+            'problems = [task.problem("test", i) for i in indices[start : start + BATCH]]',
+            'problems = [task.problem("train", i) for i in indices[start : start + BATCH]]',
+        ),
+    ],
+    "measure.py": [
+        ("x = x.double() * where", "x = x.double()"),
+        ("self.applied = self.weight * self.keep", "self.applied = self.weight"),
+        ("self.edges = (cfg.rs_low, cfg.rs_high) if row.band else (1 / C, C)", "self.edges = (1 / C, C)"),
+        ("value = x.double().masked_fill(~where, -math.inf).amax()", "value = x.double().amax()"),
+        ("ordered = comm.cat(torch.cat(parts)).sort().values", "ordered = torch.cat(parts).sort().values"),
+        (
+            "return self[first] ** 2 / self[second] if self[second] > 0 else 0.0",
+            "return self[second] / self[first] ** 2 if self[second] > 0 else 0.0",
+        ),
+        ("self.n = batch.mask.sum(1).clamp_min(1)", "self.n = batch.length.clamp_min(1)"),
+    ],
+    "checkpoint.py": [
+        ('    if shared["n_ranks"] != comm.size:', "    if False:"),
+        ("            if digest(folder / name) != known:", "            if False:"),
+        ('    source.load_state_dict(own["source"])\n', ""),
+        ('    set_rng_state(own["rng"])\n', ""),
+        ("attempt(os.replace, scratch, final)", "attempt(shutil.copytree, scratch, final)"),
+        ("for old in folders(run.cfg.out)[: -run.cfg.keep]:", "for old in folders(run.cfg.out)[:-1]:"),
+        (
+            'named = [path for path in found if re.fullmatch(r"step_\\d{6,}", path.name)]',
+            "named = [path for path in found if path.name[5:11].isdigit()]",
+        ),
+        ("    for folder in reversed(found):", "    for folder in found:"),
+    ],
+    "run.py": [
+        ("        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)", "        pass"),
+        (
+            "for path in [path for pattern in WRITTEN for path in folder.glob(pattern)]:",
+            'for path in folder.glob("*"):',
+        ),
+        ("    if context > limit:", "    if context > 10 * limit:"),
+        ('        return "objective" in made["config"] and "command" in made', "        return True"),
+        (
+            "number = int(comm.max([int(chosen.name[5:]) if chosen else -1])[0])",
+            "number = int(chosen.name[5:]) if chosen else -1",
+        ),
+        ("        checkpoint.set_aside(cfg.out, run.checkpoint)\n", ""),
+    ],
+    "train.py": [
+        ("        self.values = {}\n        self.step += 1", "        self.step += 1"),
+        ("            t.rescue()\n            raise", "            raise"),
+        ("halt = t.comm.any(signals) or bool(t.learner.error)", "halt = t.comm.any(signals)"),
+        (
+            '            self.values = self.controllers.pop("values", {})',
+            '            self.controllers.pop("values", {})',
+        ),
+        ("        self.pending = self.pending[1:]", "        self.pending = self.pending[:-1]"),
+        (
+            "batch = batching.collate(groups, cfg, learner.version, self.source.now(learner.version))",
+            "batch = batching.collate(groups, cfg, self.source.version, self.source.now(learner.version))",
+        ),
+        ("    if t.step != t.saved_at:\n        t.save()", "    pass"),
+    ],
+    "config.py": [
+        (
+            '        return {"rs_low": 1 / given["rs_high"] if given["rs_high"] else 0.0}',
+            '        return {"rs_low": 0.0}',
+        ),
+        ("    changed = [k for k in sorted(given - free) if getattr(now, k) != saved[k]]", "    changed = []"),
+        ("obrs_c2=1.02 + cfg.clip_high if clipped else 3.0", "obrs_c2=1.02 + cfg.clip_high"),
+    ],
+    "remote/guard.py": [
+        ("        self.cut(silent[0] if silent else fd)", "        self.cut(fd)"),
+        ("if received_by(c.handle) - c.sent > MOST_UNREAD]", "if received_by(c.handle) - c.sent > 64 * MOST_UNREAD]"),
+        ("share = self.most // len({owner, *waiting, *self.used}) if waiting else self.most", "share = self.most"),
+        ("        if self.setdefault(sampler, key) != key:", "        if False:"),
+        ("list(self.values()).count(key) > NAMES", "False"),
+        ("        if self.count[kind] > LINES:", "        if False:"),
+    ],
+    "remote/wire.py": [
+        ("need(0 < self.nbytes <= most,", "need(0 < self.nbytes,"),
+        ("return hashlib.sha256(leaf).digest() == self.of.leaves[i]", "return True"),
+        ("            if now - since > self.pace.patience:", "            if False:"),
+        ("        self.missing += reversed(bad)", "        pass"),
+        ("        if len(bad) < count:", "        if True:"),
+        ("        self.moved = None\n        for first in list(self.asked):", "        for first in list(self.asked):"),
+    ],
+    "remote/hub.py": [
+        ("        if peer is None or peer.key != key:", "        if peer is None:"),
+        ("        if any(peer.incarnation > hello.incarnation for peer in same_name):", "        if False:"),
+        ("            peer.pulls |= self.peers.pop(old.identity).pulls", "            self.peers.pop(old.identity)"),
+        (
+            "        elif self.held_before.has(of.name) or self.got.has(of.name):",
+            "        elif self.held_before.has(of.name):",
+        ),
+        ("len(peer.offers) < OFFERS and", "True and"),
+        ("        if self.entries[peer.owner] >= MOST_ENTRIES:", "        if False:"),
+        ("wire.need(1 <= len(frames) <= 2,", "wire.need(1 <= len(frames),"),
+        ("self.room.give(peer.owner, peer.pulls.pop(name).of.nbytes)", "peer.pulls.pop(name)"),
+    ],
+    "remote/source.py": [
+        ("wire.need(name_of(group.uid) == name,", "wire.need(True,"),
+        ("        wire.need(same, f", "        wire.need(True, f"),
+        ("        if self.published.get(group.version) != group.t_published:", "        if False:"),
+        ("learner_version - group.version > bound:", "learner_version - group.version > bound + 1:"),
+        ("        self.since = self.since[len(self.saving) :]", "        self.since = []"),
+        ('        self.counts = Counter(state["counts"])\n', ""),
+        ("        self.hub.held(self.saving)\n", ""),
+    ],
+    "remote/account.py": [
+        ("        return n < self.upto or n in self.beyond", "        return n <= self.upto or n in self.beyond"),
+        ("return data[32:] if hashlib.sha256(data[32:]).digest() == data[:32] else None", "return data[32:]"),
+        ("        reports[key] = max(reports[key], handed)", "        reports[key] = handed"),
+        ("            self.lost_path(name).touch()\n", ""),
+    ],
+    "remote/groups.py": [
+        ("        need(math.isfinite(t) and 0 <= t < 1e12,", "        need(True,"),
+        ("need((logp[:, 1:] <= logp[:, :-1]).all(),", "need(True,"),
+        ("need((np.diff(np.sort(ids, 1), axis=1) > 0).all(),", "need(True,"),
+        ("need(np.abs(rewards).max() <= MOST_REWARD,", "need(True,"),
+        ('need(arrays["loss_mask"].any(),', "need(True,"),
+        (
+            "inside = x.size == 0 or 0 <= x.min() <= x.max() < limits.vocab",
+            "inside = x.size == 0 or x.max() < limits.vocab",
+        ),
+        (
+            "response.allowed_offsets = offsets[start : end + 1] - offsets[start]",
+            "response.allowed_offsets = offsets[start : end + 1]",
+        ),
+    ],
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running them
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def copy_of_the_repository(folder: Path) -> None:
+    """The files that git knows, and the base models."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, folder / name)
+    if (ROOT / "out" / "base").is_dir():
+        shutil.copytree(ROOT / "out" / "base", folder / "out" / "base")
+
+
+def arguments(file: str) -> list[str]:
+    """pytest's, for the tests of one file."""
+    return [
+        f"tests/{a}" if a.endswith(".py") else a for a in TESTS[file] if (ROOT / "tests" / a).exists() or "." not in a
+    ]
+
+
+def test(folder: Path, file: str) -> str:
+    """Why the tests of a file fail in the copy: the name of the first that does, "hangs", or "" where all pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *arguments(file)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+    try:
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return "hangs"
+    if done.returncode == 0:
+        return ""
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split(" - ")[0] if failed else done.stdout[-200:] + done.stderr[-200:]
+
+
+def broken(folder: Path, file: str, old: str, new: str) -> str:
+    """What fails with `new` in the place of `old`."""
+    whole = (ROOT / file).read_text(encoding="utf-8")
+    assert whole.count(old) == 1, f"{file}: stands there {whole.count(old)} times: {old}"
+    (folder / file).write_text(whole.replace(old, new), encoding="utf-8")
+    try:
+        return test(folder, file)
+    finally:
+        (folder / file).write_text(whole, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="", help="files whose name holds this")
+    parser.add_argument("--jobs", type=int, default=2)
+    flags = parser.parse_args()
+    work = [(file, *row) for file, rows in MUTANTS.items() if flags.only in file for row in rows]
+    for file, old, *_ in work:
+        count = (ROOT / file).read_text(encoding="utf-8").count(old)
+        assert count == 1, f"{file}: stands there {count} times: {old}"
+    todo, results, lock = queue.Queue(), [], threading.Lock()
+    for item in work:
+        todo.put(item)
+    bar = tqdm(total=len(work), desc="mutants")
+
+    def worker() -> None:
+        with tempfile.TemporaryDirectory() as scratch:
+            copy_of_the_repository(Path(scratch))
+            while True:
+                try:
+                    file, old, new, *why = todo.get_nowait()
+                except queue.Empty:
+                    return
+                start = time.monotonic()
+                fails = broken(Path(scratch), file, old, new)
+                with lock:
+                    results.append((file, old, new, why, fails))
+                    bar.update(1)
+                    if not fails:
+                        bar.write(f"LIVES  {file}: {old!r} -> {new!r} {why}")
+                    else:
+                        bar.write(f"dies   {file}: {new!r}: {fails} ({time.monotonic() - start:.0f} s)")
+
+    threads = [threading.Thread(target=worker) for _ in range(flags.jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    bar.close()
+    died = sum(bool(fails) for *_, fails in results)
+    print(f"{died} of {len(results)} die ({100 * died / len(results):.1f} %)")
+
+
+if __name__ == "__main__":
+    main()
