@@ -72,7 +72,7 @@ def cut(logits, top_p=1.0, top_k=0, min_p=0.0):
 
     logits (n, V) are already divided by the temperature; the settings are numbers, or (n, 1) tensors
     with one number for each row. In vLLM's order: min_p on the whole distribution, then top_k, then
-    top_p on what is left. Tokens tied with the k-th stay, and the most likely token always stays."""
+    top_p on what is left. Tokens tied with the k-th stay; the most likely one always does, for top_p > 0 and min_p < 1."""
     z, order = logits.sort(-1, descending=True)
     p = z.softmax(-1)
     V = z.shape[1]
@@ -83,7 +83,6 @@ def cut(logits, top_p=1.0, top_k=0, min_p=0.0):
     p = p.masked_fill(gone, 0.0)
     p = p / p.sum(-1, keepdim=True)
     gone |= p.cumsum(-1) - p >= top_p  # the tokens above this one already have that probability
-    gone[:, 0] = False
     return torch.zeros_like(gone).scatter_(1, order, gone)
 
 

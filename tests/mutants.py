@@ -342,7 +342,6 @@ MUTANTS = {
         ("gone |= z < z.gather(1, last)", "gone |= z <= z.gather(1, last)"),
         ("gone |= p.cumsum(-1) - p >= top_p", "gone |= p.cumsum(-1) >= top_p"),
         ("    p = p / p.sum(-1, keepdim=True)\n", ""),
-        ("gone[:, 0] = False", "pass"),
         ("top_k = max(0, cfg.top_k)", "top_k = cfg.top_k"),
     ],
     "engines.py": [
