@@ -72,7 +72,7 @@ def cut(logits, top_p=1.0, top_k=0, min_p=0.0):
 
     logits (n, V) are already divided by the temperature; the settings are numbers, or (n, 1) tensors
     with one number for each row. In vLLM's order: min_p on the whole distribution, then top_k, then
-    top_p on what is left. Tokens tied with the k-th stay; the most likely one always does, for top_p > 0 and min_p < 1."""
+    top_p on what is left. Tokens tied with the k-th stay; the most likely one always does."""
     z, order = logits.sort(-1, descending=True)
     p = z.softmax(-1)
     V = z.shape[1]
