@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from ranks import RANK_CASES, hold_back_the_step, make_learner, move, rank_group
 import batching
 import objectives
 import obrs
-from learner import Comm, Learner, schedule
+from flags import UserError
+from learner import Comm, Learner, check_agreement, make_optimizers, schedule
 from model import Needs, needs_of_exact_kappa, needs_of_ref_pass, needs_of_update
 
 f64 = torch.float64
@@ -520,6 +522,32 @@ def test_muon_takes_the_matrices_and_adamw_the_rest():
     other.load_state_dict(learner.state_dict())
     loaded = other.optimizers["policy"][1].state_dict()["state"][0]["momentum_buffer"]
     assert torch.equal(loaded, muon.state_dict()["state"][0]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("shape", [(20, 500), (500, 20), (50, 50)])
+def test_muon_moves_an_entry_as_far_as_adamw_would(shape):
+    """0.2 lr (root mean square), whatever the matrix's shape."""
+    layers = torch.nn.ModuleList([torch.nn.Linear(shape[1], shape[0], bias=False)])
+    model = torch.nn.ModuleDict({"layers": layers, "norm": torch.nn.LayerNorm(2)})
+    model.base_model = SimpleNamespace(layers=layers)
+    _, muon = make_optimizers(model, make_cfg(optimizer="muon", weight_decay=0.0), lr=0.01)
+    weight = layers[0].weight
+    before = weight.detach().clone()
+    weight.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    muon.step()
+    assert float((weight.detach() - before).square().mean().sqrt()) == pytest.approx(0.2 * 0.01, rel=0.25)
+
+
+@pytest.mark.parametrize("actor", ["none", "base:actor"])
+def test_the_model_that_samples_is_the_one_that_must_agree_with_the_engine(actor):
+    """The other one may be as far away as it is."""
+    cfg = make_cfg(objective="tis", actor=actor)
+    own, other = "rollout_corr/mean_mismatch", "actor/engine_gap"
+    if actor != "none":
+        own, other = other, own
+    check_agreement(cfg, {own: 9e-4, other: 0.5})
+    with pytest.raises(UserError, match="is 0.0011 on average, and rounding explains 0.001 "):
+        check_agreement(cfg, {own: 1.1e-3, other: 0.0})
 
 
 def test_bfloat16_runs_close_to_float32():

@@ -229,6 +229,23 @@ def test_collate_by_hand():
     assert torch.equal(part.tokens[0], b.tokens[5, : part.tokens.shape[1]])
 
 
+@pytest.mark.parametrize("way", ["off", "replay", "recompute"])
+def test_how_the_learner_scores_each_response(way):
+    """Each with its own group's settings: the temperature always, the truncation only where it is recomputed."""
+    groups = make_groups(2, G=2, K=3, seed=5)
+    groups[0].sampling = Sampling(temperature=0.7, top_p=0.9, top_k=20, min_p=0.05)
+    groups[1].sampling = Sampling(temperature=1.3, top_p=0.8, top_k=30, min_p=0.01)
+    for g in groups:
+        for r in g.responses:
+            r.allowed_offsets = np.arange(len(r.tokens) + 1)
+            r.allowed_ids = r.tokens
+    b = batching.collate(groups, make_cfg(keep_sampling_mask=way))
+    first, second = [0.7, 1.0, 0.0, 0.0], [1.3, 1.0, 0.0, 0.0]
+    if way == "recompute":
+        first, second = [0.7, 0.9, 20.0, 0.05], [1.3, 0.8, 30.0, 0.01]
+    assert torch.allclose(b.sampling, torch.tensor([first, first, second, second]))
+
+
 def test_packed_groups_collate_to_the_same_batch():
     groups = make_groups(2, G=4, K=3, seed=5)
     again = checkpoint.unpack(checkpoint.pack(groups))
