@@ -535,7 +535,7 @@ def test_muon_moves_an_entry_as_far_as_adamw_would(shape):
     before = weight.detach().clone()
     weight.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     muon.step()
-    assert float((weight.detach() - before).square().mean().sqrt()) == pytest.approx(0.2 * 0.01, rel=0.25)
+    assert float((weight.detach() - before).square().mean().sqrt()) == pytest.approx(0.2 * 0.01, rel=0.3)
 
 
 @pytest.mark.parametrize("actor", ["none", "base:actor"])
