@@ -538,6 +538,17 @@ def test_muon_moves_an_entry_as_far_as_adamw_would(shape):
     assert float((weight.detach() - before).square().mean().sqrt()) == pytest.approx(0.2 * 0.01, rel=0.3)
 
 
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_one_weight_that_is_no_number_is_seen(bad):
+    learner = make_learner(make_cfg(objective="tis", actor="base:actor"))
+    assert learner.is_finite()
+    with torch.no_grad():
+        learner.models.actor.base_model.layers[0].mlp.up_proj.weight[3, 5] = bad
+    assert not learner.is_finite()
+    with pytest.raises(UserError, match="update 1 made weights infinite or NaN"):
+        learner._step(0.0)
+
+
 @pytest.mark.parametrize("actor", ["none", "base:actor"])
 def test_the_model_that_samples_is_the_one_that_must_agree_with_the_engine(actor):
     """The other one may be as far away as it is."""

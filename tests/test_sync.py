@@ -54,6 +54,41 @@ def test_errors_that_a_row_shares_widen_a_slope():
     assert Slope.of(shared, x).se == pytest.approx(0.5 / 4, rel=0.5)
 
 
+@pytest.mark.parametrize(
+    "b, se, verdict",
+    [
+        (1.0, 0.001, "proved"),
+        (0.9, 0.1, "proved"),
+        (0.9, 0.2, "unproven"),
+        (0.3, 0.2, "unproven"),
+        (float("nan"), float("nan"), "same"),
+        (0.0, 0.01, "it samples from old weights"),
+        (0.7, 0.01, "it samples from weights of which some are old"),
+        (1.12, 0.001, "it has other weights"),
+        (3.0, 0.1, "it has other weights"),
+        (-1.0, 0.1, "it samples from old weights"),
+    ],
+)
+def test_what_a_slope_says(b, se, verdict):
+    before = sync.Reference(3, np.zeros((1, 1)), np.zeros((1, 1)))
+    if verdict in ("proved", "unproven", "same"):
+        assert sync.judge("prompts", 4, before, Slope(b, se)) == verdict
+        return
+    with pytest.raises(SyncError, match=f"version 4: of what changed since version 3 .* of prompts .*{verdict}"):
+        sync.judge("prompts", 4, before, Slope(b, se))
+
+
+def test_the_level_of_an_engine_is_that_of_the_published_weights():
+    """x varies by 2; an engine off by a tenth of that explains 99 % of its spread, one off by a half 75 %."""
+    rng = np.random.default_rng(2)
+    x, noise = -3 + 2 * rng.normal(size=(8, 50)), rng.normal(size=(8, 50))
+    sync.check_level(1, x + 0.2 * noise, x)
+    with pytest.raises(SyncError, match="they share 0.7[0-9] of their spread, and at least 0.9 is usual"):
+        sync.check_level(1, x + 1.0 * noise, x)
+    with pytest.raises(SyncError, match="share 0.00 of their spread"):
+        sync.check_level(1, x + 20, x)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Healthy engines
 # ---------------------------------------------------------------------------------------------------------------------
