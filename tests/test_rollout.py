@@ -96,6 +96,19 @@ def test_a_sample_depends_on_its_seed_and_not_on_its_batch(engine):
     assert any(not same_tokens(a, b) for a, b in zip(others[0], together[0], strict=False))
 
 
+def test_a_response_that_ends_with_its_last_token_has_ended_by_itself(engine):
+    """The stop token in the last place that --max_tokens leaves is still an end."""
+    whole = [
+        r for r in flat(sample(engine, [list(range(40))], prompts=((5, 6, 7),), stop=(1, 2, 3))) if len(r.tokens) < 12
+    ]
+    longest = max(len(r.tokens) for r in whole)
+    cut = Sampling(max_tokens=longest)
+    again = flat(sample(engine, [list(range(40))], cut, prompts=((5, 6, 7),), stop=(1, 2, 3)))
+    full = [r for r in again if len(r.tokens) == longest]
+    assert {r.finish_reason for r in full} == {"stop", "length"}
+    assert all((r.finish_reason == "stop") == (int(r.tokens[-1]) in (1, 2, 3)) for r in again)
+
+
 def test_samples_follow_the_distribution(engine):
     """First tokens of many responses against the model's probabilities: chi-square over the likely tokens."""
     n = 3000
