@@ -14,7 +14,7 @@ from test_train import finish, flags, start, timeless, wait_for
 
 from delay import DelayDistribution, DelaySource
 from engines import HFEngine
-from rollout import Sampling
+from rollout import Sampling, uniforms
 from run import read_metrics
 from sync import Probe
 from tasks import Arithmetic, arithmetic_tokenizer
@@ -138,6 +138,17 @@ def test_samplers_draw_on_their_own(folders, tmp_path):
     for v in held:
         assert all(2 <= later - earlier <= 10 for earlier, later in pairwise(sorted(set(v))))
     assert got != versions(delayed(folders, tmp_path / "c", **changes, seed=1), 12, groups=3)
+
+
+def test_every_delay_is_a_draw_of_its_own(folders, tmp_path):
+    """By sampler and by number, each the quantile of its own uniform; 200 of them spread as the distribution does."""
+    source = delayed(folders, tmp_path, delay="lognormal", delay_min=60.0, delay_max=1800.0, delay_samplers=2)
+    draws = [[source.delay(i, n) for n in range(100)] for i in range(2)]
+    every = [x for row in draws for x in row]
+    assert len(set(every)) == 200
+    assert draws[1][7] == distribution("lognormal").quantile(float(uniforms(1, "delay", source.cfg.seed, 1, 7)[0]))
+    below = sum(x < math.sqrt(60 * 1800) for x in every)  # the median
+    assert abs(below - 100) < 4 * math.sqrt(50)
 
 
 def test_what_waits_too_long_is_dropped_and_counted(folders, tmp_path):

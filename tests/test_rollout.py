@@ -291,6 +291,19 @@ def assert_same_group(a, b):
     assert all(same_tokens(x, y) for x, y in zip(a.responses, b.responses, strict=True))
 
 
+def test_groups_that_fail_are_sampled_again_and_none_is_skipped(folders, monkeypatch):
+    source = make_source(HFEngine(str(folders / "actor")), folders)
+    source.publish(0, tiny_model(1).state_dict().items())
+    first = source.next(1, 0)
+    with monkeypatch.context() as m:
+        m.setattr(source.engine, "generate", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            source.next(2, 0)
+    assert source.sequence == 1
+    again = source.next(2, 0)
+    assert [g.uid[2] for g in first + again] == [0, 1, 2]
+
+
 def test_source_hands_over_whole_groups_and_resumes_where_it_was(engine, folders):
     source = make_source(engine, folders)
     source.publish(2, tiny_model(1).state_dict().items())
