@@ -35,7 +35,7 @@ def check_everything(argv) -> None:
     "argv, sentence",
     [
         (["--objectve=jackpot"], "--objectve: no such flag; did you mean --objective?"),
-        (["--steps=x"], "--steps=x: not a whole number"),
+        (["--steps=x"], "--steps=x: must be a whole number"),
         (["--objective=jackpt"], "did you mean jackpot?"),
         (["--correction=tiss"], "--correction=tiss: not one of .* did you mean tis?"),
         (["--surrogate=pppo"], "did you mean ppo?"),
@@ -357,8 +357,8 @@ def test_c2_follows_the_clip():
     "argv, words",
     [
         ("--lr=inf", "--lr=inf: must be finite"),
-        ("--lr=nan", "--lr=nan: not a number"),
-        ("--is_cap=nan", "--is_cap=nan: not a number"),
+        ("--lr=nan", "--lr=nan: must be a number"),
+        ("--is_cap=nan", "--is_cap=nan: must be a number"),
         ("--temperature=inf", "--temperature=inf: must be finite"),
         ("--clip_low=inf", "--clip_low=inf: must be finite"),
         ("--obrs_lambda=inf", "--obrs_lambda=inf: must be finite"),
@@ -369,7 +369,7 @@ def test_c2_follows_the_clip():
         ("--warmup_steps=-3", "--warmup_steps=-3: must not be negative"),
         ("--save_every=-1", "--save_every=-1: must not be negative"),
         ("--top_k=-2", "--top_k=-2: must be a number of tokens; 0 or -1 keeps all"),
-        ("--give_up=nan", "--give_up=nan: not a number"),
+        ("--give_up=nan", "--give_up=nan: must be a number"),
     ],
 )
 def test_numbers_that_no_run_can_use(argv, words):
@@ -382,7 +382,7 @@ def test_numbers_that_may_be_infinite_and_those_of_a_file(tmp_path):
     assert config.parse(["--objective=tis", "--is_cap=inf"]).is_cap == math.inf
     assert config.parse(["--obrs_c2=inf"]).obrs_c2 == math.inf
     file = tmp_path / "x.toml"
-    for text, words in (("lr = inf", "lr=inf: must be finite"), ("grad_clip = nan", "grad_clip=nan: not a number")):
+    for text, words in (("lr = inf", "lr=inf: must be finite"), ("grad_clip = nan", "grad_clip=nan: must be a number")):
         file.write_text(text)
         with pytest.raises(UserError, match=words):
             config.parse([f"--config={file}"])
