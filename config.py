@@ -420,6 +420,7 @@ def ours(key: str, value: str) -> tuple[str, str]:
 
 def resumed(cfg: Config, given: set[str]) -> Config:
     """The saved configuration of the run in --out; flags given now must agree with it."""
+    need(not cfg.overwrite, "--resume with --overwrite: one goes on, the other deletes; leave one of them out")
     path = Path(cfg.out) / "config.json"
     need(
         path.is_file(),
@@ -520,8 +521,7 @@ def check_sampling_with_an_actor(cfg: Config) -> None:
     cut_by_itself = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "recompute"
     need(
         not (cut_by_itself and cfg.actor != "none"),
-        "--keep_sampling_mask=recompute with an --actor: each model would be cut by itself, and the KL between two cut "
-        "distributions is infinite; use replay or off",
+        "--keep_sampling_mask=recompute with an --actor: the KL between two cut distributions is infinite; use replay",
     )
 
 
@@ -573,7 +573,7 @@ def check_models(cfg: Config) -> None:
 
 
 def check_engine(cfg) -> None:
-    """UserError unless the engine that the flags name (train.py's, eval.py's, a sampler's) can be started here."""
+    """UserError unless the engine of the flags (train.py's, eval.py's, a sampler's) can be started here."""
     memory = f"--rollout_memory={cfg.rollout_memory}"
     need(cfg.rollout_memory > 0, f"{memory}: must be above 0")
     if cfg.rollout != "vllm":

@@ -39,6 +39,7 @@ from engines import HFEngine, make_engine
 from flags import UserError, check_output, choice, need, parse_flags, read_json, run_command
 from mismatch import MismatchFlags
 from rollout import request_seed
+from run import common_tokenizer
 from sampling import Sampling
 from tasks import Answer, Jsonl, encode, grade_all, make_task, run_stop_ids, stop_ids
 
@@ -199,8 +200,8 @@ def open_setup(cfg: EvalFlags, problems: int) -> Setup:
     task = make_task(cfg)
     warmstart.check(cfg, task)
     folder = find_model(cfg, "model", cfg.which)
-    tokenizer = checkpoint.read_tokenizer(folder)
-    models = [folder, find_model(cfg, "actor", "actor")] if cfg.mismatch and cfg.actor else [folder]
+    models = [folder, find_model(cfg, "actor", "actor")] if cfg.actor else [folder]
+    tokenizer = common_tokenizer(cfg, folder, models[1] if cfg.actor else None)
     ends = stop_ids(tokenizer, models, cfg.stop)
     n = problems if cfg.problems is None else cfg.problems
     if task.size is not None:

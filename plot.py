@@ -353,14 +353,21 @@ def print_samples(run: str, last: int) -> None:
     found = rows(path)
     need(found, f"{path}: no responses in it; wait for the run's first update, or give another run's folder")
     for row in found[-last:]:
-        missing = {"prompt", "reward", "finish_reason", "gap", "tokens", "gaps", "largest"} - row.keys()
-        whole = not missing and type(row["reward"]) in (int, float) and type(row["gap"]) in (int, float)
-        need(whole, f"{path}: the line of step {row['step']} is not that of a response; mend or remove it")
+        need(is_response(row), f"{path}: the line of step {row['step']} is not that of a response; mend or remove it")
         said = f"reward {row['reward']:g}, {row['finish_reason']}, gap {row['gap']:.3g} nats"
         print(f"update {row['step'] + 1}: {said}\n{row['prompt']}")
         print(" ".join(coloured(text, gap) for text, gap in zip(row["tokens"], row["gaps"], strict=True)))
         print("largest: " + ", ".join(f"{text!r} {gap:+.3g}" for _, text, gap in row["largest"]) + "\n")
     print("gaps: " + "  ".join(f"{colour}{low:g} and more{PLAIN}" for low, colour in GAPS.items()) + " nats")
+
+
+def is_response(row: dict) -> bool:
+    """Whether a line of samples.jsonl has what is printed of it."""
+    numbers = [row.get("reward"), row.get("gap")]
+    lists = [row.get("tokens"), row.get("gaps"), row.get("largest")]
+    if not all(type(x) in (int, float) for x in numbers) or not all(isinstance(x, list) for x in lists):
+        return False
+    return len(row["tokens"]) == len(row["gaps"]) and {"prompt", "finish_reason"} <= row.keys()
 
 
 def coloured(text: str, gap: float) -> str:

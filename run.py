@@ -450,7 +450,7 @@ def rows(path: Path) -> list[dict]:
             out.append({"step": row["step"], **row})
         except (ValueError, TypeError, KeyError, RecursionError):
             damaged.append(number)
-    if damaged and damaged != [len(lines)]:
+    if out and damaged and damaged != [len(lines)]:
         more = f" (and {len(damaged) - 1} more lines)" if len(damaged) > 1 else ""
         print(f"warning: {path}, line {damaged[0]}: not a line of metrics, left out{more}", file=sys.stderr)
     return out

@@ -234,11 +234,11 @@ class Jsonl:
 
 def read_jsonl(path: str | Path, flag: str = "task") -> list[dict]:
     """Rows {text, answer} of a JSONL file. UserError, one sentence, names file and line. flag: that named the file."""
-    path = Path(path)
+    named, path = path, Path(path)
     also = "`arith` or " if flag == "task" else ""
     if not path.is_file():
         what = "a folder" if path.is_dir() else "no such file"
-        raise UserError(f"--{flag}={path}: {what}; give {also}the path of a JSONL file")
+        raise UserError(f"--{flag}={named}: {what}; give {also}the path of a JSONL file")
     lines = read_text(path).split("\n")  # not splitlines(), which also divides where JSON does not
     rows = [read_row(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
     if not rows:

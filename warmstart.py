@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from checkpoint import check_weights
 from engines import HFEngine
-from flags import UserError, check_output, run_command
+from flags import UserError, check_output, need, run_command
 from rollout import request_seed
 from sampling import Sampling
 from tasks import VOCAB, arithmetic_tokenizer, encode, grade_all, make_task
@@ -181,6 +181,8 @@ def main() -> None:
     import config
 
     cfg = config.parse()
+    ours = cfg.model == "base:policy"
+    need(ours, f"--model={cfg.model}: warmstart.py makes the embedded models alone; leave --model out")
     for name in SHAPES:
         print(base_model(name, cfg))
 

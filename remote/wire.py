@@ -367,7 +367,7 @@ def protocol_mismatch(learner: int, sampler: int) -> str:
 def check_address(flag: str, address: str, least: int) -> None:
     """UserError unless it is one, and a TCP port lies in `least` to 65535; ZeroMQ takes 99999 for another one."""
     known = address.startswith(("tcp://", "ipc://", "inproc://"))
-    flags.need(known, f"--{flag}={address}: not an address; write tcp://HOST:PORT")
+    flags.need(known and address.partition("://")[2], f"--{flag}={address}: not an address; write tcp://HOST:PORT")
     if not address.startswith("tcp://"):
         return
     host, _, port = address.removeprefix("tcp://").rpartition(":")

@@ -25,7 +25,7 @@ from bench import compare, print_table, resolved, seconds, shaped, update
 from engines import HFEngine, VLLMEngine
 from flags import UserError, need, run_command
 from learner import Comm, Learner
-from results.sweep import no_arguments
+from results import sweep
 from rollout import LocalSource
 from run import load_model
 from sampling import Sampling
@@ -132,6 +132,6 @@ def against_trl(root: str) -> dict:
 
 
 if __name__ == "__main__":
-    no_arguments("against_trl")
+    sweep.no_arguments("against_trl")
     with tempfile.TemporaryDirectory() as root:
         run_command(lambda: print_table({"trl": against_trl(root)}))

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from tqdm import tqdm
 
-from results.sweep import no_arguments
+from results import sweep
 from tasks import Graders, grade, graders, last_box
 
 ANSWERS = 4096
@@ -70,5 +70,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    no_arguments("grading")
+    sweep.no_arguments("grading")
     main()

@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from bench import compare, print_table, shaped
-from results.sweep import no_arguments
+from results import sweep
 
 # what is added to the environment; OpenMP reads it once, when torch is imported
 SPIN_SETTINGS = ("none", "OMP_WAIT_POLICY=PASSIVE", "GOMP_SPINCOUNT=0", "KMP_BLOCKTIME=0", "OMP_NUM_THREADS=1")
@@ -105,5 +105,5 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["worker"]:
         spin_worker()
     else:
-        no_arguments("spin")
+        sweep.no_arguments("spin")
         print_table({"spin": measure()})

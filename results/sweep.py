@@ -18,6 +18,7 @@ hand: the reading and the figures. Below it stands what `page` writes from the r
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import json
@@ -306,7 +307,8 @@ def record_of(flags: dict, config: str = STUDY) -> dict | None:
     record = records_in(RESULTS / "runs").get(key_of(flags, config))
     if record is None:
         return None
-    now = asdict(parse(command(flags, record["name"], config)[1:]))
+    with contextlib.chdir(ROOT):  # where the paths of a command begin
+        now = asdict(parse(command(flags, record["name"], config)[1:]))
     changed = [k for k, v in record["config"].items() if k in now and clean(now[k]) != v]
     if "obrs/z" not in record["columns"]:
         changed = [k for k in changed if not k.startswith("obrs_")]  # no matter to a run without OBRS
