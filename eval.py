@@ -200,6 +200,7 @@ def open_setup(cfg: EvalFlags, problems: int) -> Setup:
     task = make_task(cfg)
     warmstart.check(cfg, task)
     folder = find_model(cfg, "model", cfg.which)
+    model = checkpoint.read_config(folder).get_text_config()
     models = [folder, find_model(cfg, "actor", "actor")] if cfg.actor else [folder]
     tokenizer = common_tokenizer(cfg, folder, models[1] if cfg.actor else None)
     ends = stop_ids(tokenizer, models, cfg.stop)
@@ -207,7 +208,6 @@ def open_setup(cfg: EvalFlags, problems: int) -> Setup:
     if task.size is not None:
         n = min(n, task.size)
     longest = task.max_prompt() or max(len(encode(tokenizer, task.problem("test", i))) for i in range(n))
-    model = checkpoint.read_config(folder).get_text_config()
     limit = model.max_position_embeddings
     if longest + cfg.max_tokens > limit:
         raise UserError(

@@ -58,7 +58,7 @@ ABOUT_FILES = {
     errno.EIO: DISK,
     errno.EISDIR: "name a file",
     errno.ENAMETOOLONG: "name a shorter one",
-    errno.ENOENT: "name one that is there",
+    errno.ENOENT: "name a path that is there",
     errno.ENOSPC: ROOM,
     errno.ENOTDIR: PLACE,
     errno.ENOTEMPTY: PLACE,
@@ -211,7 +211,7 @@ def convert(cls, key: str, text: str):
 def finite(cls, key: str, value, place: str = "--"):
     """The value. UserError where it is NaN, or too large a whole number; or infinite, unless the class says that this
     flag may be (UNBOUNDED). place: what stands before the flag in the sentence."""
-    flag = f"{place}{key}={value}"
+    flag = f"{place}{key}={str(value)[:40]}"
     need(not (isinstance(value, float) and math.isnan(value)), f"{flag}: must be a number")
     need(type(value) is not int or abs(value) < 10**18, f"{flag}: must have at most 18 digits")
     infinite = isinstance(value, float) and math.isinf(value)
