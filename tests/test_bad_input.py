@@ -68,6 +68,7 @@ ROWS = [
 --temperature=0 | --temperature=0.0: must be at least 0.01
 --temperature=inf | --temperature=inf: must be finite
 --top_p=0 | --top_p=0.0: a probability mass in (0, 1]; 1 keeps all tokens
+--top_p=1.1 | --top_p=1.1: a probability mass in (0, 1]; 1 keeps all tokens
 --top_k=-2 | --top_k=-2: must be a number of tokens; 0 or -1 keeps all
 --top_k=257 | --top_k=257: larger than the vocabulary of 256 tokens; 0 keeps all
 --min_p=1 | --min_p=1.0: a share in [0, 1); 0 keeps all tokens
@@ -94,11 +95,13 @@ ROWS = [
 --keep_sampling_mask=replayed | --keep_sampling_mask=replayed: not one of off, recompute, ... did you mean replay?
 --rollout_rs=seq_max_k2 | --reject=seq_max_k2: not one of none, token, sequence, geo, ... did you mean seq_mean_k3?
 --obrs_lambda=0 | --obrs_lambda=0.0: lambda must be above 0 (1 is the usual value)
+--obrs_lambda=-1 | --obrs_lambda=-1.0: lambda must be above 0 (1 is the usual value)
 --obrs_lambda=inf | --obrs_lambda=inf: must be finite
 --obrs_c1=0 | --obrs_c1=0.0: must be above 0
 --obrs_c2=0.5 | --obrs_c2=0.5: caps p_ref / p_tgt, so at least 1
 --obrs_topk=257 | --obrs_topk=257: K must lie between 1 and the vocabulary of 256 tokens
 --obrs_accept_rate=1.5 | --obrs_accept_rate=1.5: a budget lies in (0, 1]; leave it out to use --obrs_lambda
+--obrs_accept_rate=0 | --obrs_accept_rate=0.0: a budget lies in (0, 1]; leave it out to use --obrs_lambda
 --base_accuracy=1.5 | --base_accuracy=1.5: a share between 0 and 1
 --actor_base_accuracy=0 | --actor_base_accuracy=0.0: a share between 0 and 1
 --adam_beta1=1 | --adam_beta1=1.0: must lie in [0, 1)
@@ -603,6 +606,7 @@ run --samples=responses | --samples=responses: prints, and draws no runs; leave 
         "bench.py",
         r"""
 haed | haed: no such benchmark; there are rollout, update, head, replay, quant, lowbit, gpu; did you mean head?
+update haed | haed: no such benchmark; there are rollout, update, head, replay, quant, ... did you mean head?
 --update | --update: no such flag, only names of benchmarks; there are rollout, update, ... did you mean update?
 head --pairs=3 | --pairs=3: no such flag, only names of ... there are rollout, update, head, replay, quant,
 '' | : no such benchmark; there are rollout, update, head, replay, quant, lowbit, gpu
@@ -694,6 +698,7 @@ tcp://127.0.0.1:9 | tcp://127.0.0.1:9: flags are written --key=value
         "rollout.py --connect=tcp://127.0.0.1:9 --name=box --rollout=hf",
         r"""
 --name=a/b | --name=a/b: a sampler's name is 1 to 64 letters, digits, - and _
+--name=a.b | --name=a.b: a sampler's name is 1 to 64 letters, digits, - and _
 --name=ä | --name=ä: a sampler's name is 1 to 64 letters, digits, - and _
 --keys=/no/such | --keys=/no/such: no learner.key there; ... copy the folder that `python -m remote.keys`
 --keys= | --keys=: no learner.key there; copy the folder that `python -m remote.keys` made for this sampler
@@ -867,7 +872,8 @@ def with_models(text: str) -> str:
 @pytest.fixture(scope="module")
 def answers(prepared, request):
     """What became of each row that is tested: (job, done). Those that ask for nothing special share a process."""
-    rows = [item for item in request.session.items if getattr(item, "originalname", "") == "test_one_sentence"]
+    tested = [item for item in request.session.items if item.path == request.path]
+    rows = [item for item in tested if item.originalname == "test_a_row_gets_one_sentence"]
     wanted = [item.callspec.params["command"] for item in rows]
     jobs = {command: prepared(command) for command in wanted}
     shared = [command for command in wanted if not jobs[command].environment]
@@ -879,7 +885,7 @@ def answers(prepared, request):
 
 
 @pytest.mark.parametrize("command, words", ROWS)
-def test_one_sentence(answers, command, words):
+def test_a_row_gets_one_sentence(answers, command, words):
     job, done = answers[command]
     said = job.said()
     assert done.status == 1, (done.status, said[-2000:])
@@ -902,12 +908,12 @@ def test_no_row_stands_twice():
 REAL = [
     "train.py --rollout=hf --steps=x",
     "eval.py --model=config_cut --rollout=hf",
-    "rollout.py --conect=tcp://127.0.0.1:9",
     "-m remote.keys k --samplers=0",
     "tasks.py fine.jsonl",
     *(
         pytest.param(command, marks=pytest.mark.slow)
         for command in (
+            "rollout.py --conect=tcp://127.0.0.1:9",
             "plot.py metrics_junk",
             "results/against_trl.py --steps=3",
             "train.py --rollout=hf --model=POLICY --actor=none --objective=grpo --max_tokens=8 --task=no_answer.jsonl",
