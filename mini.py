@@ -36,8 +36,7 @@ from transformers import AutoModelForCausalLM
 STEPS, WARMUP_STEPS = 80, 5  # optimizer updates; configs/demo.toml has 150
 LR, ACTOR_LR = 1e-4, 3e-4
 ROLLOUT_BATCH, TRAIN_BATCH = 256, 256  # responses sampled at once, responses in one update
-GROUP_SIZE = 8  # G
-MAX_TOKENS = 32  # longest response
+GROUP_SIZE, MAX_TOKENS = 8, 32  # G, longest response
 GRAD_CLIP = 0.3  # largest gradient norm, each model on its own
 OBRS_LAMBDA = 1.0  # the larger, the more is rejected, and the closer is the rest to the target
 OBRS_C1 = 3.0  # cap of the OBRS weight
@@ -291,6 +290,7 @@ def main():
         ax.plot(range(1, STEPS + 1), [row[key] for row in metrics])
         ax.set(title=title, xlabel="updates")
         ax.grid(alpha=0.3)
+    Path(OUT).parent.mkdir(parents=True, exist_ok=True)
     plt.savefig(OUT, dpi=110)
 
 

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
-from flags import UserError, need, read_text, run_command
+from flags import UserError, need, read_text
 
 NUMBERS = 200  # the numbers 0..199 are one token each
 VOCAB = 256  # numbers, signs, and spare words up to a multiple of 32
@@ -559,11 +559,7 @@ def check(cfg) -> None:
         )
 
 
-def main(argv: list[str]) -> None:
-    one = len(argv) == 1 and argv[0].isdecimal()
-    need(one, "tasks.py is no command, it is started by a run with a socket's number; see python train.py --help")
-    grading_process(int(argv[0]))
-
-
 if __name__ == "__main__":
-    run_command(lambda: main(sys.argv[1:]))
+    if len(sys.argv) != 2 or not sys.argv[1].isdecimal():
+        sys.exit("error: tasks.py is started by a run, with a socket's number; see python train.py --help")
+    grading_process(int(sys.argv[1]))

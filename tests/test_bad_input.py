@@ -462,9 +462,9 @@ out/demo | out/demo: metrics.py explains all names and takes none; python plot.p
     *rows(
         "tasks.py",
         r"""
-| tasks.py is no command, it is started by a run with a socket's number; see python train.py --help
-fine.jsonl | tasks.py is no command, it is started by a run with a socket's number; see python train.py --help
-1 2 | tasks.py is no command, it is started by a run with a socket's number; see python train.py --help
+| tasks.py is started by a run, with a socket's number; see python train.py --help
+fine.jsonl | tasks.py is started by a run, with a socket's number; see python train.py --help
+1 2 | tasks.py is started by a run, with a socket's number; see python train.py --help
         """,
     ),
     # eval.py
