@@ -586,6 +586,9 @@ def main(argv: list[str]) -> None:
         names = ["rollout", "update", "head", "replay"]
         if torch.cuda.is_available():
             names += ["gpu", "lowbit"]
+    on_gpu = sorted({"gpu", "lowbit"} & set(names))
+    if on_gpu and not torch.cuda.is_available():
+        raise UserError(f"{on_gpu[0]}: there is no GPU here; name other benchmarks")
     results = {}
     with tempfile.TemporaryDirectory() as root:
         for name in names:

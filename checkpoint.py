@@ -22,12 +22,13 @@ import re
 import shutil
 import sys
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from flags import UserError, need
+from flags import UserError, need, read_json
 from rollout import Response, Rollout
 from sampling import Sampling
 
@@ -165,6 +166,83 @@ def save_model(config, tensors: dict, tokenizer, folder: Path, origin: str) -> N
         shutil.copyfile(generation, folder / generation.name)
 
 
+@contextmanager
+def one_sentence(folder: Path | str, part: str, mend: str):
+    """Whatever transformers makes of a model folder, many lines of it, as one UserError that names folder and part."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # its report of weights that do not fit goes into the sentence
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as e:  # they raise all kinds
+        words = " ".join(str(e).split())[:200] or type(e).__name__
+        raise UserError(f"{folder}: its {part} cannot be read ({words}); {mend}") from None
+    finally:
+        logging.set_verbosity(before)
+
+
+def read_config(folder: Path | str):
+    """The transformers config of a model folder: of its text, where it also sees. UserError: one sentence."""
+    from transformers import AutoConfig
+
+    mend = "give a whole folder of a causal language model, as save_pretrained writes it"
+    read_json(Path(folder) / "config.json", mend)
+    with one_sentence(folder, "config.json", mend):
+        config = AutoConfig.from_pretrained(folder)
+        known = config.get_text_config().vocab_size, config.get_text_config().max_position_embeddings
+    whole = all(isinstance(size, int) and size > 0 for size in known)
+    need(whole, f"{folder}: its config.json gives no vocab_size and max_position_embeddings above 0; {mend}")
+    return config
+
+
+def read_tokenizer(folder: Path | str):
+    """The tokenizer of a model folder. UserError, one sentence: there is none, or it is damaged."""
+    from transformers import AutoTokenizer
+
+    mend = "copy tokenizer.json and tokenizer_config.json of this model into the folder"
+    with one_sentence(folder, "tokenizer", mend):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    need(len(tokenizer) > 1, f"{folder}: its tokenizer has no words; {mend}")  # made up where there are no files
+    return tokenizer
+
+
+def check_weights(folder: Path | str) -> None:
+    """UserError, one sentence, before an engine or a model loads them: a file of weights is not there, or damaged."""
+    from safetensors import safe_open
+
+    folder, mend = Path(folder), "copy the folder anew, or delete one of --base_dir: it is made again"
+    indices = sorted(folder.glob("*.index.json"))
+    files = [folder / "model.safetensors"]
+    if indices:
+        shards = read_json(indices[0], mend).get("weight_map")
+        need(isinstance(shards, dict) and shards, f"{indices[0]}: lists no files of weights; {mend}")
+        files = [folder / str(name) for name in sorted({*shards.values()}, key=str)]
+    elif any(folder.glob("*.bin")):
+        return  # torch's older format is looked at when it is loaded
+    for file in files:
+        need(file.is_file(), f"{folder}: no weights there ({file.name} is missing); {mend}")
+        with one_sentence(file, "weights", mend), safe_open(file, "pt") as opened:
+            opened.keys()
+
+
+def load_model(folder: Path | str, dtype=torch.float32):
+    """A causal language model. UserError, one sentence: no weights, damaged ones, or those of another model."""
+    from transformers import AutoModelForCausalLM
+
+    mend = "give a whole checkpoint of that shape"
+    with one_sentence(folder, "weights", mend):
+        loaded = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    model, info = loaded
+    wrong = sorted(map(str, (*info["mismatched_keys"], *info["missing_keys"])))
+    need(not wrong, f"{folder}: its weights do not fit its config.json (first: {''.join(wrong[:1])}); {mend}")
+    return model
+
+
 def load(folder: Path, learner, source) -> tuple[int, list[list[Rollout]], dict]:
     """Bring learner and source back; returns (step, pending, controllers) as `save` took them.
 
@@ -264,12 +342,16 @@ def newest(out: Path | str, part: str = "") -> Path | None:
 
     part: only this model's folder matters. Damaged ones are named on the screen and left out. UserError: all are."""
     found = folders(out)
+    damaged = []
     for folder in reversed(found):
         wrong = damage(folder, part)
         if not wrong:
+            for said in damaged:
+                print(f"warning: {said}; the checkpoint before it is taken", file=sys.stderr)
             return folder
-        print(f"warning: {folder} is damaged ({wrong}); the checkpoint before it is taken", file=sys.stderr)
-    need(not found, f"{out}: no checkpoint there is whole; start anew with --overwrite, or in another --out")
+        damaged.append(f"{folder} is damaged ({wrong})")
+    mend = "start anew with --overwrite, or in another --out"
+    need(not found, f"{out}: no checkpoint there is whole; {mend} (the newest: {''.join(damaged[:1])})")
     return None
 
 

@@ -11,11 +11,12 @@ sentence that names the flag and the mend. Each concept's file checks its own fl
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
+
+import torch
 
 import corrections
 import delay
@@ -440,23 +441,31 @@ def bounds_of_verl(given: dict, names: set[str]) -> dict:
 
 def resumed(cfg: Config, given: set[str]) -> Config:
     """The saved configuration of the run in --out; flags given now must agree with it."""
+    need(not cfg.overwrite, "--resume with --overwrite: one goes on, the other deletes; leave one of them out")
     path = Path(cfg.out) / "config.json"
     need(
         path.is_file(),
         f"--resume: {cfg.out} holds no run; start one without --resume, or name its folder with --out",
     )
-    saved = json.loads(path.read_text(encoding="utf-8"))["config"]
-    saved = {k: v for k, v in saved.items() if k in FIELDS}
+    saved = saved_flags(path)
     free = HARMLESS | ({"steps"} if saved["lr_schedule"] == "constant" else set())
     now = resolve_open(replace(cfg, resume=False))
-    changed = [k for k in sorted(given - free) if getattr(now, k) != saved[k]]
+    changed = [k for k in sorted(given - free) if getattr(now, k) != saved.get(k, FIELDS[k].default)]
     if changed:
-        was = ", ".join(f"--{k} was {saved[k]!r} and is now {getattr(cfg, k)!r}" for k in changed)
+        was = ", ".join(f"--{k} was {saved.get(k)!r} and is now {getattr(cfg, k)!r}" for k in changed)
         raise UserError(
             f"--resume with a changed configuration: {was}; give the old value, or start anew in another --out"
         )
     changeable = {k: getattr(cfg, k) for k in given & free}
     return Config(**{**saved, **changeable, "resume": True, "overwrite": False})
+
+
+def saved_flags(path: Path) -> dict:
+    """The flags in a run's config.json. UserError if it is damaged, or not one of a run."""
+    mend = "copy it from a backup, or start anew with --overwrite or in another --out"
+    saved = flags.read_json(path, mend).get("config")
+    need(isinstance(saved, dict) and "lr_schedule" in saved, f"--resume: {path} holds no flags of a run; {mend}")
+    return {k: v if v is None else flags.of_toml(Config, str(path), k, v) for k, v in saved.items() if k in FIELDS}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -510,10 +519,13 @@ def check_sizes(cfg: Config, n_ranks: int) -> None:
     counts = ("steps", "rollout_batch", "train_batch", "group_size", "max_tokens", "micro_tokens", "eval_problems")
     for name in (*counts, "eval_samples", "max_skips", "keep"):
         need(getattr(cfg, name) >= 1, f"--{name}={getattr(cfg, name)}: must be at least 1")
-    for name in ("lr", "actor_lr", "grad_clip", "rollout_memory"):
+    for name in ("lr", "actor_lr", "grad_clip", "distill_lambda_max"):
         need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
-    for name in ("warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "save_every", "eval_every", "log_samples"):
+    schedule = ("warmup_steps", "save_every", "eval_every", "log_samples", "advantage_error_every")
+    for name in (*schedule, "weight_decay", "adam_eps", "distill_kl_target", "distill_gain"):
         need(getattr(cfg, name) >= 0, f"--{name}={getattr(cfg, name)}: must not be negative")
+    for name in ("adam_beta1", "adam_beta2"):
+        need(0 <= getattr(cfg, name) < 1, f"--{name}={getattr(cfg, name)}: must lie in [0, 1)")
     need(cfg.group_size >= 2, f"--group_size={cfg.group_size}: an advantage needs at least 2 responses a prompt")
     need(
         cfg.train_batch % (cfg.group_size * n_ranks) == 0,
@@ -530,8 +542,7 @@ def check_sampling_with_an_actor(cfg: Config) -> None:
     cut_by_itself = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "recompute"
     need(
         not (cut_by_itself and cfg.actor != "none"),
-        "--keep_sampling_mask=recompute with an --actor: each model would be cut by itself, and the KL between two cut "
-        "distributions is infinite; use replay or off",
+        "--keep_sampling_mask=recompute with an --actor: the KL between two cut distributions is infinite; use replay",
     )
 
 
@@ -539,7 +550,11 @@ def check_remote(cfg: Config) -> None:
     """Samplers on other machines, and the weights that travel to them."""
     remote = cfg.samplers != "local"
     need(cfg.give_up > 0, f"--give_up={cfg.give_up}: must be above 0")
-    need(cfg.samplers != "files" or cfg.sync_path, "--samplers=files: name the shared folder with --sync_path")
+    need(cfg.samplers != "files" or cfg.sync_path.strip(), "--samplers=files: name the folder with --sync_path")
+    need(
+        cfg.samplers != "zmq" or cfg.bind.startswith(("tcp://", "ipc://")),
+        f"--bind={cfg.bind}: not an address; write tcp://HOST:PORT",
+    )
     need(
         cfg.samplers != "zmq" or cfg.keys != "none" or cfg.bind.startswith(("tcp://127.0.0.1:", "ipc://")),
         f"--bind={cfg.bind}: for other hosts --keys are needed (python -m remote.keys OUT --samplers=N makes them), "
@@ -562,6 +577,7 @@ def check_models(cfg: Config) -> None:
     for name in ("base_accuracy", "actor_base_accuracy"):
         value = getattr(cfg, name)
         need(value is None or 0 < value < 1, f"--{name}={value}: a share between 0 and 1")
+    need(cfg.base_dir.strip(), "--base_dir is empty: name a folder, such as out/base")
     for flag, value in (("model", cfg.model), ("actor", cfg.actor)):
         if value.startswith("base:"):
             choice(flag, value, ["base:policy", "base:actor"])
@@ -572,17 +588,32 @@ def check_models(cfg: Config) -> None:
         elif value != "none" or flag == "model":
             need(
                 (Path(value) / "config.json").is_file(),
-                f"--{flag}={value}: no Hugging Face model folder (no config.json there)",
+                f"--{flag}={value}: no Hugging Face model folder (no config.json there); give one as save_pretrained "
+                "writes it, or base:policy",
             )
+
+
+def check_engine(cfg) -> None:
+    """UserError unless the engine of the flags (train.py's, eval.py's, a sampler's) can be started here."""
+    memory = f"--rollout_memory={cfg.rollout_memory}"
+    need(cfg.rollout_memory > 0, f"{memory}: must be above 0")
+    if cfg.rollout != "vllm":
+        return
+    need(
+        importlib.util.find_spec("vllm") is not None,
+        "--rollout=vllm: vLLM is not installed here; install it (make demo does), or use --rollout=hf",
+    )
+    if torch.cuda.is_available():
+        need(cfg.rollout_memory <= 1, f"{memory}: on a GPU a share of its memory, at most 1")
+    else:
+        here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+        need(cfg.rollout_memory < here, f"{memory}: GiB on a CPU, and this host has {here:.0f}; name fewer")
 
 
 def check_packages(cfg: Config) -> None:
     """What the flags need to be installed."""
-    if cfg.rollout == "vllm" and cfg.samplers == "local":
-        need(
-            importlib.util.find_spec("vllm") is not None,
-            "--rollout=vllm: vLLM is not installed here; install it (make demo does), or use --rollout=hf",
-        )
+    if cfg.samplers == "local":
+        check_engine(cfg)
     if cfg.wandb:
         need(
             importlib.util.find_spec("wandb") is not None,

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 import quant
+from checkpoint import load_model
 from flags import UserError
 from rollout import Response, uniforms
 from sampling import Sampling, cut, ragged
@@ -330,9 +331,7 @@ class HFEngine:
     ):
         model = folder_or_model
         if isinstance(model, (str, os.PathLike)):
-            from transformers import AutoModelForCausalLM
-
-            model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+            model = load_model(model, getattr(torch, dtype))
         self.dtype, self.fmt = dtype, fmt
         self.packed = fmt is not None and fmt.activations  # int4 weights come exactly dequantized
         if self.packed:

@@ -12,7 +12,6 @@ pass@k of a problem with c right among n samples is 1 - C(n-c, k) / C(n, k), the
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import math
 import os
@@ -34,14 +33,15 @@ import objectives
 import quant
 import sampling
 import tasks
-from config import Config, EngineFlags, PrecisionFlags, SamplingFlags, TaskFlags
+import warmstart
+from config import Config, EngineFlags, PrecisionFlags, SamplingFlags, TaskFlags, check_engine
 from engines import HFEngine, make_engine
-from flags import UserError, parse_flags, run_command
+from flags import UserError, check_output, choice, need, parse_flags, read_json, run_command
 from mismatch import MismatchFlags
 from rollout import request_seed
+from run import common_tokenizer
 from sampling import Sampling
 from tasks import Answer, Jsonl, encode, grade_all, make_task, run_stop_ids, stop_ids
-from warmstart import base_model
 
 PROBLEMS, PROBE_PROBLEMS = 512, 64  # unless --problems names a number: to evaluate, and for --mismatch
 BATCH = 256  # problems that an engine is given at once
@@ -141,7 +141,7 @@ def held_out(learner, name: str, task, tokenizer, cfg) -> dict[str, float]:
     if cfg.task != "arith" and not cfg.eval_task:
         return {}
     if cfg.eval_task:
-        task = make_task(dataclasses.replace(cfg, task=cfg.eval_task))
+        task = make_task(cfg, "eval_task")
     n = cfg.eval_problems if task.size is None else min(cfg.eval_problems, task.size)
     mine = list(range(learner.comm.rank, n, learner.comm.size))
     engine = sampler_of(learner, name, cfg)
@@ -196,27 +196,57 @@ class Setup:
 
 def open_setup(cfg: EvalFlags, problems: int) -> Setup:
     """Find task and model. problems: so many unless --problems names a number. UserError: one sentence."""
-    from transformers import AutoTokenizer
-
-    sampling.check(cfg)
-    tasks.check(cfg)
+    check(cfg)
     task = make_task(cfg)
+    warmstart.check(cfg, task)
     folder = find_model(cfg, "model", cfg.which)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    models = [folder, find_model(cfg, "actor", "actor")] if cfg.mismatch and cfg.actor else [folder]
+    model = checkpoint.read_config(folder).get_text_config()
+    models = [folder, find_model(cfg, "actor", "actor")] if cfg.actor else [folder]
+    tokenizer = common_tokenizer(cfg, folder, models[1] if cfg.actor else None)
     ends = stop_ids(tokenizer, models, cfg.stop)
     n = problems if cfg.problems is None else cfg.problems
     if task.size is not None:
         n = min(n, task.size)
     longest = task.max_prompt() or max(len(encode(tokenizer, task.problem("test", i))) for i in range(n))
-    model = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    limit = model["max_position_embeddings"]
+    limit = model.max_position_embeddings
     if longest + cfg.max_tokens > limit:
         raise UserError(
             f"--max_tokens={cfg.max_tokens}: the longest prompt has {longest} tokens, together more than the model's "
-            f"context of {limit}"
+            f"context of {limit}; shorten the response or drop long prompts"
         )
-    return Setup(task, folder, tokenizer, n, longest, model["vocab_size"], ends)
+    need(
+        cfg.top_k <= model.vocab_size,
+        f"--top_k={cfg.top_k}: larger than the vocabulary of {model.vocab_size} tokens; 0 keeps all",
+    )
+    for one in models:
+        checkpoint.check_weights(one)
+    quant.check_model(cfg, models[-1])
+    return Setup(task, folder, tokenizer, n, longest, model.vocab_size, ends)
+
+
+def check(cfg: EvalFlags) -> None:
+    """UserError, one sentence: what can be wrong with the flags alone."""
+    for name in ("samples", "max_tokens", "micro_tokens"):
+        need(getattr(cfg, name) >= 1, f"--{name}={getattr(cfg, name)}: must be at least 1")
+    need(cfg.problems is None or cfg.problems >= 1, f"--problems={cfg.problems}: must be at least 1")
+    need(cfg.model.strip(), "--model is empty: name a run folder, a checkpoint or a Hugging Face folder")
+    need(
+        cfg.mismatch or not cfg.actor,
+        f"--actor={cfg.actor}: another model samples for --mismatch alone; add it, or name the model with --model",
+    )
+    need(
+        cfg.mismatch or cfg.learner_quant == "none",
+        f"--learner_quant={cfg.learner_quant}: the learner's format is for --mismatch alone; add it, or name a "
+        "--rollout_quant",
+    )
+    if cfg.mismatch:
+        need(cfg.samples >= 2, f"--samples={cfg.samples}: --mismatch compares responses, so at least 2 to a problem")
+        need(cfg.log_ratio_clamp > 0, f"--log_ratio_clamp={cfg.log_ratio_clamp}: must be above 0")
+        quant.check(cfg)
+    need(cfg.quant_group >= 1, f"--quant_group={cfg.quant_group}: must be at least 1")
+    sampling.check(cfg)
+    tasks.check(cfg)
+    check_engine(cfg)
 
 
 def find_model(cfg: EvalFlags, flag: str, which: str) -> str:
@@ -224,23 +254,26 @@ def find_model(cfg: EvalFlags, flag: str, which: str) -> str:
 
     which: "policy" or "actor", the one to take from a run or a checkpoint."""
     name = getattr(cfg, flag)
-    if name in ("base:policy", "base:actor"):
+    if name.startswith("base:"):
+        choice(flag, name, ["base:policy", "base:actor"])
+        need(cfg.task == "arith", f"--{flag}={name} knows only --task=arith; give the folder of a model for {cfg.task}")
         task_flags = {k: v for k, v in vars(cfg).items() if k.startswith("task_")}
-        return base_model(name.removeprefix("base:"), Config(**task_flags))
+        return warmstart.base_model(name.removeprefix("base:"), Config(**task_flags))
     root = Path(name)
     for folder in (root, root / which, (checkpoint.newest(root, which) or root) / which):
         path = folder / "config.json"  # a run has one too, which is not a model's
-        if path.is_file() and "model_type" in json.loads(path.read_text(encoding="utf-8")):
+        if path.is_file() and "model_type" in read_json(path, "copy it anew, or name another folder"):
             return str(folder)
     raise UserError(f"--{flag}={name}: no model there; give a run folder, a checkpoint or a Hugging Face folder")
 
 
 def evaluate(cfg: EvalFlags) -> dict:
     """Sample, grade, and print pass@k with standard errors."""
-    ks = [int(k) for k in cfg.k.split(",")]
     n = cfg.samples
-    if max(ks) > n or min(ks) < 1:
-        raise UserError(f"--k={cfg.k}: each k must lie between 1 and --samples={n}")
+    ks = [int(k) if k.strip().isdecimal() else 0 for k in cfg.k.split(",")]
+    need(
+        n < 1 or 1 <= min(ks) <= max(ks) <= n, f"--k={cfg.k}: each k must lie between 1 and --samples={n}, as in 1,{n}"
+    )
     setup = open_setup(cfg, PROBLEMS)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     context = setup.longest_prompt + cfg.max_tokens
@@ -271,8 +304,6 @@ def evaluate(cfg: EvalFlags) -> dict:
 
 def measure_mismatch(cfg: EvalFlags) -> dict:
     """The probe of mismatch.py."""
-    if cfg.samples < 2:
-        raise UserError(f"--samples={cfg.samples}: --mismatch compares responses, so at least 2 to a problem")
     setup = open_setup(cfg, PROBE_PROBLEMS)
     actor = find_model(cfg, "actor", "actor") if cfg.actor else None
     return mismatch.probe(cfg, setup, actor).as_dict()
@@ -296,7 +327,7 @@ def grade_gold(path: str, seconds: float = EvalFlags.grade_seconds) -> dict:
     """Does the grader accept a file's own answers, and refuse changed ones? Prints both shares and each exception.
 
     seconds: of a processor, for each answer (--grade_seconds)."""
-    task = Jsonl(path, seconds=seconds)
+    task = Jsonl(path, seconds=seconds, flag="grade_gold")
     gold = changed = 0
     for start in tqdm(range(0, task.size, BATCH), desc="grade"):
         problems = [task.problem("test", i) for i in range(start, min(start + BATCH, task.size))]
@@ -321,6 +352,8 @@ def grade_gold(path: str, seconds: float = EvalFlags.grade_seconds) -> dict:
 def main(argv: list[str] | None = None) -> dict:
     """One command; returns what --out writes. UserError: one sentence."""
     cfg = parse_flags(EvalFlags, sys.argv[1:] if argv is None else argv)
+    if cfg.out:
+        check_output("out", cfg.out)
     if cfg.grade_gold:
         tasks.check(cfg)
         result = grade_gold(cfg.grade_gold, cfg.grade_seconds)

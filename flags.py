@@ -19,7 +19,9 @@ import difflib
 import errno
 import functools
 import inspect
+import json
 import math
+import os
 import sys
 import textwrap
 import tomllib
@@ -43,31 +45,72 @@ def need(ok, sentence: str) -> None:
         raise UserError(sentence)
 
 
-# what can be wrong with a file or a disk: the name of the file and the system's words are a sentence
+# what can be wrong with a file or a disk, and the mend: with the file's name and the system's words it is a sentence
+RIGHTS = "name another place, or ask for the right to use this one"
+ROOM = "make room there, or name a place on another disk"
+DISK = "look at the disk, or name a place on another one"
+PLACE = "name another place"
 ABOUT_FILES = {
-    errno.EACCES,
-    errno.EDQUOT,
-    errno.EEXIST,
-    errno.EFBIG,
-    errno.EIO,
-    errno.EISDIR,
-    errno.ENAMETOOLONG,
-    errno.ENOENT,
-    errno.ENOSPC,
-    errno.ENOTDIR,
-    errno.ENOTEMPTY,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ESTALE,
+    errno.EACCES: RIGHTS,
+    errno.EDQUOT: ROOM,
+    errno.EEXIST: PLACE,
+    errno.EFBIG: ROOM,
+    errno.EIO: DISK,
+    errno.EISDIR: "name a file",
+    errno.ENAMETOOLONG: "name a shorter one",
+    errno.ENOENT: "name a path that is there",
+    errno.ENOSPC: ROOM,
+    errno.ENOTDIR: PLACE,
+    errno.ENOTEMPTY: PLACE,
+    errno.EPERM: RIGHTS,
+    errno.EROFS: PLACE,
+    errno.ESTALE: DISK,
 }
 
 
-def about_files(e: OSError) -> UserError | None:
-    """The sentence for a file that cannot be read or written; None for trouble of another kind."""
+def about_files(e: OSError, path: Path | str | None = None) -> UserError | None:
+    """The sentence for a file that cannot be read or written; None for trouble of another kind.
+
+    path: the file, where the error does not name it."""
     if e.errno not in ABOUT_FILES:
         return None
-    where = f"{e.filename}: " if e.filename is not None else ""
-    return UserError(f"{where}{e.strerror}")
+    name = path if e.filename is None else e.filename
+    where = "" if name is None else f"{name}: "
+    return UserError(f"{where}{e.strerror}; {ABOUT_FILES[e.errno]}")
+
+
+def read_text(path: Path | str) -> str:
+    """The text of a file in UTF-8, without the mark that some editors put first. UserError names the file."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path}: not a text file in UTF-8 (byte {e.start}); convert it") from None
+    except OSError as e:
+        raise about_files(e, path) or e from None
+
+
+def read_json(path: Path | str, mend: str) -> dict:
+    """The JSON object in a file. UserError names the file, what is wrong with it, and the mend."""
+    try:
+        found = json.loads(read_text(path))
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{path}: not valid JSON ({e}); {mend}") from None
+    need(isinstance(found, dict), f"{path}: not a JSON object; {mend}")
+    return found
+
+
+def check_output(flag: str, path: str) -> None:
+    """UserError, before anything is computed, if no file can be written at the path that a flag names."""
+    file = Path(path)
+    need(path.strip(), f"--{flag} is empty: name the file to write")
+    need(not file.is_dir(), f"--{flag}={path}: a folder; name a file in it")
+    there = next(folder for folder in file.absolute().parents if folder.exists())
+    need(there.is_dir(), f"--{flag}={path}: {there} is a file, not a folder; {PLACE}")
+    taken = file if file.exists() else there
+    kernel = there.is_relative_to("/proc") or there.is_relative_to("/sys")  # nobody makes a file there
+    need(os.access(taken, os.W_OK) and not kernel, f"--{flag}={path}: {taken} cannot be written; {PLACE}")
 
 
 def run_command(command: Callable[[], object], silent: bool = False) -> None:
@@ -93,7 +136,7 @@ def parse_flags(cls, argv: list[str] | None = None, usage: str = ""):
 def read(cls, argv: list[str] | None = None, usage: str = "", also=()) -> list[tuple[str, str]]:
     """(flag, value) pairs as written; `--help` prints the page and exits.
 
-    `--flag value` is `--flag=value`, and a bare `--flag` is `--flag=True`.
+    `--flag value` is `--flag=value`, and a bare `--flag` of a truth is `--flag=True`.
     also: further names that are let through, which the caller translates (config.py)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     kinds, pairs = types_of(cls), []
@@ -110,6 +153,8 @@ def read(cls, argv: list[str] | None = None, usage: str = "", also=()) -> list[t
             value = "True"
             if argv and not argv[0].startswith("--") and (kinds.get(key) is not bool or argv[0] in TRUTH):
                 value = argv.pop(0)
+            else:
+                need(kinds.get(key, bool) is bool, f"--{key}: a value is missing; write --{key}=VALUE")
         pairs.append((key, value))
     return pairs
 
@@ -155,30 +200,34 @@ def convert(cls, key: str, text: str):
     try:
         if "_" in text:  # Python would read 0.5_5 as 0.55
             raise ValueError
-        return finite(cls, f"--{key}", kind(text))
+        return finite(cls, key, kind(text))
     except UserError:
         raise
     except ValueError:
         wanted = "a whole number" if kind is int else "a number"
-        raise UserError(f"--{key}={text}: not {wanted}") from None
+        raise UserError(f"--{key}={text[:40]}: must be {wanted}") from None
 
 
-def finite(cls, flag: str, value):
-    """The value. UserError where it is NaN; or infinite, unless the class says that this flag may be (UNBOUNDED)."""
-    need(not (isinstance(value, float) and math.isnan(value)), f"{flag}={value}: not a number")
-    may_be = flag.lstrip("-") in getattr(cls, "UNBOUNDED", ())
+def finite(cls, key: str, value, place: str = "--"):
+    """The value. UserError where it is NaN, or too large a whole number; or infinite, unless the class says that this
+    flag may be (UNBOUNDED). place: what stands before the flag in the sentence."""
+    flag = f"{place}{key}={str(value)[:40]}"
+    need(not (isinstance(value, float) and math.isnan(value)), f"{flag}: must be a number")
+    need(type(value) is not int or abs(value) < 10**18, f"{flag}: must have at most 18 digits")
     infinite = isinstance(value, float) and math.isinf(value)
-    need(not infinite or may_be, f"{flag}={value}: must be finite")
+    need(not infinite or key in getattr(cls, "UNBOUNDED", ()), f"{flag}: must be finite")
     return value
 
 
 def read_toml(cls, path: str) -> dict:
     """The flags that a flat TOML file sets; names and types are checked as on the command line."""
-    need(Path(path).is_file(), f"--config={path}: no such file")
+    need(Path(path).is_file(), f"--config={path}: no such file; name a TOML file of flags, such as configs/demo.toml")
     try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as e:
-        raise UserError(f"--config={path}: not valid TOML ({e})") from None
+        values = tomllib.loads(read_text(path))
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"--config={path}: not valid TOML ({e}); mend that place") from None
     kinds = types_of(cls)
     for key, value in values.items():
         need(key in kinds, f"{path}: {key}: no such flag{nearest(key, kinds)}")
@@ -190,22 +239,27 @@ def of_toml(cls, path: str, key: str, value):
     """A TOML value as the flag's type: a whole number may stand for a float, nothing else changes."""
     kind = types_of(cls)[key]
     if choices_of(kind):
-        choice(key, value, choices_of(kind))
+        choice(key, value, choices_of(kind), f"{path}: ")
         return value
-    accepted = [t for t in (bool, int, float, str) if t is kind or t in get_args(kind)]
-    if float in accepted and type(value) is int:
-        return float(value)
-    need(type(value) in accepted, f"{path}: {key} = {value!r} is not of type {accepted[0].__name__}")
-    finite(cls, key, value)
-    return value
+    accepted = [t for t in (bool, float, int, str) if t is kind or t in get_args(kind)]
+    accepted += [int] * (float in accepted)
+    need(type(value) in accepted, f"{path}: {key} = {shortened(value)} is not of type {accepted[0].__name__}")
+    finite(cls, key, value, f"{path}: ")
+    return float(value) if float in accepted and type(value) is int else value
 
 
-def choice(key: str, value, known) -> None:
-    """UserError unless `value` is one of the known ones; it names the nearest."""
+def shortened(value) -> str:
+    """A value as an error shows it: on one line, and not all of a long one."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "..."
+
+
+def choice(key: str, value, known, place: str = "") -> None:
+    """UserError unless `value` is one of the known ones; it names the nearest. place: of the flag, if it is a file."""
     if value not in known:
         near = difflib.get_close_matches(str(value), list(known), 1, 0.3)
         guess = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"--{key}={value}: not one of {', '.join(known)}{guess}")
+        raise UserError(f"{place}--{key}={value}: not one of {', '.join(known)}{guess}")
 
 
 def groups_of(cls) -> list[type]:

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import textwrap
 
+from flags import need, run_command
 from measure import Derived, Max, Mean, Means, Quantile, Sums, View, k3, repetition
 from model import FLOOR
 from sampling import Sampling
@@ -491,5 +493,10 @@ def entries(named: dict[str, str]) -> list[str]:
     return out
 
 
-if __name__ == "__main__":
+def main(argv: list[str]) -> None:
+    need(not argv, f"{' '.join(argv)}: metrics.py explains all names and takes none; python plot.py RUN draws a run's")
     print(page())
+
+
+if __name__ == "__main__":
+    run_command(lambda: main(sys.argv[1:]))

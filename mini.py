@@ -33,18 +33,15 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 # The settings, named as train.py's flags. Change them here.
-STEPS = 80  # optimizer updates; configs/demo.toml has 150
-WARMUP_STEPS = 5
+STEPS, WARMUP_STEPS = 80, 5  # optimizer updates; configs/demo.toml has 150
 LR, ACTOR_LR = 1e-4, 3e-4
 ROLLOUT_BATCH, TRAIN_BATCH = 256, 256  # responses sampled at once, responses in one update
-GROUP_SIZE = 8  # G
-MAX_TOKENS = 32  # longest response
+GROUP_SIZE, MAX_TOKENS = 8, 32  # G, longest response
 GRAD_CLIP = 0.3  # largest gradient norm, each model on its own
 OBRS_LAMBDA = 1.0  # the larger, the more is rejected, and the closer is the rest to the target
 OBRS_C1 = 3.0  # cap of the OBRS weight
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28  # PPO
-ACTOR_IS_CAP = 2.0  # cap of the importance weight in the actor's own loss
-DISTILL_LAMBDA = 1.0
+ACTOR_IS_CAP, DISTILL_LAMBDA = 2.0, 1.0  # the actor's loss: cap of its importance weight, weight of distillation
 TASK_MIN_OPS, TASK_MAX_OPS = 3, 5  # operations in a problem
 TASK_OPERAND, TASK_TOTAL = 9, 29  # largest operand, largest running total
 EVAL_PROBLEMS = 1024
@@ -204,7 +201,6 @@ def jackpot(new, ref, batch):
     distill = (target.exp() * (target - actor_new)).sum(-1)  # Eq. 7: KL(sg p_theta,new || p_omega)
     # both: Eq. 8, a mean over tokens; the two objectives that are maximised have their minus above
     loss = (policy_loss + actor_loss + DISTILL_LAMBDA * distill)[batch.mask].mean()
-
     gap = (policy_ref - actor_ref).clamp_min(math.log(OBRS_LAMBDA))
     watched = {
         "entropy": -(target.exp() * target).sum(-1),
@@ -271,8 +267,10 @@ PANELS = {"reward": "reward", "entropy, policy": "entropy", "gradient norm, poli
 def main():
     # warmstart.py prints the folders of the two base models; at first use it makes them (2 to 3 minutes)
     command = [sys.executable, Path(__file__).with_name("warmstart.py")]
-    folders = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split("\n")
-    policy, actor = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in folders[:2])
+    made = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if made.returncode:
+        sys.exit(made.returncode)  # warmstart.py has said why
+    policy, actor = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in made.stdout.split("\n")[:2])
     models = {"policy": policy, "actor": actor}
     before = {name: evaluate(model) for name, model in models.items()}
     metrics = train(policy, actor)
@@ -297,4 +295,6 @@ def main():
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        sys.exit(f"error: {sys.argv[1]}: mini.py takes no flags; change its settings at the head of the file")
     main()

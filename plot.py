@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flags import UserError, need, parse_flags, run_command
+from flags import UserError, check_output, need, parse_flags, run_command
 from run import read_metrics, rows
 
 # What is drawn, in reading order: (title, keys), of which the first that a run has is used.
@@ -63,7 +63,7 @@ def draw(runs: list[str], out: str) -> str:
     UserError, one sentence: more runs than colours, or a folder that holds no run."""
     if len(runs) > len(COLOURS):
         raise UserError(f"{len(runs)} runs: at most {len(COLOURS)} lines can be told apart; draw fewer in one picture")
-    rows = {str(run): read_metrics(run) for run in runs}
+    rows = {str(run): numbers_of(run) for run in runs}
     import matplotlib
 
     matplotlib.use("Agg")
@@ -88,6 +88,17 @@ def draw(runs: list[str], out: str) -> str:
     fig.savefig(out, dpi=110)
     plt.close(fig)
     return out
+
+
+def numbers_of(run: str) -> list[dict]:
+    """The metrics of a run. UserError: what is to be drawn is no number in one of its lines."""
+    rows = read_metrics(run)
+    for key in [key for _, keys in PANELS for key in keys]:
+        for row in rows:
+            is_number = row.get(key) is None or type(row[key]) in (int, float)
+            file = Path(run) / "metrics.jsonl"
+            need(is_number, f"{file}: {key} is no number at step {row['step']}; mend or remove that line")
+    return rows
 
 
 def draw_line(ax, rows: list[dict], keys: list[str], colour: str, width: float) -> None:
@@ -339,12 +350,24 @@ def print_samples(run: str, last: int) -> None:
     """The newest responses in samples.jsonl. UserError: the run has logged none."""
     path = Path(run) / "samples.jsonl"
     need(path.is_file(), f"{path}: no such file; give the folder of a run with --log_samples above 0")
-    for row in rows(path)[-last:]:
+    found = rows(path)
+    need(found, f"{path}: no responses in it; wait for the run's first update, or give another run's folder")
+    for row in found[-last:]:
+        need(is_response(row), f"{path}: the line of step {row['step']} is not that of a response; mend or remove it")
         said = f"reward {row['reward']:g}, {row['finish_reason']}, gap {row['gap']:.3g} nats"
         print(f"update {row['step'] + 1}: {said}\n{row['prompt']}")
         print(" ".join(coloured(text, gap) for text, gap in zip(row["tokens"], row["gaps"], strict=True)))
         print("largest: " + ", ".join(f"{text!r} {gap:+.3g}" for _, text, gap in row["largest"]) + "\n")
     print("gaps: " + "  ".join(f"{colour}{low:g} and more{PLAIN}" for low, colour in GAPS.items()) + " nats")
+
+
+def is_response(row: dict) -> bool:
+    """Whether a line of samples.jsonl has what is printed of it."""
+    numbers = [row.get("reward"), row.get("gap")]
+    lists = [row.get("tokens"), row.get("gaps"), row.get("largest")]
+    if not all(type(x) in (int, float) for x in numbers) or not all(isinstance(x, list) for x in lists):
+        return False
+    return len(row["tokens"]) == len(row["gaps"]) and {"prompt", "finish_reason"} <= row.keys()
 
 
 def coloured(text: str, gap: float) -> str:
@@ -355,11 +378,16 @@ def coloured(text: str, gap: float) -> str:
 def main(argv: list[str]) -> None:
     runs = list(takewhile(lambda arg: not arg.startswith("-"), argv))
     flags = parse_flags(PlotFlags, argv[len(runs) :], usage=USAGE)
+    need(flags.last >= 1, f"--last={flags.last}: must be at least 1")
     if flags.samples:
+        need(not runs, f"--samples={flags.samples}: prints, and draws no runs; leave out {' '.join(runs)}")
         print_samples(flags.samples, flags.last)
         return
     if not runs:
         raise UserError("name at least one run folder: python plot.py out/demo")
+    check_output("out", flags.out)
+    known = Path(flags.out).suffix in (".png", ".pdf", ".svg")
+    need(known, f"--out={flags.out}: a picture's name ends in .png, .pdf or .svg; name it so")
     print(draw(runs, flags.out))
 
 

@@ -17,12 +17,11 @@ import secrets
 import shutil
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 import checkpoint
@@ -31,6 +30,7 @@ import corrections
 import quant
 import tasks
 import warmstart
+from checkpoint import load_model
 from flags import UserError, need
 from learner import LearnerCheck
 from rollout import uniforms
@@ -93,11 +93,9 @@ def open_run(cfg: config.Config, comm) -> Run:
     """Check task and models, make the embedded base models if they are asked for. Nothing of the run is written yet.
 
     UserError: one sentence."""
-    from transformers import AutoConfig  # here and below where it is used: it takes seconds to load
-
     asked = [make_task(cfg)]
     if cfg.eval_task:
-        asked.append(make_task(dataclasses.replace(cfg, task=cfg.eval_task)))
+        asked.append(make_task(cfg, "eval_task"))
     task = asked[0]
     warmstart.check(cfg, task)
     if cfg.model.startswith("base:"):
@@ -105,10 +103,12 @@ def open_run(cfg: config.Config, comm) -> Run:
     folders = {"policy": model_folder(cfg.model, cfg, comm), "actor": model_folder(cfg.actor, cfg, comm)}
     check_models(cfg, folders["policy"], folders["actor"])
     tokenizer = common_tokenizer(cfg, folders["policy"], folders["actor"])
-    configs = {name: AutoConfig.from_pretrained(f) for name, f in folders.items() if f}
+    for folder in filter(None, folders.values()):
+        checkpoint.check_weights(folder)
+    configs = {name: checkpoint.read_config(f) for name, f in folders.items() if f}
     longest = max(longest_prompt(one, tokenizer) for one in asked)
     context = longest + cfg.max_tokens
-    limit = min(c.max_position_embeddings for c in configs.values())
+    limit = min(c.get_text_config().max_position_embeddings for c in configs.values())
     if context > limit:
         raise UserError(
             f"--max_tokens={cfg.max_tokens}: the longest prompt has {context - cfg.max_tokens} tokens, together more "
@@ -145,6 +145,8 @@ def locked(cfg, comm):
     if comm.rank == 0:
         check_folder(cfg)
         folder = Path(cfg.out)
+        before = {path.name for path in folder.glob("*")}
+        new = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = lock_folder(folder)
@@ -155,8 +157,18 @@ def locked(cfg, comm):
     try:
         yield
     finally:
+        if lock and {path.name for path in folder.glob("*")} - before == {LOCK}:  # the run was refused
+            remove(folder / LOCK, new)
         if lock:
             lock.close()
+
+
+def remove(lock: Path, folders: list[Path]) -> None:
+    """Remove a lock, and the folders that were made for it, as far as there is nothing else in them."""
+    with suppress(OSError):
+        lock.unlink()
+        for folder in folders:
+            folder.rmdir()
 
 
 def lock_folder(folder: Path):
@@ -164,7 +176,10 @@ def lock_folder(folder: Path):
     lock = open(folder / LOCK, "a")  # noqa: SIM115  closing it gives the lock back
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        mine = os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / LOCK))  # or its owner has just removed it
     except OSError:
+        mine = False
+    if not mine:
         lock.close()
         return None
     return lock
@@ -263,9 +278,7 @@ def model_folder(name: str, cfg, comm) -> str | None:
 
 def check_models(cfg, policy: str, actor: str | None) -> None:
     """What can be wrong between models and flags, from config.json alone. UserError: one sentence."""
-    sizes = [
-        json.loads((Path(f) / "config.json").read_text(encoding="utf-8"))["vocab_size"] for f in (policy, actor) if f
-    ]
+    sizes = [checkpoint.read_config(f).get_text_config().vocab_size for f in (policy, actor) if f]
     if len(set(sizes)) > 1:
         raise UserError(
             f"--actor={actor}: its vocabulary has {sizes[1]} tokens and the policy's {sizes[0]}; actor and policy must "
@@ -297,10 +310,8 @@ def check_vocabulary(cfg, vocabulary: int) -> None:
 
 def common_tokenizer(cfg, policy: str, actor: str | None):
     """The policy's tokenizer. UserError if the actor's has another vocabulary."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(policy)
-    if actor and AutoTokenizer.from_pretrained(actor).get_vocab() != tokenizer.get_vocab():
+    tokenizer = checkpoint.read_tokenizer(policy)
+    if actor and checkpoint.read_tokenizer(actor).get_vocab() != tokenizer.get_vocab():
         raise UserError(
             f"--actor={cfg.actor}: its tokenizer differs from the policy's; actor and policy must share one vocabulary"
         )
@@ -310,22 +321,6 @@ def common_tokenizer(cfg, policy: str, actor: str | None):
 def longest_prompt(task, tokenizer) -> int:
     """Tokens of the longest prompt: known for arith, read off for a file."""
     return task.max_prompt() or max(len(encode(tokenizer, task.problem("test", i))) for i in range(task.size))
-
-
-def load_model(folder: str):
-    """A causal LM in float32. UserError if its weights do not fit its config."""
-    from transformers import AutoModelForCausalLM
-
-    whole = "give a whole checkpoint of that shape"
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    except RuntimeError as e:
-        first = str(e).splitlines()[0]
-        raise UserError(f"{folder}: its weights do not fit its config.json ({first}); {whole}") from None
-    wrong = sorted(map(str, (*info["mismatched_keys"], *info["missing_keys"])))
-    if wrong:
-        raise UserError(f"{folder}: its weights do not fit its config.json (first: {wrong[0]}); {whole}")
-    return model
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -448,16 +443,19 @@ def truncate(path: Path, step: int) -> None:
 
 
 def rows(path: Path) -> list[dict]:
-    """The lines of a metrics.jsonl. One that is damaged is left out, and named unless a kill has cut it short."""
+    """The lines of a metrics.jsonl. Damaged ones are left out, and named unless a kill has cut the last one short."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    out = []
+    out, damaged = [], []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
+            need(type(row["step"]) is int, "a step is a number")
             out.append({"step": row["step"], **row})
-        except (ValueError, TypeError, KeyError):
-            if number < len(lines):
-                print(f"warning: {path}, line {number}: not a line of metrics, left out", file=sys.stderr)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            damaged.append(number)
+    if out and damaged and damaged != [len(lines)]:
+        more = f" (and {len(damaged) - 1} more lines)" if len(damaged) > 1 else ""
+        print(f"warning: {path}, line {damaged[0]}: not a line of metrics, left out{more}", file=sys.stderr)
     return out
 
 
@@ -465,4 +463,6 @@ def read_metrics(run: Path | str) -> list[dict]:
     """The lines of a run's metrics.jsonl. UserError: there is none."""
     path = Path(run) / "metrics.jsonl"
     need(path.is_file(), f"{path}: no such file; give the folder of a run (it holds metrics.jsonl)")
-    return rows(path)
+    found = rows(path)
+    need(found, f"{path}: no line of metrics in it; wait for the run's first update, or give the folder of another one")
+    return found

@@ -27,6 +27,8 @@ import torch
 
 from flags import need
 
+COLDEST = 0.01  # vLLM samples at this temperature when it is asked for a lower one, and does not say so
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -97,10 +99,11 @@ def ragged(allowed: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 def check(cfg) -> None:
     """UserError with one sentence if the flags ask for something that cannot be sampled."""
-    need(cfg.temperature > 0, f"--temperature={cfg.temperature}: must be above 0")
+    need(cfg.temperature >= COLDEST, f"--temperature={cfg.temperature}: must be at least {COLDEST}")
     need(0 < cfg.top_p <= 1, f"--top_p={cfg.top_p}: a probability mass in (0, 1]; 1 keeps all tokens")
     need(cfg.top_k >= -1, f"--top_k={cfg.top_k}: must be a number of tokens; 0 or -1 keeps all")
     need(0 <= cfg.min_p < 1, f"--min_p={cfg.min_p}: a share in [0, 1); 0 keeps all tokens")
+    need(cfg.kept_max >= 1, f"--kept_max={cfg.kept_max}: must be at least 1")
     replays = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "replay"
     need(
         not replays or cfg.logprobs_mode == "processed",

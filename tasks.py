@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
-from flags import UserError, need
+from flags import UserError, need, read_text
 
 NUMBERS = 200  # the numbers 0..199 are one token each
 VOCAB = 256  # numbers, signs, and spare words up to a multiple of 32
@@ -182,17 +182,18 @@ def arithmetic_tokenizer():
 class Jsonl:
     """Problems from a JSONL file; answers graded with math-verify.
 
-    answer: "boxed" or "last", what of a response counts (--answer). seconds: of a processor, for each answer.
+    answer: "boxed" or "last", what of a response counts (--answer). seconds: of a processor, for each answer. flag: the
+    one that names the file.
     A bad line is named before anything loads."""
 
-    def __init__(self, path: str, seed: int = 0, answer: str = "boxed", seconds: float = 5.0):
+    def __init__(self, path: str, seed: int = 0, answer: str = "boxed", seconds: float = 5.0, flag: str = "task"):
         installed = importlib.util.find_spec("math_verify") is not None
-        need(installed, f"--task={path}: math-verify, which grades it, is not installed; pip install math-verify")
+        need(installed, f"--{flag}={path}: math-verify, which grades it, is not installed; pip install math-verify")
         self.name = str(path)
         self.seed = seed
         self.answer = answer
         self.seconds = seconds
-        self.rows = read_jsonl(path)
+        self.rows = read_jsonl(path, flag)
         self.size = len(self.rows)
 
     def problem(self, split: str, index: int) -> Problem:
@@ -231,16 +232,14 @@ class Jsonl:
         return 0  # unknown without a tokenizer: checked as prompts are read
 
 
-def read_jsonl(path: str | Path) -> list[dict]:
-    """Rows {text, answer} of a JSONL file. UserError, one sentence, names file and line."""
-    path = Path(path)
+def read_jsonl(path: str | Path, flag: str = "task") -> list[dict]:
+    """Rows {text, answer} of a JSONL file. UserError, one sentence, names file and line. flag: that named the file."""
+    named, path = path, Path(path)
+    also = "`arith` or " if flag == "task" else ""
     if not path.is_file():
-        raise UserError(f"--task={path}: no such file; give `arith` or the path of a JSONL file")
-    try:
-        # not splitlines(), which also divides at characters that JSON allows inside a string
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as e:
-        raise UserError(f"{path}: not a text file in UTF-8 (byte {e.start}); convert it") from None
+        what = "a folder" if path.is_dir() else "no such file"
+        raise UserError(f"--{flag}={named}: {what}; give {also}the path of a JSONL file")
+    lines = read_text(path).split("\n")  # not splitlines(), which also divides where JSON does not
     rows = [read_row(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise UserError(f"{path}: no problems in the file; each line needs `problem` (or `question`) and `answer`")
@@ -254,16 +253,19 @@ def read_row(line: str, place: str) -> dict:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as e:  # also numbers of thousands of digits, and endless brackets
-        raise UserError(f"{place}: not valid JSON ({getattr(e, 'msg', e)}); mend or remove that line") from None
+        why = str(getattr(e, "msg", e))[:60]
+        raise UserError(f"{place}: not valid JSON ({why}); mend or remove that line, one object a line") from None
     if not isinstance(row, dict):
         raise UserError(f"{place}: not a JSON object; each line needs `problem` (or `question`) and `answer`")
-    text = row.get("problem", row.get("question"))
+    text = row.get("problem") or row.get("question")
     if not isinstance(text, str) or not text.strip():
         raise UserError(f"{place}: no `problem` or `question` text; add one")
     answer = row.get("answer")
     if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
         raise UserError(f"{place}: no `answer` that is a text or a number; add one")
     answer = final_answer(str(answer))
+    encodable = (text + answer).encode(errors="replace").decode() == text + answer
+    need(encodable, f"{place}: half a character (a lone surrogate), which no tokenizer takes; mend or remove that line")
     need(answer, f"{place}: the `answer` is empty; add one, or remove that line")
     finite = answer.lower().lstrip("+-") not in ("nan", "inf")
     need(finite, f"{place}: the `answer` is {answer}, which no response can equal; mend or remove that line")
@@ -447,13 +449,14 @@ def graders() -> Graders:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def make_task(cfg):
-    """The task named by `--task`: `arith`, or the path of a JSONL file."""
-    if cfg.task == "arith":
+def make_task(cfg, flag: str = "task"):
+    """The task named by `--task`, or by another flag: `arith`, or the path of a JSONL file."""
+    name = getattr(cfg, flag)
+    if name == "arith":
         return Arithmetic(
             cfg.task_min_ops, cfg.task_max_ops, cfg.task_operand, cfg.task_total, cfg.task_seed, cfg.task_explain
         )
-    return Jsonl(cfg.task, cfg.task_seed, cfg.answer, cfg.grade_seconds)
+    return Jsonl(name, cfg.task_seed, cfg.answer, cfg.grade_seconds, flag)
 
 
 def encode(tokenizer, problem) -> list[int]:
@@ -557,4 +560,6 @@ def check(cfg) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or not sys.argv[1].isdecimal():
+        sys.exit("error: tasks.py is started by a run, with a socket's number; see python train.py --help")
     grading_process(int(sys.argv[1]))

@@ -22,8 +22,9 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from checkpoint import check_weights
 from engines import HFEngine
-from flags import UserError, run_command
+from flags import UserError, check_output, need, run_command
 from rollout import request_seed
 from sampling import Sampling
 from tasks import VOCAB, arithmetic_tokenizer, encode, grade_all, make_task
@@ -64,7 +65,10 @@ def base_model(name: str, cfg) -> str:
     if name == "actor" and cfg.actor_base_accuracy is not None:
         target = cfg.actor_base_accuracy
     folder = Path(cfg.base_dir) / f"{name}-{recipe_key(name, task, target)}"
-    if not (folder / "config.json").is_file():
+    if (folder / "config.json").is_file():
+        check_weights(folder)
+    else:
+        check_output("base_dir", str(folder / "config.json"))  # before the minutes that it takes
         scratch = folder.with_name(f"{folder.name}.{os.getpid()}")
         warm_start(name, task, target, scratch)
         shutil.rmtree(folder, ignore_errors=True)
@@ -89,7 +93,7 @@ def recipe_key(name: str, task, target: float) -> str:
 def warm_start(name: str, task, target: float, folder: Path) -> float:
     """Supervised steps until the sampled accuracy reaches `target`; saves model and tokenizer.
 
-    Returns the accuracy. RuntimeError if MOST_STEPS steps do not reach the target."""
+    Returns the accuracy. UserError if MOST_STEPS steps do not reach the target."""
     tokenizer = arithmetic_tokenizer()
     model = new_model(name, task.seed * 2 + (name == "actor"), tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01)
@@ -112,7 +116,7 @@ def warm_start(name: str, task, target: float, folder: Path) -> float:
             if reached >= target:
                 break
     else:
-        raise RuntimeError(
+        raise UserError(
             f"the warm start reached {reached:.2f} in {MOST_STEPS} steps, not {target}: "
             "lower --base_accuracy or make the task easier (--task_max_ops, --task_operand)"
         )
@@ -177,6 +181,8 @@ def main() -> None:
     import config
 
     cfg = config.parse()
+    ours = cfg.model == "base:policy"
+    need(ours, f"--model={cfg.model}: warmstart.py makes the embedded models alone; leave --model out")
     for name in SHAPES:
         print(base_model(name, cfg))
 

@@ -170,6 +170,9 @@ BENCHES = {"wire": bench_wire, "samplers": bench_samplers}
 
 
 def main(argv: list[str]) -> None:
+    if {"-h", "--help"} & set(argv):
+        print(__doc__.strip())
+        return
     names = parse(argv, BENCHES) or list(BENCHES)
     with tempfile.TemporaryDirectory() as root:
         print_table({name: BENCHES[name](root) for name in names})

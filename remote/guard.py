@@ -239,7 +239,8 @@ def open_log(out: str | Path, rank: int) -> logging.Logger:
     """The file that says who came, who was turned away, and why."""
     log = logging.getLogger(f"remote.{out}.{rank}")
     if not log.handlers:
-        handler = logging.handlers.RotatingFileHandler(log_path(out, rank), maxBytes=LOG_BYTES, backupCount=2)
+        path = log_path(out, rank)  # made by its first line, which a run that is refused does not write
+        handler = logging.handlers.RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=2, delay=True)
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         log.addHandler(handler)
         log.addFilter(FewOfAKind())

@@ -77,6 +77,8 @@ def own_keys(folder: str) -> tuple[bytes, bytes]:
 def sampler_keys(folder: str) -> SamplerKeys:
     """The keys in a sampler's key folder. UserError: no such folder."""
     learner = Path(folder) / "learner.key"
+    own = not (Path(folder) / "samplers").exists()
+    need(own, f"--keys={folder}: the learner's folder; name the sampler's own, such as sampler0 beside it")
     if not learner.is_file():
         raise UserError(
             f"--keys={folder}: no learner.key there; copy the folder that `python -m remote.keys` made for this sampler"

@@ -31,8 +31,8 @@ import numpy as np
 import torch
 
 import quant
-from checkpoint import read_tensors
-from config import Config, DelayFlags, EngineFlags
+from checkpoint import check_weights, read_config, read_tensors, read_tokenizer
+from config import Config, DelayFlags, EngineFlags, check_engine
 from delay import DelayDistribution, check_distribution
 from engines import make_engine
 from flags import UserError, need, parse_flags, run_command
@@ -40,7 +40,7 @@ from remote import wire
 from remote.account import Spool, is_sampler
 from remote.files import FilesLink, wait_for_ranks
 from remote.groups import encode_group, name_of
-from remote.keys import sampler_keys
+from remote.keys import SamplerKeys, sampler_keys
 from remote.link import Link
 from rollout import LocalSource, Rollout, request_seed, uniforms
 from sampling import Sampling
@@ -257,13 +257,42 @@ def connect(flags: SamplerFlags, incarnation: int) -> Connection:
             f"--groups={flags.groups} --spool_groups={flags.spool_groups}: "
             "at least one group at once, and a spool that holds a batch"
         )
-    folder = Path(flags.spool or f"out/samplers/{name}")
-    folder.mkdir(parents=True, exist_ok=True)
-    lock_folder(folder)
+    check_engine(flags)
+    check_own_files(flags)
     addresses, streams = routes(flags.connect, name)
-    if "://" in addresses[0]:
-        return connect_sockets(flags, incarnation, addresses, streams, folder)
-    return connect_folder(flags, incarnation, Path(addresses[0]), name, streams, folder)
+    if any("://" in address for address in addresses):
+        keys = checked_keys(flags, addresses)
+        folder = own_folder(flags, name)
+        spool = Spool(folder / "spool", streams, incarnation)
+        return Connection(Link(addresses, streams, flags, spool, folder, keys), spool, streams, folder)
+    if not addresses[0] or not Path(addresses[0]).is_dir():
+        raise UserError(
+            f"--connect={flags.connect}: neither an address such as tcp://HOST:PORT nor a folder that is there"
+        )
+    return connect_folder(flags, incarnation, Path(addresses[0]), name, streams, own_folder(flags, name))
+
+
+def own_folder(flags: SamplerFlags, name: str) -> Path:
+    """The folder of this sampler, for this process alone. UserError: it cannot be, or another one works there."""
+    folder = Path(flags.spool or f"out/samplers/{name}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock_folder(folder)
+    except OSError as e:
+        raise UserError(f"--spool={folder}: cannot be written ({e.strerror}); name another folder") from None
+    return folder
+
+
+def check_own_files(flags: SamplerFlags) -> None:
+    """UserError if --model or --task names what is not there: the learner is not asked for it."""
+    if flags.model:
+        there = (Path(flags.model) / "config.json").is_file()
+        need(there, f"--model={flags.model}: no Hugging Face model folder (no config.json there); name another one")
+        check_weights(flags.model)
+    need(
+        not flags.task or flags.task == "arith" or Path(flags.task).is_file(),
+        f"--task={flags.task}: no such file; copy the learner's file here and name it with --task",
+    )
 
 
 def check_times(flags: SamplerFlags) -> None:
@@ -305,7 +334,7 @@ def routes(where: str, name: str) -> tuple[list[str], list[str]]:
     try:
         tables = tomllib.loads(Path(where).read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise UserError(f"--connect={where}: no file of routes ({e})") from None
+        raise UserError(f"--connect={where}: no file of routes ({e}); remote/README.md shows one") from None
     learners, samplers = tables.get("learners", {}), tables.get("samplers", {})
     no_route = f'{where}: no route for {name}; it needs [learners] 0 = "tcp://..." and [samplers] {name} = [0]'
     need(isinstance(learners, dict) and isinstance(samplers, dict), no_route)
@@ -325,10 +354,6 @@ def connect_folder(
     flags: SamplerFlags, incarnation: int, shared: Path, name: str, streams: list[str], folder: Path
 ) -> Connection:
     """A link over a shared folder, as soon as a learner is there. The spool lies in the shared folder."""
-    if not shared.is_dir():
-        raise UserError(
-            f"--connect={flags.connect}: neither an address such as tcp://HOST:PORT nor a folder that is there"
-        )
     ranks = wait_for_ranks(shared, flags)
     if not flags.connect.endswith(".toml") or ranks == 1:
         streams = streams_of(name, ranks)
@@ -336,10 +361,8 @@ def connect_folder(
     return Connection(FilesLink(str(shared), streams, flags, spool), spool, streams, folder)
 
 
-def connect_sockets(
-    flags: SamplerFlags, incarnation: int, addresses: list[str], streams: list[str], folder: Path
-) -> Connection:
-    """A link over ZeroMQ. The spool lies in this sampler's own folder."""
+def checked_keys(flags: SamplerFlags, addresses: list[str]) -> SamplerKeys | None:
+    """The keys for these addresses of a learner's ranks. UserError: they are no addresses, or need keys."""
     for address in addresses:
         wire.check_address("connect", address, 1)
     keys = None if flags.keys == "none" else sampler_keys(flags.keys)
@@ -349,8 +372,7 @@ def connect_sockets(
             f"--connect={flags.connect}: over a network keys are needed "
             "(--keys; `python -m remote.keys OUT --samplers=N` makes them)"
         )
-    spool = Spool(folder / "spool", streams, incarnation)
-    return Connection(Link(addresses, streams, flags, spool, folder, keys), spool, streams, folder)
+    return keys
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -496,14 +518,9 @@ def check_task(path: str, learners: str, digest: str) -> None:
 
 def check_own_model(folder: str, tokenizer, config, context: int) -> None:
     """UserError unless a model of this host's own has the learner's vocabulary and enough context."""
-    from transformers import AutoConfig, AutoTokenizer
-
-    if not (Path(folder) / "config.json").is_file():
-        raise UserError(f"--model={folder}: no Hugging Face model folder (no config.json there)")
-    own = AutoConfig.from_pretrained(folder)
+    own = read_config(folder)
     same_vocabulary = (
-        own.vocab_size == config.vocab_size
-        and AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
+        own.vocab_size == config.vocab_size and read_tokenizer(folder).get_vocab() == tokenizer.get_vocab()
     )
     if not same_vocabulary:
         raise UserError(

@@ -365,13 +365,16 @@ def protocol_mismatch(learner: int, sampler: int) -> str:
 
 
 def check_address(flag: str, address: str, least: int) -> None:
-    """UserError unless a TCP address ends in a port from `least` to 65535; ZeroMQ takes 99999 for another one."""
+    """UserError unless it is one, and a TCP port lies in `least` to 65535; ZeroMQ takes 99999 for another one."""
+    known = address.startswith(("tcp://", "ipc://", "inproc://"))
+    flags.need(known and address.partition("://")[2], f"--{flag}={address}: not an address; write tcp://HOST:PORT")
     if not address.startswith("tcp://"):
         return
-    port = address.rpartition(":")[2]
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
     if least == 0 and port == "*":  # any that is free
         return
     flags.need(port.isascii() and port.isdigit(), f"--{flag}={address}: no port; write tcp://HOST:PORT")
+    flags.need(host, f"--{flag}={address}: no host; write tcp://HOST:PORT")
     flags.need(least <= int(port[:6]) <= 65535, f"--{flag}={address}: a port is a number from {least} to 65535")
 
 

@@ -11,6 +11,7 @@ then our step with vLLM. TRL is used here alone.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import tempfile
 import time
@@ -18,13 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
-from flags import UserError, run_command
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import compare, print_table, resolved, seconds, shaped, update
 from engines import HFEngine, VLLMEngine
+from flags import UserError, need, run_command
 from learner import Comm, Learner
+from results import sweep
 from rollout import LocalSource
 from run import load_model
 from sampling import Sampling
@@ -110,6 +111,7 @@ def trl_clock(ours, times: list):
 
 def against_trl(root: str) -> dict:
     """GRPOTrainer's step, timed from its own callbacks, with one step of ours after each."""
+    need(importlib.util.find_spec("trl"), "TRL 1.16 is needed; the head of this file says how to install it beside")
     folder = f"{root}/trl"
     warm = 4  # steps that are not counted
     shaped(folder)
@@ -130,5 +132,6 @@ def against_trl(root: str) -> dict:
 
 
 if __name__ == "__main__":
+    sweep.no_arguments("against_trl")
     with tempfile.TemporaryDirectory() as root:
         run_command(lambda: print_table({"trl": against_trl(root)}))

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import sweep
 
-from flags import UserError
+from flags import UserError, need
 
 NOISES = {"mixture": np.geomspace(1e-4, 0.6, 14), "log-normal": np.geomspace(0.01, 1.5, 14)}
 
@@ -79,10 +79,10 @@ def check(flags: Figure2Flags) -> None:
     """UserError unless the pairs can be drawn."""
     if not (0 < flags.lam < math.inf):
         raise UserError(f"--lam={flags.lam}: must be a finite number above 0")
-    if flags.vocab < 2:
-        raise UserError(f"--vocab={flags.vocab}: at least 2 tokens")
-    if flags.pairs < 1:
-        raise UserError(f"--pairs={flags.pairs}: at least 1")
+    need(2 <= flags.vocab <= 10**8, f"--vocab={flags.vocab}: at least 2 tokens, and at most 100 million")
+    need(flags.pairs >= 1, f"--pairs={flags.pairs}: at least 1")
+    need(flags.seed >= 0, f"--seed={flags.seed}: must not be negative")
+    sweep.check_picture(flags.out)
 
 
 def show(kind: str, rows, flags: Figure2Flags) -> None:

@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from tqdm import tqdm
 
+from results import sweep
 from tasks import Graders, grade, graders, last_box
 
 ANSWERS = 4096
@@ -69,4 +70,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sweep.no_arguments("grading")
     main()

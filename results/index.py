@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import sweep
 
+from flags import need, read_text
+
 STUDIES = (
     "figure2ab",
     "table1",
@@ -31,10 +33,9 @@ class IndexFlags:
 
 def claims_of(name: str) -> list[str]:
     """The table of claims of a page, line by line."""
-    lines = (sweep.RESULTS / f"{name}.md").read_text(encoding="utf-8").splitlines()
+    lines = read_text(sweep.RESULTS / f"{name}.md").splitlines()
     starts = [i for i, line in enumerate(lines) if line.startswith("| claim | verdict |")]
-    if not starts:
-        raise ValueError(f"results/{name}.md: no table of claims (a line that begins with | claim | verdict |)")
+    need(starts, f"results/{name}.md: no table of claims; add a line that begins with | claim | verdict |")
     rest = lines[starts[0] :]
     return rest[: next((i for i, line in enumerate(rest) if not line.startswith("|")), len(rest))]
 

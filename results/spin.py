@@ -21,6 +21,7 @@ import torch
 from tqdm import tqdm
 
 from bench import compare, print_table, shaped
+from results import sweep
 
 # what is added to the environment; OpenMP reads it once, when torch is imported
 SPIN_SETTINGS = ("none", "OMP_WAIT_POLICY=PASSIVE", "GOMP_SPINCOUNT=0", "KMP_BLOCKTIME=0", "OMP_NUM_THREADS=1")
@@ -104,4 +105,5 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["worker"]:
         spin_worker()
     else:
+        sweep.no_arguments("spin")
         print_table({"spin": measure()})

@@ -18,6 +18,7 @@ hand: the reading and the figures. Below it stands what `page` writes from the r
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import json
@@ -40,7 +41,7 @@ sys.path.insert(0, str(ROOT))
 from tqdm import tqdm
 
 from config import HARMLESS, parse
-from flags import UserError, parse_flags, run_command
+from flags import UserError, check_output, need, parse_flags, run_command
 from run import clean, read_metrics
 
 RESULTS = ROOT / "results"
@@ -103,6 +104,13 @@ class StudyFlags:
     """Runs at a time; the cores are shared out between them."""
 
 
+def no_arguments(script: str) -> None:
+    """End a script that takes no flags with one sentence if it is given any."""
+    given = " ".join(sys.argv[1:])
+    if given:
+        sys.exit(f"error: {given}: results/{script}.py takes no flags; leave them out")
+
+
 def main(study: Callable, doc: str, cls: type = StudyFlags) -> None:
     """Call study(flags) with the command line's flags; an error meant for the user is printed as one sentence."""
     run_command(lambda: study(parse_flags(cls, usage=doc.strip())))
@@ -127,6 +135,7 @@ def run(
             raise UserError(f"--jobs={jobs}: at least one run at a time")
         run_missing(wanted, jobs, config)
     got = {label: recorded(runs, config) for label, runs in wanted.items()}
+    need(any(got.values()), f"--draw: no record of {config} in {shown(RESULTS / 'runs')}; run it once without --draw")
     return {label: records for label, records in got.items() if records}
 
 
@@ -298,7 +307,8 @@ def record_of(flags: dict, config: str = STUDY) -> dict | None:
     record = records_in(RESULTS / "runs").get(key_of(flags, config))
     if record is None:
         return None
-    now = asdict(parse(command(flags, record["name"], config)[1:]))
+    with contextlib.chdir(ROOT):  # where the paths of a command begin
+        now = asdict(parse(command(flags, record["name"], config)[1:]))
     changed = [k for k, v in record["config"].items() if k in now and clean(now[k]) != v]
     if "obrs/z" not in record["columns"]:
         changed = [k for k in changed if not k.startswith("obrs_")]  # no matter to a run without OBRS
@@ -549,6 +559,12 @@ def pyplot():
     return plt
 
 
+def check_picture(path: str) -> None:
+    """UserError, before anything is computed, if --out cannot be the picture that `save` writes."""
+    check_output("out", path)
+    need(path.endswith(".png"), f"--out={path}: a picture's name ends in .png; name it so")
+
+
 def save(fig, path: Path | str, dpi: int = 100) -> None:
     """Write a PNG with a palette, a third as large as matplotlib's own, and close the figure."""
     from PIL import Image
@@ -559,3 +575,9 @@ def save(fig, path: Path | str, dpi: int = 100) -> None:
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     picture = Image.open(buffer).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, kmeans=1)
     picture.save(path, format="PNG", optimize=True)
+
+
+if __name__ == "__main__":
+    sys.exit(
+        "error: sweep.py is no study but what they share; run one of them, such as python results/table1.py --draw"
+    )

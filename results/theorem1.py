@@ -151,6 +151,7 @@ def draw(path: str) -> dict[str, float]:
 
 
 def study(flags: Theorem1Flags) -> None:
+    sweep.check_picture(flags.out)
     for name, value in draw(flags.out).items():
         print(f"{name:45s} {value:.3f}")
     print(f"drawn: {sweep.shown(flags.out)}")

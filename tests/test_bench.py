@@ -35,19 +35,6 @@ def test_both_heads_run_on_parameters_of_the_same_size():
     naive()
 
 
-@pytest.mark.parametrize(
-    "argv, sentence",
-    [
-        (["update", "haed"], "haed: no such benchmark; there are rollout, .*; did you mean head?"),
-        (["--update"], "--update: no such flag, only names of benchmarks; .*; did you mean update?"),
-        (["xyz"], "xyz: no such benchmark; there are rollout"),
-    ],
-)
-def test_bad_calls(argv, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        bench.main(argv)
-
-
 def test_the_table(capsys):
     pair = {"ratio": 1.5, "low": 1.25, "high": 1.75, "a_s": 3.0, "b_s": 2.0, "pairs": 2}
     bench.print_table({"update": {**pair, "goal": "low"}, "gpu": {"tokens_per_s": 12.0}, "spin": {"none": pair}})

@@ -92,25 +92,6 @@ def test_a_model_that_always_answers_right_scores_one(every, score):
     assert length == 3
 
 
-@pytest.mark.parametrize(
-    "argv, sentence",
-    [
-        (["--model=/no/such"], "--model=/no/such: no model there"),
-        (["--k=1,9"], "--k=1,9: each k must lie between 1 and --samples=4"),
-        (["--task=/no/such.jsonl"], "no such file"),
-        (["--stop=nosuch"], "--stop=nosuch: not one token of the model's vocabulary"),
-        (["--task_explain=-1"], "--task_explain=-1: must be 0"),
-        (["--grade_seconds=0"], "--grade_seconds=0.0: a number of seconds above 0"),
-        (["--grade_seconds=0", "--grade_gold=x.jsonl"], "--grade_seconds=0.0: a number of seconds above 0"),
-        (["--grade_gold=/no/such.jsonl"], "/no/such.jsonl: no such file"),
-        (["--max_tokens=1000"], "over|more than the model's context of 128"),
-    ],
-)
-def test_bad_calls(folders, argv, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        evaluation.main([f"--model={folders / 'policy'}", "--rollout=hf", *argv])
-
-
 def test_the_ends_of_a_model_hold_in_evaluation_and_in_the_probe(folders, tmp_path, monkeypatch):
     """They are read from the model's folder; --stop adds to them; in the probe the sampler's join the learner's."""
     policy = with_ends(folders / "policy", tmp_path / "policy", list(range(1, 60)))

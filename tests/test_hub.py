@@ -479,7 +479,7 @@ def test_what_a_sampler_finds_out_about_its_learner(folders, tmp_path):
     with pytest.raises(ValueError, match="a context of .* tokens, and the learner asks for 1000000"):
         sampler.check_own_model(str(folders / "actor"), tokenizer, config, 10**6)
     with pytest.raises(ValueError, match="--model=nowhere: no Hugging Face model folder"):
-        sampler.check_own_model("nowhere", tokenizer, config, 16)
+        sampler.check_own_files(SamplerFlags(model="nowhere"))
     shutil.copytree(folders / "actor", tmp_path / "other")
     changed = json.loads((tmp_path / "other" / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps({**changed, "vocab_size": changed["vocab_size"] + 1}))

@@ -131,7 +131,9 @@ def test_it_prints_train_pys_table_and_draws(solvers, tmp_path, monkeypatch, cap
     want = capsys.readouterr().out
     set_up(monkeypatch, **case, out=str(tmp_path / "new" / "mini.png"))
     folders = f"{solvers / 'policy'}\n{solvers / 'actor'}\n"
-    monkeypatch.setattr(mini.subprocess, "run", lambda command, **options: SimpleNamespace(stdout=folders))
+    monkeypatch.setattr(
+        mini.subprocess, "run", lambda command, **options: SimpleNamespace(stdout=folders, returncode=0)
+    )
     mini.main()
     got = capsys.readouterr().out
     table = got[: got.index("curves")].strip()

@@ -417,34 +417,13 @@ def run_sampler(*argv):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90)
 
 
-@pytest.mark.parametrize(
-    "argv, sentence",
-    [
-        ([], "--connect: name the learner's address"),
-        (["--connect=tcp://10.0.0.1:5555"], "over a network keys are needed"),
-        (["--connect=nowhere"], "neither an address such as tcp://HOST:PORT nor a folder"),
-        (
-            ["--connect=tcp://127.0.0.1:9", "--name=a/b"],
-            "--name=a/b: a sampler's name is 1 to 64 letters, digits, - and _",
-        ),
-        (["--connect=tcp://127.0.0.1:9", "--keys=nowhere"], "--keys=nowhere: no learner.key there"),
-        (
-            ["--connect=tcp://127.0.0.1:9", "--give_up=1", "--patience=0.2"],
-            "no answer from tcp://127.0.0.1:9 for 1 s: is the learner up, is that its address, and are these the keys",
-        ),
-        (["--connect=tcp://127.0.0.1"], "--connect=tcp://127.0.0.1: no port; write tcp://HOST:PORT"),
-        (["--connect=routes.toml"], "--connect=routes.toml: no file of routes"),
-        (
-            ["--connect=tcp://127.0.0.1:9", "--delay=lognormal", "--delay_min=0"],
-            "--delay_min=0.0 --delay_max=1800.0: the shortest delay must be above 0",
-        ),
-        (["--connect=tcp://127.0.0.1:9", "--delay=weibull", "--delay_mass=1"], "--delay_mass=1.0: the share of delays"),
-        (["--connect=tcp://127.0.0.1:9", "--groups=0"], "--groups=0 --spool_groups=4096: at least one group at once"),
-    ],
-)
-def test_bad_sampler_flags(argv, sentence, tmp_path):
-    done = run_sampler(f"--spool={tmp_path / 's'}", *argv)
-    assert done.returncode == 1 and sentence in done.stderr and "Traceback" not in done.stderr
+def test_a_sampler_that_nobody_answers_gives_up(tmp_path):
+    done = run_sampler(f"--spool={tmp_path / 's'}", "--connect=tcp://127.0.0.1:9", "--give_up=1", "--patience=0.2")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert (
+        "no answer from tcp://127.0.0.1:9 for 1 s: is the learner up, is that its address, and are these the keys"
+        in done.stderr
+    )
 
 
 def test_one_process_a_spool(tmp_path):

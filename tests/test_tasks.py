@@ -655,6 +655,7 @@ def test_a_base_model_is_made_once_for_each_recipe(tmp_path, monkeypatch):
         (folder / "config.json").write_text("{}")
 
     monkeypatch.setattr(warmstart, "warm_start", warm_start)
+    monkeypatch.setattr(warmstart, "check_weights", lambda folder: None)
     cfg = make_cfg(base_dir=str(tmp_path), base_accuracy=0.3, actor_base_accuracy=0.1)
     folders = {
         warmstart.base_model(name, c)

@@ -1,0 +1,946 @@
+"""Bad input: one sentence that names flag, file or line and the mend, at once, and nothing written or deleted.
+
+A row is a command line and the words of its sentence (` ... ` stands for any words between). The files that it names
+are made for it from bad_files.py, in a folder of its own. forked.py runs the command as a user does.
+"""
+
+import hashlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from bad_files import FILES, HELD, MODELS, make_file
+from conftest import ROOT
+from forked import Job, run_jobs
+
+SECONDS = 3.0  # of a processor that an answer may take; and three times as many on the clock of a busy machine
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rows: arguments | words of the sentence
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def rows(command: str, table: str) -> list[tuple[str, str]]:
+    """(command line, words) of each line of a table. Words in capitals come before the command."""
+    found = []
+    for line in table.strip("\n ").splitlines():
+        arguments, words = re.fullmatch(r"(.*?) ?\| (.*)", line).groups()
+        first = re.match("([A-Z_]+=[^ ]+ )*", arguments + " ").group()
+        found.append((f"{first}{command} {arguments[len(first) :]}".strip(), words))
+    return found
+
+
+ROWS = [
+    # train.py: flags alone, no model is looked at
+    *rows(
+        "train.py --rollout=hf",
+        r"""
+--objectve=jackpot | --objectve: no such flag; did you mean --objective?
+--steps=x | --steps=x: must be a whole number
+--steps=1.5 | --steps=1.5: must be a whole number
+--steps=1e3 | --steps=1e3: must be a whole number
+--steps= | --steps=: must be a whole number
+--steps | --steps: a value is missing; write --steps=VALUE
+--steps=1_000 | --steps=1_000: must be a whole number
+--steps=None | --steps=None: must be a whole number
+--steps=inf | --steps=inf: must be a whole number
+--steps=0 | --steps=0: must be at least 1
+--steps=99999999999999999999 | --steps=99999999999999999999: must have at most 18 digits
+--seed=0x10 | --seed=0x10: must be a whole number
+--lr=x | --lr=x: must be a number
+--lr=nan | --lr=nan: must be a number
+--lr=inf | --lr=inf: must be finite
+--lr=1e400 | --lr=inf: must be finite
+--lr=-1e-4 | --lr=-0.0001: must be above 0
+--lr=1,5e-4 | --lr=1,5e-4: must be a number
+--lr=1e-4.0 | --lr=1e-4.0: must be a number
+--actor_lr=0 | --actor_lr=0.0: must be above 0
+--clip=yes | --clip=yes: not one of True, true, False, false
+--clip=1 | --clip=1: not one of True, true, False, false
+--clip_low=inf | --clip_low=inf: must be finite
+--clip_low=-0.1 | --clip_low=-0.1 --clip_high=0.28: must not be negative
+--clip_high=-1 | --clip_low=0.2 --clip_high=-1.0: must not be negative
+--temperature=0 | --temperature=0.0: must be at least 0.01
+--temperature=inf | --temperature=inf: must be finite
+--top_p=0 | --top_p=0.0: a probability mass in (0, 1]; 1 keeps all tokens
+--top_p=1.1 | --top_p=1.1: a probability mass in (0, 1]; 1 keeps all tokens
+--top_k=-2 | --top_k=-2: must be a number of tokens; 0 or -1 keeps all
+--top_k=257 | --top_k=257: larger than the vocabulary of 256 tokens; 0 keeps all
+--min_p=1 | --min_p=1.0: a share in [0, 1); 0 keeps all tokens
+--kept_max=0 | --kept_max=0: must be at least 1
+--lora_rank=8 | --lora_rank: no such flag; see --help
+--use-vllm | --use_vllm: no such flag; see --help
+--gpu_memory_utilization=0.9 | --gpu_memory_utilization: no such flag; see --help
+--rollout_is=tokens | --correction=tokens: not one of none, is, tis, tis_adjusted, icepop, ... did you mean tis?
+--epsilon=x | --clip_low=x: must be a number
+--num_generations=1 | --group_size=1: an advantage needs at least 2 responses a prompt
+--objective=jackpt | --objective=jackpt: not one of none, grpo, reinforce, is, tis, ... did you mean jackpot?
+--correction=tiss | --correction=tiss: not one of none, is, tis, tis_adjusted, icepop, ... did you mean tis?
+--surrogate=pppo | --surrogate=pppo: not one of reinforce, ppo, gspo, tbpo, sapo, cispo; did you mean ppo?
+--advantage=grp | --advantage=grp: not one of grpo, grpo_no_std, rloo; did you mean grpo?
+--reduction=mean | --reduction=mean: not one of token-mean, seq-mean-token-mean, ... did you mean token-mean?
+--optimizer=adam | --optimizer=adam: not one of adamw, muon; did you mean adamw?
+--lr_schedule=cosin | --lr_schedule=cosin: not one of constant, linear, cosine; did you mean cosine?
+--dtype=float16 | --dtype=float16: not one of float32, bfloat16; did you mean bfloat16?
+--rollout=sglang | --rollout=sglang: not one of vllm, hf
+--rollout_dtype=fp8 | --rollout_dtype=fp8: not one of float32, bfloat16, float16
+--rollout_quant=int4 | --rollout_quant=int4: not one of none, int8, fp8, w4a16, w3a16, w2a16; did you mean int8?
+--parallel=tp | --parallel=tp: not one of ddp, fsdp; did you mean ddp?
+--samplers=http | --samplers=http: not one of local, zmq, files
+--keep_sampling_mask=replayed | --keep_sampling_mask=replayed: not one of off, recompute, ... did you mean replay?
+--rollout_rs=seq_max_k2 | --reject=seq_max_k2: not one of none, token, sequence, geo, ... did you mean seq_mean_k3?
+--obrs_lambda=0 | --obrs_lambda=0.0: lambda must be above 0 (1 is the usual value)
+--obrs_lambda=-1 | --obrs_lambda=-1.0: lambda must be above 0 (1 is the usual value)
+--obrs_lambda=inf | --obrs_lambda=inf: must be finite
+--obrs_c1=0 | --obrs_c1=0.0: must be above 0
+--obrs_c2=0.5 | --obrs_c2=0.5: caps p_ref / p_tgt, so at least 1
+--obrs_topk=257 | --obrs_topk=257: K must lie between 1 and the vocabulary of 256 tokens
+--obrs_accept_rate=1.5 | --obrs_accept_rate=1.5: a budget lies in (0, 1]; leave it out to use --obrs_lambda
+--obrs_accept_rate=0 | --obrs_accept_rate=0.0: a budget lies in (0, 1]; leave it out to use --obrs_lambda
+--base_accuracy=1.5 | --base_accuracy=1.5: a share between 0 and 1
+--actor_base_accuracy=0 | --actor_base_accuracy=0.0: a share between 0 and 1
+--adam_beta1=1 | --adam_beta1=1.0: must lie in [0, 1)
+--adam_beta2=-0.1 | --adam_beta2=-0.1: must lie in [0, 1)
+--adam_eps=-1e-8 | --adam_eps=-1e-08: must not be negative
+--weight_decay=-1 | --weight_decay=-1.0: must not be negative
+--grad_clip=0 | --grad_clip=0.0: must be above 0
+--warmup_steps=-3 | --warmup_steps=-3: must not be negative
+--save_every=-1 | --save_every=-1: must not be negative
+--advantage_error_every=-1 | --advantage_error_every=-1: must not be negative
+--keep=0 | --keep=0: must be at least 1
+--micro_tokens=0 | --micro_tokens=0: must be at least 1
+--max_tokens=0 | --max_tokens=0: must be at least 1
+--max_tokens=2000 | --max_tokens=2000: with prompts of up to 12 tokens that is over the model's context of 512
+--distill_topk=256 | --distill_topk=256: must lie between 0 and the vocabulary of 256 tokens, less one
+--distill_lambda=-1 | --distill_lambda=-1.0: must not be negative
+--distill_lambda=inf | --distill_lambda=inf: must be finite
+--distill_kl_target=-0.1 | --distill_kl_target=-0.1: must not be negative
+--distill_gain=-1 | --distill_gain=-1.0: must not be negative
+--distill_lambda_max=0 | --distill_lambda_max=0.0: must be above 0
+--log_ratio_clamp=0 | --log_ratio_clamp=0.0: must be above 0
+--veto=1 | --veto=1.0: a ratio in [0, 1), such as 1e-4; 0 is off
+--is_cap=nan | --is_cap=nan: must be a number
+--tbpo_neg_high=0 | --tbpo_neg_high=0.0: the band's edges are 1 - clip_low and 1 + this; it must be above 0
+--cppo_beta=-1 | --cppo_beta=-1.0 --gepo_defence=0.0: must not be negative; 0 is off
+--gepo_defence=0.5 | --gepo_defence=0.5: mixes into the group's expectation; it needs --ratio_base=group
+--give_up=nan | --give_up=nan: must be a number
+--give_up=0 | --give_up=0.0: must be above 0
+--grade_seconds=0 | --grade_seconds=0.0: a number of seconds above 0, for each answer
+--quant_group=0 | --quant_group=0: must be at least 1
+--rollout_memory=0 | --rollout_memory=0.0: must be above 0
+--rollout=vllm --rollout_memory=1e6 | --rollout_memory=1000000.0: GiB on a CPU, ... name fewer
+--task_min_ops=6 | --task_min_ops=6: must be between 1 and --task_max_ops=5
+--task_explain=-1 | --task_explain=-1: must be 0 (no explanations) or more tokens
+--task_total=500 | --task_total=500: must be below 200 and no less than --task_operand=9
+--task_operand=40 | --task_total=29: must be below 200 and no less than --task_operand=40
+--base_dir= | --base_dir is empty: name a folder, such as out/base
+--out= | --out is empty: name the folder of this run, such as --out=out/run
+--dual_clip=0.5 | --dual_clip=0.5: needs a value above 1 (3 is usual), --clip=True and --surrogate=ppo or gspo
+stray | stray: flags are written --key=value
+--steps=3 4 | 4: flags are written --key=value
+-steps=3 | -steps=3: flags are written --key=value
+-o out/x | -o: flags are written --key=value
+-- | --: no such flag; see --help
+--resume=maybe | --resume=maybe: not one of True, true, False, false; did you mean false?
+        """,
+    ),
+    # train.py: flags that contradict each other
+    *rows(
+        "train.py --rollout=hf",
+        r"""
+--objective=tis --is_cap=0 | --is_cap=0.0: a cap of weights, above 0
+--actor_is_cap=-2 | --actor_is_cap=-2.0: a cap of weights, above 0
+--objective=jackpot --is_cap=3 | --is_cap=3.0: --correction=obrs has no cap C; use --obrs_c1
+--objective=icepop --is_cap=3 | --is_cap=3.0: --correction=icepop has no cap C; use --rs_low and --rs_high
+--objective=grpo --is_cap=3 | --is_cap=3.0: --correction=none has no cap C; leave it out
+--objective=tbpo --is_cap=1 | --is_cap=1.0: tbpo_mismatch caps two-sided to [1/C, C], so C must be above 1
+--dual_clip=3 --clip=False | --dual_clip=3.0: needs a value above 1 (3 is ... ue and --surrogate=ppo or gspo
+--dual_clip=3 --surrogate=sapo | --dual_clip=3.0: needs a value above 1 (3 is ... ue and --surrogate=ppo or gspo
+--objective=reinforce --ratio_base=inf | --ratio_base=inf: --surrogate=reinforce has no ratio; use --surrogate=ppo
+--kappa=exact | --kappa=exact is for --obrs_target=new; with target ref kappa always comes from the ref pass
+--objective=z_tis --obrs_target=new | --correction=z_tis is a control for target ref; leave --obrs_target=ref
+--distill_kl_target=0.1 --distill_lambda=0 | --distill_kl_target needs a --distill_lambda above 0 to start from
+--distill_kl_target=0.1 --actor=none | --distill_kl_target: there is no actor to distil; name one with --actor
+--train_batch=100 | --train_batch=100: not divisible by --group_size=8 times 1 ... each rank trains on whole groups
+--rollout_batch=300 | --rollout_batch=300: not a multiple of --train_batch=256
+WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... each rank trains on whole groups
+--group_size=1 --train_batch=4 --rollout_batch=4 | --group_size=1: an advantage needs at least 2 responses a prompt
+--logprobs_mode=raw --top_k=5 | --logprobs_mode=raw: raw ... use processed, or --keep_sampling_mask=off
+--keep_sampling_mask=recompute --top_k=5 | --keep_sampling_mask=recompute with an --actor: the KL ... use replay
+--learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or the learner's
+--objective=icepop --reject=geo | --reject=geo: --correction=icepop ... use --correction=is, or --reject=none
+--objective=tis --rs_high=2 | --rs_low=None --rs_high=2.0: nothing is ... name what to bound with --reject=token,
+--objective=tis --reject=geo --rs_low=1.2 | --rs_low=1.2 --rs_high=1.1: the bounds ... rs_low must be below rs_high
+--rs_low=3 --rs_high=2 | --rs_low=3.0 --rs_high=2.0: the bounds are crossed; rs_low must be below rs_high
+--objective=tis --is_floor=2 | --is_floor=2.0: a lower bound of a capped weight, below ... --correction=tis has one
+--objective=grpo --is_floor=0.5 | --is_floor=0.5: a lower bound of a capped weight, ... --correction=none has none
+--objective=ppo_is --correction=tis | --ratio_base=inf already corrects for the ... --allow_double_correction=True
+--objective=grpo --ratio_base=group | --ratio_base=group divides the ... urrogate=gspo or tbpo, not ppo
+--correction=tis_adjusted | --correction=tis_adjusted carries p_new / p_inf ... eeds --ratio_base=new, not ref
+--correction=jackpot_adjusted --ratio_base=new | --correction=jackpot_adjusted: its ... use --obrs_target=new
+--obrs_z=exact --actor=none | --obrs_z=exact: the whole vocabulary is known only with an --actor, ... use bracket
+--obrs_z=exact --delay=constant | --obrs_z=exact: the whole vocabulary is known only with an ... use bracket
+--loss_denominator=kept --obrs_target=new | --loss_denominator=kept with ... the update: add --kappa=exact
+--objective=tis_adjusted --loss_denominator=kept --veto=1e-4 | --loss_denominator=kept must know what is dropped
+--obrs_accept_rate=0.9 --obrs_target=new | --obrs_accept_rate with ... the update: add --kappa=exact
+--delay=lognormal --delay_min=50 --delay_max=20 | --delay_min=50.0 ... ve 0 and not above the longest
+--delay=weibull --delay_min=20 --delay_max=20 | --delay=weibull: two quantiles need ... use --delay=constant
+--delay=constant --delay_mass=1 | --delay_mass=1.0: the share of delays between ... lay_max must lie inside (0, 1)
+--delay=constant --delay_samplers=0 | --delay_samplers=0: must be at least 1
+--delay=constant --step_seconds=0 | --step_seconds=0.0: must be above 0
+--delay=constant --window_seconds=0 | --window_seconds=0.0: must be above 0
+--delay=constant --max_staleness=-1 | --max_staleness=-1: a number of updates, 0 or more; leave it out for no bound
+--delay=constant --max_staleness=2 --sync_every=8 | --max_staleness=2: with --sync_every=8 ... broadcast more often
+--delay=weibull --sampler_rate=2 | --sampler_rate=2.0: more ... bound them with --max_staleness or --window_seconds
+--delay=constant --samplers=files --sync_path=x | --delay=constant simulates samplers ... give --delay to each
+--max_staleness=8 | --max_staleness=8 --sync_every=1: there are no ... name a distribution with --delay, or a
+--samplers=files | --samplers=files: name the folder with --sync_path
+--samplers=zmq --bind=5555 | --bind=5555: not an address; write tcp://HOST:PORT
+--samplers=zmq --bind=http://127.0.0.1:5555 | --bind=http://127.0.0.1:5555: not an address; write tcp://HOST:PORT
+--samplers=zmq --bind=tcp://*:5555 | --bind=tcp://*:5555: for other hosts --keys ... listen on tcp://127.0.0.1:PORT
+--sync_dtype=quantized | --sync_dtype=quantized: ... use int8, fp8 or w4a16, or --sync_dtype=float32
+--sync_dtype=quantized --rollout_quant=w2a16 | --sync_dtype=quantized: ... use int8, fp8 or w4a16,
+--samplers=zmq --rollout_quant=int8 --learner_quant=aligned --sync_dtype=bfloat16 | --sync_dtype=bfloat16: an
+--task=fine.jsonl | --model=base:policy knows only --task=arith; give the folder of a model for fine.jsonl
+--actor=base:policy --model=POLICY --task=fine.jsonl | --actor=base:policy knows only ... give the folder of
+--model=POLICY --task=fine.jsonl --task_explain=5 | --task_explain=5: only ... leave it out for fine.jsonl
+--resume --overwrite --out=run | --resume with --overwrite: one goes on, the other deletes; leave one of them out
+        """,
+    ),
+    # train.py: what is absent
+    *rows(
+        "train.py --rollout=hf",
+        r"""
+WITHOUT=vllm --rollout=vllm | --rollout=vllm: vLLM is not installed here; ... install it (make demo does), or
+WITHOUT=wandb --wandb=x | --wandb=x: wandb is not installed; pip install wandb, or leave the flag out
+WITHOUT=math_verify --model=POLICY --task=fine.jsonl | --task=fine.jsonl: math-verify, ... pip install math-verify
+--model=/no/such | --model=/no/such: no Hugging Face ... give one as save_pretrained writes it, or base:policy
+--model= | --model=: no Hugging Face model folder (no ... give one as save_pretrained writes it, or base:policy
+--model=none | --model=none: no Hugging Face model folder ... give one as save_pretrained writes it, or base:policy
+--model=Qwen/Qwen3-0.6B | --model=Qwen/Qwen3-0.6B: no Hugging Face model ... give one as save_pretrained writes it,
+--model=base:polcy | --model=base:polcy: not one of base:policy, base:actor; did you mean base:policy?
+--actor=/no/such | --actor=/no/such: no Hugging Face ... give one as save_pretrained writes it, or base:policy
+--actor=base: | --actor=base:: not one of base:policy, base:actor; did you mean base:actor?
+--config=/no/such.toml | --config=/no/such.toml: no such file; name a TOML file of flags, such as configs/demo.toml
+--config= | --config=: no such file; name a TOML file of flags, such as configs/demo.toml
+--config=. | --config=.: no such file; name a TOML file of flags, such as configs/demo.toml
+        """,
+    ),
+    # train.py: configurations
+    *rows(
+        "train.py --rollout=hf",
+        r"""
+--config=cut.toml | --config=cut.toml: not valid TOML (Invalid value (at end of document)); mend that place
+--config=two_lines.toml | --config=two_lines.toml: not valid TOML (Expected '=' after a key in ... mend that place
+--config=twice.toml | --config=twice.toml: not valid TOML (Cannot overwrite a value (at line 2, ... mend that place
+--config=near.toml | near.toml: stps: no such flag; did you mean --steps?
+--config=far.toml | far.toml: lora_rank: no such flag; see --help
+--config=section.toml | section.toml: RunFlags: no such flag; see --help
+--config=include.toml | include.toml: config: no such flag; see --help
+--config=bom.toml | bom.toml: stps: no such flag; did you mean --steps?
+--config=utf16.toml | utf16.toml: not a text file in UTF-8 (byte 0); convert it
+--config=zeros.toml | --config=zeros.toml: not valid TOML (Invalid statement (at line 1, column 1)); mend that place
+--config=json.toml | --config=json.toml: not valid TOML (Invalid statement (at line 1, column 1)); mend that place
+--config=yaml.toml | --config=yaml.toml: not valid TOML (Expected '=' after a key in a ... mend that place
+--config=flags.toml | flags.toml: --lr: no such flag; see --help
+--config=text_steps.toml | text_steps.toml: steps = 'x' is not of type int
+--config=true_steps.toml | true_steps.toml: steps = True is not of type int
+--config=float_steps.toml | float_steps.toml: steps = 1.5 is not of type int
+--config=text_lr.toml | text_lr.toml: lr = 'x' is not of type float
+--config=true_lr.toml | true_lr.toml: lr = True is not of type float
+--config=list_lr.toml | list_lr.toml: lr = [0.001, 0.0001] is not of type float
+--config=date_lr.toml | date_lr.toml: lr = datetime.date(2024, 1, 1) is not of type float
+--config=inf_lr.toml | inf_lr.toml: lr=inf: must be finite
+--config=nan_clip.toml | nan_clip.toml: grad_clip=nan: must be a number
+--config=long_lr.toml | long_lr.toml: lr=9999999999999999999999999999999999999999: must have at most 18 digits
+--config=long_steps.toml | long_steps.toml: steps=999999999999999999999999999999: must have at most 18 digits
+--config=digits.toml | --config=digits.toml: not valid TOML (Exceeds the limit (4300 digits) ... mend that place
+--config=text_cap.toml | text_cap.toml: is_cap = 'x' is not of type float
+--config=one_clip.toml | one_clip.toml: clip = 1 is not of type bool
+--config=number_correction.toml | number_correction.toml: correction = 1 is not of type str
+--config=number_model.toml | number_model.toml: model = 3 is not of type str
+--config=choice.toml | choice.toml: --rollout=hff: not one of vllm, hf; did you mean hf?
+--config=list_choice.toml | list_choice.toml: --rollout=['vllm']: not one of vllm, hf; did you mean vllm?
+--config=objective.toml | --objective=jackpt: not one of none, grpo, reinforce, is, tis, ... did you mean jackpot?
+--config=bound.toml | --temperature=0.0: must be at least 0.01
+--config=unreadable.toml | unreadable.toml: Permission denied; ... name another place, or ask for
+--config=/proc/self/mem | /proc/self/mem: Input/output error; look at the disk, or name a place on another one
+        """,
+    ),
+    # train.py: problems
+    *rows(
+        "train.py --rollout=hf --model=POLICY --actor=none --objective=grpo --max_tokens=8",
+        r"""
+--task= | --task=: a folder; give `arith` or the path of a JSONL file
+--task=. | --task=.: a folder; give `arith` or the path of a JSONL file
+--task=arthi | --task=arthi: no such file; give `arith` or the path of a JSONL file
+--task=https://host/x.jsonl | --task=https://host/x.jsonl: no such file; give `arith` or the path of a JSONL file
+--task=empty.jsonl | empty.jsonl: no problems in the file; each line needs `problem` (or `question`) and `answer`
+--task=blank.jsonl | blank.jsonl: no problems in the file; each line needs `problem` (or `question`) and `answer`
+--task=cut.jsonl | cut.jsonl, line 2: not valid JSON (Unterminated ... mend or remove that line, one object a line
+--task=list.jsonl | list.jsonl, line 2: not a JSON object; each line needs `problem` (or `question`) and `answer`
+--task=array.jsonl | array.jsonl, line 1: not valid JSON (Expecting ... mend or remove that line, one object a line
+--task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
+--task=no_problem.jsonl | no_problem.jsonl, line 3: no `problem` or `question` text; add one
+--task=empty_problem.jsonl | empty_problem.jsonl, line 1: no `problem` or `question` text; add one
+--task=number_problem.jsonl | number_problem.jsonl, line 1: no `problem` or `question` text; add one
+--task=chat_problem.jsonl | chat_problem.jsonl, line 1: no `problem` or `question` text; add one
+--task=other_keys.jsonl | other_keys.jsonl, line 1: no `problem` or `question` text; add one
+--task=capitals.jsonl | capitals.jsonl, line 1: no `problem` or `question` text; add one
+--task=list_answer.jsonl | list_answer.jsonl, line 1: no `answer` that is a text or a number; add one
+--task=null_answer.jsonl | null_answer.jsonl, line 1: no `answer` that is a text or a number; add one
+--task=true_answer.jsonl | true_answer.jsonl, line 1: no `answer` that is a text or a number; add one
+--task=nan_answer.jsonl | nan_answer.jsonl, line 1: the `answer` is nan, which no ... mend or remove that line
+--task=infinite_answer.jsonl | infinite_answer.jsonl, line 1: the `answer` is -inf, ... mend or remove that line
+--task=hashes_answer.jsonl | hashes_answer.jsonl, line 1: the `answer` is empty; add one, or remove that line
+--task=surrogate.jsonl | surrogate.jsonl, line 1: half a character (a lone surrogate), ... mend or remove that line
+--task=surrogate_answer.jsonl | surrogate_answer.jsonl, line 2: half a character (a ... mend or remove that line
+--task=null.jsonl | null.jsonl, line 2: not a JSON object; each line needs `problem` (or `question`) and `answer`
+--task=text.jsonl | text.jsonl, line 1: not a JSON object; each line needs `problem` (or `question`) and `answer`
+--task=no_comma.jsonl | no_comma.jsonl, line 1: not valid JSON ... mend or remove that line, one object a line
+--task=python_quotes.jsonl | python_quotes.jsonl, line 1: not valid ... mend or remove that line, one object a line
+--task=brackets.jsonl | brackets.jsonl, line 1: not valid JSON ... mend or remove that line, one object a line
+--task=digits.jsonl | digits.jsonl, line 1: not valid JSON (Exceeds ... mend or remove that line, one object a line
+--task=long.jsonl | --max_tokens=8: the longest prompt has 1012 ... shorten the response or drop long prompts
+--task=table.csv | table.csv, line 1: not valid JSON (Expecting value); mend or remove that line, one object a line
+--task=utf16.jsonl | utf16.jsonl: not a text file in UTF-8 (byte 0); convert it
+--task=latin1.jsonl | latin1.jsonl: not a text file in UTF-8 (byte 54); convert it
+--task=packed.jsonl.gz | packed.jsonl.gz: not a text file in UTF-8 (byte 1); convert it
+--task=unreadable.jsonl | unreadable.jsonl: Permission denied; ... name another place, or ask for
+--task=/proc/self/mem | /proc/self/mem: Input/output error; look at the disk, or name a place on another one
+--eval_task=nowhere.jsonl | --eval_task=nowhere.jsonl: no such file; give the path of a JSONL file
+--eval_task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
+--eval_task=long.jsonl | --max_tokens=8: the longest prompt has 1012 ... shorten the response or drop long prompts
+--stop=nosuch | --stop=nosuch: not one token of the ... give tokens, such as <|im_end|>, separated by commas
+--top_k=300 | --top_k=300: larger than the vocabulary of 256 tokens; 0 keeps all
+--max_tokens=500 | --max_tokens=500: the longest prompt has 12 ... shorten the response or drop long prompts
+--rollout_quant=w4a16 --quant_group=7 | --quant_group=7: model.layers.0.self_attn.q_proj has ... choose a divisor
+--learner_quant=w3a16 --quant_group=48 | --quant_group=48: model.layers.0.self_attn.q_proj has ... choose a divisor
+        """,
+    ),
+    # train.py: model folders
+    *rows(
+        "train.py --rollout=hf --model=POLICY --actor=none --objective=grpo --max_tokens=8",
+        r"""
+--model=no_config | --model=no_config: no Hugging Face model folder ... give one as save_pretrained writes it, or
+--model=only_config | only_config: its tokenizer ... copy tokenizer.json and tokenizer_config.json of this model
+--model=config_cut | config_cut/config.json: not valid JSON (Unterminated ... give a whole folder of a causal
+--model=config_list | config_list/config.json: not a JSON object; ... give a whole folder of a causal
+--model=config_number | config_number/config.json: not a JSON object; ... give a whole folder of a
+--model=config_empty | config_empty/config.json: not valid JSON (Expecting value: line ... give a whole folder of a
+--model=config_utf16 | config_utf16/config.json: not a text file in UTF-8 (byte 0); convert it
+--model=config_untyped | config_untyped: its config.json cannot be read (Unrecognized ... give a whole folder of a
+--model=new_type | new_type: its config.json cannot be read (The checkpoint you ... give a whole folder of a causal
+--model=text_vocabulary | text_vocabulary: its config.json cannot be read (Validation ... give a whole folder of a
+--model=negative_vocabulary | negative_vocabulary: its config.json gives no vocab_size ... give a whole folder of a
+--actor=small_vocabulary | --actor=small_vocabulary: its vocabulary has 100 ... actor and policy must share one
+--model=text_context | text_context: its config.json cannot be read (Validation error ... give a whole folder of a
+--model=short_context | --max_tokens=8: the longest prompt has 12 ... shorten the response or drop long prompts
+--model=text_width | text_width: its config.json cannot be read (Validation ... give a whole folder of a causal
+--model=layers_of_two_numbers | layers_of_two_numbers: its config.json cannot be read ... give a whole folder of a
+--model=new_dtype | new_dtype: its config.json cannot be read (module 'torch' ... give a whole folder of a causal
+--model=no_tokenizer | no_tokenizer: its tokenizer has no ... copy tokenizer.json and tokenizer_config.json of this
+--model=tokenizer_cut | tokenizer_cut: its tokenizer ... copy tokenizer.json and tokenizer_config.json of this
+--model=tokenizer_utf16 | tokenizer_utf16: its tokenizer ... copy tokenizer.json and tokenizer_config.json of this
+--model=tokenizer_empty | tokenizer_empty: its tokenizer ... copy tokenizer.json and tokenizer_config.json of this
+--model=tokenizer_config_cut | tokenizer_config_cut: its ... copy tokenizer.json and tokenizer_config.json of this
+--actor=other_words | --actor=other_words: its tokenizer differs ... actor and policy must share one vocabulary
+--model=ends_cut | ends_cut/generation_config.json: not a JSON object (Expecting property ... mend or remove it
+--model=ends_text | ends_text/generation_config.json: its eos_token_id lists ['</s>'], which is no ... mend it
+--model=ends_list | ends_list/generation_config.json: not a JSON object ('list' object has no ... mend or remove it
+--model=no_weights | no_weights: no weights there (model.safetensors is ... copy the folder anew, or delete one
+--model=weights_empty | weights_empty/model.safetensors: its weights cannot be ... copy the folder anew, or delete
+--model=weights_cut | weights_cut/model.safetensors: its weights cannot be ... copy the folder anew, or delete one
+--model=weights_html | weights_html/model.safetensors: its weights cannot be ... copy the folder anew, or delete
+--model=weights_pointer | weights_pointer/model.safetensors: its weights cannot ... copy the folder anew, or delete
+--model=weights_unreadable | weights_unreadable/model.safetensors: its weights ... copy the folder anew, or delete
+--model=index_cut | index_cut/model.safetensors.index.json: not valid JSON ... copy the folder anew, or delete one
+--model=index_empty | index_empty/model.safetensors.index.json: lists no ... copy the folder anew, or delete one
+--model=shard_missing | shard_missing: no weights there ... copy the folder anew, or delete
+--actor=no_weights | no_weights: no weights there (model.safetensors is ... copy the folder anew, or delete one
+LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a whole checkpoint of that shape
+LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give a whole checkpoint of that shape
+LOADS=1 --model=t5_type | t5_type: its weights cannot be read ... give a whole checkpoint of that shape
+LOADS=1 --model=new_activation | new_activation: its weights cannot be ... give a whole checkpoint of that shape
+LOADS=1 --model=gptq | gptq: its weights cannot be read (Loading a GPTQ ... give a whole checkpoint of that shape
+        """,
+    ),
+    # train.py: run folders
+    *rows(
+        "train.py --rollout=hf --model=POLICY --actor=none --objective=grpo --max_tokens=8",
+        r"""
+--out=file | --out=file: a file, not a folder; name another one
+--out=file/run | --out=file/run: cannot be written (Not a directory); name another folder
+--out=read_only/run | --out=read_only/run: cannot be written (Permission denied); name another folder
+--out=read_only | --out=read_only: cannot be written (Permission denied); name another folder
+--out=locked | --out=locked: another process works in this folder; wait for its end, or name another one
+--out=/proc/run | --out=/proc/run: cannot be written (No such file or directory); name another folder
+--out=run | --out=run already holds a run: add --resume to go on, --overwrite to delete it, or name another folder
+--out=run_of_a_model | --out=run_of_a_model: its config.json is not one of a run; name another folder
+--out=run_of_a_model --overwrite | --out=run_of_a_model: its config.json is not one of a run; name another folder
+--out=config_damaged | --out=config_damaged: its config.json is not one of a run; name another folder
+--out=config_damaged --overwrite | --out=config_damaged: its config.json is not one of a run; name another folder
+--out=notes --overwrite | --overwrite: --out=notes holds files and no run; nothing is deleted, name another one
+--out=. --overwrite | --overwrite: --out=. holds the working folder; name the folder of one run
+--out=.. --overwrite | --overwrite: --out=.. holds the working folder; name the folder of one run
+--out=run --overwrite --base_dir=run/base | --overwrite: --out=run holds --base_dir; name the folder of one run
+--out=run --overwrite --task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a ... add one
+--out=run --overwrite --model=no_weights | no_weights: no weights there ... copy the folder anew, or
+        """,
+    ),
+    *rows(
+        "train.py --resume",
+        r"""
+--out=/no/such/run | --resume: /no/such/run holds no run; start one without --resume, or name its folder with --out
+--out=file | --resume: file holds no run; start one without --resume, or name its folder with --out
+--out=notes | --resume: notes holds no run; start one without --resume, or name its folder with --out
+--out=run --lr=0.5 | --resume with a changed configuration: ... give the old value, or start anew in another --out
+--out=run --objective=tis | --resume with a changed configuration: --objective was ... give the old value, or start
+--out=run_cut | run_cut/config.json: not valid JSON (Expecting value: line 1 ... copy it from a backup, or start
+--out=run_of_lists | run_of_lists/config.json: not a JSON object; ... copy it from a backup, or start
+--out=run_without_flags | --resume: run_without_flags/config.json holds no flags of a ... copy it from a backup, or
+--out=run_of_a_model | --resume: run_of_a_model/config.json holds no flags of a run; ... copy it from a backup, or
+--out=run_of_text | run_of_text/config.json: steps = 'many' is not of type int
+--out=run_of_old_choices | run_of_old_choices/config.json: --rollout=sglang: not one of vllm, hf
+--out=run_in_utf16 | run_in_utf16/config.json: not a text file in UTF-8 (byte 0); convert it
+--out=run_spoilt | run_spoilt: no checkpoint there is whole; ... start anew with --overwrite, or in another
+        """,
+    ),
+    # train.py: samplers on other machines
+    *rows(
+        "train.py --rollout=hf --model=POLICY --actor=none --objective=grpo --max_tokens=8 --samplers=zmq",
+        r"""
+--bind=tcp://127.0.0.1:99999 | --bind=tcp://127.0.0.1:99999: a port is a number from 0 to 65535
+--bind=tcp://127.0.0.1:x | --bind=tcp://127.0.0.1:x: no port; write tcp://HOST:PORT
+--bind=tcp://127.0.0.1: | --bind=tcp://127.0.0.1:: no port; write tcp://HOST:PORT
+--keys=keys_learner --bind=tcp://203.0.113.1:5555 | --bind=tcp://203.0.113.1:5555: Cannot ... name a free address
+--keys=keys_learner --bind=tcp://:5555 | --bind=tcp://:5555: no host; write tcp://HOST:PORT
+--bind=ipc:///no/such/socket | --bind=ipc:///no/such/socket: No such file or ... name a free address of this
+--bind=ipc:// | --bind=ipc://: not an address; write tcp://HOST:PORT
+--keys=/no/such | --keys=/no/such: 0 secret keys there instead ... `python -m remote.keys OUT --samplers=N` makes a
+--keys=file | --keys=file: 0 secret keys there instead of one; ... `python -m remote.keys OUT --samplers=N` makes a
+--keys=keys_open | --keys=keys_open: learner.key_secret can be read by others; ... chmod 600 it, or make new keys
+--keys=keys_two | --keys=keys_two: 2 secret keys there instead ... `python -m remote.keys OUT --samplers=N` makes a
+--keys=keys_cut | --keys: keys_cut/learner.key_secret is no file of keys; copy it anew, or make new ones
+--keys=keys_nobody | --keys=keys_nobody: no sampler's public key in its folder ... is this the learner's folder?
+--keys=keys_sampler | --keys=keys_sampler: no sampler's public key in its folder ... is this the learner's folder?
+--samplers=files --sync_path=file | file/models: Not a directory; name another place
+--samplers=files --sync_path=read_only/shared | read_only/shared: Permission denied; ... name another place, or ask
+        """,
+    ),
+    # warmstart.py, mini.py, metrics.py, tasks.py
+    *rows(
+        "warmstart.py",
+        r"""
+--rollout=hf --base_dir=file | --base_dir=file/ ... : ... is a file, not a folder; name another place
+--rollout=hf --base_dir=read_only | --base_dir=read_only/ ... : ... cannot be written; name another place
+--rollout=hf --model=POLICY | --model=POLICY: warmstart.py makes the embedded models alone; leave --model out
+--rollout=hf --task=fine.jsonl | --model=base:policy knows only ... give the folder of a model for fine.jsonl
+--size=3 | --size: no such flag; see --help
+policy | policy: flags are written --key=value
+        """,
+    ),
+    *rows(
+        "mini.py",
+        r"""
+--steps=3 | --steps=3: mini.py takes no flags; change its settings at the head of the file
+out/mini | out/mini: mini.py takes no flags; change its settings at the head of the file
+--help | --help: mini.py takes no flags; change its settings at the head of the file
+        """,
+    ),
+    *rows(
+        "metrics.py",
+        r"""
+out/demo | out/demo: metrics.py explains all names and takes none; python plot.py RUN draws a run's
+        """,
+    ),
+    *rows(
+        "tasks.py",
+        r"""
+| tasks.py is started by a run, with a socket's number; see python train.py --help
+fine.jsonl | tasks.py is started by a run, with a socket's number; see python train.py --help
+1 2 | tasks.py is started by a run, with a socket's number; see python train.py --help
+        """,
+    ),
+    # eval.py
+    *rows(
+        "eval.py",
+        r"""
+| --model is empty: name a run folder, a checkpoint or a Hugging Face folder
+--model= | --model is empty: name a run folder, a checkpoint or a Hugging Face folder
+--model=file | --model=file: no model there; give a run folder, a checkpoint or a Hugging Face folder
+--model=/no/such | --model=/no/such: no model there; give a run folder, a checkpoint or a Hugging Face folder
+--model=base:polcy | --model=base:polcy: not one of base:policy, base:actor; did you mean base:policy?
+--model=notes --rollout=hf | --model=notes: no model there; give a run folder, a checkpoint or a Hugging Face folder
+--model=no_config --rollout=hf | --model=no_config: no model there; ... give a run folder, a checkpoint
+--model=run_spoilt --rollout=hf | run_spoilt: no checkpoint there is whole; ... start anew with --overwrite, or in
+--model=only_config --rollout=hf | only_config: its ... copy tokenizer.json and tokenizer_config.json of this
+--model=config_cut --rollout=hf | config_cut/config.json: not valid JSON ... copy it anew, or name another folder
+--model=config_number --rollout=hf | config_number/config.json: not a JSON ... copy it anew, or name another folder
+--model=config_utf16 --rollout=hf | config_utf16/config.json: not a text file in UTF-8 (byte 0); convert it
+--model=config_untyped --rollout=hf | --model=config_untyped: no model there; ... give a run folder, a
+--model=new_type --rollout=hf | new_type: its config.json cannot be read (The ... give a whole folder of a
+--model=text_context --rollout=hf | text_context: its config.json cannot be read ... give a whole folder of a
+--model=no_tokenizer --rollout=hf | no_tokenizer: its ... copy tokenizer.json and tokenizer_config.json of this
+--model=tokenizer_cut --rollout=hf | tokenizer_cut: its ... copy tokenizer.json and tokenizer_config.json of
+--model=no_weights --rollout=hf | no_weights: no weights there ... copy the folder anew, or delete
+--model=weights_html --rollout=hf | weights_html/model.safetensors: its weights ... copy the folder anew, or delete
+LOADS=1 --model=wider --rollout=hf | wider: its weights do not fit its ... give a whole checkpoint of that shape
+--model=base:policy --rollout=hf --task=fine.jsonl | --model=base:policy knows only ... give the folder of
+--model=base:policy --rollout=hf --max_tokens=900 | --max_tokens=900: with ... ver the model's context of 512
+--grade_gold=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
+--grade_gold=/no/such.jsonl | --grade_gold=/no/such.jsonl: no such file; give the path of a JSONL file
+--grade_gold=. | --grade_gold=.: a folder; give the path of a JSONL file
+--grade_gold=fine.jsonl --grade_seconds=0 | --grade_seconds=0.0: a number of seconds above 0, for each answer
+WITHOUT=math_verify --grade_gold=fine.jsonl | --grade_gold=fine.jsonl: math-verify, ... pip install math-verify
+WITHOUT=vllm --model=POLICY | --rollout=vllm: vLLM is not installed here; ... install it (make demo does), or
+        """,
+    ),
+    *rows(
+        "eval.py --rollout=hf --model=POLICY --max_tokens=8",
+        r"""
+--k= | --k=: each k must lie between 1 and --samples=4, as in 1,4
+--k=x | --k=x: each k must lie between 1 and --samples=4, as in 1,4
+--k=1,,4 | --k=1,,4: each k must lie between 1 and --samples=4, as in 1,4
+--k=1.5 | --k=1.5: each k must lie between 1 and --samples=4, as in 1,4
+--k=0 | --k=0: each k must lie between 1 and --samples=4, as in 1,4
+--k=1,9 | --k=1,9: each k must lie between 1 and --samples=4, as in 1,4
+--k=1;2 | --k=1;2: each k must lie between 1 and --samples=4, as in 1,4
+--samples=0 | --samples=0: must be at least 1
+--problems=0 | --problems=0: must be at least 1
+--problems=many | --problems=many: must be a whole number
+--max_tokens=0 | --max_tokens=0: must be at least 1
+--max_tokens=1000 | --max_tokens=1000: the longest prompt has 12 ... shorten the response or drop long prompts
+--which=actr | --which=actr: not one of policy, actor; did you mean actor?
+--actor=ACTOR | --actor=ACTOR: another model samples for --mismatch alone; add it, or name the model with --model
+--mismatch --actor=/no/such | --actor=/no/such: no model there; ... give a run folder, a checkpoint
+--mismatch --actor=no_weights | no_weights: no weights there (model.safetensors ... copy the folder anew, or delete
+--mismatch --actor=small_vocabulary | --actor=small_vocabulary: its vocabulary ... actor and policy must share one
+--mismatch --actor=other_words | --actor=other_words: its tokenizer ... actor and policy must share one vocabulary
+--mismatch --samples=1 | --samples=1: --mismatch compares responses, so at least 2 to a problem
+--mismatch --micro_tokens=0 | --micro_tokens=0: must be at least 1
+--mismatch --log_ratio_clamp=0 | --log_ratio_clamp=0.0: must be above 0
+--mismatch --learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or the
+--mismatch --dtype=float16 | --dtype=float16: not one of float32, bfloat16; did you mean bfloat16?
+--mismatch --top_k=5 --logprobs_mode=raw | --logprobs_mode=raw: raw ... use processed, or --keep_sampling_mask=off
+--learner_quant=int8 | --learner_quant=int8: the learner's format is for ... add it, or name a --rollout_quant
+--rollout_quant=w4a16 --quant_group=7 | --quant_group=7: model.layers.0.self_attn.q_proj has ... choose a divisor
+--quant_group=0 | --quant_group=0: must be at least 1
+--rollout_memory=-1 | --rollout_memory=-1.0: must be above 0
+--out=. | --out=.: a folder; name a file in it
+--out=file/x.json | --out=file/x.json: ... is a file, not a folder; name another place
+--out=read_only/x.json | --out=read_only/x.json: ... cannot be written; name another place
+--out=/proc/x.json | --out=/proc/x.json: /proc cannot be written; name another place
+--temperature=0 | --temperature=0.0: must be at least 0.01
+--top_p=2 | --top_p=2.0: a probability mass in (0, 1]; 1 keeps all tokens
+--top_k=300 | --top_k=300: larger than the vocabulary of 256 tokens; 0 keeps all
+--stop=zzz | --stop=zzz: not one token of the model's ... give tokens, such as <|im_end|>, separated by commas
+--task=/no/such.jsonl | --task=/no/such.jsonl: no such file; give `arith` or the path of a JSONL file
+--task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
+--task=unreadable.jsonl | unreadable.jsonl: Permission denied; ... name another place, or ask for
+--task_explain=-1 | --task_explain=-1: must be 0 (no explanations) or more tokens
+--grade_seconds=0 | --grade_seconds=0.0: a number of seconds above 0, for each answer
+--steps=3 | --steps: no such flag; see --help
+--objective=tis | --objective: no such flag; see --help
+--num_samples=4 | --num_samples: no such flag; did you mean --samples?
+--config=cut.toml | --config: no such flag; see --help
+-k 4 | -k: flags are written --key=value
+        """,
+    ),
+    # plot.py
+    *rows(
+        "plot.py",
+        r"""
+| name at least one run folder: python plot.py out/demo
+nowhere | nowhere/metrics.jsonl: no such file; give the folder of a run (it holds metrics.jsonl)
+'' | metrics.jsonl: no such file; give the folder of a run (it holds metrics.jsonl)
+file | file/metrics.jsonl: no such file; give the folder of a run (it holds metrics.jsonl)
+notes | notes/metrics.jsonl: no such file; give the folder of a run (it holds metrics.jsonl)
+run/metrics.jsonl | run/metrics.jsonl/metrics.jsonl: no such file; give the folder of a run (it holds metrics.jsonl)
+run nowhere | nowhere/metrics.jsonl: no such file; give the folder of a run (it holds metrics.jsonl)
+metrics_empty | metrics_empty/metrics.jsonl: no line of metrics in it; ... wait for the run's first update, or
+metrics_blank | metrics_blank/metrics.jsonl: no line of metrics in it; ... wait for the run's first update, or
+metrics_junk | metrics_junk/metrics.jsonl: no line of metrics in it; ... wait for the run's first update, or
+metrics_binary | metrics_binary/metrics.jsonl: no line of metrics in it; ... wait for the run's first update, or
+metrics_of_lists | metrics_of_lists/metrics.jsonl: no line of metrics in ... wait for the run's first update, or
+metrics_text_step | metrics_text_step/metrics.jsonl: no line of metrics in ... wait for the run's first update, or
+metrics_no_step | metrics_no_step/metrics.jsonl: no line of metrics in it; ... wait for the run's first update, or
+metrics_text | metrics_text/metrics.jsonl: reward is no number at step 1; mend or remove that line
+metrics_list | metrics_list/metrics.jsonl: entropy is no number at step 1; mend or remove that line
+metrics_truth | metrics_truth/metrics.jsonl: grad_norm is no number at step 7; mend or remove that line
+metrics_folder | metrics_folder/metrics.jsonl: no such file; give the folder of a run (it holds metrics.jsonl)
+metrics_unreadable | metrics_unreadable/metrics.jsonl: Permission denied; ... name another place, or ask for the
+run run run run run run run run | 8 runs: at most 7 lines can be told apart; draw fewer in one picture
+run --out=x.xyz | --out=x.xyz: a picture's name ends in .png, .pdf or .svg; name it so
+run --out=x | --out=x: a picture's name ends in .png, .pdf or .svg; name it so
+run --out= | --out is empty: name the file to write
+run --out=notes | --out=notes: a folder; name a file in it
+run --out=file/x.png | --out=file/x.png: ... is a file, not a folder; name another place
+run --out=read_only/x.png | --out=read_only/x.png: ... cannot be written; name another place
+run --out=/proc/x.png | --out=/proc/x.png: /proc cannot be written; name another place
+run --ouput=x.png | --ouput: no such flag; did you mean --out?
+run --smooth=3 | --smooth: no such flag; see --help
+--out=x.png run | run: flags are written --key=value
+--samples | --samples: a value is missing; write --samples=VALUE
+--samples=nowhere | nowhere/samples.jsonl: no such file; give the folder of a run with --log_samples above 0
+--samples=run | run/samples.jsonl: no such file; give the folder of a run with --log_samples above 0
+--samples=responses_empty | responses_empty/samples.jsonl: no responses in it; ... wait for the run's first update,
+--samples=responses_junk | responses_junk/samples.jsonl: no responses in it; ... wait for the run's first update,
+--samples=responses_metrics | responses_metrics/samples.jsonl: the line of step 0 is not that ... mend or remove it
+--samples=responses_text | responses_text/samples.jsonl: the line of step 0 is not that of a ... mend or remove it
+--samples=responses_null | responses_null/samples.jsonl: the line of step 0 is not that of a ... mend or remove it
+--samples=responses_uneven | responses_uneven/samples.jsonl: the line of step 0 is not that ... mend or remove it
+--samples=responses --last=0 | --last=0: must be at least 1
+--samples=responses --last=-1 | --last=-1: must be at least 1
+--samples=responses --last=x | --last=x: must be a whole number
+run --samples=responses | --samples=responses: prints, and draws no runs; leave out run
+        """,
+    ),
+    # bench.py and remote/bench.py, remote/fuzz.py
+    *rows(
+        "bench.py",
+        r"""
+haed | haed: no such benchmark; there are rollout, update, head, replay, quant, lowbit, gpu; did you mean head?
+update haed | haed: no such benchmark; there are rollout, update, head, replay, quant, ... did you mean head?
+--update | --update: no such flag, only names of benchmarks; there are rollout, update, ... did you mean update?
+head --pairs=3 | --pairs=3: no such flag, only names of ... there are rollout, update, head, replay, quant,
+'' | : no such benchmark; there are rollout, update, head, replay, quant, lowbit, gpu
+gpu | gpu: there is no GPU here; name other benchmarks
+head lowbit | lowbit: there is no GPU here; name other benchmarks
+        """,
+    ),
+    *rows(
+        "-m remote.bench",
+        r"""
+wires | wires: no such benchmark; there are wire, samplers; did you mean wire?
+--mib=3 | --mib=3: no such flag, only names of benchmarks; there are wire, samplers
+samplers --seconds=5 | --seconds=5: no such flag, only names of benchmarks; there are wire, samplers
+        """,
+    ),
+    *rows(
+        "-m remote.fuzz",
+        r"""
+--frames=29 | --frames=29: at least 30
+--frames=1e5 | --frames=1e5: must be a whole number
+--frames | --frames: a value is missing; write --frames=VALUE
+--frame=30 | --frame: no such flag; did you mean --frames?
+--seed=x | --seed=x: must be a whole number
+100 | 100: flags are written --key=value
+        """,
+    ),
+    # python -m remote.keys
+    *rows(
+        "-m remote.keys",
+        r"""
+| name one new folder: python -m remote.keys keys --samplers=4
+a b | name one new folder: python -m remote.keys keys --samplers=4
+'' | name one new folder: python -m remote.keys keys --samplers=4
+k --samplers=0 | --samplers=0: a number from 1 to 4096
+k --samplers=4097 | --samplers=4097: a number from 1 to 4096
+k --samplers=two | --samplers=two: must be a whole number
+k --samplers | --samplers: a value is missing; write --samplers=VALUE
+k --sampler=2 | --sampler: no such flag; did you mean --samplers?
+--samplers=2 | name one new folder: python -m remote.keys keys --samplers=4
+--samplers=2 k | k: flags are written --key=value
+file | file is a file; name a new folder
+file/k | file/k/learner: Not a directory; name another place
+notes | notes is not empty: keys are not overwritten; name a new folder
+keys_learner | keys_learner is not empty: keys are not overwritten; name a new folder
+/proc/k | /proc/k: No such file or directory; name a path that is there
+read_only | read_only/learner: Permission denied; name another place, or ask for the right to use this one
+read_only/k | read_only/k: Permission denied; name another place, or ask for the right to use this one
+        """,
+    ),
+    # a sampler: python rollout.py, python -m remote
+    *rows(
+        "rollout.py",
+        r"""
+| --connect: name the learner's address, tcp://HOST:PORT, a file of routes, or a shared folder
+--conect=tcp://127.0.0.1:9 | --conect: no such flag; did you mean --connect?
+tcp://127.0.0.1:9 | tcp://127.0.0.1:9: flags are written --key=value
+--connect | --connect: a value is missing; write --connect=VALUE
+        """,
+    ),
+    *rows(
+        "-m remote --rollout=hf --name=box",
+        r"""
+--connect=127.0.0.1:5555 | --connect=127.0.0.1:5555: neither an address such as ... ORT nor a folder that is there
+--connect=http://127.0.0.1:5555 | --connect=http://127.0.0.1:5555: not an address; write tcp://HOST:PORT
+--connect=tcp://127.0.0.1 | --connect=tcp://127.0.0.1: no port; write tcp://HOST:PORT
+--connect=tcp://127.0.0.1:0 | --connect=tcp://127.0.0.1:0: a port is a number from 1 to 65535
+--connect=tcp://127.0.0.1:99999 | --connect=tcp://127.0.0.1:99999: a port is a number from 1 to 65535
+--connect=tcp://127.0.0.1:5555/ | --connect=tcp://127.0.0.1:5555/: no port; write tcp://HOST:PORT
+--connect=tcp://:5555 | --connect=tcp://:5555: no host; write tcp://HOST:PORT
+--connect=tcp:// | --connect=tcp://: not an address; write tcp://HOST:PORT
+--connect=ipc:// | --connect=ipc://: not an address; write tcp://HOST:PORT
+--connect=tcp://10.0.0.1:5555 | --connect=tcp://10.0.0.1:5555: ... `python -m remote.keys OUT --samplers=N` makes
+--connect=tcp://127.0.0.1:9, | --connect=: not an address; write tcp://HOST:PORT
+--connect=tcp://127.0.0.1:9,notes | --connect=notes: not an address; write tcp://HOST:PORT
+--connect=, | --connect=,: neither an address such as tcp://HOST:PORT nor a folder that is there
+--connect=file | --connect=file: neither an address such as tcp://HOST:PORT nor a folder that is there
+--connect=routes_cut.toml | --connect=routes_cut.toml: no file of routes (Expected ... remote/README.md shows one
+--connect=routes_numbers.toml | routes_numbers.toml: no route for box; ... it needs [learners] 0 = "tcp://..."
+--connect=routes_others.toml | routes_others.toml: no route for box; ... it needs [learners] 0 = "tcp://..."
+--connect=routes_nowhere.toml | routes_nowhere.toml: no route for box; ... it needs [learners] 0 = "tcp://..."
+--connect=routes_twice.toml | routes_twice.toml: no route for box; ... it needs [learners] 0 = "tcp://..."
+--connect=routes_text.toml | routes_text.toml: no route for box; ... it needs [learners] 0 = "tcp://..."
+--connect=routes_address.toml | --connect=routes_address.toml: neither an ... ORT nor a folder that is there
+--connect=routes_binary.toml | --connect=routes_binary.toml: no file of routes ... remote/README.md shows one
+--connect=nowhere.toml | --connect=nowhere.toml: no file of routes ([Errno 2] No ... remote/README.md shows one
+        """,
+    ),
+    *rows(
+        "rollout.py --connect=tcp://127.0.0.1:9 --name=box --rollout=hf",
+        r"""
+--name=a/b | --name=a/b: a sampler's name is 1 to 64 letters, digits, - and _
+--name=a.b | --name=a.b: a sampler's name is 1 to 64 letters, digits, - and _
+--name=ä | --name=ä: a sampler's name is 1 to 64 letters, digits, - and _
+--keys=/no/such | --keys=/no/such: no learner.key there; ... copy the folder that `python -m remote.keys`
+--keys= | --keys=: no learner.key there; copy the folder that `python -m remote.keys` made for this sampler
+--keys=file | --keys=file: no learner.key there; copy the folder that `python -m remote.keys` made for this sampler
+--keys=keys_learner | --keys=keys_learner: the learner's folder; name the sampler's own, such as sampler0 beside it
+--keys=keys_sampler_open | --keys=keys_sampler_open: sampler0.key_secret can be read ... chmod 600 it, or make new
+--keys=keys_sampler_junk | --keys: keys_sampler_junk/learner.key is no file of keys; copy it anew, or make new ones
+--keys=keys_sampler_short | --keys: keys_sampler_short/learner.key is no file of ... copy it anew, or make new ones
+--keys=keys_sampler_empty | --keys: keys_sampler_empty/sampler0.key_secret is no ... copy it anew, or make new ones
+--keys=keys_sampler_public | --keys=keys_sampler_public: no secret key in ... copy it anew, or make new ones
+--spool=file | --spool=file: cannot be written (File exists); name another folder
+--spool=file/spool | --spool=file/spool: cannot be written (Not a directory); name another folder
+--spool=read_only/spool | --spool=read_only/spool: cannot be written (Permission denied); name another folder
+--spool=locked | locked: another sampler works there; give this one a --name or a --spool of its own
+--groups=0 | --groups=0 --spool_groups=4096: at least one group at once, and a spool that holds a batch
+--groups=9 --spool_groups=4 | --groups=9 --spool_groups=4: at least one group at ... and a spool that holds a batch
+--give_up=0 | --give_up=0.0: must be above 0
+--give_up=nan | --give_up=nan: must be a number
+--patience=0 | --patience=0.0: must be above 0
+--patience=inf | --patience=inf: must be finite
+--most_weights=-1 | --most_weights=-1.0: must be above 0
+--most_weights=nan | --most_weights=nan: must be a number
+--model=/no/such | --model=/no/such: no Hugging Face model folder (no config.json there); name another one
+--model=base:policy | --model=base:policy: no Hugging Face model folder (no config.json there); name another one
+--model=no_weights | no_weights: no weights there (model.safetensors is ... copy the folder anew, or delete one
+--task=/no/such.jsonl | --task=/no/such.jsonl: no such file; copy the learner's file here and name it with --task
+--rollout_quant=int4 | --rollout_quant=int4: not one of auto, none, int8, fp8, w4a16, w3a16, ... did you mean int8?
+--rollout_quant=aligned | --rollout_quant=aligned: not one of auto, none, int8, fp8, w4a16, ... did you mean none?
+--rollout_memory=0 | --rollout_memory=0.0: must be above 0
+--delay=constant --delay_min=9 --delay_max=1 | --delay_min=9.0 --delay_max=1.0: ... ve 0 and not above the longest
+--delay=weibull --delay_mass=1 | --delay_mass=1.0: the share of delays between ... lay_max must lie inside (0, 1)
+--delay=lognormal --delay_min=0 | --delay_min=0.0 --delay_max=1800.0: the ... ve 0 and not above the longest
+--delay=uniform | --delay=uniform: not one of none, constant, lognormal, weibull, ... did you mean lognormal?
+--bind=tcp://127.0.0.1:9 | --bind: no such flag; see --help
+--samplers=zmq | --samplers: no such flag; see --help
+--max_tokens=8 | --max_tokens: no such flag; see --help
+WITHOUT=vllm --rollout=vllm | --rollout=vllm: vLLM is not installed here; ... install it (make demo does), or
+        """,
+    ),
+    # studies
+    *rows(
+        "results/table1.py",
+        r"""
+--jobs=0 | --jobs=0: at least one run at a time
+--jobs=x | --jobs=x: must be a whole number
+--jobs=1e3 | --jobs=1e3: must be a whole number
+--drwa | --drwa: no such flag; did you mean --draw?
+--draw=yes | --draw=yes: not one of True, true, False, false
+--steps=3 | --steps: no such flag; see --help
+draw | draw: flags are written --key=value
+RECORDS=records_none --draw | --draw: no record of configs/study.toml in ... run it once without --draw
+RECORDS=records_cut --draw | records_cut/runs/study/a-0.json: not the record of a run; move it out of results/runs
+RECORDS=records_list --draw | records_list/runs/study/a-0.json: not the record of a run; move it out of results/runs
+RECORDS=records_bare --draw | records_bare/runs/study/a-0.json: not the record of a run; move it out of results/runs
+RECORDS=records_twice --draw | records_twice/runs/study/b-0.json and ... delete one of them
+RECORDS=records_other --draw | records_other/runs/study/a-0.json: made with lr ... delete the file to run it again
+        """,
+    ),
+    *rows(
+        "results/index.py",
+        r"""
+--draw | --draw: no such flag; see --help
+RECORDS=records_none | No such file or directory; name a path that is there
+        """,
+    ),
+    *rows(
+        "results/figure2ab.py",
+        r"""
+--vocab=1 | --vocab=1: at least 2 tokens, and at most 100 million
+--vocab=x | --vocab=x: must be a whole number
+--vocab=99999999999 | --vocab=99999999999: at least 2 tokens, and at most 100 million
+--lam=0 | --lam=0.0: must be a finite number above 0
+--lam=nan | --lam=nan: must be a number
+--pairs=0 | --pairs=0: at least 1
+--seed=-1 | --seed=-1: must not be negative
+--out= | --out is empty: name the file to write
+--out=x.jpeg | --out=x.jpeg: a picture's name ends in .png; name it so
+--out=file/x.png | --out=file/x.png: ... is a file, not a folder; name another place
+--out=/proc/x.png | --out=/proc/x.png: /proc cannot be written; name another place
+--lambda=2 | --lambda: no such flag; see --help
+        """,
+    ),
+    *rows(
+        "results/theorem1.py",
+        r"""
+--out=read_only/x.png | --out=read_only/x.png: ... cannot be written; name another place
+--out=. | --out=.: a folder; name a file in it
+--vocab=3 | --vocab: no such flag; see --help
+        """,
+    ),
+    *rows(
+        "results/sweep.py",
+        r"""
+| sweep.py is no study but what they share; run one of them, such as python results/table1.py --draw
+--draw | sweep.py is no study but what they share; run one of them, such as python results/table1.py --draw
+        """,
+    ),
+    *rows(
+        "results/spin.py",
+        r"""
+--jobs=1 | --jobs=1: results/spin.py takes no flags; leave them out
+        """,
+    ),
+    *rows(
+        "results/grading.py",
+        r"""
+x | x: results/grading.py takes no flags; leave them out
+        """,
+    ),
+    *rows(
+        "results/against_trl.py",
+        r"""
+--steps=3 | --steps=3: results/against_trl.py takes no flags; leave them out
+WITHOUT=trl | TRL 1.16 is needed; the head of this file says how to install it beside
+        """,
+    ),
+    *rows(
+        "results/qarl.py",
+        r"""
+--config=cut.toml | --config: no such flag; see --help
+        """,
+    ),
+]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tests
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def tree(folder: Path) -> dict[str, tuple]:
+    """Every path below a folder with its kind, its rights and its bytes."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        content = ""
+        if path.is_file() and not path.is_symlink():
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+        found[str(path.relative_to(folder))] = (path.lstat().st_mode, content)
+    return found
+
+
+@pytest.fixture(scope="module")
+def prepared(folders, tmp_path_factory):
+    """A function that makes a row's job: a folder of its own, with the files that the row names."""
+    MODELS.update(POLICY=folders / "policy", ACTOR=folders / "actor")
+
+    def prepare_job(command: str) -> Job:
+        here = tmp_path_factory.mktemp("row")
+        for name, content in FILES.items():
+            if re.search(rf"(?<![\w./]){re.escape(name)}(?![\w.])", command):
+                make_file(here / name, content)
+        words = [with_models(word) for word in shlex.split(command)]
+        environment = {}
+        while re.match("[A-Z_]+=", words[0]):
+            name, _, value = words.pop(0).partition("=")
+            environment[name] = value
+        return Job(environment, words, here, tree(here))
+
+    yield prepare_job
+    for file in HELD:
+        file.close()
+    HELD.clear()
+
+
+def with_models(text: str) -> str:
+    for name, folder in MODELS.items():
+        text = text.replace(name, str(folder))
+    return text
+
+
+@pytest.fixture(scope="module")
+def answers(prepared, request):
+    """What became of each row that is tested: (job, done). Those that ask for nothing special share a process."""
+    tested = [item for item in request.session.items if item.path == request.path]
+    rows = [item for item in tested if item.originalname == "test_a_row_gets_one_sentence"]
+    wanted = [item.callspec.params["command"] for item in rows]
+    jobs = {command: prepared(command) for command in wanted}
+    shared = [command for command in wanted if not jobs[command].environment]
+    found = dict(zip(shared, run_jobs([jobs[command] for command in shared]), strict=True))
+    for command in wanted:
+        if command not in found:
+            found[command] = run_jobs([jobs[command]])[0]
+    return {command: (jobs[command], found[command]) for command in wanted}
+
+
+@pytest.mark.parametrize("command, words", ROWS)
+def test_a_row_gets_one_sentence(answers, command, words):
+    job, done = answers[command]
+    said = job.said()
+    assert done.status == 1, (done.status, said[-2000:])
+    assert len(said.splitlines()) == 1, said[-2000:]
+    assert said.startswith("error: ")
+    at = 0
+    for part in with_models(words).split(" ... "):
+        assert part in said[at:], (part, said)
+        at = said.index(part, at) + len(part)
+    assert len(said) < 700
+    assert done.processor < SECONDS and done.clock < 3 * SECONDS
+    assert tree(job.here) == job.before
+
+
+def test_no_row_stands_twice():
+    commands = [" ".join(sorted(command.split())) for command, _ in ROWS]
+    assert len(set(commands)) == len(commands) >= 300
+
+
+REAL = [
+    "train.py --rollout=hf --steps=x",
+    "eval.py --model=config_cut --rollout=hf",
+    "-m remote.keys k --samplers=0",
+    "tasks.py fine.jsonl",
+    *(
+        pytest.param(command, marks=pytest.mark.slow)
+        for command in (
+            "rollout.py --conect=tcp://127.0.0.1:9",
+            "plot.py metrics_junk",
+            "results/against_trl.py --steps=3",
+            "train.py --rollout=hf --model=POLICY --actor=none --objective=grpo --max_tokens=8 --task=no_answer.jsonl",
+            "train.py --rollout=hf --model=POLICY --actor=none --objective=grpo --max_tokens=8 --model=weights_cut",
+            "warmstart.py --size=3",
+            "mini.py --steps=3",
+            "metrics.py out/demo",
+            "bench.py haed",
+            "-m remote.bench wires",
+            "-m remote.fuzz --frames=29",
+            "results/table1.py --jobs=0",
+            "results/figure2ab.py --vocab=1",
+            "results/sweep.py",
+            "results/spin.py --jobs=1",
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("command", REAL)
+def test_a_user_sees_the_same(prepared, command):
+    """A process of its own, with its imports: its status and its sentence are those of a fork."""
+    assert command in dict(ROWS)
+    job, other = prepared(command), prepared(command)
+    done = run_jobs([job])[0]
+    argv = job.argv if job.argv[0] == "-m" else [str(ROOT / job.argv[0]), *job.argv[1:]]
+    env = {**os.environ, "PYTHONPATH": str(ROOT) * (argv[0] == "-m")}
+    real = subprocess.run([sys.executable, *argv], cwd=other.here, env=env, capture_output=True, text=True, timeout=60)
+    assert (real.returncode, real.stderr) == (done.status, job.said())
+    assert tree(other.here) == other.before
