@@ -291,3 +291,57 @@ def help_page(cls, usage: str = "") -> str:
             lines.append(f"  --{key}{default}{one_of}")
             lines += textwrap.wrap(sentence, 104, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return "\n".join(lines).strip()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names of other frameworks
+# ---------------------------------------------------------------------------------------------------------------------
+
+# flags of verl and TRL -> ours; where values differ too, theirs -> ours
+FOREIGN = {
+    "rollout_is": ("correction", {"token": "tis", "sequence": "seq_tis", "null": "none"}),
+    "rollout_is_threshold": "is_cap",
+    "rollout_rs": ("reject", {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geo", "null": "none"}),
+    "rollout_rs_threshold_lower": "rs_low",
+    "rollout_rs_threshold": "rs_high",
+    "rollout_token_veto_threshold": "veto",
+    "loss_agg_mode": "reduction",
+    "clip_ratio_low": "clip_low",
+    "clip_ratio_high": "clip_high",
+    "clip_ratio_c": "dual_clip",
+    "vllm_importance_sampling_mode": "objective",
+    "loss_type": "objective",
+    "epsilon": "clip_low",
+    "epsilon_high": "clip_high",
+    "num_generations": "group_size",
+    "max_completion_length": "max_tokens",
+    "learning_rate": "lr",
+}
+
+
+def ours(key: str, value: str) -> dict[str, str]:
+    """A flag and its value under our names, whichever framework's they are; verl writes two bounds as low_high."""
+    name = FOREIGN.get(key, key)
+    if isinstance(name, tuple):
+        name, values = name
+        value = values.get(value, value)
+    low, between, high = value.partition("_")
+    if key in ("rollout_is_threshold", "rollout_rs_threshold") and between:
+        return {"rs_low": low, "rs_high": high}
+    return {name: value}
+
+
+def bounds_of_verl(given: dict, names: set[str]) -> dict:
+    """What verl means beyond the values: one bound x of a ratio is 1/x .. x, and two bounds of a weight drop what
+    lies outside."""
+    if "rollout_rs_threshold" in names and "rs_low" not in given and not given.get("reject", "").endswith("k3"):
+        return {"rs_low": 1 / given["rs_high"] if given["rs_high"] else 0.0}
+    if "rollout_is_threshold" in names and "is_cap" not in given:
+        masked = {"tis": "icepop", "seq_tis": "seq_mis"}
+        weight = given.get("correction", "tis")
+        need(
+            weight in masked,
+            "--rollout_is_threshold with two bounds: needs --rollout_is=token or --rollout_is=sequence",
+        )
+        return {"correction": masked[weight]}
+    return {}

@@ -211,26 +211,6 @@ OBJECTIVES |= {
     # OpenRLHF, NeMo-RL
     "seq_mask_tis": {**OBJECTIVES["is"], "reject": "geo", "rs_low": 0.5, "rs_high": 5.0},
 }
-# flags of verl and TRL -> ours; where values differ too, theirs -> ours
-FOREIGN = {
-    "rollout_is": ("correction", {"token": "tis", "sequence": "seq_tis", "null": "none"}),
-    "rollout_is_threshold": "is_cap",
-    "rollout_rs": ("reject", {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geo", "null": "none"}),
-    "rollout_rs_threshold_lower": "rs_low",
-    "rollout_rs_threshold": "rs_high",
-    "rollout_token_veto_threshold": "veto",
-    "loss_agg_mode": "reduction",
-    "clip_ratio_low": "clip_low",
-    "clip_ratio_high": "clip_high",
-    "clip_ratio_c": "dual_clip",
-    "vllm_importance_sampling_mode": "objective",
-    "loss_type": "objective",
-    "epsilon": "clip_low",
-    "epsilon_high": "clip_high",
-    "num_generations": "group_size",
-    "max_completion_length": "max_tokens",
-    "learning_rate": "lr",
-}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

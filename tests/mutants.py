@@ -55,7 +55,7 @@ TESTS = {
     "checkpoint.py": ["test_checkpoint.py", "test_run.py"],
     "run.py": ["test_run.py", "test_config.py"],
     "train.py": ["test_train.py", "-k", "signals or error or rescue or logs_every or stopped_and_resumed or samples"],
-    "config.py": ["test_config.py"],
+    "config.py": ["test_config.py", "test_train.py::test_resume_says_which_key_differs_and_a_run_is_not_overwritten"],
     "flags.py": ["test_config.py", "test_flags.py"],
     "remote/guard.py": ["test_guard.py"],
     "remote/wire.py": ["test_wire.py", "test_door.py"],
@@ -482,12 +482,18 @@ MUTANTS = {
         ),
         ("    if t.step != t.saved_at:\n        t.save()", "    pass"),
     ],
-    "config.py": [
+    "flags.py": [
         (
             '        return {"rs_low": 1 / given["rs_high"] if given["rs_high"] else 0.0}',
             '        return {"rs_low": 0.0}',
         ),
-        ("    changed = [k for k in sorted(given - free) if getattr(now, k) != saved[k]]", "    changed = []"),
+        ('        return {"rs_low": low, "rs_high": high}', '        return {"rs_low": high, "rs_high": low}'),
+    ],
+    "config.py": [
+        (
+            "    changed = [k for k in sorted(given - free) if getattr(now, k) != saved.get(k, FIELDS[k].default)]",
+            "    changed = []",
+        ),
         ("obrs_c2=1.02 + cfg.clip_high if clipped else 3.0", "obrs_c2=1.02 + cfg.clip_high"),
     ],
     "remote/guard.py": [

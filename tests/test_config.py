@@ -7,7 +7,7 @@ import pytest
 from conftest import make_cfg
 
 import config
-import objectives
+import flags
 from config import Config, parse, resolve
 from flags import UserError
 from model import needs_of_ref_pass, needs_of_update
@@ -73,10 +73,10 @@ def test_flags_of_trl():
     assert (cfg.group_size, cfg.clip_low) == (4, 0.1)
 
 
-@pytest.mark.parametrize("theirs", objectives.FOREIGN)
+@pytest.mark.parametrize("theirs", flags.FOREIGN)
 def test_a_flag_of_another_framework_names_one_of_ours(theirs):
     assert theirs not in config.FIELDS
-    assert set(config.ours(theirs, "x")) < set(config.FIELDS)
+    assert set(flags.ours(theirs, "x")) < set(config.FIELDS)
 
 
 def test_ranks_enter_the_divisibility_check():
