@@ -107,10 +107,9 @@ def step(responses: list[Response], cfg, kappa: float | None, distill_lambda: fl
         gate = 0.0 if cfg.positive_only and adv[i] <= 0 else 1.0
         scale = [-share_kept[i] * k * w * gate for w, k in weighed[i]]
         terms += [s * v for s, v in zip(scale, values, strict=True)]
-        if together:  # one ratio a response: every token's value moves with every token
-            slopes = [sum(scale) * d for d in slopes]
-        else:
-            slopes = [s * d for s, d in zip(scale, slopes, strict=True)]
+        # one ratio a response: every token's value moves with every token
+        factors = [sum(scale)] * len(scale) if together else scale
+        slopes = [f * d for f, d in zip(factors, slopes, strict=True)]
         drift, pull = cppo(r, responses, cfg)
         terms.append(drift)
         policy.append([a + b for a, b in zip(slopes, pull, strict=True)])
@@ -282,7 +281,7 @@ def largest(law: list[float], k: int) -> list[int]:
 
 
 def support(token: Token, cfg) -> dict[int, float]:
-    """S -> p_inf there: the engine's top-K and the sampled token; two models with target new also the policy's top-K."""
+    """S -> p_inf there: the engine's top-K and the sampled token; two models, target new: also the policy's top-K."""
     p = {x: token.inf[x] for x in [*largest(token.inf, cfg.obrs_topk), token.id]}
     if cfg.actor != "none" and cfg.obrs_target == "new":
         p = {x: token.actor_ref[x] for x in largest(token.ref, cfg.obrs_topk)} | p
@@ -478,12 +477,12 @@ def actor_logits(token: Token, g: float, g_distill: float, temperature: float, c
     best = largest(p, cfg.distill_topk) if cfg.distill_topk else list(range(len(p)))
     P, Q = buckets(token, cfg)
     if cfg.distill_direction == "reverse":
-        by_Q = [math.log(b) - math.log(a) + 1 for a, b in zip(P, Q, strict=True)]
+        by_bucket = [math.log(b) - math.log(a) + 1 for a, b in zip(P, Q, strict=True)]
     else:
-        by_Q = [-a / b for a, b in zip(P, Q, strict=True)]
-    by_q = [by_Q[best.index(x)] if x in best else by_Q[-1] for x in range(len(q))]
-    average = sum(b * a for b, a in zip(by_q, q, strict=True))  # d q_y / d logit_x = q_y ((x == y) - q_x)
+        by_bucket = [-a / b for a, b in zip(P, Q, strict=True)]
+    by_token_id = [by_bucket[best.index(x)] if x in best else by_bucket[-1] for x in range(len(q))]
+    average = sum(b * a for b, a in zip(by_token_id, q, strict=True))  # d q_y / d logit_x = q_y ((x == y) - q_x)
     out = []
     for x in range(len(q)):
-        out.append((g * ((x == token.id) - q[x]) + g_distill * q[x] * (by_q[x] - average)) / temperature)
+        out.append((g * ((x == token.id) - q[x]) + g_distill * q[x] * (by_token_id[x] - average)) / temperature)
     return out
