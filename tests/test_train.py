@@ -347,7 +347,9 @@ def test_counters_that_are_not_0_go_on(solvers, tmp_path, train_here, monkeypatc
     train_here(flags(solvers, whole, **COUNTING, steps=8))
     train_here(flags(solvers, out, **COUNTING, steps=5))
     left = saved_at(out, 5)
-    learner = {name: left[f"/learner/learner/{name}"] for name in ("version", "skipped", "skipped_in_a_row", "rejected")}
+    learner = {
+        name: left[f"/learner/learner/{name}"] for name in ("version", "skipped", "skipped_in_a_row", "rejected")
+    }
     assert learner == {"version": 5, "skipped": 3, "skipped_in_a_row": 2, "rejected": 1}
     source = {name: left[f"/rank0/source/{name}"] for name in ("sequence", "made", "waited", "dropped/window")}
     values = [*source.values(), left["/learner/controllers/kappa"], left["/learner/controllers/distill"]]
