@@ -275,6 +275,15 @@ def test_a_delayed_run_killed_and_resumed_is_the_same_run(solvers, tmp_path):
     assert len(on_disk) <= 2 + 1 + 2 * 3  # held, newest, pinned by two checkpoints
 
 
+@pytest.mark.parametrize("rate, window", [(0.5, 1.1), (0.3, 3.1), (0.25, 3.1), (1.0, 0.5), (0.6, 1.001)])
+def test_the_narrowest_windows_that_are_allowed_still_fill_an_update(folders, tmp_path, rate, window):
+    source = delayed(folders, tmp_path, sampler_rate=rate, window_seconds=window)
+    source.publish(0, weights(0).items())
+    source.sample_tickets = lambda taken: taken
+    for v in range(3):
+        assert len(source.next(3, v)) == 3
+
+
 @pytest.mark.parametrize(
     "flag, sentence",
     [
@@ -301,6 +310,10 @@ def test_a_delayed_run_killed_and_resumed_is_the_same_run(solvers, tmp_path):
         (
             dict(delay="constant", samplers="files", sync_path="x"),
             "--delay=constant simulates samplers inside this process, and --samplers=files has real ones",
+        ),
+        (
+            dict(delay="constant", sampler_rate=0.5, window_seconds=0.9, step_seconds=1.0),
+            "--window_seconds=0.9: at --sampler_rate=0.5 groups would be dropped before there are enough of them",
         ),
         (dict(delay="constant", max_staleness=-1), "--max_staleness=-1: a number of updates"),
         (
