@@ -254,7 +254,7 @@ def target(cfg) -> str:
 
 def acceptance(token: Token, which: str, lam: float, c: float) -> float:
     """a = min(1, p_tgt / (lambda p_inf))."""
-    return min(1.0, math.exp(clamp(log_ratio(token, which, "inf") - math.log(lam), c)))
+    return min(1.0, math.exp(clamp(log_ratio(token, which, "inf"), c)) / lam)
 
 
 def obrs(token: Token, cfg, lam: float, kappa: float) -> tuple[float, float]:
