@@ -49,7 +49,6 @@ class Result:
     policy: list[list[float]]
     actor: list[list[float]]
     distill: list[list[float]]
-    keep: list[list[float]]
 
 
 @dataclass
@@ -113,7 +112,7 @@ def step(responses: list[Response], cfg, kappa: float | None, distill_lambda: fl
         drift, pull = cppo(r, responses, cfg)
         terms.append(drift)
         policy.append([a + b for a, b in zip(slopes, pull, strict=True)])
-    result = Result(0.0, 0.0, policy, [[] for _ in responses], [[] for _ in responses], keep)
+    result = Result(0.0, 0.0, policy, [[] for _ in responses], [[] for _ in responses])
     if cfg.actor != "none":
         terms += actors_part(result, responses, adv, share, distill_lambda, cfg)
     return replace(result, loss=sum(terms), size=sum(map(abs, terms)))

@@ -8,8 +8,8 @@ import functools
 import itertools
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import oracle
@@ -152,13 +152,17 @@ class Tables(PolicyAndActor):
 
     def _hidden(self, lm, batch, at, share):
         T = batch.tokens.shape[1]
-        rows = [self.row_of(batch, b) for b in range(len(batch))]
-        table = lm[0][rows][:, :T]
+        table = lm[0][[row_of(batch, b) for b in range(len(batch))]][:, :T]
         return table.flatten(0, 1)[at], torch.eye(V)
 
-    def row_of(self, batch, b: int) -> int:
-        n = int(batch.prompt_len[b])
-        return self.known[tuple(batch.ids[b, :n].tolist()), tuple(batch.tokens[b, : batch.length[b]].tolist())]
+
+def row_of(batch, b: int) -> int:
+    """The row of the fixture that a batch's row is."""
+    n = int(batch.prompt_len[b])
+    return ROW_OF[tuple(batch.ids[b, :n].tolist()), tuple(batch.tokens[b, : batch.length[b]].tolist())]
+
+
+ROW_OF = {(tuple(PROMPTS[r.group]), tuple(t.id for t in r.tokens)): i for i, r in enumerate(FIXTURE[False])}
 
 
 def tables(responses, laws) -> Tables:
@@ -171,54 +175,37 @@ def tables(responses, laws) -> Tables:
             for t, token in enumerate(r.tokens):
                 logits[b, t] = r.temperature * torch.tensor(getattr(token, law)).log()
         built.append(torch.nn.Parameter(logits))
-    models = Tables(*built)
-    models.known = {}
-    for b, r in enumerate(responses):
-        key = tuple(PROMPTS[r.group]), tuple(token.id for token in r.tokens)
-        assert key not in models.known
-        models.known[key] = b
-    return models
+    return Tables(*built)
 
 
 class Lockstep:
-    """The comms of ranks that are threads: sums and joins over all of them."""
+    """A comm of one of n ranks that are threads: sums and joins over all of them."""
 
-    def __init__(self, n: int):
-        self.n, self.barrier, self.box = n, threading.Barrier(n, timeout=20), [None] * n
+    def __init__(self, rank: int, box: list, barrier):
+        self.rank, self.box, self.barrier = rank, box, barrier
 
-    def rank(self, r: int):
-        def exchange(x):
-            self.box[r] = x
-            self.barrier.wait()
-            all_of_them = list(self.box)
-            self.barrier.wait()
-            return all_of_them
+    def exchange(self, x) -> list:
+        self.box[self.rank] = x
+        self.barrier.wait()
+        everyone = list(self.box)
+        self.barrier.wait()
+        return everyone
 
-        def add(values):
-            return [sum(float(x) for x in column) for column in zip(*exchange(values), strict=True)]
+    def sum(self, values) -> list[float]:
+        return [sum(float(x) for x in column) for column in zip(*self.exchange(values), strict=True)]
 
-        return SimpleNamespace(sum=add, cat=lambda x: torch.cat(exchange(x)))
+    def cat(self, x):
+        return torch.cat(self.exchange(x))
 
 
 def on_all(ranks: list, do) -> list:
-    """[do(comm, part) of each part], the parts at once where there are several."""
+    """[do(comm, part) of each part], all at once."""
+    box, barrier = [None] * len(ranks), threading.Barrier(len(ranks), timeout=20)
+    comms = [Lockstep(r, box, barrier) for r in range(len(ranks))]
     if len(ranks) == 1:
-        return [do(Lockstep(1).rank(0), ranks[0])]
-    lockstep, out = Lockstep(len(ranks)), [None] * len(ranks)
-
-    def run(r):
-        try:
-            out[r] = do(lockstep.rank(r), ranks[r])
-        except BaseException:
-            lockstep.barrier.abort()
-            raise
-
-    threads = [threading.Thread(target=run, args=(r,)) for r in range(len(ranks))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return out
+        return [do(comms[0], ranks[0])]
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(do, comms, ranks))
 
 
 RANKS = {"one": [[0, 1, 2, 3]], "two": [[1, 3], [0, 2]], "idle": [[0, 1, 2, 3], []]}
@@ -322,14 +309,6 @@ def repository(cfg, case):
                 if case["ranks"] != "idle" or batch.mask.any():
                     found[name][row_of(batch, b)] = grad[b][batch.mask[b]].tolist()
     return total, found, "ref" in passes
-
-
-def row_of(batch, b: int) -> int:
-    n = int(batch.prompt_len[b])
-    return ROW_OF[tuple(batch.ids[b, :n].tolist()), tuple(batch.tokens[b, : batch.length[b]].tolist())]
-
-
-ROW_OF = {(tuple(PROMPTS[r.group]), tuple(t.id for t in r.tokens)): i for i, r in enumerate(FIXTURE[False])}
 
 
 def one_rank(cfg, case, key, batch, stats):
@@ -494,8 +473,8 @@ def settled(rng, case: dict, fixed: dict) -> dict | None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def compare(case) -> oracle.Result:
-    """AssertionError, naming the case, unless loss and gradients are the oracle's. Returns what the oracle says."""
+def compare(case) -> None:
+    """AssertionError, naming the case, unless loss and gradients are the oracle's."""
     cfg = make_cfg(**flags_of(case))
     loss, found, ref_pass = repository(replace(cfg, micro_tokens=case["micro_tokens"]), case)
     responses = FIXTURE[case["wild"]]
@@ -511,7 +490,6 @@ def compare(case) -> oracle.Result:
         for i, row in enumerate(by_response):
             for a, b in zip(found[name][i], row, strict=True):
                 assert close(a, b), (case, name, i, found[name][i], row)
-    return want
 
 
 def ref_is_new(token):
@@ -652,6 +630,7 @@ def test_nothing_in_the_fixture_is_equal_that_may_differ():
     lengths = [len(r.on) for r in responses]
     assert lengths.count(0) == 2 and len(set(lengths)) >= 6
     assert any(len(r.on) < len(r.tokens) and r.on for r in responses)
+    assert len(ROW_OF) == len(responses)
     assert len({r.temperature for r in responses}) == 4
     assert len({token.u for token in tokens}) == len(tokens)
     listed = [token.id in oracle.largest(token.inf, K) for token in tokens]
