@@ -305,15 +305,19 @@ def test_stopped_and_resumed_is_the_same_run(case, solvers, tmp_path):
         assert last["obrs/kappa"] != 1.0
 
 
-def upset(monkeypatch) -> None:
-    """Updates 1, 4 and 5 are skipped for a loss that is no number, and update 2 counts as rejected whole."""
-    original = train.Learner._step
+def upset(monkeypatch) -> list[tuple]:
+    """Updates 1, 4, 5 and 6 are skipped for a loss that is no number, update 2 counts as rejected whole; the learner's
+    counts after each update."""
+    original, counts = train.Learner._step, []
 
     def step(self, loss, all_rejected):
-        bad = self.version in (0, 3, 4)
-        return original(self, math.nan if bad else loss, all_rejected or self.version == 1)
+        bad = self.version in (0, 3, 4, 5)
+        out = original(self, math.nan if bad else loss, all_rejected or self.version == 1)
+        counts.append((self.version, self.skipped, self.skipped_in_a_row, self.rejected))
+        return out
 
     monkeypatch.setattr(train.Learner, "_step", step)
+    return counts
 
 
 COUNTING = {"obrs_target": "new", "distill_kl_target": 0.05, "max_skips": 9, "keep": 9, "save_every": 5}
@@ -342,21 +346,20 @@ def leaves(x, path="") -> dict:
 
 def test_counters_that_are_not_0_go_on(solvers, tmp_path, train_here, monkeypatch):
     """Stopped after update 5 and resumed: not a count differs from the run that went on, and none of them is 0."""
-    upset(monkeypatch)
+    counts = upset(monkeypatch)
     whole, out = tmp_path / "whole", tmp_path / "run"
     train_here(flags(solvers, whole, **COUNTING, steps=8))
+    of_the_whole = list(counts)
     train_here(flags(solvers, out, **COUNTING, steps=5))
+    assert counts[-1] == (5, 3, 2, 1)
     left = saved_at(out, 5)
-    learner = {
-        name: left[f"/learner/learner/{name}"] for name in ("version", "skipped", "skipped_in_a_row", "rejected")
-    }
-    assert learner == {"version": 5, "skipped": 3, "skipped_in_a_row": 2, "rejected": 1}
     source = {name: left[f"/rank0/source/{name}"] for name in ("sequence", "made", "waited", "dropped/window")}
     values = [*source.values(), left["/learner/controllers/kappa"], left["/learner/controllers/distill"]]
     assert len({0.0, 1.0, *values}) == 2 + len(values)
     assert "/rank0/source/tickets/0/0" in left and left["/rank0/source/samplers/0/draws"] > 1
     assert any(name.startswith("/rank0/pending/0/groups") for name in left)
     train_here(["--resume", f"--out={out}", "--steps=8"])
+    assert counts[-3:] == of_the_whole[-3:] == [(6, 4, 3, 1), (7, 4, 0, 1), (8, 4, 0, 1)]
     assert without_sync(out) == without_sync(whole)
     assert samples(out) == samples(whole)
     mine, theirs = saved_at(out, 8), saved_at(whole, 8)
