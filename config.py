@@ -395,26 +395,47 @@ HARMLESS = {
 
 def parse(argv: list[str] | None = None) -> Config:
     """The configuration of a command line, resolved. UserError: one sentence."""
-    from_file, given = {}, {}
+    from_file, given, names = {}, {}, set()
     for key, value in flags.read(Config, argv, "python train.py --key=value ...", also={"config", *objectives.FOREIGN}):
         if key == "config":
             from_file.update(flags.read_toml(Config, value))
             continue
-        key, value = ours(key, value)
-        given[key] = flags.convert(Config, key, value)
+        names.add(key)
+        for name, text in ours(key, value).items():
+            given[name] = flags.convert(Config, name, text)
+    given |= bounds_of_verl(given, names)
     cfg = Config(**{**from_file, **given})
     if cfg.resume:
         cfg = resumed(cfg, set(given) | set(from_file))
     return resolve(cfg)
 
 
-def ours(key: str, value: str) -> tuple[str, str]:
-    """A flag and its value under our names, whichever framework's they are."""
+def ours(key: str, value: str) -> dict[str, str]:
+    """A flag and its value under our names, whichever framework's they are; verl writes two bounds as low_high."""
     name = objectives.FOREIGN.get(key, key)
     if isinstance(name, tuple):
         name, values = name
         value = values.get(value, value)
-    return name, value
+    low, between, high = value.partition("_")
+    if key in ("rollout_is_threshold", "rollout_rs_threshold") and between:
+        return {"rs_low": low, "rs_high": high}
+    return {name: value}
+
+
+def bounds_of_verl(given: dict, names: set[str]) -> dict:
+    """What verl means beyond the values: one bound x of a ratio is 1/x .. x, and two bounds of a weight drop what
+    lies outside."""
+    if "rollout_rs_threshold" in names and "rs_low" not in given and not given.get("reject", "").endswith("k3"):
+        return {"rs_low": 1 / given["rs_high"] if given["rs_high"] else 0.0}
+    if "rollout_is_threshold" in names and "is_cap" not in given:
+        masked = {"tis": "icepop", "seq_tis": "seq_mis"}
+        weight = given.get("correction", "tis")
+        need(
+            weight in masked,
+            "--rollout_is_threshold with two bounds: needs --rollout_is=token or --rollout_is=sequence",
+        )
+        return {"correction": masked[weight]}
+    return {}
 
 
 def resumed(cfg: Config, given: set[str]) -> Config:

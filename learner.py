@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import batching
+import corrections
 import objectives
 import quant
 import sync
@@ -215,13 +216,27 @@ class Learner:
         """The ref pass: what objectives need of policy and actor at the start of this step's updates, by column."""
         new = self.score(batch, needs_of_ref_pass(self.cfg, self.has_actor, lam))
         columns = {f"{name}_ref": x for name, x in new.known().items() if name in objectives.REF}
-        if new.top_ids is not None:  # two models, target new: the support also covers the policy's own top-K
-            listed = (new.top_ids[..., None] == batch.support_ids[:, :, None, :]).any(-1)
-            actor_logp = new.top_actor_logp.masked_fill(listed, -torch.inf)
-            columns["support_ids"] = torch.cat([batch.support_ids, new.top_ids], -1)
-            columns["support_logp"] = torch.cat([batch.support_logp, actor_logp], -1)
-            columns["support_logp_ref"] = torch.cat([new.support_logp, new.top_logp], -1)
+        if new.top_ids is not None:
+            columns |= self._wider_support(batch, new)
         return columns
+
+    def _wider_support(self, batch: Batch, new: TokenStats) -> dict[str, torch.Tensor]:
+        """The support's columns with the policy's own top-K beside the engine's."""
+        if self.has_actor and corrections.actor_is_sampler(self.cfg):
+            top_logp_inf = new.top_actor_logp
+        else:  # unknown: what the policy itself gives, and no more than the engine's K-th
+            top_logp_inf = torch.minimum(new.top_logp, batch.p_kth.log()[..., None])
+        same = new.top_ids[..., None] == batch.support_ids[:, :, None, :]  # (B, T, K, S)
+        top_logp_inf = top_logp_inf.masked_fill(same.any(-1), -torch.inf)
+        support_logp = batch.support_logp
+        if self.cfg.obrs_z == "approx":  # the text's set: the sampled token (column 0) only where a top-K has it
+            support_logp = support_logp.clone()
+            support_logp[..., 0].masked_fill_(~same[..., 0].any(-1), -torch.inf)
+        return {
+            "support_ids": torch.cat([batch.support_ids, new.top_ids], -1),
+            "support_logp": torch.cat([support_logp, top_logp_inf], -1),
+            "support_logp_ref": torch.cat([new.support_logp, new.top_logp], -1),
+        }
 
     def _micro(self, batch: Batch):
         """(rows, micro-batch, whether to share prompts) by token budget: as many, and shared or not, on every rank.

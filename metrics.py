@@ -320,6 +320,11 @@ def bracketed(m) -> bool:
     return "obrs/z_low" in m
 
 
+def summed(m) -> str | None:
+    """The sum over the support that kappa scales: Z_low, the text's Z_approx, or none where Z is exact."""
+    return next((name for name in ("obrs/z_low", "obrs/z_approx") if name in m), None)
+
+
 def logged(key):
     """(formula, when) of what the correction logged under this name."""
     return {"formula": lambda v: v.logs[key], "when": lambda v: key in v.logs}
@@ -331,6 +336,9 @@ OBRS = [
     Mean("obrs/z_low", tokens, meaning="its lower bound, where Z is bracketed", **logged("z_low")),
     Mean("obrs/z_high", tokens, meaning="its upper bound", **logged("z_high")),
     Mean(
+        "obrs/z_approx", tokens, meaning="the sum over the union of both top-K (--obrs_z=approx)", **logged("z_approx")
+    ),
+    Mean(
         "obrs/z_exact",
         tokens,
         lambda v: v.batch.z_ref,
@@ -338,7 +346,7 @@ OBRS = [
         when=lambda v: v.has_z and v.cfg.obrs_target == "ref" and v.batch.z_ref is not None,
     ),
     Derived("obrs/lambda", lambda m: m["_lam"], "lambda as used", when=lambda m: "obrs/z" in m),
-    Derived("obrs/kappa", lambda m: m["_kappa"], "scale of Z_low", bracketed),
+    Derived("obrs/kappa", lambda m: m["_kappa"], "scale of Z_low or Z_approx", summed),
     Derived(
         "obrs/z_low_over_z_used", lambda m: m["obrs/z_low"] / max(m["obrs/z"], 1e-30), "Z_low / Z as used", bracketed
     ),
@@ -349,8 +357,8 @@ OBRS = [
         when=lambda m: bracketed(m) and "obrs/z_exact" in m,
     ),
     Derived("obrs/bracket_width", lambda m: m["obrs/z_high"] - m["obrs/z_low"], "Z_high - Z_low", bracketed),
-    Derived("z_low_sum", lambda m: m.sum("obrs/z_low"), "kappa is made of it ...", bracketed),
-    Derived("accept_sum", lambda m: m.sum("obrs/accept_rate"), "... and of this", bracketed),
+    Derived("z_sum", lambda m: m.sum(summed(m)), "kappa is made of it ...", summed),
+    Derived("accept_sum", lambda m: m.sum("obrs/accept_rate"), "... and of this", summed),
     Mean(
         "obrs/kl_before",
         tokens,

@@ -67,7 +67,7 @@ class Needs:
     exact_z: bool = False  # z, kl_after (two models)
     distill: str = "none"  # "none" | "forward" | "reverse"
     distill_topk: int = 0
-    topk: int = 0  # top_ids, top_logp, top_actor_logp (two models)
+    topk: int = 0  # top_ids, top_logp; top_actor_logp (two models)
     lam: float = 1.0
 
 
@@ -165,25 +165,26 @@ def read_shared(model, batch, at):
 def needs_of_ref_pass(cfg, has_actor: bool, lam: float) -> Needs:
     """What the ref pass must yield. An actor that is not the policy that sampled can say nothing of it."""
     uses_z = cfg.correction in corrections.USES_Z
-    bracket = uses_z and cfg.obrs_z != "exact"
+    sums = uses_z and cfg.obrs_z != "exact"  # over the support
     sampler_known = has_actor and corrections.actor_is_sampler(cfg)
+    wider = cfg.obrs_z == "approx" or (sampler_known and cfg.obrs_target == "new")
     return Needs(
-        support=bracket,
-        tail=bracket and not cfg.obrs_accept_rate,
+        support=sums,
+        tail=sums and cfg.obrs_z == "bracket" and not cfg.obrs_accept_rate,
         exact_z=sampler_known and uses_z and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate,
         lam=lam,
-        topk=cfg.obrs_topk if sampler_known and bracket and cfg.obrs_target == "new" else 0,
+        topk=cfg.obrs_topk if sums and wider else 0,
     )
 
 
 def needs_of_update(cfg, has_actor: bool, lam: float, has_ref: bool) -> Needs:
     """What the training pass must yield; without a ref pass it also plays its part (objectives.with_ref)."""
     uses_z = cfg.correction in corrections.USES_Z
-    bracket = uses_z and cfg.obrs_z != "exact" and (cfg.obrs_target == "new" or not has_ref)
+    sums = uses_z and cfg.obrs_z != "exact" and (cfg.obrs_target == "new" or not has_ref)  # over the support
     return Needs(
         entropy=True,
-        support=bracket,
-        tail=bracket and not cfg.obrs_accept_rate,
+        support=sums,
+        tail=sums and cfg.obrs_z == "bracket" and not cfg.obrs_accept_rate,
         exact_z=has_actor and uses_z and not has_ref and corrections.actor_is_sampler(cfg),
         lam=lam,
         distill=cfg.distill_direction if has_actor else "none",
@@ -193,7 +194,7 @@ def needs_of_update(cfg, has_actor: bool, lam: float, has_ref: bool) -> Needs:
 
 def needs_of_exact_kappa(cfg) -> Needs:
     """What the extra forward of `--kappa=exact` must yield: the policy on the support, as it is now."""
-    return Needs(support=True, tail=not cfg.obrs_accept_rate, lam=cfg.obrs_lambda)
+    return Needs(support=True, tail=cfg.obrs_z == "bracket" and not cfg.obrs_accept_rate, lam=cfg.obrs_lambda)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -262,7 +263,7 @@ def support_of(batch: Batch, at, needs: Needs):
 
 
 class OneModelRows:
-    """Statistics of one model: logp, and as needed entropy, support_logp, tail.
+    """Statistics of one model: logp, and as needed entropy, support_logp, tail, its own top-K.
 
     `tail` is the certified bound's second term, sum over tokens outside S of min(p_K, p / lambda). With
     p = softmax(z / temperature) and g the gradient of the loss in logp:  dz = g (onehot(target) - p) / temperature."""
@@ -275,6 +276,7 @@ class OneModelRows:
         self.support_on = support_on
         self.p_kth = p_kth
         asked = {"entropy": needs.entropy, "support_logp": needs.support, "tail": needs.tail}
+        asked |= {"top_ids": needs.topk, "top_logp": needs.topk}
         self.outputs = ("logp", *(name for name, wanted in asked.items() if wanted))
 
     def __call__(self, logits, at) -> dict:
@@ -305,6 +307,8 @@ class OneModelRows:
             out["entropy"] = -torch.linalg.vecdot(p, logp)
         if needs.support:
             out["support_logp"] = logp.gather(1, self.support_ids[at])
+        if needs.topk:
+            out["top_logp"], out["top_ids"] = logp.topk(needs.topk, -1)
         if needs.tail:
             p_kth = self.p_kth[at, None].to(p.dtype)
             of_support = torch.minimum(out["support_logp"].exp() / needs.lam, p_kth).mul_(self.support_on[at]).sum(-1)
@@ -318,8 +322,8 @@ class OneModelRows:
 
 class TwoModelRows:
     """Statistics of policy (p) and actor (q) together: logp, actor_logp, distill_loss (gradient to the actor
-    alone), KL(policy || actor), and as needed the policy's entropy, support_logp and tail, the actor's entropy,
-    the exact Z, KL(policy || accepted distribution), and the policy's top-K.
+    alone), KL(policy || actor), and as needed the policy's entropy, support_logp, tail and top-K, the actor's entropy
+    and log-probabilities on that top-K, the exact Z and KL(policy || accepted distribution).
 
         forward   KL(sg p || q), Jackpot Eq. 7      dz = g (q - p)
         reverse   KL(q || sg p)                     dz = g q (log q - log p - KL)
@@ -335,7 +339,7 @@ class TwoModelRows:
         asked = {
             ("actor_entropy",): needs.entropy,
             ("z", "kl_after"): needs.exact_z,
-            ("top_ids", "top_logp", "top_actor_logp"): needs.topk,
+            ("top_actor_logp",): needs.topk,
         }
         more = [name for names, wanted in asked.items() if wanted for name in names]
         self.outputs = ("logp", "actor_logp", *distills, *policy.outputs[1:], "kl", *more)
@@ -345,9 +349,6 @@ class TwoModelRows:
         out = {}
         if self.needs.distill != "none":
             out["distill_loss"] = self.distill_loss(logp, logq)
-        if self.needs.topk:
-            out["top_logp"], out["top_ids"] = logp.topk(self.needs.topk, -1)
-            out["top_actor_logp"] = logq.gather(1, out["top_ids"])
         p, gap = logp.exp(), logp - logq
         out["kl"] = torch.linalg.vecdot(p, gap)
         if self.needs.exact_z:
@@ -356,6 +357,8 @@ class TwoModelRows:
             after = torch.linalg.vecdot(p, gap.clamp_min_(log_lam))
             out["kl_after"] = out["z"].clamp_min(1e-30).log() + after
         out |= self.policy.stats(logp, at)
+        if self.needs.topk:
+            out["top_actor_logp"] = logq.gather(1, out["top_ids"])
         out |= {f"actor_{name}": x for name, x in self.actor.stats(logq, at).items()}
         return out
 

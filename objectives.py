@@ -245,7 +245,7 @@ class StepStats:
     tokens: float  # tokens that may carry a gradient
     sequences: float  # responses with such a token
     lam: float  # OBRS's lambda: the flag, or the budget's
-    kappa: float  # scale of Z_low
+    kappa: float  # scale of Z_low or Z_approx
     distill_lambda: float  # weight of the distillation loss
     kept_factor: torch.Tensor | None = None  # (B, 1) puts the kept denominator in place of the proposed one
     log_group_mean: torch.Tensor | None = None  # (B, 1) GEPO's log E of each response's group
@@ -270,8 +270,9 @@ def passes_needed(cfg, controllers: dict, updates: int) -> set[str]:
         passes.add("ref")
     if z and cfg.obrs_z != "exact":
         no_kappa = controllers.get("kappa") is None
-        if cfg.obrs_target == "ref" or no_kappa or cfg.actor != "none":
-            passes.add("ref")  # target new with an actor: the support also takes the policy's own top-K
+        own_topk = cfg.actor != "none" or cfg.obrs_z == "approx"  # the support also takes the policy's own top-K
+        if cfg.obrs_target == "ref" or no_kappa or own_topk:
+            passes.add("ref")
     if z and cfg.kappa == "exact" and cfg.obrs_target == "new":
         passes |= {"ref", "fresh"}
     return passes
@@ -323,8 +324,8 @@ def prepare_obrs(stats: StepStats, batch, comm, cfg, controllers: dict, fresh) -
         accepted = obrs.acceptance(logp_tgt, batch.logp_inf, stats.lam, cfg.log_ratio_clamp)
         if cfg.obrs_mask == "bernoulli":
             accepted = (batch.mask_uniforms < accepted).to(accepted.dtype)
-        z_low, _ = obrs.z_bracket(batch.support_logp, support_logp, stats.lam)
-        sums = comm.sum([accepted[batch.mask].sum(), batch.mask.sum(), z_low[batch.mask].sum()])
+        summed, _ = obrs.z_bracket(batch.support_logp, support_logp, stats.lam)
+        sums = comm.sum([accepted[batch.mask].sum(), batch.mask.sum(), summed[batch.mask].sum()])
         stats.kappa = obrs.kappa_from(*sums)
 
 
@@ -480,8 +481,8 @@ def update_controllers(controllers: dict, logged: dict, cfg) -> None:
     e = clip((KL - target) / target, -1, 1), so that one step changes it by at most exp(gain)."""
     if not logged.get("stepped", True):  # do not update the controllers from a skipped step
         return
-    if cfg.correction in USES_Z and cfg.obrs_z != "exact" and logged["z_low_sum"] > 0:
-        controllers["kappa"] = obrs.kappa_from(logged["accept_sum"], logged["tokens"], logged["z_low_sum"])
+    if cfg.correction in USES_Z and cfg.obrs_z != "exact" and logged["z_sum"] > 0:
+        controllers["kappa"] = obrs.kappa_from(logged["accept_sum"], logged["tokens"], logged["z_sum"])
     if cfg.distill_kl_target > 0 and math.isfinite(logged.get("distill_kl", math.nan)):
         error = (logged["distill_kl"] - cfg.distill_kl_target) / cfg.distill_kl_target
         now = controllers.get("distill", cfg.distill_lambda) * math.exp(cfg.distill_gain * max(-1.0, min(1.0, error)))

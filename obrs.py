@@ -47,11 +47,11 @@ class Target(NamedTuple):
 
 
 class Z(NamedTuple):
-    """Z of each token, (B, T), and the bracket it was taken from, where there is one."""
+    """Z of each token, (B, T), and what it was taken from, where it is not exact."""
 
     used: torch.Tensor
-    low: torch.Tensor | None = None
-    high: torch.Tensor | None = None
+    summed: torch.Tensor | None = None  # the sum over the support that kappa scales: Z_low or Z_approx
+    high: torch.Tensor | None = None  # Z_high, where `summed` is the certified Z_low
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -118,19 +118,20 @@ def token_z(target: Target, support_logp_inf, lam, kappa, how: str) -> Z:
 
     exact    the whole vocabulary was seen (two models, target ref)
     bracket  clip(kappa Z_low, Z_low, Z_high)
-    approx   kappa Z_low, which nothing keeps inside the bracket"""
+    approx   kappa Z_approx, the text's sum over top-K(p_inf) and top-K(p_tgt) together; nothing certifies it:
+             where the actor is not at hand, an engine does not say p_inf on the policy's own top-K, and
+             min(p_ref, p_K) stands for it"""
     if how == "exact":
         return Z(target.z)
     low, high = z_bracket(support_logp_inf, target.support_logp, lam, target.tail)
-    z = kappa * low
-    if how == "bracket":
-        z = torch.minimum(torch.maximum(z, low), high)
-    return Z(z, low, high)
+    if how == "approx":
+        return Z(kappa * low, low)
+    return Z(torch.minimum(torch.maximum(kappa * low, low), high), low, high)
 
 
 def kappa_from(accepted: float, proposed: float, z_sum: float) -> float:
-    """kappa = (accepted / proposed) / mean(Z_low), section 4.4.2; 1 where nothing can be said (no mass in S at
-    all)."""
+    """kappa = (accepted / proposed) / mean(Z_low or Z_approx), section 4.4.2; 1 where nothing can be said (no mass
+    in S at all)."""
     if proposed <= 0 or z_sum <= 0:
         return 1.0
     return (accepted / proposed) / (z_sum / proposed)
@@ -144,11 +145,11 @@ def target_of(new, batch, which: str) -> Target:
 
 
 def obrs_logs(accept, z: Z) -> dict:
-    """What metrics.py reads: acceptance and Z, and the bracket where there is one."""
+    """What metrics.py reads: acceptance and Z, and the bracket or the approximation it was taken from."""
     logs = {"accept": accept, "z": z.used}
-    if z.low is not None:
-        logs |= {"z_low": z.low, "z_high": z.high}
-    return logs
+    if z.high is not None:
+        return logs | {"z_low": z.summed, "z_high": z.high}
+    return logs if z.summed is None else logs | {"z_approx": z.summed}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -215,9 +215,11 @@ def quantized_linears(model) -> dict[str, nn.Linear]:
 def align(model, fmt: Format | None):
     """Put a LowBitLinear in the place of each of the model's linear layers, and return the model.
 
-    fmt None: nothing changes. UserError: a row of weights cannot be divided into whole groups."""
+    fmt None: nothing changes. UserError: a row of weights cannot be divided into whole groups, or the model has
+    experts."""
     if fmt is None:
         return model
+    refuse_experts(model, "--rollout_quant, --learner_quant")
     low_bit = {}
     for name, linear in quantized_linears(model).items():
         if fmt.group and linear.in_features % fmt.group:
@@ -231,6 +233,16 @@ def align(model, fmt: Format | None):
             if child in low_bit:
                 setattr(parent, name, low_bit[child])
     return model
+
+
+def refuse_experts(model, flag: str) -> None:
+    """UserError: the model keeps its experts' weights (E, out, in) in one tensor, which `flag` would pass over."""
+    experts = [name for name, p in model.named_parameters() if p.ndim == 3 and "expert" in name]
+    need(
+        not experts,
+        f"{flag}: {experts[0] if experts else ''} holds the weights of several experts in one tensor, and only "
+        "matrices are known here; train this model without the flag",
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -366,8 +378,6 @@ def check_model(cfg, folder: str) -> None:
     """UserError with one sentence if the formats of the flags cannot run here on the model of `folder`.
 
     Only the model's config.json is read."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     formats = {cfg.rollout_quant, cfg.learner_quant} - {"none", "aligned"}
     cuda = torch.cuda.is_available()
     need(
@@ -381,5 +391,12 @@ def check_model(cfg, folder: str) -> None:
     )
     for name in sorted(formats):
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-            align(model, format_of(name, cfg.quant_group))
+            align(empty_model(folder), format_of(name, cfg.quant_group))
+
+
+def empty_model(folder: str):
+    """The model of a folder without its weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))

@@ -274,6 +274,9 @@ def check_models(cfg, policy: str, actor: str | None) -> None:
     check_vocabulary(cfg, sizes[0])
     if {cfg.rollout_quant, cfg.learner_quant} != {"none"}:
         quant.check_model(cfg, actor or policy)
+    if cfg.optimizer == "muon":
+        for folder in {policy, actor} - {None}:
+            quant.refuse_experts(quant.empty_model(folder), "--optimizer=muon")
 
 
 def check_vocabulary(cfg, vocabulary: int) -> None:

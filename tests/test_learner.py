@@ -256,12 +256,58 @@ def test_the_larger_support_lists_no_token_twice():
             assert len(ids) > 3
 
 
-def sample_from_the_actor(learner, groups) -> None:
-    """Make p_inf and its top-5 the actor's own."""
+@pytest.mark.parametrize("target", ["ref", "new"])
+@pytest.mark.parametrize("flags", [{}, {"actor": "base:actor"}, {"actor": "base:actor", "delay": "lognormal"}], ids=str)
+def test_z_approx_is_the_sum_over_both_top_k(flags, target):
+    """Against sets and plain sums. A late actor is not the one that sampled: nothing is asked of it."""
+    cfg = make_cfg(objective="jackpot", obrs_z="approx", obrs_topk=4, obrs_lambda=0.7, obrs_target=target, **flags)
+    learner, groups = make_learner(cfg), make_groups(2, seed=2, K=4)
+    if "actor" in flags:
+        sample_from_the_actor(learner, groups, K=4)
+    write_ref(learner, groups)
+    old = probabilities(learner.models.policy, groups)
+    actor = probabilities(learner.models.actor, groups) if "actor" in flags else None
+    move(learner)
+    target_p = old if target == "ref" else probabilities(learner.models.policy, groups)
+    sums, sampled_left_out = [], 0
+    for row, _, r in rows_of(groups):
+        for t in np.flatnonzero(r.loss_mask):
+            engine = dict(zip(r.topk_ids[t].tolist(), np.exp(r.topk_logp[t].astype(float)), strict=True))
+            own = sorted(range(len(old[row][t])), key=lambda x: -old[row][t][x])[:4]
+            sampled = int(r.tokens[t])
+            p_inf = {}
+            for x in set(engine) | set(own):
+                p_inf[x] = min(old[row][t][x], min(engine.values()))
+                if actor and "delay" not in flags:
+                    p_inf[x] = actor[row][t][x]
+                if x == sampled:
+                    p_inf[x] = math.exp(r.logp_inf[t])
+            p_inf |= engine
+            sampled_left_out += sampled not in p_inf
+            sums.append(sum(min(p, target_p[row][t][x] / 0.7) for x, p in p_inf.items()))
+    batch = batching.collate(groups, cfg)
+    hold_back_the_step(learner)
+    stats = objectives.prepare(batch, learner.comm, cfg, {})
+    logged = learner.update(batch, stats)
+    assert sampled_left_out > 0
+    assert logged["obrs/z_approx"] == pytest.approx(sum(sums) / len(sums), rel=1e-6)
+    assert logged["z_sum"] == pytest.approx(sum(sums), rel=1e-6)
+    assert logged["obrs/z"] == pytest.approx(stats.kappa * sum(sums) / len(sums), rel=1e-6)
+    assert not {"obrs/z_low", "obrs/z_high"} & set(logged)
+
+
+def probabilities(model, groups) -> list:
+    """[row][token][x] of plain numbers: the model's probabilities along each response."""
+    with torch.no_grad():
+        return [log_probabilities(model, g, r)[0].exp().tolist() for _, g, r in rows_of(groups)]
+
+
+def sample_from_the_actor(learner, groups, K=5) -> None:
+    """Make p_inf and its top-K the actor's own."""
     for _, g, r in rows_of(groups):
         with torch.no_grad():
             logq, ids = log_probabilities(learner.models.actor, g, r)
-        top, where = logq.topk(5, -1)
+        top, where = logq.topk(K, -1)
         r.topk_ids, r.topk_logp = where.int().numpy(), top.float().numpy()
         r.logp_inf = at(logq, ids).float().numpy()
 

@@ -473,6 +473,8 @@ def z_of(t: Token, cfg, stats) -> dict:
     for inf, tgt in zip(t.support_inf, support_tgt, strict=True):
         low += min(math.exp(inf), math.exp(tgt) / stats.lam)
         mass += math.exp(inf)
+    if cfg.obrs_z == "approx":
+        return {"z": stats.kappa * low, "z_approx": low}
     high = low + min(max(0.0, 1 - mass), tail)
     return {"z": min(max(stats.kappa * low, low), high), "z_low": low, "z_high": high}
 
@@ -683,12 +685,12 @@ def acceptance(tokens, cfg, stats) -> dict:
     names = {"obrs/accept_rate": "accept", "obrs/z": "z"}
     out = {"obrs/lambda": stats.lam}
     if cfg.obrs_z != "exact":
-        names |= {"obrs/z_low": "z_low", "obrs/z_high": "z_high"}
+        names |= {f"obrs/{key}": key for key in ("z_low", "z_high", "z_approx") if key in tokens[0].logs}
         out["obrs/kappa"] = stats.kappa
-        out["z_low_sum"] = sum(t.logs["z_low"] for t in tokens)
+        out["z_sum"] = sum(t.logs["z_approx" if cfg.obrs_z == "approx" else "z_low"] for t in tokens)
         out["accept_sum"] = sum(t.logs["accept"] for t in tokens)
     out |= {name: mean(t.logs[key] for t in tokens) for name, key in names.items()}
-    if cfg.obrs_z != "exact":
+    if cfg.obrs_z == "bracket":
         out["obrs/z_low_over_z_used"] = out["obrs/z_low"] / out["obrs/z"]
         out["obrs/bracket_width"] = out["obrs/z_high"] - out["obrs/z_low"]
     if cfg.actor == "none" or cfg.obrs_target == "new":
@@ -699,7 +701,7 @@ def acceptance(tokens, cfg, stats) -> dict:
         column = {"kl_before": "kl_ref", "kl_after": "kl_after_ref"}[name]
         out[f"obrs/{name}"] = mean(getattr(t, column) for t in tokens)
     out["obrs/z_exact"] = mean(t.z_ref for t in tokens)
-    if cfg.obrs_z != "exact":
+    if cfg.obrs_z == "bracket":
         out["obrs/z_low_over_z"] = out["obrs/z_low"] / out["obrs/z_exact"]
     return out
 
@@ -740,6 +742,7 @@ CASES = {
     "obrs": {"objective": "jackpot", "obrs_lambda": 1.3, "obrs_c1": 1.1},
     "obrs, expected mask": {"objective": "jackpot", "obrs_mask": "expected"},
     "obrs, target new": {"objective": "jackpot", "obrs_target": "new", "obrs_lambda": 0.7},
+    "obrs, the text's Z": {"objective": "jackpot", "obrs_z": "approx", "obrs_lambda": 1.3},
     "obrs, two models": {"objective": "jackpot", "actor": "base:actor"},
     "obrs, two models, bracketed": {"objective": "jackpot", "actor": "base:actor", "obrs_z": "bracket"},
     "two models": {"objective": "tis", "actor": "base:actor"},
@@ -821,7 +824,7 @@ def test_two_ranks_with_the_same_share_change_nothing_but_the_counts():
     two = observed(*tensors(made, actor), stats, cfg, comm=TwoRanks)
     assert one.keys() == two.keys()
     for key, value in one.items():
-        counts = key in ("tokens", "z_low_sum", "accept_sum")
+        counts = key in ("tokens", "z_sum", "accept_sum")
         assert two[key] == pytest.approx(2 * value if counts else value, rel=1e-12), key
 
 

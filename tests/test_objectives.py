@@ -461,7 +461,7 @@ def test_kappa_of_target_new_comes_from_the_last_update():
     cfg = make_cfg(objective="jackpot", obrs_target="new")
     controllers = {"kappa": None}
     assert objectives.passes_needed(cfg, controllers, 1) == {"ref"}
-    objectives.update_controllers(controllers, {"accept_sum": 90.0, "z_low_sum": 80.0, "tokens": 100.0}, cfg)
+    objectives.update_controllers(controllers, {"accept_sum": 90.0, "z_sum": 80.0, "tokens": 100.0}, cfg)
     assert controllers["kappa"] == pytest.approx(1.125)
     assert objectives.passes_needed(cfg, controllers, 1) == set()
     assert objectives.passes_needed(cfg, controllers, 4) == {"ref"}
@@ -474,7 +474,7 @@ def test_kappa_of_target_new_comes_from_the_last_update():
 
 def test_the_closed_loop_moves_lambda_towards_the_set_point_with_bounded_gain():
     cfg = make_cfg(actor="base:actor", distill_kl_target=0.1, distill_gain=0.2, distill_lambda=1.0)
-    nothing = {"z_low_sum": 0.0, "accept_sum": 0.0, "tokens": 1.0}
+    nothing = {"z_sum": 0.0, "accept_sum": 0.0, "tokens": 1.0}
     controllers, seen = {}, []
     for kl in (0.5, 0.15, 0.1, 0.05):
         objectives.update_controllers(controllers, {"distill_kl": kl, **nothing}, cfg)

@@ -12,6 +12,7 @@ import batching
 import objectives
 import quant
 from engines import HFEngine
+from flags import UserError
 from learner import Comm, Learner
 from model import Needs
 from quant import LowBitLinear, dequantize, format_of, product, quantize
@@ -162,6 +163,27 @@ def test_formats_that_cannot_run_are_refused_before_a_model_loads(folders, tmp_p
         check(rollout_quant="w4a16", quant_group=16, rollout="vllm")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     check(rollout_quant="fp8")
+
+
+@pytest.mark.parametrize("flags", [{"rollout_quant": "int8"}, {"learner_quant": "fp8"}, {"optimizer": "muon"}], ids=str)
+def test_experts_in_one_tensor_are_refused_and_not_passed_over(tmp_path, flags):
+    from transformers import Qwen3MoeConfig
+
+    Qwen3MoeConfig(
+        vocab_size=256,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_experts=4,
+        moe_intermediate_size=16,
+    ).save_pretrained(tmp_path)
+    flag = "--optimizer=muon" if "optimizer" in flags else "--rollout_quant, --learner_quant"
+    with pytest.raises(
+        UserError, match=f"{flag}: model.layers.0.mlp.experts.gate_up_proj holds the weights of several"
+    ):
+        check_models(make_cfg(**flags), str(tmp_path), None)
+    check_models(make_cfg(), str(tmp_path), None)
 
 
 def test_where_int8_products_saturate_weights_are_halved_and_activations_are_not():

@@ -143,7 +143,7 @@ def test_over_a_folder_and_a_full_disk(solvers, tmp_path):
         pytest.param("sampler", marks=pytest.mark.slow),
         pytest.param("learner", marks=pytest.mark.slow),
         "both",
-        "learner, folder",
+        pytest.param("learner, folder", marks=pytest.mark.slow),
     ],
 )
 def test_killed_and_started_again(who, solvers, tmp_path):

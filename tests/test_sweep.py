@@ -60,6 +60,7 @@ def fake(path, flags: dict, config: str = sweep.STUDY, old: bool = False, column
     return record
 
 
+@pytest.mark.slow
 def test_a_study_runs_what_is_missing_and_draws_from_its_records(rows, capsys, monkeypatch):
     begun = dict(rows["Jackpot"], seed=0, steps=2)  # a run that was stopped after two updates
     assert finish(start(sweep.command(begun, "jackpot-0")[1:]))[0] == 0
