@@ -350,3 +350,10 @@ def check_bounds(cfg) -> None:
             f"--sampler_rate={cfg.sampler_rate}: more groups are made than trained on, and they wait for ever; "
             "bound them with --max_staleness or --window_seconds"
         )
+    if cfg.delay != "none" and not math.isinf(cfg.window_seconds):
+        steps = 1 + int(cfg.window_seconds * (1 - 1e-9) / cfg.step_seconds)  # whose groups wait at the same time
+        if cfg.sampler_rate * steps < 1:
+            raise UserError(
+                f"--window_seconds={cfg.window_seconds}: at --sampler_rate={cfg.sampler_rate} groups would be dropped "
+                "before there are enough of them for an update, for ever; widen the window, or raise the rate"
+            )

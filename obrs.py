@@ -61,7 +61,7 @@ class Z(NamedTuple):
 
 def acceptance(logp_tgt, logp_inf, lam, clamp=CLAMP):
     """a = min(1, p_tgt / (lambda p_inf)), elementwise, in (0, 1]. Jackpot Eq. 3."""
-    return (logp_tgt - logp_inf - math.log(lam)).clamp(-clamp, 0.0).exp()
+    return ((logp_tgt - logp_inf).clamp(-clamp, clamp) - math.log(lam)).clamp_max(0.0).exp()
 
 
 def weight(z, logp_tgt, logp_inf, lam, clamp=CLAMP):

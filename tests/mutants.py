@@ -157,7 +157,10 @@ MUTANTS = {
         ('late = cfg.samplers != "local" or', "late ="),
     ],
     "obrs.py": [
-        ("return (logp_tgt - logp_inf - math.log(lam)).clamp", "return (logp_tgt - logp_inf + math.log(lam)).clamp"),
+        (
+            "clamp(-clamp, clamp) - math.log(lam)).clamp_max(0.0).exp()",
+            "clamp(-clamp, clamp) + math.log(lam)).clamp_max(0.0).exp()",
+        ),
         (
             "return z * (logp_tgt - logp_inf).clamp(-clamp, clamp).exp().clamp_min(lam)",
             "return z * (logp_tgt - logp_inf).clamp(-clamp, clamp).exp().clamp_min(1.0)",

@@ -15,22 +15,47 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import batching
 import objectives
 from learner import Comm, Learner
+from model import needs_of_exact_kappa
 
 f64 = torch.float64
 LOW_BITS = {"rollout_quant": "w4a16", "learner_quant": "aligned", "quant_group": 32}
+# (flags, precision, what is odd about the ranks' shares)
 RANK_CASES = [
-    ({"objective": "jackpot"}, f64),
-    ({"objective": "jackpot", "obrs_accept_rate": 0.8, "loss_denominator": "kept"}, f64),
-    ({"objective": "mis_gspo"}, f64),
-    ({"objective": "gepo", "gepo_defence": 4.0, "cppo_beta": 0.5}, f64),
-    ({"objective": "jackpot", "actor": "base:actor"}, f64),
-    ({"objective": "tis", "actor": "base:actor"}, torch.float32),
-    ({"objective": "tbpo", "optimizer": "muon", **LOW_BITS}, torch.float32),
+    ({"objective": "jackpot"}, f64, ""),
+    ({"objective": "jackpot", "obrs_accept_rate": 0.8, "loss_denominator": "kept"}, f64, ""),
+    ({"objective": "mis_gspo"}, f64, ""),
+    ({"objective": "gepo", "gepo_defence": 4.0, "cppo_beta": 0.5}, f64, ""),
+    ({"objective": "jackpot", "actor": "base:actor"}, f64, ""),
+    ({"objective": "tis", "actor": "base:actor"}, torch.float32, ""),
+    ({"objective": "tbpo", "optimizer": "muon", **LOW_BITS}, torch.float32, ""),
+]
+KEPT = {"loss_denominator": "kept", "reduction": "seq-mean-token-mean"}
+UNEVEN_CASES = [
+    ({"objective": "jackpot", "obrs_accept_rate": 0.7, **KEPT}, f64, "empty"),
+    ({"objective": "jackpot", "obrs_target": "new", "kappa": "exact", **KEPT}, f64, "masked"),
+    ({"objective": "jackpot", "obrs_target": "new", "actor": "base:actor", "distill_kl_target": 0.05}, f64, "masked"),
+    ({"objective": "tis", "actor": "base:actor", "distill_topk": 5, "distill_kl_target": 9.0}, f64, "empty"),
+    ({"objective": "gepo", "gepo_defence": 4.0, "cppo_beta": 0.5}, f64, "poor"),
+    ({"objective": "seq_mis", "rs_high": 0.01, "veto": 1e-9, **KEPT}, f64, "poor"),
+    ({"objective": "geo_rs", "rs_low": 1e-6, "rs_high": 0.05, "loss_denominator": "kept"}, f64, "short"),
+    ({"objective": "grpo", "reduction": "seq-mean-token-sum-norm"}, f64, "all poor"),
+    ({"objective": "jackpot", "obrs_mask": "expected", **KEPT}, f64, "all masked"),
 ]
 
 
-def rank_groups():
-    return make_groups(4, seed=11, prompt=(3, 12))
+def rank_groups(odd: str = ""):
+    """Two groups for rank 0, then two for rank 1. odd: what is with the second rank's, or with all."""
+    groups = make_groups(4, seed=11, prompt=(3, 12))
+    for group in groups if odd.startswith("all") else groups[2:]:
+        for r in group.responses:
+            if "masked" in odd:
+                r.loss_mask = r.loss_mask & False
+            elif "poor" in odd:
+                r.reward = 0.0
+            n = {"empty": 0, "short": 1}.get(odd, len(r.tokens))
+            for name in ("tokens", "loss_mask", "logp_inf", "topk_ids", "topk_logp"):
+                setattr(r, name, getattr(r, name)[:n])
+    return groups
 
 
 def make_learner(cfg, dtype=f64, comm=None):
@@ -57,26 +82,38 @@ def hold_back_the_step(learner):
     return step
 
 
-def run_case(case, dtype, budget: int, parallel: str, comm) -> dict:
-    """One update on this rank's half of the groups: gradients, metrics, and the optimizer's state taken round."""
+def one_update(cfg, learner, groups) -> tuple[dict, dict, dict]:
+    """(gradients, metrics, what it hands to the next) of one update after a ref pass; the step is held back."""
+    batching.write_ref_columns(groups, learner.ref_columns(batching.collate(groups, cfg), cfg.obrs_lambda))
+    move(learner)
+    batch, controllers, fresh = batching.collate(groups, cfg), {}, None
+    if cfg.kappa == "exact":
+        fresh = learner.score(batch, needs_of_exact_kappa(cfg))
+    stats = objectives.prepare(batch, learner.comm, cfg, controllers, fresh)
+    hold_back_the_step(learner)
+    logged = learner.update(batch, stats)
+    objectives.update_controllers(controllers, logged, cfg)
+    grads = {name: whole(p.grad).clone() for name, p in learner.models.named_parameters()}
+    return grads, logged, controllers
+
+
+def run_case(case, dtype, odd: str, budget: int, parallel: str, comm) -> dict:
+    """One update on this rank's half of the groups: what it says, and the optimizer's state taken round."""
     cfg = make_cfg(**case, train_batch=16, rollout_batch=16, micro_tokens=budget, parallel=parallel)
     learner = make_learner(cfg, dtype, comm)
-    groups = rank_groups()[2 * comm.rank : 2 * comm.rank + 2]
-    columns = learner.ref_columns(batching.collate(groups, cfg), cfg.obrs_lambda)
-    batching.write_ref_columns(groups, columns)
-    move(learner)
-    batch = batching.collate(groups, cfg)
-    stats = objectives.prepare(batch, comm, cfg, {})
-    shared = {share for *_, share in learner._micro(batch)}
-    step = hold_back_the_step(learner)
-    logged = learner.update(batch, stats)
-    grads = {name: whole(p.grad).clone() for name, p in learner.models.named_parameters()}
-    step(0.0)
+    step = learner._step
+    groups = rank_groups(odd)[2 * comm.rank : 2 * comm.rank + 2]
+    grads, logged, controllers = one_update(cfg, learner, groups)
+    shared = {share for *_, share in learner._micro(batching.collate(groups, cfg))}
+    said = [None] * comm.size
+    dist.all_gather_object(said, (logged, controllers))
+    if not odd:
+        step(0.0)
     return {
         "grads": grads,
-        "logged": logged,
+        "logged": said,
         "shared": shared,
-        "roundtrip": survives(learner, comm),
+        "roundtrip": bool(odd) or survives(learner, comm),
         "names": sorted(name for name, _ in learner.named_tensors("policy")),
     }
 
@@ -113,9 +150,9 @@ def leaves(x) -> list:
 def main(parallel: str, out: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=150))
     comm, results = Comm(), []
-    for i, (case, dtype) in enumerate(RANK_CASES):
+    for i, (case, dtype, odd) in enumerate([*RANK_CASES, *UNEVEN_CASES]):
         budget = (1, 45)[comm.rank] if i == 1 else (20, 60)[comm.rank]  # prompts are shared in every case but one
-        results.append(run_case(case, dtype, budget, parallel, comm))
+        results.append(run_case(case, dtype, odd, budget, parallel, comm))
     if comm.rank == 0:
         torch.save(results, out)
     dist.barrier()

@@ -458,7 +458,7 @@ def expected_obrs(token, cfg):
     """(weight, keep) of OBRS."""
     target = getattr(token, cfg.obrs_target)
     p, q = target[token.sampled], token.inf[token.sampled]
-    accept = math.exp(bounded(math.log(p / q / LAMBDA), -CLAMP, 0.0))
+    accept = min(1.0, math.exp(clamped(math.log(p / q))) / LAMBDA)
     keep = accept
     if cfg.obrs_mask == "bernoulli":
         keep = 1.0 if token.uniform < accept else 0.0

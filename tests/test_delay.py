@@ -284,3 +284,12 @@ def test_a_delayed_run_killed_and_resumed_is_the_same_run(solvers, tmp_path):
         assert row["staleness/mean_seconds"] == pytest.approx(row["staleness/mean_updates"])
     on_disk = list((tmp_path / "whole" / "versions").iterdir())
     assert len(on_disk) <= 2 + 1 + 2 * 3  # held, newest, pinned by two checkpoints
+
+
+@pytest.mark.parametrize("rate, window", [(0.5, 1.1), (0.3, 3.1), (0.25, 3.1), (1.0, 0.5), (0.6, 1.001)])
+def test_the_narrowest_windows_that_are_allowed_still_fill_an_update(folders, tmp_path, rate, window):
+    source = delayed(folders, tmp_path, sampler_rate=rate, window_seconds=window)
+    source.publish(0, weights(0).items())
+    source.sample_tickets = lambda taken: taken
+    for v in range(3):
+        assert len(source.next(3, v)) == 3

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, make_cfg, make_groups, tiny_model
-from ranks import RANK_CASES, hold_back_the_step, make_learner, move, rank_groups
+from ranks import RANK_CASES, UNEVEN_CASES, hold_back_the_step, make_learner, move, rank_groups
+from ranks import one_update as update_of_one
 
 import batching
 import objectives
@@ -591,17 +592,38 @@ def test_two_ranks_give_the_gradient_of_one(parallel, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = torch.load(out)
-    for i, (case, dtype) in enumerate(RANK_CASES):
+    for i, (case, dtype, odd) in enumerate([*RANK_CASES, *UNEVEN_CASES]):
         cfg = make_cfg(**case, train_batch=16, rollout_batch=16, micro_tokens=10**6)
-        want, logged = gradients(cfg, rank_groups(), dtype)
-        assert relative(want, ranks[i]["grads"]) < (1e-10 if dtype == f64 else 1e-5), case
-        for key in ("loss", "reward", "tokens", "rollout_corr/kl", "rollout_corr/rollout_is_max"):
-            assert ranks[i]["logged"][key] == pytest.approx(logged[key], rel=1e-5, abs=1e-7), (case, key)
-        key = "rollout_corr/chi2_seq"
-        assert ranks[i]["logged"][key] == pytest.approx(logged[key], rel=1e-5, abs=1e-7), case
-        assert ranks[i]["shared"] == {i != 1}
+        want, logged, controllers = update_of_one(cfg, make_learner(cfg, dtype), rank_groups(odd))
+        found = ranks[i]["grads"]
+        if nothing_to_learn(cfg, odd):
+            assert not any(g.any() for g in [*want.values(), *found.values()]), case
+        else:
+            assert relative(want, found) < (1e-10 if dtype == f64 else 1e-5), (case, odd)
+        for said, left in ranks[i]["logged"]:
+            assert said.keys() == logged.keys()
+            for key in logged:
+                assert said[key] == pytest.approx(logged[key], rel=1e-5, abs=1e-7, nan_ok=True), (case, odd, key)
+            assert left == pytest.approx(controllers), (case, odd)
+        assert ranks[i]["shared"] == {i != 1} or odd
         assert ranks[i]["roundtrip"]
         assert ranks[i]["names"] == sorted(tiny_model(0, layers=2).state_dict())
+
+
+def nothing_to_learn(cfg, odd: str) -> bool:
+    return odd.startswith("all") and cfg.actor == "none"
+
+
+def test_uneven_shares_leave_something_to_see():
+    """Each kind of odd share tells a sum over ranks from a rank's own: tokens, responses and rewards differ."""
+    for odd in ("empty", "masked", "poor", "short"):
+        halves = [rank_groups(odd)[:2], rank_groups(odd)[2:]]
+        tokens = [sum(int(r.loss_mask.sum()) for g in half for r in g.responses) for half in halves]
+        rewards = [{r.reward for g in half for r in g.responses} for half in halves]
+        assert rewards[0] == {0.0, 1.0}
+        assert tokens[0] > 20
+        assert (tokens[1] == 0) == (odd in ("empty", "masked"))
+        assert (rewards[1] == {0.0}) == (odd == "poor")
 
 
 def test_comm_keeps_float64():

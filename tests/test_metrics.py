@@ -454,7 +454,7 @@ def correct_seq_mis(r, t, cfg, stats):
 
 def correct_obrs(r, t, cfg, stats):
     target = t.logp_ref if cfg.obrs_target == "ref" else t.logp
-    accept = min(1.0, exp_clamped(target - t.logp_inf - LN(stats.lam), cfg))
+    accept = min(1.0, exp_clamped(target - t.logp_inf, cfg) / stats.lam)
     keep = accept if cfg.obrs_mask == "expected" else float(t.uniform < accept)
     t.logs = {"accept": keep, **z_of(t, cfg, stats)}
     weight = t.logs["z"] * max(stats.lam, exp_clamped(target - t.logp_inf, cfg))

@@ -174,9 +174,9 @@ def test_target_new_multiplies_by_ref_over_new_capped_by_c2():
 CLAMP = 0.9
 
 
-def clamped_ratio(log_p, log_q, highest=CLAMP):
-    """p / q of two numbers, its logarithm clamped to -CLAMP .. highest."""
-    return math.exp(max(-CLAMP, min(highest, float(log_p - log_q))))
+def clamped_ratio(log_p, log_q):
+    """p / q of two numbers, its logarithm clamped to -CLAMP .. CLAMP."""
+    return math.exp(max(-CLAMP, min(CLAMP, float(log_p - log_q))))
 
 
 @pytest.mark.parametrize("moved", [False, True], ids=["target", "target and ref"])
@@ -193,7 +193,7 @@ def test_correction_against_a_loop(lam, expected, mode, moved):
     reached = set()
     for b, t in itertools.product(range(4), range(9)):
         tgt, inf, ref = logp[:, b, t]
-        a = clamped_ratio(tgt, inf + math.log(lam), highest=0.0)
+        a = min(1.0, clamped_ratio(tgt, inf) / lam)
         keep = a
         if not expected:
             keep = 1.0 if float(u[b, t]) < a else 0.0
@@ -305,3 +305,19 @@ def test_another_clamp():
     assert float(obrs.acceptance(-three, zero, 1.0, 20.0)) == pytest.approx(math.exp(-3))
     assert float(obrs.acceptance(-three, zero, 1.0, 2.0)) == pytest.approx(math.exp(-2))
     assert float(obrs.weight(0.5, three, zero, 1.0, 2.0)) == pytest.approx(0.5 * math.exp(2))
+
+
+@pytest.mark.parametrize("lam", [0.6, 1.0, 1.7])
+def test_beyond_the_clamp_acceptance_times_weight_is_still_z_times_the_ratio(lam):
+    log_r = torch.tensor([-9.0, -2.0, -0.3, 0.4, 2.0, 9.0], dtype=f64)
+    zero = torch.zeros_like(log_r)
+    product = obrs.acceptance(log_r, zero, lam, 3.0) * obrs.weight(0.5, log_r, zero, lam, 3.0)
+    assert torch.allclose(product, 0.5 * log_r.clamp(-3.0, 3.0).exp())
+
+
+@pytest.mark.parametrize("rate", [0.7, 0.95, 1.0])
+def test_a_budget_is_met_beyond_the_clamp(rate):
+    """One token that the target nearly never has: lambda is made of its clamped ratio, and so is its acceptance."""
+    log_r = torch.tensor([-26.0, -1.0, 0.5, 1.5, 0.0], dtype=f64)
+    lam = obrs.solve_lambda(log_r.clamp(-20, 20).exp(), rate)
+    assert float(obrs.acceptance(log_r, torch.zeros_like(log_r), lam).mean()) == pytest.approx(rate, abs=1e-12)

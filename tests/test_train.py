@@ -306,6 +306,78 @@ def test_stopped_and_resumed_is_the_same_run(case, solvers, tmp_path):
         assert last["obrs/kappa"] != 1.0
 
 
+def upset(monkeypatch) -> list[tuple]:
+    """Updates 1, 4, 5 and 6 are skipped for a loss that is no number, update 2 counts as rejected whole; the learner's
+    counts after each update."""
+    original, counts = train.Learner._step, []
+
+    def step(self, loss, all_rejected):
+        bad = self.version in (0, 3, 4, 5)
+        out = original(self, math.nan if bad else loss, all_rejected or self.version == 1)
+        counts.append((self.version, self.skipped, self.skipped_in_a_row, self.rejected))
+        return out
+
+    monkeypatch.setattr(train.Learner, "_step", step)
+    return counts
+
+
+COUNTING = {"obrs_target": "new", "distill_kl_target": 0.05, "max_skips": 9, "keep": 9, "save_every": 5}
+COUNTING |= {"delay": "lognormal", "delay_min": 1.0, "delay_max": 6.0, "delay_samplers": 3, "step_seconds": 1.0}
+COUNTING |= {"sampler_rate": 0.8, "window_seconds": 1.5}  # the learner waits, and what is left over is dropped
+
+
+def saved_at(out, step) -> dict:
+    """Everything in a checkpoint but weights, by its path: learner.pt and rank0.pt."""
+    folder = out / "checkpoints" / f"step_{step:06d}"
+    return leaves({name: torch.load(folder / f"{name}.pt", weights_only=True) for name in ("learner", "rank0")})
+
+
+def leaves(x, path="") -> dict:
+    """{path: leaf} of dicts, lists and tuples; tensors as lists."""
+    if isinstance(x, torch.Tensor):
+        return {path: x.tolist()}
+    if isinstance(x, dict):
+        parts = [leaves(value, f"{path}/{name}") for name, value in x.items()]
+    elif isinstance(x, (list, tuple)):
+        parts = [leaves(value, f"{path}/{i}") for i, value in enumerate(x)]
+    else:
+        return {path: x}
+    return {name: leaf for part in parts for name, leaf in part.items()}
+
+
+def test_counters_that_are_not_0_go_on(solvers, tmp_path, train_here, monkeypatch):
+    """Stopped after update 5 and resumed: not a count differs from the run that went on, and none of them is 0."""
+    counts = upset(monkeypatch)
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    train_here(flags(solvers, whole, **COUNTING, steps=8))
+    of_the_whole = list(counts)
+    train_here(flags(solvers, out, **COUNTING, steps=5))
+    assert counts[-1] == (5, 3, 2, 1)
+    left = saved_at(out, 5)
+    source = {name: left[f"/rank0/source/{name}"] for name in ("sequence", "made", "waited", "dropped/window")}
+    values = [*source.values(), left["/learner/controllers/kappa"], left["/learner/controllers/distill"]]
+    assert len({0.0, 1.0, *values}) == 2 + len(values)
+    assert "/rank0/source/tickets/0/0" in left and left["/rank0/source/samplers/0/draws"] > 1
+    assert any(name.startswith("/rank0/pending/0/groups") for name in left)
+    train_here(["--resume", f"--out={out}", "--steps=8"])
+    assert counts[-3:] == of_the_whole[-3:] == [(6, 4, 3, 1), (7, 4, 0, 1), (8, 4, 0, 1)]
+    assert without_sync(out) == without_sync(whole)
+    assert samples(out) == samples(whole)
+    mine, theirs = saved_at(out, 8), saved_at(whole, 8)
+    assert mine.keys() == theirs.keys()
+    different = [name for name in mine if mine[name] != theirs[name] and not since_the_epoch(name)]
+    assert different == []
+
+
+def since_the_epoch(name: str) -> bool:
+    return name.endswith(("/t_start", "/t_end"))
+
+
+def without_sync(out) -> list[dict]:
+    """Metrics but for evaluations and what loading engines proved: a resumed engine loads old versions again."""
+    return [{k: v for k, v in row.items() if not k.startswith("sync/")} for row in without_eval(timeless(out))]
+
+
 @SEVERAL_PROCESSES
 def test_signals_save_first_and_resume_goes_on(whole, solvers, tmp_path):
     out = tmp_path / "run"
@@ -417,8 +489,8 @@ def test_resume_says_which_key_differs_and_a_run_is_not_overwritten(whole, solve
 
 @SEVERAL_PROCESSES
 @pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
-def test_two_ranks_train_and_resume(solvers, tmp_path, parallel):
-    """torchrun with one engine a rank: a whole run, and again from its middle."""
+def test_two_ranks_train_and_resume(solvers, tmp_path, parallel, train_here):
+    """torchrun with one engine a rank: a whole run, and again from its middle; one rank alone may not go on."""
     out = tmp_path / "run"
     run_to_the_end(flags(solvers, out, parallel=parallel, steps=4, save_every=2, keep=2), ranks=2)
     rows, whole = read_metrics(out), timeless(out)
@@ -427,6 +499,11 @@ def test_two_ranks_train_and_resume(solvers, tmp_path, parallel):
     shutil.rmtree(out / "checkpoints" / "step_000004")
     run_to_the_end(["--resume", f"--out={out}"], ranks=2)
     assert timeless(out) == whole
+    as_it_was = (out / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match="step_000004 was written by 2 rank.s. and this run has 1; use as many"):
+        train_here(["--resume", f"--out={out}"])
+    assert (out / "metrics.jsonl").read_bytes() == as_it_was
+    assert checkpoint.newest(out).name == "step_000004"
 
 
 @SEVERAL_PROCESSES

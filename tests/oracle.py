@@ -1,0 +1,487 @@
+"""The papers' formulas written out: plain floats, loops over responses, tokens and the vocabulary, derivatives by hand.
+
+Nothing of the repository is imported, and no tensor library. `step` takes all responses of one optimizer step and the
+flags' values; it gives the loss and its derivative in every log-probability. test_oracle.py lays it beside the
+repository's own path. Names are the papers': r = p_ref / p_inf of a token, R of a response, Z, kappa, lambda.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+INF = math.inf
+WITH_Z = ("obrs", "jackpot_adjusted", "z_tis")
+
+
+@dataclass
+class Token:
+    """A sampled token, and the laws over the vocabulary at its place."""
+
+    id: int
+    on: bool  # whether it may carry a gradient
+    u: float  # OBRS's draw
+    inf: list[float]  # as the engine sampled
+    ref: list[float]  # the policy at the start of the step
+    new: list[float]  # the policy now
+    actor_ref: list[float]
+    actor: list[float]
+
+
+@dataclass
+class Response:
+    group: int
+    reward: float
+    tokens: list[Token]
+    temperature: float = 1.0
+
+    @property
+    def on(self) -> list[Token]:
+        return [token for token in self.tokens if token.on]
+
+
+@dataclass
+class Result:
+    """The loss, and its derivative in log p_new, log p_actor and the distillation loss of each token that is on."""
+
+    loss: float
+    size: float  # sum of the absolute values of what the loss is a sum of
+    policy: list[list[float]]
+    actor: list[list[float]]
+    distill: list[list[float]]
+
+
+@dataclass
+class Bounds:
+    """What bounds a correction: weights in [floor, cap], kept where low <= . <= high."""
+
+    cap: float = INF
+    floor: float = 0.0
+    low: float = 0.0
+    high: float = INF
+    drop: bool = False  # tbpo_mismatch: drop outside instead of capping
+
+
+# the actor's own correction has these; the policy's come from flags
+USUAL = {
+    "tis": Bounds(cap=2.0),
+    "icepop": Bounds(low=0.5, high=5.0),
+    "areal_drop": Bounds(cap=5.0),
+    "seq_tis": Bounds(cap=4.0),
+    "seq_mis": Bounds(high=4.0),
+    "geo_rs": Bounds(low=0.9, high=1.1),
+    "geo_rs_seq_tis": Bounds(cap=4.0, low=0.9, high=1.1),
+    "tbpo_mismatch": Bounds(cap=2.0),
+}
+
+
+def clamp(x: float, c: float) -> float:
+    return max(-c, min(c, x))
+
+
+def log_ratio(token: Token, over: str, under: str) -> float:
+    return math.log(getattr(token, over)[token.id]) - math.log(getattr(token, under)[token.id])
+
+
+def mean(xs: list[float]) -> float:
+    return sum(xs) / len(xs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The step
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def step(responses: list[Response], cfg, kappa: float | None, distill_lambda: float) -> Result:
+    """kappa: what the last update left; distill_lambda: as the closed loop has it."""
+    adv = advantages(responses, cfg.advantage)
+    lam, kappa = lambda_and_kappa(responses, cfg, kappa)
+    weighed = [weights_of(r, cfg, lam, kappa) for r in responses]
+    keep = [[k for _, k in row] for row in weighed]
+    share = shares(responses, cfg)
+    share_kept = shares_of_kept(keep, responses, cfg) if cfg.loss_denominator == "kept" else share
+    terms, policy = [], []
+    for i, r in enumerate(responses):
+        values, slopes, together = surrogate(r, responses, adv[i], cfg)
+        gate = 0.0 if cfg.positive_only and adv[i] <= 0 else 1.0
+        scale = [-share_kept[i] * k * w * gate for w, k in weighed[i]]
+        terms += [s * v for s, v in zip(scale, values, strict=True)]
+        # one ratio a response: every token's value moves with every token
+        factors = [sum(scale)] * len(scale) if together else scale
+        slopes = [f * d for f, d in zip(factors, slopes, strict=True)]
+        drift, pull = cppo(r, responses, cfg)
+        terms.append(drift)
+        policy.append([a + b for a, b in zip(slopes, pull, strict=True)])
+    result = Result(0.0, 0.0, policy, [[] for _ in responses], [[] for _ in responses])
+    if cfg.actor != "none":
+        terms += actors_part(result, responses, adv, share, distill_lambda, cfg)
+    return replace(result, loss=sum(terms), size=sum(map(abs, terms)))
+
+
+def advantages(responses: list[Response], kind: str) -> list[float]:
+    """Of each response, within its group; a group of equal rewards has 0."""
+    out = []
+    for r in responses:
+        rewards = [other.reward for other in responses if other.group == r.group]
+        G, m = len(rewards), mean(rewards)
+        if max(rewards) == min(rewards):
+            out.append(0.0)
+        elif kind == "grpo":
+            std = math.sqrt(sum((x - m) ** 2 for x in rewards) / (G - 1))
+            out.append((r.reward - m) / (std + 1e-6))
+        elif kind == "rloo":  # minus the mean of the others
+            out.append(r.reward - (sum(rewards) - r.reward) / (G - 1))
+        else:
+            out.append(r.reward - m)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reductions: what each token's value is multiplied by
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def shares(responses: list[Response], cfg) -> list[float]:
+    """Proposed: every token that is on, and every response with such a token, counts."""
+    tokens = sum(len(r.on) for r in responses)
+    sequences = sum(len(r.on) > 0 for r in responses)
+    return [one_share(len(r.on), tokens, sequences, cfg) for r in responses]
+
+
+def shares_of_kept(keep: list[list[float]], responses: list[Response], cfg) -> list[float]:
+    """Kept: what was rejected does not count; of an expected mask the expectation does."""
+    kept = [sum(row) for row in keep]
+    tokens = sum(kept)
+    sequences = sum(k > 0 for k in kept)
+    return [one_share(k, tokens, sequences, cfg) if k > 0 else 0.0 for k in kept]
+
+
+def one_share(own: float, tokens: float, sequences: float, cfg) -> float:
+    if own == 0:
+        return 0.0
+    if cfg.reduction == "token-mean":
+        return 1 / tokens
+    if cfg.reduction == "seq-mean-token-mean":
+        return 1 / sequences / own
+    return 1 / sequences / cfg.max_tokens
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Corrections: (weight, keep) of each token that is on
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def weights_of(r: Response, cfg, lam: float, kappa: float) -> list[tuple[float, float]]:
+    """The policy's: correction, then --reject and --veto on r = p_ref / p_inf."""
+    if cfg.correction in WITH_Z:
+        out = [obrs(token, cfg, lam, kappa) for token in r.on]
+    else:
+        bounds = Bounds(drop=cfg.tbpo_cap == "mask", floor=cfg.is_floor)
+        given = {"cap": cfg.is_cap, "low": cfg.rs_low, "high": cfg.rs_high}
+        bounds = replace(bounds, **{name: value for name, value in given.items() if value is not None})
+        over = "new" if cfg.correction == "tis_adjusted" else "ref"
+        out = correct(cfg.correction, r, over, bounds, cfg.log_ratio_clamp)
+    kept = rejections(r, cfg)
+    return [(w, k * also) for (w, k), also in zip(out, kept, strict=True)]
+
+
+def correct(name: str, r: Response, over: str, bounds: Bounds, c: float) -> list[tuple[float, float]]:
+    """over: which policy stands above inf."""
+    logs = [log_ratio(token, over, "inf") for token in r.on]
+    if not logs:
+        return []
+    if name in ("none", "is", "tis", "tis_adjusted", "icepop", "areal_drop"):
+        return [by_token(name, math.exp(clamp(x, c)), bounds) for x in logs]
+    R, geo = math.exp(clamp(sum(logs), c)), math.exp(clamp(mean(logs), c))
+    return [by_response(name, R, geo, bounds)] * len(logs)
+
+
+def by_token(name: str, ratio: float, bounds: Bounds) -> tuple[float, float]:
+    if name == "none":
+        return 1.0, 1.0
+    if name in ("tis", "tis_adjusted"):
+        return min(max(ratio, bounds.floor), bounds.cap), 1.0
+    if name == "icepop":
+        return ratio, inside(ratio, bounds.low, bounds.high)
+    return ratio, inside(ratio, 0.0, bounds.cap if name == "areal_drop" else INF)
+
+
+def by_response(name: str, R: float, geo: float, bounds: Bounds) -> tuple[float, float]:
+    if name == "tbpo_mismatch":
+        low = bounds.floor or 1 / bounds.cap
+        return (geo, inside(geo, low, bounds.cap)) if bounds.drop else (min(max(geo, low), bounds.cap), 1.0)
+    if name == "seq_mis":
+        return R, inside(R, bounds.low, bounds.high)
+    keep = inside(geo, bounds.low, bounds.high) if name.startswith("geo_rs") else 1.0
+    capped = min(max(R, bounds.floor), bounds.cap)
+    return {"seq_is": R, "seq_tis": capped, "geo_rs": 1.0, "geo_rs_seq_tis": capped}[name], keep
+
+
+def inside(x: float, low: float, high: float) -> float:
+    return 1.0 if low <= x <= high else 0.0
+
+
+def rejections(r: Response, cfg) -> list[float]:
+    """What --reject and --veto leave of each token."""
+    c = cfg.log_ratio_clamp
+    logs = [log_ratio(token, "ref", "inf") for token in r.on]
+    if not logs:
+        return []
+    k3 = [math.exp(clamp(x, c)) - 1 - clamp(x, c) for x in logs]
+    n = len(logs)
+    statistic = {
+        "none": [0.0] * n,
+        "token": [math.exp(clamp(x, c)) for x in logs],
+        "sequence": [math.exp(clamp(sum(logs), c))] * n,
+        "geo": [math.exp(clamp(mean(logs), c))] * n,
+        "token_k3": k3,
+        "seq_mean_k3": [mean(k3)] * n,
+    }[cfg.reject]
+    low, high = (0.0, INF) if cfg.reject == "none" else (cfg.rs_low, cfg.rs_high)
+    vetoed = cfg.veto > 0 and any(math.exp(clamp(x, c)) < cfg.veto for x in logs)
+    return [0.0 if vetoed else inside(x, low, high) for x in statistic]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# OBRS
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def target(cfg) -> str:
+    return "ref" if cfg.correction == "z_tis" else cfg.obrs_target
+
+
+def acceptance(token: Token, which: str, lam: float, c: float) -> float:
+    """a = min(1, p_tgt / (lambda p_inf))."""
+    return min(1.0, math.exp(clamp(log_ratio(token, which, "inf"), c)) / lam)
+
+
+def obrs(token: Token, cfg, lam: float, kappa: float) -> tuple[float, float]:
+    """w = Z max(lambda, p_tgt / p_inf); rho = min(w, c1) min(p_ref / p_tgt, c2); Mask ~ Bernoulli(a)."""
+    c, which = cfg.log_ratio_clamp, target(cfg)
+    ratio = math.exp(clamp(log_ratio(token, which, "inf"), c))
+    Z = z_of(token, cfg, lam, kappa)
+    if cfg.correction == "z_tis":
+        return Z * min(ratio, cfg.obrs_c1 / Z), 1.0
+    a = acceptance(token, which, lam, c)
+    mask = a if cfg.obrs_mask == "expected" else float(token.u < a)
+    rho = min(Z * max(lam, ratio), cfg.obrs_c1)
+    if cfg.correction == "obrs":
+        rho *= min(math.exp(clamp(log_ratio(token, "ref", which), c)), cfg.obrs_c2)
+    if cfg.obrs_mode == "mask":
+        return 1.0, mask
+    if cfg.obrs_mode == "reweight":
+        return rho, 1.0
+    return rho, mask
+
+
+def largest(law: list[float], k: int) -> list[int]:
+    return sorted(range(len(law)), key=lambda x: -law[x])[:k]
+
+
+def support(token: Token, cfg) -> dict[int, float]:
+    """S -> p_inf there: the engine's top-K and the sampled token; two models, target new: also the policy's top-K."""
+    p = {x: token.inf[x] for x in [*largest(token.inf, cfg.obrs_topk), token.id]}
+    if cfg.actor != "none" and cfg.obrs_target == "new":
+        p = {x: token.actor_ref[x] for x in largest(token.ref, cfg.obrs_topk)} | p
+    return p
+
+
+def z_low_of(token: Token, which: str, lam: float, cfg) -> float:
+    p = support(token, cfg)
+    return sum(min(p[x], getattr(token, which)[x] / lam) for x in p)
+
+
+def z_of(token: Token, cfg, lam: float, kappa: float) -> float:
+    law = getattr(token, target(cfg))
+    V = range(len(law))
+    if cfg.obrs_z == "exact":
+        return sum(min(token.actor_ref[x], law[x] / lam) for x in V)
+    p = support(token, cfg)
+    low = z_low_of(token, target(cfg), lam, cfg)
+    room = max(0.0, 1 - sum(p.values()))
+    if not cfg.obrs_accept_rate:  # a budget's lambda comes after the pass that would sum the tail
+        p_kth = token.inf[largest(token.inf, cfg.obrs_topk)[-1]]
+        room = min(room, sum(min(p_kth, law[x] / lam) for x in V if x not in p))
+    return min(max(kappa * low, low), low + room)
+
+
+def lambda_and_kappa(responses: list[Response], cfg, kappa: float | None) -> tuple[float, float]:
+    """One of each an update, over all tokens that are on."""
+    if cfg.correction not in WITH_Z:
+        return cfg.obrs_lambda, 1.0
+    tokens = [token for r in responses for token in r.on]
+    which, c = target(cfg), cfg.log_ratio_clamp
+    if which == "new" and cfg.kappa != "exact":
+        which = "ref"  # what is known before the update
+    lam = cfg.obrs_lambda
+    if cfg.obrs_accept_rate:
+        lam = budget([math.exp(clamp(log_ratio(token, which, "inf"), c)) for token in tokens], cfg.obrs_accept_rate)
+    if cfg.obrs_z == "exact" or (kappa is not None and cfg.obrs_target == "new" and cfg.kappa != "exact"):
+        return lam, kappa or 1.0
+    a = [acceptance(token, which, lam, c) for token in tokens]
+    if cfg.obrs_mask == "bernoulli":
+        a = [float(token.u < x) for token, x in zip(tokens, a, strict=True)]
+    return lam, mean(a) / mean([z_low_of(token, which, lam, cfg) for token in tokens])
+
+
+def budget(ratios: list[float], rate: float) -> float:
+    """The lambda with mean min(1, r / lambda) = rate, by bisection; rate 1: the largest that rejects nothing."""
+    if rate == 1:
+        return min(ratios)
+    low, high = math.log(min(ratios)), math.log(sum(ratios) / rate)
+    for _ in range(200):
+        middle = (low + high) / 2
+        accepted = mean([min(1.0, r / math.exp(middle)) for r in ratios])
+        low, high = (middle, high) if accepted > rate else (low, middle)
+    return math.exp(middle)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Surrogates: values and derivatives of each token that is on
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def surrogate(r: Response, responses: list[Response], A: float, cfg):
+    """(values, derivatives, whether a response has one ratio: then its value's derivative in each token)."""
+    low, high, top = (cfg.clip_low, cfg.clip_high, cfg.tbpo_neg_high) if cfg.clip else (INF, INF, INF)
+    tokens, c = r.on, cfg.log_ratio_clamp
+    n = len(tokens)
+    if not n:
+        return [], [], False
+    logs = [math.log(token.new[token.id]) - log_base(token, r, responses, cfg) for token in tokens]
+    if cfg.surrogate in ("gspo", "tbpo"):
+        x = mean(logs)
+        s, ds = math.exp(clamp(x, c)), math.exp(x) if abs(x) < c else 0.0
+        if cfg.surrogate == "gspo":
+            value, slope = clipped(s, ds, A, low, high, cfg.dual_clip)
+        else:
+            edges = (-INF, 1 + high) if A >= 0 else (1 - low, 1 + top)
+            value = min(max(s, edges[0]), edges[1]) * A
+            slope = ds * A if edges[0] <= s <= edges[1] else 0.0
+        return [value] * n, [slope / n] * n, True
+    pairs = []
+    for token, x in zip(tokens, logs, strict=True):
+        logp, ratio, d = math.log(token.new[token.id]), math.exp(clamp(x, c)), math.exp(x) if abs(x) < c else 0.0
+        if cfg.surrogate == "reinforce":
+            pairs.append((logp * A, A))
+        elif cfg.surrogate == "cispo":
+            bounded = min(max(ratio, 1 - low), 1 + high)
+            pairs.append((bounded * A * logp, bounded * A))
+        elif cfg.surrogate == "sapo":
+            tau = 1.0 if A > 0 else 1.05
+            gate = 1 / (1 + math.exp(min(700.0, -tau * (ratio - 1))))
+            pairs.append((4 / tau * gate * A, 4 * gate * (1 - gate) * d * A))
+        else:
+            pairs.append(clipped(ratio, d, A, low, high, cfg.dual_clip))
+    return [v for v, _ in pairs], [d for _, d in pairs], False
+
+
+def clipped(ratio: float, d: float, A: float, low: float, high: float, dual: float) -> tuple[float, float]:
+    """min(r A, clip(r) A), and at least dual A where A < 0. d: derivative of r."""
+    if low == high == INF:
+        return ratio * A, d * A
+    plain, cut = ratio * A, min(max(ratio, 1 - low), 1 + high) * A
+    value, slope = (plain, d * A) if plain <= cut else (cut, 0.0)
+    if dual and A < 0 and value < dual * A:
+        return dual * A, 0.0
+    return value, slope
+
+
+def log_base(token: Token, r: Response, responses: list[Response], cfg) -> float:
+    """log of what p_new is divided by."""
+    if cfg.ratio_base != "group":
+        return math.log(getattr(token, cfg.ratio_base)[token.id])
+    q = [geometric(other, "inf") for other in responses if other.group == r.group and other.on]
+    E = mean(q) if cfg.gepo_expectation == "mean" else sum(x * x for x in q) / sum(q)
+    variance = mean([(x - mean(q)) ** 2 for x in q])
+    e = min(max(cfg.gepo_defence * variance, 0.0), 0.99)
+    return math.log(e * geometric(r, "new") + (1 - e) * E)
+
+
+def geometric(r: Response, which: str) -> float:
+    """exp(mean log p)."""
+    return math.exp(mean([math.log(getattr(token, which)[token.id]) for token in r.on]))
+
+
+def cppo(r: Response, responses: list[Response], cfg) -> tuple[float, list[float]]:
+    """beta times this response's part of the mean over sequences of mean over tokens of e^d - d - 1, and its slopes."""
+    sequences = sum(len(other.on) > 0 for other in responses)
+    total, slopes = 0.0, []
+    for token in r.on:
+        sign = -1.0 if cfg.cppo_kl == "official" else 1.0  # official: d = log p_inf - log p_new
+        x = sign * log_ratio(token, "new", "inf")
+        d = clamp(x, cfg.log_ratio_clamp)
+        share = cfg.cppo_beta / sequences / len(r.on)
+        total += share * (math.exp(d) - d - 1)
+        slopes.append(share * (math.exp(d) - 1) * sign if d == x else 0.0)
+    return total, slopes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The actor: its own PPO, and distillation
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def actors_part(result: Result, responses: list[Response], adv, share, distill_lambda: float, cfg) -> list[float]:
+    """The terms of - J_PPO(actor), weight F(p_actor,ref / p_inf), and of lambda_distill KL; derivatives into result."""
+    terms = []
+    bounds = replace(USUAL.get(cfg.actor_correction, Bounds()), drop=cfg.tbpo_cap == "mask")
+    if cfg.actor_is_cap and cfg.actor_correction in USUAL:
+        bounds.cap = cfg.actor_is_cap
+    low, high = (0.2, 0.28) if cfg.surrogate in ("gspo", "tbpo") else (cfg.clip_low, cfg.clip_high)
+    for i, r in enumerate(responses):
+        weighed = correct(cfg.actor_correction, r, "actor_ref", bounds, cfg.log_ratio_clamp)
+        for token, (w, k) in zip(r.on, weighed, strict=True):
+            x = log_ratio(token, "actor", "actor_ref")
+            ratio = math.exp(clamp(x, cfg.log_ratio_clamp))
+            d = math.exp(x) if abs(x) < cfg.log_ratio_clamp else 0.0
+            value, slope = clipped(ratio, d, adv[i], low, high, 0.0)
+            terms.append(-share[i] * k * w * value)
+            result.actor[i].append(-share[i] * k * w * slope)
+            terms.append(share[i] * distill_lambda * kl(*buckets(token, cfg), cfg))
+            result.distill[i].append(share[i] * distill_lambda)
+    return terms
+
+
+def buckets(token: Token, cfg) -> tuple[list[float], list[float]]:
+    """(policy, actor) over the vocabulary, or over the policy's top-k and one bucket for the rest."""
+    p, q = token.new, token.actor
+    if cfg.distill_topk:
+        best = largest(p, cfg.distill_topk)
+        p, q = ([law[x] for x in best] + [1 - sum(law[x] for x in best)] for law in (p, q))
+    return p, q
+
+
+def kl(p: list[float], q: list[float], cfg) -> float:
+    """KL(policy || actor), or of the reverse direction KL(actor || policy)."""
+    if cfg.distill_direction == "reverse":
+        p, q = q, p
+    return sum(a * (math.log(a) - math.log(b)) for a, b in zip(p, q, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Derivatives in logits
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def policy_logits(token: Token, g: float, temperature: float) -> list[float]:
+    """d logp(token) / d logit = (onehot - p) / temperature."""
+    return [g * ((x == token.id) - p) / temperature for x, p in enumerate(token.new)]
+
+
+def actor_logits(token: Token, g: float, g_distill: float, temperature: float, cfg) -> list[float]:
+    """The actor's own, and the distillation's: by the chain rule over its buckets, one logit at a time."""
+    q, p = token.actor, token.new
+    best = largest(p, cfg.distill_topk) if cfg.distill_topk else list(range(len(p)))
+    P, Q = buckets(token, cfg)
+    if cfg.distill_direction == "reverse":
+        by_bucket = [math.log(b) - math.log(a) + 1 for a, b in zip(P, Q, strict=True)]
+    else:
+        by_bucket = [-a / b for a, b in zip(P, Q, strict=True)]
+    by_token_id = [by_bucket[best.index(x)] if x in best else by_bucket[-1] for x in range(len(q))]
+    average = sum(b * a for b, a in zip(by_token_id, q, strict=True))  # d q_y / d logit_x = q_y ((x == y) - q_x)
+    out = []
+    for x in range(len(q)):
+        out.append((g * ((x == token.id) - q[x]) + g_distill * q[x] * (by_token_id[x] - average)) / temperature)
+    return out

@@ -1,0 +1,665 @@
+"""The objectives against oracle.py: one ragged fixture in which everything differs, and every combination of axes.
+
+The repository's own path is collate, the ref pass, prepare, joint_loss and reduce over micro-batches and ranks; the
+oracle sees the same laws and numbers, and no tensor. Gradients are compared token by token, to 1e-10.
+"""
+
+import functools
+import itertools
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from conftest import f64, make_cfg
+
+import batching
+import objectives
+from corrections import CORRECTIONS, USES_Z
+from flags import UserError
+from learner import Comm, Learner
+from model import PolicyAndActor, TokenStats, needs_of_exact_kappa, needs_of_update
+from rollout import Response, Rollout, uniforms
+from sampling import Sampling
+
+V, K, SEED = 7, 2, 5
+LAWS = ("inf", "ref", "new", "actor_ref", "actor")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The fixture: groups of 2, 3, 4 and 2 responses
+# ---------------------------------------------------------------------------------------------------------------------
+
+# (group, reward, temperature, which tokens may carry a gradient)
+ROWS = [
+    (0, 1.0, 0.8, "111"),
+    (0, 0.25, 0.8, "1"),
+    (1, 0.5, 1.3, "10111"),
+    (1, 0.0, 1.3, ""),
+    (1, 0.75, 1.3, "0000"),
+    (2, 0.125, 1.0, "11"),
+    (2, 0.875, 1.0, "111110"),
+    (2, 0.375, 1.0, "011"),
+    (2, 1.5, 1.0, "1111101"),
+    (3, 0.625, 0.6, "11"),  # a group of equal rewards: advantage 0
+    (3, 0.625, 0.6, "1011"),
+]
+PROMPTS = [[3], [1, 4], [5, 2, 6], [2, 2, 0, 1]]
+FAR = {(2, 0): 26.0, (8, 3): -26.0}  # log p_ref - log p_inf of two tokens in the wild fixture, beyond the clamp
+
+
+def make_fixture(wild: bool, seed: int = 393) -> list[oracle.Response]:
+    rng = random.Random(seed)
+    out = []
+    for i, (group, reward, temperature, mask) in enumerate(ROWS):
+        draws = uniforms(len(mask), "mask", SEED, ("test", 3, group), i - [row[0] for row in ROWS].index(group))
+        shift = rng.gauss(0, 0.3)  # a response's own, so that sums and means spread as well
+        tokens = []
+        for t, on in enumerate(mask):
+            law = random_law(rng)
+            token = oracle.Token(0, on == "1", float(draws[t]), law, *(moved(rng, law, shift) for _ in LAWS[1:]))
+            token.id = rng.choices(range(V), law)[0]
+            if wild and (i, t) in FAR:
+                token.inf, token.ref = far_apart(token, FAR[i, t])
+            tokens.append(token)
+        out.append(oracle.Response(group, reward, tokens, temperature))
+    return out
+
+
+def random_law(rng) -> list[float]:
+    return normal([rng.gauss(0, 1.2) for _ in range(V)])
+
+
+def moved(rng, law, shift) -> list[float]:
+    """Another law near this one."""
+    return normal([np.log(p) + rng.gauss(shift * (x % 3), 0.6) for x, p in enumerate(law)])
+
+
+def normal(logits) -> list[float]:
+    weights = [float(np.exp(x)) for x in logits]
+    return [w / sum(weights) for w in weights]
+
+
+def far_apart(token, log_r: float) -> tuple[list[float], list[float]]:
+    """(p_inf, p_ref) with that log-ratio at the sampled token: one of the two nearly never samples it."""
+    near, rare = list(token.ref), list(token.inf)
+    rare[token.id] = near[token.id] * float(np.exp(-abs(log_r)))
+    others = sum(rare) - rare[token.id]
+    rare = [p if x == token.id else p * (1 - rare[token.id]) / others for x, p in enumerate(rare)]
+    return (rare, near) if log_r > 0 else (near, rare)
+
+
+FIXTURE = {wild: make_fixture(wild) for wild in (False, True)}
+
+
+def as_groups(responses) -> list[Rollout]:
+    """The fixture as a sampler would hand it over, in float64."""
+    groups = []
+    for group, prompt in enumerate(PROMPTS):
+        rows = [r for r in responses if r.group == group]
+        sampling = Sampling(temperature=rows[0].temperature)
+        times = dict(version=7 - 2 * group, t_start=0.0, t_end=0.0, t_published=10.0 * group)
+        made = dict(prompt_id=str(group), model="policy", precision="float64", digest="", **times)
+        responses_of = [as_response(r) for r in rows]
+        prompt_ids = np.array(prompt, np.int32)
+        uid = ("test", 3, group)
+        groups.append(Rollout(uid=uid, prompt_ids=prompt_ids, sampling=sampling, responses=responses_of, **made))
+    return groups
+
+
+def as_response(r) -> Response:
+    top = [oracle.largest(token.inf, K) for token in r.tokens]
+    return Response(
+        tokens=np.array([token.id for token in r.tokens], np.int32),
+        loss_mask=np.array([token.on for token in r.tokens], bool),
+        logp_inf=np.log([token.inf[token.id] for token in r.tokens]),
+        topk_ids=np.array(top, np.int32).reshape(-1, K),
+        topk_logp=np.log([[t.inf[x] for x in ids] for t, ids in zip(r.tokens, top, strict=True)]).reshape(-1, K),
+        finish_reason="stop",
+        reward=r.reward,
+    )
+
+
+@pytest.fixture(autouse=True)
+def in_float64(monkeypatch):
+    """Everything that collate pads, and the advantages, in float64: what is compared to 1e-10 is the formulas."""
+    pad = batching.pad
+
+    def pad64(rows, T=0, fill=0.0, dtype=None):
+        return pad(rows, T, fill, dtype or (np.bool_ if isinstance(fill, bool) else np.float64))
+
+    monkeypatch.setattr(batching, "pad", pad64)
+    torch.set_default_dtype(f64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The repository's path
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Tables(PolicyAndActor):
+    """A policy and an actor whose logits stand in tables, by row of the fixture and place in the response."""
+
+    def __init__(self, *logits):
+        super().__init__(*(torch.nn.ParameterList([x]) for x in logits))
+
+    can_share = False
+
+    def _hidden(self, lm, batch, at, share):
+        T = batch.tokens.shape[1]
+        table = lm[0][[row_of(batch, b) for b in range(len(batch))]][:, :T]
+        return table.flatten(0, 1)[at], torch.eye(V)
+
+
+def row_of(batch, b: int) -> int:
+    """The row of the fixture that a batch's row is."""
+    n = int(batch.prompt_len[b])
+    return ROW_OF[tuple(batch.ids[b, :n].tolist()), tuple(batch.tokens[b, : batch.length[b]].tolist())]
+
+
+ROW_OF = {(tuple(PROMPTS[r.group]), tuple(t.id for t in r.tokens)): i for i, r in enumerate(FIXTURE[False])}
+
+
+def tables(responses, laws) -> Tables:
+    """laws: which of the fixture's laws policy and actor have; a token's logits are its temperature times log p."""
+    T = max(len(r.tokens) for r in responses)
+    built = []
+    for law in laws:
+        logits = torch.zeros(len(responses), T, V)
+        for b, r in enumerate(responses):
+            for t, token in enumerate(r.tokens):
+                logits[b, t] = r.temperature * torch.tensor(getattr(token, law)).log()
+        built.append(torch.nn.Parameter(logits))
+    return Tables(*built)
+
+
+class Lockstep:
+    """A comm of one of n ranks that are threads: sums and joins over all of them."""
+
+    def __init__(self, rank: int, box: list, barrier):
+        self.rank, self.box, self.barrier = rank, box, barrier
+
+    def exchange(self, x) -> list:
+        self.box[self.rank] = x
+        self.barrier.wait()
+        everyone = list(self.box)
+        self.barrier.wait()
+        return everyone
+
+    def sum(self, values) -> list[float]:
+        return [sum(float(x) for x in column) for column in zip(*self.exchange(values), strict=True)]
+
+    def cat(self, x):
+        return torch.cat(self.exchange(x))
+
+
+def on_all(ranks: list, do) -> list:
+    """[do(comm, part) of each part], all at once."""
+    box, barrier = [None] * len(ranks), threading.Barrier(len(ranks), timeout=20)
+    comms = [Lockstep(r, box, barrier) for r in range(len(ranks))]
+    if len(ranks) == 1:
+        return [do(comms[0], ranks[0])]
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(do, comms, ranks))
+
+
+RANKS = {"one": [[0, 1, 2, 3]], "two": [[1, 3], [0, 2]], "idle": [[0, 1, 2, 3], []]}
+
+
+@functools.cache
+def learner_of(wild: bool, laws: tuple) -> Learner:
+    """A learner on tables, without optimizers."""
+    learner = object.__new__(Learner)
+    learner.comm, learner.device, learner.names = Comm(), "cpu", ["policy", "actor"][: len(laws)]
+    learner.models = learner.wrapped = tables(FIXTURE[wild], laws)
+    return learner
+
+
+def scored_by(wild: bool, laws: tuple, cfg) -> Learner:
+    """That learner with these flags, in several micro-batches."""
+    learner = learner_of(wild, laws[: 1 + (cfg.actor != "none")])
+    learner.cfg = replace(cfg, micro_tokens=25)
+    return learner
+
+
+MADE = {}  # what depends on few of the axes is made once: batches with their ref columns, advantages, forwards
+
+
+def once(key, make):
+    if key not in MADE:
+        MADE[key] = make()
+    return MADE[key]
+
+
+def batches_of(cfg, case, ref: bool) -> list:
+    """(what its statistics depend on, batch) of each rank."""
+    out = []
+    for rank, part in enumerate(RANKS[case["ranks"]]):
+        where = (case["wild"], case["ranks"], rank)
+        columns = (cfg.actor,) if ref else ()
+        if ref and cfg.correction in USES_Z:
+            columns += (cfg.obrs_lambda, cfg.obrs_z, cfg.obrs_target, cfg.obrs_accept_rate is None)
+        batch = once((where, columns), lambda part=part: batch_of(cfg, case["wild"], part, ref))
+        adv = once((where, cfg.advantage), lambda part=part: batching.collate(groups_of(case["wild"], part), cfg).adv)
+        out.append(((where, columns), replace(batch, adv=adv)))
+    return out
+
+
+def groups_of(wild: bool, part: list[int]) -> list[Rollout]:
+    """A rank's groups; where it has none, one whose responses are all masked."""
+    groups = as_groups(FIXTURE[wild])
+    if part:
+        return [groups[i] for i in part]
+    for r in groups[0].responses:
+        r.loss_mask = np.zeros_like(r.loss_mask)
+    return groups[:1]
+
+
+def batch_of(cfg, wild: bool, part: list[int], ref: bool):
+    groups = groups_of(wild, part)
+    if ref:
+        learner = scored_by(wild, ("ref", "actor_ref"), cfg)
+        batching.write_ref_columns(groups, learner.ref_columns(batching.collate(groups, cfg), cfg.obrs_lambda))
+    return batching.collate(groups, cfg, version=9, now=100.0)
+
+
+def forward(cfg, case, key, batch, needs) -> dict:
+    """The statistics of a whole batch by the policy and actor as they are now."""
+    if cfg.actor == "none":
+        needs = replace(needs, distill_topk=0)
+    if not needs.tail and not needs.exact_z:
+        needs = replace(needs, lam=1.0)  # nothing reads it
+    if not needs.support:
+        key = key[0]
+    learner = scored_by(case["wild"], ("new", "actor"), cfg)
+    return once((key, cfg.actor, needs), lambda: learner.score(batch, needs).known())
+
+
+GRADIENTS = ("logp", "actor_logp", "distill_loss")
+
+
+def repository(cfg, case):
+    """(loss, {name: its gradient in that statistic, a list for each response}, whether there was a ref pass)."""
+    controllers = {"kappa": case["carried_kappa"]}
+    if case["carried_distill"] is not None:
+        controllers["distill"] = case["carried_distill"]
+    passes = objectives.passes_needed(cfg, controllers, case["updates"])
+    ranks = batches_of(cfg, case, "ref" in passes)
+    fresh = [None] * len(ranks)
+    if "fresh" in passes:
+        fresh = [TokenStats(**forward(cfg, case, key, batch, needs_of_exact_kappa(cfg))) for key, batch in ranks]
+
+    def prepare(comm, part):
+        (_, batch), now = part
+        return objectives.prepare(batch, comm, cfg, controllers, now)
+
+    total, found = 0.0, {name: {} for name in GRADIENTS}
+    for (key, batch), stats in zip(ranks, on_all(list(zip(ranks, fresh, strict=True)), prepare), strict=True):
+        leaves, loss = one_rank(cfg, case, key, batch, stats)
+        total += loss
+        for name, x in leaves.items():
+            grad = torch.zeros_like(x) if x.grad is None else x.grad
+            assert not grad[~batch.mask].any(), name
+            for b in range(len(batch)):
+                if case["ranks"] != "idle" or batch.mask.any():
+                    found[name][row_of(batch, b)] = grad[b][batch.mask[b]].tolist()
+    return total, found, "ref" in passes
+
+
+def one_rank(cfg, case, key, batch, stats):
+    """({statistic: leaf with its gradient}, loss) of one rank's micro-batches."""
+    needs = needs_of_update(cfg, cfg.actor != "none", stats.lam, batch.logp_ref is not None)
+    known = forward(cfg, case, key, batch, needs)
+    leaves = {name: known[name].clone().requires_grad_() for name in GRADIENTS if name in known}
+    total = 0.0
+    for rows in batching.micro_batches(batch, case["micro_tokens"], False)[0]:
+        micro = batch.select(rows)
+        T = micro.tokens.shape[1]
+        new = TokenStats(**{name: x[rows][:, :T] for name, x in (known | leaves).items()})
+        value, _ = objectives.joint_loss(new, micro, stats.select(rows), cfg)
+        loss = objectives.reduce(value, micro.mask, stats, cfg)
+        if loss.requires_grad:
+            loss.backward()
+        total += float(loss.detach())
+    return leaves, total
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The axes
+# ---------------------------------------------------------------------------------------------------------------------
+
+AXES = {
+    # every combination of these five
+    "correction": list(CORRECTIONS),
+    "surrogate": list(objectives.SURROGATES),
+    "reduction": ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"],
+    "loss_denominator": ["proposed", "kept"],
+    "actor": ["none", "base:actor"],
+    # every pair of values of any two
+    "ratio_base": ["ref", "inf", "new", "group"],
+    "allow_double_correction": [False, True],
+    "advantage": list(objectives.ADVANTAGES),
+    "clip": [True, False],
+    "edges": ["usual", "wide"],
+    "dual_clip": [0.0, 1.3],
+    "positive_only": [False, True],
+    "log_ratio_clamp": [20.0, 0.9],
+    "is_cap": ["usual", "tight"],
+    "is_floor": [0.0, 0.7],
+    "reject": ["none", "token", "sequence", "geo", "token_k3", "seq_mean_k3"],
+    "veto": [0.0, 0.45],
+    "tbpo_cap": ["clip", "mask"],
+    "gepo_expectation": ["weighted", "mean"],
+    "gepo_defence": [0.0, 30.0],
+    "cppo_beta": [0.0, 0.3],
+    "cppo_kl": ["official", "k3"],
+    "obrs_mask": ["bernoulli", "expected"],
+    "obrs_mode": ["both", "mask", "reweight"],
+    "obrs_target": ["ref", "new"],
+    "obrs_z": ["bracket", "exact"],
+    "obrs_lambda": [1.0, 0.7, 1.4],
+    "obrs_accept_rate": [None, 0.8, 1.0],
+    "obrs_c1": [2.0, 0.9],
+    "obrs_c2": [None, 1.1],
+    "kappa": ["auto", "exact"],
+    "actor_correction": [c for c in CORRECTIONS if c not in USES_Z | {"tis_adjusted"}],
+    "actor_is_cap": [None, 1.2],
+    "distill_direction": ["forward", "reverse"],
+    "distill_topk": [0, 3],
+    "distill_lambda": [0.0, 0.6],
+    # not flags: the state of the run, and how the batch is split
+    "carried_kappa": [None, 0.8, 1.4],
+    "carried_distill": [None, 2.5],
+    "updates": [1, 2],
+    "ranks": list(RANKS),
+    "micro_tokens": [10**6, 40, 25],
+    "wild": [False, True],
+}
+CROSSED = list(AXES)[:5]
+NO_FLAG = ("edges", "carried_kappa", "carried_distill", "updates", "ranks", "wild")
+HAS_CAP = ("tis", "tis_adjusted", "areal_drop", "seq_tis", "geo_rs_seq_tis", "tbpo_mismatch")
+REJECTS = ("icepop", "seq_mis", "geo_rs", "geo_rs_seq_tis")
+REJECT_BOUNDS = {"token": (0.6, 1.6), "sequence": (0.4, 2.0), "geo": (0.85, 1.15), "token_k3": (0.001, 0.12)}
+REJECT_BOUNDS |= {"seq_mean_k3": (0.01, 0.1)}
+
+
+def flags_of(case) -> dict:
+    """The flags of a case; bounds so that the fixture has tokens and responses on both sides of each."""
+    flags = {name: value for name, value in case.items() if name not in NO_FLAG}
+    if flags["is_cap"] == "usual" or case["correction"] not in HAS_CAP:
+        del flags["is_cap"]
+    else:
+        flags["is_cap"] = 1.2
+    if case["reject"] != "none":
+        flags["rs_low"], flags["rs_high"] = REJECT_BOUNDS[case["reject"]]
+    elif case["correction"] in REJECTS:
+        by_token = case["correction"] == "icepop"
+        flags["rs_low"], flags["rs_high"] = REJECT_BOUNDS["token" if by_token else "geo"]
+    if case["edges"] == "wide":
+        flags |= {"clip_low": 0.15, "clip_high": 0.22, "tbpo_neg_high": 0.3}
+    return {**flags, "obrs_topk": K, "seed": SEED, "max_tokens": 9, "objective": "none", "micro_tokens": 10**6}
+
+
+# one rule a line: what the flags' checks must refuse
+CONTRADICTIONS = [
+    lambda c: c["correction"] in ("tis_adjusted", "jackpot_adjusted") and c["ratio_base"] != "new",
+    lambda c: c["correction"] == "jackpot_adjusted" and c["obrs_target"] != "new",
+    lambda c: c["correction"] == "z_tis" and c["obrs_target"] == "new",
+    lambda c: (
+        c["correction"] == "tis_adjusted" and c["loss_denominator"] == "kept" and (c["reject"] != "none" or c["veto"])
+    ),
+    lambda c: c["ratio_base"] in ("inf", "group") and c["correction"] != "none" and not c["allow_double_correction"],
+    lambda c: c["ratio_base"] == "group" and c["surrogate"] not in ("gspo", "tbpo"),
+    lambda c: c["gepo_defence"] and c["ratio_base"] != "group",
+    lambda c: c["surrogate"] == "reinforce" and c["ratio_base"] != "ref",
+    lambda c: c["dual_clip"] and (not c["clip"] or c["surrogate"] not in ("ppo", "gspo")),
+    lambda c: c["reject"] != "none" and c["correction"] in REJECTS,
+    lambda c: c["is_floor"] and (c["correction"] not in HAS_CAP or c["correction"] == "areal_drop"),
+    lambda c: c["obrs_z"] == "exact" and (c["actor"] == "none" or c["obrs_target"] == "new" or c["obrs_accept_rate"]),
+    lambda c: c["kappa"] == "exact" and c["obrs_target"] == "ref",
+    lambda c: late(c) and c["loss_denominator"] == "kept",
+    lambda c: late(c) and c["obrs_accept_rate"],
+]
+
+
+def late(c) -> bool:
+    """OBRS towards the policy as it is in the update: what must be known before that is not."""
+    return c["correction"] in USES_Z and c["obrs_target"] == "new" and c["kappa"] != "exact"
+
+
+class Noted(dict):
+    """A case that notes which of its axes a rule reads."""
+
+    def __getitem__(self, name):
+        self.read.append(name)
+        return super().__getitem__(name)
+
+
+def broken_by(case) -> list[str] | None:
+    """The axes that the first broken rule reads; None where all rules hold."""
+    for rule in CONTRADICTIONS:
+        noted = Noted(case)
+        noted.read = []
+        if rule(noted):
+            return noted.read
+    return None
+
+
+def draw(rng, fixed: dict) -> dict:
+    return {name: fixed[name] if name in fixed else rng.choice(values) for name, values in AXES.items()}
+
+
+def settled(rng, case: dict, fixed: dict) -> dict | None:
+    """The case with axes drawn anew that break a rule, until all hold. None: those that are fixed break one."""
+    for _ in range(200):
+        read = broken_by(case)
+        if read is None:
+            return case
+        free = [name for name in read if name not in fixed]
+        if not free:
+            return None
+        name = rng.choice(free)
+        case = case | {name: rng.choice(AXES[name])}
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Side by side
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def compare(case) -> None:
+    """AssertionError, naming the case, unless loss and gradients are the oracle's."""
+    cfg = make_cfg(**flags_of(case))
+    loss, found, ref_pass = repository(replace(cfg, micro_tokens=case["micro_tokens"]), case)
+    responses = FIXTURE[case["wild"]]
+    if not ref_pass:  # the update's own forward serves as the ref pass
+        responses = [replace(r, tokens=[ref_is_new(token) for token in r.tokens]) for r in responses]
+    distill = cfg.distill_lambda if case["carried_distill"] is None else case["carried_distill"]
+    want = oracle.step(responses, cfg, case["carried_kappa"], distill)
+    assert close(loss, want.loss, scale=want.size), (case, loss, want.loss)
+    wanted = {"logp": want.policy}
+    if cfg.actor != "none":
+        wanted |= {"actor_logp": want.actor, "distill_loss": want.distill}
+    for name, by_response in wanted.items():
+        for i, row in enumerate(by_response):
+            for a, b in zip(found[name][i], row, strict=True):
+                assert close(a, b), (case, name, i, found[name][i], row)
+
+
+def ref_is_new(token):
+    return replace(token, ref=token.new, actor_ref=token.actor)
+
+
+def close(a: float, b: float, scale: float = 0.0) -> bool:
+    return abs(a - b) <= 1e-10 * max(1.0, abs(b), scale)
+
+
+class Tally:
+    """Runs cases; notes which pairs of values they had, and that what is refused is refused in a sentence."""
+
+    def __init__(self, seed: int):
+        self.rng, self.seen, self.refused, self.ran = random.Random(seed), set(), 0, 0
+        self.impossible = []  # pairs of values that contradict each other
+
+    def run(self, fixed: dict) -> None:
+        """A case with these values, where there is one."""
+        case = draw(self.rng, fixed)
+        if broken_by(case) and self.refused < 300:
+            self.refused += 1
+            with pytest.raises(UserError):
+                make_cfg(**flags_of(case))
+        case = settled(self.rng, case, fixed)
+        if case is None:
+            self.impossible.append(fixed)
+            return
+        compare(case)
+        self.ran += 1
+        self.seen.update(itertools.combinations(case.items(), 2))
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4))])
+def test_every_combination_agrees_with_the_formulas_written_out(seed):
+    """All of correction x surrogate x reduction x denominator x models, the other axes drawn anew each time; then
+    every pair of values of any two axes that no such case had. What the flags' checks refuse is refused by a rule."""
+    tally = Tally(seed)
+    crossed = list(itertools.product(*(AXES[name] for name in CROSSED)))
+    tally.rng.shuffle(crossed)  # a fault shows early
+    for values in crossed:
+        tally.run(dict(zip(CROSSED, values, strict=True)))
+    no_ratio = 2 * 3 * 2 * 2  # tis_adjusted and jackpot_adjusted need a ratio, reinforce has none
+    assert (tally.ran, len(tally.impossible)) == (len(crossed) - no_ratio, no_ratio)
+    tally.impossible.clear()
+    for one, other in itertools.combinations(AXES, 2):
+        for pair in itertools.product(AXES[one], AXES[other]):
+            both = dict(zip((one, other), pair, strict=True))
+            if tuple(both.items()) not in tally.seen:
+                tally.run(both)
+    assert tally.refused == 300
+    assert len(tally.impossible) == 68, tally.impossible
+
+
+LEARNT = [
+    {"objective": "tis", "distill_direction": "reverse", "distill_topk": 3},
+    {"objective": "tis", "distill_topk": 3, "reduction": "seq-mean-token-mean"},
+    {"objective": "jackpot", "distill_direction": "reverse", "obrs_mask": "expected", "loss_denominator": "kept"},
+    {"objective": "jackpot", "obrs_target": "new", "obrs_lambda": 1.4},
+    {"objective": "jackpot", "actor": "none", "obrs_lambda": 0.7, "obrs_c1": 0.9},
+    {"objective": "gepo", "actor": "none", "gepo_defence": 30.0, "cppo_beta": 0.3},
+    {"objective": "mis_gspo", "clip_low": 0.15, "clip_high": 0.22, "distill_lambda": 0.6},
+    {"objective": "tbpo", "clip_low": 0.15, "clip_high": 0.22, "tbpo_neg_high": 0.3, "actor_correction": "geo_rs"},
+]
+
+
+@pytest.mark.parametrize("case", LEARNT, ids=lambda case: "-".join(map(str, case.values())))
+def test_the_learners_update_gives_the_logits_these_gradients(case):
+    """Learner.update whole, in micro-batches of its own: temperature and distillation too, down to every logit."""
+    cfg = make_cfg(**{"actor": "base:actor", **case}, obrs_topk=K, seed=SEED, max_tokens=9, micro_tokens=30)
+    two = cfg.actor != "none"
+    groups, responses = groups_of(False, [0, 1, 2, 3]), FIXTURE[False]
+    learner = scored_by(False, ("ref", "actor_ref"), cfg)
+    batching.write_ref_columns(groups, learner.ref_columns(batching.collate(groups, cfg), cfg.obrs_lambda))
+    learner = scored_by(False, ("new", "actor"), cfg)
+    learner._step = lambda loss, all_rejected: {}
+    batch = batching.collate(groups, cfg)
+    learner.models.zero_grad()
+    logged = learner.update(batch, objectives.prepare(batch, Comm(), cfg, {"kappa": 1.07, "distill": 2.5}))
+    want = oracle.step(responses, cfg, 1.07, 2.5)
+    assert close(logged["loss"], want.loss)
+    found = [x[0].grad for x in (learner.models.policy, learner.models.actor) if x is not None]
+    for i, r in enumerate(responses):
+        places = [t for t, token in enumerate(r.tokens) if token.on]
+        for n, t in enumerate(places):
+            by_hand = [oracle.policy_logits(r.tokens[t], want.policy[i][n], r.temperature)]
+            if two:
+                own, distilled = want.actor[i][n], want.distill[i][n]
+                by_hand.append(oracle.actor_logits(r.tokens[t], own, distilled, r.temperature, cfg))
+            for table, row in zip(found, by_hand, strict=True):
+                assert all(close(a, b) for a, b in zip(table[i, t].tolist(), row, strict=True)), (i, t)
+                table[i, t] = 0.0
+    assert all(not table.any() for table in found)  # nothing anywhere else
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The fixture sees what it should
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def ratios(wild: bool, over: str, under: str) -> tuple[list, list, list]:
+    """(r of every token, R and exp(mean log r) of every response with a token)."""
+    logs = [[oracle.log_ratio(token, over, under) for token in r.on] for r in FIXTURE[wild] if r.on]
+    return (
+        [float(np.exp(x)) for row in logs for x in row],
+        [float(np.exp(sum(row))) for row in logs],
+        [float(np.exp(oracle.mean(row))) for row in logs],
+    )
+
+
+@pytest.mark.parametrize(
+    "over, under, by_token, by_sum, by_mean",
+    [
+        # caps, floors, bounds and the tight clamp of corrections and rejections
+        (
+            *("ref", "inf", [0.45, 0.5, 0.6, 0.7, 1.2, 1.6, 2.0, 2.46]),
+            *([0.4, 0.41, 0.7, 1.2, 2.0, 2.46, 4.0], [0.7, 0.85, 0.9, 1.1, 1.15, 1.2]),
+        ),
+        ("new", "inf", [0.41, 0.7, 0.8, 0.85, 1.2, 1.22, 1.28, 2.0, 2.46], [], [0.8, 0.85, 1.22, 1.28]),
+        ("new", "ref", [0.41, 0.8, 0.85, 1.22, 1.28, 1.3, 2.46], [], [0.85, 0.9996, 1.0004, 1.22]),
+        ("ref", "new", [1.1, 1.3, 3.0], [], []),  # c2
+        ("actor_ref", "inf", [0.5, 1.2, 2.0], [4.0, 1.2], [0.9, 1.1, 1.2]),
+        ("actor", "actor_ref", [0.41, 0.8, 0.85, 1.22, 1.28, 2.46], [], []),
+    ],
+)
+def test_the_fixture_has_ratios_on_both_sides_of_every_edge(over, under, by_token, by_sum, by_mean):
+    found = ratios(False, over, under)
+    for xs, edges in zip(found, (by_token, by_sum, by_mean), strict=True):
+        for edge in edges:
+            assert min(xs) < edge < max(xs), (edge, sorted(xs))
+
+
+def test_nothing_in_the_fixture_is_equal_that_may_differ():
+    responses = FIXTURE[False]
+    tokens = [token for r in responses for token in r.tokens]
+    for one, other in itertools.combinations(LAWS, 2):
+        assert all(getattr(t, one)[x] != getattr(t, other)[x] for t in tokens for x in range(V))
+    lengths = [len(r.on) for r in responses]
+    assert lengths.count(0) == 2 and len(set(lengths)) >= 6
+    assert any(len(r.on) < len(r.tokens) and r.on for r in responses)
+    assert len(ROW_OF) == len(responses)
+    assert len({r.temperature for r in responses}) == 4
+    assert len({token.u for token in tokens}) == len(tokens)
+    listed = [token.id in oracle.largest(token.inf, K) for token in tokens]
+    assert 5 < sum(listed) < len(listed) - 5
+    for kind in objectives.ADVANTAGES:
+        signs = {np.sign(a) for a, r in zip(oracle.advantages(responses, kind), responses, strict=True) if r.on}
+        assert signs == {-1, 0, 1}
+    far = ratios(True, "ref", "inf")[0]
+    assert min(far) < np.exp(-20) and max(far) > np.exp(20)
+
+
+@pytest.mark.parametrize("lam", AXES["obrs_lambda"])
+@pytest.mark.parametrize("two", [False, True])
+@pytest.mark.parametrize("which", ["ref", "new"])
+def test_the_fixtures_brackets_bind_on_every_side(lam, two, which):
+    """kappa Z_low below, inside and above the bracket; both bounds of the room; draws and weights either way."""
+    actor = "base:actor" if two else "none"
+    cfg = make_cfg(objective="jackpot", obrs_topk=K, obrs_target=which, obrs_z="bracket", obrs_lambda=lam, actor=actor)
+    tokens = [token for r in FIXTURE[False] for token in r.on]
+    unbound = [oracle.z_of(t, replace(cfg, obrs_accept_rate=0.8), lam, 1e9) for t in tokens]  # without the tail
+    high = [oracle.z_of(t, cfg, lam, 1e9) for t in tokens]
+    low = [oracle.z_low_of(t, which, lam, cfg) for t in tokens]
+    binds = [a < b for a, b in zip(high, unbound, strict=True)]
+    assert 0 < sum(binds) < len(binds)
+    between = [1.4 * x < y for x, y in zip(low, high, strict=True)]
+    assert 0 < sum(between) < len(between)
+    accepted = [t.u < oracle.acceptance(t, which, lam, 20.0) for t in tokens]
+    assert 0 < sum(accepted) < len(accepted)
+    weights = [
+        oracle.obrs(t, replace(cfg, obrs_mode="reweight", obrs_c1=1e9, obrs_c2=1e9), lam, 1.0)[0] for t in tokens
+    ]
+    assert min(weights) < 0.9 < 2.0 < max(weights)
