@@ -50,7 +50,7 @@ TESTS = {
     "delay.py": ["test_delay.py", "test_train.py::test_counters_that_are_not_0_go_on"],
     "tasks.py": ["test_tasks.py", "test_rollout.py", "-k", "not vllm"],
     "eval.py": ["test_eval.py"],
-    "measure.py": ["test_metrics.py"],
+    "measure.py": ["test_metrics.py", "test_learner.py::test_two_ranks_give_the_gradient_of_one"],
     "metrics.py": ["test_metrics.py"],
     "checkpoint.py": ["test_checkpoint.py", "test_run.py"],
     "run.py": ["test_run.py", "test_config.py"],

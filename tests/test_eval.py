@@ -92,6 +92,23 @@ def test_a_model_that_always_answers_right_scores_one(every, score):
     assert length == 3
 
 
+def test_every_response_has_a_seed_of_its_own():
+    """Another for each problem, sample and --seed; the same whichever problems are evaluated with it."""
+    task, tokenizer = Arithmetic(), arithmetic_tokenizer()
+
+    def seeds_of(indices, seed):
+        engine, seen = Knows(task, tokenizer, 1), []
+        generate = engine.generate
+        engine.generate = lambda prompts, seeds, *more: seen.extend(seeds) or generate(prompts, seeds, *more)
+        evaluation.solve(engine, task, tokenizer, indices, 3, Sampling(), seed, [1])
+        return seen
+
+    all_of_them = seeds_of([0, 1, 2, 3], 0)
+    assert len({s for group in all_of_them for s in group}) == 12
+    assert seeds_of([3, 1], 0) == [all_of_them[3], all_of_them[1]]
+    assert not {s for group in seeds_of([0, 1, 2, 3], 1) for s in group} & {s for g in all_of_them for s in g}
+
+
 def test_the_ends_of_a_model_hold_in_evaluation_and_in_the_probe(folders, tmp_path, monkeypatch):
     """They are read from the model's folder; --stop adds to them; in the probe the sampler's join the learner's."""
     policy = with_ends(folders / "policy", tmp_path / "policy", list(range(1, 60)))

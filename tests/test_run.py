@@ -53,6 +53,17 @@ def edited(folder: Path, copy: Path, **changes) -> str:
     return str(copy)
 
 
+def test_every_rank_resumes_from_the_checkpoint_that_the_first_has_chosen(tmp_path, monkeypatch):
+    """The first rank reads all bytes; the others take its word."""
+    for step in (2, 3):
+        (tmp_path / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+    monkeypatch.setattr(run.checkpoint, "newest", lambda out: tmp_path / "checkpoints" / "step_000002")
+    cfg = SimpleNamespace(resume=True, out=str(tmp_path))
+    first = SimpleNamespace(rank=0, max=lambda values: values)
+    second = SimpleNamespace(rank=1, max=lambda values: [max(2, *values)])
+    assert run.newest(cfg, first).name == run.newest(cfg, second).name == "step_000002"
+
+
 @pytest.fixture
 def no_models(monkeypatch):
     """Whoever loads a model fails."""
