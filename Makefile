@@ -15,7 +15,7 @@ demo: .venv/ready
 test: .venv/ready
 	.venv/bin/ruff format --check --quiet .
 	.venv/bin/ruff check --quiet .
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist loadfile tests
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
 
 slow: .venv/ready
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 -m slow tests

@@ -216,6 +216,7 @@ def learner_of(wild: bool, laws: tuple) -> Learner:
     """A learner on tables, without optimizers."""
     learner = object.__new__(Learner)
     learner.comm, learner.device, learner.names = Comm(), "cpu", ["policy", "actor"][: len(laws)]
+    learner.comm.on = False  # vLLM may have started a process group of one in this process
     learner.models = learner.wrapped = tables(FIXTURE[wild], laws)
     return learner
 
@@ -568,7 +569,7 @@ def test_the_learners_update_gives_the_logits_these_gradients(case):
     learner._step = lambda loss, all_rejected: {}
     batch = batching.collate(groups, cfg)
     learner.models.zero_grad()
-    logged = learner.update(batch, objectives.prepare(batch, Comm(), cfg, {"kappa": 1.07, "distill": 2.5}))
+    logged = learner.update(batch, objectives.prepare(batch, learner.comm, cfg, {"kappa": 1.07, "distill": 2.5}))
     want = oracle.step(responses, cfg, 1.07, 2.5)
     assert close(logged["loss"], want.loss)
     found = [x[0].grad for x in (learner.models.policy, learner.models.actor) if x is not None]

@@ -291,7 +291,9 @@ RESUMED = {
 
 
 @SEVERAL_PROCESSES
-@pytest.mark.parametrize("case", RESUMED.values(), ids=RESUMED)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=n, marks=[pytest.mark.slow] * (n == "controllers")) for n, c in RESUMED.items()]
+)
 def test_stopped_and_resumed_is_the_same_run(case, solvers, tmp_path):
     """Target new's kappa and the closed loop's lambda_distill live in the checkpoint; low-bit tensors and Muon's
     momentum come out of it."""
