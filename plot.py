@@ -83,7 +83,7 @@ def draw(runs: list[str], out: str) -> str:
         ax.grid(alpha=0.3)
     handles = [Line2D([], [], color=colours[run], label=run) for run in rows]
     fig.legend(handles=handles, loc="lower center", ncols=min(4, len(rows)), frameon=False)
-    fig.tight_layout(rect=(0, 0.05, 1, 1))
+    fig.subplots_adjust(left=0.035, right=0.99, top=0.95, bottom=0.13, wspace=0.16, hspace=0.3)
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(out, dpi=110)
     plt.close(fig)

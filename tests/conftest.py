@@ -1,5 +1,6 @@
 """Shared by the suite: tiny models with random weights, one vLLM engine for everything, hand-made groups."""
 
+import fcntl
 import math
 import os
 import sys
@@ -80,10 +81,23 @@ TINY_TASK = dict(task_min_ops=1, task_max_ops=1, task_operand=3, task_total=9)
 @pytest.fixture(scope="session")
 def solvers(tmp_path_factory):
     """The same two shapes, warm-started on one-step sums until they solve 30 % of them: RL has something to climb."""
+    if "PYTEST_XDIST_WORKER" in os.environ:  # one of several processes makes them for all
+        base = tmp_path_factory.getbasetemp().parent
+    else:
+        base = tmp_path_factory.mktemp("base")
+    root = base / "solvers"
+    with open(base / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not root.is_dir():
+            make_solvers(base / "unfinished")
+            os.replace(base / "unfinished", root)
+    return root
+
+
+def make_solvers(root: Path) -> None:
     import warmstart
     from tasks import Arithmetic
 
-    root = tmp_path_factory.mktemp("solvers")
     shape = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1)
     with pytest.MonkeyPatch.context() as patch:
         shapes = {"policy": {**shape, "num_hidden_layers": 2}, "actor": {**shape, "num_hidden_layers": 1}}
@@ -92,7 +106,6 @@ def solvers(tmp_path_factory):
         patch.setattr(warmstart, "EVAL_PROBLEMS", 128)
         for name in shapes:
             assert warmstart.warm_start(name, Arithmetic(1, 1, 3, 9), 0.3, root / name) >= 0.3
-    return root
 
 
 @pytest.fixture(scope="session")

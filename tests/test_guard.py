@@ -332,10 +332,12 @@ def test_what_a_sampler_says_costs_little(made, monkeypatch):
         assert peer.hear(wire.Got)
     assert len(h.peers) == 1 and len(h.reports) == account.LIVES and h.reports["box", 98] == 2
     assert ("box", 99) not in h.reports  # it has handed over nothing
-    for n in range(2 * hub.OFFERS):
-        peer.say(wire.Offer(wire.manifest(f"box/99/{n}", b"x")))
     (box,) = h.peers.values()
-    assert until(lambda: (len(box.offers), len(box.pulls)) == (hub.OFFERS, hub.PULLS))
+    for n in range(3 * hub.OFFERS):
+        peer.say(wire.Offer(wire.manifest(f"box/99/{n}", b"x")))
+        if n == hub.OFFERS:  # from here on nothing leaves the list any more
+            assert until(lambda: len(box.pulls) == hub.PULLS)
+    assert until(lambda: len(box.offers) == hub.OFFERS)
     time.sleep(0.05)
     assert len(box.offers) == hub.OFFERS
     peer.hello(incarnation=99, session="session", lost=[f"box/98/{n}" for n in range(200)])
