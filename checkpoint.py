@@ -246,24 +246,30 @@ def load_model(folder: Path | str, dtype=torch.float32):
 def load(folder: Path, learner, source) -> tuple[int, list[list[Rollout]], dict]:
     """Bring learner and source back; returns (step, pending, controllers) as `save` took them.
 
-    The learner's weights were loaded from the folder already. UserError, one sentence, if the
-    checkpoint has another number of ranks or a format of the future."""
-    comm = learner.comm
-    shared = renamed(torch.load(folder / "learner.pt", weights_only=True))
+    The learner's weights were loaded from the folder already. UserError: `shared_by_ranks`'s."""
+    shared = shared_by_ranks(folder, learner.comm.size)
+    own = torch.load(folder / f"rank{learner.comm.rank}.pt", weights_only=True)
+    learner.load_state_dict(shared["learner"])
+    source.load_state_dict(own["source"])
+    set_rng_state(own["rng"])
+    return shared["step"], [unpack(packed) for packed in own["pending"]], shared["controllers"]
+
+
+def shared_by_ranks(folder: Path, n_ranks: int, mmap: bool = False) -> dict:
+    """What is in learner.pt. mmap: tensors stay on the disk, for a look at the rest.
+
+    UserError: the checkpoint has another number of ranks, or a format of the future."""
+    shared = renamed(torch.load(folder / "learner.pt", weights_only=True, mmap=mmap))
     if shared.get("format", 1) > FORMAT:
         raise UserError(
             f"--resume: {folder} has checkpoint format {shared['format']}, and this revision reads up to {FORMAT}; "
             "resume with the revision that wrote it"
         )
-    if shared["n_ranks"] != comm.size:
+    if shared["n_ranks"] != n_ranks:
         raise UserError(
-            f"--resume: {folder} was written by {shared['n_ranks']} rank(s) and this run has {comm.size}; use as many"
+            f"--resume: {folder} was written by {shared['n_ranks']} rank(s) and this run has {n_ranks}; use as many"
         )
-    own = torch.load(folder / f"rank{comm.rank}.pt", weights_only=True)
-    learner.load_state_dict(shared["learner"])
-    source.load_state_dict(own["source"])
-    set_rng_state(own["rng"])
-    return shared["step"], [unpack(packed) for packed in own["pending"]], shared["controllers"]
+    return shared
 
 
 # ---------------------------------------------------------------------------------------------------------------------

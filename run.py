@@ -114,7 +114,10 @@ def open_run(cfg: config.Config, comm) -> Run:
             f"--max_tokens={cfg.max_tokens}: the longest prompt has {context - cfg.max_tokens} tokens, together more "
             f"than the model's context of {limit}; shorten the response or drop long prompts"
         )
-    return Run(cfg, task, tokenizer, folders["policy"], folders["actor"], context, configs, newest(cfg, comm))
+    chosen = newest(cfg, comm)
+    if chosen:  # before a model loads
+        checkpoint.shared_by_ranks(chosen, comm.size, mmap=True)
+    return Run(cfg, task, tokenizer, folders["policy"], folders["actor"], context, configs, chosen)
 
 
 def newest(cfg, comm) -> Path | None:

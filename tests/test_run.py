@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,6 +52,22 @@ def edited(folder: Path, copy: Path, **changes) -> str:
     data = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**data, **changes}))
     return str(copy)
+
+
+def shared_file(checkpoint: Path, n_ranks: int = 1) -> None:
+    """What a run looks at before it opens the rest of a checkpoint."""
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    torch.save({"format": 3, "n_ranks": n_ranks}, checkpoint / "learner.pt")
+
+
+def test_another_number_of_ranks_is_refused_before_a_model_loads(folders, tmp_path, no_models):
+    r = started(folders, tmp_path)
+    saved = r.folder / "checkpoints" / "step_000002"
+    shared_file(saved, n_ranks=4)
+    digest = run.checkpoint.digest(saved / "learner.pt")
+    (saved / "digests.json").write_text(json.dumps({"learner.pt": digest}))
+    with pytest.raises(UserError, match="step_000002 was written by 4 rank.s. and this run has 1; use as many"):
+        open_run(replace(r.cfg, resume=True), Comm())
 
 
 def test_every_rank_resumes_from_the_checkpoint_that_the_first_has_chosen(tmp_path, monkeypatch):
@@ -107,7 +124,7 @@ def test_a_run_is_resumed_or_deleted_only_when_asked(folders, tmp_path, monkeypa
         started(folders, tmp_path)
 
     for name in ("step_000003", "step_000012", "step_000020"):
-        (tmp_path / "run" / "checkpoints" / name).mkdir(parents=True)
+        shared_file(tmp_path / "run" / "checkpoints" / name)
     monkeypatch.setattr(run.checkpoint, "damage", lambda folder, part: "spoilt" if folder.name[-2:] == "20" else "")
     first = written(tmp_path)
     for steps in (200, 300):
@@ -281,6 +298,7 @@ def test_models_come_from_the_starting_folders_or_from_the_checkpoint(folders, t
     assert not has_actor or layers(loaded_actor) == 1
 
     checkpoint = tmp_path / "run" / "checkpoints" / "step_000003"
+    shared_file(checkpoint)
     shutil.copytree(folders / "actor", checkpoint / "policy")
     if has_actor:
         shutil.copytree(folders / "policy", checkpoint / "actor")
