@@ -200,6 +200,11 @@ def open_setup(cfg: EvalFlags, problems: int) -> Setup:
     task = make_task(cfg)
     warmstart.check(cfg, task)
     folder = find_model(cfg, "model", cfg.which)
+    one_model = cfg.model.startswith("base:") or Path(folder) == Path(cfg.model)
+    need(
+        cfg.which == "policy" or not one_model,
+        f"--which={cfg.which}: {cfg.model} is one model, not a run or a checkpoint; leave it out",
+    )
     model = checkpoint.read_config(folder).get_text_config()
     models = [folder, find_model(cfg, "actor", "actor")] if cfg.actor else [folder]
     tokenizer = common_tokenizer(cfg, folder, models[1] if cfg.actor else None)

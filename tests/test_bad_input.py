@@ -518,6 +518,7 @@ WITHOUT=vllm --model=POLICY | --rollout=vllm: vLLM is not installed here; ... in
 --max_tokens=0 | --max_tokens=0: must be at least 1
 --max_tokens=1000 | --max_tokens=1000: the longest prompt has 12 ... shorten the response or drop long prompts
 --which=actr | --which=actr: not one of policy, actor; did you mean actor?
+--which=actor | --which=actor: ... is one model, not a run or a checkpoint; leave it out
 --actor=ACTOR | --actor=ACTOR: another model samples for --mismatch alone; add it, or name the model with --model
 --mismatch --actor=/no/such | --actor=/no/such: no model there; ... give a run folder, a checkpoint
 --mismatch --actor=no_weights | no_weights: no weights there (model.safetensors ... copy the folder anew, or delete
