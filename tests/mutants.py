@@ -36,7 +36,7 @@ MATHS = ["test_corrections.py", "test_obrs.py", "test_gepo.py", "test_objectives
 # where the tests of a file are, most telling first
 TESTS = {
     "objectives.py": ["test_objectives.py", "test_corrections.py", "test_gepo.py", *LEARNER],
-    "corrections.py": MATHS,
+    "corrections.py": ["test_config.py", *MATHS],
     "obrs.py": MATHS,
     "gepo.py": ["test_gepo.py", *LEARNER],
     "batching.py": ["test_rollout.py", *LEARNER],

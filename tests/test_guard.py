@@ -1,5 +1,6 @@
 """What one peer may do to a hub, and to the others: every bound of guard.py and hub.py, met by raw peers."""
 
+import logging
 import os
 import socket
 import time
@@ -482,6 +483,22 @@ def test_a_turn_that_takes_long_is_forgiven(suspended, forgives, made, monkeypat
     peer = made.raw(h)
     peer.hello()
     assert peer.hear(wire.Welcome) and bool(away) == forgives
+
+
+def test_few_lines_of_a_kind_are_logged_in_a_minute(monkeypatch):
+    """Twenty of each kind; in the next minute twenty more."""
+    clock = [0.0]
+    monkeypatch.setattr(guard.time, "monotonic", lambda: clock[0])
+    few = guard.FewOfAKind()
+
+    def passed(n, kind):
+        return sum(few.filter(logging.makeLogRecord({"msg": kind, "args": (i,)})) for i in range(n))
+
+    assert (passed(500, "refused: %s"), passed(3, "came: %s"), passed(9, "refused: %s")) == (20, 3, 0)
+    clock[0] = 59.9
+    assert passed(30, "refused: %s") == 0
+    clock[0] = 60.0
+    assert passed(30, "refused: %s") == 20
 
 
 def test_the_log_is_bounded(tmp_path, monkeypatch):
