@@ -520,3 +520,10 @@ def test_the_log_is_bounded(tmp_path, monkeypatch):
         log.warning("offer refused: %s", i)
     sizes = [path.stat().st_size for path in tmp_path.glob("remote3.log*")]
     assert len(sizes) == 3 and max(sizes) <= 5000
+
+
+def test_what_a_sampler_has_handed_over_never_gets_less():
+    reports = {}
+    for handed, believed in ((3, 3), (7, 7), (2, 7), (0, 7), (8, 8)):
+        account.believe(reports, ("box", 5), handed, lambda key: False)
+        assert reports["box", 5] == believed
