@@ -54,7 +54,7 @@ TESTS = {
     "metrics.py": ["test_metrics.py"],
     "checkpoint.py": ["test_checkpoint.py", "test_run.py"],
     "run.py": ["test_run.py", "test_config.py"],
-    "train.py": ["test_train.py", "-k", "signals or error or rescue or logs_every or stopped_and_resumed or samples"],
+    "train.py": ["test_train.py", "-k", "logs_every or fault or counters or too_many or signals"],
     "config.py": ["test_config.py", "test_train.py::test_resume_says_which_key_differs_and_a_run_is_not_overwritten"],
     "flags.py": ["test_config.py", "test_flags.py"],
     "remote/guard.py": ["test_guard.py"],

@@ -203,6 +203,7 @@ def test_a_run_logs_every_update(whole):
         assert row["obrs/kl_after"] < row["obrs/kl_before"]
     assert [row["staleness/max_updates"] for row in rows[1:]] == [0, 1] * 3
     assert ["rollout_s" in row for row in rows[1:]] == [True, False] * 3
+    assert ["sync/proved" in row for row in rows[1:]] == [True, False] * 3  # what a roll-out says, once
     assert unexplained({key for row in rows for key in row} - {"step"}) == []
 
 
