@@ -44,24 +44,12 @@ def cut(name: str, size: int):
     return lambda folder: os.truncate(folder / name, size)
 
 
-def learner_keys(change=None):
-    """The learner's folder of keys. change: what is then done to it."""
+def keys_of(owner: str, change=None):
+    """The folder of keys of `owner`: "learner", or "sampler0". change: what is then done to it."""
 
     def make(path: Path) -> None:
         make_keys(str(path / "all"), 1)
-        for part in (path / "all" / "learner").iterdir():
-            part.rename(path / part.name)
-        shutil.rmtree(path / "all")
-        if change:
-            change(path)
-
-    return make
-
-
-def sampler_keys(change=None):
-    def make(path: Path) -> None:
-        make_keys(str(path / "all"), 1)
-        for part in (path / "all" / "sampler0").iterdir():
+        for part in (path / "all" / owner).iterdir():
             part.rename(path / part.name)
         shutil.rmtree(path / "all")
         if change:
@@ -267,17 +255,17 @@ FILES = {
     "responses_uneven": {"samples.jsonl": json.dumps({**RESPONSE, "gaps": [0.0, 1.0]}) + "\n"},
     "responses": {"samples.jsonl": json.dumps(RESPONSE) + "\n"},
     # keys and routes
-    "keys_learner": learner_keys(),
-    "keys_open": learner_keys(lambda folder: (folder / "learner.key_secret").chmod(0o644)),
-    "keys_two": learner_keys(lambda folder: shutil.copy(folder / "learner.key_secret", folder / "b.key_secret")),
-    "keys_cut": learner_keys(cut("learner.key_secret", 200)),
-    "keys_nobody": learner_keys(without("samplers/*")),
-    "keys_sampler": sampler_keys(),
-    "keys_sampler_open": sampler_keys(lambda folder: (folder / "sampler0.key_secret").chmod(0o640)),
-    "keys_sampler_junk": sampler_keys(holding("learner.key", "junk")),
-    "keys_sampler_short": sampler_keys(holding("learner.key", 'metadata\ncurve\n    public-key = "short"\n')),
-    "keys_sampler_empty": sampler_keys(holding("sampler0.key_secret", "")),
-    "keys_sampler_public": sampler_keys(only_public),
+    "keys_learner": keys_of("learner"),
+    "keys_open": keys_of("learner", lambda folder: (folder / "learner.key_secret").chmod(0o644)),
+    "keys_two": keys_of("learner", lambda folder: shutil.copy(folder / "learner.key_secret", folder / "b.key_secret")),
+    "keys_cut": keys_of("learner", cut("learner.key_secret", 200)),
+    "keys_nobody": keys_of("learner", without("samplers/*")),
+    "keys_sampler": keys_of("sampler0"),
+    "keys_sampler_open": keys_of("sampler0", lambda folder: (folder / "sampler0.key_secret").chmod(0o640)),
+    "keys_sampler_junk": keys_of("sampler0", holding("learner.key", "junk")),
+    "keys_sampler_short": keys_of("sampler0", holding("learner.key", 'metadata\ncurve\n    public-key = "short"\n')),
+    "keys_sampler_empty": keys_of("sampler0", holding("sampler0.key_secret", "")),
+    "keys_sampler_public": keys_of("sampler0", only_public),
     "routes_cut.toml": "[learners",
     "routes_numbers.toml": "learners = 3",
     "routes_others.toml": '[learners]\n0 = "tcp://127.0.0.1:9"\n[samplers]\nother = [0]\n',
