@@ -33,7 +33,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 # The settings, named as train.py's flags. Change them here.
-STEPS, WARMUP_STEPS = 80, 5  # optimizer updates; configs/demo.toml has 150
+STEPS, WARMUP_STEPS = 70, 5  # optimizer updates; configs/demo.toml has 150
 LR, ACTOR_LR = 1e-4, 3e-4
 ROLLOUT_BATCH, TRAIN_BATCH = 256, 256  # responses sampled at once, responses in one update
 GROUP_SIZE, MAX_TOKENS = 8, 32  # G, longest response
