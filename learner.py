@@ -259,6 +259,12 @@ class Learner:
     def update(self, batch: Batch, stats: objectives.StepStats) -> dict[str, float]:
         """One optimizer step on this rank's share of a batch. Returns the metrics of the step, global over
         ranks."""
+        logged = self.backward(batch, stats)
+        all_rejected = logged["rollout_corr/rollout_rs_masked_fraction"] >= 1
+        return logged | self._step(logged["loss"], all_rejected)
+
+    def backward(self, batch: Batch, stats: objectives.StepStats) -> dict[str, float]:
+        """The gradient of a batch's loss, over all ranks, into .grad; the metrics of it."""
         cfg = self.cfg
         needs = needs_of_update(cfg, self.has_actor, stats.lam, batch.logp_ref is not None)
         sums, total = Sums(), torch.zeros((), dtype=torch.float64, device=self.device)
@@ -276,9 +282,7 @@ class Learner:
                 with torch.no_grad():
                     observe(sums, new.detach(), objectives.with_ref(new, micro), stats, logs, cfg)
         logged = derive(sums.reduce(self.comm))
-        logged["loss"] = self.comm.sum([total])[0]
-        all_rejected = logged["rollout_corr/rollout_rs_masked_fraction"] >= 1
-        return logged | self._step(logged["loss"], all_rejected)
+        return logged | {"loss": self.comm.sum([total])[0]}
 
     def _gradient_sync(self, last: bool):
         """A context in which gradients are reduced over ranks in the last micro-batch's backward alone."""

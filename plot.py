@@ -210,6 +210,27 @@ BLUE, ORANGE = "#1f6fb4", "#e07b28"
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def draw_worth(results: dict[str, dict], path: Path) -> str:
+    """Worth of each row with its error, best on top; results: worth.measure's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = sorted(results.items(), key=lambda item: item[1]["worth"])
+    fig, ax = plt.subplots(figsize=(8, 1.2 + 0.32 * len(rows)))
+    ax.errorbar([x["worth"] for _, x in rows], range(len(rows)), xerr=[x["worth_se"] for _, x in rows], fmt="o", ms=5)
+    ax.axvline(1, color="black", lw=0.8)
+    ax.set_yticks(range(len(rows)), [name for name, _ in rows])
+    ax.set_xlabel("worth of a sampled response, in on-policy responses")
+    ax.grid(alpha=0.3)
+    fig.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path, dpi=110)
+    plt.close(fig)
+    return str(path)
+
+
 def draw_mismatch(report, scored, clamp: float, path: Path) -> Path:
     """Six panels, written to `path`. report, scored: mismatch.Report and mismatch.Scored."""
     import matplotlib
