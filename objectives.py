@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 import torch
 
 import corrections
-import gepo
 import obrs
 from corrections import CLAMP, CORRECTIONS, USES_Z, apply_correction, can_drop, geo_ratio, seq_mean, token_ratio
 from flags import choice, need
@@ -285,8 +284,8 @@ def prepare_group(stats: StepStats, batch, cfg) -> None:
     """GEPO's expectation and mixing, from whole groups."""
     empty = (batch.mask.sum(1) == 0)[:, None]
     mean_logp_inf = seq_mean(batch.logp_inf.double(), batch.mask).masked_fill(empty, -math.inf)[:, 0]
-    stats.log_group_mean = gepo.log_group_mean(mean_logp_inf, batch.group, cfg.gepo_expectation)[:, None]
-    stats.mixing = gepo.mixing(mean_logp_inf, batch.group, cfg.gepo_defence)[:, None]
+    stats.log_group_mean = corrections.log_group_mean(mean_logp_inf, batch.group, cfg.gepo_expectation)[:, None]
+    stats.mixing = corrections.group_mixing(mean_logp_inf, batch.group, cfg.gepo_defence)[:, None]
 
 
 def prepare_obrs(stats: StepStats, batch, comm, cfg, controllers: dict, fresh) -> None:
@@ -360,7 +359,7 @@ def loss(new, batch, stats: StepStats, cfg):
     if stats.kept_factor is not None:
         value = value * stats.kept_factor.to(value)
     if cfg.cppo_beta:
-        drift = gepo.cppo_kl(new.logp, batch.logp_inf, cfg.cppo_kl, cfg.log_ratio_clamp)
+        drift = corrections.cppo_kl(new.logp, batch.logp_inf, cfg.cppo_kl, cfg.log_ratio_clamp)
         value = value + cfg.cppo_beta * drift * per_response_scale(batch.mask, stats, cfg)
         logs = {**logs, "cppo_kl": drift.detach()}
     if cfg.ratio_base in ("inf", "group"):  # the ratio itself is the weight: say so in the metrics
@@ -370,7 +369,7 @@ def loss(new, batch, stats: StepStats, cfg):
 
 def log_ratio_base(new, batch, stats: StepStats, cfg):
     """log of what the surrogate's ratio divides by, (B, T): p_ref, p_inf, p_new itself, or the group's
-    (gepo.py)."""
+    (corrections.py)."""
     if cfg.ratio_base == "ref":
         return batch.logp_ref
     if cfg.ratio_base == "inf":
@@ -378,7 +377,7 @@ def log_ratio_base(new, batch, stats: StepStats, cfg):
     if cfg.ratio_base == "new":
         return new.logp.detach()
     mean_logp = seq_mean(new.logp.detach(), batch.mask)
-    base = gepo.log_base(mean_logp, stats.log_group_mean.to(mean_logp), stats.mixing.to(mean_logp))
+    base = corrections.group_log_base(mean_logp, stats.log_group_mean.to(mean_logp), stats.mixing.to(mean_logp))
     return base.expand_as(new.logp)
 
 

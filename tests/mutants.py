@@ -38,7 +38,6 @@ TESTS = {
     "objectives.py": ["test_objectives.py", "test_corrections.py", "test_gepo.py", *LEARNER],
     "corrections.py": ["test_config.py", *MATHS],
     "obrs.py": MATHS,
-    "gepo.py": ["test_gepo.py", *LEARNER],
     "batching.py": ["test_rollout.py", *LEARNER],
     "model.py": ["test_head.py", "test_sampling.py", "test_config.py", *LEARNER],
     "learner.py": ["test_learner.py", "test_checkpoint.py", "test_config.py", "test_sync.py", "test_quant.py"],
@@ -129,6 +128,25 @@ MUTANTS = {
         ("surrogate = surrogate * (batch.adv > 0)", "surrogate = surrogate * (batch.adv >= 0) * 2"),
     ],
     "corrections.py": [
+        (
+            "log_mean = log_group_sum(2 * log_q, group) - log_group_sum(log_q, group)",
+            "log_mean = log_group_sum(2 * log_q, group)",
+        ),
+        (
+            "log_mean = log_group_sum(log_q, group) - log_group_sum(count, group)",
+            "log_mean = log_group_sum(log_q, group) - math.log(len(log_q))",
+        ),
+        (
+            "variance = (same * (q[None, :] - mean[:, None]) ** 2).sum(1) / n",
+            "variance = (same * (q[None, :] - mean[:, None]) ** 2).sum(1) / (n - 1)",
+        ),
+        ("return (c * variance).clamp(0.0, 0.99)", "return (c * variance).clamp(0.0, 1.0)"),
+        (
+            "mixing.log() + mean_logp_new, torch.log1p(-mixing) + log_group_mean",
+            "mixing.log() + log_group_mean, torch.log1p(-mixing) + mean_logp_new",
+        ),
+        ('d = logp_inf - logp_new if how == "official"', 'd = logp_inf - logp_new if how != "official"'),
+        ("    return d.exp() - d - 1", "    return d.exp() + d - 1"),
         ("return token_ratio(seq_sum(log_r, mask), clamp)", "return seq_sum(token_ratio(log_r, clamp), mask)"),
         ("return token_ratio(seq_mean(log_r, mask), clamp)", "return token_ratio(log_r.mean(1, keepdim=True), clamp)"),
         ("weight = token_ratio(log_r, clamp).clamp(floor, cap)", "weight = token_ratio(log_r, clamp).clamp_max(cap)"),
@@ -195,27 +213,6 @@ MUTANTS = {
             'if mode == "reweight":\n        return rho, torch.ones_like(keep), a',
             'if mode == "reweight":\n        return rho, keep, a',
         ),
-    ],
-    "gepo.py": [
-        (
-            "log_mean = log_group_sum(2 * log_q, group) - log_group_sum(log_q, group)",
-            "log_mean = log_group_sum(2 * log_q, group)",
-        ),
-        (
-            "log_mean = log_group_sum(log_q, group) - log_group_sum(count, group)",
-            "log_mean = log_group_sum(log_q, group) - math.log(len(log_q))",
-        ),
-        (
-            "variance = (same * (q[None, :] - mean[:, None]) ** 2).sum(1) / n",
-            "variance = (same * (q[None, :] - mean[:, None]) ** 2).sum(1) / (n - 1)",
-        ),
-        ("return (c * variance).clamp(0.0, 0.99)", "return (c * variance).clamp(0.0, 1.0)"),
-        (
-            "mixing.log() + mean_logp_new, torch.log1p(-mixing) + log_group_mean",
-            "mixing.log() + log_group_mean, torch.log1p(-mixing) + mean_logp_new",
-        ),
-        ('d = logp_inf - logp_new if how == "official"', 'd = logp_inf - logp_new if how != "official"'),
-        ("    return d.exp() - d - 1", "    return d.exp() + d - 1"),
     ],
     "batching.py": [
         ('"mask", cfg.seed, g.uid, i)', '"mask", cfg.seed, g.uid, 0)'),

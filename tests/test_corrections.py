@@ -9,7 +9,6 @@ import torch
 from conftest import LN, LOG_R, STATS, TinyBatch, f64, make_cfg, tiny
 
 import corrections
-import gepo
 import obrs
 from corrections import CORRECTIONS, REJECTIONS, apply_correction
 from model import TokenStats
@@ -279,8 +278,8 @@ def test_obrs_on_plain_tensors():
 def test_gepos_base_on_plain_tensors():
     """log (e p + (1 - e) E) with e = 1/4, p = 0.2, E = 0.6; with e = 0 it is log E."""
     p, E = torch.tensor([[LN(0.2)]], dtype=f64), torch.tensor([[LN(0.6)]], dtype=f64)
-    assert float(gepo.log_base(p, E, torch.tensor([[0.25]], dtype=f64)).exp()) == pytest.approx(0.5)
-    assert float(gepo.log_base(p, E, torch.zeros(1, 1, dtype=f64))) == LN(0.6)
+    assert float(corrections.group_log_base(p, E, torch.tensor([[0.25]], dtype=f64)).exp()) == pytest.approx(0.5)
+    assert float(corrections.group_log_base(p, E, torch.zeros(1, 1, dtype=f64))) == LN(0.6)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import LN, One, TinyBatch, f64, make_cfg
 
-import gepo
+import corrections
 import objectives
 from model import TokenStats
 from results import theorem1
@@ -21,7 +21,7 @@ def t(*x):
 
 def group_mean(logq, group, how="weighted"):
     """E of each response's group."""
-    return gepo.log_group_mean(logq, group, how).exp()
+    return corrections.log_group_mean(logq, group, how).exp()
 
 
 def test_expectations_by_hand():
@@ -31,10 +31,10 @@ def test_expectations_by_hand():
     assert torch.allclose(group_mean(logq, group), want)
     assert torch.allclose(group_mean(logq, group, "mean"), t(0.375, 0.375, 0.3, 0.3, 0.3))
     # population variances 1/64 and 0.02
-    e = gepo.mixing(logq, group, 4.0)
+    e = corrections.group_mixing(logq, group, 4.0)
     assert torch.allclose(e, t(4 / 64, 4 / 64, 0.08, 0.08, 0.08))
-    assert torch.equal(gepo.mixing(logq, group, 1e6), torch.full((5,), 0.99, dtype=f64))
-    assert float(gepo.mixing(logq, group, 0.0).max()) == 0
+    assert torch.equal(corrections.group_mixing(logq, group, 1e6), torch.full((5,), 0.99, dtype=f64))
+    assert float(corrections.group_mixing(logq, group, 0.0).max()) == 0
 
 
 def test_a_response_without_tokens_has_no_q():
@@ -42,26 +42,26 @@ def test_a_response_without_tokens_has_no_q():
     same = torch.zeros(3)
     assert torch.allclose(group_mean(empty, same), t(5 / 12, 5 / 12, 5 / 12))
     assert torch.allclose(group_mean(empty, same, "mean"), t(0.375, 0.375, 0.375))
-    assert torch.allclose(gepo.mixing(empty, same, 4.0), t(4 / 64, 4 / 64, 4 / 64))
-    assert gepo.log_group_mean(empty, torch.tensor([0, 1, 0])).isfinite().all()
+    assert torch.allclose(corrections.group_mixing(empty, same, 4.0), t(4 / 64, 4 / 64, 4 / 64))
+    assert corrections.log_group_mean(empty, torch.tensor([0, 1, 0])).isfinite().all()
 
 
 @pytest.mark.parametrize("how", ["weighted", "mean"])
 def test_one_response_or_equal_ones_give_their_own_q(how):
     logq, same = t(-3.0, -0.5, -900.0), t(-2.0, -2.0, -2.0)
-    assert torch.allclose(gepo.log_group_mean(logq, torch.arange(3), how), logq, atol=1e-12)
-    assert torch.allclose(gepo.log_group_mean(same, torch.zeros(3), how), same, atol=1e-12)
+    assert torch.allclose(corrections.log_group_mean(logq, torch.arange(3), how), logq, atol=1e-12)
+    assert torch.allclose(corrections.log_group_mean(same, torch.zeros(3), how), same, atol=1e-12)
 
 
 def test_extremes_stay_finite():
-    far = gepo.log_group_mean(t(-1000.0, -2000.0, -1000.0), torch.zeros(3))
+    far = corrections.log_group_mean(t(-1000.0, -2000.0, -1000.0), torch.zeros(3))
     assert torch.allclose(far, t(-1000.0, -1000.0, -1000.0))  # exp(-1000) is 0 in float64
     assert far.isfinite().all()
 
 
 def test_what_p_is_divided_by():
-    assert torch.equal(gepo.log_base(t(-5.0), t(-1000.0), t(0.0)), t(-1000.0))
-    mixed = gepo.log_base(t(LN(0.2)), t(LN(0.6)), t(0.25)).exp()
+    assert torch.equal(corrections.group_log_base(t(-5.0), t(-1000.0), t(0.0)), t(-1000.0))
+    mixed = corrections.group_log_base(t(LN(0.2)), t(LN(0.6)), t(0.25)).exp()
     assert float(mixed) == pytest.approx(0.25 * 0.2 + 0.75 * 0.6)
 
 
@@ -149,13 +149,13 @@ def test_half_a_group_still_divides_by_the_whole_groups_expectation():
 def test_cppo_kl_estimates_what_its_name_says():
     """Exact expectations under q over three tokens: the released code's version is no KL."""
     p, q = t(0.5, 0.3, 0.2), t(0.2, 0.2, 0.6)
-    k3 = float((q * gepo.cppo_kl(p.log(), q.log(), "k3", 20.0)).sum())
-    official = float((q * gepo.cppo_kl(p.log(), q.log(), "official", 20.0)).sum())
+    k3 = float((q * corrections.cppo_kl(p.log(), q.log(), "k3", 20.0)).sum())
+    official = float((q * corrections.cppo_kl(p.log(), q.log(), "official", 20.0)).sum())
     kl, chi2 = float((q * (q / p).log()).sum()), float((q * q / p).sum() - 1)
     assert k3 == pytest.approx(kl, abs=1e-12)
     assert official == pytest.approx(chi2 - kl, abs=1e-12)
     assert abs(chi2 - 2 * kl) > 0.1
-    assert float(gepo.cppo_kl(t(-500.0), t(0.0), "official", 20.0)) == pytest.approx(math.exp(20) - 21)
+    assert float(corrections.cppo_kl(t(-500.0), t(0.0), "official", 20.0)) == pytest.approx(math.exp(20) - 21)
 
 
 @pytest.mark.parametrize("how, d", [("official", -0.5), ("k3", 0.5)])
