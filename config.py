@@ -177,7 +177,7 @@ class ObjectiveFlags:
     dual_clip: float = 0.0
     """Dual-clip constant c for negative advantages (3 is usual); 0: off."""
     is_cap: float | None = None
-    """C: cap of importance weights (default by correction: tis 2, seq_tis 4, ...)."""
+    """C: cap of importance weights (default by correction: tis 2, seq_tis 4, prefix_tis 1, ...)."""
     is_floor: float = 0.0
     """Lower bound of capped weights; 0: none (tbpo_mismatch: 1 / C)."""
     reject: str | None = None

@@ -9,6 +9,7 @@ and a row; so is a new statistic to reject by. OBRS, Jackpot's correction, has a
     log_r = log p_ref - log p_inf        inf: the policy that sampled; ref: the learner's at the start of this step
     r = exp(log_r)                       per token, (B, T)
     R = exp(sum_t log_r)                 per response, (B, 1)
+    R_t = exp(sum_{s<=t} log_r_s)        per prefix of a response, (B, T)
 
 Log-ratios are clamped to +- `clamp` (`--log_ratio_clamp`, 20) before exp, sequence sums after summing.
 """
@@ -41,6 +42,11 @@ def token_ratio(log_r, clamp=CLAMP):
 def seq_ratio(log_r, mask, clamp=CLAMP):
     """R = exp(sum_t log_r), (B, 1)."""
     return token_ratio(seq_sum(log_r, mask), clamp)
+
+
+def prefix_ratio(log_r, mask, clamp=CLAMP):
+    """R_t = exp(sum_{s<=t} log_r_s), (B, T): a response's ratio up to each token, that token with it."""
+    return token_ratio((log_r * mask).cumsum(1), clamp)
 
 
 def geo_ratio(log_r, mask, clamp=CLAMP):
@@ -130,6 +136,17 @@ def seq_mis(log_r, mask, low, high, clamp=CLAMP):
     """weight R, responses outside low <= R <= high dropped. Praxis section 6."""
     weight = seq_ratio(log_r, mask, clamp)
     return weight, inside(weight, low, high)
+
+
+def prefix_tis(log_r, mask, cap, floor=0.0, clamp=CLAMP):
+    """weight min(R_t, C), C = 1: truncated per-decision importance sampling.
+
+    Without a cap E_inf[R_t X_t] = E_ref[X_t] for whatever X_t the first t tokens decide: what led to a token and the
+    token are weighed as ref has them. What follows it decides the advantage alone and stays the sampler's, so the
+    weight has t factors where R has all of them, and its variance less. The unbounded form is CTPO's ratio, arXiv
+    2605.07331; the cap is that of tis, and it bounds what one response can do to a batch."""
+    weight = prefix_ratio(log_r, mask, clamp).clamp(floor, cap)
+    return weight, torch.ones_like(weight)
 
 
 def geo_rs(log_r, mask, low, high, clamp=CLAMP):
@@ -296,6 +313,10 @@ CORRECTIONS = {
         lambda new, b, stats, cfg: seq_tis(b.log_r, b.mask, cfg.is_cap, cfg.is_floor, cfg.log_ratio_clamp),
         bounds={"is_cap": 4.0},
         caps="sequence",
+    ),
+    "prefix_tis": Correction(
+        lambda new, b, stats, cfg: prefix_tis(b.log_r, b.mask, cfg.is_cap, cfg.is_floor, cfg.log_ratio_clamp),
+        bounds={"is_cap": 1.0},
     ),
     "seq_mis": Correction(
         lambda new, b, stats, cfg: seq_mis(b.log_r, b.mask, cfg.rs_low, cfg.rs_high, cfg.log_ratio_clamp),

@@ -169,6 +169,7 @@ OBJECTIVES = {
     "z_tis": {"correction": "z_tis", "surrogate": "ppo"},
     "seq_is": {"correction": "seq_is", "surrogate": "ppo"},
     "seq_tis": {"correction": "seq_tis", "surrogate": "ppo"},
+    "prefix_tis": {"correction": "prefix_tis", "surrogate": "ppo"},
     "seq_mis": {"correction": "seq_mis", "surrogate": "ppo"},
     "mis_gspo": {"correction": "seq_mis", "surrogate": "gspo", "reduction": "seq-mean-token-mean"},
     "geo_rs": {"correction": "geo_rs", "surrogate": "ppo"},

@@ -68,6 +68,7 @@ USUAL = {
     "icepop": Bounds(low=0.5, high=5.0),
     "areal_drop": Bounds(cap=5.0),
     "seq_tis": Bounds(cap=4.0),
+    "prefix_tis": Bounds(cap=1.0),
     "seq_mis": Bounds(high=4.0),
     "geo_rs": Bounds(low=0.9, high=1.1),
     "geo_rs_seq_tis": Bounds(cap=4.0, low=0.9, high=1.1),
@@ -192,6 +193,9 @@ def correct(name: str, r: Response, over: str, bounds: Bounds, c: float) -> list
         return []
     if name in ("none", "is", "tis", "tis_adjusted", "icepop", "areal_drop"):
         return [by_token(name, math.exp(clamp(x, c)), bounds) for x in logs]
+    if name == "prefix_tis":
+        prefixes = [math.exp(clamp(sum(logs[: t + 1]), c)) for t in range(len(logs))]
+        return [(min(max(x, bounds.floor), bounds.cap), 1.0) for x in prefixes]
     R, geo = math.exp(clamp(sum(logs), c)), math.exp(clamp(mean(logs), c))
     return [by_response(name, R, geo, bounds)] * len(logs)
 

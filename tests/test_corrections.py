@@ -41,6 +41,9 @@ def corrected(new, batch, **flags):
         ("areal_drop", {"is_cap": 1.5}, [[2, 0.5, 1], [4, 4, 4]], [[0, 1, 1], [0, 0, 0]]),
         ("seq_is", {}, [[1, 1, 1], [64, 64, 64]], 1),
         ("seq_tis", {}, [[1, 1, 1], [4, 4, 4]], 1),
+        ("prefix_tis", {}, 1, 1),
+        ("prefix_tis", {"is_cap": 20.0}, [[2, 1, 1], [4, 16, 20]], 1),
+        ("prefix_tis", {"is_floor": 1.5, "is_cap": 5.0}, [[2, 1.5, 1.5], [4, 5, 5]], 1),
         ("seq_mis", {}, [[1, 1, 1], [64, 64, 64]], [[1, 1, 1], [0, 0, 0]]),
         ("seq_mis", {"rs_low": 2.0, "rs_high": 100.0}, [[1, 1, 1], [64, 64, 64]], [[0, 0, 0], [1, 1, 1]]),
         ("geo_rs", {}, 1, [[1, 1, 1], [0, 0, 0]]),
@@ -159,6 +162,8 @@ MASK = torch.tensor([[True, False, True], [True, True, False]])  # R = 2 and 16,
         (corrections.seq_is(LOG_RATIOS, MASK), [[2] * 3, [16] * 3], 1),
         (corrections.seq_tis(LOG_RATIOS, MASK, 5.0), [[2] * 3, [5] * 3], 1),
         (corrections.seq_tis(LOG_RATIOS, MASK, 5.0, floor=3.0), [[3] * 3, [5] * 3], 1),
+        (corrections.prefix_tis(LOG_RATIOS, MASK, 5.0), [[2, 2, 2], [4, 5, 5]], 1),
+        (corrections.prefix_tis(-LOG_RATIOS, MASK, 5.0, floor=0.1), [[0.5] * 3, [0.25, 0.1, 0.1]], 1),
         (corrections.seq_mis(LOG_RATIOS, MASK, 3.0, 20.0), [[2] * 3, [16] * 3], [[0] * 3, [1] * 3]),
         (corrections.geo_rs(LOG_RATIOS, MASK, 1.0, 1.5), 1, [[1] * 3, [0] * 3]),
         (corrections.geo_rs_seq_tis(LOG_RATIOS, MASK, 5.0, 1.0, 4.5), [[2] * 3, [5] * 3], 1),
@@ -187,6 +192,7 @@ def test_formulas_on_plain_tensors(got, weight, keep):
         (corrections.z_tis, (1.0, 1e9)),
         (corrections.seq_is, (MASK,)),
         (corrections.seq_tis, (MASK, 1e9)),
+        (corrections.prefix_tis, (MASK, 1e9)),
         (corrections.seq_mis, (MASK, 0.0, 1e9)),
         (corrections.geo_rs_seq_tis, (MASK, 1e9, 0.0, 1e9)),
         (corrections.tbpo_mismatch, (MASK, 1e9)),
@@ -430,6 +436,11 @@ def sum_of(row):
     return sum(t.log_r() for t in learners(row))
 
 
+def until(token, row):
+    """The row up to a token, that token with it."""
+    return row[: next(t for t, other in enumerate(row) if other is token) + 1]
+
+
 def mean_of(row):
     return sum_of(row) / len(learners(row))
 
@@ -494,6 +505,7 @@ def expected(name, token, row, cfg):
         "areal_drop": (r, is_inside(r, 0.0, CAP)),
         "seq_is": (R, 1.0),
         "seq_tis": (bounded(R, FLOOR, CAP), 1.0),
+        "prefix_tis": (bounded(math.exp(clamped(sum_of(until(token, row)))), FLOOR, CAP), 1.0),
         "seq_mis": (R, is_inside(R, low, high)),
         "geo_rs": (1.0, is_inside(m, low, high)),
         "geo_rs_seq_tis": (bounded(R, FLOOR, CAP), is_inside(m, low, high)),

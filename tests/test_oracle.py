@@ -383,7 +383,7 @@ AXES = {
 }
 CROSSED = list(AXES)[:5]
 NO_FLAG = ("edges", "carried_kappa", "carried_distill", "updates", "ranks", "wild")
-HAS_CAP = ("tis", "tis_adjusted", "areal_drop", "seq_tis", "geo_rs_seq_tis", "tbpo_mismatch")
+HAS_CAP = ("tis", "tis_adjusted", "areal_drop", "seq_tis", "prefix_tis", "geo_rs_seq_tis", "tbpo_mismatch")
 REJECTS = ("icepop", "seq_mis", "geo_rs", "geo_rs_seq_tis")
 REJECT_BOUNDS = {"token": (0.6, 1.6), "sequence": (0.4, 2.0), "geo": (0.85, 1.15), "token_k3": (0.001, 0.12)}
 REJECT_BOUNDS |= {"seq_mean_k3": (0.01, 0.1)}
