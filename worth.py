@@ -3,7 +3,8 @@
     python worth.py --model=base:policy --actor=base:actor                  # another model samples
     python worth.py --model=FOLDER --actor=none --rollout_quant=w2a16       # low bits do
     python worth.py --model=FOLDER --actor=none --stale=OLDER_FOLDER        # older weights do
-    python worth.py ... --rows="tis; tis is_cap=8; jackpot obrs_mask=expected"
+    python worth.py ... --rows="tis; tis is_cap=8; jackpot obrs_mask=expected" --lengths=16,64 --cost
+    torchrun --nproc_per_node=2 worth.py ... --parallel=fsdp --share=0.1
 
 with every flag of train.py that says how rollouts are made, and every objective of objectives.py as a row.
 
@@ -11,17 +12,17 @@ with every flag of train.py that says how rollouts are made, and every objective
     g_c    the gradient that one batch of B sampler responses gives under row c
     scale  = E<g_c, g> / |g|^2                  the length of the step along g: 1 where nothing is cut
     bias   = |E g_c - scale g|^2 / |g|^2        what of its mean points elsewhere
-    noise  = (E|g_c|^2 - |E g_c|^2) / |g|^2     of one batch
+    noise  = (E|g_c|^2 - |E g_c|^2) / |g|^2     of one batch; noise_on: of one on-policy batch
     worth  = scale^2 noise_on / (bias + noise)
 
 The expected cosine of g_c and g is kappa = scale / sqrt(scale^2 + bias + noise). An on-policy batch of (worth B)
-responses has the same kappa, so worth counts on-policy responses a sampler response: times the ratio of the costs of
-sampling (`--cost`) it says whether the sampler pays.
+responses has the same kappa, so worth counts on-policy responses a sampler response: above the ratio of what the two
+cost (`--cost`) the sampler pays. It is the worth of the next step: what a policy becomes that takes many is not in it.
 
 How: g_c is a sum over tokens, sum_t c_t grad log p_t, and c_t = d J_c / d log p_t comes from the row's own loss. Along
-a direction v then <g_c, v> = sum_t c_t s_t with s_t = d/de log p_t(theta + e v): two forward passes with shifted
-weights give s_t of all tokens, and every row is a weighted sum of them. Along g this gives scale; along random v
-of unit covariance E<x, v>^2 = |x|^2, and that gives bias and noise. No gradient of the sampler is ever held.
+a direction v then <g_c, v> = sum_t c_t s_t with s_t = d/de log p_t(theta + e v): one forward pass with weights
+shifted a little gives s_t of all tokens, and every row is a weighted sum of them. Along g this gives scale; along
+random v of unit covariance E<x, v>^2 = |x|^2, and that gives bias and noise. No gradient of the sampler's is held.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ import json
 import math
 import sys
 import time
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +45,7 @@ import flags
 import objectives
 import plot
 import train
+from corrections import token_k3
 from eval import sampler_of
 from flags import need, run_command
 from learner import Comm, Learner
@@ -54,10 +57,12 @@ from sampling import Sampling
 
 ROWS = (
     "none; is; tis is_cap=2; tis is_cap=3; tis is_cap=8; icepop; seq_is; seq_tis is_cap=1; seq_tis is_cap=2; "
-    "seq_tis is_cap=4; seq_mis; geo_rs; z_tis; jackpot obrs_mode=mask; jackpot; jackpot obrs_mask=expected"
+    "seq_tis is_cap=4; seq_mis; geo_rs; prefix_tis is_cap=1; prefix_tis is_cap=2; prefix_tis is_cap=4; z_tis; "
+    "jackpot obrs_mode=mask; jackpot; jackpot obrs_mask=expected"
 )
-STEP = 0.02  # what a shift of the weights changes in log-probabilities, root mean square, in nats
-FOLDS = 8  # of the jackknife over groups and over the on-policy batches
+STEP = 0.005  # what a shift of the weights changes in log-probabilities, root mean square, in nats
+FOLDS = 4  # of the on-policy batches, and of the jackknife over groups and over directions
+EVERYTHING = (0, 2**31)  # lengths of responses
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,10 @@ class WorthFlags:
     """Random directions, for bias and noise."""
     noise_batches: int = 4
     """Of the sampler's batches, so many are also looked at along the random directions."""
+    lengths: str = ""
+    """Lengths that divide the responses, with commas: each part is weighed, too, and takes as long as the whole."""
+    share: float = 1.0
+    """Share of the parameters' entries that is looked at, drawn at random: of nine copies that are kept, so much."""
     stale: str = ""
     """A model folder whose weights sample in the place of the policy's: an older checkpoint."""
     cost: bool = False
@@ -83,35 +92,76 @@ class WorthFlags:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rows
+# Flags
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config]]:
     """The flags of the measurement, and each row's configuration. UserError: one sentence."""
     both = dataclass(frozen=True)(type("Flags", (config.Config, WorthFlags), {}))
-    pairs = flags.read(both, argv, "python worth.py --key=value ...", also={"config", *objectives.FOREIGN})
+    pairs = flags.read(both, argv, "python worth.py --key=value ...", also={"config", *flags.FOREIGN})
     names = {f.name for f in fields(WorthFlags)}
     own = WorthFlags(**{k: flags.convert(WorthFlags, k, v) for k, v in pairs if k in names})
     shared = [f"--{k}={v}" for k, v in pairs if k not in names]
     need(not any(k == "objective" for k, _ in pairs), "--objective: name the objectives to weigh with --rows")
-    for name in ("batches", "reference", "directions", "noise_batches"):
-        need(getattr(own, name) >= 1, f"--{name}={getattr(own, name)}: must be at least 1")
-    need(own.reference % FOLDS == 0, f"--reference={own.reference}: a multiple of {FOLDS}, for its error")
-    need(own.noise_batches <= own.batches, f"--noise_batches={own.noise_batches}: at most --batches={own.batches}")
+    check(own)
     rows = {}
     for row in filter(None, map(str.strip, own.rows.split(";"))):
         objective, *more = row.split()
         rows[row] = config.parse([*shared, f"--objective={objective}", *(f"--{flag}" for flag in more)])
     need(rows, "--rows: names no objective")
+    for row, cfg in rows.items():
+        check_row(row, cfg)
     return own, rows
+
+
+def check(own: WorthFlags) -> None:
+    for name in ("batches", "reference", "directions", "noise_batches"):
+        need(getattr(own, name) >= 1, f"--{name}={getattr(own, name)}: must be at least 1")
+    for name in ("reference", "directions"):
+        value = getattr(own, name)
+        need(value % FOLDS == 0, f"--{name}={value}: a multiple of {FOLDS}, for the error of what it gives")
+    need(own.batches >= 2, "--batches=1: at least 2, for an error")
+    need(own.noise_batches <= own.batches, f"--noise_batches={own.noise_batches}: at most --batches={own.batches}")
+    need(0 < own.share <= 1, f"--share={own.share}: a share of the parameters, above 0 and at most 1")
+    flags.check_output("json", own.json)
+    parts(own)
+
+
+def check_row(row: str, cfg: config.Config) -> None:
+    at_once = cfg.samplers == "local" and cfg.delay == "none"
+    need(at_once, "--samplers, --delay: weights that sample late are named with --stale here")
+    need(
+        cfg.learner_quant == "none",
+        f"--learner_quant={cfg.learner_quant}: a gradient through rounded weights is a straight-through one, which "
+        "shifted weights do not show; use none",
+    )
+    need(
+        cfg.obrs_target == "ref" and (cfg.correction not in objectives.USES_Z or cfg.obrs_z != "approx"),
+        f"--rows: {row} asks for the policy's own top-K (--obrs_target=new or --obrs_z=approx), unknown here",
+    )
+
+
+def parts(own: WorthFlags) -> list[tuple[int, int]]:
+    """[low, high) lengths of the responses that are weighed together: all, then the parts of --lengths."""
+    try:
+        edges = [int(edge) for edge in filter(None, own.lengths.split(","))]
+    except ValueError:
+        edges = [-1]
+    need(edges == sorted(set(edges)) and min(edges, default=1) > 0, f"--lengths={own.lengths}: rising, such as 16,64")
+    bounds = [0, *edges, EVERYTHING[1]]
+    return [EVERYTHING, *zip(bounds, bounds[1:], strict=False)] if edges else [EVERYTHING]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# c_t: what a row makes of a batch
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def ref_columns(learner, batch, rows: dict[str, config.Config]) -> batching.Batch:
     """The batch with what any row must know of policy and actor."""
     columns = {}
     for needs in {needs_of_ref_pass(cfg, learner.has_actor, cfg.obrs_lambda) for cfg in rows.values()}:
-        need(not needs.topk, "--rows: a row with --obrs_target=new or --obrs_z=approx cannot be weighed")
         known = learner.score(batch, needs).known()
         columns |= {f"{name}_ref": x for name, x in known.items() if name in REF}
     return replace(batch, **columns)
@@ -119,7 +169,7 @@ def ref_columns(learner, batch, rows: dict[str, config.Config]) -> batching.Batc
 
 def coefficients(batch, comm, cfg) -> torch.Tensor:
     """c_t = d J / d log p_t at p_new = p_ref, (B, T): the row's own loss, differentiated by its log-probabilities."""
-    logp = batch.logp_ref.double().requires_grad_()
+    logp = batch.logp_ref.double().clone().requires_grad_()
     new = TokenStats(logp, support_logp=batch.support_logp_ref, tail=batch.tail_ref, z=batch.z_ref)
     stats = objectives.prepare(batch, comm, cfg, {})
     unreduced, _ = objectives.loss(new, batch, stats, cfg)
@@ -127,54 +177,100 @@ def coefficients(batch, comm, cfg) -> torch.Tensor:
     return -torch.autograd.grad(total, logp)[0]
 
 
+def inside(batch, part: tuple[int, int]) -> torch.Tensor:
+    """(B, 1): 1 for responses whose length is in the part."""
+    return ((batch.length >= part[0]) & (batch.length < part[1]))[:, None].float()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# Directions
+# s_t: log-probabilities along a direction
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 class Weights:
-    """The policy's parameters, which can be shifted along a direction and put back."""
+    """The policy's parameters as one long vector, or a random share of its entries; under FSDP this rank's shard.
 
-    def __init__(self, learner):
-        self.learner = learner
-        self.parameters = list(learner.models.policy.parameters())
-        self.at_rest = [p.detach().clone() for p in self.parameters]
+    A direction is a list of tensors, one for each parameter."""
+
+    def __init__(self, learner, share: float):
+        self.learner, self.share = learner, share
+        self.seed = learner.comm.rank if learner.sharded else 0  # replicas take the same directions
+        self.flat = [local(p).detach().view(-1) for p in learner.models.policy.parameters()]
+        self.entries = [self.draw(x, i) for i, x in enumerate(self.flat)]
+        self.at_rest = self.chosen(self.flat)
+        self.spreads: dict[int, float] = {}  # of directions, by id
+
+    def draw(self, x: torch.Tensor, i: int):
+        """The entries of the i-th parameter that are looked at."""
+        if self.share == 1:
+            return slice(None)
+        generator = torch.Generator().manual_seed(1_000_003 * self.seed + i)
+        return (torch.rand(x.shape, generator=generator) < self.share).nonzero()[:, 0].to(x.device)
+
+    def chosen(self, flat) -> list[torch.Tensor]:
+        return [x[entries].clone() for x, entries in zip(flat, self.entries, strict=True)]
+
+    def gradient(self) -> list[torch.Tensor]:
+        """What the last backward left, of J: the loss is its negative."""
+        found = [local(p.grad).detach().view(-1) for p in self.learner.models.policy.parameters()]
+        return [-x for x in self.chosen(found)]
+
+    def random(self, number: int) -> list[torch.Tensor]:
+        """A direction of independent signs: E <x, v>^2 = |x|^2."""
+        out = []
+        for i, x in enumerate(self.at_rest):
+            generator = torch.Generator().manual_seed(1_000_003 * (1 + number) + 1009 * self.seed + i)
+            signs = torch.randint(0, 2, x.shape, generator=generator, dtype=torch.int8) * 2 - 1
+            out.append(signs.to(x))
+        return out
+
+    def dot(self, a, b) -> float:
+        """<a, b> over all parameters."""
+        mine = sum(float((x.double() * y.double()).sum()) for x, y in zip(a, b, strict=True))
+        return self.learner.comm.sum([mine])[0] if self.learner.sharded else mine
 
     @torch.no_grad()
     def shift(self, direction, size: float) -> None:
-        for p, rest, d in zip(self.parameters, self.at_rest, direction, strict=True):
-            p.copy_(rest + size * d)
+        for x, entries, rest, d in zip(self.flat, self.entries, self.at_rest, direction, strict=True):
+            x[entries] = rest + size * d.to(x.device)
 
-    def random(self, seed: int) -> list[torch.Tensor]:
-        """A direction of independent signs: E <x, v>^2 = |x|^2."""
-        out = []
-        for i, p in enumerate(self.parameters):
-            generator = torch.Generator(p.device).manual_seed(1_000_003 * seed + i)
-            out.append(torch.randint(0, 2, p.shape, generator=generator, device=p.device, dtype=p.dtype) * 2 - 1)
-        return out
+    def slopes(self, batch, directions) -> list[torch.Tensor]:
+        """s_t = d/de log p_t(theta + e v), (B, T), along each direction v, by a difference."""
+        still = self.learner.score(batch, Needs()).logp
+        return [self.slope(batch, still, v) for v in directions]
 
-    def slopes(self, batch, direction) -> torch.Tensor:
-        """s_t = d/de log p_t(theta + e direction), (B, T): a central difference."""
-        size = STEP / self.spread(batch, direction)
-        up, down = (self.shifted(batch, direction, sign * size) for sign in (1, -1))
-        self.shift(direction, 0.0)
-        return (up - down).double() / (2 * size)
+    def slope(self, batch, still, direction) -> torch.Tensor:
+        size = STEP / self.spread(batch, still, direction)
+        return (self.shifted(batch, direction, size) - still).double() / size
 
     def shifted(self, batch, direction, size: float) -> torch.Tensor:
+        """log p_t at weights shifted by size times the direction; then they are put back."""
         self.shift(direction, size)
-        return self.learner.score(batch, Needs()).logp
+        logp = self.learner.score(batch, Needs()).logp
+        self.shift(direction, 0.0)
+        return logp
 
-    def spread(self, batch, direction) -> float:
-        """About how far log-probabilities move for a step of 1, from a small one on a few responses."""
-        few = batch.select(list(range(min(len(batch), 16))))
-        small = 1e-3 / math.sqrt(sum(float(d.square().sum()) for d in direction))
-        change = self.shifted(few, direction, small) - self.shifted(few, direction, -small)
-        return max(float(change[few.mask].square().mean().sqrt()) / (2 * small), 1e-12)
+    def spread(self, batch, still, direction) -> float:
+        """About how far log-probabilities move for a step of 1, from a small one on a few responses of all ranks."""
+        if id(direction) not in self.spreads:
+            few = batch.select(list(range(min(len(batch), 16))))
+            small = 1e-3 / math.sqrt(self.dot(direction, direction))
+            change = self.shifted(few, direction, small) - still[: len(few), : few.tokens.shape[1]]
+            squares, count = self.learner.comm.sum([change[few.mask].double().square().sum(), few.mask.sum()])
+            self.spreads[id(direction)] = max(math.sqrt(squares / count) / small, 1e-12)
+        return self.spreads[id(direction)]
 
 
-def dot(a, b) -> float:
-    """<a, b> over all parameters."""
-    return sum(float((x.double() * y.double()).sum()) for x, y in zip(a, b, strict=True))
+def added(total, direction, factor: float) -> list[torch.Tensor]:
+    """total + factor direction; a total of None is 0."""
+    if total is None:
+        return [factor * x for x in direction]
+    return [a + factor * x for a, x in zip(total, direction, strict=True)]
+
+
+def local(x: torch.Tensor) -> torch.Tensor:
+    """This rank's shard."""
+    return x.to_local() if hasattr(x, "to_local") else x
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -184,66 +280,165 @@ def dot(a, b) -> float:
 
 @dataclass
 class Reference:
-    """The on-policy gradient, from FOLDS independent parts."""
+    """The on-policy gradient of the responses of one part, from FOLDS independent means."""
 
-    parts: list[list[torch.Tensor]]  # mean gradient of each part's batches
-    gram: np.ndarray  # (FOLDS, FOLDS) <part, part>
-    squares: np.ndarray  # (FOLDS,) mean |g_b|^2 of each part's batches
-    batches: int  # in each part
+    means: list[list[torch.Tensor]]  # of the gradients of each fold's batches
+    gram: np.ndarray  # (FOLDS, FOLDS) <mean, mean>
+    squares: np.ndarray  # (FOLDS,) mean |g_b|^2 of each fold's batches
+    batches: int  # in each fold
+    overlap: np.ndarray  # (directions, FOLDS) <random direction, mean>
+
+    def square(self, folds) -> float:
+        """|g|^2 without its noise, from these folds."""
+        gram = self.gram[np.ix_(folds, folds)]
+        return (gram.sum() - np.trace(gram)) / (len(folds) * (len(folds) - 1))
+
+    def is_found(self) -> bool:
+        """Whether |g|^2 is above 0, whichever fold is left out."""
+        all_but = [[i for i in range(FOLDS) if i != f] for f in range(FOLDS)]
+        return min(map(self.square, [range(FOLDS), *all_but])) > 0
 
 
-def on_policy_gradient(learner, groups, cfg) -> list[torch.Tensor]:
-    """The gradient of one batch of on-policy groups: no correction."""
-    batch = batching.collate(groups, cfg)
-    stats = objectives.prepare(batch, learner.comm, cfg, {})
-    learner.backward(batch, stats)
-    gradient = [-p.grad.detach().clone() for p in learner.models.policy.parameters()]
-    learner.models.zero_grad(set_to_none=True)
-    return gradient
+@dataclass
+class Slopes:
+    """A batch of the sampler's, and how its log-probabilities move."""
 
-
-def measure_reference(learner, source, own, cfg, n_groups: int) -> Reference:
-    each = own.reference // FOLDS
-    parts, squares = [], np.zeros(FOLDS)
-    for part in tqdm(range(FOLDS), desc="on-policy gradient"):
-        total = None
-        for _ in range(each):
-            gradient = on_policy_gradient(learner, source.next(n_groups, 0), cfg)
-            squares[part] += dot(gradient, gradient) / each
-            total = gradient if total is None else [a + b for a, b in zip(total, gradient, strict=True)]
-        parts.append([x / each for x in total])
-    gram = np.array([[dot(a, b) for b in parts] for a in parts])
-    return Reference(parts, gram, squares, each)
+    batch: batching.Batch  # with the ref columns
+    along: dict[tuple, list[torch.Tensor]]  # part -> FOLDS of (B, T): along each of the reference's means
+    random: list[torch.Tensor] | None  # directions of (B, T), in some batches
 
 
 @dataclass
 class Seen:
-    """What was measured of the sampler's batches under one row."""
+    """What was seen of one row: its gradient along the directions."""
 
-    along: np.ndarray  # (batches, FOLDS)      <g_c, part of g>
-    noise: np.ndarray  # (groups, directions)  <share of a group in g_c, random direction>
+    along: list = field(default_factory=list)  # batches of (FOLDS,)      <g_c, mean of g>
+    noise: list = field(default_factory=list)  # batches of (groups, directions)  <share of a group in g_c, direction>
 
 
-def measure_sampler(learner, scorer, source, own, rows, reference: Reference, n_groups: int) -> tuple:
-    """({row: Seen}, (directions, FOLDS) <random direction, part of g>)."""
-    weights = Weights(scorer)
-    random = [weights.random(k) for k in range(own.directions)]
-    seen = {name: Seen([], []) for name in rows}
-    for b in tqdm(range(own.batches), desc="the sampler's batches"):
-        groups = source.next(n_groups, 0)
-        batch = ref_columns(learner, batching.collate(groups, next(iter(rows.values()))), rows)
-        c = {name: coefficients(batch, learner.comm, cfg) for name, cfg in rows.items()}
-        slopes = [weights.slopes(batch, part) for part in reference.parts]
-        for name in rows:
-            seen[name].along.append([float((c[name] * s).sum()) for s in slopes])
-        if b < own.noise_batches:
-            slopes = [weights.slopes(batch, v) for v in tqdm(random, desc="random directions", leave=False)]
-            for name in rows:
-                shares = torch.stack([(c[name] * s).sum(1) for s in slopes], 1)  # (B, K)
-                by_group = shares.new_zeros(n_groups, len(slopes)).index_add_(0, batch.group, shares)
-                seen[name].noise.append(by_group.numpy())
-    arrays = {name: Seen(np.array(x.along), np.concatenate(x.noise)) for name, x in seen.items()}
-    return arrays, np.array([[dot(v, part) for part in reference.parts] for v in random])
+class Measurement:
+    """Sampler, policy and the on-policy gradient, over all ranks."""
+
+    def __init__(self, own: WorthFlags, rows: dict[str, config.Config]):
+        self.own, self.rows, self.parts = own, rows, parts(own)
+        lead = next((cfg for cfg in rows.values() if cfg.correction == "obrs"), next(iter(rows.values())))
+        self.cfg, self.comm = lead, Comm.start(lead.give_up)
+        run = open_run(lead, self.comm)
+        late = open_run(replace(lead, model=own.stale), self.comm) if own.stale else run
+        self.run = run
+        self.sampler = train.open_source(lead, late, self.comm)
+        self.learner = Learner(*run.load_models(), lead, self.comm)
+        plain = {"correction": "none", "surrogate": "reinforce", "ratio_base": "ref", "reject": "none", "veto": 0.0}
+        self.plain = replace(lead, **plain, actor="none", rollout_quant="none", dtype="float32", cppo_beta=0.0)
+        # one that scores the policy alone; shards have their wrapper already
+        alone = self.learner.has_actor or lead.dtype != "float32"
+        self.scorer = self.learner
+        if alone and not self.learner.sharded:
+            self.scorer = Learner(self.learner.models.policy, None, self.plain, self.comm)
+        self.on_policy = on_policy_source(self.learner, run, self.plain)
+        self.groups = lead.train_batch // (lead.group_size * self.comm.size)  # of a batch, on this rank
+        self.weights = Weights(self.scorer, own.share)
+        self.random = [self.weights.random(k) for k in range(own.directions)]
+        self.quiet = self.comm.rank > 0
+        self.totals: dict[str, float] = {}  # of the sampler's responses
+
+    def references(self) -> dict[tuple, Reference]:
+        """The on-policy gradient of each part that has one."""
+        each = self.own.reference // FOLDS
+        sums = {part: [None] * FOLDS for part in self.parts}
+        squares = {part: np.zeros(FOLDS) for part in self.parts}
+        for b in tqdm(range(each * FOLDS), desc="on-policy gradient", disable=self.quiet):
+            batch = batching.collate(self.on_policy.next(self.groups, 0), self.plain)
+            self.count("on_policy", batch)
+            for part in self.parts:
+                gradient = self.gradient(replace(batch, adv=batch.adv * inside(batch, part)))
+                squares[part][b // each] += self.weights.dot(gradient, gradient) / each
+                sums[part][b // each] = added(sums[part][b // each], gradient, 1 / each)
+        found = {part: self.reference(sums[part], squares[part], each) for part in self.parts}
+        found = {part: r for part, r in found.items() if r.is_found()}
+        need(
+            EVERYTHING in found,
+            f"--reference={self.own.reference}: the on-policy gradient does not stand out of its noise; take more "
+            "batches, or a task that the policy solves at times",
+        )
+        return found
+
+    def gradient(self, batch) -> list[torch.Tensor]:
+        """Of one on-policy batch, without a correction."""
+        stats = objectives.prepare(batch, self.comm, self.plain, {})
+        self.scorer.backward(batch, stats)
+        gradient = self.weights.gradient()
+        self.scorer.models.zero_grad(set_to_none=True)
+        return gradient
+
+    def reference(self, means, squares, each: int) -> Reference:
+        dot = self.weights.dot
+        gram = np.array([[dot(a, b) for b in means] for a in means])
+        return Reference(means, gram, squares, each, np.array([[dot(v, m) for m in means] for v in self.random]))
+
+    def slopes(self, references: dict[tuple, Reference]) -> Iterator[Slopes]:
+        """The sampler's batches, one after the other."""
+        some = next(iter(self.rows.values()))
+        for b in tqdm(range(self.own.batches), desc="the sampler's batches", disable=self.quiet):
+            batch = batching.collate(self.sampler.next(self.groups, 0), some)
+            batch = ref_columns(self.learner, batch, self.rows)
+            self.count("sampler", batch)
+            along = {part: self.weights.slopes(batch, r.means) for part, r in references.items()}
+            random = None
+            if b < self.own.noise_batches:
+                bar = tqdm(self.random, desc="random directions", leave=False, disable=self.quiet)
+                random = self.weights.slopes(batch, bar)
+            yield Slopes(batch, along, random)
+
+    def see(self, seen: Seen, slopes: Slopes, c: torch.Tensor, part=EVERYTHING) -> None:
+        """Add what coefficients c (B, T) make of a batch."""
+        c = c * inside(slopes.batch, part)
+        seen.along.append(self.comm.sum([(c * s).sum() for s in slopes.along[part]]))
+        if slopes.random is not None:
+            shares = torch.stack([(c * s).sum(1) for s in slopes.random], 1)  # (B, directions)
+            mine = shares.new_zeros(self.groups, len(slopes.random)).index_add_(0, slopes.batch.group, shares)
+            everyone = self.comm.cat(mine.flatten().to(self.comm.device))
+            seen.noise.append(everyone.view(-1, len(slopes.random)).cpu().numpy())
+
+    def count(self, who: str, batch) -> None:
+        """Add up what the responses are like."""
+        sums = [batch.reward.sum(), batch.length.sum(), len(batch)]
+        if who == "sampler":
+            sums.append(token_k3(batch.log_r)[batch.mask].double().sum())
+        names = [f"{who}/{name}" for name in ("reward", "tokens", "responses", "kl")]
+        for name, value in zip(names, self.comm.sum(sums), strict=False):
+            self.totals[name] = self.totals.get(name, 0.0) + value
+
+    def about(self) -> dict[str, float]:
+        """Both samplers in numbers: mean reward and length, and the KL between them."""
+        of = self.totals
+        out = {f"{who}/reward": of[f"{who}/reward"] / of[f"{who}/responses"] for who in ("on_policy", "sampler")}
+        out |= {f"{who}/length": of[f"{who}/tokens"] / of[f"{who}/responses"] for who in ("on_policy", "sampler")}
+        return out | {"kl": of["sampler/kl"] / of["sampler/tokens"]}
+
+
+def on_policy_source(learner, run, cfg) -> LocalSource:
+    """The learner's own policy as a sampler, on problems of its own.
+
+    Truncated sampling is the policy where the learner scores with it, and mismatch where it does not."""
+    law = Sampling.of(cfg)
+    if cfg.keep_sampling_mask == "off":
+        law = replace(law, top_p=1.0, top_k=0, min_p=0.0)
+    source = LocalSource(
+        sampler_of(learner, "policy", cfg),
+        run.task,
+        run.tokenizer,
+        law,
+        group_size=cfg.group_size,
+        topk=0,
+        stop_ids=train.run_stop_ids(run.tokenizer, cfg),
+        model="policy",
+        probe=None,
+        rank=learner.comm.rank,
+        n_ranks=learner.comm.size,
+    )
+    source.incarnation, source.sequence = 1, 1 << 20
+    return source
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -251,34 +446,46 @@ def measure_sampler(learner, scorer, source, own, rows, reference: Reference, n_
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def estimate(seen: Seen, reference: Reference, overlap: np.ndarray, n_groups: int, parts=None) -> dict[str, float]:
-    """scale, bias, noise, noise_on, cosine of the mean, kappa and worth, as defined above. parts: of g, if not all."""
-    parts = np.arange(len(reference.gram)) if parts is None else parts
-    gram, J = reference.gram[np.ix_(parts, parts)], len(parts)
-    square = (gram.sum() - np.trace(gram)) / (J * (J - 1))  # |g|^2 without its noise
-    n = J * reference.batches
-    noise_on = (reference.squares[parts].mean() - gram.mean()) * n / (n - 1)
-    scale = seen.along[:, parts].mean() / square
-    shares = seen.noise  # (groups, K)
-    noise = n_groups * shares.var(0, ddof=1)
-    elsewhere = n_groups * shares.mean(0) - scale * overlap[:, parts].mean(1)
-    bias = (elsewhere**2 - noise * n_groups / len(shares)).mean()
-    noise = noise.mean()
-    out = {"scale": scale, "bias": max(bias, 0.0) / square, "noise": noise / square, "noise_on": noise_on / square}
-    out["cosine"] = scale / math.sqrt(scale**2 + out["bias"]) if scale else 0.0
-    out["kappa"] = scale / math.sqrt(scale**2 + out["bias"] + out["noise"]) if scale else 0.0
-    out["worth"] = max(scale, 0.0) ** 2 * out["noise_on"] / (out["bias"] + out["noise"])
-    return out
+def estimate(along, noise, reference: Reference, groups: int, folds=None, directions=None) -> dict[str, float]:
+    """scale, bias, noise, noise_on, cosine of the mean, kappa and worth, as defined above.
+
+    along: (batches, FOLDS); noise: (groups seen, directions); groups: of one batch. folds, directions: which to use."""
+    folds = np.arange(len(reference.gram)) if folds is None else folds
+    directions = np.arange(noise.shape[1]) if directions is None else directions
+    square = reference.square(folds)
+    n = len(folds) * reference.batches
+    noise_on = (reference.squares[folds].mean() - reference.gram[np.ix_(folds, folds)].mean()) * n / (n - 1)
+    scale = along[:, folds].mean() / square
+    shares = noise[:, directions]
+    variance = groups * shares.var(0, ddof=1)  # of a batch, along each direction
+    elsewhere = groups * shares.mean(0) - scale * reference.overlap[np.ix_(directions, folds)].mean(1)
+    of_means = variance * groups / len(shares) + scale**2 * noise_on / n  # what noise adds to `elsewhere`, squared
+    bias = max((elsewhere**2 - of_means).mean(), 0.0) / square
+    noise_of_batch = variance.mean() / square
+    noise_on = noise_on / square
+    total = scale**2 + bias + noise_of_batch
+    return {
+        "worth": max(scale, 0.0) ** 2 * noise_on / (bias + noise_of_batch) if total else 0.0,
+        "kappa": scale / math.sqrt(total) if total else 0.0,
+        "cosine": scale / math.sqrt(scale**2 + bias) if scale else 0.0,
+        "scale": scale,
+        "bias": bias,
+        "noise": noise_of_batch,
+        "noise_on": noise_on,
+    }
 
 
-def with_errors(seen: Seen, reference: Reference, overlap: np.ndarray, n_groups: int) -> dict[str, float]:
-    """`estimate`, and NAME_se by the jackknife: over the sampler's batches, its groups, and the parts of g."""
-    out = estimate(seen, reference, overlap, n_groups)
-    n, folds, J = len(seen.along), np.arange(len(seen.noise)) % FOLDS, np.arange(FOLDS)
+def with_errors(seen: Seen, reference: Reference, groups: int) -> dict[str, float]:
+    """`estimate`, and NAME_se by the jackknife: over the sampler's batches and groups, over g's folds and over the
+    directions."""
+    along, noise = np.array(seen.along), np.concatenate(seen.noise)
+    out = estimate(along, noise, reference, groups)
+    which, K, F = np.arange(len(noise)) % FOLDS, np.arange(noise.shape[1]), np.arange(FOLDS)
     left_out = [
-        [estimate(replace(seen, along=np.delete(seen.along, b, 0)), reference, overlap, n_groups) for b in range(n)],
-        [estimate(replace(seen, noise=seen.noise[folds != f]), reference, overlap, n_groups) for f in range(FOLDS)],
-        [estimate(seen, reference, overlap, n_groups, J[j != J]) for j in J],
+        [estimate(np.delete(along, b, 0), noise, reference, groups) for b in range(len(along))],
+        [estimate(along, noise[which != f], reference, groups) for f in F],
+        [estimate(along, noise, reference, groups, F[f != F]) for f in F],
+        [estimate(along, noise, reference, groups, None, K[f != K % FOLDS]) for f in F],
     ]
     for name in list(out):
         variance = 0.0
@@ -289,13 +496,32 @@ def with_errors(seen: Seen, reference: Reference, overlap: np.ndarray, n_groups:
     return out
 
 
-def table(results: dict[str, dict]) -> str:
-    lines = [f"{'':32s} {'worth':>15s} {'kappa':>7s} {'cosine':>7s} {'scale':>7s} {'bias':>7s} {'noise':>7s}"]
-    for name, x in sorted(results.items(), key=lambda item: -item[1]["worth"]):
-        worth = f"{x['worth']:.3f} +- {x['worth_se']:.3f}"
-        numbers = " ".join(f"{x[k]:7.3f}" for k in ("kappa", "cosine", "scale", "bias", "noise"))
-        lines.append(f"{name:32s} {worth:>15s} {numbers}")
-    return "\n".join(lines)
+# ---------------------------------------------------------------------------------------------------------------------
+# What sampling costs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def cost(m: Measurement) -> float:
+    """Seconds of a response of the sampler's, over those of one that the policy samples in the same kind of engine.
+
+    Both are timed in turns, after a first batch each."""
+    cfg = replace(m.cfg, actor="none", rollout_quant="none", correction="none")
+    policy = train.open_source(cfg, replace(m.run, actor=""), m.comm)
+    seconds = {id(policy): [], id(m.sampler): []}
+    for turn in tqdm(range(4), desc="cost of sampling", disable=m.quiet):
+        for source in (policy, m.sampler):
+            start = time.perf_counter()
+            source.next(m.groups, 0)
+            if turn:
+                seconds[id(source)].append(time.perf_counter() - start)
+    policy.close()
+    ours, theirs = (m.comm.max([sum(seconds[id(source)])])[0] for source in (m.sampler, policy))
+    return ours / theirs
+
+
+def verdict(worth: float, price: float) -> str:
+    net = worth / price
+    return f"{net:.2f} on-policy responses for the price of one: {'pays' if net > 1 else 'does not pay'}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -303,53 +529,65 @@ def table(results: dict[str, dict]) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def measure(own: WorthFlags, rows: dict[str, config.Config]) -> dict:
-    """Sample, weigh, print."""
-    lead = next((cfg for cfg in rows.values() if cfg.correction == "obrs"), next(iter(rows.values())))
-    comm = Comm.start(lead.give_up)
-    run = open_run(lead, comm)
-    sampler = train.open_source(lead, replace(run, policy=own.stale or run.policy), comm)
-    learner = Learner(*run.load_models(), lead, comm)
-    plain = replace(lead, correction="none", surrogate="reinforce", ratio_base="ref", actor="none", reject="none")
-    source = on_policy_source(learner, run, plain)
-    n_groups = lead.train_batch // (lead.group_size * comm.size)
+def weigh(own: WorthFlags, rows: dict[str, config.Config]) -> dict:
+    """Sample and weigh: {"about": both samplers, "rows": {row: numbers}, "parts": the same for each part}."""
     start = time.perf_counter()
-    scorer = learner if learner.sharded else Learner(learner.models.policy, None, plain, comm)  # without the actor
-    reference = measure_reference(scorer, source, own, plain, n_groups)
-    seen, overlap = measure_sampler(learner, scorer, sampler, own, rows, reference, n_groups)
-    results = {name: with_errors(x, reference, overlap, n_groups) for name, x in seen.items()}
-    sampler.close()
-    print(table(results))
-    print(f"{time.perf_counter() - start:.0f} s")
+    m = Measurement(own, rows)
+    references = m.references()
+    seen = {(part, name): Seen() for part in references for name in rows}
+    for slopes in m.slopes(references):
+        for name, cfg in rows.items():
+            c = coefficients(slopes.batch, m.comm, cfg)
+            for part in references:
+                m.see(seen[part, name], slopes, c, part)
+    groups = m.groups * m.comm.size
+    by_part = {
+        part: {name: with_errors(seen[part, name], references[part], groups) for name in rows} for part in references
+    }
+    results = {"about": m.about(), "rows": by_part.pop(EVERYTHING)}
+    results["parts"] = {f"{low} to {high - 1} tokens": x for (low, high), x in by_part.items()}
+    if own.cost:
+        results["about"]["price"] = cost(m)
+    results["about"]["seconds"] = time.perf_counter() - start
+    m.sampler.close()
+    if m.comm.rank == 0:
+        report(own, results)
     return results
 
 
-def on_policy_source(learner, run, cfg) -> LocalSource:
-    """The learner's own policy as a sampler, on problems of its own."""
-    source = LocalSource(
-        sampler_of(learner, "policy", cfg),
-        run.task,
-        run.tokenizer,
-        Sampling.of(cfg),
-        group_size=cfg.group_size,
-        topk=0,
-        model="policy",
-        probe=None,
-        rank=learner.comm.rank,
-        n_ranks=learner.comm.size,
-    )
-    source.incarnation, source.sequence = 1, 1 << 20
-    return source
+def report(own: WorthFlags, results: dict) -> None:
+    path = Path(own.json)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"command": sys.argv[1:], **results}, indent=1) + "\n", encoding="utf-8")
+    print(table(results))
+    print(f"figure: {plot.draw_worth(results['rows'], path.with_suffix('.png'))}")
+
+
+def table(results: dict) -> str:
+    """All numbers, best row first."""
+    about = results["about"]
+    lines = [
+        f"sampler: {about['sampler/length']:.1f} tokens, reward {about['sampler/reward']:.3f}, "
+        f"KL(inf || ref) {about['kl']:.4f} a token; on-policy: {about['on_policy/length']:.1f} tokens, reward "
+        f"{about['on_policy/reward']:.3f}; {about['seconds']:.0f} s"
+    ]
+    for title, rows in {"": results["rows"], **results["parts"]}.items():
+        lines.append(
+            f"{title:32s} {'worth':>16s} {'kappa':>7s} {'cosine':>7s} {'scale':>7s} {'bias':>8s} {'noise':>8s}"
+        )
+        for name, x in sorted(rows.items(), key=lambda item: -item[1]["worth"]):
+            numbers = " ".join(f"{x[k]:7.3f}" for k in ("kappa", "cosine", "scale"))
+            worth = f"{x['worth']:.3f} +- {x['worth_se']:.3f}"
+            lines.append(f"{name:32s} {worth:>16s} {numbers} {x['bias']:8.3f} {x['noise']:8.3f}")
+    if "price" in about:
+        best = max(results["rows"], key=lambda name: results["rows"][name]["worth"])
+        lines.append(f"a response of the sampler costs {about['price']:.2f} of an on-policy one; under {best}:")
+        lines.append(verdict(results["rows"][best]["worth"], about["price"]))
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> dict:
-    own, rows = parse(sys.argv[1:] if argv is None else argv)
-    results = measure(own, rows)
-    path = Path(own.json)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    print(f"figure: {plot.draw_worth(results, path.with_suffix('.png'))}")
-    return results
+    return weigh(*parse(sys.argv[1:] if argv is None else argv))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,362 @@
+"""worth.py against exact gradients, plain loops, made-up laws, and itself on more ranks."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, TINY_TASK, f64, make_cfg, make_groups, tiny_model
+
+import batching
+import objectives
+import worth
+from flags import UserError
+from learner import Comm, Learner
+from objectives import REF
+from worth import EVERYTHING, FOLDS, Measurement, Reference, Seen, Weights, WorthFlags
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Exact gradients
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def learner_and_batch(**flags):
+    """A float64 learner of two tiny models or one, and a ragged batch with its ref columns."""
+    cfg = make_cfg(train_batch=16, rollout_batch=16, micro_tokens=60, **flags)
+    actor = tiny_model(1, dtype=f64) if cfg.actor != "none" else None
+    learner = Learner(tiny_model(0, layers=2, dtype=f64), actor, cfg, Comm())
+    groups = make_groups(4, seed=3)
+    for group in groups:  # the row of id 0, the padding, has no gradient where it is read
+        group.prompt_ids = group.prompt_ids.clip(min=1)
+        for r in group.responses:
+            r.tokens = r.tokens.clip(min=1)
+    batch = batching.collate(groups, cfg)
+    return cfg, learner, worth.ref_columns(learner, batch, {"row": cfg})
+
+
+def exact_gradient(learner, cfg, batch) -> list[torch.Tensor]:
+    """Of the policy, by the learner's own update."""
+    columns = {name: x for name, x in learner.ref_columns(batch, cfg.obrs_lambda).items() if name[:-4] in REF}
+    batch = replace(batch, **columns)
+    learner.models.zero_grad()
+    learner.backward(batch, objectives.prepare(batch, learner.comm, cfg, {}))
+    return [-p.grad for p in learner.models.policy.parameters()]
+
+
+ROWS = [row.split() for row in worth.ROWS.split(";")]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=" ".join)
+@pytest.mark.parametrize("actor", ["none", "base:actor"])
+def test_a_rows_coefficients_and_slopes_are_its_gradient(row, actor, monkeypatch):
+    """sum_t c_t s_t along v = <gradient of the row's own update, v>, for every row of the table."""
+    monkeypatch.setattr(worth, "STEP", 1e-6)  # differences are exact in the limit, and float64 goes there
+    given = {key: float(value) if "cap" in key else value for key, value in (x.split("=") for x in row[1:])}
+    if row == ["geo_rs"]:
+        given = {"rs_low": 0.05, "rs_high": 1.0}  # random models are far apart: keep some
+    cfg, learner, batch = learner_and_batch(objective=row[0], actor=actor, **given)
+    c = worth.coefficients(batch, learner.comm, cfg)
+    weights = Weights(learner, share=1.0)
+    exact = exact_gradient(learner, cfg, batch)
+    assert weights.dot(flat(exact), flat(exact)) > 0
+    directions = [weights.random(0), weights.random(1), flat(exact)]
+    for v, s in zip(directions, weights.slopes(batch, directions), strict=True):
+        want = sum(float((a * b).sum()) for a, b in zip(flat(exact), v, strict=True))
+        size = float((c * s).abs().sum())
+        assert float((c * s).sum()) == pytest.approx(want, abs=1e-5 * size)
+        assert size > 0
+
+
+def flat(direction) -> list[torch.Tensor]:
+    return [x.reshape(-1) for x in direction]
+
+
+def test_the_steps_of_directions_are_small_and_alike():
+    cfg, learner, batch = learner_and_batch(objective="none")
+    weights = Weights(learner, share=1.0)
+    before = [p.clone() for p in learner.models.policy.parameters()]
+    for number in (0, 1):
+        v = weights.random(number)
+        [s] = weights.slopes(batch, [v])
+        moved = s[batch.mask] * worth.STEP / weights.spreads[id(v)]
+        assert 0.5 * worth.STEP < float(moved.square().mean().sqrt()) < 2 * worth.STEP
+    for old, p in zip(before, learner.models.policy.parameters(), strict=True):
+        assert torch.equal(old, p)  # put back to the bit
+
+
+def test_directions_are_independent_signs():
+    cfg, learner, batch = learner_and_batch(objective="none")
+    weights = Weights(learner, share=1.0)
+    a, b, again = weights.random(0), weights.random(1), weights.random(0)
+    n = sum(x.numel() for x in a)
+    assert all(torch.equal(x, y) for x, y in zip(a, again, strict=True))
+    assert weights.dot(a, a) == n and abs(weights.dot(a, b)) < 4 * math.sqrt(n)
+    assert abs(sum(float(x.sum()) for x in a)) < 4 * math.sqrt(n)
+    same = [float((x * y).mean()) for i, x in enumerate(a) for y in a[i + 1 :] if x.shape == y.shape and len(x) > 500]
+    assert max(map(abs, same)) < 0.3  # no two parameters have the same signs
+
+
+def test_a_share_of_the_entries_is_drawn_once_and_alone_moves():
+    cfg, learner, batch = learner_and_batch(objective="none")
+    part = Weights(learner, share=0.3)
+    n = sum(x.numel() for x in learner.models.policy.parameters())
+    chosen = sum(len(x) for x in part.at_rest)
+    assert abs(chosen / n - 0.3) < 0.02
+    before = [p.clone() for p in learner.models.policy.parameters()]
+    part.shift(part.random(0), 0.125)
+    moved = sum(int((old != p).sum()) for old, p in zip(before, learner.models.policy.parameters(), strict=True))
+    assert moved == chosen
+    part.shift(part.random(0), 0.0)
+    exact = exact_gradient(learner, cfg, batch)
+    size = sum(float(x.square().sum()) for x in exact)
+    mine = part.gradient()
+    assert part.dot(mine, mine) / size == pytest.approx(0.3, abs=0.1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The arithmetic, on laws that are known
+# ---------------------------------------------------------------------------------------------------------------------
+
+DIM, GROUPS, DIRECTIONS = 60, 8, 32
+
+
+def made_up(seed: int, batches: int = 20, scale=0.7, bias=0.4, noise=1.5, noise_on=0.8, each: int = 12):
+    """What would be measured of gradients drawn from a known law: g = e_0, the row's mean is scale e_0 + bias e_1, a
+    batch's squared noise is `noise` and `noise_on`, spread evenly over all entries."""
+    rng = np.random.default_rng(seed)
+    g, mean = np.eye(DIM)[0], scale * np.eye(DIM)[0] + bias * np.eye(DIM)[1]
+    on = g + rng.normal(size=(FOLDS, each, DIM)) * math.sqrt(noise_on / DIM)
+    means = on.mean(1)
+    shares = mean / GROUPS + rng.normal(size=(batches, GROUPS, DIM)) * math.sqrt(noise / GROUPS / DIM)
+    V = rng.choice([-1.0, 1.0], size=(DIRECTIONS, DIM))
+    reference = Reference(list(means), means @ means.T, (on**2).sum(2).mean(1), each, V @ means.T)
+    return Seen(along=list(shares.sum(1) @ means.T), noise=list(shares @ V.T)), reference
+
+
+def true_numbers(scale, bias, noise, noise_on) -> dict[str, float]:
+    worth_ = scale**2 * noise_on / (bias**2 + noise)
+    kappa = scale / math.sqrt(scale**2 + bias**2 + noise)
+    cosine = scale / math.sqrt(scale**2 + bias**2)
+    return dict(worth=worth_, kappa=kappa, cosine=cosine, scale=scale, bias=bias**2, noise=noise, noise_on=noise_on)
+
+
+LAWS = [dict(scale=0.7, bias=0.4, noise=1.5, noise_on=0.8), dict(scale=1.0, bias=0.0, noise=0.8, noise_on=0.8)]
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_estimates_are_right_on_average_and_within_their_errors(law):
+    """40 measurements of a known law: each number's mean is the truth within its scatter, its errors tell the scatter,
+    and the truth lies within two of them in most."""
+    found = [worth.with_errors(*made_up(seed, **law), GROUPS) for seed in range(40)]
+    for name, want in true_numbers(**law).items():
+        values, errors = (np.array([x[key] for x in found]) for key in (name, f"{name}_se"))
+        if law["bias"] == 0 and name in ("bias", "cosine"):  # at the end of their range
+            assert abs(values.mean() - want) < 0.05
+            continue
+        scatter = values.std(ddof=1)
+        near = 3 * scatter / math.sqrt(len(values)) + 0.02 * want
+        assert abs(values.mean() - want) < near + (0.02 if law["bias"] == 0 else 0.0), name
+        assert 0.6 * scatter < errors.mean() < 2 * scatter, name
+        assert np.mean(np.abs(values - want) < 2 * errors) >= 0.8, name
+
+
+def test_kappa_and_worth_say_the_same():
+    """An on-policy batch of (worth B) responses has the row's kappa: kappa^2 = 1 / (1 + noise_on / worth)."""
+    numbers = worth.estimate(*arrays(*made_up(3)), GROUPS)
+    assert numbers["kappa"] ** 2 == pytest.approx(1 / (1 + numbers["noise_on"] / numbers["worth"]))
+
+
+def arrays(seen, reference):
+    return np.array(seen.along), np.concatenate(seen.noise), reference
+
+
+def test_a_row_that_keeps_nothing_is_worth_nothing():
+    seen, reference = made_up(0)
+    nothing = Seen([0 * x for x in seen.along], [0 * x for x in seen.noise])
+    numbers = worth.with_errors(nothing, reference, GROUPS)
+    assert numbers["worth"] == numbers["kappa"] == numbers["cosine"] == numbers["scale"] == 0
+    assert numbers["worth_se"] == 0 and numbers["noise_on"] > 0
+
+
+def test_a_row_that_goes_the_wrong_way_is_worth_nothing():
+    seen, reference = made_up(0)
+    away = Seen([-x for x in seen.along], [-x for x in seen.noise])
+    numbers = worth.estimate(*arrays(away, reference), GROUPS)
+    assert numbers["worth"] == 0 and numbers["kappa"] < -0.2 and numbers["cosine"] < -0.5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole measurements
+# ---------------------------------------------------------------------------------------------------------------------
+
+SMALL = ["--train_batch=32", "--rollout_batch=32", "--group_size=4", "--max_tokens=8", "--rollout=hf"]
+SMALL += [f"--{key}={value}" for key, value in TINY_TASK.items()]
+BRIEF = ["--batches=6", "--reference=24", "--directions=8", "--noise_batches=6"]
+
+
+def weigh(tmp_path, solvers, *flags, model="policy", actor="none") -> dict:
+    return worth.main(
+        [
+            f"--model={solvers / model}",
+            f"--actor={solvers / actor if actor != 'none' else actor}",
+            *SMALL,
+            *flags,
+            f"--json={tmp_path / 'w.json'}",
+        ]
+    )
+
+
+def test_the_policys_own_responses_are_worth_one(tmp_path, solvers, capsys):
+    flags = ["--batches=24", "--reference=48", "--directions=16", "--noise_batches=24", "--rows=none; tis; seq_mis"]
+    results = weigh(tmp_path, solvers, *flags, "--train_batch=96", "--rollout_batch=96")
+    for x in results["rows"].values():
+        assert abs(x["worth"] - 1) < 2.5 * x["worth_se"] < 1.5
+        assert abs(x["scale"] - 1) < 2.5 * x["scale_se"] < 0.8
+        assert x["noise"] == pytest.approx(x["noise_on"], rel=0.3)
+    assert results["about"]["kl"] < 1e-9
+    said = capsys.readouterr().out
+    assert "none" in said and "figure:" in said
+    assert json.loads((tmp_path / "w.json").read_text())["rows"] == results["rows"]
+    assert (tmp_path / "w.png").stat().st_size > 10_000
+
+
+def test_a_policy_that_is_never_right_has_no_gradient(tmp_path, folders):
+    with pytest.raises(UserError, match="does not stand out of its noise"):
+        weigh(tmp_path, folders, *BRIEF, "--rows=none")
+
+
+def test_another_models_responses_are_worth_less(tmp_path, solvers):
+    """Models far from one another: without a correction the step is not the policy's."""
+    results = weigh(tmp_path, solvers, *BRIEF, "--rows=none; prefix_tis", actor="actor")
+    assert results["about"]["kl"] > 0.1
+    assert results["rows"]["none"]["worth"] < 0.5 * results["rows"]["prefix_tis"]["worth"]
+
+
+def test_parts_by_length_add_up(tmp_path, solvers):
+    """Along one direction the parts' gradients sum to the whole's; each part is weighed against its own."""
+    own, rows = worth.parse(
+        [f"--model={solvers / 'policy'}", "--actor=none", *SMALL, *BRIEF, "--rows=is", "--lengths=8"]
+    )
+    m = Measurement(own, rows)
+    references = m.references()
+    assert list(references) == [EVERYTHING, (0, 8), (8, EVERYTHING[1])]
+    for f in range(FOLDS):
+        whole, *parts = (r.means[f] for r in references.values())
+        total = [sum(xs) for xs in zip(*parts, strict=True)]
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(whole, total, strict=True))
+        assert m.weights.dot(parts[0], parts[0]) > 0
+    slopes = next(iter(m.slopes(references)))
+    c = worth.coefficients(slopes.batch, m.comm, rows["is"])
+    by_part = []
+    for part in references:
+        seen = Seen()
+        m.see(seen, replace(slopes, along={part: slopes.along[EVERYTHING]}), c, part)
+        by_part.append(seen)
+    assert np.allclose(np.sum([s.along[0] for s in by_part[1:]], 0), by_part[0].along[0])
+    assert np.allclose(np.sum([s.noise[0] for s in by_part[1:]], 0), by_part[0].noise[0])
+    m.sampler.close()
+
+
+def test_groups_shares_sum_to_the_batch(tmp_path, solvers):
+    own, rows = worth.parse([f"--model={solvers / 'policy'}", "--actor=none", *SMALL, *BRIEF, "--rows=none"])
+    m = Measurement(own, rows)
+    references = m.references()
+    slopes = next(iter(m.slopes(references)))
+    c = worth.coefficients(slopes.batch, m.comm, rows["none"])
+    seen = Seen()
+    m.see(seen, slopes, c)
+    assert seen.noise[0].shape == (8, 8)  # groups, directions
+    whole = [float((c * s).sum()) for s in slopes.random]
+    assert np.allclose(seen.noise[0].sum(0), whole)
+    third = slopes.batch.group == 2
+    assert seen.noise[0][2, 5] == pytest.approx(float((c * slopes.random[5])[third].sum()))
+    m.sampler.close()
+
+
+def test_stale_and_low_bit_samplers(tmp_path, solvers):
+    """--stale samples with another folder's weights; --rollout_quant rounds those of the policy."""
+    rows = "--rows=none"
+    stale = weigh(tmp_path, solvers, *BRIEF, rows, f"--stale={solvers / 'actor'}")
+    other = weigh(tmp_path, solvers, *BRIEF, rows, actor="actor")
+    assert stale["about"]["kl"] == pytest.approx(other["about"]["kl"]) and stale["about"]["kl"] > 0.1
+    low = weigh(tmp_path, solvers, *BRIEF, rows, "--rollout_quant=w4a16", "--quant_group=32")
+    assert 1e-4 < low["about"]["kl"] < stale["about"]["kl"]
+
+
+def test_truncated_sampling_is_mismatch_unless_the_learner_replays_it(tmp_path, solvers):
+    """--top_p: the on-policy law is whole where the learner scores whole distributions, and cut where it replays."""
+    rows = ["--rows=none", "--top_p=0.5"]
+    off = weigh(tmp_path, solvers, *BRIEF, *rows, "--keep_sampling_mask=off")
+    assert off["about"]["kl"] > 0.01
+    replayed = weigh(tmp_path, solvers, *BRIEF, *rows, "--keep_sampling_mask=recompute")
+    assert replayed["about"]["kl"] < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_ranks_weigh_as_one(parallel, tmp_path, solvers):
+    """The same groups on two ranks: g, its noise and every row's scale agree; with DDP all numbers do."""
+    one = weigh(tmp_path, solvers, *BRIEF, "--rows=none; prefix_tis", actor="actor")
+    flags = [f"--model={solvers / 'policy'}", f"--actor={solvers / 'actor'}", *SMALL, *BRIEF]
+    flags += ["--rows=none; prefix_tis", f"--parallel={parallel}", f"--json={tmp_path / 'two.json'}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*torchrun, "worth.py", *flags], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = json.loads((tmp_path / "two.json").read_text())
+    same = ["scale", "noise_on", "scale_se"] if parallel == "fsdp" else [*one["rows"]["none"]]
+    for row, numbers in one["rows"].items():
+        for name in same:
+            assert two["rows"][row][name] == pytest.approx(numbers[name], rel=0.02, abs=1e-3), (row, name)
+    for name in ("kl", "sampler/reward", "on_policy/length"):
+        assert two["about"][name] == pytest.approx(one["about"][name], rel=1e-3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--objective=tis"], "--objective: name the objectives to weigh with --rows"),
+        (["--rows= ; "], "--rows: names no objective"),
+        (["--rows=tsi"], "tsi"),
+        (["--rows=tis is_kap=3"], "is_cap"),
+        (["--batches=1"], "--batches=1: at least 2"),
+        (["--noise_batches=25"], "--noise_batches=25: at most --batches=24"),
+        (["--reference=5"], "--reference=5: a multiple of 4"),
+        (["--directions=0"], "--directions=0: must be at least 1"),
+        (["--share=0"], "--share=0.0: a share"),
+        (["--lengths=9,9"], "--lengths=9,9: rising"),
+        (["--lengths=x"], "--lengths=x: rising"),
+        (["--delay=lognormal"], "named with --stale"),
+        (["--rollout_quant=int8", "--learner_quant=aligned"], "--learner_quant=aligned: a gradient through rounded"),
+        (["--rows=jackpot obrs_target=new"], "top-K"),
+        (["--json=/dev/null/x.json"], "--json=/dev/null/x.json"),
+    ],
+)
+def test_flags_that_contradict_each_other(flags, said):
+    with pytest.raises(UserError, match="") as e:
+        worth.parse(["--model=base:policy", "--actor=none", "--rollout=hf", *flags])
+    assert said in str(e.value)
+
+
+def test_rows_are_configurations():
+    own, rows = worth.parse(["--actor=none", "--rollout=hf", "--rows=tis is_cap=3; jackpot obrs_mask=expected;"])
+    assert list(rows) == ["tis is_cap=3", "jackpot obrs_mask=expected"]
+    assert rows["tis is_cap=3"].is_cap == 3 and rows["jackpot obrs_mask=expected"].obrs_mask == "expected"
+    assert own == WorthFlags(rows=own.rows)
+
+
+def test_a_verdict():
+    assert worth.verdict(0.8, 0.4) == "2.00 on-policy responses for the price of one: pays"
+    assert worth.verdict(0.2, 0.4) == "0.50 on-policy responses for the price of one: does not pay"
