@@ -182,6 +182,11 @@ def inside(batch, part: tuple[int, int]) -> torch.Tensor:
     return ((batch.length >= part[0]) & (batch.length < part[1]))[:, None].float()
 
 
+def only(batch, part: tuple[int, int]) -> batching.Batch:
+    """The batch with advantages of 0 outside the part."""
+    return replace(batch, adv=batch.adv * inside(batch, part))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # s_t: log-probabilities along a direction
 # ---------------------------------------------------------------------------------------------------------------------
@@ -351,7 +356,7 @@ class Measurement:
             batch = batching.collate(self.on_policy.next(self.groups, 0), self.plain)
             self.count("on_policy", batch)
             for part in self.parts:
-                gradient = self.gradient(replace(batch, adv=batch.adv * inside(batch, part)))
+                gradient = self.gradient(only(batch, part))
                 squares[part][b // each] += self.weights.dot(gradient, gradient) / each
                 sums[part][b // each] = added(sums[part][b // each], gradient, 1 / each)
         found = {part: self.reference(sums[part], squares[part], each) for part in self.parts}
@@ -437,7 +442,7 @@ def on_policy_source(learner, run, cfg) -> LocalSource:
         rank=learner.comm.rank,
         n_ranks=learner.comm.size,
     )
-    source.incarnation, source.sequence = 1, 1 << 20
+    source.incarnation, source.sequence = 1, (1 << 20) // learner.comm.size
     return source
 
 
