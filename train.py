@@ -235,7 +235,7 @@ def open_source(cfg, run, comm):
 
     Beside each token's own log-probability it records the K largest, where they bound OBRS's Z, and the tokens that
     truncated sampling allowed, where the learner replays them."""
-    topk = cfg.obrs_topk if cfg.correction in USES_Z and cfg.obrs_z != "exact" else 0
+    topk = topk_of(cfg)
     max_allowed = sampling.max_allowed(cfg, run.configs[run.rollout_model].vocab_size)
     stop_ids = run_stop_ids(run.tokenizer, cfg)
     if cfg.samplers != "local":
@@ -257,6 +257,11 @@ def open_source(cfg, run, comm):
     if cfg.delay == "none":
         return LocalSource(*what, **how)
     return DelaySource(*what, cfg=cfg, store=run.folder / "versions", **how)
+
+
+def topk_of(cfg) -> int:
+    """How many of the engine's largest log-probabilities are recorded with each token."""
+    return cfg.obrs_topk if cfg.correction in USES_Z and cfg.obrs_z != "exact" else 0
 
 
 def due(every: int, step: int) -> bool:

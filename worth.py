@@ -112,6 +112,10 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config]]:
     need(rows, "--rows: names no objective")
     for row, cfg in rows.items():
         check_row(row, cfg)
+    need(
+        len({train.topk_of(cfg) for cfg in rows.values()} - {0}) <= 1,
+        "--rows: rows with several --obrs_topk; weigh them one after the other",
+    )
     return own, rows
 
 
@@ -326,7 +330,7 @@ class Measurement:
 
     def __init__(self, own: WorthFlags, rows: dict[str, config.Config]):
         self.own, self.rows, self.parts = own, rows, parts(own)
-        lead = next((cfg for cfg in rows.values() if cfg.correction == "obrs"), next(iter(rows.values())))
+        lead = max(rows.values(), key=train.topk_of)  # the engine records what the most demanding row asks for
         self.cfg, self.comm = lead, Comm.start(lead.give_up)
         run = open_run(lead, self.comm)
         late = open_run(replace(lead, model=own.stale), self.comm) if own.stale else run
