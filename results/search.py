@@ -1,0 +1,401 @@
+"""Better corrections? Weights of many forms on the same responses, weighed with worth.py; and the best there can be.
+
+    python results/search.py            # measure what is missing (20 minutes), then write results/search.md, search.png
+
+A sampler's tokens are measured once: log r, advantage, and how each log-probability moves along g and along random
+directions (worth.py). Every candidate is then a function of log r, and its worth a weighted sum. Three distances of
+sampler and policy: `actor` (configs/study.toml), `long` (configs/long.toml) and `w2a16` (configs/lowbit.toml).
+
+The best weight that is a function of one quantity x (R, a prefix's R_t, r), by bins of x: let m_k be the mean of the
+gradient of what falls into bin k, a_k = <m_k, g>, and D_k the noise of that bin. A weight w has
+
+    kappa^2 = (w a)^2 / |g|^2 / (w' (M + D) w),  M_kl = <m_k, m_l>,   so   w* = (M + D)^-1 a
+
+up to its scale, which kappa does not see. w* is fitted on one half of the batches and weighed on the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import sweep
+
+import worth
+
+TOKENS = sweep.ROOT / "out" / "search"
+SAMPLERS = {
+    "actor": ["--config=configs/study.toml"],
+    "long": ["--config=configs/long.toml", "--batches=48", "--reference=96"],
+    "w2a16": ["--config=configs/lowbit.toml", "--rollout_quant=w2a16"],
+}
+NOISE_BATCHES = {"actor": 12, "long": 24, "w2a16": 12}
+CLAMP = 20.0
+
+
+@dataclass
+class Tokens:
+    """n batches of B responses of up to T tokens; F folds of g, K random directions."""
+
+    log_r: np.ndarray  # (n, B, T), 0 where nothing is trained on
+    mask: np.ndarray  # (n, B, T) bool
+    plain: np.ndarray  # (n, B, T) advantage / tokens of the batch: the coefficients without a correction
+    reward: np.ndarray  # (n, B)
+    group: np.ndarray  # (n, B)
+    along: np.ndarray  # (n, B, T, F)
+    random: np.ndarray  # (m, B, T, K), of the first m batches
+    gram: np.ndarray
+    squares: np.ndarray
+    overlap: np.ndarray
+    each: int
+
+    @property
+    def reference(self) -> worth.Reference:
+        return worth.Reference([], self.gram, self.squares, int(self.each), self.overlap)
+
+    @property
+    def groups(self) -> int:
+        return int(self.group.max()) + 1
+
+
+def tokens_of(name: str) -> Tokens:
+    """The measured tokens of a sampler, from the disk or made now."""
+    path = TOKENS / f"{name}.npz"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_name("unfinished.npz")
+        np.savez(scratch, **measure(name))
+        scratch.rename(path)
+    return Tokens(**np.load(path))
+
+
+def measure(name: str) -> dict[str, np.ndarray]:
+    argv = [*SAMPLERS[name], f"--noise_batches={NOISE_BATCHES[name]}", "--rows=none"]
+    own, rows = worth.parse(argv)
+    m = worth.Measurement(own, rows)
+    reference = m.references()[worth.EVERYTHING]
+    found = []
+    for s in m.slopes({worth.EVERYTHING: reference}):
+        b = s.batch
+        found.append(
+            {
+                "log_r": (b.log_r * b.mask).numpy(),
+                "mask": b.mask.numpy(),
+                "plain": (b.adv * b.mask / b.mask.sum()).numpy(),
+                "reward": b.reward.numpy(),
+                "group": b.group.numpy(),
+                "along": np.stack([x.numpy() for x in s.along[worth.EVERYTHING]], -1).astype(np.float32),
+                "random": None if s.random is None else np.stack([x.numpy() for x in s.random], -1).astype(np.float32),
+            }
+        )
+    m.sampler.close()
+    T = max(x["mask"].shape[1] for x in found)
+    out = {key: np.stack([widen(x[key], T) for x in found if x[key] is not None]) for key in found[0]}
+    return out | {
+        "gram": reference.gram,
+        "squares": reference.squares,
+        "overlap": reference.overlap,
+        "each": np.array(reference.batches),
+    }
+
+
+def widen(x: np.ndarray, T: int) -> np.ndarray:
+    """(B, t, ...) -> (B, T, ...), padded with 0; (B,) as it is."""
+    return x if x.ndim == 1 else np.pad(x, [(0, 0), (0, T - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Candidates: Tokens -> weight, broadcast over (n, B, T)
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def power(x, alpha=1.0):
+    return np.exp(alpha * np.clip(x, -CLAMP, CLAMP))
+
+
+def token(t):
+    return power(t.log_r)
+
+
+def prefix_log(t):
+    return t.log_r.cumsum(2)
+
+
+def prefix(t):
+    return power(prefix_log(t))
+
+
+def total_log(t):
+    return t.log_r.sum(2, keepdims=True)
+
+
+def whole(t):
+    return power(total_log(t))
+
+
+def retrace(t):
+    """prod_{s<=t} min(r_s, 1)."""
+    return power(np.minimum(t.log_r, 0).cumsum(2))
+
+
+def v_trace(t):
+    """min(r_t, 1) prod_{s<t} min(r_s, 1) is Retrace's; V-trace lets the token's own weight go to 2."""
+    before = np.minimum(t.log_r, 0).cumsum(2) - np.minimum(t.log_r, 0)
+    return power(before) * np.minimum(token(t), 2)
+
+
+def minpro(t):
+    """r_t times the smallest ratio before it (MinPRO, arXiv 2601.22718, as its abstract has it), capped at 2."""
+    least = np.minimum.accumulate(np.where(t.mask, t.log_r, np.inf), 2)
+    before = np.concatenate([np.zeros_like(least[:, :, :1]), least[:, :, :-1]], 2)
+    return np.minimum(power(np.where(np.isfinite(before), before, 0.0) + t.log_r), 2)
+
+
+def ctpo(t, low=0.025, high=0.05):
+    """R_t; on the side where PPO would stop, its clip in log space at -low sqrt(t) and high sqrt(t) (CTPO-LA)."""
+    at, x = np.sqrt(t.mask.cumsum(2).clip(1)), prefix_log(t)
+    stopped = ((t.plain > 0) & (x > high * at)) | ((t.plain < 0) & (x < -low * at))
+    return prefix(t) * ~stopped
+
+
+def segments(t, n: int, cap=1.0):
+    """min(product of r since the segment of n tokens began, C)."""
+    x = prefix_log(t)
+    first = np.arange(x.shape[2]) // n * n
+    start = np.concatenate([np.zeros_like(x[:, :, :1]), x], 2)[:, :, first]
+    return np.minimum(power(x - start), cap)
+
+
+def window(t, n: int, cap=1.0):
+    """min(product of the last n ratios, C)."""
+    x = prefix_log(t)
+    before = np.concatenate([np.zeros_like(x[:, :, :n]), x[:, :, :-n]], 2) if n < x.shape[2] else 0.0
+    return np.minimum(power(x - before), cap)
+
+
+def suffix(t, cap=1.0):
+    """min(prod_{s>=t} r_s, C): what follows, and not what came before."""
+    return np.minimum(power(total_log(t) - prefix_log(t) + t.log_r), cap)
+
+
+def normalised(t, w):
+    """w over its mean in the group: self-normalised weights."""
+    w = np.broadcast_to(w, t.log_r.shape)
+    per = (w * t.mask).sum(2) / t.mask.sum(2).clip(1)
+    out = np.empty_like(w)
+    for b in range(len(w)):
+        mean = np.bincount(t.group[b], per[b]) / np.bincount(t.group[b])
+        out[b] = w[b] / mean[t.group[b]].clip(1e-6)[:, None]
+    return out
+
+
+def weighted_baseline(t, w):
+    """w, with the group's baseline as the policy would have it: sum w R / sum w (w: one a response)."""
+    w = np.broadcast_to(w, t.log_r.shape)
+    out = np.zeros_like(w)
+    for b in range(len(w)):
+        v, group = w[b, :, 0], t.group[b]
+        mean = (np.bincount(group, v * t.reward[b]) / np.bincount(group, v).clip(1e-9))[group]
+        plain = (np.bincount(group, t.reward[b]) / np.bincount(group))[group]
+        old = t.reward[b] - plain
+        factor = np.divide(t.reward[b] - mean, old, out=np.zeros_like(old, dtype=float), where=old != 0)
+        out[b] = w[b] * factor[:, None]
+    return out
+
+
+CANDIDATES = {
+    "none": lambda t: np.ones_like(t.log_r),
+    "r": token,
+    "min(r, 1)": lambda t: np.minimum(token(t), 1),
+    "min(r, 2) (TIS)": lambda t: np.minimum(token(t), 2),
+    "r in [0.5, 5] (IcePop)": lambda t: token(t) * ((token(t) >= 0.5) & (token(t) <= 5)),
+    "sqrt r, at most 2": lambda t: np.minimum(power(t.log_r, 0.5), 2),
+    "R": whole,
+    "min(R, 4)": lambda t: np.minimum(whole(t), 4),
+    "min(R, 2)": lambda t: np.minimum(whole(t), 2),
+    "min(R, 1)": lambda t: np.minimum(whole(t), 1),
+    "min(R, 0.5)": lambda t: np.minimum(whole(t), 0.5),
+    "min(R, 0.25)": lambda t: np.minimum(whole(t), 0.25),
+    "R where R <= 1": lambda t: whole(t) * (whole(t) <= 1),
+    "R where R <= 4 (seq MIS)": lambda t: whole(t) * (whole(t) <= 4),
+    "min(sqrt R, 1)": lambda t: np.minimum(power(total_log(t), 0.5), 1),
+    "min(R^2, 1)": lambda t: np.minimum(power(total_log(t), 2.0), 1),
+    "R / (1 + R)": lambda t: whole(t) / (1 + whole(t)),
+    "R_t (CTPO's ratio)": prefix,
+    "min(R_t, 4)": lambda t: np.minimum(prefix(t), 4),
+    "min(R_t, 2)": lambda t: np.minimum(prefix(t), 2),
+    "min(R_t, 1) (prefix_tis)": lambda t: np.minimum(prefix(t), 1),
+    "min(R_t, 0.5)": lambda t: np.minimum(prefix(t), 0.5),
+    "min(R_t, 0.25)": lambda t: np.minimum(prefix(t), 0.25),
+    "R_t where R_t <= 1": lambda t: prefix(t) * (prefix(t) <= 1),
+    "R_t where R_t <= 2": lambda t: prefix(t) * (prefix(t) <= 2),
+    "min(R_t, 1), at least 0.1": lambda t: np.clip(prefix(t), 0.1, 1),
+    "min(sqrt R_t, 1)": lambda t: np.minimum(power(prefix_log(t), 0.5), 1),
+    "min(R_t^2, 1)": lambda t: np.minimum(power(prefix_log(t), 2.0), 1),
+    "R_t / (1 + R_t)": lambda t: prefix(t) / (1 + prefix(t)),
+    "R_t, clip of sqrt(t) (CTPO-LA)": ctpo,
+    "prod min(r, 1) (Retrace)": retrace,
+    "prod min(r, 1), own r to 2 (V-trace)": v_trace,
+    "r_t min of r before (MinPRO)": minpro,
+    "suffix: min(prod_{s>=t}, 1)": suffix,
+    "min(R_t, 1) min(R, 1)": lambda t: np.minimum(prefix(t), 1) * np.minimum(whole(t), 1),
+    "sqrt of that": lambda t: np.sqrt(np.minimum(prefix(t), 1) * np.minimum(whole(t), 1)),
+    **{f"segments of {n}, min(., 1)": lambda t, n=n: segments(t, n) for n in (4, 8, 16, 32)},
+    **{f"last {n}, min(., 1)": lambda t, n=n: window(t, n) for n in (2, 4, 8, 16, 32)},
+    "min(R, 1) over its group's mean": lambda t: normalised(t, np.minimum(whole(t), 1)),
+    "min(R_t, 1) over its group's mean": lambda t: normalised(t, np.minimum(prefix(t), 1)),
+    "min(R, 1), baseline of the policy": lambda t: weighted_baseline(t, np.minimum(whole(t), 1)),
+    "R, baseline of the policy": lambda t: weighted_baseline(t, whole(t)),
+}
+
+
+def seen(t: Tokens, w: np.ndarray, batches=slice(None)) -> worth.Seen:
+    """What worth.py sees of a weight."""
+    c = w * t.plain
+    along = np.einsum("nbt,nbtf->nf", c[batches], t.along[batches])
+    noise = []
+    for b in range(len(t.random))[batches]:
+        shares = np.einsum("bt,btk->bk", c[b], t.random[b])
+        noise.append(np.stack([np.bincount(t.group[b], x, t.groups) for x in shares.T], 1))
+    return worth.Seen(list(along), noise)
+
+
+def weigh(t: Tokens, w: np.ndarray, batches=slice(None)) -> dict[str, float]:
+    return worth.with_errors(seen(t, w, batches), t.reference, t.groups)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The best weight that is a function of one quantity
+# ---------------------------------------------------------------------------------------------------------------------
+
+BINS = 10
+QUANTITIES = {"R": total_log, "R_t": prefix_log, "r": lambda t: t.log_r}
+
+
+def bin_of(t: Tokens, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(edges, bin of each token): as many tokens in each; those with r = 1 to the bit share one."""
+    x = np.broadcast_to(x, t.log_r.shape)
+    edges = np.unique(np.quantile(x[t.mask], np.linspace(0, 1, BINS + 1)[1:-1]))
+    return edges, np.searchsorted(edges, x)
+
+
+def best_weight(t: Tokens, x: np.ndarray, batches) -> tuple[np.ndarray, np.ndarray]:
+    """(edges, w*) by bins of x, from these batches. Its scale is such that the mean of w over tokens is that of
+    min(exp x, 1)."""
+    edges, bins = bin_of(t, x)
+    each = [seen(t, bins == k, batches) for k in range(len(edges) + 1)]
+    a = np.array([np.mean(s.along) for s in each])
+    shares = np.stack([np.concatenate(s.noise) for s in each])  # (bins, groups, K)
+    mean = shares.mean(1)
+    spread = shares - mean[:, None]
+    n = shares.shape[1]
+    covariance = t.groups * np.einsum("kgv,lgv->kl", spread, spread) / (n - 1) / shares.shape[2]
+    total = t.groups * mean
+    M = total @ total.T / shares.shape[2] - covariance * t.groups / n
+    w = np.linalg.solve(M + covariance, a)
+    counts = np.bincount(bins[t.mask], minlength=len(w))
+    usual = np.minimum(power(np.broadcast_to(x, t.log_r.shape)[t.mask]), 1).mean()
+    return edges, w * usual / (w @ counts / counts.sum())
+
+
+def apply(t: Tokens, x: np.ndarray, edges: np.ndarray, w: np.ndarray) -> np.ndarray:
+    return w[np.searchsorted(edges, np.broadcast_to(x, t.log_r.shape))]
+
+
+HALVES = (slice(0, None, 2), slice(1, None, 2))
+
+
+def held_out(t: Tokens, quantity) -> tuple[dict, list]:
+    """Numbers of the best weight, each half of the batches under what the other half gave; and both fits."""
+    x = quantity(t)
+    fits = [best_weight(t, x, half) for half in HALVES]
+    w = np.empty_like(t.log_r)
+    for half, (edges, values) in zip(reversed(HALVES), fits, strict=True):
+        w[half] = apply(t, x, edges, values)[half]
+    return weigh(t, w), fits
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The page
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def paired(t: Tokens, a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
+    """log of worth under a over worth under b, and its error: noise that both share falls out."""
+    A, B = seen(t, a), seen(t, b)
+    both = [np.array(A.along), np.concatenate(A.noise), np.array(B.along), np.concatenate(B.noise)]
+
+    def log_ratio(keep_batches, keep_groups, folds=None, directions=None):
+        values = []
+        for along, noise in (both[:2], both[2:]):
+            x = worth.estimate(along[keep_batches], noise[keep_groups], t.reference, t.groups, folds, directions)
+            values.append(np.log(max(x["worth"], 1e-9)))
+        return values[0] - values[1]
+
+    n, g, F, K = len(both[0]), np.arange(len(both[1])), np.arange(worth.FOLDS), np.arange(both[1].shape[1])
+    every = slice(None)
+    variance = 0.0
+    for replicates in (
+        [log_ratio(np.arange(n) != i, every) for i in range(n)],
+        [log_ratio(every, g % worth.FOLDS != f) for f in F],
+        [log_ratio(every, every, F[f != F]) for f in F],
+        [log_ratio(every, every, None, K[f != K % worth.FOLDS]) for f in F],
+    ):
+        x = np.array(replicates)
+        variance += (len(x) - 1) / len(x) * ((x - x.mean()) ** 2).sum()
+    return log_ratio(every, every), float(np.sqrt(variance))
+
+
+BESIDE = "min(R_t, 1) (prefix_tis)"
+
+
+def study(flags):
+    measured = {}
+    for name in SAMPLERS:
+        if not flags.draw:
+            tokens_of(name)
+        if (TOKENS / f"{name}.npz").is_file():
+            measured[name] = tokens_of(name)
+    parts = []
+    for name, t in measured.items():
+        rows = []
+        beside = CANDIDATES[BESIDE](t)
+        results = {label: (weigh(t, f(t)), paired(t, f(t), beside)) for label, f in CANDIDATES.items()}
+        for label, (x, (ratio, error)) in sorted(results.items(), key=lambda item: -item[1][0]["worth"]):
+            numbers = [sweep.number(x[k]) for k in ("kappa", "cosine", "scale", "bias", "noise")]
+            rows.append(
+                [
+                    label,
+                    f"{x['worth']:.3f} +- {x['worth_se']:.3f}",
+                    f"{np.exp(ratio):.2f}",
+                    f"{ratio / max(error, 1e-9):+.1f}",
+                    *numbers,
+                ]
+            )
+        for label, quantity in QUANTITIES.items():
+            x, fits = held_out(t, quantity)
+            numbers = [sweep.number(x[k]) for k in ("kappa", "cosine", "scale", "bias", "noise")]
+            rows.append(
+                [f"best function of {label}, held out", f"{x['worth']:.3f} +- {x['worth_se']:.3f}", "", "", *numbers]
+            )
+            for edges, w in fits:
+                rows.append(
+                    [
+                        f"at {label} = " + ", ".join(f"{e:.2f}" for e in np.exp(edges)),
+                        " ".join(f"{v:.2f}" for v in w),
+                        "",
+                        "",
+                        "",
+                        "",
+                        "",
+                        "",
+                        "",
+                    ]
+                )
+        head = ["weight", "worth", f"over {BESIDE}", "in errors", "kappa", "cosine", "scale", "bias", "noise"]
+        parts.append(f"## {name}\n\n" + sweep.markdown(head, rows))
+    sweep.page("search", *parts)
+
+
+if __name__ == "__main__":
+    sweep.main(study, __doc__)
