@@ -112,22 +112,24 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config]]:
     need(rows, "--rows: names no objective")
     for row, cfg in rows.items():
         check_row(row, cfg)
-    need(
-        len({train.topk_of(cfg) for cfg in rows.values()} - {0}) <= 1,
-        "--rows: rows with several --obrs_topk; weigh them one after the other",
-    )
+    kept = {train.topk_of(cfg) for cfg in rows.values()} - {0}
+    need(len(kept) <= 1, "--rows: rows with several --obrs_topk; weigh them one after the other")
     return own, rows
 
 
 def check(own: WorthFlags) -> None:
-    for name in ("batches", "reference", "directions", "noise_batches"):
+    for name in ("batches", "noise_batches"):
         need(getattr(own, name) >= 1, f"--{name}={getattr(own, name)}: must be at least 1")
     for name in ("reference", "directions"):
         value = getattr(own, name)
-        need(value % FOLDS == 0, f"--{name}={value}: a multiple of {FOLDS}, for the error of what it gives")
+        need(value > 0 and value % FOLDS == 0, f"--{name}={value}: a multiple of {FOLDS}, for the error of its result")
     need(own.batches >= 2, "--batches=1: at least 2, for an error")
     need(own.noise_batches <= own.batches, f"--noise_batches={own.noise_batches}: at most --batches={own.batches}")
     need(0 < own.share <= 1, f"--share={own.share}: a share of the parameters, above 0 and at most 1")
+    need(
+        own.stale in ("", "base:policy", "base:actor") or (Path(own.stale) / "config.json").is_file(),
+        f"--stale={own.stale}: no Hugging Face model folder (no config.json there); give the `policy` of a checkpoint",
+    )
     flags.check_output("json", own.json)
     parts(own)
 
@@ -184,11 +186,6 @@ def coefficients(batch, comm, cfg) -> torch.Tensor:
 def inside(batch, part: tuple[int, int]) -> torch.Tensor:
     """(B, 1): 1 for responses whose length is in the part."""
     return ((batch.length >= part[0]) & (batch.length < part[1]))[:, None].float()
-
-
-def only(batch, part: tuple[int, int]) -> batching.Batch:
-    """The batch with advantages of 0 outside the part."""
-    return replace(batch, adv=batch.adv * inside(batch, part))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -334,22 +331,22 @@ class Measurement:
         self.cfg, self.comm = lead, Comm.start(lead.give_up)
         run = open_run(lead, self.comm)
         late = open_run(replace(lead, model=own.stale), self.comm) if own.stale else run
+        sizes = [one.configs["policy"].get_text_config().vocab_size for one in (run, late)]
+        need(sizes[0] == sizes[1], f"--stale={own.stale}: a vocabulary of {sizes[1]}; the policy's has {sizes[0]}")
         self.run = run
         self.sampler = train.open_source(lead, late, self.comm)
-        self.learner = Learner(*run.load_models(), lead, self.comm)
         plain = {"correction": "none", "surrogate": "reinforce", "ratio_base": "ref", "reject": "none", "veto": 0.0}
-        self.plain = replace(lead, **plain, actor="none", rollout_quant="none", dtype="float32", cppo_beta=0.0)
-        # one that scores the policy alone; shards have their wrapper already
-        alone = self.learner.has_actor or lead.dtype != "float32"
-        self.scorer = self.learner
-        if alone and not self.learner.sharded:
-            self.scorer = Learner(self.learner.models.policy, None, self.plain, self.comm)
+        self.plain = replace(lead, **plain, actor="none", rollout_quant="none", cppo_beta=0.0)
+        self.learner = self.scorer = Learner(*run.load_models(), self.plain, self.comm)
+        if not self.learner.sharded:  # one for the policy alone, in float32; shards have their wrapper already
+            alone = replace(self.plain, dtype="float32")
+            self.scorer = Learner(self.learner.models.policy, None, alone, self.comm)
         self.on_policy = on_policy_source(self.learner, run, self.plain)
         self.groups = lead.train_batch // (lead.group_size * self.comm.size)  # of a batch, on this rank
         self.weights = Weights(self.scorer, own.share)
         self.random = [self.weights.random(k) for k in range(own.directions)]
         self.quiet = self.comm.rank > 0
-        self.totals: dict[str, float] = {}  # of the sampler's responses
+        self.totals: dict[str, np.ndarray] = {}  # of each sampler's responses; the sampler's come last
 
     def references(self) -> dict[tuple, Reference]:
         """The on-policy gradient of each part that has one."""
@@ -360,7 +357,7 @@ class Measurement:
             batch = batching.collate(self.on_policy.next(self.groups, 0), self.plain)
             self.count("on_policy", batch)
             for part in self.parts:
-                gradient = self.gradient(only(batch, part))
+                gradient = self.gradient(replace(batch, adv=batch.adv * inside(batch, part)))
                 squares[part][b // each] += self.weights.dot(gradient, gradient) / each
                 sums[part][b // each] = added(sums[part][b // each], gradient, 1 / each)
         found = {part: self.reference(sums[part], squares[part], each) for part in self.parts}
@@ -391,7 +388,7 @@ class Measurement:
         for b in tqdm(range(self.own.batches), desc="the sampler's batches", disable=self.quiet):
             batch = batching.collate(self.sampler.next(self.groups, 0), some)
             batch = ref_columns(self.learner, batch, self.rows)
-            self.count("sampler", batch)
+            self.count("sampler", batch, token_k3(batch.log_r)[batch.mask].double().sum())
             along = {part: self.weights.slopes(batch, r.means) for part, r in references.items()}
             random = None
             if b < self.own.noise_batches:
@@ -409,21 +406,17 @@ class Measurement:
             everyone = self.comm.cat(mine.flatten().to(self.comm.device))
             seen.noise.append(everyone.view(-1, len(slopes.random)).cpu().numpy())
 
-    def count(self, who: str, batch) -> None:
-        """Add up what the responses are like."""
-        sums = [batch.reward.sum(), batch.length.sum(), len(batch)]
-        if who == "sampler":
-            sums.append(token_k3(batch.log_r)[batch.mask].double().sum())
-        names = [f"{who}/{name}" for name in ("reward", "tokens", "responses", "kl")]
-        for name, value in zip(names, self.comm.sum(sums), strict=False):
-            self.totals[name] = self.totals.get(name, 0.0) + value
+    def count(self, who: str, batch, kl=0.0) -> None:
+        """Add up what the responses are like. kl: summed over tokens."""
+        sums = self.comm.sum([batch.reward.sum(), batch.length.sum(), kl, len(batch)])
+        self.totals[who] = np.add(self.totals.get(who, 0.0), sums)
 
     def about(self) -> dict[str, float]:
         """Both samplers in numbers: mean reward and length, and the KL between them."""
-        of = self.totals
-        out = {f"{who}/reward": of[f"{who}/reward"] / of[f"{who}/responses"] for who in ("on_policy", "sampler")}
-        out |= {f"{who}/length": of[f"{who}/tokens"] / of[f"{who}/responses"] for who in ("on_policy", "sampler")}
-        return out | {"kl": of["sampler/kl"] / of["sampler/tokens"]}
+        out = {}
+        for who, (reward, tokens, kl, responses) in self.totals.items():
+            out |= {f"{who}/reward": reward / responses, f"{who}/length": tokens / responses, "kl": kl / tokens}
+        return out
 
 
 def on_policy_source(learner, run, cfg) -> LocalSource:

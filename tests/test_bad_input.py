@@ -503,6 +503,33 @@ WITHOUT=vllm --model=POLICY | --rollout=vllm: vLLM is not installed here; ... in
         """,
     ),
     *rows(
+        "worth.py --rollout=hf --model=POLICY --actor=none --max_tokens=8",
+        r"""
+--objective=tis | --objective: name the objectives to weigh with --rows
+--rows= | --rows: names no objective
+--rows=tsi | --objective=tsi: not one of ... did you mean tis?
+--rows='tis is_kap=3' | --is_kap: no such flag; did you mean --is_cap?
+--rows='tis; jackpot is_cap=3' | --is_cap=3.0: --correction=obrs has no cap C; use --obrs_c1
+--rows='jackpot obrs_target=new' | --rows: jackpot obrs_target=new asks for ... unknown here
+--rows='jackpot obrs_topk=5; z_tis obrs_topk=6' | --rows: rows with several --obrs_topk; weigh them one after the other
+--batches=1 | --batches=1: at least 2, for an error
+--noise_batches=25 | --noise_batches=25: at most --batches=24
+--reference=5 | --reference=5: a multiple of 4, for the error of its result
+--directions=0 | --directions=0: a multiple of 4, for the error of its result
+--share=0 | --share=0.0: a share of the parameters, above 0 and at most 1
+--lengths=9,9 | --lengths=9,9: rising, such as 16,64
+--lengths=long | --lengths=long: rising, such as 16,64
+--delay=lognormal | --samplers, --delay: weights that sample late are named with --stale here
+--rollout_quant=int8 --learner_quant=aligned | --learner_quant=aligned: a gradient ... use none
+--stale=/no/such | --stale=/no/such: no Hugging Face ... give the `policy` of a checkpoint
+--stale=small_vocabulary | --stale=small_vocabulary: a vocabulary of ... the policy's has
+--stale=no_weights | no_weights: no weights there ... copy the folder anew, or delete
+--json=. | --json=.: a folder; name a file in it
+--json=/dev/null/x.json | --json=/dev/null/x.json: /dev/null is a file, not a folder; name another place
+--btaches=3 | --btaches: no such flag; did you mean --batches?
+        """,
+    ),
+    *rows(
         "eval.py --rollout=hf --model=POLICY --max_tokens=8",
         r"""
 --k= | --k=: each k must lie between 1 and --samples=4, as in 1,4
