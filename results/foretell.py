@@ -8,15 +8,20 @@ results/worth.
 """
 
 import json
+import math
 import subprocess
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 import lowbit
+import numpy as np
 import praxis
 import qarl
 import sweep
 import table1
 import table6_10
+from heterorl import ranks
 
 import worth
 
@@ -58,13 +63,17 @@ def row_of(flags: dict) -> str:
     return " ".join([flags["objective"], *more])
 
 
+def name_of(config: str, flags: dict) -> str:
+    """Of a sampler's record."""
+    return sweep.slug(" ".join([Path(config).stem, *map(str, sampler_of(flags).values())]))
+
+
 def samplers() -> dict[str, tuple[str, dict, list[str]]]:
     """Name of a record -> (configuration, flags of the sampler, rows)."""
     found = {}
     for config, flags in rows().values():
         how = sampler_of(flags)
-        name = sweep.slug(" ".join([config[8:-5], *map(str, how.values())]))
-        found.setdefault(name, (config, how, []))[2].append(row_of(flags))
+        found.setdefault(name_of(config, flags), (config, how, []))[2].append(row_of(flags))
     everything = set(map(str.strip, worth.ROWS.split(";")))
     return {name: (config, how, sorted(everything | set(texts))) for name, (config, how, texts) in found.items()}
 
@@ -87,10 +96,122 @@ def recorded(name: str) -> dict:
     return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Worth against what was reached
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Point:
+    """One row of one study."""
+
+    label: str
+    sampler: str  # the record of worth
+    row: str
+    distilled: bool
+    worth: float
+    worth_se: float
+    kl: float  # of the sampler at the start
+    kappa: float
+    reached: float  # held-out pass@1 at the end, percent
+    reached_se: float
+
+    @property
+    def family(self) -> str:
+        """Points that may be compared: the same models, task and budget, with or without distillation."""
+        if self.sampler != "study":
+            return self.sampler.partition("-")[0]
+        return "study, distilled" if self.distilled else "study, not distilled"
+
+
+def points() -> list[Point]:
+    """Of every row that is weighed and recorded."""
+    found = []
+    for (_, label), (config, flags) in rows().items():
+        name = name_of(config, flags)
+        got = sweep.run({label: flags}, {label: 3}, draw=True, config=config)
+        measured = recorded(name)
+        x = measured["rows"][row_of(flags)]
+        reached, error = sweep.final(got[label])
+        distilled = "distill_lambda" not in flags
+        kl = measured["about"]["kl"]
+        found.append(
+            Point(label, name, row_of(flags), distilled, x["worth"], x["worth_se"], kl, x["kappa"], reached, error)
+        )
+    return found
+
+
+def within(points: list[Point], value) -> tuple[float, float, float, int]:
+    """Spearman's correlation of value(point) and what was reached inside the families, its 95 % interval, and the
+    number of points. Ranks are centred in each family, so levels of families do not enter."""
+    x, y = [], []
+    families = {p.family for p in points}
+    for family in families:
+        own = [p for p in points if p.family == family]
+        for out, values in ((x, [value(p) for p in own]), (y, [p.reached for p in own])):
+            r = ranks(np.array(values))
+            out.extend((r - r.mean()) / len(own))
+    r = float(np.corrcoef(x, y)[0, 1])
+    half = 1.96 / math.sqrt(max(len(x) - len(families) - 2, 1))
+    return r, math.tanh(math.atanh(r) - half), math.tanh(math.atanh(r) + half), len(x)
+
+
+MEASURES = {
+    "worth": lambda p: p.worth,
+    "kappa": lambda p: p.kappa,
+    "- KL of the sampler": lambda p: -p.kl,
+}
+
+
+def correlations(found: list[Point]) -> str:
+    cells = []
+    families = sorted({p.family for p in found})
+    for name, value in MEASURES.items():
+        for family in ("all", *families):
+            own = [p for p in found if family in ("all", p.family)]
+            r, low, high, n = within(own, value)
+            cells.append([name, family, str(n), f"{r:.2f}", f"{low:.2f} to {high:.2f}"])
+    return "## Does it order as training did?\n\n" + sweep.markdown(
+        ["", "rows", "n", "Spearman, inside families", "95 %"], cells
+    )
+
+
+def table(found: list[Point]) -> str:
+    cells = []
+    for p in sorted(found, key=lambda p: (p.family, -p.worth)):
+        reached = sweep.percent((p.reached, p.reached_se))
+        cells.append([p.family, p.label, p.sampler, f"{p.worth:.3f} +- {p.worth_se:.3f}", sweep.number(p.kl), reached])
+    head = ["", "row", "sampler", "worth at the start", "KL at the start", "policy pass@1 at the end, %"]
+    return "## The rows\n\n" + sweep.markdown(head, cells)
+
+
+def draw(found: list[Point]) -> None:
+    """Worth against pass@1, a panel for each family."""
+    families = sorted({p.family for p in found})
+    plt = sweep.pyplot()
+    fig, axes = plt.subplots(1, len(families), figsize=(3.6 * len(families), 3.6), layout="constrained", squeeze=False)
+    for ax, family in zip(axes[0], families, strict=True):
+        own = [p for p in found if p.family == family]
+        for sampler, colour in zip(sorted({p.sampler for p in own}), sweep.COLOURS, strict=False):
+            some = [p for p in own if p.sampler == sampler]
+            x, y = ([getattr(p, key) for p in some] for key in ("worth", "reached"))
+            errors = ([p.worth_se for p in some], [p.reached_se for p in some])
+            ax.errorbar(x, y, xerr=errors[0], yerr=errors[1], fmt="o", ms=4, lw=0.7, color=colour, label=sampler)
+        ax.set(xlabel="worth at the start", title=family)
+        ax.set_xscale("symlog", linthresh=0.02)
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=7)
+    axes[0, 0].set_ylabel("held-out pass@1 at the end (%)")
+    sweep.save(fig, sweep.RESULTS / "foretell.png")
+
+
 def study(flags):
     for name, (config, how, texts) in samplers().items():
         if not flags.draw:
             measure(name, config, how, texts)
+    found = points()
+    sweep.page("foretell", correlations(found), table(found))
+    draw(found)
 
 
 if __name__ == "__main__":
