@@ -122,14 +122,19 @@ def main(study: Callable, doc: str, cls: type = StudyFlags) -> None:
 
 
 def run(
-    rows: dict[str, dict], seeds: dict[str, int] | None = None, draw: bool = False, jobs: int = 2, config: str = STUDY
+    rows: dict[str, dict],
+    seeds: dict[str, int] | None = None,
+    draw: bool = False,
+    jobs: int = 2,
+    config: str = STUDY,
+    first_seed: int = 0,
 ) -> Got:
     """The records of every row, seed by seed, after running those that are missing, `jobs` at a time.
 
     rows: label -> flags on top of the file `config`; seeds: label -> how many (1 where none is
-    said). draw: run nothing, and leave out what is not there. UserError: a record was made with
-    other settings."""
-    wanted = {label: with_seeds(flags, (seeds or {}).get(label, 1)) for label, flags in rows.items()}
+    said), from first_seed on. draw: run nothing, and leave out what is not there. UserError: a
+    record was made with other settings."""
+    wanted = {label: with_seeds(flags, (seeds or {}).get(label, 1), first_seed) for label, flags in rows.items()}
     if not draw:
         if jobs < 1:
             raise UserError(f"--jobs={jobs}: at least one run at a time")
@@ -139,9 +144,9 @@ def run(
     return {label: records for label, records in got.items() if records}
 
 
-def with_seeds(flags: dict, n: int) -> list[dict]:
-    """The flags of a row's runs, seeds 0 to n - 1."""
-    return [{**flags, "seed": seed} for seed in range(n)]
+def with_seeds(flags: dict, n: int, first: int = 0) -> list[dict]:
+    """The flags of a row's runs, n seeds from the first on."""
+    return [{**flags, "seed": seed} for seed in range(first, first + n)]
 
 
 def recorded(runs: list[dict], config: str) -> list[dict]:

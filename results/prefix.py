@@ -1,0 +1,82 @@
+"""Weights capped at 1, of a response and of each prefix: do they train as well as they weigh?
+
+    python results/prefix.py            # run what is missing (two at a time), then write results/prefix.{md,png}
+
+worth.py ranks min(R, 1) (`--objective=seq_tis --is_cap=1`) and min(R_t, 1) (`prefix_tis`, R_t the product of r up to
+and with token t) first where another model samples. Beside them rows of Table 1; then long responses, two bits and late
+samplers, beside those studies' rows.
+"""
+
+from dataclasses import dataclass
+
+import heterorl
+import praxis
+import qarl
+import sweep
+import table1
+
+NEW = {"min(R, 1)": dict(objective="seq_tis", is_cap=1), "min(R_t, 1)": dict(objective="prefix_tis")}
+ALONE = dict(distill_lambda=0)
+OLD = ("on-policy", "Jackpot", "Jackpot, expected mask", "TIS + distillation")
+OLD_ALONE = ("Jackpot, no distillation", "TIS, no distillation", "no correction, no distillation")
+DISTILLED = {**{label: table1.ROWS[label] for label in OLD}, **NEW}
+UNDISTILLED = {
+    **{label: table1.ROWS[label] for label in OLD_ALONE},
+    **{f"{label}, no distillation": {**flags, **ALONE} for label, flags in NEW.items()},
+}
+LONG = {**{f"{c}, T 1": praxis.ROWS[f"{c}, T 1"] for c in ("none", "Token-TIS", "Seq-TIS")}, **NEW}
+LOW = {
+    **{label: qarl.ROWS[f"w2a16: {label}"] for label in ("GRPO", "TIS")},
+    **{label: {**flags, "rollout_quant": "w2a16"} for label, flags in NEW.items()},
+}
+LATE = {
+    **{label: heterorl.TABLE[label] for label in ("GRPO, 64", "GEPO, 64")},
+    "decoupled TIS": heterorl.MORE["decoupled TIS"],
+    **{label: {**flags, **heterorl.FAR} for label, flags in NEW.items()},
+}
+# title -> (rows, configuration)
+SETTINGS = {
+    "another model samples, distilled": (DISTILLED, sweep.STUDY),
+    "another model samples, not distilled": (UNDISTILLED, sweep.STUDY),
+    "long responses": (LONG, praxis.CONFIG),
+    "two bits": (LOW, qarl.CONFIG),
+    "late by up to 64 updates": (LATE, heterorl.CONFIG),
+}
+FIRST_SEED = 10  # every row is run anew: base models differ a little between processors
+PANELS = [("held-out pass@1 of the policy (%)", "eval/policy"), ("reward of the responses", "reward")]
+COLUMNS = {
+    **{c: sweep.COLUMNS[c] for c in ("seeds", "policy pass@1, %", "best, %")},
+    "reward": lambda rs: sweep.number(sweep.tail(rs, "reward")),
+    "KL(inf, ref)": lambda rs: sweep.number(sweep.tail(rs, "rollout_corr/k3_kl")),
+    "ESS": sweep.COLUMNS["ESS"],
+    "entropy": lambda rs: sweep.number(sweep.tail(rs, "entropy")),
+    "tokens": lambda rs: sweep.number(sweep.tail(rs, "response_length")),
+    "gradient norm": lambda rs: sweep.number(sweep.tail(rs, "grad_norm")),
+}
+
+
+@dataclass(frozen=True)
+class PrefixFlags(sweep.StudyFlags):
+    """Weights capped at 1"""
+
+    seeds: int = 3
+    """Runs of every row."""
+    settings: int = 5
+    """The first so many settings."""
+
+
+def study(flags):
+    tables, groups, everything = [], [], {}
+    for title, (rows, config) in list(SETTINGS.items())[: flags.settings]:
+        seeds = dict.fromkeys(rows, flags.seeds)
+        got = sweep.run(rows, seeds, flags.draw, flags.jobs, config, FIRST_SEED)
+        tables.append(sweep.table(title, got, COLUMNS))
+        named = {f"{title}: {label}": records for label, records in got.items()}
+        everything |= named
+        groups.append(sweep.Group(title, list(named), PANELS))
+    sweep.page("prefix", *tables)
+    sweep.figure("prefix", everything, groups, strong=tuple(label for label in everything if "R_t" in label))
+
+
+if __name__ == "__main__":
+    sweep.main(study, __doc__, PrefixFlags)
