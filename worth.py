@@ -457,19 +457,21 @@ def estimate(along, noise, reference: Reference, groups: int, folds=None, direct
     square = reference.square(folds)
     n = len(folds) * reference.batches
     noise_on = (reference.squares[folds].mean() - reference.gram[np.ix_(folds, folds)].mean()) * n / (n - 1)
-    scale = along[:, folds].mean() / square
+    by_batch = along[:, folds].mean(1) / square
+    scale = by_batch.mean()
+    scale_squared = max(scale**2 - by_batch.var(ddof=1) / len(by_batch), 0.0)  # without its noise
     shares = noise[:, directions]
     variance = groups * shares.var(0, ddof=1)  # of a batch, along each direction
     elsewhere = groups * shares.mean(0) - scale * reference.overlap[np.ix_(directions, folds)].mean(1)
-    of_means = variance * groups / len(shares) + scale**2 * noise_on / n  # what noise adds to `elsewhere`, squared
+    of_means = variance * groups / len(shares) + scale_squared * noise_on / n  # what noise adds to `elsewhere`, squared
     bias = max((elsewhere**2 - of_means).mean(), 0.0) / square
     noise_of_batch = variance.mean() / square
     noise_on = noise_on / square
-    total = scale**2 + bias + noise_of_batch
+    length, total = math.copysign(math.sqrt(scale_squared), scale), scale_squared + bias + noise_of_batch
     return {
-        "worth": max(scale, 0.0) ** 2 * noise_on / (bias + noise_of_batch) if total else 0.0,
-        "kappa": scale / math.sqrt(total) if total else 0.0,
-        "cosine": scale / math.sqrt(scale**2 + bias) if scale else 0.0,
+        "worth": scale_squared * noise_on / (bias + noise_of_batch) if length > 0 else 0.0,
+        "kappa": length / math.sqrt(total) if total else 0.0,
+        "cosine": length / math.sqrt(scale_squared + bias) if length else 0.0,
         "scale": scale,
         "bias": bias,
         "noise": noise_of_batch,

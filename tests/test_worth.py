@@ -154,6 +154,14 @@ def true_numbers(scale, bias, noise, noise_on) -> dict[str, float]:
 LAWS = [dict(scale=0.7, bias=0.4, noise=1.5, noise_on=0.8), dict(scale=1.0, bias=0.0, noise=0.8, noise_on=0.8)]
 
 
+def test_noise_along_the_gradient_is_not_worth():
+    """Where the row's mean gradient is lost in noise, scale^2 is mostly noise, and worth is made of less than that."""
+    law = dict(scale=0.04, bias=0.1, noise=1.5, noise_on=0.8)
+    found = [worth.estimate(*arrays(*made_up(seed, batches=6, each=48, **law)), GROUPS) for seed in range(200)]
+    plain = [max(x["scale"], 0) ** 2 * x["noise_on"] / (x["bias"] + x["noise"]) for x in found]
+    assert true_numbers(**law)["worth"] < np.mean([x["worth"] for x in found]) < 0.75 * np.mean(plain)
+
+
 @pytest.mark.parametrize("law", LAWS)
 def test_estimates_are_right_on_average_and_within_their_errors(law):
     """40 measurements of a known law: each number's mean is the truth within its scatter, its errors tell the scatter,
