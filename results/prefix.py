@@ -15,7 +15,11 @@ import qarl
 import sweep
 import table1
 
-NEW = {"min(R, 1)": dict(objective="seq_tis", is_cap=1), "min(R_t, 1)": dict(objective="prefix_tis")}
+NEW = {
+    "min(R, 1)": dict(objective="seq_tis", is_cap=1),
+    "min(R_t, 1)": dict(objective="prefix_tis"),
+    "1 where 0.5 <= R <= 2": dict(objective="none", reject="sequence", rs_low=0.5, rs_high=2),
+}
 ALONE = dict(distill_lambda=0)
 OLD = ("on-policy", "Jackpot", "Jackpot, expected mask", "TIS + distillation")
 OLD_ALONE = ("Jackpot, no distillation", "TIS, no distillation", "no correction, no distillation")

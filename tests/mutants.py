@@ -129,6 +129,12 @@ MUTANTS = {
         ("surrogate = surrogate * (batch.adv > 0)", "surrogate = surrogate * (batch.adv >= 0) * 2"),
     ],
     "corrections.py": [
+        ("return token_ratio((log_r * mask).cumsum(1), clamp)", "return token_ratio(log_r.cumsum(1), clamp)"),
+        ("return token_ratio((log_r * mask).cumsum(1), clamp)", "return token_ratio(log_r * mask, clamp).cumprod(1)"),
+        (
+            "weight = prefix_ratio(log_r, mask, clamp).clamp(floor, cap)",
+            "weight = prefix_ratio(log_r, mask, clamp).clamp(floor)",
+        ),
         (
             "log_mean = log_group_sum(2 * log_q, group) - log_group_sum(log_q, group)",
             "log_mean = log_group_sum(2 * log_q, group)",

@@ -313,6 +313,18 @@ def test_truncated_sampling_is_mismatch_unless_the_learner_replays_it(tmp_path, 
 
 
 @pytest.mark.slow
+def test_a_share_of_the_parameters_agrees_with_the_whole(tmp_path, solvers):
+    """The same responses, looked at in a third of the entries: every number agrees within its errors."""
+    more = ["--batches=24", "--reference=48", "--directions=16", "--noise_batches=12", "--rows=none; tis; prefix_tis"]
+    whole, part = (weigh(tmp_path, solvers, *more, f"--share={s}", actor="actor")["rows"] for s in (1, 0.33))
+    for row in whole:
+        for name in ("worth", "scale", "cosine"):
+            error = math.hypot(whole[row][f"{name}_se"], part[row][f"{name}_se"])
+            assert abs(whole[row][name] - part[row][name]) < 2 * error, (row, name)
+    assert part["none"]["worth"] < part["prefix_tis"]["worth"] and part["none"]["worth_se"] < 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_weigh_as_one(parallel, tmp_path, solvers):
     """The same groups on two ranks: g, its noise and every row's scale agree; with DDP all numbers do."""
