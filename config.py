@@ -467,7 +467,7 @@ def fill(cfg: Config, values: dict) -> Config:
 
 def resolve(cfg: Config, n_ranks: int | None = None) -> Config:
     """The configuration with nothing open, checked. UserError: one sentence naming flag and mend."""
-    n_ranks = int(os.environ.get("WORLD_SIZE", 1)) if n_ranks is None else n_ranks
+    n_ranks = flags.from_environment("WORLD_SIZE", 1) if n_ranks is None else n_ranks
     choice("objective", cfg.objective, list(objectives.OBJECTIVES))
     cfg = resolve_open(cfg)
     for key, kind in flags.types_of(Config).items():

@@ -360,6 +360,10 @@ def main(argv: list[str] | None = None) -> dict:
     if cfg.out:
         check_output("out", cfg.out)
     if cfg.grade_gold:
+        need(
+            cfg.task == EvalFlags.task, f"--task={cfg.task}: --grade_gold names the file itself; leave one of them out"
+        )
+        need(not cfg.model, f"--model={cfg.model}: --grade_gold grades a file's own answers, no model's; leave it out")
         tasks.check(cfg)
         result = grade_gold(cfg.grade_gold, cfg.grade_seconds)
     elif cfg.mismatch:

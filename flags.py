@@ -113,6 +113,14 @@ def check_output(flag: str, path: str) -> None:
     need(os.access(taken, os.W_OK) and not kernel, f"--{flag}={path}: {taken} cannot be written; {PLACE}")
 
 
+def from_environment(name: str, usual: int) -> int:
+    """A whole number that torchrun sets. It is read while modules load, so what is wrong ends the process at once."""
+    value = os.environ.get(name, str(usual))
+    if not value.isdecimal():
+        sys.exit(f"error: {name}={value} in the environment: must be a whole number, as torchrun sets it; unset it")
+    return int(value)
+
+
 def run_command(command: Callable[[], object], silent: bool = False) -> None:
     """Run a process's command: a UserError becomes one sentence and exit code 1, as does trouble with a file.
 

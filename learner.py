@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +25,7 @@ import objectives
 import quant
 import sync
 from batching import Batch
-from flags import UserError
+from flags import UserError, from_environment
 from measure import Sums
 from metrics import derive, observe
 from model import Needs, PolicyAndActor, TokenStats, needs_of_ref_pass, needs_of_update
@@ -37,8 +36,8 @@ from sampling import Sampling
 # ---------------------------------------------------------------------------------------------------------------------
 
 # read before vLLM is imported: it overwrites such variables
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+LOCAL_RANK = from_environment("LOCAL_RANK", 0)
+WORLD_SIZE = from_environment("WORLD_SIZE", 1)
 
 
 class Comm:

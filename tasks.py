@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
-from flags import UserError, need, read_text
+from flags import UserError, from_environment, need, read_text
 
 NUMBERS = 200  # the numbers 0..199 are one token each
 VOCAB = 256  # numbers, signs, and spare words up to a multiple of 32
@@ -441,7 +441,7 @@ class Graders:
 @functools.cache
 def graders() -> Graders:
     """The grading processes of this process: as many as there are cores for each rank of this host."""
-    return Graders(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    return Graders(max(1, len(os.sched_getaffinity(0)) // from_environment("LOCAL_WORLD_SIZE", 1)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

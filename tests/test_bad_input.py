@@ -495,6 +495,8 @@ LOADS=1 --model=wider --rollout=hf | wider: its weights do not fit its ... give 
 --model=base:policy --rollout=hf --task=fine.jsonl | --model=base:policy knows only ... give the folder of
 --model=base:policy --rollout=hf --max_tokens=900 | --max_tokens=900: with ... ver the model's context of 512
 --grade_gold=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
+--grade_gold=fine.jsonl --task=fine.jsonl | --task=fine.jsonl: --grade_gold names the file itself; leave one
+--grade_gold=fine.jsonl --model=POLICY | --grade_gold grades a file's own answers, no model's; leave it out
 --grade_gold=/no/such.jsonl | --grade_gold=/no/such.jsonl: no such file; give the path of a JSONL file
 --grade_gold=. | --grade_gold=.: a folder; give the path of a JSONL file
 --grade_gold=fine.jsonl --grade_seconds=0 | --grade_seconds=0.0: a number of seconds above 0, for each answer
@@ -973,3 +975,11 @@ def test_a_user_sees_the_same(prepared, command):
     real = subprocess.run([sys.executable, *argv], cwd=other.here, env=env, capture_output=True, text=True, timeout=60)
     assert (real.returncode, real.stderr) == (done.status, job.said())
     assert tree(other.here) == other.before
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_RANK"])
+def test_an_environment_that_torchrun_did_not_set(name):
+    argv = [sys.executable, str(ROOT / "train.py"), "--rollout=hf", "--steps=0"]
+    done = subprocess.run(argv, env={**os.environ, name: "two"}, capture_output=True, text=True, timeout=60)
+    mend = "in the environment: must be a whole number, as torchrun sets it; unset it"
+    assert (done.returncode, done.stderr) == (1, f"error: {name}=two {mend}\n")
