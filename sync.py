@@ -511,10 +511,12 @@ def check_level(version: int, engine_says, published) -> None:
 def check_growth(version: int, engine, probe: Probe, pairs: dict) -> None:
     """SyncError if the engine has drifted away from the published tensors since the first version, part by part.
 
-    pairs: where -> (engine, published). Errors are relative to the size of log-probabilities, as rounding is."""
+    pairs: where -> (engine, published). Rounding is relative to the logits, whose size is that of the log-probabilities
+    of the prompts: those of sampled tokens go to 0 as a policy becomes sure, and their errors do not."""
     fmt = getattr(engine, "fmt", None)
     roundoff = ROUNDOFF["low bits" if fmt is not None and fmt.activations else engine.dtype]
-    errors = {where: relative_error(*pair) for where, pair in pairs.items()}
+    size = rms(pairs["prompts"][1])
+    errors = {where: rms(says - published) / size for where, (says, published) in pairs.items()}
     probe.first_error = probe.first_error or max(roundoff, *errors.values())
     for where, error in errors.items():
         need(
@@ -525,10 +527,10 @@ def check_growth(version: int, engine, probe: Probe, pairs: dict) -> None:
         )
 
 
-def relative_error(y: np.ndarray, x: np.ndarray) -> float:
-    """|y - x| / |x| over the entries that are there; 0 where none is."""
-    there = ~(np.isnan(y) | np.isnan(x))
-    return float(np.sqrt(np.square((y - x)[there]).sum() / max(np.square(x[there]).sum(), 1e-30)))
+def rms(x: np.ndarray) -> float:
+    """Root mean square of the entries that are there; 1e-30 at least."""
+    there = x[~np.isnan(x)]
+    return max(float(np.sqrt(np.square(there, dtype=np.float64).mean())), 1e-30) if len(there) else 1e-30
 
 
 def module_slope(watched: Watched, engine_says, published: dict) -> Slope:

@@ -107,6 +107,22 @@ def test_healthy_engines_are_proved_and_raise_no_alarm(fmt):
     assert rig.probe.n_watched > 10
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_policy_that_becomes_sure_and_unsure_again_raises_no_alarm(dtype):
+    """Log-probabilities of its own tokens go to 0, and the engine's rounding of them does not."""
+    rig = Rig(dtype)
+    rig.sync()
+    own = []
+    for factor in [1.3] * 14 + [1 / 1.3] * 18:
+        with torch.no_grad():
+            rig.model.model.norm.weight.mul_(factor)
+        rig.version += 1
+        rig.sync()
+        own.append(float(np.nanmean(np.abs(rig.probe.decode.engine))))
+    assert min(own) < 0.02 * max(own)
+    assert max(own) > 1
+
+
 def test_weights_that_have_not_changed_prove_nothing():
     rig = Rig("float32")
     rig.sync()
