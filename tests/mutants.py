@@ -324,6 +324,10 @@ MUTANTS = {
         ("need(np.isfinite(engine_says).all(),", "need(True,"),
         ("        share >= EXPLAINED,", "        share >= -9e9,"),
         ("error <= GROWN * probe.first_error,", "error <= 1e9 * probe.first_error,"),
+        (
+            "errors = {where: rms(says - published) / size for",
+            "errors = {where: rms(says - published) / rms(published) for",
+        ),
         ("            not slope.low > 0.5,", "            True,"),
         ("common = (tokens == before.tokens).cumprod(1).astype(bool)", "common = tokens == before.tokens"),
         ('probe.unproven = probe.unproven + 1 if status == "unproven" else 0', "probe.unproven = 0"),
