@@ -23,10 +23,10 @@ NEW = {
 ALONE = dict(distill_lambda=0)
 OLD = ("on-policy", "Jackpot", "Jackpot, expected mask", "TIS + distillation")
 OLD_ALONE = ("Jackpot, no distillation", "TIS, no distillation", "no correction, no distillation")
-DISTILLED = {**{label: table1.ROWS[label] for label in OLD}, **NEW}
+DISTILLED = {**NEW, **{label: table1.ROWS[label] for label in OLD}}
 UNDISTILLED = {
-    **{label: table1.ROWS[label] for label in OLD_ALONE},
     **{f"{label}, no distillation": {**flags, **ALONE} for label, flags in NEW.items()},
+    **{label: table1.ROWS[label] for label in OLD_ALONE},
 }
 LONG = {**{f"{c}, T 1": praxis.ROWS[f"{c}, T 1"] for c in ("none", "Token-TIS", "Seq-TIS")}, **NEW}
 LOW = {
