@@ -26,10 +26,10 @@ import worth
 TOKENS = sweep.ROOT / "out" / "search"
 SAMPLERS = {
     "actor": ["--config=configs/study.toml"],
-    "long": ["--config=configs/long.toml", "--batches=48", "--reference=96"],
+    "long": ["--config=configs/long.toml", "--batches=32", "--reference=64"],
     "w2a16": ["--config=configs/lowbit.toml", "--rollout_quant=w2a16"],
 }
-NOISE_BATCHES = {"actor": 12, "long": 24, "w2a16": 12}
+NOISE_BATCHES = {"actor": 12, "long": 8, "w2a16": 12}
 CLAMP = 20.0
 
 
