@@ -267,13 +267,6 @@ class Weights:
         return self.spreads[id(direction)]
 
 
-def added(total, direction, factor: float) -> list[torch.Tensor]:
-    """total + factor direction; a total of None is 0."""
-    if total is None:
-        return [factor * x for x in direction]
-    return [a + factor * x for a, x in zip(total, direction, strict=True)]
-
-
 def local(x: torch.Tensor) -> torch.Tensor:
     """This rank's shard."""
     return x.to_local() if hasattr(x, "to_local") else x
@@ -351,7 +344,7 @@ class Measurement:
     def references(self) -> dict[tuple, Reference]:
         """The on-policy gradient of each part that has one."""
         each = self.own.reference // FOLDS
-        sums = {part: [None] * FOLDS for part in self.parts}
+        means = {part: [[0.0] * len(self.weights.flat) for _ in range(FOLDS)] for part in self.parts}
         squares = {part: np.zeros(FOLDS) for part in self.parts}
         for b in tqdm(range(each * FOLDS), desc="on-policy gradient", disable=self.quiet):
             batch = batching.collate(self.on_policy.next(self.groups, 0), self.plain)
@@ -359,8 +352,9 @@ class Measurement:
             for part in self.parts:
                 gradient = self.gradient(replace(batch, adv=batch.adv * inside(batch, part)))
                 squares[part][b // each] += self.weights.dot(gradient, gradient) / each
-                sums[part][b // each] = added(sums[part][b // each], gradient, 1 / each)
-        found = {part: self.reference(sums[part], squares[part], each) for part in self.parts}
+                mean = means[part][b // each]
+                mean[:] = [a + x / each for a, x in zip(mean, gradient, strict=True)]
+        found = {part: self.reference(means[part], squares[part], each) for part in self.parts}
         found = {part: r for part, r in found.items() if r.is_found()}
         need(
             EVERYTHING in found,
@@ -448,22 +442,21 @@ def on_policy_source(learner, run, cfg) -> LocalSource:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def estimate(along, noise, reference: Reference, groups: int, folds=None, directions=None) -> dict[str, float]:
+def estimate(along, noise, reference: Reference, groups: int, keep=None) -> dict[str, float]:
     """scale, bias, noise, noise_on, cosine of the mean, kappa and worth, as defined above.
 
-    along: (batches, FOLDS); noise: (groups seen, directions); groups: of one batch. folds, directions: which to use."""
-    folds = np.arange(len(reference.gram)) if folds is None else folds
-    directions = np.arange(noise.shape[1]) if directions is None else directions
+    along: (batches, FOLDS); noise: (groups seen, directions); groups: of one batch. keep: what is used (`replicates`)."""
+    batches, some, folds, directions = keep or next(replicates(len(along), *noise.shape))[0]
     square = reference.square(folds)
     n = len(folds) * reference.batches
     noise_on = (reference.squares[folds].mean() - reference.gram[np.ix_(folds, folds)].mean()) * n / (n - 1)
-    by_batch = along[:, folds].mean(1) / square
+    by_batch = along[np.ix_(batches, folds)].mean(1) / square
     scale = by_batch.mean()
-    scale_squared = max(scale**2 - by_batch.var(ddof=1) / len(by_batch), 0.0)  # without its noise
-    shares = noise[:, directions]
+    scale_squared = max(scale**2 - by_batch.var(ddof=1) / len(batches), 0.0)  # without its noise
+    shares = noise[np.ix_(some, directions)]
     variance = groups * shares.var(0, ddof=1)  # of a batch, along each direction
     elsewhere = groups * shares.mean(0) - scale * reference.overlap[np.ix_(directions, folds)].mean(1)
-    of_means = variance * groups / len(shares) + scale_squared * noise_on / n  # what noise adds to `elsewhere`, squared
+    of_means = variance * groups / len(some) + scale_squared * noise_on / n  # what noise adds to `elsewhere`, squared
     bias = max((elsewhere**2 - of_means).mean(), 0.0) / square
     noise_of_batch = variance.mean() / square
     noise_on = noise_on / square
@@ -479,25 +472,33 @@ def estimate(along, noise, reference: Reference, groups: int, folds=None, direct
     }
 
 
+def replicates(batches: int, groups: int, directions: int) -> Iterator[list[tuple]]:
+    """Lists of (batches, groups, folds, directions) to keep: first all, then without a part of each of the four in turn.
+
+    The sampler's batches and the folds of g are left out one by one, groups and directions in FOLDS parts."""
+    B, G, F, K = map(np.arange, (batches, groups, FOLDS, directions))
+    yield [(B, G, F, K)]
+    yield [(B[b != B], G, F, K) for b in B]
+    yield [(B, G[f != G % FOLDS], F, K) for f in F]
+    yield [(B, G, F[f != F], K) for f in F]
+    yield [(B, G, F, K[f != K % FOLDS]) for f in F]
+
+
+def jackknife(values: list[list[float]]) -> float:
+    """The standard error of a number by its values on `replicates`."""
+    variance = 0.0
+    for x in map(np.array, values):
+        variance += (len(x) - 1) / len(x) * ((x - x.mean()) ** 2).sum()
+    return math.sqrt(variance)
+
+
 def with_errors(seen: Seen, reference: Reference, groups: int) -> dict[str, float]:
-    """`estimate`, and NAME_se by the jackknife: over the sampler's batches and groups, over g's folds and over the
-    directions."""
+    """`estimate`, and NAME_se by the jackknife."""
     along, noise = np.array(seen.along), np.concatenate(seen.noise)
-    out = estimate(along, noise, reference, groups)
-    which, K, F = np.arange(len(noise)) % FOLDS, np.arange(noise.shape[1]), np.arange(FOLDS)
-    left_out = [
-        [estimate(np.delete(along, b, 0), noise, reference, groups) for b in range(len(along))],
-        [estimate(along, noise[which != f], reference, groups) for f in F],
-        [estimate(along, noise, reference, groups, F[f != F]) for f in F],
-        [estimate(along, noise, reference, groups, None, K[f != K % FOLDS]) for f in F],
-    ]
-    for name in list(out):
-        variance = 0.0
-        for replicates in left_out:
-            x = np.array([r[name] for r in replicates])
-            variance += (len(x) - 1) / len(x) * ((x - x.mean()) ** 2).sum()
-        out[f"{name}_se"] = math.sqrt(variance)
-    return out
+    kinds = replicates(len(along), *noise.shape)
+    (out,), *left_out = [[estimate(along, noise, reference, groups, keep) for keep in kind] for kind in kinds]
+    errors = {f"{name}_se": jackknife([[x[name] for x in kind] for kind in left_out]) for name in out}
+    return out | errors
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,8 +3,10 @@
     python results/search.py            # measure what is missing (20 minutes), then write results/search.md, search.png
 
 A sampler's tokens are measured once: log r, advantage, and how each log-probability moves along g and along random
-directions (worth.py). Every candidate is then a function of log r, and its worth a weighted sum. Three distances of
-sampler and policy: `actor` (configs/study.toml), `long` (configs/long.toml) and `w2a16` (configs/lowbit.toml).
+directions (worth.py). Every candidate is then a function of log r, and its worth a weighted sum. Samplers: `actor`
+(another model, configs/study.toml), `w2a16` (two bits, configs/lowbit.toml), `stale` (the policy of 125 updates ago),
+and `long` (another model, configs/long.toml), whose base models take an hour to make and which is not measured unless
+it is named: --samplers=actor,w2a16,stale,long.
 
 The best weight that is a function of one quantity x (R, a prefix's R_t, r), by bins of x: let m_k be the mean of the
 gradient of what falls into bin k, a_k = <m_k, g>, and D_k the noise of that bin. A weight w has
@@ -16,20 +18,27 @@ up to its scale, which kappa does not see. w* is fitted on one half of the batch
 
 from __future__ import annotations
 
+import math
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import numpy as np
 import sweep
 
+import checkpoint
 import worth
+from flags import choice, need
 
 TOKENS = sweep.ROOT / "out" / "search"
+LATER = ["--config=configs/study.toml", "--objective=grpo", "--actor=none", "--seed=10", "--steps=125"]
 SAMPLERS = {
     "actor": ["--config=configs/study.toml"],
+    "stale": ["--config=configs/study.toml", "--actor=none", "--stale=base:policy"],  # and --model of later_policy
     "long": ["--config=configs/long.toml", "--batches=32", "--reference=64"],
     "w2a16": ["--config=configs/lowbit.toml", "--rollout_quant=w2a16"],
 }
-NOISE_BATCHES = {"actor": 12, "long": 8, "w2a16": 12}
+NOISE_BATCHES = {"actor": 12, "long": 8, "w2a16": 12, "stale": 12}
 CLAMP = 20.0
 
 
@@ -69,8 +78,18 @@ def tokens_of(name: str) -> Tokens:
     return Tokens(**np.load(path))
 
 
+def later_policy() -> str:
+    """The folder of the policy after 125 updates on responses of its own; trained if it is not there."""
+    out = TOKENS / "later"
+    if not checkpoint.folders(str(out)):
+        subprocess.run([sys.executable, "train.py", *LATER, f"--out={out}", "--overwrite"], cwd=sweep.ROOT, check=True)
+    return str(checkpoint.newest(str(out)) / "policy")
+
+
 def measure(name: str) -> dict[str, np.ndarray]:
     argv = [*SAMPLERS[name], f"--noise_batches={NOISE_BATCHES[name]}", "--rows=none"]
+    if name == "stale":
+        argv.append(f"--model={later_policy()}")
     own, rows = worth.parse(argv)
     m = worth.Measurement(own, rows)
     reference = m.references()[worth.EVERYTHING]
@@ -334,80 +353,100 @@ def held_out(t: Tokens, quantity) -> tuple[dict, list]:
 
 def paired(t: Tokens, a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
     """log of worth under a over worth under b, and its error: noise that both share falls out."""
-    A, B = seen(t, a), seen(t, b)
-    both = [np.array(A.along), np.concatenate(A.noise), np.array(B.along), np.concatenate(B.noise)]
+    both = [seen(t, w) for w in (a, b)]
+    both = [(np.array(s.along), np.concatenate(s.noise)) for s in both]
 
-    def log_ratio(keep_batches, keep_groups, folds=None, directions=None):
-        values = []
-        for along, noise in (both[:2], both[2:]):
-            x = worth.estimate(along[keep_batches], noise[keep_groups], t.reference, t.groups, folds, directions)
-            values.append(np.log(max(x["worth"], 1e-9)))
-        return values[0] - values[1]
+    def log_ratio(keep):
+        over, under = (worth.estimate(*s, t.reference, t.groups, keep)["worth"] for s in both)
+        return math.log(max(over, 1e-9) / max(under, 1e-9))
 
-    n, g, F, K = len(both[0]), np.arange(len(both[1])), np.arange(worth.FOLDS), np.arange(both[1].shape[1])
-    every = slice(None)
-    variance = 0.0
-    for replicates in (
-        [log_ratio(np.arange(n) != i, every) for i in range(n)],
-        [log_ratio(every, g % worth.FOLDS != f) for f in F],
-        [log_ratio(every, every, F[f != F]) for f in F],
-        [log_ratio(every, every, None, K[f != K % worth.FOLDS]) for f in F],
-    ):
-        x = np.array(replicates)
-        variance += (len(x) - 1) / len(x) * ((x - x.mean()) ** 2).sum()
-    return log_ratio(every, every), float(np.sqrt(variance))
+    along, noise = both[0]
+    kinds = worth.replicates(len(along), *noise.shape)
+    (ratio,), *left_out = [[log_ratio(keep) for keep in kind] for kind in kinds]
+    return ratio, worth.jackknife(left_out)
 
 
 BESIDE = "min(R_t, 1) (prefix_tis)"
 
 
+@dataclass(frozen=True)
+class SearchFlags:
+    """A search"""
+
+    draw: bool = False
+    """Measure nothing: write the page from what is there."""
+    samplers: str = "actor,w2a16,stale"
+    """Which samplers, with commas; also: long."""
+
+
+def numbers(x: dict) -> list[str]:
+    worth_ = f"{x['worth']:.3f} +- {x['worth_se']:.3f}"
+    return [worth_, *(sweep.number(x[key]) for key in ("kappa", "cosine", "scale", "bias", "noise"))]
+
+
+HEAD = ["weight", "worth", "kappa", "cosine", "scale", "bias", "noise", f"over {BESIDE}", "in errors"]
+
+
+def table(t: Tokens) -> str:
+    """Every candidate, best first, each beside BESIDE; then the best functions of one quantity."""
+    rows = []
+    beside = CANDIDATES[BESIDE](t)
+    for label, weight in CANDIDATES.items():
+        w = weight(t)
+        ratio, error = paired(t, w, beside)
+        x = weigh(t, w)
+        rows.append((x["worth"], [label, *numbers(x), f"{math.exp(ratio):.2f}", f"{ratio / max(error, 1e-9):+.1f}"]))
+    rows = [row for _, row in sorted(rows, key=lambda row: -row[0])]
+    rows += [[f"best function of {q}", *numbers(held_out(t, of)[0]), "", ""] for q, of in QUANTITIES.items()]
+    return sweep.markdown(HEAD, rows)
+
+
+def by_ratio(t: Tokens) -> str:
+    """Responses by R: how far along g one goes, and how large its gradient is, both over |g| of the batch."""
+    total = t.log_r.sum(2)
+    m, B = len(t.random), total.shape[1]
+    square = t.reference.square(range(worth.FOLDS))
+    along = np.einsum("nbt,nbtf->nbf", t.plain, t.along).mean(2) * B / square
+    size = (np.einsum("nbt,nbtk->nbk", t.plain[:m], t.random) ** 2).mean(2) * B**2 / square
+    edges = np.quantile(total, np.linspace(0, 1, BINS + 1))
+    rows = []
+    for low, high in zip(edges, edges[1:], strict=False):
+        here = (total >= low) & (total <= high)
+        error = along[here].std() / math.sqrt(here.sum())
+        cells = [f"{along[here].mean():.2f} +- {error:.2f}", f"{math.sqrt(size[here[:m]].mean()):.0f}"]
+        rows.append([f"{math.exp(low):.2g} to {math.exp(high):.2g}", *cells, f"{t.reward[here].mean():.2f}"])
+    return sweep.markdown(["R", "<G, g> / |g|^2 without a weight", "|G| / |g|", "reward"], rows)
+
+
+def draw(measured: dict[str, Tokens]) -> None:
+    """The best function of R by bins, two halves of the data, beside min(R, 1)."""
+    plt = sweep.pyplot()
+    fig, axes = plt.subplots(1, len(measured), figsize=(4.2 * len(measured), 3.4), layout="constrained", squeeze=False)
+    for ax, (name, t) in zip(axes[0], measured.items(), strict=True):
+        total = t.log_r.sum(2)
+        for half, (_, w) in enumerate(held_out(t, total_log)[1]):
+            middles = np.quantile(total, (np.arange(len(w)) + 0.5) / len(w))
+            ax.plot(middles, w, "o-", ms=4, label=f"best, half {half + 1}")
+        x = np.linspace(*np.quantile(total, [0.03, 0.97]), 100)
+        ax.plot(x, np.minimum(np.exp(x), 1), "k--", lw=1, label="min(R, 1)")
+        ax.set(title=name, xlabel="log R")
+        ax.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("weight")
+    axes[0, 0].legend()
+    sweep.save(fig, sweep.RESULTS / "search.png")
+
+
 def study(flags):
     measured = {}
-    for name in SAMPLERS:
-        if not flags.draw:
-            tokens_of(name)
-        if (TOKENS / f"{name}.npz").is_file():
+    for name in flags.samplers.split(","):
+        choice("samplers", name, list(SAMPLERS))
+        if not flags.draw or (TOKENS / f"{name}.npz").is_file():
             measured[name] = tokens_of(name)
-    parts = []
-    for name, t in measured.items():
-        rows = []
-        beside = CANDIDATES[BESIDE](t)
-        results = {label: (weigh(t, f(t)), paired(t, f(t), beside)) for label, f in CANDIDATES.items()}
-        for label, (x, (ratio, error)) in sorted(results.items(), key=lambda item: -item[1][0]["worth"]):
-            numbers = [sweep.number(x[k]) for k in ("kappa", "cosine", "scale", "bias", "noise")]
-            rows.append(
-                [
-                    label,
-                    f"{x['worth']:.3f} +- {x['worth_se']:.3f}",
-                    f"{np.exp(ratio):.2f}",
-                    f"{ratio / max(error, 1e-9):+.1f}",
-                    *numbers,
-                ]
-            )
-        for label, quantity in QUANTITIES.items():
-            x, fits = held_out(t, quantity)
-            numbers = [sweep.number(x[k]) for k in ("kappa", "cosine", "scale", "bias", "noise")]
-            rows.append(
-                [f"best function of {label}, held out", f"{x['worth']:.3f} +- {x['worth_se']:.3f}", "", "", *numbers]
-            )
-            for edges, w in fits:
-                rows.append(
-                    [
-                        f"at {label} = " + ", ".join(f"{e:.2f}" for e in np.exp(edges)),
-                        " ".join(f"{v:.2f}" for v in w),
-                        "",
-                        "",
-                        "",
-                        "",
-                        "",
-                        "",
-                        "",
-                    ]
-                )
-        head = ["weight", "worth", f"over {BESIDE}", "in errors", "kappa", "cosine", "scale", "bias", "noise"]
-        parts.append(f"## {name}\n\n" + sweep.markdown(head, rows))
+    need(measured, "--draw: nothing is measured; run it once without --draw")
+    parts = [f"## {name}\n\n{table(t)}\n\nResponses by R:\n\n{by_ratio(t)}" for name, t in measured.items()]
     sweep.page("search", *parts)
+    draw(measured)
 
 
 if __name__ == "__main__":
-    sweep.main(study, __doc__)
+    sweep.main(study, __doc__, SearchFlags)
