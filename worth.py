@@ -445,7 +445,7 @@ def on_policy_source(learner, run, cfg) -> LocalSource:
 def estimate(along, noise, reference: Reference, groups: int, keep=None) -> dict[str, float]:
     """scale, bias, noise, noise_on, cosine of the mean, kappa and worth, as defined above.
 
-    along: (batches, FOLDS); noise: (groups seen, directions); groups: of one batch. keep: what is used (`replicates`)."""
+    along: (batches, FOLDS); noise: (groups seen, directions); groups: in a batch. keep: what is used (`replicates`)."""
     batches, some, folds, directions = keep or next(replicates(len(along), *noise.shape))[0]
     square = reference.square(folds)
     n = len(folds) * reference.batches
