@@ -473,7 +473,7 @@ def estimate(along, noise, reference: Reference, groups: int, keep=None) -> dict
 
 
 def replicates(batches: int, groups: int, directions: int) -> Iterator[list[tuple]]:
-    """Lists of (batches, groups, folds, directions) to keep: first all, then without a part of each of the four in turn.
+    """Lists of (batches, groups, folds, directions) to keep: first all, then without a part of each in turn.
 
     The sampler's batches and the folds of g are left out one by one, groups and directions in FOLDS parts."""
     B, G, F, K = map(np.arange, (batches, groups, FOLDS, directions))
