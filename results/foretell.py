@@ -2,11 +2,13 @@
 
     python results/foretell.py          # measure what is missing, then write results/foretell.md and foretell.png
 
-Every row of Table 1, Tables 6 to 10, the low-bit and the Praxis study whose sampler is another model, has other bits
-or samples otherwise. Rows with one sampler are weighed together, on its responses, with worth.py: a record each in
-results/worth.
+Every row of Table 1, Tables 6 to 10 and the low-bit study whose sampler is another model or has other bits. Rows with
+one sampler are weighed together, on its responses, with worth.py: a record each in results/worth. The Praxis study has
+base models of its own, which take an hour to make, and is left out, as are late and stale samplers, whose distance is
+0 at the start.
 """
 
+import itertools
 import json
 import math
 import subprocess
@@ -16,7 +18,6 @@ from pathlib import Path
 
 import lowbit
 import numpy as np
-import praxis
 import qarl
 import sweep
 import table1
@@ -24,10 +25,11 @@ import table6_10
 from heterorl import ranks
 
 import worth
+from flags import need
 
 FOLDER = sweep.RESULTS / "worth"
 # flags that say how rollouts are made; what is left of a row, without TRAINING, is its objective
-SAMPLER = ("actor", "rollout_quant", "temperature", "top_p", "top_k", "keep_sampling_mask")
+SAMPLER = ("actor", "rollout_quant")
 TRAINING = ("distill_lambda", "distill_kl_target", "lr", "model", "rollout_batch")
 
 
@@ -38,7 +40,6 @@ def rows() -> dict[tuple[str, str], tuple[str, dict]]:
         ("table1", sweep.STUDY, table1.ROWS),
         ("table6_10", sweep.STUDY, table6_10.ROWS),
         ("lowbit", qarl.CONFIG, lowbit.ROWS | qarl.ROWS),
-        ("praxis", praxis.CONFIG, praxis.ROWS),
     ):
         for label, flags in given.items():
             if can_be_weighed(label, flags, config):
@@ -84,8 +85,8 @@ def measure(name: str, config: str, how: dict, texts: list[str]) -> None:
     if path.is_file():
         return
     flags = [f"--{key}={value}" for key, value in how.items()]
-    if config == praxis.CONFIG:  # a quarter of the responses in a batch, twice as long
-        flags += ["--batches=48", "--reference=96", "--noise_batches=8"]
+    if how.get("rollout_quant") == "w2a16":  # what is worth little takes more responses to tell from nothing
+        flags += ["--batches=96", "--reference=96", "--noise_batches=12"]
     argv = [sys.executable, "worth.py", f"--config={config}", *flags, f"--rows={'; '.join(texts)}", f"--json={path}"]
     done = subprocess.run(argv, cwd=sweep.ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -112,7 +113,6 @@ class Point:
     worth: float
     worth_se: float
     kl: float  # of the sampler at the start
-    kappa: float
     reached: float  # held-out pass@1 at the end, percent
     reached_se: float
 
@@ -126,24 +126,27 @@ class Point:
 
 def points() -> list[Point]:
     """Of every row that is weighed and recorded."""
-    found = []
+    found = {}
     for (_, label), (config, flags) in rows().items():
         name = name_of(config, flags)
+        if not (FOLDER / f"{name}.json").is_file():
+            continue
         got = sweep.run({label: flags}, {label: 3}, draw=True, config=config)
         measured = recorded(name)
         x = measured["rows"][row_of(flags)]
         reached, error = sweep.final(got[label])
         distilled = "distill_lambda" not in flags
         kl = measured["about"]["kl"]
-        found.append(
-            Point(label, name, row_of(flags), distilled, x["worth"], x["worth_se"], kl, x["kappa"], reached, error)
-        )
-    return found
+        key = (name, row_of(flags), distilled)  # a row may stand in two studies
+        point = Point(label, name, row_of(flags), distilled, x["worth"], x["worth_se"], kl, reached, error)
+        found.setdefault(key, point)
+    return list(found.values())
 
 
-def within(points: list[Point], value) -> tuple[float, float, float, int]:
-    """Spearman's correlation of value(point) and what was reached inside the families, its 95 % interval, and the
-    number of points. Ranks are centred in each family, so levels of families do not enter."""
+def within(points: list[Point], value) -> tuple[float, float, float]:
+    """Spearman's correlation of value(point) and what was reached inside the families, and its 95 % interval.
+
+    Ranks are centred in each family, so levels of families do not enter."""
     x, y = [], []
     families = {p.family for p in points}
     for family in families:
@@ -151,16 +154,25 @@ def within(points: list[Point], value) -> tuple[float, float, float, int]:
         for out, values in ((x, [value(p) for p in own]), (y, [p.reached for p in own])):
             r = ranks(np.array(values))
             out.extend((r - r.mean()) / len(own))
+    if np.std(x) == 0:
+        return math.nan, math.nan, math.nan
     r = float(np.corrcoef(x, y)[0, 1])
     half = 1.96 / math.sqrt(max(len(x) - len(families) - 2, 1))
-    return r, math.tanh(math.atanh(r) - half), math.tanh(math.atanh(r) + half), len(x)
+    return r, math.tanh(math.atanh(r) - half), math.tanh(math.atanh(r) + half)
 
 
-MEASURES = {
-    "worth": lambda p: p.worth,
-    "kappa": lambda p: p.kappa,
-    "- KL of the sampler": lambda p: -p.kl,
-}
+def told_apart(points: list[Point], value) -> tuple[int, int]:
+    """(pairs that value(point) orders as training did, all pairs), of one family and more than two errors apart."""
+    right = n = 0
+    for a, b in itertools.combinations(points, 2):
+        apart = abs(a.reached - b.reached) > 2 * math.hypot(a.reached_se, b.reached_se)
+        if a.family == b.family and apart and value(a) != value(b):
+            n += 1
+            right += (value(a) > value(b)) == (a.reached > b.reached)
+    return right, n
+
+
+MEASURES = {"worth": lambda p: p.worth, "- KL of the sampler": lambda p: -p.kl}
 
 
 def correlations(found: list[Point]) -> str:
@@ -169,11 +181,12 @@ def correlations(found: list[Point]) -> str:
     for name, value in MEASURES.items():
         for family in ("all", *families):
             own = [p for p in found if family in ("all", p.family)]
-            r, low, high, n = within(own, value)
-            cells.append([name, family, str(n), f"{r:.2f}", f"{low:.2f} to {high:.2f}"])
-    return "## Does it order as training did?\n\n" + sweep.markdown(
-        ["", "rows", "n", "Spearman, inside families", "95 %"], cells
-    )
+            r, low, high = within(own, value)
+            right, n = told_apart(own, value)
+            share = f"{right} of {n}" if n else "-"
+            cells.append([name, family, str(len(own)), f"{r:.2f}", f"{low:.2f} to {high:.2f}", share])
+    head = ["", "rows", "n", "Spearman inside families", "95 %", "pairs more than two errors apart, ordered right"]
+    return "## Does it order as training did?\n\n" + sweep.markdown(head, cells)
 
 
 def table(found: list[Point]) -> str:
@@ -210,6 +223,7 @@ def study(flags):
         if not flags.draw:
             measure(name, config, how, texts)
     found = points()
+    need(found, "--draw: nothing is measured; run it once without --draw")
     sweep.page("foretell", correlations(found), table(found))
     draw(found)
 
