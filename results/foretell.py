@@ -156,7 +156,7 @@ def within(points: list[Point], value) -> tuple[float, float, float]:
             out.extend((r - r.mean()) / len(own))
     if np.std(x) == 0:
         return math.nan, math.nan, math.nan
-    r = float(np.corrcoef(x, y)[0, 1])
+    r = float(np.clip(np.corrcoef(x, y)[0, 1], -1 + 1e-12, 1 - 1e-12))
     half = 1.96 / math.sqrt(max(len(x) - len(families) - 2, 1))
     return r, math.tanh(math.atanh(r) - half), math.tanh(math.atanh(r) + half)
 

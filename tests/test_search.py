@@ -1,0 +1,168 @@
+"""results/search.py and foretell.py: weights against plain loops, the best one against a known law, correlations."""
+
+import math
+
+import numpy as np
+import pytest
+
+import worth
+from results import foretell, search
+
+n, B, T, F, K, M = 3, 12, 7, worth.FOLDS, 6, 2
+
+
+def made_up(seed: int = 0) -> search.Tokens:
+    """Tokens of responses of unequal lengths, everything in them random."""
+    rng = np.random.default_rng(seed)
+    mask = np.arange(T) < rng.integers(2, T + 1, (n, B))[..., None]
+    return search.Tokens(
+        log_r=rng.normal(size=(n, B, T)) * 0.6 * mask,
+        mask=mask,
+        plain=rng.normal(size=(n, B, 1)) * mask,
+        reward=rng.integers(0, 2, (n, B)).astype(float),
+        group=np.tile(np.repeat(np.arange(B // 4), 4), (n, 1)),
+        along=rng.normal(size=(n, B, T, F)),
+        random=rng.normal(size=(M, B, T, K)),
+        gram=np.eye(F) + 1,
+        squares=np.full(F, 3.0),
+        overlap=rng.normal(size=(K, F)),
+        each=np.array(3),
+    )
+
+
+def smallest(x):
+    return min(x) if x else 0.0
+
+
+# of one token: log r of its response, its place t, the response's length, its advantage
+BY_HAND = {
+    "min(R, 1)": lambda x, t, A: min(math.exp(sum(x)), 1),
+    "min(R_t, 1) (prefix_tis)": lambda x, t, A: min(math.exp(sum(x[: t + 1])), 1),
+    "R where R <= 1": lambda x, t, A: math.exp(sum(x)) * (sum(x) <= 0),
+    "min(R, 1 / R)": lambda x, t, A: math.exp(-abs(sum(x))),
+    "R / (1 + R)": lambda x, t, A: 1 / (1 + math.exp(-sum(x))),
+    "prod min(r, 1) (Retrace)": lambda x, t, A: math.exp(sum(min(v, 0) for v in x[: t + 1])),
+    "prod min(r, 1), own r to 2 (V-trace)": lambda x, t, A: (
+        math.exp(sum(min(v, 0) for v in x[:t])) * min(math.exp(x[t]), 2)
+    ),
+    "r_t min of r before (MinPRO)": lambda x, t, A: min(math.exp(x[t] + smallest(x[:t])), 2),
+    "suffix: min(prod_{s>=t}, 1)": lambda x, t, A: min(math.exp(sum(x[t:])), 1),
+    "segments of 4, min(., 1)": lambda x, t, A: min(math.exp(sum(x[t // 4 * 4 : t + 1])), 1),
+    "last 2, min(., 1)": lambda x, t, A: min(math.exp(sum(x[max(0, t - 1) : t + 1])), 1),
+    "last 32, min(., 1)": lambda x, t, A: min(math.exp(sum(x[: t + 1])), 1),
+    "smallest min(R_s, 1) so far": lambda x, t, A: min(1, *(math.exp(sum(x[: s + 1])) for s in range(t + 1))),
+    "smallest min(R_s, 1) of all": lambda x, t, A: min(1, *(math.exp(sum(x[: s + 1])) for s in range(len(x)))),
+    "Retrace times min(R, 1)": lambda x, t, A: math.exp(sum(min(v, 0) for v in x[: t + 1])) * min(math.exp(sum(x)), 1),
+    "R_t, clip of sqrt(t) (CTPO-LA)": lambda x, t, A: (
+        math.exp(sum(x[: t + 1]))
+        * (not (A > 0 and sum(x[: t + 1]) > 0.05 * math.sqrt(t + 1)))
+        * (not (A < 0 and sum(x[: t + 1]) < -0.025 * math.sqrt(t + 1)))
+    ),
+}
+
+
+@pytest.mark.parametrize("label", BY_HAND)
+def test_a_candidate_by_a_plain_loop(label):
+    t = made_up()
+    w = np.broadcast_to(search.CANDIDATES[label](t), t.log_r.shape)
+    for b, i in np.ndindex(n, B):
+        length = int(t.mask[b, i].sum())
+        x = t.log_r[b, i, :length].tolist()
+        for place in range(length):
+            want = BY_HAND[label](x, place, t.plain[b, i, 0])
+            assert w[b, i, place] == pytest.approx(want, rel=1e-9), (b, i, place)
+
+
+@pytest.mark.parametrize("label", search.CANDIDATES)
+def test_every_candidate_can_be_weighed(label):
+    t = made_up(1)
+    w = search.CANDIDATES[label](t)
+    assert np.isfinite(w * t.plain).all() and (np.broadcast_to(w, t.log_r.shape)[t.mask] >= -1e-12).any()
+    assert math.isfinite(search.weigh(t, w)["worth"])
+
+
+def test_what_is_seen_of_a_weight():
+    t = made_up(2)
+    w = search.CANDIDATES["r"](t)
+    s = search.seen(t, w, slice(1, None, 2))
+    assert len(s.along) == 1 and len(s.noise) == 1  # batch 1 of 3, and of the 2 that have random directions
+    want = sum(w[1, i, p] * t.plain[1, i, p] * t.along[1, i, p, 2] for i, p in np.ndindex(B, T))
+    assert s.along[0][2] == pytest.approx(want)
+    in_group = sum(w[1, i, p] * t.plain[1, i, p] * t.random[1, i, p, 4] for i, p in np.ndindex(B, T) if i // 4 == 2)
+    assert s.noise[0][2, 4] == pytest.approx(in_group)
+
+
+def test_the_best_weight_of_a_known_law():
+    """Two kinds of responses, of low and of high R: their gradients are g e_0 + noise and nothing but noise three times
+    as large. The best weight is 1 for the first and 0 for the second."""
+    rng = np.random.default_rng(0)
+    n, B, D, K = 40, 64, 40, 48
+    V = rng.choice([-1.0, 1.0], size=(K, D))
+    low = rng.random((n, B)) < 0.5
+    G = np.where(low[..., None], np.eye(D)[0], 0.0) + rng.normal(size=(n, B, D)) * np.where(low, 0.2, 0.6)[..., None]
+    t = search.Tokens(
+        log_r=np.where(low, -1.0, 1.0)[..., None] + 0.01 * rng.normal(size=(n, B, 1)),
+        mask=np.ones((n, B, 1), bool),
+        plain=np.ones((n, B, 1)),
+        reward=np.zeros((n, B)),
+        group=np.tile(np.arange(B) // 4, (n, 1)),
+        along=np.repeat((G @ np.eye(D)[0])[:, :, None, None], F, 3),
+        random=(G @ V.T)[:, :, None],
+        gram=np.ones((F, F)),
+        squares=np.ones(F),
+        overlap=np.repeat(V[:, :1], F, 1),
+        each=np.array(10),
+    )
+    edges, w = search.best_weight(t, search.total_log(t), slice(None))
+    middles = np.concatenate([[-9], edges])
+    first, second = w[middles < -0.5].mean(), w[middles > 0.5].mean()
+    assert abs(second) < 0.1 * first
+    applied = search.apply(t, search.total_log(t), edges, w)
+    assert search.weigh(t, applied)["kappa"] > 1.05 * search.weigh(t, np.ones_like(t.log_r))["kappa"]
+
+
+def test_a_pairs_ratio_has_less_error_than_its_parts():
+    t = made_up(4)
+    a, b = search.CANDIDATES["min(R, 1)"](t), search.CANDIDATES["min(R, 2)"](t)
+    assert search.paired(t, a, 3.0 * a) == pytest.approx((0.0, 0.0), abs=1e-9)  # worth does not know the scale
+    ratio, error = search.paired(t, a, b)
+    ours, theirs = (search.weigh(t, w)["worth"] for w in (a, b))
+    if ours > 1e-6 and theirs > 1e-6:
+        assert ratio == pytest.approx(math.log(ours / theirs))
+    assert error >= 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# foretell.py
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def point(sampler, worth_, reached, error=0.1, distilled=True):
+    return foretell.Point("", sampler, "", distilled, worth_, 0.0, 0.0, reached, error)
+
+
+def test_correlation_inside_families():
+    """Levels of families do not enter: each orders its own perfectly, and the worse family has the larger worth."""
+    found = [point("a-x", w, 10 * w) for w in (5.0, 6.0, 7.0)] + [point("b", w, 90 + w) for w in (0.1, 0.2, 0.3)]
+    r, low, high = foretell.within(found, lambda p: p.worth)
+    assert r == pytest.approx(1.0) and low <= r
+    assert foretell.within(found, lambda p: -p.worth)[0] == pytest.approx(-1.0)
+    assert math.isnan(foretell.within(found, lambda p: 1.0)[0])
+
+
+def test_pairs_that_are_told_apart():
+    found = [point("a", 0.1, 10), point("a", 0.2, 20), point("a", 0.3, 15), point("a", 0.4, 20.1), point("b", 9, 0)]
+    right, pairs = foretell.told_apart(found, lambda p: p.worth)
+    assert (right, pairs) == (4, 5)  # 20 and 20.1 are one; 0.3 with 15 stands behind 0.2 with 20
+    assert point("study", 1, 1, distilled=False).family != point("study", 1, 1).family
+    assert point("lowbit-int8", 1, 1).family == point("lowbit-w2a16", 1, 1).family
+
+
+def test_rows_and_samplers_of_the_studies():
+    samplers = foretell.samplers()
+    assert {"study", "lowbit-w2a16", "lowbit-int8"} <= set(samplers)
+    assert "tis is_cap=3" in samplers["study"][2] and "none" in samplers["study"][2]
+    assert samplers["lowbit-w2a16"][1] == {"rollout_quant": "w2a16"}
+    rows = foretell.rows()
+    assert ("table1", "on-policy") not in rows and ("lowbit", "w2a16: QaRL + GRPO") not in rows
+    assert ("table1", "Jackpot") in rows and ("lowbit", "w2a16: TIS") in rows
