@@ -149,6 +149,20 @@ def prefix_tis(log_r, mask, cap, floor=0.0, clamp=CLAMP):
     return weight, torch.ones_like(weight)
 
 
+def retrace(log_r, mask, clamp=CLAMP):
+    """weight prod_{s<=t} min(r_s, 1): the traces of Retrace(1), with the token's own ratio."""
+    weight = prefix_ratio(log_r.clamp_max(0), mask, clamp)
+    return weight, torch.ones_like(weight)
+
+
+def retrace_seq(log_r, mask, clamp=CLAMP):
+    """weight prod_{s<=t} min(r_s, 1) min(R, 1): what ref would not have said teaches little, whole or from there on.
+
+    Of sixty forms the one that no other beat by more than its error, whoever sampled: results/search.md."""
+    weight, keep = retrace(log_r, mask, clamp)
+    return weight * seq_ratio(log_r, mask, clamp).clamp_max(1), keep
+
+
 def geo_rs(log_r, mask, low, high, clamp=CLAMP):
     """weight 1, responses outside low <= exp(mean log r) <= high dropped. Praxis."""
     keep = inside(geo_ratio(log_r, mask, clamp), low, high)
@@ -318,6 +332,8 @@ CORRECTIONS = {
         lambda new, b, stats, cfg: prefix_tis(b.log_r, b.mask, cfg.is_cap, cfg.is_floor, cfg.log_ratio_clamp),
         bounds={"is_cap": 1.0},
     ),
+    "retrace": Correction(lambda new, b, stats, cfg: retrace(b.log_r, b.mask, cfg.log_ratio_clamp)),
+    "retrace_seq": Correction(lambda new, b, stats, cfg: retrace_seq(b.log_r, b.mask, cfg.log_ratio_clamp)),
     "seq_mis": Correction(
         lambda new, b, stats, cfg: seq_mis(b.log_r, b.mask, cfg.rs_low, cfg.rs_high, cfg.log_ratio_clamp),
         bounds={"rs_low": 0.0, "rs_high": 4.0},

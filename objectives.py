@@ -170,6 +170,8 @@ OBJECTIVES = {
     "seq_is": {"correction": "seq_is", "surrogate": "ppo"},
     "seq_tis": {"correction": "seq_tis", "surrogate": "ppo"},
     "prefix_tis": {"correction": "prefix_tis", "surrogate": "ppo"},
+    "retrace": {"correction": "retrace", "surrogate": "ppo"},
+    "retrace_seq": {"correction": "retrace_seq", "surrogate": "ppo"},
     "seq_mis": {"correction": "seq_mis", "surrogate": "ppo"},
     "mis_gspo": {"correction": "seq_mis", "surrogate": "gspo", "reduction": "seq-mean-token-mean"},
     "geo_rs": {"correction": "geo_rs", "surrogate": "ppo"},

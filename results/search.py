@@ -267,7 +267,7 @@ CANDIDATES = {
     "min(R_t, 1) min(sqrt R, 1)": lambda t: np.minimum(prefix(t), 1) * np.minimum(power(total_log(t), 0.5), 1),
     "min(R_t, 1 / R_t)": lambda t: np.minimum(prefix(t), 1 / prefix(t)),
     "min(R_t, 1) times min(suffix, 1)": lambda t: np.minimum(prefix(t), 1) * suffix(t),
-    "Retrace times min(R, 1)": lambda t: retrace(t) * np.minimum(whole(t), 1),
+    "Retrace times min(R, 1) (retrace_seq)": lambda t: retrace(t) * np.minimum(whole(t), 1),
     "smallest min(R_s, 1) so far": lambda t: power(np.minimum.accumulate(np.minimum(prefix_log(t), 0), 2)),
     "smallest min(R_s, 1) of all": lambda t: power(np.minimum(prefix_log(t), 0).min(2, keepdims=True)),
     "sqrt of min(R_t, 1) min(R, 1)": lambda t: np.sqrt(np.minimum(prefix(t), 1) * np.minimum(whole(t), 1)),

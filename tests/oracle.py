@@ -196,6 +196,10 @@ def correct(name: str, r: Response, over: str, bounds: Bounds, c: float) -> list
     if name == "prefix_tis":
         prefixes = [math.exp(clamp(sum(logs[: t + 1]), c)) for t in range(len(logs))]
         return [(min(max(x, bounds.floor), bounds.cap), 1.0) for x in prefixes]
+    if name in ("retrace", "retrace_seq"):
+        whole = min(math.exp(clamp(sum(logs), c)), 1.0) if name == "retrace_seq" else 1.0
+        traces = [math.exp(clamp(sum(min(x, 0.0) for x in logs[: t + 1]), c)) for t in range(len(logs))]
+        return [(trace * whole, 1.0) for trace in traces]
     R, geo = math.exp(clamp(sum(logs), c)), math.exp(clamp(mean(logs), c))
     return [by_response(name, R, geo, bounds)] * len(logs)
 

@@ -44,6 +44,8 @@ def corrected(new, batch, **flags):
         ("prefix_tis", {}, 1, 1),
         ("prefix_tis", {"is_cap": 20.0}, [[2, 1, 1], [4, 16, 20]], 1),
         ("prefix_tis", {"is_floor": 1.5, "is_cap": 5.0}, [[2, 1.5, 1.5], [4, 5, 5]], 1),
+        ("retrace", {}, [[1, 0.5, 0.5], [1, 1, 1]], 1),
+        ("retrace_seq", {}, [[1, 0.5, 0.5], [1, 1, 1]], 1),
         ("seq_mis", {}, [[1, 1, 1], [64, 64, 64]], [[1, 1, 1], [0, 0, 0]]),
         ("seq_mis", {"rs_low": 2.0, "rs_high": 100.0}, [[1, 1, 1], [64, 64, 64]], [[0, 0, 0], [1, 1, 1]]),
         ("geo_rs", {}, 1, [[1, 1, 1], [0, 0, 0]]),
@@ -164,6 +166,10 @@ MASK = torch.tensor([[True, False, True], [True, True, False]])  # R = 2 and 16,
         (corrections.seq_tis(LOG_RATIOS, MASK, 5.0, floor=3.0), [[3] * 3, [5] * 3], 1),
         (corrections.prefix_tis(LOG_RATIOS, MASK, 5.0), [[2, 2, 2], [4, 5, 5]], 1),
         (corrections.prefix_tis(-LOG_RATIOS, MASK, 5.0, floor=0.1), [[0.5] * 3, [0.25, 0.1, 0.1]], 1),
+        (corrections.retrace(-LOG_RATIOS, MASK), [[0.5] * 3, [1 / 4, 1 / 16, 1 / 16]], 1),
+        (corrections.retrace(LOG_RATIOS, ~MASK), [[1, 0.5, 0.5], [1] * 3], 1),
+        (corrections.retrace_seq(-LOG_RATIOS, MASK), [[0.25] * 3, [1 / 64, 1 / 256, 1 / 256]], 1),
+        (corrections.retrace_seq(LOG_RATIOS, MASK), 1, 1),
         (corrections.seq_mis(LOG_RATIOS, MASK, 3.0, 20.0), [[2] * 3, [16] * 3], [[0] * 3, [1] * 3]),
         (corrections.geo_rs(LOG_RATIOS, MASK, 1.0, 1.5), 1, [[1] * 3, [0] * 3]),
         (corrections.geo_rs_seq_tis(LOG_RATIOS, MASK, 5.0, 1.0, 4.5), [[2] * 3, [5] * 3], 1),
@@ -436,6 +442,10 @@ def sum_of(row):
     return sum(t.log_r() for t in learners(row))
 
 
+def drops_of(row):
+    return sum(min(t.log_r(), 0.0) for t in learners(row))
+
+
 def until(token, row):
     """The row up to a token, that token with it."""
     return row[: next(t for t, other in enumerate(row) if other is token) + 1]
@@ -506,6 +516,8 @@ def expected(name, token, row, cfg):
         "seq_is": (R, 1.0),
         "seq_tis": (bounded(R, FLOOR, CAP), 1.0),
         "prefix_tis": (bounded(math.exp(clamped(sum_of(until(token, row)))), FLOOR, CAP), 1.0),
+        "retrace": (math.exp(clamped(drops_of(until(token, row)))), 1.0),
+        "retrace_seq": (math.exp(clamped(drops_of(until(token, row)))) * min(R, 1.0), 1.0),
         "seq_mis": (R, is_inside(R, low, high)),
         "geo_rs": (1.0, is_inside(m, low, high)),
         "geo_rs_seq_tis": (bounded(R, FLOOR, CAP), is_inside(m, low, high)),

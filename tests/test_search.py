@@ -52,7 +52,9 @@ BY_HAND = {
     "last 32, min(., 1)": lambda x, t, A: min(math.exp(sum(x[: t + 1])), 1),
     "smallest min(R_s, 1) so far": lambda x, t, A: min(1, *(math.exp(sum(x[: s + 1])) for s in range(t + 1))),
     "smallest min(R_s, 1) of all": lambda x, t, A: min(1, *(math.exp(sum(x[: s + 1])) for s in range(len(x)))),
-    "Retrace times min(R, 1)": lambda x, t, A: math.exp(sum(min(v, 0) for v in x[: t + 1])) * min(math.exp(sum(x)), 1),
+    "Retrace times min(R, 1) (retrace_seq)": lambda x, t, A: (
+        math.exp(sum(min(v, 0) for v in x[: t + 1])) * min(math.exp(sum(x)), 1)
+    ),
     "R_t, clip of sqrt(t) (CTPO-LA)": lambda x, t, A: (
         math.exp(sum(x[: t + 1]))
         * (not (A > 0 and sum(x[: t + 1]) > 0.05 * math.sqrt(t + 1)))
