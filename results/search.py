@@ -244,6 +244,8 @@ CANDIDATES = {
     "min(R, 1 / sqrt R)": lambda t: np.minimum(whole(t), power(total_log(t), -0.5)),
     "1 where 0.5 <= R <= 2": lambda t: 1.0 * ((whole(t) >= 0.5) & (whole(t) <= 2)),
     "min(R, 1) where 0.5 <= R": lambda t: np.minimum(whole(t), 1) * (whole(t) >= 0.5),
+    **{f"min(R, 1) - {c}": lambda t, c=c: np.minimum(whole(t), 1) - c for c in (0.1, 0.2, 0.3)},
+    "min(R, 2) - 0.3": lambda t: np.minimum(whole(t), 2) - 0.3,
     "R / (1 + R)": lambda t: whole(t) / (1 + whole(t)),
     "R_t (CTPO's ratio)": prefix,
     "min(R_t, 4)": lambda t: np.minimum(prefix(t), 4),
@@ -366,7 +368,7 @@ def paired(t: Tokens, a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
     return ratio, worth.jackknife(left_out)
 
 
-BESIDE = "min(R_t, 1) (prefix_tis)"
+BESIDE = "min(R, 1)"
 
 
 @dataclass(frozen=True)
@@ -395,7 +397,8 @@ def table(t: Tokens) -> str:
         w = weight(t)
         ratio, error = paired(t, w, beside)
         x = weigh(t, w)
-        rows.append((x["worth"], [label, *numbers(x), f"{math.exp(ratio):.2f}", f"{ratio / max(error, 1e-9):+.1f}"]))
+        beside_it = ["-", "-"] if abs(ratio) > 5 else [f"{math.exp(ratio):.2f}", f"{ratio / max(error, 1e-9):+.1f}"]
+        rows.append((x["worth"], [label, *numbers(x), *beside_it]))
     rows = [row for _, row in sorted(rows, key=lambda row: -row[0])]
     rows += [[f"best function of {q}", *numbers(held_out(t, of)[0]), "", ""] for q, of in QUANTITIES.items()]
     return sweep.markdown(HEAD, rows)
