@@ -38,6 +38,7 @@ CANDIDATES = [f"{summary} of {column}" for summary in SUMMARIES for column in CO
 DRAWS = 1000  # of the bootstrap
 SHUFFLES = 300  # of the labels
 LATER = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
+LIMITS = (0.005, 0.03, 0.05, 0.06, 0.1)  # nats a token
 CONFIG = "configs/mend.toml"
 ALONE = dict(objective="none", distill_lambda=0)
 ROWS = {
@@ -322,7 +323,20 @@ class Tried(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        return f"{self.auc:.2f} ({self.low:.2f} to {self.high:.2f})"
+        return written(self.auc, self.low, self.high)
+
+
+def written(value: float, low: float, high: float) -> str:
+    return f"{value:.2f} ({low:.2f} to {high:.2f})"
+
+
+def count_named(seen: Seen, named) -> list[str]:
+    """Lost runs and other runs that are named, of how many: in all, and by study."""
+    cells = []
+    for own in [np.full(len(seen.lost), True), *(seen.study == s for s in STUDIES)]:
+        lost, others = named[seen.lost & own], named[~seen.lost & own]
+        cells.append(f"{lost.sum()}/{len(lost)}, {others.sum()}/{len(others)}")
+    return cells
 
 
 def tried_on(seen: Seen, learn: Callable) -> Tried:
@@ -345,17 +359,23 @@ def named_runs(seen: Seen, tried: dict[str, Tried]) -> str:
     """With a threshold: the runs that each rule names, and how long before the fall."""
     cells = []
     for name, t in tried.items():
-        each = []
-        for own in [np.full(len(seen.lost), True), *(seen.study == s for s in STUDIES)]:
-            lost, others = t.named[seen.lost & own], t.named[~seen.lost & own]
-            each.append(f"{lost.sum()}/{len(lost)}, {others.sum()}/{len(others)}")
+        named = t.named.astype(float)
+        value = auc_inside(named, seen.lost, seen.study)
+        ends = interval(named, *seen.labels[1:], seen.row)
         right = np.flatnonzero(t.named & seen.lost)
         leads = [fall_of(seen.runs[i]) - SHARE * seen.runs[i].steps for i in right]
         lead = f"{np.median(leads):.0f} ({min(leads):.0f} to {max(leads):.0f})" if leads else ""
-        cells.append([name, *each, f"{auc_inside(t.named, seen.lost, seen.study):.2f}", lead])
+        cells.append([name, *count_named(seen, t.named), written(value, *ends), lead])
     head = ["rule", "all", *STUDIES, "AUC of being named", "lead, updates: median (range)"]
     note = "Lost runs that the rule names, then other runs that it names; the threshold is the other studies'."
     return f"## With a threshold\n\n{note}\n\n" + sweep.markdown(head, cells)
+
+
+def fixed_limits(seen: Seen, tried: dict[str, Tried]) -> str:
+    """The runs above one limit for all studies: chosen with all of them in sight, so too good."""
+    cells = [[f"{limit:g}", *count_named(seen, tried[TO_NEW].score > limit)] for limit in LIMITS]
+    head = [f"{TO_NEW} above, nats a token", "all", *STUDIES]
+    return "## One limit for all studies, not held out\n\n" + sweep.markdown(head, cells)
 
 
 def other_meanings(runs: list[Run]) -> str:
@@ -384,6 +404,20 @@ def later_table(runs: list[Run], found: dict[str, list[Tried]]) -> str:
     cells += [[name, *map(str, line)] for name, line in found.items()]
     head = ["share of the updates seen", *(f"{100 * share:.0f} %" for share in LATER)]
     return "## Seen for longer\n\nAUC inside the held-out studies (95 %).\n\n" + sweep.markdown(head, cells)
+
+
+def evaluations(records: list[dict]) -> str:
+    """Every evaluation of a run on the way: pass@1 at update."""
+    return ", ".join(f"{100 * y:.1f} +- {100 * se:.1f} at {at}" for at, y, se in records[0]["evals"]["policy"])
+
+
+def first_kl(records: list[dict]) -> str:
+    """KL(inf, new) of the first tenth."""
+    columns = records[0]["columns"]
+    return f"{sum(summaries(np.array(columns[name], float), SHARE)[0] for name in (KL, 'ppo_kl')):.4f}"
+
+
+MENDED = {f"{TO_NEW} of the first tenth": first_kl, "policy pass@1, %": evaluations}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -431,11 +465,6 @@ def draw_later(ax, found: dict[str, list[Tried]]) -> None:
     ax.legend(fontsize=8, loc="lower left")
 
 
-def evaluations(records: list[dict]) -> str:
-    """Every evaluation of a run on the way: pass@1 at update."""
-    return ", ".join(f"{100 * y:.1f} +- {100 * se:.1f} at {at}" for at, y, se in records[0]["evals"]["policy"])
-
-
 def draw(seen: Seen, tried: dict[str, Tried], found: dict[str, list[Tried]]) -> None:
     fig, axes = sweep.pyplot().subplots(1, 3, figsize=(14.5, 4.4), layout="constrained")
     draw_levels(axes[0], seen, tried)
@@ -452,9 +481,10 @@ def study(flags):
     seen = seen_of(runs)
     tried = {name: tried_on(seen, learn) for name, learn in RULES.items()}
     found = later(runs)
-    parts = [rules(seen, tried), named_runs(seen, tried), other_meanings(runs), later_table(runs, found)]
-    mends = sweep.table("Half the learning rate", got, {"policy pass@1, %": evaluations})
-    sweep.page("collapse", *parts, seeds(seen, tried), mends, lost_runs(seen))
+    parts = [rules(seen, tried), named_runs(seen, tried), fixed_limits(seen, tried), seeds(seen, tried)]
+    parts += [other_meanings(runs), later_table(runs, found)]
+    mends = sweep.table("Half the learning rate", got, MENDED)
+    sweep.page("collapse", *parts, mends, lost_runs(seen))
     draw(seen, tried, found)
 
 

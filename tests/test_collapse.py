@@ -177,9 +177,10 @@ def test_the_labels_of_a_left_out_study_change_nothing_of_it(name):
         assert (before[0][~inside] != after[0][~inside]).any()
 
 
-@pytest.mark.parametrize("name", [collapse.TO_REF, collapse.BEST, "10 levels, linear", collapse.TO_NEW])
+@pytest.mark.parametrize("name", [name for name in collapse.RULES if name not in ("ESS", "reward")])
 def test_a_rule_finds_what_holds_in_every_study(name):
     table, lost, study = planted()
+    table = 1 + table % 1  # above 0, as levels are
     table[:, CANDIDATES.index(f"level of {collapse.KL}")] += np.where(lost, 20.0, 0.0)
     score, named = collapse.held_out(collapse.RULES[name], table, lost, study)
     assert collapse.auc_inside(score, lost, study) == 1
