@@ -7,8 +7,8 @@ Every record of four studies is one run. A run is lost if its last held-out pass
 errors below the best of the same run, the start included. A rule gives each run a score from the first tenth of its
 updates. What a rule chooses (column, sign, weights, threshold) it chooses on three studies; it is tried on the fourth.
 
-The runs of its own (configs/mend.toml) ask what a mend is worth: a doomed row and a healthy one at half the learning
-rate, from the first update on.
+The runs of its own (configs/mend.toml) ask what a mend is worth: a doomed row and a healthy one, at half the learning
+rate from the first update on, and under --guard=mend.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ ALONE = dict(objective="none", distill_lambda=0)
 ROWS = {
     "no correction, no distillation": ALONE,
     "no correction, no distillation, half the rate": dict(ALONE, lr=5e-5),
+    "no correction, no distillation, guard": dict(ALONE, guard="mend"),
     "Jackpot": dict(objective="jackpot"),
     "Jackpot, half the rate": dict(objective="jackpot", lr=5e-5),
+    "Jackpot, guard": dict(objective="jackpot", guard="mend", guard_kl=0.02),  # a limit that makes it fire
 }
 
 
@@ -483,7 +485,7 @@ def study(flags):
     found = later(runs)
     parts = [rules(seen, tried), named_runs(seen, tried), fixed_limits(seen, tried), seeds(seen, tried)]
     parts += [other_meanings(runs), later_table(runs, found)]
-    mends = sweep.table("Half the learning rate", got, MENDED)
+    mends = sweep.table("What a mend is worth", got, MENDED)
     sweep.page("collapse", *parts, mends, lost_runs(seen))
     draw(seen, tried, found)
 

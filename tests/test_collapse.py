@@ -1,12 +1,27 @@
-"""results/collapse.py: AUC against plain loops, the rules on made-up runs, and that a left-out study is left out."""
+"""results/collapse.py: AUC against plain loops, the rules on made-up runs, and that a left-out study is left out.
+learner.Guard: where it fires, what it does, and that it goes on after a resume."""
 
+import copy
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from conftest import make_cfg, make_groups
+from ranks import make_learner
+from test_learner import one_update, weights
+from test_train import flags
 
+import batching
+import checkpoint
+import config
+import train
+from flags import UserError
+from learner import Guard
 from results import collapse
 from results.collapse import CANDIDATES, COLUMNS, Run
+from run import read_metrics
 
 
 def loop_auc(x, lost, study=None) -> float:
@@ -198,3 +213,120 @@ def test_the_kl_to_the_learner_is_the_sum_of_both():
     columns = {collapse.KL: np.full(100, 0.25), "ppo_kl": np.full(100, 0.5)}
     table = collapse.table_of([run_of(columns=columns)])
     assert collapse.RULES[collapse.TO_NEW](None, None, None)(table) == 0.75
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The guard
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def fires_at(kls, how="mend", limit=0.03, steps=40) -> list[int]:
+    """The updates (from 1) at which a guard has something to say."""
+    guard = Guard(SimpleNamespace(guard=how, guard_kl=limit, steps=steps))
+    rows = [{"rollout_corr/kl": kl - 0.5, "ppo_kl": 0.5} for kl in kls]
+    return [i for i, row in enumerate(rows, 1) if guard.watch(i, row)]
+
+
+def test_the_guard_judges_once_by_the_mean_of_the_first_tenth():
+    assert fires_at([0.01, 0.02, 0.04, 0.06]) == [4]  # 0.0325
+    assert fires_at([0.01, 0.02, 0.04, 0.04]) == []  # 0.0275
+    assert fires_at([9.0, 9.0, 9.0]) == []  # not before
+    assert fires_at([0.01] * 4 + [9.0] * 36) == []  # and not after
+    assert fires_at([9.0] * 40) == [4]
+    assert fires_at([math.nan, 0.02, 0.04, 0.06]) == [4]  # the mean of three
+    assert fires_at([math.nan] * 4) == []
+    assert fires_at([9.0, 0.0], steps=4) == [1]
+
+
+def test_the_guard_says_what_it_does():
+    for how, done in (("stop", "the run ends here"), ("mend", "all learning rates are halved from here on")):
+        guard = Guard(SimpleNamespace(guard=how, guard_kl=0.03, steps=10))
+        said = guard.watch(1, {"rollout_corr/kl": 0.04, "ppo_kl": 0.0})
+        assert said == (
+            f"--guard={how}: over the first 1 updates KL(inf, new) was 0.04 nats a token, above --guard_kl=0.03: {done}"
+        )
+        assert guard.rate == (0.5 if how == "mend" else 1.0)
+
+
+def guarded(**changes):
+    """A learner whose first tenth is two updates, and four batches for it."""
+    cfg = make_cfg(objective="grpo", steps=20, warmup_steps=0, **changes)
+    batches = [batching.collate(make_groups(2, seed=seed), cfg) for seed in range(4)]
+    return make_learner(cfg), batches
+
+
+def test_a_mend_halves_the_rate_from_the_next_update_on(capsys):
+    learner, batches = guarded(guard="mend", guard_kl=1e-9)
+    logged = [one_update(learner, batch) for batch in batches]
+    kls = [row["rollout_corr/kl"] + row["ppo_kl"] for row in logged]
+    assert sum(kls[:2]) > 0
+    lr = learner.cfg.lr
+    assert [row["lr"] for row in logged] == [lr, lr, lr / 2, lr / 2]
+    assert [row["guard/fired"] for row in logged] == [0, 1, 1, 1]
+    assert logged[3]["guard/kl"] == pytest.approx(sum(kls[:2]) / 2)
+    assert capsys.readouterr().out.count("--guard=mend: over the first 2 updates") == 1
+    assert not learner.error
+
+
+def test_a_stop_ends_the_run_and_changes_nothing_before():
+    learner, batches = guarded(guard="stop", guard_kl=1e-9)
+    one_update(learner, batches[0])
+    assert not learner.error
+    assert one_update(learner, batches[1])["lr"] == learner.cfg.lr
+    assert learner.error.startswith("--guard=stop: over the first 2 updates")
+
+
+def test_without_a_guard_or_where_it_does_not_fire_no_bit_changes():
+    learner, batches = guarded()
+    silent, _ = guarded(guard="mend", guard_kl=1e9)
+    for batch in batches:
+        plain, watched = one_update(learner, batch), one_update(silent, batch)
+        assert not any(name.startswith("guard/") for name in plain)
+        assert plain == {name: value for name, value in watched.items() if not name.startswith("guard/")}
+    assert all(torch.equal(p, weights(silent)[name]) for name, p in weights(learner).items())
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_a_resumed_guard_judges_and_mends_as_the_whole_run(after):
+    """Saved before it judges, and after it fired."""
+    whole, batches = guarded(guard="mend", guard_kl=1e-9)
+    expected = [one_update(whole, batch) for batch in batches]
+    first, _ = guarded(guard="mend", guard_kl=1e-9)
+    for batch in batches[:after]:
+        one_update(first, batch)
+    second, _ = guarded(guard="mend", guard_kl=1e-9)
+    second.models.load_state_dict(first.models.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert [one_update(second, batch) for batch in batches[after:]] == expected[after:]
+    assert all(torch.equal(p, weights(whole)[name]) for name, p in weights(second).items())
+
+
+def test_a_checkpoint_from_before_the_guard_still_loads():
+    learner, batches = guarded()
+    one_update(learner, batches[0])
+    state = learner.state_dict()
+    del state["guard"]
+    other, _ = guarded()
+    other.load_state_dict(state)
+    assert (other.version, other.guard.seen) == (1, 0)
+
+
+def test_a_run_is_stopped_saved_and_can_go_on(solvers, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "catch_signals", lambda: [])
+    out, plain = tmp_path / "run", tmp_path / "plain"
+    with pytest.raises(UserError, match="--guard=stop: over the first 1 updates .* the run ends here"):
+        train.train(config.parse(flags(solvers, out, objective="tis", guard="stop", guard_kl=1e-9)))
+    assert checkpoint.newest(out).name == "step_000001"
+    train.train(config.parse(["--resume", f"--out={out}"]))
+    train.train(config.parse(flags(solvers, plain, objective="tis")))
+    stopped, whole = ([row for row in read_metrics(folder) if row["step"] >= 0] for folder in (out, plain))
+    assert [row["guard/fired"] for row in stopped] == [1.0] * 6
+    assert [row["loss"] for row in stopped] == [row["loss"] for row in whole]
+
+
+def test_flags_of_the_guard():
+    assert config.parse(["--rollout=hf"]).guard == "off"
+    with pytest.raises(UserError, match="--guard=maybe"):
+        config.parse(["--rollout=hf", "--guard=maybe"])
+    with pytest.raises(UserError, match="--guard_kl=0.0: must be above 0"):
+        config.parse(["--rollout=hf", "--guard_kl=0"])
