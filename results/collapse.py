@@ -298,7 +298,7 @@ def lost_runs(seen: Seen) -> str:
             cells.append([run.study, run.name, f"{100 * best[1]:.1f} at {best[0]}", f"{100 * last[1]:.1f}", below, *at])
     head = ["study", "run", "best pass@1, %", "last, %", "errors below", "first fall at update", "updates"]
     back = sum(not is_lost(run) and fall_of(run) < math.inf for run in seen.runs)
-    note = f"By study: {', '.join(counts)}. {back} other runs fell as far on the way and came back."
+    note = f"By study: {', '.join(counts)}.\n{back} other runs fell as far on the way and came back."
     return f"## The lost runs\n\n{note}\n\n" + sweep.markdown(head, cells)
 
 
