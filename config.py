@@ -289,6 +289,10 @@ class OptimizerFlags:
     """Largest gradient norm, each model on its own."""
     max_skips: int = 5
     """Stop after so many non-finite updates in a row."""
+    guard: Literal["off", "stop", "mend"] = "off"
+    """What to do where the first tenth is above --guard_kl (results/collapse.md); mend: half the learning rates."""
+    guard_kl: float = 0.03
+    """Guard: largest mean KL(inf, new) of the first tenth, nats a token."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Learner's compute type; bfloat16 is autocast over float32 weights."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
@@ -491,7 +495,7 @@ def check_sizes(cfg: Config, n_ranks: int) -> None:
     counts = ("steps", "rollout_batch", "train_batch", "group_size", "max_tokens", "micro_tokens", "eval_problems")
     for name in (*counts, "eval_samples", "max_skips", "keep"):
         need(getattr(cfg, name) >= 1, f"--{name}={getattr(cfg, name)}: must be at least 1")
-    for name in ("lr", "actor_lr", "grad_clip", "distill_lambda_max"):
+    for name in ("lr", "actor_lr", "grad_clip", "distill_lambda_max", "guard_kl"):
         need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
     schedule = ("warmup_steps", "save_every", "eval_every", "log_samples", "advantage_error_every")
     for name in (*schedule, "weight_decay", "adam_eps", "distill_kl_target", "distill_gain"):

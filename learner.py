@@ -128,6 +128,48 @@ def schedule(step: int, cfg) -> float:
     return 1.0
 
 
+class Guard:
+    """--guard: ends or mends a run whose first tenth is far from its samples (results/collapse.md).
+
+        mean over the first tenth of the updates of KL(inf, new) > --guard_kl, nats a token
+        KL(inf, new) = rollout_corr/kl + ppo_kl, the k1 estimate of how far what learns is from what sampled
+
+    stop: the run ends there, saved. mend: every learning rate is halved from the next update on."""
+
+    def __init__(self, cfg):
+        self.how = cfg.guard
+        self.limit = cfg.guard_kl
+        self.last = max(1, round(cfg.steps / 10))  # the update that it judges after
+        self.sum = 0.0  # of KL(inf, new) over the updates seen
+        self.seen = 0
+        self.fired = False
+
+    @property
+    def rate(self) -> float:
+        """Factor of the learning rates."""
+        return 0.5 if self.fired and self.how == "mend" else 1.0
+
+    def watch(self, update: int, logged: dict[str, float]) -> str:
+        """See the metrics of an update (from 1), the same on all ranks. What there is to say if the guard fires."""
+        kl = logged["rollout_corr/kl"] + logged["ppo_kl"]
+        if update <= self.last and math.isfinite(kl):
+            self.sum += kl
+            self.seen += 1
+        if self.fired or update != self.last or self.mean <= self.limit:
+            return ""
+        self.fired = True
+        done = "the run ends here" if self.how == "stop" else "all learning rates are halved from here on"
+        return (
+            f"--guard={self.how}: over the first {update} updates KL(inf, new) was {self.mean:.3g} nats a token, above "
+            f"--guard_kl={self.limit:g}: {done}"
+        )
+
+    @property
+    def mean(self) -> float:
+        """KL(inf, new) of the updates seen; 0 before the first."""
+        return self.sum / self.seen if self.seen else 0.0
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The learner
 # ---------------------------------------------------------------------------------------------------------------------
@@ -166,6 +208,7 @@ class Learner:
         self.skipped_in_a_row = 0
         self.rejected = 0  # of them without a token that was kept
         self.error = ""  # why the run should end here
+        self.guard = Guard(cfg)
 
     @property
     def has_actor(self) -> bool:
@@ -260,7 +303,17 @@ class Learner:
         ranks."""
         logged = self.backward(batch, stats)
         all_rejected = logged["rollout_corr/rollout_rs_masked_fraction"] >= 1
-        return logged | self._step(logged["loss"], all_rejected)
+        logged |= self._step(logged["loss"], all_rejected)
+        return logged if self.cfg.guard == "off" else logged | self._watched(logged)
+
+    def _watched(self, logged: dict[str, float]) -> dict[str, float]:
+        """The guard sees an update's metrics; its own."""
+        said = self.guard.watch(self.version, logged)
+        if said and self.cfg.guard == "stop":
+            self.error = self.error or said
+        elif said and self.comm.rank == 0:
+            print(said, flush=True)
+        return {"guard/fired": float(self.guard.fired), "guard/kl": self.guard.mean}
 
     def backward(self, batch: Batch, stats: objectives.StepStats) -> dict[str, float]:
         """The gradient of a batch's loss, over all ranks, into .grad; the metrics of it."""
@@ -299,7 +352,7 @@ class Learner:
         not move it either); the update is counted."""
         norms = {name: self._clip(name) for name in self.names}
         finite = math.isfinite(loss) and all(map(math.isfinite, norms.values()))
-        factor, out = schedule(self.version, self.cfg), {}
+        factor, out = schedule(self.version, self.cfg) * self.guard.rate, {}
         self.version += 1  # before the first model moves: an error between the two leaves no boundary to save at
         for name in self.names:
             prefix = "" if name == "policy" else "actor/"
@@ -374,11 +427,14 @@ class Learner:
         Collective."""
         counters = ("version", "skipped", "skipped_in_a_row", "rejected")
         optimizers = {f"optimizer.{name}": self._optimizer_state(name) for name in self.names}
-        return {**{name: getattr(self, name) for name in counters}, **optimizers}
+        guard = {name: getattr(self.guard, name) for name in ("sum", "seen", "fired")}
+        return {**{name: getattr(self, name) for name in counters}, "guard": guard, **optimizers}
 
     def load_state_dict(self, state: dict) -> None:
         for counter in ("version", "skipped", "skipped_in_a_row", "rejected"):
             setattr(self, counter, state[counter])
+        for name, value in state.get("guard", {}).items():  # a checkpoint from before there was a guard has none
+            setattr(self.guard, name, value)
         for name in self.names:
             saved = state[f"optimizer.{name}"]
             if self.sharded:

@@ -424,6 +424,7 @@ ELSEWHERE = {
     "lr": "as applied; actor/lr",
     "stepped": "0 where a non-finite loss or gradient skipped the update",
     "skipped_steps": "updates skipped for that reason so far",
+    "guard/fired": "1 from the update on at which --guard stopped or mended the run; guard/kl: what it judged by",
     "rejected_steps": "updates of which every token was rejected so far; said aloud once",
     "eval/policy_pass@1": "held-out pass@1, with eval/policy_se; eval/actor_*",
     "fresh_advantage": "mean advantage of fresh samples of the policy (--advantage_error_every); advantage_error",

@@ -23,6 +23,7 @@ STUDIES = (
     "qarl",
     "theorem1",
     "heterorl",
+    "collapse",
 )
 
 

@@ -12,7 +12,20 @@ from conftest import ROOT, TINY_TASK
 from test_train import finish, start
 
 from config import HARMLESS, parse
-from results import aligned, figure2c, heterorl, index, lowbit, praxis, qarl, sweep, table1, table2_3, table6_10
+from results import (
+    aligned,
+    collapse,
+    figure2c,
+    heterorl,
+    index,
+    lowbit,
+    praxis,
+    qarl,
+    sweep,
+    table1,
+    table2_3,
+    table6_10,
+)
 from run import clean, read_metrics
 
 
@@ -205,7 +218,7 @@ def test_how_z_is_made_is_no_matter_to_a_run_without_z(places):
 def test_every_record_belongs_to_a_row():
     studies = [
         (rows, getattr(module, "SEEDS", {}), getattr(module, "CONFIG", sweep.STUDY))
-        for module in (table1, table2_3, table6_10, figure2c, aligned, qarl, lowbit, praxis)
+        for module in (table1, table2_3, table6_10, figure2c, aligned, qarl, lowbit, praxis, collapse)
         for rows in (module.ROWS, getattr(module, "LADDER", {}))
     ]
     studies += [(heterorl.TABLE | heterorl.MORE, heterorl.SEEDS, heterorl.CONFIG)]
