@@ -18,6 +18,7 @@ from pathlib import Path
 
 import lowbit
 import numpy as np
+import prefix
 import qarl
 import sweep
 import table1
@@ -33,17 +34,18 @@ SAMPLER = ("actor", "rollout_quant")
 TRAINING = ("distill_lambda", "distill_kl_target", "lr", "model", "rollout_batch")
 
 
-def rows() -> dict[tuple[str, str], tuple[str, dict]]:
-    """(study, label) -> (configuration, flags), of the rows whose sampler is not the policy."""
+def rows() -> dict[tuple[str, str], tuple[str, dict, int]]:
+    """(study, label) -> (configuration, flags, first seed), of the rows whose sampler is not the policy."""
     found = {}
-    for name, config, given in (
-        ("table1", sweep.STUDY, table1.ROWS),
-        ("table6_10", sweep.STUDY, table6_10.ROWS),
-        ("lowbit", qarl.CONFIG, lowbit.ROWS | qarl.ROWS),
+    for name, config, given, seed in (
+        ("table1", sweep.STUDY, table1.ROWS, 0),
+        ("table6_10", sweep.STUDY, table6_10.ROWS, 0),
+        ("lowbit", qarl.CONFIG, lowbit.ROWS | qarl.ROWS, 0),
+        ("prefix", sweep.STUDY, prefix.DISTILLED | prefix.UNDISTILLED, prefix.FIRST_SEED),
     ):
         for label, flags in given.items():
             if can_be_weighed(label, flags, config):
-                found[name, label] = (config, flags)
+                found[name, label] = (config, flags, seed)
     return found
 
 
@@ -72,7 +74,7 @@ def name_of(config: str, flags: dict) -> str:
 def samplers() -> dict[str, tuple[str, dict, list[str]]]:
     """Name of a record -> (configuration, flags of the sampler, rows)."""
     found = {}
-    for config, flags in rows().values():
+    for config, flags, _ in rows().values():
         how = sampler_of(flags)
         found.setdefault(name_of(config, flags), (config, how, []))[2].append(row_of(flags))
     everything = set(map(str.strip, worth.ROWS.split(";")))
@@ -107,38 +109,36 @@ class Point:
     """One row of one study."""
 
     label: str
+    family: str  # points that may be compared: the same models, task and budget, with or without distillation
     sampler: str  # the record of worth
-    row: str
-    distilled: bool
     worth: float
     worth_se: float
     kl: float  # of the sampler at the start
     reached: float  # held-out pass@1 at the end, percent
     reached_se: float
 
-    @property
-    def family(self) -> str:
-        """Points that may be compared: the same models, task and budget, with or without distillation."""
-        if self.sampler != "study":
-            return self.sampler.partition("-")[0]
-        return "study, distilled" if self.distilled else "study, not distilled"
-
 
 def points() -> list[Point]:
     """Of every row that is weighed and recorded."""
     found = {}
-    for (_, label), (config, flags) in rows().items():
+    for (_, label), (config, flags, seed) in rows().items():
         name = name_of(config, flags)
         if not (FOLDER / f"{name}.json").is_file():
             continue
-        got = sweep.run({label: flags}, {label: 3}, draw=True, config=config)
+        got = sweep.recorded(sweep.with_seeds(flags, 3, seed), config)
         measured = recorded(name)
+        if not got or row_of(flags) not in measured["rows"]:
+            continue
         x = measured["rows"][row_of(flags)]
-        reached, error = sweep.final(got[label])
+        reached, error = sweep.final(got)
         distilled = "distill_lambda" not in flags
         kl = measured["about"]["kl"]
-        key = (name, row_of(flags), distilled)  # a row may stand in two studies
-        point = Point(label, name, row_of(flags), distilled, x["worth"], x["worth_se"], kl, reached, error)
+        key = (name, row_of(flags), distilled, seed)  # a row may stand in two studies
+        models = "other base models" if seed == 0 else "these base models"
+        family = f"{name}, {models}" + (", distilled" if distilled else ", not distilled")
+        if config == qarl.CONFIG:
+            family = "low bits"
+        point = Point(label, family, name, x["worth"], x["worth_se"], kl, reached, error)
         found.setdefault(key, point)
     return list(found.values())
 
@@ -184,7 +184,8 @@ def correlations(found: list[Point]) -> str:
             r, low, high = within(own, value)
             right, n = told_apart(own, value)
             share = f"{right} of {n}" if n else "-"
-            cells.append([name, family, str(len(own)), f"{r:.2f}", f"{low:.2f} to {high:.2f}", share])
+            if len(own) > 2 and not math.isnan(r):
+                cells.append([name, family, str(len(own)), f"{r:.2f}", f"{low:.2f} to {high:.2f}", share])
     head = ["", "rows", "n", "Spearman inside families", "95 %", "pairs more than two errors apart, ordered right"]
     return "## Does it order as training did?\n\n" + sweep.markdown(head, cells)
 

@@ -23,6 +23,9 @@ STUDIES = (
     "qarl",
     "theorem1",
     "heterorl",
+    "search",
+    "prefix",
+    "foretell",
     "collapse",
 )
 

@@ -136,6 +136,11 @@ MUTANTS = {
         ("surrogate = surrogate * (batch.adv > 0)", "surrogate = surrogate * (batch.adv >= 0) * 2"),
     ],
     "corrections.py": [
+        (
+            "weight = prefix_ratio(log_r.clamp_max(0), mask, clamp)",
+            "weight = prefix_ratio(log_r, mask, clamp).clamp_max(1)",
+        ),
+        ("weight * seq_ratio(log_r, mask, clamp).clamp_max(1), keep", "weight * seq_ratio(log_r, mask, clamp), keep"),
         ("return token_ratio((log_r * mask).cumsum(1), clamp)", "return token_ratio(log_r.cumsum(1), clamp)"),
         ("return token_ratio((log_r * mask).cumsum(1), clamp)", "return token_ratio(log_r * mask, clamp).cumprod(1)"),
         (
@@ -520,6 +525,7 @@ MUTANTS = {
         ("return (gram.sum() - np.trace(gram)) / (len(folds) * (len(folds) - 1))", "return gram.mean()"),
         ("        c = c * inside(slopes.batch, part)\n", ""),
         ("    variance = groups * shares.var(0, ddof=1)", "    variance = shares.var(0, ddof=1)"),
+        ("scale**2 - by_batch.var(ddof=1) / len(batches)", "scale**2"),
         ("    elsewhere = groups * shares.mean(0) - scale *", "    elsewhere = groups * shares.mean(0) - 0 * scale *"),
         ("    bias = max((elsewhere**2 - of_means).mean(), 0.0)", "    bias = (elsewhere**2).mean()"),
         (

@@ -139,13 +139,13 @@ def test_a_pairs_ratio_has_less_error_than_its_parts():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def point(sampler, worth_, reached, error=0.1, distilled=True):
-    return foretell.Point("", sampler, "", distilled, worth_, 0.0, 0.0, reached, error)
+def point(family, worth_, reached, error=0.1):
+    return foretell.Point("", family, "", worth_, 0.0, 0.0, reached, error)
 
 
 def test_correlation_inside_families():
     """Levels of families do not enter: each orders its own perfectly, and the worse family has the larger worth."""
-    found = [point("a-x", w, 10 * w) for w in (5.0, 6.0, 7.0)] + [point("b", w, 90 + w) for w in (0.1, 0.2, 0.3)]
+    found = [point("a", w, 10 * w) for w in (5.0, 6.0, 7.0)] + [point("b", w, 90 + w) for w in (0.1, 0.2, 0.3)]
     r, low, high = foretell.within(found, lambda p: p.worth)
     assert r == pytest.approx(1.0) and low <= r
     assert foretell.within(found, lambda p: -p.worth)[0] == pytest.approx(-1.0)
@@ -156,8 +156,6 @@ def test_pairs_that_are_told_apart():
     found = [point("a", 0.1, 10), point("a", 0.2, 20), point("a", 0.3, 15), point("a", 0.4, 20.1), point("b", 9, 0)]
     right, pairs = foretell.told_apart(found, lambda p: p.worth)
     assert (right, pairs) == (4, 5)  # 20 and 20.1 are one; 0.3 with 15 stands behind 0.2 with 20
-    assert point("study", 1, 1, distilled=False).family != point("study", 1, 1).family
-    assert point("lowbit-int8", 1, 1).family == point("lowbit-w2a16", 1, 1).family
 
 
 def test_rows_and_samplers_of_the_studies():
