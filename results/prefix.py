@@ -73,8 +73,12 @@ class PrefixFlags(sweep.StudyFlags):
 def study(flags):
     tables, groups, everything = [], [], {}
     for title, (rows, config) in list(SETTINGS.items())[: flags.settings]:
-        seeds = dict.fromkeys(rows, flags.seeds)
-        got = sweep.run(rows, seeds, flags.draw, flags.jobs, config, FIRST_SEED)
+        if not flags.draw:
+            sweep.run(rows, dict.fromkeys(rows, flags.seeds), False, flags.jobs, config, FIRST_SEED)
+        wanted = {label: sweep.with_seeds(row, flags.seeds, FIRST_SEED) for label, row in rows.items()}
+        got = {label: records for label, runs in wanted.items() if (records := sweep.recorded(runs, config))}
+        if not got:
+            continue
         tables.append(sweep.table(title, got, COLUMNS))
         named = {f"{title}: {label}": records for label, records in got.items()}
         everything |= named
