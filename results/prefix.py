@@ -22,7 +22,7 @@ NEW = {
     "1 where 0.5 <= R <= 2": dict(objective="none", reject="sequence", rs_low=0.5, rs_high=2),
 }
 ALONE = dict(distill_lambda=0)
-OLD = ("on-policy", "Jackpot", "Jackpot, expected mask", "TIS + distillation")
+OLD = ("on-policy", "Jackpot", "TIS + distillation", "Jackpot, expected mask")
 OLD_ALONE = ("Jackpot, no distillation", "TIS, no distillation", "no correction, no distillation")
 DISTILLED = {**NEW, **{label: table1.ROWS[label] for label in OLD}}
 UNDISTILLED = {
