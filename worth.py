@@ -118,13 +118,12 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config]]:
 
 
 def check(own: WorthFlags) -> None:
-    for name in ("batches", "noise_batches"):
-        need(getattr(own, name) >= 1, f"--{name}={getattr(own, name)}: must be at least 1")
     for name in ("reference", "directions"):
         value = getattr(own, name)
         need(value > 0 and value % FOLDS == 0, f"--{name}={value}: a multiple of {FOLDS}, for the error of its result")
-    need(own.batches >= 2, "--batches=1: at least 2, for an error")
-    need(own.noise_batches <= own.batches, f"--noise_batches={own.noise_batches}: at most --batches={own.batches}")
+    need(own.batches >= 2, f"--batches={own.batches}: at least 2, for an error")
+    few = 1 <= own.noise_batches <= own.batches
+    need(few, f"--noise_batches={own.noise_batches}: from 1 to --batches={own.batches}")
     need(0 < own.share <= 1, f"--share={own.share}: a share of the parameters, above 0 and at most 1")
     need(
         own.stale in ("", "base:policy", "base:actor") or (Path(own.stale) / "config.json").is_file(),
@@ -135,8 +134,8 @@ def check(own: WorthFlags) -> None:
 
 
 def check_row(row: str, cfg: config.Config) -> None:
-    at_once = cfg.samplers == "local" and cfg.delay == "none"
-    need(at_once, "--samplers, --delay: weights that sample late are named with --stale here")
+    need(cfg.samplers == "local", "--samplers: weights that sample late are named with --stale here")
+    need(cfg.delay == "none", "--delay: weights that sample late are named with --stale here")
     need(
         cfg.learner_quant == "none",
         f"--learner_quant={cfg.learner_quant}: a gradient through rounded weights is a straight-through one, which "
@@ -164,13 +163,14 @@ def parts(own: WorthFlags) -> list[tuple[int, int]]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def ref_columns(learner, batch, rows: dict[str, config.Config]) -> batching.Batch:
-    """The batch with what any row must know of policy and actor."""
-    columns = {}
-    for needs in {needs_of_ref_pass(cfg, learner.has_actor, cfg.obrs_lambda) for cfg in rows.values()}:
-        known = learner.score(batch, needs).known()
-        columns |= {f"{name}_ref": x for name, x in known.items() if name in REF}
-    return replace(batch, **columns)
+def ref_columns(learner, batch, rows: dict[str, config.Config]) -> dict[str, batching.Batch]:
+    """For each row the batch with what that row must know of policy and actor; Z is another for another lambda."""
+    needs = {row: needs_of_ref_pass(cfg, learner.has_actor, cfg.obrs_lambda) for row, cfg in rows.items()}
+    filled = {}
+    for one in dict.fromkeys(needs.values()):
+        known = learner.score(batch, one).known()
+        filled[one] = replace(batch, **{f"{name}_ref": x for name, x in known.items() if name in REF})
+    return {row: filled[one] for row, one in needs.items()}
 
 
 def coefficients(batch, comm, cfg) -> torch.Tensor:
@@ -302,7 +302,7 @@ class Reference:
 class Slopes:
     """A batch of the sampler's, and how its log-probabilities move."""
 
-    batch: batching.Batch  # with the ref columns
+    batches: dict[str, batching.Batch]  # row -> the batch with that row's ref columns
     along: dict[tuple, list[torch.Tensor]]  # part -> FOLDS of (B, T): along each of the reference's means
     random: list[torch.Tensor] | None  # directions of (B, T), in some batches
 
@@ -322,6 +322,7 @@ class Measurement:
         self.own, self.rows, self.parts = own, rows, parts(own)
         lead = max(rows.values(), key=train.topk_of)  # the engine records what the most demanding row asks for
         self.cfg, self.comm = lead, Comm.start(lead.give_up)
+        self.quiet = self.comm.rank > 0
         run = open_run(lead, self.comm)
         late = open_run(replace(lead, model=own.stale), self.comm) if own.stale else run
         sizes = [one.configs["policy"].get_text_config().vocab_size for one in (run, late)]
@@ -338,7 +339,6 @@ class Measurement:
         self.groups = lead.train_batch // (lead.group_size * self.comm.size)  # of a batch, on this rank
         self.weights = Weights(self.scorer, own.share)
         self.random = [self.weights.random(k) for k in range(own.directions)]
-        self.quiet = self.comm.rank > 0
         self.totals: dict[str, np.ndarray] = {}  # of each sampler's responses; the sampler's come last
 
     def references(self) -> dict[tuple, Reference]:
@@ -381,22 +381,24 @@ class Measurement:
         some = next(iter(self.rows.values()))
         for b in tqdm(range(self.own.batches), desc="the sampler's batches", disable=self.quiet):
             batch = batching.collate(self.sampler.next(self.groups, 0), some)
-            batch = ref_columns(self.learner, batch, self.rows)
+            batches = ref_columns(self.learner, batch, self.rows)
+            batch = next(iter(batches.values()))
             self.count("sampler", batch, token_k3(batch.log_r)[batch.mask].double().sum())
             along = {part: self.weights.slopes(batch, r.means) for part, r in references.items()}
             random = None
             if b < self.own.noise_batches:
                 bar = tqdm(self.random, desc="random directions", leave=False, disable=self.quiet)
                 random = self.weights.slopes(batch, bar)
-            yield Slopes(batch, along, random)
+            yield Slopes(batches, along, random)
 
     def see(self, seen: Seen, slopes: Slopes, c: torch.Tensor, part=EVERYTHING) -> None:
         """Add what coefficients c (B, T) make of a batch."""
-        c = c * inside(slopes.batch, part)
+        batch = next(iter(slopes.batches.values()))
+        c = c * inside(batch, part)
         seen.along.append(self.comm.sum([(c * s).sum() for s in slopes.along[part]]))
         if slopes.random is not None:
             shares = torch.stack([(c * s).sum(1) for s in slopes.random], 1)  # (B, directions)
-            mine = shares.new_zeros(self.groups, len(slopes.random)).index_add_(0, slopes.batch.group, shares)
+            mine = shares.new_zeros(self.groups, len(slopes.random)).index_add_(0, batch.group, shares)
             everyone = self.comm.cat(mine.flatten().to(self.comm.device))
             seen.noise.append(everyone.view(-1, len(slopes.random)).cpu().numpy())
 
@@ -542,7 +544,7 @@ def weigh(own: WorthFlags, rows: dict[str, config.Config]) -> dict:
     seen = {(part, name): Seen() for part in references for name in rows}
     for slopes in m.slopes(references):
         for name, cfg in rows.items():
-            c = coefficients(slopes.batch, m.comm, cfg)
+            c = coefficients(slopes.batches[name], m.comm, cfg)
             for part in references:
                 m.see(seen[part, name], slopes, c, part)
     groups = m.groups * m.comm.size

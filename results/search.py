@@ -95,7 +95,7 @@ def measure(name: str) -> dict[str, np.ndarray]:
     reference = m.references()[worth.EVERYTHING]
     found = []
     for s in m.slopes({worth.EVERYTHING: reference}):
-        b = s.batch
+        b = s.batches["none"]
         found.append(
             {
                 "log_r": (b.log_r * b.mask).numpy(),

@@ -523,7 +523,7 @@ MUTANTS = {
         ("        size = STEP / self.spread(batch, still, direction)", "        size = STEP"),
         ("1_000_003 * (1 + number) + 1009 * self.seed + i", "1_000_003 * (1 + number) + 1009 * self.seed"),
         ("return (gram.sum() - np.trace(gram)) / (len(folds) * (len(folds) - 1))", "return gram.mean()"),
-        ("        c = c * inside(slopes.batch, part)\n", ""),
+        ("        c = c * inside(batch, part)\n", ""),
         ("    variance = groups * shares.var(0, ddof=1)", "    variance = shares.var(0, ddof=1)"),
         ("scale**2 - by_batch.var(ddof=1) / len(batches)", "scale**2"),
         ("    elsewhere = groups * shares.mean(0) - scale *", "    elsewhere = groups * shares.mean(0) - 0 * scale *"),
@@ -536,7 +536,7 @@ MUTANTS = {
         ("late = open_run(replace(lead, model=own.stale), self.comm) if own.stale else run", "late = run"),
         ("net = worth / price", "net = worth * price"),
         ("(1 << 20) // learner.comm.size", "0"),
-        ("index_add_(0, slopes.batch.group, shares)", "index_add_(0, slopes.batch.group * 0, shares)"),
+        ("index_add_(0, batch.group, shares)", "index_add_(0, batch.group * 0, shares)"),
     ],
     "flags.py": [
         (

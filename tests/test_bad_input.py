@@ -515,13 +515,13 @@ WITHOUT=vllm --model=POLICY | --rollout=vllm: vLLM is not installed here; ... in
 --rows='jackpot obrs_target=new' | --rows: jackpot obrs_target=new asks for ... unknown here
 --rows='jackpot obrs_topk=5; z_tis obrs_topk=6' | --rows: rows with several --obrs_topk; weigh them one after the other
 --batches=1 | --batches=1: at least 2, for an error
---noise_batches=25 | --noise_batches=25: at most --batches=24
+--noise_batches=25 | --noise_batches=25: from 1 to --batches=24
 --reference=5 | --reference=5: a multiple of 4, for the error of its result
 --directions=0 | --directions=0: a multiple of 4, for the error of its result
 --share=0 | --share=0.0: a share of the parameters, above 0 and at most 1
 --lengths=9,9 | --lengths=9,9: rising, such as 16,64
 --lengths=long | --lengths=long: rising, such as 16,64
---delay=lognormal | --samplers, --delay: weights that sample late are named with --stale here
+--delay=lognormal | --delay: weights that sample late are named with --stale here
 --rollout_quant=int8 --learner_quant=aligned | --learner_quant=aligned: a gradient ... use none
 --stale=/no/such | --stale=/no/such: no Hugging Face ... give the `policy` of a checkpoint
 --stale=small_vocabulary | --stale=small_vocabulary: a vocabulary of ... the policy's has

@@ -42,7 +42,7 @@ def learner_and_batch(**flags):
     actor = tiny_model(1, dtype=f64) if cfg.actor != "none" else None
     learner = Learner(tiny_model(0, layers=2, dtype=f64), actor, cfg, Comm())
     batch = batching.collate(ragged(4, seed=3), cfg)
-    return cfg, learner, worth.ref_columns(learner, batch, {"row": cfg})
+    return cfg, learner, worth.ref_columns(learner, batch, {"row": cfg})["row"]
 
 
 def exact_gradient(learner, cfg, batch) -> list[torch.Tensor]:
@@ -80,6 +80,19 @@ def test_a_rows_coefficients_and_slopes_are_its_gradient(row, actor, monkeypatch
 
 def flat(direction) -> list[torch.Tensor]:
     return [x.reshape(-1) for x in direction]
+
+
+def test_rows_of_several_lambdas_have_a_z_each():
+    """Weighed together, every row gets the coefficients that it gets alone."""
+    cfgs = {}
+    for lam in (0.8, 1.0, 1.3):
+        cfgs[str(lam)], learner, alone = learner_and_batch(objective="jackpot", actor="base:actor", obrs_lambda=lam)
+        cfgs[str(lam)] = (cfgs[str(lam)], worth.coefficients(alone, learner.comm, cfgs[str(lam)]))
+    batch = batching.collate(ragged(4, seed=3), cfgs["1.0"][0])
+    together = worth.ref_columns(learner, batch, {name: cfg for name, (cfg, _) in cfgs.items()})
+    for name, (cfg, want) in cfgs.items():
+        assert torch.allclose(worth.coefficients(together[name], learner.comm, cfg), want, atol=1e-12)
+    assert not torch.allclose(together["0.8"].z_ref, together["1.3"].z_ref)
 
 
 def test_the_steps_of_directions_are_small_and_alike():
@@ -263,13 +276,13 @@ def test_parts_by_length_add_up(tmp_path, solvers):
     for entry, *shares in zip(whole, *parts, strict=True):
         assert torch.allclose(entry, sum(shares), atol=1e-6)
     assert all(m.weights.dot(g, g) > 0 for g in parts)
-    batch = worth.ref_columns(m.learner, batch, rows)
+    batch = worth.ref_columns(m.learner, batch, rows)["is"]
     slopes = m.weights.slopes(batch, m.random)
     c = worth.coefficients(batch, m.comm, rows["is"])
     seen = []
     for part in m.parts:
         seen.append(Seen())
-        m.see(seen[-1], worth.Slopes(batch, {part: slopes[:FOLDS]}, slopes), c, part)
+        m.see(seen[-1], worth.Slopes({"is": batch}, {part: slopes[:FOLDS]}, slopes), c, part)
     assert np.allclose(np.sum([s.along[0] for s in seen[1:]], 0), seen[0].along[0])
     assert np.allclose(np.sum([s.noise[0] for s in seen[1:]], 0), seen[0].noise[0])
     middle = (lengths >= 3) & (lengths < 6)
@@ -282,13 +295,14 @@ def test_groups_shares_sum_to_the_batch(tmp_path, solvers):
     m = Measurement(own, rows)
     references = m.references()
     slopes = next(iter(m.slopes(references)))
-    c = worth.coefficients(slopes.batch, m.comm, rows["none"])
+    batch = slopes.batches["none"]
+    c = worth.coefficients(batch, m.comm, rows["none"])
     seen = Seen()
     m.see(seen, slopes, c)
     assert seen.noise[0].shape == (8, 8)  # groups, directions
     whole = [float((c * s).sum()) for s in slopes.random]
     assert np.allclose(seen.noise[0].sum(0), whole)
-    third = slopes.batch.group == 2
+    third = batch.group == 2
     assert seen.noise[0][2, 5] == pytest.approx(float((c * slopes.random[5])[third].sum()))
     m.sampler.close()
 
@@ -361,7 +375,7 @@ def test_two_ranks_weigh_as_one(parallel, tmp_path, solvers):
         (["--rows=tsi"], "tsi"),
         (["--rows=tis is_kap=3"], "is_cap"),
         (["--batches=1"], "--batches=1: at least 2"),
-        (["--noise_batches=25"], "--noise_batches=25: at most --batches=24"),
+        (["--noise_batches=25"], "--noise_batches=25: from 1 to --batches=24"),
         (["--reference=5"], "--reference=5: a multiple of 4"),
         (["--directions=0"], "--directions=0: a multiple of 4"),
         (["--share=0"], "--share=0.0: a share"),
