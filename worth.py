@@ -122,8 +122,7 @@ def check(own: WorthFlags) -> None:
         value = getattr(own, name)
         need(value > 0 and value % FOLDS == 0, f"--{name}={value}: a multiple of {FOLDS}, for the error of its result")
     need(own.batches >= 2, f"--batches={own.batches}: at least 2, for an error")
-    few = 1 <= own.noise_batches <= own.batches
-    need(few, f"--noise_batches={own.noise_batches}: from 1 to --batches={own.batches}")
+    need(1 <= own.noise_batches <= own.batches, f"--noise_batches={own.noise_batches}: 1 to --batches={own.batches}")
     need(0 < own.share <= 1, f"--share={own.share}: a share of the parameters, above 0 and at most 1")
     need(
         own.stale in ("", "base:policy", "base:actor") or (Path(own.stale) / "config.json").is_file(),

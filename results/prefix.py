@@ -47,6 +47,7 @@ SETTINGS = {
     "two bits": (LOW, qarl.CONFIG),
     "late by up to 64 updates": (LATE, heterorl.CONFIG),
 }
+SHORT = {"long responses": " (long)", "two bits": " (w2a16)", "late by up to 64 updates": " (late)"}
 FIRST_SEED = 10  # every row is run anew: base models differ a little between processors
 PANELS = [("held-out pass@1 of the policy (%)", "eval/policy"), ("reward of the responses", "reward")]
 COLUMNS = {
@@ -80,7 +81,7 @@ def study(flags):
         if not got:
             continue
         tables.append(sweep.table(title, got, COLUMNS))
-        named = {f"{title}: {label}": records for label, records in got.items()}
+        named = {f"{label}{SHORT.get(title, '')}": records for label, records in got.items()}
         everything |= named
         groups.append(sweep.Group(title, list(named), PANELS))
     sweep.page("prefix", *tables)

@@ -375,7 +375,7 @@ def test_two_ranks_weigh_as_one(parallel, tmp_path, solvers):
         (["--rows=tsi"], "tsi"),
         (["--rows=tis is_kap=3"], "is_cap"),
         (["--batches=1"], "--batches=1: at least 2"),
-        (["--noise_batches=25"], "--noise_batches=25: from 1 to --batches=24"),
+        (["--noise_batches=25"], "--noise_batches=25: 1 to --batches=24"),
         (["--reference=5"], "--reference=5: a multiple of 4"),
         (["--directions=0"], "--directions=0: a multiple of 4"),
         (["--share=0"], "--share=0.0: a share"),
