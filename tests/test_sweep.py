@@ -20,6 +20,7 @@ from results import (
     index,
     lowbit,
     praxis,
+    prefix,
     qarl,
     sweep,
     table1,
@@ -223,6 +224,9 @@ def test_every_record_belongs_to_a_row():
     ]
     studies += [(heterorl.TABLE | heterorl.MORE, heterorl.SEEDS, heterorl.CONFIG)]
     wanted = set()
+    for rows, config in prefix.SETTINGS.values():  # not all of them have run
+        runs = [run for flags in rows.values() for run in sweep.with_seeds(flags, 3, prefix.FIRST_SEED)]
+        wanted |= {sweep.key_of(run, config) for run in runs if sweep.record_of(run, config)}
     for rows, seeds, config in studies:
         for label, flags in rows.items():
             wanted |= {sweep.key_of(run, config) for run in sweep.with_seeds(flags, seeds.get(label, 1))}
@@ -230,7 +234,7 @@ def test_every_record_belongs_to_a_row():
     assert set(records) == wanted
     for (stem, _), record in records.items():
         assert record["path"].parent.name == stem
-        assert re.fullmatch(r"[a-z0-9.-]+-[0-9]", record["name"])
+        assert re.fullmatch(r"[a-z0-9.-]+-[0-9]+", record["name"])
 
 
 def test_a_page_is_written_again_as_it_is(places, capsys):
