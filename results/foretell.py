@@ -11,6 +11,7 @@ base models of its own, which take an hour to make, and is left out, as are late
 import itertools
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -89,7 +90,8 @@ def measure(name: str, config: str, how: dict, texts: list[str]) -> None:
     flags = [f"--{key}={value}" for key, value in how.items()]
     if how.get("rollout_quant") == "w2a16":  # what is worth little takes more responses to tell from nothing
         flags += ["--batches=96", "--reference=96", "--noise_batches=12"]
-    argv = [sys.executable, "worth.py", f"--config={config}", *flags, f"--rows={'; '.join(texts)}", f"--json={path}"]
+    flags += [f"--rows={'; '.join(texts)}", f"--json={os.path.relpath(path, sweep.ROOT)}"]
+    argv = [sys.executable, "worth.py", f"--config={config}", *flags]
     done = subprocess.run(argv, cwd=sweep.ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"error: {' '.join(argv[1:])} ended with {done.returncode}:\n{done.stderr[-2000:]}")
