@@ -514,7 +514,7 @@ MUTANTS = {
     ],
     "worth.py": [
         ("    return -torch.autograd.grad(total, logp)[0]", "    return torch.autograd.grad(total, logp)[0]"),
-        ("x[entries] = rest + size * d.to(x.device)", "x[entries] = rest + abs(size) * d.to(x.device) * (size != 0)"),
+        ("x[entries] = rest + size * d.to(x.device)", "x[entries] = rest - size * d.to(x.device)"),
         ("        self.shift(direction, 0.0)\n        return logp", "        return logp"),
         (
             "(self.shifted(batch, direction, size) - still).double() / size",
