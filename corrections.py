@@ -4,7 +4,8 @@
 
 The formulas are pure functions of (B, T) tensors and numbers: copy one into another framework and it works there.
 Below them each has one row in a table, which says where its arguments come from. A new correction is a function
-and a row; so is a new statistic to reject by. OBRS, Jackpot's correction, has a file of its own (obrs.py).
+and a row; so is a new statistic to reject by. OBRS, Jackpot's correction, has a file of its own (obrs.py); GEPO's
+group expectation, a base of the ratio, stands between the formulas and the table.
 
     log_r = log p_ref - log p_inf        inf: the policy that sampled; ref: the learner's at the start of this step
     r = exp(log_r)                       per token, (B, T)
@@ -158,7 +159,8 @@ def retrace(log_r, mask, clamp=CLAMP):
 def retrace_seq(log_r, mask, clamp=CLAMP):
     """weight prod_{s<=t} min(r_s, 1) min(R, 1): what ref would not have said teaches little, whole or from there on.
 
-    Of sixty forms the one that no other beat by more than its error, whoever sampled: results/search.md."""
+    Of some sixty weights that are never negative no other beat it by more than its error, whoever sampled:
+    results/search.md."""
     weight, keep = retrace(log_r, mask, clamp)
     return weight * seq_ratio(log_r, mask, clamp).clamp_max(1), keep
 

@@ -211,7 +211,7 @@ BLUE, ORANGE = "#1f6fb4", "#e07b28"
 
 
 def draw_worth(results: dict[str, dict], path: Path) -> str:
-    """Worth of each row with its error, best on top; results: worth.measure's."""
+    """Worth of each row with its error, best on top; results: worth.weigh's rows."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -96,8 +96,10 @@ class WorthFlags:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config]]:
-    """The flags of the measurement, and each row's configuration. UserError: one sentence."""
+def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config.Config]:
+    """The flags of the measurement, each row's configuration, and that of g: `--objective=none`, no surrogate.
+
+    UserError: one sentence."""
     both = dataclass(frozen=True)(type("Flags", (config.Config, WorthFlags), {}))
     pairs = flags.read(both, argv, "python worth.py --key=value ...", also={"config", *flags.FOREIGN})
     names = {f.name for f in fields(WorthFlags)}
@@ -114,7 +116,11 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config]]:
         check_row(row, cfg)
     kept = {train.topk_of(cfg) for cfg in rows.values()} - {0}
     need(len(kept) <= 1, "--rows: rows with several --obrs_topk; weigh them one after the other")
-    return own, rows
+    of_rows = {f.name for f in fields(config.ObjectiveFlags)} - {"advantage", "reduction"}
+    of_g = [f"--{k}={v}" for k, v in pairs if k not in names | of_rows | {*flags.FOREIGN}]
+    plain = config.parse([*of_g, "--objective=none"])
+    need(not own.stale or plain.actor == "none", f"--stale={own.stale}: the actor samples here; add --actor=none")
+    return own, rows, replace(plain, surrogate="reinforce", actor="none", rollout_quant="none")
 
 
 def check(own: WorthFlags) -> None:
@@ -162,14 +168,19 @@ def parts(own: WorthFlags) -> list[tuple[int, int]]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def ref_columns(learner, batch, rows: dict[str, config.Config]) -> dict[str, batching.Batch]:
-    """For each row the batch with what that row must know of policy and actor; Z is another for another lambda."""
-    needs = {row: needs_of_ref_pass(cfg, learner.has_actor, cfg.obrs_lambda) for row, cfg in rows.items()}
-    filled = {}
-    for one in dict.fromkeys(needs.values()):
-        known = learner.score(batch, one).known()
-        filled[one] = replace(batch, **{f"{name}_ref": x for name, x in known.items() if name in REF})
-    return {row: filled[one] for row, one in needs.items()}
+def batches_of(learner, groups, rows: dict[str, config.Config]) -> dict[str, batching.Batch]:
+    """For each row the groups as a batch: with its advantage, and what it must know of policy and actor (Z is another
+    for another lambda)."""
+    made, known, out = {}, {}, {}
+    for row, cfg in rows.items():
+        if cfg.advantage not in made:
+            made[cfg.advantage] = batching.collate(groups, cfg)
+        batch = made[cfg.advantage]
+        needs = needs_of_ref_pass(cfg, learner.has_actor, cfg.obrs_lambda)
+        if needs not in known:
+            known[needs] = learner.score(batch, needs).known()
+        out[row] = replace(batch, **{f"{name}_ref": x for name, x in known[needs].items() if name in REF})
+    return out
 
 
 def coefficients(batch, comm, cfg) -> torch.Tensor:
@@ -317,24 +328,21 @@ class Seen:
 class Measurement:
     """Sampler, policy and the on-policy gradient, over all ranks."""
 
-    def __init__(self, own: WorthFlags, rows: dict[str, config.Config]):
-        self.own, self.rows, self.parts = own, rows, parts(own)
+    def __init__(self, own: WorthFlags, rows: dict[str, config.Config], plain: config.Config):
+        self.own, self.rows, self.plain, self.parts = own, rows, plain, parts(own)
         lead = max(rows.values(), key=train.topk_of)  # the engine records what the most demanding row asks for
         self.cfg, self.comm = lead, Comm.start(lead.give_up)
         self.quiet = self.comm.rank > 0
-        run = open_run(lead, self.comm)
+        self.run = run = open_run(lead, self.comm)
         late = open_run(replace(lead, model=own.stale), self.comm) if own.stale else run
         sizes = [one.configs["policy"].get_text_config().vocab_size for one in (run, late)]
         need(sizes[0] == sizes[1], f"--stale={own.stale}: a vocabulary of {sizes[1]}; the policy's has {sizes[0]}")
-        self.run = run
         self.sampler = train.open_source(lead, late, self.comm)
-        plain = {"correction": "none", "surrogate": "reinforce", "ratio_base": "ref", "reject": "none", "veto": 0.0}
-        self.plain = replace(lead, **plain, actor="none", rollout_quant="none", cppo_beta=0.0)
-        self.learner = self.scorer = Learner(*run.load_models(), self.plain, self.comm)
+        self.learner = self.scorer = Learner(*run.load_models(), plain, self.comm)
         if not self.learner.sharded:  # one for the policy alone, in float32; shards have their wrapper already
-            alone = replace(self.plain, dtype="float32")
+            alone = replace(plain, dtype="float32")
             self.scorer = Learner(self.learner.models.policy, None, alone, self.comm)
-        self.on_policy = on_policy_source(self.learner, run, self.plain)
+        self.on_policy = on_policy_source(self.learner, run, plain)
         self.groups = lead.train_batch // (lead.group_size * self.comm.size)  # of a batch, on this rank
         self.weights = Weights(self.scorer, own.share)
         self.random = [self.weights.random(k) for k in range(own.directions)]
@@ -377,10 +385,8 @@ class Measurement:
 
     def slopes(self, references: dict[tuple, Reference]) -> Iterator[Slopes]:
         """The sampler's batches, one after the other."""
-        some = next(iter(self.rows.values()))
         for b in tqdm(range(self.own.batches), desc="the sampler's batches", disable=self.quiet):
-            batch = batching.collate(self.sampler.next(self.groups, 0), some)
-            batches = ref_columns(self.learner, batch, self.rows)
+            batches = batches_of(self.learner, self.sampler.next(self.groups, 0), self.rows)
             batch = next(iter(batches.values()))
             self.count("sampler", batch, token_k3(batch.log_r)[batch.mask].double().sum())
             along = {part: self.weights.slopes(batch, r.means) for part, r in references.items()}
@@ -535,10 +541,10 @@ def verdict(worth: float, price: float) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def weigh(own: WorthFlags, rows: dict[str, config.Config]) -> dict:
+def weigh(own: WorthFlags, rows: dict[str, config.Config], plain: config.Config) -> dict:
     """Sample and weigh: {"about": both samplers, "rows": {row: numbers}, "parts": the same for each part}."""
     start = time.perf_counter()
-    m = Measurement(own, rows)
+    m = Measurement(own, rows, plain)
     references = m.references()
     seen = {(part, name): Seen() for part in references for name in rows}
     for slopes in m.slopes(references):
@@ -557,16 +563,12 @@ def weigh(own: WorthFlags, rows: dict[str, config.Config]) -> dict:
     results["about"]["seconds"] = time.perf_counter() - start
     m.sampler.close()
     if m.comm.rank == 0:
-        report(own, results)
+        path = Path(own.json)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"command": sys.argv[1:], **results}, indent=1) + "\n", encoding="utf-8")
+        print(table(results))
+        print(f"figure: {plot.draw_worth(results['rows'], path.with_suffix('.png'))}")
     return results
-
-
-def report(own: WorthFlags, results: dict) -> None:
-    path = Path(own.json)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"command": sys.argv[1:], **results}, indent=1) + "\n", encoding="utf-8")
-    print(table(results))
-    print(f"figure: {plot.draw_worth(results['rows'], path.with_suffix('.png'))}")
 
 
 def table(results: dict) -> str:
@@ -578,9 +580,7 @@ def table(results: dict) -> str:
         f"{about['on_policy/reward']:.3f}; {about['seconds']:.0f} s"
     ]
     for title, rows in {"": results["rows"], **results["parts"]}.items():
-        lines.append(
-            f"{title:32s} {'worth':>16s} {'kappa':>7s} {'cosine':>7s} {'scale':>7s} {'bias':>8s} {'noise':>8s}"
-        )
+        lines.append(f"{title:32s}            worth   kappa  cosine   scale     bias    noise")
         for name, x in sorted(rows.items(), key=lambda item: -item[1]["worth"]):
             numbers = " ".join(f"{x[k]:7.3f}" for k in ("kappa", "cosine", "scale"))
             worth = f"{x['worth']:.3f} +- {x['worth_se']:.3f}"

@@ -90,8 +90,7 @@ def measure(name: str) -> dict[str, np.ndarray]:
     argv = [*SAMPLERS[name], f"--noise_batches={NOISE_BATCHES[name]}", "--rows=none"]
     if name == "stale":
         argv.append(f"--model={later_policy()}")
-    own, rows = worth.parse(argv)
-    m = worth.Measurement(own, rows)
+    m = worth.Measurement(*worth.parse(argv))
     reference = m.references()[worth.EVERYTHING]
     found = []
     for s in m.slopes({worth.EVERYTHING: reference}):

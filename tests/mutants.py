@@ -61,7 +61,7 @@ TESTS = {
     "checkpoint.py": ["test_checkpoint.py", "test_run.py"],
     "run.py": ["test_run.py", "test_config.py"],
     "worth.py": ["test_worth.py"],
-    "train.py": ["test_train.py", "-k", "logs_every or fault or counters or too_many or signals"],
+    "train.py": ["test_train.py", "-k", "logs_every or fault or counters or too_many or signals or in_order"],
     "config.py": ["test_config.py", "test_train.py::test_resume_says_which_key_differs_and_a_run_is_not_overwritten"],
     "flags.py": ["test_config.py", "test_flags.py"],
     "remote/guard.py": ["test_guard.py"],

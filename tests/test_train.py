@@ -348,6 +348,19 @@ def leaves(x, path="") -> dict:
     return {name: leaf for part in parts for name, leaf in part.items()}
 
 
+def test_every_group_is_trained_on_once_and_in_order(solvers, tmp_path, train_here, monkeypatch):
+    """Three updates to a rollout batch take its groups as they were sampled."""
+    seen, update = [], train.Training.update
+
+    def watched(training):
+        seen.extend(group.uid[2] for group in training.pending[0])
+        return update(training)
+
+    monkeypatch.setattr(train.Training, "update", watched)
+    train_here(flags(solvers, tmp_path / "run", rollout_batch=48, eval_every=0))
+    assert seen == list(range(6 * 16 // 4))
+
+
 def test_counters_that_are_not_0_go_on(solvers, tmp_path, train_here, monkeypatch):
     """Stopped after update 5 and resumed: not a count differs from the run that went on, and none of them is 0."""
     counts = upset(monkeypatch)

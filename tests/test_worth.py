@@ -41,8 +41,7 @@ def learner_and_batch(**flags):
     cfg = make_cfg(train_batch=16, rollout_batch=16, micro_tokens=60, **flags)
     actor = tiny_model(1, dtype=f64) if cfg.actor != "none" else None
     learner = Learner(tiny_model(0, layers=2, dtype=f64), actor, cfg, Comm())
-    batch = batching.collate(ragged(4, seed=3), cfg)
-    return cfg, learner, worth.ref_columns(learner, batch, {"row": cfg})["row"]
+    return cfg, learner, worth.batches_of(learner, ragged(4, seed=3), {"row": cfg})["row"]
 
 
 def exact_gradient(learner, cfg, batch) -> list[torch.Tensor]:
@@ -88,8 +87,7 @@ def test_rows_of_several_lambdas_have_a_z_each():
     for lam in (0.8, 1.0, 1.3):
         cfgs[str(lam)], learner, alone = learner_and_batch(objective="jackpot", actor="base:actor", obrs_lambda=lam)
         cfgs[str(lam)] = (cfgs[str(lam)], worth.coefficients(alone, learner.comm, cfgs[str(lam)]))
-    batch = batching.collate(ragged(4, seed=3), cfgs["1.0"][0])
-    together = worth.ref_columns(learner, batch, {name: cfg for name, (cfg, _) in cfgs.items()})
+    together = worth.batches_of(learner, ragged(4, seed=3), {name: cfg for name, (cfg, _) in cfgs.items()})
     for name, (cfg, want) in cfgs.items():
         assert torch.allclose(worth.coefficients(together[name], learner.comm, cfg), want, atol=1e-12)
     assert not torch.allclose(together["0.8"].z_ref, together["1.3"].z_ref)
@@ -267,16 +265,16 @@ def test_another_models_responses_are_worth_less(tmp_path, solvers):
 def test_parts_by_length_add_up(tmp_path, solvers):
     """The parts' gradients sum to the whole's; so does what is seen of a row along any direction."""
     flags = [f"--model={solvers / 'policy'}", "--actor=none", *SMALL, *BRIEF, "--rows=is", "--lengths=3,6"]
-    own, rows = worth.parse(flags)
+    own, rows, plain = worth.parse(flags)
     assert worth.parts(own) == [EVERYTHING, (0, 3), (3, 6), (6, EVERYTHING[1])]
-    m = Measurement(own, rows)
+    m = Measurement(own, rows, plain)
     batch = batching.collate(ragged(8, seed=5), m.cfg)
     lengths = batch.length
     whole, *parts = (m.gradient(replace(batch, adv=batch.adv * worth.inside(batch, part))) for part in m.parts)
     for entry, *shares in zip(whole, *parts, strict=True):
         assert torch.allclose(entry, sum(shares), atol=1e-6)
     assert all(m.weights.dot(g, g) > 0 for g in parts)
-    batch = worth.ref_columns(m.learner, batch, rows)["is"]
+    batch = worth.batches_of(m.learner, ragged(8, seed=5), rows)["is"]
     slopes = m.weights.slopes(batch, m.random)
     c = worth.coefficients(batch, m.comm, rows["is"])
     seen = []
@@ -290,9 +288,29 @@ def test_parts_by_length_add_up(tmp_path, solvers):
     m.sampler.close()
 
 
+def test_a_row_is_weighed_alike_whatever_stands_beside_it(tmp_path, solvers):
+    """Advantage and reduction are each row's own, and g's are those of the command line."""
+    rows = ["none", "none advantage=grpo_no_std", "tis is_cap=3 reduction=seq-mean-token-sum-norm"]
+    alone = {row: weigh(tmp_path, solvers, *BRIEF, f"--rows={row}", actor="actor")["rows"][row] for row in rows}
+    together = weigh(tmp_path, solvers, *BRIEF, f"--rows={'; '.join(reversed(rows))}", actor="actor")["rows"]
+    for row in rows:
+        assert together[row] == pytest.approx(alone[row], rel=1e-4)
+    assert alone[rows[1]]["scale"] < 0.8 * alone[rows[0]]["scale"]  # rewards of 0 and 1: (R - mean) is below / std
+
+
+def test_what_sampling_costs(tmp_path, solvers, capsys):
+    """A model costs about what itself costs; the verdict is printed."""
+    results = weigh(tmp_path, solvers, *BRIEF, "--rows=none", "--cost")
+    assert 0.3 < results["about"]["price"] < 3
+    said = capsys.readouterr().out
+    assert "on-policy responses for the price of one: " in said
+    worth_of_one = results["rows"]["none"]["worth"]
+    assert worth.verdict(worth_of_one, results["about"]["price"]) in said
+
+
 def test_groups_shares_sum_to_the_batch(tmp_path, solvers):
-    own, rows = worth.parse([f"--model={solvers / 'policy'}", "--actor=none", *SMALL, *BRIEF, "--rows=none"])
-    m = Measurement(own, rows)
+    own, rows, plain = worth.parse([f"--model={solvers / 'policy'}", "--actor=none", *SMALL, *BRIEF, "--rows=none"])
+    m = Measurement(own, rows, plain)
     references = m.references()
     slopes = next(iter(m.slopes(references)))
     batch = slopes.batches["none"]
@@ -370,6 +388,10 @@ def test_two_ranks_weigh_as_one(parallel, tmp_path, solvers):
 @pytest.mark.parametrize(
     "flags, said",
     [
+        (
+            ["--stale=base:policy", "--actor=base:actor"],
+            "--stale=base:policy: the actor samples here; add --actor=none",
+        ),
         (["--objective=tis"], "--objective: name the objectives to weigh with --rows"),
         (["--rows= ; "], "--rows: names no objective"),
         (["--rows=tsi"], "tsi"),
@@ -394,9 +416,12 @@ def test_flags_that_contradict_each_other(flags, said):
 
 
 def test_rows_are_configurations():
-    own, rows = worth.parse(["--actor=none", "--rollout=hf", "--rows=tis is_cap=3; jackpot obrs_mask=expected;"])
-    assert list(rows) == ["tis is_cap=3", "jackpot obrs_mask=expected"]
-    assert rows["tis is_cap=3"].is_cap == 3 and rows["jackpot obrs_mask=expected"].obrs_mask == "expected"
+    flags = ["--actor=none", "--rollout=hf", "--is_floor=0.1", "--advantage=rloo", "--rollout_quant=int8"]
+    own, rows, plain = worth.parse([*flags, "--rows=tis is_cap=3; jackpot is_floor=0 obrs_mask=expected;"])
+    assert (plain.correction, plain.surrogate, plain.advantage, plain.is_floor) == ("none", "reinforce", "rloo", 0)
+    assert plain.rollout_quant == "none" and rows["tis is_cap=3"].rollout_quant == "int8"
+    assert list(rows) == ["tis is_cap=3", "jackpot is_floor=0 obrs_mask=expected"]
+    assert rows["tis is_cap=3"].is_cap == 3 and rows["jackpot is_floor=0 obrs_mask=expected"].obrs_mask == "expected"
     assert own == WorthFlags(rows=own.rows)
 
 
