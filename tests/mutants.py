@@ -68,7 +68,7 @@ TESTS = {
     "remote/wire.py": ["test_wire.py", "test_door.py"],
     "remote/hub.py": ["test_hub.py", "test_guard.py", "test_door.py"],
     "remote/source.py": ["test_door.py", "test_hub.py"],
-    "remote/account.py": ["test_wire.py", "test_hub.py", "test_door.py"],
+    "remote/account.py": ["test_wire.py", "test_guard.py", "test_hub.py", "test_door.py"],
     "remote/groups.py": ["test_wire.py", "test_door.py", "test_guard.py"],
 }
 
