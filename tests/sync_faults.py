@@ -157,7 +157,7 @@ def cost(responses: int = 8, length: int = 64) -> None:
     model.requires_grad_(True)
     vocab = model.config.vocab_size
     cfg = bench.resolved(objective="grpo", train_batch=responses, rollout_batch=responses, max_tokens=length)
-    rows = min(2048, 2**27 // vocab) // 144  # as run.probe has them for a large batch
+    rows = max(4, min(2048, 2**26 // vocab) // 144)  # as run.probe has them for a large batch
     ids = (uniforms(rows * 144, "probe") * vocab).astype(np.int64).reshape(rows, 144)
     engine = HFEngine(bench.shaped("", **LLAMA_1B, seed=1))
     learner = Learner(model, None, cfg, Comm())
