@@ -196,6 +196,21 @@ def suffix(t, cap=1.0):
     return np.minimum(power(total_log(t) - prefix_log(t) + t.log_r), cap)
 
 
+def clipped(t, x, low: float, high: float):
+    """1 where PPO's clip leaves a token its push: x <= 1 + high where it is to rise, x >= 1 - low where to fall."""
+    return 1.0 * np.where(t.plain > 0, x <= 1 + high, x >= 1 - low)
+
+
+def geo(t):
+    """exp(mean log r), GSPO's ratio."""
+    return power(total_log(t) / t.mask.sum(2, keepdims=True).clip(1))
+
+
+def spare(t, least=0.9):
+    """0 for a token that is to fall and has r below `least`."""
+    return clipped(t, token(t), 1 - least, np.inf)
+
+
 def normalised(t, w):
     """w over its mean in the group: self-normalised weights."""
     w = np.broadcast_to(w, t.log_r.shape)
@@ -274,6 +289,18 @@ CANDIDATES = {
     "sqrt of min(R_t, 1) min(R, 1)": lambda t: np.sqrt(np.minimum(prefix(t), 1) * np.minimum(whole(t), 1)),
     **{f"segments of {n}, min(., 1)": lambda t, n=n: segments(t, n) for n in (4, 8, 16, 32)},
     **{f"last {n}, min(., 1)": lambda t, n=n: window(t, n) for n in (2, 4, 8, 16, 32)},
+    "r, PPO's clip of 0.2": lambda t: token(t) * clipped(t, token(t), 0.2, 0.2),
+    "exp(mean log r) (GSPO)": geo,
+    "exp(mean log r), clip of 0.2": lambda t: geo(t) * clipped(t, geo(t), 0.2, 0.2),
+    "exp(mean log r), clip of 0.01": lambda t: geo(t) * clipped(t, geo(t), 0.01, 0.01),
+    "1, spare": spare,
+    "min(R, 1), spare": lambda t: np.minimum(whole(t), 1) * spare(t),
+    "min(R_t, 1), spare": lambda t: np.minimum(prefix(t), 1) * spare(t),
+    "retrace_seq, spare (spare)": lambda t: retrace(t) * np.minimum(whole(t), 1) * spare(t),
+    "retrace_seq, spare below 0.5": lambda t: retrace(t) * np.minimum(whole(t), 1) * spare(t, 0.5),
+    "retrace_seq, r >= 0.9": lambda t: retrace(t) * np.minimum(whole(t), 1) * (token(t) >= 0.9),
+    "1, A < 0 only where exp(mean log r) >= 0.95": lambda t: clipped(t, geo(t), 0.05, np.inf),
+    "min(R, 1), A > 0": lambda t: np.minimum(whole(t), 1) * (t.plain > 0),
     "min(R, 1) over its group's mean": lambda t: normalised(t, np.minimum(whole(t), 1)),
     "min(R_t, 1) over its group's mean": lambda t: normalised(t, np.minimum(prefix(t), 1)),
     "min(R, 1), baseline of the policy": lambda t: weighted_baseline(t, np.minimum(whole(t), 1)),
@@ -417,7 +444,25 @@ def by_ratio(t: Tokens) -> str:
         error = along[here].std() / math.sqrt(here.sum())
         cells = [f"{along[here].mean():.2f} +- {error:.2f}", f"{math.sqrt(size[here[:m]].mean()):.0f}"]
         rows.append([f"{math.exp(low):.2g} to {math.exp(high):.2g}", *cells, f"{t.reward[here].mean():.2f}"])
-    return sweep.markdown(["R", "<G, g> / |g|^2 without a weight", "|G| / |g|", "reward"], rows)
+    return sweep.markdown(["R", "along g", "size", "reward"], rows)
+
+
+SIDES = (0.0, 0.3, 0.6, 0.9, 0.98, 1.02, 1.1, 2.0, math.inf)
+
+
+def by_sign(t: Tokens) -> str:
+    """Tokens by r, those of positive and those of negative advantage: how far along g all of them together go."""
+    square = t.reference.square(range(worth.FOLDS))
+    r, rows = token(t), []
+    for low, high in zip(SIDES, SIDES[1:], strict=False):
+        cells = []
+        for sign in (1, -1):
+            here = (r >= low) & (r < high) & t.mask & (np.sign(t.plain) == sign)
+            along = np.einsum("nbt,nbtf->n", here * t.plain, t.along) / worth.FOLDS / square
+            error = along.std(ddof=1) / math.sqrt(len(along))
+            cells += [f"{100 * here.sum() / t.mask.sum():.2f}", f"{along.mean():+.2f} +- {error:.2f}"]
+        rows.append([f"{low:g} to {high:g}", *cells])
+    return sweep.markdown(["r", "A > 0: % of tokens", "along g", "A < 0: % of tokens", "along g"], rows)
 
 
 def draw(measured: dict[str, Tokens]) -> None:
@@ -445,7 +490,11 @@ def study(flags):
         if not flags.draw or (TOKENS / f"{name}.npz").is_file():
             measured[name] = tokens_of(name)
     need(measured, "--draw: nothing is measured; run it once without --draw")
-    parts = [f"## {name}\n\n{table(t)}\n\nResponses by R:\n\n{by_ratio(t)}" for name, t in measured.items()]
+    parts = []
+    for name, t in measured.items():
+        parts.append(f"## {name}\n\n{table(t)}")
+        parts.append(f"Gradients G of responses by R, no weight: <G, g> / g^2, and the size of G over g's:\n\n{by_ratio(t)}")
+        parts.append(f"The same for all tokens of a kind together, by r and the sign of A:\n\n{by_sign(t)}")
     sweep.page("search", *parts)
     draw(measured)
 

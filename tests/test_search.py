@@ -55,6 +55,13 @@ BY_HAND = {
     "Retrace times min(R, 1) (retrace_seq)": lambda x, t, A: (
         math.exp(sum(min(v, 0) for v in x[: t + 1])) * min(math.exp(sum(x)), 1)
     ),
+    "r, PPO's clip of 0.2": lambda x, t, A: math.exp(x[t]) * (math.exp(x[t]) <= 1.2 if A > 0 else math.exp(x[t]) >= 0.8),
+    "exp(mean log r), clip of 0.01": lambda x, t, A: (
+        math.exp(sum(x) / len(x)) * (sum(x) / len(x) <= math.log(1.01) if A > 0 else sum(x) / len(x) >= math.log(0.99))
+    ),
+    "retrace_seq, spare (spare)": lambda x, t, A: (
+        math.exp(sum(min(v, 0) for v in x[: t + 1])) * min(math.exp(sum(x)), 1) * (A > 0 or math.exp(x[t]) >= 0.9)
+    ),
     "R_t, clip of sqrt(t) (CTPO-LA)": lambda x, t, A: (
         math.exp(sum(x[: t + 1]))
         * (not (A > 0 and sum(x[: t + 1]) > 0.05 * math.sqrt(t + 1)))
@@ -166,3 +173,17 @@ def test_rows_and_samplers_of_the_studies():
     rows = foretell.rows()
     assert ("table1", "on-policy") not in rows and ("lowbit", "w2a16: QaRL + GRPO") not in rows
     assert ("table1", "Jackpot") in rows and ("lowbit", "w2a16: TIS") in rows
+
+
+def test_tokens_by_sign_add_up_to_the_batch():
+    t = made_up(5)
+    rows = [line.split("|")[2:6] for line in search.by_sign(t).splitlines()[2:]]
+    assert len(rows) == len(search.SIDES) - 1
+    total = sum(float(row[i].split()[0]) for row in rows for i in (1, 3))
+    plain = search.seen(t, np.ones_like(t.log_r))
+    assert total == pytest.approx(np.mean(plain.along) / t.reference.square(range(F)), abs=0.005 * 2 * len(rows))
+    assert abs(total) > 0.05
+    assert sum(float(row[i]) for row in rows for i in (0, 2)) == pytest.approx(100, abs=0.1)
+    falls = [float(row[2]) for row in rows]
+    here = (t.plain < 0) & (np.exp(t.log_r) < 0.3)
+    assert falls[0] == pytest.approx(100 * here.sum() / t.mask.sum(), abs=0.006)
