@@ -3,9 +3,10 @@
     python results/foretell.py          # measure what is missing, then write results/foretell.md and foretell.png
 
 Every row of Table 1, Tables 6 to 10 and the low-bit study whose sampler is another model or has other bits. Rows with
-one sampler are weighed together, on its responses, with worth.py: a record each in results/worth. The Praxis study has
-base models of its own, which take an hour to make, and is left out, as are late and stale samplers, whose distance is
-0 at the start.
+one sampler are weighed together, on its responses, with worth.py: a record each in results/worth. Late samplers have
+no distance at the start: the rows of HeteroRL's study are weighed once where the policy of 64 updates ago samples for
+that of an on-policy run's update 128 (the run is results/map.py's). The Praxis study has base models of its own, which
+take an hour to make, and is left out, as are Jackpot's stale samples.
 """
 
 import itertools
@@ -17,7 +18,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import heterorl
 import lowbit
+import map as worth_map
 import numpy as np
 import prefix
 import qarl
@@ -32,7 +35,8 @@ from flags import need
 FOLDER = sweep.RESULTS / "worth"
 # flags that say how rollouts are made; what is left of a row, without TRAINING, is its objective
 SAMPLER = ("actor", "rollout_quant")
-TRAINING = ("distill_lambda", "distill_kl_target", "lr", "model", "rollout_batch")
+TRAINING = ("distill_lambda", "distill_kl_target", "lr", "model", "rollout_batch", "max_staleness", "cppo_beta")
+LATE = heterorl.FAR["max_staleness"]
 
 
 def rows() -> dict[tuple[str, str], tuple[str, dict, int]]:
@@ -43,6 +47,7 @@ def rows() -> dict[tuple[str, str], tuple[str, dict, int]]:
         ("table6_10", sweep.STUDY, table6_10.ROWS, 0),
         ("lowbit", qarl.CONFIG, lowbit.ROWS | qarl.ROWS, 0),
         ("prefix", sweep.STUDY, prefix.DISTILLED | prefix.UNDISTILLED, prefix.FIRST_SEED),
+        ("heterorl", heterorl.CONFIG, heterorl.TABLE | heterorl.MORE, 0),
     ):
         for label, flags in given.items():
             if can_be_weighed(label, flags, config):
@@ -53,6 +58,8 @@ def rows() -> dict[tuple[str, str], tuple[str, dict, int]]:
 def can_be_weighed(label: str, flags: dict, config: str) -> bool:
     """Not where the policy samples for itself, samples are stale, the learner rounds, or another K is recorded."""
     alone = flags.get("actor") == "none" or (config == qarl.CONFIG and "rollout_quant" not in flags)
+    if config == heterorl.CONFIG:
+        return flags["max_staleness"] == LATE and "delay" not in flags and "obrs_target" not in flags
     other = "rollout_batch" in flags or "learner_quant" in flags or "distill_kl_target" in flags
     return not (alone or other or label.startswith(("K = 10", "K = 40")))
 
@@ -90,6 +97,9 @@ def measure(name: str, config: str, how: dict, texts: list[str]) -> None:
     flags = [f"--{key}={value}" for key, value in how.items()]
     if how.get("rollout_quant") == "w2a16":  # what is worth little takes more responses to tell from nothing
         flags += ["--batches=96", "--reference=96", "--noise_batches=12"]
+    if config == heterorl.CONFIG:
+        flags += [f"--model={worth_map.policy_after(128)}", f"--stale={worth_map.policy_after(128 - LATE)}"]
+        flags += ["--delay=none", "--cppo_beta=0", "--batches=32", "--reference=64", "--noise_batches=8"]
     flags += [f"--rows={'; '.join(texts)}", f"--json={os.path.relpath(path, sweep.ROOT)}"]
     argv = [sys.executable, "worth.py", f"--config={config}", *flags]
     done = subprocess.run(argv, cwd=sweep.ROOT, capture_output=True, text=True)
@@ -140,6 +150,8 @@ def points() -> list[Point]:
         family = f"{name}, {models}" + (", distilled" if distilled else ", not distilled")
         if config == qarl.CONFIG:
             family = "low bits"
+        if config == heterorl.CONFIG:
+            family = "late samplers"
         point = Point(label, family, name, x["worth"], x["worth_se"], kl, reached, error)
         found.setdefault(key, point)
     return list(found.values())
