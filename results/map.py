@@ -277,6 +277,39 @@ def as_good(point: Point, errors: float = 2.0) -> list[str]:
     return found
 
 
+REGIONS = (0, 0.01, 0.1, math.inf)  # of KL: near, middling, far
+
+
+def regions(found: list[Point]) -> Iterator[tuple[str, str, list[Point]]]:
+    """(panel, region, its points), where there are any."""
+    for panel in PANELS:
+        for low, high in zip(REGIONS, REGIONS[1:], strict=False):
+            own = [p for p in found if p.sampler.panel == panel and p.sampler.line and low <= p.kl < high]
+            if own:
+                yield panel, f"below {high}" if math.isfinite(high) else f"above {low}", own
+
+
+def mean_worth(own: list[Point], row: str) -> float:
+    return sum(p.rows[row]["worth"] for p in own) / len(own)
+
+
+def mean_difference(own: list[Point], a: str, b: str) -> tuple[float, float]:
+    """`difference`, averaged over samplers."""
+    each = [difference(p, a, b) for p in own]
+    return sum(d for d, _ in each) / len(own), math.sqrt(sum(error**2 for _, error in each)) / len(own)
+
+
+def as_good_on_average(own: list[Point], errors: float = 2.0) -> list[str]:
+    """`as_good` for several samplers together, by their mean worth."""
+    order = sorted(own[0].rows, key=lambda row: -mean_worth(own, row))
+    found = order[:1]
+    for row in order[1:]:
+        less, error = mean_difference(own, order[0], row)
+        if less <= errors * error:
+            found.append(row)
+    return found
+
+
 def prices(found: list[Point]) -> dict[str, float]:
     """Name of a sampler -> what a response costs in sampling, over one of the policy's.
 
@@ -341,6 +374,18 @@ def best_where(found: list[Point]) -> str:
         "pays: worth is above the price by two\nerrors (no: below it; open: neither)."
     )
     return f"## Which is best where\n\n{note}\n\n" + sweep.markdown(head, cells)
+
+
+def by_region(found: list[Point]) -> str:
+    """The map in a few lines: kind of distance and region of KL, and the rows that are best there on average."""
+    cells = []
+    for panel, region, own in regions(found):
+        good = as_good_on_average(own)
+        said = [f"{row} {mean_worth(own, row):.2f}" for row in good]
+        poor = [f"{row} {mean_worth(own, row):.2f}" for row in DRAWN if row not in good]
+        cells.append([panel, region, str(len(own)), said[0], "; ".join(said[1:]) or "-", "; ".join(poor) or "-"])
+    head = ["", "KL", "samplers", "best by mean worth", "within two errors of it", "worse, of the rows that are drawn"]
+    return "## The map by regions\n\n" + sweep.markdown(head, cells)
 
 
 def how_often(found: list[Point]) -> str:
@@ -473,7 +518,7 @@ def study(flags: sweep.StudyFlags) -> None:
             measure(name, known)
     found = points()
     need(found, "--draw: nothing is measured; run it once without --draw")
-    parts = (best_where, how_often, where_it_stops, distance_alone, everything)
+    parts = (by_region, best_where, how_often, where_it_stops, distance_alone, everything)
     sweep.page("map", *(part(found) for part in parts))
     draw(found)
 
