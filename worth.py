@@ -53,7 +53,7 @@ from model import Needs, TokenStats, needs_of_ref_pass
 from objectives import REF
 from rollout import LocalSource
 from run import open_run
-from sampling import Sampling
+from sampling import Sampling, max_allowed
 
 ROWS = (
     "none; is; tis is_cap=2; tis is_cap=3; tis is_cap=8; icepop; seq_is; seq_tis is_cap=1; seq_tis is_cap=2; "
@@ -435,6 +435,7 @@ def on_policy_source(learner, run, cfg) -> LocalSource:
         group_size=cfg.group_size,
         topk=0,
         stop_ids=train.run_stop_ids(run.tokenizer, cfg),
+        max_allowed=max_allowed(cfg, run.configs["policy"].get_text_config().vocab_size),
         model="policy",
         probe=None,
         rank=learner.comm.rank,

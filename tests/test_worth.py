@@ -250,6 +250,17 @@ def test_the_policys_own_responses_are_worth_one(tmp_path, solvers, capsys):
     assert (tmp_path / "w.png").stat().st_size > 10_000
 
 
+def test_truncated_sampling_whose_sets_are_replayed_is_the_policy(tmp_path, solvers):
+    """With the kept sets on both sides all weights are 1; without them each r is the mass that was kept."""
+    kept, cut = (
+        weigh(tmp_path, solvers, *BRIEF, "--rows=none; is", "--top_p=0.8", f"--keep_sampling_mask={how}")
+        for how in ("replay", "off")
+    )
+    assert kept["about"]["kl"] < 1e-9 and kept["rows"]["is"] == pytest.approx(kept["rows"]["none"], rel=1e-3, abs=1e-6)
+    assert kept["rows"]["none"]["noise"] == pytest.approx(kept["rows"]["none"]["noise_on"], rel=0.5)
+    assert cut["about"]["kl"] > 1e-4 and cut["rows"]["is"] != pytest.approx(cut["rows"]["none"], rel=1e-3)
+
+
 def test_a_policy_that_is_never_right_has_no_gradient(tmp_path, folders):
     with pytest.raises(UserError, match="does not stand out of its noise"):
         weigh(tmp_path, folders, *BRIEF, "--rows=none")

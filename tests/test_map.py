@@ -1,0 +1,253 @@
+"""results/map.py: which row is best where, on made-up records; its records against its page; a small measurement."""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, TINY_TASK
+
+import warmstart
+import worth
+from results import map as the_map
+from results import sweep
+from results.map import ACTORS, FORMATS, LAWS, STALE, Point, Sampler
+
+
+def row(worth_: float, *left_out: float, error: float = 0.1) -> dict:
+    """A row's record: one kind of data, left out part by part."""
+    return {"worth": worth_, "worth_se": error, "left_out": [list(left_out)]}
+
+
+def point(panel: str, kl: float, rows: dict, name: str = "x", line: str = "line", **about) -> Point:
+    rows = {key: x if isinstance(x, dict) else row(x, x, x) for key, x in rows.items()}
+    about = {"kl": kl, "kl_plain": 10 * kl, "ess": 0.5, "unlikely": 0.1, "sampler/reward": 0.3} | about
+    return Point(name, Sampler(panel, name, (), line=line), about, rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The selection, on made-up records
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_two_rows_share_is_no_error_of_their_difference():
+    """`near` moves with the best row, so that 0.1 less is sure; `far` moves against it, and 0.1 less is not."""
+    p = point(STALE, 0.1, {"best": row(0.8, 0.6, 1.0), "near": row(0.7, 0.5, 0.9), "far": row(0.7, 0.9, 0.5)})
+    assert the_map.best(p) == "best"
+    assert the_map.difference(p, "best", "near") == pytest.approx((0.1, 0.0))
+    less, error = the_map.difference(p, "best", "far")
+    # of -0.3 and 0.5, by hand: (n - 1) / n sum of (x - mean)^2
+    assert (less, error) == pytest.approx((0.1, math.sqrt(0.5 * (0.4**2 + 0.4**2))))
+    assert the_map.as_good(p) == ["best", "far"]
+
+
+def test_a_row_that_is_worth_nothing_is_not_as_good():
+    p = point(STALE, 0.1, {"best": row(0.8, 0.7, 0.9), "nothing": row(0.0, 0.0, 0.0)})
+    assert the_map.as_good(p) == ["best"]
+
+
+def test_where_a_row_stops():
+    line = [point(ACTORS, kl, {"a": w}) for kl, w in ((0.01, 0.9), (0.02, 0.4), (0.05, 0.6), (0.2, 0.3), (0.4, 0.1))]
+    assert the_map.half(line, "a") == "0.05 to 0.2"  # it recovers at 0.05: only then for good
+    assert the_map.half(line[:3], "a") == "beyond 0.05"
+    assert the_map.half(line[3:], "a") == "below 0.2"
+
+
+def test_the_best_of_several_samplers_together():
+    """Each sampler's difference is within two errors; that of many together is not."""
+    one = {"best": row(0.8, 0.75, 0.85), "other": row(0.7, 0.75, 0.65)}
+    own = [point(STALE, kl, one) for kl in (0.02, 0.03, 0.04)]
+    less, error = the_map.difference(own[0], "best", "other")
+    assert less < 2 * error and the_map.as_good(own[0]) == ["best", "other"]
+    assert the_map.mean_difference(own, "best", "other") == pytest.approx((0.1, error / math.sqrt(3)))
+    assert the_map.as_good_on_average(own) == ["best", "other"]
+    many = own * 3
+    assert the_map.as_good_on_average(many) == ["best"]
+    far = point(STALE, 0.3, one)
+    assert [(region, len(some)) for _, region, some in the_map.regions([*own, far])] == [
+        ("below 0.1", 3),
+        ("above 0.1", 1),
+    ]
+
+
+def test_whether_a_sampler_pays():
+    assert [the_map.pays(w, 0.1, 0.6) for w in (0.9, 0.7, 0.5, 0.3)] == ["yes", "open", "open", "no"]
+    assert the_map.pays(0.9, 0.1, math.nan) == ""
+    found = [
+        point(ACTORS, 0.05, {"a": 1.0}, "actor", price=0.7),
+        point(ACTORS, 0.01, {"a": 1.0}, "distilled-5"),
+        point(FORMATS, 0.01, {"a": 1.0}, "int8", price=1.1),
+        point(FORMATS, 0.5, {"a": 1.0}, "w2a16"),
+        point(STALE, 0.1, {"a": 1.0}, "stale-4"),
+    ]
+    price = the_map.prices(found)
+    assert price == {"actor": 0.7, "distilled-5": 0.7, "int8": 1.1, "w2a16": 1.0, "stale-4": 1.0}
+    assert math.isnan(the_map.prices(found[1:2])["distilled-5"])  # base:actor is not timed yet
+
+
+def test_a_truncated_samplers_distance_is_the_plain_mean():
+    assert point(LAWS, 0.01, {"a": 1.0}, line="top_p").kl == pytest.approx(0.1)
+    assert point(LAWS, 0.01, {"a": 1.0}, line="temperature").kl == 0.01
+
+
+def made_up_map() -> list[Point]:
+    """All rows on three samplers of every line; `none` falls fastest, `retrace_seq` is best beyond a KL of 0.1."""
+    found = []
+    for panel, line in (
+        (ACTORS, "actor"),
+        (STALE, "stale"),
+        (FORMATS, "format"),
+        (LAWS, "top_p"),
+        (LAWS, "temperature"),
+    ):
+        for kl in (0.01, 0.05, 0.2):
+            worths = dict.fromkeys(the_map.ROWS, 0.5 - kl) | {
+                "none": max(0.6 - 3 * kl, 0.0),
+                "retrace_seq": 0.5 + kl / 10,
+            }
+            rows = {name: row(w, w - 0.01, w + 0.01) for name, w in worths.items()}
+            kl = kl / 10 if line == "top_p" else kl  # whose distance is the plain mean
+            found.append(point(panel, kl, rows, f"{line} {kl}", line, price=0.8))
+    return found
+
+
+def test_the_tables_of_a_made_up_map():
+    found = made_up_map()
+    lines = the_map.best_where(found).splitlines()
+    near, far = (next(x for x in lines if f"| stale {kl} |" in x).split(" | ") for kl in (0.01, 0.2))
+    assert near[3] == "none" and near[4].startswith("0.57") and near[5] == "-"
+    assert far[3] == "retrace_seq" and far[-1] == "no |" and far[-2] == "0.65"
+    often = the_map.how_often(found).splitlines()
+    assert "| retrace_seq | 2 | 2 | 2 | 2 | 2 | 10 | 10 |" in often
+    assert "| none | 1 | 1 | 1 | 1 | 1 | 5 | 5 |" in often
+    stops = the_map.where_it_stops(found)
+    assert "| none | 0.01 to 0.05 |" in stops and "| retrace_seq | beyond 0.2 |" in stops
+    assert "| seq_is | below 0.01 |" in stops
+    alone = the_map.distance_alone(found).splitlines()
+    assert next(x for x in alone if x.startswith("| KL a token |")).split(" | ")[1] == "-1.00"
+    cell = next(x for x in alone if x.startswith("| 0.03 to 0.1 |")).split(" | ")
+    assert cell[1] == "0.45 +- 0.10"  # `none` comes first: 0.6 - 0.15
+
+
+def test_the_figure_of_a_made_up_map(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "RESULTS", tmp_path)
+    the_map.draw(made_up_map())
+    assert (tmp_path / "map.png").stat().st_size > 20_000
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The records and the page
+# ---------------------------------------------------------------------------------------------------------------------
+
+RECORDS = sorted(the_map.FOLDER.glob("*.json"))
+
+
+def test_every_record_is_a_sampler_and_every_sampler_is_recorded():
+    assert {path.stem for path in RECORDS} == set(the_map.samplers())
+    for path in RECORDS:
+        text = path.read_text()
+        assert not any(place in text for place in ('"/', "=/", "/tmp", "/work", "/home", "/root"))
+        record = json.loads(text)
+        assert set(record["rows"]) == set(the_map.ROWS)
+        assert list(the_map.samplers()[path.stem].flags) == record["flags"][1 : -len(the_map.HOW)]
+
+
+def test_the_page_is_what_the_records_say(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sweep, "RESULTS", tmp_path)
+    committed = (ROOT / "results" / "map.md").read_text()
+    (tmp_path / "map.md").write_text(committed.split(sweep.MARKER)[0] + sweep.MARKER + "what stood here before\n")
+    the_map.study(sweep.StudyFlags(draw=True))
+    assert (tmp_path / "map.md").read_text() == committed, "run python results/map.py --draw"
+    assert (tmp_path / "map.png").read_bytes() == (ROOT / "results" / "map.png").read_bytes()
+
+
+def cells_of(page: str, title: str) -> list[dict[str, str]]:
+    """The first table below a title, a dictionary a line."""
+    below = page.split(f"{title}\n", 1)[1].splitlines()
+    table = [line for line in below[next(i for i, x in enumerate(below) if x.startswith("|")) :]]
+    table = table[: next((i for i, line in enumerate(table) if not line.startswith("|")), len(table))]
+    head, _, *body = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
+    return [dict(zip(head, line, strict=True)) for line in body]
+
+
+def test_lines_of_the_page_by_hand():
+    """From the files alone: the best row, its worth, who is as good, the price."""
+    page = (ROOT / "results" / "map.md").read_text()
+    table = {(x[""], x["sampler"]): x for x in cells_of(page, "## Which is best where")}
+    for name, sampler in the_map.samplers().items():
+        record = json.loads((the_map.FOLDER / f"{name}.json").read_text())
+        rows = record["rows"]
+        top = max(rows.values(), key=lambda x: x["worth"])
+        line = table[sampler.panel, sampler.label]
+        assert line["worth"] == f"{top['worth']:.2f} +- {top['worth_se']:.2f}"
+        assert rows[line["best"]] == top
+        others = 0
+        for x in rows.values():
+            variance = 0.0
+            for a, b in zip(top["left_out"], x["left_out"], strict=True):
+                d = np.array(a) - np.array(b)
+                variance += (len(d) - 1) * d.var()
+            others += x is not top and top["worth"] - x["worth"] <= 2 * math.sqrt(variance)
+        said = line["as good"]
+        assert others == (0 if said == "-" else int(said) if said.isdigit() else len(said.split(",")))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_distances_by_a_plain_loop():
+    log_r = [np.ma.array([[0.1, -0.2, 9.0], [-0.5, -0.4, 0.3]], mask=[[0, 0, 1], [0, 0, 0]])]
+    found = the_map.distances(log_r)
+    tokens, R = [0.1, -0.2, -0.5, -0.4, 0.3], [math.exp(-0.1), math.exp(-0.6)]
+    assert found["kl_plain"] == pytest.approx(-sum(tokens) / 5)
+    assert found["kl"] == pytest.approx(sum(math.exp(x) - 1 - x for x in tokens) / 5)
+    assert found["ess"] == pytest.approx(sum(R) ** 2 / (2 * sum(x * x for x in R)))
+    assert found["unlikely"] == 0.0
+    assert the_map.distances([log_r[0] * 2])["unlikely"] == 0.5
+
+
+def test_a_policy_at_a_temperature(tmp_path, solvers, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(warmstart, "base_model", lambda name, cfg: str(solvers / "policy"))
+    the_map.at_temperature(0.5, tmp_path / "cold")
+    plain, cold = (AutoModelForCausalLM.from_pretrained(x) for x in (solvers / "policy", tmp_path / "cold"))
+    ids = torch.tensor([[3, 4, 5, 6]])
+    with torch.no_grad():
+        assert torch.allclose(cold(ids).logits, plain(ids).logits / 0.5, atol=1e-5)
+
+
+def test_a_small_map(tmp_path, solvers, monkeypatch):
+    """Two samplers of one policy: g is measured once, and a record's numbers are those of worth.py."""
+    small = ("--train_batch=32", "--rollout_batch=32", "--group_size=4", "--max_tokens=8")
+    small += tuple(f"--{key}={value}" for key, value in TINY_TASK.items())
+    model = (f"--model={solvers / 'policy'}", *small)
+    samplers = {
+        "actor": Sampler(ACTORS, "a", (*model, f"--actor={solvers / 'actor'}"), True, "actor"),
+        "stale-1": Sampler(STALE, "1", (*model, "--actor=none", f"--stale={solvers / 'actor'}"), line="stale"),
+    }
+    monkeypatch.setattr(the_map, "samplers", lambda: samplers)
+    monkeypatch.setattr(the_map, "FOLDER", tmp_path / "map")
+    monkeypatch.setattr(the_map, "HOW", ("--batches=3", "--reference=12", "--directions=4", "--noise_batches=2"))
+    asked, references = [], worth.Measurement.references
+    monkeypatch.setattr(worth.Measurement, "references", lambda m: asked.append(1) or references(m))
+    known = {}
+    for name in samplers:
+        the_map.measure(name, known)
+    assert len(asked) == 1
+    near, far = the_map.points()
+    assert (near.name, far.name) == ("actor", "stale-1") and "price" in near.about and "price" not in far.about
+    assert near.kl == far.kl > 0.1  # the same weights sample, once as an actor and once as an older policy
+    for p in (near, far):
+        assert set(p.rows) == set(the_map.ROWS)
+        for x in p.rows.values():
+            assert list(map(len, x["left_out"])) == [3, 4, 4, 4]
+            assert worth.jackknife(x["left_out"]) == pytest.approx(x["worth_se"], rel=0.02, abs=1e-3)
+        assert "on_policy/reward" in p.about
+    assert near.rows["retrace_seq"]["worth"] == pytest.approx(far.rows["retrace_seq"]["worth"], rel=1e-3)
+    shutil.rmtree(tmp_path / "map")
+    assert the_map.points() == []
