@@ -31,16 +31,11 @@ import checkpoint
 import config
 import objectives
 import plot
-import sampling
-from corrections import USES_Z
-from delay import DelaySource
-from engines import make_engine
 from eval import fresh_advantage, held_out
 from learner import LOCAL_RANK, Comm, Learner, check_agreement, expects_agreement
 from model import Needs, needs_of_exact_kappa
-from rollout import LocalSource, given_back_if_it_fails
-from run import Log, locked, open_run, prepare_folder, samples_of
-from tasks import run_stop_ids
+from rollout import given_back_if_it_fails
+from run import Log, locked, open_run, open_source, prepare_folder, samples_of
 
 
 def train(cfg: config.Config) -> None:
@@ -228,40 +223,6 @@ class Training:
         """Seconds by stage since it was last read."""
         seconds, self.clock = self.clock, {}
         return seconds
-
-
-def open_source(cfg, run, comm):
-    """The source of groups that the flags name: an engine in this process, delayed samplers, or remote ones.
-
-    Beside each token's own log-probability it records the K largest, where they bound OBRS's Z, and the tokens that
-    truncated sampling allowed, where the learner replays them."""
-    topk = topk_of(cfg)
-    max_allowed = sampling.max_allowed(cfg, run.configs[run.rollout_model].vocab_size)
-    stop_ids = run_stop_ids(run.tokenizer, cfg)
-    if cfg.samplers != "local":
-        from remote.source import open_remote_source  # its packages are needed nowhere else
-
-        return open_remote_source(cfg, run, run.rollout_model, topk, max_allowed, comm)
-    engine = make_engine(cfg, run.actor or run.policy, run.context, max(topk, max_allowed), comm.device)
-    what = (engine, run.task, run.tokenizer, sampling.Sampling.of(cfg))
-    how = {
-        "group_size": cfg.group_size,
-        "topk": topk,
-        "max_allowed": max_allowed,
-        "stop_ids": stop_ids,
-        "model": run.rollout_model,
-        "probe": run.probe(),
-        "rank": comm.rank,
-        "n_ranks": comm.size,
-    }
-    if cfg.delay == "none":
-        return LocalSource(*what, **how)
-    return DelaySource(*what, cfg=cfg, store=run.folder / "versions", **how)
-
-
-def topk_of(cfg) -> int:
-    """How many of the engine's largest log-probabilities are recorded with each token."""
-    return cfg.obrs_topk if cfg.correction in USES_Z and cfg.obrs_z != "exact" else 0
 
 
 def due(every: int, step: int) -> bool:

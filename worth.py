@@ -32,7 +32,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -44,16 +44,17 @@ import config
 import flags
 import objectives
 import plot
-import train
 from corrections import token_k3
 from eval import sampler_of
 from flags import need, run_command
 from learner import Comm, Learner
+from measure import FOLDS, Reference, Seen, with_errors
 from model import Needs, TokenStats, needs_of_ref_pass
 from objectives import REF
 from rollout import LocalSource
-from run import open_run
+from run import open_run, open_source, topk_of
 from sampling import Sampling
+from tasks import run_stop_ids
 
 ROWS = (
     "none; is; tis is_cap=2; tis is_cap=3; tis is_cap=8; icepop; seq_is; seq_tis is_cap=1; seq_tis is_cap=2; "
@@ -61,7 +62,6 @@ ROWS = (
     "retrace_seq; z_tis; jackpot obrs_mode=mask; jackpot; jackpot obrs_mask=expected"
 )
 STEP = 0.005  # what a shift of the weights changes in log-probabilities, root mean square, in nats
-FOLDS = 4  # of the on-policy batches, and of the jackknife over groups and over directions
 EVERYTHING = (0, 2**31)  # lengths of responses
 
 
@@ -114,7 +114,7 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     need(rows, "--rows: names no objective")
     for row, cfg in rows.items():
         check_row(row, cfg)
-    kept = {train.topk_of(cfg) for cfg in rows.values()} - {0}
+    kept = {topk_of(cfg) for cfg in rows.values()} - {0}
     need(len(kept) <= 1, "--rows: rows with several --obrs_topk; weigh them one after the other")
     of_rows = {f.name for f in fields(config.ObjectiveFlags)} - {"advantage", "reduction"}
     of_g = [f"--{k}={v}" for k, v in pairs if k not in names | of_rows | {*flags.FOREIGN}]
@@ -288,27 +288,6 @@ def local(x: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass
-class Reference:
-    """The on-policy gradient of the responses of one part, from FOLDS independent means."""
-
-    means: list[list[torch.Tensor]]  # of the gradients of each fold's batches
-    gram: np.ndarray  # (FOLDS, FOLDS) <mean, mean>
-    squares: np.ndarray  # (FOLDS,) mean |g_b|^2 of each fold's batches
-    batches: int  # in each fold
-    overlap: np.ndarray  # (directions, FOLDS) <random direction, mean>
-
-    def square(self, folds) -> float:
-        """|g|^2 without its noise, from these folds."""
-        gram = self.gram[np.ix_(folds, folds)]
-        return (gram.sum() - np.trace(gram)) / (len(folds) * (len(folds) - 1))
-
-    def is_found(self) -> bool:
-        """Whether |g|^2 is above 0, whichever fold is left out."""
-        all_but = [[i for i in range(FOLDS) if i != f] for f in range(FOLDS)]
-        return min(map(self.square, [range(FOLDS), *all_but])) > 0
-
-
-@dataclass
 class Slopes:
     """A batch of the sampler's, and how its log-probabilities move."""
 
@@ -317,27 +296,19 @@ class Slopes:
     random: list[torch.Tensor] | None  # directions of (B, T), in some batches
 
 
-@dataclass
-class Seen:
-    """What was seen of one row: its gradient along the directions."""
-
-    along: list = field(default_factory=list)  # batches of (FOLDS,)      <g_c, mean of g>
-    noise: list = field(default_factory=list)  # batches of (groups, directions)  <share of a group in g_c, direction>
-
-
 class Measurement:
     """Sampler, policy and the on-policy gradient, over all ranks."""
 
     def __init__(self, own: WorthFlags, rows: dict[str, config.Config], plain: config.Config):
         self.own, self.rows, self.plain, self.parts = own, rows, plain, parts(own)
-        lead = max(rows.values(), key=train.topk_of)  # the engine records what the most demanding row asks for
+        lead = max(rows.values(), key=topk_of)  # the engine records what the most demanding row asks for
         self.cfg, self.comm = lead, Comm.start(lead.give_up)
         self.quiet = self.comm.rank > 0
         self.run = run = open_run(lead, self.comm)
         late = open_run(replace(lead, model=own.stale), self.comm) if own.stale else run
         sizes = [one.configs["policy"].get_text_config().vocab_size for one in (run, late)]
         need(sizes[0] == sizes[1], f"--stale={own.stale}: a vocabulary of {sizes[1]}; the policy's has {sizes[0]}")
-        self.sampler = train.open_source(lead, late, self.comm)
+        self.sampler = open_source(lead, late, self.comm)
         self.learner = self.scorer = Learner(*run.load_models(), plain, self.comm)
         if not self.learner.sharded:  # one for the policy alone, in float32; shards have their wrapper already
             alone = replace(plain, dtype="float32")
@@ -434,7 +405,7 @@ def on_policy_source(learner, run, cfg) -> LocalSource:
         law,
         group_size=cfg.group_size,
         topk=0,
-        stop_ids=train.run_stop_ids(run.tokenizer, cfg),
+        stop_ids=run_stop_ids(run.tokenizer, cfg),
         model="policy",
         probe=None,
         rank=learner.comm.rank,
@@ -442,70 +413,6 @@ def on_policy_source(learner, run, cfg) -> LocalSource:
     )
     source.incarnation, source.sequence = 1, (1 << 20) // learner.comm.size
     return source
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Arithmetic
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def estimate(along, noise, reference: Reference, groups: int, keep=None) -> dict[str, float]:
-    """scale, bias, noise, noise_on, cosine of the mean, kappa and worth, as defined above.
-
-    along: (batches, FOLDS); noise: (groups seen, directions); groups: in a batch. keep: what is used (`replicates`)."""
-    batches, some, folds, directions = keep or next(replicates(len(along), *noise.shape))[0]
-    square = reference.square(folds)
-    n = len(folds) * reference.batches
-    noise_on = (reference.squares[folds].mean() - reference.gram[np.ix_(folds, folds)].mean()) * n / (n - 1)
-    by_batch = along[np.ix_(batches, folds)].mean(1) / square
-    scale = by_batch.mean()
-    scale_squared = max(scale**2 - by_batch.var(ddof=1) / len(batches), 0.0)  # without its noise
-    shares = noise[np.ix_(some, directions)]
-    variance = groups * shares.var(0, ddof=1)  # of a batch, along each direction
-    elsewhere = groups * shares.mean(0) - scale * reference.overlap[np.ix_(directions, folds)].mean(1)
-    of_means = variance * groups / len(some) + scale_squared * noise_on / n  # what noise adds to `elsewhere`, squared
-    bias = max((elsewhere**2 - of_means).mean(), 0.0) / square
-    noise_of_batch = variance.mean() / square
-    noise_on = noise_on / square
-    length, total = math.copysign(math.sqrt(scale_squared), scale), scale_squared + bias + noise_of_batch
-    return {
-        "worth": scale_squared * noise_on / (bias + noise_of_batch) if length > 0 else 0.0,
-        "kappa": length / math.sqrt(total) if total else 0.0,
-        "cosine": length / math.sqrt(scale_squared + bias) if length else 0.0,
-        "scale": scale,
-        "bias": bias,
-        "noise": noise_of_batch,
-        "noise_on": noise_on,
-    }
-
-
-def replicates(batches: int, groups: int, directions: int) -> Iterator[list[tuple]]:
-    """Lists of (batches, groups, folds, directions) to keep: first all, then without a part of each in turn.
-
-    The sampler's batches and the folds of g are left out one by one, groups and directions in FOLDS parts."""
-    B, G, F, K = map(np.arange, (batches, groups, FOLDS, directions))
-    yield [(B, G, F, K)]
-    yield [(B[b != B], G, F, K) for b in B]
-    yield [(B, G[f != G % FOLDS], F, K) for f in F]
-    yield [(B, G, F[f != F], K) for f in F]
-    yield [(B, G, F, K[f != K % FOLDS]) for f in F]
-
-
-def jackknife(values: list[list[float]]) -> float:
-    """The standard error of a number by its values on `replicates`."""
-    variance = 0.0
-    for x in map(np.array, values):
-        variance += (len(x) - 1) / len(x) * ((x - x.mean()) ** 2).sum()
-    return math.sqrt(variance)
-
-
-def with_errors(seen: Seen, reference: Reference, groups: int) -> dict[str, float]:
-    """`estimate`, and NAME_se by the jackknife."""
-    along, noise = np.array(seen.along), np.concatenate(seen.noise)
-    kinds = replicates(len(along), *noise.shape)
-    (out,), *left_out = [[estimate(along, noise, reference, groups, keep) for keep in kind] for kind in kinds]
-    errors = {f"{name}_se": jackknife([[x[name] for x in kind] for kind in left_out]) for name in out}
-    return out | errors
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -518,7 +425,7 @@ def cost(m: Measurement) -> float:
 
     Both are timed in turns, after a first batch each."""
     cfg = replace(m.cfg, actor="none", rollout_quant="none", correction="none")
-    policy = train.open_source(cfg, replace(m.run, actor=""), m.comm)
+    policy = open_source(cfg, replace(m.run, actor=""), m.comm)
     seconds = {id(policy): [], id(m.sampler): []}
     for turn in tqdm(range(4), desc="cost of sampling", disable=m.quiet):
         for source in (policy, m.sampler):

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
-import worth
+import measure
 from results import foretell, search
 
-n, B, T, F, K, M = 3, 12, 7, worth.FOLDS, 6, 2
+n, B, T, F, K, M = 3, 12, 7, measure.FOLDS, 6, 2
 
 
 def made_up(seed: int = 0) -> search.Tokens:
