@@ -36,6 +36,7 @@ from learner import LOCAL_RANK, Comm, Learner, check_agreement, expects_agreemen
 from model import Needs, needs_of_exact_kappa
 from rollout import given_back_if_it_fails
 from run import Log, locked, open_run, open_source, prepare_folder, samples_of
+from worth import Chooser
 
 
 def train(cfg: config.Config) -> None:
@@ -109,6 +110,7 @@ class Training:
             saved = checkpoint.load(self.run.checkpoint, self.learner, self.source)
             self.step, self.pending, self.controllers = saved
             self.values = self.controllers.pop("values", {})
+        self.chooser = Chooser(self.run, self.learner, self.controllers)
         self.saved_at = self.step
         if comm.rank == 0:
             prepare_folder(self.run)
@@ -147,6 +149,9 @@ class Training:
         cfg, learner = self.cfg, self.learner
         groups = self.pending[0]
         values = dict(self.values)
+        if self.chooser.on:  # --is_cap=auto, --correction=auto
+            with timer(self.clock, "auto_s"):
+                values |= self.chooser.choose(groups, self.step)
         with timer(self.clock, "update_s"):
             # 4. one minibatch: padded, with advantages and mask uniforms
             batch = batching.collate(groups, cfg, learner.version, self.source.now(learner.version))
@@ -154,7 +159,7 @@ class Training:
             fresh = None
             if "fresh" in objectives.passes_needed(cfg, self.controllers, self.updates_per_rollout):
                 fresh = learner.score(batch, needs_of_exact_kappa(cfg))
-            stats = objectives.prepare(batch, self.comm, cfg, self.controllers, fresh)
+            stats = objectives.prepare(batch, self.comm, learner.cfg, self.controllers, fresh)
             if due(cfg.log_samples, self.step):
                 self.write_samples(groups[:4])
             if due(cfg.advantage_error_every, self.step):

@@ -3,8 +3,9 @@
     python results/prefix.py            # run what is missing (two at a time), then write results/prefix.{md,png}
 
 worth.py ranks min(R, 1) (`--objective=seq_tis --is_cap=1`) and min(R_t, 1) (`prefix_tis`, R_t the product of r up to
-and with token t) first where another model samples. Beside them rows of Table 1; then long responses, two bits and late
-samplers, beside those studies' rows.
+and with token t) first where another model samples. Beside them rows of Table 1; then caps and corrections that are
+chosen by worth while training (`--is_cap=auto`, `--correction=auto`); then long responses, two bits and late samplers,
+beside those studies' rows.
 """
 
 from dataclasses import dataclass
@@ -25,6 +26,15 @@ ALONE = dict(distill_lambda=0)
 OLD = ("on-policy", "Jackpot", "TIS + distillation", "Jackpot, expected mask")
 OLD_ALONE = ("Jackpot, no distillation", "TIS, no distillation", "no correction, no distillation")
 DISTILLED = {**NEW, **{label: table1.ROWS[label] for label in OLD}}
+CHOSEN = {
+    "min(r, C), C by worth": dict(objective="tis", is_cap="auto"),
+    "min(R, C), C by worth": dict(objective="seq_tis", is_cap="auto"),
+    "the correction by worth": dict(objective="grpo", correction="auto"),
+    **{
+        label: DISTILLED[label]
+        for label in ("prod min(r, 1) min(R, 1)", "min(R, 1)", "on-policy", "TIS + distillation")
+    },
+}
 UNDISTILLED = {
     **{f"{label}, no distillation": {**flags, **ALONE} for label, flags in NEW.items()},
     **{label: table1.ROWS[label] for label in OLD_ALONE},
@@ -42,6 +52,7 @@ LATE = {
 # title -> (rows, configuration)
 SETTINGS = {
     "another model samples, distilled": (DISTILLED, sweep.STUDY),
+    "another model samples, distilled: chosen by worth": (CHOSEN, sweep.STUDY),
     "another model samples, not distilled": (UNDISTILLED, sweep.STUDY),
     "long responses": (LONG, praxis.CONFIG),
     "two bits": (LOW, qarl.CONFIG),
@@ -67,7 +78,7 @@ class PrefixFlags(sweep.StudyFlags):
 
     seeds: int = 3
     """Runs of every row."""
-    settings: int = 5
+    settings: int = 6
     """The first so many settings."""
 
 
