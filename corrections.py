@@ -401,8 +401,9 @@ def candidates(cfg) -> dict:
         check_has_cap(cfg)
         default = CORRECTIONS[cfg.correction].bounds["is_cap"]
         above = max(cfg.is_floor, 1.0 if cfg.correction == "tbpo_mismatch" else 0.0)
-        caps = [cap for cap in dict.fromkeys([default, *CAPS]) if cap > above]
-        need(caps, f"--is_floor={cfg.is_floor}: --is_cap=auto tries caps up to {max(CAPS):g}; lower the floor")
+        tried = dict.fromkeys([default, *CAPS])
+        caps = [cap for cap in tried if cap > above]
+        need(caps, f"--is_floor={cfg.is_floor}: --is_cap=auto tries caps up to {max(tried):g}; lower the floor")
         return {f"{cap:g}": replace(cfg, is_cap=cap) for cap in caps}
     return {"": cfg}
 

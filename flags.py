@@ -188,8 +188,8 @@ def choices_of(kind) -> list[str]:
 
 
 def is_number_or_word(kind) -> bool:
-    """Whether a type admits numbers beside its words, as float | Literal["auto"] does."""
-    return float in get_args(kind)
+    """Whether a type admits numbers beside words, as float | Literal["auto"] does."""
+    return float in get_args(kind) and bool(choices_of(kind))
 
 
 TRUTH = {"True": True, "true": True, "False": False, "false": False}
@@ -201,7 +201,7 @@ def convert(cls, key: str, text: str):
     if type(None) in get_args(kind):  # X | None: the default None leaves it to the objective
         if text == "None":
             return None
-        if text in choices_of(kind) and is_number_or_word(kind):
+        if is_number_or_word(kind) and text in choices_of(kind):
             return text
         kind = next(k for k in get_args(kind) if k is not type(None))
     if get_origin(kind) is Literal:
@@ -271,8 +271,11 @@ def shortened(value) -> str:
 
 def check_word(key: str, value, kind, place: str = "") -> None:
     """UserError where a type admits words, and the value is neither one of them nor a number beside them."""
-    if choices_of(kind) and (type(value) is str or not is_number_or_word(kind)):
-        choice(key, value, choices_of(kind), place)
+    words = choices_of(kind)
+    if is_number_or_word(kind) and type(value) is str:
+        need(value in words, f"{place}--{key}={value}: must be a number or {' or '.join(words)}")
+    elif words and not is_number_or_word(kind):
+        choice(key, value, words, place)
 
 
 def choice(key: str, value, known, place: str = "") -> None:
