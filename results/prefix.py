@@ -60,6 +60,15 @@ SETTINGS = {
 }
 SHORT = {"long responses": " (long)", "two bits": " (w2a16)", "late by up to 64 updates": " (late)"}
 FIRST_SEED = 10  # every row is run anew: base models differ a little between processors
+
+
+def chosen(records: list[dict]) -> str:
+    """What auto took at each of its probes: of the first seed."""
+    columns, every = records[0]["columns"], records[0]["config"].get("auto_every", 1)
+    names = columns.get("auto/correction") or [f"{cap:g}" for cap in columns.get("auto/is_cap", [])]
+    return ", ".join(names[::every])
+
+
 PANELS = [("held-out pass@1 of the policy (%)", "eval/policy"), ("reward of the responses", "reward")]
 COLUMNS = {
     **{c: sweep.COLUMNS[c] for c in ("seeds", "policy pass@1, %", "best, %")},
@@ -68,6 +77,7 @@ COLUMNS = {
     "ESS": sweep.COLUMNS["ESS"],
     "entropy": lambda rs: sweep.number(sweep.tail(rs, "entropy")),
     "tokens": lambda rs: sweep.number(sweep.tail(rs, "response_length")),
+    "chosen": chosen,
     "gradient norm": lambda rs: sweep.number(sweep.tail(rs, "grad_norm")),
 }
 
