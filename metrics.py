@@ -428,7 +428,7 @@ ELSEWHERE = {
     "rejected_steps": "updates of which every token was rejected so far; said aloud once",
     "eval/policy_pass@1": "held-out pass@1, with eval/policy_se; eval/actor_*",
     "auto/is_cap": "the cap in force with --is_cap=auto; auto/correction: the name of the correction with its auto",
-    "auto/responses": "of the policy, for probes so far; auto/kappa/*: a candidate's expected cosine with g (worth.py)",
+    "auto/responses": "of the policy, for probes so far; auto/cosine/*: of a candidate's step with g (worth.Chooser)",
     "fresh_advantage": "mean advantage of fresh samples of the policy (--advantage_error_every); advantage_error",
     "sync/slope": "share of the published weights' change that the engine shows (sync.py); slope_se, decode_slope",
     "sync/error": "rms of engine - published on the probe, nats; sync/distance: of the change since the last proof",

@@ -19,7 +19,7 @@ The expected cosine of g_c and g is kappa = scale / sqrt(scale^2 + bias + noise)
 responses has the same kappa, so worth counts on-policy responses a sampler response: above the ratio of what the two
 cost (`--cost`) the sampler pays. It is the worth of the next step: what a policy becomes that takes many is not in it.
 
-`Chooser` ranks candidates by kappa while train.py trains: --is_cap=auto, --correction=auto.
+`Chooser` ranks candidates by it while train.py trains: --is_cap=auto, --correction=auto.
 
 How: g_c is a sum over tokens, sum_t c_t grad log p_t, and c_t = d J_c / d log p_t comes from the row's own loss. Along
 a direction v then <g_c, v> = sum_t c_t s_t with s_t = d/de log p_t(theta + e v): one forward pass with weights
@@ -451,18 +451,18 @@ def verdict(worth: float, price: float) -> str:
 # The candidate that is worth most, while training: --is_cap=auto, --correction=auto
 # ---------------------------------------------------------------------------------------------------------------------
 
-PROBES = 2  # on-policy batches of a probe: <one, the other> is |g|^2 without its noise
+PROBES = 2  # on-policy batches of a probe
 DECAY = 0.5  # what a probe leaves of the evidence before it
 
 
 class Chooser:
     """Chooses, every --auto_every updates, the candidate (corrections.candidates) whose step points best.
 
-        kappa_c = mean_b <g_{c,b}, g> / sqrt(mean_b |g_{c,b}|^2 |g|^2)
+        cosine_c = mean_b <g_{c,b}, g_b> / sqrt(mean_b |g_{c,b}|^2 mean_b |g_b|^2)
 
-    g: the mean gradient of PROBES batches that the policy samples itself; g_{c,b}: the gradient under candidate c of
-    the minibatch b that is trained on next, the same for all c. The means run over the probes so far, and older ones
-    fade by DECAY. Worth grows with kappa_c.
+    g_b: the mean gradient of PROBES batches that the policy samples itself; g_{c,b}: the gradient under candidate c of
+    the minibatch that is trained on next, the same for all c. The means run over the probes so far, and older ones
+    fade by DECAY. It is kappa_c times what is the same for all c, kappa of the probe itself; worth grows with kappa_c.
 
     A probe costs PROBES + (number of candidates) forward-backward passes, and PROBES batches that plain torch samples;
     none of it moves the learner. At the start of results/prefix.md's runs (kappas of 0.25 to 0.7, batches of 256) one
@@ -485,9 +485,9 @@ class Chooser:
         if update % self.cfg.auto_every == 0:
             with checkpoint.same_rng_state():
                 self.weigh(groups, update)
-            kappas = self.kappas()
-            evidence["chosen"] = max(kappas, key=lambda name: (kappas[name], name == evidence["chosen"]))
-            found = {f"auto/kappa/{name}": kappa for name, kappa in kappas.items()}
+            cosines = self.cosines()
+            evidence["chosen"] = max(cosines, key=lambda name: (cosines[name], name == evidence["chosen"]))
+            found = {f"auto/cosine/{name}": cosine for name, cosine in cosines.items()}
         self.learner.cfg = self.candidates[evidence["chosen"]]
         by_cap = self.cfg.is_cap == "auto"
         chosen = {"auto/is_cap": self.learner.cfg.is_cap} if by_cap else {"auto/correction": evidence["chosen"]}
@@ -501,24 +501,23 @@ class Chooser:
         n = cfg.train_batch // (cfg.group_size * learner.comm.size)  # groups of a batch, on this rank
         source.sequence += update // cfg.auto_every * PROBES * n  # every probe has problems of its own
         probes = [self.gradient(batching.collate(source.next(n, update), plain), plain) for _ in range(PROBES)]
-        along, own = {}, {}
+        g = [sum(each) / PROBES for each in zip(*probes, strict=True)]
+        square, along, own = learner.dot(g, g), {}, {}
         batch = batching.collate(groups, cfg, learner.version)
         for name, candidate in self.candidates.items():
             gradient = self.gradient(batch, candidate)
-            along[name] = sum(learner.dot(gradient, g) for g in probes) / PROBES
+            along[name] = learner.dot(gradient, g)
             own[name] = learner.dot(gradient, gradient)
-        g = learner.dot(*probes)
         evidence["responses"] += PROBES * cfg.train_batch
-        if all(map(math.isfinite, [g, *along.values(), *own.values()])):
-            evidence["g"] = DECAY * evidence["g"] + g
+        if all(map(math.isfinite, [square, *along.values(), *own.values()])):
+            evidence["g"] = DECAY * evidence["g"] + square
             evidence["along"] = {name: DECAY * evidence["along"][name] + along[name] for name in along}
             evidence["own"] = {name: DECAY * evidence["own"][name] + own[name] for name in own}
 
-    def kappas(self) -> dict[str, float]:
-        """kappa_c of every candidate; 0 for one that keeps nothing, and |g| times it while noise hides |g|."""
-        along, own = self.evidence["along"], self.evidence["own"]
-        g = self.evidence["g"] if self.evidence["g"] > 0 else 1.0
-        return {name: along[name] / math.sqrt(own[name] * g) if own[name] > 0 else 0.0 for name in along}
+    def cosines(self) -> dict[str, float]:
+        """cosine_c of every candidate; 0 for one that keeps nothing."""
+        along, own, g = (self.evidence[kind] for kind in ("along", "own", "g"))
+        return {name: along[name] / math.sqrt(own[name] * g) if own[name] * g > 0 else 0.0 for name in along}
 
     def gradient(self, batch, cfg: config.Config) -> list[torch.Tensor]:
         """Of the policy's loss, by the learner's own backward."""

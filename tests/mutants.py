@@ -538,15 +538,15 @@ MUTANTS = {
         ("(1 << 20) // learner.comm.size", "0"),
         ("index_add_(0, batch.group, shares)", "index_add_(0, batch.group * 0, shares)"),
         (
-            "along[name] = sum(learner.dot(gradient, g) for g in probes)",
-            "along[name] = -sum(learner.dot(gradient, g) for g in probes)",
+            "along[name] = learner.dot(gradient, g)",
+            "along[name] = -learner.dot(gradient, g)",
         ),
         ('DECAY * evidence["own"][name] + own[name]', 'evidence["own"][name] + own[name]'),
         ('DECAY * evidence["along"][name] + along[name]', 'evidence["along"][name] + along[name]'),
         ("along[name] / math.sqrt(own[name] * g)", "along[name] / (own[name] * g)"),
         ("batching.collate(source.next(n, update), plain), plain) for", "batching.collate(groups, plain), plain) for"),
         ("gradient = self.gradient(batch, candidate)", "gradient = self.gradient(batch, learner.cfg)"),
-        ("(kappas[name], name == evidence", "(kappas[name], name != evidence"),
+        ("(cosines[name], name == evidence", "(cosines[name], name != evidence"),
         ("        source.sequence += update // cfg.auto_every * PROBES * n", "        source.sequence += 0 * n"),
         (
             "            with checkpoint.same_rng_state():\n                self",
@@ -555,7 +555,10 @@ MUTANTS = {
         ('        self.learner.cfg = self.candidates[evidence["chosen"]]\n', ""),
         ('            learner.cfg = self.candidates[self.evidence["chosen"]]\n', ""),
         ("        max_allowed=sampling.max_allowed(", "        max_allowed=0 * sampling.max_allowed("),
-        ("        if all(map(math.isfinite, [g, *along", "        if True or all(map(math.isfinite, [g, *along"),
+        (
+            "        if all(map(math.isfinite, [square, *along",
+            "        if True or all(map(math.isfinite, [square, *along",
+        ),
     ],
     "flags.py": [
         (

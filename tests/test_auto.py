@@ -119,7 +119,7 @@ def gradients_by_hand(model, groups, weighers) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("auto", AUTO)
 @pytest.mark.parametrize("actor", ["none", "base:actor"])
-def test_kappas_of_two_probes_by_plain_loops(auto, actor, monkeypatch):
+def test_cosines_of_two_probes_by_plain_loops(auto, actor, monkeypatch):
     """After two probes: faded sums of <g_c, g>, |g_c|^2 and |g|^2, with every gradient from autograd alone."""
     model = tiny_model(0, layers=2, dtype=f64)
     on_policy = [groups_near(model, seed, noise=0.0) for seed in range(20, 24)]
@@ -130,17 +130,17 @@ def test_kappas_of_two_probes_by_plain_loops(auto, actor, monkeypatch):
     names = list(chooser.candidates)
     weighers = [lambda log_r, name=name: weight_by_hand(name, auto, log_r) for name in names]
     g = [gradients_by_hand(model, groups, [lambda log_r: [1.0] * len(log_r)])[0] for groups in on_policy]
-    kappas = {}
+    means = (g[0] + g[1]) / 2, (g[2] + g[3]) / 2
+    cosines = {}
     for name, *own in zip(names, *(gradients_by_hand(model, groups, weighers) for groups in trained_on), strict=True):
-        along = 0.5 * (own[0] @ (g[0] + g[1]) / 2) + own[1] @ (g[2] + g[3]) / 2
+        along = 0.5 * (own[0] @ means[0]) + own[1] @ means[1]
         squares = 0.5 * (own[0] @ own[0]) + own[1] @ own[1]
-        length = 0.5 * (g[0] @ g[1]) + g[2] @ g[3]
-        kappas[name] = along / math.sqrt(squares * (length if length > 0 else 1.0))
-    assert len(kappas) == (8 if auto == "correction" else 5)
-    for name, kappa in kappas.items():
-        assert logged[1][f"auto/kappa/{name}"] == pytest.approx(kappa, rel=1e-4, abs=1e-6), name
-    best = max(kappas, key=kappas.get)
-    assert sorted(kappas.values())[-1] > sorted(kappas.values())[-2] + 1e-4  # no tie
+        cosines[name] = along / math.sqrt(squares * (0.5 * (means[0] @ means[0]) + means[1] @ means[1]))
+    assert len(cosines) == (8 if auto == "correction" else 5)
+    for name, cosine in cosines.items():
+        assert logged[1][f"auto/cosine/{name}"] == pytest.approx(cosine, rel=1e-4, abs=1e-6), name
+    best = max(cosines, key=cosines.get)
+    assert sorted(cosines.values())[-1] > sorted(cosines.values())[-2] + 1e-4  # no tie
     assert learner.cfg == chooser.candidates[best]
     if auto == "correction":
         assert logged[1]["auto/correction"] == best and learner.cfg.correction == FIXED[best][0]
@@ -158,7 +158,7 @@ def test_probes_have_problems_of_their_own(monkeypatch):
         source.sequence = 0
         logged = chooser.choose(groups_near(model, 9), update)
         asked.append(source.asked[-2:] if update % 3 == 0 else None)
-        assert ("auto/kappa/1" in logged) == (update % 3 == 0)
+        assert ("auto/cosine/1" in logged) == (update % 3 == 0)
     assert [x for x in asked if x] == [[0, 4], [8, 12], [16, 20]]
 
 
@@ -237,12 +237,12 @@ def test_ties_go_to_what_is_in_force(monkeypatch):
     monkeypatch.setattr(chooser, "weigh", lambda *_: None)
     for name in chooser.candidates:
         alike = {"along": dict.fromkeys(chooser.candidates, 0.3), "own": dict.fromkeys(chooser.candidates, 1.0)}
-        controllers["auto"].update(alike, chosen=name)
+        controllers["auto"].update(alike, g=1.0, chosen=name)
         assert chooser.choose([], 0)["auto/is_cap"] == learner.cfg.is_cap == float(name)
         controllers["auto"]["own"]["4"] = 0.9  # less noise
         assert chooser.choose([], 0)["auto/is_cap"] == learner.cfg.is_cap == 4.0
         controllers["auto"]["own"]["4"] = 0.0  # nothing kept
-        assert chooser.choose([], 0)["auto/kappa/4"] == 0.0 and learner.cfg.is_cap != 4.0
+        assert chooser.choose([], 0)["auto/cosine/4"] == 0.0 and learner.cfg.is_cap != 4.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -288,14 +288,14 @@ def test_resumed_is_the_unstopped_run(auto, solvers, tmp_path, train_here):
     assert mine.keys() == theirs.keys()
     assert [name for name in mine if mine[name] != theirs[name] and not since_the_epoch(name)] == []
     assert len([name for name in mine if "/controllers/auto/own/" in name]) == (5 if "is_cap" in auto else 8)
-    assert sum("auto/kappa/seq_tis_1" in row or "auto/kappa/1" in row for row in run) == 3
+    assert sum("auto/cosine/seq_tis_1" in row or "auto/cosine/1" in row for row in run) == 3
 
 
 @pytest.mark.slow
 @SEVERAL_PROCESSES
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_choose_as_one(parallel, solvers, tmp_path):
-    """The same groups on two ranks, sharded or not: the same kappas, responses and choice at the first probe."""
+    """The same groups on two ranks, sharded or not: the same cosines, responses and choice at the first probe."""
     more = dict(RUN, steps=1, train_batch=32, save_every=0)
     run_to_the_end(flags(solvers, tmp_path / "one", **more))
     run_to_the_end(flags(solvers, tmp_path / "two", parallel=parallel, **more), ranks=2)
