@@ -398,6 +398,16 @@ def set_rng_state(state: dict) -> None:
     random.setstate((python[0], tuple(python[1]), python[2]))
 
 
+@contextmanager
+def same_rng_state():
+    """The generators stand after this as they stood before."""
+    before = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(before)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Pending groups
 # ---------------------------------------------------------------------------------------------------------------------

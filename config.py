@@ -106,8 +106,7 @@ class SamplingFlags:
     max_tokens: int = 32
     """Longest response."""
     stop: str = ""
-    """Tokens that end a response, separated by commas, beside the tokenizer's own end and those that the models list
-    in generation_config.json."""
+    """Tokens that end a response, with commas, beside the tokenizer's own end and those of generation_config.json."""
     temperature: float = 1.0
     """Sampling temperature; the learner scores with it too."""
     top_p: float = 1.0
@@ -123,8 +122,7 @@ class SamplingFlags:
     """What the learner scores where rollouts truncate: the whole vocabulary, its own cut, or the rollout's own
     sets of allowed tokens (sampling.py)."""
     kept_max: int = 256
-    """Largest set of allowed tokens that is recorded where top_p or min_p alone truncate (vLLM returns that many
-    log-probabilities a token)."""
+    """Largest set of allowed tokens that is recorded where top_p or min_p alone truncate (vLLM returns as many)."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,7 @@ class ObjectiveFlags:
     """The objective: one correction times one surrogate (open: filled from --objective)"""
 
     correction: str | None = None
-    """Weight and keep-mask per token (objectives.CORRECTIONS)."""
+    """Weight and keep-mask per token (corrections.CORRECTIONS); auto: that of corrections.CHOICES worth most."""
     surrogate: str | None = None
     """How the policy moves on the advantage (objectives.SURROGATES)."""
     ratio_base: Literal["ref", "inf", "new", "group"] | None = None
@@ -176,8 +174,11 @@ class ObjectiveFlags:
     """eps_high (default 0.28; gspo 4e-4)."""
     dual_clip: float = 0.0
     """Dual-clip constant c for negative advantages (3 is usual); 0: off."""
-    is_cap: float | None = None
-    """C: cap of importance weights (default by correction: tis 2, seq_tis 4, prefix_tis 1, ...)."""
+    is_cap: float | Literal["auto"] | None = None
+    """C: cap of importance weights (default by correction: tis 2, seq_tis 4, prefix_tis 1, ...); auto: that of
+    corrections.CAPS worth most."""
+    auto_every: int = 25
+    """Updates from one measurement of worth, and choice, by auto to the next (worth.Chooser)."""
     is_floor: float = 0.0
     """Lower bound of capped weights; 0: none (tbpo_mismatch: 1 / C)."""
     reject: str | None = None
@@ -477,15 +478,15 @@ def resolve(cfg: Config, n_ranks: int | None = None) -> Config:
     choice("objective", cfg.objective, list(objectives.OBJECTIVES))
     cfg = resolve_open(cfg)
     for key, kind in flags.types_of(Config).items():
-        if flags.choices_of(kind):
-            choice(key, getattr(cfg, key), flags.choices_of(kind))
+        flags.check_word(key, getattr(cfg, key), kind)
     check_sizes(cfg, n_ranks)
     sampling.check(cfg)
     check_sampling_with_an_actor(cfg)
     quant.check(cfg)
     delay.check(cfg)
     check_remote(cfg)
-    objectives.check(cfg)
+    for one in corrections.candidates(cfg).values():
+        objectives.check(one)
     check_models(cfg)
     tasks.check(cfg)
     check_packages(cfg)
@@ -495,7 +496,7 @@ def resolve(cfg: Config, n_ranks: int | None = None) -> Config:
 def check_sizes(cfg: Config, n_ranks: int) -> None:
     """Counts, rates and how batches divide among groups and ranks."""
     counts = ("steps", "rollout_batch", "train_batch", "group_size", "max_tokens", "micro_tokens", "eval_problems")
-    for name in (*counts, "eval_samples", "max_skips", "keep"):
+    for name in (*counts, "eval_samples", "max_skips", "keep", "auto_every"):
         need(getattr(cfg, name) >= 1, f"--{name}={getattr(cfg, name)}: must be at least 1")
     for name in ("lr", "actor_lr", "grad_clip", "distill_lambda_max", "guard_kl"):
         need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -368,6 +368,44 @@ CORRECTIONS = {
 USES_Z = {name for name, row in CORRECTIONS.items() if row.obrs}
 
 
+# what is chosen among while training (worth.Chooser): the caps of --is_cap=auto, beside the correction's default ...
+CAPS = (0.5, 1.0, 2.0, 4.0, 8.0)
+# ... and for --correction=auto corrections that need nothing but r, with a cap
+CHOICES = {
+    "none": ("none", None),
+    "tis_2": ("tis", 2.0),
+    "icepop": ("icepop", None),
+    "seq_tis_1": ("seq_tis", 1.0),
+    "seq_tis_4": ("seq_tis", 4.0),
+    "prefix_tis_1": ("prefix_tis", 1.0),
+    "retrace_seq": ("retrace_seq", None),
+    "seq_mis": ("seq_mis", None),
+}
+
+
+def candidates(cfg) -> dict:
+    """name -> configuration: those that auto chooses among, the first in force until it has; without auto cfg alone.
+
+    UserError, one sentence: auto cannot choose here."""
+    if cfg.correction == "auto":
+        check_correction_auto(cfg)
+        unbounded = {"rs_low": None, "rs_high": None}
+        return {
+            name: replace(cfg, **{**unbounded, **CORRECTIONS[c].bounds, "correction": c, "is_cap": cap})
+            for name, (c, cap) in CHOICES.items()
+        }
+    if cfg.is_cap == "auto":
+        choice("correction", cfg.correction, list(CORRECTIONS))
+        check_has_cap(cfg)
+        default = CORRECTIONS[cfg.correction].bounds["is_cap"]
+        above = max(cfg.is_floor, 1.0 if cfg.correction == "tbpo_mismatch" else 0.0)
+        tried = dict.fromkeys([default, *CAPS])
+        caps = [cap for cap in tried if cap > above]
+        need(caps, f"--is_floor={cfg.is_floor}: --is_cap=auto tries caps up to {max(tried):g}; lower the floor")
+        return {f"{cap:g}": replace(cfg, is_cap=cap) for cap in caps}
+    return {"": cfg}
+
+
 @dataclass(frozen=True)
 class Rejection:
     """--reject: keep what has low <= statistic <= high. statistic: (log_r, mask, clamp) -> (B, T) or (B, 1)."""
@@ -436,7 +474,7 @@ def default_bounds(cfg) -> dict:
 
 def check(cfg) -> None:
     """UserError, one sentence: flags of corrections that contradict each other."""
-    choice("correction", cfg.correction, list(CORRECTIONS))
+    choice("correction", cfg.correction, [*CORRECTIONS, "auto"])
     choice("actor_correction", cfg.actor_correction, [c for c in CORRECTIONS if c not in USES_Z | {"tis_adjusted"}])
     choice("reject", cfg.reject, ["none", *REJECTIONS])
     need(cfg.log_ratio_clamp > 0, f"--log_ratio_clamp={cfg.log_ratio_clamp}: must be above 0")
@@ -460,13 +498,7 @@ def check_caps(cfg) -> None:
     for name in ("is_cap", "actor_is_cap"):
         value = getattr(cfg, name)
         need(value is None or value > 0, f"--{name}={value}: a cap of weights, above 0")
-    if cfg.is_cap is not None and "is_cap" not in bounds:
-        instead = "leave it out"
-        if cfg.correction in USES_Z:
-            instead = "use --obrs_c1"
-        elif "rs_high" in bounds:
-            instead = "use --rs_low and --rs_high"
-        raise UserError(f"--is_cap={cfg.is_cap}: --correction={cfg.correction} has no cap C; {instead}")
+    check_has_cap(cfg)
     has_floor = "is_cap" in bounds and cfg.correction != "areal_drop"
     has = "has one" if has_floor else "has none"
     need(
@@ -477,6 +509,33 @@ def check_caps(cfg) -> None:
     need(
         cfg.correction != "tbpo_mismatch" or max(1.0, cfg.is_floor) < cfg.is_cap,
         f"--is_cap={cfg.is_cap}: tbpo_mismatch caps two-sided to [1/C, C], so C must be above 1",
+    )
+
+
+def check_has_cap(cfg) -> None:
+    bounds = CORRECTIONS[cfg.correction].bounds
+    if cfg.is_cap is not None and "is_cap" not in bounds:
+        instead = "leave it out"
+        if cfg.correction in USES_Z:
+            instead = "use --obrs_c1"
+        elif "rs_high" in bounds:
+            instead = "use --rs_low and --rs_high"
+        raise UserError(f"--is_cap={cfg.is_cap}: --correction={cfg.correction} has no cap C; {instead}")
+
+
+def check_correction_auto(cfg) -> None:
+    """What --correction=auto leaves no room for."""
+    own = "--correction=auto chooses among corrections with bounds of their own; leave it out"
+    for name, usual in {"reject": "none", "is_cap": None, "is_floor": 0, "rs_low": None, "rs_high": None}.items():
+        need(getattr(cfg, name) == usual, f"--{name}={getattr(cfg, name)}: {own}")
+    need(
+        cfg.ratio_base not in ("inf", "group") or cfg.allow_double_correction,
+        f"--ratio_base={cfg.ratio_base} already corrects for the mismatch: leave --correction=auto out",
+    )
+    need(
+        cfg.loss_denominator == "proposed",
+        f"--loss_denominator={cfg.loss_denominator} must know what is dropped before --correction=auto has chosen; use "
+        "proposed",
     )
 
 

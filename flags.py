@@ -187,6 +187,11 @@ def choices_of(kind) -> list[str]:
     return [c for part in get_args(kind) for c in choices_of(part)]
 
 
+def is_number_or_word(kind) -> bool:
+    """Whether a type admits numbers beside words, as float | Literal["auto"] does."""
+    return float in get_args(kind) and bool(choices_of(kind))
+
+
 TRUTH = {"True": True, "true": True, "False": False, "false": False}
 
 
@@ -196,6 +201,8 @@ def convert(cls, key: str, text: str):
     if type(None) in get_args(kind):  # X | None: the default None leaves it to the objective
         if text == "None":
             return None
+        if is_number_or_word(kind) and text in choices_of(kind):
+            return text
         kind = next(k for k in get_args(kind) if k is not type(None))
     if get_origin(kind) is Literal:
         choice(key, text, get_args(kind))
@@ -212,7 +219,7 @@ def convert(cls, key: str, text: str):
     except UserError:
         raise
     except ValueError:
-        wanted = "a whole number" if kind is int else "a number"
+        wanted = "a whole number" if kind is int else " or ".join(["a number", *choices_of(types_of(cls)[key])])
         raise UserError(f"--{key}={text[:40]}: must be {wanted}") from None
 
 
@@ -246,8 +253,8 @@ def read_toml(cls, path: str) -> dict:
 def of_toml(cls, path: str, key: str, value):
     """A TOML value as the flag's type: a whole number may stand for a float, nothing else changes."""
     kind = types_of(cls)[key]
-    if choices_of(kind):
-        choice(key, value, choices_of(kind), f"{path}: ")
+    check_word(key, value, kind, f"{path}: ")
+    if choices_of(kind) and type(value) is str:
         return value
     accepted = [t for t in (bool, float, int, str) if t is kind or t in get_args(kind)]
     accepted += [int] * (float in accepted)
@@ -260,6 +267,15 @@ def shortened(value) -> str:
     """A value as an error shows it: on one line, and not all of a long one."""
     text = repr(value)
     return text if len(text) <= 80 else text[:80] + "..."
+
+
+def check_word(key: str, value, kind, place: str = "") -> None:
+    """UserError where a type admits words, and the value is neither one of them nor a number beside them."""
+    words = choices_of(kind)
+    if is_number_or_word(kind) and type(value) is str:
+        need(value in words, f"{place}--{key}={value}: must be a number or {' or '.join(words)}")
+    elif words and not is_number_or_word(kind):
+        choice(key, value, words, place)
 
 
 def choice(key: str, value, known, place: str = "") -> None:
@@ -295,7 +311,8 @@ def help_page(cls, usage: str = "") -> str:
         for key, sentence in docs_of(group).items():
             listed = choices_of(kinds[key])
             default = "" if defaults[key] in (None, "") else f"={defaults[key]}"
-            one_of = f"    (one of {', '.join(listed)})" if listed else ""
+            admits = "a number, or " if is_number_or_word(kinds[key]) else "one of "
+            one_of = f"    ({admits}{', '.join(listed)})" if listed else ""
             lines.append(f"  --{key}{default}{one_of}")
             lines += textwrap.wrap(sentence, 104, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return "\n".join(lines).strip()

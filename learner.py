@@ -336,6 +336,13 @@ class Learner:
         logged = derive(sums.reduce(self.comm))
         return logged | {"loss": self.comm.sum([total])[0]}
 
+    def dot(self, a, b) -> float:
+        """<a, b> of two directions in a model's weights, the same number on every rank: one tensor for each parameter,
+        under FSDP this rank's shard of it."""
+        mine = sum(float((x.double() * y.double()).sum()) for x, y in zip(a, b, strict=True))
+        total = self.comm.sum([mine])[0]
+        return total if self.sharded else total / self.comm.size
+
     def _gradient_sync(self, last: bool):
         """A context in which gradients are reduced over ranks in the last micro-batch's backward alone."""
         if self.sharded:

@@ -2,16 +2,17 @@
 
 `View` shows a formula one micro-batch. `Mean`, `Max` and `Derived` are the kinds of rows that metrics.py is made of.
 `Sums` adds a row's values up over micro-batches, `Sums.reduce` over ranks: every number is a mean over the whole step,
-never "the last micro-batch".
+never "the last micro-batch". Below them stand the estimates that worth.py makes of its dot products.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 import corrections
@@ -218,3 +219,98 @@ class Means(dict):
     def ess(self, first, second) -> float:
         """Effective sample size over the number of samples, from the means of w and w^2."""
         return self[first] ** 2 / self[second] if self[second] > 0 else 0.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a response is worth: estimates of worth.py's numbers, and their errors
+# ---------------------------------------------------------------------------------------------------------------------
+
+FOLDS = 4  # of the on-policy batches, and of the jackknife over groups and over directions
+
+
+@dataclass
+class Reference:
+    """The on-policy gradient of the responses of one part, from FOLDS independent means."""
+
+    means: list[list[torch.Tensor]]  # of the gradients of each fold's batches
+    gram: np.ndarray  # (FOLDS, FOLDS) <mean, mean>
+    squares: np.ndarray  # (FOLDS,) mean |g_b|^2 of each fold's batches
+    batches: int  # in each fold
+    overlap: np.ndarray  # (directions, FOLDS) <random direction, mean>
+
+    def square(self, folds) -> float:
+        """|g|^2 without its noise, from these folds."""
+        gram = self.gram[np.ix_(folds, folds)]
+        return (gram.sum() - np.trace(gram)) / (len(folds) * (len(folds) - 1))
+
+    def is_found(self) -> bool:
+        """Whether |g|^2 is above 0, whichever fold is left out."""
+        all_but = [[i for i in range(FOLDS) if i != f] for f in range(FOLDS)]
+        return min(map(self.square, [range(FOLDS), *all_but])) > 0
+
+
+@dataclass
+class Seen:
+    """What was seen of one row: its gradient along the directions."""
+
+    along: list = field(default_factory=list)  # batches of (FOLDS,)      <g_c, mean of g>
+    noise: list = field(default_factory=list)  # batches of (groups, directions)  <share of a group in g_c, direction>
+
+
+def estimate(along, noise, reference: Reference, groups: int, keep=None) -> dict[str, float]:
+    """scale, bias, noise, noise_on, cosine of the mean, kappa and worth, as defined above.
+
+    along: (batches, FOLDS); noise: (groups seen, directions); groups: in a batch. keep: what is used (`replicates`)."""
+    batches, some, folds, directions = keep or next(replicates(len(along), *noise.shape))[0]
+    square = reference.square(folds)
+    n = len(folds) * reference.batches
+    noise_on = (reference.squares[folds].mean() - reference.gram[np.ix_(folds, folds)].mean()) * n / (n - 1)
+    by_batch = along[np.ix_(batches, folds)].mean(1) / square
+    scale = by_batch.mean()
+    scale_squared = max(scale**2 - by_batch.var(ddof=1) / len(batches), 0.0)  # without its noise
+    shares = noise[np.ix_(some, directions)]
+    variance = groups * shares.var(0, ddof=1)  # of a batch, along each direction
+    elsewhere = groups * shares.mean(0) - scale * reference.overlap[np.ix_(directions, folds)].mean(1)
+    of_means = variance * groups / len(some) + scale_squared * noise_on / n  # what noise adds to `elsewhere`, squared
+    bias = max((elsewhere**2 - of_means).mean(), 0.0) / square
+    noise_of_batch = variance.mean() / square
+    noise_on = noise_on / square
+    length, total = math.copysign(math.sqrt(scale_squared), scale), scale_squared + bias + noise_of_batch
+    return {
+        "worth": scale_squared * noise_on / (bias + noise_of_batch) if length > 0 else 0.0,
+        "kappa": length / math.sqrt(total) if total else 0.0,
+        "cosine": length / math.sqrt(scale_squared + bias) if length else 0.0,
+        "scale": scale,
+        "bias": bias,
+        "noise": noise_of_batch,
+        "noise_on": noise_on,
+    }
+
+
+def replicates(batches: int, groups: int, directions: int) -> Iterator[list[tuple]]:
+    """Lists of (batches, groups, folds, directions) to keep: first all, then without a part of each in turn.
+
+    The sampler's batches and the folds of g are left out one by one, groups and directions in FOLDS parts."""
+    B, G, F, K = map(np.arange, (batches, groups, FOLDS, directions))
+    yield [(B, G, F, K)]
+    yield [(B[b != B], G, F, K) for b in B]
+    yield [(B, G[f != G % FOLDS], F, K) for f in F]
+    yield [(B, G, F[f != F], K) for f in F]
+    yield [(B, G, F, K[f != K % FOLDS]) for f in F]
+
+
+def jackknife(values: list[list[float]]) -> float:
+    """The standard error of a number by its values on `replicates`."""
+    variance = 0.0
+    for x in map(np.array, values):
+        variance += (len(x) - 1) / len(x) * ((x - x.mean()) ** 2).sum()
+    return math.sqrt(variance)
+
+
+def with_errors(seen: Seen, reference: Reference, groups: int) -> dict[str, float]:
+    """`estimate`, and NAME_se by the jackknife."""
+    along, noise = np.array(seen.along), np.concatenate(seen.noise)
+    kinds = replicates(len(along), *noise.shape)
+    (out,), *left_out = [[estimate(along, noise, reference, groups, keep) for keep in kind] for kind in kinds]
+    errors = {f"{name}_se": jackknife([[x[name] for x in kind] for kind in left_out]) for name in out}
+    return out | errors

@@ -427,6 +427,8 @@ ELSEWHERE = {
     "guard/fired": "1 from the update on at which --guard stopped or mended the run; guard/kl: what it judged by",
     "rejected_steps": "updates of which every token was rejected so far; said aloud once",
     "eval/policy_pass@1": "held-out pass@1, with eval/policy_se; eval/actor_*",
+    "auto/is_cap": "the cap in force with --is_cap=auto; auto/correction: the name of the correction with its auto",
+    "auto/responses": "of the policy, for probes so far; auto/cosine/*: of a candidate's step with g (worth.Chooser)",
     "fresh_advantage": "mean advantage of fresh samples of the policy (--advantage_error_every); advantage_error",
     "sync/slope": "share of the published weights' change that the engine shows (sync.py); slope_se, decode_slope",
     "sync/error": "rms of engine - published on the probe, nats; sync/distance: of the change since the last proof",
@@ -436,7 +438,7 @@ ELSEWHERE = {
     "grade/unboxed": "share of this rank's responses without a \\boxed{}, or with one that is cut short",
     "delay/clock": "virtual seconds the learner had to wait (delay.py); delay/waiting, versions, dropped_*",
     "remote/trained": "the account of remote groups, a column for each fate (remote/source.py); remote/*",
-    "rollout_s": "seconds by stage: rollout_s, ref_s, update_s, sync_s, eval_s, save_s",
+    "rollout_s": "seconds by stage: rollout_s, ref_s, update_s, auto_s, sync_s, eval_s, save_s",
 }
 
 

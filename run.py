@@ -28,14 +28,18 @@ import checkpoint
 import config
 import corrections
 import quant
+import sampling
 import tasks
 import warmstart
 from checkpoint import load_model
+from corrections import USES_Z
+from delay import DelaySource
+from engines import make_engine
 from flags import UserError, need
 from learner import LearnerCheck
-from rollout import uniforms
+from rollout import LocalSource, uniforms
 from sync import Probe
-from tasks import encode, make_task
+from tasks import encode, make_task, run_stop_ids
 
 
 @dataclass
@@ -128,6 +132,40 @@ def newest(cfg, comm) -> Path | None:
     chosen = checkpoint.newest(cfg.out) if comm.rank == 0 else None  # one rank reads all bytes
     number = int(comm.max([int(chosen.name[5:]) if chosen else -1])[0])
     return next((f for f in checkpoint.folders(cfg.out) if f.name == f"step_{number:06d}"), None)
+
+
+def open_source(cfg, run, comm):
+    """The source of groups that the flags name: an engine in this process, delayed samplers, or remote ones.
+
+    Beside each token's own log-probability it records the K largest, where they bound OBRS's Z, and the tokens that
+    truncated sampling allowed, where the learner replays them."""
+    topk = topk_of(cfg)
+    max_allowed = sampling.max_allowed(cfg, run.configs[run.rollout_model].vocab_size)
+    stop_ids = run_stop_ids(run.tokenizer, cfg)
+    if cfg.samplers != "local":
+        from remote.source import open_remote_source  # its packages are needed nowhere else
+
+        return open_remote_source(cfg, run, run.rollout_model, topk, max_allowed, comm)
+    engine = make_engine(cfg, run.actor or run.policy, run.context, max(topk, max_allowed), comm.device)
+    what = (engine, run.task, run.tokenizer, sampling.Sampling.of(cfg))
+    how = {
+        "group_size": cfg.group_size,
+        "topk": topk,
+        "max_allowed": max_allowed,
+        "stop_ids": stop_ids,
+        "model": run.rollout_model,
+        "probe": run.probe(),
+        "rank": comm.rank,
+        "n_ranks": comm.size,
+    }
+    if cfg.delay == "none":
+        return LocalSource(*what, **how)
+    return DelaySource(*what, cfg=cfg, store=run.folder / "versions", **how)
+
+
+def topk_of(cfg) -> int:
+    """How many of the engine's largest log-probabilities are recorded with each token."""
+    return cfg.obrs_topk if cfg.correction in USES_Z and cfg.obrs_z != "exact" else 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

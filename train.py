@@ -31,16 +31,12 @@ import checkpoint
 import config
 import objectives
 import plot
-import sampling
-from corrections import USES_Z
-from delay import DelaySource
-from engines import make_engine
 from eval import fresh_advantage, held_out
 from learner import LOCAL_RANK, Comm, Learner, check_agreement, expects_agreement
 from model import Needs, needs_of_exact_kappa
-from rollout import LocalSource, given_back_if_it_fails
-from run import Log, locked, open_run, prepare_folder, samples_of
-from tasks import run_stop_ids
+from rollout import given_back_if_it_fails
+from run import Log, locked, open_run, open_source, prepare_folder, samples_of
+from worth import Chooser
 
 
 def train(cfg: config.Config) -> None:
@@ -114,6 +110,7 @@ class Training:
             saved = checkpoint.load(self.run.checkpoint, self.learner, self.source)
             self.step, self.pending, self.controllers = saved
             self.values = self.controllers.pop("values", {})
+        self.chooser = Chooser(self.run, self.learner, self.controllers)
         self.saved_at = self.step
         if comm.rank == 0:
             prepare_folder(self.run)
@@ -152,6 +149,9 @@ class Training:
         cfg, learner = self.cfg, self.learner
         groups = self.pending[0]
         values = dict(self.values)
+        if self.chooser.on:  # --is_cap=auto, --correction=auto
+            with timer(self.clock, "auto_s"):
+                values |= self.chooser.choose(groups, self.step)
         with timer(self.clock, "update_s"):
             # 4. one minibatch: padded, with advantages and mask uniforms
             batch = batching.collate(groups, cfg, learner.version, self.source.now(learner.version))
@@ -159,7 +159,7 @@ class Training:
             fresh = None
             if "fresh" in objectives.passes_needed(cfg, self.controllers, self.updates_per_rollout):
                 fresh = learner.score(batch, needs_of_exact_kappa(cfg))
-            stats = objectives.prepare(batch, self.comm, cfg, self.controllers, fresh)
+            stats = objectives.prepare(batch, self.comm, learner.cfg, self.controllers, fresh)
             if due(cfg.log_samples, self.step):
                 self.write_samples(groups[:4])
             if due(cfg.advantage_error_every, self.step):
@@ -228,40 +228,6 @@ class Training:
         """Seconds by stage since it was last read."""
         seconds, self.clock = self.clock, {}
         return seconds
-
-
-def open_source(cfg, run, comm):
-    """The source of groups that the flags name: an engine in this process, delayed samplers, or remote ones.
-
-    Beside each token's own log-probability it records the K largest, where they bound OBRS's Z, and the tokens that
-    truncated sampling allowed, where the learner replays them."""
-    topk = topk_of(cfg)
-    max_allowed = sampling.max_allowed(cfg, run.configs[run.rollout_model].vocab_size)
-    stop_ids = run_stop_ids(run.tokenizer, cfg)
-    if cfg.samplers != "local":
-        from remote.source import open_remote_source  # its packages are needed nowhere else
-
-        return open_remote_source(cfg, run, run.rollout_model, topk, max_allowed, comm)
-    engine = make_engine(cfg, run.actor or run.policy, run.context, max(topk, max_allowed), comm.device)
-    what = (engine, run.task, run.tokenizer, sampling.Sampling.of(cfg))
-    how = {
-        "group_size": cfg.group_size,
-        "topk": topk,
-        "max_allowed": max_allowed,
-        "stop_ids": stop_ids,
-        "model": run.rollout_model,
-        "probe": run.probe(),
-        "rank": comm.rank,
-        "n_ranks": comm.size,
-    }
-    if cfg.delay == "none":
-        return LocalSource(*what, **how)
-    return DelaySource(*what, cfg=cfg, store=run.folder / "versions", **how)
-
-
-def topk_of(cfg) -> int:
-    """How many of the engine's largest log-probabilities are recorded with each token."""
-    return cfg.obrs_topk if cfg.correction in USES_Z and cfg.obrs_z != "exact" else 0
 
 
 def due(every: int, step: int) -> bool:

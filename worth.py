@@ -19,6 +19,8 @@ The expected cosine of g_c and g is kappa = scale / sqrt(scale^2 + bias + noise)
 responses has the same kappa, so worth counts on-policy responses a sampler response: above the ratio of what the two
 cost (`--cost`) the sampler pays. It is the worth of the next step: what a policy becomes that takes many is not in it.
 
+`Chooser` ranks candidates by it while train.py trains: --is_cap=auto, --correction=auto.
+
 How: g_c is a sum over tokens, sum_t c_t grad log p_t, and c_t = d J_c / d log p_t comes from the row's own loss. Along
 a direction v then <g_c, v> = sum_t c_t s_t with s_t = d/de log p_t(theta + e v): one forward pass with weights
 shifted a little gives s_t of all tokens, and every row is a weighted sum of them. Along g this gives scale; along
@@ -32,7 +34,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -40,20 +42,23 @@ import torch
 from tqdm import tqdm
 
 import batching
+import checkpoint
 import config
+import corrections
 import flags
 import objectives
 import plot
-import train
+import sampling
 from corrections import token_k3
 from eval import sampler_of
 from flags import need, run_command
 from learner import Comm, Learner
+from measure import FOLDS, Reference, Seen, with_errors
 from model import Needs, TokenStats, needs_of_ref_pass
 from objectives import REF
 from rollout import LocalSource
-from run import open_run
-from sampling import Sampling, max_allowed
+from run import open_run, open_source, topk_of
+from tasks import run_stop_ids
 
 ROWS = (
     "none; is; tis is_cap=2; tis is_cap=3; tis is_cap=8; icepop; seq_is; seq_tis is_cap=1; seq_tis is_cap=2; "
@@ -61,7 +66,6 @@ ROWS = (
     "retrace_seq; z_tis; jackpot obrs_mode=mask; jackpot; jackpot obrs_mask=expected"
 )
 STEP = 0.005  # what a shift of the weights changes in log-probabilities, root mean square, in nats
-FOLDS = 4  # of the on-policy batches, and of the jackknife over groups and over directions
 EVERYTHING = (0, 2**31)  # lengths of responses
 
 
@@ -114,7 +118,7 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     need(rows, "--rows: names no objective")
     for row, cfg in rows.items():
         check_row(row, cfg)
-    kept = {train.topk_of(cfg) for cfg in rows.values()} - {0}
+    kept = {topk_of(cfg) for cfg in rows.values()} - {0}
     need(len(kept) <= 1, "--rows: rows with several --obrs_topk; weigh them one after the other")
     of_rows = {f.name for f in fields(config.ObjectiveFlags)} - {"advantage", "reduction"}
     of_g = [f"--{k}={v}" for k, v in pairs if k not in names | of_rows | {*flags.FOREIGN}]
@@ -139,6 +143,7 @@ def check(own: WorthFlags) -> None:
 
 
 def check_row(row: str, cfg: config.Config) -> None:
+    need("auto" not in (cfg.is_cap, cfg.correction), f"--rows: {row} leaves the choice to auto; name each cap in a row")
     need(cfg.samplers == "local", "--samplers: weights that sample late are named with --stale here")
     need(cfg.delay == "none", "--delay: weights that sample late are named with --stale here")
     need(
@@ -241,9 +246,7 @@ class Weights:
         return out
 
     def dot(self, a, b) -> float:
-        """<a, b> over all parameters."""
-        mine = sum(float((x.double() * y.double()).sum()) for x, y in zip(a, b, strict=True))
-        return self.learner.comm.sum([mine])[0] if self.learner.sharded else mine
+        return self.learner.dot(a, b)
 
     @torch.no_grad()
     def shift(self, direction, size: float) -> None:
@@ -288,27 +291,6 @@ def local(x: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass
-class Reference:
-    """The on-policy gradient of the responses of one part, from FOLDS independent means."""
-
-    means: list[list[torch.Tensor]]  # of the gradients of each fold's batches
-    gram: np.ndarray  # (FOLDS, FOLDS) <mean, mean>
-    squares: np.ndarray  # (FOLDS,) mean |g_b|^2 of each fold's batches
-    batches: int  # in each fold
-    overlap: np.ndarray  # (directions, FOLDS) <random direction, mean>
-
-    def square(self, folds) -> float:
-        """|g|^2 without its noise, from these folds."""
-        gram = self.gram[np.ix_(folds, folds)]
-        return (gram.sum() - np.trace(gram)) / (len(folds) * (len(folds) - 1))
-
-    def is_found(self) -> bool:
-        """Whether |g|^2 is above 0, whichever fold is left out."""
-        all_but = [[i for i in range(FOLDS) if i != f] for f in range(FOLDS)]
-        return min(map(self.square, [range(FOLDS), *all_but])) > 0
-
-
-@dataclass
 class Slopes:
     """A batch of the sampler's, and how its log-probabilities move."""
 
@@ -317,27 +299,19 @@ class Slopes:
     random: list[torch.Tensor] | None  # directions of (B, T), in some batches
 
 
-@dataclass
-class Seen:
-    """What was seen of one row: its gradient along the directions."""
-
-    along: list = field(default_factory=list)  # batches of (FOLDS,)      <g_c, mean of g>
-    noise: list = field(default_factory=list)  # batches of (groups, directions)  <share of a group in g_c, direction>
-
-
 class Measurement:
     """Sampler, policy and the on-policy gradient, over all ranks."""
 
     def __init__(self, own: WorthFlags, rows: dict[str, config.Config], plain: config.Config):
         self.own, self.rows, self.plain, self.parts = own, rows, plain, parts(own)
-        lead = max(rows.values(), key=train.topk_of)  # the engine records what the most demanding row asks for
+        lead = max(rows.values(), key=topk_of)  # the engine records what the most demanding row asks for
         self.cfg, self.comm = lead, Comm.start(lead.give_up)
         self.quiet = self.comm.rank > 0
         self.run = run = open_run(lead, self.comm)
         late = open_run(replace(lead, model=own.stale), self.comm) if own.stale else run
         sizes = [one.configs["policy"].get_text_config().vocab_size for one in (run, late)]
         need(sizes[0] == sizes[1], f"--stale={own.stale}: a vocabulary of {sizes[1]}; the policy's has {sizes[0]}")
-        self.sampler = train.open_source(lead, late, self.comm)
+        self.sampler = open_source(lead, late, self.comm)
         self.learner = self.scorer = Learner(*run.load_models(), plain, self.comm)
         if not self.learner.sharded:  # one for the policy alone, in float32; shards have their wrapper already
             alone = replace(plain, dtype="float32")
@@ -424,7 +398,7 @@ def on_policy_source(learner, run, cfg) -> LocalSource:
     """The learner's own policy as a sampler, on problems of its own.
 
     Truncated sampling is the policy where the learner scores with it, and mismatch where it does not."""
-    law = Sampling.of(cfg)
+    law = sampling.Sampling.of(cfg)
     if cfg.keep_sampling_mask == "off":
         law = replace(law, top_p=1.0, top_k=0, min_p=0.0)
     source = LocalSource(
@@ -434,8 +408,8 @@ def on_policy_source(learner, run, cfg) -> LocalSource:
         law,
         group_size=cfg.group_size,
         topk=0,
-        stop_ids=train.run_stop_ids(run.tokenizer, cfg),
-        max_allowed=max_allowed(cfg, run.configs["policy"].get_text_config().vocab_size),
+        max_allowed=sampling.max_allowed(cfg, run.configs["policy"].get_text_config().vocab_size),
+        stop_ids=run_stop_ids(run.tokenizer, cfg),
         model="policy",
         probe=None,
         rank=learner.comm.rank,
@@ -443,70 +417,6 @@ def on_policy_source(learner, run, cfg) -> LocalSource:
     )
     source.incarnation, source.sequence = 1, (1 << 20) // learner.comm.size
     return source
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Arithmetic
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def estimate(along, noise, reference: Reference, groups: int, keep=None) -> dict[str, float]:
-    """scale, bias, noise, noise_on, cosine of the mean, kappa and worth, as defined above.
-
-    along: (batches, FOLDS); noise: (groups seen, directions); groups: in a batch. keep: what is used (`replicates`)."""
-    batches, some, folds, directions = keep or next(replicates(len(along), *noise.shape))[0]
-    square = reference.square(folds)
-    n = len(folds) * reference.batches
-    noise_on = (reference.squares[folds].mean() - reference.gram[np.ix_(folds, folds)].mean()) * n / (n - 1)
-    by_batch = along[np.ix_(batches, folds)].mean(1) / square
-    scale = by_batch.mean()
-    scale_squared = max(scale**2 - by_batch.var(ddof=1) / len(batches), 0.0)  # without its noise
-    shares = noise[np.ix_(some, directions)]
-    variance = groups * shares.var(0, ddof=1)  # of a batch, along each direction
-    elsewhere = groups * shares.mean(0) - scale * reference.overlap[np.ix_(directions, folds)].mean(1)
-    of_means = variance * groups / len(some) + scale_squared * noise_on / n  # what noise adds to `elsewhere`, squared
-    bias = max((elsewhere**2 - of_means).mean(), 0.0) / square
-    noise_of_batch = variance.mean() / square
-    noise_on = noise_on / square
-    length, total = math.copysign(math.sqrt(scale_squared), scale), scale_squared + bias + noise_of_batch
-    return {
-        "worth": scale_squared * noise_on / (bias + noise_of_batch) if length > 0 else 0.0,
-        "kappa": length / math.sqrt(total) if total else 0.0,
-        "cosine": length / math.sqrt(scale_squared + bias) if length else 0.0,
-        "scale": scale,
-        "bias": bias,
-        "noise": noise_of_batch,
-        "noise_on": noise_on,
-    }
-
-
-def replicates(batches: int, groups: int, directions: int) -> Iterator[list[tuple]]:
-    """Lists of (batches, groups, folds, directions) to keep: first all, then without a part of each in turn.
-
-    The sampler's batches and the folds of g are left out one by one, groups and directions in FOLDS parts."""
-    B, G, F, K = map(np.arange, (batches, groups, FOLDS, directions))
-    yield [(B, G, F, K)]
-    yield [(B[b != B], G, F, K) for b in B]
-    yield [(B, G[f != G % FOLDS], F, K) for f in F]
-    yield [(B, G, F[f != F], K) for f in F]
-    yield [(B, G, F, K[f != K % FOLDS]) for f in F]
-
-
-def jackknife(values: list[list[float]]) -> float:
-    """The standard error of a number by its values on `replicates`."""
-    variance = 0.0
-    for x in map(np.array, values):
-        variance += (len(x) - 1) / len(x) * ((x - x.mean()) ** 2).sum()
-    return math.sqrt(variance)
-
-
-def with_errors(seen: Seen, reference: Reference, groups: int) -> dict[str, float]:
-    """`estimate`, and NAME_se by the jackknife."""
-    along, noise = np.array(seen.along), np.concatenate(seen.noise)
-    kinds = replicates(len(along), *noise.shape)
-    (out,), *left_out = [[estimate(along, noise, reference, groups, keep) for keep in kind] for kind in kinds]
-    errors = {f"{name}_se": jackknife([[x[name] for x in kind] for kind in left_out]) for name in out}
-    return out | errors
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -519,7 +429,7 @@ def cost(m: Measurement) -> float:
 
     Both are timed in turns, after a first batch each."""
     cfg = replace(m.cfg, actor="none", rollout_quant="none", correction="none")
-    policy = train.open_source(cfg, replace(m.run, actor=""), m.comm)
+    policy = open_source(cfg, replace(m.run, actor=""), m.comm)
     seconds = {id(policy): [], id(m.sampler): []}
     for turn in tqdm(range(4), desc="cost of sampling", disable=m.quiet):
         for source in (policy, m.sampler):
@@ -535,6 +445,94 @@ def cost(m: Measurement) -> float:
 def verdict(worth: float, price: float) -> str:
     net = worth / price
     return f"{net:.2f} on-policy responses for the price of one: {'pays' if net > 1 else 'does not pay'}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The candidate that is worth most, while training: --is_cap=auto, --correction=auto
+# ---------------------------------------------------------------------------------------------------------------------
+
+PROBES = 2  # on-policy batches of a probe
+DECAY = 0.5  # what a probe leaves of the evidence before it
+
+
+class Chooser:
+    """Chooses, every --auto_every updates, the candidate (corrections.candidates) whose step points best.
+
+        cosine_c = mean_b <g_{c,b}, g_b> / sqrt(mean_b |g_{c,b}|^2 mean_b |g_b|^2)
+
+    g_b: the mean gradient of PROBES batches that the policy samples itself; g_{c,b}: the gradient under candidate c of
+    the minibatch that is trained on next, the same for all c. The means run over the probes so far, and older ones
+    fade by DECAY. It is kappa_c times what is the same for all c, kappa of the probe itself; worth grows with kappa_c.
+
+    A probe costs PROBES + (number of candidates) forward-backward passes, and PROBES batches that plain torch samples;
+    none of it moves the learner. At the start of results/prefix.md's runs (kappas of 0.25 to 0.7, batches of 256) one
+    probe's choice is 0.02 below the best kappa on average, three probes' under 0.01: neighbours are not told apart."""
+
+    def __init__(self, run, learner, controllers: dict):
+        """controllers: what every checkpoint keeps; the evidence is its entry `auto`."""
+        self.run, self.learner, self.cfg = run, learner, run.cfg
+        self.candidates = corrections.candidates(run.cfg)
+        self.on = "auto" in (run.cfg.is_cap, run.cfg.correction)
+        if self.on:
+            nothing = dict.fromkeys(self.candidates, 0.0)
+            start = {"chosen": next(iter(nothing)), "responses": 0, "g": 0.0, "along": nothing, "own": nothing}
+            self.evidence = controllers.setdefault("auto", start)
+            learner.cfg = self.candidates[self.evidence["chosen"]]
+
+    def choose(self, groups, update: int) -> dict[str, float]:
+        """Before an update: choose anew where it is time to; metrics. groups: what is trained on next. Collective."""
+        evidence, found = self.evidence, {}
+        if update % self.cfg.auto_every == 0:
+            with checkpoint.same_rng_state():
+                self.weigh(groups, update)
+            cosines = self.cosines()
+            evidence["chosen"] = max(cosines, key=lambda name: (cosines[name], name == evidence["chosen"]))
+            found = {f"auto/cosine/{name}": cosine for name, cosine in cosines.items()}
+        self.learner.cfg = self.candidates[evidence["chosen"]]
+        by_cap = self.cfg.is_cap == "auto"
+        chosen = {"auto/is_cap": self.learner.cfg.is_cap} if by_cap else {"auto/correction": evidence["chosen"]}
+        return {**chosen, "auto/responses": evidence["responses"], **found}
+
+    def weigh(self, groups, update: int) -> None:
+        """A probe: add the products of this minibatch to the evidence. Those that are not finite say nothing."""
+        cfg, learner, evidence = self.cfg, self.learner, self.evidence
+        plain = on_policy_config(cfg)
+        source = on_policy_source(learner, self.run, plain)
+        n = cfg.train_batch // (cfg.group_size * learner.comm.size)  # groups of a batch, on this rank
+        source.sequence += update // cfg.auto_every * PROBES * n  # every probe has problems of its own
+        probes = [self.gradient(batching.collate(source.next(n, update), plain), plain) for _ in range(PROBES)]
+        g = [sum(each) / PROBES for each in zip(*probes, strict=True)]
+        square, along, own = learner.dot(g, g), {}, {}
+        batch = batching.collate(groups, cfg, learner.version)
+        for name, candidate in self.candidates.items():
+            gradient = self.gradient(batch, candidate)
+            along[name] = learner.dot(gradient, g)
+            own[name] = learner.dot(gradient, gradient)
+        evidence["responses"] += PROBES * cfg.train_batch
+        if all(map(math.isfinite, [square, *along.values(), *own.values()])):
+            evidence["g"] = DECAY * evidence["g"] + square
+            evidence["along"] = {name: DECAY * evidence["along"][name] + along[name] for name in along}
+            evidence["own"] = {name: DECAY * evidence["own"][name] + own[name] for name in own}
+
+    def cosines(self) -> dict[str, float]:
+        """cosine_c of every candidate; 0 for one that keeps nothing."""
+        along, own, g = (self.evidence[kind] for kind in ("along", "own", "g"))
+        return {name: along[name] / math.sqrt(own[name] * g) if own[name] * g > 0 else 0.0 for name in along}
+
+    def gradient(self, batch, cfg: config.Config) -> list[torch.Tensor]:
+        """Of the policy's loss, by the learner's own backward."""
+        self.learner.cfg = cfg
+        self.learner.backward(batch, objectives.prepare(batch, self.learner.comm, cfg, {}))
+        found = [local(p.grad).detach().clone() for p in self.learner.models.policy.parameters()]
+        self.learner.models.zero_grad(set_to_none=True)
+        return found
+
+
+def on_policy_config(cfg: config.Config) -> config.Config:
+    """What g is the gradient of: the objective without a correction, a trust region or anything dropped."""
+    dropped = dict(reject="none", reject_of="all", veto=0.0, positive_only=False, loss_denominator="proposed")
+    bounds = dict(is_cap=None, is_floor=0.0, rs_low=None, rs_high=None, cppo_beta=0.0)
+    return replace(cfg, correction="none", surrogate="reinforce", ratio_base="ref", **dropped, **bounds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ import warmstart
 import worth
 from corrections import token_k3
 from flags import need
+from measure import Reference, Seen, estimate, jackknife, replicates, with_errors
 
 FOLDER = sweep.RESULTS / "worth" / "map"
 MADE = Path("out/map")  # models that sample
@@ -174,7 +175,7 @@ def measure(name: str, known: dict) -> None:
         known.clear()
         known[law] = m.references()[worth.EVERYTHING], m.totals["on_policy"]
     reference, m.totals["on_policy"] = known[law]
-    seen, log_r = {row: worth.Seen() for row in m.rows}, []
+    seen, log_r = {row: Seen() for row in m.rows}, []
     for slopes in m.slopes({worth.EVERYTHING: reference}):
         for row, cfg in m.rows.items():
             m.see(seen[row], slopes, worth.coefficients(slopes.batches[row], m.comm, cfg))
@@ -200,12 +201,12 @@ def distances(log_r: list[np.ma.MaskedArray]) -> dict[str, float]:
     }
 
 
-def row_record(seen: worth.Seen, reference: worth.Reference, groups: int) -> dict:
+def row_record(seen: Seen, reference: Reference, groups: int) -> dict:
     """What is recorded of a row: its numbers, and its worth where a part of the data is left out, kind by kind."""
     along, noise = np.array(seen.along), np.concatenate(seen.noise)
-    _, *kinds = worth.replicates(len(along), *noise.shape)
-    left_out = [[worth.estimate(along, noise, reference, groups, keep)["worth"] for keep in kind] for kind in kinds]
-    return rounded(worth.with_errors(seen, reference, groups)) | {"left_out": [list(map(short, x)) for x in left_out]}
+    _, *kinds = replicates(len(along), *noise.shape)
+    left_out = [[estimate(along, noise, reference, groups, keep)["worth"] for keep in kind] for kind in kinds]
+    return rounded(with_errors(seen, reference, groups)) | {"left_out": [list(map(short, x)) for x in left_out]}
 
 
 def rounded(numbers: dict) -> dict:
@@ -259,7 +260,7 @@ def difference(point: Point, a: str, b: str) -> tuple[float, float]:
     """Worth of row a less that of row b, and its error: a jackknife of the difference."""
     x, y = point.rows[a], point.rows[b]
     kinds = [[u - v for u, v in zip(*both, strict=True)] for both in zip(x["left_out"], y["left_out"], strict=True)]
-    return x["worth"] - y["worth"], worth.jackknife(kinds)
+    return x["worth"] - y["worth"], jackknife(kinds)
 
 
 def best(point: Point) -> str:

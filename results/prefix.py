@@ -3,8 +3,9 @@
     python results/prefix.py            # run what is missing (two at a time), then write results/prefix.{md,png}
 
 worth.py ranks min(R, 1) (`--objective=seq_tis --is_cap=1`) and min(R_t, 1) (`prefix_tis`, R_t the product of r up to
-and with token t) first where another model samples. Beside them rows of Table 1; then long responses, two bits and late
-samplers, beside those studies' rows.
+and with token t) first where another model samples. Beside them rows of Table 1; then caps and corrections that are
+chosen by worth while training (`--is_cap=auto`, `--correction=auto`); then long responses, two bits and late samplers,
+beside those studies' rows.
 """
 
 from dataclasses import dataclass
@@ -26,6 +27,15 @@ ALONE = dict(distill_lambda=0)
 OLD = ("on-policy", "Jackpot", "TIS + distillation", "Jackpot, expected mask")
 OLD_ALONE = ("Jackpot, no distillation", "TIS, no distillation", "no correction, no distillation")
 DISTILLED = {**NEW, **{label: table1.ROWS[label] for label in OLD}}
+CHOSEN = {
+    "min(r, C), C by worth": dict(objective="tis", is_cap="auto"),
+    "min(R, C), C by worth": dict(objective="seq_tis", is_cap="auto"),
+    "the correction by worth": dict(objective="grpo", correction="auto"),
+    **{
+        label: DISTILLED[label]
+        for label in ("prod min(r, 1) min(R, 1)", "min(R, 1)", "on-policy", "TIS + distillation")
+    },
+}
 UNDISTILLED = {
     **{f"{label}, no distillation": {**flags, **ALONE} for label, flags in NEW.items()},
     **{label: table1.ROWS[label] for label in OLD_ALONE},
@@ -43,6 +53,7 @@ LATE = {
 # title -> (rows, configuration)
 SETTINGS = {
     "another model samples, distilled": (DISTILLED, sweep.STUDY),
+    "another model samples, distilled: chosen by worth": (CHOSEN, sweep.STUDY),
     "another model samples, not distilled": (UNDISTILLED, sweep.STUDY),
     "long responses": (LONG, praxis.CONFIG),
     "two bits": (LOW, qarl.CONFIG),
@@ -50,6 +61,15 @@ SETTINGS = {
 }
 SHORT = {"long responses": " (long)", "two bits": " (w2a16)", "late by up to 64 updates": " (late)"}
 FIRST_SEED = 10  # every row is run anew: base models differ a little between processors
+
+
+def chosen(records: list[dict]) -> str:
+    """What auto took at each of its probes: of the first seed."""
+    columns, every = records[0]["columns"], records[0]["config"].get("auto_every", 1)
+    names = columns.get("auto/correction") or [f"{cap:g}" for cap in columns.get("auto/is_cap", [])]
+    return ", ".join(names[::every])
+
+
 PANELS = [("held-out pass@1 of the policy (%)", "eval/policy"), ("reward of the responses", "reward")]
 COLUMNS = {
     **{c: sweep.COLUMNS[c] for c in ("seeds", "policy pass@1, %", "best, %")},
@@ -58,6 +78,7 @@ COLUMNS = {
     "ESS": sweep.COLUMNS["ESS"],
     "entropy": lambda rs: sweep.number(sweep.tail(rs, "entropy")),
     "tokens": lambda rs: sweep.number(sweep.tail(rs, "response_length")),
+    "chosen": chosen,
     "gradient norm": lambda rs: sweep.number(sweep.tail(rs, "grad_norm")),
 }
 
@@ -68,7 +89,7 @@ class PrefixFlags(sweep.StudyFlags):
 
     seeds: int = 3
     """Runs of every row."""
-    settings: int = 5
+    settings: int = 6
     """The first so many settings."""
 
 

@@ -29,6 +29,7 @@ import sweep
 import checkpoint
 import worth
 from flags import choice, need
+from measure import FOLDS, Reference, Seen, estimate, jackknife, replicates, with_errors
 
 TOKENS = sweep.ROOT / "out" / "search"
 LATER = ["--config=configs/study.toml", "--objective=grpo", "--actor=none", "--seed=10", "--steps=125"]
@@ -59,8 +60,8 @@ class Tokens:
     each: int
 
     @property
-    def reference(self) -> worth.Reference:
-        return worth.Reference([], self.gram, self.squares, int(self.each), self.overlap)
+    def reference(self) -> Reference:
+        return Reference([], self.gram, self.squares, int(self.each), self.overlap)
 
     @property
     def groups(self) -> int:
@@ -308,7 +309,7 @@ CANDIDATES = {
 }
 
 
-def seen(t: Tokens, w: np.ndarray, batches=slice(None)) -> worth.Seen:
+def seen(t: Tokens, w: np.ndarray, batches=slice(None)) -> Seen:
     """What worth.py sees of a weight."""
     c = w * t.plain
     along = np.einsum("nbt,nbtf->nf", c[batches], t.along[batches])
@@ -316,11 +317,11 @@ def seen(t: Tokens, w: np.ndarray, batches=slice(None)) -> worth.Seen:
     for b in range(len(t.random))[batches]:
         shares = np.einsum("bt,btk->bk", c[b], t.random[b])
         noise.append(np.stack([np.bincount(t.group[b], x, t.groups) for x in shares.T], 1))
-    return worth.Seen(list(along), noise)
+    return Seen(list(along), noise)
 
 
 def weigh(t: Tokens, w: np.ndarray, batches=slice(None)) -> dict[str, float]:
-    return worth.with_errors(seen(t, w, batches), t.reference, t.groups)
+    return with_errors(seen(t, w, batches), t.reference, t.groups)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -385,13 +386,13 @@ def paired(t: Tokens, a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
     both = [(np.array(s.along), np.concatenate(s.noise)) for s in both]
 
     def log_ratio(keep):
-        over, under = (worth.estimate(*s, t.reference, t.groups, keep)["worth"] for s in both)
+        over, under = (estimate(*s, t.reference, t.groups, keep)["worth"] for s in both)
         return math.log(max(over, 1e-9) / max(under, 1e-9))
 
     along, noise = both[0]
-    kinds = worth.replicates(len(along), *noise.shape)
+    kinds = replicates(len(along), *noise.shape)
     (ratio,), *left_out = [[log_ratio(keep) for keep in kind] for kind in kinds]
-    return ratio, worth.jackknife(left_out)
+    return ratio, jackknife(left_out)
 
 
 BESIDE = "min(R, 1)"
@@ -434,7 +435,7 @@ def by_ratio(t: Tokens) -> str:
     """Responses by R: how far along g one goes, and how large its gradient is, both over |g| of the batch."""
     total = t.log_r.sum(2)
     m, B = len(t.random), total.shape[1]
-    square = t.reference.square(range(worth.FOLDS))
+    square = t.reference.square(range(FOLDS))
     along = np.einsum("nbt,nbtf->nbf", t.plain, t.along).mean(2) * B / square
     size = (np.einsum("nbt,nbtk->nbk", t.plain[:m], t.random) ** 2).mean(2) * B**2 / square
     edges = np.quantile(total, np.linspace(0, 1, BINS + 1))
@@ -452,13 +453,13 @@ SIDES = (0.0, 0.3, 0.6, 0.9, 0.98, 1.02, 1.1, 2.0, math.inf)
 
 def by_sign(t: Tokens) -> str:
     """Tokens by r, those of positive and those of negative advantage: how far along g all of them together go."""
-    square = t.reference.square(range(worth.FOLDS))
+    square = t.reference.square(range(FOLDS))
     r, rows = token(t), []
     for low, high in zip(SIDES, SIDES[1:], strict=False):
         cells = []
         for sign in (1, -1):
             here = (r >= low) & (r < high) & t.mask & (np.sign(t.plain) == sign)
-            along = np.einsum("nbt,nbtf->n", here * t.plain, t.along) / worth.FOLDS / square
+            along = np.einsum("nbt,nbtf->n", here * t.plain, t.along) / FOLDS / square
             error = along.std(ddof=1) / math.sqrt(len(along))
             cells += [f"{100 * here.sum() / t.mask.sum():.2f}", f"{along.mean():+.2f} +- {error:.2f}"]
         rows.append([f"{low:g} to {high:g}", *cells])
@@ -493,7 +494,9 @@ def study(flags):
     parts = []
     for name, t in measured.items():
         parts.append(f"## {name}\n\n{table(t)}")
-        parts.append(f"Gradients G of responses by R, no weight: <G, g> / g^2, and the size of G over g's:\n\n{by_ratio(t)}")
+        parts.append(
+            f"Gradients G of responses by R, no weight: <G, g> / g^2, and the size of G over g's:\n\n{by_ratio(t)}"
+        )
         parts.append(f"The same for all tokens of a kind together, by r and the sign of A:\n\n{by_sign(t)}")
     sweep.page("search", *parts)
     draw(measured)

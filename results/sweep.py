@@ -88,6 +88,9 @@ RECORDED = (
     "obrs/bracket_width",
     "obrs/kl_before",
     "obrs/kl_after",
+    "auto/is_cap",
+    "auto/correction",
+    "auto/responses",
 )
 POINTS = 150  # a longer run is averaged over neighbouring updates
 
@@ -203,11 +206,14 @@ def condense(out: Path, argv: list[str]) -> dict:
     blocks = [steps[i : i + width] for i in range(0, len(steps), width)]
 
     def column(key):
-        """The mean of each block, to four digits."""
+        """The mean of each block, to four digits; of names the last."""
         values = []
         for block in blocks:
             x = [r[key] for r in block if r.get(key) is not None]
-            values.append(float(f"{sum(x) / len(x):.4g}") if x else None)
+            if x and isinstance(x[-1], str):
+                values.append(x[-1])
+            else:
+                values.append(float(f"{sum(x) / len(x):.4g}") if x else None)
         return values
 
     measured = [key for key in RECORDED if any(r.get(key) is not None for r in steps)]
@@ -216,7 +222,7 @@ def condense(out: Path, argv: list[str]) -> dict:
         at = [r for r in rows if f"eval/{name}_pass@1" in r]
         if at:
             evals[name] = [[r["step"] + 1, r[f"eval/{name}_pass@1"], r[f"eval/{name}_se"]] for r in at]
-    stages = ("rollout_s", "ref_s", "update_s", "sync_s", "eval_s", "save_s")
+    stages = ("rollout_s", "ref_s", "update_s", "auto_s", "sync_s", "eval_s", "save_s")
     return {
         "command": " ".join(["python", *argv]),
         "git": made["git"],

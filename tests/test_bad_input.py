@@ -158,6 +158,21 @@ stray | stray: flags are written --key=value
 --objective=jackpot --is_cap=3 | --is_cap=3.0: --correction=obrs has no cap C; use --obrs_c1
 --objective=icepop --is_cap=3 | --is_cap=3.0: --correction=icepop has no cap C; use --rs_low and --rs_high
 --objective=grpo --is_cap=3 | --is_cap=3.0: --correction=none has no cap C; leave it out
+--is_cap=auto | --is_cap=auto: --correction=obrs has no cap C; use --obrs_c1
+--objective=tis --is_cap=aut | --is_cap=aut: must be a number or auto
+--objective=icepop --is_cap=auto | --is_cap=auto: --correction=icepop has no cap C; use --rs_low and --rs_high
+--objective=grpo --is_cap=auto | --is_cap=auto: --correction=none has no cap C; leave it out
+--objective=tis --is_cap=auto --is_floor=8 | --is_floor=8.0: --is_cap=auto tries caps up to 8; lower the floor
+--objective=tis --is_cap=auto --auto_every=0 | --auto_every=0: must be at least 1
+--actor_is_cap=auto | --actor_is_cap=auto: must be a number
+--actor_correction=auto | --actor_correction=auto: not one of none, is, tis, icepop, areal_drop
+--correction=auto --is_cap=2 | --is_cap=2.0: --correction=auto chooses among corrections with bounds ... leave it out
+--correction=auto --is_cap=auto | --is_cap=auto: --correction=auto chooses among ... leave it out
+--correction=auto --rs_high=3 | --rs_high=3.0: --correction=auto chooses among ... leave it out
+--correction=auto --reject=geo | --reject=geo: --correction=auto chooses among ... leave it out
+--correction=auto --is_floor=0.1 | --is_floor=0.1: --correction=auto chooses among ... leave it out
+--correction=auto --loss_denominator=kept | --loss_denominator=kept must know what is dropped ... use proposed
+--objective=ppo_is --correction=auto | --ratio_base=inf already corrects ... leave --correction=auto out
 --objective=tbpo --is_cap=1 | --is_cap=1.0: tbpo_mismatch caps two-sided to [1/C, C], so C must be above 1
 --dual_clip=3 --clip=False | --dual_clip=3.0: needs a value above 1 (3 is ... ue and --surrogate=ppo or gspo
 --dual_clip=3 --surrogate=sapo | --dual_clip=3.0: needs a value above 1 (3 is ... ue and --surrogate=ppo or gspo
@@ -261,7 +276,7 @@ WITHOUT=math_verify --model=POLICY --task=fine.jsonl | --task=fine.jsonl: math-v
 --config=long_lr.toml | long_lr.toml: lr=9999999999999999999999999999999999999999: must have at most 18 digits
 --config=long_steps.toml | long_steps.toml: steps=999999999999999999999999999999: must have at most 18 digits
 --config=digits.toml | --config=digits.toml: not valid TOML (Exceeds the limit (4300 digits) ... mend that place
---config=text_cap.toml | text_cap.toml: is_cap = 'x' is not of type float
+--config=text_cap.toml | text_cap.toml: --is_cap=x: must be a number or auto
 --config=one_clip.toml | one_clip.toml: clip = 1 is not of type bool
 --config=number_correction.toml | number_correction.toml: correction = 1 is not of type str
 --config=number_model.toml | number_model.toml: model = 3 is not of type str
@@ -512,6 +527,7 @@ WITHOUT=vllm --model=POLICY | --rollout=vllm: vLLM is not installed here; ... in
 --rows=tsi | --objective=tsi: not one of ... did you mean tis?
 --rows='tis is_kap=3' | --is_kap: no such flag; did you mean --is_cap?
 --rows='tis; jackpot is_cap=3' | --is_cap=3.0: --correction=obrs has no cap C; use --obrs_c1
+--rows='tis is_cap=auto' | --rows: tis is_cap=auto leaves the choice to auto; name each cap in a row
 --rows='jackpot obrs_target=new' | --rows: jackpot obrs_target=new asks for ... unknown here
 --rows='jackpot obrs_topk=5; z_tis obrs_topk=6' | --rows: rows with several --obrs_topk; weigh them one after the other
 --batches=1 | --batches=1: at least 2, for an error

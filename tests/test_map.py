@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY_TASK
 
+import measure
 import warmstart
 import worth
 from results import map as the_map
@@ -246,7 +247,7 @@ def test_a_small_map(tmp_path, solvers, monkeypatch):
         assert set(p.rows) == set(the_map.ROWS)
         for x in p.rows.values():
             assert list(map(len, x["left_out"])) == [3, 4, 4, 4]
-            assert worth.jackknife(x["left_out"]) == pytest.approx(x["worth_se"], rel=0.02, abs=1e-3)
+            assert measure.jackknife(x["left_out"]) == pytest.approx(x["worth_se"], rel=0.02, abs=1e-3)
         assert "on_policy/reward" in p.about
     assert near.rows["retrace_seq"]["worth"] == pytest.approx(far.rows["retrace_seq"]["worth"], rel=1e-3)
     shutil.rmtree(tmp_path / "map")

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
-import worth
+import measure
 from results import foretell, search
 
-n, B, T, F, K, M = 3, 12, 7, worth.FOLDS, 6, 2
+n, B, T, F, K, M = 3, 12, 7, measure.FOLDS, 6, 2
 
 
 def made_up(seed: int = 0) -> search.Tokens:
@@ -55,7 +55,9 @@ BY_HAND = {
     "Retrace times min(R, 1) (retrace_seq)": lambda x, t, A: (
         math.exp(sum(min(v, 0) for v in x[: t + 1])) * min(math.exp(sum(x)), 1)
     ),
-    "r, PPO's clip of 0.2": lambda x, t, A: math.exp(x[t]) * (math.exp(x[t]) <= 1.2 if A > 0 else math.exp(x[t]) >= 0.8),
+    "r, PPO's clip of 0.2": lambda x, t, A: (
+        math.exp(x[t]) * (math.exp(x[t]) <= 1.2 if A > 0 else math.exp(x[t]) >= 0.8)
+    ),
     "exp(mean log r), clip of 0.01": lambda x, t, A: (
         math.exp(sum(x) / len(x)) * (sum(x) / len(x) <= math.log(1.01) if A > 0 else sum(x) / len(x) >= math.log(0.99))
     ),

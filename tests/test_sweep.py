@@ -121,6 +121,21 @@ def test_a_study_runs_what_is_missing_and_draws_from_its_records(rows, capsys, m
         sweep.run(rows)
 
 
+def test_a_column_of_names_keeps_the_last_of_each_block(tmp_path, monkeypatch):
+    """And the page shows what was chosen at each probe."""
+    monkeypatch.setattr(sweep, "POINTS", 2)
+    names = ["none", "tis_2", "tis_2", "icepop"]
+    lines = [json.dumps({"step": i, "auto/correction": name, "reward": i}) for i, name in enumerate(names)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "config.json").write_text(json.dumps({"git": "", "versions": {}, "config": {"auto_every": 1}}))
+    record = sweep.condense(tmp_path, ["train.py"])
+    assert record["columns"] == {"reward": [0.5, 2.5], "auto/correction": ["tis_2", "icepop"]}
+    assert prefix.chosen([record]) == "tis_2, icepop"
+    record["columns"] = {"auto/is_cap": [2.0, 0.5]}
+    assert prefix.chosen([record]) == "2, 0.5"
+    assert prefix.chosen([{**record, "columns": {}}]) == ""
+
+
 def the_page_and_the_figure(got, capsys):
     """A new page of the study of tiny runs: means, errors and commands."""
     capsys.readouterr()

@@ -616,7 +616,7 @@ def opened_source(folders, tmp_path, monkeypatch):
     """flags -> (source, run, how many log-probabilities a token its engine was made for)."""
     asked = []
     engine = SimpleNamespace(packed=True, close=lambda: None)
-    monkeypatch.setattr(train, "make_engine", lambda cfg, folder, max_len, topk, device: asked.append(topk) or engine)
+    monkeypatch.setattr("run.make_engine", lambda cfg, folder, max_len, topk, device: asked.append(topk) or engine)
     monkeypatch.setitem(sys.modules, "remote.source", SimpleNamespace(open_remote_source=lambda *a: a))
 
     def make(**changes):
@@ -689,7 +689,7 @@ ON_VLLM = [
 
 def use_engine(monkeypatch, engine) -> None:
     """Let the suite's running engine stand in for a fresh one, and stay open."""
-    monkeypatch.setattr(train, "make_engine", lambda *a: engine)
+    monkeypatch.setattr("run.make_engine", lambda *a: engine)
     monkeypatch.setattr(engine, "close", lambda: None)
 
 
