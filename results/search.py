@@ -494,9 +494,7 @@ def study(flags):
     parts = []
     for name, t in measured.items():
         parts.append(f"## {name}\n\n{table(t)}")
-        parts.append(
-            f"Gradients G of responses by R, no weight: <G, g> / g^2, and the size of G over g's:\n\n{by_ratio(t)}"
-        )
+        parts.append(f"Gradients G of responses by R, no weight: <G, g> / g^2, and size over g's:\n\n{by_ratio(t)}")
         parts.append(f"The same for all tokens of a kind together, by r and the sign of A:\n\n{by_sign(t)}")
     sweep.page("search", *parts)
     draw(measured)

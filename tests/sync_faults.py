@@ -141,7 +141,7 @@ LLAMA_1B = {
 }
 
 
-def peak_GiB() -> float:
+def peak_gib() -> float:
     """The most memory that this process has held since `forget_peak`."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 2**20
@@ -168,7 +168,7 @@ def cost(responses: int = 8, length: int = 64) -> None:
     print(f"{weights / 1e9:.2f}e9 parameters; a probe of {ids.size} tokens", flush=True)
     for version in range(2):  # the second has an earlier version to be compared with
         forget_peak()
-        before = peak_GiB()
+        before = peak_gib()
         start = time.perf_counter()
         engine.load(tensors)
         loaded = time.perf_counter()
@@ -179,8 +179,9 @@ def cost(responses: int = 8, length: int = 64) -> None:
         load, proof, own = loaded - start, proved - loaded, end - proved
         extra = proof - load + own
         print(
-            f"version {version}: load {load:.1f} s; proof without load {proof - load:.1f} s; the learner's leg {own:.1f} s; "
-            f"memory above both models {peak_GiB() - before:.2f} GiB (weights published: {held:.2f})",
+            f"version {version}: load {load:.1f} s; proof without load {proof - load:.1f} s; "
+            f"the learner's leg {own:.1f} s; "
+            f"memory above both models {peak_gib() - before:.2f} GiB (weights published: {held:.2f})",
             flush=True,
         )
         with torch.no_grad():
