@@ -182,7 +182,9 @@ class ObjectiveFlags:
     """Lower bound of capped weights; 0: none (tbpo_mismatch: 1 / C)."""
     reject: str | None = None
     """Drop tokens or whole responses by a statistic of r, on top of a correction that only weighs
-    (objectives.REJECTIONS; default none)."""
+    (corrections.REJECTIONS; default none)."""
+    reject_of: Literal["all", "negative"] | None = None
+    """Whom --reject may drop: all (the default), or only what has a negative advantage."""
     rs_low: float | None = None
     """Lower bound of what --reject and rejecting corrections keep."""
     rs_high: float | None = None

@@ -388,11 +388,13 @@ REJECTIONS = {
 def apply_correction(new, batch, stats, cfg):
     """(weight, keep, what to log) of the correction, and on top of it what `--reject` and `--veto` drop.
 
-    veto: a response in which one token has r below it is dropped whole."""
+    reject_of: "negative" drops tokens of negative advantage alone: to push down what the policy would hardly say any
+    more teaches it little, and moves it much. veto: a response in which one token has r below it is dropped whole."""
     weight, keep, *logs = CORRECTIONS[cfg.correction].apply(new, batch, stats, cfg)
     if cfg.reject != "none":
         statistic = REJECTIONS[cfg.reject].statistic(batch.log_r, batch.mask, cfg.log_ratio_clamp)
-        keep = keep * inside(statistic, cfg.rs_low, cfg.rs_high)
+        kept = inside(statistic, cfg.rs_low, cfg.rs_high)
+        keep = keep * (kept if cfg.reject_of == "all" else torch.where(batch.adv < 0, kept, 1.0))
     if cfg.veto > 0:
         low = (token_ratio(batch.log_r, cfg.log_ratio_clamp) < cfg.veto) & batch.mask
         keep = keep * ~low.any(1, keepdim=True)
@@ -494,6 +496,10 @@ def check_rejection(cfg) -> None:
         (cfg.rs_low is None and cfg.rs_high is None) or rejects or cfg.reject != "none",
         f"--rs_low={cfg.rs_low} --rs_high={cfg.rs_high}: nothing is rejected by bounds here; name what to bound with "
         f"--reject={', '.join(REJECTIONS)}",
+    )
+    need(
+        cfg.reject_of == "all" or cfg.reject != "none",
+        f"--reject_of={cfg.reject_of}: nothing is rejected; add --reject={', '.join(REJECTIONS)}, or leave it out",
     )
     need(0 <= cfg.veto < 1, f"--veto={cfg.veto}: a ratio in [0, 1), such as 1e-4; 0 is off")
 

@@ -157,7 +157,8 @@ CLIPS = {"gspo": (3e-4, 4e-4), "tbpo": (3e-4, 4e-4)}  # a length-normalised rati
 # Objectives: presets over the axes
 # ---------------------------------------------------------------------------------------------------------------------
 
-DEFAULTS = {"ratio_base": "ref", "reduction": "token-mean", "obrs_target": "ref", "advantage": "grpo", "reject": "none"}
+DEFAULTS = {"ratio_base": "ref", "reduction": "token-mean", "obrs_target": "ref", "advantage": "grpo"}
+DEFAULTS |= {"reject": "none", "reject_of": "all"}
 OBJECTIVES = {
     "none": {"correction": "none", "surrogate": "ppo"},  # the mismatch is ignored
     "grpo": {"correction": "none", "surrogate": "ppo"},
@@ -172,6 +173,11 @@ OBJECTIVES = {
     "prefix_tis": {"correction": "prefix_tis", "surrogate": "ppo"},
     "retrace": {"correction": "retrace", "surrogate": "ppo"},
     "retrace_seq": {"correction": "retrace_seq", "surrogate": "ppo"},
+    # ours: nor is pushed down what the policy would hardly say any more (results/search.md)
+    "spare": {
+        **{"correction": "retrace_seq", "surrogate": "ppo"},
+        **{"reject": "token", "reject_of": "negative", "rs_low": 0.9, "rs_high": math.inf},
+    },
     "seq_mis": {"correction": "seq_mis", "surrogate": "ppo"},
     "mis_gspo": {"correction": "seq_mis", "surrogate": "gspo", "reduction": "seq-mean-token-mean"},
     "geo_rs": {"correction": "geo_rs", "surrogate": "ppo"},
@@ -417,6 +423,7 @@ def actor_config(cfg):
         rs_low=bounds.get("rs_low"),
         rs_high=bounds.get("rs_high"),
         reject="none",
+        reject_of="all",
         veto=0.0,
         clip=True,
         clip_low=low,

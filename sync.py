@@ -236,9 +236,11 @@ class Probe:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """A checkpoint of before references were kept starts anew."""
+        """A checkpoint without references, or with those of other sequences, starts anew."""
         self.unproven, self.first_error = state.get("unproven", 0), state.get("first_error", 0.0)
-        self.prompt, self.decode = Reference.of(state.get("prompt")), Reference.of(state.get("decode"))
+        prompt, decode = Reference.of(state.get("prompt")), Reference.of(state.get("decode"))
+        if prompt is not None and prompt.engine.shape == self.ids[:, 1:].shape:
+            self.prompt, self.decode = prompt, decode
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import sweep
 import table1
 
 NEW = {
+    "spare": dict(objective="spare"),
     "prod min(r, 1) min(R, 1)": dict(objective="retrace_seq"),
     "min(R, 1)": dict(objective="seq_tis", is_cap=1),
     "min(R_t, 1)": dict(objective="prefix_tis"),

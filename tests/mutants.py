@@ -68,7 +68,7 @@ TESTS = {
     "remote/wire.py": ["test_wire.py", "test_door.py"],
     "remote/hub.py": ["test_hub.py", "test_guard.py", "test_door.py"],
     "remote/source.py": ["test_door.py", "test_hub.py"],
-    "remote/account.py": ["test_wire.py", "test_hub.py", "test_door.py"],
+    "remote/account.py": ["test_wire.py", "test_guard.py", "test_hub.py", "test_door.py"],
     "remote/groups.py": ["test_wire.py", "test_door.py", "test_guard.py"],
 }
 
@@ -136,6 +136,8 @@ MUTANTS = {
         ("surrogate = surrogate * (batch.adv > 0)", "surrogate = surrogate * (batch.adv >= 0) * 2"),
     ],
     "corrections.py": [
+        ('torch.where(batch.adv < 0, kept, 1.0)', 'torch.where(batch.adv > 0, kept, 1.0)'),
+        ('kept if cfg.reject_of == "all" else', 'kept if True else'),
         (
             "weight = prefix_ratio(log_r.clamp_max(0), mask, clamp)",
             "weight = prefix_ratio(log_r, mask, clamp).clamp_max(1)",

@@ -97,7 +97,7 @@ def step(responses: list[Response], cfg, kappa: float | None, distill_lambda: fl
     """kappa: what the last update left; distill_lambda: as the closed loop has it."""
     adv = advantages(responses, cfg.advantage)
     lam, kappa = lambda_and_kappa(responses, cfg, kappa)
-    weighed = [weights_of(r, cfg, lam, kappa) for r in responses]
+    weighed = [weights_of(r, a, cfg, lam, kappa) for r, a in zip(responses, adv, strict=True)]
     keep = [[k for _, k in row] for row in weighed]
     share = shares(responses, cfg)
     share_kept = shares_of_kept(keep, responses, cfg) if cfg.loss_denominator == "kept" else share
@@ -172,7 +172,7 @@ def one_share(own: float, tokens: float, sequences: float, cfg) -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def weights_of(r: Response, cfg, lam: float, kappa: float) -> list[tuple[float, float]]:
+def weights_of(r: Response, advantage: float, cfg, lam: float, kappa: float) -> list[tuple[float, float]]:
     """The policy's: correction, then --reject and --veto on r = p_ref / p_inf."""
     if cfg.correction in WITH_Z:
         out = [obrs(token, cfg, lam, kappa) for token in r.on]
@@ -182,7 +182,7 @@ def weights_of(r: Response, cfg, lam: float, kappa: float) -> list[tuple[float, 
         bounds = replace(bounds, **{name: value for name, value in given.items() if value is not None})
         over = "new" if cfg.correction == "tis_adjusted" else "ref"
         out = correct(cfg.correction, r, over, bounds, cfg.log_ratio_clamp)
-    kept = rejections(r, cfg)
+    kept = rejections(r, advantage, cfg)
     return [(w, k * also) for (w, k), also in zip(out, kept, strict=True)]
 
 
@@ -229,7 +229,7 @@ def inside(x: float, low: float, high: float) -> float:
     return 1.0 if low <= x <= high else 0.0
 
 
-def rejections(r: Response, cfg) -> list[float]:
+def rejections(r: Response, advantage: float, cfg) -> list[float]:
     """What --reject and --veto leave of each token."""
     c = cfg.log_ratio_clamp
     logs = [log_ratio(token, "ref", "inf") for token in r.on]
@@ -246,8 +246,9 @@ def rejections(r: Response, cfg) -> list[float]:
         "seq_mean_k3": [mean(k3)] * n,
     }[cfg.reject]
     low, high = (0.0, INF) if cfg.reject == "none" else (cfg.rs_low, cfg.rs_high)
+    spared = cfg.reject_of == "negative" and advantage >= 0
     vetoed = cfg.veto > 0 and any(math.exp(clamp(x, c)) < cfg.veto for x in logs)
-    return [0.0 if vetoed else inside(x, low, high) for x in statistic]
+    return [0.0 if vetoed else 1.0 if spared else inside(x, low, high) for x in statistic]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Planted faults of weight syncs, and how many syncs it takes to catch them. Not part of the suite, which has a few.
 
     python tests/sync_faults.py          # every fault in every format, at steps of 1e-3 and 1e-6; 1,000 healthy syncs
+    python tests/sync_faults.py --cost   # what the proof costs at 1B parameters: 20 GiB of memory, ten minutes
 
 A step of size s multiplies every weight by 1 + s N(0, 1), always the same N for a weight, as a steady gradient does.
 """
@@ -8,6 +9,7 @@ A step of size s multiplies every weight by 1 + s N(0, 1), always the same N for
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -17,9 +19,12 @@ import numpy as np
 import torch
 from conftest import tiny_model
 
+import batching
+import bench
+import objectives
 import quant
 from engines import HFEngine
-from learner import LearnerCheck
+from learner import Comm, Learner, LearnerCheck
 from rollout import uniforms
 from sync import Probe, SyncError, prove
 
@@ -124,7 +129,81 @@ def stands_still(size: float, most: int) -> tuple[int, str]:
     return 0, ""
 
 
+# a model of 1.2 billion parameters, with a head of 128,256 tokens
+LLAMA_1B = {
+    "hidden": 2048,
+    "inter": 8192,
+    "layers": 16,
+    "vocab": 128_256,
+    "head_dim": 64,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+
+
+def peak_GiB() -> float:
+    """The most memory that this process has held since `forget_peak`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 2**20
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def cost(responses: int = 8, length: int = 64) -> None:
+    """Seconds of a sync without and with its proof, beside an update's (forward and backward) for each token."""
+    model = bench.shaped("", **LLAMA_1B)
+    model.requires_grad_(True)
+    vocab = model.config.vocab_size
+    cfg = bench.resolved(objective="grpo", train_batch=responses, rollout_batch=responses, max_tokens=length)
+    rows = max(4, min(2048, 2**26 // vocab) // 144)  # as run.probe has them for a large batch
+    ids = (uniforms(rows * 144, "probe") * vocab).astype(np.int64).reshape(rows, 144)
+    engine = HFEngine(bench.shaped("", **LLAMA_1B, seed=1))
+    learner = Learner(model, None, cfg, Comm())
+    probe, check = Probe(None, ids, config=model.config), LearnerCheck(Probe(None, ids, config=model.config), True)
+    tensors = learner.published("policy", packed=False)
+    held = sum(x.nbytes for _, x in tensors) / 2**30
+    weights = sum(p.numel() for p in model.parameters())
+    print(f"{weights / 1e9:.2f}e9 parameters; a probe of {ids.size} tokens", flush=True)
+    for version in range(2):  # the second has an earlier version to be compared with
+        forget_peak()
+        before = peak_GiB()
+        start = time.perf_counter()
+        engine.load(tensors)
+        loaded = time.perf_counter()
+        prove(engine, version, tensors, probe)
+        proved = time.perf_counter()
+        check(version, learner.logprobs("policy", ids), tensors)
+        end = time.perf_counter()
+        load, proof, own = loaded - start, proved - loaded, end - proved
+        extra = proof - load + own
+        print(
+            f"version {version}: load {load:.1f} s; proof without load {proof - load:.1f} s; the learner's leg {own:.1f} s; "
+            f"memory above both models {peak_GiB() - before:.2f} GiB (weights published: {held:.2f})",
+            flush=True,
+        )
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 + 1e-3)
+    del engine
+    groups = bench.random_groups(np.random.default_rng(0), responses // 8, length, vocab)
+    batch = batching.collate(groups, cfg)
+    stats = objectives.prepare(batch, learner.comm, cfg, {})
+    for _ in range(2):
+        start = time.perf_counter()
+        learner.backward(batch, stats)
+        seconds = time.perf_counter() - start
+        learner.models.zero_grad(set_to_none=True)
+    tokens = int(batch.ids.numel())
+    per_token = seconds / tokens
+    print(f"forward and backward: {1e3 * per_token:.1f} ms a token ({tokens} tokens in {seconds:.1f} s)")
+    print(f"the proof is 1 % of an update of {100 * extra / per_token:,.0f} tokens, without counting its sampling")
+
+
 def main() -> None:
+    if sys.argv[1:] == ["--cost"]:
+        return cost()
     for size, most in ((1e-3, 200), (1e-6, 300)):
         for name, fault in FAULTS.items():
             for fmt in FORMATS:

@@ -92,6 +92,27 @@ def test_two_sided_cap_and_sequence_means_ignore_padding():
     assert torch.allclose(weight[:, 0], torch.tensor([1 / 16, 2.0], dtype=f64))
 
 
+@pytest.mark.parametrize("reject, low, high", [("token", 0.6, 3.0), ("geo", 1.5, math.inf), ("sequence", 0.0, 4.0)])
+@pytest.mark.parametrize("adv", [(1.0, -1.0), (-1.0, 1.0), (0.0, 0.0), (-1.0, -2.0)])
+def test_a_rejection_may_be_of_negative_advantages_alone(reject, low, high, adv):
+    new, b = tiny(LOG_R)
+    b = replace(b, adv=torch.tensor(adv, dtype=f64)[:, None])
+    flags = dict(correction="is", reject=reject, rs_low=low, rs_high=high)
+    weight, every = corrected(new, b, **flags)
+    again, keep = corrected(new, b, **flags, reject_of="negative")
+    assert torch.equal(weight, again) and 0 < every.sum() < every.numel()
+    for i, a in enumerate(adv):
+        assert keep[i].tolist() == (every[i].tolist() if a < 0 else [1.0] * 3)
+
+
+def test_spare_by_hand():
+    """prod min(r, 1) min(R, 1), without what is to be pushed down and has r < 0.9. r = 2, 0.5, 0.95 in both rows."""
+    new, b = tiny([[LN(2), -LN(2), LN(0.95)]] * 2)
+    weight, keep = corrected(new, replace(b, adv=torch.tensor([[0.5], [-0.5]])), objective="spare")
+    assert torch.allclose(weight, torch.tensor([[1.0, 0.5, 0.475]], dtype=f64) * 0.95)
+    assert keep.tolist() == [[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]]
+
+
 def test_a_veto_does_not_look_behind_the_end():
     new, b = tiny([[0.0, 0.0, -30.0], [0.0, -30.0, 0.0]], mask=[[True, True, False], [True, True, True]])
     _, keep = corrected(new, b, objective="tis", veto=1e-4)

@@ -164,6 +164,11 @@ def test_the_memory_of_a_probe_goes_through_a_checkpoint():
     fresh = Probe(None, IDS, config=rig.model.config)
     fresh.load_state_dict({"previous": torch.zeros(15)})  # a checkpoint of before references were kept
     assert fresh.prompt is None
+    fewer = Probe(None, IDS[:5], config=rig.model.config)
+    fewer.load_state_dict(again.state_dict())  # what other sequences said
+    assert fewer.prompt is None and fewer.decode is None
+    rig.probe = fewer
+    assert rig.sync().status == "first"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
