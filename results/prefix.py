@@ -60,6 +60,7 @@ SETTINGS = {
     "late by up to 64 updates": (LATE, heterorl.CONFIG),
 }
 SHORT = {"long responses": " (long)", "two bits": " (w2a16)", "late by up to 64 updates": " (late)"}
+NOT_DRAWN = ("1 where", "Jackpot, expected mask")  # a panel has room for seven lines
 FIRST_SEED = 10  # every row is run anew: base models differ a little between processors
 
 
@@ -105,7 +106,8 @@ def study(flags):
         tables.append(sweep.table(title, got, COLUMNS))
         named = {f"{label}{SHORT.get(title, '')}": records for label, records in got.items()}
         everything |= named
-        groups.append(sweep.Group(title, list(named), PANELS))
+        drawn = [label for label in named if not label.startswith(NOT_DRAWN)]
+        groups.append(sweep.Group(title, drawn, PANELS))
     sweep.page("prefix", *tables)
     sweep.figure("prefix", everything, groups, strong=tuple(label for label in everything if "R_t" in label))
 
