@@ -63,7 +63,7 @@ from tasks import run_stop_ids
 ROWS = (
     "none; is; tis is_cap=2; tis is_cap=3; tis is_cap=8; icepop; seq_is; seq_tis is_cap=1; seq_tis is_cap=2; "
     "seq_tis is_cap=4; seq_mis; geo_rs; prefix_tis is_cap=1; prefix_tis is_cap=2; prefix_tis is_cap=4; retrace; "
-    "retrace_seq; z_tis; jackpot obrs_mode=mask; jackpot; jackpot obrs_mask=expected"
+    "retrace_seq; spare; z_tis; jackpot obrs_mode=mask; jackpot; jackpot obrs_mask=expected"
 )
 STEP = 0.005  # what a shift of the weights changes in log-probabilities, root mean square, in nats
 EVERYTHING = (0, 2**31)  # lengths of responses

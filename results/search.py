@@ -18,6 +18,7 @@ up to its scale, which kappa does not see. w* is fitted on one half of the batch
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -466,6 +467,16 @@ def by_sign(t: Tokens) -> str:
     return sweep.markdown(["r", "A > 0: % of tokens", "along g", "A < 0: % of tokens", "along g"], rows)
 
 
+OTHERS = sweep.RESULTS / "worth" / "stale-64.json"  # made by worth.py, whose flags it holds
+
+
+def on_others() -> str:
+    """Named objectives where weights of 64 updates ago sample for those of update 128: no form was found on these."""
+    record = json.loads(OTHERS.read_text(encoding="utf-8"))
+    rows = sorted(record["rows"].items(), key=lambda item: -item[1]["worth"])
+    return sweep.markdown(HEAD[:7], [[name, *numbers(x)] for name, x in rows])
+
+
 def draw(measured: dict[str, Tokens]) -> None:
     """The best function of R by bins, two halves of the data, beside min(R, 1)."""
     plt = sweep.pyplot()
@@ -496,7 +507,7 @@ def study(flags):
         parts.append(f"## {name}\n\n{table(t)}")
         parts.append(f"Gradients G of responses by R, no weight: <G, g> / g^2, and size over g's:\n\n{by_ratio(t)}")
         parts.append(f"The same for all tokens of a kind together, by r and the sign of A:\n\n{by_sign(t)}")
-    sweep.page("search", *parts)
+    sweep.page("search", *parts, f"## stale by 64 updates: other tokens\n\n{on_others()}")
     draw(measured)
 
 
