@@ -374,9 +374,9 @@ def best_where(found: list[Point]) -> str:
         cells[-1].append(pays(x["worth"], x["worth_se"], price[p.name]))
     head = ["", "sampler", "KL", "best", "worth", "as good", "none", "price", "net", "pays"]
     note = (
-        "as good: the other rows that are less than two errors of the difference below the best; their number where "
-        "they are more than\nthree. price: of sampling a response, over one of the policy's. net: worth over price. "
-        "pays: worth is above the price by two\nerrors (no: below it; open: neither)."
+        "as good: the other rows that are less than two errors of the difference below the best; their number\n"
+        "where they are more than three. price: of sampling a response, over one of the policy's. net: worth over\n"
+        "price. pays: worth is above the price by two errors (no: below it; open: neither)."
     )
     return f"## Which is best where\n\n{note}\n\n" + sweep.markdown(head, cells)
 
@@ -392,7 +392,10 @@ def by_region(found: list[Point]) -> str:
         cells[-1] += [f"{len(others)} rows" if len(others) > 5 else names or "-"]
         cells[-1] += ["; ".join(f"{row} {mean_worth(own, row):.2f}" for row in poor) or "-"]
     head = ["", "KL", "samplers", "best by mean worth", "less than two errors below it", "more"]
-    note = "Mean worth over the samplers; the error is that of the mean difference of two rows."
+    note = (
+        "Mean worth over the samplers. The error is that of the mean difference of two rows, as if the samplers'\n"
+        "errors were independent; they share g and the directions, so it is too small."
+    )
     return f"## The map by regions\n\n{note}\n\n" + sweep.markdown(head, cells)
 
 
@@ -521,8 +524,8 @@ def draw(found: list[Point]) -> None:
 
 
 TITLES = {
-    STALE: "stale weights, by updates; triangles: low bits of the same later policy",
-    LAWS: "another sampling law; triangles: hotter, squares: top_p without kept sets",
+    STALE: "stale weights (updates); triangles: the same policy in low bits",
+    LAWS: "another sampling law; triangles: hotter; squares: top_p, no kept sets",
 }
 MARKS = {"top_p": ("s", "--"), "hotter": ("^", ":"), "later": ("^", ":")}
 
