@@ -26,6 +26,7 @@ STUDIES = (
     "search",
     "prefix",
     "foretell",
+    "map",
     "collapse",
 )
 

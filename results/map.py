@@ -46,6 +46,7 @@ LAST = 128  # updates of the run whose policies are stale
 STEPS = (1, 2, 4, 8, 16, 32, 64, 128)
 DISTILLED = (5, 10, 20, 80)
 WEAKER = (0.2, 0.1, 0.05)  # sampled accuracy at which the warm start of a weaker actor stops
+TEMPERATURES = (0.6, 0.8, 1.25, 1.5)
 TRAINED = {
     "stale": ["--objective=grpo", "--actor=none", "--seed=10", f"--steps={LAST}", f"--keep={LAST}"],
     "distilled": ["--lr=1e-12", "--distill_lambda=10", "--seed=10", "--steps=80", "--keep=80"],
@@ -62,26 +63,28 @@ ROWS = {
     BAND: "1 where 0.5 <= R <= 2",
     "prefix_tis": "min(R_t, 1), prefix_tis",
     "retrace": "prod min(r, 1), retrace",
-    "retrace_seq": "that times min(R, 1), retrace_seq",
+    "retrace_seq": "retrace times min(R, 1), retrace_seq",
     "seq_tis is_cap=1": "min(R, 1)",
     "seq_tis is_cap=4": "min(R, 4)",
     "seq_is": "R",
 }
 DRAWN = (
     "none",
+    "ppo_is",
     "tis is_cap=2",
     "jackpot obrs_mask=expected",
-    "prefix_tis",
     "seq_tis is_cap=1",
     "seq_tis is_cap=4",
     "retrace_seq",
 )
-ACTORS, STALE, FORMATS, LAWS = PANELS = (
+ACTORS, STALE, FORMATS, LAWS, LATER = KINDS = (
     "another model samples",
     "stale weights",
     "a low-bit engine",
     "another sampling law",
+    "the later policy, low bits",  # a control, drawn beside the stale ones: their policy is not the embedded one
 )
+PANELS = {ACTORS: (ACTORS,), STALE: (STALE, LATER), FORMATS: (FORMATS,), LAWS: (LAWS,)}
 
 
 @dataclass(frozen=True)
@@ -101,9 +104,9 @@ def samplers() -> dict[str, Sampler]:
     for name in ("int8", "fp8", "w4a16", "w3a16", "w2a16"):
         multiplies = name in ("int8", "fp8")  # the others are weights alone, which the plain engine rounds once
         found[name] = Sampler(FORMATS, name, (alone, f"--rollout_quant={name}"), multiplies, "format")
-    for t in (0.6, 0.8, 1.25):
+    for t in TEMPERATURES:
         flags = (alone, f"--stale={MADE / f'temperature-{t}'}")
-        found[f"temperature-{t}"] = Sampler(LAWS, f"T {t}", flags, line="temperature")
+        found[f"temperature-{t}"] = Sampler(LAWS, f"T {t}", flags, line="colder" if t < 1 else "hotter")
     for p in (0.99, 0.95, 0.9):
         flags = (alone, f"--top_p={p}", "--keep_sampling_mask=off")
         found[f"top_p-{p}"] = Sampler(LAWS, f"top_p {p}", flags, line="top_p")
@@ -117,6 +120,8 @@ def samplers() -> dict[str, Sampler]:
     model = f"--model={policy_after(LAST)}"
     for n in STEPS:
         found[f"stale-{n}"] = Sampler(STALE, f"{n}", (model, alone, f"--stale={policy_after(LAST - n)}"), line="stale")
+    for name in ("w4a16", "w3a16"):
+        found[f"later-{name}"] = Sampler(LATER, name, (model, alone, f"--rollout_quant={name}"), line="later")
     replayed = (alone, "--top_p=0.9", "--keep_sampling_mask=replay")
     found["replay-0.9"] = Sampler(LAWS, "top_p 0.9, kept sets replayed", replayed)
     return found
@@ -140,7 +145,7 @@ def make_models() -> None:
             more = ["--save_every=1", "--eval_every=0", "--eval_problems=64", "--log_samples=0", f"--out={out}"]
             argv = [sys.executable, "train.py", f"--config={sweep.STUDY}", *flags, *more, "--overwrite"]
             subprocess.run(argv, cwd=sweep.ROOT, check=True)
-    for t in (0.6, 0.8, 1.25):
+    for t in TEMPERATURES:
         if not (sweep.ROOT / MADE / f"temperature-{t}").is_dir():
             at_temperature(t, sweep.ROOT / MADE / f"temperature-{t}")
 
@@ -253,7 +258,7 @@ def points() -> list[Point]:
         if path.is_file():
             record = json.loads(path.read_text(encoding="utf-8"))
             found.append(Point(name, sampler, record["about"], record["rows"]))
-    return sorted(found, key=lambda p: (PANELS.index(p.sampler.panel), p.sampler.line, p.kl))
+    return sorted(found, key=lambda p: (KINDS.index(p.sampler.panel), p.sampler.line, p.kl))
 
 
 def difference(point: Point, a: str, b: str) -> tuple[float, float]:
@@ -283,7 +288,7 @@ REGIONS = (0, 0.01, 0.1, math.inf)  # of KL: near, middling, far
 
 def regions(found: list[Point]) -> Iterator[tuple[str, str, list[Point]]]:
     """(panel, region, its points), where there are any."""
-    for panel in PANELS:
+    for panel in KINDS:
         for low, high in zip(REGIONS, REGIONS[1:], strict=False):
             own = [p for p in found if p.sampler.panel == panel and p.sampler.line and low <= p.kl < high]
             if own:
@@ -341,7 +346,7 @@ def half(line: list[Point], row: str) -> str:
 
 def lines(found: list[Point]) -> Iterator[tuple[str, list[Point]]]:
     """(name, points near to far) of each line that is drawn."""
-    for panel in PANELS:
+    for panel in KINDS:
         own = [p for p in found if p.sampler.panel == panel and p.sampler.line]
         for line in dict.fromkeys(p.sampler.line for p in own):
             yield line, [p for p in own if p.sampler.line == line]
@@ -370,9 +375,9 @@ def best_where(found: list[Point]) -> str:
         cells[-1].append(pays(x["worth"], x["worth_se"], price[p.name]))
     head = ["", "sampler", "KL", "best", "worth", "as good", "none", "price", "net", "pays"]
     note = (
-        "as good: the other rows that are less than two errors of the difference below the best; their number where "
-        "they are more than\nthree. price: of sampling a response, over one of the policy's. net: worth over price. "
-        "pays: worth is above the price by two\nerrors (no: below it; open: neither)."
+        "as good: the other rows that are less than two errors of the difference below the best; their number\n"
+        "where they are more than three. price: of sampling a response, over one of the policy's. net: worth over\n"
+        "price. pays: worth is above the price by two errors (no: below it; open: neither)."
     )
     return f"## Which is best where\n\n{note}\n\n" + sweep.markdown(head, cells)
 
@@ -381,23 +386,33 @@ def by_region(found: list[Point]) -> str:
     """The map in a few lines: kind of distance and region of KL, and the rows that are best there on average."""
     cells = []
     for panel, region, own in regions(found):
-        good = as_good_on_average(own)
-        said = [f"{row} {mean_worth(own, row):.2f}" for row in good]
-        poor = [f"{row} {mean_worth(own, row):.2f}" for row in DRAWN if row not in good]
-        cells.append([panel, region, str(len(own)), said[0], "; ".join(said[1:]) or "-", "; ".join(poor) or "-"])
-    head = ["", "KL", "samplers", "best by mean worth", "within two errors of it", "worse, of the rows that are drawn"]
-    return "## The map by regions\n\n" + sweep.markdown(head, cells)
+        top, *others = as_good_on_average(own)
+        poor = [row for row in sorted(ROWS, key=lambda row: -mean_worth(own, row)) if row not in (top, *others)]
+        names = "; ".join(f"{row} {mean_worth(own, row):.2f}" for row in others)
+        cells.append([panel, region, str(len(own)), f"{top} {mean_worth(own, top):.2f}"])
+        cells[-1] += [f"{len(others)} rows" if len(others) > 5 else names or "-"]
+        cells[-1] += ["; ".join(f"{row} {mean_worth(own, row):.2f}" for row in poor) or "-"]
+    head = ["", "KL", "samplers", "best by mean worth", "less than two errors below it", "more"]
+    note = (
+        "Mean worth over the samplers. The error is that of the mean difference of two rows, as if the samplers'\n"
+        "errors were independent; they share g and the directions, so it is too small."
+    )
+    return f"## The map by regions\n\n{note}\n\n" + sweep.markdown(head, cells)
 
 
 def how_often(found: list[Point]) -> str:
-    """In how many samplers of each line a row is best or as good."""
+    """In how many samplers of each line a row is best or as good, and the least that it is worth where KL is small."""
     drawn = list(lines(found))
+    near = [p for _, line in drawn for p in line if p.kl < REGIONS[2]]
     cells = []
     for row in ROWS:
         counts = [sum(row in as_good(p) for p in line) for _, line in drawn]
         tops = sum(best(p) == row for _, line in drawn for p in line)
-        cells.append((sum(counts), [row, *map(str, counts), str(sum(counts)), str(tops)]))
+        worst = min(near, key=lambda p: p.rows[row]["worth"])
+        least = f"{value(worst.rows[row])} ({worst.name})"
+        cells.append((sum(counts), [row, *map(str, counts), str(sum(counts)), str(tops), least]))
     head = ["row", *(f"{name} ({len(line)})" for name, line in drawn), "in all", "best itself"]
+    head.append(f"least worth, of {len(near)} samplers with KL below {REGIONS[2]}")
     body = [cell for _, cell in sorted(cells, key=lambda cell: -cell[0])]
     return "## How often a row is best, or less than two errors below it\n\n" + sweep.markdown(head, body)
 
@@ -440,14 +455,20 @@ DISTANCES = {
 
 def distance_alone(found: list[Point]) -> str:
     """Spearman's correlation of each measure of distance with worth, over all points of the lines."""
-    own = [p for _, line in lines(found) for p in line]
+    drawn = [p for _, line in lines(found) for p in line]
+    later = [p for p in drawn if p.sampler.panel in (STALE, LATER)]
     cells = []
-    for name, of in DISTANCES.items():
-        x = [of(p) for p in own]
-        each = [spearman(x, [p.rows[row]["worth"] for p in own]) for row in DRAWN]
-        top = spearman(x, [p.rows[best(p)]["worth"] for p in own])
-        cells.append([name, *(f"{r:.2f}" for r in each), f"{top:.2f}"])
-    head = ["", *DRAWN, "the best of all"]
+    for policy, own in (
+        ("both", drawn),
+        ("embedded", [p for p in drawn if p not in later]),
+        (f"after {LAST} updates", later),
+    ):
+        for name, of in DISTANCES.items():
+            x = [of(p) for p in own]
+            each = [spearman(x, [p.rows[row]["worth"] for p in own]) for row in DRAWN]
+            top = spearman(x, [p.rows[best(p)]["worth"] for p in own])
+            cells.append([policy, str(len(own)), name, *(f"{r:.2f}" for r in each), f"{top:.2f}"])
+    head = ["policy", "samplers", "distance", *DRAWN, "the best of all"]
     parts = [by_distance(found, row) for row in ("none", "tis is_cap=2", "seq_tis is_cap=1", "retrace_seq")]
     title = "## Does KL alone say it?\n\nSpearman's correlation with worth over all points that are drawn:\n\n"
     return title + sweep.markdown(head, cells) + "\nWorth at the same KL:\n\n" + "\n".join(parts)
@@ -456,7 +477,7 @@ def distance_alone(found: list[Point]) -> str:
 def everything(found: list[Point]) -> str:
     """Every number that is drawn, and those that are not."""
     parts = []
-    for panel in PANELS:
+    for panel in KINDS:
         own = [p for p in found if p.sampler.panel == panel]
         if not own:
             continue
@@ -471,42 +492,55 @@ def everything(found: list[Point]) -> str:
 def draw(found: list[Point]) -> None:
     """Worth against KL, a panel for each kind of distance, a line for each row."""
     plt = sweep.pyplot()
-    fig, axes = plt.subplots(2, 2, figsize=(13, 9), layout="constrained")
+    fig, axes = plt.subplots(2, 2, figsize=(13, 9.5), layout="constrained")
     styles = sweep.styles_of(list(DRAWN), ("retrace_seq",))
-    drawn, price = list(lines(found)), prices(found)
-    for ax, panel in zip(axes.flat, PANELS, strict=True):
-        for _, line in drawn:
-            if line[0].sampler.panel == panel:
-                draw_line(ax, line, styles)
-        asked = sorted({price[p.name] for _, line in drawn for p in line if p.sampler.panel == panel} - {1.0})
-        if panel == ACTORS and asked and not math.isnan(asked[0]):
+    price = prices(found)
+    for ax, (panel, kinds) in zip(axes.flat, PANELS.items(), strict=True):
+        own = [line for _, line in lines(found) if line[0].sampler.panel in kinds]
+        far = [p.kl for line in own for p in line] or [1.0]
+        aside = 0.004 * math.log10(10 * max(far) / min(far))  # of neighbouring rows, so that error bars stand apart
+        for line in own:
+            draw_line(ax, line, styles, aside)
+        asked = sorted({price[p.name] for line in own for p in line} - {1.0})
+        if panel == ACTORS and asked:
             ax.axhline(asked[0], color="black", lw=0.9, ls="--")
             ax.text(1, asked[0], " price", transform=ax.get_yaxis_transform(), fontsize=8, va="center")
         ax.axhline(1, color="black", lw=0.9)
-        ax.set(xscale="log", title=panel, xlabel="KL(inf || ref), nats a token", ylabel="worth of a response")
+        ax.set(
+            xscale="log",
+            title=TITLES.get(panel, panel),
+            xlabel="KL(inf || ref), nats a token",
+            ylabel="worth of a response",
+        )
         ax.set_yscale("symlog", linthresh=0.1, linscale=0.5)
-        ax.set_ylim(-0.03, 4)
+        ax.set_ylim(-0.03, 10)
         ticks = (0, 0.05, 0.1, 0.2, 0.5, 1, 2, 4)
         ax.set_yticks(ticks, [f"{y:g}" for y in ticks])
         ax.minorticks_off()
         ax.grid(alpha=0.3)
     handles, _ = axes[0, 0].get_legend_handles_labels()
     texts = [ROWS[row] for row in DRAWN]
-    fig.legend(handles, texts, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    fig.legend(handles[: len(texts)], texts, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     sweep.save(fig, sweep.RESULTS / "map.png")
 
 
-def draw_line(ax, line: list[Point], styles: dict) -> None:
-    """The rows over the points of one line, each a little aside, and the samplers' names at the bottom."""
-    dashed = line[0].sampler.line == "top_p"
+TITLES = {
+    STALE: "stale weights (updates); triangles: the same policy in low bits",
+    LAWS: "another sampling law; triangles: hotter; squares: top_p, no kept sets",
+}
+MARKS = {"top_p": ("s", "--"), "hotter": ("^", ":"), "later": ("^", ":")}
+
+
+def draw_line(ax, line: list[Point], styles: dict, aside: float) -> None:
+    """The rows over the points of one line, each a little aside, and the samplers' names on top."""
+    mark, dash = MARKS.get(line[0].sampler.line, ("o", "-"))
     for i, row in enumerate(DRAWN):
-        x = [p.kl * 1.012 ** (i - len(DRAWN) // 2) for p in line]
+        x = [p.kl * 10 ** (aside * (i - len(DRAWN) // 2)) for p in line]
         y, error = ([p.rows[row][key] for p in line] for key in ("worth", "worth_se"))
         ends = ([min(a, b) for a, b in zip(y, error, strict=True)], error)
-        mark, dash = ("s", "--") if dashed else ("o", "-")
         ax.errorbar(x, y, yerr=ends, marker=mark, ms=4, ls=dash, elinewidth=0.7, label=row, **styles[row])
     for p in line:
-        ax.text(p.kl, 3.8, p.sampler.label, rotation=90, fontsize=6.5, ha="center", va="top", color="#555555")
+        ax.text(p.kl, 9, p.sampler.label, rotation=90, fontsize=6.5, ha="center", va="top", color="#555555")
 
 
 def study(flags: sweep.StudyFlags) -> None:
