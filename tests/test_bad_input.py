@@ -17,6 +17,7 @@ from bad_files import FILES, HELD, MODELS, make_file
 from conftest import ROOT
 from forked import Job, run_jobs
 
+pytestmark = pytest.mark.timeout(600)  # the first row waits for the answers to all of them
 SECONDS = 3.0  # of a processor that an answer may take; and three times as many on the clock of a busy machine
 
 
