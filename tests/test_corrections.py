@@ -106,10 +106,10 @@ def test_a_rejection_may_be_of_negative_advantages_alone(reject, low, high, adv)
 
 
 def test_spare_by_hand():
-    """prod min(r, 1) min(R, 1), without what is to be pushed down and has r < 0.9. r = 2, 0.5, 0.95 in both rows."""
-    new, b = tiny([[LN(2), -LN(2), LN(0.95)]] * 2)
+    """prod min(r, 1) min(R, 1), without what is to be pushed down and has r < 0.9. r = 1, 0.85, 0.95 in both rows."""
+    new, b = tiny([[0.0, LN(0.85), LN(0.95)]] * 2)
     weight, keep = corrected(new, replace(b, adv=torch.tensor([[0.5], [-0.5]])), objective="spare")
-    assert torch.allclose(weight, torch.tensor([[1.0, 0.5, 0.475]], dtype=f64) * 0.95)
+    assert torch.allclose(weight, torch.tensor([[1.0, 0.85, 0.8075]], dtype=f64) * 0.8075)
     assert keep.tolist() == [[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]]
 
 
