@@ -194,6 +194,8 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --objective=tis --reject=geo --rs_low=1.2 | --rs_low=1.2 --rs_high=1.1: the bounds ... rs_low must be below rs_high
 --rs_low=3 --rs_high=2 | --rs_low=3.0 --rs_high=2.0: the bounds are crossed; rs_low must be below rs_high
 --objective=tis --is_floor=2 | --is_floor=2.0: a lower bound of a capped weight, below ... --correction=tis has one
+--objective=grpo --reject_of=negative | --reject_of=negative: nothing is rejected; add --reject=token, sequence, geo
+--objective=grpo --reject=token --reject_of=positive | --reject_of=positive: ... all, negative
 --objective=grpo --is_floor=0.5 | --is_floor=0.5: a lower bound of a capped weight, ... --correction=none has none
 --objective=ppo_is --correction=tis | --ratio_base=inf already corrects for the ... --allow_double_correction=True
 --objective=grpo --ratio_base=group | --ratio_base=group divides the ... urrogate=gspo or tbpo, not ppo
