@@ -17,6 +17,7 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import transformers
 from conftest import ROOT
 
@@ -80,6 +81,8 @@ def run_as_child(jobs: list[Job], sink: int) -> None:
     """The child's whole life. Its lines to `sink` are those of Done."""
     try:
         give_up_root()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # not pytest-timeout's handler: the alarm is to end the process
+        torch.distributed.is_initialized = lambda: False  # a group of an earlier test's has nobody else in a fork
         prepare(jobs[0])
         sys.stdout = open(1, "w", closefd=False, buffering=1)  # noqa: SIM115  open as long as the process
         sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
