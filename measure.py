@@ -258,7 +258,7 @@ class Seen:
 
 
 def estimate(along, noise, reference: Reference, groups: int, keep=None) -> dict[str, float]:
-    """scale, bias, noise, noise_on, cosine of the mean, kappa and worth, as defined above.
+    """scale, bias, noise, noise_on, cosine of the mean, kappa and worth, as worth.py defines them.
 
     along: (batches, FOLDS); noise: (groups seen, directions); groups: in a batch. keep: what is used (`replicates`)."""
     batches, some, folds, directions = keep or next(replicates(len(along), *noise.shape))[0]

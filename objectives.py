@@ -173,7 +173,8 @@ OBJECTIVES = {
     "prefix_tis": {"correction": "prefix_tis", "surrogate": "ppo"},
     "retrace": {"correction": "retrace", "surrogate": "ppo"},
     "retrace_seq": {"correction": "retrace_seq", "surrogate": "ppo"},
-    # ours: nor is pushed down what the policy would hardly say any more (results/search.md)
+    # ours: nor is pushed down what the policy would hardly say any more (results/search.md). PPO's clip does that to
+    # p_new / p_inf, and DeepSeek-V3.2 masks whole responses of negative advantage by their mean log-ratio
     "spare": {
         **{"correction": "retrace_seq", "surrogate": "ppo"},
         **{"reject": "token", "reject_of": "negative", "rs_low": 0.9, "rs_high": math.inf},

@@ -74,8 +74,9 @@ class Run:
     def probe(self) -> Probe:
         """The probe of sync.py: fixed pseudo-random sequences, about 0.4 % of the tokens of a rollout batch.
 
-        The proof reads them eight times, an update reads its own tokens three times over, so that is 1 % of it. They
-        fill a block of vLLM's cache of prefixes (128 tokens on a CPU, 16 on a GPU) where the context allows."""
+        The proof reads them up to eight times, an update reads its own tokens three times over (forward, and a backward
+        of twice that): by this count 1 %, and more below 144,000 tokens, as four sequences are the least. They fill
+        a block of vLLM's cache of prefixes (128 tokens on a CPU, 16 on a GPU) where the context allows."""
         vocabulary = self.configs[self.rollout_model].vocab_size
         length = min(144, self.context - 1)
         tokens = min(2048, max(128, self.cfg.rollout_batch * self.cfg.max_tokens // 250), 2**26 // vocabulary)

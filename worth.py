@@ -124,7 +124,7 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     of_g = [f"--{k}={v}" for k, v in pairs if k not in names | of_rows | {*flags.FOREIGN}]
     plain = config.parse([*of_g, "--objective=none"])
     need(not own.stale or plain.actor == "none", f"--stale={own.stale}: the actor samples here; add --actor=none")
-    return own, rows, replace(plain, surrogate="reinforce", actor="none", rollout_quant="none")
+    return own, rows, replace(on_policy_config(plain), actor="none", rollout_quant="none")
 
 
 def check(own: WorthFlags) -> None:
