@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import socket
 import time
 
@@ -428,7 +429,8 @@ def test_two_who_never_answer_do_not_starve_a_third(made, monkeypatch):
         assert [arrived.name for arrived in h.drain()] == [f"honest/1/{n}"]
         h.free(f"honest/1/{n}", len(data))
         assert h.room.used["hog0"] <= 3 * len(data) and h.room.used["hog1"] <= 3 * len(data)
-    assert "hog0 does not send what it offered: the room is given back" in h.log.seen.read_text()
+    # of the two, whoever was asked
+    assert re.search("hog[01] does not send what it offered: the room is given back", h.log.seen.read_text())
 
 
 def test_room_is_shared_out_while_others_wait():
