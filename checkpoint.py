@@ -154,9 +154,7 @@ def save_model(config, tensors: dict, tokenizer, folder: Path, origin: str) -> N
     origin: the folder that the run started from. Its generation_config.json, which lists the tokens that end a
     response, goes along as it is."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()  # the run has a bar of its own
     with torch.device("meta"):
         shell = AutoModelForCausalLM.from_config(config)
     shell.save_pretrained(folder, state_dict=dict(tensors))
@@ -172,6 +170,7 @@ def one_sentence(folder: Path | str, part: str, mend: str):
     from transformers.utils import logging
 
     before = logging.get_verbosity()
+    logging.disable_progress_bar()  # the run has a bar of its own
     logging.set_verbosity_error()  # its report of weights that do not fit goes into the sentence
     try:
         yield

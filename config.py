@@ -23,18 +23,20 @@ import delay
 import flags
 import objectives
 import quant
+import remote
 import sampling
 import tasks
 from delay import DelayFlags, StalenessFlags
 from flags import UserError, choice, need
-from sampling import Sampling
+from quant import PrecisionFlags
+from remote import RemoteFlags
+from sampling import Sampling, SamplingFlags
+from tasks import PromptFlags, TaskFlags
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The flags, in groups; --help shows them in the order of `Config`'s bases
+# The flags, in groups, but for those that stand in the file of their concept: sampling.py, quant.py, delay.py, tasks/,
+# remote/__init__.py. --help shows them in the order of `Config`'s bases
 # ---------------------------------------------------------------------------------------------------------------------
-
-Quant = Literal["none", "int8", "fp8", "w4a16", "w3a16", "w2a16"]
-LearnerQuant = Literal["none", "aligned", "int8", "fp8", "w4a16", "w3a16", "w2a16"]
 
 
 @dataclass(frozen=True)
@@ -70,59 +72,13 @@ class SizeFlags:
     """Responses in one update, over all ranks."""
     group_size: int = 8
     """Responses to one prompt."""
+    epochs: float = 0.0
+    """Passes over the problems of --task, in place of --steps; 0: --steps counts."""
+    dynamic_sampling: int = 0
+    """Sample other prompts in the place of groups whose responses all earn the same, in at most so many rounds a batch
+    (DAPO); 0: never."""
     micro_tokens: int = 4096
     """Token budget (prompt and response) of one micro-batch on one rank."""
-
-
-@dataclass(frozen=True)
-class TaskFlags:
-    """The task"""
-
-    task: str = "arith"
-    """arith (generated sums), or a JSONL file with problem/question and answer."""
-    task_min_ops: int = 3
-    """arith: fewest operations in a problem."""
-    task_max_ops: int = 5
-    """arith: most operations; a response has about 6 tokens for each."""
-    task_operand: int = 9
-    """arith: largest operand."""
-    task_total: int = 29
-    """arith: largest running total (up to 199)."""
-    task_explain: int = 0
-    """arith: reward up to so many tokens of explanation behind a right answer with up to 1 more (long responses);
-    0: none."""
-    task_seed: int = 0
-    """Seed of the problems."""
-    answer: Literal["boxed", "last"] = "boxed"
-    """A file's answers: what counts of a response, its last \\boxed{} alone, or else its last expression."""
-    grade_seconds: float = 5.0
-    """Seconds of a processor that an answer may take to be graded; one that takes longer earns 0."""
-
-
-@dataclass(frozen=True)
-class SamplingFlags:
-    """Sampling"""
-
-    max_tokens: int = 32
-    """Longest response."""
-    stop: str = ""
-    """Tokens that end a response, with commas, beside the tokenizer's own end and those of generation_config.json."""
-    temperature: float = 1.0
-    """Sampling temperature; the learner scores with it too."""
-    top_p: float = 1.0
-    """Rollouts keep the smallest set of most likely tokens with at least this mass; 1: all."""
-    top_k: int = 0
-    """Rollouts keep the k most likely tokens; 0 or -1: all."""
-    min_p: float = 0.0
-    """Rollouts keep tokens with at least this share of the most likely one's probability; 0: all."""
-    logprobs_mode: Literal["processed", "raw"] = "processed"
-    """Log-probabilities the engine returns: of the distribution it samples from, or raw, of the model before
-    temperature and truncation (biased)."""
-    keep_sampling_mask: Literal["off", "recompute", "replay"] = "replay"
-    """What the learner scores where rollouts truncate: the whole vocabulary, its own cut, or the rollout's own
-    sets of allowed tokens (sampling.py)."""
-    kept_max: int = 256
-    """Largest set of allowed tokens that is recorded where top_p or min_p alone truncate (vLLM returns as many)."""
 
 
 @dataclass(frozen=True)
@@ -135,21 +91,6 @@ class EngineFlags:
     """Engine's precision."""
     rollout_memory: float = 0.25
     """Engine's memory: GiB of KV cache on CPU, share of the GPU on CUDA."""
-
-
-@dataclass(frozen=True)
-class PrecisionFlags:
-    """Precision on both sides"""
-
-    lm_head_fp32: bool = False
-    """Compute the language-model head in float32 on both sides, above bodies of less."""
-    rollout_quant: Quant = "none"
-    """Low-bit rollouts (quant.py): the engine's linear layers in this format."""
-    learner_quant: LearnerQuant = "none"
-    """aligned: the learner's copy of the model that samples computes on the engine's low-bit numbers (QaRL);
-    a format: whatever the engine does."""
-    quant_group: int = 64
-    """Columns that share a scale in w4a16 and its like."""
 
 
 @dataclass(frozen=True)
@@ -269,10 +210,10 @@ class ActorFlags:
 class OptimizerFlags:
     """Optimisation"""
 
-    lr: float = 1e-4
-    """Policy learning rate."""
-    actor_lr: float = 3e-4
-    """Actor learning rate."""
+    lr: float | None = None
+    """Policy learning rate (embedded models 1e-4)."""
+    actor_lr: float | None = None
+    """Actor learning rate (embedded models 3e-4)."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: torch.optim.Muon on the matrices of the layers, AdamW on the rest, at the same learning rates
     (RMS-matched)."""
@@ -296,8 +237,8 @@ class OptimizerFlags:
     """What to do where the first tenth is above --guard_kl (results/collapse.md); mend: half the learning rates."""
     guard_kl: float = 0.03
     """Guard: largest mean KL(inf, new) of the first tenth, nats a token."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Learner's compute type; bfloat16 is autocast over float32 weights."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Learner's compute type; bfloat16 is autocast over float32 weights (embedded models float32)."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Wrapper under torchrun."""
 
@@ -313,7 +254,8 @@ class ReportFlags:
     eval_samples: int = 1
     """Responses to each of them, at temperature 1."""
     eval_task: str = ""
-    """JSONL file of held-out problems; arith has its own test split."""
+    """Held-out sets, as --task, with commas; each may have settings: a.jsonl,b.jsonl:samples=32:temperature=0.6:
+    max_tokens=8192. arith has its own test split."""
     check_agreement: bool = True
     """Stop if on the first rollouts engine and learner, with the same weights, are different policies (sync.py)."""
     advantage_error_every: int = 0
@@ -329,26 +271,6 @@ class ReportFlags:
     """Also write TensorBoard events into the run folder."""
     wandb: str = ""
     """Also log to this wandb project."""
-
-
-@dataclass(frozen=True)
-class RemoteFlags:
-    """Samplers on other machines (remote/)"""
-
-    samplers: Literal["local", "zmq", "files"] = "local"
-    """local: an engine in this process; zmq, files: samplers anywhere, over ZeroMQ or a shared folder
-    (python rollout.py --connect=...)."""
-    bind: str = "tcp://127.0.0.1:5555"
-    """zmq: where to listen; rank r takes the port r higher. tcp://*:5555 for other hosts, with --keys."""
-    keys: str = "none"
-    """zmq: the learner's folder of keys (python -m remote.keys OUT --samplers=N); none: in the clear, on this host
-    only."""
-    sync_path: str = ""
-    """files: the shared folder."""
-    sync_dtype: Literal["float32", "bfloat16", "quantized"] = "float32"
-    """Weights on the wire; quantized: in --rollout_quant's format, as the learner's aligned forward has them."""
-    give_up: float = 3600.0
-    """Stop, with a sentence, after so many seconds without a group from any sampler."""
 
 
 @dataclass(frozen=True)
@@ -373,6 +295,7 @@ class Config(
     ActorFlags,
     OptimizerFlags,
     TaskFlags,
+    PromptFlags,
     EngineFlags,
     PrecisionFlags,
     ReportFlags,
@@ -452,8 +375,15 @@ def saved_flags(path: Path) -> dict:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+# what has a default for the embedded models alone, and what is proposed for others
+EMBEDDED = {"max_tokens": 32, "lr": 1e-4, "actor_lr": 3e-4, "dtype": "float32"}
+PROPOSED = {"max_tokens": 4096, "lr": 1e-6, "actor_lr": 1e-6, "dtype": "bfloat16"}
+
+
 def resolve_open(cfg: Config) -> Config:
     """Fill what the objective decides and what bounds default to; no checks."""
+    if cfg.model.startswith("base:"):
+        cfg = fill(cfg, EMBEDDED)
     cfg = fill(cfg, objectives.OBJECTIVES.get(cfg.objective, {}))
     cfg = fill(cfg, objectives.DEFAULTS)
     cfg = fill(cfg, objectives.default_bounds(cfg))
@@ -461,6 +391,8 @@ def resolve_open(cfg: Config) -> Config:
         cfg = replace(cfg, actor="base:actor" if cfg.model == "base:policy" else "none")
     if cfg.obrs_z == "auto":
         cfg = replace(cfg, obrs_z="exact" if corrections.exact_z_known(cfg) else "bracket")
+    if cfg.actor == "none":  # nobody has that rate
+        cfg = fill(cfg, {"actor_lr": EMBEDDED["actor_lr"]})
     if cfg.obrs_c2 is None:
         clipped = cfg.clip and cfg.surrogate in ("ppo", "cispo")
         cfg = replace(cfg, obrs_c2=1.02 + cfg.clip_high if clipped else 3.0)
@@ -477,6 +409,8 @@ def resolve(cfg: Config, n_ranks: int | None = None) -> Config:
     n_ranks = flags.from_environment("WORLD_SIZE", 1) if n_ranks is None else n_ranks
     choice("objective", cfg.objective, list(objectives.OBJECTIVES))
     cfg = resolve_open(cfg)
+    missing = [f"--{flag}={value}" for flag, value in PROPOSED.items() if getattr(cfg, flag) is None]
+    cfg = fill(cfg, EMBEDDED)
     for key, kind in flags.types_of(Config).items():
         flags.check_word(key, getattr(cfg, key), kind)
     check_sizes(cfg, n_ranks)
@@ -484,11 +418,16 @@ def resolve(cfg: Config, n_ranks: int | None = None) -> Config:
     check_sampling_with_an_actor(cfg)
     quant.check(cfg)
     delay.check(cfg)
-    check_remote(cfg)
+    remote.check(cfg)
     for one in corrections.candidates(cfg).values():
         objectives.check(one)
     check_models(cfg)
     tasks.check(cfg)
+    need(
+        not missing,
+        f"--model={cfg.model}: a model of your own has no default of some flags; name them, for instance "
+        f"{' '.join(missing)}",
+    )
     check_packages(cfg)
     return cfg
 
@@ -501,6 +440,7 @@ def check_sizes(cfg: Config, n_ranks: int) -> None:
     for name in ("lr", "actor_lr", "grad_clip", "distill_lambda_max", "guard_kl"):
         need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
     schedule = ("warmup_steps", "save_every", "eval_every", "log_samples", "advantage_error_every")
+    schedule += ("epochs", "dynamic_sampling")
     for name in (*schedule, "weight_decay", "adam_eps", "distill_kl_target", "distill_gain"):
         need(getattr(cfg, name) >= 0, f"--{name}={getattr(cfg, name)}: must not be negative")
     for name in ("adam_beta1", "adam_beta2"):
@@ -522,32 +462,6 @@ def check_sampling_with_an_actor(cfg: Config) -> None:
     need(
         not (cut_by_itself and cfg.actor != "none"),
         "--keep_sampling_mask=recompute with an --actor: the KL between two cut distributions is infinite; use replay",
-    )
-
-
-def check_remote(cfg: Config) -> None:
-    """Samplers on other machines, and the weights that travel to them."""
-    remote = cfg.samplers != "local"
-    need(cfg.give_up > 0, f"--give_up={cfg.give_up}: must be above 0")
-    need(cfg.samplers != "files" or cfg.sync_path.strip(), "--samplers=files: name the folder with --sync_path")
-    need(
-        cfg.samplers != "zmq" or cfg.bind.startswith(("tcp://", "ipc://")),
-        f"--bind={cfg.bind}: not an address; write tcp://HOST:PORT",
-    )
-    need(
-        cfg.samplers != "zmq" or cfg.keys != "none" or cfg.bind.startswith(("tcp://127.0.0.1:", "ipc://")),
-        f"--bind={cfg.bind}: for other hosts --keys are needed (python -m remote.keys OUT --samplers=N makes them), "
-        "or listen on tcp://127.0.0.1:PORT",
-    )
-    need(
-        cfg.sync_dtype != "quantized" or cfg.rollout_quant not in ("none", "w3a16", "w2a16"),
-        f"--sync_dtype=quantized: --rollout_quant={cfg.rollout_quant} is no format that engines load; use int8, fp8 or "
-        "w4a16, or --sync_dtype=float32",
-    )
-    need(
-        not (remote and cfg.learner_quant == "aligned" and cfg.sync_dtype == "bfloat16"),
-        "--sync_dtype=bfloat16: an engine that quantizes rounded weights has other low-bit numbers than "
-        "--learner_quant=aligned; use --sync_dtype=float32 or quantized",
     )
 
 

@@ -230,14 +230,17 @@ class DelaySource(LocalSource):
     def next(self, n_groups: int, learner_version: int, stop=()) -> list[Rollout]:
         """The next n groups in order of arrival; the clock moves on by whole steps until there are so many."""
         self.remember("sequence", "samplers", "tickets", "made", "waited", "dropped")
+        with given_back_if_it_fails(self):
+            return self.with_spread(n_groups, lambda n: self.sample_tickets(self.take(n, learner_version)))
+
+    def take(self, n_groups: int, learner_version: int) -> list[Ticket]:
+        """The next n tickets; the clock moves on until there are so many."""
         self.make(n_groups, learner_version)
         while len(self.tickets) < n_groups:
             self.waited += self.cfg.step_seconds
             self.make(n_groups, learner_version)
-        taken = self.tickets[:n_groups]
-        self.tickets = self.tickets[n_groups:]
-        with given_back_if_it_fails(self):
-            return self.sample_tickets(taken)
+        taken, self.tickets = self.tickets[:n_groups], self.tickets[n_groups:]
+        return taken
 
     def sample_tickets(self, taken: list[Ticket]) -> list[Rollout]:
         """The groups of these tickets, each sampled with the version it was made with."""

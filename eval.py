@@ -1,7 +1,8 @@
 """Evaluation: unbiased pass@k on held-out problems, with standard errors.
 
     python eval.py --model=out/demo                           # a run folder: its newest checkpoint's policy
-    python eval.py --model=FOLDER --task=FILE.jsonl --samples=8 --max_tokens=2048
+    python eval.py --model=FOLDER --task=a.jsonl,b.jsonl:samples=32:temperature=0.6 --max_tokens=2048 --out=scores.json
+    python eval.py --model=FOLDER --task=FILE.jsonl --show_prompt     # the first prompts, as the model sees them
     python eval.py --grade_gold=FILE.jsonl                    # no model: does the grader accept the file's own answers?
     python eval.py --mismatch --model=FOLDER                  # how far is the sampler from the learner? (mismatch.py)
 
@@ -16,7 +17,7 @@ import json
 import math
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -28,20 +29,37 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
+import flags
 import mismatch
 import objectives
 import quant
 import sampling
 import tasks
 import warmstart
-from config import Config, EngineFlags, PrecisionFlags, SamplingFlags, TaskFlags, check_engine
+from config import EMBEDDED, PROPOSED, Config, EngineFlags, check_engine
 from engines import HFEngine, make_engine
 from flags import UserError, check_output, choice, need, parse_flags, read_json, run_command
 from mismatch import MismatchFlags
+from quant import PrecisionFlags
 from rollout import request_seed
 from run import common_tokenizer
-from sampling import Sampling
-from tasks import Answer, Jsonl, encode, grade_all, make_task, run_stop_ids, stop_ids
+from sampling import Sampling, SamplingFlags
+from tasks import (
+    Answer,
+    EvalSet,
+    PromptFlags,
+    Table,
+    TaskFlags,
+    encode,
+    eval_sets,
+    grade_all,
+    prompts,
+    read_rows,
+    run_stop_ids,
+    stop_ids,
+)
+from tasks.prompts import Style
+from tasks.rewards import Reward, check_libraries
 
 PROBLEMS, PROBE_PROBLEMS = 512, 64  # unless --problems names a number: to evaluate, and for --mismatch
 BATCH = 256  # problems that an engine is given at once
@@ -60,11 +78,11 @@ def mean_se(x) -> tuple[float, float]:
     return float(x.mean()), float(x.std(ddof=1) / math.sqrt(len(x)))
 
 
-def solve(engine, task, tokenizer, indices, samples: int, sampling: Sampling, seed: int, ends: list[int]):
+def solve(engine, task, tokenizer, indices, samples: int, sampling: Sampling, seed: int, ends: list[int], write=None):
     """Right answers among `samples` responses to each held-out problem, and the mean length.
 
-    indices: numbers of problems. ends: tokens that end a response (tasks.stop_ids). Returns (len(indices), samples) of
-    0 / 1, and tokens."""
+    indices: numbers of problems. ends: tokens that end a response (tasks.stop_ids). write(problem, group): called with
+    each problem's graded responses. Returns (len(indices), samples) of 0 / 1, and tokens."""
     right, lengths = [], []
     for start in tqdm(range(0, len(indices), BATCH), desc="evaluate", leave=False, disable=len(indices) <= BATCH):
         problems = [task.problem("test", i) for i in indices[start : start + BATCH]]
@@ -74,9 +92,11 @@ def solve(engine, task, tokenizer, indices, samples: int, sampling: Sampling, se
             seeds.append([request_seed("eval", seed, problem.id, s) for s in range(samples)])
         groups = engine.generate(prompts, seeds, sampling, 0, ends)
         grade_all(task, tokenizer, problems, groups)
-        for group in groups:
+        for problem, group in zip(problems, groups, strict=True):
             right.append([float(r.reward > 0.5) for r in group])
             lengths += [len(r.tokens) for r in group]
+            if write is not None:
+                write(problem, group)
     return np.array(right), float(np.mean(lengths))
 
 
@@ -134,24 +154,29 @@ def advantage_slope(reward, cfg) -> float:
     return float((known * spread).sum() / spread.square().sum())
 
 
-def held_out(learner, name: str, task, tokenizer, cfg) -> dict[str, float]:
-    """pass@1 of the learner's own policy or actor on held-out problems, at temperature 1, spread over ranks.
+def held_out(learner, name: str, sets: list[EvalSet], tokenizer, cfg) -> dict[str, float]:
+    """pass@1 of the learner's own policy or actor on the held-out sets (Run.eval_sets), spread over ranks.
 
-    Nothing for a task that is a file, unless --eval_task names another one: the training file is not held out."""
-    if cfg.task != "arith" and not cfg.eval_task:
+    The mean over problems, and with several sets the mean of theirs, beside mean@n of each under its name."""
+    if not sets:
         return {}
-    if cfg.eval_task:
-        task = make_task(cfg, "eval_task")
-    n = cfg.eval_problems if task.size is None else min(cfg.eval_problems, task.size)
-    mine = list(range(learner.comm.rank, n, learner.comm.size))
     engine = sampler_of(learner, name, cfg)
-    plain = Sampling(max_tokens=cfg.max_tokens)
-    right, _ = solve(engine, task, tokenizer, mine, cfg.eval_samples, plain, cfg.seed, run_stop_ids(tokenizer, cfg))
-    score = right.mean(1)
-    total, squares = learner.comm.sum([score.sum(), (score**2).sum()])
-    mean = total / n
-    variance = max(0.0, squares / n - mean**2)
-    return {"pass@1": mean, "se": math.sqrt(variance / max(1, n - 1))}
+    ends = run_stop_ids(tokenizer, cfg)
+    scores, values = [], {}
+    for one in sets:
+        n = cfg.eval_problems if one.task.size is None else min(cfg.eval_problems, one.task.size)
+        mine = list(range(learner.comm.rank, n, learner.comm.size))
+        plain = Sampling(temperature=one.temperature, max_tokens=one.max_tokens)
+        right, _ = solve(engine, one.task, tokenizer, mine, one.samples, plain, cfg.seed, ends)
+        score = right.mean(1) if mine else np.zeros(0)
+        total, squares = learner.comm.sum([score.sum(), (score**2).sum()])
+        mean = total / n
+        variance = max(0.0, squares / n - mean**2)
+        scores.append((mean, math.sqrt(variance / max(1, n - 1))))
+        if len(sets) > 1:
+            values |= {f"{one.label}_mean@{one.samples}": mean, f"{one.label}_se": scores[-1][1]}
+    means, errors = np.array(scores).T
+    return {"pass@1": means.mean(), "se": math.sqrt((errors**2).sum()) / len(sets), **values}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -160,7 +185,7 @@ def held_out(learner, name: str, task, tokenizer, cfg) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class EvalFlags(TaskFlags, SamplingFlags, EngineFlags, PrecisionFlags, MismatchFlags):
+class EvalFlags(TaskFlags, PromptFlags, SamplingFlags, EngineFlags, PrecisionFlags, MismatchFlags):
     """Evaluation"""
 
     model: str = ""
@@ -175,30 +200,46 @@ class EvalFlags(TaskFlags, SamplingFlags, EngineFlags, PrecisionFlags, MismatchF
     """pass@k for these k, each at most n."""
     seed: int = 0
     """Seed of sampling."""
+    show_prompt: bool = False
+    """Print the first prompts as the model sees them, and the tokens that end a response; sample nothing."""
     grade_gold: str = ""
     """Feed this file's own answers to the grader instead of evaluating a model."""
     out: str = ""
-    """Also write the results to this JSON file (and the figure of --mismatch beside it)."""
+    """Also write the results to this JSON file, and beside it every response (X.responses.jsonl, from which the same
+    command goes on after a kill) or the figure of --mismatch."""
 
 
 @dataclass
 class Setup:
     """The model that is evaluated, and on what; all checked."""
 
-    task: object
+    sets: list[EvalSet]
     folder: str  # of the model
     tokenizer: object
-    problems: int  # the first so many of the task's held-out ones
+    most: int  # the first so many held-out problems of each set
     longest_prompt: int  # tokens
     vocabulary: int
     stop_ids: list[int]
+
+    @property
+    def task(self):
+        return self.sets[0].task
+
+    @property
+    def problems(self) -> int:
+        return self.count(self.sets[0])
+
+    def count(self, one: EvalSet) -> int:
+        """Problems of a set that are used."""
+        return self.most if one.task.size is None else min(self.most, one.task.size)
 
 
 def open_setup(cfg: EvalFlags, problems: int) -> Setup:
     """Find task and model. problems: so many unless --problems names a number. UserError: one sentence."""
     check(cfg)
-    task = make_task(cfg)
-    warmstart.check(cfg, task)
+    usual = {"samples": cfg.samples, "temperature": cfg.temperature, "max_tokens": cfg.max_tokens}
+    sets = eval_sets(cfg, "task", usual)
+    warmstart.check(cfg, sets[0].task)
     folder = find_model(cfg, "model", cfg.which)
     one_model = cfg.model.startswith("base:") or Path(folder) == Path(cfg.model)
     need(
@@ -210,15 +251,11 @@ def open_setup(cfg: EvalFlags, problems: int) -> Setup:
     tokenizer = common_tokenizer(cfg, folder, models[1] if cfg.actor else None)
     ends = stop_ids(tokenizer, models, cfg.stop)
     n = problems if cfg.problems is None else cfg.problems
-    if task.size is not None:
-        n = min(n, task.size)
-    longest = task.max_prompt() or max(len(encode(tokenizer, task.problem("test", i))) for i in range(n))
-    limit = model.max_position_embeddings
-    if longest + cfg.max_tokens > limit:
-        raise UserError(
-            f"--max_tokens={cfg.max_tokens}: the longest prompt has {longest} tokens, together more than the model's "
-            f"context of {limit}; shorten the response or drop long prompts"
-        )
+    longest = {one.label: one.task.fit(tokenizer, cfg.max_prompt_tokens) for one in sets}
+    for one in sets:
+        check_context(one, longest[one.label], model.max_position_embeddings)
+        if getattr(one.task, "dropped", 0):
+            print(f"{one.label}: {one.task.dropped} prompts of more than {cfg.max_prompt_tokens} tokens dropped")
     need(
         cfg.top_k <= model.vocab_size,
         f"--top_k={cfg.top_k}: larger than the vocabulary of {model.vocab_size} tokens; 0 keeps all",
@@ -226,7 +263,16 @@ def open_setup(cfg: EvalFlags, problems: int) -> Setup:
     for one in models:
         checkpoint.check_weights(one)
     quant.check_model(cfg, models[-1])
-    return Setup(task, folder, tokenizer, n, longest, model.vocab_size, ends)
+    return Setup(sets, folder, tokenizer, n, max(longest.values()), model.vocab_size, ends)
+
+
+def check_context(one: EvalSet, longest: int, limit: int) -> None:
+    """UserError if prompt and response of a set do not fit into the model's context."""
+    need(
+        longest + one.max_tokens <= limit,
+        f"--max_tokens={one.max_tokens}: the longest prompt of {one.label} has {longest} tokens, together more than "
+        f"the model's context of {limit}; shorten the response, or drop long prompts with --max_prompt_tokens",
+    )
 
 
 def check(cfg: EvalFlags) -> None:
@@ -273,38 +319,129 @@ def find_model(cfg: EvalFlags, flag: str, which: str) -> str:
 
 
 def evaluate(cfg: EvalFlags) -> dict:
-    """Sample, grade, and print pass@k with standard errors."""
-    n = cfg.samples
-    ks = [int(k) if k.strip().isdecimal() else 0 for k in cfg.k.split(",")]
-    need(
-        n < 1 or 1 <= min(ks) <= max(ks) <= n, f"--k={cfg.k}: each k must lie between 1 and --samples={n}, as in 1,{n}"
-    )
+    """Sample, grade, and print pass@k with standard errors, set by set."""
     setup = open_setup(cfg, PROBLEMS)
+    ks = {one.label: ks_of(cfg.k, one.samples) for one in setup.sets}
+    written = Responses.open(cfg, setup) if cfg.out else None
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    context = setup.longest_prompt + cfg.max_tokens
+    context = setup.longest_prompt + max(one.max_tokens for one in setup.sets)
     engine = make_engine(cfg, setup.folder, context, 0, device)
-    indices = list(range(setup.problems))
-    how = (n, Sampling.of(cfg), cfg.seed, setup.stop_ids)
-    right, length = solve(engine, setup.task, setup.tokenizer, indices, *how)
-    scores = {f"mean@{n}": right.mean(1)}  # one number a problem
+    results = []
+    for one in setup.sets:
+        right, length = evaluate_set(engine, one, setup, cfg, written)
+        results.append(scores(one, right, length, ks[one.label]))
+    engine.close()
+    first = {"model": setup.folder, "task": cfg.task}
+    if len(results) == 1:
+        return first | results[0]
+    mean = float(np.mean([r[f"mean@{r['samples']}"] for r in results]))
+    print(f"mean of the {len(results)} sets: {100 * mean:.2f} %")
+    return first | {"mean": mean, "sets": {one.label: r for one, r in zip(setup.sets, results, strict=True)}}
+
+
+def ks_of(text: str, n: int) -> list[int]:
+    """--k as numbers. UserError: one is not between 1 and n."""
+    ks = [int(k) if k.strip().isdecimal() else 0 for k in text.split(",")]
+    need(1 <= min(ks) <= max(ks) <= n, f"--k={text}: each k must lie between 1 and --samples={n}, as in 1,{n}")
+    return ks
+
+
+def evaluate_set(engine, one: EvalSet, setup: Setup, cfg: EvalFlags, written: Responses | None):
+    """Right answers (problems, samples) and the mean length on one set; what was written before is read."""
+    ids = [one.task.problem("test", i).id for i in range(setup.count(one))]
+    known = written.known[one.label] if written else {}
+    todo = [i for i, id in enumerate(ids) if id not in known]
+    if todo:
+        sampling = replace(Sampling.of(cfg), temperature=one.temperature, max_tokens=one.max_tokens)
+        write = written.writer(one, setup.tokenizer, known) if written else None
+        how = (one.samples, sampling, cfg.seed, setup.stop_ids)
+        right, length = solve(engine, one.task, setup.tokenizer, todo, *how, write)
+        if not written:
+            return right, length
+    rows = [known[id] for id in ids]
+    right = np.array([[float(r > 0.5) for r in row["rewards"]] for row in rows])
+    return right, float(np.mean([row["tokens"] for row in rows]))
+
+
+def scores(one: EvalSet, right, length: float, ks: list[int]) -> dict:
+    """mean@n and pass@k of a set with their standard errors over problems; printed."""
+    n = one.samples
+    found = {f"mean@{n}": right.mean(1)}  # one number a problem
     for k in ks:
-        scores[f"pass@{k}"] = [pass_at_k(n, int(c), k) for c in right.sum(1)]
-    out = {
-        "model": setup.folder,
-        "task": cfg.task,
-        "problems": setup.problems,
-        "samples": n,
-        "response_length": length,
-    }
-    sizes = f"{setup.problems} problems, {n} responses each, {length:.1f} tokens a response"
-    print(f"{setup.folder} on {cfg.task}: {sizes}")
-    for name, score in scores.items():
+        found[f"pass@{k}"] = [pass_at_k(n, int(c), k) for c in right.sum(1)]
+    out = {"problems": len(right), "samples": n, "response_length": length}
+    print(f"{one.label}: {len(right)} problems, {n} responses each, {length:.1f} tokens a response")
+    for name, score in found.items():
         mean, se = mean_se(score)
         out[name] = mean
         out[f"{name}_se"] = se
         print(f"  {name:8s} {100 * mean:6.2f} +- {100 * se:.2f} %")
-    engine.close()
     return out
+
+
+class Responses:
+    """Every response of an evaluation, in X.responses.jsonl beside --out=X.json: a line a problem, as it is graded.
+
+    The first line says what was asked; the same command finds the lines there and goes on."""
+
+    def __init__(self, path: Path, labels: list[str]):
+        self.path = path
+        self.known: dict[str, dict[str, dict]] = {label: {} for label in labels}  # set -> problem -> line
+
+    @classmethod
+    def open(cls, cfg: EvalFlags, setup: Setup) -> Responses:
+        """UserError: the file holds another evaluation."""
+        path = Path(cfg.out).with_suffix(".responses.jsonl")
+        check_output("out", str(path))
+        responses = cls(path, [one.label for one in setup.sets])
+        asked = {
+            key: value for key, value in vars(cfg).items() if key not in ("out", "k", "problems", "rollout_memory")
+        }
+        head = json.dumps({"evaluation": asked | {"folder": setup.folder}}) + "\n"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(head, encoding="utf-8")
+            return responses
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        need(
+            lines and lines[0] == head,
+            f"{path}: holds responses of another evaluation; name another --out, or remove that file",
+        )
+        whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
+        for line in whole[1:]:
+            row = json.loads(line)
+            responses.known[row["set"]][row["id"]] = row
+        path.write_text("".join(whole), encoding="utf-8")
+        print(f"{path}: {len(whole) - 1} problems are there already")
+        return responses
+
+    def writer(self, one: EvalSet, tokenizer, known: dict):
+        """What `solve` calls with each problem's graded responses."""
+
+        def write(problem, group) -> None:
+            row = {
+                "set": one.label,
+                "id": problem.id,
+                "answer": problem.answer,
+                "rewards": [r.reward for r in group],
+                "tokens": [len(r.tokens) for r in group],
+                "finish_reasons": [r.finish_reason for r in group],
+                "responses": [tokenizer.decode(r.tokens.tolist(), skip_special_tokens=True) for r in group],
+            }
+            known[problem.id] = row
+            with open(self.path, "a", encoding="utf-8") as f:
+                f.write(json.dumps(row) + "\n")
+
+        return write
+
+
+def show_prompt(cfg: EvalFlags) -> dict:
+    """Print the first prompts of each set as the model sees them."""
+    setup = open_setup(cfg, prompts.SHOWN)
+    for one in setup.sets:
+        problems = [one.task.problem("test", i) for i in range(min(prompts.SHOWN, setup.count(one)))]
+        print(prompts.shown(setup.tokenizer, problems, setup.stop_ids))
+    return {}
 
 
 def measure_mismatch(cfg: EvalFlags) -> dict:
@@ -312,6 +449,20 @@ def measure_mismatch(cfg: EvalFlags) -> dict:
     setup = open_setup(cfg, PROBE_PROBLEMS)
     actor = find_model(cfg, "actor", "actor") if cfg.actor else None
     return mismatch.probe(cfg, setup, actor).as_dict()
+
+
+def as_trained(cfg: EvalFlags, given: set[str]) -> EvalFlags:
+    """The flags; what is not given of a run's own prompts and length is as in the run, where --model names one."""
+    path = Path(cfg.model) / "config.json"
+    if not cfg.model or not path.is_file():
+        return cfg
+    saved = read_json(path, "copy it anew, or name another folder").get("config")
+    names = {"max_tokens", *(f.name for f in fields(PromptFlags))} - {"max_prompt_tokens"} - given
+    of_run = {name: saved[name] for name in sorted(names) if name in saved} if isinstance(saved, dict) else {}
+    asked = {name: value for name, value in of_run.items() if value != getattr(cfg, name)}
+    if asked:
+        print(f"as in {cfg.model}: {' '.join(f'--{k}={v}' for k, v in asked.items())}")
+    return replace(cfg, **asked)
 
 
 def wrapped(answer: str) -> str:
@@ -332,7 +483,9 @@ def grade_gold(path: str, seconds: float = EvalFlags.grade_seconds) -> dict:
     """Does the grader accept a file's own answers, and refuse changed ones? Prints both shares and each exception.
 
     seconds: of a processor, for each answer (--grade_seconds)."""
-    task = Jsonl(path, seconds=seconds, flag="grade_gold")
+    reward = Reward(seconds=seconds)
+    check_libraries(reward, path)
+    task = Table(path, read_rows(path, "grade_gold"), Style(), reward)
     gold = changed = 0
     for start in tqdm(range(0, task.size, BATCH), desc="grade"):
         problems = [task.problem("test", i) for i in range(start, min(start + BATCH, task.size))]
@@ -356,7 +509,16 @@ def grade_gold(path: str, seconds: float = EvalFlags.grade_seconds) -> dict:
 
 def main(argv: list[str] | None = None) -> dict:
     """One command; returns what --out writes. UserError: one sentence."""
-    cfg = parse_flags(EvalFlags, sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    cfg = as_trained(parse_flags(EvalFlags, argv), {key for key, _ in flags.read(EvalFlags, argv)})
+    if cfg.max_tokens is None:
+        cfg = replace(cfg, max_tokens=EMBEDDED["max_tokens"])
+        own = cfg.model.strip() and not cfg.model.startswith("base:") and not cfg.grade_gold
+        need(
+            not own or not find_model(cfg, "model", cfg.which),  # which says what is wrong with the name
+            f"--model={cfg.model}: a model of your own has no default of --max_tokens; name it, for instance "
+            f"--max_tokens={PROPOSED['max_tokens']}",
+        )
     if cfg.out:
         check_output("out", cfg.out)
     if cfg.grade_gold:
@@ -366,6 +528,8 @@ def main(argv: list[str] | None = None) -> dict:
         need(not cfg.model, f"--model={cfg.model}: --grade_gold grades a file's own answers, no model's; leave it out")
         tasks.check(cfg)
         result = grade_gold(cfg.grade_gold, cfg.grade_seconds)
+    elif cfg.show_prompt:
+        result = show_prompt(cfg)
     elif cfg.mismatch:
         result = measure_mismatch(cfg)
     else:

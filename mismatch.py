@@ -166,6 +166,7 @@ def learner_config(cfg, setup) -> config.Config:
         "objective": "none",
         "model": setup.folder,
         "actor": "none",
+        "lr": 1.0,  # asked for, and nothing learns
         "group_size": cfg.samples,
         "train_batch": responses,
         "rollout_batch": responses,

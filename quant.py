@@ -31,11 +31,30 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
 
 from flags import UserError, need
+
+Quant = Literal["none", "int8", "fp8", "w4a16", "w3a16", "w2a16"]
+LearnerQuant = Literal["none", "aligned", "int8", "fp8", "w4a16", "w3a16", "w2a16"]
+
+
+@dataclass(frozen=True)
+class PrecisionFlags:
+    """Precision on both sides"""
+
+    lm_head_fp32: bool = False
+    """Compute the language-model head in float32 on both sides, above bodies of less."""
+    rollout_quant: Quant = "none"
+    """Low-bit rollouts (quant.py): the engine's linear layers in this format."""
+    learner_quant: LearnerQuant = "none"
+    """aligned: the learner's copy of the model that samples computes on the engine's low-bit numbers (QaRL);
+    a format: whatever the engine does."""
+    quant_group: int = 64
+    """Columns that share a scale in w4a16 and its like."""
 
 
 @dataclass(frozen=True)

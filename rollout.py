@@ -90,6 +90,11 @@ def request_seed(*key) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def has_spread(group: Rollout) -> bool:
+    """Whether the group's responses earned different rewards: only then is there an advantage to learn from."""
+    return len({r.reward for r in group.responses}) > 1
+
+
 @contextmanager
 def given_back_if_it_fails(source):
     """After an exception in here the source stands where it stood before the last `next`: no group is skipped."""
@@ -117,12 +122,14 @@ class LocalSource:
     model: str  # the model whose weights the engine gets: "policy" or "actor"
     probe: sync.Probe
     max_allowed: int = 0  # largest set of allowed tokens that is recorded; 0: none is
+    resample: int = 0  # rounds of --dynamic_sampling
     stop_ids: list[int] | None = None  # the tokens that end a response (tasks.stop_ids); None: the tokenizer's end
     rank: int = 0
     n_ranks: int = 1
 
     def __post_init__(self):
         self.stop_ids = self.stop_ids or [self.tokenizer.eos_token_id]
+        self.no_spread = 0  # groups that were dropped for it since the last `metrics`
         self.graded = Counter()  # counts of grading since the last `metrics`
         self.packed = self.engine.packed  # whether `publish` wants low-bit tensors (quant.for_engine)
         self.incarnation = 0
@@ -154,10 +161,26 @@ class LocalSource:
 
         stop: a list that fills when the run must end, for sources that wait (remote/source.py)."""
         self.remember("sequence")
+        with given_back_if_it_fails(self):
+            return self.with_spread(n_groups, self.sample_next)
+
+    def sample_next(self, n_groups: int) -> list[Rollout]:
         numbers = range(self.sequence, self.sequence + n_groups)
         self.sequence += n_groups
-        with given_back_if_it_fails(self):
-            return self.sample(numbers)
+        return self.sample(numbers)
+
+    def with_spread(self, n_groups: int, sample) -> list[Rollout]:
+        """n groups by sample(n). With --dynamic_sampling (DAPO, Eq. 11) those whose responses all earned the same are
+        sampled anew from further prompts, in at most so many rounds; what is still missing then is taken from them."""
+        groups, flat = [], []
+        for _ in range(max(1, self.resample)):
+            for group in sample(n_groups - len(groups)):
+                (flat if self.resample and not has_spread(group) else groups).append(group)
+            if len(groups) == n_groups:
+                break
+        missing = n_groups - len(groups)
+        self.no_spread += len(flat) - missing
+        return groups + flat[:missing]
 
     def remember(self, *names: str) -> None:
         """Note what `give_back` must put back."""
@@ -211,6 +234,9 @@ class LocalSource:
         """What the last weight sync proved, and how grading went; empty when that was reported before."""
         proof, self.proof = self.proof, None
         values, self.graded = grading_metrics(self.graded), Counter()
+        if self.resample:
+            values["dynamic_sampling/dropped"] = float(self.no_spread)
+            self.no_spread = 0
         if proof is None:
             return values
         return values | {

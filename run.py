@@ -39,7 +39,7 @@ from flags import UserError, need
 from learner import LearnerCheck
 from rollout import LocalSource, uniforms
 from sync import Probe
-from tasks import encode, make_task, run_stop_ids
+from tasks import EvalSet, eval_sets, make_task, run_stop_ids
 
 
 @dataclass
@@ -48,6 +48,7 @@ class Run:
 
     cfg: config.Config
     task: object
+    eval_sets: list  # tasks.EvalSet: what is held out
     tokenizer: object
     policy: str
     actor: str | None
@@ -99,10 +100,8 @@ def open_run(cfg: config.Config, comm) -> Run:
     """Check task and models, make the embedded base models if they are asked for. Nothing of the run is written yet.
 
     UserError: one sentence."""
-    asked = [make_task(cfg)]
-    if cfg.eval_task:
-        asked.append(make_task(cfg, "eval_task"))
-    task = asked[0]
+    task = make_task(cfg)
+    held_out = held_out_sets(cfg, task)
     warmstart.check(cfg, task)
     if cfg.model.startswith("base:"):
         check_vocabulary(cfg, tasks.VOCAB)
@@ -112,18 +111,36 @@ def open_run(cfg: config.Config, comm) -> Run:
     for folder in filter(None, folders.values()):
         checkpoint.check_weights(folder)
     configs = {name: checkpoint.read_config(f) for name, f in folders.items() if f}
-    longest = max(longest_prompt(one, tokenizer) for one in asked)
-    context = longest + cfg.max_tokens
     limit = min(c.get_text_config().max_position_embeddings for c in configs.values())
-    if context > limit:
-        raise UserError(
-            f"--max_tokens={cfg.max_tokens}: the longest prompt has {context - cfg.max_tokens} tokens, together more "
-            f"than the model's context of {limit}; shorten the response or drop long prompts"
+    longest = task.fit(tokenizer, cfg.max_prompt_tokens)
+    needed = [("max_tokens", cfg.max_tokens, longest)]
+    needed += [("eval_task", one.max_tokens, one.task.fit(tokenizer)) for one in held_out]
+    for flag, tokens, prompt in needed:
+        need(
+            prompt + tokens <= limit,
+            f"--{flag}={getattr(cfg, flag)}: the longest prompt has {prompt} tokens, with {tokens} of a response more "
+            f"than the model's context of {limit}; shorten the response, or drop long prompts with --max_prompt_tokens",
         )
+    if getattr(task, "dropped", 0) and comm.rank == 0:
+        print(
+            f"{cfg.task}: {task.dropped} prompts of more than {cfg.max_prompt_tokens} tokens dropped, {task.size} left"
+        )
+    context = longest + cfg.max_tokens
+    if cfg.epochs:
+        need(task.size, f"--epochs={cfg.epochs}: {cfg.task} is endless; give --steps")
+        cfg = dataclasses.replace(cfg, steps=math.ceil(cfg.epochs * task.size * cfg.group_size / cfg.train_batch))
     chosen = newest(cfg, comm)
     if chosen:  # before a model loads
         checkpoint.shared_by_ranks(chosen, comm.size, mmap=True)
-    return Run(cfg, task, tokenizer, folders["policy"], folders["actor"], context, configs, chosen)
+    return Run(cfg, task, held_out, tokenizer, folders["policy"], folders["actor"], context, configs, chosen)
+
+
+def held_out_sets(cfg, task) -> list[EvalSet]:
+    """The sets of --eval_task, or the test split of generated problems: a file that is trained on is not held out."""
+    usual = {"samples": cfg.eval_samples, "temperature": 1.0, "max_tokens": cfg.max_tokens}
+    if cfg.eval_task:
+        return eval_sets(cfg, "eval_task", usual)
+    return [EvalSet(task, "arith", **usual)] if cfg.task == "arith" else []
 
 
 def newest(cfg, comm) -> Path | None:
@@ -153,6 +170,7 @@ def open_source(cfg, run, comm):
         "group_size": cfg.group_size,
         "topk": topk,
         "max_allowed": max_allowed,
+        "resample": cfg.dynamic_sampling,
         "stop_ids": stop_ids,
         "model": run.rollout_model,
         "probe": run.probe(),
@@ -359,11 +377,6 @@ def common_tokenizer(cfg, policy: str, actor: str | None):
             f"--actor={cfg.actor}: its tokenizer differs from the policy's; actor and policy must share one vocabulary"
         )
     return tokenizer
-
-
-def longest_prompt(task, tokenizer) -> int:
-    """Tokens of the longest prompt: known for arith, read off for a file."""
-    return task.max_prompt() or max(len(encode(tokenizer, task.problem("test", i))) for i in range(task.size))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

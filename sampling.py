@@ -21,6 +21,7 @@ Source: Mismatch Praxis, section 2.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -28,6 +29,32 @@ import torch
 from flags import need
 
 COLDEST = 0.01  # vLLM samples at this temperature when it is asked for a lower one, and does not say so
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """Sampling"""
+
+    max_tokens: int | None = None
+    """Longest response (embedded models 32)."""
+    stop: str = ""
+    """Tokens that end a response, with commas, beside the tokenizer's own end and those of generation_config.json."""
+    temperature: float = 1.0
+    """Sampling temperature; the learner scores with it too."""
+    top_p: float = 1.0
+    """Rollouts keep the smallest set of most likely tokens with at least this mass; 1: all."""
+    top_k: int = 0
+    """Rollouts keep the k most likely tokens; 0 or -1: all."""
+    min_p: float = 0.0
+    """Rollouts keep tokens with at least this share of the most likely one's probability; 0: all."""
+    logprobs_mode: Literal["processed", "raw"] = "processed"
+    """Log-probabilities the engine returns: of the distribution it samples from, or raw, of the model before
+    temperature and truncation (biased)."""
+    keep_sampling_mask: Literal["off", "recompute", "replay"] = "replay"
+    """What the learner scores where rollouts truncate: the whole vocabulary, its own cut, or the rollout's own
+    sets of allowed tokens (sampling.py)."""
+    kept_max: int = 256
+    """Largest set of allowed tokens that is recorded where top_p or min_p alone truncate (vLLM returns as many)."""
 
 
 @dataclass(frozen=True)

@@ -92,9 +92,9 @@ class Training:
 
     def __init__(self, cfg: config.Config, comm: Comm):
         """Everything that can be wrong is found before the first model loads (config.py, run.py)."""
-        self.cfg = cfg
         self.comm = comm
         self.run = open_run(cfg, self.comm)  # task, tokenizer, model folders, newest checkpoint
+        self.cfg = cfg = self.run.cfg  # with --epochs counted in updates
         self.source = open_source(cfg, self.run, self.comm)
         self.learner = Learner(*self.run.load_models(), cfg, self.comm)
         self.check_published = self.run.learner_check()
@@ -197,7 +197,7 @@ class Training:
         values = {}
         with timer(self.clock, "eval_s"):
             for name in self.learner.names:
-                scores = held_out(self.learner, name, self.run.task, self.run.tokenizer, self.cfg)
+                scores = held_out(self.learner, name, self.run.eval_sets, self.run.tokenizer, self.cfg)
                 values |= {f"eval/{name}_{key}": value for key, value in scores.items()}
         return values
 

@@ -108,7 +108,8 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     pairs = flags.read(both, argv, "python worth.py --key=value ...", also={"config", *flags.FOREIGN})
     names = {f.name for f in fields(WorthFlags)}
     own = WorthFlags(**{k: flags.convert(WorthFlags, k, v) for k, v in pairs if k in names})
-    shared = [f"--{k}={v}" for k, v in pairs if k not in names]
+    shared = ["--lr=1", "--actor_lr=1", "--dtype=float32"]  # asked for, and nothing learns
+    shared += [f"--{k}={v}" for k, v in pairs if k not in names]
     need(not any(k == "objective" for k, _ in pairs), "--objective: name the objectives to weigh with --rows")
     check(own)
     rows = {}
@@ -122,7 +123,7 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     need(len(kept) <= 1, "--rows: rows with several --obrs_topk; weigh them one after the other")
     of_rows = {f.name for f in fields(config.ObjectiveFlags)} - {"advantage", "reduction"}
     of_g = [f"--{k}={v}" for k, v in pairs if k not in names | of_rows | {*flags.FOREIGN}]
-    plain = config.parse([*of_g, "--objective=none"])
+    plain = config.parse(["--lr=1", "--actor_lr=1", "--dtype=float32", *of_g, "--objective=none"])
     need(not own.stale or plain.actor == "none", f"--stale={own.stale}: the actor samples here; add --actor=none")
     return own, rows, replace(on_policy_config(plain), actor="none", rollout_quant="none")
 

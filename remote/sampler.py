@@ -22,7 +22,6 @@ import re
 import time
 import tomllib
 from dataclasses import dataclass, fields, replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
@@ -45,7 +44,7 @@ from remote.link import Link
 from rollout import LocalSource, Rollout, request_seed, uniforms
 from sampling import Sampling
 from sync import Probe
-from tasks import make_task
+from tasks import digest_of, make_task
 
 PRINT_EVERY = 10.0  # seconds between two lines on the screen
 
@@ -469,9 +468,11 @@ def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> Sam
         "cuda" if torch.cuda.is_available() else "cpu",
     )
     fmt = quant.format_of(cfg.rollout_quant, cfg.quant_group)
+    task = make_task(cfg)
+    task.fit(tokenizer, cfg.max_prompt_tokens)  # drops what the learner drops
     return SamplerSource(
         engine,
-        make_task(cfg),
+        task,
         tokenizer,
         Sampling(**{**run["sampling"], "seed": cfg.seed}),
         group_size=cfg.group_size,
@@ -491,8 +492,9 @@ def configure(run: dict, flags: SamplerFlags) -> Config:
     """The learner's flags, and this host's for the engine. UserError if they do not go together."""
     known = {f.name for f in fields(Config)}
     cfg = Config(**{k: v for k, v in run["config"].items() if k in known})
+    task = flags.task or (cfg.task if cfg.task.startswith("hf:") else "arith")
     if cfg.task != "arith":
-        check_task(flags.task, cfg.task, run["task_digest"])
+        check_task(task, cfg.task, run["task_digest"])
     learner_quant = run["config"]["rollout_quant"]
     own_quant = learner_quant if flags.rollout_quant == "auto" else flags.rollout_quant
     if run["packed"] and own_quant != learner_quant:
@@ -502,7 +504,7 @@ def configure(run: dict, flags: SamplerFlags) -> Config:
         )
     return replace(
         cfg,
-        task=flags.task or "arith",
+        task=task,
         rollout=flags.rollout,
         rollout_dtype=flags.rollout_dtype,
         rollout_quant=own_quant,
@@ -512,8 +514,11 @@ def configure(run: dict, flags: SamplerFlags) -> Config:
 
 def check_task(path: str, learners: str, digest: str) -> None:
     """UserError unless this host has the learner's task file."""
-    if not path or not Path(path).is_file() or sha256(Path(path).read_bytes()).hexdigest() != digest:
-        raise UserError(f"--task={path}: not the learner's {learners}; copy that file here and name it with --task")
+    try:
+        same = digest_of(path) == digest
+    except OSError:
+        same = False
+    need(same, f"--task={path}: not the learner's {learners}; copy that file here and name it with --task")
 
 
 def check_own_model(folder: str, tokenizer, config, context: int) -> None:

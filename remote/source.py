@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import dataclasses
 import filecmp
-import hashlib
 import secrets
 import sys
 import time
@@ -31,6 +30,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
 
+import tasks
 from checkpoint import write_tensors
 from flags import need
 from remote import wire
@@ -39,11 +39,11 @@ from remote.files import FilesHub
 from remote.groups import Limits, decode_group, name_of
 from remote.guard import log_path, open_log
 from remote.hub import Hub
-from rollout import Rollout
+from rollout import Rollout, has_spread
 from sampling import Sampling
 from tasks import run_stop_ids
 
-FATES = ("trained", "staleness", "window", "orphan", "refused", "corrupt", "lost")
+FATES = ("trained", "staleness", "window", "no_spread", "orphan", "refused", "corrupt", "lost")
 TRAFFIC = ("received", "duplicate", "bad_leaves", "malformed", "strangers", "faults")
 SUSPENDED = 5.0  # seconds: a turn of the waiting loop that takes longer means that this process was suspended
 PRINT_EVERY = 60.0  # seconds between two lines on the screen while the learner waits
@@ -55,7 +55,13 @@ SHARED = (
     "max_tokens",
     "seed",
     "answer",
+    "answer_key",
+    "chat_kwargs",
     "grade_seconds",
+    "max_prompt_tokens",
+    "overlong",
+    "prompt_key",
+    "reward",
     "rollout_quant",
     "quant_group",
     "logprobs_mode",
@@ -100,15 +106,14 @@ def open_remote_source(cfg, run, model: str, topk: int, max_allowed: int, comm) 
 def describe_run(cfg, run, model: str, topk: int, max_allowed: int, ranks: int) -> dict:
     """What a sampler must know of a run beside the model's files. The names are those of the messages."""
     shared = {k: v for k, v in dataclasses.asdict(cfg).items() if k in SHARED or k.startswith("task_")}
-    digest = "" if cfg.task == "arith" else hashlib.sha256(Path(cfg.task).read_bytes()).hexdigest()
     return {
-        "config": shared,
+        "config": shared | tasks.prompts.contents(cfg),
         "model": model,
         "topk": topk,
         "kept": max_allowed,
         "context": run.context,
         "world": ranks,
-        "task_digest": digest,
+        "task_digest": tasks.digest_of(cfg.task),
         "sampling": vars(Sampling.of(cfg)),
         "probe": run.probe().ids.tolist(),
         "packed": cfg.sync_dtype == "quantized",
@@ -328,6 +333,8 @@ class RemoteSource:
             return "staleness"
         if time.time() - item.when > self.cfg.window_seconds:
             return "window"
+        if self.cfg.dynamic_sampling and not has_spread(group):
+            return "no_spread"
         return "trained"
 
     def record_fate(self, name: str, fate: str) -> None:

@@ -19,7 +19,8 @@ sys.path.insert(0, str(ROOT))
 from tqdm import tqdm
 
 from results import sweep
-from tasks import Graders, grade, graders, last_box
+from tasks.grading import Graders, graders
+from tasks.rewards import last_box, math_answer
 
 ANSWERS = 4096
 SECONDS = 60.0  # no answer here comes near
@@ -47,9 +48,10 @@ def answers(rng: random.Random) -> list[tuple[str, str]]:
 def measure(pairs: list[tuple[str, str]]) -> tuple[float, float]:
     """Seconds in this process and in the pool, which has been started; both must say the same."""
     start = time.perf_counter()
-    serial = [grade(*pair) for pair in tqdm(pairs, desc="one after the other", leave=False)]
+    calls = [({"answer": gold}, text, "stop") for text, gold in pairs]
+    serial = [float(math_answer(*call)) for call in tqdm(calls, desc="one after the other", leave=False)]
     middle = time.perf_counter()
-    pooled = graders().grade(pairs, SECONDS)
+    pooled = graders().grade("math", calls, SECONDS)
     end = time.perf_counter()
     if pooled != serial:
         raise RuntimeError("the pool's verdicts differ from those of this process")
@@ -58,7 +60,7 @@ def measure(pairs: list[tuple[str, str]]) -> tuple[float, float]:
 
 def main() -> None:
     pool: Graders = graders()
-    pool.grade([(f"\\boxed{{{i}}}", "1") for i in range(64)], SECONDS)  # all have started
+    pool.grade("math", [({"answer": "1"}, f"\\boxed{{{i}}}", "stop") for i in range(64)], SECONDS)  # all have started
     texts = answers(random.Random(0))
     boxes = [(last_box(text), gold) for text, gold in texts]
     words = sum(len(text.split()) for text, _ in texts) / len(texts)

@@ -10,10 +10,29 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-from config import Config
+from config import EMBEDDED, Config
 from remote.keys import make_keys
 
 GOOD = '{"problem": "1 + 1 :", "answer": "2"}\n'
+OWN = """
+class Small:
+    size = 3
+
+class Wide:
+    size = None
+
+    def problem(self, split, index):
+        return {"prompt": "p", "answer": 1}
+
+    def reward(self, row, text, finish_reason):
+        return 1.0
+
+def raises(row, text, finish_reason):
+    return 1 / 0
+
+def text(row, text, finish_reason):
+    return text
+"""
 ROW = '{"step": 0, "reward": 0.5}\n'
 MODELS: dict[str, Path] = {}  # POLICY and ACTOR: whole model folders
 HELD = []  # files and sockets that a row's other process holds
@@ -97,7 +116,7 @@ def record(**changes) -> str:
 
 
 OTHER = {"objective": "grpo", "actor": "none", "seed": 0}  # the first row of table1.py
-FLAGS = asdict(Config(model="base:policy", rollout="hf"))
+FLAGS = {**asdict(Config(model="base:policy", rollout="hf")), **EMBEDDED}
 RUN = json.dumps({"config": FLAGS, "command": "train.py"})
 RUN_OF_POLICY = json.dumps({"config": {**FLAGS, "model": "POLICY", "actor": "none"}, "command": "train.py"})
 DAMAGED = {"digests.json": '{"policy/config.json": "00"}', "policy": {"config.json": "{}"}}
@@ -115,9 +134,12 @@ FILES = {
     "no_problem.jsonl": GOOD + GOOD + '{"answer": "1"}\n',
     "empty_problem.jsonl": '{"problem": " ", "answer": "1"}\n',
     "number_problem.jsonl": '{"problem": 3, "answer": "1"}\n',
-    "chat_problem.jsonl": '{"problem": [{"role": "user", "content": "1 + 1"}], "answer": "2"}\n',
+    "array.json": '{"problem": "1 + 1", "answer": "2"}\n',
+    "fine.parquet": "PAR1, it says",
+    "own.py": OWN,
+    "chat_problem.jsonl": '{"problem": [{"role": "user", "content": 2}], "answer": "2"}\n',
     "other_keys.jsonl": '{"prompt": "1 + 1", "solution": "2"}\n',
-    "capitals.jsonl": '{"Problem": "1 + 1", "Answer": "2"}\n',
+    "capitals.jsonl": '{"PROBLEM": "1 + 1", "ANSWER": "2"}\n',
     "list_answer.jsonl": '{"problem": "1", "answer": [1]}\n',
     "null_answer.jsonl": '{"problem": "1", "answer": null}\n',
     "true_answer.jsonl": '{"problem": "1", "answer": true}\n',

@@ -143,6 +143,7 @@ def vllm_engine(vllm_engines):
 def make_cfg(**changes) -> config.Config:
     """A resolved configuration for unit tests: one model unless an actor is named."""
     small = {"actor": "none", "rollout": "hf", "train_batch": 8, "rollout_batch": 8, "group_size": 4}
+    small |= config.EMBEDDED  # also for folders
     return config.resolve(config.Config(**{**small, **changes}), n_ranks=1)
 
 

@@ -26,6 +26,9 @@ SECONDS = 3.0  # of a processor that an answer may take; and three times as many
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+OWN = "--max_tokens=8 --lr=1 --actor_lr=1 --dtype=float32"  # what a model of one's own is asked for
+
+
 def rows(command: str, table: str) -> list[tuple[str, str]]:
     """(command line, words) of each line of a table. Words in capitals come before the command."""
     found = []
@@ -237,8 +240,10 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
         r"""
 WITHOUT=vllm --rollout=vllm | --rollout=vllm: vLLM is not installed here; ... install it (make demo does), or
 WITHOUT=wandb --wandb=x | --wandb=x: wandb is not installed; pip install wandb, or leave the flag out
-WITHOUT=math_verify --model=POLICY --task=fine.jsonl | --task=fine.jsonl: math-verify, ... pip install math-verify
+WITHOUT=math_verify --model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dtype=float32 | --reward=math, for ... pip
 --model=/no/such | --model=/no/such: no Hugging Face ... give one as save_pretrained writes it, or base:policy
+--model=POLICY --actor=ACTOR --max_tokens=9 | --model=POLICY: a model ... --lr=1e-06 --actor_lr=1e-06 --dtype=bfloat16
+--model=POLICY --lr=1e-5 | --model=POLICY: ... name them, for instance --max_tokens=4096 --dtype=bfloat16
 --model= | --model=: no Hugging Face model folder (no ... give one as save_pretrained writes it, or base:policy
 --model=none | --model=none: no Hugging Face model folder ... give one as save_pretrained writes it, or base:policy
 --model=Qwen/Qwen3-0.6B | --model=Qwen/Qwen3-0.6B: no Hugging Face model ... give one as save_pretrained writes it,
@@ -293,23 +298,23 @@ WITHOUT=math_verify --model=POLICY --task=fine.jsonl | --task=fine.jsonl: math-v
     ),
     # train.py: problems
     *rows(
-        "train.py --rollout=hf --model=POLICY --actor=none --objective=grpo --max_tokens=8",
+        f"train.py --rollout=hf --model=POLICY --actor=none --objective=grpo {OWN}",
         r"""
---task= | --task=: a folder; give `arith` or the path of a JSONL file
---task=. | --task=.: a folder; give `arith` or the path of a JSONL file
---task=arthi | --task=arthi: no such file; give `arith` or the path of a JSONL file
---task=https://host/x.jsonl | --task=https://host/x.jsonl: no such file; give `arith` or the path of a JSONL file
---task=empty.jsonl | empty.jsonl: no problems in the file; each line needs `problem` (or `question`) and `answer`
---task=blank.jsonl | blank.jsonl: no problems in the file; each line needs `problem` (or `question`) and `answer`
+--task= | --task=: a folder; give `arith` or the path of a JSONL, JSON or Parquet file
+--task=. | --task=.: a folder; give `arith` or the path of a JSONL, JSON or Parquet file
+--task=arthi | --task=arthi: no such file; give `arith` or the path of a JSONL, JSON or Parquet file
+--task=https://host/x.jsonl | --task=https://host/x.jsonl: no such file; give `arith` or the path of a JSONL,
+--task=empty.jsonl | empty.jsonl: no problems in the file; each row needs `problem` ... and `answer`
+--task=blank.jsonl | blank.jsonl: no problems in the file; each row needs `problem` ... and `answer`
 --task=cut.jsonl | cut.jsonl, line 2: not valid JSON (Unterminated ... mend or remove that line, one object a line
---task=list.jsonl | list.jsonl, line 2: not a JSON object; each line needs `problem` (or `question`) and `answer`
+--task=list.jsonl | list.jsonl, line 2: not a JSON object; each row needs `problem` ... and `answer`
 --task=array.jsonl | array.jsonl, line 1: not valid JSON (Expecting ... mend or remove that line, one object a line
 --task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
 --task=no_problem.jsonl | no_problem.jsonl, line 3: no `problem` or `question` text; add one
 --task=empty_problem.jsonl | empty_problem.jsonl, line 1: no `problem` or `question` text; add one
 --task=number_problem.jsonl | number_problem.jsonl, line 1: no `problem` or `question` text; add one
 --task=chat_problem.jsonl | chat_problem.jsonl, line 1: no `problem` or `question` text; add one
---task=other_keys.jsonl | other_keys.jsonl, line 1: no `problem` or `question` text; add one
+--task=other_keys.jsonl | other_keys.jsonl, line 1: no `answer` that is a text ... name the column with --answer_key
 --task=capitals.jsonl | capitals.jsonl, line 1: no `problem` or `question` text; add one
 --task=list_answer.jsonl | list_answer.jsonl, line 1: no `answer` that is a text or a number; add one
 --task=null_answer.jsonl | null_answer.jsonl, line 1: no `answer` that is a text or a number; add one
@@ -319,32 +324,59 @@ WITHOUT=math_verify --model=POLICY --task=fine.jsonl | --task=fine.jsonl: math-v
 --task=hashes_answer.jsonl | hashes_answer.jsonl, line 1: the `answer` is empty; add one, or remove that line
 --task=surrogate.jsonl | surrogate.jsonl, line 1: half a character (a lone surrogate), ... mend or remove that line
 --task=surrogate_answer.jsonl | surrogate_answer.jsonl, line 2: half a character (a ... mend or remove that line
---task=null.jsonl | null.jsonl, line 2: not a JSON object; each line needs `problem` (or `question`) and `answer`
---task=text.jsonl | text.jsonl, line 1: not a JSON object; each line needs `problem` (or `question`) and `answer`
+--task=null.jsonl | null.jsonl, line 2: not a JSON object; each row needs `problem` ... and `answer`
+--task=text.jsonl | text.jsonl, line 1: not a JSON object; each row needs `problem` ... and `answer`
 --task=no_comma.jsonl | no_comma.jsonl, line 1: not valid JSON ... mend or remove that line, one object a line
 --task=python_quotes.jsonl | python_quotes.jsonl, line 1: not valid ... mend or remove that line, one object a line
 --task=brackets.jsonl | brackets.jsonl, line 1: not valid JSON ... mend or remove that line, one object a line
 --task=digits.jsonl | digits.jsonl, line 1: not valid JSON (Exceeds ... mend or remove that line, one object a line
---task=long.jsonl | --max_tokens=8: the longest prompt has 1012 ... shorten the response or drop long prompts
+--task=long.jsonl | --max_tokens=8: the longest prompt has 1012 ... shorten the response, or drop long prompts
 --task=table.csv | table.csv, line 1: not valid JSON (Expecting value); mend or remove that line, one object a line
 --task=utf16.jsonl | utf16.jsonl: not a text file in UTF-8 (byte 0); convert it
 --task=latin1.jsonl | latin1.jsonl: not a text file in UTF-8 (byte 54); convert it
 --task=packed.jsonl.gz | packed.jsonl.gz: not a text file in UTF-8 (byte 1); convert it
 --task=unreadable.jsonl | unreadable.jsonl: Permission denied; ... name another place, or ask for
 --task=/proc/self/mem | /proc/self/mem: Input/output error; look at the disk, or name a place on another one
---eval_task=nowhere.jsonl | --eval_task=nowhere.jsonl: no such file; give the path of a JSONL file
+--eval_task=nowhere.jsonl | --eval_task=nowhere.jsonl: no such file; give the path of a JSONL, JSON or Parquet file
 --eval_task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
---eval_task=long.jsonl | --max_tokens=8: the longest prompt has 1012 ... shorten the response or drop long prompts
+--eval_task=long.jsonl | --eval_task=long.jsonl: the longest prompt has 1012 ... shorten the response
+--task=hf:gsm8k | --task=hf:gsm8k: write hf:NAME/SPLIT, such as hf:openai/gsm8k@main/train
+--task=fine.parquet | fine.parquet: not a whole Parquet file ... copy it anew
+--task=array.json | array.json: not a JSON array of rows; a file with one row a line ends in .jsonl
+--task=nosuch.py:Task | --task=nosuch.py:Task: nosuch.py: no such file; write FILE.py:CLASS
+--task=own.py:Lost | --task=own.py:Lost: cannot be loaded (AttributeError ... mend the file
+--task=own.py:Small | --task=own.py:Small: needs a method problem(split, index) and an attribute size
+--task=own.py:Wide | --max_prompt_tokens: own.py:Wide is endless, so its longest prompt is not known; name it
+--task=fine.jsonl --reward=mth | --reward=mth: not one of math, gsm8k, praxis, ... did you mean math?
+--task=fine.jsonl --reward=math*x | --reward=math*x: x is no weight; write NAME*0.5
+--task=fine.jsonl --reward=nosuch.py:f | --reward=nosuch.py:f: nosuch.py: no such file; write FILE.py:FUNCTION
+--task=fine.jsonl --reward=own.py:nosuch | --reward=own.py:nosuch: cannot be loaded (AttributeError ... mend the file
+--task=fine.jsonl --reward=own.py:raises | --reward=own.py:raises: on the first problem ... ZeroDivisionError: ... line
+--task=fine.jsonl --reward=own.py:text | --reward=own.py:text: on the first problem ... neither a finite number nor a
+--task=fine.jsonl --prompt_key=nosuch | fine.jsonl, line 1: no `nosuch` text; add one
+--task=fine.jsonl --answer_key=nosuch | fine.jsonl, line 1: no `nosuch` that is a text or a number; add one
+--task=fine.jsonl --prompt_template=Q | --prompt_template=Q: needs {problem} once, where the problem stands; or one of
+--task=fine.jsonl --chat_template=nosuch | --chat_template=nosuch: no such file; give auto, off, or a file of Jinja
+--task=fine.jsonl --chat_kwargs=x | --chat_kwargs=x: write name=value, with commas between, such as enable_thinking
+--task=fine.jsonl --max_prompt_tokens=1 | --max_prompt_tokens=1: every prompt of fine.jsonl is longer, the shortest
+--task=fine.jsonl --max_prompt_tokens=-1 | --max_prompt_tokens=-1: must be at least 0
+--task=fine.jsonl --overlong=9 | --overlong=9: at least 0, and below --max_tokens
+--eval_task=fine.jsonl:n=4 | --eval_task=fine.jsonl:n=4: no such setting; samples=, temperature=, max_tokens= are
+--eval_task=fine.jsonl:samples=0 | --eval_task=fine.jsonl:samples=0: must be a number of at least 1
+--eval_task=fine.jsonl,fine.jsonl | --eval_task=fine.jsonl,fine.jsonl: two sets of one name; rename a file
+--reward=math | --reward=math: --task=arith has its own; leave it out, or name a file with --task
+--epochs=2 | --epochs=2.0: arith is endless; give --steps
+--dynamic_sampling=-1 | --dynamic_sampling=-1: must not be negative
 --stop=nosuch | --stop=nosuch: not one token of the ... give tokens, such as <|im_end|>, separated by commas
 --top_k=300 | --top_k=300: larger than the vocabulary of 256 tokens; 0 keeps all
---max_tokens=500 | --max_tokens=500: the longest prompt has 12 ... shorten the response or drop long prompts
+--max_tokens=500 | --max_tokens=500: the longest prompt has 12 ... shorten the response, or drop long prompts
 --rollout_quant=w4a16 --quant_group=7 | --quant_group=7: model.layers.0.self_attn.q_proj has ... choose a divisor
 --learner_quant=w3a16 --quant_group=48 | --quant_group=48: model.layers.0.self_attn.q_proj has ... choose a divisor
         """,
     ),
     # train.py: model folders
     *rows(
-        "train.py --rollout=hf --model=POLICY --actor=none --objective=grpo --max_tokens=8",
+        f"train.py --rollout=hf --model=POLICY --actor=none --objective=grpo {OWN}",
         r"""
 --model=no_config | --model=no_config: no Hugging Face model folder ... give one as save_pretrained writes it, or
 --model=only_config | only_config: its tokenizer ... copy tokenizer.json and tokenizer_config.json of this model
@@ -359,7 +391,7 @@ WITHOUT=math_verify --model=POLICY --task=fine.jsonl | --task=fine.jsonl: math-v
 --model=negative_vocabulary | negative_vocabulary: its config.json gives no vocab_size ... give a whole folder of a
 --actor=small_vocabulary | --actor=small_vocabulary: its vocabulary has 100 ... actor and policy must share one
 --model=text_context | text_context: its config.json cannot be read (Validation error ... give a whole folder of a
---model=short_context | --max_tokens=8: the longest prompt has 12 ... shorten the response or drop long prompts
+--model=short_context | --max_tokens=8: the longest prompt has 12 ... shorten the response, or drop long prompts
 --model=text_width | text_width: its config.json cannot be read (Validation ... give a whole folder of a causal
 --model=layers_of_two_numbers | layers_of_two_numbers: its config.json cannot be read ... give a whole folder of a
 --model=new_dtype | new_dtype: its config.json cannot be read (module 'torch' ... give a whole folder of a causal
@@ -369,9 +401,9 @@ WITHOUT=math_verify --model=POLICY --task=fine.jsonl | --task=fine.jsonl: math-v
 --model=tokenizer_empty | tokenizer_empty: its tokenizer ... copy tokenizer.json and tokenizer_config.json of this
 --model=tokenizer_config_cut | tokenizer_config_cut: its ... copy tokenizer.json and tokenizer_config.json of this
 --actor=other_words | --actor=other_words: its tokenizer differs ... actor and policy must share one vocabulary
---model=ends_cut | ends_cut/generation_config.json: not a JSON object (Expecting property ... mend or remove it
+--model=ends_cut | ends_cut/generation_config.json: not valid JSON (Expecting property ... mend or remove it
 --model=ends_text | ends_text/generation_config.json: its eos_token_id lists ['</s>'], which is no ... mend it
---model=ends_list | ends_list/generation_config.json: not a JSON object ('list' object has no ... mend or remove it
+--model=ends_list | ends_list/generation_config.json: not a JSON object; mend or remove it
 --model=no_weights | no_weights: no weights there (model.safetensors is ... copy the folder anew, or delete one
 --model=weights_empty | weights_empty/model.safetensors: its weights cannot be ... copy the folder anew, or delete
 --model=weights_cut | weights_cut/model.safetensors: its weights cannot be ... copy the folder anew, or delete one
@@ -391,7 +423,7 @@ LOADS=1 --model=gptq | gptq: its weights cannot be read (Loading a GPTQ ... give
     ),
     # train.py: run folders
     *rows(
-        "train.py --rollout=hf --model=POLICY --actor=none --objective=grpo --max_tokens=8",
+        f"train.py --rollout=hf --model=POLICY --actor=none --objective=grpo {OWN}",
         r"""
 --out=file | --out=file: a file, not a folder; name another one
 --out=file/run | --out=file/run: cannot be written (Not a directory); name another folder
@@ -432,7 +464,7 @@ LOADS=1 --model=gptq | gptq: its weights cannot be read (Loading a GPTQ ... give
     ),
     # train.py: samplers on other machines
     *rows(
-        "train.py --rollout=hf --model=POLICY --actor=none --objective=grpo --max_tokens=8 --samplers=zmq",
+        f"train.py --rollout=hf --model=POLICY --actor=none --objective=grpo {OWN} --samplers=zmq",
         r"""
 --bind=tcp://127.0.0.1:99999 | --bind=tcp://127.0.0.1:99999: a port is a number from 0 to 65535
 --bind=tcp://127.0.0.1:x | --bind=tcp://127.0.0.1:x: no port; write tcp://HOST:PORT
@@ -452,13 +484,13 @@ LOADS=1 --model=gptq | gptq: its weights cannot be read (Loading a GPTQ ... give
 --samplers=files --sync_path=read_only/shared | read_only/shared: Permission denied; ... name another place, or ask
         """,
     ),
-    # warmstart.py, mini.py, metrics.py, tasks.py
+    # warmstart.py, mini.py, metrics.py
     *rows(
         "warmstart.py",
         r"""
 --rollout=hf --base_dir=file | --base_dir=file/ ... : ... is a file, not a folder; name another place
 --rollout=hf --base_dir=read_only | --base_dir=read_only/ ... : ... cannot be written; name another place
---rollout=hf --model=POLICY | --model=POLICY: warmstart.py makes the embedded models alone; leave --model out
+--rollout=hf --model=POLICY --max_tokens=8 --lr=1 --dtype=float32 | --model=POLICY: warmstart.py ... leave --model
 --rollout=hf --task=fine.jsonl | --model=base:policy knows only ... give the folder of a model for fine.jsonl
 --size=3 | --size: no such flag; see --help
 policy | policy: flags are written --key=value
@@ -478,14 +510,6 @@ out/mini | out/mini: mini.py takes no flags; change its settings at the head of 
 out/demo | out/demo: metrics.py explains all names and takes none; python plot.py RUN draws a run's
         """,
     ),
-    *rows(
-        "tasks.py",
-        r"""
-| tasks.py is started by a run, with a socket's number; see python train.py --help
-fine.jsonl | tasks.py is started by a run, with a socket's number; see python train.py --help
-1 2 | tasks.py is started by a run, with a socket's number; see python train.py --help
-        """,
-    ),
     # eval.py
     *rows(
         "eval.py",
@@ -498,28 +522,29 @@ fine.jsonl | tasks.py is started by a run, with a socket's number; see python tr
 --model=notes --rollout=hf | --model=notes: no model there; give a run folder, a checkpoint or a Hugging Face folder
 --model=no_config --rollout=hf | --model=no_config: no model there; ... give a run folder, a checkpoint
 --model=run_spoilt --rollout=hf | run_spoilt: no checkpoint there is whole; ... start anew with --overwrite, or in
---model=only_config --rollout=hf | only_config: its ... copy tokenizer.json and tokenizer_config.json of this
+--model=only_config --rollout=hf --max_tokens=8 | only_config: its ... copy tokenizer.json
 --model=config_cut --rollout=hf | config_cut/config.json: not valid JSON ... copy it anew, or name another folder
 --model=config_number --rollout=hf | config_number/config.json: not a JSON ... copy it anew, or name another folder
 --model=config_utf16 --rollout=hf | config_utf16/config.json: not a text file in UTF-8 (byte 0); convert it
---model=config_untyped --rollout=hf | --model=config_untyped: no model there; ... give a run folder, a
---model=new_type --rollout=hf | new_type: its config.json cannot be read (The ... give a whole folder of a
---model=text_context --rollout=hf | text_context: its config.json cannot be read ... give a whole folder of a
---model=no_tokenizer --rollout=hf | no_tokenizer: its ... copy tokenizer.json and tokenizer_config.json of this
---model=tokenizer_cut --rollout=hf | tokenizer_cut: its ... copy tokenizer.json and tokenizer_config.json of
---model=no_weights --rollout=hf | no_weights: no weights there ... copy the folder anew, or delete
---model=weights_html --rollout=hf | weights_html/model.safetensors: its weights ... copy the folder anew, or delete
-LOADS=1 --model=wider --rollout=hf | wider: its weights do not fit its ... give a whole checkpoint of that shape
+--model=config_untyped --rollout=hf --max_tokens=8 | --model=config_untyped: no model there; ... give a run folder, a
+--model=new_type --rollout=hf --max_tokens=8 | new_type: its config.json cannot be read (The ... give a whole
+--model=text_context --rollout=hf --max_tokens=8 | text_context: its config.json cannot be read ... give a whole
+--model=no_tokenizer --rollout=hf --max_tokens=8 | no_tokenizer: its ... copy tokenizer.json
+--model=tokenizer_cut --rollout=hf --max_tokens=8 | tokenizer_cut: its ... copy tokenizer.json
+--model=no_weights --rollout=hf --max_tokens=8 | no_weights: no weights there ... copy the folder anew, or delete
+--model=weights_html --rollout=hf --max_tokens=8 | weights_html/model.safetensors: its weights ... copy the folder
+LOADS=1 --model=wider --rollout=hf --max_tokens=8 | wider: its weights do not fit its ... give a whole
 --model=base:policy --rollout=hf --task=fine.jsonl | --model=base:policy knows only ... give the folder of
 --model=base:policy --rollout=hf --max_tokens=900 | --max_tokens=900: with ... ver the model's context of 512
 --grade_gold=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
 --grade_gold=fine.jsonl --task=fine.jsonl | --task=fine.jsonl: --grade_gold names the file itself; leave one
+--model=POLICY --rollout=hf | --model=POLICY: a model of your own has no default of --max_tokens; ... --max_tokens=4096
 --grade_gold=fine.jsonl --model=POLICY | --grade_gold grades a file's own answers, no model's; leave it out
---grade_gold=/no/such.jsonl | --grade_gold=/no/such.jsonl: no such file; give the path of a JSONL file
---grade_gold=. | --grade_gold=.: a folder; give the path of a JSONL file
+--grade_gold=/no/such.jsonl | --grade_gold=/no/such.jsonl: no such file; give the path of a JSONL, JSON or
+--grade_gold=. | --grade_gold=.: a folder; give the path of a JSONL, JSON or Parquet file
 --grade_gold=fine.jsonl --grade_seconds=0 | --grade_seconds=0.0: a number of seconds above 0, for each answer
-WITHOUT=math_verify --grade_gold=fine.jsonl | --grade_gold=fine.jsonl: math-verify, ... pip install math-verify
-WITHOUT=vllm --model=POLICY | --rollout=vllm: vLLM is not installed here; ... install it (make demo does), or
+WITHOUT=math_verify --grade_gold=fine.jsonl | --reward=math, for fine.jsonl: math-verify is not installed; pip
+WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not installed here; ... install it (make
         """,
     ),
     *rows(
@@ -564,7 +589,7 @@ WITHOUT=vllm --model=POLICY | --rollout=vllm: vLLM is not installed here; ... in
 --problems=0 | --problems=0: must be at least 1
 --problems=many | --problems=many: must be a whole number
 --max_tokens=0 | --max_tokens=0: must be at least 1
---max_tokens=1000 | --max_tokens=1000: the longest prompt has 12 ... shorten the response or drop long prompts
+--max_tokens=1000 | --max_tokens=1000: the longest prompt of arith has 12 ... shorten the response, or drop long prompts
 --which=actr | --which=actr: not one of policy, actor; did you mean actor?
 --which=actor | --which=actor: ... is one model, not a run or a checkpoint; leave it out
 --actor=ACTOR | --actor=ACTOR: another model samples for --mismatch alone; add it, or name the model with --model
@@ -590,7 +615,7 @@ WITHOUT=vllm --model=POLICY | --rollout=vllm: vLLM is not installed here; ... in
 --top_p=2 | --top_p=2.0: a probability mass in (0, 1]; 1 keeps all tokens
 --top_k=300 | --top_k=300: larger than the vocabulary of 256 tokens; 0 keeps all
 --stop=zzz | --stop=zzz: not one token of the model's ... give tokens, such as <|im_end|>, separated by commas
---task=/no/such.jsonl | --task=/no/such.jsonl: no such file; give `arith` or the path of a JSONL file
+--task=/no/such.jsonl | --task=/no/such.jsonl: no such file; give `arith` or the path of a JSONL, JSON or Parquet file
 --task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
 --task=unreadable.jsonl | unreadable.jsonl: Permission denied; ... name another place, or ask for
 --task_explain=-1 | --task_explain=-1: must be 0 (no explanations) or more tokens
@@ -959,15 +984,14 @@ REAL = [
     "train.py --rollout=hf --steps=x",
     "eval.py --model=config_cut --rollout=hf",
     "-m remote.keys k --samplers=0",
-    "tasks.py fine.jsonl",
     *(
         pytest.param(command, marks=pytest.mark.slow)
         for command in (
             "rollout.py --conect=tcp://127.0.0.1:9",
             "plot.py metrics_junk",
             "results/against_trl.py --steps=3",
-            "train.py --rollout=hf --model=POLICY --actor=none --objective=grpo --max_tokens=8 --task=no_answer.jsonl",
-            "train.py --rollout=hf --model=POLICY --actor=none --objective=grpo --max_tokens=8 --model=weights_cut",
+            f"train.py --rollout=hf --model=POLICY --actor=none --objective=grpo {OWN} --task=no_answer.jsonl",
+            f"train.py --rollout=hf --model=POLICY --actor=none --objective=grpo {OWN} --model=weights_cut",
             "warmstart.py --size=3",
             "mini.py --steps=3",
             "metrics.py out/demo",

@@ -23,7 +23,7 @@ from remote import wire
 from remote.sampler import SamplerFlags, open_source
 from remote.source import describe_run
 from rollout import Response
-from run import open_run
+from run import held_out_sets, open_run
 from sampling import Sampling
 from tasks import Arithmetic, arithmetic_tokenizer
 
@@ -139,7 +139,7 @@ def test_evaluation_in_training_has_the_ends_and_the_grading_of_the_run(folders,
     actor = with_ends(folders / "actor", tmp_path / "actor", [1, 9])
     file = tmp_path / "x.jsonl"
     file.write_text('{"problem": "p", "answer": "1"}\n' * 3)
-    flags = {"answer": "last", "grade_seconds": 7.0, "eval_task": str(file)}
+    flags = {"answer": "last", "grade_seconds": 7.0, "eval_task": f"{file}:temperature=0.5:samples=2"}
     cfg = make_cfg(model=str(policy), actor=str(actor), max_tokens=4, group_size=2, **flags)
     seen = []
 
@@ -147,9 +147,9 @@ def test_evaluation_in_training_has_the_ends_and_the_grading_of_the_run(folders,
         seen.append(stop_ids)
         return generate(self, prompts, seeds, sampling, topk, stop_ids)
 
-    def solve(engine, task, *more):
-        tasks.append(task)
-        return original(engine, task, *more)
+    def solve(engine, task, tokenizer, indices, samples, sampling, *more):
+        tasks.append((task, samples, sampling.temperature, sampling.max_tokens))
+        return original(engine, task, tokenizer, indices, samples, sampling, *more)
 
     generate, original, tasks = HFEngine.generate, evaluation.solve, []
     monkeypatch.setattr(HFEngine, "generate", watched)
@@ -158,14 +158,16 @@ def test_evaluation_in_training_has_the_ends_and_the_grading_of_the_run(folders,
     learner = SimpleNamespace(
         models=SimpleNamespace(policy=tiny_model(0), actor=tiny_model(1)), comm=Comm(), device="cpu", version=0
     )
+    sets = held_out_sets(cfg, task)
     for name in ("policy", "actor"):
-        evaluation.held_out(learner, name, task, tokenizer, cfg)
+        evaluation.held_out(learner, name, sets, tokenizer, cfg)
     groups = make_groups(2, 2)
     for i, group in enumerate(groups):
         group.prompt_id = task.problem("train", i).id
     evaluation.fresh_advantage(learner, groups, task, tokenizer, cfg)
     assert seen == 3 * [[1, 8, 9]]
-    assert [(t.name, t.answer, t.seconds) for t in tasks] == 2 * [(str(file), "last", 7.0)]
+    found = [(t.name, t.reward.answer, t.reward.seconds, *how) for t, *how in tasks]
+    assert found == 2 * [(str(file), "last", 7.0, 2, 0.5, 4)]
 
 
 def test_a_checkpoint_keeps_the_ends(folders, tmp_path):
@@ -228,7 +230,7 @@ def test_a_remote_sampler_has_the_learners_ends_and_grading(folders, tmp_path):
     own = SamplerFlags(rollout="hf", task=str(file))
     source = open_source(wire.decode(wire.encode(welcome)), own, tmp_path / "sampler")
     assert source.stop_ids == [1, 8, arithmetic_tokenizer().convert_tokens_to_ids("<spare0>")]
-    assert (source.task.answer, source.task.seconds) == ("last", 7.0)
+    assert (source.task.reward.answer, source.task.reward.seconds) == ("last", 7.0)
 
 
 def test_held_out_adds_up_over_ranks(monkeypatch):
@@ -246,7 +248,7 @@ def test_held_out_adds_up_over_ranks(monkeypatch):
     monkeypatch.setattr(evaluation, "solve", three_of_ten)
     comm = SimpleNamespace(on=False, rank=1, size=2, sum=sum_of_two)
     learner = SimpleNamespace(models=SimpleNamespace(policy=tiny_model(0)), comm=comm, device="cpu")
-    result = evaluation.held_out(learner, "policy", Arithmetic(), arithmetic_tokenizer(), cfg)
+    result = evaluation.held_out(learner, "policy", held_out_sets(cfg, Arithmetic()), arithmetic_tokenizer(), cfg)
     assert seen == [list(range(1, 20, 2))]
     assert result["pass@1"] == pytest.approx(0.3)
     assert result["se"] == pytest.approx(math.sqrt(0.21 / 19))

@@ -17,6 +17,7 @@ import run
 from flags import UserError
 from learner import Comm
 from run import Log, load_model, locked, open_run, prepare_folder, read_metrics, truncate
+from tasks import encode
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Opening
@@ -110,7 +111,7 @@ def test_the_longest_prompt_of_a_file_is_read_off(folders, tmp_path):
     file = tmp_path / "task.jsonl"
     file.write_text('{"problem": "1 + 1", "answer": "2"}\n{"problem": "1 + 1 + 1", "answer": "3"}\n')
     r = opened(folders, tmp_path, task=str(file))
-    lengths = [len(run.encode(r.tokenizer, r.task.problem("test", i))) for i in range(2)]
+    lengths = [len(encode(r.tokenizer, r.task.problem("test", i))) for i in range(2)]
     assert lengths[0] + 2 == lengths[1]
     assert r.context == max(lengths) + 8
 
@@ -220,8 +221,8 @@ def test_prompts_and_vocabularies_are_checked_before_models_load(folders, tmp_pa
     file = tmp_path / "long.jsonl"
     file.write_text(json.dumps({"problem": "1 + " * 100, "answer": "1"}) + "\n")
     too_long = (
-        r"--max_tokens=8: the longest prompt has 2\d\d tokens, together more than the model's context of 128; "
-        "shorten the response or drop long prompts"
+        r"--max_tokens=8: the longest prompt has 2\d\d tokens, with 8 of a response more than the model's context of "
+        "128; shorten the response, or drop long prompts with --max_prompt_tokens"
     )
     with pytest.raises(ValueError, match=too_long):
         opened(folders, tmp_path, task=str(file))

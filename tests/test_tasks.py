@@ -1,23 +1,14 @@
-"""Tasks: generated arithmetic, files, and the grader on cases written for this repository."""
+"""Tasks: generated arithmetic, files, how prompts are asked, and the tokens that end a response."""
 
 import hashlib
 import json
-import os
-import resource
 import shutil
-import signal
-import subprocess
-import sys
-import threading
-import time
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
-import sympy.core.random
 from conftest import ROOT, make_cfg
 
 import tasks
@@ -26,21 +17,14 @@ from engines import HFEngine
 from eval import grade_gold, perturbed, wrapped
 from rollout import LocalSource, request_seed
 from sampling import Sampling
-from tasks import (
-    VOCAB,
-    Answer,
-    Arithmetic,
-    Graders,
-    Jsonl,
-    Problem,
-    arithmetic_tokenizer,
-    final_answer,
-    grade,
-    graders,
-    last_box,
-    read_jsonl,
-    stop_ids,
-)
+from tasks import VOCAB, Answer, Arithmetic, Problem, Table, arithmetic_tokenizer, read_rows, stop_ids
+from tasks.data import final_answer
+from tasks.prompts import Style
+from tasks.rewards import Reward
+
+
+def table(path, **style) -> Table:
+    return Table(str(path), read_rows(str(path)), Style(**style), Reward())
 
 
 def held_out(problem) -> bool:
@@ -139,339 +123,6 @@ def test_demonstrations_with_explanations():
     assert max(short) == 1
 
 
-RIGHT = [
-    ("The total is \\boxed{72}.", "72"),
-    ("so we get $\\boxed{\\frac{3}{4}}$", "0.75"),
-    ("\\boxed{\\frac{1}{2}}", "\\frac12"),
-    ("\\boxed{1{,}000}", "1000"),
-    ("\\boxed{x^2+2x+1}", "(x+1)^2"),
-    ("\\boxed{\\sqrt{8}}", "2\\sqrt{2}"),
-    ("\\boxed{(1, 2)}", "(1,2)"),
-    ("\\boxed{\\{1,2,3\\}}", "\\{3,2,1\\}"),
-    ("\\boxed{[0, 1)}", "[0,1)"),
-    ("\\boxed{50\\%}", "50\\%"),
-    ("\\boxed{\\pi/2}", "\\frac{\\pi}{2}"),
-    ("\\boxed{-3}", "-3"),
-    ("\\boxed{2^{10}}", "1024"),
-    ("\\boxed{\\text{(B)}}", "\\text{(B)}"),
-    ("\\boxed{3.0}", "3"),
-    ("\\boxed{x=5}", "5"),
-    ("\\boxed{\\$18}", "18"),
-]
-WRONG = [
-    ("\\boxed{73}", "72"),
-    ("\\boxed{\\frac{4}{3}}", "0.75"),
-    ("I do not know.", "5"),
-    ("\\boxed{}", "5"),
-    ("\\boxed{(2,1)}", "(1,2)"),
-    ("\\boxed{[0,1]}", "[0,1)"),
-    ("\\boxed{x^2+1}", "(x+1)^2"),
-    ("\\boxed{3}", "-3"),
-    ("\\boxed{1025}", "2^{10}"),
-    ("\\boxed{\\{1,2\\}}", "\\{1,2,3\\}"),
-    ("\\boxed{\\pi}", "3"),
-    ("The answer is 5, no: \\boxed{6}", "5"),
-    ("\\boxed{12}", "1200"),
-]
-
-
-@pytest.mark.parametrize("response, answer", RIGHT)
-def test_right_answers(response, answer):
-    assert grade(response, answer)
-
-
-@pytest.mark.parametrize("response, answer", WRONG)
-def test_wrong_answers(response, answer):
-    assert not grade(response, answer)
-
-
-BOXES = [
-    ("so \\boxed{5}.", "5"),
-    ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
-    ("\\boxed{1} and then \\boxed{2}, done", "2"),
-    ("\\boxed{\\{1, 2\\}} }", "\\{1, 2\\}"),
-    ("\\boxed{\\left\\{x\\right.}", "\\left\\{x\\right."),
-    ("\\boxed{a\\\\}b}", "a\\\\"),
-    ("\\boxed {7}", "7"),
-    ("\\boxed{\\boxed{5}}", "5"),
-    ("\\boxed{\n3\n}", "\n3\n"),
-    ("5", None),
-    ("", None),
-    ("\\boxed{}", None),
-    ("\\boxed{ }", None),
-    ("\\boxed 5", None),
-    ("\\boxed{1} so \\boxed{\\frac{1}{2", None),
-    ("\\boxed{\\text{a}", None),
-    ("\\boxed{" * 100_000, None),
-]
-
-
-@pytest.mark.parametrize("text, inside", BOXES)
-def test_the_last_box_alone_counts(text, inside):
-    assert last_box(text) == (None if inside is None else f"\\boxed{{{inside}}}")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Grading processes. The power tower is one number of more digits than there are atoms: Python never comes back from it
-# ---------------------------------------------------------------------------------------------------------------------
-
-TOWER = "\\boxed{9^{9^{9^9}}}"
-
-
-def math_task(tmp_path, *answers, **settings) -> Jsonl:
-    path = tmp_path / "math.jsonl"
-    path.write_text("".join(json.dumps({"problem": "p", "answer": a}) + "\n" for a in answers))
-    return Jsonl(str(path), **settings)
-
-
-def said(task, *texts) -> list[Answer]:
-    """These responses to the task's first problem."""
-    return [Answer(task.problem("test", 0), text, True) for text in texts]
-
-
-def alive(pid: int) -> bool:
-    """Is there such a process, and not only what is left of it until its parent asks?"""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
-def until(seconds: float, condition) -> bool:
-    """Waits for the condition, at most so long; whether it came true."""
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return condition()
-
-
-def test_an_answer_without_end_costs_itself_alone(tmp_path):
-    """Others in its chunk are graded, and the same answer again is not tried again."""
-    task = math_task(tmp_path, "5", seconds=0.5)
-    answers = said(
-        task, "\\boxed{5}", TOWER, "\\boxed{5.0}", "\\boxed{6}", TOWER, "5", *(f"\\boxed{{{i}}}" for i in range(40))
-    )
-    start = time.monotonic()
-    rewards, counts = task.rewards(answers)
-    assert time.monotonic() - start < 60
-    assert rewards[:6] == [1, 0, 1, 0, 0, 0]
-    assert rewards[6:] == [float(i == 5) for i in range(40)]
-    assert counts == Counter(answers=46, timeouts=2, unboxed=1)
-
-
-def test_equal_answers_are_graded_once(tmp_path, monkeypatch):
-    """And an answer without a box not at all."""
-    task = math_task(tmp_path, "5", "6", seconds=3.0)
-    asked = []
-
-    class Watched(Graders):
-        def grade(self, pairs, seconds):
-            asked.append((pairs, seconds))
-            return super().grade(pairs, seconds)
-
-    pool = Watched(1)
-    monkeypatch.setattr(tasks, "graders", lambda: pool)
-    texts = ("so \\boxed{5}", "\\boxed{5}.", "none", "\\boxed{6}")
-    answers = [Answer(task.problem("test", i), text, True) for i in (0, 1) for text in texts]
-    try:
-        assert task.rewards(answers) == ([1, 1, 0, 0, 0, 0, 0, 1], Counter(answers=8, unboxed=2))
-    finally:
-        pool.close()
-    assert asked == [([(f"\\boxed{{{said}}}", gold) for gold in "56" for said in "56"], 3.0)]
-
-
-def test_verdicts_do_not_depend_on_what_was_graded_before():
-    """sympy's random numbers start anew with every answer, and every process hashes alike."""
-    states = []
-    for seed in (1, 2):
-        sympy.core.random.seed(seed)
-        grade("\\boxed{x+1}", "1+x")
-        states.append(sympy.core.random.rng.getstate())
-    assert states[0] == states[1]
-    pool = Graders(1)
-    try:
-        pool.grade([("\\boxed{1}", "1")], 5.0)
-        assert b"PYTHONHASHSEED=0" in Path(f"/proc/{pool.processes[0].process.pid}/environ").read_bytes().split(b"\0")
-    finally:
-        pool.close()
-
-
-def test_what_counts_as_the_answer(tmp_path):
-    texts = (
-        "\\boxed{5}",
-        "it is 5",
-        "\\boxed{4} no, \\boxed{5}",
-        "\\boxed{5} no, \\boxed{4}",
-        "\\boxed{5} so \\boxed{5",
-        "?",
-    )
-    boxed, last = (math_task(tmp_path, "5", answer=answer) for answer in ("boxed", "last"))
-    assert boxed.rewards(said(boxed, *texts)) == ([1, 0, 1, 0, 0, 0], Counter(answers=6, unboxed=3))
-    rewards, counts = last.rewards(said(last, *texts))
-    assert rewards[:2] == [1, 1] and rewards[5] == 0
-    assert counts == Counter(answers=6, unboxed=3)
-
-
-def test_responses_are_compared_with_their_own_problem(tmp_path):
-    task = math_task(tmp_path, *map(str, range(50)))
-    answers = [Answer(task.problem("test", i), f"\\boxed{{{j}}}", True) for i in range(50) for j in (i, i + 1)]
-    assert task.rewards(answers)[0] == 50 * [1.0, 0.0]
-
-
-def test_grading_processes_are_kept_light_and_replaced():
-    pool = Graders(2)
-    pairs = [(f"\\boxed{{{i}}}", "7") for i in range(30)]
-    wanted = [i == 7 for i in range(30)]
-    try:
-        assert pool.processes == []
-        assert pool.grade(pairs, 5.0) == wanted
-        first = [p.process.pid for p in pool.processes]
-        assert len(first) == 2
-        assert not any(name in Path(f"/proc/{pid}/maps").read_text() for pid in first for name in ("libtorch", "numpy"))
-        assert pool.grade(pairs, 5.0) == wanted
-        assert [p.process.pid for p in pool.processes] == first
-        os.kill(first[0], signal.SIGKILL)
-        assert until(10, lambda: not alive(first[0]))
-        assert pool.grade(pairs, 5.0) == wanted  # an idle one that has died costs nothing
-        assert pool.grade([], 5.0) == []
-        assert first[0] not in [p.process.pid for p in pool.processes] and len(pool.processes) == 2
-    finally:
-        pool.close()
-
-
-def test_a_process_that_dies_costs_the_answer_at_hand():
-    """As by a fault in a library, or by the kernel where memory runs out."""
-    pool = Graders(1)
-    try:
-        assert pool.grade([("\\boxed{1}", "1")], 5.0) == [True]
-        pid = pool.processes[0].process.pid
-        threading.Timer(1.0, os.kill, (pid, signal.SIGSEGV)).start()
-        assert pool.grade([("\\boxed{1}", "1"), (TOWER, "1"), ("\\boxed{2}", "2")], 100.0) == [True, None, True]
-    finally:
-        pool.close()
-
-
-def test_a_process_that_is_stopped_is_given_up(monkeypatch):
-    monkeypatch.setattr(tasks, "SILENCE", 1.0)
-    pool = Graders(1)
-    try:
-        while not pool.processes or not pool.processes[0].ready:  # on a busy machine its start may last longer
-            pool.grade([("\\boxed{1}", "1")], 5.0)
-        os.kill(pool.processes[0].process.pid, signal.SIGSTOP)
-        assert pool.grade([("\\boxed{1}", "1"), ("\\boxed{2}", "2")], 0.3) == [None, True]
-    finally:
-        pool.close()
-
-
-def test_memory_is_bounded():
-    """An answer for which it does not suffice is wrong, and costs the next one nothing."""
-    pool = Graders(1)
-    large = "\\boxed{" + 200 * "0+" + "1}"
-    try:
-        assert pool.grade([("\\boxed{1}", "1")], 5.0) == [True]
-        pid = pool.processes[0].process.pid
-        assert resource.prlimit(pid, resource.RLIMIT_AS) == (tasks.MEMORY, tasks.MEMORY)
-        used = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.prlimit(pid, resource.RLIMIT_AS, (used, tasks.MEMORY))
-        first, second = pool.grade([(large, "1"), ("\\boxed{2}", "2")], 60.0)
-        assert not first and second
-        pool.close()
-        assert pool.grade([(large, "1")], 60.0) == [True]
-    finally:
-        pool.close()
-
-
-def test_processes_that_cannot_start_are_an_error(monkeypatch):
-    monkeypatch.setenv("PYTHONHOME", "/nowhere")
-    pool = Graders(1)
-    with pytest.raises(RuntimeError, match="grading processes end before they are ready .exit code 1."):
-        pool.grade([("\\boxed{1}", "1")], 5.0)
-    assert pool.processes == []
-
-
-def test_an_exception_in_the_middle_leaves_nothing_behind():
-    """What was asked before it is not taken for the answer to what is asked next."""
-
-    class StopError(Exception):
-        pass
-
-    def stop(number, frame):
-        raise StopError
-
-    before = signal.signal(signal.SIGUSR1, stop)
-    pool = Graders(1)
-    try:
-        assert pool.grade([("\\boxed{1}", "1")], 5.0) == [True]
-        pid = pool.processes[0].process.pid
-        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-        with pytest.raises(StopError):
-            pool.grade([(TOWER, "1"), ("\\boxed{1}", "1")], 100.0)
-        assert not alive(pid)
-        assert pool.grade([("\\boxed{1}", "2"), ("\\boxed{1}", "1")], 5.0) == [False, True]
-    finally:
-        pool.close()
-        signal.signal(signal.SIGUSR1, before)
-
-
-GRADES = """
-import signal, sys, threading, time
-from tasks import Graders
-
-for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, lambda number, frame: print("heard", flush=True))
-pool = Graders(2)
-pool.grade([("\\\\boxed{1}", "1"), ("\\\\boxed{2}", "2")], 5.0)
-print(*[p.process.pid for p in pool.processes], flush=True)
-print(pool.grade([(r"TOWER", "1")], float(sys.argv[1])), flush=True)
-"""
-
-
-def hanging(seconds: float):
-    """A process in which one of two graders has an answer without end; and the process ids of the graders."""
-    code = GRADES.replace("TOWER", TOWER)
-    process = subprocess.Popen([sys.executable, "-c", code, str(seconds)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    pids = [int(word) for word in process.stdout.readline().split()]
-    assert len(pids) == 2
-    time.sleep(1.0)  # until the answer has arrived
-    return process, pids
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_are_heard_while_an_answer_hangs(number):
-    """They come to all processes of a job, from its scheduler or from the keyboard, and the graders go on."""
-    process, pids = hanging(3.0)
-    try:
-        for pid in (*pids, process.pid):
-            os.kill(pid, number)
-        assert process.stdout.readline() == "heard\n"
-        time.sleep(0.5)  # a process that had died of it would be gone now
-        assert process.poll() is None and all(map(alive, pids))
-        assert process.stdout.readline() == "[None]\n"
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_graders_end_with_their_parent():
-    """The idle one at once, the other one when the time of its answer is over."""
-    process, pids = hanging(3.0)
-    process.kill()
-    process.communicate()
-    assert until(60, lambda: not any(map(alive, pids)))
-
-
-def test_graders_are_shared_out_among_the_ranks_of_a_host(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
-    sizes = []
-    for ranks in ("1", "4", "24"):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        sizes.append(graders.__wrapped__().size)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert [*sizes, graders.__wrapped__().size] == [12, 3, 1, 12]
-    assert graders() is graders()
-
-
 DATA = sorted((ROOT.parent / "shared" / "data").glob("*.jsonl"))  # not part of the repository
 
 
@@ -529,25 +180,27 @@ def test_bad_lines_are_named(tmp_path, text, sentence):
     path = tmp_path / "x.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError, match=sentence):
-        read_jsonl(path)
+        read_rows(str(path))
     with pytest.raises(ValueError, match="no such file"):
-        read_jsonl(tmp_path / "none.jsonl")
+        read_rows(str(tmp_path / "none.jsonl"))
     path.write_bytes(b'{"problem": "caf\xe9", "answer": 1}')
     with pytest.raises(ValueError, match="x.jsonl: not a text file in UTF-8 .byte 16.; convert it"):
-        read_jsonl(path)
+        read_rows(str(path))
 
 
 def test_lines_end_where_json_says(tmp_path):
     """Some characters divide lines for Python and may stand inside a string of JSON; Windows marks its files."""
     path = tmp_path / "x.jsonl"
     path.write_text('\ufeff{"problem": "a\u2028b\x85c", "answer": 1.5}\r\n{"problem": "p", "answer": "0"}\n', "utf-8")
-    assert read_jsonl(path) == [{"text": "a\u2028b\x85c", "answer": "1.5"}, {"text": "p", "answer": "0"}]
+    found = [(row["prompt"], row["answer"], row["row"]) for row in read_rows(str(path))]
+    first = ("a\u2028b\x85c", "1.5", {"problem": "a\u2028b\x85c", "answer": "1.5"})
+    assert found == [first, ("p", "0", {"problem": "p", "answer": "0"})]
 
 
 def test_jsonl_epochs_shuffle_and_prompts_ask_for_a_box(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text("".join(f'{{"problem": "p{i}", "answer": "{i}"}}\n' for i in range(10)))
-    task = Jsonl(str(path))
+    task = table(path)
     first = [task.problem("train", i).answer for i in range(10)]
     second = [task.problem("train", 10 + i).answer for i in range(10)]
     assert sorted(first) == sorted(second) == sorted(map(str, range(10)))
@@ -559,7 +212,7 @@ def test_jsonl_epochs_shuffle_and_prompts_ask_for_a_box(tmp_path):
     assert p.prompt.startswith("p3\n")
     assert "\\boxed{}" in p.prompt
     answers = [Answer(p, "\\boxed{3}", False), Answer(p, "\\boxed{4}", True)]
-    assert task.rewards(answers) == ([1.0, 0.0], Counter(answers=2))
+    assert task.rewards(answers) == ([1.0, 0.0], Counter({"answers": 2, "reward/math": 1}))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -589,7 +242,7 @@ def test_ends_are_the_tokenizers_the_models_and_ones_of_your_own(folders, tmp_pa
         with pytest.raises(ValueError, match="generation_config.json: its eos_token_id lists"):
             stop_ids(tokenizer, [with_ends(folders / "actor", tmp_path / str(wrong), wrong)])
     (two / "generation_config.json").write_text("{")
-    with pytest.raises(ValueError, match="two/generation_config.json: not a JSON object"):
+    with pytest.raises(ValueError, match="two/generation_config.json: not valid JSON"):
         stop_ids(tokenizer, [two])
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="no token that ends a response"):
@@ -629,7 +282,8 @@ def test_both_engines_end_at_either(kind, folders, tmp_path, request):
 
 def test_a_source_ends_responses_and_reports_its_grading(folders, tmp_path):
     """A model of random weights never writes a box; what was reported is not reported again."""
-    task = math_task(tmp_path, "5", "6")
+    (tmp_path / "math.jsonl").write_text('{"problem": "p", "answer": "5"}\n{"problem": "p", "answer": "6"}\n')
+    task = table(tmp_path / "math.jsonl")
     engine, tokenizer = HFEngine(str(folders / "actor")), arithmetic_tokenizer()
     how = {"group_size": 8, "topk": 0, "model": "actor", "probe": None}
     source = LocalSource(engine, task, tokenizer, Sampling(max_tokens=12), stop_ids=list(range(100)), **how)
@@ -637,7 +291,7 @@ def test_a_source_ends_responses_and_reports_its_grading(folders, tmp_path):
     responses = [r for g in groups for r in g.responses]
     assert all(r.tokens[-1] < 100 for r in responses if r.finish_reason == "stop")
     assert all((r.tokens[:-1] >= 100).all() for r in responses)
-    assert source.metrics() == {"grade/timeouts": 0.0, "grade/unboxed": 1.0}
+    assert source.metrics() == {"grade/timeouts": 0.0, "grade/failures": 0.0, "grade/unboxed": 1.0}
     assert source.metrics() == {}
     plain = LocalSource(engine, Arithmetic(), tokenizer, Sampling(max_tokens=2), **how)
     assert plain.stop_ids == [1]

@@ -1,0 +1,243 @@
+"""Tasks: where prompts come from, how they are asked, and how an answer is graded.
+
+    arith.py     generated sums with worked steps, for the embedded models
+    data.py      rows of files, of data sets, of a class of your own
+    prompts.py   system prompt, template, chat template, tokens, ends
+    rewards.py   what a response earns: built-in parts, and functions of your own
+    grading.py   the processes in which rewards are computed
+
+A task has `problem(split, index)`, `find(id)`, `rewards(answers)`, `size` (None: endless) and `fit(tokenizer, limit)`.
+Nothing else in the repository knows what a problem is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from flags import need
+from tasks import arith, rewards
+from tasks.arith import VOCAB, Arithmetic, arithmetic_tokenizer
+from tasks.data import OwnTask, Table, choices_of, digest_of, is_own, label_of, read_rows
+from tasks.prompts import Answer, Problem, Style, encode, run_stop_ids, stop_ids
+
+__all__ = ["VOCAB", "Answer", "Arithmetic", "OwnTask", "Problem", "PromptFlags", "Table", "TaskFlags"]
+__all__ += [
+    "arithmetic_tokenizer",
+    "check",
+    "digest_of",
+    "encode",
+    "eval_sets",
+    "grade_all",
+    "make_task",
+    "run_stop_ids",
+    "stop_ids",
+]
+
+
+@dataclass(frozen=True)
+class TaskFlags:
+    """The task"""
+
+    task: str = "arith"
+    """arith (generated sums); FILE.jsonl, .json or .parquet; hf:NAME/SPLIT (a data set); FILE.py:CLASS (your own)."""
+    prompt_key: str = ""
+    """Column of the problem; default: problem, question or prompt."""
+    answer_key: str = ""
+    """Column of the answer, a.b for a nested one; default: answer, solution, reward_model.ground_truth, ..."""
+    reward: str = ""
+    """Sum of parts, NAME*WEIGHT with commas: math, gsm8k, praxis, letter, boxed, think, FILE.py:FUNCTION
+    (tasks/rewards.py); default math, letter where rows have choices, or the reward of a class of your own."""
+    answer: Literal["boxed", "last"] = "boxed"
+    """math: what counts of a response, its last \\boxed{} alone, or else its last expression."""
+    overlong: int = 0
+    """DAPO's penalty: from so many tokens below --max_tokens on the reward falls, by 1 at --max_tokens; 0: none."""
+    grade_seconds: float = 5.0
+    """Seconds of a processor that an answer may take to be graded; one that takes longer earns 0."""
+    task_min_ops: int = 3
+    """arith: fewest operations in a problem."""
+    task_max_ops: int = 5
+    """arith: most operations; a response has about 6 tokens for each."""
+    task_operand: int = 9
+    """arith: largest operand."""
+    task_total: int = 29
+    """arith: largest running total (up to 199)."""
+    task_explain: int = 0
+    """arith: reward up to so many tokens of explanation behind a right answer with up to 1 more (long responses);
+    0: none."""
+    task_seed: int = 0
+    """Seed of the problems."""
+
+
+@dataclass(frozen=True)
+class PromptFlags:
+    """Prompts"""
+
+    system_prompt: str = ""
+    """Text, or a file, that goes before every problem as the system's message."""
+    prompt_template: str = ""
+    """Text, or a file, with {problem}; or plain, boxed, hashes, letter; default: as the reward wants the answer."""
+    chat_template: str = "auto"
+    """auto: the tokenizer's, where it has one; off: none; or a file of Jinja."""
+    chat_kwargs: str = ""
+    """Arguments of the chat template, NAME=VALUE with commas, such as enable_thinking=false."""
+    max_prompt_tokens: int = 0
+    """Drop, and count, problems whose prompt is longer; 0: none is dropped."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A task by its flags
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def make_task(cfg, flag: str = "task", name: str | None = None, evaluates: bool = False):
+    """The task that a flag names, or this one name of several. UserError: one sentence.
+
+    evaluates: it grades by the first part of --reward alone."""
+    name = getattr(cfg, flag) if name is None else name
+    if name == "arith":
+        return Arithmetic(
+            cfg.task_min_ops, cfg.task_max_ops, cfg.task_operand, cfg.task_total, cfg.task_seed, cfg.task_explain
+        )
+    own = is_own(name)
+    file = name.rpartition(":")[0]
+    need(not own or Path(file).is_file(), f"--{flag}={name}: {file}: no such file; write FILE.py:CLASS")
+    rows = [] if own else read_rows(name, flag, cfg.prompt_key, cfg.answer_key)
+    reward = reward_of(cfg, name, rows)
+    if evaluates:
+        reward = replace(reward, parts=reward.parts[:1], overlong=0)
+    style = Style.of(cfg, rewards.TEMPLATE_OF.get(reward.parts[0].name, "plain"))
+    task = OwnTask(name, style, reward) if own else Table(name, rows, style, reward, cfg.task_seed)
+    first = task.problem("train", 0)
+    rewards.try_out(reward, Answer(first, first.answer, True))
+    return task
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """A held-out set, and how it is sampled."""
+
+    task: object
+    label: str  # in metrics and results
+    samples: int  # responses to each problem
+    temperature: float
+    max_tokens: int
+
+
+SETTINGS = {"samples": int, "temperature": float, "max_tokens": int}  # that a set may have of its own
+SMALLEST = {"samples": 1, "temperature": 0.01, "max_tokens": 1}
+
+
+def eval_sets(cfg, flag: str, usual: dict) -> list[EvalSet]:
+    """The sets that a flag names: NAME,NAME:samples=32:temperature=0.6, ...; what one does not say is `usual`.
+
+    UserError: one sentence."""
+    sets = []
+    for word in getattr(cfg, flag).split(","):
+        parts = word.strip().split(":")
+        own = [part for part in parts if "=" in part]
+        name = ":".join(part for part in parts if "=" not in part)
+        need(name, f"--{flag}={getattr(cfg, flag)}: a set without a name; write FILE,FILE:samples=32:temperature=0.6")
+        how = {**usual, **dict(setting(flag, name, part) for part in own)}
+        sets.append(EvalSet(make_task(cfg, flag, name, evaluates=True), label_of(name), **how))
+    labels = [one.label for one in sets]
+    need(len(set(labels)) == len(labels), f"--{flag}={getattr(cfg, flag)}: two sets of one name; rename a file")
+    return sets
+
+
+def setting(flag: str, name: str, part: str) -> tuple[str, float]:
+    """(name, value) of a set's own NAME=VALUE. UserError: one sentence."""
+    key, _, text = part.partition("=")
+    known = ", ".join(f"{key}=" for key in SETTINGS)
+    need(key in SETTINGS, f"--{flag}={name}:{part}: no such setting; {known} are known")
+    try:
+        value = SETTINGS[key](text)
+    except ValueError:
+        value = math.nan
+    need(
+        math.isfinite(value) and value >= SMALLEST[key],
+        f"--{flag}={name}:{part}: must be a number of at least {SMALLEST[key]}",
+    )
+    return key, value
+
+
+def reward_of(cfg, name: str, rows: list[dict]) -> rewards.Reward:
+    """The reward of a task. UserError: one sentence."""
+    parts = cfg.reward
+    if not parts and is_own(name):
+        parts = f"{name}.reward"
+    if not parts:
+        parts = "letter" if rows and all(choices_of(row["row"]) for row in rows) else "math"
+    how = {"answer": cfg.answer, "seconds": cfg.grade_seconds, "max_tokens": cfg.max_tokens, "overlong": cfg.overlong}
+    reward = rewards.Reward(rewards.parts_of(parts), **how)
+    rewards.check_libraries(reward, name)
+    return reward
+
+
+def check(cfg) -> None:
+    """UserError, one sentence, if the flags of the task allow no problem or no grading."""
+    limit = cfg.grade_seconds
+    need(0 < limit < math.inf, f"--grade_seconds={limit}: a number of seconds above 0, for each answer")
+    need(0 <= cfg.overlong < cfg.max_tokens, f"--overlong={cfg.overlong}: at least 0, and below --max_tokens")
+    need(cfg.max_prompt_tokens >= 0, f"--max_prompt_tokens={cfg.max_prompt_tokens}: must be at least 0")
+    if cfg.task == "arith":
+        files_alone = (
+            "prompt_key",
+            "answer_key",
+            "reward",
+            "overlong",
+            "system_prompt",
+            "prompt_template",
+            "chat_kwargs",
+        )
+        for flag in files_alone:
+            value = getattr(cfg, flag)
+            need(not value, f"--{flag}={value}: --task=arith has its own; leave it out, or name a file with --task")
+        arith.check(cfg)
+        return
+    need(
+        not cfg.task_explain,
+        f"--task_explain={cfg.task_explain}: only --task=arith rewards explanations; leave it out for {cfg.task}",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Grading
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def grade_all(task, tokenizer, problems, groups) -> Counter:
+    """Write each response's reward. problems: one for each group; groups: lists of responses.
+
+    The text graded is without special tokens; `finished` says that the response ended by itself. Returns the task's
+    counts (rewards.Reward.of)."""
+    responses = [(problem, r) for problem, group in zip(problems, groups, strict=True) for r in group]
+    texts = tokenizer.batch_decode([r.tokens for _, r in responses], skip_special_tokens=True)
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False))
+
+    answers = []
+    for (problem, r), text in zip(responses, texts, strict=True):
+        answers.append(Answer(problem, text, r.finish_reason == "stop", len(r.tokens), count))
+    earned, counts = task.rewards(answers)
+    for (_, r), reward in zip(responses, earned, strict=True):
+        r.reward = reward
+    return counts
+
+
+def grading_metrics(counts: Counter) -> dict[str, float]:
+    """What is logged of counts added up; nothing where no answer was graded in the pool."""
+    n = counts["answers"]
+    if not n:
+        return {}
+    values = {
+        "grade/timeouts": float(counts["timeouts"]),
+        "grade/failures": float(counts["failures"]),
+        "grade/unboxed": counts["unboxed"] / n,
+    }
+    parts = {name: total / n for name, total in counts.items() if name.startswith("reward/")}
+    return values | (parts if len(parts) > 1 else {})

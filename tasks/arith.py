@@ -1,0 +1,145 @@
+"""`--task=arith`: generated arithmetic, endless: chains of sums with worked steps.
+
+The vocabulary has one token for every number 0..199. "38 + 7 - 12 :" wants "38 + 7 = 45 ; 45 - 12 = 33 # 33". A model
+that knows each step with probability q solves n of them with q^n, so accuracy climbs smoothly as RL sharpens the
+steps: there is no all-or-nothing skill. Train and test are disjoint by a hash of the problem's text, whatever the seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from flags import UserError, need
+from tasks.prompts import Answer, Problem
+
+NUMBERS = 200  # the numbers 0..199 are one token each
+VOCAB = 256  # numbers, signs, and spare words up to a multiple of 32
+
+
+@dataclass
+class Arithmetic:
+    """Chains of min_ops to max_ops sums, operands 1..operand, every running total inside 0..total.
+
+    explain > 0 asks for long responses, as Mismatch Praxis does: an explanation may follow the
+    answer, and a right answer earns 1 + min(tokens behind it, explain) / explain. The demonstrations
+    restate steps there, five on average."""
+
+    min_ops: int = 3
+    max_ops: int = 5
+    operand: int = 9
+    total: int = 29
+    seed: int = 0
+    explain: int = 0
+
+    name = "arith"
+    size = None  # endless
+
+    def problem(self, split: str, index: int) -> Problem:
+        """Problem number `index` of a split ("train" or "test"): a pure function of the seed."""
+        for attempt in range(1000):
+            rng = random.Random(f"{self.seed}/{split}/{index}/{attempt}")
+            total = rng.randint(0, self.total)
+            text = str(total)
+            for _ in range(rng.randint(self.min_ops, self.max_ops)):
+                b = rng.randint(1, self.operand)
+                plus = rng.random() < 0.5
+                if total + b > self.total or total - b < 0:
+                    plus = total < b  # the one direction that stays inside the range
+                total += b if plus else -b
+                text += f" + {b}" if plus else f" - {b}"
+            # One problem in eight is for testing.
+            held_out = hashlib.sha256(text.encode()).digest()[0] < 32
+            if held_out == (split == "test"):
+                return Problem(text, text + " :", str(total))
+        raise UserError(f"no {split} problem in 1000 draws: raise --task_max_ops or --task_operand")
+
+    def find(self, id: str) -> Problem:
+        """The problem of an id, which is its text."""
+        start, operations = parts(id)
+        answer = start
+        for sign, b in operations:
+            answer += b if sign == "+" else -b
+        return Problem(id, id + " :", str(answer))
+
+    def solution(self, problem: Problem, slips: float = 0.0) -> str:
+        """Worked steps, for the warm start only.
+
+        With probability `slips` a step's result is off by 1 or 2 and the rest goes on from there, as
+        with a careless pupil: then the final answer is usually wrong."""
+        rng = random.Random(f"slips/{self.seed}/{problem.id}")
+        total, operations = parts(problem.id)
+        steps = []
+        for sign, b in operations:
+            result = total + b if sign == "+" else total - b
+            if rng.random() < slips:
+                result = min(max(result + rng.choice((-2, -1, 1, 2)), 0), NUMBERS - 1)
+            steps.append(f"{total} {sign} {b} = {result}")
+            total = result
+        text = " ; ".join(steps) + f" # {total}"
+        restated = 0
+        while 6 * (restated + 1) <= min(self.explain, 96) and rng.random() < 0.85:
+            text += f" ; {rng.choice(steps)}"
+            restated += 1
+        return text
+
+    def reward(self, problem: Problem, text: str, finished: bool) -> float:
+        """1 if the response ends, and ends with `# ANSWER`, else 0.
+
+        With `explain`: one `#` and a right answer behind it earn 1 plus the bonus, ended or not."""
+        if self.explain:
+            found = re.search(r"^[^#]*# (\d+)((?: [^#]+)?)$", text.strip())
+            if found is None or found.group(1) != problem.answer:
+                return 0.0
+            return 1.0 + min(len(found.group(2).split()), self.explain) / self.explain
+        found = re.search(r"# (\d+)\s*$", text)
+        return float(finished and found is not None and found.group(1) == problem.answer)
+
+    def rewards(self, answers: list[Answer]) -> tuple[list[float], Counter]:
+        """The reward of each answer, and no counts."""
+        return [self.reward(a.problem, a.text, a.finished) for a in answers], Counter()
+
+    def fit(self, tokenizer, limit: int = 0) -> int:
+        """Tokens of the longest prompt; none is dropped."""
+        return self.max_prompt()
+
+    def max_prompt(self) -> int:
+        """Tokens of the longest prompt: the start, two for each operation, the colon."""
+        return 2 * self.max_ops + 2
+
+    def max_response(self) -> int:
+        """Tokens of the longest demonstration: six a step, the answer, the end, the explanation."""
+        return 6 * self.max_ops + 2 + self.explain
+
+
+def parts(text: str) -> tuple[int, list[tuple[str, int]]]:
+    """A problem's start and operations: "38 + 7 - 12" gives 38 and [("+", 7), ("-", 12)]."""
+    words = text.split()
+    operations = [(sign, int(b)) for sign, b in zip(words[1::2], words[2::2], strict=True)]
+    return int(words[0]), operations
+
+
+def arithmetic_tokenizer():
+    """A word-level Hugging Face tokenizer: numbers, signs, and unused words up to VOCAB."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<eos>", "<unk>", "+", "-", "=", ";", ":", "#"] + [str(i) for i in range(NUMBERS)]
+    words += [f"<spare{i}>" for i in range(VOCAB - len(words))]
+    tok = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    tok.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tok, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def check(cfg) -> None:
+    """UserError, one sentence, if the flags of generated problems allow none."""
+    if not 1 <= cfg.task_min_ops <= cfg.task_max_ops:
+        raise UserError(f"--task_min_ops={cfg.task_min_ops}: must be between 1 and --task_max_ops={cfg.task_max_ops}")
+    need(cfg.task_explain >= 0, f"--task_explain={cfg.task_explain}: must be 0 (no explanations) or more tokens")
+    if not 1 <= cfg.task_operand <= cfg.task_total < NUMBERS:
+        raise UserError(
+            f"--task_total={cfg.task_total}: must be below {NUMBERS} and no less than --task_operand={cfg.task_operand}"
+        )

@@ -1,0 +1,357 @@
+"""Problems from files and data sets, or from a class of the user's own.
+
+    --task=FILE.jsonl | FILE.json | FILE.parquet | hf:NAME/SPLIT | hf:NAME@CONFIG/SPLIT | FILE.py:CLASS
+
+A row needs a prompt and an answer. Their columns are named by --prompt_key and --answer_key (a.b looks into nested
+ones), or found: problem, question, prompt (a text, or messages {role, content}); answer, solution with a box,
+reward_model.ground_truth, answerKey, Correct Answer. Where a row has choices (`choices`, `options`, or GPQA's wrong
+answers) they are written below the question, and the answer becomes a letter. All columns reach the reward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+from flags import UserError, need, read_text
+from tasks import prompts, rewards
+from tasks.grading import attribute_of, described
+from tasks.prompts import Answer, Problem, Style
+
+PROMPTS = ("problem", "question", "prompt", "Question", "Problem")
+ANSWERS = ("answer", "solution", "reward_model.ground_truth", "answerKey", "Correct Answer", "Answer")
+NEEDS = (
+    "each row needs `problem` (or `question`, `prompt`) and `answer`, or name them with --prompt_key and --answer_key"
+)
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+KNOWN = (".jsonl", ".json", ".parquet")
+
+
+class Table:
+    """Problems from rows: a file, a data set, or a class that makes them.
+
+    style: how they are asked; reward: how they are graded. Train: every epoch a new shuffle of all rows; test: their
+    order."""
+
+    def __init__(self, name: str, rows: list[dict], style: Style, reward: rewards.Reward, seed: int = 0):
+        self.name, self.rows = name, rows
+        self.style, self.reward, self.seed = style, reward, seed
+        self.stem = label_of(name)
+        self.used = list(range(len(rows)))  # numbers of the rows that are not dropped
+        self.dropped = 0
+        self.epoch, self.order = -1, []  # the shuffle at hand
+
+    @property
+    def size(self) -> int:
+        return len(self.used)
+
+    def problem(self, split: str, index: int) -> Problem:
+        """Problem number `index` of a split, "train" or "test"."""
+        epoch, at = divmod(index, self.size)
+        if split == "test":
+            return self.find(f"{self.stem}/{self.used[at]}")
+        if epoch != self.epoch:
+            self.epoch, self.order = epoch, list(self.used)
+            random.Random(f"{self.seed}/{epoch}").shuffle(self.order)
+        return self.find(f"{self.stem}/{self.order[at]}")
+
+    def find(self, id: str) -> Problem:
+        """The problem of an id: NAME/ROW."""
+        row = self.rows[int(id.rsplit("/", 1)[1])]
+        return Problem(id, self.style.ask(row["prompt"]), row["answer"], row["row"], self.style.chat)
+
+    def rewards(self, answers: list[Answer]) -> tuple[list[float], Counter]:
+        """What each answer earns, and counts (rewards.Reward.of)."""
+        return self.reward.of(answers)
+
+    def max_prompt(self) -> int:
+        return 0  # unknown without a tokenizer: see fit
+
+    def fit(self, tokenizer, limit: int = 0) -> int:
+        """Drop the rows whose prompt has more than `limit` tokens (0: none is); the tokens of the longest one left.
+
+        UserError: none is left."""
+        lengths = []
+        for start in range(0, len(self.rows), 1000):
+            some = [self.find(f"{self.stem}/{i}") for i in range(start, min(start + 1000, len(self.rows)))]
+            lengths += [len(ids) for ids in prompts.encode_all(tokenizer, some)]
+        self.used = [i for i, n in enumerate(lengths) if not limit or n <= limit]
+        self.dropped, self.epoch = len(lengths) - len(self.used), -1
+        need(
+            self.used,
+            f"--max_prompt_tokens={limit}: every prompt of {self.name} is longer, the shortest has "
+            f"{min(lengths)} tokens",
+        )
+        return max(lengths[i] for i in self.used)
+
+
+class OwnRows:
+    """Rows that a class of the user's own makes: as a list that is endless, or as long as the class says.
+
+    The class has `problem(split, index)`, which returns a row; `size`, its number of problems, or None; and, unless
+    --reward names another, `reward(row, text, finish_reason)`."""
+
+    def __init__(self, name: str):
+        path, _, attribute = name.rpartition(":")
+        try:
+            self.made = attribute_of(path, attribute)()
+        except Exception as e:  # the file is the user's
+            raise UserError(f"--task={name}: cannot be loaded ({described(e)}); mend the file") from None
+        has = callable(getattr(self.made, "problem", None)) and hasattr(self.made, "size")
+        need(has, f"--task={name}: needs a method problem(split, index) and an attribute size (None: endless)")
+        self.name = name
+
+    def row(self, split: str, index: int) -> dict:
+        """A row, as `read_row` returns it."""
+        try:
+            made = self.made.problem(split, index)
+        except Exception as e:
+            raise UserError(f"--task={self.name}: problem({split!r}, {index}) raised {described(e)}") from None
+        return read_row(made, f"{self.name}, {split} problem {index}")
+
+
+class OwnTask(Table):
+    """A Table over a class: its rows are made when they are asked for."""
+
+    def __init__(self, name: str, style: Style, reward):
+        self.own = OwnRows(name)
+        super().__init__(name, [], style, reward)
+
+    @property
+    def size(self) -> int | None:
+        return self.own.made.size
+
+    def problem(self, split: str, index: int) -> Problem:
+        index = index if self.size is None else index % self.size
+        return self.find(f"{self.stem}/{split}/{index}")
+
+    def find(self, id: str) -> Problem:
+        _, split, index = id.rsplit("/", 2)
+        row = self.own.row(split, int(index))
+        return Problem(id, self.style.ask(row["prompt"]), row["answer"], row["row"], self.style.chat)
+
+    def fit(self, tokenizer, limit: int = 0) -> int:
+        """The limit, or the longest of all prompts; a longer one is an error when it is drawn."""
+        if limit or self.size is None:
+            need(limit, f"--max_prompt_tokens: {self.name} is endless, so its longest prompt is not known; name it")
+            return limit
+        problems = [self.problem(split, i) for split in ("train", "test") for i in range(self.size)]
+        return max(len(ids) for ids in prompts.encode_all(tokenizer, problems))
+
+
+def digest_of(name: str) -> str:
+    """SHA-256 of a task's file, by which two hosts know that they have the same; of a data set's name; "" of arith."""
+    if name == "arith":
+        return ""
+    if name.startswith("hf:"):
+        return hashlib.sha256(name.encode()).hexdigest()
+    file = name.rpartition(":")[0] if is_own(name) else name
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def is_own(name: str) -> bool:
+    """Whether a task is a class of the user's own, FILE.py:CLASS."""
+    return ".py:" in name
+
+
+def label_of(name: str) -> str:
+    """A task's short name, for problems and metrics: of its file, its data set, its class."""
+    if name.startswith("hf:"):
+        name = name.removeprefix("hf:").rpartition("/")[0].partition("@")[0]
+    if is_own(name):
+        return name.rpartition(":")[2]
+    return Path(name).stem
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading rows
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def read_rows(name: str, flag: str = "task", prompt_key: str = "", answer_key: str = "") -> list[dict]:
+    """Rows {prompt, answer, row} of a file or data set. UserError, one sentence, names file and line.
+
+    flag: that named it."""
+    raw = from_hub(name, flag) if name.startswith("hf:") else from_file(name, flag)
+    rows = [read_row(row, place, prompt_key, answer_key) for place, row in raw]
+    need(rows, f"{name}: no problems in the file; {NEEDS}")
+    return rows
+
+
+def from_file(name: str, flag: str) -> list[tuple[str, object]]:
+    """(place, row) pairs of a JSONL, JSON or Parquet file."""
+    path = Path(name)
+    if not path.is_file():
+        what = "a folder" if path.is_dir() else "no such file"
+        also = "`arith` or " if flag == "task" else ""
+        raise UserError(
+            f"--{flag}={name}: {what}; give {also}the path of a JSONL, JSON or Parquet file, or hf:NAME/SPLIT"
+        )
+    if path.suffix == ".parquet":
+        parquet = library("pyarrow.parquet", "pyarrow", f"--{flag}={name}")
+        try:
+            return placed(name, parquet.read_table(path).to_pylist())
+        except (OSError, ValueError) as e:  # ArrowInvalid is a ValueError
+            raise UserError(f"{name}: not a whole Parquet file ({shortened(e)}); copy it anew") from None
+    text = read_text(path)
+    if path.suffix == ".json":
+        rows = parsed(text, name)
+        need(isinstance(rows, list), f"{name}: not a JSON array of rows; a file with one row a line ends in .jsonl")
+        return placed(name, rows)
+    lines = text.split("\n")  # not splitlines(), which also divides where JSON does not
+    return [(f"{name}, line {n}", parsed(line, f"{name}, line {n}")) for n, line in enumerate(lines, 1) if line.strip()]
+
+
+def from_hub(name: str, flag: str) -> list[tuple[str, object]]:
+    """(place, row) pairs of hf:NAME/SPLIT or hf:NAME@CONFIG/SPLIT, by the datasets library. NAME may be a folder."""
+    datasets = library("datasets", "datasets", f"--{flag}={name}")
+    source, slash, split = name.removeprefix("hf:").rpartition("/")
+    need(slash and source and split, f"--{flag}={name}: write hf:NAME/SPLIT, such as hf:openai/gsm8k@main/train")
+    source, _, config = source.partition("@")
+    try:
+        found = datasets.load_dataset(source, config or None, split=split)
+    except Exception as e:  # the library raises all kinds
+        raise UserError(
+            f"--{flag}={name}: cannot be loaded ({shortened(e)}); write hf:NAME/SPLIT or hf:NAME@CONFIG/SPLIT, and "
+            "look at the connection"
+        ) from None
+    return placed(name, list(found))
+
+
+def library(module: str, package: str, flag: str):
+    """An optional library. UserError: it is not installed."""
+    need(
+        importlib.util.find_spec(package), f"{flag}: {package}, which reads it, is not installed; pip install {package}"
+    )
+    return importlib.import_module(module)
+
+
+def placed(name: str, rows: list) -> list[tuple[str, object]]:
+    return [(f"{name}, row {n}", row) for n, row in enumerate(rows, 1)]
+
+
+def shortened(e: Exception) -> str:
+    return " ".join(str(e).split())[:150] or type(e).__name__
+
+
+def parsed(text: str, place: str):
+    """JSON. UserError names the place."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as e:  # also numbers of thousands of digits, and endless brackets
+        why = str(getattr(e, "msg", e))[:60]
+        raise UserError(f"{place}: not valid JSON ({why}); mend or remove that line, one object a line") from None
+
+
+def read_row(row, place: str, prompt_key: str = "", answer_key: str = "") -> dict:
+    """A row with its prompt and its final answer, as {prompt, answer, row}. place: file and line, for the UserError."""
+    need(isinstance(row, dict), f"{place}: not a JSON object; {NEEDS}")
+    prompt = prompt_of(row, place, prompt_key)
+    answer, listed = answer_of(row, place, answer_key), choices_of(row)
+    if listed:
+        prompt, answer = multiple_choice(prompt, listed, answer, row, place)
+    texts = [m["content"] for m in prompt] if isinstance(prompt, list) else [prompt]
+    written = "".join(texts) + answer
+    encodable = written.encode(errors="replace").decode() == written
+    need(encodable, f"{place}: half a character (a lone surrogate), which no tokenizer takes; mend or remove that line")
+    need(answer, f"{place}: the `answer` is empty; add one, or remove that line")
+    finite = answer.lower().lstrip("+-") not in ("nan", "inf")
+    need(finite, f"{place}: the `answer` is {answer}, which no response can equal; mend or remove that line")
+    worked = (
+        {"solution": row["answer"]} if isinstance(row.get("answer"), str) and row["answer"].strip() != answer else {}
+    )
+    return {"prompt": prompt, "answer": answer, "row": {**worked, **row, "answer": answer}}
+
+
+def nested(row: dict, key: str):
+    """The value under a.b.c; None where there is none."""
+    value = row if key not in row else {key: row[key]}
+    for name in [key] if key in row else key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def prompt_of(row: dict, place: str, key: str) -> str | list[dict]:
+    """A row's prompt: a text, or messages. UserError: it has none."""
+    for name in [key] if key else PROMPTS:
+        value = nested(row, name)
+        if isinstance(value, str) and value.strip():
+            return value
+        messages = isinstance(value, list) and value and all(is_message(m) for m in value)
+        if messages:
+            return [{"role": m["role"], "content": m["content"]} for m in value]
+    named = f"`{key}`" if key else "`problem` or `question`"
+    raise UserError(f"{place}: no {named} text; add one" + ("" if key else ", or name the column with --prompt_key"))
+
+
+def is_message(m) -> bool:
+    return isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+
+
+def answer_of(row: dict, place: str, key: str) -> str:
+    """A row's final answer. UserError: it has none."""
+    for name in [key] if key else ANSWERS:
+        value = nested(row, name)
+        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+            found = final_answer(str(value))
+            if name != "solution" or "\\boxed" in str(value):
+                return found
+    named = f"`{key}`" if key else "`answer`"
+    more = "" if key else ", or name the column with --answer_key"
+    raise UserError(f"{place}: no {named} that is a text or a number; add one{more}")
+
+
+def final_answer(answer: str) -> str:
+    """What stands behind #### (GSM8K) or in the last box of a worked solution; else the answer as it is."""
+    if "####" in answer:
+        return answer.split("####")[-1].strip()
+    box = rewards.last_box(answer)
+    return box[len("\\boxed{") : -1].strip() if box else answer.strip()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Multiple choice
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def choices_of(row: dict) -> list[str]:
+    """The choices of a row as ARC, MMLU, MMLU-Pro and GPQA have them; [] where it has none."""
+    for name in ("choices", "options"):
+        value = row.get(name)
+        if isinstance(value, dict):
+            value = value.get("text")
+        if isinstance(value, list) and len(value) > 1 and all(isinstance(x, str) for x in value):
+            return value
+    wrong = [row.get(f"Incorrect Answer {i}") for i in (1, 2, 3)]
+    return (
+        [row["Correct Answer"], *wrong] if all(isinstance(x, str) for x in [row.get("Correct Answer"), *wrong]) else []
+    )
+
+
+def multiple_choice(prompt, listed: list[str], answer: str, row: dict, place: str):
+    """(the question with its choices below, the letter of the right one). UserError: none of them is."""
+    need(
+        isinstance(prompt, str) and len(listed) <= len(LETTERS),
+        f"{place}: choices need a question that is a text, and at most {len(LETTERS)} of them",
+    )
+    if "Correct Answer" in row:  # GPQA's right answer always comes first: an order that depends on the question alone
+        listed = list(listed)
+        random.Random(prompt).shuffle(listed)
+    labels = row["choices"].get("label") if isinstance(row.get("choices"), dict) else None
+    index = row.get("answer")
+    if type(index) is int and 0 <= index < len(listed):  # MMLU counts from 0
+        at = index
+    elif labels and answer in labels:  # ARC: A to E, or 1 to 5
+        at = labels.index(answer)
+    elif answer in listed:
+        at = listed.index(answer)
+    elif len(answer) == 1 and answer.upper() in LETTERS[: len(listed)]:
+        at = LETTERS.index(answer.upper())
+    else:
+        raise UserError(f"{place}: the `answer` is {answer}, which names none of its {len(listed)} choices; mend it")
+    lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, listed, strict=False)]
+    return "\n".join([prompt, *lines]), LETTERS[at]

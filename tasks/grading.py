@@ -1,0 +1,239 @@
+"""Grading in processes of their own: an answer may take for ever, and must cost neither the run nor the others.
+
+`graders()` is the pool of this process. It calls reward functions (tasks/rewards.py, or a file of the user's own) with
+responses that a model has written: math-verify may compare two huge numbers until the end of days, a program under test
+may loop. Each call has a limit, in seconds of a processor and ten times that by the clock; the kernel ends a process
+that runs into it, for Python cannot act while one big number is computed. SIGTERM and Ctrl-C work meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+
+from flags import UserError, from_environment
+
+CHUNK = 16  # answers that a process is given at once, at most
+MEMORY = 4 << 30  # bytes of address space of each process
+PATIENCE = 10  # times its seconds of a processor that a call may last by the clock
+TICK = 0.2  # seconds after which a wait is looked at again
+SILENCE = 60.0  # seconds after which a process that says nothing is given up, beside twice an answer's limit
+MOST_STILLBORN = 3  # processes that may end before they are ready
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A reward function raised an exception, or returned what is no reward."""
+
+    why: str
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the process that grades
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def grading_process(fd: int) -> None:
+    """The whole life of a process that grades: calls in, values out, until the other end of the socket `fd` closes.
+
+    Ctrl-C and SIGTERM are the parent's affair."""
+    import resource
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    with Connection(fd) as connection, contextlib.suppress(EOFError, OSError):
+        function = None
+        while True:
+            name, calls, seconds = connection.recv()
+            if name is not None:  # everything is loaded now, and not at the cost of the first answer
+                try:
+                    function = function_of(name)
+                except BaseException as e:  # the file is the user's: it may do anything
+                    connection.send(("failed", described(e)))
+                    return
+                connection.send(("ready", None))
+            for call in calls:
+                signal.setitimer(signal.ITIMER_PROF, seconds)
+                signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)
+                said = value_of(function, call)
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                connection.send(said)
+
+
+def function_of(name: str):
+    """The function behind a name: one of tasks/rewards.py, FILE.py:FUNCTION, or FILE.py:CLASS.METHOD."""
+    path, colon, attribute = name.rpartition(":")
+    if not colon:
+        from tasks import rewards
+
+        return rewards.loaded(name)
+    owner, dot, method = attribute.partition(".")
+    found = attribute_of(path, owner)
+    return getattr(found(), method) if dot else found
+
+
+def attribute_of(path: str, name: str):
+    """An attribute of a Python file, which is run as a module; files beside it can be imported."""
+    file = Path(path).resolve()
+    sys.path.append(str(file.parent))
+    spec = importlib.util.spec_from_file_location(f"user_{file.stem}", file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def value_of(function, call):
+    """What the function makes of one response: ("value", a float or a dict of floats), or ("failed", why)."""
+    try:
+        value = function(*call)
+    except Exception as e:
+        return "failed", described(e)
+    numbers = list(value.values()) if isinstance(value, dict) else [value]
+    if not all(isinstance(x, (bool, int, float)) and math.isfinite(x) for x in numbers):
+        return "failed", f"it returned {repr(value)[:100]}, which is neither a finite number nor a dict of them"
+    return "value", {str(k): float(x) for k, x in value.items()} if isinstance(value, dict) else float(value)
+
+
+def described(e: BaseException) -> str:
+    """An exception in one line, with the line of the user's code that raised it."""
+    where = ""
+    at = e.__traceback__
+    while at is not None:
+        file = Path(at.tb_frame.f_code.co_filename)
+        if at.tb_frame.f_globals.get("__name__", "").startswith("user_"):
+            where = f" ({file.name}, line {at.tb_lineno})"
+        at = at.tb_next
+    return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}{where}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Seen from here
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Grader:
+    """A grading process, seen from here."""
+
+    def __init__(self):
+        self.connection, theirs = Pipe()
+        fd = theirs.fileno()
+        root = str(Path(__file__).resolve().parent.parent)
+        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        # sympy walks through sets, whose order depends on the hash seed: the same one in every process
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", f"from tasks.grading import grading_process; grading_process({fd})"],
+            env={**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(paths)},
+            pass_fds=[fd],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # what it starts ends with it
+        )
+        theirs.close()
+        self.function: str | None = None  # that it was asked to load
+        self.ready = False  # whether it has
+        self.given: deque[int] = deque()  # numbers of the answers it has not said anything about
+        self.heard = time.monotonic()  # when it was last heard of, or given something
+
+    def give(self, function: str, numbers: list[int], calls: list[tuple], seconds: float) -> None:
+        new = function != self.function
+        if new:
+            self.function, self.ready = function, False
+        self.given.extend(numbers)
+        self.heard = time.monotonic()
+        with contextlib.suppress(OSError):  # it has died: the next look at its connection tells
+            self.connection.send((function if new else None, calls, seconds))
+
+    def end(self) -> None:
+        """End it, and whatever it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+
+
+class Graders:
+    """Up to `size` grading processes, started when they are needed and kept. `graders()` gives the only instance."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.processes: list[Grader] = []
+        self.stillborn = 0
+
+    def grade(self, function: str, calls: list[tuple], seconds: float) -> list:
+        """What the function returns for each call: a float, a dict of floats, a Failure where it raised; None where its
+        process died of it, or used up its seconds of a processor. UserError: the function cannot be loaded."""
+        values: list = [None] * len(calls)
+        todo = deque(range(len(calls)))
+        try:
+            while todo or any(p.given for p in self.processes):
+                while len(self.processes) < min(self.size, len(todo)):
+                    self.processes.append(Grader())
+                self._hand_out(function, todo, calls, seconds)
+                # In slices, so that a signal to this process never has to wait for an answer.
+                said = wait([p.connection for p in self.processes], TICK)
+                for p in [p for p in self.processes if p.connection in said]:
+                    self._listen(p, values, todo)
+                for p in self.processes:
+                    if p.given and time.monotonic() - p.heard > SILENCE + 2 * PATIENCE * seconds:
+                        p.process.kill()  # stopped, or swapped out
+        except BaseException:  # what the processes go on to say would be taken for the next answers
+            self.close()
+            raise
+        return values
+
+    def _hand_out(self, function: str, todo: deque[int], calls, seconds: float) -> None:
+        """A chunk for each process that has nothing to do; small ones towards the end, so that all end together."""
+        for p in self.processes:
+            alive = p.process.poll() is None  # one that died while it had nothing to do is replaced
+            if todo and not p.given and alive:
+                n = min(CHUNK, max(1, len(todo) // (2 * self.size)))
+                numbers = [todo.popleft() for _ in range(min(n, len(todo)))]
+                p.give(function, numbers, [calls[i] for i in numbers], seconds)
+
+    def _listen(self, p: Grader, values: list, todo: deque[int]) -> None:
+        """Take what a process says. If it has died, the answer at hand is lost, and the others are done again."""
+        try:
+            kind, said = p.connection.recv()
+        except (EOFError, OSError):
+            self.processes.remove(p)
+            p.end()
+            todo.extend(list(p.given)[1 if p.ready else 0 :])
+            self.stillborn += not p.ready and bool(p.given)
+            if self.stillborn > MOST_STILLBORN:
+                raise RuntimeError(
+                    f"grading processes end before they are ready (exit code {p.process.returncode}): "
+                    "python -c 'import tasks.grading' may tell why"
+                ) from None
+            return
+        p.heard = time.monotonic()
+        if p.ready:
+            values[p.given.popleft()] = Failure(said) if kind == "failed" else said
+        elif kind == "failed":
+            raise UserError(f"--reward={p.function}: cannot be loaded ({said}); mend the file")
+        p.ready = True
+
+    def close(self) -> None:
+        while self.processes:
+            self.processes.pop().end()
+
+
+@functools.cache
+def graders() -> Graders:
+    """The grading processes of this process: as many as there are cores for each rank of this host."""
+    return Graders(max(1, len(os.sched_getaffinity(0)) // from_environment("LOCAL_WORLD_SIZE", 1)))

@@ -1,0 +1,240 @@
+"""How a problem is asked: system prompt, template, chat template, and the tokens that end a response.
+
+    a row's problem --prompt_template--> text --system_prompt--> messages --chat template--> tokens
+
+The policy, the actor, the engine and the evaluation all read what `encode` returns; `python eval.py --show_prompt`
+prints it as the model sees it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flags import UserError, need, read_json, read_text
+
+# What --prompt_template may name. Without the flag, a task is asked as its reward wants the answer (tasks/rewards.py).
+TEMPLATES = {
+    "plain": "{problem}",
+    "boxed": "{problem}\nPlease reason step by step, and put your final answer within \\boxed{}.",
+    "hashes": "{problem}\nPlease reason step by step, and end with one line: #### and the final answer.",
+    "letter": "{problem}\nPlease reason step by step, and put the letter of your answer within \\boxed{}.",
+}
+SHOWN = 3  # prompts that --show_prompt prints
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How messages become text."""
+
+    template: str | None = None  # Jinja; None: the tokenizer's own, where it has one; "": none
+    kwargs: tuple[tuple[str, object], ...] = ()  # of the template, such as enable_thinking
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One question. `id` is stable across runs; `answer` is the final one, as the built-in rewards compare it."""
+
+    id: str
+    prompt: str | list[dict[str, str]]  # a text, or messages {role, content}
+    answer: str
+    row: dict = field(default_factory=dict)  # every column of a file's row, for rewards of one's own
+    chat: Chat = Chat()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response, as the grader sees it: its text without special tokens, and whether it ended by itself."""
+
+    problem: Problem
+    text: str
+    finished: bool
+    tokens: int = 0  # of the response
+    count: Callable[[str], int] = len  # the tokens of a text
+
+
+@dataclass(frozen=True)
+class Style:
+    """How the problems of a file are asked: the flags of `PromptFlags`, read."""
+
+    system: str = ""
+    template: str = TEMPLATES["boxed"]
+    always: bool = False  # also around prompts that are messages already, or that bring an instruction
+    chat: Chat = Chat()
+
+    @classmethod
+    def of(cls, cfg, usual: str) -> Style:
+        """The style that the flags ask for. usual: the template without --prompt_template. UserError: one sentence."""
+        named = cfg.prompt_template
+        template = TEMPLATES.get(named or usual) or text_or_file("prompt_template", named)
+        need(
+            template.count("{problem}") == 1,
+            f"--prompt_template={named}: needs {{problem}} once, where the problem stands; or one of "
+            f"{', '.join(TEMPLATES)}, or a file",
+        )
+        system = text_or_file("system_prompt", cfg.system_prompt)
+        return cls(system, template, bool(named), Chat(chat_template_of(cfg), chat_kwargs_of(cfg)))
+
+    def ask(self, prompt: str | list[dict]) -> str | list[dict]:
+        """A row's problem, or messages, as it is asked."""
+        messages = [dict(m) for m in prompt] if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        last = messages[-1]
+        instructed = isinstance(prompt, list) or "\\boxed" in last["content"]
+        if self.always or not instructed:
+            last["content"] = self.template.replace("{problem}", last["content"])
+        if self.system and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self.system})
+        only_text = len(messages) == 1 and not isinstance(prompt, list)
+        return last["content"] if only_text else messages
+
+
+def text_or_file(flag: str, value: str) -> str:
+    """The text that a flag gives, or that of the file it names."""
+    try:
+        is_file = Path(value).is_file()
+    except (OSError, ValueError):  # too long for a name, or with a zero byte: a text
+        is_file = False
+    text = read_text(value).rstrip("\n") if value and is_file else value
+    need("\0" not in text, f"--{flag}: holds a zero byte; leave it out")
+    return text
+
+
+def contents(cfg) -> dict[str, str]:
+    """The flags that may name files, with what is in them: for a host that has no such files."""
+    return {
+        flag: text_or_file(flag, getattr(cfg, flag)) for flag in ("system_prompt", "prompt_template", "chat_template")
+    }
+
+
+def chat_template_of(cfg) -> str | None:
+    """--chat_template as `Chat.template` has it."""
+    if cfg.chat_template == "auto":
+        return None
+    if cfg.chat_template == "off":
+        return ""
+    text = text_or_file("chat_template", cfg.chat_template)
+    need("{" in text, f"--chat_template={cfg.chat_template}: no such file; give auto, off, or a file of Jinja")
+    return text
+
+
+def chat_kwargs_of(cfg) -> tuple[tuple[str, object], ...]:
+    """--chat_kwargs=name=value,... as pairs; a value is JSON, or else a text."""
+    pairs = []
+    for part in cfg.chat_kwargs.split(","):
+        name, equals, value = part.strip().partition("=")
+        if not part.strip():
+            continue
+        need(
+            equals and name.isidentifier(),
+            f"--chat_kwargs={cfg.chat_kwargs}: write name=value, with commas between, such as enable_thinking=false",
+        )
+        try:
+            pairs.append((name, json.loads(value)))
+        except ValueError:
+            pairs.append((name, value))
+    return tuple(pairs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def encode(tokenizer, problem: Problem) -> list[int]:
+    """Token ids of a problem's prompt, through the chat template where there is one. UserError: it takes no such
+    prompt."""
+    return encode_all(tokenizer, [problem])[0]
+
+
+def encode_all(tokenizer, problems: list[Problem]) -> list[list[int]]:
+    """The same of several problems, at once: fast tokenizers use all cores."""
+    texts = [render(tokenizer, problem) for problem in problems]
+    ids: list[list[int]] = [[]] * len(problems)
+    for templated in (True, False):  # a template writes the special tokens itself
+        rows = [i for i, (_, t) in enumerate(texts) if t == templated]
+        if rows:
+            found = tokenizer([texts[i][0] for i in rows], add_special_tokens=not templated)["input_ids"]
+            for i, row in zip(rows, found, strict=True):
+                ids[i] = row
+    return ids
+
+
+def render(tokenizer, problem: Problem) -> tuple[str, bool]:
+    """(the text that is tokenized, whether a chat template made it)."""
+    chat, prompt = problem.chat, problem.prompt
+    template = getattr(tokenizer, "chat_template", None) if chat.template is None else chat.template
+    if not template:
+        parts = [m["content"] for m in prompt] if isinstance(prompt, list) else [prompt]
+        return "\n\n".join(parts), False
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    how = dict(chat.kwargs) | {"add_generation_prompt": True, "tokenize": False}
+    try:
+        return tokenizer.apply_chat_template(messages, chat_template=chat.template, **how), True
+    except Exception as e:  # Jinja raises all kinds
+        why = " ".join(str(e).split())[:150]
+        raise UserError(
+            f"{problem.id}: the chat template takes no such prompt ({why}); see --system_prompt, --chat_kwargs and "
+            "--chat_template"
+        ) from None
+
+
+def shown(tokenizer, problems: list[Problem], ends: list[int]) -> str:
+    """The page of --show_prompt: prompts as the model sees them, each special token visible, and the ends."""
+    lines = []
+    for problem in problems:
+        ids = encode(tokenizer, problem)
+        # decoded one by one and joined, so that nothing is cleaned up on the way
+        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        lines += [f"--- {problem.id}: {len(ids)} tokens, answer {problem.answer}", text]
+    names = [f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in ends]
+    return "\n".join([*lines, f"--- a response ends with {' or '.join(names)}"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens that end a response
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def run_stop_ids(tokenizer, cfg) -> list[int]:
+    """The ends of a run's responses: of both models, whichever samples, so that one can learn to end as the other."""
+    return stop_ids(tokenizer, (cfg.model, cfg.actor), cfg.stop)
+
+
+def stop_ids(tokenizer, folders, stop: str = "") -> list[int]:
+    """Ids of the tokens that end a response, in every engine and in evaluation alike.
+
+    They are the tokenizer's own end, what the generation_config.json of these model folders lists as `eos_token_id`
+    (a folder without that file adds nothing), and the tokens of --stop. UserError: one sentence."""
+    ids = [tokenizer.eos_token_id]
+    for folder in folders:
+        path = Path(folder) / "generation_config.json"
+        if path.is_file():
+            ids += listed_ends(path)
+    ids += [token_id(tokenizer, word.strip()) for word in stop.split(",") if word.strip()]
+    ids = [i for i in dict.fromkeys(ids) if i is not None]
+    need(ids, "the tokenizer has no token that ends a response, and its model lists none: name one with --stop")
+    return ids
+
+
+def listed_ends(path: Path) -> list[int]:
+    """The end tokens that a generation_config.json lists: none, one, or several."""
+    listed = read_json(path, "mend or remove it").get("eos_token_id")
+    listed = listed if isinstance(listed, list) else [listed]
+    bad = [i for i in listed if i is not None and type(i) is not int]
+    need(not bad, f"{path}: its eos_token_id lists {bad[:1]}, which is no token's number; mend it")
+    return listed
+
+
+def token_id(tokenizer, word: str) -> int:
+    """The id of a token by its text. UserError if it is not exactly one token of the vocabulary."""
+    vocabulary = tokenizer.get_vocab()
+    if word in vocabulary:
+        return vocabulary[word]
+    ids = tokenizer.encode(word, add_special_tokens=False)
+    need(
+        len(ids) == 1 and ids[0] != tokenizer.unk_token_id,
+        f"--stop={word}: not one token of the model's vocabulary; give tokens, such as <|im_end|>, separated by commas",
+    )
+    return ids[0]

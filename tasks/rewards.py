@@ -1,0 +1,269 @@
+"""Rewards: what a response earns, as a sum of named parts, each computed in a grading process (tasks/grading.py).
+
+    --reward=math                       right or wrong, by the math-verify library
+    --reward=math,boxed*0.1             a sum, with weights
+    --reward=mine.py:score,math*0.5     a function of your own:
+
+        def score(row, text, finish_reason):       # the problem's row, the response, "stop" or "length"
+            return 1.0 if row["answer"] in text else 0.0       # or {"right": 1.0, "short": 0.2}, whose sum counts
+
+`row` has every column of the problem's row, and under "answer" its final answer. Evaluation counts a response as right
+where the first part named gives more than 0.5.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import re
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from flags import UserError, choice, need
+from tasks import grading
+from tasks.prompts import Answer
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The built-in parts: (row, text, finish_reason) -> a number. They read nothing of the row but its answer
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def math_answer(row, text, finish_reason) -> bool:
+    """Does the response's final answer equal the gold one? It may take for ever: the pool knows how to end it.
+
+    math-verify looks at \\boxed{} first, then at the last expression. sympy tries numbers of its own at random: with
+    a seed for each answer, the verdict does not depend on the answers before."""
+    import sympy.core.random
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    sympy.core.random.seed(0)
+    configs = [LatexExtractionConfig(), ExprExtractionConfig()]
+    gold = parse(f"\\boxed{{{row['answer']}}}", extraction_config=configs, parsing_timeout=None)
+    found = parse(text, extraction_config=configs, parsing_timeout=None)
+    return bool(verify(gold, found, timeout_seconds=None))
+
+
+def gsm8k(row, text, finish_reason) -> bool:
+    """Is the number behind the last #### the gold one? GSM8K's own rule: equal texts, commas aside."""
+    found = re.findall(HASHES, text)
+    return bool(found) and plain_number(found[-1]) == plain_number(row["answer"])
+
+
+def praxis(row, text, finish_reason) -> bool:
+    """The gate of Mismatch Praxis: one line with ####, and the right number there (`Reward` adds the bonus)."""
+    return text.count("####") == 1 and gsm8k(row, text, finish_reason)
+
+
+def letter(row, text, finish_reason) -> bool:
+    """Multiple choice: is the letter in the last box, or else behind the last "answer is", the right one?"""
+    box = last_box(text)
+    inside = re.sub(r"\\(text|mathrm|mathbf|textbf)\s*", "", box[len("\\boxed") :]) if box else ""
+    found = re.findall(r"^[\s{(]*([A-Za-z])\b", inside) if box else re.findall(ANSWER_IS, text)
+    return bool(found) and found[-1].upper() == row["answer"].upper()
+
+
+def boxed(row, text, finish_reason) -> bool:
+    """A format: the response holds exactly one box, whole, and ended by itself."""
+    return finish_reason == "stop" and len(re.findall(r"\\boxed\s*\{", text)) == 1 and last_box(text) is not None
+
+
+def think(row, text, finish_reason) -> bool:
+    """A format: <think> reasoning </think> <answer> answer </answer>, and nothing else (DeepSeek-R1)."""
+    tags = ("<think>", "</think>", "<answer>", "</answer>")
+    form = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
+    return all(text.count(tag) == 1 for tag in tags) and re.fullmatch(form, text, re.DOTALL) is not None
+
+
+BUILT_IN = {
+    "math": math_answer,
+    "gsm8k": gsm8k,
+    "praxis": praxis,
+    "letter": letter,
+    "boxed": boxed,
+    "think": think,
+}
+# how each wants the answer, where --prompt_template does not say (tasks/prompts.py)
+TEMPLATE_OF = {"math": "boxed", "boxed": "boxed", "gsm8k": "hashes", "praxis": "hashes", "letter": "letter"}
+HASHES = r"####\s*(-?\$?[0-9][0-9.,]*)"
+ANSWER_IS = r"[Aa]nswer(?:\s+is)?\s*:?\s*\**\(?([A-Z])\b"
+
+
+def loaded(name: str):
+    """A built-in part, with the libraries it needs loaded."""
+    function = BUILT_IN[name]
+    function({"answer": "1"}, "\\boxed{1}", "stop")
+    return function
+
+
+def plain_number(text: str) -> str:
+    """1,200. and $1200 as 1200."""
+    return text.strip().replace(",", "").replace("$", "").rstrip(".")
+
+
+def last_box(text: str) -> str | None:
+    """The last \\boxed{...} of a response, whole; None if there is none, or if the last one is cut short or empty.
+
+    Its braces are counted; a brace behind a backslash, as in \\{1, 2\\}, is a sign and not counted."""
+    starts = [match.end() for match in re.finditer(r"\\boxed\s*\{", text)]
+    if not starts:
+        return None
+    depth = 1
+    for match in re.finditer(r"\\.|[{}]", text[starts[-1] :], re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(match.group(), 0)
+        if depth == 0:
+            inside = text[starts[-1] : starts[-1] + match.start()]
+            return f"\\boxed{{{inside}}}" if inside.strip() else None
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The sum
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """One summand: a built-in name, or FILE.py:FUNCTION."""
+
+    name: str
+    weight: float
+
+    @property
+    def label(self) -> str:
+        """As metrics name it: the function's name."""
+        return self.name.rpartition(":")[2]
+
+
+@dataclass(frozen=True)
+class Reward:
+    """--reward, read: what a response earns. seconds: of a processor, for each answer and part (--grade_seconds)."""
+
+    parts: tuple[Part, ...] = (Part("math", 1.0),)
+    answer: str = "boxed"  # "boxed" or "last": what of a response `math` looks at (--answer)
+    seconds: float = 5.0
+    max_tokens: int = 0  # longest response; praxis: so many tokens behind the answer earn 1 more
+    overlong: int = 0  # tokens below max_tokens from which DAPO's penalty begins (--overlong)
+
+    def of(self, answers: list[Answer]) -> tuple[list[float], Counter]:
+        """The reward of each answer; and counts.
+
+        The counts: `answers`; `timeouts`, those that could not be graded within the limit, which earn nothing;
+        `failures`, those whose function raised, likewise; `unboxed`, those without a box, where `math` grades; and
+        `reward/NAME`, the sum of each part, weights aside."""
+        total = [0.0] * len(answers)
+        counts = Counter(answers=len(answers))
+        for part in self.parts:
+            values = self.values(part, answers)
+            for i, value in enumerate(values):
+                counts["timeouts"] += value is None
+                if isinstance(value, grading.Failure):
+                    counts["failures"] += 1
+                    tell_once(part.name, value.why)
+                for name, x in self.named(part, value, answers[i]):
+                    total[i] += part.weight * x
+                    counts[f"reward/{name}"] += x
+        for i, answer in enumerate(answers if self.overlong else []):
+            penalty = overlong_penalty(answer.tokens, self.overlong, self.max_tokens)
+            total[i] -= penalty
+            counts["reward/overlong"] -= penalty
+        if any(part.name == "math" for part in self.parts):
+            counts["unboxed"] = sum(last_box(a.text) is None for a in answers)
+        return total, Counter({name: x for name, x in counts.items() if x})
+
+    def values(self, part: Part, answers: list[Answer]) -> list:
+        """What the pool says of each answer; equal ones are graded once, and nothing stands for a missing box."""
+        calls = {}
+        keys = [self.call(part, answer, calls) for answer in answers]
+        found = grading.graders().grade(part.name, list(calls.values()), self.seconds)
+        known = dict(zip(calls, found, strict=True))
+        return [0.0 if key is None else known[key] for key in keys]
+
+    def call(self, part: Part, answer: Answer, calls: dict) -> tuple | None:
+        """The key of a call for this answer, which stands in `calls` then; None: wrong without a look."""
+        problem, text = answer.problem, answer.text
+        finish_reason = "stop" if answer.finished else "length"
+        row = {"answer": problem.answer}
+        key = (problem.answer, text, finish_reason)
+        if part.name == "math":
+            text = last_box(text) if self.answer == "boxed" else text
+            if text is None:
+                return None
+            key = (problem.answer, text)
+        elif part.name not in BUILT_IN:
+            row = problem.row
+            key = (problem.id, text, finish_reason)
+        calls.setdefault(key, (row, text, finish_reason))
+        return key
+
+    def named(self, part: Part, value, answer: Answer) -> list[tuple[str, float]]:
+        """The values of a part by name; none where it could not be graded."""
+        if value is None or isinstance(value, grading.Failure):
+            return []
+        if isinstance(value, dict):
+            return [(f"{part.label}/{name}", x) for name, x in value.items()]
+        if part.name == "praxis" and value:
+            behind = answer.text.rpartition("####")[2].partition("\n")[2]
+            tokens = answer.count(behind) if behind else 0
+            return [(part.label, value), ("praxis_bonus", min(tokens, self.max_tokens) / self.max_tokens)]
+        return [(part.label, value)]
+
+
+def overlong_penalty(tokens: int, buffer: int, longest: int) -> float:
+    """DAPO's soft punishment of length, Eq. 13: 0 up to longest - buffer tokens, then linear, 1 at the longest."""
+    return max(0.0, tokens - (longest - buffer)) / buffer
+
+
+@functools.cache
+def tell_once(name: str, why: str) -> None:
+    """Say aloud, once for each cause, that a reward function failed; training goes on, and counts it."""
+    tqdm.write(f"warning: --reward={name}: {why}; such a response earns 0 for it (grade/failures)", file=sys.stderr)
+
+
+def parts_of(text: str) -> tuple[Part, ...]:
+    """--reward as parts. UserError: one sentence."""
+    parts = []
+    for word in text.split(","):
+        name, star, weight = word.strip().partition("*")
+        try:
+            value = float(weight) if star else 1.0
+        except ValueError:
+            value = math.nan
+        need(math.isfinite(value), f"--reward={text}: {weight} is no weight; write NAME*0.5")
+        path, colon, attribute = name.rpartition(":")
+        if not colon:
+            choice("reward", name, [*BUILT_IN, "FILE.py:FUNCTION"])
+        else:
+            need(Path(path).is_file(), f"--reward={name}: {path}: no such file; write FILE.py:FUNCTION")
+            need(attribute, f"--reward={name}: names no function; write {path}:FUNCTION")
+        parts.append(Part(name.strip(), value))
+    need(
+        len({part.name for part in parts}) == len(parts), f"--reward={text}: names a part twice; leave one of them out"
+    )
+    return tuple(parts)
+
+
+def check_libraries(reward: Reward, name: str) -> None:
+    """UserError if a part's library is not installed. name: of the task, for the sentence."""
+    if any(part.name == "math" for part in reward.parts):
+        installed = importlib.util.find_spec("math_verify") is not None
+        need(installed, f"--reward=math, for {name}: math-verify is not installed; pip install math-verify")
+
+
+def try_out(reward: Reward, answer: Answer) -> None:
+    """UserError, before a model loads, if a function of the user's own cannot grade the first problem."""
+    for part in reward.parts:
+        if part.name in BUILT_IN:
+            continue
+        (value,) = reward.values(part, [answer])
+        if isinstance(value, grading.Failure):
+            raise UserError(f"--reward={part.name}: on the first problem with the answer as response: {value.why}")
+        need(
+            value is not None,
+            f"--reward={part.name}: on the first problem it needs more than --grade_seconds={reward.seconds}; mend it, "
+            "or allow more",
+        )

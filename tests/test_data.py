@@ -1,0 +1,391 @@
+"""Files and data sets of every layout, classes of one's own, and how their problems are asked."""
+
+import json
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from conftest import make_cfg
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from tasks import Answer, Problem, Table, encode, eval_sets, make_task, read_rows
+from tasks.prompts import TEMPLATES, Chat, Style, encode_all, shown
+from tasks.rewards import Reward
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer():
+    """One token for each byte, the special tokens of a chat, and a mark that is put before every plain text."""
+    names = ["<mark>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tok = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tok.decoder = decoders.ByteLevel()
+    tok.add_special_tokens(names)
+    tok.post_processor = processors.TemplateProcessing(
+        single="<mark> $A", special_tokens=[("<mark>", tok.token_to_id("<mark>"))]
+    )
+    made = PreTrainedTokenizerFast(tokenizer_object=tok, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    made.chat_template = CHATML
+    return made
+
+
+def cfg_of(**changes):
+    """A run's flags, unchecked: no model is named."""
+    return replace(make_cfg(), **changes)
+
+
+def write(path, content) -> str:
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return str(path)
+
+
+def found(path, **keys) -> list[tuple]:
+    return [(row["prompt"], row["answer"]) for row in read_rows(str(path), **keys)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows
+# ---------------------------------------------------------------------------------------------------------------------
+
+CHAT = [{"role": "system", "content": "Think."}, {"role": "user", "content": "1+1?"}]
+LAYOUTS = {
+    "MATH": ({"problem": "p", "solution": "so \\boxed{\\frac12}.", "level": 3}, ("p", "\\frac12")),
+    "MATH-500": ({"problem": "p", "solution": "s \\boxed{7}", "answer": "8"}, ("p", "8")),
+    "GSM8K": ({"question": "q", "answer": "1 + 1 = 2\n#### 2"}, ("q", "2")),
+    "AIME": ({"Problem": "p", "Answer": 204}, ("p", "204")),
+    "DAPO": ({"prompt": CHAT, "reward_model": {"ground_truth": "34", "style": "rule"}}, (CHAT, "34")),
+    "DeepScaleR": ({"problem": "p", "answer": "-\\frac{2}{3}", "solution": ""}, ("p", "-\\frac{2}{3}")),
+    "MMLU": ({"question": "q", "choices": ["3", "0", "x"], "answer": 0}, ("q\nA. 3\nB. 0\nC. x", "A")),
+    "MMLU-Pro": ({"question": "q", "options": ["u", "v"], "answer": "B", "answer_index": 1}, ("q\nA. u\nB. v", "B")),
+    "ARC": (
+        {"question": "q", "choices": {"text": ["u", "v", "w"], "label": ["1", "2", "3"]}, "answerKey": "3"},
+        ("q\nA. u\nB. v\nC. w", "C"),
+    ),
+    "by its text": ({"question": "q", "choices": ["u", "v"], "answer": "v"}, ("q\nA. u\nB. v", "B")),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name, tmp_path):
+    row, wanted = LAYOUTS[name]
+    assert found(write(tmp_path / "x.jsonl", row)) == [wanted]
+    (read,) = read_rows(str(tmp_path / "x.jsonl"))
+    assert read["row"].pop("answer") == wanted[1]
+    kept = {key: value for key, value in row.items() if key != "answer"}
+    if name == "GSM8K":
+        kept["solution"] = row["answer"]  # worked steps are not lost
+    assert {key: read["row"].get(key) for key in kept} == kept
+
+
+def test_gpqa_shuffles_its_choices(tmp_path):
+    """By the question alone: the right answer is not always the first, and stays where it is."""
+    rows = []
+    for i in range(60):
+        wrong = {f"Incorrect Answer {k}": f"wrong {k}" for k in (1, 2, 3)}
+        rows.append({"Question": f"q{i}", "Correct Answer": "right", **wrong})
+    path = write(tmp_path / "gpqa.json", rows)
+    letters = Counter()
+    for prompt, letter in found(path):
+        assert f"{letter}. right" in prompt.splitlines()
+        assert sorted(line[3:] for line in prompt.splitlines()[1:]) == ["right", "wrong 1", "wrong 2", "wrong 3"]
+        letters[letter] += 1
+    assert set(letters) == set("ABCD") and found(path) == found(path)
+
+
+def test_columns_by_name(tmp_path):
+    row = {"problem": "no", "text": {"en": "yes"}, "meta": {"gold": 5}, "a.b": "c", "answer": "6"}
+    path = write(tmp_path / "x.jsonl", row)
+    assert found(path, prompt_key="text.en", answer_key="meta.gold") == [("yes", "5")]
+    assert found(path, prompt_key="a.b") == [("c", "6")]
+    with pytest.raises(ValueError, match="line 1: no `text.de` text; add one"):
+        found(path, prompt_key="text.de")
+    with pytest.raises(ValueError, match="line 1: no `meta` that is a text or a number; add one"):
+        found(path, answer_key="meta")
+
+
+def test_the_same_rows_in_every_format(tmp_path):
+    pytest.importorskip("datasets")
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [{"problem": f"p{i}", "answer": str(i), "tests": [i, i + 1]} for i in range(5)]
+    write(tmp_path / "x.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    write(tmp_path / "x.json", rows)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet")
+    hub = tmp_path / "set"
+    hub.mkdir()
+    parquet.write_table(pyarrow.Table.from_pylist(rows), hub / "train.parquet")
+    wanted = [{"prompt": row["problem"], "answer": row["answer"], "row": row} for row in rows]
+    for name in (tmp_path / "x.jsonl", tmp_path / "x.json", tmp_path / "x.parquet", f"hf:{hub}/train"):
+        assert read_rows(str(name)) == wanted
+    with pytest.raises(ValueError, match=r"hf:.*/nosuch: cannot be loaded .*; write hf:NAME/SPLIT"):
+        read_rows(f"hf:{hub}/nosuch")
+    with pytest.raises(ValueError, match="--task=hf:gsm8k: write hf:NAME/SPLIT, such as hf:openai/gsm8k@main/train"):
+        read_rows("hf:gsm8k")
+    (tmp_path / "x.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(ValueError, match="x.parquet: not a whole Parquet file .*; copy it anew"):
+        read_rows(str(tmp_path / "x.parquet"))
+
+
+def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    write(tmp_path / "x.parquet", "")
+    with pytest.raises(ValueError, match="pyarrow, which reads it, is not installed; pip install pyarrow"):
+        read_rows(str(tmp_path / "x.parquet"))
+    with pytest.raises(ValueError, match="datasets, which reads it, is not installed; pip install datasets"):
+        read_rows("hf:a/b")
+
+
+@pytest.mark.parametrize(
+    "row, sentence",
+    [
+        ({"prompt": [{"role": "user"}], "answer": "1"}, "line 1: no `problem` or `question` text"),
+        ({"prompt": [], "answer": "1"}, "line 1: no `problem` or `question` text"),
+        ({"problem": "p", "solution": "no box"}, "line 1: no `answer` that is a text or a number"),
+        (
+            {"question": "q", "choices": ["u", "v"], "answer": "C"},
+            "line 1: the `answer` is C, which names none of its 2",
+        ),
+        ({"question": "q", "choices": ["u", "v"], "answer": 2}, "line 1: the `answer` is 2, which names none of its 2"),
+        ({"prompt": CHAT, "choices": ["u", "v"], "answer": "A"}, "line 1: choices need a question that is a text"),
+    ],
+)
+def test_rows_that_cannot_be_asked(tmp_path, row, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        read_rows(write(tmp_path / "x.jsonl", row))
+    with pytest.raises(ValueError, match="x.json: not a JSON array of rows; a file with one row a line ends in .jsonl"):
+        read_rows(write(tmp_path / "x.json", row))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Prompts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def asked(tokenizer, prompt, answer="1", **flags) -> str:
+    """The prompt as the model sees it, by the flags of a run."""
+    cfg = cfg_of(task="x.jsonl", **flags)
+    problem = Problem("x/0", Style.of(cfg, "boxed").ask(prompt), answer, {}, Style.of(cfg, "boxed").chat)
+    return tokenizer.decode(encode(tokenizer, problem))
+
+
+def test_a_problem_goes_through_every_stage(tokenizer, tmp_path):
+    boxed = TEMPLATES["boxed"].replace("{problem}", "1+1?")
+    user = f"<|im_start|>user\n{boxed}<|im_end|>\n<|im_start|>assistant\n"
+    system = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    assert asked(tokenizer, "1+1?") == user
+    assert asked(tokenizer, "1+1?", system_prompt="Be brief.") == system + user
+    assert asked(tokenizer, "1+1?", system_prompt=write(tmp_path / "s.txt", "Be brief.\n")) == system + user
+    assert asked(tokenizer, "1+1?", chat_kwargs="enable_thinking=false") == user + "<think>\n\n</think>\n\n"
+    assert asked(tokenizer, "1+1?", chat_template="off") == f"<mark>{boxed}"
+    assert (
+        asked(tokenizer, "1+1?", chat_template="off", system_prompt="S", prompt_template="plain") == "<mark>S\n\n1+1?"
+    )
+    assert "<|im_start|>user\nQ: 1+1?\nA:<|im_end|>" in asked(tokenizer, "1+1?", prompt_template="Q: {problem}\nA:")
+    template = write(tmp_path / "t.txt", "Solve {problem} now.\n")
+    assert "user\nSolve 1+1? now.<|im_end|>" in asked(tokenizer, "1+1?", prompt_template=template)
+    own = write(tmp_path / "t.jinja", "{{ messages[-1].content }}{{ eos_token }}")
+    assert asked(tokenizer, "1+1?", prompt_template="plain", chat_template=own) == "1+1?<|im_end|>"
+
+
+def test_messages_are_asked_as_they_are(tokenizer):
+    """Unless a template or a system prompt is named, and one that they bring themselves stays."""
+    chat = "<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    assert asked(tokenizer, CHAT) == asked(tokenizer, CHAT, system_prompt="Other.") == chat.format("1+1?")
+    assert asked(tokenizer, CHAT, prompt_template="Now {problem}") == chat.format("Now 1+1?")
+    assert asked(tokenizer, CHAT[1:], system_prompt="Think.") == chat.format("1+1?")
+    assert CHAT == [{"role": "system", "content": "Think."}, {"role": "user", "content": "1+1?"}]
+
+
+def test_an_instruction_in_the_problem_is_not_repeated(tokenizer):
+    assert asked(tokenizer, "Put x in \\boxed{}.", chat_template="off") == "<mark>Put x in \\boxed{}."
+
+
+def test_prompts_are_those_of_transformers(tokenizer):
+    """Also many at once, and of tokenizers without a template."""
+    problems = [Problem(str(i), "p" * i, "1") for i in range(1, 5)] + [Problem("c", CHAT, "1")]
+    problems += [Problem("o", "plain", "1", {}, Chat(template=""))]
+    rows = encode_all(tokenizer, problems)
+    for problem, ids in zip(problems[:-1], rows, strict=False):
+        messages = problem.prompt if isinstance(problem.prompt, list) else [{"role": "user", "content": problem.prompt}]
+        wanted = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        assert ids == wanted == encode(tokenizer, problem)
+    assert rows[-1] == tokenizer.encode("plain")
+    tokenizer.chat_template = None
+    assert encode(tokenizer, problems[0]) == tokenizer.encode("p")
+
+
+def test_show_prompt_hides_nothing(tokenizer):
+    ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    page = shown(tokenizer, [Problem("x/0", " two  spaces .", "7")], ends).splitlines()
+    assert page[0] == f"--- x/0: {len(encode(tokenizer, Problem('x/0', ' two  spaces .', '7')))} tokens, answer 7"
+    assert page[1:4] == ["<|im_start|>user", " two  spaces .<|im_end|>", "<|im_start|>assistant"]
+    assert page[-1] == f"--- a response ends with <|im_end|> ({ends[0]}) or <|endoftext|> ({ends[1]})"
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        ({"prompt_template": "Q:"}, "--prompt_template=Q:: needs .problem. once, where the problem stands"),
+        ({"prompt_template": "{problem}{problem}"}, "needs .problem. once"),
+        ({"chat_template": "none.jinja"}, "--chat_template=none.jinja: no such file; give auto, off, or a file"),
+        ({"chat_kwargs": "enable_thinking"}, "--chat_kwargs=enable_thinking: write name=value"),
+        ({"chat_kwargs": "a b=1"}, "--chat_kwargs=a b=1: write name=value"),
+    ],
+)
+def test_bad_prompt_flags(tokenizer, flags, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        asked(tokenizer, "p", **flags)
+
+
+def test_a_template_that_refuses_is_one_sentence(tokenizer):
+    tokenizer.chat_template = "{{ raise_exception('no system here') if messages[0].role == 'system' }}x"
+    with pytest.raises(ValueError, match="x/0: the chat template takes no such prompt .no system here.; see --system"):
+        asked(tokenizer, "p", system_prompt="S")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_long_prompts_are_dropped_and_counted(tokenizer, tmp_path):
+    rows = [{"problem": "p" * n, "answer": str(n)} for n in (3, 40, 5, 60, 7)]
+    path = write(tmp_path / "x.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    task = Table(path, read_rows(path), Style(template="{problem}", chat=Chat(template="")), Reward())
+    assert task.fit(tokenizer) == 61 and (task.size, task.dropped) == (5, 0)  # the mark counts
+    assert task.fit(tokenizer, 41) == 41 and (task.size, task.dropped) == (4, 1)
+    assert task.fit(tokenizer, 40) == 8 and (task.size, task.dropped) == (3, 2)
+    assert [task.problem("test", i).answer for i in range(4)] == ["3", "5", "7", "3"]
+    for epoch in (0, 1):
+        drawn = [task.problem("train", 3 * epoch + i) for i in range(3)]
+        assert sorted(p.answer for p in drawn) == ["3", "5", "7"]
+        assert all(task.find(p.id) == p for p in drawn)
+    with pytest.raises(
+        ValueError, match="--max_prompt_tokens=3: every prompt of .* is longer, the shortest has 4 tokens"
+    ):
+        task.fit(tokenizer, 3)
+
+
+def test_one_shuffle_an_epoch(tmp_path, monkeypatch):
+    path = write(tmp_path / "x.jsonl", "".join(f'{{"problem": "p{i}", "answer": "{i}"}}\n' for i in range(50)))
+    shuffles = []
+    original = __import__("random").Random.shuffle
+    monkeypatch.setattr("random.Random.shuffle", lambda self, x: (shuffles.append(1), original(self, x))[1])
+    task = make_task(cfg_of(task=path))
+    drawn = [task.problem("train", i).answer for i in range(100)]
+    assert len(shuffles) == 2
+    assert sorted(drawn[:50]) == sorted(drawn[50:]) and drawn[:50] != drawn[50:]
+    assert [task.problem("train", i).answer for i in (3, 60, 3)] == [drawn[3], drawn[60], drawn[3]]
+
+
+OWN = """
+import helper
+
+class Double:
+    size = None
+
+    def problem(self, split, index):
+        return {"prompt": f"{split} 2 * {index}", "answer": 2 * index, "n": index}
+
+    def reward(self, row, text, finish_reason):
+        return {"right": helper.right(row, text), "ended": 0.25 * (finish_reason == "stop")}
+
+class Few(Double):
+    size = 3
+
+class Lost:
+    pass
+
+class Broken(Double):
+    def problem(self, split, index):
+        return {"prompt": "p", "answer": 1 / index}
+"""
+
+
+def test_a_class_of_ones_own(tokenizer, tmp_path):
+    """Its file may import what lies beside it; it grades itself, with named parts."""
+    write(tmp_path / "helper.py", "def right(row, text):\n    return float(text == str(2 * row['n']))\n")
+    name = write(tmp_path / "own.py", OWN) + ":Double"
+    task = make_task(cfg_of(task=name, max_prompt_tokens=99))
+    assert task.size is None and task.fit(tokenizer, 99) == 99
+    p = task.problem("train", 7)
+    assert (p.prompt, p.answer, p.id) == ("train 2 * 7", "14", "Double/train/7")
+    assert task.find(p.id) == p
+    rewards, counts = task.rewards([Answer(p, "14", True), Answer(p, "14", False), Answer(p, "15", True)])
+    assert rewards == [1.25, 1.0, 0.25]
+    assert counts == Counter({"answers": 3, "reward/Double.reward/right": 2, "reward/Double.reward/ended": 0.5})
+    few = make_task(cfg_of(task=name.replace("Double", "Few")))
+    assert [few.problem("test", i).id for i in (0, 4)] == ["Few/test/0", "Few/test/1"]
+    with pytest.raises(ValueError, match="--max_prompt_tokens: .*:Double is endless"):
+        task.fit(tokenizer)
+    for attribute, sentence in (
+        ("Lost", r"needs a method problem\(split, index\) and an attribute size"),
+        ("Nosuch", "own.py:Nosuch: cannot be loaded .AttributeError"),
+        ("Broken", r"problem\('train', 0\) raised ZeroDivisionError: division by zero .own.py, line 21."),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            make_task(cfg_of(task=name.replace("Double", attribute)))
+
+
+def test_evaluation_sets_have_settings_of_their_own(tmp_path):
+    for name in ("a", "b"):
+        write(tmp_path / f"{name}.jsonl", {"problem": "p", "answer": "1"})
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    usual = {"samples": 4, "temperature": 1.0, "max_tokens": 32}
+    cfg = cfg_of(task=str(a), reward="math,boxed*0.5", overlong=8, eval_task=f"{a}, {b}:temperature=0.6:samples=32")
+    first, second = eval_sets(cfg, "eval_task", usual)
+    assert (first.label, first.samples, first.temperature, first.max_tokens) == ("a", 4, 1.0, 32)
+    assert (second.label, second.samples, second.temperature, second.max_tokens) == ("b", 32, 0.6, 32)
+    answer = Answer(first.task.problem("test", 0), "\\boxed{1}", True, 32)
+    assert first.task.rewards([answer])[0] == [1.0]  # the first part alone, and no penalty
+    assert make_task(cfg).rewards([answer])[0] == [0.5]
+    for text, sentence in (
+        (f"{a},{a}", "two sets of one name"),
+        (f"{a}:n=3", "a.jsonl:n=3: no such setting; samples=, temperature=, max_tokens= are known"),
+        (f"{a}:samples=0", "samples=0: must be a number of at least 1"),
+        (f"{a}:samples=1.5", "samples=1.5: must be a number of at least 1"),
+        (f"{a}:temperature=nan", "temperature=nan: must be a number of at least 0.01"),
+        (f"{a},", "a set without a name"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            eval_sets(cfg_of(eval_task=text), "eval_task", usual)
+
+
+@pytest.mark.parametrize("flag", ["system_prompt", "prompt_template", "chat_kwargs", "reward", "prompt_key"])
+def test_arith_has_its_own(flag):
+    with pytest.raises(ValueError, match=f"--{flag}=x: --task=arith has its own; leave it out"):
+        make_cfg(**{flag: "x"})
+
+
+ONE = """
+class T:
+    size = 1
+
+    def problem(self, split, index):
+        return {{"prompt": "p", "answer": {n}}}
+
+    def reward(self, row, text, finish_reason):
+        return {n}
+"""
+
+
+def test_files_of_one_name(tmp_path):
+    """In two folders they are two modules, here and in the grading processes."""
+    tasks = []
+    for n in (1, 2):
+        (tmp_path / str(n)).mkdir()
+        tasks.append(make_task(cfg_of(task=write(tmp_path / str(n) / "own.py", ONE.format(n=n)) + ":T")))
+    for n, task in enumerate(tasks, 1):
+        assert task.problem("train", 0).answer == str(n)
+        assert task.rewards([Answer(task.problem("train", 0), "x", True)])[0] == [n]
+    assert "own" not in sys.modules

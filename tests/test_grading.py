@@ -1,0 +1,596 @@
+"""Grading: the built-in rewards on cases written for this repository, rewards of one's own, and the processes."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import sympy.core.random
+from conftest import ROOT
+
+from tasks import Answer, Problem, Table, grading, read_rows, rewards
+from tasks.grading import Graders, graders
+from tasks.prompts import Style
+from tasks.rewards import Reward, last_box, parts_of
+
+
+def calls(*pairs) -> list[tuple]:
+    """(response, gold answer) pairs as calls of a built-in reward."""
+    return [({"answer": gold}, response, "stop") for response, gold in pairs]
+
+
+def graded(pool, pairs, seconds: float) -> list:
+    return pool.grade("math", calls(*pairs), seconds)
+
+
+RIGHT = [
+    ("The total is \\boxed{72}.", "72"),
+    ("so we get $\\boxed{\\frac{3}{4}}$", "0.75"),
+    ("\\boxed{\\frac{1}{2}}", "\\frac12"),
+    ("\\boxed{1{,}000}", "1000"),
+    ("\\boxed{x^2+2x+1}", "(x+1)^2"),
+    ("\\boxed{\\sqrt{8}}", "2\\sqrt{2}"),
+    ("\\boxed{(1, 2)}", "(1,2)"),
+    ("\\boxed{\\{1,2,3\\}}", "\\{3,2,1\\}"),
+    ("\\boxed{[0, 1)}", "[0,1)"),
+    ("\\boxed{50\\%}", "50\\%"),
+    ("\\boxed{\\pi/2}", "\\frac{\\pi}{2}"),
+    ("\\boxed{-3}", "-3"),
+    ("\\boxed{2^{10}}", "1024"),
+    ("\\boxed{\\text{(B)}}", "\\text{(B)}"),
+    ("\\boxed{3.0}", "3"),
+    ("\\boxed{x=5}", "5"),
+    ("\\boxed{\\$18}", "18"),
+]
+WRONG = [
+    ("\\boxed{73}", "72"),
+    ("\\boxed{\\frac{4}{3}}", "0.75"),
+    ("I do not know.", "5"),
+    ("\\boxed{}", "5"),
+    ("\\boxed{(2,1)}", "(1,2)"),
+    ("\\boxed{[0,1]}", "[0,1)"),
+    ("\\boxed{x^2+1}", "(x+1)^2"),
+    ("\\boxed{3}", "-3"),
+    ("\\boxed{1025}", "2^{10}"),
+    ("\\boxed{\\{1,2\\}}", "\\{1,2,3\\}"),
+    ("\\boxed{\\pi}", "3"),
+    ("The answer is 5, no: \\boxed{6}", "5"),
+    ("\\boxed{12}", "1200"),
+]
+
+
+@pytest.mark.parametrize("response, answer", RIGHT)
+def test_right_answers(response, answer):
+    assert rewards.math_answer(*calls((response, answer))[0])
+
+
+@pytest.mark.parametrize("response, answer", WRONG)
+def test_wrong_answers(response, answer):
+    assert not rewards.math_answer(*calls((response, answer))[0])
+
+
+BOXES = [
+    ("so \\boxed{5}.", "5"),
+    ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+    ("\\boxed{1} and then \\boxed{2}, done", "2"),
+    ("\\boxed{\\{1, 2\\}} }", "\\{1, 2\\}"),
+    ("\\boxed{\\left\\{x\\right.}", "\\left\\{x\\right."),
+    ("\\boxed{a\\\\}b}", "a\\\\"),
+    ("\\boxed {7}", "7"),
+    ("\\boxed{\\boxed{5}}", "5"),
+    ("\\boxed{\n3\n}", "\n3\n"),
+    ("5", None),
+    ("", None),
+    ("\\boxed{}", None),
+    ("\\boxed{ }", None),
+    ("\\boxed 5", None),
+    ("\\boxed{1} so \\boxed{\\frac{1}{2", None),
+    ("\\boxed{\\text{a}", None),
+    ("\\boxed{" * 100_000, None),
+]
+
+
+@pytest.mark.parametrize("text, inside", BOXES)
+def test_the_last_box_alone_counts(text, inside):
+    assert last_box(text) == (None if inside is None else f"\\boxed{{{inside}}}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Grading processes. The power tower is one number of more digits than there are atoms: Python never comes back from it
+# ---------------------------------------------------------------------------------------------------------------------
+
+TOWER = "\\boxed{9^{9^{9^9}}}"
+
+
+def math_task(tmp_path, *answers, **settings) -> Table:
+    path = tmp_path / "math.jsonl"
+    path.write_text("".join(json.dumps({"problem": "p", "answer": a}) + "\n" for a in answers))
+    return Table(str(path), read_rows(str(path)), Style(), Reward(**settings))
+
+
+def said(task, *texts) -> list[Answer]:
+    """These responses to the task's first problem."""
+    return [Answer(task.problem("test", 0), text, True) for text in texts]
+
+
+def alive(pid: int) -> bool:
+    """Is there such a process, and not only what is left of it until its parent asks?"""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def until(seconds: float, condition) -> bool:
+    """Waits for the condition, at most so long; whether it came true."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+def test_an_answer_without_end_costs_itself_alone(tmp_path):
+    """Others in its chunk are graded, and the same answer again is not tried again."""
+    task = math_task(tmp_path, "5", seconds=0.5)
+    answers = said(
+        task, "\\boxed{5}", TOWER, "\\boxed{5.0}", "\\boxed{6}", TOWER, "5", *(f"\\boxed{{{i}}}" for i in range(40))
+    )
+    start = time.monotonic()
+    rewards, counts = task.rewards(answers)
+    assert time.monotonic() - start < 60
+    assert rewards[:6] == [1, 0, 1, 0, 0, 0]
+    assert rewards[6:] == [float(i == 5) for i in range(40)]
+    assert counts == Counter({"answers": 46, "timeouts": 2, "unboxed": 1, "reward/math": 3})
+
+
+def test_equal_answers_are_graded_once(tmp_path, monkeypatch):
+    """And an answer without a box not at all."""
+    task = math_task(tmp_path, "5", "6", seconds=3.0)
+    asked = []
+
+    class Watched(Graders):
+        def grade(self, function, calls, seconds):
+            asked.append((function, calls, seconds))
+            return super().grade(function, calls, seconds)
+
+    pool = Watched(1)
+    monkeypatch.setattr(grading, "graders", lambda: pool)
+    texts = ("so \\boxed{5}", "\\boxed{5}.", "none", "\\boxed{6}")
+    answers = [Answer(task.problem("test", i), text, True) for i in (0, 1) for text in texts]
+    try:
+        assert task.rewards(answers) == (
+            [1, 1, 0, 0, 0, 0, 0, 1],
+            Counter({"answers": 8, "unboxed": 2, "reward/math": 3}),
+        )
+    finally:
+        pool.close()
+    pairs = [(f"\\boxed{{{said}}}", gold) for gold in "56" for said in "56"]
+    assert asked == [("math", calls(*pairs), 3.0)]
+
+
+def test_verdicts_do_not_depend_on_what_was_graded_before():
+    """sympy's random numbers start anew with every answer, and every process hashes alike."""
+    states = []
+    for seed in (1, 2):
+        sympy.core.random.seed(seed)
+        rewards.math_answer(*calls(("\\boxed{x+1}", "1+x"))[0])
+        states.append(sympy.core.random.rng.getstate())
+    assert states[0] == states[1]
+    pool = Graders(1)
+    try:
+        graded(pool, [("\\boxed{1}", "1")], 5.0)
+        assert b"PYTHONHASHSEED=0" in Path(f"/proc/{pool.processes[0].process.pid}/environ").read_bytes().split(b"\0")
+    finally:
+        pool.close()
+
+
+def test_what_counts_as_the_answer(tmp_path):
+    texts = (
+        "\\boxed{5}",
+        "it is 5",
+        "\\boxed{4} no, \\boxed{5}",
+        "\\boxed{5} no, \\boxed{4}",
+        "\\boxed{5} so \\boxed{5",
+        "?",
+    )
+    boxed, last = (math_task(tmp_path, "5", answer=answer) for answer in ("boxed", "last"))
+    assert boxed.rewards(said(boxed, *texts)) == (
+        [1, 0, 1, 0, 0, 0],
+        Counter({"answers": 6, "unboxed": 3, "reward/math": 2}),
+    )
+    rewards, counts = last.rewards(said(last, *texts))
+    assert rewards[:2] == [1, 1] and rewards[5] == 0
+    assert (counts["answers"], counts["unboxed"]) == (6, 3)
+
+
+def test_responses_are_compared_with_their_own_problem(tmp_path):
+    task = math_task(tmp_path, *map(str, range(50)))
+    answers = [Answer(task.problem("test", i), f"\\boxed{{{j}}}", True) for i in range(50) for j in (i, i + 1)]
+    assert task.rewards(answers)[0] == 50 * [1.0, 0.0]
+
+
+def test_grading_processes_are_kept_light_and_replaced():
+    pool = Graders(2)
+    pairs = [(f"\\boxed{{{i}}}", "7") for i in range(30)]
+    wanted = [i == 7 for i in range(30)]
+    try:
+        assert pool.processes == []
+        assert graded(pool, pairs, 5.0) == wanted
+        first = [p.process.pid for p in pool.processes]
+        assert len(first) == 2
+        assert not any(name in Path(f"/proc/{pid}/maps").read_text() for pid in first for name in ("libtorch", "numpy"))
+        assert graded(pool, pairs, 5.0) == wanted
+        assert [p.process.pid for p in pool.processes] == first
+        os.kill(first[0], signal.SIGKILL)
+        assert until(10, lambda: not alive(first[0]))
+        assert graded(pool, pairs, 5.0) == wanted  # an idle one that has died costs nothing
+        assert pool.grade("math", [], 5.0) == []
+        assert first[0] not in [p.process.pid for p in pool.processes] and len(pool.processes) == 2
+    finally:
+        pool.close()
+
+
+def test_a_process_that_dies_costs_the_answer_at_hand():
+    """As by a fault in a library, or by the kernel where memory runs out."""
+    pool = Graders(1)
+    try:
+        assert graded(pool, [("\\boxed{1}", "1")], 5.0) == [True]
+        pid = pool.processes[0].process.pid
+        threading.Timer(1.0, os.kill, (pid, signal.SIGSEGV)).start()
+        assert graded(pool, [("\\boxed{1}", "1"), (TOWER, "1"), ("\\boxed{2}", "2")], 100.0) == [True, None, True]
+    finally:
+        pool.close()
+
+
+def test_a_process_that_is_stopped_is_given_up(monkeypatch):
+    monkeypatch.setattr(grading, "SILENCE", 1.0)
+    pool = Graders(1)
+    try:
+        while not pool.processes or not pool.processes[0].ready:  # on a busy machine its start may last longer
+            graded(pool, [("\\boxed{1}", "1")], 5.0)
+        os.kill(pool.processes[0].process.pid, signal.SIGSTOP)
+        assert graded(pool, [("\\boxed{1}", "1"), ("\\boxed{2}", "2")], 0.3) == [None, True]
+    finally:
+        pool.close()
+
+
+def test_memory_is_bounded():
+    """An answer for which it does not suffice is wrong, and costs the next one nothing."""
+    pool = Graders(1)
+    large = "\\boxed{" + 200 * "0+" + "1}"
+    try:
+        assert graded(pool, [("\\boxed{1}", "1")], 5.0) == [True]
+        pid = pool.processes[0].process.pid
+        assert resource.prlimit(pid, resource.RLIMIT_AS) == (grading.MEMORY, grading.MEMORY)
+        used = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.prlimit(pid, resource.RLIMIT_AS, (used, grading.MEMORY))
+        first, second = graded(pool, [(large, "1"), ("\\boxed{2}", "2")], 60.0)
+        assert first != 1.0 and second
+        pool.close()
+        assert graded(pool, [(large, "1")], 60.0) == [True]
+    finally:
+        pool.close()
+
+
+def test_processes_that_cannot_start_are_an_error(monkeypatch):
+    monkeypatch.setenv("PYTHONHOME", "/nowhere")
+    pool = Graders(1)
+    with pytest.raises(RuntimeError, match="grading processes end before they are ready .exit code 1."):
+        graded(pool, [("\\boxed{1}", "1")], 5.0)
+    assert pool.processes == []
+
+
+def test_an_exception_in_the_middle_leaves_nothing_behind():
+    """What was asked before it is not taken for the answer to what is asked next."""
+
+    class StopError(Exception):
+        pass
+
+    def stop(number, frame):
+        raise StopError
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    pool = Graders(1)
+    try:
+        assert graded(pool, [("\\boxed{1}", "1")], 5.0) == [True]
+        pid = pool.processes[0].process.pid
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(StopError):
+            graded(pool, [(TOWER, "1"), ("\\boxed{1}", "1")], 100.0)
+        assert not alive(pid)
+        assert graded(pool, [("\\boxed{1}", "2"), ("\\boxed{1}", "1")], 5.0) == [False, True]
+    finally:
+        pool.close()
+        signal.signal(signal.SIGUSR1, before)
+
+
+GRADES = """
+import signal, sys, threading, time
+from tasks.grading import Graders
+
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda number, frame: print("heard", flush=True))
+pool = Graders(2)
+pool.grade("math", [({"answer": i}, "\\\\boxed{%s}" % i, "stop") for i in "12"], 5.0)
+print(*[p.process.pid for p in pool.processes], flush=True)
+print(pool.grade("math", [({"answer": "1"}, r"TOWER", "stop")], float(sys.argv[1])), flush=True)
+"""
+
+
+def hanging(seconds: float):
+    """A process in which one of two graders has an answer without end; and the process ids of the graders."""
+    code = GRADES.replace("TOWER", TOWER)
+    process = subprocess.Popen([sys.executable, "-c", code, str(seconds)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    pids = [int(word) for word in process.stdout.readline().split()]
+    assert len(pids) == 2
+    time.sleep(1.0)  # until the answer has arrived
+    return process, pids
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_heard_while_an_answer_hangs(number):
+    """They come to all processes of a job, from its scheduler or from the keyboard, and the graders go on."""
+    process, pids = hanging(3.0)
+    try:
+        for pid in (*pids, process.pid):
+            os.kill(pid, number)
+        assert process.stdout.readline() == "heard\n"
+        time.sleep(0.5)  # a process that had died of it would be gone now
+        assert process.poll() is None and all(map(alive, pids))
+        assert process.stdout.readline() == "[None]\n"
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_graders_end_with_their_parent():
+    """The idle one at once, the other one when the time of its answer is over."""
+    process, pids = hanging(3.0)
+    process.kill()
+    process.communicate()
+    assert until(60, lambda: not any(map(alive, pids)))
+
+
+def test_graders_are_shared_out_among_the_ranks_of_a_host(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    sizes = []
+    for ranks in ("1", "4", "24"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        sizes.append(graders.__wrapped__().size)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert [*sizes, graders.__wrapped__().size] == [12, 3, 1, 12]
+    assert graders() is graders()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The other built-in rewards
+# ---------------------------------------------------------------------------------------------------------------------
+
+CASES = {
+    "gsm8k": [
+        ("1,200", "so\n#### 1200", 1),
+        ("1200", "#### $1,200.", 1),
+        ("7", "#### 5 no\n#### 7", 1),
+        ("7", "#### 7 no\n#### 5", 0),
+        ("7", "7", 0),
+        ("-3", "####-3", 1),
+        ("3", "#### -3", 0),
+        ("70", "#### 7", 0),
+        ("0.5", "#### .5", 0),
+    ],
+    "praxis": [
+        ("7", "#### 7\nbecause", 1),
+        ("7", "#### 7\n#### 7", 0),
+        ("7", "\\boxed{7}", 0),
+        ("7", "#### 8\nwhy", 0),
+    ],
+    "letter": [
+        ("B", "\\boxed{B}", 1),
+        ("B", "\\boxed{\\text{(B)}}", 1),
+        ("B", "\\boxed{\\mathrm{b}}", 1),
+        ("B", "\\boxed{B. Paris}", 1),
+        ("B", "\\boxed{Berlin}", 0),
+        ("B", "not \\boxed{A}", 0),
+        ("B", "The answer is (B).", 1),
+        ("B", "Answer: **B**", 1),
+        ("B", "the answer is A, no, the answer is B", 1),
+        ("B", "the answer is B, no, the answer is A", 0),
+        ("B", "B", 0),
+        ("B", "The answer is Because", 0),
+    ],
+    "boxed": [("9", "so \\boxed{1}", 1), ("9", "\\boxed{1} \\boxed{1}", 0), ("9", "\\boxed{1", 0), ("9", "1", 0)],
+    "think": [
+        ("9", "<think>a\nb</think> <answer>1</answer>\n", 1),
+        ("9", "<think>a</think>1", 0),
+        ("9", "x<think>a</think><answer>1</answer>", 0),
+        ("9", "<think><think>a</think><answer>1</answer>", 0),
+        ("9", "<answer>1</answer><think>a</think>", 0),
+    ],
+}
+
+
+@pytest.mark.parametrize("name, answer, text, value", [(name, *case) for name in CASES for case in CASES[name]])
+def test_built_in_parts(name, answer, text, value):
+    assert rewards.BUILT_IN[name]({"answer": answer}, text, "stop") == value
+
+
+def test_a_box_in_a_response_that_was_cut_has_no_form():
+    assert not rewards.boxed({"answer": "1"}, "\\boxed{1}", "length")
+
+
+def problem(answer: str, **row) -> Problem:
+    return Problem("x/0", "p", answer, {"answer": answer, **row})
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def test_praxis_is_a_gate_and_a_bonus():
+    """1 + min(tokens behind the answer's line, N) / N, and 0 for all that misses the gate."""
+    texts = ("a b\n#### 7", "a b c d e\n#### 7\none two", "#### 7\n" + 50 * "w ", "#### 8\none two", "#### 7 #### 7")
+    answers = [Answer(problem("7"), text, False, words(text), words) for text in texts]
+    earned, counts = Reward(parts_of("praxis"), max_tokens=8).of(answers)
+    assert earned == [1.0, 1.25, 2.0, 0.0, 0.0]
+    assert counts == Counter({"answers": 5, "reward/praxis": 3, "reward/praxis_bonus": 1.25})
+
+
+def test_a_sum_with_weights_and_a_penalty_of_length():
+    """DAPO's Eq. 13: nothing up to 100 - 20 tokens, then one twentieth a token, 1 at the longest."""
+    answers = [Answer(problem("7"), "\\boxed{7}", True, tokens) for tokens in (80, 85, 100)]
+    answers.append(Answer(problem("7"), "\\boxed{8}", False, 60))
+    earned, counts = Reward(parts_of("math, boxed*0.5"), max_tokens=100, overlong=20).of(answers)
+    assert earned == [1.5, 1.25, 0.5, 0.0]
+    assert counts == Counter({"answers": 4, "reward/math": 3, "reward/boxed": 3, "reward/overlong": -1.25})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rewards of one's own
+# ---------------------------------------------------------------------------------------------------------------------
+
+OWN = '''
+import subprocess, sys, time
+from dataclasses import dataclass
+
+LOADED = time.time()
+
+@dataclass
+class Case:
+    program: str
+    value: int
+
+def score(row, text, finish_reason):
+    return {"long": len(text) / row["n"], "cut": -1.0 * (finish_reason == "length")}
+
+def runs(row, text, finish_reason):
+    """Does the code in the response pass the row's tests?"""
+    done = subprocess.run([sys.executable, "-c", text + "\\n" + row["tests"]], capture_output=True, timeout=30)
+    return done.returncode == 0
+
+def sleeps(row, text, finish_reason):
+    if text == "hang":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        open(row["pids"], "a").write(f"{child.pid} ")
+        time.sleep(600)
+    return 1.0
+
+def fails(row, text, finish_reason):
+    return 1 / len(text)
+
+def returns(row, text, finish_reason):
+    return {"": 1.0, "none": None, "nan": float("nan"), "text": "x", "list": {"a": [1]}}[text]
+'''
+
+
+@pytest.fixture
+def own(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return lambda name, **settings: Reward(parts_of(f"{path}:{name}"), **settings)
+
+
+def test_a_function_of_ones_own_sees_its_row(own):
+    """Every column, the response, and why it ended."""
+    answers = [Answer(problem("7", n=n), "four", finished) for n, finished in ((4, True), (8, True), (4, False))]
+    answers = [replace(a, problem=replace(a.problem, id=f"x/{i}")) for i, a in enumerate(answers)]
+    earned, counts = own("score").of(answers)
+    assert earned == [1.0, 0.5, 0.0]
+    assert counts == Counter({"answers": 3, "reward/score/long": 2.5, "reward/score/cut": -1.0})
+
+
+def test_code_is_run_against_a_rows_tests(own):
+    row = {"tests": "assert double(3) == 6"}
+    texts = ("def double(x): return 2 * x", "def double(x): return x", "def double(x: return", "while True: pass")
+    answers = [Answer(problem("", **row), text, True) for text in texts[:3]]
+    assert own("runs", seconds=20.0).of(answers)[0] == [1.0, 0.0, 0.0]
+
+
+def test_a_function_that_waits_is_ended_with_what_it_started(own, tmp_path, monkeypatch):
+    """It uses no processor: the clock ends it; its child goes with it, and its neighbours are graded."""
+    monkeypatch.setattr(grading, "PATIENCE", 6)
+    pool = Graders(1)
+    monkeypatch.setattr(grading, "graders", lambda: pool)
+    try:
+        row = {"pids": str(tmp_path / "pids")}
+        answers = [Answer(problem("", **row), text, True) for text in ("a", "hang", "b")]
+        assert own("sleeps", seconds=0.5).of(answers) == (
+            [1.0, 0.0, 1.0],
+            Counter({"answers": 3, "timeouts": 1, "reward/sleeps": 2}),
+        )
+    finally:
+        pool.close()
+    (pid,) = (tmp_path / "pids").read_text().split()
+    assert until(10, lambda: not alive(int(pid)))
+
+
+def test_a_function_that_raises_is_counted_and_told_once(own, capsys):
+    rewards.tell_once.cache_clear()
+    answers = [Answer(problem("7"), text, True) for text in ("", "ab", "")]
+    for _ in range(2):
+        assert own("fails").of(answers) == (
+            [0.0, 0.5, 0.0],
+            Counter({"answers": 3, "failures": 2, "reward/fails": 0.5}),
+        )
+    said = capsys.readouterr().err
+    assert said.count("ZeroDivisionError: division by zero (own.py, line 28); such a response earns 0") == 1
+    texts = ("", "none", "nan", "text", "list", "nosuch")
+    earned, counts = own("returns").of([Answer(problem("7"), text, True) for text in texts])
+    assert earned == [1.0, 0, 0, 0, 0, 0] and counts["failures"] == 5
+
+
+@pytest.mark.parametrize(
+    "name, sentence",
+    [
+        (
+            "nosuch",
+            "own.py:nosuch: cannot be loaded .AttributeError: module 'user_own' has no attribute 'nosuch'.; mend",
+        ),
+        ("fails", "own.py:fails: on the first problem with the answer as response: ZeroDivisionError"),
+        ("returns", "own.py:returns: on the first problem with the answer as response: KeyError"),
+    ],
+)
+def test_a_function_is_tried_before_a_model_loads(own, name, sentence):
+    answer = Answer(problem("" if name == "fails" else "7"), "" if name == "fails" else "7", True)
+    with pytest.raises(ValueError, match=sentence):
+        rewards.try_out(own(name), answer)
+    rewards.try_out(own("score"), Answer(problem("7", n=2), "7", True))
+
+
+def test_a_file_that_ends_its_process_is_an_error(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text("import os\nos._exit(3)\n")
+    pool = Graders(1)
+    with pytest.raises(RuntimeError, match="grading processes end before they are ready .exit code 3."):
+        pool.grade(f"{path}:score", [({}, "x", "stop")], 5.0)
+    path.write_text("raise SystemExit('no')\n")
+    with pytest.raises(ValueError, match="own.py:score: cannot be loaded .SystemExit: no .own.py, line 1..; mend the"):
+        pool.grade(f"{path}:score", [({}, "x", "stop")], 5.0)
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        (
+            "mth",
+            "--reward=mth: not one of math, gsm8k, praxis, letter, boxed, think, FILE.py:FUNCTION; did you mean math?",
+        ),
+        ("math*x", r"--reward=math\*x: x is no weight; write NAME\*0.5"),
+        ("math*inf", "inf is no weight"),
+        ("math,math", "--reward=math,math: names a part twice"),
+        ("no.py:f", "--reward=no.py:f: no.py: no such file; write FILE.py:FUNCTION"),
+        ("conftest.py:", "--reward=conftest.py:: names no function; write conftest.py:FUNCTION"),
+    ],
+)
+def test_bad_rewards(text, sentence, monkeypatch):
+    monkeypatch.chdir(ROOT / "tests")
+    with pytest.raises(ValueError, match=sentence):
+        parts_of(text)
