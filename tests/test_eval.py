@@ -25,7 +25,7 @@ from remote.source import describe_run
 from rollout import Response
 from run import held_out_sets, open_run
 from sampling import Sampling
-from tasks import Arithmetic, arithmetic_tokenizer
+from tasks import Arithmetic, arithmetic_tokenizer, encode
 
 
 def test_pass_at_k_is_the_mean_over_subsets():
@@ -191,6 +191,8 @@ def test_a_run_keeps_its_ends_to_the_last_checkpoint(folders, tmp_path):
         "--actor=none",
         "--objective=tis",
         "--max_tokens=6",
+        "--lr=1e-4",
+        "--dtype=float32",
         "--eval_problems=8",
         "--stop=<spare0>",
     ]
@@ -212,12 +214,19 @@ def test_a_remote_sampler_has_the_learners_ends_and_grading(folders, tmp_path):
     """Through the very message that welcomes it, also where another of its files says nothing of them."""
     origin = with_ends(folders / "policy", tmp_path / "policy", [1, 8])
     file = tmp_path / "x.jsonl"
-    file.write_text('{"problem": "p", "answer": "1"}\n' * 3)
+    file.write_text('{"problem": "1 + 1", "answer": "2"}\n' * 3 + '{"problem": "1 + 1 + 1 + 1", "answer": "4"}\n')
+    texts = {"system_prompt": "3 + 4", "prompt_template": "{problem} =", "chat_template": "{{ messages[1].content }} #"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
     flags = [
         "--rollout=hf",
         "--actor=none",
         "--objective=tis",
         "--max_tokens=6",
+        "--lr=1",
+        "--dtype=float32",
+        "--max_prompt_tokens=6",
+        *(f"--{name}={tmp_path / name}" for name in texts),
         f"--model={origin}",
         "--stop=<spare0>",
     ]
@@ -227,10 +236,15 @@ def test_a_remote_sampler_has_the_learners_ends_and_grading(folders, tmp_path):
     setup = wire.pack_setup(str(origin))
     assert "generation_config.json" in setup
     welcome = wire.Welcome(wire.PROTOCOL, "session", describe_run(cfg, run, "policy", 0, 0, 1), setup)
+    for name in texts:  # the sampler's host has no such files
+        (tmp_path / name).unlink()
     own = SamplerFlags(rollout="hf", task=str(file))
     source = open_source(wire.decode(wire.encode(welcome)), own, tmp_path / "sampler")
     assert source.stop_ids == [1, 8, arithmetic_tokenizer().convert_tokens_to_ids("<spare0>")]
     assert (source.task.reward.answer, source.task.reward.seconds) == ("last", 7.0)
+    assert source.task.size == run.task.size == 3  # the long one is dropped on both sides
+    prompts = [one.tokenizer.decode(encode(one.tokenizer, one.task.problem("test", 0))) for one in (source, run)]
+    assert prompts == 2 * ["1 + 1 = #"]
 
 
 def test_held_out_adds_up_over_ranks(monkeypatch):

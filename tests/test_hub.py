@@ -756,3 +756,17 @@ def test_weights_go_out_every_so_many_updates_in_the_type_asked_for(tmp_path):
     tensors = read_tensors(tmp_path / "models" / newest.of.name)
     assert tensors["a"].dtype == torch.bfloat16
     assert torch.equal(tensors["a"].float(), torch.full((3,), 4 + 1 / 3).bfloat16().float())
+
+
+def test_groups_without_spread_are_not_trained_on(tmp_path):
+    """With --dynamic_sampling; without it they are."""
+    flat = [replace(r, reward=0.5) for r in group().responses]
+    for rounds, wanted in ((0, [0, 1, 2]), (1, [0, 2, 3])):
+        folder = tmp_path / str(rounds)
+        s = source(folder, dynamic_sampling=rounds)
+        s.publish(0, weights(0))
+        for n in range(4):
+            hand_over(folder, s, n, **({"responses": flat} if n == 1 else {}))
+        assert [g.uid[2] for g in s.next(3, 0)] == wanted
+        assert (s.counts["no_spread"], s.counts["trained"]) == (rounds, 3)
+        assert s.metrics()["remote/no_spread"] == rounds
