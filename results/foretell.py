@@ -99,14 +99,7 @@ def measure(name: str, config: str, how: dict, texts: list[str]) -> None:
         flags += ["--batches=96", "--reference=96", "--noise_batches=12"]
     if config == heterorl.CONFIG:
         flags += [f"--model={worth_map.policy_after(128)}", f"--stale={worth_map.policy_after(128 - LATE)}"]
-        flags += [
-            "--max_tokens=32",
-            "--delay=none",
-            "--cppo_beta=0",
-            "--batches=32",
-            "--reference=64",
-            "--noise_batches=8",
-        ]
+        flags += ["--delay=none", "--cppo_beta=0", "--batches=32", "--reference=64", "--noise_batches=8"]
     flags += [f"--rows={'; '.join(texts)}", f"--json={os.path.relpath(path, sweep.ROOT)}"]
     argv = [sys.executable, "worth.py", f"--config={config}", *flags]
     done = subprocess.run(argv, cwd=sweep.ROOT, capture_output=True, text=True)

@@ -117,11 +117,11 @@ def samplers() -> dict[str, Sampler]:
     for n in DISTILLED:
         folder = MADE / "distilled" / "checkpoints" / f"step_{n:06d}" / "actor"
         found[f"distilled-{n}"] = Sampler(ACTORS, f"distilled {n}", (f"--actor={folder}",), line="actor")
-    later = (f"--model={policy_after(LAST)}", "--max_tokens=32")
+    model = f"--model={policy_after(LAST)}"
     for n in STEPS:
-        found[f"stale-{n}"] = Sampler(STALE, f"{n}", (*later, alone, f"--stale={policy_after(LAST - n)}"), line="stale")
+        found[f"stale-{n}"] = Sampler(STALE, f"{n}", (model, alone, f"--stale={policy_after(LAST - n)}"), line="stale")
     for name in ("w4a16", "w3a16"):
-        found[f"later-{name}"] = Sampler(LATER, name, (*later, alone, f"--rollout_quant={name}"), line="later")
+        found[f"later-{name}"] = Sampler(LATER, name, (model, alone, f"--rollout_quant={name}"), line="later")
     replayed = (alone, "--top_p=0.9", "--keep_sampling_mask=replay")
     found["replay-0.9"] = Sampler(LAWS, "top_p 0.9, kept sets replayed", replayed)
     return found

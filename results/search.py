@@ -91,7 +91,7 @@ def later_policy() -> str:
 def measure(name: str) -> dict[str, np.ndarray]:
     argv = [*SAMPLERS[name], f"--noise_batches={NOISE_BATCHES[name]}", "--rows=none"]
     if name == "stale":
-        argv += [f"--model={later_policy()}", "--max_tokens=32"]
+        argv.append(f"--model={later_policy()}")
     m = worth.Measurement(*worth.parse(argv))
     reference = m.references()[worth.EVERYTHING]
     found = []
