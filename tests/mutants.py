@@ -551,7 +551,7 @@ MUTANTS = {
             "for path in [path for pattern in WRITTEN for path in folder.glob(pattern)]:",
             'for path in folder.glob("*"):',
         ),
-        ("    if context > limit:", "    if context > 10 * limit:"),
+        ("prompt + tokens <= limit,", "prompt + tokens <= 10 * limit,"),
         ('        return "objective" in made["config"] and "command" in made', "        return True"),
         (
             "number = int(comm.max([int(chosen.name[5:]) if chosen else -1])[0])",
