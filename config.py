@@ -212,6 +212,16 @@ class ObjectiveFlags:
     """Weight of the CPPO-KL between new and inf (0.005 in HeteroRL under delay); 0: off."""
     cppo_kl: Literal["official", "k3"] = "official"
     """Which estimator: the released code's (no KL under samples of inf), or k3 of KL(inf || new)."""
+    kl_coef: float = 0.0
+    """Weight of the KL from the policy to the frozen model that the run started from; 0: off, and none is loaded."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where it stands: a term of the loss, or taken off each response's reward before the advantage."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """Its estimate from the sampled tokens (objectives.kl_estimate); default k2 in the loss, k1 in the reward."""
+    entropy_coef: float = 0.0
+    """Weight of an entropy bonus, in nats of the distribution that is scored; 0: off."""
+    adv_clip: float = 0.0
+    """Advantages are cut at +- this, after they are normalised; 0: off."""
 
 
 @dataclass(frozen=True)
@@ -278,8 +288,8 @@ class OptimizerFlags:
     (RMS-matched)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up."""
-    warmup_steps: int = 5
-    """Updates of linear warm-up."""
+    warmup_steps: float = 5.0
+    """Updates of linear warm-up; below 1 a share of --steps (0.03: 3 %, rounded up)."""
     adam_beta1: float = 0.9
     """AdamW."""
     adam_beta2: float = 0.999
@@ -427,7 +437,8 @@ def resumed(cfg: Config, given: set[str]) -> Config:
         f"--resume: {cfg.out} holds no run; start one without --resume, or name its folder with --out",
     )
     saved = saved_flags(path)
-    free = HARMLESS | ({"steps"} if saved["lr_schedule"] == "constant" else set())
+    of_steps = saved["lr_schedule"] != "constant" or 0 < saved["warmup_steps"] < 1  # the schedule depends on it
+    free = HARMLESS | (set() if of_steps else {"steps"})
     now = resolve_open(replace(cfg, resume=False))
     changed = [k for k in sorted(given - free) if getattr(now, k) != saved.get(k, FIELDS[k].default)]
     if changed:
@@ -503,6 +514,10 @@ def check_sizes(cfg: Config, n_ranks: int) -> None:
     schedule = ("warmup_steps", "save_every", "eval_every", "log_samples", "advantage_error_every")
     for name in (*schedule, "weight_decay", "adam_eps", "distill_kl_target", "distill_gain"):
         need(getattr(cfg, name) >= 0, f"--{name}={getattr(cfg, name)}: must not be negative")
+    need(
+        cfg.warmup_steps < 1 or cfg.warmup_steps == int(cfg.warmup_steps),
+        f"--warmup_steps={cfg.warmup_steps}: a whole number of updates, or a share of --steps below 1",
+    )
     for name in ("adam_beta1", "adam_beta2"):
         need(0 <= getattr(cfg, name) < 1, f"--{name}={getattr(cfg, name)}: must lie in [0, 1)")
     need(cfg.group_size >= 2, f"--group_size={cfg.group_size}: an advantage needs at least 2 responses a prompt")

@@ -27,9 +27,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import batching
 import checkpoint
 import mismatch
-import objectives
 import quant
 import sampling
 import tasks
@@ -130,7 +130,7 @@ def advantage_slope(reward, cfg) -> float:
     spread = reward - reward.mean()
     if spread.abs().max() == 0:
         return 0.0
-    known = objectives.ADVANTAGES[cfg.advantage](reward)
+    known = batching.ADVANTAGES[cfg.advantage](reward)
     return float((known * spread).sum() / spread.square().sum())
 
 

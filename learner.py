@@ -118,9 +118,10 @@ def make_optimizers(model, cfg, lr: float) -> list:
 def schedule(step: int, cfg) -> float:
     """Learning-rate factor of update `step` (from 0): linear warm-up, then constant, linear or cosine decay to
     0."""
-    if step < cfg.warmup_steps:
-        return (step + 1) / cfg.warmup_steps
-    done = (step - cfg.warmup_steps) / max(1, cfg.steps - cfg.warmup_steps)
+    warmup = cfg.warmup_steps if cfg.warmup_steps >= 1 else math.ceil(cfg.warmup_steps * cfg.steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(1, cfg.steps - warmup)
     if cfg.lr_schedule == "linear":
         return 1.0 - done
     if cfg.lr_schedule == "cosine":
@@ -188,7 +189,8 @@ class Published:
 class Learner:
     """Owns the models, their optimizers and the parallel wrapper. Batches go in on the CPU."""
 
-    def __init__(self, policy, actor, cfg, comm: Comm):
+    def __init__(self, policy, actor, cfg, comm: Comm, start=None):
+        """start: the frozen model that --kl_coef holds the policy to; None without it."""
         self.cfg = cfg
         self.comm = comm
         self.device = comm.device
@@ -198,8 +200,12 @@ class Learner:
         own = cfg.rollout_quant if cfg.learner_quant == "aligned" else cfg.learner_quant
         own_format = quant.format_of(own, cfg.quant_group)
         quant.align(policy if actor is None else actor, own_format)  # the model that samples
+        if start is not None:
+            quant.align(
+                start.requires_grad_(False), own_format if actor is None else None
+            )  # it computes as the policy does
         autocast = torch.bfloat16 if cfg.dtype == "bfloat16" else None
-        self.models = PolicyAndActor(policy, actor, autocast, cfg.lm_head_fp32).to(self.device)
+        self.models = PolicyAndActor(policy, actor, autocast, cfg.lm_head_fp32, start).to(self.device)
         self.models.eval()  # dropout stays off: scoring and training see one distribution
         self.wrapped = self._wrap()
         self.optimizers = {n: make_optimizers(getattr(self.models, n), cfg, self.lr[n]) for n in self.names}
@@ -230,8 +236,8 @@ class Learner:
         for layer in self.models.modules():
             if isinstance(layer, quant.LowBitLinear):
                 layer.cache_quantized = False
-        for name in self.names:
-            for layer in getattr(self.models, name).base_model.layers:
+        for model in self.models.children():
+            for layer in model.base_model.layers:
                 fully_shard(layer, mesh=mesh)
         return fully_shard(self.models, mesh=mesh)  # embeddings, norms and heads: the root's group
 
@@ -257,7 +263,7 @@ class Learner:
     def ref_columns(self, batch: Batch, lam: float) -> dict[str, torch.Tensor]:
         """The ref pass: what objectives need of policy and actor at the start of this step's updates, by column."""
         new = self.score(batch, needs_of_ref_pass(self.cfg, self.has_actor, lam))
-        columns = {f"{name}_ref": x for name, x in new.known().items() if name in objectives.REF}
+        columns = objectives.columns_of(new)
         if new.top_ids is not None:
             columns |= self._wider_support(batch, new)
         return columns

@@ -71,6 +71,10 @@ class Run:
             folders = {name: folder and str(self.checkpoint / name) for name, folder in folders.items()}
         return tuple(load_model(folder) if folder else None for folder in folders.values())
 
+    def load_start(self):
+        """The frozen model that --kl_coef holds the policy to: what the run started from, after a resume too."""
+        return load_model(self.policy) if self.cfg.kl_coef else None
+
     def probe(self) -> Probe:
         """The probe of sync.py: fixed pseudo-random sequences, about 0.4 % of the tokens of a rollout batch.
 

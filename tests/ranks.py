@@ -28,6 +28,7 @@ RANK_CASES = [
     ({"objective": "jackpot", "actor": "base:actor"}, f64, ""),
     ({"objective": "tis", "actor": "base:actor"}, torch.float32, ""),
     ({"objective": "tbpo", "optimizer": "muon", **LOW_BITS}, torch.float32, ""),
+    ({"objective": "tis", "kl_coef": 0.3, "entropy_coef": 0.1}, f64, ""),
 ]
 KEPT = {"loss_denominator": "kept", "reduction": "seq-mean-token-mean"}
 UNEVEN_CASES = [
@@ -61,7 +62,8 @@ def rank_groups(odd: str = ""):
 def make_learner(cfg, dtype=f64, comm=None):
     """A learner of the tiny policy, and of the tiny actor where there is one."""
     actor = tiny_model(1, dtype=dtype) if cfg.actor != "none" else None
-    return Learner(tiny_model(0, layers=2, dtype=dtype), actor, cfg, comm or Comm())
+    start = tiny_model(3, dtype=dtype) if cfg.kl_coef else None
+    return Learner(tiny_model(0, layers=2, dtype=dtype), actor, cfg, comm or Comm(), start)
 
 
 def move(learner) -> None:
@@ -93,7 +95,7 @@ def one_update(cfg, learner, groups) -> tuple[dict, dict, dict]:
     hold_back_the_step(learner)
     logged = learner.update(batch, stats)
     objectives.update_controllers(controllers, logged, cfg)
-    grads = {name: whole(p.grad).clone() for name, p in learner.models.named_parameters()}
+    grads = {name: whole(p.grad).clone() for name, p in learner.models.named_parameters() if p.requires_grad}
     return grads, logged, controllers
 
 

@@ -110,7 +110,8 @@ ROWS = [
 --adam_eps=-1e-8 | --adam_eps=-1e-08: must not be negative
 --weight_decay=-1 | --weight_decay=-1.0: must not be negative
 --grad_clip=0 | --grad_clip=0.0: must be above 0
---warmup_steps=-3 | --warmup_steps=-3: must not be negative
+--warmup_steps=-3 | --warmup_steps=-3.0: must not be negative
+--warmup_steps=2.5 | --warmup_steps=2.5: a whole number of updates, or a share of --steps below 1
 --save_every=-1 | --save_every=-1: must not be negative
 --advantage_error_every=-1 | --advantage_error_every=-1: must not be negative
 --keep=0 | --keep=0: must be at least 1
@@ -128,6 +129,15 @@ ROWS = [
 --is_cap=nan | --is_cap=nan: must be a number
 --tbpo_neg_high=0 | --tbpo_neg_high=0.0: the band's edges are 1 - clip_low and 1 + this; it must be above 0
 --cppo_beta=-1 | --cppo_beta=-1.0 --gepo_defence=0.0: must not be negative; 0 is off
+--kl_coef=-1 | --kl_coef=-1.0: must not be negative; 0 is off
+--kl_coef=0.1 --kl_estimator=k1 | --kl_estimator=k1 with --kl_in=loss: its gradient is 0 ... use k2 or --kl_in=reward
+--beta=0.1 --kl_loss_type=kl | --kl_estimator=k1 with --kl_in=loss: its gradient is 0 ... use k2 or --kl_in=reward
+--kl_estimator=k4 | --kl_estimator=k4: not one of k1, k2, k3
+--kl_in=rewards | --kl_in=rewards: not one of loss, reward; did you mean reward?
+--actor=none --kl_coef=1 --top_p=0.9 --keep_sampling_mask=recompute | --keep_sampling_mask=recompute with --kl_coef: ... use
+--entropy_coef=-1 | --entropy_coef=-1.0: must not be negative; 0 is off
+--adv_clip=-1 | --adv_clip=-1.0: must not be negative; 0 is off
+--adv_clip=1 --advantage_error_every=5 | --advantage_error_every: needs advantages ... leave out --adv_clip and
 --gepo_defence=0.5 | --gepo_defence=0.5: mixes into the group's expectation; it needs --ratio_base=group
 --give_up=nan | --give_up=nan: must be a number
 --give_up=0 | --give_up=0.0: must be above 0

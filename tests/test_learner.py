@@ -40,7 +40,7 @@ def gradients(cfg, groups, dtype=f64, ref=True):
 
 
 def gradients_of(learner) -> dict:
-    return {name: p.grad.clone() for name, p in learner.models.named_parameters()}
+    return {name: p.grad.clone() for name, p in learner.models.named_parameters() if p.requires_grad}
 
 
 def write_ref(learner, groups) -> None:
@@ -101,6 +101,9 @@ CASES = [
     {"objective": "tis", "actor": "base:actor", "distill_topk": 5},
     {"objective": "jackpot_adjusted"},
     {"objective": "tis_adjusted"},
+    {"objective": "tis", "kl_coef": 0.3, "entropy_coef": 0.1},
+    {"objective": "tis", "kl_coef": 0.3, "kl_in": "reward", "adv_clip": 0.5},
+    {"objective": "jackpot", "actor": "base:actor", "kl_coef": 0.3, "kl_estimator": "k3", "entropy_coef": 0.1},
 ]
 
 

@@ -344,7 +344,7 @@ AXES = {
     # every pair of values of any two
     "ratio_base": ["ref", "inf", "new", "group"],
     "allow_double_correction": [False, True],
-    "advantage": list(objectives.ADVANTAGES),
+    "advantage": list(batching.ADVANTAGES),
     "clip": [True, False],
     "edges": ["usual", "wide"],
     "dual_clip": [0.0, 1.3],
@@ -638,7 +638,7 @@ def test_nothing_in_the_fixture_is_equal_that_may_differ():
     assert len({token.u for token in tokens}) == len(tokens)
     listed = [token.id in oracle.largest(token.inf, K) for token in tokens]
     assert 5 < sum(listed) < len(listed) - 5
-    for kind in objectives.ADVANTAGES:
+    for kind in batching.ADVANTAGES:
         signs = {np.sign(a) for a, r in zip(oracle.advantages(responses, kind), responses, strict=True) if r.on}
         assert signs == {-1, 0, 1}
     far = ratios(True, "ref", "inf")[0]
