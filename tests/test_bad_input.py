@@ -134,7 +134,7 @@ ROWS = [
 --beta=0.1 --kl_loss_type=kl | --kl_estimator=k1 with --kl_in=loss: its gradient is 0 ... use k2 or --kl_in=reward
 --kl_estimator=k4 | --kl_estimator=k4: not one of k1, k2, k3
 --kl_in=rewards | --kl_in=rewards: not one of loss, reward; did you mean reward?
---actor=none --kl_coef=1 --top_p=0.9 --keep_sampling_mask=recompute | --keep_sampling_mask=recompute with --kl_coef: the KL
+--actor=none --kl_coef=1 --top_p=0.9 --keep_sampling_mask=recompute | --keep_sampling_mask=recompute with --kl_coef:
 --entropy_coef=-1 | --entropy_coef=-1.0: must not be negative; 0 is off
 --adv_clip=-1 | --adv_clip=-1.0: must not be negative; 0 is off
 --adv_clip=1 --advantage_error_every=5 | --advantage_error_every: needs advantages ... leave out --adv_clip and
