@@ -135,6 +135,9 @@ class EngineFlags:
     """Engine's precision."""
     rollout_memory: float = 0.25
     """Engine's memory: GiB of KV cache on CPU, share of the GPU on CUDA."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """vLLM's keys and values; fp8: in 8 bits, a mismatch that the learner does not share (Jackpot, Table 2b); auto: in
+    --rollout_dtype."""
 
 
 @dataclass(frozen=True)
@@ -306,8 +309,8 @@ class OptimizerFlags:
     """What to do where the first tenth is above --guard_kl (results/collapse.md); mend: half the learning rates."""
     guard_kl: float = 0.03
     """Guard: largest mean KL(inf, new) of the first tenth, nats a token."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Learner's compute type; bfloat16 is autocast over float32 weights."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Learner's compute type; the 16-bit ones are autocast over float32 weights, float16 with a loss scaler."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Wrapper under torchrun."""
 
@@ -591,6 +594,7 @@ def check_engine(cfg) -> None:
     """UserError unless the engine of the flags (train.py's, eval.py's, a sampler's) can be started here."""
     memory = f"--rollout_memory={cfg.rollout_memory}"
     need(cfg.rollout_memory > 0, f"{memory}: must be above 0")
+    check_kv_cache(cfg)
     if cfg.rollout != "vllm":
         return
     need(
@@ -602,6 +606,18 @@ def check_engine(cfg) -> None:
     else:
         here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
         need(cfg.rollout_memory < here, f"{memory}: GiB on a CPU, and this host has {here:.0f}; name fewer")
+
+
+def check_kv_cache(cfg) -> None:
+    """Whether the engine has a cache of 8 bits."""
+    flag = f"--kv_cache_dtype={cfg.kv_cache_dtype}"
+    if cfg.kv_cache_dtype == "auto":
+        return
+    need(cfg.rollout == "vllm", f"{flag}: --rollout={cfg.rollout} has no such cache; use --rollout=vllm, or auto")
+    need(
+        torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability() == "AVX512",
+        f"{flag}: on a CPU vLLM has this cache with AVX-512 alone, and this one is without; use auto",
+    )
 
 
 def check_packages(cfg: Config) -> None:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 
 import numpy as np
 import torch
@@ -204,11 +205,12 @@ class Learner:
             quant.align(
                 start.requires_grad_(False), own_format if actor is None else None
             )  # it computes as the policy does
-        autocast = torch.bfloat16 if cfg.dtype == "bfloat16" else None
+        autocast = None if cfg.dtype == "float32" else getattr(torch, cfg.dtype)
         self.models = PolicyAndActor(policy, actor, autocast, cfg.lm_head_fp32, start).to(self.device)
         self.models.eval()  # dropout stays off: scoring and training see one distribution
         self.wrapped = self._wrap()
         self.optimizers = {n: make_optimizers(getattr(self.models, n), cfg, self.lr[n]) for n in self.names}
+        self.scaler = torch.amp.GradScaler(torch.device(self.device).type, enabled=cfg.dtype == "float16")
         self.version = 0  # updates so far
         self.skipped = 0  # of them without a step, for a non-finite loss or gradient
         self.skipped_in_a_row = 0
@@ -334,13 +336,23 @@ class Learner:
                 loss = objectives.reduce(unreduced, micro.mask, stats, cfg)
                 if rows is None:
                     loss = loss * 0.0
-                (loss * self.comm.size).backward()  # both wrappers average over ranks; we sum
+                self.scaler.scale(loss * self.comm.size).backward()  # both wrappers average over ranks; we sum
             if rows is not None:
                 total += loss.detach().double()
                 with torch.no_grad():
                     observe(sums, new.detach(), objectives.with_ref(new, micro), stats, logs, cfg)
+        self._unscale()
         logged = derive(sums.reduce(self.comm))
         return logged | {"loss": self.comm.sum([total])[0]}
+
+    def _unscale(self) -> None:
+        """Gradients in their own units again. Where one overflowed in float16, the next backward has half the loss
+        scale; after 2,000 that did not it has twice the scale. The same on every rank, as the gradients are."""
+        if not self.scaler.is_enabled():
+            return
+        for optimizer in chain.from_iterable(self.optimizers.values()):
+            self.scaler.unscale_(optimizer)
+        self.scaler.update()
 
     def dot(self, a, b) -> float:
         """<a, b> of two directions in a model's weights, the same number on every rank: one tensor for each parameter,
@@ -359,7 +371,7 @@ class Learner:
 
     def _step(self, loss: float, all_rejected: bool = False) -> dict[str, float]:
         """Clip, check, step. A non-finite loss or gradient skips the step on every rank; too many in a row stop
-        the run (`error`).
+        the run (`error`). Those do not count that a smaller loss scale may mend.
 
         all_rejected: of a batch that was rejected whole the policy learns nothing (its optimizer's momentum must
         not move it either); the update is counted."""
@@ -372,7 +384,8 @@ class Learner:
             lr = self.lr[name] * factor
             self._optimize(name, lr, step=finite and not (all_rejected and name == "policy"))
             out |= {f"{prefix}grad_norm": norms[name], f"{prefix}lr": lr}
-        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        overflow = self.scaler.is_enabled() and math.isfinite(loss) and self.scaler.get_scale() >= 1
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + (not overflow)
         self.skipped += not finite
         self.rejected += all_rejected
         if self.skipped_in_a_row >= self.cfg.max_skips:
@@ -386,6 +399,8 @@ class Learner:
                 f"the newest checkpoint in {self.cfg.out} is whole, --resume goes on from it"
             )
         counts = {"skipped_steps": self.skipped, "rejected_steps": self.rejected, "stepped": finite}
+        if self.scaler.is_enabled():
+            counts["loss_scale"] = self.scaler.get_scale()
         return out | {name: float(n) for name, n in counts.items()}
 
     @torch.no_grad()
@@ -441,11 +456,14 @@ class Learner:
         counters = ("version", "skipped", "skipped_in_a_row", "rejected")
         optimizers = {f"optimizer.{name}": self._optimizer_state(name) for name in self.names}
         guard = {name: getattr(self.guard, name) for name in ("sum", "seen", "fired")}
-        return {**{name: getattr(self, name) for name in counters}, "guard": guard, **optimizers}
+        more = {"guard": guard, "scaler": self.scaler.state_dict()}
+        return {**{name: getattr(self, name) for name in counters}, **more, **optimizers}
 
     def load_state_dict(self, state: dict) -> None:
         for counter in ("version", "skipped", "skipped_in_a_row", "rejected"):
             setattr(self, counter, state[counter])
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
         for name, value in state.get("guard", {}).items():  # a checkpoint from before there was a guard has none
             setattr(self.guard, name, value)
         for name in self.names:
@@ -492,18 +510,20 @@ def check_agreement(cfg, logged: dict) -> None:
     engine = EXPECTED[cfg.rollout_dtype]
     learner = EXPECTED[cfg.dtype]
     low_bits = EXPECTED[cfg.rollout_quant]
+    cache = EXPECTED["fp8"] if cfg.kv_cache_dtype == "fp8" else 0.0
     if cfg.learner_quant in ("aligned", cfg.rollout_quant):
         low_bits = min(low_bits, 5e-3)
     elif cfg.learner_quant != "none":
         low_bits = max(low_bits, EXPECTED[cfg.learner_quant])
-    expected = max(engine, learner, low_bits)
+    expected = max(engine, learner, low_bits, cache)
     gap = logged["rollout_corr/mean_mismatch" if cfg.actor == "none" else "actor/engine_gap"]
     if gap > expected:
         raise UserError(
             f"the learner does not compute the policy that sampled: on the first rollouts, with the same weights, "
-            f"|p_learner - p_engine| is {gap:.3g} on average, and rounding explains {expected:g} (--rollout_dtype="
-            f"{cfg.rollout_dtype}, --rollout_quant={cfg.rollout_quant}); does the model cap, scale or shift its logits "
-            "(config.json), or does the engine? --check_agreement=False trains all the same"
+            f"|p_learner - p_engine| is {gap:.3g} on average, and rounding explains {expected:g} ("
+            f"--rollout_dtype={cfg.rollout_dtype}, --rollout_quant={cfg.rollout_quant}, "
+            f"--kv_cache_dtype={cfg.kv_cache_dtype}); does the model cap, scale or shift its logits (config.json), or "
+            "does the engine? --check_agreement=False trains all the same"
         )
 
 

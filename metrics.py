@@ -443,6 +443,7 @@ ELSEWHERE = {
     "grad_norm": "of the policy, before clipping; actor/grad_norm",
     "lr": "as applied; actor/lr",
     "stepped": "0 where a non-finite loss or gradient skipped the update",
+    "loss_scale": "of float16's backward (--dtype=float16), after the update",
     "skipped_steps": "updates skipped for that reason so far",
     "guard/fired": "1 from the update on at which --guard stopped or mended the run; guard/kl: what it judged by",
     "rejected_steps": "updates of which every token was rejected so far; said aloud once",

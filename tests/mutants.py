@@ -315,6 +315,9 @@ MUTANTS = {
         ),
         ("self.skipped_in_a_row = 0 if finite else", "self.skipped_in_a_row = self.skipped_in_a_row if finite else"),
         ("        return (step + 1) / warmup", "        return step / warmup"),
+        ("        self._unscale()\n", ""),
+        ("+ (not overflow)", "+ 1"),
+        ("            self.scaler.load_state_dict(state", "            (state"),
         ("schedule(self.version, self.cfg) * self.guard.rate", "schedule(self.version, self.cfg)"),
         ("if update <= self.last and math.isfinite(kl):", "if math.isfinite(kl):"),
         (

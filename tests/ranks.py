@@ -29,6 +29,7 @@ RANK_CASES = [
     ({"objective": "tis", "actor": "base:actor"}, torch.float32, ""),
     ({"objective": "tbpo", "optimizer": "muon", **LOW_BITS}, torch.float32, ""),
     ({"objective": "tis", "kl_coef": 0.3, "entropy_coef": 0.1}, f64, ""),
+    ({"objective": "tis", "dtype": "float16"}, torch.float32, ""),
 ]
 KEPT = {"loss_denominator": "kept", "reduction": "seq-mean-token-mean"}
 UNEVEN_CASES = [

@@ -87,7 +87,9 @@ ROWS = [
 --reduction=mean | --reduction=mean: not one of token-mean, seq-mean-token-mean, ... did you mean token-mean?
 --optimizer=adam | --optimizer=adam: not one of adamw, muon; did you mean adamw?
 --lr_schedule=cosin | --lr_schedule=cosin: not one of constant, linear, cosine; did you mean cosine?
---dtype=float16 | --dtype=float16: not one of float32, bfloat16; did you mean bfloat16?
+--dtype=float8 | --dtype=float8: not one of float32, bfloat16, float16; did you mean bfloat16?
+--kv_cache_dtype=fp8 | --kv_cache_dtype=fp8: --rollout=hf has no such cache; use --rollout=vllm, or auto
+--kv_cache_dtype=int8 | --kv_cache_dtype=int8: not one of auto, fp8
 --rollout=sglang | --rollout=sglang: not one of vllm, hf
 --rollout_dtype=fp8 | --rollout_dtype=fp8: not one of float32, bfloat16, float16
 --rollout_quant=int4 | --rollout_quant=int4: not one of none, int8, fp8, w4a16, w3a16, w2a16; did you mean int8?
@@ -586,7 +588,7 @@ WITHOUT=vllm --model=POLICY | --rollout=vllm: vLLM is not installed here; ... in
 --mismatch --micro_tokens=0 | --micro_tokens=0: must be at least 1
 --mismatch --log_ratio_clamp=0 | --log_ratio_clamp=0.0: must be above 0
 --mismatch --learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or the
---mismatch --dtype=float16 | --dtype=float16: not one of float32, bfloat16; did you mean bfloat16?
+--mismatch --dtype=float8 | --dtype=float8: not one of float32, bfloat16, float16; did you mean bfloat16?
 --mismatch --top_k=5 --logprobs_mode=raw | --logprobs_mode=raw: raw ... use processed, or --keep_sampling_mask=off
 --learner_quant=int8 | --learner_quant=int8: the learner's format is for ... add it, or name a --rollout_quant
 --rollout_quant=w4a16 --quant_group=7 | --quant_group=7: model.layers.0.self_attn.q_proj has ... choose a divisor
