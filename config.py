@@ -21,6 +21,7 @@ import torch
 import corrections
 import delay
 import flags
+import lora
 import objectives
 import quant
 import sampling
@@ -313,6 +314,14 @@ class OptimizerFlags:
     """Learner's compute type; the 16-bit ones are autocast over float32 weights, float16 with a loss scaler."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Wrapper under torchrun."""
+    lora_rank: int = 0
+    """LoRA (lora.py): learn corrections of this rank to frozen linear layers; 0: off, all weights learn."""
+    lora_alpha: int = 32
+    """LoRA: their scale is this over the rank."""
+    lora_on: Literal["policy", "actor", "both"] = "policy"
+    """LoRA: which models learn so; the other one learns whole."""
+    lora_save: Literal["merged", "adapter"] = "merged"
+    """LoRA: checkpoints hold the merged model beside the adapters, or the adapters alone (python lora.py merges)."""
 
 
 @dataclass(frozen=True)
@@ -502,6 +511,7 @@ def resolve(cfg: Config, n_ranks: int | None = None) -> Config:
     for one in corrections.candidates(cfg).values():
         objectives.check(one)
     check_models(cfg)
+    lora.check(cfg)
     tasks.check(cfg)
     check_packages(cfg)
     return cfg

@@ -22,6 +22,7 @@ from torch import nn
 
 import batching
 import corrections
+import lora
 import objectives
 import quant
 import sync
@@ -107,13 +108,18 @@ def make_optimizers(model, cfg, lr: float) -> list:
     if cfg.optimizer == "muon":
         matrices = [p for p in model.base_model.layers.parameters() if p.ndim == 2]
     chosen = {id(p) for p in matrices}
-    rest = [p for p in model.parameters() if id(p) not in chosen]
+    rest = [p for p in learning(model) if id(p) not in chosen]
     betas = (cfg.adam_beta1, cfg.adam_beta2)
     optimizers = [torch.optim.AdamW(rest, lr=lr, betas=betas, eps=cfg.adam_eps, weight_decay=cfg.weight_decay)]
     if matrices:
         muon = torch.optim.Muon(matrices, lr=lr, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw")
         optimizers.append(muon)
     return optimizers
+
+
+def learning(model) -> list:
+    """The parameters that learn: all, or with LoRA the adapters."""
+    return [p for p in model.parameters() if p.requires_grad]
 
 
 def schedule(step: int, cfg) -> float:
@@ -427,12 +433,19 @@ class Learner:
 
     def named_tensors(self, name: str):
         """Yields (Hugging Face name, whole detached tensor) of one model, `lm_head.weight` included; collective."""
-        state = getattr(self.models, name).state_dict()
+        model = getattr(self.models, name)
+        state = model.state_dict()
         if "lm_head.weight" not in state:  # tied heads are dropped from some state dicts
             state["lm_head.weight"] = state[next(k for k in state if k.endswith("embed_tokens.weight"))]
-        for key, x in state.items():
-            x = x.detach()
-            yield key, x.full_tensor() if hasattr(x, "full_tensor") else x
+        yield from lora.merged(model, state, whole)
+
+    def adapter(self, name: str) -> lora.Adapter | None:
+        """The adapters of one model; None where it learns whole. Collective."""
+        if not lora.learns(self.cfg, name):
+            return None
+        model = getattr(self.models, name)
+        tensors = {key: whole(x).cpu() for key, x in model.state_dict().items() if lora.is_adapters(key)}
+        return lora.Adapter(model.peft_config[lora.NAME], tensors)
 
     def published(self, name: str, packed: bool) -> Published:
         """What an engine loads of one model: `named_tensors`, its linear layers in the rollout's format if there
@@ -484,6 +497,12 @@ class Learner:
 
         model, optimizers = getattr(self.models, name), self.optimizers[name]
         return get_optimizer_state_dict(model, optimizers, options=whole_on_cpu())
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """A detached tensor, gathered from all ranks where it is sharded."""
+    x = x.detach()
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def whole_on_cpu():

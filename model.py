@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 import corrections
+import lora
 from batching import Batch
 from sampling import cut
 
@@ -84,7 +85,8 @@ class PolicyAndActor(nn.Module):
     """Policy and optional actor as one module: (batch, needs) -> the fields of TokenStats, as the dict that
     wrappers expect. With `share` a prompt is read once for all its responses in the batch, not once for each.
 
-    start: the frozen model that the run started from, where the policy is held to it (--kl_coef)."""
+    start: the frozen model that the run started from, where the policy is held to it (--kl_coef) and has no adapters,
+    without which it would be that model."""
 
     def __init__(self, policy, actor=None, autocast: torch.dtype | None = None, head_fp32: bool = False, start=None):
         super().__init__()
@@ -109,8 +111,9 @@ class PolicyAndActor(nn.Module):
         chunk = chunk_rows(heads[1].shape[0])
         outs = dict(zip(rows.outputs, ChunkedHead.apply(rows, chunk, *heads), strict=True))
         if needs.start:
-            with torch.no_grad():
-                start = self._hidden(self.start, batch, at, share)
+            frozen = self.policy if self.start is None else self.start  # with LoRA no copy is needed
+            with torch.no_grad(), lora.switched_off(frozen):
+                start = self._hidden(frozen, batch, at, share)
                 (outs["logp_start"],) = ChunkedHead.apply(OneModelRows(scored, Needs()), chunk, *start)
         where = (at // T, at % T)
         return {name: x.new_zeros((B, T) + x.shape[1:]).index_put(where, x) for name, x in outs.items()}

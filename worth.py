@@ -52,7 +52,7 @@ import sampling
 from corrections import token_k3
 from eval import sampler_of
 from flags import need, run_command
-from learner import Comm, Learner
+from learner import Comm, Learner, learning
 from measure import FOLDS, Reference, Seen, with_errors
 from model import Needs, TokenStats, needs_of_ref_pass
 from objectives import columns_of, unregularised
@@ -216,7 +216,7 @@ class Weights:
     def __init__(self, learner, share: float):
         self.learner, self.share = learner, share
         self.seed = learner.comm.rank if learner.sharded else 0  # replicas take the same directions
-        self.flat = [local(p).detach().view(-1) for p in learner.models.policy.parameters()]
+        self.flat = [local(p).detach().view(-1) for p in learning(learner.models.policy)]
         self.entries = [self.draw(x, i) for i, x in enumerate(self.flat)]
         self.at_rest = self.chosen(self.flat)
         self.spreads: dict[int, float] = {}  # of directions, by id
@@ -233,7 +233,7 @@ class Weights:
 
     def gradient(self) -> list[torch.Tensor]:
         """What the last backward left, of J: the loss is its negative."""
-        found = [local(p.grad).detach().view(-1) for p in self.learner.models.policy.parameters()]
+        found = [local(p.grad).detach().view(-1) for p in learning(self.learner.models.policy)]
         return [-x for x in self.chosen(found)]
 
     def random(self, number: int) -> list[torch.Tensor]:
@@ -523,7 +523,7 @@ class Chooser:
         """Of the policy's loss, by the learner's own backward."""
         self.learner.cfg = unregularised(cfg)
         self.learner.backward(batch, objectives.prepare(batch, self.learner.comm, cfg, {}))
-        found = [local(p.grad).detach().clone() for p in self.learner.models.policy.parameters()]
+        found = [local(p.grad).detach().clone() for p in learning(self.learner.models.policy)]
         self.learner.models.zero_grad(set_to_none=True)
         return found
 
