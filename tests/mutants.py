@@ -48,6 +48,7 @@ TESTS = {
         "test_sync.py",
         "test_quant.py",
     ],
+    "lora.py": ["test_lora.py"],
     "sync.py": ["test_sync.py"],
     "quant.py": ["test_quant.py"],
     "sampling.py": ["test_sampling.py", "-k", "not vllm"],
@@ -346,6 +347,14 @@ MUTANTS = {
         ("padded = torch.cat([x, x.new_full((n - len(x),), torch.nan)])", "padded = x[:n]"),
         ("slope.high >= (sync.NEW if self.aligned else 0.1)", "slope.high >= 0.0"),
         ("largest.isfinite().all()", "True"),
+    ],
+    "lora.py": [
+        ("(config.lora_alpha / config.r) * (B @ A)", "(config.lora_alpha * config.r) * (B @ A)"),
+        ("            layer.set_scale(NAME, 0.0)", "            pass"),
+        ("            layer.set_scale(NAME, 1.0)", "            pass"),
+        ("        torch.manual_seed(cfg.seed)\n", ""),
+        ('name.replace(f".{NAME}.", ".")', "name"),
+        ("        p.copy_(saved[name])", "        pass"),
     ],
     "sync.py": [
         ("return self.b - SURE * self.se > 0.5", "return self.b > 0.5"),

@@ -144,6 +144,13 @@ ROWS = [
 --give_up=nan | --give_up=nan: must be a number
 --give_up=0 | --give_up=0.0: must be above 0
 --grade_seconds=0 | --grade_seconds=0.0: a number of seconds above 0, for each answer
+--lora_rank=-1 | --lora_rank=-1: must not be negative; 0 is off
+--lora_rank=2.5 | --lora_rank=2.5: must be a whole number
+--lora_alpha=0 | --lora_alpha=0: must be at least 1
+--lora_on=all | --lora_on=all: not one of policy, actor, both
+--lora_rank=4 --actor=none --lora_on=both | --lora_on=both: there is no actor; name one with --actor, or leave the
+--lora_rank=4 --optimizer=muon | --lora_rank=4: --optimizer=muon orthogonalises whole matrices, ... use adamw
+--lora_rank=4 --learner_quant=int8 | --lora_rank=4: --learner_quant=int8 computes on low-bit ... leave one of the two
 --quant_group=0 | --quant_group=0: must be at least 1
 --rollout_memory=0 | --rollout_memory=0.0: must be above 0
 --rollout=vllm --rollout_memory=1e6 | --rollout_memory=1000000.0: GiB on a CPU, ... name fewer

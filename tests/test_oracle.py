@@ -655,7 +655,8 @@ def test_nothing_in_the_fixture_is_equal_that_may_differ():
     listed = [token.id in oracle.largest(token.inf, K) for token in tokens]
     assert 5 < sum(listed) < len(listed) - 5
     for kind in batching.ADVANTAGES:
-        signs = {np.sign(a) for a, r in zip(oracle.advantages(responses, make_cfg(advantage=kind)), responses, strict=True) if r.on}
+        adv = oracle.advantages(responses, make_cfg(advantage=kind))
+        signs = {np.sign(a) for a, r in zip(adv, responses, strict=True) if r.on}
         assert signs == {-1, 0, 1}
     far = ratios(True, "ref", "inf")[0]
     assert min(far) < np.exp(-20) and max(far) > np.exp(20)

@@ -14,7 +14,7 @@ import checkpoint
 import engines
 import obrs
 from engines import HFEngine, make_engine
-from learner import Comm, Learner
+from learner import EXPECTED, Comm, Learner
 from model import Needs
 from rollout import LocalSource, Response, Sampling, uniforms
 from sync import Probe
@@ -162,6 +162,17 @@ def test_flags_reach_the_engines(folders, monkeypatch):
         head_fp32=True,
         fmt=plain.fmt,
     )
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="vLLM has no 8-bit cache here")
+def test_an_8_bit_cache_is_a_mismatch_of_its_own(vllm_engines):
+    """Keys and values of three bits of mantissa: near the plain engine, and further from it than float32 rounds."""
+    ids = np.arange(48).reshape(2, 24) * 7 % 250
+    plain, small = vllm_engines(), vllm_engines(kv_cache="fp8")
+    for engine in (plain, small):
+        engine.load(tiny_model(1).state_dict().items())
+    gap = np.abs(np.exp(plain.logprobs(ids)) - np.exp(small.logprobs(ids)))
+    assert 1e-5 < gap.mean() < EXPECTED["fp8"]
 
 
 def test_new_weights_drop_cached_prefixes(vllm_engine, monkeypatch):
