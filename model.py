@@ -296,9 +296,9 @@ class OneModelRows:
         return self.stats(self.log_softmax(logits.pop(), at), at)
 
     def backward(self, logits, at, grads):
-        if len(grads) == 1 or grads[1] is None:
-            return [self.pull(self.scored.transform(logits.pop(), at).softmax(-1), at, grads[0])]
-        return [self.pull_both(self.log_softmax(logits.pop(), at), at, *grads)]
+        if len(grads) == 2:
+            return [self.pull_both(self.log_softmax(logits.pop(), at), at, *grads)]
+        return [self.pull(self.scored.transform(logits.pop(), at).softmax(-1), at, grads[0])]
 
     def log_softmax(self, z, at):
         return self.scored.transform(z, at).log_softmax(-1)
@@ -317,17 +317,15 @@ class OneModelRows:
         """The logits' gradient for gradients of logp and of the entropy H, each (n, 1) or None.
 
         dH / dz = - p (log p + H) / temperature."""
+        if g_entropy is None:
+            return self.pull(logp.exp_(), at, g)
         p = logp.exp()
-        dz = None
-        if g_entropy is not None:
-            H = -torch.linalg.vecdot(p, logp)[:, None]
-            dz = logp.add_(H).mul_(p).mul_(-g_entropy.to(p.dtype))
-            if self.scored.inv_temperature is not None:
-                dz.mul_(self.scored.inv_temperature[at])
+        H = -torch.linalg.vecdot(p, logp)[:, None]
+        dz = logp.add_(H).mul_(p).mul_(-g_entropy.to(p.dtype))
+        if self.scored.inv_temperature is not None:
+            dz.mul_(self.scored.inv_temperature[at])
         own = self.pull(p, at, g)
-        if own is None or dz is None:
-            return dz if own is None else own
-        return dz.add_(own)
+        return dz if own is None else dz.add_(own)
 
     def stats(self, logp, at) -> dict:
         """The outputs from log-probabilities (n, V)."""
