@@ -265,10 +265,14 @@ def find_model(cfg: EvalFlags, flag: str, which: str) -> str:
         task_flags = {k: v for k, v in vars(cfg).items() if k.startswith("task_")}
         return warmstart.base_model(name.removeprefix("base:"), Config(**task_flags))
     root = Path(name)
-    for folder in (root, root / which, (checkpoint.newest(root, which) or root) / which):
+    newest = checkpoint.newest(root, which) or root
+    for folder in (root, root / which, newest / which):
         path = folder / "config.json"  # a run has one too, which is not a model's
         if path.is_file() and "model_type" in read_json(path, "copy it anew, or name another folder"):
             return str(folder)
+    adapter = newest / f"{which}_adapter"
+    merge = f"python lora.py --adapter={adapter} --out=FOLDER"
+    need(not adapter.is_dir(), f"--{flag}={name}: adapters alone; merge them with {merge}")
     raise UserError(f"--{flag}={name}: no model there; give a run folder, a checkpoint or a Hugging Face folder")
 
 

@@ -207,10 +207,8 @@ class Learner:
         own = cfg.rollout_quant if cfg.learner_quant == "aligned" else cfg.learner_quant
         own_format = quant.format_of(own, cfg.quant_group)
         quant.align(policy if actor is None else actor, own_format)  # the model that samples
-        if start is not None:
-            quant.align(
-                start.requires_grad_(False), own_format if actor is None else None
-            )  # it computes as the policy does
+        if start is not None:  # it computes as the policy does
+            quant.align(start.requires_grad_(False), own_format if actor is None else None)
         autocast = None if cfg.dtype == "float32" else getattr(torch, cfg.dtype)
         self.models = PolicyAndActor(policy, actor, autocast, cfg.lm_head_fp32, start).to(self.device)
         self.models.eval()  # dropout stays off: scoring and training see one distribution

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import batching
 import checkpoint
 import config
+import eval as evaluation
 import lora
 import objectives
 import quant
@@ -262,6 +263,8 @@ def test_adapters_alone_and_merged_on_request(folders, tmp_path, run_here, capsy
     run_here(argv(folders, out, steps=3, lora_save="adapter"))
     run_here(["--resume", f"--out={out}", "--steps=4"])
     assert not (step(out, 4) / "policy").exists()
+    with pytest.raises(UserError, match="adapters alone; merge them with python lora.py --adapter=.*policy_adapter"):
+        evaluation.main([f"--model={out}", "--rollout=hf"])
     assert bytes_of(step(out, 4) / "policy_adapter") == bytes_of(step(both, 4) / "policy_adapter")
     lora.main([f"--adapter={step(out, 4) / 'policy_adapter'}", f"--out={tmp_path / 'merged'}"])
     ours, theirs = (
