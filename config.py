@@ -413,7 +413,18 @@ class Config(
 FIELDS = {f.name: f for f in fields(Config)}
 # flags that a resumed run may change: they steer the process, not the training
 HARMLESS = {
-    *("resume", "overwrite", "keep", "save_every", "log_samples", "check_agreement", "tensorboard", "wandb", "out"),
+    *(
+        "resume",
+        "overwrite",
+        "keep",
+        "save_every",
+        "lora_save",
+        "log_samples",
+        "check_agreement",
+        "tensorboard",
+        "wandb",
+        "out",
+    ),
     *("bind", "keys", "sync_path", "give_up"),
 }
 

@@ -347,6 +347,7 @@ FOREIGN = {
     "max_completion_length": "max_tokens",
     "learning_rate": "lr",
     "beta": "kl_coef",
+    "lora_r": "lora_rank",
     "warmup_ratio": "warmup_steps",
 }
 

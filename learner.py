@@ -441,9 +441,7 @@ class Learner:
         """The adapters of one model; None where it learns whole. Collective."""
         if not lora.learns(self.cfg, name):
             return None
-        model = getattr(self.models, name)
-        tensors = {key: whole(x).cpu() for key, x in model.state_dict().items() if lora.is_adapters(key)}
-        return lora.Adapter(model.peft_config[lora.NAME], tensors)
+        return lora.Adapter.of(getattr(self.models, name), whole)
 
     def published(self, name: str, packed: bool) -> Published:
         """What an engine loads of one model: `named_tensors`, its linear layers in the rollout's format if there

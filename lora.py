@@ -15,6 +15,7 @@ started from. --lora_save=adapter leaves the merged model out; it can be made la
 from __future__ import annotations
 
 import copy
+import hashlib
 import importlib.util
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,6 +101,13 @@ class Adapter:
 
     config: object  # peft.LoraConfig
     tensors: dict[str, torch.Tensor]  # under the names of the model's parameters
+    base: str  # fingerprint of the base model
+
+    @classmethod
+    def of(cls, model, whole) -> Adapter:
+        """Those of a model; whole: gathers a tensor from all ranks."""
+        tensors = {name: whole(x).cpu() for name, x in model.state_dict().items() if is_adapters(name)}
+        return cls(model.peft_config[NAME], tensors, fingerprint(model))
 
     def save(self, folder: Path, base: str) -> None:
         """Write them as peft does. base: the folder of the base model."""
@@ -110,7 +118,17 @@ class Adapter:
         config.inference_mode = True
         config.save_pretrained(folder)
         tensors = {in_file(name): x.contiguous() for name, x in self.tensors.items()}
-        save_file(tensors, folder / FILE, metadata={"format": "pt"})
+        save_file(tensors, folder / FILE, metadata={"format": "pt", "base": self.base})
+
+
+def fingerprint(model) -> str:
+    """A digest of the base model by the first entries of each tensor, which the first rank has of a sharded one too."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, p in model.named_parameters():
+        if not is_adapters(name):
+            first = getattr(p.detach(), "_local_tensor", p.detach()).flatten()[:4]
+            digest.update(name.encode() + first.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def in_file(name: str) -> str:
@@ -120,13 +138,18 @@ def in_file(name: str) -> str:
 
 @torch.no_grad()
 def read_adapter(model, folder: Path) -> None:
-    """Fill the model's adapters from a folder. UserError: they are those of another model or rank."""
-    from safetensors.torch import load_file
+    """Fill the model's adapters from a folder. UserError: they are those of another model."""
+    from safetensors import safe_open
 
-    saved = load_file(folder / FILE)
+    with safe_open(folder / FILE, "pt") as file:
+        saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dict
+        base = (file.metadata() or {}).get("base")
     own = {in_file(name): p for name, p in model.named_parameters() if is_adapters(name)}
     fit = {name: p.shape for name, p in own.items()} == {name: x.shape for name, x in saved.items()}
-    need(fit, f"{folder}: its adapters are not of this model; give the base model that they were trained on")
+    need(
+        fit and base in (None, fingerprint(model)),
+        f"{folder}: its adapters are not of this model; give the base model that they were trained on, as it was then",
+    )
     for name, p in own.items():
         p.copy_(saved[name])
 

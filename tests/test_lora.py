@@ -285,8 +285,13 @@ def test_adapters_alone_and_merged_on_request(folders, tmp_path, run_here, capsy
 def test_adapters_of_another_model_are_refused(folders, tmp_path, run_here):
     out = tmp_path / "run"
     run_here(argv(folders, out, steps=3))
-    with pytest.raises(UserError, match="its adapters are not of this model"):
-        lora.attach(tiny_model(1), make_cfg(**FLAGS), step(out, 3) / "policy_adapter")
+    changed = tiny_model(0, layers=2)
+    with torch.no_grad():
+        changed.model.layers[1].mlp.up_proj.weight.mul_(1.001)
+    for other in (tiny_model(1), changed):
+        with pytest.raises(UserError, match="its adapters are not of this model"):
+            lora.attach(other, make_cfg(**FLAGS), step(out, 3) / "policy_adapter")
+    lora.attach(tiny_model(0, layers=2), make_cfg(**FLAGS), step(out, 3) / "policy_adapter")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
