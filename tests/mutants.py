@@ -350,8 +350,8 @@ MUTANTS = {
     ],
     "lora.py": [
         ("(config.lora_alpha / config.r) * (B @ A)", "(config.lora_alpha * config.r) * (B @ A)"),
-        ("            layer.set_scale(NAME, 0.0)", "            pass"),
-        ("            layer.set_scale(NAME, 1.0)", "            pass"),
+        ("layer.set_scale(NAME, 0.0)", "pass"),
+        ("layer.set_scale(NAME, 1.0)", "pass"),
         ("        torch.manual_seed(cfg.seed)\n", ""),
         ('name.replace(f".{NAME}.", ".")', "name"),
         ("        p.copy_(saved[name])", "        pass"),
