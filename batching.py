@@ -52,6 +52,7 @@ class Batch:
     z_ref: torch.Tensor | None = None  # (B, T)    exact Z over the vocabulary (two models)
     kl_ref: torch.Tensor | None = None  # (B, T)    KL(p_ref || p_actor), whole vocabulary
     kl_after_ref: torch.Tensor | None = None  # (B, T)    KL(p_ref || distribution of the accepted tokens)
+    logp_start: torch.Tensor | None = None  # (B, T)    of the frozen model that the run started from
 
     def __len__(self) -> int:
         return len(self.length)
@@ -94,6 +95,53 @@ PER_RESPONSE = {"prompt_len", "length", "group", "reward", "cut", "spread", "adv
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Advantages: rewards (G,) of one group -> (G,). A group of equal rewards has advantage 0.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def grpo(reward):
+    """(R - mean) / (std + 1e-6), sample standard deviation. GRPO."""
+    if len(reward) == 1:
+        return torch.zeros_like(reward)
+    return grpo_no_std(reward) / (reward.std() + 1e-6)
+
+
+def grpo_no_std(reward):
+    """R - mean. Dr.GRPO, GEPO."""
+    if (reward == reward[0]).all():
+        return torch.zeros_like(reward)
+    return reward - reward.mean()
+
+
+def rloo(reward):
+    """R minus the mean of the others = G / (G - 1) (R - mean)."""
+    return grpo_no_std(reward) * (len(reward) / max(1, len(reward) - 1))
+
+
+ADVANTAGES = {"grpo": grpo, "grpo_no_std": grpo_no_std, "rloo": rloo}
+
+
+def advantage_of(reward, cfg):
+    """The advantages of `--advantage`, cut at +- `--adv_clip`."""
+    adv = ADVANTAGES[cfg.advantage](reward)
+    return adv.clamp(-cfg.adv_clip, cfg.adv_clip) if cfg.adv_clip else adv
+
+
+def regularised(group: Rollout, cfg) -> torch.Tensor:
+    """What a group's advantages are made of, (G,): its rewards.
+
+    With --kl_in=reward, and known from the ref pass, R - kl_coef sum_t k(log p_ref, log p_start) over the response."""
+    reward = torch.tensor([r.reward for r in group.responses])
+    if cfg.kl_coef == 0 or cfg.kl_in == "loss" or "logp_start" not in group.ref:
+        return reward
+    for i, r in enumerate(group.responses):
+        logp, logp_start = (torch.from_numpy(group.ref[name][i]) for name in ("logp_ref", "logp_start"))
+        k = objectives.kl_estimate(logp, logp_start, cfg.kl_estimator, cfg.log_ratio_clamp)
+        reward[i] -= cfg.kl_coef * k[torch.from_numpy(r.loss_mask)].sum()
+    return reward
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Padding
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -108,7 +156,7 @@ def collate(groups: list[Rollout], cfg, version: int = 0, now: float = 0.0) -> B
     T = max(1, *(len(r.tokens) for r in responses))
     K = responses[0].topk_ids.shape[1]
     rewards = [torch.tensor([r.reward for r in g.responses]) for g in groups]
-    advantages = [objectives.ADVANTAGES[cfg.advantage](r) for r in rewards]
+    advantages = [advantage_of(regularised(g, cfg), cfg) for g in groups]
     draws = [uniforms(len(r.tokens), "mask", cfg.seed, g.uid, i) for g in groups for i, r in enumerate(g.responses)]
     kth = [np.exp(r.topk_logp[:, -1]) if K else np.ones(len(r.tokens), np.float32) for r in responses]
     age = [[version - g.version, max(0.0, now - g.t_published)] for g, _ in pairs]

@@ -2,6 +2,8 @@
 
     OUT/checkpoints/step_000050/policy/      Hugging Face folder, ready for eval.py or vLLM
                                 actor/       the same, with two models
+                                policy_adapter/, actor_adapter/
+                                             with LoRA: adapters in peft's format (lora.py)
                                 learner.pt   optimizers, counters, controllers
                                              (kappa, lambda_distill)
                                 rank0.pt     that rank's source, pending groups with their ref
@@ -100,6 +102,11 @@ def write(final: Path, run, learner, shared: dict, own: dict) -> str:
         attempt(scratch.mkdir, parents=True)
     comm.barrier()
     for name in learner.names:
+        adapter = learner.adapter(name)
+        if adapter is not None and first:
+            attempt(adapter.save, scratch / f"{name}_adapter", getattr(run, name))
+        if adapter is not None and run.cfg.lora_save == "adapter":
+            continue
         tensors = {k: v.cpu() for k, v in learner.named_tensors(name)}
         if first:
             attempt(save_model, run.configs[name], tensors, run.tokenizer, scratch / name, getattr(run, name))

@@ -41,7 +41,7 @@ class VLLMEngine:
     max_len        tokens of prompt and response together
     max_logprobs   largest `topk` or `max_allowed` that will be asked for
     seed           of vLLM itself; each response brings one of its own
-    memory_gib     CPU: GiB of key-value cache; CUDA: share of the GPU that vLLM may take
+    memory_gib     CPU: GiB of key-value cache; CUDA: share of the GPU that vLLM may take. kv_cache: the cache's type
     logprobs_mode  "processed": of the distribution sampled from; "raw": of the model's own softmax
     head_fp32      compute logits in float32 whatever the dtype
     fmt            number format of the linear layers (quant.py), or None
@@ -60,6 +60,7 @@ class VLLMEngine:
         logprobs_mode: str = "processed",
         head_fp32: bool = False,
         fmt: quant.Format | None = None,
+        kv_cache: str = "auto",
     ):
         make_llm, self.make_params = import_vllm()
         self.dtype, self.fmt = dtype, fmt
@@ -71,6 +72,7 @@ class VLLMEngine:
             folder = self._quantized_folder(folder)
         settings = dict(
             dtype=dtype,
+            kv_cache_dtype=kv_cache,
             max_model_len=max_len,
             max_logprobs=max(max_logprobs, 1),
             logprobs_mode=f"{logprobs_mode}_logprobs",
@@ -594,6 +596,5 @@ def make_engine(cfg, folder: str, max_len: int, topk: int, device: str = "cpu"):
     )
     if cfg.rollout == "hf":
         return HFEngine(folder, device=device, **shared)
-    return VLLMEngine(
-        folder, max_len=max_len, max_logprobs=topk, seed=cfg.seed, memory_gib=cfg.rollout_memory, **shared
-    )
+    own = dict(seed=cfg.seed, memory_gib=cfg.rollout_memory, kv_cache=cfg.kv_cache_dtype)
+    return VLLMEngine(folder, max_len=max_len, max_logprobs=topk, **own, **shared)

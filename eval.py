@@ -28,10 +28,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import batching
 import checkpoint
 import flags
 import mismatch
-import objectives
 import quant
 import sampling
 import tasks
@@ -150,7 +150,7 @@ def advantage_slope(reward, cfg) -> float:
     spread = reward - reward.mean()
     if spread.abs().max() == 0:
         return 0.0
-    known = objectives.ADVANTAGES[cfg.advantage](reward)
+    known = batching.ADVANTAGES[cfg.advantage](reward)
     return float((known * spread).sum() / spread.square().sum())
 
 
@@ -311,10 +311,14 @@ def find_model(cfg: EvalFlags, flag: str, which: str) -> str:
         task_flags = {k: v for k, v in vars(cfg).items() if k.startswith("task_")}
         return warmstart.base_model(name.removeprefix("base:"), Config(**task_flags))
     root = Path(name)
-    for folder in (root, root / which, (checkpoint.newest(root, which) or root) / which):
+    newest = checkpoint.newest(root, which) or root
+    for folder in (root, root / which, newest / which):
         path = folder / "config.json"  # a run has one too, which is not a model's
         if path.is_file() and "model_type" in read_json(path, "copy it anew, or name another folder"):
             return str(folder)
+    adapter = newest / f"{which}_adapter"
+    merge = f"python lora.py --adapter={adapter} --out=FOLDER"
+    need(not adapter.is_dir(), f"--{flag}={name}: adapters alone; merge them with {merge}")
     raise UserError(f"--{flag}={name}: no model there; give a run folder, a checkpoint or a Hugging Face folder")
 
 

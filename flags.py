@@ -334,6 +334,11 @@ FOREIGN = {
     "clip_ratio_low": "clip_low",
     "clip_ratio_high": "clip_high",
     "clip_ratio_c": "dual_clip",
+    "kl_loss_coef": "kl_coef",
+    "kl_loss_type": ("kl_estimator", {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}),
+    "use_kl_in_reward": ("kl_in", {"True": "reward", "true": "reward", "False": "loss", "false": "loss"}),
+    "entropy_coeff": "entropy_coef",
+    "lr_warmup_steps_ratio": "warmup_steps",
     "vllm_importance_sampling_mode": "objective",
     "loss_type": "objective",
     "epsilon": "clip_low",
@@ -341,6 +346,9 @@ FOREIGN = {
     "num_generations": "group_size",
     "max_completion_length": "max_tokens",
     "learning_rate": "lr",
+    "beta": "kl_coef",
+    "lora_r": "lora_rank",
+    "warmup_ratio": "warmup_steps",
 }
 
 
@@ -353,6 +361,8 @@ def ours(key: str, value: str) -> dict[str, str]:
     low, between, high = value.partition("_")
     if key in ("rollout_is_threshold", "rollout_rs_threshold") and between:
         return {"rs_low": low, "rs_high": high}
+    if key == "beta":  # TRL knows one estimator
+        return {name: value, "kl_estimator": "k3"}
     return {name: value}
 
 

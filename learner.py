@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 
 import batching
 import corrections
+import lora
 import objectives
 import quant
 import sync
@@ -106,7 +108,7 @@ def make_optimizers(model, cfg, lr: float) -> list:
     if cfg.optimizer == "muon":
         matrices = [p for p in model.base_model.layers.parameters() if p.ndim == 2]
     chosen = {id(p) for p in matrices}
-    rest = [p for p in model.parameters() if id(p) not in chosen]
+    rest = [p for p in learning(model) if id(p) not in chosen]
     betas = (cfg.adam_beta1, cfg.adam_beta2)
     optimizers = [torch.optim.AdamW(rest, lr=lr, betas=betas, eps=cfg.adam_eps, weight_decay=cfg.weight_decay)]
     if matrices:
@@ -115,12 +117,18 @@ def make_optimizers(model, cfg, lr: float) -> list:
     return optimizers
 
 
+def learning(model) -> list:
+    """The parameters that learn: all, or with LoRA the adapters."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
 def schedule(step: int, cfg) -> float:
     """Learning-rate factor of update `step` (from 0): linear warm-up, then constant, linear or cosine decay to
     0."""
-    if step < cfg.warmup_steps:
-        return (step + 1) / cfg.warmup_steps
-    done = (step - cfg.warmup_steps) / max(1, cfg.steps - cfg.warmup_steps)
+    warmup = cfg.warmup_steps if cfg.warmup_steps >= 1 else math.ceil(cfg.warmup_steps * cfg.steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(1, cfg.steps - warmup)
     if cfg.lr_schedule == "linear":
         return 1.0 - done
     if cfg.lr_schedule == "cosine":
@@ -188,7 +196,8 @@ class Published:
 class Learner:
     """Owns the models, their optimizers and the parallel wrapper. Batches go in on the CPU."""
 
-    def __init__(self, policy, actor, cfg, comm: Comm):
+    def __init__(self, policy, actor, cfg, comm: Comm, start=None):
+        """start: the frozen model that --kl_coef holds the policy to; None without it."""
         self.cfg = cfg
         self.comm = comm
         self.device = comm.device
@@ -198,11 +207,14 @@ class Learner:
         own = cfg.rollout_quant if cfg.learner_quant == "aligned" else cfg.learner_quant
         own_format = quant.format_of(own, cfg.quant_group)
         quant.align(policy if actor is None else actor, own_format)  # the model that samples
-        autocast = torch.bfloat16 if cfg.dtype == "bfloat16" else None
-        self.models = PolicyAndActor(policy, actor, autocast, cfg.lm_head_fp32).to(self.device)
+        if start is not None:  # it computes as the policy does
+            quant.align(start.requires_grad_(False), own_format if actor is None else None)
+        autocast = None if cfg.dtype == "float32" else getattr(torch, cfg.dtype)
+        self.models = PolicyAndActor(policy, actor, autocast, cfg.lm_head_fp32, start).to(self.device)
         self.models.eval()  # dropout stays off: scoring and training see one distribution
         self.wrapped = self._wrap()
         self.optimizers = {n: make_optimizers(getattr(self.models, n), cfg, self.lr[n]) for n in self.names}
+        self.scaler = torch.amp.GradScaler(torch.device(self.device).type, enabled=cfg.dtype == "float16")
         self.version = 0  # updates so far
         self.skipped = 0  # of them without a step, for a non-finite loss or gradient
         self.skipped_in_a_row = 0
@@ -230,8 +242,8 @@ class Learner:
         for layer in self.models.modules():
             if isinstance(layer, quant.LowBitLinear):
                 layer.cache_quantized = False
-        for name in self.names:
-            for layer in getattr(self.models, name).base_model.layers:
+        for model in self.models.children():
+            for layer in model.base_model.layers:
                 fully_shard(layer, mesh=mesh)
         return fully_shard(self.models, mesh=mesh)  # embeddings, norms and heads: the root's group
 
@@ -257,7 +269,7 @@ class Learner:
     def ref_columns(self, batch: Batch, lam: float) -> dict[str, torch.Tensor]:
         """The ref pass: what objectives need of policy and actor at the start of this step's updates, by column."""
         new = self.score(batch, needs_of_ref_pass(self.cfg, self.has_actor, lam))
-        columns = {f"{name}_ref": x for name, x in new.known().items() if name in objectives.REF}
+        columns = objectives.columns_of(new)
         if new.top_ids is not None:
             columns |= self._wider_support(batch, new)
         return columns
@@ -328,13 +340,23 @@ class Learner:
                 loss = objectives.reduce(unreduced, micro.mask, stats, cfg)
                 if rows is None:
                     loss = loss * 0.0
-                (loss * self.comm.size).backward()  # both wrappers average over ranks; we sum
+                self.scaler.scale(loss * self.comm.size).backward()  # both wrappers average over ranks; we sum
             if rows is not None:
                 total += loss.detach().double()
                 with torch.no_grad():
                     observe(sums, new.detach(), objectives.with_ref(new, micro), stats, logs, cfg)
+        self._unscale()
         logged = derive(sums.reduce(self.comm))
         return logged | {"loss": self.comm.sum([total])[0]}
+
+    def _unscale(self) -> None:
+        """Gradients in their own units again. Where one overflowed in float16, the next backward has half the loss
+        scale; after 2,000 that did not it has twice the scale. The same on every rank, as the gradients are."""
+        if not self.scaler.is_enabled():
+            return
+        for optimizer in chain.from_iterable(self.optimizers.values()):
+            self.scaler.unscale_(optimizer)
+        self.scaler.update()
 
     def dot(self, a, b) -> float:
         """<a, b> of two directions in a model's weights, the same number on every rank: one tensor for each parameter,
@@ -353,7 +375,7 @@ class Learner:
 
     def _step(self, loss: float, all_rejected: bool = False) -> dict[str, float]:
         """Clip, check, step. A non-finite loss or gradient skips the step on every rank; too many in a row stop
-        the run (`error`).
+        the run (`error`). Those do not count that a smaller loss scale may mend.
 
         all_rejected: of a batch that was rejected whole the policy learns nothing (its optimizer's momentum must
         not move it either); the update is counted."""
@@ -366,7 +388,8 @@ class Learner:
             lr = self.lr[name] * factor
             self._optimize(name, lr, step=finite and not (all_rejected and name == "policy"))
             out |= {f"{prefix}grad_norm": norms[name], f"{prefix}lr": lr}
-        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        overflow = self.scaler.is_enabled() and math.isfinite(loss) and self.scaler.get_scale() >= 1
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + (not overflow)
         self.skipped += not finite
         self.rejected += all_rejected
         if self.skipped_in_a_row >= self.cfg.max_skips:
@@ -380,6 +403,8 @@ class Learner:
                 f"the newest checkpoint in {self.cfg.out} is whole, --resume goes on from it"
             )
         counts = {"skipped_steps": self.skipped, "rejected_steps": self.rejected, "stepped": finite}
+        if self.scaler.is_enabled():
+            counts["loss_scale"] = self.scaler.get_scale()
         return out | {name: float(n) for name, n in counts.items()}
 
     @torch.no_grad()
@@ -406,12 +431,17 @@ class Learner:
 
     def named_tensors(self, name: str):
         """Yields (Hugging Face name, whole detached tensor) of one model, `lm_head.weight` included; collective."""
-        state = getattr(self.models, name).state_dict()
+        model = getattr(self.models, name)
+        state = model.state_dict()
         if "lm_head.weight" not in state:  # tied heads are dropped from some state dicts
             state["lm_head.weight"] = state[next(k for k in state if k.endswith("embed_tokens.weight"))]
-        for key, x in state.items():
-            x = x.detach()
-            yield key, x.full_tensor() if hasattr(x, "full_tensor") else x
+        yield from lora.merged(model, state, whole)
+
+    def adapter(self, name: str) -> lora.Adapter | None:
+        """The adapters of one model; None where it learns whole. Collective."""
+        if not lora.learns(self.cfg, name):
+            return None
+        return lora.Adapter.of(getattr(self.models, name), whole)
 
     def published(self, name: str, packed: bool) -> Published:
         """What an engine loads of one model: `named_tensors`, its linear layers in the rollout's format if there
@@ -435,11 +465,14 @@ class Learner:
         counters = ("version", "skipped", "skipped_in_a_row", "rejected")
         optimizers = {f"optimizer.{name}": self._optimizer_state(name) for name in self.names}
         guard = {name: getattr(self.guard, name) for name in ("sum", "seen", "fired")}
-        return {**{name: getattr(self, name) for name in counters}, "guard": guard, **optimizers}
+        more = {"guard": guard, "scaler": self.scaler.state_dict()}
+        return {**{name: getattr(self, name) for name in counters}, **more, **optimizers}
 
     def load_state_dict(self, state: dict) -> None:
         for counter in ("version", "skipped", "skipped_in_a_row", "rejected"):
             setattr(self, counter, state[counter])
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
         for name, value in state.get("guard", {}).items():  # a checkpoint from before there was a guard has none
             setattr(self.guard, name, value)
         for name in self.names:
@@ -460,6 +493,12 @@ class Learner:
 
         model, optimizers = getattr(self.models, name), self.optimizers[name]
         return get_optimizer_state_dict(model, optimizers, options=whole_on_cpu())
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """A detached tensor, gathered from all ranks where it is sharded."""
+    x = x.detach()
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def whole_on_cpu():
@@ -486,18 +525,20 @@ def check_agreement(cfg, logged: dict) -> None:
     engine = EXPECTED[cfg.rollout_dtype]
     learner = EXPECTED[cfg.dtype]
     low_bits = EXPECTED[cfg.rollout_quant]
+    cache = EXPECTED["fp8"] if cfg.kv_cache_dtype == "fp8" else 0.0
     if cfg.learner_quant in ("aligned", cfg.rollout_quant):
         low_bits = min(low_bits, 5e-3)
     elif cfg.learner_quant != "none":
         low_bits = max(low_bits, EXPECTED[cfg.learner_quant])
-    expected = max(engine, learner, low_bits)
+    expected = max(engine, learner, low_bits, cache)
     gap = logged["rollout_corr/mean_mismatch" if cfg.actor == "none" else "actor/engine_gap"]
     if gap > expected:
         raise UserError(
             f"the learner does not compute the policy that sampled: on the first rollouts, with the same weights, "
-            f"|p_learner - p_engine| is {gap:.3g} on average, and rounding explains {expected:g} (--rollout_dtype="
-            f"{cfg.rollout_dtype}, --rollout_quant={cfg.rollout_quant}); does the model cap, scale or shift its logits "
-            "(config.json), or does the engine? --check_agreement=False trains all the same"
+            f"|p_learner - p_engine| is {gap:.3g} on average, and rounding explains {expected:g} ("
+            f"--rollout_dtype={cfg.rollout_dtype}, --rollout_quant={cfg.rollout_quant}, "
+            f"--kv_cache_dtype={cfg.kv_cache_dtype}); does the model cap, scale or shift its logits (config.json), or "
+            "does the engine? --check_agreement=False trains all the same"
         )
 
 

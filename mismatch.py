@@ -55,7 +55,7 @@ class MismatchFlags:
     """Measure the mismatch between sampler and learner instead of the score."""
     actor: str = ""
     """Another model that samples: a run folder, a checkpoint, a Hugging Face folder or base:actor."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """The learner's compute type."""
     log_ratio_clamp: float = config.Config.log_ratio_clamp
     """Log-ratios are clamped to +- this."""

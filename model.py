@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 import corrections
+import lora
 from batching import Batch
 from sampling import cut
 
@@ -33,7 +34,8 @@ FLOOR = -69.0  # log-probability of a sampled token that the learner cuts: log 1
 
 @dataclass
 class TokenStats:
-    """What one forward says of each response token. logp, actor_logp and distill_loss carry gradient."""
+    """What one forward says of each response token. logp, actor_logp and distill_loss carry gradient, and the entropy
+    where that is asked for."""
 
     logp: torch.Tensor  # (B, T)    log p_new(token)
     entropy: torch.Tensor | None = None  # (B, T)    nats
@@ -48,6 +50,7 @@ class TokenStats:
     top_ids: torch.Tensor | None = None  # (B, T, K) the policy's own top-K
     top_logp: torch.Tensor | None = None  # (B, T, K)
     top_actor_logp: torch.Tensor | None = None  # (B, T, K) the actor's log-probabilities there
+    logp_start: torch.Tensor | None = None  # (B, T)    of the frozen model that the run started from
 
     def known(self) -> dict[str, torch.Tensor]:
         """The statistics that were asked for."""
@@ -69,6 +72,8 @@ class Needs:
     distill_topk: int = 0
     topk: int = 0  # top_ids, top_logp; top_actor_logp (two models)
     lam: float = 1.0
+    entropy_gradient: bool = False  # with `entropy`: it carries gradient
+    start: bool = False  # logp_start
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -78,18 +83,21 @@ class Needs:
 
 class PolicyAndActor(nn.Module):
     """Policy and optional actor as one module: (batch, needs) -> the fields of TokenStats, as the dict that
-    wrappers expect. With `share` a prompt is read once for all its responses in the batch, not once for each."""
+    wrappers expect. With `share` a prompt is read once for all its responses in the batch, not once for each.
 
-    def __init__(self, policy, actor=None, autocast: torch.dtype | None = None, head_fp32: bool = False):
+    start: the frozen model that the run started from, where the policy is held to it (--kl_coef) and has no adapters,
+    without which it would be that model."""
+
+    def __init__(self, policy, actor=None, autocast: torch.dtype | None = None, head_fp32: bool = False, start=None):
         super().__init__()
         self.policy, self.actor = policy, actor
+        self.start = start
         self.autocast, self.head_fp32 = autocast, head_fp32
 
     @property
     def can_share(self) -> bool:
         """Whether the models see nothing but keys and values of a prompt: full attention in every layer."""
-        models = [m for m in (self.policy, self.actor) if m is not None]
-        return all(has_full_attention(m.config) for m in models)
+        return all(has_full_attention(m.config) for m in self.children())
 
     def forward(self, batch: Batch, needs: Needs, share: bool = False) -> dict[str, torch.Tensor]:
         B, T = batch.tokens.shape
@@ -100,12 +108,15 @@ class PolicyAndActor(nn.Module):
         if self.actor is not None:
             rows = TwoModelRows(rows, OneModelRows(scored, Needs(entropy=needs.entropy)), needs)
             heads += self._hidden(self.actor, batch, at, share)
-        outs = ChunkedHead.apply(rows, chunk_rows(heads[1].shape[0]), *heads)
+        chunk = chunk_rows(heads[1].shape[0])
+        outs = dict(zip(rows.outputs, ChunkedHead.apply(rows, chunk, *heads), strict=True))
+        if needs.start:
+            frozen = self.policy if self.start is None else self.start  # with LoRA no copy is needed
+            with torch.no_grad(), lora.switched_off(frozen):
+                start = self._hidden(frozen, batch, at, share)
+                (outs["logp_start"],) = ChunkedHead.apply(OneModelRows(scored, Needs()), chunk, *start)
         where = (at // T, at % T)
-        return {
-            name: x.new_zeros((B, T) + x.shape[1:]).index_put(where, x)
-            for name, x in zip(rows.outputs, outs, strict=True)
-        }
+        return {name: x.new_zeros((B, T) + x.shape[1:]).index_put(where, x) for name, x in outs.items()}
 
     def _hidden(self, lm, batch, at, share):
         """Hidden states (N, H) that predict the tokens at the places `at` in (B, T), and the head's weight (V,
@@ -174,6 +185,7 @@ def needs_of_ref_pass(cfg, has_actor: bool, lam: float) -> Needs:
         exact_z=sampler_known and uses_z and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate,
         lam=lam,
         topk=cfg.obrs_topk if sums and wider else 0,
+        start=cfg.kl_coef > 0,
     )
 
 
@@ -183,6 +195,8 @@ def needs_of_update(cfg, has_actor: bool, lam: float, has_ref: bool) -> Needs:
     sums = uses_z and cfg.obrs_z != "exact" and (cfg.obrs_target == "new" or not has_ref)  # over the support
     return Needs(
         entropy=True,
+        entropy_gradient=cfg.entropy_coef > 0,
+        start=cfg.kl_coef > 0 and not has_ref,
         support=sums,
         tail=sums and cfg.obrs_z == "bracket" and not cfg.obrs_accept_rate,
         exact_z=has_actor and uses_z and not has_ref and corrections.actor_is_sampler(cfg),
@@ -268,8 +282,6 @@ class OneModelRows:
     `tail` is the certified bound's second term, sum over tokens outside S of min(p_K, p / lambda). With
     p = softmax(z / temperature) and g the gradient of the loss in logp:  dz = g (onehot(target) - p) / temperature."""
 
-    differentiable = 1
-
     def __init__(self, scored: Scored, needs: Needs, support_ids=None, support_on=None, p_kth=None):
         self.scored, self.needs = scored, needs
         self.support_ids = support_ids
@@ -278,11 +290,14 @@ class OneModelRows:
         asked = {"entropy": needs.entropy, "support_logp": needs.support, "tail": needs.tail}
         asked |= {"top_ids": needs.topk, "top_logp": needs.topk}
         self.outputs = ("logp", *(name for name, wanted in asked.items() if wanted))
+        self.differentiable = 1 + needs.entropy_gradient
 
     def __call__(self, logits, at) -> dict:
         return self.stats(self.log_softmax(logits.pop(), at), at)
 
     def backward(self, logits, at, grads):
+        if len(grads) == 2:
+            return [self.pull_both(self.log_softmax(logits.pop(), at), at, *grads)]
         return [self.pull(self.scored.transform(logits.pop(), at).softmax(-1), at, grads[0])]
 
     def log_softmax(self, z, at):
@@ -297,6 +312,20 @@ class OneModelRows:
             g = g * (p.gather(1, target) > 0)  # a sampled token that is cut stands at FLOOR, whatever the logits
         dz = p.mul_(-g).scatter_add_(1, target, g)
         return dz if self.scored.inv_temperature is None else dz.mul_(self.scored.inv_temperature[at])
+
+    def pull_both(self, logp, at, g, g_entropy):
+        """The logits' gradient for gradients of logp and of the entropy H, each (n, 1) or None.
+
+        dH / dz = - p (log p + H) / temperature."""
+        if g_entropy is None:
+            return self.pull(logp.exp_(), at, g)
+        p = logp.exp()
+        H = -torch.linalg.vecdot(p, logp)[:, None]
+        dz = logp.add_(H).mul_(p).mul_(-g_entropy.to(p.dtype))
+        if self.scored.inv_temperature is not None:
+            dz.mul_(self.scored.inv_temperature[at])
+        own = self.pull(p, at, g)
+        return dz if own is None else dz.add_(own)
 
     def stats(self, logp, at) -> dict:
         """The outputs from log-probabilities (n, V)."""
@@ -335,7 +364,7 @@ class TwoModelRows:
         self.actor = actor
         self.needs = needs
         distills = ("distill_loss",) if needs.distill != "none" else ()
-        self.differentiable = 2 + len(distills)
+        self.differentiable = 2 + len(distills) + needs.entropy_gradient
         asked = {
             ("actor_entropy",): needs.entropy,
             ("z", "kl_after"): needs.exact_z,
@@ -365,14 +394,15 @@ class TwoModelRows:
     def backward(self, logits, at, grads):
         logq, logp = self.log_softmax(logits, at)
         q, dz = logq.exp(), None
-        if len(grads) == 3 and grads[2] is not None:
-            dz = self.pull_distill(logp, logq, q).mul_(grads[2])
+        g = dict(zip(self.outputs, grads, strict=False))
+        if g.get("distill_loss") is not None:
+            dz = self.pull_distill(logp, logq, q).mul_(g["distill_loss"])
             if self.actor.scored.inv_temperature is not None:
                 dz.mul_(self.actor.scored.inv_temperature[at])
-        own = self.actor.pull(q, at, grads[1])
+        own = self.actor.pull(q, at, g["actor_logp"])
         if own is not None:
             dz = own if dz is None else dz.add_(own)
-        return [self.policy.pull(logp.exp_(), at, grads[0]), dz]
+        return [self.policy.pull_both(logp, at, g["logp"], g.get("entropy")), dz]
 
     def log_softmax(self, logits, at):
         """(log q, log p), each (n, V); takes both logits out of their list, the actor's first."""

@@ -226,9 +226,10 @@ class LowBitLinear(nn.Linear):
 
 
 def quantized_linears(model) -> dict[str, nn.Linear]:
-    """The linear layers that are quantized, by name: all but the head."""
+    """The linear layers that are quantized, by name: all but the head, and adapters, which are merged before."""
     head = model.get_output_embeddings()
-    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    return {name.removesuffix(".base_layer"): m for name, m in linears.items() if ".lora_" not in name}
 
 
 def align(model, fmt: Format | None):

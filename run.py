@@ -27,6 +27,7 @@ from tqdm import tqdm
 import checkpoint
 import config
 import corrections
+import lora
 import quant
 import sampling
 import tasks
@@ -66,11 +67,23 @@ class Run:
         return "actor" if self.actor else "policy"
 
     def load_models(self):
-        """(policy, actor or None), float32, from the checkpoint or the starting folders."""
-        folders = {"policy": self.policy, "actor": self.actor}
-        if self.checkpoint:
-            folders = {name: folder and str(self.checkpoint / name) for name, folder in folders.items()}
-        return tuple(load_model(folder) if folder else None for folder in folders.values())
+        """(policy, actor or None), float32, from the checkpoint or the starting folders; with LoRA the starting ones,
+        and adapters as new or from the checkpoint."""
+        return self.load_one("policy", self.policy), self.load_one("actor", self.actor)
+
+    def load_one(self, name: str, start: str | None):
+        if not start:
+            return None
+        if lora.learns(self.cfg, name):
+            return lora.attach(load_model(start), self.cfg, self.checkpoint and self.checkpoint / f"{name}_adapter")
+        return load_model(str(self.checkpoint / name) if self.checkpoint else start)
+
+    def load_start(self):
+        """The frozen model that --kl_coef holds the policy to: what the run started from, after a resume too.
+
+        None without it, and with LoRA on the policy, which holds that model in itself."""
+        held = self.cfg.kl_coef and not lora.learns(self.cfg, "policy")
+        return load_model(self.policy) if held else None
 
     def probe(self) -> Probe:
         """The probe of sync.py: fixed pseudo-random sequences, about 0.4 % of the tokens of a rollout batch.
@@ -348,9 +361,10 @@ def check_models(cfg, policy: str, actor: str | None) -> None:
     check_vocabulary(cfg, sizes[0])
     if {cfg.rollout_quant, cfg.learner_quant} != {"none"}:
         quant.check_model(cfg, actor or policy)
-    if cfg.optimizer == "muon":
+    if cfg.optimizer == "muon" or cfg.lora_rank:
+        flag = "--lora_rank" if cfg.lora_rank else "--optimizer=muon"
         for folder in {policy, actor} - {None}:
-            quant.refuse_experts(quant.empty_model(folder), "--optimizer=muon")
+            quant.refuse_experts(quant.empty_model(folder), flag)
 
 
 def check_vocabulary(cfg, vocabulary: int) -> None:

@@ -52,10 +52,10 @@ import sampling
 from corrections import token_k3
 from eval import sampler_of
 from flags import need, run_command
-from learner import Comm, Learner
+from learner import Comm, Learner, learning
 from measure import FOLDS, Reference, Seen, with_errors
 from model import Needs, TokenStats, needs_of_ref_pass
-from objectives import REF
+from objectives import columns_of, unregularised
 from rollout import LocalSource
 from run import open_run, open_source, topk_of
 from tasks import run_stop_ids
@@ -182,10 +182,10 @@ def batches_of(learner, groups, rows: dict[str, config.Config]) -> dict[str, bat
         if cfg.advantage not in made:
             made[cfg.advantage] = batching.collate(groups, cfg)
         batch = made[cfg.advantage]
-        needs = needs_of_ref_pass(cfg, learner.has_actor, cfg.obrs_lambda)
+        needs = needs_of_ref_pass(unregularised(cfg), learner.has_actor, cfg.obrs_lambda)
         if needs not in known:
-            known[needs] = learner.score(batch, needs).known()
-        out[row] = replace(batch, **{f"{name}_ref": x for name, x in known[needs].items() if name in REF})
+            known[needs] = learner.score(batch, needs)
+        out[row] = replace(batch, **columns_of(known[needs]))
     return out
 
 
@@ -194,7 +194,7 @@ def coefficients(batch, comm, cfg) -> torch.Tensor:
     logp = batch.logp_ref.double().clone().requires_grad_()
     new = TokenStats(logp, support_logp=batch.support_logp_ref, tail=batch.tail_ref, z=batch.z_ref)
     stats = objectives.prepare(batch, comm, cfg, {})
-    unreduced, _ = objectives.loss(new, batch, stats, cfg)
+    unreduced, _ = objectives.loss(new, batch, stats, unregularised(cfg))
     total = objectives.reduce(unreduced, batch.mask, stats, cfg)
     return -torch.autograd.grad(total, logp)[0]
 
@@ -217,7 +217,7 @@ class Weights:
     def __init__(self, learner, share: float):
         self.learner, self.share = learner, share
         self.seed = learner.comm.rank if learner.sharded else 0  # replicas take the same directions
-        self.flat = [local(p).detach().view(-1) for p in learner.models.policy.parameters()]
+        self.flat = [local(p).detach().view(-1) for p in learning(learner.models.policy)]
         self.entries = [self.draw(x, i) for i, x in enumerate(self.flat)]
         self.at_rest = self.chosen(self.flat)
         self.spreads: dict[int, float] = {}  # of directions, by id
@@ -234,7 +234,7 @@ class Weights:
 
     def gradient(self) -> list[torch.Tensor]:
         """What the last backward left, of J: the loss is its negative."""
-        found = [local(p.grad).detach().view(-1) for p in self.learner.models.policy.parameters()]
+        found = [local(p.grad).detach().view(-1) for p in learning(self.learner.models.policy)]
         return [-x for x in self.chosen(found)]
 
     def random(self, number: int) -> list[torch.Tensor]:
@@ -496,7 +496,7 @@ class Chooser:
 
     def weigh(self, groups, update: int) -> None:
         """A probe: add the products of this minibatch to the evidence. Those that are not finite say nothing."""
-        cfg, learner, evidence = self.cfg, self.learner, self.evidence
+        cfg, learner, evidence = unregularised(self.cfg), self.learner, self.evidence
         plain = on_policy_config(cfg)
         source = on_policy_source(learner, self.run, plain)
         n = cfg.train_batch // (cfg.group_size * learner.comm.size)  # groups of a batch, on this rank
@@ -522,9 +522,9 @@ class Chooser:
 
     def gradient(self, batch, cfg: config.Config) -> list[torch.Tensor]:
         """Of the policy's loss, by the learner's own backward."""
-        self.learner.cfg = cfg
+        self.learner.cfg = unregularised(cfg)
         self.learner.backward(batch, objectives.prepare(batch, self.learner.comm, cfg, {}))
-        found = [local(p.grad).detach().clone() for p in self.learner.models.policy.parameters()]
+        found = [local(p.grad).detach().clone() for p in learning(self.learner.models.policy)]
         self.learner.models.zero_grad(set_to_none=True)
         return found
 

@@ -509,6 +509,7 @@ def configure(run: dict, flags: SamplerFlags) -> Config:
         rollout_dtype=flags.rollout_dtype,
         rollout_quant=own_quant,
         rollout_memory=flags.rollout_memory,
+        kv_cache_dtype=flags.kv_cache_dtype,
     )
 
 

@@ -178,6 +178,7 @@ class TinyBatch:
     tail_ref: torch.Tensor = None
     z_ref: torch.Tensor = None
     actor_logp_ref: torch.Tensor = None
+    logp_start: torch.Tensor = None
 
     @property
     def log_r(self):

@@ -35,11 +35,11 @@ MATHS = ["test_corrections.py", "test_obrs.py", "test_gepo.py", "test_objectives
 
 # where the tests of a file are, most telling first
 TESTS = {
-    "objectives.py": ["test_objectives.py", "test_corrections.py", "test_gepo.py", *LEARNER],
+    "objectives.py": ["test_objectives.py", "test_regularisers.py", "test_corrections.py", "test_gepo.py", *LEARNER],
     "corrections.py": ["test_config.py", *MATHS],
     "obrs.py": MATHS,
-    "batching.py": ["test_rollout.py", *LEARNER],
-    "model.py": ["test_head.py", "test_sampling.py", "test_config.py", *LEARNER],
+    "batching.py": ["test_objectives.py", "test_regularisers.py", "test_rollout.py", *LEARNER],
+    "model.py": ["test_head.py", "test_regularisers.py", "test_sampling.py", "test_config.py", *LEARNER],
     "learner.py": [
         "test_learner.py",
         "test_collapse.py",
@@ -48,6 +48,7 @@ TESTS = {
         "test_sync.py",
         "test_quant.py",
     ],
+    "lora.py": ["test_lora.py"],
     "sync.py": ["test_sync.py"],
     "quant.py": ["test_quant.py"],
     "sampling.py": ["test_sampling.py", "-k", "not vllm"],
@@ -79,9 +80,12 @@ TESTS = {
 
 MUTANTS = {
     "objectives.py": [
-        ("(reward.std() + 1e-6)", "(reward.std(correction=0) + 1e-6)"),
-        ("return reward - reward.mean()", "return reward - reward.median()"),
-        ("(len(reward) / max(1, len(reward) - 1))", "(len(reward) / max(1, len(reward) + 1))"),
+        ("    return x * x / 2 if", "    return x.abs() if"),
+        ("x = logp_start - logp\n", "x = logp - logp_start\n"),
+        ("on_new = keep * weight * (1.0 if", "on_new = weight * (1.0 if"),
+        ("(1.0 if ratio is None else ratio.detach())", "1.0"),
+        ("value = value - cfg.entropy_coef * new.entropy", "value = value - cfg.entropy_coef * keep * new.entropy"),
+        ('if cfg.kl_coef and cfg.kl_in == "reward":  #', "if False:  #"),
         ("cut = r.clamp(1 - low, 1 + high) * adv", "cut = r.clamp(1 - high, 1 + low) * adv"),
         ("value = torch.minimum(plain, cut)", "value = torch.maximum(plain, cut)"),
         ("value = torch.where(adv < 0, torch.maximum(value, floor), value)", "value = torch.maximum(value, floor)"),
@@ -241,6 +245,11 @@ MUTANTS = {
         ),
     ],
     "batching.py": [
+        ("(reward.std() + 1e-6)", "(reward.std(correction=0) + 1e-6)"),
+        ("return reward - reward.mean()", "return reward - reward.median()"),
+        ("(len(reward) / max(1, len(reward) - 1))", "(len(reward) / max(1, len(reward) + 1))"),
+        ("reward[i] -= cfg.kl_coef", "reward[i] += cfg.kl_coef"),
+        ("k[torch.from_numpy(r.loss_mask)].sum()", "k.sum()"),
         ('"mask", cfg.seed, g.uid, i)', '"mask", cfg.seed, g.uid, 0)'),
         (
             "group=torch.tensor([k for k, g in enumerate(groups) for _ in g.responses])",
@@ -311,7 +320,10 @@ MUTANTS = {
             "self._optimize(name, lr, step=finite)",
         ),
         ("self.skipped_in_a_row = 0 if finite else", "self.skipped_in_a_row = self.skipped_in_a_row if finite else"),
-        ("        return (step + 1) / cfg.warmup_steps", "        return step / cfg.warmup_steps"),
+        ("        return (step + 1) / warmup", "        return step / warmup"),
+        ("        self._unscale()\n", ""),
+        ("+ (not overflow)", "+ 1"),
+        ("            self.scaler.load_state_dict(state", "            (state"),
         ("schedule(self.version, self.cfg) * self.guard.rate", "schedule(self.version, self.cfg)"),
         ("if update <= self.last and math.isfinite(kl):", "if math.isfinite(kl):"),
         (
@@ -340,6 +352,14 @@ MUTANTS = {
         ("padded = torch.cat([x, x.new_full((n - len(x),), torch.nan)])", "padded = x[:n]"),
         ("slope.high >= (sync.NEW if self.aligned else 0.1)", "slope.high >= 0.0"),
         ("largest.isfinite().all()", "True"),
+    ],
+    "lora.py": [
+        ("(config.lora_alpha / config.r) * (B @ A)", "(config.lora_alpha * config.r) * (B @ A)"),
+        ("layer.set_scale(NAME, 0.0)", "pass"),
+        ("layer.set_scale(NAME, 1.0)", "pass"),
+        ("        torch.manual_seed(cfg.seed)\n", ""),
+        ('name.replace(f".{NAME}.", ".")', "name"),
+        ("        p.copy_(saved[name])", "        pass"),
     ],
     "sync.py": [
         ("return self.b - SURE * self.se > 0.5", "return self.b > 0.5"),

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -136,6 +137,36 @@ def test_one_model_matches_the_naive_way(data, chunk):
     assert not any(out[name].requires_grad for name in ("entropy", "support_logp", "tail"))
 
 
+@pytest.mark.parametrize("asked", ["entropy", "both"])
+@pytest.mark.parametrize("cut", [False, True])
+def test_the_entropy_has_a_gradient_where_it_is_asked_for(data, asked, cut):
+    """Of the distribution that is scored: temperature, and allowed sets outside of which nothing is left."""
+    d = data
+    target = d.ids[:, 0]
+    needs = Needs(entropy=True, support=True, entropy_gradient=True)
+    allowed = (torch.arange(N + 1) * K, d.ids.flatten()) if cut else None
+    rows = OneModelRows(scored(target, 1 / d.t, allowed=allowed), needs, *support_of(d))
+    h, w = leaves(d, "h1", "w1")
+    out = apply(rows, 7, h, w)
+
+    h_, w_ = leaves(d, "h1", "w1")
+    z = h_ @ w_.t() / d.t
+    if cut:
+        z = z.gather(1, d.ids)
+    logp = z.log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    assert torch.allclose(out["entropy"], entropy)
+    got, want = out["entropy"] * d.g[1], entropy * d.g[1]
+    if asked == "both":
+        got = got + out["logp"] * d.g[0]
+        want = want + (logp[:, 0] if cut else at(logp, target)) * d.g[0]
+    got.sum().backward()
+    want.sum().backward()
+    assert torch.allclose(h.grad, h_.grad, atol=1e-10)
+    assert torch.allclose(w.grad, w_.grad, atol=1e-10)
+    assert not out["support_logp"].requires_grad
+
+
 ONE_MODEL = [
     Needs(entropy=entropy, support=support, tail=tail, lam=lam)
     for entropy, support, tail, lam in itertools.product([False, True], [False, True], [False, True], [0.7, 1.5])
@@ -199,14 +230,17 @@ def test_two_models_match_the_naive_way(data, distill, topk, chunk, warm):
     d = data
     t = d.t if warm else torch.ones(N, 1, dtype=f64)
     needs = Needs(entropy=True, exact_z=True, distill=distill, distill_topk=topk, topk=K, lam=0.8)
+    needs = replace(needs, entropy_gradient=warm)
     names = ("h1", "w1", "h2", "w2")
     heads = leaves(d, *names)
     out = apply(two_rows(d, needs, 1 / t if warm else None), chunk, *heads)
-    (out["logp"] * d.g[0] + out["actor_logp"] * d.g[1] + out["distill_loss"] * d.g[2]).sum().backward()
+    bonus = out["entropy"] * d.g[3] if warm else 0.0
+    (out["logp"] * d.g[0] + out["actor_logp"] * d.g[1] + out["distill_loss"] * d.g[2] + bonus).sum().backward()
 
     a, b, c, e = naive_heads = leaves(d, *names)
     want = naive_two(d, (a @ b.t() / t).log_softmax(-1), (c @ e.t() / t).log_softmax(-1), needs)
-    (want["logp"] * d.g[0] + want["actor_logp"] * d.g[1] + want["distill_loss"] * d.g[2]).sum().backward()
+    bonus = want["entropy"] * d.g[3] if warm else 0.0
+    (want["logp"] * d.g[0] + want["actor_logp"] * d.g[1] + want["distill_loss"] * d.g[2] + bonus).sum().backward()
     assert torch.allclose(out["distill_loss"], want["distill_loss"], atol=1e-9)
     for name, x, y in zip(names, heads, naive_heads, strict=True):
         assert torch.allclose(x.grad, y.grad, atol=1e-8), name

@@ -14,7 +14,7 @@ import checkpoint
 import engines
 import obrs
 from engines import HFEngine, make_engine
-from learner import Comm, Learner
+from learner import EXPECTED, Comm, Learner
 from model import Needs
 from rollout import LocalSource, Response, Sampling, uniforms
 from sync import Probe
@@ -147,7 +147,9 @@ def test_flags_reach_the_engines(folders, monkeypatch):
     plain = make_engine(cfg, str(folders / "actor"), 64, 5)
     assert plain.raw and plain.head_fp32 and plain.fmt.name == "int8" and plain.packed and plain.dtype == "float32"
     monkeypatch.setattr(engines, "VLLMEngine", lambda folder, **settings: (folder, settings))
-    folder, settings = make_engine(replace(cfg, rollout="vllm", rollout_dtype="bfloat16"), "f", 64, 5)
+    folder, settings = make_engine(
+        replace(cfg, rollout="vllm", rollout_dtype="bfloat16", kv_cache_dtype="fp8"), "f", 64, 5
+    )
     assert folder == "f"
     assert settings == dict(
         max_len=64,
@@ -155,10 +157,22 @@ def test_flags_reach_the_engines(folders, monkeypatch):
         dtype="bfloat16",
         seed=9,
         memory_gib=0.5,
+        kv_cache="fp8",
         logprobs_mode="raw",
         head_fp32=True,
         fmt=plain.fmt,
     )
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="vLLM has no 8-bit cache here")
+def test_an_8_bit_cache_is_a_mismatch_of_its_own(vllm_engines):
+    """Keys and values of three bits of mantissa: near the plain engine, and further from it than float32 rounds."""
+    ids = np.arange(48).reshape(2, 24) * 7 % 250
+    plain, small = vllm_engines(), vllm_engines(kv_cache="fp8")
+    for engine in (plain, small):
+        engine.load(tiny_model(1).state_dict().items())
+    gap = np.abs(np.exp(plain.logprobs(ids)) - np.exp(small.logprobs(ids)))
+    assert 1e-5 < gap.mean() < EXPECTED["fp8"]
 
 
 def test_new_weights_drop_cached_prefixes(vllm_engine, monkeypatch):
