@@ -43,8 +43,9 @@ import objectives
 import quant
 from engines import HFEngine, VLLMEngine
 from flags import UserError, run_command
+from head import ChunkedHead, Head, chunk_rows
 from learner import Comm, Learner
-from model import ChunkedHead, Needs, OneModelRows, Scored, chunk_rows
+from model import Needs, OneModelRows, Scored
 from rollout import Response, Rollout
 from sampling import Sampling, max_allowed
 from tasks import arithmetic_tokenizer
@@ -300,7 +301,9 @@ def head_once(which: str, N=2048, V=151_936, H=1024, seed=0):
             logp = naive_head(hidden, weight, target, support_ids, p_kth)[0]
         else:
             rows = OneModelRows(scored, Needs(entropy=True, support=True, tail=True), support_ids, on, p_kth)
-            logp = ChunkedHead.apply(rows, chunk_rows(V), hidden, weight)[0]  # the first of rows.outputs
+            logp = ChunkedHead.apply(rows, chunk_rows(V), [Head()], hidden, weight, None)[
+                0
+            ]  # the first of rows.outputs
         logp.sum().backward()
 
     return run, 4 * (N * H + V * H)

@@ -209,6 +209,21 @@ def read_tokenizer(folder: Path | str):
     return tokenizer
 
 
+def vocabulary_size(tokenizer) -> int:
+    """How many token ids there are. A model's embedding may have more rows, which stand for none."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def check_rows(folder: str, vocabulary: int) -> None:
+    """UserError: the tokenizer has ids for which a model has no row. More rows than ids are no error."""
+    rows = read_config(folder).get_text_config().vocab_size
+    need(
+        rows >= vocabulary,
+        f"{folder}: its tokenizer has {vocabulary} tokens and its config.json a vocab_size of {rows}; give the "
+        "model the tokenizer that it was trained with",
+    )
+
+
 def check_weights(folder: Path | str) -> None:
     """UserError, one sentence, before an engine or a model loads them: a file of weights is not there, or damaged."""
     from safetensors import safe_open

@@ -26,8 +26,9 @@ import torch
 import quant
 from checkpoint import load_model
 from flags import UserError
+from head import Head
 from rollout import Response, uniforms
-from sampling import Sampling, cut, ragged
+from sampling import Sampling, allowed_sets, pick, set_too_large, truncate
 
 # ---------------------------------------------------------------------------------------------------------------------
 # vLLM, in this process
@@ -45,6 +46,7 @@ class VLLMEngine:
     logprobs_mode  "processed": of the distribution sampled from; "raw": of the model's own softmax
     head_fp32      compute logits in float32 whatever the dtype
     fmt            number format of the linear layers (quant.py), or None
+    vocabulary     token ids that there are; further rows of an embedding are left out. None: there are none
 
     UserError where vLLM cannot be imported, or lacks a function that is changed below."""
 
@@ -60,6 +62,7 @@ class VLLMEngine:
         logprobs_mode: str = "processed",
         head_fp32: bool = False,
         fmt: quant.Format | None = None,
+        vocabulary: int | None = None,
     ):
         make_llm, self.make_params = import_vllm()
         self.dtype, self.fmt = dtype, fmt
@@ -83,8 +86,10 @@ class VLLMEngine:
             settings["gpu_memory_utilization"] = memory_gib
         else:
             settings["kv_cache_memory_bytes"] = int(memory_gib * 2**30)
-        if head_fp32:
-            settings["hf_overrides"] = {"head_dtype": "float32"}
+        overrides = {"head_dtype": "float32"} if head_fp32 else {}
+        if vocabulary is not None:
+            overrides["vocab_size"] = vocabulary
+        settings["hf_overrides"] = overrides
         with vllm_leaves_no_trace():
             self.llm = make_llm(folder, **settings)
 
@@ -188,31 +193,21 @@ class VLLMEngine:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def allowed_sets(ids: np.ndarray, logp: np.ndarray, max_allowed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sets of allowed tokens, as by sampling.ragged, from the K most likely tokens at n positions.
-
-    ids, logp [n, K]: a token that was cut has log-probability -inf. UserError if a set has more than K tokens:
-    then none of the K was cut, and yet they have less than all of the probability."""
-    finite = np.isfinite(logp)
-    full = finite.all(1)
-    if full.any() and np.exp(logp[full]).sum(1).min() < 0.999:
-        raise UserError(set_too_large(max_allowed))
-    return ragged(finite, ids)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What is changed in vLLM, and what vLLM may not change here
 # ---------------------------------------------------------------------------------------------------------------------
 
-VLLM_VERSION = "0.32.0"  # whose code the two changes below were written for
+VLLM_VERSION = "0.32.0"  # whose code the changes below were written for
 
 
 def change_vllm(low_bits_on_cpu: bool) -> None:
-    """Replace two functions of vLLM, each for the reason in the docstring of its replacement."""
+    """Replace three functions of vLLM, each for the reason in the docstring of its replacement."""
     from vllm import _custom_ops
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
     change(LogprobsProcessor, "_update_sample_logprobs", lean_logprobs)
+    change(VocabParallelEmbedding, "weight_loader", without_padding)
     if low_bits_on_cpu:
         change(_custom_ops, "create_onednn_scaled_mm", keep_scales_alive)
 
@@ -229,6 +224,19 @@ def lean_logprobs(update_sample_logprobs):
         self.logprobs.logprobs.append(logprobs_lists.logprobs)
 
     return lean
+
+
+def without_padding(weight_loader):
+    """Replacement for VocabParallelEmbedding.weight_loader: rows that stand for no token stay outside.
+
+    Reason: models pad their embeddings, and what is there can be sampled. A vLLM whose config names as many tokens as
+    the tokenizer has neither samples nor scores more, but refuses to load more rows."""
+
+    def load(self, param, loaded_weight):
+        rows = slice(self.org_vocab_size) if loaded_weight.ndim else ...
+        weight_loader(self, param, loaded_weight[rows])
+
+    return load
 
 
 def keep_scales_alive(create_onednn_scaled_mm):
@@ -328,6 +336,7 @@ class HFEngine:
         logprobs_mode: str = "processed",
         head_fp32: bool = False,
         fmt: quant.Format | None = None,
+        vocabulary: int | None = None,
     ):
         model = folder_or_model
         if isinstance(model, (str, os.PathLike)):
@@ -343,6 +352,7 @@ class HFEngine:
         self.batch_tokens = batch_tokens
         self.raw = logprobs_mode == "raw"
         self.head_fp32 = head_fp32
+        self.vocabulary = vocabulary
 
     def generate(self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int = 0):
         """As VLLMEngine.generate, in batches that fit into `batch_tokens`."""
@@ -433,12 +443,13 @@ class HFEngine:
         """(logits of the last position, (n, V) float32; the cache)."""
         if self.head_fp32:
             out = self.model.base_model(input_ids=ids, use_cache=True, **more)
-            head = self.model.get_output_embeddings().weight
-            logits = out.last_hidden_state[:, -1].float() @ head.float().t()
+            logits = Head.of(self.model.config).of_layer(
+                self.model.get_output_embeddings(), out.last_hidden_state[:, -1]
+            )
         else:
             out = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **more)
             logits = out.logits[:, -1].float()
-        return logits, out.past_key_values
+        return logits[:, : self.vocabulary], out.past_key_values
 
     @torch.no_grad()
     def load(self, named_tensors) -> None:
@@ -455,29 +466,11 @@ class HFEngine:
     def logprobs(self, ids: np.ndarray) -> np.ndarray:
         """log p(ids[t] | ids[:t]) for t >= 1 at temperature 1, in nats: (R, L) -> float32 (R, L - 1)."""
         ids = torch.from_numpy(ids).to(self.device)
-        logp = self.model(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+        logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1, : self.vocabulary]
+        logp = logits.float().log_softmax(-1)
         return logp.gather(2, ids[:, 1:, None])[..., 0].cpu().numpy()
 
     def close(self) -> None: ...
-
-
-def truncate(z, sampling: Sampling):
-    """Scaled logits z (n, V), set to -inf in place where truncation cuts; and where, (n, V) bool.
-
-    Where nothing truncates: z, and None."""
-    if not sampling.truncates:
-        return z, None
-    gone = cut(z, sampling.top_p, sampling.top_k, sampling.min_p)
-    return z.masked_fill_(gone, -torch.inf), gone
-
-
-def pick(logp, u):
-    """Draw one token for each row by inversion: the first whose cumulative probability is above u.
-
-    logp (n, V) float32; u (n, 1) float64 in [0, 1). Returns token ids, (n, 1) int64."""
-    cdf = logp.double().exp_().cumsum_(-1)
-    token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
-    return token.clamp_(max=logp.shape[1] - 1)
 
 
 @dataclass
@@ -572,25 +565,23 @@ class Records:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def set_too_large(max_allowed: int) -> str:
-    return f"truncated sampling allows more than {max_allowed} tokens: raise --kept_max, or bound it with --top_k"
-
-
 def grouped(responses, seeds: list[list[int]]) -> list[list[Response]]:
     """Responses in a row, divided into groups: one for each list of seeds."""
     responses = iter(responses)
     return [list(islice(responses, len(group))) for group in seeds]
 
 
-def make_engine(cfg, folder: str, max_len: int, topk: int, device: str = "cpu"):
+def make_engine(cfg, folder: str, max_len: int, topk: int, device: str = "cpu", vocabulary: int | None = None):
     """The engine that `--rollout` names, with the weights of `folder`.
 
-    max_len: tokens of prompt and response; topk: the most log-probabilities that will be asked for."""
+    max_len: tokens of prompt and response; topk: the most log-probabilities that will be asked for; vocabulary: token
+    ids that there are."""
     shared = dict(
         dtype=cfg.rollout_dtype,
         logprobs_mode=cfg.logprobs_mode,
         head_fp32=cfg.lm_head_fp32,
         fmt=quant.format_of(cfg.rollout_quant, cfg.quant_group),
+        vocabulary=vocabulary,
     )
     if cfg.rollout == "hf":
         return HFEngine(folder, device=device, **shared)

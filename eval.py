@@ -91,12 +91,12 @@ def sampler_of(learner, name: str, cfg) -> HFEngine:
     Under FSDP it has a whole copy of the weights, because shards cannot decode; aligned where the learner's is."""
     model = getattr(learner.models, name)
     if not (learner.comm.on and cfg.parallel == "fsdp"):
-        return HFEngine(model, device=learner.device)
+        return HFEngine(model, device=learner.device, vocabulary=learner.models.vocabulary)
     from transformers import AutoModelForCausalLM
 
     whole = AutoModelForCausalLM.from_config(copy.deepcopy(model.config))
     quant.align(whole, next((m.format for m in model.modules() if isinstance(m, quant.LowBitLinear)), None))
-    engine = HFEngine(whole, device=learner.device)
+    engine = HFEngine(whole, device=learner.device, vocabulary=learner.models.vocabulary)
     engine.load(learner.named_tensors(name))
     return engine
 
@@ -219,14 +219,15 @@ def open_setup(cfg: EvalFlags, problems: int) -> Setup:
             f"--max_tokens={cfg.max_tokens}: the longest prompt has {longest} tokens, together more than the model's "
             f"context of {limit}; shorten the response or drop long prompts"
         )
+    vocabulary = checkpoint.vocabulary_size(tokenizer)
     need(
-        cfg.top_k <= model.vocab_size,
-        f"--top_k={cfg.top_k}: larger than the vocabulary of {model.vocab_size} tokens; 0 keeps all",
+        cfg.top_k <= vocabulary, f"--top_k={cfg.top_k}: larger than the vocabulary of {vocabulary} tokens; 0 keeps all"
     )
     for one in models:
+        checkpoint.check_rows(one, vocabulary)
         checkpoint.check_weights(one)
     quant.check_model(cfg, models[-1])
-    return Setup(task, folder, tokenizer, n, longest, model.vocab_size, ends)
+    return Setup(task, folder, tokenizer, n, longest, vocabulary, ends)
 
 
 def check(cfg: EvalFlags) -> None:
@@ -282,7 +283,7 @@ def evaluate(cfg: EvalFlags) -> dict:
     setup = open_setup(cfg, PROBLEMS)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     context = setup.longest_prompt + cfg.max_tokens
-    engine = make_engine(cfg, setup.folder, context, 0, device)
+    engine = make_engine(cfg, setup.folder, context, 0, device, setup.vocabulary)
     indices = list(range(setup.problems))
     how = (n, Sampling.of(cfg), cfg.seed, setup.stop_ids)
     right, length = solve(engine, setup.task, setup.tokenizer, indices, *how)

@@ -25,7 +25,7 @@ import objectives
 import quant
 import sync
 from batching import Batch
-from flags import UserError, from_environment
+from flags import UserError, from_environment, need
 from measure import Sums
 from metrics import derive, observe
 from model import Needs, PolicyAndActor, TokenStats, needs_of_ref_pass, needs_of_update
@@ -188,7 +188,8 @@ class Published:
 class Learner:
     """Owns the models, their optimizers and the parallel wrapper. Batches go in on the CPU."""
 
-    def __init__(self, policy, actor, cfg, comm: Comm):
+    def __init__(self, policy, actor, cfg, comm: Comm, vocabulary: int | None = None):
+        """vocabulary: token ids that there are (model.PolicyAndActor)."""
         self.cfg = cfg
         self.comm = comm
         self.device = comm.device
@@ -199,7 +200,7 @@ class Learner:
         own_format = quant.format_of(own, cfg.quant_group)
         quant.align(policy if actor is None else actor, own_format)  # the model that samples
         autocast = torch.bfloat16 if cfg.dtype == "bfloat16" else None
-        self.models = PolicyAndActor(policy, actor, autocast, cfg.lm_head_fp32).to(self.device)
+        self.models = PolicyAndActor(policy, actor, autocast, cfg.lm_head_fp32, vocabulary).to(self.device)
         self.models.eval()  # dropout stays off: scoring and training see one distribution
         self.wrapped = self._wrap()
         self.optimizers = {n: make_optimizers(getattr(self.models, n), cfg, self.lr[n]) for n in self.names}
@@ -428,6 +429,25 @@ class Learner:
         """log p(ids[t] | ids[:t]) for t >= 1 by one model's own forward, as it trains: (R, L) -> float32 (R, L - 1)."""
         stats = self.score(batching.of_rows(ids, self.cfg), Needs())
         return (stats.logp if name == "policy" else stats.actor_logp).numpy()
+
+    def check_heads(self, ids: np.ndarray) -> None:
+        """UserError, one sentence, if head.py makes other logits than a model itself. Collective.
+
+        In the precision of the weights, whatever autocast rounds to: it is the function that is compared. ids: token
+        ids (R, L)."""
+        batch, rounding = batching.of_rows(ids, self.cfg), self.models.autocast
+        self.models.autocast = None
+        ours, own = self.score(batch, Needs()).known(), self.score(batch, Needs(own_head=True)).known()
+        self.models.autocast = rounding
+        for name, key in zip(self.names, ("logp", "actor_logp"), strict=False):
+            config = getattr(self.models, name).config
+            gap = float((ours[key] - own[key]).abs().mean())
+            need(
+                gap <= EXPECTED.get(str(own[key].dtype).removeprefix("torch."), 1e-3),
+                f"--{name if name == 'actor' else 'model'}: models of the family {config.model_type} do more to their "
+                f"logits than head.py knows (log-probabilities differ by {gap:.3g} from the model's own); choose "
+                "another model, or add what this one does to head.Head",
+            )
 
     def state_dict(self) -> dict:
         """Optimizers and counters (whole, on rank 0); the weights themselves go through `named_tensors`.

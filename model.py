@@ -24,10 +24,9 @@ from torch import nn
 
 import corrections
 from batching import Batch
+from head import CUT, ChunkedHead, Head, chunk_rows
 from sampling import cut
 
-CHUNK_ELEMENTS = 1 << 25  # logits in flight in the head: 128 MiB in float32
-CUT = -1e30  # logit of a token that truncation cut: finite, so that 0 log 0 stays 0
 FLOOR = -69.0  # log-probability of a sampled token that the learner cuts: log 1e-30
 
 
@@ -69,6 +68,7 @@ class Needs:
     distill_topk: int = 0
     topk: int = 0  # top_ids, top_logp; top_actor_logp (two models)
     lam: float = 1.0
+    own_head: bool = False  # logp and actor_logp alone, by the models' own forward: what this one is checked against
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -78,12 +78,23 @@ class Needs:
 
 class PolicyAndActor(nn.Module):
     """Policy and optional actor as one module: (batch, needs) -> the fields of TokenStats, as the dict that
-    wrappers expect. With `share` a prompt is read once for all its responses in the batch, not once for each."""
+    wrappers expect. With `share` a prompt is read once for all its responses in the batch, not once for each.
 
-    def __init__(self, policy, actor=None, autocast: torch.dtype | None = None, head_fp32: bool = False):
+    vocabulary: how many token ids there are. Rows of an embedding beyond it, which some models have, are never
+    scored; None: it has none."""
+
+    def __init__(
+        self,
+        policy,
+        actor=None,
+        autocast: torch.dtype | None = None,
+        head_fp32: bool = False,
+        vocabulary: int | None = None,
+    ):
         super().__init__()
         self.policy, self.actor = policy, actor
         self.autocast, self.head_fp32 = autocast, head_fp32
+        self.vocabulary = vocabulary
 
     @property
     def can_share(self) -> bool:
@@ -94,29 +105,51 @@ class PolicyAndActor(nn.Module):
     def forward(self, batch: Batch, needs: Needs, share: bool = False) -> dict[str, torch.Tensor]:
         B, T = batch.tokens.shape
         at = batch.exists.flatten().nonzero()[:, 0]  # (N,) places in (B, T) that are tokens
-        scored = Scored.of(batch, at)
-        rows = OneModelRows(scored, needs, *support_of(batch, at, needs))
-        heads = [*self._hidden(self.policy, batch, at, share)]
-        if self.actor is not None:
-            rows = TwoModelRows(rows, OneModelRows(scored, Needs(entropy=needs.entropy)), needs)
-            heads += self._hidden(self.actor, batch, at, share)
-        outs = ChunkedHead.apply(rows, chunk_rows(heads[1].shape[0]), *heads)
+        if needs.own_head:
+            outs, names = self._own_head(batch, at)
+        else:
+            outs, names = self._statistics(batch, at, needs, share)
         where = (at // T, at % T)
         return {
-            name: x.new_zeros((B, T) + x.shape[1:]).index_put(where, x)
-            for name, x in zip(rows.outputs, outs, strict=True)
+            name: x.new_zeros((B, T) + x.shape[1:]).index_put(where, x) for name, x in zip(names, outs, strict=True)
         }
 
+    def _statistics(self, batch, at, needs: Needs, share: bool):
+        """The statistics of the tokens at the places `at` in (B, T), and their names."""
+        scored = Scored.of(batch, at)
+        rows = OneModelRows(scored, needs, *support_of(batch, at, needs))
+        models = [self.policy]
+        if self.actor is not None:
+            rows = TwoModelRows(rows, OneModelRows(scored, Needs(entropy=needs.entropy)), needs)
+            models.append(self.actor)
+        layers = [lm.get_output_embeddings() for lm in models]
+        width = min(len(layer.weight) for layer in layers)  # the models' paddings may differ
+        heads = [Head.of(lm.config, width, self.vocabulary) for lm in models]
+        tensors = []
+        for lm, layer in zip(models, layers, strict=True):
+            tensors += [self._hidden(lm, batch, at, share), layer.weight, getattr(layer, "bias", None)]
+        return ChunkedHead.apply(rows, chunk_rows(width), heads, *tensors), rows.outputs
+
     def _hidden(self, lm, batch, at, share):
-        """Hidden states (N, H) that predict the tokens at the places `at` in (B, T), and the head's weight (V,
-        H)."""
+        """Hidden states (N, H) that predict the tokens at the places `at` in (B, T)."""
         scope = torch.autocast(at.device.type, self.autocast) if self.autocast else contextlib.nullcontext()
         read = read_shared if share else read_rows
         with scope:
             hidden = read(lm.base_model, batch, at)
         if self.autocast:  # the head's product: bfloat16 factors with a float32 sum, or float32
             hidden = hidden.to(torch.float32 if self.head_fp32 else self.autocast)
-        return hidden, lm.get_output_embeddings().weight
+        return hidden
+
+    def _own_head(self, batch, at):
+        """log p(token) by each model's own forward and whole logits, and their names."""
+        place, target = places(batch, at), batch.tokens.flatten()[at, None]
+        named = {"logp": self.policy, "actor_logp": self.actor}
+        outs = {}
+        for name, lm in named.items():
+            if lm is not None:
+                logits = lm(input_ids=batch.ids[:, :-1], use_cache=False).logits[..., : self.vocabulary]
+                outs[name] = logits.flatten(0, 1)[place].float().log_softmax(-1).gather(1, target)[:, 0]
+        return list(outs.values()), list(outs)
 
 
 def has_full_attention(config) -> bool:
@@ -126,10 +159,17 @@ def has_full_attention(config) -> bool:
 
 def read_rows(model, batch, at):
     """Hidden states (N, H) one place before each token: every row reads its own prompt."""
-    ids, T = batch.ids[:, :-1], batch.tokens.shape[1]  # nothing is predicted from the last token
+    hidden = model(input_ids=batch.ids[:, :-1], use_cache=False).last_hidden_state
+    return hidden.flatten(0, 1)[places(batch, at)]
+
+
+def places(batch, at):
+    """Where in (B, S - 1), flat, stand the tokens from which those at `at` in (B, T) are predicted, (N,).
+
+    Nothing is predicted from the last of the S."""
+    T = batch.tokens.shape[1]
     row, t = at // T, at % T
-    hidden = model(input_ids=ids, use_cache=False).last_hidden_state
-    return hidden.flatten(0, 1)[row * ids.shape[1] + batch.prompt_len[row] + t - 1]
+    return row * (batch.ids.shape[1] - 1) + batch.prompt_len[row] + t - 1
 
 
 def read_shared(model, batch, at):
@@ -412,98 +452,3 @@ def bucketed(logp, best):
     """Log-probabilities (n, V) -> those at `best` (n, k) and the sum of the rest, (n, k + 1)."""
     rest = logp.scatter(1, best, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.cat([logp.gather(1, best), rest], -1)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The head, in chunks: the (B, T, V) logits never exist whole
-# ---------------------------------------------------------------------------------------------------------------------
-
-# At 2,048 tokens and a vocabulary of 151,936, one copy of the logits is 1.2 GB in float32 and a naive loss keeps five.
-# Here the hidden states of the response tokens, packed to (N, H), meet the head's weight (V, H) a chunk at a time; each
-# chunk yields everything that is ever wanted of the whole distribution and is thrown away. Backward computes each
-# chunk's logits again, turns them in place into their own gradient, and adds hidden and weight gradients up in place:
-# one more product than the naive way (4 instead of 3), and no memory that grows with N times V.
-
-
-class ChunkedHead(torch.autograd.Function):
-    """The outputs of `rows` on the logits of all N tokens, as a tuple in the order of `rows.outputs`.
-
-    Arguments: rows, chunk (tokens per chunk), hidden_1 (N, H1), weight_1 (V, H1), and hidden_2, weight_2 of a second
-    model. `rows` has
-
-        outputs, differentiable        names of its outputs; the first `differentiable` of them carry gradient
-        rows(logits, at)               [logits (n, V) of each model], slice of tokens -> {name: (n, ...)}
-        rows.backward(logits, at, g)   the same and [gradient (n, 1) of each differentiable output, or None]
-                                       -> [gradient (n, V) of each model's logits, or None]
-
-    `rows` takes the logits out of the list it is given, so that they can be freed as soon as they are used."""
-
-    @staticmethod
-    def forward(ctx, rows, chunk, *heads):
-        hidden, weight = heads[::2], cast_weights(heads)
-        N = len(hidden[0])
-        outs = None
-        for at in chunks(max(N, 1), chunk, N):  # no token at all: empty outputs
-            got = rows([logits_of(h[at], w) for h, w in zip(hidden, weight, strict=True)], at)
-            if outs is None:
-                outs = {name: got[name].new_empty((N,) + got[name].shape[1:]) for name in rows.outputs}
-            for name in rows.outputs:
-                outs[name][at] = got[name]
-        ctx.rows, ctx.chunk = rows, chunk
-        ctx.save_for_backward(*heads)
-        ctx.set_materialize_grads(False)
-        outs = tuple(outs.values())
-        ctx.mark_non_differentiable(*outs[rows.differentiable :])
-        return outs
-
-    @staticmethod
-    def backward(ctx, *grads):
-        heads, rows = ctx.saved_tensors, ctx.rows
-        hidden, weight = heads[::2], cast_weights(heads)
-        grads = grads[: rows.differentiable]
-        d_heads = [torch.zeros_like(x) if n else None for x, n in zip(heads, ctx.needs_input_grad[2:], strict=True)]
-        N = len(hidden[0])
-        for at in chunks(N, ctx.chunk, N):
-            logits = [logits_of(h[at], w) for h, w in zip(hidden, weight, strict=True)]
-            d_logits = rows.backward(logits, at, [None if g is None else g[at, None] for g in grads])
-            del logits
-            for m in range(len(d_logits)):
-                if d_logits[m] is not None:
-                    dz = d_logits[m].to(hidden[m].dtype)
-                    accumulate(d_heads[2 * m], d_heads[2 * m + 1], dz, hidden[m], weight[m], at)
-                d_logits[m] = dz = None  # freed before the next chunk's logits are made
-        return None, None, *d_heads
-
-
-def accumulate(d_hidden, d_weight, dz, hidden, weight, at) -> None:
-    """Add one chunk's logit gradients dz (n, V) to d_hidden (N, H) and d_weight (V, H), where they are wanted."""
-    if d_hidden is not None:
-        d_hidden[at] = dz @ weight
-    if d_weight is not None and d_weight.dtype == dz.dtype:
-        d_weight.addmm_(dz.t(), hidden[at])  # in place: no second (V, H) tensor
-    elif d_weight is not None:
-        d_weight += dz.t() @ hidden[at]
-
-
-def logits_of(hidden, weight):
-    """(n, V) logits in float32 (or float64), never rounded to the 8 bits of bfloat16's mantissa."""
-    if hidden.dtype not in (torch.bfloat16, torch.float16):
-        return hidden @ weight.t()
-    if hidden.is_cuda:
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return hidden.float() @ weight.t().float()
-
-
-def cast_weights(heads) -> list[torch.Tensor]:
-    """The weights of (hidden, weight, hidden, weight, ...) in the type of their hidden states."""
-    return [w.to(h.dtype) for h, w in zip(heads[::2], heads[1::2], strict=True)]
-
-
-def chunks(total: int, size: int, end: int) -> list[slice]:
-    """Slices of `size` tokens that cover 0 .. total, cut off at `end`."""
-    return [slice(start, min(start + size, end)) for start in range(0, total, size)]
-
-
-def chunk_rows(V: int) -> int:
-    """Tokens per chunk for a vocabulary of V."""
-    return max(16, CHUNK_ELEMENTS // V)

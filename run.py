@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import functools
 import importlib.metadata
 import json
 import math
@@ -59,6 +60,11 @@ class Run:
     def folder(self) -> Path:
         return Path(self.cfg.out)
 
+    @functools.cached_property
+    def vocabulary(self) -> int:
+        """Token ids that there are."""
+        return checkpoint.vocabulary_size(self.tokenizer)
+
     @property
     def rollout_model(self) -> str:
         """Whose weights the engine gets."""
@@ -77,13 +83,12 @@ class Run:
         The proof reads them up to eight times, an update reads its own tokens three times over (forward, and a backward
         of twice that): by this count 1 %, and more below 144,000 tokens, as four sequences are the least. They fill
         a block of vLLM's cache of prefixes (128 tokens on a CPU, 16 on a GPU) where the context allows."""
-        vocabulary = self.configs[self.rollout_model].vocab_size
         length = min(144, self.context - 1)
-        tokens = min(2048, max(128, self.cfg.rollout_batch * self.cfg.max_tokens // 250), 2**26 // vocabulary)
+        tokens = min(2048, max(128, self.cfg.rollout_batch * self.cfg.max_tokens // 250), 2**26 // self.vocabulary)
         rows = max(4, tokens // length)
-        ids = (uniforms(rows * length, "probe") * vocabulary).astype(np.int64).reshape(rows, length)
+        ids = (uniforms(rows * length, "probe") * self.vocabulary).astype(np.int64).reshape(rows, length)
         fmt = quant.format_of(self.cfg.rollout_quant, self.cfg.quant_group)
-        return Probe(self.actor or self.policy, ids, fmt)
+        return Probe(self.actor or self.policy, ids, fmt, vocabulary=self.vocabulary)
 
     def learner_check(self) -> LearnerCheck:
         """Whether the published weights are the learner's own (sync.py)."""
@@ -109,7 +114,10 @@ def open_run(cfg: config.Config, comm) -> Run:
     folders = {"policy": model_folder(cfg.model, cfg, comm), "actor": model_folder(cfg.actor, cfg, comm)}
     check_models(cfg, folders["policy"], folders["actor"])
     tokenizer = common_tokenizer(cfg, folders["policy"], folders["actor"])
+    vocabulary = checkpoint.vocabulary_size(tokenizer)
+    check_vocabulary(cfg, vocabulary)
     for folder in filter(None, folders.values()):
+        checkpoint.check_rows(folder, vocabulary)
         checkpoint.check_weights(folder)
     configs = {name: checkpoint.read_config(f) for name, f in folders.items() if f}
     longest = max(longest_prompt(one, tokenizer) for one in asked)
@@ -141,13 +149,14 @@ def open_source(cfg, run, comm):
     Beside each token's own log-probability it records the K largest, where they bound OBRS's Z, and the tokens that
     truncated sampling allowed, where the learner replays them."""
     topk = topk_of(cfg)
-    max_allowed = sampling.max_allowed(cfg, run.configs[run.rollout_model].vocab_size)
+    max_allowed = sampling.max_allowed(cfg, run.vocabulary)
     stop_ids = run_stop_ids(run.tokenizer, cfg)
     if cfg.samplers != "local":
         from remote.source import open_remote_source  # its packages are needed nowhere else
 
         return open_remote_source(cfg, run, run.rollout_model, topk, max_allowed, comm)
-    engine = make_engine(cfg, run.actor or run.policy, run.context, max(topk, max_allowed), comm.device)
+    records = max(topk, max_allowed)
+    engine = make_engine(cfg, run.actor or run.policy, run.context, records, comm.device, run.vocabulary)
     what = (engine, run.task, run.tokenizer, sampling.Sampling.of(cfg))
     how = {
         "group_size": cfg.group_size,
@@ -321,13 +330,8 @@ def model_folder(name: str, cfg, comm) -> str | None:
 
 def check_models(cfg, policy: str, actor: str | None) -> None:
     """What can be wrong between models and flags, from config.json alone. UserError: one sentence."""
-    sizes = [checkpoint.read_config(f).get_text_config().vocab_size for f in (policy, actor) if f]
-    if len(set(sizes)) > 1:
-        raise UserError(
-            f"--actor={actor}: its vocabulary has {sizes[1]} tokens and the policy's {sizes[0]}; actor and policy must "
-            "share one"
-        )
-    check_vocabulary(cfg, sizes[0])
+    for folder in filter(None, (policy, actor)):
+        checkpoint.read_config(folder)
     if {cfg.rollout_quant, cfg.learner_quant} != {"none"}:
         quant.check_model(cfg, actor or policy)
     if cfg.optimizer == "muon":

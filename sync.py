@@ -164,14 +164,18 @@ class Probe:
     """A model's structure without weights, the sequences that are compared, and what earlier versions said of them.
 
     folder: a save_pretrained folder, of which only config.json is read; or None, with `config`.
-    ids: token ids (R, L), or one sequence. fmt: the rollout's number format (quant.py)."""
+    ids: token ids (R, L), or one sequence. fmt: the rollout's number format (quant.py). vocabulary: token ids that
+    there are; None: as many as the embedding has rows."""
 
-    def __init__(self, folder: str | None, ids, fmt: quant.Format | None = None, config=None):
+    def __init__(
+        self, folder: str | None, ids, fmt: quant.Format | None = None, config=None, vocabulary: int | None = None
+    ):
         from transformers import AutoConfig
 
         rounds_activations = fmt is not None and fmt.activations
         model = empty_model(config or AutoConfig.from_pretrained(folder))
         self.model = quant.align(model, fmt if rounds_activations else None).eval()
+        self.vocabulary = vocabulary
         self.ids = np.atleast_2d(np.asarray(ids, np.int64))
         self.prompt: Reference | None = None
         self.decode: Reference | None = None
@@ -204,7 +208,7 @@ class Probe:
                 for name, buffer in list(module._buffers.items()):
                     if buffer is not None:
                         module._buffers[name] = buffer.to(ids.device)
-            logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+            logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1, : self.vocabulary].float()
         finally:
             for hook in hooks:
                 hook.remove()

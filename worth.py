@@ -309,13 +309,13 @@ class Measurement:
         self.quiet = self.comm.rank > 0
         self.run = run = open_run(lead, self.comm)
         late = open_run(replace(lead, model=own.stale), self.comm) if own.stale else run
-        sizes = [one.configs["policy"].get_text_config().vocab_size for one in (run, late)]
+        sizes = [one.vocabulary for one in (run, late)]
         need(sizes[0] == sizes[1], f"--stale={own.stale}: a vocabulary of {sizes[1]}; the policy's has {sizes[0]}")
         self.sampler = open_source(lead, late, self.comm)
-        self.learner = self.scorer = Learner(*run.load_models(), plain, self.comm)
+        self.learner = self.scorer = Learner(*run.load_models(), plain, self.comm, run.vocabulary)
         if not self.learner.sharded:  # one for the policy alone, in float32; shards have their wrapper already
             alone = replace(plain, dtype="float32")
-            self.scorer = Learner(self.learner.models.policy, None, alone, self.comm)
+            self.scorer = Learner(self.learner.models.policy, None, alone, self.comm, run.vocabulary)
         self.on_policy = on_policy_source(self.learner, run, plain)
         self.groups = lead.train_batch // (lead.group_size * self.comm.size)  # of a batch, on this rank
         self.weights = Weights(self.scorer, own.share)
@@ -408,7 +408,7 @@ def on_policy_source(learner, run, cfg) -> LocalSource:
         law,
         group_size=cfg.group_size,
         topk=0,
-        max_allowed=sampling.max_allowed(cfg, run.configs["policy"].get_text_config().vocab_size),
+        max_allowed=sampling.max_allowed(cfg, run.vocabulary),
         stop_ids=run_stop_ids(run.tokenizer, cfg),
         model="policy",
         probe=None,

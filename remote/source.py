@@ -84,7 +84,7 @@ def open_remote_source(cfg, run, model: str, topk: int, max_allowed: int, comm) 
         group_size=cfg.group_size,
         max_tokens=cfg.max_tokens,
         max_prompt=run.context,
-        vocab=run.configs[model].vocab_size,
+        vocab=run.vocabulary,
         topk=topk,
         max_allowed=max_allowed,
     )

@@ -39,7 +39,8 @@ TESTS = {
     "corrections.py": ["test_config.py", *MATHS],
     "obrs.py": MATHS,
     "batching.py": ["test_rollout.py", *LEARNER],
-    "model.py": ["test_head.py", "test_sampling.py", "test_config.py", *LEARNER],
+    "head.py": ["test_head.py", "test_models.py"],
+    "model.py": ["test_head.py", "test_models.py", "test_sampling.py", "test_config.py", *LEARNER],
     "learner.py": [
         "test_learner.py",
         "test_collapse.py",
@@ -50,7 +51,7 @@ TESTS = {
     ],
     "sync.py": ["test_sync.py"],
     "quant.py": ["test_quant.py"],
-    "sampling.py": ["test_sampling.py", "-k", "not vllm"],
+    "sampling.py": ["test_sampling.py", "test_rollout.py", "-k", "not vllm"],
     "engines.py": ["test_rollout.py", "test_sampling.py", "test_tasks.py", "-k", "not vllm"],
     "rollout.py": ["test_rollout.py", "test_run.py", "test_delay.py", "-k", "not killed"],
     "delay.py": ["test_delay.py", "test_train.py::test_counters_that_are_not_0_go_on"],
@@ -259,8 +260,8 @@ MUTANTS = {
     ],
     "model.py": [
         (
-            "return hidden.flatten(0, 1)[row * ids.shape[1] + batch.prompt_len[row] + t - 1]",
-            "return hidden.flatten(0, 1)[row * ids.shape[1] + batch.prompt_len[row] + t]",
+            "return row * (batch.ids.shape[1] - 1) + batch.prompt_len[row] + t - 1",
+            "return row * (batch.ids.shape[1] - 1) + batch.prompt_len[row] + t",
         ),
         (
             "position_ids=batch.prompt_len[:, None] + place[:n]",
@@ -287,16 +288,26 @@ MUTANTS = {
         ("        return q - logp.exp()", "        return logp.exp() - q"),
         ("gap = gap - torch.linalg.vecdot(lq.exp(), gap)[:, None]", "pass"),
         (
-            "d_heads[2 * m], d_heads[2 * m + 1], dz, hidden[m], weight[m], at)",
-            "d_heads[2 * m], d_heads[2 * m + 1], dz, hidden[0], weight[m], at)",
-        ),
-        ("d_weight.addmm_(dz.t(), hidden[at])", "d_weight.copy_(dz.t() @ hidden[at])"),
-        (
             "exact_z=has_actor and uses_z and not has_ref and corrections.actor_is_sampler(cfg)",
             "exact_z=has_actor and uses_z and not has_ref",
         ),
         ('wider = cfg.obrs_z == "approx" or', "wider ="),
         ("gone[row, ids[first:last]] = False", "gone[row, ids[: last - first]] = False"),
+        ("[..., : self.vocabulary]\n", "\n"),
+    ],
+    "head.py": [
+        (
+            "accumulate(d_tensors[3 * m : 3 * m + 3], dz, hidden, weight, at)",
+            "accumulate(d_tensors[3 * m : 3 * m + 3], dz, models[0][0], weight, at)",
+        ),
+        ("d_weight[read].addmm_(dz.t(), hidden[at])", "d_weight[read].copy_(dz.t() @ hidden[at])"),
+        ("d_bias[read] += dz.sum(0)", "d_bias[read] = dz.sum(0)"),
+        ("d_logits[m].mul_(slopes[m])", "d_logits[m]"),
+        ("            z += bias[: self.width]", "            pass"),
+        ("            z *= self.scale", "            pass"),
+        (".clamp_min_(0.0).mul_(self.scale)", ".clamp_min_(0.0)"),
+        ("            z[:, self.vocabulary :] = CUT", "            pass"),
+        ('/ getattr(config, "logits_scaling", 1.0)', '* getattr(config, "logits_scaling", 1.0)'),
     ],
     "learner.py": [
         ("(loss * self.comm.size).backward()", "loss.backward()"),
@@ -375,16 +386,16 @@ MUTANTS = {
         ("gone |= p.cumsum(-1) - p >= top_p", "gone |= p.cumsum(-1) >= top_p"),
         ("    p = p / p.sum(-1, keepdim=True)\n", ""),
         ("top_k = max(0, cfg.top_k)", "top_k = cfg.top_k"),
+        (
+            "token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)",
+            "token = torch.searchsorted(cdf, u * cdf[:, -1:] * 0.9, right=True)",
+        ),
     ],
     "engines.py": [
         ("truncate(logits / sampling.temperature, sampling)", "truncate(logits, sampling)"),
         (
             "            if self.raw:\n                logp = logits.log_softmax(-1)",
             "            if False:\n                logp = logits.log_softmax(-1)",
-        ),
-        (
-            "token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)",
-            "token = torch.searchsorted(cdf, u * cdf[:, -1:] * 0.9, right=True)",
         ),
         (
             'draws = np.stack([uniforms(T, "sample", seed) for seed in chain.from_iterable(seeds)])',

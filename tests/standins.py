@@ -61,12 +61,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def model(family: str, seed: int = 0, vocab_size: int = 0, **changes):
-    """A model of the family, float32. vocab_size: rows of its embedding; 0: as many as the tokenizer has ids.
+    """A model of one of these families, or another one, float32. vocab_size: rows of its embedding; 0: as many as the
+    tokenizer has ids.
 
     changes: of its configuration. Biases and norms are random too."""
     torch.manual_seed(seed)
     rows = vocab_size or len(tokenizer())
-    config = AutoConfig.for_model(family, vocab_size=rows, **{**COMMON, **FAMILIES[family], **changes})
+    config = AutoConfig.for_model(family, vocab_size=rows, **{**COMMON, **FAMILIES.get(family, {}), **changes})
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for p in made.parameters():

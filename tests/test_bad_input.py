@@ -357,7 +357,7 @@ WITHOUT=math_verify --model=POLICY --task=fine.jsonl | --task=fine.jsonl: math-v
 --model=new_type | new_type: its config.json cannot be read (The checkpoint you ... give a whole folder of a causal
 --model=text_vocabulary | text_vocabulary: its config.json cannot be read (Validation ... give a whole folder of a
 --model=negative_vocabulary | negative_vocabulary: its config.json gives no vocab_size ... give a whole folder of a
---actor=small_vocabulary | --actor=small_vocabulary: its vocabulary has 100 ... actor and policy must share one
+--actor=small_vocabulary | small_vocabulary: its tokenizer has 256 ... a vocab_size of 100; give the model the
 --model=text_context | text_context: its config.json cannot be read (Validation error ... give a whole folder of a
 --model=short_context | --max_tokens=8: the longest prompt has 12 ... shorten the response or drop long prompts
 --model=text_width | text_width: its config.json cannot be read (Validation ... give a whole folder of a causal
@@ -543,7 +543,7 @@ WITHOUT=vllm --model=POLICY | --rollout=vllm: vLLM is not installed here; ... in
 --delay=lognormal | --delay: weights that sample late are named with --stale here
 --rollout_quant=int8 --learner_quant=aligned | --learner_quant=aligned: a gradient ... use none
 --stale=/no/such | --stale=/no/such: no Hugging Face ... give the `policy` of a checkpoint
---stale=small_vocabulary | --stale=small_vocabulary: a vocabulary of ... the policy's has
+--stale=small_vocabulary | small_vocabulary: its tokenizer has 256 ... a vocab_size of 100; give the model the
 --stale=no_weights | no_weights: no weights there ... copy the folder anew, or delete
 --json=. | --json=.: a folder; name a file in it
 --json=/dev/null/x.json | --json=/dev/null/x.json: /dev/null is a file, not a folder; name another place
@@ -570,7 +570,7 @@ WITHOUT=vllm --model=POLICY | --rollout=vllm: vLLM is not installed here; ... in
 --actor=ACTOR | --actor=ACTOR: another model samples for --mismatch alone; add it, or name the model with --model
 --mismatch --actor=/no/such | --actor=/no/such: no model there; ... give a run folder, a checkpoint
 --mismatch --actor=no_weights | no_weights: no weights there (model.safetensors ... copy the folder anew, or delete
---mismatch --actor=small_vocabulary | --actor=small_vocabulary: its vocabulary ... actor and policy must share one
+--mismatch --actor=small_vocabulary | small_vocabulary: its tokenizer has 256 ... give the model the
 --mismatch --actor=other_words | --actor=other_words: its tokenizer ... actor and policy must share one vocabulary
 --mismatch --samples=1 | --samples=1: --mismatch compares responses, so at least 2 to a problem
 --mismatch --micro_tokens=0 | --micro_tokens=0: must be at least 1
