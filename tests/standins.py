@@ -19,26 +19,26 @@ CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 # what each family has beside COMMON; whatever may differ from 1 or nothing, does
 FAMILIES = {
     "qwen2": dict(tie_word_embeddings=True),
-    "qwen3": dict(tie_word_embeddings=False, head_dim=16),
+    "qwen3": dict(tie_word_embeddings=False, head_dim=32),
     "llama": dict(tie_word_embeddings=False),
     "mistral": dict(tie_word_embeddings=False, sliding_window=8),
-    "gemma2": dict(head_dim=16, sliding_window=8, query_pre_attn_scalar=16, final_logit_softcapping=2.0),
-    "gemma3_text": dict(head_dim=16, sliding_window=8, query_pre_attn_scalar=16),
+    "gemma2": dict(head_dim=32, sliding_window=8, query_pre_attn_scalar=32, final_logit_softcapping=2.0),
+    "gemma3_text": dict(head_dim=32, sliding_window=8, query_pre_attn_scalar=32),
     "granite": dict(logits_scaling=3.0, embedding_multiplier=2.0, residual_multiplier=0.7, attention_multiplier=0.2),
     "cohere": dict(logit_scale=0.4),
     "phi": dict(tie_word_embeddings=False),
     "qwen3_moe": dict(
-        tie_word_embeddings=False, head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16
+        tie_word_embeddings=False, head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16
     ),
 }
 COMMON = dict(
-    hidden_size=32,
+    hidden_size=64,
     intermediate_size=48,
     num_hidden_layers=2,
     num_attention_heads=2,
     num_key_value_heads=1,
     max_position_embeddings=256,
-    initializer_range=0.3,
+    initializer_range=0.2,
     bos_token_id=None,
     eos_token_id=2,
     pad_token_id=0,

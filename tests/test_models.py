@@ -110,7 +110,8 @@ def test_padding_of_two_sizes_is_never_scored():
     batch = batching.collate(groups, learner.cfg)
     needs = Needs(entropy=True, exact_z=True, support=True, tail=True, topk=5, distill="forward")
     stats = learner.score(batch, needs)
-    for row, (g, r) in enumerate([(g, r) for g in groups for r in g.responses]):
+    responses = [(g, r) for g in groups for r in g.responses]
+    for row, (g, r) in enumerate(responses):
         L, P = len(r.tokens), len(g.prompt_ids)
         ids = torch.from_numpy(np.concatenate([g.prompt_ids, r.tokens])).long()[None]
         with torch.no_grad():
