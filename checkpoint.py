@@ -184,6 +184,59 @@ def one_sentence(folder: Path | str, part: str, mend: str):
         logging.set_verbosity(before)
 
 
+def from_hub(flag: str, name: str, cached: bool = False) -> str:
+    """The folder of a model of the hub, owner/name, fetched unless it is there already. UserError: it cannot be had.
+
+    cached: another process of this host has just fetched it."""
+    from huggingface_hub import snapshot_download
+
+    files = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+    try:
+        return snapshot_download(name, allow_patterns=files, local_files_only=cached)
+    except Exception as e:  # offline, unknown, not for everybody: they have a class for each
+        why = " ".join(str(e).split())[:200] or type(e).__name__
+        raise UserError(
+            f"--{flag}={name}: no such folder here, and the hub does not give it ({why}); fetch it where there is a "
+            f"network (hf download {name}), or give a folder"
+        ) from None
+
+
+def text_folder(folder: str, base_dir: str) -> str:
+    """The folder, or where its model also sees or hears, one of its text model alone: only that is trained.
+
+    It is made in `base_dir` once. UserError, one sentence: transformers has no such text model."""
+    config = read_config(folder)
+    text = config.get_text_config()
+    if text is config:
+        return folder
+    files = [(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(Path(folder).iterdir())]
+    which = hashlib.sha256(repr(files).encode()).hexdigest()[:12]
+    made = Path(base_dir) / f"text-{which}"
+    if not (made / "config.json").is_file():
+        mend = f"give a model of text alone: this one is of the family {config.model_type}"
+        with one_sentence(folder, "text model", mend):
+            tensors = text_tensors(folder, text)
+        scratch = made.with_name(made.name + ".writing")
+        shutil.rmtree(scratch, ignore_errors=True)
+        save_model(text, tensors, read_tokenizer(folder), scratch, folder)
+        os.replace(scratch, made)
+    return str(made)
+
+
+def text_tensors(folder: str, text) -> dict:
+    """The weights of the text model in a model that also sees or hears, under its own names. text: its config."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        own = AutoModelForCausalLM.from_config(text)
+    whole = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto")
+    body = whole.base_model.language_model.state_dict()
+    tensors = {f"{own.base_model_prefix}.{name}": x for name, x in body.items()}
+    tensors["lm_head.weight"] = whole.get_output_embeddings().weight.detach()
+    need(tensors.keys() == own.state_dict().keys(), "its tensors have other names")
+    return tensors
+
+
 def read_config(folder: Path | str):
     """The transformers config of a model folder: of its text, where it also sees. UserError: one sentence."""
     from transformers import AutoConfig

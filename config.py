@@ -44,9 +44,9 @@ class RunFlags:
     objective: str = "jackpot"
     """Preset over correction and surrogate: none, tis, jackpot, ppo_is, gspo, ... (objectives.OBJECTIVES)."""
     model: str = "base:policy"
-    """Policy: a Hugging Face folder, or base:policy for the embedded model (made on first use)."""
+    """Policy: a Hugging Face folder, an id of its hub, or base:policy for the embedded model (made on first use)."""
     actor: str = "auto"
-    """Rollout model: a folder, base:actor, or none (the policy samples for itself);
+    """Rollout model: a folder or id, base:actor, or none (the policy samples for itself);
     auto: base:actor beside base:policy, else none."""
     out: str = "out/run"
     """Run folder: config, metrics.jsonl, checkpoints, plot."""
@@ -566,7 +566,7 @@ def check_models(cfg: Config) -> None:
             )
         elif value != "none" or flag == "model":
             need(
-                (Path(value) / "config.json").is_file(),
+                flags.names_model(value),
                 f"--{flag}={value}: no Hugging Face model folder (no config.json there); give one as save_pretrained "
                 "writes it, or base:policy",
             )

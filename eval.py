@@ -36,7 +36,7 @@ import tasks
 import warmstart
 from config import Config, EngineFlags, PrecisionFlags, SamplingFlags, TaskFlags, check_engine
 from engines import HFEngine, make_engine
-from flags import UserError, check_output, choice, need, parse_flags, read_json, run_command
+from flags import UserError, check_output, choice, is_hub_id, need, parse_flags, read_json, run_command
 from mismatch import MismatchFlags
 from rollout import request_seed
 from run import common_tokenizer
@@ -164,7 +164,7 @@ class EvalFlags(TaskFlags, SamplingFlags, EngineFlags, PrecisionFlags, MismatchF
     """Evaluation"""
 
     model: str = ""
-    """A run folder (its newest checkpoint's policy), a checkpoint, any Hugging Face folder, or base:policy."""
+    """A run folder (its newest checkpoint's policy), a checkpoint, any Hugging Face folder or id, or base:policy."""
     which: Literal["policy", "actor"] = "policy"
     """Which model of a run or checkpoint."""
     problems: int | None = None
@@ -269,7 +269,9 @@ def find_model(cfg: EvalFlags, flag: str, which: str) -> str:
     for folder in (root, root / which, (checkpoint.newest(root, which) or root) / which):
         path = folder / "config.json"  # a run has one too, which is not a model's
         if path.is_file() and "model_type" in read_json(path, "copy it anew, or name another folder"):
-            return str(folder)
+            return checkpoint.text_folder(str(folder), Config().base_dir)
+    if is_hub_id(name):
+        return checkpoint.text_folder(checkpoint.from_hub(flag, name), Config().base_dir)
     raise UserError(f"--{flag}={name}: no model there; give a run folder, a checkpoint or a Hugging Face folder")
 
 

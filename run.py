@@ -36,8 +36,8 @@ from checkpoint import load_model
 from corrections import USES_Z
 from delay import DelaySource
 from engines import make_engine
-from flags import UserError, need
-from learner import LearnerCheck
+from flags import UserError, is_hub_id, need
+from learner import LOCAL_RANK, LearnerCheck
 from rollout import LocalSource, uniforms
 from sync import Probe
 from tasks import encode, make_task, run_stop_ids
@@ -111,7 +111,7 @@ def open_run(cfg: config.Config, comm) -> Run:
     warmstart.check(cfg, task)
     if cfg.model.startswith("base:"):
         check_vocabulary(cfg, tasks.VOCAB)
-    folders = {"policy": model_folder(cfg.model, cfg, comm), "actor": model_folder(cfg.actor, cfg, comm)}
+    folders = {"policy": model_folder("model", cfg, comm), "actor": model_folder("actor", cfg, comm)}
     check_models(cfg, folders["policy"], folders["actor"])
     tokenizer = common_tokenizer(cfg, folders["policy"], folders["actor"])
     vocabulary = checkpoint.vocabulary_size(tokenizer)
@@ -316,16 +316,24 @@ def version(package: str) -> str | None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def model_folder(name: str, cfg, comm) -> str | None:
-    """The folder behind --model or --actor; an embedded base model is made by rank 0 if it is not there yet."""
+def model_folder(flag: str, cfg, comm) -> str | None:
+    """The folder behind --model or --actor; what is not there yet is fetched once a host, or made by rank 0."""
+    name = getattr(cfg, flag)
     if name == "none":
         return None
-    if not name.startswith("base:"):
-        return name
-    if comm.rank == 0:
-        warmstart.base_model(name[5:], cfg)
+    if name.startswith("base:"):
+        return made_once(comm, comm.rank == 0, lambda cached: warmstart.base_model(name[5:], cfg))
+    folder = name
+    if is_hub_id(name):
+        folder = made_once(comm, LOCAL_RANK == 0, lambda cached: checkpoint.from_hub(flag, name, cached))
+    return made_once(comm, comm.rank == 0, lambda cached: checkpoint.text_folder(folder, cfg.base_dir))
+
+
+def made_once(comm, first: bool, make) -> str:
+    """make(False) on the ranks that are `first`, and then make(True), which finds it made, on the others."""
+    folder = make(False) if first else None
     comm.barrier()
-    return warmstart.base_model(name[5:], cfg)
+    return folder or make(True)
 
 
 def check_models(cfg, policy: str, actor: str | None) -> None:

@@ -51,7 +51,7 @@ import plot
 import sampling
 from corrections import token_k3
 from eval import sampler_of
-from flags import need, run_command
+from flags import names_model, need, run_command
 from learner import Comm, Learner
 from measure import FOLDS, Reference, Seen, with_errors
 from model import Needs, TokenStats, needs_of_ref_pass
@@ -135,7 +135,7 @@ def check(own: WorthFlags) -> None:
     need(1 <= own.noise_batches <= own.batches, f"--noise_batches={own.noise_batches}: 1 to --batches={own.batches}")
     need(0 < own.share <= 1, f"--share={own.share}: a share of the parameters, above 0 and at most 1")
     need(
-        own.stale in ("", "base:policy", "base:actor") or (Path(own.stale) / "config.json").is_file(),
+        own.stale in ("", "base:policy", "base:actor") or names_model(own.stale),
         f"--stale={own.stale}: no Hugging Face model folder (no config.json there); give the `policy` of a checkpoint",
     )
     flags.check_output("json", own.json)

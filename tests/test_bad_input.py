@@ -241,7 +241,8 @@ WITHOUT=math_verify --model=POLICY --task=fine.jsonl | --task=fine.jsonl: math-v
 --model=/no/such | --model=/no/such: no Hugging Face ... give one as save_pretrained writes it, or base:policy
 --model= | --model=: no Hugging Face model folder (no ... give one as save_pretrained writes it, or base:policy
 --model=none | --model=none: no Hugging Face model folder ... give one as save_pretrained writes it, or base:policy
---model=Qwen/Qwen3-0.6B | --model=Qwen/Qwen3-0.6B: no Hugging Face model ... give one as save_pretrained writes it,
+HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B | --model=Qwen/Qwen3-0.6B: no such folder here, ... or give a folder
+HF_HUB_OFFLINE=1 --model=POLICY --actor=some/where | --actor=some/where: no such folder here, ... or give a folder
 --model=base:polcy | --model=base:polcy: not one of base:policy, base:actor; did you mean base:policy?
 --actor=/no/such | --actor=/no/such: no Hugging Face ... give one as save_pretrained writes it, or base:policy
 --actor=base: | --actor=base:: not one of base:policy, base:actor; did you mean base:actor?

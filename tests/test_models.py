@@ -1,13 +1,21 @@
 """Real models' own ways with logits and vocabularies, on stand-ins of ten families: the learner scores what the model
 itself would, the engines sample from it, and what is not known is refused."""
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from conftest import make_cfg, make_groups
-from standins import FAMILIES, model, save, tokenizer
+from standins import COMMON, FAMILIES, model, save, tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import batching
+import checkpoint
+import run
+import train
 from engines import HFEngine
 from flags import UserError
 from learner import Comm, Learner
@@ -156,3 +164,91 @@ def test_the_torch_engine_leaves_padding_out(tmp_path, head_fp32):
 def test_vllm_leaves_padding_out(tmp_path, vllm_engines):
     folder = save(padded("qwen2", IDS + 30), tmp_path)
     check_padded_engine(vllm_engines(folder=folder, vocabulary=IDS), folder, padded("qwen2", IDS + 30, 1))
+
+
+def test_a_run_with_the_paddings_of_qwen(tmp_path):
+    """One tokenizer, 152,064 rows of the policy and 151,936 of the actor: trained, saved, and still of those sizes."""
+    sizes = {"policy": 152_064, "actor": 151_936}
+    small = dict(hidden_size=16, num_hidden_layers=1)
+    for seed, (name, rows) in enumerate(sizes.items()):
+        save(model("qwen2", seed, rows, **small), tmp_path / name)
+    file = tmp_path / "task.jsonl"
+    file.write_text(
+        "".join(json.dumps({"problem": f"What is {i} + 1?", "answer": str(i + 1)}) + "\n" for i in range(8))
+    )
+    cfg = make_cfg(
+        objective="jackpot",
+        model=str(tmp_path / "policy"),
+        actor=str(tmp_path / "actor"),
+        task=str(file),
+        out=str(tmp_path / "run"),
+        steps=1,
+        max_tokens=6,
+        obrs_topk=5,
+        lr_schedule="constant",
+    )
+    train.train(cfg)
+    last = run.read_metrics(cfg.out)[-1]
+    assert last["step"] == 0 and last["stepped"] == 1 and np.isfinite(last["loss"])
+    assert 0 < last["entropy"] <= np.log(IDS)
+    for name, rows in sizes.items():
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "step_000001" / name)
+        assert len(saved.get_output_embeddings().weight) == rows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where models come from
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def folder_of(model: str, tmp_path) -> str:
+    """What --model=MODEL opens."""
+    cfg = SimpleNamespace(model=model, base_dir=str(tmp_path / "base"))
+    return run.model_folder("model", cfg, Comm())
+
+
+def test_an_id_of_the_hub(tmp_path, monkeypatch):
+    """Offline: one that was fetched before is found, another one is refused with a sentence."""
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    fetched = tmp_path / "models--some--one"
+    save(model("qwen3"), fetched / "snapshots" / "0123abcd")
+    (fetched / "refs").mkdir()
+    (fetched / "refs" / "main").write_text("0123abcd")
+    folder = folder_of("some/one", tmp_path)
+    assert Path(folder) == fetched / "snapshots" / "0123abcd"
+    assert checkpoint.load_model(folder).config.model_type == "qwen3"
+    with pytest.raises(UserError, match="--model=some/other: no such folder here, and the hub does not give it"):
+        folder_of("some/other", tmp_path)
+
+
+def test_of_a_model_that_sees_the_text_model_is_trained(tmp_path):
+    text = {**COMMON, **FAMILIES["gemma3_text"], "vocab_size": IDS, "model_type": "gemma3_text"}
+    eyes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=16)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "gemma3", text_config=text, vision_config={**eyes, "patch_size": 8}, mm_tokens_per_image=4
+    )
+    whole = AutoModelForImageTextToText.from_config(config).eval()
+    folder = folder_of(save(whole, tmp_path / "whole"), tmp_path)
+    ids = torch.arange(20)[None]
+    lm = checkpoint.load_model(folder)
+    assert lm.config.model_type == "gemma3_text"
+    with torch.no_grad():
+        assert torch.allclose(lm(input_ids=ids).logits, whole(input_ids=ids).logits, atol=1e-5)
+    assert folder_of(str(tmp_path / "whole"), tmp_path) == folder  # made once
+    assert folder_of(folder, tmp_path) == folder
+    learner_of(lm).check_heads(ids.repeat(2, 1).numpy())
+
+
+def test_a_composite_family_without_a_text_model_is_refused(tmp_path):
+    """Qwen2.5-VL's text model is no causal model of transformers."""
+    folder = tmp_path / "sees"
+    config = AutoConfig.for_model("qwen2_5_vl", text_config={**COMMON, "vocab_size": IDS})
+    config.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    with pytest.raises(UserError, match="its text model cannot be read .*; give a model of text alone: .* qwen2_5_vl"):
+        folder_of(str(folder), tmp_path)
+    assert not (tmp_path / "base").exists()
