@@ -27,8 +27,8 @@ import quant
 from checkpoint import load_model
 from flags import UserError
 from head import Head
-from rollout import Response, uniforms
-from sampling import Sampling, allowed_sets, pick, set_too_large, truncate
+from rollout import Records, Response, uniforms
+from sampling import Sampling, allowed_sets, pick, truncate
 
 # ---------------------------------------------------------------------------------------------------------------------
 # vLLM, in this process
@@ -67,7 +67,7 @@ class VLLMEngine:
         make_llm, self.make_params = import_vllm()
         self.dtype, self.fmt = dtype, fmt
         cuda = torch.cuda.is_available()
-        has_kernel = fmt is not None and (fmt.activations or (cuda and fmt.qmax == 7))
+        has_kernel = fmt is not None and (fmt.activations or (cuda and fmt.qmax == 7 and not quant.has_experts(folder)))
         self.packed = has_kernel  # whether it loads low-bit tensors, or exactly dequantized ones
         change_vllm(low_bits_on_cpu=fmt is not None and not cuda)
         if fmt is not None:
@@ -174,7 +174,7 @@ class VLLMEngine:
         """Replace the weights by those of a state dict.
 
         A model with tied weights must bring `lm_head.weight` too, or its head silently stays old."""
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": quant.by_expert(named_tensors)})
         self.llm.reset_prefix_cache()  # cached blocks belong to the old weights
 
     def logprobs(self, ids: np.ndarray) -> np.ndarray:
@@ -201,13 +201,17 @@ VLLM_VERSION = "0.32.0"  # whose code the changes below were written for
 
 
 def change_vllm(low_bits_on_cpu: bool) -> None:
-    """Replace three functions of vLLM, each for the reason in the docstring of its replacement."""
+    """Replace some functions of vLLM, each for the reason in the docstring of its replacement."""
     from vllm import _custom_ops
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
     change(LogprobsProcessor, "_update_sample_logprobs", lean_logprobs)
     change(VocabParallelEmbedding, "weight_loader", without_padding)
+    if not torch.cuda.is_available():
+        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+        change(UnquantizedFusedMoEMethod, "process_weights_after_loading", pack_experts_anew)
     if low_bits_on_cpu:
         change(_custom_ops, "create_onednn_scaled_mm", keep_scales_alive)
 
@@ -237,6 +241,19 @@ def without_padding(weight_loader):
         weight_loader(self, param, loaded_weight[rows])
 
     return load
+
+
+def pack_experts_anew(process_weights_after_loading):
+    """Replacement for UnquantizedFusedMoEMethod.process_weights_after_loading: a kernel is made at every load.
+
+    Reason: on CPUs vLLM packs experts' weights when it makes their kernel, and keeps the kernel when it replaces the
+    weights, which then stay unpacked and fit nowhere."""
+
+    def process(self, layer):
+        self.moe_kernel = None
+        process_weights_after_loading(self, layer)
+
+    return process
 
 
 def keep_scales_alive(create_onednn_scaled_mm):
@@ -490,74 +507,6 @@ class Rows:
         self.position = self.position[rows]
         if self.mask is not None:
             self.mask = self.mask[rows]
-
-
-class Records:
-    """What is recorded of N responses of at most T tokens, while they are decoded."""
-
-    def __init__(self, N: int, T: int, topk: int, device):
-        self.T, self.topk = T, topk
-        self.tokens = torch.zeros(N, T, dtype=torch.int32, device=device)
-        self.logp = torch.zeros(N, T, device=device)
-        self.top_ids = torch.zeros(N, T, topk, dtype=torch.int32, device=device)
-        self.top_logp = torch.zeros(N, T, topk, device=device)
-        self.length = torch.full((N,), T, device=device)  # T also while a response goes on
-        self.allowed: list[np.ndarray] = []  # int64 [3, n] a step: response, position, token id
-
-    def write(self, which, t: int, token, logp) -> None:
-        """Token t of the responses `which` (n,): the token (n, 1), and log-probabilities (n, V)."""
-        self.tokens[which, t] = token[:, 0].int()
-        self.logp[which, t] = logp.gather(1, token)[:, 0]
-        if self.topk:
-            self.top_logp[which, t], best = logp.topk(self.topk, -1)
-            self.top_ids[which, t] = best.int()
-
-    def write_allowed(self, which, t: int, gone) -> None:
-        """The tokens that were allowed at position t: those that are not `gone`, (n, V) bool."""
-        row, ids = (~gone).nonzero(as_tuple=True)
-        columns = torch.stack([which[row], torch.full_like(row, t), ids])
-        self.allowed.append(columns.cpu().numpy())
-
-    def end(self, which, t: int, stops):
-        """Note that responses end with token t where it `stops` them; returns which go on, (n,) bool.
-
-        A finished row may stay in the cache for a while; what it samples after its end is ignored."""
-        ended = stops & (self.length[which] == self.T)
-        self.length[which[ended]] = t + 1
-        return self.length[which] == self.T
-
-    def responses(self, stop_ids, max_allowed: int) -> list[Response]:
-        """All of them, each cut to its length. UserError if a set of allowed tokens is too large."""
-        tokens, logp = self.tokens.cpu().numpy(), self.logp.cpu().numpy()
-        top_ids, top_logp = self.top_ids.cpu().numpy(), self.top_logp.cpu().numpy()
-        responses = []
-        for i, L in enumerate(self.length.tolist()):
-            response = Response(
-                tokens=tokens[i, :L].copy(),
-                loss_mask=np.ones(L, bool),
-                logp_inf=logp[i, :L].copy(),
-                topk_ids=top_ids[i, :L].copy(),
-                topk_logp=top_logp[i, :L].copy(),
-                finish_reason="stop" if int(tokens[i, L - 1]) in stop_ids else "length",
-            )
-            responses.append(response)
-        if max_allowed:
-            self._give_allowed(responses, max_allowed)
-        return responses
-
-    def _give_allowed(self, responses: list[Response], max_allowed: int) -> None:
-        """Hand each response its sets of allowed tokens."""
-        allowed = np.concatenate(self.allowed, 1)
-        place = allowed[0] * self.T + allowed[1]  # response and position as one number
-        sizes = np.bincount(place, minlength=len(responses) * self.T).reshape(-1, self.T)
-        if sizes.max() > max_allowed:
-            raise UserError(set_too_large(max_allowed))
-        ids = allowed[2, np.lexsort((allowed[2], place))].astype(np.int32)
-        starts = np.concatenate([[0], sizes.sum(1).cumsum()])
-        for i, r in enumerate(responses):
-            ends = sizes[i, : len(r.tokens)].cumsum()
-            r.allowed_offsets = np.concatenate([[0], ends]).astype(np.int64)
-            r.allowed_ids = ids[starts[i] : starts[i] + r.allowed_offsets[-1]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

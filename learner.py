@@ -229,7 +229,7 @@ class Learner:
 
         mesh = init_device_mesh(torch.device(self.device).type, (self.comm.size,))
         for layer in self.models.modules():
-            if isinstance(layer, quant.LowBitLinear):
+            if isinstance(layer, (quant.LowBitLinear, quant.LowBitExperts)):
                 layer.cache_quantized = False
         for name in self.names:
             for layer in getattr(self.models, name).base_model.layers:

@@ -228,8 +228,10 @@ class Probe:
         return rows
 
     def modules(self) -> list[str]:
-        """The modules that can be watched: those that make one tensor of one tensor, by name."""
-        return [name for name, m in self.model.named_modules() if m._parameters and takes_one_tensor(m)]
+        """The modules that can be watched: those that make one tensor of one tensor, by name. Not routers, which make
+        several, and experts, which take several."""
+        named = {name: m for name, m in self.model.named_modules() if m._parameters and takes_one_tensor(m)}
+        return [name for name in named if name.rpartition(".")[2] not in quant.ROUTERS]
 
     def state_dict(self) -> dict:
         parts = {"prompt": self.prompt, "decode": self.decode}
@@ -315,6 +317,8 @@ class Taken:
         return taken
 
     def parts(self, name: str, module) -> list[str]:
+        if isinstance(module, quant.LowBitExperts):
+            return [name, f"{name}_scale"]
         if not name.endswith(".weight"):
             return [name]
         if isinstance(module, quant.LowBitLinear):
@@ -348,6 +352,9 @@ def put(module, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
     """Give a module its published tensors, as an engine of this dtype holds them."""
     if isinstance(module, quant.LowBitLinear):
         module.loaded = (tensors["weight"], tensors["weight_scale"])
+    elif isinstance(module, quant.LowBitExperts):
+        module.loaded = {kind: (tensors[kind], tensors[f"{kind}_scale"]) for kind in module._parameters}
+        return
     elif "weight_packed" in tensors:
         weight = quant.unpacked(tensors["weight_packed"], tensors["weight_scale"], tensors["weight_shape"])
         tensors = {**tensors, "weight": weight}
@@ -362,6 +369,8 @@ def give_up(module, inputs, output) -> None:
     module.__dict__.pop("forward", None)
     if isinstance(module, quant.LowBitLinear):
         module.loaded = None
+    elif isinstance(module, quant.LowBitExperts):
+        module.loaded = {}
     for name, p in list(module._parameters.items()):
         if p is not None:
             module._parameters[name] = torch.nn.Parameter(p.to("meta"), requires_grad=False)

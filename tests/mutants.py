@@ -53,7 +53,7 @@ TESTS = {
     "quant.py": ["test_quant.py"],
     "sampling.py": ["test_sampling.py", "test_rollout.py", "-k", "not vllm"],
     "engines.py": ["test_rollout.py", "test_sampling.py", "test_tasks.py", "-k", "not vllm"],
-    "rollout.py": ["test_rollout.py", "test_run.py", "test_delay.py", "-k", "not killed"],
+    "rollout.py": ["test_rollout.py", "test_sampling.py", "test_run.py", "test_delay.py", "-k", "not killed"],
     "delay.py": ["test_delay.py", "test_train.py::test_counters_that_are_not_0_go_on"],
     "tasks.py": ["test_tasks.py", "test_rollout.py", "-k", "not vllm"],
     "eval.py": ["test_eval.py"],
@@ -403,15 +403,15 @@ MUTANTS = {
         ),
         ("mask=mask[prompt_of] if padded else None,", "mask=None,"),
         ("position=mask.sum(1)[prompt_of],", "position=torch.full_like(mask.sum(1)[prompt_of], P),"),
+        ("self.mask = self.mask[rows]", "pass"),
+    ],
+    "rollout.py": [
         ("self.length[which[ended]] = t + 1", "self.length[which[ended]] = t"),
         (
             'finish_reason="stop" if int(tokens[i, L - 1]) in stop_ids else "length"',
             'finish_reason="stop" if L < self.T else "length"',
         ),
         ("        if sizes.max() > max_allowed:", "        if False:"),
-        ("self.mask = self.mask[rows]", "pass"),
-    ],
-    "rollout.py": [
         ("n = i * self.n_ranks + self.rank", "n = i + self.rank"),
         (
             "return [request_seed(self.sampling.seed, uid, g) for g in range(self.group_size)]",

@@ -1,0 +1,186 @@
+"""Mixtures of experts, on a tiny Qwen3-MoE: their matrices are quantized, aligned, published and optimized like all
+others; the router stays as it is; and the learner routes each token as the engine did."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_cfg
+from standins import model, save, tokenizer
+from torch import nn
+
+import quant
+from engines import HFEngine
+from flags import UserError
+from learner import Comm, Learner
+from quant import LowBitExperts, by_expert, dequantize, experts_of, format_of, quantize
+from sync import Probe, SyncError, prove
+
+IDS = len(tokenizer())
+FORMATS = ["int8", "fp8", "w4a16"]
+
+
+def moe(seed: int = 0, **changes):
+    return model("qwen3_moe", seed, moe_intermediate_size=32, **changes)
+
+
+def logits(lm, seed: int = 3):
+    ids = torch.randint(0, IDS, (2, 12), generator=torch.Generator().manual_seed(seed))
+    return lm(input_ids=ids).logits
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In low bits
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def naive_experts(m, x, chosen, weights, fmt):
+    """Each token by itself: its experts' matrices quantized row by row, its activations as one row."""
+    out = torch.zeros_like(x)
+    for t in range(len(x)):
+        for e, w in zip(chosen[t].tolist(), weights[t], strict=True):
+            gate, up = naive_linear(m.gate_up_proj[e], x[t], fmt).chunk(2)
+            out[t] += w * naive_linear(m.down_proj[e], nn.functional.silu(gate) * up, fmt)
+    return out
+
+
+def naive_linear(weight, x, fmt):
+    rows = [dequantize(*quantize(row[None], fmt.qmax, fmt.dtype, fmt.group))[0] for row in weight]
+    if fmt.activations:
+        x = dequantize(*quantize(x[None], fmt.activation_qmax, fmt.dtype))[0]
+    return torch.stack(rows) @ x
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_aligned_experts_compute_on_low_bit_numbers(name):
+    fmt, m = format_of(name, 16), next(iter(experts_of(moe()).values()))
+    g = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(5, 64, generator=g), torch.rand(5, 2, generator=g)
+    chosen = torch.stack([torch.randperm(8, generator=g)[:2] for _ in range(5)])
+    with torch.no_grad():
+        got, want = LowBitExperts(m, fmt)(x, chosen, weights), naive_experts(m, x, chosen, weights, fmt)
+        assert torch.allclose(got, want, atol=1e-4)
+        assert not torch.allclose(got, m(x, chosen, weights), atol=1e-2)
+
+
+def test_the_gradient_goes_straight_through_to_the_masters():
+    """Weights only: that of a plain model that stands on the rounded weights, for every expert that was chosen."""
+    fmt, aligned, plain = format_of("w4a16", 16), quant.align(moe(), format_of("w4a16", 16)), moe()
+    quant.dequantize_in_place(plain, fmt)
+    for lm in (aligned, plain):
+        logits(lm).log_softmax(-1)[..., 7].sum().backward()
+    assert torch.allclose(logits(aligned), logits(plain), atol=1e-4)
+    theirs = dict(plain.named_parameters())
+    for name, p in aligned.named_parameters():
+        assert torch.allclose(p.grad, theirs[name].grad, atol=1e-3 * float(p.grad.abs().max())), name
+    assert float(aligned.model.layers[0].mlp.experts.down_proj.grad.abs().max()) > 0
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_published_is_what_the_forward_computes_with(name):
+    """And the router is published as it is; every matrix of an expert has scales of its own."""
+    cfg = make_cfg(rollout_quant=name, learner_quant="aligned", quant_group=16)
+    learner = Learner(moe(), None, cfg, Comm())
+    lm = learner.models.policy
+    sent = dict(learner.published("policy", True))
+    layer = "model.layers.1.mlp"
+    assert torch.equal(sent[f"{layer}.gate.weight"], lm.model.layers[1].mlp.gate.weight)
+    if name != "w4a16":
+        q, s = sent[f"{layer}.experts.down_proj"], sent[f"{layer}.experts.down_proj_scale"]
+        assert q.shape == (8, 64, 32) and s.shape == (8, 64, 1)
+        master = lm.model.layers[1].mlp.experts.down_proj
+        largest = learner.rollout_format.qmax
+        assert torch.allclose(s[..., 0], master.abs().amax(-1) / largest)
+    engine = HFEngine(moe(9), fmt=format_of(name, 16))
+    engine.load(learner.published("policy", engine.packed))
+    ids = np.arange(40).reshape(2, 20)
+    assert np.allclose(engine.logprobs(ids), learner.logprobs("policy", ids), atol=2e-4)
+
+
+def test_the_names_are_those_of_the_hub(tmp_path):
+    """As transformers itself writes them into a folder."""
+    from safetensors.torch import load_file
+
+    lm = moe()
+    written = load_file(save(lm, tmp_path) + "/model.safetensors")
+    split = dict(by_expert(lm.state_dict().items()))
+    assert split.keys() == written.keys()
+    assert all(torch.equal(split[name], x) for name, x in written.items())
+    q = {"model.layers.0.mlp.experts.gate_up_proj_scale": torch.arange(12.0).reshape(2, 6, 1)}
+    scales = dict(by_expert(q.items()))
+    assert scales["model.layers.0.mlp.experts.1.up_proj.weight_scale"].tolist() == [[9.0], [10.0], [11.0]]
+
+
+def test_experts_of_another_kind_are_refused():
+    """GPT-OSS keeps its experts' matrices the other way round, and adds biases to them."""
+    other = model("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=32)
+    with pytest.raises(
+        UserError, match="--rollout_quant, --learner_quant: .*experts.* in a way that is not known here"
+    ):
+        quant.align(other, format_of("int8"))
+
+
+def test_vllm_without_a_kernel_for_experts_is_refused(tmp_path):
+    folder = save(moe(), tmp_path)
+    cfg = dataclasses.replace(make_cfg(rollout_quant="int8"), rollout="vllm")
+    if not torch.cuda.is_available():
+        with pytest.raises(
+            UserError, match="--rollout_quant=int8: on a CPU vLLM multiplies no experts in it; use w4a16"
+        ):
+            quant.check_model(cfg, folder)
+    quant.check_model(dataclasses.replace(cfg, rollout="hf"), folder)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Publishing
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def step(lm, size: float = 0.02) -> None:
+    """Move every weight a little."""
+    g = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in lm.parameters():
+            p += size * torch.randn(p.shape, generator=g)
+
+
+def check_sync(engine, learner, folder: str, fmt) -> None:
+    """Two versions are proved; an engine whose experts stay old is found."""
+    probe = Probe(folder, np.arange(8 * 30).reshape(8, 30), fmt)
+    assert prove(engine, 0, learner.published("policy", engine.packed), probe).status == "first"
+    step(learner.models.policy)
+    assert prove(engine, 1, learner.published("policy", engine.packed), probe).status == "proved"
+    step(learner.models.policy, 0.1)
+    load = engine.load
+
+    def without_experts(named_tensors):
+        old = dict(before)
+        load((name, old[name] if ".experts." in name else x) for name, x in named_tensors)
+
+    before = [(name, x.clone()) for name, x in learner.published("policy", engine.packed)]
+    step(learner.models.policy, 0.1)
+    engine.load = without_experts
+    try:
+        with pytest.raises(SyncError):
+            prove(engine, 2, learner.published("policy", engine.packed), probe)
+    finally:
+        engine.load = load
+
+
+@pytest.mark.parametrize("name", ["none", *FORMATS])
+def test_the_torch_engine_has_the_published_experts(tmp_path, name):
+    folder = save(moe(), tmp_path)
+    fmt = format_of(name, 16)
+    cfg = make_cfg(rollout_quant=name, learner_quant="none" if fmt is None else "aligned", quant_group=16)
+    learner = Learner(moe(), None, cfg, Comm())
+    check_sync(HFEngine(folder, fmt=fmt), learner, folder, fmt)
+
+
+@pytest.mark.parametrize("name", ["none", "w4a16"])
+def test_vllm_has_the_published_experts(tmp_path, name, vllm_engines):
+    folder = save(moe(), tmp_path)
+    fmt = format_of(name, 16)
+    cfg = make_cfg(rollout_quant=name, learner_quant="none" if fmt is None else "aligned", quant_group=16)
+    learner = Learner(moe(), None, cfg, Comm())
+    check_sync(vllm_engines(folder=folder, fmt=fmt), learner, folder, fmt)
