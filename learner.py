@@ -98,19 +98,36 @@ class Comm:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+class Muon(torch.optim.Muon):
+    """torch's Muon, to which a parameter (E, m, n) is E matrices: those of the experts of a layer.
+
+    Shards of such a parameter hold whole experts."""
+
+    def _init_group(self, group, *lists):
+        found = ([], [], [])  # parameters, gradients, momenta
+        complex_numbers = super()._init_group(group, *found)
+        for tensors, wanted in zip(found, lists, strict=True):
+            for x in tensors:
+                wanted += getattr(x, "_local_tensor", x).unbind() if x.ndim == 3 else [x]
+        return complex_numbers
+
+
 def make_optimizers(model, cfg, lr: float) -> list:
     """AdamW over one model's parameters; or Muon over the matrices of its layers, and AdamW over the rest.
 
     Another optimizer is another line here."""
-    matrices = []
+    matrices, experts = [], []
     if cfg.optimizer == "muon":
         matrices = [p for p in model.base_model.layers.parameters() if p.ndim == 2]
-    chosen = {id(p) for p in matrices}
+        experts = [p for p in model.base_model.layers.parameters() if p.ndim == 3]
+    chosen = {id(p) for p in matrices + experts}
     rest = [p for p in model.parameters() if id(p) not in chosen]
     betas = (cfg.adam_beta1, cfg.adam_beta2)
     optimizers = [torch.optim.AdamW(rest, lr=lr, betas=betas, eps=cfg.adam_eps, weight_decay=cfg.weight_decay)]
     if matrices:
-        muon = torch.optim.Muon(matrices, lr=lr, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw")
+        muon = Muon(matrices, lr=lr, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw")
+        if experts:
+            muon.add_param_group({"params": experts})  # at once torch takes nothing but matrices
         optimizers.append(muon)
     return optimizers
 

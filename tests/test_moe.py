@@ -13,7 +13,7 @@ from torch import nn
 import quant
 from engines import HFEngine
 from flags import UserError
-from learner import Comm, Learner
+from learner import Comm, Learner, make_optimizers
 from quant import LowBitExperts, by_expert, dequantize, experts_of, format_of, quantize
 from sync import Probe, SyncError, prove
 
@@ -184,3 +184,29 @@ def test_vllm_has_the_published_experts(tmp_path, name, vllm_engines):
     cfg = make_cfg(rollout_quant=name, learner_quant="none" if fmt is None else "aligned", quant_group=16)
     learner = Learner(moe(), None, cfg, Comm())
     check_sync(vllm_engines(folder=folder, fmt=fmt), learner, folder, fmt)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Muon
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_muon_moves_every_expert_as_a_matrix_of_its_own():
+    """As torch's own does with each of them alone, for two steps; and nothing is left out, and nothing comes twice."""
+    lm, cfg = moe(), make_cfg(optimizer="muon", weight_decay=0.01)
+    adamw, muon = make_optimizers(lm, cfg, 0.02)
+    mine = [id(p) for o in (adamw, muon) for g in o.param_groups for p in g["params"]]
+    assert sorted(mine) == sorted(id(p) for p in lm.parameters())
+    experts = lm.model.layers[1].mlp.experts
+    assert {id(experts.gate_up_proj), id(experts.down_proj)} <= {id(p) for p in muon.param_groups[1]["params"]}
+    alone = [nn.Parameter(x.detach().clone()) for p in experts.parameters() for x in p]
+    theirs = torch.optim.Muon(alone, lr=0.02, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    for seed in (1, 2):
+        (logits(lm, seed).log_softmax(-1)[..., 7] ** 2).sum().backward()
+        for p, grad in zip(alone, [x for p in experts.parameters() for x in p.grad], strict=True):
+            p.grad = grad.clone()
+        for optimizer in (adamw, muon, theirs):
+            optimizer.step()
+        lm.zero_grad()
+    got = [x for p in experts.parameters() for x in p]
+    assert all(torch.allclose(x, y, atol=1e-6) for x, y in zip(got, alone, strict=True))
