@@ -135,6 +135,8 @@ class EngineFlags:
     """Engine's precision."""
     rollout_memory: float = 0.25
     """Engine's memory: GiB of KV cache on CPU, share of the GPU on CUDA."""
+    router_replay: bool = False
+    """Mixtures of experts: the learner sends each token to the experts that the engine (--rollout=hf) chose."""
 
 
 @dataclass(frozen=True)
@@ -221,8 +223,7 @@ class ObrsFlags:
     obrs_lambda: float = 1.0
     """lambda: acceptance is min(1, p_tgt / (lambda p_inf))."""
     obrs_accept_rate: float | None = None
-    """Budget: choose lambda at each update so that this share is accepted (Z is then bracketed by the engine's
-    top-K)."""
+    """Budget: choose lambda at each update so that this share is accepted; Z is then bracketed by the top-K."""
     obrs_c1: float = 3.0
     """c1: cap of the OBRS weight."""
     obrs_c2: float | None = None
@@ -237,8 +238,7 @@ class ObrsFlags:
     obrs_target: Literal["ref", "new"] | None = None
     """Which policy the accepted tokens should follow (default ref)."""
     obrs_z: Literal["auto", "exact", "bracket", "approx"] = "auto"
-    """Z: exact (two models, target ref), bracketed by the top-K, or the text's kappa Z_approx; auto: exact where
-    possible."""
+    """Z: exact (two models, target ref), bracketed by the top-K, or the text's kappa Z_approx; auto: exact if possible."""
     kappa: Literal["auto", "exact"] = "auto"
     """Target new: the last update's kappa, or an extra forward for this update's own."""
 
@@ -317,8 +317,7 @@ class ReportFlags:
     check_agreement: bool = True
     """Stop if on the first rollouts engine and learner, with the same weights, are different policies (sync.py)."""
     advantage_error_every: int = 0
-    """Every so many updates, |mean(w A) - mean A of fresh samples of the policy| (GEPO Fig. 6c); costs a rollout;
-    0: never."""
+    """Every so many updates, |mean(w A) - mean A of fresh samples of the policy| (GEPO 6c); costs a rollout; 0: never."""
     save_every: int = 50
     """Checkpoint every so many updates; 0: only at the end."""
     keep: int = 2
@@ -578,6 +577,7 @@ def check_engine(cfg) -> None:
     need(cfg.rollout_memory > 0, f"{memory}: must be above 0")
     if cfg.rollout != "vllm":
         return
+    need(not cfg.router_replay, "--router_replay: vLLM does not say here which experts it chose; use --rollout=hf")
     need(
         importlib.util.find_spec("vllm") is not None,
         "--rollout=vllm: vLLM is not installed here; install it (make demo does), or use --rollout=hf",

@@ -15,7 +15,7 @@ import functools
 import os
 import sys
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -27,6 +27,7 @@ import quant
 from checkpoint import load_model
 from flags import UserError
 from head import Head
+from model import Routing
 from rollout import Records, Response, uniforms
 from sampling import Sampling, allowed_sets, pick, truncate
 
@@ -341,6 +342,7 @@ class HFEngine:
 
     folder_or_model  a save_pretrained folder, or a model, which is used (and quantized) in place
     batch_tokens     largest number of tokens in the key-value cache
+    record_routing   say which experts each token went to (Response.routed)
     the others       as for VLLMEngine"""
 
     def __init__(
@@ -354,6 +356,7 @@ class HFEngine:
         head_fp32: bool = False,
         fmt: quant.Format | None = None,
         vocabulary: int | None = None,
+        record_routing: bool = False,
     ):
         model = folder_or_model
         if isinstance(model, (str, os.PathLike)):
@@ -370,15 +373,18 @@ class HFEngine:
         self.raw = logprobs_mode == "raw"
         self.head_fp32 = head_fp32
         self.vocabulary = vocabulary
+        self.routing = Routing(model) if record_routing else None
+        self.routed = None  # of the tokens that were read last, (n, tokens, layers, k) int16
 
     def generate(self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int = 0):
         """As VLLMEngine.generate, in batches that fit into `batch_tokens`."""
         if not sampling.truncates:
             max_allowed = 0
         groups = []
-        for part in self._batches(prompts, seeds, sampling.max_tokens):
-            responses = self._decode(prompts[part], seeds[part], sampling, topk, stop_ids, max_allowed)
-            groups += grouped(responses, seeds[part])
+        with self.routing or nullcontext():
+            for part in self._batches(prompts, seeds, sampling.max_tokens):
+                responses = self._decode(prompts[part], seeds[part], sampling, topk, stop_ids, max_allowed)
+                groups += grouped(responses, seeds[part])
         return groups
 
     def _batches(self, prompts, seeds, max_tokens: int):
@@ -403,6 +409,7 @@ class HFEngine:
         stop = torch.tensor(stop_ids, device=self.device)
         records = Records(len(u), T, topk, self.device)
         logits, rows = self._read_prompts(prompts, [len(group) for group in seeds])
+        routed = [(rows.which, self.routed)]  # of the prompts, and then of each token behind them
         for t in range(T):
             z, gone = truncate(logits / sampling.temperature, sampling)
             logp = z.log_softmax(-1)
@@ -420,7 +427,11 @@ class HFEngine:
                 rows.shrink(going)
                 token = token[going]
             logits = self._step(token, rows)
-        return records.responses(stop_ids, max_allowed)
+            routed.append((rows.which, self.routed))
+        responses = records.responses(stop_ids, max_allowed)
+        if self.routing is not None:
+            give_routed(responses, grouped(responses, seeds), prompts, routed)
+        return responses
 
     def _read_prompts(self, prompts, group_sizes: list[int]):
         """Logits (N, V) of each response's first token, and the rows to go on with."""
@@ -466,6 +477,9 @@ class HFEngine:
         else:
             out = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **more)
             logits = out.logits[:, -1].float()
+        if self.routing is not None:
+            chosen = torch.stack(self.routing.chosen, 1)  # (n, layers, k) of all tokens
+            self.routed = chosen.reshape(*ids.shape, *chosen.shape[1:]).short().cpu().numpy()
         return logits[:, : self.vocabulary], out.past_key_values
 
     @torch.no_grad()
@@ -520,6 +534,21 @@ def grouped(responses, seeds: list[list[int]]) -> list[list[Response]]:
     return [list(islice(responses, len(group))) for group in seeds]
 
 
+def give_routed(responses, groups, prompts, routed) -> None:
+    """Hand each response the experts of the tokens that were read for it.
+
+    routed: for the prompts, padded on the left, and then for each step, the responses that it served, (n,), and the
+    experts, (prompts, P, layers, k) and (n, 1, layers, k)."""
+    (_, of_prompts), *steps = routed
+    tokens = np.full((len(responses), len(steps), *of_prompts.shape[2:]), -1, np.int16)
+    for t, (which, experts) in enumerate(steps):
+        tokens[which.cpu().numpy(), t] = experts[:, 0]
+    rows = iter(tokens)
+    for prompt, group, experts in zip(prompts, groups, of_prompts, strict=True):
+        for r in group:
+            r.routed = np.concatenate([experts[len(experts) - len(prompt) :], next(rows)[: len(r.tokens) - 1]])
+
+
 def make_engine(cfg, folder: str, max_len: int, topk: int, device: str = "cpu", vocabulary: int | None = None):
     """The engine that `--rollout` names, with the weights of `folder`.
 
@@ -533,7 +562,7 @@ def make_engine(cfg, folder: str, max_len: int, topk: int, device: str = "cpu", 
         vocabulary=vocabulary,
     )
     if cfg.rollout == "hf":
-        return HFEngine(folder, device=device, **shared)
+        return HFEngine(folder, device=device, record_routing=cfg.router_replay, **shared)
     return VLLMEngine(
         folder, max_len=max_len, max_logprobs=topk, seed=cfg.seed, memory_gib=cfg.rollout_memory, **shared
     )

@@ -28,7 +28,7 @@ from batching import Batch
 from flags import UserError, from_environment, need
 from measure import Sums
 from metrics import derive, observe
-from model import Needs, PolicyAndActor, TokenStats, needs_of_ref_pass, needs_of_update
+from model import Needs, PolicyAndActor, TokenStats, check_replay, needs_of_ref_pass, needs_of_update
 from sampling import Sampling
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -215,9 +215,13 @@ class Learner:
         self.rollout_format = quant.format_of(cfg.rollout_quant, cfg.quant_group)
         own = cfg.rollout_quant if cfg.learner_quant == "aligned" else cfg.learner_quant
         own_format = quant.format_of(own, cfg.quant_group)
-        quant.align(policy if actor is None else actor, own_format)  # the model that samples
+        sampler = policy if actor is None else actor
+        quant.align(sampler, own_format)
+        if cfg.router_replay:
+            check_replay(sampler)
         autocast = torch.bfloat16 if cfg.dtype == "bfloat16" else None
-        self.models = PolicyAndActor(policy, actor, autocast, cfg.lm_head_fp32, vocabulary).to(self.device)
+        models = PolicyAndActor(policy, actor, autocast, cfg.lm_head_fp32, vocabulary, cfg.router_replay)
+        self.models = models.to(self.device)
         self.models.eval()  # dropout stays off: scoring and training see one distribution
         self.wrapped = self._wrap()
         self.optimizers = {n: make_optimizers(getattr(self.models, n), cfg, self.lr[n]) for n in self.names}
@@ -268,6 +272,7 @@ class Learner:
                 if name not in out:
                     out[name] = x.new_zeros((len(batch), batch.tokens.shape[1]) + x.shape[2:])
                 out[name][rows, : x.shape[1]] = x
+        self.models.end_replay()
         if self.sharded:
             self.wrapped.reshard()  # no backward will do it: leave the shards as the owners
         return TokenStats(**{name: x.cpu() for name, x in out.items()})
@@ -351,6 +356,7 @@ class Learner:
                 total += loss.detach().double()
                 with torch.no_grad():
                     observe(sums, new.detach(), objectives.with_ref(new, micro), stats, logs, cfg)
+        self.models.end_replay()
         logged = derive(sums.reduce(self.comm))
         return logged | {"loss": self.comm.sum([total])[0]}
 

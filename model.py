@@ -7,6 +7,7 @@ layers may be replaced in place: `PolicyAndActor.policy` is an ordinary transfor
 
     Needs          what a forward has to yield
     TokenStats     what it yielded: one tensor a statistic
+    Routing        whom the routers of a mixture of experts choose
     OneModelRows   the statistics of one model's logits, chunk by chunk, and their gradient
     TwoModelRows   the same of policy and actor together
 
@@ -16,6 +17,7 @@ A new statistic is a field of TokenStats and a line in the `outputs` and the `__
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from dataclasses import dataclass, fields
 
@@ -23,7 +25,9 @@ import torch
 from torch import nn
 
 import corrections
+import quant
 from batching import Batch
+from flags import need
 from head import CUT, ChunkedHead, Head, chunk_rows
 from sampling import cut
 
@@ -47,6 +51,7 @@ class TokenStats:
     top_ids: torch.Tensor | None = None  # (B, T, K) the policy's own top-K
     top_logp: torch.Tensor | None = None  # (B, T, K)
     top_actor_logp: torch.Tensor | None = None  # (B, T, K) the actor's log-probabilities there
+    routed_alike: torch.Tensor | None = None  # (B, T)    share of layers whose router chose as the engine's did
 
     def known(self) -> dict[str, torch.Tensor]:
         """The statistics that were asked for."""
@@ -81,7 +86,7 @@ class PolicyAndActor(nn.Module):
     wrappers expect. With `share` a prompt is read once for all its responses in the batch, not once for each.
 
     vocabulary: how many token ids there are. Rows of an embedding beyond it, which some models have, are never
-    scored; None: it has none."""
+    scored; None: it has none. replay: the model that samples routes its tokens as batch.routed says."""
 
     def __init__(
         self,
@@ -90,25 +95,35 @@ class PolicyAndActor(nn.Module):
         autocast: torch.dtype | None = None,
         head_fp32: bool = False,
         vocabulary: int | None = None,
+        replay: bool = False,
     ):
         super().__init__()
         self.policy, self.actor = policy, actor
         self.autocast, self.head_fp32 = autocast, head_fp32
         self.vocabulary = vocabulary
+        self.routing = Routing(policy if actor is None else actor).__enter__() if replay else None
 
     @property
     def can_share(self) -> bool:
-        """Whether the models see nothing but keys and values of a prompt: full attention in every layer."""
+        """Whether the models see nothing but keys and values of a prompt: full attention in every layer, and no routing
+        that is replayed token by token."""
+        if self.routing is not None:
+            return False
         models = [m for m in (self.policy, self.actor) if m is not None]
         return all(has_full_attention(m.config) for m in models)
 
     def forward(self, batch: Batch, needs: Needs, share: bool = False) -> dict[str, torch.Tensor]:
         B, T = batch.tokens.shape
         at = batch.exists.flatten().nonzero()[:, 0]  # (N,) places in (B, T) that are tokens
+        replays = self.routing is not None and batch.routed is not None
+        if replays:
+            self.routing.given = batch.routed[:, :-1].flatten(0, 1)
         if needs.own_head:
             outs, names = self._own_head(batch, at)
         else:
             outs, names = self._statistics(batch, at, needs, share)
+        if replays:
+            outs, names = [*outs, self.routing.alike()[places(batch, at)]], [*names, "routed_alike"]
         where = (at // T, at % T)
         return {
             name: x.new_zeros((B, T) + x.shape[1:]).index_put(where, x) for name, x in zip(names, outs, strict=True)
@@ -150,6 +165,11 @@ class PolicyAndActor(nn.Module):
                 logits = lm(input_ids=batch.ids[:, :-1], use_cache=False).logits[..., : self.vocabulary]
                 outs[name] = logits.flatten(0, 1)[place].float().log_softmax(-1).gather(1, target)[:, 0]
         return list(outs.values()), list(outs)
+
+    def end_replay(self) -> None:
+        """Behind the backward pass: from here on routers choose for themselves again."""
+        if self.routing is not None:
+            self.routing.given = None
 
 
 def has_full_attention(config) -> bool:
@@ -195,6 +215,87 @@ def read_shared(model, batch, at):
         position_ids=batch.prompt_len[:, None] + place[:n],
     ).last_hidden_state
     return torch.cat([last[group][:, None], rest], 1)[:, :T].flatten(0, 1)[at]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mixtures of experts: whom the routers choose
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Routing:
+    """The experts that a model's routers choose, while this is entered; or those that they are given (--router_replay).
+
+    A token's experts are then the engine's, and their weights stay the model's own, so that its router learns:
+
+        w_e = p_e / sum of p over the chosen experts,  p = softmax(router logits)
+
+    undivided where the model does not divide. Source: R3, arXiv 2510.11370."""
+
+    def __init__(self, model):
+        self.routers = routers_of(model)
+        self.given: torch.Tensor | None = None  # (n, layers, k), of the tokens as they are read; -1: not known
+        self.chosen: list[torch.Tensor | None] = [None] * len(self.routers)  # by layer (n, k): the model's own choice
+        self.hooks = []
+
+    def __enter__(self) -> Routing:
+        for layer, router in enumerate(self.routers):
+            self.hooks.append(router.register_forward_hook(functools.partial(self._route, layer)))
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _route(self, layer: int, router, inputs, output):
+        """A hook behind a router's forward."""
+        logits, weights, own = output
+        self.chosen[layer] = own
+        if self.given is None:
+            return output
+        given = self.given[:, layer].to(own.dtype)
+        experts = torch.where(given >= 0, given, own)
+        return logits, expert_weights(router, logits, experts).to(weights.dtype), experts
+
+    def alike(self):
+        """(n,): share of layers whose router itself chose the very experts that were given."""
+        given = self.given.sort(-1).values  # in any order
+        own = torch.stack(self.chosen, 1).sort(-1).values
+        return (own == given).all(-1).float().mean(-1)
+
+
+def expert_weights(router, logits, experts):
+    """Weights (n, k) of these experts (n, k) from a router's logits (n, E), float32."""
+    p = logits.softmax(-1, dtype=torch.float32).gather(1, experts)
+    return p / p.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else p
+
+
+def routers_of(model) -> list[nn.Module]:
+    """The routers of a mixture of experts, in the order of its layers: hidden states -> (logits, weights, experts)."""
+    found = []
+    for name in quant.experts_of(model):
+        block = model.get_submodule(name.rpartition(".")[0])
+        found += [router for kind, router in block.named_children() if kind in ("gate", "router")]
+    return found
+
+
+def routing_of(folder: str) -> tuple[int, int, int]:
+    """(layers with experts, experts of a token, experts) of a model folder."""
+    routers = routers_of(quant.empty_model(folder))
+    return (len(routers), routers[0].top_k, len(routers[0].weight)) if routers else (0, 0, 0)
+
+
+@torch.no_grad()
+def check_replay(model) -> None:
+    """UserError: --router_replay cannot tell this model's tokens where to go, or would weigh them in another way."""
+    routers = routers_of(model)
+    need(routers, f"--router_replay: a model of the family {model.config.model_type} has no experts; leave it out")
+    for router in routers:
+        logits, weights, experts = router(router.weight[:4])
+        need(
+            torch.allclose(expert_weights(router, logits, experts), weights.float(), atol=1e-3),
+            f"--router_replay: models of the family {model.config.model_type} weigh their experts in a way that is not "
+            "known here; leave it out",
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -50,6 +50,8 @@ class Response:
     # None where they were not recorded, or where the whole vocabulary was allowed.
     allowed_offsets: np.ndarray | None = None  # int64 [L + 1]
     allowed_ids: np.ndarray | None = None  # int32
+    # The experts that the engine chose for each token that it read: of the prompt, and of all here but the last.
+    routed: np.ndarray | None = None  # int16 [P + L - 1, layers, k]
     reward: float = 0.0
 
 

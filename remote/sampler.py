@@ -502,7 +502,7 @@ def configure(run: dict, flags: SamplerFlags) -> Config:
             f"--rollout_quant={own_quant}: the learner publishes {learner_quant} (its --sync_dtype=quantized); "
             "use that, or let it publish float32"
         )
-    return replace(
+    cfg = replace(
         cfg,
         task=flags.task or "arith",
         rollout=flags.rollout,
@@ -510,6 +510,8 @@ def configure(run: dict, flags: SamplerFlags) -> Config:
         rollout_quant=own_quant,
         rollout_memory=flags.rollout_memory,
     )
+    check_engine(cfg)
+    return cfg
 
 
 def check_task(path: str, learners: str, digest: str) -> None:

@@ -33,6 +33,7 @@ from pathlib import Path
 
 from checkpoint import write_tensors
 from flags import need
+from model import routing_of
 from remote import wire
 from remote.account import Account, Arrived, retain_weights, split
 from remote.files import FilesHub
@@ -60,6 +61,7 @@ SHARED = (
     "quant_group",
     "logprobs_mode",
     "lm_head_fp32",
+    "router_replay",
 )
 
 
@@ -87,6 +89,7 @@ def open_remote_source(cfg, run, model: str, topk: int, max_allowed: int, comm) 
         vocab=run.vocabulary,
         topk=topk,
         max_allowed=max_allowed,
+        routed=routing_of(getattr(run, model)) if cfg.router_replay else (0, 0, 0),
     )
     log = open_log(cfg.out, comm.rank)
     if cfg.samplers == "files":

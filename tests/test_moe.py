@@ -2,19 +2,28 @@
 others; the router stays as it is; and the learner routes each token as the engine did."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 import torch
-from conftest import make_cfg
+from conftest import make_cfg, make_groups
 from standins import model, save, tokenizer
 from torch import nn
 
+import batching
+import checkpoint
 import quant
+import run
+import train
 from engines import HFEngine
 from flags import UserError
 from learner import Comm, Learner, make_optimizers
+from model import Needs
 from quant import LowBitExperts, by_expert, dequantize, experts_of, format_of, quantize
+from remote.groups import Limits, decode_group, encode_group
+from remote.wire import WireError
+from sampling import Sampling
 from sync import Probe, SyncError, prove
 
 IDS = len(tokenizer())
@@ -203,10 +212,162 @@ def test_muon_moves_every_expert_as_a_matrix_of_its_own():
     theirs = torch.optim.Muon(alone, lr=0.02, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
     for seed in (1, 2):
         (logits(lm, seed).log_softmax(-1)[..., 7] ** 2).sum().backward()
-        for p, grad in zip(alone, [x for p in experts.parameters() for x in p.grad], strict=True):
-            p.grad = grad.clone()
+        gradients = [x for p in experts.parameters() for x in p.grad]
+        for matrix, gradient in zip(alone, gradients, strict=True):
+            matrix.grad = gradient.clone()
         for optimizer in (adamw, muon, theirs):
             optimizer.step()
         lm.zero_grad()
     got = [x for p in experts.parameters() for x in p]
     assert all(torch.allclose(x, y, atol=1e-6) for x, y in zip(got, alone, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Routing replay
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def sampled(lm):
+    """Two groups of the torch engine, of prompts of two lengths, that say which experts each token went to."""
+    engine = HFEngine(lm, record_routing=True)
+    groups = make_groups(2, G=3, vocab=IDS, prompt=(3, 9))
+    prompts = [g.prompt_ids for g in groups]
+    assert len(prompts[0]) != len(prompts[1])
+    seeds, stop = [[1, 2, 3], [4, 5, 6]], list(range(0, IDS, 7))  # they end at different times
+    drawn = engine.generate(prompts, seeds, Sampling(max_tokens=12), 3, stop)
+    for group, responses in zip(groups, drawn, strict=True):
+        group.responses = responses
+    return groups
+
+
+def chosen_by(lm, ids):
+    """The experts of each token by transformers' own account of its routers' logits: (tokens, layers, k)."""
+    with torch.no_grad():
+        by_layer = lm(input_ids=torch.from_numpy(ids.astype(np.int64))[None], output_router_logits=True).router_logits
+    return torch.stack([x.topk(lm.config.num_experts_per_tok, -1).indices for x in by_layer], 1).numpy()
+
+
+def same_experts(a, b) -> bool:
+    return np.array_equal(np.sort(a, -1), np.sort(b, -1))
+
+
+def test_the_engine_says_which_experts_each_token_went_to():
+    lm = moe()
+    groups = sampled(lm)
+    assert len({len(r.tokens) for g in groups for r in g.responses}) > 2
+    for g in groups:
+        for r in g.responses:
+            read = np.concatenate([g.prompt_ids, r.tokens])[:-1]  # the last token is sampled, and not read
+            assert r.routed.dtype == np.int16
+            assert same_experts(r.routed, chosen_by(lm, read))
+
+
+def replaying(lm, **changes) -> Learner:
+    sizes = dict(group_size=3, train_batch=6, rollout_batch=6)
+    return Learner(lm, None, make_cfg(objective="tis", router_replay=True, **sizes, **changes), Comm())
+
+
+def test_one_router_replayed_is_itself():
+    groups = sampled(moe())
+    learner, plain = replaying(moe()), Learner(moe(), None, make_cfg(objective="tis"), Comm())
+    a = learner.score(batching.collate(groups, learner.cfg), Needs(entropy=True))
+    b = plain.score(batching.collate(groups, plain.cfg), Needs(entropy=True))
+    assert torch.allclose(a.logp, b.logp, atol=1e-5)
+    assert b.routed_alike is None
+    there = batching.collate(groups, learner.cfg).exists
+    assert float(a.routed_alike[there].min()) == 1
+    assert not learner.models.routing.given  # nothing stays behind
+
+
+def test_a_token_goes_where_it_is_sent():
+    """One expert a token, so of weight 1: sent to expert e everywhere, a model is one whose experts are all e."""
+    lm, same, e = moe(num_experts_per_tok=1), moe(num_experts_per_tok=1), 5
+    with torch.no_grad():
+        for p in (p for m in experts_of(same).values() for p in m.parameters()):
+            p.copy_(p[e].expand_as(p))
+    groups = sampled(lm)
+    own = [r.routed.copy() for g in groups for r in g.responses]
+    for r in (r for g in groups for r in g.responses):
+        r.routed = np.full_like(r.routed, e)
+    learner = replaying(lm)
+    batch = batching.collate(groups, learner.cfg)
+    got = learner.score(batch, Needs())
+    want = Learner(same, None, make_cfg(objective="tis"), Comm()).score(batch, Needs())
+    assert torch.allclose(got.logp, want.logp, atol=1e-5)
+    assert not torch.allclose(got.logp, Learner(lm, None, make_cfg(objective="tis"), Comm()).score(batch, Needs()).logp)
+    # agreement of the first layer, whose routers see the same: the share that chose e by itself
+    starts = [len(g.prompt_ids) - 1 for g in groups for _ in g.responses]
+    for row, (routed, start) in enumerate(zip(own, starts, strict=True)):
+        first = (routed[start:, 0, 0] == e).astype(np.float32)
+        alike = got.routed_alike[row, : len(first)].numpy()
+        assert (alike >= first / 2).all() and (alike <= (1 + first) / 2).all()
+
+
+def test_the_router_learns_through_the_weights_of_its_experts():
+    """By finite differences: the experts stay, their weights follow the router."""
+    lm = moe()
+    learner = replaying(lm)
+    batch = batching.collate(sampled(moe(1)), learner.cfg)
+    weight, g = lm.model.layers[0].mlp.gate.weight, torch.Generator().manual_seed(0)
+    direction = torch.randn(weight.shape, generator=g)
+    learner.models(batch, Needs())["logp"].double().sum().backward()
+    slope = float((weight.grad * direction).sum())
+    sums = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            weight += sign * 1e-3 * direction
+            sums.append(float(learner.score(batch, Needs()).logp.double().sum()))
+            weight -= sign * 1e-3 * direction
+    assert slope == pytest.approx((sums[0] - sums[1]) / 2e-3, rel=0.02)
+    assert abs(slope) > 1e-2
+
+
+def test_experts_pass_the_wire_and_a_checkpoint():
+    groups = sampled(moe())
+    limits = Limits(3, 12, 9, IDS, 3, 0, routed=(2, 2, 8))
+    again = decode_group(encode_group(groups[0]), limits)
+    (kept,) = checkpoint.unpack(checkpoint.pack(groups[1:]))
+    for a, b in zip(groups[0].responses + groups[1].responses, again.responses + kept.responses, strict=True):
+        assert np.array_equal(a.routed, b.routed) and np.array_equal(a.tokens, b.tokens)
+    bad = (((0, 0, 0), "arrays"), ((3, 2, 8), "experts of shape"), ((2, 2, 3), "experts that the model has not"))
+    for wrong, words in bad:
+        with pytest.raises(WireError, match=words):
+            decode_group(encode_group(groups[0]), dataclasses.replace(limits, routed=wrong))
+
+
+def test_what_cannot_be_replayed_is_refused():
+    with pytest.raises(UserError, match="--router_replay: a model of the family qwen3 has no experts; leave it out"):
+        replaying(model("qwen3"))
+    with pytest.raises(UserError, match="--router_replay: vLLM does not say here which experts it chose"):
+        make_cfg(router_replay=True, rollout="vllm")
+    groups = sampled(moe())
+    groups[0].responses[1].routed = None
+    with pytest.raises(UserError, match="--router_replay: group .* does not say which experts its tokens went to"):
+        batching.collate(groups, replaying(moe()).cfg)
+
+
+def test_a_run_replays_what_the_low_bit_engine_chose(tmp_path):
+    """The whole loop, in two updates: without alignment the learner's own router would often choose otherwise."""
+    save(moe(), tmp_path / "moe")
+    rows = [{"problem": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(8)]
+    (tmp_path / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    logged = {}
+    for name in ("none", "aligned"):
+        cfg = make_cfg(
+            objective="tis",
+            model=str(tmp_path / "moe"),
+            task=str(tmp_path / "task.jsonl"),
+            out=str(tmp_path / name),
+            router_replay=True,
+            rollout_quant="w4a16",
+            quant_group=16,
+            learner_quant=name,
+            steps=1,
+            max_tokens=8,
+            check_agreement=False,
+        )
+        train.train(cfg)
+        logged[name] = run.read_metrics(cfg.out)[-1]
+    assert logged["aligned"]["router/agreement"] == 1
+    assert logged["none"]["router/agreement"] < 1
+    assert logged["aligned"]["rollout_corr/mean_mismatch"] < 1e-4 < logged["none"]["rollout_corr/mean_mismatch"]
