@@ -238,7 +238,7 @@ class ObrsFlags:
     obrs_target: Literal["ref", "new"] | None = None
     """Which policy the accepted tokens should follow (default ref)."""
     obrs_z: Literal["auto", "exact", "bracket", "approx"] = "auto"
-    """Z: exact (two models, target ref), bracketed by the top-K, or the text's kappa Z_approx; auto: exact if possible."""
+    """Z: exact (two models, target ref), bracketed by the top-K, or the text's kappa Z_approx; auto: exact if it can"""
     kappa: Literal["auto", "exact"] = "auto"
     """Target new: the last update's kappa, or an extra forward for this update's own."""
 
@@ -317,7 +317,7 @@ class ReportFlags:
     check_agreement: bool = True
     """Stop if on the first rollouts engine and learner, with the same weights, are different policies (sync.py)."""
     advantage_error_every: int = 0
-    """Every so many updates, |mean(w A) - mean A of fresh samples of the policy| (GEPO 6c); costs a rollout; 0: never."""
+    """Every so many updates, |mean(w A) - mean A of fresh samples of the policy| (GEPO 6c); costly; 0: never."""
     save_every: int = 50
     """Checkpoint every so many updates; 0: only at the end."""
     keep: int = 2

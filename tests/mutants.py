@@ -40,7 +40,7 @@ TESTS = {
     "obrs.py": MATHS,
     "batching.py": ["test_rollout.py", *LEARNER],
     "head.py": ["test_head.py", "test_models.py"],
-    "model.py": ["test_head.py", "test_models.py", "test_sampling.py", "test_config.py", *LEARNER],
+    "model.py": ["test_head.py", "test_models.py", "test_moe.py", "test_sampling.py", "test_config.py", *LEARNER],
     "learner.py": [
         "test_learner.py",
         "test_collapse.py",
@@ -50,7 +50,7 @@ TESTS = {
         "test_quant.py",
     ],
     "sync.py": ["test_sync.py"],
-    "quant.py": ["test_quant.py"],
+    "quant.py": ["test_quant.py", "test_moe.py"],
     "sampling.py": ["test_sampling.py", "test_rollout.py", "-k", "not vllm"],
     "engines.py": ["test_rollout.py", "test_sampling.py", "test_tasks.py", "-k", "not vllm"],
     "rollout.py": ["test_rollout.py", "test_sampling.py", "test_run.py", "test_delay.py", "-k", "not killed"],
@@ -294,6 +294,9 @@ MUTANTS = {
         ('wider = cfg.obrs_z == "approx" or', "wider ="),
         ("gone[row, ids[first:last]] = False", "gone[row, ids[: last - first]] = False"),
         ("[..., : self.vocabulary]\n", "\n"),
+        ("experts = torch.where(given >= 0, given, own)", "experts = own"),
+        ("given = self.given.sort(-1).values", "given = self.given"),
+        ('return p / p.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else p', "return p"),
     ],
     "head.py": [
         (
@@ -368,7 +371,10 @@ MUTANTS = {
     "quant.py": [
         ("s = torch.where(amax > 0, amax / qmax, 1.0)", "s = amax / qmax"),
         ("q = q.round_()  # the", "q = q  # the"),
-        ("x = x.float().reshape(M, -1, group or K)", "x = x.float().reshape(M, -1, K)"),
+        ("x = x.float().reshape(*rows, -1, group or K)", "x = x.float().reshape(*rows, -1, K)"),
+        ("(y * top_k_weights[token, k, None])", "(y * top_k_weights[token, 0, None])"),
+        ('if name.rpartition(".")[2] not in ROUTERS}', "}"),
+        ("version = (weight._version, weight.data_ptr())", "version = (0, 0)"),
         ("dx = g @ dequantize(qw, sw).to(g.dtype)", "dx = g @ qw.to(g.dtype)"),
         ("x = qx if sx is None else dequantize(qx, sx).to(g.dtype)", "x = qx.to(g.dtype)"),
         ("if self.cached_version != version or not self.cache_quantized:", "if self.cached is None:"),

@@ -28,7 +28,12 @@ FAMILIES = {
     "cohere": dict(logit_scale=0.4),
     "phi": dict(tie_word_embeddings=False),
     "qwen3_moe": dict(
-        tie_word_embeddings=False, head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16
+        tie_word_embeddings=False,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        norm_topk_prob=True,
     ),
 }
 COMMON = dict(

@@ -218,6 +218,7 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --delay=constant --sampler_rate=0.5 --window_seconds=0.9 --step_seconds=1 | --window_seconds=0.9: at ... dropped before
 --delay=constant --samplers=files --sync_path=x | --delay=constant simulates samplers ... give --delay to each
 --max_staleness=8 | --max_staleness=8 --sync_every=1: there are no ... name a distribution with --delay, or a
+--rollout=vllm --router_replay | --router_replay: vLLM does not say here which experts it chose; use --rollout=hf
 --samplers=files | --samplers=files: name the folder with --sync_path
 --samplers=zmq --bind=5555 | --bind=5555: not an address; write tcp://HOST:PORT
 --samplers=zmq --bind=http://127.0.0.1:5555 | --bind=http://127.0.0.1:5555: not an address; write tcp://HOST:PORT
@@ -851,6 +852,12 @@ RECORDS=records_none | No such file or directory; name a path that is there
         "results/spin.py",
         r"""
 --jobs=1 | --jobs=1: results/spin.py takes no flags; leave them out
+        """,
+    ),
+    *rows(
+        "results/moe.py",
+        r"""
+x | x: results/moe.py takes no flags; leave them out
         """,
     ),
     *rows(

@@ -121,15 +121,6 @@ def test_the_names_are_those_of_the_hub(tmp_path):
     assert scales["model.layers.0.mlp.experts.1.up_proj.weight_scale"].tolist() == [[9.0], [10.0], [11.0]]
 
 
-def test_experts_of_another_kind_are_refused():
-    """GPT-OSS keeps its experts' matrices the other way round, and adds biases to them."""
-    other = model("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=32)
-    with pytest.raises(
-        UserError, match="--rollout_quant, --learner_quant: .*experts.* in a way that is not known here"
-    ):
-        quant.align(other, format_of("int8"))
-
-
 def test_vllm_without_a_kernel_for_experts_is_refused(tmp_path):
     folder = save(moe(), tmp_path)
     cfg = dataclasses.replace(make_cfg(rollout_quant="int8"), rollout="vllm")
@@ -267,9 +258,12 @@ def replaying(lm, **changes) -> Learner:
     return Learner(lm, None, make_cfg(objective="tis", router_replay=True, **sizes, **changes), Comm())
 
 
-def test_one_router_replayed_is_itself():
-    groups = sampled(moe())
-    learner, plain = replaying(moe()), Learner(moe(), None, make_cfg(objective="tis"), Comm())
+@pytest.mark.parametrize("divided", [True, False])
+def test_one_router_replayed_is_itself(divided):
+    """Whether or not the model divides the weights of a token's experts by their sum."""
+    lm = moe(norm_topk_prob=divided)
+    groups = sampled(lm)
+    learner, plain = replaying(moe(norm_topk_prob=divided)), Learner(lm, None, make_cfg(objective="tis"), Comm())
     a = learner.score(batching.collate(groups, learner.cfg), Needs(entropy=True))
     b = plain.score(batching.collate(groups, plain.cfg), Needs(entropy=True))
     assert torch.allclose(a.logp, b.logp, atol=1e-5)
@@ -284,7 +278,7 @@ def test_a_token_goes_where_it_is_sent():
     lm, same, e = moe(num_experts_per_tok=1), moe(num_experts_per_tok=1), 5
     with torch.no_grad():
         for p in (p for m in experts_of(same).values() for p in m.parameters()):
-            p.copy_(p[e].expand_as(p))
+            p.copy_(p[e].clone().expand_as(p))
     groups = sampled(lm)
     own = [r.routed.copy() for g in groups for r in g.responses]
     for r in (r for g in groups for r in g.responses):
