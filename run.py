@@ -78,7 +78,12 @@ class Run:
         return tuple(load_model(folder) if folder else None for folder in folders.values())
 
     def probe(self) -> Probe:
-        """The probe of sync.py: fixed pseudo-random sequences, about 0.4 % of the tokens of a rollout batch.
+        """The probe of sync.py."""
+        fmt = quant.format_of(self.cfg.rollout_quant, self.cfg.quant_group)
+        return Probe(self.actor or self.policy, self.probe_ids(), fmt, vocabulary=self.vocabulary)
+
+    def probe_ids(self) -> np.ndarray:
+        """Its fixed pseudo-random sequences (R, L): about 0.4 % of the tokens of a rollout batch.
 
         The proof reads them up to eight times, an update reads its own tokens three times over (forward, and a backward
         of twice that): by this count 1 %, and more below 144,000 tokens, as four sequences are the least. They fill
@@ -86,9 +91,7 @@ class Run:
         length = min(144, self.context - 1)
         tokens = min(2048, max(128, self.cfg.rollout_batch * self.cfg.max_tokens // 250), 2**26 // self.vocabulary)
         rows = max(4, tokens // length)
-        ids = (uniforms(rows * length, "probe") * self.vocabulary).astype(np.int64).reshape(rows, length)
-        fmt = quant.format_of(self.cfg.rollout_quant, self.cfg.quant_group)
-        return Probe(self.actor or self.policy, ids, fmt, vocabulary=self.vocabulary)
+        return (uniforms(rows * length, "probe") * self.vocabulary).astype(np.int64).reshape(rows, length)
 
     def learner_check(self) -> LearnerCheck:
         """Whether the published weights are the learner's own (sync.py)."""

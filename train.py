@@ -97,8 +97,8 @@ class Training:
         self.run = open_run(cfg, self.comm)  # task, tokenizer, model folders, newest checkpoint
         self.source = open_source(cfg, self.run, self.comm)
         self.learner = Learner(*self.run.load_models(), cfg, self.comm, self.run.vocabulary)
+        self.learner.check_heads(self.run.probe_ids())
         self.check_published = self.run.learner_check()
-        self.learner.check_heads(self.check_published.probe.ids)
         self.to_check = expects_agreement(cfg)
         self.updates_per_rollout = cfg.rollout_batch // cfg.train_batch
         self.groups_per_update = cfg.train_batch // (cfg.group_size * self.comm.size)

@@ -313,6 +313,7 @@ class Measurement:
         need(sizes[0] == sizes[1], f"--stale={own.stale}: a vocabulary of {sizes[1]}; the policy's has {sizes[0]}")
         self.sampler = open_source(lead, late, self.comm)
         self.learner = self.scorer = Learner(*run.load_models(), plain, self.comm, run.vocabulary)
+        self.learner.check_heads(run.probe_ids())
         if not self.learner.sharded:  # one for the policy alone, in float32; shards have their wrapper already
             alone = replace(plain, dtype="float32")
             self.scorer = Learner(self.learner.models.policy, None, alone, self.comm, run.vocabulary)

@@ -362,6 +362,11 @@ def test_a_run_replays_what_the_low_bit_engine_chose(tmp_path):
         )
         train.train(cfg)
         logged[name] = run.read_metrics(cfg.out)[-1]
+        saved, start = (
+            checkpoint.load_model(f) for f in (tmp_path / name / "checkpoints/step_000001/policy", cfg.model)
+        )
+        moved = saved.model.layers[0].mlp.experts.down_proj - start.model.layers[0].mlp.experts.down_proj
+        assert 0 < float(moved.abs().max()) < 1e-2  # whole, under names that transformers reads
     assert logged["aligned"]["router/agreement"] == 1
     assert logged["none"]["router/agreement"] < 1
     assert logged["aligned"]["rollout_corr/mean_mismatch"] < 1e-4 < logged["none"]["rollout_corr/mean_mismatch"]
