@@ -342,7 +342,6 @@ class HFEngine:
 
     folder_or_model  a save_pretrained folder, or a model, which is used (and quantized) in place
     batch_tokens     largest number of tokens in the key-value cache
-    record_routing   say which experts each token went to (Response.routed)
     the others       as for VLLMEngine"""
 
     def __init__(
@@ -356,7 +355,6 @@ class HFEngine:
         head_fp32: bool = False,
         fmt: quant.Format | None = None,
         vocabulary: int | None = None,
-        record_routing: bool = False,
     ):
         model = folder_or_model
         if isinstance(model, (str, os.PathLike)):
@@ -373,8 +371,13 @@ class HFEngine:
         self.raw = logprobs_mode == "raw"
         self.head_fp32 = head_fp32
         self.vocabulary = vocabulary
-        self.routing = Routing(model) if record_routing else None
-        self.routed = None  # of the tokens that were read last, (n, tokens, layers, k) int16
+        self.routing: Routing | None = None
+        self.routed = None  # experts of the tokens that were read last, (n, tokens, layers, k) int16
+
+    def record_routing(self) -> HFEngine:
+        """Say of what is sampled from here on which experts each token went to (Response.routed)."""
+        self.routing = Routing(self.model)
+        return self
 
     def generate(self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int = 0):
         """As VLLMEngine.generate, in batches that fit into `batch_tokens`."""
@@ -562,7 +565,8 @@ def make_engine(cfg, folder: str, max_len: int, topk: int, device: str = "cpu", 
         vocabulary=vocabulary,
     )
     if cfg.rollout == "hf":
-        return HFEngine(folder, device=device, record_routing=cfg.router_replay, **shared)
+        engine = HFEngine(folder, device=device, **shared)
+        return engine.record_routing() if cfg.router_replay else engine
     return VLLMEngine(
         folder, max_len=max_len, max_logprobs=topk, seed=cfg.seed, memory_gib=cfg.rollout_memory, **shared
     )

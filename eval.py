@@ -89,14 +89,14 @@ def sampler_of(learner, name: str, cfg) -> HFEngine:
     """A sampler in plain torch of the learner's policy or actor as it is now.
 
     Under FSDP it has a whole copy of the weights, because shards cannot decode; aligned where the learner's is."""
-    model, replay = getattr(learner.models, name), cfg.router_replay
+    model = getattr(learner.models, name)
     if not (learner.comm.on and cfg.parallel == "fsdp"):
-        return HFEngine(model, device=learner.device, vocabulary=learner.models.vocabulary, record_routing=replay)
+        return HFEngine(model, device=learner.device, vocabulary=learner.models.vocabulary)
     from transformers import AutoModelForCausalLM
 
     whole = AutoModelForCausalLM.from_config(copy.deepcopy(model.config))
     quant.align(whole, next((m.format for m in model.modules() if isinstance(m, quant.LowBitLinear)), None))
-    engine = HFEngine(whole, device=learner.device, vocabulary=learner.models.vocabulary, record_routing=replay)
+    engine = HFEngine(whole, device=learner.device, vocabulary=learner.models.vocabulary)
     engine.load(learner.named_tensors(name))
     return engine
 

@@ -532,7 +532,7 @@ class Chooser:
 def on_policy_config(cfg: config.Config) -> config.Config:
     """What g is the gradient of: the objective without a correction, a trust region or anything dropped."""
     dropped = dict(reject="none", reject_of="all", veto=0.0, positive_only=False, loss_denominator="proposed")
-    bounds = dict(is_cap=None, is_floor=0.0, rs_low=None, rs_high=None, cppo_beta=0.0)
+    bounds = dict(is_cap=None, is_floor=0.0, rs_low=None, rs_high=None, cppo_beta=0.0, router_replay=False)
     return replace(cfg, correction="none", surrogate="reinforce", ratio_base="ref", **dropped, **bounds)
 
 

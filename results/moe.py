@@ -51,7 +51,7 @@ def sampled(model, engine: str) -> list[Rollout]:
     """Groups that this engine samples, with the experts of every token."""
     dtype = engine if engine == "bfloat16" else "float32"
     fmt = None if engine in ("float32", "bfloat16") else format_of(engine, 64)
-    sampler = HFEngine(copy.deepcopy(model).to(getattr(torch, dtype)), dtype=dtype, fmt=fmt, record_routing=True)
+    sampler = HFEngine(copy.deepcopy(model).to(getattr(torch, dtype)), dtype=dtype, fmt=fmt).record_routing()
     ids = (uniforms(GROUPS * PROMPT, "moe") * VOCABULARY).astype(np.int32).reshape(GROUPS, PROMPT)
     seeds = [[g * G + i for i in range(G)] for g in range(GROUPS)]
     drawn = sampler.generate(list(ids), seeds, Sampling(max_tokens=TOKENS), 1, [])

@@ -83,17 +83,28 @@ def test_the_torch_engine_samples_from_the_model_itself(family, head_fp32):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_family_that_does_more_to_its_logits_is_refused():
+MAMBA = dict(mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8)
+
+
+def test_a_family_that_does_more_to_its_logits_is_refused(tmp_path):
     """Falcon-H1 multiplies them by a number of its own; the same model without it is taken."""
     ids = np.arange(40).reshape(2, 20)
-    small = dict(
-        mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8
-    )
-    other = model("falcon_h1", lm_head_multiplier=0.5, **small)
+    other = model("falcon_h1", lm_head_multiplier=0.5, **MAMBA)
     for policy, actor, flag in ((other, None, "--model"), (model("qwen3"), other, "--actor")):
         with pytest.raises(UserError, match=f"{flag}: models of the family falcon_h1 do more to their logits"):
             learner_of(policy, actor).check_heads(ids)
-    learner_of(model("falcon_h1", lm_head_multiplier=1.0, **small)).check_heads(ids)
+    learner_of(model("falcon_h1", lm_head_multiplier=1.0, **MAMBA)).check_heads(ids)
+    with pytest.raises(UserError, match="--model: models of the family falcon_h1 do more to their logits"):
+        train.train(make_cfg(objective="tis", **folder_and_task(other, tmp_path)))
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def folder_and_task(lm, tmp_path) -> dict:
+    """Flags of a run of this model on sums, as a file."""
+    rows = [{"problem": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(8)]
+    (tmp_path / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = save(lm, tmp_path / "policy")
+    return dict(model=folder, task=str(tmp_path / "task.jsonl"), out=str(tmp_path / "run"), steps=1, max_tokens=6)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -168,25 +179,10 @@ def test_vllm_leaves_padding_out(tmp_path, vllm_engines):
 
 def test_a_run_with_the_paddings_of_qwen(tmp_path):
     """One tokenizer, 152,064 rows of the policy and 151,936 of the actor: trained, saved, and still of those sizes."""
-    sizes = {"policy": 152_064, "actor": 151_936}
-    small = dict(hidden_size=16, num_hidden_layers=1)
-    for seed, (name, rows) in enumerate(sizes.items()):
-        save(model("qwen2", seed, rows, **small), tmp_path / name)
-    file = tmp_path / "task.jsonl"
-    file.write_text(
-        "".join(json.dumps({"problem": f"What is {i} + 1?", "answer": str(i + 1)}) + "\n" for i in range(8))
-    )
-    cfg = make_cfg(
-        objective="jackpot",
-        model=str(tmp_path / "policy"),
-        actor=str(tmp_path / "actor"),
-        task=str(file),
-        out=str(tmp_path / "run"),
-        steps=1,
-        max_tokens=6,
-        obrs_topk=5,
-        lr_schedule="constant",
-    )
+    sizes, small = {"policy": 152_064, "actor": 151_936}, dict(hidden_size=16, num_hidden_layers=1)
+    flags = folder_and_task(model("qwen2", 0, sizes["policy"], **small), tmp_path)
+    actor = save(model("qwen2", 1, sizes["actor"], **small), tmp_path / "actor")
+    cfg = make_cfg(objective="jackpot", actor=actor, obrs_topk=5, lr_schedule="constant", **flags)
     train.train(cfg)
     last = run.read_metrics(cfg.out)[-1]
     assert last["step"] == 0 and last["stepped"] == 1 and np.isfinite(last["loss"])

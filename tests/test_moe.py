@@ -220,7 +220,7 @@ def test_muon_moves_every_expert_as_a_matrix_of_its_own():
 
 def sampled(lm):
     """Two groups of the torch engine, of prompts of two lengths, that say which experts each token went to."""
-    engine = HFEngine(lm, record_routing=True)
+    engine = HFEngine(lm).record_routing()
     groups = make_groups(2, G=3, vocab=IDS, prompt=(3, 9))
     prompts = [g.prompt_ids for g in groups]
     assert len(prompts[0]) != len(prompts[1])
