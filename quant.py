@@ -8,8 +8,8 @@ high-precision master weights W, but runs its linear layers on the engine's own 
     backward    dx = g W^      straight through the rounding, in high precision,
                 dW = g^T x^    onto the master weights; no gradient through the scales
 
-and hands the engine those very q_w and s_w, so that nothing is quantized twice. Embedding and head
-stay in high precision.
+and hands the engine those very q_w and s_w, so that nothing is quantized twice. Embedding, head and the
+routers of a mixture of experts stay in high precision; of its experts each matrix is quantized by itself.
 
     format   weights q_w, with scales s_w       activations q_x     largest rounding error
     int8     int8 in +-127, one a row           int8, one a token   s / 2,  s = max|row| / 127

@@ -365,8 +365,8 @@ def test_a_run_replays_what_the_low_bit_engine_chose(tmp_path):
         saved, start = (
             checkpoint.load_model(f) for f in (tmp_path / name / "checkpoints/step_000001/policy", cfg.model)
         )
-        moved = saved.model.layers[0].mlp.experts.down_proj - start.model.layers[0].mlp.experts.down_proj
-        assert 0 < float(moved.abs().max()) < 1e-2  # whole, under names that transformers reads
+        theirs = start.state_dict()  # no response earns anything here: what is saved is what was there
+        assert all(torch.equal(x, theirs[key]) for key, x in saved.state_dict().items())
     assert logged["aligned"]["router/agreement"] == 1
     assert logged["none"]["router/agreement"] < 1
     assert logged["aligned"]["rollout_corr/mean_mismatch"] < 1e-4 < logged["none"]["rollout_corr/mean_mismatch"]
