@@ -135,8 +135,6 @@ class EngineFlags:
     """Engine's precision."""
     rollout_memory: float = 0.25
     """Engine's memory: GiB of KV cache on CPU, share of the GPU on CUDA."""
-    router_replay: bool = False
-    """Mixtures of experts: the learner sends each token to the experts that the engine (--rollout=hf) chose."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +150,8 @@ class PrecisionFlags:
     a format: whatever the engine does."""
     quant_group: int = 64
     """Columns that share a scale in w4a16 and its like."""
+    router_replay: bool = False
+    """Mixtures of experts: the learner sends each token to the experts that the engine (--rollout=hf) chose."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,8 @@ class ObrsFlags:
     obrs_target: Literal["ref", "new"] | None = None
     """Which policy the accepted tokens should follow (default ref)."""
     obrs_z: Literal["auto", "exact", "bracket", "approx"] = "auto"
-    """Z: exact (two models, target ref), bracketed by the top-K, or the text's kappa Z_approx; auto: exact if it can"""
+    """Z: exact (two models, target ref), bracketed by the top-K, or the text's kappa Z_approx; auto: exact where
+    possible."""
     kappa: Literal["auto", "exact"] = "auto"
     """Target new: the last update's kappa, or an extra forward for this update's own."""
 
@@ -577,7 +578,6 @@ def check_engine(cfg) -> None:
     need(cfg.rollout_memory > 0, f"{memory}: must be above 0")
     if cfg.rollout != "vllm":
         return
-    need(not cfg.router_replay, "--router_replay: vLLM does not say here which experts it chose; use --rollout=hf")
     need(
         importlib.util.find_spec("vllm") is not None,
         "--rollout=vllm: vLLM is not installed here; install it (make demo does), or use --rollout=hf",

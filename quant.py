@@ -477,6 +477,11 @@ def check(cfg) -> None:
         "--rollout_quant, or the learner's own format in --learner_quant",
     )
     need(cfg.quant_group >= 1, f"--quant_group={cfg.quant_group}: must be at least 1")
+    remote = getattr(cfg, "samplers", "local") != "local"  # then each sampler has an engine of its own
+    need(
+        not cfg.router_replay or cfg.rollout == "hf" or remote,
+        "--router_replay: vLLM does not say here which experts it chose; use --rollout=hf",
+    )
 
 
 def check_model(cfg, folder: str) -> None:

@@ -510,7 +510,7 @@ def configure(run: dict, flags: SamplerFlags) -> Config:
         rollout_quant=own_quant,
         rollout_memory=flags.rollout_memory,
     )
-    check_engine(cfg)
+    quant.check(cfg)
     return cfg
 
 
