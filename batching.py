@@ -43,6 +43,7 @@ class Batch:
     support_ids: torch.Tensor  # (B, T, 1 + K (+ K)) sampled token, engine's top-K (, learner's own top-K)
     support_logp: torch.Tensor  # the same shape: log p_inf there, -inf for a token already listed
     p_kth: torch.Tensor  # (B, T) float32   the engine's K-th probability: no token outside the support has more
+    routed: torch.Tensor | None = None  # (B, S, layers, k) int16: experts of each token that the engine read, else -1
     allowed: list | None = None  # B pairs (offsets, ids): the tokens that truncated sampling allowed
     # the ref columns: from the learner's pass at the start of this step's updates (names of model.TokenStats + "_ref")
     logp_ref: torch.Tensor | None = None  # (B, T)
@@ -75,7 +76,7 @@ class Batch:
         out = {}
         for name, x in self.tensors().items():
             x = x[rows]
-            if name == "ids":
+            if name in ("ids", "routed"):
                 x = x[:, :S]
             elif name not in PER_RESPONSE:
                 x = x[:, :T]
@@ -160,8 +161,9 @@ def collate(groups: list[Rollout], cfg, version: int = 0, now: float = 0.0) -> B
     draws = [uniforms(len(r.tokens), "mask", cfg.seed, g.uid, i) for g in groups for i, r in enumerate(g.responses)]
     kth = [np.exp(r.topk_logp[:, -1]) if K else np.ones(len(r.tokens), np.float32) for r in responses]
     age = [[version - g.version, max(0.0, now - g.t_published)] for g, _ in pairs]
+    ids = pad([np.concatenate([g.prompt_ids, r.tokens]) for g, r in pairs], dtype=np.int64)
     batch = Batch(
-        ids=pad([np.concatenate([g.prompt_ids, r.tokens]) for g, r in pairs], dtype=np.int64),
+        ids=ids,
         prompt_len=torch.tensor([len(g.prompt_ids) for g, _ in pairs]),
         length=torch.tensor([len(r.tokens) for r in responses]),
         group=torch.tensor([k for k, g in enumerate(groups) for _ in g.responses]),
@@ -178,6 +180,7 @@ def collate(groups: list[Rollout], cfg, version: int = 0, now: float = 0.0) -> B
         support_ids=pad([np.column_stack([r.tokens, r.topk_ids]) for r in responses], T, dtype=np.int64),
         support_logp=pad([support_logp(r) for r in responses], T, fill=-np.inf),
         p_kth=pad(kth, T),
+        routed=routed(pairs, ids.shape[1]) if cfg.router_replay else None,
         allowed=allowed_sets(pairs, cfg),
     )
     for name in groups[0].ref:
@@ -195,7 +198,7 @@ def of_rows(ids: np.ndarray, cfg) -> Batch:
         zero = np.zeros(len(row) - 1, np.float32)
         response = Response(row[1:], zero == 0, zero, finish_reason="length", **nothing)
         groups.append(Rollout(("", 0, 0), "", row[:1], Sampling(), "", "", 0, "", 0.0, 0.0, [response]))
-    return collate(groups, cfg)
+    return collate(groups, replace(cfg, router_replay=False))
 
 
 def pad(rows: list[np.ndarray], T: int = 0, fill=0.0, dtype=None) -> torch.Tensor:
@@ -227,6 +230,17 @@ def allowed_sets(pairs, cfg) -> list | None:
             "them); record them, or choose recompute or off"
         )
     return [(r.allowed_offsets, r.allowed_ids) for _, r in pairs]
+
+
+def routed(pairs, S: int) -> torch.Tensor:
+    """The experts that the engine chose, (B, S, layers, k) int16; -1 for the last token, which it did not read."""
+    missing = next((g for g, r in pairs if r.routed is None), None)
+    if missing is not None:
+        raise UserError(
+            f"--router_replay: group {missing.uid} does not say which experts its tokens went to (sampled by "
+            f"{missing.model} without it); sample with --rollout=hf, or leave the flag out"
+        )
+    return pad([r.routed for _, r in pairs], S, fill=-1, dtype=np.int16)
 
 
 def scored_with(sampling, keep_sampling_mask: str) -> list[float]:

@@ -21,7 +21,6 @@ import torch
 import corrections
 import delay
 import flags
-import lora
 import objectives
 import quant
 import remote
@@ -29,6 +28,7 @@ import sampling
 import tasks
 from delay import DelayFlags, StalenessFlags
 from flags import UserError, choice, need
+from model import lora
 from quant import PrecisionFlags
 from remote import RemoteFlags
 from sampling import Sampling, SamplingFlags
@@ -47,9 +47,9 @@ class RunFlags:
     objective: str = "jackpot"
     """Preset over correction and surrogate: none, tis, jackpot, ppo_is, gspo, ... (objectives.OBJECTIVES)."""
     model: str = "base:policy"
-    """Policy: a Hugging Face folder, or base:policy for the embedded model (made on first use)."""
+    """Policy: a Hugging Face folder, an id of its hub, or base:policy for the embedded model (made on first use)."""
     actor: str = "auto"
-    """Rollout model: a folder, base:actor, or none (the policy samples for itself);
+    """Rollout model: a folder or id, base:actor, or none (the policy samples for itself);
     auto: base:actor beside base:policy, else none."""
     out: str = "out/run"
     """Run folder: config, metrics.jsonl, checkpoints, plot."""
@@ -176,8 +176,7 @@ class ObrsFlags:
     obrs_lambda: float = 1.0
     """lambda: acceptance is min(1, p_tgt / (lambda p_inf))."""
     obrs_accept_rate: float | None = None
-    """Budget: choose lambda at each update so that this share is accepted (Z is then bracketed by the engine's
-    top-K)."""
+    """Budget: choose lambda at each update so that this share is accepted; Z is then bracketed by the top-K."""
     obrs_c1: float = 3.0
     """c1: cap of the OBRS weight."""
     obrs_c2: float | None = None
@@ -252,18 +251,19 @@ class OptimizerFlags:
     guard_kl: float = 0.03
     """Guard: largest mean KL(inf, new) of the first tenth, nats a token."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Learner's compute type (embedded models float32); the 16-bit ones are autocast over float32 weights, float16 with a
-    loss scaler."""
+    """Learner's compute type (embedded models float32); the 16-bit ones are autocast over float32 weights, float16
+    with a loss scaler."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Wrapper under torchrun."""
     lora_rank: int = 0
-    """LoRA (lora.py): learn corrections of this rank to frozen linear layers; 0: off, all weights learn."""
+    """LoRA (model/lora.py): learn corrections of this rank to frozen linear layers; 0: off, all weights learn."""
     lora_alpha: int = 32
     """LoRA: their scale is this over the rank."""
     lora_on: Literal["policy", "actor", "both"] = "policy"
     """LoRA: which models learn so; the other one learns whole."""
     lora_save: Literal["merged", "adapter"] = "merged"
-    """LoRA: checkpoints hold the merged model beside the adapters, or the adapters alone (python lora.py merges)."""
+    """LoRA: checkpoints hold the merged model beside the adapters, or the adapters alone (python -m model.lora
+    merges)."""
 
 
 @dataclass(frozen=True)
@@ -282,8 +282,7 @@ class ReportFlags:
     check_agreement: bool = True
     """Stop if on the first rollouts engine and learner, with the same weights, are different policies (sync.py)."""
     advantage_error_every: int = 0
-    """Every so many updates, |mean(w A) - mean A of fresh samples of the policy| (GEPO Fig. 6c); costs a rollout;
-    0: never."""
+    """Every so many updates, |mean(w A) - mean A of fresh samples of the policy| (GEPO 6c); costly; 0: never."""
     save_every: int = 50
     """Checkpoint every so many updates; 0: only at the end."""
     keep: int = 2
@@ -520,7 +519,7 @@ def check_models(cfg: Config) -> None:
             )
         elif value != "none" or flag == "model":
             need(
-                (Path(value) / "config.json").is_file(),
+                flags.names_model(value),
                 f"--{flag}={value}: no Hugging Face model folder (no config.json there); give one as save_pretrained "
                 "writes it, or base:policy",
             )

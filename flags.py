@@ -22,6 +22,7 @@ import inspect
 import json
 import math
 import os
+import re
 import sys
 import textwrap
 import tomllib
@@ -99,6 +100,16 @@ def read_json(path: Path | str, mend: str) -> dict:
         raise UserError(f"{path}: not valid JSON ({e}); {mend}") from None
     need(isinstance(found, dict), f"{path}: not a JSON object; {mend}")
     return found
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether this can be the id of a model on the hub: it reads owner/name, and nothing here is called so."""
+    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name)) and not Path(name).exists()
+
+
+def names_model(name: str) -> bool:
+    """Whether this is a folder with a config.json, or can be the id of a model on the hub."""
+    return (Path(name) / "config.json").is_file() or is_hub_id(name)
 
 
 def check_output(flag: str, path: str) -> None:

@@ -3,7 +3,7 @@
     score(batch, needs) -> TokenStats       no gradient, any number of micro-batches
     update(batch, stats) -> metrics         one optimizer step: forward, loss, backward for each micro-batch, clip, step
 
-The forward is model.py's, the loss objectives.py's; the optimizers are built in one function, `make_optimizers`.
+The forward is in model/, the loss in objectives.py, the optimizers in optim.py.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch import nn
 
 import batching
 import corrections
-import lora
 import objectives
 import quant
 import sync
 from batching import Batch
-from flags import UserError, from_environment
+from flags import UserError, from_environment, need
 from measure import Sums
 from metrics import derive, observe
-from model import Needs, PolicyAndActor, TokenStats, needs_of_ref_pass, needs_of_update
+from model import Needs, PolicyAndActor, TokenStats, check_replay, lora, needs_of_ref_pass, needs_of_update
+from optim import Guard, make_optimizers, schedule
 from sampling import Sampling
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -96,89 +96,6 @@ class Comm:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Optimizers
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def make_optimizers(model, cfg, lr: float) -> list:
-    """AdamW over one model's parameters; or Muon over the matrices of its layers, and AdamW over the rest.
-
-    Another optimizer is another line here."""
-    matrices = []
-    if cfg.optimizer == "muon":
-        matrices = [p for p in model.base_model.layers.parameters() if p.ndim == 2]
-    chosen = {id(p) for p in matrices}
-    rest = [p for p in learning(model) if id(p) not in chosen]
-    betas = (cfg.adam_beta1, cfg.adam_beta2)
-    optimizers = [torch.optim.AdamW(rest, lr=lr, betas=betas, eps=cfg.adam_eps, weight_decay=cfg.weight_decay)]
-    if matrices:
-        muon = torch.optim.Muon(matrices, lr=lr, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw")
-        optimizers.append(muon)
-    return optimizers
-
-
-def learning(model) -> list:
-    """The parameters that learn: all, or with LoRA the adapters."""
-    return [p for p in model.parameters() if p.requires_grad]
-
-
-def schedule(step: int, cfg) -> float:
-    """Learning-rate factor of update `step` (from 0): linear warm-up, then constant, linear or cosine decay to
-    0."""
-    warmup = cfg.warmup_steps if cfg.warmup_steps >= 1 else math.ceil(cfg.warmup_steps * cfg.steps)
-    if step < warmup:
-        return (step + 1) / warmup
-    done = (step - warmup) / max(1, cfg.steps - warmup)
-    if cfg.lr_schedule == "linear":
-        return 1.0 - done
-    if cfg.lr_schedule == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
-    return 1.0
-
-
-class Guard:
-    """--guard: ends or mends a run whose first tenth is far from its samples (results/collapse.md).
-
-        mean over the first tenth of the updates of KL(inf, new) > --guard_kl, nats a token
-        KL(inf, new) = rollout_corr/kl + ppo_kl, the k1 estimate of how far what learns is from what sampled
-
-    stop: the run ends there, saved. mend: every learning rate is halved from the next update on."""
-
-    def __init__(self, cfg):
-        self.how = cfg.guard
-        self.limit = cfg.guard_kl
-        self.last = max(1, round(cfg.steps / 10))  # the update that it judges after
-        self.sum = 0.0  # of KL(inf, new) over the updates seen
-        self.seen = 0
-        self.fired = False
-
-    @property
-    def rate(self) -> float:
-        """Factor of the learning rates."""
-        return 0.5 if self.fired and self.how == "mend" else 1.0
-
-    def watch(self, update: int, logged: dict[str, float]) -> str:
-        """See the metrics of an update (from 1), the same on all ranks. What there is to say if the guard fires."""
-        kl = logged["rollout_corr/kl"] + logged["ppo_kl"]
-        if update <= self.last and math.isfinite(kl):
-            self.sum += kl
-            self.seen += 1
-        if self.fired or update != self.last or self.mean <= self.limit:
-            return ""
-        self.fired = True
-        done = "the run ends here" if self.how == "stop" else "all learning rates are halved from here on"
-        return (
-            f"--guard={self.how}: over the first {update} updates KL(inf, new) was {self.mean:.3g} nats a token, above "
-            f"--guard_kl={self.limit:g}: {done}"
-        )
-
-    @property
-    def mean(self) -> float:
-        """KL(inf, new) of the updates seen; 0 before the first."""
-        return self.sum / self.seen if self.seen else 0.0
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # The learner
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -196,8 +113,9 @@ class Published:
 class Learner:
     """Owns the models, their optimizers and the parallel wrapper. Batches go in on the CPU."""
 
-    def __init__(self, policy, actor, cfg, comm: Comm, start=None):
-        """start: the frozen model that --kl_coef holds the policy to; None without it."""
+    def __init__(self, policy, actor, cfg, comm: Comm, vocabulary: int | None = None, start=None):
+        """vocabulary: token ids that there are (model.PolicyAndActor). start: the frozen model that --kl_coef holds the
+        policy to; None without it."""
         self.cfg = cfg
         self.comm = comm
         self.device = comm.device
@@ -206,11 +124,15 @@ class Learner:
         self.rollout_format = quant.format_of(cfg.rollout_quant, cfg.quant_group)
         own = cfg.rollout_quant if cfg.learner_quant == "aligned" else cfg.learner_quant
         own_format = quant.format_of(own, cfg.quant_group)
-        quant.align(policy if actor is None else actor, own_format)  # the model that samples
+        sampler = policy if actor is None else actor
+        quant.align(sampler, own_format)
         if start is not None:  # it computes as the policy does
             quant.align(start.requires_grad_(False), own_format if actor is None else None)
+        if cfg.router_replay:
+            check_replay(sampler)
         autocast = None if cfg.dtype == "float32" else getattr(torch, cfg.dtype)
-        self.models = PolicyAndActor(policy, actor, autocast, cfg.lm_head_fp32, start).to(self.device)
+        how = (autocast, cfg.lm_head_fp32, vocabulary, cfg.router_replay)
+        self.models = PolicyAndActor(policy, actor, *how, start).to(self.device)
         self.models.eval()  # dropout stays off: scoring and training see one distribution
         self.wrapped = self._wrap()
         self.optimizers = {n: make_optimizers(getattr(self.models, n), cfg, self.lr[n]) for n in self.names}
@@ -240,7 +162,7 @@ class Learner:
 
         mesh = init_device_mesh(torch.device(self.device).type, (self.comm.size,))
         for layer in self.models.modules():
-            if isinstance(layer, quant.LowBitLinear):
+            if isinstance(layer, (quant.LowBitLinear, quant.LowBitExperts)):
                 layer.cache_quantized = False
         for model in self.models.children():
             for layer in model.base_model.layers:
@@ -262,6 +184,7 @@ class Learner:
                 if name not in out:
                     out[name] = x.new_zeros((len(batch), batch.tokens.shape[1]) + x.shape[2:])
                 out[name][rows, : x.shape[1]] = x
+        self.models.end_replay()
         if self.sharded:
             self.wrapped.reshard()  # no backward will do it: leave the shards as the owners
         return TokenStats(**{name: x.cpu() for name, x in out.items()})
@@ -345,6 +268,7 @@ class Learner:
                 total += loss.detach().double()
                 with torch.no_grad():
                     observe(sums, new.detach(), objectives.with_ref(new, micro), stats, logs, cfg)
+        self.models.end_replay()
         self._unscale()
         logged = derive(sums.reduce(self.comm))
         return logged | {"loss": self.comm.sum([total])[0]}
@@ -458,6 +382,25 @@ class Learner:
         """log p(ids[t] | ids[:t]) for t >= 1 by one model's own forward, as it trains: (R, L) -> float32 (R, L - 1)."""
         stats = self.score(batching.of_rows(ids, self.cfg), Needs())
         return (stats.logp if name == "policy" else stats.actor_logp).numpy()
+
+    def check_heads(self, ids: np.ndarray) -> None:
+        """UserError, one sentence, if model/head.py makes other logits than a model itself. Collective.
+
+        In the precision of the weights, whatever autocast rounds to: it is the function that is compared. ids: token
+        ids (R, L)."""
+        batch, rounding = batching.of_rows(ids, self.cfg), self.models.autocast
+        self.models.autocast = None
+        ours, own = self.score(batch, Needs()).known(), self.score(batch, Needs(own_head=True)).known()
+        self.models.autocast = rounding
+        for name, key in zip(self.names, ("logp", "actor_logp"), strict=False):
+            config = getattr(self.models, name).config
+            gap = float((ours[key] - own[key]).abs().mean())
+            need(
+                gap <= EXPECTED.get(str(own[key].dtype).removeprefix("torch."), 1e-3),
+                f"--{name if name == 'actor' else 'model'}: models of the family {config.model_type} do more to their "
+                f"logits than model/head.py knows (log-probabilities differ by {gap:.3g} from the model's own); choose "
+                "another model, or add what this one does to head.Head",
+            )
 
     def state_dict(self) -> dict:
         """Optimizers and counters (whole, on rank 0); the weights themselves go through `named_tensors`.

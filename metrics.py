@@ -253,6 +253,13 @@ REWARDS = [
     ),
     Mean("entropy", tokens, lambda v: v.new.entropy, "of the policy, nats"),
     Mean(
+        "router/agreement",
+        tokens,
+        lambda v: v.new.routed_alike,
+        "share of tokens and layers in which the learner's own router chose the engine's experts (--router_replay)",
+        when=lambda v: v.new.routed_alike is not None,
+    ),
+    Mean(
         "staleness/mean_updates",
         responses,
         lambda v: v.batch.staleness[:, 0],

@@ -140,9 +140,11 @@ def probe(cfg, setup, actor: str | None) -> Report:
     allowed = max_allowed(train_cfg, setup.vocabulary)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     context = setup.longest_prompt + cfg.max_tokens
-    engine = make_engine(cfg, actor or setup.folder, context, max(1, allowed), device)
-    learner = Learner(load_model(setup.folder), None, train_cfg, Comm(device))
+    engine = make_engine(cfg, actor or setup.folder, context, max(1, allowed), device, setup.vocabulary)
+    learner = Learner(load_model(setup.folder), None, train_cfg, Comm(device), setup.vocabulary)
     groups = rollouts(engine, setup, cfg.samples, sampling, allowed, "probe")
+    first = groups[0]
+    learner.check_heads(np.concatenate([first.prompt_ids, first.responses[0].tokens])[None])
     scored = score(learner, groups, train_cfg)
     # the control: the first response to each prompt against PIECES short ones
     first = scored.length[:: cfg.samples]

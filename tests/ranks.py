@@ -14,10 +14,9 @@ from conftest import make_cfg, make_groups, tiny_model
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import batching
-import lora
 import objectives
 from learner import Comm, Learner
-from model import needs_of_exact_kappa
+from model import lora, needs_of_exact_kappa
 
 f64 = torch.float64
 LOW_BITS = {"rollout_quant": "w4a16", "learner_quant": "aligned", "quant_group": 32}

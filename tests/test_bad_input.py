@@ -240,6 +240,7 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --delay=constant --sampler_rate=0.5 --window_seconds=0.9 --step_seconds=1 | --window_seconds=0.9: at ... dropped before
 --delay=constant --samplers=files --sync_path=x | --delay=constant simulates samplers ... give --delay to each
 --max_staleness=8 | --max_staleness=8 --sync_every=1: there are no ... name a distribution with --delay, or a
+--rollout=vllm --router_replay | --router_replay: vLLM does not say here which experts it chose; use --rollout=hf
 --samplers=files | --samplers=files: name the folder with --sync_path
 --samplers=zmq --bind=5555 | --bind=5555: not an address; write tcp://HOST:PORT
 --samplers=zmq --bind=http://127.0.0.1:5555 | --bind=http://127.0.0.1:5555: not an address; write tcp://HOST:PORT
@@ -265,7 +266,8 @@ WITHOUT=math_verify --model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dty
 --model=POLICY --lr=1e-5 | --model=POLICY: ... name them, for instance --max_tokens=4096 --dtype=bfloat16
 --model= | --model=: no Hugging Face model folder (no ... give one as save_pretrained writes it, or base:policy
 --model=none | --model=none: no Hugging Face model folder ... give one as save_pretrained writes it, or base:policy
---model=Qwen/Qwen3-0.6B | --model=Qwen/Qwen3-0.6B: no Hugging Face model ... give one as save_pretrained writes it,
+HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B | --model=Qwen/Qwen3-0.6B: no such folder here, ... or give a folder
+HF_HUB_OFFLINE=1 --model=POLICY --actor=some/where | --actor=some/where: no such folder here, ... or give a folder
 --model=base:polcy | --model=base:polcy: not one of base:policy, base:actor; did you mean base:policy?
 --actor=/no/such | --actor=/no/such: no Hugging Face ... give one as save_pretrained writes it, or base:policy
 --actor=base: | --actor=base:: not one of base:policy, base:actor; did you mean base:actor?
@@ -408,7 +410,7 @@ WITHOUT=math_verify --model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dty
 --model=new_type | new_type: its config.json cannot be read (The checkpoint you ... give a whole folder of a causal
 --model=text_vocabulary | text_vocabulary: its config.json cannot be read (Validation ... give a whole folder of a
 --model=negative_vocabulary | negative_vocabulary: its config.json gives no vocab_size ... give a whole folder of a
---actor=small_vocabulary | --actor=small_vocabulary: its vocabulary has 100 ... actor and policy must share one
+--actor=small_vocabulary | small_vocabulary: its tokenizer has 256 ... a vocab_size of 100; give the model the
 --model=text_context | text_context: its config.json cannot be read (Validation error ... give a whole folder of a
 --model=short_context | --max_tokens=8: the longest prompt has 12 ... shorten the response, or drop long prompts
 --model=text_width | text_width: its config.json cannot be read (Validation ... give a whole folder of a causal
@@ -587,7 +589,7 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --delay=lognormal | --delay: weights that sample late are named with --stale here
 --rollout_quant=int8 --learner_quant=aligned | --learner_quant=aligned: a gradient ... use none
 --stale=/no/such | --stale=/no/such: no Hugging Face ... give the `policy` of a checkpoint
---stale=small_vocabulary | --stale=small_vocabulary: a vocabulary of ... the policy's has
+--stale=small_vocabulary | small_vocabulary: its tokenizer has 256 ... a vocab_size of 100; give the model the
 --stale=no_weights | no_weights: no weights there ... copy the folder anew, or delete
 --json=. | --json=.: a folder; name a file in it
 --json=/dev/null/x.json | --json=/dev/null/x.json: /dev/null is a file, not a folder; name another place
@@ -614,7 +616,7 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --actor=ACTOR | --actor=ACTOR: another model samples for --mismatch alone; add it, or name the model with --model
 --mismatch --actor=/no/such | --actor=/no/such: no model there; ... give a run folder, a checkpoint
 --mismatch --actor=no_weights | no_weights: no weights there (model.safetensors ... copy the folder anew, or delete
---mismatch --actor=small_vocabulary | --actor=small_vocabulary: its vocabulary ... actor and policy must share one
+--mismatch --actor=small_vocabulary | small_vocabulary: its tokenizer has 256 ... give the model the
 --mismatch --actor=other_words | --actor=other_words: its tokenizer ... actor and policy must share one vocabulary
 --mismatch --samples=1 | --samples=1: --mismatch compares responses, so at least 2 to a problem
 --mismatch --micro_tokens=0 | --micro_tokens=0: must be at least 1
@@ -894,6 +896,12 @@ RECORDS=records_none | No such file or directory; name a path that is there
         "results/spin.py",
         r"""
 --jobs=1 | --jobs=1: results/spin.py takes no flags; leave them out
+        """,
+    ),
+    *rows(
+        "results/moe.py",
+        r"""
+x | x: results/moe.py takes no flags; leave them out
         """,
     ),
     *rows(

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import model
-from model import FLOOR, ChunkedHead, Needs, OneModelRows, Scored, TwoModelRows
+from model import FLOOR, Needs, OneModelRows, Scored, TwoModelRows, head
+from model.head import ChunkedHead, Head
 
 f64 = torch.float64
 N, V, H1, H2, K = 23, 40, 8, 6, 5
@@ -50,9 +50,11 @@ def support_of(d):
     return ids, on, torch.full((N,), 0.02, dtype=f64)
 
 
-def apply(rows, chunk, *heads) -> dict:
-    """The outputs of the chunked head by name."""
-    return dict(zip(rows.outputs, ChunkedHead.apply(rows, chunk, *heads), strict=True))
+def apply(rows, chunk, *tensors) -> dict:
+    """The outputs of the chunked head by name. tensors: hidden states and weight of each model, which has no bias."""
+    threes = [x for i in range(0, len(tensors), 2) for x in (*tensors[i : i + 2], None)]
+    heads = [Head()] * (len(tensors) // 2)
+    return dict(zip(rows.outputs, ChunkedHead.apply(rows, chunk, heads, *threes), strict=True))
 
 
 def at(logp, target):
@@ -324,5 +326,52 @@ def test_memory_does_not_grow_with_the_number_of_tokens():
         logp = apply(rows, 64, h, w)["logp"]
         logp.sum().backward()
     assert max(watch.sizes) == 64 * V < N * V
-    assert model.chunk_rows(151_936) * 151_936 <= model.CHUNK_ELEMENTS
+    assert head.chunk_rows(151_936) * 151_936 <= head.CHUNK_ELEMENTS
     assert math.isfinite(float(logp.detach().sum()))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Heads that do more than multiply, and rows that stand for no token
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def naive_logits(h, w, b, scale, cap, vocabulary):
+    """Written out: scale, bias and cap on all rows, then the token ids that there are."""
+    z = scale * (h @ w.t() + b)
+    z = cap * torch.tanh(z / cap) if cap else z
+    return z[:, :vocabulary]
+
+
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize("scale", [1.0, 0.4])
+@pytest.mark.parametrize("vocabulary", [None, 33])
+def test_scale_bias_cap_and_padding_match_the_naive_way(data, cap, scale, vocabulary):
+    d = data
+    ids = vocabulary or V
+    d.b1, d.b2 = torch.linspace(-1, 2, V + 5, dtype=f64), torch.linspace(1, -1, V, dtype=f64)
+    d.w1 = torch.cat([d.w1, d.w1.new_full((5, H1), 9.0)])  # the first model is padded further
+    d.target = d.target.clamp(max=ids - 1)
+    needs = Needs(entropy=True, exact_z=True, distill="forward", distill_topk=4, lam=0.8)
+    names = ("h1", "w1", "b1", "h2", "w2", "b2")
+    tensors, naive = leaves(d, *names), leaves(d, *names)
+    rows = two_rows(d, needs, 1 / d.t)
+    heads = [Head(scale, cap, V, ids), Head(1.0, 0.7, V, ids)]
+    out = dict(zip(rows.outputs, ChunkedHead.apply(rows, 5, heads, *tensors), strict=True))
+    (out["logp"] * d.g[0] + out["actor_logp"] * d.g[1] + out["distill_loss"] * d.g[2]).sum().backward()
+
+    logp = (naive_logits(*naive[:3], scale, cap, ids) / d.t).log_softmax(-1)
+    logq = (naive_logits(*naive[3:], 1.0, 0.7, ids) / d.t).log_softmax(-1)
+    want = naive_two(d, logp, logq, needs)
+    (want["logp"] * d.g[0] + want["actor_logp"] * d.g[1] + want["distill_loss"] * d.g[2]).sum().backward()
+    for name in want:
+        assert torch.allclose(out[name], want[name], atol=1e-9), name
+    for name, x, y in zip(names, tensors, naive, strict=True):
+        assert torch.allclose(x.grad, y.grad, atol=1e-8), name
+    assert float(tensors[1].grad[ids:].abs().sum()) == 0  # rows that stand for no token never move
+
+
+def test_a_plain_head_makes_no_tensor_beside_its_product():
+    """No soft cap, no bias, no padding: forward and backward stay as cheap as they were."""
+    head, h, w = Head(), torch.randn(3, H1), torch.randn(V, H1)
+    assert head.slope(head.logits(h, w)) is None
+    assert torch.equal(head.logits(h, w), h @ w.t())

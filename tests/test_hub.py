@@ -463,7 +463,7 @@ def test_an_old_sampler_over_a_socket_and_a_folder(made, tmp_path):
 
 def test_what_a_sampler_finds_out_about_its_learner(folders, tmp_path):
     """That it started anew with other wishes; that a model of this host's own speaks another language."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     asked = queue.Queue()
     end = SimpleNamespace(welcome=asked)
@@ -474,17 +474,18 @@ def test_what_a_sampler_finds_out_about_its_learner(folders, tmp_path):
     with pytest.raises(ValueError, match=sentence):
         sampler.check_same_run(end, WELCOME)
     tokenizer = AutoTokenizer.from_pretrained(folders / "policy")
-    config = AutoConfig.from_pretrained(folders / "policy")
-    sampler.check_own_model(str(folders / "actor"), tokenizer, config, 16)
+    sampler.check_own_model(str(folders / "actor"), tokenizer, 16)
     with pytest.raises(ValueError, match="a context of .* tokens, and the learner asks for 1000000"):
-        sampler.check_own_model(str(folders / "actor"), tokenizer, config, 10**6)
+        sampler.check_own_model(str(folders / "actor"), tokenizer, 10**6)
     with pytest.raises(ValueError, match="--model=nowhere: no Hugging Face model folder"):
         sampler.check_own_files(SamplerFlags(model="nowhere"))
     shutil.copytree(folders / "actor", tmp_path / "other")
     changed = json.loads((tmp_path / "other" / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps({**changed, "vocab_size": changed["vocab_size"] + 1}))
-    with pytest.raises(ValueError, match="its tokenizer or vocabulary differs from the learner's"):
-        sampler.check_own_model(str(tmp_path / "other"), tokenizer, config, 16)
+    sampler.check_own_model(str(tmp_path / "other"), tokenizer, 16)  # padded further than the learner's
+    tokenizer.add_tokens(["another"])
+    with pytest.raises(ValueError, match="its tokenizer differs from the learner's; a sampler must share it"):
+        sampler.check_own_model(str(tmp_path / "other"), tokenizer, 16)
 
 
 def test_a_taken_address(made):

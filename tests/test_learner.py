@@ -19,8 +19,9 @@ import batching
 import objectives
 import obrs
 from flags import UserError
-from learner import Comm, Learner, check_agreement, make_optimizers, schedule
+from learner import Comm, Learner, check_agreement
 from model import Needs, needs_of_exact_kappa, needs_of_ref_pass, needs_of_update
+from optim import make_optimizers, schedule
 
 f64 = torch.float64
 

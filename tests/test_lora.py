@@ -13,14 +13,13 @@ import batching
 import checkpoint
 import config
 import eval as evaluation
-import lora
 import objectives
 import quant
 import train
 from engines import HFEngine
 from flags import UserError
 from learner import Comm, Learner
-from model import Needs
+from model import Needs, lora
 from run import read_metrics
 
 peft = pytest.importorskip("peft")
@@ -263,7 +262,9 @@ def test_adapters_alone_and_merged_on_request(folders, tmp_path, run_here, capsy
     run_here(argv(folders, out, steps=3, lora_save="adapter"))
     run_here(["--resume", f"--out={out}", "--steps=4"])
     assert not (step(out, 4) / "policy").exists()
-    with pytest.raises(UserError, match="adapters alone; merge them with python lora.py --adapter=.*policy_adapter"):
+    with pytest.raises(
+        UserError, match="adapters alone; merge them with python -m model.lora --adapter=.*policy_adapter"
+    ):
         evaluation.main([f"--model={out}", "--rollout=hf"])
     assert bytes_of(step(out, 4) / "policy_adapter") == bytes_of(step(both, 4) / "policy_adapter")
     lora.main([f"--adapter={step(out, 4) / 'policy_adapter'}", f"--out={tmp_path / 'merged'}"])

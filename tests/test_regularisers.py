@@ -13,9 +13,10 @@ import batching
 import flags
 import objectives
 from corrections import CORRECTIONS
-from learner import Comm, Learner, schedule
+from learner import Comm, Learner
 from model import Needs, TokenStats
 from objectives import kl_estimate
+from optim import schedule
 
 V = 5
 

@@ -147,9 +147,8 @@ def test_flags_reach_the_engines(folders, monkeypatch):
     plain = make_engine(cfg, str(folders / "actor"), 64, 5)
     assert plain.raw and plain.head_fp32 and plain.fmt.name == "int8" and plain.packed and plain.dtype == "float32"
     monkeypatch.setattr(engines, "VLLMEngine", lambda folder, **settings: (folder, settings))
-    folder, settings = make_engine(
-        replace(cfg, rollout="vllm", rollout_dtype="bfloat16", kv_cache_dtype="fp8"), "f", 64, 5
-    )
+    vllm = replace(cfg, rollout="vllm", rollout_dtype="bfloat16", kv_cache_dtype="fp8")
+    folder, settings = make_engine(vllm, "f", 64, 5, vocabulary=99)
     assert folder == "f"
     assert settings == dict(
         max_len=64,
@@ -161,6 +160,7 @@ def test_flags_reach_the_engines(folders, monkeypatch):
         logprobs_mode="raw",
         head_fp32=True,
         fmt=plain.fmt,
+        vocabulary=99,
     )
 
 

@@ -258,17 +258,17 @@ def test_bounds_of_an_embedded_model_are_checked_before_it_is_made(folders, tmp_
 
 
 def test_models_that_do_not_fit(folders, tmp_path):
-    policy = str(folders / "policy")
     small = edited(folders / "actor", tmp_path / "small", vocab_size=100)
-    with pytest.raises(ValueError, match="its vocabulary has 100 tokens and the policy's 256"):
-        run.check_models(make_cfg(), policy, small)
+    with pytest.raises(ValueError, match="its tokenizer has 256 tokens and its config.json a vocab_size of 100"):
+        run.checkpoint.check_rows(small, 256)
+    run.checkpoint.check_rows(small, 100)
     with pytest.raises(ValueError, match="--obrs_topk=300: K must lie between 1 and the vocabulary of 256"):
-        run.check_models(make_cfg(objective="jackpot", obrs_topk=300), policy, None)
+        run.check_vocabulary(make_cfg(objective="jackpot", obrs_topk=300), 256)
     with pytest.raises(ValueError, match="--top_k=257: larger than the vocabulary of 256"):
-        run.check_models(make_cfg(top_k=257), policy, None)
+        run.check_vocabulary(make_cfg(top_k=257), 256)
     with pytest.raises(ValueError, match="--distill_topk=256: must lie between 0 and the vocabulary of 256"):
-        run.check_models(make_cfg(distill_topk=256), policy, None)
-    run.check_models(make_cfg(objective="jackpot", obrs_topk=256, distill_topk=255), policy, str(folders / "actor"))
+        run.check_vocabulary(make_cfg(distill_topk=256), 256)
+    run.check_vocabulary(make_cfg(objective="jackpot", obrs_topk=256, distill_topk=255), 256)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ other (`merged`). With --kl_coef the frozen model is the policy with its adapter
 A checkpoint also holds the adapters in peft's own format, from which a run resumes exactly, on the base model that it
 started from. --lora_save=adapter leaves the merged model out; it can be made later:
 
-    python lora.py --adapter=out/run/checkpoints/step_000150/policy_adapter --out=out/merged
+    python -m model.lora --adapter=out/run/checkpoints/step_000150/policy_adapter --out=out/merged
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class MergeFlags:
 
 
 def main(argv: list[str] | None = None) -> None:
-    flags = parse_flags(MergeFlags, argv, "python lora.py --adapter=FOLDER --out=FOLDER")
+    flags = parse_flags(MergeFlags, argv, "python -m model.lora --adapter=FOLDER --out=FOLDER")
     folder, out = Path(flags.adapter), Path(flags.out)
     need(flags.adapter and flags.out, "--adapter and --out: name both folders")
     named = read_json(folder / "adapter_config.json", "name a folder of adapters, such as .../policy_adapter")
