@@ -301,9 +301,7 @@ def head_once(which: str, N=2048, V=151_936, H=1024, seed=0):
             logp = naive_head(hidden, weight, target, support_ids, p_kth)[0]
         else:
             rows = OneModelRows(scored, Needs(entropy=True, support=True, tail=True), support_ids, on, p_kth)
-            logp = ChunkedHead.apply(rows, chunk_rows(V), [Head()], hidden, weight, None)[
-                0
-            ]  # the first of rows.outputs
+            logp = ChunkedHead.apply(rows, chunk_rows(V), [Head()], hidden, weight, None)[0]  # of rows.outputs
         logp.sum().backward()
 
     return run, 4 * (N * H + V * H)
