@@ -291,16 +291,15 @@ def head_once(which: str, N=2048, V=151_936, H=1024, seed=0):
     target = torch.randint(0, V, (N,), generator=g)
     support_ids = torch.randint(0, V, (N, 21), generator=g)
     p_kth = torch.full((N,), 1e-4)
-    on = torch.ones(N, 21, dtype=torch.bool)
-    scored = Scored(target, inv_temperature=None, rule=None, allowed=None)
+    needs = Needs(entropy=True, support=True, tail=True)
 
     def run():
         hidden.grad = weight.grad = None
         if which == "naive":
             logp = naive_head(hidden, weight, target, support_ids, p_kth)[0]
         else:
-            rows = OneModelRows(scored, Needs(entropy=True, support=True, tail=True), support_ids, on, p_kth)
-            logp, *_ = ChunkedHead.apply(rows, chunk_rows(V), [Head()], hidden, weight, None)
+            rows = OneModelRows(Scored(target, None, None, None), needs, support_ids, support_ids >= 0, p_kth)
+            logp = ChunkedHead.apply(rows, chunk_rows(V), [Head()], hidden, weight, None)[0]  # of rows.outputs
         logp.sum().backward()
 
     return run, 4 * (N * H + V * H)

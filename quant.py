@@ -55,6 +55,8 @@ class PrecisionFlags:
     a format: whatever the engine does."""
     quant_group: int = 64
     """Columns that share a scale in w4a16 and its like."""
+    router_replay: bool = False
+    """Mixtures of experts: the learner sends each token to the experts that the engine (--rollout=hf) chose."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def make_learner(cfg, dtype=f64, comm=None):
     if cfg.lora_rank:
         start = None
         lora.attach(policy, cfg)
-    return Learner(policy, actor, cfg, comm or Comm(), start)
+    return Learner(policy, actor, cfg, comm or Comm(), start=start)
 
 
 def move(learner) -> None:

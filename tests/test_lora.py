@@ -203,6 +203,8 @@ def argv(folders, out, **changes) -> list[str]:
         "train_batch": 8,
         "group_size": 4,
         "max_tokens": 6,
+        "actor_lr": 1e-3,
+        "dtype": "float32",
         "save_every": 3,
         "eval_problems": 4,
         "entropy_coef": 0.1,

@@ -299,7 +299,9 @@ def test_under_an_aligned_learner_the_start_model_computes_in_low_bits_too():
     """Held to itself a policy has drifted nowhere."""
     cfg = make_cfg(kl_coef=0.1, rollout_quant="w4a16", learner_quant="aligned", quant_group=32)
     policy, start = tiny_model(0), tiny_model(0)
-    said = Learner(policy, None, cfg, Comm(), start).score(batching.collate(make_groups(), cfg), Needs(start=True))
+    said = Learner(policy, None, cfg, Comm(), start=start).score(
+        batching.collate(make_groups(), cfg), Needs(start=True)
+    )
     assert torch.equal(said.logp, said.logp_start)
 
 
