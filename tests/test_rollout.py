@@ -1,6 +1,7 @@
 """Engines, records, and the proof of every weight sync, on the plain sampler and on real vLLM."""
 
 import os
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from learner import EXPECTED, Comm, Learner
 from model import Needs
 from rollout import LocalSource, Response, Sampling, uniforms
 from sync import Probe
-from tasks import Arithmetic, arithmetic_tokenizer, grade_all
+from tasks import Arithmetic, Problem, arithmetic_tokenizer, grade_all
 
 PROBE_IDS = [5, 40, 3, 77, 200, 9, 12, 55, 13, 100, 31, 8]
 PROMPTS = ((5, 6, 7), (100, 3))
@@ -334,6 +335,50 @@ def test_source_hands_over_whole_groups_and_resumes_where_it_was(engine, folders
     fresh.publish(2, tiny_model(1).state_dict().items())
     for a, b in zip(next_groups, fresh.next(2, 2), strict=True):
         assert_same_group(a, b)
+
+
+class Earns:
+    """A task whose rewards are given: of problem n the first one earns 1, and the others where n is in `flat`."""
+
+    size = None
+
+    def __init__(self, flat):
+        self.flat = flat
+
+    def problem(self, split, index):
+        return Problem(str(index), "3 + 4 :", "7")
+
+    def rewards(self, answers):
+        seen, earned = set(), []
+        for a in answers:
+            first = a.problem.id not in seen
+            seen.add(a.problem.id)
+            earned.append(float(first or int(a.problem.id) in self.flat))
+        return earned, Counter()
+
+
+@pytest.mark.parametrize(
+    "flat, rounds, wanted, dropped, sequence",
+    [
+        ({}, 5, [0, 1, 2, 3], 0, 4),
+        ({1, 2, 5}, 5, [0, 3, 4, 6], 3, 7),
+        ({1, 2, 5}, 2, [0, 3, 4, 1], 2, 6),
+        ({1, 2, 5}, 0, [0, 1, 2, 3], None, 4),
+        (set(range(99)), 3, [0, 1, 2, 3], 8, 12),
+    ],
+)
+def test_groups_without_spread_are_sampled_anew(folders, flat, rounds, wanted, dropped, sequence):
+    """Only as many as are missing, from the prompts that come next, in so many rounds; then the first of them serve."""
+    source = make_source(HFEngine(str(folders / "actor")), folders)
+    source.task, source.resample = Earns(flat), rounds
+    groups = source.next(4, 0)
+    assert [int(g.prompt_id) for g in groups] == wanted
+    assert source.sequence == sequence
+    assert source.metrics() == ({} if dropped is None else {"dynamic_sampling/dropped": dropped})
+    if rounds:
+        assert source.metrics() == {"dynamic_sampling/dropped": 0}
+    source.give_back()
+    assert source.sequence == 0
 
 
 def test_every_response_has_its_own_seed(folders, monkeypatch):
