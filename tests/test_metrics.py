@@ -93,7 +93,7 @@ def measured(log_r, mask=None, new=None, ref=None, columns=None, **flags) -> dic
 
 
 def drifted() -> dict[str, float]:
-    """The metrics of a policy that says 2, 1/2, 4, 1 and 8 times what the start model said; one token does not count."""
+    """The metrics of a policy that says 2, 1/2, 4, 1 and 8 times what the start model said, but for one token."""
     factors = torch.tensor([[2.0, 0.5, 4.0], [1.0, 8.0, 0.25]], dtype=f64)
     new = [[-1.0, -2.0, -3.0], [-1.5, -2.5, -0.5]]
     columns = {"logp_start": torch.tensor(new, dtype=f64) - factors.log()}
