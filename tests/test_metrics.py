@@ -92,6 +92,22 @@ def measured(log_r, mask=None, new=None, ref=None, columns=None, **flags) -> dic
     return observed(*tiny(log_r, mask, new, ref, **(columns or {})), STATS, make_cfg(**{"objective": "none", **flags}))
 
 
+def drifted() -> dict[str, float]:
+    """The metrics of a policy that says 2, 1/2, 4, 1 and 8 times what the start model said, but for one token."""
+    factors = torch.tensor([[2.0, 0.5, 4.0], [1.0, 8.0, 0.25]], dtype=f64)
+    new = [[-1.0, -2.0, -3.0], [-1.5, -2.5, -0.5]]
+    columns = {"logp_start": torch.tensor(new, dtype=f64) - factors.log()}
+    return measured(LOG_R, mask=[[True] * 3, [True, True, False]], new=new, columns=columns)
+
+
+def test_the_drift_from_the_start_by_hand():
+    m = drifted()
+    factors = [2, 0.5, 4, 1, 8]
+    assert m["start_kl"] == pytest.approx(sum(LN(x) for x in factors) / 5)
+    assert m["start_k3_kl"] == pytest.approx(sum(1 / x - 1 + LN(x) for x in factors) / 5)
+    assert "start_kl" not in measured(LOG_R)
+
+
 def test_numbers_by_hand():
     # log r: ln2, -ln2, 0 and ln4 x 3; r: 2, 1/2, 1, 4, 4, 4
     m = measured(LOG_R, objective="tis")
@@ -885,6 +901,7 @@ def test_every_public_row_is_computed_and_explained():
     for name in CASES:
         made, cfg, stats, actor = case(name)
         computed |= observed(*tensors(made, actor), stats, cfg).keys()
+    computed |= drifted().keys()
     assert {family(name) for name in public_rows()} == {family(name) for name in computed}
     assert unexplained(computed) == []
     assert all(row.meaning for row in metrics.ROWS if not row.name.startswith("_"))
