@@ -1,4 +1,4 @@
-"""The papers' settings in configs/papers/: each resolves with all its rows, says what its paper says, and runs in small.
+"""The papers' settings in configs/papers/: each resolves with all its rows, says what its paper says, runs in small.
 
 In small: stand-ins for the models, two updates, eight tokens a response. What makes a recipe is not touched."""
 
@@ -65,9 +65,10 @@ PAPERS = {
 PAPERS["qarl_moe"] = PAPERS["qarl"]
 # What a run in small sets anew: sizes, places and precision. All else of a recipe stays
 SMALL = {
-    **{"model", "actor", "task", "eval_task", "out", "steps", "epochs", "rollout_batch", "train_batch", "group_size"},
-    **{"max_tokens", "max_prompt_tokens", "overlong", "eval_problems", "eval_samples", "eval_every", "log_samples"},
-    **{"rollout", "rollout_dtype", "rollout_memory", "dtype", "parallel", "kv_cache_dtype", "quant_group"},
+    *("model", "actor", "task", "eval_task", "out", "steps"),
+    *("epochs", "rollout_batch", "train_batch", "group_size", "max_tokens", "max_prompt_tokens"),
+    *("overlong", "eval_problems", "eval_samples", "eval_every", "log_samples", "quant_group"),
+    *("rollout", "rollout_dtype", "rollout_memory", "dtype", "parallel", "kv_cache_dtype"),
 }
 
 
@@ -85,12 +86,9 @@ def parsed(name: str, *flags: str) -> config.Config:
     return config.parse([f"--config={RECIPES[name]}", *flags])
 
 
-def test_every_recipe_is_compared_with_its_paper():
-    assert RECIPES.keys() == PAPERS.keys()
+def test_every_recipe_is_compared_with_its_paper_and_stands_in_the_table():
     table = (ROOT / "configs" / "README.md").read_text()
-    assert re.findall(r"^\| \[(\w+)\]\(papers/\1\.toml\)", table, re.M) == [
-        *(name for name in RECIPES if name.startswith("jackpot") and name != "jackpot_clip"),
-    ] or sorted(re.findall(r"^\| \[(\w+)\]\(papers/\1\.toml\)", table, re.M)) == sorted(RECIPES)
+    assert set(re.findall(r"^\| \[(\w+)\]\(papers/\1\.toml\)", table, re.M)) == RECIPES.keys() == PAPERS.keys()
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -150,10 +148,10 @@ def test_data_sets_are_named_as_the_reader_wants_them(name):
 def small(tmp_path_factory):
     """Stand-ins by family, a larger and a smaller one of qwen3, and six problems."""
     root = tmp_path_factory.mktemp("small")
-    standins.save(standins.model("qwen3", 0), root / "qwen3")
-    standins.save(standins.model("qwen3", 1, num_hidden_layers=1), root / "actor")
-    standins.save(standins.model("qwen2", 2), root / "qwen2")
-    standins.save(standins.model("qwen3_moe", 3), root / "moe")
+    made = {"qwen3": ("qwen3", 2), "actor": ("qwen3", 1), "qwen2": ("qwen2", 2), "moe": ("qwen3_moe", 2)}
+    for seed, (name, (family, layers)) in enumerate(made.items()):
+        changes = {"num_hidden_layers": layers, "max_position_embeddings": 512}  # HeteroRL's system prompt is long
+        standins.save(standins.model(family, seed, **changes), root / name)
     rows = [{"problem": f"What is {i} + {i}?", "answer": f"work\n#### {2 * i}"} for i in range(6)]
     (root / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return root
@@ -226,4 +224,5 @@ def test_a_recipe_runs_in_small(name, small, tmp_path):
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows if "loss" in row] == [0, 1]
     for key in ("loss", "grad_norm", *LOGGED[name]):
-        assert math.isfinite(rows[-1][key])
+        logged = [row[key] for row in rows if key in row]  # some are logged once a rollout batch
+        assert logged and all(map(math.isfinite, logged))
