@@ -202,7 +202,7 @@ LOGGED = {
     "jackpot_stale": ("obrs/z_approx", "obrs/kappa"),
     "jackpot_clip": ("obrs/z_approx", "clip_fraction"),
     "jackpot_fp8": ("obrs/z_approx",),
-    "tis_dapo": ("dynamic_sampling/dropped", "reward/overlong"),
+    "tis_dapo": ("dynamic_sampling/dropped",),
     "tis_int8": ("rollout_corr/mean_mismatch",),
     "praxis": ("rollout_corr/rollout_is_eff_sample_size",),
     "qarl": ("rollout_corr/mean_mismatch",),
