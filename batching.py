@@ -43,6 +43,7 @@ class Batch:
     support_ids: torch.Tensor  # (B, T, 1 + K (+ K)) sampled token, engine's top-K (, learner's own top-K)
     support_logp: torch.Tensor  # the same shape: log p_inf there, -inf for a token already listed
     p_kth: torch.Tensor  # (B, T) float32   the engine's K-th probability: no token outside the support has more
+    routed: torch.Tensor | None = None  # (B, S, layers, k) int16: experts of each token that the engine read, else -1
     allowed: list | None = None  # B pairs (offsets, ids): the tokens that truncated sampling allowed
     # the ref columns: from the learner's pass at the start of this step's updates (names of model.TokenStats + "_ref")
     logp_ref: torch.Tensor | None = None  # (B, T)
@@ -52,6 +53,7 @@ class Batch:
     z_ref: torch.Tensor | None = None  # (B, T)    exact Z over the vocabulary (two models)
     kl_ref: torch.Tensor | None = None  # (B, T)    KL(p_ref || p_actor), whole vocabulary
     kl_after_ref: torch.Tensor | None = None  # (B, T)    KL(p_ref || distribution of the accepted tokens)
+    logp_start: torch.Tensor | None = None  # (B, T)    of the frozen model that the run started from
 
     def __len__(self) -> int:
         return len(self.length)
@@ -74,7 +76,7 @@ class Batch:
         out = {}
         for name, x in self.tensors().items():
             x = x[rows]
-            if name == "ids":
+            if name in ("ids", "routed"):
                 x = x[:, :S]
             elif name not in PER_RESPONSE:
                 x = x[:, :T]
@@ -94,6 +96,53 @@ PER_RESPONSE = {"prompt_len", "length", "group", "reward", "cut", "spread", "adv
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Advantages: rewards (G,) of one group -> (G,). A group of equal rewards has advantage 0.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def grpo(reward):
+    """(R - mean) / (std + 1e-6), sample standard deviation. GRPO."""
+    if len(reward) == 1:
+        return torch.zeros_like(reward)
+    return grpo_no_std(reward) / (reward.std() + 1e-6)
+
+
+def grpo_no_std(reward):
+    """R - mean. Dr.GRPO, GEPO."""
+    if (reward == reward[0]).all():
+        return torch.zeros_like(reward)
+    return reward - reward.mean()
+
+
+def rloo(reward):
+    """R minus the mean of the others = G / (G - 1) (R - mean)."""
+    return grpo_no_std(reward) * (len(reward) / max(1, len(reward) - 1))
+
+
+ADVANTAGES = {"grpo": grpo, "grpo_no_std": grpo_no_std, "rloo": rloo}
+
+
+def advantage_of(reward, cfg):
+    """The advantages of `--advantage`, cut at +- `--adv_clip`."""
+    adv = ADVANTAGES[cfg.advantage](reward)
+    return adv.clamp(-cfg.adv_clip, cfg.adv_clip) if cfg.adv_clip else adv
+
+
+def regularised(group: Rollout, cfg) -> torch.Tensor:
+    """What a group's advantages are made of, (G,): its rewards.
+
+    With --kl_in=reward, and known from the ref pass, R - kl_coef sum_t k(log p_ref, log p_start) over the response."""
+    reward = torch.tensor([r.reward for r in group.responses])
+    if cfg.kl_coef == 0 or cfg.kl_in == "loss" or "logp_start" not in group.ref:
+        return reward
+    for i, r in enumerate(group.responses):
+        logp, logp_start = (torch.from_numpy(group.ref[name][i]) for name in ("logp_ref", "logp_start"))
+        k = objectives.kl_estimate(logp, logp_start, cfg.kl_estimator, cfg.log_ratio_clamp)
+        reward[i] -= cfg.kl_coef * k[torch.from_numpy(r.loss_mask)].sum()
+    return reward
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Padding
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -108,12 +157,13 @@ def collate(groups: list[Rollout], cfg, version: int = 0, now: float = 0.0) -> B
     T = max(1, *(len(r.tokens) for r in responses))
     K = responses[0].topk_ids.shape[1]
     rewards = [torch.tensor([r.reward for r in g.responses]) for g in groups]
-    advantages = [objectives.ADVANTAGES[cfg.advantage](r) for r in rewards]
+    advantages = [advantage_of(regularised(g, cfg), cfg) for g in groups]
     draws = [uniforms(len(r.tokens), "mask", cfg.seed, g.uid, i) for g in groups for i, r in enumerate(g.responses)]
     kth = [np.exp(r.topk_logp[:, -1]) if K else np.ones(len(r.tokens), np.float32) for r in responses]
     age = [[version - g.version, max(0.0, now - g.t_published)] for g, _ in pairs]
+    ids = pad([np.concatenate([g.prompt_ids, r.tokens]) for g, r in pairs], dtype=np.int64)
     batch = Batch(
-        ids=pad([np.concatenate([g.prompt_ids, r.tokens]) for g, r in pairs], dtype=np.int64),
+        ids=ids,
         prompt_len=torch.tensor([len(g.prompt_ids) for g, _ in pairs]),
         length=torch.tensor([len(r.tokens) for r in responses]),
         group=torch.tensor([k for k, g in enumerate(groups) for _ in g.responses]),
@@ -130,6 +180,7 @@ def collate(groups: list[Rollout], cfg, version: int = 0, now: float = 0.0) -> B
         support_ids=pad([np.column_stack([r.tokens, r.topk_ids]) for r in responses], T, dtype=np.int64),
         support_logp=pad([support_logp(r) for r in responses], T, fill=-np.inf),
         p_kth=pad(kth, T),
+        routed=routed(pairs, ids.shape[1]) if cfg.router_replay else None,
         allowed=allowed_sets(pairs, cfg),
     )
     for name in groups[0].ref:
@@ -147,7 +198,7 @@ def of_rows(ids: np.ndarray, cfg) -> Batch:
         zero = np.zeros(len(row) - 1, np.float32)
         response = Response(row[1:], zero == 0, zero, finish_reason="length", **nothing)
         groups.append(Rollout(("", 0, 0), "", row[:1], Sampling(), "", "", 0, "", 0.0, 0.0, [response]))
-    return collate(groups, cfg)
+    return collate(groups, replace(cfg, router_replay=False))
 
 
 def pad(rows: list[np.ndarray], T: int = 0, fill=0.0, dtype=None) -> torch.Tensor:
@@ -179,6 +230,17 @@ def allowed_sets(pairs, cfg) -> list | None:
             "them); record them, or choose recompute or off"
         )
     return [(r.allowed_offsets, r.allowed_ids) for _, r in pairs]
+
+
+def routed(pairs, S: int) -> torch.Tensor:
+    """The experts that the engine chose, (B, S, layers, k) int16; -1 for the last token, which it did not read."""
+    missing = next((g for g, r in pairs if r.routed is None), None)
+    if missing is not None:
+        raise UserError(
+            f"--router_replay: group {missing.uid} does not say which experts its tokens went to (sampled by "
+            f"{missing.model} without it); sample with --rollout=hf, or leave the flag out"
+        )
+    return pad([r.routed for _, r in pairs], S, fill=-1, dtype=np.int16)
 
 
 def scored_with(sampling, keep_sampling_mask: str) -> list[float]:

@@ -3,10 +3,9 @@
     python bench.py                        # rollout, update, head, replay (and gpu, lowbit where there is one)
     python bench.py update head            # some of them
 
-rollout  typed records against the bare engine call with the same sampling settings (vLLM)
+rollout  typed records against the bare engine call, same sampling settings (vLLM)
 update   a jackpot update (ref pass, statistics, OBRS, step) against a plain PPO one: one model, the same recorded batch
-head     the chunked head against whole logits, 2,048 tokens x 151,936 words x 1,024, forward and backward: time and
-         peak memory
+head     the chunked head against whole logits, 2,048 tokens x 151,936 words x 1,024, both ways: time, peak memory
 replay   top_k 20 on the demo's policy: a learner step that replays the sets of allowed tokens over one that does not,
          and rollouts (vLLM) that record them over rollouts that do not, with the same truncated sampling
 quant    low bits on the demo's policy, by format: the aligned learner's update over the plain one, publication and load
@@ -44,7 +43,8 @@ import quant
 from engines import HFEngine, VLLMEngine
 from flags import UserError, run_command
 from learner import Comm, Learner
-from model import ChunkedHead, Needs, OneModelRows, Scored, chunk_rows
+from model import Needs, OneModelRows, Scored
+from model.head import ChunkedHead, Head, chunk_rows
 from rollout import Response, Rollout
 from sampling import Sampling, max_allowed
 from tasks import arithmetic_tokenizer
@@ -291,23 +291,22 @@ def head_once(which: str, N=2048, V=151_936, H=1024, seed=0):
     target = torch.randint(0, V, (N,), generator=g)
     support_ids = torch.randint(0, V, (N, 21), generator=g)
     p_kth = torch.full((N,), 1e-4)
-    on = torch.ones(N, 21, dtype=torch.bool)
-    scored = Scored(target, inv_temperature=None, rule=None, allowed=None)
+    needs = Needs(entropy=True, support=True, tail=True)
 
     def run():
         hidden.grad = weight.grad = None
         if which == "naive":
             logp = naive_head(hidden, weight, target, support_ids, p_kth)[0]
         else:
-            rows = OneModelRows(scored, Needs(entropy=True, support=True, tail=True), support_ids, on, p_kth)
-            logp = ChunkedHead.apply(rows, chunk_rows(V), hidden, weight)[0]  # the first of rows.outputs
+            rows = OneModelRows(Scored(target, None, None, None), needs, support_ids, support_ids >= 0, p_kth)
+            logp = ChunkedHead.apply(rows, chunk_rows(V), [Head()], hidden, weight, None)[0]  # of rows.outputs
         logp.sum().backward()
 
     return run, 4 * (N * H + V * H)
 
 
 def print_head_memory(which: str) -> None:
-    """Peak memory of one pass beyond parameters and their gradients, in bytes. It is read off the whole process."""
+    """Peak memory of one pass beyond parameters and their gradients, in bytes, read off the whole process."""
     run, gradients = head_once(which)
     before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     run()

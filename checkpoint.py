@@ -2,6 +2,8 @@
 
     OUT/checkpoints/step_000050/policy/      Hugging Face folder, ready for eval.py or vLLM
                                 actor/       the same, with two models
+                                policy_adapter/, actor_adapter/
+                                             with LoRA: adapters in peft's format (model/lora.py)
                                 learner.pt   optimizers, counters, controllers
                                              (kappa, lambda_distill)
                                 rank0.pt     that rank's source, pending groups with their ref
@@ -100,6 +102,11 @@ def write(final: Path, run, learner, shared: dict, own: dict) -> str:
         attempt(scratch.mkdir, parents=True)
     comm.barrier()
     for name in learner.names:
+        adapter = learner.adapter(name)
+        if adapter is not None and first:
+            attempt(adapter.save, scratch / f"{name}_adapter", getattr(run, name))
+        if adapter is not None and run.cfg.lora_save == "adapter":
+            continue
         tensors = {k: v.cpu() for k, v in learner.named_tensors(name)}
         if first:
             attempt(save_model, run.configs[name], tensors, run.tokenizer, scratch / name, getattr(run, name))
@@ -183,6 +190,59 @@ def one_sentence(folder: Path | str, part: str, mend: str):
         logging.set_verbosity(before)
 
 
+def from_hub(flag: str, name: str, cached: bool = False) -> str:
+    """The folder of a model of the hub, owner/name, fetched unless it is there already. UserError: it cannot be had.
+
+    cached: another process of this host has just fetched it."""
+    from huggingface_hub import snapshot_download
+
+    files = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+    try:
+        return snapshot_download(name, allow_patterns=files, local_files_only=cached)
+    except Exception as e:  # offline, unknown, not for everybody: they have a class for each
+        why = " ".join(str(e).split())[:200] or type(e).__name__
+        raise UserError(
+            f"--{flag}={name}: no such folder here, and the hub does not give it ({why}); fetch it where there is a "
+            f"network (hf download {name}), or give a folder"
+        ) from None
+
+
+def text_folder(folder: str, base_dir: str) -> str:
+    """The folder, or where its model also sees or hears, one of its text model alone: only that is trained.
+
+    It is made in `base_dir` once. UserError, one sentence: transformers has no such text model."""
+    config = read_config(folder)
+    text = config.get_text_config()
+    if text is config:
+        return folder
+    files = [(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(Path(folder).iterdir())]
+    which = hashlib.sha256(repr(files).encode()).hexdigest()[:12]
+    made = Path(base_dir) / f"text-{which}"
+    if not (made / "config.json").is_file():
+        mend = f"give a model of text alone: this one is of the family {config.model_type}"
+        with one_sentence(folder, "text model", mend):
+            tensors = text_tensors(folder, text)
+        scratch = made.with_name(made.name + ".writing")
+        shutil.rmtree(scratch, ignore_errors=True)
+        save_model(text, tensors, read_tokenizer(folder), scratch, folder)
+        os.replace(scratch, made)
+    return str(made)
+
+
+def text_tensors(folder: str, text) -> dict:
+    """The weights of the text model in a model that also sees or hears, under its own names. text: its config."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        own = AutoModelForCausalLM.from_config(text)
+    whole = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto")
+    body = whole.base_model.language_model.state_dict()
+    tensors = {f"{own.base_model_prefix}.{name}": x for name, x in body.items()}
+    tensors["lm_head.weight"] = whole.get_output_embeddings().weight.detach()
+    need(tensors.keys() == own.state_dict().keys(), "its tensors have other names")
+    return tensors
+
+
 def read_config(folder: Path | str):
     """The transformers config of a model folder: of its text, where it also sees. UserError: one sentence."""
     from transformers import AutoConfig
@@ -206,6 +266,21 @@ def read_tokenizer(folder: Path | str):
         tokenizer = AutoTokenizer.from_pretrained(folder)
     need(len(tokenizer) > 1, f"{folder}: its tokenizer has no words; {mend}")  # made up where there are no files
     return tokenizer
+
+
+def vocabulary_size(tokenizer) -> int:
+    """How many token ids there are. A model's embedding may have more rows, which stand for none."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def check_rows(folder: str, vocabulary: int) -> None:
+    """UserError: the tokenizer has ids for which a model has no row. More rows than ids are no error."""
+    rows = read_config(folder).get_text_config().vocab_size
+    need(
+        rows >= vocabulary,
+        f"{folder}: its tokenizer has {vocabulary} tokens and its config.json a vocab_size of {rows}; give the "
+        "model the tokenizer that it was trained with",
+    )
 
 
 def check_weights(folder: Path | str) -> None:

@@ -28,6 +28,7 @@ import sampling
 import tasks
 from delay import DelayFlags, StalenessFlags
 from flags import UserError, choice, need
+from model import lora
 from quant import PrecisionFlags
 from remote import RemoteFlags
 from sampling import Sampling, SamplingFlags
@@ -46,9 +47,9 @@ class RunFlags:
     objective: str = "jackpot"
     """Preset over correction and surrogate: none, tis, jackpot, ppo_is, gspo, ... (objectives.OBJECTIVES)."""
     model: str = "base:policy"
-    """Policy: a Hugging Face folder, or base:policy for the embedded model (made on first use)."""
+    """Policy: a Hugging Face folder, an id of its hub, or base:policy for the embedded model (made on first use)."""
     actor: str = "auto"
-    """Rollout model: a folder, base:actor, or none (the policy samples for itself);
+    """Rollout model: a folder or id, base:actor, or none (the policy samples for itself);
     auto: base:actor beside base:policy, else none."""
     out: str = "out/run"
     """Run folder: config, metrics.jsonl, checkpoints, plot."""
@@ -91,6 +92,9 @@ class EngineFlags:
     """Engine's precision."""
     rollout_memory: float = 0.25
     """Engine's memory: GiB of KV cache on CPU, share of the GPU on CUDA."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """vLLM's keys and values; fp8: in 8 bits, a mismatch that the learner does not share (Jackpot, Table 2b); auto: in
+    --rollout_dtype."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,16 @@ class ObjectiveFlags:
     """Weight of the CPPO-KL between new and inf (0.005 in HeteroRL under delay); 0: off."""
     cppo_kl: Literal["official", "k3"] = "official"
     """Which estimator: the released code's (no KL under samples of inf), or k3 of KL(inf || new)."""
+    kl_coef: float = 0.0
+    """Weight of the KL from the policy to the frozen model that the run started from; 0: off, and none is loaded."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where it stands: a term of the loss, or taken off each response's reward before the advantage."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """Its estimate from the sampled tokens (objectives.kl_estimate); default k2 in the loss, k1 in the reward."""
+    entropy_coef: float = 0.0
+    """Weight of an entropy bonus, in nats of the distribution that is scored; 0: off."""
+    adv_clip: float = 0.0
+    """Advantages are cut at +- this, after they are normalised; 0: off."""
 
 
 @dataclass(frozen=True)
@@ -162,8 +176,7 @@ class ObrsFlags:
     obrs_lambda: float = 1.0
     """lambda: acceptance is min(1, p_tgt / (lambda p_inf))."""
     obrs_accept_rate: float | None = None
-    """Budget: choose lambda at each update so that this share is accepted (Z is then bracketed by the engine's
-    top-K)."""
+    """Budget: choose lambda at each update so that this share is accepted; Z is then bracketed by the top-K."""
     obrs_c1: float = 3.0
     """c1: cap of the OBRS weight."""
     obrs_c2: float | None = None
@@ -219,8 +232,8 @@ class OptimizerFlags:
     (RMS-matched)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up."""
-    warmup_steps: int = 5
-    """Updates of linear warm-up."""
+    warmup_steps: float = 5.0
+    """Updates of linear warm-up; below 1 a share of --steps (0.03: 3 %, rounded up)."""
     adam_beta1: float = 0.9
     """AdamW."""
     adam_beta2: float = 0.999
@@ -237,10 +250,20 @@ class OptimizerFlags:
     """What to do where the first tenth is above --guard_kl (results/collapse.md); mend: half the learning rates."""
     guard_kl: float = 0.03
     """Guard: largest mean KL(inf, new) of the first tenth, nats a token."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Learner's compute type; bfloat16 is autocast over float32 weights (embedded models float32)."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Learner's compute type (embedded models float32); the 16-bit ones are autocast over float32 weights, float16
+    with a loss scaler."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Wrapper under torchrun."""
+    lora_rank: int = 0
+    """LoRA (model/lora.py): learn corrections of this rank to frozen linear layers; 0: off, all weights learn."""
+    lora_alpha: int = 32
+    """LoRA: their scale is this over the rank."""
+    lora_on: Literal["policy", "actor", "both"] = "policy"
+    """LoRA: which models learn so; the other one learns whole."""
+    lora_save: Literal["merged", "adapter"] = "merged"
+    """LoRA: checkpoints hold the merged model beside the adapters, or the adapters alone (python -m model.lora
+    merges)."""
 
 
 @dataclass(frozen=True)
@@ -259,8 +282,7 @@ class ReportFlags:
     check_agreement: bool = True
     """Stop if on the first rollouts engine and learner, with the same weights, are different policies (sync.py)."""
     advantage_error_every: int = 0
-    """Every so many updates, |mean(w A) - mean A of fresh samples of the policy| (GEPO Fig. 6c); costs a rollout;
-    0: never."""
+    """Every so many updates, |mean(w A) - mean A of fresh samples of the policy| (GEPO 6c); costly; 0: never."""
     save_every: int = 50
     """Checkpoint every so many updates; 0: only at the end."""
     keep: int = 2
@@ -314,7 +336,18 @@ class Config(
 FIELDS = {f.name: f for f in fields(Config)}
 # flags that a resumed run may change: they steer the process, not the training
 HARMLESS = {
-    *("resume", "overwrite", "keep", "save_every", "log_samples", "check_agreement", "tensorboard", "wandb", "out"),
+    *(
+        "resume",
+        "overwrite",
+        "keep",
+        "save_every",
+        "lora_save",
+        "log_samples",
+        "check_agreement",
+        "tensorboard",
+        "wandb",
+        "out",
+    ),
     *("bind", "keys", "sync_path", "give_up"),
 }
 
@@ -350,7 +383,8 @@ def resumed(cfg: Config, given: set[str]) -> Config:
         f"--resume: {cfg.out} holds no run; start one without --resume, or name its folder with --out",
     )
     saved = saved_flags(path)
-    free = HARMLESS | ({"steps"} if saved["lr_schedule"] == "constant" else set())
+    of_steps = saved["lr_schedule"] != "constant" or 0 < saved["warmup_steps"] < 1  # the schedule depends on it
+    free = HARMLESS | (set() if of_steps else {"steps"})
     now = resolve_open(replace(cfg, resume=False))
     changed = [k for k in sorted(given - free) if getattr(now, k) != saved.get(k, FIELDS[k].default)]
     if changed:
@@ -422,6 +456,7 @@ def resolve(cfg: Config, n_ranks: int | None = None) -> Config:
     for one in corrections.candidates(cfg).values():
         objectives.check(one)
     check_models(cfg)
+    lora.check(cfg)
     tasks.check(cfg)
     need(
         not missing,
@@ -443,6 +478,10 @@ def check_sizes(cfg: Config, n_ranks: int) -> None:
     schedule += ("epochs", "dynamic_sampling")
     for name in (*schedule, "weight_decay", "adam_eps", "distill_kl_target", "distill_gain"):
         need(getattr(cfg, name) >= 0, f"--{name}={getattr(cfg, name)}: must not be negative")
+    need(
+        cfg.warmup_steps < 1 or cfg.warmup_steps == int(cfg.warmup_steps),
+        f"--warmup_steps={cfg.warmup_steps}: a whole number of updates, or a share of --steps below 1",
+    )
     for name in ("adam_beta1", "adam_beta2"):
         need(0 <= getattr(cfg, name) < 1, f"--{name}={getattr(cfg, name)}: must lie in [0, 1)")
     need(cfg.group_size >= 2, f"--group_size={cfg.group_size}: an advantage needs at least 2 responses a prompt")
@@ -480,7 +519,7 @@ def check_models(cfg: Config) -> None:
             )
         elif value != "none" or flag == "model":
             need(
-                (Path(value) / "config.json").is_file(),
+                flags.names_model(value),
                 f"--{flag}={value}: no Hugging Face model folder (no config.json there); give one as save_pretrained "
                 "writes it, or base:policy",
             )
@@ -490,6 +529,7 @@ def check_engine(cfg) -> None:
     """UserError unless the engine of the flags (train.py's, eval.py's, a sampler's) can be started here."""
     memory = f"--rollout_memory={cfg.rollout_memory}"
     need(cfg.rollout_memory > 0, f"{memory}: must be above 0")
+    check_kv_cache(cfg)
     if cfg.rollout != "vllm":
         return
     need(
@@ -501,6 +541,18 @@ def check_engine(cfg) -> None:
     else:
         here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
         need(cfg.rollout_memory < here, f"{memory}: GiB on a CPU, and this host has {here:.0f}; name fewer")
+
+
+def check_kv_cache(cfg) -> None:
+    """Whether the engine has a cache of 8 bits."""
+    flag = f"--kv_cache_dtype={cfg.kv_cache_dtype}"
+    if cfg.kv_cache_dtype == "auto":
+        return
+    need(cfg.rollout == "vllm", f"{flag}: --rollout={cfg.rollout} has no such cache; use --rollout=vllm, or auto")
+    need(
+        torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability() == "AVX512",
+        f"{flag}: on a CPU vLLM has this cache with AVX-512 alone, and this one is without; use auto",
+    )
 
 
 def check_packages(cfg: Config) -> None:

@@ -15,7 +15,7 @@ import functools
 import os
 import sys
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -26,8 +26,10 @@ import torch
 import quant
 from checkpoint import load_model
 from flags import UserError
-from rollout import Response, uniforms
-from sampling import Sampling, cut, ragged
+from model import Routing
+from model.head import Head
+from rollout import Records, Response, uniforms
+from sampling import Sampling, allowed_sets, pick, truncate
 
 # ---------------------------------------------------------------------------------------------------------------------
 # vLLM, in this process
@@ -41,10 +43,11 @@ class VLLMEngine:
     max_len        tokens of prompt and response together
     max_logprobs   largest `topk` or `max_allowed` that will be asked for
     seed           of vLLM itself; each response brings one of its own
-    memory_gib     CPU: GiB of key-value cache; CUDA: share of the GPU that vLLM may take
+    memory_gib     CPU: GiB of key-value cache; CUDA: share of the GPU that vLLM may take. kv_cache: the cache's type
     logprobs_mode  "processed": of the distribution sampled from; "raw": of the model's own softmax
     head_fp32      compute logits in float32 whatever the dtype
     fmt            number format of the linear layers (quant.py), or None
+    vocabulary     token ids that there are; further rows of an embedding are left out. None: there are none
 
     UserError where vLLM cannot be imported, or lacks a function that is changed below."""
 
@@ -60,17 +63,20 @@ class VLLMEngine:
         logprobs_mode: str = "processed",
         head_fp32: bool = False,
         fmt: quant.Format | None = None,
+        vocabulary: int | None = None,
+        kv_cache: str = "auto",
     ):
         make_llm, self.make_params = import_vllm()
         self.dtype, self.fmt = dtype, fmt
         cuda = torch.cuda.is_available()
-        has_kernel = fmt is not None and (fmt.activations or (cuda and fmt.qmax == 7))
+        has_kernel = fmt is not None and (fmt.activations or (cuda and fmt.qmax == 7 and not quant.has_experts(folder)))
         self.packed = has_kernel  # whether it loads low-bit tensors, or exactly dequantized ones
         change_vllm(low_bits_on_cpu=fmt is not None and not cuda)
         if fmt is not None:
             folder = self._quantized_folder(folder)
         settings = dict(
             dtype=dtype,
+            kv_cache_dtype=kv_cache,
             max_model_len=max_len,
             max_logprobs=max(max_logprobs, 1),
             logprobs_mode=f"{logprobs_mode}_logprobs",
@@ -83,8 +89,10 @@ class VLLMEngine:
             settings["gpu_memory_utilization"] = memory_gib
         else:
             settings["kv_cache_memory_bytes"] = int(memory_gib * 2**30)
-        if head_fp32:
-            settings["hf_overrides"] = {"head_dtype": "float32"}
+        overrides = {"head_dtype": "float32"} if head_fp32 else {}
+        if vocabulary is not None:
+            overrides["vocab_size"] = vocabulary
+        settings["hf_overrides"] = overrides
         with vllm_leaves_no_trace():
             self.llm = make_llm(folder, **settings)
 
@@ -169,7 +177,7 @@ class VLLMEngine:
         """Replace the weights by those of a state dict.
 
         A model with tied weights must bring `lm_head.weight` too, or its head silently stays old."""
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": quant.by_expert(named_tensors)})
         self.llm.reset_prefix_cache()  # cached blocks belong to the old weights
 
     def logprobs(self, ids: np.ndarray) -> np.ndarray:
@@ -188,31 +196,25 @@ class VLLMEngine:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def allowed_sets(ids: np.ndarray, logp: np.ndarray, max_allowed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sets of allowed tokens, as by sampling.ragged, from the K most likely tokens at n positions.
-
-    ids, logp [n, K]: a token that was cut has log-probability -inf. UserError if a set has more than K tokens:
-    then none of the K was cut, and yet they have less than all of the probability."""
-    finite = np.isfinite(logp)
-    full = finite.all(1)
-    if full.any() and np.exp(logp[full]).sum(1).min() < 0.999:
-        raise UserError(set_too_large(max_allowed))
-    return ragged(finite, ids)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What is changed in vLLM, and what vLLM may not change here
 # ---------------------------------------------------------------------------------------------------------------------
 
-VLLM_VERSION = "0.32.0"  # whose code the two changes below were written for
+VLLM_VERSION = "0.32.0"  # whose code the changes below were written for
 
 
 def change_vllm(low_bits_on_cpu: bool) -> None:
-    """Replace two functions of vLLM, each for the reason in the docstring of its replacement."""
+    """Replace some functions of vLLM, each for the reason in the docstring of its replacement."""
     from vllm import _custom_ops
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
     change(LogprobsProcessor, "_update_sample_logprobs", lean_logprobs)
+    change(VocabParallelEmbedding, "weight_loader", without_padding)
+    if not torch.cuda.is_available():
+        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+        change(UnquantizedFusedMoEMethod, "process_weights_after_loading", pack_experts_anew)
     if low_bits_on_cpu:
         change(_custom_ops, "create_onednn_scaled_mm", keep_scales_alive)
 
@@ -229,6 +231,32 @@ def lean_logprobs(update_sample_logprobs):
         self.logprobs.logprobs.append(logprobs_lists.logprobs)
 
     return lean
+
+
+def without_padding(weight_loader):
+    """Replacement for VocabParallelEmbedding.weight_loader: rows that stand for no token stay outside.
+
+    Reason: models pad their embeddings, and what is there can be sampled. A vLLM whose config names as many tokens as
+    the tokenizer has neither samples nor scores more, but refuses to load more rows."""
+
+    def load(self, param, loaded_weight):
+        rows = slice(self.org_vocab_size) if loaded_weight.ndim else ...
+        weight_loader(self, param, loaded_weight[rows])
+
+    return load
+
+
+def pack_experts_anew(process_weights_after_loading):
+    """Replacement for UnquantizedFusedMoEMethod.process_weights_after_loading: a kernel is made at every load.
+
+    Reason: on CPUs vLLM packs experts' weights when it makes their kernel, and keeps the kernel when it replaces the
+    weights, which then stay unpacked and fit nowhere."""
+
+    def process(self, layer):
+        self.moe_kernel = None
+        process_weights_after_loading(self, layer)
+
+    return process
 
 
 def keep_scales_alive(create_onednn_scaled_mm):
@@ -328,6 +356,7 @@ class HFEngine:
         logprobs_mode: str = "processed",
         head_fp32: bool = False,
         fmt: quant.Format | None = None,
+        vocabulary: int | None = None,
     ):
         model = folder_or_model
         if isinstance(model, (str, os.PathLike)):
@@ -343,15 +372,24 @@ class HFEngine:
         self.batch_tokens = batch_tokens
         self.raw = logprobs_mode == "raw"
         self.head_fp32 = head_fp32
+        self.vocabulary = vocabulary
+        self.routing: Routing | None = None
+        self.routed = None  # experts of the tokens that were read last, (n, tokens, layers, k) int16
+
+    def record_routing(self) -> HFEngine:
+        """Say of what is sampled from here on which experts each token went to (Response.routed)."""
+        self.routing = Routing(self.model)
+        return self
 
     def generate(self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int = 0):
         """As VLLMEngine.generate, in batches that fit into `batch_tokens`."""
         if not sampling.truncates:
             max_allowed = 0
         groups = []
-        for part in self._batches(prompts, seeds, sampling.max_tokens):
-            responses = self._decode(prompts[part], seeds[part], sampling, topk, stop_ids, max_allowed)
-            groups += grouped(responses, seeds[part])
+        with self.routing or nullcontext():
+            for part in self._batches(prompts, seeds, sampling.max_tokens):
+                responses = self._decode(prompts[part], seeds[part], sampling, topk, stop_ids, max_allowed)
+                groups += grouped(responses, seeds[part])
         return groups
 
     def _batches(self, prompts, seeds, max_tokens: int):
@@ -376,6 +414,7 @@ class HFEngine:
         stop = torch.tensor(stop_ids, device=self.device)
         records = Records(len(u), T, topk, self.device)
         logits, rows = self._read_prompts(prompts, [len(group) for group in seeds])
+        routed = [(rows.which, self.routed)]  # of the prompts, and then of each token behind them
         for t in range(T):
             z, gone = truncate(logits / sampling.temperature, sampling)
             logp = z.log_softmax(-1)
@@ -393,7 +432,11 @@ class HFEngine:
                 rows.shrink(going)
                 token = token[going]
             logits = self._step(token, rows)
-        return records.responses(stop_ids, max_allowed)
+            routed.append((rows.which, self.routed))
+        responses = records.responses(stop_ids, max_allowed)
+        if self.routing is not None:
+            give_routed(responses, grouped(responses, seeds), prompts, routed)
+        return responses
 
     def _read_prompts(self, prompts, group_sizes: list[int]):
         """Logits (N, V) of each response's first token, and the rows to go on with."""
@@ -433,12 +476,16 @@ class HFEngine:
         """(logits of the last position, (n, V) float32; the cache)."""
         if self.head_fp32:
             out = self.model.base_model(input_ids=ids, use_cache=True, **more)
-            head = self.model.get_output_embeddings().weight
-            logits = out.last_hidden_state[:, -1].float() @ head.float().t()
+            logits = Head.of(self.model.config).of_layer(
+                self.model.get_output_embeddings(), out.last_hidden_state[:, -1]
+            )
         else:
             out = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **more)
             logits = out.logits[:, -1].float()
-        return logits, out.past_key_values
+        if self.routing is not None:
+            chosen = torch.stack(self.routing.chosen, 1)  # (n, layers, k) of all tokens
+            self.routed = chosen.reshape(*ids.shape, *chosen.shape[1:]).short().cpu().numpy()
+        return logits[:, : self.vocabulary], out.past_key_values
 
     @torch.no_grad()
     def load(self, named_tensors) -> None:
@@ -455,29 +502,11 @@ class HFEngine:
     def logprobs(self, ids: np.ndarray) -> np.ndarray:
         """log p(ids[t] | ids[:t]) for t >= 1 at temperature 1, in nats: (R, L) -> float32 (R, L - 1)."""
         ids = torch.from_numpy(ids).to(self.device)
-        logp = self.model(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+        logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1, : self.vocabulary]
+        logp = logits.float().log_softmax(-1)
         return logp.gather(2, ids[:, 1:, None])[..., 0].cpu().numpy()
 
     def close(self) -> None: ...
-
-
-def truncate(z, sampling: Sampling):
-    """Scaled logits z (n, V), set to -inf in place where truncation cuts; and where, (n, V) bool.
-
-    Where nothing truncates: z, and None."""
-    if not sampling.truncates:
-        return z, None
-    gone = cut(z, sampling.top_p, sampling.top_k, sampling.min_p)
-    return z.masked_fill_(gone, -torch.inf), gone
-
-
-def pick(logp, u):
-    """Draw one token for each row by inversion: the first whose cumulative probability is above u.
-
-    logp (n, V) float32; u (n, 1) float64 in [0, 1). Returns token ids, (n, 1) int64."""
-    cdf = logp.double().exp_().cumsum_(-1)
-    token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
-    return token.clamp_(max=logp.shape[1] - 1)
 
 
 @dataclass
@@ -499,81 +528,9 @@ class Rows:
             self.mask = self.mask[rows]
 
 
-class Records:
-    """What is recorded of N responses of at most T tokens, while they are decoded."""
-
-    def __init__(self, N: int, T: int, topk: int, device):
-        self.T, self.topk = T, topk
-        self.tokens = torch.zeros(N, T, dtype=torch.int32, device=device)
-        self.logp = torch.zeros(N, T, device=device)
-        self.top_ids = torch.zeros(N, T, topk, dtype=torch.int32, device=device)
-        self.top_logp = torch.zeros(N, T, topk, device=device)
-        self.length = torch.full((N,), T, device=device)  # T also while a response goes on
-        self.allowed: list[np.ndarray] = []  # int64 [3, n] a step: response, position, token id
-
-    def write(self, which, t: int, token, logp) -> None:
-        """Token t of the responses `which` (n,): the token (n, 1), and log-probabilities (n, V)."""
-        self.tokens[which, t] = token[:, 0].int()
-        self.logp[which, t] = logp.gather(1, token)[:, 0]
-        if self.topk:
-            self.top_logp[which, t], best = logp.topk(self.topk, -1)
-            self.top_ids[which, t] = best.int()
-
-    def write_allowed(self, which, t: int, gone) -> None:
-        """The tokens that were allowed at position t: those that are not `gone`, (n, V) bool."""
-        row, ids = (~gone).nonzero(as_tuple=True)
-        columns = torch.stack([which[row], torch.full_like(row, t), ids])
-        self.allowed.append(columns.cpu().numpy())
-
-    def end(self, which, t: int, stops):
-        """Note that responses end with token t where it `stops` them; returns which go on, (n,) bool.
-
-        A finished row may stay in the cache for a while; what it samples after its end is ignored."""
-        ended = stops & (self.length[which] == self.T)
-        self.length[which[ended]] = t + 1
-        return self.length[which] == self.T
-
-    def responses(self, stop_ids, max_allowed: int) -> list[Response]:
-        """All of them, each cut to its length. UserError if a set of allowed tokens is too large."""
-        tokens, logp = self.tokens.cpu().numpy(), self.logp.cpu().numpy()
-        top_ids, top_logp = self.top_ids.cpu().numpy(), self.top_logp.cpu().numpy()
-        responses = []
-        for i, L in enumerate(self.length.tolist()):
-            response = Response(
-                tokens=tokens[i, :L].copy(),
-                loss_mask=np.ones(L, bool),
-                logp_inf=logp[i, :L].copy(),
-                topk_ids=top_ids[i, :L].copy(),
-                topk_logp=top_logp[i, :L].copy(),
-                finish_reason="stop" if int(tokens[i, L - 1]) in stop_ids else "length",
-            )
-            responses.append(response)
-        if max_allowed:
-            self._give_allowed(responses, max_allowed)
-        return responses
-
-    def _give_allowed(self, responses: list[Response], max_allowed: int) -> None:
-        """Hand each response its sets of allowed tokens."""
-        allowed = np.concatenate(self.allowed, 1)
-        place = allowed[0] * self.T + allowed[1]  # response and position as one number
-        sizes = np.bincount(place, minlength=len(responses) * self.T).reshape(-1, self.T)
-        if sizes.max() > max_allowed:
-            raise UserError(set_too_large(max_allowed))
-        ids = allowed[2, np.lexsort((allowed[2], place))].astype(np.int32)
-        starts = np.concatenate([[0], sizes.sum(1).cumsum()])
-        for i, r in enumerate(responses):
-            ends = sizes[i, : len(r.tokens)].cumsum()
-            r.allowed_offsets = np.concatenate([[0], ends]).astype(np.int64)
-            r.allowed_ids = ids[starts[i] : starts[i] + r.allowed_offsets[-1]]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Both engines
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def set_too_large(max_allowed: int) -> str:
-    return f"truncated sampling allows more than {max_allowed} tokens: raise --kept_max, or bound it with --top_k"
 
 
 def grouped(responses, seeds: list[list[int]]) -> list[list[Response]]:
@@ -582,18 +539,35 @@ def grouped(responses, seeds: list[list[int]]) -> list[list[Response]]:
     return [list(islice(responses, len(group))) for group in seeds]
 
 
-def make_engine(cfg, folder: str, max_len: int, topk: int, device: str = "cpu"):
+def give_routed(responses, groups, prompts, routed) -> None:
+    """Hand each response the experts of the tokens that were read for it.
+
+    routed: for the prompts, padded on the left, and then for each step, the responses that it served, (n,), and the
+    experts, (prompts, P, layers, k) and (n, 1, layers, k)."""
+    (_, of_prompts), *steps = routed
+    tokens = np.full((len(responses), len(steps), *of_prompts.shape[2:]), -1, np.int16)
+    for t, (which, experts) in enumerate(steps):
+        tokens[which.cpu().numpy(), t] = experts[:, 0]
+    rows = iter(tokens)
+    for prompt, group, experts in zip(prompts, groups, of_prompts, strict=True):
+        for r in group:
+            r.routed = np.concatenate([experts[len(experts) - len(prompt) :], next(rows)[: len(r.tokens) - 1]])
+
+
+def make_engine(cfg, folder: str, max_len: int, topk: int, device: str = "cpu", vocabulary: int | None = None):
     """The engine that `--rollout` names, with the weights of `folder`.
 
-    max_len: tokens of prompt and response; topk: the most log-probabilities that will be asked for."""
+    max_len: tokens of prompt and response; topk: the most log-probabilities that will be asked for; vocabulary: token
+    ids that there are."""
     shared = dict(
         dtype=cfg.rollout_dtype,
         logprobs_mode=cfg.logprobs_mode,
         head_fp32=cfg.lm_head_fp32,
         fmt=quant.format_of(cfg.rollout_quant, cfg.quant_group),
+        vocabulary=vocabulary,
     )
     if cfg.rollout == "hf":
-        return HFEngine(folder, device=device, **shared)
-    return VLLMEngine(
-        folder, max_len=max_len, max_logprobs=topk, seed=cfg.seed, memory_gib=cfg.rollout_memory, **shared
-    )
+        engine = HFEngine(folder, device=device, **shared)
+        return engine.record_routing() if cfg.router_replay else engine
+    own = dict(seed=cfg.seed, memory_gib=cfg.rollout_memory, kv_cache=cfg.kv_cache_dtype)
+    return VLLMEngine(folder, max_len=max_len, max_logprobs=topk, **own, **shared)

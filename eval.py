@@ -28,17 +28,17 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import batching
 import checkpoint
 import flags
 import mismatch
-import objectives
 import quant
 import sampling
 import tasks
 import warmstart
 from config import EMBEDDED, PROPOSED, Config, EngineFlags, check_engine
 from engines import HFEngine, make_engine
-from flags import UserError, check_output, choice, need, parse_flags, read_json, run_command
+from flags import UserError, check_output, choice, is_hub_id, need, parse_flags, read_json, run_command
 from mismatch import MismatchFlags
 from quant import PrecisionFlags
 from rollout import request_seed
@@ -111,12 +111,12 @@ def sampler_of(learner, name: str, cfg) -> HFEngine:
     Under FSDP it has a whole copy of the weights, because shards cannot decode; aligned where the learner's is."""
     model = getattr(learner.models, name)
     if not (learner.comm.on and cfg.parallel == "fsdp"):
-        return HFEngine(model, device=learner.device)
+        return HFEngine(model, device=learner.device, vocabulary=learner.models.vocabulary)
     from transformers import AutoModelForCausalLM
 
     whole = AutoModelForCausalLM.from_config(copy.deepcopy(model.config))
     quant.align(whole, next((m.format for m in model.modules() if isinstance(m, quant.LowBitLinear)), None))
-    engine = HFEngine(whole, device=learner.device)
+    engine = HFEngine(whole, device=learner.device, vocabulary=learner.models.vocabulary)
     engine.load(learner.named_tensors(name))
     return engine
 
@@ -150,7 +150,7 @@ def advantage_slope(reward, cfg) -> float:
     spread = reward - reward.mean()
     if spread.abs().max() == 0:
         return 0.0
-    known = objectives.ADVANTAGES[cfg.advantage](reward)
+    known = batching.ADVANTAGES[cfg.advantage](reward)
     return float((known * spread).sum() / spread.square().sum())
 
 
@@ -189,7 +189,7 @@ class EvalFlags(TaskFlags, PromptFlags, SamplingFlags, EngineFlags, PrecisionFla
     """Evaluation"""
 
     model: str = ""
-    """A run folder (its newest checkpoint's policy), a checkpoint, any Hugging Face folder, or base:policy."""
+    """A run folder (its newest checkpoint's policy), a checkpoint, any Hugging Face folder or id, or base:policy."""
     which: Literal["policy", "actor"] = "policy"
     """Which model of a run or checkpoint."""
     problems: int | None = None
@@ -256,14 +256,15 @@ def open_setup(cfg: EvalFlags, problems: int) -> Setup:
         check_context(one, longest[one.label], model.max_position_embeddings)
         if getattr(one.task, "dropped", 0):
             print(f"{one.label}: {one.task.dropped} prompts of more than {cfg.max_prompt_tokens} tokens dropped")
+    vocabulary = checkpoint.vocabulary_size(tokenizer)
     need(
-        cfg.top_k <= model.vocab_size,
-        f"--top_k={cfg.top_k}: larger than the vocabulary of {model.vocab_size} tokens; 0 keeps all",
+        cfg.top_k <= vocabulary, f"--top_k={cfg.top_k}: larger than the vocabulary of {vocabulary} tokens; 0 keeps all"
     )
     for one in models:
+        checkpoint.check_rows(one, vocabulary)
         checkpoint.check_weights(one)
     quant.check_model(cfg, models[-1])
-    return Setup(sets, folder, tokenizer, n, max(longest.values()), model.vocab_size, ends)
+    return Setup(sets, folder, tokenizer, n, max(longest.values()), vocabulary, ends)
 
 
 def check_context(one: EvalSet, longest: int, limit: int) -> None:
@@ -311,10 +312,16 @@ def find_model(cfg: EvalFlags, flag: str, which: str) -> str:
         task_flags = {k: v for k, v in vars(cfg).items() if k.startswith("task_")}
         return warmstart.base_model(name.removeprefix("base:"), Config(**task_flags))
     root = Path(name)
-    for folder in (root, root / which, (checkpoint.newest(root, which) or root) / which):
+    newest = checkpoint.newest(root, which) or root
+    for folder in (root, root / which, newest / which):
         path = folder / "config.json"  # a run has one too, which is not a model's
         if path.is_file() and "model_type" in read_json(path, "copy it anew, or name another folder"):
-            return str(folder)
+            return checkpoint.text_folder(str(folder), Config().base_dir)
+    adapter = newest / f"{which}_adapter"
+    merge = f"python -m model.lora --adapter={adapter} --out=FOLDER"
+    need(not adapter.is_dir(), f"--{flag}={name}: adapters alone; merge them with {merge}")
+    if is_hub_id(name):
+        return checkpoint.text_folder(checkpoint.from_hub(flag, name), Config().base_dir)
     raise UserError(f"--{flag}={name}: no model there; give a run folder, a checkpoint or a Hugging Face folder")
 
 
@@ -325,7 +332,7 @@ def evaluate(cfg: EvalFlags) -> dict:
     written = Responses.open(cfg, setup) if cfg.out else None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     context = setup.longest_prompt + max(one.max_tokens for one in setup.sets)
-    engine = make_engine(cfg, setup.folder, context, 0, device)
+    engine = make_engine(cfg, setup.folder, context, 0, device, setup.vocabulary)
     results = []
     for one in setup.sets:
         right, length = evaluate_set(engine, one, setup, cfg, written)

@@ -22,6 +22,7 @@ import inspect
 import json
 import math
 import os
+import re
 import sys
 import textwrap
 import tomllib
@@ -99,6 +100,16 @@ def read_json(path: Path | str, mend: str) -> dict:
         raise UserError(f"{path}: not valid JSON ({e}); {mend}") from None
     need(isinstance(found, dict), f"{path}: not a JSON object; {mend}")
     return found
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether this can be the id of a model on the hub: it reads owner/name, and nothing here is called so."""
+    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name)) and not Path(name).exists()
+
+
+def names_model(name: str) -> bool:
+    """Whether this is a folder with a config.json, or can be the id of a model on the hub."""
+    return (Path(name) / "config.json").is_file() or is_hub_id(name)
 
 
 def check_output(flag: str, path: str) -> None:
@@ -334,6 +345,11 @@ FOREIGN = {
     "clip_ratio_low": "clip_low",
     "clip_ratio_high": "clip_high",
     "clip_ratio_c": "dual_clip",
+    "kl_loss_coef": "kl_coef",
+    "kl_loss_type": ("kl_estimator", {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}),
+    "use_kl_in_reward": ("kl_in", {"True": "reward", "true": "reward", "False": "loss", "false": "loss"}),
+    "entropy_coeff": "entropy_coef",
+    "lr_warmup_steps_ratio": "warmup_steps",
     "vllm_importance_sampling_mode": "objective",
     "loss_type": "objective",
     "epsilon": "clip_low",
@@ -341,6 +357,9 @@ FOREIGN = {
     "num_generations": "group_size",
     "max_completion_length": "max_tokens",
     "learning_rate": "lr",
+    "beta": "kl_coef",
+    "lora_r": "lora_rank",
+    "warmup_ratio": "warmup_steps",
 }
 
 
@@ -353,6 +372,8 @@ def ours(key: str, value: str) -> dict[str, str]:
     low, between, high = value.partition("_")
     if key in ("rollout_is_threshold", "rollout_rs_threshold") and between:
         return {"rs_low": low, "rs_high": high}
+    if key == "beta":  # TRL knows one estimator
+        return {name: value, "kl_estimator": "k3"}
     return {name: value}
 
 

@@ -3,7 +3,7 @@
     score(batch, needs) -> TokenStats       no gradient, any number of micro-batches
     update(batch, stats) -> metrics         one optimizer step: forward, loss, backward for each micro-batch, clip, step
 
-The forward is model.py's, the loss objectives.py's; the optimizers are built in one function, `make_optimizers`.
+The forward is in model/, the loss in objectives.py, the optimizers in optim.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 
 import numpy as np
 import torch
@@ -25,10 +26,11 @@ import objectives
 import quant
 import sync
 from batching import Batch
-from flags import UserError, from_environment
+from flags import UserError, from_environment, need
 from measure import Sums
 from metrics import derive, observe
-from model import Needs, PolicyAndActor, TokenStats, needs_of_ref_pass, needs_of_update
+from model import Needs, PolicyAndActor, TokenStats, check_replay, lora, needs_of_ref_pass, needs_of_update
+from optim import Guard, make_optimizers, schedule
 from sampling import Sampling
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -94,83 +96,6 @@ class Comm:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Optimizers
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def make_optimizers(model, cfg, lr: float) -> list:
-    """AdamW over one model's parameters; or Muon over the matrices of its layers, and AdamW over the rest.
-
-    Another optimizer is another line here."""
-    matrices = []
-    if cfg.optimizer == "muon":
-        matrices = [p for p in model.base_model.layers.parameters() if p.ndim == 2]
-    chosen = {id(p) for p in matrices}
-    rest = [p for p in model.parameters() if id(p) not in chosen]
-    betas = (cfg.adam_beta1, cfg.adam_beta2)
-    optimizers = [torch.optim.AdamW(rest, lr=lr, betas=betas, eps=cfg.adam_eps, weight_decay=cfg.weight_decay)]
-    if matrices:
-        muon = torch.optim.Muon(matrices, lr=lr, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw")
-        optimizers.append(muon)
-    return optimizers
-
-
-def schedule(step: int, cfg) -> float:
-    """Learning-rate factor of update `step` (from 0): linear warm-up, then constant, linear or cosine decay to
-    0."""
-    if step < cfg.warmup_steps:
-        return (step + 1) / cfg.warmup_steps
-    done = (step - cfg.warmup_steps) / max(1, cfg.steps - cfg.warmup_steps)
-    if cfg.lr_schedule == "linear":
-        return 1.0 - done
-    if cfg.lr_schedule == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
-    return 1.0
-
-
-class Guard:
-    """--guard: ends or mends a run whose first tenth is far from its samples (results/collapse.md).
-
-        mean over the first tenth of the updates of KL(inf, new) > --guard_kl, nats a token
-        KL(inf, new) = rollout_corr/kl + ppo_kl, the k1 estimate of how far what learns is from what sampled
-
-    stop: the run ends there, saved. mend: every learning rate is halved from the next update on."""
-
-    def __init__(self, cfg):
-        self.how = cfg.guard
-        self.limit = cfg.guard_kl
-        self.last = max(1, round(cfg.steps / 10))  # the update that it judges after
-        self.sum = 0.0  # of KL(inf, new) over the updates seen
-        self.seen = 0
-        self.fired = False
-
-    @property
-    def rate(self) -> float:
-        """Factor of the learning rates."""
-        return 0.5 if self.fired and self.how == "mend" else 1.0
-
-    def watch(self, update: int, logged: dict[str, float]) -> str:
-        """See the metrics of an update (from 1), the same on all ranks. What there is to say if the guard fires."""
-        kl = logged["rollout_corr/kl"] + logged["ppo_kl"]
-        if update <= self.last and math.isfinite(kl):
-            self.sum += kl
-            self.seen += 1
-        if self.fired or update != self.last or self.mean <= self.limit:
-            return ""
-        self.fired = True
-        done = "the run ends here" if self.how == "stop" else "all learning rates are halved from here on"
-        return (
-            f"--guard={self.how}: over the first {update} updates KL(inf, new) was {self.mean:.3g} nats a token, above "
-            f"--guard_kl={self.limit:g}: {done}"
-        )
-
-    @property
-    def mean(self) -> float:
-        """KL(inf, new) of the updates seen; 0 before the first."""
-        return self.sum / self.seen if self.seen else 0.0
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # The learner
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -188,7 +113,9 @@ class Published:
 class Learner:
     """Owns the models, their optimizers and the parallel wrapper. Batches go in on the CPU."""
 
-    def __init__(self, policy, actor, cfg, comm: Comm):
+    def __init__(self, policy, actor, cfg, comm: Comm, vocabulary: int | None = None, start=None):
+        """vocabulary: token ids that there are (model.PolicyAndActor). start: the frozen model that --kl_coef holds the
+        policy to; None without it."""
         self.cfg = cfg
         self.comm = comm
         self.device = comm.device
@@ -197,12 +124,19 @@ class Learner:
         self.rollout_format = quant.format_of(cfg.rollout_quant, cfg.quant_group)
         own = cfg.rollout_quant if cfg.learner_quant == "aligned" else cfg.learner_quant
         own_format = quant.format_of(own, cfg.quant_group)
-        quant.align(policy if actor is None else actor, own_format)  # the model that samples
-        autocast = torch.bfloat16 if cfg.dtype == "bfloat16" else None
-        self.models = PolicyAndActor(policy, actor, autocast, cfg.lm_head_fp32).to(self.device)
+        sampler = policy if actor is None else actor
+        quant.align(sampler, own_format)
+        if start is not None:  # it computes as the policy does
+            quant.align(start.requires_grad_(False), own_format if actor is None else None)
+        if cfg.router_replay:
+            check_replay(sampler)
+        autocast = None if cfg.dtype == "float32" else getattr(torch, cfg.dtype)
+        how = (autocast, cfg.lm_head_fp32, vocabulary, cfg.router_replay)
+        self.models = PolicyAndActor(policy, actor, *how, start).to(self.device)
         self.models.eval()  # dropout stays off: scoring and training see one distribution
         self.wrapped = self._wrap()
         self.optimizers = {n: make_optimizers(getattr(self.models, n), cfg, self.lr[n]) for n in self.names}
+        self.scaler = torch.amp.GradScaler(torch.device(self.device).type, enabled=cfg.dtype == "float16")
         self.version = 0  # updates so far
         self.skipped = 0  # of them without a step, for a non-finite loss or gradient
         self.skipped_in_a_row = 0
@@ -228,10 +162,10 @@ class Learner:
 
         mesh = init_device_mesh(torch.device(self.device).type, (self.comm.size,))
         for layer in self.models.modules():
-            if isinstance(layer, quant.LowBitLinear):
+            if isinstance(layer, (quant.LowBitLinear, quant.LowBitExperts)):
                 layer.cache_quantized = False
-        for name in self.names:
-            for layer in getattr(self.models, name).base_model.layers:
+        for model in self.models.children():
+            for layer in model.base_model.layers:
                 fully_shard(layer, mesh=mesh)
         return fully_shard(self.models, mesh=mesh)  # embeddings, norms and heads: the root's group
 
@@ -250,6 +184,7 @@ class Learner:
                 if name not in out:
                     out[name] = x.new_zeros((len(batch), batch.tokens.shape[1]) + x.shape[2:])
                 out[name][rows, : x.shape[1]] = x
+        self.models.end_replay()
         if self.sharded:
             self.wrapped.reshard()  # no backward will do it: leave the shards as the owners
         return TokenStats(**{name: x.cpu() for name, x in out.items()})
@@ -257,7 +192,7 @@ class Learner:
     def ref_columns(self, batch: Batch, lam: float) -> dict[str, torch.Tensor]:
         """The ref pass: what objectives need of policy and actor at the start of this step's updates, by column."""
         new = self.score(batch, needs_of_ref_pass(self.cfg, self.has_actor, lam))
-        columns = {f"{name}_ref": x for name, x in new.known().items() if name in objectives.REF}
+        columns = objectives.columns_of(new)
         if new.top_ids is not None:
             columns |= self._wider_support(batch, new)
         return columns
@@ -328,13 +263,24 @@ class Learner:
                 loss = objectives.reduce(unreduced, micro.mask, stats, cfg)
                 if rows is None:
                     loss = loss * 0.0
-                (loss * self.comm.size).backward()  # both wrappers average over ranks; we sum
+                self.scaler.scale(loss * self.comm.size).backward()  # both wrappers average over ranks; we sum
             if rows is not None:
                 total += loss.detach().double()
                 with torch.no_grad():
                     observe(sums, new.detach(), objectives.with_ref(new, micro), stats, logs, cfg)
+        self.models.end_replay()
+        self._unscale()
         logged = derive(sums.reduce(self.comm))
         return logged | {"loss": self.comm.sum([total])[0]}
+
+    def _unscale(self) -> None:
+        """Gradients in their own units again. Where one overflowed in float16, the next backward has half the loss
+        scale; after 2,000 that did not it has twice the scale. The same on every rank, as the gradients are."""
+        if not self.scaler.is_enabled():
+            return
+        for optimizer in chain.from_iterable(self.optimizers.values()):
+            self.scaler.unscale_(optimizer)
+        self.scaler.update()
 
     def dot(self, a, b) -> float:
         """<a, b> of two directions in a model's weights, the same number on every rank: one tensor for each parameter,
@@ -353,7 +299,7 @@ class Learner:
 
     def _step(self, loss: float, all_rejected: bool = False) -> dict[str, float]:
         """Clip, check, step. A non-finite loss or gradient skips the step on every rank; too many in a row stop
-        the run (`error`).
+        the run (`error`). Those do not count that a smaller loss scale may mend.
 
         all_rejected: of a batch that was rejected whole the policy learns nothing (its optimizer's momentum must
         not move it either); the update is counted."""
@@ -366,7 +312,8 @@ class Learner:
             lr = self.lr[name] * factor
             self._optimize(name, lr, step=finite and not (all_rejected and name == "policy"))
             out |= {f"{prefix}grad_norm": norms[name], f"{prefix}lr": lr}
-        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        overflow = self.scaler.is_enabled() and math.isfinite(loss) and self.scaler.get_scale() >= 1
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + (not overflow)
         self.skipped += not finite
         self.rejected += all_rejected
         if self.skipped_in_a_row >= self.cfg.max_skips:
@@ -380,6 +327,8 @@ class Learner:
                 f"the newest checkpoint in {self.cfg.out} is whole, --resume goes on from it"
             )
         counts = {"skipped_steps": self.skipped, "rejected_steps": self.rejected, "stepped": finite}
+        if self.scaler.is_enabled():
+            counts["loss_scale"] = self.scaler.get_scale()
         return out | {name: float(n) for name, n in counts.items()}
 
     @torch.no_grad()
@@ -406,12 +355,17 @@ class Learner:
 
     def named_tensors(self, name: str):
         """Yields (Hugging Face name, whole detached tensor) of one model, `lm_head.weight` included; collective."""
-        state = getattr(self.models, name).state_dict()
+        model = getattr(self.models, name)
+        state = model.state_dict()
         if "lm_head.weight" not in state:  # tied heads are dropped from some state dicts
             state["lm_head.weight"] = state[next(k for k in state if k.endswith("embed_tokens.weight"))]
-        for key, x in state.items():
-            x = x.detach()
-            yield key, x.full_tensor() if hasattr(x, "full_tensor") else x
+        yield from lora.merged(model, state, whole)
+
+    def adapter(self, name: str) -> lora.Adapter | None:
+        """The adapters of one model; None where it learns whole. Collective."""
+        if not lora.learns(self.cfg, name):
+            return None
+        return lora.Adapter.of(getattr(self.models, name), whole)
 
     def published(self, name: str, packed: bool) -> Published:
         """What an engine loads of one model: `named_tensors`, its linear layers in the rollout's format if there
@@ -429,17 +383,39 @@ class Learner:
         stats = self.score(batching.of_rows(ids, self.cfg), Needs())
         return (stats.logp if name == "policy" else stats.actor_logp).numpy()
 
+    def check_heads(self, ids: np.ndarray) -> None:
+        """UserError, one sentence, if model/head.py makes other logits than a model itself. Collective.
+
+        In the precision of the weights, whatever autocast rounds to: it is the function that is compared. ids: token
+        ids (R, L)."""
+        batch, rounding = batching.of_rows(ids, self.cfg), self.models.autocast
+        self.models.autocast = None
+        ours, own = self.score(batch, Needs()).known(), self.score(batch, Needs(own_head=True)).known()
+        self.models.autocast = rounding
+        for name, key in zip(self.names, ("logp", "actor_logp"), strict=False):
+            config = getattr(self.models, name).config
+            gap = float((ours[key] - own[key]).abs().mean())
+            need(
+                gap <= EXPECTED.get(str(own[key].dtype).removeprefix("torch."), 1e-3),
+                f"--{name if name == 'actor' else 'model'}: models of the family {config.model_type} do more to their "
+                f"logits than model/head.py knows (log-probabilities differ by {gap:.3g} from the model's own); choose "
+                "another model, or add what this one does to head.Head",
+            )
+
     def state_dict(self) -> dict:
         """Optimizers and counters (whole, on rank 0); the weights themselves go through `named_tensors`.
         Collective."""
         counters = ("version", "skipped", "skipped_in_a_row", "rejected")
         optimizers = {f"optimizer.{name}": self._optimizer_state(name) for name in self.names}
         guard = {name: getattr(self.guard, name) for name in ("sum", "seen", "fired")}
-        return {**{name: getattr(self, name) for name in counters}, "guard": guard, **optimizers}
+        more = {"guard": guard, "scaler": self.scaler.state_dict()}
+        return {**{name: getattr(self, name) for name in counters}, **more, **optimizers}
 
     def load_state_dict(self, state: dict) -> None:
         for counter in ("version", "skipped", "skipped_in_a_row", "rejected"):
             setattr(self, counter, state[counter])
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
         for name, value in state.get("guard", {}).items():  # a checkpoint from before there was a guard has none
             setattr(self.guard, name, value)
         for name in self.names:
@@ -460,6 +436,12 @@ class Learner:
 
         model, optimizers = getattr(self.models, name), self.optimizers[name]
         return get_optimizer_state_dict(model, optimizers, options=whole_on_cpu())
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """A detached tensor, gathered from all ranks where it is sharded."""
+    x = x.detach()
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def whole_on_cpu():
@@ -486,18 +468,20 @@ def check_agreement(cfg, logged: dict) -> None:
     engine = EXPECTED[cfg.rollout_dtype]
     learner = EXPECTED[cfg.dtype]
     low_bits = EXPECTED[cfg.rollout_quant]
+    cache = EXPECTED["fp8"] if cfg.kv_cache_dtype == "fp8" else 0.0
     if cfg.learner_quant in ("aligned", cfg.rollout_quant):
         low_bits = min(low_bits, 5e-3)
     elif cfg.learner_quant != "none":
         low_bits = max(low_bits, EXPECTED[cfg.learner_quant])
-    expected = max(engine, learner, low_bits)
+    expected = max(engine, learner, low_bits, cache)
     gap = logged["rollout_corr/mean_mismatch" if cfg.actor == "none" else "actor/engine_gap"]
     if gap > expected:
         raise UserError(
             f"the learner does not compute the policy that sampled: on the first rollouts, with the same weights, "
-            f"|p_learner - p_engine| is {gap:.3g} on average, and rounding explains {expected:g} (--rollout_dtype="
-            f"{cfg.rollout_dtype}, --rollout_quant={cfg.rollout_quant}); does the model cap, scale or shift its logits "
-            "(config.json), or does the engine? --check_agreement=False trains all the same"
+            f"|p_learner - p_engine| is {gap:.3g} on average, and rounding explains {expected:g} ("
+            f"--rollout_dtype={cfg.rollout_dtype}, --rollout_quant={cfg.rollout_quant}, "
+            f"--kv_cache_dtype={cfg.kv_cache_dtype}); does the model cap, scale or shift its logits (config.json), or "
+            "does the engine? --check_agreement=False trains all the same"
         )
 
 

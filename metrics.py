@@ -253,6 +253,13 @@ REWARDS = [
     ),
     Mean("entropy", tokens, lambda v: v.new.entropy, "of the policy, nats"),
     Mean(
+        "router/agreement",
+        tokens,
+        lambda v: v.new.routed_alike,
+        "share of tokens and layers in which the learner's own router chose the engine's experts (--router_replay)",
+        when=lambda v: v.new.routed_alike is not None,
+    ),
+    Mean(
         "staleness/mean_updates",
         responses,
         lambda v: v.batch.staleness[:, 0],
@@ -262,6 +269,11 @@ REWARDS = [
     Max("staleness/max_updates", responses, lambda v: v.batch.staleness[:, 0], "the oldest, in updates"),
     Max("staleness/max_seconds", responses, lambda v: v.batch.staleness[:, 1], "the oldest, in seconds"),
 ]
+
+
+def knows_start(v) -> bool:
+    return v.batch.logp_start is not None
+
 
 RATIO_OUT = (
     "share with p_new / p_ref outside [1/2, 2], of tokens with p_ref <= N and above the next smaller N (QaRL 5b)"
@@ -288,6 +300,21 @@ UPDATE = [
         tokens,
         lambda v: k3(v.new.logp - v.ref, v.clamp),
         "mean(p_new / p_ref - 1 - log(p_new / p_ref)): never negative, and biased just as well: a sign is no proof",
+    ),
+    Mean(
+        "start_kl",
+        tokens,
+        lambda v: v.new.logp - v.batch.logp_start,
+        "mean(log p_new - log p_start), k1: the drift from the model that the run started from, with --kl_coef; it "
+        "estimates KL(new || start) as far as the samples are the policy's",
+        knows_start,
+    ),
+    Mean(
+        "start_k3_kl",
+        tokens,
+        lambda v: k3(v.batch.logp_start - v.new.logp, v.clamp),
+        "mean(p_start / p_new - 1 - log(p_start / p_new)): the same, never negative",
+        knows_start,
     ),
     Mean(
         "cppo_kl",
@@ -423,6 +450,7 @@ ELSEWHERE = {
     "grad_norm": "of the policy, before clipping; actor/grad_norm",
     "lr": "as applied; actor/lr",
     "stepped": "0 where a non-finite loss or gradient skipped the update",
+    "loss_scale": "of float16's backward (--dtype=float16), after the update",
     "skipped_steps": "updates skipped for that reason so far",
     "guard/fired": "1 from the update on at which --guard stopped or mended the run; guard/kl: what it judged by",
     "rejected_steps": "updates of which every token was rejected so far; said aloud once",

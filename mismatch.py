@@ -55,7 +55,7 @@ class MismatchFlags:
     """Measure the mismatch between sampler and learner instead of the score."""
     actor: str = ""
     """Another model that samples: a run folder, a checkpoint, a Hugging Face folder or base:actor."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """The learner's compute type."""
     log_ratio_clamp: float = config.Config.log_ratio_clamp
     """Log-ratios are clamped to +- this."""
@@ -140,9 +140,11 @@ def probe(cfg, setup, actor: str | None) -> Report:
     allowed = max_allowed(train_cfg, setup.vocabulary)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     context = setup.longest_prompt + cfg.max_tokens
-    engine = make_engine(cfg, actor or setup.folder, context, max(1, allowed), device)
-    learner = Learner(load_model(setup.folder), None, train_cfg, Comm(device))
+    engine = make_engine(cfg, actor or setup.folder, context, max(1, allowed), device, setup.vocabulary)
+    learner = Learner(load_model(setup.folder), None, train_cfg, Comm(device), setup.vocabulary)
     groups = rollouts(engine, setup, cfg.samples, sampling, allowed, "probe")
+    first = groups[0]
+    learner.check_heads(np.concatenate([first.prompt_ids, first.responses[0].tokens])[None])
     scored = score(learner, groups, train_cfg)
     # the control: the first response to each prompt against PIECES short ones
     first = scored.length[:: cfg.samples]

@@ -8,7 +8,8 @@
     surrogate    how `new` moves on the advantage inside its trust region
     reduction    what the sum is divided by: one denominator over all ranks and micro-batches
 
-Advantages and surrogates are pure functions of tensors and numbers; presets over all axes stand below them.
+Surrogates and regularisers are pure functions of tensors and numbers; presets over all axes stand below them.
+Advantages are batching.py's.
 
 `prepare` runs once per optimizer step, over all ranks, before any backward; `loss` is called for each micro-batch;
 `update_controllers` hands what must be remembered (kappa, the distillation loop) to the next step.
@@ -25,35 +26,19 @@ import torch
 
 import corrections
 import obrs
-from corrections import CLAMP, CORRECTIONS, USES_Z, apply_correction, can_drop, geo_ratio, seq_mean, token_ratio
+from corrections import (
+    CLAMP,
+    CORRECTIONS,
+    USES_Z,
+    apply_correction,
+    can_drop,
+    geo_ratio,
+    seq_mean,
+    token_k3,
+    token_ratio,
+)
 from flags import choice, need
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Advantages: rewards (G,) of one group -> (G,). A group of equal rewards has advantage 0.
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def grpo(reward):
-    """(R - mean) / (std + 1e-6), sample standard deviation. GRPO."""
-    if len(reward) == 1:
-        return torch.zeros_like(reward)
-    return grpo_no_std(reward) / (reward.std() + 1e-6)
-
-
-def grpo_no_std(reward):
-    """R - mean. Dr.GRPO, GEPO."""
-    if (reward == reward[0]).all():
-        return torch.zeros_like(reward)
-    return reward - reward.mean()
-
-
-def rloo(reward):
-    """R minus the mean of the others = G / (G - 1) (R - mean)."""
-    return grpo_no_std(reward) * (len(reward) / max(1, len(reward) - 1))
-
-
-ADVANTAGES = {"grpo": grpo, "grpo_no_std": grpo_no_std, "rloo": rloo}
-
+from sampling import Sampling
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Surrogates: -> (value to maximise (B, T), clipped (B, T) bool, ratio (B, T) or None)
@@ -151,6 +136,32 @@ SURROGATES = {
 }
 CLIP = (0.2, 0.28)  # eps_low, eps_high where nothing else is said
 CLIPS = {"gspo": (3e-4, 4e-4), "tbpo": (3e-4, 4e-4)}  # a length-normalised ratio never reaches 0.2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Regularisers: KL to the frozen model that the run started from (`start`; verl and TRL call that one `ref`)
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def kl_estimate(logp, logp_start, estimator: str, clamp=CLAMP):
+    """Each sampled token's estimate of KL(p || start), (B, T) nats, with gradient; x = log p_start - log p. Schulman.
+
+                            value E k         gradient of a loss E dk   gradient of a reward E k dlogp
+        k1 = -x             KL(p || start)    0                         dKL(p || start)
+        k2 = x^2 / 2        near it           dKL(p || start)           of no KL
+        k3 = e^x - 1 - x    KL(p || start)    dKL(start || p)           dKL(p || start) - dKL(start || p)
+
+    E over tokens of p. So k2 is right in the loss (DeepSeek-V3.2's p_new / p_old k3 has the same gradient), and k1 in
+    the reward; k1 in the loss would pull nowhere."""
+    x = logp_start - logp
+    if estimator == "k1":
+        return -x
+    return x * x / 2 if estimator == "k2" else token_k3(x, clamp)
+
+
+def unregularised(cfg):
+    """The flags without the regularisers: a correction's worth is not theirs."""
+    return replace(cfg, kl_coef=0.0, entropy_coef=0.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -264,6 +275,8 @@ def passes_needed(cfg, controllers: dict, updates: int) -> set[str]:
             passes.add("ref")
     if z and cfg.kappa == "exact" and cfg.obrs_target == "new":
         passes |= {"ref", "fresh"}
+    if cfg.kl_coef and cfg.kl_in == "reward":  # advantages are made of it
+        passes.add("ref")
     return passes
 
 
@@ -346,15 +359,25 @@ def with_ref(new, batch):
     detached."""
     if batch.logp_ref is not None:
         return batch
-    return replace(batch, **{f"{name}_ref": value for name, value in new.detach().known().items() if name in REF})
+    return replace(batch, **columns_of(new.detach()))
 
 
-# the statistics of a forward that a batch keeps as its ref columns, under these names + "_ref"
-REF = ("logp", "support_logp", "tail", "actor_logp", "z", "kl", "kl_after")
+def columns_of(new) -> dict:
+    """The statistics of a forward that a batch keeps, by the names of its columns."""
+    return {REF[name]: value for name, value in new.known().items() if name in REF}
+
+
+# statistic of a forward -> column of a batch
+REF = {name: f"{name}_ref" for name in ("logp", "support_logp", "tail", "actor_logp", "z", "kl", "kl_after")}
+REF |= {"logp_start": "logp_start"}
 
 
 def loss(new, batch, stats: StepStats, cfg):
-    """(the unreduced loss (B, T) of one model, what it saw): - keep sg(weight) surrogate.
+    """(the unreduced loss (B, T) of one model, what it saw): - keep sg(weight) (surrogate - kl_coef sg(ratio) KL) - ...
+
+    The KL to the start model stands under what the advantage stands under, weight, mask and ratio (unclipped): its
+    expectation is that of tokens of p_new, and where a correction counts a context less, reward and KL there do so
+    alike. The entropy is of a whole distribution, whichever token was sampled there: it takes no weight.
 
     new: TokenStats of this forward, with gradient; batch: with ref columns; stats: from `prepare`."""
     batch = with_ref(new, batch)
@@ -366,8 +389,14 @@ def loss(new, batch, stats: StepStats, cfg):
     if cfg.positive_only:
         surrogate = surrogate * (batch.adv > 0)
     value = -keep * weight * surrogate
+    if cfg.kl_coef and cfg.kl_in == "loss":
+        on_new = keep * weight * (1.0 if ratio is None else ratio.detach())
+        drift = kl_estimate(new.logp, batch.logp_start, cfg.kl_estimator, cfg.log_ratio_clamp)
+        value = value + cfg.kl_coef * on_new * drift
     if stats.kept_factor is not None:
         value = value * stats.kept_factor.to(value)
+    if cfg.entropy_coef:
+        value = value - cfg.entropy_coef * new.entropy
     if cfg.cppo_beta:
         drift = corrections.cppo_kl(new.logp, batch.logp_inf, cfg.cppo_kl, cfg.log_ratio_clamp)
         value = value + cfg.cppo_beta * drift * per_response_scale(batch.mask, stats, cfg)
@@ -432,6 +461,8 @@ def actor_config(cfg):
         dual_clip=0.0,
         positive_only=False,
         cppo_beta=0.0,
+        kl_coef=0.0,
+        entropy_coef=0.0,
         loss_denominator="proposed",
     )
 
@@ -485,9 +516,10 @@ def update_controllers(controllers: dict, logged: dict, cfg) -> None:
 
 
 def default_bounds(cfg) -> dict:
-    """Defaults of caps, bounds and clips that the chosen correction, rejection and surrogate read."""
+    """Defaults of what depends on other flags: caps, bounds and clips, and the estimator of the KL."""
     low, high = CLIPS.get(cfg.surrogate, CLIP)
-    return {**corrections.default_bounds(cfg), "clip_low": low, "clip_high": high}
+    estimator = "k2" if cfg.kl_in == "loss" else "k1"
+    return {**corrections.default_bounds(cfg), "clip_low": low, "clip_high": high, "kl_estimator": estimator}
 
 
 def check(cfg) -> None:
@@ -519,6 +551,28 @@ def check(cfg) -> None:
     need(
         cfg.distill_kl_target == 0 or cfg.actor != "none",
         "--distill_kl_target: there is no actor to distil; name one with --actor",
+    )
+    check_regularisers(cfg)
+
+
+def check_regularisers(cfg) -> None:
+    """KL to the start model, entropy bonus, clip of advantages."""
+    for name in ("kl_coef", "entropy_coef", "adv_clip"):
+        need(getattr(cfg, name) >= 0, f"--{name}={getattr(cfg, name)}: must not be negative; 0 is off")
+    need(
+        cfg.kl_coef == 0 or (cfg.kl_in, cfg.kl_estimator) != ("loss", "k1"),
+        "--kl_estimator=k1 with --kl_in=loss: its gradient is 0 on average and pulls nowhere; use k2 or --kl_in=reward",
+    )
+    cuts = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "recompute"
+    need(
+        cfg.kl_coef == 0 or not cuts,
+        "--keep_sampling_mask=recompute with --kl_coef: the KL between two cut distributions is infinite; use replay",
+    )
+    linear = cfg.adv_clip == 0 and (cfg.kl_coef == 0 or cfg.kl_in == "loss")
+    need(
+        cfg.advantage_error_every == 0 or linear,
+        "--advantage_error_every: needs advantages that are linear in the rewards; leave out --adv_clip and "
+        "--kl_in=reward",
     )
 
 

@@ -8,8 +8,8 @@ high-precision master weights W, but runs its linear layers on the engine's own 
     backward    dx = g W^      straight through the rounding, in high precision,
                 dW = g^T x^    onto the master weights; no gradient through the scales
 
-and hands the engine those very q_w and s_w, so that nothing is quantized twice. Embedding and head
-stay in high precision.
+and hands the engine those very q_w and s_w, so that nothing is quantized twice. Embedding, head and the
+routers of a mixture of experts stay in high precision; of its experts each matrix is quantized by itself.
 
     format   weights q_w, with scales s_w       activations q_x     largest rounding error
     int8     int8 in +-127, one a row           int8, one a token   s / 2,  s = max|row| / 127
@@ -36,7 +36,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from flags import UserError, need
+from flags import need
 
 Quant = Literal["none", "int8", "fp8", "w4a16", "w3a16", "w2a16"]
 LearnerQuant = Literal["none", "aligned", "int8", "fp8", "w4a16", "w3a16", "w2a16"]
@@ -55,6 +55,8 @@ class PrecisionFlags:
     a format: whatever the engine does."""
     quant_group: int = 64
     """Columns that share a scale in w4a16 and its like."""
+    router_replay: bool = False
+    """Mixtures of experts: the learner sends each token to the experts that the engine (--rollout=hf) chose."""
 
 
 @dataclass(frozen=True)
@@ -106,21 +108,20 @@ def int8_qmax() -> float:
 def quantize(x: torch.Tensor, qmax: float, dtype: torch.dtype, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """(q, s) with x ~ s q: s = max|x| / qmax over a row or group, q = round(x / s).
 
-    x (M, K) -> q (M, K) of `dtype`, s (M, K / group) float32; s (M, 1) where group is 0."""
-    M, K = x.shape
-    x = x.float().reshape(M, -1, group or K)
+    x (..., K) -> q (..., K) of `dtype`, s (..., K / group) float32; s (..., 1) where group is 0."""
+    *rows, K = x.shape
+    x = x.float().reshape(*rows, -1, group or K)
     amax = x.abs().amax(-1, keepdim=True)
     s = torch.where(amax > 0, amax / qmax, 1.0)
     q = (x / s).clamp_(-qmax, qmax)
     if dtype == torch.int8:
         q = q.round_()  # the conversion to float8 rounds by itself
-    return q.to(dtype).reshape(M, K), s[..., 0]
+    return q.to(dtype).reshape(*rows, K), s[..., 0]
 
 
 def dequantize(q: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-    """s q: (M, K) and (M, K / group) -> (M, K) float32."""
-    M, K = q.shape
-    return (q.float().reshape(M, s.shape[1], -1) * s[..., None]).reshape(M, K)
+    """s q: (..., K) and (..., K / group) -> (..., K) float32."""
+    return (q.float().reshape(*s.shape, -1) * s[..., None]).reshape(q.shape)
 
 
 def product(qx, sx, qw, sw) -> torch.Tensor:
@@ -225,28 +226,101 @@ class LowBitLinear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
+class LowBitExperts(nn.Module):
+    """The experts of a layer, each of whose matrices computes as a LowBitLinear. `align` puts it in their place.
+
+        y = sum over the chosen experts e of  w_e W_down,e (act(W_gate,e x) * W_up,e x)
+
+    Its parameters are those of the experts it replaces: gate_up_proj (E, 2 I, H) and down_proj (E, H, I)."""
+
+    cache_quantized = True  # this and the next three as in LowBitLinear, by parameter
+    loaded: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    cached: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    cached_version: dict[str, tuple[int, int]]
+
+    def __init__(self, experts, fmt: Format):
+        super().__init__()
+        self.gate_up_proj, self.down_proj, self.act_fn = experts.gate_up_proj, experts.down_proj, experts.act_fn
+        self.format = fmt
+        self.loaded, self.cached, self.cached_version = {}, {}, {}
+        self.train(experts.training)
+
+    def quantized(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """(q_w, s_w) of all experts' matrices of one parameter, as LowBitLinear.quantized_weight."""
+        if name in self.loaded:
+            return self.loaded[name]
+        weight = getattr(self, name)
+        version = (weight._version, weight.data_ptr())
+        if self.cached_version.get(name) != version or not self.cache_quantized:
+            fmt = self.format
+            self.cached[name] = quantize(weight.detach(), fmt.qmax, fmt.dtype, fmt.group)
+            self.cached_version[name] = version
+        return self.cached[name]
+
+    def matrices(self, name: str) -> list[tuple]:
+        """(master weight, q_w, s_w) of each expert."""
+        return list(zip(getattr(self, name).unbind(), *self.quantized(name), strict=True))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        """hidden_states (n, H); experts chosen for each token and their weights, both (n, k). Returns (n, H)."""
+        out, x, device = torch.zeros_like(hidden_states), hidden_states, hidden_states.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        gate_up, down = self.matrices("gate_up_proj"), self.matrices("down_proj")
+        with torch.autocast(device, enabled=False):
+            for e in top_k_index.unique().tolist():
+                token, k = (top_k_index == e).nonzero(as_tuple=True)
+                gate, up = StraightThroughMatmul.apply(x[token], *gate_up[e], self.format).chunk(2, -1)
+                y = StraightThroughMatmul.apply(self.act_fn(gate) * up, *down[e], self.format)
+                out.index_add_(0, token, (y * top_k_weights[token, k, None]).to(out.dtype))
+        return out
+
+
+ROUTERS = ("gate", "router", "shared_expert_gate")  # what chooses and weighs experts stays in high precision
+
+
 def quantized_linears(model) -> dict[str, nn.Linear]:
-    """The linear layers that are quantized, by name: all but the head."""
+    """The linear layers that are quantized, by name: all but the head, routers, and adapters, merged before."""
     head = model.get_output_embeddings()
-    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    linears = {name.removesuffix(".base_layer"): m for name, m in linears.items() if ".lora_" not in name}
+    return {name: m for name, m in linears.items() if name.rpartition(".")[2] not in ROUTERS}
+
+
+def experts_of(model) -> dict[str, nn.Module]:
+    """The modules with all experts' matrices of a layer, by name: gate_up_proj (E, 2 I, H), down_proj (E, H, I)."""
+    found = {}
+    for name, m in model.named_modules():
+        usual = getattr(getattr(m, "_apply_gate", None), "__name__", "") == "_default_apply_gate"  # act(gate) * up
+        if (usual or isinstance(m, LowBitExperts)) and m._parameters.keys() == {"gate_up_proj", "down_proj"}:
+            E, rows, H = m.gate_up_proj.shape
+            if m.down_proj.shape == (E, H, rows // 2):
+                found[name] = m
+    return found
+
+
+def expert_parameters(model) -> dict[str, tuple[nn.Module, str]]:
+    """(module, parameter) of all experts' matrices, by the name of the parameter in the model."""
+    return {f"{name}.{kind}": (m, kind) for name, m in experts_of(model).items() for kind in m._parameters}
 
 
 def align(model, fmt: Format | None):
-    """Put a LowBitLinear in the place of each of the model's linear layers, and return the model.
+    """Put a LowBitLinear in the place of each of the model's linear layers, LowBitExperts in that of its experts, and
+    return the model.
 
-    fmt None: nothing changes. UserError: a row of weights cannot be divided into whole groups, or the model has
-    experts."""
+    fmt None: nothing changes. UserError: a row of weights cannot be divided into whole groups, or the model's experts
+    are of a kind that is not known here."""
     if fmt is None:
         return model
     refuse_experts(model, "--rollout_quant, --learner_quant")
     low_bit = {}
     for name, linear in quantized_linears(model).items():
-        if fmt.group and linear.in_features % fmt.group:
-            raise UserError(
-                f"--quant_group={fmt.group}: {name} has rows of {linear.in_features}, which are not made of whole "
-                "groups; choose a divisor"
-            )
+        check_groups(name, linear.in_features, fmt)
         low_bit[linear] = LowBitLinear.from_linear(linear, fmt)
+    for name, experts in experts_of(model).items():
+        for p in experts.parameters():
+            check_groups(name, p.shape[-1], fmt)
+        low_bit[experts] = LowBitExperts(experts, fmt)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if child in low_bit:
@@ -254,13 +328,23 @@ def align(model, fmt: Format | None):
     return model
 
 
-def refuse_experts(model, flag: str) -> None:
-    """UserError: the model keeps its experts' weights (E, out, in) in one tensor, which `flag` would pass over."""
-    experts = [name for name, p in model.named_parameters() if p.ndim == 3 and "expert" in name]
+def check_groups(name: str, columns: int, fmt: Format) -> None:
     need(
-        not experts,
-        f"{flag}: {experts[0] if experts else ''} holds the weights of several experts in one tensor, and only "
-        "matrices are known here; train this model without the flag",
+        not fmt.group or columns % fmt.group == 0,
+        f"--quant_group={fmt.group}: {name} has rows of {columns}, which are not made of whole groups; choose a "
+        "divisor",
+    )
+
+
+def refuse_experts(model, flag: str) -> None:
+    """UserError: the model keeps its experts' weights in a way that `experts_of` does not know, and `flag` would pass
+    them over."""
+    known = expert_parameters(model)
+    others = [name for name, p in model.named_parameters() if p.ndim == 3 and "expert" in name and name not in known]
+    need(
+        not others,
+        f"{flag}: {others[0] if others else ''} holds the weights of several experts in a way that is not known here; "
+        "train this model without the flag",
     )
 
 
@@ -276,16 +360,16 @@ def for_engine(named_tensors, model, fmt: Format, packed: bool = True):
     (eight numbers to an int32), X.weight_scale and X.weight_shape. Where the layers of `model` are
     aligned in this format, these are the very tensors of their forward pass. packed False, for
     engines without a kernel: X.weight is the exactly dequantized weight, in its old type."""
-    linears = quantized_linears(model)
+    linears, experts = quantized_linears(model), expert_parameters(model)
     for name, x in named_tensors:
-        layer = linears.get(name.removesuffix(".weight"))
+        layer, kind = experts.get(name) or (linears.get(name.removesuffix(".weight")), "weight")
         if layer is None:
             yield name, x
             continue
-        aligned = isinstance(layer, LowBitLinear) and layer.format == fmt
-        sharded = hasattr(layer.weight, "full_tensor")
+        aligned = isinstance(layer, (LowBitLinear, LowBitExperts)) and layer.format == fmt
+        sharded = hasattr(getattr(layer, kind), "full_tensor")
         if aligned and not sharded:
-            q, s = layer.quantized_weight()
+            q, s = layer.quantized_weight() if kind == "weight" else layer.quantized(kind)
         else:
             q, s = quantize(x, fmt.qmax, fmt.dtype, fmt.group)
         if not packed:
@@ -305,8 +389,9 @@ def dequantize_in_place(model, fmt: Format):
     """Round the weights of the linear layers to the format's grid, in place, and return the model.
 
     A plain model then computes what a format without quantized activations computes."""
-    for linear in quantized_linears(model).values():
-        weight = linear.weight.data
+    weights = [linear.weight.data for linear in quantized_linears(model).values()]
+    weights += [getattr(experts, kind).data for experts, kind in expert_parameters(model).values()]
+    for weight in weights:
         weight.copy_(dequantize(*quantize(weight, fmt.qmax, fmt.dtype, fmt.group)))
     return model
 
@@ -323,7 +408,30 @@ def load_quantized(model, tensors: dict) -> dict:
             layer.loaded = None if scale is None else (rest.pop(weight).clone(), scale.clone())
         elif scale is not None:
             rest[weight] = unpacked(rest.pop(f"{weight}_packed"), scale, rest.pop(f"{weight}_shape"))
+    for name, (experts, kind) in expert_parameters(model).items():
+        if f"{name}_scale" in rest:
+            experts.loaded[kind] = (rest.pop(name).clone(), rest.pop(f"{name}_scale").clone())
     return rest
+
+
+def by_expert(named_tensors):
+    """The same tensors under the names that vLLM loads: experts one by one, and their gate and up apart. Views, one
+    tensor after the other.
+
+        X.experts.gate_up_proj (E, 2 I, H)    X.experts.0.gate_proj.weight (I, H), X.experts.0.up_proj.weight, ...
+        X.experts.down_proj (E, H, I)         X.experts.0.down_proj.weight (H, I), ...
+
+    and so with a format's scales, X.experts.down_proj_scale."""
+    for name, x in named_tensors:
+        layer, experts, kind = name.rpartition(".experts.")
+        kind, _, part = kind.partition("_proj")
+        if not experts or kind not in ("gate_up", "down"):
+            yield name, x
+            continue
+        for e, matrix in enumerate(x):
+            halves = dict(zip(("gate", "up"), matrix.chunk(2), strict=True)) if kind == "gate_up" else {"down": matrix}
+            for half, rows in halves.items():
+                yield f"{layer}.experts.{e}.{half}_proj.weight{part}", rows
 
 
 def unpacked(packed, scale, shape) -> torch.Tensor:
@@ -342,7 +450,7 @@ def quantized_checkpoint(folder: str, fmt: Format, out: str, packed: bool = True
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tensors = {}
-    for name, x in for_engine(model.state_dict().items(), model, fmt, packed):
+    for name, x in by_expert(for_engine(model.state_dict().items(), model, fmt, packed)):
         tensors[name] = x.contiguous().clone()
     weights = shutil.ignore_patterns("*.safetensors*", "*.bin", "*.pt")
     shutil.copytree(folder, out, ignore=weights, dirs_exist_ok=True)
@@ -378,7 +486,7 @@ def engine_config(fmt: Format) -> dict:
         "quant_method": "compressed-tensors",
         "format": style,
         "quantization_status": "compressed",
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", *(rf"re:.*\.{name}$" for name in ROUTERS)],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
     }
 
@@ -391,6 +499,11 @@ def check(cfg) -> None:
         "--rollout_quant, or the learner's own format in --learner_quant",
     )
     need(cfg.quant_group >= 1, f"--quant_group={cfg.quant_group}: must be at least 1")
+    remote = getattr(cfg, "samplers", "local") != "local"  # then each sampler has an engine of its own
+    need(
+        not cfg.router_replay or cfg.rollout == "hf" or remote,
+        "--router_replay: vLLM does not say here which experts it chose; use --rollout=hf",
+    )
 
 
 def check_model(cfg, folder: str) -> None:
@@ -411,6 +524,15 @@ def check_model(cfg, folder: str) -> None:
     for name in sorted(formats):
         with torch.device("meta"):
             align(empty_model(folder), format_of(name, cfg.quant_group))
+    no_kernel = cfg.rollout_quant in ("int8", "fp8") and cfg.rollout == "vllm" and not cuda
+    need(
+        not no_kernel or not has_experts(folder),
+        f"--rollout_quant={cfg.rollout_quant}: on a CPU vLLM multiplies no experts in it; use w4a16, or --rollout=hf",
+    )
+
+
+def has_experts(folder: str) -> bool:
+    return bool(experts_of(empty_model(folder)))
 
 
 def empty_model(folder: str):

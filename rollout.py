@@ -28,9 +28,11 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 import sync
-from sampling import Sampling
+from flags import UserError
+from sampling import Sampling, set_too_large
 from tasks import encode, grade_all, grading_metrics
 
 
@@ -48,6 +50,8 @@ class Response:
     # None where they were not recorded, or where the whole vocabulary was allowed.
     allowed_offsets: np.ndarray | None = None  # int64 [L + 1]
     allowed_ids: np.ndarray | None = None  # int32
+    # The experts that the engine chose for each token that it read: of the prompt, and of all here but the last.
+    routed: np.ndarray | None = None  # int16 [P + L - 1, layers, k]
     reward: float = 0.0
 
 
@@ -83,6 +87,74 @@ def uniforms(n: int, *key) -> np.ndarray:
 def request_seed(*key) -> int:
     """A seed of 63 bits for one response: a hash of `key`, as in `uniforms`."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+
+
+class Records:
+    """What is recorded of N responses of at most T tokens, while they are decoded."""
+
+    def __init__(self, N: int, T: int, topk: int, device):
+        self.T, self.topk = T, topk
+        self.tokens = torch.zeros(N, T, dtype=torch.int32, device=device)
+        self.logp = torch.zeros(N, T, device=device)
+        self.top_ids = torch.zeros(N, T, topk, dtype=torch.int32, device=device)
+        self.top_logp = torch.zeros(N, T, topk, device=device)
+        self.length = torch.full((N,), T, device=device)  # T also while a response goes on
+        self.allowed: list[np.ndarray] = []  # int64 [3, n] a step: response, position, token id
+
+    def write(self, which, t: int, token, logp) -> None:
+        """Token t of the responses `which` (n,): the token (n, 1), and log-probabilities (n, V)."""
+        self.tokens[which, t] = token[:, 0].int()
+        self.logp[which, t] = logp.gather(1, token)[:, 0]
+        if self.topk:
+            self.top_logp[which, t], best = logp.topk(self.topk, -1)
+            self.top_ids[which, t] = best.int()
+
+    def write_allowed(self, which, t: int, gone) -> None:
+        """The tokens that were allowed at position t: those that are not `gone`, (n, V) bool."""
+        row, ids = (~gone).nonzero(as_tuple=True)
+        columns = torch.stack([which[row], torch.full_like(row, t), ids])
+        self.allowed.append(columns.cpu().numpy())
+
+    def end(self, which, t: int, stops):
+        """Note that responses end with token t where it `stops` them; returns which go on, (n,) bool.
+
+        A finished row may stay in the cache for a while; what it samples after its end is ignored."""
+        ended = stops & (self.length[which] == self.T)
+        self.length[which[ended]] = t + 1
+        return self.length[which] == self.T
+
+    def responses(self, stop_ids, max_allowed: int) -> list[Response]:
+        """All of them, each cut to its length. UserError if a set of allowed tokens is too large."""
+        tokens, logp = self.tokens.cpu().numpy(), self.logp.cpu().numpy()
+        top_ids, top_logp = self.top_ids.cpu().numpy(), self.top_logp.cpu().numpy()
+        responses = []
+        for i, L in enumerate(self.length.tolist()):
+            response = Response(
+                tokens=tokens[i, :L].copy(),
+                loss_mask=np.ones(L, bool),
+                logp_inf=logp[i, :L].copy(),
+                topk_ids=top_ids[i, :L].copy(),
+                topk_logp=top_logp[i, :L].copy(),
+                finish_reason="stop" if int(tokens[i, L - 1]) in stop_ids else "length",
+            )
+            responses.append(response)
+        if max_allowed:
+            self._give_allowed(responses, max_allowed)
+        return responses
+
+    def _give_allowed(self, responses: list[Response], max_allowed: int) -> None:
+        """Hand each response its sets of allowed tokens."""
+        allowed = np.concatenate(self.allowed, 1)
+        place = allowed[0] * self.T + allowed[1]  # response and position as one number
+        sizes = np.bincount(place, minlength=len(responses) * self.T).reshape(-1, self.T)
+        if sizes.max() > max_allowed:
+            raise UserError(set_too_large(max_allowed))
+        ids = allowed[2, np.lexsort((allowed[2], place))].astype(np.int32)
+        starts = np.concatenate([[0], sizes.sum(1).cumsum()])
+        for i, r in enumerate(responses):
+            ends = sizes[i, : len(r.tokens)].cumsum()
+            r.allowed_offsets = np.concatenate([[0], ends]).astype(np.int64)
+            r.allowed_ids = ids[starts[i] : starts[i] + r.allowed_offsets[-1]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import functools
 import importlib.metadata
 import json
 import math
@@ -35,8 +36,9 @@ from checkpoint import load_model
 from corrections import USES_Z
 from delay import DelaySource
 from engines import make_engine
-from flags import UserError, need
-from learner import LearnerCheck
+from flags import UserError, is_hub_id, need
+from learner import LOCAL_RANK, LearnerCheck
+from model import lora
 from rollout import LocalSource, uniforms
 from sync import Probe
 from tasks import EvalSet, eval_sets, make_task, run_stop_ids
@@ -60,31 +62,50 @@ class Run:
     def folder(self) -> Path:
         return Path(self.cfg.out)
 
+    @functools.cached_property
+    def vocabulary(self) -> int:
+        """Token ids that there are."""
+        return checkpoint.vocabulary_size(self.tokenizer)
+
     @property
     def rollout_model(self) -> str:
         """Whose weights the engine gets."""
         return "actor" if self.actor else "policy"
 
     def load_models(self):
-        """(policy, actor or None), float32, from the checkpoint or the starting folders."""
-        folders = {"policy": self.policy, "actor": self.actor}
-        if self.checkpoint:
-            folders = {name: folder and str(self.checkpoint / name) for name, folder in folders.items()}
-        return tuple(load_model(folder) if folder else None for folder in folders.values())
+        """(policy, actor or None), float32, from the checkpoint or the starting folders; with LoRA the starting ones,
+        and adapters as new or from the checkpoint."""
+        return self.load_one("policy", self.policy), self.load_one("actor", self.actor)
+
+    def load_one(self, name: str, start: str | None):
+        if not start:
+            return None
+        if lora.learns(self.cfg, name):
+            return lora.attach(load_model(start), self.cfg, self.checkpoint and self.checkpoint / f"{name}_adapter")
+        return load_model(str(self.checkpoint / name) if self.checkpoint else start)
+
+    def load_start(self):
+        """The frozen model that --kl_coef holds the policy to: what the run started from, after a resume too.
+
+        None without it, and with LoRA on the policy, which holds that model in itself."""
+        held = self.cfg.kl_coef and not lora.learns(self.cfg, "policy")
+        return load_model(self.policy) if held else None
 
     def probe(self) -> Probe:
-        """The probe of sync.py: fixed pseudo-random sequences, about 0.4 % of the tokens of a rollout batch.
+        """The probe of sync.py."""
+        fmt = quant.format_of(self.cfg.rollout_quant, self.cfg.quant_group)
+        return Probe(self.actor or self.policy, self.probe_ids(), fmt, vocabulary=self.vocabulary)
+
+    def probe_ids(self) -> np.ndarray:
+        """Its fixed pseudo-random sequences (R, L): about 0.4 % of the tokens of a rollout batch.
 
         The proof reads them up to eight times, an update reads its own tokens three times over (forward, and a backward
         of twice that): by this count 1 %, and more below 144,000 tokens, as four sequences are the least. They fill
         a block of vLLM's cache of prefixes (128 tokens on a CPU, 16 on a GPU) where the context allows."""
-        vocabulary = self.configs[self.rollout_model].vocab_size
         length = min(144, self.context - 1)
-        tokens = min(2048, max(128, self.cfg.rollout_batch * self.cfg.max_tokens // 250), 2**26 // vocabulary)
+        tokens = min(2048, max(128, self.cfg.rollout_batch * self.cfg.max_tokens // 250), 2**26 // self.vocabulary)
         rows = max(4, tokens // length)
-        ids = (uniforms(rows * length, "probe") * vocabulary).astype(np.int64).reshape(rows, length)
-        fmt = quant.format_of(self.cfg.rollout_quant, self.cfg.quant_group)
-        return Probe(self.actor or self.policy, ids, fmt)
+        return (uniforms(rows * length, "probe") * self.vocabulary).astype(np.int64).reshape(rows, length)
 
     def learner_check(self) -> LearnerCheck:
         """Whether the published weights are the learner's own (sync.py)."""
@@ -105,10 +126,13 @@ def open_run(cfg: config.Config, comm) -> Run:
     warmstart.check(cfg, task)
     if cfg.model.startswith("base:"):
         check_vocabulary(cfg, tasks.VOCAB)
-    folders = {"policy": model_folder(cfg.model, cfg, comm), "actor": model_folder(cfg.actor, cfg, comm)}
+    folders = {"policy": model_folder("model", cfg, comm), "actor": model_folder("actor", cfg, comm)}
     check_models(cfg, folders["policy"], folders["actor"])
     tokenizer = common_tokenizer(cfg, folders["policy"], folders["actor"])
+    vocabulary = checkpoint.vocabulary_size(tokenizer)
+    check_vocabulary(cfg, vocabulary)
     for folder in filter(None, folders.values()):
+        checkpoint.check_rows(folder, vocabulary)
         checkpoint.check_weights(folder)
     configs = {name: checkpoint.read_config(f) for name, f in folders.items() if f}
     limit = min(c.get_text_config().max_position_embeddings for c in configs.values())
@@ -158,13 +182,14 @@ def open_source(cfg, run, comm):
     Beside each token's own log-probability it records the K largest, where they bound OBRS's Z, and the tokens that
     truncated sampling allowed, where the learner replays them."""
     topk = topk_of(cfg)
-    max_allowed = sampling.max_allowed(cfg, run.configs[run.rollout_model].vocab_size)
+    max_allowed = sampling.max_allowed(cfg, run.vocabulary)
     stop_ids = run_stop_ids(run.tokenizer, cfg)
     if cfg.samplers != "local":
         from remote.source import open_remote_source  # its packages are needed nowhere else
 
         return open_remote_source(cfg, run, run.rollout_model, topk, max_allowed, comm)
-    engine = make_engine(cfg, run.actor or run.policy, run.context, max(topk, max_allowed), comm.device)
+    records = max(topk, max_allowed)
+    engine = make_engine(cfg, run.actor or run.policy, run.context, records, comm.device, run.vocabulary)
     what = (engine, run.task, run.tokenizer, sampling.Sampling.of(cfg))
     how = {
         "group_size": cfg.group_size,
@@ -325,32 +350,36 @@ def version(package: str) -> str | None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def model_folder(name: str, cfg, comm) -> str | None:
-    """The folder behind --model or --actor; an embedded base model is made by rank 0 if it is not there yet."""
+def model_folder(flag: str, cfg, comm) -> str | None:
+    """The folder behind --model or --actor; what is not there yet is fetched once a host, or made by rank 0."""
+    name = getattr(cfg, flag)
     if name == "none":
         return None
-    if not name.startswith("base:"):
-        return name
-    if comm.rank == 0:
-        warmstart.base_model(name[5:], cfg)
+    if name.startswith("base:"):
+        return made_once(comm, comm.rank == 0, lambda cached: warmstart.base_model(name[5:], cfg))
+    folder = name
+    if is_hub_id(name):
+        folder = made_once(comm, LOCAL_RANK == 0, lambda cached: checkpoint.from_hub(flag, name, cached))
+    return made_once(comm, comm.rank == 0, lambda cached: checkpoint.text_folder(folder, cfg.base_dir))
+
+
+def made_once(comm, first: bool, make) -> str:
+    """make(False) on the ranks that are `first`, and then make(True), which finds it made, on the others."""
+    folder = make(False) if first else None
     comm.barrier()
-    return warmstart.base_model(name[5:], cfg)
+    return folder or make(True)
 
 
 def check_models(cfg, policy: str, actor: str | None) -> None:
     """What can be wrong between models and flags, from config.json alone. UserError: one sentence."""
-    sizes = [checkpoint.read_config(f).get_text_config().vocab_size for f in (policy, actor) if f]
-    if len(set(sizes)) > 1:
-        raise UserError(
-            f"--actor={actor}: its vocabulary has {sizes[1]} tokens and the policy's {sizes[0]}; actor and policy must "
-            "share one"
-        )
-    check_vocabulary(cfg, sizes[0])
+    for folder in filter(None, (policy, actor)):
+        checkpoint.read_config(folder)
     if {cfg.rollout_quant, cfg.learner_quant} != {"none"}:
         quant.check_model(cfg, actor or policy)
-    if cfg.optimizer == "muon":
+    if cfg.optimizer == "muon" or cfg.lora_rank:
+        flag = "--lora_rank" if cfg.lora_rank else "--optimizer=muon"
         for folder in {policy, actor} - {None}:
-            quant.refuse_experts(quant.empty_model(folder), "--optimizer=muon")
+            quant.refuse_experts(quant.empty_model(folder), flag)
 
 
 def check_vocabulary(cfg, vocabulary: int) -> None:

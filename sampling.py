@@ -26,7 +26,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from flags import need
+from flags import UserError, need
 
 COLDEST = 0.01  # vLLM samples at this temperature when it is asked for a lower one, and does not say so
 
@@ -122,6 +122,41 @@ def ragged(allowed: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray
     sizes = allowed.sum(1)
     offsets = np.concatenate([[0], sizes.cumsum()]).astype(np.int64)
     return offsets, ids[allowed].astype(np.int32)
+
+
+def allowed_sets(ids: np.ndarray, logp: np.ndarray, max_allowed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sets of allowed tokens, as by sampling.ragged, from the K most likely tokens at n positions.
+
+    ids, logp [n, K]: a token that was cut has log-probability -inf. UserError if a set has more than K tokens:
+    then none of the K was cut, and yet they have less than all of the probability."""
+    finite = np.isfinite(logp)
+    full = finite.all(1)
+    if full.any() and np.exp(logp[full]).sum(1).min() < 0.999:
+        raise UserError(set_too_large(max_allowed))
+    return ragged(finite, ids)
+
+
+def set_too_large(max_allowed: int) -> str:
+    return f"truncated sampling allows more than {max_allowed} tokens: raise --kept_max, or bound it with --top_k"
+
+
+def truncate(z, sampling: Sampling):
+    """Scaled logits z (n, V), set to -inf in place where truncation cuts; and where, (n, V) bool.
+
+    Where nothing truncates: z, and None."""
+    if not sampling.truncates:
+        return z, None
+    gone = cut(z, sampling.top_p, sampling.top_k, sampling.min_p)
+    return z.masked_fill_(gone, -torch.inf), gone
+
+
+def pick(logp, u):
+    """Draw one token for each row by inversion: the first whose cumulative probability is above u.
+
+    logp (n, V) float32; u (n, 1) float64 in [0, 1). Returns token ids, (n, 1) int64."""
+    cdf = logp.double().exp_().cumsum_(-1)
+    token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
+    return token.clamp_(max=logp.shape[1] - 1)
 
 
 def check(cfg) -> None:

@@ -164,14 +164,18 @@ class Probe:
     """A model's structure without weights, the sequences that are compared, and what earlier versions said of them.
 
     folder: a save_pretrained folder, of which only config.json is read; or None, with `config`.
-    ids: token ids (R, L), or one sequence. fmt: the rollout's number format (quant.py)."""
+    ids: token ids (R, L), or one sequence. fmt: the rollout's number format (quant.py). vocabulary: token ids that
+    there are; None: as many as the embedding has rows."""
 
-    def __init__(self, folder: str | None, ids, fmt: quant.Format | None = None, config=None):
+    def __init__(
+        self, folder: str | None, ids, fmt: quant.Format | None = None, config=None, vocabulary: int | None = None
+    ):
         from transformers import AutoConfig
 
         rounds_activations = fmt is not None and fmt.activations
         model = empty_model(config or AutoConfig.from_pretrained(folder))
         self.model = quant.align(model, fmt if rounds_activations else None).eval()
+        self.vocabulary = vocabulary
         self.ids = np.atleast_2d(np.asarray(ids, np.int64))
         self.prompt: Reference | None = None
         self.decode: Reference | None = None
@@ -204,7 +208,7 @@ class Probe:
                 for name, buffer in list(module._buffers.items()):
                     if buffer is not None:
                         module._buffers[name] = buffer.to(ids.device)
-            logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+            logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1, : self.vocabulary].float()
         finally:
             for hook in hooks:
                 hook.remove()
@@ -224,8 +228,10 @@ class Probe:
         return rows
 
     def modules(self) -> list[str]:
-        """The modules that can be watched: those that make one tensor of one tensor, by name."""
-        return [name for name, m in self.model.named_modules() if m._parameters and takes_one_tensor(m)]
+        """The modules that can be watched: those that make one tensor of one tensor, by name. Not routers, which make
+        several, and experts, which take several."""
+        named = {name: m for name, m in self.model.named_modules() if m._parameters and takes_one_tensor(m)}
+        return [name for name in named if name.rpartition(".")[2] not in quant.ROUTERS]
 
     def state_dict(self) -> dict:
         parts = {"prompt": self.prompt, "decode": self.decode}
@@ -311,6 +317,8 @@ class Taken:
         return taken
 
     def parts(self, name: str, module) -> list[str]:
+        if isinstance(module, quant.LowBitExperts):
+            return [name, f"{name}_scale"]
         if not name.endswith(".weight"):
             return [name]
         if isinstance(module, quant.LowBitLinear):
@@ -344,6 +352,9 @@ def put(module, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
     """Give a module its published tensors, as an engine of this dtype holds them."""
     if isinstance(module, quant.LowBitLinear):
         module.loaded = (tensors["weight"], tensors["weight_scale"])
+    elif isinstance(module, quant.LowBitExperts):
+        module.loaded = {kind: (tensors[kind], tensors[f"{kind}_scale"]) for kind in module._parameters}
+        return
     elif "weight_packed" in tensors:
         weight = quant.unpacked(tensors["weight_packed"], tensors["weight_scale"], tensors["weight_shape"])
         tensors = {**tensors, "weight": weight}
@@ -358,6 +369,8 @@ def give_up(module, inputs, output) -> None:
     module.__dict__.pop("forward", None)
     if isinstance(module, quant.LowBitLinear):
         module.loaded = None
+    elif isinstance(module, quant.LowBitExperts):
+        module.loaded = {}
     for name, p in list(module._parameters.items()):
         if p is not None:
             module._parameters[name] = torch.nn.Parameter(p.to("meta"), requires_grad=False)

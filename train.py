@@ -96,7 +96,8 @@ class Training:
         self.run = open_run(cfg, self.comm)  # task, tokenizer, model folders, newest checkpoint
         self.cfg = cfg = self.run.cfg  # with --epochs counted in updates
         self.source = open_source(cfg, self.run, self.comm)
-        self.learner = Learner(*self.run.load_models(), cfg, self.comm)
+        self.learner = Learner(*self.run.load_models(), cfg, self.comm, self.run.vocabulary, self.run.load_start())
+        self.learner.check_heads(self.run.probe_ids())
         self.check_published = self.run.learner_check()
         self.to_check = expects_agreement(cfg)
         self.updates_per_rollout = cfg.rollout_batch // cfg.train_batch

@@ -51,11 +51,12 @@ import plot
 import sampling
 from corrections import token_k3
 from eval import sampler_of
-from flags import need, run_command
+from flags import names_model, need, run_command
 from learner import Comm, Learner
 from measure import FOLDS, Reference, Seen, with_errors
 from model import Needs, TokenStats, needs_of_ref_pass
-from objectives import REF
+from objectives import columns_of, unregularised
+from optim import learning
 from rollout import LocalSource
 from run import open_run, open_source, topk_of
 from tasks import run_stop_ids
@@ -101,15 +102,13 @@ class WorthFlags:
 
 
 def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config.Config]:
-    """The flags of the measurement, each row's configuration, and that of g: `--objective=none`, no surrogate.
-
-    UserError: one sentence."""
+    """The flags, each row's configuration, and that of g: `--objective=none`, no surrogate. UserError: one sentence."""
     both = dataclass(frozen=True)(type("Flags", (config.Config, WorthFlags), {}))
     pairs = flags.read(both, argv, "python worth.py --key=value ...", also={"config", *flags.FOREIGN})
     names = {f.name for f in fields(WorthFlags)}
     own = WorthFlags(**{k: flags.convert(WorthFlags, k, v) for k, v in pairs if k in names})
-    shared = ["--lr=1", "--actor_lr=1", "--dtype=float32"]  # asked for, and nothing learns
-    shared += [f"--{k}={v}" for k, v in pairs if k not in names]
+    pairs = [("lr", "1"), ("actor_lr", "1"), ("dtype", "float32"), *pairs]  # asked for, and nothing learns
+    shared = [f"--{k}={v}" for k, v in pairs if k not in names]
     need(not any(k == "objective" for k, _ in pairs), "--objective: name the objectives to weigh with --rows")
     check(own)
     rows = {}
@@ -123,7 +122,7 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     need(len(kept) <= 1, "--rows: rows with several --obrs_topk; weigh them one after the other")
     of_rows = {f.name for f in fields(config.ObjectiveFlags)} - {"advantage", "reduction"}
     of_g = [f"--{k}={v}" for k, v in pairs if k not in names | of_rows | {*flags.FOREIGN}]
-    plain = config.parse(["--lr=1", "--actor_lr=1", "--dtype=float32", *of_g, "--objective=none"])
+    plain = config.parse([*of_g, "--objective=none"])
     need(not own.stale or plain.actor == "none", f"--stale={own.stale}: the actor samples here; add --actor=none")
     return own, rows, replace(on_policy_config(plain), actor="none", rollout_quant="none")
 
@@ -136,7 +135,7 @@ def check(own: WorthFlags) -> None:
     need(1 <= own.noise_batches <= own.batches, f"--noise_batches={own.noise_batches}: 1 to --batches={own.batches}")
     need(0 < own.share <= 1, f"--share={own.share}: a share of the parameters, above 0 and at most 1")
     need(
-        own.stale in ("", "base:policy", "base:actor") or (Path(own.stale) / "config.json").is_file(),
+        own.stale in ("", "base:policy", "base:actor") or names_model(own.stale),
         f"--stale={own.stale}: no Hugging Face model folder (no config.json there); give the `policy` of a checkpoint",
     )
     flags.check_output("json", own.json)
@@ -182,10 +181,10 @@ def batches_of(learner, groups, rows: dict[str, config.Config]) -> dict[str, bat
         if cfg.advantage not in made:
             made[cfg.advantage] = batching.collate(groups, cfg)
         batch = made[cfg.advantage]
-        needs = needs_of_ref_pass(cfg, learner.has_actor, cfg.obrs_lambda)
+        needs = needs_of_ref_pass(unregularised(cfg), learner.has_actor, cfg.obrs_lambda)
         if needs not in known:
-            known[needs] = learner.score(batch, needs).known()
-        out[row] = replace(batch, **{f"{name}_ref": x for name, x in known[needs].items() if name in REF})
+            known[needs] = learner.score(batch, needs)
+        out[row] = replace(batch, **columns_of(known[needs]))
     return out
 
 
@@ -194,7 +193,7 @@ def coefficients(batch, comm, cfg) -> torch.Tensor:
     logp = batch.logp_ref.double().clone().requires_grad_()
     new = TokenStats(logp, support_logp=batch.support_logp_ref, tail=batch.tail_ref, z=batch.z_ref)
     stats = objectives.prepare(batch, comm, cfg, {})
-    unreduced, _ = objectives.loss(new, batch, stats, cfg)
+    unreduced, _ = objectives.loss(new, batch, stats, unregularised(cfg))
     total = objectives.reduce(unreduced, batch.mask, stats, cfg)
     return -torch.autograd.grad(total, logp)[0]
 
@@ -217,7 +216,7 @@ class Weights:
     def __init__(self, learner, share: float):
         self.learner, self.share = learner, share
         self.seed = learner.comm.rank if learner.sharded else 0  # replicas take the same directions
-        self.flat = [local(p).detach().view(-1) for p in learner.models.policy.parameters()]
+        self.flat = [local(p).detach().view(-1) for p in learning(learner.models.policy)]
         self.entries = [self.draw(x, i) for i, x in enumerate(self.flat)]
         self.at_rest = self.chosen(self.flat)
         self.spreads: dict[int, float] = {}  # of directions, by id
@@ -234,7 +233,7 @@ class Weights:
 
     def gradient(self) -> list[torch.Tensor]:
         """What the last backward left, of J: the loss is its negative."""
-        found = [local(p.grad).detach().view(-1) for p in self.learner.models.policy.parameters()]
+        found = [local(p.grad).detach().view(-1) for p in learning(self.learner.models.policy)]
         return [-x for x in self.chosen(found)]
 
     def random(self, number: int) -> list[torch.Tensor]:
@@ -310,13 +309,14 @@ class Measurement:
         self.quiet = self.comm.rank > 0
         self.run = run = open_run(lead, self.comm)
         late = open_run(replace(lead, model=own.stale), self.comm) if own.stale else run
-        sizes = [one.configs["policy"].get_text_config().vocab_size for one in (run, late)]
+        sizes = [one.vocabulary for one in (run, late)]
         need(sizes[0] == sizes[1], f"--stale={own.stale}: a vocabulary of {sizes[1]}; the policy's has {sizes[0]}")
         self.sampler = open_source(lead, late, self.comm)
-        self.learner = self.scorer = Learner(*run.load_models(), plain, self.comm)
+        self.learner = self.scorer = Learner(*run.load_models(), plain, self.comm, run.vocabulary)
+        self.learner.check_heads(run.probe_ids())
         if not self.learner.sharded:  # one for the policy alone, in float32; shards have their wrapper already
             alone = replace(plain, dtype="float32")
-            self.scorer = Learner(self.learner.models.policy, None, alone, self.comm)
+            self.scorer = Learner(self.learner.models.policy, None, alone, self.comm, run.vocabulary)
         self.on_policy = on_policy_source(self.learner, run, plain)
         self.groups = lead.train_batch // (lead.group_size * self.comm.size)  # of a batch, on this rank
         self.weights = Weights(self.scorer, own.share)
@@ -409,7 +409,7 @@ def on_policy_source(learner, run, cfg) -> LocalSource:
         law,
         group_size=cfg.group_size,
         topk=0,
-        max_allowed=sampling.max_allowed(cfg, run.configs["policy"].get_text_config().vocab_size),
+        max_allowed=sampling.max_allowed(cfg, run.vocabulary),
         stop_ids=run_stop_ids(run.tokenizer, cfg),
         model="policy",
         probe=None,
@@ -496,7 +496,7 @@ class Chooser:
 
     def weigh(self, groups, update: int) -> None:
         """A probe: add the products of this minibatch to the evidence. Those that are not finite say nothing."""
-        cfg, learner, evidence = self.cfg, self.learner, self.evidence
+        cfg, learner, evidence = unregularised(self.cfg), self.learner, self.evidence
         plain = on_policy_config(cfg)
         source = on_policy_source(learner, self.run, plain)
         n = cfg.train_batch // (cfg.group_size * learner.comm.size)  # groups of a batch, on this rank
@@ -522,9 +522,9 @@ class Chooser:
 
     def gradient(self, batch, cfg: config.Config) -> list[torch.Tensor]:
         """Of the policy's loss, by the learner's own backward."""
-        self.learner.cfg = cfg
+        self.learner.cfg = unregularised(cfg)
         self.learner.backward(batch, objectives.prepare(batch, self.learner.comm, cfg, {}))
-        found = [local(p.grad).detach().clone() for p in self.learner.models.policy.parameters()]
+        found = [local(p.grad).detach().clone() for p in learning(self.learner.models.policy)]
         self.learner.models.zero_grad(set_to_none=True)
         return found
 
@@ -532,7 +532,7 @@ class Chooser:
 def on_policy_config(cfg: config.Config) -> config.Config:
     """What g is the gradient of: the objective without a correction, a trust region or anything dropped."""
     dropped = dict(reject="none", reject_of="all", veto=0.0, positive_only=False, loss_denominator="proposed")
-    bounds = dict(is_cap=None, is_floor=0.0, rs_low=None, rs_high=None, cppo_beta=0.0)
+    bounds = dict(is_cap=None, is_floor=0.0, rs_low=None, rs_high=None, cppo_beta=0.0, router_replay=False)
     return replace(cfg, correction="none", surrogate="reinforce", ratio_base="ref", **dropped, **bounds)
 
 

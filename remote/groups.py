@@ -6,9 +6,11 @@ the file's metadata (`Head`).
     prompt_ids    int32 [P]            tokens, loss_mask, logp_inf    int32, bool, float32 [N]
     lengths       int32 [G]            topk_ids, topk_logp            int32, float32 [N, K]
     rewards       float64 [G]          kept_ids, kept_sizes           int32 [sum of sizes], [N]
+                                       routed                         int16 [N + G (P - 1), layers, k]
 
-The last two are there with truncated sampling only: the tokens that each token was drawn from, set after set. They are
-the `allowed_ids` of a Response; the file has the older name, so that files written before can be read.
+kept_ids and kept_sizes are there with truncated sampling only: the tokens that each token was drawn from, set after
+set. They are the `allowed_ids` of a Response; the file has the older name, so that files written before can be read.
+routed is there with --router_replay only.
 A sampler may send anything: `decode_group` returns a Rollout that fits the run and that an engine can have sampled, or
 raises WireError with what is wrong. What it lets through must not stop the learner.
 """
@@ -41,6 +43,7 @@ SHAPES = {  # array -> type, dimensions
     "topk_logp": (np.float32, 2),
     "kept_ids": (np.int32, 1),
     "kept_sizes": (np.int32, 1),
+    "routed": (np.int16, 3),
 }
 MOST_REWARD = 1e6  # rewards are squared in float32
 LEAST_LOGP = -1e4  # no engine draws a token of probability exp(-10,000)
@@ -57,13 +60,16 @@ class Limits:
     vocab: int
     topk: int
     max_allowed: int  # tokens of a set of allowed tokens; 0: no such sets are recorded
+    routed: tuple[int, int, int] = (0, 0, 0)  # layers with experts, experts of a token, experts; 0: not recorded
     room: int = 256 << 20  # bytes of groups that a rank holds or has asked for
 
     @property
     def nbytes(self) -> int:
         """The most that one group takes."""
-        token = 4 + 1 + 4 + 8 * self.topk + 4 + 4 * self.max_allowed
-        return self.group_size * (self.max_tokens * token + 64) + 4 * self.max_prompt + (1 << 16)
+        layers, k, _ = self.routed
+        token = 4 + 1 + 4 + 8 * self.topk + 4 + 4 * self.max_allowed + 2 * layers * k
+        prompts = self.max_prompt * (4 + self.group_size * 2 * layers * k)
+        return self.group_size * (self.max_tokens * token + 64) + prompts + (1 << 16)
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -117,6 +123,8 @@ def encode_group(group: Rollout) -> bytes:
         sizes = [np.diff(r.allowed_offsets) for r in responses]
         arrays["kept_ids"] = np.concatenate([r.allowed_ids for r in responses])
         arrays["kept_sizes"] = np.concatenate(sizes).astype(np.int32)
+    if responses[0].routed is not None:
+        arrays["routed"] = np.concatenate([r.routed for r in responses])
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     return save(arrays, metadata={"head": msgspec.json.encode(head).decode()})
 
@@ -173,6 +181,8 @@ def check_head(head: Head) -> None:
 def check_shapes(head: Head, arrays: dict, limits: Limits) -> None:
     """WireError unless these are the right arrays, as long as they say, within the limits."""
     expected = set(SHAPES) if head.has_allowed else set(SHAPES) - set(ALLOWED)
+    if not limits.routed[0]:
+        expected.remove("routed")
     need(set(arrays) == expected, f"arrays {printable(sorted(arrays))}")
     for name, x in arrays.items():
         fits = (x.dtype, x.ndim) == SHAPES[name]
@@ -193,6 +203,9 @@ def check_shapes(head: Head, arrays: dict, limits: Limits) -> None:
         arrays["topk_ids"].shape == arrays["topk_logp"].shape == (N, limits.topk),
         f"top-K of {arrays['topk_ids'].shape[1]} instead of {limits.topk}",
     )
+    if limits.routed[0]:
+        read = N + len(lengths) * (prompt - 1)
+        need(arrays["routed"].shape == (read, *limits.routed[:2]), f"experts of shape {arrays['routed'].shape}")
 
 
 def check_values(arrays: dict, limits: Limits) -> None:
@@ -203,6 +216,8 @@ def check_values(arrays: dict, limits: Limits) -> None:
         need(inside, f"{name} outside the vocabulary of {limits.vocab}")
     need(arrays["loss_mask"].view(np.uint8).max() <= 1, "a loss mask that is neither true nor false")
     need(arrays["loss_mask"].any(), "a loss mask without any token")
+    routed = arrays.get("routed", np.zeros(0))
+    need(routed.size == 0 or 0 <= routed.min() <= routed.max() < limits.routed[2], "experts that the model has not")
     logp_inf, rewards = arrays["logp_inf"], arrays["rewards"]
     need(
         logp_inf.min() >= LEAST_LOGP and logp_inf.max() < 1e-3,  # both are false of NaN
@@ -258,5 +273,9 @@ def split_responses(head: Head, arrays: dict) -> list[Response]:
         if head.has_allowed:
             response.allowed_offsets = offsets[start : end + 1] - offsets[start]
             response.allowed_ids = arrays["kept_ids"][offsets[start] : offsets[end]]
+        if "routed" in arrays:
+            before = i * (len(arrays["prompt_ids"]) - 1)  # of the prompts of this response and those before it
+            through = before + len(arrays["prompt_ids"]) - 1
+            response.routed = arrays["routed"][start + before : end + through]
         responses.append(response)
     return responses

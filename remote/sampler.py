@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 import quant
-from checkpoint import check_weights, read_config, read_tensors, read_tokenizer
+from checkpoint import check_rows, check_weights, read_config, read_tensors, read_tokenizer, vocabulary_size
 from config import Config, DelayFlags, EngineFlags, check_engine
 from delay import DelayDistribution, check_distribution
 from engines import make_engine
@@ -456,7 +456,8 @@ def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> Sam
     cfg = configure(run, flags)
     tokenizer = AutoTokenizer.from_pretrained(model)
     if flags.model:
-        check_own_model(flags.model, tokenizer, AutoConfig.from_pretrained(model), run["context"])
+        check_own_model(flags.model, tokenizer, run["context"])
+    vocabulary = vocabulary_size(tokenizer)
     torch.manual_seed(0)
     skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.float32)
     skeleton.save_pretrained(model)  # the engine starts from anything and is given its weights
@@ -466,6 +467,7 @@ def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> Sam
         run["context"],
         max(1, run["topk"], run["kept"]),
         "cuda" if torch.cuda.is_available() else "cpu",
+        vocabulary,
     )
     fmt = quant.format_of(cfg.rollout_quant, cfg.quant_group)
     task = make_task(cfg)
@@ -480,7 +482,7 @@ def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> Sam
         max_allowed=run["kept"],
         stop_ids=run["stop_ids"],
         model=Path(flags.model).name if flags.model else run["model"],
-        probe=Probe(str(model), np.array(run["probe"], np.int64), fmt),
+        probe=Probe(str(model), np.array(run["probe"], np.int64), fmt, vocabulary=vocabulary),
         skeleton=skeleton,
         low_bits=run["packed"],
         fmt=fmt,
@@ -502,14 +504,17 @@ def configure(run: dict, flags: SamplerFlags) -> Config:
             f"--rollout_quant={own_quant}: the learner publishes {learner_quant} (its --sync_dtype=quantized); "
             "use that, or let it publish float32"
         )
-    return replace(
+    cfg = replace(
         cfg,
         task=task,
         rollout=flags.rollout,
         rollout_dtype=flags.rollout_dtype,
         rollout_quant=own_quant,
         rollout_memory=flags.rollout_memory,
+        kv_cache_dtype=flags.kv_cache_dtype,
     )
+    quant.check(cfg)
+    return cfg
 
 
 def check_task(path: str, learners: str, digest: str) -> None:
@@ -521,16 +526,12 @@ def check_task(path: str, learners: str, digest: str) -> None:
     need(same, f"--task={path}: not the learner's {learners}; copy that file here and name it with --task")
 
 
-def check_own_model(folder: str, tokenizer, config, context: int) -> None:
+def check_own_model(folder: str, tokenizer, context: int) -> None:
     """UserError unless a model of this host's own has the learner's vocabulary and enough context."""
-    own = read_config(folder)
-    same_vocabulary = (
-        own.vocab_size == config.vocab_size and read_tokenizer(folder).get_vocab() == tokenizer.get_vocab()
-    )
-    if not same_vocabulary:
-        raise UserError(
-            f"--model={folder}: its tokenizer or vocabulary differs from the learner's; a sampler must share them"
-        )
+    own = read_config(folder).get_text_config()
+    if read_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
+        raise UserError(f"--model={folder}: its tokenizer differs from the learner's; a sampler must share it")
+    check_rows(folder, vocabulary_size(tokenizer))
     if own.max_position_embeddings < context:
         raise UserError(
             f"--model={folder}: a context of {own.max_position_embeddings} tokens, and the learner asks for {context}"

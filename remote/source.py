@@ -33,6 +33,7 @@ from pathlib import Path
 import tasks
 from checkpoint import write_tensors
 from flags import need
+from model import routing_of
 from remote import wire
 from remote.account import Account, Arrived, retain_weights, split
 from remote.files import FilesHub
@@ -66,6 +67,7 @@ SHARED = (
     "quant_group",
     "logprobs_mode",
     "lm_head_fp32",
+    "router_replay",
 )
 
 
@@ -90,9 +92,10 @@ def open_remote_source(cfg, run, model: str, topk: int, max_allowed: int, comm) 
         group_size=cfg.group_size,
         max_tokens=cfg.max_tokens,
         max_prompt=run.context,
-        vocab=run.configs[model].vocab_size,
+        vocab=run.vocabulary,
         topk=topk,
         max_allowed=max_allowed,
+        routed=routing_of(getattr(run, model)) if cfg.router_replay else (0, 0, 0),
     )
     log = open_log(cfg.out, comm.rank)
     if cfg.samplers == "files":

@@ -20,6 +20,7 @@ STUDIES = (
     "lowbit",
     "praxis",
     "aligned",
+    "moe",
     "qarl",
     "theorem1",
     "heterorl",

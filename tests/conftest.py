@@ -98,6 +98,9 @@ def make_solvers(root: Path) -> None:
     import warmstart
     from tasks import Arithmetic
 
+    # one thread, so that the models are the same whatever OMP_NUM_THREADS says
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     shape = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1)
     with pytest.MonkeyPatch.context() as patch:
         shapes = {"policy": {**shape, "num_hidden_layers": 2}, "actor": {**shape, "num_hidden_layers": 1}}
@@ -106,6 +109,7 @@ def make_solvers(root: Path) -> None:
         patch.setattr(warmstart, "EVAL_PROBLEMS", 128)
         for name in shapes:
             assert warmstart.warm_start(name, Arithmetic(1, 1, 3, 9), 0.3, root / name) >= 0.3
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
@@ -174,6 +178,7 @@ class TinyBatch:
     tail_ref: torch.Tensor = None
     z_ref: torch.Tensor = None
     actor_logp_ref: torch.Tensor = None
+    logp_start: torch.Tensor = None
 
     @property
     def log_r(self):

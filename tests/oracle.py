@@ -26,6 +26,7 @@ class Token:
     new: list[float]  # the policy now
     actor_ref: list[float]
     actor: list[float]
+    start: list[float]  # the frozen model that the run started from
 
 
 @dataclass
@@ -42,13 +43,14 @@ class Response:
 
 @dataclass
 class Result:
-    """The loss, and its derivative in log p_new, log p_actor and the distillation loss of each token that is on."""
+    """The loss; its derivative in log p_new, log p_actor, distillation loss and entropy of each token that is on."""
 
     loss: float
     size: float  # sum of the absolute values of what the loss is a sum of
     policy: list[list[float]]
     actor: list[list[float]]
     distill: list[list[float]]
+    entropy: list[list[float]]
 
 
 @dataclass
@@ -95,13 +97,13 @@ def mean(xs: list[float]) -> float:
 
 def step(responses: list[Response], cfg, kappa: float | None, distill_lambda: float) -> Result:
     """kappa: what the last update left; distill_lambda: as the closed loop has it."""
-    adv = advantages(responses, cfg.advantage)
+    adv = advantages(responses, cfg)
     lam, kappa = lambda_and_kappa(responses, cfg, kappa)
     weighed = [weights_of(r, a, cfg, lam, kappa) for r, a in zip(responses, adv, strict=True)]
     keep = [[k for _, k in row] for row in weighed]
     share = shares(responses, cfg)
     share_kept = shares_of_kept(keep, responses, cfg) if cfg.loss_denominator == "kept" else share
-    terms, policy = [], []
+    terms, policy, entropies = [], [], []
     for i, r in enumerate(responses):
         values, slopes, together = surrogate(r, responses, adv[i], cfg)
         gate = 0.0 if cfg.positive_only and adv[i] <= 0 else 1.0
@@ -112,29 +114,40 @@ def step(responses: list[Response], cfg, kappa: float | None, distill_lambda: fl
         slopes = [f * d for f, d in zip(factors, slopes, strict=True)]
         drift, pull = cppo(r, responses, cfg)
         terms.append(drift)
-        policy.append([a + b for a, b in zip(slopes, pull, strict=True)])
-    result = Result(0.0, 0.0, policy, [[] for _ in responses], [[] for _ in responses])
+        to_start, back = kl_to_start(r, responses, [share_kept[i] * k * w for w, k in weighed[i]], cfg)
+        terms += to_start
+        policy.append([a + b + c for a, b, c in zip(slopes, pull, back, strict=True)])
+        terms += [-share[i] * cfg.entropy_coef * entropy(token.new) for token in r.on]
+        entropies.append([-share[i] * cfg.entropy_coef] * len(r.on))
+    result = Result(0.0, 0.0, policy, [[] for _ in responses], [[] for _ in responses], entropies)
     if cfg.actor != "none":
         terms += actors_part(result, responses, adv, share, distill_lambda, cfg)
     return replace(result, loss=sum(terms), size=sum(map(abs, terms)))
 
 
-def advantages(responses: list[Response], kind: str) -> list[float]:
+def advantages(responses: list[Response], cfg) -> list[float]:
     """Of each response, within its group; a group of equal rewards has 0."""
-    out = []
-    for r in responses:
-        rewards = [other.reward for other in responses if other.group == r.group]
+    out, earned = [], [reward(r, cfg) for r in responses]
+    for r, own in zip(responses, earned, strict=True):
+        rewards = [x for x, other in zip(earned, responses, strict=True) if other.group == r.group]
         G, m = len(rewards), mean(rewards)
         if max(rewards) == min(rewards):
             out.append(0.0)
-        elif kind == "grpo":
+        elif cfg.advantage == "grpo":
             std = math.sqrt(sum((x - m) ** 2 for x in rewards) / (G - 1))
-            out.append((r.reward - m) / (std + 1e-6))
-        elif kind == "rloo":  # minus the mean of the others
-            out.append(r.reward - (sum(rewards) - r.reward) / (G - 1))
+            out.append((own - m) / (std + 1e-6))
+        elif cfg.advantage == "rloo":  # minus the mean of the others
+            out.append(own - (sum(rewards) - own) / (G - 1))
         else:
-            out.append(r.reward - m)
-    return out
+            out.append(own - m)
+    return [clamp(x, cfg.adv_clip) if cfg.adv_clip else x for x in out]
+
+
+def reward(r: Response, cfg) -> float:
+    """Less the KL between ref and the start model, where that stands in the reward."""
+    if not cfg.kl_coef or cfg.kl_in == "loss":
+        return r.reward
+    return r.reward - cfg.kl_coef * sum(estimate(log_ratio(token, "start", "ref"), cfg)[0] for token in r.on)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -427,6 +440,37 @@ def cppo(r: Response, responses: list[Response], cfg) -> tuple[float, list[float
     return total, slopes
 
 
+def kl_to_start(r: Response, responses: list[Response], scale: list[float], cfg) -> tuple[list[float], list[float]]:
+    """(terms, slopes) of the KL in the loss: each token's estimate times share, weight and mask (`scale`), and the
+    surrogate's ratio, unclipped."""
+    if not cfg.kl_coef or cfg.kl_in == "reward" or not r.on:
+        return [], [0.0] * len(r.on)
+    terms, slopes = [], []
+    logs = [math.log(token.new[token.id]) - log_base(token, r, responses, cfg) for token in r.on]
+    if cfg.surrogate in ("gspo", "tbpo"):
+        logs = [mean(logs)] * len(logs)
+    for token, x, part in zip(r.on, logs, scale, strict=True):
+        ratio = 1.0 if cfg.surrogate == "reinforce" else math.exp(clamp(x, cfg.log_ratio_clamp))
+        value, slope = estimate(log_ratio(token, "start", "new"), cfg)
+        terms.append(part * ratio * cfg.kl_coef * value)
+        slopes.append(part * ratio * cfg.kl_coef * slope)
+    return terms, slopes
+
+
+def estimate(x: float, cfg) -> tuple[float, float]:
+    """k1, k2 or k3 of x = log p_start - log p, and its slope in log p."""
+    if cfg.kl_estimator == "k1":
+        return -x, 1.0
+    if cfg.kl_estimator == "k2":
+        return x * x / 2, -x
+    c = clamp(x, cfg.log_ratio_clamp)
+    return math.exp(c) - 1 - c, 1 - math.exp(c) if c == x else 0.0
+
+
+def entropy(p: list[float]) -> float:
+    return -sum(x * math.log(x) for x in p)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The actor: its own PPO, and distillation
 # ---------------------------------------------------------------------------------------------------------------------
@@ -474,9 +518,11 @@ def kl(p: list[float], q: list[float], cfg) -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def policy_logits(token: Token, g: float, temperature: float) -> list[float]:
-    """d logp(token) / d logit = (onehot - p) / temperature."""
-    return [g * ((x == token.id) - p) / temperature for x, p in enumerate(token.new)]
+def policy_logits(token: Token, g: float, g_entropy: float, temperature: float) -> list[float]:
+    """d logp(token) / d logit = (onehot - p) / temperature; of the entropy H it is - p (log p + H) / temperature."""
+    H = entropy(token.new)
+    bonus = [-g_entropy * p * (math.log(p) + H) for p in token.new]
+    return [(g * ((x == token.id) - p) + bonus[x]) / temperature for x, p in enumerate(token.new)]
 
 
 def actor_logits(token: Token, g: float, g_distill: float, temperature: float, cfg) -> list[float]:

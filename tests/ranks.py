@@ -1,5 +1,6 @@
 """Run under torchrun by test_learner: each of two ranks trains on its share; rank 0 saves the gradients."""
 
+import importlib.util
 import os
 import sys
 from datetime import timedelta
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import batching
 import objectives
 from learner import Comm, Learner
-from model import needs_of_exact_kappa
+from model import lora, needs_of_exact_kappa
 
 f64 = torch.float64
 LOW_BITS = {"rollout_quant": "w4a16", "learner_quant": "aligned", "quant_group": 32}
@@ -28,8 +29,12 @@ RANK_CASES = [
     ({"objective": "jackpot", "actor": "base:actor"}, f64, ""),
     ({"objective": "tis", "actor": "base:actor"}, torch.float32, ""),
     ({"objective": "tbpo", "optimizer": "muon", **LOW_BITS}, torch.float32, ""),
+    ({"objective": "tis", "kl_coef": 0.3, "entropy_coef": 0.1}, f64, ""),
+    ({"objective": "tis", "dtype": "float16"}, torch.float32, ""),
 ]
 KEPT = {"loss_denominator": "kept", "reduction": "seq-mean-token-mean"}
+if importlib.util.find_spec("peft"):  # an optional package
+    RANK_CASES.append(({"objective": "tis", "lora_rank": 3, "kl_coef": 0.3}, f64, ""))
 UNEVEN_CASES = [
     ({"objective": "jackpot", "obrs_accept_rate": 0.7, **KEPT}, f64, "empty"),
     ({"objective": "jackpot", "obrs_target": "new", "kappa": "exact", **KEPT}, f64, "masked"),
@@ -61,7 +66,12 @@ def rank_groups(odd: str = ""):
 def make_learner(cfg, dtype=f64, comm=None):
     """A learner of the tiny policy, and of the tiny actor where there is one."""
     actor = tiny_model(1, dtype=dtype) if cfg.actor != "none" else None
-    return Learner(tiny_model(0, layers=2, dtype=dtype), actor, cfg, comm or Comm())
+    start = tiny_model(3, dtype=dtype) if cfg.kl_coef else None
+    policy = tiny_model(0, layers=2, dtype=dtype)
+    if cfg.lora_rank:
+        start = None
+        lora.attach(policy, cfg)
+    return Learner(policy, actor, cfg, comm or Comm(), start=start)
 
 
 def move(learner) -> None:
@@ -93,7 +103,7 @@ def one_update(cfg, learner, groups) -> tuple[dict, dict, dict]:
     hold_back_the_step(learner)
     logged = learner.update(batch, stats)
     objectives.update_controllers(controllers, logged, cfg)
-    grads = {name: whole(p.grad).clone() for name, p in learner.models.named_parameters()}
+    grads = {name: whole(p.grad).clone() for name, p in learner.models.named_parameters() if p.requires_grad}
     return grads, logged, controllers
 
 

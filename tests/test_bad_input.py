@@ -90,7 +90,9 @@ ROWS = [
 --reduction=mean | --reduction=mean: not one of token-mean, seq-mean-token-mean, ... did you mean token-mean?
 --optimizer=adam | --optimizer=adam: not one of adamw, muon; did you mean adamw?
 --lr_schedule=cosin | --lr_schedule=cosin: not one of constant, linear, cosine; did you mean cosine?
---dtype=float16 | --dtype=float16: not one of float32, bfloat16; did you mean bfloat16?
+--dtype=float8 | --dtype=float8: not one of float32, bfloat16, float16; did you mean bfloat16?
+--kv_cache_dtype=fp8 | --kv_cache_dtype=fp8: --rollout=hf has no such cache; use --rollout=vllm, or auto
+--kv_cache_dtype=int8 | --kv_cache_dtype=int8: not one of auto, fp8
 --rollout=sglang | --rollout=sglang: not one of vllm, hf
 --rollout_dtype=fp8 | --rollout_dtype=fp8: not one of float32, bfloat16, float16
 --rollout_quant=int4 | --rollout_quant=int4: not one of none, int8, fp8, w4a16, w3a16, w2a16; did you mean int8?
@@ -113,7 +115,8 @@ ROWS = [
 --adam_eps=-1e-8 | --adam_eps=-1e-08: must not be negative
 --weight_decay=-1 | --weight_decay=-1.0: must not be negative
 --grad_clip=0 | --grad_clip=0.0: must be above 0
---warmup_steps=-3 | --warmup_steps=-3: must not be negative
+--warmup_steps=-3 | --warmup_steps=-3.0: must not be negative
+--warmup_steps=2.5 | --warmup_steps=2.5: a whole number of updates, or a share of --steps below 1
 --save_every=-1 | --save_every=-1: must not be negative
 --advantage_error_every=-1 | --advantage_error_every=-1: must not be negative
 --keep=0 | --keep=0: must be at least 1
@@ -131,10 +134,26 @@ ROWS = [
 --is_cap=nan | --is_cap=nan: must be a number
 --tbpo_neg_high=0 | --tbpo_neg_high=0.0: the band's edges are 1 - clip_low and 1 + this; it must be above 0
 --cppo_beta=-1 | --cppo_beta=-1.0 --gepo_defence=0.0: must not be negative; 0 is off
+--kl_coef=-1 | --kl_coef=-1.0: must not be negative; 0 is off
+--kl_coef=0.1 --kl_estimator=k1 | --kl_estimator=k1 with --kl_in=loss: its gradient is 0 ... use k2 or --kl_in=reward
+--beta=0.1 --kl_loss_type=kl | --kl_estimator=k1 with --kl_in=loss: its gradient is 0 ... use k2 or --kl_in=reward
+--kl_estimator=k4 | --kl_estimator=k4: not one of k1, k2, k3
+--kl_in=rewards | --kl_in=rewards: not one of loss, reward; did you mean reward?
+--actor=none --kl_coef=1 --top_p=0.9 --keep_sampling_mask=recompute | --keep_sampling_mask=recompute with --kl_coef:
+--entropy_coef=-1 | --entropy_coef=-1.0: must not be negative; 0 is off
+--adv_clip=-1 | --adv_clip=-1.0: must not be negative; 0 is off
+--adv_clip=1 --advantage_error_every=5 | --advantage_error_every: needs advantages ... leave out --adv_clip and
 --gepo_defence=0.5 | --gepo_defence=0.5: mixes into the group's expectation; it needs --ratio_base=group
 --give_up=nan | --give_up=nan: must be a number
 --give_up=0 | --give_up=0.0: must be above 0
 --grade_seconds=0 | --grade_seconds=0.0: a number of seconds above 0, for each answer
+--lora_rank=-1 | --lora_rank=-1: must not be negative; 0 is off
+--lora_rank=2.5 | --lora_rank=2.5: must be a whole number
+--lora_alpha=0 | --lora_alpha=0: must be at least 1
+--lora_on=all | --lora_on=all: not one of policy, actor, both
+--lora_rank=4 --actor=none --lora_on=both | --lora_on=both: there is no actor; name one with --actor, or leave the
+--lora_rank=4 --optimizer=muon | --lora_rank=4: --optimizer=muon orthogonalises whole matrices, ... use adamw
+--lora_rank=4 --learner_quant=int8 | --lora_rank=4: --learner_quant=int8 computes on low-bit ... leave one of the two
 --quant_group=0 | --quant_group=0: must be at least 1
 --rollout_memory=0 | --rollout_memory=0.0: must be above 0
 --rollout=vllm --rollout_memory=1e6 | --rollout_memory=1000000.0: GiB on a CPU, ... name fewer
@@ -221,6 +240,7 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --delay=constant --sampler_rate=0.5 --window_seconds=0.9 --step_seconds=1 | --window_seconds=0.9: at ... dropped before
 --delay=constant --samplers=files --sync_path=x | --delay=constant simulates samplers ... give --delay to each
 --max_staleness=8 | --max_staleness=8 --sync_every=1: there are no ... name a distribution with --delay, or a
+--rollout=vllm --router_replay | --router_replay: vLLM does not say here which experts it chose; use --rollout=hf
 --samplers=files | --samplers=files: name the folder with --sync_path
 --samplers=zmq --bind=5555 | --bind=5555: not an address; write tcp://HOST:PORT
 --samplers=zmq --bind=http://127.0.0.1:5555 | --bind=http://127.0.0.1:5555: not an address; write tcp://HOST:PORT
@@ -246,7 +266,8 @@ WITHOUT=math_verify --model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dty
 --model=POLICY --lr=1e-5 | --model=POLICY: ... name them, for instance --max_tokens=4096 --dtype=bfloat16
 --model= | --model=: no Hugging Face model folder (no ... give one as save_pretrained writes it, or base:policy
 --model=none | --model=none: no Hugging Face model folder ... give one as save_pretrained writes it, or base:policy
---model=Qwen/Qwen3-0.6B | --model=Qwen/Qwen3-0.6B: no Hugging Face model ... give one as save_pretrained writes it,
+HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B | --model=Qwen/Qwen3-0.6B: no such folder here, ... or give a folder
+HF_HUB_OFFLINE=1 --model=POLICY --actor=some/where | --actor=some/where: no such folder here, ... or give a folder
 --model=base:polcy | --model=base:polcy: not one of base:policy, base:actor; did you mean base:policy?
 --actor=/no/such | --actor=/no/such: no Hugging Face ... give one as save_pretrained writes it, or base:policy
 --actor=base: | --actor=base:: not one of base:policy, base:actor; did you mean base:actor?
@@ -389,7 +410,7 @@ WITHOUT=math_verify --model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dty
 --model=new_type | new_type: its config.json cannot be read (The checkpoint you ... give a whole folder of a causal
 --model=text_vocabulary | text_vocabulary: its config.json cannot be read (Validation ... give a whole folder of a
 --model=negative_vocabulary | negative_vocabulary: its config.json gives no vocab_size ... give a whole folder of a
---actor=small_vocabulary | --actor=small_vocabulary: its vocabulary has 100 ... actor and policy must share one
+--actor=small_vocabulary | small_vocabulary: its tokenizer has 256 ... a vocab_size of 100; give the model the
 --model=text_context | text_context: its config.json cannot be read (Validation error ... give a whole folder of a
 --model=short_context | --max_tokens=8: the longest prompt has 12 ... shorten the response, or drop long prompts
 --model=text_width | text_width: its config.json cannot be read (Validation ... give a whole folder of a causal
@@ -568,7 +589,7 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --delay=lognormal | --delay: weights that sample late are named with --stale here
 --rollout_quant=int8 --learner_quant=aligned | --learner_quant=aligned: a gradient ... use none
 --stale=/no/such | --stale=/no/such: no Hugging Face ... give the `policy` of a checkpoint
---stale=small_vocabulary | --stale=small_vocabulary: a vocabulary of ... the policy's has
+--stale=small_vocabulary | small_vocabulary: its tokenizer has 256 ... a vocab_size of 100; give the model the
 --stale=no_weights | no_weights: no weights there ... copy the folder anew, or delete
 --json=. | --json=.: a folder; name a file in it
 --json=/dev/null/x.json | --json=/dev/null/x.json: /dev/null is a file, not a folder; name another place
@@ -595,13 +616,13 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --actor=ACTOR | --actor=ACTOR: another model samples for --mismatch alone; add it, or name the model with --model
 --mismatch --actor=/no/such | --actor=/no/such: no model there; ... give a run folder, a checkpoint
 --mismatch --actor=no_weights | no_weights: no weights there (model.safetensors ... copy the folder anew, or delete
---mismatch --actor=small_vocabulary | --actor=small_vocabulary: its vocabulary ... actor and policy must share one
+--mismatch --actor=small_vocabulary | small_vocabulary: its tokenizer has 256 ... give the model the
 --mismatch --actor=other_words | --actor=other_words: its tokenizer ... actor and policy must share one vocabulary
 --mismatch --samples=1 | --samples=1: --mismatch compares responses, so at least 2 to a problem
 --mismatch --micro_tokens=0 | --micro_tokens=0: must be at least 1
 --mismatch --log_ratio_clamp=0 | --log_ratio_clamp=0.0: must be above 0
 --mismatch --learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or the
---mismatch --dtype=float16 | --dtype=float16: not one of float32, bfloat16; did you mean bfloat16?
+--mismatch --dtype=float8 | --dtype=float8: not one of float32, bfloat16, float16; did you mean bfloat16?
 --mismatch --top_k=5 --logprobs_mode=raw | --logprobs_mode=raw: raw ... use processed, or --keep_sampling_mask=off
 --learner_quant=int8 | --learner_quant=int8: the learner's format is for ... add it, or name a --rollout_quant
 --rollout_quant=w4a16 --quant_group=7 | --quant_group=7: model.layers.0.self_attn.q_proj has ... choose a divisor
@@ -875,6 +896,12 @@ RECORDS=records_none | No such file or directory; name a path that is there
         "results/spin.py",
         r"""
 --jobs=1 | --jobs=1: results/spin.py takes no flags; leave them out
+        """,
+    ),
+    *rows(
+        "results/moe.py",
+        r"""
+x | x: results/moe.py takes no flags; leave them out
         """,
     ),
     *rows(

@@ -18,7 +18,7 @@ import checkpoint
 import config
 import train
 from flags import UserError
-from learner import Guard
+from optim import Guard
 from results import collapse
 from results.collapse import CANDIDATES, COLUMNS, Run
 from run import read_metrics

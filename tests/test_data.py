@@ -113,7 +113,6 @@ def test_columns_by_name(tmp_path):
 
 
 def test_the_same_rows_in_every_format(tmp_path):
-    pytest.importorskip("datasets")
     import pyarrow
     from pyarrow import parquet
 

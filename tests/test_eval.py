@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,7 +27,7 @@ from remote.source import describe_run
 from rollout import Response
 from run import held_out_sets, open_run
 from sampling import Sampling
-from tasks import Arithmetic, arithmetic_tokenizer
+from tasks import Arithmetic, arithmetic_tokenizer, encode
 
 
 def test_pass_at_k_is_the_mean_over_subsets():
@@ -55,6 +57,105 @@ def test_the_command_on_a_folder_and_a_file(folders, tmp_path, capsys):
     file.write_text('{"problem": "p", "answer": "1"}\n' * 3)
     result = evaluation.main([f"--model={folders / 'policy'}", "--rollout=hf", f"--task={file}", "--max_tokens=8"])
     assert result["problems"] == 3 and result["samples"] == 4
+
+
+def table(path, *answers, problem="1 + {} :"):
+    path.write_text(
+        "".join(json.dumps({"problem": problem.format(i), "answer": a}) + "\n" for i, a in enumerate(answers))
+    )
+    return path
+
+
+def test_several_sets_each_with_its_own_way(folders, tmp_path, monkeypatch, capsys):
+    """A line for every problem, of which the results are made; the mean of the sets beside them."""
+    a, b = table(tmp_path / "a.jsonl", "1", "2", "3"), table(tmp_path / "b.jsonl", "4", "5")
+    seen = []
+
+    def watched(self, prompts, seeds, sampling, *more):
+        seen.append((len(prompts), len(seeds[0]), sampling.temperature, sampling.max_tokens, sampling.top_k))
+        return generate(self, prompts, seeds, sampling, *more)
+
+    generate = HFEngine.generate
+    monkeypatch.setattr(HFEngine, "generate", watched)
+    reward = tmp_path / "length.py"
+    reward.write_text("def even(row, text, finish_reason):\n    return float(len(text) % 2 == 0)\n")
+    common = [f"--model={folders / 'policy'}", "--rollout=hf", "--max_tokens=8", "--samples=3", "--k=1,3", "--top_k=50"]
+    common += [f"--task={a},{b}:samples=5:temperature=0.5:max_tokens=4", f"--reward={reward}:even"]
+    common.append(f"--out={tmp_path / 'r.json'}")
+    result = evaluation.main(common)
+    assert seen == [(3, 3, 1.0, 8, 50), (2, 5, 0.5, 4, 50)]
+    file = tmp_path / "r.responses.jsonl"
+    head, *rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["set"], row["id"], row["answer"]) for row in rows] == [
+        ("a", "a/0", "1"), ("a", "a/1", "2"), ("a", "a/2", "3"), ("b", "b/0", "4"), ("b", "b/1", "5"),
+    ]  # fmt: skip
+    assert head["evaluation"]["temperature"] == 1.0
+    for row in rows:
+        assert row["rewards"] == [float(len(text) % 2 == 0) for text in row["responses"]]
+        assert (
+            len(row["tokens"]) == len(row["finish_reasons"]) == len(row["rewards"]) == (3 if row["set"] == "a" else 5)
+        )
+    for label, n in (("a", 3), ("b", 5)):
+        of_set = [row for row in rows if row["set"] == label]
+        assert result["sets"][label][f"mean@{n}"] == pytest.approx(np.mean([np.mean(row["rewards"]) for row in of_set]))
+        lengths = np.mean([row["tokens"] for row in of_set])
+        assert result["sets"][label]["response_length"] == pytest.approx(lengths)
+    assert 0 < result["mean"] < 1
+    assert result["mean"] == pytest.approx((result["sets"]["a"]["mean@3"] + result["sets"]["b"]["mean@5"]) / 2)
+    assert "mean of the 2 sets" in capsys.readouterr().out
+    # killed after two problems, with a third half written: the same command goes on, and its results are the same
+    whole = file.read_text()
+    lines = whole.splitlines(keepends=True)
+    file.write_text("".join(lines[:3]) + lines[3][:40])
+    assert evaluation.main(common) == result
+    assert file.read_text() == whole
+    assert seen[2:] == [(1, 3, 1.0, 8, 50), (2, 5, 0.5, 4, 50)]
+    assert evaluation.main([*common, "--k=1"])["sets"]["a"]["mean@3"] == result["sets"]["a"]["mean@3"]
+    assert len(seen) == 4  # nothing was sampled
+    with pytest.raises(
+        ValueError, match="r.responses.jsonl: holds responses of another evaluation; name another --out"
+    ):
+        evaluation.main([*common, "--temperature=0.7"])
+
+
+def test_long_prompts_may_be_left_out(folders, tmp_path, capsys):
+    file = table(tmp_path / "x.jsonl", "1", "2", problem="1 + {} :" + " 1" * 20)
+    with open(file, "a") as f:
+        f.write('{"problem": "1", "answer": "1"}\n')
+    flags = [f"--model={folders / 'policy'}", "--rollout=hf", "--max_tokens=8", f"--task={file}"]
+    flags.append("--prompt_template=plain")
+    assert evaluation.main(flags)["problems"] == 3
+    assert evaluation.main([*flags, "--max_prompt_tokens=20"])["problems"] == 1
+    assert "x: 2 prompts of more than 20 tokens dropped" in capsys.readouterr().out
+
+
+def test_show_prompt_samples_nothing(folders, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(HFEngine, "generate", None)
+    file = table(tmp_path / "x.jsonl", *"12345")
+    flags = [f"--model={folders / 'policy'}", "--rollout=hf", "--max_tokens=8", f"--task={file}", "--show_prompt"]
+    evaluation.main([*flags, "--prompt_template={problem} #"])
+    page = capsys.readouterr().out.splitlines()
+    assert page == [
+        *(line for i in range(3) for line in (f"--- x/{i}: 5 tokens, answer {i + 1}", f"1 + {i} : #")),
+        "--- a response ends with <eos> (1)",
+    ]
+
+
+def test_a_run_is_evaluated_as_it_was_asked(folders, tmp_path, monkeypatch, capsys):
+    """Its own template and length, unless one is given."""
+    file = table(tmp_path / "x.jsonl", "1")
+    run = tmp_path / "run"
+    shutil.copytree(folders / "policy", run / "checkpoints" / "step_000001" / "policy")
+    cfg = make_cfg(out=str(run), model=str(folders / "policy"), actor="none", max_tokens=9)
+    cfg = replace(cfg, task=str(file), prompt_template="{problem} #")
+    (run / "config.json").write_text(json.dumps({"config": vars(cfg), "command": "x"}))
+    monkeypatch.setattr(evaluation.checkpoint, "newest", lambda root, which="": root / "checkpoints" / "step_000001")
+    flags = [f"--model={run}", "--rollout=hf", f"--task={file}", "--show_prompt"]
+    evaluation.main(flags)
+    said = capsys.readouterr().out
+    assert f"as in {run}: --max_tokens=9 --prompt_template={{problem}} #\n" in said and "1 + 0 : #" in said
+    evaluation.main([*flags, "--prompt_template=plain", "--max_tokens=8"])
+    assert "#" not in capsys.readouterr().out
 
 
 class Knows:
@@ -156,7 +257,10 @@ def test_evaluation_in_training_has_the_ends_and_the_grading_of_the_run(folders,
     monkeypatch.setattr(evaluation, "solve", solve)
     tokenizer, task = arithmetic_tokenizer(), Arithmetic()
     learner = SimpleNamespace(
-        models=SimpleNamespace(policy=tiny_model(0), actor=tiny_model(1)), comm=Comm(), device="cpu", version=0
+        models=SimpleNamespace(policy=tiny_model(0), actor=tiny_model(1), vocabulary=256),
+        comm=Comm(),
+        device="cpu",
+        version=0,
     )
     sets = held_out_sets(cfg, task)
     for name in ("policy", "actor"):
@@ -191,6 +295,8 @@ def test_a_run_keeps_its_ends_to_the_last_checkpoint(folders, tmp_path):
         "--actor=none",
         "--objective=tis",
         "--max_tokens=6",
+        "--lr=1e-4",
+        "--dtype=float32",
         "--eval_problems=8",
         "--stop=<spare0>",
     ]
@@ -212,12 +318,19 @@ def test_a_remote_sampler_has_the_learners_ends_and_grading(folders, tmp_path):
     """Through the very message that welcomes it, also where another of its files says nothing of them."""
     origin = with_ends(folders / "policy", tmp_path / "policy", [1, 8])
     file = tmp_path / "x.jsonl"
-    file.write_text('{"problem": "p", "answer": "1"}\n' * 3)
+    file.write_text('{"problem": "1 + 1", "answer": "2"}\n' * 3 + '{"problem": "1 + 1 + 1 + 1", "answer": "4"}\n')
+    texts = {"system_prompt": "3 + 4", "prompt_template": "{problem} =", "chat_template": "{{ messages[1].content }} #"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
     flags = [
         "--rollout=hf",
         "--actor=none",
         "--objective=tis",
         "--max_tokens=6",
+        "--lr=1",
+        "--dtype=float32",
+        "--max_prompt_tokens=6",
+        *(f"--{name}={tmp_path / name}" for name in texts),
         f"--model={origin}",
         "--stop=<spare0>",
     ]
@@ -227,10 +340,15 @@ def test_a_remote_sampler_has_the_learners_ends_and_grading(folders, tmp_path):
     setup = wire.pack_setup(str(origin))
     assert "generation_config.json" in setup
     welcome = wire.Welcome(wire.PROTOCOL, "session", describe_run(cfg, run, "policy", 0, 0, 1), setup)
+    for name in texts:  # the sampler's host has no such files
+        (tmp_path / name).unlink()
     own = SamplerFlags(rollout="hf", task=str(file))
     source = open_source(wire.decode(wire.encode(welcome)), own, tmp_path / "sampler")
     assert source.stop_ids == [1, 8, arithmetic_tokenizer().convert_tokens_to_ids("<spare0>")]
     assert (source.task.reward.answer, source.task.reward.seconds) == ("last", 7.0)
+    assert source.task.size == run.task.size == 3  # the long one is dropped on both sides
+    prompts = [one.tokenizer.decode(encode(one.tokenizer, one.task.problem("test", 0))) for one in (source, run)]
+    assert prompts == 2 * ["1 + 1 = #"]
 
 
 def test_held_out_adds_up_over_ranks(monkeypatch):
@@ -247,7 +365,8 @@ def test_held_out_adds_up_over_ranks(monkeypatch):
 
     monkeypatch.setattr(evaluation, "solve", three_of_ten)
     comm = SimpleNamespace(on=False, rank=1, size=2, sum=sum_of_two)
-    learner = SimpleNamespace(models=SimpleNamespace(policy=tiny_model(0)), comm=comm, device="cpu")
+    models = SimpleNamespace(policy=tiny_model(0), vocabulary=None)
+    learner = SimpleNamespace(models=models, comm=comm, device="cpu")
     result = evaluation.held_out(learner, "policy", held_out_sets(cfg, Arithmetic()), arithmetic_tokenizer(), cfg)
     assert seen == [list(range(1, 20, 2))]
     assert result["pass@1"] == pytest.approx(0.3)

@@ -305,12 +305,12 @@ def test_a_slip_of_the_finger_gets_a_guess(typed, meant):
 @pytest.mark.parametrize(
     "typed",
     [
-        "lora_rank",
+        "critic_warmup",
         "num_steps",
         "lerning_rate",
         "batch_size",
-        "kl_coef",
-        "entropy_coef",
+        "tensor_parallel_size",
+        "value_head",
         "use_vllm",
         "gpu_memory_utilization",
         "x",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -512,6 +513,18 @@ def test_code_is_run_against_a_rows_tests(own):
     texts = ("def double(x): return 2 * x", "def double(x): return x", "def double(x: return", "while True: pass")
     answers = [Answer(problem("", **row), text, True) for text in texts[:3]]
     assert own("runs", seconds=20.0).of(answers)[0] == [1.0, 0.0, 0.0]
+
+
+def test_the_readmes_example(tmp_path):
+    """It runs as it stands there: no block, a right one behind a wrong one, a wrong one, one that ends on its own."""
+    (code,) = re.findall(r"```python\n(.*?)\n```\n", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "code.py").write_text(code)
+    block = "```python\n{}\n```"
+    right, wrong = "def double(x):\n    return 2 * x", "def double(x):\n    return x"
+    texts = [right, f"{block.format(wrong)} no:\n{block.format(right)}", block.format(wrong), block.format("exit(1)")]
+    answers = [Answer(problem("", tests="assert double(3) == 6"), text, True) for text in texts]
+    reward = Reward(parts_of(f"{tmp_path / 'code.py'}:passes"), seconds=20.0)
+    assert reward.of(answers)[0] == [0.0, 1.0, 0.0, 0.0]
 
 
 def test_a_function_that_waits_is_ended_with_what_it_started(own, tmp_path, monkeypatch):

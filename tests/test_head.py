@@ -2,14 +2,15 @@
 
 import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import model
-from model import FLOOR, ChunkedHead, Needs, OneModelRows, Scored, TwoModelRows
+from model import FLOOR, Needs, OneModelRows, Scored, TwoModelRows, head
+from model.head import ChunkedHead, Head
 
 f64 = torch.float64
 N, V, H1, H2, K = 23, 40, 8, 6, 5
@@ -49,9 +50,11 @@ def support_of(d):
     return ids, on, torch.full((N,), 0.02, dtype=f64)
 
 
-def apply(rows, chunk, *heads) -> dict:
-    """The outputs of the chunked head by name."""
-    return dict(zip(rows.outputs, ChunkedHead.apply(rows, chunk, *heads), strict=True))
+def apply(rows, chunk, *tensors) -> dict:
+    """The outputs of the chunked head by name. tensors: hidden states and weight of each model, which has no bias."""
+    threes = [x for i in range(0, len(tensors), 2) for x in (*tensors[i : i + 2], None)]
+    heads = [Head()] * (len(tensors) // 2)
+    return dict(zip(rows.outputs, ChunkedHead.apply(rows, chunk, heads, *threes), strict=True))
 
 
 def at(logp, target):
@@ -136,6 +139,36 @@ def test_one_model_matches_the_naive_way(data, chunk):
     assert not any(out[name].requires_grad for name in ("entropy", "support_logp", "tail"))
 
 
+@pytest.mark.parametrize("asked", ["entropy", "both"])
+@pytest.mark.parametrize("cut", [False, True])
+def test_the_entropy_has_a_gradient_where_it_is_asked_for(data, asked, cut):
+    """Of the distribution that is scored: temperature, and allowed sets outside of which nothing is left."""
+    d = data
+    target = d.ids[:, 0]
+    needs = Needs(entropy=True, support=True, entropy_gradient=True)
+    allowed = (torch.arange(N + 1) * K, d.ids.flatten()) if cut else None
+    rows = OneModelRows(scored(target, 1 / d.t, allowed=allowed), needs, *support_of(d))
+    h, w = leaves(d, "h1", "w1")
+    out = apply(rows, 7, h, w)
+
+    h_, w_ = leaves(d, "h1", "w1")
+    z = h_ @ w_.t() / d.t
+    if cut:
+        z = z.gather(1, d.ids)
+    logp = z.log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    assert torch.allclose(out["entropy"], entropy)
+    got, want = out["entropy"] * d.g[1], entropy * d.g[1]
+    if asked == "both":
+        got = got + out["logp"] * d.g[0]
+        want = want + (logp[:, 0] if cut else at(logp, target)) * d.g[0]
+    got.sum().backward()
+    want.sum().backward()
+    assert torch.allclose(h.grad, h_.grad, atol=1e-10)
+    assert torch.allclose(w.grad, w_.grad, atol=1e-10)
+    assert not out["support_logp"].requires_grad
+
+
 ONE_MODEL = [
     Needs(entropy=entropy, support=support, tail=tail, lam=lam)
     for entropy, support, tail, lam in itertools.product([False, True], [False, True], [False, True], [0.7, 1.5])
@@ -199,14 +232,17 @@ def test_two_models_match_the_naive_way(data, distill, topk, chunk, warm):
     d = data
     t = d.t if warm else torch.ones(N, 1, dtype=f64)
     needs = Needs(entropy=True, exact_z=True, distill=distill, distill_topk=topk, topk=K, lam=0.8)
+    needs = replace(needs, entropy_gradient=warm)
     names = ("h1", "w1", "h2", "w2")
     heads = leaves(d, *names)
     out = apply(two_rows(d, needs, 1 / t if warm else None), chunk, *heads)
-    (out["logp"] * d.g[0] + out["actor_logp"] * d.g[1] + out["distill_loss"] * d.g[2]).sum().backward()
+    bonus = out["entropy"] * d.g[3] if warm else 0.0
+    (out["logp"] * d.g[0] + out["actor_logp"] * d.g[1] + out["distill_loss"] * d.g[2] + bonus).sum().backward()
 
     a, b, c, e = naive_heads = leaves(d, *names)
     want = naive_two(d, (a @ b.t() / t).log_softmax(-1), (c @ e.t() / t).log_softmax(-1), needs)
-    (want["logp"] * d.g[0] + want["actor_logp"] * d.g[1] + want["distill_loss"] * d.g[2]).sum().backward()
+    bonus = want["entropy"] * d.g[3] if warm else 0.0
+    (want["logp"] * d.g[0] + want["actor_logp"] * d.g[1] + want["distill_loss"] * d.g[2] + bonus).sum().backward()
     assert torch.allclose(out["distill_loss"], want["distill_loss"], atol=1e-9)
     for name, x, y in zip(names, heads, naive_heads, strict=True):
         assert torch.allclose(x.grad, y.grad, atol=1e-8), name
@@ -290,5 +326,52 @@ def test_memory_does_not_grow_with_the_number_of_tokens():
         logp = apply(rows, 64, h, w)["logp"]
         logp.sum().backward()
     assert max(watch.sizes) == 64 * V < N * V
-    assert model.chunk_rows(151_936) * 151_936 <= model.CHUNK_ELEMENTS
+    assert head.chunk_rows(151_936) * 151_936 <= head.CHUNK_ELEMENTS
     assert math.isfinite(float(logp.detach().sum()))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Heads that do more than multiply, and rows that stand for no token
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def naive_logits(h, w, b, scale, cap, vocabulary):
+    """Written out: scale, bias and cap on all rows, then the token ids that there are."""
+    z = scale * (h @ w.t() + b)
+    z = cap * torch.tanh(z / cap) if cap else z
+    return z[:, :vocabulary]
+
+
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize("scale", [1.0, 0.4])
+@pytest.mark.parametrize("vocabulary", [None, 33])
+def test_scale_bias_cap_and_padding_match_the_naive_way(data, cap, scale, vocabulary):
+    d = data
+    ids = vocabulary or V
+    d.b1, d.b2 = torch.linspace(-1, 2, V + 5, dtype=f64), torch.linspace(1, -1, V, dtype=f64)
+    d.w1 = torch.cat([d.w1, d.w1.new_full((5, H1), 9.0)])  # the first model is padded further
+    d.target = d.target.clamp(max=ids - 1)
+    needs = Needs(entropy=True, exact_z=True, distill="forward", distill_topk=4, lam=0.8)
+    names = ("h1", "w1", "b1", "h2", "w2", "b2")
+    tensors, naive = leaves(d, *names), leaves(d, *names)
+    rows = two_rows(d, needs, 1 / d.t)
+    heads = [Head(scale, cap, V, ids), Head(1.0, 0.7, V, ids)]
+    out = dict(zip(rows.outputs, ChunkedHead.apply(rows, 5, heads, *tensors), strict=True))
+    (out["logp"] * d.g[0] + out["actor_logp"] * d.g[1] + out["distill_loss"] * d.g[2]).sum().backward()
+
+    logp = (naive_logits(*naive[:3], scale, cap, ids) / d.t).log_softmax(-1)
+    logq = (naive_logits(*naive[3:], 1.0, 0.7, ids) / d.t).log_softmax(-1)
+    want = naive_two(d, logp, logq, needs)
+    (want["logp"] * d.g[0] + want["actor_logp"] * d.g[1] + want["distill_loss"] * d.g[2]).sum().backward()
+    for name in want:
+        assert torch.allclose(out[name], want[name], atol=1e-9), name
+    for name, x, y in zip(names, tensors, naive, strict=True):
+        assert torch.allclose(x.grad, y.grad, atol=1e-8), name
+    assert float(tensors[1].grad[ids:].abs().sum()) == 0  # rows that stand for no token never move
+
+
+def test_a_plain_head_makes_no_tensor_beside_its_product():
+    """No soft cap, no bias, no padding: forward and backward stay as cheap as they were."""
+    head, h, w = Head(), torch.randn(3, H1), torch.randn(V, H1)
+    assert head.slope(head.logits(h, w)) is None
+    assert torch.equal(head.logits(h, w), h @ w.t())

@@ -463,7 +463,7 @@ def test_an_old_sampler_over_a_socket_and_a_folder(made, tmp_path):
 
 def test_what_a_sampler_finds_out_about_its_learner(folders, tmp_path):
     """That it started anew with other wishes; that a model of this host's own speaks another language."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     asked = queue.Queue()
     end = SimpleNamespace(welcome=asked)
@@ -474,17 +474,18 @@ def test_what_a_sampler_finds_out_about_its_learner(folders, tmp_path):
     with pytest.raises(ValueError, match=sentence):
         sampler.check_same_run(end, WELCOME)
     tokenizer = AutoTokenizer.from_pretrained(folders / "policy")
-    config = AutoConfig.from_pretrained(folders / "policy")
-    sampler.check_own_model(str(folders / "actor"), tokenizer, config, 16)
+    sampler.check_own_model(str(folders / "actor"), tokenizer, 16)
     with pytest.raises(ValueError, match="a context of .* tokens, and the learner asks for 1000000"):
-        sampler.check_own_model(str(folders / "actor"), tokenizer, config, 10**6)
+        sampler.check_own_model(str(folders / "actor"), tokenizer, 10**6)
     with pytest.raises(ValueError, match="--model=nowhere: no Hugging Face model folder"):
         sampler.check_own_files(SamplerFlags(model="nowhere"))
     shutil.copytree(folders / "actor", tmp_path / "other")
     changed = json.loads((tmp_path / "other" / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps({**changed, "vocab_size": changed["vocab_size"] + 1}))
-    with pytest.raises(ValueError, match="its tokenizer or vocabulary differs from the learner's"):
-        sampler.check_own_model(str(tmp_path / "other"), tokenizer, config, 16)
+    sampler.check_own_model(str(tmp_path / "other"), tokenizer, 16)  # padded further than the learner's
+    tokenizer.add_tokens(["another"])
+    with pytest.raises(ValueError, match="its tokenizer differs from the learner's; a sampler must share it"):
+        sampler.check_own_model(str(tmp_path / "other"), tokenizer, 16)
 
 
 def test_a_taken_address(made):
@@ -756,3 +757,17 @@ def test_weights_go_out_every_so_many_updates_in_the_type_asked_for(tmp_path):
     tensors = read_tensors(tmp_path / "models" / newest.of.name)
     assert tensors["a"].dtype == torch.bfloat16
     assert torch.equal(tensors["a"].float(), torch.full((3,), 4 + 1 / 3).bfloat16().float())
+
+
+def test_groups_without_spread_are_not_trained_on(tmp_path):
+    """With --dynamic_sampling; without it they are."""
+    flat = [replace(r, reward=0.5) for r in group().responses]
+    for rounds, wanted in ((0, [0, 1, 2]), (1, [0, 2, 3])):
+        folder = tmp_path / str(rounds)
+        s = source(folder, dynamic_sampling=rounds)
+        s.publish(0, weights(0))
+        for n in range(4):
+            hand_over(folder, s, n, **({"responses": flat} if n == 1 else {}))
+        assert [g.uid[2] for g in s.next(3, 0)] == wanted
+        assert (s.counts["no_spread"], s.counts["trained"]) == (rounds, 3)
+        assert s.metrics()["remote/no_spread"] == rounds

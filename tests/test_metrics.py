@@ -289,6 +289,7 @@ class Token:
     z_ref: float
     kl_ref: float
     kl_after_ref: float
+    routed_alike: float = 0.0
     # what the loops below find out
     weight: float = 1.0
     keep: float = 1.0
@@ -327,6 +328,9 @@ def responses() -> list[Response]:
     for length, holes, *more in SHAPES:
         tokens = [token(rng, mask=t not in holes) for t in range(length)]
         made.append(Response(tokens, *more))
+    routing = random.Random(5)
+    for t in (t for r in made for t in r.tokens):
+        t.routed_alike = routing.random()
     made[1].tokens[3].logp_ref = -69.0  # a token that the learner's own truncation cuts
     made[2].tokens[6].entropy = 1e6  # in a hole, where it counts for nothing
     return made
@@ -378,7 +382,7 @@ def tensors(made: list[Response], actor: bool) -> tuple[TokenStats, Batch]:
     def per_response(values, dtype=f64):
         return torch.tensor(values, dtype=dtype)
 
-    stats = {name: padded(name, -33.0) for name in ("logp", "entropy", "tail")}
+    stats = {name: padded(name, -33.0) for name in ("logp", "entropy", "tail", "routed_alike")}
     columns = {name: padded(name, -44.0) for name in ("logp_ref", "tail_ref")}
     stats["support_logp"] = padded("support_new", [-1.0] * 4)
     columns["support_logp_ref"] = padded("support_ref", [-2.0] * 4)
@@ -629,6 +633,7 @@ def rewards(trained, pairs) -> dict:
         "entropy_of_cut": mean(t.entropy for r in trained if r.cut for t in r.trained),
         "advantage_abs": mean(abs(r.adv) for r in trained),
         "entropy": mean(t.entropy for t, _ in pairs),
+        "router/agreement": mean(t.routed_alike for t, _ in pairs),
         "staleness/mean_updates": mean(r.age[0] for r in trained),
         "staleness/mean_seconds": mean(r.age[1] for r in trained),
         "staleness/max_updates": max(r.age[0] for r in trained),

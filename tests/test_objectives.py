@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import LN, LOG_R, STATS, One, f64, make_cfg, tiny
 
+import batching
 import objectives
 from corrections import CORRECTIONS, Correction
 from model import TokenStats
@@ -354,16 +355,16 @@ def test_a_correction_that_forgets_to_detach_changes_no_gradient(monkeypatch):
 
 def test_advantages_by_hand():
     r = torch.tensor([1.0, 0.0, 0.0, 1.0])
-    assert objectives.grpo_no_std(r).tolist() == [0.5, -0.5, -0.5, 0.5]
-    assert torch.allclose(objectives.grpo(r), torch.tensor([0.5, -0.5, -0.5, 0.5]) / (math.sqrt(1 / 3) + 1e-6))
-    assert torch.allclose(objectives.rloo(r), torch.tensor([2 / 3, -2 / 3, -2 / 3, 2 / 3]))
-    assert objectives.rloo(torch.tensor([3.0, 0.0, 0.0])).tolist() == [3.0, -1.5, -1.5]
+    assert batching.grpo_no_std(r).tolist() == [0.5, -0.5, -0.5, 0.5]
+    assert torch.allclose(batching.grpo(r), torch.tensor([0.5, -0.5, -0.5, 0.5]) / (math.sqrt(1 / 3) + 1e-6))
+    assert torch.allclose(batching.rloo(r), torch.tensor([2 / 3, -2 / 3, -2 / 3, 2 / 3]))
+    assert batching.rloo(torch.tensor([3.0, 0.0, 0.0])).tolist() == [3.0, -1.5, -1.5]
 
 
-@pytest.mark.parametrize("name", objectives.ADVANTAGES)
+@pytest.mark.parametrize("name", batching.ADVANTAGES)
 @pytest.mark.parametrize("G", [1, 4])
 def test_a_group_of_equal_rewards_has_no_advantage(name, G):
-    assert objectives.ADVANTAGES[name](torch.full((G,), 0.3)).tolist() == [0.0] * G
+    assert batching.ADVANTAGES[name](torch.full((G,), 0.3)).tolist() == [0.0] * G
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ FAR = {(2, 0): 26.0, (8, 3): -26.0}  # log p_ref - log p_inf of two tokens in th
 
 
 def make_fixture(wild: bool, seed: int = 393) -> list[oracle.Response]:
-    rng = random.Random(seed)
+    rng, of_start = random.Random(seed), random.Random(seed + 1)
     out = []
     for i, (group, reward, temperature, mask) in enumerate(ROWS):
         draws = uniforms(len(mask), "mask", SEED, ("test", 3, group), i - [row[0] for row in ROWS].index(group))
@@ -60,7 +60,8 @@ def make_fixture(wild: bool, seed: int = 393) -> list[oracle.Response]:
         tokens = []
         for t, on in enumerate(mask):
             law = random_law(rng)
-            token = oracle.Token(0, on == "1", float(draws[t]), law, *(moved(rng, law, shift) for _ in LAWS[1:]))
+            others = [moved(rng, law, shift) for _ in LAWS[1:]]
+            token = oracle.Token(0, on == "1", float(draws[t]), law, *others, start=moved(of_start, law, 0.3))
             token.id = rng.choices(range(V), law)[0]
             if wild and (i, t) in FAR:
                 token.inf, token.ref = far_apart(token, FAR[i, t])
@@ -145,8 +146,9 @@ def in_float64(monkeypatch):
 class Tables(PolicyAndActor):
     """A policy and an actor whose logits stand in tables, by row of the fixture and place in the response."""
 
-    def __init__(self, *logits):
-        super().__init__(*(torch.nn.ParameterList([x]) for x in logits))
+    def __init__(self, *logits, start):
+        models = [torch.nn.ParameterList([x]) for x in logits]
+        super().__init__(*models, start=torch.nn.ParameterList([start]))
 
     can_share = False
 
@@ -169,13 +171,13 @@ def tables(responses, laws) -> Tables:
     """laws: which of the fixture's laws policy and actor have; a token's logits are its temperature times log p."""
     T = max(len(r.tokens) for r in responses)
     built = []
-    for law in laws:
+    for law in (*laws, "start"):
         logits = torch.zeros(len(responses), T, V)
         for b, r in enumerate(responses):
             for t, token in enumerate(r.tokens):
                 logits[b, t] = r.temperature * torch.tensor(getattr(token, law)).log()
         built.append(torch.nn.Parameter(logits))
-    return Tables(*built)
+    return Tables(*built[:-1], start=built[-1])
 
 
 class Lockstep:
@@ -216,6 +218,7 @@ def learner_of(wild: bool, laws: tuple) -> Learner:
     """A learner on tables, without optimizers."""
     learner = object.__new__(Learner)
     learner.comm, learner.device, learner.names = Comm(), "cpu", ["policy", "actor"][: len(laws)]
+    learner.scaler = torch.amp.GradScaler("cpu", enabled=False)
     learner.comm.on = False  # vLLM may have started a process group of one in this process
     learner.models = learner.wrapped = tables(FIXTURE[wild], laws)
     return learner
@@ -242,11 +245,12 @@ def batches_of(cfg, case, ref: bool) -> list:
     out = []
     for rank, part in enumerate(RANKS[case["ranks"]]):
         where = (case["wild"], case["ranks"], rank)
-        columns = (cfg.actor,) if ref else ()
+        columns = (cfg.actor, cfg.kl_coef > 0) if ref else ()
         if ref and cfg.correction in USES_Z:
             columns += (cfg.obrs_lambda, cfg.obrs_z, cfg.obrs_target, cfg.obrs_accept_rate is None)
         batch = once((where, columns), lambda part=part: batch_of(cfg, case["wild"], part, ref))
-        adv = once((where, cfg.advantage), lambda part=part: batching.collate(groups_of(case["wild"], part), cfg).adv)
+        of_adv = (cfg.advantage, cfg.adv_clip, cfg.actor, cfg.kl_coef, cfg.kl_in, cfg.kl_estimator, cfg.log_ratio_clamp)
+        adv = once((where, of_adv), functools.partial(adv_of, cfg, case["wild"], part))
         out.append(((where, columns), replace(batch, adv=adv)))
     return out
 
@@ -259,6 +263,10 @@ def groups_of(wild: bool, part: list[int]) -> list[Rollout]:
     for r in groups[0].responses:
         r.loss_mask = np.zeros_like(r.loss_mask)
     return groups[:1]
+
+
+def adv_of(cfg, wild: bool, part: list[int]):
+    return batch_of(cfg, wild, part, cfg.kl_coef > 0 and cfg.kl_in == "reward").adv
 
 
 def batch_of(cfg, wild: bool, part: list[int], ref: bool):
@@ -281,7 +289,7 @@ def forward(cfg, case, key, batch, needs) -> dict:
     return once((key, cfg.actor, needs), lambda: learner.score(batch, needs).known())
 
 
-GRADIENTS = ("logp", "actor_logp", "distill_loss")
+GRADIENTS = ("logp", "actor_logp", "distill_loss", "entropy")
 
 
 def repository(cfg, case):
@@ -344,7 +352,7 @@ AXES = {
     # every pair of values of any two
     "ratio_base": ["ref", "inf", "new", "group"],
     "allow_double_correction": [False, True],
-    "advantage": list(objectives.ADVANTAGES),
+    "advantage": list(batching.ADVANTAGES),
     "clip": [True, False],
     "edges": ["usual", "wide"],
     "dual_clip": [0.0, 1.3],
@@ -360,6 +368,11 @@ AXES = {
     "gepo_defence": [0.0, 30.0],
     "cppo_beta": [0.0, 0.3],
     "cppo_kl": ["official", "k3"],
+    "kl_coef": [0.0, 0.2],
+    "kl_in": ["loss", "reward"],
+    "kl_estimator": ["k1", "k2", "k3"],
+    "entropy_coef": [0.0, 0.4],
+    "adv_clip": [0.0, 0.6],
     "obrs_mask": ["bernoulli", "expected"],
     "obrs_mode": ["both", "mask", "reweight"],
     "obrs_target": ["ref", "new"],
@@ -419,6 +432,7 @@ CONTRADICTIONS = [
     lambda c: c["ratio_base"] == "group" and c["surrogate"] not in ("gspo", "tbpo"),
     lambda c: c["gepo_defence"] and c["ratio_base"] != "group",
     lambda c: c["surrogate"] == "reinforce" and c["ratio_base"] != "ref",
+    lambda c: c["kl_coef"] and c["kl_in"] == "loss" and c["kl_estimator"] == "k1",
     lambda c: c["dual_clip"] and (not c["clip"] or c["surrogate"] not in ("ppo", "gspo")),
     lambda c: c["reject"] != "none" and c["correction"] in REJECTS,
     lambda c: c["reject_of"] == "negative" and c["reject"] == "none",
@@ -486,7 +500,7 @@ def compare(case) -> None:
     distill = cfg.distill_lambda if case["carried_distill"] is None else case["carried_distill"]
     want = oracle.step(responses, cfg, case["carried_kappa"], distill)
     assert close(loss, want.loss, scale=want.size), (case, loss, want.loss)
-    wanted = {"logp": want.policy}
+    wanted = {"logp": want.policy, "entropy": want.entropy}
     if cfg.actor != "none":
         wanted |= {"actor_logp": want.actor, "distill_loss": want.distill}
     for name, by_response in wanted.items():
@@ -549,6 +563,8 @@ def test_every_combination_agrees_with_the_formulas_written_out(seed):
 
 LEARNT = [
     {"objective": "tis", "distill_direction": "reverse", "distill_topk": 3},
+    {"objective": "tis", "kl_coef": 0.2, "entropy_coef": 0.4, "distill_topk": 3},
+    {"objective": "tis", "actor": "none", "kl_coef": 0.2, "kl_in": "reward", "adv_clip": 0.6, "entropy_coef": 0.4},
     {"objective": "tis", "distill_topk": 3, "reduction": "seq-mean-token-mean"},
     {"objective": "jackpot", "distill_direction": "reverse", "obrs_mask": "expected", "loss_denominator": "kept"},
     {"objective": "jackpot", "obrs_target": "new", "obrs_lambda": 1.4},
@@ -578,7 +594,7 @@ def test_the_learners_update_gives_the_logits_these_gradients(case):
     for i, r in enumerate(responses):
         places = [t for t, token in enumerate(r.tokens) if token.on]
         for n, t in enumerate(places):
-            by_hand = [oracle.policy_logits(r.tokens[t], want.policy[i][n], r.temperature)]
+            by_hand = [oracle.policy_logits(r.tokens[t], want.policy[i][n], want.entropy[i][n], r.temperature)]
             if two:
                 own, distilled = want.actor[i][n], want.distill[i][n]
                 by_hand.append(oracle.actor_logits(r.tokens[t], own, distilled, r.temperature, cfg))
@@ -628,7 +644,7 @@ def test_the_fixture_has_ratios_on_both_sides_of_every_edge(over, under, by_toke
 def test_nothing_in_the_fixture_is_equal_that_may_differ():
     responses = FIXTURE[False]
     tokens = [token for r in responses for token in r.tokens]
-    for one, other in itertools.combinations(LAWS, 2):
+    for one, other in itertools.combinations((*LAWS, "start"), 2):
         assert all(getattr(t, one)[x] != getattr(t, other)[x] for t in tokens for x in range(V))
     lengths = [len(r.on) for r in responses]
     assert lengths.count(0) == 2 and len(set(lengths)) >= 6
@@ -638,8 +654,9 @@ def test_nothing_in_the_fixture_is_equal_that_may_differ():
     assert len({token.u for token in tokens}) == len(tokens)
     listed = [token.id in oracle.largest(token.inf, K) for token in tokens]
     assert 5 < sum(listed) < len(listed) - 5
-    for kind in objectives.ADVANTAGES:
-        signs = {np.sign(a) for a, r in zip(oracle.advantages(responses, kind), responses, strict=True) if r.on}
+    for kind in batching.ADVANTAGES:
+        adv = oracle.advantages(responses, make_cfg(advantage=kind))
+        signs = {np.sign(a) for a, r in zip(adv, responses, strict=True) if r.on}
         assert signs == {-1, 0, 1}
     far = ratios(True, "ref", "inf")[0]
     assert min(far) < np.exp(-20) and max(far) > np.exp(20)

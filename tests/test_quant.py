@@ -166,17 +166,18 @@ def test_formats_that_cannot_run_are_refused_before_a_model_loads(folders, tmp_p
 
 
 @pytest.mark.parametrize("flags", [{"rollout_quant": "int8"}, {"learner_quant": "fp8"}, {"optimizer": "muon"}], ids=str)
-def test_experts_in_one_tensor_are_refused_and_not_passed_over(tmp_path, flags):
-    from transformers import Qwen3MoeConfig
+def test_experts_of_an_unknown_kind_are_refused_and_not_passed_over(tmp_path, flags):
+    """GPT-OSS keeps its experts' matrices the other way round, and adds biases to them."""
+    from transformers import GptOssConfig
 
-    Qwen3MoeConfig(
+    GptOssConfig(
         vocab_size=256,
         hidden_size=32,
+        intermediate_size=32,
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
-        num_experts=4,
-        moe_intermediate_size=16,
+        num_local_experts=4,
     ).save_pretrained(tmp_path)
     flag = "--optimizer=muon" if "optimizer" in flags else "--rollout_quant, --learner_quant"
     with pytest.raises(

@@ -1,6 +1,7 @@
 """Engines, records, and the proof of every weight sync, on the plain sampler and on real vLLM."""
 
 import os
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,11 +15,11 @@ import checkpoint
 import engines
 import obrs
 from engines import HFEngine, make_engine
-from learner import Comm, Learner
+from learner import EXPECTED, Comm, Learner
 from model import Needs
 from rollout import LocalSource, Response, Sampling, uniforms
 from sync import Probe
-from tasks import Arithmetic, arithmetic_tokenizer, grade_all
+from tasks import Arithmetic, Problem, arithmetic_tokenizer, grade_all
 
 PROBE_IDS = [5, 40, 3, 77, 200, 9, 12, 55, 13, 100, 31, 8]
 PROMPTS = ((5, 6, 7), (100, 3))
@@ -147,7 +148,8 @@ def test_flags_reach_the_engines(folders, monkeypatch):
     plain = make_engine(cfg, str(folders / "actor"), 64, 5)
     assert plain.raw and plain.head_fp32 and plain.fmt.name == "int8" and plain.packed and plain.dtype == "float32"
     monkeypatch.setattr(engines, "VLLMEngine", lambda folder, **settings: (folder, settings))
-    folder, settings = make_engine(replace(cfg, rollout="vllm", rollout_dtype="bfloat16"), "f", 64, 5)
+    vllm = replace(cfg, rollout="vllm", rollout_dtype="bfloat16", kv_cache_dtype="fp8")
+    folder, settings = make_engine(vllm, "f", 64, 5, vocabulary=99)
     assert folder == "f"
     assert settings == dict(
         max_len=64,
@@ -155,10 +157,23 @@ def test_flags_reach_the_engines(folders, monkeypatch):
         dtype="bfloat16",
         seed=9,
         memory_gib=0.5,
+        kv_cache="fp8",
         logprobs_mode="raw",
         head_fp32=True,
         fmt=plain.fmt,
+        vocabulary=99,
     )
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="vLLM has no 8-bit cache here")
+def test_an_8_bit_cache_is_a_mismatch_of_its_own(vllm_engines):
+    """Keys and values of three bits of mantissa: near the plain engine, and further from it than float32 rounds."""
+    ids = np.arange(48).reshape(2, 24) * 7 % 250
+    plain, small = vllm_engines(), vllm_engines(kv_cache="fp8")
+    for engine in (plain, small):
+        engine.load(tiny_model(1).state_dict().items())
+    gap = np.abs(np.exp(plain.logprobs(ids)) - np.exp(small.logprobs(ids)))
+    assert 1e-5 < gap.mean() < EXPECTED["fp8"]
 
 
 def test_new_weights_drop_cached_prefixes(vllm_engine, monkeypatch):
@@ -320,6 +335,50 @@ def test_source_hands_over_whole_groups_and_resumes_where_it_was(engine, folders
     fresh.publish(2, tiny_model(1).state_dict().items())
     for a, b in zip(next_groups, fresh.next(2, 2), strict=True):
         assert_same_group(a, b)
+
+
+class Earns:
+    """A task whose rewards are given: of problem n the first one earns 1, and the others where n is in `flat`."""
+
+    size = None
+
+    def __init__(self, flat):
+        self.flat = flat
+
+    def problem(self, split, index):
+        return Problem(str(index), "3 + 4 :", "7")
+
+    def rewards(self, answers):
+        seen, earned = set(), []
+        for a in answers:
+            first = a.problem.id not in seen
+            seen.add(a.problem.id)
+            earned.append(float(first or int(a.problem.id) in self.flat))
+        return earned, Counter()
+
+
+@pytest.mark.parametrize(
+    "flat, rounds, wanted, dropped, sequence",
+    [
+        ({}, 5, [0, 1, 2, 3], 0, 4),
+        ({1, 2, 5}, 5, [0, 3, 4, 6], 3, 7),
+        ({1, 2, 5}, 2, [0, 3, 4, 1], 2, 6),
+        ({1, 2, 5}, 0, [0, 1, 2, 3], None, 4),
+        (set(range(99)), 3, [0, 1, 2, 3], 8, 12),
+    ],
+)
+def test_groups_without_spread_are_sampled_anew(folders, flat, rounds, wanted, dropped, sequence):
+    """Only as many as are missing, from the prompts that come next, in so many rounds; then the first of them serve."""
+    source = make_source(HFEngine(str(folders / "actor")), folders)
+    source.task, source.resample = Earns(flat), rounds
+    groups = source.next(4, 0)
+    assert [int(g.prompt_id) for g in groups] == wanted
+    assert source.sequence == sequence
+    assert source.metrics() == ({} if dropped is None else {"dynamic_sampling/dropped": dropped})
+    if rounds:
+        assert source.metrics() == {"dynamic_sampling/dropped": 0}
+    source.give_back()
+    assert source.sequence == 0
 
 
 def test_every_response_has_its_own_seed(folders, monkeypatch):

@@ -116,6 +116,20 @@ def test_the_longest_prompt_of_a_file_is_read_off(folders, tmp_path):
     assert r.context == max(lengths) + 8
 
 
+def test_epochs_count_problems(folders, tmp_path):
+    """Updates that train on every problem so often, rounded up: 4 groups of 2 responses each."""
+    file = tmp_path / "task.jsonl"
+    rows = ['{"problem": "1 + 1", "answer": "2"}\n'] * 10 + ['{"problem": "1 + 1 + 1 + 1", "answer": "4"}\n']
+    file.write_text("".join(rows))
+    batch = {"train_batch": 8, "rollout_batch": 8, "group_size": 2, "prompt_template": "plain"}
+    for epochs, longest, updates in ((2.0, 0, 6), (0.3, 0, 1), (1.5, 3, 4), (2.0, 3, 5)):
+        r = opened(folders, tmp_path, task=str(file), epochs=epochs, max_prompt_tokens=longest, **batch)
+        assert r.cfg.steps == updates
+        assert r.context == (3 if longest else 7) + 8
+    with pytest.raises(ValueError, match="--epochs=1.0: arith is endless; give --steps"):
+        opened(folders, tmp_path, epochs=1.0)
+
+
 def test_a_run_is_resumed_or_deleted_only_when_asked(folders, tmp_path, monkeypatch):
     started(folders, tmp_path)
     started(folders, tmp_path)  # nothing was logged yet: it may start again
@@ -258,17 +272,17 @@ def test_bounds_of_an_embedded_model_are_checked_before_it_is_made(folders, tmp_
 
 
 def test_models_that_do_not_fit(folders, tmp_path):
-    policy = str(folders / "policy")
     small = edited(folders / "actor", tmp_path / "small", vocab_size=100)
-    with pytest.raises(ValueError, match="its vocabulary has 100 tokens and the policy's 256"):
-        run.check_models(make_cfg(), policy, small)
+    with pytest.raises(ValueError, match="its tokenizer has 256 tokens and its config.json a vocab_size of 100"):
+        run.checkpoint.check_rows(small, 256)
+    run.checkpoint.check_rows(small, 100)
     with pytest.raises(ValueError, match="--obrs_topk=300: K must lie between 1 and the vocabulary of 256"):
-        run.check_models(make_cfg(objective="jackpot", obrs_topk=300), policy, None)
+        run.check_vocabulary(make_cfg(objective="jackpot", obrs_topk=300), 256)
     with pytest.raises(ValueError, match="--top_k=257: larger than the vocabulary of 256"):
-        run.check_models(make_cfg(top_k=257), policy, None)
+        run.check_vocabulary(make_cfg(top_k=257), 256)
     with pytest.raises(ValueError, match="--distill_topk=256: must lie between 0 and the vocabulary of 256"):
-        run.check_models(make_cfg(distill_topk=256), policy, None)
-    run.check_models(make_cfg(objective="jackpot", obrs_topk=256, distill_topk=255), policy, str(folders / "actor"))
+        run.check_vocabulary(make_cfg(distill_topk=256), 256)
+    run.check_vocabulary(make_cfg(objective="jackpot", obrs_topk=256, distill_topk=255), 256)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -55,6 +55,8 @@ def rows(solvers, places):
         eval_problems=16,
         eval_every=2,
         lr=1e-3,
+        actor_lr=3e-4,
+        dtype="float32",
         obrs_topk=5,
     )
     return {"Jackpot": dict(objective="jackpot", **base), "TIS": dict(objective="tis", **base)}

@@ -60,6 +60,7 @@ def flags(solvers, out, **changes) -> list[str]:
         "eval_problems": 16,
         "lr": 1e-3,
         "actor_lr": 1e-3,
+        "dtype": "float32",
         "obrs_topk": 5,
         **TINY_TASK,
     }

@@ -7,6 +7,7 @@ layers may be replaced in place: `PolicyAndActor.policy` is an ordinary transfor
 
     Needs          what a forward has to yield
     TokenStats     what it yielded: one tensor a statistic
+    Routing        whom the routers of a mixture of experts choose
     OneModelRows   the statistics of one model's logits, chunk by chunk, and their gradient
     TwoModelRows   the same of policy and actor together
 
@@ -16,6 +17,7 @@ A new statistic is a field of TokenStats and a line in the `outputs` and the `__
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from dataclasses import dataclass, fields
 
@@ -23,17 +25,20 @@ import torch
 from torch import nn
 
 import corrections
+import quant
 from batching import Batch
+from flags import need
+from model import lora
+from model.head import CUT, ChunkedHead, Head, chunk_rows
 from sampling import cut
 
-CHUNK_ELEMENTS = 1 << 25  # logits in flight in the head: 128 MiB in float32
-CUT = -1e30  # logit of a token that truncation cut: finite, so that 0 log 0 stays 0
 FLOOR = -69.0  # log-probability of a sampled token that the learner cuts: log 1e-30
 
 
 @dataclass
 class TokenStats:
-    """What one forward says of each response token. logp, actor_logp and distill_loss carry gradient."""
+    """What one forward says of each response token. logp, actor_logp and distill_loss carry gradient, and the entropy
+    where that is asked for."""
 
     logp: torch.Tensor  # (B, T)    log p_new(token)
     entropy: torch.Tensor | None = None  # (B, T)    nats
@@ -48,6 +53,8 @@ class TokenStats:
     top_ids: torch.Tensor | None = None  # (B, T, K) the policy's own top-K
     top_logp: torch.Tensor | None = None  # (B, T, K)
     top_actor_logp: torch.Tensor | None = None  # (B, T, K) the actor's log-probabilities there
+    logp_start: torch.Tensor | None = None  # (B, T)    of the frozen model that the run started from
+    routed_alike: torch.Tensor | None = None  # (B, T)    share of layers whose router chose as the engine's did
 
     def known(self) -> dict[str, torch.Tensor]:
         """The statistics that were asked for."""
@@ -69,6 +76,9 @@ class Needs:
     distill_topk: int = 0
     topk: int = 0  # top_ids, top_logp; top_actor_logp (two models)
     lam: float = 1.0
+    entropy_gradient: bool = False  # with `entropy`: it carries gradient
+    start: bool = False  # logp_start
+    own_head: bool = False  # logp and actor_logp alone, by the models' own forward: what this one is checked against
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -78,45 +88,103 @@ class Needs:
 
 class PolicyAndActor(nn.Module):
     """Policy and optional actor as one module: (batch, needs) -> the fields of TokenStats, as the dict that
-    wrappers expect. With `share` a prompt is read once for all its responses in the batch, not once for each."""
+    wrappers expect. With `share` a prompt is read once for all its responses in the batch, not once for each.
 
-    def __init__(self, policy, actor=None, autocast: torch.dtype | None = None, head_fp32: bool = False):
+    vocabulary: how many token ids there are. Rows of an embedding beyond it, which some models have, are never
+    scored; None: it has none. replay: the model that samples routes its tokens as batch.routed says. start: the frozen
+    model that the run started from, where the policy is held to it (--kl_coef) and has no adapters, without which it
+    would be that model."""
+
+    def __init__(
+        self,
+        policy,
+        actor=None,
+        autocast: torch.dtype | None = None,
+        head_fp32: bool = False,
+        vocabulary: int | None = None,
+        replay: bool = False,
+        start=None,
+    ):
         super().__init__()
         self.policy, self.actor = policy, actor
+        self.start = start
         self.autocast, self.head_fp32 = autocast, head_fp32
+        self.vocabulary = vocabulary
+        self.routing = Routing(policy if actor is None else actor).__enter__() if replay else None
 
     @property
     def can_share(self) -> bool:
-        """Whether the models see nothing but keys and values of a prompt: full attention in every layer."""
-        models = [m for m in (self.policy, self.actor) if m is not None]
-        return all(has_full_attention(m.config) for m in models)
+        """Whether the models see nothing but keys and values of a prompt: full attention in every layer, and no routing
+        that is replayed token by token."""
+        return self.routing is None and all(has_full_attention(m.config) for m in self.children())
 
     def forward(self, batch: Batch, needs: Needs, share: bool = False) -> dict[str, torch.Tensor]:
         B, T = batch.tokens.shape
         at = batch.exists.flatten().nonzero()[:, 0]  # (N,) places in (B, T) that are tokens
+        replays = self.routing is not None and batch.routed is not None
+        if replays:
+            self.routing.given = batch.routed[:, :-1].flatten(0, 1)
+        outs = self._own_head(batch, at) if needs.own_head else self._statistics(batch, at, needs, share)
+        if replays:
+            outs["routed_alike"] = self.routing.alike()[places(batch, at)]
+        if needs.start:
+            outs["logp_start"] = self._logp_start(batch, at, share)
+        where = (at // T, at % T)
+        return {name: x.new_zeros((B, T) + x.shape[1:]).index_put(where, x) for name, x in outs.items()}
+
+    def _statistics(self, batch, at, needs: Needs, share: bool) -> dict[str, torch.Tensor]:
+        """The statistics of the tokens at the places `at` in (B, T), by name."""
         scored = Scored.of(batch, at)
         rows = OneModelRows(scored, needs, *support_of(batch, at, needs))
-        heads = [*self._hidden(self.policy, batch, at, share)]
+        models = [self.policy]
         if self.actor is not None:
             rows = TwoModelRows(rows, OneModelRows(scored, Needs(entropy=needs.entropy)), needs)
-            heads += self._hidden(self.actor, batch, at, share)
-        outs = ChunkedHead.apply(rows, chunk_rows(heads[1].shape[0]), *heads)
-        where = (at // T, at % T)
-        return {
-            name: x.new_zeros((B, T) + x.shape[1:]).index_put(where, x)
-            for name, x in zip(rows.outputs, outs, strict=True)
-        }
+            models.append(self.actor)
+        return self._through_heads(models, rows, batch, at, share)
+
+    def _logp_start(self, batch, at, share: bool):
+        """log p_start(token), without gradient. With LoRA no copy is needed: it is the policy, its adapters off."""
+        frozen = self.policy if self.start is None else self.start
+        with torch.no_grad(), lora.switched_off(frozen):
+            rows = OneModelRows(Scored.of(batch, at), Needs())
+            return self._through_heads([frozen], rows, batch, at, share)["logp"]
+
+    def _through_heads(self, models, rows, batch, at, share: bool) -> dict[str, torch.Tensor]:
+        """The outputs of rows, from the models' logits in chunks."""
+        layers = [lm.get_output_embeddings() for lm in models]
+        width = min(len(layer.weight) for layer in layers)  # the models' paddings may differ
+        heads = [Head.of(lm.config, width, self.vocabulary) for lm in models]
+        tensors = []
+        for lm, layer in zip(models, layers, strict=True):
+            tensors += [self._hidden(lm, batch, at, share), layer.weight, getattr(layer, "bias", None)]
+        outs = ChunkedHead.apply(rows, chunk_rows(width), heads, *tensors)
+        return dict(zip(rows.outputs, outs, strict=True))
 
     def _hidden(self, lm, batch, at, share):
-        """Hidden states (N, H) that predict the tokens at the places `at` in (B, T), and the head's weight (V,
-        H)."""
+        """Hidden states (N, H) that predict the tokens at the places `at` in (B, T)."""
         scope = torch.autocast(at.device.type, self.autocast) if self.autocast else contextlib.nullcontext()
         read = read_shared if share else read_rows
         with scope:
             hidden = read(lm.base_model, batch, at)
         if self.autocast:  # the head's product: bfloat16 factors with a float32 sum, or float32
             hidden = hidden.to(torch.float32 if self.head_fp32 else self.autocast)
-        return hidden, lm.get_output_embeddings().weight
+        return hidden
+
+    def _own_head(self, batch, at) -> dict[str, torch.Tensor]:
+        """log p(token) by each model's own forward and whole logits."""
+        place, target = places(batch, at), batch.tokens.flatten()[at, None]
+        named = {"logp": self.policy, "actor_logp": self.actor}
+        outs = {}
+        for name, lm in named.items():
+            if lm is not None:
+                logits = lm(input_ids=batch.ids[:, :-1], use_cache=False).logits[..., : self.vocabulary]
+                outs[name] = logits.flatten(0, 1)[place].float().log_softmax(-1).gather(1, target)[:, 0]
+        return outs
+
+    def end_replay(self) -> None:
+        """Behind the backward pass: from here on routers choose for themselves again."""
+        if self.routing is not None:
+            self.routing.given = None
 
 
 def has_full_attention(config) -> bool:
@@ -126,10 +194,17 @@ def has_full_attention(config) -> bool:
 
 def read_rows(model, batch, at):
     """Hidden states (N, H) one place before each token: every row reads its own prompt."""
-    ids, T = batch.ids[:, :-1], batch.tokens.shape[1]  # nothing is predicted from the last token
+    hidden = model(input_ids=batch.ids[:, :-1], use_cache=False).last_hidden_state
+    return hidden.flatten(0, 1)[places(batch, at)]
+
+
+def places(batch, at):
+    """Where in (B, S - 1), flat, stand the tokens from which those at `at` in (B, T) are predicted, (N,).
+
+    Nothing is predicted from the last of the S."""
+    T = batch.tokens.shape[1]
     row, t = at // T, at % T
-    hidden = model(input_ids=ids, use_cache=False).last_hidden_state
-    return hidden.flatten(0, 1)[row * ids.shape[1] + batch.prompt_len[row] + t - 1]
+    return row * (batch.ids.shape[1] - 1) + batch.prompt_len[row] + t - 1
 
 
 def read_shared(model, batch, at):
@@ -158,6 +233,87 @@ def read_shared(model, batch, at):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Mixtures of experts: whom the routers choose
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Routing:
+    """The experts that a model's routers choose, while this is entered; or those that they are given (--router_replay).
+
+    A token's experts are then the engine's, and their weights stay the model's own, so that its router learns:
+
+        w_e = p_e / sum of p over the chosen experts,  p = softmax(router logits)
+
+    undivided where the model does not divide. Source: R3, arXiv 2510.11370."""
+
+    def __init__(self, model):
+        self.routers = routers_of(model)
+        self.given: torch.Tensor | None = None  # (n, layers, k), of the tokens as they are read; -1: not known
+        self.chosen: list[torch.Tensor | None] = [None] * len(self.routers)  # by layer (n, k): the model's own choice
+        self.hooks = []
+
+    def __enter__(self) -> Routing:
+        for layer, router in enumerate(self.routers):
+            self.hooks.append(router.register_forward_hook(functools.partial(self._route, layer)))
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _route(self, layer: int, router, inputs, output):
+        """A hook behind a router's forward."""
+        logits, weights, own = output
+        self.chosen[layer] = own
+        if self.given is None:
+            return output
+        given = self.given[:, layer].to(own.dtype)
+        experts = torch.where(given >= 0, given, own)
+        return logits, expert_weights(router, logits, experts).to(weights.dtype), experts
+
+    def alike(self):
+        """(n,): share of layers whose router itself chose the very experts that were given."""
+        given = self.given.sort(-1).values  # in any order
+        own = torch.stack(self.chosen, 1).sort(-1).values
+        return (own == given).all(-1).float().mean(-1)
+
+
+def expert_weights(router, logits, experts):
+    """Weights (n, k) of these experts (n, k) from a router's logits (n, E), float32."""
+    p = logits.softmax(-1, dtype=torch.float32).gather(1, experts)
+    return p / p.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else p
+
+
+def routers_of(model) -> list[nn.Module]:
+    """The routers of a mixture of experts, in the order of its layers: hidden states -> (logits, weights, experts)."""
+    found = []
+    for name in quant.experts_of(model):
+        block = model.get_submodule(name.rpartition(".")[0])
+        found += [router for kind, router in block.named_children() if kind in ("gate", "router")]
+    return found
+
+
+def routing_of(folder: str) -> tuple[int, int, int]:
+    """(layers with experts, experts of a token, experts) of a model folder."""
+    routers = routers_of(quant.empty_model(folder))
+    return (len(routers), routers[0].top_k, len(routers[0].weight)) if routers else (0, 0, 0)
+
+
+@torch.no_grad()
+def check_replay(model) -> None:
+    """UserError: --router_replay cannot tell this model's tokens where to go, or would weigh them in another way."""
+    routers = routers_of(model)
+    need(routers, f"--router_replay: a model of the family {model.config.model_type} has no experts; leave it out")
+    for router in routers:
+        logits, weights, experts = router(router.weight[:4])
+        need(
+            torch.allclose(expert_weights(router, logits, experts), weights.float(), atol=1e-3),
+            f"--router_replay: models of the family {model.config.model_type} weigh their experts in a way that is not "
+            "known here; leave it out",
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # What a forward must yield, by configuration
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -174,6 +330,7 @@ def needs_of_ref_pass(cfg, has_actor: bool, lam: float) -> Needs:
         exact_z=sampler_known and uses_z and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate,
         lam=lam,
         topk=cfg.obrs_topk if sums and wider else 0,
+        start=cfg.kl_coef > 0,
     )
 
 
@@ -183,6 +340,8 @@ def needs_of_update(cfg, has_actor: bool, lam: float, has_ref: bool) -> Needs:
     sums = uses_z and cfg.obrs_z != "exact" and (cfg.obrs_target == "new" or not has_ref)  # over the support
     return Needs(
         entropy=True,
+        entropy_gradient=cfg.entropy_coef > 0,
+        start=cfg.kl_coef > 0 and not has_ref,
         support=sums,
         tail=sums and cfg.obrs_z == "bracket" and not cfg.obrs_accept_rate,
         exact_z=has_actor and uses_z and not has_ref and corrections.actor_is_sampler(cfg),
@@ -268,8 +427,6 @@ class OneModelRows:
     `tail` is the certified bound's second term, sum over tokens outside S of min(p_K, p / lambda). With
     p = softmax(z / temperature) and g the gradient of the loss in logp:  dz = g (onehot(target) - p) / temperature."""
 
-    differentiable = 1
-
     def __init__(self, scored: Scored, needs: Needs, support_ids=None, support_on=None, p_kth=None):
         self.scored, self.needs = scored, needs
         self.support_ids = support_ids
@@ -278,11 +435,14 @@ class OneModelRows:
         asked = {"entropy": needs.entropy, "support_logp": needs.support, "tail": needs.tail}
         asked |= {"top_ids": needs.topk, "top_logp": needs.topk}
         self.outputs = ("logp", *(name for name, wanted in asked.items() if wanted))
+        self.differentiable = 1 + needs.entropy_gradient
 
     def __call__(self, logits, at) -> dict:
         return self.stats(self.log_softmax(logits.pop(), at), at)
 
     def backward(self, logits, at, grads):
+        if len(grads) == 2:
+            return [self.pull_both(self.log_softmax(logits.pop(), at), at, *grads)]
         return [self.pull(self.scored.transform(logits.pop(), at).softmax(-1), at, grads[0])]
 
     def log_softmax(self, z, at):
@@ -297,6 +457,20 @@ class OneModelRows:
             g = g * (p.gather(1, target) > 0)  # a sampled token that is cut stands at FLOOR, whatever the logits
         dz = p.mul_(-g).scatter_add_(1, target, g)
         return dz if self.scored.inv_temperature is None else dz.mul_(self.scored.inv_temperature[at])
+
+    def pull_both(self, logp, at, g, g_entropy):
+        """The logits' gradient for gradients of logp and of the entropy H, each (n, 1) or None.
+
+        dH / dz = - p (log p + H) / temperature."""
+        if g_entropy is None:
+            return self.pull(logp.exp_(), at, g)
+        p = logp.exp()
+        H = -torch.linalg.vecdot(p, logp)[:, None]
+        dz = logp.add_(H).mul_(p).mul_(-g_entropy.to(p.dtype))
+        if self.scored.inv_temperature is not None:
+            dz.mul_(self.scored.inv_temperature[at])
+        own = self.pull(p, at, g)
+        return dz if own is None else dz.add_(own)
 
     def stats(self, logp, at) -> dict:
         """The outputs from log-probabilities (n, V)."""
@@ -335,7 +509,7 @@ class TwoModelRows:
         self.actor = actor
         self.needs = needs
         distills = ("distill_loss",) if needs.distill != "none" else ()
-        self.differentiable = 2 + len(distills)
+        self.differentiable = 2 + len(distills) + needs.entropy_gradient
         asked = {
             ("actor_entropy",): needs.entropy,
             ("z", "kl_after"): needs.exact_z,
@@ -365,14 +539,15 @@ class TwoModelRows:
     def backward(self, logits, at, grads):
         logq, logp = self.log_softmax(logits, at)
         q, dz = logq.exp(), None
-        if len(grads) == 3 and grads[2] is not None:
-            dz = self.pull_distill(logp, logq, q).mul_(grads[2])
+        g = dict(zip(self.outputs, grads, strict=False))
+        if g.get("distill_loss") is not None:
+            dz = self.pull_distill(logp, logq, q).mul_(g["distill_loss"])
             if self.actor.scored.inv_temperature is not None:
                 dz.mul_(self.actor.scored.inv_temperature[at])
-        own = self.actor.pull(q, at, grads[1])
+        own = self.actor.pull(q, at, g["actor_logp"])
         if own is not None:
             dz = own if dz is None else dz.add_(own)
-        return [self.policy.pull(logp.exp_(), at, grads[0]), dz]
+        return [self.policy.pull_both(logp, at, g["logp"], g.get("entropy")), dz]
 
     def log_softmax(self, logits, at):
         """(log q, log p), each (n, V); takes both logits out of their list, the actor's first."""
@@ -412,98 +587,3 @@ def bucketed(logp, best):
     """Log-probabilities (n, V) -> those at `best` (n, k) and the sum of the rest, (n, k + 1)."""
     rest = logp.scatter(1, best, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.cat([logp.gather(1, best), rest], -1)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The head, in chunks: the (B, T, V) logits never exist whole
-# ---------------------------------------------------------------------------------------------------------------------
-
-# At 2,048 tokens and a vocabulary of 151,936, one copy of the logits is 1.2 GB in float32 and a naive loss keeps five.
-# Here the hidden states of the response tokens, packed to (N, H), meet the head's weight (V, H) a chunk at a time; each
-# chunk yields everything that is ever wanted of the whole distribution and is thrown away. Backward computes each
-# chunk's logits again, turns them in place into their own gradient, and adds hidden and weight gradients up in place:
-# one more product than the naive way (4 instead of 3), and no memory that grows with N times V.
-
-
-class ChunkedHead(torch.autograd.Function):
-    """The outputs of `rows` on the logits of all N tokens, as a tuple in the order of `rows.outputs`.
-
-    Arguments: rows, chunk (tokens per chunk), hidden_1 (N, H1), weight_1 (V, H1), and hidden_2, weight_2 of a second
-    model. `rows` has
-
-        outputs, differentiable        names of its outputs; the first `differentiable` of them carry gradient
-        rows(logits, at)               [logits (n, V) of each model], slice of tokens -> {name: (n, ...)}
-        rows.backward(logits, at, g)   the same and [gradient (n, 1) of each differentiable output, or None]
-                                       -> [gradient (n, V) of each model's logits, or None]
-
-    `rows` takes the logits out of the list it is given, so that they can be freed as soon as they are used."""
-
-    @staticmethod
-    def forward(ctx, rows, chunk, *heads):
-        hidden, weight = heads[::2], cast_weights(heads)
-        N = len(hidden[0])
-        outs = None
-        for at in chunks(max(N, 1), chunk, N):  # no token at all: empty outputs
-            got = rows([logits_of(h[at], w) for h, w in zip(hidden, weight, strict=True)], at)
-            if outs is None:
-                outs = {name: got[name].new_empty((N,) + got[name].shape[1:]) for name in rows.outputs}
-            for name in rows.outputs:
-                outs[name][at] = got[name]
-        ctx.rows, ctx.chunk = rows, chunk
-        ctx.save_for_backward(*heads)
-        ctx.set_materialize_grads(False)
-        outs = tuple(outs.values())
-        ctx.mark_non_differentiable(*outs[rows.differentiable :])
-        return outs
-
-    @staticmethod
-    def backward(ctx, *grads):
-        heads, rows = ctx.saved_tensors, ctx.rows
-        hidden, weight = heads[::2], cast_weights(heads)
-        grads = grads[: rows.differentiable]
-        d_heads = [torch.zeros_like(x) if n else None for x, n in zip(heads, ctx.needs_input_grad[2:], strict=True)]
-        N = len(hidden[0])
-        for at in chunks(N, ctx.chunk, N):
-            logits = [logits_of(h[at], w) for h, w in zip(hidden, weight, strict=True)]
-            d_logits = rows.backward(logits, at, [None if g is None else g[at, None] for g in grads])
-            del logits
-            for m in range(len(d_logits)):
-                if d_logits[m] is not None:
-                    dz = d_logits[m].to(hidden[m].dtype)
-                    accumulate(d_heads[2 * m], d_heads[2 * m + 1], dz, hidden[m], weight[m], at)
-                d_logits[m] = dz = None  # freed before the next chunk's logits are made
-        return None, None, *d_heads
-
-
-def accumulate(d_hidden, d_weight, dz, hidden, weight, at) -> None:
-    """Add one chunk's logit gradients dz (n, V) to d_hidden (N, H) and d_weight (V, H), where they are wanted."""
-    if d_hidden is not None:
-        d_hidden[at] = dz @ weight
-    if d_weight is not None and d_weight.dtype == dz.dtype:
-        d_weight.addmm_(dz.t(), hidden[at])  # in place: no second (V, H) tensor
-    elif d_weight is not None:
-        d_weight += dz.t() @ hidden[at]
-
-
-def logits_of(hidden, weight):
-    """(n, V) logits in float32 (or float64), never rounded to the 8 bits of bfloat16's mantissa."""
-    if hidden.dtype not in (torch.bfloat16, torch.float16):
-        return hidden @ weight.t()
-    if hidden.is_cuda:
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return hidden.float() @ weight.t().float()
-
-
-def cast_weights(heads) -> list[torch.Tensor]:
-    """The weights of (hidden, weight, hidden, weight, ...) in the type of their hidden states."""
-    return [w.to(h.dtype) for h, w in zip(heads[::2], heads[1::2], strict=True)]
-
-
-def chunks(total: int, size: int, end: int) -> list[slice]:
-    """Slices of `size` tokens that cover 0 .. total, cut off at `end`."""
-    return [slice(start, min(start + size, end)) for start in range(0, total, size)]
-
-
-def chunk_rows(V: int) -> int:
-    """Tokens per chunk for a vocabulary of V."""
-    return max(16, CHUNK_ELEMENTS // V)

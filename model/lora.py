@@ -1,0 +1,220 @@
+"""LoRA: the policy, the actor or both learn a correction of low rank to each of their linear layers but the head.
+
+    y = W x + (alpha / rank) B A x      W (out, in) frozen; A (rank, in) random, B (out, rank) zero at the start
+
+The adapters are the peft library's, an optional package. They live inside the learner alone: what it publishes to
+engines and writes as a model is merged, W + (alpha / rank) B A under the base model's names, one tensor after the
+other (`merged`). With --kl_coef the frozen model is the policy with its adapters switched off: no second copy.
+
+A checkpoint also holds the adapters in peft's own format, from which a run resumes exactly, on the base model that it
+started from. --lora_save=adapter leaves the merged model out; it can be made later:
+
+    python -m model.lora --adapter=out/run/checkpoints/step_000150/policy_adapter --out=out/merged
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib.util
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from checkpoint import load_model, read_config, read_tokenizer, save_model
+from flags import need, parse_flags, read_json, read_text, run_command
+
+NAME = "default"  # peft's name for a model's only adapter
+FILE = "adapter_model.safetensors"
+BASE = "base_model.digest"  # ours: the base model's fingerprint
+
+
+def learns(cfg, name: str) -> bool:
+    """Whether this model, policy or actor, learns by adapters."""
+    return cfg.lora_rank > 0 and cfg.lora_on in (name, "both")
+
+
+def attach(model, cfg, folder: Path | None = None):
+    """Give the model adapters, as new or from `folder`, and freeze all else; returns it.
+
+    New ones are the same on every rank, and draw nothing from the run's own random numbers."""
+    import peft
+
+    config = peft.LoraConfig(
+        r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(cfg.seed)
+        peft.inject_adapter_in_model(config, model, adapter_name=NAME)
+    if folder is not None:
+        read_adapter(model, folder)
+    return model
+
+
+def layers(model) -> list:
+    """The layers with an adapter."""
+    return [module for module in model.modules() if hasattr(module, "lora_A")]
+
+
+@contextmanager
+def switched_off(model):
+    """The base model: within this every adapter's scale is 0."""
+    for layer in layers(model):
+        layer.set_scale(NAME, 0.0)
+    try:
+        yield
+    finally:
+        for layer in layers(model):
+            layer.set_scale(NAME, 1.0)
+
+
+def merged(model, state: dict, whole):
+    """Yields (name, tensor) of the model's state dict with W + (alpha / rank) B A for W and A and B, under the names of
+    the base model; of a model without adapters just its own. whole: gathers a tensor from all ranks."""
+    for name, x in state.items():
+        if is_adapters(name):
+            continue
+        x = whole(x)
+        layer, is_base, part = name.partition(".base_layer.")
+        if is_base and part == "weight":
+            A, B = (whole(state[f"{layer}.lora_{one}.{NAME}.weight"]) for one in "AB")
+            config = model.peft_config[NAME]
+            x = x + (config.lora_alpha / config.r) * (B @ A)
+        yield f"{layer}.{part}" if is_base else layer, x
+
+
+def is_adapters(name: str) -> bool:
+    """Whether this parameter belongs to an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On disk, in peft's format
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A model's adapters, whole and on the CPU."""
+
+    config: object  # peft.LoraConfig
+    tensors: dict[str, torch.Tensor]  # under the names of the model's parameters
+    base: str  # fingerprint of the base model
+
+    @classmethod
+    def of(cls, model, whole) -> Adapter:
+        """Those of a model; whole: gathers a tensor from all ranks."""
+        tensors = {name: whole(x).cpu() for name, x in model.state_dict().items() if is_adapters(name)}
+        return cls(model.peft_config[NAME], tensors, fingerprint(model))
+
+    def save(self, folder: Path, base: str) -> None:
+        """Write them as peft does. base: the folder of the base model."""
+        from safetensors.torch import save_file
+
+        config = copy.copy(self.config)
+        config.base_model_name_or_path = str(base)
+        config.inference_mode = True
+        config.save_pretrained(folder)
+        tensors = {in_file(name): x.contiguous() for name, x in self.tensors.items()}
+        save_file(tensors, folder / FILE, metadata={"format": "pt"})
+        (folder / BASE).write_text(self.base, encoding="utf-8")
+
+
+def fingerprint(model) -> str:
+    """A digest of the base model by the first entries of each tensor, which the first rank has of a sharded one too."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, p in model.named_parameters():
+        if not is_adapters(name):
+            first = getattr(p.detach(), "_local_tensor", p.detach()).flatten()[:4]
+            digest.update(name.encode() + first.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def in_file(name: str) -> str:
+    """A parameter's name in peft's file."""
+    return "base_model.model." + name.replace(f".{NAME}.", ".")
+
+
+@torch.no_grad()
+def read_adapter(model, folder: Path) -> None:
+    """Fill the model's adapters from a folder. UserError: they are those of another model."""
+    from safetensors.torch import load_file
+
+    saved = load_file(folder / FILE)
+    same_base = read_text(folder / BASE) == fingerprint(model)
+    own = {in_file(name): p for name, p in model.named_parameters() if is_adapters(name)}
+    fit = {name: p.shape for name, p in own.items()} == {name: x.shape for name, x in saved.items()}
+    need(
+        fit and same_base,
+        f"{folder}: its adapters are not of this model; give the base model that they were trained on, as it was then",
+    )
+    for name, p in own.items():
+        p.copy_(saved[name])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def check(cfg) -> None:
+    """UserError, one sentence: flags that contradict each other, or a package that is missing."""
+    rank = f"--lora_rank={cfg.lora_rank}"
+    need(cfg.lora_rank >= 0, f"{rank}: must not be negative; 0 is off")
+    need(cfg.lora_alpha >= 1, f"--lora_alpha={cfg.lora_alpha}: must be at least 1")
+    if cfg.lora_rank == 0:
+        return
+    need(
+        cfg.lora_on == "policy" or cfg.actor != "none",
+        f"--lora_on={cfg.lora_on}: there is no actor; name one with --actor, or leave the flag out",
+    )
+    need(
+        cfg.optimizer != "muon", f"{rank}: --optimizer=muon orthogonalises whole matrices, not their factors; use adamw"
+    )
+    need(
+        cfg.learner_quant == "none",
+        f"{rank}: --learner_quant={cfg.learner_quant} computes on low-bit weights, and adapters stand beside them in "
+        "high precision; leave one of the two out",
+    )
+    need_peft(rank)
+
+
+def need_peft(flag: str) -> None:
+    found = importlib.util.find_spec("peft") is not None
+    need(found, f"{flag}: the package peft is not installed here; pip install peft, or leave the flag out")
+
+
+@dataclass(frozen=True)
+class MergeFlags:
+    """Merge a checkpoint's adapters into their base model"""
+
+    adapter: str = ""
+    """Folder of the adapters."""
+    base: str = ""
+    """Folder of the base model; default: the one that the adapters name."""
+    out: str = ""
+    """Folder to write the merged model to."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    flags = parse_flags(MergeFlags, argv, "python -m model.lora --adapter=FOLDER --out=FOLDER")
+    folder, out = Path(flags.adapter), Path(flags.out)
+    need(flags.adapter and flags.out, "--adapter and --out: name both folders")
+    named = read_json(folder / "adapter_config.json", "name a folder of adapters, such as .../policy_adapter")
+    base = flags.base or str(named["base_model_name_or_path"])
+    need((Path(base) / "config.json").is_file(), f"{base}: no model there; name the adapters' base model with --base")
+    need(not out.exists(), f"--out={out}: there is something already; name a new folder")
+    need_peft("--adapter")
+    model = attach(
+        load_model(base), SimpleNamespace(lora_rank=named["r"], lora_alpha=named["lora_alpha"], seed=0), folder
+    )
+    tensors = dict(merged(model, model.state_dict(), torch.Tensor.detach))
+    save_model(read_config(base), tensors, read_tokenizer(base), out, base)
+    print(f"{folder}, merged into {base}: {out}")
+
+
+if __name__ == "__main__":
+    run_command(main)

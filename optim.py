@@ -1,0 +1,102 @@
+"""Optimizers, the schedule of their learning rates, and a guard that ends or slows a run which drifts off early."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+class Muon(torch.optim.Muon):
+    """torch's Muon, to which a parameter (E, m, n) is E matrices: those of the experts of a layer.
+
+    Shards of such a parameter hold whole experts."""
+
+    def _init_group(self, group, *lists):
+        found = ([], [], [])  # parameters, gradients, momenta
+        complex_numbers = super()._init_group(group, *found)
+        for tensors, wanted in zip(found, lists, strict=True):
+            for x in tensors:
+                wanted += getattr(x, "_local_tensor", x).unbind() if x.ndim == 3 else [x]
+        return complex_numbers
+
+
+def make_optimizers(model, cfg, lr: float) -> list:
+    """AdamW over one model's parameters; or Muon over the matrices of its layers, and AdamW over the rest.
+
+    Another optimizer is another line here."""
+    matrices, experts = [], []
+    if cfg.optimizer == "muon":
+        matrices = [p for p in model.base_model.layers.parameters() if p.ndim == 2]
+        experts = [p for p in model.base_model.layers.parameters() if p.ndim == 3]
+    chosen = {id(p) for p in matrices + experts}
+    rest = [p for p in learning(model) if id(p) not in chosen]
+    betas = (cfg.adam_beta1, cfg.adam_beta2)
+    optimizers = [torch.optim.AdamW(rest, lr=lr, betas=betas, eps=cfg.adam_eps, weight_decay=cfg.weight_decay)]
+    if matrices:
+        muon = Muon(matrices, lr=lr, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw")
+        if experts:
+            muon.add_param_group({"params": experts})  # at once torch takes nothing but matrices
+        optimizers.append(muon)
+    return optimizers
+
+
+def learning(model) -> list:
+    """The parameters that learn: all, or with LoRA the adapters."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def schedule(step: int, cfg) -> float:
+    """Learning-rate factor of update `step` (from 0): linear warm-up, then constant, linear or cosine decay to
+    0."""
+    warmup = cfg.warmup_steps if cfg.warmup_steps >= 1 else math.ceil(cfg.warmup_steps * cfg.steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(1, cfg.steps - warmup)
+    if cfg.lr_schedule == "linear":
+        return 1.0 - done
+    if cfg.lr_schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+    return 1.0
+
+
+class Guard:
+    """--guard: ends or mends a run whose first tenth is far from its samples (results/collapse.md).
+
+        mean over the first tenth of the updates of KL(inf, new) > --guard_kl, nats a token
+        KL(inf, new) = rollout_corr/kl + ppo_kl, the k1 estimate of how far what learns is from what sampled
+
+    stop: the run ends there, saved. mend: every learning rate is halved from the next update on."""
+
+    def __init__(self, cfg):
+        self.how = cfg.guard
+        self.limit = cfg.guard_kl
+        self.last = max(1, round(cfg.steps / 10))  # the update that it judges after
+        self.sum = 0.0  # of KL(inf, new) over the updates seen
+        self.seen = 0
+        self.fired = False
+
+    @property
+    def rate(self) -> float:
+        """Factor of the learning rates."""
+        return 0.5 if self.fired and self.how == "mend" else 1.0
+
+    def watch(self, update: int, logged: dict[str, float]) -> str:
+        """See the metrics of an update (from 1), the same on all ranks. What there is to say if the guard fires."""
+        kl = logged["rollout_corr/kl"] + logged["ppo_kl"]
+        if update <= self.last and math.isfinite(kl):
+            self.sum += kl
+            self.seen += 1
+        if self.fired or update != self.last or self.mean <= self.limit:
+            return ""
+        self.fired = True
+        done = "the run ends here" if self.how == "stop" else "all learning rates are halved from here on"
+        return (
+            f"--guard={self.how}: over the first {update} updates KL(inf, new) was {self.mean:.3g} nats a token, above "
+            f"--guard_kl={self.limit:g}: {done}"
+        )
+
+    @property
+    def mean(self) -> float:
+        """KL(inf, new) of the updates seen; 0 before the first."""
+        return self.sum / self.seen if self.seen else 0.0

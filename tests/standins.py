@@ -1,0 +1,88 @@
+"""Stand-ins for real models: each family's own architecture with few layers and random weights, and a tokenizer in
+Qwen's manner. Nothing is downloaded."""
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEXT = "What is the answer? The answer is \\boxed{12}. Let x + y = 3, so 2x = 6 and therefore x is 3, and the sum is 9."
+CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+
+# what each family has beside COMMON; whatever may differ from 1 or nothing, does
+FAMILIES = {
+    "qwen2": dict(tie_word_embeddings=True),
+    "qwen3": dict(tie_word_embeddings=False, head_dim=32),
+    "llama": dict(tie_word_embeddings=False),
+    "mistral": dict(tie_word_embeddings=False, sliding_window=8),
+    "gemma2": dict(head_dim=32, sliding_window=8, query_pre_attn_scalar=32, final_logit_softcapping=2.0),
+    "gemma3_text": dict(head_dim=32, sliding_window=8, query_pre_attn_scalar=32),
+    "granite": dict(logits_scaling=3.0, embedding_multiplier=2.0, residual_multiplier=0.7, attention_multiplier=0.2),
+    "cohere": dict(logit_scale=0.4),
+    "phi": dict(tie_word_embeddings=False),
+    "qwen3_moe": dict(
+        tie_word_embeddings=False,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        norm_topk_prob=True,
+    ),
+}
+COMMON = dict(
+    hidden_size=64,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=256,
+    initializer_range=0.2,
+    bos_token_id=None,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of some 300 ids with Qwen's special tokens and a ChatML template with `enable_thinking`."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        [TEXT],
+        trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False),
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHATML
+    )
+
+
+def model(family: str, seed: int = 0, vocab_size: int = 0, **changes):
+    """A model of one of these families, or another one, float32. vocab_size: rows of its embedding; 0: as many as the
+    tokenizer has ids.
+
+    changes: of its configuration. Biases and norms are random too."""
+    torch.manual_seed(seed)
+    rows = vocab_size or len(tokenizer())
+    config = AutoConfig.for_model(family, vocab_size=rows, **{**COMMON, **FAMILIES.get(family, {}), **changes})
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for p in made.parameters():
+            if p.ndim == 1:
+                p += 0.3 * torch.randn_like(p)
+    return made
+
+
+def save(made, folder) -> str:
+    """A model and the tokenizer as a Hugging Face folder; its path."""
+    made.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)

@@ -1,0 +1,328 @@
+"""LoRA: what leaves the learner is W + (alpha / rank) B A, the base never moves, and a resumed run is the same run."""
+
+import importlib.util
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY_TASK, f64, make_cfg, make_groups, tiny_model
+from transformers import AutoModelForCausalLM
+
+import batching
+import checkpoint
+import config
+import eval as evaluation
+import objectives
+import quant
+import train
+from engines import HFEngine
+from flags import UserError
+from learner import Comm, Learner
+from model import Needs, lora
+from run import read_metrics
+
+peft = pytest.importorskip("peft")
+
+RANK, ALPHA = 3, 5
+FLAGS = dict(objective="tis", lora_rank=RANK, lora_alpha=ALPHA, warmup_steps=0, lr=1e-2)
+IDS = np.arange(24).reshape(2, 12) * 7 % 250
+
+
+def adapted(seed=0, dtype=torch.float32, **changes):
+    """A tiny policy with adapters that are not zero."""
+    model = lora.attach(tiny_model(seed, layers=2, dtype=dtype), make_cfg(**{**FLAGS, **changes}))
+    g = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.copy_(0.1 * torch.randn(p.shape, generator=g, dtype=f64))
+    return model
+
+
+def merged(model) -> dict:
+    return dict(lora.merged(model, model.state_dict(), torch.Tensor.detach))
+
+
+def logits(model, ids=IDS):
+    with torch.no_grad():
+        return model(input_ids=torch.from_numpy(ids)).logits
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Merged tensors
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_merged_tensors_are_the_base_models_plus_the_product():
+    model, base = adapted(dtype=f64), tiny_model(0, layers=2, dtype=f64).state_dict()
+    got = merged(model)
+    assert list(got) == list(base)
+    state = model.state_dict()
+    for name, x in got.items():
+        layer = name.removesuffix(".weight")
+        A, B = (state.get(f"{layer}.lora_{one}.default.weight") for one in "AB")
+        if A is None:
+            assert torch.equal(x, base[name]), name
+            continue
+        assert A.shape[0] == B.shape[1] == RANK
+        for i, j in ((0, 0), (3, 5), (7, 2)):
+            product = sum(float(B[i, k] * A[k, j]) for k in range(RANK))
+            assert float(x[i, j]) == pytest.approx(float(base[name][i, j]) + ALPHA / RANK * product, rel=1e-12)
+    inner = {name for name in base if "proj" in name}
+    assert {name for name in base if not torch.equal(got[name], base[name])} == inner  # all linear layers but the head
+
+
+def test_the_merged_forward_is_the_adapters_own():
+    model = adapted(dtype=f64)
+    plain = tiny_model(0, layers=2, dtype=f64)
+    assert not torch.allclose(logits(plain), logits(model), atol=1e-2)
+    plain.load_state_dict(merged(model))
+    assert torch.allclose(logits(plain), logits(model), atol=1e-12)
+
+
+def test_new_adapters_change_nothing_and_draw_nothing():
+    state = torch.get_rng_state()
+    cfg = make_cfg(**FLAGS)
+    one, other = (lora.attach(tiny_model(0, layers=2), cfg) for _ in range(2))
+    assert torch.equal(logits(one), logits(tiny_model(0, layers=2)))
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+    torch.set_rng_state(state)
+    model = tiny_model(0, layers=2)
+    before = torch.get_rng_state()
+    lora.attach(model, cfg)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_low_bit_rollouts_take_the_merged_weights():
+    cfg = make_cfg(**FLAGS, rollout_quant="w4a16", quant_group=32)
+    model = adapted()
+    learner = Learner(model, None, cfg, Comm())
+    got = dict(learner.published("policy", packed=False))
+    fmt = quant.format_of("w4a16", 32)
+    name = "model.layers.1.mlp.up_proj.weight"
+    want = quant.dequantize(*quant.quantize(merged(model)[name], fmt.qmax, fmt.dtype, fmt.group))
+    assert torch.equal(got[name], want)
+    assert list(got) == list(tiny_model(0, layers=2).state_dict())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The learner
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def updated(cfg, model, steps=2):
+    """A learner of this model after some updates, and its batch."""
+    learner = Learner(model, None, cfg, Comm())
+    batch = batching.collate(make_groups(2, seed=8), cfg)
+    for _ in range(steps):
+        assert learner.update(batch, objectives.prepare(batch, learner.comm, cfg, {}))["stepped"]
+    return learner, batch
+
+
+def test_updates_move_the_adapters_and_nothing_else():
+    model = adapted()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    updated(make_cfg(**FLAGS, weight_decay=0.1), model)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]) != lora.is_adapters(name), name
+
+
+def test_the_gradient_of_the_factors_is_that_of_the_merged_weight():
+    """dA = scale B^T dW and dB = scale dW A^T, dW of a whole learner on the merged weights."""
+    cfg = make_cfg(**FLAGS)
+    model = adapted(dtype=f64)
+    plain = tiny_model(0, layers=2, dtype=f64)
+    plain.load_state_dict(merged(model))
+    batch = batching.collate(make_groups(2, seed=8), cfg)
+    for one in (model, plain):
+        learner = Learner(one, None, cfg if one is model else replace(cfg, lora_rank=0), Comm())
+        learner.backward(batch, objectives.prepare(batch, learner.comm, cfg, {}))
+    own = dict(model.named_parameters())
+    for name, p in plain.named_parameters():
+        layer = name.removesuffix(".weight")
+        A = own.get(f"{layer}.lora_A.default.weight")
+        if A is None:
+            continue
+        B = own[f"{layer}.lora_B.default.weight"]
+        assert torch.allclose(A.grad, ALPHA / RANK * B.detach().T @ p.grad, atol=1e-12), name
+        assert torch.allclose(B.grad, ALPHA / RANK * p.grad @ A.detach().T, atol=1e-12), name
+        assert own[f"{layer}.base_layer.weight"].grad is None
+
+
+def test_the_engine_says_what_the_learner_says():
+    cfg = make_cfg(**FLAGS)
+    engine = HFEngine(tiny_model(0, layers=2))
+    learner, _ = updated(cfg, adapted())
+    before = engine.logprobs(IDS)
+    engine.load(learner.published("policy", engine.packed))
+    says = learner.logprobs("policy", IDS)
+    assert np.abs(engine.logprobs(IDS) - says).max() < 1e-5
+    assert np.abs(before - says).max() > 0.1
+
+
+def test_vllm_says_what_the_learner_says(vllm_engine):
+    cfg = make_cfg(**FLAGS)
+    learner = Learner(lora.attach(tiny_model(1), cfg), None, cfg, Comm())
+    batch = batching.collate(make_groups(2, seed=8), cfg)
+    for _ in range(2):
+        learner.update(batch, objectives.prepare(batch, learner.comm, cfg, {}))
+    vllm_engine.load(learner.published("policy", vllm_engine.packed))
+    says = learner.logprobs("policy", IDS)
+    assert np.abs(vllm_engine.logprobs(IDS) - says).max() < 1e-5
+    assert np.abs(HFEngine(tiny_model(1)).logprobs(IDS) - says).max() > 0.1
+
+
+def test_the_start_model_is_the_policy_without_its_adapters():
+    cfg = make_cfg(**FLAGS, kl_coef=0.1)
+    learner, batch = updated(cfg, adapted())
+    assert learner.models.start is None
+    said = learner.score(batch, Needs(start=True))
+    plain = Learner(tiny_model(0, layers=2), None, make_cfg(), Comm())
+    assert torch.allclose(said.logp_start, plain.score(batch, Needs()).logp, atol=1e-6)
+    again = learner.score(batch, Needs())  # the adapters are back
+    assert torch.equal(again.logp, said.logp)
+    assert (said.logp - said.logp_start).abs().max() > 0.1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def argv(folders, out, **changes) -> list[str]:
+    """A run that always has something to learn: a bonus for entropy."""
+    base = {
+        "model": folders / "policy",
+        "actor": "none",
+        "rollout": "hf",
+        "out": out,
+        "steps": 4,
+        "rollout_batch": 16,
+        "train_batch": 8,
+        "group_size": 4,
+        "max_tokens": 6,
+        "actor_lr": 1e-3,
+        "dtype": "float32",
+        "save_every": 3,
+        "eval_problems": 4,
+        "entropy_coef": 0.1,
+        "kl_coef": 0.01,
+        **FLAGS,
+        **TINY_TASK,
+    }
+    return [f"--{name}={value}" for name, value in {**base, **changes}.items()]
+
+
+@pytest.fixture
+def run_here(monkeypatch):
+    monkeypatch.setattr(train, "catch_signals", lambda: [])
+    return lambda given: train.train(config.parse(given))
+
+
+def step(out, n):
+    return out / "checkpoints" / f"step_{n:06d}"
+
+
+def bytes_of(folder) -> dict:
+    return {path.name: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_a_checkpoint_holds_adapters_for_peft_and_the_merged_model(folders, tmp_path, run_here):
+    out = tmp_path / "run"
+    run_here(argv(folders, out, lora_on="both", actor=folders / "actor", objective="tis"))
+    for name in ("policy", "actor"):
+        base = AutoModelForCausalLM.from_pretrained(folders / name)
+        untouched = logits(base)
+        theirs = peft.PeftModel.from_pretrained(base, step(out, 4) / f"{name}_adapter")
+        whole = AutoModelForCausalLM.from_pretrained(step(out, 4) / name)
+        assert torch.allclose(logits(theirs), logits(whole), atol=1e-5)
+        assert not torch.allclose(untouched, logits(whole), atol=1e-3)
+        named = theirs.peft_config["default"].base_model_name_or_path
+        assert named == str(folders / name)
+
+
+def test_a_resumed_run_is_the_same_run(folders, tmp_path, run_here):
+    """Stopped after update 3, in the middle of a rollout batch: metrics, adapters and merged models bit for bit."""
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    run_here(argv(folders, whole))
+    run_here(argv(folders, out, steps=3))
+    run_here(["--resume", f"--out={out}", "--steps=4"])
+    for part in ("policy", "policy_adapter"):
+        assert bytes_of(step(out, 4) / part) == bytes_of(step(whole, 4) / part)
+    mine, theirs = (read_metrics(folder)[-1] for folder in (out, whole))
+    timeless = [name for name in theirs if not name.endswith(("_s", "_seconds")) and not name.startswith("sync/")]
+    assert [name for name in timeless if mine[name] != theirs[name]] == []
+    assert theirs["start_kl"] > 0
+    assert theirs["stepped"] == 1
+
+
+def test_adapters_alone_and_merged_on_request(folders, tmp_path, run_here, capsys):
+    both, out = tmp_path / "both", tmp_path / "run"
+    run_here(argv(folders, both))
+    run_here(argv(folders, out, steps=3, lora_save="adapter"))
+    run_here(["--resume", f"--out={out}", "--steps=4"])
+    assert not (step(out, 4) / "policy").exists()
+    with pytest.raises(
+        UserError, match="adapters alone; merge them with python -m model.lora --adapter=.*policy_adapter"
+    ):
+        evaluation.main([f"--model={out}", "--rollout=hf"])
+    assert bytes_of(step(out, 4) / "policy_adapter") == bytes_of(step(both, 4) / "policy_adapter")
+    lora.main([f"--adapter={step(out, 4) / 'policy_adapter'}", f"--out={tmp_path / 'merged'}"])
+    ours, theirs = (
+        checkpoint.load_model(folder).state_dict() for folder in (step(both, 4) / "policy", tmp_path / "merged")
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(x, theirs[name]) for name, x in ours.items())
+    base = AutoModelForCausalLM.from_pretrained(folders / "policy")
+    by_peft = peft.PeftModel.from_pretrained(base, step(out, 4) / "policy_adapter").merge_and_unload().state_dict()
+    assert by_peft.keys() == ours.keys()
+    assert all(torch.allclose(x, by_peft[name], atol=1e-6) for name, x in ours.items())
+    with pytest.raises(UserError, match="there is something already"):
+        lora.main([f"--adapter={step(out, 4) / 'policy_adapter'}", f"--out={tmp_path / 'merged'}"])
+    with pytest.raises(UserError, match="its adapters are not of this model; give the base model"):
+        lora.main([f"--adapter={step(out, 4) / 'policy_adapter'}", f"--base={folders / 'actor'}", f"--out={out}/x"])
+
+
+def test_adapters_of_another_model_are_refused(folders, tmp_path, run_here):
+    out = tmp_path / "run"
+    run_here(argv(folders, out, steps=3))
+    changed = tiny_model(0, layers=2)
+    with torch.no_grad():
+        changed.model.layers[1].mlp.up_proj.weight.mul_(1.001)
+    for other in (tiny_model(1), changed):
+        with pytest.raises(UserError, match="its adapters are not of this model"):
+            lora.attach(other, make_cfg(**FLAGS), step(out, 3) / "policy_adapter")
+    lora.attach(tiny_model(0, layers=2), make_cfg(**FLAGS), step(out, 3) / "policy_adapter")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (dict(lora_rank=-1), "--lora_rank=-1: must not be negative"),
+        (dict(lora_rank=4, lora_alpha=0), "--lora_alpha=0: must be at least 1"),
+        (dict(lora_rank=4, lora_on="both"), "--lora_on=both: there is no actor"),
+        (dict(lora_rank=4, optimizer="muon"), "--lora_rank=4: --optimizer=muon orthogonalises"),
+        (
+            dict(lora_rank=4, rollout_quant="int8", learner_quant="aligned"),
+            "--lora_rank=4: --learner_quant=aligned computes on low-bit weights",
+        ),
+    ],
+)
+def test_what_does_not_go_together(given, words):
+    with pytest.raises(UserError, match=words):
+        make_cfg(**given)
+
+
+def test_a_missing_package_is_said_before_a_model_loads(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else find(name))
+    with pytest.raises(UserError, match="--lora_rank=4: the package peft is not installed here; pip install peft"):
+        make_cfg(lora_rank=4)
+    make_cfg()

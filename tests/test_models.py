@@ -1,0 +1,250 @@
+"""Real models' own ways with logits and vocabularies, on stand-ins of ten families: the learner scores what the model
+itself would, the engines sample from it, and what is not known is refused."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_cfg, make_groups
+from standins import COMMON, FAMILIES, model, save, tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+import batching
+import checkpoint
+import run
+import train
+from engines import HFEngine
+from flags import UserError
+from learner import Comm, Learner
+from model import Needs
+from sampling import Sampling
+from sync import Probe, prove
+
+IDS = len(tokenizer())
+
+
+def learner_of(policy, actor=None, vocabulary=IDS, **changes) -> Learner:
+    named = {} if actor is None else {"actor": "base:actor"}
+    return Learner(policy, actor, make_cfg(**{"objective": "tis", **named, **changes}), Comm(), vocabulary)
+
+
+def own_logp(lm, group, response):
+    """log p of a response's tokens, written out from the model's own logits, of the ids that there are."""
+    ids = torch.from_numpy(np.concatenate([group.prompt_ids, response.tokens])).long()
+    P = len(group.prompt_ids)
+    logits = lm(input_ids=ids[None]).logits[0, P - 1 : -1, :IDS]
+    return logits.log_softmax(-1).gather(1, ids[P:, None])[:, 0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_learner_scores_as_the_model_itself(family):
+    """To 1e-5, for ten families; and its gradient is that of the model's own log-softmax."""
+    lm, groups = model(family), make_groups(2, vocab=IDS)
+    learner = learner_of(lm)
+    batch = batching.collate(groups, learner.cfg)
+    with torch.enable_grad():
+        logp = learner.models(batch, Needs())["logp"]
+        logp.sum().backward()
+    got = {name: p.grad.clone() for name, p in lm.named_parameters() if p.grad is not None}
+    lm.zero_grad()
+    responses = [(g, r) for g in groups for r in g.responses]
+    total = 0.0
+    for row, (g, r) in enumerate(responses):
+        own = own_logp(lm, g, r)
+        assert torch.allclose(logp[row, : len(r.tokens)], own, atol=1e-5)
+        total = total + own.sum()
+    total.backward()
+    for name, p in lm.named_parameters():
+        if p.grad is not None:
+            assert torch.allclose(got[name], p.grad, atol=1e-4 * float(p.grad.abs().max())), name
+    learner.check_heads(np.arange(40).reshape(2, 20))
+
+
+@pytest.mark.parametrize("head_fp32", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_torch_engine_samples_from_the_model_itself(family, head_fp32):
+    """What it records of its samples is the model's own log-softmax, with prompts of two lengths and a cache."""
+    lm = model(family)
+    engine = HFEngine(lm, head_fp32=head_fp32)
+    prompts = [np.arange(5, 10, dtype=np.int32), np.arange(20, 32, dtype=np.int32)]
+    groups = engine.generate(prompts, [[1, 2], [3, 4]], Sampling(max_tokens=12), 0, [])
+    for prompt, group in zip(prompts, groups, strict=True):
+        for r in group:
+            ids = np.concatenate([prompt, r.tokens])[None]
+            own = engine.logprobs(ids.astype(np.int64))[0, len(prompt) - 1 :]
+            assert np.allclose(r.logp_inf, own, atol=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is not known
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+MAMBA = dict(mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8)
+
+
+def test_a_family_that_does_more_to_its_logits_is_refused(tmp_path):
+    """Falcon-H1 multiplies them by a number of its own; the same model without it is taken."""
+    ids = np.arange(40).reshape(2, 20)
+    other = model("falcon_h1", lm_head_multiplier=0.5, **MAMBA)
+    for policy, actor, flag in ((other, None, "--model"), (model("qwen3"), other, "--actor")):
+        with pytest.raises(UserError, match=f"{flag}: models of the family falcon_h1 do more to their logits"):
+            learner_of(policy, actor).check_heads(ids)
+    learner_of(model("falcon_h1", lm_head_multiplier=1.0, **MAMBA)).check_heads(ids)
+    with pytest.raises(UserError, match="--model: models of the family falcon_h1 do more to their logits"):
+        train.train(make_cfg(objective="tis", **folder_and_task(other, tmp_path)))
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def folder_and_task(lm, tmp_path) -> dict:
+    """Flags of a run of this model on sums, as a file."""
+    rows = [{"problem": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(8)]
+    (tmp_path / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = save(lm, tmp_path / "policy")
+    return dict(model=folder, task=str(tmp_path / "task.jsonl"), out=str(tmp_path / "run"), steps=1, max_tokens=6)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows of an embedding that stand for no token
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def padded(family: str, rows: int, seed: int = 0):
+    """A model with more rows than the tokenizer has ids, which it would sample all the time."""
+    lm = model(family, seed, vocab_size=rows)
+    with torch.no_grad():
+        weight = lm.get_output_embeddings().weight
+        weight[IDS:] = 5 * weight[: rows - IDS]
+    return lm
+
+
+def test_padding_of_two_sizes_is_never_scored():
+    """Policy and actor of one tokenizer, padded differently: both score the ids that there are, and nothing else."""
+    policy, actor, groups = padded("qwen2", IDS + 30), padded("gemma2", IDS + 7, 1), make_groups(2, vocab=IDS)
+    learner = learner_of(policy, actor, objective="jackpot")
+    learner.check_heads(np.arange(40).reshape(2, 20))
+    batch = batching.collate(groups, learner.cfg)
+    needs = Needs(entropy=True, exact_z=True, support=True, tail=True, topk=5, distill="forward")
+    stats = learner.score(batch, needs)
+    responses = [(g, r) for g in groups for r in g.responses]
+    for row, (g, r) in enumerate(responses):
+        L, P = len(r.tokens), len(g.prompt_ids)
+        ids = torch.from_numpy(np.concatenate([g.prompt_ids, r.tokens])).long()[None]
+        with torch.no_grad():
+            logp, logq = (m(input_ids=ids).logits[0, P - 1 : -1, :IDS].log_softmax(-1) for m in (policy, actor))
+        at = ids[0, P:, None]
+        p, q = logp.exp(), logq.exp()
+        assert torch.allclose(stats.logp[row, :L], logp.gather(1, at)[:, 0], atol=1e-5)
+        assert torch.allclose(stats.actor_logp[row, :L], logq.gather(1, at)[:, 0], atol=1e-5)
+        assert torch.allclose(stats.entropy[row, :L], -(p * logp).sum(-1), atol=1e-5)
+        assert torch.allclose(stats.kl[row, :L], (p * (logp - logq)).sum(-1), atol=1e-4)
+        assert torch.allclose(stats.z[row, :L], torch.minimum(p, q).sum(-1), atol=1e-5)
+        assert int(stats.top_ids[row, :L].max()) < IDS
+
+
+def check_padded_engine(engine, folder: str, other) -> None:
+    """It neither samples nor scores what stands for no token, with its first weights and with published ones."""
+    probe = Probe(folder, np.arange(8 * 30).reshape(8, 30), vocabulary=IDS)
+    prompts = [np.arange(5, 10, dtype=np.int32), np.arange(20, 32, dtype=np.int32)]
+    for lm in (padded("qwen2", IDS + 30), other):
+        tensors = {**lm.state_dict(), "lm_head.weight": lm.get_output_embeddings().weight.detach()}
+        prove(engine, 0, tensors.items(), probe)  # SyncError unless both sides score alike
+        probe.prompt = probe.decode = None
+        for prompt, group in zip(
+            prompts, engine.generate(prompts, [[1, 2]] * 2, Sampling(max_tokens=20), 5, []), strict=True
+        ):
+            for r in group:
+                assert max(r.tokens.max(), r.topk_ids.max()) < IDS
+                ids = torch.from_numpy(np.concatenate([prompt, r.tokens])).long()[None]
+                with torch.no_grad():
+                    own = lm(input_ids=ids).logits[0, len(prompt) - 1 : -1, :IDS].log_softmax(-1)
+                assert np.allclose(r.logp_inf, own.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy(), atol=1e-4)
+    with torch.no_grad():
+        assert int(lm(input_ids=ids).logits[0].argmax(-1).max()) >= IDS  # which it would have sampled
+
+
+@pytest.mark.parametrize("head_fp32", [False, True])
+def test_the_torch_engine_leaves_padding_out(tmp_path, head_fp32):
+    folder = save(padded("qwen2", IDS + 30), tmp_path)
+    check_padded_engine(HFEngine(folder, head_fp32=head_fp32, vocabulary=IDS), folder, padded("qwen2", IDS + 30, 1))
+
+
+def test_vllm_leaves_padding_out(tmp_path, vllm_engines):
+    folder = save(padded("qwen2", IDS + 30), tmp_path)
+    check_padded_engine(vllm_engines(folder=folder, vocabulary=IDS), folder, padded("qwen2", IDS + 30, 1))
+
+
+def test_a_run_with_the_paddings_of_qwen(tmp_path):
+    """One tokenizer, 152,064 rows of the policy and 151,936 of the actor: trained, saved, and still of those sizes."""
+    sizes, small = {"policy": 152_064, "actor": 151_936}, dict(hidden_size=16, num_hidden_layers=1)
+    flags = folder_and_task(model("qwen2", 0, sizes["policy"], **small), tmp_path)
+    actor = save(model("qwen2", 1, sizes["actor"], **small), tmp_path / "actor")
+    cfg = make_cfg(objective="jackpot", actor=actor, obrs_topk=5, lr_schedule="constant", **flags)
+    train.train(cfg)
+    last = run.read_metrics(cfg.out)[-1]
+    assert last["step"] == 0 and last["stepped"] == 1 and np.isfinite(last["loss"])
+    assert 0 < last["entropy"] <= np.log(IDS)
+    for name, rows in sizes.items():
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "step_000001" / name)
+        assert len(saved.get_output_embeddings().weight) == rows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where models come from
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def folder_of(model: str, tmp_path) -> str:
+    """What --model=MODEL opens."""
+    cfg = SimpleNamespace(model=model, base_dir=str(tmp_path / "base"))
+    return run.model_folder("model", cfg, Comm())
+
+
+def test_an_id_of_the_hub(tmp_path, monkeypatch):
+    """Offline: one that was fetched before is found, another one is refused with a sentence."""
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    fetched = tmp_path / "models--some--one"
+    save(model("qwen3"), fetched / "snapshots" / "0123abcd")
+    (fetched / "refs").mkdir()
+    (fetched / "refs" / "main").write_text("0123abcd")
+    folder = folder_of("some/one", tmp_path)
+    assert Path(folder) == fetched / "snapshots" / "0123abcd"
+    assert checkpoint.load_model(folder).config.model_type == "qwen3"
+    with pytest.raises(UserError, match="--model=some/other: no such folder here, and the hub does not give it"):
+        folder_of("some/other", tmp_path)
+
+
+def test_of_a_model_that_sees_the_text_model_is_trained(tmp_path):
+    text = {**COMMON, **FAMILIES["gemma3_text"], "vocab_size": IDS, "model_type": "gemma3_text"}
+    eyes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=16)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "gemma3", text_config=text, vision_config={**eyes, "patch_size": 8}, mm_tokens_per_image=4
+    )
+    whole = AutoModelForImageTextToText.from_config(config).eval()
+    folder = folder_of(save(whole, tmp_path / "whole"), tmp_path)
+    ids = torch.arange(20)[None]
+    lm = checkpoint.load_model(folder)
+    assert lm.config.model_type == "gemma3_text"
+    with torch.no_grad():
+        assert torch.allclose(lm(input_ids=ids).logits, whole(input_ids=ids).logits, atol=1e-5)
+    assert folder_of(str(tmp_path / "whole"), tmp_path) == folder  # made once
+    assert folder_of(folder, tmp_path) == folder
+    learner_of(lm).check_heads(ids.repeat(2, 1).numpy())
+
+
+def test_a_composite_family_without_a_text_model_is_refused(tmp_path):
+    """Qwen2.5-VL's text model is no causal model of transformers."""
+    folder = tmp_path / "sees"
+    config = AutoConfig.for_model("qwen2_5_vl", text_config={**COMMON, "vocab_size": IDS})
+    config.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    with pytest.raises(UserError, match="its text model cannot be read .*; give a model of text alone: .* qwen2_5_vl"):
+        folder_of(str(folder), tmp_path)
+    assert not (tmp_path / "base").exists()

@@ -1,0 +1,373 @@
+"""Mixtures of experts, on a tiny Qwen3-MoE: their matrices are quantized, aligned, published and optimized like all
+others; the router stays as it is; and the learner routes each token as the engine did."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_cfg, make_groups
+from standins import model, save, tokenizer
+from torch import nn
+
+import batching
+import checkpoint
+import quant
+import run
+import train
+from engines import HFEngine
+from flags import UserError
+from learner import Comm, Learner
+from model import Needs
+from optim import make_optimizers
+from quant import LowBitExperts, by_expert, dequantize, experts_of, format_of, quantize
+from remote.groups import Limits, decode_group, encode_group
+from remote.wire import WireError
+from sampling import Sampling
+from sync import Probe, SyncError, prove
+
+IDS = len(tokenizer())
+FORMATS = ["int8", "fp8", "w4a16"]
+
+
+def moe(seed: int = 0, **changes):
+    return model("qwen3_moe", seed, moe_intermediate_size=32, **changes)
+
+
+def logits(lm, seed: int = 3):
+    ids = torch.randint(0, IDS, (2, 12), generator=torch.Generator().manual_seed(seed))
+    return lm(input_ids=ids).logits
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In low bits
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def naive_experts(m, x, chosen, weights, fmt):
+    """Each token by itself: its experts' matrices quantized row by row, its activations as one row."""
+    out = torch.zeros_like(x)
+    for t in range(len(x)):
+        for e, w in zip(chosen[t].tolist(), weights[t], strict=True):
+            gate, up = naive_linear(m.gate_up_proj[e], x[t], fmt).chunk(2)
+            out[t] += w * naive_linear(m.down_proj[e], nn.functional.silu(gate) * up, fmt)
+    return out
+
+
+def naive_linear(weight, x, fmt):
+    rows = [dequantize(*quantize(row[None], fmt.qmax, fmt.dtype, fmt.group))[0] for row in weight]
+    if fmt.activations:
+        x = dequantize(*quantize(x[None], fmt.activation_qmax, fmt.dtype))[0]
+    return torch.stack(rows) @ x
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_aligned_experts_compute_on_low_bit_numbers(name):
+    fmt, m = format_of(name, 16), next(iter(experts_of(moe()).values()))
+    g = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(5, 64, generator=g), torch.rand(5, 2, generator=g)
+    chosen = torch.stack([torch.randperm(8, generator=g)[:2] for _ in range(5)])
+    with torch.no_grad():
+        got, want = LowBitExperts(m, fmt)(x, chosen, weights), naive_experts(m, x, chosen, weights, fmt)
+        assert torch.allclose(got, want, atol=1e-4)
+        assert not torch.allclose(got, m(x, chosen, weights), atol=1e-2)
+
+
+def test_the_gradient_goes_straight_through_to_the_masters():
+    """Weights only: that of a plain model that stands on the rounded weights, for every expert that was chosen."""
+    fmt, aligned, plain = format_of("w4a16", 16), quant.align(moe(), format_of("w4a16", 16)), moe()
+    quant.dequantize_in_place(plain, fmt)
+    for lm in (aligned, plain):
+        logits(lm).log_softmax(-1)[..., 7].sum().backward()
+    assert torch.allclose(logits(aligned), logits(plain), atol=1e-4)
+    theirs = dict(plain.named_parameters())
+    for name, p in aligned.named_parameters():
+        assert torch.allclose(p.grad, theirs[name].grad, atol=1e-3 * float(p.grad.abs().max())), name
+    assert float(aligned.model.layers[0].mlp.experts.down_proj.grad.abs().max()) > 0
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_published_is_what_the_forward_computes_with(name):
+    """And the router is published as it is; every matrix of an expert has scales of its own."""
+    cfg = make_cfg(rollout_quant=name, learner_quant="aligned", quant_group=16)
+    learner = Learner(moe(), None, cfg, Comm())
+    lm = learner.models.policy
+    sent = dict(learner.published("policy", True))
+    layer = "model.layers.1.mlp"
+    assert torch.equal(sent[f"{layer}.gate.weight"], lm.model.layers[1].mlp.gate.weight)
+    if name != "w4a16":
+        q, s = sent[f"{layer}.experts.down_proj"], sent[f"{layer}.experts.down_proj_scale"]
+        assert q.shape == (8, 64, 32) and s.shape == (8, 64, 1)
+        master = lm.model.layers[1].mlp.experts.down_proj
+        largest = learner.rollout_format.qmax
+        assert torch.allclose(s[..., 0], master.abs().amax(-1) / largest)
+    engine = HFEngine(moe(9), fmt=format_of(name, 16))
+    engine.load(learner.published("policy", engine.packed))
+    ids = np.arange(40).reshape(2, 20)
+    assert np.allclose(engine.logprobs(ids), learner.logprobs("policy", ids), atol=2e-4)
+
+
+def test_the_names_are_those_of_the_hub(tmp_path):
+    """As transformers itself writes them into a folder."""
+    from safetensors.torch import load_file
+
+    lm = moe()
+    written = load_file(save(lm, tmp_path) + "/model.safetensors")
+    split = dict(by_expert(lm.state_dict().items()))
+    assert split.keys() == written.keys()
+    assert all(torch.equal(split[name], x) for name, x in written.items())
+    q = {"model.layers.0.mlp.experts.gate_up_proj_scale": torch.arange(12.0).reshape(2, 6, 1)}
+    scales = dict(by_expert(q.items()))
+    assert scales["model.layers.0.mlp.experts.1.up_proj.weight_scale"].tolist() == [[9.0], [10.0], [11.0]]
+
+
+def test_vllm_without_a_kernel_for_experts_is_refused(tmp_path):
+    folder = save(moe(), tmp_path)
+    cfg = dataclasses.replace(make_cfg(rollout_quant="int8"), rollout="vllm")
+    if not torch.cuda.is_available():
+        with pytest.raises(
+            UserError, match="--rollout_quant=int8: on a CPU vLLM multiplies no experts in it; use w4a16"
+        ):
+            quant.check_model(cfg, folder)
+    quant.check_model(dataclasses.replace(cfg, rollout="hf"), folder)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Publishing
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def step(lm, size: float = 0.02) -> None:
+    """Move every weight a little."""
+    g = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in lm.parameters():
+            p += size * torch.randn(p.shape, generator=g)
+
+
+def check_sync(engine, learner, folder: str, fmt) -> None:
+    """Two versions are proved; an engine whose experts stay old is found."""
+    probe = Probe(folder, np.arange(8 * 30).reshape(8, 30), fmt)
+    assert prove(engine, 0, learner.published("policy", engine.packed), probe).status == "first"
+    step(learner.models.policy)
+    assert prove(engine, 1, learner.published("policy", engine.packed), probe).status == "proved"
+    step(learner.models.policy, 0.1)
+    load = engine.load
+
+    def without_experts(named_tensors):
+        old = dict(before)
+        load((name, old[name] if ".experts." in name else x) for name, x in named_tensors)
+
+    before = [(name, x.clone()) for name, x in learner.published("policy", engine.packed)]
+    step(learner.models.policy, 0.1)
+    engine.load = without_experts
+    try:
+        with pytest.raises(SyncError):
+            prove(engine, 2, learner.published("policy", engine.packed), probe)
+    finally:
+        engine.load = load
+
+
+@pytest.mark.parametrize("name", ["none", *FORMATS])
+def test_the_torch_engine_has_the_published_experts(tmp_path, name):
+    folder = save(moe(), tmp_path)
+    fmt = format_of(name, 16)
+    cfg = make_cfg(rollout_quant=name, learner_quant="none" if fmt is None else "aligned", quant_group=16)
+    learner = Learner(moe(), None, cfg, Comm())
+    check_sync(HFEngine(folder, fmt=fmt), learner, folder, fmt)
+
+
+@pytest.mark.parametrize("name", ["none", "w4a16"])
+def test_vllm_has_the_published_experts(tmp_path, name, vllm_engines):
+    folder = save(moe(), tmp_path)
+    fmt = format_of(name, 16)
+    cfg = make_cfg(rollout_quant=name, learner_quant="none" if fmt is None else "aligned", quant_group=16)
+    learner = Learner(moe(), None, cfg, Comm())
+    check_sync(vllm_engines(folder=folder, fmt=fmt), learner, folder, fmt)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Muon
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_muon_moves_every_expert_as_a_matrix_of_its_own():
+    """As torch's own does with each of them alone, for two steps; and nothing is left out, and nothing comes twice."""
+    lm, cfg = moe(), make_cfg(optimizer="muon", weight_decay=0.01)
+    adamw, muon = make_optimizers(lm, cfg, 0.02)
+    mine = [id(p) for o in (adamw, muon) for g in o.param_groups for p in g["params"]]
+    assert sorted(mine) == sorted(id(p) for p in lm.parameters())
+    experts = lm.model.layers[1].mlp.experts
+    assert {id(experts.gate_up_proj), id(experts.down_proj)} <= {id(p) for p in muon.param_groups[1]["params"]}
+    alone = [nn.Parameter(x.detach().clone()) for p in experts.parameters() for x in p]
+    theirs = torch.optim.Muon(alone, lr=0.02, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    for seed in (1, 2):
+        (logits(lm, seed).log_softmax(-1)[..., 7] ** 2).sum().backward()
+        gradients = [x for p in experts.parameters() for x in p.grad]
+        for matrix, gradient in zip(alone, gradients, strict=True):
+            matrix.grad = gradient.clone()
+        for optimizer in (adamw, muon, theirs):
+            optimizer.step()
+        lm.zero_grad()
+    got = [x for p in experts.parameters() for x in p]
+    assert all(torch.allclose(x, y, atol=1e-6) for x, y in zip(got, alone, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Routing replay
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def sampled(lm):
+    """Two groups of the torch engine, of prompts of two lengths, that say which experts each token went to."""
+    engine = HFEngine(lm).record_routing()
+    groups = make_groups(2, G=3, vocab=IDS, prompt=(3, 9))
+    prompts = [g.prompt_ids for g in groups]
+    assert len(prompts[0]) != len(prompts[1])
+    seeds, stop = [[1, 2, 3], [4, 5, 6]], list(range(0, IDS, 7))  # they end at different times
+    drawn = engine.generate(prompts, seeds, Sampling(max_tokens=12), 3, stop)
+    for group, responses in zip(groups, drawn, strict=True):
+        group.responses = responses
+    return groups
+
+
+def chosen_by(lm, ids):
+    """The experts of each token by transformers' own account of its routers' logits: (tokens, layers, k)."""
+    with torch.no_grad():
+        by_layer = lm(input_ids=torch.from_numpy(ids.astype(np.int64))[None], output_router_logits=True).router_logits
+    return torch.stack([x.topk(lm.config.num_experts_per_tok, -1).indices for x in by_layer], 1).numpy()
+
+
+def same_experts(a, b) -> bool:
+    return np.array_equal(np.sort(a, -1), np.sort(b, -1))
+
+
+def test_the_engine_says_which_experts_each_token_went_to():
+    lm = moe()
+    groups = sampled(lm)
+    assert len({len(r.tokens) for g in groups for r in g.responses}) > 2
+    for g in groups:
+        for r in g.responses:
+            read = np.concatenate([g.prompt_ids, r.tokens])[:-1]  # the last token is sampled, and not read
+            assert r.routed.dtype == np.int16
+            assert same_experts(r.routed, chosen_by(lm, read))
+
+
+def replaying(lm, **changes) -> Learner:
+    sizes = dict(group_size=3, train_batch=6, rollout_batch=6)
+    return Learner(lm, None, make_cfg(objective="tis", router_replay=True, **sizes, **changes), Comm())
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_one_router_replayed_is_itself(divided):
+    """Whether or not the model divides the weights of a token's experts by their sum."""
+    lm = moe(norm_topk_prob=divided)
+    groups = sampled(lm)
+    learner, plain = replaying(moe(norm_topk_prob=divided)), Learner(lm, None, make_cfg(objective="tis"), Comm())
+    a = learner.score(batching.collate(groups, learner.cfg), Needs(entropy=True))
+    b = plain.score(batching.collate(groups, plain.cfg), Needs(entropy=True))
+    assert torch.allclose(a.logp, b.logp, atol=1e-5)
+    assert b.routed_alike is None
+    there = batching.collate(groups, learner.cfg).exists
+    assert float(a.routed_alike[there].min()) == 1
+    assert not learner.models.routing.given  # nothing stays behind
+
+
+def test_a_token_goes_where_it_is_sent():
+    """One expert a token, so of weight 1: sent to expert e everywhere, a model is one whose experts are all e."""
+    lm, same, e = moe(num_experts_per_tok=1), moe(num_experts_per_tok=1), 5
+    with torch.no_grad():
+        for p in (p for m in experts_of(same).values() for p in m.parameters()):
+            p.copy_(p[e].clone().expand_as(p))
+    groups = sampled(lm)
+    own = [r.routed.copy() for g in groups for r in g.responses]
+    for r in (r for g in groups for r in g.responses):
+        r.routed = np.full_like(r.routed, e)
+    learner = replaying(lm)
+    batch = batching.collate(groups, learner.cfg)
+    got = learner.score(batch, Needs())
+    want = Learner(same, None, make_cfg(objective="tis"), Comm()).score(batch, Needs())
+    assert torch.allclose(got.logp, want.logp, atol=1e-5)
+    assert not torch.allclose(got.logp, Learner(lm, None, make_cfg(objective="tis"), Comm()).score(batch, Needs()).logp)
+    # agreement of the first layer, whose routers see the same: the share that chose e by itself
+    starts = [len(g.prompt_ids) - 1 for g in groups for _ in g.responses]
+    for row, (routed, start) in enumerate(zip(own, starts, strict=True)):
+        first = (routed[start:, 0, 0] == e).astype(np.float32)
+        alike = got.routed_alike[row, : len(first)].numpy()
+        assert (alike >= first / 2).all() and (alike <= (1 + first) / 2).all()
+
+
+def test_the_router_learns_through_the_weights_of_its_experts():
+    """By finite differences: the experts stay, their weights follow the router."""
+    lm = moe()
+    learner = replaying(lm)
+    batch = batching.collate(sampled(moe(1)), learner.cfg)
+    weight, g = lm.model.layers[0].mlp.gate.weight, torch.Generator().manual_seed(0)
+    direction = torch.randn(weight.shape, generator=g)
+    learner.models(batch, Needs())["logp"].double().sum().backward()
+    slope = float((weight.grad * direction).sum())
+    sums = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            weight += sign * 1e-3 * direction
+            sums.append(float(learner.score(batch, Needs()).logp.double().sum()))
+            weight -= sign * 1e-3 * direction
+    assert slope == pytest.approx((sums[0] - sums[1]) / 2e-3, rel=0.02)
+    assert abs(slope) > 1e-2
+
+
+def test_experts_pass_the_wire_and_a_checkpoint():
+    groups = sampled(moe())
+    limits = Limits(3, 12, 9, IDS, 3, 0, routed=(2, 2, 8))
+    again = decode_group(encode_group(groups[0]), limits)
+    (kept,) = checkpoint.unpack(checkpoint.pack(groups[1:]))
+    for a, b in zip(groups[0].responses + groups[1].responses, again.responses + kept.responses, strict=True):
+        assert np.array_equal(a.routed, b.routed) and np.array_equal(a.tokens, b.tokens)
+    bad = (((0, 0, 0), "arrays"), ((3, 2, 8), "experts of shape"), ((2, 2, 3), "experts that the model has not"))
+    for wrong, words in bad:
+        with pytest.raises(WireError, match=words):
+            decode_group(encode_group(groups[0]), dataclasses.replace(limits, routed=wrong))
+
+
+def test_what_cannot_be_replayed_is_refused():
+    with pytest.raises(UserError, match="--router_replay: a model of the family qwen3 has no experts; leave it out"):
+        replaying(model("qwen3"))
+    with pytest.raises(UserError, match="--router_replay: vLLM does not say here which experts it chose"):
+        make_cfg(router_replay=True, rollout="vllm")
+    groups = sampled(moe())
+    groups[0].responses[1].routed = None
+    with pytest.raises(UserError, match="--router_replay: group .* does not say which experts its tokens went to"):
+        batching.collate(groups, replaying(moe()).cfg)
+
+
+def test_a_run_replays_what_the_low_bit_engine_chose(tmp_path):
+    """The whole loop, in two updates: without alignment the learner's own router would often choose otherwise."""
+    save(moe(), tmp_path / "moe")
+    rows = [{"problem": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(8)]
+    (tmp_path / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    logged = {}
+    for name in ("none", "aligned"):
+        cfg = make_cfg(
+            objective="tis",
+            model=str(tmp_path / "moe"),
+            task=str(tmp_path / "task.jsonl"),
+            out=str(tmp_path / name),
+            router_replay=True,
+            rollout_quant="w4a16",
+            quant_group=16,
+            learner_quant=name,
+            steps=1,
+            max_tokens=8,
+            check_agreement=False,
+        )
+        train.train(cfg)
+        logged[name] = run.read_metrics(cfg.out)[-1]
+        saved, start = (
+            checkpoint.load_model(f) for f in (tmp_path / name / "checkpoints/step_000001/policy", cfg.model)
+        )
+        theirs = start.state_dict()  # no response earns anything here: what is saved is what was there
+        assert all(torch.equal(x, theirs[key]) for key, x in saved.state_dict().items())
+    assert logged["aligned"]["router/agreement"] == 1
+    assert logged["none"]["router/agreement"] < 1
+    assert logged["aligned"]["rollout_corr/mean_mismatch"] < 1e-4 < logged["none"]["rollout_corr/mean_mismatch"]

@@ -1,0 +1,309 @@
+"""KL to the start model, entropy bonus, clipped advantages: expectations by enumeration, gradients by autograd."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import LOG_R, STATS, One, TinyBatch, f64, make_cfg, make_groups, tiny, tiny_model
+from ranks import make_learner
+
+import batching
+import flags
+import objectives
+from corrections import CORRECTIONS
+from learner import Comm, Learner
+from model import Needs, TokenStats
+from objectives import kl_estimate
+from optim import schedule
+
+V = 5
+
+
+def distribution(seed: int, near=None):
+    """Logits (V,) of a distribution over five tokens; near others, or anywhere."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(V, generator=g, dtype=f64)
+    return x if near is None else near + 0.5 * x
+
+
+START, INF = distribution(0).log_softmax(0), distribution(1).log_softmax(0)
+REF, NEW = distribution(2, INF).log_softmax(0), distribution(3, INF).log_softmax(0)
+
+
+def kl(logp, logq):
+    return (logp.exp() * (logp - logq)).sum()
+
+
+def gradient_of(value, logits):
+    return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+
+def expected_gradient(value, law, logits):
+    """sum_x law(x) d value_x / d logits, of values (V,)."""
+    return gradient_of((law.exp().detach() * value).sum(), logits)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The estimators
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_values_of_the_estimators_on_average():
+    of = {name: (NEW.exp() * kl_estimate(NEW, START, name)).sum() for name in ("k1", "k2", "k3")}
+    assert torch.allclose(of["k1"], kl(NEW, START))
+    assert torch.allclose(of["k3"], kl(NEW, START))
+    assert abs(of["k2"] - kl(NEW, START)) > 0.01
+    near = (START + 0.01 * NEW).log_softmax(0)
+    k2 = (near.exp() * kl_estimate(near, START, "k2")).sum()
+    assert k2 == pytest.approx(float(kl(near, START)), rel=0.02)
+
+
+def test_gradients_of_the_estimators_on_average():
+    """As a loss: 0, of KL(p || start), of KL(start || p). As a reward: k E dlogp."""
+    z = NEW.clone().requires_grad_()
+    logp = z.log_softmax(0)
+    to_start, from_start = gradient_of(kl(logp, START), z), gradient_of(kl(START, logp), z)
+    in_loss = {name: expected_gradient(kl_estimate(logp, START, name), logp, z) for name in ("k1", "k2", "k3")}
+    assert torch.allclose(in_loss["k1"], torch.zeros(V, dtype=f64), atol=1e-12)
+    assert torch.allclose(in_loss["k2"], to_start)
+    assert torch.allclose(in_loss["k3"], from_start)
+    in_reward = {name: expected_gradient(kl_estimate(NEW, START, name) * logp, logp, z) for name in ("k1", "k2", "k3")}
+    assert torch.allclose(in_reward["k1"], to_start)
+    assert torch.allclose(in_reward["k3"], to_start - from_start)
+    assert not torch.allclose(in_reward["k2"], to_start, atol=0.01)
+    assert not torch.allclose(to_start, from_start, atol=0.01)
+
+
+def test_weighted_k3_with_its_ratio_has_the_gradient_of_k2():
+    """DeepSeek-V3.2's term (p_new / p_old) k3, differentiated through both factors, against p_new / p_old times k2."""
+    z = NEW.clone().requires_grad_()
+    logp = z.log_softmax(0)
+    ratio = (logp - REF).exp()
+    for x in range(V):
+        theirs = gradient_of(ratio[x] * kl_estimate(logp, START, "k3")[x], z)
+        ours = gradient_of(ratio[x].detach() * kl_estimate(logp, START, "k2")[x], z)
+        assert torch.allclose(theirs, ours)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the loss
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def five_tokens(logp, adv, inf=INF, ref=REF):
+    """(TokenStats, batch) of five responses of one token, each of the vocabulary once."""
+    column = torch.ones(V, 1, dtype=torch.bool)
+    batch = TinyBatch(
+        logp_ref=ref[:, None],
+        logp_inf=inf[:, None],
+        mask=column,
+        adv=adv,
+        group=torch.zeros(V, dtype=torch.long),
+        mask_uniforms=torch.linspace(0.1, 0.9, V, dtype=f64)[:, None],
+        z_ref=torch.minimum(inf.exp(), ref.exp()).sum() * column.double(),
+        logp_start=START[:, None],
+    )
+    return TokenStats(logp[:, None]), batch
+
+
+NOTHING = torch.zeros(V, 1, dtype=f64)
+
+
+@pytest.mark.parametrize(
+    "flags, inf, ref",
+    [
+        (dict(objective="none"), NEW, NEW),  # on policy
+        (dict(objective="none"), REF, REF),  # several updates on a batch of ref
+        (dict(objective="is"), INF, REF),
+        (dict(objective="is", surrogate="reinforce"), INF, NEW),
+        (dict(objective="ppo_is"), INF, REF),
+        (dict(objective="tis_adjusted", is_cap=1e9), INF, REF),
+    ],
+)
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_the_term_is_the_kl_of_the_policy_whoever_sampled(flags, inf, ref, estimator):
+    """Summed over the vocabulary under p_inf, the loss of tokens without an advantage has the gradient of the KL."""
+    z = NEW.clone().requires_grad_()
+    logp = z.log_softmax(0)
+    cfg = make_cfg(kl_coef=0.3, kl_estimator=estimator, **flags)
+    new, batch = five_tokens(logp, NOTHING, inf, ref)
+    value, _ = objectives.loss(new, batch, STATS, cfg)
+    got = expected_gradient(value[:, 0], inf, z)
+    want = kl(logp, START) if estimator == "k2" else kl(START, logp)
+    assert torch.allclose(got, gradient_of(0.3 * want, z))
+    assert got.abs().max() > 0.01
+
+
+def test_under_obrs_reward_and_kl_count_a_context_alike():
+    """Both are scaled by Z, as OBRS scales everything: the balance between them is what the flag says."""
+    z = NEW.clone().requires_grad_()
+    logp = z.log_softmax(0)
+    cfg = make_cfg(objective="jackpot", obrs_mask="expected", obrs_c1=1e9, kl_coef=0.3, clip=False)
+    cfg = replace(cfg, obrs_z="exact")
+    reward = torch.tensor([[1.0], [0.0], [2.0], [-1.0], [0.5]], dtype=f64)
+    new, batch = five_tokens(logp, reward)
+    got = expected_gradient(objectives.loss(new, batch, STATS, cfg)[0][:, 0], INF, z)
+    objective = (logp.exp() * reward[:, 0]).sum() - 0.3 * kl(logp, START)
+    assert torch.allclose(got, -float(batch.z_ref[0]) * gradient_of(objective, z))
+
+
+@pytest.mark.parametrize("correction", sorted(set(CORRECTIONS) - {"z_tis", "obrs", "jackpot_adjusted"}))
+@pytest.mark.parametrize("surrogate", ["ppo", "reinforce"])
+@pytest.mark.parametrize("denominator", ["proposed", "kept"])
+def test_k2_is_an_advantage_less_the_log_ratio(correction, surrogate, denominator):
+    """Whatever the correction: the gradient is that of the advantages A - kl_coef log(p_new / p_start), clip aside."""
+    base = "new" if correction == "tis_adjusted" else "ref"
+    if base == "new" and surrogate == "reinforce":
+        return
+    where = [[-1.2, -0.7, -1.6], [-0.4, -1.1, -2.0]]
+    flags = dict(correction=correction, surrogate=surrogate, clip=False, loss_denominator=denominator, ratio_base=base)
+    cfg = make_cfg(objective="none", kl_coef=0.25, **flags)
+    grads = []
+    for in_loss in (True, False):
+        new, batch = tiny(LOG_R, new=where)
+        batch.logp_start = torch.tensor([[-2.0, -0.5, -1.0], [-1.0, -3.0, -0.1]], dtype=f64)
+        if not in_loss:
+            batch.adv = batch.adv - 0.25 * (new.logp - batch.logp_start).detach()
+        own = cfg if in_loss else objectives.unregularised(cfg)
+        stats = objectives.prepare(batch, One, own, {})
+        value, _ = objectives.loss(new, batch, stats, own)
+        value.sum().backward()
+        grads.append(new.logp.grad)
+    assert torch.allclose(*grads)
+
+
+def test_the_entropy_takes_no_weight():
+    new, batch = tiny(LOG_R, mask=[[True] * 3, [True, False, True]])
+    new.entropy = torch.full((2, 3), 1.5, dtype=f64, requires_grad=True)
+    plain, _ = objectives.loss(new, batch, STATS, make_cfg(objective="areal_drop"))
+    value, _ = objectives.loss(new, batch, STATS, make_cfg(objective="areal_drop", entropy_coef=0.2))
+    assert torch.allclose(plain - value, 0.3 * batch.mask.double())
+    value.sum().backward()
+    assert torch.allclose(new.entropy.grad, -0.2 * batch.mask.double())
+
+
+def test_the_actors_own_loss_has_no_regularisers():
+    own = objectives.actor_config(make_cfg(actor="base:actor", kl_coef=0.1, entropy_coef=0.2))
+    assert (own.kl_coef, own.entropy_coef) == (0, 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the reward, and the clip of advantages
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_advantages_are_cut_after_they_are_normalised():
+    reward = torch.tensor([0.0] * 7 + [8.0])
+    assert batching.advantage_of(reward, make_cfg(advantage="grpo"))[-1] > 2
+    cut = batching.advantage_of(reward, make_cfg(advantage="grpo", adv_clip=0.3))
+    assert cut[-1] == pytest.approx(0.3)
+    assert cut[0] == pytest.approx(-0.3)
+    assert batching.advantage_of(reward, make_cfg(advantage="grpo_no_std", adv_clip=2.0)).tolist() == [-1.0] * 7 + [2.0]
+
+
+def test_a_response_pays_for_its_log_ratio_to_the_start():
+    """R - kl_coef sum_t log(p_ref / p_start) over tokens with a gradient; what is reported is R itself."""
+    groups = make_groups(2, seed=3)
+    cfg = make_cfg(objective="is", advantage="grpo_no_std", kl_coef=0.5, kl_in="reward")
+    assert cfg.kl_estimator == "k1"
+    before = batching.collate(groups, cfg)
+    rng = np.random.default_rng(0)
+    for g in groups:
+        sizes = [len(r.tokens) for r in g.responses]
+        g.ref = {name: [rng.normal(size=n).astype(np.float32) for n in sizes] for name in ("logp_ref", "logp_start")}
+    after = batching.collate(groups, cfg)
+    assert torch.equal(before.reward, after.reward)
+    row = 0
+    for g in groups:
+        paid = []
+        for i, r in enumerate(g.responses):
+            gap = g.ref["logp_ref"][i] - g.ref["logp_start"][i]
+            paid.append(r.reward - 0.5 * sum(float(x) for x, on in zip(gap, r.loss_mask, strict=True) if on))
+        for x in paid:
+            assert float(after.adv[row]) == pytest.approx(x - sum(paid) / len(paid), abs=1e-5)
+            row += 1
+    in_loss = batching.collate(groups, replace(cfg, kl_in="loss", kl_estimator="k2"))
+    assert torch.equal(in_loss.adv, before.adv)
+
+
+def test_a_kl_in_the_reward_needs_the_ref_pass():
+    cfg = make_cfg(objective="is", kl_coef=0.5, kl_in="reward")
+    assert objectives.passes_needed(cfg, {}, 1) == {"ref"}
+    assert objectives.passes_needed(replace(cfg, kl_in="loss"), {}, 1) == set()
+    assert objectives.passes_needed(replace(cfg, kl_coef=0.0), {}, 1) == set()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_defaults_and_contradictions():
+    cfg = make_cfg()
+    assert (cfg.kl_coef, cfg.entropy_coef, cfg.adv_clip) == (0, 0, 0)
+    assert make_cfg(kl_coef=0.1).kl_estimator == "k2"
+    for given, words in (
+        (dict(kl_coef=0.1, kl_estimator="k1"), "--kl_estimator=k1 with --kl_in=loss: .* use k2 or"),
+        (dict(kl_coef=-0.1), "--kl_coef=-0.1: must not be negative"),
+        (dict(entropy_coef=-1.0), "--entropy_coef=-1.0: must not be negative"),
+        (dict(adv_clip=-1.0), "--adv_clip=-1.0: must not be negative"),
+        (dict(kl_coef=0.1, top_p=0.9, keep_sampling_mask="recompute"), "--kl_coef: the KL between two cut"),
+        (dict(adv_clip=1.0, advantage_error_every=5), "leave out --adv_clip"),
+        (dict(kl_coef=1.0, kl_in="reward", advantage_error_every=5), "leave out --adv_clip and --kl_in"),
+    ):
+        with pytest.raises(flags.UserError, match=words):
+            make_cfg(**given)
+
+
+def test_names_of_other_frameworks():
+    assert flags.ours("beta", "0.04") == {"kl_coef": "0.04", "kl_estimator": "k3"}
+    assert flags.ours("kl_loss_coef", "0.001") == {"kl_coef": "0.001"}
+    assert flags.ours("kl_loss_type", "low_var_kl") == {"kl_estimator": "k3"}
+    assert flags.ours("use_kl_in_reward", "True") == {"kl_in": "reward"}
+    assert flags.ours("warmup_ratio", "0.03") == {"warmup_steps": "0.03"}
+
+
+def test_warm_up_as_a_share_of_the_steps():
+    cfg = SimpleNamespace(warmup_steps=0.03, steps=150, lr_schedule="constant")  # 4.5 updates, so 5
+    assert [schedule(step, cfg) for step in range(6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+    assert schedule(0, replace(make_cfg(), warmup_steps=0.0)) == 1.0
+    with pytest.raises(flags.UserError, match="--warmup_steps=2.5: a whole number of updates, or a share"):
+        make_cfg(warmup_steps=2.5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The learner
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_start_model_scores_and_stays_frozen():
+    cfg = make_cfg(objective="tis", kl_coef=0.2, entropy_coef=0.01, micro_tokens=40, lr=1e-2, warmup_steps=0)
+    learner, groups = make_learner(cfg), make_groups(2, seed=2)
+    before = {name: p.detach().clone() for name, p in learner.models.named_parameters()}
+    batch = batching.collate(groups, cfg)
+    said = learner.score(batch, Needs(start=True)).logp_start
+    alone = Learner(tiny_model(3, dtype=f64), None, replace(cfg, kl_coef=0.0), Comm())
+    assert torch.allclose(said, alone.score(batch, Needs()).logp, atol=1e-12)
+    was = make_learner(replace(cfg, kl_coef=0.0)).score(batch, Needs()).logp
+    logged = learner.update(batch, objectives.prepare(batch, learner.comm, cfg, {}))
+    assert logged["start_kl"] == pytest.approx(float((was - said)[batch.mask].mean()))
+    assert logged["start_k3_kl"] > 0
+    for name, p in learner.models.named_parameters():
+        assert torch.equal(p, before[name]) == name.startswith("start."), name
+    assert batch.logp_start is None  # one forward for both: nothing was scored before
+
+
+def test_under_an_aligned_learner_the_start_model_computes_in_low_bits_too():
+    """Held to itself a policy has drifted nowhere."""
+    cfg = make_cfg(kl_coef=0.1, rollout_quant="w4a16", learner_quant="aligned", quant_group=32)
+    policy, start = tiny_model(0), tiny_model(0)
+    said = Learner(policy, None, cfg, Comm(), start=start).score(
+        batching.collate(make_groups(), cfg), Needs(start=True)
+    )
+    assert torch.equal(said.logp, said.logp_start)
+
+
+def test_without_a_coefficient_there_is_no_second_model():
+    assert make_learner(make_cfg()).models.start is None
