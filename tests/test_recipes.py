@@ -1,0 +1,228 @@
+"""The papers' settings in configs/papers/: each resolves with all its rows, says what its paper says, runs in small.
+
+In small: stand-ins for the models, two updates, eight tokens a response. What makes a recipe is not touched."""
+
+import json
+import math
+import re
+import tomllib
+
+import pytest
+import standins
+import torch
+from conftest import ROOT
+
+import config
+import tasks
+import train
+from flags import is_hub_id
+from run import read_metrics
+
+RECIPES = {path.stem: path for path in sorted((ROOT / "configs" / "papers").glob("*.toml"))}
+# What the papers print, read from them and not from the files: `batches` is rollout batch and update, in prompts
+PAPERS = {
+    "jackpot": {
+        **{"batches": (64, 64), "correction": "obrs", "obrs_target": "ref", "obrs_lambda": 1, "obrs_topk": 20},
+        **{"obrs_z": "approx", "distill_direction": "forward", "max_tokens": 8192, "clip_low": 0.2, "clip_high": 0.28},
+    },
+    "jackpot_stale": {
+        **{"batches": (2048, 32), "correction": "obrs", "obrs_target": "new", "obrs_lambda": 1, "obrs_topk": 20},
+        **{"clip": False, "obrs_z": "approx"},
+    },
+    "jackpot_clip": {
+        **{"batches": (2048, 64), "correction": "obrs", "obrs_target": "new", "obrs_lambda": 1, "obrs_topk": 20},
+        **{"clip": True, "clip_low": 0.4, "clip_high": 0.7, "obrs_c2": 3, "max_tokens": 8192},
+    },
+    "jackpot_fp8": {"batches": (128, 64), "correction": "obrs", "obrs_target": "ref", "clip": True},
+    "tis_dapo": {
+        **{"batches": (512, 32), "group_size": 16, "correction": "tis", "clip_low": 0.2, "clip_high": 0.28},
+        **{"reduction": "token-mean", "max_tokens": 20480, "overlong": 4096, "lr": 1e-6, "weight_decay": 0.1},
+    },
+    "tis_int8": {"batches": (256, 64), "correction": "tis", "rollout_quant": "int8", "max_tokens": 256, "epochs": 15},
+    "praxis": {
+        **{"batches": (32, 32), "group_size": 8, "correction": "tis", "is_cap": 2, "max_tokens": 10000, "lr": 1e-6},
+        **{"logprobs_mode": "processed", "log_ratio_clamp": 20, "reward": "praxis", "temperature": 1, "top_p": 1},
+    },
+    "qarl": {
+        **{"batches": (512, 64), "group_size": 8, "rollout_quant": "w4a16", "learner_quant": "aligned", "is_cap": 2},
+        **{"surrogate": "tbpo", "correction": "tbpo_mismatch", "clip_low": 3e-4, "clip_high": 4e-4, "lr": 1e-6},
+        **{
+            "tbpo_neg_high": 7e-4,
+            "optimizer": "muon",
+            "weight_decay": 0.01,
+            "max_tokens": 16384,
+            "micro_tokens": 22528,
+        },
+        **{"max_prompt_tokens": 2048, "temperature": 1, "top_p": 1},
+    },
+    "heterorl": {
+        **{"group_size": 8, "surrogate": "gspo", "ratio_base": "group", "advantage": "grpo_no_std", "lr": 1e-6},
+        **{"cppo_beta": 0.005, "delay": "lognormal", "delay_min": 60, "delay_max": 1800, "delay_mass": 0.995},
+        **{"delay_samplers": 4, "max_staleness": 64, "window_seconds": 1800, "lr_schedule": "constant", "epochs": 3},
+        **{"warmup_steps": 0.03, "gepo_expectation": "weighted", "rollout_memory": 0.45},
+    },
+}
+PAPERS["qarl_moe"] = PAPERS["qarl"]
+# What a run in small sets anew: sizes, places and precision. All else of a recipe stays
+SMALL = {
+    *("model", "actor", "task", "eval_task", "out", "steps"),
+    *("epochs", "rollout_batch", "train_batch", "group_size", "max_tokens", "max_prompt_tokens"),
+    *("overlong", "eval_problems", "eval_samples", "eval_every", "log_samples", "quant_group"),
+    *("rollout", "rollout_dtype", "rollout_memory", "dtype", "parallel", "kv_cache_dtype"),
+}
+
+
+def of_file(name: str) -> dict:
+    return tomllib.loads(RECIPES[name].read_text())
+
+
+def rows_of(name: str) -> list[list[str]]:
+    """The flags of the rows in a recipe's head: its indented lines, up to two spaces or the end."""
+    lines = re.findall(r"^#   (--.*?)(?:  .*)?$", RECIPES[name].read_text(), re.M)
+    return [line.split() for line in lines]
+
+
+def parsed(name: str, *flags: str) -> config.Config:
+    return config.parse([f"--config={RECIPES[name]}", *flags])
+
+
+def test_every_recipe_is_compared_with_its_paper_and_stands_in_the_table():
+    table = (ROOT / "configs" / "README.md").read_text()
+    assert set(re.findall(r"^\| \[(\w+)\]\(papers/\1\.toml\)", table, re.M)) == RECIPES.keys() == PAPERS.keys()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_says_what_its_paper_says(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # a recipe is for a machine with GPUs
+    cfg = parsed(name)
+    wanted = dict(PAPERS[name])
+    rollout, update = wanted.pop("batches", (8, 8))
+    assert (cfg.rollout_batch, cfg.train_batch) == (rollout * cfg.group_size, update * cfg.group_size)
+    assert {key: getattr(cfg, key) for key in wanted} == pytest.approx(wanted)
+    assert cfg.train_batch % (8 * cfg.group_size) == 0  # divides among 8 GPUs
+    assert cfg.dtype == cfg.rollout_dtype == "bfloat16"
+    assert is_hub_id(cfg.model)
+    head = RECIPES[name].read_text().split("\nobjective")[0]
+    assert f"--config=configs/papers/{name}.toml" in head
+    for part in ("# In the text", "Hardware: ", "Not run.", "# In small"):
+        assert part in head
+    for page in re.findall(r"results/\w+\.md|configs/papers/\w+\.toml", head):
+        assert (ROOT / page).is_file()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_all_rows_of_a_recipe_resolve(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    rows = rows_of(name)
+    assert len(rows) >= 2
+    usual = parsed(name)
+    seen = {repr(usual)}
+    for row in rows:
+        cfg = parsed(name, *row)
+        seen.add(repr(cfg))
+        assert cfg.train_batch == usual.train_batch
+    assert len(seen) == 1 + len(rows)  # each is another run
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_data_sets_are_named_as_the_reader_wants_them(name):
+    cfg = of_file(name)
+    labels = []
+    for word in [cfg["task"], *cfg["eval_task"].split(",")]:
+        parts = word.strip().split(":")
+        source = ":".join(part for part in parts if "=" not in part)
+        assert re.fullmatch(r"hf:[\w.-]+/[\w.-]+(@[\w-]+)?/(train|test)|out/data/\w+\.jsonl", source)
+        labels.append(tasks.label_of(source))
+        for part in parts:
+            if "=" in part:
+                tasks.setting("eval_task", source, part)
+    assert len(set(labels[1:])) == len(labels[1:])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In small
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Stand-ins by family, a larger and a smaller one of qwen3, and six problems."""
+    root = tmp_path_factory.mktemp("small")
+    made = {"qwen3": ("qwen3", 2), "actor": ("qwen3", 1), "qwen2": ("qwen2", 2), "moe": ("qwen3_moe", 2)}
+    for seed, (name, (family, layers)) in enumerate(made.items()):
+        changes = {"num_hidden_layers": layers, "max_position_embeddings": 512}  # HeteroRL's system prompt is long
+        standins.save(standins.model(family, seed, **changes), root / name)
+    rows = [{"problem": f"What is {i} + {i}?", "answer": f"work\n#### {2 * i}"} for i in range(6)]
+    (root / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+def stand_in(model: str) -> str:
+    """Which stand-in has the architecture of a model of the hub."""
+    if "A3B" in model:
+        return "moe"
+    return "qwen3" if "Qwen3" in model else "qwen2"
+
+
+def shrunk(name: str, small, out) -> list[str]:
+    """The flags that make a recipe small: two responses an update, and as many updates to a sync as it has."""
+    cfg = of_file(name)
+    settings = "".join(f":{part}" for part in cfg["eval_task"].split(",")[0].split(":") if part.startswith("temp"))
+    flags = {
+        "model": small / stand_in(cfg["model"]),
+        "actor": "none" if cfg["actor"] == "none" else small / "actor",
+        "task": small / "sums.jsonl",
+        "eval_task": f"{small / 'sums.jsonl'}:samples=2{settings}",
+        "out": out,
+        "steps": 2,
+        "epochs": 0,
+        "group_size": 2,
+        "train_batch": 2,
+        "rollout_batch": 2 * cfg["rollout_batch"] // cfg["train_batch"],
+        "max_tokens": 8,
+        "max_prompt_tokens": 0,
+        "overlong": 4 if "overlong" in cfg else 0,
+        "eval_problems": 2,
+        "eval_every": 0,
+        "log_samples": 0,
+        "rollout": "hf",
+        "rollout_dtype": "float32",
+        "dtype": "float32",
+        "parallel": "ddp",
+        "kv_cache_dtype": "auto",
+        "quant_group": 16,
+    }
+    assert flags.keys() <= SMALL
+    return [f"--{key}={value}" for key, value in flags.items()]
+
+
+# what only this recipe's parts log
+LOGGED = {
+    "jackpot": ("obrs/z_approx", "distill_kl"),
+    "jackpot_stale": ("obrs/z_approx", "obrs/kappa"),
+    "jackpot_clip": ("obrs/z_approx", "clip_fraction"),
+    "jackpot_fp8": ("obrs/z_approx",),
+    "tis_dapo": ("dynamic_sampling/dropped",),
+    "tis_int8": ("rollout_corr/mean_mismatch",),
+    "praxis": ("rollout_corr/rollout_is_eff_sample_size",),
+    "qarl": ("rollout_corr/mean_mismatch",),
+    "qarl_moe": ("rollout_corr/mean_mismatch",),
+    "heterorl": ("delay/clock", "cppo_kl"),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_runs_in_small(name, small, tmp_path):
+    argv = shrunk(name, small, tmp_path / "run")
+    train.train(parsed(name, *argv))
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
+    untouched = {key: value for key, value in of_file(name).items() if key not in SMALL}
+    assert {key: saved[key] for key in untouched} == untouched
+    assert (
+        saved["rollout_batch"] / saved["train_batch"] == of_file(name)["rollout_batch"] / of_file(name)["train_batch"]
+    )
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows if "loss" in row] == [0, 1]
+    for key in ("loss", "grad_norm", *LOGGED[name]):
+        logged = [row[key] for row in rows if key in row]  # some are logged once a rollout batch
+        assert logged and all(map(math.isfinite, logged))
