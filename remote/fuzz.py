@@ -467,7 +467,7 @@ class Scene:
     def __init__(self, root: Path, hub: Hub | FilesHub, make_link):
         self.hub = hub
         cfg = SimpleNamespace(sync_every=1, sync_dtype="float32", max_staleness=None, window_seconds=1e9, give_up=300.0)
-        cfg.out = str(root)
+        cfg.dynamic_sampling, cfg.out = 0, str(root)
         store = root / "versions"
         self.source = RemoteSource(hub, cfg, LIMITS, Sampling(), store, Comm(), hub.log, Arithmetic())
         self.source.publish(0, {"w": torch.ones(3)}.items())

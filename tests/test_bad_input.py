@@ -77,7 +77,7 @@ ROWS = [
 --top_k=257 | --top_k=257: larger than the vocabulary of 256 tokens; 0 keeps all
 --min_p=1 | --min_p=1.0: a share in [0, 1); 0 keeps all tokens
 --kept_max=0 | --kept_max=0: must be at least 1
---lora_rank=8 | --lora_rank: no such flag; see --help
+--lora_rnk=8 | --lora_rnk: no such flag; did you mean --lora_rank?
 --use-vllm | --use_vllm: no such flag; see --help
 --gpu_memory_utilization=0.9 | --gpu_memory_utilization: no such flag; see --help
 --rollout_is=tokens | --correction=tokens: not one of none, is, tis, tis_adjusted, icepop, ... did you mean tis?
@@ -90,7 +90,7 @@ ROWS = [
 --reduction=mean | --reduction=mean: not one of token-mean, seq-mean-token-mean, ... did you mean token-mean?
 --optimizer=adam | --optimizer=adam: not one of adamw, muon; did you mean adamw?
 --lr_schedule=cosin | --lr_schedule=cosin: not one of constant, linear, cosine; did you mean cosine?
---dtype=float8 | --dtype=float8: not one of float32, bfloat16, float16; did you mean bfloat16?
+--dtype=float8 | --dtype=float8: not one of float32, bfloat16, float16; did you
 --kv_cache_dtype=fp8 | --kv_cache_dtype=fp8: --rollout=hf has no such cache; use --rollout=vllm, or auto
 --kv_cache_dtype=int8 | --kv_cache_dtype=int8: not one of auto, fp8
 --rollout=sglang | --rollout=sglang: not one of vllm, hf
@@ -266,8 +266,7 @@ WITHOUT=math_verify --model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dty
 --model=POLICY --lr=1e-5 | --model=POLICY: ... name them, for instance --max_tokens=4096 --dtype=bfloat16
 --model= | --model=: no Hugging Face model folder (no ... give one as save_pretrained writes it, or base:policy
 --model=none | --model=none: no Hugging Face model folder ... give one as save_pretrained writes it, or base:policy
-HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B | --model=Qwen/Qwen3-0.6B: no such folder here, ... or give a folder
-HF_HUB_OFFLINE=1 --model=POLICY --actor=some/where | --actor=some/where: no such folder here, ... or give a folder
+HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --lr=1 --dtype=float32 --max_tokens=8 | --model=Qwen/Qwen3-0.6B: no such
 --model=base:polcy | --model=base:polcy: not one of base:policy, base:actor; did you mean base:policy?
 --actor=/no/such | --actor=/no/such: no Hugging Face ... give one as save_pretrained writes it, or base:policy
 --actor=base: | --actor=base:: not one of base:policy, base:actor; did you mean base:actor?
@@ -284,7 +283,7 @@ HF_HUB_OFFLINE=1 --model=POLICY --actor=some/where | --actor=some/where: no such
 --config=two_lines.toml | --config=two_lines.toml: not valid TOML (Expected '=' after a key in ... mend that place
 --config=twice.toml | --config=twice.toml: not valid TOML (Cannot overwrite a value (at line 2, ... mend that place
 --config=near.toml | near.toml: stps: no such flag; did you mean --steps?
---config=far.toml | far.toml: lora_rank: no such flag; see --help
+--config=far.toml | far.toml: use_vllm: no such flag; see --help
 --config=section.toml | section.toml: RunFlags: no such flag; see --help
 --config=include.toml | include.toml: config: no such flag; see --help
 --config=bom.toml | bom.toml: stps: no such flag; did you mean --steps?
@@ -361,6 +360,7 @@ HF_HUB_OFFLINE=1 --model=POLICY --actor=some/where | --actor=some/where: no such
 --eval_task=nowhere.jsonl | --eval_task=nowhere.jsonl: no such file; give the path of a JSONL, JSON or Parquet file
 --eval_task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
 --eval_task=long.jsonl | --eval_task=long.jsonl: the longest prompt has 1012 ... shorten the response
+HF_HUB_OFFLINE=1 --actor=some/where | --actor=some/where: no such folder here, ... or give a folder
 --task=hf:gsm8k | --task=hf:gsm8k: write hf:NAME/SPLIT, such as hf:openai/gsm8k@main/train
 --task=fine.parquet | fine.parquet: not a whole Parquet file ... copy it anew
 --task=array.json | array.json: not a JSON array of rows; a file with one row a line ends in .jsonl
@@ -622,7 +622,7 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --mismatch --micro_tokens=0 | --micro_tokens=0: must be at least 1
 --mismatch --log_ratio_clamp=0 | --log_ratio_clamp=0.0: must be above 0
 --mismatch --learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or the
---mismatch --dtype=float8 | --dtype=float8: not one of float32, bfloat16, float16; did you mean bfloat16?
+--mismatch --dtype=float8 | --dtype=float8: not one of float32, bfloat16, float16; did you
 --mismatch --top_k=5 --logprobs_mode=raw | --logprobs_mode=raw: raw ... use processed, or --keep_sampling_mask=off
 --learner_quant=int8 | --learner_quant=int8: the learner's format is for ... add it, or name a --rollout_quant
 --rollout_quant=w4a16 --quant_group=7 | --quant_group=7: model.layers.0.self_attn.q_proj has ... choose a divisor

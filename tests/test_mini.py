@@ -55,7 +55,7 @@ def in_float64(from_pretrained):
 
 def flags(solvers, out, **changes):
     values = {"model": solvers / "policy", "actor": solvers / "actor", "rollout": "hf", "out": out, "eval_every": 0}
-    return [f"--{name}={value}" for name, value in {**values, **SIZES, **changes}.items()]
+    return [f"--{name}={value}" for name, value in {**config.EMBEDDED, **values, **SIZES, **changes}.items()]
 
 
 def by_train(solvers, out, monkeypatch, **case):

@@ -10,12 +10,14 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import oracle
 import pytest
 import torch
 from conftest import f64, make_cfg
+from transformers import PretrainedConfig
 
 import batching
 import objectives
@@ -143,19 +145,27 @@ def in_float64(monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+class Table(torch.nn.ParameterList):
+    """A model of which the logits are its hidden states."""
+
+    config = PretrainedConfig()
+
+    def get_output_embeddings(self):
+        return SimpleNamespace(weight=torch.eye(V))
+
+
 class Tables(PolicyAndActor):
     """A policy and an actor whose logits stand in tables, by row of the fixture and place in the response."""
 
     def __init__(self, *logits, start):
-        models = [torch.nn.ParameterList([x]) for x in logits]
-        super().__init__(*models, start=torch.nn.ParameterList([start]))
+        super().__init__(*(Table([x]) for x in logits), start=Table([start]))
 
     can_share = False
 
     def _hidden(self, lm, batch, at, share):
         T = batch.tokens.shape[1]
         table = lm[0][[row_of(batch, b) for b in range(len(batch))]][:, :T]
-        return table.flatten(0, 1)[at], torch.eye(V)
+        return table.flatten(0, 1)[at]
 
 
 def row_of(batch, b: int) -> int:

@@ -617,7 +617,7 @@ def opened_source(folders, tmp_path, monkeypatch):
     """flags -> (source, run, how many log-probabilities a token its engine was made for)."""
     asked = []
     engine = SimpleNamespace(packed=True, close=lambda: None)
-    monkeypatch.setattr("run.make_engine", lambda cfg, folder, max_len, topk, device: asked.append(topk) or engine)
+    monkeypatch.setattr("run.make_engine", lambda cfg, folder, max_len, topk, *more: asked.append(topk) or engine)
     monkeypatch.setitem(sys.modules, "remote.source", SimpleNamespace(open_remote_source=lambda *a: a))
 
     def make(**changes):
