@@ -293,13 +293,19 @@ def is_message(m) -> bool:
 
 
 def answer_of(row: dict, place: str, key: str) -> str:
-    """A row's final answer. UserError: it has none."""
+    """A row's final answer; "" where its column is empty. UserError: it has none."""
+    found = None
     for name in [key] if key else ANSWERS:
         value = nested(row, name)
-        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
-            found = final_answer(str(value))
-            if name != "solution" or "\\boxed" in str(value):
-                return found
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            continue
+        if name == "solution" and "\\boxed" not in str(value):  # a worked solution that does not say its answer
+            continue
+        found = final_answer(str(value))
+        if found:
+            return found
+    if found is not None:
+        return ""
     named = f"`{key}`" if key else "`answer`"
     more = "" if key else ", or name the column with --answer_key"
     raise UserError(f"{place}: no {named} that is a text or a number; add one{more}")

@@ -173,7 +173,7 @@ class Reward:
             counts["reward/overlong"] -= penalty
         if any(part.name == "math" for part in self.parts):
             counts["unboxed"] = sum(last_box(a.text) is None for a in answers)
-        return total, Counter({name: x for name, x in counts.items() if x})
+        return total, counts
 
     def values(self, part: Part, answers: list[Answer]) -> list:
         """What the pool says of each answer; equal ones are graded once, and nothing stands for a missing box."""

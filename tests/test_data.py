@@ -60,6 +60,7 @@ CHAT = [{"role": "system", "content": "Think."}, {"role": "user", "content": "1+
 LAYOUTS = {
     "MATH": ({"problem": "p", "solution": "so \\boxed{\\frac12}.", "level": 3}, ("p", "\\frac12")),
     "MATH-500": ({"problem": "p", "solution": "s \\boxed{7}", "answer": "8"}, ("p", "8")),
+    "an empty answer": ({"problem": "p", "answer": "", "solution": "so \\boxed{3}"}, ("p", "3")),
     "GSM8K": ({"question": "q", "answer": "1 + 1 = 2\n#### 2"}, ("q", "2")),
     "AIME": ({"Problem": "p", "Answer": 204}, ("p", "204")),
     "DAPO": ({"prompt": CHAT, "reward_model": {"ground_truth": "34", "style": "rule"}}, (CHAT, "34")),

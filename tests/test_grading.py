@@ -17,7 +17,7 @@ import pytest
 import sympy.core.random
 from conftest import ROOT
 
-from tasks import Answer, Problem, Table, grading, read_rows, rewards
+from tasks import Answer, Problem, Table, grading, grading_metrics, read_rows, rewards
 from tasks.grading import Graders, graders
 from tasks.prompts import Style
 from tasks.rewards import Reward, last_box, parts_of
@@ -513,6 +513,19 @@ def test_code_is_run_against_a_rows_tests(own):
     texts = ("def double(x): return 2 * x", "def double(x): return x", "def double(x: return", "while True: pass")
     answers = [Answer(problem("", **row), text, True) for text in texts[:3]]
     assert own("runs", seconds=20.0).of(answers)[0] == [1.0, 0.0, 0.0]
+
+
+def test_parts_that_earn_nothing_are_logged_too():
+    answers = [Answer(problem("7"), "\\boxed{8}", False, tokens) for tokens in (90, 100)]
+    _, counts = Reward(parts_of("math,boxed*0.5"), max_tokens=100, overlong=20).of(answers)
+    assert grading_metrics(counts) == {
+        "grade/timeouts": 0,
+        "grade/failures": 0,
+        "grade/unboxed": 0,
+        "reward/math": 0,
+        "reward/boxed": 0,
+        "reward/overlong": -0.75,
+    }
 
 
 def test_the_readmes_example(tmp_path):
