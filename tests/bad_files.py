@@ -165,7 +165,7 @@ FILES = {
     "two_lines.toml": "lr = 1e-3\nsteps 3\n",
     "twice.toml": "lr = 1e-3\nlr = 1e-4\n",
     "near.toml": "stps = 3",
-    "far.toml": "use_vllm = 8",
+    "far.toml": "critic_warmup = 8",
     "section.toml": "[RunFlags]\nlr = 1e-3\n",
     "include.toml": 'config = "other.toml"',
     "bom.toml": "\ufeffstps = 3",

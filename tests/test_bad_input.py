@@ -78,6 +78,7 @@ ROWS = [
 --min_p=1 | --min_p=1.0: a share in [0, 1); 0 keeps all tokens
 --kept_max=0 | --kept_max=0: must be at least 1
 --lora_rnk=8 | --lora_rnk: no such flag; did you mean --lora_rank?
+--critic_warmup=8 | --critic_warmup: no such flag; see --help
 --use-vllm | --use_vllm: no such flag; see --help
 --gpu_memory_utilization=0.9 | --gpu_memory_utilization: no such flag; see --help
 --rollout_is=tokens | --correction=tokens: not one of none, is, tis, tis_adjusted, icepop, ... did you mean tis?
@@ -90,7 +91,7 @@ ROWS = [
 --reduction=mean | --reduction=mean: not one of token-mean, seq-mean-token-mean, ... did you mean token-mean?
 --optimizer=adam | --optimizer=adam: not one of adamw, muon; did you mean adamw?
 --lr_schedule=cosin | --lr_schedule=cosin: not one of constant, linear, cosine; did you mean cosine?
---dtype=float8 | --dtype=float8: not one of float32, bfloat16, float16; did you
+--dtype=float8 | --dtype=float8: not one of float32, bfloat16, float16; did you mean float32?
 --kv_cache_dtype=fp8 | --kv_cache_dtype=fp8: --rollout=hf has no such cache; use --rollout=vllm, or auto
 --kv_cache_dtype=int8 | --kv_cache_dtype=int8: not one of auto, fp8
 --rollout=sglang | --rollout=sglang: not one of vllm, hf
@@ -283,7 +284,7 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --lr=1 --dtype=float32 --max_tokens=8 |
 --config=two_lines.toml | --config=two_lines.toml: not valid TOML (Expected '=' after a key in ... mend that place
 --config=twice.toml | --config=twice.toml: not valid TOML (Cannot overwrite a value (at line 2, ... mend that place
 --config=near.toml | near.toml: stps: no such flag; did you mean --steps?
---config=far.toml | far.toml: use_vllm: no such flag; see --help
+--config=far.toml | far.toml: critic_warmup: no such flag; see --help
 --config=section.toml | section.toml: RunFlags: no such flag; see --help
 --config=include.toml | include.toml: config: no such flag; see --help
 --config=bom.toml | bom.toml: stps: no such flag; did you mean --steps?
@@ -622,7 +623,7 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --mismatch --micro_tokens=0 | --micro_tokens=0: must be at least 1
 --mismatch --log_ratio_clamp=0 | --log_ratio_clamp=0.0: must be above 0
 --mismatch --learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or the
---mismatch --dtype=float8 | --dtype=float8: not one of float32, bfloat16, float16; did you
+--mismatch --dtype=float8 | --dtype=float8: not one of float32, bfloat16, float16; did you mean float32?
 --mismatch --top_k=5 --logprobs_mode=raw | --logprobs_mode=raw: raw ... use processed, or --keep_sampling_mask=off
 --learner_quant=int8 | --learner_quant=int8: the learner's format is for ... add it, or name a --rollout_quant
 --rollout_quant=w4a16 --quant_group=7 | --quant_group=7: model.layers.0.self_attn.q_proj has ... choose a divisor
