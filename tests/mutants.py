@@ -63,7 +63,7 @@ TESTS = {
     "engines.py": ["test_rollout.py", "test_sampling.py", "test_tasks.py", "-k", "not vllm"],
     "rollout.py": ["test_rollout.py", "test_sampling.py", "test_run.py", "test_delay.py", "-k", "not killed"],
     "delay.py": ["test_delay.py", "test_train.py::test_counters_that_are_not_0_go_on"],
-    "tasks/__init__.py": ["test_data.py", "test_grading.py", "test_tasks.py", "-k", "not vllm"],
+    "tasks/__init__.py": ["test_data.py", "test_grading.py", "test_rollout.py", "-k", "not vllm"],
     "tasks/arith.py": ["test_tasks.py", "-k", "not vllm"],
     "tasks/data.py": ["test_data.py", "test_tasks.py", "test_eval.py", "-k", "not vllm"],
     "tasks/prompts.py": ["test_data.py", "test_tasks.py", "-k", "not vllm"],

@@ -337,6 +337,16 @@ def test_a_class_of_ones_own(tokenizer, tmp_path):
             make_task(cfg_of(task=name.replace("Double", attribute)))
 
 
+def test_a_reward_is_tried_where_the_task_is_made(tmp_path):
+    """Before a model loads, on the first problem."""
+    task, own = write(tmp_path / "x.jsonl", {"problem": "p", "answer": "7"}), tmp_path / "own.py"
+    write(own, "def score(row, text, finish_reason):\n    return 1 / (int(row['answer']) - 7)\n")
+    with pytest.raises(
+        ValueError, match="own.py:score: on the first problem with the answer as response: ZeroDivision"
+    ):
+        make_task(cfg_of(task=task, reward=f"{own}:score"))
+
+
 def test_evaluation_sets_have_settings_of_their_own(tmp_path):
     for name in ("a", "b"):
         write(tmp_path / f"{name}.jsonl", {"problem": "p", "answer": "1"})
