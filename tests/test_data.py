@@ -1,16 +1,18 @@
 """Files and data sets of every layout, classes of one's own, and how their problems are asked."""
 
+import hashlib
 import json
 import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from conftest import make_cfg
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from tasks import Answer, Problem, Table, encode, eval_sets, make_task, read_rows
+from tasks import Answer, Problem, Table, digest_of, encode, eval_sets, make_task, read_rows
 from tasks.prompts import TEMPLATES, Chat, Style, encode_all, shown
 from tasks.rewards import Reward
 
@@ -335,6 +337,14 @@ def test_a_class_of_ones_own(tokenizer, tmp_path):
     ):
         with pytest.raises(ValueError, match=sentence):
             make_task(cfg_of(task=name.replace("Double", attribute)))
+
+
+def test_two_hosts_know_that_they_have_the_same_task(tmp_path):
+    path = write(tmp_path / "x.jsonl", {"problem": "p", "answer": "7"})
+    own = write(tmp_path / "own.py", OWN)
+    of_bytes = {name: hashlib.sha256(Path(name).read_bytes()).hexdigest() for name in (path, own)}
+    assert digest_of(path) == of_bytes[path] != digest_of(f"{own}:Double") == of_bytes[own]
+    assert digest_of("arith") == "" and digest_of("hf:a/train") != digest_of("hf:a/test")
 
 
 def test_a_reward_is_tried_where_the_task_is_made(tmp_path):
