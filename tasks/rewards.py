@@ -13,7 +13,6 @@ where the first part named gives more than 0.5.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import math
 import re
@@ -218,9 +217,14 @@ def overlong_penalty(tokens: int, buffer: int, longest: int) -> float:
     return max(0.0, tokens - (longest - buffer)) / buffer
 
 
-@functools.cache
+TOLD: set[str] = set()  # parts of which it was said that they fail
+
+
 def tell_once(name: str, why: str) -> None:
-    """Say aloud, once for each cause, that a reward function failed; training goes on, and counts it."""
+    """Say aloud, at a part's first failure, that it failed; training goes on, and counts it."""
+    if name in TOLD:
+        return
+    TOLD.add(name)
     tqdm.write(f"warning: --reward={name}: {why}; such a response earns 0 for it (grade/failures)", file=sys.stderr)
 
 

@@ -558,8 +558,8 @@ def test_a_function_that_waits_is_ended_with_what_it_started(own, tmp_path, monk
     assert until(10, lambda: not alive(int(pid)))
 
 
-def test_a_function_that_raises_is_counted_and_told_once(own, capsys):
-    rewards.tell_once.cache_clear()
+def test_a_function_that_raises_is_counted_and_told_once(own, capsys, monkeypatch):
+    monkeypatch.setattr(rewards, "TOLD", set())
     answers = [Answer(problem("7"), text, True) for text in ("", "ab", "")]
     for _ in range(2):
         assert own("fails").of(answers) == (
@@ -571,6 +571,7 @@ def test_a_function_that_raises_is_counted_and_told_once(own, capsys):
     texts = ("", "none", "nan", "text", "list", "nosuch")
     earned, counts = own("returns").of([Answer(problem("7"), text, True) for text in texts])
     assert earned == [1.0, 0, 0, 0, 0, 0] and counts["failures"] == 5
+    assert capsys.readouterr().err.count("warning: --reward=") == 1  # of five causes
 
 
 @pytest.mark.parametrize(
