@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import sympy.core.random
 from conftest import ROOT
+from test_hub import until
 
 from tasks import Answer, Problem, Table, grading, grading_metrics, read_rows, rewards
 from tasks.grading import Graders, graders
@@ -130,14 +131,6 @@ def alive(pid: int) -> bool:
         return False
 
 
-def until(seconds: float, condition) -> bool:
-    """Waits for the condition, at most so long; whether it came true."""
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return condition()
-
-
 def test_an_answer_without_end_costs_itself_alone(tmp_path):
     """Others in its chunk are graded, and the same answer again is not tried again."""
     task = math_task(tmp_path, "5", seconds=0.5)
@@ -231,7 +224,7 @@ def test_grading_processes_are_kept_light_and_replaced():
         assert graded(pool, pairs, 5.0) == wanted
         assert [p.process.pid for p in pool.processes] == first
         os.kill(first[0], signal.SIGKILL)
-        assert until(10, lambda: not alive(first[0]))
+        assert until(lambda: not alive(first[0]), within=10)
         assert graded(pool, pairs, 5.0) == wanted  # an idle one that has died costs nothing
         assert pool.grade("math", [], 5.0) == []
         assert first[0] not in [p.process.pid for p in pool.processes] and len(pool.processes) == 2
@@ -358,7 +351,7 @@ def test_graders_end_with_their_parent():
     process, pids = hanging(3.0)
     process.kill()
     process.communicate()
-    assert until(60, lambda: not any(map(alive, pids)))
+    assert until(lambda: not any(map(alive, pids)), within=60)
 
 
 def test_graders_are_shared_out_among_the_ranks_of_a_host(monkeypatch):
@@ -555,7 +548,7 @@ def test_a_function_that_waits_is_ended_with_what_it_started(own, tmp_path, monk
     finally:
         pool.close()
     (pid,) = (tmp_path / "pids").read_text().split()
-    assert until(10, lambda: not alive(int(pid)))
+    assert until(lambda: not alive(int(pid)), within=10)
 
 
 def test_a_function_that_raises_is_counted_and_told_once(own, capsys, monkeypatch):
