@@ -29,6 +29,7 @@ import tasks
 from delay import DelayFlags, StalenessFlags
 from flags import UserError, choice, need
 from model import lora
+from model.memory import MemoryFlags
 from quant import PrecisionFlags
 from remote import RemoteFlags
 from sampling import Sampling, SamplingFlags
@@ -316,6 +317,7 @@ class Config(
     ObrsFlags,
     ActorFlags,
     OptimizerFlags,
+    MemoryFlags,
     TaskFlags,
     PromptFlags,
     EngineFlags,
@@ -349,6 +351,7 @@ HARMLESS = {
         "out",
     ),
     *("bind", "keys", "sync_path", "give_up"),
+    "gradient_checkpointing",
 }
 
 

@@ -29,7 +29,7 @@ from batching import Batch
 from flags import UserError, from_environment, need
 from measure import Sums
 from metrics import derive, observe
-from model import Needs, PolicyAndActor, TokenStats, check_replay, lora, needs_of_ref_pass, needs_of_update
+from model import Needs, PolicyAndActor, TokenStats, check_replay, lora, memory, needs_of_ref_pass, needs_of_update
 from optim import Guard, make_optimizers, schedule
 from sampling import Sampling
 
@@ -130,6 +130,8 @@ class Learner:
             quant.align(start.requires_grad_(False), own_format if actor is None else None)
         if cfg.router_replay:
             check_replay(sampler)
+        for model in filter(None, (policy, actor)) if cfg.gradient_checkpointing else ():
+            memory.recompute(model)
         autocast = None if cfg.dtype == "float32" else getattr(torch, cfg.dtype)
         how = (autocast, cfg.lm_head_fp32, vocabulary, cfg.router_replay)
         self.models = PolicyAndActor(policy, actor, *how, start).to(self.device)

@@ -208,11 +208,12 @@ class LowBitLinear(nn.Linear):
         They are made once for each version of the weight."""
         if self.loaded is not None:
             return self.loaded
-        version = (self.weight._version, self.weight.data_ptr())
+        fmt, version = self.format, (self.weight._version, self.weight.data_ptr())
         if self.cached_version != version or not self.cache_quantized:
-            fmt = self.format
-            self.cached = quantize(self.weight.detach(), fmt.qmax, fmt.dtype, fmt.group)
-            self.cached_version = version
+            made = quantize(self.weight.detach(), fmt.qmax, fmt.dtype, fmt.group)
+            if not self.cache_quantized:
+                return made
+            self.cached, self.cached_version = made, version
         return self.cached
 
     def forward(self, x):
@@ -250,11 +251,12 @@ class LowBitExperts(nn.Module):
         if name in self.loaded:
             return self.loaded[name]
         weight = getattr(self, name)
-        version = (weight._version, weight.data_ptr())
+        fmt, version = self.format, (weight._version, weight.data_ptr())
         if self.cached_version.get(name) != version or not self.cache_quantized:
-            fmt = self.format
-            self.cached[name] = quantize(weight.detach(), fmt.qmax, fmt.dtype, fmt.group)
-            self.cached_version[name] = version
+            made = quantize(weight.detach(), fmt.qmax, fmt.dtype, fmt.group)
+            if not self.cache_quantized:
+                return made
+            self.cached[name], self.cached_version[name] = made, version
         return self.cached[name]
 
     def matrices(self, name: str) -> list[tuple]:

@@ -107,9 +107,11 @@ def one_update(cfg, learner, groups) -> tuple[dict, dict, dict]:
     return grads, logged, controllers
 
 
-def run_case(case, dtype, odd: str, budget: int, parallel: str, comm) -> dict:
-    """One update on this rank's half of the groups: what it says, and the optimizer's state taken round."""
-    cfg = make_cfg(**case, train_batch=16, rollout_batch=16, micro_tokens=budget, parallel=parallel)
+def run_case(case, dtype, odd: str, budget: int, memory: dict, comm) -> dict:
+    """One update on this rank's half of the groups: what it says, and the optimizer's state taken round.
+
+    memory: flags of the ranks alone, which change no number."""
+    cfg = make_cfg(**case, train_batch=16, rollout_batch=16, micro_tokens=budget, **memory)
     learner = make_learner(cfg, dtype, comm)
     step = learner._step
     groups = rank_groups(odd)[2 * comm.rank : 2 * comm.rank + 2]
@@ -162,7 +164,8 @@ def main(parallel: str, out: str) -> None:
     comm, results = Comm(), []
     for i, (case, dtype, odd) in enumerate([*RANK_CASES, *UNEVEN_CASES]):
         budget = (1, 45)[comm.rank] if i == 1 else (20, 60)[comm.rank]  # prompts are shared in every case but one
-        results.append(run_case(case, dtype, odd, budget, parallel, comm))
+        memory = {"parallel": parallel, "gradient_checkpointing": i % 3 != 1}
+        results.append(run_case(case, dtype, odd, budget, memory, comm))
     if comm.rank == 0:
         torch.save(results, out)
     dist.barrier()
