@@ -351,7 +351,7 @@ HARMLESS = {
         "out",
     ),
     *("bind", "keys", "sync_path", "give_up"),
-    "gradient_checkpointing",
+    *("gradient_checkpointing", "reduce_gradients"),
 }
 
 

@@ -134,9 +134,9 @@ class Learner:
             memory.recompute(model)
         autocast = None if cfg.dtype == "float32" else getattr(torch, cfg.dtype)
         how = (autocast, cfg.lm_head_fp32, vocabulary, cfg.router_replay)
-        self.models = PolicyAndActor(policy, actor, *how, start).to(self.device)
+        self.models = PolicyAndActor(policy, actor, *how, start)
         self.models.eval()  # dropout stays off: scoring and training see one distribution
-        self.wrapped = self._wrap()
+        self.wrapped = self._wrap(autocast)
         self.optimizers = {n: make_optimizers(getattr(self.models, n), cfg, self.lr[n]) for n in self.names}
         self.scaler = torch.amp.GradScaler(torch.device(self.device).type, enabled=cfg.dtype == "float16")
         self.version = 0  # updates so far
@@ -154,22 +154,14 @@ class Learner:
     def sharded(self) -> bool:
         return self.comm.on and self.cfg.parallel == "fsdp"
 
-    def _wrap(self):
-        if not self.comm.on:
-            return self.models
-        if not self.sharded:
+    def _wrap(self, compute: torch.dtype | None):
+        """The models where they belong, with their weights. compute: type of the products, if of 16 bits."""
+        if self.sharded:
+            memory.shard(self.models, self.device, self.comm.size, compute)
+        memory.fill(self.models, self.device)
+        if self.comm.on and not self.sharded:
             return nn.parallel.DistributedDataParallel(self.models, gradient_as_bucket_view=True)
-        from torch.distributed.device_mesh import init_device_mesh  # here and below: seconds to load
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh(torch.device(self.device).type, (self.comm.size,))
-        for layer in self.models.modules():
-            if isinstance(layer, (quant.LowBitLinear, quant.LowBitExperts)):
-                layer.cache_quantized = False
-        for model in self.models.children():
-            for layer in model.base_model.layers:
-                fully_shard(layer, mesh=mesh)
-        return fully_shard(self.models, mesh=mesh)  # embeddings, norms and heads: the root's group
+        return self.models
 
     # -- forward only --------------------------------------------------------------------------------------------------
 
@@ -292,9 +284,10 @@ class Learner:
         return total if self.sharded else total / self.comm.size
 
     def _gradient_sync(self, last: bool):
-        """A context in which gradients are reduced over ranks in the last micro-batch's backward alone."""
+        """A context in which gradients are reduced over ranks in the last micro-batch's backward alone; shards, unless
+        asked otherwise, in every one."""
         if self.sharded:
-            self.wrapped.set_requires_gradient_sync(last)
+            self.wrapped.set_requires_gradient_sync(last or self.cfg.reduce_gradients == "micro")
         elif self.comm.on and not last:
             return self.wrapped.no_sync()
         return contextlib.nullcontext()

@@ -35,11 +35,12 @@ import metrics
 import objectives
 import plot
 from batching import collate
+from checkpoint import load_model
 from engines import make_engine
 from learner import Comm, Learner
 from model import Needs
 from rollout import Rollout, request_seed
-from run import check_models, load_model
+from run import check_models
 from sampling import Sampling, max_allowed
 from tasks import encode, grade_all
 

@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,13 +32,13 @@ import quant
 import sampling
 import tasks
 import warmstart
-from checkpoint import load_model
 from corrections import USES_Z
 from delay import DelaySource
 from engines import make_engine
 from flags import UserError, is_hub_id, need
 from learner import LOCAL_RANK, LearnerCheck
 from model import lora
+from model.memory import unread
 from rollout import LocalSource, uniforms
 from sync import Probe
 from tasks import EvalSet, eval_sets, make_task, run_stop_ids
@@ -73,23 +73,26 @@ class Run:
         return "actor" if self.actor else "policy"
 
     def load_models(self):
-        """(policy, actor or None), float32, from the checkpoint or the starting folders; with LoRA the starting ones,
-        and adapters as new or from the checkpoint."""
+        """(policy, actor or None), of the checkpoint or the starting folders; with LoRA the starting ones, and adapters
+        as new or from the checkpoint. Their weights are read when the learner knows where they belong (memory.fill)."""
         return self.load_one("policy", self.policy), self.load_one("actor", self.actor)
 
     def load_one(self, name: str, start: str | None):
         if not start:
             return None
-        if lora.learns(self.cfg, name):
-            return lora.attach(load_model(start), self.cfg, self.checkpoint and self.checkpoint / f"{name}_adapter")
-        return load_model(str(self.checkpoint / name) if self.checkpoint else start)
+        if not lora.learns(self.cfg, name):
+            return unread(self.checkpoint / name if self.checkpoint else start)
+        model = lora.attach(unread(start), self.cfg)
+        adapter = self.checkpoint and self.checkpoint / f"{name}_adapter"
+        model.on_disk = replace(model.on_disk, adapter=adapter, seed=self.cfg.seed)
+        return model
 
     def load_start(self):
         """The frozen model that --kl_coef holds the policy to: what the run started from, after a resume too.
 
         None without it, and with LoRA on the policy, which holds that model in itself."""
         held = self.cfg.kl_coef and not lora.learns(self.cfg, "policy")
-        return load_model(self.policy) if held else None
+        return unread(self.policy) if held else None
 
     def probe(self) -> Probe:
         """The probe of sync.py."""

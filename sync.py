@@ -265,7 +265,9 @@ def empty_model(config):
     register = torch.nn.Module.register_parameter
 
     def on_meta(module, name, p):
-        register(module, name, p if p is None else torch.nn.Parameter(p.to("meta"), requires_grad=False))
+        if p is not None and not p.is_meta:  # one that is there already may be tied
+            p = torch.nn.Parameter(p.to("meta"), requires_grad=False)
+        register(module, name, p)
 
     generator = torch.get_rng_state()  # put back below: a model draws random weights
     torch.nn.Module.register_parameter = on_meta

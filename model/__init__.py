@@ -17,6 +17,7 @@ A new statistic is a field of TokenStats and a line in the `outputs` and the `__
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 from dataclasses import dataclass, fields
@@ -299,12 +300,21 @@ def routing_of(folder: str) -> tuple[int, int, int]:
     return (len(routers), routers[0].top_k, len(routers[0].weight)) if routers else (0, 0, 0)
 
 
+def with_made_up_weights(router):
+    """A copy of a router, which may have no weights yet, with random ones."""
+    copied = copy.deepcopy(router).to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    for x in copied.state_dict().values():
+        x.normal_(generator=generator)
+    return copied
+
+
 @torch.no_grad()
 def check_replay(model) -> None:
     """UserError: --router_replay cannot tell this model's tokens where to go, or would weigh them in another way."""
     routers = routers_of(model)
     need(routers, f"--router_replay: a model of the family {model.config.model_type} has no experts; leave it out")
-    for router in routers:
+    for router in map(with_made_up_weights, routers):
         logits, weights, experts = router(router.weight[:4])
         need(
             torch.allclose(expert_weights(router, logits, experts), weights.float(), atol=1e-3),

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 
 from checkpoint import load_model, read_config, read_tokenizer, save_model
 from flags import need, parse_flags, read_json, read_text, run_command
@@ -40,18 +41,42 @@ def learns(cfg, name: str) -> bool:
 def attach(model, cfg, folder: Path | None = None):
     """Give the model adapters, as new or from `folder`, and freeze all else; returns it.
 
-    New ones are the same on every rank, and draw nothing from the run's own random numbers."""
+    Of a model without weights (memory.unread) the adapters have none either: `start` comes when it has its own."""
     import peft
 
     config = peft.LoraConfig(
         r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(cfg.seed)
+    with torch.random.fork_rng(devices=[]):  # peft draws adapters, which `start` overwrites
         peft.inject_adapter_in_model(config, model, adapter_name=NAME)
+    if not any(p.is_meta for p in model.parameters()):
+        start(model, cfg.seed, folder)
+    return model
+
+
+@torch.no_grad()
+def start(model, seed: int, folder: Path | None = None) -> None:
+    """The adapters' first values: those in `folder`, or B = 0 and the entries of A (rank, in) uniform in
+    +-1 / sqrt(in), the same on every rank. Collective where they are sharded."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in layers(model):
+        A, B = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+        draws = torch.rand(A.shape, generator=generator, dtype=torch.float64)
+        write(A, (2 * draws - 1) / A.shape[1] ** 0.5)
+        write(B, torch.zeros(B.shape))
     if folder is not None:
         read_adapter(model, folder)
-    return model
+
+
+def write(p, whole) -> None:
+    """Copy a whole tensor into a parameter, or into this rank's part of it. Collective where it is sharded: the first
+    rank's tensor counts."""
+    whole = whole.to(p.device, p.dtype)
+    if hasattr(p, "full_tensor"):
+        from torch.distributed.tensor import distribute_tensor  # seconds to load
+
+        whole = distribute_tensor(whole, p.device_mesh, p.placements)
+    p.copy_(whole)
 
 
 def layers(model) -> list:
@@ -124,13 +149,17 @@ class Adapter:
 
 
 def fingerprint(model) -> str:
-    """A digest of the base model by the first entries of each tensor, which the first rank has of a sharded one too."""
+    """A digest of the base model by the first entries of each tensor, which the first rank has of a sharded one too,
+    and tells the others. Collective where it is sharded."""
     digest = hashlib.blake2b(digest_size=16)
     for name, p in model.named_parameters():
         if not is_adapters(name):
             first = getattr(p.detach(), "_local_tensor", p.detach()).flatten()[:4]
             digest.update(name.encode() + first.float().cpu().numpy().tobytes())
-    return digest.hexdigest()
+    text = [digest.hexdigest()]
+    if any(hasattr(p, "full_tensor") for p in model.parameters()):
+        dist.broadcast_object_list(text, src=0)
+    return text[0]
 
 
 def in_file(name: str) -> str:
@@ -152,7 +181,7 @@ def read_adapter(model, folder: Path) -> None:
         f"{folder}: its adapters are not of this model; give the base model that they were trained on, as it was then",
     )
     for name, p in own.items():
-        p.copy_(saved[name])
+        write(p, saved[name])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,15 +1,33 @@
-"""What models take of the memory.
+"""What models take of the memory, and how little of it is enough.
 
-recompute   activations inside a layer are computed again for the backward pass, not kept (--gradient_checkpointing)
+    unread      a model without weights: its parameters take no memory, until it is known where they belong
+    shard       FSDP2: each rank owns a part of every parameter, and gathers a layer when its turn comes
+    fill        memory for the parameters where they belong, and their values: a rank reads its own part of the files
+    recompute   activations inside a layer are computed again for the backward pass, not kept (--gradient_checkpointing)
+
+Masters, gradients and optimizer states are float32, whatever precision the files have; each rank has its part of them.
+No rank, and no host, ever has the whole model in float32, unless it trains it alone or under DDP.
 """
 
 from __future__ import annotations
 
 import functools
+import json
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+import quant
+import sync
+from checkpoint import load_model, one_sentence, read_config
+from flags import need
+from model import lora
 
 
 @dataclass(frozen=True)
@@ -19,6 +37,230 @@ class MemoryFlags:
     gradient_checkpointing: bool = False
     """Keep a layer's input alone, and compute what is inside it again for the backward pass: a third more time, a
     tenth of the memory. One response is never cut over ranks: the longest one must fit a rank beside its shards."""
+    reduce_gradients: Literal["micro", "update"] = "micro"
+    """FSDP: add gradients up over ranks in every micro-batch, so that a rank keeps its part alone; or once an update,
+    which travels less and keeps them whole."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights: where they are read from, and where to
+# ---------------------------------------------------------------------------------------------------------------------
+
+PIECE = 1 << 24  # numbers that are read at once: 64 MiB in float32
+PLAIN = {"F64", "F32", "F16", "BF16"}  # numbers in a file that are the weights themselves
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """Where the weights of a model are that has none yet. adapter: of LoRA; None: new ones, drawn from seed."""
+
+    folder: str
+    adapter: Path | None = None
+    seed: int = 0
+
+
+def unread(folder: Path | str):
+    """The model of a folder, its parameters on the meta device, where they take no memory; `fill` reads them."""
+    model = sync.empty_model(read_config(folder)).requires_grad_(True).eval()
+    model.on_disk = OnDisk(str(folder))
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head.weight is embedding.weight and Stored(folder).has_two(model):
+        head.weight = nn.Parameter(torch.empty_like(head.weight))
+    return model
+
+
+@torch.no_grad()
+def fill(models: nn.Module, device: str) -> None:
+    """Move models to their device; those that `unread` made get their memory there, and their weights.
+
+    Parameters remain the same objects. UserError, one sentence: `load_model`'s."""
+    with parameters_stay_objects():
+        models._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x.to(device))
+    for model in models.children():
+        if hasattr(model, "on_disk"):
+            source = vars(model).pop("on_disk")
+            read(model, source.folder)
+            lora.start(model, source.seed, source.adapter)
+
+
+@contextmanager
+def parameters_stay_objects():
+    """In here a module that is moved keeps its Parameter objects: tied ones stay tied."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def read(model, folder: Path | str) -> None:
+    """Fill a model's parameters and buffers from the files of a folder, tensor by tensor, each with a rank's own rows.
+
+    Where names or kinds in the files are not the model's own, transformers reads them (`read_whole`)."""
+    stored = Stored(folder)
+    tensors = stored.named(model)
+    if not stored.fit(model, tensors):
+        read_whole(tensors, folder)
+        return
+    with one_sentence(folder, "weights", "copy the folder anew"):
+        for name, x in tensors.items():
+            first, mine = own_rows(x)
+            for row, piece in stored.pieces(name, first, first + len(mine)):
+                mine[row - first : row - first + len(piece)].copy_(piece)
+
+
+def own_rows(x) -> tuple[int, torch.Tensor]:
+    """(first row, rows) that this rank has of a tensor: all, where it is not sharded."""
+    if not hasattr(x, "to_local"):
+        return 0, x.detach()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
+    return offset[0], x.detach().to_local()
+
+
+def read_whole(tensors: dict, folder: Path | str) -> None:
+    """Fill these tensors by transformers, which knows each family's older names and formats.
+
+    Shards: the first rank alone has the whole model, in the precision of the files, and hands it out tensor by
+    tensor."""
+    sharded = any(hasattr(x, "to_local") for x in tensors.values())
+    loaded, why = {}, [""]
+    if not sharded or dist.get_rank() == 0:
+        try:
+            loaded = load_model(folder, "auto").state_dict()
+        except ValueError as e:  # the other ranks must hear of it
+            why = [str(e)]
+    if sharded:
+        dist.broadcast_object_list(why, src=0)
+    need(not why[0], why[0])
+    for name, x in tensors.items():
+        whole = loaded[name].to(x.device, x.dtype) if loaded else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        lora.write(x, whole)
+
+
+class Stored:
+    """The tensors of a model folder as its safetensors files have them."""
+
+    def __init__(self, folder: Path | str):
+        from safetensors import safe_open
+
+        folder = Path(folder)
+        indices = sorted(folder.glob("*.index.json"))
+        files = [folder / "model.safetensors"]
+        if indices:
+            files = [folder / name for name in {*json.loads(indices[0].read_text())["weight_map"].values()}]
+        self.files: dict[str, Path] = {}
+        self.shapes: dict[str, list[int]] = {}
+        self.types: set[str] = set()
+        for file in filter(Path.is_file, files):
+            with safe_open(file, "pt") as f:
+                for name in f.keys():  # noqa: SIM118  it is no dictionary
+                    self.files[name] = file
+                    self.shapes[name] = f.get_slice(name).get_shape()
+                    self.types.add(f.get_slice(name).get_dtype())
+
+    def named(self, model) -> dict[str, torch.Tensor]:
+        """What is to be read of a model, by its name in files; of tied tensors the name that is there."""
+        names: dict[int, list[str]] = {}
+        tensors = {}
+        for name, x in model.state_dict(keep_vars=True).items():
+            if not lora.is_adapters(name):
+                names.setdefault(id(x), []).append(name.replace(".base_layer.", "."))
+                tensors[id(x)] = x
+        return {next((n for n in names[i] if n in self.files), names[i][0]): x for i, x in tensors.items()}
+
+    def fit(self, model, tensors: dict) -> bool:
+        """Whether the files have each of these tensors, under its name and in its shape, as plain numbers."""
+        if not self.types <= PLAIN or hasattr(model.config, "quantization_config") or rearranges(model):
+            return False
+        return all(x.ndim and self.shape(name, x) == list(x.shape) for name, x in tensors.items())
+
+    def shape(self, name: str, x) -> list[int] | None:
+        """The shape in the files of the tensor that shall become x; None: it is not there."""
+        parts = expert_parts(name, 0)
+        if name in self.shapes or not parts:
+            return self.shapes.get(name)
+        found = [self.shapes.get(part) for e in range(len(x)) for part in expert_parts(name, e)]
+        alike = found[0] is not None and all(shape == found[0] for shape in found)
+        return [len(x), len(parts) * found[0][0], *found[0][1:]] if alike else None
+
+    def pieces(self, name: str, first: int, last: int):
+        """Yields (row, rows of a tensor from there on) until all from `first` up to `last` have come.
+
+        A file is open as long as one tensor is read: what was read before need not stay in memory."""
+        from safetensors import safe_open
+
+        if name in self.files:
+            size = max(1, PIECE // max(1, torch.Size(self.shapes[name][1:]).numel()))
+            with safe_open(self.files[name], "pt") as f:
+                for row in range(first, last, size):
+                    yield row, f.get_slice(name)[row : min(row + size, last)]
+            return
+        opened = {}
+        for e in range(first, last):
+            for part in expert_parts(name, e):
+                opened[self.files[part]] = opened.get(self.files[part]) or safe_open(self.files[part], "pt")
+            yield e, torch.cat([opened[self.files[part]].get_tensor(part) for part in expert_parts(name, e)])[None]
+
+    def has_two(self, model) -> bool:
+        """Whether head and embedding, which the config ties, are there as two different tensors."""
+        tied = [name for name, p in model.named_parameters(remove_duplicate=False) if p is self.head_of(model)]
+        found = [name for name in tied if name in self.files]
+        if len(found) < 2 or self.shapes[found[0]] != self.shapes[found[1]]:
+            return False
+        rows = self.shapes[found[0]][0]
+        pairs = zip(self.pieces(found[0], 0, rows), self.pieces(found[1], 0, rows), strict=True)
+        return any(not torch.equal(a, b) for (_, a), (_, b) in pairs)
+
+    @staticmethod
+    def head_of(model):
+        return model.get_output_embeddings().weight
+
+
+def expert_parts(name: str, e: int) -> list[str]:
+    """The names in files of the matrices of expert e in a tensor of all experts (quant.by_expert); [] for others."""
+    layer, experts, kind = name.rpartition(".experts.")
+    halves = {"gate_up_proj": ["gate", "up"], "down_proj": ["down"]}.get(kind, []) if experts else []
+    return [f"{layer}.experts.{e}.{half}_proj.weight" for half in halves]
+
+
+def rearranges(model) -> bool:
+    """Whether transformers changes tensors of this family while it reads them, beyond putting experts together."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    known = {"MergeModulelist", "Concatenate"}
+    operations = [op for way in get_model_conversion_mapping(model) for op in getattr(way, "operations", [])]
+    return not {type(op).__name__ for op in operations} <= known
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shards
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def shard(models: nn.Module, device: str, n_ranks: int, compute: torch.dtype | None) -> nn.Module:
+    """Wrap the models by FSDP2 and return them: a group for each layer; embeddings and heads are the root's.
+
+    compute: the 16-bit type of the products, or None. Layers travel in it then, and gradients are added up in float32.
+    The root travels in float32, in which its embeddings and the sums of its head are taken; and so do aligned layers,
+    which must quantize the very numbers that are published, and those with torch's LayerNorm, which on a CPU takes one
+    type alone."""
+    from torch.distributed.device_mesh import init_device_mesh  # seconds to load
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(torch.device(device).type, (n_ranks,))
+    for model in models.children():
+        aligned = [m for m in model.modules() if isinstance(m, (quant.LowBitLinear, quant.LowBitExperts))]
+        for layer in aligned:
+            layer.cache_quantized = False
+        policy = MixedPrecisionPolicy()
+        if compute and not aligned and not any(isinstance(m, nn.LayerNorm) for m in model.modules()):
+            policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for layer in model.base_model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(models, mesh=mesh)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -32,7 +274,8 @@ def recompute(model) -> None:
     In the place of transformers' own, which asks for a model in training mode and drops the keys and values of a
     prompt that several responses share."""
     for i, layer in enumerate(model.base_model.layers):
-        layer.forward = functools.partial(forward_again, layer.forward, i)
+        if not isinstance(layer.forward, functools.partial):  # of another learner with this model
+            layer.forward = functools.partial(forward_again, layer.forward, i)
 
 
 def forward_again(forward, i: int, *args, past_key_values=None, **more):

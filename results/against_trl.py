@@ -22,12 +22,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import compare, print_table, resolved, seconds, shaped, update
+from checkpoint import load_model
 from engines import HFEngine, VLLMEngine
 from flags import UserError, need, run_command
 from learner import Comm, Learner
 from results import sweep
 from rollout import LocalSource
-from run import load_model
 from sampling import Sampling
 from sync import Probe
 from tasks import Arithmetic, arithmetic_tokenizer

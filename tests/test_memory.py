@@ -1,15 +1,28 @@
 """Memory: what is kept for the backward pass, where weights are read, in what type they travel."""
 
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
-from conftest import make_cfg, make_groups, tiny_model
+import torch.distributed as dist
+from conftest import ROOT, make_cfg, make_groups, tiny_model
 from ranks import LOW_BITS, hold_back_the_step, make_learner, one_update
-from standins import FAMILIES, model, tokenizer
+from safetensors.torch import load_file, save_file
+from standins import FAMILIES, model, save, tokenizer
 
 import batching
 import objectives
+import quant
+from checkpoint import load_model
+from flags import UserError
 from learner import Comm, Learner
+from model import Needs, lora, memory
 
 f64 = torch.float64
 
@@ -113,3 +126,205 @@ def test_a_routing_is_replayed_in_the_second_run_too():
         grads[again, replay] = one_update(cfg, learner, groups)[0]
     assert relative(grads[False, True], grads[True, True]) < 1e-6
     assert relative(grads[False, True], grads[False, False]) > 1e-2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def stored(family: str, folder, **changes) -> str:
+    """A model of this family on disk, in bfloat16, in several files."""
+    made = model(family, **changes)
+    save(made, folder)
+    made.to(torch.bfloat16).save_pretrained(folder, max_shard_size="100KB")
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    return str(folder)
+
+
+def odd_folders(tmp_path) -> list[str]:
+    """Folders that no plain reading gets right: torch's older format, a head of its own that the config ties, and
+    tensors without the base model's prefix."""
+    older, two, bare = (tmp_path / name for name in ("older", "two", "bare"))
+    save(model("llama"), older)
+    torch.save(model("llama", 7).state_dict(), older / "pytorch_model.bin")
+    (older / "model.safetensors").unlink()
+    untied = model("qwen2", tie_word_embeddings=False)
+    save(untied, two)
+    config = json.loads((two / "config.json").read_text())
+    (two / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    tied = model("qwen2", 3)
+    save(tied, bare)
+    save_file(
+        {k: x.contiguous() for k, x in tied.model.state_dict().items()}, bare / "model.safetensors", {"format": "pt"}
+    )
+    return [str(older), str(two), str(bare)]
+
+
+def torchrun(script: str, *args: str, ranks: int = 2) -> None:
+    """One of our scripts on gloo ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    done = subprocess.run(
+        [*command, str(Path(__file__).parent / script), *args],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def alone(folder: str, **changes) -> Learner:
+    cfg = make_cfg(objective="tis", **changes)
+    policy = memory.unread(folder)
+    return Learner(lora.attach(policy, cfg) if cfg.lora_rank else policy, None, cfg, Comm())
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+@pytest.mark.timeout(400)
+def test_three_ranks_read_what_transformers_reads(tmp_path):
+    """All families, from files in bfloat16, and folders in other formats; also by one process; and adapters."""
+    folders = [stored(family, tmp_path / family) for family in FAMILIES] + odd_folders(tmp_path)
+    torchrun("shards.py", "values", ",".join(folders), str(tmp_path / "found.pt"), ranks=3)
+    found = torch.load(tmp_path / "found.pt")
+    for folder in folders:
+        theirs = load_model(folder)
+        ours = alone(folder).models.policy
+        assert same(theirs.state_dict(), found[folder]), folder
+        assert same(theirs.state_dict(), ours.state_dict()), folder
+        assert same(dict(theirs.named_buffers()), dict(ours.named_buffers())), folder
+        assert {p.dtype for p in ours.parameters()} == {torch.float32}
+        assert all(p.requires_grad for p in ours.parameters()) and not any(p.is_meta for p in ours.parameters())
+        assert len(list(ours.parameters())) == len(list(theirs.parameters())), "tied in one, and not in the other"
+    adapted = alone(folders[0], lora_rank=3).models.policy
+    assert same(found["adapters"], {n: x for n, x in adapted.state_dict().items() if lora.is_adapters(n)})
+    assert found["fingerprint"] == lora.fingerprint(adapted)
+
+
+def test_a_tensor_is_read_in_pieces(tmp_path, monkeypatch):
+    """However small: rows of plain tensors, and experts."""
+    monkeypatch.setattr(memory, "PIECE", 100)
+    for family in ("qwen3", "qwen3_moe"):
+        folder = stored(family, tmp_path / family)
+        assert same(load_model(folder).state_dict(), alone(folder).models.policy.state_dict())
+
+
+def test_new_adapters_are_small_draws_that_change_nothing_yet():
+    cfg = make_cfg(objective="tis", lora_rank=3, seed=5)
+    first, again = (lora.attach(model("qwen3"), cfg) for _ in range(2))
+    other = lora.attach(model("qwen3"), make_cfg(objective="tis", lora_rank=3, seed=6))
+    assert same(first.state_dict(), again.state_dict()) and not same(first.state_dict(), other.state_dict())
+    A = torch.cat([layer.lora_A["default"].weight.flatten() * layer.in_features**0.5 for layer in lora.layers(first)])
+    assert float(A.abs().max()) <= 1 and float(A.std()) == pytest.approx(3**-0.5, rel=0.05)  # uniform in +-1
+    assert not any(layer.lora_B["default"].weight.any() for layer in lora.layers(first))
+
+
+@pytest.mark.timeout(400)
+def test_a_rank_takes_the_memory_of_its_shard(tmp_path):
+    """The whole model is 188 MiB in float32, and half of that a rank's part. Beside it there is a piece at a time."""
+    size = dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=12, head_dim=64)
+    made = model("qwen3", **size, num_attention_heads=8)
+    whole = sum(p.numel() for p in made.parameters()) * 4 / 2**20
+    made.to(torch.bfloat16).save_pretrained(tmp_path / "big", max_shard_size="20MB")
+    save(model("qwen3"), tmp_path / "small")
+    torchrun("shards.py", "peak", str(tmp_path / "big"), str(tmp_path / "found.json"))
+    for taken in json.loads((tmp_path / "found.json").read_text()):
+        assert 0.4 * whole < taken < 0.75 * whole, (taken, whole)
+
+
+def test_errors_of_a_folder_are_one_sentence(tmp_path):
+    """A tensor that is missing, and one of another shape: as `load_model` says it."""
+    folder = tmp_path / "qwen3"
+    save(model("qwen3"), folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    for wrong in ({**tensors, name: tensors[name][:-1]}, {n: x for n, x in tensors.items() if n != name}):
+        save_file({n: x.contiguous() for n, x in wrong.items()}, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(UserError, match=f"its weights do not fit its config.json .first: .*{name}.*; give a whole"):
+            alone(str(folder))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What travels between ranks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """A process group of this process alone."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        yield
+        dist.destroy_process_group()
+    else:
+        yield
+
+
+def logp_of(lm, parallel: str, **changes):
+    """Log-probabilities (rows, T) of fixed responses, as the learner computes them."""
+    cfg = make_cfg(objective="tis", parallel=parallel, **changes)
+    comm = Comm()
+    comm.on = parallel == "fsdp"
+    learner = Learner(lm, None, cfg, comm)
+    groups = make_groups(2, seed=3, prompt=(6, 12), vocab=len(tokenizer()))
+    return learner.score(batching.collate(groups, cfg), Needs()).logp
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_that_travel_in_16_bits_compute_what_one_process_computes(family, one_rank):
+    """Norms that bfloat16 can write: digit for digit. Where those of queries and keys (Qwen3) are of 16 bits too, as
+    in vLLM, log-probabilities are as far from float32 as with autocast alone."""
+    lm = model(family).to(torch.bfloat16).float()
+    alone, shards = (logp_of(copy.deepcopy(lm), how, dtype="bfloat16") for how in ("ddp", "fsdp"))
+    exact = logp_of(lm, "ddp")
+    if not family.startswith("qwen3"):
+        assert torch.equal(alone, shards)
+    errors = [float((x - exact).abs().mean()) for x in (alone, shards)]
+    assert errors[0] > 0 and 0.5 < errors[1] / errors[0] < 2
+
+
+def travelling(learner) -> set:
+    """The types in which the layers' parameters are gathered."""
+    groups = [layer._get_fsdp_state()._fsdp_param_groups for layer in learner.models.policy.model.layers]
+    return {p.mp_policy.param_dtype for (group,) in groups for p in group.fsdp_params}
+
+
+def test_what_travels_in_16_bits_and_what_may_not(one_rank):
+    """Matrices in 16 bits, gradients added up in float32; low-bit layers whole: they must quantize what is published,
+    and that is made of the masters."""
+    cases = {
+        "float32": ({}, {None}),
+        "bfloat16": ({"dtype": "bfloat16"}, {torch.bfloat16}),
+        "aligned": ({"dtype": "bfloat16", **LOW_BITS, "rollout_quant": "int8"}, {None}),
+    }
+    for name, (flags, types) in cases.items():
+        cfg = make_cfg(objective="tis", parallel="fsdp", **flags)
+        learner = Learner(model("qwen3"), None, cfg, Comm())
+        assert learner.sharded and travelling(learner) == types, name
+        grads = one_update(cfg, learner, make_groups(2, seed=3, vocab=len(tokenizer())))[0]
+        assert {x.dtype for x in grads.values()} == {torch.float32}
+        if name != "aligned":
+            continue
+        layer = learner.models.policy.model.layers[0].mlp.up_proj
+        sent = dict(learner.published("policy", True))
+        q, s = quant.quantize(layer.weight.full_tensor(), learner.rollout_format.qmax, torch.int8)
+        assert torch.equal(sent["model.layers.0.mlp.up_proj.weight"], q)
+        learner.wrapped.unshard()
+        learner.models.policy.model.layers[0].unshard()
+        used = layer.quantized_weight()
+        assert torch.equal(used[0], q) and torch.equal(used[1], s) and layer.cached is None
+
+
+@pytest.mark.parametrize("reduce, times", [("micro", "all"), ("update", "once")])
+def test_gradients_are_reduced_in_every_micro_batch_unless_asked_otherwise(reduce, times, one_rank, monkeypatch):
+    cfg = make_cfg(objective="tis", parallel="fsdp", micro_tokens=30, reduce_gradients=reduce)
+    learner, groups = Learner(tiny_model(0), None, cfg, Comm()), make_groups(2, seed=3)
+    asked = []
+    monkeypatch.setattr(learner.wrapped, "set_requires_gradient_sync", asked.append)
+    one_update(cfg, learner, groups)
+    micros = len(list(learner._micro(batching.collate(groups, cfg))))
+    assert micros > 2 and asked == [times == "all"] * (micros - 1) + [True]

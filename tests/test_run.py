@@ -14,9 +14,10 @@ import torch
 from conftest import TINY_TASK, make_cfg
 
 import run
+from checkpoint import load_model
 from flags import UserError
 from learner import Comm
-from run import Log, load_model, locked, open_run, prepare_folder, read_metrics, truncate
+from run import Log, locked, open_run, prepare_folder, read_metrics, truncate
 from tasks import encode
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -85,7 +86,7 @@ def test_every_rank_resumes_from_the_checkpoint_that_the_first_has_chosen(tmp_pa
 @pytest.fixture
 def no_models(monkeypatch):
     """Whoever loads a model fails."""
-    monkeypatch.setattr(run, "load_model", None)
+    monkeypatch.setattr(run, "unread", None)
 
 
 def test_an_opened_run_knows_its_models_and_writes_what_it_ran_on(folders, tmp_path, no_models, monkeypatch):

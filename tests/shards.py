@@ -1,0 +1,73 @@
+"""Run under torchrun by test_memory: ranks that read model folders into shards.
+
+shards.py values FOLDERS OUT    rank 0 saves the whole tensors of each model, gathered
+shards.py peak FOLDER OUT       each rank saves how much memory reading one model took, in MiB"""
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+import torch
+import torch.distributed as dist
+from conftest import make_cfg
+from torch.distributed.tensor import DTensor
+
+from learner import Comm, Learner
+from model import lora, memory
+
+
+def learner_of(folder: str, comm, **changes):
+    cfg = make_cfg(objective="tis", parallel="fsdp", train_batch=16, rollout_batch=16, **changes)
+    policy = memory.unread(folder)
+    return Learner(lora.attach(policy, cfg) if cfg.lora_rank else policy, None, cfg, comm)
+
+
+def whole(learner) -> dict:
+    """All tensors of the policy, and how many of its numbers this rank owns."""
+    state = learner.models.policy.state_dict()
+    assert all(isinstance(x, DTensor) for x in state.values())
+    return {name: x.full_tensor() for name, x in state.items()}
+
+
+def values(folders: str, out: str, comm) -> None:
+    found = {}
+    for folder in folders.split(","):
+        found[folder] = whole(learner_of(folder, comm))
+    adapted = learner_of(folders.split(",")[0], comm, lora_rank=3)
+    found["adapters"] = {name: x for name, x in whole(adapted).items() if lora.is_adapters(name)}
+    found["fingerprint"] = lora.fingerprint(adapted.models.policy)
+    if comm.rank == 0:
+        torch.save(found, out)
+
+
+def high_water() -> float:
+    """The most memory that this process has had so far, in MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
+
+
+def peak(folder: str, out: str, comm) -> None:
+    learner_of(str(Path(folder).parent / "small"), comm)  # whatever is loaded on first use
+    before = high_water()
+    learner_of(folder, comm)
+    found = [None] * comm.size
+    dist.all_gather_object(found, high_water() - before)
+    if comm.rank == 0:
+        Path(out).write_text(json.dumps(found))
+
+
+def main(what: str, *args: str) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=150))
+    {"values": values, "peak": peak}[what](*args, Comm())
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may outlive the interpreter and abort it
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
