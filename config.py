@@ -93,6 +93,8 @@ class EngineFlags:
     """Engine's precision."""
     rollout_memory: float = 0.25
     """Engine's memory: GiB of KV cache on CPU, share of the GPU on CUDA."""
+    rollout_tp: int = 1
+    """vLLM under torchrun: so many neighbouring ranks are one engine, each with a part of every weight."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """vLLM's keys and values; fp8: in 8 bits, a mismatch that the learner does not share (Jackpot, Table 2b); auto: in
     --rollout_dtype."""
@@ -351,7 +353,7 @@ HARMLESS = {
         "out",
     ),
     *("bind", "keys", "sync_path", "give_up"),
-    *("gradient_checkpointing", "reduce_gradients"),
+    *("gradient_checkpointing", "reduce_gradients", "rollout_sleep"),
 }
 
 
@@ -466,7 +468,7 @@ def resolve(cfg: Config, n_ranks: int | None = None) -> Config:
         f"--model={cfg.model}: a model of your own has no default of some flags; name them, for instance "
         f"{' '.join(missing)}",
     )
-    check_packages(cfg)
+    check_packages(cfg, n_ranks)
     return cfg
 
 
@@ -528,10 +530,11 @@ def check_models(cfg: Config) -> None:
             )
 
 
-def check_engine(cfg) -> None:
+def check_engine(cfg, n_ranks: int = 1) -> None:
     """UserError unless the engine of the flags (train.py's, eval.py's, a sampler's) can be started here."""
     memory = f"--rollout_memory={cfg.rollout_memory}"
     need(cfg.rollout_memory > 0, f"{memory}: must be above 0")
+    check_tensor_parallel(cfg, n_ranks)
     check_kv_cache(cfg)
     if cfg.rollout != "vllm":
         return
@@ -546,6 +549,24 @@ def check_engine(cfg) -> None:
         need(cfg.rollout_memory < here, f"{memory}: GiB on a CPU, and this host has {here:.0f}; name fewer")
 
 
+def check_tensor_parallel(cfg, n_ranks: int) -> None:
+    """Whether so many ranks can be one engine."""
+    flag = f"--rollout_tp={cfg.rollout_tp}"
+    need(cfg.rollout_tp >= 1, f"{flag}: must be at least 1")
+    if cfg.rollout_tp == 1:
+        return
+    need(cfg.rollout == "vllm", f"{flag}: --rollout={cfg.rollout} has an engine on each rank; use --rollout=vllm")
+    need(
+        n_ranks % cfg.rollout_tp == 0,
+        f"{flag}: so many neighbouring ranks are one engine, and {n_ranks} rank(s) cannot be divided into such; start "
+        "a multiple with torchrun --nproc_per_node",
+    )
+    need(
+        getattr(cfg, "delay", "none") == "none",
+        f"{flag}: the ranks of one engine have one version of the weights, and --delay has several; leave one out",
+    )
+
+
 def check_kv_cache(cfg) -> None:
     """Whether the engine has a cache of 8 bits."""
     flag = f"--kv_cache_dtype={cfg.kv_cache_dtype}"
@@ -558,10 +579,10 @@ def check_kv_cache(cfg) -> None:
     )
 
 
-def check_packages(cfg: Config) -> None:
+def check_packages(cfg: Config, n_ranks: int) -> None:
     """What the flags need to be installed."""
     if cfg.samplers == "local":
-        check_engine(cfg)
+        check_engine(cfg, n_ranks)
     if cfg.wandb:
         need(
             importlib.util.find_spec("wandb") is not None,

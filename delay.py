@@ -231,7 +231,9 @@ class DelaySource(LocalSource):
         """The next n groups in order of arrival; the clock moves on by whole steps until there are so many."""
         self.remember("sequence", "samplers", "tickets", "made", "waited", "dropped")
         with given_back_if_it_fails(self):
-            return self.with_spread(n_groups, lambda n: self.sample_tickets(self.take(n, learner_version)))
+            groups = self.with_spread(n_groups, lambda n: self.sample_tickets(self.take(n, learner_version)))
+        self.engine.sleep()
+        return groups
 
     def take(self, n_groups: int, learner_version: int) -> list[Ticket]:
         """The next n tickets; the clock moves on until there are so many."""

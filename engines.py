@@ -6,6 +6,8 @@ a key-value cache in plain torch, for machines without vLLM. Both have
     generate(prompts, seeds, sampling, topk, stop_ids, max_allowed)   sample a group for each prompt
     load(named_tensors)                                               replace the weights
     logprobs(ids)                                                     score sequences, for sync.py
+    sleep()                                                           give memory back until the next of these
+    any_rank(condition)                                               whether it holds on a rank of this engine
     close()
 """
 
@@ -16,19 +18,18 @@ import os
 import sys
 import tempfile
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from itertools import chain, islice
-from typing import Any
+from itertools import chain
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 import quant
 from checkpoint import load_model
 from flags import UserError
 from model import Routing
 from model.head import Head
-from rollout import Records, Response, uniforms
+from rollout import Records, Response, Rows, give_routed, grouped, uniforms
 from sampling import Sampling, allowed_sets, pick, truncate
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -48,6 +49,8 @@ class VLLMEngine:
     head_fp32      compute logits in float32 whatever the dtype
     fmt            number format of the linear layers (quant.py), or None
     vocabulary     token ids that there are; further rows of an embedding are left out. None: there are none
+    tp             neighbouring ranks that are one engine: all of them make every call, each with prompts of its own
+    sleep_level    on a GPU. 1: `sleep` keeps the weights in the host's memory; 2: it drops them; 0: it does nothing
 
     UserError where vLLM cannot be imported, or lacks a function that is changed below."""
 
@@ -65,6 +68,8 @@ class VLLMEngine:
         fmt: quant.Format | None = None,
         vocabulary: int | None = None,
         kv_cache: str = "auto",
+        tp: int = 1,
+        sleep_level: int = 0,
     ):
         make_llm, self.make_params = import_vllm()
         self.dtype, self.fmt = dtype, fmt
@@ -89,6 +94,11 @@ class VLLMEngine:
             settings["gpu_memory_utilization"] = memory_gib
         else:
             settings["kv_cache_memory_bytes"] = int(memory_gib * 2**30)
+        self.sleep_level, self.asleep = sleep_level if cuda else 0, False
+        self.ranks = dist.new_subgroups(tp, backend="gloo")[0] if tp > 1 else None
+        settings |= among_ranks(tp)
+        if self.sleep_level:
+            settings["enable_sleep_mode"] = True
         overrides = {"head_dtype": "float32"} if head_fp32 else {}
         if vocabulary is not None:
             overrides["vocab_size"] = vocabulary
@@ -115,15 +125,48 @@ class VLLMEngine:
         larger than that."""
         if not sampling.truncates:
             max_allowed = 0
+        self._wake()
         K = max(topk, max_allowed)
         requests, params = [], []
-        for prompt, group in zip(prompts, seeds, strict=True):
-            request = {"prompt_token_ids": [int(t) for t in prompt]}
-            for seed in group:
-                requests.append(request)
-                params.append(self._sampling_params(sampling, seed, K, stop_ids))
+        before, own = self._of_all_ranks((list(prompts), seeds))
+        for their_prompts, their_seeds in before:
+            for prompt, group in zip(their_prompts, their_seeds, strict=True):
+                request = {"prompt_token_ids": [int(t) for t in prompt]}
+                for seed in group:
+                    requests.append(request)
+                    params.append(self._sampling_params(sampling, seed, K, stop_ids))
         outputs = [output.outputs[0] for output in self.llm.generate(requests, params, use_tqdm=False)]
-        return grouped(self._responses(outputs, K, topk, max_allowed), seeds)
+        first = sum(len(group) for _, theirs in before[:own] for group in theirs)
+        mine = outputs[first : first + sum(map(len, seeds))]
+        return grouped(self._responses(mine, K, topk, max_allowed) if mine else [], seeds)
+
+    def _of_all_ranks(self, x) -> tuple[list, int]:
+        """(what each rank of this engine brings, in their order; where in it this rank is)."""
+        if self.ranks is None:
+            return [x], 0
+        found = [None] * self.ranks.size()
+        dist.all_gather_object(found, x, group=self.ranks)
+        return found, self.ranks.rank()
+
+    def any_rank(self, condition: bool) -> bool:
+        """Whether the condition holds on any of the ranks that are this engine: then all of them must sample."""
+        return any(self._of_all_ranks(bool(condition))[0])
+
+    def sleep(self) -> None:
+        """Give the GPU's memory back: to the learner, until the next call of another method."""
+        if self.sleep_level and not self.asleep:
+            self.llm.sleep(level=self.sleep_level)
+            self.asleep = True
+
+    def _wake(self) -> None:
+        """Take the memory again, weights and all."""
+        if not self.asleep:
+            return
+        if self.sleep_level == 2:
+            raise RuntimeError("this engine has given its weights up; load new ones first")
+        torch.cuda.empty_cache()  # what the learner has freed, and torch keeps for it
+        self.llm.wake_up()
+        self.asleep = False
 
     def _sampling_params(self, sampling: Sampling, seed: int, K: int, stop_ids: list[int]):
         return self.make_params(
@@ -177,11 +220,18 @@ class VLLMEngine:
         """Replace the weights by those of a state dict.
 
         A model with tied weights must bring `lm_head.weight` too, or its head silently stays old."""
+        if self.asleep:  # the cache's memory comes last
+            torch.cuda.empty_cache()
+            self.llm.wake_up(tags=["weights"])
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": quant.by_expert(named_tensors)})
+        if self.asleep:
+            self.llm.wake_up(tags=["kv_cache"])
+            self.asleep = False
         self.llm.reset_prefix_cache()  # cached blocks belong to the old weights
 
     def logprobs(self, ids: np.ndarray) -> np.ndarray:
         """log p(ids[t] | ids[:t]) for t >= 1 at temperature 1, in nats: (R, L) -> float32 (R, L - 1)."""
+        self._wake()
         params = self.make_params(max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
         requests = [{"prompt_token_ids": row} for row in ids.tolist()]
         rows = []
@@ -194,6 +244,13 @@ class VLLMEngine:
     def close(self) -> None:
         """End vLLM. This also ends torch's process group, where there is one."""
         self.llm.llm_engine.engine_core.shutdown()
+
+
+def among_ranks(tp: int) -> dict:
+    """vLLM's settings under torchrun: each rank brings its own GPU, and `tp` neighbours are one engine."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return {}
+    return {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": tp}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -506,59 +563,28 @@ class HFEngine:
         logp = logits.float().log_softmax(-1)
         return logp.gather(2, ids[:, 1:, None])[..., 0].cpu().numpy()
 
+    def sleep(self) -> None:
+        """Its memory is torch's own."""
+
+    def any_rank(self, condition: bool) -> bool:
+        """Each rank has one of its own."""
+        return bool(condition)
+
     def close(self) -> None: ...
 
 
-@dataclass
-class Rows:
-    """The n responses that are still being decoded, in the order of the cache's rows."""
-
-    which: torch.Tensor  # (n,) int64: their numbers among all N responses
-    position: torch.Tensor  # (n,) int64: of the next token
-    mask: torch.Tensor | None  # (n, tokens in the cache): for attention; None if nothing is padded
-    cache: Any  # of transformers
-
-    def shrink(self, going) -> None:
-        """Drop the rows that are not `going`, (n,) bool, from the cache and from here."""
-        rows = going.nonzero()[:, 0]
-        self.cache.batch_select_indices(rows)
-        self.which = self.which[rows]
-        self.position = self.position[rows]
-        if self.mask is not None:
-            self.mask = self.mask[rows]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# Both engines
+# By the flags
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def grouped(responses, seeds: list[list[int]]) -> list[list[Response]]:
-    """Responses in a row, divided into groups: one for each list of seeds."""
-    responses = iter(responses)
-    return [list(islice(responses, len(group))) for group in seeds]
-
-
-def give_routed(responses, groups, prompts, routed) -> None:
-    """Hand each response the experts of the tokens that were read for it.
-
-    routed: for the prompts, padded on the left, and then for each step, the responses that it served, (n,), and the
-    experts, (prompts, P, layers, k) and (n, 1, layers, k)."""
-    (_, of_prompts), *steps = routed
-    tokens = np.full((len(responses), len(steps), *of_prompts.shape[2:]), -1, np.int16)
-    for t, (which, experts) in enumerate(steps):
-        tokens[which.cpu().numpy(), t] = experts[:, 0]
-    rows = iter(tokens)
-    for prompt, group, experts in zip(prompts, groups, of_prompts, strict=True):
-        for r in group:
-            r.routed = np.concatenate([experts[len(experts) - len(prompt) :], next(rows)[: len(r.tokens) - 1]])
-
-
-def make_engine(cfg, folder: str, max_len: int, topk: int, device: str = "cpu", vocabulary: int | None = None):
+def make_engine(
+    cfg, folder: str, max_len: int, topk: int, device: str = "cpu", vocabulary: int | None = None, sleep_level: int = 0
+):
     """The engine that `--rollout` names, with the weights of `folder`.
 
     max_len: tokens of prompt and response; topk: the most log-probabilities that will be asked for; vocabulary: token
-    ids that there are."""
+    ids that there are; sleep_level: VLLMEngine's."""
     shared = dict(
         dtype=cfg.rollout_dtype,
         logprobs_mode=cfg.logprobs_mode,
@@ -570,4 +596,5 @@ def make_engine(cfg, folder: str, max_len: int, topk: int, device: str = "cpu", 
         engine = HFEngine(folder, device=device, **shared)
         return engine.record_routing() if cfg.router_replay else engine
     own = dict(seed=cfg.seed, memory_gib=cfg.rollout_memory, kv_cache=cfg.kv_cache_dtype)
+    own |= dict(tp=cfg.rollout_tp, sleep_level=sleep_level)
     return VLLMEngine(folder, max_len=max_len, max_logprobs=topk, **own, **shared)

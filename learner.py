@@ -55,11 +55,22 @@ class Comm:
     def start(cls, patience: float) -> Comm:
         """This rank's device and process group under torchrun; one process otherwise. patience: seconds a rank
         waits."""
-        cuda = torch.cuda.is_available()
+        patience = timedelta(seconds=patience)
+        if not torch.cuda.is_available():
+            if WORLD_SIZE > 1:
+                dist.init_process_group("gloo", timeout=patience)
+            return cls("cpu")
+        gpus = torch.cuda.device_count()
+        need(
+            gpus > LOCAL_RANK,
+            f"torchrun --nproc_per_node: this host has {gpus} GPU(s), and rank {LOCAL_RANK} here none; start as many "
+            "ranks as GPUs",
+        )
+        torch.cuda.set_device(LOCAL_RANK)  # before anything else asks for a GPU, and gets the first one
+        own = torch.device("cuda", LOCAL_RANK)
         if WORLD_SIZE > 1:
-            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(seconds=patience))
-        return cls(f"cuda:{LOCAL_RANK}" if cuda else "cpu")
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=patience, device_id=own)
+        return cls(str(own))
 
     def sum(self, values) -> list[float]:
         """Sums over ranks of a list of scalars (numbers or 0-d tensors), in float64."""

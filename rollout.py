@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -157,6 +158,46 @@ class Records:
             r.allowed_ids = ids[starts[i] : starts[i] + r.allowed_offsets[-1]]
 
 
+@dataclass
+class Rows:
+    """The n responses that are still being decoded, in the order of the cache's rows."""
+
+    which: torch.Tensor  # (n,) int64: their numbers among all N responses
+    position: torch.Tensor  # (n,) int64: of the next token
+    mask: torch.Tensor | None  # (n, tokens in the cache): for attention; None if nothing is padded
+    cache: Any  # of transformers
+
+    def shrink(self, going) -> None:
+        """Drop the rows that are not `going`, (n,) bool, from the cache and from here."""
+        rows = going.nonzero()[:, 0]
+        self.cache.batch_select_indices(rows)
+        self.which = self.which[rows]
+        self.position = self.position[rows]
+        if self.mask is not None:
+            self.mask = self.mask[rows]
+
+
+def grouped(responses, seeds: list[list[int]]) -> list[list[Response]]:
+    """Responses in a row, divided into groups: one for each list of seeds."""
+    responses = iter(responses)
+    return [list(islice(responses, len(group))) for group in seeds]
+
+
+def give_routed(responses, groups, prompts, routed) -> None:
+    """Hand each response the experts of the tokens that were read for it.
+
+    routed: for the prompts, padded on the left, and then for each step, the responses that it served, (n,), and the
+    experts, (prompts, P, layers, k) and (n, 1, layers, k)."""
+    (_, of_prompts), *steps = routed
+    tokens = np.full((len(responses), len(steps), *of_prompts.shape[2:]), -1, np.int16)
+    for t, (which, experts) in enumerate(steps):
+        tokens[which.cpu().numpy(), t] = experts[:, 0]
+    rows = iter(tokens)
+    for prompt, group, experts in zip(prompts, groups, of_prompts, strict=True):
+        for r in group:
+            r.routed = np.concatenate([experts[len(experts) - len(prompt) :], next(rows)[: len(r.tokens) - 1]])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The source: prompts in, graded groups out
 # ---------------------------------------------------------------------------------------------------------------------
@@ -234,7 +275,9 @@ class LocalSource:
         stop: a list that fills when the run must end, for sources that wait (remote/source.py)."""
         self.remember("sequence")
         with given_back_if_it_fails(self):
-            return self.with_spread(n_groups, self.sample_next)
+            groups = self.with_spread(n_groups, self.sample_next)
+        self.engine.sleep()
+        return groups
 
     def sample_next(self, n_groups: int) -> list[Rollout]:
         numbers = range(self.sequence, self.sequence + n_groups)
@@ -246,10 +289,10 @@ class LocalSource:
         sampled anew from further prompts, in at most so many rounds; what is still missing then is taken from them."""
         groups, flat = [], []
         for _ in range(max(1, self.resample)):
+            if not self.engine.any_rank(len(groups) < n_groups):
+                break
             for group in sample(n_groups - len(groups)):
                 (flat if self.resample and not has_spread(group) else groups).append(group)
-            if len(groups) == n_groups:
-                break
         missing = n_groups - len(groups)
         self.no_spread += len(flat) - missing
         return groups + flat[:missing]

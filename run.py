@@ -192,7 +192,8 @@ def open_source(cfg, run, comm):
 
         return open_remote_source(cfg, run, run.rollout_model, topk, max_allowed, comm)
     records = max(topk, max_allowed)
-    engine = make_engine(cfg, run.actor or run.policy, run.context, records, comm.device, run.vocabulary)
+    where = (comm.device, run.vocabulary, sleep_level(cfg))
+    engine = make_engine(cfg, run.actor or run.policy, run.context, records, *where)
     what = (engine, run.task, run.tokenizer, sampling.Sampling.of(cfg))
     how = {
         "group_size": cfg.group_size,
@@ -208,6 +209,14 @@ def open_source(cfg, run, comm):
     if cfg.delay == "none":
         return LocalSource(*what, **how)
     return DelaySource(*what, cfg=cfg, store=run.folder / "versions", **how)
+
+
+def sleep_level(cfg) -> int:
+    """How the engine sleeps between rollouts (VLLMEngine). It may drop its weights where new ones come before it
+    samples again, and nothing but them is loaded; delayed samplers go on with old ones."""
+    if not cfg.rollout_sleep:
+        return 0
+    return 2 if cfg.delay == "none" and cfg.rollout_quant == "none" else 1
 
 
 def topk_of(cfg) -> int:

@@ -40,6 +40,8 @@ class MemoryFlags:
     reduce_gradients: Literal["micro", "update"] = "micro"
     """FSDP: add gradients up over ranks in every micro-batch, so that a rank keeps its part alone; or once an update,
     which travels less and keeps them whole."""
+    rollout_sleep: bool = True
+    """On a GPU, vLLM gives its memory back while the learner computes; it takes it again for the next rollout."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------

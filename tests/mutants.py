@@ -443,9 +443,9 @@ MUTANTS = {
         ),
         ("mask=mask[prompt_of] if padded else None,", "mask=None,"),
         ("position=mask.sum(1)[prompt_of],", "position=torch.full_like(mask.sum(1)[prompt_of], P),"),
-        ("self.mask = self.mask[rows]", "pass"),
     ],
     "rollout.py": [
+        ("self.mask = self.mask[rows]", "pass"),
         ("self.length[which[ended]] = t + 1", "self.length[which[ended]] = t"),
         (
             'finish_reason="stop" if int(tokens[i, L - 1]) in stop_ids else "length"',

@@ -148,8 +148,8 @@ def test_flags_reach_the_engines(folders, monkeypatch):
     plain = make_engine(cfg, str(folders / "actor"), 64, 5)
     assert plain.raw and plain.head_fp32 and plain.fmt.name == "int8" and plain.packed and plain.dtype == "float32"
     monkeypatch.setattr(engines, "VLLMEngine", lambda folder, **settings: (folder, settings))
-    vllm = replace(cfg, rollout="vllm", rollout_dtype="bfloat16", kv_cache_dtype="fp8")
-    folder, settings = make_engine(vllm, "f", 64, 5, vocabulary=99)
+    vllm = replace(cfg, rollout="vllm", rollout_dtype="bfloat16", kv_cache_dtype="fp8", rollout_tp=2)
+    folder, settings = make_engine(vllm, "f", 64, 5, vocabulary=99, sleep_level=1)
     assert folder == "f"
     assert settings == dict(
         max_len=64,
@@ -162,6 +162,8 @@ def test_flags_reach_the_engines(folders, monkeypatch):
         head_fp32=True,
         fmt=plain.fmt,
         vocabulary=99,
+        tp=2,
+        sleep_level=1,
     )
 
 

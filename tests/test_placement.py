@@ -1,0 +1,315 @@
+"""Where ranks compute, what an engine of several ranks samples, and when it sleeps. No GPU: what is asked for is
+recorded; vLLM's tensor parallelism runs on two CPU ranks."""
+
+import pickle
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import make_cfg, make_groups, tiny_model
+from standins import model, save
+from tensor_parallel import work
+from test_memory import torchrun
+
+import checkpoint
+import engines
+import learner as learner_module
+import run
+from engines import HFEngine, VLLMEngine, make_engine
+from flags import UserError
+from learner import Comm, Learner
+from model import memory
+from rollout import LocalSource
+from sampling import Sampling
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Each rank on its own GPU
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Host:
+    """A host of 8 GPUs, played: what is asked for is written down, in order."""
+
+    def __init__(self, patch, rank: int, gpus: int = 8):
+        self.asked = []
+        self.current = None  # the device of this process; None: nobody has set one
+        patch.setattr(learner_module, "LOCAL_RANK", rank)
+        patch.setattr(learner_module, "WORLD_SIZE", 8)
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: gpus)
+        patch.setattr(torch.cuda, "set_device", self.set_device)
+        patch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": self.note("random state", device))
+        patch.setattr(dist, "init_process_group", lambda backend, **how: self.note("group", backend, how["device_id"]))
+        patch.setattr(dist, "is_initialized", lambda: "group" in [name for name, *_ in self.asked])
+        patch.setattr(dist, "get_rank", lambda: rank)
+        patch.setattr(dist, "get_world_size", lambda: 8)
+        patch.setattr(dist, "new_subgroups", lambda n, backend: self.note("subgroups", n, backend) or ["mine", []])
+        patch.setattr(engines, "import_vllm", lambda: (self.make_llm, None))
+        patch.setattr(engines, "change_vllm", lambda **how: None)
+        patch.setattr(
+            "torch.distributed.device_mesh.init_device_mesh", lambda kind, shape: self.note("mesh", kind, shape)
+        )
+        patch.setattr("torch.distributed.fsdp.fully_shard", lambda m, mesh, **how: m)
+        patch.setattr(memory, "fill", lambda models, device: self.note("weights", str(device)))
+
+    def note(self, name: str, *what) -> None:
+        device = f"cuda:{self.current}" if "cuda" in what else None
+        self.asked.append(
+            (name, *(device if x == "cuda" and name == "random state" else x for x in what), self.current)
+        )
+
+    def set_device(self, device) -> None:
+        self.current = device
+        self.asked.append(("set", device))
+
+    def make_llm(self, folder, **settings):
+        kind, tp = settings["distributed_executor_backend"], settings["tensor_parallel_size"]
+        self.note("engine", kind, tp, settings["seed"], settings["enable_sleep_mode"])
+
+
+@pytest.mark.parametrize("rank", range(8))
+def test_a_rank_asks_for_its_own_gpu_alone(rank, monkeypatch, tmp_path):
+    """The device comes first; group, engine, mesh, weights and random state then are on it."""
+    host = Host(monkeypatch, rank)
+    comm = Comm.start(patience=60)
+    assert comm.device == f"cuda:{rank}"
+    cfg = replace(make_cfg(objective="tis", parallel="fsdp"), rollout="vllm", rollout_tp=2, seed=4)
+    engine = make_engine(cfg, "folder", 64, 5, comm.device, None, run.sleep_level(cfg))
+    Learner(tiny_model(0), None, cfg, comm)
+    checkpoint.rng_state()
+    assert host.asked == [
+        ("set", rank),
+        ("group", "cpu:gloo,cuda:nccl", torch.device("cuda", rank), rank),
+        ("subgroups", 2, "gloo", rank),
+        ("engine", "external_launcher", 2, 4, True, rank),
+        ("mesh", "cuda", (8,), rank),
+        ("weights", f"cuda:{rank}", rank),
+        ("random state", f"cuda:{rank}", rank),
+    ]
+    assert engine.ranks == "mine" and engine.sleep_level == 2
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    Host(monkeypatch, rank=6, gpus=4)
+    with pytest.raises(UserError, match=r"this host has 4 GPU\(s\), and rank 6 here none; start as many ranks"):
+        Comm.start(patience=60)
+
+
+def test_one_process_has_vllm_to_itself(monkeypatch):
+    assert engines.among_ranks(1) == {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks that are one engine
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(400)
+def test_two_ranks_are_one_engine(tmp_path):
+    """vLLM on two CPU ranks, each with half of every weight: both get what plain forwards of the model say, and every
+    response is the one that a single engine samples, whoever asks."""
+    for name, seed in (("first", 0), ("other", 1)):
+        save(model("qwen3", seed, num_key_value_heads=2), tmp_path / name)
+    torchrun("tensor_parallel.py", *(str(tmp_path / name) for name in ("first", "other", "out")))
+    said = pickle.loads((tmp_path / "out").read_bytes())
+    for name, folder in (("first", "first"), ("loaded", "other")):
+        lm = checkpoint.load_model(tmp_path / folder).eval()
+        for rank in (0, 1):
+            prompts, seeds = work(rank)
+            assert [len(group) for group in said[rank][name]] == [len(group) for group in seeds]
+            for prompt, group in zip(prompts, said[rank][name], strict=True):
+                for ids, logp, top in group:
+                    with torch.no_grad():
+                        z = lm(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / 0.8
+                    want = z.log_softmax(-1)
+                    assert np.allclose(logp, want.gather(1, torch.tensor(ids)[:, None])[:, 0], atol=1e-4)
+                    assert torch.equal(torch.tensor(top), want.topk(3, -1).indices)
+    assert said[0]["first"] != said[0]["loaded"]
+    for one in said:
+        assert one["same numbers drawn"] and one["any"] == [True, True, False]
+        assert one["logprobs"] == said[0]["logprobs"]
+    assert [one["nothing"] for one in said] == [1, []]
+
+
+def test_ranks_of_one_engine_sample_together_until_none_of_them_lacks_a_group(folders):
+    """Dynamic sampling: a rank that has its groups goes on asking for none, as long as another one needs more."""
+
+    class Shared:
+        packed, dtype = False, "float32"
+        answers = [True, True, True, False]
+
+        def __init__(self):
+            self.asked, self.own = [], []
+
+        def any_rank(self, condition):
+            self.own.append(condition)
+            return self.answers[len(self.own) - 1]
+
+        def generate(self, prompts, seeds, *more):
+            self.asked.append(len(prompts))
+            return [g.responses for g in make_groups(len(prompts), G=4, seed=2)]
+
+        def sleep(self):
+            self.asked.append("sleep")
+
+    engine = Shared()
+    task = SimpleNamespace(problem=lambda split, i: SimpleNamespace(id=str(i)))
+    source = LocalSource(
+        engine, task, None, Sampling(), group_size=4, topk=0, model="policy", probe=None, resample=5, stop_ids=[1]
+    )
+    source.sample = lambda numbers: engine.generate(list(numbers), None) and make_groups(len(numbers), seed=2)
+    assert len(source.next(2, 0)) == 2
+    assert engine.own == [True, False, False, False] and engine.asked == [2, 0, 0, "sleep"]
+    assert source.sequence == 2
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ({"rollout_tp": 0}, "--rollout_tp=0: must be at least 1"),
+        ({"rollout_tp": 2}, "--rollout_tp=2: --rollout=hf has an engine on each rank; use --rollout=vllm"),
+        ({"rollout_tp": 3, "rollout": "vllm"}, r"--rollout_tp=3: .* 4 rank.s. cannot be divided into such; start"),
+        ({"rollout_tp": 2, "rollout": "vllm", "delay": "constant"}, "--rollout_tp=2: .* and --delay has several"),
+    ],
+)
+def test_ranks_that_cannot_be_one_engine_are_refused(flags, words):
+    with pytest.raises(UserError, match=words):
+        learner_config(**flags)
+
+
+def learner_config(**flags):
+    import config
+
+    usual = {
+        **config.EMBEDDED,
+        "actor": "none",
+        "rollout": "hf",
+        "train_batch": 16,
+        "rollout_batch": 16,
+        "group_size": 4,
+    }
+    return config.resolve(config.Config(**{**usual, **flags}), n_ranks=4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The engine's memory during the update
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Llm:
+    """vLLM's calls, written down."""
+
+    def __init__(self, log: list):
+        self.log = log
+        self.llm_engine = None
+
+    def sleep(self, level):
+        self.log.append(f"sleep {level}")
+
+    def wake_up(self, tags=None):
+        self.log.append(f"wake {' '.join(tags or ['all'])}")
+
+    def collective_rpc(self, method, kwargs):
+        self.log.append(f"load {len(list(kwargs['weights_iterator']))}")
+
+    def reset_prefix_cache(self):
+        self.log.append("forget prefixes")
+
+    def generate(self, requests, params, use_tqdm):
+        self.log.append(f"generate {len(requests)}")
+        return []
+
+
+def recorded(level: int, monkeypatch) -> tuple[VLLMEngine, list]:
+    """A VLLMEngine whose vLLM writes its calls down, as on a GPU."""
+    log = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("free"))
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine.llm, engine.sleep_level, engine.asleep, engine.ranks = Llm(log), level, False, None
+    engine.make_params = lambda **how: None
+    return engine, log
+
+
+def test_an_engine_that_gave_its_weights_up_gets_them_before_its_cache(monkeypatch):
+    engine, log = recorded(2, monkeypatch)
+    engine.load([("a", torch.ones(1))])
+    engine.sleep()
+    engine.sleep()
+    with pytest.raises(RuntimeError, match="given its weights up; load new ones first"):
+        engine.generate([[1]], [[2]], Sampling(), 0, [1])
+    engine.load([("a", torch.ones(1)), ("b", torch.ones(1))])
+    engine.generate([], [], Sampling(), 0, [1])
+    assert log == [
+        *("load 1", "forget prefixes", "sleep 2"),
+        *("free", "wake weights", "load 2", "wake kv_cache", "forget prefixes", "generate 0"),
+    ]
+
+
+def test_an_engine_that_kept_its_weights_wakes_when_it_is_asked(monkeypatch):
+    engine, log = recorded(1, monkeypatch)
+    engine.sleep()
+    engine.generate([], [], Sampling(), 0, [1])
+    engine.generate([], [], Sampling(), 0, [1])
+    engine.sleep()
+    engine.load([])
+    assert log == [
+        *("sleep 1", "free", "wake all", "generate 0", "generate 0"),
+        *("sleep 1", "free", "wake weights", "load 0", "wake kv_cache", "forget prefixes"),
+    ]
+
+
+def test_without_a_gpu_nothing_sleeps(monkeypatch):
+    engine, log = recorded(0, monkeypatch)
+    engine.sleep()
+    engine.generate([], [], Sampling(), 0, [1])
+    assert log == ["generate 0"]
+    assert HFEngine(tiny_model(0)).sleep() is None
+
+
+def test_how_deep_it_may_sleep():
+    assert run.sleep_level(make_cfg()) == 2
+    assert run.sleep_level(make_cfg(rollout_quant="int8")) == 1
+    assert run.sleep_level(make_cfg(delay="constant")) == 1
+    assert run.sleep_level(make_cfg(rollout_sleep=False)) == 0
+
+
+@pytest.mark.parametrize("delay", ["none", "constant"])
+def test_a_run_lets_its_engine_sleep_after_every_rollout(delay, folders, tmp_path, monkeypatch):
+    """The order of one run, around the engine in plain torch: between a sleep and the next use there is nothing but the
+    learner's work, and what gave its weights up is loaded first."""
+    import train
+
+    log = []
+
+    class Recorded(HFEngine):
+        def sleep(self):
+            log.append("sleep")
+
+        def load(self, named_tensors):
+            log.append("load")
+            super().load(named_tensors)
+
+        def generate(self, *args, **more):
+            log.append("generate")
+            return super().generate(*args, **more)
+
+        def logprobs(self, ids):
+            log.append("score")
+            return super().logprobs(ids)
+
+    monkeypatch.setattr("run.make_engine", lambda cfg, folder, *more: Recorded(folder, vocabulary=more[3]))
+    update = Learner.update
+    monkeypatch.setattr(Learner, "update", lambda *args: log.append("update") or update(*args))
+    flags = {"actor": "none", "model": str(folders / "policy"), "delay": delay, "steps": 2, "max_tokens": 4}
+    flags |= {"max_staleness": 1} if delay != "none" else {}
+    train.train(make_cfg(objective="tis", out=str(tmp_path / "run"), eval_problems=1, check_agreement=False, **flags))
+    rounds = " ".join(log).split("update")
+    assert len(rounds) == 3
+    for one in rounds[:-1]:
+        calls = one.split()
+        assert calls[-1] == "sleep" and calls.count("sleep") == 1 and calls[-2] == "generate"
+        assert delay != "none" or calls[0] == "load"
+    assert not rounds[-1].split()
