@@ -29,9 +29,19 @@ def tokens(groups) -> list:
     return [[(r.tokens.tolist(), r.logp_inf.tolist(), r.topk_ids.tolist()) for r in group] for group in groups]
 
 
+def own_shared_memory() -> None:
+    """With this launcher vLLM's CPU build has one name on a host for the memory that an engine's ranks share: two runs
+    would meet in it, and a run that was killed would stand in the way of the next."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    name = f"engine-of-{os.environ['MASTER_PORT']}-{os.environ['TORCHELASTIC_RUN_ID']}"
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: name)
+
+
 def main(folder: str, other: str, out: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=150))
     rank = dist.get_rank()
+    own_shared_memory()
     engine = VLLMEngine(folder, max_len=64, max_logprobs=5, tp=2, memory_gib=0.05)
     generator = torch.get_rng_state()
     sampling = Sampling(max_tokens=8, temperature=0.8)
@@ -50,6 +60,8 @@ def main(folder: str, other: str, out: str) -> None:
     dist.all_gather_object(found, said)
     if rank == 0:
         Path(out).write_bytes(pickle.dumps(found))
+        for left in Path("/dev/shm").glob(f"engine-of-{os.environ['MASTER_PORT']}-*"):
+            left.unlink(missing_ok=True)
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may outlive the interpreter and abort it
