@@ -353,7 +353,7 @@ HARMLESS = {
         "out",
     ),
     *("bind", "keys", "sync_path", "give_up"),
-    *("gradient_checkpointing", "reduce_gradients", "rollout_sleep"),
+    *("gradient_checkpointing", "reduce_gradients", "offload", "rollout_sleep"),
 }
 
 

@@ -23,6 +23,7 @@ from torch import nn
 import batching
 import corrections
 import objectives
+import optim
 import quant
 import sync
 from batching import Batch
@@ -354,7 +355,7 @@ class Learner:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             if step:
-                optimizer.step()
+                optim.step(optimizer, self.cfg, self.version)
             optimizer.zero_grad(set_to_none=True)
 
     # -- weights in and out --------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""Optimizers, the schedule of their learning rates, and a guard that ends or slows a run which drifts off early."""
+"""Optimizers, where their states wait between two steps, the schedule of their learning rates, and a guard that ends or
+slows a run which drifts off early."""
 
 from __future__ import annotations
 
@@ -38,12 +39,81 @@ def make_optimizers(model, cfg, lr: float) -> list:
         if experts:
             muon.add_param_group({"params": experts})  # at once torch takes nothing but matrices
         optimizers.append(muon)
+    for optimizer in optimizers:  # a checkpoint's come back as the parameters are
+        optimizer.register_load_state_dict_post_hook(lambda loaded: put_all_away(loaded, cfg))
     return optimizers
 
 
 def learning(model) -> list:
     """The parameters that learn: all, or with LoRA the adapters."""
     return [p for p in model.parameters() if p.requires_grad]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# States between two steps: in 16 bits (--optimizer_dtype), in the host's memory (--offload)
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def step(optimizer, cfg, version: int) -> None:
+    """One step of an optimizer. Where its states wait elsewhere, they are fetched for one parameter after the other:
+    the same step, without the memory of all states at once.
+
+    version: of the update, from which the random numbers of the rounding follow, the same on every rank."""
+    if cfg.optimizer_dtype == "float32" and not cfg.offload:
+        optimizer.step()
+        return
+    groups = [(group, group["params"]) for group in optimizer.param_groups]
+    draws: dict = {}  # a generator for each device
+    for group, _ in groups:
+        group["params"] = []
+    for group, params in groups:
+        for p in params:
+            group["params"] = [p]
+            for name, x in states_like(optimizer, p):
+                optimizer.state[p][name] = placed(x, p.device, p.dtype)
+            optimizer.step()
+            generator = draws.setdefault(p.device, torch.Generator(p.device).manual_seed(version))
+            put_away(optimizer, p, cfg, generator)
+        group["params"] = []
+    for group, params in groups:
+        group["params"] = params
+
+
+def states_like(optimizer, p) -> list:
+    """(name, state) of a parameter's states that have its shape: moments, not counts."""
+    state = optimizer.state.get(p, {})
+    return [(name, x) for name, x in state.items() if isinstance(x, torch.Tensor) and x.shape == p.shape and x.ndim]
+
+
+def put_away(optimizer, p, cfg, generator) -> None:
+    """Bring a parameter's states to where, and into the type in which, they wait for the next step."""
+    for name, x in states_like(optimizer, p):
+        if cfg.optimizer_dtype == "bfloat16":
+            x = rounded(x, generator)
+        optimizer.state[p][name] = placed(x, "cpu" if cfg.offload else p.device, x.dtype)
+
+
+def put_all_away(optimizer, cfg) -> None:
+    for p in [p for group in optimizer.param_groups for p in group["params"]]:
+        put_away(optimizer, p, cfg, torch.Generator(p.device).manual_seed(0))
+
+
+def placed(x, device, dtype):
+    """A state, or this rank's part of it, on a device and in a type."""
+    return x.to(device=device, dtype=dtype)
+
+
+def rounded(x, generator):
+    """x in bfloat16, up or down at random, so that its mean is x.
+
+    To the nearest, a second moment would stand still: at beta2 = 0.999 it moves by less than half the last bit. A
+    number of float32 is one of bfloat16 and 16 bits below: noise of 16 bits is added to those, and they are cut off."""
+    out = x.to(torch.bfloat16)
+    mine, own = (getattr(t, "_local_tensor", t) for t in (out, x))
+    noise = torch.randint(1 << 16, own.shape, generator=generator, dtype=torch.int32, device=own.device)
+    bits = (own.float().view(torch.int32) + noise) & -(1 << 16)
+    mine.copy_(bits.view(torch.float32))
+    return out
 
 
 def schedule(step: int, cfg) -> float:

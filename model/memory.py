@@ -40,6 +40,10 @@ class MemoryFlags:
     reduce_gradients: Literal["micro", "update"] = "micro"
     """FSDP: add gradients up over ranks in every micro-batch, so that a rank keeps its part alone; or once an update,
     which travels less and keeps them whole."""
+    optimizer_dtype: Literal["float32", "bfloat16"] = "float32"
+    """AdamW's moments and Muon's between two updates; bfloat16: rounded at random, without bias (optim.rounded)."""
+    offload: bool = False
+    """The optimizer's states wait in the host's memory between two updates."""
     rollout_sleep: bool = True
     """On a GPU, vLLM gives its memory back while the learner computes; it takes it again for the next rollout."""
 

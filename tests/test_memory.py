@@ -18,6 +18,7 @@ from standins import FAMILIES, model, save, tokenizer
 
 import batching
 import objectives
+import optim
 import quant
 from checkpoint import load_model
 from flags import UserError
@@ -328,3 +329,100 @@ def test_gradients_are_reduced_in_every_micro_batch_unless_asked_otherwise(reduc
     one_update(cfg, learner, groups)
     micros = len(list(learner._micro(batching.collate(groups, cfg))))
     assert micros > 2 and asked == [times == "all"] * (micros - 1) + [True]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimizer states between two updates
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_rounding_at_random_has_no_bias():
+    """Between the two neighbours in bfloat16, written out; what bfloat16 can write stays as it is."""
+    x = torch.tensor([1.0 + 0.3 / 128, -1.0 - 0.3 / 128, 3e-9, 0.0, 1.5])
+    low = torch.tensor([1.0, -1.0 - 1 / 128])
+    g = torch.Generator().manual_seed(0)
+    draws = torch.stack([optim.rounded(x, g).float() for _ in range(4000)])
+    assert {*draws[:, 0].tolist()} == {1.0, 1 + 1 / 128}
+    assert {*draws[:, 1].tolist()} == {-1.0, float(low[1])}
+    assert len({*draws[:, 2].tolist()}) == 2
+    assert not draws[:, 3].any() and (draws[:, 4] == 1.5).all()
+    mean, error = draws.double().mean(0), draws.double().std(0) / 4000**0.5
+    assert ((mean - x.double()).abs() <= 4 * error).all()
+
+
+def stepped(cfg, lm, updates: int = 3):
+    """The learner after some updates on gradients that are made up, the same every time."""
+    learner = Learner(lm, None, cfg, Comm())
+    g = torch.Generator().manual_seed(2)
+    for _ in range(updates):
+        for p in learner.models.parameters():
+            p.grad = torch.randn(p.shape, generator=g)
+        learner._step(0.0)
+    return learner
+
+
+def moments(learner) -> dict:
+    """(optimizer, parameter, name) -> state that has the parameter's shape."""
+    found = {}
+    for i, optimizer in enumerate(learner.optimizers["policy"]):
+        for j, p in enumerate(optimizer.state):
+            found |= {(i, j, name): x for name, x in optim.states_like(optimizer, p)}
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_one_parameter_after_the_other_is_the_same_step(optimizer, monkeypatch):
+    """Digit for digit, experts and all; each state goes to the host behind its step, and comes back before the next."""
+    how = dict(objective="tis", optimizer=optimizer, warmup_steps=0, weight_decay=0.1)
+    want = stepped(make_cfg(**how), model("qwen3_moe"))
+    trips, placed = [], optim.placed
+    monkeypatch.setattr(optim, "placed", lambda x, device, dtype: trips.append(device) or placed(x, device, dtype))
+    got = stepped(make_cfg(**how, offload=True), model("qwen3_moe"))
+    assert same(dict(want.models.named_parameters()), dict(got.models.named_parameters()))
+    n = len(moments(got))
+    assert same(moments(want), moments(got)) and n > 20
+    assert trips.count("cpu") == 3 * n and trips.count(torch.device("cpu")) == 2 * n  # to the host, and back
+
+
+def test_one_parameters_states_at_a_time_are_of_32_bits(monkeypatch):
+    cfg = make_cfg(objective="tis", optimizer_dtype="bfloat16", warmup_steps=0)
+    learner = stepped(cfg, model("qwen3"), updates=1)
+    assert {x.dtype for x in moments(learner).values()} == {torch.bfloat16}
+    wide, step = [], torch.optim.AdamW.step
+
+    def watched(optimizer):
+        states = [x for p in optimizer.state for _, x in optim.states_like(optimizer, p)]
+        wide.append(sum(x.dtype == torch.float32 for x in states))
+        step(optimizer)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    (adamw,) = learner.optimizers["policy"]
+    before = [id(p) for p in adamw.param_groups[0]["params"]]
+    optim.step(adamw, cfg, 7)
+    assert wide == [2] * len(before) and [id(p) for p in adamw.param_groups[0]["params"]] == before
+
+
+def test_a_second_moment_of_16_bits_follows_its_gradients():
+    """v = 1 - 0.999^n for gradients of 1: rounded to the nearest it would stand still at 1 / 4."""
+    cfg = make_cfg(objective="tis", optimizer_dtype="bfloat16", lr=1e-9)
+    p = torch.nn.Parameter(torch.zeros(64, 64))
+    optimizer = torch.optim.AdamW([p], lr=1e-9)
+    nearest = torch.zeros(())
+    for n in range(600):
+        p.grad = torch.ones_like(p)
+        optim.step(optimizer, cfg, n)
+        nearest = (nearest + 0.001 * (1 - nearest)).bfloat16().float()
+    v = optimizer.state[p]["exp_avg_sq"]
+    assert v.dtype == torch.bfloat16
+    assert float(v.float().mean()) == pytest.approx(1 - 0.999**600, rel=0.01)
+    assert float(nearest) < 0.3
+
+
+def test_states_of_a_checkpoint_wait_as_the_flags_say():
+    """They come back in the parameters' type, and are put away again, as they were."""
+    cfg = make_cfg(objective="tis", optimizer_dtype="bfloat16", warmup_steps=0)
+    learner = stepped(cfg, model("qwen3"))
+    again = Learner(model("qwen3"), None, cfg, Comm())
+    again.load_state_dict(learner.state_dict())
+    assert same(moments(learner), moments(again))
+    assert {x.dtype for x in moments(again).values()} == {torch.bfloat16}
