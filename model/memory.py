@@ -15,6 +15,7 @@ import functools
 import json
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -80,8 +81,9 @@ def fill(models: nn.Module, device: str) -> None:
     """Move models to their device; those that `unread` made get their memory there, and their weights.
 
     Parameters remain the same objects. UserError, one sentence: `load_model`'s."""
-    with parameters_stay_objects():
-        models._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x.to(device))
+    if any(x.device != torch.device(device) for x in chain(models.parameters(), models.buffers())):
+        with parameters_stay_objects():
+            models._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x.to(device))
     for model in models.children():
         if hasattr(model, "on_disk"):
             source = vars(model).pop("on_disk")
