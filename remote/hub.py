@@ -27,11 +27,12 @@ from remote.account import VERSIONS, Account, Arrived, believe, is_stream, sampl
 from remote.groups import Limits
 from remote.guard import MOST_ENTRIES, QUEUE, Connections, Names, Room
 from remote.keys import secure
+from remote.pace import Pace
 
 SILENT = 60.0  # seconds after which a sampler that says nothing gives its room back
 UNANSWERED = 30.0  # seconds without a good leaf after which a group that was asked for gives its room back
 SUSPENDED = 5.0  # seconds: a turn that takes longer means that this process was suspended
-PULLS = 8  # groups that are fetched from one sampler at the same time
+PULLS = 64  # groups that are fetched from one sampler at the same time, at most
 OFFERS = 256  # of one sampler that are kept; a sampler has 64 open, and repeats them
 LOST = 1024  # names in a hello that are looked at
 HELD = 4096  # names in a message
@@ -51,7 +52,7 @@ class Peer:
     incarnation: int
     heard: float  # when it said something last
     owner: str = ""  # who answers for it: its key, or its name
-    pace: wire.Pace = field(default_factory=lambda: wire.Pace(most=LEAVES))
+    pace: Pace = field(default_factory=lambda: Pace(most=LEAVES * wire.LEAF))
     offers: dict[str, wire.Manifest] = field(default_factory=dict)  # not asked for yet
     pulls: dict[str, wire.Pull] = field(default_factory=dict)
 
@@ -74,6 +75,7 @@ class Published:
 
     offer: wire.Offer
     data: mmap.mmap
+    encoded: bytes  # the offer: all who do not read it share its bytes
 
 
 class Hub(threading.Thread):
@@ -85,6 +87,7 @@ class Hub(threading.Thread):
     def __init__(self, bind: str, keys: str, welcome: wire.Welcome, limits: Limits, log):
         super().__init__(daemon=True, name="hub")
         self.welcome = welcome
+        self.encoded_welcome = wire.encode(welcome)
         self.limits = limits
         self.log = log
         self.lock = threading.Lock()  # over the inbox
@@ -154,7 +157,7 @@ class Hub(threading.Thread):
         with open(path, "rb") as f:
             data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
         offer = wire.Offer(wire.manifest(path.name, data), version, published)
-        self.todo.append(Published(offer, data))
+        self.todo.append(Published(offer, data, wire.encode(offer)))
 
     def held(self, names: list[str]) -> None:
         """A checkpoint accounts for these groups: their samplers may forget them."""
@@ -226,7 +229,7 @@ class Hub(threading.Thread):
                     for old in list(self.weights)[:-VERSIONS]:
                         del self.weights[old]
                     for identity in self.peers:
-                        self._send(identity, published.offer)
+                        self._send(identity, published.encoded)
 
     def _send_held(self, names: list[str]) -> None:
         by_sampler: dict[str, list[str]] = {}
@@ -325,23 +328,30 @@ class Hub(threading.Thread):
                 self._book_fault(peer.identity, e)
 
     def _ask_peer(self, peer: Peer, now: float) -> None:
+        """Groups are begun one after the other, each when all of those before it is asked for."""
+        for name, pull in peer.pulls.items():
+            self._ask_for(peer, name, pull, now)
         others = {other.owner for other in self.peers.values() if other.waits} - {peer.owner}
-        while peer.waits:
+        while peer.waits and peer.pace.size(now):
             name, of = next(iter(peer.offers.items()))
             if not self.room.take(peer.owner, of.nbytes, others):
                 break
             del peer.offers[name]
             peer.pulls[name] = wire.Pull(of, memoryview(bytearray(of.nbytes)), peer.pace)
-        for name, pull in peer.pulls.items():
-            while (leaves := pull.ask(now)) is not None:
-                self._send(peer.identity, wire.Ask(name, *leaves))
+            self._ask_for(peer, name, peer.pulls[name], now)
 
-    def _send(self, identity: bytes, message: wire.Message, payload=None) -> None:
-        frames = [identity, wire.encode(message)]
+    def _ask_for(self, peer: Peer, name: str, pull: wire.Pull, now: float) -> None:
+        while (leaves := pull.ask(now)) is not None:
+            self._send(peer.identity, wire.Ask(name, *leaves))
+
+    def _send(self, identity: bytes, message: wire.Message | bytes, payload=None) -> None:
+        """message: as it is, or encoded, where many are sent the same one."""
+        copy = payload is None and not isinstance(message, bytes)
+        frames = [identity, message if isinstance(message, bytes) else wire.encode(message)]
         if payload is not None:
             frames.append(payload)
         with contextlib.suppress(zmq.ZMQError):  # a peer that is gone or does not read: it will say hello again
-            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=payload is None)
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
 
     # -- one method for each message -----------------------------------------------------------------------------------
 
@@ -423,13 +433,13 @@ class Hub(threading.Thread):
             pull.pace = peer.pace
             pull.forget_asked()
         self.peers[identity] = peer
-        self._send(identity, self.welcome)
+        self._send(identity, self.encoded_welcome)
         self._send_newest(peer)
 
     def _send_newest(self, peer: Peer) -> None:
         if self.weights:
             newest = next(reversed(self.weights.values()))
-            self._send(peer.identity, newest.offer)
+            self._send(peer.identity, newest.encoded)
 
     def _on_lost(self, peer: Peer, name: str) -> None:
         """The sampler cannot send this group any more."""
@@ -506,7 +516,9 @@ class Hub(threading.Thread):
 
     def _drop(self, peer: Peer, name: str) -> None:
         """Give up a group that was asked for."""
-        self.room.give(peer.owner, peer.pulls.pop(name).of.nbytes)
+        pull = peer.pulls.pop(name)
+        pull.forget_asked()
+        self.room.give(peer.owner, pull.of.nbytes)
 
     def _on_ask(self, peer: Peer, ask: wire.Ask) -> None:
         if ask.name not in self.weights:

@@ -20,6 +20,7 @@ from flags import UserError
 from remote import wire
 from remote.account import Spool, sampler_of
 from remote.keys import SamplerKeys
+from remote.pace import Pace
 
 BEAT = 2.0  # seconds between two hellos
 OFFERS = 64  # groups offered and not yet fetched, at most
@@ -131,7 +132,7 @@ class Line:
         self.fetched_root = ""  # of the weights in the store
         self.part = Path()  # the file that they are written to
         self.pull: wire.Pull | None = None
-        self.pace = wire.Pace(patience=link.flags.patience)
+        self.pace = Pace(link.flags.patience)  # of weights
         self.connect()
 
     @property
@@ -175,7 +176,7 @@ class Line:
         if payload is not None:
             frames.append(payload)
         with contextlib.suppress(zmq.Again):  # nobody there, or nobody who reads: everything is sent again later
-            self.socket.send_multipart(frames, zmq.NOBLOCK)
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=payload is None)
 
     # -- what is due ---------------------------------------------------------------------------------------------------
 
@@ -378,6 +379,7 @@ class Line:
             self.say_hello_again()
         elif self.pull is not None and self.pull.of.name == message.name:
             # Newer weights are out. If their offer was lost, the answer to the next hello says so.
+            self.pull.forget_asked()
             self.pull = None
             if self.wanted is self.fetching:
                 self.wanted = None

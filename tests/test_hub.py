@@ -26,6 +26,7 @@ from learner import Comm
 from remote import account, files, hub, keys, link, sampler, wire
 from remote import source as remote
 from remote.groups import encode_group
+from remote.pace import Pace
 from remote.sampler import SamplerFlags
 from sampling import Sampling
 
@@ -215,7 +216,7 @@ def fates(h):
 
 def pull_all(peer, of):
     """Fetch an object from the hub. Its bytes."""
-    pull = wire.Pull(of, sink := bytearray(of.nbytes), wire.Pace())
+    pull = wire.Pull(of, sink := bytearray(of.nbytes), Pace())
     end = time.monotonic() + 20
     while not pull.done and time.monotonic() < end:
         while (leaves := pull.ask(time.monotonic())) is not None:
