@@ -23,6 +23,7 @@ from remote.keys import SamplerKeys
 from remote.pace import Pace
 
 BEAT = 2.0  # seconds between two hellos
+OFFERED_AT_ONCE = 4 << 20  # bytes of groups that are read and hashed before asks are looked at again
 OFFERS = 64  # groups offered and not yet fetched, at most
 PRINT_EVERY = 30.0  # seconds between two lines on the screen about a learner that does not answer
 
@@ -249,11 +250,15 @@ class Line:
         spool = self.link.spool
         with spool.lock:
             waiting = [n for n in spool.waiting[self.stream] if n not in self.got and n not in self.offered]
+        read = 0
         for name in waiting[: OFFERS - len(self.offered)]:
             data = spool.read(name)
             if data is not None:
                 self.offered[name] = now
                 self.send(wire.Offer(wire.manifest(name, data)))
+                read += len(data)
+            if read >= OFFERED_AT_ONCE:  # asks are waiting, perhaps
+                break
 
     def fetch(self, now: float) -> None:
         """Fetch the newest weights into the store. OSError: no room there."""

@@ -2,11 +2,15 @@
 
 import heapq
 import math
+import os
 
 import pytest
+from line import Line
+from test_hub import closed_behind, until
 
-from remote import pace, wire
+from remote import account, link, pace, wire
 from remote.pace import Pace
+from remote.sampler import SamplerFlags
 
 MIB = 1 << 20
 
@@ -144,3 +148,57 @@ def test_what_is_not_wanted_any_more_leaves_room():
     assert p.in_flight == 0 and other.ask(0.0) == (0, 1)
     gone.put(0, b"", 1.0)  # too late
     assert p.in_flight == MIB and len(gone.missing) == 9
+
+
+# A real line, real ends. Machines are slower than the lines above, so these are narrow ones.
+
+
+@pytest.fixture
+def made(tmp_path):
+    yield from closed_behind(tmp_path)
+
+
+def far_sampler(made, h, rate, trip, tmp_path, sizes=(), **changes):
+    """The line to a hub, and a sampler's end behind it that has said hello, with groups of these sizes to offer."""
+    line = made.add(Line(int(h.address.rpartition(":")[2]), rate, trip))
+    spool = account.Spool(tmp_path / "spool", ["box"], 1)
+    for n, size in enumerate(sizes):
+        spool.hand_over("box", f"box/1/{n}", os.urandom(size))
+    flags = SamplerFlags(**changes)
+    end = made.add(link.Link([f"tcp://127.0.0.1:{line.port}"], ["box"], flags, spool, tmp_path, None))
+    assert until(lambda: h.peers)
+    return line, end
+
+
+def test_weights_fill_a_real_line(made, tmp_path):
+    """64 MiB from a cold start over 16 MB/s and 200 ms: 3.2 MB are on the way."""
+    h = made.hub()
+    line, end = far_sampler(made, h, 16e6, 0.2, tmp_path)
+    (tmp_path / "v000001.safetensors").write_bytes(os.urandom(64 * MIB))
+    before = line.used
+    h.broadcast(1, tmp_path / "v000001.safetensors", 1.0)
+    assert until(lambda: end.newest is not None, within=60)
+    assert line.down.busy / (line.used - before) >= 0.8
+    assert h.counts["bytes_out"] == 64 * MIB
+
+
+def test_groups_fill_a_real_line(made, tmp_path):
+    """The other way, groups of all sizes, one after the other; from the third on."""
+    h = made.hub(max_tokens=1 << 20)
+    sizes = [3 * MIB + 7, 100_000, MIB, 40_000, 7 * MIB, 5] * 5
+    line, _ = far_sampler(made, h, 8e6, 0.2, tmp_path, sizes)
+    assert until(lambda: h.counts["received"] >= 3)
+    busy, used = line.up.busy, line.used
+    assert until(lambda: h.counts["received"] == len(sizes), within=60)
+    assert (line.up.busy - busy) / (line.used - used) >= 0.8
+    assert line.up.sent <= 1.05 * sum(sizes)
+
+
+def test_a_real_slow_line_is_sent_nothing_twice(made, tmp_path):
+    """0.25 MB/s: the second leaf comes after 8.4 s, and --patience is 5."""
+    h = made.hub()
+    line, end = far_sampler(made, h, 0.25e6, 0.2, tmp_path, patience=5.0)
+    (tmp_path / "v000001.safetensors").write_bytes(os.urandom(2 * MIB))
+    h.broadcast(1, tmp_path / "v000001.safetensors", 1.0)
+    assert until(lambda: end.newest is not None, within=60)
+    assert line.down.sent <= 1.05 * 2 * MIB
