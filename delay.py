@@ -67,7 +67,7 @@ class StalenessFlags:
     """Bound in updates: delays are capped there, older groups dropped when the learner would take them (the
     updates of one batch come on top); 0: the synchronous loop; default none."""
     window_seconds: float = math.inf
-    """Groups that have waited longer are dropped."""
+    """Groups that were made longer ago are dropped, by the learner's clock."""
     sync_every: int = 1
     """Broadcast weights to delayed or remote samplers every so many updates."""
 

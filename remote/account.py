@@ -52,6 +52,11 @@ def without_rank(stream: str) -> str:
     return stream.partition(".")[0]
 
 
+def rank_of(stream: str) -> int:
+    """The learner's rank that a stream is for."""
+    return int(stream.partition(".")[2] or 0)
+
+
 def split(name: str) -> tuple[tuple[str, int], int]:
     """((stream, incarnation), n) of a group's name. ValueError: not such a name."""
     found = GROUP.fullmatch(name)

@@ -399,7 +399,7 @@ class Hub(threading.Thread):
         for name in filter(peer.owns, hello.lost[:LOST]):
             self._on_lost(peer, name)
         newest = next(reversed(self.weights), "")
-        self._send(identity, wire.Got([], newest))  # an answer: the learner is alive
+        self._send(identity, wire.Got([], newest, hello.sent, time.time()))  # an answer: the learner is alive
 
     def _is_proven(self, key: tuple[str, int]) -> bool:
         return key in self.got or key in self.held_before

@@ -19,6 +19,7 @@ import zmq
 from flags import UserError
 from remote import wire
 from remote.account import Spool, sampler_of
+from remote.clock import LearnerClock
 from remote.keys import SamplerKeys
 from remote.pace import Pace
 
@@ -67,6 +68,10 @@ class Link(threading.Thread):
 
         Those that it has fetched must not count: it holds them only when it saves, and to get there it needs more."""
         return len(self.spool.waiting[stream]) - len(self.lines[self.streams.index(stream)].got)
+
+    def offset(self, stream: str) -> float:
+        """Seconds that the clock of this stream's learner is ahead of ours."""
+        return self.lines[self.streams.index(stream)].clock.offset
 
     def close(self) -> None:
         self.stopping = True
@@ -118,6 +123,7 @@ class Line:
         self.fetches_weights = False
         self.socket = None
         self.session = ""  # the learner's, once it has said welcome
+        self.clock = LearnerClock()
         self.offered: dict[str, float] = {}  # name -> when
         self.got: set[str] = set()  # groups that the learner has here whole
         self.sent: tuple[str, bytes] = ("", b"")  # the group that was asked for last, and its bytes
@@ -223,6 +229,7 @@ class Line:
                 session=self.session,
                 handed=spool.handed[self.stream],
                 lost=spool.lost[self.stream][:OFFERS],
+                sent=time.time(),
             )
         )
 
@@ -331,6 +338,8 @@ class Line:
         self.link.welcome.put(welcome)
 
     def on_got(self, message: wire.Got) -> None:
+        if message.sent:
+            self.clock.answered(message.sent, message.clock, time.time())
         with self.link.spool.lock:
             waiting = set(self.link.spool.waiting[self.stream])
         for name in waiting.intersection(message.names):

@@ -187,6 +187,10 @@ class Sampler:
         self.source.owner = (stream, self.incarnation)
         first = self.sampled[stream]
         groups = self.source.sample(range(first, first + self.flags.groups))
+        offset = self.link.offset(stream)  # a learner counts how old a group is by its own clock
+        for group in groups:
+            group.t_start = max(0.0, group.t_start + offset)
+            group.t_end = max(0.0, group.t_end + offset)
         encoded = [encode_group(group) for group in groups]
         # All time but this is the transport's: handing over, waiting, looking.
         self.busy += time.monotonic() - start

@@ -8,7 +8,7 @@ Every group has one fate:
 
     trained      the learner has trained on it
     staleness    sampled by weights that were more than --max_staleness updates old
-    window       it waited for longer than --window_seconds
+    window       made more than --window_seconds ago, by the learner's clock (clock.py)
     orphan       sampled by weights of a history that did not survive
     refused      not what was asked for, or not what any engine can have sampled
     corrupt      damaged in the folder
@@ -36,6 +36,7 @@ from flags import need
 from model import routing_of
 from remote import wire
 from remote.account import Account, Arrived, retain_weights, split
+from remote.clock import made_at
 from remote.files import FilesHub
 from remote.groups import Limits, decode_group, name_of
 from remote.guard import log_path, open_log
@@ -334,7 +335,7 @@ class RemoteSource:
             return "orphan"
         if bound is not None and learner_version - group.version > bound:
             return "staleness"
-        if time.time() - item.when > self.cfg.window_seconds:
+        if time.time() - made_at(group.t_end, group.t_published, item.when) > self.cfg.window_seconds:
             return "window"
         if self.cfg.dynamic_sampling and not has_spread(group):
             return "no_spread"

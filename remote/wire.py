@@ -42,7 +42,7 @@ import flags
 from flags import UserError
 from remote.pace import Pace
 
-PROTOCOL = 2
+PROTOCOL = 3
 LEAF = 1 << 20  # bytes
 MOST = 16 * LEAF + 4096  # bytes of a frame; whoever sends more is cut off before they are read
 MOST_ASKED = 8  # leaves in one message
@@ -242,7 +242,7 @@ class Weights(NamedTuple):
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
     """Sampler: who it is. handed: groups handed over by this incarnation so far; lost: names of groups that it cannot
-    send any more."""
+    send any more; sent: when, in seconds since the epoch by its clock."""
 
     protocol: Number
     sampler: Text
@@ -250,6 +250,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     session: Text  # the learner's session that it knows, "" at first
     handed: Number = 0
     lost: Texts = []
+    sent: Seconds = 0.0
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
@@ -300,10 +301,12 @@ class Gone(msgspec.Struct, tag="gone", frozen=True):
 
 class Got(msgspec.Struct, tag="got", frozen=True):
     """Learner: these groups are here whole; no need to offer them again in this session. As the answer to a hello:
-    newest is the name of the newest weights."""
+    newest is the name of the newest weights, sent that hello's time, and clock the learner's (clock.py)."""
 
     names: Texts
     newest: Text = ""
+    sent: Seconds = 0.0
+    clock: Seconds = 0.0
 
 
 class Want(msgspec.Struct, tag="want", frozen=True):

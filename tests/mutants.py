@@ -82,7 +82,8 @@ TESTS = {
     "remote/wire.py": ["test_wire.py", "test_pace.py", "test_door.py"],
     "remote/pace.py": ["test_pace.py"],
     "remote/hub.py": ["test_hub.py", "test_guard.py", "test_door.py"],
-    "remote/source.py": ["test_door.py", "test_hub.py"],
+    "remote/source.py": ["test_door.py", "test_hub.py", "test_clock.py"],
+    "remote/clock.py": ["test_clock.py"],
     "remote/account.py": ["test_wire.py", "test_guard.py", "test_hub.py", "test_door.py"],
     "remote/groups.py": ["test_wire.py", "test_door.py", "test_guard.py"],
 }
@@ -719,9 +720,17 @@ MUTANTS = {
         ("        wire.need(same, f", "        wire.need(True, f"),
         ("        if self.published.get(group.version) != group.t_published:", "        if False:"),
         ("learner_version - group.version > bound:", "learner_version - group.version > bound + 1:"),
+        ("made_at(group.t_end, group.t_published, item.when)", "item.when"),
         ("        self.since = self.since[len(self.saving) :]", "        self.since = []"),
         ('        self.counts = Counter(state["counts"])\n', ""),
         ("        self.hub.held(self.saving)\n", ""),
+    ],
+    "remote/clock.py": [
+        ("(sent + now) / 2", "sent"),
+        ("min(self.answers)[1]", "self.answers[-1][1]"),
+        ("max(self.of_learner) + min(self.of_own)", "min(self.of_learner) + max(self.of_own)"),
+        ("min(max(stamp, published), arrived)", "max(stamp, published)"),
+        ("min(max(stamp, published), arrived)", "min(stamp, arrived)"),
     ],
     "remote/account.py": [
         ("        return n < self.upto or n in self.beyond", "        return n <= self.upto or n in self.beyond"),

@@ -143,13 +143,20 @@ def test_one_unreadable_group_keeps_no_other(tmp_path, monkeypatch):
 
 
 def test_clocks_of_other_hosts_are_not_believed(tmp_path):
-    """A sampler whose clock is two hours slow, or fast: its groups are as new as the learner sees them."""
+    """A sampler whose clock is two hours slow, or fast: no group is older than its weights, none from the future."""
     s = source(tmp_path, window_seconds=600.0)
     s.publish(0, weights(0))
     for n, skew in enumerate((-7200.0, 7200.0)):
-        hand_over(tmp_path, s, n)
+        hand_over(tmp_path, s, n, t_end=time.time() + skew)
         os.utime(tmp_path / "rollouts" / "box" / f"1-{n}", (time.time() + skew,) * 2)
     assert [g.uid[2] for g in s.next(2, 0)] == [0, 1] and s.counts == {"trained": 2}
+    hand_over(tmp_path, s, 2, t_end=time.time() + 1e6)  # a stamp from the future does not keep it young
+    for arrived in s.hub.drain():
+        arrived.when -= 700.0
+        s.validate(arrived)
+    s.published[0] -= 3000.0
+    s.ready[0].group.t_published -= 3000.0
+    assert s.ready and s.fate(s.ready[0], 0) == "window"
 
 
 def test_streams_take_turns(tmp_path):

@@ -183,7 +183,7 @@ def test_messages_survive_and_garbage_does_not():
         wire.encode({"type": "ask", "name": 3, "first": 0, "count": 1}),
         wire.encode({"type": "exec"}),
     ):
-        with pytest.raises(wire.WireError, match="not a message of protocol 2"):
+        with pytest.raises(wire.WireError, match=f"not a message of protocol {wire.PROTOCOL}"):
             wire.decode(bad)
 
 
