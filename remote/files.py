@@ -424,6 +424,13 @@ class FilesLink(threading.Thread):
         """Seconds that the clock of this stream's learner is ahead of ours."""
         return self.clocks[stream].offset
 
+    def reroute(self, addresses: list[str], streams: list[str]) -> None:
+        """Look after these streams too; those of before stay, as long as the spool has something for them."""
+        for stream in streams:
+            self.clocks.setdefault(stream, LearnerClock())
+            self.got.setdefault(stream, 0)
+        self.streams = [*streams, *(s for s in self.streams if s not in streams)]
+
     def close(self) -> None:
         self.stopping = True
         self.join(timeout=5)
@@ -475,7 +482,7 @@ class FilesLink(threading.Thread):
             self.welcome.put(welcome)
 
     def _read_clocks(self, now: float) -> None:
-        for stream, clock in self.clocks.items():
+        for stream, clock in list(self.clocks.items()):
             path = self.folder / clock_file(rank_of(stream))
             stamp = path.lstat().st_mtime
             if stamp != self.read.get(stream):

@@ -44,7 +44,6 @@ class Link(threading.Thread):
         keys: SamplerKeys | None,
     ):
         super().__init__(daemon=True, name="link")
-        self.streams = streams
         self.flags = flags
         self.spool = spool
         self.store = store
@@ -61,17 +60,29 @@ class Link(threading.Thread):
             self.context.destroy(linger=0)  # or the process would wait for open sockets
             raise
         self.lines[0].fetches_weights = True
+        self.fetched_root = ""  # of the weights in the store
+        self.new_routes: tuple[list[str], list[str]] | None = None  # that the thread has not followed yet
         self.start()
 
     def behind(self, stream: str) -> int:
         """Groups that the learner has not fetched.
 
         Those that it has fetched must not count: it holds them only when it saves, and to get there it needs more."""
-        return len(self.spool.waiting[stream]) - len(self.lines[self.streams.index(stream)].got)
+        line = self.line(stream)
+        return len(self.spool.waiting[stream]) - len(line.got if line else [])
 
     def offset(self, stream: str) -> float:
         """Seconds that the clock of this stream's learner is ahead of ours."""
-        return self.lines[self.streams.index(stream)].clock.offset
+        line = self.line(stream)
+        return line.clock.offset if line else 0.0
+
+    def line(self, stream: str) -> Line | None:
+        """None for a moment, where routes are new."""
+        return next((line for line in list(self.lines) if line.stream == stream), None)
+
+    def reroute(self, addresses: list[str], streams: list[str]) -> None:
+        """Go on with these lines. Others go on until the learner holds all that the spool has for them."""
+        self.new_routes = (addresses, streams)
 
     def close(self) -> None:
         self.stopping = True
@@ -96,7 +107,9 @@ class Link(threading.Thread):
         now = time.monotonic()
         away = now - self.turned
         self.turned = now
-        for line in self.lines:
+        if self.new_routes is not None:
+            self._follow(*self.new_routes)
+        for line in list(self.lines):
             if away > self.flags.patience:  # this process was suspended; do not count that time against the learner
                 line.heard += away
                 line.tried += away
@@ -105,12 +118,37 @@ class Link(threading.Thread):
             except OSError as e:  # no room for the new weights: they are asked for again
                 print(f"{self.store}: {e.strerror or e}; waiting for room", flush=True)
                 time.sleep(1.0)
-            if line.silence > self.flags.give_up:
+            if line.left:
+                self._close_if_done(line)
+            elif line.silence > self.flags.give_up:
                 self.error = (
                     f"no answer from {line.address} for {self.flags.give_up:.0f} s: is the learner up, "
                     "is that its address, and are these the keys it knows (--keys)? "
                     "A group that was handed over waits in the spool"
                 )
+
+    def _follow(self, addresses: list[str], streams: list[str]) -> None:
+        self.new_routes = None
+        here = {line.stream: line for line in self.lines}
+        lines = []
+        for address, stream in zip(addresses, streams, strict=True):
+            line = here.pop(stream, None) or Line(self, address, stream)
+            line.left = False
+            if line.address != address:
+                line.address = address
+                line.connect()
+            lines.append(line)
+        for line in here.values():
+            line.left = True
+        self.lines = [*lines, *here.values()]
+        for line in self.lines:
+            line.fetch_weights_or_not(line is self.lines[0])
+
+    def _close_if_done(self, line: Line) -> None:
+        if not self.spool.waiting[line.stream] and not self.spool.lost[line.stream]:
+            line.fetch_weights_or_not(False)
+            line.socket.close(linger=200)
+            self.lines = [other for other in self.lines if other is not line]
 
 
 class Line:
@@ -121,6 +159,7 @@ class Line:
         self.address = address
         self.stream = stream
         self.fetches_weights = False
+        self.left = False  # the routes lead elsewhere now: it goes on only until its groups are held
         self.socket = None
         self.session = ""  # the learner's, once it has said welcome
         self.clock = LearnerClock()
@@ -136,7 +175,6 @@ class Line:
         self.newest_name = ""  # of the weights that were offered last
         self.wanted: wire.Offer | None = None  # the newest weights that are offered
         self.fetching: wire.Offer | None = None  # the weights of `pull`
-        self.fetched_root = ""  # of the weights in the store
         self.part = Path()  # the file that they are written to
         self.pull: wire.Pull | None = None
         self.pace = Pace(link.flags.patience)  # of weights
@@ -195,7 +233,8 @@ class Line:
         self.reconnect_if_silent(now)
         if self.session:
             self.offer(now)
-            self.fetch(now)
+            if self.fetches_weights:
+                self.fetch(now)
 
     def receive(self) -> None:
         """Handle what has come, but not for ever."""
@@ -270,7 +309,9 @@ class Line:
     def fetch(self, now: float) -> None:
         """Fetch the newest weights into the store. OSError: no room there."""
         if self.pull is None and self.wanted is not None:
-            if self.wanted.of.root == self.fetched_root:  # an update that changed nothing: another version of the same
+            if (
+                self.wanted.of.root == self.link.fetched_root
+            ):  # an update that changed nothing: another version of the same
                 self.link.newest = wire.Weights(self.wanted.version, self.wanted.published, self.link.newest.path)
             else:
                 self.begin_pull(self.wanted)
@@ -279,6 +320,17 @@ class Line:
                 self.send(wire.Ask(self.pull.of.name, *leaves))
             if self.pull.done:
                 self.end_pull()
+
+    def fetch_weights_or_not(self, fetches: bool) -> None:
+        """Whether this is the line that weights come over, from now on."""
+        if self.fetches_weights and not fetches and self.pull is not None:
+            self.pull.forget_asked()
+            self.pull.sink.close()
+            self.pull = None
+        if not fetches:
+            self.wanted = None
+            self.newest_name = ""
+        self.fetches_weights = fetches
 
     def begin_pull(self, offer: wire.Offer) -> None:
         """Go on from what an earlier attempt has left of the same bytes; what is left of other weights is deleted."""
@@ -298,7 +350,7 @@ class Line:
         os.replace(self.part, path)
         self.pull = None
         before = self.link.newest
-        self.fetched_root = self.fetching.of.root
+        self.link.fetched_root = self.fetching.of.root
         self.link.newest = wire.Weights(self.fetching.version, self.fetching.published, path)
         for old in self.link.store.glob("v*.safetensors"):
             if old != path and (before is None or old != before.path):

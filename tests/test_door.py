@@ -13,7 +13,7 @@ import zmq
 from test_hub import WELCOME, closed_behind, hand_over, until, weights
 
 from flags import UserError, parse_flags
-from remote import account, files, hub, keys, sampler, wire
+from remote import account, files, hub, keys, routes, sampler, wire
 from remote.sampler import SamplerFlags
 from sampling import Sampling
 from tasks import Arithmetic
@@ -429,10 +429,10 @@ def test_a_host_whose_name_has_a_domain_has_a_name(monkeypatch):
 def test_files_of_routes_that_are_none(text, tmp_path):
     (tmp_path / "routes.toml").write_text(text)
     with pytest.raises(UserError, match="no route for box; it needs"):
-        sampler.routes(str(tmp_path / "routes.toml"), "box")
+        routes.routes(str(tmp_path / "routes.toml"), "box")
     (tmp_path / "routes.toml").write_bytes(b"\xff")
     with pytest.raises(UserError, match="no file of routes"):
-        sampler.routes(str(tmp_path / "routes.toml"), "box")
+        routes.routes(str(tmp_path / "routes.toml"), "box")
 
 
 def test_keys_are_made_and_damaged_ones_named(tmp_path, capsys):
