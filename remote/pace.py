@@ -147,5 +147,6 @@ class Pace:
         lost = list(self.line)[::-1]
         for key in lost:
             self.forget(key)
+        self.repeats += 1
         self.rates = [0.0, 0.0]
         return lost
