@@ -136,8 +136,8 @@ class FilesHub:
         if self.rank == 0:
             self._write(self.folder / "welcome", self.welcome)
 
-    def broadcast(self, version: int, path: Path, published: float) -> None:
-        """Offer these weights to all samplers."""
+    def broadcast(self, version: int, path: Path, published: float, change: bytes | None = None) -> None:
+        """Offer these weights to all samplers, whole: they are read where they lie."""
         if self.rank == 0:
             offer = wire.Offer(wire.manifest(path.name, path.read_bytes()), version, published)
             self.unpublished = (path, offer)

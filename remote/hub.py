@@ -24,6 +24,7 @@ from zmq.utils.monitor import recv_monitor_message
 from flags import UserError
 from remote import wire
 from remote.account import VERSIONS, Account, Arrived, believe, is_stream, sampler_of
+from remote.delta import Chain
 from remote.groups import Limits
 from remote.guard import MOST_ENTRIES, QUEUE, Connections, Names, Room
 from remote.keys import secure
@@ -76,6 +77,7 @@ class Published:
     offer: wire.Offer
     data: mmap.mmap
     encoded: bytes  # the offer: all who do not read it share its bytes
+    deltas: dict[str, bytes]  # name -> delta of its chain
 
 
 class Hub(threading.Thread):
@@ -106,6 +108,7 @@ class Hub(threading.Thread):
         self.turns = 0
         self.peers: dict[bytes, Peer] = {}
         self.weights: dict[str, Published] = {}  # the newest stands last
+        self.chain = Chain()
         wire.check_address("bind", bind, 0)
         self.context = zmq.Context()
         self.authenticator = None
@@ -152,12 +155,15 @@ class Hub(threading.Thread):
             self.entries[self.names.owner(key[0])] += held.entries(key)
         self.start()
 
-    def broadcast(self, version: int, path: Path, published: float) -> None:
-        """Offer these weights to all samplers."""
+    def broadcast(self, version: int, path: Path, published: float, change: bytes | None = None) -> None:
+        """Offer these weights to all samplers. change: the delta from those before, where there is one."""
         with open(path, "rb") as f:
             data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-        offer = wire.Offer(wire.manifest(path.name, data), version, published)
-        self.todo.append(Published(offer, data, wire.encode(offer)))
+        of = wire.manifest(path.name, data)
+        self.chain.add(of, change)
+        offer = wire.Offer(of, version, published, [step for step, _ in self.chain.steps])
+        deltas = {step.of.name: delta for step, delta in self.chain.steps}
+        self.todo.append(Published(offer, data, wire.encode(offer), deltas))
 
     def held(self, names: list[str]) -> None:
         """A checkpoint accounts for these groups: their samplers may forget them."""
@@ -521,16 +527,26 @@ class Hub(threading.Thread):
         self.room.give(peer.owner, pull.of.nbytes)
 
     def _on_ask(self, peer: Peer, ask: wire.Ask) -> None:
-        if ask.name not in self.weights:
+        data = self._object(ask.name)
+        if data is None:
             self._send(peer.identity, wire.Gone(ask.name))
             return
         try:
-            part = wire.leaves(self.weights[ask.name].data, ask.first, ask.count)
+            part = wire.leaves(data, ask.first, ask.count)
         except wire.WireError as e:
             self.log.warning("ask refused: %s", e)
             return
         self.counts["bytes_out"] += len(part)
         self._send(peer.identity, wire.Leaves(ask.name, ask.first), part)
+
+    def _object(self, name: str) -> mmap.mmap | bytes | None:
+        """Weights or a delta of this name that samplers may fetch."""
+        for published in self.weights.values():
+            if published.offer.of.name == name:
+                return published.data
+            if name in published.deltas:
+                return published.deltas[name]
+        return None
 
 
 def property_of(frames: list[zmq.Frame], name, default):

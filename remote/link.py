@@ -17,7 +17,7 @@ from pathlib import Path
 import zmq
 
 from flags import UserError
-from remote import wire
+from remote import delta, wire
 from remote.account import Spool, sampler_of
 from remote.clock import LearnerClock
 from remote.keys import SamplerKeys
@@ -176,7 +176,12 @@ class Line:
         self.wanted: wire.Offer | None = None  # the newest weights that are offered
         self.fetching: wire.Offer | None = None  # the weights of `pull`
         self.part = Path()  # the file that they are written to
-        self.pull: wire.Pull | None = None
+        self.sink: wire.FileSink | None = None  # the same, open
+        self.pull: wire.Pull | None = None  # of a delta, or of the whole weights
+        self.chain: list[wire.Manifest] = []  # the deltas to fetch; empty: the whole weights
+        self.deltas: list[memoryview] = []  # those of them that are here
+        self.rebuilding = None  # delta.rebuild, as far as it is
+        self.refused_root = ""  # of weights whose deltas were no good
         self.pace = Pace(link.flags.patience)  # of weights
         self.connect()
 
@@ -308,13 +313,14 @@ class Line:
 
     def fetch(self, now: float) -> None:
         """Fetch the newest weights into the store. OSError: no room there."""
+        if self.rebuilding is not None:
+            self.go_on_rebuilding()
+            return
         if self.pull is None and self.wanted is not None:
-            if (
-                self.wanted.of.root == self.link.fetched_root
-            ):  # an update that changed nothing: another version of the same
+            if self.wanted.of.root == self.link.fetched_root:  # nothing has changed but the version
                 self.link.newest = wire.Weights(self.wanted.version, self.wanted.published, self.link.newest.path)
             else:
-                self.begin_pull(self.wanted)
+                self.begin_fetch(self.wanted)
         if self.pull is not None:
             while (leaves := self.pull.ask(now)) is not None:
                 self.send(wire.Ask(self.pull.of.name, *leaves))
@@ -323,32 +329,91 @@ class Line:
 
     def fetch_weights_or_not(self, fetches: bool) -> None:
         """Whether this is the line that weights come over, from now on."""
-        if self.fetches_weights and not fetches and self.pull is not None:
-            self.pull.forget_asked()
-            self.pull.sink.close()
-            self.pull = None
         if not fetches:
+            self.forget_fetch()
             self.wanted = None
             self.newest_name = ""
         self.fetches_weights = fetches
 
-    def begin_pull(self, offer: wire.Offer) -> None:
-        """Go on from what an earlier attempt has left of the same bytes; what is left of other weights is deleted."""
+    def forget_fetch(self) -> None:
+        if self.pull is not None:
+            self.pull.forget_asked()
+        if self.sink is not None:
+            self.sink.close()
+        self.pull = self.sink = self.rebuilding = None
+        self.deltas = []
+
+    def begin_fetch(self, offer: wire.Offer) -> None:
+        """Fetch the deltas that lead from the weights in the store to these; without any, the whole weights."""
         self.fetching = offer
+        self.chain = []
+        if offer.of.root != self.refused_root:
+            try:
+                self.chain = delta.chain_from(self.link.fetched_root, offer)
+            except wire.WireError as e:
+                self.refuse_deltas(e)
+        if self.chain:
+            self.begin_delta()
+        else:
+            self.begin_pull(offer)
+
+    def begin_delta(self) -> None:
+        of = self.chain[len(self.deltas)]
+        self.pull = wire.Pull(of, memoryview(bytearray(of.nbytes)), self.pace)
+
+    def begin_pull(self, offer: wire.Offer) -> None:
+        resume = self.open_part(offer)
+        self.pull = wire.Pull(offer.of, self.sink, self.pace, resume)
+
+    def open_part(self, offer: wire.Offer) -> bool:
+        """Open the file that the weights are written to. What is left of other weights is deleted.
+
+        True: an earlier attempt has left some of the same bytes there."""
         self.part = self.link.store / f"{offer.of.root}.part"
         resume = self.part.is_file() and self.part.stat().st_size == offer.of.nbytes
         for other in self.link.store.glob("*.part"):
             if other != self.part:
                 other.unlink()
-        sink = wire.FileSink(self.part, offer.of.nbytes, resume)
-        self.pull = wire.Pull(offer.of, sink, self.pace, resume)
+        self.sink = wire.FileSink(self.part, offer.of.nbytes, resume)
+        return resume
 
     def end_pull(self) -> None:
+        """A delta or the whole weights are here."""
+        pull, self.pull = self.pull, None
+        if not self.chain:
+            self.end_fetch()
+            return
+        self.deltas.append(pull.sink)
+        if len(self.deltas) < len(self.chain):
+            self.begin_delta()
+        else:
+            self.open_part(self.fetching)
+            before = self.link.newest.path
+            self.rebuilding = delta.rebuild(before, self.deltas, self.fetching.of, self.sink)
+
+    def go_on_rebuilding(self) -> None:
+        """One block of the weights, from those before and the deltas."""
+        try:
+            next(self.rebuilding)
+        except StopIteration:
+            self.end_fetch()
+        except wire.WireError as e:
+            self.refuse_deltas(e)
+            self.forget_fetch()
+        except OSError:
+            self.forget_fetch()  # it is begun again
+            raise
+
+    def refuse_deltas(self, e: wire.WireError) -> None:
+        """Fetch these weights whole instead."""
+        self.refused_root = self.fetching.of.root
+        print(f"{self.address} sent {wire.printable(e)}; its weights are fetched whole", flush=True)
+
+    def end_fetch(self) -> None:
         """The weights are here whole; they and the ones before them stay in the store."""
-        self.pull.sink.close()
+        self.forget_fetch()
         path = self.link.store / f"v{self.fetching.version:06d}.safetensors"
         os.replace(self.part, path)
-        self.pull = None
         before = self.link.newest
         self.link.fetched_root = self.fetching.of.root
         self.link.newest = wire.Weights(self.fetching.version, self.fetching.published, path)
@@ -445,7 +510,6 @@ class Line:
             self.say_hello_again()
         elif self.pull is not None and self.pull.of.name == message.name:
             # Newer weights are out. If their offer was lost, the answer to the next hello says so.
-            self.pull.forget_asked()
-            self.pull = None
+            self.forget_fetch()
             if self.wanted is self.fetching:
                 self.wanted = None

@@ -34,7 +34,7 @@ import tasks
 from checkpoint import write_tensors
 from flags import need
 from model import routing_of
-from remote import wire
+from remote import delta, wire
 from remote.account import Account, Arrived, retain_weights, split
 from remote.clock import made_at
 from remote.files import FilesHub
@@ -195,10 +195,13 @@ class RemoteSource:
             tensors = {k: x.bfloat16() if x.is_floating_point() else x for k, x in tensors.items()}
         path = self.store / f"v{version:06d}.safetensors"
         self._write_if_new(path, tensors)
+        change = None
+        if self.cfg.sync_delta and self.files:
+            change = delta.between(self.files[-1], path)
         stamp = path.stat().st_mtime if self.comm.rank == 0 else 0.0  # samplers fetch from one rank and feed all
         self.broadcast_at = version
         self.published[version] = self.comm.max([stamp])[0]
-        self.hub.broadcast(version, path, self.published[version])
+        self.hub.broadcast(version, path, self.published[version], change)
         self.files = retain_weights(path, self.files)
 
     def _write_if_new(self, path: Path, tensors: dict) -> None:

@@ -269,12 +269,21 @@ class Refuse(msgspec.Struct, tag="refuse", frozen=True):
     why: Annotated[str, Meta(max_length=2000)]
 
 
+class Step(msgspec.Struct, frozen=True):
+    """A delta of weights (delta.py): from those with the root `base`, to those of the next step or of the offer."""
+
+    base: Text
+    of: Manifest
+
+
 class Offer(msgspec.Struct, tag="offer", frozen=True):
-    """Here is an object. version and published: of weights, the learner's updates behind them and its clock."""
+    """Here is an object. version and published: of weights, the learner's updates behind them and its clock. deltas: a
+    chain that leads to them."""
 
     of: Manifest
     version: Annotated[int, Meta(ge=-1, lt=10**18)] = -1
     published: Seconds = 0.0
+    deltas: Annotated[list[Step], Meta(max_length=64)] = []
 
 
 class Ask(msgspec.Struct, tag="ask", frozen=True):

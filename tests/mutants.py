@@ -84,6 +84,7 @@ TESTS = {
     "remote/hub.py": ["test_hub.py", "test_guard.py", "test_door.py"],
     "remote/source.py": ["test_door.py", "test_hub.py", "test_clock.py"],
     "remote/clock.py": ["test_clock.py"],
+    "remote/delta.py": ["test_delta.py"],
     "remote/routes.py": ["test_routes.py", "test_door.py"],
     "remote/account.py": ["test_wire.py", "test_guard.py", "test_hub.py", "test_door.py"],
     "remote/groups.py": ["test_wire.py", "test_door.py", "test_guard.py"],
@@ -729,6 +730,16 @@ MUTANTS = {
     "remote/routes.py": [
         ("            self.check(new[0])\n", ""),
         ("        if new == self.now:", "        if False:"),
+    ],
+    "remote/delta.py": [
+        ("need(n == 0 or at[-1] < words,", "need(True,"),
+        ("wire.need(is_end.sum() == n and (n == 0 or is_end[-1]),", "wire.need(True,"),
+        ("wire.need(inflate.eof and len(out) <= most and not inflate.unused_data,", "wire.need(inflate.eof,"),
+        ("wire.need(n <= len(words),", "wire.need(True,"),
+        ("        wire.need(good, ", "        wire.need(True, "),
+        ("    wire.need(small, ", "    wire.need(True, "),
+        ("words[at] += np", "words[at] = np"),
+        ("        if change is None or not self.root:", "        if not self.root:"),
     ],
     "remote/clock.py": [
         ("clock - (sent + now) / 2))", "clock - sent))"),

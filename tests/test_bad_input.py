@@ -246,6 +246,8 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --samplers=zmq --bind=5555 | --bind=5555: not an address; write tcp://HOST:PORT
 --samplers=zmq --bind=http://127.0.0.1:5555 | --bind=http://127.0.0.1:5555: not an address; write tcp://HOST:PORT
 --samplers=zmq --bind=tcp://*:5555 | --bind=tcp://*:5555: for other hosts --keys ... listen on tcp://127.0.0.1:PORT
+--sync_delta | --sync_delta: there is nothing to send; it goes with --samplers=zmq
+--samplers=zmq --sync_delta | --sync_delta: in float32 nearly every number changes ... use --sync_dtype=bfloat16
 --sync_dtype=quantized | --sync_dtype=quantized: ... use int8, fp8 or w4a16, or --sync_dtype=float32
 --sync_dtype=quantized --rollout_quant=w2a16 | --sync_dtype=quantized: ... use int8, fp8 or w4a16,
 --samplers=zmq --rollout_quant=int8 --learner_quant=aligned --sync_dtype=bfloat16 | --sync_dtype=bfloat16: an

@@ -162,7 +162,7 @@ def test_messages_survive_and_garbage_does_not():
         wire.Hello(1, "box", 7, "", 3, ["box/7/1"]),
         wire.Welcome(1, "s", {"a": [1, 2.5, None]}, {"config.json": b"x"}),
         wire.Refuse("no"),
-        wire.Offer(wire.manifest("a/1/0", b"abc"), 3, 1.5),
+        wire.Offer(wire.manifest("a/1/0", b"abc"), 3, 1.5, [wire.Step("0", wire.manifest("b", b"d"))]),
         wire.Ask("a", 0, 2),
         wire.Leaves("a", 0),
         wire.Gone("a"),
