@@ -91,13 +91,13 @@ def decode_gaps(packed: bytes, n: int, words: int) -> np.ndarray:
 
 
 def unpack(packed, most: int) -> bytes:
-    """WireError unless these are at most so many bytes, packed by zlib."""
+    """What was packed by zlib, of which no more than about `most` bytes are unpacked. WireError: there are more."""
     inflate = zlib.decompressobj()
     try:
         out = inflate.decompress(packed, most + 1)
     except zlib.error as e:
         raise wire.WireError(f"a delta that cannot be unpacked ({e})") from None
-    wire.need(inflate.eof and len(out) <= most and not inflate.unused_data, "a delta of more bytes than it says")
+    wire.need(inflate.eof, "a delta of more bytes than it says")
     return out
 
 

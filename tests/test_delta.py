@@ -2,16 +2,16 @@
 
 import os
 import random
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import test_hub
 import torch
-from safetensors.torch import save
+from safetensors.torch import load, save
 from test_hub import closed_behind, until
 
-from checkpoint import read_tensors
 from remote import account, delta, link, wire
 from remote.sampler import SamplerFlags
 
@@ -87,8 +87,7 @@ def test_bit_identical_after_a_thousand_updates(tmp_path):
         sizes.append(len(data))
         here = rebuilt(tmp_path, here, [data], published)
     assert here == published and np.mean(sizes) < len(here) / 20
-    (tmp_path / "here").write_bytes(here)
-    for name, tensor in read_tensors(tmp_path / "here").items():
+    for name, tensor in load(here).items():
         assert torch.equal(tensor, masters[name].bfloat16())
 
 
@@ -104,6 +103,8 @@ def test_no_delta_is_trusted(tmp_path):
     cases = [b"", good[:-1], good + b"x", good[:11]]
     cases += [delta.HEAD.pack(n, len(bomb), values) + bomb + good[12 + gaps :]]
     cases += [delta.HEAD.pack(n, gaps, len(bomb)) + good[12 : 12 + gaps] + bomb]
+    cases += [delta.HEAD.pack(2**32 - 1, len(bomb), values) + bomb + good[12 + gaps :]]
+    cases += [delta.encode(before, before)]  # whole, and of other weights
     cases += [delta.HEAD.pack(m, gaps, values) + good[12:] for m in (0, n - 1, n + 1, 2**32 - 1)]
     last = delta.zlib.compress(delta.encode_gaps(np.array([35_000])))
     one = delta.zlib.compress(b"\x01\x00")
@@ -113,12 +114,15 @@ def test_no_delta_is_trusted(tmp_path):
         for _ in range(r.randrange(1, 4)):
             cases[-1][r.randrange(len(good))] = r.randrange(256)
     refused = 0
+    tracemalloc.start()
     for case in cases:
         try:
             assert rebuilt(tmp_path, before.tobytes(), [bytes(case)], after) == after.tobytes()
         except wire.WireError as e:
             refused += "a delta" in str(e)
-    assert refused >= len(cases) - 5  # a byte that was drawn as it stood
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert refused >= len(cases) - 5 and peak < 4 << 20  # but for a byte that was drawn as it stood
     with pytest.raises(wire.WireError, match="of another size"):
         rebuilt(tmp_path, before.tobytes()[:-2], [good], after)
     (tmp_path / "base").unlink()
