@@ -23,6 +23,24 @@ A group is sampled when the learner takes it, with the weights that its sampler 
 was made. This is exact because a sample is a pure function of weights and seeds (rollout.py), and a
 group that a bound drops is never computed. Old versions stay on disk as long as a sampler, a
 waiting group or a checkpoint needs them.
+
+Samplers are not equally fast, and long responses take longer. With `--token_seconds` above 0 a
+sampler of speed s (`--sampler_speeds`) makes one group after the other, each with the weights that
+it has at the beginning, and a group of responses up to L tokens long arrives
+
+    L token_seconds / s        later.
+
+What is long is then older when it arrives, so a bound on age drops long groups rather than short
+ones, and the learner trains on shorter responses than it is offered. `--admission=pace` throws
+nothing away: a sampler begins a group only if the learner can use it within the bound however long
+it becomes, and waits otherwise, for newer weights or a shorter queue. With n groups a batch of u
+updates, and m updates in which the longest responses are made (by the slowest sampler: M),
+
+    at most n (1 + w / u) groups are begun and not used, w = half of max_staleness - M, in whole batches
+    a group is begun where   age of its weights + m + w <= max_staleness
+
+`delay/length_ks_p` compares the lengths of responses trained on with those of all whose fate is
+decided, by a Kolmogorov-Smirnov test of two samples (`ks_p`).
 """
 
 from __future__ import annotations
@@ -61,13 +79,21 @@ class StalenessFlags:
     """--delay: samplers, each with a model version of its own."""
     sampler_rate: float = 1.0
     """--delay: groups the samplers make for each that the learner trains on; above 1 they queue up."""
+    sampler_speeds: str = ""
+    """--delay: relative speeds of the samplers, one for each, separated by commas; default: all are equally fast."""
+    token_seconds: float = 0.0
+    """--delay: virtual seconds a token takes a sampler of speed 1, so that long responses come late; 0: sampling takes
+    no time, and --sampler_rate says how many groups there are."""
+    admission: Literal["drop", "pace"] = "drop"
+    """--delay with --token_seconds: drop groups that are too old when they come, or pace the samplers, which then begin
+    none that could be."""
     step_seconds: float = 28.125
     """--delay: virtual seconds an update takes (1800 / 64)."""
     max_staleness: int | None = None
     """Bound in updates: delays are capped there, older groups dropped when the learner would take them (the
     updates of one batch come on top); 0: the synchronous loop; default none."""
     window_seconds: float = math.inf
-    """Groups that have waited longer are dropped."""
+    """Groups that were made longer ago are dropped, by the learner's clock."""
     sync_every: int = 1
     """Broadcast weights to delayed or remote samplers every so many updates."""
 
@@ -119,6 +145,8 @@ class Sampler:
     version: int  # that it holds
     until: float  # virtual seconds: when it loads the next one
     draws: int  # delays drawn so far
+    groups: int = 0  # made so far
+    free: float = 0.0  # virtual seconds: when its last group was done
 
 
 class Ticket(NamedTuple):
@@ -127,6 +155,43 @@ class Ticket(NamedTuple):
     number: int  # which group of this source
     version: int  # of the weights that it is sampled with
     made_at: float  # virtual seconds
+    lengths: tuple[int, ...] = ()  # of its responses, in tokens, where it was sampled already
+
+
+def ks_p(a: Counter, b: Counter) -> float:
+    """How likely two samples of one distribution differ as much as these: Kolmogorov and Smirnov's test.
+
+    D = max |F_a - F_b|,  p = 2 sum_k (-1)^(k-1) exp(-2 k^2 x^2),  x = (sqrt(n) + 0.12 + 0.11 / sqrt(n)) D,
+    n = n_a n_b / (n_a + n_b)  (Stephens 1970). a, b: value -> how often. NaN where one is empty."""
+    n_a, n_b = a.total(), b.total()
+    if not n_a or not n_b:
+        return math.nan
+    below_a = below_b = distance = 0.0
+    for value in sorted({*a, *b}):
+        below_a += a[value] / n_a
+        below_b += b[value] / n_b
+        distance = max(distance, abs(below_a - below_b))
+    root = math.sqrt(n_a * n_b / (n_a + n_b))
+    x = (root + 0.12 + 0.11 / root) * distance
+    if x < 0.2:  # the series converges slowly, and is 1 up to 10^-12
+        return 1.0
+    return min(1.0, 2 * sum((-1) ** (k - 1) * math.exp(-2 * k * k * x * x) for k in range(1, 101)))
+
+
+def speeds_of(cfg) -> list[float]:
+    """The relative speeds of the samplers. UserError: not one for each, or not above 0."""
+    if not cfg.sampler_speeds:
+        return [1.0] * cfg.delay_samplers
+    try:
+        speeds = [float(speed) for speed in cfg.sampler_speeds.split(",")]
+    except ValueError:
+        speeds = []
+    if len(speeds) != cfg.delay_samplers or not all(0 < speed < math.inf for speed in speeds):
+        raise UserError(
+            f"--sampler_speeds={cfg.sampler_speeds}: {cfg.delay_samplers} numbers above 0, separated by commas "
+            "(--delay_samplers says how many)"
+        )
+    return speeds
 
 
 class DelaySource(LocalSource):
@@ -140,6 +205,7 @@ class DelaySource(LocalSource):
         self.store = Path(store)
         self.distribution = DelayDistribution(cfg.delay, cfg.delay_min, cfg.delay_max, cfg.delay_mass)
         self.longest = math.inf if cfg.max_staleness is None else cfg.max_staleness * cfg.step_seconds
+        self.speeds = speeds_of(cfg)
         self.samplers: list[Sampler] = []
         self.broadcast: dict[int, float] = {}  # version -> virtual time, for the versions still on disk
         self.tickets: list[Ticket] = []
@@ -147,6 +213,12 @@ class DelaySource(LocalSource):
         self.waited = 0.0  # virtual seconds that the learner has waited for groups
         self.dropped = Counter()  # groups dropped by "staleness" and by "window"
         self.pinned = [set(), set()]  # versions that the last two checkpoints need
+        # With --token_seconds:
+        self.sampled: dict[int, Rollout] = {}  # ticket's number -> its group; made again after a resume
+        self.decided = Counter()  # length -> responses of groups that were trained on or dropped
+        self.trained = Counter()  # the same of those trained on
+        if cfg.token_seconds and self.n_ranks > 1:
+            raise UserError(f"--token_seconds={cfg.token_seconds}: one process only; lengths are known to their rank")
 
     def now(self, learner_version: int) -> float:
         """The virtual time in seconds."""
@@ -163,8 +235,10 @@ class DelaySource(LocalSource):
         self.broadcast[version] = self.now(version)
         if not self.samplers:
             self.samplers = [Sampler(version, self.delay(i, 0), 1) for i in range(self.cfg.delay_samplers)]
-        # Before old versions are deleted: a sampler whose delay ended since the last broadcast loads one of them.
-        self.reload(self.now(version))
+        # Before old versions are deleted: a sampler whose delay ended since the last broadcast loads one of them. With
+        # --token_seconds it loads them when its next group begins, so `needed` keeps them all.
+        if not self.cfg.token_seconds:
+            self.reload(self.now(version))
         needed = self.needed().union(*self.pinned)
         for old in set(self.broadcast) - needed:
             del self.broadcast[old]
@@ -175,6 +249,8 @@ class DelaySource(LocalSource):
     def needed(self) -> set[int]:
         """The versions that must stay on disk: the newest, those that samplers hold, those of waiting groups."""
         held = {sampler.version for sampler in self.samplers}
+        if self.cfg.token_seconds:
+            held = {version for version in self.broadcast if version >= min(held)}
         waiting = {ticket.version for ticket in self.tickets}
         return {max(self.broadcast)} | held | waiting
 
@@ -192,74 +268,169 @@ class DelaySource(LocalSource):
         """Each sampler whose delay is over loads the newest version broadcast by then and draws again.
 
         This is repeated until every delay ends after `now`."""
-        for i, sampler in enumerate(self.samplers):
-            while sampler.until <= now:
-                delay = self.delay(i, sampler.draws)
-                loaded_at = now if delay == 0 else sampler.until
-                sampler.version = max(v for v, t in self.broadcast.items() if t <= loaded_at)
-                sampler.until = loaded_at + delay
-                sampler.draws += 1
-                if delay == 0:  # the next delay would be over at once, for ever
-                    break
+        for i in range(len(self.samplers)):
+            self.reload_one(i, now)
+
+    def reload_one(self, i: int, now: float) -> None:
+        sampler = self.samplers[i]
+        while sampler.until <= now:
+            delay = self.delay(i, sampler.draws)
+            loaded_at = now if delay == 0 else sampler.until
+            sampler.version = max(v for v, t in self.broadcast.items() if t <= loaded_at)
+            sampler.until = loaded_at + delay
+            sampler.draws += 1
+            if delay == 0:  # the next delay would be over at once, for ever
+                break
 
     def make(self, n_groups: int, learner_version: int) -> None:
-        """Samplers make `--sampler_rate` groups for each that the learner wants, in turn.
-
-        Groups that are too old are then dropped."""
+        """Samplers make `--sampler_rate` groups for each that the learner wants, in turn by their speeds; with
+        --token_seconds, what they have time for. Groups that are too old are then dropped."""
         now = self.now(learner_version)
-        self.reload(now)
-        self.made += self.cfg.sampler_rate * n_groups
-        while self.made >= 1:
-            self.made -= 1
-            sampler = self.samplers[self.sequence % len(self.samplers)]
-            self.tickets.append(Ticket(self.sequence, sampler.version, now))
-            self.sequence += 1
+        if self.cfg.token_seconds:
+            self.work(n_groups, learner_version, now)
+        else:
+            self.reload(now)
+            self.made += self.cfg.sampler_rate * n_groups
+            while self.made >= 1:
+                self.made -= 1
+                self.begin(self.next_in_turn(), now)
         self.tickets = [ticket for ticket in self.tickets if self.still_wanted(ticket, learner_version, now)]
+
+    def next_in_turn(self) -> int:
+        """The sampler whose next group is due first, if each makes groups at its speed."""
+        due = [(sampler.groups + 1) / speed for sampler, speed in zip(self.samplers, self.speeds, strict=True)]
+        return due.index(min(due))
+
+    def begin(self, i: int, made_at: float) -> Ticket:
+        """A group of sampler i, with the weights that it has."""
+        sampler = self.samplers[i]
+        ticket = Ticket(self.sequence, sampler.version, made_at)
+        self.tickets.append(ticket)
+        self.sequence += 1
+        sampler.groups += 1
+        return ticket
+
+    # -- samplers that take their time ---------------------------------------------------------------------------------
+
+    def work(self, n_groups: int, learner_version: int, now: float) -> None:
+        """Let every sampler begin what it may up to now. All that begin next are sampled together."""
+        while any(sampler.free <= now for sampler in self.samplers):
+            begun = self.begin_all(n_groups, learner_version, now)
+            self.tickets = [ticket for ticket in self.tickets if ticket not in begun]
+            groups = self.sample_tickets(list(begun))
+            for (ticket, i), group in zip(begun.items(), groups, strict=True):
+                lengths = tuple(len(r.tokens) for r in group.responses)
+                self.samplers[i].free = ticket.made_at + max(lengths) * self.cfg.token_seconds / self.speeds[i]
+                self.sampled[ticket.number] = group
+                self.tickets.append(ticket._replace(made_at=self.samplers[i].free, lengths=lengths))
+
+    def begin_all(self, n_groups: int, learner_version: int, now: float) -> dict[Ticket, int]:
+        """The groups that free samplers begin, each at most one, and their samplers. made_at is when they begin."""
+        begun = {}
+        for i, sampler in enumerate(self.samplers):
+            if sampler.free > now:
+                continue
+            self.reload_one(i, sampler.free)
+            if self.cfg.admission == "pace" and not self.may_begin(i, n_groups, learner_version):
+                sampler.free += self.cfg.step_seconds  # it waits, and asks again
+            else:
+                begun[self.begin(i, sampler.free)] = i
+        return begun
+
+    def may_begin(self, i: int, n_groups: int, learner_version: int) -> bool:
+        """Whether a group that sampler i begins now can be used within the bounds, however long it becomes."""
+        waiting = updates_in_queue(self.cfg, self.speeds)
+        a_batch = self.cfg.rollout_batch // self.cfg.train_batch
+        if len(self.tickets) >= n_groups * (1 + waiting // a_batch):
+            return False
+        age = learner_version - self.samplers[i].version
+        return age + updates_to_make(self.cfg, self.speeds[i]) + waiting <= self.cfg.max_staleness
+
+    def settle(self, ticket: Ticket, trained: bool) -> None:
+        """The fate of a group is decided."""
+        self.sampled.pop(ticket.number, None)
+        self.decided.update(ticket.lengths)
+        if trained:
+            self.trained.update(ticket.lengths)
 
     def still_wanted(self, ticket: Ticket, learner_version: int, now: float) -> bool:
         """Is the group within both bounds on age? If not, it is counted as dropped, once."""
         most = self.cfg.max_staleness
+        if ticket.made_at > now:  # it is in the making
+            return True
         if most is not None and learner_version - ticket.version > most:
             self.dropped["staleness"] += 1
-            return False
-        if now - ticket.made_at > self.cfg.window_seconds:
+        elif now - ticket.made_at > self.cfg.window_seconds:
             self.dropped["window"] += 1
-            return False
-        return True
+        else:
+            return True
+        self.settle(ticket, trained=False)
+        return False
 
     def next(self, n_groups: int, learner_version: int, stop=()) -> list[Rollout]:
         """The next n groups in order of arrival; the clock moves on by whole steps until there are so many."""
-        self.remember("sequence", "samplers", "tickets", "made", "waited", "dropped")
+        self.remember("sequence", "samplers", "tickets", "made", "waited", "dropped", "decided", "trained")
         with given_back_if_it_fails(self):
-            groups = self.with_spread(n_groups, lambda n: self.sample_tickets(self.take(n, learner_version)))
+            groups = self.with_spread(n_groups, lambda n: self.train_on(self.take(n, learner_version)))
         self.engine.sleep()
+        return groups
+
+    def train_on(self, taken: list[Ticket]) -> list[Rollout]:
+        groups = self.sample_tickets(taken)
+        for ticket in taken:
+            self.settle(ticket, trained=True)
         return groups
 
     def take(self, n_groups: int, learner_version: int) -> list[Ticket]:
         """The next n tickets; the clock moves on until there are so many."""
         self.make(n_groups, learner_version)
-        while len(self.tickets) < n_groups:
+        waits = 0
+        while len(here := self.arrived(learner_version)) < n_groups:
+            waits += 1
+            if waits > MOST_WAITS:
+                raise UserError(
+                    f"the learner has waited for {n_groups} groups for {MOST_WAITS} updates' time: samplers are too "
+                    "slow for the bounds on age; raise --max_staleness or --window_seconds, or lower --token_seconds"
+                )
             self.waited += self.cfg.step_seconds
             self.make(n_groups, learner_version)
-        taken, self.tickets = self.tickets[:n_groups], self.tickets[n_groups:]
+        taken = here[:n_groups]
+        self.tickets = [ticket for ticket in self.tickets if ticket not in set(taken)]
         return taken
+
+    def arrived(self, learner_version: int) -> list[Ticket]:
+        """The groups that are here, in order of arrival."""
+        now = self.now(learner_version)
+        return sorted((t for t in self.tickets if t.made_at <= now), key=lambda ticket: (ticket.made_at, ticket.number))
 
     def sample_tickets(self, taken: list[Ticket]) -> list[Rollout]:
         """The groups of these tickets, each sampled with the version it was made with."""
         groups: dict[int, Rollout] = {}
-        for version in sorted({ticket.version for ticket in taken}):
+        for ticket in taken:
+            group = self.sampled.get(ticket.number)
+            if group is not None and group.version == ticket.version:
+                groups[ticket.number] = group
+        for version in sorted({ticket.version for ticket in taken if ticket.number not in groups}):
             if version != self.version:
                 self.load(version, checkpoint.read_tensors(self.path(version)).items())
             self.published = self.broadcast[version]
-            numbers = [ticket.number for ticket in taken if ticket.version == version]
+            numbers = [t.number for t in taken if t.version == version and t.number not in groups]
             groups.update(zip(numbers, self.sample(numbers), strict=True))
         return [groups[ticket.number] for ticket in taken]
 
     # -- metrics and checkpoints ---------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
+        lengths = {}
+        if self.cfg.token_seconds:
+            lengths = {
+                "delay/length_trained": mean_of(self.trained),
+                "delay/length_decided": mean_of(self.decided),
+                "delay/length_ks_p": ks_p(self.trained, self.decided),
+            }
         return {
             **super().metrics(),
+            **lengths,
             "delay/clock": self.waited,
             "delay/waiting": float(len(self.tickets)),
             "delay/versions": float(len(self.needed())),
@@ -277,17 +448,21 @@ class DelaySource(LocalSource):
             "made": self.made,
             "waited": self.waited,
             "dropped": dict(self.dropped),
+            "decided": dict(self.decided),
+            "trained": dict(self.trained),
         }
 
     def load_state_dict(self, state: dict) -> None:
         """Go on from a checkpoint. UserError: a version that a sampler or a waiting group needs is not on disk."""
         super().load_state_dict(state)
         self.samplers = [Sampler(**sampler) for sampler in state["samplers"]]
-        self.tickets = [Ticket(*ticket) for ticket in state["tickets"]]
+        self.tickets = [Ticket(*ticket[:3], tuple(*ticket[3:])) for ticket in state["tickets"]]
         self.broadcast = state["broadcast"]
         self.made = state["made"]
         self.waited = state["waited"]
         self.dropped = Counter(state["dropped"])
+        self.decided = Counter(state.get("decided", {}))
+        self.trained = Counter(state.get("trained", {}))
         needed = self.needed() if self.broadcast else set()
         self.pinned = [set(), needed]
         for version in sorted(needed):
@@ -296,6 +471,27 @@ class DelaySource(LocalSource):
                     f"--resume: {self.path(version)} is gone, and a delayed sampler still holds that version; "
                     "start anew in another --out"
                 )
+
+
+MOST_WAITS = 100_000  # steps of the virtual clock
+
+
+def updates_to_make(cfg, speed: float) -> int:
+    """The most updates that the learner does while a sampler of this speed makes the longest responses there can be."""
+    a_batch = cfg.rollout_batch // cfg.train_batch
+    return a_batch * math.ceil(cfg.max_tokens * cfg.token_seconds / speed / cfg.step_seconds / a_batch)
+
+
+def updates_in_queue(cfg, speeds: list[float]) -> int:
+    """--admission=pace: the most updates that a group waits for its use: half of what its making leaves of the bound.
+    The other half is left to the age of the weights."""
+    a_batch = cfg.rollout_batch // cfg.train_batch
+    left = cfg.max_staleness - updates_to_make(cfg, min(speeds))
+    return a_batch * (left // 2 // a_batch)
+
+
+def mean_of(counts: Counter) -> float:
+    return sum(value * n for value, n in counts.items()) / max(1, counts.total())
 
 
 def check_distribution(flags) -> None:
@@ -326,6 +522,7 @@ def check(cfg) -> None:
         if not getattr(cfg, name) > 0:
             raise UserError(f"--{name}={getattr(cfg, name)}: must be above 0")
     check_bounds(cfg)
+    check_pace(cfg)
     remote = cfg.samplers != "local"
     if cfg.delay == "none" and not remote and (cfg.sync_every > 1 or cfg.max_staleness is not None):
         raise UserError(
@@ -336,6 +533,25 @@ def check(cfg) -> None:
         raise UserError(
             f"--delay={cfg.delay} simulates samplers inside this process, and --samplers={cfg.samplers} has real ones; "
             "give --delay to each of those samplers instead"
+        )
+
+
+def check_pace(cfg) -> None:
+    """UserError, one sentence, if the flags about the speed of samplers contradict each other, or the bound on age."""
+    speeds = speeds_of(cfg)
+    if not 0 <= cfg.token_seconds < math.inf:
+        raise UserError(f"--token_seconds={cfg.token_seconds}: must be 0 or above")
+    if cfg.admission == "drop":
+        return
+    if cfg.delay == "none" or not cfg.token_seconds:
+        raise UserError("--admission=pace: there is nothing to pace; it goes with --delay and --token_seconds")
+    if cfg.max_staleness is None:
+        raise UserError("--admission=pace: there is no bound on age to keep; name one with --max_staleness")
+    least = cfg.sync_every - 1 + updates_to_make(cfg, min(speeds))
+    if least > cfg.max_staleness:
+        raise UserError(
+            f"--admission=pace --max_staleness={cfg.max_staleness}: a group of --max_tokens={cfg.max_tokens} is up to "
+            f"{least} updates old when the slowest sampler has made it; raise the bound, or lower --token_seconds"
         )
 
 

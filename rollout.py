@@ -68,7 +68,7 @@ class Rollout:
     precision: str  # of the sampling engine, e.g. "float32"
     version: int  # learner updates behind the weights that sampled
     digest: str  # of those weights, as the engine received them
-    t_start: float  # start and end of sampling, in seconds since the epoch by the sampler's clock
+    t_start: float  # start and end of sampling, in seconds since the epoch by the learner's clock
     t_end: float
     responses: list[Response] = field(default_factory=list)
     # What the learner's ref pass adds (batching.write_ref): name -> one array for each response.

@@ -24,6 +24,9 @@ class RemoteFlags:
     """files: the shared folder."""
     sync_dtype: Literal["float32", "bfloat16", "quantized"] = "float32"
     """Weights on the wire; quantized: in --rollout_quant's format, as the learner's aligned forward has them."""
+    sync_delta: bool = False
+    """zmq: send samplers that hold weights of before only what has changed since; the weights are the same, bit for
+    bit."""
     give_up: float = 3600.0
     """Stop, with a sentence, after so many seconds without a group from any sampler."""
 
@@ -46,6 +49,14 @@ def check(cfg) -> None:
         cfg.sync_dtype != "quantized" or cfg.rollout_quant not in ("none", "w3a16", "w2a16"),
         f"--sync_dtype=quantized: --rollout_quant={cfg.rollout_quant} is no format that engines load; use int8, fp8 or "
         "w4a16, or --sync_dtype=float32",
+    )
+    need(
+        not cfg.sync_delta or cfg.samplers == "zmq",
+        "--sync_delta: there is nothing to send; it goes with --samplers=zmq (a shared folder is read in place)",
+    )
+    need(
+        not cfg.sync_delta or cfg.sync_dtype != "float32",
+        "--sync_delta: in float32 nearly every number changes with each update; use --sync_dtype=bfloat16 or quantized",
     )
     need(
         not (remote and cfg.learner_quant == "aligned" and cfg.sync_dtype == "bfloat16"),

@@ -52,6 +52,11 @@ def without_rank(stream: str) -> str:
     return stream.partition(".")[0]
 
 
+def rank_of(stream: str) -> int:
+    """The learner's rank that a stream is for."""
+    return int(stream.partition(".")[2] or 0)
+
+
 def split(name: str) -> tuple[tuple[str, int], int]:
     """((stream, incarnation), n) of a group's name. ValueError: not such a name."""
     found = GROUP.fullmatch(name)
@@ -160,19 +165,27 @@ class Spool:
         self.folder = folder
         self.incarnation = incarnation
         self.lock = threading.Lock()
-        self.handed = dict.fromkeys(streams, 0)  # groups of this incarnation
+        self.handed: dict[str, int] = {}  # groups of this incarnation
         self.lost: dict[str, list[str]] = {}  # names
         self.waiting: dict[str, deque] = {}  # names, oldest first
         for stream in streams:
-            (folder / stream).mkdir(parents=True, exist_ok=True)
-            for scratch in (folder / stream).glob(".*"):  # cut off in the middle: never handed over
-                with contextlib.suppress(OSError):  # not ours
-                    scratch.unlink()
-            files = os.listdir(folder / stream)
-            lost = [name_of_file(stream, file.removesuffix(".lost")) for file in files if file.endswith(".lost")]
-            waiting = [name_of_file(stream, file) for file in files]
-            self.lost[stream] = sorted(filter(None, lost), key=split)
-            self.waiting[stream] = deque(sorted(filter(None, waiting), key=split))
+            self.add(stream)
+
+    def add(self, stream: str) -> None:
+        """Begin to spool for this stream, with what an earlier life has left of it."""
+        if stream in self.waiting:
+            return
+        folder = self.folder / stream
+        folder.mkdir(parents=True, exist_ok=True)
+        for scratch in folder.glob(".*"):  # cut off in the middle: never handed over
+            with contextlib.suppress(OSError):  # not ours
+                scratch.unlink()
+        files = os.listdir(folder)
+        lost = [name_of_file(stream, file.removesuffix(".lost")) for file in files if file.endswith(".lost")]
+        waiting = [name_of_file(stream, file) for file in files]
+        self.handed[stream] = 0
+        self.lost[stream] = sorted(filter(None, lost), key=split)
+        self.waiting[stream] = deque(sorted(filter(None, waiting), key=split))
 
     def __len__(self) -> int:
         return sum(map(len, self.waiting.values()))

@@ -3,6 +3,7 @@
 `FilesHub` has the face of hub.Hub, `FilesLink` that of link.Link. Every file appears whole, by a rename:
 
     welcome                       what to sample, and the learner's session
+    clock.0                       what time it is at rank 0, written every other second
     models/v000012.safetensors    weights
     models/newest                 the Offer of the newest weights
     rollouts/SAMPLER/INC-N        a group behind its SHA-256; the sampler deletes it when it is held
@@ -15,7 +16,8 @@ there. Both ends wait out a full disk.
 
 Whoever may write into the folder may write anything. Names follow account.py's rule, the name inside a message is that
 of its file, and only regular files are read, up to a bound: no link, folder, pipe or device. What goes wrong with one
-stream is booked to that stream. Clocks of other hosts are not believed: a group arrives when the learner sees it.
+stream is booked to that stream. Clocks of other hosts are not believed (clock.py): a group arrives when the learner
+sees it.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from remote.account import (
     is_sampler,
     is_stream,
     name_of_file,
+    rank_of,
     read_regular,
     retain_weights,
     sampler_of,
@@ -51,6 +54,7 @@ from remote.account import (
     verified,
     write_atomically,
 )
+from remote.clock import LearnerClock
 from remote.groups import Limits
 from remote.guard import MOST_ENTRIES, Names, Room
 
@@ -73,6 +77,11 @@ def read_message(path: Path, kind, most: int = wire.MOST):
         raise wire.WireError(str(e)) from None
     wire.need(isinstance(message, kind), f"{path.name}: a message of another kind")
     return message
+
+
+def clock_file(rank: int) -> str:
+    """Where a rank says what time it is."""
+    return f"clock.{rank}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -123,11 +132,12 @@ class FilesHub:
             self.entries[self.names.owner(key[0])] += held.entries(key)
         for stream in self._streams("got"):  # of an earlier session: nothing is fetched in this one
             self._guarded(stream, (self.folder / "got" / stream).unlink)
+        self._tell_time()
         if self.rank == 0:
             self._write(self.folder / "welcome", self.welcome)
 
-    def broadcast(self, version: int, path: Path, published: float) -> None:
-        """Offer these weights to all samplers."""
+    def broadcast(self, version: int, path: Path, published: float, change: bytes | None = None) -> None:
+        """Offer these weights to all samplers, whole: they are read where they lie."""
         if self.rank == 0:
             offer = wire.Offer(wire.manifest(path.name, path.read_bytes()), version, published)
             self.unpublished = (path, offer)
@@ -151,6 +161,7 @@ class FilesHub:
             self.beat = time.monotonic()
             self._write_waiting()
             self._touch_welcome()
+            self._tell_time()
             for stream in self._streams("samplers"):
                 self._guarded(stream, self._read_report, stream)
             self._book_absent(out)
@@ -194,6 +205,9 @@ class FilesHub:
             self.unpublished = None
         except OSError as e:
             self.log.warning("%s: %s; tried again soon", copy, e.strerror)
+
+    def _tell_time(self) -> None:
+        self._write(self.folder / clock_file(self.rank), wire.Got([], clock=time.time()))
 
     def _touch_welcome(self) -> None:
         """The learner's sign of life. Whatever else has come to lie there gives way."""
@@ -395,6 +409,8 @@ class FilesLink(threading.Thread):
         self.stopping = False
         self.session = ""
         self.got = dict.fromkeys(streams, 0)  # groups fetched by the learner and not held yet
+        self.clocks = {stream: LearnerClock() for stream in streams}
+        self.read: dict[str, float] = {}  # stream -> stamp of the learner's clock that was read last
         self.touched = 0  # when the learner touched `welcome` last, by its clock
         self.heard = time.monotonic()  # the same, when it was noticed
         self.beat = 0.0
@@ -403,6 +419,17 @@ class FilesLink(threading.Thread):
     def behind(self, stream: str) -> int:
         """Groups that the learner has not fetched, as link.Link.behind."""
         return max(0, len(self.spool.waiting[stream]) - self.got[stream])
+
+    def offset(self, stream: str) -> float:
+        """Seconds that the clock of this stream's learner is ahead of ours."""
+        return self.clocks[stream].offset
+
+    def reroute(self, addresses: list[str], streams: list[str]) -> None:
+        """Look after these streams too; those of before stay, as long as the spool has something for them."""
+        for stream in streams:
+            self.clocks.setdefault(stream, LearnerClock())
+            self.got.setdefault(stream, 0)
+        self.streams = [*streams, *(s for s in self.streams if s not in streams)]
 
     def close(self) -> None:
         self.stopping = True
@@ -427,7 +454,8 @@ class FilesLink(threading.Thread):
     def _turn_if_there(self, now: float) -> None:
         """One turn. Whatever lies in the folder, the thread goes on, until --give_up seconds are over, and one bad file
         keeps no other from being read."""
-        for work in (self._read_welcome, self._read_fetched, self._read_newest, self._write_hellos):
+        # The clock is known before there are weights to sample with.
+        for work in (self._read_welcome, self._read_clocks, self._read_fetched, self._write_hellos, self._read_newest):
             try:
                 work(now)
             except (FileNotFoundError, wire.WireError):
@@ -452,6 +480,14 @@ class FilesLink(threading.Thread):
         if not self.error and welcome.session != self.session:
             self.session = welcome.session
             self.welcome.put(welcome)
+
+    def _read_clocks(self, now: float) -> None:
+        for stream, clock in list(self.clocks.items()):
+            path = self.folder / clock_file(rank_of(stream))
+            stamp = path.lstat().st_mtime
+            if stamp != self.read.get(stream):
+                self.read[stream] = stamp
+                clock.stamped_there(read_message(path, wire.Got).clock, stamp)
 
     def _read_fetched(self, now: float) -> None:
         for stream in self.streams:
@@ -504,8 +540,11 @@ class FilesLink(threading.Thread):
             session=self.session,
             handed=self.spool.handed[stream],
             lost=self.spool.lost[stream][:OFFERS],
+            sent=time.time(),
         )
-        write_atomically(self.folder / "samplers" / stream, wire.encode(hello))
+        path = self.folder / "samplers" / stream
+        write_atomically(path, wire.encode(hello))
+        self.clocks[stream].stamped_here(hello.sent, path.lstat().st_mtime)
 
 
 def wait_for_ranks(folder: Path, flags) -> int:

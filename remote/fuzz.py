@@ -285,7 +285,7 @@ class Attacker:
         message = self.r.choice(
             [
                 self.hello(self.r.choice([self.name, HONEST])),
-                wire.Offer(wire.manifest(group, b"some bytes")),
+                wire.Offer(wire.manifest(group, b"some bytes"), deltas=[wire.Step("", wire.manifest(group, b"one"))]),
                 wire.Ask("v000000.safetensors", 0, 1),
                 wire.Leaves(group, 0),
                 wire.Gone(group),
@@ -466,7 +466,9 @@ class Scene:
 
     def __init__(self, root: Path, hub: Hub | FilesHub, make_link):
         self.hub = hub
-        cfg = SimpleNamespace(sync_every=1, sync_dtype="float32", max_staleness=None, window_seconds=1e9, give_up=300.0)
+        cfg = SimpleNamespace(
+            sync_every=1, sync_dtype="float32", sync_delta=False, max_staleness=None, window_seconds=1e9, give_up=300.0
+        )
         cfg.dynamic_sampling, cfg.out = 0, str(root)
         store = root / "versions"
         self.source = RemoteSource(hub, cfg, LIMITS, Sampling(), store, Comm(), hub.log, Arithmetic())

@@ -24,14 +24,16 @@ from zmq.utils.monitor import recv_monitor_message
 from flags import UserError
 from remote import wire
 from remote.account import VERSIONS, Account, Arrived, believe, is_stream, sampler_of
+from remote.delta import Chain
 from remote.groups import Limits
 from remote.guard import MOST_ENTRIES, QUEUE, Connections, Names, Room
 from remote.keys import secure
+from remote.pace import Pace
 
 SILENT = 60.0  # seconds after which a sampler that says nothing gives its room back
 UNANSWERED = 30.0  # seconds without a good leaf after which a group that was asked for gives its room back
 SUSPENDED = 5.0  # seconds: a turn that takes longer means that this process was suspended
-PULLS = 8  # groups that are fetched from one sampler at the same time
+PULLS = 64  # groups that are fetched from one sampler at the same time, at most
 OFFERS = 256  # of one sampler that are kept; a sampler has 64 open, and repeats them
 LOST = 1024  # names in a hello that are looked at
 HELD = 4096  # names in a message
@@ -51,7 +53,7 @@ class Peer:
     incarnation: int
     heard: float  # when it said something last
     owner: str = ""  # who answers for it: its key, or its name
-    pace: wire.Pace = field(default_factory=lambda: wire.Pace(most=LEAVES))
+    pace: Pace = field(default_factory=lambda: Pace(most=LEAVES * wire.LEAF))
     offers: dict[str, wire.Manifest] = field(default_factory=dict)  # not asked for yet
     pulls: dict[str, wire.Pull] = field(default_factory=dict)
 
@@ -74,6 +76,8 @@ class Published:
 
     offer: wire.Offer
     data: mmap.mmap
+    encoded: bytes  # the offer: all who do not read it share its bytes
+    deltas: dict[str, bytes]  # name -> delta of its chain
 
 
 class Hub(threading.Thread):
@@ -85,6 +89,7 @@ class Hub(threading.Thread):
     def __init__(self, bind: str, keys: str, welcome: wire.Welcome, limits: Limits, log):
         super().__init__(daemon=True, name="hub")
         self.welcome = welcome
+        self.encoded_welcome = wire.encode(welcome)
         self.limits = limits
         self.log = log
         self.lock = threading.Lock()  # over the inbox
@@ -103,6 +108,7 @@ class Hub(threading.Thread):
         self.turns = 0
         self.peers: dict[bytes, Peer] = {}
         self.weights: dict[str, Published] = {}  # the newest stands last
+        self.chain = Chain()
         wire.check_address("bind", bind, 0)
         self.context = zmq.Context()
         self.authenticator = None
@@ -149,12 +155,15 @@ class Hub(threading.Thread):
             self.entries[self.names.owner(key[0])] += held.entries(key)
         self.start()
 
-    def broadcast(self, version: int, path: Path, published: float) -> None:
-        """Offer these weights to all samplers."""
+    def broadcast(self, version: int, path: Path, published: float, change: bytes | None = None) -> None:
+        """Offer these weights to all samplers. change: the delta from those before, where there is one."""
         with open(path, "rb") as f:
             data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-        offer = wire.Offer(wire.manifest(path.name, data), version, published)
-        self.todo.append(Published(offer, data))
+        of = wire.manifest(path.name, data)
+        self.chain.add(of, change)
+        offer = wire.Offer(of, version, published, [step for step, _ in self.chain.steps])
+        deltas = {step.of.name: delta for step, delta in self.chain.steps}
+        self.todo.append(Published(offer, data, wire.encode(offer), deltas))
 
     def held(self, names: list[str]) -> None:
         """A checkpoint accounts for these groups: their samplers may forget them."""
@@ -226,7 +235,7 @@ class Hub(threading.Thread):
                     for old in list(self.weights)[:-VERSIONS]:
                         del self.weights[old]
                     for identity in self.peers:
-                        self._send(identity, published.offer)
+                        self._send(identity, published.encoded)
 
     def _send_held(self, names: list[str]) -> None:
         by_sampler: dict[str, list[str]] = {}
@@ -325,23 +334,30 @@ class Hub(threading.Thread):
                 self._book_fault(peer.identity, e)
 
     def _ask_peer(self, peer: Peer, now: float) -> None:
+        """Groups are begun one after the other, each when all of those before it is asked for."""
+        for name, pull in peer.pulls.items():
+            self._ask_for(peer, name, pull, now)
         others = {other.owner for other in self.peers.values() if other.waits} - {peer.owner}
-        while peer.waits:
+        while peer.waits and peer.pace.size(now):
             name, of = next(iter(peer.offers.items()))
             if not self.room.take(peer.owner, of.nbytes, others):
                 break
             del peer.offers[name]
             peer.pulls[name] = wire.Pull(of, memoryview(bytearray(of.nbytes)), peer.pace)
-        for name, pull in peer.pulls.items():
-            while (leaves := pull.ask(now)) is not None:
-                self._send(peer.identity, wire.Ask(name, *leaves))
+            self._ask_for(peer, name, peer.pulls[name], now)
 
-    def _send(self, identity: bytes, message: wire.Message, payload=None) -> None:
-        frames = [identity, wire.encode(message)]
+    def _ask_for(self, peer: Peer, name: str, pull: wire.Pull, now: float) -> None:
+        while (leaves := pull.ask(now)) is not None:
+            self._send(peer.identity, wire.Ask(name, *leaves))
+
+    def _send(self, identity: bytes, message: wire.Message | bytes, payload=None) -> None:
+        """message: as it is, or encoded, where many are sent the same one."""
+        copy = payload is None and not isinstance(message, bytes)
+        frames = [identity, message if isinstance(message, bytes) else wire.encode(message)]
         if payload is not None:
             frames.append(payload)
         with contextlib.suppress(zmq.ZMQError):  # a peer that is gone or does not read: it will say hello again
-            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=payload is None)
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
 
     # -- one method for each message -----------------------------------------------------------------------------------
 
@@ -389,7 +405,7 @@ class Hub(threading.Thread):
         for name in filter(peer.owns, hello.lost[:LOST]):
             self._on_lost(peer, name)
         newest = next(reversed(self.weights), "")
-        self._send(identity, wire.Got([], newest))  # an answer: the learner is alive
+        self._send(identity, wire.Got([], newest, hello.sent, time.time()))  # an answer: the learner is alive
 
     def _is_proven(self, key: tuple[str, int]) -> bool:
         return key in self.got or key in self.held_before
@@ -423,13 +439,13 @@ class Hub(threading.Thread):
             pull.pace = peer.pace
             pull.forget_asked()
         self.peers[identity] = peer
-        self._send(identity, self.welcome)
+        self._send(identity, self.encoded_welcome)
         self._send_newest(peer)
 
     def _send_newest(self, peer: Peer) -> None:
         if self.weights:
             newest = next(reversed(self.weights.values()))
-            self._send(peer.identity, newest.offer)
+            self._send(peer.identity, newest.encoded)
 
     def _on_lost(self, peer: Peer, name: str) -> None:
         """The sampler cannot send this group any more."""
@@ -506,19 +522,31 @@ class Hub(threading.Thread):
 
     def _drop(self, peer: Peer, name: str) -> None:
         """Give up a group that was asked for."""
-        self.room.give(peer.owner, peer.pulls.pop(name).of.nbytes)
+        pull = peer.pulls.pop(name)
+        pull.forget_asked()
+        self.room.give(peer.owner, pull.of.nbytes)
 
     def _on_ask(self, peer: Peer, ask: wire.Ask) -> None:
-        if ask.name not in self.weights:
+        data = self._object(ask.name)
+        if data is None:
             self._send(peer.identity, wire.Gone(ask.name))
             return
         try:
-            part = wire.leaves(self.weights[ask.name].data, ask.first, ask.count)
+            part = wire.leaves(data, ask.first, ask.count)
         except wire.WireError as e:
             self.log.warning("ask refused: %s", e)
             return
         self.counts["bytes_out"] += len(part)
         self._send(peer.identity, wire.Leaves(ask.name, ask.first), part)
+
+    def _object(self, name: str) -> mmap.mmap | bytes | None:
+        """Weights or a delta of this name that samplers may fetch."""
+        for published in self.weights.values():
+            if published.offer.of.name == name:
+                return published.data
+            if name in published.deltas:
+                return published.deltas[name]
+        return None
 
 
 def property_of(frames: list[zmq.Frame], name, default):

@@ -17,11 +17,14 @@ from pathlib import Path
 import zmq
 
 from flags import UserError
-from remote import wire
+from remote import delta, wire
 from remote.account import Spool, sampler_of
+from remote.clock import LearnerClock
 from remote.keys import SamplerKeys
+from remote.pace import Pace
 
 BEAT = 2.0  # seconds between two hellos
+OFFERED_AT_ONCE = 4 << 20  # bytes of groups that are read and hashed before asks are looked at again
 OFFERS = 64  # groups offered and not yet fetched, at most
 PRINT_EVERY = 30.0  # seconds between two lines on the screen about a learner that does not answer
 
@@ -41,7 +44,6 @@ class Link(threading.Thread):
         keys: SamplerKeys | None,
     ):
         super().__init__(daemon=True, name="link")
-        self.streams = streams
         self.flags = flags
         self.spool = spool
         self.store = store
@@ -58,13 +60,29 @@ class Link(threading.Thread):
             self.context.destroy(linger=0)  # or the process would wait for open sockets
             raise
         self.lines[0].fetches_weights = True
+        self.fetched_root = ""  # of the weights in the store
+        self.new_routes: tuple[list[str], list[str]] | None = None  # that the thread has not followed yet
         self.start()
 
     def behind(self, stream: str) -> int:
         """Groups that the learner has not fetched.
 
         Those that it has fetched must not count: it holds them only when it saves, and to get there it needs more."""
-        return len(self.spool.waiting[stream]) - len(self.lines[self.streams.index(stream)].got)
+        line = self.line(stream)
+        return len(self.spool.waiting[stream]) - len(line.got if line else [])
+
+    def offset(self, stream: str) -> float:
+        """Seconds that the clock of this stream's learner is ahead of ours."""
+        line = self.line(stream)
+        return line.clock.offset if line else 0.0
+
+    def line(self, stream: str) -> Line | None:
+        """None for a moment, where routes are new."""
+        return next((line for line in list(self.lines) if line.stream == stream), None)
+
+    def reroute(self, addresses: list[str], streams: list[str]) -> None:
+        """Go on with these lines. Others go on until the learner holds all that the spool has for them."""
+        self.new_routes = (addresses, streams)
 
     def close(self) -> None:
         self.stopping = True
@@ -89,7 +107,9 @@ class Link(threading.Thread):
         now = time.monotonic()
         away = now - self.turned
         self.turned = now
-        for line in self.lines:
+        if self.new_routes is not None:
+            self._follow(*self.new_routes)
+        for line in list(self.lines):
             if away > self.flags.patience:  # this process was suspended; do not count that time against the learner
                 line.heard += away
                 line.tried += away
@@ -98,12 +118,37 @@ class Link(threading.Thread):
             except OSError as e:  # no room for the new weights: they are asked for again
                 print(f"{self.store}: {e.strerror or e}; waiting for room", flush=True)
                 time.sleep(1.0)
-            if line.silence > self.flags.give_up:
+            if line.left:
+                self._close_if_done(line)
+            elif line.silence > self.flags.give_up:
                 self.error = (
                     f"no answer from {line.address} for {self.flags.give_up:.0f} s: is the learner up, "
                     "is that its address, and are these the keys it knows (--keys)? "
                     "A group that was handed over waits in the spool"
                 )
+
+    def _follow(self, addresses: list[str], streams: list[str]) -> None:
+        self.new_routes = None
+        here = {line.stream: line for line in self.lines}
+        lines = []
+        for address, stream in zip(addresses, streams, strict=True):
+            line = here.pop(stream, None) or Line(self, address, stream)
+            line.left = False
+            if line.address != address:
+                line.address = address
+                line.connect()
+            lines.append(line)
+        for line in here.values():
+            line.left = True
+        self.lines = [*lines, *here.values()]
+        for line in self.lines:
+            line.fetch_weights_or_not(line is self.lines[0])
+
+    def _close_if_done(self, line: Line) -> None:
+        if not self.spool.waiting[line.stream] and not self.spool.lost[line.stream]:
+            line.fetch_weights_or_not(False)
+            line.socket.close(linger=200)
+            self.lines = [other for other in self.lines if other is not line]
 
 
 class Line:
@@ -114,8 +159,10 @@ class Line:
         self.address = address
         self.stream = stream
         self.fetches_weights = False
+        self.left = False  # the routes lead elsewhere now: it goes on only until its groups are held
         self.socket = None
         self.session = ""  # the learner's, once it has said welcome
+        self.clock = LearnerClock()
         self.offered: dict[str, float] = {}  # name -> when
         self.got: set[str] = set()  # groups that the learner has here whole
         self.sent: tuple[str, bytes] = ("", b"")  # the group that was asked for last, and its bytes
@@ -128,10 +175,14 @@ class Line:
         self.newest_name = ""  # of the weights that were offered last
         self.wanted: wire.Offer | None = None  # the newest weights that are offered
         self.fetching: wire.Offer | None = None  # the weights of `pull`
-        self.fetched_root = ""  # of the weights in the store
         self.part = Path()  # the file that they are written to
-        self.pull: wire.Pull | None = None
-        self.pace = wire.Pace(patience=link.flags.patience)
+        self.sink: wire.FileSink | None = None  # the same, open
+        self.pull: wire.Pull | None = None  # of a delta, or of the whole weights
+        self.chain: list[wire.Manifest] = []  # the deltas to fetch; empty: the whole weights
+        self.deltas: list[memoryview] = []  # those of them that are here
+        self.rebuilding = None  # delta.rebuild, as far as it is
+        self.refused_root = ""  # of weights whose deltas were no good
+        self.pace = Pace(link.flags.patience)  # of weights
         self.connect()
 
     @property
@@ -175,7 +226,7 @@ class Line:
         if payload is not None:
             frames.append(payload)
         with contextlib.suppress(zmq.Again):  # nobody there, or nobody who reads: everything is sent again later
-            self.socket.send_multipart(frames, zmq.NOBLOCK)
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=payload is None)
 
     # -- what is due ---------------------------------------------------------------------------------------------------
 
@@ -187,7 +238,8 @@ class Line:
         self.reconnect_if_silent(now)
         if self.session:
             self.offer(now)
-            self.fetch(now)
+            if self.fetches_weights:
+                self.fetch(now)
 
     def receive(self) -> None:
         """Handle what has come, but not for ever."""
@@ -221,6 +273,7 @@ class Line:
                 session=self.session,
                 handed=spool.handed[self.stream],
                 lost=spool.lost[self.stream][:OFFERS],
+                sent=time.time(),
             )
         )
 
@@ -248,44 +301,121 @@ class Line:
         spool = self.link.spool
         with spool.lock:
             waiting = [n for n in spool.waiting[self.stream] if n not in self.got and n not in self.offered]
+        read = 0
         for name in waiting[: OFFERS - len(self.offered)]:
             data = spool.read(name)
             if data is not None:
                 self.offered[name] = now
                 self.send(wire.Offer(wire.manifest(name, data)))
+                read += len(data)
+            if read >= OFFERED_AT_ONCE:  # asks are waiting, perhaps
+                break
 
     def fetch(self, now: float) -> None:
         """Fetch the newest weights into the store. OSError: no room there."""
+        if self.rebuilding is not None:
+            self.go_on_rebuilding()
+            return
         if self.pull is None and self.wanted is not None:
-            if self.wanted.of.root == self.fetched_root:  # an update that changed nothing: another version of the same
+            if self.wanted.of.root == self.link.fetched_root:  # nothing has changed but the version
                 self.link.newest = wire.Weights(self.wanted.version, self.wanted.published, self.link.newest.path)
             else:
-                self.begin_pull(self.wanted)
+                self.begin_fetch(self.wanted)
         if self.pull is not None:
             while (leaves := self.pull.ask(now)) is not None:
                 self.send(wire.Ask(self.pull.of.name, *leaves))
             if self.pull.done:
                 self.end_pull()
 
-    def begin_pull(self, offer: wire.Offer) -> None:
-        """Go on from what an earlier attempt has left of the same bytes; what is left of other weights is deleted."""
+    def fetch_weights_or_not(self, fetches: bool) -> None:
+        """Whether this is the line that weights come over, from now on."""
+        if not fetches:
+            self.forget_fetch()
+            self.wanted = None
+            self.newest_name = ""
+        self.fetches_weights = fetches
+
+    def forget_fetch(self) -> None:
+        if self.pull is not None:
+            self.pull.forget_asked()
+        if self.sink is not None:
+            self.sink.close()
+        self.pull = self.sink = self.rebuilding = None
+        self.deltas = []
+
+    def begin_fetch(self, offer: wire.Offer) -> None:
+        """Fetch the deltas that lead from the weights in the store to these; without any, the whole weights."""
         self.fetching = offer
+        self.chain = []
+        if offer.of.root != self.refused_root:
+            try:
+                self.chain = delta.chain_from(self.link.fetched_root, offer)
+            except wire.WireError as e:
+                self.refuse_deltas(e)
+        if self.chain:
+            self.begin_delta()
+        else:
+            self.begin_pull(offer)
+
+    def begin_delta(self) -> None:
+        of = self.chain[len(self.deltas)]
+        self.pull = wire.Pull(of, memoryview(bytearray(of.nbytes)), self.pace)
+
+    def begin_pull(self, offer: wire.Offer) -> None:
+        resume = self.open_part(offer)
+        self.pull = wire.Pull(offer.of, self.sink, self.pace, resume)
+
+    def open_part(self, offer: wire.Offer) -> bool:
+        """Open the file that the weights are written to. What is left of other weights is deleted.
+
+        True: an earlier attempt has left some of the same bytes there."""
         self.part = self.link.store / f"{offer.of.root}.part"
         resume = self.part.is_file() and self.part.stat().st_size == offer.of.nbytes
         for other in self.link.store.glob("*.part"):
             if other != self.part:
                 other.unlink()
-        sink = wire.FileSink(self.part, offer.of.nbytes, resume)
-        self.pull = wire.Pull(offer.of, sink, self.pace, resume)
+        self.sink = wire.FileSink(self.part, offer.of.nbytes, resume)
+        return resume
 
     def end_pull(self) -> None:
+        """A delta or the whole weights are here."""
+        pull, self.pull = self.pull, None
+        if not self.chain:
+            self.end_fetch()
+            return
+        self.deltas.append(pull.sink)
+        if len(self.deltas) < len(self.chain):
+            self.begin_delta()
+        else:
+            self.open_part(self.fetching)
+            before = self.link.newest.path
+            self.rebuilding = delta.rebuild(before, self.deltas, self.fetching.of, self.sink)
+
+    def go_on_rebuilding(self) -> None:
+        """One block of the weights, from those before and the deltas."""
+        try:
+            next(self.rebuilding)
+        except StopIteration:
+            self.end_fetch()
+        except wire.WireError as e:
+            self.refuse_deltas(e)
+            self.forget_fetch()
+        except OSError:
+            self.forget_fetch()  # it is begun again
+            raise
+
+    def refuse_deltas(self, e: wire.WireError) -> None:
+        """Fetch these weights whole instead."""
+        self.refused_root = self.fetching.of.root
+        print(f"{self.address} sent {wire.printable(e)}; its weights are fetched whole", flush=True)
+
+    def end_fetch(self) -> None:
         """The weights are here whole; they and the ones before them stay in the store."""
-        self.pull.sink.close()
+        self.forget_fetch()
         path = self.link.store / f"v{self.fetching.version:06d}.safetensors"
         os.replace(self.part, path)
-        self.pull = None
         before = self.link.newest
-        self.fetched_root = self.fetching.of.root
+        self.link.fetched_root = self.fetching.of.root
         self.link.newest = wire.Weights(self.fetching.version, self.fetching.published, path)
         for old in self.link.store.glob("v*.safetensors"):
             if old != path and (before is None or old != before.path):
@@ -325,6 +455,8 @@ class Line:
         self.link.welcome.put(welcome)
 
     def on_got(self, message: wire.Got) -> None:
+        if message.sent:
+            self.clock.answered(message.sent, message.clock, time.time())
         with self.link.spool.lock:
             waiting = set(self.link.spool.waiting[self.stream])
         for name in waiting.intersection(message.names):
@@ -378,6 +510,6 @@ class Line:
             self.say_hello_again()
         elif self.pull is not None and self.pull.of.name == message.name:
             # Newer weights are out. If their offer was lost, the answer to the next hello says so.
-            self.pull = None
+            self.forget_fetch()
             if self.wanted is self.fetching:
                 self.wanted = None

@@ -20,7 +20,6 @@ import os
 import queue
 import re
 import time
-import tomllib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -41,6 +40,7 @@ from remote.files import FilesLink, wait_for_ranks
 from remote.groups import encode_group, name_of
 from remote.keys import SamplerKeys, sampler_keys
 from remote.link import Link
+from remote.routes import Follower, is_file_of_routes, routes, streams_of
 from rollout import LocalSource, Rollout, request_seed, uniforms
 from sampling import Sampling
 from sync import Probe
@@ -118,6 +118,7 @@ class Sampler:
         self.link = connection.link
         self.spool = connection.spool
         self.streams = connection.streams
+        self.follower = connection.follower
         self.welcome = welcome
         self.source = source
         self.incarnation = incarnation
@@ -134,6 +135,7 @@ class Sampler:
         """UserError with the link's error, when it has one."""
         while not self.link.error:
             check_same_run(self.link, self.welcome)
+            self.follow_routes()
             if self.began is not None and time.monotonic() - self.printed > PRINT_EVERY:
                 self.print_progress()
             hungry = [s for s in self.streams if self.link.behind(s) < self.flags.spool_groups]
@@ -144,6 +146,16 @@ class Sampler:
             # The ranks in turn, except that one that has enough is left out.
             self.sample_for(min(hungry, key=self.sampled.get))
         raise UserError(self.link.error)
+
+    def follow_routes(self) -> None:
+        """Feed other ranks, if the file of routes says so. What waits for a rank that is left still goes there."""
+        new = self.follower.changed() if self.follower else None
+        if new is not None:
+            self.streams = new[1]
+            for stream in self.streams:
+                self.spool.add(stream)
+                self.sampled.setdefault(stream, 0)
+            self.link.reroute(*new)
 
     def print_progress(self) -> None:
         self.printed = time.monotonic()
@@ -187,6 +199,10 @@ class Sampler:
         self.source.owner = (stream, self.incarnation)
         first = self.sampled[stream]
         groups = self.source.sample(range(first, first + self.flags.groups))
+        offset = self.link.offset(stream)  # a learner counts how old a group is by its own clock
+        for group in groups:
+            group.t_start = max(0.0, group.t_start + offset)
+            group.t_end = max(0.0, group.t_end + offset)
         encoded = [encode_group(group) for group in groups]
         # All time but this is the transport's: handing over, waiting, looking.
         self.busy += time.monotonic() - start
@@ -236,12 +252,14 @@ def check_same_run(link: Link | FilesLink, welcome: wire.Welcome) -> None:
 
 @dataclass
 class Connection:
-    """streams: this sampler's names, one for each rank of the learner that it samples for. folder: its own."""
+    """streams: this sampler's names, one for each rank of the learner that it samples for. folder: its own.
+    follower: of the file of routes; None where there is none that could change."""
 
     link: Link | FilesLink
     spool: Spool
     streams: list[str]
     folder: Path
+    follower: Follower | None = None
 
 
 def connect(flags: SamplerFlags, incarnation: int) -> Connection:
@@ -263,7 +281,8 @@ def connect(flags: SamplerFlags, incarnation: int) -> Connection:
         keys = checked_keys(flags, addresses)
         folder = own_folder(flags, name)
         spool = Spool(folder / "spool", streams, incarnation)
-        return Connection(Link(addresses, streams, flags, spool, folder, keys), spool, streams, folder)
+        follower = Follower(flags.connect, name, lambda others: checked_keys(flags, others))
+        return Connection(Link(addresses, streams, flags, spool, folder, keys), spool, streams, folder, follower)
     if not addresses[0] or not Path(addresses[0]).is_dir():
         raise UserError(
             f"--connect={flags.connect}: neither an address such as tcp://HOST:PORT nor a folder that is there"
@@ -325,39 +344,23 @@ def lock_folder(folder: Path) -> None:
     LOCKS.append(lock)
 
 
-def routes(where: str, name: str) -> tuple[list[str], list[str]]:
-    """(addresses, streams) of --connect: those of a TOML file of routes, or addresses separated by commas."""
-    if not where.endswith(".toml"):
-        addresses = where.split(",")
-        return addresses, streams_of(name, len(addresses))
-    try:
-        tables = tomllib.loads(Path(where).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise UserError(f"--connect={where}: no file of routes ({e}); remote/README.md shows one") from None
-    learners, samplers = tables.get("learners", {}), tables.get("samplers", {})
-    no_route = f'{where}: no route for {name}; it needs [learners] 0 = "tcp://..." and [samplers] {name} = [0]'
-    need(isinstance(learners, dict) and isinstance(samplers, dict), no_route)
-    ranks = samplers.get(name, samplers.get("*"))
-    need(isinstance(ranks, list) and ranks and all(type(rank) is int and rank >= 0 for rank in ranks), no_route)
-    addresses = [learners.get(str(rank)) for rank in ranks]
-    need(all(isinstance(address, str) for address in addresses) and len(set(ranks)) == len(ranks), no_route)
-    return addresses, [f"{name}.{rank}" for rank in ranks]
-
-
-def streams_of(name: str, ranks: int) -> list[str]:
-    """A stream for each rank; with one rank, the sampler's own name."""
-    return [name] if ranks == 1 else [f"{name}.{rank}" for rank in range(ranks)]
-
-
 def connect_folder(
     flags: SamplerFlags, incarnation: int, shared: Path, name: str, streams: list[str], folder: Path
 ) -> Connection:
     """A link over a shared folder, as soon as a learner is there. The spool lies in the shared folder."""
     ranks = wait_for_ranks(shared, flags)
-    if not flags.connect.endswith(".toml") or ranks == 1:
+    follower = Follower(flags.connect, name, lambda others: check_same_folder(shared, others))
+    if not is_file_of_routes(flags.connect) or ranks == 1:
         streams = streams_of(name, ranks)
+        follower = None
     spool = Spool(shared / "rollouts", streams, incarnation)
-    return Connection(FilesLink(str(shared), streams, flags, spool), spool, streams, folder)
+    return Connection(FilesLink(str(shared), streams, flags, spool), spool, streams, folder, follower)
+
+
+def check_same_folder(shared: Path, addresses: list[str]) -> None:
+    """UserError if new routes lead to another folder: the spool lies in this one."""
+    for address in addresses:
+        need(Path(address) == shared, f"{address}: not the folder of before; start this sampler again to change it")
 
 
 def checked_keys(flags: SamplerFlags, addresses: list[str]) -> SamplerKeys | None:

@@ -8,7 +8,7 @@ Every group has one fate:
 
     trained      the learner has trained on it
     staleness    sampled by weights that were more than --max_staleness updates old
-    window       it waited for longer than --window_seconds
+    window       made more than --window_seconds ago, by the learner's clock (clock.py)
     orphan       sampled by weights of a history that did not survive
     refused      not what was asked for, or not what any engine can have sampled
     corrupt      damaged in the folder
@@ -34,8 +34,9 @@ import tasks
 from checkpoint import write_tensors
 from flags import need
 from model import routing_of
-from remote import wire
+from remote import delta, wire
 from remote.account import Account, Arrived, retain_weights, split
+from remote.clock import made_at
 from remote.files import FilesHub
 from remote.groups import Limits, decode_group, name_of
 from remote.guard import log_path, open_log
@@ -194,10 +195,13 @@ class RemoteSource:
             tensors = {k: x.bfloat16() if x.is_floating_point() else x for k, x in tensors.items()}
         path = self.store / f"v{version:06d}.safetensors"
         self._write_if_new(path, tensors)
+        change = None
+        if self.cfg.sync_delta and self.files:
+            change = delta.between(self.files[-1], path)
         stamp = path.stat().st_mtime if self.comm.rank == 0 else 0.0  # samplers fetch from one rank and feed all
         self.broadcast_at = version
         self.published[version] = self.comm.max([stamp])[0]
-        self.hub.broadcast(version, path, self.published[version])
+        self.hub.broadcast(version, path, self.published[version], change)
         self.files = retain_weights(path, self.files)
 
     def _write_if_new(self, path: Path, tensors: dict) -> None:
@@ -334,7 +338,7 @@ class RemoteSource:
             return "orphan"
         if bound is not None and learner_version - group.version > bound:
             return "staleness"
-        if time.time() - item.when > self.cfg.window_seconds:
+        if time.time() - made_at(group.t_end, group.t_published, item.when) > self.cfg.window_seconds:
             return "window"
         if self.cfg.dynamic_sampling and not has_spread(group):
             return "no_spread"

@@ -8,9 +8,9 @@ an object *offers* it by its manifest; whoever wants it *pulls* it:
                what is missing or wrong is asked for again
 
 This settles the rest. A receiver without room does not ask, so memory is bounded on both ends. A broken transfer goes
-on from its last good leaf, after a restart too. Ranges grow while answers come fast and shrink while they come late
-(`Pace`). Nothing is allocated before the manifest's size has been checked, and nothing is unpickled: messages are
-msgspec structs, groups are safetensors (groups.py).
+on from its last good leaf, after a restart too. How much is asked for at a time follows the line (pace.py). Nothing is
+allocated before the manifest's size has been checked, and nothing is unpickled: messages are msgspec structs, groups
+are safetensors (groups.py).
 
 Message by message, between a sampler's Line (link.py) and the learner's Hub (hub.py):
 
@@ -31,7 +31,6 @@ import os
 import re
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -41,11 +40,13 @@ from msgspec import Meta
 
 import flags
 from flags import UserError
+from remote.pace import Pace
 
-PROTOCOL = 2
+PROTOCOL = 3
 LEAF = 1 << 20  # bytes
 MOST = 16 * LEAF + 4096  # bytes of a frame; whoever sends more is cut off before they are read
 MOST_ASKED = 8  # leaves in one message
+MOST_QUEUED = 512  # messages to one connection that wait to be sent: more than there are asks in flight
 MOST_SETUP = 256 << 20  # bytes of a file of configuration or tokenizer
 MOST_SETUP_FILES = 64
 
@@ -120,30 +121,11 @@ def leaves(data, first: int, count: int) -> memoryview:
     return view[first * LEAF : (first + count) * LEAF]
 
 
-@dataclass
-class Pace:
-    """How many leaves to ask for at once on one connection, and how many such asks may be open."""
-
-    leaves: int = 1
-    open: int = 8
-    patience: float = 10.0  # seconds until an answer counts as lost
-    most: int = MOST_ASKED
-
-    def answered(self, seconds: float) -> None:
-        if seconds < 0.1:
-            self.leaves = min(self.most, 2 * self.leaves)
-        elif seconds > 1.0:
-            self.leaves = max(1, self.leaves // 2)
-
-    def failed(self) -> None:
-        self.leaves = 1
-
-
 class Pull:
     """An object on its way in.
 
-    sink: what takes slices of its bytes, a memoryview or a FileSink. resume: check what lies in the sink already, and
-    ask only for the leaves that are not good."""
+    sink: what takes slices of its bytes, a memoryview or a FileSink. pace: of the connection that it comes over, which
+    other pulls may share. resume: check what lies in the sink already, and ask only for leaves that are not good."""
 
     def __init__(self, of: Manifest, sink, pace: Pace, resume: bool = False):
         self.of = of
@@ -151,7 +133,8 @@ class Pull:
         self.pace = pace
         here = [resume and self._is_good(i, sink[i * LEAF : (i + 1) * LEAF]) for i in range(len(of.leaves))]
         self.missing = [i for i in reversed(range(len(of.leaves))) if not here[i]]  # the next one stands at the end
-        self.asked: dict[int, tuple[int, float]] = {}  # first leaf -> how many, when
+        self.asked: dict[int, int] = {}  # first leaf -> how many
+        self.repeated: set[int] = set()  # leaves that were asked for, and not answered
         self.corrupt = 0  # leaves that came and were not what the manifest says
         self.moved: float | None = None  # when the last good leaf came, or the first was asked for
 
@@ -163,29 +146,33 @@ class Pull:
         return not self.missing and not self.asked
 
     def ask(self, now: float) -> tuple[int, int] | None:
-        """The next range (first leaf, how many) to ask for. None: everything is asked for, or enough asks are open."""
+        """The next range (first leaf, how many) to ask for. None: everything is asked for, or enough is in flight."""
         if self.moved is None:
             self.moved = now
-        for first, (_, since) in list(self.asked.items()):
-            if now - since > self.pace.patience:
-                self._ask_again(first)
-        if not self.missing or len(self.asked) >= self.pace.open:
+        for pull, lost in self.pace.overdue(now):
+            pull._ask_again(lost)
+        size = self.pace.size(now)
+        if not self.missing or not size:
             return None
         first = self.missing.pop()
         count = 1
-        while count < self.pace.leaves and self.missing and self.missing[-1] == first + count:
+        while count < size // LEAF and self.missing and self.missing[-1] == first + count:
             self.missing.pop()
             count += 1
-        self.asked[first] = (count, now)
+        self.asked[first] = count
+        nbytes = min((first + count) * LEAF, self.of.nbytes) - first * LEAF
+        self.pace.ask((self, first), nbytes, now, first in self.repeated)
         return first, count
 
     def put(self, first: int, data, now: float) -> None:
         """Take an answer. One that was not asked for is dropped; leaves that are not what the manifest says are asked
         for again. OSError if the sink cannot be written: the leaves of this answer stay missing."""
+        self.pace.heard(now)
         if first not in self.asked:
             return
-        count, since = self.asked.pop(first)
-        asked = range(first, first + count)
+        for pull, lost in self.pace.answer((self, first), now):
+            pull._ask_again(lost)
+        asked = range(first, first + self.asked.pop(first))
 
         def write_if_good(i: int) -> bool:
             leaf = data[(i - first) * LEAF : (i - first + 1) * LEAF]
@@ -202,22 +189,19 @@ class Pull:
         bad = [i for i, ok in zip(asked, good, strict=True) if not ok]
         self.corrupt += len(bad)
         self.missing += reversed(bad)
-        if len(bad) < count:
+        if len(bad) < len(asked):
             self.moved = now
-        if bad:
-            self.pace.failed()
-        else:
-            self.pace.answered(now - since)
 
     def _ask_again(self, first: int) -> None:
-        count, _ = self.asked.pop(first)
-        self.missing += reversed(range(first, first + count))
-        self.pace.failed()
+        again = range(first, first + self.asked.pop(first))
+        self.repeated.update(again)
+        self.missing += reversed(again)
 
     def forget_asked(self) -> None:
-        """The connection is a new one: nothing that was asked for on the old one will come."""
+        """Nothing that was asked for will come: the connection is a new one, or the object is not wanted any more."""
         self.moved = None
         for first in list(self.asked):
+            self.pace.forget((self, first))
             self._ask_again(first)
 
 
@@ -258,7 +242,7 @@ class Weights(NamedTuple):
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
     """Sampler: who it is. handed: groups handed over by this incarnation so far; lost: names of groups that it cannot
-    send any more."""
+    send any more; sent: when, in seconds since the epoch by its clock."""
 
     protocol: Number
     sampler: Text
@@ -266,6 +250,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     session: Text  # the learner's session that it knows, "" at first
     handed: Number = 0
     lost: Texts = []
+    sent: Seconds = 0.0
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
@@ -284,12 +269,21 @@ class Refuse(msgspec.Struct, tag="refuse", frozen=True):
     why: Annotated[str, Meta(max_length=2000)]
 
 
+class Step(msgspec.Struct, frozen=True):
+    """A delta of weights (delta.py): from those with the root `base`, to those of the next step or of the offer."""
+
+    base: Text
+    of: Manifest
+
+
 class Offer(msgspec.Struct, tag="offer", frozen=True):
-    """Here is an object. version and published: of weights, the learner's updates behind them and its clock."""
+    """Here is an object. version and published: of weights, the learner's updates behind them and its clock. deltas: a
+    chain that leads to them."""
 
     of: Manifest
     version: Annotated[int, Meta(ge=-1, lt=10**18)] = -1
     published: Seconds = 0.0
+    deltas: Annotated[list[Step], Meta(max_length=64)] = []
 
 
 class Ask(msgspec.Struct, tag="ask", frozen=True):
@@ -316,10 +310,12 @@ class Gone(msgspec.Struct, tag="gone", frozen=True):
 
 class Got(msgspec.Struct, tag="got", frozen=True):
     """Learner: these groups are here whole; no need to offer them again in this session. As the answer to a hello:
-    newest is the name of the newest weights."""
+    newest is the name of the newest weights, sent that hello's time, and clock the learner's (clock.py)."""
 
     names: Texts
     newest: Text = ""
+    sent: Seconds = 0.0
+    clock: Seconds = 0.0
 
 
 class Want(msgspec.Struct, tag="want", frozen=True):
@@ -385,7 +381,7 @@ def set_socket_options(socket, linger: int, most: int = MOST, queue: int = 64) -
     that wait to be read."""
     for option, value in (
         (zmq.MAXMSGSIZE, most),
-        (zmq.SNDHWM, 64),
+        (zmq.SNDHWM, MOST_QUEUED),
         (zmq.RCVHWM, queue),
         (zmq.LINGER, linger),
         (zmq.HEARTBEAT_IVL, 2000),

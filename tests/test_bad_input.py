@@ -234,6 +234,12 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --delay=constant --delay_mass=1 | --delay_mass=1.0: the share of delays between ... lay_max must lie inside (0, 1)
 --delay=constant --delay_samplers=0 | --delay_samplers=0: must be at least 1
 --delay=constant --step_seconds=0 | --step_seconds=0.0: must be above 0
+--delay=constant --sampler_speeds=1,2 | --sampler_speeds=1,2: 4 numbers above 0, separated by commas
+--delay=constant --sampler_speeds=1,2,0,1 | --sampler_speeds=1,2,0,1: 4 numbers above 0, separated by commas
+--delay=constant --token_seconds=-1 | --token_seconds=-1.0: must be 0 or above
+--delay=constant --admission=pace | --admission=pace: there is nothing to pace; it goes with --delay and --token
+--delay=constant --admission=pace --token_seconds=1 | --admission=pace: there is no bound on age to keep; name one
+--delay=constant --admission=pace --token_seconds=100 --max_staleness=3 | --admission=pace --max_staleness=3: a group
 --delay=constant --window_seconds=0 | --window_seconds=0.0: must be above 0
 --delay=constant --max_staleness=-1 | --max_staleness=-1: a number of updates, 0 or more; leave it out for no bound
 --delay=constant --max_staleness=2 --sync_every=8 | --max_staleness=2: with --sync_every=8 ... broadcast more often
@@ -246,6 +252,8 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --samplers=zmq --bind=5555 | --bind=5555: not an address; write tcp://HOST:PORT
 --samplers=zmq --bind=http://127.0.0.1:5555 | --bind=http://127.0.0.1:5555: not an address; write tcp://HOST:PORT
 --samplers=zmq --bind=tcp://*:5555 | --bind=tcp://*:5555: for other hosts --keys ... listen on tcp://127.0.0.1:PORT
+--sync_delta | --sync_delta: there is nothing to send; it goes with --samplers=zmq
+--samplers=zmq --sync_delta | --sync_delta: in float32 nearly every number changes ... use --sync_dtype=bfloat16
 --sync_dtype=quantized | --sync_dtype=quantized: ... use int8, fp8 or w4a16, or --sync_dtype=float32
 --sync_dtype=quantized --rollout_quant=w2a16 | --sync_dtype=quantized: ... use int8, fp8 or w4a16,
 --samplers=zmq --rollout_quant=int8 --learner_quant=aligned --sync_dtype=bfloat16 | --sync_dtype=bfloat16: an

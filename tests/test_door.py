@@ -13,7 +13,7 @@ import zmq
 from test_hub import WELCOME, closed_behind, hand_over, until, weights
 
 from flags import UserError, parse_flags
-from remote import account, files, hub, keys, sampler, wire
+from remote import account, files, hub, keys, routes, sampler, wire
 from remote.sampler import SamplerFlags
 from sampling import Sampling
 from tasks import Arithmetic
@@ -143,13 +143,20 @@ def test_one_unreadable_group_keeps_no_other(tmp_path, monkeypatch):
 
 
 def test_clocks_of_other_hosts_are_not_believed(tmp_path):
-    """A sampler whose clock is two hours slow, or fast: its groups are as new as the learner sees them."""
+    """A sampler whose clock is two hours slow, or fast: no group is older than its weights, none from the future."""
     s = source(tmp_path, window_seconds=600.0)
     s.publish(0, weights(0))
     for n, skew in enumerate((-7200.0, 7200.0)):
-        hand_over(tmp_path, s, n)
+        hand_over(tmp_path, s, n, t_end=time.time() + skew)
         os.utime(tmp_path / "rollouts" / "box" / f"1-{n}", (time.time() + skew,) * 2)
     assert [g.uid[2] for g in s.next(2, 0)] == [0, 1] and s.counts == {"trained": 2}
+    hand_over(tmp_path, s, 2, t_end=time.time() + 1e6)  # a stamp from the future does not keep it young
+    for arrived in s.hub.drain():
+        arrived.when -= 700.0
+        s.validate(arrived)
+    s.published[0] -= 3000.0
+    s.ready[0].group.t_published -= 3000.0
+    assert s.ready and s.fate(s.ready[0], 0) == "window"
 
 
 def test_streams_take_turns(tmp_path):
@@ -422,10 +429,10 @@ def test_a_host_whose_name_has_a_domain_has_a_name(monkeypatch):
 def test_files_of_routes_that_are_none(text, tmp_path):
     (tmp_path / "routes.toml").write_text(text)
     with pytest.raises(UserError, match="no route for box; it needs"):
-        sampler.routes(str(tmp_path / "routes.toml"), "box")
+        routes.routes(str(tmp_path / "routes.toml"), "box")
     (tmp_path / "routes.toml").write_bytes(b"\xff")
     with pytest.raises(UserError, match="no file of routes"):
-        sampler.routes(str(tmp_path / "routes.toml"), "box")
+        routes.routes(str(tmp_path / "routes.toml"), "box")
 
 
 def test_keys_are_made_and_damaged_ones_named(tmp_path, capsys):

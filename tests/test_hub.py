@@ -26,6 +26,7 @@ from learner import Comm
 from remote import account, files, hub, keys, link, sampler, wire
 from remote import source as remote
 from remote.groups import encode_group
+from remote.pace import Pace
 from remote.sampler import SamplerFlags
 from sampling import Sampling
 
@@ -215,7 +216,7 @@ def fates(h):
 
 def pull_all(peer, of):
     """Fetch an object from the hub. Its bytes."""
-    pull = wire.Pull(of, sink := bytearray(of.nbytes), wire.Pace())
+    pull = wire.Pull(of, sink := bytearray(of.nbytes), Pace())
     end = time.monotonic() + 20
     while not pull.done and time.monotonic() < end:
         while (leaves := pull.ask(time.monotonic())) is not None:
@@ -243,7 +244,7 @@ def test_a_group_arrives_once(made):
     assert peer.hear(wire.Held) == wire.Held(["box/1/3"])
     for _ in range(2):  # a beat is answered, and what it says is kept
         peer.hello(session="session", handed=9, lost=["box/1/4", "box/1/3", "other/1/1", "junk"])
-        assert peer.hear(wire.Got) == wire.Got([]) and h.reports["box", 1] == 9
+        assert peer.hear(wire.Got).names == [] and h.reports["box", 1] == 9
     assert fates(h) == [("box/1/4", "lost")]  # one that is here already is not lost
     h.held(["box/1/4"])
     assert peer.hear(wire.Held) == wire.Held(["box/1/4"])
@@ -286,7 +287,7 @@ def test_weights_are_served_in_ranges(made, tmp_path):
     assert early.hear(wire.Gone) == wire.Gone("v000003.safetensors")
     early.hello(session="session")
     # a beat is told what is newest, and may have the offer again
-    assert early.hear(wire.Got) == wire.Got([], "v000005.safetensors")
+    assert early.hear(wire.Got).newest == "v000005.safetensors"
     assert until(lambda: early.hear(wire.Offer, within=0.2) is None)
     early.say(wire.Want())
     assert early.hear(wire.Offer).version == 5
@@ -308,7 +309,7 @@ def test_what_a_hub_does_not_take(made):
     for junk in (b"", b"\x80\x04K\x01.", b"x" * 1000):
         peer.say(junk)
     peer.hello()
-    assert peer.hear(wire.Welcome) and peer.hear(wire.Got) == wire.Got([]) and until(lambda: h.counts["malformed"] == 3)
+    assert peer.hear(wire.Welcome) and peer.hear(wire.Got).names == [] and until(lambda: h.counts["malformed"] == 3)
     big = wire.Manifest("box/1/1", 1 << 40, [b"x" * 32] * (1 << 4))
     for of in (big, wire.Manifest("box/1/2", 10, [])):
         peer.say(wire.Offer(of))
@@ -562,18 +563,6 @@ def hand_over(folder, source, n, version=0, **changes):
     account.write_atomically(folder / "rollouts" / "box" / f"1-{n}", data)
 
 
-def drain_late(drain, late):
-    """What has come, one group of it long ago."""
-
-    def drained():
-        arrived = drain()
-        for one in arrived:
-            one.when -= 2000.0 * (one.name == late)
-        return arrived
-
-    return drained
-
-
 def weights(x):
     return {"a": torch.full((3,), float(x)), "b": torch.ones(2)}.items()
 
@@ -582,22 +571,23 @@ def test_every_group_has_one_fate(tmp_path, monkeypatch):
     s = source(tmp_path, max_staleness=1, window_seconds=1000.0)
     for v in range(3):
         s.publish(v, weights(v))
-    hand_over(tmp_path, s, 0, version=2)
+    now = time.time()
+    s.published = {v: when - 3000.0 for v, when in s.published.items()}
+    hand_over(tmp_path, s, 0, version=2, t_end=now - 900.0)
     hand_over(tmp_path, s, 1, version=0)  # two updates old
     hand_over(tmp_path, s, 2, version=2, t_published=5.0)  # of another history's version 2
     hand_over(tmp_path, s, 3, version=7)  # nobody published that
     hand_over(tmp_path, s, 4, version=1, sampling=Sampling(temperature=0.5))
     hand_over(tmp_path, s, 5, version=1, uid=("box", 1, 9))  # another group's name inside
     (tmp_path / "rollouts" / "box" / "1-6").write_bytes(account.with_digest(b"damaged")[:-1])
-    hand_over(tmp_path, s, 7, version=1)
+    hand_over(tmp_path, s, 7, version=1, t_end=now - 1100.0)  # it was made too long ago
     os.utime(tmp_path / "rollouts" / "box" / "1-0", (1.0, 1.0))  # by a clock that nobody believes
-    hand_over(tmp_path, s, 8, version=1)
+    hand_over(tmp_path, s, 8, version=1, t_end=now + 9000.0)
     too_big = account.with_digest(bytes(s.limits.nbytes + 1))  # whole, and bigger than any group
     (tmp_path / "rollouts" / "box" / "1-9").write_bytes(too_big)
     hello = wire.Hello(wire.PROTOCOL, "box", 1, "session", 11)  # it says 11, and the last one is nowhere
     account.write_atomically(tmp_path / "samplers" / "box", wire.encode(hello))
     (tmp_path / "rollouts" / "box" / "1-2~").write_bytes(b"an editor's")
-    s.hub.drain = drain_late(s.hub.drain, "box/1/7")
     got = s.next(2, 2)
     assert [g.uid[2] for g in got] == [0, 8] and s.counts["lost"] == 0  # not yet: it may come
     monkeypatch.setattr(files, "PATIENCE", 0.0)

@@ -16,6 +16,7 @@ from safetensors.numpy import load, save
 
 from flags import UserError
 from remote import account, groups, wire
+from remote.pace import Pace
 from remote.source import address_of_rank
 from remote.wire import LEAF
 from sampling import Sampling
@@ -42,9 +43,9 @@ def transfer(pull, data, link, limit=10_000):
 
 def test_a_clean_transfer_grows_its_steps():
     of = wire.manifest("x", BLOB)
-    pull = wire.Pull(of, sink := bytearray(len(BLOB)), pace := wire.Pace(open=2))
+    pull = wire.Pull(of, sink := bytearray(len(BLOB)), Pace())
     asks = transfer(pull, BLOB, lambda first, data: [(first, data)])
-    assert bytes(sink) == BLOB and pull.corrupt == 0 and pace.leaves > 1 and asks < len(of.leaves)
+    assert bytes(sink) == BLOB and pull.corrupt == 0 and asks < len(of.leaves)
     assert of.root == wire.manifest("y", BLOB).root != wire.manifest("x", BLOB[:-1] + b"?").root
 
 
@@ -64,21 +65,21 @@ def test_lost_damaged_doubled_and_shuffled_answers_end_in_the_same_bytes():
             return [(first + 1, data), (first, data)]  # under a wrong number, then right
         return [(first, data), (first, data)]  # twice
 
-    pull = wire.Pull(wire.manifest("x", BLOB), sink := bytearray(len(BLOB)), wire.Pace(patience=3.0))
+    pull = wire.Pull(wire.manifest("x", BLOB), sink := bytearray(len(BLOB)), Pace(patience=3.0))
     transfer(pull, BLOB, bad_link)
     assert pull.done and bytes(sink) == BLOB and pull.corrupt > 0
 
 
 def test_a_broken_transfer_goes_on_from_its_good_leaves():
     of = wire.manifest("x", BLOB)
-    first = wire.Pull(of, sink := bytearray(len(BLOB)), wire.Pace(open=1))
+    first = wire.Pull(of, sink := bytearray(len(BLOB)), Pace())
     for _ in range(2):
         span = first.ask(0.0)
         first.put(span[0], wire.leaves(BLOB, *span), 0.01)
     have = len(of.leaves) - len(first.missing)
     assert 0 < have < len(of.leaves)
     sink[0] ^= 1  # and one of them went bad on the disk
-    again = wire.Pull(of, sink, wire.Pace(), resume=True)
+    again = wire.Pull(of, sink, Pace(), resume=True)
     assert sorted(again.missing) == [0] + list(range(have, len(of.leaves)))
     transfer(again, BLOB, lambda f, d: [(f, d)])
     assert bytes(sink) == BLOB
@@ -99,23 +100,31 @@ def test_a_file_as_a_sink_says_when_the_disk_is_full(tmp_path):
     sink.close()
 
 
-def test_asks_are_few_and_late_ones_are_made_again():
-    pace = wire.Pace(leaves=1, open=2, patience=5.0)
-    pull = wire.Pull(wire.manifest("x", BLOB), bytearray(len(BLOB)), pace)
-    assert [pull.ask(0.0), pull.ask(0.0), pull.ask(0.0)] == [(0, 1), (1, 1), None]
-    assert pull.ask(4.0) is None and pull.ask(5.1) in ((0, 1), (1, 1))
+def test_asks_are_bounded_and_late_ones_are_made_again():
+    blob = BLOB + BLOB
+    pull = wire.Pull(wire.manifest("x", blob), bytearray(len(blob)), Pace(patience=5.0))
+    assert [pull.ask(0.0) for _ in range(5)] == [(0, 1), (1, 1), (2, 1), (3, 1), None]
+    assert pull.ask(4.0) is None and pull.ask(5.1) == (0, 1)
     pull.forget_asked()
-    assert pull.ask(5.2) in ((0, 1), (1, 1))
-    slow = wire.Pace(leaves=8)
-    slow.answered(2.0)
-    assert slow.leaves == 4
-    slow.failed()
-    assert slow.leaves == 1 and [slow.answered(0.01) for _ in range(9)] and slow.leaves == slow.most
+    assert [pull.ask(5.2) for _ in range(3)] == [(0, 1), (1, 1), None]  # fewer than before
+
+
+def test_an_ask_is_as_large_as_the_window_allows():
+    """An eighth of it, in whole leaves; never beyond the object, and at most what one message holds."""
+    blob = BLOB + BLOB + BLOB
+    pace = Pace(most=wire.MOST_ASKED * LEAF)
+    pull = wire.Pull(wire.manifest("x", blob), bytearray(len(blob)), pace)
+    assert pull.ask(0.0) == (0, 1)
+    pull.put(0, wire.leaves(blob, 0, 1), 0.1)  # 10 MiB a second
+    pace.trip = 1.6  # of a longer line: 32 MiB in flight
+    assert [pull.ask(0.2) for _ in range(2)] == [(1, 4), (5, 4)]
+    pace.trip = 1000.0
+    assert [pull.ask(0.2) for _ in range(2)] == [(9, 7), None]
 
 
 def test_only_good_leaves_move_a_transfer():
     """Who sends nothing, or nothing good, is given up (hub.UNANSWERED); a new connection begins anew."""
-    pull = wire.Pull(wire.manifest("x", BLOB), bytearray(len(BLOB)), wire.Pace(open=2))
+    pull = wire.Pull(wire.manifest("x", BLOB), bytearray(len(BLOB)), Pace())
     assert pull.moved is None and pull.ask(3.0) == (0, 1) and pull.ask(4.0) == (1, 1) and pull.moved == 3.0
     pull.put(0, b"no good", 5.0)
     assert pull.moved == 3.0
@@ -153,7 +162,7 @@ def test_messages_survive_and_garbage_does_not():
         wire.Hello(1, "box", 7, "", 3, ["box/7/1"]),
         wire.Welcome(1, "s", {"a": [1, 2.5, None]}, {"config.json": b"x"}),
         wire.Refuse("no"),
-        wire.Offer(wire.manifest("a/1/0", b"abc"), 3, 1.5),
+        wire.Offer(wire.manifest("a/1/0", b"abc"), 3, 1.5, [wire.Step("0", wire.manifest("b", b"d"))]),
         wire.Ask("a", 0, 2),
         wire.Leaves("a", 0),
         wire.Gone("a"),
@@ -174,7 +183,7 @@ def test_messages_survive_and_garbage_does_not():
         wire.encode({"type": "ask", "name": 3, "first": 0, "count": 1}),
         wire.encode({"type": "exec"}),
     ):
-        with pytest.raises(wire.WireError, match="not a message of protocol 2"):
+        with pytest.raises(wire.WireError, match=f"not a message of protocol {wire.PROTOCOL}"):
             wire.decode(bad)
 
 
@@ -191,7 +200,7 @@ def test_a_full_disk_loses_no_leaf():
             sink[at] = data
 
     disk = Full()
-    pull = wire.Pull(of, disk, wire.Pace(open=1))
+    pull = wire.Pull(of, disk, Pace())
     first, count = pull.ask(0.0)
     with pytest.raises(OSError):
         pull.put(first, wire.leaves(BLOB, first, count), 0.0)

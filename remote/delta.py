@@ -1,0 +1,191 @@
+"""What has changed between two sets of weights, and nothing else: lossless and small. HeteroRL, section 4.2.
+
+At the learning rates of RL an update moves most weights by less than half of the last place of bfloat16, so few of the
+published numbers change. Two safetensors files of the same tensors differ only in the entries of these numbers, so a
+delta is one of files: of words of two bytes, whatever the types (of one byte, where the size is odd). In each block of
+BLOCK bytes:
+
+    changed    n words                                                uint32, then the sizes of the next two
+    gaps       unchanged words before each of them: 255 stands for "255, and on", packed by zlib
+    values     new - old, modulo 2^16: n words, packed by zlib; after a small update nearly all of them are 1 or -1
+
+The inverse adds the values, so the new file is the old one's bytes with exactly these words replaced. A chain of
+deltas leads from one version to a later one; it is applied block by block (`rebuild`), and each leaf that comes out is
+compared with the manifest of the whole weights, as if it had come over the wire. So a delta need not be trusted; one
+that does not fit is refused with a WireError before anything beyond its block is allocated. Deltas of more than
+1 / WORTH of the weights, together, are not sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from remote import wire
+
+BLOCK = 16 * wire.LEAF  # bytes
+HEAD = struct.Struct("<III")  # of a block: words changed, bytes of gaps, bytes of values
+MOST_CHAIN = 16  # deltas in a row
+WORTH = 2  # both ends hold deltas in memory
+
+
+def word_of(nbytes: int) -> np.dtype:
+    return np.dtype("<u2" if nbytes % 2 == 0 else "u1")
+
+
+def encode(before, after) -> bytes | None:
+    """The delta from one file's bytes to another's. None: it is not worth it, or they differ in size."""
+    before, after = memoryview(before), memoryview(after)
+    if len(before) != len(after):
+        return None
+    word = word_of(len(after))
+    parts = []
+    size = 0
+    for start in range(0, len(after), BLOCK):
+        old = np.frombuffer(before[start : start + BLOCK], word)
+        new = np.frombuffer(after[start : start + BLOCK], word)
+        part = encode_block(old, new)
+        size += len(part)
+        if size > len(after) // WORTH:
+            return None
+        parts.append(part)
+    return b"".join(parts)
+
+
+def between(before: Path, after: Path) -> bytes | None:
+    """The delta from one file to another; None as in `encode`."""
+    with open(before, "rb") as old, open(after, "rb") as new:
+        maps = [mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) for file in (old, new)]
+    return encode(*maps)
+
+
+def encode_block(old: np.ndarray, new: np.ndarray) -> bytes:
+    at = np.flatnonzero(old != new)
+    values = zlib.compress((new[at] - old[at]).tobytes(), 1)
+    gaps = zlib.compress(encode_gaps(at), 1)
+    return HEAD.pack(len(at), len(gaps), len(values)) + gaps + values
+
+
+def encode_gaps(at: np.ndarray) -> bytes:
+    """Ascending positions as the numbers of words before each of them: floor(gap / 255) times 255, then the rest."""
+    gaps = np.diff(at, prepend=-1) - 1
+    ends = np.cumsum(gaps // 255 + 1)
+    out = np.full(ends[-1] if len(ends) else 0, 255, np.uint8)
+    out[ends - 1] = gaps % 255
+    return out.tobytes()
+
+
+def decode_gaps(packed: bytes, n: int, words: int) -> np.ndarray:
+    """The inverse of encode_gaps. WireError unless these are n ascending positions below `words`."""
+    gaps = np.frombuffer(packed, np.uint8)
+    is_end = gaps != 255
+    wire.need(is_end.sum() == n and (n == 0 or is_end[-1]), "a delta whose gaps are not as many as it says")
+    at = np.cumsum(gaps, dtype=np.int64)[is_end] + np.arange(n)
+    wire.need(n == 0 or at[-1] < words, "a delta with a position outside the weights")
+    return at
+
+
+def unpack(packed, most: int) -> bytes:
+    """What was packed by zlib, of which no more than about `most` bytes are unpacked. WireError: there are more."""
+    inflate = zlib.decompressobj()
+    try:
+        out = inflate.decompress(packed, most + 1)
+    except zlib.error as e:
+        raise wire.WireError(f"a delta that cannot be unpacked ({e})") from None
+    wire.need(inflate.eof, "a delta of more bytes than it says")
+    return out
+
+
+class Delta:
+    """A delta that came, cut into its blocks. WireError: it is none for weights of so many bytes."""
+
+    def __init__(self, data, nbytes: int):
+        data = memoryview(data)
+        self.blocks = []  # (words changed, gaps, values)
+        at = 0
+        for _ in range(0, nbytes, BLOCK):
+            wire.need(at + HEAD.size <= len(data), "a delta that ends too early")
+            n, gaps, values = HEAD.unpack_from(data, at)
+            at += HEAD.size
+            wire.need(at + gaps + values <= len(data), "a delta that ends too early")
+            self.blocks.append((n, data[at : at + gaps], data[at + gaps : at + gaps + values]))
+            at += gaps + values
+        wire.need(at == len(data), "a delta that goes on behind its end")
+
+    def add_to(self, words: np.ndarray, block: int) -> None:
+        """Turn the old words of a block into the new ones."""
+        n, gaps, values = self.blocks[block]
+        wire.need(n <= len(words), "a delta with more changes than there are weights")
+        at = decode_gaps(unpack(gaps, n + len(words) // 255 + 1), n, len(words))
+        change = unpack(values, n * words.itemsize)
+        wire.need(len(change) == n * words.itemsize, "a delta whose values are not as many as it says")
+        words[at] += np.frombuffer(change, words.dtype)
+
+
+def rebuild(base: Path, deltas: list, of: wire.Manifest, sink):
+    """Write the weights `of` into the sink: the file `base`, and the deltas that lead from it to them. A generator that
+    stops after each block, so that whoever runs it can do something else.
+
+    WireError: what comes out are not these weights; the leaves that were written are good. OSError: no such file, or
+    no room."""
+    chain = [Delta(data, of.nbytes) for data in deltas]
+    word = word_of(of.nbytes)
+    wire.need(base.is_file(), "a delta for weights that are gone")
+    with open(base, "rb", buffering=0) as file:
+        for block, start in enumerate(range(0, of.nbytes, BLOCK)):
+            data = bytearray(file.read(BLOCK))
+            wire.need(len(data) == min(BLOCK, of.nbytes - start), "a delta for weights of another size")
+            words = np.frombuffer(data, word)
+            for delta in chain:
+                delta.add_to(words, block)
+            write_if_good(data, start, of, sink)
+            yield
+
+
+def write_if_good(data: bytearray, start: int, of: wire.Manifest, sink) -> None:
+    """Write the leaves of a block. WireError: one of them is not what the manifest says."""
+    view = memoryview(data)
+    for begin in range(0, len(data), wire.LEAF):
+        leaf = view[begin : begin + wire.LEAF]
+        good = hashlib.sha256(leaf).digest() == of.leaves[(start + begin) // wire.LEAF]
+        wire.need(good, "a delta that leads to other weights")
+        sink[start + begin : start + begin + len(leaf)] = leaf
+
+
+def chain_from(root: str, offer: wire.Offer) -> list[wire.Manifest]:
+    """The deltas of an offer that lead from the weights of this root to the offered ones; empty where there are none.
+
+    WireError: deltas that are as big as the weights."""
+    bases = [step.base for step in offer.deltas]
+    if root not in bases:
+        return []
+    chain = [step.of for step in offer.deltas[bases.index(root) :]]
+    for of in chain:
+        of.check(offer.of.nbytes)
+    small = sum(of.nbytes for of in chain) <= offer.of.nbytes // WORTH
+    wire.need(small, "deltas that are as big as the weights")
+    return chain
+
+
+class Chain:
+    """The learner's side: the deltas that lead to the newest weights, as far back as they are worth it."""
+
+    def __init__(self):
+        self.root = ""  # of the newest weights
+        self.steps: list[tuple[wire.Step, bytes]] = []
+
+    def add(self, of: wire.Manifest, change: bytes | None) -> None:
+        """New weights, and the delta from those before. None: there is none, and the chain begins anew."""
+        if change is None or not self.root:
+            self.steps = []
+        else:
+            name = f"{Path(of.name).stem}.delta"
+            self.steps.append((wire.Step(self.root, wire.manifest(name, change)), change))
+        while len(self.steps) > MOST_CHAIN or sum(len(data) for _, data in self.steps) > of.nbytes // WORTH:
+            del self.steps[0]
+        self.root = of.root
