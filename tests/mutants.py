@@ -72,7 +72,7 @@ TESTS = {
     "eval.py": ["test_eval.py"],
     "measure.py": ["test_metrics.py", "test_worth.py", "test_learner.py::test_two_ranks_give_the_gradient_of_one"],
     "metrics.py": ["test_metrics.py"],
-    "checkpoint.py": ["test_checkpoint.py", "test_run.py"],
+    "checkpoint/__init__.py": ["test_checkpoint.py", "test_run.py"],
     "run.py": ["test_run.py", "test_config.py"],
     "worth.py": ["test_auto.py", "test_worth.py"],
     "train.py": ["test_train.py", "-k", "logs_every or fault or counters or too_many or signals or in_order"],
@@ -577,7 +577,7 @@ MUTANTS = {
             "variance += ((x - x.mean()) ** 2).mean() / len(x)",
         ),
     ],
-    "checkpoint.py": [
+    "checkpoint/__init__.py": [
         ('    if shared["n_ranks"] != n_ranks:', "    if False:"),
         ("            if digest(folder / name) != known:", "            if False:"),
         ('    source.load_state_dict(own["source"])\n', ""),
