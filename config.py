@@ -348,7 +348,7 @@ HARMLESS = {
         "wandb",
         "out",
     ),
-    *("bind", "keys", "sync_path", "give_up"),
+    *("bind", "keys", "sync_path", "give_up", "parallel"),
 }
 
 

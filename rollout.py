@@ -337,6 +337,14 @@ class LocalSource:
         self.incarnation = state["incarnation"]
         self.probe.load_state_dict(state["probe"])
 
+    def dealt(self, states: list[dict]) -> dict:
+        """What this source goes on from where as many others as there are states took the problems in turn.
+
+        Each took as many (with --dynamic_sampling not quite: then some problems are left out, and none comes twice)."""
+        taken = max(state["sequence"] for state in states) * len(states)
+        own = states[min(self.rank, len(states) - 1)]
+        return {**own, "sequence": -(-taken // self.n_ranks)}
+
     def close(self) -> None:
         self.engine.close()
 

@@ -155,7 +155,7 @@ def open_run(cfg: config.Config, comm) -> Run:
         cfg = dataclasses.replace(cfg, steps=math.ceil(cfg.epochs * task.size * cfg.group_size / cfg.train_batch))
     chosen = newest(cfg, comm)
     if chosen:  # before a model loads
-        checkpoint.shared_by_ranks(chosen, comm.size, mmap=True)
+        check_ranks(cfg, chosen, comm.size)
     return Run(cfg, task, held_out, tokenizer, folders["policy"], folders["actor"], context, configs, chosen)
 
 
@@ -174,6 +174,16 @@ def newest(cfg, comm) -> Path | None:
     chosen = checkpoint.newest(cfg.out) if comm.rank == 0 else None  # one rank reads all bytes
     number = int(comm.max([int(chosen.name[5:]) if chosen else -1])[0])
     return next((f for f in checkpoint.folders(cfg.out) if f.name == f"step_{number:06d}"), None)
+
+
+def check_ranks(cfg, chosen: Path, n_ranks: int) -> None:
+    """UserError, one sentence: the checkpoint cannot be dealt out to this number of ranks."""
+    before = checkpoint.shared_by_ranks(chosen, n_ranks, mmap=True)["n_ranks"]
+    need(
+        before == n_ranks or (cfg.delay == "none" and cfg.samplers == "local"),
+        f"--resume: {chosen} was written by {before} rank(s) and this run has {n_ranks}; each has samplers of its own, "
+        "delayed or remote ones, whose groups cannot be dealt out anew: use as many",
+    )
 
 
 def open_source(cfg, run, comm):

@@ -47,6 +47,7 @@ def train(cfg: config.Config) -> None:
         try:
             loop(t, catch_signals())
         except UserError:
+            t.leave()
             raise
         except Exception:  # a fault of ours: what was computed is not lost by it
             t.rescue()
@@ -71,10 +72,12 @@ def loop(t: Training, signals: list[str]) -> None:
         t.write(values)
         bar.update(1)
         bar.set_postfix(progress(values))
+        t.look_after_save()
         if due(cfg.save_every, t.step):
             t.save()
     if t.step != t.saved_at:
         t.save()
+    t.end_save()
     bar.close()
     if t.log:
         t.log.close()
@@ -113,6 +116,7 @@ class Training:
             self.values = self.controllers.pop("values", {})
         self.chooser = Chooser(self.run, self.learner, self.controllers)
         self.saved_at = self.step
+        self.saving: checkpoint.Saving | None = None  # the checkpoint that is being written
         if comm.rank == 0:
             prepare_folder(self.run)
         comm.barrier()  # nobody writes there before
@@ -203,22 +207,47 @@ class Training:
         return values
 
     def save(self) -> None:
-        """A checkpoint; then a source of remote groups may let go of what it accounts for."""
+        """Begin a checkpoint of what stands now. A thread writes it while the next updates run; one at a time."""
+        self.end_save()
         with timer(self.clock, "save_s"):
             left = {**self.controllers, "values": self.values}
-            checkpoint.save(self.run, self.step, self.learner, self.source, self.pending, left)
-            self.source.saved()
+            what = (self.run, self.step, self.learner, self.source, self.pending, left)
+            self.saving = checkpoint.Saving(checkpoint.Snapshot(*what))
             self.saved_at = self.step
+
+    def look_after_save(self) -> None:
+        """End the checkpoint that is being written, if it is written on every rank."""
+        if self.saving is not None and not self.comm.any(self.saving.goes_on()):
+            self.end_save()
+
+    def end_save(self) -> None:
+        """Wait for the checkpoint that is being written; then a source of remote groups may let go of what it accounts
+        for. UserError: it could not be written."""
+        if self.saving is None:
+            return
+        with timer(self.clock, "save_s"):
+            saving, self.saving = self.saving, None
+            saving.wait()
+            self.source.saved()
+
+    def leave(self) -> None:
+        """After an error that is told: the checkpoint that is being written comes to its end."""
+        try:
+            self.end_save()
+        except UserError as e:  # the first error is the one to be told last
+            print(f"error: {e}", file=sys.stderr)
 
     def rescue(self) -> None:
         """After an exception: save what stands at an update's boundary, if this is the only process and all is finite.
 
         With several ranks the others cannot be asked any more, and the checkpoint before stands."""
+        self.leave()
         between_updates = self.learner.version == self.step
         if self.comm.size > 1 or self.step == self.saved_at or not between_updates or not self.learner.is_finite():
             return
         try:
             self.save()
+            self.end_save()
             if self.unwritten is not None:
                 self.write(self.unwritten)
             print(f"an error after update {self.step}, saved: {how_to_resume(self.cfg)}", file=sys.stderr)

@@ -1,33 +1,38 @@
 """Checkpoints at update boundaries: whole, atomic, and enough to go on as if nothing had happened.
 
-    OUT/checkpoints/step_000050/policy/      Hugging Face folder, ready for eval.py or vLLM
+    OUT/checkpoints/step_000050/policy/      Hugging Face folder in the model's own precision, for eval.py or vLLM
                                 actor/       the same, with two models
                                 policy_adapter/, actor_adapter/
                                              with LoRA: adapters in peft's format (model/lora.py)
-                                learner.pt   optimizers, counters, controllers
-                                             (kappa, lambda_distill)
+                                shards/      weights and optimizers as they are trained, each rank's part (shards.py)
+                                learner.pt   counters, controllers (kappa, lambda_distill)
                                 rank0.pt     that rank's source, pending groups with their ref
                                              columns, states of the random number generators
                                 digests.json SHA-256 of every file
 
-Everything is written beside its final name, onto the disk, and renamed once: a checkpoint exists whole or not at
-all. One that was damaged later is found by its digests, and the one before it is taken.
+Everything is copied to the host at the boundary (Snapshot), and written by a thread while the run goes on (Saving):
+beside its final name, onto the disk, and renamed once. A checkpoint exists whole or not at all. One that was damaged
+later is found by its digests, and the one before it is taken.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import io
 import json
 import os
 import re
 import shutil
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import torch
 
 from checkpoint.models import (
+    Export,
     check_rows,
     check_weights,
     from_hub,
@@ -39,7 +44,8 @@ from checkpoint.models import (
     text_folder,
     vocabulary_size,
 )
-from checkpoint.state import pack, renamed, rng_state, same_rng_state, set_rng_state, unpack
+from checkpoint.shards import Copies, from_all, read_shards, saving_group, whole, write_shards
+from checkpoint.state import dealt, new_rng_state, pack, renamed, rng_state, same_rng_state, set_rng_state, unpack
 from checkpoint.tensors import read_tensors, write_tensors
 from flags import UserError, need
 from rollout import Rollout
@@ -47,7 +53,7 @@ from rollout import Rollout
 __all__ = ["check_rows", "check_weights", "from_hub", "load_model", "one_sentence", "read_config", "read_tensors"]
 __all__ += ["read_tokenizer", "same_rng_state", "save_model", "text_folder", "vocabulary_size", "write_tensors"]
 
-FORMAT = 3  # 2 with digests
+FORMAT = 4  # 3 with digests, 4 with shards
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -60,81 +66,148 @@ def save(run, step: int, learner, source, pending: list[list[Rollout]], controll
 
     Collective. run: a run.Run, of which cfg, configs and tokenizer are read. pending: the minibatches of groups that
     are not trained on yet. UserError: it could not be written there; the sentence says where it is instead."""
-    shared = {
-        "format": FORMAT,
-        "step": step,
-        "n_ranks": learner.comm.size,
-        "learner": learner.state_dict(),
-        "controllers": controllers,
-    }
-    own = {"source": source.state_dict(), "pending": [pack(groups) for groups in pending], "rng": rng_state()}
-    checkpoints = Path(run.cfg.out) / "checkpoints"
-    final = checkpoints / f"step_{step:06d}"
-    why = write(final, run, learner, shared, own)
+    return Saving(Snapshot(run, step, learner, source, pending, controllers)).wait()
+
+
+class Saving:
+    """A checkpoint that a thread writes while the run goes on. A kill leaves the one before, which is deleted last."""
+
+    def __init__(self, snapshot: Snapshot):
+        self.error: BaseException | None = None
+        self.final = snapshot.final
+        self.thread = threading.Thread(target=self._write, args=(snapshot,), daemon=True)
+        self.thread.start()
+
+    def _write(self, snapshot: Snapshot) -> None:
+        try:
+            write(snapshot)
+        except BaseException as e:  # noqa: B036  `wait` raises it in the run's own thread
+            self.error = e
+
+    def goes_on(self) -> bool:
+        return self.thread.is_alive()
+
+    def wait(self) -> Path:
+        """Until it is written; its folder. UserError: it could not be written there."""
+        self.thread.join()
+        if self.error is not None:
+            raise self.error
+        return self.final
+
+
+class Snapshot:
+    """All that a checkpoint holds, as it is at the boundary of an update: on the host, and nobody else's.
+
+    Collective. Adapters are whole, weights and optimizers in the parts that lie on this rank."""
+
+    def __init__(self, run, step: int, learner, source, pending: list[list[Rollout]], controllers: dict):
+        self.run = run
+        self.final = Path(run.cfg.out) / "checkpoints" / f"step_{step:06d}"
+        self.rank = learner.comm.rank
+        self.group = saving_group()
+        shared = {
+            "format": FORMAT,
+            "step": step,
+            "n_ranks": learner.comm.size,
+            "learner": learner.state_dict(),
+            "controllers": controllers,
+        }
+        own = {"source": source.state_dict(), "pending": [pack(groups) for groups in pending], "rng": rng_state()}
+        self.shared = in_bytes(shared)
+        self.own = in_bytes(own)
+        self.trained = {}
+        self.exports: dict[str, Export] = {}
+        self.adapters = {}
+        copies = Copies(self.group)
+        for name in learner.names:
+            self.trained |= {key: copies(x) for key, x in learner.trained(name).items()}
+            adapter = learner.adapter(name)
+            if adapter is not None:
+                self.adapters[name] = adapter
+            if adapter is None or run.cfg.lora_save != "adapter":
+                self.exports[name] = self._export(name, learner, copies)
+
+    def _export(self, name: str, learner, copies: Copies) -> Export:
+        own = {key: copies(x) for key, x in learner.model_state(name).items()}
+        stream = functools.partial(learner.stream, name, own)
+        return Export(self.run.configs[name], stream, self.run.tokenizer, getattr(self.run, name))
+
+
+def write(snapshot: Snapshot) -> Path:
+    """Write a snapshot where it belongs, and delete old checkpoints; if there is no room, write it elsewhere.
+
+    Collective, as is all below, over the ranks' processes. UserError: it is elsewhere, or nowhere."""
+    cfg, final = snapshot.run.cfg, snapshot.final
+    why = write_at(final, snapshot)
     if why:
-        spare = Path(tempfile.gettempdir()) / f"{run.folder.resolve().name}-{final.name}"
-        saved_there = not write(spare, run, learner, shared, own)
+        spare = Path(tempfile.gettempdir()) / f"{snapshot.run.folder.resolve().name}-{final.name}"
+        saved_there = not write_at(spare, snapshot)
         raise UserError(not_written(final, why, spare if saved_there else None))
-    if learner.comm.rank == 0:
-        for old in folders(run.cfg.out)[: -run.cfg.keep]:
+    if snapshot.rank == 0:
+        for old in folders(cfg.out)[: -cfg.keep]:
             shutil.rmtree(old)
-    learner.comm.barrier()
+    from_all(None, snapshot.group)  # nobody goes on before
     return final
 
 
-def write(final: Path, run, learner, shared: dict, own: dict) -> str:
-    """Write one checkpoint, whole or not at all. Why it could not be written, on every rank; "" where it was.
-
-    Collective: a rank that cannot write goes on with the others to the end."""
-    comm, first = learner.comm, learner.comm.rank == 0
+def write_at(final: Path, snapshot: Snapshot) -> str:
+    """Write one checkpoint, whole or not at all. Why it could not be written, on every rank; "" where it was."""
+    rank, group = snapshot.rank, snapshot.group
     scratch = final.with_name(final.name + ".writing")
-    attempt = Attempt()
-    if first:
+    attempt = Attempt(group)
+    if rank == 0:
         attempt(shutil.rmtree, scratch, ignore_errors=True)
         attempt(scratch.mkdir, parents=True)
-    comm.barrier()
-    for name in learner.names:
-        adapter = learner.adapter(name)
-        if adapter is not None and first:
-            attempt(adapter.save, scratch / f"{name}_adapter", getattr(run, name))
-        if adapter is not None and run.cfg.lora_save == "adapter":
-            continue
-        tensors = {k: v.cpu() for k, v in learner.named_tensors(name)}
-        if first:
-            attempt(save_model, run.configs[name], tensors, run.tokenizer, scratch / name, getattr(run, name))
-    if first:
-        attempt(save_tensors, shared, scratch / "learner.pt")
-    attempt(save_tensors, own, scratch / f"rank{comm.rank}.pt")
-    failed = comm.any(attempt.error)  # every rank has written its part
-    if first and not failed:
-        attempt(seal, scratch)
+    if attempt.failed():
+        return attempt.why
+    attempt(write_shards, snapshot.trained, scratch / "shards", group)
+    for name, export in snapshot.exports.items():
+        tensors = export.stream(whole)
+        if rank == 0:
+            attempt(export.write, scratch / name, tensors)
+        for _ in tensors:  # the others gather with the first one, whatever it can write
+            pass
+    if rank == 0:
+        for name, adapter in snapshot.adapters.items():
+            attempt(adapter.save, scratch / f"{name}_adapter", getattr(snapshot.run, name))
+        attempt((scratch / "learner.pt").write_bytes, snapshot.shared)
+    attempt((scratch / f"rank{rank}.pt").write_bytes, snapshot.own)
+    digests = from_all(attempt(digests_of, scratch, rank), group)
+    if not attempt.failed() and rank == 0:
+        attempt(seal, scratch, digests)
         attempt(shutil.rmtree, final, ignore_errors=True)
         attempt(os.replace, scratch, final)
         attempt(flush, final.parent)
-    failed = comm.any(attempt.error)
-    if first and failed:
+    failed = attempt.failed()
+    if rank == 0 and failed:
         shutil.rmtree(scratch, ignore_errors=True)
-    return (attempt.why or "another rank could not write") if failed else ""
+    return attempt.why if failed else ""
 
 
 class Attempt:
     """Runs one write after the other until one fails."""
 
-    def __init__(self):
+    def __init__(self, group):
+        self.group = group
         self.error: Exception | None = None
 
-    def __call__(self, do, *args, **more) -> None:
-        if self.error is None:
-            try:
-                do(*args, **more)
-            except Exception as e:  # a full disk is an OSError, or whatever torch and safetensors make of it
-                self.error = e
+    def __call__(self, do, *args, **more):
+        if self.error is not None:
+            return None
+        try:
+            return do(*args, **more)
+        except Exception as e:  # a full disk is an OSError, or whatever torch and safetensors make of it
+            self.error = e
+
+    def failed(self) -> bool:
+        """Whether something failed on any rank; all get the same answer. Collective."""
+        return any(from_all(self.error is not None, self.group))
 
     @property
     def why(self) -> str:
         if isinstance(self.error, OSError) and self.error.strerror:
             return self.error.strerror
-        return str(self.error).partition("\n")[0] if self.error else ""
+        return str(self.error).partition("\n")[0] if self.error else "another rank could not write"
 
 
 def not_written(final: Path, why: str, spare: Path | None) -> str:
@@ -148,12 +221,25 @@ def not_written(final: Path, why: str, spare: Path | None) -> str:
 
 
 def load(folder: Path, learner, source) -> tuple[int, list[list[Rollout]], dict]:
-    """Bring learner and source back; returns (step, pending, controllers) as `save` took them.
+    """Bring learner and source back; returns (step, pending, controllers) as `save` took them, on any number of ranks.
 
-    The learner's weights were loaded from the folder already. UserError: `shared_by_ranks`'s."""
-    shared = shared_by_ranks(folder, learner.comm.size)
-    own = torch.load(folder / f"rank{learner.comm.rank}.pt", weights_only=True)
+    Before format 4 the learner's weights are those of the model folders, loaded already. UserError:
+    `shared_by_ranks`'s."""
+    rank, n_ranks = learner.comm.rank, learner.comm.size
+    shared = shared_by_ranks(folder, n_ranks)
     learner.load_state_dict(shared["learner"])
+    if shared["format"] >= 4:
+        read_shards(learner, folder / "shards")
+    if shared["n_ranks"] == n_ranks:
+        own = torch.load(folder / f"rank{rank}.pt", weights_only=True)
+    else:
+        paths = [folder / f"rank{i}.pt" for i in range(shared["n_ranks"])]
+        states = [torch.load(path, weights_only=True, mmap=True) for path in paths]
+        own = {
+            "source": source.dealt([state["source"] for state in states]),
+            "pending": dealt([state["pending"] for state in states], rank, n_ranks),
+            "rng": states[rank]["rng"] if rank < len(states) else new_rng_state(learner.cfg.seed, rank),
+        }
     source.load_state_dict(own["source"])
     set_rng_state(own["rng"])
     return shared["step"], [unpack(packed) for packed in own["pending"]], shared["controllers"]
@@ -162,16 +248,17 @@ def load(folder: Path, learner, source) -> tuple[int, list[list[Rollout]], dict]
 def shared_by_ranks(folder: Path, n_ranks: int, mmap: bool = False) -> dict:
     """What is in learner.pt. mmap: tensors stay on the disk, for a look at the rest.
 
-    UserError: the checkpoint has another number of ranks, or a format of the future."""
-    shared = renamed(torch.load(folder / "learner.pt", weights_only=True, mmap=mmap))
-    if shared.get("format", 1) > FORMAT:
+    UserError: the checkpoint has a format of the future, or one of before shards and another number of ranks."""
+    shared = {"format": 1, **renamed(torch.load(folder / "learner.pt", weights_only=True, mmap=mmap))}
+    if shared["format"] > FORMAT:
         raise UserError(
             f"--resume: {folder} has checkpoint format {shared['format']}, and this revision reads up to {FORMAT}; "
             "resume with the revision that wrote it"
         )
-    if shared["n_ranks"] != n_ranks:
+    if shared["n_ranks"] != n_ranks and shared["format"] < 4:
         raise UserError(
-            f"--resume: {folder} was written by {shared['n_ranks']} rank(s) and this run has {n_ranks}; use as many"
+            f"--resume: {folder} was written by {shared['n_ranks']} rank(s) and this run has {n_ranks}, which format "
+            f"{shared['format']} of checkpoints does not allow; use as many"
         )
     return shared
 
@@ -181,9 +268,11 @@ def shared_by_ranks(folder: Path, n_ranks: int, mmap: bool = False) -> dict:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def save_tensors(state: dict, path: Path) -> None:
-    with open(path, "wb") as f:
-        torch.save(state, f)
+def in_bytes(state: dict) -> bytes:
+    """A state as torch.save writes it: what changes afterwards does not change it."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
 
 
 def flush(path: Path) -> None:
@@ -195,11 +284,28 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def seal(folder: Path) -> None:
-    """Write digests.json, and everything onto the disk."""
-    digests = {str(path.relative_to(folder)): digest(path) for path in sorted(folder.rglob("*")) if path.is_file()}
-    (folder / "digests.json").write_text(json.dumps(digests, indent=1) + "\n", encoding="utf-8")
-    for path in (*folder.rglob("*"), folder):
+def digests_of(folder: Path, rank: int) -> dict[str, str]:
+    """File -> its digest, of those that this rank has written; they are on the disk then."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and writer_of(path) == rank:
+            flush(path)
+            found[str(path.relative_to(folder))] = digest(path)
+    return found
+
+
+def writer_of(path: Path) -> int:
+    """The rank that writes this file of a checkpoint."""
+    own = re.fullmatch(r"rank(\d+)\.pt|__(\d+)_\d+\.distcp", path.name)
+    return int(own[1] or own[2]) if own else 0
+
+
+def seal(folder: Path, digests: list[dict]) -> None:
+    """Write digests.json from those of each rank, and the folders onto the disk."""
+    joined = {name: known for part in digests for name, known in part.items()}
+    text = json.dumps(dict(sorted(joined.items())), indent=1)
+    (folder / "digests.json").write_text(text + "\n", encoding="utf-8")
+    for path in (folder / "digests.json", *(path for path in folder.rglob("*") if path.is_dir()), folder):
         flush(path)
 
 

@@ -10,23 +10,81 @@ from pathlib import Path
 
 import torch
 
+from checkpoint.tensors import TensorFiles
 from flags import UserError, need, read_json
 
 
+class Export:
+    """A model on its way into a Hugging Face folder, in its own precision, one whole tensor after the other.
+
+    stream(whole): yields (name, tensor) of the model, each made whole by the function `whole`. origin: the folder that
+    the run started from. Its generation_config.json, which lists the tokens that end a response, goes along as it is.
+    Made in the main thread: building a model sets torch's default precision for a moment. `write` may run in any."""
+
+    def __init__(self, config, stream, tokenizer, origin: str):
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            self.shell = AutoModelForCausalLM.from_config(config)
+        self.stream = stream
+        self.tokenizer = tokenizer
+        self.origin = origin
+        self.dtype = self.shell.dtype if config.dtype else None  # None: each tensor's own
+        self.left_out = {*self.shell.all_tied_weights_keys, *(self.shell._keys_to_ignore_on_save or ())}
+        shapes = self.kept(stream(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta")))
+        together = layout_of(self.converted(dict(shapes)))
+        alone = {}
+        for name, x in shapes:
+            alone |= layout_of(self.converted({name: x}))
+        self.alone = alone == together  # else some file's tensor is made of several of ours, and we hold them all
+        self.layout = alone if self.alone else together
+
+    def kept(self, tensors) -> list:
+        """Those that a folder has: tied ones once."""
+        return [(name, x) for name, x in tensors if name not in self.left_out]
+
+    def converted(self, tensors: dict) -> dict:
+        """As a folder has them: in its precision, and the experts, which transformers joins on loading, each alone."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        if self.dtype:
+            tensors = {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in tensors.items()}
+        return revert_weight_conversion(self.shell, tensors)
+
+    def write(self, folder: Path, tensors) -> None:
+        """Write the folder. tensors: (name, whole tensor), as `stream` yields them; one is held at a time."""
+        self._write_config(folder)
+        with TensorFiles(folder, self.layout) as files:
+            parts = ([named] for named in tensors) if self.alone else [tensors]
+            for part in parts:
+                for name, x in self.converted(dict(self.kept(part))).items():
+                    files.write(name, x)
+
+    def _write_config(self, folder: Path) -> None:
+        from transformers import GenerationConfig
+
+        folder.mkdir(parents=True, exist_ok=True)
+        config = self.shell.config
+        config.dtype = str(next(iter(self.layout.values()))[0]).removeprefix("torch.")
+        config.architectures = [type(self.shell).__name__]
+        config.save_pretrained(folder)
+        generation = Path(self.origin) / "generation_config.json"
+        if generation.is_file():
+            shutil.copyfile(generation, folder / generation.name)
+        else:
+            GenerationConfig.from_model_config(config).save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+
+def layout_of(tensors: dict) -> dict:
+    """name -> (dtype, shape)."""
+    return {name: (x.dtype, tuple(x.shape)) for name, x in tensors.items()}
+
+
 def save_model(config, tensors: dict, tokenizer, folder: Path, origin: str) -> None:
-    """A Hugging Face folder from a config and whole tensors; tied heads are written once.
-
-    origin: the folder that the run started from. Its generation_config.json, which lists the tokens that end a
-    response, goes along as it is."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        shell = AutoModelForCausalLM.from_config(config)
-    shell.save_pretrained(folder, state_dict=dict(tensors))
-    tokenizer.save_pretrained(folder)
-    generation = Path(origin) / "generation_config.json"
-    if generation.is_file():
-        shutil.copyfile(generation, folder / generation.name)
+    """A Hugging Face folder from a config and whole tensors, as Export writes it."""
+    export = Export(config, lambda whole: ((name, whole(x)) for name, x in tensors.items()), tokenizer, origin)
+    export.write(folder, tensors.items())
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from rollout import Response, Rollout
+from rollout import Response, Rollout, request_seed
 from sampling import Sampling
 
 # Format 1, which has no "format" key, differs from format 2 by these names alone: theirs -> ours.
@@ -62,6 +62,16 @@ def set_rng_state(state: dict) -> None:
     random.setstate((python[0], tuple(python[1]), python[2]))
 
 
+def new_rng_state(seed: int, rank: int) -> dict:
+    """The state of a rank that the checkpoint does not know: by the run's seed and its own number."""
+    own = request_seed("rank", seed, rank) % 2**32
+    with same_rng_state():
+        torch.manual_seed(own)
+        np.random.seed(own)
+        random.seed(own)
+        return rng_state()
+
+
 @contextmanager
 def same_rng_state():
     """The generators stand after this as they stood before."""
@@ -101,6 +111,19 @@ def unpack(packed: dict) -> list[Rollout]:
         state["ref"] = renamed(state["ref"])
         groups.append(Rollout(**state))
     return groups
+
+
+def dealt(pending: list[list[dict]], rank: int, n_ranks: int) -> list[dict]:
+    """This rank's packed groups of each minibatch, where other ranks, or more or fewer of them, had these.
+
+    pending: for each rank of before, its packed minibatches. The i-th group of rank r of N is number i N + r of the
+    minibatch, as sources deal the problems: so a minibatch has the same groups, whoever holds them."""
+    minibatches = []
+    for parts in zip(*pending, strict=True):
+        turns = zip(*(part["groups"] for part in parts), strict=True)
+        groups = [group for turn in turns for group in turn]
+        minibatches.append({"groups": groups[rank::n_ranks]})
+    return minibatches
 
 
 def converted(x, kind: type, convert):

@@ -58,17 +58,22 @@ def edited(folder: Path, copy: Path, **changes) -> str:
 def shared_file(checkpoint: Path, n_ranks: int = 1) -> None:
     """What a run looks at before it opens the rest of a checkpoint."""
     checkpoint.mkdir(parents=True, exist_ok=True)
-    torch.save({"format": 3, "n_ranks": n_ranks}, checkpoint / "learner.pt")
+    torch.save({"format": 4, "n_ranks": n_ranks}, checkpoint / "learner.pt")
 
 
-def test_another_number_of_ranks_is_refused_before_a_model_loads(folders, tmp_path, no_models):
+def test_samplers_of_another_number_of_ranks_are_refused_before_a_model_loads(folders, tmp_path, no_models):
+    """What lies in the groups of delayed or remote samplers belongs to a rank; a local source's is dealt out anew."""
     r = started(folders, tmp_path)
     saved = r.folder / "checkpoints" / "step_000002"
     shared_file(saved, n_ranks=4)
     digest = run.checkpoint.digest(saved / "learner.pt")
     (saved / "digests.json").write_text(json.dumps({"learner.pt": digest}))
-    with pytest.raises(UserError, match="step_000002 was written by 4 rank.s. and this run has 1; use as many"):
-        open_run(replace(r.cfg, resume=True), Comm())
+    for other in ({"delay": "constant"}, {"samplers": "zmq"}):
+        with pytest.raises(
+            UserError, match="step_000002 was written by 4 rank.s. and this run has 1; each has samplers"
+        ):
+            open_run(replace(r.cfg, resume=True, **other), Comm())
+    assert open_run(replace(r.cfg, resume=True), Comm()).checkpoint == saved
 
 
 def test_every_rank_resumes_from_the_checkpoint_that_the_first_has_chosen(tmp_path, monkeypatch):

@@ -7,13 +7,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from conftest import ROOT, TINY_TASK, make_cfg
+from safetensors.torch import load_file
 from test_metrics import unexplained
 from transformers import AutoModelForCausalLM
 
@@ -32,6 +35,7 @@ from rollout import LocalSource
 from run import open_run, read_metrics, rows
 from sampling import Sampling
 from sync import DECODED
+from tasks import arithmetic_tokenizer
 
 TIMES = ("_s", "_seconds")
 # a test that starts several processes needs longer than others; each process has a limit of its own
@@ -170,11 +174,18 @@ def without_eval(rows) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in rows]
 
 
+def shards_of(folder) -> dict[str, torch.Tensor]:
+    """Every tensor in a checkpoint's shards, whole."""
+    reader = dcp.FileSystemReader(folder / "shards")
+    tensors = {name: torch.empty(x.size) for name, x in reader.read_metadata().state_dict_metadata.items()}
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
 def momenta(out) -> list[torch.Tensor]:
     """Adam's first moments of the policy at the end."""
-    saved = torch.load(out / "checkpoints" / "step_000006" / "learner.pt")["learner"]
-    state = saved["optimizer.policy"]["parts"][0]["state"]
-    return [state[i]["exp_avg"] for i in sorted(state)]
+    found = shards_of(out / "checkpoints" / "step_000006")
+    return [x for name, x in sorted(found.items()) if name.startswith("policy/") and name.endswith("/exp_avg")]
 
 
 @pytest.fixture(scope="module")
@@ -331,9 +342,10 @@ COUNTING |= {"sampler_rate": 0.8, "window_seconds": 1.5}  # the learner waits, a
 
 
 def saved_at(out, step) -> dict:
-    """Everything in a checkpoint but weights, by its path: learner.pt and rank0.pt."""
+    """Everything in a checkpoint but the model folders, by its path: learner.pt, rank0.pt and the shards."""
     folder = out / "checkpoints" / f"step_{step:06d}"
-    return leaves({name: torch.load(folder / f"{name}.pt", weights_only=True) for name in ("learner", "rank0")})
+    parts = {name: torch.load(folder / f"{name}.pt", weights_only=True) for name in ("learner", "rank0")}
+    return leaves({**parts, "shards": shards_of(folder)})
 
 
 def leaves(x, path="") -> dict:
@@ -393,6 +405,106 @@ def since_the_epoch(name: str) -> bool:
 def without_sync(out) -> list[dict]:
     """Metrics but for evaluations and what loading engines proved: a resumed engine loads old versions again."""
     return [{k: v for k, v in row.items() if not k.startswith("sync/")} for row in without_eval(timeless(out))]
+
+
+def test_a_run_goes_on_from_what_it_trains_not_from_what_it_exports(solvers, tmp_path, train_here):
+    """A folder in bfloat16: the export has its precision, and its rounding is not in the resumed run."""
+    start = tmp_path / "start"
+    AutoModelForCausalLM.from_pretrained(solvers / "policy").bfloat16().save_pretrained(start)
+    arithmetic_tokenizer().save_pretrained(start)
+    changes = {"model": start, "actor": "none", "objective": "tis", "steps": 4, "save_every": 2, "eval_problems": 4}
+    changes |= {"optimizer": "muon"}
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    train_here(flags(solvers, whole, **changes))
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints" / "step_000004")
+    train_here(["--resume", f"--out={again}"])
+    assert without_sync(again) == without_sync(whole)
+    assert saved_at(again, 4)["/learner/step"] == 4
+    exported = load_file(whole / "checkpoints" / "step_000004" / "policy" / "model.safetensors")
+    trained = shards_of(whole / "checkpoints" / "step_000004")
+    rounded = 0
+    for name, x in exported.items():
+        master = trained[f"policy/{name}"]
+        assert x.dtype == torch.bfloat16 and torch.equal(x, master.bfloat16())
+        rounded += int((x.float() != master).sum())
+    assert rounded > 1000
+
+
+WRITES_FOR_EVER = """
+import threading, sys
+import checkpoint, config, train
+write = checkpoint.write_shards
+def first_alone(tensors, folder, group):
+    if "000001" not in str(folder):
+        threading.Event().wait()
+    write(tensors, folder, group)
+checkpoint.write_shards = first_alone
+train.train(config.parse(sys.argv[1:]))
+"""
+
+
+@SEVERAL_PROCESSES
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(whole, solvers, tmp_path, train_here):
+    """The second save never ends; the updates go on beside it. After SIGKILL the run goes on from the first one."""
+    out = tmp_path / "run"
+    argv = [sys.executable, "-c", WRITES_FOR_EVER, *flags(solvers, out, save_every=1)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+    process = subprocess.Popen(
+        argv, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    STARTED.append(process)
+    wait_for(out, 2, process)  # the save after update 2 goes on
+    process.kill()
+    process.communicate(timeout=60)
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step_000001", "step_000002.writing"]
+    assert checkpoint.newest(out).name == "step_000001"
+    train_here(["--resume", f"--out={out}", "--save_every=0"])
+    assert without_sync(out) == without_sync(whole[0])
+
+
+def test_a_checkpoint_is_of_its_boundary_whatever_happens_while_it_is_written(
+    whole, solvers, tmp_path, train_here, monkeypatch
+):
+    """It is written after the next update; what samplers may forget is said then, and not before."""
+    written, told, write, saved = threading.Event(), [], checkpoint.write_shards, LocalSource.saved
+    update, seen = train.Training.update, []
+
+    def late(tensors, folder, group):
+        assert written.wait(100)
+        write(tensors, folder, group)
+
+    def watched(training):
+        values = update(training)
+        seen.append((training.step, list(told)))
+        if training.step == 4:
+            written.set()
+        return values
+
+    monkeypatch.setattr(checkpoint, "write_shards", late)
+    monkeypatch.setattr(train.Training, "update", watched)
+    monkeypatch.setattr(LocalSource, "saved", lambda self: told.append("held") or saved(self))
+    out = tmp_path / "run"
+    train_here(flags(solvers, out, save_every=3))
+    assert timeless(out) == timeless(whole[0])
+    assert seen[3] == (4, []) and told == ["held", "held"]
+    mine, theirs = (saved_at(folder, 3) for folder in (out, whole[0]))
+    assert [name for name in mine if mine[name] != theirs[name] and not since_the_epoch(name)] == []
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said_at_the_next_boundary(
+    solvers, tmp_path, train_here, monkeypatch, capsys
+):
+    def full(tensors, folder, group):
+        if "000003" in str(folder):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_shards", full)
+    out = tmp_path / "run"
+    with pytest.raises(UserError, match="step_000003: the checkpoint could not be written .No space left on device"):
+        train_here(flags(solvers, out))
+    assert 3 <= len(read_metrics(out)) - 1 < 6
+    assert not list((out / "checkpoints").iterdir())
 
 
 @SEVERAL_PROCESSES
@@ -506,21 +618,46 @@ def test_resume_says_which_key_differs_and_a_run_is_not_overwritten(whole, solve
 
 @SEVERAL_PROCESSES
 @pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
-def test_two_ranks_train_and_resume(solvers, tmp_path, parallel, train_here):
-    """torchrun with one engine a rank: a whole run, and again from its middle; one rank alone may not go on."""
+def test_two_ranks_train_and_resume_on_any_number(solvers, tmp_path, parallel, train_here):
+    """torchrun with one engine a rank: a whole run, and again from the middle of a rollout batch, on two ranks and on
+    one; then what one rank has saved on two again, wrapped in the other way."""
     out = tmp_path / "run"
-    run_to_the_end(flags(solvers, out, parallel=parallel, steps=4, save_every=2, keep=2), ranks=2)
+    run_to_the_end(flags(solvers, out, parallel=parallel, steps=4, keep=9), ranks=2)
     rows, whole = read_metrics(out), timeless(out)
     assert len(rows) == 5
     assert all(row["tokens"] > 16 for row in rows[1:])
     shutil.rmtree(out / "checkpoints" / "step_000004")
+    shutil.copytree(out, tmp_path / "one")
     run_to_the_end(["--resume", f"--out={out}"], ranks=2)
-    assert timeless(out) == whole
-    as_it_was = (out / "metrics.jsonl").read_bytes()
-    with pytest.raises(UserError, match="step_000004 was written by 2 rank.s. and this run has 1; use as many"):
-        train_here(["--resume", f"--out={out}"])
-    assert (out / "metrics.jsonl").read_bytes() == as_it_was
-    assert checkpoint.newest(out).name == "step_000004"
+    assert without_sync(out) == without_sync_rows(whole)
+    train_here(["--resume", f"--out={tmp_path / 'one'}"])
+    assert_alike(without_sync(tmp_path / "one"), without_sync_rows(whole))
+    end = tmp_path / "one"
+    assert_same_tensors(end / "checkpoints" / "step_000004", out / "checkpoints" / "step_000004")
+    other = "ddp" if parallel == "fsdp" else "fsdp"
+    more = [f"--out={end}", f"--parallel={other}", "--steps=5"]
+    run_to_the_end(["--resume", *more], ranks=2)
+    run_to_the_end(["--resume", f"--out={out}", "--steps=5"], ranks=2)
+    assert_alike(without_sync(end), without_sync(out))
+
+
+def without_sync_rows(rows) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.startswith("sync/")} for row in without_eval(rows)]
+
+
+def assert_alike(rows, others) -> None:
+    """Metrics that are equal but for the order in which ranks add up."""
+    assert [row.keys() for row in rows] == [row.keys() for row in others]
+    for row, other in zip(rows, others, strict=True):
+        for name, value in row.items():
+            assert value == pytest.approx(other[name], rel=1e-6, abs=1e-6), (row["step"], name)
+
+
+def assert_same_tensors(folder, other) -> None:
+    mine, theirs = shards_of(folder), shards_of(other)
+    assert mine.keys() == theirs.keys()
+    for name, x in mine.items():
+        assert torch.allclose(x, theirs[name], rtol=1e-4, atol=1e-5), name
 
 
 @SEVERAL_PROCESSES
