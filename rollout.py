@@ -302,6 +302,11 @@ class LocalSource:
         """One seed for each response of a group."""
         return [request_seed(self.sampling.seed, uid, g) for g in range(self.group_size)]
 
+    def lend(self, named_tensors) -> Any:
+        """The engine with these weights, to evaluate with. What it samples next is published before."""
+        self.engine.load(named_tensors)
+        return self.engine
+
     def metrics(self) -> dict[str, float]:
         """What the last weight sync proved, and how grading went; empty when that was reported before."""
         proof, self.proof = self.proof, None

@@ -55,6 +55,7 @@ class Run:
     policy: str
     actor: str | None
     context: int  # longest prompt + response, in tokens
+    eval_context: int  # the same of what is held out
     configs: dict  # name -> transformers config
     checkpoint: Path | None  # to resume from; None: from the start
 
@@ -139,6 +140,7 @@ def open_run(cfg: config.Config, comm) -> Run:
     longest = task.fit(tokenizer, cfg.max_prompt_tokens)
     needed = [("max_tokens", cfg.max_tokens, longest)]
     needed += [("eval_task", one.max_tokens, one.task.fit(tokenizer)) for one in held_out]
+    eval_context = max([tokens + prompt for flag, tokens, prompt in needed if flag == "eval_task"], default=0)
     for flag, tokens, prompt in needed:
         need(
             prompt + tokens <= limit,
@@ -156,7 +158,8 @@ def open_run(cfg: config.Config, comm) -> Run:
     chosen = newest(cfg, comm)
     if chosen:  # before a model loads
         check_ranks(cfg, chosen, comm.size)
-    return Run(cfg, task, held_out, tokenizer, folders["policy"], folders["actor"], context, configs, chosen)
+    models = folders["policy"], folders["actor"]
+    return Run(cfg, task, held_out, tokenizer, *models, context, eval_context, configs, chosen)
 
 
 def held_out_sets(cfg, task) -> list[EvalSet]:
@@ -199,7 +202,8 @@ def open_source(cfg, run, comm):
 
         return open_remote_source(cfg, run, run.rollout_model, topk, max_allowed, comm)
     records = max(topk, max_allowed)
-    engine = make_engine(cfg, run.actor or run.policy, run.context, records, comm.device, run.vocabulary)
+    context = run.context if cfg.actor != "none" else max(run.context, run.eval_context)  # it evaluates too
+    engine = make_engine(cfg, run.actor or run.policy, context, records, comm.device, run.vocabulary)
     what = (engine, run.task, run.tokenizer, sampling.Sampling.of(cfg))
     how = {
         "group_size": cfg.group_size,
@@ -217,6 +221,12 @@ def open_source(cfg, run, comm):
     return DelaySource(*what, cfg=cfg, store=run.folder / "versions", **how)
 
 
+def open_eval_engine(cfg, run, comm):
+    """A second engine, of the policy, where an actor's is the first; in high precision, as the policy is there."""
+    plain = dataclasses.replace(cfg, rollout_quant="none", router_replay=False)
+    return make_engine(plain, run.policy, run.eval_context, 0, comm.device, run.vocabulary)
+
+
 def topk_of(cfg) -> int:
     """How many of the engine's largest log-probabilities are recorded with each token."""
     return cfg.obrs_topk if cfg.correction in USES_Z and cfg.obrs_z != "exact" else 0
@@ -227,10 +237,11 @@ def topk_of(cfg) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 LOCK = "lock"
+EVALUATED = "eval.jsonl"  # what `eval.py --follow` found, by the step of the update before
 # What is written into a run folder. --overwrite deletes this, and nothing else that may lie there.
 WRITTEN = (
-    "config.json", "metrics.jsonl", "samples.jsonl", "curves.png", "checkpoints", "versions", "tensorboard", "wandb",
-    "remote*.log*",
+    "config.json", "metrics.jsonl", "samples.jsonl", "eval.jsonl", "curves.png", "checkpoints", "versions",
+    "tensorboard", "wandb", "remote*.log*",
 )  # fmt: skip
 
 
@@ -279,6 +290,18 @@ def lock_folder(folder: Path):
         lock.close()
         return None
     return lock
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process works in the folder. The look itself takes a moment's share in the lock."""
+    if not (folder / LOCK).exists():
+        return False
+    with open(folder / LOCK) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
 
 
 def check_folder(cfg) -> None:
@@ -455,6 +478,7 @@ class Log:
     def __init__(self, run: Path, cfg, step: int):
         self.path = run / "metrics.jsonl"
         truncate(self.path.with_name("samples.jsonl"), step)
+        truncate(self.path.with_name(EVALUATED), step)
         truncate(self.path, step or -1)  # from the start: the evaluation before training (step -1) too
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run
         self.board = self.wandb = None
@@ -539,6 +563,8 @@ def truncate(path: Path, step: int) -> None:
 
 def rows(path: Path) -> list[dict]:
     """The lines of a metrics.jsonl. Damaged ones are left out, and named unless a kill has cut the last one short."""
+    if not path.exists():
+        return []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     out, damaged = [], []
     for number, line in enumerate(lines, 1):
@@ -555,9 +581,10 @@ def rows(path: Path) -> list[dict]:
 
 
 def read_metrics(run: Path | str) -> list[dict]:
-    """The lines of a run's metrics.jsonl. UserError: there is none."""
+    """The lines of a run's metrics.jsonl, each with what eval.py --follow found after it. UserError: there is none."""
     path = Path(run) / "metrics.jsonl"
     need(path.is_file(), f"{path}: no such file; give the folder of a run (it holds metrics.jsonl)")
-    found = rows(path)
+    later = {row["step"]: row for row in rows(path.with_name(EVALUATED))}
+    found = [row | later.get(row["step"], {}) for row in rows(path)]
     need(found, f"{path}: no line of metrics in it; wait for the run's first update, or give the folder of another one")
     return found

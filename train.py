@@ -35,7 +35,7 @@ from eval import fresh_advantage, held_out
 from learner import LOCAL_RANK, Comm, Learner, check_agreement, expects_agreement
 from model import Needs, needs_of_exact_kappa
 from rollout import given_back_if_it_fails
-from run import Log, locked, open_run, open_source, prepare_folder, samples_of
+from run import Log, locked, open_eval_engine, open_run, open_source, prepare_folder, samples_of
 from worth import Chooser
 
 
@@ -86,6 +86,8 @@ def loop(t: Training, signals: list[str]) -> None:
             if t.step == cfg.steps
             else f"stopped after update {t.step}, saved: {how_to_resume(cfg)}"
         )
+    if t.second_engine is not None:
+        t.second_engine.close()
     t.source.close()  # last: vLLM's shutdown also ends the process group
     need(not (t.source.error or t.learner.error), t.source.error or t.learner.error)
 
@@ -121,6 +123,7 @@ class Training:
             prepare_folder(self.run)
         comm.barrier()  # nobody writes there before
         self.log = Log(self.run.folder, cfg, self.step) if comm.rank == 0 else None
+        self.second_engine = None  # of --eval_engine=second
         self.unwritten: dict | None = None  # metrics of an update that are not in the log yet
 
     def roll_out(self, signals) -> bool:
@@ -200,11 +203,32 @@ class Training:
     def evaluate(self) -> dict[str, float]:
         """Held-out pass@1 of policy and actor."""
         values = {}
+        if self.cfg.eval_every < 0:
+            return values
         with timer(self.clock, "eval_s"):
             for name in self.learner.names:
-                scores = held_out(self.learner, name, self.run.eval_sets, self.run.tokenizer, self.cfg)
+                engine = self.eval_engine(name)
+                scores = held_out(self.learner, name, self.run.eval_sets, self.run.tokenizer, self.cfg, engine)
                 values |= {f"eval/{name}_{key}": value for key, value in scores.items()}
+            if hasattr(self.second_engine, "sleep"):
+                self.second_engine.sleep()
         return values
+
+    def eval_engine(self, name: str):
+        """An engine with one model's weights as they are now; None: a plain sampler on the learner's own."""
+        how, source = self.cfg.eval_engine, self.source
+        if not self.run.eval_sets:
+            return None
+        if how == "own" and self.cfg.samplers == "local" and not self.learner.has_actor:
+            return source.lend(self.learner.published(name, source.packed))
+        if how != "second" or name != "policy":
+            return None
+        if self.second_engine is None:
+            self.second_engine = open_eval_engine(self.cfg, self.run, self.comm)
+        elif hasattr(self.second_engine, "wake"):
+            self.second_engine.wake()
+        self.second_engine.load(self.learner.named_tensors(name))
+        return self.second_engine
 
     def save(self) -> None:
         """Begin a checkpoint of what stands now. A thread writes it while the next updates run; one at a time."""

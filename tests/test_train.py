@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 import checkpoint
 import config
+import eval as evaluation
 import objectives
 import plot
 import quant
@@ -32,7 +33,8 @@ from engines import HFEngine
 from flags import UserError
 from learner import Comm
 from rollout import LocalSource
-from run import open_run, read_metrics, rows
+from run import Log, lock_folder, open_run, read_metrics
+from run import rows as run_rows
 from sampling import Sampling
 from sync import DECODED
 from tasks import arithmetic_tokenizer
@@ -167,7 +169,7 @@ def timeless(out) -> list[dict]:
 
 
 def samples(out) -> list[dict]:
-    return rows(Path(out) / "samples.jsonl")
+    return run_rows(Path(out) / "samples.jsonl")
 
 
 def without_eval(rows) -> list[dict]:
@@ -711,6 +713,103 @@ def test_a_delayed_run_trains_on_older_weights(solvers, tmp_path, train_here):
     _, rows = train_here(flags(solvers, tmp_path / "run", **changes))
     assert "delay/clock" in rows[1]
     assert rows[1]["staleness/max_updates"] == 0 < rows[4]["staleness/max_updates"]
+
+
+def evals(rows) -> list[dict]:
+    return [{k: v for k, v in row.items() if k.startswith("eval/")} for row in rows]
+
+
+def used_engines(monkeypatch) -> list:
+    """The engine of every evaluation from now on."""
+    used, solve = [], evaluation.solve
+    monkeypatch.setattr(evaluation, "solve", lambda engine, *more: used.append(engine) or solve(engine, *more))
+    return used
+
+
+def test_the_policys_own_engine_evaluates_it(solvers, tmp_path, train_here, monkeypatch):
+    """At every evaluation with the newest weights: in the middle of a rollout batch too, it says what the learner's own
+    weights say."""
+    changes = {"objective": "tis", "actor": "none", "steps": 3, "eval_every": 1, "save_every": 0, "eval_problems": 64}
+    changes |= {"model": solvers / "actor", "lr": 0.02}  # which solves some of them, and moves
+    used, rows = used_engines(monkeypatch), {}
+    for how in ("own", "torch"):
+        _, rows[how] = train_here(flags(solvers, tmp_path / how, eval_engine=how, **changes))
+    assert evals(rows["own"]) == evals(rows["torch"])
+    assert len({tuple(row.values()) for row in evals(rows["own"])}) > 1
+    assert len(set(map(id, used[:4]))) == 1 < len(set(map(id, used[4:])))
+
+
+def test_an_evaluation_leaves_no_trace_in_a_delayed_run(solvers, tmp_path, train_here):
+    """Its engine has older weights for the next groups than those that were evaluated; --eval_every=-1 never does."""
+    delayed = {"delay": "constant", "delay_max": 60.0, "step_seconds": 30.0, "delay_samplers": 2}
+    changes = {"objective": "tis", "steps": 5, "train_batch": 32, "save_every": 0, "actor": "none", **delayed}
+    _, seen = train_here(flags(solvers, tmp_path / "seen", eval_every=1, **changes))
+    _, rows = train_here(flags(solvers, tmp_path / "never", eval_every=-1, **changes))
+    assert all(evals(seen)) and not any(evals(rows))
+    assert without_sync(tmp_path / "seen") == without_sync(tmp_path / "never")
+    assert max(row["staleness/max_updates"] for row in rows[1:]) > 0
+
+
+def test_a_second_engine_evaluates_the_policy_of_an_actor(solvers, tmp_path, train_here, monkeypatch):
+    """The same numbers as the learner's own weights give; it sleeps between evaluations where it can."""
+    slept = []
+    monkeypatch.setattr(HFEngine, "sleep", lambda self: slept.append("sleep"), raising=False)
+    monkeypatch.setattr(HFEngine, "wake", lambda self: slept.append("wake"), raising=False)
+    changes = {"steps": 2, "eval_every": 1, "save_every": 0, "eval_problems": 64, "rollout_quant": "int8"}
+    changes |= {"model": solvers / "actor", "actor": solvers / "policy"}
+    used, rows = used_engines(monkeypatch), {}
+    for how in ("second", "torch"):
+        _, rows[how] = train_here(flags(solvers, tmp_path / how, eval_engine=how, learner_quant="aligned", **changes))
+    assert evals(rows["second"]) == evals(rows["torch"])
+    assert slept == ["sleep", "wake", "sleep", "wake", "sleep"]
+    assert used[0] is used[2] is used[4] and used[1] is not used[3]
+    with pytest.raises(
+        UserError, match="--eval_engine=second: the policy samples for itself, and its engine evaluates"
+    ):
+        config.parse(flags(solvers, tmp_path / "one", actor="none", eval_engine="second"))
+
+
+@SEVERAL_PROCESSES
+def test_every_checkpoint_of_a_run_is_evaluated_beside_it(solvers, tmp_path, train_here, monkeypatch):
+    """By one command, with the settings of the run: the same numbers as in training. It waits for more while a process
+    holds the folder, ends with it, and finds its own work done the next time."""
+    out = tmp_path / "run"
+    changes = {"objective": "tis", "actor": "none", "steps": 2, "save_every": 1, "lr": 0.02, "model": solvers / "actor"}
+    changes |= {"rollout_quant": "int8", "learner_quant": "aligned", "eval_problems": 64, "eval_every": 1}
+    _, rows = train_here(flags(solvers, out, **changes))
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    bare = [{k: v for k, v in line.items() if not k.startswith("eval/")} for line in lines]
+    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in bare))
+    assert not any(evals(read_metrics(out)))
+    monkeypatch.setattr(evaluation, "POLL", 0.1)
+    trainer = lock_folder(out)
+    ends = []
+    follower = threading.Thread(target=lambda: ends.append(evaluation.main([f"--follow={out}"])))
+    follower.start()
+    deadline = time.time() + 300
+    while not all(evals(read_metrics(out))[1:]) and time.time() < deadline:
+        time.sleep(0.1)
+    assert evals(read_metrics(out))[1:] == evals(rows)[1:]
+    time.sleep(1)
+    assert follower.is_alive()
+    trainer.close()
+    follower.join(60)
+    assert ends == [{"run": str(out), "evaluated": 2}]
+    monkeypatch.setattr(subprocess, "run", None)
+    assert evaluation.main([f"--follow={out}"]) == ends[0]
+    truncated = Log(out, SimpleNamespace(tensorboard=False, wandb=""), 1)  # as a resume after update 1 does it
+    truncated.close()
+    assert [row["step"] for row in run_rows(out / "eval.jsonl")] == [0]
+
+
+def test_what_cannot_be_followed_is_refused(solvers, tmp_path):
+    with pytest.raises(UserError, match="--follow=.*none: not the folder of a run, or not yet"):
+        evaluation.main([f"--follow={tmp_path / 'none'}"])
+    saved = {"task": "hf:x", "eval_task": "", "eval_problems": 3, "eval_samples": 2}
+    with pytest.raises(UserError, match="--follow: this run holds nothing out; name sets with --task"):
+        evaluation.flags_of_run(saved)
+    own = evaluation.flags_of_run({**saved, "eval_task": "a.jsonl", "answer": "last", "max_prompt_tokens": 9})
+    assert own == ["--answer=last", "--task=a.jsonl", "--problems=3", "--samples=2", "--k=1"]
 
 
 def test_advantage_error_is_small_on_policy_and_reproducible(solvers, tmp_path, train_here):
