@@ -50,6 +50,7 @@ class Comm:
         self.on = dist.is_initialized()
         self.rank = dist.get_rank() if self.on else 0
         self.size = dist.get_world_size() if self.on else 1
+        self.writes = self.rank == 0  # on this disk what is common; run.locked knows of more disks
         self.device = device
 
     @classmethod

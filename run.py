@@ -18,7 +18,7 @@ import secrets
 import shutil
 import subprocess
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,9 +155,7 @@ def open_run(cfg: config.Config, comm) -> Run:
     if cfg.epochs:
         need(task.size, f"--epochs={cfg.epochs}: {cfg.task} is endless; give --steps")
         cfg = dataclasses.replace(cfg, steps=math.ceil(cfg.epochs * task.size * cfg.group_size / cfg.train_batch))
-    chosen = newest(cfg, comm)
-    if chosen:  # before a model loads
-        check_ranks(cfg, chosen, comm.size)
+    chosen = checkpoint.to_resume(cfg, comm) if cfg.resume else None  # before a model loads
     models = folders["policy"], folders["actor"]
     return Run(cfg, task, held_out, tokenizer, *models, context, eval_context, configs, chosen)
 
@@ -168,25 +166,6 @@ def held_out_sets(cfg, task) -> list[EvalSet]:
     if cfg.eval_task:
         return eval_sets(cfg, "eval_task", usual)
     return [EvalSet(task, "arith", **usual)] if cfg.task == "arith" else []
-
-
-def newest(cfg, comm) -> Path | None:
-    """The checkpoint to resume from, the same on every rank."""
-    if not cfg.resume:
-        return None
-    chosen = checkpoint.newest(cfg.out) if comm.rank == 0 else None  # one rank reads all bytes
-    number = int(comm.max([int(chosen.name[5:]) if chosen else -1])[0])
-    return next((f for f in checkpoint.folders(cfg.out) if f.name == f"step_{number:06d}"), None)
-
-
-def check_ranks(cfg, chosen: Path, n_ranks: int) -> None:
-    """UserError, one sentence: the checkpoint cannot be dealt out to this number of ranks."""
-    before = checkpoint.shared_by_ranks(chosen, n_ranks, mmap=True)["n_ranks"]
-    need(
-        before == n_ranks or (cfg.delay == "none" and cfg.samplers == "local"),
-        f"--resume: {chosen} was written by {before} rank(s) and this run has {n_ranks}; each has samplers of its own, "
-        "delayed or remote ones, whose groups cannot be dealt out anew: use as many",
-    )
 
 
 def open_source(cfg, run, comm):
@@ -247,27 +226,43 @@ WRITTEN = (
 
 @contextmanager
 def locked(cfg, comm):
-    """The run folder, checked, and for this process alone as long as the context lasts. UserError: one sentence."""
-    lock = None
-    if comm.rank == 0:
-        check_folder(cfg)
-        folder = Path(cfg.out)
-        before = {path.name for path in folder.glob("*")}
-        new = [path for path in (folder, *folder.parents) if not path.exists()]
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = lock_folder(folder)
-        except OSError as e:
-            raise UserError(f"--out={cfg.out}: cannot be written ({e.strerror}); name another folder") from None
-        need(lock, f"--out={cfg.out}: another process works in this folder; wait for its end, or name another one")
-    comm.barrier()
+    """The run folder, checked, and for this run alone as long as the context lasts. UserError: one sentence.
+
+    Nodes without a common file system have a folder each: the first rank of such a node writes there what is common
+    (comm.writes), as rank 0 does on its own."""
+    with ExitStack() as stack:
+        mark = secrets.randbits(48)
+        if comm.rank == 0:
+            stack.enter_context(taken(cfg, mark))
+        mark = int(comm.max([mark if comm.rank == 0 else 0])[0])
+        lock = Path(cfg.out) / LOCK
+        if comm.rank and LOCAL_RANK == 0 and not (lock.exists() and lock.read_text() == str(mark)):
+            comm.writes = True
+            stack.enter_context(taken(cfg, mark))
+        comm.barrier()
+        yield
+
+
+@contextmanager
+def taken(cfg, mark: int):
+    """The run folder of this disk, checked and locked; the lock says `mark`."""
+    check_folder(cfg)
+    folder = Path(cfg.out)
+    before = {path.name for path in folder.glob("*")}
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = lock_folder(folder)
+    except OSError as e:
+        raise UserError(f"--out={cfg.out}: cannot be written ({e.strerror}); name another folder") from None
+    need(lock, f"--out={cfg.out}: another process works in this folder; wait for its end, or name another one")
+    try:
+        (folder / LOCK).write_text(str(mark))
         yield
     finally:
-        if lock and {path.name for path in folder.glob("*")} - before == {LOCK}:  # the run was refused
+        if {path.name for path in folder.glob("*")} - before == {LOCK}:  # the run was refused
             remove(folder / LOCK, new)
-        if lock:
-            lock.close()
+        lock.close()
 
 
 def remove(lock: Path, folders: list[Path]) -> None:
@@ -384,16 +379,16 @@ def version(package: str) -> str | None:
 
 
 def model_folder(flag: str, cfg, comm) -> str | None:
-    """The folder behind --model or --actor; what is not there yet is fetched once a host, or made by rank 0."""
+    """The folder behind --model or --actor; what is not there yet is fetched once a host, or made once a disk."""
     name = getattr(cfg, flag)
     if name == "none":
         return None
     if name.startswith("base:"):
-        return made_once(comm, comm.rank == 0, lambda cached: warmstart.base_model(name[5:], cfg))
+        return made_once(comm, comm.writes, lambda cached: warmstart.base_model(name[5:], cfg))
     folder = name
     if is_hub_id(name):
         folder = made_once(comm, LOCAL_RANK == 0, lambda cached: checkpoint.from_hub(flag, name, cached))
-    return made_once(comm, comm.rank == 0, lambda cached: checkpoint.text_folder(folder, cfg.base_dir))
+    return made_once(comm, comm.writes, lambda cached: checkpoint.text_folder(folder, cfg.base_dir))
 
 
 def made_once(comm, first: bool, make) -> str:

@@ -119,7 +119,7 @@ class Training:
         self.chooser = Chooser(self.run, self.learner, self.controllers)
         self.saved_at = self.step
         self.saving: checkpoint.Saving | None = None  # the checkpoint that is being written
-        if comm.rank == 0:
+        if comm.writes:
             prepare_folder(self.run)
         comm.barrier()  # nobody writes there before
         self.log = Log(self.run.folder, cfg, self.step) if comm.rank == 0 else None

@@ -13,6 +13,9 @@
 Everything is copied to the host at the boundary (Snapshot), and written by a thread while the run goes on (Saving):
 beside its final name, onto the disk, and renamed once. A checkpoint exists whole or not at all. One that was damaged
 later is found by its digests, and the one before it is taken.
+
+Nodes without a common file system each have such a folder, with the files that their own ranks write; at a resume they
+send each other what they lack (complete).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import functools
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -44,13 +48,22 @@ from checkpoint.models import (
     text_folder,
     vocabulary_size,
 )
-from checkpoint.shards import Copies, from_all, read_shards, saving_group, whole, write_shards
+from checkpoint.shards import Copies, complete, from_all, read_shards, saving_group, whole, write_shards
 from checkpoint.state import dealt, new_rng_state, pack, renamed, rng_state, same_rng_state, set_rng_state, unpack
 from checkpoint.tensors import read_tensors, write_tensors
 from flags import UserError, need
 from rollout import Rollout
 
-__all__ = ["check_rows", "check_weights", "from_hub", "load_model", "one_sentence", "read_config", "read_tensors"]
+__all__ = [
+    "check_rows",
+    "check_weights",
+    "complete",
+    "from_hub",
+    "load_model",
+    "one_sentence",
+    "read_config",
+    "read_tensors",
+]
 __all__ += ["read_tokenizer", "same_rng_state", "save_model", "text_folder", "vocabulary_size", "write_tensors"]
 
 FORMAT = 4  # 3 with digests, 4 with shards
@@ -104,6 +117,7 @@ class Snapshot:
         self.run = run
         self.final = Path(run.cfg.out) / "checkpoints" / f"step_{step:06d}"
         self.rank = learner.comm.rank
+        self.writes = learner.comm.writes  # the first rank on its disk
         self.group = saving_group()
         shared = {
             "format": FORMAT,
@@ -143,7 +157,7 @@ def write(snapshot: Snapshot) -> Path:
         spare = Path(tempfile.gettempdir()) / f"{snapshot.run.folder.resolve().name}-{final.name}"
         saved_there = not write_at(spare, snapshot)
         raise UserError(not_written(final, why, spare if saved_there else None))
-    if snapshot.rank == 0:
+    if snapshot.writes:
         for old in folders(cfg.out)[: -cfg.keep]:
             shutil.rmtree(old)
     from_all(None, snapshot.group)  # nobody goes on before
@@ -155,7 +169,7 @@ def write_at(final: Path, snapshot: Snapshot) -> str:
     rank, group = snapshot.rank, snapshot.group
     scratch = final.with_name(final.name + ".writing")
     attempt = Attempt(group)
-    if rank == 0:
+    if snapshot.writes:
         attempt(shutil.rmtree, scratch, ignore_errors=True)
         attempt(scratch.mkdir, parents=True)
     if attempt.failed():
@@ -173,13 +187,13 @@ def write_at(final: Path, snapshot: Snapshot) -> str:
         attempt((scratch / "learner.pt").write_bytes, snapshot.shared)
     attempt((scratch / f"rank{rank}.pt").write_bytes, snapshot.own)
     digests = from_all(attempt(digests_of, scratch, rank), group)
-    if not attempt.failed() and rank == 0:
+    if not attempt.failed() and snapshot.writes:
         attempt(seal, scratch, digests)
         attempt(shutil.rmtree, final, ignore_errors=True)
         attempt(os.replace, scratch, final)
         attempt(flush, final.parent)
     failed = attempt.failed()
-    if rank == 0 and failed:
+    if snapshot.writes and failed:
         shutil.rmtree(scratch, ignore_errors=True)
     return attempt.why if failed else ""
 
@@ -301,8 +315,8 @@ def writer_of(path: Path) -> int:
 
 
 def seal(folder: Path, digests: list[dict]) -> None:
-    """Write digests.json from those of each rank, and the folders onto the disk."""
-    joined = {name: known for part in digests for name, known in part.items()}
+    """Write digests.json from those of each rank, of the files on this disk, and the folders onto it."""
+    joined = {name: known for part in digests if part for name, known in part.items() if (folder / name).is_file()}
     text = json.dumps(dict(sorted(joined.items())), indent=1)
     (folder / "digests.json").write_text(text + "\n", encoding="utf-8")
     for path in (folder / "digests.json", *(path for path in folder.rglob("*") if path.is_dir()), folder):
@@ -369,6 +383,28 @@ def newest(out: Path | str, part: str = "") -> Path | None:
     mend = "start anew with --overwrite, or in another --out"
     need(not found, f"{out}: no checkpoint there is whole; {mend} (the newest: {''.join(damaged[:1])})")
     return None
+
+
+def to_resume(cfg, comm) -> Path | None:
+    """The checkpoint to resume from, the same on every rank, and whole on every disk; None if there is none.
+
+    UserError: a disk has none, or it cannot be dealt out to this number of ranks."""
+    chosen = newest(cfg.out) if comm.writes else None  # one rank of a disk reads all bytes
+    number = int(chosen.name[5:]) if chosen else -1
+    most = comm.max([-number, number] if comm.writes else [-math.inf, -1])
+    number = -int(most[0])  # the newest that all disks have
+    need(number >= 0 or most[1] < 0, f"--resume: {cfg.out} has no whole checkpoint on some node's disk; bring its part")
+    if number < 0:
+        return None
+    folder = Path(cfg.out) / "checkpoints" / f"step_{number:06d}"
+    complete(folder, comm)
+    before = shared_by_ranks(folder, comm.size, mmap=True)["n_ranks"]
+    need(
+        before == comm.size or (cfg.delay == "none" and cfg.samplers == "local"),
+        f"--resume: {folder} was written by {before} rank(s) and this run has {comm.size}; each has samplers of its "
+        "own, delayed or remote ones, whose groups cannot be dealt out anew: use as many",
+    )
+    return folder
 
 
 def set_aside(out: Path | str, chosen: Path | None) -> None:
