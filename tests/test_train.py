@@ -433,6 +433,40 @@ def test_a_run_goes_on_from_what_it_trains_not_from_what_it_exports(solvers, tmp
     assert rounded > 1000
 
 
+def in_format_3(folder: Path, cfg) -> None:
+    """Make a checkpoint of one policy what it was before shards: weights in the model folder, optimizers beside it."""
+    shards = shards_of(folder)
+    weights = [name for name in shards if name.count("/") == 1]
+    named = AutoModelForCausalLM.from_pretrained(folder / "policy").named_parameters()
+    order = [f"policy/{name}" for name, _ in named]
+    assert sorted(order) == sorted(weights)
+    kinds = ("step", "exp_avg", "exp_avg_sq")
+    state = {i: {kind: shards[f"{name}/{kind}"] for kind in kinds} for i, name in enumerate(order)}
+    like = {"lr": cfg.lr, "betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_eps}
+    empty = torch.optim.AdamW([torch.zeros(1) for _ in order], **like, weight_decay=cfg.weight_decay)
+    saved = torch.load(folder / "learner.pt", weights_only=True)
+    saved["format"] = 3
+    saved["learner"]["optimizer.policy"] = {"parts": [{**empty.state_dict(), "state": state}]}
+    torch.save(saved, folder / "learner.pt")
+    shutil.rmtree(folder / "shards")
+    checkpoint.seal(folder, [checkpoint.digests_of(folder, 0)])
+
+
+def test_a_run_goes_on_from_a_checkpoint_of_before_shards(solvers, tmp_path, train_here):
+    changes = {"actor": "none", "objective": "tis", "steps": 4, "save_every": 2, "eval_every": -1}
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    cfg, _ = train_here(flags(solvers, whole, **changes))
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints" / "step_000004")
+    in_format_3(again / "checkpoints" / "step_000002", cfg)
+    train_here(["--resume", f"--out={again}"])
+    assert without_sync(again) == without_sync(whole)
+    assert (
+        shards_of(again / "checkpoints" / "step_000004").keys()
+        == shards_of(whole / "checkpoints" / "step_000004").keys()
+    )
+
+
 WRITES_FOR_EVER = """
 import threading, sys
 import checkpoint, config, train
@@ -493,7 +527,7 @@ def test_a_checkpoint_is_of_its_boundary_whatever_happens_while_it_is_written(
     mine, theirs = (saved_at(folder, 3) for folder in (out, whole[0]))
     of_a_process = ("/rank0/rng", "/t_start", "/t_end", "/t_published")
     compared = [name for name in mine if not any(part in name for part in of_a_process)]
-    assert len(compared) > 500
+    assert len(compared) > 300
     assert [name for name in compared if mine[name] != theirs[name]] == []
 
 
