@@ -449,6 +449,7 @@ def in_format_3(folder: Path, cfg) -> None:
     saved["learner"]["optimizer.policy"] = {"parts": [{**empty.state_dict(), "state": state}]}
     torch.save(saved, folder / "learner.pt")
     shutil.rmtree(folder / "shards")
+    (folder / "digests.json").unlink()
     checkpoint.seal(folder, [checkpoint.digests_of(folder, 0)])
 
 
