@@ -626,7 +626,7 @@ MUTANTS = {
     ],
     "checkpoint/tensors.py": [
         ("        file.seek(start)\n", ""),
-        ('    text += b" " * (-len(text) % 8)\n', ""),
+        ('        text += b" " * (-len(text) % 8)\n', ""),
         ("key=lambda name: -layout[name][0].itemsize", "key=str"),
         ("        if kind is None and self.place:", "        if False:"),
     ],
