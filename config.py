@@ -274,7 +274,10 @@ class ReportFlags:
     """Evaluation, logging, checkpoints"""
 
     eval_every: int = 0
-    """Held-out pass@1 every so many updates; 0: only before and after."""
+    """Held-out pass@1 every so many updates; 0: only before and after; -1: never (python eval.py --follow=RUN)."""
+    eval_engine: Literal["own", "torch", "second"] = "own"
+    """What evaluates: own: where the policy samples, the run's engine, and else torch; torch: a plain sampler on the
+    learner's own weights; second: where an actor samples, an engine beside the actor's, which sleeps in between."""
     eval_problems: int = 512
     """Held-out problems."""
     eval_samples: int = 1
@@ -340,19 +343,8 @@ class Config(
 FIELDS = {f.name: f for f in fields(Config)}
 # flags that a resumed run may change: they steer the process, not the training
 HARMLESS = {
-    *(
-        "resume",
-        "overwrite",
-        "keep",
-        "save_every",
-        "lora_save",
-        "log_samples",
-        "check_agreement",
-        "tensorboard",
-        "wandb",
-        "out",
-    ),
-    *("bind", "keys", "sync_path", "give_up"),
+    *("resume", "overwrite", "out", "keep", "save_every", "lora_save", "log_samples", "check_agreement"),
+    *("tensorboard", "wandb", "bind", "keys", "sync_path", "give_up", "parallel"),
     *("gradient_checkpointing", "reduce_gradients", "offload", "rollout_sleep"),
 }
 
@@ -469,6 +461,10 @@ def resolve(cfg: Config, n_ranks: int | None = None) -> Config:
         f"{' '.join(missing)}",
     )
     check_packages(cfg, n_ranks)
+    need(
+        cfg.eval_engine != "second" or cfg.actor != "none",
+        "--eval_engine=second: the policy samples for itself, and its engine evaluates; leave the flag out",
+    )
     return cfg
 
 
@@ -479,7 +475,8 @@ def check_sizes(cfg: Config, n_ranks: int) -> None:
         need(getattr(cfg, name) >= 1, f"--{name}={getattr(cfg, name)}: must be at least 1")
     for name in ("lr", "actor_lr", "grad_clip", "distill_lambda_max", "guard_kl"):
         need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
-    schedule = ("warmup_steps", "save_every", "eval_every", "log_samples", "advantage_error_every")
+    need(cfg.eval_every >= -1, f"--eval_every={cfg.eval_every}: a number of updates, 0 for before and after, or -1")
+    schedule = ("warmup_steps", "save_every", "log_samples", "advantage_error_every")
     schedule += ("epochs", "dynamic_sampling")
     for name in (*schedule, "weight_decay", "adam_eps", "distill_kl_target", "distill_gain"):
         need(getattr(cfg, name) >= 0, f"--{name}={getattr(cfg, name)}: must not be negative")

@@ -418,6 +418,11 @@ class DelaySource(LocalSource):
             groups.update(zip(numbers, self.sample(numbers), strict=True))
         return [groups[ticket.number] for ticket in taken]
 
+    def lend(self, named_tensors):
+        """The engine with these weights; a version is loaded anew before it samples."""
+        self.version = -1
+        return super().lend(named_tensors)
+
     # -- metrics and checkpoints ---------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:

@@ -3,6 +3,7 @@
     python eval.py --model=out/demo                           # a run folder: its newest checkpoint's policy
     python eval.py --model=FOLDER --task=a.jsonl,b.jsonl:samples=32:temperature=0.6 --max_tokens=2048 --out=scores.json
     python eval.py --model=FOLDER --task=FILE.jsonl --show_prompt     # the first prompts, as the model sees them
+    python eval.py --follow=out/run                           # every checkpoint of a run, as it comes, into its metrics
     python eval.py --grade_gold=FILE.jsonl                    # no model: does the grader accept the file's own answers?
     python eval.py --mismatch --model=FOLDER                  # how far is the sampler from the learner? (mismatch.py)
 
@@ -16,7 +17,10 @@ import copy
 import json
 import math
 import os
+import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -42,24 +46,10 @@ from flags import UserError, check_output, choice, is_hub_id, need, parse_flags,
 from mismatch import MismatchFlags
 from quant import PrecisionFlags
 from rollout import request_seed
-from run import common_tokenizer
+from run import EVALUATED, common_tokenizer, holds_run, is_locked, rows
 from sampling import Sampling, SamplingFlags
-from tasks import (
-    Answer,
-    EvalSet,
-    PromptFlags,
-    Table,
-    TaskFlags,
-    encode,
-    eval_sets,
-    grade_all,
-    prompts,
-    read_rows,
-    run_stop_ids,
-    stop_ids,
-)
-from tasks.prompts import Style
-from tasks.rewards import Reward, check_libraries
+from tasks import EvalSet, PromptFlags, TaskFlags, encode, eval_sets, grade_all, prompts, run_stop_ids, stop_ids
+from tasks.gold import grade_gold
 
 PROBLEMS, PROBE_PROBLEMS = 512, 64  # unless --problems names a number: to evaluate, and for --mismatch
 BATCH = 256  # problems that an engine is given at once
@@ -154,15 +144,16 @@ def advantage_slope(reward, cfg) -> float:
     return float((known * spread).sum() / spread.square().sum())
 
 
-def held_out(learner, name: str, sets: list[EvalSet], tokenizer, cfg) -> dict[str, float]:
+def held_out(learner, name: str, sets: list[EvalSet], tokenizer, cfg, engine=None) -> dict[str, float]:
     """pass@1 of the learner's own policy or actor on the held-out sets (Run.eval_sets), spread over ranks.
 
-    The mean over problems, and with several sets the mean of theirs, beside mean@n of each under its name."""
+    engine: one that has that model's weights; None: a plain sampler. The mean over problems, and with several sets the
+    mean of theirs, beside mean@n of each under its name."""
     if not sets:
         return {}
-    engine = sampler_of(learner, name, cfg)
+    engine = engine or sampler_of(learner, name, cfg)
     ends = run_stop_ids(tokenizer, cfg)
-    scores, values = [], {}
+    scores = []
     for one in sets:
         n = cfg.eval_problems if one.task.size is None else min(cfg.eval_problems, one.task.size)
         mine = list(range(learner.comm.rank, n, learner.comm.size))
@@ -173,10 +164,17 @@ def held_out(learner, name: str, sets: list[EvalSet], tokenizer, cfg) -> dict[st
         mean = total / n
         variance = max(0.0, squares / n - mean**2)
         scores.append((mean, math.sqrt(variance / max(1, n - 1))))
-        if len(sets) > 1:
-            values |= {f"{one.label}_mean@{one.samples}": mean, f"{one.label}_se": scores[-1][1]}
+    return over_sets([(one.label, one.samples) for one in sets], scores)
+
+
+def over_sets(sets: list[tuple[str, int]], scores: list[tuple[float, float]]) -> dict[str, float]:
+    """The metrics of an evaluation from each set's mean and standard error. sets: their labels, responses a problem."""
+    values = {}
+    if len(sets) > 1:
+        for (label, n), (mean, se) in zip(sets, scores, strict=True):
+            values |= {f"{label}_mean@{n}": mean, f"{label}_se": se}
     means, errors = np.array(scores).T
-    return {"pass@1": means.mean(), "se": math.sqrt((errors**2).sum()) / len(sets), **values}
+    return {"pass@1": float(means.mean()), "se": math.sqrt((errors**2).sum()) / len(sets), **values}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -200,6 +198,9 @@ class EvalFlags(TaskFlags, PromptFlags, SamplingFlags, EngineFlags, PrecisionFla
     """pass@k for these k, each at most n."""
     seed: int = 0
     """Seed of sampling."""
+    follow: str = ""
+    """A run folder: evaluate each checkpoint as --eval_task asked, as it comes, into the run's metrics (eval.jsonl);
+    ends with the run."""
     show_prompt: bool = False
     """Print the first prompts as the model sees them, and the tokens that end a response; sample nothing."""
     grade_gold: str = ""
@@ -472,52 +473,85 @@ def as_trained(cfg: EvalFlags, given: set[str]) -> EvalFlags:
     return replace(cfg, **asked)
 
 
-def wrapped(answer: str) -> str:
-    """A file's own answer as a response would give it."""
-    return f"The answer is $\\boxed{{{answer}}}$."
+# ---------------------------------------------------------------------------------------------------------------------
+# Beside a run
+# ---------------------------------------------------------------------------------------------------------------------
+
+POLL = 5.0  # seconds between two looks into the run's folder
 
 
-def perturbed(answer: str) -> str:
-    """A wrong answer close to a right one: its first non-zero digit changed, or a term added where there is none."""
-    for i, digit in enumerate(answer):
-        if digit in "123456789":
-            other = "8" if digit == "9" else str(int(digit) + 1)
-            return answer[:i] + other + answer[i + 1 :]
-    return answer + " + 1"
+def follow(cfg: EvalFlags, argv: list[str]) -> dict:
+    """Evaluate every checkpoint of a run, oldest first, by a command of its own; what is done stands in RUN/eval.jsonl.
 
-
-def grade_gold(path: str, seconds: float = EvalFlags.grade_seconds) -> dict:
-    """Does the grader accept a file's own answers, and refuse changed ones? Prints both shares and each exception.
-
-    seconds: of a processor, for each answer (--grade_seconds)."""
-    reward = Reward(seconds=seconds)
-    check_libraries(reward, path)
-    task = Table(path, read_rows(path, "grade_gold"), Style(), reward)
-    gold = changed = 0
-    for start in tqdm(range(0, task.size, BATCH), desc="grade"):
-        problems = [task.problem("test", i) for i in range(start, min(start + BATCH, task.size))]
-        own = [Answer(p, wrapped(p.answer), True) for p in problems]
-        other = [Answer(p, wrapped(perturbed(p.answer)), True) for p in problems]
-        rewards, _ = task.rewards(own + other)
-        for p, right, wrong in zip(problems, rewards[: len(own)], rewards[len(own) :], strict=True):
-            gold += right == 1
-            changed += wrong == 1
-            if not right:
-                tqdm.write(f"gold answer refused: {p.answer}")
-            if wrong:
-                tqdm.write(f"changed answer accepted: {perturbed(p.answer)} for {p.answer}")
-    n = task.size
-    print(
-        f"{path}: {gold} of {n} gold answers graded right ({100 * gold / n:.2f} %), "
-        f"{changed} of {n} changed answers ({100 * changed / n:.2f} %)"
+    argv: the flags given, which hold before the run's own. Ends when no process trains in the folder any more."""
+    run, looked_at = Path(cfg.follow), set()
+    need(holds_run(run), f"--follow={run}: not the folder of a run, or not yet; name one that holds its config.json")
+    need(
+        not cfg.model and not cfg.out,
+        "--follow: the models and the file are the run's own; leave out --model and --out",
     )
-    return {"file": path, "problems": n, "gold": gold / n, "changed": changed / n}
+    saved = read_json(run / "config.json", "copy it anew, or name another folder")["config"]
+    own = flags_of_run(saved) + [x for x in argv if not x.startswith("--follow")]
+    while True:
+        trains = is_locked(run)  # before the look: what this process has written is seen
+        done = {row["step"] for row in rows(run / EVALUATED)} | looked_at
+        todo = [folder for folder in checkpoint.folders(run) if steps_of(folder) - 1 not in done]
+        for folder in todo[:1]:
+            looked_at.add(steps_of(folder) - 1)
+            values = {}
+            for name in ("policy", "actor") if saved["actor"] != "none" else ("policy",):
+                values |= {f"eval/{name}_{key}": x for key, x in evaluated(folder, name, saved, own).items()}
+            if values:
+                with open(run / EVALUATED, "a", encoding="utf-8") as f:
+                    f.write(json.dumps({"step": steps_of(folder) - 1, **values}) + "\n")
+        if not todo and not trains:
+            return {"run": str(run), "evaluated": len(rows(run / EVALUATED))}
+        if not todo:
+            time.sleep(POLL)
+
+
+def steps_of(folder: Path) -> int:
+    """The updates before a checkpoint."""
+    return int(folder.name.removeprefix("step_"))
+
+
+def flags_of_run(saved: dict) -> list[str]:
+    """The flags with which a run evaluates what it holds out. UserError: it holds nothing out."""
+    task = saved["eval_task"] or saved["task"]
+    need(saved["eval_task"] or task == "arith", "--follow: this run holds nothing out; name sets with --task")
+    names = {f.name for kind in (TaskFlags, PromptFlags, EngineFlags) for f in fields(kind)} - {"max_prompt_tokens"}
+    own = {name: saved[name] for name in sorted(names | {"max_tokens", "seed", "stop"}) if name in saved}
+    own |= {"task": task, "problems": saved["eval_problems"], "samples": saved["eval_samples"], "k": 1}
+    return [f"--{name}={value}" for name, value in own.items() if value is not None]
+
+
+def evaluated(folder: Path, name: str, saved: dict, own: list[str]) -> dict[str, float]:
+    """The metrics of one model of a checkpoint, by this command in a process of its own; none where that fails."""
+    sampler = "actor" if saved["actor"] != "none" else "policy"
+    low_bits = ["rollout_quant", "quant_group"] if name == sampler else []  # in which it samples in the run
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "scores.json"
+        command = [sys.executable, __file__, *(f"--{flag}={saved[flag]}" for flag in low_bits), *own]
+        done = subprocess.run([*command, f"--model={folder / name}", f"--out={out}"], stdout=subprocess.DEVNULL)
+        if done.returncode:
+            why = "its command failed" if folder.is_dir() else "it was deleted meanwhile: let the run --keep more"
+            print(f"{folder.name}: the {name} is not evaluated: {why}", file=sys.stderr)
+            return {}
+        result = read_json(out, "evaluate again")
+    found = result.get("sets", {"": result})
+    n = {label: one["samples"] for label, one in found.items()}
+    scores = [(one[f"mean@{n[label]}"], one[f"mean@{n[label]}_se"]) for label, one in found.items()]
+    values = over_sets(list(n.items()), scores)
+    print(f"{folder.name}: {name} {100 * values['pass@1']:.2f} +- {100 * values['se']:.2f} %", flush=True)
+    return values
 
 
 def main(argv: list[str] | None = None) -> dict:
     """One command; returns what --out writes. UserError: one sentence."""
     argv = sys.argv[1:] if argv is None else argv
     cfg = as_trained(parse_flags(EvalFlags, argv), {key for key, _ in flags.read(EvalFlags, argv)})
+    if cfg.follow:
+        return follow(cfg, argv)
     if cfg.max_tokens is None:
         cfg = replace(cfg, max_tokens=EMBEDDED["max_tokens"])
         own = cfg.model.strip() and not cfg.model.startswith("base:") and not cfg.grade_gold

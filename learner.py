@@ -27,6 +27,7 @@ import optim
 import quant
 import sync
 from batching import Batch
+from checkpoint.shards import whole
 from flags import UserError, from_environment, need
 from measure import Sums
 from metrics import derive, observe
@@ -50,6 +51,7 @@ class Comm:
         self.on = dist.is_initialized()
         self.rank = dist.get_rank() if self.on else 0
         self.size = dist.get_world_size() if self.on else 1
+        self.writes = self.rank == 0  # on this disk what is common; run.locked knows of more disks
         self.device = device
 
     @classmethod
@@ -362,11 +364,18 @@ class Learner:
 
     def named_tensors(self, name: str):
         """Yields (Hugging Face name, whole detached tensor) of one model, `lm_head.weight` included; collective."""
-        model = getattr(self.models, name)
-        state = model.state_dict()
+        return self.stream(name, self.model_state(name), whole)
+
+    def model_state(self, name: str) -> dict[str, torch.Tensor]:
+        """One model's parameters and buffers as they lie on this rank, adapters and `lm_head.weight` included."""
+        state = getattr(self.models, name).state_dict()
         if "lm_head.weight" not in state:  # tied heads are dropped from some state dicts
             state["lm_head.weight"] = state[next(k for k in state if k.endswith("embed_tokens.weight"))]
-        yield from lora.merged(model, state, whole)
+        return state
+
+    def stream(self, name: str, state: dict, whole):
+        """Yields (Hugging Face name, tensor) of a `model_state`, or of a copy of one, made whole by `whole`."""
+        return lora.merged(getattr(self.models, name), state, whole)
 
     def adapter(self, name: str) -> lora.Adapter | None:
         """The adapters of one model; None where it learns whole. Collective."""
@@ -410,15 +419,13 @@ class Learner:
             )
 
     def state_dict(self) -> dict:
-        """Optimizers and counters (whole, on rank 0); the weights themselves go through `named_tensors`.
-        Collective."""
+        """What counts and controls; weights and optimizers are `trained`."""
         counters = ("version", "skipped", "skipped_in_a_row", "rejected")
-        optimizers = {f"optimizer.{name}": self._optimizer_state(name) for name in self.names}
         guard = {name: getattr(self.guard, name) for name in ("sum", "seen", "fired")}
-        more = {"guard": guard, "scaler": self.scaler.state_dict()}
-        return {**{name: getattr(self, name) for name in counters}, **more, **optimizers}
+        return {**{name: getattr(self, name) for name in counters}, "guard": guard, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
+        """The inverse of state_dict; before format 4 of checkpoints it held the optimizers too."""
         for counter in ("version", "skipped", "skipped_in_a_row", "rejected"):
             setattr(self, counter, state[counter])
         if self.scaler.is_enabled():
@@ -426,36 +433,51 @@ class Learner:
         for name, value in state.get("guard", {}).items():  # a checkpoint from before there was a guard has none
             setattr(self.guard, name, value)
         for name in self.names:
-            saved = state[f"optimizer.{name}"]
-            if self.sharded:
-                from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+            if f"optimizer.{name}" in state:
+                self._load_whole_optimizers(name, state[f"optimizer.{name}"])
 
-                model, optimizers = getattr(self.models, name), self.optimizers[name]
-                set_optimizer_state_dict(model, optimizers, saved, options=whole_on_cpu())
-                continue
+    def _load_whole_optimizers(self, name: str, saved: dict) -> None:
+        if not self.sharded:
             for optimizer, part in zip(self.optimizers[name], saved["parts"], strict=True):
                 optimizer.load_state_dict(part)
+            return
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
-    def _optimizer_state(self, name: str) -> dict:
-        if not self.sharded:
-            return {"parts": [o.state_dict() for o in self.optimizers[name]]}
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        set_optimizer_state_dict(getattr(self.models, name), self.optimizers[name], saved, options=options)
 
-        model, optimizers = getattr(self.models, name), self.optimizers[name]
-        return get_optimizer_state_dict(model, optimizers, options=whole_on_cpu())
+    def trained(self, name: str) -> dict[str, torch.Tensor]:
+        """What training has made of one model, as it lies on this rank: its weights that learn, model/weight, and what
+        the optimizers keep of each, model/weight/kind. What is written into these tensors is the learner's."""
+        names = self._learning(name)
+        found = {key: p.detach() for p, key in names.items()}
+        for optimizer in self.optimizers[name]:
+            for p, state in optimizer.state.items():
+                found |= {f"{names[p]}/{kind}": x for kind, x in state.items()}
+        return found
 
+    def make_states(self, saved: dict[str, tuple]) -> None:
+        """Give the optimizers room for a checkpoint's states. saved: name -> (shape, dtype) of what `trained` gave."""
+        for name in self.names:
+            optimizer_of = {}
+            for optimizer in self.optimizers[name]:
+                optimizer.state.clear()
+                optimizer_of |= {p: optimizer for group in optimizer.param_groups for p in group["params"]}
+            parameter = {key: p for p, key in self._learning(name).items()}
+            for key, (shape, dtype) in saved.items():
+                weight, _, kind = key.rpartition("/")
+                if weight not in parameter:
+                    continue
+                p = parameter[weight]
+                room = torch.zeros((), dtype=dtype)
+                if len(shape):
+                    room = optim.placed(torch.zeros_like(p), "cpu" if self.cfg.offload else p.device, dtype)
+                optimizer_of[p].state[p][kind] = room.detach()
 
-def whole(x: torch.Tensor) -> torch.Tensor:
-    """A detached tensor, gathered from all ranks where it is sharded."""
-    x = x.detach()
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
-def whole_on_cpu():
-    """How sharded optimizer states are saved and loaded."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-    return StateDictOptions(full_state_dict=True, cpu_offload=True)
+    def _learning(self, name: str) -> dict:
+        """The parameters of one model that learn, each with its name in a checkpoint."""
+        model = getattr(self.models, name)
+        return {p: f"{name}/{key}" for key, p in model.named_parameters() if p.requires_grad}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

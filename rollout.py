@@ -345,6 +345,11 @@ class LocalSource:
         """One seed for each response of a group."""
         return [request_seed(self.sampling.seed, uid, g) for g in range(self.group_size)]
 
+    def lend(self, named_tensors) -> Any:
+        """The engine with these weights, to evaluate with. What it samples next is published before."""
+        self.engine.load(named_tensors)
+        return self.engine
+
     def metrics(self) -> dict[str, float]:
         """What the last weight sync proved, and how grading went; empty when that was reported before."""
         proof, self.proof = self.proof, None
@@ -379,6 +384,14 @@ class LocalSource:
         self.sequence = state["sequence"]
         self.incarnation = state["incarnation"]
         self.probe.load_state_dict(state["probe"])
+
+    def dealt(self, states: list[dict]) -> dict:
+        """What this source goes on from where as many others as there are states took the problems in turn.
+
+        Each took as many (with --dynamic_sampling not quite: then some problems are left out, and none comes twice)."""
+        taken = max(state["sequence"] for state in states) * len(states)
+        own = states[min(self.rank, len(states) - 1)]
+        return {**own, "sequence": -(-taken // self.n_ranks)}
 
     def close(self) -> None:
         self.engine.close()

@@ -18,8 +18,8 @@ import secrets
 import shutil
 import subprocess
 import sys
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +55,7 @@ class Run:
     policy: str
     actor: str | None
     context: int  # longest prompt + response, in tokens
+    eval_context: int  # the same of what is held out
     configs: dict  # name -> transformers config
     checkpoint: Path | None  # to resume from; None: from the start
 
@@ -142,6 +143,7 @@ def open_run(cfg: config.Config, comm) -> Run:
     longest = task.fit(tokenizer, cfg.max_prompt_tokens)
     needed = [("max_tokens", cfg.max_tokens, longest)]
     needed += [("eval_task", one.max_tokens, one.task.fit(tokenizer)) for one in held_out]
+    eval_context = max([tokens + prompt for flag, tokens, prompt in needed if flag == "eval_task"], default=0)
     for flag, tokens, prompt in needed:
         need(
             prompt + tokens <= limit,
@@ -156,10 +158,9 @@ def open_run(cfg: config.Config, comm) -> Run:
     if cfg.epochs:
         need(task.size, f"--epochs={cfg.epochs}: {cfg.task} is endless; give --steps")
         cfg = dataclasses.replace(cfg, steps=math.ceil(cfg.epochs * task.size * cfg.group_size / cfg.train_batch))
-    chosen = newest(cfg, comm)
-    if chosen:  # before a model loads
-        checkpoint.shared_by_ranks(chosen, comm.size, mmap=True)
-    return Run(cfg, task, held_out, tokenizer, folders["policy"], folders["actor"], context, configs, chosen)
+    chosen = checkpoint.to_resume(cfg, comm) if cfg.resume else None  # before a model loads
+    models = folders["policy"], folders["actor"]
+    return Run(cfg, task, held_out, tokenizer, *models, context, eval_context, configs, chosen)
 
 
 def held_out_sets(cfg, task) -> list[EvalSet]:
@@ -168,15 +169,6 @@ def held_out_sets(cfg, task) -> list[EvalSet]:
     if cfg.eval_task:
         return eval_sets(cfg, "eval_task", usual)
     return [EvalSet(task, "arith", **usual)] if cfg.task == "arith" else []
-
-
-def newest(cfg, comm) -> Path | None:
-    """The checkpoint to resume from, the same on every rank."""
-    if not cfg.resume:
-        return None
-    chosen = checkpoint.newest(cfg.out) if comm.rank == 0 else None  # one rank reads all bytes
-    number = int(comm.max([int(chosen.name[5:]) if chosen else -1])[0])
-    return next((f for f in checkpoint.folders(cfg.out) if f.name == f"step_{number:06d}"), None)
 
 
 def open_source(cfg, run, comm):
@@ -192,8 +184,9 @@ def open_source(cfg, run, comm):
 
         return open_remote_source(cfg, run, run.rollout_model, topk, max_allowed, comm)
     records = max(topk, max_allowed)
+    context = run.context if cfg.actor != "none" else max(run.context, run.eval_context)  # it evaluates too
     where = (comm.device, run.vocabulary, sleep_level(cfg))
-    engine = make_engine(cfg, run.actor or run.policy, run.context, records, *where)
+    engine = make_engine(cfg, run.actor or run.policy, context, records, *where)
     what = (engine, run.task, run.tokenizer, sampling.Sampling.of(cfg))
     how = {
         "group_size": cfg.group_size,
@@ -219,6 +212,13 @@ def sleep_level(cfg) -> int:
     return 2 if cfg.delay == "none" and cfg.rollout_quant == "none" else 1
 
 
+def open_eval_engine(cfg, run, comm):
+    """A second engine, of the policy, where an actor's is the first; in high precision, as the policy is there."""
+    plain = dataclasses.replace(cfg, rollout_quant="none", router_replay=False, delay="none")
+    where = (comm.device, run.vocabulary, sleep_level(plain))
+    return make_engine(plain, run.policy, run.eval_context, 0, *where)
+
+
 def topk_of(cfg) -> int:
     """How many of the engine's largest log-probabilities are recorded with each token."""
     return cfg.obrs_topk if cfg.correction in USES_Z and cfg.obrs_z != "exact" else 0
@@ -229,36 +229,53 @@ def topk_of(cfg) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 LOCK = "lock"
+EVALUATED = "eval.jsonl"  # what `eval.py --follow` found, by the step of the update before
 # What is written into a run folder. --overwrite deletes this, and nothing else that may lie there.
 WRITTEN = (
-    "config.json", "metrics.jsonl", "samples.jsonl", "curves.png", "checkpoints", "versions", "tensorboard", "wandb",
-    "remote*.log*",
+    "config.json", "metrics.jsonl", "samples.jsonl", "eval.jsonl", "curves.png", "checkpoints", "versions",
+    "tensorboard", "wandb", "remote*.log*",
 )  # fmt: skip
 
 
 @contextmanager
 def locked(cfg, comm):
-    """The run folder, checked, and for this process alone as long as the context lasts. UserError: one sentence."""
-    lock = None
-    if comm.rank == 0:
-        check_folder(cfg)
-        folder = Path(cfg.out)
-        before = {path.name for path in folder.glob("*")}
-        new = [path for path in (folder, *folder.parents) if not path.exists()]
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = lock_folder(folder)
-        except OSError as e:
-            raise UserError(f"--out={cfg.out}: cannot be written ({e.strerror}); name another folder") from None
-        need(lock, f"--out={cfg.out}: another process works in this folder; wait for its end, or name another one")
-    comm.barrier()
+    """The run folder, checked, and for this run alone as long as the context lasts. UserError: one sentence.
+
+    Nodes without a common file system have a folder each: the first rank of such a node writes there what is common
+    (comm.writes), as rank 0 does on its own."""
+    with ExitStack() as stack:
+        mark = secrets.randbits(48)
+        if comm.rank == 0:
+            stack.enter_context(taken(cfg, mark))
+        mark = int(comm.max([mark if comm.rank == 0 else 0])[0])
+        lock = Path(cfg.out) / LOCK
+        if comm.rank and LOCAL_RANK == 0 and not (lock.exists() and lock.read_text() == str(mark)):
+            comm.writes = True
+            stack.enter_context(taken(cfg, mark))
+        comm.barrier()
+        yield
+
+
+@contextmanager
+def taken(cfg, mark: int):
+    """The run folder of this disk, checked and locked; the lock says `mark`."""
+    check_folder(cfg)
+    folder = Path(cfg.out)
+    before = {path.name for path in folder.glob("*")}
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = lock_folder(folder)
+    except OSError as e:
+        raise UserError(f"--out={cfg.out}: cannot be written ({e.strerror}); name another folder") from None
+    need(lock, f"--out={cfg.out}: another process works in this folder; wait for its end, or name another one")
+    try:
+        (folder / LOCK).write_text(str(mark))
         yield
     finally:
-        if lock and {path.name for path in folder.glob("*")} - before == {LOCK}:  # the run was refused
+        if {path.name for path in folder.glob("*")} - before == {LOCK}:  # the run was refused
             remove(folder / LOCK, new)
-        if lock:
-            lock.close()
+        lock.close()
 
 
 def remove(lock: Path, folders: list[Path]) -> None:
@@ -281,6 +298,18 @@ def lock_folder(folder: Path):
         lock.close()
         return None
     return lock
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process works in the folder. The look itself takes a moment's share in the lock."""
+    if not (folder / LOCK).exists():
+        return False
+    with open(folder / LOCK) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
 
 
 def check_folder(cfg) -> None:
@@ -363,16 +392,16 @@ def version(package: str) -> str | None:
 
 
 def model_folder(flag: str, cfg, comm) -> str | None:
-    """The folder behind --model or --actor; what is not there yet is fetched once a host, or made by rank 0."""
+    """The folder behind --model or --actor; what is not there yet is fetched once a host, or made once a disk."""
     name = getattr(cfg, flag)
     if name == "none":
         return None
     if name.startswith("base:"):
-        return made_once(comm, comm.rank == 0, lambda cached: warmstart.base_model(name[5:], cfg))
+        return made_once(comm, comm.writes, lambda cached: warmstart.base_model(name[5:], cfg))
     folder = name
     if is_hub_id(name):
         folder = made_once(comm, LOCAL_RANK == 0, lambda cached: checkpoint.from_hub(flag, name, cached))
-    return made_once(comm, comm.rank == 0, lambda cached: checkpoint.text_folder(folder, cfg.base_dir))
+    return made_once(comm, comm.writes, lambda cached: checkpoint.text_folder(folder, cfg.base_dir))
 
 
 def made_once(comm, first: bool, make) -> str:
@@ -457,6 +486,7 @@ class Log:
     def __init__(self, run: Path, cfg, step: int):
         self.path = run / "metrics.jsonl"
         truncate(self.path.with_name("samples.jsonl"), step)
+        truncate(self.path.with_name(EVALUATED), step)
         truncate(self.path, step or -1)  # from the start: the evaluation before training (step -1) too
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run
         self.board = self.wandb = None
@@ -541,6 +571,8 @@ def truncate(path: Path, step: int) -> None:
 
 def rows(path: Path) -> list[dict]:
     """The lines of a metrics.jsonl. Damaged ones are left out, and named unless a kill has cut the last one short."""
+    if not path.exists():
+        return []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     out, damaged = [], []
     for number, line in enumerate(lines, 1):
@@ -557,9 +589,10 @@ def rows(path: Path) -> list[dict]:
 
 
 def read_metrics(run: Path | str) -> list[dict]:
-    """The lines of a run's metrics.jsonl. UserError: there is none."""
+    """The lines of a run's metrics.jsonl, each with what eval.py --follow found after it. UserError: there is none."""
     path = Path(run) / "metrics.jsonl"
     need(path.is_file(), f"{path}: no such file; give the folder of a run (it holds metrics.jsonl)")
-    found = rows(path)
+    later = {row["step"]: row for row in rows(path.with_name(EVALUATED))}
+    found = [row | later.get(row["step"], {}) for row in rows(path)]
     need(found, f"{path}: no line of metrics in it; wait for the run's first update, or give the folder of another one")
     return found

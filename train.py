@@ -35,7 +35,7 @@ from eval import fresh_advantage, held_out
 from learner import LOCAL_RANK, Comm, Learner, check_agreement, expects_agreement
 from model import Needs, needs_of_exact_kappa
 from rollout import given_back_if_it_fails
-from run import Log, locked, open_run, open_source, prepare_folder, samples_of
+from run import Log, locked, open_eval_engine, open_run, open_source, prepare_folder, samples_of
 from worth import Chooser
 
 
@@ -47,6 +47,7 @@ def train(cfg: config.Config) -> None:
         try:
             loop(t, catch_signals())
         except UserError:
+            t.leave()
             raise
         except Exception:  # a fault of ours: what was computed is not lost by it
             t.rescue()
@@ -71,10 +72,12 @@ def loop(t: Training, signals: list[str]) -> None:
         t.write(values)
         bar.update(1)
         bar.set_postfix(progress(values))
+        t.look_after_save()
         if due(cfg.save_every, t.step):
             t.save()
     if t.step != t.saved_at:
         t.save()
+    t.end_save()
     bar.close()
     if t.log:
         t.log.close()
@@ -83,6 +86,8 @@ def loop(t: Training, signals: list[str]) -> None:
             if t.step == cfg.steps
             else f"stopped after update {t.step}, saved: {how_to_resume(cfg)}"
         )
+    if t.second_engine is not None:
+        t.second_engine.close()
     t.source.close()  # last: vLLM's shutdown also ends the process group
     need(not (t.source.error or t.learner.error), t.source.error or t.learner.error)
 
@@ -113,10 +118,12 @@ class Training:
             self.values = self.controllers.pop("values", {})
         self.chooser = Chooser(self.run, self.learner, self.controllers)
         self.saved_at = self.step
-        if comm.rank == 0:
+        self.saving: checkpoint.Saving | None = None  # the checkpoint that is being written
+        if comm.writes:
             prepare_folder(self.run)
         comm.barrier()  # nobody writes there before
         self.log = Log(self.run.folder, cfg, self.step) if comm.rank == 0 else None
+        self.second_engine = None  # of --eval_engine=second
         self.unwritten: dict | None = None  # metrics of an update that are not in the log yet
 
     def roll_out(self, signals) -> bool:
@@ -196,29 +203,75 @@ class Training:
     def evaluate(self) -> dict[str, float]:
         """Held-out pass@1 of policy and actor."""
         values = {}
+        if self.cfg.eval_every < 0:
+            return values
         with timer(self.clock, "eval_s"):
             for name in self.learner.names:
-                scores = held_out(self.learner, name, self.run.eval_sets, self.run.tokenizer, self.cfg)
+                engine = self.eval_engine(name)
+                scores = held_out(self.learner, name, self.run.eval_sets, self.run.tokenizer, self.cfg, engine)
                 values |= {f"eval/{name}_{key}": value for key, value in scores.items()}
+            if hasattr(self.second_engine, "sleep"):
+                self.second_engine.sleep()
         return values
 
+    def eval_engine(self, name: str):
+        """An engine with one model's weights as they are now; None: a plain sampler on the learner's own."""
+        how, source = self.cfg.eval_engine, self.source
+        if not self.run.eval_sets:
+            return None
+        if how == "own" and self.cfg.samplers == "local" and not self.learner.has_actor:
+            return source.lend(self.learner.published(name, source.packed))
+        if how != "second" or name != "policy":
+            return None
+        if self.second_engine is None:
+            self.second_engine = open_eval_engine(self.cfg, self.run, self.comm)
+        elif hasattr(self.second_engine, "wake"):
+            self.second_engine.wake()
+        self.second_engine.load(self.learner.named_tensors(name))
+        return self.second_engine
+
     def save(self) -> None:
-        """A checkpoint; then a source of remote groups may let go of what it accounts for."""
+        """Begin a checkpoint of what stands now. A thread writes it while the next updates run; one at a time."""
+        self.end_save()
         with timer(self.clock, "save_s"):
             left = {**self.controllers, "values": self.values}
-            checkpoint.save(self.run, self.step, self.learner, self.source, self.pending, left)
-            self.source.saved()
+            what = (self.run, self.step, self.learner, self.source, self.pending, left)
+            self.saving = checkpoint.Saving(checkpoint.Snapshot(*what))
             self.saved_at = self.step
+
+    def look_after_save(self) -> None:
+        """End the checkpoint that is being written, if it is written on every rank."""
+        if self.saving is not None and not self.comm.any(self.saving.goes_on()):
+            self.end_save()
+
+    def end_save(self) -> None:
+        """Wait for the checkpoint that is being written; then a source of remote groups may let go of what it accounts
+        for. UserError: it could not be written."""
+        if self.saving is None:
+            return
+        with timer(self.clock, "save_s"):
+            saving, self.saving = self.saving, None
+            saving.wait()
+            self.source.saved()
+
+    def leave(self) -> None:
+        """After an error that is told: the checkpoint that is being written comes to its end."""
+        try:
+            self.end_save()
+        except UserError as e:  # the first error is the one to be told last
+            print(f"error: {e}", file=sys.stderr)
 
     def rescue(self) -> None:
         """After an exception: save what stands at an update's boundary, if this is the only process and all is finite.
 
         With several ranks the others cannot be asked any more, and the checkpoint before stands."""
+        self.leave()
         between_updates = self.learner.version == self.step
         if self.comm.size > 1 or self.step == self.saved_at or not between_updates or not self.learner.is_finite():
             return
         try:
             self.save()
+            self.end_save()
             if self.unwritten is not None:
                 self.write(self.unwritten)
             print(f"an error after update {self.step}, saved: {how_to_resume(self.cfg)}", file=sys.stderr)

@@ -131,8 +131,9 @@ class Adapter:
 
     @classmethod
     def of(cls, model, whole) -> Adapter:
-        """Those of a model; whole: gathers a tensor from all ranks."""
-        tensors = {name: whole(x).cpu() for name, x in model.state_dict().items() if is_adapters(name)}
+        """A copy of a model's; whole: gathers a tensor from all ranks."""
+        own = {name: x for name, x in model.state_dict().items() if is_adapters(name)}
+        tensors = {name: whole(x).to("cpu", copy=True) for name, x in own.items()}
         return cls(model.peft_config[NAME], tensors, fingerprint(model))
 
     def save(self, folder: Path, base: str) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import batching
 import objectives
+from checkpoint import shards
 from learner import Comm, Learner
 from model import lora, needs_of_exact_kappa
 
@@ -107,8 +108,8 @@ def one_update(cfg, learner, groups) -> tuple[dict, dict, dict]:
     return grads, logged, controllers
 
 
-def run_case(case, dtype, odd: str, budget: int, memory: dict, comm) -> dict:
-    """One update on this rank's half of the groups: what it says, and the optimizer's state taken round.
+def run_case(case, dtype, odd: str, budget: int, memory: dict, comm, folder: Path) -> dict:
+    """One update on this rank's half of the groups: what it says, and whether a checkpoint brings it back.
 
     memory: flags of the ranks alone, which change no number."""
     cfg = make_cfg(**case, train_batch=16, rollout_batch=16, micro_tokens=budget, **memory)
@@ -125,38 +126,33 @@ def run_case(case, dtype, odd: str, budget: int, memory: dict, comm) -> dict:
         "grads": grads,
         "logged": said,
         "shared": shared,
-        "roundtrip": bool(odd) or survives(learner, comm),
+        "roundtrip": bool(odd) or survives(learner, comm, folder),
         "names": sorted(name for name, _ in learner.named_tensors("policy")),
     }
 
 
-def survives(learner, comm) -> bool:
-    """Whether the optimizer's state, loaded from rank 0's, is the same afterwards."""
-    state = learner.state_dict()
-    box = [state]
-    dist.broadcast_object_list(box, src=0)
-    learner.load_state_dict(box[0])
-    before, after = leaves(state), leaves(learner.state_dict())
-    if len(before) <= 10 and comm.rank == 0:  # the other ranks may hold less
-        return False
-    return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+def survives(learner, comm, folder: Path) -> bool:
+    """Whether weights and optimizers come back from what each rank writes of them, after they were lost."""
+    group = shards.saving_group()
+    copies = shards.Copies(group)
+    before = {key: copies(x) for name in learner.names for key, x in learner.trained(name).items()}
+    shards.write_shards(before, folder, group)
+    states = len(before) - sum(p.requires_grad for p in learner.models.parameters())
+    for name in learner.names:
+        for x in learner.trained(name).values():
+            x.fill_(7.0)
+    shards.read_shards(learner, folder)
+    after = {key: x for name in learner.names for key, x in learner.trained(name).items()}
+    same = before.keys() == after.keys() and states > 10
+    return same and all(torch.equal(local(x), local(after[key])) for key, x in before.items())
+
+
+def local(x):
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def whole(x):
     return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def leaves(x) -> list:
-    """Every tensor inside dicts, lists and tuples."""
-    if isinstance(x, torch.Tensor):
-        return [x]
-    found = []
-    if isinstance(x, dict):
-        x = list(x.values())
-    if isinstance(x, (list, tuple)):
-        for value in x:
-            found += leaves(value)
-    return found
 
 
 def main(parallel: str, out: str) -> None:
@@ -166,7 +162,7 @@ def main(parallel: str, out: str) -> None:
         budget = (1, 45)[comm.rank] if i == 1 else (20, 60)[comm.rank]  # prompts are shared in every case but one
         memory = {"parallel": parallel, "gradient_checkpointing": i % 3 != 1}
         memory |= {"offload": i % 2 == 0, "optimizer_dtype": ("float32", "bfloat16")[i % 3 % 2]}
-        results.append(run_case(case, dtype, odd, budget, memory, comm))
+        results.append(run_case(case, dtype, odd, budget, memory, comm, Path(f"{out}.{i}")))
     if comm.rank == 0:
         torch.save(results, out)
     dist.barrier()

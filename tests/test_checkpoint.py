@@ -5,17 +5,22 @@ import random
 import resource
 import shutil
 import tempfile
+import weakref
 from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import standins
 import torch
 from conftest import make_groups, tiny_model
+from safetensors.torch import load_file
 
 import checkpoint
+from checkpoint import models, state, tensors
 from flags import UserError
 from learner import Comm
+from rollout import LocalSource
 from tasks import arithmetic_tokenizer
 
 CONTROLLERS = {"kappa": 0.9970144912453727, "distill": 0.5}
@@ -82,8 +87,17 @@ class Learner:
         self.model = tiny_model(0)
         self.loaded = None
 
-    def named_tensors(self, name):
-        yield from self.model.state_dict().items()
+    def model_state(self, name):
+        return self.model.state_dict()
+
+    def stream(self, name, state, whole):
+        return ((key, whole(x)) for key, x in state.items())
+
+    def trained(self, name):
+        return {f"policy/{key}": p.detach() for key, p in self.model.named_parameters()}
+
+    def make_states(self, saved):
+        pass
 
     def adapter(self, name):
         return None
@@ -134,7 +148,7 @@ def test_a_checkpoint_gives_back_what_it_was_given(run):
     assert controllers == CONTROLLERS
     assert learner.loaded == {"version": 7}
     assert source.loaded == {"sequence": 12}
-    assert torch.load(folder / "learner.pt", weights_only=True)["format"] == 3
+    assert torch.load(folder / "learner.pt", weights_only=True)["format"] == 4
 
 
 def test_a_checkpoint_of_format_1_loads_equal(run):
@@ -155,21 +169,60 @@ def test_a_checkpoint_of_format_1_loads_equal(run):
     assert learner.loaded == {"version": 15}
 
 
-@pytest.mark.parametrize("n_ranks", ["n_ranks", "world"])
-def test_another_number_of_ranks_is_refused(run, n_ranks):
+@pytest.mark.parametrize("n_ranks, fmt", [("n_ranks", {"format": 3}), ("world", {})])
+def test_another_number_of_ranks_is_refused_by_formats_without_shards(run, n_ranks, fmt):
     learner, source = Learner(), Source()
     folder = checkpoint.save(run, 3, learner, source, [], {})
-    torch.save({"step": 3, n_ranks: 2, "learner": {}, "controllers": {}}, folder / "learner.pt")
-    with pytest.raises(ValueError, match="was written by 2 rank.s. and this run has 1; use as many"):
+    torch.save({"step": 3, n_ranks: 2, "learner": {}, "controllers": {}, **fmt}, folder / "learner.pt")
+    with pytest.raises(ValueError, match="was written by 2 rank.s. and this run has 1, .* does not allow; use as many"):
         checkpoint.load(folder, learner, source)
     assert learner.loaded is None
+
+
+def test_pending_groups_are_dealt_out_anew():
+    """Each minibatch keeps its groups, in the order of the problems, over any number of ranks."""
+    numbers = [f"p{i}" for i in range(12)]
+    of_two = [[{"groups": numbers[6 * batch : 6 * batch + 6][rank::2]} for batch in range(2)] for rank in range(2)]
+    whole = state.dealt(of_two, 0, 1)
+    assert whole == [{"groups": numbers[:6]}, {"groups": numbers[6:]}]
+    of_three = [state.dealt(of_two, rank, 3) for rank in range(3)]
+    assert of_three[1] == [{"groups": ["p1", "p4"]}, {"groups": ["p7", "p10"]}]
+    assert [state.dealt(of_three, rank, 2) for rank in range(2)] == of_two
+
+
+def test_a_source_goes_on_behind_what_all_ranks_took():
+    def position(rank: int, n_ranks: int, *sequences) -> dict:
+        source = SimpleNamespace(rank=rank, n_ranks=n_ranks)
+        states = [{"sequence": n, "probe": f"of rank {i}"} for i, n in enumerate(sequences)]
+        return LocalSource.dealt(source, states)
+
+    assert position(0, 1, 6, 6) == {"sequence": 12, "probe": "of rank 0"}
+    assert [position(rank, 3, 6, 6) for rank in range(3)] == [
+        {"sequence": 4, "probe": "of rank 0"},
+        {"sequence": 4, "probe": "of rank 1"},
+        {"sequence": 4, "probe": "of rank 1"},
+    ]
+    assert position(1, 4, 6, 7)["sequence"] == 4  # 14 were taken at most, and none may come twice
+
+
+def test_a_rank_that_the_checkpoint_does_not_know_draws_by_its_own_number():
+    before = torch.get_rng_state()
+    states = [state.new_rng_state(seed, rank) for seed, rank in ((0, 2), (0, 2), (0, 3), (1, 2))]
+    assert torch.equal(torch.get_rng_state(), before)
+    draws = []
+    with state.same_rng_state():
+        for one in states:
+            state.set_rng_state(one)
+            draws.append((torch.rand(1).item(), np.random.rand(), random.random()))
+    assert draws[0] == draws[1]
+    assert all(len({draw[i] for draw in draws[1:]}) == 3 for i in range(3))
 
 
 def test_a_format_of_the_future_is_refused(run):
     learner, source = Learner(), Source()
     folder = checkpoint.save(run, 3, learner, source, [], {})
-    torch.save({"format": 4}, folder / "learner.pt")
-    with pytest.raises(UserError, match="has checkpoint format 4, and this revision reads up to 3"):
+    torch.save({"format": 5}, folder / "learner.pt")
+    with pytest.raises(UserError, match="has checkpoint format 5, and this revision reads up to 4"):
         checkpoint.load(folder, learner, source)
 
 
@@ -184,7 +237,7 @@ def test_old_checkpoints_go(run, tmp_path):
     assert last.name == "step_1000000"
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert names == {"step_000009.writing", "step_backup", "step_999999", "step_1000000"}
-    assert sorted(p.name for p in last.iterdir()) == ["digests.json", "learner.pt", "policy", "rank0.pt"]
+    assert sorted(p.name for p in last.iterdir()) == ["digests.json", "learner.pt", "policy", "rank0.pt", "shards"]
 
 
 @contextlib.contextmanager
@@ -301,3 +354,85 @@ def test_a_checkpoint_of_before_digests_is_read_or_found_damaged(run, tmp_path, 
     cut_short(folder)
     with pytest.raises(UserError, match="no checkpoint there is whole"):
         checkpoint.newest(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model folders, tensor by tensor
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def contents(folder) -> dict:
+    """Every file of a model folder; of weights every tensor with its precision, whichever file it is in."""
+    weights = {}
+    for path in folder.glob("*.safetensors"):
+        weights |= {name: (x.dtype, x.tolist()) for name, x in load_file(path).items()}
+    rest = {path.name: path.read_bytes() for path in folder.glob("*.json") if "index" not in path.name}
+    return {"weights": weights, **rest}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen2", "phi", "gemma2", "qwen3_moe"])  # tied or not, biases, experts
+def test_an_export_is_what_transformers_would_save(family, dtype, tmp_path):
+    """From float32, in the precision of the folder that the run started from; one file, or several with an index."""
+    made = standins.model(family).to(dtype)
+    standins.save(made, tmp_path / "theirs")
+    config = checkpoint.read_config(tmp_path / "theirs")
+    weights = {name: x.float() for name, x in made.state_dict().items()}
+    how = (config, weights, standins.tokenizer())
+    checkpoint.save_model(*how, tmp_path / "ours", str(tmp_path / "theirs"))
+    assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensors, "FILE_BYTES", 30_000)
+        checkpoint.save_model(*how, tmp_path / "parts", str(tmp_path / "theirs"))
+    assert len(list((tmp_path / "parts").glob("model-0*.safetensors"))) > 2
+    assert contents(tmp_path / "parts") == contents(tmp_path / "theirs")
+    checkpoint.check_weights(tmp_path / "parts")
+    loaded = checkpoint.load_model(tmp_path / "parts").state_dict()
+    assert all(torch.equal(x, loaded[name]) for name, x in weights.items())
+
+
+def test_an_export_holds_one_whole_tensor_at_a_time(tmp_path):
+    """Each tensor is gone when the next but one is made: `for` still has the last one in its hand."""
+    made = standins.model("qwen3_moe")
+    alive = weakref.WeakSet()
+    most = []
+
+    def stream(whole):
+        for name, x in made.state_dict().items():
+            gathered = whole(x) if whole is not torch.clone else Counted(x.clone())
+            alive.add(gathered)
+            yield name, gathered
+            del gathered
+            most.append(len(alive))
+
+    class Counted(torch.Tensor):
+        """A tensor that can be watched."""
+
+    export = models.Export(made.config, stream, standins.tokenizer(), "")
+    most.clear()
+    export.write(tmp_path / "model", stream(torch.clone))
+    assert len(most) == len(made.state_dict())
+    assert max(most) == 1
+
+
+def test_files_of_tensors_refuse_what_was_not_announced(tmp_path):
+    """Numbers of several widths, one of them odd in number, each at its place whatever the order."""
+    given = {"a": torch.arange(3).to(torch.uint8), "b": torch.rand(3).bfloat16(), "c": torch.rand(2, 3).double()}
+    given |= {"d": torch.tensor(True), "e": torch.zeros(0, 4)}
+    with tensors.TensorFiles(tmp_path, models.layout_of(given)) as files:
+        for name in reversed(given):
+            files.write(name, given[name])
+    found = load_file(tmp_path / "model.safetensors")
+    assert (tmp_path / "model.safetensors").read_bytes()[0] % 8 == 0  # the tensors begin where any number may
+    assert found.keys() == given.keys()
+    assert all(torch.equal(x, given[name]) and x.dtype == given[name].dtype for name, x in found.items())
+    with (
+        pytest.raises(ValueError, match="b: torch.float32 .3,. is not what was announced"),
+        tensors.TensorFiles(tmp_path, models.layout_of(given)) as files,
+    ):
+        files.write("b", given["b"].float())
+    with (
+        pytest.raises(ValueError, match="5 tensors did not come, c among them"),
+        tensors.TensorFiles(tmp_path, models.layout_of(given)),
+    ):
+        pass

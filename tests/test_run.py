@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import TINY_TASK, make_cfg
 
+import checkpoint
 import run
 from checkpoint import load_model
 from flags import UserError
@@ -59,28 +60,41 @@ def edited(folder: Path, copy: Path, **changes) -> str:
 def shared_file(checkpoint: Path, n_ranks: int = 1) -> None:
     """What a run looks at before it opens the rest of a checkpoint."""
     checkpoint.mkdir(parents=True, exist_ok=True)
-    torch.save({"format": 3, "n_ranks": n_ranks}, checkpoint / "learner.pt")
+    torch.save({"format": 4, "n_ranks": n_ranks}, checkpoint / "learner.pt")
 
 
-def test_another_number_of_ranks_is_refused_before_a_model_loads(folders, tmp_path, no_models):
+def test_samplers_of_another_number_of_ranks_are_refused_before_a_model_loads(folders, tmp_path, no_models):
+    """What lies in the groups of delayed or remote samplers belongs to a rank; a local source's is dealt out anew."""
     r = started(folders, tmp_path)
     saved = r.folder / "checkpoints" / "step_000002"
     shared_file(saved, n_ranks=4)
     digest = run.checkpoint.digest(saved / "learner.pt")
     (saved / "digests.json").write_text(json.dumps({"learner.pt": digest}))
-    with pytest.raises(UserError, match="step_000002 was written by 4 rank.s. and this run has 1; use as many"):
-        open_run(replace(r.cfg, resume=True), Comm())
+    for other in ({"delay": "constant"}, {"samplers": "zmq"}):
+        with pytest.raises(
+            UserError, match="step_000002 was written by 4 rank.s. and this run has 1; each has samplers"
+        ):
+            open_run(replace(r.cfg, resume=True, **other), Comm())
+    assert open_run(replace(r.cfg, resume=True), Comm()).checkpoint == saved
 
 
-def test_every_rank_resumes_from_the_checkpoint_that_the_first_has_chosen(tmp_path, monkeypatch):
-    """The first rank reads all bytes; the others take its word."""
+def test_every_rank_resumes_from_the_newest_checkpoint_that_all_disks_have(tmp_path, monkeypatch):
+    """The first rank of each disk reads all bytes; the others take its word."""
     for step in (2, 3):
-        (tmp_path / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
-    monkeypatch.setattr(run.checkpoint, "newest", lambda out: tmp_path / "checkpoints" / "step_000002")
-    cfg = SimpleNamespace(resume=True, out=str(tmp_path))
-    first = SimpleNamespace(rank=0, max=lambda values: values)
-    second = SimpleNamespace(rank=1, max=lambda values: [max(2, *values)])
-    assert run.newest(cfg, first).name == run.newest(cfg, second).name == "step_000002"
+        shared_file(tmp_path / "checkpoints" / f"step_{step:06d}")
+    chosen = {"is": "step_000003"}
+    monkeypatch.setattr(checkpoint, "newest", lambda out: tmp_path / "checkpoints" / chosen["is"])
+    cfg = SimpleNamespace(out=str(tmp_path), delay="none", samplers="local")
+
+    def rank(writes: bool, most: list[float]):
+        """One of two, of which the other says so."""
+        return SimpleNamespace(size=1, writes=writes, max=lambda mine: [max(x) for x in zip(mine, most, strict=True)])
+
+    on_one_disk = [rank(True, [-math.inf, -1]), rank(False, [-3, 3])]
+    assert [checkpoint.to_resume(cfg, comm).name for comm in on_one_disk] == 2 * ["step_000003"]
+    assert checkpoint.to_resume(cfg, rank(True, [-2, 2])).name == "step_000002"  # the other disk is behind
+    with pytest.raises(UserError, match="--resume: .* has no whole checkpoint on some node's disk; bring its part"):
+        checkpoint.to_resume(cfg, rank(True, [1, -1]))
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from conftest import ROOT, make_cfg
 import tasks
 import warmstart
 from engines import HFEngine
-from eval import grade_gold, perturbed, wrapped
 from rollout import LocalSource, request_seed
 from sampling import Sampling
 from tasks import VOCAB, Answer, Arithmetic, Problem, Table, arithmetic_tokenizer, read_rows, stop_ids
 from tasks.data import final_answer
+from tasks.gold import grade_gold, perturbed, wrapped
 from tasks.prompts import Style
 from tasks.rewards import Reward
 

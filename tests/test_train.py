@@ -7,18 +7,22 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from conftest import ROOT, TINY_TASK, make_cfg
+from safetensors.torch import load_file
 from test_metrics import unexplained
 from transformers import AutoModelForCausalLM
 
 import checkpoint
 import config
+import eval as evaluation
 import objectives
 import plot
 import quant
@@ -29,9 +33,11 @@ from engines import HFEngine
 from flags import UserError
 from learner import Comm
 from rollout import LocalSource
-from run import open_run, read_metrics, rows
+from run import Log, lock_folder, open_run, read_metrics
+from run import rows as run_rows
 from sampling import Sampling
 from sync import DECODED
+from tasks import arithmetic_tokenizer
 
 TIMES = ("_s", "_seconds")
 # a test that starts several processes needs longer than others; each process has a limit of its own
@@ -163,18 +169,25 @@ def timeless(out) -> list[dict]:
 
 
 def samples(out) -> list[dict]:
-    return rows(Path(out) / "samples.jsonl")
+    return run_rows(Path(out) / "samples.jsonl")
 
 
 def without_eval(rows) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in rows]
 
 
+def shards_of(folder) -> dict[str, torch.Tensor]:
+    """Every tensor in a checkpoint's shards, whole."""
+    reader = dcp.FileSystemReader(folder / "shards")
+    tensors = {name: torch.empty(x.size) for name, x in reader.read_metadata().state_dict_metadata.items()}
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
 def momenta(out) -> list[torch.Tensor]:
     """Adam's first moments of the policy at the end."""
-    saved = torch.load(out / "checkpoints" / "step_000006" / "learner.pt")["learner"]
-    state = saved["optimizer.policy"]["parts"][0]["state"]
-    return [state[i]["exp_avg"] for i in sorted(state)]
+    found = shards_of(out / "checkpoints" / "step_000006")
+    return [x for name, x in sorted(found.items()) if name.startswith("policy/") and name.endswith("/exp_avg")]
 
 
 @pytest.fixture(scope="module")
@@ -331,9 +344,10 @@ COUNTING |= {"sampler_rate": 0.8, "window_seconds": 1.5}  # the learner waits, a
 
 
 def saved_at(out, step) -> dict:
-    """Everything in a checkpoint but weights, by its path: learner.pt and rank0.pt."""
+    """Everything in a checkpoint but the model folders, by its path: learner.pt, rank0.pt and the shards."""
     folder = out / "checkpoints" / f"step_{step:06d}"
-    return leaves({name: torch.load(folder / f"{name}.pt", weights_only=True) for name in ("learner", "rank0")})
+    parts = {name: torch.load(folder / f"{name}.pt", weights_only=True) for name in ("learner", "rank0")}
+    return leaves({**parts, "shards": shards_of(folder)})
 
 
 def leaves(x, path="") -> dict:
@@ -393,6 +407,144 @@ def since_the_epoch(name: str) -> bool:
 def without_sync(out) -> list[dict]:
     """Metrics but for evaluations and what loading engines proved: a resumed engine loads old versions again."""
     return [{k: v for k, v in row.items() if not k.startswith("sync/")} for row in without_eval(timeless(out))]
+
+
+def test_a_run_goes_on_from_what_it_trains_not_from_what_it_exports(solvers, tmp_path, train_here):
+    """A folder in bfloat16: the export has its precision, and its rounding is not in the resumed run."""
+    start = tmp_path / "start"
+    AutoModelForCausalLM.from_pretrained(solvers / "policy").bfloat16().save_pretrained(start)
+    arithmetic_tokenizer().save_pretrained(start)
+    changes = {"model": start, "actor": "none", "objective": "tis", "steps": 4, "save_every": 2, "eval_problems": 4}
+    changes |= {"optimizer": "muon"}
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    train_here(flags(solvers, whole, **changes))
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints" / "step_000004")
+    train_here(["--resume", f"--out={again}"])
+    assert without_sync(again) == without_sync(whole)
+    assert saved_at(again, 4)["/learner/step"] == 4
+    exported = load_file(whole / "checkpoints" / "step_000004" / "policy" / "model.safetensors")
+    trained = shards_of(whole / "checkpoints" / "step_000004")
+    rounded = 0
+    for name, x in exported.items():
+        master = trained[f"policy/{name}"]
+        assert x.dtype == torch.bfloat16 and torch.equal(x, master.bfloat16())
+        rounded += int((x.float() != master).sum())
+    assert rounded > 1000
+
+
+def in_format_3(folder: Path, cfg) -> None:
+    """Make a checkpoint of one policy what it was before shards: weights in the model folder, optimizers beside it."""
+    shards = shards_of(folder)
+    weights = [name for name in shards if name.count("/") == 1]
+    named = AutoModelForCausalLM.from_pretrained(folder / "policy").named_parameters()
+    order = [f"policy/{name}" for name, _ in named]
+    assert sorted(order) == sorted(weights)
+    kinds = ("step", "exp_avg", "exp_avg_sq")
+    state = {i: {kind: shards[f"{name}/{kind}"] for kind in kinds} for i, name in enumerate(order)}
+    like = {"lr": cfg.lr, "betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_eps}
+    empty = torch.optim.AdamW([torch.zeros(1) for _ in order], **like, weight_decay=cfg.weight_decay)
+    saved = torch.load(folder / "learner.pt", weights_only=True)
+    saved["format"] = 3
+    saved["learner"]["optimizer.policy"] = {"parts": [{**empty.state_dict(), "state": state}]}
+    torch.save(saved, folder / "learner.pt")
+    shutil.rmtree(folder / "shards")
+    (folder / "digests.json").unlink()
+    checkpoint.seal(folder, [checkpoint.digests_of(folder, 0)])
+
+
+def test_a_run_goes_on_from_a_checkpoint_of_before_shards(solvers, tmp_path, train_here):
+    changes = {"actor": "none", "objective": "tis", "steps": 4, "save_every": 2, "eval_every": -1}
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    cfg, _ = train_here(flags(solvers, whole, **changes))
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints" / "step_000004")
+    in_format_3(again / "checkpoints" / "step_000002", cfg)
+    train_here(["--resume", f"--out={again}"])
+    assert without_sync(again) == without_sync(whole)
+    assert (
+        shards_of(again / "checkpoints" / "step_000004").keys()
+        == shards_of(whole / "checkpoints" / "step_000004").keys()
+    )
+
+
+WRITES_FOR_EVER = """
+import threading, sys
+import checkpoint, config, train
+write = checkpoint.write_shards
+def first_alone(tensors, folder, group):
+    if "000001" not in str(folder):
+        threading.Event().wait()
+    write(tensors, folder, group)
+checkpoint.write_shards = first_alone
+train.train(config.parse(sys.argv[1:]))
+"""
+
+
+@SEVERAL_PROCESSES
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(whole, solvers, tmp_path, train_here):
+    """The second save never ends; the updates go on beside it. After SIGKILL the run goes on from the first one."""
+    out = tmp_path / "run"
+    argv = [sys.executable, "-c", WRITES_FOR_EVER, *flags(solvers, out, save_every=1)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+    process = subprocess.Popen(
+        argv, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    STARTED.append(process)
+    wait_for(out, 2, process)  # the save after update 2 goes on
+    process.kill()
+    process.communicate(timeout=60)
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step_000001", "step_000002.writing"]
+    assert checkpoint.newest(out).name == "step_000001"
+    train_here(["--resume", f"--out={out}", "--save_every=0"])
+    assert without_sync(out) == without_sync(whole[0])
+
+
+def test_a_checkpoint_is_of_its_boundary_whatever_happens_while_it_is_written(
+    whole, solvers, tmp_path, train_here, monkeypatch
+):
+    """It is written after the next update; what samplers may forget is said then, and not before."""
+    written, told, write, saved = threading.Event(), [], checkpoint.write_shards, LocalSource.saved
+    update, seen = train.Training.update, []
+
+    def late(tensors, folder, group):
+        assert written.wait(100)
+        write(tensors, folder, group)
+
+    def watched(training):
+        values = update(training)
+        seen.append((training.step, list(told)))
+        if training.step == 4:
+            written.set()
+        return values
+
+    monkeypatch.setattr(checkpoint, "write_shards", late)
+    monkeypatch.setattr(train.Training, "update", watched)
+    monkeypatch.setattr(LocalSource, "saved", lambda self: told.append("held") or saved(self))
+    out = tmp_path / "run"
+    train_here(flags(solvers, out, save_every=3))
+    assert timeless(out) == timeless(whole[0])
+    assert seen[3] == (4, []) and told == ["held", "held"]
+    mine, theirs = (saved_at(folder, 3) for folder in (out, whole[0]))
+    of_a_process = ("/rank0/rng", "/t_start", "/t_end", "/t_published")
+    compared = [name for name in mine if not any(part in name for part in of_a_process)]
+    assert len(compared) > 300
+    assert [name for name in compared if mine[name] != theirs[name]] == []
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said_at_the_next_boundary(
+    solvers, tmp_path, train_here, monkeypatch, capsys
+):
+    def full(tensors, folder, group):
+        if "000003" in str(folder):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_shards", full)
+    out = tmp_path / "run"
+    with pytest.raises(UserError, match="step_000003: the checkpoint could not be written .No space left on device"):
+        train_here(flags(solvers, out))
+    assert 3 <= len(read_metrics(out)) - 1 < 6
+    assert not list((out / "checkpoints").iterdir())
 
 
 @SEVERAL_PROCESSES
@@ -506,21 +658,112 @@ def test_resume_says_which_key_differs_and_a_run_is_not_overwritten(whole, solve
 
 @SEVERAL_PROCESSES
 @pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
-def test_two_ranks_train_and_resume(solvers, tmp_path, parallel, train_here):
-    """torchrun with one engine a rank: a whole run, and again from its middle; one rank alone may not go on."""
+def test_two_ranks_train_and_resume_on_any_number(solvers, tmp_path, parallel, train_here):
+    """torchrun with one engine a rank: a whole run, and again from the middle of a rollout batch, on two ranks and on
+    one; then what one rank has saved on two again, wrapped in the other way."""
     out = tmp_path / "run"
-    run_to_the_end(flags(solvers, out, parallel=parallel, steps=4, save_every=2, keep=2), ranks=2)
+    run_to_the_end(flags(solvers, out, parallel=parallel, steps=4, keep=9), ranks=2)
     rows, whole = read_metrics(out), timeless(out)
     assert len(rows) == 5
     assert all(row["tokens"] > 16 for row in rows[1:])
     shutil.rmtree(out / "checkpoints" / "step_000004")
+    shutil.copytree(out, tmp_path / "one")
     run_to_the_end(["--resume", f"--out={out}"], ranks=2)
-    assert timeless(out) == whole
-    as_it_was = (out / "metrics.jsonl").read_bytes()
-    with pytest.raises(UserError, match="step_000004 was written by 2 rank.s. and this run has 1; use as many"):
-        train_here(["--resume", f"--out={out}"])
-    assert (out / "metrics.jsonl").read_bytes() == as_it_was
-    assert checkpoint.newest(out).name == "step_000004"
+    assert without_sync(out) == without_sync_rows(whole)
+    train_here(["--resume", f"--out={tmp_path / 'one'}"])
+    assert_alike(without_sync(tmp_path / "one"), without_sync_rows(whole))
+    end = tmp_path / "one"
+    assert_same_tensors(end / "checkpoints" / "step_000004", out / "checkpoints" / "step_000004")
+    other = "ddp" if parallel == "fsdp" else "fsdp"
+    more = [f"--out={end}", f"--parallel={other}", "--steps=5"]
+    run_to_the_end(["--resume", *more], ranks=2)
+    run_to_the_end(["--resume", f"--out={out}", "--steps=5"], ranks=2)
+    assert_alike(without_sync(end), without_sync(out))
+
+
+def without_sync_rows(rows) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.startswith("sync/")} for row in without_eval(rows)]
+
+
+def assert_alike(rows, others) -> None:
+    """Metrics that are equal but for the order in which ranks add up."""
+    assert [row.keys() for row in rows] == [row.keys() for row in others]
+    for row, other in zip(rows, others, strict=True):
+        for name, value in row.items():
+            assert value == pytest.approx(other[name], rel=1e-6, abs=1e-6), (row["step"], name)
+
+
+def assert_same_tensors(folder, other) -> None:
+    mine, theirs = shards_of(folder), shards_of(other)
+    assert mine.keys() == theirs.keys()
+    for name, x in mine.items():
+        assert torch.allclose(x, theirs[name], rtol=1e-4, atol=1e-5), name
+
+
+@pytest.fixture
+def two_hosts():
+    """For each of two hosts a command to run under and an interface, and the address of the first: two network
+    namespaces where this process may make them, or else this host twice."""
+    names = [f"rl{os.getpid() % 100_000}{letter}" for letter in "ab"]
+    a, b = names
+    steps = [f"netns add {a}", f"netns add {b}", f"link add {a}v netns {a} type veth peer name {b}v netns {b}"]
+    for i, name in enumerate(names, 1):
+        steps += [f"-n {name} addr add 10.213.7.{i}/24 dev {name}v"]
+        steps += [f"-n {name} link set {interface} up" for interface in ("lo", f"{name}v")]
+    try:
+        for step in steps:
+            subprocess.run(["ip", *step.split()], check=True, capture_output=True)
+        yield [(["ip", "netns", "exec", name], f"{name}v") for name in names], "10.213.7.1"
+    except (OSError, subprocess.CalledProcessError):
+        yield [([], "lo")] * 2, "127.0.0.1"
+    for name in names:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def start_node(node: int, hosts, folder: Path, argv):
+    """One of two nodes with a rank each, in a folder of its own."""
+    (on, interface), address = hosts[0][node], hosts[1]
+    folder.mkdir(exist_ok=True)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+    torchrun += [f"--node_rank={node}", f"--master_addr={address}", "--master_port=29533"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "GLOO_SOCKET_IFNAME": interface}
+    process = subprocess.Popen(
+        [*on, *torchrun, str(ROOT / "train.py"), *argv],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    STARTED.append(process)
+    return process
+
+
+def files_of(folder) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@SEVERAL_PROCESSES
+def test_two_nodes_without_a_common_file_system_train_save_and_resume(solvers, tmp_path, two_hosts):
+    """Each writes on its own disk what its ranks have; at a resume they send each other what they lack."""
+    disks = [tmp_path / "first", tmp_path / "second"]
+    argv = flags(solvers, "run", parallel="fsdp", steps=4, keep=9)
+    for process in [start_node(i, two_hosts, disks[i], argv) for i in range(2)]:
+        code, _, err = finish(process)
+        assert code == 0, err[-3000:]
+    whole = timeless(disks[0] / "run")
+    last = [disk / "run" / "checkpoints" / "step_000004" for disk in disks]
+    assert files_of(last[0]) >= {"shards/.metadata", "shards/__0_0.distcp", "rank0.pt", "policy/config.json"}
+    assert files_of(last[1]) == {"shards/__1_0.distcp", "rank1.pt", "digests.json"}
+    for folder in last:
+        shutil.rmtree(folder)
+    for process in [start_node(i, two_hosts, disks[i], ["--resume", "--out=run"]) for i in range(2)]:
+        code, _, err = finish(process)
+        assert code == 0, err[-3000:]
+    assert without_sync(disks[0] / "run") == without_sync_rows(whole)
+    sent = [files_of(disk / "run" / "checkpoints" / "step_000003") for disk in disks]
+    assert sent[0] == sent[1] >= {"shards/__0_0.distcp", "shards/__1_0.distcp", "rank1.pt"}
+    assert checkpoint.newest(disks[1] / "run").name == "step_000004"
 
 
 @SEVERAL_PROCESSES
@@ -574,6 +817,103 @@ def test_a_delayed_run_trains_on_older_weights(solvers, tmp_path, train_here):
     _, rows = train_here(flags(solvers, tmp_path / "run", **changes))
     assert "delay/clock" in rows[1]
     assert rows[1]["staleness/max_updates"] == 0 < rows[4]["staleness/max_updates"]
+
+
+def evals(rows) -> list[dict]:
+    return [{k: v for k, v in row.items() if k.startswith("eval/")} for row in rows]
+
+
+def used_engines(monkeypatch) -> list:
+    """The engine of every evaluation from now on."""
+    used, solve = [], evaluation.solve
+    monkeypatch.setattr(evaluation, "solve", lambda engine, *more: used.append(engine) or solve(engine, *more))
+    return used
+
+
+def test_the_policys_own_engine_evaluates_it(solvers, tmp_path, train_here, monkeypatch):
+    """At every evaluation with the newest weights: in the middle of a rollout batch too, it says what the learner's own
+    weights say."""
+    changes = {"objective": "tis", "actor": "none", "steps": 3, "eval_every": 1, "save_every": 0, "eval_problems": 64}
+    changes |= {"model": solvers / "actor", "lr": 0.02}  # which solves some of them, and moves
+    used, rows = used_engines(monkeypatch), {}
+    for how in ("own", "torch"):
+        _, rows[how] = train_here(flags(solvers, tmp_path / how, eval_engine=how, **changes))
+    assert evals(rows["own"]) == evals(rows["torch"])
+    assert len({tuple(row.values()) for row in evals(rows["own"])}) > 1
+    assert len(set(map(id, used[:4]))) == 1 < len(set(map(id, used[4:])))
+
+
+def test_an_evaluation_leaves_no_trace_in_a_delayed_run(solvers, tmp_path, train_here):
+    """Its engine has older weights for the next groups than those that were evaluated; --eval_every=-1 never does."""
+    delayed = {"delay": "constant", "delay_max": 60.0, "step_seconds": 30.0, "delay_samplers": 2}
+    changes = {"objective": "tis", "steps": 5, "train_batch": 32, "save_every": 0, "actor": "none", **delayed}
+    _, seen = train_here(flags(solvers, tmp_path / "seen", eval_every=1, **changes))
+    _, rows = train_here(flags(solvers, tmp_path / "never", eval_every=-1, **changes))
+    assert all(evals(seen)) and not any(evals(rows))
+    assert without_sync(tmp_path / "seen") == without_sync(tmp_path / "never")
+    assert max(row["staleness/max_updates"] for row in rows[1:]) > 0
+
+
+def test_a_second_engine_evaluates_the_policy_of_an_actor(solvers, tmp_path, train_here, monkeypatch):
+    """The same numbers as the learner's own weights give; it sleeps between evaluations where it can."""
+    slept = []
+    monkeypatch.setattr(HFEngine, "sleep", lambda self: slept.append("sleep"), raising=False)
+    monkeypatch.setattr(HFEngine, "wake", lambda self: slept.append("wake"), raising=False)
+    changes = {"steps": 2, "eval_every": 1, "save_every": 0, "eval_problems": 64, "rollout_quant": "int8"}
+    changes |= {"model": solvers / "actor", "actor": solvers / "policy"}
+    used, rows = used_engines(monkeypatch), {}
+    for how in ("second", "torch"):
+        _, rows[how] = train_here(flags(solvers, tmp_path / how, eval_engine=how, learner_quant="aligned", **changes))
+    assert evals(rows["second"]) == evals(rows["torch"])
+    assert slept == ["sleep", "wake", "sleep", "wake", "sleep"]
+    assert used[0] is used[2] is used[4] and used[1] is not used[3]
+    with pytest.raises(
+        UserError, match="--eval_engine=second: the policy samples for itself, and its engine evaluates"
+    ):
+        config.parse(flags(solvers, tmp_path / "one", actor="none", eval_engine="second"))
+
+
+@SEVERAL_PROCESSES
+def test_every_checkpoint_of_a_run_is_evaluated_beside_it(solvers, tmp_path, train_here, monkeypatch):
+    """By one command, with the settings of the run: the same numbers as in training. It waits for more while a process
+    holds the folder, ends with it, and finds its own work done the next time."""
+    out = tmp_path / "run"
+    changes = {"objective": "tis", "actor": "none", "steps": 2, "save_every": 1, "lr": 0.02, "model": solvers / "actor"}
+    changes |= {"rollout_quant": "int8", "learner_quant": "aligned", "eval_problems": 64, "eval_every": 1}
+    _, rows = train_here(flags(solvers, out, **changes))
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    bare = [{k: v for k, v in line.items() if not k.startswith("eval/")} for line in lines]
+    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in bare))
+    assert not any(evals(read_metrics(out)))
+    monkeypatch.setattr(evaluation, "POLL", 0.1)
+    trainer = lock_folder(out)
+    ends = []
+    follower = threading.Thread(target=lambda: ends.append(evaluation.main([f"--follow={out}"])))
+    follower.start()
+    deadline = time.time() + 300
+    while not all(evals(read_metrics(out))[1:]) and time.time() < deadline:
+        time.sleep(0.1)
+    assert evals(read_metrics(out))[1:] == evals(rows)[1:]
+    time.sleep(1)
+    assert follower.is_alive()
+    trainer.close()
+    follower.join(60)
+    assert ends == [{"run": str(out), "evaluated": 2}]
+    monkeypatch.setattr(subprocess, "run", None)
+    assert evaluation.main([f"--follow={out}"]) == ends[0]
+    truncated = Log(out, SimpleNamespace(tensorboard=False, wandb=""), 1)  # as a resume after update 1 does it
+    truncated.close()
+    assert [row["step"] for row in run_rows(out / "eval.jsonl")] == [0]
+
+
+def test_what_cannot_be_followed_is_refused(solvers, tmp_path):
+    with pytest.raises(UserError, match="--follow=.*none: not the folder of a run, or not yet"):
+        evaluation.main([f"--follow={tmp_path / 'none'}"])
+    saved = {"task": "hf:x", "eval_task": "", "eval_problems": 3, "eval_samples": 2}
+    with pytest.raises(UserError, match="--follow: this run holds nothing out; name sets with --task"):
+        evaluation.flags_of_run(saved)
+    own = evaluation.flags_of_run({**saved, "eval_task": "a.jsonl", "answer": "last", "max_prompt_tokens": 9})
+    assert own == ["--answer=last", "--task=a.jsonl", "--problems=3", "--samples=2", "--k=1"]
 
 
 def test_advantage_error_is_small_on_policy_and_reproducible(solvers, tmp_path, train_here):
@@ -719,7 +1059,8 @@ def test_real_vllm_end_to_end(case, vllm_engines, solvers, tmp_path, monkeypatch
     _, rows = train_here(argv)
     asked = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.min_p, cfg.max_tokens, cfg.seed)
     probing = Sampling(max_tokens=DECODED)  # by sync.py
-    assert set(seen) - {probing} == {asked}
+    evaluating = {Sampling(max_tokens=cfg.max_tokens)} if cfg.actor == "none" else set()  # a plain sampler's otherwise
+    assert set(seen) - {probing} == {asked} | evaluating
     assert len(rows) == 5
     assert all(row["skipped_steps"] == 0 for row in rows[1:])
     check_sync(cfg, rows[1:], rounded=fmt is not None and fmt.activations)

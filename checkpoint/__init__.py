@@ -1,0 +1,416 @@
+"""Checkpoints at update boundaries: whole, atomic, and enough to go on as if nothing had happened.
+
+    OUT/checkpoints/step_000050/policy/      Hugging Face folder in the model's own precision, for eval.py or vLLM
+                                actor/       the same, with two models
+                                policy_adapter/, actor_adapter/
+                                             with LoRA: adapters in peft's format (model/lora.py)
+                                shards/      weights and optimizers as they are trained, each rank's part (shards.py)
+                                learner.pt   counters, controllers (kappa, lambda_distill)
+                                rank0.pt     that rank's source, pending groups with their ref
+                                             columns, states of the random number generators
+                                digests.json SHA-256 of every file
+
+Everything is copied to the host at the boundary (Snapshot), and written by a thread while the run goes on (Saving):
+beside its final name, onto the disk, and renamed once. A checkpoint exists whole or not at all. One that was damaged
+later is found by its digests, and the one before it is taken.
+
+Nodes without a common file system each have such a folder, with the files that their own ranks write; at a resume they
+send each other what they lack (complete).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import torch
+
+from checkpoint.models import (
+    Export,
+    check_rows,
+    check_weights,
+    from_hub,
+    load_model,
+    one_sentence,
+    read_config,
+    read_tokenizer,
+    save_model,
+    text_folder,
+    vocabulary_size,
+)
+from checkpoint.shards import Copies, complete, from_all, read_shards, saving_group, whole, write_shards
+from checkpoint.state import dealt, new_rng_state, pack, renamed, rng_state, same_rng_state, set_rng_state, unpack
+from checkpoint.tensors import read_tensors, write_tensors
+from flags import UserError, need
+from rollout import Rollout
+
+__all__ = [
+    "check_rows",
+    "check_weights",
+    "complete",
+    "from_hub",
+    "load_model",
+    "one_sentence",
+    "read_config",
+    "read_tensors",
+]
+__all__ += ["read_tokenizer", "same_rng_state", "save_model", "text_folder", "vocabulary_size", "write_tensors"]
+
+FORMAT = 4  # 3 with digests, 4 with shards
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Save and load
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def save(run, step: int, learner, source, pending: list[list[Rollout]], controllers: dict) -> Path:
+    """Write the checkpoint of `step` updates, delete all but the newest `--keep`; returns its folder.
+
+    Collective. run: a run.Run, of which cfg, configs and tokenizer are read. pending: the minibatches of groups that
+    are not trained on yet. UserError: it could not be written there; the sentence says where it is instead."""
+    return Saving(Snapshot(run, step, learner, source, pending, controllers)).wait()
+
+
+class Saving:
+    """A checkpoint that a thread writes while the run goes on. A kill leaves the one before, which is deleted last."""
+
+    def __init__(self, snapshot: Snapshot):
+        self.error: BaseException | None = None
+        self.final = snapshot.final
+        self.thread = threading.Thread(target=self._write, args=(snapshot,), daemon=True)
+        self.thread.start()
+
+    def _write(self, snapshot: Snapshot) -> None:
+        try:
+            write(snapshot)
+        except BaseException as e:  # noqa: B036  `wait` raises it in the run's own thread
+            self.error = e
+
+    def goes_on(self) -> bool:
+        return self.thread.is_alive()
+
+    def wait(self) -> Path:
+        """Until it is written; its folder. UserError: it could not be written there."""
+        self.thread.join()
+        if self.error is not None:
+            raise self.error
+        return self.final
+
+
+class Snapshot:
+    """All that a checkpoint holds, as it is at the boundary of an update: on the host, and nobody else's.
+
+    Collective. Adapters are whole, weights and optimizers in the parts that lie on this rank."""
+
+    def __init__(self, run, step: int, learner, source, pending: list[list[Rollout]], controllers: dict):
+        self.run = run
+        self.final = Path(run.cfg.out) / "checkpoints" / f"step_{step:06d}"
+        self.rank = learner.comm.rank
+        self.writes = learner.comm.writes  # the first rank on its disk
+        self.group = saving_group()
+        shared = {
+            "format": FORMAT,
+            "step": step,
+            "n_ranks": learner.comm.size,
+            "learner": learner.state_dict(),
+            "controllers": controllers,
+        }
+        own = {"source": source.state_dict(), "pending": [pack(groups) for groups in pending], "rng": rng_state()}
+        self.shared = in_bytes(shared)
+        self.own = in_bytes(own)
+        self.trained = {}
+        self.exports: dict[str, Export] = {}
+        self.adapters = {}
+        copies = Copies(self.group)
+        for name in learner.names:
+            self.trained |= {key: copies(x) for key, x in learner.trained(name).items()}
+            adapter = learner.adapter(name)
+            if adapter is not None:
+                self.adapters[name] = adapter
+            if adapter is None or run.cfg.lora_save != "adapter":
+                self.exports[name] = self._export(name, learner, copies)
+
+    def _export(self, name: str, learner, copies: Copies) -> Export:
+        own = {key: copies(x) for key, x in learner.model_state(name).items()}
+        stream = functools.partial(learner.stream, name, own)
+        return Export(self.run.configs[name], stream, self.run.tokenizer, getattr(self.run, name))
+
+
+def write(snapshot: Snapshot) -> Path:
+    """Write a snapshot where it belongs, and delete old checkpoints; if there is no room, write it elsewhere.
+
+    Collective, as is all below, over the ranks' processes. UserError: it is elsewhere, or nowhere."""
+    cfg, final = snapshot.run.cfg, snapshot.final
+    why = write_at(final, snapshot)
+    if why:
+        spare = Path(tempfile.gettempdir()) / f"{snapshot.run.folder.resolve().name}-{final.name}"
+        saved_there = not write_at(spare, snapshot)
+        raise UserError(not_written(final, why, spare if saved_there else None))
+    if snapshot.writes:
+        for old in folders(cfg.out)[: -cfg.keep]:
+            shutil.rmtree(old)
+    from_all(None, snapshot.group)  # nobody goes on before
+    return final
+
+
+def write_at(final: Path, snapshot: Snapshot) -> str:
+    """Write one checkpoint, whole or not at all. Why it could not be written, on every rank; "" where it was."""
+    rank, group = snapshot.rank, snapshot.group
+    scratch = final.with_name(final.name + ".writing")
+    attempt = Attempt(group)
+    if snapshot.writes:
+        attempt(shutil.rmtree, scratch, ignore_errors=True)
+        attempt(scratch.mkdir, parents=True)
+    if attempt.failed():
+        return attempt.why
+    attempt(write_shards, snapshot.trained, scratch / "shards", group)
+    for name, export in snapshot.exports.items():
+        tensors = export.stream(whole)
+        if rank == 0:
+            attempt(export.write, scratch / name, tensors)
+        for _ in tensors:  # the others gather with the first one, whatever it can write
+            pass
+    if rank == 0:
+        for name, adapter in snapshot.adapters.items():
+            attempt(adapter.save, scratch / f"{name}_adapter", getattr(snapshot.run, name))
+        attempt((scratch / "learner.pt").write_bytes, snapshot.shared)
+    attempt((scratch / f"rank{rank}.pt").write_bytes, snapshot.own)
+    digests = from_all(attempt(digests_of, scratch, rank), group)
+    if not attempt.failed() and snapshot.writes:
+        attempt(seal, scratch, digests)
+        attempt(shutil.rmtree, final, ignore_errors=True)
+        attempt(os.replace, scratch, final)
+        attempt(flush, final.parent)
+    failed = attempt.failed()
+    if snapshot.writes and failed:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return attempt.why if failed else ""
+
+
+class Attempt:
+    """Runs one write after the other until one fails."""
+
+    def __init__(self, group):
+        self.group = group
+        self.error: Exception | None = None
+
+    def __call__(self, do, *args, **more):
+        if self.error is not None:
+            return None
+        try:
+            return do(*args, **more)
+        except Exception as e:  # a full disk is an OSError, or whatever torch and safetensors make of it
+            self.error = e
+
+    def failed(self) -> bool:
+        """Whether something failed on any rank; all get the same answer. Collective."""
+        return any(from_all(self.error is not None, self.group))
+
+    @property
+    def why(self) -> str:
+        if isinstance(self.error, OSError) and self.error.strerror:
+            return self.error.strerror
+        return str(self.error).partition("\n")[0] if self.error else "another rank could not write"
+
+
+def not_written(final: Path, why: str, spare: Path | None) -> str:
+    """The sentence for a checkpoint that could not be written where it should be."""
+    run = final.parent.parent
+    if spare is None:
+        mend = f"make room there and go on from the checkpoint before with --resume --out={run}"
+    else:
+        mend = f"it is whole in {spare}: make room, move it to {final}, and go on with --resume --out={run}"
+    return f"{final}: the checkpoint could not be written ({why}); {mend}"
+
+
+def load(folder: Path, learner, source) -> tuple[int, list[list[Rollout]], dict]:
+    """Bring learner and source back; returns (step, pending, controllers) as `save` took them, on any number of ranks.
+
+    Before format 4 the learner's weights are those of the model folders, loaded already. UserError:
+    `shared_by_ranks`'s."""
+    rank, n_ranks = learner.comm.rank, learner.comm.size
+    shared = shared_by_ranks(folder, n_ranks)
+    learner.load_state_dict(shared["learner"])
+    if shared["format"] >= 4:
+        read_shards(learner, folder / "shards")
+    if shared["n_ranks"] == n_ranks:
+        own = torch.load(folder / f"rank{rank}.pt", weights_only=True)
+    else:
+        paths = [folder / f"rank{i}.pt" for i in range(shared["n_ranks"])]
+        states = [torch.load(path, weights_only=True, mmap=True) for path in paths]
+        own = {
+            "source": source.dealt([state["source"] for state in states]),
+            "pending": dealt([state["pending"] for state in states], rank, n_ranks),
+            "rng": states[rank]["rng"] if rank < len(states) else new_rng_state(learner.cfg.seed, rank),
+        }
+    source.load_state_dict(own["source"])
+    set_rng_state(own["rng"])
+    return shared["step"], [unpack(packed) for packed in own["pending"]], shared["controllers"]
+
+
+def shared_by_ranks(folder: Path, n_ranks: int, mmap: bool = False) -> dict:
+    """What is in learner.pt. mmap: tensors stay on the disk, for a look at the rest.
+
+    UserError: the checkpoint has a format of the future, or one of before shards and another number of ranks."""
+    shared = {"format": 1, **renamed(torch.load(folder / "learner.pt", weights_only=True, mmap=mmap))}
+    if shared["format"] > FORMAT:
+        raise UserError(
+            f"--resume: {folder} has checkpoint format {shared['format']}, and this revision reads up to {FORMAT}; "
+            "resume with the revision that wrote it"
+        )
+    if shared["n_ranks"] != n_ranks and shared["format"] < 4:
+        raise UserError(
+            f"--resume: {folder} was written by {shared['n_ranks']} rank(s) and this run has {n_ranks}, which format "
+            f"{shared['format']} of checkpoints does not allow; use as many"
+        )
+    return shared
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole on the disk, and found to be whole
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def in_bytes(state: dict) -> bytes:
+    """A state as torch.save writes it: what changes afterwards does not change it."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def flush(path: Path) -> None:
+    """Onto the disk: a loss of power does not undo it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def digests_of(folder: Path, rank: int) -> dict[str, str]:
+    """File -> its digest, of those that this rank has written; they are on the disk then."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and writer_of(path) == rank:
+            flush(path)
+            found[str(path.relative_to(folder))] = digest(path)
+    return found
+
+
+def writer_of(path: Path) -> int:
+    """The rank that writes this file of a checkpoint."""
+    own = re.fullmatch(r"rank(\d+)\.pt|__(\d+)_\d+\.distcp", path.name)
+    return int(own[1] or own[2]) if own else 0
+
+
+def seal(folder: Path, digests: list[dict]) -> None:
+    """Write digests.json from those of each rank, of the files on this disk, and the folders onto it."""
+    joined = {name: known for part in digests if part for name, known in part.items() if (folder / name).is_file()}
+    text = json.dumps(dict(sorted(joined.items())), indent=1)
+    (folder / "digests.json").write_text(text + "\n", encoding="utf-8")
+    for path in (folder / "digests.json", *(path for path in folder.rglob("*") if path.is_dir()), folder):
+        flush(path)
+
+
+def digest(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def damage(folder: Path, part: str = "") -> str:
+    """What is wrong with a checkpoint, or with one model's folder in it; "" where nothing is."""
+    if not (folder / "digests.json").is_file():
+        return damage_without_digests(folder)
+    try:
+        digests = json.loads((folder / "digests.json").read_text(encoding="utf-8"))
+        for name, known in digests.items():
+            if not name.startswith(part):
+                continue
+            if not (folder / name).is_file():
+                return f"{name} is missing"
+            if digest(folder / name) != known:
+                return f"{name} has other bytes than were written"
+    except (OSError, ValueError, AttributeError) as e:
+        return f"digests.json cannot be read ({e})"
+    return ""
+
+
+def damage_without_digests(folder: Path) -> str:
+    """The same for checkpoints of formats 1 and 2, which carry none: they can be read, or they cannot."""
+    if not (folder / "learner.pt").is_file():
+        return "learner.pt is missing"
+    try:
+        shared = torch.load(folder / "learner.pt", weights_only=True, mmap=True)
+        ranks = range(renamed(shared)["n_ranks"])
+        for path in (folder / f"rank{rank}.pt" for rank in ranks):
+            torch.load(path, weights_only=True, mmap=True)
+    except Exception as e:  # whatever a file that is cut short makes of torch.load
+        return f"it cannot be read ({type(e).__name__})"
+    return "digests.json is missing" if shared.get("format", 1) > 2 else ""
+
+
+def folders(out: Path | str) -> list[Path]:
+    """The folders of a run's checkpoints, oldest first; one that is being written is not among them."""
+    found = (Path(out) / "checkpoints").glob("step_*")
+    named = [path for path in found if re.fullmatch(r"step_\d{6,}", path.name)]
+    return sorted(named, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def newest(out: Path | str, part: str = "") -> Path | None:
+    """The newest whole checkpoint of the run folder `out`; None if the run was killed before its first.
+
+    part: only this model's folder matters. Damaged ones are named on the screen and left out. UserError: all are."""
+    found = folders(out)
+    damaged = []
+    for folder in reversed(found):
+        wrong = damage(folder, part)
+        if not wrong:
+            for said in damaged:
+                print(f"warning: {said}; the checkpoint before it is taken", file=sys.stderr)
+            return folder
+        damaged.append(f"{folder} is damaged ({wrong})")
+    mend = "start anew with --overwrite, or in another --out"
+    need(not found, f"{out}: no checkpoint there is whole; {mend} (the newest: {''.join(damaged[:1])})")
+    return None
+
+
+def to_resume(cfg, comm) -> Path | None:
+    """The checkpoint to resume from, the same on every rank, and whole on every disk; None if there is none.
+
+    UserError: a disk has none, or it cannot be dealt out to this number of ranks."""
+    chosen = newest(cfg.out) if comm.writes else None  # one rank of a disk reads all bytes
+    number = int(chosen.name[5:]) if chosen else -1
+    most = comm.max([-number, number] if comm.writes else [-math.inf, -1])
+    number = -int(most[0])  # the newest that all disks have
+    need(number >= 0 or most[1] < 0, f"--resume: {cfg.out} has no whole checkpoint on some node's disk; bring its part")
+    if number < 0:
+        return None
+    folder = Path(cfg.out) / "checkpoints" / f"step_{number:06d}"
+    complete(folder, comm)
+    before = shared_by_ranks(folder, comm.size, mmap=True)["n_ranks"]
+    need(
+        before == comm.size or (cfg.delay == "none" and cfg.samplers == "local"),
+        f"--resume: {folder} was written by {before} rank(s) and this run has {comm.size}; each has samplers of its "
+        "own, delayed or remote ones, whose groups cannot be dealt out anew: use as many",
+    )
+    return folder
+
+
+def set_aside(out: Path | str, chosen: Path | None) -> None:
+    """Rename the checkpoints after the chosen one, which were damaged, so that none is taken for the newest."""
+    found = folders(out)
+    for folder in found[found.index(chosen) + 1 :] if chosen else []:
+        aside = folder.with_name(folder.name + ".damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(folder, aside)

@@ -1,0 +1,233 @@
+"""Model folders as transformers and the hub know them: found, checked, read and written."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from checkpoint.tensors import TensorFiles
+from flags import UserError, need, read_json
+
+
+class Export:
+    """A model on its way into a Hugging Face folder, in its own precision, one whole tensor after the other.
+
+    stream(whole): yields (name, tensor) of the model, each made whole by the function `whole`. origin: the folder that
+    the run started from. Its generation_config.json, which lists the tokens that end a response, goes along as it is.
+    Made in the main thread: building a model sets torch's default precision for a moment. `write` may run in any."""
+
+    def __init__(self, config, stream, tokenizer, origin: str):
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            self.shell = AutoModelForCausalLM.from_config(config)
+        self.stream = stream
+        self.tokenizer = tokenizer
+        self.origin = origin
+        self.dtype = self.shell.dtype if config.dtype else None  # None: each tensor's own
+        self.left_out = {*self.shell.all_tied_weights_keys, *(self.shell._keys_to_ignore_on_save or ())}
+        shapes = self.kept(stream(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta")))
+        together = layout_of(self.converted(dict(shapes)))
+        alone = {}
+        for name, x in shapes:
+            alone |= layout_of(self.converted({name: x}))
+        self.alone = alone == together  # else some file's tensor is made of several of ours, and we hold them all
+        self.layout = alone if self.alone else together
+
+    def kept(self, tensors) -> list:
+        """Those that a folder has: tied ones once."""
+        return [(name, x) for name, x in tensors if name not in self.left_out]
+
+    def converted(self, tensors: dict) -> dict:
+        """As a folder has them: in its precision, and the experts, which transformers joins on loading, each alone."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        if self.dtype:
+            tensors = {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in tensors.items()}
+        return revert_weight_conversion(self.shell, tensors)
+
+    def write(self, folder: Path, tensors) -> None:
+        """Write the folder. tensors: (name, whole tensor), as `stream` yields them; one is held at a time."""
+        self._write_config(folder)
+        with TensorFiles(folder, self.layout) as files:
+            parts = ([named] for named in tensors) if self.alone else [tensors]
+            for part in parts:
+                for name, x in self.converted(dict(self.kept(part))).items():
+                    files.write(name, x)
+
+    def _write_config(self, folder: Path) -> None:
+        from transformers import GenerationConfig
+
+        folder.mkdir(parents=True, exist_ok=True)
+        config = self.shell.config
+        config.dtype = str(next(iter(self.layout.values()))[0]).removeprefix("torch.")
+        config.architectures = [type(self.shell).__name__]
+        config.save_pretrained(folder)
+        generation = Path(self.origin) / "generation_config.json"
+        if generation.is_file():
+            shutil.copyfile(generation, folder / generation.name)
+        else:
+            GenerationConfig.from_model_config(config).save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+
+def layout_of(tensors: dict) -> dict:
+    """name -> (dtype, shape)."""
+    return {name: (x.dtype, tuple(x.shape)) for name, x in tensors.items()}
+
+
+def save_model(config, tensors: dict, tokenizer, folder: Path, origin: str) -> None:
+    """A Hugging Face folder from a config and whole tensors, as Export writes it."""
+    export = Export(config, lambda whole: ((name, whole(x)) for name, x in tensors.items()), tokenizer, origin)
+    export.write(folder, tensors.items())
+
+
+@contextmanager
+def one_sentence(folder: Path | str, part: str, mend: str):
+    """Whatever transformers makes of a model folder, many lines of it, as one UserError that names folder and part."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.disable_progress_bar()  # the run has a bar of its own
+    logging.set_verbosity_error()  # its report of weights that do not fit goes into the sentence
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as e:  # they raise all kinds
+        words = " ".join(str(e).split())[:200] or type(e).__name__
+        raise UserError(f"{folder}: its {part} cannot be read ({words}); {mend}") from None
+    finally:
+        logging.set_verbosity(before)
+
+
+def from_hub(flag: str, name: str, cached: bool = False) -> str:
+    """The folder of a model of the hub, owner/name, fetched unless it is there already. UserError: it cannot be had.
+
+    cached: another process of this host has just fetched it."""
+    from huggingface_hub import snapshot_download
+
+    files = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+    try:
+        return snapshot_download(name, allow_patterns=files, local_files_only=cached)
+    except Exception as e:  # offline, unknown, not for everybody: they have a class for each
+        why = " ".join(str(e).split())[:200] or type(e).__name__
+        raise UserError(
+            f"--{flag}={name}: no such folder here, and the hub does not give it ({why}); fetch it where there is a "
+            f"network (hf download {name}), or give a folder"
+        ) from None
+
+
+def text_folder(folder: str, base_dir: str) -> str:
+    """The folder, or where its model also sees or hears, one of its text model alone: only that is trained.
+
+    It is made in `base_dir` once. UserError, one sentence: transformers has no such text model."""
+    config = read_config(folder)
+    text = config.get_text_config()
+    if text is config:
+        return folder
+    files = [(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(Path(folder).iterdir())]
+    which = hashlib.sha256(repr(files).encode()).hexdigest()[:12]
+    made = Path(base_dir) / f"text-{which}"
+    if not (made / "config.json").is_file():
+        mend = f"give a model of text alone: this one is of the family {config.model_type}"
+        with one_sentence(folder, "text model", mend):
+            tensors = text_tensors(folder, text)
+        scratch = made.with_name(made.name + ".writing")
+        shutil.rmtree(scratch, ignore_errors=True)
+        save_model(text, tensors, read_tokenizer(folder), scratch, folder)
+        os.replace(scratch, made)
+    return str(made)
+
+
+def text_tensors(folder: str, text) -> dict:
+    """The weights of the text model in a model that also sees or hears, under its own names. text: its config."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        own = AutoModelForCausalLM.from_config(text)
+    whole = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto")
+    body = whole.base_model.language_model.state_dict()
+    tensors = {f"{own.base_model_prefix}.{name}": x for name, x in body.items()}
+    tensors["lm_head.weight"] = whole.get_output_embeddings().weight.detach()
+    need(tensors.keys() == own.state_dict().keys(), "its tensors have other names")
+    return tensors
+
+
+def read_config(folder: Path | str):
+    """The transformers config of a model folder: of its text, where it also sees. UserError: one sentence."""
+    from transformers import AutoConfig
+
+    mend = "give a whole folder of a causal language model, as save_pretrained writes it"
+    read_json(Path(folder) / "config.json", mend)
+    with one_sentence(folder, "config.json", mend):
+        config = AutoConfig.from_pretrained(folder)
+        known = config.get_text_config().vocab_size, config.get_text_config().max_position_embeddings
+    whole = all(isinstance(size, int) and size > 0 for size in known)
+    need(whole, f"{folder}: its config.json gives no vocab_size and max_position_embeddings above 0; {mend}")
+    return config
+
+
+def read_tokenizer(folder: Path | str):
+    """The tokenizer of a model folder. UserError, one sentence: there is none, or it is damaged."""
+    from transformers import AutoTokenizer
+
+    mend = "copy tokenizer.json and tokenizer_config.json of this model into the folder"
+    with one_sentence(folder, "tokenizer", mend):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    need(len(tokenizer) > 1, f"{folder}: its tokenizer has no words; {mend}")  # made up where there are no files
+    return tokenizer
+
+
+def vocabulary_size(tokenizer) -> int:
+    """How many token ids there are. A model's embedding may have more rows, which stand for none."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def check_rows(folder: str, vocabulary: int) -> None:
+    """UserError: the tokenizer has ids for which a model has no row. More rows than ids are no error."""
+    rows = read_config(folder).get_text_config().vocab_size
+    need(
+        rows >= vocabulary,
+        f"{folder}: its tokenizer has {vocabulary} tokens and its config.json a vocab_size of {rows}; give the "
+        "model the tokenizer that it was trained with",
+    )
+
+
+def check_weights(folder: Path | str) -> None:
+    """UserError, one sentence, before an engine or a model loads them: a file of weights is not there, or damaged."""
+    from safetensors import safe_open
+
+    folder, mend = Path(folder), "copy the folder anew, or delete one of --base_dir: it is made again"
+    indices = sorted(folder.glob("*.index.json"))
+    files = [folder / "model.safetensors"]
+    if indices:
+        shards = read_json(indices[0], mend).get("weight_map")
+        need(isinstance(shards, dict) and shards, f"{indices[0]}: lists no files of weights; {mend}")
+        files = [folder / str(name) for name in sorted({*shards.values()}, key=str)]
+    elif any(folder.glob("*.bin")):
+        return  # torch's older format is looked at when it is loaded
+    for file in files:
+        need(file.is_file(), f"{folder}: no weights there ({file.name} is missing); {mend}")
+        with one_sentence(file, "weights", mend), safe_open(file, "pt") as opened:
+            opened.keys()
+
+
+def load_model(folder: Path | str, dtype=torch.float32):
+    """A causal language model. UserError, one sentence: no weights, damaged ones, or those of another model."""
+    from transformers import AutoModelForCausalLM
+
+    mend = "give a whole checkpoint of that shape"
+    with one_sentence(folder, "weights", mend):
+        loaded = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    model, info = loaded
+    wrong = sorted(map(str, (*info["mismatched_keys"], *info["missing_keys"])))
+    need(not wrong, f"{folder}: its weights do not fit its config.json (first: {''.join(wrong[:1])}); {mend}")
+    return model

@@ -1,0 +1,151 @@
+"""What training has made of the models, in parts: each rank writes its own, and any number of ranks reads them.
+
+By torch.distributed.checkpoint: a tensor that is sharded is written shard by shard, one that every rank has is written
+once, and a file .metadata says which part of which tensor lies where. Names: model/weight, and model/weight/kind of
+what its optimizer keeps (exp_avg, momentum_buffer, ...).
+
+Everything here works on copies on the host, through a process group of its own, so that it can run in a thread while
+the next update computes (`Copies`).
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from flags import UserError
+
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+PIECE = 64 * 2**20  # bytes of a file that are sent at once
+
+
+@functools.cache
+def saving_group():
+    """The process group of checkpoints, beside the run's own; None for one process. Collective at the first call."""
+    return dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+
+def from_all(x, group) -> list:
+    """What every rank has in the place of x, in rank order. Collective."""
+    if group is None:
+        return [x]
+    found = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, x, group=group)
+    return found
+
+
+def complete(folder: Path, comm) -> None:
+    """Give every disk all files of a checkpoint, where the nodes have no common file system. Collective.
+
+    Each missing file comes from the first rank that has it, in pieces of 64 MiB."""
+    if comm.size == 1:
+        return
+    group = saving_group()
+    found = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()) if comm.writes else None
+    on_disks = [names for names in from_all(found, group) if names is not None]
+    owners = {}
+    for rank, names in enumerate(from_all(found, group)):
+        for name in names or ():
+            owners.setdefault(name, rank)
+    for name, owner in owners.items():
+        if all(name in names for names in on_disks):
+            continue
+        lacks = comm.writes and name not in found
+        _send(folder / name, owner, lacks, comm, group)
+
+
+def _send(path: Path, owner: int, lacks: bool, comm, group) -> None:
+    """One file from the rank `owner` to those that lack it. Collective."""
+    size = from_all(path.stat().st_size if comm.rank == owner else 0, group)[owner]
+    part = path.with_name(path.name + ".coming")
+    source = open(path, "rb") if comm.rank == owner else None  # noqa: SIM115  closed below
+    if lacks:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    target = open(part, "wb") if lacks else None  # noqa: SIM115
+    for start in range(0, size, PIECE):
+        piece = torch.empty(min(PIECE, size - start), dtype=torch.uint8)
+        if source:
+            source.readinto(piece.numpy())
+        dist.broadcast(piece, owner, group=group)
+        if target:
+            target.write(piece.numpy())
+    for file in filter(None, (source, target)):
+        file.close()
+    if lacks:
+        part.replace(path)
+
+
+class Copies:
+    """Copies on the host of what lies on this rank; of one tensor one copy, however often it is asked for."""
+
+    def __init__(self, group):
+        self.made: dict[tuple, torch.Tensor] = {}
+        self.mesh = None
+        if group is not None:
+            from torch.distributed.device_mesh import DeviceMesh
+
+            self.mesh = DeviceMesh.from_group(group, "cpu")
+
+    def __call__(self, x):
+        """The copy of a tensor, sharded as it is; what is no tensor stays as it is."""
+        if not isinstance(x, torch.Tensor):
+            return x
+        x = x.detach()
+        local = getattr(x, "_local_tensor", x)
+        if not local.numel():  # an empty shard has no address
+            return self._copy(x, local)
+        key = (local.data_ptr(), local.dtype, local.shape)
+        if key not in self.made:
+            self.made[key] = self._copy(x, local)
+        return self.made[key]
+
+    def _copy(self, x, local):
+        host = local.to("cpu", copy=True)
+        if local is x:
+            return host
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(host, self.mesh, x.placements, shape=x.shape, stride=x.stride())
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """A detached tensor, gathered from all ranks where it is sharded."""
+    x = x.detach()
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def write_shards(tensors: dict, folder: Path, group) -> None:
+    """Write this rank's part of the tensors (copies on the host). Collective: what fails on one rank fails on all."""
+    import torch.distributed.checkpoint as dcp
+
+    try:
+        dcp.save(tensors, checkpoint_id=folder, process_group=group, no_dist=group is None)
+    except dcp.api.CheckpointException as e:  # no Exception: its sentence is a page of tracebacks
+        raise next(iter(e.failures.values()))[0] from None
+
+
+def read_shards(learner, folder: Path) -> None:
+    """Bring weights and optimizers back, whatever the number of ranks that wrote them. Collective.
+
+    UserError: they are of other models, or of another optimizer."""
+    import torch.distributed.checkpoint as dcp
+
+    reader = dcp.FileSystemReader(folder)
+    saved = reader.read_metadata().state_dict_metadata
+    learner.make_states({name: (x.size, x.properties.dtype) for name, x in saved.items() if hasattr(x, "properties")})
+    tensors = {}
+    for name in learner.names:
+        tensors |= learner.trained(name)
+    try:
+        dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+    except dcp.api.CheckpointException as e:
+        why = " ".join(str(next(iter(e.failures.values()))[0]).split())[:200]
+        raise UserError(
+            f"--resume: {folder} does not fit this run's models and optimizer ({why}); go on with those that wrote it"
+        ) from None

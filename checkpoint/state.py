@@ -1,0 +1,137 @@
+"""What a checkpoint holds beside weights: random number generators and groups, as containers of tensors and numbers."""
+
+from __future__ import annotations
+
+import random
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from rollout import Response, Rollout, request_seed
+from sampling import Sampling
+
+# Format 1, which has no "format" key, differs from format 2 by these names alone: theirs -> ours.
+RENAMED = {
+    # of learner.pt
+    "carry": "controllers",
+    "world": "n_ranks",
+    # of a response
+    "kept_offsets": "allowed_offsets",
+    "kept_ids": "allowed_ids",
+    # of the ref columns
+    "s_ids": "support_ids",
+    "s_logp": "support_logp",
+    "s_logp_ref": "support_logp_ref",
+    "logp_actor_ref": "actor_logp_ref",
+    "kl_before": "kl_ref",
+    "kl_after": "kl_after_ref",
+}
+
+
+def renamed(state: dict) -> dict:
+    """The same values under the names of format 2."""
+    return {RENAMED.get(name, name): value for name, value in state.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# States of the random number generators
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def rng_state() -> dict:
+    """The generators of torch, CUDA, numpy and Python, as plain containers."""
+    kind, keys, *rest = np.random.get_state()
+    python = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *rest],
+        "python": [python[0], list(python[1]), python[2]],
+    }
+
+
+def set_rng_state(state: dict) -> None:
+    """The inverse of rng_state."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    python = state["python"]
+    random.setstate((python[0], tuple(python[1]), python[2]))
+
+
+def new_rng_state(seed: int, rank: int) -> dict:
+    """The state of a rank that the checkpoint does not know: by the run's seed and its own number."""
+    own = request_seed("rank", seed, rank) % 2**32
+    with same_rng_state():
+        torch.manual_seed(own)
+        np.random.seed(own)
+        random.seed(own)
+        return rng_state()
+
+
+@contextmanager
+def same_rng_state():
+    """The generators stand after this as they stood before."""
+    before = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(before)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pending groups
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def pack(groups: list[Rollout]) -> dict:
+    """Groups as containers of tensors, strings and numbers: a checkpoint holds no pickled classes."""
+    packed = []
+    for group in groups:
+        state = {
+            **vars(group),
+            "sampling": dict(vars(group.sampling)),
+            "responses": [dict(vars(response)) for response in group.responses],
+        }
+        packed.append(converted(state, np.ndarray, lambda x: torch.from_numpy(np.ascontiguousarray(x))))
+    return {"groups": packed}
+
+
+def unpack(packed: dict) -> list[Rollout]:
+    """The inverse of pack, for both formats."""
+    groups = []
+    for tensors in packed["groups"]:
+        state = converted(tensors, torch.Tensor, torch.Tensor.numpy)
+        state["uid"] = tuple(state["uid"])
+        state["sampling"] = Sampling(**state["sampling"])
+        state["responses"] = [Response(**renamed(response)) for response in state["responses"]]
+        state["ref"] = renamed(state["ref"])
+        groups.append(Rollout(**state))
+    return groups
+
+
+def dealt(pending: list[list[dict]], rank: int, n_ranks: int) -> list[dict]:
+    """This rank's packed groups of each minibatch, where other ranks, or more or fewer of them, had these.
+
+    pending: for each rank of before, its packed minibatches. The i-th group of rank r of N is number i N + r of the
+    minibatch, as sources deal the problems: so a minibatch has the same groups, whoever holds them."""
+    minibatches = []
+    for parts in zip(*pending, strict=True):
+        turns = zip(*(part["groups"] for part in parts), strict=True)
+        groups = [group for turn in turns for group in turn]
+        minibatches.append({"groups": groups[rank::n_ranks]})
+    return minibatches
+
+
+def converted(x, kind: type, convert):
+    """x with `convert` applied to every value of the type `kind`, inside dicts and lists too."""
+    if isinstance(x, kind):
+        return convert(x)
+    if isinstance(x, dict):
+        return {name: converted(value, kind, convert) for name, value in x.items()}
+    if isinstance(x, list):
+        return [converted(value, kind, convert) for value in x]
+    return x
