@@ -66,7 +66,7 @@ __all__ = [
 ]
 __all__ += ["read_tokenizer", "same_rng_state", "save_model", "text_folder", "vocabulary_size", "write_tensors"]
 
-FORMAT = 4  # 3 with digests, 4 with shards
+FORMAT = 4  # 3 is 2 with digests; 4 has weights and optimizers in shards
 
 
 # ---------------------------------------------------------------------------------------------------------------------
