@@ -85,7 +85,7 @@ class Run:
             return unread(self.checkpoint / name if self.checkpoint else start)
         model = lora.attach(unread(start), self.cfg)
         adapter = self.checkpoint and self.checkpoint / f"{name}_adapter"
-        model.on_disk = replace(model.on_disk, adapter=adapter, seed=self.cfg.seed)
+        model.on_disk = dataclasses.replace(model.on_disk, adapter=adapter, seed=self.cfg.seed)
         return model
 
     def load_start(self):
