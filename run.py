@@ -2,7 +2,8 @@
 
 OUT/config.json      flags, command, versions, git revision
 OUT/metrics.jsonl    one line an update (`Log`), whose names metrics.py explains
-OUT/checkpoints/     checkpoint.py
+OUT/eval.jsonl       what eval.py --follow found beside the run
+OUT/checkpoints/     checkpoint/
 """
 
 from __future__ import annotations
