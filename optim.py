@@ -39,8 +39,6 @@ def make_optimizers(model, cfg, lr: float) -> list:
         if experts:
             muon.add_param_group({"params": experts})  # at once torch takes nothing but matrices
         optimizers.append(muon)
-    for optimizer in optimizers:  # a checkpoint's come back as the parameters are
-        optimizer.register_load_state_dict_post_hook(lambda loaded: put_all_away(loaded, cfg))
     return optimizers
 
 
@@ -91,11 +89,6 @@ def put_away(optimizer, p, cfg, generator) -> None:
         if cfg.optimizer_dtype == "bfloat16":
             x = rounded(x, generator)
         optimizer.state[p][name] = placed(x, "cpu" if cfg.offload else p.device, x.dtype)
-
-
-def put_all_away(optimizer, cfg) -> None:
-    for p in [p for group in optimizer.param_groups for p in group["params"]]:
-        put_away(optimizer, p, cfg, torch.Generator(p.device).manual_seed(0))
 
 
 def placed(x, device, dtype):

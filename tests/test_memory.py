@@ -20,7 +20,7 @@ import batching
 import objectives
 import optim
 import quant
-from checkpoint import load_model
+from checkpoint import load_model, shards
 from flags import UserError
 from learner import Comm, Learner
 from model import Needs, lora, memory
@@ -418,11 +418,13 @@ def test_a_second_moment_of_16_bits_follows_its_gradients():
     assert float(nearest) < 0.3
 
 
-def test_states_of_a_checkpoint_wait_as_the_flags_say():
-    """They come back in the parameters' type, and are put away again, as they were."""
-    cfg = make_cfg(objective="tis", optimizer_dtype="bfloat16", warmup_steps=0)
+@pytest.mark.parametrize("offload", [False, True])
+def test_states_of_a_checkpoint_wait_as_the_flags_say(tmp_path, offload):
+    cfg = make_cfg(objective="tis", optimizer_dtype="bfloat16", offload=offload, warmup_steps=0)
     learner = stepped(cfg, model("qwen3"))
+    copies = shards.Copies(None)
+    shards.write_shards({key: copies(x) for key, x in learner.trained("policy").items()}, tmp_path / "shards", None)
     again = Learner(model("qwen3"), None, cfg, Comm())
-    again.load_state_dict(learner.state_dict())
+    shards.read_shards(again, tmp_path / "shards")
     assert same(moments(learner), moments(again))
     assert {x.dtype for x in moments(again).values()} == {torch.bfloat16}
