@@ -285,7 +285,7 @@ class Attacker:
         message = self.r.choice(
             [
                 self.hello(self.r.choice([self.name, HONEST])),
-                wire.Offer(wire.manifest(group, b"some bytes"), deltas=[wire.Step("", wire.manifest(group, b"one"))]),
+                wire.Offer(wire.manifest(group, b"x"), deltas=[wire.Step("", wire.manifest(group, b"y"))]),
                 wire.Ask("v000000.safetensors", 0, 1),
                 wire.Leaves(group, 0),
                 wire.Gone(group),
@@ -470,8 +470,7 @@ class Scene:
             sync_every=1, sync_dtype="float32", sync_delta=False, max_staleness=None, window_seconds=1e9, give_up=300.0
         )
         cfg.dynamic_sampling, cfg.out = 0, str(root)
-        store = root / "versions"
-        self.source = RemoteSource(hub, cfg, LIMITS, Sampling(), store, Comm(), hub.log, Arithmetic())
+        self.source = RemoteSource(hub, cfg, LIMITS, Sampling(), root / "versions", Comm(), hub.log, Arithmetic())
         self.source.publish(0, {"w": torch.ones(3)}.items())
         self.spool, self.link = make_link()
         self.consumer = Consumer(self.source)

@@ -1,6 +1,6 @@
 """What --sync_delta saves: bytes of the changed entries beside those of the whole weights, over real updates.
 
-    python results/delta.py                         # four minutes on two CPU cores; prints a table
+    python results/delta.py                         # some minutes on two CPU cores; prints a table
 
 The embedded policy trains for a few updates at each learning rate; after each, its bfloat16 weights are written as a
 learner publishes them, and the delta from the update before is made, applied, and compared byte for byte.
@@ -24,13 +24,14 @@ from remote import delta, wire
 from train import Training
 
 RATES = (1e-6, 1e-5, 1e-4)
-UPDATES = 4
+UPDATES = 2
 
 
 def train(folder: Path, rate: float) -> list[Path]:
     """The files of weights before the first update and after each."""
     argv = [f"--out={folder}", f"--lr={rate}", "--actor=none", "--objective=tis", "--rollout=hf", "--dtype=float32"]
     argv += ["--rollout_batch=64", "--train_batch=64", f"--steps={UPDATES}", "--eval_every=0", "--overwrite"]
+    folder.mkdir()
     t = Training(config.parse(argv), Comm.start(patience=600))
     files = []
     for version in range(UPDATES + 1):
