@@ -60,6 +60,12 @@ class RunFlags:
     """Delete what stands in --out and start anew."""
     seed: int = 0
     """Seed of sampling and masks."""
+    plan: bool = False
+    """Print what the run needs of each rank's memory (plan.py), and end: no model is loaded, no weights are needed."""
+    ranks: int = 0
+    """How many ranks --plan counts with; 0: as many as there are."""
+    gpu_gib: float = 0.0
+    """GiB of a GPU, which a run must fit before its models load; 0: those of the GPU that is here, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -345,7 +351,7 @@ FIELDS = {f.name: f for f in fields(Config)}
 HARMLESS = {
     *("resume", "overwrite", "out", "keep", "save_every", "lora_save", "log_samples", "check_agreement"),
     *("tensorboard", "wandb", "bind", "keys", "sync_path", "give_up", "parallel"),
-    *("gradient_checkpointing", "reduce_gradients", "offload", "rollout_sleep"),
+    *("gradient_checkpointing", "reduce_gradients", "offload", "rollout_sleep", "plan", "ranks", "gpu_gib"),
 }
 
 
@@ -477,7 +483,7 @@ def check_sizes(cfg: Config, n_ranks: int) -> None:
         need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
     need(cfg.eval_every >= -1, f"--eval_every={cfg.eval_every}: a number of updates, 0 for before and after, or -1")
     schedule = ("warmup_steps", "save_every", "log_samples", "advantage_error_every")
-    schedule += ("epochs", "dynamic_sampling")
+    schedule += ("epochs", "dynamic_sampling", "ranks", "gpu_gib")
     for name in (*schedule, "weight_decay", "adam_eps", "distill_kl_target", "distill_gain"):
         need(getattr(cfg, name) >= 0, f"--{name}={getattr(cfg, name)}: must not be negative")
     need(

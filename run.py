@@ -29,6 +29,7 @@ from tqdm import tqdm
 import checkpoint
 import config
 import corrections
+import plan
 import quant
 import sampling
 import tasks
@@ -151,10 +152,10 @@ def open_run(cfg: config.Config, comm) -> Run:
             f"--{flag}={getattr(cfg, flag)}: the longest prompt has {prompt} tokens, with {tokens} of a response more "
             f"than the model's context of {limit}; shorten the response, or drop long prompts with --max_prompt_tokens",
         )
-    if getattr(task, "dropped", 0) and comm.rank == 0:
-        print(
-            f"{cfg.task}: {task.dropped} prompts of more than {cfg.max_prompt_tokens} tokens dropped, {task.size} left"
-        )
+    dropped = getattr(task, "dropped", 0)
+    if dropped and comm.rank == 0:
+        print(f"{cfg.task}: {dropped} prompts of more than {cfg.max_prompt_tokens} tokens dropped, {task.size} left")
+    plan.check_fits(cfg, configs, longest, comm.size)
     context = longest + cfg.max_tokens
     if cfg.epochs:
         need(task.size, f"--epochs={cfg.epochs}: {cfg.task} is endless; give --steps")

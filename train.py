@@ -30,6 +30,7 @@ import batching
 import checkpoint
 import config
 import objectives
+import plan
 import plot
 from eval import fresh_advantage, held_out
 from learner import LOCAL_RANK, Comm, Learner, check_agreement, expects_agreement
@@ -41,6 +42,9 @@ from worth import Chooser
 
 def train(cfg: config.Config) -> None:
     """Run `--steps` updates, or until a signal; saved and reported at the end. UserError: one sentence."""
+    if cfg.plan:
+        plan.report(cfg)
+        return
     comm = Comm.start(patience=cfg.give_up + 1800)
     with locked(cfg, comm):
         t = Training(cfg, comm)
@@ -210,8 +214,8 @@ class Training:
                 engine = self.eval_engine(name)
                 scores = held_out(self.learner, name, self.run.eval_sets, self.run.tokenizer, self.cfg, engine)
                 values |= {f"eval/{name}_{key}": value for key, value in scores.items()}
-            if hasattr(self.second_engine, "sleep"):
-                self.second_engine.sleep()
+                if engine is not None:
+                    engine.sleep()
         return values
 
     def eval_engine(self, name: str):
@@ -225,8 +229,6 @@ class Training:
             return None
         if self.second_engine is None:
             self.second_engine = open_eval_engine(self.cfg, self.run, self.comm)
-        elif hasattr(self.second_engine, "wake"):
-            self.second_engine.wake()
         self.second_engine.load(self.learner.named_tensors(name))
         return self.second_engine
 

@@ -125,20 +125,19 @@ def warm_start(name: str, task, target: float, folder: Path) -> float:
     return reached
 
 
+def config_of(name: str, **more):
+    """The transformers config of a model of SHAPES."""
+    from transformers import Qwen3Config
+
+    usual = dict(vocab_size=VOCAB, head_dim=32, max_position_embeddings=CONTEXT, tie_word_embeddings=True)
+    return Qwen3Config(**usual, bos_token_id=None, **more, **SHAPES[name])
+
+
 def new_model(name: str, seed: int, tokenizer):
     """A model of SHAPES with random weights from `seed`; torch's generator is left as it was."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        head_dim=32,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **SHAPES[name],
-    )
+    config = config_of(name, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     state = torch.get_rng_state()
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(config)

@@ -251,24 +251,34 @@ def rearranges(model) -> bool:
 def shard(models: nn.Module, device: str, n_ranks: int, compute: torch.dtype | None) -> nn.Module:
     """Wrap the models by FSDP2 and return them: a group for each layer; embeddings and heads are the root's.
 
-    compute: the 16-bit type of the products, or None. Layers travel in it then, and gradients are added up in float32.
-    The root travels in float32, in which its embeddings and the sums of its head are taken; and so do aligned layers,
-    which must quantize the very numbers that are published, and those with torch's LayerNorm, which on a CPU takes one
-    type alone."""
+    compute: the 16-bit type of the products, or None. Layers travel in it where they can (`travels_in`), and gradients
+    are added up in float32. The root travels in float32, in which its embeddings and the sums of its head are taken."""
     from torch.distributed.device_mesh import init_device_mesh  # seconds to load
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(torch.device(device).type, (n_ranks,))
     for model in models.children():
-        aligned = [m for m in model.modules() if isinstance(m, (quant.LowBitLinear, quant.LowBitExperts))]
-        for layer in aligned:
-            layer.cache_quantized = False
+        for layer in model.modules():
+            if isinstance(layer, LOW_BIT):
+                layer.cache_quantized = False
         policy = MixedPrecisionPolicy()
-        if compute and not aligned and not any(isinstance(m, nn.LayerNorm) for m in model.modules()):
+        if travels_in(model, compute):
             policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for layer in model.base_model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
     return fully_shard(models, mesh=mesh)
+
+
+LOW_BIT = (quant.LowBitLinear, quant.LowBitExperts)
+
+
+def travels_in(model: nn.Module, compute: torch.dtype | None) -> torch.dtype | None:
+    """The 16-bit type in which a model's layers go from rank to rank; None: float32.
+
+    Aligned layers must quantize the very numbers that are published, and torch's LayerNorm takes one type alone on a
+    CPU."""
+    needs_float32 = any(isinstance(m, (*LOW_BIT, nn.LayerNorm)) for m in model.modules())
+    return None if needs_float32 else compute
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,520 @@
+"""What a run needs of each rank's memory, before a model loads.
+
+    python train.py --plan --ranks=8 --gpu_gib=80 --config=configs/papers/jackpot.toml --max_prompt_tokens=1024
+
+The states follow from the shapes in config.json. With P parameters of which Q learn, on n ranks that share them
+(--parallel=fsdp; else n = 1), each rank has, in bytes
+
+    weights 4 P / n     gradients 4 Q / n     AdamW 8 Q / n, Muon 4 Q / n (--optimizer_dtype=bfloat16: half of it)
+
+What a forward keeps for its backward is measured: the learner's own modules run on tensors that have shapes and no
+bytes (torch's FakeTensorMode), two and four layers deep, and each further layer keeps half of what the last two do.
+Prompts that several responses share, and rows shorter than the longest, make a run smaller than its plan.
+
+    Plan            bytes of one rank by category, and which of them are there together in which stage
+    Activations     what the largest micro-batch keeps, and what is needed for a moment on top of it
+    States          weights, gradients and optimizer of one model
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import checkpoint
+import quant
+import sync
+import warmstart
+from batching import Batch
+from flags import from_environment, is_hub_id, need
+from model import Needs, OneModelRows, PolicyAndActor, Scored, TwoModelRows, lora, memory, needs_of_update
+from optim import Muon, learning, make_optimizers
+from tasks import make_task
+
+GIB = 2**30
+MOST_RANKS = 64  # that are tried
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Activations, measured on fake tensors
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of the tensors that were made in here and are still there, and the most since `peak` was set."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self.sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.see(x.untyped_storage())
+        return out
+
+    def see(self, storage) -> None:
+        if storage._cdata in self.sizes:
+            return
+        self.sizes[storage._cdata] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self.gone, storage._cdata)
+
+    def gone(self, key: int) -> None:
+        self.now -= self.sizes.pop(key)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of the largest micro-batch on one rank. Weights, gradients and optimizer are not among them."""
+
+    kept: dict[str, int]  # of each model: what its layers keep for the backward pass
+    moment: int  # the most that logits, or the backward of a layer or of the embedding, take on top of that
+    forward: int  # the most of a pass without gradient
+
+
+def measure(cfg, configs: dict, rows: int, prompt: int, response: int) -> Activations:
+    """The activations of `rows` rows of so many tokens. configs: name -> transformers config."""
+    batch = (rows, prompt, response)
+    kept = {}
+    with one_sequence_a_row():
+        moment, forward = of_logits(cfg, configs, *batch)
+        for name, config in configs.items():
+            two, four = (of_layers(cfg, name, config, n, *batch) for n in (2, 4))
+            kept[name] = two.kept + (four.kept - two.kept) * (n_layers(config) - 2) // 2
+            moment = max(moment, two.layer, two.embedding - sum(kept.values()))
+    return Activations(kept, moment, forward)
+
+
+@contextmanager
+def one_sequence_a_row():
+    """transformers looks at positions for rows of several sequences, and where it cannot see makes a mask for them."""
+    from transformers import masking_utils
+
+    look = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda positions: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = look
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Bytes of some layers of one model."""
+
+    kept: int
+    layer: int  # most that the backward of the last layer takes on top of it
+    embedding: int  # most of the embedding's backward, when nothing is kept any more
+
+
+def of_layers(cfg, name: str, config, n: int, rows: int, prompt: int, response: int) -> Layers:
+    """Forward and backward of n layers, without logits."""
+    with FakeTensorMode(), Allocated() as allocated:
+        models = PolicyAndActor(shallow(cfg, name, config, n), None, compute_of(cfg))
+        batch = shapes_of_batch(rows, prompt, response)
+        base = allocated.peak = allocated.now
+        peaks: list[int] = []
+        for layer in (models.policy.base_model.layers[-1], models.policy.base_model.layers[0]):
+            note_peak_behind_backward(layer, allocated, peaks)
+        hidden = models._hidden(models.policy, batch, torch.arange(rows * response), share=False)
+        kept = allocated.now - base
+        hidden.backward(torch.empty_like(hidden))
+        embedding = allocated.peak - base if len(peaks) == 2 else 0
+        return Layers(kept, peaks[0] - base - kept, embedding)
+
+
+def note_peak_behind_backward(layer, allocated: Allocated, peaks: list[int]) -> None:
+    """When the layer's backward is done, the peak so far is added to `peaks`, and begins anew."""
+
+    def note(gradient):
+        peaks.append(allocated.peak)
+        allocated.peak = allocated.now
+
+    def before(module, inputs):
+        if inputs[0].requires_grad and not peaks:  # not behind a frozen embedding, nor when it is computed again
+            inputs[0].register_hook(note)
+
+    layer.register_forward_pre_hook(before)
+
+
+def of_logits(cfg, configs: dict, rows: int, prompt: int, response: int) -> tuple[int, int]:
+    """(most that logits take, forward or backward, on top of what is kept, most of a pass without gradient)."""
+    with FakeTensorMode(), Allocated() as allocated:
+        models = [shallow(cfg, name, config, 2) for name, config in configs.items()]
+        pair = PolicyAndActor(*models, *[None] * (2 - len(models)), compute_of(cfg), cfg.lm_head_fp32)
+        batch = shapes_of_batch(rows, prompt, response)
+        base = allocated.peak = allocated.now
+        with torch.no_grad():
+            through_logits(pair, cfg, batch)
+        forward = allocated.peak - base
+        base = allocated.peak = allocated.now
+        outs = through_logits(pair, cfg, batch)
+        kept = allocated.now - base
+        sum(x.sum() for x in outs.values() if x.requires_grad).backward()
+        return allocated.peak - base - kept, forward
+
+
+def through_logits(pair: PolicyAndActor, cfg, batch) -> dict:
+    """The statistics of an update's forward."""
+    at = torch.arange(batch.tokens.numel())
+    scored = Scored(batch.tokens.flatten()[at], None, None, None)
+    needs = needs_of_update(cfg, pair.actor is not None, cfg.obrs_lambda, True)
+    rows = OneModelRows(scored, replace(needs, support=False, tail=False))
+    models = [pair.policy]
+    if pair.actor is not None:
+        rows = TwoModelRows(rows, OneModelRows(scored, Needs(entropy=True)), needs)
+        models.append(pair.actor)
+    return pair._through_heads(models, rows, batch, at, share=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models without bytes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def on_meta(cfg, name: str, config):
+    """A model as the learner makes it, its parameters on the meta device."""
+    model = sync.empty_model(config).requires_grad_(True).eval()
+    if name == sampler_of(cfg):
+        own = cfg.rollout_quant if cfg.learner_quant == "aligned" else cfg.learner_quant
+        quant.align(model, quant.format_of(own, cfg.quant_group))
+    if cfg.gradient_checkpointing:
+        memory.recompute(model)
+    return lora.attach(model, cfg) if lora.learns(cfg, name) else model
+
+
+def shallow(cfg, name: str, config, n: int):
+    """A model of the first n layers on fake tensors, with gradients of an earlier micro-batch."""
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = n
+    if getattr(config, "layer_types", None):
+        config.layer_types = (config.layer_types * n)[:n]  # a model may have fewer
+    with unset_fake_temporarily():
+        model = on_meta(cfg, name, config)
+        if layers_travel_in(cfg, model) == 2:
+            model.base_model.layers.to(compute_of(cfg))
+        for path, experts in quant.experts_of(model).items():
+            model.set_submodule(path, EvenExperts(experts))
+    made = {}  # tied parameters stay one
+    for module in model.modules():
+        for kind in (module._parameters, module._buffers):
+            for key, x in kind.items():
+                if x is not None:
+                    kind[key] = made.setdefault(id(x), without_bytes(x))
+    for p in learning(model):
+        p.grad = torch.empty_like(p)
+    return model
+
+
+def without_bytes(x):
+    """A fake tensor or parameter of the shape and type of x."""
+    empty = torch.empty(x.shape, dtype=x.dtype)
+    return nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+
+
+class EvenExperts(nn.Module):
+    """The experts of a layer, each chosen by as many tokens: where tokens go is not known from shapes."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.gate_up_proj, self.down_proj, self.act_fn = experts.gate_up_proj, experts.down_proj, experts.act_fn
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        E = len(self.down_proj)
+        rows = -(-top_k_index.numel() // E)
+        token = torch.zeros(E * rows, dtype=torch.long)
+        x = hidden_states[token].view(E, rows, -1)
+        gate, up = (x @ self.gate_up_proj.mT).chunk(2, -1)
+        y = ((self.act_fn(gate) * up) @ self.down_proj.mT).flatten(0, 1)
+        weighted = y * top_k_weights.flatten()[token, None]
+        return torch.zeros_like(hidden_states).index_add(0, token, weighted.to(hidden_states.dtype))
+
+
+def shapes_of_batch(rows: int, prompt: int, response: int) -> Batch:
+    """A batch of which nothing is known but shapes."""
+    fields = dict.fromkeys(Batch.__dataclass_fields__)
+    fields["ids"] = torch.zeros(rows, prompt + response, dtype=torch.long)
+    fields["tokens"] = torch.zeros(rows, response, dtype=torch.long)
+    fields["prompt_len"] = torch.zeros(rows, dtype=torch.long)
+    return Batch(**fields)
+
+
+def sampler_of(cfg) -> str:
+    return "policy" if cfg.actor == "none" else "actor"
+
+
+def compute_of(cfg) -> torch.dtype | None:
+    """The 16-bit type of the learner's products; None: float32."""
+    return None if cfg.dtype == "float32" else getattr(torch, cfg.dtype)
+
+
+def n_layers(config) -> int:
+    return config.get_text_config().num_hidden_layers
+
+
+def layers_travel_in(cfg, model) -> int:
+    """Bytes of a number of the layers' weights as they compute: with FSDP they may come in 16 bits."""
+    return 2 if cfg.parallel == "fsdp" and memory.travels_in(model, compute_of(cfg)) else 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# States
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of one model's states, whole, and of parts of its weights."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    tensor: int  # its largest tensor
+    layer: int  # its largest layer, in float32
+    gathered: int  # with FSDP: what is no layer, and two layers, as they travel
+    travels: int  # with FSDP: all of it
+
+    @classmethod
+    def of(cls, cfg, name: str, config) -> States:
+        model = on_meta(cfg, name, config)
+        moments = {}
+        for optimizer in make_optimizers(model, cfg, 0.0):
+            bytes_of_one = (1 if isinstance(optimizer, Muon) else 2) * (2 if cfg.optimizer_dtype == "bfloat16" else 4)
+            for group in optimizer.param_groups:
+                moments |= {p: bytes_of_one * p.numel() for p in group["params"]}
+        weights, layers = weights_of(model), [weights_of(layer) for layer in model.base_model.layers]
+        share = layers_travel_in(cfg, model) / 4
+        return cls(
+            weights=weights,
+            gradients=sum(4 * p.numel() for p in moments),
+            optimizer=sum(moments.values()),
+            tensor=max(4 * p.numel() for p in model.parameters()),
+            layer=max(layers),
+            gathered=int(weights - sum(layers) + 2 * max(layers) * share),
+            travels=int(weights - sum(layers) + sum(layers) * share),
+        )
+
+
+def weights_of(model) -> int:
+    """Bytes of a module's parameters in float32; tied ones count once."""
+    return sum(4 * p.numel() for p in model.parameters())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The plan of a rank
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes of one rank. categories: name -> bytes; stages: name -> the categories that are there together."""
+
+    ranks: int
+    micro: tuple[int, int]  # the largest micro-batch: rows, and tokens of a row
+    categories: dict[str, int]
+    stages: dict[str, list[str]]
+    checkpoint: int  # bytes on the disk, of all ranks together
+    moved: int  # bytes that a rank sends to others in an update of one micro-batch
+
+    def sum_of(self, *kinds: str) -> int:
+        """Bytes of the categories whose names begin so."""
+        return sum(size for name, size in self.categories.items() if name.startswith(kinds))
+
+    def of_stage(self, stage: str) -> int:
+        return sum(self.categories[category] for category in self.stages[stage])
+
+    @property
+    def worst(self) -> str:
+        """The stage that needs most."""
+        return max(self.stages, key=self.of_stage)
+
+    @property
+    def peak(self) -> int:
+        return self.of_stage(self.worst)
+
+    def text(self) -> str:
+        """A page: the categories, the stages, the disk and the network."""
+        rows, width = self.micro
+        lines = [f"GiB on one rank of {self.ranks}; the largest micro-batch has {rows} x {width} tokens"]
+        lines += [f"  {name:<50}{size / GIB:9.2f}" for name, size in self.categories.items() if size]
+        lines += ["at the most, while it does"]
+        lines += [f"  {stage:<50}{self.of_stage(stage) / GIB:9.2f}" for stage in self.stages]
+        lines += ["and"]
+        lines += [f"  {'a checkpoint on the disk, of all ranks':<50}{self.checkpoint / GIB:9.2f}"]
+        lines += [f"  {'sent to other ranks in an update of one micro-batch':<50}{self.moved / GIB:8.2f}"]
+        return "\n".join(lines)
+
+
+def plan_of(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float = 0.0) -> Plan:
+    """The plan of one rank of so many. configs: name -> transformers config; prompt: tokens of the longest prompt."""
+    width = prompt + cfg.max_tokens
+    rows = max(1, cfg.micro_tokens // width)
+    found = measure(cfg, configs, rows, prompt, cfg.max_tokens)
+    models = {name: States.of(cfg, name, config) for name, config in configs.items()}
+    sharded = cfg.parallel == "fsdp" and ranks > 1
+    n = ranks if sharded else 1
+    of_gradients = n if cfg.reduce_gradients == "micro" else 1
+    states = {f"weights, {name}": model.weights // n for name, model in models.items()}
+    if not cfg.offload:
+        states |= {f"optimizer, {name}": model.optimizer // n for name, model in models.items()}
+    gradients = {f"gradients, {name}": model.gradients // of_gradients for name, model in models.items()}
+    activations = {f"activations, {name}": size for name, size in found.kept.items()}
+    others = {
+        "logits, or a layer's backward": found.moment,
+        "a forward without gradient": found.forward,
+        "gathered from other ranks": gathered(models) if sharded else 0,
+        "engine": engine(cfg, configs[sampler_of(cfg)], width, ranks, gpu_gib),
+        "a tensor to publish": 2 * max(model.tensor for model in models.values()),
+    }
+    asleep = gpu_gib > 0 and cfg.rollout == "vllm" and cfg.rollout_sleep
+    always = [*states, *([] if asleep else ["engine"])]
+    stages = {
+        "publish": [*states, "engine", "a tensor to publish"],
+        "roll out": [*states, "engine"],
+        "ref pass": [*always, "a forward without gradient", "gathered from other ranks"],
+        "forward and backward": [*always, *gradients, *activations, *list(others)[:1], "gathered from other ranks"],
+    }
+    saved = sum(2 * model.weights - model.weights // 2 + model.optimizer for model in models.values())
+    categories = states | gradients | activations | others
+    return Plan(ranks, (rows, width), categories, stages, saved, moved(cfg, models, ranks))
+
+
+def gathered(models: dict[str, States]) -> int:
+    """FSDP: of each model what is no layer; of one the layer that computes and the one that comes next; and the
+    gradient of a layer, or of what is no layer, before it is added up over ranks."""
+    return sum(model.gathered for model in models.values()) + max(model.layer for model in models.values())
+
+
+def moved(cfg, models: dict[str, States], ranks: int) -> int:
+    """Bytes that a rank sends: all gradients twice (DDP), or once, and the weights twice (FSDP)."""
+    gradients = sum(model.gradients for model in models.values())
+    weights = sum(model.travels for model in models.values())
+    share = (ranks - 1) / ranks
+    return int(share * (2 * gradients if cfg.parallel == "ddp" else gradients + 2 * weights))
+
+
+def engine(cfg, config, width: int, ranks: int, gpu_gib: float) -> int:
+    """Bytes of the rollout engine on one rank: on a GPU vLLM's share, else weights and key-value cache."""
+    if cfg.rollout == "vllm" and gpu_gib:
+        return int(cfg.rollout_memory * gpu_gib * GIB)
+    number = 4 if cfg.rollout_dtype == "float32" else 2
+    weights = weights_of(sync.empty_model(config)) * number // 4
+    if cfg.rollout == "vllm":
+        return weights // cfg.rollout_tp + int(cfg.rollout_memory * GIB)
+    text = config.get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    tokens = min(1 << 20, cfg.rollout_batch // ranks * width)
+    return weights + 2 * text.num_hidden_layers * text.num_key_value_heads * size * number * tokens
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Does it fit, and what would make it fit
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def mends(cfg, width: int, ranks: int):
+    """Yields (flags, changes of the configuration, ranks): what makes a run smaller, the cheapest first, each on top of
+    those before it."""
+    if cfg.rollout == "vllm" and cfg.rollout_memory > 0.4:
+        yield "--rollout_memory=0.4", {"rollout_memory": 0.4}, ranks
+    if not cfg.gradient_checkpointing:
+        yield "--gradient_checkpointing=True", {"gradient_checkpointing": True}, ranks
+    if cfg.micro_tokens >= 2 * width:
+        yield f"--micro_tokens={width}", {"micro_tokens": width}, ranks
+    if cfg.parallel == "ddp" and ranks > 1:
+        yield "--parallel=fsdp", {"parallel": "fsdp"}, ranks
+    if cfg.optimizer_dtype == "float32":
+        yield "--optimizer_dtype=bfloat16", {"optimizer_dtype": "bfloat16"}, ranks
+    if not cfg.offload:
+        yield "--offload=True", {"offload": True}, ranks
+    more = ranks
+    while more < MOST_RANKS:
+        more *= 2
+        yield f"--parallel=fsdp on {more} ranks", {"parallel": "fsdp"}, more
+
+
+def fitting(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float) -> tuple[list[str], Plan | None]:
+    """(flags to add, the plan with them) of the first that fits; (all that were tried, None) if nothing does."""
+    said: list[str] = []
+    for flag, changes, more in mends(cfg, prompt + cfg.max_tokens, ranks):
+        cfg = replace(cfg, **changes)
+        said = [words for words in said if "fsdp" not in words or "fsdp" not in flag] + [flag]
+        made = plan_of(cfg, configs, prompt, more, gpu_gib)
+        if made.peak <= gpu_gib * GIB:
+            return said, made
+    return said, None
+
+
+def verdict(cfg, configs: dict, prompt: int, made: Plan, gpu_gib: float) -> tuple[bool, str]:
+    """(whether a plan fits a GPU of so many GiB, a sentence that says so or what would make it fit)."""
+    peak = made.peak / GIB
+    if peak <= gpu_gib:
+        return True, f"it fits --gpu_gib={gpu_gib:g}: at the most {peak:.1f} GiB ({made.worst})"
+    flags, smaller = fitting(cfg, configs, prompt, made.ranks, gpu_gib)
+    needs = f"a rank needs {peak:.1f} GiB ({made.worst}), and --gpu_gib={gpu_gib:g} is less"
+    if smaller is None:
+        return False, f"{needs}; {', '.join(flags)} do not help enough: take a smaller model, or shorter responses"
+    return False, f"{needs}; with {', '.join(flags)} it needs {smaller.peak / GIB:.1f}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# python train.py --plan
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def report(cfg) -> None:
+    """Print the plan of a configuration. Nothing but config.json and, if it is there, the tokenizer is read."""
+    configs = {"policy": config_of("model", cfg.model)}
+    if cfg.actor != "none":
+        configs["actor"] = config_of("actor", cfg.actor)
+    prompt = cfg.max_prompt_tokens or longest_prompt(cfg)
+    made = plan_of(cfg, configs, prompt, cfg.ranks or from_environment("WORLD_SIZE", 1), cfg.gpu_gib)
+    print(made.text())
+    if cfg.gpu_gib:
+        print(verdict(cfg, configs, prompt, made, cfg.gpu_gib)[1])
+
+
+def config_of(flag: str, name: str):
+    """The transformers config behind --model or --actor."""
+    if name.startswith("base:"):
+        return warmstart.config_of(name.removeprefix("base:"))
+    if not is_hub_id(name):
+        return checkpoint.read_config(name).get_text_config()
+    from transformers import AutoConfig
+
+    with checkpoint.one_sentence(f"--{flag}={name}", "config.json on the hub", f"fetch it first: hf download {name}"):
+        return AutoConfig.from_pretrained(name).get_text_config()
+
+
+def longest_prompt(cfg) -> int:
+    """Tokens of the longest prompt of --task."""
+    if cfg.model.startswith("base:"):
+        return make_task(cfg).fit(warmstart.arithmetic_tokenizer())
+    need(
+        not is_hub_id(cfg.model),
+        f"--plan: how long the prompts of --task={cfg.task} are is not known without the tokenizer of {cfg.model}; "
+        "give --max_prompt_tokens",
+    )
+    return make_task(cfg).fit(checkpoint.read_tokenizer(cfg.model))
+
+
+def check_fits(cfg, configs: dict, prompt: int, ranks: int) -> None:
+    """UserError, the plan's sentence, before a model loads: the run does not fit --gpu_gib, or the GPU that is here."""
+    gpu_gib = cfg.gpu_gib
+    if not gpu_gib and torch.cuda.is_available():
+        gpu_gib = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
+    if gpu_gib:
+        configs = {name: config.get_text_config() for name, config in configs.items()}
+        fits, says = verdict(cfg, configs, prompt, plan_of(cfg, configs, prompt, ranks, gpu_gib), gpu_gib)
+        need(fits, f"{says} (python train.py --plan ... shows it all)")

@@ -1,0 +1,228 @@
+"""What the recipes of configs/papers need of each GPU (plan.py), and how a plan stands to what a run really takes.
+
+    python results/plans.py             # the plans of all recipes: results/plans.md; no weights, no network
+    python results/plans.py --check     # six runs on this machine's CPUs, predicted and measured; some minutes
+
+The shapes of the recipes' models stand below, as their config.json files on the hub have them. What is measured is the
+largest resident memory of a rank's process during an update (VmHWM), less what the process had before its models.
+"""
+
+import ctypes
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import sweep
+
+import batching
+import bench
+import config
+import objectives
+import plan
+from flags import parse_flags, run_command
+from learner import Comm, Learner
+from model import lora
+
+GPU_GIB = 80.0
+COMMON = {"vocab_size": 151_936, "max_position_embeddings": 40_960}
+# hub id -> (family, hidden, inner, layers, heads, key-value heads, tied, more)
+SHAPES = {
+    "Qwen/Qwen2.5-0.5B": ("qwen2", 896, 4864, 24, 14, 2, True, {}),
+    "Qwen/Qwen2.5-32B": ("qwen2", 5120, 27_648, 64, 40, 8, False, {"vocab_size": 152_064}),
+    "Qwen/Qwen3-0.6B": ("qwen3", 1024, 3072, 28, 16, 8, True, {"head_dim": 128}),
+    "Qwen/Qwen3-1.7B": ("qwen3", 2048, 6144, 28, 16, 8, True, {"head_dim": 128}),
+    "Qwen/Qwen3-4B": ("qwen3", 2560, 9728, 36, 32, 8, True, {"head_dim": 128}),
+    "Qwen/Qwen3-8B": ("qwen3", 4096, 12_288, 36, 32, 8, False, {"head_dim": 128}),
+    "Qwen/Qwen3-30B-A3B": (
+        *("qwen3_moe", 2048, 6144, 48, 32, 4, False),
+        {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    ),
+}
+
+
+def config_of(name: str):
+    """The config of a model of the hub, from SHAPES."""
+    from transformers import AutoConfig
+
+    family, hidden, inner, layers, heads, kv_heads, tied, more = SHAPES[name.removesuffix("-Base")]
+    return AutoConfig.for_model(
+        family,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        tie_word_embeddings=tied,
+        layer_types=["full_attention"] * layers,
+        **{**COMMON, **more},
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The recipes
+# ---------------------------------------------------------------------------------------------------------------------
+
+RECIPES = sorted((sweep.ROOT / "configs" / "papers").glob("*.toml"))
+HEAD = [
+    "recipe",
+    "GPUs",
+    "states",
+    "activations",
+    "engine",
+    "peak",
+    "checkpoint",
+    "sent an update",
+    "does it fit 80 GiB?",
+]
+
+
+def ranks_of(path) -> int:
+    """The ranks of the command in a recipe's head."""
+    text = path.read_text(encoding="utf-8")
+    nodes = re.search(r"--nnodes=(\d+)", text)
+    return int(re.search(r"--nproc_per_node=(\d+)", text)[1]) * (int(nodes[1]) if nodes else 1)
+
+
+def row_of(name: str, argv: list[str], ranks: int) -> list[str]:
+    """The cells of one command's plan."""
+    cfg = config.parse(argv)
+    models = {"policy": config_of(cfg.model)}
+    if cfg.actor != "none":
+        models["actor"] = config_of(cfg.actor)
+    made = plan.plan_of(cfg, models, cfg.max_prompt_tokens, ranks, GPU_GIB)
+    _, says = plan.verdict(cfg, models, cfg.max_prompt_tokens, made, GPU_GIB)
+    states = made.sum_of("weights", "gradients", "optimizer")
+    numbers = [states, made.sum_of("activations"), made.sum_of("engine"), made.peak, made.checkpoint, made.moved]
+    return [name, str(ranks), *(f"{x / plan.GIB:.1f}" for x in numbers), says]
+
+
+EXAMPLE = "--objective=jackpot --model=Qwen/Qwen3-4B --actor=Qwen/Qwen3-1.7B --max_tokens=4096 --max_prompt_tokens=1024"
+EXAMPLE += " --dtype=bfloat16 --rollout_dtype=bfloat16 --lr=1e-6 --actor_lr=1e-6"
+
+
+def recipes() -> None:
+    rows = [row_of(path.stem, [f"--config={path}"], ranks_of(path)) for path in RECIPES]
+    for n in (1, 8):
+        rows.append(row_of("README's 4B and 1.7B", [*EXAMPLE.split(), "--parallel=fsdp"], n))
+    sweep.page("plans", sweep.markdown(HEAD, rows))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Predicted and measured
+# ---------------------------------------------------------------------------------------------------------------------
+
+SHAPE = dict(hidden=512, inter=1536, layers=6, vocab=16_000)
+PROMPT, RESPONSE, ROWS = 32, 480, 2
+# name -> (ranks, flags)
+CASES = {
+    "one process": (1, {}),
+    "DDP, 2 ranks": (2, {}),
+    "FSDP2, 2 ranks": (2, {"parallel": "fsdp"}),
+    "FSDP2, 2 ranks, checkpointing": (2, {"parallel": "fsdp", "gradient_checkpointing": True}),
+    "two models": (1, {"actor": "base:actor", "objective": "jackpot"}),
+    "two models, checkpointing": (1, {"actor": "base:actor", "objective": "jackpot", "gradient_checkpointing": True}),
+    "LoRA": (1, {"lora_rank": 8}),
+    "int8, aligned": (1, {"rollout_quant": "int8", "learner_quant": "aligned"}),
+}
+
+
+def configured(flags: dict, ranks: int) -> config.Config:
+    """The configuration of a case: four micro-batches of ROWS rows an update on each rank."""
+    sizes = dict(train_batch=8 * ranks, rollout_batch=8 * ranks, max_tokens=RESPONSE, micro_tokens=ROWS * 512)
+    usual = dict(objective="grpo", actor="none", rollout="hf", lr=1e-4, actor_lr=1e-4, **sizes)
+    return config.resolve(config.Config(**{**usual, **flags}), ranks)
+
+
+def models_of(cfg) -> dict:
+    made = {"policy": bench.shaped("", **SHAPE)}
+    if cfg.actor != "none":
+        made["actor"] = bench.shaped("", **{**SHAPE, "layers": SHAPE["layers"] // 2})
+    return made
+
+
+def memory_of(key: str) -> int:
+    """A line of this process's /proc/self/status, in bytes: VmRSS, or VmHWM, its peak."""
+    with open("/proc/self/status", encoding="utf-8") as f:
+        return next(int(line.split()[1]) * 1024 for line in f if line.startswith(key))
+
+
+def trim() -> None:
+    """Give freed memory back to the system, and let the peak begin anew."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    with open("/proc/self/clear_refs", "w", encoding="utf-8") as f:
+        f.write("5")
+
+
+def measured(flags: dict) -> None:
+    """One rank of a case: print the largest of two updates, in bytes above what was there before the models."""
+    comm = Comm.start(600)
+    cfg = configured(flags, max(1, comm.size))
+    models = models_of(cfg)
+    if cfg.lora_rank:
+        lora.attach(models["policy"], cfg)
+    trim()
+    before = memory_of("VmRSS") - sum(plan.weights_of(model) for model in models.values())
+    learner = Learner(models.pop("policy"), models.pop("actor", None), cfg, comm)
+    groups = bench.random_groups(np.random.default_rng(comm.rank), 1, RESPONSE, SHAPE["vocab"])
+    batch = batching.collate(groups, cfg)
+    stats = objectives.prepare(batch, comm, cfg, {})
+    learner.update(batch, stats)  # makes optimizer states
+    trim()
+    learner.update(batch, stats)
+    if comm.rank == 0:
+        print(json.dumps(memory_of("VmHWM") - before), flush=True)
+
+
+def run_case(ranks: int, flags: dict) -> int:
+    """The measured bytes of a case, in processes of its own."""
+    script = [__file__, f"--case={json.dumps(flags)}"]
+    command = [sys.executable, *script]
+    if ranks > 1:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *script]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "TQDM_DISABLE": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"error: {command}: {done.stderr[-2000:]}")
+    return int(done.stdout.split()[-1])
+
+
+def check() -> list[list[str]]:
+    """The cells of the table: predicted, measured, and their ratio."""
+    rows = []
+    for name, (ranks, flags) in CASES.items():
+        cfg = configured(flags, ranks)
+        configs = {key: model.config for key, model in models_of(cfg).items()}
+        made = plan.plan_of(cfg, configs, PROMPT, ranks)
+        said = made.of_stage("forward and backward") - made.categories["engine"]
+        got = run_case(ranks, flags)
+        rows.append([name, f"{said / plan.GIB:.3f}", f"{got / plan.GIB:.3f}", f"{said / got:.3f}"])
+        print(*rows[-1], sep="   ", flush=True)
+    return rows
+
+
+@dataclass(frozen=True)
+class PlanFlags:
+    """Plans"""
+
+    check: bool = False
+    """Predicted and measured, on this machine."""
+    case: str = ""
+    """One rank of a case of --check, its flags as JSON."""
+
+
+def main() -> None:
+    flags = parse_flags(PlanFlags, usage=__doc__.strip())
+    if flags.case:
+        measured(json.loads(flags.case))
+    elif flags.check:
+        check()
+    else:
+        recipes()
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,229 @@
+"""The plan: states against formulas, activations against what autograd really keeps, a peak against a real process."""
+
+import json
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import ROOT, make_cfg
+
+import config
+import plan
+import train
+from flags import UserError
+from model import lora
+
+sys.path.insert(0, str(ROOT / "results"))
+import plans
+
+SMALL = dict(
+    hidden_size=64,
+    intermediate_size=160,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=24,
+    vocab_size=515,
+    max_position_embeddings=512,
+    tie_word_embeddings=True,
+    layer_types=["full_attention"] * 6,
+)
+
+
+def small(**changes):
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**{**SMALL, **changes})
+
+
+def parameters_of(V, H, inner, layers, heads, kv, d, tied) -> int:
+    """Parameters of a Qwen3: embedding, head, attention with its two norms of heads, gated MLP, norms."""
+    attention = H * heads * d + 2 * H * kv * d + heads * d * H + 2 * d
+    return V * H * (1 if tied else 2) + layers * (attention + 3 * H * inner + 2 * H) + H
+
+
+def test_states_by_hand():
+    cfg = make_cfg(objective="jackpot", actor="base:actor", dtype="bfloat16")
+    P = parameters_of(151_936, 4096, 12_288, 36, 32, 8, 128, False)
+    assert P == 8_190_735_360  # as its authors print it
+    states = plan.States.of(cfg, "policy", plans.config_of("Qwen/Qwen3-8B"))
+    assert (states.weights, states.gradients, states.optimizer) == (4 * P, 4 * P, 8 * P)
+    assert states.tensor == 4 * 151_936 * 4096
+    layer = (P - 2 * 151_936 * 4096 - 4096) // 36
+    assert states.layer == 4 * layer
+    root = P - 36 * layer
+    assert (states.gathered, states.travels) == (4 * (root + 2 * layer), 4 * P)  # DDP: nothing travels in 16 bits
+
+
+def test_states_of_shards_muon_and_adapters():
+    P, E = parameters_of(515, 64, 160, 6, 4, 2, 24, True), 515 * 64
+    config, ranks = small(), 3
+    cfg = make_cfg(objective="grpo", parallel="fsdp", dtype="bfloat16", optimizer="muon")
+    states = plan.States.of(cfg, "policy", config)
+    vectors = 6 * (2 * 24 + 2 * 64) + 64
+    assert states.optimizer == 8 * (E + vectors) + 4 * (P - E - vectors)
+    assert states.travels == 4 * (E + 64) + 2 * (P - E - 64)
+    made = plan.plan_of(cfg, {"policy": config}, 8, ranks)
+    assert made.categories["weights, policy"] == 4 * P // ranks
+    assert made.categories["gradients, policy"] == 4 * P // ranks
+    assert made.moved == int(2 / 3 * (4 * P + 2 * states.travels))
+    whole = plan.plan_of(
+        make_cfg(objective="grpo", parallel="fsdp", reduce_gradients="update"), {"policy": config}, 8, 3
+    )
+    assert whole.categories["gradients, policy"] == 4 * P
+    cfg = make_cfg(objective="grpo", lora_rank=4)
+    states = plan.States.of(cfg, "policy", config)
+    H, inner, q, kv = 64, 160, 4 * 24, 2 * 24
+    sides = [(H, q), (H, kv), (H, kv), (q, H), (H, inner), (H, inner), (inner, H)]
+    assert states.gradients == 4 * 6 * 4 * sum(a + b for a, b in sides)
+
+
+KINDS = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "checkpointing": {"gradient_checkpointing": True},
+    "int8": {"rollout_quant": "int8", "learner_quant": "aligned"},
+    "adapters": {"lora_rank": 4},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_kept_is_what_autograd_saves(kind):
+    """A real forward, and the storages that autograd's own hooks are handed; all six layers, of which two and four were
+    measured."""
+    from transformers import AutoModelForCausalLM
+
+    cfg = make_cfg(objective="grpo", **KINDS[kind])
+    rows, prompt, response = 3, 37, 90
+    kept = plan.measure(cfg, {"policy": small()}, rows, prompt, response).kept["policy"]
+    model = AutoModelForCausalLM.from_config(small(), dtype=torch.float32).eval()
+    if cfg.rollout_quant != "none":
+        plan.quant.align(model, plan.quant.format_of("int8", cfg.quant_group))
+    if cfg.gradient_checkpointing:
+        plan.memory.recompute(model)
+    if cfg.lora_rank:
+        lora.attach(model, cfg)
+    models = plan.PolicyAndActor(model, None, plan.compute_of(cfg))
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    own |= {b.untyped_storage().data_ptr() for b in model.buffers()}
+    saved = {}
+
+    def see(x):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    batch = plan.shapes_of_batch(rows, prompt, response)
+    with torch.autograd.graph.saved_tensors_hooks(see, lambda x: x):
+        hidden = models._hidden(model, batch, torch.arange(rows * response), share=False)
+    assert sum(saved.values()) + hidden.nbytes == pytest.approx(kept, rel=0.03)
+
+
+def test_a_micro_batch_has_as_many_rows_as_fit():
+    cfg = make_cfg(objective="grpo", max_tokens=90, micro_tokens=400)
+    made = plan.plan_of(cfg, {"policy": small()}, 37, 1)
+    assert made.micro == (3, 127)
+    one = plan.plan_of(make_cfg(objective="grpo", max_tokens=90, micro_tokens=100), {"policy": small()}, 37, 1)
+    assert one.micro == (1, 127)  # a row that is longer than the budget is read all the same
+    assert one.sum_of("activations") == pytest.approx(made.sum_of("activations") / 3, rel=0.01)
+
+
+@pytest.mark.limit(120)
+def test_the_peak_of_a_real_process():
+    name = "two models, checkpointing"
+    ranks, flags = plans.CASES[name]
+    cfg = plans.configured(flags, ranks)
+    made = plan.plan_of(cfg, {key: m.config for key, m in plans.models_of(cfg).items()}, plans.PROMPT, ranks)
+    said = made.of_stage("forward and backward") - made.categories["engine"]
+    assert said == pytest.approx(plans.run_case(ranks, flags), rel=0.1)
+
+
+def test_stages_hold_what_is_there_together():
+    cfg = make_cfg(objective="grpo", max_tokens=90)
+    made = plan.plan_of(cfg, {"policy": small()}, 37, 1)
+    c = made.categories
+    states = c["weights, policy"] + c["optimizer, policy"]
+    assert made.of_stage("roll out") == states + c["engine"]
+    assert made.of_stage("publish") == states + c["engine"] + 2 * 4 * 515 * 64
+    busy = c["gradients, policy"] + c["activations, policy"] + c["logits, or a layer's backward"]
+    assert made.of_stage("forward and backward") == states + busy + c["engine"]  # the torch engine does not sleep
+    assert made.of_stage("ref pass") == states + c["a forward without gradient"] + c["engine"]
+    assert made.peak == max(map(made.of_stage, made.stages))
+    assert made.checkpoint == 4 * P_SMALL * 4 - 2 * P_SMALL  # float32 weights and two moments, and 16-bit ones for use
+
+
+P_SMALL = parameters_of(515, 64, 160, 6, 4, 2, 24, True)
+
+
+def test_vllm_sleeps_on_a_gpu():
+    gpu = dict(objective="grpo", rollout="vllm", rollout_memory=0.5)
+    made = plan.plan_of(make_cfg(**gpu), {"policy": small()}, 37, 1, gpu_gib=10.0)
+    awake = plan.plan_of(make_cfg(**gpu, rollout_sleep=False), {"policy": small()}, 37, 1, gpu_gib=10.0)
+    assert made.categories["engine"] == 5 * plan.GIB
+    assert awake.of_stage("forward and backward") - made.of_stage("forward and backward") == 5 * plan.GIB
+
+
+def test_what_would_make_it_fit_is_tried_in_order():
+    cfg = make_cfg(objective="grpo", max_tokens=400, micro_tokens=8000)
+    configs = {"policy": small()}
+    usual = plan.plan_of(cfg, configs, 37, 2)
+    fits, says = plan.verdict(cfg, configs, 37, usual, usual.peak / plan.GIB)
+    assert fits and "it fits" in says
+    changes = {"gradient_checkpointing": True}, {"micro_tokens": 437}, {"parallel": "fsdp"}
+    changes += {"optimizer_dtype": "bfloat16"}, {"offload": True}
+    words = [f"--{name}={value}" for change in changes for name, value in change.items()]
+    sizes = [usual.peak]
+    for n, change in enumerate(changes, 1):
+        cfg = replace(cfg, **change)
+        sizes.append(plan.plan_of(cfg, configs, 37, 2).peak)
+        assert sizes[-1] < sizes[-2]
+        fits, says = plan.verdict(make_cfg(**BIG), configs, 37, usual, (sizes[-1] + sizes[-2]) / 2 / plan.GIB)
+        assert not fits and f"; with {', '.join(words[:n])} it needs" in says
+    says = plan.verdict(make_cfg(**BIG), configs, 37, usual, 1e-6)[1]
+    assert says.endswith("do not help enough: take a smaller model, or shorter responses")
+    assert says.count("fsdp") == 1 and "--parallel=fsdp on 64 ranks" in says
+
+
+BIG = dict(objective="grpo", max_tokens=400, micro_tokens=8000)
+
+
+def test_the_command(tmp_path, capsys):
+    """Of a folder there need be nothing but its config.json."""
+    small().save_pretrained(tmp_path)
+    given = ["--plan", f"--model={tmp_path}", "--actor=none", "--lr=1e-6", "--dtype=bfloat16", "--max_tokens=64"]
+    train.train(config.parse([*given, "--max_prompt_tokens=32", "--gpu_gib=80", "--rollout=hf", "--ranks=4"]))
+    said = capsys.readouterr().out
+    assert "one rank of 4" in said and "it fits --gpu_gib=80" in said
+    assert float(re.search(r"weights, policy +([\d.]+)", said)[1]) == pytest.approx(4 * P_SMALL / plan.GIB, abs=0.005)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_an_impossible_run_is_refused_before_a_model_loads(folders, tmp_path):
+    flags = dict(model=str(folders / "policy"), actor="none", rollout="hf", out=str(tmp_path / "run"), gpu_gib=1e-4)
+    with pytest.raises(UserError, match=r"a rank needs .* GiB .* and --gpu_gib=0.0001 is less"):
+        train.train(config.resolve(config.Config(**flags, max_tokens=16, lr=1e-4, dtype="float32")))
+    assert not (tmp_path / "run").exists()
+
+
+def test_shapes_are_those_of_the_hub():
+    """Parameters as the models' authors print them, in billions."""
+    printed = {"Qwen/Qwen2.5-0.5B": 0.49, "Qwen/Qwen2.5-32B": 32.5, "Qwen/Qwen3-0.6B": 0.6, "Qwen/Qwen3-1.7B": 1.7}
+    printed |= {"Qwen/Qwen3-4B": 4.0, "Qwen/Qwen3-8B": 8.2, "Qwen/Qwen3-30B-A3B": 30.5}
+    cfg = make_cfg(objective="grpo")
+    for name, billions in printed.items():
+        weights = plan.States.of(cfg, "policy", plans.config_of(name)).weights
+        assert weights / 4e9 == pytest.approx(billions, rel=0.04), name
+
+
+def test_experts_are_measured_without_knowing_where_tokens_go():
+    config = plans.config_of("Qwen/Qwen3-30B-A3B")
+    cfg = make_cfg(objective="grpo", dtype="bfloat16")
+    batch = (1, 64, 448)
+    dense = plan.of_layers(cfg, "policy", plans.config_of("Qwen/Qwen3-1.7B"), 1, *batch)
+    sparse = plan.of_layers(cfg, "policy", config, 1, *batch)
+    # eight experts of 768 are as wide as one MLP of 6144, and each has its own input; then the weights in 16 bits
+    weights = 2 * 128 * 3 * 2048 * 768
+    assert sparse.kept - weights > dense.kept and json.dumps(sparse.kept)
