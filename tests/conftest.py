@@ -1,5 +1,6 @@
 """Shared by the suite: tiny models with random weights, one vLLM engine for everything, hand-made groups."""
 
+import copy
 import fcntl
 import math
 import os
@@ -188,6 +189,16 @@ class TinyBatch:
 # r = 2, 1/2, 1 in the first response (product 1), 4, 4, 4 in the second (product 64, geometric mean 4)
 LOG_R = [[LN(2), -LN(2), 0.0], [LN(4), LN(4), LN(4)]]
 STATS = StepStats(tokens=6.0, sequences=2.0, lam=1.0, kappa=1.0, distill_lambda=0.0)
+
+
+def take_over(learner, other) -> None:
+    """Give a learner what a checkpoint holds of another one of its shape: weights, optimizers, counters."""
+    saved = {key: x for name in other.names for key, x in other.trained(name).items()}
+    learner.make_states({key: (x.shape, x.dtype) for key, x in saved.items()})
+    for name in learner.names:
+        for key, x in learner.trained(name).items():
+            x.copy_(saved[key])
+    learner.load_state_dict(copy.deepcopy(other.state_dict()))
 
 
 def tiny(log_r, mask=None, adv=(1.0, -1.0), new=None, ref=None) -> tuple[TokenStats, TinyBatch]:

@@ -133,6 +133,6 @@ def send(peer, n, published, t_end):
 
 def test_the_window_counts_from_when_a_group_was_made_in_the_simulation():
     s = DelaySource.__new__(DelaySource)
-    s.cfg, s.dropped = make_cfg(delay="constant", window_seconds=600.0), Counter()
+    s.cfg, s.dropped, s.decided, s.sampled = make_cfg(delay="constant", window_seconds=600.0), Counter(), Counter(), {}
     assert not s.still_wanted(Ticket(0, 0, made_at=300.0), 0, now=1000.0) and s.dropped == {"window": 1}
     assert s.still_wanted(Ticket(1, 0, made_at=500.0), 0, now=1000.0)

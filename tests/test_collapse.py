@@ -1,14 +1,13 @@
 """results/collapse.py: AUC against plain loops, the rules on made-up runs, and that a left-out study is left out.
 learner.Guard: where it fires, what it does, and that it goes on after a resume."""
 
-import copy
 import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import make_cfg, make_groups
+from conftest import make_cfg, make_groups, take_over
 from ranks import make_learner
 from test_learner import one_update, weights
 from test_train import flags
@@ -295,8 +294,7 @@ def test_a_resumed_guard_judges_and_mends_as_the_whole_run(after):
     for batch in batches[:after]:
         one_update(first, batch)
     second, _ = guarded(guard="mend", guard_kl=1e-9)
-    second.models.load_state_dict(first.models.state_dict())
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    take_over(second, first)
     assert [one_update(second, batch) for batch in batches[after:]] == expected[after:]
     assert all(torch.equal(p, weights(whole)[name]) for name, p in weights(second).items())
 

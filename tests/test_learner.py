@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, make_cfg, make_groups, tiny_model
+from conftest import ROOT, make_cfg, make_groups, take_over, tiny_model
 from ranks import RANK_CASES, UNEVEN_CASES, hold_back_the_step, make_learner, move, rank_groups
 from ranks import one_update as update_of_one
 
@@ -524,7 +524,7 @@ def test_muon_takes_the_matrices_and_adamw_the_rest():
             assert s[0] < 2 * s[min(step.shape) // 2], name
 
     other = make_learner(learner.cfg)
-    other.load_state_dict(learner.state_dict())
+    take_over(other, learner)
     loaded = other.optimizers["policy"][1].state_dict()["state"][0]["momentum_buffer"]
     assert torch.equal(loaded, muon.state_dict()["state"][0]["momentum_buffer"])
 

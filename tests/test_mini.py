@@ -12,6 +12,7 @@ from conftest import ROOT, TINY_TASK, tiny_model
 
 import config
 import mini
+import run
 import train
 from tasks import Arithmetic, arithmetic_tokenizer
 
@@ -93,7 +94,9 @@ def test_every_metric_is_train_pys(case, precision, solvers, tmp_path, monkeypat
     """In float64 both sides compute in float64, but sample from float32 logits, as engines do: p_inf is float32."""
     if precision == "float64":
         original = transformers.AutoModelForCausalLM.from_pretrained
-        monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", in_float64(original))
+        double = in_float64(original)
+        monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", double)
+        monkeypatch.setattr(run, "unread", double)
     want, got = by_train(solvers, tmp_path / "run", monkeypatch, **case), by_mini(solvers, monkeypatch, **case)
     assert len(got) == len(want) == 21
     rel, absolute = TOLERANCE[precision]

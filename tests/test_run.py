@@ -435,7 +435,7 @@ def test_wandb_gets_the_finite_numbers_under_updates_done(tmp_path, monkeypatch)
     )
     wandb.init = lambda **settings: calls.append(settings) or wandb
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setattr(run.config, "check_packages", lambda cfg: None)
+    monkeypatch.setattr(run.config, "check_packages", lambda cfg, n_ranks: None)
     (tmp_path / "config.json").write_text('{"id": "ab12"}')  # two runs of one folder name are two runs there
     logged(tmp_path, make_cfg(wandb="mine"), 0, {-1: {"x": 1.0, "y": math.inf, "text": "z"}, 0: {"x": 2.0}})
     settings, *rest = calls

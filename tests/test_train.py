@@ -855,17 +855,18 @@ def test_an_evaluation_leaves_no_trace_in_a_delayed_run(solvers, tmp_path, train
 
 
 def test_a_second_engine_evaluates_the_policy_of_an_actor(solvers, tmp_path, train_here, monkeypatch):
-    """The same numbers as the learner's own weights give; it sleeps between evaluations where it can."""
+    """The same numbers as the learner's own weights give. It sleeps behind every evaluation, the actor's own engine behind
+    the only rollout."""
     slept = []
-    monkeypatch.setattr(HFEngine, "sleep", lambda self: slept.append("sleep"), raising=False)
-    monkeypatch.setattr(HFEngine, "wake", lambda self: slept.append("wake"), raising=False)
+    monkeypatch.setattr(HFEngine, "sleep", lambda self: slept.append(self))
     changes = {"steps": 2, "eval_every": 1, "save_every": 0, "eval_problems": 64, "rollout_quant": "int8"}
     changes |= {"model": solvers / "actor", "actor": solvers / "policy"}
     used, rows = used_engines(monkeypatch), {}
     for how in ("second", "torch"):
         _, rows[how] = train_here(flags(solvers, tmp_path / how, eval_engine=how, learner_quant="aligned", **changes))
     assert evals(rows["second"]) == evals(rows["torch"])
-    assert slept == ["sleep", "wake", "sleep", "wake", "sleep"]
+    second, actor = slept[0], slept[1]
+    assert slept[:4] == [second, actor, second, second] and second is used[0] is not actor
     assert used[0] is used[2] is used[4] and used[1] is not used[3]
     with pytest.raises(
         UserError, match="--eval_engine=second: the policy samples for itself, and its engine evaluates"
