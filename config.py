@@ -106,7 +106,7 @@ class ObjectiveFlags:
     surrogate: str | None = None
     """How the policy moves on the advantage (objectives.SURROGATES)."""
     ratio_base: Literal["ref", "inf", "new", "group"] | None = None
-    """Denominator of the surrogate's ratio; group: the expectation over the group's responses (corrections.py)."""
+    """Denominator of the surrogate's ratio; group: the expectation over the group's responses (corrections/)."""
     advantage: Literal["grpo", "grpo_no_std", "rloo"] | None = None
     """Advantage within a group (default grpo)."""
     reduction: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = None

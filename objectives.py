@@ -2,7 +2,7 @@
 
     loss = - reduce( keep * sg(weight) * surrogate )
 
-    correction   a detached weight and a keep-mask per token (corrections.py, obrs.py), from three policies:
+    correction   a detached weight and a keep-mask per token (corrections/, obrs.py), from three policies:
                  `inf`, the one that sampled (engine, actor, precision, staleness, sampling settings),
                  `ref`, the learner's at the start of this step's updates, and `new`, the learner's now
     surrogate    how `new` moves on the advantage inside its trust region
@@ -408,7 +408,7 @@ def loss(new, batch, stats: StepStats, cfg):
 
 def log_ratio_base(new, batch, stats: StepStats, cfg):
     """log of what the surrogate's ratio divides by, (B, T): p_ref, p_inf, p_new itself, or the group's
-    (corrections.py)."""
+    (corrections/)."""
     if cfg.ratio_base == "ref":
         return batch.logp_ref
     if cfg.ratio_base == "inf":

@@ -36,7 +36,8 @@ MATHS = ["test_corrections.py", "test_obrs.py", "test_gepo.py", "test_objectives
 # where the tests of a file are, most telling first
 TESTS = {
     "objectives.py": ["test_objectives.py", "test_regularisers.py", "test_corrections.py", "test_gepo.py", *LEARNER],
-    "corrections.py": ["test_config.py", *MATHS],
+    "corrections/__init__.py": ["test_config.py", *MATHS],
+    "corrections/formulas.py": MATHS,
     "obrs.py": MATHS,
     "batching.py": ["test_objectives.py", "test_regularisers.py", "test_rollout.py", *LEARNER],
     "model/head.py": ["test_head.py", "test_models.py"],
@@ -152,9 +153,7 @@ MUTANTS = {
         ),
         ("surrogate = surrogate * (batch.adv > 0)", "surrogate = surrogate * (batch.adv >= 0) * 2"),
     ],
-    "corrections.py": [
-        ("torch.where(batch.adv < 0, kept, 1.0)", "torch.where(batch.adv > 0, kept, 1.0)"),
-        ('kept if cfg.reject_of == "all" else', "kept if True else"),
+    "corrections/formulas.py": [
         (
             "weight = prefix_ratio(log_r.clamp_max(0), mask, clamp)",
             "weight = prefix_ratio(log_r, mask, clamp).clamp_max(1)",
@@ -200,6 +199,10 @@ MUTANTS = {
             "return weight, torch.ones_like(weight)",
         ),
         ("m, low = geo_ratio(log_r, mask, clamp), floor or 1 / cap", "m, low = geo_ratio(log_r, mask, clamp), floor"),
+    ],
+    "corrections/__init__.py": [
+        ("torch.where(batch.adv < 0, kept, 1.0)", "torch.where(batch.adv > 0, kept, 1.0)"),
+        ('kept if cfg.reject_of == "all" else', "kept if True else"),
         ("tis(new.logp.detach() - b.logp_inf, cfg.is_cap", "tis(b.log_r, cfg.is_cap"),
         (
             "low = (token_ratio(batch.log_r, cfg.log_ratio_clamp) < cfg.veto) & batch.mask",
