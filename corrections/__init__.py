@@ -34,17 +34,19 @@ from corrections.formulas import (  # noqa: F401 (also for those who import this
     retrace,
     retrace_seq,
     seq_is,
+    seq_max,
     seq_mean,
-    seq_mean_k3,
     seq_mis,
     seq_ratio,
     seq_sum,
     seq_tis,
     tbpo_mismatch,
     tis,
+    token_k2,
     token_k3,
     token_ratio,
     vanilla_is,
+    vespo,
     z_tis,
 )
 from flags import UserError, choice, need
@@ -65,6 +67,7 @@ class Correction:
     caps: str = ""  # what its C caps: "token" (r), "sequence" (R)
     band: str = ""  # what its --rs_low and --rs_high bound, where that is its weight: "token" or "sequence"
     obrs: bool = False  # it needs Z
+    plain: bool = False  # all weights are 1
 
 
 def apply_obrs(new, batch, stats, cfg):
@@ -97,7 +100,7 @@ def apply_z_tis(new, batch, stats, cfg):
 
 
 CORRECTIONS = {
-    "none": Correction(lambda new, b, stats, cfg: none(b.log_r)),
+    "none": Correction(lambda new, b, stats, cfg: none(b.log_r), plain=True),
     "is": Correction(lambda new, b, stats, cfg: vanilla_is(b.log_r, cfg.log_ratio_clamp)),
     "tis": Correction(
         lambda new, b, stats, cfg: tis(b.log_r, cfg.is_cap, cfg.is_floor, cfg.log_ratio_clamp),
@@ -144,6 +147,7 @@ CORRECTIONS = {
         lambda new, b, stats, cfg: geo_rs(b.log_r, b.mask, cfg.rs_low, cfg.rs_high, cfg.log_ratio_clamp),
         bounds={"rs_low": 0.9, "rs_high": 1.1},
         drops=True,
+        plain=True,
     ),
     "geo_rs_seq_tis": Correction(
         lambda new, b, stats, cfg: geo_rs_seq_tis(
@@ -159,6 +163,7 @@ CORRECTIONS = {
         ),
         bounds={"is_cap": 2.0},
     ),
+    "vespo": Correction(lambda new, b, stats, cfg: vespo(b.log_r, b.mask, b.adv, clamp=cfg.log_ratio_clamp)),
     "z_tis": Correction(apply_z_tis, obrs=True),
     "obrs": Correction(apply_obrs, drops=True, obrs=True),
     "jackpot_adjusted": Correction(apply_obrs, drops=True, obrs=True),
@@ -212,21 +217,37 @@ class Rejection:
     bounds: dict
 
 
+def divergence(of_token, aggregate):
+    """The statistic: tokens' k2 or k3, summed, averaged or their largest over a response."""
+    return lambda log_r, mask, clamp: aggregate(of_token(log_r, clamp), mask)
+
+
 REJECTIONS = {
     "token": Rejection(lambda log_r, mask, clamp: token_ratio(log_r, clamp), {"rs_low": 0.5, "rs_high": 5.0}),
     "sequence": Rejection(seq_ratio, {"rs_low": 0.0, "rs_high": 4.0}),
     "geo": Rejection(geo_ratio, {"rs_low": 0.9, "rs_high": 1.1}),
+    "seq_max": Rejection(
+        lambda log_r, mask, clamp: seq_max(token_ratio(log_r, clamp), mask), {"rs_low": 0.0, "rs_high": 100.0}
+    ),
+    # divergences of inf from ref, never negative: one upper bound. verl's names and defaults
+    "token_k2": Rejection(lambda log_r, mask, clamp: token_k2(log_r, clamp), {"rs_low": 0.0, "rs_high": 0.1}),
     "token_k3": Rejection(lambda log_r, mask, clamp: token_k3(log_r, clamp), {"rs_low": 0.0, "rs_high": 0.1}),
-    "seq_mean_k3": Rejection(seq_mean_k3, {"rs_low": 0.0, "rs_high": 0.1}),
 }
+for level, aggregate in {"seq_sum": seq_sum, "seq_mean": seq_mean, "seq_max": seq_max}.items():
+    for estimator, of_token in {"k2": token_k2, "k3": token_k3}.items():
+        REJECTIONS[f"{level}_{estimator}"] = Rejection(divergence(of_token, aggregate), {"rs_low": 0.0, "rs_high": 0.1})
 
 
 def apply_correction(new, batch, stats, cfg):
     """(weight, keep, what to log) of the correction, and on top of it what `--reject` and `--veto` drop.
 
+    correction_target: "new" has p_new above p_inf, in weights and statistics, instead of p_ref.
     reject_of: "negative" drops tokens of negative advantage alone: to push down what the policy would hardly say any
     more teaches it little, and moves it much. veto: a response in which one token has r below it is dropped whole."""
+    if cfg.correction_target == "new":
+        batch = replace(batch, logp_ref=new.logp.detach())
     weight, keep, *logs = CORRECTIONS[cfg.correction].apply(new, batch, stats, cfg)
+    weight = weight / stats.weight_mean
     if cfg.reject != "none":
         statistic = REJECTIONS[cfg.reject].statistic(batch.log_r, batch.mask, cfg.log_ratio_clamp)
         kept = inside(statistic, cfg.rs_low, cfg.rs_high)
@@ -241,6 +262,23 @@ def can_drop(cfg) -> bool:
     """Whether any token can be rejected."""
     masks = cfg.correction == "tbpo_mismatch" and cfg.tbpo_cap == "mask"
     return CORRECTIONS[cfg.correction].drops or masks or cfg.reject != "none" or cfg.veto > 0
+
+
+def sees_new(cfg) -> bool:
+    """Whether weights or masks depend on the policy as it is in the update, so that nobody knows them before."""
+    z_new = cfg.correction in USES_Z and cfg.obrs_target == "new" and cfg.kappa != "exact"
+    return cfg.correction == "tis_adjusted" or cfg.correction_target == "new" or z_new
+
+
+def mean_weight(batch, comm, stats, cfg, fresh) -> float:
+    """The mean of keep * weight over all ranks: over tokens, or responses where a response has one weight.
+
+    As verl has it: before --reject and --veto, which do not change the mean."""
+    weight, keep, *_ = CORRECTIONS[cfg.correction].apply(fresh, batch, stats, cfg)
+    applied = weight * keep
+    counted = batch.mask if applied.shape == batch.mask.shape else batch.mask.any(1, keepdim=True)
+    total, count = comm.sum([applied[counted].sum(), counted.sum()])
+    return total / count if total > 0 else 1.0
 
 
 def actor_is_sampler(cfg) -> bool:
@@ -283,10 +321,32 @@ def check(cfg) -> None:
         cfg.correction not in ("tis_adjusted", "jackpot_adjusted") or cfg.ratio_base == "new",
         f"--correction={cfg.correction} carries p_new / p_inf itself: it needs --ratio_base=new, not {cfg.ratio_base}",
     )
+    check_target(cfg)
+
+
+def check_target(cfg) -> None:
+    """Which policy stands above inf, and what must be known before the update."""
+    of_new = cfg.correction_target == "new"
     need(
-        cfg.correction != "tis_adjusted" or cfg.loss_denominator != "kept" or not can_drop(cfg),
-        "--loss_denominator=kept must know what is dropped before the update, and --correction=tis_adjusted is known "
-        "within it; use proposed",
+        not of_new or cfg.correction not in USES_Z,
+        f"--correction_target=new: --correction={cfg.correction} has a target of its own; use --obrs_target",
+    )
+    plain = CORRECTIONS[cfg.correction].plain or cfg.surrogate == "reinforce"
+    need(
+        not of_new or plain or cfg.ratio_base == "new" or cfg.allow_double_correction,
+        f"--correction_target=new: weights p_new / p_inf stand in place of the ratio; use --surrogate=reinforce or "
+        f"--ratio_base=new, not {cfg.ratio_base}",
+    )
+    within = "--correction_target=new" if of_new else f"--correction={cfg.correction}"
+    late = cfg.correction not in USES_Z and sees_new(cfg)  # OBRS has sentences of its own
+    need(
+        not late or cfg.loss_denominator != "kept" or not can_drop(cfg),
+        f"--loss_denominator=kept must know what is dropped before the update, and {within} is known within it; "
+        "use proposed",
+    )
+    need(
+        not cfg.normalize_weights or not sees_new(cfg),
+        f"--normalize_weights must know all weights before the update, and {within} is known within it; leave it out",
     )
 
 

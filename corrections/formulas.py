@@ -45,15 +45,15 @@ def geo_ratio(log_r, mask, clamp=CLAMP):
     return token_ratio(seq_mean(log_r, mask), clamp)
 
 
+def token_k2(log_r, clamp=CLAMP):
+    """(log r)^2 / 2, (B, T): each token's share of the k2 estimate of KL(inf || ref). Schulman."""
+    return log_r.clamp(-clamp, clamp) ** 2 / 2
+
+
 def token_k3(log_r, clamp=CLAMP):
     """r - 1 - log r >= 0, (B, T): each token's share of the k3 estimate of KL(inf || ref)."""
     x = log_r.clamp(-clamp, clamp).double()  # near 0 the two terms cancel: x^2 / 2 is left
     return (torch.expm1(x) - x).to(log_r.dtype)
-
-
-def seq_mean_k3(log_r, mask, clamp=CLAMP):
-    """The mean of token_k3 over a response, (B, 1)."""
-    return seq_mean(token_k3(log_r, clamp), mask)
 
 
 def seq_sum(x, mask):
@@ -64,6 +64,11 @@ def seq_sum(x, mask):
 def seq_mean(x, mask):
     """Mean over a response's tokens, (B, 1); 0 for an empty response."""
     return seq_sum(x, mask) / mask.sum(1, keepdim=True).clamp_min(1)
+
+
+def seq_max(x, mask):
+    """The largest of a response's tokens, (B, 1), of values that are never negative; 0 for an empty response."""
+    return x.masked_fill(~mask, 0.0).amax(1, keepdim=True)
 
 
 def inside(x, low, high):
@@ -153,6 +158,21 @@ def retrace_seq(log_r, mask, clamp=CLAMP):
     results/search.md."""
     weight, keep = retrace(log_r, mask, clamp)
     return weight * seq_ratio(log_r, mask, clamp).clamp_max(1), keep
+
+
+def vespo(log_r, mask, adv, positive=(2.0, 3.0), negative=(3.0, 2.0), clamp=CLAMP):
+    """weight R^k exp(lambda (1 - R)), 1 at R = 1 and highest at R = k / lambda. VESPO, arXiv 2602.10693.
+
+    positive, negative: (k, lambda) where A >= 0, and where A < 0. The form and these numbers are TRL's
+    (GRPOTrainer.get_gamma_weights); there R is p_new / p_inf, `--correction_target=new`."""
+    seq_log_r = seq_sum(log_r, mask).clamp(-clamp, clamp)
+    weight = torch.where(adv >= 0, soft_kernel(seq_log_r, *positive), soft_kernel(seq_log_r, *negative))
+    return weight, torch.ones_like(weight)
+
+
+def soft_kernel(seq_log_r, k, lam):
+    """R^k exp(lambda (1 - R))."""
+    return (k * seq_log_r + lam * (1 - seq_log_r.exp())).exp()
 
 
 def geo_rs(log_r, mask, low, high, clamp=CLAMP):

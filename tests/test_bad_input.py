@@ -100,7 +100,12 @@ ROWS = [
 --parallel=tp | --parallel=tp: not one of ddp, fsdp; did you mean ddp?
 --samplers=http | --samplers=http: not one of local, zmq, files
 --keep_sampling_mask=replayed | --keep_sampling_mask=replayed: not one of off, recompute, ... did you mean replay?
---rollout_rs=seq_max_k2 | --reject=seq_max_k2: not one of none, token, sequence, geo, ... did you mean seq_mean_k3?
+--rollout_rs=seq_max_k1 | --reject=seq_max_k1: not one of none, token, sequence, geo, ... did you mean seq_max_k3?
+--objective=tis --correction_target=new | --correction_target=new: weights p_new / p_inf stand in ... not ref
+--objective=jackpot --correction_target=new | --correction_target=new: --correction=obrs has a target ... --obrs_target
+--objective=opsm --loss_denominator=kept | --loss_denominator=kept must know ... --correction_target=new is known ...
+--objective=vespo --normalize_weights | --normalize_weights must know all ... --correction_target=new is known ...
+--objective=tis_adjusted --normalize_weights | --normalize_weights must know ... --correction=tis_adjusted is known ...
 --obrs_lambda=0 | --obrs_lambda=0.0: lambda must be above 0 (1 is the usual value)
 --obrs_lambda=-1 | --obrs_lambda=-1.0: lambda must be above 0 (1 is the usual value)
 --obrs_lambda=inf | --obrs_lambda=inf: must be finite
