@@ -106,7 +106,7 @@ def dppo(logp, base, adv, low=0.2, high=0.2, divergence="tv", clamp=CLAMP):
     """r A, and nothing where p_new is farther from p_base than the bound on the side that A pushes to.
 
     Kept are, with A >= 0, p_new <= p_base or gap <= high; with A < 0, p_new >= p_base or gap <= low. The gap is
-    tv  |p_new - p_base|;  kl  p log(p / p_new) + (1 - p) log((1 - p) / (1 - p_new)), p = p_base: a token, and all others as one.
+    tv  |p_new - p_base|;  kl  p log(p / p_new) + (1 - p) log((1 - p) / (1 - p_new)), p = p_base: of two events.
     DPPO, arXiv 2602.04879, Eq. 13, 14 as SkyRL cites them; tv over inf is the mask of prime-rl's default loss."""
     r = token_ratio(logp - base, clamp)
     p, p_new = base.exp(), logp.detach().exp()
