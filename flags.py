@@ -31,6 +31,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
+LISTED = 36  # so many names at most stand in a sentence
 NEAR = 0.75  # a name less like a flag than this is no slip of the finger, and gets no guess
 
 
@@ -294,7 +295,8 @@ def choice(key: str, value, known, place: str = "") -> None:
     if value not in known:
         near = difflib.get_close_matches(str(value), list(known), 1, 0.3)
         guess = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"{place}--{key}={value}: not one of {', '.join(known)}{guess}")
+        listed = [*known] if len(known) <= LISTED else [*known][:LISTED] + ["..."]
+        raise UserError(f"{place}--{key}={value}: not one of {', '.join(listed)}{guess}")
 
 
 def groups_of(cls) -> list[type]:

@@ -8,8 +8,8 @@
     surrogate    how `new` moves on the advantage inside its trust region
     reduction    what the sum is divided by: one denominator over all ranks and micro-batches
 
-Surrogates and regularisers are pure functions of tensors and numbers; presets over all axes stand below them.
-Advantages are batching.py's.
+Surrogates and regularisers are pure functions of tensors and numbers; presets over all axes are presets.py's, and
+advantages batching.py's. `python objectives.py` prints every name with its formula, users, needs and costs.
 
 `prepare` runs once per optimizer step, over all ranks, before any backward; `loss` is called for each micro-batch;
 `update_controllers` hands what must be remembered (kappa, the distillation loop) to the next step.

@@ -104,11 +104,11 @@ def test_gradients_of_surrogates(surrogate, slope):
     "divergence, low, high, closed",
     [
         # p_base 0.5, 0.5, 0.2; p_new 0.8, 0.3, 0.1: the gaps are 0.3, -0.2, -0.1
-        ("tv", 0.15, 0.25, [[True, False, False], [False, True, False]]),
+        ("tv", 0.15, 0.16, [[True, False, False], [False, True, False]]),
         ("tv", 0.05, 0.35, [[False] * 3, [False, True, True]]),
         # 0.5 log(0.5 / 0.8) + 0.5 log(0.5 / 0.2) = 0.2231; 0.5 log(0.5 / 0.3) + 0.5 log(0.5 / 0.7) = 0.0872;
         # 0.2 log 2 + 0.8 log(0.8 / 0.9) = 0.0444
-        ("kl", 0.05, 0.22, [[True, False, False], [False, True, False]]),
+        ("kl", 0.05, 0.06, [[True, False, False], [False, True, False]]),
         ("kl", 0.04, 0.23, [[False] * 3, [False, True, True]]),
         ("kl", math.inf, math.inf, [[False] * 3, [False] * 3]),
     ],
@@ -645,11 +645,11 @@ def actor_loss(stats=STATS, **flags):
     return logs["actor_loss"], logs["distill"]
 
 
-def test_the_policys_kept_denominator_is_not_the_actors():
+def test_the_policys_kept_denominator_and_mean_weight_are_not_the_actors():
     plain, distill = actor_loss(objective="none")
     assert distill.tolist() == [[0.25] * 3, [0.25, 0, 0]]
     factor = torch.full((2, 1), 7.0, dtype=f64)
-    scaled, distill = actor_loss(replace(STATS, kept_factor=factor), objective="none")
+    scaled, distill = actor_loss(replace(STATS, kept_factor=factor, weight_mean=5.0), objective="none")
     assert distill.tolist() == [[0.25] * 3, [0.25, 0, 0]]
     assert torch.equal(plain, scaled)
 

@@ -106,6 +106,7 @@ def weights(how: str, xs: list[float], adv: float, cap: float, floor: float, low
             "one, g inside": (1.0, within(g, low, high)),
             "min(R, C), g inside": (min(R, cap), within(g, low, high)),
             "g in [1/C, C]": (min(max(g, 1 / cap), cap), True),
+            "g kept inside": (g, within(g, low, high)),
         }[how]
     ] * n
 
@@ -377,7 +378,14 @@ CASES |= {
     "seq_mis --normalize_weights=True": dict(weight="R kept inside", high=4.0, normalize=True),
     "tis --is_floor=0.7": TIS | dict(floor=0.7),
     "tis --veto=0.4": TIS | dict(veto=0.4),
-    "tis --dual_clip=1.05": TIS | dict(dual=1.05),
+    "tis --dual_clip=1.3": TIS | dict(dual=1.3),
+    "none --correction=tbpo_mismatch --tbpo_cap=mask --is_floor=0.5 --is_cap=5.0": dict(
+        weight="g kept inside", low=0.5, high=5.0
+    ),
+    "cispo --clip_low=1.0": dict(surrogate="weighted log p", clip=(1.0, 0.28)),
+    "decoupled_seq_is_rs --loss_denominator=kept": dict(
+        weight="min(R, C)", cap=2.0, statistic="R", stat_low=0.5, stat_high=2.0, kept=True
+    ),
     "icepop --loss_denominator=kept": dict(weight="r kept inside", low=0.5, high=5.0, kept=True),
     f"seq_mis --loss_denominator=kept --reduction={SEQ}": dict(
         weight="R kept inside", high=4.0, kept=True, reduction=SEQ
