@@ -103,9 +103,9 @@ ROWS = [
 --rollout_rs=seq_max_k1 | --reject=seq_max_k1: not one of none, token, sequence, geo, ... did you mean seq_max_k3?
 --objective=tis --correction_target=new | --correction_target=new: weights p_new / p_inf stand in ... not ref
 --objective=jackpot --correction_target=new | --correction_target=new: --correction=obrs has a target ... --obrs_target
---objective=opsm --loss_denominator=kept | --loss_denominator=kept must know ... --correction_target=new is known within it
+--objective=opsm --loss_denominator=kept | --loss_denominator=kept must ... --correction_target=new is known within it
 --objective=vespo --normalize_weights | --normalize_weights must know all ... --correction_target=new is known within it
---objective=tis_adjusted --normalize_weights | --normalize_weights must know ... --correction=tis_adjusted is known within it
+--objective=tis_adjusted --normalize_weights | --normalize_weights ... --correction=tis_adjusted is known within it
 --obrs_lambda=0 | --obrs_lambda=0.0: lambda must be above 0 (1 is the usual value)
 --obrs_lambda=-1 | --obrs_lambda=-1.0: lambda must be above 0 (1 is the usual value)
 --obrs_lambda=inf | --obrs_lambda=inf: must be finite
