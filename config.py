@@ -115,7 +115,7 @@ class ObjectiveFlags:
     surrogate: str | None = None
     """How the policy moves on the advantage (objectives.SURROGATES)."""
     ratio_base: Literal["ref", "inf", "new", "group"] | None = None
-    """Denominator of the surrogate's ratio; group: the expectation over the group's responses (corrections.py)."""
+    """Denominator of the surrogate's ratio; group: the expectation over the group's responses (corrections/)."""
     advantage: Literal["grpo", "grpo_no_std", "rloo"] | None = None
     """Advantage within a group (default grpo)."""
     reduction: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = None
@@ -123,11 +123,15 @@ class ObjectiveFlags:
     clip: bool = True
     """PPO clip on or off."""
     clip_low: float | None = None
-    """eps_low (default 0.2; gspo 3e-4)."""
+    """eps_low (default 0.2; gspo 3e-4, gmpo 0.4 of log r, dppo_tv 0.2 and dppo_kl 0.05 of a divergence)."""
     clip_high: float | None = None
-    """eps_high (default 0.28; gspo 4e-4)."""
+    """eps_high (default 0.28; gspo 4e-4, gmpo, dppo_tv and dppo_kl as below)."""
     dual_clip: float = 0.0
     """Dual-clip constant c for negative advantages (3 is usual); 0: off."""
+    correction_target: Literal["ref", "new"] | None = None
+    """Which policy stands above inf in weights and statistics: ref (the default), or new, as it is in the update."""
+    normalize_weights: bool = False
+    """Divide weights by their mean over the update's batch, on all ranks: self-normalised importance sampling."""
     is_cap: float | Literal["auto"] | None = None
     """C: cap of importance weights (default by correction: tis 2, seq_tis 4, prefix_tis 1, ...); auto: that of
     corrections.CAPS worth most."""

@@ -31,6 +31,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
+LISTED = 36  # so many names at most stand in a sentence
 NEAR = 0.75  # a name less like a flag than this is no slip of the finger, and gets no guess
 
 
@@ -294,7 +295,8 @@ def choice(key: str, value, known, place: str = "") -> None:
     if value not in known:
         near = difflib.get_close_matches(str(value), list(known), 1, 0.3)
         guess = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"{place}--{key}={value}: not one of {', '.join(known)}{guess}")
+        listed = [*known] if len(known) <= LISTED else [*known][:LISTED] + ["..."]
+        raise UserError(f"{place}--{key}={value}: not one of {', '.join(listed)}{guess}")
 
 
 def groups_of(cls) -> list[type]:
@@ -341,6 +343,7 @@ FOREIGN = {
     "rollout_rs_threshold_lower": "rs_low",
     "rollout_rs_threshold": "rs_high",
     "rollout_token_veto_threshold": "veto",
+    "rollout_is_batch_normalize": "normalize_weights",
     "loss_agg_mode": "reduction",
     "clip_ratio_low": "clip_low",
     "clip_ratio_high": "clip_high",
@@ -354,6 +357,7 @@ FOREIGN = {
     "loss_type": "objective",
     "epsilon": "clip_low",
     "epsilon_high": "clip_high",
+    "delta": "dual_clip",
     "num_generations": "group_size",
     "max_completion_length": "max_tokens",
     "learning_rate": "lr",
@@ -380,7 +384,8 @@ def ours(key: str, value: str) -> dict[str, str]:
 def bounds_of_verl(given: dict, names: set[str]) -> dict:
     """What verl means beyond the values: one bound x of a ratio is 1/x .. x, and two bounds of a weight drop what
     lies outside."""
-    if "rollout_rs_threshold" in names and "rs_low" not in given and not given.get("reject", "").endswith("k3"):
+    of_ratio = given.get("reject", "") in FOREIGN["rollout_rs"][1].values()
+    if "rollout_rs_threshold" in names and "rs_low" not in given and (of_ratio or "reject" not in given):
         return {"rs_low": 1 / given["rs_high"] if given["rs_high"] else 0.0}
     if "rollout_is_threshold" in names and "is_cap" not in given:
         masked = {"tis": "icepop", "seq_tis": "seq_mis"}

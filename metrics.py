@@ -320,7 +320,7 @@ UPDATE = [
         "cppo_kl",
         tokens,
         lambda v: v.logs["cppo_kl"],
-        "what --cppo_beta weighs: exp(d) - d - 1 between inf and new (corrections.py)",
+        "what --cppo_beta weighs: exp(d) - d - 1 between inf and new (corrections/)",
         when=lambda v: "cppo_kl" in v.logs,
     ),
     Mean(

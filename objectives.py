@@ -2,14 +2,14 @@
 
     loss = - reduce( keep * sg(weight) * surrogate )
 
-    correction   a detached weight and a keep-mask per token (corrections.py, obrs.py), from three policies:
+    correction   a detached weight and a keep-mask per token (corrections/, obrs.py), from three policies:
                  `inf`, the one that sampled (engine, actor, precision, staleness, sampling settings),
                  `ref`, the learner's at the start of this step's updates, and `new`, the learner's now
     surrogate    how `new` moves on the advantage inside its trust region
     reduction    what the sum is divided by: one denominator over all ranks and micro-batches
 
-Surrogates and regularisers are pure functions of tensors and numbers; presets over all axes stand below them.
-Advantages are batching.py's.
+Surrogates and regularisers are pure functions of tensors and numbers; presets over all axes are presets.py's, and
+advantages batching.py's. `python objectives.py` prints every name with its formula, users, needs and costs.
 
 `prepare` runs once per optimizer step, over all ranks, before any backward; `loss` is called for each micro-batch;
 `update_controllers` hands what must be remembered (kappa, the distillation loop) to the next step.
@@ -33,11 +33,13 @@ from corrections import (
     apply_correction,
     can_drop,
     geo_ratio,
+    mean_weight,
     seq_mean,
     token_k3,
     token_ratio,
 )
 from flags import choice, need
+from presets import DEFAULTS, OBJECTIVES, catalogue  # noqa: F401 (the first two for others)
 from sampling import Sampling
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -91,6 +93,31 @@ def sapo(log_ratio, adv, clamp=CLAMP):
     return value, torch.zeros_like(value, dtype=torch.bool), r
 
 
+def gmpo(log_ratio, mask, adv, low=0.4, high=0.4, clamp=CLAMP):
+    """s A, s = exp(mean_t x_t), x = log r bounded on the side of A: x <= high where A >= 0, x >= -low where A < 0.
+
+    The geometric mean of PPO's clipped ratios, with bounds of log r. GMPO, arXiv 2507.20673; verl's geo_mean."""
+    bounded = torch.where(adv >= 0, log_ratio.clamp_max(high), log_ratio.clamp_min(-low))
+    s, value = geo_ratio(log_ratio, mask, clamp), geo_ratio(bounded, mask, clamp) * adv
+    return value.expand_as(log_ratio), bounded != log_ratio, s.expand_as(log_ratio)
+
+
+def dppo(logp, base, adv, low=0.2, high=0.2, divergence="tv", clamp=CLAMP):
+    """r A, and nothing where p_new is farther from p_base than the bound on the side that A pushes to.
+
+    Kept are, with A >= 0, p_new <= p_base or gap <= high; with A < 0, p_new >= p_base or gap <= low. The gap is
+    tv  |p_new - p_base|;  kl  p log(p / p_new) + (1 - p) log((1 - p) / (1 - p_new)), p = p_base: of two events.
+    DPPO, arXiv 2602.04879, Eq. 13, 14 as SkyRL cites them; tv over inf is the mask of prime-rl's default loss."""
+    r = token_ratio(logp - base, clamp)
+    p, p_new = base.exp(), logp.detach().exp()
+    if divergence == "kl":
+        gap = p * (base - logp.detach()) + (1 - p) * ((1 - p + 1e-8) / (1 - p_new + 1e-8)).log()
+    else:
+        gap = (p_new - p).abs()
+    outside = torch.where(adv >= 0, (p_new > p) & (gap > high), (p_new < p) & (gap > low))
+    return torch.where(outside, 0.0, r * adv), outside, r
+
+
 def cispo(log_ratio, logp, adv, low=0.2, high=0.28, clamp=CLAMP):
     """sg(clip(r, 1 - low, 1 + high)) A log p_new: the clip bounds the weight and never stops the gradient.
     MiniMax-M1."""
@@ -132,10 +159,14 @@ SURROGATES = {
         logp - base, mask, adv, *clip_bounds(cfg), cfg.tbpo_neg_high if cfg.clip else math.inf, cfg.log_ratio_clamp
     ),
     "sapo": lambda logp, base, adv, mask, cfg: sapo(logp - base, adv, cfg.log_ratio_clamp),
+    "gmpo": lambda logp, base, adv, mask, cfg: gmpo(logp - base, mask, adv, *clip_bounds(cfg), cfg.log_ratio_clamp),
+    "dppo_tv": lambda logp, base, adv, mask, cfg: dppo(logp, base, adv, *clip_bounds(cfg), "tv", cfg.log_ratio_clamp),
+    "dppo_kl": lambda logp, base, adv, mask, cfg: dppo(logp, base, adv, *clip_bounds(cfg), "kl", cfg.log_ratio_clamp),
     "cispo": lambda logp, base, adv, mask, cfg: cispo(logp - base, logp, adv, *clip_bounds(cfg), cfg.log_ratio_clamp),
 }
 CLIP = (0.2, 0.28)  # eps_low, eps_high where nothing else is said
 CLIPS = {"gspo": (3e-4, 4e-4), "tbpo": (3e-4, 4e-4)}  # a length-normalised ratio never reaches 0.2
+CLIPS |= {"gmpo": (0.4, 0.4), "dppo_tv": (0.2, 0.2), "dppo_kl": (0.05, 0.05)}  # bounds of log r, and of a divergence
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -165,75 +196,6 @@ def unregularised(cfg):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Objectives: presets over the axes
-# ---------------------------------------------------------------------------------------------------------------------
-
-DEFAULTS = {"ratio_base": "ref", "reduction": "token-mean", "obrs_target": "ref", "advantage": "grpo"}
-DEFAULTS |= {"reject": "none", "reject_of": "all"}
-OBJECTIVES = {
-    "none": {"correction": "none", "surrogate": "ppo"},  # the mismatch is ignored
-    "grpo": {"correction": "none", "surrogate": "ppo"},
-    "reinforce": {"correction": "none", "surrogate": "reinforce"},
-    "is": {"correction": "is", "surrogate": "ppo"},
-    "tis": {"correction": "tis", "surrogate": "ppo"},
-    "icepop": {"correction": "icepop", "surrogate": "ppo"},
-    "areal_drop": {"correction": "areal_drop", "surrogate": "ppo"},
-    "z_tis": {"correction": "z_tis", "surrogate": "ppo"},
-    "seq_is": {"correction": "seq_is", "surrogate": "ppo"},
-    "seq_tis": {"correction": "seq_tis", "surrogate": "ppo"},
-    "prefix_tis": {"correction": "prefix_tis", "surrogate": "ppo"},
-    "retrace": {"correction": "retrace", "surrogate": "ppo"},
-    "retrace_seq": {"correction": "retrace_seq", "surrogate": "ppo"},
-    # ours: nor is pushed down what the policy would hardly say any more (results/search.md). PPO's clip does that to
-    # p_new / p_inf, and DeepSeek-V3.2 masks whole responses of negative advantage by their mean log-ratio
-    "spare": {
-        **{"correction": "retrace_seq", "surrogate": "ppo"},
-        **{"reject": "token", "reject_of": "negative", "rs_low": 0.9, "rs_high": math.inf},
-    },
-    "seq_mis": {"correction": "seq_mis", "surrogate": "ppo"},
-    "mis_gspo": {"correction": "seq_mis", "surrogate": "gspo", "reduction": "seq-mean-token-mean"},
-    "geo_rs": {"correction": "geo_rs", "surrogate": "ppo"},
-    "geo_rs_seq_tis": {"correction": "geo_rs_seq_tis", "surrogate": "ppo"},
-    "ppo_is": {"correction": "none", "surrogate": "ppo", "ratio_base": "inf"},
-    "tis_adjusted": {"correction": "tis_adjusted", "surrogate": "ppo", "ratio_base": "new"},
-    "jackpot": {"correction": "obrs", "surrogate": "ppo"},
-    "jackpot_adjusted": {
-        **{"correction": "jackpot_adjusted", "surrogate": "ppo"},
-        **{"ratio_base": "new", "obrs_target": "new"},
-    },
-    "gspo": {"correction": "none", "surrogate": "gspo", "reduction": "seq-mean-token-mean"},
-    "gepo": {
-        **{"correction": "none", "surrogate": "gspo", "ratio_base": "group", "reduction": "seq-mean-token-mean"},
-        **{"advantage": "grpo_no_std", "clip_low": 0.2, "clip_high": 0.2},
-    },
-    "tbpo": {"correction": "tbpo_mismatch", "surrogate": "tbpo", "reduction": "seq-mean-token-mean"},
-    "sapo": {"correction": "none", "surrogate": "sapo", "reduction": "seq-mean-token-mean"},  # its Eq. 1
-    "cispo": {"correction": "none", "surrogate": "cispo"},
-}
-# the same under the names and with the defaults of other frameworks
-OBJECTIVES |= {
-    # verl
-    "decoupled_token_is": OBJECTIVES["tis"],
-    "decoupled_seq_is": {**OBJECTIVES["seq_tis"], "is_cap": 2.0},
-    "decoupled_seq_is_rs": {
-        **{**OBJECTIVES["seq_tis"], "is_cap": 2.0},
-        **{"reject": "sequence", "rs_low": 0.5, "rs_high": 2.0},
-    },
-    "decoupled_geo_rs": {**OBJECTIVES["geo_rs"], "rs_low": 0.999, "rs_high": 1.001},
-    "bypass_ppo_clip": OBJECTIVES["ppo_is"],
-    # TRL
-    "token_truncate": {**OBJECTIVES["tis"], "is_cap": 3.0},
-    "token_mask": {**OBJECTIVES["areal_drop"], "is_cap": 3.0},
-    "sequence_truncate": {**OBJECTIVES["seq_tis"], "is_cap": 3.0},
-    "sequence_mask": {**OBJECTIVES["seq_mis"], "rs_high": 3.0},
-    "dr_grpo": {**OBJECTIVES["grpo"], "advantage": "grpo_no_std", "reduction": "seq-mean-token-sum-norm"},
-    "dapo": {**OBJECTIVES["grpo"], "reduction": "token-mean", "clip_high": 0.28},
-    # OpenRLHF, NeMo-RL
-    "seq_mask_tis": {**OBJECTIVES["is"], "reject": "geo", "rs_low": 0.5, "rs_high": 5.0},
-}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Once per optimizer step, before any backward
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -250,6 +212,7 @@ class StepStats:
     kept_factor: torch.Tensor | None = None  # (B, 1) puts the kept denominator in place of the proposed one
     log_group_mean: torch.Tensor | None = None  # (B, 1) GEPO's log E of each response's group
     mixing: torch.Tensor | None = None  # (B, 1) GEPO's e
+    weight_mean: float = 1.0  # what --normalize_weights divides by
 
     def select(self, rows) -> StepStats:
         """The statistics as seen by a micro-batch made of these rows."""
@@ -267,6 +230,8 @@ def passes_needed(cfg, controllers: dict, updates: int) -> set[str]:
     z = cfg.correction in USES_Z
     passes = set()
     if updates > 1 or (cfg.loss_denominator == "kept" and can_drop(cfg)) or (z and cfg.obrs_accept_rate):
+        passes.add("ref")
+    if cfg.normalize_weights:
         passes.add("ref")
     if z and cfg.obrs_z != "exact":
         no_kappa = controllers.get("kappa") is None
@@ -298,6 +263,8 @@ def prepare(batch, comm, cfg, controllers: dict, fresh=None) -> StepStats:
         prepare_group(stats, batch, cfg)
     if cfg.correction in USES_Z:
         prepare_obrs(stats, batch, comm, cfg, controllers, fresh)
+    if cfg.normalize_weights:
+        stats.weight_mean = mean_weight(batch, comm, stats, cfg, fresh)
     if cfg.loss_denominator == "kept" and can_drop(cfg):
         prepare_kept(stats, batch, comm, cfg, fresh)
     return stats
@@ -408,7 +375,7 @@ def loss(new, batch, stats: StepStats, cfg):
 
 def log_ratio_base(new, batch, stats: StepStats, cfg):
     """log of what the surrogate's ratio divides by, (B, T): p_ref, p_inf, p_new itself, or the group's
-    (corrections.py)."""
+    (corrections/)."""
     if cfg.ratio_base == "ref":
         return batch.logp_ref
     if cfg.ratio_base == "inf":
@@ -430,7 +397,8 @@ def joint_loss(new, batch, stats: StepStats, cfg):
     if new.actor_logp is None:
         return value, logs
     as_actor = replace(batch, logp_ref=batch.actor_logp_ref)
-    own, _ = loss(replace(new, logp=new.actor_logp), as_actor, replace(stats, kept_factor=None), actor_config(cfg))
+    of_actor = replace(stats, kept_factor=None, weight_mean=1.0)
+    own, _ = loss(replace(new, logp=new.actor_logp), as_actor, of_actor, actor_config(cfg))
     distill = new.distill_loss.masked_fill(~batch.mask, 0.0)
     value = value + own
     if stats.distill_lambda != 0:
@@ -446,6 +414,8 @@ def actor_config(cfg):
     return replace(
         cfg,
         correction=cfg.actor_correction,
+        correction_target="ref",
+        normalize_weights=False,
         surrogate="ppo",
         ratio_base="ref",
         is_cap=cfg.actor_is_cap or bounds.get("is_cap"),
@@ -597,3 +567,7 @@ def check_ratio(cfg) -> None:
         cfg.ratio_base == "ref" or cfg.surrogate != "reinforce",
         f"{base}: --surrogate=reinforce has no ratio; use --surrogate=ppo",
     )
+
+
+if __name__ == "__main__":
+    print(catalogue())

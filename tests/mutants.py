@@ -38,7 +38,8 @@ MATHS = ["test_corrections.py", "test_obrs.py", "test_gepo.py", "test_objectives
 # where the tests of a file are, most telling first
 TESTS = {
     "objectives.py": ["test_objectives.py", "test_regularisers.py", "test_corrections.py", "test_gepo.py", *LEARNER],
-    "corrections.py": ["test_config.py", *MATHS],
+    "corrections/__init__.py": ["test_config.py", *MATHS],
+    "corrections/formulas.py": MATHS,
     "obrs.py": MATHS,
     "batching.py": ["test_objectives.py", "test_regularisers.py", "test_rollout.py", *LEARNER],
     "model/head.py": ["test_head.py", "test_models.py"],
@@ -124,6 +125,15 @@ MUTANTS = {
         ("cut = r.clamp(1 - low, 1 + high) * adv", "cut = r.clamp(1 - high, 1 + low) * adv"),
         ("value = torch.minimum(plain, cut)", "value = torch.maximum(plain, cut)"),
         ("value = torch.where(adv < 0, torch.maximum(value, floor), value)", "value = torch.maximum(value, floor)"),
+        (
+            "log_ratio.clamp_max(high), log_ratio.clamp_min(-low)",
+            "log_ratio.clamp_max(high), log_ratio.clamp_min(-high)",
+        ),
+        ("s, value = geo_ratio(log_ratio, mask, clamp), geo", "s, value = geo_ratio(bounded, mask, clamp), geo"),
+        ("outside = torch.where(adv >= 0, (p_new > p) & (gap > high)", "outside = torch.where(adv >= 0, (gap > high)"),
+        ("(p_new < p) & (gap > low))", "(p_new < p) & (gap > high))"),
+        ("return torch.where(outside, 0.0, r * adv), outside, r", "return r * adv, outside, r"),
+        ("of_actor = replace(stats, kept_factor=None, weight_mean=1.0)", "of_actor = replace(stats, kept_factor=None)"),
         ("value = torch.where(in_band, s, band.detach()) * adv", "value = torch.minimum(s, band) * adv"),
         ("s.new_tensor(1 + high), s.new_tensor(1 + neg_high)", "s.new_tensor(1 + high), s.new_tensor(1 + high)"),
         (
@@ -144,7 +154,7 @@ MUTANTS = {
             "mean_logp_inf = seq_mean(batch.logp_ref.double(), batch.mask)",
         ),
         ("as_actor = replace(batch, logp_ref=batch.actor_logp_ref)", "as_actor = batch"),
-        ("replace(stats, kept_factor=None), actor_config(cfg)", "stats, actor_config(cfg)"),
+        ("as_actor, of_actor, actor_config(cfg)", "as_actor, stats, actor_config(cfg)"),
         ("value = value + stats.distill_lambda * distill", "value = value + distill"),
         ("        return unreduced.sum() / stats.tokens", "        return unreduced.sum() / mask.sum()"),
         ("per_token = mask.sum(1, keepdim=True).clamp_min(1)", "per_token = mask.shape[1]"),
@@ -179,9 +189,7 @@ MUTANTS = {
         ),
         ("surrogate = surrogate * (batch.adv > 0)", "surrogate = surrogate * (batch.adv >= 0) * 2"),
     ],
-    "corrections.py": [
-        ("torch.where(batch.adv < 0, kept, 1.0)", "torch.where(batch.adv > 0, kept, 1.0)"),
-        ('kept if cfg.reject_of == "all" else', "kept if True else"),
+    "corrections/formulas.py": [
         (
             "weight = prefix_ratio(log_r.clamp_max(0), mask, clamp)",
             "weight = prefix_ratio(log_r, mask, clamp).clamp_max(1)",
@@ -216,6 +224,17 @@ MUTANTS = {
         ("return token_ratio(seq_mean(log_r, mask), clamp)", "return token_ratio(log_r.mean(1, keepdim=True), clamp)"),
         ("weight = token_ratio(log_r, clamp).clamp(floor, cap)", "weight = token_ratio(log_r, clamp).clamp_max(cap)"),
         ("    return r, inside(r, low, high)", "    return r, inside(r, 0, high)"),
+        ("return log_r.clamp(-clamp, clamp) ** 2 / 2", "return log_r.clamp(-clamp, clamp) ** 2"),
+        ("return x.masked_fill(~mask, 0.0).amax(1, keepdim=True)", "return x.amax(1, keepdim=True)"),
+        (
+            "seq_log_r = seq_sum(log_r, mask).clamp(-clamp, clamp)",
+            "seq_log_r = seq_mean(log_r, mask).clamp(-clamp, clamp)",
+        ),
+        ("weight = torch.where(adv >= 0, soft_kernel", "weight = torch.where(adv > 0, soft_kernel"),
+        (
+            "return (k * seq_log_r + lam * (1 - seq_log_r.exp())).exp()",
+            "return (k * seq_log_r - lam * seq_log_r.exp()).exp()",
+        ),
         ("return r, (r <= cap).to(r.dtype)", "return r.clamp_max(cap), torch.ones_like(r)"),
         (
             "weight = (z * token_ratio(log_r, clamp)).clamp_max(c1)",
@@ -227,6 +246,10 @@ MUTANTS = {
             "return weight, torch.ones_like(weight)",
         ),
         ("m, low = geo_ratio(log_r, mask, clamp), floor or 1 / cap", "m, low = geo_ratio(log_r, mask, clamp), floor"),
+    ],
+    "corrections/__init__.py": [
+        ("torch.where(batch.adv < 0, kept, 1.0)", "torch.where(batch.adv > 0, kept, 1.0)"),
+        ('kept if cfg.reject_of == "all" else', "kept if True else"),
         ("tis(new.logp.detach() - b.logp_inf, cfg.is_cap", "tis(b.log_r, cfg.is_cap"),
         (
             "low = (token_ratio(batch.log_r, cfg.log_ratio_clamp) < cfg.veto) & batch.mask",
@@ -238,6 +261,11 @@ MUTANTS = {
             'moves = cfg.obrs_target == "new"',
         ),
         ('late = cfg.samplers != "local" or', "late ="),
+        ("batch = replace(batch, logp_ref=new.logp.detach())", "batch = replace(batch, logp_ref=new.logp)"),
+        ("weight = weight / stats.weight_mean", "weight = weight * stats.weight_mean"),
+        ("applied = weight * keep\n    counted", "applied = weight\n    counted"),
+        ("counted = batch.mask if applied.shape == batch.mask.shape else", "counted = batch.mask if True else"),
+        ('return cfg.correction == "tis_adjusted" or cfg.correction_target == "new" or z_new', "return z_new"),
     ],
     "obrs.py": [
         (

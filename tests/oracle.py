@@ -100,6 +100,9 @@ def step(responses: list[Response], cfg, kappa: float | None, distill_lambda: fl
     adv = advantages(responses, cfg)
     lam, kappa = lambda_and_kappa(responses, cfg, kappa)
     weighed = [weights_of(r, a, cfg, lam, kappa) for r, a in zip(responses, adv, strict=True)]
+    weighed = normalized(weighed, cfg)
+    for i, (r, a) in enumerate(zip(responses, adv, strict=True)):
+        weighed[i] = [(w, k * also) for (w, k), also in zip(weighed[i], rejections(r, a, cfg), strict=True)]
     keep = [[k for _, k in row] for row in weighed]
     share = shares(responses, cfg)
     share_kept = shares_of_kept(keep, responses, cfg) if cfg.loss_denominator == "kept" else share
@@ -186,20 +189,29 @@ def one_share(own: float, tokens: float, sequences: float, cfg) -> float:
 
 
 def weights_of(r: Response, advantage: float, cfg, lam: float, kappa: float) -> list[tuple[float, float]]:
-    """The policy's: correction, then --reject and --veto on r = p_ref / p_inf."""
+    """The policy's own correction, before --reject and --veto."""
     if cfg.correction in WITH_Z:
         out = [obrs(token, cfg, lam, kappa) for token in r.on]
     else:
         bounds = Bounds(drop=cfg.tbpo_cap == "mask", floor=cfg.is_floor)
         given = {"cap": cfg.is_cap, "low": cfg.rs_low, "high": cfg.rs_high}
         bounds = replace(bounds, **{name: value for name, value in given.items() if value is not None})
-        over = "new" if cfg.correction == "tis_adjusted" else "ref"
-        out = correct(cfg.correction, r, over, bounds, cfg.log_ratio_clamp)
-    kept = rejections(r, advantage, cfg)
-    return [(w, k * also) for (w, k), also in zip(out, kept, strict=True)]
+        over = "new" if cfg.correction == "tis_adjusted" else cfg.correction_target
+        out = correct(cfg.correction, r, over, bounds, cfg.log_ratio_clamp, advantage)
+    return out
 
 
-def correct(name: str, r: Response, over: str, bounds: Bounds, c: float) -> list[tuple[float, float]]:
+def normalized(rows: list[list[tuple[float, float]]], cfg) -> list[list[tuple[float, float]]]:
+    """Weights over the mean of keep * weight: of all tokens, or of responses where each has one weight."""
+    one_each = cfg.correction in ("seq_is", "seq_tis", "seq_mis", "geo_rs", "geo_rs_seq_tis", "tbpo_mismatch", "vespo")
+    counted = [row[:1] if one_each else row for row in rows]
+    applied = [w * k for row in counted for w, k in row]
+    if not cfg.normalize_weights or sum(applied) <= 0:
+        return rows
+    return [[(w / mean(applied), k) for w, k in row] for row in rows]
+
+
+def correct(name: str, r: Response, over: str, bounds: Bounds, c: float, A: float) -> list[tuple[float, float]]:
     """over: which policy stands above inf."""
     logs = [log_ratio(token, over, "inf") for token in r.on]
     if not logs:
@@ -214,6 +226,9 @@ def correct(name: str, r: Response, over: str, bounds: Bounds, c: float) -> list
         traces = [math.exp(clamp(sum(min(x, 0.0) for x in logs[: t + 1]), c)) for t in range(len(logs))]
         return [(trace * whole, 1.0) for trace in traces]
     R, geo = math.exp(clamp(sum(logs), c)), math.exp(clamp(mean(logs), c))
+    if name == "vespo":
+        k, lam = (2.0, 3.0) if A >= 0 else (3.0, 2.0)
+        return [(R**k * math.exp(lam * (1 - R)), 1.0)] * len(logs)
     return [by_response(name, R, geo, bounds)] * len(logs)
 
 
@@ -245,9 +260,10 @@ def inside(x: float, low: float, high: float) -> float:
 def rejections(r: Response, advantage: float, cfg) -> list[float]:
     """What --reject and --veto leave of each token."""
     c = cfg.log_ratio_clamp
-    logs = [log_ratio(token, "ref", "inf") for token in r.on]
+    logs = [log_ratio(token, cfg.correction_target, "inf") for token in r.on]
     if not logs:
         return []
+    k2 = [clamp(x, c) ** 2 / 2 for x in logs]
     k3 = [math.exp(clamp(x, c)) - 1 - clamp(x, c) for x in logs]
     n = len(logs)
     statistic = {
@@ -257,6 +273,13 @@ def rejections(r: Response, advantage: float, cfg) -> list[float]:
         "geo": [math.exp(clamp(mean(logs), c))] * n,
         "token_k3": k3,
         "seq_mean_k3": [mean(k3)] * n,
+        "token_k2": k2,
+        "seq_sum_k2": [sum(k2)] * n,
+        "seq_mean_k2": [mean(k2)] * n,
+        "seq_max_k2": [max(k2)] * n,
+        "seq_sum_k3": [sum(k3)] * n,
+        "seq_max_k3": [max(k3)] * n,
+        "seq_max": [max(math.exp(clamp(x, c)) for x in logs)] * n,
     }[cfg.reject]
     low, high = (0.0, INF) if cfg.reject == "none" else (cfg.rs_low, cfg.rs_high)
     spared = cfg.reject_of == "negative" and advantage >= 0
@@ -382,6 +405,11 @@ def surrogate(r: Response, responses: list[Response], A: float, cfg):
             value = min(max(s, edges[0]), edges[1]) * A
             slope = ds * A if edges[0] <= s <= edges[1] else 0.0
         return [value] * n, [slope / n] * n, True
+    if cfg.surrogate == "gmpo":
+        bounded = [min(x, high) if A >= 0 else max(x, -low) for x in logs]
+        s = math.exp(clamp(mean(bounded), c))
+        free = abs(mean(bounded)) < c
+        return [s * A] * n, [s * A / n if free and y == x else 0.0 for x, y in zip(logs, bounded, strict=True)], True
     pairs = []
     for token, x in zip(tokens, logs, strict=True):
         logp, ratio, d = math.log(token.new[token.id]), math.exp(clamp(x, c)), math.exp(x) if abs(x) < c else 0.0
@@ -390,6 +418,9 @@ def surrogate(r: Response, responses: list[Response], A: float, cfg):
         elif cfg.surrogate == "cispo":
             bounded = min(max(ratio, 1 - low), 1 + high)
             pairs.append((bounded * A * logp, bounded * A))
+        elif cfg.surrogate.startswith("dppo"):
+            open_ = 1.0 if may_move(logp, logp - x, A, low, high, cfg.surrogate) else 0.0
+            pairs.append((open_ * ratio * A, open_ * d * A))
         elif cfg.surrogate == "sapo":
             tau = 1.0 if A > 0 else 1.05
             gate = 1 / (1 + math.exp(min(700.0, -tau * (ratio - 1))))
@@ -397,6 +428,13 @@ def surrogate(r: Response, responses: list[Response], A: float, cfg):
         else:
             pairs.append(clipped(ratio, d, A, low, high, cfg.dual_clip))
     return [v for v, _ in pairs], [d for _, d in pairs], False
+
+
+def may_move(logp: float, base: float, A: float, low: float, high: float, name: str) -> bool:
+    """DPPO: whether p_new is within its bound of p_base, or comes back to it."""
+    p, q = math.exp(logp), math.exp(base)
+    far = abs(p - q) if name == "dppo_tv" else q * (base - logp) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+    return (p <= q or far <= high) if A >= 0 else (p >= q or far <= low)
 
 
 def clipped(ratio: float, d: float, A: float, low: float, high: float, dual: float) -> tuple[float, float]:
@@ -447,7 +485,7 @@ def kl_to_start(r: Response, responses: list[Response], scale: list[float], cfg)
         return [], [0.0] * len(r.on)
     terms, slopes = [], []
     logs = [math.log(token.new[token.id]) - log_base(token, r, responses, cfg) for token in r.on]
-    if cfg.surrogate in ("gspo", "tbpo"):
+    if cfg.surrogate in ("gspo", "tbpo", "gmpo"):
         logs = [mean(logs)] * len(logs)
     for token, x, part in zip(r.on, logs, scale, strict=True):
         ratio = 1.0 if cfg.surrogate == "reinforce" else math.exp(clamp(x, cfg.log_ratio_clamp))
@@ -482,9 +520,10 @@ def actors_part(result: Result, responses: list[Response], adv, share, distill_l
     bounds = replace(USUAL.get(cfg.actor_correction, Bounds()), drop=cfg.tbpo_cap == "mask")
     if cfg.actor_is_cap and cfg.actor_correction in USUAL:
         bounds.cap = cfg.actor_is_cap
-    low, high = (0.2, 0.28) if cfg.surrogate in ("gspo", "tbpo") else (cfg.clip_low, cfg.clip_high)
+    own_clip = ("gspo", "tbpo", "gmpo", "dppo_tv", "dppo_kl")
+    low, high = (0.2, 0.28) if cfg.surrogate in own_clip else (cfg.clip_low, cfg.clip_high)
     for i, r in enumerate(responses):
-        weighed = correct(cfg.actor_correction, r, "actor_ref", bounds, cfg.log_ratio_clamp)
+        weighed = correct(cfg.actor_correction, r, "actor_ref", bounds, cfg.log_ratio_clamp, adv[i])
         for token, (w, k) in zip(r.on, weighed, strict=True):
             x = log_ratio(token, "actor", "actor_ref")
             ratio = math.exp(clamp(x, cfg.log_ratio_clamp))

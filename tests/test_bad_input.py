@@ -86,7 +86,7 @@ ROWS = [
 --num_generations=1 | --group_size=1: an advantage needs at least 2 responses a prompt
 --objective=jackpt | --objective=jackpt: not one of none, grpo, reinforce, is, tis, ... did you mean jackpot?
 --correction=tiss | --correction=tiss: not one of none, is, tis, tis_adjusted, icepop, ... did you mean tis?
---surrogate=pppo | --surrogate=pppo: not one of reinforce, ppo, gspo, tbpo, sapo, cispo; did you mean ppo?
+--surrogate=pppo | --surrogate=pppo: not one of reinforce, ppo, gspo, tbpo, sapo, gmpo, ... cispo; did you mean ppo?
 --advantage=grp | --advantage=grp: not one of grpo, grpo_no_std, rloo; did you mean grpo?
 --reduction=mean | --reduction=mean: not one of token-mean, seq-mean-token-mean, ... did you mean token-mean?
 --optimizer=adam | --optimizer=adam: not one of adamw, muon; did you mean adamw?
@@ -100,7 +100,12 @@ ROWS = [
 --parallel=tp | --parallel=tp: not one of ddp, fsdp; did you mean ddp?
 --samplers=http | --samplers=http: not one of local, zmq, files
 --keep_sampling_mask=replayed | --keep_sampling_mask=replayed: not one of off, recompute, ... did you mean replay?
---rollout_rs=seq_max_k2 | --reject=seq_max_k2: not one of none, token, sequence, geo, ... did you mean seq_mean_k3?
+--rollout_rs=seq_max_k1 | --reject=seq_max_k1: not one of none, token, sequence, geo, ... did you mean seq_max_k3?
+--objective=tis --correction_target=new | --correction_target=new: weights p_new / p_inf stand in ... not ref
+--objective=jackpot --correction_target=new | --correction_target=new: --correction=obrs has a target ... --obrs_target
+--objective=opsm --loss_denominator=kept | --loss_denominator=kept must ... --correction_target=new is known within it
+--objective=vespo --normalize_weights | --normalize_weights must know all ... --correction_target=new is known within it
+--objective=tis_adjusted --normalize_weights | --normalize_weights ... --correction=tis_adjusted is known within it
 --obrs_lambda=0 | --obrs_lambda=0.0: lambda must be above 0 (1 is the usual value)
 --obrs_lambda=-1 | --obrs_lambda=-1.0: lambda must be above 0 (1 is the usual value)
 --obrs_lambda=inf | --obrs_lambda=inf: must be finite

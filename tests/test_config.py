@@ -54,6 +54,7 @@ def test_flags_of_verl():
         ("--rollout_is=null --rollout_rs=token_k1 --rollout_rs_threshold=0.25_3", ("none", "token", 0.25, 3.0)),
         ("--rollout_is=null --rollout_rs_threshold=1.5 --rollout_rs=seq_sum_k1", ("none", "sequence", 1 / 1.5, 1.5)),
         ("--rollout_is=null --rollout_rs=seq_mean_k3 --rollout_rs_threshold=0.2", ("none", "seq_mean_k3", 0.0, 0.2)),
+        ("--rollout_is=token --rollout_rs=seq_max_k2 --rollout_rs_threshold=0.3", ("tis", "seq_max_k2", 0.0, 0.3)),
         (
             "--rollout_is=null --rollout_rs=token_k1 --rollout_rs_threshold=3 --rollout_token_veto_threshold=1e-4",
             ("none", "token", 1 / 3, 3.0),
@@ -64,6 +65,11 @@ def test_bounds_of_verl(argv, want):
     """One bound x is 1/x .. x for ratios and 0 .. x for k3; two bounds of --rollout_is drop what lies outside."""
     cfg = parse(["--rollout=hf", *argv.split()])
     assert (cfg.correction, cfg.reject, cfg.rs_low, cfg.rs_high) == want
+
+
+def test_more_flags_of_verl_and_trl():
+    cfg = parse(["--rollout=hf", "--objective=decoupled_seq_is", "--rollout_is_batch_normalize=True", "--delta=4"])
+    assert cfg.normalize_weights and cfg.dual_clip == 4.0
 
 
 def test_flags_of_trl():

@@ -68,6 +68,27 @@ def corrected(new, batch, **flags):
         ("is", {"reject": "seq_mean_k3"}, [[2, 0.5, 1], [4, 4, 4]], 0),
         ("is", {"reject": "seq_mean_k3", "rs_high": 0.17}, [[2, 0.5, 1], [4, 4, 4]], [[1, 1, 1], [0, 0, 0]]),
         ("none", {"reject": "seq_mean_k3", "rs_low": 0.17, "rs_high": 1.7}, 1, [[0, 0, 0], [1, 1, 1]]),
+        # (log r)^2 / 2 = 0.240, 0.240, 0 and 0.961 three times
+        ("is", {"reject": "token_k2"}, [[2, 0.5, 1], [4, 4, 4]], [[0, 0, 1], [0, 0, 0]]),
+        ("none", {"reject": "token_k2", "rs_high": 0.25}, 1, [[1, 1, 1], [0, 0, 0]]),
+        ("none", {"reject": "token_k2", "rs_low": 0.2, "rs_high": 1.0}, 1, [[1, 1, 0], [1, 1, 1]]),
+        # sums 0.480 and 2.883, means 0.160 and 0.961, largest 0.240 and 0.961
+        ("none", {"reject": "seq_sum_k2", "rs_high": 0.49}, 1, [[1, 1, 1], [0, 0, 0]]),
+        ("none", {"reject": "seq_sum_k2", "rs_high": 0.47}, 1, 0),
+        ("none", {"reject": "seq_mean_k2", "rs_high": 0.17}, 1, [[1, 1, 1], [0, 0, 0]]),
+        ("none", {"reject": "seq_mean_k2", "rs_high": 0.15}, 1, 0),
+        ("none", {"reject": "seq_max_k2", "rs_high": 0.25}, 1, [[1, 1, 1], [0, 0, 0]]),
+        ("none", {"reject": "seq_max_k2", "rs_high": 0.23}, 1, 0),
+        # k3: sums 0.5 and 4.841, largest 0.307 and 1.614
+        ("none", {"reject": "seq_sum_k3", "rs_high": 0.51}, 1, [[1, 1, 1], [0, 0, 0]]),
+        ("none", {"reject": "seq_sum_k3", "rs_high": 0.49}, 1, 0),
+        ("none", {"reject": "seq_max_k3", "rs_high": 0.31}, 1, [[1, 1, 1], [0, 0, 0]]),
+        ("none", {"reject": "seq_max_k3", "rs_high": 0.30}, 1, 0),
+        ("none", {"reject": "seq_max", "rs_high": 3.0}, 1, [[1, 1, 1], [0, 0, 0]]),
+        ("none", {"reject": "seq_max", "rs_low": 2.5}, 1, [[0, 0, 0], [1, 1, 1]]),
+        # R = 1: the kernel's 1; R = 64 with A < 0: 64^3 exp(2 (1 - 64))
+        ("vespo", {}, [[1, 1, 1], [64**3 * math.exp(-126)] * 3], 1),
+        ("vespo", {"log_ratio_clamp": LN(2)}, [[1, 1, 1], [8 * math.exp(-2)] * 3], 1),
         ("none", {"veto": 0.6}, 1, [[0, 0, 0], [1, 1, 1]]),
         ("is", {"veto": 0.4}, [[2, 0.5, 1], [4, 4, 4]], 1),
         ("icepop", {"rs_low": 0.1, "rs_high": 3.0, "veto": 0.6}, [[2, 0.5, 1], [4, 4, 4]], 0),
@@ -135,6 +156,21 @@ def test_tis_adjusted_sees_new():
     assert not weight.requires_grad
 
 
+@pytest.mark.parametrize("name", sorted(set(CORRECTIONS) - corrections.USES_Z - {"tis_adjusted"}))
+def test_a_correction_to_new_is_the_same_of_p_new(name):
+    """Weights, rejection and veto with p_new above p_inf; no gradient comes through them."""
+    moved = [[LN(0.3), LN(1.2), 0.1], [0.05, LN(2.5), -0.2]]
+    new, b = tiny(LOG_R, new=moved)
+    flags = dict(correction=name, surrogate="reinforce", veto=0.05, rs_low=0.3, rs_high=1.7)
+    flags |= {} if "rs_low" in CORRECTIONS[name].bounds else {"reject": "token"}
+    got = corrected(new, b, **flags, correction_target="new")
+    want = corrected(None, replace(b, logp_ref=new.logp.detach()), **flags)
+    other = corrected(None, b, **flags)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    assert not torch.equal(got[0] * got[1], other[0] * other[1])
+    assert not got[0].requires_grad and not got[1].requires_grad
+
+
 def test_jackpot_adjusted_sees_new():
     """One token, a support of that token: Z_low = min(p_inf, p_new), kappa 1, room 1 - p_inf."""
     p_inf, p_new = torch.tensor([[0.5]], dtype=f64), torch.tensor([[0.8]], dtype=f64)
@@ -192,6 +228,12 @@ MASK = torch.tensor([[True, False, True], [True, True, False]])  # R = 2 and 16,
         (corrections.retrace_seq(-LOG_RATIOS, MASK), [[0.25] * 3, [1 / 64, 1 / 256, 1 / 256]], 1),
         (corrections.retrace_seq(LOG_RATIOS, MASK), 1, 1),
         (corrections.seq_mis(LOG_RATIOS, MASK, 3.0, 20.0), [[2] * 3, [16] * 3], [[0] * 3, [1] * 3]),
+        # R = 2 and 16: 2^2 e^{3 (1 - 2)} where A >= 0, 16^3 e^{2 (1 - 16)} where A < 0
+        (
+            corrections.vespo(LOG_RATIOS, MASK, torch.tensor([[0.0], [-2.0]], dtype=f64)),
+            [[4 * math.exp(-3)] * 3, [4096 * math.exp(-30)] * 3],
+            1,
+        ),
         (corrections.geo_rs(LOG_RATIOS, MASK, 1.0, 1.5), 1, [[1] * 3, [0] * 3]),
         (corrections.geo_rs_seq_tis(LOG_RATIOS, MASK, 5.0, 1.0, 4.5), [[2] * 3, [5] * 3], 1),
         (corrections.tbpo_mismatch(LOG_RATIOS, MASK, 2.0), [[math.sqrt(2)] * 3, [2] * 3], 1),
@@ -247,15 +289,16 @@ def test_ratios_and_k3_by_hand():
     k3 = [[1 - LN(2), LN(2) - 0.5, 0], [3 - LN(4)] * 3]
     assert torch.allclose(corrections.token_k3(LOG_RATIOS), full(k3))
     everywhere = torch.ones(2, 3, dtype=torch.bool)
-    mean = corrections.seq_mean_k3(LOG_RATIOS, everywhere)
+    seq_mean_k3 = REJECTIONS["seq_mean_k3"].statistic
+    mean = seq_mean_k3(LOG_RATIOS, everywhere, 20.0)
     assert torch.allclose(mean, torch.tensor([[1 / 6], [3 - LN(4)]], dtype=f64))
     # a hole and padding are ignored: the first response's mean is (1 - log 2 + 0) / 2
-    mean = corrections.seq_mean_k3(LOG_RATIOS, MASK)
+    mean = seq_mean_k3(LOG_RATIOS, MASK, 20.0)
     assert torch.allclose(mean, torch.tensor([[(1 - LN(2)) / 2], [3 - LN(4)]], dtype=f64))
     garbage = LOG_RATIOS.masked_fill(~MASK, 99.0)
-    assert torch.equal(corrections.seq_mean_k3(garbage, MASK), mean)
+    assert torch.equal(seq_mean_k3(garbage, MASK, 20.0), mean)
     assert torch.equal(corrections.seq_ratio(garbage, MASK), corrections.seq_ratio(LOG_RATIOS, MASK))
-    empty = corrections.seq_mean_k3(LOG_RATIOS, ~everywhere)
+    empty = seq_mean_k3(LOG_RATIOS, ~everywhere, 20.0)
     assert empty.tolist() == [[0.0], [0.0]]
 
 
@@ -264,7 +307,7 @@ def test_k3_is_clamped_token_by_token():
     up, down = math.exp(2) - 3, math.exp(-2) + 1
     assert torch.allclose(corrections.token_k3(far, 2.0), torch.tensor([[up, down, 0]], dtype=f64))
     everywhere = torch.ones(1, 3, dtype=torch.bool)
-    mean = corrections.seq_mean_k3(far, everywhere, 2.0)
+    mean = REJECTIONS["seq_mean_k3"].statistic(far, everywhere, 2.0)
     assert float(mean) == pytest.approx((up + down) / 3)
 
 
@@ -336,10 +379,18 @@ RS = {  # bounds that some tokens or responses are inside of and some are not
     "geo": (0.55, 1.3),
     "token_k3": (0.004, 0.21),
     "seq_mean_k3": (0.06, 0.3),
+    "token_k2": (0.004, 0.21),
+    "seq_max": (1.4, 3.0),
+    "seq_sum_k2": (0.25, 1.5),
+    "seq_mean_k2": (0.06, 0.3),
+    "seq_max_k2": (0.14, 1.0),
+    "seq_sum_k3": (0.25, 1.5),
+    "seq_max_k3": (0.14, 1.0),
 }
 LENGTHS = (8, 5, 1, 6, 3)
 HOLES = ({2}, {0, 3}, set(), {5}, {1})  # tokens that carry no gradient; a veto would drop one of them
 TEMPERATURES = (0.7, 0.85, 1.0, 1.2, 1.5)
+ADV = (0.4, -0.7, 0.0, -0.2, 1.1)
 
 
 @dataclass
@@ -410,6 +461,7 @@ def tensors():
         logp_ref=padded(lambda t: math.log(t.ref[t.sampled]), -9.0),
         logp_inf=padded(lambda t: math.log(t.inf[t.sampled]), -0.4),
         mask=padded(lambda t: t.learns, False),
+        adv=torch.tensor(ADV, dtype=f64)[:, None],
         mask_uniforms=padded(lambda t: t.uniform, 0.0),
         support_logp=padded(inf_on_support, [-0.5] * (1 + K)),
         support_logp_ref=padded(lambda t: support_logp(t, t.ref), [-0.6] * (1 + K)),
@@ -467,6 +519,10 @@ def drops_of(row):
     return sum(min(t.log_r(), 0.0) for t in learners(row))
 
 
+def place(row):
+    return next(i for i, other in enumerate(RAGGED) if other is row)
+
+
 def until(token, row):
     """The row up to a token, that token with it."""
     return row[: next(t for t, other in enumerate(row) if other is token) + 1]
@@ -476,8 +532,22 @@ def mean_of(row):
     return sum_of(row) / len(learners(row))
 
 
-def mean_k3_of(row):
-    return sum(k3(t.log_r()) for t in learners(row)) / len(learners(row))
+def k2(log_r):
+    return clamped(log_r) * clamped(log_r) / 2
+
+
+def statistics_of(row):
+    """name -> the statistic of each token of a response that learns."""
+    own = [t.log_r() for t in learners(row)]
+    of_tokens = {"k2": [k2(x) for x in own], "k3": [k3(x) for x in own], "": [math.exp(clamped(x)) for x in own]}
+    found = {"token": of_tokens[""], "token_k2": of_tokens["k2"], "token_k3": of_tokens["k3"]}
+    whole = {"sequence": math.exp(clamped(sum(own))), "geo": math.exp(clamped(sum(own) / len(own)))}
+    whole["seq_max"] = max(of_tokens[""])
+    for name in ("k2", "k3"):
+        values = of_tokens[name]
+        whole |= {f"seq_sum_{name}": sum(values), f"seq_mean_{name}": sum(values) / len(own)}
+        whole[f"seq_max_{name}"] = max(values)
+    return found | {name: [value] * len(own) for name, value in whole.items()}
 
 
 def k3(log_r):
@@ -543,6 +613,7 @@ def expected(name, token, row, cfg):
         "geo_rs": (1.0, is_inside(m, low, high)),
         "geo_rs_seq_tis": (bounded(R, FLOOR, CAP), is_inside(m, low, high)),
         "tbpo_mismatch": (bounded(m, FLOOR, CAP), 1.0),
+        "vespo": (R**2 * math.exp(3 * (1 - R)) if ADV[place(row)] >= 0 else R**3 * math.exp(2 * (1 - R)), 1.0),
     }[name]
 
 
@@ -550,14 +621,8 @@ def expected_rejection(token, row, cfg):
     """1 where --reject keeps a token."""
     if cfg.reject == "none":
         return 1.0
-    statistic = {
-        "token": math.exp(clamped(token.log_r())),
-        "sequence": math.exp(clamped(sum_of(row))),
-        "geo": math.exp(clamped(mean_of(row))),
-        "token_k3": k3(token.log_r()),
-        "seq_mean_k3": mean_k3_of(row),
-    }[cfg.reject]
-    return is_inside(statistic, cfg.rs_low, cfg.rs_high)
+    own = next(i for i, other in enumerate(learners(row)) if other is token)
+    return is_inside(statistics_of(row)[cfg.reject][own], cfg.rs_low, cfg.rs_high)
 
 
 def expected_veto(row, cfg):
@@ -608,14 +673,9 @@ def test_the_fixture_reaches_every_branch():
     """Clamps, caps, bounds and the veto act on some tokens or responses and not on others; no number occurs twice."""
     own = [t for row in RAGGED for t in learners(row)]
     r = [math.exp(clamped(t.log_r())) for t in own]
-    statistics = {
-        "none": r,
-        "token": r,
-        "sequence": [math.exp(clamped(sum_of(row))) for row in RAGGED],
-        "geo": [math.exp(clamped(mean_of(row))) for row in RAGGED],
-        "token_k3": [k3(t.log_r()) for t in own],
-        "seq_mean_k3": [mean_k3_of(row) for row in RAGGED],
-    }
+    by_row = [statistics_of(row) for row in RAGGED]
+    statistics = {name: [x for found in by_row for x in found[name]] for name in by_row[0]} | {"none": r}
+    assert set(statistics) == set(RS) == {"none", *REJECTIONS}
     for name, values in statistics.items():
         assert splits(values, *RS[name]), name
     for name in ("token", "sequence", "geo"):

@@ -1,6 +1,7 @@
 """Surrogates, reductions, advantages and the loss: numbers worked out by hand, gradients against derivations."""
 
 import math
+import re
 from dataclasses import fields, replace
 
 import pytest
@@ -9,7 +10,8 @@ from conftest import LN, LOG_R, STATS, One, f64, make_cfg, tiny
 
 import batching
 import objectives
-from corrections import CORRECTIONS, Correction
+import presets
+from corrections import CORRECTIONS, REJECTIONS, Correction
 from model import TokenStats
 
 
@@ -48,6 +50,10 @@ def sapo_by_hand(tau, r):
         ("gspo", [[1, 1, 1], [-2, -2, -2]]),
         ("sapo", [[sapo_by_hand(1, 2), sapo_by_hand(1, 0.5), sapo_by_hand(1, 1)], [-sapo_by_hand(1.05, 2)] * 3]),
         ("cispo", [[1.28 * (-3 + LN(2)), 0.8 * (-3 - LN(2)), -3], [-1.28 * (-3 + LN(2))] * 3]),
+        # A > 0: log 2 is cut to 0.4; A < 0: nothing falls below -0.4
+        ("gmpo", [[math.exp((0.4 - LN(2)) / 3)] * 3, [-2, -2, -2]]),
+        ("dppo_tv", [[2, 0.5, 1], [-2, -2, -2]]),  # p moves by 0.05 and 0.025: below 0.2
+        ("dppo_kl", [[2, 0.5, 1], [-2, -2, -2]]),
     ],
 )
 def test_surrogates_by_hand(surrogate, want):
@@ -64,6 +70,8 @@ def test_surrogates_by_hand(surrogate, want):
         ("tbpo", [[False] * 3, [True] * 3], [[1] * 3, [2] * 3]),
         ("sapo", [[False] * 3, [False] * 3], [[2, 0.5, 1], [2] * 3]),
         ("cispo", [[True, True, False], [True] * 3], [[2, 0.5, 1], [2] * 3]),
+        ("gmpo", [[True, False, False], [False] * 3], [[1] * 3, [2] * 3]),
+        ("dppo_tv", [[False] * 3, [False] * 3], [[2, 0.5, 1], [2] * 3]),
     ],
 )
 def test_what_is_clipped_and_the_ratio(surrogate, clipped, ratio):
@@ -81,6 +89,8 @@ def test_what_is_clipped_and_the_ratio(surrogate, clipped, ratio):
         ("ppo", [0, 0.5, 1]),  # a clipped token has no gradient
         ("cispo", [1.28, 0.8, 1]),  # a clipped token keeps its gradient
         ("gspo", [1, 1, 1]),  # d/dx_t sum_t s = 3 s / 3
+        ("gmpo", [0, math.exp((0.4 - LN(2)) / 3), math.exp((0.4 - LN(2)) / 3)]),
+        ("dppo_tv", [2, 0.5, 1]),
     ],
 )
 def test_gradients_of_surrogates(surrogate, slope):
@@ -88,6 +98,47 @@ def test_gradients_of_surrogates(surrogate, slope):
     value, _, _ = surrogate_of(surrogate, new, b)
     value.sum().backward()
     assert new.logp.grad[0].tolist() == pytest.approx(slope)
+
+
+@pytest.mark.parametrize(
+    "divergence, low, high, closed",
+    [
+        # p_base 0.5, 0.5, 0.2; p_new 0.8, 0.3, 0.1: the gaps are 0.3, -0.2, -0.1
+        ("tv", 0.15, 0.16, [[True, False, False], [False, True, False]]),
+        ("tv", 0.05, 0.35, [[False] * 3, [False, True, True]]),
+        # 0.5 log(0.5 / 0.8) + 0.5 log(0.5 / 0.2) = 0.2231; 0.5 log(0.5 / 0.3) + 0.5 log(0.5 / 0.7) = 0.0872;
+        # 0.2 log 2 + 0.8 log(0.8 / 0.9) = 0.0444
+        ("kl", 0.05, 0.06, [[True, False, False], [False, True, False]]),
+        ("kl", 0.04, 0.23, [[False] * 3, [False, True, True]]),
+        ("kl", math.inf, math.inf, [[False] * 3, [False] * 3]),
+    ],
+)
+def test_dppo_stops_what_moves_on_beyond_its_bound(divergence, low, high, closed):
+    """The first response has A = 2, the second A = -3; what comes back to p_base is never stopped."""
+    logp = torch.tensor([[0.8, 0.3, 0.1]] * 2, dtype=f64).log().requires_grad_()
+    base = torch.tensor([[0.5, 0.5, 0.2]] * 2, dtype=f64).log()
+    adv = torch.tensor([[2.0], [-3.0]], dtype=f64)
+    value, clipped, r = objectives.dppo(logp, base, adv, low, high, divergence)
+    want = torch.tensor([[1.6, 0.6, 0.5]], dtype=f64) * adv * ~torch.tensor(closed)
+    assert clipped.tolist() == closed
+    assert torch.allclose(value, want) and torch.allclose(r, torch.tensor([[1.6, 0.6, 0.5]], dtype=f64))
+    value.sum().backward()
+    assert torch.allclose(logp.grad, want)
+
+
+def test_gmpo_is_the_geometric_mean_of_clipped_ratios():
+    """Holes do not count; bounds are of log r, on the side of A."""
+    x = torch.tensor([[0.9, 9.0, -0.7], [0.3, -0.8, 9.0]], dtype=f64, requires_grad=True)
+    mask = torch.tensor([[True, False, True], [True, True, False]])
+    adv = torch.tensor([[2.0], [-1.0]], dtype=f64)
+    value, clipped, s = objectives.gmpo(x, mask, adv, 0.5, 0.6)
+    want = [2 * math.exp((0.6 - 0.7) / 2), -math.exp((0.3 - 0.5) / 2)]
+    assert value[:, 0].tolist() == pytest.approx(want)
+    assert s[:, 0].tolist() == pytest.approx([math.exp(0.1), math.exp(-0.25)])
+    assert (clipped & mask).tolist() == [[True, False, False], [False, True, False]]
+    value[:, 0].sum().backward()
+    half = [x / 2 for x in want]
+    assert torch.allclose(x.grad, torch.tensor([[0, 0, half[0]], [half[1], 0, 0]], dtype=f64))
 
 
 def test_dual_clip_and_no_clip():
@@ -382,10 +433,64 @@ def test_a_group_of_equal_rewards_has_no_advantage(name, G):
         ("decoupled_seq_is_rs", dict(objective="seq_tis", is_cap=2.0, reject="sequence", rs_low=0.5, rs_high=2.0)),
         ("dr_grpo", dict(objective="grpo", advantage="grpo_no_std", reduction="seq-mean-token-sum-norm")),
         ("dapo", dict(objective="grpo")),
+        ("decoupled_token_icepop", dict(objective="icepop", rs_low=0.5, rs_high=5.0)),
+        ("decoupled_geo_rs_token_tis", dict(objective="tis", reject="geo", rs_low=0.999, rs_high=1.001)),
+        ("decoupled_k3_rs", dict(objective="none", reject="seq_mean_k3", rs_high=0.01)),
+        ("decoupled_k3_rs_seq_tis", dict(objective="seq_tis", is_cap=2.0, reject="seq_mean_k3", rs_high=0.01)),
+        ("decoupled_k3_rs_token_tis", dict(objective="tis", reject="seq_mean_k3", rs_high=0.01)),
+        (
+            "bypass_ppo_clip_k3_rs",
+            dict(objective="ppo_is", reject="seq_mean_k3", rs_high=0.01, correction_target="new"),
+        ),
+        ("bypass_pg_is", dict(objective="seq_tis", is_cap=2.0, surrogate="reinforce", correction_target="new")),
+        ("skyrl_geo_mask", dict(objective="geo_rs", rs_low=0.99, rs_high=1.01)),
+        ("prime_rl", dict(objective="none", surrogate="dppo_tv", ratio_base="inf", clip_low=0.2, clip_high=0.2)),
     ],
 )
 def test_names_of_other_frameworks(theirs, ours):
     assert replace(make_cfg(objective=theirs), objective="") == replace(make_cfg(**ours), objective="")
+
+
+def test_the_catalogue_has_every_name_and_says_something_of_it():
+    for tables in (
+        (presets.CORRECTIONS, CORRECTIONS),
+        (presets.REJECTIONS, REJECTIONS),
+        (presets.SURROGATES, objectives.SURROGATES),
+    ):
+        entries, rows = tables
+        assert set(entries) == set(rows)
+        assert all(entry.formula and entry.users for entry in entries.values())
+    page = presets.catalogue()
+    for name in (*CORRECTIONS, *REJECTIONS, *objectives.SURROGATES, *objectives.OBJECTIVES):
+        assert re.search(rf"^ +{name} ", page, re.MULTILINE), name
+    assert len(presets.VERL) == 19 and max(map(len, page.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("name", objectives.OBJECTIVES)
+def test_every_preset_is_a_configuration(name):
+    """Also for two models; what the catalogue calls open is filled."""
+    for actor in ("none", "base:actor"):
+        cfg = make_cfg(objective=name, actor=actor)
+        assert None not in (cfg.correction, cfg.surrogate, cfg.reject, cfg.correction_target, cfg.clip_low)
+
+
+def test_weights_over_their_mean():
+    """Tokens: r = 2, 1/2, 1 and 4 twice, capped at 3, mean 9.5 / 5. Responses: R = 1 and 16, dropped, mean 1 / 2."""
+    new, b = tiny(LOG_R, mask=[[True] * 3, [True, True, False]])
+    cfg = make_cfg(objective="tis", is_cap=3.0, normalize_weights=True, reject="token", rs_low=0.7, rs_high=9.0)
+    stats = objectives.prepare(b, One, cfg, {})
+    assert stats.weight_mean == pytest.approx(9.5 / 5)  # what --reject drops counts in it
+    _, logs = objectives.loss(new, b, stats, cfg)
+    want = torch.tensor([[2, 0.5, 1], [3, 3, 3]], dtype=f64) / 1.9
+    assert torch.allclose(logs["weight"], want)
+    assert logs["keep"].tolist() == [[1, 0, 1], [1, 1, 1]]
+    cfg = make_cfg(objective="seq_mis", normalize_weights=True)
+    assert objectives.prepare(b, One, cfg, {}).weight_mean == pytest.approx(0.5)
+    assert objectives.passes_needed(cfg, {}, 1) == {"ref"}
+    nothing = make_cfg(objective="seq_mis", normalize_weights=True, rs_low=99.0, rs_high=100.0)
+    assert objectives.prepare(b, One, nothing, {}).weight_mean == 1.0
+    own = objectives.actor_config(replace(cfg, correction_target="new"))
+    assert not own.normalize_weights and own.correction_target == "ref"
 
 
 def test_presets_and_axes():
@@ -540,11 +645,11 @@ def actor_loss(stats=STATS, **flags):
     return logs["actor_loss"], logs["distill"]
 
 
-def test_the_policys_kept_denominator_is_not_the_actors():
+def test_the_policys_kept_denominator_and_mean_weight_are_not_the_actors():
     plain, distill = actor_loss(objective="none")
     assert distill.tolist() == [[0.25] * 3, [0.25, 0, 0]]
     factor = torch.full((2, 1), 7.0, dtype=f64)
-    scaled, distill = actor_loss(replace(STATS, kept_factor=factor), objective="none")
+    scaled, distill = actor_loss(replace(STATS, kept_factor=factor, weight_mean=5.0), objective="none")
     assert distill.tolist() == [[0.25] * 3, [0.25, 0, 0]]
     assert torch.equal(plain, scaled)
 

@@ -2,255 +2,55 @@
 
     loss = - reduce( keep * sg(weight) * surrogate )          weight and keep come from here
 
-The formulas are pure functions of (B, T) tensors and numbers: copy one into another framework and it works there.
-Below them each has one row in a table, which says where its arguments come from. A new correction is a function
-and a row; so is a new statistic to reject by. OBRS, Jackpot's correction, has a file of its own (obrs.py); GEPO's
-group expectation, a base of the ratio, stands between the formulas and the table.
-
-    log_r = log p_ref - log p_inf        inf: the policy that sampled; ref: the learner's at the start of this step
-    r = exp(log_r)                       per token, (B, T)
-    R = exp(sum_t log_r)                 per response, (B, 1)
-    R_t = exp(sum_{s<=t} log_r_s)        per prefix of a response, (B, T)
-
-Log-ratios are clamped to +- `clamp` (`--log_ratio_clamp`, 20) before exp, sequence sums after summing.
+The formulas are pure functions of (B, T) tensors and numbers (corrections/formulas.py). Here each has one row in a
+table, which says where its arguments come from. A new correction is a function and a row; so is a new statistic to
+reject by. OBRS, Jackpot's correction, has a file of its own (obrs.py).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 
 import obrs
+from corrections.formulas import (  # noqa: F401 (also for those who import this package alone)
+    CLAMP,
+    areal_drop,
+    cppo_kl,
+    geo_ratio,
+    geo_rs,
+    geo_rs_seq_tis,
+    group_log_base,
+    group_mixing,
+    icepop,
+    inside,
+    log_group_mean,
+    log_group_sum,
+    none,
+    prefix_ratio,
+    prefix_tis,
+    retrace,
+    retrace_seq,
+    seq_is,
+    seq_max,
+    seq_mean,
+    seq_mis,
+    seq_ratio,
+    seq_sum,
+    seq_tis,
+    tbpo_mismatch,
+    tis,
+    token_k2,
+    token_k3,
+    token_ratio,
+    vanilla_is,
+    vespo,
+    z_tis,
+)
 from flags import UserError, choice, need
 from sampling import Sampling
-
-CLAMP = obrs.CLAMP
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Ratios from log-ratios (B, T): per token, or one number a response (B, 1)
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def token_ratio(log_r, clamp=CLAMP):
-    """r = exp(log_r), (B, T)."""
-    return log_r.clamp(-clamp, clamp).exp()
-
-
-def seq_ratio(log_r, mask, clamp=CLAMP):
-    """R = exp(sum_t log_r), (B, 1)."""
-    return token_ratio(seq_sum(log_r, mask), clamp)
-
-
-def prefix_ratio(log_r, mask, clamp=CLAMP):
-    """R_t = exp(sum_{s<=t} log_r_s), (B, T): a response's ratio up to each token, that token with it."""
-    return token_ratio((log_r * mask).cumsum(1), clamp)
-
-
-def geo_ratio(log_r, mask, clamp=CLAMP):
-    """exp(mean_t log_r) = R^(1/T), (B, 1): the same whatever the length."""
-    return token_ratio(seq_mean(log_r, mask), clamp)
-
-
-def token_k3(log_r, clamp=CLAMP):
-    """r - 1 - log r >= 0, (B, T): each token's share of the k3 estimate of KL(inf || ref)."""
-    x = log_r.clamp(-clamp, clamp).double()  # near 0 the two terms cancel: x^2 / 2 is left
-    return (torch.expm1(x) - x).to(log_r.dtype)
-
-
-def seq_mean_k3(log_r, mask, clamp=CLAMP):
-    """The mean of token_k3 over a response, (B, 1)."""
-    return seq_mean(token_k3(log_r, clamp), mask)
-
-
-def seq_sum(x, mask):
-    """Sum over a response's tokens, (B, 1)."""
-    return (x * mask).sum(1, keepdim=True)
-
-
-def seq_mean(x, mask):
-    """Mean over a response's tokens, (B, 1); 0 for an empty response."""
-    return seq_sum(x, mask) / mask.sum(1, keepdim=True).clamp_min(1)
-
-
-def inside(x, low, high):
-    """1 where low <= x <= high, else 0."""
-    return ((x >= low) & (x <= high)).to(x.dtype)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Corrections: -> (weight, keep), each (B, T) or (B, 1). None of them carries gradient.
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def none(log_r):
-    """weight 1, keep all."""
-    return torch.ones_like(log_r), torch.ones_like(log_r)
-
-
-def vanilla_is(log_r, clamp=CLAMP):
-    """weight r, unbounded. AReaL's F(x) = x."""
-    weight = token_ratio(log_r, clamp)
-    return weight, torch.ones_like(weight)
-
-
-def tis(log_r, cap, floor=0.0, clamp=CLAMP):
-    """weight min(r, C): truncated importance sampling; C = 2. TIS."""
-    weight = token_ratio(log_r, clamp).clamp(floor, cap)
-    return weight, torch.ones_like(weight)
-
-
-def icepop(log_r, low, high, clamp=CLAMP):
-    """weight r, tokens outside low <= r <= high dropped. Jackpot section 2.2 (IceProp)."""
-    r = token_ratio(log_r, clamp)
-    return r, inside(r, low, high)
-
-
-def areal_drop(log_r, cap, clamp=CLAMP):
-    """weight r, tokens with r > C dropped. TIS text on AReaL."""
-    r = token_ratio(log_r, clamp)
-    return r, (r <= cap).to(r.dtype)
-
-
-def z_tis(log_r, z, c1, clamp=CLAMP):
-    """weight Z min(r, c1 / Z): OBRS in expectation, without its mask; the control for it (obrs.py)."""
-    weight = (z * token_ratio(log_r, clamp)).clamp_max(c1)
-    return weight, torch.ones_like(weight)
-
-
-def seq_is(log_r, mask, clamp=CLAMP):
-    """weight R. Praxis."""
-    weight = seq_ratio(log_r, mask, clamp)
-    return weight, torch.ones_like(weight)
-
-
-def seq_tis(log_r, mask, cap, floor=0.0, clamp=CLAMP):
-    """weight min(R, C), C = 4. Praxis Seq-TIS."""
-    weight = seq_ratio(log_r, mask, clamp).clamp(floor, cap)
-    return weight, torch.ones_like(weight)
-
-
-def seq_mis(log_r, mask, low, high, clamp=CLAMP):
-    """weight R, responses outside low <= R <= high dropped. Praxis section 6."""
-    weight = seq_ratio(log_r, mask, clamp)
-    return weight, inside(weight, low, high)
-
-
-def prefix_tis(log_r, mask, cap, floor=0.0, clamp=CLAMP):
-    """weight min(R_t, C), C = 1: truncated per-decision importance sampling.
-
-    Without a cap E_inf[R_t X_t] = E_ref[X_t] for whatever X_t the first t tokens decide: what led to a token and the
-    token are weighed as ref has them. What follows it decides the advantage alone and stays the sampler's, so the
-    weight has t factors where R has all of them, and its variance less. The unbounded form is CTPO's ratio, arXiv
-    2605.07331; the cap is that of tis, and it bounds what one response can do to a batch."""
-    weight = prefix_ratio(log_r, mask, clamp).clamp(floor, cap)
-    return weight, torch.ones_like(weight)
-
-
-def retrace(log_r, mask, clamp=CLAMP):
-    """weight prod_{s<=t} min(r_s, 1): the traces of Retrace(1), with the token's own ratio."""
-    weight = prefix_ratio(log_r.clamp_max(0), mask, clamp)
-    return weight, torch.ones_like(weight)
-
-
-def retrace_seq(log_r, mask, clamp=CLAMP):
-    """weight prod_{s<=t} min(r_s, 1) min(R, 1): what ref would not have said teaches little, whole or from there on.
-
-    Of some sixty weights that are never negative no other beat it by more than its error, whoever sampled:
-    results/search.md."""
-    weight, keep = retrace(log_r, mask, clamp)
-    return weight * seq_ratio(log_r, mask, clamp).clamp_max(1), keep
-
-
-def geo_rs(log_r, mask, low, high, clamp=CLAMP):
-    """weight 1, responses outside low <= exp(mean log r) <= high dropped. Praxis."""
-    keep = inside(geo_ratio(log_r, mask, clamp), low, high)
-    return torch.ones_like(keep), keep
-
-
-def geo_rs_seq_tis(log_r, mask, cap, low, high, floor=0.0, clamp=CLAMP):
-    """weight min(R, C) on the responses that geo_rs keeps. Praxis."""
-    weight, _ = seq_tis(log_r, mask, cap, floor, clamp)
-    _, keep = geo_rs(log_r, mask, low, high, clamp)
-    return weight, keep
-
-
-def tbpo_mismatch(log_r, mask, cap, floor=0.0, drop=False, clamp=CLAMP):
-    """weight exp(mean log r), capped two-sided to [1/C, C], C = 2. QaRL section 3.2.
-
-    drop: responses outside are dropped instead. floor: another lower bound than 1/C."""
-    m, low = geo_ratio(log_r, mask, clamp), floor or 1 / cap
-    if drop:
-        return m, inside(m, low, cap)
-    return m.clamp(low, cap), torch.ones_like(m)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# GEPO's group expectation (the HeteroRL text, Eq. 9 to 15): another base of gspo's ratio, `--ratio_base=group`
-#
-# A delayed sampler's q may give a response a probability close to 0; then p / q explodes. GEPO divides by what q
-# gives the group on average. p and q are length-normalised, one number a response:
-#
-#     p = exp(mean_t log p_new),  q = exp(mean_t log p_inf)
-#     E = sum_group q^2 / sum_group q               Eq. 11, `weighted`: an estimate of E_q[q^2] / E_q[q]
-#       = mean_group q                              `mean`: unbiased for E_q[q], which Eq. 11 is not
-#     w = p / E                                     Eq. 12
-#     w = p / (e sg(p) + (1 - e) E)                 Eq. 15, defensive mixing, e = clip(c Var_group q, 0, 0.99)
-#
-# The group is a prompt's, by its id, and E is made once a step from whole groups (objectives.prepare_group), so no
-# micro-batch can split it. Everything stays in log space: extreme probabilities are finite.
-#
-# Theorem 1 says Var(p/q) - Var(p/E_q[q]) >= exp(KL(p||q)) - C for plain probabilities, neither length-normalised
-# nor estimated. Its first half is Var(p/q) + 1 = sum p^2/q >= exp KL; where p and q are close the group's
-# expectation may well be the worse weight. `python results/theorem1.py` draws both variances, exactly.
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def log_group_mean(mean_logp_inf, group, how: str = "weighted"):
-    """log E of each response's group, (B,). Eq. 11, or the plain mean.
-
-    mean_logp_inf: (B,), -inf for a response without tokens; group: (B,) ids. A group without any token has 0."""
-    log_q = mean_logp_inf
-    if how == "mean":
-        count = torch.where(log_q == -math.inf, -math.inf, 0.0).to(log_q)
-        log_mean = log_group_sum(log_q, group) - log_group_sum(count, group)
-    else:
-        log_mean = log_group_sum(2 * log_q, group) - log_group_sum(log_q, group)
-    return log_mean.nan_to_num(0.0)
-
-
-def log_group_sum(x, group):
-    """log sum exp(x) over each response's group: x (B,) -> (B,)."""
-    same = group[:, None] == group[None, :]
-    return torch.where(same, x[None, :], -math.inf).logsumexp(1)
-
-
-def group_mixing(mean_logp_inf, group, c: float):
-    """e = clip(c Var q, 0, 0.99), (B,): population variance of q in the response's group. Eq. 15."""
-    same = (group[:, None] == group[None, :]) & (mean_logp_inf > -math.inf)[None, :]
-    q, n = mean_logp_inf.exp(), same.sum(1).clamp_min(1)
-    mean = (same * q).sum(1) / n
-    variance = (same * (q[None, :] - mean[:, None]) ** 2).sum(1) / n
-    return (c * variance).clamp(0.0, 0.99)
-
-
-def group_log_base(mean_logp_new, log_group_mean, mixing):
-    """log of what p is divided by: log (e p + (1 - e) E), each (B, 1), no gradient. Eq. 15; with e = 0 Eq. 12."""
-    return torch.logaddexp(mixing.log() + mean_logp_new, torch.log1p(-mixing) + log_group_mean)
-
-
-def cppo_kl(logp_new, logp_inf, how: str, clamp: float):
-    """exp(d) - d - 1 a token, (B, T), with gradient.
-
-    official: d = log p_inf - log p_new, as the released code has it; under samples of inf its mean is chi2 - KL,
-    no KL. k3: d = log p_new - log p_inf, whose mean is KL(inf || new)."""
-    d = logp_inf - logp_new if how == "official" else logp_new - logp_inf
-    d = d.clamp(-clamp, clamp)
-    return d.exp() - d - 1
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # One row a correction: where its arguments come from, and what else the repository must know of it
@@ -267,6 +67,7 @@ class Correction:
     caps: str = ""  # what its C caps: "token" (r), "sequence" (R)
     band: str = ""  # what its --rs_low and --rs_high bound, where that is its weight: "token" or "sequence"
     obrs: bool = False  # it needs Z
+    plain: bool = False  # all weights are 1
 
 
 def apply_obrs(new, batch, stats, cfg):
@@ -299,7 +100,7 @@ def apply_z_tis(new, batch, stats, cfg):
 
 
 CORRECTIONS = {
-    "none": Correction(lambda new, b, stats, cfg: none(b.log_r)),
+    "none": Correction(lambda new, b, stats, cfg: none(b.log_r), plain=True),
     "is": Correction(lambda new, b, stats, cfg: vanilla_is(b.log_r, cfg.log_ratio_clamp)),
     "tis": Correction(
         lambda new, b, stats, cfg: tis(b.log_r, cfg.is_cap, cfg.is_floor, cfg.log_ratio_clamp),
@@ -346,6 +147,7 @@ CORRECTIONS = {
         lambda new, b, stats, cfg: geo_rs(b.log_r, b.mask, cfg.rs_low, cfg.rs_high, cfg.log_ratio_clamp),
         bounds={"rs_low": 0.9, "rs_high": 1.1},
         drops=True,
+        plain=True,
     ),
     "geo_rs_seq_tis": Correction(
         lambda new, b, stats, cfg: geo_rs_seq_tis(
@@ -361,6 +163,7 @@ CORRECTIONS = {
         ),
         bounds={"is_cap": 2.0},
     ),
+    "vespo": Correction(lambda new, b, stats, cfg: vespo(b.log_r, b.mask, b.adv, clamp=cfg.log_ratio_clamp)),
     "z_tis": Correction(apply_z_tis, obrs=True),
     "obrs": Correction(apply_obrs, drops=True, obrs=True),
     "jackpot_adjusted": Correction(apply_obrs, drops=True, obrs=True),
@@ -414,21 +217,37 @@ class Rejection:
     bounds: dict
 
 
+def divergence(of_token, aggregate):
+    """The statistic: tokens' k2 or k3, summed, averaged or their largest over a response."""
+    return lambda log_r, mask, clamp: aggregate(of_token(log_r, clamp), mask)
+
+
 REJECTIONS = {
     "token": Rejection(lambda log_r, mask, clamp: token_ratio(log_r, clamp), {"rs_low": 0.5, "rs_high": 5.0}),
     "sequence": Rejection(seq_ratio, {"rs_low": 0.0, "rs_high": 4.0}),
     "geo": Rejection(geo_ratio, {"rs_low": 0.9, "rs_high": 1.1}),
+    "seq_max": Rejection(
+        lambda log_r, mask, clamp: seq_max(token_ratio(log_r, clamp), mask), {"rs_low": 0.0, "rs_high": 100.0}
+    ),
+    # divergences of inf from ref, never negative: one upper bound. verl's names and defaults
+    "token_k2": Rejection(lambda log_r, mask, clamp: token_k2(log_r, clamp), {"rs_low": 0.0, "rs_high": 0.1}),
     "token_k3": Rejection(lambda log_r, mask, clamp: token_k3(log_r, clamp), {"rs_low": 0.0, "rs_high": 0.1}),
-    "seq_mean_k3": Rejection(seq_mean_k3, {"rs_low": 0.0, "rs_high": 0.1}),
 }
+for level, aggregate in {"seq_sum": seq_sum, "seq_mean": seq_mean, "seq_max": seq_max}.items():
+    for estimator, of_token in {"k2": token_k2, "k3": token_k3}.items():
+        REJECTIONS[f"{level}_{estimator}"] = Rejection(divergence(of_token, aggregate), {"rs_low": 0.0, "rs_high": 0.1})
 
 
 def apply_correction(new, batch, stats, cfg):
     """(weight, keep, what to log) of the correction, and on top of it what `--reject` and `--veto` drop.
 
+    correction_target: "new" has p_new above p_inf, in weights and statistics, instead of p_ref.
     reject_of: "negative" drops tokens of negative advantage alone: to push down what the policy would hardly say any
     more teaches it little, and moves it much. veto: a response in which one token has r below it is dropped whole."""
+    if cfg.correction_target == "new":
+        batch = replace(batch, logp_ref=new.logp.detach())
     weight, keep, *logs = CORRECTIONS[cfg.correction].apply(new, batch, stats, cfg)
+    weight = weight / stats.weight_mean
     if cfg.reject != "none":
         statistic = REJECTIONS[cfg.reject].statistic(batch.log_r, batch.mask, cfg.log_ratio_clamp)
         kept = inside(statistic, cfg.rs_low, cfg.rs_high)
@@ -443,6 +262,23 @@ def can_drop(cfg) -> bool:
     """Whether any token can be rejected."""
     masks = cfg.correction == "tbpo_mismatch" and cfg.tbpo_cap == "mask"
     return CORRECTIONS[cfg.correction].drops or masks or cfg.reject != "none" or cfg.veto > 0
+
+
+def sees_new(cfg) -> bool:
+    """Whether weights or masks depend on the policy as it is in the update, so that nobody knows them before."""
+    z_new = cfg.correction in USES_Z and cfg.obrs_target == "new" and cfg.kappa != "exact"
+    return cfg.correction == "tis_adjusted" or cfg.correction_target == "new" or z_new
+
+
+def mean_weight(batch, comm, stats, cfg, fresh) -> float:
+    """The mean of keep * weight over all ranks: over tokens, or responses where a response has one weight.
+
+    As verl has it: before --reject and --veto, which do not change the mean."""
+    weight, keep, *_ = CORRECTIONS[cfg.correction].apply(fresh, batch, stats, cfg)
+    applied = weight * keep
+    counted = batch.mask if applied.shape == batch.mask.shape else batch.mask.any(1, keepdim=True)
+    total, count = comm.sum([applied[counted].sum(), counted.sum()])
+    return total / count if total > 0 else 1.0
 
 
 def actor_is_sampler(cfg) -> bool:
@@ -485,10 +321,32 @@ def check(cfg) -> None:
         cfg.correction not in ("tis_adjusted", "jackpot_adjusted") or cfg.ratio_base == "new",
         f"--correction={cfg.correction} carries p_new / p_inf itself: it needs --ratio_base=new, not {cfg.ratio_base}",
     )
+    check_target(cfg)
+
+
+def check_target(cfg) -> None:
+    """Which policy stands above inf, and what must be known before the update."""
+    of_new = cfg.correction_target == "new"
     need(
-        cfg.correction != "tis_adjusted" or cfg.loss_denominator != "kept" or not can_drop(cfg),
-        "--loss_denominator=kept must know what is dropped before the update, and --correction=tis_adjusted is known "
-        "within it; use proposed",
+        not of_new or cfg.correction not in USES_Z,
+        f"--correction_target=new: --correction={cfg.correction} has a target of its own; use --obrs_target",
+    )
+    plain = CORRECTIONS[cfg.correction].plain or cfg.surrogate == "reinforce"
+    need(
+        not of_new or plain or cfg.ratio_base == "new" or cfg.allow_double_correction,
+        f"--correction_target=new: weights p_new / p_inf stand in place of the ratio; use --surrogate=reinforce or "
+        f"--ratio_base=new, not {cfg.ratio_base}",
+    )
+    within = "--correction_target=new" if of_new else f"--correction={cfg.correction}"
+    late = cfg.correction not in USES_Z and sees_new(cfg)  # OBRS has sentences of its own
+    need(
+        not late or cfg.loss_denominator != "kept" or not can_drop(cfg),
+        f"--loss_denominator=kept must know what is dropped before the update, and {within} is known within it; "
+        "use proposed",
+    )
+    need(
+        not cfg.normalize_weights or not sees_new(cfg),
+        f"--normalize_weights must know all weights before the update, and {within} is known within it; leave it out",
     )
 
 

@@ -1,0 +1,218 @@
+"""Presets: every named objective as its axes, and the catalogue of what the names mean.
+
+`--objective` fills the axes that neither the command line nor a file names (config.resolve). A name of another
+framework stands for that framework's defaults; `python objectives.py` prints all of it.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from typing import NamedTuple
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Objectives: presets over the axes
+# ---------------------------------------------------------------------------------------------------------------------
+
+DEFAULTS = {"ratio_base": "ref", "reduction": "token-mean", "obrs_target": "ref", "advantage": "grpo"}
+DEFAULTS |= {"reject": "none", "reject_of": "all", "correction_target": "ref"}
+OURS = {
+    "none": {"correction": "none", "surrogate": "ppo"},  # the mismatch is ignored
+    "grpo": {"correction": "none", "surrogate": "ppo"},
+    "reinforce": {"correction": "none", "surrogate": "reinforce"},
+    "is": {"correction": "is", "surrogate": "ppo"},
+    "tis": {"correction": "tis", "surrogate": "ppo"},
+    "icepop": {"correction": "icepop", "surrogate": "ppo"},
+    "areal_drop": {"correction": "areal_drop", "surrogate": "ppo"},
+    "z_tis": {"correction": "z_tis", "surrogate": "ppo"},
+    "seq_is": {"correction": "seq_is", "surrogate": "ppo"},
+    "seq_tis": {"correction": "seq_tis", "surrogate": "ppo"},
+    "prefix_tis": {"correction": "prefix_tis", "surrogate": "ppo"},
+    "retrace": {"correction": "retrace", "surrogate": "ppo"},
+    "retrace_seq": {"correction": "retrace_seq", "surrogate": "ppo"},
+    # ours: nor is pushed down what the policy would hardly say any more (results/search.md). PPO's clip does that to
+    # p_new / p_inf, and DeepSeek-V3.2 masks whole responses of negative advantage by their mean log-ratio
+    "spare": {
+        **{"correction": "retrace_seq", "surrogate": "ppo"},
+        **{"reject": "token", "reject_of": "negative", "rs_low": 0.9, "rs_high": math.inf},
+    },
+    "seq_mis": {"correction": "seq_mis", "surrogate": "ppo"},
+    "mis_gspo": {"correction": "seq_mis", "surrogate": "gspo", "reduction": "seq-mean-token-mean"},
+    "geo_rs": {"correction": "geo_rs", "surrogate": "ppo"},
+    "geo_rs_seq_tis": {"correction": "geo_rs_seq_tis", "surrogate": "ppo"},
+    "ppo_is": {"correction": "none", "surrogate": "ppo", "ratio_base": "inf"},
+    "tis_adjusted": {"correction": "tis_adjusted", "surrogate": "ppo", "ratio_base": "new"},
+    "jackpot": {"correction": "obrs", "surrogate": "ppo"},
+    "jackpot_adjusted": {
+        **{"correction": "jackpot_adjusted", "surrogate": "ppo"},
+        **{"ratio_base": "new", "obrs_target": "new"},
+    },
+    "gspo": {"correction": "none", "surrogate": "gspo", "reduction": "seq-mean-token-mean"},
+    "gepo": {
+        **{"correction": "none", "surrogate": "gspo", "ratio_base": "group", "reduction": "seq-mean-token-mean"},
+        **{"advantage": "grpo_no_std", "clip_low": 0.2, "clip_high": 0.2},
+    },
+    "tbpo": {"correction": "tbpo_mismatch", "surrogate": "tbpo", "reduction": "seq-mean-token-mean"},
+    "sapo": {"correction": "none", "surrogate": "sapo", "reduction": "seq-mean-token-mean"},  # its Eq. 1
+    "cispo": {"correction": "none", "surrogate": "cispo"},
+    "gmpo": {"correction": "none", "surrogate": "gmpo", "reduction": "seq-mean-token-mean"},
+    "dppo_tv": {"correction": "none", "surrogate": "dppo_tv", "ratio_base": "inf"},
+    "dppo_kl": {"correction": "none", "surrogate": "dppo_kl", "ratio_base": "inf"},
+    "vespo": {"correction": "vespo", "surrogate": "reinforce", "correction_target": "new"},
+    # DeepSeek-V3.2, Eq. 9 as TRL cites it: a response is dropped where A < 0 and mean log(p_inf / p_new) > delta
+    "opsm": {
+        **{"correction": "none", "surrogate": "ppo", "correction_target": "new"},
+        **{"reject": "geo", "reject_of": "negative", "rs_low": math.exp(-1e-4), "rs_high": math.inf},
+    },
+}
+
+# verl's RolloutCorrectionConfig. Its bypass mode has no ref: weights and statistics are of p_new / p_inf
+NARROW = {"rs_low": 0.999, "rs_high": 1.001}
+GEO = {"reject": "geo", **NARROW}
+K3 = {"reject": "seq_mean_k3", "rs_high": 0.01}
+TOKEN = {"correction": "tis", "surrogate": "ppo", "is_cap": 2.0}
+SEQUENCE = {"correction": "seq_tis", "surrogate": "ppo", "is_cap": 2.0}
+POP = {"correction": "icepop", "rs_low": 0.5, "rs_high": 5.0}
+CLIPPED = {"correction": "none", "surrogate": "ppo", "ratio_base": "inf", "correction_target": "new"}
+BYPASS = {"surrogate": "reinforce", "correction_target": "new"}
+VERL = {
+    "decoupled_token_is": TOKEN,
+    "decoupled_seq_is": SEQUENCE,
+    "decoupled_token_icepop": {**POP, "surrogate": "ppo"},
+    "decoupled_seq_is_rs": {**SEQUENCE, "reject": "sequence", "rs_low": 0.5, "rs_high": 2.0},
+    "decoupled_geo_rs": {"correction": "geo_rs", "surrogate": "ppo", **NARROW},
+    "decoupled_geo_rs_seq_tis": {**SEQUENCE, **GEO},
+    "decoupled_geo_rs_token_tis": {**TOKEN, **GEO},
+    "decoupled_k3_rs": {"correction": "none", "surrogate": "ppo", **K3},
+    "decoupled_k3_rs_seq_tis": {**SEQUENCE, **K3},
+    "decoupled_k3_rs_token_tis": {**TOKEN, **K3},
+    "bypass_ppo_clip": {"correction": "none", "surrogate": "ppo", "ratio_base": "inf"},
+    "bypass_ppo_clip_geo_rs": {**CLIPPED, **GEO},
+    "bypass_ppo_clip_k3_rs": {**CLIPPED, **K3},
+    "bypass_pg_is": {**SEQUENCE, **BYPASS},
+    "bypass_pg_token_icepop": {**POP, **BYPASS},
+    "bypass_pg_geo_rs": {"correction": "geo_rs", **NARROW, **BYPASS},
+    "bypass_pg_geo_rs_seq_tis": {**SEQUENCE, **GEO, **BYPASS},
+    "bypass_pg_geo_rs_token_tis": {**TOKEN, **GEO, **BYPASS},
+    "disabled": {"correction": "none", "surrogate": "ppo"},
+}
+TRL = {
+    "token_truncate": {"correction": "tis", "surrogate": "ppo", "is_cap": 3.0},
+    "token_mask": {"correction": "areal_drop", "surrogate": "ppo", "is_cap": 3.0},
+    "sequence_truncate": {"correction": "seq_tis", "surrogate": "ppo", "is_cap": 3.0},
+    "sequence_mask": {"correction": "seq_mis", "surrogate": "ppo", "rs_high": 3.0},
+    "dr_grpo": {**OURS["grpo"], "advantage": "grpo_no_std", "reduction": "seq-mean-token-sum-norm"},
+    "dapo": {**OURS["grpo"], "reduction": "token-mean", "clip_high": 0.28},
+}
+SKYRL = {
+    "skyrl_geo_mask": {"correction": "geo_rs", "surrogate": "ppo", "rs_low": 0.99, "rs_high": 1.01},
+    "skyrl_product_mask": {**OURS["none"], "reject": "sequence", "rs_low": 0.5, "rs_high": 2.0},
+    "skyrl_token_mask": {**OURS["none"], "reject": "token", "rs_low": 0.5, "rs_high": 2.0},
+}
+# prime-rl's default, but for its 0.001 (log r)^2; its other loss has 0.1 on both sides of both signs
+PRIME_RL = {"prime_rl": OURS["dppo_tv"]}
+OTHERS = {"seq_mask_tis": {**OURS["is"], "reject": "geo", "rs_low": 0.5, "rs_high": 5.0}}
+FRAMEWORKS = {"verl": VERL, "TRL": TRL, "SkyRL": SKYRL, "prime-rl": PRIME_RL, "OpenRLHF, NeMo-RL": OTHERS}
+OBJECTIVES = {**OURS, **VERL, **TRL, **SKYRL, **PRIME_RL, **OTHERS}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The catalogue
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
+    """What a name stands for: `python objectives.py` prints it."""
+
+    formula: str
+    users: str  # papers, and frameworks in which this form was seen
+    needs: str = ""  # beside log p_inf of the sampled tokens, which all need
+    costs: str = ""
+
+
+WHOLE = "the response to its end"
+LENGTH = "variance grows with T x KL"
+ALWAYS = "a ref pass in every step"
+
+CORRECTIONS = {
+    "none": Entry("1", "GRPO, PPO", "p_inf is p_ref", "bias of the whole mismatch"),
+    "is": Entry("r", "AReaL", "", "variance: r is unbounded"),
+    "tis": Entry("min(r, C)", "TIS; verl, TRL, slime, SkyRL, OpenRLHF, NeMo-RL", "", "bias above C"),
+    "tis_adjusted": Entry("min(p_new / p_inf, C)", "Jackpot 10.1", "ratio_base new", "PPO's clip never acts"),
+    "icepop": Entry(
+        "r; drops r outside [low, high]", "IcePop; verl, slime, SkyRL, OpenRLHF, NeMo-RL", "", "drops tokens"
+    ),
+    "areal_drop": Entry("r; drops r > C", "AReaL; TRL token_mask", "", "drops tokens"),
+    "seq_is": Entry("R", "Praxis", WHOLE, LENGTH),
+    "seq_tis": Entry("min(R, C)", "Praxis; verl, TRL, slime, SkyRL", WHOLE, f"{LENGTH}, up to C"),
+    "prefix_tis": Entry("min(R_t, C)", "per-decision IS; CTPO", "", "bias of what follows a token"),
+    "retrace": Entry("prod_{s<=t} min(r_s, 1)", "Retrace(1)", "", "shrinks along a response"),
+    "retrace_seq": Entry("prod_{s<=t} min(r_s, 1) min(R, 1)", "ours", WHOLE, "shrinks along a response"),
+    "seq_mis": Entry("R; drops R outside [low, high]", "Praxis; verl, TRL", WHOLE, "drops responses"),
+    "geo_rs": Entry("1; drops g outside [low, high]", "Praxis; verl, SkyRL", WHOLE, "drops responses"),
+    "geo_rs_seq_tis": Entry("min(R, C); drops g outside [low, high]", "Praxis; verl", WHOLE, "drops responses"),
+    "tbpo_mismatch": Entry("g in [1/C, C]; or dropped outside", "QaRL 3.2; AReaL's sequence ratio", WHOLE, "bias"),
+    "vespo": Entry(
+        "R^k exp(lambda (1 - R)), (k, lambda) by sign of A", "VESPO; TRL", f"A; {WHOLE}", "R far from 1 counts nothing"
+    ),
+    "z_tis": Entry("Z min(r, c1 / Z)", "ours: OBRS in expectation", "the engine's top-K", ALWAYS),
+    "obrs": Entry("min(w, c1) min(p_ref / p_tgt, c2); draws", "Jackpot", "the engine's top-K", ALWAYS),
+    "jackpot_adjusted": Entry("the same of p_new / p_inf", "Jackpot 10.1", "the engine's top-K", "noise of the draw"),
+}
+REJECTIONS = {
+    "token": Entry("r", "verl token_k1; SkyRL token mask"),
+    "sequence": Entry("R", "verl seq_sum_k1; SkyRL product mask", WHOLE),
+    "geo": Entry("g = exp(mean_t log r)", "verl seq_mean_k1; SkyRL geometric mask; DeepSeek-V3.2, slime, TRL", WHOLE),
+    "seq_max": Entry("max_t r", "SkyRL outlier mask, with --veto for its lower bound", WHOLE),
+    "token_k2": Entry("(log r)^2 / 2", "verl; AReaL"),
+    "token_k3": Entry("r - 1 - log r", "verl; AReaL"),
+    "seq_sum_k2": Entry("sum_t k2", "verl; AReaL", WHOLE),
+    "seq_sum_k3": Entry("sum_t k3", "verl; AReaL", WHOLE),
+    "seq_mean_k2": Entry("mean_t k2", "verl; AReaL", WHOLE),
+    "seq_mean_k3": Entry("mean_t k3", "K3-RS; verl; AReaL", WHOLE),
+    "seq_max_k2": Entry("max_t k2", "verl; AReaL", WHOLE),
+    "seq_max_k3": Entry("max_t k3", "verl; AReaL", WHOLE),
+}
+SURROGATES = {
+    "reinforce": Entry("A log p_new", "REINFORCE; verl bypass_pg_*"),
+    "ppo": Entry("min(s A, clip(s, 1 - low, 1 + high) A), s = p_new / p_base", "PPO, GRPO, DAPO; all"),
+    "gspo": Entry("the same of exp(mean_t log s)", "GSPO; verl, TRL, slime, SkyRL; over a group: GEPO", WHOLE),
+    "tbpo": Entry("clip(exp(mean_t log s)) A, no gradient outside the band", "QaRL 3.2", WHOLE),
+    "sapo": Entry("(4 / tau) sigmoid(tau (s - 1)) A", "SAPO; verl, TRL, SkyRL, AReaL"),
+    "cispo": Entry("sg(clip(s)) A log p_new", "MiniMax-M1; verl, TRL, slime, SkyRL"),
+    "gmpo": Entry("A exp(mean_t x), x = log s bounded on the side of A", "GMPO; verl geo_mean, TRL", WHOLE),
+    "dppo_tv": Entry("s A; 0 where |p_new - p_base| > bound, moving on", "DPPO; prime-rl, verl, SkyRL"),
+    "dppo_kl": Entry("s A; 0 where KL(p_base || p_new), token or not, > bound", "DPPO; verl, SkyRL"),
+}
+HEAD = """\
+loss = - reduce( keep * sg(weight) * surrogate )
+
+r = p_ref / p_inf of a token, R = prod_t r of a response, R_t up to a token, g = R^(1/T); A: the advantage.
+All need log p_inf of the sampled tokens, as the engine sampled them. p_ref costs a forward pass where a batch makes
+several updates; else the update's own forward has it. With --correction_target=new p_new stands for p_ref."""
+
+
+def catalogue() -> str:
+    """Name, formula, who uses it, what it needs, what it costs; then every --objective by its axes."""
+    lines = [HEAD]
+    lines += section("--correction: the weight, and what it drops", CORRECTIONS)
+    lines += section("--reject: drops what has a statistic outside [--rs_low, --rs_high]", REJECTIONS)
+    lines += section("--surrogate", SURROGATES)
+    lines += ["", "--objective: presets over all axes"]
+    for who, rows in {"": OURS, **FRAMEWORKS}.items():
+        lines += ["", f"  {who}" if who else "  papers, and ours"]
+        for name, axes in rows.items():
+            said = "  ".join(f"{axis}={value}" for axis, value in axes.items())
+            lines += textwrap.wrap(f"{name:27} {said}", 116, initial_indent="    ", subsequent_indent=" " * 32)
+    return "\n".join(lines)
+
+
+def section(title: str, entries: dict[str, Entry]) -> list[str]:
+    """A titled list of entries."""
+    lines = ["", title]
+    for name, entry in entries.items():
+        lines.append(f"  {name:17} {entry.formula}")
+        known = {"used by": entry.users, "needs": entry.needs, "costs": entry.costs}
+        said = "; ".join(f"{what} {text}" for what, text in known.items() if text)
+        lines += textwrap.wrap(said, 116, initial_indent=" " * 20, subsequent_indent=" " * 20)
+    return lines

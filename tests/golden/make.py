@@ -1,0 +1,416 @@
+"""Writes batches.jsonl and values.jsonl: what each named correction gives, from its formula alone, in plain floats.
+
+    python tests/golden/make.py
+
+Nothing of this repository is imported, and no tensor library: another framework can be held against the same files
+(tests/conform.py). A batch is a list of responses, a response its log-probabilities by three policies, the tokens
+that count, its advantage and its group. A value is one line a case: weights, masks, loss, its derivative in log p_new
+of each token that counts, and metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+CLAMP = 20.0  # log-ratios before exp
+INF = math.inf
+HERE = Path(__file__).parent
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batches: every number is another
+# ---------------------------------------------------------------------------------------------------------------------
+
+# a response: group, advantage, which tokens count, spread of log r, its mean over the tokens that count
+NEAR = [
+    (0, 0.83, "111", 0.0004, 0.0003),
+    (0, -0.71, "1", 0.0, 0.0002),
+    (1, 1.27, "10111", 0.05, -0.0006),
+    (1, -0.34, "1101", 0.2, 0.004),
+    (1, 0.52, "", 0.0, 0.0),
+    (2, -1.31, "0000", 0.3, 0.0),
+    (2, 0.0, "11", 0.5, 0.6),
+    (2, 0.46, "0111", 0.7, -0.4),
+    (2, -0.93, "11111", 0.9, 0.3),
+]
+FAR = [
+    (0, 0.77, "1110", 1.5, 0.2),
+    (0, -0.58, "111", 1.1, -0.3),
+    (1, -1.12, "1", 0.0, 1.7),
+    (1, 0.39, "101", 0.6, -1.2),
+    (1, -0.21, "11", 2.0, -0.1),
+    (2, 1.46, "", 0.0, 0.0),
+    (2, -0.64, "110", 0.3, -0.7),
+    (2, 0.95, "1101", 9.0, 4.0),
+]
+BEYOND = {(7, 0): 26.0, (4, 1): -24.0}  # log p_ref - log p_inf of two tokens of FAR
+
+
+def make_batch(rows: list, beyond: dict, seed: int) -> list[dict]:
+    rng = random.Random(seed)
+    return [make_response(rng, *row, {t: x for (j, t), x in beyond.items() if j == i}) for i, row in enumerate(rows)]
+
+
+def make_response(rng, group: int, adv: float, mask: str, spread: float, middle: float, beyond: dict) -> dict:
+    gaps = [rng.gauss(0, spread) if spread else 0.0 for _ in mask]
+    on = [t for t, flag in enumerate(mask) if flag == "1"]
+    average = sum(gaps[t] for t in on) / max(1, len(on))
+    gaps = [beyond.get(t, gap - average + middle) for t, gap in enumerate(gaps)]
+    ref = [-rng.uniform(0.05, 3.0) for _ in mask]
+    ref = [min(logp, gap - rng.uniform(0.02, 0.3)) for logp, gap in zip(ref, gaps, strict=True)]  # log p_inf below 0
+    inf = [logp - gap for logp, gap in zip(ref, gaps, strict=True)]
+    drift = 0.0002 if spread < 0.01 else 0.25  # where ref is near inf, new is near ref
+    new = [min(-0.01 - 0.001 * rng.random(), logp + rng.gauss(0, drift)) for logp in ref]
+    return {"group": group, "adv": adv, "mask": mask, "inf": inf, "ref": ref, "new": new}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights: log-ratios of the tokens that count -> (weight, whether it is kept) of each
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def bounded_exp(x: float) -> float:
+    return math.exp(max(-CLAMP, min(CLAMP, x)))
+
+
+def within(x: float, low: float, high: float) -> bool:
+    return low <= x <= high
+
+
+def weights(how: str, xs: list[float], adv: float, cap: float, floor: float, low: float, high: float) -> list:
+    """cap, floor: of what is capped; low, high: of what is dropped."""
+    n, r = len(xs), [bounded_exp(x) for x in xs]
+    if how == "one":
+        return [(1.0, True)] * n
+    if how in ("r", "r kept inside"):
+        return [(x, how == "r" or within(x, low, high)) for x in r]
+    if how == "min(r, C)":
+        return [(min(max(x, floor), cap), True) for x in r]
+    if how == "min(R_t, C)":
+        return [(min(bounded_exp(math.fsum(xs[: t + 1])), cap), True) for t in range(n)]
+    if how.startswith("traces"):
+        traces = [bounded_exp(math.fsum(min(x, 0.0) for x in xs[: t + 1])) for t in range(n)]
+        whole = min(1.0, bounded_exp(math.fsum(xs))) if how == "traces min(R, 1)" else 1.0
+        return [(trace * whole, True) for trace in traces]
+    R, g = bounded_exp(math.fsum(xs)), bounded_exp(math.fsum(xs) / max(1, n))
+    if how == "soft":
+        k, lam = (2.0, 3.0) if adv >= 0 else (3.0, 2.0)
+        return [(R**k * math.exp(lam * (1 - R)), True)] * n
+    return [
+        {
+            "R": (R, True),
+            "min(R, C)": (min(R, cap), True),
+            "R kept inside": (R, within(R, low, high)),
+            "one, g inside": (1.0, within(g, low, high)),
+            "min(R, C), g inside": (min(R, cap), within(g, low, high)),
+            "g in [1/C, C]": (min(max(g, 1 / cap), cap), True),
+            "g kept inside": (g, within(g, low, high)),
+        }[how]
+    ] * n
+
+
+def statistic(how: str, xs: list[float]) -> list[float]:
+    """What a rejection looks at, for each token."""
+    n, r = len(xs), [bounded_exp(x) for x in xs]
+    clamped = [max(-CLAMP, min(CLAMP, x)) for x in xs]
+    k2 = [x * x / 2 for x in clamped]
+    k3 = [math.expm1(x) - x for x in clamped]
+    whole = {
+        "R": lambda: bounded_exp(math.fsum(xs)),
+        "g": lambda: bounded_exp(math.fsum(xs) / n),
+        "max r": lambda: max(r),
+        "sum k2": lambda: math.fsum(k2),
+        "sum k3": lambda: math.fsum(k3),
+        "mean k2": lambda: math.fsum(k2) / n,
+        "mean k3": lambda: math.fsum(k3) / n,
+        "max k2": lambda: max(k2),
+        "max k3": lambda: max(k3),
+    }
+    if not n:
+        return []
+    return {"r": r, "k2": k2, "k3": k3}[how] if how not in whole else [whole[how]()] * n
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Surrogates: (values, derivatives in log p_new) of a response's tokens that count
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def slope_of_exp(x: float) -> float:
+    return math.exp(x) if abs(x) <= CLAMP else 0.0
+
+
+def surrogate(how: str, new: list[float], base: list[float], A: float, low: float, high: float, dual: float):
+    """Where a response has one ratio, a value moves with every token; derivatives are those of the values' sum under
+    equal weights, divided among them: the caller multiplies by the sum of the weights."""
+    xs = [p - q for p, q in zip(new, base, strict=True)]
+    n = len(xs)
+    if how == "log p":
+        return [A * p for p in new], [A] * n
+    if how in ("sequence clip", "sequence band", "geometric"):
+        return one_ratio(how, xs, A, low, high)
+    pairs = [by_token(how, x, p, q, A, (low, high, dual)) for x, p, q in zip(xs, new, base, strict=True)]
+    return [value for value, _ in pairs], [slope for _, slope in pairs]
+
+
+def one_ratio(how: str, xs: list[float], A: float, low: float, high: float):
+    n = len(xs)
+    if not n:
+        return [], []
+    free = [True] * n
+    if how == "geometric":
+        cut = [min(x, high) if A >= 0 else max(x, -low) for x in xs]
+        free = [x == y for x, y in zip(xs, cut, strict=True)]
+        xs = cut
+    s = bounded_exp(math.fsum(xs) / n)
+    value, slope = s * A, slope_of_exp(math.fsum(xs) / n) * A
+    if how == "sequence clip":
+        value, slope = min((value, slope), (min(max(s, 1 - low), 1 + high) * A, 0.0), key=lambda pair: pair[0])
+    if how == "sequence band":
+        edges = (-INF, 1 + high) if A >= 0 else (1 - low, 1 + 7e-4)
+        if not within(s, *edges):
+            value, slope = min(max(s, edges[0]), edges[1]) * A, 0.0
+    return [value] * n, [slope / n * on for on in free]
+
+
+def by_token(how: str, x: float, logp: float, logq: float, A: float, bounds) -> tuple[float, float]:
+    low, high, dual = bounds
+    r, d = bounded_exp(x), slope_of_exp(x)
+    p, q = math.exp(logp), math.exp(logq)
+    if how == "clip":
+        best = min((r * A, d * A), (min(max(r, 1 - low), 1 + high) * A, 0.0), key=lambda pair: pair[0])
+        return (dual * A, 0.0) if dual and A < 0 and best[0] < dual * A else best
+    if how == "weighted log p":
+        c = min(max(r, 1 - low), 1 + high)
+        return c * A * logp, c * A
+    if how == "sigmoid":
+        tau = 1.0 if A > 0 else 1.05
+        gate = 1 / (1 + math.exp(max(-700.0, min(700.0, -tau * (r - 1)))))
+        return 4 / tau * gate * A, 4 * gate * (1 - gate) * d * A
+    gap = abs(p - q) if how == "gap" else q * (logq - logp) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+    stopped = gap > high and p > q if A >= 0 else gap > low and p < q
+    return (0.0, 0.0) if stopped else (r * A, d * A)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A case on a batch
+# ---------------------------------------------------------------------------------------------------------------------
+
+PLAIN = dict(weight="one", over="ref", cap=INF, floor=0.0, low=0.0, high=INF)
+PLAIN |= dict(statistic="", stat_low=0.0, stat_high=INF, negative=False, veto=0.0, normalize=False)
+PLAIN |= dict(surrogate="clip", base="ref", clip=(0.2, 0.28), dual=0.0, reduction="token-mean", kept=False)
+
+
+def tokens_of(response: dict, which: str) -> list[float]:
+    return [x for x, on in zip(response[which], response["mask"], strict=True) if on == "1"]
+
+
+def evaluate(batch: list[dict], case: dict) -> dict:
+    c = PLAIN | case
+    logs = [[a - b for a, b in zip(tokens_of(r, c["over"]), tokens_of(r, "inf"), strict=True)] for r in batch]
+    bounds = (c["cap"], c["floor"], c["low"], c["high"])
+    weighed = [weights(c["weight"], xs, r["adv"], *bounds) for xs, r in zip(logs, batch, strict=True)]
+    divide = mean_weight(weighed, c) if c["normalize"] else 1.0
+    w = [[x / divide for x, _ in row] for row in weighed]
+    keep = [[on for _, on in row] for row in weighed]
+    for i, (xs, r) in enumerate(zip(logs, batch, strict=True)):
+        keep[i] = rejected(keep[i], xs, r["adv"], c)
+    bases = bases_of(batch, c["base"])
+    share = shares(batch, keep, c)
+    loss, grad = 0.0, []
+    for i, r in enumerate(batch):
+        args = (tokens_of(r, "new"), bases[i], r["adv"], *c["clip"], c["dual"])
+        values, slopes = surrogate(c["surrogate"], *args)
+        scale = [-share[i] * x * on for x, on in zip(w[i], keep[i], strict=True)]
+        loss += math.fsum(s * v for s, v in zip(scale, values, strict=True))
+        shared = c["surrogate"] in ("sequence clip", "sequence band", "geometric")
+        factors = [math.fsum(scale)] * len(scale) if shared else scale
+        grad.append([f * s for f, s in zip(factors, slopes, strict=True)])
+    masks = ["".join("01"[on] for on in row) for row in keep]
+    return {"weight": w, "keep": masks, "loss": loss, "grad": grad, "metrics": metrics(w, keep)}
+
+
+def rejected(keep: list[bool], xs: list[float], adv: float, c: dict) -> list[bool]:
+    if c["statistic"] and not (c["negative"] and adv >= 0):
+        found = statistic(c["statistic"], xs)
+        keep = [on and within(x, c["stat_low"], c["stat_high"]) for on, x in zip(keep, found, strict=True)]
+    vetoed = any(bounded_exp(x) < c["veto"] for x in xs)
+    return [on and not vetoed for on in keep]
+
+
+def mean_weight(weighed: list, c: dict) -> float:
+    """Of tokens, or of responses where a response has one weight; what the weight itself drops counts as 0."""
+    one_each = c["weight"] in ("R", "min(R, C)", "R kept inside", "soft")
+    applied = [w * on for row in weighed for w, on in (row[:1] if one_each else row)]
+    return math.fsum(applied) / len(applied)
+
+
+def bases_of(batch: list[dict], base: str) -> list[list[float]]:
+    """log of what p_new is divided by. group: log(sum q^2 / sum q) over the group, q = exp(mean log p_inf)."""
+    if base != "group":
+        return [tokens_of(r, base) for r in batch]
+    mean = [math.fsum(tokens_of(r, "inf")) / max(1, len(tokens_of(r, "inf"))) for r in batch]
+    out = []
+    for r in batch:
+        q = [math.exp(m) for m, o in zip(mean, batch, strict=True) if o["group"] == r["group"] and "1" in o["mask"]]
+        out.append([math.log(math.fsum(x * x for x in q) / math.fsum(q))] * len(tokens_of(r, "inf")))
+    return out
+
+
+def shares(batch: list[dict], keep: list[list[bool]], c: dict) -> list[float]:
+    """What each token's value is multiplied by; kept: by what is left instead of what was proposed."""
+    counts = [sum(row) if c["kept"] else len(row) for row in keep]
+    tokens, responses = sum(counts), sum(n > 0 for n in counts)
+    if c["reduction"] == "token-mean":
+        return [1 / tokens if n else 0.0 for n in counts]
+    if c["reduction"] == "seq-mean-token-mean":
+        return [1 / responses / n if n else 0.0 for n in counts]
+    return [1 / responses / 9 if n else 0.0 for n in counts]  # --max_tokens=9
+
+
+def metrics(w: list[list[float]], keep: list[list[bool]]) -> dict:
+    """Effective sample size of weight x keep over tokens; shares of tokens, and of responses with a token, rejected."""
+    applied = [x * on for row, mask in zip(w, keep, strict=True) for x, on in zip(row, mask, strict=True)]
+    squares = math.fsum(x * x for x in applied)
+    tokens = [on for row in keep for on in row]
+    responses = [row for row in keep if row]
+    return {
+        "rollout_is_eff_sample_size": math.fsum(applied) ** 2 / len(applied) / squares if squares else 0.0,
+        "rollout_rs_masked_fraction": 1 - sum(tokens) / len(tokens),
+        "rollout_rs_seq_masked_fraction": sum(not all(row) for row in responses) / len(responses),
+    }
+
+
+def mismatch(batch: list[dict]) -> dict:
+    """How far ref is from inf: of tokens, of responses."""
+    logs = [[a - b for a, b in zip(tokens_of(r, "ref"), tokens_of(r, "inf"), strict=True)] for r in batch]
+    xs = [x for row in logs for x in row]
+    R = [bounded_exp(math.fsum(row)) for row in logs if row]
+    k3 = [bounded_exp(x) - 1 - x for x in xs]
+    return {
+        "kl": -math.fsum(xs) / len(xs),
+        "k3_kl": math.fsum(k3) / len(xs),
+        "chi2_token": math.fsum(bounded_exp(x) ** 2 for x in xs) / len(xs) - 1,
+        "chi2_seq": math.fsum(x * x for x in R) / len(R) - 1,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cases: (the flags of train.py, the same from its source)
+# ---------------------------------------------------------------------------------------------------------------------
+
+SEQ = "seq-mean-token-mean"
+NARROW = dict(statistic="g", stat_low=0.999, stat_high=1.001)
+SMALL = dict(statistic="mean k3", stat_high=0.01)
+ON_NEW = dict(over="new", surrogate="log p")
+DIVIDED = dict(over="new", base="inf")  # verl's bypass mode with PPO's clip: rejection looks at p_new / p_inf
+CASES = {
+    "none": {},
+    "grpo": {},
+    "reinforce": dict(surrogate="log p"),
+    "is": dict(weight="r"),
+    "tis": dict(weight="min(r, C)", cap=2.0),
+    "icepop": dict(weight="r kept inside", low=0.5, high=5.0),
+    "areal_drop": dict(weight="r kept inside", high=5.0),
+    "seq_is": dict(weight="R"),
+    "seq_tis": dict(weight="min(R, C)", cap=4.0),
+    "prefix_tis": dict(weight="min(R_t, C)", cap=1.0),
+    "retrace": dict(weight="traces"),
+    "retrace_seq": dict(weight="traces min(R, 1)"),
+    "spare": dict(weight="traces min(R, 1)", statistic="r", stat_low=0.9, negative=True),
+    "seq_mis": dict(weight="R kept inside", high=4.0),
+    "mis_gspo": dict(weight="R kept inside", high=4.0, surrogate="sequence clip", clip=(3e-4, 4e-4), reduction=SEQ),
+    "geo_rs": dict(weight="one, g inside", low=0.9, high=1.1),
+    "geo_rs_seq_tis": dict(weight="min(R, C), g inside", cap=4.0, low=0.9, high=1.1),
+    "ppo_is": dict(base="inf"),
+    "tis_adjusted": dict(weight="min(r, C)", cap=2.0, over="new", base="new"),
+    "gspo": dict(surrogate="sequence clip", clip=(3e-4, 4e-4), reduction=SEQ),
+    "gepo": dict(surrogate="sequence clip", base="group", clip=(0.2, 0.2), reduction=SEQ),
+    "tbpo": dict(weight="g in [1/C, C]", cap=2.0, surrogate="sequence band", clip=(3e-4, 4e-4), reduction=SEQ),
+    "sapo": dict(surrogate="sigmoid", reduction=SEQ),
+    "cispo": dict(surrogate="weighted log p"),
+    "gmpo": dict(surrogate="geometric", clip=(0.4, 0.4), reduction=SEQ),
+    "dppo_tv": dict(surrogate="gap", base="inf", clip=(0.2, 0.2)),
+    "dppo_kl": dict(surrogate="binary kl", base="inf", clip=(0.05, 0.05)),
+    "prime_rl": dict(surrogate="gap", base="inf", clip=(0.2, 0.2)),
+    "vespo": dict(weight="soft", **ON_NEW),
+    "opsm": dict(over="new", statistic="g", stat_low=math.exp(-1e-4), negative=True),
+    # verl
+    "decoupled_token_is": dict(weight="min(r, C)", cap=2.0),
+    "decoupled_seq_is": dict(weight="min(R, C)", cap=2.0),
+    "decoupled_token_icepop": dict(weight="r kept inside", low=0.5, high=5.0),
+    "decoupled_seq_is_rs": dict(weight="min(R, C)", cap=2.0, statistic="R", stat_low=0.5, stat_high=2.0),
+    "decoupled_geo_rs": NARROW,
+    "decoupled_geo_rs_seq_tis": dict(weight="min(R, C)", cap=2.0, **NARROW),
+    "decoupled_geo_rs_token_tis": dict(weight="min(r, C)", cap=2.0, **NARROW),
+    "decoupled_k3_rs": SMALL,
+    "decoupled_k3_rs_seq_tis": dict(weight="min(R, C)", cap=2.0, **SMALL),
+    "decoupled_k3_rs_token_tis": dict(weight="min(r, C)", cap=2.0, **SMALL),
+    "bypass_ppo_clip": dict(base="inf"),
+    "bypass_ppo_clip_geo_rs": DIVIDED | NARROW,
+    "bypass_ppo_clip_k3_rs": DIVIDED | SMALL,
+    "bypass_pg_is": dict(weight="min(R, C)", cap=2.0, **ON_NEW),
+    "bypass_pg_token_icepop": dict(weight="r kept inside", low=0.5, high=5.0, **ON_NEW),
+    "bypass_pg_geo_rs": ON_NEW | NARROW,
+    "bypass_pg_geo_rs_seq_tis": dict(weight="min(R, C)", cap=2.0, **ON_NEW, **NARROW),
+    "bypass_pg_geo_rs_token_tis": dict(weight="min(r, C)", cap=2.0, **ON_NEW, **NARROW),
+    "disabled": {},
+    # TRL, SkyRL, OpenRLHF
+    "token_truncate": dict(weight="min(r, C)", cap=3.0),
+    "token_mask": dict(weight="r kept inside", high=3.0),
+    "sequence_truncate": dict(weight="min(R, C)", cap=3.0),
+    "sequence_mask": dict(weight="R kept inside", high=3.0),
+    "dr_grpo": dict(reduction="sum over 9"),
+    "dapo": {},
+    "skyrl_geo_mask": dict(weight="one, g inside", low=0.99, high=1.01),
+    "skyrl_product_mask": dict(statistic="R", stat_low=0.5, stat_high=2.0),
+    "skyrl_token_mask": dict(statistic="r", stat_low=0.5, stat_high=2.0),
+    "seq_mask_tis": dict(weight="r", statistic="g", stat_low=0.5, stat_high=5.0),
+}
+# further flags on top of a preset
+TIS, SEQUENCE = dict(weight="min(r, C)", cap=2.0), dict(weight="min(R, C)", cap=4.0)
+CASES |= {
+    "tis --normalize_weights=True": TIS | dict(normalize=True),
+    "icepop --normalize_weights=True": dict(weight="r kept inside", low=0.5, high=5.0, normalize=True),
+    "seq_tis --normalize_weights=True": SEQUENCE | dict(normalize=True),
+    "seq_mis --normalize_weights=True": dict(weight="R kept inside", high=4.0, normalize=True),
+    "tis --is_floor=0.7": TIS | dict(floor=0.7),
+    "tis --veto=0.4": TIS | dict(veto=0.4),
+    "tis --dual_clip=1.3": TIS | dict(dual=1.3),
+    "none --correction=tbpo_mismatch --tbpo_cap=mask --is_floor=0.5 --is_cap=5.0": dict(
+        weight="g kept inside", low=0.5, high=5.0
+    ),
+    "cispo --clip_low=1.0": dict(surrogate="weighted log p", clip=(1.0, 0.28)),
+    "decoupled_seq_is_rs --loss_denominator=kept": dict(
+        weight="min(R, C)", cap=2.0, statistic="R", stat_low=0.5, stat_high=2.0, kept=True
+    ),
+    "icepop --loss_denominator=kept": dict(weight="r kept inside", low=0.5, high=5.0, kept=True),
+    f"seq_mis --loss_denominator=kept --reduction={SEQ}": dict(
+        weight="R kept inside", high=4.0, kept=True, reduction=SEQ
+    ),
+}
+STATISTICS = {"token": ("r", 0.6, 1.5), "sequence": ("R", 0.4, 1.9), "geo": ("g", 0.8, 1.2), "seq_max": ("max r", 0, 2)}
+STATISTICS |= {"token_k2": ("k2", 0, 0.05), "seq_sum_k2": ("sum k2", 0, 0.2), "seq_mean_k2": ("mean k2", 0, 0.1)}
+STATISTICS |= {"seq_max_k2": ("max k2", 0, 0.1), "token_k3": ("k3", 0, 0.05), "seq_sum_k3": ("sum k3", 0, 0.2)}
+STATISTICS |= {"seq_mean_k3": ("mean k3", 0, 0.1), "seq_max_k3": ("max k3", 0, 0.1)}
+for name, (how, low, high) in STATISTICS.items():
+    flags = f"is --reject={name} --rs_low={low} --rs_high={high}"
+    CASES[flags] = dict(weight="r", statistic=how, stat_low=low, stat_high=high)
+
+
+def main() -> None:
+    batches = {"near": make_batch(NEAR, {}, 5), "far": make_batch(FAR, BEYOND, 11)}
+    lines = [
+        json.dumps({"batch": name, "responses": rows, "mismatch": mismatch(rows)}) for name, rows in batches.items()
+    ]
+    (HERE / "batches.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    found = []
+    for name, rows in batches.items():
+        found += [json.dumps({"case": case, "batch": name, **evaluate(rows, how)}) for case, how in CASES.items()]
+    (HERE / "values.jsonl").write_text("\n".join(found) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
