@@ -855,8 +855,8 @@ def test_an_evaluation_leaves_no_trace_in_a_delayed_run(solvers, tmp_path, train
 
 
 def test_a_second_engine_evaluates_the_policy_of_an_actor(solvers, tmp_path, train_here, monkeypatch):
-    """The same numbers as the learner's own weights give. It sleeps behind every evaluation, the actor's engine behind the
-    only rollout."""
+    """The same numbers as the learner's own weights give. It sleeps behind every evaluation, the actor's engine
+    behind the only rollout."""
     slept = []
     monkeypatch.setattr(HFEngine, "sleep", lambda self: slept.append(self))
     changes = {"steps": 2, "eval_every": 1, "save_every": 0, "eval_problems": 64, "rollout_quant": "int8"}
