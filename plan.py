@@ -19,6 +19,7 @@ Prompts that several responses share, and rows shorter than the longest, make a 
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -87,7 +88,8 @@ def measure(cfg, configs: dict, rows: int, prompt: int, response: int) -> Activa
     """The activations of `rows` rows of so many tokens. configs: name -> transformers config."""
     batch = (rows, prompt, response)
     kept = {}
-    with one_sequence_a_row():
+    with one_sequence_a_row(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # quant.py's, for its cache
         moment, forward = of_logits(cfg, configs, *batch)
         for name, config in configs.items():
             two, four = (of_layers(cfg, name, config, n, *batch) for n in (2, 4))
@@ -445,12 +447,15 @@ def mends(cfg, width: int, ranks: int):
 
 
 def fitting(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float) -> tuple[list[str], Plan | None]:
-    """(flags to add, the plan with them) of the first that fits; (all that were tried, None) if nothing does."""
+    """(flags to add, the plan with them) of the first that fits; (all that helped, None) if nothing does."""
     said: list[str] = []
+    smallest = plan_of(cfg, configs, prompt, ranks, gpu_gib)
     for flag, changes, more in mends(cfg, prompt + cfg.max_tokens, ranks):
-        cfg = replace(cfg, **changes)
+        made = plan_of(replace(cfg, **changes), configs, prompt, more, gpu_gib)
+        if made.peak >= smallest.peak:
+            continue
+        cfg, smallest = replace(cfg, **changes), made
         said = [words for words in said if "fsdp" not in words or "fsdp" not in flag] + [flag]
-        made = plan_of(cfg, configs, prompt, more, gpu_gib)
         if made.peak <= gpu_gib * GIB:
             return said, made
     return said, None
@@ -464,7 +469,10 @@ def verdict(cfg, configs: dict, prompt: int, made: Plan, gpu_gib: float) -> tupl
     flags, smaller = fitting(cfg, configs, prompt, made.ranks, gpu_gib)
     needs = f"a rank needs {peak:.1f} GiB ({made.worst}), and --gpu_gib={gpu_gib:g} is less"
     if smaller is None:
-        return False, f"{needs}; {', '.join(flags)} do not help enough: take a smaller model, or shorter responses"
+        return (
+            False,
+            f"{needs}; {', '.join(flags) or 'flags'} do not help enough: a smaller model, or shorter responses",
+        )
     return False, f"{needs}; with {', '.join(flags)} it needs {smaller.peak / GIB:.1f}"
 
 

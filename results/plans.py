@@ -108,13 +108,22 @@ def recipes() -> None:
     rows = [row_of(path.stem, [f"--config={path}"], ranks_of(path)) for path in RECIPES]
     for n in (1, 8):
         rows.append(row_of("README's 4B and 1.7B", [*EXAMPLE.split(), "--parallel=fsdp"], n))
-    sweep.page("plans", sweep.markdown(HEAD, rows))
+    measured = json.loads(CHECKED.read_text(encoding="utf-8"))
+    case = f"{SHAPE['layers']} layers of width {SHAPE['hidden']}, {SHAPE['vocab']:,} tokens"
+    sweep.page(
+        "plans",
+        f"## The recipes, GiB on one GPU of {GPU_GIB:g}",
+        sweep.markdown(HEAD, rows),
+        f"## Predicted and measured: peak of an update on CPUs, GiB ({case})",
+        sweep.markdown(["run", "predicted", "measured", "ratio"], measured),
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Predicted and measured
 # ---------------------------------------------------------------------------------------------------------------------
 
+CHECKED = sweep.RESULTS / "plans.json"
 SHAPE = dict(hidden=512, inter=1536, layers=6, vocab=16_000)
 PROMPT, RESPONSE, ROWS = 32, 480, 2
 # name -> (ranks, flags)
@@ -190,8 +199,8 @@ def run_case(ranks: int, flags: dict) -> int:
     return int(done.stdout.split()[-1])
 
 
-def check() -> list[list[str]]:
-    """The cells of the table: predicted, measured, and their ratio."""
+def check() -> None:
+    """Write the cells of the table: predicted, measured, and their ratio."""
     rows = []
     for name, (ranks, flags) in CASES.items():
         cfg = configured(flags, ranks)
@@ -201,7 +210,7 @@ def check() -> list[list[str]]:
         got = run_case(ranks, flags)
         rows.append([name, f"{said / plan.GIB:.3f}", f"{got / plan.GIB:.3f}", f"{said / got:.3f}"])
         print(*rows[-1], sep="   ", flush=True)
-    return rows
+    CHECKED.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)

@@ -183,11 +183,22 @@ def test_what_would_make_it_fit_is_tried_in_order():
         fits, says = plan.verdict(make_cfg(**BIG), configs, 37, usual, (sizes[-1] + sizes[-2]) / 2 / plan.GIB)
         assert not fits and f"; with {', '.join(words[:n])} it needs" in says
     says = plan.verdict(make_cfg(**BIG), configs, 37, usual, 1e-6)[1]
-    assert says.endswith("do not help enough: take a smaller model, or shorter responses")
+    assert says.endswith("do not help enough: a smaller model, or shorter responses")
     assert says.count("fsdp") == 1 and "--parallel=fsdp on 64 ranks" in says
 
 
 BIG = dict(objective="grpo", max_tokens=400, micro_tokens=8000)
+
+
+def test_what_does_not_help_is_not_proposed():
+    """vLLM sleeps in the update, so a smaller share of the GPU does not make that smaller."""
+    cfg = make_cfg(objective="grpo", max_tokens=400, micro_tokens=8000, rollout="vllm", rollout_memory=0.6)
+    gpu_gib = 0.3
+    made = plan.plan_of(cfg, {"policy": small()}, 37, 1, gpu_gib)
+    assert made.worst == "forward and backward"
+    assert (
+        "; with --gradient_checkpointing=True it needs" in plan.verdict(cfg, {"policy": small()}, 37, made, gpu_gib)[1]
+    )
 
 
 def test_the_command(tmp_path, capsys):
