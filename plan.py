@@ -407,17 +407,19 @@ def moved(cfg, models: dict[str, States], ranks: int) -> int:
 
 
 def engine(cfg, config, width: int, ranks: int, gpu_gib: float) -> int:
-    """Bytes of the rollout engine on one rank: on a GPU vLLM's share, else weights and key-value cache."""
-    if cfg.rollout == "vllm" and gpu_gib:
-        return int(cfg.rollout_memory * gpu_gib * GIB)
+    """Bytes of the rollout engine on one rank: weights and key-value cache; on a GPU vLLM's share, if they fit it.
+
+    Low bits are counted as --rollout_dtype: vLLM starts from such weights."""
     number = 4 if cfg.rollout_dtype == "float32" else 2
-    weights = weights_of(sync.empty_model(config)) * number // 4
-    if cfg.rollout == "vllm":
-        return weights // cfg.rollout_tp + int(cfg.rollout_memory * GIB)
+    weights = weights_of(sync.empty_model(config)) * number // 4 // cfg.rollout_tp
     text = config.get_text_config()
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    tokens = min(1 << 20, cfg.rollout_batch // ranks * width)
-    return weights + 2 * text.num_hidden_layers * text.num_key_value_heads * size * number * tokens
+    of_a_token = 2 * text.num_hidden_layers * text.num_key_value_heads * size * number
+    if cfg.rollout == "vllm" and gpu_gib:
+        return max(int(cfg.rollout_memory * gpu_gib * GIB), weights + of_a_token * width // cfg.rollout_tp)
+    if cfg.rollout == "vllm":
+        return weights + int(cfg.rollout_memory * GIB)
+    return weights + of_a_token * min(1 << 20, cfg.rollout_batch // ranks * width)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -428,6 +430,9 @@ def engine(cfg, config, width: int, ranks: int, gpu_gib: float) -> int:
 def mends(cfg, width: int, ranks: int):
     """Yields (flags, changes of the configuration, ranks): what makes a run smaller, the cheapest first, each on top of
     those before it."""
+    for n in (2, 4, 8):
+        if cfg.rollout == "vllm" and cfg.rollout_tp < n and ranks % n == 0 and cfg.delay == "none":
+            yield f"--rollout_tp={n}", {"rollout_tp": n}, ranks
     if cfg.rollout == "vllm" and cfg.rollout_memory > 0.4:
         yield "--rollout_memory=0.4", {"rollout_memory": 0.4}, ranks
     if not cfg.gradient_checkpointing:
@@ -455,7 +460,7 @@ def fitting(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float) -> tupl
         if made.peak >= smallest.peak:
             continue
         cfg, smallest = replace(cfg, **changes), made
-        said = [words for words in said if "fsdp" not in words or "fsdp" not in flag] + [flag]
+        said = [words for words in said if words.split("=")[0] != flag.split("=")[0]] + [flag]
         if made.peak <= gpu_gib * GIB:
             return said, made
     return said, None

@@ -166,6 +166,17 @@ def test_vllm_sleeps_on_a_gpu():
     assert awake.of_stage("forward and backward") - made.of_stage("forward and backward") == 5 * plan.GIB
 
 
+def test_an_engine_takes_what_it_needs_where_its_share_is_less():
+    cfg = make_cfg(objective="grpo", rollout="vllm", rollout_memory=0.5, max_tokens=90)
+    P, of_a_token = P_SMALL, 2 * 6 * 2 * 24 * 4  # keys and values, layers, heads, size, float32
+    engine = plan.plan_of(cfg, {"policy": small()}, 37, 2, gpu_gib=1e-4).categories["engine"]
+    assert engine == 4 * P + 127 * of_a_token
+    two = plan.plan_of(replace(cfg, rollout_tp=2), {"policy": small()}, 37, 2, gpu_gib=1e-4)
+    assert two.categories["engine"] == (4 * P) // 2 + 127 * of_a_token // 2
+    torchs = plan.plan_of(make_cfg(objective="grpo", rollout_batch=64, max_tokens=90), {"policy": small()}, 37, 2)
+    assert torchs.categories["engine"] == 4 * P + 32 * 127 * of_a_token  # a cache for a rank's responses
+
+
 def test_what_would_make_it_fit_is_tried_in_order():
     cfg = make_cfg(objective="grpo", max_tokens=400, micro_tokens=8000)
     configs = {"policy": small()}
