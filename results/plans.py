@@ -110,13 +110,14 @@ def recipes() -> None:
         rows.append(row_of("README's 4B and 1.7B", [*EXAMPLE.split(), "--parallel=fsdp"], n))
     measured = json.loads(CHECKED.read_text(encoding="utf-8"))
     case = f"{SHAPE['layers']} layers of width {SHAPE['hidden']}, {SHAPE['vocab']:,} tokens"
-    sweep.page(
-        "plans",
-        f"## The recipes, GiB on one GPU of {GPU_GIB:g}",
+    parts = [
+        "Written by `python results/plans.py`, the second table by `--check`.\n",
+        f"## The recipes, GiB on one GPU of {GPU_GIB:g}\n",
         sweep.markdown(HEAD, rows),
-        f"## Predicted and measured: peak of an update on CPUs, GiB ({case})",
+        f"## Predicted and measured: peak of an update on CPUs, GiB ({case})\n",
         sweep.markdown(["run", "predicted", "measured", "ratio"], measured),
-    )
+    ]
+    sweep.rewrite("plans", "\n".join(parts))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
