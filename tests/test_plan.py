@@ -68,6 +68,7 @@ def test_states_of_shards_muon_and_adapters():
     made = plan.plan_of(cfg, {"policy": config}, 8, ranks)
     assert made.categories["weights, policy"] == 4 * P // ranks
     assert made.categories["gradients, policy"] == 4 * P // ranks
+    assert made.categories["optimizer, policy"] == states.optimizer // ranks
     assert made.moved == int(2 / 3 * (4 * P + 2 * states.travels))
     whole = plan.plan_of(
         make_cfg(objective="grpo", parallel="fsdp", reduce_gradients="update"), {"policy": config}, 8, 3
