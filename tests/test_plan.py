@@ -165,6 +165,8 @@ def test_vllm_sleeps_on_a_gpu():
     awake = plan.plan_of(make_cfg(**gpu, rollout_sleep=False), {"policy": small()}, 37, 1, gpu_gib=10.0)
     assert made.categories["engine"] == 5 * plan.GIB
     assert awake.of_stage("forward and backward") - made.of_stage("forward and backward") == 5 * plan.GIB
+    cpu = plan.plan_of(make_cfg(**gpu), {"policy": small()}, 37, 1)
+    assert "engine" in cpu.stages["forward and backward"] and "engine" not in made.stages["forward and backward"]
 
 
 def test_an_engine_takes_what_it_needs_where_its_share_is_less():
