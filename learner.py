@@ -136,8 +136,7 @@ class Learner:
         self.names = ["policy"] if actor is None else ["policy", "actor"]
         self.lr = {"policy": cfg.lr, "actor": cfg.actor_lr}
         self.rollout_format = quant.format_of(cfg.rollout_quant, cfg.quant_group)
-        own = cfg.rollout_quant if cfg.learner_quant == "aligned" else cfg.learner_quant
-        own_format = quant.format_of(own, cfg.quant_group)
+        own_format = quant.learner_format(cfg)
         sampler = policy if actor is None else actor
         quant.align(sampler, own_format)
         if start is not None:  # it computes as the policy does
@@ -146,7 +145,7 @@ class Learner:
             check_replay(sampler)
         for model in filter(None, (policy, actor)) if cfg.gradient_checkpointing else ():
             memory.recompute(model)
-        autocast = None if cfg.dtype == "float32" else getattr(torch, cfg.dtype)
+        autocast = memory.compute_type(cfg)
         how = (autocast, cfg.lm_head_fp32, vocabulary, cfg.router_replay)
         self.models = PolicyAndActor(policy, actor, *how, start)
         self.models.eval()  # dropout stays off: scoring and training see one distribution

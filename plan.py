@@ -123,7 +123,7 @@ class Layers:
 def of_layers(cfg, name: str, config, n: int, rows: int, prompt: int, response: int) -> Layers:
     """Forward and backward of n layers, without logits."""
     with FakeTensorMode(), Allocated() as allocated:
-        models = PolicyAndActor(shallow(cfg, name, config, n), None, compute_of(cfg))
+        models = PolicyAndActor(shallow(cfg, name, config, n), None, memory.compute_type(cfg))
         batch = shapes_of_batch(rows, prompt, response)
         base = allocated.peak = allocated.now
         peaks: list[int] = []
@@ -154,7 +154,7 @@ def of_logits(cfg, configs: dict, rows: int, prompt: int, response: int) -> tupl
     """(most that logits take, forward or backward, on top of what is kept, most of a pass without gradient)."""
     with FakeTensorMode(), Allocated() as allocated:
         models = [shallow(cfg, name, config, 2) for name, config in configs.items()]
-        pair = PolicyAndActor(*models, *[None] * (2 - len(models)), compute_of(cfg), cfg.lm_head_fp32)
+        pair = PolicyAndActor(*models, *[None] * (2 - len(models)), memory.compute_type(cfg), cfg.lm_head_fp32)
         batch = shapes_of_batch(rows, prompt, response)
         base = allocated.peak = allocated.now
         with torch.no_grad():
@@ -188,12 +188,13 @@ def through_logits(pair: PolicyAndActor, cfg, batch) -> dict:
 def on_meta(cfg, name: str, config):
     """A model as the learner makes it, its parameters on the meta device."""
     model = sync.empty_model(config).requires_grad_(True).eval()
+    if lora.learns(cfg, name):
+        lora.attach(model, cfg)
     if name == sampler_of(cfg):
-        own = cfg.rollout_quant if cfg.learner_quant == "aligned" else cfg.learner_quant
-        quant.align(model, quant.format_of(own, cfg.quant_group))
+        quant.align(model, quant.learner_format(cfg))
     if cfg.gradient_checkpointing:
         memory.recompute(model)
-    return lora.attach(model, cfg) if lora.learns(cfg, name) else model
+    return model
 
 
 def shallow(cfg, name: str, config, n: int):
@@ -205,7 +206,7 @@ def shallow(cfg, name: str, config, n: int):
     with unset_fake_temporarily():
         model = on_meta(cfg, name, config)
         if layers_travel_in(cfg, model) == 2:
-            model.base_model.layers.to(compute_of(cfg))
+            model.base_model.layers.to(memory.compute_type(cfg))
         for path, experts in quant.experts_of(model).items():
             model.set_submodule(path, EvenExperts(experts))
     made = {}  # tied parameters stay one
@@ -256,18 +257,13 @@ def sampler_of(cfg) -> str:
     return "policy" if cfg.actor == "none" else "actor"
 
 
-def compute_of(cfg) -> torch.dtype | None:
-    """The 16-bit type of the learner's products; None: float32."""
-    return None if cfg.dtype == "float32" else getattr(torch, cfg.dtype)
-
-
 def n_layers(config) -> int:
     return config.get_text_config().num_hidden_layers
 
 
 def layers_travel_in(cfg, model) -> int:
     """Bytes of a number of the layers' weights as they compute: with FSDP they may come in 16 bits."""
-    return 2 if cfg.parallel == "fsdp" and memory.travels_in(model, compute_of(cfg)) else 4
+    return 2 if cfg.parallel == "fsdp" and memory.travels_in(model, memory.compute_type(cfg)) else 4
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -368,6 +364,8 @@ def plan_of(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float = 0.0) -
     n = ranks if sharded else 1
     of_gradients = n if cfg.reduce_gradients == "micro" else 1
     states = {f"weights, {name}": model.weights // n for name, model in models.items()}
+    if cfg.kl_coef and not lora.learns(cfg, "policy"):
+        states["weights, frozen start model"] = models["policy"].weights // n
     if not cfg.offload:
         states |= {f"optimizer, {name}": model.optimizer // n for name, model in models.items()}
     gradients = {f"gradients, {name}": model.gradients // of_gradients for name, model in models.items()}

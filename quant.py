@@ -306,6 +306,11 @@ def expert_parameters(model) -> dict[str, tuple[nn.Module, str]]:
     return {f"{name}.{kind}": (m, kind) for name, m in experts_of(model).items() for kind in m._parameters}
 
 
+def learner_format(cfg) -> Format | None:
+    """The format in which the learner computes the model that samples; None: high precision."""
+    return format_of(cfg.rollout_quant if cfg.learner_quant == "aligned" else cfg.learner_quant, cfg.quant_group)
+
+
 def align(model, fmt: Format | None):
     """Put a LowBitLinear in the place of each of the model's linear layers, LowBitExperts in that of its experts, and
     return the model.

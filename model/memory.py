@@ -272,6 +272,11 @@ def shard(models: nn.Module, device: str, n_ranks: int, compute: torch.dtype | N
 LOW_BIT = (quant.LowBitLinear, quant.LowBitExperts)
 
 
+def compute_type(cfg) -> torch.dtype | None:
+    """The 16-bit type of the learner's products; None: float32."""
+    return None if cfg.dtype == "float32" else getattr(torch, cfg.dtype)
+
+
 def travels_in(model: nn.Module, compute: torch.dtype | None) -> torch.dtype | None:
     """The 16-bit type in which a model's layers go from rank to rank; None: float32.
 

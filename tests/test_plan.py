@@ -106,7 +106,7 @@ def test_what_is_kept_is_what_autograd_saves(kind):
         plan.memory.recompute(model)
     if cfg.lora_rank:
         lora.attach(model, cfg)
-    models = plan.PolicyAndActor(model, None, plan.compute_of(cfg))
+    models = plan.PolicyAndActor(model, None, plan.memory.compute_type(cfg))
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     own |= {b.untyped_storage().data_ptr() for b in model.buffers()}
     saved = {}
@@ -153,6 +153,8 @@ def test_stages_hold_what_is_there_together():
     assert made.of_stage("forward and backward") == states + busy + c["engine"]  # the torch engine does not sleep
     assert made.of_stage("ref pass") == states + c["a forward without gradient"] + c["engine"]
     assert made.peak == max(map(made.of_stage, made.stages))
+    held = plan.plan_of(make_cfg(objective="grpo", max_tokens=90, kl_coef=0.1), {"policy": small()}, 37, 1)
+    assert held.of_stage("roll out") == states + c["engine"] + 4 * P_SMALL  # the model that --kl_coef holds to
     assert made.checkpoint == 4 * P_SMALL * 4 - 2 * P_SMALL  # float32 weights and two moments, and 16-bit ones for use
 
 
