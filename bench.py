@@ -1,7 +1,8 @@
 """What it costs: one table and one JSON line. Everything is measured in alternating pairs, because machines drift.
 
-    python bench.py                        # rollout, update, head, replay (and gpu, lowbit where there is one)
+    python bench.py                        # rollout, update, head, replay
     python bench.py update head            # some of them
+    python bench.py gpu                    # the GPU list (results/gpu.py), which has flags of its own
 
 rollout  typed records against the bare engine call, same sampling settings (vLLM)
 update   a jackpot update (ref pass, statistics, OBRS, step) against a plain PPO one: one model, the same recorded batch
@@ -10,9 +11,6 @@ replay   top_k 20 on the demo's policy: a learner step that replays the sets of 
          and rollouts (vLLM) that record them over rollouts that do not, with the same truncated sampling
 quant    low bits on the demo's policy, by format: the aligned learner's update over the plain one, publication and load
          over plain weights', and the engine's rollout over an unquantized one's (vLLM)
-lowbit   on a GPU: the aligned forward of linear layers, quantization included, over bfloat16's, on the shapes of
-         Qwen3-0.6B, 1.7B and 8B
-gpu      learner tokens per second and share of the device's peak on a Qwen3-0.6B shape, bfloat16
 
 remote/bench.py measures the transport between a learner and its samplers, results/against_trl.py the whole step
 against TRL's, results/spin.py what two busy processes cost each other.
@@ -41,7 +39,7 @@ import config
 import objectives
 import quant
 from engines import HFEngine, VLLMEngine
-from flags import UserError, run_command
+from flags import UserError, need, run_command
 from learner import Comm, Learner
 from model import Needs, OneModelRows, Scored
 from model.head import ChunkedHead, Head, chunk_rows
@@ -52,7 +50,6 @@ from warmstart import CONTEXT, SHAPES
 
 ROOT = Path(__file__).resolve().parent
 STOP = [1]  # the id that ends a response
-PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # dense bfloat16, flop/s
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -184,6 +181,27 @@ def draw_rewards(groups: list[Rollout], rng) -> None:
             response.reward = float(rng.integers(0, 2))
 
 
+def random_groups(rng, n: int, length: int, vocabulary: int) -> list[Rollout]:
+    """n groups of 8 responses of `length` tokens, all by chance."""
+    prompts, responses = [], []
+    for _ in range(n):
+        prompts.append(rng.integers(0, vocabulary, 32).astype(np.int32))
+        group = []
+        for _ in range(8):
+            response = Response(
+                tokens=rng.integers(0, vocabulary, length).astype(np.int32),
+                loss_mask=np.ones(length, bool),
+                logp_inf=np.full(length, -11.0, np.float32),
+                topk_ids=np.zeros((length, 0), np.int32),
+                topk_logp=np.zeros((length, 0), np.float32),
+                finish_reason="stop",
+                reward=float(rng.integers(0, 2)),
+            )
+            group.append(response)
+        responses.append(group)
+    return as_groups(prompts, responses, Sampling())
+
+
 def recorded(cfg, model, n_groups: int, K: int) -> list[Rollout]:
     """Groups sampled by the plain sampler from the model itself, with the K most likely tokens and random
     rewards."""
@@ -257,7 +275,7 @@ def bench_update(root: str) -> dict:
     def step(name):
         learner = learners[name]
         whole = batching.collate(groups, learner.cfg)
-        batching.write_ref(groups, learner.ref_columns(whole, learner.cfg.obrs_lambda))
+        batching.write_ref_columns(groups, learner.ref_columns(whole, learner.cfg.obrs_lambda))
         update(learner, groups[:16])
         update(learner, groups[16:])
 
@@ -339,7 +357,7 @@ def bench_head(root: str) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# replay, quant, lowbit
+# replay, quant
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -412,112 +430,6 @@ def bench_quant(root: str) -> dict:
     return out
 
 
-def linear_layers(weights, inputs: dict, fmt, device: str) -> None:
-    """The products of one block's linear layers. inputs: by width; fmt: a format, or None for bfloat16."""
-    for w in weights:
-        x = inputs[w.shape[1]]
-        if fmt is None:
-            x @ w.t()
-            continue
-        qx, sx = quant.quantize(x, fmt.activation_qmax, fmt.dtype)
-        qw, sw = quant.quantize(w, fmt.qmax, fmt.dtype)
-        quant.product(qx, sx, qw, sw).to(x.dtype)
-    synchronize(device)
-
-
-QWEN3 = {"0.6B": (1024, 3072, 4096), "1.7B": (2048, 6144, 4096), "8B": (4096, 12288, 6144)}
-
-
-def bench_lowbit(root: str, device: str = "cuda", tokens: tuple = (8192, 32768), shapes: dict = QWEN3) -> dict:
-    """One block's linear layers forward, quantization of weights and activations included: speed over bfloat16's.
-
-    shapes: name -> (hidden, feed-forward, q + k + v)."""
-    bf16 = {"device": device, "dtype": torch.bfloat16}
-    out = {}
-    for name, (hidden, inter, qkv) in shapes.items():
-        sizes = ((qkv, hidden), (hidden, hidden), (2 * inter, hidden), (hidden, inter))
-        weights = [torch.randn(rows, columns, **bf16) * 0.02 for rows, columns in sizes]
-        for T in tokens:
-            inputs = {width: torch.randn(T, width, **bf16) for width in (hidden, inter)}
-            for format_name in ("fp8", "int8"):
-                plain = partial(linear_layers, weights, inputs, None, device)
-                low = partial(linear_layers, weights, inputs, quant.format_of(format_name), device)
-                r = alternate(plain, low, 10, f"{name} {T} {format_name}")
-                out[f"{name}_{T}_{format_name}"] = f"{r['ratio']:.2f}x [{r['low']:.2f}, {r['high']:.2f}]"
-    return out
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# gpu
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def random_groups(rng, n: int, length: int, vocabulary: int) -> list[Rollout]:
-    """n groups of 8 responses of `length` tokens, all by chance."""
-    prompts, responses = [], []
-    for _ in range(n):
-        prompts.append(rng.integers(0, vocabulary, 32).astype(np.int32))
-        group = []
-        for _ in range(8):
-            response = Response(
-                tokens=rng.integers(0, vocabulary, length).astype(np.int32),
-                loss_mask=np.ones(length, bool),
-                logp_inf=np.full(length, -11.0, np.float32),
-                topk_ids=np.zeros((length, 0), np.int32),
-                topk_logp=np.zeros((length, 0), np.float32),
-                finish_reason="stop",
-                reward=float(rng.integers(0, 2)),
-            )
-            group.append(response)
-        responses.append(group)
-    return as_groups(prompts, responses, Sampling())
-
-
-QWEN3_06B = {
-    "hidden": 1024,
-    "inter": 3072,
-    "layers": 28,
-    "vocab": 151_936,
-    "head_dim": 128,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 4096,
-}
-
-
-def bench_gpu(root: str, device: str = "cuda", tokens: int = 16384, updates: int = 5, **shape) -> dict:
-    """Learner update (forward, chunked head, backward, AdamW) on a Qwen3-0.6B shape: speed, share of peak,
-    memory."""
-    model = shaped("", **(shape or QWEN3_06B))
-    length = 1024
-    B = max(8, tokens // length)
-    sizes = {"train_batch": B, "rollout_batch": B, "max_tokens": length, "micro_tokens": tokens}
-    cfg = resolved(objective="grpo", dtype="bfloat16", lr=1e-6, **sizes)
-    learner = Learner(model, None, cfg, Comm(device))
-    batch = batching.collate(random_groups(np.random.default_rng(0), B // 8, length, model.config.vocab_size), cfg)
-    stats = objectives.prepare(batch, learner.comm, cfg, {})
-
-    def run(n):
-        for _ in range(n):
-            learner.update(batch, stats)
-        synchronize(device)
-
-    run(1)
-    spent = seconds(partial(run, updates)) / updates
-    parameters = sum(p.numel() for p in model.parameters())
-    done = int(batch.ids.numel())
-    cuda = device == "cuda"
-    name = torch.cuda.get_device_name() if cuda else "cpu"
-    peak = next((flops for key, flops in PEAK.items() if key in name), math.nan)
-    return {
-        "device": name,
-        "parameters": parameters,
-        "tokens_per_s": done / spent,
-        "share_of_peak": 6 * parameters * done / spent / peak,
-        "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if cuda else math.nan,
-    }
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The command
 # ---------------------------------------------------------------------------------------------------------------------
@@ -528,8 +440,6 @@ BENCHES = {
     "head": bench_head,
     "replay": bench_replay,
     "quant": bench_quant,
-    "lowbit": bench_lowbit,
-    "gpu": bench_gpu,
 }
 
 
@@ -577,17 +487,16 @@ def extra(row: dict) -> str:
 
 
 def main(argv: list[str]) -> None:
+    if argv[:1] == ["gpu"]:
+        from results import gpu  # which needs this module
+
+        gpu.main(argv[1:])
+        return
     if {"-h", "--help"} & set(argv):
         print(__doc__.strip())
         return
-    names = parse(argv, BENCHES)
-    if not names:
-        names = ["rollout", "update", "head", "replay"]
-        if torch.cuda.is_available():
-            names += ["gpu", "lowbit"]
-    on_gpu = sorted({"gpu", "lowbit"} & set(names))
-    if on_gpu and not torch.cuda.is_available():
-        raise UserError(f"{on_gpu[0]}: there is no GPU here; name other benchmarks")
+    names = parse(argv, [*BENCHES, "gpu"]) or ["rollout", "update", "head", "replay"]
+    need("gpu" not in names, "gpu: has flags of its own; run it alone, python bench.py gpu")
     results = {}
     with tempfile.TemporaryDirectory() as root:
         for name in names:

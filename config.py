@@ -28,7 +28,7 @@ import sampling
 import tasks
 from delay import DelayFlags, StalenessFlags
 from flags import UserError, choice, need
-from model import lora
+from model import exact, lora
 from model.memory import MemoryFlags
 from quant import PrecisionFlags
 from remote import RemoteFlags
@@ -116,6 +116,8 @@ class ObjectiveFlags:
     """How the policy moves on the advantage (objectives.SURROGATES)."""
     ratio_base: Literal["ref", "inf", "new", "group"] | None = None
     """Denominator of the surrogate's ratio; group: the expectation over the group's responses (corrections/)."""
+    ref_from: Literal["pass", "loglinear"] = "pass"
+    """p_ref of several updates a batch: a pass before them, or between p_inf and p_new by age (corrections/)."""
     advantage: Literal["grpo", "grpo_no_std", "rloo"] | None = None
     """Advantage within a group (default grpo)."""
     reduction: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = None
@@ -140,16 +142,16 @@ class ObjectiveFlags:
     is_floor: float = 0.0
     """Lower bound of capped weights; 0: none (tbpo_mismatch: 1 / C)."""
     reject: str | None = None
-    """Drop tokens or whole responses by a statistic of r, on top of a correction that only weighs
-    (corrections.REJECTIONS; default none)."""
+    """Drop tokens or responses by a statistic of r, on top of a correction that only weighs (corrections.REJECTIONS;
+    default none); several with their bounds: token:0.5:5,seq_max_k2:0:0.1."""
     reject_of: Literal["all", "negative"] | None = None
     """Whom --reject may drop: all (the default), or only what has a negative advantage."""
     rs_low: float | None = None
     """Lower bound of what --reject and rejecting corrections keep."""
     rs_high: float | None = None
     """Upper bound of what --reject and rejecting corrections keep."""
-    veto: float = 0.0
-    """Drop a response in which one token has r below this (1e-4 is usual); 0: off."""
+    veto: float | None = None
+    """Drop a response in which one token has r below this (1e-4 is usual); 0, the default: off."""
     log_ratio_clamp: float = 20.0
     """Log-ratios are clamped to +- this before exp; sequence sums after summing."""
     loss_denominator: Literal["proposed", "kept"] = "proposed"
@@ -166,10 +168,10 @@ class ObjectiveFlags:
     """ratio_base group: sum q^2 / sum q (GEPO Eq. 11), or the mean of q."""
     gepo_defence: float = 0.0
     """c of GEPO's defensive mixing, e = clip(c Var q, 0, 0.99) (the text names no value); 0: off."""
-    cppo_beta: float = 0.0
-    """Weight of the CPPO-KL between new and inf (0.005 in HeteroRL under delay); 0: off."""
-    cppo_kl: Literal["official", "k3"] = "official"
-    """Which estimator: the released code's (no KL under samples of inf), or k3 of KL(inf || new)."""
+    cppo_beta: float | None = None
+    """Weight of a KL between new and inf (CPPO: 0.005 in HeteroRL under delay); 0, the default: off."""
+    cppo_kl: Literal["official", "k2", "k3"] | None = None
+    """Its estimator: the released code's (the default; under samples of inf no KL), prime-rl's k2, or k3."""
     kl_coef: float = 0.0
     """Weight of the KL from the policy to the frozen model that the run started from; 0: off, and none is loaded."""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -464,6 +466,7 @@ def resolve(cfg: Config, n_ranks: int | None = None) -> Config:
         objectives.check(one)
     check_models(cfg)
     lora.check(cfg)
+    exact.check(cfg)
     tasks.check(cfg)
     need(
         not missing,

@@ -39,6 +39,8 @@ updates, and m updates in which the longest responses are made (by the slowest s
     at most n (1 + w / u) groups are begun and not used, w = half of max_staleness - M, in whole batches
     a group is begun where   age of its weights + m + w <= max_staleness
 
+Samplers on other machines are paced by another rule, for nobody knows how long theirs take (remote/grants.py).
+
 `delay/length_ks_p` compares the lengths of responses trained on with those of all whose fate is
 decided, by a Kolmogorov-Smirnov test of two samples (`ks_p`).
 """
@@ -85,8 +87,8 @@ class StalenessFlags:
     """--delay: virtual seconds a token takes a sampler of speed 1, so that long responses come late; 0: sampling takes
     no time, and --sampler_rate says how many groups there are."""
     admission: Literal["drop", "pace"] = "drop"
-    """--delay with --token_seconds: drop groups that are too old when they come, or pace the samplers, which then begin
-    none that could be."""
+    """Drop groups that are too old when they come, or pace the samplers, which then begin none that could be; for
+    samplers on other machines, and for --delay with --token_seconds."""
     step_seconds: float = 28.125
     """--delay: virtual seconds an update takes (1800 / 64)."""
     max_staleness: int | None = None
@@ -548,10 +550,15 @@ def check_pace(cfg) -> None:
         raise UserError(f"--token_seconds={cfg.token_seconds}: must be 0 or above")
     if cfg.admission == "drop":
         return
-    if cfg.delay == "none" or not cfg.token_seconds:
-        raise UserError("--admission=pace: there is nothing to pace; it goes with --delay and --token_seconds")
+    remote = cfg.samplers != "local"
+    if not remote and (cfg.delay == "none" or not cfg.token_seconds):
+        raise UserError(
+            "--admission=pace: there is nothing to pace; it goes with --delay and --token_seconds, or with --samplers"
+        )
     if cfg.max_staleness is None:
         raise UserError("--admission=pace: there is no bound on age to keep; name one with --max_staleness")
+    if remote:
+        return
     least = cfg.sync_every - 1 + updates_to_make(cfg, min(speeds))
     if least > cfg.max_staleness:
         raise UserError(

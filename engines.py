@@ -26,9 +26,12 @@ import torch.distributed as dist
 
 import quant
 from checkpoint import load_model
+from checkpoint.lowbit import quantized_checkpoint
 from flags import UserError
 from model import Routing
+from model.exact import as_sampler
 from model.head import Head
+from model.in_vllm import hand_over, own_shared_memory, transfer_settings
 from rollout import Records, Response, Rows, give_routed, grouped, uniforms
 from sampling import Sampling, allowed_sets, pick, truncate
 
@@ -90,20 +93,17 @@ class VLLMEngine:
             enforce_eager=not cuda,
             disable_log_stats=True,
         )
-        if cuda:
-            settings["gpu_memory_utilization"] = memory_gib
-        else:
-            settings["kv_cache_memory_bytes"] = int(memory_gib * 2**30)
+        memory = {"gpu_memory_utilization": memory_gib} if cuda else {"kv_cache_memory_bytes": int(memory_gib * 2**30)}
         self.sleep_level, self.asleep = sleep_level if cuda else 0, False
         self.ranks = dist.new_subgroups(tp, backend="gloo")[0] if tp > 1 else None
-        settings |= among_ranks(tp)
-        if self.sleep_level:
-            settings["enable_sleep_mode"] = True
+        settings |= memory | among_ranks(tp) | transfer_settings()
+        settings["enable_sleep_mode"] = self.sleep_level > 0
+        self.apart = "weight_transfer_config" in settings  # it is a process of its own
         overrides = {"head_dtype": "float32"} if head_fp32 else {}
         if vocabulary is not None:
             overrides["vocab_size"] = vocabulary
         settings["hf_overrides"] = overrides
-        with vllm_leaves_no_trace():
+        with vllm_leaves_no_trace(), own_shared_memory(self.ranks):
             self.llm = make_llm(folder, **settings)
 
     def _quantized_folder(self, folder: str) -> str:
@@ -115,7 +115,7 @@ class VLLMEngine:
                 file=sys.stderr,
             )
         self.scratch = tempfile.TemporaryDirectory()
-        return quant.quantized_checkpoint(folder, self.fmt, self.scratch.name, self.packed)
+        return quantized_checkpoint(folder, self.fmt, self.scratch.name, self.packed)
 
     def generate(self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int = 0):
         """A list[Response] for each prompt: len(seeds[i]) responses to prompt i, int [P].
@@ -223,7 +223,7 @@ class VLLMEngine:
         if self.asleep:  # the cache's memory comes last
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": quant.by_expert(named_tensors)})
+        hand_over(self.llm, quant.by_expert(named_tensors), self.apart)
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
@@ -401,6 +401,7 @@ class HFEngine:
 
     folder_or_model  a save_pretrained folder, or a model, which is used (and quantized) in place
     batch_tokens     largest number of tokens in the key-value cache
+    exact            take each sum in the learner's order (model/exact.py); the weights stay float32
     the others       as for VLLMEngine"""
 
     def __init__(
@@ -410,6 +411,7 @@ class HFEngine:
         dtype: str = "float32",
         device: str = "cpu",
         batch_tokens: int = 1 << 20,
+        exact: bool = False,
         logprobs_mode: str = "processed",
         head_fp32: bool = False,
         fmt: quant.Format | None = None,
@@ -417,7 +419,7 @@ class HFEngine:
     ):
         model = folder_or_model
         if isinstance(model, (str, os.PathLike)):
-            model = load_model(model, getattr(torch, dtype))
+            model = load_model(model, torch.float32 if exact else getattr(torch, dtype))
         self.dtype, self.fmt = dtype, fmt
         self.packed = fmt is not None and fmt.activations  # int4 weights come exactly dequantized
         if self.packed:
@@ -425,11 +427,11 @@ class HFEngine:
         elif fmt is not None:
             quant.dequantize_in_place(model, fmt)
         self.model = model.to(device).eval()
-        self.device = device
-        self.batch_tokens = batch_tokens
+        if exact:
+            as_sampler(self.model, dtype, head_fp32, vocabulary)
+        self.device, self.batch_tokens = device, batch_tokens
         self.raw = logprobs_mode == "raw"
-        self.head_fp32 = head_fp32
-        self.vocabulary = vocabulary
+        self.head_fp32, self.vocabulary = head_fp32 and not exact, vocabulary
         self.routing: Routing | None = None
         self.routed = None  # experts of the tokens that were read last, (n, tokens, layers, k) int16
 
@@ -473,7 +475,7 @@ class HFEngine:
         logits, rows = self._read_prompts(prompts, [len(group) for group in seeds])
         routed = [(rows.which, self.routed)]  # of the prompts, and then of each token behind them
         for t in range(T):
-            z, gone = truncate(logits / sampling.temperature, sampling)
+            z, gone = truncate(logits * (1.0 / torch.tensor(sampling.temperature)), sampling)  # the learner's factor
             logp = z.log_softmax(-1)
             token = pick(logp, u[rows.which, t, None])
             if self.raw:
@@ -533,9 +535,8 @@ class HFEngine:
         """(logits of the last position, (n, V) float32; the cache)."""
         if self.head_fp32:
             out = self.model.base_model(input_ids=ids, use_cache=True, **more)
-            logits = Head.of(self.model.config).of_layer(
-                self.model.get_output_embeddings(), out.last_hidden_state[:, -1]
-            )
+            head, layer = Head.of(self.model.config), self.model.get_output_embeddings()
+            logits = head.of_layer(layer, out.last_hidden_state[:, -1])
         else:
             out = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **more)
             logits = out.logits[:, -1].float()
@@ -583,8 +584,7 @@ def make_engine(
 ):
     """The engine that `--rollout` names, with the weights of `folder`.
 
-    max_len: tokens of prompt and response; topk: the most log-probabilities that will be asked for; vocabulary: token
-    ids that there are; sleep_level: VLLMEngine's."""
+    max_len: tokens of prompt and response; topk: the most log-probabilities; vocabulary, sleep_level: VLLMEngine's."""
     shared = dict(
         dtype=cfg.rollout_dtype,
         logprobs_mode=cfg.logprobs_mode,
@@ -593,8 +593,7 @@ def make_engine(
         vocabulary=vocabulary,
     )
     if cfg.rollout == "hf":
-        engine = HFEngine(folder, device=device, **shared)
+        engine = HFEngine(folder, device=device, exact=cfg.exact, **shared)
         return engine.record_routing() if cfg.router_replay else engine
-    own = dict(seed=cfg.seed, memory_gib=cfg.rollout_memory, kv_cache=cfg.kv_cache_dtype)
-    own |= dict(tp=cfg.rollout_tp, sleep_level=sleep_level)
-    return VLLMEngine(folder, max_len=max_len, max_logprobs=topk, **own, **shared)
+    own = dict(seed=cfg.seed, memory_gib=cfg.rollout_memory, kv_cache=cfg.kv_cache_dtype, tp=cfg.rollout_tp)
+    return VLLMEngine(folder, max_len=max_len, max_logprobs=topk, sleep_level=sleep_level, **own, **shared)

@@ -5,7 +5,7 @@
     python eval.py --model=FOLDER --task=FILE.jsonl --show_prompt     # the first prompts, as the model sees them
     python eval.py --follow=out/run                           # every checkpoint of a run, as it comes, into its metrics
     python eval.py --grade_gold=FILE.jsonl                    # no model: does the grader accept the file's own answers?
-    python eval.py --mismatch --model=FOLDER                  # how far is the sampler from the learner? (mismatch.py)
+    python eval.py --mismatch --model=FOLDER                  # how far is the sampler from the learner? (mismatch/)
 
 pass@k of a problem with c right among n samples is 1 - C(n-c, k) / C(n, k), the mean over all k-subsets (Chen et al.
 2021); its standard error is taken over problems.
@@ -221,6 +221,7 @@ class Setup:
     longest_prompt: int  # tokens
     vocabulary: int
     stop_ids: list[int]
+    synced_from: str | None = None  # folder of the weights from which the probe's engine starts
 
     @property
     def task(self):
@@ -291,6 +292,12 @@ def check(cfg: EvalFlags) -> None:
         cfg.mismatch or cfg.learner_quant == "none",
         f"--learner_quant={cfg.learner_quant}: the learner's format is for --mismatch alone; add it, or name a "
         "--rollout_quant",
+    )
+    for name in ("explain", "synced_from", "exact"):
+        need(cfg.mismatch or not getattr(cfg, name), f"--{name}: is for --mismatch alone; add it, or leave it out")
+    need(
+        not (cfg.explain and (cfg.router_replay or cfg.exact)),
+        "--explain: it switches sources on in plain torch; leave out --router_replay and --exact",
     )
     if cfg.mismatch:
         need(cfg.samples >= 2, f"--samples={cfg.samples}: --mismatch compares responses, so at least 2 to a problem")
@@ -453,9 +460,16 @@ def show_prompt(cfg: EvalFlags) -> dict:
 
 
 def measure_mismatch(cfg: EvalFlags) -> dict:
-    """The probe of mismatch.py."""
+    """The probe of mismatch/."""
     setup = open_setup(cfg, PROBE_PROBLEMS)
     actor = find_model(cfg, "actor", "actor") if cfg.actor else None
+    if cfg.synced_from:
+        setup.synced_from = find_model(cfg, "synced_from", "actor" if cfg.actor else "policy")
+        need(
+            mismatch.ladder.same_shape(setup.synced_from, actor or setup.folder),
+            f"--synced_from={cfg.synced_from}: another shape than the model that samples; give older weights of it",
+        )
+        checkpoint.check_weights(setup.synced_from)
     return mismatch.probe(cfg, setup, actor).as_dict()
 
 

@@ -372,7 +372,12 @@ def ours(key: str, value: str) -> dict[str, str]:
     name = FOREIGN.get(key, key)
     if isinstance(name, tuple):
         name, values = name
-        value = values.get(value, value)
+        value = ",".join(values.get(word, word) for word in value.split(","))
+    need(
+        key != "rollout_rs_threshold" or "," not in value,
+        f"--{key}={value}: bounds of several statistics stand with their names here; write "
+        "--reject=token:0.5:5,seq_max_k2:0:2",
+    )
     low, between, high = value.partition("_")
     if key in ("rollout_is_threshold", "rollout_rs_threshold") and between:
         return {"rs_low": low, "rs_high": high}

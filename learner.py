@@ -31,7 +31,17 @@ from checkpoint.shards import whole
 from flags import UserError, from_environment, need
 from measure import Sums
 from metrics import derive, observe
-from model import Needs, PolicyAndActor, TokenStats, check_replay, lora, memory, needs_of_ref_pass, needs_of_update
+from model import (
+    Needs,
+    PolicyAndActor,
+    TokenStats,
+    check_replay,
+    exact,
+    lora,
+    memory,
+    needs_of_ref_pass,
+    needs_of_update,
+)
 from optim import Guard, make_optimizers, schedule
 from sampling import Sampling
 
@@ -141,6 +151,8 @@ class Learner:
         quant.align(sampler, own_format)
         if start is not None:  # it computes as the policy does
             quant.align(start.requires_grad_(False), own_format if actor is None else None)
+        if cfg.exact:
+            exact.apply(sampler)
         if cfg.router_replay:
             check_replay(sampler)
         for model in filter(None, (policy, actor)) if cfg.gradient_checkpointing else ():
@@ -274,7 +286,7 @@ class Learner:
             if rows is not None:
                 total += loss.detach().double()
                 with torch.no_grad():
-                    observe(sums, new.detach(), objectives.with_ref(new, micro), stats, logs, cfg)
+                    observe(sums, new.detach(), objectives.with_ref(new, micro, cfg), stats, logs, cfg)
         self.models.end_replay()
         self._unscale()
         logged = derive(sums.reduce(self.comm))
@@ -394,19 +406,26 @@ class Learner:
         return Published(lambda: quant.for_engine(self.named_tensors(name), model, self.rollout_format, packed))
 
     def logprobs(self, name: str, ids: np.ndarray) -> np.ndarray:
-        """log p(ids[t] | ids[:t]) for t >= 1 by one model's own forward, as it trains: (R, L) -> float32 (R, L - 1)."""
-        stats = self.score(batching.of_rows(ids, self.cfg), Needs())
+        """log p(ids[t] | ids[:t]) for t >= 1 by one model's own forward: (R, L) -> float32 (R, L - 1).
+
+        In the precision of the weights: rounding to 16 bits would hide what a small update changes."""
+        stats = self._in_full_precision(batching.of_rows(ids, self.cfg), Needs())
         return (stats.logp if name == "policy" else stats.actor_logp).numpy()
+
+    def _in_full_precision(self, batch: Batch, needs: Needs) -> TokenStats:
+        """`score`, without autocast."""
+        rounding, self.models.autocast = self.models.autocast, None
+        stats = self.score(batch, needs)
+        self.models.autocast = rounding
+        return stats
 
     def check_heads(self, ids: np.ndarray) -> None:
         """UserError, one sentence, if model/head.py makes other logits than a model itself. Collective.
 
         In the precision of the weights, whatever autocast rounds to: it is the function that is compared. ids: token
         ids (R, L)."""
-        batch, rounding = batching.of_rows(ids, self.cfg), self.models.autocast
-        self.models.autocast = None
-        ours, own = self.score(batch, Needs()).known(), self.score(batch, Needs(own_head=True)).known()
-        self.models.autocast = rounding
+        batch = batching.of_rows(ids, self.cfg)
+        ours, own = (self._in_full_precision(batch, needs).known() for needs in (Needs(), Needs(own_head=True)))
         for name, key in zip(self.names, ("logp", "actor_logp"), strict=False):
             config = getattr(self.models, name).config
             gap = float((ours[key] - own[key]).abs().mean())

@@ -34,7 +34,8 @@ class View:
         row = corrections.CORRECTIONS[cfg.correction]
         self.C = cfg.is_cap if row.caps == "token" else 2.0  # where "large" and "small" weights begin
         self.C_seq = cfg.is_cap if row.caps == "sequence" else 4.0
-        self.by_response = cfg.correction in ("seq_is", "seq_tis", "seq_mis", "geo_rs_seq_tis")  # one weight a response
+        weighs_responses = ("seq_is", "seq_tis", "seq_mis", "geo_rs_seq_tis", "vespo")
+        self.by_response = cfg.correction in weighs_responses
         C = self.C_seq if self.by_response else self.C
         self.edges = (cfg.rs_low, cfg.rs_high) if row.band else (1 / C, C)
         self.clamp = cfg.log_ratio_clamp

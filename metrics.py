@@ -320,7 +320,7 @@ UPDATE = [
         "cppo_kl",
         tokens,
         lambda v: v.logs["cppo_kl"],
-        "what --cppo_beta weighs: exp(d) - d - 1 between inf and new (corrections/)",
+        "what --cppo_beta weighs: its KL between inf and new (corrections/)",
         when=lambda v: "cppo_kl" in v.logs,
     ),
     Mean(
@@ -423,6 +423,13 @@ ACTOR = [
         tokens,
         lambda v: (v.batch.actor_logp_ref.exp() - v.inf.exp()).abs(),
         "|p_inf - p_actor,ref|: engine against learner",
+        has_actor,
+    ),
+    Max(
+        "actor/largest_gap",
+        tokens,
+        lambda v: (v.batch.actor_logp_ref - v.inf).abs(),
+        "largest |log p_inf - log p_actor,ref| of the step",
         has_actor,
     ),
     Derived(

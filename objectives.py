@@ -229,9 +229,9 @@ def passes_needed(cfg, controllers: dict, updates: int) -> set[str]:
     denominator."""
     z = cfg.correction in USES_Z
     passes = set()
-    if updates > 1 or (cfg.loss_denominator == "kept" and can_drop(cfg)) or (z and cfg.obrs_accept_rate):
-        passes.add("ref")
-    if cfg.normalize_weights:
+    several = updates > 1 and cfg.ref_from == "pass"
+    kept = cfg.loss_denominator == "kept" and can_drop(cfg)
+    if several or kept or cfg.normalize_weights or (z and cfg.obrs_accept_rate):
         passes.add("ref")
     if z and cfg.obrs_z != "exact":
         no_kappa = controllers.get("kappa") is None
@@ -321,12 +321,15 @@ def prepare_kept(stats: StepStats, batch, comm, cfg, fresh) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def with_ref(new, batch):
-    """A batch without a ref pass takes `ref` from this very forward: the same weights, so the same policy,
-    detached."""
+def with_ref(new, batch, cfg):
+    """A batch without a ref pass takes `ref` from this very forward, detached: the same weights, so the same policy,
+    or the one between it and inf (`--ref_from=loglinear`)."""
     if batch.logp_ref is not None:
         return batch
-    return replace(batch, **columns_of(new.detach()))
+    batch = replace(batch, **columns_of(new.detach()))
+    if cfg.ref_from == "pass":
+        return batch
+    return replace(batch, logp_ref=corrections.loglinear_ref(batch.logp_ref, batch.logp_inf, batch.staleness[:, :1]))
 
 
 def columns_of(new) -> dict:
@@ -347,7 +350,7 @@ def loss(new, batch, stats: StepStats, cfg):
     alike. The entropy is of a whole distribution, whichever token was sampled there: it takes no weight.
 
     new: TokenStats of this forward, with gradient; batch: with ref columns; stats: from `prepare`."""
-    batch = with_ref(new, batch)
+    batch = with_ref(new, batch, cfg)
     base = log_ratio_base(new, batch, stats, cfg)
     weight, keep, logs = apply_correction(new, batch, stats, cfg)
     weight, keep = weight.detach().expand_as(base), keep.detach().expand_as(base)
@@ -366,7 +369,8 @@ def loss(new, batch, stats: StepStats, cfg):
         value = value - cfg.entropy_coef * new.entropy
     if cfg.cppo_beta:
         drift = corrections.cppo_kl(new.logp, batch.logp_inf, cfg.cppo_kl, cfg.log_ratio_clamp)
-        value = value + cfg.cppo_beta * drift * per_response_scale(batch.mask, stats, cfg)
+        scale = 1.0 if cfg.cppo_kl == "k2" else per_response_scale(batch.mask, stats, cfg)
+        value = value + cfg.cppo_beta * drift * scale
         logs = {**logs, "cppo_kl": drift.detach()}
     if cfg.ratio_base in ("inf", "group"):  # the ratio itself is the weight: say so in the metrics
         weight = weight * ratio.detach()
@@ -392,7 +396,7 @@ def joint_loss(new, batch, stats: StepStats, cfg):
 
     The actor's own loss is standard PPO on the same trajectories with weight F(p_actor,ref / p_inf), no OBRS (Eq.
     6)."""
-    batch = with_ref(new, batch)
+    batch = with_ref(new, batch, cfg)
     value, logs = loss(new, batch, stats, cfg)
     if new.actor_logp is None:
         return value, logs
@@ -548,6 +552,12 @@ def check_regularisers(cfg) -> None:
 
 def check_ratio(cfg) -> None:
     """What the surrogate's ratio divides by."""
+    needs_a_pass = cfg.actor != "none" or passes_needed(cfg, {}, 1)
+    need(
+        cfg.ref_from == "pass" or not needs_a_pass,
+        f"--ref_from={cfg.ref_from}: an actor, OBRS, --normalize_weights, --loss_denominator=kept and a KL in the "
+        "reward need p_ref itself; use pass",
+    )
     base = f"--ratio_base={cfg.ratio_base}"
     need(
         cfg.ratio_base not in ("inf", "group") or cfg.correction == "none" or cfg.allow_double_correction,

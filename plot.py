@@ -262,6 +262,53 @@ def draw_mismatch(report, scored, clamp: float, path: Path) -> Path:
     return path
 
 
+def draw_ladder(ladders: list[dict], titles: list[str], path: Path) -> Path:
+    """A waterfall for each ladder (mismatch.ladder.shares) and measure: each source's bar begins where the one above
+    ends, and the last one ends at the total."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    measures = {"kl": "KL a token", "dp": "mean |p_inf - p_ref| of a token", "var": "variance of sequence weights"}
+    heights = [2 + len(ladder["rows"]) for ladder in ladders]
+    size = (15, 0.36 * sum(heights) + 1)
+    fig, axes = plt.subplots(len(ladders), 3, figsize=size, squeeze=False, height_ratios=heights)
+    for ladder, title, row in zip(ladders, titles, axes, strict=True):
+        for ax, (measure, label) in zip(row, measures.items(), strict=True):
+            draw_waterfall(ax, ladder, measure)
+            ax.set_title(f"{title}: {label}" if title else label, fontsize=9)
+        for ax in row[1:]:
+            ax.set_yticklabels([])
+    fig.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path, dpi=110)
+    plt.close(fig)
+    return path
+
+
+def draw_waterfall(ax, ladder: dict, measure: str) -> None:
+    """One measure of a ladder: sources from top to bottom, the total in black, the floor as a dotted line."""
+    shares = [row[measure]["share"] for row in ladder["rows"]]
+    errors = [row[measure]["se"] for row in ladder["rows"]]
+    start = np.cumsum([0.0, *shares])[:-1]
+    total, place = ladder["total"][measure], range(len(shares))
+    colours = [ORANGE if share > 0 else BLUE for share in shares]
+    ax.barh(place, shares, left=start, color=colours, xerr=errors, ecolor="grey", capsize=2)
+    ax.barh(len(shares), total, color="black")
+    ax.axvline(ladder["floor"][measure], color="grey", ls=":", lw=1)
+    for y, (share, error) in enumerate(zip(shares, errors, strict=True)):
+        part = f"{100 * share / total:.0f} %" if total else ""
+        end = start[y] + max(share, 0) + error
+        ax.annotate(part, (end, y), (5, 0), textcoords="offset points", va="center", fontsize=8)
+    ax.set_yticks([*place, len(shares)], [*(row["source"] for row in ladder["rows"]), "all of it"])
+    ax.invert_yaxis()
+    ax.margins(x=0.12)
+    ax.set_axisbelow(True)
+    ax.ticklabel_format(axis="x", style="sci", scilimits=(-2, 3))
+    ax.grid(alpha=0.3, axis="x")
+
+
 def column(rows: list[dict], name: str) -> list[float]:
     """One column of a table."""
     return [row[name] for row in rows]

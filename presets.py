@@ -15,7 +15,8 @@ from typing import NamedTuple
 # ---------------------------------------------------------------------------------------------------------------------
 
 DEFAULTS = {"ratio_base": "ref", "reduction": "token-mean", "obrs_target": "ref", "advantage": "grpo"}
-DEFAULTS |= {"reject": "none", "reject_of": "all", "correction_target": "ref"}
+DEFAULTS |= {"reject": "none", "reject_of": "all", "correction_target": "ref", "veto": 0.0}
+DEFAULTS |= {"cppo_beta": 0.0, "cppo_kl": "official"}
 OURS = {
     "none": {"correction": "none", "surrogate": "ppo"},  # the mismatch is ignored
     "grpo": {"correction": "none", "surrogate": "ppo"},
@@ -108,9 +109,10 @@ SKYRL = {
     "skyrl_geo_mask": {"correction": "geo_rs", "surrogate": "ppo", "rs_low": 0.99, "rs_high": 1.01},
     "skyrl_product_mask": {**OURS["none"], "reject": "sequence", "rs_low": 0.5, "rs_high": 2.0},
     "skyrl_token_mask": {**OURS["none"], "reject": "token", "rs_low": 0.5, "rs_high": 2.0},
+    "skyrl_outlier_mask": {**OURS["none"], "reject": "seq_max", "rs_low": 0.0, "rs_high": 100.0, "veto": 1e-4},
 }
-# prime-rl's default, but for its 0.001 (log r)^2; its other loss has 0.1 on both sides of both signs
-PRIME_RL = {"prime_rl": OURS["dppo_tv"]}
+# its other loss has 0.1 on both sides of both signs
+PRIME_RL = {"prime_rl": {**OURS["dppo_tv"], "cppo_beta": 0.002, "cppo_kl": "k2"}}
 OTHERS = {"seq_mask_tis": {**OURS["is"], "reject": "geo", "rs_low": 0.5, "rs_high": 5.0}}
 FRAMEWORKS = {"verl": VERL, "TRL": TRL, "SkyRL": SKYRL, "prime-rl": PRIME_RL, "OpenRLHF, NeMo-RL": OTHERS}
 OBJECTIVES = {**OURS, **VERL, **TRL, **SKYRL, **PRIME_RL, **OTHERS}
@@ -163,7 +165,7 @@ REJECTIONS = {
     "token": Entry("r", "verl token_k1; SkyRL token mask"),
     "sequence": Entry("R", "verl seq_sum_k1; SkyRL product mask", WHOLE),
     "geo": Entry("g = exp(mean_t log r)", "verl seq_mean_k1; SkyRL geometric mask; DeepSeek-V3.2, slime, TRL", WHOLE),
-    "seq_max": Entry("max_t r", "SkyRL outlier mask, with --veto for its lower bound", WHOLE),
+    "seq_max": Entry("max_t r", "SkyRL outlier mask, with --veto", WHOLE),
     "token_k2": Entry("(log r)^2 / 2", "verl; AReaL"),
     "token_k3": Entry("r - 1 - log r", "verl; AReaL"),
     "seq_sum_k2": Entry("sum_t k2", "verl; AReaL", WHOLE),

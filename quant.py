@@ -27,8 +27,6 @@ VNNI, int8 products saturate; there the weights stay within +-63 (`int8_qmax`).
 from __future__ import annotations
 
 import functools
-import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -55,6 +53,9 @@ class PrecisionFlags:
     a format: whatever the engine does."""
     quant_group: int = 64
     """Columns that share a scale in w4a16 and its like."""
+    exact: bool = False
+    """Sampler (--rollout=hf) and learner take each sum in one order: log p_inf = log p_ref bit for bit, and a run in
+    which they differ stops (model/exact.py)."""
     router_replay: bool = False
     """Mixtures of experts: the learner sends each token to the experts that the engine (--rollout=hf) chose."""
 
@@ -68,11 +69,16 @@ class Format:
     dtype: torch.dtype  # in which quantized numbers are stored
     activations: bool  # whether activations are quantized too
     group: int = 0  # entries of a row that share a scale; 0: the whole row
+    scales: torch.dtype = torch.float32  # whose numbers the scales are, stored in float32
 
     @property
     def activation_qmax(self) -> float:
         """Largest magnitude of a quantized activation: for int8 the whole range on any processor."""
         return 127.0 if self.dtype == torch.int8 else self.qmax
+
+    def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(q_w, s_w) of a weight (..., K); see `quantize`."""
+        return quantize(weight, self.qmax, self.dtype, self.group, self.scales)
 
 
 def format_of(name: str, group: int = 128) -> Format | None:
@@ -84,7 +90,14 @@ def format_of(name: str, group: int = 128) -> Format | None:
     if name == "fp8":
         return Format(name, 448.0, torch.float8_e4m3fn, True)
     weights_only = {"w4a16": 7.0, "w3a16": 3.0, "w2a16": 1.0}
-    return Format(name, weights_only[name], torch.int8, False, group)
+    return Format(name, weights_only[name], torch.int8, False, group, scales_of_int4())
+
+
+def scales_of_int4() -> torch.dtype:
+    """Whose numbers the scales of int4 and its like are: bfloat16's on a GPU, float32's on a CPU.
+
+    vLLM's int4 kernels keep scales in the type of the model, which has no more bits; on a CPU it gets whole weights."""
+    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 
 @functools.cache
@@ -105,34 +118,72 @@ def int8_qmax() -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def quantize(x: torch.Tensor, qmax: float, dtype: torch.dtype, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """(q, s) with x ~ s q: s = max|x| / qmax over a row or group, q = round(x / s).
+def one_kernel(f):
+    """A function of tensors, compiled on a GPU: there its steps read and write each number once. Casts stay casts."""
+
+    @functools.cache
+    def compiled():
+        return torch.compile(f, dynamic=True, options={"emulate_precision_casts": True})
+
+    @functools.wraps(f)
+    def run(x, *more):
+        return (compiled() if x.is_cuda else f)(x, *more)
+
+    run.compiled = compiled
+    return run
+
+
+@one_kernel
+def quantize(x: torch.Tensor, qmax: float, dtype: torch.dtype, group: int = 0, scales: torch.dtype = torch.float32):
+    """(q, s) with x ~ s q: s = max|x| / qmax over a row or group, to the nearest number of `scales`, q = round(x / s).
 
     x (..., K) -> q (..., K) of `dtype`, s (..., K / group) float32; s (..., 1) where group is 0."""
     *rows, K = x.shape
     x = x.float().reshape(*rows, -1, group or K)
     amax = x.abs().amax(-1, keepdim=True)
-    s = torch.where(amax > 0, amax / qmax, 1.0)
+    s = torch.where(amax > 0, amax / qmax, 1.0).to(scales).float()
     q = (x / s).clamp_(-qmax, qmax)
     if dtype == torch.int8:
         q = q.round_()  # the conversion to float8 rounds by itself
     return q.to(dtype).reshape(*rows, K), s[..., 0]
 
 
-def dequantize(q: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-    """s q: (..., K) and (..., K / group) -> (..., K) float32."""
-    return (q.float().reshape(*s.shape, -1) * s[..., None]).reshape(q.shape)
+@one_kernel
+def dequantize(q: torch.Tensor, s: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """s q: (..., K) and (..., K / group) -> (..., K), multiplied in float32."""
+    return (q.float().reshape(*s.shape, -1) * s[..., None]).reshape(q.shape).to(dtype)
 
 
-def product(qx, sx, qw, sw) -> torch.Tensor:
+def product(qx, sx, qw, sw, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """(s_x q_x) (s_w q_w)^T, multiplied as low-bit numbers.
 
-    qx (M, K), sx (M, 1), qw (N, K), sw (N, 1) -> (M, N) float32."""
+    qx (M, K), sx (M, 1), qw (N, K), sw (N, 1) -> (M, N) of `dtype`; of fp8 on a GPU rounded to bfloat16 before."""
     if qx.dtype == torch.int8:
-        return int_mm(qx, qw).float().mul_(sx).mul_(sw.t())
+        return scaled(int_mm(qx, qw), sx, sw, dtype)
     if qx.is_cuda:
-        return torch._scaled_mm(qx, qw.t(), scale_a=sx, scale_b=sw.t(), out_dtype=torch.bfloat16).float()
-    return (qx.float() @ qw.float().t()).mul_(sx).mul_(sw.t())  # e4m3 products are exact in float32
+        return fp8_mm(qx, sx, qw, sw).to(dtype)
+    return scaled(qx.float() @ qw.float().t(), sx, sw, dtype)  # e4m3 products are exact in float32
+
+
+@one_kernel
+def scaled(y, sx, sw, dtype: torch.dtype) -> torch.Tensor:
+    """A product (M, N) of quantized numbers, times the scales of its rows (M, 1) and columns (N, 1)."""
+    return y.float().mul_(sx).mul_(sw.t()).to(dtype)
+
+
+def fp8_mm(a, sa, b, sb) -> torch.Tensor:
+    """(s_a a) (s_b b)^T of float8 matrices on a GPU: (M, K), (N, K) -> (M, N) bfloat16.
+
+    The kernel wants multiples of 16: zeros are added, and cut off again. It adds up as vLLM's does, in fewer bits than
+    float32 has (use_fast_accum), at twice the speed."""
+    N, columns = len(b), -b.shape[1] % 16
+    if columns or N % 16:
+        pad = nn.functional.pad  # knows no float8: its bytes are padded, of which 0 is zero
+        a = pad(a.view(torch.uint8), (0, columns)).view(a.dtype)
+        b = pad(b.view(torch.uint8), (0, columns, 0, -N % 16)).view(b.dtype)
+        sb = pad(sb, (0, 0, 0, -N % 16))
+    scales = {"scale_a": sa.contiguous(), "scale_b": sb.t().contiguous()}
+    return torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=True)[:, :N]
 
 
 def int_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -156,27 +207,28 @@ def int_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 class StraightThroughMatmul(torch.autograd.Function):
     """y = x^ W^T on low-bit numbers; backward straight through the rounding (formulas above).
 
-    x (M, K); weight (N, K): the master, here for its gradient alone; qw, sw: its quantized form."""
+    x (M, K); weight (N, K): the master, here for its gradient alone; qw, sw: its quantized form; multiply: (x, W^) to
+    x W^T, where x is in full precision."""
 
     @staticmethod
-    def forward(ctx, x, weight, qw, sw, fmt: Format):
+    def forward(ctx, x, weight, qw, sw, fmt: Format, multiply):
         if fmt.activations:
             qx, sx = quantize(x, fmt.activation_qmax, fmt.dtype)
             ctx.save_for_backward(qx, sx, qw, sw)
-            return product(qx, sx, qw, sw).to(x.dtype)
+            return product(qx, sx, qw, sw, x.dtype)
         ctx.save_for_backward(x, None, qw, sw)
-        return x @ dequantize(qw, sw).to(x.dtype).t()
+        return multiply(x, dequantize(qw, sw, x.dtype)).to(x.dtype)
 
     @staticmethod
     def backward(ctx, g):
         qx, sx, qw, sw = ctx.saved_tensors
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = g @ dequantize(qw, sw).to(g.dtype)
+            dx = g @ dequantize(qw, sw, g.dtype)
         if ctx.needs_input_grad[1]:
-            x = qx if sx is None else dequantize(qx, sx).to(g.dtype)
+            x = qx if sx is None else dequantize(qx, sx, g.dtype)
             dw = g.t() @ x
-        return dx, dw, None, None, None
+        return dx, dw, None, None, None, None
 
 
 class LowBitLinear(nn.Linear):
@@ -191,6 +243,7 @@ class LowBitLinear(nn.Linear):
     # (q_w, s_w) made from the master weight, and that weight's version and address at the time.
     cached: tuple[torch.Tensor, torch.Tensor] | None = None
     cached_version: tuple[int, int] | None = None
+    multiply = staticmethod(nn.functional.linear)  # model/exact.py puts its own in this place
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, fmt: Format) -> LowBitLinear:
@@ -210,7 +263,7 @@ class LowBitLinear(nn.Linear):
             return self.loaded
         fmt, version = self.format, (self.weight._version, self.weight.data_ptr())
         if self.cached_version != version or not self.cache_quantized:
-            made = quantize(self.weight.detach(), fmt.qmax, fmt.dtype, fmt.group)
+            made = fmt.quantize(self.weight.detach())
             if not self.cache_quantized:
                 return made
             self.cached, self.cached_version = made, version
@@ -222,7 +275,7 @@ class LowBitLinear(nn.Linear):
             x = x.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
             flat = x.reshape(-1, x.shape[-1])  # (M, K)
-            y = StraightThroughMatmul.apply(flat, self.weight, *self.quantized_weight(), self.format)
+            y = StraightThroughMatmul.apply(flat, self.weight, *self.quantized_weight(), self.format, self.multiply)
             y = y.reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -253,7 +306,7 @@ class LowBitExperts(nn.Module):
         weight = getattr(self, name)
         fmt, version = self.format, (weight._version, weight.data_ptr())
         if self.cached_version.get(name) != version or not self.cache_quantized:
-            made = quantize(weight.detach(), fmt.qmax, fmt.dtype, fmt.group)
+            made = fmt.quantize(weight.detach())
             if not self.cache_quantized:
                 return made
             self.cached[name], self.cached_version[name] = made, version
@@ -269,11 +322,12 @@ class LowBitExperts(nn.Module):
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
         gate_up, down = self.matrices("gate_up_proj"), self.matrices("down_proj")
+        how = (self.format, nn.functional.linear)
         with torch.autocast(device, enabled=False):
             for e in top_k_index.unique().tolist():
                 token, k = (top_k_index == e).nonzero(as_tuple=True)
-                gate, up = StraightThroughMatmul.apply(x[token], *gate_up[e], self.format).chunk(2, -1)
-                y = StraightThroughMatmul.apply(self.act_fn(gate) * up, *down[e], self.format)
+                gate, up = StraightThroughMatmul.apply(x[token], *gate_up[e], *how).chunk(2, -1)
+                y = StraightThroughMatmul.apply(self.act_fn(gate) * up, *down[e], *how)
                 out.index_add_(0, token, (y * top_k_weights[token, k, None]).to(out.dtype))
         return out
 
@@ -378,9 +432,9 @@ def for_engine(named_tensors, model, fmt: Format, packed: bool = True):
         if aligned and not sharded:
             q, s = layer.quantized_weight() if kind == "weight" else layer.quantized(kind)
         else:
-            q, s = quantize(x, fmt.qmax, fmt.dtype, fmt.group)
+            q, s = fmt.quantize(x)
         if not packed:
-            yield name, dequantize(q, s).to(x.dtype)
+            yield name, dequantize(q, s, x.dtype)
         elif fmt.activations:
             yield name, q
             yield f"{name}_scale", s
@@ -399,7 +453,7 @@ def dequantize_in_place(model, fmt: Format):
     weights = [linear.weight.data for linear in quantized_linears(model).values()]
     weights += [getattr(experts, kind).data for experts, kind in expert_parameters(model).values()]
     for weight in weights:
-        weight.copy_(dequantize(*quantize(weight, fmt.qmax, fmt.dtype, fmt.group)))
+        weight.copy_(dequantize(*fmt.quantize(weight)))
     return model
 
 
@@ -446,56 +500,6 @@ def unpacked(packed, scale, shape) -> torch.Tensor:
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
     return dequantize(unpack_from_int32(packed, 4, torch.Size(shape.tolist())), scale)
-
-
-def quantized_checkpoint(folder: str, fmt: Format, out: str, packed: bool = True) -> str:
-    """Write a model folder in low bits, for an engine to start from; return its path, `out`.
-
-    Configuration and tokenizer are those of `folder`; the tensors are as in `for_engine`."""
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tensors = {}
-    for name, x in by_expert(for_engine(model.state_dict().items(), model, fmt, packed)):
-        tensors[name] = x.contiguous().clone()
-    weights = shutil.ignore_patterns("*.safetensors*", "*.bin", "*.pt")
-    shutil.copytree(folder, out, ignore=weights, dirs_exist_ok=True)
-    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    if packed:
-        text = json.dumps({**config, "quantization_config": engine_config(fmt)}, indent=1)
-        (Path(out) / "config.json").write_text(text, encoding="utf-8")
-    if config.get("tie_word_embeddings"):
-        tensors.pop("lm_head.weight", None)
-    save_file(tensors, f"{out}/model.safetensors", metadata={"format": "pt"})
-    return out
-
-
-def engine_config(fmt: Format) -> dict:
-    """`quantization_config` of a checkpoint with packed tensors, as compressed-tensors reads it."""
-    kind = "float" if fmt.dtype.is_floating_point else "int"
-    if fmt.activations:
-        style = f"{kind}-quantized"
-        weights = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel", "dynamic": False}
-        inputs = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
-    else:
-        style = "pack-quantized"
-        weights = {
-            "num_bits": 4,
-            "type": "int",
-            "symmetric": True,
-            "strategy": "group",
-            "group_size": fmt.group,
-            "dynamic": False,
-        }
-        inputs = None
-    return {
-        "quant_method": "compressed-tensors",
-        "format": style,
-        "quantization_status": "compressed",
-        "ignore": ["lm_head", *(rf"re:.*\.{name}$" for name in ROUTERS)],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
-    }
 
 
 def check(cfg) -> None:

@@ -39,7 +39,7 @@ from delay import DelaySource
 from engines import make_engine
 from flags import UserError, is_hub_id, need
 from learner import LOCAL_RANK, LearnerCheck
-from model import lora
+from model import exact, lora
 from model.memory import unread
 from rollout import LocalSource, uniforms
 from sync import Probe
@@ -161,8 +161,7 @@ def open_run(cfg: config.Config, comm) -> Run:
         need(task.size, f"--epochs={cfg.epochs}: {cfg.task} is endless; give --steps")
         cfg = dataclasses.replace(cfg, steps=math.ceil(cfg.epochs * task.size * cfg.group_size / cfg.train_batch))
     chosen = checkpoint.to_resume(cfg, comm) if cfg.resume else None  # before a model loads
-    models = folders["policy"], folders["actor"]
-    return Run(cfg, task, held_out, tokenizer, *models, context, eval_context, configs, chosen)
+    return Run(cfg, task, held_out, tokenizer, *folders.values(), context, eval_context, configs, chosen)
 
 
 def held_out_sets(cfg, task) -> list[EvalSet]:
@@ -419,6 +418,7 @@ def check_models(cfg, policy: str, actor: str | None) -> None:
         checkpoint.read_config(folder)
     if {cfg.rollout_quant, cfg.learner_quant} != {"none"}:
         quant.check_model(cfg, actor or policy)
+    exact.check_model(cfg, policy, actor)
     if cfg.optimizer == "muon" or cfg.lora_rank:
         flag = "--lora_rank" if cfg.lora_rank else "--optimizer=muon"
         for folder in {policy, actor} - {None}:

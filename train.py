@@ -34,7 +34,7 @@ import plan
 import plot
 from eval import fresh_advantage, held_out
 from learner import LOCAL_RANK, Comm, Learner, check_agreement, expects_agreement
-from model import Needs, needs_of_exact_kappa
+from model import Needs, exact, needs_of_exact_kappa
 from rollout import given_back_if_it_fails
 from run import Log, locked, open_eval_engine, open_run, open_source, prepare_folder, samples_of
 from worth import Chooser
@@ -183,6 +183,8 @@ class Training:
         if self.to_check and logged["staleness/max_updates"] == 0:
             check_agreement(cfg, logged)
             self.to_check = False
+        if cfg.exact:
+            exact.check_zero(cfg, logged)
         if "fresh_advantage" in values:
             values["advantage_error"] = abs(logged["weighted_advantage"] - values["fresh_advantage"])
         self.pending = self.pending[1:]

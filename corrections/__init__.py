@@ -28,6 +28,7 @@ from corrections.formulas import (  # noqa: F401 (also for those who import this
     inside,
     log_group_mean,
     log_group_sum,
+    loglinear_ref,
     none,
     prefix_ratio,
     prefix_tis,
@@ -238,6 +239,32 @@ for level, aggregate in {"seq_sum": seq_sum, "seq_mean": seq_mean, "seq_max": se
         REJECTIONS[f"{level}_{estimator}"] = Rejection(divergence(of_token, aggregate), {"rs_low": 0.0, "rs_high": 0.1})
 
 
+def rejections(cfg) -> list[tuple[Rejection, float, float]]:
+    """(statistic, lowest, highest) of each that --reject names.
+
+    One name alone has the bounds --rs_low and --rs_high. In a list, as in verl's, each has its own: NAME:LOW:HIGH, or
+    NAME with its default bounds. UserError: no such statistic, or no such bounds."""
+    if cfg.reject == "none":
+        return []
+    if cfg.reject in REJECTIONS:
+        return [(REJECTIONS[cfg.reject], cfg.rs_low, cfg.rs_high)]
+    found = []
+    for part in cfg.reject.split(","):
+        name, *numbers = part.split(":")
+        choice("reject", name, list(REJECTIONS))
+        row = REJECTIONS[name]
+        try:
+            low, high = [float(number) for number in numbers] or row.bounds.values()
+        except ValueError:
+            raise UserError(
+                f"--reject={cfg.reject}: {part} is no statistic with its bounds; write {name}:LOW:HIGH, such as "
+                f"{name}:{row.bounds['rs_low']:g}:{row.bounds['rs_high']:g}"
+            ) from None
+        need(low < high, f"--reject={cfg.reject}: the bounds of {part} are crossed; the first must be below the second")
+        found.append((row, low, high))
+    return found
+
+
 def apply_correction(new, batch, stats, cfg):
     """(weight, keep, what to log) of the correction, and on top of it what `--reject` and `--veto` drop.
 
@@ -248,9 +275,8 @@ def apply_correction(new, batch, stats, cfg):
         batch = replace(batch, logp_ref=new.logp.detach())
     weight, keep, *logs = CORRECTIONS[cfg.correction].apply(new, batch, stats, cfg)
     weight = weight / stats.weight_mean
-    if cfg.reject != "none":
-        statistic = REJECTIONS[cfg.reject].statistic(batch.log_r, batch.mask, cfg.log_ratio_clamp)
-        kept = inside(statistic, cfg.rs_low, cfg.rs_high)
+    for row, low, high in rejections(cfg):
+        kept = inside(row.statistic(batch.log_r, batch.mask, cfg.log_ratio_clamp), low, high)
         keep = keep * (kept if cfg.reject_of == "all" else torch.where(batch.adv < 0, kept, 1.0))
     if cfg.veto > 0:
         low = (token_ratio(batch.log_r, cfg.log_ratio_clamp) < cfg.veto) & batch.mask
@@ -267,7 +293,8 @@ def can_drop(cfg) -> bool:
 def sees_new(cfg) -> bool:
     """Whether weights or masks depend on the policy as it is in the update, so that nobody knows them before."""
     z_new = cfg.correction in USES_Z and cfg.obrs_target == "new" and cfg.kappa != "exact"
-    return cfg.correction == "tis_adjusted" or cfg.correction_target == "new" or z_new
+    of_new = cfg.correction_target == "new" or cfg.ref_from == "loglinear"
+    return cfg.correction == "tis_adjusted" or of_new or z_new
 
 
 def mean_weight(batch, comm, stats, cfg, fresh) -> float:
@@ -312,7 +339,7 @@ def check(cfg) -> None:
     """UserError, one sentence: flags of corrections that contradict each other."""
     choice("correction", cfg.correction, [*CORRECTIONS, "auto"])
     choice("actor_correction", cfg.actor_correction, [c for c in CORRECTIONS if c not in USES_Z | {"tis_adjusted"}])
-    choice("reject", cfg.reject, ["none", *REJECTIONS])
+    rejections(cfg)
     need(cfg.log_ratio_clamp > 0, f"--log_ratio_clamp={cfg.log_ratio_clamp}: must be above 0")
     check_caps(cfg)
     check_rejection(cfg)
@@ -410,9 +437,9 @@ def check_rejection(cfg) -> None:
         f"--rs_low={cfg.rs_low} --rs_high={cfg.rs_high}: the bounds are crossed; rs_low must be below rs_high",
     )
     need(
-        (cfg.rs_low is None and cfg.rs_high is None) or rejects or cfg.reject != "none",
+        (cfg.rs_low is None and cfg.rs_high is None) or rejects or cfg.reject in REJECTIONS,
         f"--rs_low={cfg.rs_low} --rs_high={cfg.rs_high}: nothing is rejected by bounds here; name what to bound with "
-        f"--reject={', '.join(REJECTIONS)}",
+        f"--reject={', '.join(REJECTIONS)} (in a list of several each has bounds of its own, token:0.5:5)",
     )
     need(
         cfg.reject_of == "all" or cfg.reject != "none",

@@ -71,6 +71,16 @@ def seq_max(x, mask):
     return x.masked_fill(~mask, 0.0).amax(1, keepdim=True)
 
 
+def loglinear_ref(logp_new, logp_inf, age):
+    """log p_ref without a pass for it, (B, T): log p_inf + a (log p_new - log p_inf), a = (d - 1) / d.
+
+    age: (B, 1), d, the updates since the weights that sampled; what is meant is the policy of one update ago. Where
+    d = 0 that of this update's start is p_new itself: a = 1. AReaL's `loglinear`, but there (0)."""
+    age = age.to(logp_inf)
+    a = torch.where(age >= 1, (age - 1) / age.clamp_min(1), 1.0)
+    return logp_inf + a * (logp_new - logp_inf)
+
+
 def inside(x, low, high):
     """1 where low <= x <= high, else 0."""
     return ((x >= low) & (x <= high)).to(x.dtype)
@@ -253,10 +263,12 @@ def group_log_base(mean_logp_new, log_group_mean, mixing):
 
 
 def cppo_kl(logp_new, logp_inf, how: str, clamp: float):
-    """exp(d) - d - 1 a token, (B, T), with gradient.
+    """exp(d) - d - 1 a token, (B, T), with gradient; k2: d^2 / 2.
 
     official: d = log p_inf - log p_new, as the released code has it; under samples of inf its mean is chi2 - KL,
-    no KL. k3: d = log p_new - log p_inf, whose mean is KL(inf || new)."""
+    no KL. k3: d = log p_new - log p_inf, whose mean is KL(inf || new). k2, near it: prime-rl's, --cppo_beta=0.002."""
     d = logp_inf - logp_new if how == "official" else logp_new - logp_inf
+    if how == "k2":
+        return d * d / 2
     d = d.clamp(-clamp, clamp)
     return d.exp() - d - 1

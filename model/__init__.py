@@ -29,7 +29,7 @@ import corrections
 import quant
 from batching import Batch
 from flags import need
-from model import lora
+from model import attention, exact, lora  # noqa: F401  attention: imported for what it changes
 from model.head import CUT, ChunkedHead, Head, chunk_rows
 from sampling import cut
 
@@ -154,7 +154,8 @@ class PolicyAndActor(nn.Module):
         """The outputs of rows, from the models' logits in chunks."""
         layers = [lm.get_output_embeddings() for lm in models]
         width = min(len(layer.weight) for layer in layers)  # the models' paddings may differ
-        heads = [Head.of(lm.config, width, self.vocabulary) for lm in models]
+        width = min(width, self.vocabulary or width)
+        heads = [Head.of(lm.config, width, exact.product_of(layer)) for lm, layer in zip(models, layers, strict=True)]
         tensors = []
         for lm, layer in zip(models, layers, strict=True):
             tensors += [self._hidden(lm, batch, at, share), layer.weight, getattr(layer, "bias", None)]

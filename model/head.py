@@ -12,6 +12,7 @@ one more product than the naive way (4 instead of 3), and no memory that grows w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,37 +26,45 @@ CUT = -1e30  # logit of a token that cannot be sampled: finite, so that 0 log 0 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def product(hidden, weight):
+    """h W^T (n, V) in float32 (or float64), never rounded to the 8 bits of bfloat16's mantissa."""
+    if hidden.dtype not in (torch.bfloat16, torch.float16):
+        return hidden @ weight.t()
+    if hidden.is_cuda:
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return hidden.float() @ weight.t().float()
+
+
 @dataclass(frozen=True)
 class Head:
     """How a model makes logits (n, V) of hidden states h (n, H), with its head's weight W (V, H) and bias b (V,):
 
         z = scale (h W^T + b), and then, where there is a cap, cap tanh(z / cap)
 
-    A model that does anything else is found by the learner (`Learner.check_heads`)."""
+    A model that does anything else is found by the learner (`Learner.check_heads`). width: rows of a weight beyond the
+    token ids that there are stay outside. multiply: `product`, or another order of its sums (exact.py)."""
 
     scale: float = 1.0  # Granite, Cohere
     cap: float | None = None  # Gemma-2
     width: int | None = None  # rows of the weight that are read; None: all
-    vocabulary: int | None = None  # token ids that there are: the logits of further rows are CUT
+    multiply: Callable = product
 
     @classmethod
-    def of(cls, config, width: int | None = None, vocabulary: int | None = None) -> Head:
+    def of(cls, config, width: int | None = None, multiply: Callable = product) -> Head:
         """The head that a model's config names."""
         config = config.get_text_config()
         scale = (getattr(config, "logit_scale", None) or 1.0) / getattr(config, "logits_scaling", 1.0)
-        return cls(scale, getattr(config, "final_logit_softcapping", None), width, vocabulary)
+        return cls(scale, getattr(config, "final_logit_softcapping", None), width, multiply)
 
     def logits(self, hidden, weight, bias=None):
         """Logits (n, width) in float32, or float64."""
-        z = product(hidden, weight[: self.width])
+        z = self.multiply(hidden, weight[: self.width])
         if bias is not None:
             z += bias[: self.width]
         if self.scale != 1:
             z *= self.scale
         if self.cap:
             z = z.div_(self.cap).tanh_().mul_(self.cap)
-        if self.vocabulary is not None:
-            z[:, self.vocabulary :] = CUT
         return z
 
     def of_layer(self, layer, hidden):
@@ -140,15 +149,6 @@ def accumulate(d_model, dz, hidden, weight, at) -> None:
         d_weight[read] += dz.t() @ hidden[at]
     if d_bias is not None:
         d_bias[read] += dz.sum(0)
-
-
-def product(hidden, weight):
-    """h W^T (n, V) in float32 (or float64), never rounded to the 8 bits of bfloat16's mantissa."""
-    if hidden.dtype not in (torch.bfloat16, torch.float16):
-        return hidden @ weight.t()
-    if hidden.is_cuda:
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return hidden.float() @ weight.t().float()
 
 
 def in_threes(tensors) -> list[tuple]:

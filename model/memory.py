@@ -28,7 +28,7 @@ import quant
 import sync
 from checkpoint import load_model, one_sentence, read_config
 from flags import need
-from model import lora
+from model import exact, lora
 
 
 @dataclass(frozen=True)
@@ -280,9 +280,9 @@ def compute_type(cfg) -> torch.dtype | None:
 def travels_in(model: nn.Module, compute: torch.dtype | None) -> torch.dtype | None:
     """The 16-bit type in which a model's layers go from rank to rank; None: float32.
 
-    Aligned layers must quantize the very numbers that are published, and torch's LayerNorm takes one type alone on a
-    CPU."""
-    needs_float32 = any(isinstance(m, (*LOW_BIT, nn.LayerNorm)) for m in model.modules())
+    Aligned and exact layers must compute on the very numbers that are published, and torch's LayerNorm takes one type
+    alone on a CPU."""
+    needs_float32 = any(isinstance(m, (*LOW_BIT, exact.ExactLinear, nn.LayerNorm)) for m in model.modules())
     return None if needs_float32 else compute
 
 

@@ -27,6 +27,8 @@ class RemoteFlags:
     sync_delta: bool = False
     """zmq: send samplers that hold weights of before only what has changed since; the weights are the same, bit for
     bit."""
+    grant_seconds: float = 1800.0
+    """--admission=pace: seconds that a sampler has for a group; longer the learner waits for none."""
     give_up: float = 3600.0
     """Stop, with a sentence, after so many seconds without a group from any sampler."""
 
@@ -35,6 +37,7 @@ def check(cfg) -> None:
     """UserError, one sentence, if the flags of remote samplers contradict each other."""
     remote = cfg.samplers != "local"
     need(cfg.give_up > 0, f"--give_up={cfg.give_up}: must be above 0")
+    need(cfg.grant_seconds > 0, f"--grant_seconds={cfg.grant_seconds}: must be above 0")
     need(cfg.samplers != "files" or cfg.sync_path.strip(), "--samplers=files: name the folder with --sync_path")
     need(
         cfg.samplers != "zmq" or cfg.bind.startswith(("tcp://", "ipc://")),

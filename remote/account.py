@@ -297,11 +297,11 @@ def verified(data: bytes) -> bytes | None:
     return data[32:] if hashlib.sha256(data[32:]).digest() == data[:32] else None
 
 
-def retain_weights(path: Path, published: list[Path]) -> list[Path]:
-    """The weights published last, `path` the newest of them; all others in its folder are deleted.
+def retain_weights(path: Path, published: list[Path], most: int = VERSIONS) -> list[Path]:
+    """The weights published last, `path` the newest of at most so many; all others in its folder are deleted.
 
     Those of an undone history are deleted too, whatever their numbers."""
-    newest = [*(p for p in published if p != path), path][-VERSIONS:]
+    newest = [*(p for p in published if p != path), path][-most:]
     for old in path.parent.glob("v*.safetensors"):
         if old not in newest:
             with contextlib.suppress(OSError):  # not ours

@@ -1,16 +1,22 @@
 """What remote samplers cost: a table and one JSON line.
 
-    python -m remote.bench wire          # or samplers, or both; without a name both
+    python -m remote.bench wire          # or samplers, or relay; without a name all
 
 wire       weights of 256 MiB from a learner's hub to a sampler on this host, both ends' digests and the file included,
            over a bare TCP copy and one SHA-256 pass of the same bytes; and the same with keys
 samplers   real runs with 1, 2 and 4 remote samplers whose delays are 60 s to 1800 s, a hundred times shortened: share
            of the samplers' time that is blocked on the transport, and of the learner's that is spent waiting
+relay      what leaves a learner until all samplers have its weights of 8 MiB, in copies of them, and how long that
+           takes, with 1, 4, 16 and 64 samplers, relays or not, with keys, over a line of 8 MB/s between two network
+           namespaces (needs root, ip and tc)
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
+import json
 import multiprocessing
 import os
 import re
@@ -26,7 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from bench import alternate, parse, print_table
-from flags import run_command
+from flags import UserError, run_command
 from remote import wire
 from remote.account import Account, Spool
 from remote.groups import Limits
@@ -166,7 +172,130 @@ def run_with_samplers(root: str, run: str, n: int, seconds: float) -> list[str]:
     return screens
 
 
-BENCHES = {"wire": bench_wire, "samplers": bench_samplers}
+# ---------------------------------------------------------------------------------------------------------------------
+# relay
+# ---------------------------------------------------------------------------------------------------------------------
+
+LEARNER, SAMPLERS = "10.78.0.1", "10.78.0.2"  # addresses of the two hosts
+CLONE_NEWNET = 0x40000000  # for setns(2)
+
+
+def bench_relay(root: str, mib: int = 8, mb_per_s: int = 8, numbers=(1, 4, 16, 64)) -> dict:
+    """A row for each number of samplers, all on one host, the learner on another."""
+    make_keys(f"{root}/keys", max(numbers))
+    hosts = Hosts(mb_per_s)
+    out = {}
+    try:
+        for n in numbers:
+            for relays in (False, True):
+                made = publish_over(hosts, f"{root}/run{n}{relays}", f"{root}/keys", n, relays, mib)
+                out.setdefault(str(n), {}).update(made)
+    finally:
+        hosts.delete()
+    return out
+
+
+class Hosts:
+    """Two network namespaces and a cable, throttled at the first one's end. UserError: this process may make none."""
+
+    def __init__(self, mb_per_s: int):
+        self.names = [f"bench{os.getpid()}{x}" for x in "ab"]
+        self.ends = [f"e{x}{os.getpid() % 10**6}" for x in "ab"]
+        try:
+            for name in self.names:
+                run_ip("netns", "add", name)
+            run_ip("link", "add", self.ends[0], "type", "veth", "peer", "name", self.ends[1])
+            for name, end, address in zip(self.names, self.ends, (LEARNER, SAMPLERS), strict=True):
+                run_ip("link", "set", end, "netns", name)
+                run_ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
+                run_ip("-n", name, "link", "set", end, "up")
+                run_ip("-n", name, "link", "set", "lo", "up")
+            throttle = f"tc qdisc add dev {self.ends[0]} root tbf rate {8 * mb_per_s}mbit burst 256kb latency 100ms"
+            run_ip("netns", "exec", self.names[0], *throttle.split())
+        except (OSError, subprocess.CalledProcessError) as e:
+            self.delete()
+            raise UserError(f"relay: no network namespaces here ({e}); run it as root, with iproute2") from None
+
+    def sent(self) -> int:
+        """Bytes that have left the first host."""
+        (link,) = json.loads(run_ip("-n", self.names[0], "-s", "-j", "link", "show", self.ends[0]))
+        return link["stats64"]["tx"]["bytes"]
+
+    def delete(self) -> None:
+        for name in self.names:
+            with contextlib.suppress(OSError):
+                subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def run_ip(*command: str) -> str:
+    """What this command of ip(8) prints."""
+    return subprocess.run(["ip", *command], capture_output=True, check=True, text=True, timeout=30).stdout
+
+
+def move_to(host: str) -> None:
+    """This process goes on in a network namespace: its sockets belong there."""
+    with open(f"/run/netns/{host}") as f:
+        if ctypes.CDLL(None, use_errno=True).setns(f.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+def publish_over(hosts: Hosts, root: str, keys: str, n: int, relays: bool, mib: int) -> dict:
+    """Publish once, to n samplers that are there: what leaves the learner, over the weights' size, and the time."""
+    Path(root).mkdir()
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    there, far = spawn.Pipe()
+    learner = spawn.Process(target=publish, args=(theirs, hosts.names[0], root, f"{keys}/learner", mib), daemon=True)
+    samplers = spawn.Process(target=fetch_all, args=(far, hosts.names[1], root, keys, n, relays), daemon=True)
+    learner.start()
+    samplers.start()
+    assert (ours.recv(), there.recv()) == ("listening", "welcome")
+    time.sleep(3.0)  # all have said hello
+    before, start = hosts.sent(), time.monotonic()
+    ours.send("publish")
+    assert there.recv() == "fetched"
+    seconds, copies = time.monotonic() - start, (hosts.sent() - before) / (mib << 20)
+    for process in (learner, samplers):
+        process.kill()
+        process.join()
+    how = "relays" if relays else "no relays"
+    return {f"copies, {how}": copies, f"seconds, {how}": seconds}
+
+
+def publish(pipe, host: str, root: str, keys: str, mib: int) -> None:
+    """The learner's process."""
+    move_to(host)
+    limits = Limits(group_size=1, max_tokens=1, max_prompt=1, vocab=1, topk=0, max_allowed=0)
+    hub = Hub(f"tcp://{LEARNER}:5555", keys, wire.Welcome(wire.PROTOCOL, "bench", {}, {}), limits, open_log(root, 0))
+    hub.open(Account())
+    pipe.send("listening")
+    pipe.recv()
+    path = Path(root) / "v000000.safetensors"
+    path.write_bytes(np.random.default_rng(0).integers(0, 256, mib << 20, dtype=np.uint8).tobytes())
+    hub.broadcast(0, path, 0.0)
+    time.sleep(600)
+
+
+def fetch_all(pipe, host: str, root: str, keys: str, n: int, relays: bool) -> None:
+    """The samplers' process."""
+    move_to(host)
+    links = []
+    for i in range(n):
+        store = Path(root) / f"box{i}"
+        store.mkdir()
+        flags = SamplerFlags(relay=f"tcp://{SAMPLERS}:{6000 + i}" if relays else "")
+        spool = Spool(store / "spool", [f"sampler{i}"], incarnation=1)
+        own = sampler_keys(f"{keys}/sampler{i}")
+        links.append(Link([f"tcp://{LEARNER}:5555"], [f"sampler{i}"], flags, spool, store, own))
+    for link in links:
+        link.welcome.get(timeout=60)
+    pipe.send("welcome")
+    while any(link.newest is None for link in links):
+        time.sleep(0.01)
+    pipe.send("fetched")
+
+
+BENCHES = {"wire": bench_wire, "samplers": bench_samplers, "relay": bench_relay}
 
 
 def main(argv: list[str]) -> None:

@@ -1,6 +1,6 @@
-"""Both ends of the transport over a shared folder: HeteroRL's `Model_Sync_Path` and `Rollout_Sync_Path`, section 4.2.
+"""The learner's end of a shared folder: HeteroRL's `Model_Sync_Path` and `Rollout_Sync_Path`, section 4.2.
 
-`FilesHub` has the face of hub.Hub, `FilesLink` that of link.Link. Every file appears whole, by a rename:
+`FilesHub` has the face of hub.Hub; files_link.py is the sampler's end. Every file appears whole, by a rename:
 
     welcome                       what to sample, and the learner's session
     clock.0                       what time it is at rank 0, written every other second
@@ -10,6 +10,7 @@
     got/SAMPLER                   which of its groups are fetched
     held/SAMPLER                  which of its groups are held
     samplers/SAMPLER              the sampler's last Hello
+    grants/SAMPLER                how many groups it may make, with --admission=pace
 
 With several ranks a sampler SAMPLER.R has a stream for each rank R. The learner touches `welcome` as long as it is
 there. Both ends wait out a full disk.
@@ -24,29 +25,23 @@ from __future__ import annotations
 
 import errno
 import os
-import queue
-import re
 import stat
-import threading
 import time
 from collections import Counter, deque
 from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from flags import UserError
 from remote import wire
 from remote.account import (
     Account,
     Arrived,
     OddFileError,
     Seen,
-    Spool,
     believe,
     is_sampler,
     is_stream,
     name_of_file,
-    rank_of,
     read_regular,
     retain_weights,
     sampler_of,
@@ -54,19 +49,19 @@ from remote.account import (
     verified,
     write_atomically,
 )
-from remote.clock import LearnerClock
+from remote.grants import Ask, Grants
 from remote.groups import Limits
 from remote.guard import MOST_ENTRIES, Names, Room
+from remote.weights import manifest_of, mapped
 
 BEAT = 2.0  # seconds between two signs of life
 PATIENCE = 20.0  # seconds until a file that should be there is lost: listings of a folder on another host lag behind
-PRINT_EVERY = 30.0  # seconds between two lines on the screen about a learner that is not there
-OFFERS = 64  # names of lost groups in a hello
+SILENT = 60.0  # seconds after which a sampler that writes no hello is granted nothing more
+ASKED_EVERY = 0.25  # seconds between two looks at what samplers ask for
 MOST_STREAMS = 1024  # that a rank looks at
 MOST_FILES = 1 << 16  # of a stream that are looked at
 MOST_HELLO = 1 << 20  # bytes
 MANY = 1 << 14  # groups handed over and not held: a report of more is not believed
-WEIGHTS = re.compile(r"v[0-9]{6,18}\.safetensors")
 
 
 def read_message(path: Path, kind, most: int = wire.MOST):
@@ -84,18 +79,13 @@ def clock_file(rank: int) -> str:
     return f"clock.{rank}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The learner's end
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 class FilesHub:
     """Everything is done by the calls of the training loop; there is no thread.
 
     counts, reports, broken: as in hub.Hub."""
 
     def __init__(self, folder: str, welcome: wire.Welcome, limits: Limits, log, rank: int = 0, ranks: int = 1):
-        for name in ("models", "rollouts", "held", "got", "samplers"):
+        for name in ("models", "rollouts", "held", "got", "samplers", "grants"):
             (Path(folder) / name).mkdir(parents=True, exist_ok=True)
         self.folder = Path(folder).resolve()
         self.address = str(folder)
@@ -115,6 +105,9 @@ class FilesHub:
         self.held_before = Account()  # groups that a checkpoint accounts for
         self.absent: dict[str, float] = {}  # groups that should be there and are not -> missed since when
         self.room = Room(limits.room)  # of groups fetched and not freed
+        self.grants: Grants | None = None  # with --admission=pace
+        self.asked = 0.0  # when it was looked what samplers ask for
+        self.spoke: dict[str, tuple[float, float]] = {}  # stream -> (sent, by its last hello; when that was noticed)
         self.turns = 0
         self.beat = 0.0  # when the learner gave its last sign of life
         self.published: list[Path] = []  # weights of this session, in order
@@ -130,8 +123,9 @@ class FilesHub:
         self.held_before = held
         for key in held:
             self.entries[self.names.owner(key[0])] += held.entries(key)
-        for stream in self._streams("got"):  # of an earlier session: nothing is fetched in this one
-            self._guarded(stream, (self.folder / "got" / stream).unlink)
+        for kind in ("got", "grants"):  # of an earlier session: nothing is fetched or granted in this one
+            for stream in self._streams(kind):
+                self._guarded(stream, (self.folder / kind / stream).unlink)
         self._tell_time()
         if self.rank == 0:
             self._write(self.folder / "welcome", self.welcome)
@@ -139,9 +133,28 @@ class FilesHub:
     def broadcast(self, version: int, path: Path, published: float, change: bytes | None = None) -> None:
         """Offer these weights to all samplers, whole: they are read where they lie."""
         if self.rank == 0:
-            offer = wire.Offer(wire.manifest(path.name, path.read_bytes()), version, published)
+            offer = wire.Offer(manifest_of(path), version, published)
             self.unpublished = (path, offer)
             self._write_waiting()
+
+    def plan(self, next_version: int, unused: int) -> None:
+        """With --admission=pace: the learner takes its next batch at this version, and has so many groups for it."""
+        if self.grants is None:
+            return
+        later = next_version != self.grants.next_version  # the training loop does not come back before its update
+        self.grants.plan(next_version, unused)
+        if later or time.monotonic() - self.asked > ASKED_EVERY:
+            self.asked = time.monotonic()
+            self._grant()
+
+    def _grant(self) -> None:
+        """Tell samplers that ask what they may make."""
+        streams = self._streams("samplers")
+        self.spoke = {stream: self.spoke[stream] for stream in streams if stream in self.spoke}
+        for stream in streams:
+            self._guarded(stream, self._read_ask, stream)
+        for stream, granted in self.grants.give().items():
+            self._write(self.folder / "grants" / stream, wire.Grant(*granted))
 
     def held(self, names: list[str]) -> None:
         """A checkpoint accounts for these groups: their samplers may forget them."""
@@ -199,7 +212,7 @@ class FilesHub:
         path, offer = self.unpublished
         copy = self.folder / "models" / path.name
         try:
-            write_atomically(copy, path.read_bytes())
+            write_atomically(copy, mapped(path))
             write_atomically(self.folder / "models" / "newest", wire.encode(offer))
             self.published = retain_weights(copy, self.published)
             self.unpublished = None
@@ -347,6 +360,17 @@ class FilesHub:
             return "corrupt", b""
         return "", data
 
+    def _read_ask(self, stream: str) -> None:
+        """What a sampler would make, as long as it is there."""
+        hello = read_message(self.folder / "samplers" / stream, wire.Hello, MOST_HELLO)
+        now = time.monotonic()
+        if stream not in self.spoke or self.spoke[stream][0] != hello.sent:
+            self.spoke[stream] = (hello.sent, now)
+        if now - self.spoke[stream][1] > SILENT:
+            self.grants.gone(stream)
+        elif hello.sampler == stream and hello.protocol == wire.PROTOCOL:
+            self.grants.ask(stream, Ask.of(hello))
+
     def _read_report(self, stream: str) -> None:
         """How many groups a sampler has handed over."""
         hello = read_message(self.folder / "samplers" / stream, wire.Hello, MOST_HELLO)
@@ -387,188 +411,3 @@ class FilesHub:
         if not due:
             return []
         return sorted(due.difference(self._names(sampler)), key=split)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A sampler's end
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class FilesLink(threading.Thread):
-    """A thread that looks into the folder, as link.Link listens to its sockets. The spool is the folder itself."""
-
-    def __init__(self, folder: str, streams: list[str], flags, spool: Spool):
-        super().__init__(daemon=True, name="link")
-        self.folder = Path(folder).resolve()
-        self.streams = streams
-        self.flags = flags
-        self.spool = spool
-        self.welcome: queue.Queue[wire.Welcome] = queue.Queue()
-        self.newest: wire.Weights | None = None
-        self.error = ""
-        self.stopping = False
-        self.session = ""
-        self.got = dict.fromkeys(streams, 0)  # groups fetched by the learner and not held yet
-        self.clocks = {stream: LearnerClock() for stream in streams}
-        self.read: dict[str, float] = {}  # stream -> stamp of the learner's clock that was read last
-        self.touched = 0  # when the learner touched `welcome` last, by its clock
-        self.heard = time.monotonic()  # the same, when it was noticed
-        self.beat = 0.0
-        self.start()
-
-    def behind(self, stream: str) -> int:
-        """Groups that the learner has not fetched, as link.Link.behind."""
-        return max(0, len(self.spool.waiting[stream]) - self.got[stream])
-
-    def offset(self, stream: str) -> float:
-        """Seconds that the clock of this stream's learner is ahead of ours."""
-        return self.clocks[stream].offset
-
-    def reroute(self, addresses: list[str], streams: list[str]) -> None:
-        """Look after these streams too; those of before stay, as long as the spool has something for them."""
-        for stream in streams:
-            self.clocks.setdefault(stream, LearnerClock())
-            self.got.setdefault(stream, 0)
-        self.streams = [*streams, *(s for s in self.streams if s not in streams)]
-
-    def close(self) -> None:
-        self.stopping = True
-        self.join(timeout=5)
-
-    def run(self) -> None:
-        before = time.monotonic()
-        while not self.stopping and not self.error:
-            now = time.monotonic()
-            away = now - before
-            before = now
-            if away > self.flags.patience:  # this process was suspended; do not count that time against the learner
-                self.heard += away
-            self._turn_if_there(now)
-            if now - self.heard > self.flags.give_up:
-                self.error = (
-                    f"no sign of life from a learner in {self.folder} for {self.flags.give_up:.0f} s: is it up? "
-                    "A group that was handed over waits in the folder"
-                )
-            time.sleep(0.05)
-
-    def _turn_if_there(self, now: float) -> None:
-        """One turn. Whatever lies in the folder, the thread goes on, until --give_up seconds are over, and one bad file
-        keeps no other from being read."""
-        # The clock is known before there are weights to sample with.
-        for work in (self._read_welcome, self._read_clocks, self._read_fetched, self._write_hellos, self._read_newest):
-            try:
-                work(now)
-            except (FileNotFoundError, wire.WireError):
-                pass  # replaced while it was read: the next turn finds what replaced it
-            except Exception as e:
-                what = e.strerror if isinstance(e, OSError) else repr(e)
-                if what:
-                    print(f"{self.folder}: {wire.printable(what)}; trying again", flush=True)
-                    time.sleep(1.0)
-            if self.error:
-                return
-
-    def _read_welcome(self, now: float) -> None:
-        path = self.folder / "welcome"
-        touched = path.stat().st_mtime_ns
-        if touched == self.touched:
-            return
-        welcome = read_message(path, wire.Welcome)
-        self.touched = touched
-        self.heard = now
-        self.error = wire.protocol_mismatch(learner=welcome.protocol, sampler=wire.PROTOCOL)
-        if not self.error and welcome.session != self.session:
-            self.session = welcome.session
-            self.welcome.put(welcome)
-
-    def _read_clocks(self, now: float) -> None:
-        for stream, clock in list(self.clocks.items()):
-            path = self.folder / clock_file(rank_of(stream))
-            stamp = path.lstat().st_mtime
-            if stamp != self.read.get(stream):
-                self.read[stream] = stamp
-                clock.stamped_there(read_message(path, wire.Got).clock, stamp)
-
-    def _read_fetched(self, now: float) -> None:
-        for stream in self.streams:
-            self._read_fetched_of(stream)
-
-    def _read_fetched_of(self, stream: str) -> None:
-        """Which groups the learner holds, and which it has fetched."""
-        held, got = self.folder / "held" / stream, self.folder / "got" / stream
-        with self.spool.lock:
-            known = {*self.spool.waiting[stream], *self.spool.lost[stream]}
-        if held.exists():
-            self.spool.forget(known.intersection(read_message(held, wire.Held).names))
-        names = set(read_message(got, wire.Got).names) if got.exists() else set()
-        with self.spool.lock:
-            self.got[stream] = sum(name in names for name in self.spool.waiting[stream])
-
-    def _read_newest(self, now: float) -> None:
-        newest = self.folder / "models" / "newest"
-        if not newest.exists():
-            return
-        offer = read_message(newest, wire.Offer)
-        most = self.flags.most_weights * 2**30
-        if offer.of.nbytes > most:
-            gib = offer.of.nbytes / 2**30
-            self.error = f"--most_weights={self.flags.most_weights}: the learner's weights have {gib:.1f} GiB"
-            return
-        offer.of.check(int(most))
-        wire.need(WEIGHTS.fullmatch(offer.of.name) and offer.version >= 0, "newest: the offer of no weights")
-        weights = wire.Weights(offer.version, offer.published, self.folder / "models" / offer.of.name)
-        if self.newest != weights and self._are_whole(weights.path, offer.of):
-            self.newest = weights
-
-    def _are_whole(self, path: Path, of: wire.Manifest) -> bool:
-        try:
-            return wire.manifest(of.name, read_regular(path, of.nbytes)) == of
-        except OddFileError:
-            return False
-
-    def _write_hellos(self, now: float) -> None:
-        if now - self.beat > BEAT:
-            self.beat = now
-            for stream in self.streams:
-                self._write_hello(stream)
-
-    def _write_hello(self, stream: str) -> None:
-        hello = wire.Hello(
-            protocol=wire.PROTOCOL,
-            sampler=stream,
-            incarnation=self.spool.incarnation,
-            session=self.session,
-            handed=self.spool.handed[stream],
-            lost=self.spool.lost[stream][:OFFERS],
-            sent=time.time(),
-        )
-        path = self.folder / "samplers" / stream
-        write_atomically(path, wire.encode(hello))
-        self.clocks[stream].stamped_here(hello.sent, path.lstat().st_mtime)
-
-
-def wait_for_ranks(folder: Path, flags) -> int:
-    """The number of the learner's ranks, once it is there. UserError after --give_up seconds without one."""
-    start = time.monotonic()
-    printed = start
-    while (ranks := ranks_of_learner(folder)) is None:
-        now = time.monotonic()
-        if now - start > flags.give_up:
-            raise UserError(
-                f"--connect={flags.connect}: no learner there for {flags.give_up:.0f} s; "
-                f"start it with --samplers=files --sync_path={folder}"
-            )
-        if now - printed > PRINT_EVERY:
-            printed = now
-            print(f"no learner at {folder} yet, waiting (at most {flags.give_up:.0f} s, --give_up)", flush=True)
-        time.sleep(0.05)
-    return ranks
-
-
-def ranks_of_learner(folder: Path) -> int | None:
-    """None where no learner has said welcome."""
-    try:
-        ranks = read_message(folder / "welcome", wire.Welcome).run.get("world")
-    except (OSError, wire.WireError):
-        return None
-    return ranks if isinstance(ranks, int) and 1 <= ranks <= 4096 else None

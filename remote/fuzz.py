@@ -2,8 +2,9 @@
 
     python -m remote.fuzz [--frames=100000] [--seed=0]
 
-Three learners' ends run in turn, all of them real: a Hub in the clear, a Hub with keys, a FilesHub. At each an honest
-sampler's link hands over groups while attackers send
+Three learners' ends run in turn, all of them real: a Hub in the clear, a Hub with keys, a FilesHub, each with
+--admission=pace; and a relay in the clear. At each learner's end an honest sampler's link hands over groups, and from
+the relay somebody fetches weights, while attackers send
 
     noise       random bytes, over ZeroMQ and over a bare TCP connection
     mutants     messages of an honest sampler with some bytes changed, with a mended digest or without
@@ -34,8 +35,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
-import numpy as np
 import torch
 import zmq
 
@@ -44,39 +43,23 @@ from flags import need, parse_flags, run_command
 from learner import Comm
 from remote import wire
 from remote.account import Spool, with_digest
-from remote.files import FilesHub, FilesLink
-from remote.groups import Limits, encode_group
+from remote.files import FilesHub
+from remote.files_link import FilesLink
+from remote.groups import encode_group
 from remote.guard import log_path, open_log
 from remote.hub import Hub
 from remote.keys import SamplerKeys, make_keys, sampler_keys
 from remote.link import Link
+from remote.poison import HONEST, LIMITS, frame_of, make_group, mutate, nonsense, poison
+from remote.relay import Relay, Source
 from remote.sampler import SamplerFlags
 from remote.source import RemoteSource
-from rollout import Response, Rollout
 from sampling import Sampling
 from tasks import Arithmetic
 
-HONEST = "sampler0"
 EVERY = 100  # frames of an attacker between two groups of the honest sampler
 MOST_GROWTH = 64.0  # MiB
 WELCOME = wire.Welcome(wire.PROTOCOL, "session", {"world": 1}, {})
-LIMITS = Limits(group_size=4, max_tokens=32, max_prompt=16, vocab=256, topk=3, max_allowed=0)
-ODD_NAMES = [
-    "",
-    "..",
-    "../../victim",
-    "a/b",
-    "a.b",
-    "a.0",
-    "x" * 65,
-    "x" * 300,
-    "\x00",
-    "²",
-    "-",
-    "sampler1",
-    "sampler2",
-]
-ODD_NUMBERS = [-1, 0, 1, 10**9, 10**18 - 1, 10**18, 2**63, 2**64 - 1, 1e39, float("nan"), None, True, "1", [], {}]
 
 
 @dataclass(frozen=True)
@@ -84,7 +67,7 @@ class FuzzFlags:
     """Attack both transports"""
 
     frames: int = 100_000
-    """Messages and files that the attackers send, at all three learners' ends together."""
+    """Messages and files that the attackers send, at all ends together."""
     seed: int = 0
     """Of everything that is drawn."""
 
@@ -101,123 +84,6 @@ class Report:
     @property
     def broken(self) -> bool:
         return bool(self.crashes or self.lost or self.doubled or self.growth > MOST_GROWTH)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What honest samplers send, and what it becomes
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def make_group(r: random.Random, uid: tuple[str, int, int], version: int, published: float) -> Rollout:
-    """A group as an engine might have sampled it."""
-    rng = np.random.default_rng(r.getrandbits(64))
-    problem = Arithmetic().problem("train", r.randrange(1000))
-    responses = []
-    for i in range(LIMITS.group_size):
-        L = int(rng.integers(1, LIMITS.max_tokens + 1))
-        ids = np.argsort(rng.random((L, LIMITS.vocab)), 1)[:, : LIMITS.topk].astype(np.int32)
-        logp = np.log(np.tile([0.5, 0.25, 0.125], (L, 1))).astype(np.float32)
-        mask = np.ones(L, bool)
-        finish = "stop" if i % 2 else "length"
-        responses.append(Response(ids[:, 0], mask, logp[:, 0], ids, logp, finish, reward=float(i % 3)))
-    prompt = rng.integers(0, LIMITS.vocab, int(rng.integers(2, LIMITS.max_prompt))).astype(np.int32)
-    now = time.time()
-    return Rollout(
-        uid, problem.id, prompt, Sampling(seed=r.randrange(9)), "policy", "float32", version, "ab12", now - 2, now,
-        responses, t_published=published,
-    )  # fmt: skip
-
-
-def mutate(r: random.Random, data: bytes) -> bytes:
-    """Some bytes changed, cut out, doubled or put in."""
-    data = bytearray(data)
-    for _ in range(r.choice([1, 1, 2, 8])):
-        at = r.randrange(len(data) + 1)
-        match r.randrange(4):
-            case 0 if data:
-                data[at % len(data)] ^= 1 << r.randrange(8)
-            case 1:
-                del data[at : at + r.choice([1, 4, 64])]
-            case 2:
-                data[at:at] = data[at : at + r.choice([1, 4, 64])]
-            case _:
-                data[at:at] = r.randbytes(r.choice([1, 2, 8]))
-    return bytes(data)
-
-
-def frame_of(body: bytes) -> bytes:
-    """A message's bytes behind the right digest, whatever they say."""
-    return wire.digest(body) + body
-
-
-def poison(r: random.Random, group: Rollout) -> bytes:
-    """A group's bytes with something in them that no engine can have sampled."""
-    whole = encode_group(group)
-    one = group.responses[0]
-    in_response = {
-        "reward": [1e39, -1e300, float("nan"), float("inf")],
-        "logp_inf": [one.logp_inf * x for x in (-1, np.nan, np.inf, 1e30)],
-        "topk_logp": [one.topk_logp * x for x in (-1, np.nan, -np.inf)],
-        "topk_ids": [one.topk_ids + 500, one.topk_ids - 500, one.topk_ids * 0],
-        "finish_reason": ["", "abort", "stop" * 1000],
-    }
-    in_group = {
-        "prompt_id": ["evil", "", "x" * 5000, "1 + 1 +", "\x00", "9" * 5000],
-        "version": [-1, 10**18, 10**30],
-        "uid": [(*group.uid[:2], n) for n in (-1, 10**18, 10**4000)],
-        "t_end": [-1.0, 1e300],
-        "prompt_ids": [group.prompt_ids[:0]],
-    }
-    name = r.choice([*in_response, *in_group, "bytes", "nested"])
-    if name == "nested":
-        deep = b"[" * 5000 + b"]" * 5000
-        at = whole.index(b'temperature\\":') + len(b'temperature\\":')
-        whole = whole[:at] + deep + whole[at:]
-        size = int.from_bytes(whole[:8], "little") + len(deep)
-        return size.to_bytes(8, "little") + whole[8:]
-    if name in in_response:
-        setattr(one, name, r.choice(in_response[name]))
-    elif name in in_group:
-        group = replace(group, **{name: r.choice(in_group[name])})
-    try:
-        return encode_group(group) if name != "bytes" else mutate(r, whole)
-    except (ValueError, OverflowError, msgspec.MsgspecError):  # not even the encoder can say that
-        return mutate(r, whole)
-
-
-def nonsense(r: random.Random, name: str) -> bytes:
-    """A message of the right form whose values are odd. name: of the attacker."""
-    odd = r.choice(ODD_NUMBERS)
-    text = r.choice(
-        [*ODD_NAMES, f"{name}/1/{r.randrange(10**6)}", f"{name}/{odd}/{odd}", f"{HONEST}/1/{r.randrange(99)}"]
-    )
-    of = {"name": text, "nbytes": r.choice([odd, 1, 1 << 20]), "leaves": [r.randbytes(32)] * r.choice([0, 1, 1, 99])}
-    names = [text] * r.choice([0, 1, 100, 70_000 if r.random() < 0.02 else 2])
-    body = r.choice(
-        [
-            {"type": "hello", "protocol": r.choice([wire.PROTOCOL, odd]), "sampler": r.choice([name, text]),
-             "incarnation": r.choice([odd, r.randrange(10**6)]), "session": r.choice(["session", "", text]),
-             "handed": r.choice([odd, r.randrange(10**6)]), "lost": names},
-            {"type": "offer", "of": of, "version": odd, "published": odd},
-            {"type": "offer", "of": of},
-            {"type": "ask", "name": text, "first": odd, "count": odd},
-            {"type": "leaves", "name": text, "first": odd},
-            {"type": "gone", "name": text},
-            {"type": "got", "names": names, "newest": text},
-            {"type": "held", "names": names},
-            {"type": "want"},
-            {"type": "welcome", "protocol": odd, "session": text, "run": {}, "setup": {text: b"x"}},
-            {"type": text},
-        ]
-    )  # fmt: skip
-    match r.randrange(12):
-        case 0:
-            return frame_of(b"\x81\xa4type" + b"\x91" * 3000 + b"\xc0")  # nested
-        case 1:
-            return frame_of(b"\x81\xa4type\xa5" + b"\xff\xfe\x80\x81\x82")  # no UTF-8
-        case 2:
-            return frame_of(b"\xdf\xff\xff\xff\xff" + r.randbytes(20))  # a map of four billion entries
-    return frame_of(msgspec.msgpack.encode(body))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -247,7 +113,11 @@ class Attacker:
         self.send(wire.encode(self.hello(name)))
 
     def hello(self, name: str, incarnation: int = 1) -> wire.Hello:
-        return wire.Hello(wire.PROTOCOL, name, incarnation, "", self.r.randrange(5), [])
+        """It asks for grants, and says that it serves others."""
+        r = self.r
+        more = dict(wants=r.choice([0, 1, 10**17]), version=r.choice([0, 10**17]), root=r.choice(["", "x"]))
+        at = r.choice(["", "tcp://127.0.0.1:9", "tcp://10.0.0.1:80", "x" * 200])
+        return wire.Hello(wire.PROTOCOL, name, incarnation, "", r.randrange(5), [], relay=at, **more)
 
     def send(self, *frames: bytes) -> None:
         """Wait a moment for a hub that is slow; where nobody listens, the message is dropped."""
@@ -291,6 +161,7 @@ class Attacker:
                 wire.Gone(group),
                 wire.Got([group], "v000000.safetensors"),
                 wire.Held([group]),
+                wire.Grant(1, self.n),
             ]
         )
         frame = wire.encode(message)
@@ -470,6 +341,8 @@ class Scene:
             sync_every=1, sync_dtype="float32", sync_delta=False, max_staleness=None, window_seconds=1e9, give_up=300.0
         )
         cfg.dynamic_sampling, cfg.out = 0, str(root)
+        cfg.admission, cfg.max_staleness, cfg.grant_seconds = "pace", 0, 0.5
+        cfg.rollout_batch = cfg.train_batch = cfg.group_size = LIMITS.group_size
         self.source = RemoteSource(hub, cfg, LIMITS, Sampling(), root / "versions", Comm(), hub.log, Arithmetic())
         self.source.publish(0, {"w": torch.ones(3)}.items())
         self.spool, self.link = make_link()
@@ -574,17 +447,59 @@ def attack_folder(root: Path, r: random.Random, frames: int) -> Report:
     return replace(report, crashes=report.crashes + (victim.read_bytes() != b"of another program"))
 
 
+def attack_relay(root: Path, r: random.Random, frames: int) -> Report:
+    """A relay in the clear. Somebody fetches its weights again and again; a fetch that fails is lost."""
+    root.mkdir()
+    data = r.randbytes(5000)  # attackers keep what they are sent
+    of = wire.manifest("v000000.safetensors", data)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    relay = Relay(address, None)
+    relay.serve({of.name: data})
+    context = zmq.Context()
+    attackers = [Attacker(r, context, address, None, f"evil{i}", True) for i in range(3)]
+    attackers.append(BareAttacker(r, address))
+    fetched, begin = [], 0.0
+    try:
+        for i in range(frames):
+            if i % EVERY == 0:
+                fetched.append(fetch(context, wire.Offer(of, 0, relay=wire.Relay(address))) == data)
+            if i == frames // 10:
+                begin = resident_mib()
+            r.choices(attackers, [30, 30, 30, 1])[0].attack()
+        growth, crashes = resident_mib() - begin, int(not relay.is_alive())
+    finally:
+        context.destroy(linger=0)
+        attackers[-1].close()
+        relay.close()
+    return Report(frames, crashes, len(fetched), len(fetched) - sum(fetched), 0, growth)
+
+
+def fetch(context, offer: wire.Offer) -> bytes:
+    """What comes from an offer's relay within a while."""
+    source = Source.of(context, offer, None, patience=10.0)
+    pull = wire.Pull(offer.of, memoryview(bytearray(offer.of.nbytes)), source.pace)
+    while not pull.done and not source.has_failed(pull, time.monotonic()):
+        while (leaves := pull.ask(time.monotonic())) is not None:
+            source.ask(offer.of.name, *leaves)
+        source.take(pull)
+        time.sleep(0.001)
+    source.close()
+    return bytes(pull.sink)
+
+
 def fuzz(frames: int, seed: int) -> dict[str, Report]:
-    """A report for each learner's end."""
+    """A report for each end that is attacked."""
     need(frames >= 30, f"--frames={frames}: at least 30")
     r = random.Random(seed)
-    third = frames // 3
+    part = frames // 4
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         return {
-            "zmq, in the clear": attack_sockets(root / "clear", r, third, keys=False),
-            "zmq, with keys": attack_sockets(root / "keys", r, third, keys=True),
-            "a shared folder": attack_folder(root / "files", r, frames - 2 * third),
+            "zmq, in the clear": attack_sockets(root / "clear", r, part, keys=False),
+            "zmq, with keys": attack_sockets(root / "keys", r, part, keys=True),
+            "a shared folder": attack_folder(root / "files", r, part),
+            "a relay": attack_relay(root / "relay", r, frames - 3 * part),
         }
 
 

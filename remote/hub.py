@@ -18,6 +18,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -25,10 +26,13 @@ from flags import UserError
 from remote import wire
 from remote.account import VERSIONS, Account, Arrived, believe, is_stream, sampler_of
 from remote.delta import Chain
+from remote.grants import Ask, Grants
 from remote.groups import Limits
 from remote.guard import MOST_ENTRIES, QUEUE, Connections, Names, Room
 from remote.keys import secure
 from remote.pace import Pace
+from remote.relay import Fanout
+from remote.weights import manifest_of, mapped
 
 SILENT = 60.0  # seconds after which a sampler that says nothing gives its room back
 UNANSWERED = 30.0  # seconds without a good leaf after which a group that was asked for gives its room back
@@ -89,7 +93,6 @@ class Hub(threading.Thread):
     def __init__(self, bind: str, keys: str, welcome: wire.Welcome, limits: Limits, log):
         super().__init__(daemon=True, name="hub")
         self.welcome = welcome
-        self.encoded_welcome = wire.encode(welcome)
         self.limits = limits
         self.log = log
         self.lock = threading.Lock()  # over the inbox
@@ -97,6 +100,7 @@ class Hub(threading.Thread):
         self.room = Room(limits.room)
         self.connections = Connections()
         self.todo: deque[Published | wire.Held] = deque()  # what the training loop wants sent
+        self.is_open = False
         self.stopping = False
         self.broken = ""
         self.counts: Counter = Counter()
@@ -109,6 +113,8 @@ class Hub(threading.Thread):
         self.peers: dict[bytes, Peer] = {}
         self.weights: dict[str, Published] = {}  # the newest stands last
         self.chain = Chain()
+        self.fanout = Fanout()
+        self.grants: Grants | None = None  # with --admission=pace
         wire.check_address("bind", bind, 0)
         self.context = zmq.Context()
         self.authenticator = None
@@ -117,6 +123,7 @@ class Hub(threading.Thread):
         except Exception:
             self._close_sockets()  # or the process could wait for them for ever
             raise
+        self.start()  # libzmq ends the process where peers leave a socket that nobody reads
 
     @property
     def size(self) -> int:
@@ -129,6 +136,7 @@ class Hub(threading.Thread):
         if keys != "none":
             self.authenticator, known = secure(self.context, self.socket, keys, self.log)
         self.names = Names(known)
+        self.encoded_welcome = wire.encode(msgspec.structs.replace(self.welcome, keys=list(known)))
         wire.set_socket_options(self.socket, linger=0, most=MOST, queue=QUEUE)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
         try:
@@ -153,17 +161,20 @@ class Hub(threading.Thread):
         self.held_before = held
         for key in held:
             self.entries[self.names.owner(key[0])] += held.entries(key)
-        self.start()
+        self.is_open = True
 
     def broadcast(self, version: int, path: Path, published: float, change: bytes | None = None) -> None:
         """Offer these weights to all samplers. change: the delta from those before, where there is one."""
-        with open(path, "rb") as f:
-            data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-        of = wire.manifest(path.name, data)
+        of, data = manifest_of(path), mapped(path)
         self.chain.add(of, change)
         offer = wire.Offer(of, version, published, [step for step, _ in self.chain.steps])
         deltas = {step.of.name: delta for step, delta in self.chain.steps}
         self.todo.append(Published(offer, data, wire.encode(offer), deltas))
+
+    def plan(self, next_version: int, unused: int) -> None:
+        """With --admission=pace: the learner takes its next batch at this version, and has so many groups for it."""
+        if self.grants is not None:
+            self.grants.plan(next_version, unused)
 
     def held(self, names: list[str]) -> None:
         """A checkpoint accounts for these groups: their samplers may forget them."""
@@ -216,6 +227,8 @@ class Hub(threading.Thread):
                 self._cut_those_ahead()
                 self._give_up_silent(now)
                 self._ask(now)
+                self._grant()
+                self._send_offers()
         except Exception as e:
             self.broken = repr(e)
             raise
@@ -234,8 +247,7 @@ class Hub(threading.Thread):
                     self.weights[published.offer.of.name] = published
                     for old in list(self.weights)[:-VERSIONS]:
                         del self.weights[old]
-                    for identity in self.peers:
-                        self._send(identity, published.encoded)
+                    self.fanout.new(published.offer.of.root)
 
     def _send_held(self, names: list[str]) -> None:
         by_sampler: dict[str, list[str]] = {}
@@ -285,7 +297,7 @@ class Hub(threading.Thread):
         """One message. Whatever comes of it, the thread goes on."""
         try:
             self.connections.came(property_of(frames, zmq.SRCFD, -1), frames)
-            if identity not in self.muted:
+            if self.is_open and identity not in self.muted:
                 self._handle(identity, frames)
         except wire.WireError as e:
             self.counts["malformed"] += 1
@@ -314,6 +326,8 @@ class Hub(threading.Thread):
         for identity, peer in list(self.peers.items()):
             if now - peer.heard > SILENT:
                 self.log.info("sampler %s says nothing: what it was asked for is given up", peer.sampler)
+                if self.grants is not None:
+                    self.grants.gone(peer.sampler)
                 self._give_back(peer)
                 del self.peers[identity]
                 continue
@@ -350,6 +364,13 @@ class Hub(threading.Thread):
         while (leaves := pull.ask(now)) is not None:
             self._send(peer.identity, wire.Ask(name, *leaves))
 
+    def _grant(self) -> None:
+        """Tell samplers that asked what they may make."""
+        given = self.grants.give() if self.grants is not None else {}
+        for peer in self.peers.values():
+            if given and peer.sampler in given:
+                self._send(peer.identity, wire.Grant(*given[peer.sampler]))
+
     def _send(self, identity: bytes, message: wire.Message | bytes, payload=None) -> None:
         """message: as it is, or encoded, where many are sent the same one."""
         copy = payload is None and not isinstance(message, bytes)
@@ -382,7 +403,7 @@ class Hub(threading.Thread):
             case wire.Ask():
                 self._on_ask(peer, message)
             case wire.Want():
-                self._send_newest(peer)
+                self.fanout.want(peer.identity)
             case wire.Gone() if message.name in peer.pulls:
                 self._drop(peer, message.name)
 
@@ -401,11 +422,16 @@ class Hub(threading.Thread):
             self._let_in(identity, key, hello)
         peer = self.peers[identity]
         peer.heard = time.monotonic()
+        self.fanout.heard(identity, key, hello)
         believe(self.reports, (hello.sampler, hello.incarnation), hello.handed, self._is_proven)
         for name in filter(peer.owns, hello.lost[:LOST]):
             self._on_lost(peer, name)
         newest = next(reversed(self.weights), "")
         self._send(identity, wire.Got([], newest, hello.sent, time.time()))  # an answer: the learner is alive
+        if self.grants is not None:
+            granted = self.grants.ask(hello.sampler, Ask.of(hello))
+            if granted > hello.handed:  # what said so before may be lost
+                self._send(identity, wire.Grant(hello.incarnation, granted))
 
     def _is_proven(self, key: tuple[str, int]) -> bool:
         return key in self.got or key in self.held_before
@@ -440,12 +466,16 @@ class Hub(threading.Thread):
             pull.forget_asked()
         self.peers[identity] = peer
         self._send(identity, self.encoded_welcome)
-        self._send_newest(peer)
+        self.fanout.want(identity)
 
-    def _send_newest(self, peer: Peer) -> None:
-        if self.weights:
-            newest = next(reversed(self.weights.values()))
-            self._send(peer.identity, newest.encoded)
+    def _send_offers(self) -> None:
+        """Tell samplers of the newest weights, and where to fetch them."""
+        if not self.weights:
+            return
+        newest = next(reversed(self.weights.values()))
+        for identity, relay in self.fanout.turn(self.peers):
+            offer = newest.encoded if relay is None else msgspec.structs.replace(newest.offer, relay=relay)
+            self._send(identity, offer)
 
     def _on_lost(self, peer: Peer, name: str) -> None:
         """The sampler cannot send this group any more."""
@@ -536,6 +566,9 @@ class Hub(threading.Thread):
         except wire.WireError as e:
             self.log.warning("ask refused: %s", e)
             return
+        newest = next(reversed(self.weights.values()))
+        if ask.name == newest.offer.of.name or ask.name in newest.deltas:
+            self.fanout.asked(peer.identity)
         self.counts["bytes_out"] += len(part)
         self._send(peer.identity, wire.Leaves(ask.name, ask.first), part)
 

@@ -122,13 +122,19 @@ def secure(context, socket, keys: str, log) -> tuple[ThreadAuthenticator, dict[s
             f"--keys={keys}: no sampler's public key in its folder samplers, so nobody could come in; "
             "is this the learner's folder?"
         )
+    authenticator = let_in(context, socket, (public, secret), set(known), log)
+    return authenticator, {key.decode("ascii"): name for key, name in known.items()}
+
+
+def let_in(context, socket, own: tuple[bytes, bytes], known: set[bytes], log) -> ThreadAuthenticator:
+    """Encrypt a socket that will be bound with these (public, secret) keys, and let in only known public keys."""
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
-    authenticator.configure_curve_callback(domain="*", credentials_provider=KnownKeys(set(known), log))
-    socket.curve_publickey = public
-    socket.curve_secretkey = secret
+    authenticator.configure_curve_callback(domain="*", credentials_provider=KnownKeys(known, log))
+    socket.curve_publickey = own[0]
+    socket.curve_secretkey = own[1]
     socket.curve_server = True
-    return authenticator, {key.decode("ascii"): name for key, name in known.items()}
+    return authenticator
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,12 @@ from pathlib import Path
 import zmq
 
 from flags import UserError
-from remote import delta, wire
+from remote import delta, relay, wire
 from remote.account import Spool, sampler_of
 from remote.clock import LearnerClock
 from remote.keys import SamplerKeys
 from remote.pace import Pace
+from remote.weights import mapped
 
 BEAT = 2.0  # seconds between two hellos
 OFFERED_AT_ONCE = 4 << 20  # bytes of groups that are read and hashed before asks are looked at again
@@ -54,8 +55,11 @@ class Link(threading.Thread):
         self.stopping = False
         self.turned = time.monotonic()  # when the last turn began
         self.context = zmq.Context()
+        self.relay: relay.Relay | None = None  # that serves others
         try:
             self.lines = [Line(self, address, stream) for address, stream in zip(addresses, streams, strict=True)]
+            if flags.relay:
+                self.relay = relay.Relay(flags.relay, keys)
         except Exception:
             self.context.destroy(linger=0)  # or the process would wait for open sockets
             raise
@@ -70,6 +74,19 @@ class Link(threading.Thread):
         Those that it has fetched must not count: it holds them only when it saves, and to get there it needs more."""
         line = self.line(stream)
         return len(self.spool.waiting[stream]) - len(line.got if line else [])
+
+    def granted(self, stream: str) -> int:
+        """With --admission=pace: groups of this life that the learner has granted."""
+        line = self.line(stream)
+        return line.granted if line else 0
+
+    def ask_for(self, stream: str, wants: int, version: int) -> None:
+        """Ask for so many groups beyond those handed over, to be made with weights of this version; 0: for none."""
+        line = self.line(stream)
+        if line and line.asks != (wants, version):
+            line.asks = (wants, version)
+            if wants:
+                line.beat = 0.0
 
     def offset(self, stream: str) -> float:
         """Seconds that the clock of this stream's learner is ahead of ours."""
@@ -97,12 +114,16 @@ class Link(threading.Thread):
             raise
         finally:
             self.context.destroy(linger=200)
+            if self.relay is not None:
+                self.relay.close()
 
     def turn(self) -> None:
         """Wait for a moment, then let every line do what is due."""
         poller = zmq.Poller()
         for line in self.lines:
             poller.register(line.socket, zmq.POLLIN)
+            if line.source is not None:
+                poller.register(line.source.socket, zmq.POLLIN)
         poller.poll(10)
         now = time.monotonic()
         away = now - self.turned
@@ -163,6 +184,8 @@ class Line:
         self.socket = None
         self.session = ""  # the learner's, once it has said welcome
         self.clock = LearnerClock()
+        self.granted = 0  # groups of this life, by the learner's word
+        self.asks = (0, 0)  # how many more, with weights of which version
         self.offered: dict[str, float] = {}  # name -> when
         self.got: set[str] = set()  # groups that the learner has here whole
         self.sent: tuple[str, bytes] = ("", b"")  # the group that was asked for last, and its bytes
@@ -182,7 +205,8 @@ class Line:
         self.deltas: list[memoryview] = []  # those of them that are here
         self.rebuilding = None  # delta.rebuild, as far as it is
         self.refused_root = ""  # of weights whose deltas were no good
-        self.pace = Pace(link.flags.patience)  # of weights
+        self.pace = Pace(link.flags.patience)  # of weights that come from the learner
+        self.source: relay.Source | None = None  # the relay that they come from instead
         self.connect()
 
     @property
@@ -265,6 +289,7 @@ class Line:
 
     def send_hello(self) -> None:
         spool = self.link.spool
+        wants, version = self.asks
         self.send(
             wire.Hello(
                 protocol=wire.PROTOCOL,
@@ -274,6 +299,10 @@ class Line:
                 handed=spool.handed[self.stream],
                 lost=spool.lost[self.stream][:OFFERS],
                 sent=time.time(),
+                wants=wants,
+                version=version,
+                root=self.link.fetched_root if self.fetches_weights else "",
+                relay=self.link.flags.relay if self.fetches_weights else "",
             )
         )
 
@@ -321,11 +350,28 @@ class Line:
                 self.link.newest = wire.Weights(self.wanted.version, self.wanted.published, self.link.newest.path)
             else:
                 self.begin_fetch(self.wanted)
-        if self.pull is not None:
-            while (leaves := self.pull.ask(now)) is not None:
+        if self.pull is None:
+            return
+        if self.source is not None:
+            self.source.take(self.pull)
+            if self.source.has_failed(self.pull, now):
+                self.leave_source()
+        while (leaves := self.pull.ask(now)) is not None:
+            if self.source is not None:
+                self.source.ask(self.pull.of.name, *leaves)
+            else:
                 self.send(wire.Ask(self.pull.of.name, *leaves))
-            if self.pull.done:
-                self.end_pull()
+        if self.pull.done:
+            self.end_pull()
+
+    def leave_source(self) -> None:
+        """The relay is no good, or not needed any more: what is missing comes from the learner."""
+        if self.source is not None:
+            self.source.close()
+            self.source = None
+            if self.pull is not None:
+                self.pull.forget_asked()
+                self.pull.pace = self.pace
 
     def fetch_weights_or_not(self, fetches: bool) -> None:
         """Whether this is the line that weights come over, from now on."""
@@ -338,6 +384,7 @@ class Line:
     def forget_fetch(self) -> None:
         if self.pull is not None:
             self.pull.forget_asked()
+        self.leave_source()
         if self.sink is not None:
             self.sink.close()
         self.pull = self.sink = self.rebuilding = None
@@ -346,6 +393,7 @@ class Line:
     def begin_fetch(self, offer: wire.Offer) -> None:
         """Fetch the deltas that lead from the weights in the store to these; without any, the whole weights."""
         self.fetching = offer
+        self.source = relay.Source.of(self.link.context, offer, self.link.keys, self.link.flags.patience)
         self.chain = []
         if offer.of.root != self.refused_root:
             try:
@@ -359,11 +407,15 @@ class Line:
 
     def begin_delta(self) -> None:
         of = self.chain[len(self.deltas)]
-        self.pull = wire.Pull(of, memoryview(bytearray(of.nbytes)), self.pace)
+        self.pull = wire.Pull(of, memoryview(bytearray(of.nbytes)), self.pace_of_source)
 
     def begin_pull(self, offer: wire.Offer) -> None:
         resume = self.open_part(offer)
-        self.pull = wire.Pull(offer.of, self.sink, self.pace, resume)
+        self.pull = wire.Pull(offer.of, self.sink, self.pace_of_source, resume)
+
+    @property
+    def pace_of_source(self) -> Pace:
+        return self.pace if self.source is None else self.source.pace
 
     def open_part(self, offer: wire.Offer) -> bool:
         """Open the file that the weights are written to. What is left of other weights is deleted.
@@ -411,6 +463,7 @@ class Line:
 
     def end_fetch(self) -> None:
         """The weights are here whole; they and the ones before them stay in the store."""
+        deltas = {of.name: data for of, data in zip(self.chain, self.deltas, strict=True)}
         self.forget_fetch()
         path = self.link.store / f"v{self.fetching.version:06d}.safetensors"
         os.replace(self.part, path)
@@ -420,6 +473,9 @@ class Line:
         for old in self.link.store.glob("v*.safetensors"):
             if old != path and (before is None or old != before.path):
                 old.unlink()
+        if self.link.relay is not None:
+            self.link.relay.serve({self.fetching.of.name: mapped(path), **deltas})
+        self.beat = 0.0  # the learner is told that they are here
 
     # -- one method for each message -----------------------------------------------------------------------------------
 
@@ -432,6 +488,8 @@ class Line:
                 self.link.error = wire.printable(message.why, 2000)
             case wire.Got():
                 self.on_got(message)
+            case wire.Grant() if message.incarnation == self.link.spool.incarnation:
+                self.granted = max(self.granted, message.groups)
             case wire.Held():
                 self.on_held(message)
             case wire.Ask():
@@ -452,6 +510,9 @@ class Line:
             return
         self.session = welcome.session
         self.forget_session()
+        self.granted = 0
+        if self.link.relay is not None:
+            self.link.relay.vouched(welcome.keys)
         self.link.welcome.put(welcome)
 
     def on_got(self, message: wire.Got) -> None:

@@ -36,10 +36,11 @@ from engines import make_engine
 from flags import UserError, need, parse_flags, run_command
 from remote import wire
 from remote.account import Spool, is_sampler
-from remote.files import FilesLink, wait_for_ranks
+from remote.files_link import FilesLink, wait_for_ranks
 from remote.groups import encode_group, name_of
 from remote.keys import SamplerKeys, sampler_keys
 from remote.link import Link
+from remote.relay import check_flag
 from remote.routes import Follower, is_file_of_routes, routes, streams_of
 from rollout import LocalSource, Rollout, request_seed, uniforms
 from sampling import Sampling
@@ -65,6 +66,8 @@ class SamplerFlags(EngineFlags, DelayFlags):
     """Seconds without an answer from the learner after which to stop."""
     patience: float = 10.0
     """Seconds after which an unanswered request is made again."""
+    relay: str = ""
+    """Serve weights to other samplers at this address, tcp://HOST:PORT, as they reach it (relay.py)."""
     most_weights: float = 64.0
     """Largest set of weights that is taken, in GiB."""
 
@@ -120,6 +123,7 @@ class Sampler:
         self.streams = connection.streams
         self.follower = connection.follower
         self.welcome = welcome
+        self.is_paced = welcome.run["paced"]
         self.source = source
         self.incarnation = incarnation
         self.sampled = dict.fromkeys(connection.streams, 0)  # stream -> groups
@@ -139,12 +143,17 @@ class Sampler:
             if self.began is not None and time.monotonic() - self.printed > PRINT_EVERY:
                 self.print_progress()
             hungry = [s for s in self.streams if self.link.behind(s) < self.flags.spool_groups]
-            # The only waits there are: for the first weights, and for a learner that does not keep up.
+            # The only waits there are: for the first weights, and for a learner that does not keep up or paces us.
             if self.link.newest is None or not hungry or not self.load_newest(self.link.newest):
                 time.sleep(0.02)
                 continue
+            wanted = {stream: n for stream in hungry if (n := self.wanted(stream))}
+            if not wanted:  # the learner paces us: it will want more
+                time.sleep(0.01)
+                continue
             # The ranks in turn, except that one that has enough is left out.
-            self.sample_for(min(hungry, key=self.sampled.get))
+            stream = min(wanted, key=self.sampled.get)
+            self.sample_for(stream, wanted[stream])
         raise UserError(self.link.error)
 
     def follow_routes(self) -> None:
@@ -193,12 +202,21 @@ class Sampler:
         self.delays_drawn += 1
         return DelayDistribution(f.delay, f.delay_min, f.delay_max, f.delay_mass).quantile(max(2.0**-53, u))
 
-    def sample_for(self, stream: str) -> None:
-        """Sample --groups groups for one rank and hand them over."""
+    def wanted(self, stream: str) -> int:
+        """How many groups to sample at once for this stream: --groups, or what is granted of that. Where nothing is, it
+        is asked for."""
+        if not self.is_paced:
+            return self.flags.groups
+        granted = min(self.flags.groups, self.link.granted(stream) - self.sampled[stream])
+        self.link.ask_for(stream, 0 if granted > 0 else self.flags.groups, self.loaded.version)
+        return max(0, granted)
+
+    def sample_for(self, stream: str, n: int) -> None:
+        """Sample so many groups for one rank and hand them over."""
         start = time.monotonic()
         self.source.owner = (stream, self.incarnation)
         first = self.sampled[stream]
-        groups = self.source.sample(range(first, first + self.flags.groups))
+        groups = self.source.sample(range(first, first + n))
         offset = self.link.offset(stream)  # a learner counts how old a group is by its own clock
         for group in groups:
             group.t_start = max(0.0, group.t_start + offset)
@@ -206,7 +224,7 @@ class Sampler:
         encoded = [encode_group(group) for group in groups]
         # All time but this is the transport's: handing over, waiting, looking.
         self.busy += time.monotonic() - start
-        self.sampled[stream] += self.flags.groups
+        self.sampled[stream] += n
         for group, data in zip(groups, encoded, strict=True):
             self.hand_over(stream, group, data)
 
@@ -279,6 +297,7 @@ def connect(flags: SamplerFlags, incarnation: int) -> Connection:
     addresses, streams = routes(flags.connect, name)
     if any("://" in address for address in addresses):
         keys = checked_keys(flags, addresses)
+        check_flag(flags.relay, keys is not None, folder=False)
         folder = own_folder(flags, name)
         spool = Spool(folder / "spool", streams, incarnation)
         follower = Follower(flags.connect, name, lambda others: checked_keys(flags, others))
@@ -287,6 +306,7 @@ def connect(flags: SamplerFlags, incarnation: int) -> Connection:
         raise UserError(
             f"--connect={flags.connect}: neither an address such as tcp://HOST:PORT nor a folder that is there"
         )
+    check_flag(flags.relay, False, folder=True)
     return connect_folder(flags, incarnation, Path(addresses[0]), name, streams, own_folder(flags, name))
 
 
@@ -395,6 +415,7 @@ class Description(msgspec.Struct):
     sampling: dict[str, int | float]
     probe: list[list[int]]
     packed: bool
+    paced: bool
     stop_ids: list[int]
 
 

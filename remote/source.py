@@ -16,13 +16,13 @@ Every group has one fate:
 
 `duplicate` counts offers of groups that had come already, which have a fate each: it is not one of them. `faults`
 counts exceptions of ours in what a sampler has sent: they are in the log, the sampler's connection or file is dropped,
-and the run goes on.
+and the run goes on. With --admission=pace samplers make what the learner can use (grants.py), and nothing becomes too
+old; `lapsed` counts groups that were granted and did not come.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import filecmp
 import secrets
 import sys
 import time
@@ -31,16 +31,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tasks
-from checkpoint import write_tensors
 from flags import need
 from model import routing_of
-from remote import delta, wire
-from remote.account import Account, Arrived, retain_weights, split
+from remote import wire
+from remote.account import Account, Arrived, split
 from remote.clock import made_at
 from remote.files import FilesHub
+from remote.grants import Grants
 from remote.groups import Limits, decode_group, name_of
 from remote.guard import log_path, open_log
 from remote.hub import Hub
+from remote.weights import Store, as_it_is, change_of, halved
 from rollout import Rollout, has_spread
 from sampling import Sampling
 from tasks import run_stop_ids
@@ -103,7 +104,7 @@ def open_remote_source(cfg, run, model: str, topk: int, max_allowed: int, comm) 
         hub = FilesHub(cfg.sync_path, welcome, limits, log, comm.rank, comm.size)
     else:
         hub = Hub(address_of_rank(cfg.bind, comm.rank), cfg.keys, welcome, limits, log)
-    versions = Path(cfg.out) / "versions" / f"rank{comm.rank}"
+    versions = Path(cfg.out) / "versions"
     return RemoteSource(hub, cfg, limits, Sampling.of(cfg), versions, comm, log, run.task)
 
 
@@ -121,6 +122,7 @@ def describe_run(cfg, run, model: str, topk: int, max_allowed: int, ranks: int) 
         "sampling": vars(Sampling.of(cfg)),
         "probe": run.probe().ids.tolist(),
         "packed": cfg.sync_dtype == "quantized",
+        "paced": cfg.admission == "pace",
         "stop_ids": run_stop_ids(run.tokenizer, cfg),
     }
 
@@ -152,9 +154,10 @@ class Ready:
 
 
 class RemoteSource:
-    """The face of a LocalSource over a hub: groups in order of arrival, within the bounds of staleness and age.
+    """The face of a LocalSource over a hub: groups in order of arrival (--admission=pace: those of the oldest weights
+    first), within the bounds of staleness and age.
 
-    store: folder of the weights that were published; they stand there as long as samplers may fetch them. task: where
+    store: folder of the weights that were published, for all ranks on one disk (weights.py). task: where
     each group's problem must be found; None: it is not looked for."""
 
     def __init__(self, hub: Hub | FilesHub, cfg, limits: Limits, sampling: Sampling, store: Path, comm, log, task=None):
@@ -162,7 +165,7 @@ class RemoteSource:
         self.cfg = cfg
         self.limits = limits
         self.sampling = sampling
-        self.store = store
+        self.store = Store(store, comm, halved if cfg.sync_dtype == "bfloat16" else as_it_is, cfg.sync_delta)
         self.comm = comm
         self.log = log
         self.task = task
@@ -177,7 +180,9 @@ class RemoteSource:
         self.waited = 0.0  # seconds in `next` since the last metrics
         self.broadcast_at: int | None = None  # the version published last
         self.published: dict[int, float] = {}  # version -> when, of this history
-        self.files: list[Path] = []  # weights published in this session
+        self.grants: Grants | None = None
+        if cfg.admission == "pace":
+            self.grants = hub.grants = Grants(cfg, comm.size, limits.room // limits.nbytes, hub.names.owner)
 
     def now(self, learner_version: int) -> float:
         return time.time()
@@ -186,33 +191,16 @@ class RemoteSource:
 
     def publish(self, version: int, named_tensors) -> None:
         """Offer new weights to the samplers, every --sync_every updates. Collective."""
-        tensors = dict(named_tensors)  # collective: every rank must ask for them
         if self.broadcast_at is None:
+            self.hub.plan(version, 0)
             self.hub.open(Account.of(self.taken.state()))
         elif version - self.broadcast_at < self.cfg.sync_every:
             return
-        if self.cfg.sync_dtype == "bfloat16":
-            tensors = {k: x.bfloat16() if x.is_floating_point() else x for k, x in tensors.items()}
-        path = self.store / f"v{version:06d}.safetensors"
-        self._write_if_new(path, tensors)
-        change = None
-        if self.cfg.sync_delta and self.files:
-            change = delta.between(self.files[-1], path)
-        stamp = path.stat().st_mtime if self.comm.rank == 0 else 0.0  # samplers fetch from one rank and feed all
+        path, self.published[version] = self.store.publish(version, named_tensors)
         self.broadcast_at = version
-        self.published[version] = self.comm.max([stamp])[0]
-        self.hub.broadcast(version, path, self.published[version], change)
-        self.files = retain_weights(path, self.files)
-
-    def _write_if_new(self, path: Path, tensors: dict) -> None:
-        """A learner that starts again publishes its checkpoint's weights anew: they are the same bytes, and the file of
-        before stands, for the groups that it sampled are not orphans."""
-        fresh = path.with_suffix(".new")
-        write_tensors(fresh, tensors)
-        if path.exists() and filecmp.cmp(fresh, path, shallow=False):
-            fresh.unlink()
-        else:
-            fresh.replace(path)
+        self.hub.broadcast(version, path, self.published[version], change_of(path))
+        if self.grants is not None:
+            self.grants.newest = version
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
@@ -232,6 +220,7 @@ class RemoteSource:
         for item in batch:
             self.record_fate(item.name, "trained")
         self.batch = batch
+        self.hub.plan(learner_version + self.cfg.rollout_batch // self.cfg.train_batch, len(self.ready))
         return [item.group for item in batch]
 
     def _collect(self, n_groups: int, learner_version: int, stop) -> list[Ready]:
@@ -245,8 +234,10 @@ class RemoteSource:
             now = time.monotonic()
             if now - before > SUSPENDED:  # this process was suspended; do not count that time against the samplers
                 last_group += now - before
+                self._forgive(now - before)
             before = now
             so_far = len(batch)
+            self._pace(batch, learner_version)
             self._fill(batch, n_groups, learner_version)
             if len(batch) > so_far:
                 last_group = now
@@ -264,6 +255,8 @@ class RemoteSource:
     def _fill(self, batch: list[Ready], n_groups: int, learner_version: int) -> None:
         """Move ready groups into the batch until it has n; those that nobody may train on meet their fate."""
         while self.ready and len(batch) < n_groups:
+            if not self._may_take(n_groups - len(batch), learner_version):
+                break
             item = self.ready.popleft()
             self.hub.free(item.name, item.nbytes)
             item.nbytes = 0
@@ -272,6 +265,23 @@ class RemoteSource:
                 batch.append(item)
             else:
                 self.record_fate(item.name, fate)
+
+    def _pace(self, batch: list[Ready], learner_version: int) -> None:
+        """With --admission=pace: groups of the oldest weights stand first, and samplers may make more."""
+        if self.grants is not None:
+            self.ready = deque(sorted(self.ready, key=lambda item: item.group.version))
+            self.grants.expire()
+            self.hub.plan(learner_version, len(batch) + len(self.ready))
+
+    def _may_take(self, free: int, learner_version: int) -> bool:
+        """With --admission=pace: whether the first ready group is next, or one that was granted and is not here."""
+        if self.grants is None:
+            return True
+        return self.grants.may_take([item.group.version for item in self.ready], learner_version, free)
+
+    def _forgive(self, away: float) -> None:
+        if self.grants is not None:
+            self.grants.forgive(away)
 
     def _nobody_came(self) -> str:
         return (
@@ -310,6 +320,7 @@ class RemoteSource:
             self.log.error("a fault in group %s, which is refused: %r", arrived.name, e)
         else:
             self.ready.append(Ready(arrived.name, group, arrived.when, len(arrived.data)))
+            self._came(arrived.name, here=True)
             return
         self.hub.free(arrived.name, len(arrived.data))
         self.hub.charge(arrived.name)
@@ -348,8 +359,14 @@ class RemoteSource:
         """The group's fate is decided, and the next checkpoint will say so."""
         self.counts[fate] += 1
         self.since.append(name)
+        self._came(name, here=False)
         key, n = split(name)  # a sampler that was killed may not have said how many it has handed over
         self.hub.reports[key] = max(self.hub.reports.get(key, 0), n + 1)
+
+    def _came(self, name: str, here: bool) -> None:
+        """With --admission=pace: a group is ready, or its fate is decided."""
+        if self.grants is not None:
+            self.grants.came(name, here)
 
     # -- the account ---------------------------------------------------------------------------------------------------
 
@@ -364,6 +381,7 @@ class RemoteSource:
         mine |= {
             "handed": sum(self.hub.reports.copy().values()),
             "waiting": len(self.ready),
+            "lapsed": self.grants.lapsed if self.grants else 0,
             "wait_s": self.waited / self.comm.size,
             "MiB_in": self.hub.counts["bytes_in"] / 2**20,
             "MiB_out": self.hub.counts["bytes_out"] / 2**20,

@@ -19,7 +19,7 @@ Message by message, between a sampler's Line (link.py) and the learner's Hub (hu
     Offer    of a group                               Ask for leaves of it; Got, when the group is here whole;
     Leaves   the answer to Ask; or Gone               Held, when a checkpoint accounts for it
     Ask      for leaves of the weights                Offer of weights; Leaves, the answer to Ask; or Gone
-    Want     the offer of the newest weights again
+    Want     the offer of the newest weights again    Grant, as the answer to a Hello that asks: how many groups to make
 
 The first half of this file knows objects, the second half messages. Neither knows what a rollout is.
 """
@@ -42,7 +42,7 @@ import flags
 from flags import UserError
 from remote.pace import Pace
 
-PROTOCOL = 3
+PROTOCOL = 4
 LEAF = 1 << 20  # bytes
 MOST = 16 * LEAF + 4096  # bytes of a frame; whoever sends more is cut off before they are read
 MOST_ASKED = 8  # leaves in one message
@@ -242,7 +242,9 @@ class Weights(NamedTuple):
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
     """Sampler: who it is. handed: groups handed over by this incarnation so far; lost: names of groups that it cannot
-    send any more; sent: when, in seconds since the epoch by its clock."""
+    send any more; sent: when, in seconds since the epoch by its clock. wants: groups that it would make now, and
+    version: with which weights, where the learner grants them (grants.py). root: of the weights that it has; relay:
+    where others may fetch them (relay.py)."""
 
     protocol: Number
     sampler: Text
@@ -251,16 +253,21 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     handed: Number = 0
     lost: Texts = []
     sent: Seconds = 0.0
+    wants: Number = 0
+    version: Number = 0
+    root: Text = ""
+    relay: Text = ""
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     """Learner: what to sample. setup: configuration and tokenizer files of the model (pack_setup); run: what else a
-    sampler must know (source.py writes it)."""
+    sampler must know (source.py writes it); keys: public ones of all samplers."""
 
     protocol: Number
     session: Text
     run: dict
     setup: dict[str, bytes]
+    keys: Texts = []
 
 
 class Refuse(msgspec.Struct, tag="refuse", frozen=True):
@@ -276,14 +283,22 @@ class Step(msgspec.Struct, frozen=True):
     of: Manifest
 
 
+class Relay(msgspec.Struct, frozen=True):
+    """A sampler that has the weights of an offer: where it serves them, and its public key."""
+
+    address: Text
+    key: Text = ""
+
+
 class Offer(msgspec.Struct, tag="offer", frozen=True):
     """Here is an object. version and published: of weights, the learner's updates behind them and its clock. deltas: a
-    chain that leads to them."""
+    chain that leads to them. relay: fetch it there."""
 
     of: Manifest
     version: Annotated[int, Meta(ge=-1, lt=10**18)] = -1
     published: Seconds = 0.0
     deltas: Annotated[list[Step], Meta(max_length=64)] = []
+    relay: Relay | None = None
 
 
 class Ask(msgspec.Struct, tag="ask", frozen=True):
@@ -318,6 +333,13 @@ class Got(msgspec.Struct, tag="got", frozen=True):
     clock: Seconds = 0.0
 
 
+class Grant(msgspec.Struct, tag="grant", frozen=True):
+    """Learner: this incarnation may make so many groups in all, those included that it has made."""
+
+    incarnation: Number
+    groups: Number
+
+
 class Want(msgspec.Struct, tag="want", frozen=True):
     """Sampler: it knows of no offer of the newest weights; please repeat it."""
 
@@ -328,7 +350,7 @@ class Held(msgspec.Struct, tag="held", frozen=True):
     names: Texts
 
 
-Message = Hello | Welcome | Refuse | Offer | Ask | Leaves | Gone | Got | Want | Held
+Message = Hello | Welcome | Refuse | Offer | Ask | Leaves | Gone | Got | Grant | Want | Held
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 
@@ -375,7 +397,9 @@ def check_address(flag: str, address: str, least: int) -> None:
 
 
 def set_socket_options(socket, linger: int, most: int = MOST, queue: int = 64) -> None:
-    """The same on both ends: messages and queues are bounded, and a heartbeat finds a dead connection within 10 s.
+    """The same on both ends: messages and queues are bounded, and the kernel finds a dead connection within 25 s.
+
+    ZeroMQ's own heartbeats end the whole process (libzmq 4.3.5, `!_io_error`) when a peer leaves whose queue is full.
 
     linger: milliseconds that messages not yet sent may delay the socket's end. most: bytes of a frame; queue: messages
     that wait to be read."""
@@ -384,8 +408,10 @@ def set_socket_options(socket, linger: int, most: int = MOST, queue: int = 64) -
         (zmq.SNDHWM, MOST_QUEUED),
         (zmq.RCVHWM, queue),
         (zmq.LINGER, linger),
-        (zmq.HEARTBEAT_IVL, 2000),
-        (zmq.HEARTBEAT_TIMEOUT, 10000),
+        (zmq.TCP_KEEPALIVE, 1),
+        (zmq.TCP_KEEPALIVE_IDLE, 10),
+        (zmq.TCP_KEEPALIVE_INTVL, 5),
+        (zmq.TCP_KEEPALIVE_CNT, 3),
     ):
         socket.setsockopt(option, value)
 

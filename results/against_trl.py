@@ -26,6 +26,7 @@ from checkpoint import load_model
 from engines import HFEngine, VLLMEngine
 from flags import UserError, need, run_command
 from learner import Comm, Learner
+from model import attention
 from results import sweep
 from rollout import LocalSource
 from sampling import Sampling
@@ -104,7 +105,8 @@ def trl_clock(ours, times: list):
 
         def on_step_end(self, *args, **kwargs):
             spent = time.perf_counter() - self.start
-            times.append((seconds(ours), spent))
+            with attention.grouped(True):
+                times.append((seconds(ours), spent))
 
     return Clock()
 
@@ -122,7 +124,8 @@ def against_trl(root: str) -> dict:
         trainer = grpo_trainer(folder, f"{root}/trl_out", 24, clock)
     except ImportError as e:
         raise UserError(f"TRL 1.16 is needed ({e}); the head of this file says how to install it beside") from None
-    trainer.train()
+    with attention.grouped(False):  # TRL as it is elsewhere
+        trainer.train()
     out = {**compare(times[warm:]), "goal": "ratio <= 0.80"}
     engine = VLLMEngine(folder, max_len=64, max_logprobs=1)
     with_vllm = our_step(folder, engine, cfg)

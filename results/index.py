@@ -29,6 +29,7 @@ STUDIES = (
     "foretell",
     "map",
     "collapse",
+    "ladder",
 )
 
 

@@ -49,6 +49,7 @@ class Case:
         self.new = torch.tensor(rows["new"], dtype=torch.float64, requires_grad=True)
         self.mask = torch.tensor([[float(x == "1") for x in r["mask"].ljust(T, "0")] for r in responses]).double()
         self.adv = torch.tensor([[r["adv"]] for r in responses], dtype=torch.float64).expand_as(self.mask)
+        self.age = torch.tensor([[r["age"]] for r in responses])
         self.tokens, self.responses = int(self.mask.sum()), int((self.mask.sum(1) > 0).sum())
 
     def rows(self, x) -> list[list[float]]:
@@ -102,6 +103,8 @@ def verl() -> dict:
     rows = {name: verl_preset(getattr(RolloutCorrectionConfig, name)(), core_algos) for name in presets}
     for ours, (name, threshold) in VERL_STATISTICS.items():
         rows[f"is --reject={ours}"] = verl_statistic(rollout_corr_helper, name, threshold)
+    several = ("token_k1,seq_max_k2,seq_mean_k1", "0.5_2.0,0.4,0.8_1.25")
+    rows["is --reject=token:0.5:2,seq_max_k2:0:0.4,geo:0.8:1.25"] = verl_statistic(rollout_corr_helper, *several)
     for ours, (level, threshold) in NORMALIZED.items():
         rows[f"{ours} --normalize_weights=True"] = verl_normalized(rollout_corr_helper, level, threshold)
     for ours, (name, clip, reduction, base) in VERL_LOSSES.items():
@@ -323,18 +326,41 @@ def areal() -> dict:
         return None if settings is None else RejectionSamplingConfig(**settings)
 
     rows = {name: areal_loss(functional, made(settings)) for name, settings in AREAL.items()}
+    for special in ("", ", p_new for fresh tokens"):
+        between = areal_between(bool(special))
+        rows[f"icepop --ref_from=loglinear{special}"] = areal_loss(functional, made(AREAL["icepop"]), between)
     for ours, settings in AREAL_STATISTICS.items():
         rows[f"is --reject={ours}"] = areal_mask(functional, made({"level": "sequence", **settings}))
     return rows
 
 
-def areal_loss(functional, rejection):
+def areal_loss(functional, rejection, between=None):
     def run(case: Case) -> dict:
-        args = (case.new, case.ref, case.inf, case.adv, 0.2, case.mask.bool(), 0.28)
+        ref = between(case) if between else case.ref
+        args = (case.new, ref, case.inf, case.adv, 0.2, case.mask.bool(), 0.28)
         loss, said = functional.ppo_actor_loss_fn(*args, rejection_sampling=rejection)
         return case.found(loss, said.get("behave_imp_weight"))
 
     return run, functional.ppo_actor_loss_fn
+
+
+def areal_between(ours_if_fresh: bool):
+    """Its compute_prox_logp_approximations, out of a module whose import asks for a cluster's packages."""
+    import areal
+    from areal.utils import constants
+
+    tree = ast.parse((Path(areal.__file__).parent / "trainer" / "ppo" / "actor.py").read_text(encoding="utf-8"))
+    name = "compute_prox_logp_approximations"
+    (node,) = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name]
+    scope = {"torch": torch, **vars(constants)}
+    exec(compile(ast.Module([node], []), name, "exec"), scope)
+
+    def ref(case: Case):
+        new, now = case.new.detach(), 7
+        found = scope[name](case.inf, new, (now - case.age).expand_as(new), now, "loglinear")["loglinear"]
+        return torch.where((case.age == 0) & ours_if_fresh, new, found)
+
+    return ref
 
 
 def areal_mask(functional, rejection):

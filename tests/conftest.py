@@ -180,6 +180,7 @@ class TinyBatch:
     z_ref: torch.Tensor = None
     actor_logp_ref: torch.Tensor = None
     logp_start: torch.Tensor = None
+    staleness: torch.Tensor = None
 
     @property
     def log_r(self):

@@ -80,7 +80,7 @@ def move(learner) -> None:
     g = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for p in learner.models.parameters():
-            noise = torch.randn(p.shape, generator=g, dtype=f64).to(p.dtype)
+            noise = torch.randn(p.shape, generator=g, dtype=f64).to(p.device, p.dtype)
             if isinstance(p, DTensor):
                 noise = distribute_tensor(noise, p.device_mesh, p.placements)
             p.add_(noise, alpha=0.01)

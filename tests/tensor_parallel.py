@@ -29,20 +29,19 @@ def tokens(groups) -> list:
     return [[(r.tokens.tolist(), r.logp_inf.tolist(), r.topk_ids.tolist()) for r in group] for group in groups]
 
 
-def own_shared_memory() -> None:
-    """With this launcher vLLM's CPU build has one name on a host for the memory that an engine's ranks share: two runs
-    would meet in it, and a run that was killed would stand in the way of the next."""
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
-
-    name = f"engine-of-{os.environ['MASTER_PORT']}-{os.environ['TORCHELASTIC_RUN_ID']}"
-    _CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: name)
+def shared() -> set[str]:
+    """The names of memory that processes of this host share, but for those of others that come and go."""
+    return {path.name for path in Path("/dev/shm").iterdir() if "cpushm" in path.name}
 
 
 def main(folder: str, other: str, out: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=150))
     rank = dist.get_rank()
-    own_shared_memory()
+    before = shared()
     engine = VLLMEngine(folder, max_len=64, max_logprobs=5, tp=2, memory_gib=0.05)
+    dist.barrier()
+    if shared() - before:
+        raise SystemExit(f"shared memory that a killed run would leave behind: {shared() - before}")
     sampling = Sampling(max_tokens=8, temperature=0.8)
     said = {"first": tokens(engine.generate(*work(rank), sampling, 3, [1]))}
     state = load_model(other).state_dict()
@@ -58,8 +57,6 @@ def main(folder: str, other: str, out: str) -> None:
     dist.all_gather_object(found, said)
     if rank == 0:
         Path(out).write_bytes(pickle.dumps(found))
-        for left in Path("/dev/shm").glob(f"engine-of-{os.environ['MASTER_PORT']}-*"):
-            left.unlink(missing_ok=True)
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may outlive the interpreter and abort it

@@ -100,7 +100,16 @@ ROWS = [
 --parallel=tp | --parallel=tp: not one of ddp, fsdp; did you mean ddp?
 --samplers=http | --samplers=http: not one of local, zmq, files
 --keep_sampling_mask=replayed | --keep_sampling_mask=replayed: not one of off, recompute, ... did you mean replay?
---rollout_rs=seq_max_k1 | --reject=seq_max_k1: not one of none, token, sequence, geo, ... did you mean seq_max_k3?
+--rollout_rs=seq_max_k1 | --reject=seq_max_k1: not one of token, sequence, geo, ... did you mean seq_max_k3?
+--rollout_rs=geo,token --rollout_rs_threshold=2,1 | --rollout_rs_threshold=2,1: bounds ... write --reject=token
+--objective=is --reject=token,gee:0:1 | --reject=gee: not one of token, sequence, geo, ... did you mean geo?
+--objective=is --reject=token,geo:1 | --reject=token,geo:1: geo:1 is no statistic with its bounds; write geo:LOW:HIGH
+--objective=is --reject=token,geo:a:b | --reject=token,geo:a:b: geo:a:b is no statistic ... such as geo:0.9:1.1
+--objective=is --reject=geo:2:1 | --reject=geo:2:1: the bounds of geo:2:1 are crossed; the first must be below
+--objective=is --reject=geo:0:1,token --rs_high=2 | --rs_low=None --rs_high=2.0: nothing ... each has bounds of its own
+--objective=jackpot --ref_from=loglinear | --ref_from=loglinear: an actor, OBRS, ... need p_ref itself; use pass
+--objective=tis --ref_from=loglinear --actor=base:actor | --ref_from=loglinear: an actor, ... use pass
+--objective=tis --ref_from=loglinear --actor=none --normalize_weights=True | --normalize_weights must know all weights
 --objective=tis --correction_target=new | --correction_target=new: weights p_new / p_inf stand in ... not ref
 --objective=jackpot --correction_target=new | --correction_target=new: --correction=obrs has a target ... --obrs_target
 --objective=opsm --loss_denominator=kept | --loss_denominator=kept must ... --correction_target=new is known within it
@@ -216,6 +225,9 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --group_size=1 --train_batch=4 --rollout_batch=4 | --group_size=1: an advantage needs at least 2 responses a prompt
 --logprobs_mode=raw --top_k=5 | --logprobs_mode=raw: raw ... use processed, or --keep_sampling_mask=off
 --keep_sampling_mask=recompute --top_k=5 | --keep_sampling_mask=recompute with an --actor: the KL ... use replay
+--exact --dtype=bfloat16 | --exact: --rollout_dtype=float32 and --dtype=bfloat16 ... the same, float32 or bfloat16
+--exact --rollout_quant=int8 | --exact: --rollout_quant=int8 and --learner_quant=none ... align the learner with
+--exact --rollout=vllm | --exact: vLLM and remote samplers take their sums ... use --rollout=hf
 --learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or the learner's
 --objective=icepop --reject=geo | --reject=geo: --correction=icepop ... use --correction=is, or --reject=none
 --objective=tis --rs_high=2 | --rs_low=None --rs_high=2.0: nothing is ... name what to bound with --reject=token,
@@ -244,6 +256,8 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --delay=constant --token_seconds=-1 | --token_seconds=-1.0: must be 0 or above
 --delay=constant --admission=pace | --admission=pace: there is nothing to pace; it goes with --delay and --token
 --delay=constant --admission=pace --token_seconds=1 | --admission=pace: there is no bound on age to keep; name one
+--samplers=zmq --admission=pace | --admission=pace: there is no bound on age to keep; name one with --max_staleness
+--samplers=zmq --grant_seconds=0 | --grant_seconds=0.0: must be above 0
 --delay=constant --admission=pace --token_seconds=100 --max_staleness=3 | --admission=pace --max_staleness=3: a group
 --delay=constant --window_seconds=0 | --window_seconds=0.0: must be above 0
 --delay=constant --max_staleness=-1 | --max_staleness=-1: a number of updates, 0 or more; leave it out for no bound
@@ -635,10 +649,16 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --mismatch --samples=1 | --samples=1: --mismatch compares responses, so at least 2 to a problem
 --mismatch --micro_tokens=0 | --micro_tokens=0: must be at least 1
 --mismatch --log_ratio_clamp=0 | --log_ratio_clamp=0.0: must be above 0
+--explain | --explain: is for --mismatch alone; add it, or leave it out
+--synced_from=ACTOR | --synced_from: is for --mismatch alone; add it, or leave it out
+--mismatch --synced_from=/no/such | --synced_from=/no/such: no model there; ... give a run folder, a checkpoint
+--mismatch --synced_from=ACTOR | --synced_from=ACTOR: another shape than the model that samples; give older weights
+--mismatch --explain --router_replay | --explain: it switches ... leave out --router_replay
 --mismatch --learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or the
 --mismatch --dtype=float8 | --dtype=float8: not one of float32, bfloat16, float16; did you mean float32?
 --mismatch --top_k=5 --logprobs_mode=raw | --logprobs_mode=raw: raw ... use processed, or --keep_sampling_mask=off
 --learner_quant=int8 | --learner_quant=int8: the learner's format is for ... add it, or name a --rollout_quant
+--exact | --exact: is for --mismatch alone; add it, or leave it out
 --rollout_quant=w4a16 --quant_group=7 | --quant_group=7: model.layers.0.self_attn.q_proj has ... choose a divisor
 --quant_group=0 | --quant_group=0: must be at least 1
 --rollout_memory=-1 | --rollout_memory=-1.0: must be above 0
@@ -715,19 +735,26 @@ run --samples=responses | --samples=responses: prints, and draws no runs; leave 
     *rows(
         "bench.py",
         r"""
-haed | haed: no such benchmark; there are rollout, update, head, replay, quant, lowbit, gpu; did you mean head?
+haed | haed: no such benchmark; there are rollout, update, head, replay, quant, gpu; did you mean head?
 update haed | haed: no such benchmark; there are rollout, update, head, replay, quant, ... did you mean head?
 --update | --update: no such flag, only names of benchmarks; there are rollout, update, ... did you mean update?
 head --pairs=3 | --pairs=3: no such flag, only names of ... there are rollout, update, head, replay, quant,
-'' | : no such benchmark; there are rollout, update, head, replay, quant, lowbit, gpu
-gpu | gpu: there is no GPU here; name other benchmarks
-head lowbit | lowbit: there is no GPU here; name other benchmarks
+'' | : no such benchmark; there are rollout, update, head, replay, quant, gpu
+gpu | gpu: there is no GPU here; name other benchmarks, or try the script with --device=cpu --scale=tiny
+gpu --scale=tiny | gpu: there is no GPU here; name other benchmarks, or try the script with --device=cpu
+head gpu | gpu: has flags of its own; run it alone, python bench.py gpu
+gpu --device=cpu --parts=haed | --parts=haed: no such part; there are tests, linears, head,
+gpu --device=cpu --parts= | --parts is empty: name some of tests, linears, head,
+gpu --device=cpu --part=haed | --part=haed: no such part; there are tests, linears, head,
+gpu --device=cpu --minutes=0 | --minutes=0: must be above 0
+gpu --device=tpu | --device=tpu: not one of cuda, cpu
+gpu --device=cpu --out=file/x | --out=file/x/gpu.json: ... is a file, not a folder; name another place
         """,
     ),
     *rows(
         "-m remote.bench",
         r"""
-wires | wires: no such benchmark; there are wire, samplers; did you mean wire?
+wires | wires: no such benchmark; there are wire, samplers, relay; did you mean wire?
 --mib=3 | --mib=3: no such flag, only names of benchmarks; there are wire, samplers
 samplers --seconds=5 | --seconds=5: no such flag, only names of benchmarks; there are wire, samplers
         """,
@@ -916,6 +943,12 @@ RECORDS=records_none | No such file or directory; name a path that is there
         "results/moe.py",
         r"""
 x | x: results/moe.py takes no flags; leave them out
+        """,
+    ),
+    *rows(
+        "results/ladder.py",
+        r"""
+x | x: results/ladder.py takes no flags; leave them out
         """,
     ),
     *rows(

@@ -2,10 +2,14 @@
 
 import json
 import math
+import sys
+import time
 
 import pytest
+import torch
 
 import bench
+from results import gpu, gpu_parts
 
 
 def test_a_ratio_is_the_geometric_mean_over_pairs():
@@ -44,3 +48,90 @@ def test_the_table(capsys):
     assert lines[2] == "gpu" + " " * 56 + "tokens_per_s 12"
     assert lines[3].split() == ["spin", "none", "1.500", "1.250", "-", "1.750", "3.000", "2.000"]
     assert json.loads(lines[4])["spin"] == {"none": pair}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The GPU list, tried on a CPU
+# ---------------------------------------------------------------------------------------------------------------------
+
+TRIAL = gpu_parts.Setting("cpu", tiny=True)
+
+
+@pytest.mark.parametrize("name", ["linears", "head", "obrs", "learner", "memory", "rollouts"])
+def test_a_part_of_the_gpu_list_runs_on_a_cpu(name):
+    rows = list(gpu.PARTS[name][0](TRIAL))
+    assert rows and not [r for r in rows if r["why"] not in ("", "not installed")]
+    assert all(math.isfinite(r["value"]) for r in rows if r["unit"] not in ("GiB", "%") and not r["why"])
+    json.loads(json.dumps(rows))
+
+
+@pytest.mark.timeout(600)
+def test_the_gpu_list_writes_its_page_part_by_part(tmp_path, monkeypatch):
+    """In processes of their own: vLLM, and the tests that a CPU can run. What was known of other parts stays."""
+    assert gpu.PARTS["vllm"][1] < 300
+    gpu.write(tmp_path, {"head": {"rows": [gpu_parts.row("old", 3.0)], "failed": "", "seconds": 1.0, "about": {}}})
+    (tmp_path / "gpu.md").write_text("# mine\n\n" + (tmp_path / "gpu.md").read_text().split("\n\n", 1)[1])
+    flags = gpu.GpuFlags(device="cpu", scale="tiny", out=str(tmp_path))
+    records = gpu.run_list(flags, ["tests", "vllm"])
+    assert list(records) == ["head", "tests", "vllm"] and gpu.known(tmp_path).keys() == records.keys()
+    assert [r["failed"] for r in records.values()] == ["", "", ""]
+    assert records["tests"]["rows"][-1]["met"] and records["tests"]["rows"][-1]["value"] == 8
+    assert "vLLM, 0.6B: proofs, first, proved, proved" in [r["what"] for r in records["vllm"]["rows"]]
+    page = (tmp_path / "gpu.md").read_text()
+    assert page.startswith("# mine\n") and "| old | 3 |" in page and "## learner\n\nNot run yet." in page
+    assert "CPU (a trial of the script, no result)" in page and f"torch {torch.__version__}" in page
+    late = gpu.run_list(gpu.GpuFlags(device="cpu", scale="tiny", out=str(tmp_path), minutes=0.01), ["obrs"])
+    assert "obrs" not in late
+
+
+ROW = json.dumps(gpu_parts.row("a", 1.5))
+WAYS = {
+    "": ("print({row!r})", 1),
+    "ValueError: no": ("print({row!r}); raise ValueError('no')", 1),
+    "its limit of 3 s was over": ("print({row!r}, flush=True); import time; time.sleep(60)", 1),
+    "it ended with status -9": ("import os; os.kill(os.getpid(), 9)", 0),
+}
+
+
+@pytest.mark.parametrize("why", WAYS)
+def test_a_part_that_ends_badly_keeps_what_it_measured(why):
+    program, n = WAYS[why]
+    limit = 3 if "limit" in why else 60
+    rows, failed = gpu.said_by([sys.executable, "-c", "print('noise');" + program.format(row=ROW)], limit)
+    assert (rows, failed) == ([gpu_parts.row("a", 1.5)] * n, why)
+
+
+def test_what_a_part_started_ends_with_it(tmp_path):
+    child = f"import time; time.sleep(4); open({str(tmp_path / 'late')!r}, 'w')"
+    program = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
+    gpu.said_by([sys.executable, "-c", program], 2)
+    time.sleep(5)
+    assert not (tmp_path / "late").exists()
+
+
+def test_a_case_that_fails_does_not_end_its_part():
+    def rows():
+        yield gpu_parts.row("a", 1.0)
+        raise RuntimeError("CUDA out of memory\nand more")
+
+    got = list(gpu_parts.softly("b", rows()))
+    assert got == [gpu_parts.row("a", 1.0), gpu_parts.missing("b", "failed: RuntimeError: CUDA out of memory")]
+
+
+def test_lines_of_the_gpu_page():
+    nan = math.nan
+    assert gpu.line_of(gpu_parts.row("a", 12345.6, "tokens/s", (1.0, 2.5))) == ["a", "12,346 tokens/s", "1 to 2.5", ""]
+    assert gpu.line_of(gpu_parts.row("a", 1.4, "x", goal=">= 1.3", met=True))[3] == ">= 1.3: yes"
+    assert gpu.line_of(gpu_parts.row("a", 1.2, "x", goal=">= 1.3", met=False))[3] == ">= 1.3: **no**"
+    assert gpu.line_of(gpu_parts.row("a", nan, "GiB", goal="near")) == ["a", "- GiB", "", "near"]
+    assert gpu.line_of(gpu_parts.missing("a", "not installed")) == ["a", "not installed", "", ""]
+
+
+def test_operations_of_a_token():
+    """By hand: every matrix and the tied head once, forward and twice backward, and causal attention."""
+    model = TRIAL.model("0.6B")
+    H, inner, A, kv, V, length = 64, 96, 64, 32, 300, 40
+    layer = H * A + 2 * H * kv + A * H + 3 * H * inner
+    norms = 2 * (2 * H + 2 * 32) + H
+    attention = 3 * 2 * (2 * A * length / 2)  # three passes, two products, half of the places
+    assert gpu_parts.operations(model, length) == 6 * (2 * layer + norms + H * V) + 2 * attention

@@ -13,7 +13,7 @@ from test_hub import closed_behind, give, hand_over, until, weights
 from test_wire import group
 
 from delay import DelaySource, Ticket
-from remote import account, clock, files, link, sampler
+from remote import account, clock, files_link, link, sampler
 from remote.clock import LearnerClock, made_at
 from remote.groups import encode_group
 from remote.sampler import SamplerFlags
@@ -79,7 +79,7 @@ def sampled(end):
     me.link, me.sampled, me.incarnation, me.busy = end, {"box": 0}, 1, 0.0
     me.source = SimpleNamespace(sample=lambda numbers: [g])
     me.hand_over = lambda stream, group, data: kept.append(group)
-    me.sample_for("box")
+    me.sample_for("box", 1)
     return kept[0].t_start, kept[0].t_end
 
 
@@ -96,11 +96,11 @@ def test_a_sampler_stamps_its_groups_with_the_learners_time_over_a_socket(made, 
 
 def test_a_sampler_stamps_its_groups_with_the_learners_time_over_a_folder(made, tmp_path, monkeypatch):
     """The file system's clock is the learner's here."""
-    monkeypatch.setattr(files, "time", CLOCKS)
+    monkeypatch.setattr(files_link, "time", CLOCKS)
     s = test_hub.source(tmp_path)
     s.publish(0, weights(0))
     spool = account.Spool(tmp_path / "rollouts", ["box"], 1)
-    end = made.add(files.FilesLink(str(tmp_path), ["box"], SamplerFlags(), spool))
+    end = made.add(files_link.FilesLink(str(tmp_path), ["box"], SamplerFlags(), spool))
     assert until(lambda: end.newest is not None)
     assert end.offset("box") == pytest.approx(SKEW, abs=5.0)
     start, stop = sampled(end)

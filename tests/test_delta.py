@@ -3,7 +3,6 @@
 import os
 import random
 import tracemalloc
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -216,7 +215,7 @@ def test_a_learner_publishes_what_has_changed(made, tmp_path):
     for sync_delta in (True, False):
         folder = tmp_path / str(sync_delta)
         s = test_hub.source(folder, sync_dtype="bfloat16", sync_every=1)
-        s.cfg = replace(s.cfg, sync_delta=sync_delta)
+        s.store.with_deltas = sync_delta
         heard: list = []
         s.hub.broadcast = lambda version, path, published, change, heard=heard: heard.append(change)
         x = torch.randn(5000)

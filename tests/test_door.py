@@ -13,7 +13,7 @@ import zmq
 from test_hub import WELCOME, closed_behind, hand_over, until, weights
 
 from flags import UserError, parse_flags
-from remote import account, files, hub, keys, routes, sampler, wire
+from remote import account, files, files_link, hub, keys, routes, sampler, wire
 from remote.sampler import SamplerFlags
 from sampling import Sampling
 from tasks import Arithmetic
@@ -264,9 +264,9 @@ def test_a_problem_that_the_task_does_not_have(tmp_path):
 # -- a sampler's end ---------------------------------------------------------------------------------------------------
 
 
-def files_link(made, folder, **changes):
+def folder_link(made, folder, **changes):
     spool = account.Spool(folder / "rollouts", ["box"], 1)
-    return made.add(files.FilesLink(str(folder), ["box"], SamplerFlags(**changes), spool))
+    return made.add(files_link.FilesLink(str(folder), ["box"], SamplerFlags(**changes), spool))
 
 
 def test_a_sampler_survives_what_lies_in_the_folder(made, tmp_path):
@@ -279,7 +279,7 @@ def test_a_sampler_survives_what_lies_in_the_folder(made, tmp_path):
     (folder / "models" / "newest").write_bytes(b"junk")
     (folder / "held" / "box").mkdir()
     os.mkfifo(folder / "got" / "box")
-    end = files_link(made, folder)
+    end = folder_link(made, folder)
     end.spool.hand_over("box", "box/1/0", b"a group")
     (tmp_path / "v000000.safetensors").write_bytes((folder / "models" / offer.of.name).read_bytes())
 
@@ -307,7 +307,7 @@ def test_a_sampler_survives_what_lies_in_the_folder(made, tmp_path):
 def test_a_fault_of_the_folders_thread_ends_it_not(made, tmp_path, monkeypatch, capsys):
     s = source(tmp_path)
     s.publish(0, weights(0))
-    end = files_link(made, tmp_path)
+    end = folder_link(made, tmp_path)
     monkeypatch.setattr(end, "_read_fetched", lambda now: 1 // 0)
     printed = []
     assert until(lambda: printed.append(capsys.readouterr().out) or "ZeroDivisionError" in "".join(printed))
@@ -317,15 +317,15 @@ def test_a_fault_of_the_folders_thread_ends_it_not(made, tmp_path, monkeypatch, 
 
 
 def test_ranks_of_a_learner_that_says_nothing_sensible(tmp_path):
-    assert files.ranks_of_learner(tmp_path) is None
+    assert files_link.ranks_of_learner(tmp_path) is None
     for welcome in (b"junk", wire.encode(wire.Want()), *(wire.encode(with_world(x)) for x in (None, "1", 0, 10**9))):
         (tmp_path / "welcome").write_bytes(welcome)
-        assert files.ranks_of_learner(tmp_path) is None
+        assert files_link.ranks_of_learner(tmp_path) is None
     (tmp_path / "welcome").write_bytes(wire.encode(with_world(3)))
-    assert files.ranks_of_learner(tmp_path) == 3
+    assert files_link.ranks_of_learner(tmp_path) == 3
     (tmp_path / "welcome").unlink()
     os.mkfifo(tmp_path / "welcome")
-    assert files.ranks_of_learner(tmp_path) is None
+    assert files_link.ranks_of_learner(tmp_path) is None
 
 
 def with_world(ranks):
@@ -354,7 +354,7 @@ def test_a_sampler_survives_what_its_learner_sends(made, tmp_path, monkeypatch):
 RUN = dict(
     config=dict(rollout_quant="none", quant_group=32, seed=3, group_size=4, task="arith", max_tokens=16),
     model="policy", topk=4, kept=0, context=64, world=1, task_digest="", sampling=vars(Sampling(seed=3)),
-    probe=[[1, 2], [3, 4]], packed=False, stop_ids=[1, 7],
+    probe=[[1, 2], [3, 4]], packed=False, paced=False, stop_ids=[1, 7],
 )  # fmt: skip
 
 

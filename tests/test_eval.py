@@ -227,7 +227,8 @@ def test_the_ends_of_a_model_hold_in_evaluation_and_in_the_probe(folders, tmp_pa
     stop = arithmetic_tokenizer().convert_tokens_to_ids("<spare0>")
     evaluation.main(common)
     evaluation.main([*common, "--mismatch", f"--actor={actor}", f"--out={tmp_path / 'x.json'}"])
-    assert [ends for ends, _ in seen] == [{*range(1, 60), stop}, {*range(1, 120), stop}, {*range(1, 120), stop}]
+    assert seen[0][0] == {*range(1, 60), stop} and len(seen) > 2
+    assert all(ends == {*range(1, 120), stop} for ends, _ in seen[1:])
     for ends, responses in seen:
         assert {r.finish_reason for r in responses} >= {"stop"}
         assert all((int(r.tokens[-1]) in ends) == (r.finish_reason == "stop") for r in responses)

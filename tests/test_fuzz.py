@@ -5,14 +5,16 @@ import random
 import pytest
 
 from flags import UserError
-from remote import fuzz, groups, wire
+from remote import fuzz, groups, poison, wire
 
 
-@pytest.mark.parametrize("where", ["in the clear", "with keys", "a shared folder"])
+@pytest.mark.parametrize("where", ["in the clear", "with keys", "a shared folder", "a relay"])
 def test_a_short_attack(where, tmp_path):
     r = random.Random(7)
     if where == "a shared folder":
         report = fuzz.attack_folder(tmp_path / "x", r, 1500)
+    elif where == "a relay":
+        report = fuzz.attack_relay(tmp_path / "x", r, 1000)
     else:
         report = fuzz.attack_sockets(tmp_path / "x", r, 1000, keys=where == "with keys")
     assert report.honest >= 10 and not report.broken, report
@@ -29,10 +31,10 @@ def test_the_attackers_groups_are_poisoned_and_the_honest_ones_are_not():
     r = random.Random(3)
     taken = 0
     for n in range(300):
-        group = fuzz.make_group(r, ("evil", 1, n), 0, 1.5)
-        assert groups.decode_group(groups.encode_group(group), fuzz.LIMITS).uid == group.uid
+        group = poison.make_group(r, ("evil", 1, n), 0, 1.5)
+        assert groups.decode_group(groups.encode_group(group), poison.LIMITS).uid == group.uid
         try:
-            groups.decode_group(fuzz.poison(r, group), fuzz.LIMITS)
+            groups.decode_group(poison.poison(r, group), poison.LIMITS)
             taken += 1  # some prompts only the task knows, and some bytes may be any
         except wire.WireError:
             pass

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def tensors(responses: list[dict]) -> tuple[TokenStats, Batch]:
         spread=torch.ones(B, dtype=torch.bool),
         adv=torch.tensor([[r["adv"]] for r in responses], dtype=f64),
         sampling=torch.tensor([[1.0, 1.0, 0.0, 0.0]] * B),
-        staleness=torch.zeros(B, 2),
+        staleness=torch.tensor([[float(r["age"]), 0.0] for r in responses]),
         tokens=ids[:, 1:],
         mask=mask,
         logp_inf=columns["inf"],
@@ -80,6 +81,8 @@ def test_weights_masks_loss_gradient_and_metrics_are_the_formulas(case, batch):
     want = VALUES[case, batch]
     cfg = make_cfg(**flags_of(case), max_tokens=9)
     new, data = tensors(BATCHES[batch]["responses"])
+    if cfg.ref_from == "loglinear":
+        data = replace(data, logp_ref=None)
     stats = objectives.prepare(data, One, cfg, {})
     value, logs = objectives.loss(new, data, stats, cfg)
     loss = objectives.reduce(value, data.mask, stats, cfg)
@@ -93,9 +96,9 @@ def test_weights_masks_loss_gradient_and_metrics_are_the_formulas(case, batch):
         assert not new.logp.grad[i][~on].any()
     assert float(loss.detach()) == pytest.approx(want["loss"], rel=1e-10, abs=1e-12)
     sums = Sums()
-    metrics.observe(sums, new.detach(), data, stats, logs, cfg)
+    metrics.observe(sums, new.detach(), objectives.with_ref(new, data, cfg), stats, logs, cfg)
     found = metrics.derive(sums.reduce(OneRank))
-    for name, x in BATCHES[batch]["mismatch"].items():
+    for name, x in BATCHES[batch]["mismatch"].items() if cfg.ref_from == "pass" else ():
         assert found[f"rollout_corr/{name}"] == pytest.approx(x, rel=1e-9), name
     for name, x in want["metrics"].items():
         if not (ratio_is_weight and name == "rollout_is_eff_sample_size"):

@@ -4,13 +4,16 @@ import logging
 import os
 import re
 import socket
+import subprocess
+import sys
 import time
 
 import msgspec
 import pytest
 import test_hub
-from test_hub import WELCOME, closed_behind, fates, give, hand_over, until, weights
-from test_wire import group
+from conftest import ROOT
+from test_hub import WELCOME, closed_behind, fates, give, hand_over, port, until, weights
+from test_wire import group, limits
 
 from remote import account, fuzz, guard, hub, keys, wire
 from remote.groups import encode_group
@@ -147,7 +150,7 @@ def test_a_name_belongs_to_the_keys_that_used_it_first(made, tmp_path):
     mine, theirs = (keys.sampler_keys(tmp_path / "keys" / f"sampler{i}") for i in (1, 2))
     owner = made.raw(h, keys=mine, name="box.3")
     owner.hello(incarnation=5)
-    assert owner.hear() == WELCOME
+    assert owner.hear(wire.Welcome).session == WELCOME.session
     thief = made.raw(h, keys=theirs, name="box.3")
     for name in ("box.3", "box", "box.4", "sampler1", "sampler0.1"):  # its streams, and names of others' key folders
         thief.hello(sampler=name, incarnation=9, handed=7, lost=[f"{name}/5/0", f"{name}/9/0"])
@@ -529,3 +532,44 @@ def test_what_a_sampler_has_handed_over_never_gets_less():
     for handed, believed in ((3, 3), (7, 7), (2, 7), (0, 7), (8, 8)):
         account.believe(reports, ("box", 5), handed, lambda key: False)
         assert reports["box", 5] == believed
+
+
+LEAVING = """
+import time, zmq
+from remote import wire
+socket = zmq.Context().socket(zmq.ROUTER)
+wire.set_socket_options(socket, linger=0, queue=2)
+at = socket.bind_to_random_port("tcp://127.0.0.1")
+for turn in range(15):
+    context = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.connect(f"tcp://127.0.0.1:{at}")
+    for _ in range(40):
+        peer.send(bytes(1000))
+    time.sleep(0.2)
+    context.destroy(linger=0)
+time.sleep(2.5)
+heard = 0
+while socket.poll(1000):
+    socket.send_multipart([socket.recv_multipart()[0], b"answer" * 1000])
+    heard += 1
+print("alive", heard)
+"""
+
+
+def test_peers_that_leave_a_full_queue_do_not_end_the_process():
+    """An assertion of libzmq's would: nothing that could be caught."""
+    done = subprocess.run([sys.executable, "-c", LEAVING], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and int(done.stdout.split()[1]) >= 30, done.stderr
+
+
+def test_a_hub_hears_nobody_before_it_is_open(made, tmp_path):
+    log = logging.getLogger("guard.closed")
+    log.propagate = False
+    h = made.add(hub.Hub(f"tcp://127.0.0.1:{port()}", "none", WELCOME, limits(group()), log))
+    peer = made.raw(h)
+    peer.hello()
+    assert peer.hear(within=0.5) is None and h.peers == {}
+    h.open(account.Account())
+    peer.hello()
+    assert peer.hear(wire.Welcome) == WELCOME

@@ -355,7 +355,7 @@ def test_scale_bias_cap_and_padding_match_the_naive_way(data, cap, scale, vocabu
     names = ("h1", "w1", "b1", "h2", "w2", "b2")
     tensors, naive = leaves(d, *names), leaves(d, *names)
     rows = two_rows(d, needs, 1 / d.t)
-    heads = [Head(scale, cap, V, ids), Head(1.0, 0.7, V, ids)]
+    heads = [Head(scale, cap, ids), Head(1.0, 0.7, ids)]
     out = dict(zip(rows.outputs, ChunkedHead.apply(rows, 5, heads, *tensors), strict=True))
     (out["logp"] * d.g[0] + out["actor_logp"] * d.g[1] + out["distill_loss"] * d.g[2]).sum().backward()
 

@@ -23,14 +23,14 @@ from test_wire import BLOB, group, limits
 
 from checkpoint import read_tensors
 from learner import Comm
-from remote import account, files, hub, keys, link, sampler, wire
+from remote import account, files, files_link, hub, keys, link, sampler, wire
 from remote import source as remote
 from remote.groups import encode_group
 from remote.pace import Pace
 from remote.sampler import SamplerFlags
 from sampling import Sampling
 
-WELCOME = wire.Welcome(wire.PROTOCOL, "session", {"world": 1}, {})
+WELCOME = wire.Welcome(wire.PROTOCOL, "session", {"world": 1, "paced": False}, {})
 
 
 def port():
@@ -413,7 +413,10 @@ def test_only_known_keys_come_in(made, tmp_path):
     ]
     for peer in (friend, *refused):
         peer.hello()
-    assert friend.hear() == WELCOME
+    welcome = friend.hear()
+    assert msgspec.structs.replace(welcome, keys=[]) == WELCOME
+    public = {keys.read_key_file(path)[0].decode() for path in (tmp_path / "keys").glob("sampler*/sampler*.key_secret")}
+    assert set(welcome.keys) == public and len(public) == 2
     assert [peer.hear(within=0.3) for peer in refused] == [None] * 3 and len(h.peers) == 1
     assert until(lambda: h.counts["strangers"] >= 2)
     assert "a stranger was turned away" in h.log.seen.read_text() and "a handshake failed" in h.log.seen.read_text()
@@ -472,7 +475,7 @@ def test_what_a_sampler_finds_out_about_its_learner(folders, tmp_path):
     end = SimpleNamespace(welcome=asked)
     asked.put(msgspec.structs.replace(WELCOME, session="another"))
     sampler.check_same_run(end, WELCOME)  # the same wishes
-    asked.put(msgspec.structs.replace(WELCOME, run={"world": 1, "topk": 20}))
+    asked.put(msgspec.structs.replace(WELCOME, run={**WELCOME.run, "topk": 20}))
     sentence = r"the learner started anew and asks for something else \(its topk\): start this sampler again"
     with pytest.raises(ValueError, match=sentence):
         sampler.check_same_run(end, WELCOME)
@@ -650,9 +653,9 @@ def test_an_undone_history_does_not_delete_the_weights_of_this_one(made, tmp_pat
     s = source(tmp_path)
     s.publish(10, weights(10))
     for folder in ("models", "versions"):
-        assert [p.name for p in (tmp_path / folder).glob("v*")] == ["v000010.safetensors"]
+        assert [p.name for p in (tmp_path / folder).glob("v*.safetensors")] == ["v000010.safetensors"]
     spool = account.Spool(tmp_path / "rollouts", ["box"], 1)
-    end = made.add(files.FilesLink(str(tmp_path), ["box"], SamplerFlags(), spool))
+    end = made.add(files_link.FilesLink(str(tmp_path), ["box"], SamplerFlags(), spool))
     assert until(lambda: end.newest is not None) and end.newest.version == 10
     s.publish(11, weights(11))
     assert until(lambda: end.newest.version == 11) and end.newest.path.is_file()
@@ -671,15 +674,15 @@ def test_room_of_a_folder(tmp_path):
 
 
 def test_a_folder_without_a_learner_and_one_without_room(made, tmp_path, monkeypatch):
-    def files_link(incarnation, **changes):
+    def folder_link(incarnation, **changes):
         spool = account.Spool(tmp_path / "rollouts", ["box"], incarnation)
-        return made.add(files.FilesLink(str(tmp_path), ["box"], SamplerFlags(**changes), spool))
+        return made.add(files_link.FilesLink(str(tmp_path), ["box"], SamplerFlags(**changes), spool))
 
     s = source(tmp_path)
     s.publish(0, weights(0))
-    end = files_link(1, give_up=0.5)
+    end = folder_link(1, give_up=0.5)
     assert until(lambda: "no sign of life from a learner" in end.error, within=20)
-    small = files_link(2, most_weights=1e-9)
+    small = folder_link(2, most_weights=1e-9)
     assert until(lambda: "--most_weights=1e-09: the learner's weights have" in small.error)
     hand_over(tmp_path, s, 0)
 

@@ -575,6 +575,17 @@ def test_bfloat16_runs_close_to_float32():
     assert {g.dtype for g in half.values()} == {torch.float32}
 
 
+def test_what_is_compared_with_the_published_weights_is_not_rounded():
+    """The proof that they are the learner's: in 16 bits a small update would be lost in the rounding."""
+    ids = np.random.default_rng(0).integers(0, 200, (3, 20))
+    says = []
+    for dtype in ("float32", "bfloat16"):
+        learner = Learner(tiny_model(0), None, make_cfg(objective="tis", dtype=dtype), Comm())
+        says.append(learner.logprobs("policy", ids))
+    assert np.array_equal(*says)
+    assert learner.models.autocast == torch.bfloat16  # training goes on in it
+
+
 def test_float16_with_its_loss_scale_is_closer_to_float32_than_bfloat16():
     """Ten bits of mantissa beside seven. Gradients come out in their own units, whatever the scale."""
     groups = make_groups(2, seed=9)

@@ -749,6 +749,7 @@ def of_actor(pairs, cfg, stats) -> dict:
         "actor/entropy": mean(t.actor_entropy for t in tokens),
         "actor/distill_loss": mean(t.distill_loss for t in tokens),
         "actor/engine_gap": mean(abs(math.exp(t.logp_inf) - math.exp(t.actor_logp_ref)) for t in tokens),
+        "actor/largest_gap": max((abs(t.actor_logp_ref - t.logp_inf) for t in tokens), default=math.nan),
         "distill_kl": mean(t.kl for t in tokens),
         "distill_lambda": stats.distill_lambda,
     }

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,14 +10,17 @@ from conftest import make_cfg
 
 import eval as evaluation
 import mismatch
+from engines import HFEngine
+from mismatch import floor, gaps, verdicts
+from sampling import Sampling
 
 
 def judged(log_r, kl=0.0) -> dict:
     """The verdicts, by correction. log_r (B, T): every response has T tokens."""
     log_r = np.asarray(log_r, float)
     length = np.full(len(log_r), log_r.shape[1])
-    evidence = mismatch.Evidence.of(log_r, length, kl, make_cfg().log_ratio_clamp)
-    return {row["correction"]: row for row in mismatch.verdicts(evidence)}
+    evidence = verdicts.Evidence.of(log_r, length, kl, make_cfg().log_ratio_clamp)
+    return {row["correction"]: row for row in verdicts.judged(evidence)}
 
 
 def viable(rows: dict) -> dict:
@@ -24,12 +28,12 @@ def viable(rows: dict) -> dict:
 
 
 def test_ess_and_prefixes_by_hand():
-    assert mismatch.ess([1, 1, 1, 1]) == 1
-    assert mismatch.ess([1, 0, 0, 0]) == 0.25
-    assert mismatch.ess([3, 1]) == pytest.approx(16 / 20)
-    assert mismatch.ess([0, 0]) == 0
+    assert gaps.ess([1, 1, 1, 1]) == 1
+    assert gaps.ess([1, 0, 0, 0]) == 0.25
+    assert gaps.ess([3, 1]) == pytest.approx(16 / 20)
+    assert gaps.ess([0, 0]) == 0
     log_r = np.array([[math.log(3), -math.log(3), 0, 0], [0, 0, 0, 0], [0, -30, 0, 0]])
-    rows = {r["tokens"]: r for r in mismatch.by_prefix(log_r, np.array([4, 4, 2]), 20.0)}
+    rows = {r["tokens"]: r for r in gaps.by_prefix(log_r, np.array([4, 4, 2]), 20.0)}
     assert rows[1]["ess"] == pytest.approx(25 / 3 / 11) and rows[1]["responses"] == 3
     assert rows[2]["ess"] == pytest.approx(2 / 3)
     assert rows[2]["clamped"] == rows[2]["low_weight"] == pytest.approx(1 / 3)
@@ -39,11 +43,47 @@ def test_ess_and_prefixes_by_hand():
 def test_lengths_by_hand():
     gap = np.array([[0.1, 0.3, 0], [0.2, 0, 0], [0.5, 0.5, 0.5]])
     log_r = np.array([[-0.1, -0.1, 0], [0, 0, 0], [-0.3, 0, 0]])
-    rows = mismatch.by_length(gap, np.array([2, 1, 3]), log_r)
+    rows = gaps.by_length(gap, np.array([2, 1, 3]), log_r)
     assert [(r["from"], r["to"], r["responses"]) for r in rows] == [(1, 1, 1), (2, 2, 1), (3, 3, 1)]
     assert [r["max_mismatch"] for r in rows] == [0.2, 0.3, 0.5]
     assert [r["mean_mismatch"] for r in rows] == pytest.approx([0.2, 0.2, 0.5])
     assert [r["kl"] for r in rows] == pytest.approx([0, 0.1, 0.1])
+
+
+def test_distances_by_hand():
+    """Two responses, one token and two; what stands behind their ends does not count."""
+    p, q = np.array([[0.5, 0.9], [0.2, 0.4]]), np.array([[0.25, 0.1], [0.3, 0.4]])
+    row = gaps.distances(np.log(p), np.log(q), np.array([1, 2]))
+    assert row["max"] == pytest.approx((0.25 + 0.1) / 2)
+    assert row["mean"] == pytest.approx((0.25 + 0.05) / 2)
+    assert row["kl"] == pytest.approx(((0.5 - 1 - math.log(0.5)) + (1.5 - 1 - math.log(1.5))) / 3)
+    assert row["chi2"] == pytest.approx((0.25 + 0.25) / 3) and row["chi2_seq"] == pytest.approx((0.25 + 0.25) / 2)
+    assert row["rms"] == pytest.approx(math.sqrt((math.log(2) ** 2 + math.log(1.5) ** 2) / 3)) and row["tokens"] == 3
+    worst = floor.largest([row, {**row, "kl": 2.0, "max": 0.0}])
+    assert worst["kl"] == 2 and worst["max"] == row["max"] and "name" not in worst
+
+
+def test_the_floor_of_an_engine(folders):
+    """A bfloat16 engine decodes otherwise than it reads, by its rounding; a float32 one by much less. Both say the same
+    in another batch; with dropout there is noise everywhere, and the same draws soon give other tokens."""
+    rows = {}
+    for kind in ("float32", "bfloat16", "noisy"):
+        engine = HFEngine(str(folders / "policy"), dtype="float32" if kind == "noisy" else kind)
+        if kind == "noisy":
+            engine.model.model.layers[0].self_attn.attention_dropout = 0.2
+            engine.model.train()
+        setup = SimpleNamespace(stop_ids=[1], vocabulary=256)
+        prompts = [np.array(ids, np.int32) for ids in ([5, 7, 4, 11], [9, 6, 3], [12, 3], [7, 7, 8, 3, 5])]
+        measured = floor.engine_rows(engine, prompts, Sampling(max_tokens=12, temperature=0.5, seed=2), setup)
+        rows[kind] = {row["name"]: row for row in measured}
+    decode = {kind: row["engine, decode / prefill"] for kind, row in rows.items()}
+    again = {kind: row["engine, in other batches"] for kind, row in rows.items()}
+    assert 0 < decode["float32"]["max"] < 1e-5 < decode["bfloat16"]["max"] < 0.1
+    assert again["float32"]["max"] < 1e-5 and decode["noisy"]["rms"] > 1e-3
+    assert again["float32"]["tokens"] == decode["float32"]["tokens"] <= 4 * 11
+    assert again["noisy"]["tokens"] < decode["noisy"]["tokens"]
+    few, more = np.array([1, 2, 3]), np.array([1, 2, 4, 5])
+    assert floor.common(few, more) == 2 and floor.common(few[:2], more) == 2
 
 
 def test_the_control_by_hand():
@@ -56,11 +96,11 @@ def test_the_control_by_hand():
     short[4:8, 0] = 0.05
     lengths = np.full(12, 2)
     lengths[11] = 1  # the third prompt has a short one that ended early
-    c = mismatch.control(long, np.array([8, 8, 8]), short, lengths, 2)
+    c = gaps.control(long, np.array([8, 8, 8]), short, lengths, 2)
     assert c["prompts"] == 2
     assert c["one_short"][0] == pytest.approx(0.125) and c["4_short"][0] == pytest.approx(0.175)
     assert c["long_beginning"][0] == pytest.approx(0.1) and c["long"] == pytest.approx([0.5, 0.1])
-    assert mismatch.control(long, np.array([8, 7, 7]), short, lengths, 2) is None
+    assert gaps.control(long, np.array([8, 7, 7]), short, lengths, 2) is None
 
 
 def test_verdicts_where_the_answer_is_known():
@@ -117,7 +157,11 @@ def test_the_command(kind, folders, vllm_engines, tmp_path, capsys, monkeypatch)
     assert same["mean_mismatch"] < 1e-5 and same["max_mismatch"] < 1e-4
     assert same["token_ess"] > 0.999
     assert all(row["viable"] for row in same["verdicts"])
-    assert "can it work at these lengths?" in capsys.readouterr().out
+    page = capsys.readouterr().out
+    assert "can it work at these lengths?" in page and "engine, decode / prefill" in page
+    assert len(same["floor"]) == 4 and {row["tokens"] for row in same["floor"][:2]} == {same["tokens"]}
+    for row in same["floor"]:  # float32: each is itself but for rounding
+        assert 0 <= row["mean"] <= row["max"] < 1e-4 and 0 <= row["kl"] < 1e-8
     assert (tmp_path / "m.png").stat().st_size > 20_000
 
     other = evaluation.main([f"--model={policy}", f"--actor={actor}", *common])

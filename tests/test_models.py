@@ -11,6 +11,7 @@ import torch
 from conftest import make_cfg, make_groups
 from standins import COMMON, FAMILIES, model, save, tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.integrations import sdpa_attention
 
 import batching
 import checkpoint
@@ -19,7 +20,7 @@ import train
 from engines import HFEngine
 from flags import UserError
 from learner import Comm, Learner
-from model import Needs
+from model import Needs, attention
 from sampling import Sampling
 from sync import Probe, prove
 
@@ -248,3 +249,41 @@ def test_a_composite_family_without_a_text_model_is_refused(tmp_path):
     with pytest.raises(UserError, match="its text model cannot be read .*; give a model of text alone: .* qwen2_5_vl"):
         folder_of(str(folder), tmp_path)
     assert not (tmp_path / "base").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention without copies
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def said_with_a_mask(family: str) -> dict:
+    """Logits behind a cache of a padded prompt, and the gradient, by parameter."""
+    lm = model(family, 0, num_attention_heads=4, num_key_value_heads=2)
+    ids = torch.arange(24).reshape(2, 12) * 7 % 200
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :3] = 0
+    logits = lm(input_ids=ids, attention_mask=mask).logits
+    (logits * torch.linspace(-1, 1, logits.shape[-1])).sum().backward()
+    with torch.no_grad():
+        cache = lm(input_ids=ids, attention_mask=mask, use_cache=True).past_key_values
+        more = torch.cat([mask, mask[:, -1:]], 1)
+        after = lm(input_ids=ids[:, :1], attention_mask=more, past_key_values=cache).logits
+    return {"logits": logits.detach(), "after": after, **{name: p.grad for name, p in lm.named_parameters()}}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_keys_and_values_read_in_groups_give_the_same_bits(family, monkeypatch):
+    with attention.grouped(False):
+        copied = said_with_a_mask(family)
+
+    def repeat(*args):
+        raise AssertionError("keys and values are copied")
+
+    monkeypatch.setattr(sdpa_attention, "repeat_kv", repeat)
+    read = said_with_a_mask(family)
+    assert copied.keys() == read.keys() and all(torch.equal(copied[name], read[name]) for name in copied)
+
+
+def test_on_a_gpu_masks_ask_for_copies():
+    key = torch.empty(1, 2, 3, 8, device="meta")
+    assert not attention.reads_groups(torch.ones(1), key, key) and attention.reads_groups(None, key, key)

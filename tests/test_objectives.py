@@ -444,7 +444,13 @@ def test_a_group_of_equal_rewards_has_no_advantage(name, G):
         ),
         ("bypass_pg_is", dict(objective="seq_tis", is_cap=2.0, surrogate="reinforce", correction_target="new")),
         ("skyrl_geo_mask", dict(objective="geo_rs", rs_low=0.99, rs_high=1.01)),
-        ("prime_rl", dict(objective="none", surrogate="dppo_tv", ratio_base="inf", clip_low=0.2, clip_high=0.2)),
+        (
+            "prime_rl",
+            {
+                **dict(objective="none", surrogate="dppo_tv", ratio_base="inf", clip_low=0.2, clip_high=0.2),
+                **dict(cppo_beta=0.002, cppo_kl="k2"),
+            },
+        ),
     ],
 )
 def test_names_of_other_frameworks(theirs, ours):
@@ -563,6 +569,20 @@ def test_kappa_and_budget_of_target_ref():
     assert objectives.prepare(b, One, replace(cfg, obrs_accept_rate=0.5), {}).lam == pytest.approx(2.375)
 
 
+def test_no_pass_for_a_ref_between_sampler_and_policy():
+    cfg = make_cfg(objective="tis", actor="none", ref_from="loglinear")
+    assert objectives.passes_needed(cfg, {}, 4) == set()
+    assert objectives.passes_needed(replace(cfg, ref_from="pass"), {}, 4) == {"ref"}
+    new, b = tiny(LOG_R)
+    b = replace(b, logp_ref=None, staleness=torch.tensor([[1.0, 9.0], [4.0, 9.0]]))
+    found = objectives.with_ref(new, b, cfg).logp_ref
+    assert torch.equal(found[0], b.logp_inf[0])  # the policy of one update ago is the one that sampled
+    assert torch.allclose(found[1], b.logp_inf[1] / 4 + new.logp.detach()[1] * 3 / 4, atol=1e-12)
+    assert not found.requires_grad
+    fresh = replace(b, staleness=torch.zeros(2, 2))
+    assert torch.allclose(objectives.with_ref(new, fresh, cfg).logp_ref, new.logp.detach(), atol=1e-12)
+
+
 def test_kappa_of_target_new_comes_from_the_last_update():
     cfg = make_cfg(objective="jackpot", obrs_target="new")
     controllers = {"kappa": None}
@@ -665,10 +685,11 @@ def test_a_batch_without_a_ref_pass_takes_ref_from_the_update_itself():
     new, b = tiny(LOG_R, new=[[-0.5, -0.7, -0.9], [-1.1, -1.3, -1.7]])
     new.support_logp = torch.full((2, 3, 2), -2.0, dtype=f64)
     new.z = torch.full((2, 3), 0.4, dtype=f64)
-    got = objectives.with_ref(new, replace(b, logp_ref=None, z_ref=None))
+    cfg = make_cfg(objective="jackpot")
+    got = objectives.with_ref(new, replace(b, logp_ref=None, z_ref=None), cfg)
     assert torch.equal(got.logp_ref, new.logp.detach())
     assert not got.logp_ref.requires_grad
     assert got.support_logp_ref is not None and torch.equal(got.support_logp_ref, new.support_logp)
     assert torch.equal(got.z_ref, new.z)
     assert got.tail_ref is None
-    assert objectives.with_ref(TokenStats(new.logp), b) is b
+    assert objectives.with_ref(TokenStats(new.logp), b, cfg) is b

@@ -575,7 +575,7 @@ class Tally:
         self.seen.update(itertools.combinations(case.items(), 2))
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4))])
 def test_every_combination_agrees_with_the_formulas_written_out(seed):
     """All of correction x surrogate x reduction x denominator x models, the other axes drawn anew each time; then
     every pair of values of any two axes that no such case had. What the flags' checks refuse is refused by a rule."""

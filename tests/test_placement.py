@@ -22,7 +22,7 @@ import run
 from engines import HFEngine, VLLMEngine, make_engine
 from flags import UserError
 from learner import Comm, Learner
-from model import memory
+from model import in_vllm, memory
 from rollout import LocalSource
 from sampling import Sampling
 
@@ -233,6 +233,7 @@ def recorded(level: int, monkeypatch) -> tuple[VLLMEngine, list]:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("free"))
     engine = VLLMEngine.__new__(VLLMEngine)
     engine.llm, engine.sleep_level, engine.asleep, engine.ranks = Llm(log), level, False, None
+    engine.apart = False
     engine.make_params = lambda **how: None
     return engine, log
 
@@ -318,3 +319,94 @@ def test_a_run_lets_its_engine_sleep_after_every_rollout(delay, folders, tmp_pat
         assert calls[-1] == "sleep" and calls[-2] == "generate" and calls.count("sleep") == evaluations + rollouts
         woken = [calls[0], *(after for before, after in pairwise(calls) if before == "sleep")]
         assert delay != "none" or set(woken) == {"load"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# New weights for an engine in a process of its own
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Apart:
+    """vLLM's calls for weights from another process, written down; vLLM's own class checks what comes."""
+
+    def __init__(self):
+        self.log = []
+
+    def init_weight_transfer_engine(self, request):
+        self.log.append(("init", request["init_info"]))
+
+    def start_weight_update(self):
+        self.log.append("start")
+
+    def update_weights(self, request):
+        from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferUpdateInfo
+
+        said = IPCWeightTransferUpdateInfo(**request["update_info"])
+        self.log.append(list(zip(said.names, said.dtype_names, said.shapes, said.ipc_handles, strict=True)))
+
+    def finish_weight_update(self):
+        self.log.append("finish")
+
+
+@pytest.fixture
+def one_gpu(monkeypatch):
+    """A GPU, played: its memory's handles are the numbers in it."""
+    from vllm import envs
+
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    if hasattr(envs.__getattr__, "cache_clear"):  # an engine that ran in this process has it remember them
+        monkeypatch.setattr(envs, "__getattr__", envs.__getattr__.__wrapped__)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-7"))
+    monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", lambda x: (None, tuple(x.flatten().tolist())))
+
+
+def test_weights_travel_by_handles_in_buckets(one_gpu, monkeypatch):
+    """Once opened, every load is start, buckets of at most so many bytes (or one tensor), finish."""
+    monkeypatch.setattr(in_vllm, "BUCKET", 24)
+    llm = Apart()
+    matrix, small = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([5.0, 6.0], dtype=torch.bfloat16)
+    tensors = {"a": matrix.t(), "b": small, "c": small + 1, "big": torch.arange(8.0), "d": small}
+    for _ in range(2):
+        in_vllm.hand_over(llm, iter(tensors.items()), apart=True)
+    load = [
+        "start",
+        [
+            ("a", "float32", [2, 2], {"GPU-7": (1.0, 3.0, 2.0, 4.0)}),
+            ("b", "bfloat16", [2], {"GPU-7": (5.0, 6.0)}),
+            ("c", "bfloat16", [2], {"GPU-7": (6.0, 7.0)}),
+        ],
+        [("big", "float32", [8], {"GPU-7": tuple(range(8))})],
+        [("d", "bfloat16", [2], {"GPU-7": (5.0, 6.0)})],
+        "finish",
+    ]
+    assert llm.log == [("init", {"packed": False}), *load, *load]
+
+
+def test_vllm_has_the_calls_that_weights_travel_by():
+    from vllm import LLM
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferInitInfo
+
+    assert all(callable(getattr(LLM, name)) for name in vars(Apart) if not name.startswith("_"))
+    assert "ipc" in WeightTransferEngineFactory._registry and IPCWeightTransferInitInfo(packed=False).packed is False
+
+
+@pytest.mark.parametrize("multiprocessing, apart", [("0", False), ("1", True)])
+def test_an_engine_of_its_own_process_is_known_by_its_settings(multiprocessing, apart, one_gpu, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", multiprocessing)
+    asked = []
+    monkeypatch.setattr(engines, "import_vllm", lambda: (lambda folder, **settings: asked.append(settings), None))
+    monkeypatch.setattr(engines, "change_vllm", lambda **how: None)
+    engine = VLLMEngine("folder", max_len=8, max_logprobs=1)
+    assert engine.apart == apart
+    assert asked[0].get("weight_transfer_config") == ({"backend": "ipc"} if apart else None)
+
+
+def test_without_a_gpu_weights_are_read_where_they_are(monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    assert in_vllm.transfer_settings() == {}
+    engine, log = recorded(0, monkeypatch)
+    engine.load([("a", torch.ones(1))])
+    assert log == ["load 1", "forget prefixes"]

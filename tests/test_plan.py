@@ -132,6 +132,7 @@ def test_a_micro_batch_has_as_many_rows_as_fit():
     assert one.sum_of("activations") == pytest.approx(made.sum_of("activations") / 3, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.limit(120)
 def test_the_peak_of_a_real_process():
     name = "two models, checkpointing"

@@ -1,16 +1,21 @@
 """Formats, the aligned layer, and its straight-through gradient."""
 
 import json
+import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import standins
 import torch
 from conftest import make_cfg, make_groups, tiny_model
+from safetensors.torch import load_file, save_file
 
 import batching
 import objectives
 import quant
+from checkpoint import lowbit
 from engines import HFEngine
 from flags import UserError
 from learner import Comm, Learner
@@ -197,6 +202,52 @@ def test_where_int8_products_saturate_weights_are_halved_and_activations_are_not
     assert torch.allclose(linear(x), want, atol=1e-5)
 
 
+def test_scales_of_int4_are_what_vllm_keeps_on_a_gpu(monkeypatch):
+    """Its kernels multiply bfloat16 numbers: int4, exact there, times a scale that is rounded to bfloat16."""
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    assert format_of("w4a16", 32).scales == torch.float32
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    fmt = format_of("w4a16", 32)
+    q, s = fmt.quantize(x)
+    in_kernel = q.bfloat16().reshape(16, 2, 32) * s.bfloat16()[..., None]
+    assert torch.equal(in_kernel.reshape(16, 64), dequantize(q, s, torch.bfloat16))
+    assert not torch.equal(s, format_of("w4a16", 32).quantize(x * 1.001)[1]) and s.dtype == torch.float32
+    assert torch.equal(s, (x.reshape(16, 2, 32).abs().amax(-1) / 7).bfloat16().float())
+    assert ((dequantize(q, s) - x).abs() <= error_bound(x, fmt, s)).all()
+
+
+@pytest.mark.slow
+def test_what_a_gpu_compiles_is_the_same_function():
+    """Compiled for this processor: also a scale that is rounded to bfloat16 on its way stays so."""
+    x = torch.randn(40, 192, generator=torch.Generator().manual_seed(0))
+    x[3] = 0
+    for fmt in (format_of("fp8"), replace(format_of("w4a16", 32), scales=torch.bfloat16)):
+        how = (fmt.qmax, fmt.dtype, fmt.group, fmt.scales)
+        q, s = quantize.compiled()(x, *how)
+        want_q, want_s = quantize(x, *how)
+        assert torch.equal(q.float(), want_q.float()) and torch.equal(s, want_s)
+        assert torch.equal(dequantize.compiled()(q, s, torch.bfloat16), dequantize(q, s, torch.bfloat16))
+
+
+@pytest.mark.parametrize("shape", [(1, 32, 16), (7, 32, 8), (5, 72, 40), (40, 192, 64)])
+def test_fp8_reaches_its_gpu_kernel_in_multiples_of_16(shape, monkeypatch):
+    """The kernel, played: rows of a, columns of b, a scale for each."""
+    M, K, N = shape
+
+    def kernel(a, b, scale_a, scale_b, out_dtype, use_fast_accum):
+        assert a.shape[1] % 16 == b.shape[1] % 16 == 0 and b.stride(0) == 1 and a.is_contiguous()
+        assert scale_a.shape == (len(a), 1) and scale_b.shape == (1, b.shape[1])
+        return ((a.float() @ b.float()) * scale_a * scale_b).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", kernel)
+    g, fmt = torch.Generator().manual_seed(1), format_of("fp8")
+    qx, sx = fmt.quantize(torch.randn(M, K, generator=g) * 3)
+    qw, sw = fmt.quantize(torch.randn(N, K, generator=g))
+    want = (dequantize(qx, sx).double() @ dequantize(qw, sw).double().t()).bfloat16()
+    got = quant.fp8_mm(qx, sx, qw, sw)
+    assert got.shape == (M, N) and torch.allclose(got.float(), want.float(), rtol=2**-7, atol=1e-4)
+
+
 def test_int8_range_of_this_machine(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     for flags, qmax in (("avx2 sse", 63.0), ("avx2 avx_vnni", 127.0), ("avx512_vnni", 127.0), ("amx_int8", 127.0)):
@@ -315,6 +366,64 @@ def test_the_plain_engine_in_low_bits(name, folders):
     want = logp.gather(1, ids[1:, None])[:, 0].numpy()
     assert np.allclose(engine.logprobs(ids[None].numpy())[0], want, atol=0 if engine.packed else 1e-5)
     assert mismatch(engine, learner) < 1e-3
+
+
+def in_files(folder):
+    """All tensors of a model folder."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    tensors = [load_file(file) for file in files]
+    index = Path(folder) / "model.safetensors.index.json"
+    if len(files) > 1:
+        where = json.loads(index.read_text())["weight_map"]
+        assert where == {name: file.name for file, part in zip(files, tensors, strict=True) for name in part}
+    assert index.exists() == (len(files) > 1)
+    return {name: x for part in tensors for name, x in part.items()}
+
+
+@pytest.mark.parametrize(
+    "family, name, packed",
+    [("qwen2", "int8", True), ("qwen3", "w4a16", True), ("qwen3_moe", "fp8", False), ("gemma2", "w4a16", False)],
+)
+@pytest.mark.parametrize("names", ["its own", "older"])
+def test_a_checkpoint_in_low_bits_is_that_of_the_whole_model(family, name, packed, names, tmp_path, monkeypatch):
+    """Tied and untied heads, experts, several files; and names that transformers alone can read."""
+    fmt = format_of(name, 16)
+    whole = standins.model(family)
+    standins.save(whole, tmp_path / "model")
+    if names == "older":
+        file = tmp_path / "model" / "model.safetensors"
+        save_file({n.removeprefix("model."): x for n, x in load_file(file).items()}, file, metadata={"format": "pt"})
+    monkeypatch.setattr(lowbit, "PART", 1 << 14)
+    got = in_files(lowbit.quantized_checkpoint(str(tmp_path / "model"), fmt, str(tmp_path / "out"), packed))
+    wanted = dict(quant.by_expert(quant.for_engine(whole.float().state_dict().items(), whole, fmt, packed)))
+    if whole.config.tie_word_embeddings:
+        del wanted["lm_head.weight"]
+    assert got.keys() == wanted.keys()
+    for key, x in wanted.items():
+        assert got[key].dtype == x.dtype and torch.equal(got[key].float(), x.float()), key
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert ("quantization_config" in config) == packed
+
+
+def test_a_checkpoint_in_low_bits_holds_no_whole_model(tmp_path, monkeypatch):
+    model = tiny_model(0, layers=6, hidden=512)
+    model.save_pretrained(tmp_path / "model")
+    nbytes = 0
+    for layer in quant.quantized_linears(model).values():
+        nbytes += layer.weight.nbytes
+    del model
+    monkeypatch.setattr(lowbit, "PART", 1 << 20)
+    most, alive = [0], weakref.WeakSet()
+    make = quant.quantize
+
+    def quantize_and_count(x, *more):
+        alive.add(x)
+        most[0] = max(most[0], sum(t.nbytes for t in alive))
+        return make(x, *more)
+
+    monkeypatch.setattr(quant, "quantize", quantize_and_count)
+    lowbit.quantized_checkpoint(str(tmp_path / "model"), format_of("int8"), str(tmp_path / "out"))
+    assert most[0] < nbytes / 6
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "w4a16", "w2a16"])

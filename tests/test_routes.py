@@ -130,7 +130,7 @@ def test_a_folder_with_new_routes(made, tmp_path, monkeypatch):
     shared.mkdir()
     s = test_hub.source(shared)
     s.hub.ranks = 2
-    s.hub.welcome = test_hub.msgspec.structs.replace(WELCOME, run={"world": 2})
+    s.hub.welcome = test_hub.msgspec.structs.replace(WELCOME, run={"world": 2, "paced": False})
     s.publish(0, weights(0))
     file = tmp_path / "routes.toml"
     write(file, [str(shared)] * 2, [0])

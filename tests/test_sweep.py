@@ -273,7 +273,14 @@ def test_the_index_holds_the_claims_of_the_pages(places):
     index.study(index.IndexFlags())
     committed = (ROOT / "results" / "README.md").read_text()
     assert (sweep.RESULTS / "README.md").read_text() == committed, "run python results/index.py"
-    assert {path.stem for path in sweep.RESULTS.glob("*.md")} == {*index.STUDIES, "README", "conformance", "plans"}
+    assert {path.stem for path in sweep.RESULTS.glob("*.md")} == {
+        *index.STUDIES,
+        "README",
+        "conformance",
+        "exact",
+        "gpu",
+        "plans",
+    }
     (sweep.RESULTS / "qarl.md").write_text("# no claims\n")
     with pytest.raises(ValueError, match="results/qarl.md: no table of claims"):
         index.study(index.IndexFlags())

@@ -801,7 +801,8 @@ def test_every_objective_trains_end_to_end(objective, has_actor, solvers, tmp_pa
         assert row["loss"] is not None
         rejected = row["rollout_corr/rollout_rs_masked_fraction"] == 1
         alike = row["advantage_abs"] == 0  # every group has equal rewards: nothing to learn
-        assert (row["grad_norm"] == 0) if alike else (row["grad_norm"] > 0 or rejected)
+        if not cfg.cppo_beta:  # which pulls whatever the rewards
+            assert (row["grad_norm"] == 0) if alike else (row["grad_norm"] > 0 or rejected)
     assert max(row["advantage_abs"] for row in rows[1:]) > 0
     assert ("distill_kl" in rows[1]) == has_actor
     assert ("obrs/z" in rows[1]) == (cfg.correction in USES_Z)

@@ -4,8 +4,8 @@
 
 Nothing of this repository is imported, and no tensor library: another framework can be held against the same files
 (tests/conform.py). A batch is a list of responses, a response its log-probabilities by three policies, the tokens
-that count, its advantage and its group. A value is one line a case: weights, masks, loss, its derivative in log p_new
-of each token that counts, and metrics.
+that count, its advantage, its group and the updates since the weights that sampled it. A value is one line a case:
+weights, masks, loss, its derivative in log p_new of each token that counts, and metrics.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ BEYOND = {(7, 0): 26.0, (4, 1): -24.0}  # log p_ref - log p_inf of two tokens of
 
 def make_batch(rows: list, beyond: dict, seed: int) -> list[dict]:
     rng = random.Random(seed)
-    return [make_response(rng, *row, {t: x for (j, t), x in beyond.items() if j == i}) for i, row in enumerate(rows)]
+    made = [make_response(rng, *row, {t: x for (j, t), x in beyond.items() if j == i}) for i, row in enumerate(rows)]
+    return [{**response, "age": i % 4} for i, response in enumerate(made)]
 
 
 def make_response(rng, group: int, adv: float, mask: str, spread: float, middle: float, beyond: dict) -> dict:
@@ -199,8 +200,17 @@ def by_token(how: str, x: float, logp: float, logq: float, A: float, bounds) -> 
 # ---------------------------------------------------------------------------------------------------------------------
 
 PLAIN = dict(weight="one", over="ref", cap=INF, floor=0.0, low=0.0, high=INF)
-PLAIN |= dict(statistic="", stat_low=0.0, stat_high=INF, negative=False, veto=0.0, normalize=False)
-PLAIN |= dict(surrogate="clip", base="ref", clip=(0.2, 0.28), dual=0.0, reduction="token-mean", kept=False)
+PLAIN |= dict(statistic="", stat_low=0.0, stat_high=INF, negative=False, veto=0.0, more=(), normalize=False)
+PLAIN |= dict(
+    surrogate="clip",
+    base="ref",
+    clip=(0.2, 0.28),
+    dual=0.0,
+    reduction="token-mean",
+    kept=False,
+    pull=0.0,
+    between=False,
+)
 
 
 def tokens_of(response: dict, which: str) -> list[float]:
@@ -209,6 +219,8 @@ def tokens_of(response: dict, which: str) -> list[float]:
 
 def evaluate(batch: list[dict], case: dict) -> dict:
     c = PLAIN | case
+    if c["between"]:
+        batch = [{**r, "ref": between(r)} for r in batch]
     logs = [[a - b for a, b in zip(tokens_of(r, c["over"]), tokens_of(r, "inf"), strict=True)] for r in batch]
     bounds = (c["cap"], c["floor"], c["low"], c["high"])
     weighed = [weights(c["weight"], xs, r["adv"], *bounds) for xs, r in zip(logs, batch, strict=True)]
@@ -228,14 +240,25 @@ def evaluate(batch: list[dict], case: dict) -> dict:
         shared = c["surrogate"] in ("sequence clip", "sequence band", "geometric")
         factors = [math.fsum(scale)] * len(scale) if shared else scale
         grad.append([f * s for f, s in zip(factors, slopes, strict=True)])
+        if c["pull"]:
+            apart = [p - q for p, q in zip(tokens_of(r, "new"), tokens_of(r, "inf"), strict=True)]
+            loss += math.fsum(share[i] * c["pull"] * x * x for x in apart)
+            grad[i] = [g + share[i] * c["pull"] * 2 * x for g, x in zip(grad[i], apart, strict=True)]
     masks = ["".join("01"[on] for on in row) for row in keep]
     return {"weight": w, "keep": masks, "loss": loss, "grad": grad, "metrics": metrics(w, keep)}
 
 
+def between(r: dict) -> list[float]:
+    """log p_ref as far from log p_inf to log p_new as the last update but one is; of fresh tokens log p_new itself."""
+    a = (r["age"] - 1) / r["age"] if r["age"] else 1.0
+    return [(1 - a) * q + a * p for q, p in zip(r["inf"], r["new"], strict=True)]
+
+
 def rejected(keep: list[bool], xs: list[float], adv: float, c: dict) -> list[bool]:
-    if c["statistic"] and not (c["negative"] and adv >= 0):
-        found = statistic(c["statistic"], xs)
-        keep = [on and within(x, c["stat_low"], c["stat_high"]) for on, x in zip(keep, found, strict=True)]
+    for how, low, high in [(c["statistic"], c["stat_low"], c["stat_high"]), *c["more"]]:
+        if how and not (c["negative"] and adv >= 0):
+            found = statistic(how, xs)
+            keep = [on and within(x, low, high) for on, x in zip(keep, found, strict=True)]
     vetoed = any(bounded_exp(x) < c["veto"] for x in xs)
     return [on and not vetoed for on in keep]
 
@@ -334,7 +357,7 @@ CASES = {
     "gmpo": dict(surrogate="geometric", clip=(0.4, 0.4), reduction=SEQ),
     "dppo_tv": dict(surrogate="gap", base="inf", clip=(0.2, 0.2)),
     "dppo_kl": dict(surrogate="binary kl", base="inf", clip=(0.05, 0.05)),
-    "prime_rl": dict(surrogate="gap", base="inf", clip=(0.2, 0.2)),
+    "prime_rl": dict(surrogate="gap", base="inf", clip=(0.2, 0.2), pull=0.001),
     "vespo": dict(weight="soft", **ON_NEW),
     "opsm": dict(over="new", statistic="g", stat_low=math.exp(-1e-4), negative=True),
     # verl
@@ -367,6 +390,7 @@ CASES = {
     "skyrl_geo_mask": dict(weight="one, g inside", low=0.99, high=1.01),
     "skyrl_product_mask": dict(statistic="R", stat_low=0.5, stat_high=2.0),
     "skyrl_token_mask": dict(statistic="r", stat_low=0.5, stat_high=2.0),
+    "skyrl_outlier_mask": dict(statistic="max r", stat_high=100.0, veto=1e-4),
     "seq_mask_tis": dict(weight="r", statistic="g", stat_low=0.5, stat_high=5.0),
 }
 # further flags on top of a preset
@@ -382,6 +406,12 @@ CASES |= {
     "none --correction=tbpo_mismatch --tbpo_cap=mask --is_floor=0.5 --is_cap=5.0": dict(
         weight="g kept inside", low=0.5, high=5.0
     ),
+    "is --reject=token:0.5:2,seq_max_k2:0:0.4,geo:0.8:1.25": dict(
+        weight="r",
+        **dict(statistic="r", stat_low=0.5, stat_high=2.0),
+        more=[("max k2", 0.0, 0.4), ("g", 0.8, 1.25)],
+    ),
+    "icepop --ref_from=loglinear": dict(weight="r kept inside", low=0.5, high=5.0, between=True),
     "cispo --clip_low=1.0": dict(surrogate="weighted log p", clip=(1.0, 0.28)),
     "decoupled_seq_is_rs --loss_denominator=kept": dict(
         weight="min(R, C)", cap=2.0, statistic="R", stat_low=0.5, stat_high=2.0, kept=True

@@ -1,0 +1,101 @@
+"""A model folder in low bits, for an engine to start from: vLLM reads it as a checkpoint of compressed-tensors, a plain
+one reads the same numbers whole. Made tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from quant import ROUTERS, Format, by_expert, for_engine
+
+PART = 1 << 28  # bytes of tensors in one file: what is held at a time
+
+
+def quantized_checkpoint(folder: str, fmt: Format, out: str, packed: bool = True) -> str:
+    """Write a model folder in low bits, for an engine to start from; return its path, `out`.
+
+    Configuration and tokenizer are those of `folder`; the tensors are as in `for_engine`, made one after the other."""
+    weights = shutil.ignore_patterns("*.safetensors*", "*.bin", "*.pt")
+    shutil.copytree(folder, out, ignore=weights, dirs_exist_ok=True)
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    if packed:
+        text = json.dumps({**config, "quantization_config": engine_config(fmt)}, indent=1)
+        (Path(out) / "config.json").write_text(text, encoding="utf-8")
+    model, named_tensors = stored_tensors(folder)
+    tied = config.get("tie_word_embeddings")
+    stream = by_expert(for_engine(named_tensors, model, fmt, packed))
+    write_parts(((name, x) for name, x in stream if not (tied and name == "lm_head.weight")), Path(out))
+    return out
+
+
+def stored_tensors(folder: str):
+    """(the model of a folder without its weights, its (name, float32 tensor) in turn as its files have them).
+
+    Where names or kinds in the files are not the model's own, transformers reads the whole model."""
+    from transformers import AutoModelForCausalLM
+
+    from model import memory  # it imports this package
+
+    stored, model = memory.Stored(folder), memory.unread(folder)
+    tensors = stored.named(model)
+    embedding = next(name for name, p in model.named_parameters() if p is model.get_input_embeddings().weight)
+    if not stored.fit(model, tensors) or embedding not in tensors:
+        whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return whole, whole.state_dict().items()
+    pieces = {name: stored.pieces(name, 0, len(x)) for name, x in tensors.items()}
+    return model, ((name, torch.cat([piece.float() for _, piece in rows])) for name, rows in pieces.items())
+
+
+def write_parts(named_tensors, out: Path) -> None:
+    """Write a stream of tensors as the files of a Hugging Face folder, of PART bytes or one tensor each."""
+    from safetensors.torch import save_file
+
+    files, part, size = [], {}, 0
+
+    def write():
+        files.append((out / f"model-{len(files) + 1:05d}.safetensors", list(part)))
+        save_file(part, files[-1][0], metadata={"format": "pt"})
+        part.clear()
+
+    for name, x in named_tensors:
+        if part and size + x.nbytes > PART:
+            write()
+            size = 0
+        part[name] = x.contiguous().clone()
+        size += x.nbytes
+    write()
+    if len(files) == 1:
+        files[0][0].rename(out / "model.safetensors")
+        return
+    index = {name: path.name for path, names in files for name in names}
+    (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}, indent=1))
+
+
+def engine_config(fmt: Format) -> dict:
+    """`quantization_config` of a checkpoint with packed tensors, as compressed-tensors reads it."""
+    kind = "float" if fmt.dtype.is_floating_point else "int"
+    if fmt.activations:
+        style = f"{kind}-quantized"
+        weights = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel", "dynamic": False}
+        inputs = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
+    else:
+        style = "pack-quantized"
+        weights = {
+            "num_bits": 4,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "group",
+            "group_size": fmt.group,
+            "dynamic": False,
+        }
+        inputs = None
+    return {
+        "quant_method": "compressed-tensors",
+        "format": style,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head", *(rf"re:.*\.{name}$" for name in ROUTERS)],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
+    }

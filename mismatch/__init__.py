@@ -1,0 +1,311 @@
+"""The probe: how far is the sampler from the policy that learns, and which correction can bridge it? No training.
+
+    python eval.py --mismatch --model=FOLDER --rollout_dtype=bfloat16 --lm_head_fp32=True   # engine against learner
+    python eval.py --mismatch --model=base:policy --actor=base:actor                        # another model samples
+    python eval.py --mismatch --model=FOLDER --rollout_quant=int8 --learner_quant=aligned   # both in low bits
+    python eval.py --mismatch --model=FOLDER --temperature=0.7 --top_p=0.8 --keep_sampling_mask=off
+    python eval.py --mismatch --explain --model=FOLDER --rollout_quant=int8                 # where does it come from?
+    python eval.py --mismatch --explain --model=FOLDER --synced_from=OLDER_FOLDER           # what stayed old?
+
+The engine samples, the learner scores the same tokens, and everything else is arithmetic on p_inf and p_ref:
+
+  gaps         the largest and the mean |p_inf - p_ref| of a response, against its length (TIS text);
+  floor        the same of learner and engine against themselves: what is rounding (mismatch/floor.py);
+  distances    KL, chi2, the ESS of token and sequence weights, and the length T_max = clamp / KL at which
+               sequence weights end (Mismatch Praxis, section 4);
+  control      is it the length of a response that makes its largest gap grow, or only the number of tokens? One long
+               response against several short ones of the same total, and against the long one's own beginning
+               (TIS text, "Longer Response, Larger Max Gap");
+  verdicts     for each correction whether it can work at these lengths, and why;
+  ladder       with --explain: which source has which share of it, one at a time from zero (mismatch/ladder.py).
+
+Notation: r = p_ref / p_inf of a token, R = product of r over a response, T = tokens of a response.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+import config
+import metrics
+import objectives
+import plot
+import quant
+from batching import Batch, collate
+from checkpoint import load_model
+from engines import make_engine
+from learner import Comm, Learner
+from mismatch.floor import floors
+from mismatch.gaps import PIECES, by_length, by_prefix, control, ess, exists
+from mismatch.ladder import explain
+from mismatch.page import text, with_format
+from mismatch.verdicts import Evidence, judged
+from model import Needs
+from rollout import Rollout, request_seed
+from run import check_models
+from sampling import Sampling, max_allowed
+from tasks import encode, grade_all
+
+
+@dataclass(frozen=True)
+class MismatchFlags:
+    """The probe (eval.py --mismatch)"""
+
+    mismatch: bool = False
+    """Measure the mismatch between sampler and learner instead of the score."""
+    actor: str = ""
+    """Another model that samples: a run folder, a checkpoint, a Hugging Face folder or base:actor."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """The learner's compute type."""
+    explain: bool = False
+    """--mismatch: also say which source has which share of it, and name a fault of the engine."""
+    synced_from: str = ""
+    """--mismatch: the engine starts from these older weights and is given the model's, as at a sync in training."""
+    log_ratio_clamp: float = config.Config.log_ratio_clamp
+    """Log-ratios are clamped to +- this."""
+    micro_tokens: int = config.Config.micro_tokens
+    """Token budget of one forward."""
+
+
+@dataclass
+class Scored:
+    """What engine and learner say of the same sampled tokens. Behind the end of a response every array is 0."""
+
+    p_inf: np.ndarray  # (B, T) probability of each token under the engine that sampled it
+    p_ref: np.ndarray  # (B, T) the same under the learner
+    log_r: np.ndarray  # (B, T) log p_ref - log p_inf, not clamped
+    length: np.ndarray  # (B,)   tokens of each response
+    groups: list[Rollout]  # the responses, as the engine recorded them
+    batch: Batch  # the same, scored by the learner
+    metrics: dict[str, float]  # reward, rollout_corr/*: as train.py logs them
+
+    @property
+    def gap(self) -> np.ndarray:
+        """|p_inf - p_ref|, (B, T)."""
+        return np.abs(self.p_inf - self.p_ref)
+
+    @property
+    def exists(self) -> np.ndarray:
+        """(B, T) bool: the places that hold a token."""
+        return exists(self.log_r, self.length)
+
+
+@dataclass
+class Report:
+    """What the probe found. The names are the keys of the JSON file that `eval.py --out` writes."""
+
+    model: str  # the learner's
+    sampler: str  # the model that samples
+    engine: str  # its engine, precision and low-bit format
+    learner: str  # precision and low-bit format
+    lm_head_fp32: bool
+    sampling: dict  # the flags that shape the sampler's distribution
+    vocabulary: int
+    responses: int
+    tokens: int  # of all responses
+    length: dict  # tokens of a response: "mean", "95 %" (quantile), "max"
+    kl: float  # KL(inf || ref), nats a token: the larger of the two estimates
+    k1_kl: float  # mean of -log r
+    k3_kl: float  # mean of r - 1 - log r
+    chi2_token: float  # mean of r^2, less 1
+    chi2_seq: float  # mean of R^2, less 1
+    ratio_mean: float  # mean of r: 1 if the learner scores the distribution that was sampled
+    token_ess: float  # ESS of r over the number of tokens
+    seq_ess: float  # ESS of R over the number of responses
+    seq_clamped: float  # share of the responses whose log R stands at the clamp
+    max_mismatch: float  # largest |p_inf - p_ref| of a response, mean over responses
+    mean_mismatch: float  # mean |p_inf - p_ref| of a response, mean over responses
+    cut_fraction: float  # share of the sampled tokens to which the learner's own truncation gives probability 0
+    reward: float  # mean reward of the sampler's responses
+    reward_weighted: float  # the learner's, estimated by capped R
+    t_max: float  # clamp / KL, tokens
+    t_half: float  # log 2 / log(1 + chi2): the ESS of R halves every so many tokens
+    by_length: list[dict]  # gaps of responses in buckets of length
+    by_prefix: list[dict]  # sequence weights if responses ended earlier
+    floor: list[dict]  # distances of learner and engine from themselves
+    control: dict | None  # length, or number of tokens? None: too few responses are long enough
+    verdicts: list[dict]  # "correction", "viable", "why"
+    ladder: dict | None  # --explain: shares of the sources, and what a fault may be
+
+    def as_dict(self) -> dict:
+        """For JSON."""
+        return dataclasses.asdict(self)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sampling and scoring
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def probe(cfg, setup, actor: str | None) -> Report:
+    """Sample, score, print, draw.
+
+    cfg: eval.EvalFlags. setup: eval.Setup, the learner's model and its problems. actor: folder of another model that
+    samples, or None. UserError, one sentence: what does not go together."""
+    train_cfg = learner_config(cfg, setup)
+    check_models(train_cfg, setup.folder, actor)
+    sampling = Sampling.of(cfg)
+    allowed = max_allowed(train_cfg, setup.vocabulary)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    context = setup.longest_prompt + cfg.max_tokens
+    engine = start_engine(cfg, setup, actor or setup.folder, context, max(1, allowed), device)
+    learner = Learner(load_model(setup.folder), None, train_cfg, Comm(device), setup.vocabulary)
+    groups = rollouts(engine, setup, cfg.samples, sampling, allowed, "probe")
+    first = groups[0]
+    learner.check_heads(np.concatenate([first.prompt_ids, first.responses[0].tokens])[None])
+    scored = score(learner, groups, train_cfg)
+    # the control: the first response to each prompt against PIECES short ones
+    first = scored.length[:: cfg.samples]
+    piece = max(1, int(np.median(first)) // PIECES)
+    shorter = dataclasses.replace(sampling, max_tokens=piece)
+    groups = rollouts(engine, setup, PIECES, shorter, allowed, "short")
+    short = score(learner, groups, dataclasses.replace(train_cfg, group_size=PIECES))
+    floor = floors(learner, scored.batch, engine, sampling, setup)
+    ladder = explain(cfg, setup, learner, engine, scored, actor, floor) if cfg.explain else None
+    engine.close()
+    report = summarize(cfg, setup, scored)
+    report.floor, report.ladder = floor, ladder
+    report.control = control(scored.gap[:: cfg.samples], first, short.gap, short.length, piece)
+    print(text(report))
+    picture = Path(cfg.out).with_suffix(".png") if cfg.out else Path("out/mismatch.png")
+    print(f"figure: {plot.draw_mismatch(report, scored, cfg.log_ratio_clamp, picture)}")
+    if ladder is not None:
+        picture = picture.with_name(f"{picture.stem}-ladder.png")
+        print(f"figure: {plot.draw_ladder([ladder], [''], picture)}")
+    return report
+
+
+def start_engine(cfg, setup, folder: str, context: int, topk: int, device: str):
+    """The engine with the weights of a folder; with --synced_from it starts from older ones, and loads these."""
+    engine = make_engine(cfg, setup.synced_from or folder, context, topk, device, setup.vocabulary)
+    if setup.synced_from:
+        model = load_model(folder)
+        tensors = model.state_dict().items()
+        if engine.fmt is not None:
+            tensors = quant.for_engine(tensors, model, engine.fmt, engine.packed)
+        engine.load(tensors)
+    return engine
+
+
+def learner_config(cfg, setup) -> config.Config:
+    """The training configuration in which the learner scores: no correction, all responses in one batch."""
+    responses = setup.problems * cfg.samples
+    own = {
+        "objective": "none",
+        "model": setup.folder,
+        "actor": "none",
+        "lr": 1.0,  # asked for, and nothing learns
+        "group_size": cfg.samples,
+        "train_batch": responses,
+        "rollout_batch": responses,
+        "out": "none",
+    }
+    names = {f.name for f in dataclasses.fields(config.Config)}
+    shared = {name: value for name, value in vars(cfg).items() if name in names}
+    return config.resolve(config.Config(**{**shared, **own}), 1)  # on one rank
+
+
+def rollouts(engine, setup, samples: int, sampling: Sampling, allowed: int, key: str) -> list[Rollout]:
+    """Graded groups of `samples` responses to the held-out problems. Another `key` draws other responses.
+
+    allowed: where sampling truncates, record the ids of the allowed tokens, at most so many; 0: record none."""
+    problems = [setup.task.problem("test", i) for i in range(setup.problems)]
+    prompts = [np.array(encode(setup.tokenizer, p), np.int32) for p in problems]
+    seeds = []
+    for problem in problems:
+        seeds.append([request_seed(key, sampling.seed, problem.id, s) for s in range(samples)])
+    groups = engine.generate(prompts, seeds, sampling, 1, setup.stop_ids, allowed)
+    grade_all(setup.task, setup.tokenizer, problems, groups)
+    out = []
+    for i, problem in enumerate(problems):
+        rollout = Rollout(
+            uid=(key, 0, i),
+            prompt_id=problem.id,
+            prompt_ids=prompts[i],
+            sampling=sampling,
+            model="policy",
+            precision=engine.dtype,
+            version=0,
+            digest="",
+            t_start=0.0,
+            t_end=0.0,
+            responses=groups[i],
+        )
+        out.append(rollout)
+    return out
+
+
+def score(learner, groups: list[Rollout], cfg) -> Scored:
+    """The learner's probabilities of the sampled tokens, and the metrics that training would log."""
+    batch = collate(groups, cfg)
+    new = learner.score(batch, Needs(entropy=True))
+    stats = objectives.prepare(batch, learner.comm, cfg, {})
+    batch = objectives.with_ref(new, batch, cfg)
+    _, logs = objectives.loss(new, batch, stats, cfg)
+    sums = metrics.Sums()
+    metrics.observe(sums, new, batch, stats, logs, cfg)
+    return Scored(
+        p_inf=(batch.logp_inf.exp().double() * batch.mask).numpy(),
+        p_ref=(batch.logp_ref.exp().double() * batch.mask).numpy(),
+        log_r=((batch.logp_ref - batch.logp_inf).double() * batch.mask).numpy(),
+        length=batch.length.numpy(),
+        groups=groups,
+        batch=batch,
+        metrics=metrics.derive(sums.reduce(learner.comm)),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The report
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def summarize(cfg, setup, scored: Scored) -> Report:
+    """The report but for the control."""
+    m = {name.removeprefix("rollout_corr/"): value for name, value in scored.metrics.items()}
+    length = scored.length
+    # where tokens were cut k3 is too small; k1 alone can be negative
+    kl = max(m["kl"], m["k3_kl"])
+    evidence = Evidence.of(scored.log_r, length, kl, cfg.log_ratio_clamp)
+    shaping = ("temperature", "top_p", "top_k", "min_p", "keep_sampling_mask", "logprobs_mode")
+    return Report(
+        model=cfg.model,
+        sampler=cfg.actor or cfg.model,
+        engine=with_format(f"{cfg.rollout} {cfg.rollout_dtype}", cfg.rollout_quant),
+        learner=with_format(cfg.dtype, cfg.learner_quant),
+        lm_head_fp32=cfg.lm_head_fp32,
+        sampling={name: getattr(cfg, name) for name in shaping},
+        vocabulary=setup.vocabulary,
+        responses=len(length),
+        tokens=int(length.sum()),
+        length={"mean": float(length.mean()), "95 %": int(np.quantile(length, 0.95)), "max": int(length.max())},
+        kl=kl,
+        k1_kl=m["kl"],
+        k3_kl=m["k3_kl"],
+        chi2_token=m["chi2_token"],
+        chi2_seq=m["chi2_seq"],
+        ratio_mean=m["ratio_mean"],
+        token_ess=ess(evidence.token_ratio),
+        seq_ess=m["seq_eff_sample_size"],
+        seq_clamped=m["seq_clamped_fraction"],
+        max_mismatch=m["max_mismatch"],
+        mean_mismatch=m["mean_mismatch"],
+        cut_fraction=m.get("cut_fraction", 0.0),
+        reward=m["reward"],
+        reward_weighted=m["reward_weighted"],
+        t_max=cfg.log_ratio_clamp / kl if kl > 0 else math.inf,
+        t_half=math.log(2) / math.log1p(m["chi2_token"]) if m["chi2_token"] > 0 else math.inf,
+        by_length=by_length(scored.gap, length, scored.log_r),
+        by_prefix=by_prefix(scored.log_r, length, cfg.log_ratio_clamp),
+        floor=[],
+        control=None,
+        verdicts=judged(evidence),
+        ladder=None,
+    )

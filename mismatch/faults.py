@@ -1,0 +1,384 @@
+"""What fault may an engine have? Each known one is tried on its records, and the one that explains most comes first.
+
+The ladder's last rung says what the engine should have recorded. What remains, e = log p_inf - l, is compared with what
+remains if the scorer has the fault, too:
+
+    explained = 1 - sum e_fault^2 / sum e^2
+
+over the tokens of a few responses. Two faults may record the same numbers: an engine at temperature 1, and one that
+samples as it should and records raw log-probabilities. Then the one comes first from whose distribution the tokens are
+more likely to be sampled. Some are tried only where older weights are known (--synced_from).
+
+A fault is a generator of findings, one for each way in which it may have happened, and a row of FAULTS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import nn
+
+import batching
+import quant
+from mismatch.floor import prefill
+from model import FLOOR, Needs, PolicyAndActor
+from rollout import Rollout
+from tasks import encode
+from tasks.prompts import Chat
+
+ALIKE = 0.02  # of two explanations that are no further apart, the sampled tokens decide
+BOUND = 20.0  # differences of log-probabilities count up to this
+LARGEST_FLOAT16 = 65504.0
+ROPE_BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)  # of the field's models
+CACHE_BLOCKS = (1, 4, 8, 16, 32)  # tokens of a block of a prefix cache
+RESAMPLED = 200  # bootstrap samples
+
+
+@dataclass
+class Finding:
+    """What would remain if the engine had a fault in one way."""
+
+    where: str  # which layer, temperature, prompt; "": there is one way
+    left: np.ndarray  # (B, T) square of what remains of each token
+    sampled: np.ndarray  # (B, T) log-probability of each token in the distribution that this engine samples from
+
+
+@dataclass
+class Case:
+    """An engine's records of a few groups, and what it takes to make them in other ways."""
+
+    scorer: object  # mismatch.ladder.Scorer: computes as the engine should
+    old: object | None  # the same with the older weights
+    engine: object  # the engine itself
+    setup: object  # eval.Setup
+    groups: list[Rollout]
+    batch: batching.Batch  # of these groups
+    expected: np.ndarray  # (B, T) the last rung
+    budget: int  # tokens of one forward
+
+    def __post_init__(self):
+        for scorer in filter(None, (self.scorer, self.old)):
+            head = scorer.model.get_output_embeddings()  # a tied one is looked at by itself
+            head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+
+    @property
+    def model(self):
+        return self.scorer.model
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.model.named_parameters())
+
+    def left(self, logp) -> np.ndarray:
+        """(log p_inf - logp)^2, (B, T), 0 behind the ends."""
+        off = self.batch.logp_inf.double().numpy() - logp
+        return np.where(self.batch.exists.numpy(), off.clip(-BOUND, BOUND) ** 2, 0.0)
+
+    def finding(self, where: str, logp, sampled=None) -> Finding:
+        """logp (B, T): what an engine with the fault records. sampled: None: it records what it samples from."""
+        return Finding(where, self.left(logp), logp if sampled is None else sampled)
+
+    @torch.no_grad()
+    def logp(self, model=None, groups=None, vocabulary: int | None = None, **recipe) -> np.ndarray:
+        """log p (B, T) by whole sequences, of another model, prompts, rows of the head, temperature or cut."""
+        batch = self.as_sampled(groups, **recipe)
+        module = PolicyAndActor(model or self.model, vocabulary=vocabulary or self.setup.vocabulary)
+        out = torch.zeros_like(batch.logp_inf)
+        for rows in batching.micro_batches(batch, self.budget, share=False)[0]:
+            logp = module(batch.select(rows).to(self.scorer.device), Needs())["logp"]
+            out[rows, : logp.shape[1]] = logp.float().cpu()
+        return out.nan_to_num_(nan=FLOOR).clamp_min_(FLOOR).double().numpy()
+
+    def as_sampled(self, groups, **change) -> batching.Batch:
+        """The batch, scored by the engine's rules or by changed ones; groups: with other prompts."""
+        recipe, rule = replace(self.scorer.recipe, **change), self.scorer.sampling
+        cuts = [rule.top_p, rule.top_k, rule.min_p] if recipe.cut == "rule" else [1.0, 0.0, 0.0]
+        batch = replace(
+            self.batch,
+            sampling=torch.tensor([[recipe.temperature, *cuts]]).expand(len(self.batch), 4),
+            allowed=self.batch.allowed if recipe.cut == "sets" else None,
+        )
+        if groups is None:
+            return batch
+        ids = [np.concatenate([g.prompt_ids, r.tokens]) for g in groups for r in g.responses]
+        prompt_len = torch.tensor([len(g.prompt_ids) for g in groups for _ in g.responses])
+        return replace(batch, ids=batching.pad(ids, dtype=np.int64), prompt_len=prompt_len)
+
+
+@contextlib.contextmanager
+def put(parameters: dict, values: dict):
+    """A model whose parameters have these values inside."""
+    kept = {name: parameters[name].data for name in values}
+    for name, x in values.items():
+        parameters[name].data = x
+    try:
+        yield
+    finally:
+        for name, x in kept.items():
+            parameters[name].data = x
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights that stayed old
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def stale(case: Case, where: str, names) -> Finding:
+    """The parameters of these names have their older values."""
+    old = dict(case.old.model.named_parameters())
+    with put(case.parameters, {name: old[name].data for name in names}):
+        return case.finding(where, case.logp())
+
+
+def places(model) -> dict[str, list[str]]:
+    """The names of a model's parameters by decoder layer, and those outside one by one; without the head's."""
+    head = model.get_output_embeddings().weight
+    found: dict[str, list[str]] = {}
+    for name, p in model.named_parameters():
+        parts = name.split(".")
+        number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 2)
+        if p is not head:
+            found.setdefault(".".join(parts[: number + 1]), []).append(name)
+    return found
+
+
+def stale_weights(case: Case) -> Iterator[Finding]:
+    """No new weights arrived at all."""
+    if case.old is not None:
+        yield stale(case, "", case.parameters)
+
+
+def stale_head(case: Case) -> Iterator[Finding]:
+    """The head stayed old: the usual fate of tied weights that travel under one name."""
+    if case.old is not None:
+        head = case.model.get_output_embeddings().weight
+        yield stale(case, "", [name for name, p in case.parameters.items() if p is head])
+
+
+def stale_layer(case: Case) -> Iterator[Finding]:
+    """One layer, the embedding or the last norm stayed old."""
+    if case.old is not None:
+        for place, names in places(case.model).items():
+            yield stale(case, place, names)
+
+
+def stale_prefix(case: Case) -> Iterator[Finding]:
+    """The prompts' keys and values are those of the older weights: the prefix cache was not emptied."""
+    shortest = min(len(g.prompt_ids) for g in case.groups)
+    for block in CACHE_BLOCKS if case.old is not None else ():
+        if block < shortest:
+            where = f"in blocks of {block}" if block > 1 else ""
+            yield case.finding(where, case.scorer.score(case.groups, case.old, block))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model is another function
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def scale_of_one(case: Case) -> Iterator[Finding]:
+    """The scales of one linear layer are 1: they were never loaded."""
+    fmt = case.scorer.fmt
+    for name, layer in quant.quantized_linears(case.model).items() if fmt is not None else ():
+        if isinstance(layer, quant.LowBitLinear):
+            q, s = layer.quantized_weight()
+            layer.loaded = q, torch.ones_like(s)
+            logp = case.logp()
+            layer.loaded = None
+        else:
+            q, _ = quant.quantize(layer.weight, fmt.qmax, fmt.dtype, fmt.group)
+            with put({"weight": layer.weight}, {"weight": q.to(layer.weight.dtype)}):
+                logp = case.logp()
+        yield case.finding(name, logp)
+
+
+def truncated_head(case: Case) -> Iterator[Finding]:
+    """The head's last rows are missing: tokens behind them have probability 0."""
+    rows = len(case.model.get_output_embeddings().weight)
+    first = int(case.batch.tokens.max()) + 1  # all that were sampled are there, and all that could have been
+    if case.scorer.recipe.cut == "sets":
+        first = max(first, *(int(ids.max()) + 1 for _, ids in case.batch.allowed if len(ids)))
+    tried = {rows // n * n for n in (16, 32, 64, 128, 256)} | {1 << k for k in range(rows.bit_length())}
+    tried |= set(np.linspace(first, rows, 17).astype(int).tolist())
+    for n in sorted(n for n in tried - {case.setup.vocabulary} if first <= n <= rows):
+        yield case.finding(f"{n} rows", case.logp(vocabulary=n))
+
+
+def wrong_rope(case: Case) -> Iterator[Finding]:
+    """Positions turn at the speeds of another base: theta_i = base^(-2 i / d)."""
+    config = case.model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    base = rope.get("rope_theta")
+    rotary = [m for m in case.model.modules() if isinstance(getattr(m, "inv_freq", None), torch.Tensor)]
+    if base is None or rope.get("rope_type") != "default" or not rotary:
+        return
+    own = [m.inv_freq for m in rotary]
+    for other in ROPE_BASES:
+        if other == base:
+            continue
+        for m, speeds in zip(rotary, own, strict=True):
+            m.inv_freq = speeds ** (math.log(other) / math.log(base))
+        yield case.finding(f"{other:g} for {base:g}", case.logp())
+    for m, speeds in zip(rotary, own, strict=True):
+        m.inv_freq = speeds
+
+
+def float16_overflow(case: Case) -> Iterator[Finding]:
+    """The body computes in float16, and what exceeds its largest number is held there."""
+    if case.scorer.dtype == "float16":
+        return
+
+    def hold(x):
+        return x.clamp(-LARGEST_FLOAT16, LARGEST_FLOAT16) if getattr(x, "dtype", None) == torch.float16 else x
+
+    def behind(module, inputs, output):
+        return tuple(map(hold, output)) if isinstance(output, tuple) else hold(output)
+
+    model = copy.deepcopy(case.model).half()
+    for m in model.modules():  # sums on the way into a norm, too
+        m.register_forward_pre_hook(lambda module, inputs: tuple(map(hold, inputs)))
+        m.register_forward_hook(behind)
+    yield case.finding("", case.logp(model))
+
+
+def dropout(case: Case) -> Iterator[Finding]:
+    """The engine is random: it is asked the same twice, and the half of the squared difference is its noise.
+
+    No one knows the draws of the records, so what is explained is the noise's share of what remains."""
+    prompts = [g.prompt_ids for g in case.groups for _ in g.responses]
+    most = case.scorer.sampling.max_tokens - 1  # an engine that scores wants room for one token more
+    told = [r.tokens[:most] for g in case.groups for r in g.responses]
+    one, two = (prefill(case.engine, prompts, told, case.setup.vocabulary) for _ in range(2))
+    left = case.left(case.expected)
+    left[:, : one.shape[1]] -= (one - two) ** 2 / 2 / case.scorer.recipe.temperature**2
+    yield Finding("", left, case.expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Another distribution, other prompts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def wrong_temperature(case: Case) -> Iterator[Finding]:
+    """Sampled at another temperature, which is searched for: 1 first, then between a third and three times the right
+    one."""
+    right = case.scorer.recipe.temperature
+
+    def at(temperature: float) -> Finding:
+        return case.finding(f"{temperature:.3g} for {right:g}", case.logp(temperature=temperature))
+
+    if right != 1:
+        yield at(1.0)
+    low, high = math.log(right / 3), math.log(right * 3)
+    golden = (math.sqrt(5) - 1) / 2
+    inner = [high - golden * (high - low), low + golden * (high - low)]
+    tried = [at(math.exp(x)) for x in inner]
+    for _ in range(14):  # golden section: the sum of squares has one minimum
+        if tried[0].left.sum() < tried[1].left.sum():
+            high = inner[1]
+            inner = [high - golden * (high - low), inner[0]]
+            tried = [at(math.exp(inner[0])), tried[0]]
+        else:
+            low = inner[0]
+            inner = [inner[1], low + golden * (high - low)]
+            tried = [tried[1], at(math.exp(inner[1]))]
+    yield from tried
+
+
+def raw(case: Case) -> Iterator[Finding]:
+    """Sampled as asked, but the log-probabilities are the model's own, before temperature and truncation."""
+    recipe = case.scorer.recipe
+    if recipe.temperature != 1 or recipe.cut != "none":
+        yield case.finding("", case.logp(temperature=1.0, cut="none"), case.logp())
+
+
+def kept_sets(case: Case) -> Iterator[Finding]:
+    """The recorded sets of allowed tokens are not those that were sampled from: they belong to other responses."""
+    if case.scorer.recipe.cut == "sets":
+        yield case.finding("", case.logp(cut="rule"))
+
+
+def other_prompt(case: Case) -> Iterator[Finding]:
+    """The engine was asked in another way than the learner reads: other template, other special tokens."""
+    tokenizer = case.setup.tokenizer
+    asked = [renderings(tokenizer, case.setup.task.find(g.prompt_id), g.prompt_ids.tolist()) for g in case.groups]
+    for where in asked[0]:
+        prompts = [found[where] for found in asked]
+        differ = [p != g.prompt_ids.tolist() for p, g in zip(prompts, case.groups, strict=True)]
+        if all(prompts) and any(differ):
+            groups = [replace(g, prompt_ids=np.array(p, np.int32)) for g, p in zip(case.groups, prompts, strict=True)]
+            yield case.finding(where, case.logp(groups=groups))
+
+
+def renderings(tokenizer, problem, ids: list[int]) -> dict[str, list[int]]:
+    """Other ways to ask a problem, as token ids; empty where there is no such way."""
+    own = getattr(tokenizer, "chat_template", None)
+    prompt, kwargs = problem.prompt, dict(problem.chat.kwargs)
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    template = own if problem.chat.template is None else problem.chat.template
+    unprompted = []
+    if template:
+        how = kwargs | {"chat_template": template, "add_generation_prompt": False, "tokenize": False}
+        unprompted = tokenizer(tokenizer.apply_chat_template(messages, **how), add_special_tokens=False)["input_ids"]
+    special = {"<bos>": tokenizer.bos_token_id, "<eos>": tokenizer.eos_token_id}
+    found = {
+        "no chat template": encode(tokenizer, replace(problem, chat=Chat(""))),
+        "the tokenizer's template": encode(tokenizer, replace(problem, chat=Chat(None))) if own else [],
+        "no generation prompt": unprompted,
+        "first token missing": ids[1:],
+        "first token twice": ids[:1] + ids,
+        "last token missing": ids[:-1],
+    }
+    for name, token in special.items():
+        found[f"{name} in front"] = [] if token is None else [token, *ids]
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Naming
+# ---------------------------------------------------------------------------------------------------------------------
+
+FAULTS = {
+    "stale weights": stale_weights,
+    "stale head": stale_head,
+    "stale layer": stale_layer,
+    "prefix cache of old weights": stale_prefix,
+    "a scale at 1": scale_of_one,
+    "truncated head": truncated_head,
+    "wrong rope base": wrong_rope,
+    "float16 overflow": float16_overflow,
+    "a dropout left on": dropout,
+    "wrong temperature": wrong_temperature,
+    "raw log-probabilities": raw,
+    "swapped kept sets": kept_sets,
+    "another chat template": other_prompt,
+}
+
+
+def suspects(case: Case) -> list[dict]:
+    """The faults that were tried, most telling first: "fault", "where", "explained" (1: all of it) and its error."""
+    before = case.left(case.expected)
+    rows = []
+    for name, fault in FAULTS.items():
+        best = min(fault(case), key=lambda finding: finding.left.sum(), default=None)
+        if best is not None:
+            explained = 1 - best.left.sum() / before.sum()
+            se = error(before.sum(1), best.left.sum(1), case.batch.group.numpy())
+            row = {"fault": name, "where": best.where, "explained": float(explained), "se": se}
+            rows.append(row | {"sampled": float(best.sampled[case.batch.exists.numpy()].mean())})
+    rows.sort(key=lambda row: -row["explained"])
+    alike = [row for row in rows if row["explained"] > rows[0]["explained"] - ALIKE]
+    return sorted(alike, key=lambda row: -row["sampled"]) + rows[len(alike) :]
+
+
+def error(before, left, group) -> float:
+    """Standard error of 1 - sum left / sum before, (B,) each: bootstrap over prompts."""
+    prompts = group.max() + 1
+    counts = np.random.default_rng(0).multinomial(prompts, np.full(prompts, 1 / prompts), RESAMPLED)[:, group]
+    return float((1 - counts @ left / np.maximum(counts @ before, 1e-300)).std())

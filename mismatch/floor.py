@@ -1,0 +1,102 @@
+"""The noise floor: how far learner and engine are from themselves, where nothing but the order of sums differs.
+
+    learner, 3 rows at once     the same weights and tokens, other micro-batches
+    learner, 2 threads          the same micro-batches, another division of each product (CPU)
+    engine, decode / prefill    tokens one by one with a cache, against the whole sequence at once
+    engine, in other batches    the same draws again, beside fewer neighbours; up to the first token that differs
+
+A gap that is no larger than its floor is rounding, and says nothing of weights, formats or settings.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from batching import pad
+from mismatch.gaps import distances
+from model import Needs
+from rollout import request_seed
+from sampling import Sampling
+
+ROWS = 3  # of a micro-batch of the learner's other split
+LOGITS = 1 << 26  # that an engine's prefill holds at once: 256 MiB
+
+
+def floors(learner, batch, engine, sampling: Sampling, setup) -> list[dict]:
+    """One row a comparison: name, largest and mean |dp|, KL and chi2 a token, root mean square of the difference of
+    log-probabilities (rms), and the tokens compared. batch: scored by the learner (logp_ref). setup: eval.Setup."""
+    rows = [learner_row(f"learner, {ROWS} rows at once", batch, in_pieces(learner, batch))]
+    if torch.device(learner.device).type == "cpu":
+        threads = torch.get_num_threads()
+        other = 1 if threads > 1 else 2
+        torch.set_num_threads(other)
+        again = learner.score(batch, Needs()).logp
+        torch.set_num_threads(threads)
+        rows.append(learner_row(f"learner, {other} thread{'s' if other > 1 else ''}", batch, again))
+    return rows + engine_rows(engine, prompts_of(batch), sampling, setup)
+
+
+def learner_row(name: str, batch, again) -> dict:
+    """The learner's log-probabilities (B, T) against those of its second pass."""
+    return {"name": name} | distances(*(x.double().numpy() for x in (batch.logp_ref, again)), batch.length.numpy())
+
+
+def in_pieces(learner, batch) -> torch.Tensor:
+    """The learner's log-probabilities (B, T), ROWS responses at a time."""
+    out = torch.zeros_like(batch.logp_inf)
+    for start in range(0, len(batch), ROWS):
+        rows = list(range(start, min(start + ROWS, len(batch))))
+        few = learner.score(batch.select(rows), Needs()).logp
+        out[rows, : few.shape[1]] = few
+    return out
+
+
+def engine_rows(engine, prompts, sampling: Sampling, setup) -> list[dict]:
+    """The engine against itself, on one response to each prompt at temperature 1 without truncation: what
+    `engine.logprobs` scores."""
+    plain = Sampling(max_tokens=max(1, sampling.max_tokens - 1), seed=sampling.seed)
+    seeds = [[request_seed("floor", plain.seed, i)] for i in range(len(prompts))]
+    piece = len(prompts) // 4 + 1
+    first = [group[0] for group in engine.generate(prompts, seeds, plain, 1, setup.stop_ids)]
+    again = []
+    for start in range(0, len(prompts), piece):
+        part = slice(start, start + piece)
+        again += [group[0] for group in engine.generate(prompts[part], seeds[part], plain, 1, setup.stop_ids)]
+    decoded = pad([r.logp_inf for r in first]).double().numpy()
+    length = np.array([len(r.tokens) for r in first])
+    whole = prefill(engine, prompts, [r.tokens for r in first], setup.vocabulary)
+    alike = np.array([common(a.tokens, b.tokens) for a, b in zip(first, again, strict=True)])
+    second = pad([r.logp_inf for r in again], decoded.shape[1]).double().numpy()
+    return [
+        {"name": "engine, decode / prefill"} | distances(decoded, whole, length),
+        {"name": "engine, in other batches"} | distances(decoded, second, alike),
+    ]
+
+
+def prompts_of(batch) -> list[np.ndarray]:
+    """The prompt of each group of a batch, int32."""
+    first = np.unique(batch.group.numpy(), return_index=True)[1]
+    return [batch.ids[b, : batch.prompt_len[b]].numpy().astype(np.int32) for b in first]
+
+
+def prefill(engine, prompts, responses, vocabulary: int) -> np.ndarray:
+    """log p of the responses' tokens by the engine's reading of whole sequences, at temperature 1: (B, T)."""
+    ids = pad([np.concatenate([p, r]) for p, r in zip(prompts, responses, strict=True)], dtype=np.int64).numpy()
+    rows = max(1, LOGITS // (ids.shape[1] * vocabulary))
+    parts = [engine.logprobs(ids[start : start + rows]) for start in range(0, len(ids), rows)]
+    logp = np.concatenate(parts)
+    found = [row[len(p) - 1 :][: len(r)] for row, p, r in zip(logp, prompts, responses, strict=True)]
+    return pad(found).double().numpy()
+
+
+def common(a, b) -> int:
+    """The number of tokens up to the first that differs."""
+    n = min(len(a), len(b))
+    differs = np.flatnonzero(a[:n] != b[:n])
+    return int(differs[0]) if len(differs) else n
+
+
+def largest(rows: list[dict]) -> dict[str, float]:
+    """The floor under the report: of each distance the largest all rows."""
+    return {key: max(row[key] for row in rows) for key in rows[0] if key not in ("name", "tokens")}

@@ -1,0 +1,119 @@
+"""Arithmetic on the (B, T) arrays of the probe: gaps and weights by length, and the control."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+PIECES = 4  # the control: one long response against so many short ones
+EDGES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]  # tokens
+
+
+def exists(x, length) -> np.ndarray:
+    """(B, T) bool, T as in x (B, T): the places that hold a token."""
+    return np.arange(x.shape[1])[None] < length[:, None]
+
+
+def ess(w) -> float:
+    """Effective sample size over the number of samples: (sum w)^2 / (n sum w^2)."""
+    w = np.asarray(w, np.float64)
+    if len(w) == 0 or (w**2).sum() == 0:
+        return 0.0
+    return float(w.sum() ** 2 / (len(w) * (w**2).sum()))
+
+
+def distances(logp, other, length) -> dict[str, float]:
+    """How far two sides are apart on the same tokens: log-probabilities (B, T) each, of which the first `length` (B,)
+    of a row count. The keys are those of a row of the noise floor; all are 0 where nothing differs."""
+    on = exists(logp, length)
+    log_r = np.where(on, other - logp, 0.0)
+    gap = np.where(on, np.abs(np.exp(other) - np.exp(logp)), 0.0)
+    tokens = max(1, int(on.sum()))
+    return {
+        "max": float(gap.max(1, initial=0.0).mean()),
+        "mean": float((gap.sum(1) / np.maximum(length, 1)).mean()),
+        "kl": float(k3(log_r).sum() / tokens),
+        "chi2": float((np.expm1(log_r) ** 2).sum() / tokens),  # E r^2 - 1 where E r = 1
+        "chi2_seq": float((np.expm1(log_r.sum(1)) ** 2).mean()),
+        "rms": float(np.sqrt((log_r**2).sum() / tokens)),
+        "tokens": int(on.sum()),
+    }
+
+
+def k3(log_r):
+    """r - 1 - log r of each token: its mean over what the engine samples is KL(inf || ref), and it is never below 0."""
+    return np.expm1(log_r) - log_r
+
+
+def by_prefix(log_r, length, clamp: float) -> list[dict]:
+    """What R would be if responses ended after t tokens, from all that reach t: ESS, low-weight and clamped share."""
+    total = log_r.cumsum(1)  # log R after t tokens
+    ends = {t for t in EDGES if t < length.max()} | {int(np.quantile(length, 0.9))}
+    rows = []
+    for t in sorted(ends):
+        reach = length >= t
+        log_weight = total[reach, t - 1]
+        R = np.exp(log_weight.clip(-clamp, clamp))
+        row = {
+            "tokens": t,
+            "responses": int(reach.sum()),
+            "ess": ess(R),
+            "low_weight": float((R < 0.25).mean()),
+            "clamped": float((np.abs(log_weight) >= clamp).mean()),
+            "mean_log_weight": float(log_weight.mean()),
+        }
+        rows.append(row)
+    return rows
+
+
+def by_length(gap, length, log_r) -> list[dict]:
+    """Largest and mean gap of a response, in up to eight buckets of length with about as many responses each."""
+    largest = gap.max(1)
+    mean = gap.sum(1) / length
+    edges = np.unique(np.quantile(length, np.linspace(0, 1, 9)[1:], method="lower")).tolist()
+    below = int(length.min()) - 1
+    rows = []
+    for edge in edges:
+        inside = (length > below) & (length <= edge)
+        if not inside.any():
+            continue
+        row = {
+            "from": below + 1,
+            "mean_length": float(length[inside].mean()),
+            "to": int(edge),
+            "responses": int(inside.sum()),
+            "max_mismatch": float(largest[inside].mean()),
+            "mean_mismatch": float(mean[inside].mean()),
+            "kl": float(-log_r[inside].sum() / length[inside].sum()),
+        }
+        rows.append(row)
+        below = edge
+    return rows
+
+
+def control(gap, length, short_gap, short_length, piece: int) -> dict | None:
+    """Largest gap, [mean, standard error] over prompts: is it the length of a response, or the number of its tokens?
+
+    Of one short response (`piece` tokens), of PIECES short ones together, of a long one's first `piece` tokens, and of
+    its first PIECES * piece. gap (P, T), length (P,): one long response to each of P prompts; short_gap and
+    short_length: PIECES short ones to each, prompt by prompt. A prompt counts if all of its responses are full.
+    None: fewer than two do."""
+    whole = (short_length >= piece).reshape(-1, PIECES).all(1)
+    full = np.flatnonzero((length >= PIECES * piece) & whole)
+    if len(full) < 2:
+        return None
+    short = short_gap.reshape(len(length), PIECES, -1)[full, :, :piece].max(2)  # (prompts, PIECES)
+
+    def mean_se(x) -> list[float]:
+        return [float(x.mean()), float(x.std(ddof=1) / math.sqrt(len(x)))]
+
+    return {
+        "prompts": len(full),
+        "piece": piece,
+        "pieces": PIECES,
+        "one_short": mean_se(short[:, 0]),
+        f"{PIECES}_short": mean_se(short.max(1)),
+        "long_beginning": mean_se(gap[full, :piece].max(1)),
+        "long": mean_se(gap[full, : PIECES * piece].max(1)),
+    }

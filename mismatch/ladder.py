@@ -1,0 +1,344 @@
+"""The ladder: which source has which share of a mismatch? They are switched on one at a time, from the zero.
+
+The engine has sampled, so the tokens are fixed. The first rung scores them as the learner does, the last one is what
+the engine recorded; in between every rung scores them in plain torch, and differs from the one below in one thing:
+
+    batch shape           the learner's own forward in other micro-batches
+    decode path           token by token on a cache, as engines decode, instead of whole sequences
+    head precision        the type of the head's factors and of the logits
+    body precision        the type of all other weights and activations
+    weight rounding       --rollout_quant: the weights on the format's grid
+    activation rounding   the activations too
+    truncation            the set of tokens over which probabilities are normalised
+    temperature           1 where the engine records raw log-probabilities
+    weight age            other weights of the same shape (--actor)
+    other model           another shape (--actor)
+    what remains          what the engine recorded, against the last rung: kernels, a cache in 8 bits, a fault
+
+With l_k = log p of rung k and r = l_0 - l_k three numbers f are taken of each rung,
+
+    KL        mean over tokens of e^r - 1 - r
+    |dp|      mean over tokens of |e^l_k - e^l_0|
+    var(R)    variance over responses of exp(sum of r), clamped
+
+and a source's share is f_k - f_(k-1): the shares add up to the last rung's f by construction, and f of the first is 0.
+A source that acts through another (activations that are rounded on a rounded body) is counted where it is switched on,
+in this order, and a share may be negative. Errors: bootstrap over prompts. Where more remains than rounding, known
+faults are tried on it (faults.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import chain
+
+import numpy as np
+import torch
+
+import quant
+from batching import pad
+from engines import HFEngine
+from mismatch.faults import Case, suspects
+from mismatch.floor import in_pieces, largest
+from mismatch.gaps import k3
+from model import FLOOR
+from model.head import Head
+from sampling import Sampling, truncate
+
+RESAMPLED = 400  # bootstrap samples
+TRIED = 16  # groups on which faults are tried
+LEAST = 1e-5  # root mean square of what remains, in nats, below which no fault is looked for
+MEASURES = ("kl", "dp", "var")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the log-probabilities of given tokens are computed. The fields stand in the order of the ladder."""
+
+    head: str  # "float32", or a 16-bit type; "T factors": of the factors alone, as the learner has it
+    body: str  # type of weights and activations; "autocast T": of products, over weights in float32
+    weights: quant.Format | None
+    activations: bool  # whether they are rounded too
+    cut: (
+        str  # "none"; "sets": the rollout's own allowed tokens; "rule": by top_p, top_k and min_p, on these very logits
+    )
+    temperature: float
+    folder: str
+
+    @classmethod
+    def of_learner(cls, cfg, folder: str) -> Recipe:
+        """cfg: the learner's config.Config."""
+        low = cfg.dtype != "float32"
+        fmt = quant.learner_format(cfg)
+        cut = {"off": "none", "recompute": "rule", "replay": "sets"}[cfg.keep_sampling_mask]
+        return cls(
+            head=f"{cfg.dtype} factors" if low and not cfg.lm_head_fp32 else "float32",
+            body=f"autocast {cfg.dtype}" if low else "float32",
+            weights=fmt,
+            activations=fmt is not None and fmt.activations,
+            cut=cut if Sampling.of(cfg).truncates else "none",
+            temperature=cfg.temperature,
+            folder=folder,
+        )
+
+    @classmethod
+    def of_engine(cls, cfg, folder: str) -> Recipe:
+        """cfg: the flags of the engine, as make_engine takes them."""
+        fmt = quant.format_of(cfg.rollout_quant, cfg.quant_group)
+        raw = cfg.logprobs_mode == "raw"
+        cut = "sets" if cfg.keep_sampling_mask == "replay" else "rule"
+        return cls(
+            head="float32" if cfg.lm_head_fp32 else cfg.rollout_dtype,
+            body=cfg.rollout_dtype,
+            weights=fmt,
+            activations=fmt is not None and fmt.activations,
+            cut=cut if Sampling.of(cfg).truncates and not raw else "none",
+            temperature=1.0 if raw else cfg.temperature,
+            folder=folder,
+        )
+
+
+SOURCES = {
+    "head": "head precision",
+    "body": "body precision",
+    "weights": "weight rounding",
+    "activations": "activation rounding",
+    "cut": "truncation",
+    "temperature": "temperature",
+    "folder": "other model",  # "weight age" where both have one shape
+}
+
+
+def steps(learner: Recipe, engine: Recipe) -> Iterator[tuple[str, Recipe]]:
+    """(source, recipe with it switched on), from the learner's to the engine's: one for each field that differs."""
+    recipe = learner
+    for field in fields(Recipe):
+        value = getattr(engine, field.name)
+        if getattr(recipe, field.name) == value:
+            continue
+        recipe = replace(recipe, **{field.name: value})
+        if field.name == "activations" and recipe.weights is None:
+            continue  # without a format there are none to round
+        name = SOURCES[field.name]
+        if field.name == "folder" and same_shape(learner.folder, engine.folder):
+            name = "weight age"
+        yield name, recipe
+
+
+def same_shape(folder: str, other: str) -> bool:
+    """Whether the models of two folders have the same tensors."""
+    shapes = [{name: x.shape for name, x in quant.empty_model(f).state_dict().items()} for f in (folder, other)]
+    return shapes[0] == shapes[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A rung: the log-probabilities of given tokens
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Scorer(HFEngine):
+    """The engine in plain torch, told what to sample: it decodes as HFEngine does, and computes by a recipe."""
+
+    def __init__(self, recipe: Recipe, sampling: Sampling, device: str, vocabulary: int):
+        scope, _, dtype = recipe.body.rpartition(" ")
+        fmt = recipe.weights
+        if fmt is not None:
+            fmt = replace(fmt, activations=fmt.activations and recipe.activations)
+        super().__init__(
+            recipe.folder,
+            dtype="float32" if scope else dtype,
+            device=device,
+            head_fp32=recipe.head == "float32" and dtype != "float32",
+            fmt=fmt,
+            vocabulary=vocabulary,
+        )
+        self.recipe, self.sampling = recipe, sampling
+        self.autocast = getattr(torch, dtype) if scope else None
+
+    def score(self, groups, reader: HFEngine | None = None, block: int = 1) -> np.ndarray:
+        """log p (B, T) of the groups' responses, 0 behind their ends. reader: another engine, which has read each
+        prompt's whole blocks of so many tokens, but for the last token."""
+        prompts = [g.prompt_ids for g in groups]
+        responses = [g.responses for g in groups]
+        rows = []
+        for part in self._batches(prompts, responses, self.sampling.max_tokens):
+            logp = self._force(prompts[part], responses[part], reader, block).double().cpu().numpy()
+            told = chain.from_iterable(responses[part])
+            rows += [row[: len(r.tokens)] for row, r in zip(logp, told, strict=True)]
+        return pad(rows, dtype=np.float64).numpy()
+
+    @torch.no_grad()
+    def _force(self, prompts, groups, reader, block: int) -> torch.Tensor:
+        """HFEngine._decode, with the tokens given."""
+        responses = list(chain.from_iterable(groups))
+        length = torch.tensor([len(r.tokens) for r in responses], device=self.device)
+        tokens = pad([r.tokens for r in responses], dtype=np.int64).to(self.device)
+        out = torch.zeros(tokens.shape, device=self.device)
+        sizes = [len(group) for group in groups]
+        logits, rows = self._read_on(prompts, sizes, reader, block) if reader else self._read_prompts(prompts, sizes)
+        for t in range(tokens.shape[1]):
+            token = tokens[rows.which, t, None]
+            out[rows.which, t] = self._logp(logits, token, t, [responses[b] for b in rows.which.tolist()])
+            going = length[rows.which] > t + 1
+            n_going = int(going.sum())
+            if n_going == 0:
+                break
+            if n_going < 0.75 * len(going):  # as HFEngine has it: the batch's shape decides how sums are rounded
+                rows.shrink(going)
+                token = token[going]
+            logits = self._step(token, rows)
+        return out
+
+    def _read_on(self, prompts, sizes: list[int], reader, block: int):
+        """As _read_prompts, on the keys and values that `reader` has of the prompts' beginnings."""
+        known = [(len(p) - 1) // block * block for p in prompts]
+        _, rows = reader._read_prompts([p[:n] for p, n in zip(prompts, known, strict=True)], sizes)
+        rest = [p[n:].astype(np.int64) for p, n in zip(prompts, known, strict=True)]
+        ids = pad([p[::-1] for p in rest], dtype=np.int64).flip(1)  # padded on the left
+        mask = pad([np.ones_like(p) for p in rest], dtype=np.int64).flip(1)
+        of_response = torch.arange(len(prompts)).repeat_interleave(torch.tensor(sizes))
+        ids, mask = ids[of_response].to(self.device), mask[of_response].to(self.device)
+        before = mask.new_ones(len(mask), max(known)) if rows.mask is None else rows.mask
+        rows.mask = torch.cat([before, mask], 1)
+        position = rows.position[:, None] + (mask.cumsum(1) - 1).clamp_min(0)
+        logits, rows.cache = self._forward(
+            ids, attention_mask=rows.mask, past_key_values=rows.cache, position_ids=position
+        )
+        rows.position = rows.position + mask.sum(1)
+        return logits, rows
+
+    def _logp(self, logits, token, t: int, responses) -> torch.Tensor:
+        """log p (n,) of the t-th tokens (n, 1) of these responses in the distribution of the recipe."""
+        z = logits * (1.0 / torch.tensor(self.recipe.temperature))  # as HFEngine has it, to the bit
+        if self.recipe.cut == "rule":
+            z, _ = truncate(z, self.sampling)
+        elif self.recipe.cut == "sets":
+            z = z.masked_fill_(outside(z, t, responses), -torch.inf)
+        logp = z.log_softmax(-1).gather(1, token)[:, 0]
+        return logp.nan_to_num_(nan=FLOOR).clamp_min_(FLOOR)
+
+    def _forward(self, ids, **more):
+        """As HFEngine's; also for a head and a body of different types."""
+        head, _, factors = self.recipe.head.partition(" ")
+        if self.autocast is None and head in ("float32", self.dtype):
+            return super()._forward(ids, **more)
+        with torch.autocast(ids.device.type, self.autocast, enabled=self.autocast is not None):
+            out = self.model.base_model(input_ids=ids, use_cache=True, **more)
+        layer, dtype = self.model.get_output_embeddings(), getattr(torch, head)
+        tensors = [out.last_hidden_state[:, -1], layer.weight, getattr(layer, "bias", None)]
+        z = Head.of(self.model.config).logits(*(None if x is None else x.to(dtype) for x in tensors))
+        if not factors:  # the logits are rounded too
+            z = z.to(dtype).float()
+        return z[:, : self.vocabulary], out.past_key_values
+
+
+def outside(z, t: int, responses) -> torch.Tensor:
+    """Which tokens are not in the recorded sets of the t-th place, (n, V) bool."""
+    gone = torch.ones_like(z, dtype=torch.bool)
+    for i, r in enumerate(responses):
+        if t >= len(r.tokens):  # it has ended, and is still decoded
+            gone[i] = False
+            continue
+        first, last = r.allowed_offsets[t], r.allowed_offsets[t + 1]
+        gone[i, torch.from_numpy(r.allowed_ids[first:last].astype(np.int64))] = False
+    return gone
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shares
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def explain(cfg, setup, learner, engine, scored, actor: str | None, floor: list[dict]) -> dict:
+    """The ladder of one configuration, for the report: "rows", "total", "floor" (see `shares`), and "suspects" where
+    more remains than rounding.
+
+    cfg, setup: eval.EvalFlags, eval.Setup. scored: mismatch.Scored. actor: folder of the model that samples, if it is
+    another. floor: mismatch.floor.floors."""
+    names, logp, scorer = rungs(cfg, learner, scored, actor)
+    found = shares(names, logp, scored.batch, floor, cfg.log_ratio_clamp)
+    found["suspects"] = []
+    if remains(logp, scored.batch) > max(10 * floor[0]["rms"], LEAST):
+        old = None
+        if setup.synced_from:
+            old = Scorer(
+                replace(scorer.recipe, folder=setup.synced_from), scorer.sampling, scorer.device, setup.vocabulary
+            )
+        few = scored.groups[:TRIED]
+        batch = scored.batch.select(list(range(sum(len(g.responses) for g in few))))
+        B, T = batch.tokens.shape
+        case = Case(scorer, old, engine, setup, few, batch, logp[-2, :B, :T], cfg.micro_tokens)
+        found["suspects"] = suspects(case)
+    return found
+
+
+def remains(logp, batch) -> float:
+    """Root mean square of what the engine recorded against the last rung. logp (K, B, T)."""
+    on = batch.exists.numpy()
+    return float(np.sqrt(((logp[-1] - logp[-2])[on] ** 2).mean()))
+
+
+def rungs(cfg, learner, scored, actor: str | None) -> tuple[list[str], np.ndarray, Scorer]:
+    """The rungs' names (K), their log-probabilities (K, B, T), and the scorer of the last but one, which computes what
+    the engine should."""
+    folder, sampling = learner.cfg.model, Sampling.of(cfg)
+    start, end = Recipe.of_learner(learner.cfg, folder), Recipe.of_engine(cfg, actor or folder)
+    place = (sampling, learner.device, learner.models.vocabulary)
+    scorer = Scorer(start, *place)
+    found = {
+        "the learner": scored.batch.logp_ref.double().numpy(),
+        "batch shape": in_pieces(learner, scored.batch).double().numpy(),
+        "decode path": scorer.score(scored.groups),
+    }
+    for source, recipe in steps(start, end):
+        scorer = Scorer(recipe, *place)
+        found[source] = scorer.score(scored.groups)
+    found["what remains"] = scored.batch.logp_inf.double().numpy()
+    return list(found), np.stack(list(found.values())), scorer
+
+
+def shares(names: list[str], logp, batch, floor: list[dict], clamp: float) -> dict:
+    """The ladder's table: for each source its share of each measure, {"share", "se", "low", "high"} (95 %).
+
+    names (K), logp (K, B, T): the rungs, from the learner's. batch: lengths and groups. floor: mismatch.floor."""
+    length, group = batch.length.numpy(), batch.group.numpy()
+    on = np.arange(logp.shape[2]) < length[:, None]
+    log_r = np.where(on, logp[0] - logp, 0.0)
+    weight = np.exp(log_r.sum(2).clip(-clamp, clamp))  # (K, B)
+    sums = {
+        "kl": k3(log_r.clip(-clamp, clamp)).sum(2),
+        "dp": np.where(on, np.abs(np.exp(logp) - np.exp(logp[0])), 0.0).sum(2),
+    }
+    of_all = measures(sums, weight, length, np.ones((1, len(length))))
+    prompts = group.max() + 1
+    rng = np.random.default_rng(0)
+    drawn = rng.multinomial(prompts, np.full(prompts, 1 / prompts), RESAMPLED)[:, group]
+    resampled = measures(sums, weight, length, drawn)
+    rows = []
+    for k, name in enumerate(names[1:]):
+        row = {"source": name}
+        for measure in MEASURES:
+            again = np.diff(resampled[measure], axis=1)[:, k]
+            low, high = np.quantile(again, [0.025, 0.975])
+            share = float(np.diff(of_all[measure])[0, k])
+            row[measure] = {"share": share, "se": float(again.std()), "low": float(low), "high": float(high)}
+        rows.append(row)
+    under = largest(floor)
+    return {
+        "rows": rows,
+        "total": {measure: float(of_all[measure][0, -1]) for measure in MEASURES},
+        "floor": {"kl": under["kl"], "dp": under["mean"], "var": under["chi2_seq"]},
+    }
+
+
+def measures(sums: dict, weight, length, counts) -> dict[str, np.ndarray]:
+    """KL, |dp| and var(R) of each rung, (n, K) each. sums, weight (K, B); counts (n, B): how often each response is
+    drawn."""
+    tokens = (counts @ length)[:, None]
+    n = counts.sum(1, keepdims=True)
+    out = {name: counts @ x.T / tokens for name, x in sums.items()}
+    centred = weight - weight[:, :1]  # which changes no variance, and keeps small ones from rounding
+    shift = counts @ centred.T / n
+    out["var"] = counts @ (centred**2).T / n - shift**2
+    return out

@@ -1,0 +1,148 @@
+"""The report of the probe as it is printed: one function a table. o: mismatch.Report."""
+
+from __future__ import annotations
+
+import math
+
+from mismatch.floor import largest
+from mismatch.gaps import PIECES
+
+
+def with_format(name: str, quant: str) -> str:
+    """A name, and the low-bit format behind it if there is one."""
+    return name if quant == "none" else f"{name} {quant}"
+
+
+def text(o) -> str:
+    """The report as it is printed."""
+    tables = [models_text, distances_text, floor_text, lengths_text, prefixes_text, control_text, verdicts_text]
+    if o.ladder is not None:
+        tables += [ladder_text, suspects_text]
+    parts = [table(o) for table in tables]
+    return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def models_text(o) -> list[str]:
+    who = f"{o.sampler} in {o.engine} samples, {o.model} in {o.learner} learns"
+    if o.lm_head_fp32:
+        who += ", heads in float32"
+    s = o.sampling
+    return [
+        who,
+        f"   temperature {s['temperature']:g}, top_p {s['top_p']:g}, top_k {s['top_k']}, min_p {s['min_p']:g}, "
+        f"kept sets {s['keep_sampling_mask']}, {s['logprobs_mode']} log-probabilities",
+        f"   {o.responses} responses, {o.tokens:,} tokens; length {o.length['mean']:.1f} in the mean, "
+        f"{o.length['95 %']} at 95 %, {o.length['max']} at most",
+    ]
+
+
+def distances_text(o) -> list[str]:
+    floor = largest(o.floor)
+    kl = f"{o.k1_kl:.3g} (k1), {o.k3_kl:.3g} (k3) nats a token"
+    kl += f" (floor {floor['kl']:.1g});   mean of r = p_ref / p_inf: {o.ratio_mean:.4f}"
+    if o.cut_fraction:
+        kl += f";   {100 * o.cut_fraction:.2f} % of the sampled tokens cut by the learner"
+    effective = f"{o.token_ess:.3f} of the tokens, {o.seq_ess:.3f} of the responses"
+    if o.seq_clamped > 0.5:
+        effective += " (false: they are clamped)"
+    t_max = f"{o.t_max:,.0f} tokens: clamp / KL, where sequence weights end"
+    if o.t_half < math.inf:
+        t_max += f"; their ESS is halved every {o.t_half:,.0f}, by chi2"
+    gap = f"{o.max_mismatch:.3g} largest of a response (floor {floor['max']:.1g}), {o.mean_mismatch:.3g} mean"
+    return [
+        f"|p_inf - p_ref|    {gap} (floor {floor['mean']:.1g})",
+        f"KL(inf || ref)     {kl}",
+        f"chi2               {o.chi2_token:.3g} a token (floor {floor['chi2']:.1g}), {o.chi2_seq:.3g} a response",
+        f"ESS                {effective}",
+        f"T_max              {t_max}",
+        f"reward             {o.reward:.3f} earned by the sampler, {o.reward_weighted:.3f} estimated for the learner",
+    ]
+
+
+def floor_text(o) -> list[str]:
+    """What each is apart from itself, where nothing but the order of sums differs."""
+    lines = ["the floor: against itself     tokens   largest gap    mean gap    KL a token  chi2 a token"]
+    for row in o.floor:
+        numbers = f"{row['max']:11.2g} {row['mean']:11.2g} {row['kl']:13.2g} {row['chi2']:13.2g}"
+        lines.append(f"   {row['name']:26s} {row['tokens']:6d}   {numbers}")
+    return lines
+
+
+def lengths_text(o) -> list[str]:
+    lines = ["length          responses   largest gap    mean gap    KL a token"]
+    for row in o.by_length:
+        lines.append(
+            f"{row['from']:5d} - {row['to']:<7d} {row['responses']:9d}   "
+            f"{row['max_mismatch']:11.3g} {row['mean_mismatch']:11.3g} {row['kl']:13.3g}"
+        )
+    floor = largest(o.floor)
+    lines.append(f"the floor {'':18s} {floor['max']:11.2g} {floor['mean']:11.2g} {floor['kl']:13.2g}")
+    return lines
+
+
+def prefixes_text(o) -> list[str]:
+    lines = ["after tokens    responses    ESS of R    R < 1/4    clamped"]
+    for row in o.by_prefix:
+        lines.append(
+            f"{row['tokens']:12d} {row['responses']:12d} {row['ess']:11.3f} "
+            f"{100 * row['low_weight']:8.1f} % {100 * row['clamped']:8.1f} %"
+        )
+    return lines
+
+
+def control_text(o) -> list[str]:
+    if o.control is None:
+        return ["length or number of tokens? too few responses are long enough to tell"]
+    k = o.control["piece"]
+    labels = {
+        "one_short": f"one response of {k}",
+        f"{PIECES}_short": f"{PIECES} responses of {k}",
+        "long_beginning": f"the first {k} of one of {PIECES * k}",
+        "long": f"all {PIECES * k} of it",
+    }
+    lines = [f"length or number of tokens? largest gap (floor {largest(o.floor)['max']:.1g}) in"]
+    for name, label in labels.items():
+        mean, se = o.control[name]
+        lines.append(f"   {label:32s} {mean:.3g} +- {se:.2g}")
+    return lines
+
+
+def verdicts_text(o) -> list[str]:
+    lines = ["can it work at these lengths?"]
+    for row in o.verdicts:
+        viable = "yes" if row["viable"] else "no "
+        lines.append(f"   {viable}  {row['correction']:8s} {row['why']}")
+    return lines
+
+
+def ladder_text(o) -> list[str]:
+    """Each source's share of the three measures."""
+    heads = "".join(f"{head:>30s}" for head in ("KL a token", "|dp| a token", "var(R) of responses"))
+    lines = [f"where it comes from   {heads}"]
+    total = o.ladder["total"]
+    for row in o.ladder["rows"]:
+        lines.append(f"   {row['source']:19s}" + "".join(share_text(row[name], total[name]) for name in total))
+    lines.append(f"   {'all of it':19s}" + "".join(f"{x:17.2g}{'':13s}" for x in total.values()))
+    lines.append(f"   {'the floor':19s}" + "".join(f"{o.ladder['floor'][name]:17.2g}{'':13s}" for name in total))
+    return lines
+
+
+def share_text(x: dict, total: float) -> str:
+    """A share with its error, and in hundredths of the total."""
+    part = f"{100 * x['share'] / total:5.0f} %" if total else f"{'':7s}"
+    return f"{x['share']:12.2g} +- {x['se']:<7.1g}{part}"
+
+
+def suspects_text(o) -> list[str]:
+    """The faults that explain most of what remains."""
+    found = o.ladder["suspects"]
+    if not found:
+        return ["what remains is rounding: no fault is looked for"]
+    first = found[0]
+    named = f"{first['fault']} {first['where']}".strip()
+    lines = [f"what remains: {named}" if first["explained"] > 0.5 else "what remains: no known fault explains it"]
+    for row in found[:5]:
+        lines.append(f"   {100 * row['explained']:6.1f} +- {100 * row['se']:.1f} %  {row['fault']}  {row['where']}")
+    if not any(row["fault"] == "stale weights" for row in found):
+        lines.append("   (what stayed of older weights was not looked for: name them with --synced_from)")
+    return lines

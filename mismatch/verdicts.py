@@ -1,0 +1,149 @@
+"""Can a correction work at these lengths? Each rule of thumb returns (viable, why), with its numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+import corrections
+from mismatch.gaps import ess, exists
+
+
+@dataclass
+class Evidence:
+    """What the verdicts rest on. Every log-ratio is clamped to +-clamp before exp."""
+
+    token_ratio: np.ndarray  # (N,) r of each token of all responses
+    seq_ratio: np.ndarray  # (B,) R of each response
+    geo_ratio: np.ndarray  # (B,) R^(1/T)
+    length: np.ndarray  # (B,) T
+    clamped: float  # share of the responses whose log R stands at the clamp
+    kl: float  # KL(inf || ref), nats a token
+    clamp: float
+
+    @classmethod
+    def of(cls, log_r, length, kl: float, clamp: float) -> Evidence:
+        """From log r (B, T), 0 behind the end of a response, and the lengths (B,)."""
+        total = log_r.sum(1)
+        return cls(
+            token_ratio=np.exp(log_r.clip(-clamp, clamp))[exists(log_r, length)],
+            seq_ratio=np.exp(total.clip(-clamp, clamp)),
+            geo_ratio=np.exp((total / length).clip(-clamp, clamp)),
+            length=length,
+            clamped=float((np.abs(total) >= clamp).mean()),
+            kl=kl,
+            clamp=clamp,
+        )
+
+    @property
+    def biased(self) -> bool:
+        """Is the mean of r off 1 by more than 0.005 and more than noise? Then the learner scores another distribution
+        than was sampled, and weights do not mend that."""
+        off = abs(self.token_ratio.mean() - 1)
+        return off > 0.005 and off > 4 * self.token_ratio.std() / math.sqrt(len(self.token_ratio))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a long response: 95 % have at most so many."""
+        return int(np.quantile(self.length, 0.95))
+
+    @property
+    def sequence_weights_fit(self) -> bool:
+        """Do the weights of whole responses stay off the clamp?"""
+        return self.longest * self.kl < self.clamp and self.clamped < 0.01
+
+    @property
+    def reach(self) -> str:
+        """How near the longest responses come to the clamp."""
+        product = self.longest * self.kl
+        return f"longest x KL = {self.longest} x {self.kl:.2g} = {product:.2g} of the clamp's {self.clamp:g}"
+
+
+def bound(correction: str, flag: str) -> float:
+    """A correction's own default of --is_cap, --rs_low or --rs_high."""
+    return corrections.CORRECTIONS[correction].bounds[flag]
+
+
+def judge_none(x: Evidence):
+    """Without a correction: KL of a whole response below 0.1 nats."""
+    T = float(x.length.mean())
+    apart = T * x.kl
+    return apart < 0.1, f"the distributions of a whole response are {apart:.2g} nats apart (KL x {T:.0f} tokens)"
+
+
+def judge_tis(x: Evidence):
+    """ESS of min(r, C) above 1/2."""
+    C = bound("tis", "is_cap")
+    share = ess(x.token_ratio.clip(max=C))
+    return share > 0.5 and not x.biased, f"ESS of min(r, {C:g}) is {share:.2f}; no length enters"
+
+
+def judge_jackpot(x: Evidence):
+    """More than 80 % of the tokens accepted, by min(1, r)."""
+    accepted = np.minimum(1, x.token_ratio).mean()
+    why = f"{100 * accepted:.1f} % of the tokens would be accepted; no length enters"
+    return accepted > 0.8 and not x.biased, why
+
+
+def judge_seq_is(x: Evidence):
+    """R off the clamp, its ESS above 1/2."""
+    share = ess(x.seq_ratio)
+    viable = x.sequence_weights_fit and share > 0.5 and not x.biased
+    return viable, f"{seq_ess_text(x, share)}; {x.reach}"
+
+
+def judge_seq_tis(x: Evidence):
+    """R off the clamp, ESS of min(R, C) above 1/2."""
+    C = bound("seq_tis", "is_cap")
+    share = ess(x.seq_ratio.clip(max=C))
+    light = f"{100 * (x.seq_ratio < 1 / C).mean():.0f} % of the responses weigh less than 1/{C:g}"
+    viable = x.sequence_weights_fit and share > 0.5 and not x.biased
+    return viable, f"{seq_ess_text(x, share)}; {light}; {x.reach}"
+
+
+def judge_seq_mis(x: Evidence):
+    """R off the clamp, more than half of the responses kept, ESS with weight 0 for the dropped above 1/2."""
+    keep = x.seq_ratio <= bound("seq_mis", "rs_high")
+    share = ess(x.seq_ratio * keep)
+    viable = x.sequence_weights_fit and keep.mean() > 0.5 and share > 0.5 and not x.biased
+    return viable, f"keeps {100 * keep.mean():.0f} % of the responses, ESS with the dropped {share:.2f}"
+
+
+def judge_geo_rs(x: Evidence):
+    """More than half of the responses kept."""
+    low, high = bound("geo_rs", "rs_low"), bound("geo_rs", "rs_high")
+    keep = (x.geo_ratio >= low) & (x.geo_ratio <= high)
+    nine_in_ten = f"[{np.quantile(x.geo_ratio, 0.05):.4g}, {np.quantile(x.geo_ratio, 0.95):.4g}]"
+    why = f"keeps {100 * keep.mean():.0f} % at [{low:g}, {high:g}]; nine in ten lie in {nine_in_ten}"
+    return keep.mean() > 0.5, why
+
+
+def seq_ess_text(x: Evidence, share: float) -> str:
+    """Equal weights have ESS 1, also if they are equal because all of them were clamped."""
+    false = " and false: they are clamped" if x.clamped > 0.5 else ""
+    return f"ESS of the responses is {share:.2f}{false}"
+
+
+VERDICTS = {
+    "none": judge_none,
+    "tis": judge_tis,
+    "jackpot": judge_jackpot,
+    "seq_is": judge_seq_is,
+    "seq_tis": judge_seq_tis,
+    "seq_mis": judge_seq_mis,
+    "geo_rs": judge_geo_rs,
+}
+
+
+def judged(x: Evidence) -> list[dict]:
+    """One row a correction: its name, whether it is viable at these lengths, and why."""
+    rows = []
+    for name, judge in VERDICTS.items():
+        viable, why = judge(x)
+        if x.biased and name != "none":
+            why += f"; but the mean of r is {x.token_ratio.mean():.3f}, not 1: the learner scores another distribution "
+            why += "than was sampled (--keep_sampling_mask, --logprobs_mode, --temperature)"
+        rows.append({"correction": name, "viable": bool(viable), "why": why})
+    return rows

@@ -1,0 +1,391 @@
+"""Sampler and learner bit for bit: log p_inf = log p_ref, not nearly, but with a difference of 0 (--exact).
+
+A floating-point sum depends on its order, and libraries choose that order by the shape of what they are given. A
+sampler decodes a token a row with a cache of keys; the learner reads whole responses, in other batches: with equal
+weights their log-probabilities differ by 1e-5 in float32 and by 1e-2 in bfloat16. Here each sum is taken in one order,
+whatever stands around it. Sampler and learner run the very same functions: float32 weights, and in bfloat16 both under
+autocast.
+
+    where a sum is taken             its order depends on      here
+    linear layers, head              rows of the batch         `product`: ROWS rows at a time, filled up with zeros
+    q k, over the entries of a head  queries, keys, batch      `products`: HEADS matrices of fixed shape at a time
+    p v, over the keys               number of keys            the same, KEYS keys at a time, their sums added in order
+    softmax's sum, over the keys     number of keys            KEYS keys at a time, added in order
+      (of a prompt that is padded)   where the padding is      put in order first: `Seen`
+    means of norms; softmax of       nothing: a row has one    as they are; logits end with the vocabulary on both
+      logits, and their cut          length                    sides
+    silu (no sum, but the ends of    place in the tensor       `quotient`: exp, which treats ends alike, and correctly
+      a tensor are rounded apart)                              rounded sums and quotients
+    int8 products                    nothing: integers         as they are (quant.py)
+    w4a16 products                   rows of the batch         `product`
+    temperature (no sum)             how it is divided by      times 1 / temperature in float32 on both sides
+    embedding, rotary angles         nothing: token by token   as they are
+    weights that travel (FSDP2)      nothing, but 16 bits      layers travel in float32 (memory.travels_in)
+                                     would round them
+
+A block of keys that a query does not see adds exactly 0, so a longer row, or a longer cache, changes nothing. Which
+row of a block a token stands in must not matter either. That holds of the libraries' matrix products, and is not taken
+on trust: every update on fresh rollouts looks at the largest difference of its tokens, and the run stops where it is
+not 0 (`check_zero`). The bits themselves may depend on the machine and its threads, which sampler and learner share.
+Gradients are ordinary, and depend on shapes as ever.
+
+Source: He et al., Defeating Nondeterminism in LLM Inference (2025), who write kernels with one order of sums."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import silu as torch_silu
+
+import quant
+from checkpoint import read_config
+from flags import need
+from model import head
+from sampling import Sampling
+
+ROWS = {"cpu": 64, "cuda": 256}  # tokens in one product with a weight
+HEADS = 64  # (response, head of keys, block of keys) in one batch of small products
+QUERIES = 8  # rows of such a product: the heads that share their keys times as many queries as fit
+KEYS = 32  # keys in a block
+UNSEEN = -1e30  # score of a key that a query does not see: finite, and its exponential is 0
+
+FAMILIES = ("granite", "llama", "mistral", "qwen2", "qwen3")  # tested: they consist of what the table names
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def product(x, weight):
+    """x W^T of x (M, K) and W (N, K), (M, N) in float32 (or float64): ROWS rows at a time."""
+    if x.dtype == torch.bfloat16 and not x.is_cuda:
+        x, weight = x.float(), weight.float()
+    size = ROWS[x.device.type]
+    out = x.new_empty(len(x), len(weight), dtype=torch.promote_types(x.dtype, torch.float32))
+    for rows, result in zip(x.split(size), out.split(size), strict=True):
+        if len(rows) < size or out.dtype != x.dtype:
+            result.copy_(head.product(filled(rows, size), weight)[: len(rows)])
+        else:
+            torch.mm(rows, weight.t(), out=result)
+    return out
+
+
+def products(a, b):
+    """a[i] b[i] for each i, of a (n, M, K) and b (n, K, N): HEADS of them at a time."""
+    out = a.new_empty(len(a), a.shape[1], b.shape[2])
+    for some, others, result in zip(a.split(HEADS), b.split(HEADS), out.split(HEADS), strict=True):
+        if len(some) < HEADS:
+            result.copy_(torch.bmm(filled(some, HEADS), filled(others, HEADS))[: len(some)])
+        else:
+            torch.bmm(some, others, out=result)
+    return out
+
+
+def filled(x, size: int):
+    """x (n, ...) with zeros behind it, (size, ...)."""
+    return torch.cat([x, x.new_zeros(size - len(x), *x.shape[1:])])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Multiply(torch.autograd.Function):
+    """x W^T of x (M, K), in the type of x, and W (N, K): `product`, with an ordinary gradient."""
+
+    @staticmethod
+    def forward(ctx, x, weight, rounded):
+        """rounded: W in the type of x."""
+        ctx.save_for_backward(x, weight)
+        return product(x, rounded).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight = ctx.saved_tensors
+        dx = g @ weight.to(g.dtype) if ctx.needs_input_grad[0] else None
+        dw = (g.t() @ x).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return dx, dw, None
+
+
+class WithGradientOf(torch.autograd.Function):
+    """exact(*inputs), with the gradient of ordinary(*inputs), the same function in another order of sums."""
+
+    @staticmethod
+    def forward(ctx, exact, ordinary, *inputs):
+        ctx.ordinary = ordinary
+        ctx.save_for_backward(*inputs)
+        return exact(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = ctx.ordinary(*inputs)
+        return None, None, *torch.autograd.grad(out, inputs, g.to(out.dtype))
+
+
+class ExactLinear(nn.Linear):
+    """A linear layer by `product`; under autocast in its type. `apply` puts it in the place of an nn.Linear.
+
+    Its parameters are those of the layer it replaces, the same objects under the same names."""
+
+    # the weight in the type of the products, and that weight's version, where it does not learn
+    cached: tuple[Any, torch.Tensor] | None = None
+
+    @classmethod
+    def from_linear(cls, layer: nn.Linear) -> ExactLinear:
+        exact = cls(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        exact.weight, exact.bias = layer.weight, layer.bias
+        return exact.train(layer.training)
+
+    def rounded(self, dtype: torch.dtype):
+        """The weight in this type: the numbers that are multiplied. On a CPU they are kept in float32."""
+        if self.weight.requires_grad:
+            return self.weight.detach().to(dtype)
+        version = (self.weight._version, self.weight.data_ptr(), dtype)
+        if self.cached is None or self.cached[0] != version:
+            rounded = self.weight.to(dtype)
+            self.cached = version, rounded if rounded.is_cuda else rounded.float()
+        return self.cached[1]
+
+    def forward(self, x):
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        with torch.autocast(device, enabled=False):
+            flat, weight = x.reshape(-1, x.shape[-1]).to(dtype), self.rounded(dtype)
+            if torch.is_grad_enabled():
+                y = Multiply.apply(flat, self.weight, weight)
+            else:
+                y = product(flat, weight).to(dtype)
+        y = y.view(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias.to(dtype)
+
+
+def quotient(x):
+    z = x.float()
+    return z.div(z.neg().exp_().add_(1.0)).to(x.dtype)
+
+
+class SiLU(nn.Module):
+    """x / (1 + exp(-x))."""
+
+    def forward(self, x):
+        return WithGradientOf.apply(quotient, torch_silu, x) if torch.is_grad_enabled() else quotient(x)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Seen(NamedTuple):
+    """Which keys the queries of a forward see, for all its layers."""
+
+    mask: torch.Tensor  # (B, 1, Q, K) bool
+    unseen: torch.Tensor  # (B, 1, Q, n KEYS) bool, of the keys in `order`
+    order: torch.Tensor | None  # (B, n KEYS): the keys in order, those that no query sees last; None: as they are
+
+    @classmethod
+    def of(cls, mask) -> Seen:
+        """Of a mask. The last query sees all keys that there are, wherever padding stands."""
+        padded = pad(mask, (0, -mask.shape[3] % KEYS))
+        absent = ~padded[:, 0, -1]  # (B, n KEYS)
+        if not absent[:, : mask.shape[3]].any():
+            return cls(mask, ~padded, None)
+        order = absent.byte().argsort(dim=1, stable=True)
+        unseen = ~padded.gather(3, order[:, None, None].expand_as(padded))
+        return cls(mask, unseen, order.clamp_max(mask.shape[3] - 1))
+
+    def blocks(self, x):
+        """Keys or values (B, H, K, D) -> (B, H, n, KEYS, D) in float32, in order, filled up with what is not seen."""
+        B, H, K, D = x.shape
+        if self.order is None:
+            return pad(x.float(), (0, 0, 0, -K % KEYS)).unflatten(2, (-1, KEYS))
+        first = K * torch.arange(B * H, device=x.device).view(B, H, 1)
+        places = (first + self.order[:, None]).flatten()
+        return x.float().reshape(-1, D).index_select(0, places).view(B, H, -1, KEYS, D)
+
+
+def seen(**how) -> Seen:
+    """transformers' interface: what becomes the attention_mask of the layers."""
+    from transformers.masking_utils import sdpa_mask
+
+    return Seen.of(sdpa_mask(**{**how, "allow_is_causal_skip": False}))
+
+
+def attention(module, query, key, value, attention_mask: Seen, scaling: float, **_):
+    """transformers' interface: softmax(scaling Q K^T) V, (B, Q, heads, D), and no weights.
+
+    query (B, heads, Q, D); key and value (B, heads of keys, K, D)."""
+    exact = functools.partial(exact_attention, attention_mask, scaling)
+    with torch.autocast(query.device.type, enabled=False):
+        if torch.is_grad_enabled():
+            ordinary = functools.partial(ordinary_attention, attention_mask.mask, scaling)
+            out = WithGradientOf.apply(exact, ordinary, query, key, value)
+        else:
+            out = exact(query, key, value)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def ordinary_attention(mask, scaling: float, query, key, value):
+    """The same by torch, (B, heads, Q, D) in float32."""
+    query, key, value = query.float(), key.float(), value.float()
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+
+
+def exact_attention(seen: Seen, scaling: float, query, key, value):
+    """The same by blocks, (B, heads, Q, D) in the type of the values."""
+    Q, K = query.shape[2], key.shape[2]
+    shared = query.shape[1] // key.shape[1]  # heads with the same keys
+    size = max(1, QUERIES // shared)
+    dtype, key, value = value.dtype, seen.blocks(key), seen.blocks(value)
+    query = pad(query.float() * scaling, (0, 0, 0, -Q % size)).unflatten(1, (-1, shared))
+    unseen = pad(seen.unseen, (0, 0, 0, -Q % size), value=True)
+    outs = []
+    for first in range(0, Q, size):
+        n = min(key.shape[2], -(-(K - Q + first + size) // KEYS))  # behind them no key is seen
+        at = slice(first, first + size)
+        outs.append(one_block(query[:, :, :, at], key[:, :, :n], value[:, :, :n], unseen[:, :, at, : n * KEYS]))
+    return torch.cat(outs, 3).flatten(1, 2)[:, :, :Q].to(dtype)
+
+
+def one_block(query, key, value, unseen):
+    """Attention of a block of queries, (B, H, shared, size, D) float32.
+
+    query (B, H, shared, size, D); key, value (B, H, n, KEYS, D); unseen (B or 1, 1, size, n KEYS)."""
+    B, H, n = key.shape[:3]
+    shared, size = query.shape[2:4]
+    rows = query.reshape(B, H, 1, shared * size, -1).expand(-1, -1, n, -1, -1)
+    scores = products(rows.flatten(0, 2), key.flatten(0, 2).transpose(1, 2)).view(B, H, n, shared, size, KEYS)
+    hidden = unseen.unflatten(3, (n, KEYS)).transpose(2, 3)[:, :, :, None]  # (B, 1, n, 1, size, KEYS)
+    scores = scores.masked_fill_(hidden, UNSEEN)
+    p = scores.sub_(scores.amax((2, 5), keepdim=True)).exp_()
+    mixed = products(p.view(B * H * n, shared * size, KEYS), value.flatten(0, 2)).view(B, H, n, shared, size, -1)
+    mass = p.sum(-1, keepdim=True)
+    total, all_mass = mixed[:, :, 0], mass[:, :, 0]
+    for i in range(1, n):  # in order: a block that is not seen adds 0
+        total, all_mass = total + mixed[:, :, i], all_mass + mass[:, :, i]
+    return total / all_mass
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def apply(model):
+    """Put the functions above into a model, low-bit layers included (quant.align comes before), and return it."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # seconds to load
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, quant.LowBitLinear):
+                child.multiply = product
+            elif isinstance(child, nn.Linear):
+                setattr(parent, name, ExactLinear.from_linear(child))
+            elif type(child).__name__ in ("SiLU", "SiLUActivation"):
+                setattr(parent, name, SiLU())
+    ALL_ATTENTION_FUNCTIONS.register("exact", attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("exact", seen)
+    model.set_attn_implementation("exact")
+    return model
+
+
+def product_of(layer):
+    """How the logits of a model with this output embedding are multiplied."""
+    return product if isinstance(layer, ExactLinear) else head.product
+
+
+def as_sampler(model, dtype: str, head_fp32: bool, vocabulary: int | None):
+    """An engine's model, float32, that computes logits as the learner does (PolicyAndActor), in the compute type
+    `dtype`; returned."""
+    apply(model.requires_grad_(False))
+    model.forward = functools.partial(forward, model, getattr(torch, dtype), head_fp32, vocabulary)
+    return model
+
+
+def forward(model, dtype: torch.dtype, head_fp32: bool, vocabulary: int | None, input_ids, logits_to_keep=0, **more):
+    """A model's forward: logits (B, S, V) in float32, of the last `logits_to_keep` places or of all."""
+    with torch.autocast(input_ids.device.type, dtype, enabled=dtype != torch.float32):
+        out = model.base_model(input_ids=input_ids, **more)
+    hidden = out.last_hidden_state[:, -logits_to_keep:].to(torch.float32 if head_fp32 else dtype)
+    layer = model.get_output_embeddings()
+    made = head.Head.of(model.config, vocabulary, product)
+    logits = made.logits(hidden.flatten(0, 1), layer.rounded(hidden.dtype), layer.bias)
+    return SimpleNamespace(logits=logits.unflatten(0, hidden.shape[:2]), past_key_values=out.past_key_values)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where it holds
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def check(cfg) -> None:
+    """UserError with one sentence if engine and learner cannot be one function with these flags."""
+    if not cfg.exact:
+        return
+    local = getattr(cfg, "samplers", "local") == "local"
+    need(
+        cfg.rollout == "hf" and local,
+        "--exact: vLLM and remote samplers take their sums in orders of their own; use --rollout=hf --samplers=local, "
+        "or leave it out",
+    )
+    dtype = getattr(cfg, "dtype", cfg.rollout_dtype)
+    need(
+        cfg.rollout_dtype == dtype != "float16",
+        f"--exact: --rollout_dtype={cfg.rollout_dtype} and --dtype={dtype} must be the same, float32 or bfloat16",
+    )
+    same = cfg.learner_quant in ("aligned", cfg.rollout_quant)
+    need(
+        same and cfg.rollout_quant != "fp8",
+        f"--exact: --rollout_quant={cfg.rollout_quant} and --learner_quant={cfg.learner_quant} must be the same, and "
+        "not fp8; align the learner with --learner_quant=aligned",
+    )
+    need(getattr(cfg, "lora_rank", 0) == 0, "--exact: adapters are merged for the engine, in another order of sums; "
+        "leave out --exact or --lora_rank")  # fmt: skip
+    scored = cfg.keep_sampling_mask != "off" or not Sampling.of(cfg).truncates
+    need(
+        scored and cfg.logprobs_mode == "processed",
+        f"--exact: with --keep_sampling_mask={cfg.keep_sampling_mask} and --logprobs_mode={cfg.logprobs_mode} the "
+        "learner scores another distribution than is sampled; use replay and processed",
+    )
+
+
+def check_model(cfg, policy: str, actor: str | None) -> None:
+    """UserError unless the model that samples, a folder, consists of what this file knows."""
+    if not cfg.exact:
+        return
+    flag = "actor" if actor else "model"
+    config = read_config(actor or policy).get_text_config()
+    known, act = ", ".join(FAMILIES), getattr(config, "hidden_act", "another")
+    need(
+        config.model_type in FAMILIES and act == "silu",
+        f"--exact: the sums of a model of the family {config.model_type} with {act} (--{flag}) are not known here, "
+        f"those of {known} with silu are; leave it out",
+    )
+    window = getattr(config, "sliding_window", None)
+    slides = window and getattr(config, "use_sliding_window", True)
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    need(
+        not slides and kind in ("default", "linear", "llama3", "yarn"),
+        f"--exact: the model of --{flag} has sliding windows, or rotary angles that depend on a batch's length "
+        f"({kind}); leave it out",
+    )
+
+
+def check_zero(cfg, logged: dict) -> None:
+    """UserError if a token of an update on fresh rollouts had other log-probabilities in engine and learner."""
+    gap = logged["rollout_corr/largest_gap" if cfg.actor == "none" else "actor/largest_gap"]
+    need(
+        not gap > 0 or logged["staleness/max_updates"] > 0,
+        f"--exact: on fresh rollouts log p_inf and log p_ref differ by {gap:.3g}; the matrix products of this machine "
+        "depend on more than model/exact.py holds fixed; leave it out, and report the machine",
+    )

@@ -1,0 +1,218 @@
+"""A sampler's end of a shared folder, with the face of link.Link: files.py says what lies where."""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+import time
+from pathlib import Path
+
+from flags import UserError
+from remote import wire
+from remote.account import OddFileError, Spool, rank_of, read_regular, write_atomically
+from remote.clock import LearnerClock
+from remote.files import BEAT, clock_file, read_message
+
+PRINT_EVERY = 30.0  # seconds between two lines on the screen about a learner that is not there
+OFFERS = 64  # names of lost groups in a hello
+WEIGHTS = re.compile(r"v[0-9]{6,18}\.safetensors")
+
+
+class FilesLink(threading.Thread):
+    """A thread that looks into the folder, as link.Link listens to its sockets. The spool is the folder itself."""
+
+    def __init__(self, folder: str, streams: list[str], flags, spool: Spool):
+        super().__init__(daemon=True, name="link")
+        self.folder = Path(folder).resolve()
+        self.streams = streams
+        self.flags = flags
+        self.spool = spool
+        self.welcome: queue.Queue[wire.Welcome] = queue.Queue()
+        self.newest: wire.Weights | None = None
+        self.error = ""
+        self.stopping = False
+        self.session = ""
+        self.got = dict.fromkeys(streams, 0)  # groups fetched by the learner and not held yet
+        self.grants: dict[str, int] = {}  # groups of this life that the learner has granted
+        self.asks: dict[str, tuple[int, int]] = {}  # how many more, with weights of which version
+        self.clocks = {stream: LearnerClock() for stream in streams}
+        self.read: dict[str, float] = {}  # stream -> stamp of the learner's clock that was read last
+        self.touched = 0  # when the learner touched `welcome` last, by its clock
+        self.heard = time.monotonic()  # the same, when it was noticed
+        self.beat = 0.0
+        self.start()
+
+    def behind(self, stream: str) -> int:
+        """Groups that the learner has not fetched, as link.Link.behind."""
+        return max(0, len(self.spool.waiting[stream]) - self.got[stream])
+
+    def granted(self, stream: str) -> int:
+        """As link.Link.granted."""
+        return self.grants.get(stream, 0)
+
+    def ask_for(self, stream: str, wants: int, version: int) -> None:
+        """As link.Link.ask_for."""
+        if self.asks.get(stream) != (wants, version):
+            self.asks[stream] = (wants, version)
+            if wants:
+                self.beat = 0.0
+
+    def offset(self, stream: str) -> float:
+        """Seconds that the clock of this stream's learner is ahead of ours."""
+        return self.clocks[stream].offset
+
+    def reroute(self, addresses: list[str], streams: list[str]) -> None:
+        """Look after these streams too; those of before stay, as long as the spool has something for them."""
+        for stream in streams:
+            self.clocks.setdefault(stream, LearnerClock())
+            self.got.setdefault(stream, 0)
+        self.streams = [*streams, *(s for s in self.streams if s not in streams)]
+
+    def close(self) -> None:
+        self.stopping = True
+        self.join(timeout=5)
+
+    def run(self) -> None:
+        before = time.monotonic()
+        while not self.stopping and not self.error:
+            now = time.monotonic()
+            away = now - before
+            before = now
+            if away > self.flags.patience:  # this process was suspended; do not count that time against the learner
+                self.heard += away
+            self._turn_if_there(now)
+            if now - self.heard > self.flags.give_up:
+                self.error = (
+                    f"no sign of life from a learner in {self.folder} for {self.flags.give_up:.0f} s: is it up? "
+                    "A group that was handed over waits in the folder"
+                )
+            time.sleep(0.05)
+
+    def _turn_if_there(self, now: float) -> None:
+        """One turn. Whatever lies in the folder, the thread goes on, until --give_up seconds are over, and one bad file
+        keeps no other from being read."""
+        # The clock is known before there are weights to sample with.
+        for work in (self._read_welcome, self._read_clocks, self._read_fetched, self._write_hellos, self._read_newest):
+            try:
+                work(now)
+            except (FileNotFoundError, wire.WireError):
+                pass  # replaced while it was read: the next turn finds what replaced it
+            except Exception as e:
+                what = e.strerror if isinstance(e, OSError) else repr(e)
+                if what:
+                    print(f"{self.folder}: {wire.printable(what)}; trying again", flush=True)
+                    time.sleep(1.0)
+            if self.error:
+                return
+
+    def _read_welcome(self, now: float) -> None:
+        path = self.folder / "welcome"
+        touched = path.stat().st_mtime_ns
+        if touched == self.touched:
+            return
+        welcome = read_message(path, wire.Welcome)
+        self.touched = touched
+        self.heard = now
+        self.error = wire.protocol_mismatch(learner=welcome.protocol, sampler=wire.PROTOCOL)
+        if not self.error and welcome.session != self.session:
+            self.session = welcome.session
+            self.welcome.put(welcome)
+
+    def _read_clocks(self, now: float) -> None:
+        for stream, clock in list(self.clocks.items()):
+            path = self.folder / clock_file(rank_of(stream))
+            stamp = path.lstat().st_mtime
+            if stamp != self.read.get(stream):
+                self.read[stream] = stamp
+                clock.stamped_there(read_message(path, wire.Got).clock, stamp)
+
+    def _read_fetched(self, now: float) -> None:
+        for stream in self.streams:
+            self._read_fetched_of(stream)
+
+    def _read_fetched_of(self, stream: str) -> None:
+        """Which groups the learner holds, which it has fetched, and how many it wants."""
+        held, got = self.folder / "held" / stream, self.folder / "got" / stream
+        with self.spool.lock:
+            known = {*self.spool.waiting[stream], *self.spool.lost[stream]}
+        if held.exists():
+            self.spool.forget(known.intersection(read_message(held, wire.Held).names))
+        names = set(read_message(got, wire.Got).names) if got.exists() else set()
+        with self.spool.lock:
+            self.got[stream] = sum(name in names for name in self.spool.waiting[stream])
+        grant = self.folder / "grants" / stream
+        given = read_message(grant, wire.Grant) if grant.exists() else wire.Grant(0, 0)
+        self.grants[stream] = given.groups if given.incarnation == self.spool.incarnation else 0
+
+    def _read_newest(self, now: float) -> None:
+        newest = self.folder / "models" / "newest"
+        if not newest.exists():
+            return
+        offer = read_message(newest, wire.Offer)
+        most = self.flags.most_weights * 2**30
+        if offer.of.nbytes > most:
+            gib = offer.of.nbytes / 2**30
+            self.error = f"--most_weights={self.flags.most_weights}: the learner's weights have {gib:.1f} GiB"
+            return
+        offer.of.check(int(most))
+        wire.need(WEIGHTS.fullmatch(offer.of.name) and offer.version >= 0, "newest: the offer of no weights")
+        weights = wire.Weights(offer.version, offer.published, self.folder / "models" / offer.of.name)
+        if self.newest != weights and self._are_whole(weights.path, offer.of):
+            self.newest = weights
+
+    def _are_whole(self, path: Path, of: wire.Manifest) -> bool:
+        try:
+            return wire.manifest(of.name, read_regular(path, of.nbytes)) == of
+        except OddFileError:
+            return False
+
+    def _write_hellos(self, now: float) -> None:
+        if now - self.beat > BEAT:
+            self.beat = now
+            for stream in self.streams:
+                self._write_hello(stream)
+
+    def _write_hello(self, stream: str) -> None:
+        wants, version = self.asks.get(stream, (0, 0))
+        hello = wire.Hello(
+            protocol=wire.PROTOCOL,
+            sampler=stream,
+            incarnation=self.spool.incarnation,
+            session=self.session,
+            handed=self.spool.handed[stream],
+            lost=self.spool.lost[stream][:OFFERS],
+            sent=time.time(),
+            wants=wants,
+            version=version,
+        )
+        path = self.folder / "samplers" / stream
+        write_atomically(path, wire.encode(hello))
+        self.clocks[stream].stamped_here(hello.sent, path.lstat().st_mtime)
+
+
+def wait_for_ranks(folder: Path, flags) -> int:
+    """The number of the learner's ranks, once it is there. UserError after --give_up seconds without one."""
+    start = time.monotonic()
+    printed = start
+    while (ranks := ranks_of_learner(folder)) is None:
+        now = time.monotonic()
+        if now - start > flags.give_up:
+            raise UserError(
+                f"--connect={flags.connect}: no learner there for {flags.give_up:.0f} s; "
+                f"start it with --samplers=files --sync_path={folder}"
+            )
+        if now - printed > PRINT_EVERY:
+            printed = now
+            print(f"no learner at {folder} yet, waiting (at most {flags.give_up:.0f} s, --give_up)", flush=True)
+        time.sleep(0.05)
+    return ranks
+
+
+def ranks_of_learner(folder: Path) -> int | None:
+    """None where no learner has said welcome."""
+    try:
+        ranks = read_message(folder / "welcome", wire.Welcome).run.get("world")
+    except (OSError, wire.WireError):
+        return None
+    return ranks if isinstance(ranks, int) and 1 <= ranks <= 4096 else None

@@ -1,0 +1,222 @@
+"""The GPU list: what only a GPU can show, each part in a process and with a limit of its own.
+
+    python bench.py gpu                                # all parts in 25 minutes: results/gpu.md and gpu.json
+    python bench.py gpu --parts=learner,linears        # some of them; what is known of the others stays on the page
+    python bench.py gpu --device=cpu --scale=tiny      # the script itself, on a CPU: out/gpu
+
+tests        tests/test_gpu.py: rollouts, sync with its proof, low bits, sleep, two models, FSDP2, checkpoints, a run
+linears      aligned linear layers over bfloat16's, on the shapes of Qwen3-0.6B, 1.7B and 8B
+head         the chunked head beside whole logits, torch's own and Liger's, 151,936 words
+obrs         a Jackpot update over a plain PPO one
+learner      tokens per second, share of the device's peak, and the plan's memory, by model and length
+memory       checkpointing, two models, FSDP2 on one rank, aligned learners: time, and memory beside the plan
+rollouts     the plain engine: tokens per second, publication and its proof
+vllm         vLLM: tokens per second, publication and its proof, sleep and wake
+
+Models are Qwen3's shapes with random weights. A part that fails is a line of the page, and the next one begins; a part
+that is cut off by its limit keeps what it has measured. A share of the peak is that of dense bfloat16, without sparsity
+(PEAK); the work is 6 P + 6 L A S operations a token for P parameters in products, L layers, A numbers of all heads'
+queries and S tokens of a row: forward and backward, causal attention, nothing that is computed a second time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from flags import UserError, check_output, need, parse_flags, run_command
+from results import sweep
+from results.gpu_parts import PARTS, Setting
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The page
+# ---------------------------------------------------------------------------------------------------------------------
+
+PACKAGES = ("torch", "triton", "transformers", "vllm", "liger_kernel")
+
+
+@dataclass(frozen=True)
+class GpuFlags:
+    """The GPU list"""
+
+    parts: str = ",".join(PARTS)
+    """Names of parts."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """cpu: a trial of the script, where it can run."""
+    scale: Literal["full", "tiny"] = "full"
+    """tiny: two layers and a few tokens."""
+    out: str = ""
+    """Folder of gpu.md and gpu.json; by default results, and out/gpu for a trial."""
+    minutes: float = 25.0
+    """For all parts together; those that have not begun by then are skipped."""
+    part: str = ""
+    """One part in this process, its lines as JSON."""
+
+
+def said_by(command: list[str], limit: float) -> tuple[list[dict], str]:
+    """(the lines that a command printed, why it failed or "") of a process that ends within so many seconds."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        # in a group of its own, so that what it started ends with it
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=err, text=True, start_new_session=True)
+        why = ""
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            status, why = 1, f"its limit of {limit:.0f} s was over"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for stream in (out, err):
+            stream.seek(0)
+        rows = [json.loads(line) for line in out if line.startswith('{"what"') and line.endswith("}\n")]
+        if status and not why:
+            last = [line.strip() for line in err if line.strip()][-1:]
+            why = last[0][:300] if last else f"it ended with status {status}"
+    return rows, why
+
+
+def run_part(name: str, flags: GpuFlags, limit: float) -> dict:
+    """The record of one part, run in a process of its own."""
+    command = [sys.executable, __file__, f"--part={name}", f"--device={flags.device}", f"--scale={flags.scale}"]
+    start = time.perf_counter()
+    rows, why = said_by(command, limit)
+    return {"rows": rows, "failed": why, "seconds": time.perf_counter() - start, "about": about(flags, name)}
+
+
+def about(flags: GpuFlags, part: str) -> dict[str, str]:
+    """The machine, the versions, the date, the command."""
+    found = {"device": "CPU (a trial of the script, no result)", "driver": "none"}
+    if flags.device == "cuda":
+        asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+        with contextlib.suppress(OSError):
+            said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.splitlines()
+            name, driver, total = [*said[:1], "unknown, unknown, unknown"][0].split(", ")
+            found |= {"device": f"{name}, {total}", "driver": driver}
+    installed = importlib.metadata.packages_distributions()
+    for package in PACKAGES:
+        names = installed.get(package)
+        found[package] = importlib.metadata.version(names[0]) if names else "not installed"
+    date = datetime.now(UTC).strftime("%Y-%m-%d")
+    command = f"`python bench.py gpu --parts={part} --device={flags.device} --scale={flags.scale}`"
+    python = sys.version.split()[0]
+    return {**found, "cuda": str(torch.version.cuda), "python": python, "date": date, "command": command}
+
+
+def cell(x: float) -> str:
+    """A number in three figures, or whole."""
+    if math.isnan(x):
+        return "-"
+    return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}"
+
+
+def line_of(r: dict) -> list[str]:
+    """The cells of a row: what, measured, spread, goal."""
+    spread = " to ".join(cell(x) for x in r["spread"])
+    goal = r["goal"]
+    if goal and r["met"] is not None:
+        goal += ": yes" if r["met"] else ": **no**"
+    return [r["what"], r["why"] or f"{cell(r['value'])} {r['unit']}".strip(), spread, goal]
+
+
+def text_of(records: dict[str, dict]) -> str:
+    """The page below its marker."""
+    parts = ["Written by `python bench.py gpu` from gpu.json; a spread is that of the repeats, or a 95 % interval.\n"]
+    for name in PARTS:
+        if name not in records:
+            parts.append(f"## {name}\n\nNot run yet.\n")
+            continue
+        record = records[name]
+        where = ", ".join(f"{key} {value}" for key, value in record["about"].items())
+        says = " ".join(PARTS[name][0].__doc__.split())
+        parts.append(f"## {name}\n\n{says}\n\n{where}; {record['seconds']:.0f} s.\n")
+        if record["failed"]:
+            parts.append(f"**failed: {record['failed']}**\n")
+        if record["rows"]:
+            parts.append(sweep.markdown(["what", "measured", "spread", "goal"], map(line_of, record["rows"])))
+    return "\n".join(parts)
+
+
+def write(folder: Path, records: dict[str, dict]) -> None:
+    """gpu.json and, below its marker, gpu.md. What stands above the marker is kept."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "gpu.json").write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    page = folder / "gpu.md"
+    above = page.read_text(encoding="utf-8").split(sweep.MARKER)[0] if page.is_file() else "# gpu\n\n"
+    page.write_text(f"{above}{sweep.MARKER}\n{text_of(records)}", encoding="utf-8")
+
+
+def known(folder: Path) -> dict[str, dict]:
+    """What is in a folder's gpu.json; nothing, if there is none."""
+    file = folder / "gpu.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def named(flags: GpuFlags) -> list[str]:
+    """The parts that a command line names. UserError, one sentence: there is no such one."""
+    names = [name.strip() for name in flags.parts.split(",") if name.strip()]
+    for flag, asked in (("parts", names), ("part", [flags.part] if flags.part else [])):
+        for name in asked:
+            need(name in PARTS, f"--{flag}={name}: no such part; there are {', '.join(PARTS)}")
+    need(names, f"--parts is empty: name some of {', '.join(PARTS)}")
+    need(flags.minutes > 0, f"--minutes={flags.minutes:g}: must be above 0")
+    return names
+
+
+def run_list(flags: GpuFlags, names: list[str]) -> dict[str, dict]:
+    """Run the parts one after the other; the page is written behind each."""
+    trial = flags.device == "cpu" or flags.scale == "tiny"
+    folder = Path(flags.out or (ROOT / "out" / "gpu" if trial else sweep.RESULTS))
+    check_output("out", str(folder / "gpu.json"))
+    records, end = known(folder), time.perf_counter() + 60 * flags.minutes
+    for name in names:
+        left = end - time.perf_counter()
+        if left < 20:
+            print(f"{name}: skipped, --minutes={flags.minutes:g} are over", flush=True)
+            continue
+        print(f"{name} ...", flush=True)
+        record = run_part(name, flags, min(PARTS[name][1], left))
+        records[name] = record
+        write(folder, records)
+        for r in record["rows"]:
+            print("   ", "   ".join(filter(None, line_of(r))), flush=True)
+        print(f"    {record['seconds']:.0f} s", f"failed: {record['failed']}" if record["failed"] else "", flush=True)
+    print(folder / "gpu.md")
+    return records
+
+
+def main(argv: list[str] | None = None) -> None:
+    """`python bench.py gpu`, and one part of it."""
+    flags = parse_flags(GpuFlags, argv, __doc__.strip())
+    if flags.device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "gpu: there is no GPU here; name other benchmarks, or try the script with --device=cpu --scale=tiny"
+        )
+    names = named(flags)
+    if not flags.part:
+        run_list(flags, names)
+        return
+    for one in PARTS[flags.part][0](Setting(flags.device, flags.scale == "tiny")):
+        print(json.dumps(one), flush=True)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,529 @@
+"""The parts of the GPU list (results/gpu.py): each yields its rows, measured on a GPU or, in small, on a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib.metadata
+import importlib.util
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+import batching
+import bench
+import objectives
+import plan
+import quant
+from engines import HFEngine, VLLMEngine
+from learner import Comm, Learner
+from model import Needs, OneModelRows, Scored
+from model.head import ChunkedHead, Head, chunk_rows
+from rollout import uniforms
+from sampling import Sampling
+from sync import Probe, prove
+
+GIB = 2**30
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # operations a second
+PROMPT = 32  # tokens of the prompts of `bench.random_groups`
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The setting of a part
+# ---------------------------------------------------------------------------------------------------------------------
+
+QWEN3 = dict(vocab=151_936, head_dim=128, num_key_value_heads=8, max_position_embeddings=40_960)
+SHAPES = {
+    "0.6B": dict(hidden=1024, inter=3072, layers=28, num_attention_heads=16),
+    "1.7B": dict(hidden=2048, inter=6144, layers=28, num_attention_heads=16),
+    "4B": dict(hidden=2560, inter=9728, layers=36, num_attention_heads=32),
+    "8B": dict(hidden=4096, inter=12_288, layers=36, num_attention_heads=32, tie_word_embeddings=False),
+}
+TINY = dict(hidden=64, inter=96, layers=2, vocab=300, head_dim=32, num_attention_heads=2, num_key_value_heads=1)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a part runs, and on which scale."""
+
+    device: str = "cuda"
+    tiny: bool = False
+
+    @property
+    def cuda(self) -> bool:
+        return self.device == "cuda"
+
+    def pick(self, full, tiny):
+        """One of two, by the scale."""
+        return tiny if self.tiny else full
+
+    def shape(self, name: str) -> dict:
+        """The shape of a model, as bench.shaped takes it."""
+        return self.pick({**QWEN3, **SHAPES[name]}, {**TINY, "max_position_embeddings": 512})
+
+    def model(self, name: str, seed: int = 0):
+        """A model with random weights, made on the device."""
+        with torch.device(self.device):
+            return bench.shaped("", seed=seed, **self.shape(name))
+
+    def learner(self, cfg, name: str, actor: str = "") -> Learner:
+        return Learner(self.model(name), self.model(actor, 1) if actor else None, cfg, Comm(self.device))
+
+    def seconds(self, f) -> float:
+        """How long a call takes, until the device is done with it."""
+        return bench.seconds(self.waited(f))
+
+    def waited(self, f) -> Callable:
+        """The call, and the wait until the device is done with it."""
+
+        def run():
+            f()
+            bench.synchronize(self.device)
+
+        return run
+
+    def peak_of(self, f) -> float:
+        """The most GiB that are allocated while a call runs, beyond what was before; NaN without a GPU."""
+        if not self.cuda:
+            f()
+            return math.nan
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        f()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / GIB
+
+    def allocated(self) -> float:
+        """GiB that are allocated now."""
+        gc.collect()
+        if not self.cuda:
+            return 0.0
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated() / GIB
+
+    def flops_of_device(self) -> float:
+        name = torch.cuda.get_device_name() if self.cuda else ""
+        return next((flops for key, flops in PEAK.items() if key in name), math.nan)
+
+
+def row(what: str, value: float, unit: str = "", spread=(), goal: str = "", met: bool | None = None) -> dict:
+    """A line of the page. spread: the smallest and the largest of the repeats, or a 95 % interval; goal: what was
+    asked, and whether that is so, if it can be told."""
+    return {"what": what, "value": value, "unit": unit, "spread": list(spread), "goal": goal, "met": met, "why": ""}
+
+
+def missing(what: str, why: str) -> dict:
+    """A line for what could not be measured."""
+    return {**row(what, math.nan), "why": why}
+
+
+def softly(what: str, rows: Iterator[dict]) -> Iterator[dict]:
+    """These lines; where they end in an error, a line that says so."""
+    try:
+        yield from rows
+    except Exception as e:  # whatever it is, the next case may do
+        yield missing(what, f"failed: {type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ''}")
+
+
+def ratio_row(what: str, pairs: dict, goal: str = "", met: Callable = bool) -> dict:
+    """A line of what bench.compare returns: a ratio of times and its 95 % interval."""
+    said = met(pairs["ratio"]) if goal else None
+    return row(f"{what}, {pairs['pairs']} pairs", pairs["ratio"], "x", (pairs["low"], pairs["high"]), goal, said)
+
+
+def repeats_row(what: str, values: list[float], unit: str) -> dict:
+    """A line of repeated measurements: their median, the smallest, the largest."""
+    return row(f"{what}, {len(values)} times", float(np.median(values)), unit, (min(values), max(values)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tests
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def tests(s: Setting) -> Iterator[dict]:
+    """tests/test_gpu.py; a line for each test that did not pass."""
+    command = [sys.executable, "-m", "pytest", "-v", "-rfEs", "--tb=short", "tests/test_gpu.py"]
+    command += s.pick([], ["-k", "product"])
+    env = {**os.environ, "GPU_LIST_DEVICE": s.device}
+    passed, started = 0, time.perf_counter()
+    with subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as run:
+        for line in run.stdout:
+            print(line, end="", file=sys.stderr)
+            passed += " PASSED" in line
+            found = re.match(r"(FAILED|ERROR|SKIPPED) (?:\[\d+\] )?(.*)", line)
+            if found:
+                yield missing(found[2][:160], found[1].lower())
+    yield row(f"passed, in {time.perf_counter() - started:.0f} s", passed, "tests", goal="all", met=run.returncode == 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# linears, head
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def block_of(s: Setting, name: str) -> list[torch.nn.Linear]:
+    """The linear layers of one decoder layer, in bfloat16."""
+    with torch.device("meta"):
+        shape = {**s.shape(name), "layers": 1, "vocab": 16}
+        layer = bench.shaped("", **shape).base_model.layers[0]
+    sizes = [(m.in_features, m.out_features) for m in layer.modules() if isinstance(m, torch.nn.Linear)]
+    how = {"device": s.device, "dtype": torch.bfloat16, "bias": False}
+    return [torch.nn.Linear(*size, **how) for size in sizes]
+
+
+def linears(s: Setting) -> Iterator[dict]:
+    """Speed of aligned linear layers over that of bfloat16 ones: all products of a decoder layer, activations quantized
+    by each, weights once, as in the micro-batches of an update."""
+    for name in s.pick(("8B", "1.7B", "0.6B"), ("8B",)):
+        for tokens in s.pick((8192, 32_768), (24,)):
+            for kind in ("fp8", "int8"):
+                what = f"{kind}, {name}, {tokens:,} tokens"
+                yield from softly(what, speeds(s, what, kind, name, tokens))
+
+
+def speeds(s: Setting, what: str, kind: str, name: str, tokens: int) -> Iterator[dict]:
+    """Three lines: forward; with the gradients; forward with weights that are quantized every time."""
+    plain = block_of(s, name)
+    aligned = [quant.LowBitLinear.from_linear(m, quant.format_of(kind)) for m in plain]
+    inputs = {w: torch.randn(tokens, w, device=s.device, dtype=torch.bfloat16) for w in {m.in_features for m in plain}}
+    runs = [s.waited(partial(through, layers, inputs)) for layers in (plain, aligned)]
+    goal = ">= 1.3" if name == "8B" and kind == "fp8" else ""
+    yield ratio_row(f"speed, forward, {what}", bench.alternate(*runs, s.pick(10, 2), what), goal, lambda r: r >= 1.3)
+    runs = [s.waited(partial(through, layers, inputs, True)) for layers in (plain, aligned)]
+    yield ratio_row(f"forward and backward, {what}", bench.alternate(*runs, s.pick(6, 2), what))
+    runs = [s.waited(partial(through, plain, inputs)), s.waited(partial(anew, aligned, inputs))]
+    yield ratio_row(f"forward, weights quantized anew, {what}", bench.alternate(*runs, s.pick(6, 2), what))
+
+
+def through(layers, inputs: dict, backward: bool = False) -> None:
+    """The products of these layers, and of their gradients."""
+    with torch.set_grad_enabled(backward):
+        for m in layers:
+            x = inputs[m.in_features].requires_grad_(backward)
+            y = m(x)
+            if backward:
+                torch.autograd.grad(y, (x, m.weight), y.detach())
+
+
+def anew(layers, inputs: dict) -> None:
+    """The same of weights that are quantized first."""
+    for m in layers:
+        m.cached_version = None
+    through(layers, inputs)
+
+
+def heads(N: int, H: int, V: int, device: str) -> dict[str, Callable]:
+    """Ways to the negative log-probability of N tokens from hidden states (N, H), and back: name -> a call."""
+    how = {"device": device, "dtype": torch.bfloat16}
+    hidden = torch.randn(N, H, **how).requires_grad_()
+    weight = (torch.randn(V, H, **how) * 0.02).requires_grad_()
+    target = torch.randint(0, V, (N,), device=device)
+
+    def ours(chunk):
+        rows = OneModelRows(Scored(target, None, None, None), Needs())
+        return -ChunkedHead.apply(rows, chunk, [Head()], hidden, weight, None)[0].sum()
+
+    ways = {
+        "chunked, as the learner runs it": partial(ours, chunk_rows(V)),
+        "chunked, 1,024 tokens at a time": partial(ours, 1024),
+        "whole logits": lambda: F.cross_entropy((hidden @ weight.t()).float(), target, reduction="sum"),
+    }
+    if hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        options = torch.nn.LinearCrossEntropyOptions()
+        own = partial(F.linear_cross_entropy, hidden, weight, target, reduction="sum")
+        ways["torch.nn.functional.linear_cross_entropy"] = partial(own, options=options)
+    if importlib.util.find_spec("liger_kernel") and device == "cuda":
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        ways["liger-kernel"] = partial(LigerFusedLinearCrossEntropyLoss(reduction="sum"), weight, hidden, target)
+
+    def both(f):
+        hidden.grad = weight.grad = None
+        f().backward()
+
+    return {name: partial(both, f) for name, f in ways.items()}
+
+
+def head(s: Setting) -> Iterator[dict]:
+    """Time over that of whole logits, and memory beyond the inputs, both ways, of hidden states and weights in
+    bfloat16."""
+    N, V = s.pick((8192, 151_936), (48, 300))
+    for H in s.pick((1024, 2560), (32,)):
+        ways = heads(N, H, V, s.device)
+        for name in ("torch.nn.functional.linear_cross_entropy", "liger-kernel"):
+            if name not in ways:
+                yield missing(f"{name}, width {H:,}", "not installed")
+        for name, f in ways.items():
+            what = f"{name}, width {H:,}"
+            yield from softly(what, one_head(s, what, s.waited(f), s.waited(ways["whole logits"])))
+
+
+def one_head(s: Setting, what: str, run: Callable, whole: Callable) -> Iterator[dict]:
+    """Time over that of whole logits, milliseconds, and memory of one way."""
+    pairs = bench.alternate(run, whole, s.pick(8, 2), what)
+    yield ratio_row(f"time over that of whole logits, {what}", pairs)
+    yield row(f"time, {what}", 1000 * pairs["a_s"], "ms")
+    yield row(f"memory, {what}", s.peak_of(run), "GiB")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# obrs, learner, memory
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def configured(s: Setting, rows: int, length: int, **flags):
+    """A configuration whose update has so many responses of `length` tokens."""
+    micro = {"micro_tokens": s.pick(16_384, 256), "max_tokens": length}
+    sizes = {"train_batch": rows, "rollout_batch": rows, **micro}
+    usual = {"objective": "grpo", "dtype": "bfloat16", "lr": 1e-6, "actor_lr": 1e-6, **sizes}
+    return bench.resolved(**{**usual, **flags})
+
+
+def batch_of(learner: Learner, rows: int, length: int):
+    """A batch of random responses, and its statistics."""
+    vocabulary = learner.models.policy.config.vocab_size
+    groups = bench.random_groups(np.random.default_rng(0), rows // 8, length, vocabulary)
+    batch = batching.collate(groups, learner.cfg)
+    return batch, objectives.prepare(batch, learner.comm, learner.cfg, {})
+
+
+def with_topk(groups, K: int, vocabulary: int, rng):
+    """The same groups with K largest log-probabilities for each token."""
+    for group in groups:
+        for i, response in enumerate(group.responses):
+            n = len(response.tokens)
+            first = rng.integers(0, vocabulary - K, (n, 1))
+            ids = (first + np.arange(K)).astype(np.int32)  # K that differ
+            logp = np.sort(rng.uniform(-12, -4, (n, K)).astype(np.float32))[:, ::-1].copy()
+            group.responses[i] = replace(response, topk_ids=ids, topk_logp=logp)
+    return groups
+
+
+def obrs(s: Setting) -> Iterator[dict]:
+    """Ref pass, statistics, loss, step of Jackpot (target ref, K = 20) over those of PPO, one model, one batch."""
+    rows, length = s.pick((32, 1024), (16, 12))
+    learners = {}
+    for name in ("jackpot", "grpo"):
+        learners[name] = s.learner(configured(s, rows, length, objective=name, rollout_batch=2 * rows), "0.6B")
+    vocabulary = learners["grpo"].models.policy.config.vocab_size
+    rng = np.random.default_rng(0)
+    groups = with_topk(bench.random_groups(rng, 2 * rows // 8, length, vocabulary), 20, vocabulary, rng)
+
+    def step(name):
+        learner = learners[name]
+        whole = batching.collate(groups, learner.cfg)
+        batching.write_ref_columns(groups, learner.ref_columns(whole, learner.cfg.obrs_lambda))
+        bench.update(learner, groups[: len(groups) // 2])
+        bench.update(learner, groups[len(groups) // 2 :])
+
+    runs = [s.waited(partial(step, name)) for name in learners]
+    pairs = bench.alternate(*runs, s.pick(10, 2), "obrs")
+    yield ratio_row("time, Jackpot over PPO", pairs, "<= 1.01", lambda r: r <= 1.01)
+    yield row("tokens of a step", 2 * rows * length)
+
+
+def operations(model, length: int) -> float:
+    """Operations a token of forward and backward on rows of `length` tokens (see above)."""
+    c = model.config
+    P = sum(p.numel() for p in model.parameters())
+    if not c.tie_word_embeddings:
+        P -= model.get_input_embeddings().weight.numel()  # is looked up
+    return 6 * P + 6 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * length
+
+
+@functools.cache
+def planned(s: Setting, cfg, names: tuple[str, ...]) -> float:
+    """GiB of the plan's forward and backward with models of these shapes, without an engine."""
+    configs = {}
+    for role, name in zip(("policy", "actor"), names, strict=False):
+        with torch.device("meta"):
+            configs[role] = bench.shaped("", **s.shape(name)).config
+    made = plan.plan_of(cfg, configs, PROMPT, 1)
+    return (made.of_stage("forward and backward") - made.categories["engine"]) / GIB
+
+
+def fits(s: Setting, cfg, names: tuple[str, ...]) -> bool:
+    """Whether the plan leaves a tenth of the device's memory free."""
+    total = torch.cuda.get_device_properties(0).total_memory if s.cuda else math.inf
+    return planned(s, cfg, names) <= 0.9 * total / GIB
+
+
+class Measured(NamedTuple):
+    """Updates of one learner. tokens: of one; seconds: of each; gib: the most that is allocated, by the plan too."""
+
+    tokens: int
+    seconds: list[float]
+    gib: float
+    planned: float
+    share: float  # of the device's peak
+
+
+def updates(s: Setting, cfg, names: tuple[str, ...], n: int = 3) -> Measured:
+    """n updates of a new learner of these models, behind one that makes its states."""
+    before = s.allocated()
+    learner = s.learner(cfg, *names)
+    batch, stats = batch_of(learner, cfg.train_batch, cfg.max_tokens)
+    work = sum(operations(getattr(learner.models, name), cfg.max_tokens + PROMPT) for name in learner.names)
+    run = partial(learner.update, batch, stats)
+    run()
+    bench.synchronize(s.device)
+    held = s.allocated() - before
+    gib = held + s.peak_of(run)
+    spent = [s.seconds(run) for _ in range(n)]
+    tokens = int(batch.ids.numel())
+    share = work * tokens / float(np.median(spent)) / s.flops_of_device()
+    return Measured(tokens, spent, gib, planned(s, cfg, names), share)
+
+
+def case(s: Setting, what: str, cfg, names: tuple[str, ...], n: int = 3) -> Iterator[dict]:
+    """Three lines of `updates`: speed, share of the peak, memory."""
+    m = updates(s, cfg, names, n)
+    yield repeats_row(f"speed, {what}", [m.tokens / t for t in m.seconds], "tokens/s")
+    yield row(f"share of peak, {what}", 100 * m.share, "%")
+    near = abs(m.planned / m.gib - 1) <= 0.1 if s.cuda else None
+    yield row(f"memory, {what}, planned {m.planned:.2f}", m.gib, "GiB", goal="plan within 10 %", met=near)
+
+
+def learner(s: Setting) -> Iterator[dict]:
+    """Updates (forward, chunked head, backward, AdamW) in bfloat16 with float32 masters, by model and length of a row;
+    layers are computed a second time where the plan says that memory asks for it."""
+    for name in s.pick(("0.6B", "1.7B", "4B"), ("0.6B",)):
+        for length in s.pick((2048, 4096, 8192, 16_384), (40,)):
+            rows = max(8, s.pick(32_768, 8) // length // 8 * 8)
+            cfg = configured(s, rows, length)
+            how = ""
+            if not fits(s, cfg, (name,)):
+                cfg, how = replace(cfg, gradient_checkpointing=True), ", checkpointing"
+            what = f"{name}, {length:,} tokens{how}"
+            yield from softly(what, case(s, what, cfg, (name,), n=2 if length > 8192 else 3))
+
+
+def memory(s: Setting) -> Iterator[dict]:
+    """Ways to run, each beside the plan: rows of 2,048 tokens."""
+    rows, length = s.pick((16, 2048), (8, 40))
+    cases = {
+        "1.7B": ("1.7B", "", {}),
+        "1.7B, checkpointing": ("1.7B", "", {"gradient_checkpointing": True}),
+        "1.7B, optimizer in bfloat16": ("1.7B", "", {"optimizer_dtype": "bfloat16"}),
+        "1.7B, optimizer on the host": ("1.7B", "", {"offload": True}),
+        "1.7B and 0.6B, Jackpot": ("1.7B", "0.6B", {"actor": "base:actor", "objective": "jackpot"}),
+    }
+    for kind in ("int8", "fp8", "w4a16"):
+        flags = {"rollout_quant": kind, "learner_quant": "aligned", "quant_group": 32, "objective": "tis"}
+        cases[f"1.7B, {kind}, aligned"] = ("1.7B", "", flags)
+    for what in s.pick(list(cases), ["1.7B and 0.6B, Jackpot", "1.7B, fp8, aligned"]):
+        policy, actor, flags = cases[what]
+        names = (policy, actor) if actor else (policy,)
+        yield from softly(what, case(s, what, configured(s, rows, length, **flags), names))
+    with one_rank(s.device):
+        what = "1.7B, FSDP2 on one rank"
+        yield from softly(what, case(s, what, configured(s, rows, length, parallel="fsdp"), ("1.7B",)))
+
+
+@contextlib.contextmanager
+def one_rank(device: str):
+    """A process group of this process alone."""
+    with tempfile.NamedTemporaryFile() as file:
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        how = {"device_id": torch.device("cuda", 0)} if device == "cuda" else {}
+        torch.distributed.init_process_group(backend, init_method=f"file://{file.name}", rank=0, world_size=1, **how)
+        try:
+            yield
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rollouts, vllm
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def sampled(s: Setting, engine, what: str, tokens: int) -> Iterator[dict]:
+    """Tokens per second of an engine: 64 prompts, 8 responses to each."""
+    n = s.pick(64, 2)
+    prompts = bench.random_prompts(np.random.default_rng(0), n)
+    seeds = bench.numbered_seeds(n)
+    sampling = Sampling(max_tokens=tokens)
+    engine.generate(prompts, seeds, replace(sampling, max_tokens=2), 0, [])
+    times = [s.seconds(lambda: engine.generate(prompts, seeds, sampling, 0, [])) for _ in range(2)]
+    yield repeats_row(f"speed, {what}, {8 * n} responses of {tokens}", [8 * n * tokens / t for t in times], "tokens/s")
+
+
+def published(s: Setting, engine, learner: Learner, what: str) -> Iterator[dict]:
+    """Seconds of three publications with their proofs, and what the proofs say; between them is an update."""
+    vocabulary = learner.models.policy.config.vocab_size
+    ids = (uniforms(4 * 144, "probe") * vocabulary).astype(np.int64).reshape(4, 144)
+    probe = Probe(None, ids, config=learner.models.policy.config)
+    batch, stats = batch_of(learner, learner.cfg.train_batch, learner.cfg.max_tokens)
+    said, times = [], []
+    for version in range(3):
+        prove_now = partial(prove, engine, version, learner.published("policy", engine.packed), probe)
+        times.append(s.seconds(lambda now=prove_now: said.append(now().status)))
+        learner.update(batch, stats)
+    met = said == ["first", "proved", "proved"]
+    yield row(f"{what}: proofs, {', '.join(said)}", len(said), "syncs", goal="first, then proved", met=met)
+    yield row(f"{what}: a publication and its proof", float(np.median(times)), "s", (min(times), max(times)))
+
+
+def rollouts(s: Setting) -> Iterator[dict]:
+    """HFEngine in bfloat16 on the shape of Qwen3-0.6B."""
+    learner = s.learner(configured(s, *s.pick((16, 512), (8, 40)), lr=1e-3), "0.6B")
+    engine = HFEngine(s.model("0.6B", 1).to(torch.bfloat16), dtype="bfloat16", device=s.device)
+    yield from sampled(s, engine, "plain torch, 0.6B", s.pick(256, 4))
+    yield from published(s, engine, learner, "plain torch, 0.6B")
+
+
+def vllm(s: Setting) -> Iterator[dict]:
+    """VLLMEngine in bfloat16 on the shape of Qwen3-0.6B, beside a learner."""
+    if not importlib.util.find_spec("vllm"):
+        yield missing("vLLM", "not installed")
+        return
+    learner = s.learner(configured(s, *s.pick((16, 512), (8, 40)), lr=1e-3), "0.6B")
+    with tempfile.TemporaryDirectory() as folder:
+        learner.models.policy.save_pretrained(folder)
+        how = {"max_len": s.pick(2048, 160), "max_logprobs": 20, "dtype": s.pick("bfloat16", "float32")}
+        engine = VLLMEngine(folder, memory_gib=s.pick(0.3, 0.05), sleep_level=2, **how)
+    yield from sampled(s, engine, "vLLM, 0.6B", s.pick(256, 4))
+    yield from published(s, engine, learner, "vLLM, 0.6B")
+    if s.cuda:
+        free = torch.cuda.mem_get_info()[0]
+        asleep = s.seconds(engine.sleep)
+        yield row("sleep gives back", (torch.cuda.mem_get_info()[0] - free) / GIB, "GiB")
+        awake = s.seconds(lambda: engine.load(learner.published("policy", engine.packed)))
+        yield row("falls asleep", asleep, "s")
+        yield row("wakes and loads", awake, "s")
+    engine.close()
+
+
+# name -> (the part, seconds that it may take); the most telling first, should time run out
+PARTS = {
+    "tests": (tests, 360),
+    "linears": (linears, 150),
+    "head": (head, 120),
+    "obrs": (obrs, 120),
+    "learner": (learner, 330),
+    "memory": (memory, 300),
+    "rollouts": (rollouts, 120),
+    "vllm": (vllm, 240),
+}

@@ -1,0 +1,334 @@
+"""--exact: log-probabilities of the sampler and of the learner are the same bits, whatever stands around a token.
+
+Run under torchrun (by `test_two_ranks`) this file samples and scores on each rank."""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+import standins
+from conftest import ROOT, VOCAB, make_cfg, tiny_model
+
+import batching
+import objectives
+import quant
+from engines import HFEngine
+from flags import UserError
+from learner import Comm, Learner
+from model import Needs, PolicyAndActor, exact, head
+from rollout import Rollout
+from sampling import Sampling
+from train import Training
+
+FORMATS = {
+    "plain": {},
+    "int8": {"rollout_quant": "int8", "learner_quant": "aligned"},
+    "w4a16": {"rollout_quant": "w4a16", "learner_quant": "aligned", "quant_group": 32},
+}
+DISTRIBUTIONS = {"temperature": {"temperature": 0.7}, "kept sets": {"temperature": 1.3, "top_p": 0.9, "top_k": 40}}
+BF16 = {"dtype": "bfloat16", "rollout_dtype": "bfloat16"}
+TOKENS = 24  # of a response at most
+
+
+def make_pair(hidden: int = 32, comm=None, **changes):
+    """(engine, learner) of one tiny model, the learner's weights published."""
+    cfg = make_cfg(**{"objective": "tis", "exact": True, "micro_tokens": 2500, **changes})
+    learner = Learner(tiny_model(0, layers=2, hidden=hidden), None, cfg, comm or Comm())
+    model = tiny_model(0, layers=2, hidden=hidden)
+    if not cfg.exact:
+        model = model.to(getattr(torch, cfg.rollout_dtype))
+    how = {"dtype": cfg.rollout_dtype, "exact": cfg.exact, "head_fp32": cfg.lm_head_fp32}
+    engine = HFEngine(model, **how, fmt=quant.format_of(cfg.rollout_quant, cfg.quant_group))
+    engine.load(learner.published("policy", engine.packed))
+    return engine, learner
+
+
+def sample(
+    engine, n: int = 12, G: int = 4, seed: int = 0, longest: int = 30, vocabulary: int = VOCAB, **distribution
+) -> list[Rollout]:
+    """n groups behind prompts of unequal lengths, below `longest`; some responses end early, and some contexts are
+    longer than a block of keys."""
+    draws = [np.random.default_rng((seed, i)) for i in range(n)]
+    prompts = [rng.integers(0, vocabulary, rng.integers(2, longest)) for rng in draws]
+    sampling = Sampling(max_tokens=TOKENS, **distribution)
+    seeds = [[seed * 10**6 + G * i + g for g in range(G)] for i in range(n)]
+    allowed = vocabulary if sampling.truncates else 0
+    rows = engine.generate(prompts, seeds, sampling, 3, [1, 2, 3], allowed)
+    made = []
+    for i, (prompt, responses) in enumerate(zip(prompts, rows, strict=True)):
+        for g, response in enumerate(responses):
+            response.reward = float(g % 2)
+        about = dict(uid=("test", 0, i), prompt_id="p", prompt_ids=prompt.astype(np.int32), sampling=sampling)
+        about |= dict(model="policy", precision="", version=0, digest="", t_start=0.0, t_end=0.0)
+        made.append(Rollout(**about, responses=responses))
+    return made
+
+
+def gap(learner, groups) -> float:
+    """The largest |log p_inf - log p_ref|."""
+    batch = batching.collate(groups, learner.cfg)
+    return float((learner.score(batch, Needs()).logp - batch.logp_inf)[batch.exists].abs().max())
+
+
+def n_tokens(groups) -> int:
+    return sum(len(r.tokens) for group in groups for r in group.responses)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Zero
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("dtype", [{}, BF16], ids=["float32", "bfloat16"])
+def test_ten_thousand_tokens_are_equal_however_they_are_read(dtype, fmt, distribution, monkeypatch):
+    """In few micro-batches and in many, prompts shared or not, the head in large chunks and in small ones."""
+    engine, learner = make_pair(**dtype, **FORMATS[fmt], **DISTRIBUTIONS[distribution])
+    groups = sample(engine, n=125, **DISTRIBUTIONS[distribution])
+    assert n_tokens(groups) >= 10**4
+    if "top_p" in DISTRIBUTIONS[distribution]:
+        assert all(r.allowed_ids is not None for group in groups for r in group.responses)
+    assert {share for *_, share in learner._micro(batching.collate(groups, learner.cfg))} == {True}
+    assert gap(learner, groups) == 0
+    monkeypatch.setattr(PolicyAndActor, "can_share", False)
+    monkeypatch.setattr(head, "CHUNK_ELEMENTS", 1)
+    learner.cfg = make_cfg(**{**vars(learner.cfg), "micro_tokens": 190})
+    assert gap(learner, groups[:8]) == 0
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_single_row_equals_a_batch(fmt):
+    """A response that is decoded or read alone has the log-probabilities that it has among others. Rows are wide: sums
+    of few numbers are taken in one order anyway."""
+    engine, learner = make_pair(hidden=192, micro_tokens=1, **FORMATS[fmt])
+    groups = sample(engine, n=10, longest=5)
+    alone = sample(engine, n=1, G=1, longest=5)
+    assert np.array_equal(alone[0].responses[0].logp_inf, groups[0].responses[0].logp_inf)
+    for group in groups:
+        for r in group.responses:
+            for name in ("tokens", "loss_mask", "logp_inf", "topk_ids", "topk_logp"):
+                setattr(r, name, getattr(r, name)[:4])
+    assert gap(learner, groups) == 0
+
+
+@pytest.mark.parametrize("dtype", [{}, BF16], ids=["float32", "bfloat16"])
+def test_two_threads(dtype):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        engine, learner = make_pair(**dtype)
+        assert gap(learner, sample(engine, n=40)) == 0
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [{}, BF16], ids=["float32", "bfloat16"])
+def test_without_it_they_differ(dtype):
+    """The control: else zero would say nothing."""
+    engine, learner = make_pair(exact=False, **dtype)
+    assert gap(learner, sample(engine)) > (1e-3 if dtype else 1e-7)
+
+
+@pytest.mark.parametrize("head_fp32", [False, True])
+@pytest.mark.parametrize("family", exact.FAMILIES)
+def test_every_family_that_is_let_through(family, head_fp32):
+    """Biases, scaled logits, untied heads, heads with keys of their own, embeddings with rows beyond the vocabulary."""
+    changes = {"sliding_window": None} if family == "mistral" else {}
+    vocabulary = 290
+    models = [standins.model(family, vocab_size=vocabulary + 9, **changes) for _ in range(2)]
+    cfg = make_cfg(objective="tis", exact=True, lm_head_fp32=head_fp32, temperature=0.6, **BF16)
+    learner = Learner(models[0], None, cfg, Comm(), vocabulary)
+    engine = HFEngine(models[1], dtype="bfloat16", exact=True, head_fp32=head_fp32, vocabulary=vocabulary)
+    groups = sample(engine, vocabulary=vocabulary, temperature=0.6)
+    assert gap(learner, groups) == 0
+    learner.check_heads(np.arange(40).reshape(2, 20))
+
+
+def test_the_actor_that_samples_and_the_actor_that_is_scored():
+    cfg = make_cfg(objective="jackpot", exact=True, actor="base:actor", obrs_topk=3, **BF16)
+    learner = Learner(tiny_model(0, layers=2), tiny_model(1), cfg, Comm())
+    engine = HFEngine(tiny_model(1), dtype="bfloat16", exact=True)
+    groups = sample(engine)
+    batch = batching.collate(groups, cfg)
+    stats = learner.score(batch, Needs(exact_z=True, distill="forward"))
+    assert torch.equal(stats.actor_logp[batch.exists], batch.logp_inf[batch.exists])
+    assert not torch.equal(stats.logp[batch.exists], batch.logp_inf[batch.exists])
+
+
+def test_the_learners_own_cut_is_the_samplers():
+    """--keep_sampling_mask=recompute: no token that was sampled is cut."""
+    cut = {"top_p": 0.8, "min_p": 0.02}
+    engine, learner = make_pair(keep_sampling_mask="recompute", **cut, **BF16)
+    assert gap(learner, sample(engine, n=40, **cut)) == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# It is the same function, with its gradient
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_attention_is_attention():
+    """Against softmax(q k / sqrt(D)) v written out: heads that share keys, padding on the left, several blocks."""
+    torch.manual_seed(0)
+    B, heads, shared, Q, K, D = 3, 2, 3, 5, 70, 8
+    query = torch.randn(B, heads * shared, Q, D, requires_grad=True)
+    key, value = (torch.randn(B, heads, K, D, requires_grad=True) for _ in range(2))
+    first = torch.tensor([0, 4, 33])  # of each row's keys
+    place = torch.arange(K)
+    mask = (place >= first[:, None, None, None]) & (place <= torch.arange(K - Q, K)[:, None])
+    ours, _ = exact.attention(None, query, key, value, exact.Seen.of(mask), 0.3)
+    scores = torch.einsum("bhqd,bhkd->bhqk", query, key.repeat_interleave(shared, 1)) * 0.3
+    p = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    want = (p @ value.repeat_interleave(shared, 1)).transpose(1, 2)
+    assert torch.allclose(ours, want, atol=1e-5)
+    tensors, g = (query, key, value), torch.randn_like(want)
+    found = torch.autograd.grad(ours, tensors, g)
+    for x, y in zip(found, torch.autograd.grad(want, tensors, g), strict=True):
+        assert torch.allclose(x, y, atol=1e-5)
+
+
+def test_silu_far_from_zero_has_a_gradient():
+    x = torch.tensor([-200.0, -90.0, -1.0, 0.0, 3.0, 200.0], requires_grad=True)
+    y = exact.SiLU()(x)
+    assert torch.allclose(y, x * torch.sigmoid(x))
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    s = torch.sigmoid(x.detach())
+    assert torch.allclose(grad, s + x.detach() * s * (1 - s))
+
+
+@pytest.mark.parametrize("fmt", ["plain", "w4a16"])
+def test_the_gradient_is_the_ordinary_one(fmt):
+    """An update's gradient with --exact and without, with activations kept and computed again."""
+    engine, _ = make_pair(**FORMATS[fmt])
+    groups = sample(engine)
+    grads = []
+    for flags in ({"exact": False}, {"exact": True}, {"exact": True, "gradient_checkpointing": True}):
+        _, learner = make_pair(**FORMATS[fmt], **flags)
+        batch = batching.collate(groups, learner.cfg)
+        learner.backward(batch, objectives.prepare(batch, Comm(), learner.cfg, {}, None))
+        grads.append(torch.cat([p.grad.flatten() for p in learner.models.parameters()]))
+    for other in grads[1:]:
+        assert float((other - grads[0]).norm() / grads[0].norm()) < 1e-4
+    assert float(grads[0].norm()) > 1e-3
+
+
+def test_a_layer_that_is_written_to_is_read_anew():
+    """An engine's layer keeps its weight in 16 bits until another one is loaded."""
+    layer = exact.ExactLinear.from_linear(torch.nn.Linear(16, 8)).requires_grad_(False)
+    x = torch.randn(3, 16)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        layer(x)
+        layer.weight.copy_(torch.randn(8, 16))
+        want = F.linear(x.bfloat16().float(), layer.weight.bfloat16().float()).bfloat16()
+        assert torch.equal(layer(x), want + layer.bias.bfloat16())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where it holds, and what happens where it does not
+# ---------------------------------------------------------------------------------------------------------------------
+
+REFUSED = [
+    ({"rollout": "vllm"}, "--rollout=hf"),
+    ({"dtype": "bfloat16"}, "--rollout_dtype=float32 and --dtype=bfloat16"),
+    ({"dtype": "float16", "rollout_dtype": "float16"}, "float32 or bfloat16"),
+    ({"rollout_quant": "int8"}, "--learner_quant=aligned"),
+    ({"learner_quant": "int8"}, "--learner_quant=int8"),
+    ({"rollout_quant": "fp8", "learner_quant": "aligned"}, "not fp8"),
+    ({"top_p": 0.9, "keep_sampling_mask": "off"}, "use replay"),
+    ({"logprobs_mode": "raw"}, "--logprobs_mode=raw"),
+]
+
+
+@pytest.mark.parametrize(("flags", "says"), REFUSED)
+def test_what_cannot_be_exact_is_refused(flags, says):
+    with pytest.raises(UserError, match="--exact") as e:
+        make_cfg(objective="tis", exact=True, **flags)
+    assert says in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("gemma2", {}), ("mistral", {}), ("qwen3_moe", {}), ("phi", {}), ("llama", {"hidden_act": "gelu"})],
+)
+def test_models_that_are_not_known_are_refused(family, changes, tmp_path):
+    folder = standins.save(standins.model(family, **changes), tmp_path)
+    with pytest.raises(UserError, match="--exact"):
+        exact.check_model(make_cfg(objective="tis", exact=True), folder, None)
+
+
+def test_a_run_is_zero_and_stops_where_it_is_not(folders, tmp_path):
+    """Two batches of two updates; then one log-probability is off by its last bit."""
+    (tmp_path / "run").mkdir()
+    size = dict(rollout_batch=16, train_batch=8, group_size=4, steps=8, eval_every=-1, max_tokens=8)
+    about = dict(model=str(folders / "policy"), out=str(tmp_path / "run"), overwrite=True, objective="tis")
+    t = Training(make_cfg(exact=True, **about, **size), Comm())
+    for _ in range(4):
+        if not t.pending:
+            t.roll_out([])
+        assert t.update()["rollout_corr/largest_gap"] == 0
+    t.roll_out([])
+    response = t.pending[0][0].responses[0]
+    response.logp_inf[0] = np.nextafter(response.logp_inf[0], np.float32(-1e9))
+    with pytest.raises(UserError, match="--exact: on fresh rollouts log p_inf and log p_ref differ"):
+        t.update()
+    t.log.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks
+# ---------------------------------------------------------------------------------------------------------------------
+
+RANK_CASES = [{**dtype, "parallel": parallel} for dtype, parallel in itertools.product(({}, BF16), ("ddp", "fsdp"))]
+RANK_CASES.append({**BF16, "parallel": "fsdp", **FORMATS["w4a16"]})
+
+
+@pytest.mark.timeout(300)
+def test_two_ranks(tmp_path):
+    """Each rank samples for itself and scores its share, before and after an update of both."""
+    out = tmp_path / "gaps.pt"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*torchrun, __file__, str(out)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    gaps = torch.load(out)
+    assert len(gaps) == 2 * len(RANK_CASES)
+    assert max(itertools.chain.from_iterable(gaps)) == 0
+
+
+def main(out: str) -> None:
+    dist.init_process_group("gloo")
+    comm, gaps = Comm(), []
+    for case in RANK_CASES:
+        engine, learner = make_pair(comm=comm, **case)
+        for turn in range(2):
+            groups = sample(engine, n=4 + comm.rank, seed=1 + comm.rank)
+            said = [None] * comm.size
+            dist.all_gather_object(said, gap(learner, groups))
+            gaps.append(said)
+            batch = batching.collate(groups, learner.cfg)
+            if turn == 0:
+                learner.update(batch, objectives.prepare(batch, comm, learner.cfg, {}, None))
+                engine.load(learner.published("policy", engine.packed))
+    if comm.rank == 0:
+        torch.save(gaps, out)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may outlive the interpreter and abort it
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

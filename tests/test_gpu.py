@@ -1,0 +1,351 @@
+"""On a GPU: what the rest of the suite shows on CPUs, and what there is nowhere else. Skipped where there is none.
+
+python -m pytest tests/test_gpu.py                        # or all of the GPU list: python bench.py gpu
+GPU_LIST_DEVICE=cpu python -m pytest tests/test_gpu.py    # a trial on a CPU of what runs there"""
+
+import importlib.util
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_cfg, make_groups, tiny_model
+from ranks import make_learner, one_update
+
+import batching
+import objectives
+import train
+from engines import HFEngine, VLLMEngine
+from learner import Comm, Learner
+from model import Needs
+from quant import LowBitLinear, dequantize, format_of, product, quantize
+from results.gpu_parts import one_rank
+from rollout import Rollout, uniforms
+from sampling import Sampling
+from sync import Probe, SyncError, prove
+
+DEVICE = os.environ.get("GPU_LIST_DEVICE", "cuda")
+pytestmark = [
+    pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="there is no GPU here"),
+    pytest.mark.timeout(150),
+]
+ON_A_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU has it")
+f64 = torch.float64
+
+
+def relative(a: dict, b: dict) -> float:
+    """|a - b| / |a| over all parameters together."""
+    assert a.keys() == b.keys()
+    difference = sum(float((a[n].cpu() - b[n].cpu()).double().square().sum()) for n in a)
+    return (difference / sum(float(x.double().square().sum()) for x in a.values())) ** 0.5
+
+
+def gradient(case: dict, dtype, device: str, groups=None, **flags) -> dict:
+    """The gradient of one update of the tiny learner, by parameter."""
+    cfg = make_cfg(**case, **flags)
+    learner = make_learner(cfg, dtype, Comm(device))
+    return one_update(cfg, learner, groups or make_groups(4, seed=3, prompt=(6, 12)))[0]
+
+
+def prompts_and_seeds() -> tuple[list, list]:
+    """16 prompts of unequal lengths, 8 responses to each."""
+    prompts = [np.array([5 + i, 3, 100 + i, 7][: 2 + i % 3], np.int32) for i in range(16)]
+    return prompts, [list(range(9 * i, 9 * i + 8)) for i in range(16)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rollouts, gradients
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_plain_engine_samples_what_it_samples_on_a_cpu():
+    """The same tokens but where a draw falls between two roundings, and the log-probabilities of the model."""
+    how = (*prompts_and_seeds(), Sampling(max_tokens=12, temperature=0.8), 5, [1])
+    here, there = (HFEngine(tiny_model(0), device=device).generate(*how) for device in (DEVICE, "cpu"))
+    lm, equal = tiny_model(0).eval(), 0
+    for prompt, ours, theirs in zip(how[0], here, there, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            equal += np.array_equal(a.tokens, b.tokens)
+            ids = torch.from_numpy(np.concatenate([prompt, a.tokens])).long()
+            with torch.no_grad():
+                logp = (lm(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1] / 0.8).log_softmax(-1)
+            want = logp.gather(1, ids[len(prompt) :, None])[:, 0]
+            assert np.allclose(a.logp_inf, want, atol=1e-4)
+            assert np.allclose(a.topk_logp, logp.topk(5, -1).values, atol=1e-4)
+    assert equal >= 126  # of 128
+
+
+CASES = [
+    {"objective": "tis", "kl_coef": 0.3, "entropy_coef": 0.1},
+    {"objective": "jackpot"},
+    {"objective": "jackpot", "actor": "base:actor", "obrs_target": "new", "distill_direction": "reverse"},
+    {"objective": "gepo", "gepo_defence": 4.0, "cppo_beta": 0.5},
+    {"objective": "tbpo", "optimizer": "muon"},
+]
+
+
+@pytest.mark.parametrize("micro_tokens", [10**6, 45])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_gradient_is_that_of_a_cpu(case, micro_tokens):
+    there = gradient(case, f64, "cpu", micro_tokens=10**6)
+    assert relative(there, gradient(case, f64, DEVICE, micro_tokens=micro_tokens)) < 1e-6
+
+
+@pytest.mark.parametrize("flags", [{}, {"actor": "base:actor", "objective": "jackpot"}, {"dtype": "bfloat16"}], ids=str)
+def test_activations_that_are_computed_again_give_the_same_gradient(flags):
+    case, dtype = {"objective": "tis", **flags}, torch.float32 if "dtype" in flags else f64
+    once, again = (gradient(case, dtype, DEVICE, gradient_checkpointing=how) for how in (False, True))
+    assert relative(once, again) < (1e-2 if "dtype" in flags else 1e-6)
+
+
+@pytest.mark.parametrize("dtype, rounding", [("bfloat16", 3e-2), ("float16", 1e-2)])
+def test_a_gradient_in_16_bits_is_near_that_in_32(dtype, rounding):
+    exact = gradient({"objective": "tis"}, torch.float32, DEVICE)
+    rough = gradient({"objective": "tis", "dtype": dtype}, torch.float32, DEVICE)
+    assert 0 < relative(exact, rough) < rounding
+
+
+def test_states_that_wait_on_the_host_make_the_same_step():
+    models = []
+    for offload in (False, True):
+        cfg = make_cfg(objective="tis", lr=1e-2, offload=offload)
+        learner = Learner(tiny_model(0, layers=2), None, cfg, Comm(DEVICE))
+        batch = batching.collate(make_groups(2, seed=3), cfg)
+        for _ in range(2):
+            learner.update(batch, objectives.prepare(batch, learner.comm, cfg, {}))
+        moments = [state["exp_avg"] for state in learner.optimizers["policy"][0].state.values()]
+        assert {x.device.type for x in moments} == {"cpu" if offload else DEVICE}
+        models.append({name: p.detach() for name, p in learner.models.named_parameters()})
+    assert relative(*models) < 1e-6
+
+
+@pytest.mark.parametrize("case", [{"objective": "tis"}, {"objective": "jackpot", "actor": "base:actor"}], ids=str)
+def test_shards_of_one_rank_give_the_same_gradient(case):
+    plain = gradient(case, f64, DEVICE)
+    with one_rank(DEVICE):
+        sharded = gradient(case, f64, DEVICE, parallel="fsdp")
+    assert relative(plain, sharded) < 1e-6
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Low bits
+# ---------------------------------------------------------------------------------------------------------------------
+
+FORMATS = ["int8", "fp8", "w4a16"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_compiled_quantizer_is_the_plain_one(name, dtype):
+    fmt, x = format_of(name, 32), torch.randn(40, 192, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[3] = 0
+    q, s = fmt.quantize(x.to(DEVICE))
+    plain_q, plain_s = quantize.__wrapped__(x, fmt.qmax, fmt.dtype, fmt.group, fmt.scales)
+    assert torch.allclose(s.cpu(), plain_s, rtol=1e-6, atol=0) and q.dtype == fmt.dtype
+    assert (q.cpu().float() != plain_q.float()).float().mean() < 1e-3  # a quotient between two numbers
+    assert torch.allclose(dequantize(q, s).cpu(), dequantize(q.cpu(), s.cpu()), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(1, 32, 8), (5, 72, 40), (40, 192, 64), (300, 1024, 512)])
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_the_product_is_that_of_the_dequantized_matrices(name, shape):
+    """int8 to the last bits of float32; fp8 as its kernel rounds: bfloat16, and sums in fewer bits."""
+    M, K, N = shape
+    g, fmt = torch.Generator().manual_seed(1), format_of(name)
+    qx, sx = fmt.quantize(torch.randn(M, K, generator=g) * 3)
+    qw, sw = fmt.quantize(torch.randn(N, K, generator=g))
+    want = dequantize(qx, sx).double() @ dequantize(qw, sw).double().t()
+    got = product(*(x.to(DEVICE) for x in (qx, sx, qw, sw))).cpu().double()
+    assert got.shape == want.shape
+    assert (got - want).abs().max() <= (1e-5 if name == "int8" else 0.02) * want.abs().max()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_aligned_layer_and_its_gradient_are_those_of_a_cpu(name, dtype):
+    g = torch.Generator().manual_seed(2)
+    x, up = torch.randn(3, 7, 64, generator=g).to(dtype), torch.randn(3, 7, 48, generator=g).to(dtype)
+    weight, said = torch.randn(48, 64, generator=g), []
+    for device in (DEVICE, "cpu"):
+        linear = torch.nn.Linear(64, 48, bias=False)
+        linear.weight.data = weight.clone()
+        layer = LowBitLinear.from_linear(linear.to(device, dtype), format_of(name, 32))
+        own = x.to(device).requires_grad_()
+        y = layer(own)
+        (y * up.to(device)).sum().backward()
+        said.append({"y": y.detach(), "dx": own.grad, "dw": layer.weight.grad})
+    assert said[0]["y"].dtype == dtype
+    assert relative(*said) < 0.02
+
+
+@ON_A_GPU
+def test_scales_of_int4_are_numbers_of_bfloat16():
+    """So that vLLM, which keeps them in 16 bits, multiplies with the learner's own."""
+    for dtype in (torch.bfloat16, torch.float16):
+        _, s = format_of("w4a16", 32).quantize(torch.randn(16, 64, device=DEVICE) * 0.02)
+        assert s.dtype == torch.float32 and torch.equal(s, s.to(dtype).float())
+
+
+@torch.no_grad()
+def move(learner, seed: int) -> None:
+    """Change every weight by 2 % or so."""
+    g = torch.Generator().manual_seed(seed)
+    for p in learner.models.parameters():
+        p.mul_((1 + 0.02 * torch.randn(p.shape, generator=g)).to(p.device))
+
+
+def learners(name: str, *kinds: str):
+    for kind in kinds:
+        cfg = make_cfg(objective="tis", rollout_quant=name, learner_quant=kind, quant_group=32)
+        yield Learner(tiny_model(1), None, cfg, Comm(DEVICE))
+
+
+def mismatch(engine, learner) -> float:
+    """Mean |p_inf - p_ref| over the tokens of 16 groups that the engine samples."""
+    prompts, seeds = prompts_and_seeds()
+    responses = engine.generate(prompts, seeds, Sampling(max_tokens=12), 0, [1])
+    groups = [
+        Rollout(("q", 0, i), str(i), p, Sampling(), "policy", "float32", 0, "", 0.0, 0.0, g)
+        for i, (p, g) in enumerate(zip(prompts, responses, strict=True))
+    ]
+    b = batching.collate(groups, learner.cfg)
+    return float((learner.score(b, Needs()).logp.exp() - b.logp_inf.exp()).abs()[b.mask].mean())
+
+
+def check_alignment(engine, name: str) -> None:
+    """An aligned learner computes what the engine samples from, before and after proved updates; a plain one does
+    not."""
+    aligned, plain = learners(name, "aligned", "none")
+    probe = Probe(None, np.arange(2, 14), engine.fmt, config=aligned.models.policy.config)
+    for version in range(3):
+        for learner in (aligned, plain):
+            move(learner, version)
+        proof = prove(engine, version, aligned.published("policy", engine.packed), probe)
+        assert proof.status == ("first" if version == 0 else "proved")
+        assert mismatch(engine, aligned) < 0.2 * mismatch(engine, plain)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_aligned_learners_compute_what_the_plain_engine_computes(name):
+    fmt = format_of(name, 32)
+    check_alignment(HFEngine(tiny_model(1), device=DEVICE, fmt=fmt), name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sync, and a whole run
+# ---------------------------------------------------------------------------------------------------------------------
+
+IDS = (uniforms(8 * 32, "probe") * 256).astype(np.int64).reshape(8, 32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_new_weights_are_proved_and_old_ones_found_out(dtype):
+    learner = Learner(tiny_model(1), None, make_cfg(), Comm(DEVICE))
+    engine = HFEngine(tiny_model(2).to(getattr(torch, dtype)), dtype=dtype, device=DEVICE)
+    probe = Probe(None, IDS, config=learner.models.policy.config)
+    said = []
+    for version in range(4):
+        said.append(prove(engine, version, learner.published("policy", False), probe).status)
+        move(learner, version)
+    assert said == ["first", "proved", "proved", "proved"]
+    engine.load = lambda tensors: [None for _ in tensors]  # read, and not used
+    with pytest.raises(SyncError, match="it samples from old weights"):
+        prove(engine, 4, learner.published("policy", False), probe)
+
+
+@pytest.mark.parametrize("flags", [{}, {"dtype": "bfloat16", "rollout_dtype": "bfloat16"}], ids=str)
+def test_a_run_trains_saves_and_goes_on(flags, folders, tmp_path):
+    """train.py whole: policy and actor, the plain engine, evaluation, a checkpoint, a resume."""
+    how = {"model": str(folders / "policy"), "actor": str(folders / "actor"), "out": str(tmp_path / "run"), **flags}
+    how |= {"max_tokens": 6, "eval_problems": 4, "save_every": 2, "lr": 1e-3, "actor_lr": 1e-3}
+    train.train(make_cfg(objective="jackpot", steps=2, **how))
+    train.train(make_cfg(objective="jackpot", steps=4, resume=True, **how))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    updates = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in updates] == [0, 1, 2, 3]
+    assert all(np.isfinite(line["loss"]) and line["stepped"] for line in updates)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# vLLM
+# ---------------------------------------------------------------------------------------------------------------------
+
+VLLM = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vLLM is not installed")
+
+
+@pytest.fixture(scope="module")
+def vllm(folders):
+    """vLLM engines of the tiny actor by their format, each started once."""
+    made = {}
+
+    def get(name: str = "none") -> VLLMEngine:
+        if name not in made:
+            how = {"max_len": 64, "max_logprobs": 20, "memory_gib": 0.1, "fmt": format_of(name, 32), "sleep_level": 1}
+            made[name] = VLLMEngine(str(folders / "actor"), dtype="bfloat16" if DEVICE == "cuda" else "float32", **how)
+        return made[name]
+
+    yield get
+    for engine in made.values():
+        engine.close()
+
+
+@VLLM
+@pytest.mark.timeout(300)
+def test_vllm_samples_from_the_model(vllm):
+    prompts, seeds = prompts_and_seeds()
+    groups = vllm().generate(prompts, seeds, Sampling(max_tokens=12, temperature=0.8), 5, [1])
+    lm, gaps = tiny_model(1).eval(), []
+    for prompt, group in zip(prompts, groups, strict=True):
+        for r in group:
+            ids = torch.from_numpy(np.concatenate([prompt, r.tokens])).long()
+            with torch.no_grad():
+                logp = (lm(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1] / 0.8).log_softmax(-1)
+            gaps.append(np.abs(r.logp_inf - logp.gather(1, ids[len(prompt) :, None])[:, 0].numpy()).mean())
+    assert np.mean(gaps) < (0.05 if DEVICE == "cuda" else 1e-4)
+
+
+@VLLM
+@pytest.mark.timeout(300)
+def test_vllm_gets_new_weights_and_old_ones_are_found_out(vllm):
+    engine, learner = vllm(), Learner(tiny_model(1), None, make_cfg(), Comm(DEVICE))
+    probe, said = Probe(None, IDS, config=learner.models.policy.config), []
+    for version in range(4):
+        said.append(prove(engine, version, learner.published("policy", engine.packed), probe).status)
+        engine.sleep()
+        move(learner, version)
+    assert said == ["first", "proved", "proved", "proved"]
+    load = engine.load
+    engine.load = lambda tensors: [None for _ in tensors]
+    with pytest.raises(SyncError, match="it samples from old weights"):
+        prove(engine, 4, learner.published("policy", engine.packed), probe)
+    engine.load = load
+
+
+@VLLM
+@ON_A_GPU
+@pytest.mark.timeout(300)
+def test_an_engine_that_sleeps_gives_its_memory_back(vllm):
+    engine = vllm()
+    prompts, seeds = prompts_and_seeds()
+    how = (prompts, seeds, Sampling(max_tokens=4), 0, [1])
+    before = engine.generate(*how)
+    free = torch.cuda.mem_get_info()[0]
+    engine.sleep()
+    given_back = torch.cuda.mem_get_info()[0] - free
+    assert given_back > 0.05 * torch.cuda.get_device_properties(0).total_memory  # of a tenth
+    after = engine.generate(*how)
+    assert all(
+        np.array_equal(a.tokens, b.tokens)
+        for one, other in zip(before, after, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@VLLM
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", FORMATS)
+def test_aligned_learners_compute_what_vllm_computes(name, vllm):
+    engine = vllm(name)
+    assert engine.packed == (DEVICE == "cuda" or name != "w4a16")
+    check_alignment(engine, name)

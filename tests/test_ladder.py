@@ -1,0 +1,174 @@
+"""The ladder: shares by hand, rungs against the engines themselves, and planted faults that it must name."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import make_cfg
+from ladder_faults import PLANTED, make_models, named
+
+import batching
+import eval as evaluation
+from mismatch import ladder
+from rollout import Response, Rollout
+from sampling import Sampling
+from tasks import arithmetic_tokenizer
+
+FLOOR = [{"name": "x", "tokens": 1, "max": 0.0, "mean": 2e-9, "kl": 1e-9, "chi2": 0.0, "chi2_seq": 3e-9, "rms": 0.0}]
+
+
+@pytest.fixture(scope="module")
+def models(folders, tmp_path_factory):
+    return make_models(str(folders / "policy"), tmp_path_factory.mktemp("kinds"), arithmetic_tokenizer())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arithmetic
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def made_up_batch(lengths, group_size: int):
+    """A batch of responses of these lengths: nothing but lengths and groups matters."""
+    groups = []
+    for g in range(len(lengths) // group_size):
+        responses = []
+        for n in lengths[g * group_size :][:group_size]:
+            nothing = {"topk_ids": np.zeros((n, 0), np.int32), "topk_logp": np.zeros((n, 0), np.float32)}
+            responses.append(
+                Response(
+                    np.full(n, 5, np.int32), np.ones(n, bool), np.zeros(n, np.float32), finish_reason="stop", **nothing
+                )
+            )
+        groups.append(Rollout(("", 0, g), "", np.array([3], np.int32), Sampling(), "", "", 0, "", 0.0, 0.0, responses))
+    return batching.collate(groups, make_cfg(group_size=group_size))
+
+
+def test_shares_by_hand():
+    """Loops over tokens, on ragged responses, with numbers behind their ends that must not count."""
+    lengths = [3, 1, 2, 4]
+    rng = np.random.default_rng(0)
+    logp = -1 - 0.3 * rng.random((4, 4, 4))
+    logp[0, 3, :] -= 9  # the last response is beyond the clamp of 2 on all rungs but the first
+    batch = made_up_batch(lengths, 2)
+    found = ladder.shares(["zero", "a", "b", "c"], logp, batch, FLOOR, clamp=2.0)
+    f = {"kl": [], "dp": [], "var": []}
+    for k in range(4):
+        kl = dp = 0.0
+        weights = []
+        for b, n in enumerate(lengths):
+            total = 0.0
+            for t in range(n):
+                log_r = logp[0, b, t] - logp[k, b, t]
+                bounded = min(2.0, max(-2.0, log_r))
+                kl += (np.exp(bounded) - 1 - bounded) / 10
+                dp += abs(np.exp(logp[k, b, t]) - np.exp(logp[0, b, t])) / 10
+                total += log_r
+            weights.append(np.exp(min(2.0, max(-2.0, total))))
+        for name, value in zip(f, (kl, dp, np.var(weights)), strict=True):
+            f[name].append(value)
+    for name, values in f.items():
+        assert [row[name]["share"] for row in found["rows"]] == pytest.approx(np.diff(values))
+        assert sum(row[name]["share"] for row in found["rows"]) == pytest.approx(found["total"][name])
+        assert found["total"][name] == pytest.approx(values[-1]) and values[0] == 0
+    assert [row["source"] for row in found["rows"]] == ["a", "b", "c"]
+    assert found["floor"] == {"kl": 1e-9, "dp": 2e-9, "var": 3e-9}
+
+
+def test_errors_are_over_prompts():
+    """Every response of a prompt says the same: the error of a mean over P prompts is that of P numbers, not of P G."""
+    P, G = 30, 8
+    x = np.repeat(np.random.default_rng(1).random(P), G)
+    logp = np.stack([np.full((P * G, 1), -3.0), -3.0 + x[:, None]])
+    row = ladder.shares(["zero", "a"], logp, made_up_batch([1] * P * G, G), FLOOR, 20.0)["rows"][0]["dp"]
+    gaps = (np.exp(-3 + x) - np.exp(-3))[::G]
+    assert row["se"] == pytest.approx(gaps.std() / np.sqrt(P), rel=0.15)
+    assert row["low"] < row["share"] < row["high"]
+    assert row["high"] - row["low"] == pytest.approx(4 * row["se"], rel=0.15)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rungs
+# ---------------------------------------------------------------------------------------------------------------------
+
+CASES = {
+    "float32": (),
+    "bfloat16": ("--rollout_dtype=bfloat16",),
+    "int8": ("--rollout_quant=int8", "--temperature=0.7"),
+    "w2a16": ("--rollout_quant=w2a16", "--learner_quant=int8", "--quant_group=32"),
+    "replay": ("--top_p=0.8", "--top_k=12", "--temperature=1.2"),
+    "off": ("--top_p=0.8", "--keep_sampling_mask=off", "--rollout_quant=fp8"),
+    "recompute": ("--min_p=0.1", "--keep_sampling_mask=recompute", "--rollout_dtype=bfloat16", "--lm_head_fp32=True"),
+    "raw": ("--temperature=0.6", "--logprobs_mode=raw", "--dtype=bfloat16"),
+}
+SOURCES = {
+    "float32": [],
+    "bfloat16": ["head precision", "body precision"],
+    "int8": ["weight rounding", "activation rounding"],
+    "w2a16": ["weight rounding", "activation rounding"],
+    "replay": [],
+    "off": ["weight rounding", "activation rounding", "truncation"],
+    "recompute": ["body precision"],
+    "raw": ["head precision", "body precision", "temperature"],
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_last_rung_is_the_engine(name, folders, tmp_path):
+    """Where the engine has no fault, nothing remains: the last rung computes what the engine recorded, to the last bit
+    of its own decoding. The sources are those in which the flags differ, in order."""
+    common = ["--mismatch", "--explain", "--rollout=hf", "--problems=4", "--max_tokens=8", f"--out={tmp_path}/m.json"]
+    found = evaluation.main([f"--model={folders / 'policy'}", *common, *CASES[name]])["ladder"]
+    rows = {row["source"]: row for row in found["rows"]}
+    assert list(rows) == ["batch shape", "decode path", *SOURCES[name], "what remains"]
+    assert found["suspects"] == []
+    for measure, total in found["total"].items():
+        assert sum(row[measure]["share"] for row in found["rows"]) == pytest.approx(total)
+        assert abs(rows["what remains"][measure]["share"]) < 1e-12
+    for source in SOURCES[name][:-1]:
+        assert rows[source]["dp"]["share"] != 0
+    assert json.loads((tmp_path / "m.json").read_text())["ladder"] == found
+    assert (tmp_path / "m-ladder.png").stat().st_size > 10_000
+
+
+def test_another_model_and_weight_age(folders, models, tmp_path):
+    common = ["--mismatch", "--explain", "--rollout=hf", "--problems=4", "--max_tokens=8", f"--out={tmp_path}/m.json"]
+    for actor, source in ((str(folders / "actor"), "other model"), (models["old"], "weight age")):
+        rows = evaluation.main([f"--model={models['new']}", f"--actor={actor}", *common])["ladder"]["rows"]
+        assert [row["source"] for row in rows[2:]] == [source, "what remains"]
+        assert rows[2]["kl"]["share"] > 100 * rows[0]["kl"]["share"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=[planted.name for planted in PLANTED])
+def test_a_planted_fault_is_named(planted, models, tmp_path):
+    suspects = named(planted, models, tmp_path, "--problems=8", "--max_tokens=12")
+    assert suspects[0]["fault"] == planted.name, suspects[:3]
+    assert suspects[0]["explained"] > 0.5
+
+
+def test_an_engine_that_loads_all_keeps_nothing(models, tmp_path):
+    """--synced_from without a fault: nothing of the older weights is left."""
+    flags = [f"--model={models['new']}", f"--synced_from={models['old']}", f"--out={tmp_path}/m.json", "--rollout=hf"]
+    found = evaluation.main([*flags, "--mismatch", "--explain", "--problems=4", "--max_tokens=8"])
+    assert found["ladder"]["suspects"] == [] and found["mean_mismatch"] < 1e-6
+
+
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        (["--explain"], "--explain: is for --mismatch alone"),
+        (
+            ["--mismatch", "--explain", "--router_replay"],
+            "it switches sources on in plain torch; leave out --router_replay and --exact",
+        ),
+        (["--mismatch", "--synced_from=ACTOR"], "--synced_from=.*: another shape than the model that samples"),
+    ],
+)
+def test_bad_calls(folders, argv, sentence):
+    argv = [x.replace("ACTOR", str(folders / "actor")) for x in argv]
+    with pytest.raises(ValueError, match=sentence):
+        evaluation.main([f"--model={folders / 'policy'}", "--rollout=hf", "--max_tokens=8", *argv])

@@ -1,0 +1,202 @@
+"""Published weights on disk: tensor by tensor, once for all ranks of a disk, the same bytes for the same weights."""
+
+import gc
+import os
+import threading
+import weakref
+
+import pytest
+import test_hub
+import torch
+from conftest import tiny_model
+from test_hub import closed_behind, until
+
+import quant
+from checkpoint import read_tensors
+from learner import Comm
+from quant import format_of
+from remote import account, link, wire
+from remote.sampler import SamplerFlags
+from remote.weights import Layout, Store, as_it_is, change_of, halved, manifest_of
+
+
+@pytest.fixture
+def made(tmp_path):
+    yield from closed_behind(tmp_path)
+
+
+def odd_tensors():
+    """Of many types and shapes, two of them one tensor, two of them views of one."""
+    x = torch.randn(7, 3)
+    return {
+        "b": torch.arange(5, dtype=torch.int8),
+        "a": x,
+        "a.t": x.t(),
+        "tied": x,
+        "like it": x.clone(),
+        "low": torch.randn(3, 2).to(torch.float8_e4m3fn),
+        "one": torch.tensor(2.5),
+        "none": torch.zeros(0, 4),
+        "half": torch.randn(3).bfloat16(),
+        "long": torch.tensor([2**40, -1]),
+    }
+
+
+@pytest.mark.parametrize("cast", [as_it_is, halved])
+def test_tensors_come_back_in_their_order(cast, tmp_path):
+    tensors = odd_tensors()
+    layout = Layout(tensors.items(), cast)
+    layout.write(tmp_path / "x", tensors.items())
+    back = read_tensors(tmp_path / "x")
+    assert list(back) == list(tensors) and layout.alias == {"tied": "a"}
+    for name, x in tensors.items():
+        wanted = x.bfloat16() if cast is halved and x.is_floating_point() else x
+        assert back[name].dtype == wanted.dtype and back[name].shape == wanted.shape
+        assert torch.equal(back[name].view(-1).view(torch.uint8), wanted.contiguous().view(-1).view(torch.uint8))
+    layout.write(tmp_path / "y", tensors.items())
+    assert (tmp_path / "x").read_bytes() == (tmp_path / "y").read_bytes()
+
+
+def test_the_same_place_in_memory_is_not_the_same_tensor_when_it_was_free_in_between(tmp_path):
+    """Gathered tensors come one at a time, each into the memory that the last one had."""
+
+    def stream():
+        for i in range(20):
+            yield f"t{i}", torch.full((1000,), float(i))
+
+    layout = Layout(stream(), as_it_is)
+    assert layout.alias == {}
+    layout.write(tmp_path / "x", stream())
+    assert all((x == int(name[1:])).all() for name, x in read_tensors(tmp_path / "x").items())
+
+
+class Stream:
+    """Tensors that exist only when they are asked for; the most of them that there were at a time."""
+
+    def __init__(self, n=12, numbers=1 << 18, add=0.0):
+        self.n, self.numbers, self.add = n, numbers, add
+        self.passes = self.most = 0
+        self.alive = weakref.WeakSet()
+
+    def __iter__(self):
+        self.passes += 1
+        for i in range(self.n):
+            x = torch.full((self.numbers,), float(i + self.add))
+            self.alive.add(x)
+            self.most = max(self.most, len(self.alive))
+            yield f"t{i}", x
+
+
+def test_nobody_holds_a_second_model(tmp_path):
+    store = Store(tmp_path, Comm(), halved, False)
+    gc.collect()
+    streams = [Stream(add=v) for v in range(3)]
+    for v, stream in enumerate(streams):
+        path, when = store.publish(v, stream)
+        assert when == path.stat().st_mtime
+    assert [stream.passes for stream in streams] == [2, 1, 1]
+    assert max(stream.most for stream in streams) <= 2
+    assert read_tensors(path)["t3"][0] == 5.0
+
+
+class Rank(Comm):
+    """Of a learner whose ranks are threads and share a disk."""
+
+    def __init__(self, rank, meet, values):
+        super().__init__()
+        self.rank, self.size, self.writes = rank, 2, rank == 0
+        self.meet, self.all = meet, values
+
+    def max(self, values):
+        self.all[self.rank] = values
+        self.meet.wait(30)
+        top = [max(column) for column in zip(*self.all, strict=True)]
+        self.meet.wait(30)
+        return top
+
+
+def test_one_copy_for_all_ranks(tmp_path):
+    """Both ask for every tensor as often; one writes; both have the same file, manifest, delta and time."""
+    meet, values = threading.Barrier(2), [None, None]
+    found = [[], []]
+    streams = [[Stream(n=3, add=v) for v in range(4)] for _ in range(2)]
+
+    def publish(rank):
+        store = Store(tmp_path / "versions", Rank(rank, meet, values), halved, True)
+        for v, stream in enumerate(streams[rank]):
+            path, when = store.publish(v, stream)
+            change = change_of(path)
+            found[rank].append((path, when, manifest_of(path).root, change and bytes(change)))
+            meet.wait(30)
+
+    threads = [threading.Thread(target=publish, args=(rank,)) for rank in range(2)]
+    [thread.start() for thread in threads]
+    [thread.join(60) for thread in threads]
+    assert len(found[0]) == 4 and found[0] == found[1]
+    assert [[stream.passes for stream in own] for own in streams] == [[2, 1, 1, 1]] * 2
+    path = found[0][-1][0]
+    assert manifest_of(path) == wire.manifest(path.name, path.read_bytes())
+    assert [change is not None for *_, change in found[0]] == [False, True, True, True]
+    names = sorted(file.name for file in path.parent.iterdir())
+    kept = [f"v00000{v}.safetensors" for v in (1, 2, 3)]
+    assert [name for name in names if name.endswith("safetensors")] == kept
+    assert "v000003.manifest" in names and "v000002.manifest" not in names and not any("new" in n for n in names)
+
+
+def test_a_learner_that_starts_again_finds_its_file_and_no_delta_of_before(tmp_path):
+    first = Store(tmp_path, Comm(), as_it_is, True)
+    for v in range(3):
+        path, _ = first.publish(v, Stream(n=2, add=v * (v < 2)))
+    os.utime(path, (50.0, 50.0))
+    again = Store(tmp_path, Comm(), as_it_is, True)
+    path, when = again.publish(2, Stream(n=2))
+    assert when == 50.0 and change_of(path) is None
+    assert [p.name for p in tmp_path.glob("v*.safetensors")] == [path.name]
+    path, _ = again.publish(3, Stream(n=2, add=1.0))
+    assert change_of(path) is not None
+
+
+def test_other_tensors_than_announced(tmp_path):
+    layout = Layout({"a": torch.ones(3), "b": torch.ones(2)}.items(), as_it_is)
+    with pytest.raises(ValueError, match="1 tensors did not come, b among them"):
+        layout.write(tmp_path / "x", {"a": torch.ones(3)}.items())
+    with pytest.raises(ValueError, match=r"a: \(4,\) is not the shape of before, \(3,\)"):
+        layout.write(tmp_path / "x", {"a": torch.ones(4)}.items())
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "w4a16"])
+def test_deltas_of_low_bits_come_bit_for_bit(name, made, tmp_path):
+    """What an aligned learner computes with, through hub and link; a restarted sampler fetches it whole."""
+    fmt = format_of(name, 32)
+    model = quant.align(tiny_model(0), fmt)
+    s = test_hub.source(tmp_path, sync_dtype="quantized", rollout_quant=name)
+    s.store.with_deltas = True
+    s.hub = made.hub()
+    s.hub.open = lambda held: None  # it is
+    (tmp_path / "box").mkdir()
+
+    def box(life):
+        spool = account.Spool(tmp_path / "spool", ["box"], life)
+        return made.add(link.Link([s.hub.address], ["box"], SamplerFlags(), spool, tmp_path / "box", None))
+
+    def sent_to(end, version):
+        assert until(lambda: end.newest is not None and end.newest.version == version)
+        assert end.newest.path.read_bytes() == s.store.files[-1].read_bytes()
+        sent, s.hub.counts["bytes_out"] = s.hub.counts["bytes_out"], 0
+        return sent
+
+    end = box(1)
+    for version in range(4):
+        with torch.no_grad():
+            for layer in quant.quantized_linears(model).values():
+                layer.weight += 1e-4 * torch.randn_like(layer.weight)
+        s.publish(version, list(quant.for_engine(model.state_dict().items(), model, fmt)))
+        path = s.store.files[-1]
+        if version == 0:
+            assert sent_to(end, 0) == path.stat().st_size
+            continue
+        assert sent_to(end, version) == len(change_of(path)) < path.stat().st_size / 2
+        if version == 2:
+            end.close()
+            end = box(2)
+            assert sent_to(end, 2) == path.stat().st_size
