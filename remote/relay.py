@@ -101,7 +101,8 @@ class Fanout:
         """There are newer weights."""
         self.root = root
         self.direct = set()
-        for identity in self.members:
+        for identity, member in self.members.items():
+            member.source = None
             self.want(identity)
 
     def want(self, identity: bytes) -> None:
@@ -131,34 +132,38 @@ class Fanout:
         if not waiting:
             return []
         now = time.monotonic()
-        waiting.sort(
-            key=lambda identity: (not self.is_relay(self.members[identity]), self.members[identity].waits_since)
-        )
+        waiting.sort(key=self._rank)
         places = self._places(now)
         hope = any(self._will_serve(member, now) for member in self.members.values())
         told = []
         for identity in waiting:
             member = self.members[identity]
-            member.source = None
+            source = None
             if member.root != self.root and identity not in self.direct:
                 if len(self.direct) >= FAN and places:
-                    member.source = places.pop()
+                    source = places.pop()
                 elif len(self.direct) < FAN or not hope or now - member.waits_since > WAIT:
                     self.direct.add(identity)
                 else:
                     continue
-            member.waits_since, member.sent_at = None, now
+            member.source, member.waits_since, member.sent_at = source, None, now
             hope = hope or self.is_relay(member)
-            relay = self.members.get(member.source)
+            relay = self.members.get(source)
             told.append((identity, relay and wire.Relay(relay.address, relay.key)))
         return told
 
+    def _rank(self, identity: bytes) -> tuple:
+        """Relays come first, then those that have been sent somewhere and ask again, then who has waited longest."""
+        member = self.members[identity]
+        return not self.is_relay(member), member.source is None, member.waits_since
+
     def _places(self, now: float) -> list[bytes]:
         """The relays that have the weights, each as often as it may serve one sampler more. One that never says that it
-        is done takes no place for ever."""
+        is done takes no place for ever, and one that asks again, whom the offer did not reach or has crossed, none."""
         taken = Counter()
         for member in self.members.values():
-            if member.source is not None and member.root != self.root and now - member.sent_at < WAIT:
+            fetches = member.waits_since is None and now - member.sent_at < WAIT
+            if member.source is not None and member.root != self.root and fetches:
                 taken[member.source] += 1
         places = []
         for identity, member in self.members.items():
@@ -255,10 +260,10 @@ class Relay(threading.Thread):
             self.socket.send_multipart([identity, wire.encode(wire.Gone(ask.name))], zmq.NOBLOCK)
             return
         part = wire.leaves(data, ask.first, ask.count)
+        self.bytes_out += len(part)
         self.socket.send_multipart(
             [identity, wire.encode(wire.Leaves(ask.name, ask.first)), part], zmq.NOBLOCK, copy=False
         )
-        self.bytes_out += len(part)
 
     def close(self) -> None:
         self.stopping = True

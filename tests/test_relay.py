@@ -136,6 +136,18 @@ def test_a_relay_serves_so_many_and_is_struck_out_when_it_serves_nobody(monkeypa
     assert told(f) == {b"d": None}
 
 
+def test_who_asks_again_is_sent_to_the_same_place(monkeypatch):
+    """Its question and the offer may cross on the way. It still fetches there, and its strike counts."""
+    f = full(monkeypatch)
+    f.heard(b"a", "", hello(root="new", at=at(1)))
+    assert told(f) == {b"b": wire.Relay(at(1))}
+    f.want(b"b")
+    assert told(f) == {b"b": wire.Relay(at(1))}
+    f.want(b"b")
+    f.asked(b"b")  # before it is told again
+    assert f.strikes == {at(1): {b"b"}} and b"b" in f.direct
+
+
 def test_the_same_weights_under_another_version_are_not_fetched(monkeypatch):
     f = full(monkeypatch)
     for name in (b"a", b"b", b"c"):
