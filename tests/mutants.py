@@ -967,6 +967,8 @@ MUTANTS = {
         (" or now - member.waits_since > WAIT:", ":"),
         ("            hope = hope or self.is_relay(member)\n", ""),
         ("* (FAN - taken[identity])", "* FAN"),
+        ("not self.is_relay(member), member.source is None, member", "not self.is_relay(member), member"),
+        ("fetches = member.waits_since is None and now - member.sent_at < WAIT\n", "fetches = True\n"),
         (" and len(self.strikes.get(member.owner, ())) < STRIKES", ""),
         ("(WAIT if member.source else STUCK)", "WAIT"),
         ("            del self.members[identity]\n", "            pass\n"),
