@@ -63,6 +63,7 @@ TESTS = {
         "test_config.py",
         "test_sync.py",
         "test_quant.py",
+        "test_collapse.py",
     ],
     "model/exact.py": ["test_exact.py"],
     "model/lora.py": ["test_lora.py", "test_memory.py::test_new_adapters_are_small_draws_that_change_nothing_yet"],
