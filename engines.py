@@ -28,7 +28,7 @@ import quant
 from checkpoint import load_model
 from checkpoint.lowbit import quantized_checkpoint
 from flags import UserError
-from model import Routing
+from model import Routing, in_vllm
 from model.exact import as_sampler
 from model.head import Head
 from model.in_vllm import hand_over, own_shared_memory, transfer_settings
@@ -273,7 +273,10 @@ def change_vllm(low_bits_on_cpu: bool) -> None:
 
         change(UnquantizedFusedMoEMethod, "process_weights_after_loading", pack_experts_anew)
     if low_bits_on_cpu:
-        change(_custom_ops, "create_onednn_scaled_mm", keep_scales_alive)
+        from vllm.model_executor.kernels.linear.scaled_mm import cpu
+
+        change(_custom_ops, "create_onednn_scaled_mm", in_vllm.keep_scales_alive)
+        change(cpu, "check_cpu_sgl_kernel", in_vllm.always_onednn)
 
 
 def lean_logprobs(update_sample_logprobs):
@@ -314,21 +317,6 @@ def pack_experts_anew(process_weights_after_loading):
         process_weights_after_loading(self, layer)
 
     return process
-
-
-def keep_scales_alive(create_onednn_scaled_mm):
-    """Replacement for _custom_ops.create_onednn_scaled_mm: tie the weight scales to the handler.
-
-    Reason: on CPUs vLLM's int8 handler holds a bare pointer to the scales, and replacing the weights frees them.
-    Here the handler gets a copy of its own, and holds on to it."""
-
-    def create(weight, scales, *more):
-        scales = scales.clone()
-        handler = create_onednn_scaled_mm(weight, scales, *more)
-        handler.scales = scales
-        return handler
-
-    return create
 
 
 def change(owner, name: str, replacement) -> None:

@@ -1,8 +1,9 @@
-"""What a vLLM engine needs of the process around it: a name of its own for the memory that its ranks share, and a way
-for new weights.
+"""What a vLLM engine needs of the process around it: a name of its own for the memory that its ranks share, a way for
+new weights, and int8 layers that compute what the learner does.
 
     own_shared_memory    two runs on one host do not meet in /dev/shm
     hand_over            weights, to an engine in this process or in another one of this node
+    keep_scales_alive, always_onednn    what engines.py changes in vLLM's int8 layers
 """
 
 from __future__ import annotations
@@ -107,3 +108,30 @@ def handles(bucket: list) -> dict:
         "shapes": [list(x.shape) for _, x in bucket],
         "ipc_handles_pickled": base64.b64encode(pickle.dumps(found)).decode(),
     }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Low bits on CPUs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def keep_scales_alive(create_onednn_scaled_mm):
+    """Replacement for _custom_ops.create_onednn_scaled_mm: tie the weight scales to the handler.
+
+    Reason: on CPUs vLLM's int8 handler holds a bare pointer to the scales, and replacing the weights frees them.
+    Here the handler gets a copy of its own, and holds on to it."""
+
+    def create(weight, scales, *more):
+        scales = scales.clone()
+        handler = create_onednn_scaled_mm(weight, scales, *more)
+        handler.scales = scales
+        return handler
+
+    return create
+
+
+def always_onednn(check_cpu_sgl_kernel):
+    """Replacement for the check_cpu_sgl_kernel that int8 layers ask: they take oneDNN's kernel on every processor.
+
+    Reason: on processors with AMX vLLM would take another one, which refuses activations in float32."""
+    return lambda n, k, dtype: False

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torchrun
 from conftest import ROOT, TINY_TASK, make_cfg
 from safetensors.torch import load_file
 from test_metrics import unexplained
@@ -78,8 +79,7 @@ def start(argv, ranks=1, on=()):
     under."""
     command = [sys.executable, "train.py"]
     if ranks > 1:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        command = [*torchrun, "train.py"]
+        command = [*torchrun.COMMAND, f"--nproc_per_node={ranks}", "train.py"]
     process = subprocess.Popen(
         [*on, *command, *argv],
         cwd=ROOT,
@@ -724,11 +724,11 @@ def start_node(node: int, hosts, folder: Path, argv):
     """One of two nodes with a rank each, in a folder of its own."""
     (on, interface), address = hosts[0][node], hosts[1]
     folder.mkdir(exist_ok=True)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
-    torchrun += [f"--node_rank={node}", f"--master_addr={address}", "--master_port=29533"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+    command += [f"--node_rank={node}", f"--master_addr={address}", "--master_port=29533"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "GLOO_SOCKET_IFNAME": interface}
     process = subprocess.Popen(
-        [*on, *torchrun, str(ROOT / "train.py"), *argv],
+        [*on, *command, str(ROOT / "train.py"), *argv],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
