@@ -292,7 +292,7 @@ RANK_CASES.append({**BF16, "parallel": "fsdp", **FORMATS["w4a16"]})
 def test_two_ranks(tmp_path):
     """Each rank samples for itself and scores its share, before and after an update of both."""
     out = tmp_path / "gaps.pt"
-    torchrun("test_exact.py", out, timeout=280)
+    torchrun("test_exact.py", out)
     gaps = torch.load(out)
     assert len(gaps) == 2 * len(RANK_CASES)
     assert max(itertools.chain.from_iterable(gaps)) == 0

@@ -133,7 +133,7 @@ def test_a_micro_batch_has_as_many_rows_as_fit():
 
 
 @pytest.mark.slow
-@pytest.mark.limit(120)
+@pytest.mark.timeout(120)
 def test_the_peak_of_a_real_process():
     name = "two models, checkpointing"
     ranks, flags = plans.CASES[name]
