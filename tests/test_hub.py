@@ -6,7 +6,6 @@ import logging
 import os
 import queue
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -31,13 +30,6 @@ from remote.sampler import SamplerFlags
 from sampling import Sampling
 
 WELCOME = wire.Welcome(wire.PROTOCOL, "session", {"world": 1, "paced": False}, {})
-
-
-def port():
-    """A port that is free now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 class Peer:
@@ -162,7 +154,7 @@ class Made:
         before = account.Account()
         for name in held:
             before.add(name)
-        h = self.add(hub.Hub(f"tcp://127.0.0.1:{port()}", keys, WELCOME, limits(group(), **bounds), log))
+        h = self.add(hub.Hub("tcp://127.0.0.1:*", keys, WELCOME, limits(group(), **bounds), log))
         h.open(before)
         return h
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 import zmq
 from conftest import ROOT
-from test_hub import port
 from test_train import finish, flags, start, wait_for
+from torchrun import free_port
 
 from remote.account import Account
 from remote.keys import make_keys
@@ -86,7 +86,7 @@ def the_account_adds_up(run, spools, updates=6, ranks=1, most=0.5):
 
 
 def zmq_flags(**more):
-    return {**REMOTE, "samplers": "zmq", "bind": f"tcp://127.0.0.1:{port()}", **more}
+    return {**REMOTE, "samplers": "zmq", "bind": f"tcp://127.0.0.1:{free_port()}", **more}
 
 
 def folder_flags(shared, **more):
@@ -105,13 +105,13 @@ def test_over_zmq_with_keys_two_samplers_of_another_kind_and_the_trained_actor(s
         objective="jackpot",
         actor=solvers / "actor",
         keys=tmp_path / "keys" / "learner",
-        bind=f"tcp://*:{port()}",
+        bind=f"tcp://*:{free_port()}",
         max_staleness=3,
         admission="pace",
     )
     address = settings["bind"].replace("*", "127.0.0.1")
     learner = start(flags(solvers, tmp_path / "run", **settings))
-    relay = f"--relay=tcp://127.0.0.1:{port()}"
+    relay = f"--relay=tcp://127.0.0.1:{free_port()}"
     first = box(address, tmp_path / "a", relay, keys=tmp_path / "keys" / "sampler0", name="a")
     wait_for(tmp_path / "run", 0, learner)
     second = box(address, tmp_path / "b", "--rollout_quant=int8", keys=tmp_path / "keys" / "sampler1", name="b")
@@ -215,13 +215,12 @@ class Proxy(threading.Thread):
     def __init__(self, upstream):
         super().__init__(daemon=True)
         self.upstream = upstream
-        self.address = f"tcp://127.0.0.1:{port()}"
         self.stopping = False
         self.random = random.Random(0)
         self.did = Counter()
         self.context = zmq.Context()
         self.front = self.open(zmq.ROUTER)
-        self.front.bind(self.address)
+        self.address = f"tcp://127.0.0.1:{self.front.bind_to_random_port('tcp://127.0.0.1')}"
         self.back = {}  # sampler -> its socket towards the learner
         self.held = []  # messages held back
         self.start()
@@ -385,7 +384,7 @@ def streams(run, rank):
 def test_two_ranks_and_a_file_of_routes(solvers, tmp_path):
     """Sampler `a` serves both ranks and fetches its weights from the first, `b` the first alone: the second rank trains
     on what the first one's weights sampled."""
-    at = port()
+    at = free_port()
     (tmp_path / "routes.toml").write_text(
         f'[learners]\n0 = "tcp://127.0.0.1:{at}"\n1 = "tcp://127.0.0.1:{at + 1}"\n[samplers]\n"*" = [0, 1]\nb = [0]\n'
     )

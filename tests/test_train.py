@@ -694,8 +694,8 @@ def assert_same_tensors(folder, other) -> None:
 
 @pytest.fixture
 def two_hosts():
-    """For each of two hosts a command to run under and an interface, and the address of the first: two network
-    namespaces where this process may make them, or else this host twice."""
+    """For each of two hosts a command to run under and an interface; the first one's address, and a port: two
+    network namespaces where this process may make them, or else this host twice."""
     names = [f"rl{os.getpid() % 100_000}{letter}" for letter in "ab"]
     a, b = names
     steps = [f"netns add {a}", f"netns add {b}", f"link add {a}v netns {a} type veth peer name {b}v netns {b}"]
@@ -705,19 +705,19 @@ def two_hosts():
     try:
         for step in steps:
             subprocess.run(["ip", *step.split()], check=True, capture_output=True)
-        yield [(["ip", "netns", "exec", name], f"{name}v") for name in names], "10.213.7.1"
+        yield [(["ip", "netns", "exec", name], f"{name}v") for name in names], "10.213.7.1", 29533
     except (OSError, subprocess.CalledProcessError):
-        yield [([], "lo")] * 2, "127.0.0.1"
+        yield [([], "lo")] * 2, "127.0.0.1", torchrun.free_port()
     for name in names if shutil.which("ip") else ():
         subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
 def start_node(node: int, hosts, folder: Path, argv):
     """One of two nodes with a rank each, in a folder of its own."""
-    (on, interface), address = hosts[0][node], hosts[1]
+    (on, interface), address, port = hosts[0][node], *hosts[1:]
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
-    command += [f"--node_rank={node}", f"--master_addr={address}", "--master_port=29533"]
+    command += [f"--node_rank={node}", f"--master_addr={address}", f"--master_port={port}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "GLOO_SOCKET_IFNAME": interface}
     process = subprocess.Popen(
         [*on, *command, str(ROOT / "train.py"), *argv],
