@@ -117,7 +117,8 @@ def make_solvers(root: Path) -> None:
 def vllm_engines(folders):
     """vLLM engines of the tiny actor by their settings, each started once.
 
-    The first engine that closes takes the process group along, so all stay open until the end."""
+    The first engine that closes takes the process group along: all stay open until the end, and then one is closed.
+    Each would take seconds, in which vLLM collects garbage."""
     from engines import VLLMEngine
 
     made = {}
@@ -130,7 +131,7 @@ def vllm_engines(folders):
         return made[key]
 
     yield get
-    for engine in made.values():
+    for engine in list(made.values())[:1]:
         engine.close()
 
 

