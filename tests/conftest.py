@@ -275,11 +275,25 @@ def make_response(rng, K: int, vocab: int, longest: int, hole: bool) -> Response
     )
 
 
-LONGEST = ["test_train.py", "test_remote.py", "test_learner.py", "test_delay.py", "test_oracle.py", "test_mini.py"]
+LONGEST = [
+    "train",
+    "remote",
+    "learner",
+    "oracle",
+    "worth",
+    "mini",
+    "delay",
+    "bench",
+    "exact",
+    "placement",
+    "moe",
+    "memory",
+]
+LONGEST += ["mismatch", "plan", "quant", "sampling", "grading", "guard", "grants"]
 
 
 def pytest_collection_modifyitems(items):
     """The files that take minutes come first, so that the last of several processes does not end long after the
     others."""
-    place = {name: i for i, name in enumerate(LONGEST)}
+    place = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import make_cfg, tiny_model
 from test_rollout import PROBE_IDS
-from test_train import flags, start, timeless, wait_for
+from test_train import flags, start, timeless, train_here, wait_for
 
 from delay import DelayDistribution, DelaySource, ks_p
 from engines import HFEngine
@@ -19,6 +19,8 @@ from rollout import Sampling, uniforms
 from run import read_metrics
 from sync import Probe
 from tasks import Arithmetic, arithmetic_tokenizer
+
+__all__ = ["train_here"]  # a fixture
 
 
 def distribution(kind, mass=0.995):

@@ -21,6 +21,7 @@ from conftest import ROOT
 from test_train import finish, flags, start, wait_for
 from torchrun import free_port
 
+from remote import sampler
 from remote.account import Account
 from remote.keys import make_keys
 from run import read_metrics
@@ -414,24 +415,13 @@ def test_two_ranks_a_folder_four_bits_and_another_model(solvers, tmp_path):
     assert set(got) == {"a.0", "a.1", "b.0", "b.1"}, got
 
 
-def run_sampler(*argv):
-    """A sampler that stops by itself."""
-    command = [sys.executable, "rollout.py", *argv]  # the same as python -m remote
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90)
-
-
 def test_a_sampler_that_nobody_answers_gives_up(tmp_path):
-    done = run_sampler(f"--spool={tmp_path / 's'}", "--connect=tcp://127.0.0.1:9", "--give_up=1", "--patience=0.2")
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert (
-        "no answer from tcp://127.0.0.1:9 for 1 s: is the learner up, is that its address, and are these the keys"
-        in done.stderr
-    )
+    why = "no answer from tcp://127.0.0.1:9 for 1 s: is the learner up, is that its address, and are these the keys"
+    with pytest.raises(SystemExit, match=why):
+        sampler.main([f"--spool={tmp_path / 's'}", "--connect=tcp://127.0.0.1:9", "--give_up=1", "--patience=0.2"])
 
 
 def test_one_process_a_spool(tmp_path):
-    from remote import sampler
-
     sampler.lock_folder(tmp_path)
-    done = run_sampler(f"--spool={tmp_path}", "--connect=tcp://127.0.0.1:9")
-    assert done.returncode == 1 and "another sampler works there" in done.stderr
+    with pytest.raises(SystemExit, match="another sampler works there"):
+        sampler.main([f"--spool={tmp_path}", "--connect=tcp://127.0.0.1:9"])

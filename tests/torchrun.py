@@ -1,7 +1,8 @@
 """A script on several gloo ranks of this machine: how tests start it, and how it begins and ends.
 
-The ranks are forked from one process that has imported everything, which takes seconds for each of them otherwise.
-That the commands run under the real torchrun is for test_train to show."""
+The ranks are forked from one process that has imported the libraries, which takes seconds for each of them otherwise.
+They import the repository's own files themselves. That commands run under the real torchrun is for test_train to show.
+"""
 
 import json
 import os
@@ -15,6 +16,7 @@ import tempfile
 import traceback
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -27,15 +29,27 @@ LIMIT = 300  # seconds
 servers: list[subprocess.Popen] = []  # at most one, started when it is first needed
 
 
-def torchrun(script: str, *args, ranks: int = 2) -> None:
-    """Run a script on so many ranks and wait for its end. script: as seen from tests/."""
+class Job(NamedTuple):
+    """A script that is to be run on so many ranks."""
+
+    script: str
+    args: list[str]
+    ranks: int
+    port: int  # where they meet
+    nodes: list[str]  # each rank's folder, where each is a node of its own
+
+
+def torchrun(script: str, *args, ranks: int = 2, nodes=()) -> None:
+    """Run a script on so many ranks and wait for its end. script: as seen from tests/.
+
+    nodes: folders; each rank is a node of its own, and works in its folder."""
     if not servers:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
         servers.append(subprocess.Popen([sys.executable, __file__], cwd=HERE.parent, env=environment, **pipes))
     (server,) = servers
     try:
-        job = [str((HERE / script).resolve()), list(map(str, args)), ranks, free_port()]
+        job = Job(str((HERE / script).resolve()), [*map(str, args)], ranks, free_port(), [*map(str, nodes)])
         server.stdin.write(json.dumps(job) + "\n")
         server.stdin.flush()
         statuses, said = json.loads(server.stdout.readline())
@@ -65,19 +79,23 @@ def free_port() -> int:
 
 
 def serve() -> None:
-    """A line on stdin is a job, [script, arguments, ranks, port]; the answer is [statuses, the end of what it said].
+    """A line on stdin is a job; the answer is [statuses, the end of what its ranks said].
 
     It ends with its parent, which closes the pipe."""
     sys.path[:0] = [str(HERE.parent), str(HERE)]
     import conftest  # noqa: F401
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
-    import train  # noqa: F401
+    import train  # noqa: F401  for the libraries: some of our own files read the environment of a rank
 
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        if name != "__main__" and file.startswith(str(HERE.parent)) and "site-packages" not in file:
+            del sys.modules[name]
     for line in sys.stdin:
-        script, args, ranks, port = json.loads(line)
+        job = Job(*json.loads(line))
         with tempfile.TemporaryFile("w+", errors="replace") as screen:
-            pids = [fork_rank(script, args, rank, ranks, port, screen) for rank in range(ranks)]
+            pids = [fork_rank(job, rank, screen) for rank in range(job.ranks)]
             statuses = end_of(pids)
             screen.seek(0)
             print(json.dumps([statuses, screen.read()[-3000:]]), flush=True)
@@ -102,7 +120,7 @@ def end_of(pids: list[int]) -> list[int]:
     return [statuses[pid] for pid in pids]
 
 
-def fork_rank(script: str, args: list[str], rank: int, ranks: int, port: int, screen) -> int:
+def fork_rank(job: Job, rank: int, screen) -> int:
     """The process id of a rank that runs the script as a program."""
     pid = os.fork()
     if pid:
@@ -112,10 +130,15 @@ def fork_rank(script: str, args: list[str], rank: int, ranks: int, port: int, sc
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for stream in (1, 2):
             os.dup2(screen.fileno(), stream)
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GROUP_RANK="0")
-        sys.argv = [script, *args]
-        runpy.run_path(script, run_name="__main__")
+        local, local_ranks = (0, 1) if job.nodes else (rank, job.ranks)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.ranks))
+        os.environ.update(LOCAL_RANK=str(local), LOCAL_WORLD_SIZE=str(local_ranks))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port))
+        if job.nodes:
+            os.chdir(job.nodes[rank])
+        sys.argv = [job.script, *job.args]
+        sys.path[0] = str(Path(job.script).parent)
+        runpy.run_path(job.script, run_name="__main__")
         status = 0
     except SystemExit as e:
         status = 0 if not e.code else 1
