@@ -91,7 +91,7 @@ TESTS = {
     "mismatch/gaps.py": ["test_mismatch.py", "-k", "not vllm"],
     "mismatch/floor.py": ["test_mismatch.py", "-k", "not vllm"],
     "mismatch/ladder.py": ["test_ladder.py"],
-    "mismatch/faults.py": ["test_ladder.py", "-k", "fault or keeps"],
+    "mismatch/faults.py": ["test_ladder.py", "-k", "fault or keeps or tried"],
     "measure.py": ["test_metrics.py", "test_worth.py", "test_learner.py::test_two_ranks_give_the_gradient_of_one"],
     "metrics.py": ["test_metrics.py"],
     "checkpoint/__init__.py": [
@@ -967,6 +967,8 @@ MUTANTS = {
         (" or now - member.waits_since > WAIT:", ":"),
         ("            hope = hope or self.is_relay(member)\n", ""),
         ("* (FAN - taken[identity])", "* FAN"),
+        ("not self.is_relay(member), member.source is None, member", "not self.is_relay(member), member"),
+        ("fetches = member.waits_since is None and now - member.sent_at < WAIT\n", "fetches = True\n"),
         (" and len(self.strikes.get(member.owner, ())) < STRIKES", ""),
         ("(WAIT if member.source else STUCK)", "WAIT"),
         ("            del self.members[identity]\n", "            pass\n"),
