@@ -80,19 +80,18 @@ def start(argv, ranks=1, on=()):
     command = [sys.executable, "train.py"]
     if ranks > 1:
         command = [*torchrun.COMMAND, f"--nproc_per_node={ranks}", "train.py"]
-    process = subprocess.Popen(
-        [*on, *command, *argv],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    STARTED.append(process)
-    return process
+    return begin([*on, *command, *argv])
 
 
 STARTED: list[subprocess.Popen] = []
+
+
+def begin(command, folder=ROOT, **environment):
+    """A process in this folder, which is ended behind the test."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", **environment}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    STARTED.append(subprocess.Popen(command, cwd=folder, env=environment, **pipes))
+    return STARTED[-1]
 
 
 @pytest.fixture(autouse=True)
@@ -476,12 +475,7 @@ train.train(config.parse(sys.argv[1:]))
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(whole, solvers, tmp_path, train_here):
     """The second save never ends; the updates go on beside it. After SIGKILL the run goes on from the first one."""
     out = tmp_path / "run"
-    argv = [sys.executable, "-c", WRITES_FOR_EVER, *flags(solvers, out, save_every=1)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
-    process = subprocess.Popen(
-        argv, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    STARTED.append(process)
+    process = begin([sys.executable, "-c", WRITES_FOR_EVER, *flags(solvers, out, save_every=1)])
     wait_for(out, 2, process)  # the save after update 2 goes on
     process.kill()
     process.communicate(timeout=60)
@@ -718,17 +712,7 @@ def start_node(node: int, hosts, folder: Path, argv):
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
     command += [f"--node_rank={node}", f"--master_addr={address}", f"--master_port={port}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "GLOO_SOCKET_IFNAME": interface}
-    process = subprocess.Popen(
-        [*on, *command, str(ROOT / "train.py"), *argv],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    STARTED.append(process)
-    return process
+    return begin([*on, *command, str(ROOT / "train.py"), *argv], folder, GLOO_SOCKET_IFNAME=interface)
 
 
 def files_of(folder) -> set[str]:
