@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import config
+import plot
 from model import TokenStats
 from objectives import StepStats
 from rollout import Response, Rollout, Sampling
@@ -151,6 +152,14 @@ def make_cfg(**changes) -> config.Config:
     small = {"actor": "none", "rollout": "hf", "train_batch": 8, "rollout_batch": 8, "group_size": 4}
     small |= config.EMBEDDED  # also for folders
     return config.resolve(config.Config(**{**small, **changes}), n_ranks=1)
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch):
+    """A run in the test's own process draws no curves, which takes as long as all the rest of a small run.
+
+    test_train looks at those of a process."""
+    monkeypatch.setattr(plot, "draw", lambda runs, out: out)
 
 
 class One:
