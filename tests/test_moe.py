@@ -89,6 +89,18 @@ def test_the_gradient_goes_straight_through_to_the_masters():
     assert float(aligned.model.layers[0].mlp.experts.down_proj.grad.abs().max()) > 0
 
 
+def test_what_weighs_a_shared_expert_is_no_matrix_of_low_bits():
+    """Qwen2's family has one that is an ordinary linear layer."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    sizes = dict(hidden_size=32, num_attention_heads=2, num_key_value_heads=1, num_experts=4, num_experts_per_tok=2)
+    widths = dict(intermediate_size=64, moe_intermediate_size=32, shared_expert_intermediate_size=48)
+    lm = Qwen2MoeForCausalLM(Qwen2MoeConfig(vocab_size=40, num_hidden_layers=1, **sizes, **widths))
+    attention = [f"self_attn.{x}_proj" for x in "qkvo"]
+    shared = [f"mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")]
+    assert list(quant.quantized_linears(lm)) == [f"model.layers.0.{name}" for name in attention + shared]
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_published_is_what_the_forward_computes_with(name):
     """And the router is published as it is; every matrix of an expert has scales of its own."""
