@@ -43,7 +43,7 @@ from flags import UserError, need, run_command
 from learner import Comm, Learner
 from model import Needs, OneModelRows, Scored
 from model.head import ChunkedHead, Head, chunk_rows
-from rollout import Response, Rollout
+from rollout import Response, Rollout, as_groups
 from sampling import Sampling, max_allowed
 from tasks import arithmetic_tokenizer
 from warmstart import CONTEXT, SHAPES
@@ -153,27 +153,6 @@ def numbered_seeds(groups: int = 32, samples: int = 8, step: int = 8) -> list[li
     return [list(range(step * i, step * i + samples)) for i in range(groups)]
 
 
-def as_groups(prompts, responses, sampling: Sampling) -> list[Rollout]:
-    """Sampled responses as groups, as a source would hand them over."""
-    groups = []
-    for i, prompt in enumerate(prompts):
-        group = Rollout(
-            uid=("bench", 0, i),
-            prompt_id=str(i),
-            prompt_ids=prompt,
-            sampling=sampling,
-            model="policy",
-            precision="float32",
-            version=0,
-            digest="",
-            t_start=0.0,
-            t_end=0.0,
-            responses=responses[i],
-        )
-        groups.append(group)
-    return groups
-
-
 def draw_rewards(groups: list[Rollout], rng) -> None:
     """Rewards 0 or 1, by chance."""
     for group in groups:
@@ -199,7 +178,7 @@ def random_groups(rng, n: int, length: int, vocabulary: int) -> list[Rollout]:
             )
             group.append(response)
         responses.append(group)
-    return as_groups(prompts, responses, Sampling())
+    return as_groups("bench", prompts, responses, Sampling())
 
 
 def recorded(cfg, model, n_groups: int, K: int) -> list[Rollout]:
@@ -209,7 +188,7 @@ def recorded(cfg, model, n_groups: int, K: int) -> list[Rollout]:
     prompts = random_prompts(rng, n_groups)
     sampling = Sampling(max_tokens=cfg.max_tokens)
     seeds = numbered_seeds(n_groups, cfg.group_size, 100)
-    groups = as_groups(prompts, HFEngine(model).generate(prompts, seeds, sampling, K, STOP), sampling)
+    groups = as_groups("bench", prompts, HFEngine(model).generate(prompts, seeds, sampling, K, STOP), sampling)
     draw_rewards(groups, rng)
     model.train()
     return groups
@@ -377,7 +356,7 @@ def bench_replay(root: str) -> dict:
         return engine.generate(prompts, seeds, sampling, 0, STOP, allowed)
 
     rollout = alternate(partial(sample, width), partial(sample, 0), 30, "replay, rollout")
-    groups = as_groups(prompts, sample(width), sampling)
+    groups = as_groups("bench", prompts, sample(width), sampling)
     engine.close()
     draw_rewards(groups, rng)
     learners = {}

@@ -84,10 +84,17 @@ def draw(runs: list[str], out: str) -> str:
     handles = [Line2D([], [], color=colours[run], label=run) for run in rows]
     fig.legend(handles=handles, loc="lower center", ncols=min(4, len(rows)), frameon=False)
     fig.subplots_adjust(left=0.035, right=0.99, top=0.95, bottom=0.13, wspace=0.16, hspace=0.3)
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(out, dpi=110)
-    plt.close(fig)
+    write(fig, Path(out))
     return out
+
+
+def write(fig, path: Path) -> None:
+    """A figure becomes a file, in a folder that is made, and is forgotten."""
+    import matplotlib.pyplot as plt
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path, dpi=110)
+    plt.close(fig)
 
 
 def numbers_of(run: str) -> list[dict]:
@@ -225,9 +232,7 @@ def draw_worth(results: dict[str, dict], path: Path) -> str:
     ax.set_xlabel("worth of a sampled response, in on-policy responses")
     ax.grid(alpha=0.3)
     fig.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(path, dpi=110)
-    plt.close(fig)
+    write(fig, path)
     return str(path)
 
 
@@ -256,9 +261,7 @@ def draw_mismatch(report, scored, clamp: float, path: Path) -> Path:
         f"KL {report.kl:.3g}, T_max {report.t_max:,.0f}"
     )
     fig.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(path, dpi=110)
-    plt.close(fig)
+    write(fig, path)
     return path
 
 
@@ -281,9 +284,7 @@ def draw_ladder(ladders: list[dict], titles: list[str], path: Path) -> Path:
         for ax in row[1:]:
             ax.set_yticklabels([])
     fig.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(path, dpi=110)
-    plt.close(fig)
+    write(fig, path)
     return path
 
 

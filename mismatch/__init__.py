@@ -48,7 +48,7 @@ from mismatch.ladder import explain
 from mismatch.page import text, with_format
 from mismatch.verdicts import Evidence, judged
 from model import Needs
-from rollout import Rollout, request_seed
+from rollout import Rollout, as_groups, request_seed
 from run import check_models
 from sampling import Sampling, max_allowed
 from tasks import encode, grade_all
@@ -221,25 +221,12 @@ def rollouts(engine, setup, samples: int, sampling: Sampling, allowed: int, key:
     seeds = []
     for problem in problems:
         seeds.append([request_seed(key, sampling.seed, problem.id, s) for s in range(samples)])
-    groups = engine.generate(prompts, seeds, sampling, 1, setup.stop_ids, allowed)
-    grade_all(setup.task, setup.tokenizer, problems, groups)
-    out = []
-    for i, problem in enumerate(problems):
-        rollout = Rollout(
-            uid=(key, 0, i),
-            prompt_id=problem.id,
-            prompt_ids=prompts[i],
-            sampling=sampling,
-            model="policy",
-            precision=engine.dtype,
-            version=0,
-            digest="",
-            t_start=0.0,
-            t_end=0.0,
-            responses=groups[i],
-        )
-        out.append(rollout)
-    return out
+    responses = engine.generate(prompts, seeds, sampling, 1, setup.stop_ids, allowed)
+    grade_all(setup.task, setup.tokenizer, problems, responses)
+    groups = as_groups(key, prompts, responses, sampling, engine.dtype)
+    for group, problem in zip(groups, problems, strict=True):
+        group.prompt_id = problem.id
+    return groups
 
 
 def score(learner, groups: list[Rollout], cfg) -> Scored:

@@ -29,7 +29,7 @@ from learner import Comm, Learner
 from model import Needs, places
 from quant import format_of
 from results import sweep
-from rollout import Rollout, uniforms
+from rollout import Rollout, as_groups, uniforms
 from sampling import Sampling
 
 VOCABULARY, PROMPT, TOKENS, GROUPS, G = 2048, 24, 64, 8, 4
@@ -55,10 +55,7 @@ def sampled(model, engine: str) -> list[Rollout]:
     ids = (uniforms(GROUPS * PROMPT, "moe") * VOCABULARY).astype(np.int32).reshape(GROUPS, PROMPT)
     seeds = [[g * G + i for i in range(G)] for g in range(GROUPS)]
     drawn = sampler.generate(list(ids), seeds, Sampling(max_tokens=TOKENS), 1, [])
-    return [
-        Rollout(("moe", 0, i), "", prompt, Sampling(), "policy", dtype, 0, "", 0.0, 0.0, responses)
-        for i, (prompt, responses) in enumerate(zip(ids, drawn, strict=True))
-    ]
+    return as_groups("moe", ids, drawn, Sampling(), dtype)
 
 
 def learner_of(model, engine: str, aligned: bool) -> Learner:

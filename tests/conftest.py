@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import config
+import plot
 from model import TokenStats
 from objectives import StepStats
 from rollout import Response, Rollout, Sampling
@@ -118,7 +119,8 @@ def make_solvers(root: Path) -> None:
 def vllm_engines(folders):
     """vLLM engines of the tiny actor by their settings, each started once.
 
-    The first engine that closes takes the process group along, so all stay open until the end."""
+    The first engine that closes takes the process group along: all stay open until the end, and then one is closed.
+    Each would take seconds, in which vLLM collects garbage."""
     from engines import VLLMEngine
 
     made = {}
@@ -131,7 +133,7 @@ def vllm_engines(folders):
         return made[key]
 
     yield get
-    for engine in made.values():
+    for engine in list(made.values())[:1]:
         engine.close()
 
 
@@ -151,6 +153,14 @@ def make_cfg(**changes) -> config.Config:
     small = {"actor": "none", "rollout": "hf", "train_batch": 8, "rollout_batch": 8, "group_size": 4}
     small |= config.EMBEDDED  # also for folders
     return config.resolve(config.Config(**{**small, **changes}), n_ranks=1)
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch):
+    """A run in the test's own process draws no curves, which takes as long as all the rest of a small run.
+
+    test_train looks at those of a process."""
+    monkeypatch.setattr(plot, "draw", lambda runs, out: out)
 
 
 class One:
@@ -275,11 +285,25 @@ def make_response(rng, K: int, vocab: int, longest: int, hole: bool) -> Response
     )
 
 
-LONGEST = ["test_train.py", "test_remote.py", "test_learner.py", "test_delay.py", "test_oracle.py", "test_mini.py"]
+LONGEST = [
+    "train",
+    "remote",
+    "learner",
+    "oracle",
+    "worth",
+    "mini",
+    "delay",
+    "bench",
+    "exact",
+    "placement",
+    "moe",
+    "memory",
+]
+LONGEST += ["mismatch", "plan", "quant", "sampling", "grading", "guard", "grants"]
 
 
 def pytest_collection_modifyitems(items):
     """The files that take minutes come first, so that the last of several processes does not end long after the
     others."""
-    place = {name: i for i, name in enumerate(LONGEST)}
+    place = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))

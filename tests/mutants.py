@@ -598,6 +598,8 @@ MUTANTS = {
         ("        if self.sleep_level == 2:", "        if False:"),
     ],
     "rollout.py": [
+        ("prompt_ids=prompt, responses=rows, **about", "prompt_ids=prompt, responses=responses[0], **about"),
+        ("prompt_ids=prompt, responses=rows, **about", "prompt_ids=prompts[0], responses=rows, **about"),
         ("self.mask = self.mask[rows]", "pass"),
         ("if not self.engine.any_rank(len(groups) < n_groups):", "if len(groups) == n_groups:"),
         ("self.length[which[ended]] = t + 1", "self.length[which[ended]] = t"),

@@ -1,9 +1,7 @@
 """Run under torchrun by test_learner: each of two ranks trains on its share; rank 0 saves the gradients."""
 
 import importlib.util
-import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
@@ -12,6 +10,7 @@ import torch
 import torch.distributed as dist
 from conftest import make_cfg, make_groups, tiny_model
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torchrun import as_rank
 
 import batching
 import objectives
@@ -156,7 +155,6 @@ def whole(x):
 
 
 def main(parallel: str, out: str) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=150))
     comm, results = Comm(), []
     for i, (case, dtype, odd) in enumerate([*RANK_CASES, *UNEVEN_CASES]):
         budget = (1, 45)[comm.rank] if i == 1 else (20, 60)[comm.rank]  # prompts are shared in every case but one
@@ -165,11 +163,7 @@ def main(parallel: str, out: str) -> None:
         results.append(run_case(case, dtype, odd, budget, memory, comm, Path(f"{out}.{i}")))
     if comm.rank == 0:
         torch.save(results, out)
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads may outlive the interpreter and abort it
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    as_rank(main)

@@ -4,9 +4,7 @@ shards.py values FOLDERS OUT    rank 0 saves the whole tensors of each model, ga
 shards.py peak FOLDER OUT       each rank saves how much memory reading one model took, in MiB"""
 
 import json
-import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
@@ -15,6 +13,7 @@ import torch
 import torch.distributed as dist
 from conftest import make_cfg
 from torch.distributed.tensor import DTensor
+from torchrun import as_rank
 
 from learner import Comm, Learner
 from model import lora, memory
@@ -61,13 +60,8 @@ def peak(folder: str, out: str, comm) -> None:
 
 
 def main(what: str, *args: str) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=150))
     {"values": values, "peak": peak}[what](*args, Comm())
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads may outlive the interpreter and abort it
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    as_rank(main)

@@ -2,16 +2,15 @@
 
 tensor_parallel.py FOLDER OTHER OUT    the model to start from, and one whose weights are loaded"""
 
-import os
 import pickle
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 import torch
 import torch.distributed as dist
+from torchrun import as_rank
 
 from checkpoint import load_model
 from engines import VLLMEngine
@@ -35,7 +34,6 @@ def shared() -> set[str]:
 
 
 def main(folder: str, other: str, out: str) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=150))
     rank = dist.get_rank()
     before = shared()
     engine = VLLMEngine(folder, max_len=64, max_logprobs=5, tp=2, memory_gib=0.05)
@@ -57,10 +55,7 @@ def main(folder: str, other: str, out: str) -> None:
     dist.all_gather_object(found, said)
     if rank == 0:
         Path(out).write_bytes(pickle.dumps(found))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads may outlive the interpreter and abort it
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    as_rank(main)

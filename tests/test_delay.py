@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import make_cfg, tiny_model
 from test_rollout import PROBE_IDS
-from test_train import finish, flags, start, timeless, wait_for
+from test_train import flags, start, timeless, train_here, wait_for
 
 from delay import DelayDistribution, DelaySource, ks_p
 from engines import HFEngine
@@ -19,6 +19,8 @@ from rollout import Sampling, uniforms
 from run import read_metrics
 from sync import Probe
 from tasks import Arithmetic, arithmetic_tokenizer
+
+__all__ = ["train_here"]  # a fixture
 
 
 def distribution(kind, mass=0.995):
@@ -245,12 +247,11 @@ LOGNORMAL = dict(
 )
 
 
-def test_a_bound_of_0_is_the_plain_loop(solvers, tmp_path):
+def test_a_bound_of_0_is_the_plain_loop(solvers, tmp_path, train_here):
     """Delayed samplers that may never be stale train the very run of the loop without delays, metric for metric."""
     sizes = dict(rollout_batch=16, train_batch=16, steps=3, save_every=0)
     for name, more in (("plain", {}), ("bounded", {**LOGNORMAL, "delay_samplers": 4, "max_staleness": 0})):
-        code, _, err = finish(start(flags(solvers, tmp_path / name, **{**more, **sizes})))
-        assert code == 0, err[-3000:]
+        train_here(flags(solvers, tmp_path / name, **{**more, **sizes}))
     plain = timeless(tmp_path / "plain")
     bounded = timeless(tmp_path / "bounded")
     assert "delay/clock" in bounded[1]
@@ -265,17 +266,14 @@ def without_sync(run):
     return [{k: v for k, v in row.items() if not k.startswith("sync/")} for row in timeless(run)]
 
 
-def test_a_delayed_run_killed_and_resumed_is_the_same_run(solvers, tmp_path):
+def test_a_delayed_run_killed_and_resumed_is_the_same_run(solvers, tmp_path, train_here):
     more = dict(LOGNORMAL, objective="gepo", actor="none", cppo_beta=0.005, steps=7)
-    for name in ("whole", "run"):
-        process = start(flags(solvers, tmp_path / name, **more))
-        if name == "run":
-            wait_for(tmp_path / "run", 4, process)
-            process.send_signal(signal.SIGKILL)
-            process.communicate()
-            process = start(["--resume", f"--out={tmp_path / name}"])
-        code, _, err = finish(process)
-        assert code == 0, err[-3000:]
+    process = start(flags(solvers, tmp_path / "run", **more))
+    wait_for(tmp_path / "run", 4, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    train_here(["--resume", f"--out={tmp_path / 'run'}"])
+    train_here(flags(solvers, tmp_path / "whole", **more))
     assert without_sync(tmp_path / "run") == without_sync(tmp_path / "whole")
     rows = read_metrics(tmp_path / "whole")[1:]
     stale = [row["staleness/max_updates"] for row in rows]

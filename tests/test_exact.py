@@ -3,8 +3,6 @@
 Run under torchrun (by `test_two_ranks`) this file samples and scores on each rank."""
 
 import itertools
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +15,8 @@ import torch.nn.functional as F
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 import standins
-from conftest import ROOT, VOCAB, make_cfg, tiny_model
+from conftest import VOCAB, make_cfg, tiny_model
+from torchrun import as_rank, torchrun
 
 import batching
 import objectives
@@ -26,7 +25,7 @@ from engines import HFEngine
 from flags import UserError
 from learner import Comm, Learner
 from model import Needs, PolicyAndActor, exact, head
-from rollout import Rollout
+from rollout import Rollout, as_groups
 from sampling import Sampling
 from train import Training
 
@@ -64,14 +63,10 @@ def sample(
     seeds = [[seed * 10**6 + G * i + g for g in range(G)] for i in range(n)]
     allowed = vocabulary if sampling.truncates else 0
     rows = engine.generate(prompts, seeds, sampling, 3, [1, 2, 3], allowed)
-    made = []
-    for i, (prompt, responses) in enumerate(zip(prompts, rows, strict=True)):
+    for responses in rows:
         for g, response in enumerate(responses):
             response.reward = float(g % 2)
-        about = dict(uid=("test", 0, i), prompt_id="p", prompt_ids=prompt.astype(np.int32), sampling=sampling)
-        about |= dict(model="policy", precision="", version=0, digest="", t_start=0.0, t_end=0.0)
-        made.append(Rollout(**about, responses=responses))
-    return made
+    return as_groups("test", [prompt.astype(np.int32) for prompt in prompts], rows, sampling)
 
 
 def gap(learner, groups) -> float:
@@ -297,19 +292,13 @@ RANK_CASES.append({**BF16, "parallel": "fsdp", **FORMATS["w4a16"]})
 def test_two_ranks(tmp_path):
     """Each rank samples for itself and scores its share, before and after an update of both."""
     out = tmp_path / "gaps.pt"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*torchrun, __file__, str(out)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun("test_exact.py", out)
     gaps = torch.load(out)
     assert len(gaps) == 2 * len(RANK_CASES)
     assert max(itertools.chain.from_iterable(gaps)) == 0
 
 
 def main(out: str) -> None:
-    dist.init_process_group("gloo")
     comm, gaps = Comm(), []
     for case in RANK_CASES:
         engine, learner = make_pair(comm=comm, **case)
@@ -324,11 +313,7 @@ def main(out: str) -> None:
                 engine.load(learner.published("policy", engine.packed))
     if comm.rank == 0:
         torch.save(gaps, out)
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads may outlive the interpreter and abort it
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    as_rank(main)

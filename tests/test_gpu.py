@@ -21,7 +21,7 @@ from learner import Comm, Learner
 from model import Needs
 from quant import LowBitLinear, dequantize, format_of, product, quantize
 from results.gpu_parts import one_rank
-from rollout import Rollout, uniforms
+from rollout import as_groups, uniforms
 from sampling import Sampling
 from sync import Probe, SyncError, prove
 
@@ -205,11 +205,7 @@ def mismatch(engine, learner) -> float:
     """Mean |p_inf - p_ref| over the tokens of 16 groups that the engine samples."""
     prompts, seeds = prompts_and_seeds()
     responses = engine.generate(prompts, seeds, Sampling(max_tokens=12), 0, [1])
-    groups = [
-        Rollout(("q", 0, i), str(i), p, Sampling(), "policy", "float32", 0, "", 0.0, 0.0, g)
-        for i, (p, g) in enumerate(zip(prompts, responses, strict=True))
-    ]
-    b = batching.collate(groups, learner.cfg)
+    b = batching.collate(as_groups("q", prompts, responses, Sampling()), learner.cfg)
     return float((learner.score(b, Needs()).logp.exp() - b.logp_inf.exp()).abs()[b.mask].mean())
 
 

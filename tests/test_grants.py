@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import make_cfg
-from test_hub import closed_behind, hand_over, port, until, weights
+from test_hub import closed_behind, hand_over, until, weights
 from test_wire import group, limits
 
 from flags import UserError
@@ -319,7 +319,7 @@ def learner(made, folder, transport, **changes):
     log.propagate = False
     welcome = replace_welcome(run={"world": 1, "paced": cfg.admission == "pace"})
     if transport == "zmq":
-        end = made.add(hub.Hub(f"tcp://127.0.0.1:{port()}", "none", welcome, bounds, log))
+        end = made.add(hub.Hub("tcp://127.0.0.1:*", "none", welcome, bounds, log))
     else:
         end = files.FilesHub(str(folder), welcome, bounds, log)
     return source.RemoteSource(end, cfg, bounds, Sampling(), folder / "versions", Comm(), log)

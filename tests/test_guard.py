@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import test_hub
 from conftest import ROOT
-from test_hub import WELCOME, closed_behind, fates, give, hand_over, port, until, weights
+from test_hub import WELCOME, closed_behind, fates, give, hand_over, until, weights
 from test_wire import group, limits
 
 from remote import account, fuzz, guard, hub, keys, wire
@@ -177,7 +177,7 @@ def test_a_connection_with_other_keys_under_a_known_identity_is_nobody(made, tmp
     assert first.hear(wire.Welcome)
     first.close()
     second = made.raw(h, keys=keys.sampler_keys(tmp_path / "keys" / "sampler1"), name="b", identity=b"same")
-    end = time.monotonic() + 5
+    end = time.monotonic() + 20
     while (heard := second.hear(within=0.3)) is None and time.monotonic() < end:
         second.say(wire.Offer(wire.manifest("a/1/0", b"x")))
     assert heard == wire.Gone("") and not next(iter(h.peers.values())).offers
@@ -381,7 +381,8 @@ def test_peers_are_bounded(made, monkeypatch):
         lambda: "sampler box" in h.log.seen.read_text() and "has to wait: 3 are here" in h.log.seen.read_text()
     )
     assert len(h.peers) == 3
-    one = next(peer for peer in raws if peer.hear(wire.Welcome, within=0.2))
+    here = {peer.sampler for peer in h.peers.values()}
+    one = next(peer for peer in raws if peer.name in here)
     for i in range(20):  # one connection under many names is one peer
         one.hello(sampler=f"name{i}")
     assert until(lambda: "sampler name19" in h.log.seen.read_text()) and len(h.peers) == 3
@@ -456,11 +457,11 @@ def test_a_group_of_bad_leaves_is_given_up(made, monkeypatch):
     peer = made.raw(h)
     peer.hello()
     peer.say(wire.Offer(wire.manifest("box/1/0", b"as it should be")))
-    bad = 0
-    while peer.hear(wire.Ask, within=1.0) and bad < 50:
+    for _ in range(6):
+        assert peer.hear(wire.Ask)
         peer.say(wire.Leaves("box/1/0", 0), b"as it should n")
-        bad += 1
-    assert bad == 6 and until(lambda: h.size == 0) and h.counts["bad_leaves"] == 6
+    assert until(lambda: h.size == 0) and h.counts["bad_leaves"] == 6
+    assert peer.hear(wire.Ask, within=0.5) is None
 
 
 def test_a_suspended_hub_forgives(made, monkeypatch):
@@ -543,10 +544,12 @@ at = socket.bind_to_random_port("tcp://127.0.0.1")
 for turn in range(15):
     context = zmq.Context()
     peer = context.socket(zmq.DEALER)
+    connected = peer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
     peer.connect(f"tcp://127.0.0.1:{at}")
     for _ in range(40):
         peer.send(bytes(1000))
-    time.sleep(0.2)
+    connected.poll(10_000)
+    time.sleep(0.1)
     context.destroy(linger=0)
 time.sleep(2.5)
 heard = 0
@@ -560,13 +563,13 @@ print("alive", heard)
 def test_peers_that_leave_a_full_queue_do_not_end_the_process():
     """An assertion of libzmq's would: nothing that could be caught."""
     done = subprocess.run([sys.executable, "-c", LEAVING], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and int(done.stdout.split()[1]) >= 30, done.stderr
+    assert done.returncode == 0 and int(done.stdout.split()[1]) >= 15, done.stderr
 
 
 def test_a_hub_hears_nobody_before_it_is_open(made, tmp_path):
     log = logging.getLogger("guard.closed")
     log.propagate = False
-    h = made.add(hub.Hub(f"tcp://127.0.0.1:{port()}", "none", WELCOME, limits(group()), log))
+    h = made.add(hub.Hub("tcp://127.0.0.1:*", "none", WELCOME, limits(group()), log))
     peer = made.raw(h)
     peer.hello()
     assert peer.hear(within=0.5) is None and h.peers == {}

@@ -1,19 +1,16 @@
 """The learner: whatever the split into micro-batches or ranks, one gradient; and it is the derivative of the loss."""
 
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, make_cfg, make_groups, take_over, tiny_model
+from conftest import make_cfg, make_groups, take_over, tiny_model
 from ranks import RANK_CASES, UNEVEN_CASES, hold_back_the_step, make_learner, move, rank_groups
 from ranks import one_update as update_of_one
+from torchrun import torchrun
 
 import batching
 import objectives
@@ -640,17 +637,7 @@ def test_what_no_smaller_scale_can_mend_counts():
 def test_two_ranks_give_the_gradient_of_one(parallel, tmp_path):
     """torchrun with two gloo ranks, ragged shares, unequal numbers of micro-batches: the gradient of one process."""
     out = tmp_path / "ranks.pt"
-    script = str(Path(__file__).parent / "ranks.py")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*torchrun, script, parallel, str(out)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=380,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun("ranks.py", parallel, out)
     ranks = torch.load(out)
     for i, (case, dtype, odd) in enumerate([*RANK_CASES, *UNEVEN_CASES]):
         cfg = make_cfg(**case, train_batch=16, rollout_batch=16, micro_tokens=10**6)

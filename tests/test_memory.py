@@ -2,19 +2,16 @@
 
 import copy
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, make_cfg, make_groups, tiny_model
+from conftest import make_cfg, make_groups, tiny_model
 from ranks import LOW_BITS, hold_back_the_step, make_learner, one_update
 from safetensors.torch import load_file, save_file
 from standins import FAMILIES, model, save, tokenizer
+from torchrun import torchrun
 
 import batching
 import objectives
@@ -160,20 +157,6 @@ def odd_folders(tmp_path) -> list[str]:
         {k: x.contiguous() for k, x in tied.model.state_dict().items()}, bare / "model.safetensors", {"format": "pt"}
     )
     return [str(older), str(two), str(bare)]
-
-
-def torchrun(script: str, *args: str, ranks: int = 2) -> None:
-    """One of our scripts on gloo ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    done = subprocess.run(
-        [*command, str(Path(__file__).parent / script), *args],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def alone(folder: str, **changes) -> Learner:

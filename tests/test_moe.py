@@ -3,9 +3,7 @@ others; the router stays as it is; and the learner routes each token as the engi
 
 import dataclasses
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ import torch
 from conftest import make_cfg, make_groups
 from standins import model, save, tokenizer
 from torch import nn
+from torchrun import torchrun
 
 import batching
 import checkpoint
@@ -193,21 +192,18 @@ def test_the_torch_engine_has_the_published_experts(tmp_path, name):
     check_sync(HFEngine(folder, fmt=fmt), learner, folder, fmt)
 
 
-@pytest.mark.parametrize("name", ["none", "w4a16"])
-def test_vllm_has_the_published_experts(tmp_path, name):
+def test_vllm_has_the_published_experts(tmp_path):
     """In a process of its own: vLLM makes its group of experts only if the first model of a process has some."""
-    folder = save(moe(), tmp_path)
-    command = [sys.executable, "-c", f"import test_moe; test_moe.vllm_has_experts({str(folder)!r}, {name!r})"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun("test_moe.py", save(moe(), tmp_path), ranks=1)
 
 
-def vllm_has_experts(folder: str, name: str) -> None:
-    fmt = format_of(name, 16)
-    cfg = make_cfg(rollout_quant=name, learner_quant="none" if fmt is None else "aligned", quant_group=16)
-    engine = VLLMEngine(folder, max_len=64, max_logprobs=20, fmt=fmt)
-    check_sync(engine, Learner(moe(), None, cfg, Comm()), folder, fmt)
-    engine.close()
+def vllm_has_experts(folder: str) -> None:
+    engines = []
+    for name in ("none", "w4a16"):
+        fmt = format_of(name, 16)
+        cfg = make_cfg(rollout_quant=name, learner_quant="none" if fmt is None else "aligned", quant_group=16)
+        engines.append(VLLMEngine(folder, max_len=64, max_logprobs=20, fmt=fmt))
+        check_sync(engines[-1], Learner(moe(), None, cfg, Comm()), folder, fmt)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -394,3 +390,7 @@ def test_a_run_replays_what_the_low_bit_engine_chose(tmp_path):
     assert logged["aligned"]["router/agreement"] == 1
     assert logged["none"]["router/agreement"] < 1
     assert logged["aligned"]["rollout_corr/mean_mismatch"] < 1e-4 < logged["none"]["rollout_corr/mean_mismatch"]
+
+
+if __name__ == "__main__":
+    vllm_has_experts(*sys.argv[1:])

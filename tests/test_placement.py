@@ -13,7 +13,7 @@ import torch.distributed as dist
 from conftest import make_cfg, make_groups, tiny_model
 from standins import model, save
 from tensor_parallel import tokens, work
-from test_memory import torchrun
+from torchrun import torchrun
 
 import checkpoint
 import engines

@@ -21,7 +21,7 @@ from flags import UserError
 from learner import Comm, Learner
 from model import Needs
 from quant import LowBitLinear, dequantize, format_of, product, quantize
-from rollout import Rollout, Sampling
+from rollout import Sampling, as_groups
 from run import check_models
 from sync import Probe, SyncError, prove
 
@@ -289,11 +289,7 @@ def mismatch(engine, learner) -> float:
     prompts = [np.array([5 + i, 3, 100 + i], np.int32) for i in range(16)]
     seeds = [list(range(9 * i, 9 * i + 8)) for i in range(16)]
     responses = engine.generate(prompts, seeds, Sampling(max_tokens=12), 0, [1])
-    groups = [
-        Rollout(("q", 0, i), str(i), p, Sampling(), "policy", "float32", 0, "", 0.0, 0.0, g)
-        for i, (p, g) in enumerate(zip(prompts, responses, strict=True))
-    ]
-    b = batching.collate(groups, learner.cfg)
+    b = batching.collate(as_groups("q", prompts, responses, Sampling()), learner.cfg)
     gap = (learner.score(b, Needs()).logp.exp() - b.logp_inf.exp()).abs()[b.mask]
     return float(gap.mean())
 

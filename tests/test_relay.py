@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import zmq
-from test_hub import Peer, closed_behind, port, until
+from test_hub import Peer, closed_behind, until
+from torchrun import free_port
 
 from flags import UserError
 from remote import account, delta, link, relay, sampler, wire
@@ -210,7 +211,7 @@ def box(made, h, i, folder, keys=None, at=None, patience=1.0, **more):
     """A sampler's link, a relay unless `at` is empty."""
     own = folder / f"box{i}"
     own.mkdir()
-    address = f"tcp://127.0.0.1:{port()}" if at is None else at
+    address = f"tcp://127.0.0.1:{free_port()}" if at is None else at
     flags = SamplerFlags(patience=patience, give_up=60.0, relay=address, **more)
     name = f"sampler{i}"
     return made.add(link.Link([h.address], [name], flags, account.Spool(own / "spool", [name], 1), own, keys))
@@ -293,7 +294,7 @@ class Asker(Peer):
 
 
 def test_what_a_relay_does_not_answer(made):
-    address = f"tcp://127.0.0.1:{port()}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     r = made.add(Relay(address, None))
     r.serve({"w": BLOB})
     peer = made.add(Asker(address))

@@ -16,7 +16,7 @@ import sampling
 from engines import HFEngine
 from learner import Comm, Learner
 from model import Needs
-from rollout import Response, Rollout, Sampling
+from rollout import Response, Rollout, Sampling, as_groups
 
 PROMPTS = ((5, 6, 7), (100, 3))
 TRUNCATED = [
@@ -74,11 +74,8 @@ def sampled(engine, settings, n=8, max_allowed=20) -> list[Rollout]:
     settings = replace(settings, max_tokens=12)
     prompts = [np.array(p, np.int32) for p in PROMPTS]
     seeds = [list(range(31 * i, 31 * i + n)) for i in range(len(prompts))]
-    groups = engine.generate(prompts, seeds, settings, 5, [1], max_allowed)
-    return [
-        Rollout(("t", 0, i), str(i), p, settings, "policy", "float32", 0, "", 0.0, 0.0, g)
-        for i, (p, g) in enumerate(zip(prompts, groups, strict=True))
-    ]
+    responses = engine.generate(prompts, seeds, settings, 5, [1], max_allowed)
+    return as_groups("t", prompts, responses, settings)
 
 
 def flat(groups) -> list[Response]:

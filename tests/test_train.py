@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torchrun
 from conftest import ROOT, TINY_TASK, make_cfg
 from safetensors.torch import load_file
 from test_metrics import unexplained
@@ -78,21 +79,19 @@ def start(argv, ranks=1, on=()):
     under."""
     command = [sys.executable, "train.py"]
     if ranks > 1:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        command = [*torchrun, "train.py"]
-    process = subprocess.Popen(
-        [*on, *command, *argv],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    STARTED.append(process)
-    return process
+        command = [*torchrun.COMMAND, f"--nproc_per_node={ranks}", "train.py"]
+    return begin([*on, *command, *argv])
 
 
 STARTED: list[subprocess.Popen] = []
+
+
+def begin(command, folder=ROOT, **environment):
+    """A process in this folder, which is ended behind the test."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", **environment}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    STARTED.append(subprocess.Popen(command, cwd=folder, env=environment, **pipes))
+    return STARTED[-1]
 
 
 @pytest.fixture(autouse=True)
@@ -125,14 +124,6 @@ def run_to_the_end(argv, ranks=1) -> str:
     code, out, err = finish(start(argv, ranks))
     assert code == 0, err[-3000:]
     return out
-
-
-def refused(argv) -> str:
-    """What a run that must fail says, without a traceback."""
-    code, _, err = finish(start(argv))
-    assert code != 0
-    assert "Traceback" not in err
-    return err
 
 
 def wait_for(out, step, process) -> None:
@@ -283,7 +274,7 @@ def test_an_engine_that_is_another_function_is_found_at_the_first_update(solvers
 
 @SEVERAL_PROCESSES
 @pytest.mark.parametrize("after", [0, 4])
-def test_killed_and_resumed_is_the_same_run(whole, solvers, tmp_path, after):
+def test_killed_and_resumed_is_the_same_run(whole, solvers, tmp_path, after, train_here):
     """SIGKILL before the first checkpoint or after one in the middle of a rollout batch; then --resume: the same
     metrics, bit for bit."""
     out = tmp_path / "run"
@@ -291,7 +282,7 @@ def test_killed_and_resumed_is_the_same_run(whole, solvers, tmp_path, after):
     wait_for(out, after, process)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
-    run_to_the_end(["--resume", f"--out={out}"])
+    train_here(["--resume", f"--out={out}"])
     assert timeless(out) == timeless(whole[0])  # save_every=3 and two updates a batch: update 4 was pending
     assert samples(out) == samples(whole[0])
     for mine, theirs in zip(momenta(out), momenta(whole[0]), strict=True):
@@ -305,17 +296,16 @@ RESUMED = {
 }
 
 
-@SEVERAL_PROCESSES
 @pytest.mark.parametrize(
     "case", [pytest.param(c, id=n, marks=[pytest.mark.slow] * (n == "controllers")) for n, c in RESUMED.items()]
 )
-def test_stopped_and_resumed_is_the_same_run(case, solvers, tmp_path):
+def test_stopped_and_resumed_is_the_same_run(case, solvers, tmp_path, train_here):
     """Target new's kappa and the closed loop's lambda_distill live in the checkpoint; low-bit tensors and Muon's
     momentum come out of it."""
     whole, out = tmp_path / "whole", tmp_path / "run"
     for folder, steps in ((whole, 4), (out, 3)):
-        run_to_the_end(flags(solvers, folder, **case, steps=steps, save_every=0))
-    run_to_the_end(["--resume", f"--out={out}", "--steps=4"])
+        train_here(flags(solvers, folder, **case, steps=steps, save_every=0))
+    train_here(["--resume", f"--out={out}", "--steps=4"])
     assert without_eval(timeless(out)) == without_eval(timeless(whole))
     if "distill_kl_target" in case:
         last = read_metrics(out)[4]
@@ -485,12 +475,7 @@ train.train(config.parse(sys.argv[1:]))
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(whole, solvers, tmp_path, train_here):
     """The second save never ends; the updates go on beside it. After SIGKILL the run goes on from the first one."""
     out = tmp_path / "run"
-    argv = [sys.executable, "-c", WRITES_FOR_EVER, *flags(solvers, out, save_every=1)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
-    process = subprocess.Popen(
-        argv, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    STARTED.append(process)
+    process = begin([sys.executable, "-c", WRITES_FOR_EVER, *flags(solvers, out, save_every=1)])
     wait_for(out, 2, process)  # the save after update 2 goes on
     process.kill()
     process.communicate(timeout=60)
@@ -641,13 +626,14 @@ def test_too_many_updates_without_a_number_save_and_say_so(solvers, tmp_path, tr
 
 
 @SEVERAL_PROCESSES
-def test_resume_says_which_key_differs_and_a_run_is_not_overwritten(whole, solvers):
+def test_resume_says_which_key_differs_and_a_run_is_not_overwritten(whole, solvers, train_here):
     out, _ = whole
-    said = refused(["--resume", f"--out={out}", "--lr=5e-3", "--group_size=8"])
-    assert "--group_size was 4 and is now 8" in said
-    assert "--lr was 0.001 and is now 0.005" in said
-    said = refused(flags(solvers, out))
-    assert "already holds a run: add --resume to go on, --overwrite to delete it" in said
+    with pytest.raises(UserError) as said:
+        train_here(["--resume", f"--out={out}", "--lr=5e-3", "--group_size=8"])
+    assert "--group_size was 4 and is now 8" in str(said.value)
+    assert "--lr was 0.001 and is now 0.005" in str(said.value)
+    with pytest.raises(UserError, match="already holds a run: add --resume to go on, --overwrite to delete it"):
+        train_here(flags(solvers, out))
     run_to_the_end(["--resume", f"--out={out}", "--steps=7"])
     assert len(read_metrics(out)) == 8
     made = json.loads((out / "config.json").read_text())  # what started the run stays, what went on is added
@@ -668,7 +654,7 @@ def test_two_ranks_train_and_resume_on_any_number(solvers, tmp_path, parallel, t
     assert all(row["tokens"] > 16 for row in rows[1:])
     shutil.rmtree(out / "checkpoints" / "step_000004")
     shutil.copytree(out, tmp_path / "one")
-    run_to_the_end(["--resume", f"--out={out}"], ranks=2)
+    torchrun.torchrun("../train.py", "--resume", f"--out={out}")
     assert without_sync(out) == without_sync_rows(whole)
     train_here(["--resume", f"--out={tmp_path / 'one'}"])
     assert_alike(without_sync(tmp_path / "one"), without_sync_rows(whole))
@@ -676,8 +662,8 @@ def test_two_ranks_train_and_resume_on_any_number(solvers, tmp_path, parallel, t
     assert_same_tensors(end / "checkpoints" / "step_000004", out / "checkpoints" / "step_000004")
     other = "ddp" if parallel == "fsdp" else "fsdp"
     more = [f"--out={end}", f"--parallel={other}", "--steps=5"]
-    run_to_the_end(["--resume", *more], ranks=2)
-    run_to_the_end(["--resume", f"--out={out}", "--steps=5"], ranks=2)
+    torchrun.torchrun("../train.py", "--resume", *more)
+    torchrun.torchrun("../train.py", "--resume", f"--out={out}", "--steps=5")
     assert_alike(without_sync(end), without_sync(out))
 
 
@@ -702,8 +688,8 @@ def assert_same_tensors(folder, other) -> None:
 
 @pytest.fixture
 def two_hosts():
-    """For each of two hosts a command to run under and an interface, and the address of the first: two network
-    namespaces where this process may make them, or else this host twice."""
+    """For each of two hosts a command to run under and an interface; the first one's address, and a port: two
+    network namespaces where this process may make them, or else this host twice."""
     names = [f"rl{os.getpid() % 100_000}{letter}" for letter in "ab"]
     a, b = names
     steps = [f"netns add {a}", f"netns add {b}", f"link add {a}v netns {a} type veth peer name {b}v netns {b}"]
@@ -713,30 +699,20 @@ def two_hosts():
     try:
         for step in steps:
             subprocess.run(["ip", *step.split()], check=True, capture_output=True)
-        yield [(["ip", "netns", "exec", name], f"{name}v") for name in names], "10.213.7.1"
+        yield [(["ip", "netns", "exec", name], f"{name}v") for name in names], "10.213.7.1", 29533
     except (OSError, subprocess.CalledProcessError):
-        yield [([], "lo")] * 2, "127.0.0.1"
+        yield [([], "lo")] * 2, "127.0.0.1", torchrun.free_port()
     for name in names if shutil.which("ip") else ():
         subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
 def start_node(node: int, hosts, folder: Path, argv):
     """One of two nodes with a rank each, in a folder of its own."""
-    (on, interface), address = hosts[0][node], hosts[1]
+    (on, interface), address, port = hosts[0][node], *hosts[1:]
     folder.mkdir(exist_ok=True)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
-    torchrun += [f"--node_rank={node}", f"--master_addr={address}", "--master_port=29533"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "GLOO_SOCKET_IFNAME": interface}
-    process = subprocess.Popen(
-        [*on, *torchrun, str(ROOT / "train.py"), *argv],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    STARTED.append(process)
-    return process
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+    command += [f"--node_rank={node}", f"--master_addr={address}", f"--master_port={port}"]
+    return begin([*on, *command, str(ROOT / "train.py"), *argv], folder, GLOO_SOCKET_IFNAME=interface)
 
 
 def files_of(folder) -> set[str]:
@@ -757,9 +733,7 @@ def test_two_nodes_without_a_common_file_system_train_save_and_resume(solvers, t
     assert files_of(last[1]) == {"shards/__1_0.distcp", "rank1.pt", "digests.json"}
     for folder in last:
         shutil.rmtree(folder)
-    for process in [start_node(i, two_hosts, disks[i], ["--resume", "--out=run"]) for i in range(2)]:
-        code, _, err = finish(process)
-        assert code == 0, err[-3000:]
+    torchrun.torchrun("../train.py", "--resume", "--out=run", nodes=disks)
     assert without_sync(disks[0] / "run") == without_sync_rows(whole)
     sent = [files_of(disk / "run" / "checkpoints" / "step_000003") for disk in disks]
     assert sent[0] == sent[1] >= {"shards/__0_0.distcp", "shards/__1_0.distcp", "rank1.pt"}
@@ -767,16 +741,14 @@ def test_two_nodes_without_a_common_file_system_train_save_and_resume(solvers, t
 
 
 @SEVERAL_PROCESSES
-def test_an_aligned_learner_is_evaluated_as_it_trains_under_fsdp_too(solvers, tmp_path):
+def test_an_aligned_learner_is_evaluated_as_it_trains_under_fsdp_too(solvers, tmp_path, train_here):
     """Two bits change many answers: the sharded learner's, gathered for evaluation, are those of one process."""
     case = {"objective": "grpo", "actor": "none", "rollout_quant": "w2a16", "learner_quant": "aligned"}
     case |= {"quant_group": 32, "steps": 1, "save_every": 0, "eval_problems": 96}
-    scores = []
-    for ranks, parallel in ((1, "ddp"), (2, "fsdp")):
-        out = tmp_path / parallel
-        run_to_the_end(flags(solvers, out, parallel=parallel, **case), ranks)
-        scores.append(read_metrics(out)[0]["eval/policy_pass@1"])
-    assert scores[0] == scores[1]
+    _, one = train_here(flags(solvers, tmp_path / "one", **case))
+    torchrun.torchrun("../train.py", *flags(solvers, tmp_path / "two", parallel="fsdp", **case))
+    two = read_metrics(tmp_path / "two")
+    assert one[0]["eval/policy_pass@1"] == two[0]["eval/policy_pass@1"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,15 +2,13 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY_TASK, f64, make_cfg, make_groups, tiny_model
+from conftest import TINY_TASK, f64, make_cfg, make_groups, tiny_model
+from torchrun import torchrun
 
 import batching
 import measure
@@ -377,12 +375,7 @@ def test_two_ranks_weigh_as_one(parallel, tmp_path, solvers):
     one = weigh(tmp_path, solvers, *BRIEF, "--rows=none; prefix_tis", actor="actor")
     flags = [f"--model={solvers / 'policy'}", f"--actor={solvers / 'actor'}", *SMALL, *BRIEF]
     flags += ["--rows=none; prefix_tis", f"--parallel={parallel}", f"--json={tmp_path / 'two.json'}"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*torchrun, "worth.py", *flags], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun("../worth.py", *flags)
     two = json.loads((tmp_path / "two.json").read_text())
     same = ["scale", "noise_on", "scale_se"]  # shards have random directions of their own
     if parallel == "ddp":  # groups come in another order: the jackknife leaves out others

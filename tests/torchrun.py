@@ -1,0 +1,169 @@
+"""A script on several gloo ranks of this machine: how tests start it, and how it begins and ends.
+
+The ranks are forked from one process that has imported the libraries, which takes seconds for each of them otherwise.
+They import the repository's own files themselves. That commands run under the real torchrun is for test_train to show.
+"""
+
+import json
+import os
+import random
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+LIMIT = 300  # seconds
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In a test
+# ---------------------------------------------------------------------------------------------------------------------
+
+servers: list[subprocess.Popen] = []  # at most one, started when it is first needed
+
+
+class Job(NamedTuple):
+    """A script that is to be run on so many ranks."""
+
+    script: str
+    args: list[str]
+    ranks: int
+    port: int  # where they meet
+    nodes: list[str]  # each rank's folder, where each is a node of its own
+
+
+def torchrun(script: str, *args, ranks: int = 2, nodes=()) -> None:
+    """Run a script on so many ranks and wait for its end. script: as seen from tests/.
+
+    nodes: folders; each rank is a node of its own, and works in its folder."""
+    if not servers:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        servers.append(subprocess.Popen([sys.executable, __file__], cwd=HERE.parent, env=environment, **pipes))
+    (server,) = servers
+    try:
+        job = Job(str((HERE / script).resolve()), [*map(str, args)], ranks, free_port(), [*map(str, nodes)])
+        server.stdin.write(json.dumps(job) + "\n")
+        server.stdin.flush()
+        statuses, said = json.loads(server.stdout.readline())
+    except BaseException:  # the test's own limit among them: no later test is to get this answer
+        os.killpg(server.pid, signal.SIGKILL)
+        server.communicate()
+        servers.clear()
+        raise
+    assert statuses == [0] * ranks, f"{statuses}: {said}"
+
+
+def free_port() -> int:
+    """A port that is free now, and that the system gives to nobody who asks for any: those are 32768 and more."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as s:
+            try:
+                s.bind(("", port))
+            except OSError:
+                continue
+            return port
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the process that forks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """A line on stdin is a job; the answer is [statuses, the end of what its ranks said].
+
+    It ends with its parent, which closes the pipe."""
+    sys.path[:0] = [str(HERE.parent), str(HERE)]
+    import conftest  # noqa: F401
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+
+    import train  # noqa: F401  for the libraries: some of our own files read the environment of a rank
+
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        if name != "__main__" and file.startswith(str(HERE.parent)) and "site-packages" not in file:
+            del sys.modules[name]
+    for line in sys.stdin:
+        job = Job(*json.loads(line))
+        with tempfile.TemporaryFile("w+", errors="replace") as screen:
+            pids = [fork_rank(job, rank, screen) for rank in range(job.ranks)]
+            statuses = end_of(pids)
+            screen.seek(0)
+            print(json.dumps([statuses, screen.read()[-3000:]]), flush=True)
+
+
+def end_of(pids: list[int]) -> list[int]:
+    """The exit statuses of the ranks. When one fails, or after LIMIT seconds, the others are ended."""
+
+    def end_all(*signal_and_frame):
+        for pid in set(pids) - statuses.keys():
+            os.kill(pid, signal.SIGKILL)
+
+    statuses: dict[int, int] = {}
+    signal.signal(signal.SIGALRM, end_all)
+    signal.alarm(LIMIT)
+    while len(statuses) < len(pids):
+        pid, status = os.waitpid(-1, 0)
+        statuses[pid] = os.waitstatus_to_exitcode(status)
+        if statuses[pid]:
+            end_all()
+    signal.alarm(0)
+    return [statuses[pid] for pid in pids]
+
+
+def fork_rank(job: Job, rank: int, screen) -> int:
+    """The process id of a rank that runs the script as a program."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for stream in (1, 2):
+            os.dup2(screen.fileno(), stream)
+        local, local_ranks = (0, 1) if job.nodes else (rank, job.ranks)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.ranks))
+        os.environ.update(LOCAL_RANK=str(local), LOCAL_WORLD_SIZE=str(local_ranks))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port))
+        if job.nodes:
+            os.chdir(job.nodes[rank])
+        sys.argv = [job.script, *job.args]
+        sys.path[0] = str(Path(job.script).parent)
+        runpy.run_path(job.script, run_name="__main__")
+        status = 0
+    except SystemExit as e:
+        status = 0 if not e.code else 1
+        print(e.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # gloo's threads may outlive the interpreter and abort it
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In a rank
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def as_rank(main) -> None:
+    """What a script of tests/ does on a rank: main(*its arguments), within a process group."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=150))
+    main(*sys.argv[1:])
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    serve()
