@@ -22,8 +22,8 @@ BOTH = dict(JACKPOT, obrs_c2=3, **WIDE)
 FP8 = dict(actor="none", rollout_quant="fp8")  # Table 6: on-policy but for the 8 bits, here of the linear layers
 OTHER = table6_10.OTHER
 STALE_32 = {
-    "both, c1 = 3": BOTH,
     "mask only": dict(BOTH, obrs_mode="mask"),
+    "both, c1 = 3": BOTH,
     "weights only": dict(BOTH, obrs_mode="reweight"),
     "c1 = 2": dict(BOTH, obrs_c1=2),
     "c1 = 8": dict(BOTH, obrs_c1=8),
