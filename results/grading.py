@@ -1,4 +1,4 @@
-"""What grading costs: 1,024 long answers by one process after the other answer, and by as many as there are cores.
+"""What grading costs: 256 long answers by one process after the other answer, and by as many as there are cores.
 
     python results/grading.py
 
@@ -22,7 +22,7 @@ from results import sweep
 from tasks.grading import Graders, graders
 from tasks.rewards import last_box, math_answer
 
-ANSWERS = 1024
+ANSWERS = 256
 SECONDS = 60.0  # no answer here comes near
 
 
