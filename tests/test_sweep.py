@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, TINY_TASK
+from test_recipes import PAPERS
 from test_train import finish, start
 
 from config import HARMLESS, parse
@@ -26,6 +27,7 @@ from results import (
     table1,
     table2_3,
     table6_10,
+    text_settings,
 )
 from run import clean, read_metrics
 
@@ -244,6 +246,9 @@ def test_every_record_belongs_to_a_row():
     for rows, config in prefix.SETTINGS.values():  # not all of them have run
         runs = [run for flags in rows.values() for run in sweep.with_seeds(flags, 3, prefix.FIRST_SEED)]
         wanted |= {sweep.key_of(run, config) for run in runs if sweep.record_of(run, config)}
+    for flags in text_settings.ROWS.values():
+        runs = sweep.with_seeds(flags, 3, text_settings.FIRST_SEED)
+        wanted |= {sweep.key_of(run, sweep.STUDY) for run in runs if sweep.record_of(run)}
     for rows, seeds, config in studies:
         for label, flags in rows.items():
             wanted |= {sweep.key_of(run, config) for run in sweep.with_seeds(flags, seeds.get(label, 1))}
@@ -252,6 +257,59 @@ def test_every_record_belongs_to_a_row():
     for (stem, _), record in records.items():
         assert record["path"].parent.name == stem
         assert re.fullmatch(r"[a-z0-9.-]+-[0-9]+", record["name"])
+
+
+ADJUSTED = {"correction": "tis_adjusted", "ratio_base": "new", "clip": True}  # p_new / sg(p_new): the clip never acts
+# A row of text_settings, the recipe whose figures in print it has, and what the recipe says otherwise
+TEXT = [
+    ("both, c1 = 3", "jackpot_clip", {"obrs_c1": 3, "obrs_mode": "both"}),
+    ("mask only", "jackpot_clip", {"obrs_mode": "mask"}),
+    ("weights only", "jackpot_clip", {"obrs_mode": "reweight"}),
+    *((f"c1 = {c}", "jackpot_clip", {"obrs_c1": c, "obrs_mode": "both"}) for c in (2, 4, 8)),
+    ("no correction", "jackpot_clip", {"correction": "none"}),
+    ("lambda = 1, distilled by 1", "jackpot", {"distill_lambda": 1}),
+    *((f"lambda = {x}", "jackpot", {"obrs_lambda": x, "distill_lambda": 1}) for x in (0.8, 0.9, 1.1, 1.2)),
+    ("reverse KL", "jackpot", {"distill_direction": "reverse", "distill_lambda": 1}),
+    *((f"distilled by {x}", "jackpot", {"distill_lambda": x}) for x in (0.01, 0.1, 10)),
+    ("TIS-adjusted, 128", "jackpot_stale", {**ADJUSTED, "batches": (4096, 32)}),
+    ("Jackpot, no clip, c2 = 3, 128", "jackpot_stale", {"obrs_c2": 3, "batches": (4096, 32)}),
+    ("Jackpot, target ref, no clip, 64", "jackpot_stale", {"obrs_target": "ref"}),
+    ("TIS, 64", "jackpot_stale", {"correction": "tis", "clip": True}),
+    ("off-policy, 64", "jackpot_stale", {"correction": "none", "clip": True}),
+    ("Jackpot, no clip, c2 = 3, 64", "jackpot_stale", {"obrs_c2": 3}),
+    *(
+        (f"fp8: {label}", "jackpot_fp8", {"batches": (64, 64), "rollout_quant": "fp8", **flags})
+        for label, flags in {
+            "no correction": {"correction": "none"},
+            "mask only": {"obrs_mode": "mask"},
+            "both": {"obrs_mode": "both"},
+            "weights only": {"obrs_mode": "reweight"},
+        }.items()
+    ),
+]
+
+
+def test_the_rows_of_the_text_have_its_settings():
+    assert {label for label, *_ in TEXT} == set(text_settings.ROWS)
+    for label, recipe, changed in TEXT:
+        cfg = asdict(parse(sweep.command({**text_settings.ROWS[label], "seed": 20}, "x")[1:]))
+        said = {**PAPERS[recipe], **changed}
+        rollout, train = said.pop("batches")
+        assert cfg["rollout_batch"] / cfg["train_batch"] == rollout / train, label  # updates to a weight sync
+        assert cfg["steps"] * cfg["train_batch"] == (40_960 if rollout > train else 38_400), label
+        ours = {"obrs_z", "max_tokens"}  # the bracket where Z is not exact; 32 tokens
+        if said.get("correction") != "obrs":
+            ours |= {key for key in said if key.startswith("obrs_")}
+        wrong = {key: cfg[key] for key, value in said.items() if key not in ours and cfg[key] != value}
+        assert wrong == {}, label
+        assert (cfg["actor"] == "base:actor") == (recipe == "jackpot"), label
+
+
+def test_a_row_stands_under_one_label_and_every_figure_can_be_drawn():
+    rows = text_settings.ROWS
+    assert len({sweep.key_of(flags, sweep.STUDY) for flags in rows.values()}) == len(rows)
+    for labels, _ in text_settings.SETTINGS.values():
+        assert len(labels) <= sweep.LINES
 
 
 def test_a_page_is_written_again_as_it_is(places, capsys):
