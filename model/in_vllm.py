@@ -1,6 +1,7 @@
 """What a vLLM engine needs of the process around it: a name of its own for the memory that its ranks share, and a way
 for new weights.
 
+    among_ranks          under torchrun several ranks are one engine
     own_shared_memory    two runs on one host do not meet in /dev/shm
     hand_over            weights, to an engine in this process or in another one of this node
 """
@@ -20,17 +21,24 @@ SHARED = Path("/dev/shm")
 BUCKET = 1 << 28  # bytes of tensors that are handed over at a time, or one tensor
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Several ranks that are one engine, on CPUs
+# Several ranks that are one engine
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def among_ranks(tp: int) -> dict:
+    """vLLM's settings under torchrun: each rank brings its own GPU, and `tp` neighbours are one engine."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return {}
+    return {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": tp}
 
 
 @contextmanager
 def own_shared_memory(ranks):
     """While an engine of these ranks starts in here, what they share has a name of this run; ranks None: nothing does.
 
-    Under torchrun vLLM's CPU build makes that name from the way in which the ranks met, which is the same for all runs
-    on a host. Here the process that started the ranks is added to it. When all have opened the memory its name goes: a
-    run that is killed leaves nothing behind."""
+    On CPUs: under torchrun vLLM's build makes that name from the way in which the ranks met, which is the same for all
+    runs on a host. Here the process that started the ranks is added to it. When all have opened the memory its name
+    goes: a run that is killed leaves nothing behind."""
     if ranks is None or torch.cuda.is_available():
         yield
         return
