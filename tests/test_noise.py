@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import VOCAB, make_cfg, make_groups, tiny_model
-from test_train import flags, run_to_the_end, timeless, without_eval
+from test_train import flags, timeless, without_eval
 
 import config
 import eval as evaluation
+import train
 import worth
 from corrections import exact_z_known
 from engines import HFEngine
@@ -172,14 +173,15 @@ def test_noise_goes_before_the_head_in_every_precision(dtype):
 # -- what noise leaves alone ------------------------------------------------------------------------------------------
 
 
-def test_a_noisy_run_is_proved_and_evaluated_without_noise_and_resumes(solvers, tmp_path):
+def test_a_noisy_run_is_proved_and_evaluated_without_noise_and_resumes(solvers, tmp_path, monkeypatch):
     """The first evaluation and the proof of the first sync are those of a run without noise; the gap is there; a run
     that stops in the middle of a rollout batch goes on as if it had not."""
+    monkeypatch.setattr(train, "catch_signals", lambda: [])
     how = {"objective": "tis", "actor": "none", "save_every": 0}
     for name, more in {"quiet": {"steps": 1}, "whole": {"steps": 4}, "run": {"steps": 3}}.items():
         noise = 0.0 if name == "quiet" else 0.5
-        run_to_the_end(flags(solvers, tmp_path / name, **how, **more, rollout_noise=noise))
-    run_to_the_end(["--resume", f"--out={tmp_path / 'run'}", "--steps=4"])
+        train.train(config.parse(flags(solvers, tmp_path / name, **how, **more, rollout_noise=noise)))
+    train.train(config.parse(["--resume", f"--out={tmp_path / 'run'}", "--steps=4"]))
     assert without_eval(timeless(tmp_path / "run")) == without_eval(timeless(tmp_path / "whole"))
     quiet, noisy = (read_metrics(tmp_path / name) for name in ("quiet", "whole"))
     assert noisy[0]["eval/policy_pass@1"] == quiet[0]["eval/policy_pass@1"]

@@ -26,6 +26,7 @@ from results import (
     table1,
     table2_3,
     table6_10,
+    zero,
 )
 from run import clean, read_metrics
 
@@ -244,6 +245,8 @@ def test_every_record_belongs_to_a_row():
     for rows, config in prefix.SETTINGS.values():  # not all of them have run
         runs = [run for flags in rows.values() for run in sweep.with_seeds(flags, 3, prefix.FIRST_SEED)]
         wanted |= {sweep.key_of(run, config) for run in runs if sweep.record_of(run, config)}
+    for flags in zero.ALL.values():
+        wanted |= {sweep.key_of(r["flags"], sweep.STUDY) for r in zero.records_of(flags, 3)}
     for rows, seeds, config in studies:
         for label, flags in rows.items():
             wanted |= {sweep.key_of(run, config) for run in sweep.with_seeds(flags, seeds.get(label, 1))}
