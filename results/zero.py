@@ -75,12 +75,13 @@ def at_first(records: list[dict], key: str) -> float:
     return sweep.tail(backwards, key)
 
 
+# KL: KL(inf || ref) by k3, nats a token; gap: |p_inf - p_ref| of a sampled token
 K3 = "rollout_corr/k3_kl"
 COLUMNS = {
     **{c: sweep.COLUMNS[c] for c in ("seeds", "policy pass@1, %", "best, %")},
-    "KL(inf, ref) at first": lambda rs: sweep.number(at_first(rs, K3)),
-    "at the end": lambda rs: sweep.number(sweep.tail(rs, K3)),
-    "mean |p_inf - p_ref|": lambda rs: sweep.number(sweep.tail(rs, "rollout_corr/mean_mismatch", 1.0)),
+    "KL at first": lambda rs: sweep.number(at_first(rs, K3)),
+    "KL at the end": lambda rs: sweep.number(sweep.tail(rs, K3)),
+    "mean gap": lambda rs: sweep.number(sweep.tail(rs, "rollout_corr/mean_mismatch", 1.0)),
     "ESS": sweep.COLUMNS["ESS"],
     "ESS of responses": lambda rs: sweep.number(sweep.tail(rs, "rollout_corr/seq_eff_sample_size")),
     "reward": lambda rs: sweep.number(sweep.tail(rs, "reward")),
@@ -101,10 +102,11 @@ class ZeroFlags(sweep.StudyFlags):
 
 def missing(seeds: int) -> str:
     """The part of the page that names the rows without a record."""
-    named = [label for label, flags in ALL.items() if not records_of(flags, seeds)]
-    if not named:
-        return "Every row has a record.\n"
-    return "## Not run\n\nNo record yet, of any seed: " + "; ".join(named) + ".\n"
+    lines = []
+    for title, rows in SETTINGS.items():
+        named = [label for label, flags in rows.items() if not records_of(flags, seeds)]
+        lines += [f"- {title}: {'; '.join(named)}"] if named else []
+    return "\n".join(["## Not run", "", *(lines or ["Every row has a record."])]) + "\n"
 
 
 def records_of(flags: dict, seeds: int) -> list[dict]:
@@ -132,17 +134,23 @@ def draw(got: sweep.Got) -> None:
 
 
 def draw_dial(ax, got: sweep.Got) -> None:
-    """pass@1 at the end against the KL of the first tenth of the updates, a line for each correction."""
+    """pass@1 at the end against the KL of the first tenth of the updates: a line for each correction, a point for each
+    engine of 16 bits, a band for float32."""
     if "float32 engine" in got:
         y, error = sweep.final(got["float32 engine"])
         ax.axhspan(y - error, y + error, color="#7F7F7F", alpha=0.2, label="float32 engine")
+    for label, marker in {"bfloat16 engine": "s", "float16 engine": "^"}.items():
+        if label in got:
+            y, error = sweep.final(got[label])
+            ax.errorbar([at_first(got[label], K3)], [y], yerr=error, marker=marker, ms=5, color="#000000", label=label)
     for name, colour in zip(CORRECTIONS, sweep.COLOURS, strict=False):
         labels = [label for sigma in SIGMAS if (label := dialled(name, sigma)) in got]
         if labels:
             x = [at_first(got[label], K3) for label in labels]
             y, error = zip(*(sweep.final(got[label]) for label in labels), strict=True)
             ax.errorbar(x, y, yerr=error, marker="o", ms=4, lw=1.2, color=colour, label=name)
-    ax.set(title="held-out pass@1 at the end (%)", xlabel="KL(inf || ref) at first, nats a token", xscale="log")
+    ax.set(title="held-out pass@1 at the end (%)", xlabel="KL(inf || ref) at first, nats a token")
+    ax.set(xscale="log", xlim=(1e-5, 1))
     ax.legend(fontsize=7)
 
 
