@@ -37,6 +37,7 @@ BOUND = 20.0  # differences of log-probabilities count up to this
 LARGEST_FLOAT16 = 65504.0
 ROPE_BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)  # of the field's models
 CACHE_BLOCKS = (1, 4, 8, 16, 32)  # tokens of a block of a prefix cache
+RANDOM = 0.1  # share of noise in what remains from which on an engine counts as random
 RESAMPLED = 200  # bootstrap samples
 
 
@@ -250,14 +251,24 @@ def float16_overflow(case: Case) -> Iterator[Finding]:
 def dropout(case: Case) -> Iterator[Finding]:
     """The engine is random: it is asked the same twice, and the half of the squared difference is its noise.
 
-    No one knows the draws of the records, so what is explained is the noise's share of what remains."""
+    No one knows the draws of the records, so what is explained is the noise's share of what remains. A random engine
+    is biased, too: its mean is not what it should say. So where the noise is RANDOM of it or more, and no temperature
+    or cut stands between, the records are compared with the mean m of the two, less the noise v of both:
+    (log p_inf - m)^2 - 3/2 v, which is 0 in the mean if the engine is random and nothing else. A steady engine is not
+    compared with itself: it would explain any fault."""
     prompts = [g.prompt_ids for g in case.groups for _ in g.responses]
     most = case.scorer.sampling.max_tokens - 1  # an engine that scores wants room for one token more
     told = [r.tokens[:most] for g in case.groups for r in g.responses]
     one, two = (prefill(case.engine, prompts, told, case.setup.vocabulary) for _ in range(2))
+    recipe, places = case.scorer.recipe, slice(one.shape[1])
     left = case.left(case.expected)
-    left[:, : one.shape[1]] -= (one - two) ** 2 / 2 / case.scorer.recipe.temperature**2
-    yield Finding("", left, case.expected)
+    noise = (one - two) ** 2 / 2 / recipe.temperature**2
+    if noise.sum() >= RANDOM * left.sum() and recipe.temperature == 1 and recipe.cut == "none":
+        mean = case.expected.copy()
+        mean[:, places] = (one + two) / 2
+        left, noise = case.left(mean), 1.5 * noise
+    left[:, places] -= noise
+    yield Finding("", left if left.sum() > 0 else np.zeros_like(left), case.expected)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ KINDS = {
 ENGINES = {label: {**ON_POLICY, **flags} for label, flags in KINDS.items()}
 LATE = dict(table2_3.STALE, rollout_batch=512)
 SYNCED_LATE = {f"{label}, 16 updates": {**flags, **LATE} for label, flags in ENGINES.items()}
-SIGMAS = (0.07, 0.2, 0.7, 2)  # a KL of about 1e-4, 1e-3, 1e-2 and 1e-1 nats a token at the start
+SIGMAS = (0.07, 0.2, 0.7, 2)  # a KL of about 1e-4, 1e-3, 1e-2 and 2e-1 nats a token at the start
 CORRECTIONS = {
     "none": dict(objective="none"),
     "tis": dict(objective="tis"),
