@@ -140,7 +140,8 @@ def suspects_text(o) -> list[str]:
         return ["what remains is rounding: no fault is looked for"]
     first = found[0]
     named = f"{first['fault']} {first['where']}".strip()
-    lines = [f"what remains: {named}" if first["explained"] > 0.5 else "what remains: no known fault explains it"]
+    is_named = first["certain"] or first["explained"] > 0.5
+    lines = [f"what remains: {named}" if is_named else "what remains: no known fault explains it"]
     for row in found[:5]:
         lines.append(f"   {100 * row['explained']:6.1f} +- {100 * row['se']:.1f} %  {row['fault']}  {row['where']}")
     if not any(row["fault"] == "stale weights" for row in found):

@@ -851,7 +851,7 @@ MUTANTS = {
         ("for name, x in kept.items():", "for name, x in ():"),
         ("            layer.loaded = None", "            pass"),
         ('case.logp(temperature=1.0, cut="none"), case.logp())', 'case.logp(temperature=1.0, cut="none"))'),
-        ("if noise.sum() >= RANDOM * left.sum() and", "if"),
+        ("noise.sum() > RANDOM * left.sum()", "noise.sum() >= 0"),
     ],
     "worth.py": [
         ("law = replace(sampling.Sampling.of(cfg), noise=0.0)", "law = sampling.Sampling.of(cfg)"),
