@@ -31,6 +31,7 @@ from model.exact import as_sampler
 from model.head import Head
 from model.in_vllm import (
     VLLM_VERSION,
+    among_ranks,
     change_vllm,
     hand_over,
     import_vllm,
@@ -38,8 +39,8 @@ from model.in_vllm import (
     transfer_settings,
     vllm_leaves_no_trace,
 )
-from rollout import Records, Response, Rows, give_routed, grouped, uniforms
-from sampling import Sampling, allowed_sets, pick, truncate
+from rollout import Records, Response, Rows, generator, give_routed, grouped, uniforms
+from sampling import NOISELESS, Noise, Sampling, allowed_sets, pick, truncate
 
 # ---------------------------------------------------------------------------------------------------------------------
 # vLLM, in this process
@@ -252,13 +253,6 @@ class VLLMEngine:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def among_ranks(tp: int) -> dict:
-    """vLLM's settings under torchrun: each rank brings its own GPU, and `tp` neighbours are one engine."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return {}
-    return {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": tp}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Plain torch
 # ---------------------------------------------------------------------------------------------------------------------
@@ -336,11 +330,12 @@ class HFEngine:
     def _decode(self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int) -> list[Response]:
         """All responses of one batch, N of them, token by token."""
         T = sampling.max_tokens
-        draws = np.stack([uniforms(T, "sample", seed) for seed in chain.from_iterable(seeds)])
-        u = torch.from_numpy(draws).to(self.device)  # (N, T)
+        every = list(chain.from_iterable(seeds))
+        u = torch.from_numpy(np.stack([uniforms(T, "sample", seed) for seed in every])).to(self.device)  # (N, T)
+        noise = Noise(sampling.noise, [generator("noise", seed) for seed in every])
         stop = torch.tensor(stop_ids, device=self.device)
         records = Records(len(u), T, topk, self.device)
-        logits, rows = self._read_prompts(prompts, [len(group) for group in seeds])
+        logits, rows = self._read_prompts(prompts, [len(group) for group in seeds], noise)
         routed = [(rows.which, self.routed)]  # of the prompts, and then of each token behind them
         for t in range(T):
             z, gone = truncate(logits * (1.0 / torch.tensor(sampling.temperature)), sampling)  # the learner's factor
@@ -358,14 +353,14 @@ class HFEngine:
             if n_going < 0.75 * len(going):  # below that, copying the cache costs more than it saves
                 rows.shrink(going)
                 token = token[going]
-            logits = self._step(token, rows)
+            logits = self._step(token, rows, noise)
             routed.append((rows.which, self.routed))
         responses = records.responses(stop_ids, max_allowed)
         if self.routing is not None:
             give_routed(responses, grouped(responses, seeds), prompts, routed)
         return responses
 
-    def _read_prompts(self, prompts, group_sizes: list[int]):
+    def _read_prompts(self, prompts, group_sizes: list[int], noise: Noise = NOISELESS):
         """Logits (N, V) of each response's first token, and the rows to go on with."""
         P = max(len(prompt) for prompt in prompts)
         ids = torch.zeros(len(prompts), P, dtype=torch.long)
@@ -376,26 +371,29 @@ class HFEngine:
         ids, mask = ids.to(self.device), mask.to(self.device)
         position = (mask.cumsum(1) - 1).clamp_min(0)
         padded = bool((mask == 0).any())
-        logits, cache = self._forward(ids, attention_mask=mask if padded else None, position_ids=position)
         # Each response starts from the cache of its group's prompt.
         sizes = torch.tensor(group_sizes, device=self.device)
         prompt_of = torch.arange(len(prompts), device=self.device).repeat_interleave(sizes)  # (N,)
+        which = torch.arange(len(prompt_of), device=self.device)
+        with noise.before_head(self.model, which, prompt_of):
+            logits, cache = self._forward(ids, attention_mask=mask if padded else None, position_ids=position)
         cache.batch_select_indices(prompt_of)
         rows = Rows(
-            which=torch.arange(len(prompt_of), device=self.device),
+            which=which,
             position=mask.sum(1)[prompt_of],
             mask=mask[prompt_of] if padded else None,
             cache=cache,
         )
-        return logits[prompt_of], rows
+        return logits if noise.sigma else logits[prompt_of], rows
 
-    def _step(self, token, rows: Rows):
+    def _step(self, token, rows: Rows, noise: Noise = NOISELESS):
         """Logits (n, V) of the next token of each row, after `token` (n, 1)."""
         if rows.mask is not None:
             rows.mask = torch.cat([rows.mask, rows.mask.new_ones(len(rows.mask), 1)], 1)
-        logits, rows.cache = self._forward(
-            token, attention_mask=rows.mask, past_key_values=rows.cache, position_ids=rows.position[:, None]
-        )
+        with noise.before_head(self.model, rows.which):
+            logits, rows.cache = self._forward(
+                token, attention_mask=rows.mask, past_key_values=rows.cache, position_ids=rows.position[:, None]
+            )
         rows.position = rows.position + 1
         return logits
 

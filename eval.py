@@ -122,7 +122,7 @@ def fresh_advantage(learner, groups, task, tokenizer, cfg) -> float:
         key = ("fresh", cfg.seed, g.uid, learner.version)
         seeds.append([request_seed(*key, i) for i in range(cfg.group_size)])
     engine = sampler_of(learner, "policy", cfg)
-    fresh = engine.generate(prompts, seeds, groups[0].sampling, 0, run_stop_ids(tokenizer, cfg))
+    fresh = engine.generate(prompts, seeds, replace(groups[0].sampling, noise=0.0), 0, run_stop_ids(tokenizer, cfg))
     grade_all(task, tokenizer, problems, fresh)
     total = count = 0.0
     for group, responses in zip(groups, fresh, strict=True):
@@ -293,11 +293,11 @@ def check(cfg: EvalFlags) -> None:
         f"--learner_quant={cfg.learner_quant}: the learner's format is for --mismatch alone; add it, or name a "
         "--rollout_quant",
     )
-    for name in ("explain", "synced_from", "exact"):
+    for name in ("explain", "synced_from", "exact", "rollout_noise"):
         need(cfg.mismatch or not getattr(cfg, name), f"--{name}: is for --mismatch alone; add it, or leave it out")
     need(
-        not (cfg.explain and (cfg.router_replay or cfg.exact)),
-        "--explain: it switches sources on in plain torch; leave out --router_replay and --exact",
+        not (cfg.explain and (cfg.router_replay or cfg.exact or cfg.rollout_noise)),
+        "--explain: it switches sources on in plain torch; leave out --router_replay, --exact and --rollout_noise",
     )
     if cfg.mismatch:
         need(cfg.samples >= 2, f"--samples={cfg.samples}: --mismatch compares responses, so at least 2 to a problem")

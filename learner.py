@@ -533,10 +533,13 @@ def check_agreement(cfg, logged: dict) -> None:
 
 
 def expects_agreement(cfg) -> bool:
-    """Whether engine and learner should be one policy: same weights, same distribution."""
+    """Whether engine and learner should be one policy: same weights, same distribution, no --rollout_noise.
+
+    How far noise moves probabilities depends on the weights, so no number can be expected of it here. Proofs of
+    weight syncs are without noise, and say as much of engine and learner as ever."""
     fresh = cfg.samplers == "local" and cfg.delay == "none"
     same = cfg.logprobs_mode == "processed" and (cfg.keep_sampling_mask == "replay" or not Sampling.of(cfg).truncates)
-    return cfg.check_agreement and fresh and same
+    return cfg.check_agreement and fresh and same and not cfg.rollout_noise
 
 
 class LearnerCheck:

@@ -87,13 +87,18 @@ def as_groups(key: str, prompts, responses, sampling: Sampling, precision: str =
     return groups
 
 
-def uniforms(n: int, *key) -> np.ndarray:
-    """n uniform numbers in [0, 1), float64 [n], that depend on `key` and on their position alone.
+def generator(*key) -> np.random.Generator:
+    """A counter-based generator (Philox) of numbers that depend on `key` and on their position alone.
 
-    They come from a counter-based generator (Philox) keyed by a hash of `key`: strings, integers and
-    tuples of them. No rank, no batch and no order of calls enters."""
+    It is keyed by a hash of `key`: strings, integers and tuples of them. No rank, no batch and no order of calls
+    enters."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little"))).random(n)
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+
+
+def uniforms(n: int, *key) -> np.ndarray:
+    """n uniform numbers in [0, 1), float64 [n], of the generator of `key`."""
+    return generator(*key).random(n)
 
 
 def request_seed(*key) -> int:

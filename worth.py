@@ -399,7 +399,7 @@ def on_policy_source(learner, run, cfg) -> LocalSource:
     """The learner's own policy as a sampler, on problems of its own.
 
     Truncated sampling is the policy where the learner scores with it, and mismatch where it does not."""
-    law = sampling.Sampling.of(cfg)
+    law = replace(sampling.Sampling.of(cfg), noise=0.0)
     if cfg.keep_sampling_mask == "off":
         law = replace(law, top_p=1.0, top_k=0, min_p=0.0)
     source = LocalSource(
@@ -429,7 +429,7 @@ def cost(m: Measurement) -> float:
     """Seconds of a response of the sampler's, over those of one that the policy samples in the same kind of engine.
 
     Both are timed in turns, after a first batch each."""
-    cfg = replace(m.cfg, actor="none", rollout_quant="none", correction="none")
+    cfg = replace(m.cfg, actor="none", rollout_quant="none", rollout_noise=0.0, correction="none")
     policy = open_source(cfg, replace(m.run, actor=""), m.comm)
     seconds = {id(policy): [], id(m.sampler): []}
     for turn in tqdm(range(4), desc="cost of sampling", disable=m.quiet):

@@ -311,12 +311,12 @@ def mean_weight(batch, comm, stats, cfg, fresh) -> float:
 def actor_is_sampler(cfg) -> bool:
     """Whether the learner's actor is the policy that sampled, up to the engine's arithmetic.
 
-    Not where groups may come from older weights, where engine and learner round differently, or where the engine
-    samples from a truncated distribution that the learner scores whole."""
+    Not where groups may come from older weights, where engine and learner round differently, where the engine has
+    noise, or where it samples from a truncated distribution that the learner scores whole."""
     late = cfg.samplers != "local" or (cfg.delay != "none" and cfg.max_staleness != 0)
     rounded = cfg.learner_quant not in ("aligned", cfg.rollout_quant)
     cut = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "off"
-    return not (late or rounded or cut)
+    return not (late or rounded or cut or cfg.rollout_noise)
 
 
 def exact_z_known(cfg) -> bool:
@@ -465,8 +465,8 @@ def check_obrs(cfg) -> None:
     need(
         cfg.obrs_z != "exact" or exact_z_known(cfg),
         "--obrs_z=exact: the whole vocabulary is known only with an --actor, --obrs_target=ref, no --obrs_accept_rate, "
-        "and samplers that are the learner's actor (no --delay, --samplers=local, low bits aligned, kept sets "
-        "replayed); use bracket",
+        "and samplers that are the learner's actor (no --delay, --samplers=local, low bits aligned, no noise, "
+        "kept sets replayed); use bracket",
     )
     need(
         not (z and new and cfg.loss_denominator == "kept") or cfg.kappa == "exact",

@@ -37,6 +37,7 @@ BOUND = 20.0  # differences of log-probabilities count up to this
 LARGEST_FLOAT16 = 65504.0
 ROPE_BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)  # of the field's models
 CACHE_BLOCKS = (1, 4, 8, 16, 32)  # tokens of a block of a prefix cache
+RANDOM = 0.1  # share of noise in what remains above which an engine counts as random
 RESAMPLED = 200  # bootstrap samples
 
 
@@ -47,6 +48,7 @@ class Finding:
     where: str  # which layer, temperature, prompt; "": there is one way
     left: np.ndarray  # (B, T) square of what remains of each token
     sampled: np.ndarray  # (B, T) log-probability of each token in the distribution that this engine samples from
+    certain: bool = False  # it was seen, and not only supposed: named before all that are not
 
 
 @dataclass
@@ -250,14 +252,19 @@ def float16_overflow(case: Case) -> Iterator[Finding]:
 def dropout(case: Case) -> Iterator[Finding]:
     """The engine is random: it is asked the same twice, and the half of the squared difference is its noise.
 
-    No one knows the draws of the records, so what is explained is the noise's share of what remains."""
+    No one knows the draws of the records, so what is explained is the noise's share of what remains. A random engine is
+    biased, too: tokens are likelier under the draws that chose them, and its mean is flatter than what it should say.
+    Another fault may imitate that, and none makes an engine random: where noise has RANDOM of what remains, it is
+    certain."""
     prompts = [g.prompt_ids for g in case.groups for _ in g.responses]
     most = case.scorer.sampling.max_tokens - 1  # an engine that scores wants room for one token more
     told = [r.tokens[:most] for g in case.groups for r in g.responses]
     one, two = (prefill(case.engine, prompts, told, case.setup.vocabulary) for _ in range(2))
     left = case.left(case.expected)
-    left[:, : one.shape[1]] -= (one - two) ** 2 / 2 / case.scorer.recipe.temperature**2
-    yield Finding("", left, case.expected)
+    noise = (one - two) ** 2 / 2 / case.scorer.recipe.temperature**2
+    certain = bool(noise.sum() > RANDOM * left.sum())
+    left[:, : one.shape[1]] -= noise
+    yield Finding("", left, case.expected, certain)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -362,7 +369,8 @@ FAULTS = {
 
 
 def suspects(case: Case) -> list[dict]:
-    """The faults that were tried, most telling first: "fault", "where", "explained" (1: all of it) and its error."""
+    """The faults that were tried, what is "certain" first, then the most telling: "fault", "where", "explained" (1: all
+    of it) and its error."""
     before = case.left(case.expected)
     rows = []
     for name, fault in FAULTS.items():
@@ -371,10 +379,12 @@ def suspects(case: Case) -> list[dict]:
             explained = 1 - best.left.sum() / before.sum()
             se = error(before.sum(1), best.left.sum(1), case.batch.group.numpy())
             row = {"fault": name, "where": best.where, "explained": float(explained), "se": se}
-            rows.append(row | {"sampled": float(best.sampled[case.batch.exists.numpy()].mean())})
+            sampled = float(best.sampled[case.batch.exists.numpy()].mean())
+            rows.append(row | {"sampled": sampled, "certain": best.certain})
     rows.sort(key=lambda row: -row["explained"])
     alike = [row for row in rows if row["explained"] > rows[0]["explained"] - ALIKE]
-    return sorted(alike, key=lambda row: -row["sampled"]) + rows[len(alike) :]
+    telling = sorted(alike, key=lambda row: -row["sampled"]) + rows[len(alike) :]
+    return sorted(telling, key=lambda row: not row["certain"])
 
 
 def error(before, left, group) -> float:

@@ -30,7 +30,7 @@ def models_text(o) -> list[str]:
     return [
         who,
         f"   temperature {s['temperature']:g}, top_p {s['top_p']:g}, top_k {s['top_k']}, min_p {s['min_p']:g}, "
-        f"kept sets {s['keep_sampling_mask']}, {s['logprobs_mode']} log-probabilities",
+        f"kept sets {s['keep_sampling_mask']}, {s['logprobs_mode']} log-probabilities, noise {s['rollout_noise']:g}",
         f"   {o.responses} responses, {o.tokens:,} tokens; length {o.length['mean']:.1f} in the mean, "
         f"{o.length['95 %']} at 95 %, {o.length['max']} at most",
     ]
@@ -140,7 +140,8 @@ def suspects_text(o) -> list[str]:
         return ["what remains is rounding: no fault is looked for"]
     first = found[0]
     named = f"{first['fault']} {first['where']}".strip()
-    lines = [f"what remains: {named}" if first["explained"] > 0.5 else "what remains: no known fault explains it"]
+    is_named = first["certain"] or first["explained"] > 0.5
+    lines = [f"what remains: {named}" if is_named else "what remains: no known fault explains it"]
     for row in found[:5]:
         lines.append(f"   {100 * row['explained']:6.1f} +- {100 * row['se']:.1f} %  {row['fault']}  {row['where']}")
     if not any(row["fault"] == "stale weights" for row in found):

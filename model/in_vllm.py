@@ -4,6 +4,7 @@ memory that its ranks share, and a way for new weights.
     import_vllm             its classes, set up to run in this process
     change_vllm             some functions are replaced, each for its reason
     vllm_leaves_no_trace    what it overwrites while it starts is put back
+    among_ranks             under torchrun several ranks are one engine
     own_shared_memory       two runs on one host do not meet in /dev/shm
     hand_over               weights, to an engine in this process or in another one of this node
 """
@@ -180,17 +181,24 @@ def import_vllm():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Several ranks that are one engine, on CPUs
+# Several ranks that are one engine
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def among_ranks(tp: int) -> dict:
+    """vLLM's settings under torchrun: each rank brings its own GPU, and `tp` neighbours are one engine."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return {}
+    return {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": tp}
 
 
 @contextmanager
 def own_shared_memory(ranks):
     """While an engine of these ranks starts in here, what they share has a name of this run; ranks None: nothing does.
 
-    Under torchrun vLLM's CPU build makes that name from the way in which the ranks met, which is the same for all runs
-    on a host. Here the process that started the ranks is added to it. When all have opened the memory its name goes: a
-    run that is killed leaves nothing behind."""
+    On CPUs: under torchrun vLLM's build makes that name from the way in which the ranks met, which is the same for all
+    runs on a host. Here the process that started the ranks is added to it. When all have opened the memory its name
+    goes: a run that is killed leaves nothing behind."""
     if ranks is None or torch.cuda.is_available():
         yield
         return

@@ -30,6 +30,7 @@ STUDIES = (
     "map",
     "collapse",
     "ladder",
+    "zero",
 )
 
 

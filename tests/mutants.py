@@ -33,12 +33,14 @@ ONE_RANK = ["-k", "not two_ranks"]
 LEARNER = ["test_learner.py", "test_oracle.py", *ONE_RANK]
 CHECKPOINT = ["test_checkpoint.py", "test_train.py::test_a_run_goes_on_from_what_it_trains_not_from_what_it_exports"]
 CHECKPOINT += ["test_train.py::test_a_checkpoint_is_of_its_boundary_whatever_happens_while_it_is_written"]
+NOISY = "test_noise.py::test_nothing_that_needs_one_policy_on_both_sides_trusts_a_noisy_one"
+QUIET = "test_noise.py::test_the_policy_itself_has_no_noise"
 MATHS = ["test_corrections.py", "test_obrs.py", "test_gepo.py", "test_objectives.py", "test_oracle.py", *ONE_RANK]
 
 # where the tests of a file are, most telling first
 TESTS = {
     "objectives.py": ["test_objectives.py", "test_regularisers.py", "test_corrections.py", "test_gepo.py", *LEARNER],
-    "corrections/__init__.py": ["test_config.py", *MATHS],
+    "corrections/__init__.py": ["test_config.py", NOISY, *MATHS],
     "corrections/formulas.py": MATHS,
     "obrs.py": MATHS,
     "batching.py": ["test_objectives.py", "test_regularisers.py", "test_rollout.py", *LEARNER],
@@ -59,6 +61,7 @@ TESTS = {
     "optim.py": ["test_memory.py", "test_learner.py", "test_collapse.py", "test_regularisers.py", "test_moe.py"],
     "learner.py": [
         "test_learner.py",
+        NOISY,
         "test_placement.py",
         "test_checkpoint.py",
         "test_config.py",
@@ -71,8 +74,14 @@ TESTS = {
     "model/memory.py": ["test_memory.py"],
     "sync.py": ["test_sync.py"],
     "quant.py": ["test_quant.py", "test_moe.py"],
-    "sampling.py": ["test_sampling.py", "test_rollout.py", "-k", "not vllm"],
-    "engines.py": ["test_placement.py", "test_rollout.py", "test_sampling.py", "test_tasks.py", "-k", "not vllm"],
+    "sampling.py": [
+        *("test_noise.py", "test_sampling.py", "test_rollout.py", "test_bad_input.py"),
+        *("-k", "(noise or test_sampling or test_rollout) and not vllm and not noisy"),
+    ],
+    "engines.py": [
+        *("test_noise.py", "test_placement.py", "test_rollout.py", "test_sampling.py", "test_tasks.py"),
+        *("-k", "not vllm and not noisy"),
+    ],
     "rollout.py": [
         "test_rollout.py",
         "test_sampling.py",
@@ -89,7 +98,7 @@ TESTS = {
     "tasks/prompts.py": ["test_data.py", "test_tasks.py", "-k", "not vllm"],
     "tasks/rewards.py": ["test_grading.py"],
     "tasks/grading.py": ["test_grading.py"],
-    "eval.py": ["test_eval.py"],
+    "eval.py": ["test_eval.py", QUIET],
     "mismatch/gaps.py": ["test_mismatch.py", "-k", "not vllm"],
     "mismatch/floor.py": ["test_mismatch.py", "-k", "not vllm"],
     "mismatch/ladder.py": ["test_ladder.py"],
@@ -109,7 +118,7 @@ TESTS = {
     "checkpoint/tensors.py": ["test_checkpoint.py"],
     "checkpoint/models.py": ["test_checkpoint.py"],
     "run.py": ["test_run.py", "test_config.py", "test_placement.py"],
-    "worth.py": ["test_auto.py", "test_worth.py"],
+    "worth.py": [QUIET, "test_auto.py", "test_worth.py"],
     "train.py": ["test_train.py", "-k", "logs_every or fault or counters or too_many or signals or in_order"],
     "config.py": ["test_config.py", "test_train.py::test_resume_says_which_key_differs_and_a_run_is_not_overwritten"],
     "flags.py": ["test_config.py", "test_flags.py"],
@@ -273,6 +282,7 @@ MUTANTS = {
         ("m, low = geo_ratio(log_r, mask, clamp), floor or 1 / cap", "m, low = geo_ratio(log_r, mask, clamp), floor"),
     ],
     "corrections/__init__.py": [
+        ("return not (late or rounded or cut or cfg.rollout_noise)", "return not (late or rounded or cut)"),
         ("    for row, low, high in rejections(cfg):", "    for row, low, high in rejections(cfg)[:1]:"),
         ('or cfg.ref_from == "loglinear"', ""),
         ("torch.where(batch.adv < 0, kept, 1.0)", "torch.where(batch.adv > 0, kept, 1.0)"),
@@ -431,6 +441,7 @@ MUTANTS = {
         ("                optimizer.state[p][name] = placed(x, p.device, p.dtype)\n", "                pass\n"),
     ],
     "learner.py": [
+        ("fresh and same and not cfg.rollout_noise", "fresh and same"),
         ("(loss * self.comm.size).backward()", "loss.backward()"),
         ("rounding, self.models.autocast = self.models.autocast, None", "rounding = self.models.autocast"),
         ("                    loss = loss * 0.0", "                    pass"),
@@ -589,6 +600,13 @@ MUTANTS = {
             "token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)",
             "token = torch.searchsorted(cdf, u * cdf[:, -1:] * 0.9, right=True)",
         ),
+        ("size = h.float().square().mean(1, keepdim=True).sqrt()", "size = h.float().norm(dim=1, keepdim=True)"),
+        ("self.sigma * size * e)", "self.sigma * e)"),
+        ("self(h if rows is None else h[rows], which)", "self(h if rows is None else h[rows], which * 0)"),
+        ("                hook.remove()\n", "                pass\n"),
+        ("        not cfg.exact,\n", "        True,\n"),
+        ('cfg.rollout == "hf" and local,', 'cfg.rollout == "hf",'),
+        ("need(0 <= cfg.rollout_noise < 100,", "need(cfg.rollout_noise < 100,"),
     ],
     "engines.py": [
         ("truncate(logits * (1.0 / torch.tensor(sampling.temperature)), sampling)", "truncate(logits, sampling)"),
@@ -597,8 +615,16 @@ MUTANTS = {
             "            if False:\n                logp = logits.log_softmax(-1)",
         ),
         (
-            'draws = np.stack([uniforms(T, "sample", seed) for seed in chain.from_iterable(seeds)])',
-            'draws = np.stack([uniforms(T, "sample", 0) for seed in chain.from_iterable(seeds)])',
+            'np.stack([uniforms(T, "sample", seed) for seed in every])',
+            'np.stack([uniforms(T, "sample", 0) for seed in every])',
+        ),
+        ('[generator("noise", seed) for seed in every]', '[generator("noise", 0) for seed in every]'),
+        ('[generator("noise", seed) for seed in every]', '[generator("sample", seed) for seed in every]'),
+        ("with noise.before_head(self.model, which, prompt_of):", "if True:"),
+        ("with noise.before_head(self.model, rows.which):", "if True:"),
+        (
+            "with noise.before_head(self.model, rows.which):",
+            "with noise.before_head(self.model, torch.arange(len(rows.which))):",
         ),
         ("mask=mask[prompt_of] if padded else None,", "mask=None,"),
         ("position=mask.sum(1)[prompt_of],", "position=torch.full_like(mask.sum(1)[prompt_of], P),"),
@@ -705,6 +731,7 @@ MUTANTS = {
         ("new = function != self.function", "new = self.function is None"),
     ],
     "eval.py": [
+        ("replace(groups[0].sampling, noise=0.0)", "groups[0].sampling"),
         ('whole = [line for line in lines if line.endswith("\\n")]', "whole = lines"),
         ("todo = [i for i, id in enumerate(ids) if id not in known]", "todo = list(range(len(ids)))"),
         ("            lines and lines[0] == head,", "            True,"),
@@ -842,8 +869,10 @@ MUTANTS = {
         ("for name, x in kept.items():", "for name, x in ():"),
         ("            layer.loaded = None", "            pass"),
         ('case.logp(temperature=1.0, cut="none"), case.logp())', 'case.logp(temperature=1.0, cut="none"))'),
+        ("noise.sum() > RANDOM * left.sum()", "noise.sum() >= 0"),
     ],
     "worth.py": [
+        ("law = replace(sampling.Sampling.of(cfg), noise=0.0)", "law = sampling.Sampling.of(cfg)"),
         ("    return -torch.autograd.grad(total, logp)[0]", "    return torch.autograd.grad(total, logp)[0]"),
         ("x[entries] = rest + size * d.to(x.device)", "x[entries] = rest - size * d.to(x.device)"),
         ("        self.shift(direction, 0.0)\n        return logp", "        return logp"),

@@ -228,6 +228,13 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --exact --dtype=bfloat16 | --exact: --rollout_dtype=float32 and --dtype=bfloat16 ... the same, float32 or bfloat16
 --exact --rollout_quant=int8 | --exact: --rollout_quant=int8 and --learner_quant=none ... align the learner with
 --exact --rollout=vllm | --exact: vLLM and remote samplers take their sums ... use --rollout=hf
+--rollout_noise=-1 | --rollout_noise=-1.0: a share of the hidden state's size, 0 or more and below 100
+--rollout_noise=100 | --rollout_noise=100.0: a share of the hidden state's size, 0 or more and below 100
+--rollout_noise=nan | --rollout_noise=nan: must be a number
+--rollout_noise=0.1 --rollout=vllm | --rollout_noise=0.1: vLLM and remote samplers ... use --rollout=hf --samplers=local
+--rollout_noise=0.1 --samplers=zmq | --rollout_noise=0.1: vLLM and remote samplers ... use --rollout=hf --samplers=local
+--rollout_noise=0.1 --exact | --rollout_noise=0.1: with --exact sampler and learner are one policy ... leave one out
+--rollout_noise=0.1 --obrs_z=exact | --obrs_z=exact: the whole vocabulary is known only ... no noise, ... use bracket
 --learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or the learner's
 --objective=icepop --reject=geo | --reject=geo: --correction=icepop ... use --correction=is, or --reject=none
 --objective=tis --rs_high=2 | --rs_low=None --rs_high=2.0: nothing is ... name what to bound with --reject=token,
@@ -659,6 +666,8 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --mismatch --top_k=5 --logprobs_mode=raw | --logprobs_mode=raw: raw ... use processed, or --keep_sampling_mask=off
 --learner_quant=int8 | --learner_quant=int8: the learner's format is for ... add it, or name a --rollout_quant
 --exact | --exact: is for --mismatch alone; add it, or leave it out
+--rollout_noise=0.1 | --rollout_noise: is for --mismatch alone; add it, or leave it out
+--mismatch --explain --rollout_noise=0.1 | --explain: it switches ... leave out --router_replay, --exact and
 --rollout_quant=w4a16 --quant_group=7 | --quant_group=7: model.layers.0.self_attn.q_proj has ... choose a divisor
 --quant_group=0 | --quant_group=0: must be at least 1
 --rollout_memory=-1 | --rollout_memory=-1.0: must be above 0

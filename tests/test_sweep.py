@@ -28,6 +28,7 @@ from results import (
     table2_3,
     table6_10,
     text_settings,
+    zero,
 )
 from run import clean, read_metrics
 
@@ -249,6 +250,8 @@ def test_every_record_belongs_to_a_row():
     for flags in text_settings.ROWS.values():
         runs = sweep.with_seeds(flags, 3, text_settings.FIRST_SEED)
         wanted |= {sweep.key_of(run, sweep.STUDY) for run in runs if sweep.record_of(run)}
+    for flags in zero.ALL.values():
+        wanted |= {sweep.key_of(r["flags"], sweep.STUDY) for r in zero.records_of(flags, 3)}
     for rows, seeds, config in studies:
         for label, flags in rows.items():
             wanted |= {sweep.key_of(run, config) for run in sweep.with_seeds(flags, seeds.get(label, 1))}
