@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import tempfile
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 
@@ -26,7 +25,7 @@ import torch.distributed as dist
 
 import quant
 from checkpoint import load_model
-from checkpoint.lowbit import quantized_checkpoint
+from checkpoint.lowbit import quantized_for_a_node
 from flags import UserError
 from model import Routing
 from model.exact import as_sampler
@@ -107,15 +106,15 @@ class VLLMEngine:
             self.llm = make_llm(folder, **settings)
 
     def _quantized_folder(self, folder: str) -> str:
-        """A temporary copy of the model folder in low bits, for vLLM to start from."""
+        """A temporary copy of the model folder in low bits, for vLLM to start from; one for all ranks of a node."""
         if not self.packed:
             print(
                 f"{self.fmt.name}: vLLM has no kernel for it here; the engine gets the exactly dequantized weights, "
                 "which are the same function",
                 file=sys.stderr,
             )
-        self.scratch = tempfile.TemporaryDirectory()
-        return quantized_checkpoint(folder, self.fmt, self.scratch.name, self.packed)
+        path, self.scratch = quantized_for_a_node(folder, self.fmt, self.packed)
+        return path
 
     def generate(self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int = 0):
         """A list[Response] for each prompt: len(seeds[i]) responses to prompt i, int [P].
