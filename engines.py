@@ -13,10 +13,9 @@ a key-value cache in plain torch, for machines without vLLM. Both have
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import chain
 
 import numpy as np
@@ -26,11 +25,18 @@ import torch.distributed as dist
 import quant
 from checkpoint import load_model
 from checkpoint.lowbit import quantized_for_a_node
-from flags import UserError
 from model import Routing
 from model.exact import as_sampler
 from model.head import Head
-from model.in_vllm import hand_over, own_shared_memory, transfer_settings
+from model.in_vllm import (
+    VLLM_VERSION,
+    change_vllm,
+    hand_over,
+    import_vllm,
+    own_shared_memory,
+    transfer_settings,
+    vllm_leaves_no_trace,
+)
 from rollout import Records, Response, Rows, give_routed, grouped, uniforms
 from sampling import Sampling, allowed_sets, pick, truncate
 
@@ -192,7 +198,7 @@ class VLLMEngine:
         if ids.shape != (ends[-1], K + 1):
             raise RuntimeError(
                 f"vLLM returned log-probabilities of shape {ids.shape} for {ends[-1]} tokens and K = {K}: "
-                f"lean_logprobs in engines.py, written for vLLM {VLLM_VERSION}, does not fit the version installed"
+                f"lean_logprobs (model/in_vllm.py), written for vLLM {VLLM_VERSION}, does not fit the version here"
             )
         ids = ids.astype(np.int32, copy=False)
         logp = logp.astype(np.float32, copy=False)
@@ -250,144 +256,6 @@ def among_ranks(tp: int) -> dict:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return {}
     return {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": tp}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is changed in vLLM, and what vLLM may not change here
-# ---------------------------------------------------------------------------------------------------------------------
-
-VLLM_VERSION = "0.32.0"  # whose code the changes below were written for
-
-
-def change_vllm(low_bits_on_cpu: bool) -> None:
-    """Replace some functions of vLLM, each for the reason in the docstring of its replacement."""
-    from vllm import _custom_ops
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-    from vllm.v1.engine.logprobs import LogprobsProcessor
-
-    change(LogprobsProcessor, "_update_sample_logprobs", lean_logprobs)
-    change(VocabParallelEmbedding, "weight_loader", without_padding)
-    if not torch.cuda.is_available():
-        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-
-        change(UnquantizedFusedMoEMethod, "process_weights_after_loading", pack_experts_anew)
-    if low_bits_on_cpu:
-        change(_custom_ops, "create_onednn_scaled_mm", keep_scales_alive)
-
-
-def lean_logprobs(update_sample_logprobs):
-    """Replacement for LogprobsProcessor._update_sample_logprobs: keep log-probabilities as arrays.
-
-    Reason: vLLM turns those of every sampled token into lists, ranks and decoded words, which costs more than the
-    sampling does. Here a request keeps the arrays that the sampler made, two for each token, [1, K + 1]: ids and
-    log-probabilities, the sampled token first. `_responses` reads them."""
-
-    def lean(self, logprobs_lists):
-        self.logprobs.token_ids.append(logprobs_lists.logprob_token_ids)
-        self.logprobs.logprobs.append(logprobs_lists.logprobs)
-
-    return lean
-
-
-def without_padding(weight_loader):
-    """Replacement for VocabParallelEmbedding.weight_loader: rows that stand for no token stay outside.
-
-    Reason: models pad their embeddings, and what is there can be sampled. A vLLM whose config names as many tokens as
-    the tokenizer has neither samples nor scores more, but refuses to load more rows."""
-
-    def load(self, param, loaded_weight):
-        rows = slice(self.org_vocab_size) if loaded_weight.ndim else ...
-        weight_loader(self, param, loaded_weight[rows])
-
-    return load
-
-
-def pack_experts_anew(process_weights_after_loading):
-    """Replacement for UnquantizedFusedMoEMethod.process_weights_after_loading: a kernel is made at every load.
-
-    Reason: on CPUs vLLM packs experts' weights when it makes their kernel, and keeps the kernel when it replaces the
-    weights, which then stay unpacked and fit nowhere."""
-
-    def process(self, layer):
-        self.moe_kernel = None
-        process_weights_after_loading(self, layer)
-
-    return process
-
-
-def keep_scales_alive(create_onednn_scaled_mm):
-    """Replacement for _custom_ops.create_onednn_scaled_mm: tie the weight scales to the handler.
-
-    Reason: on CPUs vLLM's int8 handler holds a bare pointer to the scales, and replacing the weights frees them.
-    Here the handler gets a copy of its own, and holds on to it."""
-
-    def create(weight, scales, *more):
-        scales = scales.clone()
-        handler = create_onednn_scaled_mm(weight, scales, *more)
-        handler.scales = scales
-        return handler
-
-    return create
-
-
-def change(owner, name: str, replacement) -> None:
-    """Put replacement(original) in the place of vLLM's function owner.name, once in this process.
-
-    UserError if this version of vLLM has no such function. One that has it, but is not the version these changes
-    were written for, is used with a warning: where a change does not fit it, the check of shapes in
-    `VLLMEngine._responses` or the proof of the first weight sync (sync.py) will tell."""
-    import vllm
-
-    original = getattr(owner, name, None)
-    if original is None:
-        raise UserError(
-            f"--rollout=vllm: vLLM {vllm.__version__} has no {owner.__name__}.{name}, which engines.py replaces; "
-            f"install vllm=={VLLM_VERSION}, or use --rollout=hf"
-        )
-    if getattr(original, "changed_here", False):
-        return
-    if vllm.__version__.split("+")[0] != VLLM_VERSION:
-        print(
-            f"vLLM {vllm.__version__}: engines.py replaces {owner.__name__}.{name} as it is in {VLLM_VERSION}",
-            file=sys.stderr,
-        )
-    changed = functools.wraps(original)(replacement(original))
-    changed.changed_here = True
-    setattr(owner, name, changed)
-
-
-@contextmanager
-def vllm_leaves_no_trace():
-    """Put back what vLLM overwrites while it starts and what the learner in this process needs.
-
-    That is torchrun's LOCAL_WORLD_SIZE and the state of torch's random numbers. The variables of vLLM's own stay:
-    it reads some of them later."""
-    local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
-    generator = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(generator)
-        os.environ.pop("LOCAL_WORLD_SIZE", None)
-        if local_world_size is not None:
-            os.environ["LOCAL_WORLD_SIZE"] = local_world_size
-
-
-def import_vllm():
-    """vLLM's classes (LLM, SamplingParams), set up to run in this process.
-
-    Environment variables that are set already stay as they are. UserError: it cannot be imported."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else it compiles for 18 s at the first log-probability
-        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # else it takes the learner's away
-    try:
-        from vllm import LLM, SamplingParams
-    except ImportError as e:
-        mend = "install it (make demo does) or use --rollout=hf"
-        raise UserError(f"--rollout=vllm: vLLM cannot be imported ({e}); {mend}") from None
-    return LLM, SamplingParams
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ LR = 2e-3
 WARMUP = 50
 EVAL_EVERY = 20
 EVAL_PROBLEMS = 256
+CONFIRM_PROBLEMS = 1024  # others, once the first ones are solved often enough: a lucky draw does not end a warm start
 MOST_STEPS = 6000
 
 
@@ -85,7 +86,7 @@ def recipe_key(name: str, task, target: float) -> str:
         "batch": BATCH,
         "lr": LR,
         "slips": SLIPS,
-        "format": 3,
+        "format": 4,
     }
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:10]
 
@@ -111,7 +112,9 @@ def warm_start(name: str, task, target: float, folder: Path) -> float:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if (step + 1) % EVAL_EVERY == 0:
-            reached = accuracy(model, tokenizer, task)
+            reached = accuracy(model, tokenizer, task, 0, EVAL_PROBLEMS)
+            if reached >= target:
+                reached = accuracy(model, tokenizer, task, EVAL_PROBLEMS, CONFIRM_PROBLEMS)
             bar.set_postfix(loss=f"{loss.item():.3f}", accuracy=f"{reached:.2f}")
             if reached >= target:
                 break
@@ -163,11 +166,11 @@ def demonstrations(task, tokenizer, first: int) -> tuple[torch.Tensor, torch.Ten
     return ids[:, :longest], labels[:, :longest]
 
 
-def accuracy(model, tokenizer, task, n: int = EVAL_PROBLEMS) -> float:
-    """Share of n problems that one sampled response solves, at temperature 1."""
-    problems = [task.problem("train", 10**6 + i) for i in range(n)]
+def accuracy(model, tokenizer, task, first: int, n: int) -> float:
+    """Share of n problems, from number `first` on, that one sampled response solves, at temperature 1."""
+    problems = [task.problem("train", 10**6 + first + i) for i in range(n)]
     prompts = [np.array(encode(tokenizer, p), np.int32) for p in problems]
-    seeds = [[request_seed("warm", i)] for i in range(n)]
+    seeds = [[request_seed("warm", first + i)] for i in range(n)]
     sampling = Sampling(max_tokens=task.max_response())
     was_training = model.training
     groups = HFEngine(model).generate(prompts, seeds, sampling, 0, [tokenizer.eos_token_id])

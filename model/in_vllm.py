@@ -1,23 +1,183 @@
-"""What a vLLM engine needs of the process around it: a name of its own for the memory that its ranks share, and a way
-for new weights.
+"""What a vLLM engine needs of the process around it: its way in, changes of its functions, a name of its own for the
+memory that its ranks share, and a way for new weights.
 
-    own_shared_memory    two runs on one host do not meet in /dev/shm
-    hand_over            weights, to an engine in this process or in another one of this node
+    import_vllm             its classes, set up to run in this process
+    change_vllm             some functions are replaced, each for its reason
+    vllm_leaves_no_trace    what it overwrites while it starts is put back
+    own_shared_memory       two runs on one host do not meet in /dev/shm
+    hand_over               weights, to an engine in this process or in another one of this node
 """
 
 from __future__ import annotations
 
 import base64
+import functools
 import os
 import pickle
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from flags import UserError
+
 SHARED = Path("/dev/shm")
 BUCKET = 1 << 28  # bytes of tensors that are handed over at a time, or one tensor
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is changed in vLLM, and what vLLM may not change here
+# ---------------------------------------------------------------------------------------------------------------------
+
+VLLM_VERSION = "0.32.0"  # whose code the changes below were written for
+
+
+def change_vllm(low_bits_on_cpu: bool) -> None:
+    """Replace some functions of vLLM, each for the reason in the docstring of its replacement."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    change(LogprobsProcessor, "_update_sample_logprobs", lean_logprobs)
+    change(VocabParallelEmbedding, "weight_loader", without_padding)
+    if not torch.cuda.is_available():
+        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+        change(UnquantizedFusedMoEMethod, "process_weights_after_loading", pack_experts_anew)
+    if low_bits_on_cpu:
+        from vllm.model_executor.kernels.linear.scaled_mm import cpu
+
+        change(_custom_ops, "create_onednn_scaled_mm", keep_scales_alive)
+        change(cpu, "check_cpu_sgl_kernel", not_in_float32)
+
+
+def lean_logprobs(update_sample_logprobs):
+    """Replacement for LogprobsProcessor._update_sample_logprobs: keep log-probabilities as arrays.
+
+    Reason: vLLM turns those of every sampled token into lists, ranks and decoded words, which costs more than the
+    sampling does. Here a request keeps the arrays that the sampler made, two for each token, [1, K + 1]: ids and
+    log-probabilities, the sampled token first. `_responses` reads them."""
+
+    def lean(self, logprobs_lists):
+        self.logprobs.token_ids.append(logprobs_lists.logprob_token_ids)
+        self.logprobs.logprobs.append(logprobs_lists.logprobs)
+
+    return lean
+
+
+def without_padding(weight_loader):
+    """Replacement for VocabParallelEmbedding.weight_loader: rows that stand for no token stay outside.
+
+    Reason: models pad their embeddings, and what is there can be sampled. A vLLM whose config names as many tokens as
+    the tokenizer has neither samples nor scores more, but refuses to load more rows."""
+
+    def load(self, param, loaded_weight):
+        rows = slice(self.org_vocab_size) if loaded_weight.ndim else ...
+        weight_loader(self, param, loaded_weight[rows])
+
+    return load
+
+
+def pack_experts_anew(process_weights_after_loading):
+    """Replacement for UnquantizedFusedMoEMethod.process_weights_after_loading: a kernel is made at every load.
+
+    Reason: on CPUs vLLM packs experts' weights when it makes their kernel, and keeps the kernel when it replaces the
+    weights, which then stay unpacked and fit nowhere."""
+
+    def process(self, layer):
+        self.moe_kernel = None
+        process_weights_after_loading(self, layer)
+
+    return process
+
+
+def keep_scales_alive(create_onednn_scaled_mm):
+    """Replacement for _custom_ops.create_onednn_scaled_mm: tie the weight scales to the handler.
+
+    Reason: on CPUs vLLM's int8 handler holds a bare pointer to the scales, and replacing the weights frees them.
+    Here the handler gets a copy of its own, and holds on to it."""
+
+    def create(weight, scales, *more):
+        scales = scales.clone()
+        handler = create_onednn_scaled_mm(weight, scales, *more)
+        handler.scales = scales
+        return handler
+
+    return create
+
+
+def not_in_float32(check_cpu_sgl_kernel):
+    """Replacement for scaled_mm.cpu.check_cpu_sgl_kernel: a model in float32 gets the kernel that every CPU has.
+
+    Reason: on CPUs with AMX vLLM takes another int8 kernel, which ends at a float32 activation. vLLM makes a layer's
+    kernel while the model's type is torch's default."""
+
+    def has_kernel(*shape_and_type):
+        return torch.get_default_dtype() != torch.float32 and check_cpu_sgl_kernel(*shape_and_type)
+
+    return has_kernel
+
+
+def change(owner, name: str, replacement) -> None:
+    """Put replacement(original) in the place of vLLM's function owner.name, once in this process.
+
+    UserError if this version of vLLM has no such function. One that has it, but is not the version these changes
+    were written for, is used with a warning: where a change does not fit it, the check of shapes in
+    `VLLMEngine._responses` or the proof of the first weight sync (sync.py) will tell."""
+    import vllm
+
+    original = getattr(owner, name, None)
+    if original is None:
+        raise UserError(
+            f"--rollout=vllm: vLLM {vllm.__version__} has no {owner.__name__}.{name}, which model/in_vllm.py replaces; "
+            f"install vllm=={VLLM_VERSION}, or use --rollout=hf"
+        )
+    if getattr(original, "changed_here", False):
+        return
+    if vllm.__version__.split("+")[0] != VLLM_VERSION:
+        print(
+            f"vLLM {vllm.__version__}: model/in_vllm.py replaces {owner.__name__}.{name} as it is in {VLLM_VERSION}",
+            file=sys.stderr,
+        )
+    changed = functools.wraps(original)(replacement(original))
+    changed.changed_here = True
+    setattr(owner, name, changed)
+
+
+@contextmanager
+def vllm_leaves_no_trace():
+    """Put back what vLLM overwrites while it starts and what the learner in this process needs.
+
+    That is torchrun's LOCAL_WORLD_SIZE and the state of torch's random numbers. The variables of vLLM's own stay:
+    it reads some of them later."""
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
+    generator = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(generator)
+        os.environ.pop("LOCAL_WORLD_SIZE", None)
+        if local_world_size is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = local_world_size
+
+
+def import_vllm():
+    """vLLM's classes (LLM, SamplingParams), set up to run in this process.
+
+    Environment variables that are set already stay as they are. UserError: it cannot be imported."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else it compiles for 18 s at the first log-probability
+        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # else it takes the learner's away
+    try:
+        from vllm import LLM, SamplingParams
+    except ImportError as e:
+        mend = "install it (make demo does) or use --rollout=hf"
+        raise UserError(f"--rollout=vllm: vLLM cannot be imported ({e}); {mend}") from None
+    return LLM, SamplingParams
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Several ranks that are one engine, on CPUs

@@ -101,8 +101,7 @@ class Fanout:
         """There are newer weights."""
         self.root = root
         self.direct = set()
-        for identity, member in self.members.items():
-            member.source = None
+        for identity in self.members:
             self.want(identity)
 
     def want(self, identity: bytes) -> None:

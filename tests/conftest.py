@@ -108,6 +108,7 @@ def make_solvers(root: Path) -> None:
         patch.setattr(warmstart, "SHAPES", shapes)
         patch.setattr(warmstart, "LR", 1e-2)
         patch.setattr(warmstart, "EVAL_PROBLEMS", 128)
+        patch.setattr(warmstart, "CONFIRM_PROBLEMS", 128)
         for name in shapes:
             assert warmstart.warm_start(name, Arithmetic(1, 1, 3, 9), 0.3, root / name) >= 0.3
     torch.set_num_threads(threads)

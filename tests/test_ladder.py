@@ -150,6 +150,24 @@ def test_a_planted_fault_is_named(planted, models, tmp_path):
     assert suspects[0]["explained"] > 0.5
 
 
+@pytest.mark.parametrize("name", ["a scale at 1", "stale layer"])
+def test_what_is_tried_leaves_the_model_as_it_was(name, models, tmp_path, monkeypatch):
+    """One after the other, each on the true model, in low bits or not."""
+    suspects, seen = ladder.suspects, []
+
+    def watched(case):
+        before = case.logp()
+        found = suspects(case)
+        seen.append((before, case.logp()))
+        return found
+
+    monkeypatch.setattr(ladder, "suspects", watched)
+    planted = next(planted for planted in PLANTED if planted.name == name)
+    named(planted, models, tmp_path, "--problems=4", "--max_tokens=8")
+    ((before, after),) = seen
+    assert (before != 0).any() and np.array_equal(before, after)
+
+
 def test_an_engine_that_loads_all_keeps_nothing(models, tmp_path):
     """--synced_from without a fault: nothing of the older weights is left."""
     flags = [f"--model={models['new']}", f"--synced_from={models['old']}", f"--out={tmp_path}/m.json", "--rollout=hf"]

@@ -376,7 +376,8 @@ def one_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-7"))
-    monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", lambda x: (None, tuple(x.flatten().tolist())))
+    in_memory = lambda x: tuple(x.as_strided((x.numel(),), (1,)).tolist())  # noqa: E731
+    monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", lambda x: (None, in_memory(x)))
 
 
 def test_weights_travel_by_handles_in_buckets(one_gpu, monkeypatch):
@@ -384,11 +385,13 @@ def test_weights_travel_by_handles_in_buckets(one_gpu, monkeypatch):
     monkeypatch.setattr(in_vllm, "BUCKET", 24)
     llm = Apart()
     matrix, small = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([5.0, 6.0], dtype=torch.bfloat16)
-    tensors = {"a": matrix.t(), "b": small, "c": small + 1, "big": torch.arange(8.0), "d": small}
+    tensors = {"first": torch.arange(7.0), "a": matrix.t(), "b": small, "c": small + 1, "big": torch.arange(8.0)}
+    tensors["d"] = small
     for _ in range(2):
         in_vllm.hand_over(llm, iter(tensors.items()), apart=True)
     load = [
         "start",
+        [("first", "float32", [7], {"GPU-7": tuple(range(7))})],
         [
             ("a", "float32", [2, 2], {"GPU-7": (1.0, 3.0, 2.0, 4.0)}),
             ("b", "bfloat16", [2], {"GPU-7": (5.0, 6.0)}),

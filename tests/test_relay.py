@@ -93,6 +93,19 @@ def test_without_relays_all_fetch_from_the_learner_at_once():
     assert spread(30, ()) == (30, 1, 0)
 
 
+def test_who_comes_late_is_served_by_the_learner_while_it_serves_few():
+    """A relay is another's machine."""
+    f = Fanout()
+    f.heard(b"a", "", hello(at=at(1)))
+    f.new("new")
+    assert told(f) == {b"a": None}
+    f.heard(b"a", "", hello(root="new", at=at(1)))
+    for i in range(FAN):
+        f.heard(sampler_of(i), "", hello())
+        f.want(sampler_of(i))
+        assert told(f) == {sampler_of(i): None if i < FAN - 1 else wire.Relay(at(1))}
+
+
 def test_relays_come_first():
     """The only two relays are those that came last."""
     assert spread(12, (10, 11))[:2] == (FAN, 2)
@@ -215,12 +228,12 @@ def test_relay_flags_that_cannot_be(more, sentence, tmp_path):
 # -- real hubs and links -----------------------------------------------------------------------------------------------
 
 
-def box(made, h, i, folder, keys=None, at=None, **more):
+def box(made, h, i, folder, keys=None, at=None, patience=1.0, **more):
     """A sampler's link, a relay unless `at` is empty."""
     own = folder / f"box{i}"
     own.mkdir()
     address = f"tcp://127.0.0.1:{port()}" if at is None else at
-    flags = SamplerFlags(patience=1.0, give_up=60.0, relay=address, **more)
+    flags = SamplerFlags(patience=patience, give_up=60.0, relay=address, **more)
     name = f"sampler{i}"
     return made.add(link.Link([h.address], [name], flags, account.Spool(own / "spool", [name], 1), own, keys))
 
@@ -352,7 +365,7 @@ def test_a_relay_that_dies_or_lies(answer, made, tmp_path, monkeypatch):
     assert until(lambda: any(m.address for m in h.fanout.members.values()))
     publish(h, tmp_path, 0, BLOB)
     offer = liar.raw.hear(wire.Offer)
-    honest = box(made, h, 1, tmp_path, at="")
+    honest = box(made, h, 1, tmp_path, at="", patience=1000.0 if answer else 1.0)  # an answer needs no patience
     liar.raw.hello(relay=liar.address, root=offer.of.root)
     assert until(lambda: liar.turn() or honest.newest is not None, 60)
     assert honest.newest.path.read_bytes() == BLOB and h.counts["bytes_out"] == len(BLOB)

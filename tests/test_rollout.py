@@ -16,7 +16,7 @@ import engines
 import obrs
 from engines import HFEngine, make_engine
 from learner import EXPECTED, Comm, Learner
-from model import Needs
+from model import Needs, in_vllm
 from rollout import LocalSource, Response, Sampling, uniforms
 from sync import Probe
 from tasks import Arithmetic, Problem, arithmetic_tokenizer, grade_all
@@ -195,15 +195,15 @@ def test_changes_of_vllm_are_made_once_and_refused_where_they_do_not_fit(monkeyp
         return lambda: 2 * function()
 
     owner = SimpleNamespace(__name__="owner", one=lambda: 1)
-    engines.change(owner, "one", twice)
-    engines.change(owner, "one", twice)  # of the second engine in this process
+    in_vllm.change(owner, "one", twice)
+    in_vllm.change(owner, "one", twice)  # of the second engine in this process
     assert owner.one() == 2 and not capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"vLLM .* has no owner.two, which engines.py replaces; .* --rollout=hf"):
-        engines.change(owner, "two", twice)
+    with pytest.raises(ValueError, match=r"vLLM .* has no owner.two, which model/in_vllm.py replaces; .* --rollout=hf"):
+        in_vllm.change(owner, "two", twice)
     monkeypatch.setattr(vllm, "__version__", "9.9.9")
     owner.three = lambda: 3
-    engines.change(owner, "three", twice)  # another version that has the function: used, and said
-    assert owner.three() == 6 and "vLLM 9.9.9: engines.py replaces owner.three" in capsys.readouterr().err
+    in_vllm.change(owner, "three", twice)  # another version that has the function: used, and said
+    assert owner.three() == 6 and "vLLM 9.9.9: model/in_vllm.py replaces owner.three" in capsys.readouterr().err
 
 
 def test_what_vllm_overwrites_is_put_back(monkeypatch):
@@ -212,7 +212,7 @@ def test_what_vllm_overwrites_is_put_back(monkeypatch):
         if size is None:
             monkeypatch.delenv("LOCAL_WORLD_SIZE")
         generator = torch.get_rng_state()
-        with pytest.raises(RuntimeError), engines.vllm_leaves_no_trace():
+        with pytest.raises(RuntimeError), in_vllm.vllm_leaves_no_trace():
             os.environ["LOCAL_WORLD_SIZE"] = "1"
             torch.manual_seed(12345)
             raise RuntimeError("vLLM did not start")

@@ -304,6 +304,6 @@ def test_how_large_a_recorded_set_may_be():
     assert limit() == 0 == limit(top_k=8, keep_sampling_mask="off")
 
 
-def test_minus_one_is_vllms_word_for_all_tokens():
+def test_minus_one_keeps_all_tokens():
     """Else every learner would cut logits where nothing is cut."""
     assert Sampling.of(make_cfg(objective="grpo", top_k=-1)) == Sampling.of(make_cfg(objective="grpo", top_k=0))

@@ -323,8 +323,8 @@ def test_a_base_model_is_made_once_for_each_recipe(tmp_path, monkeypatch):
 
 def test_the_default_recipes_keep_their_keys():
     """Base models that were made before are found again."""
-    assert warmstart.recipe_key("policy", Arithmetic(), 0.3) == "933ad702bd"
-    assert warmstart.recipe_key("actor", Arithmetic(), 0.3) == "6d66f563a3"
+    assert warmstart.recipe_key("policy", Arithmetic(), 0.3) == "7f2e071048"
+    assert warmstart.recipe_key("actor", Arithmetic(), 0.3) == "ec17287593"
 
 
 def test_a_bonus_does_not_make_a_base_model_more_than_right(folders, monkeypatch):
@@ -337,7 +337,22 @@ def test_a_bonus_does_not_make_a_base_model_more_than_right(folders, monkeypatch
 
     monkeypatch.setattr(warmstart, "grade_all", grade_half)
     model = AutoModelForCausalLM.from_pretrained(folders / "actor")
-    assert warmstart.accuracy(model, arithmetic_tokenizer(), Arithmetic(1, 1, 3, 9), 8) == 0.5
+    assert warmstart.accuracy(model, arithmetic_tokenizer(), Arithmetic(1, 1, 3, 9), 0, 8) == 0.5
+
+
+def test_a_lucky_draw_does_not_end_a_warm_start(tmp_path, monkeypatch):
+    """It ends at the target on more problems than, and others than, those that are looked at every few steps."""
+    asked, luck = [], iter([0.1, 0.5, 0.2, 0.5, 0.4])
+
+    def accuracy(model, tokenizer, task, first, n):
+        asked.append(range(first, first + n))
+        return next(luck)
+
+    monkeypatch.setattr(warmstart, "accuracy", accuracy)
+    assert warmstart.warm_start("actor", Arithmetic(1, 1, 3, 9), 0.4, tmp_path / "actor") == 0.4
+    few, others = asked[0], asked[2]
+    assert asked == [few, few, others, few, others]
+    assert len(others) >= 1024 and not set(few) & set(others)
 
 
 @pytest.mark.parametrize(
