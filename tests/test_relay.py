@@ -25,7 +25,8 @@ def made(tmp_path):
 # -- the bench ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_bench_of_relays_counts_what_leaves_the_learner(tmp_path):
     """Two network namespaces and a throttled cable. Ten samplers: ten copies, or as many as it serves itself."""
     mib = 1
