@@ -9,7 +9,16 @@ learner would take it, `pace` lets samplers begin only what can be used in time,
 of Kolmogorov and Smirnov that what is trained on has the lengths of what is offered. hours: the virtual clock.
 """
 
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
 import sweep
+
+from config import parse
+from delay import DelaySource
+from sampling import Sampling
+from tasks import make_task
 
 CONFIG = "configs/pace.toml"
 UPDATE = 28.125  # virtual seconds of an update, --step_seconds
@@ -59,9 +68,69 @@ PANELS = [
 ]
 
 
+class Clock(DelaySource):
+    """The virtual clock of a run without its models: every response is as long as its problem's worked solution."""
+
+    def __init__(self, cfg, store: str):
+        engine = SimpleNamespace(packed=False, any_rank=bool, sleep=lambda: None)
+        tokenizer = SimpleNamespace(eos_token_id=0)
+        how = dict(group_size=cfg.group_size, topk=0, model="policy", probe=None, cfg=cfg, store=Path(store))
+        super().__init__(engine, make_task(cfg), tokenizer, Sampling.of(cfg), **how)
+
+    def sample_tickets(self, taken: list) -> list:
+        groups = []
+        for ticket in taken:
+            solution = self.task.solution(self.task.problem("train", ticket.number))
+            tokens = [0] * min(self.cfg.max_tokens, len(solution.split()) + 1)  # a word is a token, and so is the end
+            response = SimpleNamespace(tokens=tokens)
+            groups.append(SimpleNamespace(version=ticket.version, responses=[response] * self.cfg.group_size))
+        return groups
+
+
+def clock_of(label: str, seeds: int = 3) -> list[str]:
+    """A row of the table without models: means over the seeds, of KS p the range."""
+    metrics, ages = [], []
+    for seed in range(seeds):
+        argv = sweep.command({**ROWS[label], "seed": seed}, "none", CONFIG)[1:]
+        cfg = parse([word.replace(CONFIG, str(sweep.ROOT / CONFIG)) for word in argv])
+        with tempfile.TemporaryDirectory() as store:
+            source = Clock(cfg, store)
+            for version in range(cfg.steps):
+                source.publish(version, [])
+                ages += [version - group.version for group in source.next(GROUPS, version)]
+            metrics.append(source.metrics())
+
+    def mean(key):
+        return sum(m[key] for m in metrics) / seeds
+
+    gone = mean("delay/dropped_staleness")
+    p = sorted(m["delay/length_ks_p"] for m in metrics)
+    return [
+        label,
+        f"{mean('delay/length_trained'):.2f}",
+        f"{mean('delay/length_decided'):.2f}",
+        f"{p[0]:.2g} to {p[-1]:.2g}",
+        f"{100 * gone / (gone + cfg.steps * GROUPS):.1f}",
+        f"{sum(ages) / len(ages):.1f}",
+        f"{(cfg.steps * UPDATE + mean('delay/clock')) / 3600:.1f}",
+    ]
+
+
+def clocks() -> str:
+    """The table without models: all rows."""
+    head = ["", "tokens, trained", "tokens, offered", "KS p", "dropped, %", "staleness, updates", "hours"]
+    return "## The clock alone\n\n" + sweep.markdown(head, [clock_of(label) for label in ROWS])
+
+
 def study(flags):
-    got = sweep.run(ROWS, None, flags.draw, flags.jobs, config=CONFIG)
-    sweep.page("pace", sweep.table("Drop or pace", got, COLUMNS))
+    wanted = {label: sweep.with_seeds(row, 1) for label, row in ROWS.items()}
+    if not flags.draw:
+        sweep.run_missing(wanted, flags.jobs, CONFIG)
+    got = {label: records for label, runs in wanted.items() if (records := sweep.recorded(runs, CONFIG))}
+    if not got:
+        sweep.page("pace", clocks())
+        return
+    sweep.page("pace", clocks(), sweep.table("Drop or pace", got, COLUMNS))
     drawn = [making for making in sorted(MAKING) if any(f"{way}, {making}" in got for way in ("drop", "pace"))]
     groups = [
         sweep.Group(f"the longest response takes {n} updates", [f"pace, {n}", f"drop, {n}"], PANELS) for n in drawn
