@@ -571,10 +571,8 @@ def check_tensor_parallel(cfg, n_ranks: int) -> None:
         f"{flag}: so many neighbouring ranks are one engine, and {n_ranks} rank(s) cannot be divided into such; start "
         "a multiple with torchrun --nproc_per_node",
     )
-    need(
-        getattr(cfg, "delay", "none") == "none",
-        f"{flag}: the ranks of one engine have one version of the weights, and --delay has several; leave one out",
-    )
+    unequal = getattr(cfg, "delay", "none") != "none" and cfg.dynamic_sampling
+    need(not unequal, f"{flag}: with --delay and --dynamic_sampling its ranks need unequal weights; leave one out")
 
 
 def check_kv_cache(cfg) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from contextlib import nullcontext
 from itertools import chain
 
@@ -25,7 +24,7 @@ import torch.distributed as dist
 
 import quant
 from checkpoint import load_model
-from checkpoint.lowbit import quantized_checkpoint
+from checkpoint.lowbit import quantized_for_a_node
 from model import Routing
 from model.exact import as_sampler
 from model.head import Head
@@ -114,15 +113,15 @@ class VLLMEngine:
             self.llm = make_llm(folder, **settings)
 
     def _quantized_folder(self, folder: str) -> str:
-        """A temporary copy of the model folder in low bits, for vLLM to start from."""
+        """A temporary copy of the model folder in low bits, for vLLM to start from; one for all ranks of a node."""
         if not self.packed:
             print(
                 f"{self.fmt.name}: vLLM has no kernel for it here; the engine gets the exactly dequantized weights, "
                 "which are the same function",
                 file=sys.stderr,
             )
-        self.scratch = tempfile.TemporaryDirectory()
-        return quantized_checkpoint(folder, self.fmt, self.scratch.name, self.packed)
+        path, self.scratch = quantized_for_a_node(folder, self.fmt, self.packed)
+        return path
 
     def generate(self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int = 0):
         """A list[Response] for each prompt: len(seeds[i]) responses to prompt i, int [P].

@@ -92,7 +92,11 @@ def put_away(optimizer, p, cfg, generator) -> None:
 
 
 def placed(x, device, dtype):
-    """A state, or this rank's part of it, on a device and in a type."""
+    """A state, or this rank's part of it, on a device and in a type.
+
+    Where there is a GPU, what waits on the host is pinned: it travels at the bus's full rate, without a second copy."""
+    if torch.device(device).type == "cpu" and torch.cuda.is_available():
+        return torch.empty_like(x, device="cpu", dtype=dtype, pin_memory=True).copy_(x)
     return x.to(device=device, dtype=dtype)
 
 

@@ -429,7 +429,8 @@ def mends(cfg, width: int, ranks: int):
     """Yields (flags, changes of the configuration, ranks): what makes a run smaller, the cheapest first, each on top of
     those before it."""
     for n in (2, 4, 8):
-        if cfg.rollout == "vllm" and cfg.rollout_tp < n and ranks % n == 0 and cfg.delay == "none":
+        apart = cfg.delay != "none" and cfg.dynamic_sampling  # config.check_tensor_parallel
+        if cfg.rollout == "vllm" and cfg.rollout_tp < n and ranks % n == 0 and not apart:
             yield f"--rollout_tp={n}", {"rollout_tp": n}, ranks
     if cfg.rollout == "vllm" and cfg.rollout_memory > 0.4:
         yield "--rollout_memory=0.4", {"rollout_memory": 0.4}, ranks

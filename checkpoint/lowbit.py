@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from checkpoint.shards import from_all, saving_group
+from flags import from_environment
 from quant import ROUTERS, Format, by_expert, for_engine
 
 PART = 1 << 28  # bytes of tensors in one file: what is held at a time
@@ -29,6 +33,20 @@ def quantized_checkpoint(folder: str, fmt: Format, out: str, packed: bool = True
     stream = by_expert(for_engine(named_tensors, model, fmt, packed))
     write_parts(((name, x) for name, x in stream if not (tied and name == "lm_head.weight")), Path(out))
     return out
+
+
+def quantized_for_a_node(folder: str, fmt: Format, packed: bool):
+    """(its path, a TemporaryDirectory or None) of one such copy for all ranks of a node. Collective.
+
+    The node's first rank writes it, and has the object with which the copy goes."""
+    own = None
+    local = from_environment("LOCAL_RANK", 0) if dist.is_initialized() else 0
+    if local == 0:
+        own = tempfile.TemporaryDirectory()
+        quantized_checkpoint(folder, fmt, own.name, packed)
+    paths = from_all(own and own.name, saving_group())  # nobody goes on before they are whole
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return paths[rank - local], own  # torchrun counts the ranks of a node one after the other
 
 
 def stored_tensors(folder: str):

@@ -25,10 +25,15 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 PIECE = 64 * 2**20  # bytes of a file that are sent at once
 
 
-@functools.cache
 def saving_group():
     """The process group of checkpoints, beside the run's own; None for one process. Collective at the first call."""
-    return dist.new_group(backend="gloo") if dist.is_initialized() else None
+    return beside(dist.group.WORLD) if dist.is_initialized() else None
+
+
+@functools.cache
+def beside(world):
+    """Another group of the same ranks, made once for each process group that this process has been in."""
+    return dist.new_group(backend="gloo")
 
 
 def from_all(x, group) -> list:

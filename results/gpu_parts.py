@@ -443,15 +443,18 @@ def memory(s: Setting) -> Iterator[dict]:
 
 @contextlib.contextmanager
 def one_rank(device: str):
-    """A process group of this process alone."""
-    with tempfile.NamedTemporaryFile() as file:
-        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        how = {"device_id": torch.device("cuda", 0)} if device == "cuda" else {}
-        torch.distributed.init_process_group(backend, init_method=f"file://{file.name}", rank=0, world_size=1, **how)
-        try:
-            yield
-        finally:
-            torch.distributed.destroy_process_group()
+    """A process group of this process alone: a new one, or that of a vLLM that runs in it."""
+    if torch.distributed.is_initialized():
+        yield
+        return
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    how = {"device_id": torch.device("cuda", 0)} if device == "cuda" else {}
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, **how)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ STUDIES = (
     "qarl",
     "theorem1",
     "heterorl",
+    "pace",
     "search",
     "prefix",
     "foretell",

@@ -114,13 +114,18 @@ TESTS = {
         *CHECKPOINT,
         "test_train.py::test_two_nodes_without_a_common_file_system_train_save_and_resume",
     ],
+    "checkpoint/lowbit.py": ["test_quant.py", "-k", "ranks_of_a_node or checkpoint_in_low_bits"],
     "checkpoint/state.py": ["test_checkpoint.py"],
     "checkpoint/tensors.py": ["test_checkpoint.py"],
     "checkpoint/models.py": ["test_checkpoint.py"],
     "run.py": ["test_run.py", "test_config.py", "test_placement.py"],
     "worth.py": [QUIET, "test_auto.py", "test_worth.py"],
     "train.py": ["test_train.py", "-k", "logs_every or fault or counters or too_many or signals or in_order"],
-    "config.py": ["test_config.py", "test_train.py::test_resume_says_which_key_differs_and_a_run_is_not_overwritten"],
+    "config.py": [
+        "test_config.py",
+        "test_placement.py::test_ranks_that_cannot_be_one_engine_are_refused",
+        "test_train.py::test_resume_says_which_key_differs_and_a_run_is_not_overwritten",
+    ],
     "flags.py": ["test_config.py", "test_flags.py"],
     "remote/guard.py": ["test_guard.py"],
     "remote/wire.py": ["test_wire.py", "test_pace.py", "test_door.py"],
@@ -438,6 +443,8 @@ MUTANTS = {
         ),
         ('adjust_lr_fn="match_rms_adamw"', 'adjust_lr_fn="original"'),
         ("noise = torch.randint(1 << 16,", "noise = torch.randint(1,"),
+        ("dtype=dtype, pin_memory=True)", "dtype=dtype, pin_memory=False)"),
+        ('torch.device(device).type == "cpu" and torch.cuda.is_available()', "torch.cuda.is_available()"),
         ("                optimizer.state[p][name] = placed(x, p.device, p.dtype)\n", "                pass\n"),
     ],
     "learner.py": [
@@ -791,8 +798,13 @@ MUTANTS = {
         ),
         ("    for folder in reversed(found):", "    for folder in found:"),
     ],
+    "checkpoint/lowbit.py": [
+        ("    if local == 0:", "    if True:"),
+        ("paths[rank - local], own", "paths[0], own"),
+    ],
     "checkpoint/shards.py": [
         ('local.to("cpu", copy=True)', 'local.to("cpu")'),
+        ("return beside(dist.group.WORLD) if", "return beside(None) if"),
         ("        if key not in self.made:", "        if True:"),
         ("        if all(name in names for names in on_disks):", "        if True:"),
     ],
@@ -919,6 +931,7 @@ MUTANTS = {
         ('        return {"rs_low": low, "rs_high": high}', '        return {"rs_low": high, "rs_high": low}'),
     ],
     "config.py": [
+        ("need(not unequal,", "need(True,"),
         (
             "    changed = [k for k in sorted(given - free) if getattr(now, k) != saved.get(k, FIELDS[k].default)]",
             "    changed = []",

@@ -10,11 +10,15 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 import torch
 import torch.distributed as dist
+from conftest import make_cfg
 from torchrun import as_rank
 
 from checkpoint import load_model
+from delay import DelaySource
 from engines import VLLMEngine
 from sampling import Sampling
+from sync import Probe
+from tasks import Arithmetic, arithmetic_tokenizer
 
 
 def work(rank: int) -> tuple[list, list]:
@@ -26,6 +30,33 @@ def work(rank: int) -> tuple[list, list]:
 
 def tokens(groups) -> list:
     return [[(r.tokens.tolist(), r.logp_inf.tolist(), r.topk_ids.tolist()) for r in group] for group in groups]
+
+
+def delayed(engine, models: list, rank: int, store: Path) -> list:
+    """Groups of four updates by delayed samplers that are this rank's share of one engine. Versions take turns between
+    the weights of two models."""
+    cfg = make_cfg(delay="lognormal", delay_min=5.0, delay_max=40.0, step_seconds=10.0, delay_samplers=3)
+    probe = Probe(None, [[5, 6, 7, 8, 9, 10, 11, 12]], config=models[0].config)
+    source = DelaySource(
+        engine,
+        Arithmetic(),
+        arithmetic_tokenizer(),
+        Sampling(max_tokens=8, temperature=0.8, seed=3),
+        group_size=2,
+        topk=3,
+        model="policy",
+        probe=probe,
+        stop_ids=[1],
+        rank=rank,
+        n_ranks=2,
+        cfg=cfg,
+        store=store,
+    )
+    groups = []
+    for version in range(4):
+        source.publish(version, models[version % 2].state_dict().items())
+        groups += source.next(4, version)
+    return [(g.version, g.prompt_ids.tolist(), tokens([g.responses])[0]) for g in groups]
 
 
 def shared() -> set[str]:
@@ -42,8 +73,8 @@ def main(folder: str, other: str, out: str) -> None:
         raise SystemExit(f"shared memory that a killed run would leave behind: {shared() - before}")
     sampling = Sampling(max_tokens=8, temperature=0.8)
     said = {"first": tokens(engine.generate(*work(rank), sampling, 3, [1]))}
-    state = load_model(other).state_dict()
-    engine.load(state.items())
+    models = [load_model(path) for path in (folder, other)]
+    engine.load(models[1].state_dict().items())
     said["loaded"] = tokens(engine.generate(*work(rank), sampling, 3, [1]))
     ids = torch.arange(24).reshape(2, 12).numpy() * 7 % 250
     said["logprobs"] = engine.logprobs(ids).tolist()
@@ -51,6 +82,7 @@ def main(folder: str, other: str, out: str) -> None:
         engine.generate([], [], sampling, 3, [1]) if rank else len(engine.generate([[3]], [[1]], sampling, 3, [1]))
     )
     said["any"] = [engine.any_rank(rank == 0), engine.any_rank(rank == 1), engine.any_rank(False)]
+    said["delayed"] = delayed(engine, models, rank, Path(f"{out}.versions"))
     found = [None, None]
     dist.all_gather_object(found, said)
     if rank == 0:

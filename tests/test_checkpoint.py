@@ -13,13 +13,18 @@ import numpy as np
 import pytest
 import standins
 import torch
-from conftest import make_groups, tiny_model
+import torch.distributed as dist
+from conftest import make_cfg, make_groups, tiny_model
 from safetensors.torch import load_file
 
+import batching
 import checkpoint
-from checkpoint import models, state, tensors
+import objectives
+from checkpoint import models, shards, state, tensors
 from flags import UserError
 from learner import Comm
+from learner import Learner as RealLearner
+from results.gpu_parts import one_rank
 from rollout import LocalSource
 from tasks import arithmetic_tokenizer
 
@@ -436,3 +441,25 @@ def test_files_of_tensors_refuse_what_was_not_announced(tmp_path):
         tensors.TensorFiles(tmp_path, models.layout_of(given)),
     ):
         pass
+
+
+def test_a_process_that_was_alone_saves_the_shards_of_a_group_of_one_rank(tmp_path):
+    """Two groups after one another, as in results/gpu.py: each has a group of checkpoints of its own."""
+    cfg = make_cfg(objective="tis", parallel="fsdp", warmup_steps=0)
+    assert (shards.saving_group() is None) == (not dist.is_initialized())  # by a vLLM of an earlier test
+    for round in range(2):
+        with one_rank("cpu"):
+            learner = RealLearner(tiny_model(0), None, cfg, Comm())
+            batch = batching.collate(make_groups(2, seed=3), cfg)
+            learner.update(batch, objectives.prepare(batch, learner.comm, cfg, {}))
+            copies = shards.Copies(shards.saving_group())
+            before = {key: copies(x) for key, x in learner.trained("policy").items()}
+            shards.write_shards(before, tmp_path / str(round), shards.saving_group())
+            again = RealLearner(tiny_model(1), None, cfg, Comm())
+            shards.read_shards(again, tmp_path / str(round))
+            after = again.trained("policy")
+            assert learner.sharded and before.keys() == after.keys() and any("exp_avg" in key for key in after)
+            for key, x in before.items():
+                assert torch.equal(getattr(x, "_local_tensor", x), getattr(after[key], "_local_tensor", after[key])), (
+                    key
+                )

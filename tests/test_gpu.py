@@ -116,6 +116,7 @@ def test_states_that_wait_on_the_host_make_the_same_step():
             learner.update(batch, objectives.prepare(batch, learner.comm, cfg, {}))
         moments = [state["exp_avg"] for state in learner.optimizers["policy"][0].state.values()]
         assert {x.device.type for x in moments} == {"cpu" if offload else DEVICE}
+        assert {x.is_pinned() for x in moments} == {offload and DEVICE == "cuda"}
         models.append({name: p.detach() for name, p in learner.models.named_parameters()})
     assert relative(*models) < 1e-6
 

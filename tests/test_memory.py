@@ -11,6 +11,8 @@ from conftest import make_cfg, make_groups, tiny_model
 from ranks import LOW_BITS, hold_back_the_step, make_learner, one_update
 from safetensors.torch import load_file, save_file
 from standins import FAMILIES, model, save, tokenizer
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torchrun import torchrun
 
 import batching
@@ -399,6 +401,28 @@ def test_a_second_moment_of_16_bits_follows_its_gradients():
     assert v.dtype == torch.bfloat16
     assert float(v.float().mean()) == pytest.approx(1 - 0.999**600, rel=0.01)
     assert float(nearest) < 0.3
+
+
+def test_states_wait_in_pinned_memory_where_there_is_a_gpu(one_rank, monkeypatch):
+    """There is none here: what is asked for is recorded. Shards stay shards."""
+    asked, plain = [], torch.empty_like
+
+    def empty_like(x, *, device, dtype, pin_memory):
+        asked.append((torch.device(device).type, pin_memory))
+        return plain(x, device=device, dtype=dtype)
+
+    x = torch.randn(6, 4)
+    shards_of_x = distribute_tensor(x, init_device_mesh("cpu", (1,)), [Shard(0)])
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    optim.placed(x, "cpu", torch.bfloat16)
+    assert not asked
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for state in (x, shards_of_x):
+        waits = optim.placed(state, "cpu", torch.bfloat16)
+        assert type(waits) is type(state) and waits.dtype == torch.bfloat16 and waits.stride() == state.stride()
+        assert torch.equal(getattr(waits, "_local_tensor", waits), x.bfloat16())
+    optim.placed(x, torch.device("meta"), torch.float32)  # back to where it is used
+    assert asked == [("cpu", True)] * 2
 
 
 @pytest.mark.parametrize("offload", [False, True])

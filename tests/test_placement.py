@@ -111,23 +111,27 @@ def test_one_process_has_vllm_to_itself(monkeypatch):
 @pytest.mark.timeout(400)
 def test_two_ranks_are_one_engine(tmp_path, vllm_engines):
     """vLLM on two CPU ranks, each with half of every weight: every response is the one that a single engine samples,
-    whoever asks, and its log-probabilities are what a plain forward of the model says, after a load too."""
+    whoever asks, and its log-probabilities are what a plain forward of the model says, after a load too. With --delay
+    both ranks' groups are of the same versions in turn, and each is what a forward of its version's weights says."""
     for name, seed in (("first", 0), ("other", 1)):
         save(model("qwen3", seed, num_key_value_heads=2), tmp_path / name)
     torchrun("tensor_parallel.py", *(str(tmp_path / name) for name in ("first", "other", "out")))
     said = pickle.loads((tmp_path / "out").read_bytes())
+    models = {name: checkpoint.load_model(tmp_path / name).eval() for name in ("first", "other")}
     for name, folder in (("first", "first"), ("loaded", "other")):
-        lm = checkpoint.load_model(tmp_path / folder).eval()
         for rank in (0, 1):
             prompts, seeds = work(rank)
             assert [len(group) for group in said[rank][name]] == [len(group) for group in seeds]
             for prompt, group in zip(prompts, said[rank][name], strict=True):
-                for ids, logp, top in group:
-                    with torch.no_grad():
-                        z = lm(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / 0.8
-                    want = z.log_softmax(-1)
-                    assert np.allclose(logp, want.gather(1, torch.tensor(ids)[:, None])[:, 0], atol=1e-4)
-                    assert torch.equal(torch.tensor(top), want.topk(3, -1).indices)
+                are_sampled_from(models[folder], prompt, group)
+    versions = [[version for version, *_ in one["delayed"]] for one in said]
+    assert versions[0] == versions[1] and len(versions[0]) == 16 and {0, 1} < set(versions[0])
+    assert any(len(set(versions[0][i : i + 4])) > 1 for i in range(0, 16, 4))  # several in one update
+    for one in said:
+        for version, prompt, group in one["delayed"]:
+            are_sampled_from(models[("first", "other")[version % 2]], prompt, group)
+    prompts = [prompt for one in said for _, prompt, _ in one["delayed"]]
+    assert len({tuple(prompt) for prompt in prompts}) == 32  # each rank has problems of its own
     single = vllm_engines(folder=str(tmp_path / "first"))
     for rank in (0, 1):
         alone = tokens(single.generate(*work(rank), Sampling(max_tokens=8, temperature=0.8), 3, [1]))
@@ -136,6 +140,16 @@ def test_two_ranks_are_one_engine(tmp_path, vllm_engines):
     for one in said:
         assert one["any"] == [True, True, False] and one["logprobs"] == said[0]["logprobs"]
     assert [one["nothing"] for one in said] == [1, []]
+
+
+def are_sampled_from(lm, prompt: list, group: list) -> None:
+    """Each response's log-probabilities and most likely tokens are this model's, at a temperature of 0.8."""
+    for ids, logp, top in group:
+        with torch.no_grad():
+            z = lm(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / 0.8
+        want = z.log_softmax(-1)
+        assert np.allclose(logp, want.gather(1, torch.tensor(ids)[:, None])[:, 0], atol=1e-4)
+        assert torch.equal(torch.tensor(top), want.topk(3, -1).indices)
 
 
 def test_ranks_of_one_engine_sample_together_until_none_of_them_lacks_a_group(folders):
@@ -176,7 +190,10 @@ def test_ranks_of_one_engine_sample_together_until_none_of_them_lacks_a_group(fo
         ({"rollout_tp": 0}, "--rollout_tp=0: must be at least 1"),
         ({"rollout_tp": 2}, "--rollout_tp=2: --rollout=hf has an engine on each rank; use --rollout=vllm"),
         ({"rollout_tp": 3, "rollout": "vllm"}, r"--rollout_tp=3: .* 4 rank.s. cannot be divided into such; start"),
-        ({"rollout_tp": 2, "rollout": "vllm", "delay": "constant"}, "--rollout_tp=2: .* and --delay has several"),
+        (
+            {"rollout_tp": 2, "rollout": "vllm", "delay": "constant", "dynamic_sampling": 1},
+            "--rollout_tp=2: with --delay and --dynamic_sampling its ranks need unequal weights; leave one out",
+        ),
     ],
 )
 def test_ranks_that_cannot_be_one_engine_are_refused(flags, words):

@@ -1,6 +1,9 @@
 """Formats, the aligned layer, and its straight-through gradient."""
 
+import hashlib
 import json
+import multiprocessing
+import os
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +12,7 @@ import numpy as np
 import pytest
 import standins
 import torch
+import torch.distributed as dist
 from conftest import make_cfg, make_groups, tiny_model
 from safetensors.torch import load_file, save_file
 
@@ -420,6 +424,36 @@ def test_a_checkpoint_in_low_bits_holds_no_whole_model(tmp_path, monkeypatch):
     monkeypatch.setattr(quant, "quantize", quantize_and_count)
     lowbit.quantized_checkpoint(str(tmp_path / "model"), format_of("int8"), str(tmp_path / "out"))
     assert most[0] < nbytes / 6
+
+
+def start_folder_of_rank(rank: int, local: int, folder: str, meet: str, said) -> None:
+    """A process of the test below: says where it starts from, who wrote it, and the digest of what lies there."""
+    os.environ["LOCAL_RANK"] = str(local)
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=3)
+    path, own = lowbit.quantized_for_a_node(folder, format_of("int8"), True)
+    said.put((rank, path, own is not None, hashlib.sha256((Path(path) / "model.safetensors").read_bytes()).hexdigest()))
+    dist.barrier()  # a folder goes with its owner
+    dist.destroy_process_group()
+
+
+def test_ranks_of_a_node_start_from_one_folder(tmp_path):
+    """Three ranks on two nodes, the first two on one: two folders with the same weights, each written once."""
+    standins.save(standins.model("qwen2"), tmp_path / "model")
+    spawn = multiprocessing.get_context("spawn")
+    said = spawn.SimpleQueue()
+    ranks = []
+    for rank, local in enumerate((0, 1, 0)):
+        what = (rank, local, str(tmp_path / "model"), str(tmp_path / "meet"), said)
+        ranks.append(spawn.Process(target=start_folder_of_rank, args=what, daemon=True))
+        ranks[-1].start()
+    for process in ranks:
+        process.join(200)
+    assert [process.exitcode for process in ranks] == [0, 0, 0]
+    paths, wrote, digests = zip(*(rest for _, *rest in sorted(said.get() for _ in ranks)), strict=True)
+    assert paths[0] == paths[1] != paths[2] and wrote == (True, False, True) and len(set(digests)) == 1
+    assert not any(Path(path).exists() for path in paths)
+    alone, own = lowbit.quantized_for_a_node(str(tmp_path / "model"), format_of("int8"), True)
+    assert alone == own.name and (Path(alone) / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "w4a16", "w2a16"])

@@ -1,5 +1,7 @@
 """Weights from sampler to sampler: how many copies leave the learner, and what becomes of relays that die or lie."""
 
+import os
+
 import numpy as np
 import pytest
 import zmq
@@ -7,17 +9,38 @@ from test_hub import Peer, closed_behind, until
 from torchrun import free_port
 
 from flags import UserError
-from remote import account, delta, link, relay, sampler, wire
+from remote import account, bench, delta, link, relay, sampler, wire
 from remote.keys import make_keys, sampler_keys
 from remote.relay import FAN, Fanout, Relay
 from remote.sampler import SamplerFlags
 
+HOW = ("no relays", "relays")
 BLOB = np.random.default_rng(3).integers(0, 256, 2 * wire.LEAF + 77, dtype=np.uint8).tobytes()
 
 
 @pytest.fixture
 def made(tmp_path):
     yield from closed_behind(tmp_path)
+
+
+# -- the bench ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_bench_of_relays_counts_what_leaves_the_learner(tmp_path):
+    """Two network namespaces and a throttled cable. Ten samplers: ten copies, or as many as it serves itself."""
+    mib = 1
+    try:
+        rows = bench.bench_relay(str(tmp_path), mib=mib, mb_per_s=8, numbers=(FAN + 2,))
+    except UserError as e:
+        pytest.skip(str(e))
+    (n, row), *more = rows.items()
+    assert n == "10" and not more and set(row) == {f"{x}, {how}" for x in ("copies", "seconds") for how in HOW}
+    assert 10 < row["copies, no relays"] < 11
+    assert 1 < row["copies, relays"] < FAN + 1
+    assert all(row[f"seconds, {how}"] > mib * row[f"copies, {how}"] / 8 * 0.8 for how in HOW)  # no faster than the line
+    assert not [line for line in bench.run_ip("netns", "list").splitlines() if f"bench{os.getpid()}" in line]
 
 
 # -- who fetches from whom ---------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from results import (
     heterorl,
     index,
     lowbit,
+    pace,
     praxis,
     prefix,
     qarl,
@@ -244,8 +245,10 @@ def test_every_record_belongs_to_a_row():
     ]
     studies += [(heterorl.TABLE | heterorl.MORE, heterorl.SEEDS, heterorl.CONFIG)]
     wanted = set()
-    for rows, config in prefix.SETTINGS.values():  # not all of them have run
-        runs = [run for flags in rows.values() for run in sweep.with_seeds(flags, 3, prefix.FIRST_SEED)]
+    partly_run = [(*setting, prefix.FIRST_SEED) for setting in prefix.SETTINGS.values()]
+    partly_run.append((pace.ROWS, pace.CONFIG, 0))
+    for rows, config, first in partly_run:
+        runs = [run for flags in rows.values() for run in sweep.with_seeds(flags, 3, first)]
         wanted |= {sweep.key_of(run, config) for run in runs if sweep.record_of(run, config)}
     for flags in text_settings.ROWS.values():
         runs = sweep.with_seeds(flags, 3, text_settings.FIRST_SEED)
