@@ -68,6 +68,7 @@ TESTS = {
         "test_sync.py",
         "test_quant.py",
         "test_collapse.py",
+        "test_memory.py::test_gradients_are_reduced_in_every_micro_batch_unless_asked_otherwise",
     ],
     "model/exact.py": ["test_exact.py"],
     "model/lora.py": ["test_lora.py", "test_memory.py::test_new_adapters_are_small_draws_that_change_nothing_yet"],

@@ -156,6 +156,8 @@ def test_cppo_kl_estimates_what_its_name_says():
     assert official == pytest.approx(chi2 - kl, abs=1e-12)
     assert abs(chi2 - 2 * kl) > 0.1
     assert float(corrections.cppo_kl(t(-500.0), t(0.0), "official", 20.0)) == pytest.approx(math.exp(20) - 21)
+    k2 = [math.log(0.5 / 0.2) ** 2 / 2, math.log(0.3 / 0.2) ** 2 / 2, math.log(0.2 / 0.6) ** 2 / 2]
+    assert corrections.cppo_kl(p.log(), q.log(), "k2", 20.0).tolist() == pytest.approx(k2)
 
 
 @pytest.mark.parametrize("how, d", [("official", -0.5), ("k3", 0.5)])
