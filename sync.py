@@ -83,7 +83,8 @@ class Slope:
     def of(cls, y: np.ndarray, x: np.ndarray) -> Slope:
         """b = <y, x> / <x, x> for changes (rows, tokens); entries that are NaN do not count.
 
-        se is the larger of two: for independent errors of tokens, and for errors that a row's tokens share."""
+        se is the larger of two: for independent errors of tokens; and for errors that a row's tokens share, from how
+        far b moves when one row is left out (the jackknife, which sees a row that has most of what changed)."""
         y, x = np.where(np.isnan(x) | np.isnan(y), 0.0, (y, x)).astype(np.float64)
         square, n = (x * x).sum(), np.count_nonzero(x)
         if square == 0 or n < 8:
@@ -91,8 +92,8 @@ class Slope:
         b = (y * x).sum() / square
         error = (y - b * x) * (x != 0)
         of_tokens = (error * error).sum() / (n - 1) * square
-        rows = max(2, len(x))
-        of_rows = ((error * x).sum(1) ** 2).sum() * rows / (rows - 1)
+        left = (1 - (x * x).sum(1) / square).clip(1e-9)  # the other rows' share of what changed
+        of_rows = (((error * x).sum(1) / left) ** 2).sum()
         return cls(float(b), float(np.sqrt(max(of_tokens, of_rows)) / square))
 
 

@@ -101,6 +101,8 @@ def run_as_child(jobs: list[Job], sink: int) -> None:
             done = (status, time.process_time() - processor, time.monotonic() - clock)
             os.write(sink, (json.dumps(done) + "\n").encode())
         os._exit(0)
+    except BaseException:
+        traceback.print_exc(file=sys.__stderr__)
     finally:
         os._exit(LOADED)
 
