@@ -80,11 +80,12 @@ class Slope:
         return self.b - SURE * self.se > 0.5
 
     @classmethod
-    def of(cls, y: np.ndarray, x: np.ndarray) -> Slope:
+    def of(cls, y: np.ndarray, x: np.ndarray, noise: float = 0.0) -> Slope:
         """b = <y, x> / <x, x> for changes (rows, tokens); entries that are NaN do not count.
 
-        se is the larger of two: for independent errors of tokens; and for errors that a row's tokens share, from how
-        far b moves when one row is left out (the jackknife, which sees a row that has most of what changed)."""
+        se is the largest of three: for independent errors of tokens, for errors that a row's tokens share, and for
+        errors as large as `noise`, the root mean square that is known of y's. Where two or three tokens have most of
+        the change, b follows their errors, and what is left there says nothing of them."""
         y, x = np.where(np.isnan(x) | np.isnan(y), 0.0, (y, x)).astype(np.float64)
         square, n = (x * x).sum(), np.count_nonzero(x)
         if square == 0 or n < 8:
@@ -92,9 +93,9 @@ class Slope:
         b = (y * x).sum() / square
         error = (y - b * x) * (x != 0)
         of_tokens = (error * error).sum() / (n - 1) * square
-        left = (1 - (x * x).sum(1) / square).clip(1e-9)  # the other rows' share of what changed
-        of_rows = (((error * x).sum(1) / left) ** 2).sum()
-        return cls(float(b), float(np.sqrt(max(of_tokens, of_rows)) / square))
+        rows = max(2, len(x))
+        of_rows = ((error * x).sum(1) ** 2).sum() * rows / (rows - 1)
+        return cls(float(b), float(np.sqrt(max(of_tokens, of_rows, noise**2 * square)) / square))
 
 
 def explained(y: np.ndarray, x: np.ndarray) -> float:
@@ -110,6 +111,11 @@ class Reference:
     engine: np.ndarray  # (R, tokens)
     published: np.ndarray  # the same
     tokens: np.ndarray | None = None  # (R, DECODED) that the engine sampled, where it did
+
+    @property
+    def noise(self) -> float:
+        """Root mean square of the engine's errors in a change since then: those of then, and as large ones of now."""
+        return float(np.sqrt(2)) * rms(self.engine - self.published)
 
     def state(self) -> dict:
         arrays = {"engine": self.engine, "published": self.published, "tokens": self.tokens}
@@ -488,12 +494,13 @@ def slope_since(before: Reference | None, engine_says, published) -> Slope:
 
 
 def decode_since(before: Reference | None, tokens, sampled, published_before) -> Slope:
-    """The same for sampled tokens, as far as they are those that the engine sampled at the reference."""
+    """The same for sampled tokens, as far as they are those that the engine sampled at the reference: a few, so that
+    their errors must be known from there."""
     if before is None:
         return Slope()
     common = (tokens == before.tokens).cumprod(1).astype(bool)
     change = np.where(common, sampled - before.engine, np.nan)
-    return Slope.of(change, published_before - before.published)
+    return Slope.of(change, published_before - before.published, before.noise)
 
 
 def rms_change(before: Reference | None, published) -> float:

@@ -88,7 +88,7 @@ def run_as_child(jobs: list[Job], sink: int) -> None:
         sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
         for handler in [handler() for handler in logging._handlerList]:
             if type(handler) is logging.StreamHandler:
-                handler.setStream(sys.stderr)
+                handler.stream = sys.stderr  # what it had may be closed
         for job in jobs:
             for number, name in ((1, "out"), (2, "err")):
                 with open(job.stream(name), "wb") as file:

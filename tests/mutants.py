@@ -526,8 +526,9 @@ MUTANTS = {
     ],
     "sync.py": [
         ("return self.b - SURE * self.se > 0.5", "return self.b > 0.5"),
-        ("of_rows = (((error * x).sum(1) / left) ** 2).sum()", "of_rows = 0.0"),
-        ("(error * x).sum(1) / left", "(error * x).sum(1)"),
+        ("of_rows = ((error * x).sum(1) ** 2).sum() * rows / (rows - 1)", "of_rows = 0.0"),
+        (", noise**2 * square)", ")"),
+        ("published_before - before.published, before.noise)", "published_before - before.published)"),
         ("sent.text() == received.text(),", "True,"),
         ("        slope.high >= NEW,", "        slope.high >= 0.0,"),
         ("need(slope.low <= 2 - NEW,", "need(slope.low <= 20,"),
