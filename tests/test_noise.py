@@ -37,6 +37,13 @@ def draws(seed: int, n: int, width: int) -> torch.Tensor:
     return torch.from_numpy(normal((n, width), np.float32)).double()
 
 
+def loud():
+    """A model whose last hidden states have no size near 1."""
+    model = tiny_model(1)
+    model.model.norm.weight.data.mul_(2.5)
+    return model
+
+
 def plain(model, prompt, response):
     """(h (L, H), log p (L, V) at temperature 1) of the model without noise at a response's places, float64."""
     ids = torch.tensor([*prompt.tolist(), *map(int, response.tokens)])[None]
@@ -66,8 +73,8 @@ def in_pairs(groups):
 
 @pytest.mark.parametrize("batch_tokens", [1 << 20, 60], ids=["one batch", "several"])
 def test_what_is_recorded_is_the_law_that_was_sampled(batch_tokens):
-    model, sampling = tiny_model(1), Sampling(max_tokens=12, temperature=0.7, noise=0.4)
-    groups = sample(HFEngine(tiny_model(1), batch_tokens=batch_tokens), sampling)
+    model, sampling = loud(), Sampling(max_tokens=12, temperature=0.7, noise=0.4)
+    groups = sample(HFEngine(loud(), batch_tokens=batch_tokens), sampling)
     lengths, farthest = set(), 0.0
     for prompt, seed, r in in_pairs(groups):
         logp = (noisy_logits(model, prompt, r, seed, 0.4) / 0.7).log_softmax(-1)
