@@ -206,6 +206,19 @@ def test_changes_of_vllm_are_made_once_and_refused_where_they_do_not_fit(monkeyp
     assert owner.three() == 6 and "vLLM 9.9.9: model/in_vllm.py replaces owner.three" in capsys.readouterr().err
 
 
+def test_a_model_in_float32_gets_the_int8_kernel_that_every_cpu_has():
+    """Where a CPU has AMX, too: the other kernel refuses float32."""
+    asked = []
+    has_kernel = in_vllm.not_in_float32(lambda *shape_and_type: asked.append(shape_and_type) or True)
+    assert not has_kernel(64, 32, torch.int8) and not asked
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert has_kernel(64, 32, torch.int8) and asked == [(64, 32, torch.int8)]
+    finally:
+        torch.set_default_dtype(default)
+
+
 def test_what_vllm_overwrites_is_put_back(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for size in ("2", None):
