@@ -555,7 +555,7 @@ class LearnerCheck:
 
     def __call__(self, version: int, learner_says: np.ndarray, named_tensors) -> None:
         """learner_says: log-probabilities (R, L - 1) of the probe's sequences. SyncError: they are not the same."""
-        published, _ = self.probe.logprobs(named_tensors)
+        published = self.probe.logprobs(named_tensors)
         slope = sync.slope_since(self.before, published, learner_says)
         if not np.isnan(slope.b):
             sync.need(

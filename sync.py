@@ -19,8 +19,8 @@ says "unproven" as long. Four things are compared in this way:
 
     prompt     log-probabilities of fixed sequences, as the engine reads a prompt
     decode     those of tokens that it samples one by one, which a stale cache of prefixes would spoil
-    module     one module after the other: what would dP be, had this one stayed old? An engine without the new weights
-               of that module alone has exactly this difference to the published ones, however small
+    module     one module after the other: what would dP be, had this one stayed as in the folder that the engine
+               started from? An engine that never got its new weights has exactly this difference to the published ones
     learner    the published tensors against the learner's own forward, of which they should be a copy (`LearnerCheck`)
 
 Beside that, the engine's log-probabilities must be those of the published tensors as a whole (`explained`), and a
@@ -83,19 +83,21 @@ class Slope:
     def of(cls, y: np.ndarray, x: np.ndarray, noise: float = 0.0) -> Slope:
         """b = <y, x> / <x, x> for changes (rows, tokens); entries that are NaN do not count.
 
-        se is the largest of three: for independent errors of tokens, for errors that a row's tokens share, and for
-        errors as large as `noise`, the root mean square that is known of y's. Where two or three tokens have most of
-        the change, b follows their errors, and what is left there says nothing of them."""
+        se is the largest of three: for independent errors of tokens; for errors that a row's tokens share, from what b
+        becomes when a row is left out; and for errors as large as `noise`, the root mean square that is known of y's.
+        Where two or three tokens have most of the change, b follows their errors, and what is left there says nothing
+        of them."""
         y, x = np.where(np.isnan(x) | np.isnan(y), 0.0, (y, x)).astype(np.float64)
         square, n = (x * x).sum(), np.count_nonzero(x)
         if square == 0 or n < 8:
             return cls()
         b = (y * x).sum() / square
         error = (y - b * x) * (x != 0)
-        of_tokens = (error * error).sum() / (n - 1) * square
-        rows = max(2, len(x))
-        of_rows = ((error * x).sum(1) ** 2).sum() * rows / (rows - 1)
-        return cls(float(b), float(np.sqrt(max(of_tokens, of_rows, noise**2 * square)) / square))
+        of_tokens = (error * error).sum() / (n - 1) / square
+        without = np.maximum(square - (x * x).sum(1), 1e-9 * square)  # <x, x> of the other rows
+        of_rows = np.square((error * x).sum(1) / without).sum() * (len(x) - 1) / len(x)
+        of_noise = noise**2 / square
+        return cls(float(b), float(np.sqrt(max(of_tokens, of_rows, of_noise))))
 
 
 def explained(y: np.ndarray, x: np.ndarray) -> float:
@@ -170,7 +172,7 @@ class Digest:
 class Probe:
     """A model's structure without weights, the sequences that are compared, and what earlier versions said of them.
 
-    folder: a save_pretrained folder, of which only config.json is read; or None, with `config`.
+    folder: the save_pretrained folder that the engine starts from; or None, with `config`: then no module is watched.
     ids: token ids (R, L), or one sequence. fmt: the rollout's number format (quant.py). vocabulary: token ids that
     there are; None: as many as the embedding has rows."""
 
@@ -182,26 +184,26 @@ class Probe:
         rounds_activations = fmt is not None and fmt.activations
         model = empty_model(config or AutoConfig.from_pretrained(folder))
         self.model = quant.align(model, fmt if rounds_activations else None).eval()
+        self.in_folder = InFolder(folder, self.model, fmt) if folder else None
         self.vocabulary = vocabulary
         self.ids = np.atleast_2d(np.asarray(ids, np.int64))
         self.prompt: Reference | None = None
         self.decode: Reference | None = None
-        self.watched: Watched | None = None  # the module that is looked at now
+        self.start: Reference | None = None  # of the prompts, at the first version
         self.n_watched = 0  # modules looked at so far
         self.unproven = 0  # syncs in a row without a proof
         self.first_error = 0.0  # of the engine, relative, at the first version
 
     @torch.no_grad()
-    def logprobs(self, named_tensors, ids=None, dtype: str = "float32", twins=None, keep: str = "") -> tuple:
-        """(log-probabilities, tensors kept): log p(ids[t] | ids[:t]) for t >= 1 under the tensors of a stream, in nats,
-        float32 (rows, L - 1).
+    def logprobs(self, named_tensors, ids=None, dtype: str = "float32", twins=None) -> np.ndarray:
+        """log p(ids[t] | ids[:t]) for t >= 1 under the tensors of a stream, in nats: float32 (rows, L - 1).
 
         Each module takes its tensors out of the stream when its turn comes, and gives them up behind it. The published
         tensors run through the structure, and nothing else does. dtype: of the engine, which rounds weights to it.
-        twins: (a module's name, other tensors of it, n): the last n rows run with those. keep: the module whose tensors
-        are kept. SyncError: a tensor is missing."""
+        twins: (a module's name, other tensors of it, n): the last n rows run with those. SyncError: a tensor is
+        missing."""
         ids = torch.from_numpy(self.ids if ids is None else ids)
-        stream = Taken(named_tensors, getattr(torch, dtype), keep)
+        stream = Taken(named_tensors, getattr(torch, dtype))
         hooks = []
         for name, module in self.model.named_modules():
             if any(p is not None for p in module._parameters.values()):
@@ -221,7 +223,7 @@ class Probe:
                 hook.remove()
         stream.finish()
         chosen = logits.gather(2, ids[:, 1:, None])[..., 0]
-        return (chosen - logits.logsumexp(-1)).cpu().numpy(), stream.kept
+        return (chosen - logits.logsumexp(-1)).cpu().numpy()
 
     @property
     def prompt_length(self) -> int:
@@ -240,10 +242,19 @@ class Probe:
         named = {name: m for name, m in self.model.named_modules() if m._parameters and takes_one_tensor(m)}
         return [name for name in named if name.rpartition(".")[2] not in quant.ROUTERS]
 
+    def next_module(self) -> tuple[str, dict[str, torch.Tensor]]:
+        """The module that is watched in this sync, by name, and its tensors as the engine started with them.
+
+        No tensors: the folder has them in another way, or is gone; then nothing is watched."""
+        modules = self.modules()
+        name = modules[self.n_watched % len(modules)]
+        return name, self.in_folder.tensors(name, self.model.get_submodule(name)) if self.in_folder else {}
+
     def state_dict(self) -> dict:
-        parts = {"prompt": self.prompt, "decode": self.decode}
+        parts = {"prompt": self.prompt, "decode": self.decode, "start": self.start}
         return {
             "unproven": self.unproven,
+            "n_watched": self.n_watched,
             "first_error": self.first_error,
             **{name: part and part.state() for name, part in parts.items()},
         }
@@ -251,18 +262,40 @@ class Probe:
     def load_state_dict(self, state: dict) -> None:
         """A checkpoint without references, or with those of other sequences, starts anew."""
         self.unproven, self.first_error = state.get("unproven", 0), state.get("first_error", 0.0)
-        prompt, decode = Reference.of(state.get("prompt")), Reference.of(state.get("decode"))
+        self.n_watched = state.get("n_watched", 0)
+        prompt, decode, start = (Reference.of(state.get(part)) for part in ("prompt", "decode", "start"))
         if prompt is not None and prompt.engine.shape == self.ids[:, 1:].shape:
-            self.prompt, self.decode = prompt, decode
+            self.prompt, self.decode, self.start = prompt, decode, start
 
 
-@dataclass(frozen=True)
-class Watched:
-    """A module as it was in an earlier version, and what the probe's sequences said then."""
+class InFolder:
+    """The weights of a folder, module by module, as an engine has them before anything is published to it."""
 
-    name: str
-    tensors: dict[str, torch.Tensor]
-    reference: Reference
+    def __init__(self, folder: str, model, fmt: quant.Format | None):
+        from model import memory  # it imports this file
+
+        self.stored = memory.Stored(folder)
+        tensors = self.stored.named(model)  # of tied ones the name that is there
+        stored_name = {id(x): name for name, x in tensors.items()}
+        self.names = {name: stored_name[id(x)] for name, x in model.state_dict(keep_vars=True).items()}
+        self.is_readable = self.stored.fit(model, tensors)
+        self.format = fmt
+        self.low_bits = quant.quantized_linears(model) if fmt else {}
+
+    def tensors(self, name: str, module) -> dict[str, torch.Tensor]:
+        """A module's tensors as they are published, by its own names; {}: they cannot be read one by one."""
+        found = {}
+        if not self.is_readable or not all(file.is_file() for file in self.stored.files.values()):
+            return found
+        for own in [p for p, value in module._parameters.items() if value is not None]:
+            stored = self.names[f"{name}.{own}"]
+            pieces = self.stored.pieces(stored, 0, self.stored.shapes[stored][0])
+            found[own] = torch.cat([rows for _, rows in pieces])
+        if name in self.low_bits:
+            q, s = self.format.quantize(found["weight"])
+            low_bits = {"weight": q, "weight_scale": s}
+            found |= low_bits if self.format.activations else {"weight": quant.dequantize(q, s)}
+        return found
 
 
 def empty_model(config):
@@ -292,11 +325,9 @@ def takes_one_tensor(module) -> bool:
 class Taken:
     """A stream of named tensors from which modules take theirs by name, in any order."""
 
-    def __init__(self, named_tensors, dtype: torch.dtype, keep: str = ""):
+    def __init__(self, named_tensors, dtype: torch.dtype):
         self.stream = iter(named_tensors)
         self.dtype = dtype
-        self.keep = keep
-        self.kept: dict[str, torch.Tensor] = {}
         self.seen: dict[str, torch.Tensor] = {}
 
     def device(self):
@@ -321,8 +352,6 @@ class Taken:
             for part in self.parts(f"{name}.{parameter}", module):
                 taken[part.removeprefix(f"{name}.")] = self.take(part)
                 del self.seen[part]
-        if name == self.keep:
-            self.kept = {part: x.detach().clone() for part, x in taken.items()}
         return taken
 
     def parts(self, name: str, module) -> list[str]:
@@ -353,7 +382,7 @@ def fill(name: str, stream: Taken, module, inputs) -> None:
 def forward_with_twins(module, dtype, others: dict, n: int, x):
     """A module's forward of which the last n rows run with other tensors than it has."""
     first = type(module).forward(module, x[:-n])
-    put(module, others, dtype)
+    put(module, {name: tensor.to(x.device) for name, tensor in others.items()}, dtype)
     return torch.cat([first, type(module).forward(module, x[-n:])])
 
 
@@ -415,9 +444,8 @@ def prove(engine, version: int, named_tensors, probe: Probe) -> Proof:
     engine.load(received.watch(named_tensors))
     tokens, sampled = sample(engine, probe)  # before the prompts are read whole, which would renew cached prefixes
     engine_says = engine.logprobs(probe.ids)  # (R, L - 1)
-    modules = probe.modules()
-    following = modules[probe.n_watched % len(modules)]
-    published, kept = published_says(probe, tokens, sent.watch(named_tensors), engine.dtype, following)
+    watched, old = probe.next_module()
+    published = published_says(probe, tokens, sent.watch(named_tensors), engine.dtype, watched, old)
     need(
         sent.text() == received.text(),
         f"version {version}: the engine consumed other tensors than were published ({received.text()} instead of "
@@ -431,7 +459,7 @@ def prove(engine, version: int, named_tensors, probe: Probe) -> Proof:
         judge("prompts", version, probe.prompt, slope),
         judge("sampled tokens", version, probe.decode, decode_slope),
     }
-    check_module(version, probe.watched, engine_says, published)
+    check_module(version, watched, probe.start, engine_says, published)
     pairs = {"prompts": (engine_says, published["prompt"]), "sampled tokens": (sampled, published["decode"])}
     check_growth(version, engine, probe, pairs)
     status = "first" if first else next(s for s in ("unproven", "proved", "same") if s in statuses)
@@ -439,9 +467,8 @@ def prove(engine, version: int, named_tensors, probe: Probe) -> Proof:
         probe.prompt = Reference(version, engine_says, published["prompt"])
     if status in ("first", "proved") or np.isnan(decode_slope.b):
         probe.decode = Reference(version, sampled, published["decode"], tokens)
-    if probe.watched is None or done_with(probe, version, engine_says, published):
-        probe.watched = Watched(following, kept, Reference(version, engine_says, published["prompt"]))
-        probe.n_watched += 1
+    probe.start = probe.start or Reference(version, engine_says, published["prompt"])
+    probe.n_watched += 1
     probe.unproven = probe.unproven + 1 if status == "unproven" else 0
     error = float(np.sqrt(np.square(engine_says - published["prompt"]).mean()))
     return Proof(version, sent.text(), status, slope, decode_slope, error, distance, sent.nbytes)
@@ -467,24 +494,24 @@ def sample(engine, probe: Probe) -> tuple[np.ndarray, np.ndarray]:
     return tokens, logp
 
 
-def published_says(probe: Probe, tokens, named_tensors, dtype: str, keep: str) -> tuple[dict, dict]:
-    """Log-probabilities under the published tensors, by name, and the tensors of the module `keep`.
+def published_says(probe: Probe, tokens, named_tensors, dtype: str, watched: str, old: dict) -> dict[str, np.ndarray]:
+    """Log-probabilities under the published tensors, by name.
 
     prompt (R, L - 1); decode: of the tokens that the engine has sampled now, and "decode before": of those that it
-    sampled at the reference, (R, DECODED); twin (R, L - 1): with the watched module as it was."""
+    sampled at the reference, (R, DECODED); twin (R, L - 1): with the watched module's old tensors, where there are."""
     rows = {"prompt": probe.ids, "decode": probe.with_sampled(tokens)}
     if probe.decode is not None:
         rows["decode before"] = probe.with_sampled(probe.decode.tokens)
     twins = None
-    if probe.watched is not None:
+    if old:
         rows["twin"] = probe.ids
-        twins = (probe.watched.name, probe.watched.tensors, len(probe.ids))
-    logp, kept = probe.logprobs(named_tensors, np.concatenate(list(rows.values())), dtype, twins, keep)
+        twins = (watched, old, len(probe.ids))
+    logp = probe.logprobs(named_tensors, np.concatenate(list(rows.values())), dtype, twins)
     says = dict(zip(rows, np.split(logp, len(rows)), strict=True))
     first = probe.prompt_length - 1
     for name in {"decode", "decode before"} & set(says):
         says[name] = says[name][:, first : first + tokens.shape[1]]
-    return says, kept
+    return says
 
 
 def slope_since(before: Reference | None, engine_says, published) -> Slope:
@@ -558,29 +585,13 @@ def rms(x: np.ndarray) -> float:
     return max(float(np.sqrt(np.square(there, dtype=np.float64).mean())), 1e-30) if len(there) else 1e-30
 
 
-def module_slope(watched: Watched, engine_says, published: dict) -> Slope:
-    """How much of the watched module's change the engine lacks: 0 none of it, 1 all."""
-    before = watched.reference
-    lacking = (published["prompt"] - before.published) - (engine_says - before.engine)
-    return Slope.of(lacking, published["prompt"] - published["twin"])
-
-
-def done_with(probe: Probe, version: int, engine_says, published: dict) -> bool:
-    """Whether the engine has the watched module's new weights for sure, or has been watched for long enough.
-
-    In the first round over all modules that is two versions each, in every later round twice as many: a module whose
-    change is soon seen need not wait for one that takes long."""
-    lacks = module_slope(probe.watched, engine_says, published)
-    rounds = (probe.n_watched - 1) // len(probe.modules())
-    return lacks.b + SURE * lacks.se < 0.5 or version - probe.watched.reference.version >= 2 << min(rounds, 20)
-
-
-def check_module(version: int, watched: Watched | None, engine_says, published: dict) -> None:
-    """SyncError if the engine has all new weights but those of the watched module."""
-    if watched is not None:
-        slope = module_slope(watched, engine_says, published)
+def check_module(version: int, watched: str, start: Reference | None, engine_says, published: dict) -> None:
+    """SyncError if the engine has all new weights but those of the watched module: it lacks what they changed."""
+    if "twin" in published and start is not None:
+        lacking = (published["prompt"] - start.published) - (engine_says - start.engine)
+        slope = Slope.of(lacking, published["prompt"] - published["twin"])
         need(
             not slope.low > 0.5,
-            f"version {version}: the engine has not got the new weights of {watched.name} (it lacks {slope.b:.3g} +- "
-            f"{slope.se:.2g} of their change since version {watched.reference.version})",
+            f"version {version}: the engine has not got the new weights of {watched} (it lacks {slope.b:.3g} +- "
+            f"{slope.se:.2g} of what they changed)",
         )

@@ -543,6 +543,11 @@ MUTANTS = {
         ("common = (tokens == before.tokens).cumprod(1).astype(bool)", "common = tokens == before.tokens"),
         ('probe.unproven = probe.unproven + 1 if status == "unproven" else 0', "probe.unproven = 0"),
         ("probe.n_watched += 1", "probe.n_watched += 0"),
+        ("probe.start = probe.start or Reference(", "probe.start = Reference("),
+        ('self.n_watched = state.get("n_watched", 0)', "pass"),
+        ("        if name in self.low_bits:", "        if False:"),
+        ("or not all(file.is_file() for file in self.stored.files.values())", ""),
+        ("np.maximum(square - (x * x).sum(1), 1e-9 * square)", "square"),
     ],
     "quant.py": [
         ("s = torch.where(amax > 0, amax / qmax, 1.0).to(scales)", "s = (amax / qmax).to(scales)"),

@@ -9,6 +9,7 @@ A step of size s multiplies every weight by 1 + s N(0, 1), always the same N for
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -35,6 +36,7 @@ FORMATS = {
     "fp8": ("float32", "fp8"),
 }
 IDS = (uniforms(16 * 16, "probe") * 256).astype(np.int64).reshape(16, 16)
+MOST_IDS = (uniforms(128 * 16, "probe") * 256).astype(np.int64).reshape(128, 16)  # as many tokens as a run's probe has
 
 
 def without(*parts):
@@ -64,14 +66,14 @@ FAULTS = {
 class Rig:
     """A trainer's weights, an engine in some format whose loader may be spoilt, and the probe between them."""
 
-    def __init__(self, fmt: str, seed: int = 1):
+    def __init__(self, fmt: str, seed: int = 1, ids=IDS):
         self.dtype, name = FORMATS[fmt]
         self.format = quant.format_of(name or "none")
         self.model = tiny_model(seed, layers=2)
-        self.engine = HFEngine(
-            tiny_model(seed, layers=2).to(getattr(torch, self.dtype)), dtype=self.dtype, fmt=self.format
-        )
-        self.probe = Probe(None, IDS, self.format, config=self.model.config)
+        self.folder = tempfile.TemporaryDirectory()
+        self.model.save_pretrained(self.folder.name)
+        self.engine = HFEngine(self.folder.name, dtype=self.dtype, fmt=self.format)
+        self.probe = Probe(self.folder.name, ids, self.format)
         self.version = 0
         generator = torch.Generator().manual_seed(seed)
         self.drift = [torch.randn(p.shape, generator=generator) for p in self.model.parameters()]
@@ -205,19 +207,19 @@ def cost(responses: int = 8, length: int = 64) -> None:
 def main() -> None:
     if sys.argv[1:] == ["--cost"]:
         return cost()
-    for size, most in ((1e-3, 200), (1e-6, 300)):
+    for size, most in ((1e-3, 200), (1e-6, 20_000)):
         for name, fault in FAULTS.items():
             for fmt in FORMATS:
                 if fault is scale_of_one and FORMATS[fmt][1] is None:
                     continue
-                rig = Rig(fmt)
+                rig = Rig(fmt, ids=MOST_IDS)
                 rig.sync()
                 rig.spoil(fault)
                 n, said = rig.syncs_until_caught(size, most)
                 print(f"{size:7.0e}  {name:20s} {fmt:9s} caught after {n:5d} syncs  {said[:100]}", flush=True)
         print(f"{size:7.0e}  published weights stand still: {stands_still(size, most)}", flush=True)
     for fmt in FORMATS:
-        rig, proved = Rig(fmt, seed=2), 0
+        rig, proved = Rig(fmt, seed=2, ids=MOST_IDS), 0
         for _ in range(250):
             proved += rig.sync().status == "proved"
             rig.step(1e-4)

@@ -1,12 +1,16 @@
 """Weight syncs: healthy engines are proved in every format, planted faults are found, the probe is what it says."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from conftest import make_cfg, tiny_model
+from safetensors.torch import load_file, save_file
 from sync_faults import FAULTS, FORMATS, IDS, Rig, scale_of_one, stands_still
 from transformers import AutoModelForCausalLM
 
+import quant
 import sync
 from engines import HFEngine
 from learner import Comm, Learner, LearnerCheck
@@ -26,8 +30,8 @@ def test_a_slope_by_hand():
     b = sum(u * v for row, other in zip(y, x, strict=True) for u, v in zip(row, other, strict=True)) / square
     errors = [[(u - b * v) * (v != 0) for u, v in zip(p, q, strict=True)] for p, q in zip(y, x, strict=True)]
     of_tokens = (sum(e * e for row in errors for e in row) / (9 - 1) / square) ** 0.5
-    by_row = [sum(e * v for e, v in zip(p, q, strict=True)) for p, q in zip(errors, x, strict=True)]
-    of_rows = (sum(s * s for s in by_row) * 2 / 1) ** 0.5 / square
+    alone = [sum(u * v for u, v in zip(p, q, strict=True)) / sum(v * v for v in q) for p, q in zip(y, x, strict=True)]
+    of_rows = ((2 - 1) / 2 * sum((other - b) ** 2 for other in alone)) ** 0.5  # what is left of two without one
     slope = Slope.of(y, x)
     assert slope.b == pytest.approx(b, rel=1e-12)
     assert slope.se == pytest.approx(max(of_tokens, of_rows), rel=1e-12)
@@ -333,12 +337,12 @@ def test_untied_models_publish_their_head(folders):
 def test_the_probe_runs_the_published_tensors_alone(folders):
     probe = Probe(str(folders / "actor"), IDS)
     a, b = tiny_model(1), tiny_model(7)
-    of_a = probe.logprobs(a.state_dict().items())[0]
+    of_a = probe.logprobs(a.state_dict().items())
     assert np.allclose(of_a, HFEngine(a).logprobs(IDS), atol=1e-5)
-    assert np.abs(of_a - probe.logprobs(b.state_dict().items())[0]).max() > 0.1
+    assert np.abs(of_a - probe.logprobs(b.state_dict().items())).max() > 0.1
     one = dict(a.state_dict())
     one["lm_head.weight"] = b.state_dict()["lm_head.weight"]  # a head that disagrees with its embedding shows
-    assert np.abs(probe.logprobs(one.items())[0] - of_a).max() > 0.1
+    assert np.abs(probe.logprobs(one.items()) - of_a).max() > 0.1
     assert all(p.device.type == "meta" for p in probe.model.parameters())
 
 
@@ -351,12 +355,75 @@ def test_twins_run_with_the_other_tensors_and_nothing_else_does(folders):
     with torch.no_grad():
         mixed.get_submodule(name).weight.copy_(other)
     rows = np.concatenate([IDS, IDS[:5]])
-    says, kept = probe.logprobs(a.state_dict().items(), rows, twins=(name, {"weight": other}, 5), keep=name)
+    says = probe.logprobs(a.state_dict().items(), rows, twins=(name, {"weight": other}, 5))
     assert np.allclose(says[:16], HFEngine(a).logprobs(IDS), atol=1e-5)
     assert np.allclose(says[16:], HFEngine(mixed).logprobs(IDS[:5]), atol=1e-5)
     assert np.abs(says[16:] - says[:5]).max() > 0.01
-    assert torch.equal(kept["weight"], a.get_submodule(name).weight)
-    assert np.allclose(probe.logprobs(a.state_dict().items())[0], says[:16], atol=1e-5)  # nothing stays behind
+    assert np.allclose(probe.logprobs(a.state_dict().items()), says[:16], atol=1e-5)  # nothing stays behind
+
+
+@pytest.mark.parametrize("name, group", [("none", 0), ("int8", 0), ("fp8", 0), ("w4a16", 32)])
+def test_a_module_can_be_read_as_the_engine_started_with_it(name, group, tmp_path):
+    """From the folder, in the numbers that an engine of this format computes with; a tied head is the embedding."""
+    model = tiny_model(5, layers=2)
+    model.save_pretrained(tmp_path)
+    fmt = quant.format_of(name, group)
+    probe = Probe(str(tmp_path), IDS, fmt)
+    published = dict(quant.for_engine(model.state_dict().items(), model, fmt) if fmt else model.state_dict())
+    modules = probe.modules()
+    assert {"model.embed_tokens", "lm_head", "model.norm", "model.layers.1.mlp.down_proj"} < set(modules)
+    for module in modules:
+        there = probe.in_folder.tensors(module, probe.model.get_submodule(module))
+        expected = {n.removeprefix(f"{module}."): x for n, x in published.items() if n.startswith(f"{module}.")}
+        if "weight_packed" in expected:
+            expected = {
+                "weight": quant.unpacked(*(expected[f"weight_{part}"] for part in ("packed", "scale", "shape")))
+            }
+        assert list(there) == list(expected)
+        assert all(torch.equal(there[part], expected[part]) for part in there)
+
+
+def test_a_module_is_watched_at_every_sync_in_turn(tmp_path):
+    """A checkpoint keeps whose turn it is."""
+    rig = Rig("float32")
+    modules = rig.probe.modules()
+    turns = []
+    for _ in range(len(modules) + 2):
+        turns.append(rig.probe.next_module()[0])
+        rig.sync()
+    assert turns == [*modules, *modules[:2]]
+    again = Probe(rig.folder.name, IDS)
+    again.load_state_dict(rig.probe.state_dict())
+    name, tensors = again.next_module()
+    assert name == modules[2] and list(tensors) == ["weight"]
+
+
+def test_a_folder_that_is_of_no_help_stops_nothing(tmp_path):
+    """Files with other names, files that are gone, and no folder at all."""
+    rig = Rig("float32")
+    assert Probe(None, IDS, config=rig.model.config).next_module()[1] == {}
+    rig.model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({f"other.{name}": x for name, x in load_file(file).items()}, file)
+    assert Probe(str(tmp_path), IDS).next_module()[1] == {}
+    assert rig.probe.next_module()[1]
+    rig.sync()
+    (Path(rig.folder.name) / "model.safetensors").unlink()
+    assert rig.probe.next_module()[1] == {}
+    rig.step(1e-3)
+    assert rig.sync().status == "proved"
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_an_engine_that_started_with_other_weights_than_the_first_published_is_accused_of_nothing(fmt):
+    """As after a resume from a checkpoint whose probe had other sequences."""
+    rig = Rig(fmt)
+    rig.step(0.1)
+    statuses = [rig.sync().status]
+    for _ in range(60):
+        rig.step(1e-3)
+        statuses.append(rig.sync().status)
+    assert statuses[0] == "first" and "proved" in statuses
 
 
 def test_a_probe_reads_a_stream_once_in_any_order_and_holds_little_of_it(folders):
@@ -373,10 +440,10 @@ def test_a_probe_reads_a_stream_once_in_any_order_and_holds_little_of_it(folders
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sync.Taken, "take", watched)
-        forwards = probe.logprobs(iter(state.items()))[0]
+        forwards = probe.logprobs(iter(state.items()))
     largest = max(x.numel() for x in state.values())
     assert max(held) <= 2 * largest < sum(x.numel() for x in state.values()) / 2
-    backwards = probe.logprobs(iter(list(state.items())[::-1]))[0]
+    backwards = probe.logprobs(iter(list(state.items())[::-1]))
     assert np.array_equal(forwards, backwards)
 
 
