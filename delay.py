@@ -242,9 +242,10 @@ class DelaySource(LocalSource):
         if not self.cfg.token_seconds:
             self.reload(self.now(version))
         needed = self.needed().union(*self.pinned)
-        for old in set(self.broadcast) - needed:
+        # With --dynamic_sampling ranks take unequal numbers of groups, and others of them wait.
+        everywhere = set().union(*checkpoint.from_all(needed, checkpoint.saving_group()))
+        for old in set(self.broadcast) - everywhere:
             del self.broadcast[old]
-            # The other ranks are done with it too: this update was theirs as well.
             if self.rank == 0:
                 self.path(old).unlink(missing_ok=True)
 

@@ -13,6 +13,7 @@ from conftest import make_cfg, tiny_model
 from test_rollout import PROBE_IDS
 from test_train import flags, start, timeless, train_here, wait_for
 
+import checkpoint
 from delay import DelayDistribution, DelaySource, ks_p
 from engines import HFEngine
 from rollout import Sampling, uniforms
@@ -200,6 +201,20 @@ def test_two_ranks_share_clock_and_groups(folders, tmp_path):
             assert a.version == b.version
             assert [r.tokens.tolist() for r in a.responses] == [r.tokens.tolist() for r in b.responses]
     assert {p.name for p in (tmp_path / "a").iterdir()} == {p.name for p in (tmp_path / "b").iterdir()}
+
+
+def test_a_version_stays_on_disk_as_long_as_a_group_of_any_rank_waits_for_it(folders, tmp_path, monkeypatch):
+    """With --dynamic_sampling ranks take unequal numbers of groups."""
+    elsewhere = {0}
+    monkeypatch.setattr(checkpoint, "from_all", lambda needed, group: [needed, elsewhere])
+    source = delayed(folders, tmp_path, delay="constant", delay_max=1.0)
+    for v in range(6):
+        source.publish(v, weights(v).items())
+        source.next(1, v)
+    assert source.path(0).exists() and not source.path(1).exists()
+    elsewhere.clear()
+    source.publish(6, weights(6).items())
+    assert not source.path(0).exists() and source.path(6).exists()
 
 
 def shown(groups):
