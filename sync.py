@@ -48,6 +48,7 @@ EXPLAINED = 0.9  # share of the spread of log-probabilities over tokens that eng
 ROUNDOFF = {"float32": 2.0**-21, "float16": 2.0**-11, "bfloat16": 2.0**-8, "low bits": 2.0**-6}  # of activations
 GROWN = 5.0  # times the error of the first version (or the format's round-off), relative to the log-probabilities
 LONG_UNPROVEN = 50  # syncs in a row after which it is said aloud
+GOLDEN = (5**0.5 - 1) / 2
 DECODED = 4  # tokens that the engine samples after each of the probe's prompts
 
 
@@ -190,7 +191,6 @@ class Probe:
         self.prompt: Reference | None = None
         self.decode: Reference | None = None
         self.start: Reference | None = None  # of the prompts, at the first version
-        self.n_watched = 0  # modules looked at so far
         self.unproven = 0  # syncs in a row without a proof
         self.first_error = 0.0  # of the engine, relative, at the first version
 
@@ -242,19 +242,19 @@ class Probe:
         named = {name: m for name, m in self.model.named_modules() if m._parameters and takes_one_tensor(m)}
         return [name for name in named if name.rpartition(".")[2] not in quant.ROUTERS]
 
-    def next_module(self) -> tuple[str, dict[str, torch.Tensor]]:
-        """The module that is watched in this sync, by name, and its tensors as the engine started with them.
+    def watched(self, version: int) -> tuple[str, dict[str, torch.Tensor]]:
+        """The module that is watched at this version, by name, and its tensors as the engine started with them.
 
-        No tensors: the folder has them in another way, or is gone; then nothing is watched."""
+        Multiples of the golden ratio come to all of n modules within some 2 n syncs, whatever the stride of versions
+        (8 n at the worst). No tensors: the folder has them in another way, or is gone; then nothing is watched."""
         modules = self.modules()
-        name = modules[self.n_watched % len(modules)]
+        name = modules[int(version * GOLDEN % 1 * len(modules))]
         return name, self.in_folder.tensors(name, self.model.get_submodule(name)) if self.in_folder else {}
 
     def state_dict(self) -> dict:
         parts = {"prompt": self.prompt, "decode": self.decode, "start": self.start}
         return {
             "unproven": self.unproven,
-            "n_watched": self.n_watched,
             "first_error": self.first_error,
             **{name: part and part.state() for name, part in parts.items()},
         }
@@ -262,7 +262,6 @@ class Probe:
     def load_state_dict(self, state: dict) -> None:
         """A checkpoint without references, or with those of other sequences, starts anew."""
         self.unproven, self.first_error = state.get("unproven", 0), state.get("first_error", 0.0)
-        self.n_watched = state.get("n_watched", 0)
         prompt, decode, start = (Reference.of(state.get(part)) for part in ("prompt", "decode", "start"))
         if prompt is not None and prompt.engine.shape == self.ids[:, 1:].shape:
             self.prompt, self.decode, self.start = prompt, decode, start
@@ -444,7 +443,7 @@ def prove(engine, version: int, named_tensors, probe: Probe) -> Proof:
     engine.load(received.watch(named_tensors))
     tokens, sampled = sample(engine, probe)  # before the prompts are read whole, which would renew cached prefixes
     engine_says = engine.logprobs(probe.ids)  # (R, L - 1)
-    watched, old = probe.next_module()
+    watched, old = probe.watched(version)
     published = published_says(probe, tokens, sent.watch(named_tensors), engine.dtype, watched, old)
     need(
         sent.text() == received.text(),
@@ -468,7 +467,6 @@ def prove(engine, version: int, named_tensors, probe: Probe) -> Proof:
     if status in ("first", "proved") or np.isnan(decode_slope.b):
         probe.decode = Reference(version, sampled, published["decode"], tokens)
     probe.start = probe.start or Reference(version, engine_says, published["prompt"])
-    probe.n_watched += 1
     probe.unproven = probe.unproven + 1 if status == "unproven" else 0
     error = float(np.sqrt(np.square(engine_says - published["prompt"]).mean()))
     return Proof(version, sent.text(), status, slope, decode_slope, error, distance, sent.nbytes)
