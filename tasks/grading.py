@@ -237,3 +237,6 @@ class Graders:
 def graders() -> Graders:
     """The grading processes of this process: as many as there are cores for each rank of this host."""
     return Graders(max(1, len(os.sched_getaffinity(0)) // from_environment("LOCAL_WORLD_SIZE", 1)))
+
+
+os.register_at_fork(after_in_child=graders.cache_clear)  # a forked process cannot wait for those of its parent

@@ -362,6 +362,26 @@ def test_graders_end_with_their_parent():
     assert until(lambda: not any(map(alive, pids)), within=60)
 
 
+def test_a_forked_process_has_grading_processes_of_its_own():
+    """Those of its parent are no children of it, and listen to the parent."""
+    assert graded(graders(), RIGHT[:2], 5) == [1.0, 1.0]
+    started = [p.process.pid for p in graders().processes]
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(30)
+            said = graded(graders(), [RIGHT[0], WRONG[0], RIGHT[2]], 5)
+            status = int(said != [1.0, 0.0, 1.0])
+            graders().close()
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert graded(graders(), [WRONG[0], RIGHT[1]], 5) == [0.0, 1.0]
+    assert [p.process.pid for p in graders().processes] == started
+
+
 def test_graders_are_shared_out_among_the_ranks_of_a_host(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
     sizes = []
