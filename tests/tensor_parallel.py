@@ -2,7 +2,9 @@
 
 tensor_parallel.py FOLDER OTHER OUT    the model to start from, and one whose weights are loaded"""
 
+import os
 import pickle
+import re
 import sys
 from pathlib import Path
 
@@ -60,8 +62,10 @@ def delayed(engine, models: list, rank: int, store: Path) -> list:
 
 
 def shared() -> set[str]:
-    """The names of memory that processes of this host share, but for those of others that come and go."""
-    return {path.name for path in Path("/dev/shm").iterdir() if "cpushm" in path.name}
+    """The names of memory that processes of this host share, but for those that bear another run's name."""
+    names = {path.name for path in Path("/dev/shm").iterdir() if "cpushm" in path.name}
+    own = f"run{os.getppid()}-"
+    return {name for name in names if own in name or not re.search(r"run\d+-", name)}
 
 
 def main(folder: str, other: str, out: str) -> None:
