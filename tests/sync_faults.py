@@ -1,7 +1,7 @@
 """Planted faults of weight syncs, and how many syncs it takes to catch them. Not part of the suite, which has a few.
 
     python tests/sync_faults.py          # every fault in every format, at steps of 1e-3 and 1e-6; 1,000 healthy syncs
-    python tests/sync_faults.py --cost   # what the proof costs at 1B parameters: 20 GiB of memory, ten minutes
+    python tests/sync_faults.py --cost   # what the proof costs at 1B parameters: 20 GiB of memory and 5 of disk, 10 min
 
 A step of size s multiplies every weight by 1 + s N(0, 1), always the same N for a weight, as a steady gradient does.
 """
@@ -155,7 +155,8 @@ def forget_peak() -> None:
 
 def cost(responses: int = 8, length: int = 64) -> None:
     """Seconds of a sync without and with its proof, beside an update's (forward and backward) for each token."""
-    model = bench.shaped("", **LLAMA_1B)
+    started = tempfile.TemporaryDirectory()
+    model = bench.shaped(started.name, **LLAMA_1B)
     model.requires_grad_(True)
     vocab = model.config.vocab_size
     cfg = bench.resolved(objective="grpo", train_batch=responses, rollout_batch=responses, max_tokens=length)
@@ -163,7 +164,7 @@ def cost(responses: int = 8, length: int = 64) -> None:
     ids = (uniforms(rows * 144, "probe") * vocab).astype(np.int64).reshape(rows, 144)
     engine = HFEngine(bench.shaped("", **LLAMA_1B, seed=1))
     learner = Learner(model, None, cfg, Comm())
-    probe, check = Probe(None, ids, config=model.config), LearnerCheck(Probe(None, ids, config=model.config), True)
+    probe, check = Probe(started.name, ids), LearnerCheck(Probe(None, ids, config=model.config), True)
     tensors = learner.published("policy", packed=False)
     held = sum(x.nbytes for _, x in tensors) / 2**30
     weights = sum(p.numel() for p in model.parameters())
