@@ -180,6 +180,9 @@ def test_the_memory_of_a_probe_goes_through_a_checkpoint():
     rig.probe = again
     a, b = rig.sync(), other.sync()
     assert (a.slope, a.decode_slope, a.status, a.distance) == (b.slope, b.decode_slope, b.status, b.distance)
+    assert again.start.version == 0
+    assert np.array_equal(again.start.engine, other.probe.start.engine)
+    assert np.array_equal(again.start.published, other.probe.start.published)
     fresh = Probe(None, IDS, config=rig.model.config)
     fresh.load_state_dict({"previous": torch.zeros(15)})  # a checkpoint of before references were kept
     assert fresh.prompt is None
