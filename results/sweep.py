@@ -531,7 +531,8 @@ def draw_group(part, got: Got, group: Group, strong: tuple[str, ...]) -> None:
         part.suptitle(group.title, fontsize=11, fontweight="bold")
     ordered = [label for label in group.labels if label in legend]
     handles = [legend[label] for label in ordered]
-    part.legend(handles, ordered, loc="outside lower center", ncols=min(4, len(ordered)), frameon=False, fontsize=9)
+    abreast = min(4, len(ordered), 130 // max(map(len, ordered)))
+    part.legend(handles, ordered, loc="outside lower center", ncols=abreast, frameon=False, fontsize=9)
 
 
 def styles_of(labels: list[str], strong: tuple[str, ...]) -> dict[str, dict]:
