@@ -4,6 +4,7 @@ import copy
 import fcntl
 import math
 import os
+import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,6 +155,14 @@ def make_cfg(**changes) -> config.Config:
     small = {"actor": "none", "rollout": "hf", "train_batch": 8, "rollout_batch": 8, "group_size": 4}
     small |= config.EMBEDDED  # also for folders
     return config.resolve(config.Config(**{**small, **changes}), n_ranks=1)
+
+
+@pytest.fixture(autouse=True)
+def same_draws():
+    """What a test draws without a generator of its own does not depend on what ran before."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
 
 
 @pytest.fixture(autouse=True)
