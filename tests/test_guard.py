@@ -176,10 +176,14 @@ def test_a_connection_with_other_keys_under_a_known_identity_is_nobody(made, tmp
     first.hello()
     assert first.hear(wire.Welcome)
     first.close()
-    second = made.raw(h, keys=keys.sampler_keys(tmp_path / "keys" / "sampler1"), name="b", identity=b"same")
-    end = time.monotonic() + 20
-    while (heard := second.hear(within=0.3)) is None and time.monotonic() < end:
+    heard, end = None, time.monotonic() + 60
+    while heard is None and time.monotonic() < end:
+        # ZeroMQ is deaf to a connection that was made before it has noticed that the first one is closed.
+        second = made.raw(h, keys=keys.sampler_keys(tmp_path / "keys" / "sampler1"), name="b", identity=b"same")
         second.say(wire.Offer(wire.manifest("a/1/0", b"x")))
+        heard = second.hear(within=3)
+        if heard is None:
+            second.close()
     assert heard == wire.Gone("") and not next(iter(h.peers.values())).offers
 
 
