@@ -48,7 +48,7 @@ EXPLAINED = 0.9  # share of the spread of log-probabilities over tokens that eng
 ROUNDOFF = {"float32": 2.0**-21, "float16": 2.0**-11, "bfloat16": 2.0**-8, "low bits": 2.0**-6}  # of activations
 GROWN = 5.0  # times the error of the first version (or the format's round-off), relative to the log-probabilities
 LONG_UNPROVEN = 50  # syncs in a row after which it is said aloud
-GOLDEN = (5**0.5 - 1) / 2
+GOLDEN = (5**0.5 - 1) / 2  # of all modules, how far the watched one moves on from version to version
 DECODED = 4  # tokens that the engine samples after each of the probe's prompts
 
 
