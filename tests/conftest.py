@@ -1,7 +1,6 @@
 """Shared by the suite: tiny models with random weights, one vLLM engine for everything, hand-made groups."""
 
 import copy
-import fcntl
 import math
 import os
 import random
@@ -82,39 +81,9 @@ TINY_TASK = dict(task_min_ops=1, task_max_ops=1, task_operand=3, task_total=9)
 
 
 @pytest.fixture(scope="session")
-def solvers(tmp_path_factory):
-    """The same two shapes, warm-started on one-step sums until they solve 30 % of them: RL has something to climb."""
-    if "PYTEST_XDIST_WORKER" in os.environ:  # one of several processes makes them for all
-        base = tmp_path_factory.getbasetemp().parent
-    else:
-        base = tmp_path_factory.mktemp("base")
-    root = base / "solvers"
-    with open(base / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not root.is_dir():
-            make_solvers(base / "unfinished")
-            os.replace(base / "unfinished", root)
-    return root
-
-
-def make_solvers(root: Path) -> None:
-    import warmstart
-    from tasks import Arithmetic
-
-    # one thread, so that the models are the same whatever OMP_NUM_THREADS says
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    shape = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1)
-    target = 0.3
-    with pytest.MonkeyPatch.context() as patch:
-        shapes = {"policy": {**shape, "num_hidden_layers": 2}, "actor": {**shape, "num_hidden_layers": 1}}
-        patch.setattr(warmstart, "SHAPES", shapes)
-        patch.setattr(warmstart, "LR", 1e-2)
-        accuracy = warmstart.accuracy  # that of the first problems will do
-        patch.setattr(warmstart, "accuracy", lambda *args: target if args[3] else accuracy(*args))
-        for name in shapes:
-            warmstart.warm_start(name, Arithmetic(1, 1, 3, 9), target, root / name)
-    torch.set_num_threads(threads)
+def solvers():
+    """A policy and an actor that solve half of the sums of TINY_TASK: RL has something to climb (make_solvers.py)."""
+    return ROOT / "tests" / "solvers"
 
 
 @pytest.fixture(scope="session")

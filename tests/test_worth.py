@@ -350,7 +350,7 @@ def test_truncated_sampling_is_mismatch_unless_the_learner_replays_it(tmp_path, 
     """--top_p: the on-policy law is whole where the learner scores whole distributions, and cut where it replays."""
     rows = ["--rows=none", "--top_p=0.5"]
     off = weigh(tmp_path, solvers, *BRIEF, *rows, "--keep_sampling_mask=off")
-    assert off["about"]["kl"] > 0.01
+    assert off["about"]["kl"] > 1e-3
     for how in ("recompute", "replay"):
         cut = weigh(tmp_path, solvers, *BRIEF, *rows, f"--keep_sampling_mask={how}")
         assert cut["about"]["kl"] < 1e-6
