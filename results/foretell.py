@@ -34,7 +34,7 @@ from flags import need
 
 FOLDER = sweep.RESULTS / "worth"
 # flags that say how rollouts are made; what is left of a row, without TRAINING, is its objective
-SAMPLER = ("actor", "rollout_quant")
+SAMPLER = ("actor", "actor_base_accuracy", "rollout_quant")
 TRAINING = ("distill_lambda", "distill_kl_target", "lr", "model", "rollout_batch", "max_staleness", "cppo_beta")
 LATE = heterorl.FAR["max_staleness"]
 
@@ -47,6 +47,9 @@ def rows() -> dict[tuple[str, str], tuple[str, dict, int]]:
         ("table6_10", sweep.STUDY, table6_10.ROWS, 0),
         ("lowbit", qarl.CONFIG, lowbit.ROWS | qarl.ROWS, 0),
         ("prefix", sweep.STUDY, prefix.DISTILLED | prefix.UNDISTILLED, prefix.FIRST_SEED),
+        ("prefix, 20 %", sweep.STUDY, prefix.WEAKER, prefix.FIRST_SEED),
+        ("prefix, 10 %", sweep.STUDY, prefix.WEAKEST, prefix.FIRST_SEED),
+        ("prefix, two bits", qarl.CONFIG, prefix.LOW, prefix.FIRST_SEED),
         ("heterorl", heterorl.CONFIG, heterorl.TABLE | heterorl.MORE, 0),
     ):
         for label, flags in given.items():
@@ -149,7 +152,7 @@ def points() -> list[Point]:
         models = "other base models" if seed == 0 else "these base models"
         family = f"{name}, {models}" + (", distilled" if distilled else ", not distilled")
         if config == qarl.CONFIG:
-            family = "low bits"
+            family = f"low bits, {models}"
         if config == heterorl.CONFIG:
             family = "late samplers"
         point = Point(label, family, name, x["worth"], x["worth_se"], kl, reached, error)
@@ -217,19 +220,24 @@ def draw(found: list[Point]) -> None:
     """Worth against pass@1, a panel for each family."""
     families = sorted({p.family for p in found})
     plt = sweep.pyplot()
-    fig, axes = plt.subplots(1, len(families), figsize=(3.6 * len(families), 3.6), layout="constrained", squeeze=False)
-    for ax, family in zip(axes[0], families, strict=True):
+    lines = math.ceil(len(families) / 4)
+    fig, axes = plt.subplots(lines, 4, figsize=(14.4, 3.4 * lines), layout="constrained", squeeze=False)
+    for ax in axes.flat[len(families) :]:
+        ax.set_axis_off()
+    for ax, family in zip(axes.flat, families, strict=False):
         own = [p for p in found if p.family == family]
         for sampler, colour in zip(sorted({p.sampler for p in own}), sweep.COLOURS, strict=False):
             some = [p for p in own if p.sampler == sampler]
             x, y = ([getattr(p, key) for p in some] for key in ("worth", "reached"))
             errors = ([p.worth_se for p in some], [p.reached_se for p in some])
             ax.errorbar(x, y, xerr=errors[0], yerr=errors[1], fmt="o", ms=4, lw=0.7, color=colour, label=sampler)
-        ax.set(xlabel="worth at the start", title=family)
+        ax.set_xlabel("worth at the start")
+        ax.set_title(family, fontsize=8)
         ax.set_xscale("symlog", linthresh=0.02)
         ax.grid(alpha=0.3)
         ax.legend(fontsize=7)
-    axes[0, 0].set_ylabel("held-out pass@1 at the end (%)")
+    for first in axes[:, 0]:
+        first.set_ylabel("held-out pass@1 at the end (%)")
     sweep.save(fig, sweep.RESULTS / "foretell.png")
 
 

@@ -4,8 +4,8 @@
 
 worth.py ranks min(R, 1) (`--objective=seq_tis --is_cap=1`) and min(R_t, 1) (`prefix_tis`, R_t the product of r up to
 and with token t) first where another model samples. Beside them rows of Table 1; then caps and corrections that are
-chosen by worth while training (`--is_cap=auto`, `--correction=auto`); then long responses, two bits and late samplers,
-beside those studies' rows.
+chosen by worth while training (`--is_cap=auto`, `--correction=auto`); then 400 updates, weaker actors, two bits, late
+samplers and long responses, beside those studies' rows.
 """
 
 from dataclasses import dataclass
@@ -40,6 +40,19 @@ UNDISTILLED = {
     **{f"{label}, no distillation": {**flags, **ALONE} for label, flags in NEW.items()},
     **{label: table1.ROWS[label] for label in OLD_ALONE},
 }
+# their checkpoints are kept for worth at later updates (foretell.py)
+FAR = dict(steps=400, save_every=25, keep=16)
+BEST = ("prod min(r, 1) min(R, 1)", "min(R, 1)")
+LONGER = {label: {**DISTILLED[label], **FAR} for label in (*BEST, "on-policy", "Jackpot", "TIS + distillation")}
+LONGER_ALONE = {
+    **{label: {**UNDISTILLED[label], **FAR} for label in (*(f"{x}, no distillation" for x in BEST), *OLD_ALONE[:2])},
+    "on-policy": LONGER["on-policy"],
+}
+# the warm start of the actor stops at this sampled accuracy
+WEAKER, WEAKEST = (
+    {label: {**DISTILLED[label], "actor_base_accuracy": x} for label in (*BEST, "Jackpot", "TIS + distillation")}
+    for x in (0.2, 0.1)
+)
 LONG = {**{f"{c}, T 1": praxis.ROWS[f"{c}, T 1"] for c in ("none", "Token-TIS", "Seq-TIS")}, **NEW}
 LOW = {
     **{label: qarl.ROWS[f"w2a16: {label}"] for label in ("GRPO", "TIS")},
@@ -55,11 +68,24 @@ SETTINGS = {
     "another model samples, distilled": (DISTILLED, sweep.STUDY),
     "another model samples, distilled: chosen by worth": (CHOSEN, sweep.STUDY),
     "another model samples, not distilled": (UNDISTILLED, sweep.STUDY),
-    "long responses": (LONG, praxis.CONFIG),
     "two bits": (LOW, qarl.CONFIG),
+    "an actor of 20 %": (WEAKER, sweep.STUDY),
+    "an actor of 10 %": (WEAKEST, sweep.STUDY),
+    "400 updates, not distilled": (LONGER_ALONE, sweep.STUDY),
+    "400 updates, distilled": (LONGER, sweep.STUDY),
     "late by up to 64 updates": (LATE, heterorl.CONFIG),
+    "long responses": (LONG, praxis.CONFIG),
 }
-SHORT = {"long responses": " (long)", "two bits": " (w2a16)", "late by up to 64 updates": " (late)"}
+SHORT = {
+    "two bits": " (w2a16)",
+    "an actor of 20 %": " (20 %)",
+    "an actor of 10 %": " (10 %)",
+    "400 updates, not distilled": " (400)",
+    "400 updates, distilled": " (400, distilled)",
+    "late by up to 64 updates": " (late)",
+    "long responses": " (long)",
+}
+FIGURES = ("prefix", "prefix_more")  # of the settings without a short name, and of those with one
 NOT_DRAWN = ("1 where", "Jackpot, expected mask")  # a panel has room for seven lines
 FIRST_SEED = 10  # every row is run anew: base models differ a little between processors
 
@@ -90,12 +116,12 @@ class PrefixFlags(sweep.StudyFlags):
 
     seeds: int = 3
     """Runs of every row."""
-    settings: int = 6
+    settings: int = len(SETTINGS)
     """The first so many settings."""
 
 
 def study(flags):
-    tables, groups, everything = [], [], {}
+    tables, groups, everything = [], {name: [] for name in FIGURES}, {}
     for title, (rows, config) in list(SETTINGS.items())[: flags.settings]:
         if not flags.draw:
             sweep.run(rows, dict.fromkeys(rows, flags.seeds), False, flags.jobs, config, FIRST_SEED)
@@ -107,9 +133,11 @@ def study(flags):
         named = {f"{label}{SHORT.get(title, '')}": records for label, records in got.items()}
         everything |= named
         drawn = [label for label in named if not label.startswith(NOT_DRAWN)]
-        groups.append(sweep.Group(title, drawn, PANELS))
+        groups[FIGURES[title in SHORT]].append(sweep.Group(title, drawn, PANELS))
     sweep.page("prefix", *tables)
-    sweep.figure("prefix", everything, groups, strong=tuple(label for label in everything if "R_t" in label))
+    for name, some in groups.items():
+        if some:
+            sweep.figure(name, everything, some, strong=tuple(label for label in everything if "R_t" in label))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from table2_3 import JACKPOT, PANELS, STALE
 WIDE = dict(clip_low=0.4, clip_high=0.7, rollout_batch=2048)
 WIDE |= {**STALE, "train_batch": 64, "steps": 640, "eval_every": 80, "save_every": 160}
 BOTH = dict(JACKPOT, obrs_c2=3, **WIDE)
-FP8 = dict(actor="none", rollout_quant="fp8")  # Table 6: on-policy but for the 8 bits, here of the linear layers
+# Table 6: on-policy but for the 8 bits, here of the linear layers; the policy without them is evaluated
+FP8 = dict(actor="none", rollout_quant="fp8", eval_engine="torch")
 OTHER = table6_10.OTHER
 STALE_32 = {
     "mask only": dict(BOTH, obrs_mode="mask"),
