@@ -36,7 +36,10 @@ FOLDER = sweep.RESULTS / "worth"
 # flags that say how rollouts are made; what is left of a row, without TRAINING, is its objective
 SAMPLER = ("actor", "actor_base_accuracy", "rollout_quant")
 TRAINING = ("distill_lambda", "distill_kl_target", "lr", "model", "rollout_batch", "max_staleness", "cppo_beta")
+TRAINING += tuple(prefix.FAR)
 LATE = heterorl.FAR["max_staleness"]
+LONGER = {label: row for label, row in (prefix.LONGER_ALONE | prefix.LONGER).items() if "actor" not in row}
+UPDATES = (0, 25, 75, 150)  # after which LONGER are weighed
 
 
 def rows() -> dict[tuple[str, str], tuple[str, dict, int]]:
@@ -49,6 +52,7 @@ def rows() -> dict[tuple[str, str], tuple[str, dict, int]]:
         ("prefix", sweep.STUDY, prefix.DISTILLED | prefix.UNDISTILLED, prefix.FIRST_SEED),
         ("prefix, 20 %", sweep.STUDY, prefix.WEAKER, prefix.FIRST_SEED),
         ("prefix, 10 %", sweep.STUDY, prefix.WEAKEST, prefix.FIRST_SEED),
+        ("prefix, 400", sweep.STUDY, LONGER, prefix.FIRST_SEED),
         ("prefix, two bits", qarl.CONFIG, prefix.LOW, prefix.FIRST_SEED),
         ("heterorl", heterorl.CONFIG, heterorl.TABLE | heterorl.MORE, 0),
     ):
@@ -92,18 +96,40 @@ def samplers() -> dict[str, tuple[str, dict, list[str]]]:
     return {name: (config, how, sorted(everything | set(texts))) for name, (config, how, texts) in found.items()}
 
 
-def measure(name: str, config: str, how: dict, texts: list[str]) -> None:
-    """Weigh the rows of one sampler, if that is not recorded."""
-    path = FOLDER / f"{name}.json"
-    if path.is_file():
-        return
+def flags_of(config: str, how: dict) -> list[str]:
+    """What worth.py must know of a sampler before the first update."""
     flags = [f"--{key}={value}" for key, value in how.items()]
     if how.get("rollout_quant") == "w2a16":  # what is worth little takes more responses to tell from nothing
         flags += ["--batches=96", "--reference=96", "--noise_batches=12"]
     if config == heterorl.CONFIG:
         flags += [f"--model={worth_map.policy_after(128)}", f"--stale={worth_map.policy_after(128 - LATE)}"]
         flags += ["--delay=none", "--cppo_beta=0", "--batches=32", "--reference=64", "--noise_batches=8"]
-    flags += [f"--rows={'; '.join(texts)}", f"--json={os.path.relpath(path, sweep.ROOT)}"]
+    return flags
+
+
+def longer() -> dict[str, dict]:
+    """LONGER's rows that are recorded, each as its record."""
+    runs = {label: sweep.record_of({**flags, "seed": prefix.FIRST_SEED}) for label, flags in LONGER.items()}
+    return {label: run for label, run in runs.items() if run}
+
+
+def name_after(run: dict, updates: int) -> str:
+    """Of the record of what a run has become: at the start all are the same."""
+    return f"{run['name']}-after-{updates}" if updates else "400-after-0"
+
+
+def models_after(run: dict, updates: int) -> list[str]:
+    """What worth.py must know of them."""
+    made = sweep.folder_of(run["name"]) / "checkpoints" / f"step_{updates:06d}"
+    return [f"--model={made / 'policy'}", f"--actor={made / 'actor'}"] if updates else []
+
+
+def measure(name: str, config: str, flags: list[str], texts: list[str]) -> None:
+    """Weigh the rows of one sampler, if that is not recorded."""
+    path = FOLDER / f"{name}.json"
+    if path.is_file():
+        return
+    flags = [*flags, f"--rows={'; '.join(texts)}", f"--json={os.path.relpath(path, sweep.ROOT)}"]
     argv = [sys.executable, "worth.py", f"--config={config}", *flags]
     done = subprocess.run(argv, cwd=sweep.ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -148,9 +174,10 @@ def points() -> list[Point]:
         reached, error = sweep.final(got)
         distilled = "distill_lambda" not in flags
         kl = measured["about"]["kl"]
-        key = (name, row_of(flags), distilled, seed)  # a row may stand in two studies
+        key = (name, row_of(flags), distilled, seed, "steps" in flags)  # a row may stand in two studies
         models = "other base models" if seed == 0 else "these base models"
         family = f"{name}, {models}" + (", distilled" if distilled else ", not distilled")
+        family += ", 400 updates" if "steps" in flags else ""
         if config == qarl.CONFIG:
             family = f"low bits, {models}"
         if config == heterorl.CONFIG:
@@ -216,6 +243,31 @@ def table(found: list[Point]) -> str:
     return "## The rows\n\n" + sweep.markdown(head, cells)
 
 
+def on_the_way() -> str:
+    """Worth of LONGER's rows after some updates, each on what it has become, against where it ended."""
+    cells, found = [], {n: [] for n in UPDATES}
+    for label, run in longer().items():
+        if not all((FOLDER / f"{name_after(run, n)}.json").is_file() for n in UPDATES):
+            continue
+        then = {n: (100 * y, 100 * se) for n, y, se in run["evals"]["policy"]}
+        reached = sweep.final([run])
+        cells.append([label])
+        for n in UPDATES:
+            measured = recorded(name_after(run, n))
+            x, kl = measured["rows"][row_of(LONGER[label])], measured["about"]["kl"]
+            cells[-1].append(f"{x['worth']:.2f} +- {x['worth_se']:.2f} ({then[n][0]:.1f}, {kl:.3f})")
+            family = "distilled" if "distill_lambda" not in LONGER[label] else "not distilled"
+            found[n].append(Point(label, family, name_after(run, n), x["worth"], x["worth_se"], kl, *reached))
+        cells[-1].append(sweep.percent(reached))
+    if not cells:
+        return ""
+    counts = ["{} of {}".format(*told_apart(found[n], MEASURES["worth"])) for n in UPDATES]
+    cells.append(["pairs more than two errors apart, ordered right", *counts, ""])
+    head = ["row (400 updates)", *(f"after {n}" for n in UPDATES), "policy pass@1 at the end, %"]
+    text = "Worth (pass@1 in %, KL of the sampler), after so many updates of the row itself.\n\n"
+    return "## Worth on the way\n\n" + text + sweep.markdown(head, cells)
+
+
 def draw(found: list[Point]) -> None:
     """Worth against pass@1, a panel for each family."""
     families = sorted({p.family for p in found})
@@ -244,10 +296,14 @@ def draw(found: list[Point]) -> None:
 def study(flags):
     for name, (config, how, texts) in samplers().items():
         if not flags.draw:
-            measure(name, config, how, texts)
+            measure(name, config, flags_of(config, how), texts)
+    for run, updates in itertools.product(longer().values(), UPDATES):
+        if not flags.draw:
+            texts = sorted({row_of(row) for row in LONGER.values()})
+            measure(name_after(run, updates), sweep.STUDY, models_after(run, updates), texts)
     found = points()
     need(found, "--draw: nothing is measured; run it once without --draw")
-    sweep.page("foretell", correlations(found), table(found))
+    sweep.page("foretell", *filter(None, (correlations(found), on_the_way(), table(found))))
     draw(found)
 
 

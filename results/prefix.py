@@ -40,7 +40,7 @@ UNDISTILLED = {
     **{f"{label}, no distillation": {**flags, **ALONE} for label, flags in NEW.items()},
     **{label: table1.ROWS[label] for label in OLD_ALONE},
 }
-# their checkpoints are kept, to weigh the rows at later updates by hand; nothing here does so yet
+# their checkpoints are kept: foretell.py weighs the rows on the way
 FAR = dict(steps=400, save_every=25, keep=16)
 BEST = ("prod min(r, 1) min(R, 1)", "min(R, 1)")
 LONGER = {label: {**DISTILLED[label], **FAR} for label in (*BEST, "on-policy", "Jackpot", "TIS + distillation")}
