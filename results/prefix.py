@@ -4,8 +4,8 @@
 
 worth.py ranks min(R, 1) (`--objective=seq_tis --is_cap=1`) and min(R_t, 1) (`prefix_tis`, R_t the product of r up to
 and with token t) first where another model samples. Beside them rows of Table 1; then caps and corrections that are
-chosen by worth while training (`--is_cap=auto`, `--correction=auto`); then 400 updates, weaker actors, two bits, late
-samplers and long responses, beside those studies' rows.
+chosen by worth while training (`--is_cap=auto`, `--correction=auto`); then what could lift them above on-policy, one
+cause a row; then 400 updates, weaker actors, two bits, late samplers and long responses, beside those studies' rows.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,10 @@ import qarl
 import sweep
 import table1
 
+RETRACE = "prod min(r, 1) min(R, 1)"  # retrace_seq
 NEW = {
     "spare": dict(objective="spare"),
-    "prod min(r, 1) min(R, 1)": dict(objective="retrace_seq"),
+    RETRACE: dict(objective="retrace_seq"),
     "min(R, 1)": dict(objective="seq_tis", is_cap=1),
     "min(R_t, 1)": dict(objective="prefix_tis"),
     "1 where 0.5 <= R <= 2": dict(objective="none", reject="sequence", rs_low=0.5, rs_high=2),
@@ -31,18 +32,26 @@ CHOSEN = {
     "min(r, C), C by worth": dict(objective="tis", is_cap="auto"),
     "min(R, C), C by worth": dict(objective="seq_tis", is_cap="auto"),
     "the correction by worth": dict(objective="grpo", correction="auto"),
-    **{
-        label: DISTILLED[label]
-        for label in ("prod min(r, 1) min(R, 1)", "min(R, 1)", "on-policy", "TIS + distillation")
-    },
+    **{label: DISTILLED[label] for label in (RETRACE, "min(R, 1)", "on-policy", "TIS + distillation")},
 }
 UNDISTILLED = {
     **{f"{label}, no distillation": {**flags, **ALONE} for label, flags in NEW.items()},
     **{label: table1.ROWS[label] for label in OLD_ALONE},
 }
+# why does retrace_seq end above on-policy? less noise in a step; what the policy finds unlikely has small weights; an
+# actor that learns
+WHY = {
+    "on-policy": table1.ROWS["on-policy"],
+    "on-policy, 512 responses": {**table1.ROWS["on-policy"], "rollout_batch": 512, "train_batch": 512},
+    f"{RETRACE}, its own noise": {**NEW[RETRACE], "actor": "none", "rollout_noise": 0.7, "eval_engine": "torch"},
+    f"{RETRACE}, the actor stands still": {**NEW[RETRACE], **ALONE, "actor_lr": 1e-12},
+    RETRACE: NEW[RETRACE],
+    f"{RETRACE}, no distillation": {**NEW[RETRACE], **ALONE},
+}
+WHY_SEED = 13  # all its rows on one pair of base models
 # their checkpoints are kept: foretell.py weighs the rows on the way
 FAR = dict(steps=400, save_every=25, keep=16)
-BEST = ("prod min(r, 1) min(R, 1)", "min(R, 1)")
+BEST = (RETRACE, "min(R, 1)")
 LONGER = {label: {**DISTILLED[label], **FAR} for label in (*BEST, "on-policy", "Jackpot", "TIS + distillation")}
 LONGER_ALONE = {
     **{label: {**UNDISTILLED[label], **FAR} for label in (*(f"{x}, no distillation" for x in BEST), *OLD_ALONE[:2])},
@@ -68,6 +77,7 @@ SETTINGS = {
     "another model samples, distilled": (DISTILLED, sweep.STUDY),
     "another model samples, distilled: chosen by worth": (CHOSEN, sweep.STUDY),
     "another model samples, not distilled": (UNDISTILLED, sweep.STUDY),
+    "above on-policy: why?": (WHY, sweep.STUDY),
     "two bits": (LOW, qarl.CONFIG),
     "an actor of 20 %": (WEAKER, sweep.STUDY),
     "an actor of 10 %": (WEAKEST, sweep.STUDY),
@@ -77,6 +87,7 @@ SETTINGS = {
     "long responses": (LONG, praxis.CONFIG),
 }
 SHORT = {
+    "above on-policy: why?": " (why)",
     "two bits": " (w2a16)",
     "an actor of 20 %": " (20 %)",
     "an actor of 10 %": " (10 %)",
@@ -123,9 +134,10 @@ class PrefixFlags(sweep.StudyFlags):
 def study(flags):
     tables, groups, everything = [], {name: [] for name in FIGURES}, {}
     for title, (rows, config) in list(SETTINGS.items())[: flags.settings]:
+        first = WHY_SEED if rows is WHY else FIRST_SEED
         if not flags.draw:
-            sweep.run(rows, dict.fromkeys(rows, flags.seeds), False, flags.jobs, config, FIRST_SEED)
-        wanted = {label: sweep.with_seeds(row, flags.seeds, FIRST_SEED) for label, row in rows.items()}
+            sweep.run(rows, dict.fromkeys(rows, flags.seeds), False, flags.jobs, config, first)
+        wanted = {label: sweep.with_seeds(row, flags.seeds, first) for label, row in rows.items()}
         got = {label: records for label, runs in wanted.items() if (records := sweep.recorded(runs, config))}
         if not got:
             continue
