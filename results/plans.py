@@ -107,7 +107,7 @@ EXAMPLE += " --dtype=bfloat16 --rollout_dtype=bfloat16 --lr=1e-6 --actor_lr=1e-6
 def recipes() -> None:
     rows = [row_of(path.stem, [f"--config={path}"], ranks_of(path)) for path in RECIPES]
     for n in (1, 8):
-        rows.append(row_of("README's 4B and 1.7B", [*EXAMPLE.split(), "--parallel=fsdp"], n))
+        rows.append(row_of("Jackpot, 4B and 1.7B", [*EXAMPLE.split(), "--parallel=fsdp"], n))
     measured = json.loads(CHECKED.read_text(encoding="utf-8"))
     case = f"{SHAPE['layers']} layers of width {SHAPE['hidden']}, {SHAPE['vocab']:,} tokens"
     parts = [
