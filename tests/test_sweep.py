@@ -350,6 +350,23 @@ def test_the_index_holds_the_claims_of_the_pages(places):
         index.study(index.IndexFlags())
 
 
+def test_the_index_counts_the_verdicts_of_a_page(places, monkeypatch):
+    monkeypatch.setattr(index, "STUDIES", ("one",))
+    verdicts = ("shown", "in part", "not shown, one seed", "reproduced", "not reproduced: opposite", "not shown")
+    verdicts += ("cannot be tested here", "out of reach", "shown, three seeds", "out of reach", "shown")
+    claims = "".join(f"| {i} | {verdict} | shown in part |\n" for i, verdict in enumerate(verdicts))
+    (sweep.RESULTS / "one.md").write_text(f"| claim | verdict | why |\n|---|---|---|\n{claims}\n| not | shown | a |\n")
+    readme = sweep.RESULTS / "README.md"
+    readme.write_text(f"| `one` | what, 1, 2 | 9, 9, 9, 9 | [one](one.md) |\n{sweep.MARKER}")
+    index.study(index.IndexFlags())
+    assert readme.read_text().startswith("| `one` | what, 1, 2 | 4, 1, 3, 3 | [one](one.md) |\n")
+    (sweep.RESULTS / "one.md").write_text("| claim | verdict | why |\n|---|---|---|\n| a | perhaps | b |\n")
+    with pytest.raises(
+        ValueError, match="results/one.md: a verdict is 'perhaps'; begin it with one of reproduced; shown"
+    ):
+        index.study(index.IndexFlags())
+
+
 def test_a_panel_has_at_most_seven_lines(places):
     record = dict(updates=[1, 2], columns={"reward": [0.1, 0.2]}, evals={})
     got = {str(i): [record] for i in range(8)}
