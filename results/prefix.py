@@ -46,7 +46,6 @@ WHY = {
     f"{RETRACE}, its own noise": {**NEW[RETRACE], "actor": "none", "rollout_noise": 0.7, "eval_engine": "torch"},
     f"{RETRACE}, the actor stands still": {**NEW[RETRACE], **ALONE, "actor_lr": 1e-12},
     RETRACE: NEW[RETRACE],
-    f"{RETRACE}, no distillation": {**NEW[RETRACE], **ALONE},
 }
 WHY_SEED = 13  # all its rows on one pair of base models
 # their checkpoints are kept: foretell.py weighs the rows on the way
