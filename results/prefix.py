@@ -100,6 +100,11 @@ NOT_DRAWN = ("1 where", "Jackpot, expected mask")  # a panel has room for seven 
 FIRST_SEED = 10  # every row is run anew: base models differ a little between processors
 
 
+def first_seed(rows: dict[str, dict]) -> int:
+    """Of the runs of a setting's rows."""
+    return WHY_SEED if rows is WHY else FIRST_SEED
+
+
 def chosen(records: list[dict]) -> str:
     """What auto took at each of its probes: of the first seed."""
     columns, every = records[0]["columns"], records[0]["config"].get("auto_every", 1)
@@ -133,7 +138,7 @@ class PrefixFlags(sweep.StudyFlags):
 def study(flags):
     tables, groups, everything = [], {name: [] for name in FIGURES}, {}
     for title, (rows, config) in list(SETTINGS.items())[: flags.settings]:
-        first = WHY_SEED if rows is WHY else FIRST_SEED
+        first = first_seed(rows)
         if not flags.draw:
             sweep.run(rows, dict.fromkeys(rows, flags.seeds), False, flags.jobs, config, first)
         wanted = {label: sweep.with_seeds(row, flags.seeds, first) for label, row in rows.items()}
