@@ -120,8 +120,8 @@ def name_after(run: dict, updates: int) -> str:
 
 def models_after(run: dict, updates: int) -> list[str]:
     """What worth.py must know of them."""
-    made = sweep.folder_of(run["name"]) / "checkpoints" / f"step_{updates:06d}"
-    return [f"--model={made / 'policy'}", f"--actor={made / 'actor'}"] if updates else []
+    made = sweep.shown(sweep.folder_of(run["name"]) / "checkpoints" / f"step_{updates:06d}")
+    return [f"--model={made}/policy", f"--actor={made}/actor"] if updates else []
 
 
 def measure(name: str, config: str, flags: list[str], texts: list[str]) -> None:
