@@ -1,5 +1,6 @@
 """results/search.py and foretell.py: weights against plain loops, the best one against a known law, correlations."""
 
+import json
 import math
 
 import numpy as np
@@ -189,3 +190,33 @@ def test_tokens_by_sign_add_up_to_the_batch():
     falls = [float(row[2]) for row in rows]
     here = (t.plain < 0) & (np.exp(t.log_r) < 0.3)
     assert falls[0] == pytest.approx(100 * here.sum() / t.mask.sum(), abs=0.006)
+
+
+def test_worth_on_the_way_beside_where_each_row_ended(tmp_path, monkeypatch):
+    """Two rows, other numbers everywhere: each row's own worth, at its own updates; one record serves both starts."""
+    good, bad = "prod min(r, 1) min(R, 1), no distillation", "TIS, no distillation"
+    runs = {
+        label: dict(name=name, evals={"policy": [[n, y + n / 1000, 0.01] for n in (0, 25, 75, 150, 400)]})
+        for label, name, y in ((good, "g", 0.5), (bad, "b", 0.125))
+    }
+    monkeypatch.setattr(foretell, "longer", lambda: runs)
+    monkeypatch.setattr(foretell, "FOLDER", tmp_path)
+    names = ["400-after-0", *(f"{run}-after-{n}" for run in "gb" for n in (25, 75, 150))]
+    for i, name in enumerate(names):
+        assert bad not in foretell.on_the_way(), "a row is shown when all of its records are there"
+        rows = {row: dict(worth=i + x, worth_se=0.25) for row, x in (("retrace_seq", 0.5), ("tis", 0.75))}
+        (tmp_path / f"{name}.json").write_text(json.dumps(dict(about=dict(kl=i / 100), rows=rows)))
+    lines = foretell.on_the_way().splitlines()
+    assert lines[-3:] == [
+        f"| {good} | 0.50 +- 0.25 (50.0, 0.000) | 1.50 +- 0.25 (52.5, 0.010) | 2.50 +- 0.25 (57.5, 0.020) "
+        "| 3.50 +- 0.25 (65.0, 0.030) | 90.0 +- 1.0 |",
+        f"| {bad} | 0.75 +- 0.25 (12.5, 0.000) | 4.75 +- 0.25 (15.0, 0.040) | 5.75 +- 0.25 (20.0, 0.050) "
+        "| 6.75 +- 0.25 (27.5, 0.060) | 52.5 +- 1.0 |",
+        "| pairs more than two errors apart, ordered right | 0 of 1 | 0 of 1 | 0 of 1 | 0 of 1 |  |",
+    ]
+    asked = foretell.models_after(runs[bad], 75)
+    assert [flag.rpartition("study/")[2] for flag in asked] == [
+        "b/checkpoints/step_000075/policy",
+        "b/checkpoints/step_000075/actor",
+    ]
+    assert foretell.models_after(runs[bad], 0) == []
