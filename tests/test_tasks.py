@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, make_cfg
 
 import tasks
@@ -353,6 +354,19 @@ def test_a_lucky_draw_does_not_end_a_warm_start(tmp_path, monkeypatch):
     few, others = asked[0], asked[2]
     assert asked == [few, few, others, few, others]
     assert len(others) >= 1024 and not set(few) & set(others)
+
+
+def test_a_warm_start_leaves_out_padding_and_nothing_else(monkeypatch):
+    """Loss and gradient of a batch in four parts are those of the whole batch, padded, by transformers' own loss."""
+    monkeypatch.setattr(warmstart, "BATCH", 10)  # parts of unequal size
+    tokenizer = arithmetic_tokenizer()
+    ids, labels = warmstart.demonstrations(Arithmetic(1, 3, 9, 40, explain=48), tokenizer, 7)
+    model = warmstart.new_model("actor", 5, tokenizer)
+    whole = model(input_ids=ids, labels=labels).loss
+    wanted = torch.autograd.grad(whole, list(model.parameters()))
+    assert warmstart.backward(model, ids, labels) == pytest.approx(whole.item(), rel=1e-5)
+    for p, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(p.grad, gradient, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
