@@ -138,7 +138,7 @@ class ObjectiveFlags:
     """C: cap of importance weights (default by correction: tis 2, seq_tis 4, prefix_tis 1, ...); auto: that of
     corrections.CAPS worth most."""
     auto_every: int = 25
-    """Updates from one measurement of worth, and choice, by auto to the next (worth.Chooser)."""
+    """Updates from one measurement of worth, and choice, by auto to the next (auto.py)."""
     is_floor: float = 0.0
     """Lower bound of capped weights; 0: none (tbpo_mismatch: 1 / C)."""
     reject: str | None = None
@@ -228,6 +228,8 @@ class ActorFlags:
     """KL over the policy's top-k and one bucket for the rest; 0: the whole vocabulary."""
     distill_kl_target: float = 0.0
     """Closed loop: steer distill_lambda to hold the measured KL (nats a token) here; 0: fixed lambda."""
+    distill_worth_target: float = 0.0
+    """The same with the worth of a response, measured every --auto_every updates (auto.py); 0: off."""
     distill_gain: float = 0.1
     """Closed loop: the most that log(distill_lambda) moves in one update."""
     distill_lambda_max: float = 100.0
@@ -491,7 +493,7 @@ def check_sizes(cfg: Config, n_ranks: int) -> None:
     need(cfg.eval_every >= -1, f"--eval_every={cfg.eval_every}: a number of updates, 0 for before and after, or -1")
     schedule = ("warmup_steps", "save_every", "log_samples", "advantage_error_every")
     schedule += ("epochs", "dynamic_sampling", "ranks", "gpu_gib")
-    for name in (*schedule, "weight_decay", "adam_eps", "distill_kl_target", "distill_gain"):
+    for name in (*schedule, "weight_decay", "adam_eps", "distill_kl_target", "distill_gain", "distill_worth_target"):
         need(getattr(cfg, name) >= 0, f"--{name}={getattr(cfg, name)}: must not be negative")
     need(
         cfg.warmup_steps < 1 or cfg.warmup_steps == int(cfg.warmup_steps),

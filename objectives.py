@@ -473,13 +473,18 @@ def update_controllers(controllers: dict, logged: dict, cfg) -> None:
     """Remember what the next step needs: kappa of target new, and lambda_distill of the closed loop.
 
     Closed loop (Jackpot's Limitations ask for it): lambda_distill <- lambda_distill exp(gain e), with
-    e = clip((KL - target) / target, -1, 1), so that one step changes it by at most exp(gain)."""
+    e = clip((KL - target) / target, -1, 1), so that one step changes it by at most exp(gain). Or
+    e = clip((target - worth) / target, -1, 1), with the worth that was measured last."""
     if not logged.get("stepped", True):  # do not update the controllers from a skipped step
         return
     if cfg.correction in USES_Z and cfg.obrs_z != "exact" and logged["z_sum"] > 0:
         controllers["kappa"] = obrs.kappa_from(logged["accept_sum"], logged["tokens"], logged["z_sum"])
-    if cfg.distill_kl_target > 0 and math.isfinite(logged.get("distill_kl", math.nan)):
-        error = (logged["distill_kl"] - cfg.distill_kl_target) / cfg.distill_kl_target
+    error = math.nan
+    if cfg.distill_kl_target > 0:
+        error = (logged.get("distill_kl", math.nan) - cfg.distill_kl_target) / cfg.distill_kl_target
+    elif cfg.distill_worth_target > 0:
+        error = (cfg.distill_worth_target - controllers.get("worth", math.nan)) / cfg.distill_worth_target
+    if math.isfinite(error):
         now = controllers.get("distill", cfg.distill_lambda) * math.exp(cfg.distill_gain * max(-1.0, min(1.0, error)))
         controllers["distill"] = min(max(now, 1e-4), cfg.distill_lambda_max)
 
@@ -518,14 +523,11 @@ def check(cfg) -> None:
         f"--cppo_beta={cfg.cppo_beta} --gepo_defence={cfg.gepo_defence}: must not be negative; 0 is off",
     )
     need(cfg.distill_lambda >= 0, f"--distill_lambda={cfg.distill_lambda}: must not be negative")
-    need(
-        cfg.distill_kl_target == 0 or cfg.distill_lambda > 0,
-        "--distill_kl_target needs a --distill_lambda above 0 to start from",
-    )
-    need(
-        cfg.distill_kl_target == 0 or cfg.actor != "none",
-        "--distill_kl_target: there is no actor to distil; name one with --actor",
-    )
+    loops = [name for name in ("distill_kl_target", "distill_worth_target") if getattr(cfg, name) > 0]
+    need(len(loops) < 2, "--distill_kl_target and --distill_worth_target steer the same weight; leave one out")
+    for name in loops:
+        need(cfg.distill_lambda > 0, f"--{name} needs a --distill_lambda above 0 to start from")
+        need(cfg.actor != "none", f"--{name}: there is no actor to distil; name one with --actor")
     check_regularisers(cfg)
 
 

@@ -32,12 +32,12 @@ import config
 import objectives
 import plan
 import plot
+from auto import Chooser
 from eval import fresh_advantage, held_out
 from learner import LOCAL_RANK, Comm, Learner, check_agreement, expects_agreement
 from model import Needs, exact, needs_of_exact_kappa
 from rollout import given_back_if_it_fails
 from run import Log, locked, open_eval_engine, open_run, open_source, prepare_folder, samples_of
-from worth import Chooser
 
 
 def train(cfg: config.Config) -> None:

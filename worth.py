@@ -19,7 +19,7 @@ The expected cosine of g_c and g is kappa = scale / sqrt(scale^2 + bias + noise)
 responses has the same kappa, so worth counts on-policy responses a sampler response: above the ratio of what the two
 cost (`--cost`) the sampler pays. It is the worth of the next step: what a policy becomes that takes many is not in it.
 
-`Chooser` ranks candidates by it while train.py trains: --is_cap=auto, --correction=auto.
+auto.py measures it while train.py trains.
 
 How: g_c is a sum over tokens, sum_t c_t grad log p_t, and c_t = d J_c / d log p_t comes from the row's own loss. Along
 a direction v then <g_c, v> = sum_t c_t s_t with s_t = d/de log p_t(theta + e v): one forward pass with weights
@@ -42,9 +42,7 @@ import torch
 from tqdm import tqdm
 
 import batching
-import checkpoint
 import config
-import corrections
 import flags
 import objectives
 import plot
@@ -420,6 +418,13 @@ def on_policy_source(learner, run, cfg) -> LocalSource:
     return source
 
 
+def on_policy_config(cfg: config.Config) -> config.Config:
+    """What g is the gradient of: the objective without a correction, a trust region or anything dropped."""
+    dropped = dict(reject="none", reject_of="all", veto=0.0, positive_only=False, loss_denominator="proposed")
+    bounds = dict(is_cap=None, is_floor=0.0, rs_low=None, rs_high=None, cppo_beta=0.0, router_replay=False)
+    return replace(cfg, correction="none", surrogate="reinforce", ratio_base="ref", **dropped, **bounds)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What sampling costs
 # ---------------------------------------------------------------------------------------------------------------------
@@ -446,94 +451,6 @@ def cost(m: Measurement) -> float:
 def verdict(worth: float, price: float) -> str:
     net = worth / price
     return f"{net:.2f} on-policy responses for the price of one: {'pays' if net > 1 else 'does not pay'}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The candidate that is worth most, while training: --is_cap=auto, --correction=auto
-# ---------------------------------------------------------------------------------------------------------------------
-
-PROBES = 2  # on-policy batches of a probe
-DECAY = 0.5  # what a probe leaves of the evidence before it
-
-
-class Chooser:
-    """Chooses, every --auto_every updates, the candidate (corrections.candidates) whose step points best.
-
-        cosine_c = mean_b <g_{c,b}, g_b> / sqrt(mean_b |g_{c,b}|^2 mean_b |g_b|^2)
-
-    g_b: the mean gradient of PROBES batches that the policy samples itself; g_{c,b}: the gradient under candidate c of
-    the minibatch that is trained on next, the same for all c. The means run over the probes so far, and older ones
-    fade by DECAY. It is kappa_c times what is the same for all c, kappa of the probe itself; worth grows with kappa_c.
-
-    A probe costs PROBES + (number of candidates) forward-backward passes, and PROBES batches that plain torch samples;
-    none of it moves the learner. At the start of results/prefix.md's runs (kappas of 0.25 to 0.7, batches of 256) one
-    probe's choice is 0.02 below the best kappa on average, three probes' under 0.01: neighbours are not told apart."""
-
-    def __init__(self, run, learner, controllers: dict):
-        """controllers: what every checkpoint keeps; the evidence is its entry `auto`."""
-        self.run, self.learner, self.cfg = run, learner, run.cfg
-        self.candidates = corrections.candidates(run.cfg)
-        self.on = "auto" in (run.cfg.is_cap, run.cfg.correction)
-        if self.on:
-            nothing = dict.fromkeys(self.candidates, 0.0)
-            start = {"chosen": next(iter(nothing)), "responses": 0, "g": 0.0, "along": nothing, "own": nothing}
-            self.evidence = controllers.setdefault("auto", start)
-            learner.cfg = self.candidates[self.evidence["chosen"]]
-
-    def choose(self, groups, update: int) -> dict[str, float]:
-        """Before an update: choose anew where it is time to; metrics. groups: what is trained on next. Collective."""
-        evidence, found = self.evidence, {}
-        if update % self.cfg.auto_every == 0:
-            with checkpoint.same_rng_state():
-                self.weigh(groups, update)
-            cosines = self.cosines()
-            evidence["chosen"] = max(cosines, key=lambda name: (cosines[name], name == evidence["chosen"]))
-            found = {f"auto/cosine/{name}": cosine for name, cosine in cosines.items()}
-        self.learner.cfg = self.candidates[evidence["chosen"]]
-        by_cap = self.cfg.is_cap == "auto"
-        chosen = {"auto/is_cap": self.learner.cfg.is_cap} if by_cap else {"auto/correction": evidence["chosen"]}
-        return {**chosen, "auto/responses": evidence["responses"], **found}
-
-    def weigh(self, groups, update: int) -> None:
-        """A probe: add the products of this minibatch to the evidence. Those that are not finite say nothing."""
-        cfg, learner, evidence = unregularised(self.cfg), self.learner, self.evidence
-        plain = on_policy_config(cfg)
-        source = on_policy_source(learner, self.run, plain)
-        n = cfg.train_batch // (cfg.group_size * learner.comm.size)  # groups of a batch, on this rank
-        source.sequence += update // cfg.auto_every * PROBES * n  # every probe has problems of its own
-        probes = [self.gradient(batching.collate(source.next(n, update), plain), plain) for _ in range(PROBES)]
-        g = [sum(each) / PROBES for each in zip(*probes, strict=True)]
-        square, along, own = learner.dot(g, g), {}, {}
-        batch = batching.collate(groups, cfg, learner.version)
-        for name, candidate in self.candidates.items():
-            gradient = self.gradient(batch, candidate)
-            along[name] = learner.dot(gradient, g)
-            own[name] = learner.dot(gradient, gradient)
-        evidence["responses"] += PROBES * cfg.train_batch
-        if all(map(math.isfinite, [square, *along.values(), *own.values()])):
-            evidence["g"] = DECAY * evidence["g"] + square
-            evidence["along"] = {name: DECAY * evidence["along"][name] + along[name] for name in along}
-            evidence["own"] = {name: DECAY * evidence["own"][name] + own[name] for name in own}
-
-    def cosines(self) -> dict[str, float]:
-        """cosine_c of every candidate; 0 for one that keeps nothing."""
-        along, own, g = (self.evidence[kind] for kind in ("along", "own", "g"))
-        return {name: along[name] / math.sqrt(own[name] * g) if own[name] * g > 0 else 0.0 for name in along}
-
-    def gradient(self, batch, cfg: config.Config) -> list[torch.Tensor]:
-        """Of the policy's loss, by the learner's own backward."""
-        self.learner.cfg = unregularised(cfg)
-        self.learner.backward(batch, objectives.prepare(batch, self.learner.comm, cfg, {}))
-        found = [local(p.grad).detach().clone() for p in learning(self.learner.models.policy)]
-        self.learner.models.zero_grad(set_to_none=True)
-        return found
-
-
-def on_policy_config(cfg: config.Config) -> config.Config:
-    """What g is the gradient of: the objective without a correction, a trust region or anything dropped."""
-    dropped = dict(reject="none", reject_of="all", veto=0.0, positive_only=False, loss_denominator="proposed")
-    bounds = dict(is_cap=None, is_floor=0.0, rs_low=None, rs_high=None, cppo_beta=0.0, router_replay=False)
-    return replace(cfg, correction="none", surrogate="reinforce", ratio_base="ref", **dropped, **bounds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

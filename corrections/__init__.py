@@ -172,7 +172,7 @@ CORRECTIONS = {
 USES_Z = {name for name, row in CORRECTIONS.items() if row.obrs}
 
 
-# what is chosen among while training (worth.Chooser): the caps of --is_cap=auto, beside the correction's default ...
+# what is chosen among while training (auto.Chooser): the caps of --is_cap=auto, beside the correction's default ...
 CAPS = (0.5, 1.0, 2.0, 4.0, 8.0)
 # ... and for --correction=auto corrections that need nothing but r, with a cap
 CHOICES = {

@@ -22,6 +22,7 @@ import heterorl
 import lowbit
 import map as worth_map
 import numpy as np
+import praxis
 import prefix
 import qarl
 import sweep
@@ -34,9 +35,9 @@ from flags import need
 
 FOLDER = sweep.RESULTS / "worth"
 # flags that say how rollouts are made; what is left of a row, without TRAINING, is its objective
-SAMPLER = ("actor", "actor_base_accuracy", "rollout_quant")
+SAMPLER = ("actor", "actor_base_accuracy", "rollout_quant", "temperature", "top_p", "top_k", "keep_sampling_mask")
 TRAINING = ("distill_lambda", "distill_kl_target", "lr", "model", "rollout_batch", "max_staleness", "cppo_beta")
-TRAINING += tuple(prefix.FAR)
+TRAINING += (*prefix.FAR, *prefix.SEEN)
 LATE = heterorl.FAR["max_staleness"]
 LONGER = {label: row for label, row in (prefix.LONGER_ALONE | prefix.LONGER).items() if "actor" not in row}
 UPDATES = (0, 25, 75, 150)  # after which LONGER are weighed
@@ -54,6 +55,8 @@ def rows() -> dict[tuple[str, str], tuple[str, dict, int]]:
         ("prefix, 10 %", sweep.STUDY, prefix.WEAKEST, prefix.FIRST_SEED),
         ("prefix, 400", sweep.STUDY, LONGER, prefix.FIRST_SEED),
         ("prefix, two bits", qarl.CONFIG, prefix.LOW, prefix.FIRST_SEED),
+        ("praxis", praxis.CONFIG, praxis.ROWS, 0),
+        ("prefix, long", praxis.CONFIG, prefix.LONG, prefix.FIRST_SEED),
         ("heterorl", heterorl.CONFIG, heterorl.TABLE | heterorl.MORE, 0),
     ):
         for label, flags in given.items():
@@ -81,6 +84,10 @@ def row_of(flags: dict) -> str:
     return " ".join([flags["objective"], *more])
 
 
+def how_taught(flags: dict) -> str:
+    return "not distilled" if "distill_lambda" in flags else "distilled"
+
+
 def name_of(config: str, flags: dict) -> str:
     """Of a sampler's record."""
     return sweep.slug(" ".join([Path(config).stem, *map(str, sampler_of(flags).values())]))
@@ -101,6 +108,8 @@ def flags_of(config: str, how: dict) -> list[str]:
     flags = [f"--{key}={value}" for key, value in how.items()]
     if how.get("rollout_quant") == "w2a16":  # what is worth little takes more responses to tell from nothing
         flags += ["--batches=96", "--reference=96", "--noise_batches=12"]
+    if config == praxis.CONFIG:  # its batches are a quarter of the others'
+        flags += ["--batches=48", "--reference=96", "--noise_batches=8"]
     if config == heterorl.CONFIG:
         flags += [f"--model={worth_map.policy_after(128)}", f"--stale={worth_map.policy_after(128 - LATE)}"]
         flags += ["--delay=none", "--cppo_beta=0", "--batches=32", "--reference=64", "--noise_batches=8"]
@@ -171,12 +180,12 @@ def points() -> list[Point]:
         if not got or row_of(flags) not in measured["rows"]:
             continue
         x = measured["rows"][row_of(flags)]
-        reached, error = sweep.final(got)
-        distilled = "distill_lambda" not in flags
+        # of Praxis' rows the policy that samples as it was trained to is what counts
+        reached, error = praxis.own_samplings(got) if label in praxis.ROWS else sweep.final(got)
         kl = measured["about"]["kl"]
-        key = (name, row_of(flags), distilled, seed, "steps" in flags)  # a row may stand in two studies
+        key = (name, row_of(flags), how_taught(flags), seed, "steps" in flags)  # a row may stand in two studies
         models = "other base models" if seed == 0 else "these base models"
-        family = f"{name}, {models}" + (", distilled" if distilled else ", not distilled")
+        family = f"{name}, {models}, {how_taught(flags)}"
         family += ", 400 updates" if "steps" in flags else ""
         if config == qarl.CONFIG:
             family = f"low bits, {models}"
@@ -256,7 +265,7 @@ def on_the_way() -> str:
             measured = recorded(name_after(run, n))
             x, kl = measured["rows"][row_of(LONGER[label])], measured["about"]["kl"]
             cells[-1].append(f"{x['worth']:.2f} +- {x['worth_se']:.2f} ({then[n][0]:.1f}, {kl:.3f})")
-            family = "distilled" if "distill_lambda" not in LONGER[label] else "not distilled"
+            family = how_taught(LONGER[label])
             found[n].append(Point(label, family, name_after(run, n), x["worth"], x["worth_se"], kl, *reached))
         cells[-1].append(sweep.percent(reached))
     if not cells:

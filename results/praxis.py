@@ -67,17 +67,17 @@ def own_sampling(record: dict, before: bool = False) -> tuple[float, float]:
     return 100 * seen["mean@1"], 100 * seen["mean@1_se"]
 
 
-def own_samplings(records: list[dict]) -> str:
-    """The same as a cell, over seeds."""
+def own_samplings(records: list[dict]) -> tuple[float, float]:
+    """The same over seeds."""
     each = [own_sampling(r) for r in records]
-    return sweep.percent(sweep.mean_se([x for x, _ in each], each[0][1]))
+    return sweep.mean_se([x for x, _ in each], each[0][1])
 
 
 COLUMNS = {
     "seeds": sweep.COLUMNS["seeds"],
     "reward": lambda rs: sweep.number(sweep.tail(rs, "reward")),
     "policy pass@1, %": sweep.COLUMNS["policy pass@1, %"],
-    "under its own sampling, %": own_samplings,
+    "under its own sampling, %": lambda rs: sweep.percent(own_samplings(rs)),
     "before training": lambda rs: sweep.percent(own_sampling(rs[0], before=True)),
     "tokens": lambda rs: sweep.number(sweep.tail(rs, "response_length")),
     "KL": lambda rs: sweep.number(sweep.tail(rs, "rollout_corr/k3_kl")),

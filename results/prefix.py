@@ -56,12 +56,23 @@ LONGER_ALONE = {
     **{label: {**UNDISTILLED[label], **FAR} for label in (*(f"{x}, no distillation" for x in BEST), *OLD_ALONE[:2])},
     "on-policy": LONGER["on-policy"],
 }
+# from a weak distillation: lambda stays, or is steered to hold a KL, or the worth of a response
+WEAKLY = dict(objective="jackpot", distill_lambda=0.01, steps=400)
+STEERED = {
+    "Jackpot, worth held at 0.5": {**WEAKLY, "distill_worth_target": 0.5},
+    "Jackpot, KL held at 0.05": {**WEAKLY, "distill_kl_target": 0.05},
+    "Jackpot, lambda 0.01": WEAKLY,
+}
 # the warm start of the actor stops at this sampled accuracy
 WEAKER, WEAKEST = (
     {label: {**DISTILLED[label], "actor_base_accuracy": x} for label in (*BEST, "Jackpot", "TIS + distillation")}
     for x in (0.2, 0.1)
 )
-LONG = {**{f"{c}, T 1": praxis.ROWS[f"{c}, T 1"] for c in ("none", "Token-TIS", "Seq-TIS")}, **NEW}
+SEEN = dict(eval_problems=1024, eval_every=64)
+LONG = {
+    label: {**flags, **SEEN}
+    for label, flags in {**{c: praxis.ROWS[f"{c}, T 1"] for c in ("none", "Token-TIS", "Seq-TIS")}, **NEW}.items()
+}
 LOW = {
     **{label: qarl.ROWS[f"w2a16: {label}"] for label in ("GRPO", "TIS")},
     **{label: {**flags, "rollout_quant": "w2a16"} for label, flags in NEW.items()},
@@ -82,6 +93,7 @@ SETTINGS = {
     "an actor of 10 %": (WEAKEST, sweep.STUDY),
     "400 updates, not distilled": (LONGER_ALONE, sweep.STUDY),
     "400 updates, distilled": (LONGER, sweep.STUDY),
+    "400 updates, weakly distilled": (STEERED, sweep.STUDY),
     "late by up to 64 updates": (LATE, heterorl.CONFIG),
     "long responses": (LONG, praxis.CONFIG),
 }
@@ -92,6 +104,7 @@ SHORT = {
     "an actor of 10 %": " (10 %)",
     "400 updates, not distilled": " (400)",
     "400 updates, distilled": " (400, distilled)",
+    "400 updates, weakly distilled": " (400, weakly distilled)",
     "late by up to 64 updates": " (late)",
     "long responses": " (long)",
 }
@@ -112,6 +125,11 @@ def chosen(records: list[dict]) -> str:
     return ", ".join(names[::every])
 
 
+def steered(records: list[dict]) -> str:
+    """The weight of distillation at the end, where the rows differ in it."""
+    return sweep.number(sweep.tail(records, "distill_lambda")) if records[0]["flags"].get("distill_lambda") else ""
+
+
 PANELS = [("held-out pass@1 of the policy (%)", "eval/policy"), ("reward of the responses", "reward")]
 COLUMNS = {
     **{c: sweep.COLUMNS[c] for c in ("seeds", "policy pass@1, %", "best, %")},
@@ -121,6 +139,8 @@ COLUMNS = {
     "entropy": lambda rs: sweep.number(sweep.tail(rs, "entropy")),
     "tokens": lambda rs: sweep.number(sweep.tail(rs, "response_length")),
     "chosen": chosen,
+    "lambda": steered,
+    "worth": lambda rs: sweep.number(sweep.tail(rs, "auto/worth", 0.5)),
     "gradient norm": lambda rs: sweep.number(sweep.tail(rs, "grad_norm")),
 }
 

@@ -93,9 +93,7 @@ RECORDED = (
     "obrs/bracket_width",
     "obrs/kl_before",
     "obrs/kl_after",
-    "auto/is_cap",
-    "auto/correction",
-    "auto/responses",
+    *(f"auto/{x}" for x in ("is_cap", "correction", "responses", "worth")),
 )
 POINTS = 150  # a longer run is averaged over neighbouring updates
 

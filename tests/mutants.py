@@ -120,7 +120,8 @@ TESTS = {
     "checkpoint/tensors.py": ["test_checkpoint.py"],
     "checkpoint/models.py": ["test_checkpoint.py"],
     "run.py": ["test_run.py", "test_config.py", "test_placement.py"],
-    "worth.py": [QUIET, "test_auto.py", "test_worth.py"],
+    "worth.py": [QUIET, "test_worth.py", "test_auto.py"],
+    "auto.py": ["test_auto.py"],
     "train.py": ["test_train.py", "-k", "logs_every or fault or counters or too_many or signals or in_order"],
     "config.py": [
         "test_config.py",
@@ -217,6 +218,10 @@ MUTANTS = {
         (
             "    if stats.kappa is None or fresh is not None or cfg.obrs_target",
             "    if stats.kappa is None or cfg.obrs_target",
+        ),
+        (
+            "(cfg.distill_worth_target - controllers.get(",
+            "-(cfg.distill_worth_target - controllers.get(",
         ),
         (
             "* math.exp(cfg.distill_gain * max(-1.0, min(1.0, error)))",
@@ -908,6 +913,9 @@ MUTANTS = {
         ("net = worth / price", "net = worth * price"),
         ("(1 << 20) // learner.comm.size", "0"),
         ("index_add_(0, batch.group, shares)", "index_add_(0, batch.group * 0, shares)"),
+        ("        max_allowed=sampling.max_allowed(", "        max_allowed=0 * sampling.max_allowed("),
+    ],
+    "auto.py": [
         (
             "along[name] = learner.dot(gradient, g)",
             "along[name] = -learner.dot(gradient, g)",
@@ -918,18 +926,25 @@ MUTANTS = {
         ("batching.collate(source.next(n, update), plain), plain) for", "batching.collate(groups, plain), plain) for"),
         ("gradient = self.gradient(batch, candidate)", "gradient = self.gradient(batch, learner.cfg)"),
         ("(cosines[name], name == evidence", "(cosines[name], name != evidence"),
-        ("        source.sequence += update // cfg.auto_every * PROBES * n", "        source.sequence += 0 * n"),
+        ("        source.sequence += update // cfg.auto_every * 2 * n", "        source.sequence += 0 * n"),
         (
             "            with checkpoint.same_rng_state():\n                self",
             "            if True:\n                self",
         ),
         ('        self.learner.cfg = self.candidates[evidence["chosen"]]\n', ""),
         ('            learner.cfg = self.candidates[self.evidence["chosen"]]\n', ""),
-        ("        max_allowed=sampling.max_allowed(", "        max_allowed=0 * sampling.max_allowed("),
         (
             "        if all(map(math.isfinite, [square, *along",
             "        if True or all(map(math.isfinite, [square, *along",
         ),
+        ("signal = 2 * self.evidence", "signal = self.evidence"),
+        ("beside = own * signal - along**2", "beside = own * signal"),
+        ("max(along, 0.0) ** 2", "along**2"),
+        ('DECAY * evidence["single"] + single', 'evidence["single"] + single'),
+        ("sum(learner.dot(probe, probe) for probe in probes) / 2", "learner.dot(g, g)"),
+        ("min(signal, noise, beside) <= 0", "min(signal, beside) <= 0"),
+        (" or run.cfg.distill_worth_target > 0", ""),
+        ('= self.controllers["worth"] = self', "= self"),
     ],
     "flags.py": [
         (

@@ -11,15 +11,16 @@ import torch
 from conftest import f64, make_cfg, make_groups, tiny_model
 from test_train import SEVERAL_PROCESSES, flags, run_to_the_end, saved_at, since_the_epoch, timeless, train_here
 
+import auto as auto_file
 import batching
 import checkpoint
 import corrections
 import objectives
-import worth
+import worth as worth_file
+from auto import Chooser
 from flags import UserError
 from learner import Comm, Learner
 from run import read_metrics
-from worth import Chooser
 
 __all__ = ["train_here"]  # a fixture
 
@@ -71,7 +72,7 @@ def make_chooser(monkeypatch, on_policy, controllers=None, **changes):
     actor = tiny_model(1, dtype=f64) if cfg.actor != "none" else None
     learner = Learner(tiny_model(0, layers=2, dtype=f64), actor, cfg, Comm())
     source = Handed(on_policy)
-    monkeypatch.setattr(worth, "on_policy_source", lambda *_: source)
+    monkeypatch.setattr(auto_file, "on_policy_source", lambda *_: source)
     controllers = {} if controllers is None else controllers
     return Chooser(SimpleNamespace(cfg=cfg), learner, controllers), learner, controllers
 
@@ -123,7 +124,12 @@ def test_cosines_of_two_probes_by_plain_loops(auto, actor, monkeypatch):
     """After two probes: faded sums of <g_c, g>, |g_c|^2 and |g|^2, with every gradient from autograd alone."""
     model = tiny_model(0, layers=2, dtype=f64)
     on_policy = [groups_near(model, seed, noise=0.0) for seed in range(20, 24)]
+    for first, second in (on_policy[:2], on_policy[2:]):
+        second[:2] = first[:2]  # so that their gradients have something in common
     trained_on = [groups_near(model, seed) for seed in (3, 4)]
+    trained_on[1][:2] = copy.deepcopy(on_policy[2][:2])
+    for response in (r for group in trained_on[1][:2] for r in group.responses):
+        response.logp_inf = response.logp_inf + np.linspace(-0.4, 0.5, len(response.logp_inf), dtype="f4")
     chooser, learner, _ = make_chooser(monkeypatch, on_policy, actor=actor, **AUTO[auto])
     logged = [chooser.choose(groups, update) for groups, update in zip(trained_on, (0, 3), strict=True)]
 
@@ -136,10 +142,15 @@ def test_cosines_of_two_probes_by_plain_loops(auto, actor, monkeypatch):
         along = 0.5 * (own[0] @ means[0]) + own[1] @ means[1]
         squares = 0.5 * (own[0] @ own[0]) + own[1] @ own[1]
         cosines[name] = along / math.sqrt(squares * (0.5 * (means[0] @ means[0]) + means[1] @ means[1]))
+    best = max(cosines, key=cosines.get)
+    signal = 0.5 * (g[0] @ g[1]) + g[2] @ g[3]
+    noise = sum(share * ((a @ a + b @ b) / 2 - a @ b) for share, a, b in ((0.5, *g[:2]), (1, *g[2:])))
+    kappa = cosines[best] * math.sqrt((0.5 * (means[0] @ means[0]) + means[1] @ means[1]) / signal)
+    assert 0 < kappa < 1 and signal > 0
+    assert logged[1]["auto/worth"] == pytest.approx(noise / signal * kappa**2 / (1 - kappa**2), rel=1e-3)
     assert len(cosines) == (8 if auto == "correction" else 5)
     for name, cosine in cosines.items():
         assert logged[1][f"auto/cosine/{name}"] == pytest.approx(cosine, rel=1e-4, abs=1e-6), name
-    best = max(cosines, key=cosines.get)
     assert sorted(cosines.values())[-1] > sorted(cosines.values())[-2] + 1e-4  # no tie
     assert learner.cfg == chooser.candidates[best]
     if auto == "correction":
@@ -149,12 +160,35 @@ def test_cosines_of_two_probes_by_plain_loops(auto, actor, monkeypatch):
     assert [x["auto/responses"] for x in logged] == [32, 64]
 
 
+@pytest.mark.parametrize(
+    "single, g, along, own, worth",
+    [
+        (3.0, 2.0, 1.0, 3.0, 1.0),  # signal 1, noise 2; the step is an on-policy one
+        (3.0, 2.0, 0.5, 3.0, 2 * 0.25 / (3 - 0.25)),  # half as long along g, as noisy
+        (3.0, 2.0, -0.5, 3.0, 0.0),  # backwards
+        (3.0, 1.5, 1.0, 3.0, math.nan),  # g_1 and g_2 have nothing in common
+        (3.0, 3.0, 1.0, 3.0, math.nan),  # they are the same
+        (3.0, 2.0, 2.0, 3.0, math.nan),  # straighter than g itself
+    ],
+)
+def test_worth_of_the_one_in_force(single, g, along, own, worth, monkeypatch):
+    chooser, _, controllers = make_chooser(monkeypatch, [], actor="base:actor", distill_worth_target=0.5)
+    assert list(chooser.candidates) == [""]
+    controllers["auto"].update(single=single, g=g, along={"": along}, own={"": own})
+    monkeypatch.setattr(chooser, "weigh", lambda *_: None)
+    logged = chooser.choose([], 0)
+    assert logged == {"auto/responses": 0, "auto/worth": pytest.approx(worth, nan_ok=True)}
+    assert controllers["worth"] == pytest.approx(worth, nan_ok=True)
+    assert chooser.choose([], 1) == {"auto/responses": 0}, "between two measurements the last one stands"
+    assert controllers["worth"] == pytest.approx(worth, nan_ok=True)
+
+
 def test_probes_have_problems_of_their_own(monkeypatch):
     model = tiny_model(0, layers=2, dtype=f64)
     chooser, _, _ = make_chooser(monkeypatch, [groups_near(model, s) for s in range(6)], **AUTO["cap"])
     asked = []
     for update in range(9):
-        source = worth.on_policy_source()
+        source = auto_file.on_policy_source()
         source.sequence = 0
         logged = chooser.choose(groups_near(model, 9), update)
         asked.append(source.asked[-2:] if update % 3 == 0 else None)
@@ -206,7 +240,7 @@ def test_a_probe_moves_nothing_and_the_update_after_it_is_that_of_the_fixed_cap(
             return super().next(*args)
 
     noisy = Noisy(on_policy)
-    monkeypatch.setattr(worth, "on_policy_source", lambda *_: noisy)
+    monkeypatch.setattr(auto_file, "on_policy_source", lambda *_: noisy)
     chooser.choose(second, 0)
     assert same(whole_state(probed), before)
     assert not noisy.batches and controllers["auto"]["responses"] == 32
@@ -270,7 +304,7 @@ def test_one_candidate_alone_trains_as_the_fixed_cap(actor, solvers, tmp_path, t
     mine, theirs = saved_at(tmp_path / "auto", 6), saved_at(tmp_path / "fixed", 6)
     different = [name for name in theirs if mine[name] != theirs[name] and not since_the_epoch(name)]
     assert different == []
-    assert all("/controllers/auto/" in name for name in mine.keys() - theirs.keys())
+    assert all("/controllers/auto/" in x or x.endswith("/controllers/worth") for x in mine.keys() - theirs.keys())
     assert read_metrics(tmp_path / "auto")[1]["auto_s"] > 0
 
 
@@ -291,6 +325,29 @@ def test_resumed_is_the_unstopped_run(auto, solvers, tmp_path, train_here):
     assert sum("auto/cosine/seq_tis_1" in row or "auto/cosine/1" in row for row in run) == 3
 
 
+def test_lambda_is_steered_by_worth(solvers, tmp_path, train_here):
+    """Jackpot from a weak distillation, resumed between two measurements: each measurement moves lambda by the gain
+    times its distance from the target, update by update, and nothing else of the run's first update is changed."""
+    loop = dict(objective="jackpot", auto_every=2, distill_worth_target=0.25, distill_lambda=0.01, distill_gain=0.3)
+    train_here(flags(solvers, tmp_path / "whole", **loop))
+    train_here(flags(solvers, tmp_path / "run", **{**loop, "steps": 3}))
+    train_here(["--resume", f"--out={tmp_path / 'run'}", "--steps=6"])
+    train_here(flags(solvers, tmp_path / "fixed", objective="jackpot", distill_lambda=0.01, steps=1))
+    whole, run, fixed = ([row for row in timeless(tmp_path / x) if "loss" in row] for x in ("whole", "run", "fixed"))
+    assert [row["loss"] for row in run] == [row["loss"] for row in whole]
+    assert without_auto(whole[:1])[0]["loss"] == fixed[0]["loss"]
+    wanted, worth, moved = 0.01, math.nan, 0
+    for i, row in enumerate(whole):
+        assert row["distill_lambda"] == pytest.approx(wanted, rel=1e-9)
+        assert ("auto/worth" in row) == (i % 2 == 0)
+        if i % 2 == 0:
+            worth = math.nan if row["auto/worth"] is None else row["auto/worth"]
+        if not math.isnan(worth):
+            moved += 1
+            wanted *= math.exp(0.3 * max(-1.0, min(1.0, (0.25 - worth) / 0.25)))
+    assert moved >= 2, "no measurement stood out of its noise: take another seed"
+
+
 @pytest.mark.slow
 @SEVERAL_PROCESSES
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
@@ -301,7 +358,7 @@ def test_two_ranks_choose_as_one(parallel, solvers, tmp_path):
     run_to_the_end(flags(solvers, tmp_path / "two", parallel=parallel, **more), ranks=2)
     one, two = (read_metrics(tmp_path / name)[1] for name in ("one", "two"))
     names = [name for name in one if name.startswith("auto/")]
-    assert len(names) == 7
+    assert len(names) == 8
     for name in names:
         assert two[name] == pytest.approx(one[name], rel=2e-3), name
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-3, abs=1e-6)
@@ -346,4 +403,4 @@ def test_without_auto_there_is_one_candidate():
 
 def test_rows_of_worth_name_their_caps():
     with pytest.raises(UserError, match="--rows: tis is_cap=auto leaves the choice to auto; name each cap in a row"):
-        worth.parse(["--model=base:policy", "--actor=none", "--rollout=hf", "--rows=tis is_cap=auto"])
+        worth_file.parse(["--model=base:policy", "--actor=none", "--rollout=hf", "--rows=tis is_cap=auto"])

@@ -218,6 +218,10 @@ stray | stray: flags are written --key=value
 --kappa=exact | --kappa=exact is for --obrs_target=new; with target ref kappa always comes from the ref pass
 --objective=z_tis --obrs_target=new | --correction=z_tis is a control for target ref; leave --obrs_target=ref
 --distill_kl_target=0.1 --distill_lambda=0 | --distill_kl_target needs a --distill_lambda above 0 to start from
+--distill_worth_target=-1 | --distill_worth_target=-1.0: must not be negative
+--distill_worth_target=1 --distill_lambda=0 | --distill_worth_target needs a --distill_lambda above 0 to start from
+--distill_worth_target=1 --actor=none | --distill_worth_target: there is no actor to distil; name one with --actor
+--distill_worth_target=1 --distill_kl_target=1 | --distill_kl_target and --distill_worth_target ... leave one out
 --distill_kl_target=0.1 --actor=none | --distill_kl_target: there is no actor to distil; name one with --actor
 --train_batch=100 | --train_batch=100: not divisible by --group_size=8 times 1 ... each rank trains on whole groups
 --rollout_batch=300 | --rollout_batch=300: not a multiple of --train_batch=256

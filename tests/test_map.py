@@ -1,4 +1,4 @@
-"""results/map.py: which row is best where, on made-up records; its records against its page; a small measurement."""
+"""results/map.py, length.py: which row is best where, on made-up records; records beside pages; a small measurement."""
 
 import json
 import math
@@ -12,8 +12,8 @@ from conftest import ROOT, TINY_TASK
 import measure
 import warmstart
 import worth
+from results import length, sweep
 from results import map as the_map
-from results import sweep
 from results.map import ACTORS, FORMATS, LAWS, STALE, Point, Sampler
 
 
@@ -252,3 +252,59 @@ def test_a_small_map(tmp_path, solvers, monkeypatch):
     assert near.rows["retrace_seq"]["worth"] == pytest.approx(far.rows["retrace_seq"]["worth"], rel=1e-3)
     shutil.rmtree(tmp_path / "map")
     assert the_map.points() == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# length.py: the map's rows by length of response
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def made_up_lengths(folder) -> None:
+    """Records of two samplers; the second has no long responses."""
+    folder.mkdir()
+    for name, kl, parts in (
+        ("actor", 0.25, ["0 to 15", "16 to 31", "32 to 63", "64 to 127", f"128 to {2**31 - 1}"]),
+        ("distilled-16", 0.03, ["0 to 15", "16 to 31"]),
+    ):
+        rows = {row: dict(worth=i / 8 + kl, worth_se=kl) for i, row in enumerate(the_map.ROWS)}
+        by_part = {
+            f"{part} tokens": {row: dict(worth=x["worth"] / (2 + k), worth_se=0.5) for row, x in rows.items()}
+            for k, part in enumerate(parts)
+        }
+        record = {"about": {"kl": kl, "sampler/length": 50.0}, "rows": rows, "parts": by_part}
+        (folder / f"{name}.json").write_text(json.dumps(record))
+
+
+def test_worth_by_length_of_made_up_records(tmp_path, monkeypatch):
+    """Each cell is its own record's, part and row; classes are drawn at the geometric middle of their ends."""
+    monkeypatch.setattr(length, "FOLDER", tmp_path / "length")
+    monkeypatch.setattr(sweep, "RESULTS", tmp_path)
+    made_up_lengths(tmp_path / "length")
+    found = length.points()
+    assert [p.part for p in found].count("") == 2 and len(found) == 9
+    assert [round(p.length, 1) for p in found[:6]] == [50.0, 11.3, 22.6, 45.3, 90.5, 181.0]
+    lines = length.tables(found).splitlines()
+    assert lines[0] == "## actor: KL 0.25 a token, 50 tokens"
+    assert lines[2].endswith("| 64 to 127 tokens | 128 or more tokens |")
+    last = list(the_map.ROWS)[-1]  # worth most here, so first
+    top = 0.25 + (len(the_map.ROWS) - 1) / 8
+    assert lines[4].startswith(f"| {last} | {top:.2f} +- 0.25 | {top / 2:.2f} +- 0.50 | {top / 3:.2f} +- 0.50 |")
+    assert lines[-1] == "| none | 0.03 +- 0.03 | 0.01 +- 0.50 | 0.01 +- 0.50 |"
+    length.draw(found)
+    assert (tmp_path / "length.png").stat().st_size > 10_000
+
+
+def test_the_page_by_length_is_what_the_records_say(tmp_path, monkeypatch, capsys):
+    records = {path.stem: path.read_text() for path in length.FOLDER.glob("*.json")}
+    assert set(records) == set(length.samplers())
+    assert not any(place in text for text in records.values() for place in ('"/', "=/", "/tmp", "/home", "/root"))
+    monkeypatch.setattr(sweep, "RESULTS", tmp_path)
+    committed = (ROOT / "results" / "length.md").read_text()
+    (tmp_path / "length.md").write_text(committed.split(sweep.MARKER)[0] + sweep.MARKER + "what stood here before\n")
+    length.study(sweep.StudyFlags(draw=True))
+    assert (tmp_path / "length.md").read_text() == committed, "run python results/length.py --draw"
+    record = json.loads(records["actor"])
+    x = record["parts"]["64 to 127 tokens"]["retrace_seq"]
+    table = cells_of(committed, "a token, " + f"{record['about']['sampler/length']:.0f} tokens")
+    line = next(line for line in table if line["row"] == "retrace_seq")
+    assert line["64 to 127 tokens"] == f"{x['worth']:.2f} +- {x['worth_se']:.2f}"

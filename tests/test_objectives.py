@@ -614,6 +614,16 @@ def test_the_closed_loop_moves_lambda_towards_the_set_point_with_bounded_gain():
     assert stats.distill_lambda == last
 
 
+def test_the_closed_loop_on_worth_distils_more_where_worth_is_too_low():
+    cfg = make_cfg(actor="base:actor", distill_worth_target=0.4, distill_gain=0.2, distill_lambda=1.0)
+    controllers, seen = {}, []
+    for worth in (math.nan, 0.1, 0.3, 0.4, 0.5, 3.0):
+        controllers["worth"] = worth
+        objectives.update_controllers(controllers, {"distill_kl": 7.0}, cfg)
+        seen.append(math.log(controllers.get("distill", 1.0)))
+    assert seen == pytest.approx([0, 0.15, 0.2, 0.2, 0.15, -0.05])  # 0, 3/4, 1/4, 0, -1/4 and at most -1 of the gain
+
+
 def test_bounds_of_the_closed_loop():
     flags = dict(distill_kl_target=0.1, distill_gain=5.0, distill_lambda=1.0, distill_lambda_max=2.0)
     cfg, controllers = make_cfg(actor="base:actor", **flags), {}

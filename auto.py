@@ -1,0 +1,127 @@
+"""What a response is worth while train.py trains, and what is chosen by it.
+
+    --is_cap=auto, --correction=auto    the cap, the correction whose step points best (corrections.candidates)
+    --distill_worth_target=0.5          the weight of distillation, steered to hold the worth of the actor's responses
+
+worth.py says what worth is and measures it before training, from many batches of weights that stand still. Here one
+batch of the sampler's, the next to be trained on, and two that the policy samples itself are all that a probe sees.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+import batching
+import checkpoint
+import config
+import corrections
+import objectives
+from objectives import unregularised
+from optim import learning
+from worth import local, on_policy_config, on_policy_source
+
+DECAY = 0.5  # what a probe leaves of the evidence before it
+
+
+class Chooser:
+    """Chooses, every --auto_every updates, the candidate (corrections.candidates) whose step points best.
+
+        cosine_c = mean <g_c, g> / sqrt(mean |g_c|^2 mean |g|^2)
+
+    g: the mean gradient of two batches that the policy samples itself, g_1 and g_2; g_c: the gradient under candidate c
+    of the minibatch that is trained on next, the same for all c. The means run over the probes so far, and older ones
+    fade by DECAY. It is kappa_c times what is the same for all c, kappa of the probe itself; worth grows with kappa_c.
+
+        worth_c = noise / signal kappa_c^2 / (1 - kappa_c^2),   kappa_c^2 = (mean <g_c, g>)^2 / (mean |g_c|^2 signal)
+        signal  = mean <g_1, g_2>,   noise = mean (|g_1|^2 + |g_2|^2) / 2 - signal
+
+    of the one in force: in on-policy responses (worth.py), 1 where its step is an on-policy one. It is NaN, and steers
+    nothing, where signal or noise is not above 0, or kappa not below 1.
+
+    A probe costs 2 + (number of candidates) forward-backward passes, and two batches that plain torch samples; none of
+    it moves the learner. At the start of results/prefix.md's runs (kappas of 0.25 to 0.7, batches of 256) one probe's
+    choice is 0.02 below the best kappa on average, three probes' under 0.01: neighbours are not told apart."""
+
+    def __init__(self, run, learner, controllers: dict):
+        """controllers: what every checkpoint keeps; the evidence is its entry `auto`."""
+        self.run, self.learner, self.cfg = run, learner, run.cfg
+        self.candidates = corrections.candidates(run.cfg)
+        self.controllers = controllers
+        self.on = "auto" in (run.cfg.is_cap, run.cfg.correction) or run.cfg.distill_worth_target > 0
+        if self.on:
+            nothing = dict.fromkeys(self.candidates, 0.0)
+            start = {
+                "chosen": next(iter(nothing)),
+                "responses": 0,
+                "g": 0.0,
+                "single": 0.0,
+                "along": nothing,
+                "own": nothing,
+            }
+            self.evidence = controllers.setdefault("auto", start)
+            learner.cfg = self.candidates[self.evidence["chosen"]]
+
+    def choose(self, groups, update: int) -> dict[str, float]:
+        """Before an update: choose anew where it is time to; metrics. groups: what is trained on next. Collective."""
+        evidence, found = self.evidence, {}
+        if update % self.cfg.auto_every == 0:
+            with checkpoint.same_rng_state():
+                self.weigh(groups, update)
+            cosines = self.cosines()
+            evidence["chosen"] = max(cosines, key=lambda name: (cosines[name], name == evidence["chosen"]))
+            found = {f"auto/cosine/{name}": cosine for name, cosine in cosines.items() if name}
+            found["auto/worth"] = self.controllers["worth"] = self.worth(evidence["chosen"])
+        self.learner.cfg = self.candidates[evidence["chosen"]]
+        if self.cfg.is_cap == "auto":
+            found["auto/is_cap"] = self.learner.cfg.is_cap
+        if self.cfg.correction == "auto":
+            found["auto/correction"] = evidence["chosen"]
+        return {"auto/responses": evidence["responses"], **found}
+
+    def weigh(self, groups, update: int) -> None:
+        """A probe: add the products of this minibatch to the evidence. Those that are not finite say nothing."""
+        cfg, learner, evidence = unregularised(self.cfg), self.learner, self.evidence
+        plain = on_policy_config(cfg)
+        source = on_policy_source(learner, self.run, plain)
+        n = cfg.train_batch // (cfg.group_size * learner.comm.size)  # groups of a batch, on this rank
+        source.sequence += update // cfg.auto_every * 2 * n  # every probe has problems of its own
+        probes = [self.gradient(batching.collate(source.next(n, update), plain), plain) for _ in range(2)]
+        g = [sum(each) / 2 for each in zip(*probes, strict=True)]
+        square, along, own = learner.dot(g, g), {}, {}
+        single = sum(learner.dot(probe, probe) for probe in probes) / 2
+        batch = batching.collate(groups, cfg, learner.version)
+        for name, candidate in self.candidates.items():
+            gradient = self.gradient(batch, candidate)
+            along[name] = learner.dot(gradient, g)
+            own[name] = learner.dot(gradient, gradient)
+        evidence["responses"] += 2 * cfg.train_batch
+        if all(map(math.isfinite, [square, *along.values(), *own.values()])):
+            evidence["g"] = DECAY * evidence["g"] + square
+            evidence["single"] = DECAY * evidence["single"] + single
+            evidence["along"] = {name: DECAY * evidence["along"][name] + along[name] for name in along}
+            evidence["own"] = {name: DECAY * evidence["own"][name] + own[name] for name in own}
+
+    def cosines(self) -> dict[str, float]:
+        """cosine_c of every candidate; 0 for one that keeps nothing."""
+        along, own, g = (self.evidence[kind] for kind in ("along", "own", "g"))
+        return {name: along[name] / math.sqrt(own[name] * g) if own[name] * g > 0 else 0.0 for name in along}
+
+    def worth(self, name: str) -> float:
+        """Of a candidate's step, in on-policy responses a response."""
+        single, along, own = self.evidence["single"], self.evidence["along"][name], self.evidence["own"][name]
+        signal = 2 * self.evidence["g"] - single  # <g_1, g_2>
+        noise = single - signal
+        beside = own * signal - along**2  # 1 - kappa^2, times own and signal
+        if min(signal, noise, beside) <= 0:
+            return math.nan
+        return noise / signal * max(along, 0.0) ** 2 / beside
+
+    def gradient(self, batch, cfg: config.Config) -> list[torch.Tensor]:
+        """Of the policy's loss, by the learner's own backward."""
+        self.learner.cfg = unregularised(cfg)
+        self.learner.backward(batch, objectives.prepare(batch, self.learner.comm, cfg, {}))
+        found = [local(p.grad).detach().clone() for p in learning(self.learner.models.policy)]
+        self.learner.models.zero_grad(set_to_none=True)
+        return found
