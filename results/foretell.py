@@ -171,7 +171,7 @@ class Point:
 def points() -> list[Point]:
     """Of every row that is weighed and recorded."""
     found = {}
-    for (_, label), (config, flags, seed) in rows().items():
+    for (study, label), (config, flags, seed) in rows().items():
         name = name_of(config, flags)
         if not (FOLDER / f"{name}.json").is_file():
             continue
@@ -180,8 +180,7 @@ def points() -> list[Point]:
         if not got or row_of(flags) not in measured["rows"]:
             continue
         x = measured["rows"][row_of(flags)]
-        # of Praxis' rows the policy that samples as it was trained to is what counts
-        reached, error = praxis.own_samplings(got) if label in praxis.ROWS else sweep.final(got)
+        reached, error = reached_by(got, study)
         kl = measured["about"]["kl"]
         key = (name, row_of(flags), how_taught(flags), seed, "steps" in flags)  # a row may stand in two studies
         models = "other base models" if seed == 0 else "these base models"
@@ -194,6 +193,16 @@ def points() -> list[Point]:
         point = Point(label, family, name, x["worth"], x["worth_se"], kl, reached, error)
         found.setdefault(key, point)
     return list(found.values())
+
+
+def reached_by(got: list[dict], study: str) -> tuple[float, float]:
+    """What training reached, and its error, in percent: pass@1; of Praxis' rows under their own sampling; of those on
+    its task in prefix.py the reward, which counts length."""
+    if study == "praxis":
+        return praxis.over_seeds(got, "mean@1")
+    if study == "prefix, long":
+        return praxis.over_seeds(got, "reward")
+    return sweep.final(got)
 
 
 def within(points: list[Point], value) -> tuple[float, float, float]:

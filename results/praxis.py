@@ -12,6 +12,7 @@ trained: same temperature, same truncation.
 """
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -49,8 +50,8 @@ SCALES = {"rollout_corr/k3_kl": "log", "rollout_corr/chi2_seq": "symlog"}
 LENGTHS = (16, 32, 64, 128, 256)
 
 
-def own_sampling(record: dict, before: bool = False) -> tuple[float, float]:
-    """Pass@1 in percent and its standard error, of the last checkpoint or of the base model, measured once.
+def own_sampling(record: dict, before: bool = False) -> dict:
+    """What eval.py says of the last checkpoint or of the base model, measured once: pass@1, and the mean reward.
 
     Temperature and truncation are those of the run (`eval/policy` is at temperature 1)."""
     c = record["config"]
@@ -63,22 +64,32 @@ def own_sampling(record: dict, before: bool = False) -> tuple[float, float]:
         problems = ["--rollout=hf", "--problems=1024", "--samples=1", "--k=1"]
         argv = [sys.executable, "eval.py", f"--model={model}", *problems, *settings, f"--out={path}"]
         subprocess.run(argv, cwd=sweep.ROOT, check=True, capture_output=True)
+        add_reward(path)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def add_reward(path: Path) -> None:
+    """The mean reward, with the length bonus, from the responses that eval.py left; they are not kept."""
+    responses = path.with_suffix(".responses.jsonl")
+    rows = [json.loads(line) for line in responses.read_text(encoding="utf-8").splitlines()[1:]]
+    mean, error = sweep.mean_se([sum(row["rewards"]) / len(row["rewards"]) for row in rows])
     seen = json.loads(path.read_text(encoding="utf-8"))
-    return 100 * seen["mean@1"], 100 * seen["mean@1_se"]
+    path.write_text(json.dumps({**seen, "reward": mean, "reward_se": error}, indent=1) + "\n", encoding="utf-8")
+    responses.unlink()
 
 
-def own_samplings(records: list[dict]) -> tuple[float, float]:
-    """The same over seeds."""
-    each = [own_sampling(r) for r in records]
-    return sweep.mean_se([x for x, _ in each], each[0][1])
+def over_seeds(records: list[dict], key: str, before: bool = False) -> tuple[float, float]:
+    """A number of `own_sampling` in percent, with its error over seeds, or over problems where there is one seed."""
+    each = [own_sampling(r, before) for r in (records[:1] if before else records)]
+    return sweep.mean_se([100 * x.get(key, math.nan) for x in each], 100 * each[0].get(f"{key}_se", math.nan))
 
 
 COLUMNS = {
     "seeds": sweep.COLUMNS["seeds"],
     "reward": lambda rs: sweep.number(sweep.tail(rs, "reward")),
     "policy pass@1, %": sweep.COLUMNS["policy pass@1, %"],
-    "under its own sampling, %": lambda rs: sweep.percent(own_samplings(rs)),
-    "before training": lambda rs: sweep.percent(own_sampling(rs[0], before=True)),
+    "under its own sampling, %": lambda rs: sweep.percent(over_seeds(rs, "mean@1")),
+    "before training": lambda rs: sweep.percent(over_seeds(rs, "mean@1", before=True)),
     "tokens": lambda rs: sweep.number(sweep.tail(rs, "response_length")),
     "KL": lambda rs: sweep.number(sweep.tail(rs, "rollout_corr/k3_kl")),
     "T_max": lambda rs: sweep.number(20 / sweep.tail(rs, "rollout_corr/k3_kl")),

@@ -125,6 +125,11 @@ def chosen(records: list[dict]) -> str:
     return ", ".join(names[::every])
 
 
+def is_long(records: list[dict]) -> bool:
+    """Whether length earns a bonus in these runs."""
+    return records[0]["config"]["task_explain"] > 0
+
+
 def steered(records: list[dict]) -> str:
     """The weight of distillation at the end, where the rows differ in it."""
     return sweep.number(sweep.tail(records, "distill_lambda")) if records[0]["flags"].get("distill_lambda") else ""
@@ -133,6 +138,7 @@ def steered(records: list[dict]) -> str:
 PANELS = [("held-out pass@1 of the policy (%)", "eval/policy"), ("reward of the responses", "reward")]
 COLUMNS = {
     **{c: sweep.COLUMNS[c] for c in ("seeds", "policy pass@1, %", "best, %")},
+    "policy's reward, %": lambda rs: sweep.percent(praxis.over_seeds(rs, "reward")) if is_long(rs) else "",
     "reward": lambda rs: sweep.number(sweep.tail(rs, "reward")),
     "KL(inf, ref)": lambda rs: sweep.number(sweep.tail(rs, "rollout_corr/k3_kl")),
     "ESS": sweep.COLUMNS["ESS"],

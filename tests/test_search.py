@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import measure
-from results import foretell, search
+from results import foretell, praxis, search
 
 n, B, T, F, K, M = 3, 12, 7, measure.FOLDS, 6, 2
 
@@ -220,3 +220,21 @@ def test_worth_on_the_way_beside_where_each_row_ended(tmp_path, monkeypatch):
         "b/checkpoints/step_000075/actor",
     ]
     assert foretell.models_after(runs[bad], 0) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# praxis.py
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_reward_of_a_policy_from_the_responses_that_eval_left(tmp_path):
+    """Mean over problems of the mean over responses; the responses go, the rest of the record stays."""
+    path, responses = tmp_path / "row-3.json", tmp_path / "row-3.responses.jsonl"
+    path.write_text(json.dumps({"mean@1": 0.25, "mean@1_se": 0.125}))
+    rows = [{"rewards": [1.0, 0.0]}, {"rewards": [1.75, 1.25]}, {"rewards": [0.0, 0.5]}]
+    responses.write_text("".join(json.dumps(row) + "\n" for row in ({"asked": 1}, *rows)))
+    praxis.add_reward(path)
+    seen = json.loads(path.read_text())
+    assert seen.pop("reward") == pytest.approx(0.75)
+    assert seen.pop("reward_se") == pytest.approx(math.sqrt((0.25**2 + 0.75**2 + 0.5**2) / 2 / 3))
+    assert seen == {"mean@1": 0.25, "mean@1_se": 0.125} and not responses.exists()
