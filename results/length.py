@@ -24,12 +24,11 @@ import sweep
 from flags import need
 
 EDGES = (16, 32, 64, 128)
-DISTILLED = (16, 32, 80)  # updates of distillation
+DISTILLED = (16, 80)  # updates of distillation
 FOLDER = foretell.FOLDER / "length"
 MADE = Path("out/length")
 TRAINED = ("--lr=1e-12", "--distill_lambda=10", "--seed=10", "--steps=80", "--save_every=16", "--keep=5")
-HOW = (f"--lengths={','.join(map(str, EDGES))}", "--batches=48", "--reference=96", "--directions=16")
-HOW += ("--noise_batches=8",)
+HOW = (f"--lengths={','.join(map(str, EDGES))}", "--batches=32", "--reference=64", "--directions=16")
 ROWS = worth_map.ROWS
 DRAWN = ("none", "tis is_cap=2", "jackpot obrs_mask=expected", "prefix_tis", "seq_tis is_cap=1", "retrace_seq")
 

@@ -69,10 +69,9 @@ WEAKER, WEAKEST = (
     for x in (0.2, 0.1)
 )
 SEEN = dict(eval_problems=1024, eval_every=64)
-LONG = {
-    label: {**flags, **SEEN}
-    for label, flags in {**{c: praxis.ROWS[f"{c}, T 1"] for c in ("none", "Token-TIS", "Seq-TIS")}, **NEW}.items()
-}
+LONG = {c: praxis.ROWS[f"{c}, T 1"] for c in ("none", "Token-TIS", "Seq-TIS")}
+LONG |= {**NEW, "prod min(r, 1)": dict(objective="retrace")}
+LONG = {label: {**flags, **SEEN} for label, flags in LONG.items()}
 LOW = {
     **{label: qarl.ROWS[f"w2a16: {label}"] for label in ("GRPO", "TIS")},
     **{label: {**flags, "rollout_quant": "w2a16"} for label, flags in NEW.items()},
