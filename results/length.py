@@ -1,20 +1,17 @@
-"""Where does length end each correction? Worth by length of response, at several distances of actor and policy.
+"""Where does length end each correction? Worth by length of response, far from the policy and near it.
 
-    python results/length.py    # measure what is missing (half an hour), then write results/length.md and length.png
+    python results/length.py    # measure what is missing (40 minutes), then write results/length.md and length.png
 
-The models and the task of configs/long.toml: 60 tokens on average, up to 256. The actor is base:actor, or base:actor
-after some updates of distillation toward the policy, which stands still. worth.py weighs the responses of each class
-of lengths for themselves: g is then the part of the on-policy gradient that comes from responses of that class. Its
-records are results/worth/length/*.json.
+The models and the task of configs/long.toml: 60 tokens on average, up to 256. The far sampler is its actor, the near
+one the policy itself in three bits. worth.py weighs the responses of each class of lengths for themselves: g is then
+the part of the on-policy gradient that comes from responses of that class; a class in which g does not stand out of
+its noise is left out. Its records are results/worth/length/*.json.
 """
 
 import itertools
 import json
 import math
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import foretell
 import map as worth_map
@@ -24,32 +21,11 @@ import sweep
 from flags import need
 
 EDGES = (16, 32, 64, 128)
-DISTILLED = (16, 80)  # updates of distillation
 FOLDER = foretell.FOLDER / "length"
-MADE = Path("out/length")
-TRAINED = ("--lr=1e-12", "--distill_lambda=10", "--seed=10", "--steps=80", "--save_every=16", "--keep=5")
+SAMPLERS = {"actor": ("--actor=base:actor",), "w3a16": ("--actor=none", "--rollout_quant=w3a16")}
 HOW = (f"--lengths={','.join(map(str, EDGES))}", "--batches=32", "--reference=64", "--directions=16")
 ROWS = worth_map.ROWS
 DRAWN = ("none", "tis is_cap=2", "jackpot obrs_mask=expected", "prefix_tis", "seq_tis is_cap=1", "retrace_seq")
-
-
-def samplers() -> dict[str, str]:
-    """Name of a record -> the actor's folder, far to near."""
-    found = {"actor": "base:actor"}
-    for n in DISTILLED:
-        found[f"distilled-{n}"] = str(MADE / "distilled" / "checkpoints" / f"step_{n:06d}" / "actor")
-    return found
-
-
-def measure(name: str, actor: str) -> None:
-    """Weigh one sampler's responses, if that is not recorded. The actors are distilled first where they are missing."""
-    if (FOLDER / f"{name}.json").is_file():
-        return
-    if not actor.startswith("base:") and not (sweep.ROOT / actor).is_dir():
-        flags = [*TRAINED, "--eval_every=0", "--eval_problems=64", "--log_samples=0", f"--out={MADE / 'distilled'}"]
-        argv = [sys.executable, "train.py", f"--config={praxis.CONFIG}", *flags, "--overwrite"]
-        subprocess.run(argv, cwd=sweep.ROOT, check=True)
-    foretell.measure(f"length/{name}", praxis.CONFIG, [f"--actor={actor}", *HOW], list(ROWS))
 
 
 @dataclass
@@ -66,7 +42,7 @@ class Point:
 def points() -> list[Point]:
     """What is recorded: for each sampler all responses together (part ""), then its classes."""
     found = []
-    for name in samplers():
+    for name in SAMPLERS:
         path = FOLDER / f"{name}.json"
         if not path.is_file():
             continue
@@ -79,10 +55,6 @@ def points() -> list[Point]:
     return found
 
 
-def value(x: dict) -> str:
-    return f"{x['worth']:.2f} +- {x['worth_se']:.2f}"
-
-
 def tables(found: list[Point]) -> str:
     """A table for each sampler: rows by classes of length."""
     parts = []
@@ -90,7 +62,7 @@ def tables(found: list[Point]) -> str:
         own = list(group)
         head = ["row", *(p.part.replace(f"to {2**31 - 1}", "or more") or "all" for p in own)]
         order = sorted(ROWS, key=lambda row: -own[0].rows[row]["worth"])
-        cells = [[row, *(value(p.rows[row]) for p in own)] for row in order]
+        cells = [[row, *(worth_map.value(p.rows[row]) for p in own)] for row in order]
         title = f"## {name}: KL {sweep.number(own[0].kl)} a token, {own[0].length:.0f} tokens"
         parts.append(f"{title}\n\n" + sweep.markdown(head, cells))
     return "\n".join(parts)
@@ -128,8 +100,8 @@ def draw(found: list[Point]) -> None:
 def study(flags: sweep.StudyFlags) -> None:
     if not flags.draw:
         FOLDER.mkdir(parents=True, exist_ok=True)
-        for name, actor in samplers().items():
-            measure(name, actor)
+        for name, how in SAMPLERS.items():
+            foretell.measure(f"length/{name}", praxis.CONFIG, [*how, *HOW], list(ROWS))
     found = points()
     need(found, "--draw: nothing is measured; run it once without --draw")
     sweep.page("length", tables(found))

@@ -145,7 +145,6 @@ COLUMNS = {
     "tokens": lambda rs: sweep.number(sweep.tail(rs, "response_length")),
     "chosen": chosen,
     "lambda": steered,
-    "worth": lambda rs: sweep.number(sweep.tail(rs, "auto/worth", 0.5)),
     "gradient norm": lambda rs: sweep.number(sweep.tail(rs, "grad_norm")),
 }
 

@@ -264,7 +264,7 @@ def made_up_lengths(folder) -> None:
     folder.mkdir()
     for name, kl, parts in (
         ("actor", 0.25, ["0 to 15", "16 to 31", "32 to 63", "64 to 127", f"128 to {2**31 - 1}"]),
-        ("distilled-16", 0.03, ["0 to 15", "16 to 31"]),
+        ("w3a16", 0.03, ["0 to 15", "16 to 31"]),
     ):
         rows = {row: dict(worth=i / 8 + kl, worth_se=kl) for i, row in enumerate(the_map.ROWS)}
         by_part = {
@@ -296,7 +296,7 @@ def test_worth_by_length_of_made_up_records(tmp_path, monkeypatch):
 
 def test_the_page_by_length_is_what_the_records_say(tmp_path, monkeypatch, capsys):
     records = {path.stem: path.read_text() for path in length.FOLDER.glob("*.json")}
-    assert set(records) == set(length.samplers())
+    assert set(records) == set(length.SAMPLERS)
     assert not any(place in text for text in records.values() for place in ('"/', "=/", "/tmp", "/home", "/root"))
     monkeypatch.setattr(sweep, "RESULTS", tmp_path)
     committed = (ROOT / "results" / "length.md").read_text()
