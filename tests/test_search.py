@@ -178,6 +178,16 @@ def test_rows_and_samplers_of_the_studies():
     assert ("table1", "Jackpot") in rows and ("lowbit", "w2a16: TIS") in rows
 
 
+def test_what_long_responses_reached_is_the_reward_of_the_last_tenth():
+    """Over seeds their standard error, of one seed that of its updates; other studies' rows have pass@1."""
+    columns = [[9.0] * 18 + [0.4, 0.6], [9.0] * 18 + [0.8, 0.9]]
+    evals = {"policy": [[0, 0.25, 0.01], [20, 0.5, 0.02]]}
+    got = [dict(updates=list(range(20)), columns={"reward": x}, evals=evals) for x in columns]
+    assert foretell.reached_by(got, "praxis") == pytest.approx((67.5, 17.5))
+    assert foretell.reached_by(got[:1], "praxis") == pytest.approx((50.0, 10.0))
+    assert foretell.reached_by(got[:1], "table1") == pytest.approx((50.0, 2.0))
+
+
 def test_tokens_by_sign_add_up_to_the_batch():
     t = made_up(5)
     rows = [line.split("|")[2:6] for line in search.by_sign(t).splitlines()[2:]]
