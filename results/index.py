@@ -30,6 +30,7 @@ STUDIES = (
     "prefix",
     "foretell",
     "map",
+    "length",
     "collapse",
     "ladder",
     "zero",

@@ -25,7 +25,15 @@ FOLDER = foretell.FOLDER / "length"
 SAMPLERS = {"actor": ("--actor=base:actor",), "w3a16": ("--actor=none", "--rollout_quant=w3a16")}
 HOW = (f"--lengths={','.join(map(str, EDGES))}", "--batches=32", "--reference=64", "--directions=16")
 ROWS = worth_map.ROWS
-DRAWN = ("none", "tis is_cap=2", "jackpot obrs_mask=expected", "prefix_tis", "seq_tis is_cap=1", "retrace_seq")
+DRAWN = (
+    "none",
+    "tis is_cap=2",
+    "jackpot obrs_mask=expected",
+    "prefix_tis",
+    "seq_tis is_cap=1",
+    "retrace",
+    "retrace_seq",
+)
 
 
 @dataclass
@@ -74,7 +82,7 @@ def draw(found: list[Point]) -> None:
     names = list(dict.fromkeys(p.sampler for p in found))
     size = (3.6 * len(names), 4.2)
     fig, axes = plt.subplots(1, len(names), figsize=size, layout="constrained", squeeze=False, sharey=True)
-    styles = sweep.styles_of(list(DRAWN), ("retrace_seq",))
+    styles = sweep.styles_of(list(DRAWN), ("retrace",))
     for ax, name in zip(axes.flat, names, strict=True):
         own = [p for p in found if p.sampler == name and p.part]
         for i, row in enumerate(DRAWN):
@@ -83,11 +91,12 @@ def draw(found: list[Point]) -> None:
             ends = ([min(a, b) for a, b in zip(y, error, strict=True)], error)
             ax.errorbar(x, y, yerr=ends, marker="o", ms=4, elinewidth=0.7, label=ROWS[row], **styles[row])
         ax.axhline(1, color="black", lw=0.9)
-        ax.set_xscale("log", base=2)
+        ax.set_xscale("log")
+        ax.set_xticks([p.length for p in own], [p.part.removesuffix(" tokens") for p in own])
         ax.set_yscale("symlog", linthresh=0.1, linscale=0.5)
-        ticks = (0, 0.05, 0.1, 0.2, 0.5, 1, 2, 4)
+        ticks = (0, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
         ax.set_yticks(ticks, [f"{y:g}" for y in ticks])
-        ax.set_ylim(-0.03, 8)
+        ax.set_ylim(-0.03, 30)
         ax.minorticks_off()
         ax.grid(alpha=0.3)
         ax.set(title=f"{name}: KL {sweep.number(own[0].kl)} a token", xlabel="tokens of a response")
