@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import measure
-from results import foretell, praxis, search
+from results import foretell, praxis, search, sweep
 
 n, B, T, F, K, M = 3, 12, 7, measure.FOLDS, 6, 2
 
@@ -186,6 +186,20 @@ def test_what_long_responses_reached_is_the_reward_of_the_last_tenth():
     assert foretell.reached_by(got, "praxis") == pytest.approx((67.5, 17.5))
     assert foretell.reached_by(got[:1], "praxis") == pytest.approx((50.0, 10.0))
     assert foretell.reached_by(got[:1], "table1") == pytest.approx((50.0, 2.0))
+
+
+def test_what_our_own_long_rows_reached_is_the_policys_reward(tmp_path, monkeypatch):
+    """By the files of two seeds, whose other numbers differ."""
+    monkeypatch.setattr(sweep, "RESULTS", tmp_path)
+    folder = tmp_path / "runs" / "long" / "own_sampling"
+    folder.mkdir(parents=True)
+    config = dict(temperature=1.0, top_p=1.0, top_k=0, max_tokens=256, task_explain=224)
+    got = [dict(name=f"row-{i}", command=f"python train.py --out=out/row-{i}", config=config) for i in (10, 11)]
+    for run, reward in zip(got, (0.75, 0.85), strict=True):
+        seen = {"mean@1": 0.5, "mean@1_se": 0.3, "reward": reward, "reward_se": 0.02}
+        (folder / f"{run['name']}.json").write_text(json.dumps(seen))
+    assert foretell.reached_by(got, "prefix, long") == pytest.approx((80.0, 5.0))
+    assert foretell.reached_by(got[:1], "prefix, long") == pytest.approx((75.0, 2.0))
 
 
 def test_tokens_by_sign_add_up_to_the_batch():
