@@ -151,6 +151,7 @@ def report(run: str) -> str:
         f"{cfg['objective']}: {len(steps)} updates of {cfg['train_batch']} responses",
         f"{'':34s}{'before':>16s}{'after':>16s}",
         *evaluation_lines(rows),
+        *rounded_line(cfg),
         *metric_lines(steps),
         "   (before: first update; after: mean of the last tenth)",
         *time_lines(rows),
@@ -171,6 +172,15 @@ def evaluation_lines(rows: list[dict]) -> list[str]:
             before, after = (f"{100 * row[accuracy]:.1f} +- {100 * row[error]:.1f} %" for row in ends)
             lines.append(f"{name + ' pass@1, held out':34s}{before:>16s}{after:>16s}")
     return lines
+
+
+def rounded_line(cfg: dict) -> list[str]:
+    """What to know where the held-out policy has rounded weights, and the saved one has not."""
+    samples_for_itself = cfg["actor"] == "none" and cfg["samplers"] == "local"
+    rounded = cfg["rollout_quant"] != "none" and cfg["learner_quant"] == "none"
+    if not (samples_for_itself and rounded and cfg["eval_engine"] == "own"):
+        return []
+    return [f"   (held out: the policy in {cfg['rollout_quant']}, as it samples; --eval_engine=torch: as it is saved)"]
 
 
 def metric_lines(steps: list[dict]) -> list[str]:

@@ -816,6 +816,23 @@ def test_the_policys_own_engine_evaluates_it(solvers, tmp_path, train_here, monk
     assert len(set(map(id, used[:4]))) == 1 < len(set(map(id, used[4:])))
 
 
+def test_the_closing_table_says_that_the_policy_was_evaluated_with_rounded_weights(
+    solvers, tmp_path, train_here, monkeypatch
+):
+    """With two bits a group of 32 weights has four values. The policy of an actor is evaluated as it is saved."""
+    changes = {"objective": "tis", "steps": 1, "save_every": 0, "rollout_quant": "w2a16", "quant_group": 32}
+    used, said, values = used_engines(monkeypatch), [], []
+    for flag in ({"actor": "none"}, {"actor": "none", "eval_engine": "torch"}, {}):
+        out = tmp_path / str(len(said))
+        train_here(flags(solvers, out, **flag, **changes))
+        said.append("(held out: the policy in w2a16, as it samples; --eval_engine=torch:" in plot.report(out))
+        groups = used[0].model.model.layers[0].self_attn.q_proj.weight.reshape(-1, 32)
+        values.append(max(len(group.unique()) for group in groups))
+        used.clear()
+    assert said == [True, False, False]
+    assert values[0] <= 4 < 16 < min(values[1:])
+
+
 def test_an_evaluation_leaves_no_trace_in_a_delayed_run(solvers, tmp_path, train_here):
     """Its engine has older weights for the next groups than those that were evaluated; --eval_every=-1 never does."""
     delayed = {"delay": "constant", "delay_max": 60.0, "step_seconds": 30.0, "delay_samplers": 2}
