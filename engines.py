@@ -257,11 +257,27 @@ class VLLMEngine:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+CACHE_GIB = 4.0  # of key-value cache, whatever the machine has: runs repeat on others
+
+
+def cache_of_a_token(config, number: int) -> int:
+    """Bytes of a token's keys and values, in numbers of so many bytes. config: of transformers."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * heads * size * number
+
+
+def cached_tokens(config, number: int) -> int:
+    """How many tokens an HFEngine holds at once."""
+    return int(CACHE_GIB * 2**30) // cache_of_a_token(config, number)
+
+
 class HFEngine:
     """A batched sampler around a transformers model: a prompt is read once for its whole group.
 
     folder_or_model  a save_pretrained folder, or a model, which is used (and quantized) in place
-    batch_tokens     largest number of tokens in the key-value cache
+    batch_tokens     largest number of tokens in the key-value cache; None: as many as fit into CACHE_GIB
     exact            take each sum in the learner's order (model/exact.py); the weights stay float32
     the others       as for VLLMEngine"""
 
@@ -271,7 +287,7 @@ class HFEngine:
         *,
         dtype: str = "float32",
         device: str = "cpu",
-        batch_tokens: int = 1 << 20,
+        batch_tokens: int | None = None,
         exact: bool = False,
         logprobs_mode: str = "processed",
         head_fp32: bool = False,
@@ -290,7 +306,8 @@ class HFEngine:
         self.model = model.to(device).eval()
         if exact:
             as_sampler(self.model, dtype, head_fp32, vocabulary)
-        self.device, self.batch_tokens = device, batch_tokens
+        self.device = device
+        self.batch_tokens = batch_tokens or cached_tokens(model.config, getattr(torch, dtype).itemsize)
         self.raw = logprobs_mode == "raw"
         self.head_fp32, self.vocabulary = head_fp32 and not exact, vocabulary
         self.routing: Routing | None = None
@@ -305,25 +322,30 @@ class HFEngine:
         """As VLLMEngine.generate, in batches that fit into `batch_tokens`."""
         if not sampling.truncates:
             max_allowed = 0
-        groups = []
+        responses = []
         with self.routing or nullcontext():
-            for part in self._batches(prompts, seeds, sampling.max_tokens):
-                responses = self._decode(prompts[part], seeds[part], sampling, topk, stop_ids, max_allowed)
-                groups += grouped(responses, seeds[part])
-        return groups
+            for batch in self._batches(prompts, seeds, sampling.max_tokens):
+                responses += self._decode(*batch, sampling, topk, stop_ids, max_allowed)
+        return grouped(responses, seeds)
 
-    def _batches(self, prompts, seeds, max_tokens: int):
-        """Slices of consecutive groups whose cache has at most `batch_tokens` tokens, or of one group."""
-        start = rows = longest = 0  # of the slice that is growing
-        for i, (prompt, group) in enumerate(zip(prompts, seeds, strict=True)):
-            rows += len(group)
-            longest = max(longest, len(prompt))
-            if i > start and rows * (longest + max_tokens) > self.batch_tokens:
-                yield slice(start, i)
-                start = i
-                rows, longest = len(group), len(prompt)
-        if prompts:
-            yield slice(start, len(prompts))
+    def _batches(self, prompts, groups, max_tokens: int):
+        """Yields (prompts, groups) whose cache has at most `batch_tokens` tokens, or one row, in order.
+
+        A group that does not fit is cut; groups: lists of what there is one of for each response."""
+        batch, rows, longest = ([], []), 0, 0
+        for prompt, group in zip(prompts, groups, strict=True):
+            room = max(1, self.batch_tokens // (len(prompt) + max_tokens))
+            for first in range(0, len(group), room):
+                piece = group[first : first + room]
+                rows += len(piece)
+                longest = max(longest, len(prompt))
+                if batch[0] and rows * (longest + max_tokens) > self.batch_tokens:
+                    yield batch
+                    batch, rows, longest = ([], []), len(piece), len(prompt)
+                batch[0].append(prompt)
+                batch[1].append(piece)
+        if batch[0]:
+            yield batch
 
     @torch.no_grad()
     def _decode(self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int) -> list[Response]:

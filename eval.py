@@ -38,12 +38,14 @@ import flags
 import mismatch
 import quant
 import sampling
+import sync
 import tasks
 import warmstart
 from config import EMBEDDED, PROPOSED, Config, EngineFlags, check_engine
 from engines import HFEngine, make_engine
 from flags import UserError, check_output, choice, is_hub_id, need, parse_flags, read_json, run_command
 from mismatch import MismatchFlags
+from model import memory
 from quant import PrecisionFlags
 from rollout import request_seed
 from run import EVALUATED, common_tokenizer, holds_run, is_locked, rows
@@ -52,7 +54,6 @@ from tasks import EvalSet, PromptFlags, TaskFlags, encode, eval_sets, grade_all,
 from tasks.gold import grade_gold
 
 PROBLEMS, PROBE_PROBLEMS = 512, 64  # unless --problems names a number: to evaluate, and for --mismatch
-BATCH = 256  # problems that an engine is given at once
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -74,12 +75,11 @@ def solve(engine, task, tokenizer, indices, samples: int, sampling: Sampling, se
     indices: numbers of problems. ends: tokens that end a response (tasks.stop_ids). write(problem, group): called with
     each problem's graded responses. Returns (len(indices), samples) of 0 / 1, and tokens."""
     right, lengths = [], []
-    for start in tqdm(range(0, len(indices), BATCH), desc="evaluate", leave=False, disable=len(indices) <= BATCH):
-        problems = [task.problem("test", i) for i in indices[start : start + BATCH]]
+    starts = range(0, len(indices), tasks.AT_ONCE)
+    for start in tqdm(starts, desc="evaluate", leave=False, disable=len(starts) < 2):
+        problems = [task.problem("test", i) for i in indices[start : start + tasks.AT_ONCE]]
         prompts = [np.array(encode(tokenizer, p), np.int32) for p in problems]
-        seeds = []
-        for problem in problems:
-            seeds.append([request_seed("eval", seed, problem.id, s) for s in range(samples)])
+        seeds = [[request_seed("eval", seed, problem.id, s) for s in range(samples)] for problem in problems]
         groups = engine.generate(prompts, seeds, sampling, 0, ends)
         grade_all(task, tokenizer, problems, groups)
         for problem, group in zip(problems, groups, strict=True):
@@ -102,10 +102,9 @@ def sampler_of(learner, name: str, cfg) -> HFEngine:
     model = getattr(learner.models, name)
     if not (learner.comm.on and cfg.parallel == "fsdp"):
         return HFEngine(model, device=learner.device, vocabulary=learner.models.vocabulary)
-    from transformers import AutoModelForCausalLM
-
-    whole = AutoModelForCausalLM.from_config(copy.deepcopy(model.config))
+    whole = sync.empty_model(copy.deepcopy(model.config))
     quant.align(whole, next((m.format for m in model.modules() if isinstance(m, quant.LowBitLinear)), None))
+    memory.fill(whole, learner.device)
     engine = HFEngine(whole, device=learner.device, vocabulary=learner.models.vocabulary)
     engine.load(learner.named_tensors(name))
     return engine

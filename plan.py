@@ -35,10 +35,11 @@ import quant
 import sync
 import warmstart
 from batching import Batch
+from engines import cache_of_a_token, cached_tokens
 from flags import from_environment, is_hub_id, need
 from model import Needs, OneModelRows, PolicyAndActor, Scored, TwoModelRows, lora, memory, needs_of_update
 from optim import Muon, learning, make_optimizers
-from tasks import make_task
+from tasks import AT_ONCE, make_task
 
 GIB = 2**30
 MOST_RANKS = 64  # that are tried
@@ -375,6 +376,7 @@ def plan_of(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float = 0.0) -
         "a forward without gradient": found.forward,
         "gathered from other ranks": gathered(models) if sharded else 0,
         "engine": engine(cfg, configs[sampler_of(cfg)], width, ranks, gpu_gib),
+        "evaluation": evaluation(cfg, configs, width, ranks, gpu_gib),
         "a tensor to publish": 2 * max(model.tensor for model in models.values()),
     }
     asleep = gpu_gib > 0 and cfg.rollout == "vllm" and cfg.rollout_sleep
@@ -382,6 +384,7 @@ def plan_of(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float = 0.0) -
     stages = {
         "publish": [*states, "engine", "a tensor to publish"],
         "roll out": [*states, "engine"],
+        "evaluate": [*always, "evaluation"],
         "ref pass": [*always, "a forward without gradient", "gathered from other ranks"],
         "forward and backward": [*always, *gradients, *activations, *list(others)[:1], "gathered from other ranks"],
     }
@@ -410,14 +413,37 @@ def engine(cfg, config, width: int, ranks: int, gpu_gib: float) -> int:
     Low bits are counted as --rollout_dtype: vLLM starts from such weights."""
     number = 4 if cfg.rollout_dtype == "float32" else 2
     weights = weights_of(sync.empty_model(config)) * number // 4 // cfg.rollout_tp
-    text = config.get_text_config()
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    of_a_token = 2 * text.num_hidden_layers * text.num_key_value_heads * size * number
+    of_a_token = cache_of_a_token(config, number)
     if cfg.rollout == "vllm" and gpu_gib:
         return max(int(cfg.rollout_memory * gpu_gib * GIB), weights + of_a_token * width // cfg.rollout_tp)
     if cfg.rollout == "vllm":
         return weights + int(cfg.rollout_memory * GIB)
-    return weights + of_a_token * min(1 << 20, cfg.rollout_batch // ranks * width)
+    return weights + torch_cache(config, number, cfg.rollout_batch // ranks, width)
+
+
+def torch_cache(config, number: int, rows: int, width: int) -> int:
+    """Bytes of HFEngine's key-value cache for so many responses: of all, or of as many as it holds at once."""
+    return cache_of_a_token(config, number) * min(rows * width, max(cached_tokens(config, number), width))
+
+
+def evaluation(cfg, configs: dict, width: int, ranks: int, gpu_gib: float) -> int:
+    """Bytes of an evaluation on one rank, beside the states and the rollout's engine; as long as --max_tokens.
+
+    One model is evaluated after the other: by the engine that samples from it, by a second one, or by a sampler in
+    plain torch, which has a whole copy of a model that ranks share (eval.sampler_of)."""
+    if cfg.eval_every < 0:
+        return 0
+    sizes = []
+    for name, config in configs.items():
+        if name == sampler_of(cfg) and cfg.samplers == "local" and cfg.eval_engine != "torch":
+            sizes.append(0)
+        elif name == "policy" and cfg.eval_engine == "second":
+            sizes.append(engine(replace(cfg, rollout_quant="none"), config, width, ranks, gpu_gib))
+        else:
+            rows = min(AT_ONCE, -(-cfg.eval_problems // ranks)) * cfg.eval_samples
+            copied = weights_of(sync.empty_model(config)) if cfg.parallel == "fsdp" and ranks > 1 else 0
+            sizes.append(copied + torch_cache(config, 4, rows, width))
+    return max(sizes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -432,6 +458,8 @@ def mends(cfg, width: int, ranks: int):
         apart = cfg.delay != "none" and cfg.dynamic_sampling  # config.check_tensor_parallel
         if cfg.rollout == "vllm" and cfg.rollout_tp < n and ranks % n == 0 and not apart:
             yield f"--rollout_tp={n}", {"rollout_tp": n}, ranks
+    if cfg.eval_every >= 0:
+        yield "--eval_every=-1", {"eval_every": -1}, ranks  # python eval.py --follow=RUN
     if cfg.rollout == "vllm" and cfg.rollout_memory > 0.4:
         yield "--rollout_memory=0.4", {"rollout_memory": 0.4}, ranks
     if not cfg.gradient_checkpointing:

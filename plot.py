@@ -175,12 +175,12 @@ def evaluation_lines(rows: list[dict]) -> list[str]:
 
 
 def rounded_line(cfg: dict) -> list[str]:
-    """What to know where the held-out policy has rounded weights, and the saved one has not."""
-    samples_for_itself = cfg["actor"] == "none" and cfg["samplers"] == "local"
-    rounded = cfg["rollout_quant"] != "none" and cfg["learner_quant"] == "none"
-    if not (samples_for_itself and rounded and cfg["eval_engine"] == "own"):
+    """What to know where a held-out model has rounded weights, and the saved one has not."""
+    own = cfg["eval_engine"] != "torch" and cfg["samplers"] == "local"
+    if not own or cfg["rollout_quant"] == "none" or cfg["learner_quant"] != "none":
         return []
-    return [f"   (held out: the policy in {cfg['rollout_quant']}, as it samples; --eval_engine=torch: as it is saved)"]
+    name = "policy" if cfg["actor"] == "none" else "actor"
+    return [f"   (held out: the {name} in {cfg['rollout_quant']}, as it samples; --eval_engine=torch: as it is saved)"]
 
 
 def metric_lines(steps: list[dict]) -> list[str]:

@@ -224,11 +224,12 @@ class Training:
     def eval_engine(self, name: str):
         """An engine with one model's weights as they are now; None: a plain sampler on the learner's own."""
         how, source = self.cfg.eval_engine, self.source
-        if not self.run.eval_sets:
+        if how == "torch" or not self.run.eval_sets:
             return None
-        if how == "own" and self.cfg.samplers == "local" and not self.learner.has_actor:
+        samples = "actor" if self.learner.has_actor else "policy"
+        if name == samples and self.cfg.samplers == "local":
             return source.lend(self.learner.published(name, source.packed))
-        if how != "second" or name != "policy":
+        if name == samples or how == "own":
             return None
         if self.second_engine is None:
             self.second_engine = open_eval_engine(self.cfg, self.run, self.comm)

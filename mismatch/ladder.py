@@ -162,9 +162,9 @@ class Scorer(HFEngine):
         prompts = [g.prompt_ids for g in groups]
         responses = [g.responses for g in groups]
         rows = []
-        for part in self._batches(prompts, responses, self.sampling.max_tokens):
-            logp = self._force(prompts[part], responses[part], reader, block).double().cpu().numpy()
-            told = chain.from_iterable(responses[part])
+        for batch in self._batches(prompts, responses, self.sampling.max_tokens):
+            logp = self._force(*batch, reader, block).double().cpu().numpy()
+            told = chain.from_iterable(batch[1])
             rows += [row[: len(r.tokens)] for row, r in zip(logp, told, strict=True)]
         return pad(rows, dtype=np.float64).numpy()
 

@@ -116,6 +116,9 @@ def make_task(cfg, flag: str = "task", name: str | None = None, evaluates: bool 
     return task
 
 
+AT_ONCE = 256  # problems of a held-out set that an engine is given at once
+
+
 @dataclass(frozen=True)
 class EvalSet:
     """A held-out set, and how it is sampled."""

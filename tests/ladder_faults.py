@@ -88,7 +88,7 @@ def old_prefix(engine) -> None:
         return forward(ids[:, n:], position_ids=position_ids[:, n:], past_key_values=cache)
 
     engine._forward = cached
-    engine._batches = lambda prompts, *more: (slice(i, i + 1) for i in range(len(prompts)))
+    engine._batches = lambda prompts, groups, _: (([p], [g]) for p, g in zip(prompts, groups, strict=True))
 
 
 def fewer_rows(engine) -> None:

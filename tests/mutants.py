@@ -759,13 +759,13 @@ MUTANTS = {
         ("return 1.0 - math.comb(n - c, k) / math.comb(n, k)", "return 1.0 - (1 - c / n) ** k"),
         ("float(x.std(ddof=1) / math.sqrt(len(x)))", "float(x.std() / math.sqrt(len(x)))"),
         (
-            'seeds.append([request_seed("eval", seed, problem.id, s) for s in range(samples)])',
-            'seeds.append([request_seed("eval", seed, s) for s in range(samples)])',
+            'seeds = [[request_seed("eval", seed, problem.id, s) for s in range(samples)] for problem in problems]',
+            'seeds = [[request_seed("eval", seed, s) for s in range(samples)] for problem in problems]',
         ),
         ("mine = list(range(learner.comm.rank, n, learner.comm.size))", "mine = list(range(n))"),
         (
-            'problems = [task.problem("test", i) for i in indices[start : start + BATCH]]',
-            'problems = [task.problem("train", i) for i in indices[start : start + BATCH]]',
+            'problems = [task.problem("test", i) for i in indices[start : start + tasks.AT_ONCE]]',
+            'problems = [task.problem("train", i) for i in indices[start : start + tasks.AT_ONCE]]',
         ),
     ],
     "measure.py": [

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from conftest import make_cfg, make_groups, tiny_model
 from test_tasks import with_ends
 from transformers import AutoConfig
@@ -372,3 +373,22 @@ def test_held_out_adds_up_over_ranks(monkeypatch):
     assert seen == [list(range(1, 20, 2))]
     assert result["pass@1"] == pytest.approx(0.3)
     assert result["se"] == pytest.approx(math.sqrt(0.21 / 19))
+
+
+def test_shards_are_evaluated_by_a_whole_copy_in_float32():
+    """Whatever type the config names; no random number is drawn for it."""
+    model = tiny_model(3)
+    model.config.dtype = torch.bfloat16
+    learner = SimpleNamespace(
+        comm=SimpleNamespace(on=True),
+        device="cpu",
+        models=SimpleNamespace(policy=model, vocabulary=200),
+        named_tensors=lambda name: getattr(learner.models, name).state_dict().items(),
+    )
+    before = torch.get_rng_state()
+    engine = evaluation.sampler_of(learner, "policy", make_cfg(parallel="fsdp"))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert engine.model is not model and {p.dtype for p in engine.model.parameters()} == {torch.float32}
+    ids = np.array([[3, 9, 27, 81], [7, 49, 1, 2]])
+    assert np.array_equal(engine.logprobs(ids), HFEngine(model, vocabulary=200).logprobs(ids))
+    assert evaluation.sampler_of(learner, "policy", make_cfg(parallel="ddp")).model is model

@@ -183,6 +183,43 @@ def test_an_engine_takes_what_it_needs_where_its_share_is_less():
     assert torchs.categories["engine"] == 4 * P + 32 * 127 * of_a_token  # a cache for a rank's responses
 
 
+def test_an_evaluation_by_hand():
+    """Nothing more of what samples; of the other a second engine, or a cache in plain torch, and under FSDP a copy."""
+    of_a_token = 2 * 6 * 2 * 24 * 4
+    two = {"policy": small(), "actor": small(num_hidden_layers=3, layer_types=["full_attention"] * 3)}
+    usual = dict(max_tokens=90, eval_problems=101, eval_samples=3)
+
+    def evaluation(configs, gpu_gib=0.0, ranks=2, **changes):
+        cfg = make_cfg(**{**usual, "actor": "none" if len(configs) == 1 else "base:actor", **changes})
+        made = plan.plan_of(cfg, configs, 37, ranks, gpu_gib)
+        assert made.stages["evaluate"][-1] == "evaluation"
+        return made.categories["evaluation"]
+
+    one = {"policy": small()}
+    cache = 51 * 3 * 127 * of_a_token  # a rank's problems
+    assert evaluation(one) == 0 == evaluation(two, eval_every=-1)
+    assert evaluation(one, eval_engine="torch") == cache == evaluation(two)
+    assert evaluation(one, eval_engine="torch", eval_problems=9999) == 256 * 3 * 127 * of_a_token  # at once
+    assert evaluation(two, parallel="fsdp") == 4 * P_SMALL + cache
+    assert evaluation(two, parallel="fsdp", ranks=1) == 101 * 3 * 127 * of_a_token  # nothing is shared
+    assert evaluation(two, eval_engine="second", rollout="vllm", rollout_memory=0.25, gpu_gib=10.0) == 2.5 * plan.GIB
+    remote = dict(samplers="zmq", rollout="vllm", rollout_memory=0.25, gpu_gib=1e-6)  # the actor: plain torch
+    assert evaluation(two, eval_engine="second", **remote) == max(4 * P_SMALL + 127 * of_a_token, cache // 2)
+    long = dict(max_tokens=4 * 2**30 // of_a_token // 2)  # longer than half of what is held at once
+    assert evaluation(one, eval_engine="torch", **long) == 4 * 2**30 // of_a_token * of_a_token
+
+
+def test_without_evaluations_it_may_fit():
+    """A whole copy of the policy on each of 8 ranks is what it takes most memory for."""
+    cfg = make_cfg(actor="base:actor", max_tokens=20, micro_tokens=60, parallel="fsdp", eval_problems=4000)
+    two = {"policy": small(), "actor": small(num_hidden_layers=1, layer_types=["full_attention"])}
+    made = plan.plan_of(cfg, two, 37, 8)
+    assert made.worst == "evaluate"
+    least = plan.plan_of(replace(cfg, eval_every=-1), two, 37, 8).peak
+    said = plan.verdict(cfg, two, 37, made, 1.01 * least / plan.GIB)[1]
+    assert "; with --eval_every=-1 it needs" in said
+
+
 BIG = dict(objective="grpo", max_tokens=400, micro_tokens=8000)
 
 

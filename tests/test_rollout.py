@@ -139,8 +139,27 @@ def test_ragged_prompts_and_finished_rows_change_nothing():
         for r, seed in zip(group, group_seeds, strict=True):
             alone = run(engine, [[seed]], (prompt,))[0][0]
             assert same_tokens(r, alone) and (r.finish_reason == "stop") == (r.tokens[-1] < 30)
-    small = HFEngine(tiny_model(1), batch_tokens=100)  # cut into batches: the same again
+    small = HFEngine(tiny_model(1), batch_tokens=130)  # cut into batches, and groups into pieces: the same again
+    decode, sizes = small._decode, []
+
+    def noting(prompts, seeds, *more):
+        sizes.append((sum(map(len, seeds)), max(map(len, prompts)) + 40))
+        return decode(prompts, seeds, *more)
+
+    small._decode = noting
     assert all(map(same_tokens, flat(groups), flat(run(small, seeds, prompts))))
+    assert sum(rows for rows, _ in sizes) == 32 and {rows for rows, _ in sizes} == {2, 3}
+    assert all(rows * width <= 130 for rows, width in sizes)
+
+
+def test_the_cache_of_the_torch_engine_has_its_gibibytes():
+    """Keys and values of each layer, of so many heads of so many numbers, in float32 or bfloat16."""
+    c = tiny_model(1, layers=3).config
+    of_a_token = 2 * 3 * c.num_key_value_heads * c.head_dim
+    assert HFEngine(tiny_model(1, layers=3)).batch_tokens == 4 * 2**30 // (4 * of_a_token)
+    assert HFEngine(tiny_model(1, layers=3), dtype="bfloat16").batch_tokens == 4 * 2**30 // (2 * of_a_token)
+    one_row = HFEngine(tiny_model(1), batch_tokens=10)
+    assert [len(g) for _, (g,) in one_row._batches([range(3)], [list(range(5))], 30)] == [1] * 5
 
 
 def test_flags_reach_the_engines(folders, monkeypatch):

@@ -744,7 +744,7 @@ def test_two_nodes_without_a_common_file_system_train_save_and_resume(solvers, t
 def test_an_aligned_learner_is_evaluated_as_it_trains_under_fsdp_too(solvers, tmp_path, train_here):
     """Two bits change many answers: the sharded learner's, gathered for evaluation, are those of one process."""
     case = {"objective": "grpo", "actor": "none", "rollout_quant": "w2a16", "learner_quant": "aligned"}
-    case |= {"quant_group": 32, "steps": 1, "save_every": 0, "eval_problems": 96}
+    case |= {"quant_group": 32, "steps": 1, "save_every": 0, "eval_problems": 96, "eval_engine": "torch"}
     _, one = train_here(flags(solvers, tmp_path / "one", **case))
     torchrun.torchrun("../train.py", *flags(solvers, tmp_path / "two", parallel="fsdp", **case))
     two = read_metrics(tmp_path / "two")
@@ -816,21 +816,23 @@ def test_the_policys_own_engine_evaluates_it(solvers, tmp_path, train_here, monk
     assert len(set(map(id, used[:4]))) == 1 < len(set(map(id, used[4:])))
 
 
-def test_the_closing_table_says_that_the_policy_was_evaluated_with_rounded_weights(
-    solvers, tmp_path, train_here, monkeypatch
-):
-    """With two bits a group of 32 weights has four values. The policy of an actor is evaluated as it is saved."""
+def test_the_closing_table_says_that_rounded_weights_were_evaluated(solvers, tmp_path, train_here, monkeypatch):
+    """Those of the model that samples: with two bits a group of 32 weights has four values."""
     changes = {"objective": "tis", "steps": 1, "save_every": 0, "rollout_quant": "w2a16", "quant_group": 32}
     used, said, values = used_engines(monkeypatch), [], []
-    for flag in ({"actor": "none"}, {"actor": "none", "eval_engine": "torch"}, {}):
+    alone = {"actor": "none"}
+    for flag in (alone, {**alone, "eval_engine": "torch"}, {}, {"rollout_quant": "none"}):
         out = tmp_path / str(len(said))
-        train_here(flags(solvers, out, **flag, **changes))
-        said.append("(held out: the policy in w2a16, as it samples; --eval_engine=torch:" in plot.report(out))
-        groups = used[0].model.model.layers[0].self_attn.q_proj.weight.reshape(-1, 32)
-        values.append(max(len(group.unique()) for group in groups))
+        train_here(flags(solvers, out, **{**changes, **flag}))
+        said.append([line for line in plot.report(out).splitlines() if "(held out: " in line])
+        for engine in used[: len(used) // 2]:  # at the start
+            groups = engine.model.model.layers[0].self_attn.q_proj.weight.reshape(-1, 32)
+            values.append(max(len(group.unique()) for group in groups))
         used.clear()
-    assert said == [True, False, False]
-    assert values[0] <= 4 < 16 < min(values[1:])
+    line = "   (held out: the {} in w2a16, as it samples; --eval_engine=torch: as it is saved)"
+    assert said == [[line.format("policy")], [], [line.format("actor")], []]
+    assert [n <= 4 for n in values] == [True, False, False, True, False, False]
+    assert all(n > 16 for n in values if n > 4)
 
 
 def test_an_evaluation_leaves_no_trace_in_a_delayed_run(solvers, tmp_path, train_here):
@@ -844,20 +846,25 @@ def test_an_evaluation_leaves_no_trace_in_a_delayed_run(solvers, tmp_path, train
     assert max(row["staleness/max_updates"] for row in rows[1:]) > 0
 
 
-def test_a_second_engine_evaluates_the_policy_of_an_actor(solvers, tmp_path, train_here, monkeypatch):
-    """The same numbers as the learner's own weights give. It sleeps behind every evaluation, the actor's engine
-    behind the only rollout."""
+def test_engines_evaluate_policy_and_actor(solvers, tmp_path, train_here, monkeypatch):
+    """second: an engine of the policy's own; the actor's is the one that samples from it. The same numbers as the
+    learner's own weights give, aligned as they are. Each sleeps behind every evaluation, the actor's behind the only
+    rollout too. own: the policy is left to plain torch."""
     slept = []
     monkeypatch.setattr(HFEngine, "sleep", lambda self: slept.append(self))
     changes = {"steps": 2, "eval_every": 1, "save_every": 0, "eval_problems": 64, "rollout_quant": "int8"}
-    changes |= {"model": solvers / "actor", "actor": solvers / "policy"}
+    changes |= {"model": solvers / "actor", "actor": solvers / "policy", "lr": 0.02, "actor_lr": 0.1}
     used, rows = used_engines(monkeypatch), {}
-    for how in ("second", "torch"):
+    for how in ("second", "own", "torch"):
         _, rows[how] = train_here(flags(solvers, tmp_path / how, eval_engine=how, learner_quant="aligned", **changes))
-    assert evals(rows["second"]) == evals(rows["torch"])
-    second, actor = slept[0], slept[1]
-    assert slept[:4] == [second, actor, second, second] and second is used[0] is not actor
-    assert used[0] is used[2] is used[4] and used[1] is not used[3]
+    assert evals(rows["second"]) == evals(rows["own"]) == evals(rows["torch"])
+    assert len({row["eval/actor_pass@1"] for row in evals(rows["torch"])}) > 1
+    seconds, owns, torchs = used[:6], used[6:12], used[12:]
+    second, actor = seconds[:2]
+    assert seconds == [second, actor] * 3 and second is not actor
+    assert slept[:7] == [second, actor, actor, second, actor, second, actor]
+    assert owns[1::2] == [owns[1]] * 3 and owns[1] in slept and not set(owns[::2]) & set(slept)
+    assert not set(torchs) & set(slept)
     with pytest.raises(
         UserError, match="--eval_engine=second: the policy samples for itself, and its engine evaluates"
     ):
