@@ -438,7 +438,7 @@ def evaluation(cfg, configs: dict, width: int, ranks: int, gpu_gib: float) -> in
         if name == sampler_of(cfg) and cfg.samplers == "local" and cfg.eval_engine != "torch":
             sizes.append(0)
         elif name == "policy" and cfg.eval_engine == "second":
-            sizes.append(engine(replace(cfg, rollout_quant="none"), config, width, ranks, gpu_gib))
+            sizes.append(engine(cfg, config, width, ranks, gpu_gib))
         else:
             rows = min(AT_ONCE, -(-cfg.eval_problems // ranks)) * cfg.eval_samples
             copied = weights_of(sync.empty_model(config)) if cfg.parallel == "fsdp" and ranks > 1 else 0

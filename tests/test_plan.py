@@ -169,7 +169,8 @@ def test_vllm_sleeps_on_a_gpu():
     assert made.categories["engine"] == 5 * plan.GIB
     assert awake.of_stage("forward and backward") - made.of_stage("forward and backward") == 5 * plan.GIB
     cpu = plan.plan_of(make_cfg(**gpu), {"policy": small()}, 37, 1)
-    assert "engine" in cpu.stages["forward and backward"] and "engine" not in made.stages["forward and backward"]
+    for stage in ("forward and backward", "evaluate"):
+        assert "engine" in cpu.stages[stage] and "engine" not in made.stages[stage]
 
 
 def test_an_engine_takes_what_it_needs_where_its_share_is_less():
@@ -207,6 +208,8 @@ def test_an_evaluation_by_hand():
     assert evaluation(two, eval_engine="second", **remote) == max(4 * P_SMALL + 127 * of_a_token, cache // 2)
     long = dict(max_tokens=4 * 2**30 // of_a_token // 2)  # longer than half of what is held at once
     assert evaluation(one, eval_engine="torch", **long) == 4 * 2**30 // of_a_token * of_a_token
+    longer = dict(max_tokens=4 * 2**30 // of_a_token)  # than all that is held at once: one response
+    assert evaluation(one, eval_engine="torch", **longer) == (37 + longer["max_tokens"]) * of_a_token
 
 
 def test_without_evaluations_it_may_fit():

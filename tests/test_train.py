@@ -833,6 +833,21 @@ def test_the_closing_table_says_that_rounded_weights_were_evaluated(solvers, tmp
     assert said == [[line.format("policy")], [], [line.format("actor")], []]
     assert [n <= 4 for n in values] == [True, False, False, True, False, False]
     assert all(n > 16 for n in values if n > 4)
+    cfg = dict(eval_engine="own", samplers="local", rollout_quant="w2a16", learner_quant="none", actor="none")
+    assert plot.rounded_line(cfg) == said[0]
+    for changes in ({"samplers": "zmq"}, {"learner_quant": "aligned"}, {"rollout_quant": "none"}):
+        assert not plot.rounded_line(cfg | changes)
+
+
+def test_remote_samplers_do_not_evaluate():
+    """A second engine has the policy's weights; the actor, whose engines are elsewhere, is left to plain torch."""
+    loaded = []
+    learner = SimpleNamespace(has_actor=True, named_tensors=lambda name: name)
+    second = SimpleNamespace(load=loaded.append)
+    cfg = SimpleNamespace(eval_engine="second", samplers="zmq")
+    t = SimpleNamespace(cfg=cfg, source=None, run=SimpleNamespace(eval_sets=[1]), learner=learner, second_engine=second)
+    engines = [train.Training.eval_engine(t, name) for name in ("policy", "actor")]
+    assert engines == [second, None] and loaded == ["policy"]
 
 
 def test_an_evaluation_leaves_no_trace_in_a_delayed_run(solvers, tmp_path, train_here):
