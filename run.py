@@ -185,7 +185,7 @@ def open_source(cfg, run, comm):
 
         return open_remote_source(cfg, run, run.rollout_model, topk, max_allowed, comm)
     records = max(topk, max_allowed)
-    context = run.context if cfg.actor != "none" else max(run.context, run.eval_context)  # it evaluates too
+    context = max(run.context, run.eval_context if cfg.eval_engine != "torch" else 0)  # it evaluates too
     where = (comm.device, run.vocabulary, sleep_level(cfg))
     engine = make_engine(cfg, run.actor or run.policy, context, records, *where)
     what = (engine, run.task, run.tokenizer, sampling.Sampling.of(cfg))

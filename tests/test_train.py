@@ -983,6 +983,16 @@ def opened_source(folders, tmp_path, monkeypatch):
     return make
 
 
+def test_an_engine_has_room_for_what_it_evaluates(opened_source, folders, monkeypatch):
+    """Longer responses than those that are trained on, of the policy or of the actor."""
+    engine, asked = SimpleNamespace(packed=True), []
+    monkeypatch.setattr("run.make_engine", lambda cfg, folder, max_len, *more: asked.append(max_len) or engine)
+    for flags in ({"actor": "none"}, {"actor": str(folders / "actor")}):
+        for how, tokens in (("own", 50), ("torch", 8)):
+            opened_source(eval_engine=how, eval_task="arith:max_tokens=50", **flags)
+            assert tokens < asked[-1] < tokens + 12  # and a prompt
+
+
 def test_an_engine_records_what_the_learner_will_need(opened_source, folders):
     """The K largest log-probabilities where they bound Z, and the allowed sets where they are replayed."""
     two = {"actor": str(folders / "actor")}
