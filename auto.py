@@ -49,7 +49,7 @@ class Chooser:
         self.run, self.learner, self.cfg = run, learner, run.cfg
         self.candidates = corrections.candidates(run.cfg)
         self.controllers = controllers
-        self.on = "auto" in (run.cfg.is_cap, run.cfg.correction) or run.cfg.distill_worth_target > 0
+        self.on = corrections.is_probed(run.cfg)
         if self.on:
             nothing = dict.fromkeys(self.candidates, 0.0)
             start = {
@@ -87,15 +87,15 @@ class Chooser:
         source = on_policy_source(learner, self.run, plain)
         n = cfg.train_batch // (cfg.group_size * learner.comm.size)  # groups of a batch, on this rank
         source.sequence += update // cfg.auto_every * 2 * n  # every probe has problems of its own
-        probes = [self.gradient(batching.collate(source.next(n, update), plain), plain) for _ in range(2)]
-        g = [sum(each) / 2 for each in zip(*probes, strict=True)]
+        g, other = (self.gradient(batching.collate(source.next(n, update), plain), plain) for _ in range(2))
+        single = (learner.dot(g, g) + learner.dot(other, other)) / 2
+        for x, y in zip(g, other, strict=True):
+            x.add_(y).div_(2)
+        del other  # one gradient is kept while the next is made (plan.py)
         square, along, own = learner.dot(g, g), {}, {}
-        single = sum(learner.dot(probe, probe) for probe in probes) / 2
         batch = batching.collate(groups, cfg, learner.version)
         for name, candidate in self.candidates.items():
-            gradient = self.gradient(batch, candidate)
-            along[name] = learner.dot(gradient, g)
-            own[name] = learner.dot(gradient, gradient)
+            along[name], own[name] = self.products(batch, candidate, g)
         evidence["responses"] += 2 * cfg.train_batch
         if all(map(math.isfinite, [square, *along.values(), *own.values()])):
             evidence["g"] = DECAY * evidence["g"] + square
@@ -118,10 +118,18 @@ class Chooser:
             return math.nan
         return noise / signal * max(along, 0.0) ** 2 / beside
 
+    def products(self, batch, cfg: config.Config, g) -> tuple[float, float]:
+        """<g_c, g> and |g_c|^2 of a candidate."""
+        gradient = self.gradient(batch, cfg)
+        return self.learner.dot(gradient, g), self.learner.dot(gradient, gradient)
+
     def gradient(self, batch, cfg: config.Config) -> list[torch.Tensor]:
         """Of the policy's loss, by the learner's own backward."""
         self.learner.cfg = unregularised(cfg)
         self.learner.backward(batch, objectives.prepare(batch, self.learner.comm, cfg, {}))
-        found = [local(p.grad).detach().clone() for p in learning(self.learner.models.policy)]
+        found = []
+        for p in learning(self.learner.models.policy):
+            found.append(local(p.grad).detach().clone())  # DDP's own is written into again
+            p.grad = None
         self.learner.models.zero_grad(set_to_none=True)
         return found

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import checkpoint
+import corrections
 import quant
 import sync
 import warmstart
@@ -370,6 +371,8 @@ def plan_of(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float = 0.0) -
     if not cfg.offload:
         states |= {f"optimizer, {name}": model.optimizer // n for name, model in models.items()}
     gradients = {f"gradients, {name}": model.gradients // of_gradients for name, model in models.items()}
+    if corrections.is_probed(cfg):
+        gradients["gradient of a probe"] = models["policy"].gradients // of_gradients
     activations = {f"activations, {name}": size for name, size in found.kept.items()}
     others = {
         "logits, or a layer's backward": found.moment,

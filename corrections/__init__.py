@@ -187,6 +187,11 @@ CHOICES = {
 }
 
 
+def is_probed(cfg) -> bool:
+    """Whether training measures what a response is worth (auto.py)."""
+    return "auto" in (cfg.is_cap, cfg.correction) or cfg.distill_worth_target > 0
+
+
 def candidates(cfg) -> dict:
     """name -> configuration: those that auto chooses among, the first in force until it has; without auto cfg alone.
 

@@ -916,15 +916,15 @@ MUTANTS = {
         ("        max_allowed=sampling.max_allowed(", "        max_allowed=0 * sampling.max_allowed("),
     ],
     "auto.py": [
-        (
-            "along[name] = learner.dot(gradient, g)",
-            "along[name] = -learner.dot(gradient, g)",
-        ),
+        ("return self.learner.dot(gradient, g),", "return -self.learner.dot(gradient, g),"),
+        ("            x.add_(y).div_(2)", "            x.add_(y)"),
+        ("        del other  #", "        #"),
+        ("detach().clone()", "detach()"),
         ('DECAY * evidence["own"][name] + own[name]', 'evidence["own"][name] + own[name]'),
         ('DECAY * evidence["along"][name] + along[name]', 'evidence["along"][name] + along[name]'),
         ("along[name] / math.sqrt(own[name] * g)", "along[name] / (own[name] * g)"),
         ("batching.collate(source.next(n, update), plain), plain) for", "batching.collate(groups, plain), plain) for"),
-        ("gradient = self.gradient(batch, candidate)", "gradient = self.gradient(batch, learner.cfg)"),
+        ("self.products(batch, candidate, g)", "self.products(batch, learner.cfg, g)"),
         ("(cosines[name], name == evidence", "(cosines[name], name != evidence"),
         ("        source.sequence += update // cfg.auto_every * 2 * n", "        source.sequence += 0 * n"),
         (
@@ -941,9 +941,8 @@ MUTANTS = {
         ("beside = own * signal - along**2", "beside = own * signal"),
         ("max(along, 0.0) ** 2", "along**2"),
         ('DECAY * evidence["single"] + single', 'evidence["single"] + single'),
-        ("sum(learner.dot(probe, probe) for probe in probes) / 2", "learner.dot(g, g)"),
+        ("single = (learner.dot(g, g) + learner.dot(other, other)) / 2", "single = learner.dot(g, g)"),
         ("min(signal, noise, beside) <= 0", "min(signal, beside) <= 0"),
-        (" or run.cfg.distill_worth_target > 0", ""),
         ('= self.controllers["worth"] = self', "= self"),
     ],
     "flags.py": [

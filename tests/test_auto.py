@@ -2,6 +2,7 @@
 itself resumed and on two ranks."""
 
 import copy
+import gc
 import math
 from types import SimpleNamespace
 
@@ -252,6 +253,23 @@ def test_a_probe_moves_nothing_and_the_update_after_it_is_that_of_the_fixed_cap(
     assert same(whole_state(fixed), whole_state(probed))
 
 
+def test_one_gradient_is_kept_while_the_next_is_made(monkeypatch):
+    """plan.py counts on it."""
+    model = tiny_model(0, layers=2, dtype=f64)
+    chooser, learner, _ = make_chooser(monkeypatch, [groups_near(model, s) for s in (20, 21)], **AUTO["cap"])
+    shape = learner.models.policy.get_input_embeddings().weight.shape
+    backward, alive = learner.backward, []
+
+    def noting(*how):
+        tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+        alive.append(sum(x.shape == shape and not x.requires_grad for x in tensors))
+        return backward(*how)
+
+    monkeypatch.setattr(learner, "backward", noting)
+    chooser.choose(groups_near(model, 3), 0)
+    assert [n - alive[0] for n in alive] == [0, 1, 1, 1, 1, 1, 1]
+
+
 def test_a_probe_that_is_not_finite_says_nothing(monkeypatch):
     model = tiny_model(0, layers=2, dtype=f64)
     on_policy = [groups_near(model, seed, noise=0.0) for seed in (5, 6, 7, 8)]
@@ -352,16 +370,18 @@ def test_lambda_is_steered_by_worth(solvers, tmp_path, train_here):
 @SEVERAL_PROCESSES
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_choose_as_one(parallel, solvers, tmp_path):
-    """The same groups on two ranks, sharded or not: the same cosines, responses and choice at the first probe."""
-    more = dict(RUN, steps=1, train_batch=32, save_every=0)
+    """The same groups on two ranks, sharded or not: the same cosines, responses and choice at both probes. At the
+    second one DDP writes every gradient into the same memory."""
+    more = dict(RUN, steps=2, auto_every=1, train_batch=32, save_every=0)
     run_to_the_end(flags(solvers, tmp_path / "one", **more))
     run_to_the_end(flags(solvers, tmp_path / "two", parallel=parallel, **more), ranks=2)
-    one, two = (read_metrics(tmp_path / name)[1] for name in ("one", "two"))
-    names = [name for name in one if name.startswith("auto/")]
-    assert len(names) == 8
-    for name in names:
-        assert two[name] == pytest.approx(one[name], rel=2e-3), name
-    assert two["loss"] == pytest.approx(one["loss"], rel=1e-3, abs=1e-6)
+    for one, two in zip(*(read_metrics(tmp_path / name)[1:] for name in ("one", "two")), strict=True):
+        names = [name for name in one if name.startswith("auto/")]
+        assert len(names) == 8
+        for name in names:
+            same = two[name] is None if one[name] is None else two[name] == pytest.approx(one[name], rel=2e-3)
+            assert same, name  # worth is None where two batches do not tell it
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-3, abs=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

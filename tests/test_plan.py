@@ -156,6 +156,8 @@ def test_stages_hold_what_is_there_together():
     assert made.peak == max(map(made.of_stage, made.stages))
     held = plan.plan_of(make_cfg(objective="grpo", max_tokens=90, kl_coef=0.1), {"policy": small()}, 37, 1)
     assert held.of_stage("roll out") == states + c["engine"] + 4 * P_SMALL  # the model that --kl_coef holds to
+    probed = plan.plan_of(make_cfg(objective="grpo", max_tokens=90, correction="auto"), {"policy": small()}, 37, 1)
+    assert probed.of_stage("forward and backward") == states + busy + c["engine"] + 4 * P_SMALL
     assert made.checkpoint == 4 * P_SMALL * 4 - 2 * P_SMALL  # float32 weights and two moments, and 16-bit ones for use
 
 
