@@ -38,6 +38,7 @@ FOLDER = sweep.RESULTS / "worth"
 SAMPLER = ("actor", "actor_base_accuracy", "rollout_quant", "temperature", "top_p", "top_k", "keep_sampling_mask")
 TRAINING = ("distill_lambda", "distill_kl_target", "lr", "model", "rollout_batch", "max_staleness", "cppo_beta")
 TRAINING += (*prefix.FAR, *prefix.SEEN)
+SAME = {"prefix_tis": "prefix_tis is_cap=1"}  # its default, written out: records have either
 LATE = heterorl.FAR["max_staleness"]
 LONGER = {label: row for label, row in (prefix.LONGER_ALONE | prefix.LONGER).items() if "actor" not in row}
 UPDATES = (0, 25, 75, 150)  # after which LONGER are weighed
@@ -57,6 +58,7 @@ def rows() -> dict[tuple[str, str], tuple[str, dict, int]]:
         ("prefix, two bits", qarl.CONFIG, prefix.LOW, prefix.FIRST_SEED),
         ("praxis", praxis.CONFIG, praxis.ROWS, 0),
         ("prefix, long", praxis.CONFIG, prefix.LONG, prefix.FIRST_SEED),
+        ("prefix, late", heterorl.CONFIG, prefix.LATE, prefix.FIRST_SEED),
         ("heterorl", heterorl.CONFIG, heterorl.TABLE | heterorl.MORE, 0),
     ):
         for label, flags in given.items():
@@ -177,9 +179,9 @@ def points() -> list[Point]:
             continue
         got = sweep.recorded(sweep.with_seeds(flags, 3, seed), config)
         measured = recorded(name)
-        if not got or row_of(flags) not in measured["rows"]:
+        x = measured["rows"].get(row_of(flags)) or measured["rows"].get(SAME.get(row_of(flags)))
+        if not got or not x:
             continue
-        x = measured["rows"][row_of(flags)]
         reached, error = reached_by(got, study)
         kl = measured["about"]["kl"]
         key = (name, row_of(flags), how_taught(flags), seed, "steps" in flags)  # a row may stand in two studies
@@ -190,7 +192,7 @@ def points() -> list[Point]:
         if config == qarl.CONFIG:
             family = f"low bits, {models}"
         if config == heterorl.CONFIG:
-            family = "late samplers"
+            family = f"late samplers, {models}"
         point = Point(label, family, name, x["worth"], x["worth_se"], kl, reached, error)
         found.setdefault(key, point)
     return list(found.values())

@@ -108,7 +108,7 @@ SHORT = {
     "long responses": " (long)",
 }
 FIGURES = ("prefix", "prefix_more")  # of the settings without a short name, and of those with one
-NOT_DRAWN = ("1 where", "Jackpot, expected mask")  # a panel has room for seven lines
+NOT_DRAWN = ("1 where", "Jackpot, expected mask", "Seq-TIS")  # a panel has room for seven lines
 FIRST_SEED = 10  # every row is run anew: base models differ a little between processors
 
 
