@@ -531,8 +531,8 @@ MUTANTS = {
     ],
     "sync.py": [
         ("return self.b - SURE * self.se > 0.5", "return self.b > 0.5"),
-        ("of_rows = ((error * x).sum(1) ** 2).sum() * rows / (rows - 1)", "of_rows = 0.0"),
-        (", noise**2 * square)", ")"),
+        ("of_rows = np.square((error * x).sum(1) / without).sum() * (len(x) - 1) / len(x)", "of_rows = 0.0"),
+        ("of_noise = noise**2 / square", "of_noise = 0.0"),
         ("published_before - before.published, before.noise)", "published_before - before.published)"),
         ("sent.text() == received.text(),", "True,"),
         ("        slope.high >= NEW,", "        slope.high >= 0.0,"),
