@@ -17,6 +17,7 @@ STUDIES = (
     "table1",
     "table2_3",
     "table6_10",
+    "text_settings",
     "figure2c",
     "lowbit",
     "praxis",
