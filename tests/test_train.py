@@ -1082,8 +1082,8 @@ def test_real_vllm_end_to_end(case, vllm_engines, solvers, tmp_path, monkeypatch
     _, rows = train_here(argv)
     asked = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.min_p, cfg.max_tokens, cfg.seed)
     probing = Sampling(max_tokens=DECODED)  # by sync.py
-    evaluating = {Sampling(max_tokens=cfg.max_tokens)} if cfg.actor == "none" else set()  # a plain sampler's otherwise
-    assert set(seen) - {probing} == {asked} | evaluating
+    evaluating = Sampling(max_tokens=cfg.max_tokens)
+    assert set(seen) - {probing} == {asked, evaluating}
     assert len(rows) == 5
     assert all(row["skipped_steps"] == 0 for row in rows[1:])
     check_sync(cfg, rows[1:], rounded=fmt is not None and fmt.activations)
