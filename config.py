@@ -290,8 +290,8 @@ class ReportFlags:
     eval_every: int = 0
     """Held-out pass@1 every so many updates; 0: only before and after; -1: never (python eval.py --follow=RUN)."""
     eval_engine: Literal["own", "torch", "second"] = "own"
-    """What evaluates. own: the run's engine the model that samples, with all that it rounds, and torch the policy of an
-    actor; second: an engine beside it that policy, and sleeps; torch: a plain sampler on the learner's own weights."""
+    """own: the run's engine evaluates the model that samples, with all that it rounds, torch the policy of an actor;
+    second: an engine beside it evaluates that policy, and sleeps; torch: a plain sampler on the learner's weights."""
     eval_problems: int = 512
     """Held-out problems."""
     eval_samples: int = 1
