@@ -466,6 +466,17 @@ class HFEngine:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def evaluated_by(cfg, name: str) -> str:
+    """What evaluates the policy or the actor of a run (--eval_engine): own, the engine that samples from it; second;
+    or torch, a plain sampler on the learner's weights."""
+    samples = "policy" if cfg.actor == "none" else "actor"
+    if cfg.eval_engine == "torch" or (name == samples and cfg.samplers != "local"):
+        return "torch"
+    if name == samples:
+        return "own"
+    return "second" if cfg.eval_engine == "second" else "torch"
+
+
 def make_engine(
     cfg, folder: str, max_len: int, topk: int, device: str = "cpu", vocabulary: int | None = None, sleep_level: int = 0
 ):

@@ -36,7 +36,7 @@ import quant
 import sync
 import warmstart
 from batching import Batch
-from engines import cache_of_a_token, cached_tokens
+from engines import cache_of_a_token, cached_tokens, evaluated_by
 from flags import from_environment, is_hub_id, need
 from model import Needs, OneModelRows, PolicyAndActor, Scored, TwoModelRows, lora, memory, needs_of_update
 from optim import Muon, learning, make_optimizers
@@ -438,9 +438,10 @@ def evaluation(cfg, configs: dict, width: int, ranks: int, gpu_gib: float) -> in
         return 0
     sizes = []
     for name, config in configs.items():
-        if name == sampler_of(cfg) and cfg.samplers == "local" and cfg.eval_engine != "torch":
+        how = evaluated_by(cfg, name)
+        if how == "own":
             sizes.append(0)
-        elif name == "policy" and cfg.eval_engine == "second":
+        elif how == "second":
             sizes.append(engine(cfg, config, width, ranks, gpu_gib))
         else:
             rows = min(AT_ONCE, -(-cfg.eval_problems // ranks)) * cfg.eval_samples

@@ -19,6 +19,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 
+from engines import evaluated_by
 from flags import UserError, need, run_command
 
 # before torch is imported: its idle threads sleep, and leave the cores to a neighbour (results/spin.py)
@@ -223,14 +224,11 @@ class Training:
 
     def eval_engine(self, name: str):
         """An engine with one model's weights as they are now; None: a plain sampler on the learner's own."""
-        how, source = self.cfg.eval_engine, self.source
+        how = evaluated_by(self.cfg, name)
         if how == "torch" or not self.run.eval_sets:
             return None
-        samples = "actor" if self.learner.has_actor else "policy"
-        if name == samples and self.cfg.samplers == "local":
-            return source.lend(self.learner.published(name, source.packed))
-        if name == samples or how == "own":
-            return None
+        if how == "own":
+            return self.source.lend(self.learner.published(name, self.source.packed))
         if self.second_engine is None:
             self.second_engine = open_eval_engine(self.cfg, self.run, self.comm)
         self.second_engine.load(self.learner.named_tensors(name))

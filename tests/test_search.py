@@ -262,3 +262,9 @@ def test_reward_of_a_policy_from_the_responses_that_eval_left(tmp_path):
     assert seen.pop("reward") == pytest.approx(0.75)
     assert seen.pop("reward_se") == pytest.approx(math.sqrt((0.25**2 + 0.75**2 + 0.5**2) / 2 / 3))
     assert seen == {"mean@1": 0.25, "mean@1_se": 0.125} and not responses.exists()
+
+
+def test_a_row_is_weighed_under_either_of_its_names():
+    """prefix_tis by its default, recorded with the cap written out."""
+    late = {p.label: p.worth for p in foretell.points() if p.family == "late samplers, these base models"}
+    assert late["min(R_t, 1)"] == foretell.recorded("delay")["rows"]["prefix_tis is_cap=1"]["worth"]

@@ -844,7 +844,7 @@ def test_remote_samplers_do_not_evaluate():
     loaded = []
     learner = SimpleNamespace(has_actor=True, named_tensors=lambda name: name)
     second = SimpleNamespace(load=loaded.append)
-    cfg = SimpleNamespace(eval_engine="second", samplers="zmq")
+    cfg = SimpleNamespace(eval_engine="second", samplers="zmq", actor="base:actor")
     t = SimpleNamespace(cfg=cfg, source=None, run=SimpleNamespace(eval_sets=[1]), learner=learner, second_engine=second)
     engines = [train.Training.eval_engine(t, name) for name in ("policy", "actor")]
     assert engines == [second, None] and loaded == ["policy"]
