@@ -530,10 +530,7 @@ def check_models(cfg: Config) -> None:
     for flag, value in (("model", cfg.model), ("actor", cfg.actor)):
         if value.startswith("base:"):
             choice(flag, value, ["base:policy", "base:actor"])
-            need(
-                cfg.task == "arith",
-                f"--{flag}={value} knows only --task=arith; give the folder of a model for {cfg.task}",
-            )
+            need(cfg.task == "arith", f"--{flag}={value} knows only --task=arith; give a model's folder for {cfg.task}")
         elif value != "none" or flag == "model":
             need(
                 flags.names_model(value),
@@ -559,6 +556,8 @@ def check_engine(cfg, n_ranks: int = 1) -> None:
     else:
         here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
         need(cfg.rollout_memory < here, f"{memory}: GiB on a CPU, and this host has {here:.0f}; name fewer")
+        words = "on a CPU vLLM cannot say which experts it chose"  # its code for that is written in Triton
+        need(not cfg.router_replay, f"--router_replay: {words}; use --rollout=hf")
 
 
 def check_tensor_parallel(cfg, n_ranks: int) -> None:

@@ -59,6 +59,7 @@ class VLLMEngine:
     fmt            number format of the linear layers (quant.py), or None
     vocabulary     token ids that there are; further rows of an embedding are left out. None: there are none
     tp             neighbouring ranks that are one engine: all of them make every call, each with prompts of its own
+    routing        of experts: say where each token went (Response.routed), on a GPU. As `record_routing` in HFEngine
     sleep_level    on a GPU. 1: `sleep` keeps the weights in the host's memory; 2: it drops them; 0: it does nothing
 
     UserError where vLLM cannot be imported, or lacks a function that is changed below."""
@@ -78,6 +79,7 @@ class VLLMEngine:
         vocabulary: int | None = None,
         kv_cache: str = "auto",
         tp: int = 1,
+        routing: bool = False,
         sleep_level: int = 0,
     ):
         make_llm, self.make_params = import_vllm()
@@ -104,6 +106,7 @@ class VLLMEngine:
         self.ranks = dist.new_subgroups(tp, backend="gloo")[0] if tp > 1 else None
         settings |= memory | among_ranks(tp) | transfer_settings()
         settings["enable_sleep_mode"] = self.sleep_level > 0
+        settings["enable_return_routed_experts"] = routing
         self.apart = "weight_transfer_config" in settings  # it is a process of its own
         overrides = {"head_dtype": "float32"} if head_fp32 else {}
         if vocabulary is not None:
@@ -216,6 +219,8 @@ class VLLMEngine:
                 topk_logp=logp[start:end, 1 : topk + 1].copy(),
                 finish_reason=output.finish_reason,
             )
+            if output.routed_experts is not None:
+                response.routed = output.routed_experts.astype(np.int16)
             if max_allowed:
                 response.allowed_offsets = offsets[start : end + 1] - offsets[start]
                 response.allowed_ids = allowed_ids[offsets[start] : offsets[end]].copy()
@@ -494,4 +499,5 @@ def make_engine(
         engine = HFEngine(folder, device=device, exact=cfg.exact, **shared)
         return engine.record_routing() if cfg.router_replay else engine
     own = dict(seed=cfg.seed, memory_gib=cfg.rollout_memory, kv_cache=cfg.kv_cache_dtype, tp=cfg.rollout_tp)
+    own["routing"] = cfg.router_replay
     return VLLMEngine(folder, max_len=max_len, max_logprobs=topk, sleep_level=sleep_level, **own, **shared)

@@ -277,7 +277,7 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --delay=constant --sampler_rate=0.5 --window_seconds=0.9 --step_seconds=1 | --window_seconds=0.9: at ... dropped before
 --delay=constant --samplers=files --sync_path=x | --delay=constant simulates samplers ... give --delay to each
 --max_staleness=8 | --max_staleness=8 --sync_every=1: there are no ... name a distribution with --delay, or a
---rollout=vllm --router_replay | --router_replay: vLLM does not say here which experts it chose; use --rollout=hf
+--rollout=vllm --router_replay | --router_replay: on a CPU vLLM cannot say which experts it chose; use --rollout=hf
 --samplers=files | --samplers=files: name the folder with --sync_path
 --samplers=zmq --bind=5555 | --bind=5555: not an address; write tcp://HOST:PORT
 --samplers=zmq --bind=http://127.0.0.1:5555 | --bind=http://127.0.0.1:5555: not an address; write tcp://HOST:PORT
@@ -287,8 +287,8 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --sync_dtype=quantized | --sync_dtype=quantized: ... use int8, fp8 or w4a16, or --sync_dtype=float32
 --sync_dtype=quantized --rollout_quant=w2a16 | --sync_dtype=quantized: ... use int8, fp8 or w4a16,
 --samplers=zmq --rollout_quant=int8 --learner_quant=aligned --sync_dtype=bfloat16 | --sync_dtype=bfloat16: an
---task=fine.jsonl | --model=base:policy knows only --task=arith; give the folder of a model for fine.jsonl
---actor=base:policy --model=POLICY --task=fine.jsonl | --actor=base:policy knows only ... give the folder of
+--task=fine.jsonl | --model=base:policy knows only --task=arith; give a model's folder for fine.jsonl
+--actor=base:policy --model=POLICY --task=fine.jsonl | --actor=base:policy knows only ... give a model
 --model=POLICY --task=fine.jsonl --task_explain=5 | --task_explain=5: only ... leave it out for fine.jsonl
 --resume --overwrite --out=run | --resume with --overwrite: one goes on, the other deletes; leave one of them out
         """,
@@ -551,7 +551,7 @@ LOADS=1 --model=gptq | gptq: its weights cannot be read (Loading a GPTQ ... give
 --rollout=hf --base_dir=file | --base_dir=file/ ... : ... is a file, not a folder; name another place
 --rollout=hf --base_dir=read_only | --base_dir=read_only/ ... : ... cannot be written; name another place
 --rollout=hf --model=POLICY --max_tokens=8 --lr=1 --dtype=float32 | --model=POLICY: warmstart.py ... leave --model
---rollout=hf --task=fine.jsonl | --model=base:policy knows only ... give the folder of a model for fine.jsonl
+--rollout=hf --task=fine.jsonl | --model=base:policy knows only ... give a model's folder for fine.jsonl
 --size=3 | --size: no such flag; see --help
 policy | policy: flags are written --key=value
         """,

@@ -12,6 +12,8 @@ import pytest
 import torch
 from conftest import make_cfg, make_groups, tiny_model
 from ranks import make_learner, one_update
+from standins import model, save
+from torchrun import torchrun
 
 import batching
 import objectives
@@ -346,3 +348,11 @@ def test_aligned_learners_compute_what_vllm_computes(name, vllm):
     engine = vllm(name)
     assert engine.packed == (DEVICE == "cuda" or name != "w4a16")
     check_alignment(engine, name)
+
+
+@VLLM
+@ON_A_GPU
+@pytest.mark.timeout(300)
+def test_vllm_says_which_experts_its_tokens_went_to(tmp_path):
+    folder = save(model("qwen3_moe", moe_intermediate_size=32), tmp_path)
+    torchrun("test_moe.py", "vllm_says_its_experts", folder, ranks=1)

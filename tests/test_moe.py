@@ -4,6 +4,7 @@ others; the router stays as it is; and the learner routes each token as the engi
 import dataclasses
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torchrun import torchrun
 
 import batching
 import checkpoint
+import engines
 import quant
 import run
 import train
@@ -194,7 +196,7 @@ def test_the_torch_engine_has_the_published_experts(tmp_path, name):
 
 def test_vllm_has_the_published_experts(tmp_path):
     """In a process of its own: vLLM makes its group of experts only if the first model of a process has some."""
-    torchrun("test_moe.py", save(moe(), tmp_path), ranks=1)
+    torchrun("test_moe.py", "vllm_has_experts", save(moe(), tmp_path), ranks=1)
 
 
 def vllm_has_experts(folder: str) -> None:
@@ -273,6 +275,42 @@ def test_the_engine_says_which_experts_each_token_went_to():
             assert same_experts(r.routed, chosen_by(lm, read))
 
 
+def test_vllm_on_a_gpu_is_asked_which_experts_it_chose(monkeypatch):
+    """Its own outputs, with routes in the small type and of the length that it gives them: P + L - 1 tokens."""
+    from vllm.outputs import CompletionOutput
+
+    asked = []
+    monkeypatch.setattr(engines, "import_vllm", lambda: (lambda folder, **settings: asked.append(settings), None))
+    monkeypatch.setattr(engines, "change_vllm", lambda **how: None)
+    for replay in (True, False):
+        engine = engines.make_engine(dataclasses.replace(make_cfg(router_replay=replay), rollout="vllm"), "x", 64, 5)
+    assert [settings["enable_return_routed_experts"] for settings in asked] == [True, False]
+    tokens, routes = [[4, 9, 2], [7]], [np.arange(6 * 8, dtype=np.uint8).reshape(6, 4, 2) + 200, None]
+    outputs = []
+    for ids, routed in zip(tokens, routes, strict=True):
+        table = SimpleNamespace(
+            token_ids=[np.array([[i, 3]]) for i in ids], logprobs=[np.array([[-1.0, -0.5]])] * len(ids)
+        )
+        outputs.append(CompletionOutput(0, "", ids, None, table, routed, "stop"))
+    one, other = engine._responses(outputs, 1, 1, 0)
+    assert one.routed.dtype == np.int16 and one.routed.tolist() == (np.arange(48).reshape(6, 4, 2) + 200).tolist()
+    assert other.routed is None and one.tokens.tolist() == [4, 9, 2]
+
+
+def vllm_says_its_experts(folder: str) -> None:
+    """On a GPU: test_gpu.py runs it."""
+    engine, lm = VLLMEngine(folder, max_len=64, max_logprobs=20, routing=True), moe()
+    prompts = [np.arange(3, 3 + n, dtype=np.int32) for n in (5, 9)]
+    alike = []
+    for prompt, group in zip(
+        prompts, engine.generate(prompts, [[1, 2, 3]] * 2, Sampling(max_tokens=12), 3, [2]), strict=True
+    ):
+        for r in group:
+            read = np.concatenate([prompt, r.tokens])[:-1]
+            alike.append((np.sort(r.routed, -1) == np.sort(chosen_by(lm, read), -1)).mean())
+    assert np.mean(alike) > 0.99, alike
+
+
 def replaying(lm, **changes) -> Learner:
     sizes = dict(group_size=3, train_batch=6, rollout_batch=6)
     return Learner(lm, None, make_cfg(objective="tis", router_replay=True, **sizes, **changes), Comm())
@@ -349,11 +387,15 @@ def test_experts_pass_the_wire_and_a_checkpoint():
             decode_group(encode_group(groups[0]), dataclasses.replace(limits, routed=wrong))
 
 
-def test_what_cannot_be_replayed_is_refused():
+def test_what_cannot_be_replayed_is_refused(monkeypatch):
     with pytest.raises(UserError, match="--router_replay: a model of the family qwen3 has no experts; leave it out"):
         replaying(model("qwen3"))
-    with pytest.raises(UserError, match="--router_replay: vLLM does not say here which experts it chose"):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="--router_replay: on a CPU vLLM cannot say which experts it chose"):
         make_cfg(router_replay=True, rollout="vllm")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    make_cfg(router_replay=True, rollout="vllm", rollout_memory=0.5)
+    monkeypatch.undo()
     groups = sampled(moe())
     groups[0].responses[1].routed = None
     with pytest.raises(UserError, match="--router_replay: group .* does not say which experts its tokens went to"):
@@ -393,4 +435,4 @@ def test_a_run_replays_what_the_low_bit_engine_chose(tmp_path):
 
 
 if __name__ == "__main__":
-    vllm_has_experts(*sys.argv[1:])
+    globals()[sys.argv[1]](*sys.argv[2:])
