@@ -556,8 +556,6 @@ def check_engine(cfg, n_ranks: int = 1) -> None:
     else:
         here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
         need(cfg.rollout_memory < here, f"{memory}: GiB on a CPU, and this host has {here:.0f}; name fewer")
-        words = "on a CPU vLLM cannot say which experts it chose"  # its code for that is written in Triton
-        need(not cfg.router_replay, f"--router_replay: {words}; use --rollout=hf")
 
 
 def check_tensor_parallel(cfg, n_ranks: int) -> None:
@@ -592,6 +590,7 @@ def check_packages(cfg: Config, n_ranks: int) -> None:
     """What the flags need to be installed."""
     if cfg.samplers == "local":
         check_engine(cfg, n_ranks)
+        quant.check_routing(cfg)
     if cfg.wandb:
         need(
             importlib.util.find_spec("wandb") is not None,

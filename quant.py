@@ -512,6 +512,14 @@ def check(cfg) -> None:
     need(cfg.quant_group >= 1, f"--quant_group={cfg.quant_group}: must be at least 1")
 
 
+def check_routing(cfg) -> None:
+    """UserError if the engine of the flags cannot say here which experts it chose."""
+    need(
+        not cfg.router_replay or cfg.rollout == "hf" or torch.cuda.is_available(),  # vLLM's code for it is in Triton
+        "--router_replay: on a CPU vLLM cannot say which experts it chose; use --rollout=hf",
+    )
+
+
 def check_model(cfg, folder: str) -> None:
     """UserError with one sentence if the formats of the flags cannot run here on the model of `folder`.
 

@@ -538,6 +538,7 @@ def configure(run: dict, flags: SamplerFlags) -> Config:
         kv_cache_dtype=flags.kv_cache_dtype,
     )
     quant.check(cfg)
+    quant.check_routing(cfg)
     return cfg
 
 

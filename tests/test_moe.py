@@ -26,6 +26,7 @@ from learner import Comm, Learner
 from model import Needs
 from optim import make_optimizers
 from quant import LowBitExperts, by_expert, dequantize, experts_of, format_of, quantize
+from remote import sampler
 from remote.groups import Limits, decode_group, encode_group
 from remote.wire import WireError
 from sampling import Sampling
@@ -393,8 +394,13 @@ def test_what_cannot_be_replayed_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="--router_replay: on a CPU vLLM cannot say which experts it chose"):
         make_cfg(router_replay=True, rollout="vllm")
+    theirs = {"packed": False, "config": dataclasses.asdict(make_cfg(router_replay=True))}
+    with pytest.raises(UserError, match="--router_replay: on a CPU vLLM cannot say"):
+        sampler.configure(theirs, sampler.SamplerFlags(rollout="vllm"))
+    assert sampler.configure(theirs, sampler.SamplerFlags(rollout="hf")).router_replay
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     make_cfg(router_replay=True, rollout="vllm", rollout_memory=0.5)
+    assert sampler.configure(theirs, sampler.SamplerFlags(rollout="vllm")).router_replay
     monkeypatch.undo()
     groups = sampled(moe())
     groups[0].responses[1].routed = None

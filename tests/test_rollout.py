@@ -168,6 +168,7 @@ def test_flags_reach_the_engines(folders, monkeypatch):
     assert plain.raw and plain.head_fp32 and plain.fmt.name == "int8" and plain.packed and plain.dtype == "float32"
     monkeypatch.setattr(engines, "VLLMEngine", lambda folder, **settings: (folder, settings))
     vllm = replace(cfg, rollout="vllm", rollout_dtype="bfloat16", kv_cache_dtype="fp8", rollout_tp=2)
+    vllm = replace(vllm, router_replay=True)
     folder, settings = make_engine(vllm, "f", 64, 5, vocabulary=99, sleep_level=1)
     assert folder == "f"
     assert settings == dict(
@@ -182,6 +183,7 @@ def test_flags_reach_the_engines(folders, monkeypatch):
         fmt=plain.fmt,
         vocabulary=99,
         tp=2,
+        routing=True,
         sleep_level=1,
     )
 
