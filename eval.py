@@ -50,7 +50,7 @@ from quant import PrecisionFlags
 from rollout import request_seed
 from run import EVALUATED, common_tokenizer, holds_run, is_locked, rows
 from sampling import Sampling, SamplingFlags
-from tasks import EvalSet, PromptFlags, TaskFlags, encode, eval_sets, grade_all, prompts, run_stop_ids, stop_ids
+from tasks import EvalSet, PromptFlags, TaskFlags, encode, eval_sets, grade_all, prompts, stop_ids
 from tasks.gold import grade_gold
 
 PROBLEMS, PROBE_PROBLEMS = 512, 64  # unless --problems names a number: to evaluate, and for --mismatch
@@ -110,19 +110,18 @@ def sampler_of(learner, name: str, cfg) -> HFEngine:
     return engine
 
 
-def fresh_advantage(learner, groups, task, tokenizer, cfg) -> float:
+def fresh_advantage(learner, groups, run) -> float:
     """Mean advantage per token of responses that the policy itself samples now, against the baselines of these groups.
 
     It is what mean(w A) over the groups estimates; their distance is GEPO's Figure 6 (c)."""
-    problems = [task.find(g.prompt_id) for g in groups]
-    prompts = [g.prompt_ids for g in groups]
+    cfg, prompts = run.cfg, [g.prompt_ids for g in groups]
     seeds = []
     for g in groups:
         key = ("fresh", cfg.seed, g.uid, learner.version)
         seeds.append([request_seed(*key, i) for i in range(cfg.group_size)])
     engine = sampler_of(learner, "policy", cfg)
-    fresh = engine.generate(prompts, seeds, replace(groups[0].sampling, noise=0.0), 0, run_stop_ids(tokenizer, cfg))
-    grade_all(task, tokenizer, problems, fresh)
+    fresh = engine.generate(prompts, seeds, replace(groups[0].sampling, noise=0.0), 0, run.stop_ids)
+    grade_all(run.task, run.tokenizer, [run.task.find(g.prompt_id) for g in groups], fresh)
     total = count = 0.0
     for group, responses in zip(groups, fresh, strict=True):
         reward = torch.tensor([r.reward for r in group.responses], dtype=torch.float64)
@@ -143,27 +142,26 @@ def advantage_slope(reward, cfg) -> float:
     return float((known * spread).sum() / spread.square().sum())
 
 
-def held_out(learner, name: str, sets: list[EvalSet], tokenizer, cfg, engine=None) -> dict[str, float]:
-    """pass@1 of the learner's own policy or actor on the held-out sets (Run.eval_sets), spread over ranks.
+def held_out(learner, name: str, run, engine=None) -> dict[str, float]:
+    """pass@1 of the learner's own policy or actor on the held-out sets of the run, spread over ranks.
 
     engine: one that has that model's weights; None: a plain sampler. The mean over problems, and with several sets the
     mean of theirs, beside mean@n of each under its name."""
-    if not sets:
+    if not run.eval_sets:
         return {}
-    engine = engine or sampler_of(learner, name, cfg)
-    ends = run_stop_ids(tokenizer, cfg)
+    cfg, engine = run.cfg, engine or sampler_of(learner, name, run.cfg)
     scores = []
-    for one in sets:
+    for one in run.eval_sets:
         n = cfg.eval_problems if one.task.size is None else min(cfg.eval_problems, one.task.size)
         mine = list(range(learner.comm.rank, n, learner.comm.size))
         plain = Sampling(temperature=one.temperature, max_tokens=one.max_tokens)
-        right, _ = solve(engine, one.task, tokenizer, mine, one.samples, plain, cfg.seed, ends)
+        right, _ = solve(engine, one.task, run.tokenizer, mine, one.samples, plain, cfg.seed, run.stop_ids)
         score = right.mean(1) if mine else np.zeros(0)
         total, squares = learner.comm.sum([score.sum(), (score**2).sum()])
         mean = total / n
         variance = max(0.0, squares / n - mean**2)
         scores.append((mean, math.sqrt(variance / max(1, n - 1))))
-    return over_sets([(one.label, one.samples) for one in sets], scores)
+    return over_sets([(one.label, one.samples) for one in run.eval_sets], scores)
 
 
 def over_sets(sets: list[tuple[str, int]], scores: list[tuple[float, float]]) -> dict[str, float]:
@@ -242,7 +240,7 @@ def open_setup(cfg: EvalFlags, problems: int) -> Setup:
     sets = eval_sets(cfg, "task", usual)
     warmstart.check(cfg, sets[0].task)
     folder = find_model(cfg, "model", cfg.which)
-    one_model = cfg.model.startswith("base:") or Path(folder) == Path(cfg.model)
+    one_model = Path(cfg.model) not in Path(folder).parents
     need(
         cfg.which == "policy" or not one_model,
         f"--which={cfg.which}: {cfg.model} is one model, not a run or a checkpoint; leave it out",

@@ -43,7 +43,7 @@ from model import exact, lora
 from model.memory import unread
 from rollout import LocalSource, uniforms
 from sync import Probe
-from tasks import EvalSet, eval_sets, make_task, run_stop_ids
+from tasks import EvalSet, eval_sets, make_task, stop_ids
 
 
 @dataclass
@@ -54,6 +54,7 @@ class Run:
     task: object
     eval_sets: list  # tasks.EvalSet: what is held out
     tokenizer: object
+    stop_ids: list[int]  # ends of both models, whichever samples: one can learn to end as the other
     policy: str
     actor: str | None
     context: int  # longest prompt + response, in tokens
@@ -135,6 +136,7 @@ def open_run(cfg: config.Config, comm) -> Run:
     folders = {"policy": model_folder("model", cfg, comm), "actor": model_folder("actor", cfg, comm)}
     check_models(cfg, folders["policy"], folders["actor"])
     tokenizer = common_tokenizer(cfg, folders["policy"], folders["actor"])
+    ends = stop_ids(tokenizer, filter(None, folders.values()), cfg.stop)
     vocabulary = checkpoint.vocabulary_size(tokenizer)
     check_vocabulary(cfg, vocabulary)
     for folder in filter(None, folders.values()):
@@ -161,7 +163,7 @@ def open_run(cfg: config.Config, comm) -> Run:
         need(task.size, f"--epochs={cfg.epochs}: {cfg.task} is endless; give --steps")
         cfg = dataclasses.replace(cfg, steps=math.ceil(cfg.epochs * task.size * cfg.group_size / cfg.train_batch))
     chosen = checkpoint.to_resume(cfg, comm) if cfg.resume else None  # before a model loads
-    return Run(cfg, task, held_out, tokenizer, *folders.values(), context, eval_context, configs, chosen)
+    return Run(cfg, task, held_out, tokenizer, ends, *folders.values(), context, eval_context, configs, chosen)
 
 
 def held_out_sets(cfg, task) -> list[EvalSet]:
@@ -179,22 +181,20 @@ def open_source(cfg, run, comm):
     truncated sampling allowed, where the learner replays them."""
     topk = topk_of(cfg)
     max_allowed = sampling.max_allowed(cfg, run.vocabulary)
-    stop_ids = run_stop_ids(run.tokenizer, cfg)
     if cfg.samplers != "local":
         from remote.source import open_remote_source  # its packages are needed nowhere else
 
         return open_remote_source(cfg, run, run.rollout_model, topk, max_allowed, comm)
-    records = max(topk, max_allowed)
     context = max(run.context, run.eval_context if cfg.eval_engine != "torch" else 0)  # it evaluates too
     where = (comm.device, run.vocabulary, sleep_level(cfg))
-    engine = make_engine(cfg, run.actor or run.policy, context, records, *where)
+    engine = make_engine(cfg, run.actor or run.policy, context, max(topk, max_allowed), *where)
     what = (engine, run.task, run.tokenizer, sampling.Sampling.of(cfg))
     how = {
         "group_size": cfg.group_size,
         "topk": topk,
         "max_allowed": max_allowed,
         "resample": cfg.dynamic_sampling,
-        "stop_ids": stop_ids,
+        "stop_ids": run.stop_ids,
         "model": run.rollout_model,
         "probe": run.probe(),
         "rank": comm.rank,

@@ -177,7 +177,7 @@ class Training:
             if due(cfg.log_samples, self.step):
                 self.write_samples(groups[:4])
             if due(cfg.advantage_error_every, self.step):
-                values["fresh_advantage"] = fresh_advantage(learner, groups, self.run.task, self.run.tokenizer, cfg)
+                values["fresh_advantage"] = fresh_advantage(learner, groups, self.run)
             # 6. forward, loss, backward for each micro-batch; clip; step
             logged = learner.update(batch, stats)
             objectives.update_controllers(self.controllers, logged, cfg)
@@ -216,7 +216,7 @@ class Training:
         with timer(self.clock, "eval_s"):
             for name in self.learner.names:
                 engine = self.eval_engine(name)
-                scores = held_out(self.learner, name, self.run.eval_sets, self.run.tokenizer, self.cfg, engine)
+                scores = held_out(self.learner, name, self.run, engine)
                 values |= {f"eval/{name}_{key}": value for key, value in scores.items()}
                 if engine is not None:
                     engine.sleep()

@@ -57,7 +57,6 @@ from objectives import columns_of, unregularised
 from optim import learning
 from rollout import LocalSource
 from run import open_run, open_source, topk_of
-from tasks import run_stop_ids
 
 ROWS = (
     "none; is; tis is_cap=2; tis is_cap=3; tis is_cap=8; icepop; seq_is; seq_tis is_cap=1; seq_tis is_cap=2; "
@@ -408,7 +407,7 @@ def on_policy_source(learner, run, cfg) -> LocalSource:
         group_size=cfg.group_size,
         topk=0,
         max_allowed=sampling.max_allowed(cfg, run.vocabulary),
-        stop_ids=run_stop_ids(run.tokenizer, cfg),
+        stop_ids=run.stop_ids,
         model="policy",
         probe=None,
         rank=learner.comm.rank,

@@ -44,7 +44,6 @@ from remote.hub import Hub
 from remote.weights import Store, as_it_is, change_of, halved
 from rollout import Rollout, has_spread
 from sampling import Sampling
-from tasks import run_stop_ids
 
 FATES = ("trained", "staleness", "window", "no_spread", "orphan", "refused", "corrupt", "lost")
 TRAFFIC = ("received", "duplicate", "bad_leaves", "malformed", "strangers", "faults")
@@ -123,7 +122,7 @@ def describe_run(cfg, run, model: str, topk: int, max_allowed: int, ranks: int) 
         "probe": run.probe().ids.tolist(),
         "packed": cfg.sync_dtype == "quantized",
         "paced": cfg.admission == "pace",
-        "stop_ids": run_stop_ids(run.tokenizer, cfg),
+        "stop_ids": run.stop_ids,
     }
 
 

@@ -22,7 +22,7 @@ from flags import need
 from tasks import arith, rewards
 from tasks.arith import VOCAB, Arithmetic, arithmetic_tokenizer
 from tasks.data import OwnTask, Table, choices_of, digest_of, is_own, label_of, read_rows
-from tasks.prompts import Answer, Problem, Style, encode, run_stop_ids, stop_ids
+from tasks.prompts import Answer, Problem, Style, encode, stop_ids
 
 __all__ = ["VOCAB", "Answer", "Arithmetic", "OwnTask", "Problem", "PromptFlags", "Table", "TaskFlags"]
 __all__ += [
@@ -33,7 +33,6 @@ __all__ += [
     "eval_sets",
     "grade_all",
     "make_task",
-    "run_stop_ids",
     "stop_ids",
 ]
 

@@ -197,11 +197,6 @@ def shown(tokenizer, problems: list[Problem], ends: list[int]) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def run_stop_ids(tokenizer, cfg) -> list[int]:
-    """The ends of a run's responses: of both models, whichever samples, so that one can learn to end as the other."""
-    return stop_ids(tokenizer, (cfg.model, cfg.actor), cfg.stop)
-
-
 def stop_ids(tokenizer, folders, stop: str = "") -> list[int]:
     """Ids of the tokens that end a response, in every engine and in evaluation alike.
 

@@ -80,6 +80,24 @@ def folders(tmp_path_factory):
 TINY_TASK = dict(task_min_ops=1, task_max_ops=1, task_operand=3, task_total=9)
 
 
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """name -> the folder that the hub's model of this name has in the cache, offline."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def snapshot(name: str) -> Path:
+        cached = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+        (cached / "refs").mkdir(parents=True)
+        (cached / "refs" / "main").write_text("0123abcd")
+        (cached / "snapshots").mkdir()
+        return cached / "snapshots" / "0123abcd"
+
+    return snapshot
+
+
 @pytest.fixture(scope="session")
 def solvers():
     """A policy and an actor that solve half of the sums of TINY_TASK: RL has something to climb (make_solvers.py)."""

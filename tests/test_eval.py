@@ -28,7 +28,7 @@ from remote.source import describe_run
 from rollout import Response
 from run import held_out_sets, open_run
 from sampling import Sampling
-from tasks import Arithmetic, arithmetic_tokenizer, encode
+from tasks import Arithmetic, arithmetic_tokenizer, encode, stop_ids
 
 
 def test_pass_at_k_is_the_mean_over_subsets():
@@ -264,13 +264,14 @@ def test_evaluation_in_training_has_the_ends_and_the_grading_of_the_run(folders,
         device="cpu",
         version=0,
     )
-    sets = held_out_sets(cfg, task)
+    ends = stop_ids(tokenizer, [policy, actor])
+    run = SimpleNamespace(cfg=cfg, task=task, tokenizer=tokenizer, stop_ids=ends, eval_sets=held_out_sets(cfg, task))
     for name in ("policy", "actor"):
-        evaluation.held_out(learner, name, sets, tokenizer, cfg)
+        evaluation.held_out(learner, name, run)
     groups = make_groups(2, 2)
     for i, group in enumerate(groups):
         group.prompt_id = task.problem("train", i).id
-    evaluation.fresh_advantage(learner, groups, task, tokenizer, cfg)
+    evaluation.fresh_advantage(learner, groups, run)
     assert seen == 3 * [[1, 8, 9]]
     found = [(t.name, t.reward.answer, t.reward.seconds, *how) for t, *how in tasks]
     assert found == 2 * [(str(file), "last", 7.0, 2, 0.5, 4)]
@@ -369,7 +370,9 @@ def test_held_out_adds_up_over_ranks(monkeypatch):
     comm = SimpleNamespace(on=False, rank=1, size=2, sum=sum_of_two)
     models = SimpleNamespace(policy=tiny_model(0), vocabulary=None)
     learner = SimpleNamespace(models=models, comm=comm, device="cpu")
-    result = evaluation.held_out(learner, "policy", held_out_sets(cfg, Arithmetic()), arithmetic_tokenizer(), cfg)
+    sets = held_out_sets(cfg, Arithmetic())
+    run = SimpleNamespace(cfg=cfg, tokenizer=arithmetic_tokenizer(), stop_ids=[1], eval_sets=sets)
+    result = evaluation.held_out(learner, "policy", run)
     assert seen == [list(range(1, 20, 2))]
     assert result["pass@1"] == pytest.approx(0.3)
     assert result["se"] == pytest.approx(math.sqrt(0.21 / 19))

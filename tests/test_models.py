@@ -204,18 +204,12 @@ def folder_of(model: str, tmp_path) -> str:
     return run.model_folder("model", cfg, Comm())
 
 
-def test_an_id_of_the_hub(tmp_path, monkeypatch):
+def test_an_id_of_the_hub(tmp_path, hub):
     """Offline: one that was fetched before is found, another one is refused with a sentence."""
-    import huggingface_hub
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    fetched = tmp_path / "models--some--one"
-    save(model("qwen3"), fetched / "snapshots" / "0123abcd")
-    (fetched / "refs").mkdir()
-    (fetched / "refs" / "main").write_text("0123abcd")
+    fetched = hub("some/one")
+    save(model("qwen3"), fetched)
     folder = folder_of("some/one", tmp_path)
-    assert Path(folder) == fetched / "snapshots" / "0123abcd"
+    assert Path(folder) == fetched
     assert checkpoint.load_model(folder).config.model_type == "qwen3"
     with pytest.raises(UserError, match="--model=some/other: no such folder here, and the hub does not give it"):
         folder_of("some/other", tmp_path)

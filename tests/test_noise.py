@@ -204,14 +204,14 @@ def test_the_policy_itself_has_no_noise(solvers):
     tokenizer, task = arithmetic_tokenizer(), Arithmetic()
     models = SimpleNamespace(policy=tiny_model(0), vocabulary=VOCAB)
     learner = SimpleNamespace(models=models, comm=Comm(), device="cpu", version=0)
+    run = SimpleNamespace(cfg=cfg, task=task, tokenizer=tokenizer, vocabulary=VOCAB, stop_ids=[1])
     found = []
     for noise in (0.0, 3.0):
         groups = make_groups(2, 2)
         for i, group in enumerate(groups):
             group.prompt_id, group.sampling = task.problem("train", i).id, Sampling(max_tokens=8, noise=noise)
-        found.append(evaluation.fresh_advantage(learner, groups, task, tokenizer, cfg))
+        found.append(evaluation.fresh_advantage(learner, groups, run))
     assert found[0] == found[1]
-    run = SimpleNamespace(task=task, tokenizer=tokenizer, vocabulary=VOCAB)
     assert worth.on_policy_source(learner, run, cfg).sampling == Sampling(seed=cfg.seed)
 
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 from conftest import ROOT, make_cfg
 
-import tasks
 import warmstart
 from engines import HFEngine
+from learner import Comm
 from rollout import LocalSource, request_seed
+from run import open_run
 from sampling import Sampling
 from tasks import VOCAB, Answer, Arithmetic, Problem, Table, arithmetic_tokenizer, read_rows, stop_ids
 from tasks.data import final_answer
@@ -250,13 +251,16 @@ def test_ends_are_the_tokenizers_the_models_and_ones_of_your_own(folders, tmp_pa
         stop_ids(tokenizer, [none])
 
 
-def test_a_run_has_the_ends_of_both_models(folders, tmp_path):
-    policy = with_ends(folders / "policy", tmp_path / "policy", [1, 8])
+def test_a_run_has_the_ends_of_both_models(folders, tmp_path, hub):
+    """In folders and on the hub, where a model's name is no folder."""
     actor = with_ends(folders / "actor", tmp_path / "actor", [1, 9])
-    cfg = make_cfg(model=str(policy), actor=str(actor), stop="10")
-    tokenizer = arithmetic_tokenizer()
-    assert tasks.run_stop_ids(tokenizer, cfg) == [1, 8, 9, tokenizer.encode("10")[0]]
-    assert tasks.run_stop_ids(tokenizer, make_cfg(model="base:policy")) == [1]
+    policy = with_ends(folders / "policy", tmp_path / "policy", [1, 8])
+    with_ends(folders / "policy", hub("some/policy"), [1, 7])
+    with_ends(folders / "actor", hub("some/actor"), [1, 6])
+    ten = arithmetic_tokenizer().encode("10")[0]
+    for models, ends in {(str(policy), str(actor)): [1, 8, 9], ("some/policy", "some/actor"): [1, 7, 6]}.items():
+        cfg = make_cfg(model=models[0], actor=models[1], stop="10", max_tokens=8, out=str(tmp_path / "run"))
+        assert open_run(cfg, Comm()).stop_ids == [*ends, ten]
 
 
 @pytest.mark.parametrize("kind", ["hf", "vllm"])
