@@ -74,10 +74,10 @@ def solve(engine, task, tokenizer, indices, samples: int, sampling: Sampling, se
 
     indices: numbers of problems. ends: tokens that end a response (tasks.stop_ids). write(problem, group): called with
     each problem's graded responses. Returns (len(indices), samples) of 0 / 1, and tokens."""
-    right, lengths = [], []
-    starts = range(0, len(indices), tasks.AT_ONCE)
+    right, lengths, some = [], [], tasks.at_once(samples)
+    starts = range(0, len(indices), some)
     for start in tqdm(starts, desc="evaluate", leave=False, disable=len(starts) < 2):
-        problems = [task.problem("test", i) for i in indices[start : start + tasks.AT_ONCE]]
+        problems = [task.problem("test", i) for i in indices[start : start + some]]
         prompts = [np.array(encode(tokenizer, p), np.int32) for p in problems]
         seeds = [[request_seed("eval", seed, problem.id, s) for s in range(samples)] for problem in problems]
         groups = engine.generate(prompts, seeds, sampling, 0, ends)
@@ -191,8 +191,8 @@ class EvalFlags(TaskFlags, PromptFlags, SamplingFlags, EngineFlags, PrecisionFla
     """At most so many problems; default 512, with --mismatch 64."""
     samples: int = 4
     """n: responses to each problem."""
-    k: str = "1,4"
-    """pass@k for these k, each at most n."""
+    k: str | None = None
+    """pass@k for these k, each at most --samples; default: 1 and --samples."""
     seed: int = 0
     """Seed of sampling."""
     follow: str = ""
@@ -351,8 +351,10 @@ def evaluate(cfg: EvalFlags) -> dict:
     return first | {"mean": mean, "sets": {one.label: r for one, r in zip(setup.sets, results, strict=True)}}
 
 
-def ks_of(text: str, n: int) -> list[int]:
+def ks_of(text: str | None, n: int) -> list[int]:
     """--k as numbers. UserError: one is not between 1 and n."""
+    if text is None:
+        return sorted({1, n})
     ks = [int(k) if k.strip().isdecimal() else 0 for k in text.split(",")]
     need(1 <= min(ks) <= max(ks) <= n, f"--k={text}: each k must lie between 1 and --samples={n}, as in 1,{n}")
     return ks
@@ -409,7 +411,8 @@ class Responses:
         asked = {
             key: value for key, value in vars(cfg).items() if key not in ("out", "k", "problems", "rollout_memory")
         }
-        head = json.dumps({"evaluation": asked | {"folder": setup.folder}}) + "\n"
+        data = {one.label: tasks.digest_of(one.task.name) for one in setup.sets}
+        head = json.dumps({"evaluation": asked | {"folder": setup.folder, "data": data}}) + "\n"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(head, encoding="utf-8")
@@ -417,11 +420,11 @@ class Responses:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         need(
             lines and lines[0] == head,
-            f"{path}: holds responses of another evaluation; name another --out, or remove that file",
+            f"{path}: holds responses of another evaluation, or to other problems; name another --out, or remove it",
         )
         whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
-        for line in whole[1:]:
-            row = json.loads(line)
+        for n, line in enumerate(whole[1:], 2):
+            row = tasks.parsed(line, f"{path}, line {n}")
             responses.known[row["set"]][row["id"]] = row
         path.write_text("".join(whole), encoding="utf-8")
         print(f"{path}: {len(whole) - 1} problems are there already")

@@ -40,7 +40,7 @@ from engines import cache_of_a_token, cached_tokens, evaluated_by
 from flags import from_environment, is_hub_id, need
 from model import Needs, OneModelRows, PolicyAndActor, Scored, TwoModelRows, lora, memory, needs_of_update
 from optim import Muon, learning, make_optimizers
-from tasks import AT_ONCE, make_task
+from tasks import at_once, make_task
 
 GIB = 2**30
 MOST_RANKS = 64  # that are tried
@@ -444,7 +444,7 @@ def evaluation(cfg, configs: dict, width: int, ranks: int, gpu_gib: float) -> in
         elif how == "second":
             sizes.append(engine(cfg, config, width, ranks, gpu_gib))
         else:
-            rows = min(AT_ONCE, -(-cfg.eval_problems // ranks)) * cfg.eval_samples
+            rows = min(at_once(cfg.eval_samples), -(-cfg.eval_problems // ranks)) * cfg.eval_samples
             copied = weights_of(sync.empty_model(config)) if cfg.parallel == "fsdp" and ranks > 1 else 0
             sizes.append(copied + torch_cache(config, 4, rows, width))
     return max(sizes)

@@ -146,7 +146,7 @@ def open_run(cfg: config.Config, comm) -> Run:
     limit = min(c.get_text_config().max_position_embeddings for c in configs.values())
     longest = task.fit(tokenizer, cfg.max_prompt_tokens)
     needed = [("max_tokens", cfg.max_tokens, longest)]
-    needed += [("eval_task", one.max_tokens, one.task.fit(tokenizer)) for one in held_out]
+    needed += [("eval_task", one.max_tokens, one.task.fit(tokenizer, cfg.max_prompt_tokens)) for one in held_out]
     eval_context = max([tokens + prompt for flag, tokens, prompt in needed if flag == "eval_task"], default=0)
     for flag, tokens, prompt in needed:
         need(
@@ -154,9 +154,9 @@ def open_run(cfg: config.Config, comm) -> Run:
             f"--{flag}={getattr(cfg, flag)}: the longest prompt has {prompt} tokens, with {tokens} of a response more "
             f"than the model's context of {limit}; shorten the response, or drop long prompts with --max_prompt_tokens",
         )
-    dropped = getattr(task, "dropped", 0)
-    if dropped and comm.rank == 0:
-        print(f"{cfg.task}: {dropped} prompts of more than {cfg.max_prompt_tokens} tokens dropped, {task.size} left")
+    for one in [task, *(held.task for held in held_out)]:
+        if comm.rank == 0 and getattr(one, "dropped", 0):
+            print(f"{one.name}: {one.dropped} prompts of over {cfg.max_prompt_tokens} tokens dropped, {one.size} left")
     plan.check_fits(cfg, configs, longest, comm.size)
     context = longest + cfg.max_tokens
     if cfg.epochs:

@@ -25,6 +25,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
+import quant
 from checkpoint import load_model, read_config, read_tokenizer, save_model
 from flags import need, parse_flags, read_json, read_text, run_command
 
@@ -44,9 +45,10 @@ def attach(model, cfg, folder: Path | None = None):
     Of a model without weights (memory.unread) the adapters have none either: `start` comes when it has its own."""
     import peft
 
-    config = peft.LoraConfig(
-        r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
-    )
+    adapted = "all-linear"
+    if quant.expert_parameters(model):  # peft would adapt experts too
+        adapted = sorted({name.rpartition(".")[2] for name in quant.quantized_linears(model)})
+    config = peft.LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules=adapted, task_type="CAUSAL_LM")
     with torch.random.fork_rng(devices=[]):  # peft draws adapters, which `start` overwrites
         peft.inject_adapter_in_model(config, model, adapter_name=NAME)
     if not any(p.is_meta for p in model.parameters()):

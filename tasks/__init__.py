@@ -21,7 +21,7 @@ from typing import Literal
 from flags import need
 from tasks import arith, rewards
 from tasks.arith import VOCAB, Arithmetic, arithmetic_tokenizer
-from tasks.data import OwnTask, Table, choices_of, digest_of, is_own, label_of, read_rows
+from tasks.data import OwnTask, Table, choices_of, digest_of, is_own, label_of, parsed, read_rows
 from tasks.prompts import Answer, Problem, Style, encode, stop_ids
 
 __all__ = ["VOCAB", "Answer", "Arithmetic", "OwnTask", "Problem", "PromptFlags", "Table", "TaskFlags"]
@@ -33,6 +33,7 @@ __all__ += [
     "eval_sets",
     "grade_all",
     "make_task",
+    "parsed",
     "stop_ids",
 ]
 
@@ -95,7 +96,7 @@ class PromptFlags:
 def make_task(cfg, flag: str = "task", name: str | None = None, evaluates: bool = False):
     """The task that a flag names, or this one name of several. UserError: one sentence.
 
-    evaluates: it grades by the first part of --reward alone."""
+    evaluates: it grades by the first part of --reward alone, its weight aside."""
     name = getattr(cfg, flag) if name is None else name
     if name == "arith":
         return Arithmetic(
@@ -107,7 +108,7 @@ def make_task(cfg, flag: str = "task", name: str | None = None, evaluates: bool 
     rows = [] if own else read_rows(name, flag, cfg.prompt_key, cfg.answer_key)
     reward = reward_of(cfg, name, rows)
     if evaluates:
-        reward = replace(reward, parts=reward.parts[:1], overlong=0)
+        reward = replace(reward, parts=(replace(reward.parts[0], weight=1.0),), overlong=0)
     style = Style.of(cfg, rewards.TEMPLATE_OF.get(reward.parts[0].name, "plain"))
     task = OwnTask(name, style, reward) if own else Table(name, rows, style, reward, cfg.task_seed)
     first = task.problem("train", 0)
@@ -115,7 +116,9 @@ def make_task(cfg, flag: str = "task", name: str | None = None, evaluates: bool 
     return task
 
 
-AT_ONCE = 256  # problems of a held-out set that an engine is given at once
+def at_once(samples: int) -> int:
+    """Problems of a held-out set that an engine is given at once, each for so many responses."""
+    return min(256, max(1, 1024 // samples))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ answers) they are written below the question, and the answer becomes a letter. A
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import json
@@ -79,6 +80,10 @@ class Table:
         for start in range(0, len(self.rows), 1000):
             some = [self.find(f"{self.stem}/{i}") for i in range(start, min(start + 1000, len(self.rows)))]
             lengths += [len(ids) for ids in prompts.encode_all(tokenizer, some)]
+        return self.keep(lengths, limit)
+
+    def keep(self, lengths: list[int], limit: int) -> int:
+        """`fit`, of the tokens of each prompt."""
         self.used = [i for i, n in enumerate(lengths) if not limit or n <= limit]
         self.dropped, self.epoch = len(lengths) - len(self.used), -1
         need(
@@ -103,6 +108,12 @@ class OwnRows:
             raise UserError(f"--task={name}: cannot be loaded ({described(e)}); mend the file") from None
         has = callable(getattr(self.made, "problem", None)) and hasattr(self.made, "size")
         need(has, f"--task={name}: needs a method problem(split, index) and an attribute size (None: endless)")
+        size = self.made.size
+        counts = isinstance(size, int) and not isinstance(size, bool) and size >= 1
+        need(
+            size is None or counts,
+            f"--task={name}: its size is {size!r:.50}; it must be a whole number of problems above 0, or None: endless",
+        )
         self.name = name
 
     def row(self, split: str, index: int) -> dict:
@@ -115,19 +126,24 @@ class OwnRows:
 
 
 class OwnTask(Table):
-    """A Table over a class: its rows are made when they are asked for."""
+    """A Table over a class: its rows are made when they are asked for, and come in the order of their numbers."""
 
     def __init__(self, name: str, style: Style, reward):
         self.own = OwnRows(name)
         super().__init__(name, [], style, reward)
+        self.used = list(range(self.own.made.size or 0))  # numbers of problems that are not dropped, in both splits
+        self.too_long = None  # of an endless class: says whether a prompt is
 
     @property
     def size(self) -> int | None:
-        return self.own.made.size
+        return len(self.used) or None
 
     def problem(self, split: str, index: int) -> Problem:
-        index = index if self.size is None else index % self.size
-        return self.find(f"{self.stem}/{split}/{index}")
+        number = index if self.size is None else self.used[index % self.size]
+        problem = self.find(f"{self.stem}/{split}/{number}")
+        if self.too_long:
+            self.too_long(problem)
+        return problem
 
     def find(self, id: str) -> Problem:
         _, split, index = id.rsplit("/", 2)
@@ -135,12 +151,24 @@ class OwnTask(Table):
         return Problem(id, self.style.ask(row["prompt"]), row["answer"], row["row"], self.style.chat)
 
     def fit(self, tokenizer, limit: int = 0) -> int:
-        """The limit, or the longest of all prompts; a longer one is an error when it is drawn."""
-        if limit or self.size is None:
+        """The same, where a problem counts by the longer prompt of its two splits. Of an endless class the limit: a
+        longer prompt is a UserError when it is drawn."""
+        if self.size is None:
             need(limit, f"--max_prompt_tokens: {self.name} is endless, so its longest prompt is not known; name it")
+            self.too_long = functools.partial(check_length, tokenizer, limit)
             return limit
-        problems = [self.problem(split, i) for split in ("train", "test") for i in range(self.size)]
-        return max(len(ids) for ids in prompts.encode_all(tokenizer, problems))
+        numbers = range(self.own.made.size)
+        lengths = []
+        for split in ("train", "test"):
+            problems = [self.find(f"{self.stem}/{split}/{i}") for i in numbers]
+            lengths.append([len(ids) for ids in prompts.encode_all(tokenizer, problems)])
+        return self.keep([max(both) for both in zip(*lengths, strict=True)], limit)
+
+
+def check_length(tokenizer, limit: int, problem: Problem) -> None:
+    """UserError: its prompt has more tokens."""
+    n = len(prompts.encode(tokenizer, problem))
+    need(n <= limit, f"{problem.id}: a prompt of {n} tokens, more than --max_prompt_tokens={limit}; shorten it")
 
 
 def digest_of(name: str) -> str:
@@ -331,11 +359,9 @@ def choices_of(row: dict) -> list[str]:
         if isinstance(value, dict):
             value = value.get("text")
         if isinstance(value, list) and len(value) > 1 and all(isinstance(x, str) for x in value):
-            return value
-    wrong = [row.get(f"Incorrect Answer {i}") for i in (1, 2, 3)]
-    return (
-        [row["Correct Answer"], *wrong] if all(isinstance(x, str) for x in [row.get("Correct Answer"), *wrong]) else []
-    )
+            return [x.strip() for x in value]
+    four = [row.get(name) for name in ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))]
+    return [x.strip() for x in four] if all(isinstance(x, str) for x in four) else []
 
 
 def multiple_choice(prompt, listed: list[str], answer: str, row: dict, place: str):
@@ -348,15 +374,21 @@ def multiple_choice(prompt, listed: list[str], answer: str, row: dict, place: st
         listed = list(listed)
         random.Random(prompt).shuffle(listed)
     labels = row["choices"].get("label") if isinstance(row.get("choices"), dict) else None
-    index = row.get("answer")
-    if type(index) is int and 0 <= index < len(listed):  # MMLU counts from 0
+    index = row.get("answer_index", row.get("answer"))
+    letter = LETTERS.find(answer.upper()) if len(answer) == 1 else -1
+    if type(index) is int and 0 <= index < len(listed):  # MMLU and MMLU-Pro count from 0
         at = index
     elif labels and answer in labels:  # ARC: A to E, or 1 to 5
         at = labels.index(answer)
     elif answer in listed:
         at = listed.index(answer)
-    elif len(answer) == 1 and answer.upper() in LETTERS[: len(listed)]:
-        at = LETTERS.index(answer.upper())
+        need(
+            letter in (-1, at) or letter >= len(listed),
+            f"{place}: the `answer` is {answer}, the text of one choice and the letter of another; give its number "
+            "from 0 as `answer_index`",
+        )
+    elif 0 <= letter < len(listed):
+        at = letter
     else:
         raise UserError(f"{place}: the `answer` is {answer}, which names none of its {len(listed)} choices; mend it")
     lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, listed, strict=False)]

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
+from numbers import Real
 from pathlib import Path
 
 from flags import UserError, from_environment
@@ -100,12 +101,17 @@ def value_of(function, call):
     """What the function makes of one response: ("value", a float or a dict of floats), or ("failed", why)."""
     try:
         value = function(*call)
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         return "failed", described(e)
     numbers = list(value.values()) if isinstance(value, dict) else [value]
-    if not all(isinstance(x, (bool, int, float)) and math.isfinite(x) for x in numbers):
+    if not all(is_number(x) and math.isfinite(x) for x in numbers):
         return "failed", f"it returned {repr(value)[:100]}, which is neither a finite number nor a dict of them"
     return "value", {str(k): float(x) for k, x in value.items()} if isinstance(value, dict) else float(value)
+
+
+def is_number(x) -> bool:
+    """Whether this is a number or a truth value, of Python's own or of numpy's, which is not loaded here."""
+    return isinstance(x, Real) or type(x).__name__ in ("bool", "bool_")
 
 
 def described(e: BaseException) -> str:

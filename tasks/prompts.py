@@ -8,7 +8,9 @@ prints it as the model sees it.
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +24,8 @@ TEMPLATES = {
     "hashes": "{problem}\nPlease reason step by step, and end with one line: #### and the final answer.",
     "letter": "{problem}\nPlease reason step by step, and put the letter of your answer within \\boxed{}.",
 }
+ALWAYS = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}  # what a chat template is given
+PYTHONS = {"True": "true", "False": "false", "None": "null"}
 SHOWN = 3  # prompts that --show_prompt prints
 
 
@@ -75,6 +79,7 @@ class Style:
             f"{', '.join(TEMPLATES)}, or a file",
         )
         system = text_or_file("system_prompt", cfg.system_prompt)
+        need(not re.fullmatch(r"\S+\.(txt|md)", system), f"--system_prompt={system}: no such file; give one, or a text")
         return cls(system, template, bool(named), Chat(chat_template_of(cfg), chat_kwargs_of(cfg)))
 
     def ask(self, prompt: str | list[dict]) -> str | list[dict]:
@@ -131,7 +136,7 @@ def chat_kwargs_of(cfg) -> tuple[tuple[str, object], ...]:
             f"--chat_kwargs={cfg.chat_kwargs}: write name=value, with commas between, such as enable_thinking=false",
         )
         try:
-            pairs.append((name, json.loads(value)))
+            pairs.append((name, json.loads(PYTHONS.get(value, value))))
         except ValueError:
             pairs.append((name, value))
     return tuple(pairs)
@@ -165,6 +170,7 @@ def render(tokenizer, problem: Problem) -> tuple[str, bool]:
     """(the text that is tokenized, whether a chat template made it)."""
     chat, prompt = problem.chat, problem.prompt
     template = getattr(tokenizer, "chat_template", None) if chat.template is None else chat.template
+    check_kwargs(chat.kwargs, template)
     if not template:
         parts = [m["content"] for m in prompt] if isinstance(prompt, list) else [prompt]
         return "\n\n".join(parts), False
@@ -178,6 +184,32 @@ def render(tokenizer, problem: Problem) -> tuple[str, bool]:
             f"{problem.id}: the chat template takes no such prompt ({why}); see --system_prompt, --chat_kwargs and "
             "--chat_template"
         ) from None
+
+
+def check_kwargs(kwargs, template) -> None:
+    """UserError: the chat template, or None or "", reads no such argument, and would go on in silence."""
+    if not kwargs or isinstance(template, dict):  # several templates under names
+        return
+    need(
+        template,
+        "--chat_kwargs: there is no chat template to read them; leave them out, or see --chat_template",
+    )
+    known = variables_of(template)
+    for name, _ in kwargs:
+        names = ", ".join(sorted(known))
+        need(name in known or not known, f"--chat_kwargs={name}=...: the chat template reads no such name, but {names}")
+
+
+@functools.lru_cache
+def variables_of(template: str) -> frozenset[str]:
+    """The names that a template reads beside those it is always given; of one that cannot be read, none."""
+    from jinja2 import Environment, TemplateError, meta
+
+    try:
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except TemplateError:  # said better where a prompt is written
+        return frozenset()
+    return frozenset(meta.find_undeclared_variables(tree) - ALWAYS)
 
 
 def shown(tokenizer, problems: list[Problem], ends: list[int]) -> str:

@@ -764,8 +764,8 @@ MUTANTS = {
         ),
         ("mine = list(range(learner.comm.rank, n, learner.comm.size))", "mine = list(range(n))"),
         (
-            'problems = [task.problem("test", i) for i in indices[start : start + tasks.AT_ONCE]]',
-            'problems = [task.problem("train", i) for i in indices[start : start + tasks.AT_ONCE]]',
+            'problems = [task.problem("test", i) for i in indices[start : start + some]]',
+            'problems = [task.problem("train", i) for i in indices[start : start + some]]',
         ),
     ],
     "measure.py": [

@@ -73,6 +73,10 @@ LAYOUTS = {
         {"question": "q", "choices": {"text": ["u", "v", "w"], "label": ["1", "2", "3"]}, "answerKey": "3"},
         ("q\nA. u\nB. v\nC. w", "C"),
     ),
+    "MMLU-Pro, of letters": (
+        {"question": "q", "options": ["C", "B", "A"], "answer": "A", "answer_index": 0},
+        ("q\nA. C\nB. B\nC. A", "A"),
+    ),
     "by its text": ({"question": "q", "choices": ["u", "v"], "answer": "v"}, ("q\nA. u\nB. v", "B")),
 }
 
@@ -93,8 +97,8 @@ def test_gpqa_shuffles_its_choices(tmp_path):
     """By the question alone: the right answer is not always the first, and stays where it is."""
     rows = []
     for i in range(60):
-        wrong = {f"Incorrect Answer {k}": f"wrong {k}" for k in (1, 2, 3)}
-        rows.append({"Question": f"q{i}", "Correct Answer": "right", **wrong})
+        wrong = {f"Incorrect Answer {k}": f"wrong {k}\n" for k in (1, 2, 3)}
+        rows.append({"Question": f"q{i}", "Correct Answer": "right \n", **wrong})  # as on the hub
     path = write(tmp_path / "gpqa.json", rows)
     letters = Counter()
     for prompt, letter in found(path):
@@ -158,6 +162,10 @@ def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch):
             "line 1: the `answer` is C, which names none of its 2",
         ),
         ({"question": "q", "choices": ["u", "v"], "answer": 2}, "line 1: the `answer` is 2, which names none of its 2"),
+        (
+            {"question": "q", "choices": ["C", "B", "A"], "answer": "A"},
+            "line 1: the `answer` is A, the text of one choice and the letter of another; give its number from 0",
+        ),
         ({"prompt": CHAT, "choices": ["u", "v"], "answer": "A"}, "line 1: choices need a question that is a text"),
     ],
 )
@@ -187,7 +195,9 @@ def test_a_problem_goes_through_every_stage(tokenizer, tmp_path):
     assert asked(tokenizer, "1+1?") == user
     assert asked(tokenizer, "1+1?", system_prompt="Be brief.") == system + user
     assert asked(tokenizer, "1+1?", system_prompt=write(tmp_path / "s.txt", "Be brief.\n")) == system + user
-    assert asked(tokenizer, "1+1?", chat_kwargs="enable_thinking=false") == user + "<think>\n\n</think>\n\n"
+    for no in ("false", "False"):
+        assert asked(tokenizer, "1+1?", chat_kwargs=f"enable_thinking={no}") == user + "<think>\n\n</think>\n\n"
+    assert asked(tokenizer, "1+1?", chat_kwargs="enable_thinking=True") == user
     assert asked(tokenizer, "1+1?", chat_template="off") == f"<mark>{boxed}"
     assert (
         asked(tokenizer, "1+1?", chat_template="off", system_prompt="S", prompt_template="plain") == "<mark>S\n\n1+1?"
@@ -242,6 +252,13 @@ def test_show_prompt_hides_nothing(tokenizer):
         ({"chat_template": "none.jinja"}, "--chat_template=none.jinja: no such file; give auto, off, or a file"),
         ({"chat_kwargs": "enable_thinking"}, "--chat_kwargs=enable_thinking: write name=value"),
         ({"chat_kwargs": "a b=1"}, "--chat_kwargs=a b=1: write name=value"),
+        ({"chat_kwargs": "enable_thinkng=1"}, "enable_thinkng=...: the chat template reads no .* but enable_thinking$"),
+        ({"chat_kwargs": "messages=1"}, "--chat_kwargs=messages=...: the chat template reads no such name"),
+        (
+            {"chat_kwargs": "a=1", "chat_template": "off"},
+            "--chat_kwargs: there is no chat template to read them; leave",
+        ),
+        ({"system_prompt": "not_there.txt"}, "--system_prompt=not_there.txt: no such file; give one, or a text"),
     ],
 )
 def test_bad_prompt_flags(tokenizer, flags, sentence):
@@ -305,8 +322,30 @@ class Double:
 class Few(Double):
     size = 3
 
+class Long(Few):
+    def problem(self, split, index):
+        if index == 0:
+            return super().problem(split, index)
+        return {"prompt": "p" * (10 * index + 5 * (split == "test")), "answer": index}
+
+class Endless(Long):
+    size = None
+
 class Lost:
     pass
+
+class None0(Few):
+    size = 0
+
+class Less(Few):
+    size = -3
+
+class Word(Few):
+    size = "10"
+
+class Method(Few):
+    def size(self):
+        return 3
 
 class Broken(Double):
     def problem(self, split, index):
@@ -333,10 +372,30 @@ def test_a_class_of_ones_own(tokenizer, tmp_path):
     for attribute, sentence in (
         ("Lost", r"needs a method problem\(split, index\) and an attribute size"),
         ("Nosuch", "own.py:Nosuch: cannot be loaded .AttributeError"),
-        ("Broken", r"problem\('train', 0\) raised ZeroDivisionError: division by zero .own.py, line 21."),
+        ("Broken", r"problem\('train', 0\) raised ZeroDivisionError: division by zero .own.py, line [0-9]+."),
+        ("None0", "own.py:None0: its size is 0; it must be a whole number of problems above 0, or None: endless"),
+        ("Less", "its size is -3; it must be"),
+        ("Word", "its size is '10'; it must be"),
+        ("Method", "its size is <bound method"),
     ):
         with pytest.raises(ValueError, match=sentence):
             make_task(cfg_of(task=name.replace("Double", attribute)))
+
+
+def test_long_prompts_of_a_class_of_ones_own(tokenizer, tmp_path):
+    """They are dropped in both splits, where there is an end; of an endless class they are an error."""
+    write(tmp_path / "helper.py", "def right(row, text):\n    return 0.0\n")
+    own = write(tmp_path / "own.py", OWN)
+    task = make_task(cfg_of(task=f"{own}:Long", prompt_template="{problem}", chat_template="off"))
+    assert task.fit(tokenizer) == 26 and (task.size, task.dropped) == (3, 0)  # a token each, and the mark
+    assert task.fit(tokenizer, 25) == 16 and (task.size, task.dropped) == (2, 1)
+    assert [task.problem("train", i).id for i in range(3)] == ["Long/train/0", "Long/train/1", "Long/train/0"]
+    assert task.fit(tokenizer, 15) == 12 and (task.size, task.dropped) == (1, 2)  # its test prompt alone is too long
+    endless = make_task(cfg_of(task=f"{own}:Endless", prompt_template="{problem}", chat_template="off"))
+    assert endless.fit(tokenizer, 15) == 15
+    assert endless.problem("train", 1).answer == "1"
+    with pytest.raises(ValueError, match="Endless/test/1: a prompt of 16 tokens, more than --max_prompt_tokens=15"):
+        endless.problem("test", 1)
 
 
 def test_two_hosts_know_that_they_have_the_same_task(tmp_path):
@@ -369,6 +428,9 @@ def test_evaluation_sets_have_settings_of_their_own(tmp_path):
     answer = Answer(first.task.problem("test", 0), "\\boxed{1}", True, 32)
     assert first.task.rewards([answer])[0] == [1.0]  # the first part alone, and no penalty
     assert make_task(cfg).rewards([answer])[0] == [0.5]
+    halved = replace(cfg, reward="math*0.5")  # right is right, whatever it earns
+    assert eval_sets(halved, "eval_task", usual)[0].task.rewards([answer])[0] == [1.0]
+    assert make_task(halved).rewards([answer])[0] == [-0.5]
     for text, sentence in (
         (f"{a},{a}", "two sets of one name"),
         (f"{a}:n=3", "a.jsonl:n=3: no such setting; samples=, temperature=, max_tokens= are known"),

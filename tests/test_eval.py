@@ -113,10 +113,36 @@ def test_several_sets_each_with_its_own_way(folders, tmp_path, monkeypatch, caps
     assert seen[2:] == [(1, 3, 1.0, 8, 50), (2, 5, 0.5, 4, 50)]
     assert evaluation.main([*common, "--k=1"])["sets"]["a"]["mean@3"] == result["sets"]["a"]["mean@3"]
     assert len(seen) == 4  # nothing was sampled
-    with pytest.raises(
-        ValueError, match="r.responses.jsonl: holds responses of another evaluation; name another --out"
-    ):
+    another = "r.responses.jsonl: holds responses of another evaluation, or to other problems; name another --out"
+    with pytest.raises(ValueError, match=another):
         evaluation.main([*common, "--temperature=0.7"])
+    file.write_text("".join([*lines[:2], lines[2][:40] + "\n", *lines[3:]]))
+    with pytest.raises(ValueError, match="r.responses.jsonl, line 3: not valid JSON .*; mend or remove that line"):
+        evaluation.main(common)
+    file.write_text(whole)
+    table(b, "4", "6")
+    with pytest.raises(ValueError, match=another):
+        evaluation.main(common)
+
+
+def test_responses_are_written_as_they_come(folders, tmp_path, monkeypatch):
+    """Where each problem has many responses, few problems are sampled at once; pass@k is of 1 and of all."""
+    file = table(tmp_path / "x.jsonl", *"12345")
+    written, generate = [], HFEngine.generate
+
+    def watched(self, prompts, *more):
+        path = tmp_path / "r.responses.jsonl"
+        written.append((len(prompts), len(path.read_text().splitlines()) - 1))
+        return generate(self, prompts, *more)
+
+    monkeypatch.setattr(HFEngine, "generate", watched)
+    common = [f"--model={folders / 'policy'}", "--rollout=hf", "--max_tokens=1", f"--task={file}", "--reward=boxed"]
+    result = evaluation.main([*common, "--samples=512", f"--out={tmp_path / 'r.json'}"])
+    assert written == [(2, 0), (2, 2), (1, 4)]
+    assert {key for key in result if key.startswith("pass@") and "_" not in key} == {"pass@1", "pass@512"}
+    monkeypatch.undo()
+    result = evaluation.main([*common, "--samples=1"])
+    assert {key for key in result if key.startswith("pass@") and "_" not in key} == {"pass@1"}
 
 
 def test_long_prompts_may_be_left_out(folders, tmp_path, capsys):
@@ -128,6 +154,21 @@ def test_long_prompts_may_be_left_out(folders, tmp_path, capsys):
     assert evaluation.main(flags)["problems"] == 3
     assert evaluation.main([*flags, "--max_prompt_tokens=20"])["problems"] == 1
     assert "x: 2 prompts of more than 20 tokens dropped" in capsys.readouterr().out
+
+
+def test_held_out_prompts_of_a_run_may_be_left_out_too(folders, tmp_path, capsys):
+    file = table(tmp_path / "x.jsonl", "1", "2", problem="1 + {} :" + " 1" * 60)
+    with open(file, "a") as f:
+        f.write('{"problem": "1", "answer": "1"}\n')
+    train_on = table(tmp_path / "y.jsonl", "1", "2")
+    flags = [f"--model={folders / 'policy'}", "--rollout=hf", "--actor=none", "--objective=tis", "--max_tokens=100"]
+    flags += [f"--task={train_on}", f"--eval_task={file}", "--lr=1", "--dtype=float32", "--prompt_template=plain"]
+    flags.append(f"--out={tmp_path / 'run'}")
+    with pytest.raises(ValueError, match="or drop long prompts with --max_prompt_tokens"):
+        open_run(config.parse(flags), Comm())
+    run = open_run(config.parse([*flags, "--max_prompt_tokens=20"]), Comm())
+    assert [one.task.size for one in run.eval_sets] == [1]
+    assert f"{file}: 2 prompts of over 20 tokens dropped, 1 left" in capsys.readouterr().out
 
 
 def test_show_prompt_samples_nothing(folders, tmp_path, monkeypatch, capsys):

@@ -480,7 +480,7 @@ def test_a_sum_with_weights_and_a_penalty_of_length():
 # ---------------------------------------------------------------------------------------------------------------------
 
 OWN = '''
-import subprocess, sys, time
+import subprocess, sys, time, numpy as np
 from dataclasses import dataclass
 
 LOADED = time.time()
@@ -508,6 +508,12 @@ def sleeps(row, text, finish_reason):
 def fails(row, text, finish_reason):
     return 1 / len(text)
 
+def leaves(row, text, finish_reason):
+    sys.exit(3)
+
+def of_numpy(row, text, finish_reason):
+    return {"half": np.float32(0.5), "yes": np.bool_(True), "two": np.int64(2)}
+
 def returns(row, text, finish_reason):
     return {"": 1.0, "none": None, "nan": float("nan"), "text": "x", "list": {"a": [1]}}[text]
 '''
@@ -527,6 +533,17 @@ def test_a_function_of_ones_own_sees_its_row(own):
     earned, counts = own("score").of(answers)
     assert earned == [1.0, 0.5, 0.0]
     assert counts == Counter({"answers": 3, "reward/score/long": 2.5, "reward/score/cut": -1.0})
+
+
+def test_numbers_of_numpy_are_numbers(own):
+    earned, counts = own("of_numpy").of([Answer(problem("7"), "x", True)])
+    assert earned == [3.5] and counts["reward/of_numpy/half"] == 0.5 and counts["failures"] == 0
+
+
+def test_a_function_that_ends_its_process_fails_at_its_own_answer(own, capsys):
+    earned, counts = own("leaves").of([Answer(problem("7"), "x", True)])
+    assert earned == [0.0] and counts["failures"] == 1
+    assert "SystemExit: 3 (own.py, line" in capsys.readouterr().err
 
 
 def test_code_is_run_against_a_rows_tests(own):

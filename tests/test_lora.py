@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import standins
 import torch
 from conftest import TINY_TASK, f64, make_cfg, make_groups, tiny_model
 from transformers import AutoModelForCausalLM
@@ -105,6 +106,21 @@ def test_low_bit_rollouts_take_the_merged_weights():
     want = quant.dequantize(*quant.quantize(merged(model)[name], fmt.qmax, fmt.dtype, fmt.group))
     assert torch.equal(got[name], want)
     assert list(got) == list(tiny_model(0, layers=2).state_dict())
+
+
+def test_of_a_mixture_everything_but_experts_and_router_is_adapted(tmp_path):
+    """A run of a model from disk, as its weights are read there; what is saved for vLLM has the model's own names."""
+    start = standins.model("qwen3_moe", 5)
+    standins.save(start, tmp_path / "moe")
+    (tmp_path / "task.jsonl").write_text("".join(f'{{"problem": "{i}", "answer": "{i}"}}\n' for i in range(8)))
+    (tmp_path / "even.py").write_text("def even(row, text, finish_reason):\n    return len(text) % 2\n")
+    flags = dict(model=str(tmp_path / "moe"), task=str(tmp_path / "task.jsonl"), reward=f"{tmp_path / 'even.py'}:even")
+    cfg = make_cfg(**FLAGS, **flags, out=str(tmp_path / "run"), steps=2, max_tokens=8, check_agreement=False)
+    train.train(cfg)
+    saved = checkpoint.load_model(tmp_path / "run/checkpoints/step_000002/policy").state_dict()
+    moved = {name for name, x in start.state_dict().items() if not torch.equal(x, saved[name])}
+    layers = {f"model.layers.{i}.self_attn.{part}_proj.weight" for i in range(2) for part in "qkvo"}
+    assert moved == layers and saved.keys() == start.state_dict().keys()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
