@@ -415,7 +415,8 @@ class Learner:
     def _in_full_precision(self, batch: Batch, needs: Needs) -> TokenStats:
         """`score`, without autocast."""
         rounding, self.models.autocast = self.models.autocast, None
-        stats = self.score(batch, needs)
+        with memory.in_full_precision(self.models) if rounding and self.sharded else contextlib.nullcontext():
+            stats = self.score(batch, needs)
         self.models.autocast = rounding
         return stats
 

@@ -269,6 +269,32 @@ def shard(models: nn.Module, device: str, n_ranks: int, compute: torch.dtype | N
     return fully_shard(models, mesh=mesh)
 
 
+@contextmanager
+def in_full_precision(models: nn.Module):
+    """In here the layers that `shard` has wrapped compute with their weights as they are kept, not as they travel.
+
+    Without gradients, and one whole layer at a time."""
+    layers = [layer for model in models.children() for layer in model.base_model.layers]
+    before = [vars(layer).get("forward") for layer in layers]
+    for layer in layers:
+        layer.forward = functools.partial(forward_whole, layer, layer.forward, dict(layer.named_parameters()))
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, before, strict=True):
+            del layer.forward
+            if forward:
+                layer.forward = forward
+
+
+def forward_whole(layer, forward, shards: dict, *args, **kwargs):
+    """`forward` of a layer, with these parameters of it made whole in the place of its own."""
+    call = nn.Module()
+    call.layer, call.forward = layer, forward
+    whole = {f"layer.{name}": p.full_tensor() for name, p in shards.items()}
+    return torch.func.functional_call(call, whole, args, kwargs)
+
+
 LOW_BIT = (quant.LowBitLinear, quant.LowBitExperts)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from conftest import make_cfg, make_groups, tiny_model
@@ -32,6 +33,7 @@ RANK_CASES = [
     ({"objective": "tis", "kl_coef": 0.3, "entropy_coef": 0.1}, f64, ""),
     ({"objective": "tis", "dtype": "float16"}, torch.float32, ""),
 ]
+PROBE = np.arange(40).reshape(4, 10) * 7 % 250  # token ids
 KEPT = {"loss_denominator": "kept", "reduction": "seq-mean-token-mean"}
 if importlib.util.find_spec("peft"):  # an optional package
     RANK_CASES.append(({"objective": "tis", "lora_rank": 3, "kl_coef": 0.3}, f64, ""))
@@ -114,6 +116,8 @@ def run_case(case, dtype, odd: str, budget: int, memory: dict, comm, folder: Pat
     cfg = make_cfg(**case, train_batch=16, rollout_batch=16, micro_tokens=budget, **memory)
     learner = make_learner(cfg, dtype, comm)
     step = learner._step
+    learner.check_heads(PROBE)
+    probed = {name: torch.from_numpy(learner.logprobs(name, PROBE)) for name in learner.names}
     groups = rank_groups(odd)[2 * comm.rank : 2 * comm.rank + 2]
     grads, logged, controllers = one_update(cfg, learner, groups)
     shared = {share for *_, share in learner._micro(batching.collate(groups, cfg))}
@@ -123,6 +127,7 @@ def run_case(case, dtype, odd: str, budget: int, memory: dict, comm, folder: Pat
         step(0.0)
     return {
         "grads": grads,
+        "probed": probed,
         "logged": said,
         "shared": shared,
         "roundtrip": bool(odd) or survives(learner, comm, folder),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_cfg, make_groups, take_over, tiny_model
-from ranks import RANK_CASES, UNEVEN_CASES, hold_back_the_step, make_learner, move, rank_groups
+from ranks import PROBE, RANK_CASES, UNEVEN_CASES, hold_back_the_step, make_learner, move, rank_groups
 from ranks import one_update as update_of_one
 from torchrun import torchrun
 
@@ -641,7 +641,10 @@ def test_two_ranks_give_the_gradient_of_one(parallel, tmp_path):
     ranks = torch.load(out)
     for i, (case, dtype, odd) in enumerate([*RANK_CASES, *UNEVEN_CASES]):
         cfg = make_cfg(**case, train_batch=16, rollout_batch=16, micro_tokens=10**6)
-        want, logged, controllers = update_of_one(cfg, make_learner(cfg, dtype), rank_groups(odd))
+        learner = make_learner(cfg, dtype)
+        for name in learner.names:  # in the precision of the weights, whatever they travel in
+            assert np.abs(ranks[i]["probed"][name].numpy() - learner.logprobs(name, PROBE)).max() < 1e-5, case
+        want, logged, controllers = update_of_one(cfg, learner, rank_groups(odd))
         found = ranks[i]["grads"]
         if nothing_to_learn(cfg, odd):
             assert not any(g.any() for g in [*want.values(), *found.values()]), case
