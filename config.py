@@ -378,6 +378,7 @@ def parse(argv: list[str] | None = None) -> Config:
         names.add(key)
         for name, text in flags.ours(key, value).items():
             given[name] = flags.convert(Config, name, text)
+    need(not (given.get("epochs") and "steps" in given), "--epochs with --steps: both say how long; leave one out")
     given |= flags.bounds_of_verl(given, names)
     cfg = Config(**{**from_file, **given})
     if cfg.resume:

@@ -336,7 +336,7 @@ class LocalSource:
         prompts = [np.array(encode(self.tokenizer, problem), np.int32) for problem in problems]
         seeds = [self.seeds(uid) for uid in uids]
         groups = self.engine.generate(prompts, seeds, self.sampling, self.topk, self.stop_ids, self.max_allowed)
-        self.graded += grade_all(self.task, self.tokenizer, problems, groups)
+        self.graded.update(grade_all(self.task, self.tokenizer, problems, groups))  # += drops what is below 0
         end = time.time()
         rollouts = []
         for uid, problem, prompt, responses in zip(uids, problems, prompts, groups, strict=True):

@@ -105,7 +105,8 @@ def make_task(cfg, flag: str = "task", name: str | None = None, evaluates: bool 
     own = is_own(name)
     file = name.rpartition(":")[0]
     need(not own or Path(file).is_file(), f"--{flag}={name}: {file}: no such file; write FILE.py:CLASS")
-    rows = [] if own else read_rows(name, flag, cfg.prompt_key, cfg.answer_key)
+    graded_otherwise = cfg.reward and not rewards.Reward(rewards.parts_of(cfg.reward)).needs_answer
+    rows = [] if own else read_rows(name, flag, cfg.prompt_key, cfg.answer_key, needed=not graded_otherwise)
     reward = reward_of(cfg, name, rows)
     if evaluates:
         reward = replace(reward, parts=(replace(reward.parts[0], weight=1.0),), overlong=0)
@@ -187,6 +188,8 @@ def check(cfg) -> None:
     limit = cfg.grade_seconds
     need(0 < limit < math.inf, f"--grade_seconds={limit}: a number of seconds above 0, for each answer")
     need(0 <= cfg.overlong < cfg.max_tokens, f"--overlong={cfg.overlong}: at least 0, and below --max_tokens")
+    again = getattr(cfg, "epochs", 0) and cfg.dynamic_sampling
+    need(not again, "--epochs with --dynamic_sampling: how many groups an update draws is not known; give --steps")
     need(cfg.max_prompt_tokens >= 0, f"--max_prompt_tokens={cfg.max_prompt_tokens}: must be at least 0")
     if cfg.task == "arith":
         files_alone = (

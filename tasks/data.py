@@ -100,7 +100,7 @@ class OwnRows:
     The class has `problem(split, index)`, which returns a row; `size`, its number of problems, or None; and, unless
     --reward names another, `reward(row, text, finish_reason)`."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, needed: bool = True):
         path, _, attribute = name.rpartition(":")
         try:
             self.made = attribute_of(path, attribute)()
@@ -114,7 +114,7 @@ class OwnRows:
             size is None or counts,
             f"--task={name}: its size is {size!r:.50}; it must be a whole number of problems above 0, or None: endless",
         )
-        self.name = name
+        self.name, self.needed = name, needed  # needed: every row has an answer
 
     def row(self, split: str, index: int) -> dict:
         """A row, as `read_row` returns it."""
@@ -122,14 +122,14 @@ class OwnRows:
             made = self.made.problem(split, index)
         except Exception as e:
             raise UserError(f"--task={self.name}: problem({split!r}, {index}) raised {described(e)}") from None
-        return read_row(made, f"{self.name}, {split} problem {index}")
+        return read_row(made, f"{self.name}, {split} problem {index}", needed=self.needed)
 
 
 class OwnTask(Table):
     """A Table over a class: its rows are made when they are asked for, and come in the order of their numbers."""
 
     def __init__(self, name: str, style: Style, reward):
-        self.own = OwnRows(name)
+        self.own = OwnRows(name, reward.needs_answer)
         super().__init__(name, [], style, reward)
         self.used = list(range(self.own.made.size or 0))  # numbers of problems that are not dropped, in both splits
         self.too_long = None  # of an endless class: says whether a prompt is
@@ -200,12 +200,12 @@ def label_of(name: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def read_rows(name: str, flag: str = "task", prompt_key: str = "", answer_key: str = "") -> list[dict]:
+def read_rows(name: str, flag: str = "task", prompt_key="", answer_key="", needed: bool = True) -> list[dict]:
     """Rows {prompt, answer, row} of a file or data set. UserError, one sentence, names file and line.
 
-    flag: that named it."""
+    flag: that named it. needed: a row without an answer is an error; else its answer is ""."""
     raw = from_hub(name, flag) if name.startswith("hf:") else from_file(name, flag)
-    rows = [read_row(row, place, prompt_key, answer_key) for place, row in raw]
+    rows = [read_row(row, place, prompt_key, answer_key, needed) for place, row in raw]
     need(rows, f"{name}: no problems in the file; {NEEDS}")
     return rows
 
@@ -275,18 +275,18 @@ def parsed(text: str, place: str):
         raise UserError(f"{place}: not valid JSON ({why}); mend or remove that line, one object a line") from None
 
 
-def read_row(row, place: str, prompt_key: str = "", answer_key: str = "") -> dict:
+def read_row(row, place: str, prompt_key: str = "", answer_key: str = "", needed: bool = True) -> dict:
     """A row with its prompt and its final answer, as {prompt, answer, row}. place: file and line, for the UserError."""
     need(isinstance(row, dict), f"{place}: not a JSON object; {NEEDS}")
     prompt = prompt_of(row, place, prompt_key)
-    answer, listed = answer_of(row, place, answer_key), choices_of(row)
-    if listed:
+    answer, listed = answer_of(row, place, answer_key, needed), choices_of(row)
+    if listed and (answer or needed):
         prompt, answer = multiple_choice(prompt, listed, answer, row, place)
     texts = [m["content"] for m in prompt] if isinstance(prompt, list) else [prompt]
     written = "".join(texts) + answer
     encodable = written.encode(errors="replace").decode() == written
     need(encodable, f"{place}: half a character (a lone surrogate), which no tokenizer takes; mend or remove that line")
-    need(answer, f"{place}: the `answer` is empty; add one, or remove that line")
+    need(answer or not needed, f"{place}: the `answer` is empty; add one, or remove that line")
     finite = answer.lower().lstrip("+-") not in ("nan", "inf")
     need(finite, f"{place}: the `answer` is {answer}, which no response can equal; mend or remove that line")
     worked = (
@@ -320,8 +320,8 @@ def is_message(m) -> bool:
     return isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
 
 
-def answer_of(row: dict, place: str, key: str) -> str:
-    """A row's final answer; "" where its column is empty. UserError: it has none."""
+def answer_of(row: dict, place: str, key: str, needed: bool) -> str:
+    """A row's final answer; "" where its column is empty, or where it has none and needs none. UserError."""
     found = None
     for name in [key] if key else ANSWERS:
         value = nested(row, name)
@@ -332,7 +332,7 @@ def answer_of(row: dict, place: str, key: str) -> str:
         found = final_answer(str(value))
         if found:
             return found
-    if found is not None:
+    if found is not None or not (needed or key):
         return ""
     named = f"`{key}`" if key else "`answer`"
     more = "" if key else ", or name the column with --answer_key"

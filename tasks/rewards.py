@@ -61,7 +61,7 @@ def praxis(row, text, finish_reason) -> bool:
 def letter(row, text, finish_reason) -> bool:
     """Multiple choice: is the letter in the last box, or else behind the last "answer is", the right one?"""
     box = last_box(text)
-    inside = re.sub(r"\\(text|mathrm|mathbf|textbf)\s*", "", box[len("\\boxed") :]) if box else ""
+    inside = re.sub(r"\\(text|math|bold)[a-z]*\s*", "", box[len("\\boxed") :]) if box else ""
     found = re.findall(r"^[\s{(]*([A-Za-z])\b", inside) if box else re.findall(ANSWER_IS, text)
     return bool(found) and found[-1].upper() == row["answer"].upper()
 
@@ -147,6 +147,11 @@ class Reward:
     seconds: float = 5.0
     max_tokens: int = 0  # longest response; praxis: so many tokens behind the answer earn 1 more
     overlong: int = 0  # tokens below max_tokens from which DAPO's penalty begins (--overlong)
+
+    @property
+    def needs_answer(self) -> bool:
+        """Whether a row needs a final answer: functions of the user's own may grade by other columns."""
+        return any(part.name in BUILT_IN for part in self.parts)
 
     def of(self, answers: list[Answer]) -> tuple[list[float], Counter]:
         """The reward of each answer; and counts.

@@ -426,6 +426,8 @@ HF_HUB_OFFLINE=1 --actor=some/where | --actor=some/where: no such folder here, .
 --eval_task=fine.jsonl,fine.jsonl | --eval_task=fine.jsonl,fine.jsonl: two sets of one name; rename a file
 --reward=math | --reward=math: --task=arith has its own; leave it out, or name a file with --task
 --epochs=2 | --epochs=2.0: arith is endless; give --steps
+--epochs=2 --steps=5 | --epochs with --steps: both say how long; leave one out
+--epochs=2 --dynamic_sampling=3 | --epochs with --dynamic_sampling: how many groups an update draws is not known; give
 --dynamic_sampling=-1 | --dynamic_sampling=-1: must not be negative
 --stop=nosuch | --stop=nosuch: not one token of the ... give tokens, such as <|im_end|>, separated by commas
 --top_k=300 | --top_k=300: larger than the vocabulary of 256 tokens; 0 keeps all

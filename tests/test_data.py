@@ -416,6 +416,37 @@ def test_a_reward_is_tried_where_the_task_is_made(tmp_path):
         make_task(cfg_of(task=task, reward=f"{own}:score"))
 
 
+ONE = """
+class T:
+    size = 1
+
+    def problem(self, split, index):
+        return {{"prompt": "p", "answer": {n}}}
+
+    def reward(self, row, text, finish_reason):
+        return {n}
+"""
+
+
+def test_a_reward_of_ones_own_needs_no_answer(tmp_path):
+    """The README's example grades by a column of tests. What grades by the answer, in part, needs it."""
+    rows = [{"problem": "p", "tests": "1"}, {"problem": "q", "tests": "2", "answer": "", "choices": ["u", "v"]}]
+    task = write(tmp_path / "x.json", rows)
+    own = write(tmp_path / "own.py", "def score(row, text, finish_reason):\n    return float(text == row['tests'])\n")
+    made = make_task(cfg_of(task=task, reward=f"{own}:score"))
+    problems = [made.problem("test", i) for i in range(2)]
+    assert [(p.answer, p.prompt.partition("\n")[0]) for p in problems] == [("", "p"), ("", "q")]
+    assert made.rewards([Answer(p, "2", True) for p in problems])[0] == [0.0, 1.0]
+    for flags in ({"reward": f"{own}:score,math*0.5"}, {}, {"reward": f"{own}:score", "answer_key": "gold"}):
+        with pytest.raises(ValueError, match="x.json, row 1: no `.*` that is a text or a number"):
+            make_task(cfg_of(task=task, **flags))
+    unanswered = write(tmp_path / "two.py", ONE.format(n=3).replace('"answer": 3', '"n": 4'))
+    task = make_task(cfg_of(task=f"{unanswered}:T"))
+    assert task.rewards([Answer(task.problem("train", 0), "x", False)])[0] == [3.0]
+    with pytest.raises(ValueError, match="T, train problem 0: no `answer` that is a text or a number"):
+        make_task(cfg_of(task=f"{unanswered}:T", reward="math"))
+
+
 def test_evaluation_sets_have_settings_of_their_own(tmp_path):
     for name in ("a", "b"):
         write(tmp_path / f"{name}.jsonl", {"problem": "p", "answer": "1"})
@@ -447,18 +478,6 @@ def test_evaluation_sets_have_settings_of_their_own(tmp_path):
 def test_arith_has_its_own(flag):
     with pytest.raises(ValueError, match=f"--{flag}=x: --task=arith has its own; leave it out"):
         make_cfg(**{flag: "x"})
-
-
-ONE = """
-class T:
-    size = 1
-
-    def problem(self, split, index):
-        return {{"prompt": "p", "answer": {n}}}
-
-    def reward(self, row, text, finish_reason):
-        return {n}
-"""
 
 
 def test_files_of_one_name(tmp_path):

@@ -302,6 +302,14 @@ def test_a_source_ends_responses_and_reports_its_grading(folders, tmp_path):
     assert plain.stop_ids == [1]
     plain.next(2, 0)
     assert plain.metrics() == {}
+    # parts that are never above 0 are logged too, as they are
+    task.reward = Reward(max_tokens=12, overlong=6)
+    penalised = LocalSource(engine, task, tokenizer, Sampling(max_tokens=12), stop_ids=list(range(100)), **how)
+    lengths = [len(r.tokens) for step in range(2) for g in penalised.next(2, step) for r in g.responses]
+    logged = penalised.metrics()
+    assert logged["reward/math"] == 0
+    assert logged["reward/overlong"] == pytest.approx(-np.mean([max(0, n - 6) / 6 for n in lengths]))
+    assert logged["reward/overlong"] < 0
 
 
 def test_a_base_model_is_made_once_for_each_recipe(tmp_path, monkeypatch):
