@@ -41,13 +41,14 @@ DISTILLED = {
     **{f"distilled by {x}": dict(OTHER, distill_lambda=x) for x in (0.1, 10, 0.01)},
 }
 STALE_128 = {
+    "off-policy, no clip, 128": table2_3.ROWS["off-policy, no clip, 128"],
     "TIS-adjusted, 128": dict(objective="tis_adjusted", rollout_batch=4096, **STALE),
     "Jackpot, no clip, c2 = 3, 128": dict(table2_3.KINDS["Jackpot, no clip, c2 = 3"], rollout_batch=4096, **STALE),
 }
 STALE_64 = {
     "Jackpot, target ref, no clip, 64": dict(objective="jackpot", clip=False, rollout_batch=2048, **STALE),
     "TIS, 64": dict(objective="tis", rollout_batch=2048, **STALE),
-    **{label: table2_3.ROWS[label] for label in ("off-policy, 64", "Jackpot, no clip, c2 = 3, 64")},
+    **{label: table2_3.ROWS[label] for label in ("off-policy, 64", "TIS-adjusted, 64", "Jackpot, no clip, c2 = 3, 64")},
 }
 EIGHT_BITS = {
     "fp8: no correction": dict(FP8, objective="grpo"),

@@ -77,7 +77,7 @@ class PromptFlags:
     """Prompts"""
 
     system_prompt: str = ""
-    """Text, or a file, that goes before every problem as the system's message."""
+    """Text, or a file, that goes before a problem as the system's message, unless its row brings one."""
     prompt_template: str = ""
     """Text, or a file, with {problem}; or plain, boxed, hashes, letter; default: as the reward wants the answer."""
     chat_template: str = "auto"
