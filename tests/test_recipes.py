@@ -11,6 +11,7 @@ import pytest
 import standins
 import torch
 from conftest import ROOT
+from torchrun import torchrun
 
 import config
 import tasks
@@ -63,12 +64,12 @@ PAPERS = {
     },
 }
 PAPERS["qarl_moe"] = PAPERS["qarl"]
-# What a run in small sets anew: sizes, places and precision. All else of a recipe stays
+# What a run in small sets anew: sizes, places and the engine. All else of a recipe stays
 SMALL = {
     *("model", "actor", "task", "eval_task", "out", "steps"),
     *("epochs", "rollout_batch", "train_batch", "group_size", "max_tokens", "max_prompt_tokens"),
     *("overlong", "eval_problems", "eval_samples", "eval_every", "log_samples", "quant_group"),
-    *("rollout", "rollout_dtype", "rollout_memory", "dtype", "parallel", "kv_cache_dtype"),
+    *("rollout", "rollout_memory", "kv_cache_dtype"),
 }
 
 
@@ -165,7 +166,7 @@ def stand_in(model: str) -> str:
 
 
 def shrunk(name: str, small, out) -> list[str]:
-    """The flags that make a recipe small: two responses an update, and as many updates to a sync as it has."""
+    """The flags that make a recipe small: two groups of two an update, and as many updates to a sync as it has."""
     cfg = of_file(name)
     settings = "".join(f":{part}" for part in cfg["eval_task"].split(",")[0].split(":") if part.startswith("temp"))
     flags = {
@@ -177,8 +178,8 @@ def shrunk(name: str, small, out) -> list[str]:
         "steps": 2,
         "epochs": 0,
         "group_size": 2,
-        "train_batch": 2,
-        "rollout_batch": 2 * cfg["rollout_batch"] // cfg["train_batch"],
+        "train_batch": 4,
+        "rollout_batch": 4 * cfg["rollout_batch"] // cfg["train_batch"],
         "max_tokens": 8,
         "max_prompt_tokens": 0,
         "overlong": 4 if "overlong" in cfg else 0,
@@ -186,9 +187,6 @@ def shrunk(name: str, small, out) -> list[str]:
         "eval_every": 0,
         "log_samples": 0,
         "rollout": "hf",
-        "rollout_dtype": "float32",
-        "dtype": "float32",
-        "parallel": "ddp",
         "kv_cache_dtype": "auto",
         "quant_group": 16,
     }
@@ -213,8 +211,12 @@ LOGGED = {
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_runs_in_small(name, small, tmp_path):
+    """In the precision that it names; on two ranks where it wants shards."""
     argv = shrunk(name, small, tmp_path / "run")
-    train.train(parsed(name, *argv))
+    if of_file(name).get("parallel") == "fsdp":
+        torchrun("../train.py", f"--config={RECIPES[name]}", *argv)
+    else:
+        train.train(parsed(name, *argv))
     saved = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
     untouched = {key: value for key, value in of_file(name).items() if key not in SMALL}
     assert {key: saved[key] for key in untouched} == untouched
