@@ -280,6 +280,8 @@ TEXT = [
     ("TIS-adjusted, 128", "jackpot_stale", {**ADJUSTED, "batches": (4096, 32)}),
     ("Jackpot, no clip, c2 = 3, 128", "jackpot_stale", {"obrs_c2": 3, "batches": (4096, 32)}),
     ("Jackpot, target ref, no clip, 64", "jackpot_stale", {"obrs_target": "ref"}),
+    ("off-policy, no clip, 128", "jackpot_stale", {"correction": "none", "batches": (4096, 32)}),
+    ("TIS-adjusted, 64", "jackpot_stale", ADJUSTED),
     ("TIS, 64", "jackpot_stale", {"correction": "tis", "clip": True}),
     ("off-policy, 64", "jackpot_stale", {"correction": "none", "clip": True}),
     ("Jackpot, no clip, c2 = 3, 64", "jackpot_stale", {"obrs_c2": 3}),
