@@ -5,7 +5,8 @@
 worth.py ranks min(R, 1) (`--objective=seq_tis --is_cap=1`) and min(R_t, 1) (`prefix_tis`, R_t the product of r up to
 and with token t) first where another model samples. Beside them rows of Table 1; then caps and corrections that are
 chosen by worth while training (`--is_cap=auto`, `--correction=auto`); then what could lift them above on-policy, one
-cause a row; then 400 updates, weaker actors, two bits, late samplers and long responses, beside those studies' rows.
+cause a row; then 400 updates, weaker actors, two bits, late and stale samplers and long responses, beside those
+studies' rows.
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import praxis
 import qarl
 import sweep
 import table1
+import table2_3
 
 RETRACE = "prod min(r, 1) min(R, 1)"  # retrace_seq
 NEW = {
@@ -81,6 +83,14 @@ LATE = {
     "decoupled TIS": heterorl.MORE["decoupled TIS"],
     **{label: {**flags, **heterorl.FAR} for label, flags in NEW.items()},
 }
+# until the next sync p_ref is what sampled, so weights are of p_new / p_inf and stand in place of the ratio
+NOW = dict(correction_target="new", ratio_base="new", rollout_batch=4096, **table2_3.STALE)
+STALE = {
+    **{label: {**NEW[label], **NOW} for label in (RETRACE, "min(R, 1)", "min(R_t, 1)")},
+    "TIS-adjusted": dict(objective="tis_adjusted", rollout_batch=4096, **table2_3.STALE),
+    "PPO's clip": table2_3.ROWS["off-policy, 128"],
+    "no correction, no clip": table2_3.ROWS["off-policy, no clip, 128"],
+}
 # title -> (rows, configuration)
 SETTINGS = {
     "another model samples, distilled": (DISTILLED, sweep.STUDY),
@@ -94,6 +104,7 @@ SETTINGS = {
     "400 updates, distilled": (LONGER, sweep.STUDY),
     "400 updates, weakly distilled": (STEERED, sweep.STUDY),
     "late by up to 64 updates": (LATE, heterorl.CONFIG),
+    "stale by up to 128 updates": (STALE, sweep.STUDY),
     "long responses": (LONG, praxis.CONFIG),
 }
 SHORT = {
@@ -105,6 +116,7 @@ SHORT = {
     "400 updates, distilled": " (400, distilled)",
     "400 updates, weakly distilled": " (400, weakly distilled)",
     "late by up to 64 updates": " (late)",
+    "stale by up to 128 updates": " (stale)",
     "long responses": " (long)",
 }
 FIGURES = ("prefix", "prefix_more")  # of the settings without a short name, and of those with one
