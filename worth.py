@@ -429,10 +429,9 @@ def on_policy_config(cfg: config.Config) -> config.Config:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def cost(m: Measurement) -> float:
-    """Seconds of a response of the sampler's, over those of one that the policy samples in the same kind of engine.
-
-    Both are timed in turns, after a first batch each."""
+def cost(m: Measurement) -> dict[str, float]:
+    """Seconds of a response, of the sampler's and of one that the policy samples in the same kind of engine; and the
+    price, the one over the other. Both are timed in turns, after a first batch each."""
     cfg = replace(m.cfg, actor="none", rollout_quant="none", rollout_noise=0.0, correction="none")
     policy = open_source(cfg, replace(m.run, actor=""), m.comm)
     seconds = {id(policy): [], id(m.sampler): []}
@@ -443,13 +442,34 @@ def cost(m: Measurement) -> float:
             if turn:
                 seconds[id(source)].append(time.perf_counter() - start)
     policy.close()
-    ours, theirs = (m.comm.max([sum(seconds[id(source)])])[0] for source in (m.sampler, policy))
-    return ours / theirs
+    n = 3 * m.cfg.train_batch
+    ours, theirs = (m.comm.max([sum(seconds[id(source)])])[0] / n for source in (m.sampler, policy))
+    return {"sampler/seconds": ours, "on_policy/seconds": theirs, "price": ours / theirs}
 
 
-def verdict(worth: float, price: float) -> str:
-    net = worth / price
-    return f"{net:.2f} on-policy responses for the price of one: {'pays' if net > 1 else 'does not pay'}"
+def pays(worth: float, error: float, price: float) -> str:
+    """Whether worth is above the price by two errors ("yes"), below it ("no"), or neither ("open")."""
+    if abs(worth - price) <= 2 * error:
+        return "open"
+    return "yes" if worth > price else "no"
+
+
+def verdict(x: dict, about: dict) -> list[str]:
+    """What a row's worth says of the sampler, beside what its responses cost."""
+    names = ("sampler", "on_policy")
+    ours, theirs = (about[f"{name}/seconds"] for name in names)
+    tokens = [1000 * about[f"{name}/seconds"] / about[f"{name}/length"] for name in names]
+    factor, error = x["worth"] / about["price"], x["worth_se"] / about["price"]
+    said = {
+        "yes": "this sampler pays",
+        "no": "this sampler does not pay",
+        "open": "open: within two errors of its price",
+    }
+    return [
+        f"a token takes {tokens[0]:.3g} ms of the sampler's and {tokens[1]:.3g} ms of the policy's",
+        f"on-policy responses a second: {x['worth'] / ours:.3g} by the sampler, {1 / theirs:.3g} by the policy",
+        f"{said[pays(x['worth'], x['worth_se'], about['price'])]}, by a factor of {factor:.2f} +- {error:.2f}",
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -475,7 +495,7 @@ def weigh(own: WorthFlags, rows: dict[str, config.Config], plain: config.Config)
     results = {"about": m.about(), "rows": by_part.pop(EVERYTHING)}
     results["parts"] = {f"{low} to {high - 1} tokens": x for (low, high), x in by_part.items()}
     if own.cost:
-        results["about"]["price"] = cost(m)
+        results["about"] |= cost(m)
     results["about"]["seconds"] = time.perf_counter() - start
     m.sampler.close()
     if m.comm.rank == 0:
@@ -504,7 +524,7 @@ def table(results: dict) -> str:
     if "price" in about:
         best = max(results["rows"], key=lambda name: results["rows"][name]["worth"])
         lines.append(f"a response of the sampler costs {about['price']:.2f} of an on-policy one; under {best}:")
-        lines.append(verdict(results["rows"][best]["worth"], about["price"]))
+        lines += verdict(results["rows"][best], about)
     return "\n".join(lines)
 
 

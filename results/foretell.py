@@ -5,8 +5,8 @@
 Every row of Table 1, Tables 6 to 10 and the low-bit study whose sampler is another model or has other bits. Rows with
 one sampler are weighed together, on its responses, with worth.py: a record each in results/worth. Late samplers have
 no distance at the start: the rows of HeteroRL's study are weighed once where the policy of 64 updates ago samples for
-that of an on-policy run's update 128 (the run is results/map.py's). The Praxis study has base models of its own, which
-take an hour to make, and is left out, as are Jackpot's stale samples.
+that of an on-policy run's update 128 (the run is results/map.py's). Left out: Jackpot's stale samples, other K than 20,
+the closed loop, and late samplers by another bound than 64 or by another law of delays (`can_be_weighed`).
 """
 
 import itertools

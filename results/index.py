@@ -28,6 +28,7 @@ STUDIES = (
     "heterorl",
     "pace",
     "search",
+    "bounds",
     "prefix",
     "foretell",
     "map",

@@ -188,7 +188,7 @@ def measure(name: str, known: dict) -> None:
         log_r.append(np.ma.array(batch.log_r.double().numpy(), mask=~batch.mask.numpy()))
     about = m.about() | distances(log_r)
     if sampler.priced:
-        about["price"] = worth.cost(m)
+        about["price"] = worth.cost(m)["price"]
     m.sampler.close()
     rows = {row: row_record(seen[row], reference, m.groups) for row in ROWS}
     write(FOLDER / f"{name}.json", {"flags": argv[:-1], "about": rounded(about), "rows": rows})
@@ -325,15 +325,6 @@ def prices(found: list[Point]) -> dict[str, float]:
     return {p.name: actor if p.sampler.panel == ACTORS else timed.get(p.name, 1.0) for p in found}
 
 
-def pays(worth_: float, error: float, price: float) -> str:
-    """Whether worth is above the price by two errors, below it, or neither."""
-    if math.isnan(price):
-        return ""
-    if abs(worth_ - price) <= 2 * error:
-        return "open"
-    return "yes" if worth_ > price else "no"
-
-
 def half(line: list[Point], row: str) -> str:
     """Where the row's worth falls below 1/2 for good, on the way out: the last distance before and the first after."""
     far = [i for i, p in enumerate(line) if p.rows[row]["worth"] >= 0.5]
@@ -368,11 +359,11 @@ def best_where(found: list[Point]) -> str:
     for p in found:
         top, *others = as_good(p)
         x = p.rows[top]
-        net = x["worth"] / price[p.name]
+        priced = price[p.name]
         rivals = len(others) if len(others) > 3 else ", ".join(others)
         cells.append([p.sampler.panel, p.sampler.label, sweep.number(p.kl), top, value(x), str(rivals or "-")])
-        cells[-1] += [value(p.rows["none"]), sweep.number(price[p.name]), sweep.number(net)]
-        cells[-1].append(pays(x["worth"], x["worth_se"], price[p.name]))
+        cells[-1] += [value(p.rows["none"]), sweep.number(priced), sweep.number(x["worth"] / priced)]
+        cells[-1].append("" if math.isnan(priced) else worth.pays(x["worth"], x["worth_se"], priced))
     head = ["", "sampler", "KL", "best", "worth", "as good", "none", "price", "net", "pays"]
     note = (
         "as good: the other rows that are less than two errors of the difference below the best; their number\n"

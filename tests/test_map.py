@@ -56,6 +56,19 @@ def test_where_a_row_stops():
     assert the_map.half(line[3:], "a") == "below 0.2"
 
 
+def test_what_a_sampler_costs():
+    found = [
+        point(ACTORS, 0.05, {"a": 1.0}, "actor", price=0.7),
+        point(ACTORS, 0.01, {"a": 1.0}, "distilled-5"),
+        point(FORMATS, 0.01, {"a": 1.0}, "int8", price=1.1),
+        point(FORMATS, 0.5, {"a": 1.0}, "w2a16"),
+        point(STALE, 0.1, {"a": 1.0}, "stale-4"),
+    ]
+    price = the_map.prices(found)
+    assert price == {"actor": 0.7, "distilled-5": 0.7, "int8": 1.1, "w2a16": 1.0, "stale-4": 1.0}
+    assert math.isnan(the_map.prices(found[1:2])["distilled-5"])  # base:actor is not timed yet
+
+
 def test_the_best_of_several_samplers_together():
     """Each sampler's difference is within two errors; that of many together is not."""
     one = {"best": row(0.8, 0.75, 0.85), "other": row(0.7, 0.75, 0.65)}
@@ -71,21 +84,6 @@ def test_the_best_of_several_samplers_together():
         ("below 0.1", 3),
         ("above 0.1", 1),
     ]
-
-
-def test_whether_a_sampler_pays():
-    assert [the_map.pays(w, 0.1, 0.6) for w in (0.9, 0.7, 0.5, 0.3)] == ["yes", "open", "open", "no"]
-    assert the_map.pays(0.9, 0.1, math.nan) == ""
-    found = [
-        point(ACTORS, 0.05, {"a": 1.0}, "actor", price=0.7),
-        point(ACTORS, 0.01, {"a": 1.0}, "distilled-5"),
-        point(FORMATS, 0.01, {"a": 1.0}, "int8", price=1.1),
-        point(FORMATS, 0.5, {"a": 1.0}, "w2a16"),
-        point(STALE, 0.1, {"a": 1.0}, "stale-4"),
-    ]
-    price = the_map.prices(found)
-    assert price == {"actor": 0.7, "distilled-5": 0.7, "int8": 1.1, "w2a16": 1.0, "stale-4": 1.0}
-    assert math.isnan(the_map.prices(found[1:2])["distilled-5"])  # base:actor is not timed yet
 
 
 def test_a_truncated_samplers_distance_is_the_plain_mean():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -310,13 +311,16 @@ def test_a_row_is_weighed_alike_whatever_stands_beside_it(tmp_path, solvers):
 
 
 def test_what_sampling_costs(tmp_path, solvers, capsys):
-    """A model costs about what itself costs; the verdict is printed."""
+    """A model costs about what itself costs, and no more than the time that passes; the verdict is printed."""
+    start = time.perf_counter()
     results = weigh(tmp_path, solvers, *BRIEF, "--rows=none", "--cost")
-    assert 0.3 < results["about"]["price"] < 3
-    said = capsys.readouterr().out
-    assert "on-policy responses for the price of one: " in said
-    worth_of_one = results["rows"]["none"]["worth"]
-    assert worth.verdict(worth_of_one, results["about"]["price"]) in said
+    spent = time.perf_counter() - start
+    about = results["about"]
+    assert 0.3 < about["price"] < 3
+    assert about["price"] == pytest.approx(about["sampler/seconds"] / about["on_policy/seconds"])
+    responses = 3 * 64  # of each, and as many again are not timed
+    assert 0 < responses * (about["sampler/seconds"] + about["on_policy/seconds"]) < spent
+    assert "\n".join(worth.verdict(results["rows"]["none"], about)) in capsys.readouterr().out
 
 
 def test_groups_shares_sum_to_the_batch(tmp_path, solvers):
@@ -433,5 +437,15 @@ def test_rows_are_configurations():
 
 
 def test_a_verdict():
-    assert worth.verdict(0.8, 0.4) == "2.00 on-policy responses for the price of one: pays"
-    assert worth.verdict(0.2, 0.4) == "0.50 on-policy responses for the price of one: does not pay"
+    about = {"price": 0.4, "sampler/seconds": 0.02, "on_policy/seconds": 0.05}
+    about |= {"sampler/length": 20, "on_policy/length": 25}
+    assert worth.verdict({"worth": 0.8, "worth_se": 0.1}, about) == [
+        "a token takes 1 ms of the sampler's and 2 ms of the policy's",
+        "on-policy responses a second: 40 by the sampler, 20 by the policy",
+        "this sampler pays, by a factor of 2.00 +- 0.25",
+    ]
+    assert [worth.pays(w, 0.1, 0.6) for w in (0.9, 0.7, 0.5, 0.3)] == ["yes", "open", "open", "no"]
+    assert worth.verdict({"worth": 0.2, "worth_se": 0.01}, about)[-1].startswith(
+        "this sampler does not pay, by a factor of 0.50"
+    )
+    assert worth.verdict({"worth": 0.5, "worth_se": 0.1}, about)[-1].startswith("open: within two errors of its price")
