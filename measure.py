@@ -244,6 +244,11 @@ class Reference:
         gram = self.gram[np.ix_(folds, folds)]
         return (gram.sum() - np.trace(gram)) / (len(folds) * (len(folds) - 1))
 
+    def halves(self) -> list[float]:
+        """|g|^2 from each half of the batches, over that from all of them: both are about 1."""
+        middle = FOLDS // 2
+        return [self.square(half) / self.square(range(FOLDS)) for half in (range(middle), range(middle, FOLDS))]
+
     def is_found(self) -> bool:
         """Whether |g|^2 is above 0, whichever fold is left out."""
         all_but = [[i for i in range(FOLDS) if i != f] for f in range(FOLDS)]

@@ -492,7 +492,8 @@ def weigh(own: WorthFlags, rows: dict[str, config.Config], plain: config.Config)
     by_part = {
         part: {name: with_errors(seen[part, name], references[part], groups) for name in rows} for part in references
     }
-    results = {"about": m.about(), "rows": by_part.pop(EVERYTHING)}
+    about = m.about() | {"halves": references[EVERYTHING].halves()}
+    results = {"about": about, "rows": by_part.pop(EVERYTHING)}
     results["parts"] = {f"{low} to {high - 1} tokens": x for (low, high), x in by_part.items()}
     if own.cost:
         results["about"] |= cost(m)
@@ -513,7 +514,8 @@ def table(results: dict) -> str:
     lines = [
         f"sampler: {about['sampler/length']:.1f} tokens, reward {about['sampler/reward']:.3f}, "
         f"KL(inf || ref) {about['kl']:.4f} a token; on-policy: {about['on_policy/length']:.1f} tokens, reward "
-        f"{about['on_policy/reward']:.3f}; {about['seconds']:.0f} s"
+        f"{about['on_policy/reward']:.3f}; {about['seconds']:.0f} s",
+        "|g|^2 by halves of the on-policy batches: {:.2f} and {:.2f} of that of all".format(*about["halves"]),
     ]
     for title, rows in {"": results["rows"], **results["parts"]}.items():
         lines.append(f"{title:32s}            worth   kappa  cosine   scale     bias    noise")
