@@ -4,8 +4,8 @@
 
 The embedded policy learns; three actors sample: base:actor, base:actor distilled toward the policy for 20 updates, and
 one whose warm start stopped at 20 %. Each is weighed once under all rows (worth.py), on the same responses, so rows
-share their noise. --obrs_topk changes what the engine records, so each K is a measurement of its own, with the same
-seeds. Records are results/worth/bounds/*.json.
+share their noise. --obrs_topk changes what the engine records, so K = 1 is a measurement of its own, with the same
+seeds; K = 20 is the default. Records are results/worth/bounds/*.json.
 """
 
 from __future__ import annotations
@@ -39,21 +39,20 @@ AXES = {
     "C of min(R, C)": {C: f"seq_tis is_cap={C:g}" for C in (0.5, 1, 2, 4, 8, 16)} | {INFINITE: "seq_is"},
     "c1 of OBRS": {c: f"{JACKPOT} obrs_c1={c:g}" for c in (1, 1.5, 2, 3, 5, 8)},
     "lambda of OBRS": {x: f"{JACKPOT} obrs_lambda={x:g}" for x in (0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.5, 2)},
-    "K of OBRS": {K: f"{JACKPOT} obrs_topk={K}" for K in (1, 4, 20)},
+    "K of OBRS": {1: f"{JACKPOT} obrs_topk=1", 20: f"{JACKPOT} obrs_c1=3"},
     "b of the token mask": {b: f"icepop rs_low={1 / b:g} rs_high={b:g}" for b in (1.25, 1.5, 2, 3, 5, 10)},
     "b of the response mask": {b: f"seq_mis rs_high={b:g}" for b in (1, 2, 4, 8, 16)},
 }
-K = "K of OBRS"
 
 
 def measurements() -> dict[str, tuple[tuple[str, ...], list[str]]]:
     """Name of a record -> (flags of the sampler, rows)."""
-    together = [row for axis, values in AXES.items() if axis != K for row in values.values()]
+    every = list(dict.fromkeys(row for values in AXES.values() for row in values.values()))
+    alone = [row for row in every if "topk" in row]
     found = {}
     for name, flags in SAMPLERS.items():
-        found[sweep.slug(name)] = (flags, list(dict.fromkeys(together)))
-        for value, row in AXES[K].items():
-            found[f"{sweep.slug(name)}-topk-{value}"] = (flags, [row])
+        found[sweep.slug(name)] = (flags, [row for row in every if row not in alone])
+        found[f"{sweep.slug(name)}-topk"] = (flags, alone)
     return found
 
 
