@@ -48,7 +48,7 @@ decided, by a Kolmogorov-Smirnov test of two samples (`ks_p`).
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -199,12 +199,15 @@ def speeds_of(cfg) -> list[float]:
 class DelaySource(LocalSource):
     """A LocalSource whose engine plays `cfg.delay_samplers` delayed samplers in turn.
 
-    store: the folder of old versions. Every rank runs the same clock with the same draws."""
+    store: the folder of old versions. writes: whether this rank writes there, one of those that share a disk. Every
+    rank runs the same clock with the same draws."""
 
-    def __init__(self, *args, cfg, store: Path, **more):
+    def __init__(self, *args, cfg, store: Path, writes: bool = True, **more):
         super().__init__(*args, **more)
         self.cfg = cfg
         self.store = Path(store)
+        self.writes = writes
+        self.layout: checkpoint.Layout | None = None  # of a version's file, once there is one
         self.distribution = DelayDistribution(cfg.delay, cfg.delay_min, cfg.delay_max, cfg.delay_mass)
         self.longest = math.inf if cfg.max_staleness is None else cfg.max_staleness * cfg.step_seconds
         self.speeds = speeds_of(cfg)
@@ -229,11 +232,15 @@ class DelaySource(LocalSource):
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def publish(self, version: int, named_tensors) -> None:
-        """Broadcast: put the weights where samplers will find them, every `--sync_every` updates."""
-        tensors = dict(named_tensors)  # collective: every rank must ask for them
+        """Broadcast: put the weights where samplers will find them, every `--sync_every` updates. Collective.
+        Where no broadcast is due, no rank asks for them. named_tensors: can be read more than once."""
         if self.broadcast and version - max(self.broadcast) < self.cfg.sync_every:
             return
-        checkpoint.write_tensors(self.path(version), tensors, f".rank{self.rank}")
+        self.layout = self.layout or checkpoint.Layout(named_tensors, checkpoint.as_it_is)
+        if self.writes:
+            self.layout.write(self.path(version), named_tensors)
+        else:  # every rank must ask for every tensor, as often
+            deque(named_tensors, maxlen=0)
         self.broadcast[version] = self.now(version)
         if not self.samplers:
             self.samplers = [Sampler(version, self.delay(i, 0), 1) for i in range(self.cfg.delay_samplers)]
@@ -242,11 +249,12 @@ class DelaySource(LocalSource):
         if not self.cfg.token_seconds:
             self.reload(self.now(version))
         needed = self.needed().union(*self.pinned)
-        # With --dynamic_sampling ranks take unequal numbers of groups, and others of them wait.
+        # With --dynamic_sampling ranks take unequal numbers of groups, and others of them wait. Where all have met, the
+        # new file is whole.
         everywhere = set().union(*checkpoint.from_all(needed, checkpoint.saving_group()))
         for old in set(self.broadcast) - everywhere:
             del self.broadcast[old]
-            if self.rank == 0:
+            if self.writes:
                 self.path(old).unlink(missing_ok=True)
 
     def needed(self) -> set[int]:
@@ -268,9 +276,7 @@ class DelaySource(LocalSource):
         return min(self.distribution.quantile(max(u, 2.0**-53)), self.longest)
 
     def reload(self, now: float) -> None:
-        """Each sampler whose delay is over loads the newest version broadcast by then and draws again.
-
-        This is repeated until every delay ends after `now`."""
+        """Samplers whose delays are over load the newest versions broadcast by then and draw again, until none is."""
         for i in range(len(self.samplers)):
             self.reload_one(i, now)
 
@@ -415,7 +421,7 @@ class DelaySource(LocalSource):
                 groups[ticket.number] = group
         for version in sorted({ticket.version for ticket in taken if ticket.number not in groups}):
             if version != self.version:
-                self.load(version, checkpoint.read_tensors(self.path(version)).items())
+                self.load(version, checkpoint.read_tensors(self.path(version)))
             self.published = self.broadcast[version]
             numbers = [t.number for t in taken if t.version == version and t.number not in groups]
             groups.update(zip(numbers, self.sample(numbers), strict=True))

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
 
@@ -28,6 +26,7 @@ import quant
 import sync
 from batching import Batch
 from checkpoint.shards import whole
+from checkpoint.tensors import Published
 from flags import UserError, from_environment, need
 from measure import Sums
 from metrics import derive, observe
@@ -122,16 +121,6 @@ class Comm:
 # ---------------------------------------------------------------------------------------------------------------------
 # The learner
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Published:
-    """Named tensors that can be read more than once, gathered anew each time: no second model is held."""
-
-    read: Callable
-
-    def __iter__(self):
-        return self.read()
 
 
 class Learner:

@@ -202,7 +202,7 @@ def open_source(cfg, run, comm):
     }
     if cfg.delay == "none":
         return LocalSource(*what, **how)
-    return DelaySource(*what, cfg=cfg, store=run.folder / "versions", **how)
+    return DelaySource(*what, cfg=cfg, store=run.folder / "versions", writes=comm.writes, **how)
 
 
 def sleep_level(cfg) -> int:

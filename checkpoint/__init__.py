@@ -50,11 +50,14 @@ from checkpoint.models import (
 )
 from checkpoint.shards import Copies, complete, from_all, read_shards, saving_group, whole, write_shards
 from checkpoint.state import dealt, new_rng_state, pack, renamed, rng_state, same_rng_state, set_rng_state, unpack
-from checkpoint.tensors import read_tensors, write_tensors
+from checkpoint.tensors import Layout, Published, as_it_is, read_tensors
 from flags import UserError, need
 from rollout import Rollout
 
 __all__ = [
+    "Layout",
+    "Published",
+    "as_it_is",
     "check_rows",
     "check_weights",
     "complete",
@@ -64,7 +67,7 @@ __all__ = [
     "read_config",
     "read_tensors",
 ]
-__all__ += ["read_tokenizer", "same_rng_state", "save_model", "text_folder", "vocabulary_size", "write_tensors"]
+__all__ += ["read_tokenizer", "same_rng_state", "save_model", "text_folder", "vocabulary_size"]
 
 FORMAT = 4  # 3 is 2 with digests; 4 has weights and optimizers in shards
 

@@ -1,47 +1,116 @@
-"""Named tensors in files: whole dictionaries as they are published, and models tensor by tensor."""
+"""Named tensors in files, one after the other: as they are published, and as the folders of models have them."""
 
 from __future__ import annotations
 
 import json
 import math
 import struct
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+DTYPES |= {"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn}
+NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def write_tensors(path: Path, tensors: dict, mark: str = "") -> None:
-    """Write published tensors to one safetensors file, in their order: completely or not at all.
+def header_of(layout: dict[str, tuple], names, metadata: dict) -> tuple[bytes, dict[str, int]]:
+    """(the beginning of a safetensors file with these tensors in this order, where each of them begins in it).
 
-    Tensors that share memory are written once. mark: an ending for the scratch file, different for
-    each writer where several may write to the same path."""
-    from safetensors.torch import save_file
+    The library writes whole dictionaries alone. The format: 8 bytes with the length of a header, the header (JSON:
+    dtype, shape and place of every tensor), and the tensors' bytes. All is known before the first tensor comes.
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    own = {}
-    first_name = {}  # of the tensors at one address
-    alias = {}  # name -> the name under which its bytes are in the file
-    for name, x in tensors.items():
-        first = first_name.setdefault((x.data_ptr(), x.shape, x.dtype), name)
-        if first == name:
-            own[name] = x.contiguous().cpu()
-        else:
-            alias[name] = first
-    # One entry for both: safetensors writes several in any order, and equal weights must make
-    # equal files.
-    metadata = {"order": json.dumps([list(tensors), alias])}
-    scratch = path.with_name(path.name + (mark or ".writing"))
-    save_file(own, scratch, metadata=metadata)
-    scratch.replace(path)
+    layout: name -> (dtype, shape)."""
+    header, starts, end = {"__metadata__": metadata}, {}, 0
+    for name in names:
+        dtype, shape = layout[name]
+        start, end = end, end + n_bytes(dtype, shape)
+        header[name] = {"dtype": NAME_OF[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        starts[name] = start
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    beginning = struct.pack("<Q", len(text)) + text
+    return beginning, {name: len(beginning) + start for name, start in starts.items()}
 
 
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors that write_tensors wrote, in their order."""
+# ---------------------------------------------------------------------------------------------------------------------
+# What is published
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Published:
+    """Named tensors that can be read more than once, made anew each time: no second model is held."""
+
+    read: Callable
+
+    def __iter__(self):
+        return self.read()
+
+
+class Layout:
+    """Where each tensor of a stream belongs in one file, in safetensors' format. Tensors that share memory are written
+    once; equal tensors make equal files. cast: the type in which numbers of a type are written."""
+
+    def __init__(self, named_tensors, cast):
+        self.order: list[str] = []
+        self.alias: dict[str, str] = {}  # name -> the name under which its bytes are in the file
+        self.known: dict[str, tuple] = {}  # name -> (dtype, shape), of those that are in the file
+        first: dict[tuple, tuple] = {}  # place in memory -> (its storage, name)
+        for name, x in named_tensors:
+            self.order.append(name)
+            place = (x.data_ptr(), x.shape, x.dtype)
+            storage, other = first.get(place, (None, ""))
+            if storage is not None and not storage.expired():  # else other memory was there
+                self.alias[name] = other
+                continue
+            first[place] = (StorageWeakRef(x.untyped_storage()), name)
+            self.known[name] = (cast(x.dtype), tuple(x.shape))
+        # The widest numbers first, so that each tensor begins at a multiple of its own width.
+        names = sorted(self.known, key=lambda name: -self.known[name][0].itemsize)
+        self.header, self.place = header_of(self.known, names, {"order": json.dumps([self.order, self.alias])})
+
+    def write(self, path: Path, named_tensors) -> None:
+        """Write a stream of these tensors, completely or not at all; none of them is kept."""
+        left = set(self.known)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_name(path.name + ".writing")
+        with open(scratch, "wb") as file:
+            file.write(self.header)
+            for name, x in named_tensors:
+                if name in self.alias:
+                    continue
+                left.remove(name)
+                dtype, shape = self.known[name]
+                if tuple(x.shape) != shape:
+                    raise ValueError(f"{name}: {tuple(x.shape)} is not the shape of before, {shape}")
+                file.seek(self.place[name])
+                file.write(x.detach().to(dtype).cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        if left:
+            raise ValueError(f"{len(left)} tensors did not come, {min(left)} among them")
+        scratch.replace(path)
+
+
+def halved(dtype: torch.dtype) -> torch.dtype:
+    """The type in which a number travels with --sync_dtype=bfloat16."""
+    return torch.bfloat16 if dtype.is_floating_point else dtype
+
+
+def as_it_is(dtype: torch.dtype) -> torch.dtype:
+    return dtype
+
+
+def read_tensors(path: Path) -> Published:
+    """The tensors that a Layout wrote, in their order. The file stays open: it may be deleted while they are read."""
     from safetensors import safe_open
 
-    with safe_open(path, "pt") as f:
-        names, alias = json.loads(f.metadata()["order"])
-        return {name: f.get_tensor(alias.get(name, name)) for name in names}
+    file = safe_open(path, "pt")
+    names, alias = json.loads(file.metadata()["order"])
+    return Published(lambda: ((name, file.get_tensor(alias.get(name, name))) for name in names))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -49,17 +118,10 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 FILE_BYTES = 5 * 10**9  # of tensors in one file of a model; one larger tensor has a file of its own
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
-DTYPES |= {"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn}
-NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TensorFiles:
     """The safetensors files of a Hugging Face folder, for tensors that come one at a time in any order.
-
-    The library writes whole dictionaries alone. The format: 8 bytes with the length of a header, the header (JSON:
-    dtype, shape and place of every tensor), and the tensors' bytes. All is known before the first tensor comes.
 
     layout: name -> (dtype, shape), of every tensor that will come."""
 
@@ -81,16 +143,9 @@ class TensorFiles:
             (folder / "model.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
 
     def _write_header(self, file, part: list[str]) -> None:
-        header, end = {"__metadata__": {"format": "pt"}}, 0
-        for name in part:
-            dtype, shape = self.layout[name]
-            start, end = end, end + n_bytes(dtype, shape)
-            header[name] = {"dtype": NAME_OF[dtype], "shape": list(shape), "data_offsets": [start, end]}
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name in part:
-            self.place[name] = file, 8 + len(text) + header[name]["data_offsets"][0]
+        header, place = header_of(self.layout, part, {"format": "pt"})
+        file.write(header)
+        self.place |= {name: (file, start) for name, start in place.items()}
 
     def write(self, name: str, x: torch.Tensor) -> None:
         """Put a tensor where it belongs; it is not kept."""

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tasks
+from checkpoint.tensors import as_it_is, halved
 from flags import need
 from model import routing_of
 from remote import wire
@@ -41,7 +42,7 @@ from remote.grants import Grants
 from remote.groups import Limits, decode_group, name_of
 from remote.guard import log_path, open_log
 from remote.hub import Hub
-from remote.weights import Store, as_it_is, change_of, halved
+from remote.weights import Store, change_of
 from rollout import Rollout, has_spread
 from sampling import Sampling
 

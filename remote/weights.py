@@ -5,86 +5,22 @@ Gathered weights come one tensor after the other, and every rank must ask for ea
 That needs to know all names, types and shapes before: the first publication reads the stream twice. Beside the file
 lie its manifest and, with --sync_delta, what has changed since the file before; every rank maps all three.
 
-The file is safetensors' format (checkpoint.read_tensors reads it): 8 bytes with the length of a header, the header, the
-tensors' bytes. Equal weights make equal files, and weights of the same model files of the same size.
+The file is a Layout's (checkpoint/tensors.py): equal weights make equal files, and weights of the same model files of
+the same size.
 """
 
 from __future__ import annotations
 
 import filecmp
-import json
 import mmap
-import struct
 from collections import deque
 from pathlib import Path
 
 import msgspec
-import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from checkpoint.tensors import NAME_OF, n_bytes
+from checkpoint.tensors import Layout
 from remote import delta, wire
 from remote.account import VERSIONS, retain_weights, write_atomically
-
-
-class Layout:
-    """Where each tensor of a stream belongs in a file. Tensors that share memory are written once."""
-
-    def __init__(self, named_tensors, cast):
-        self.order: list[str] = []
-        self.alias: dict[str, str] = {}  # name -> the name under which its bytes are in the file
-        self.known: dict[str, tuple] = {}  # name -> (dtype, shape), of those that are in the file
-        first: dict[tuple, tuple] = {}  # place in memory -> (its storage, name)
-        for name, x in named_tensors:
-            self.order.append(name)
-            place = (x.data_ptr(), x.shape, x.dtype)
-            storage, other = first.get(place, (None, ""))
-            if storage is not None and not storage.expired():  # else other memory was there
-                self.alias[name] = other
-                continue
-            first[place] = (StorageWeakRef(x.untyped_storage()), name)
-            self.known[name] = (cast(x.dtype), tuple(x.shape))
-        self._lay_out()
-
-    def _lay_out(self) -> None:
-        """The widest numbers first, so that each tensor begins at a multiple of its own width."""
-        header = {"__metadata__": {"order": json.dumps([self.order, self.alias])}}
-        self.place: dict[str, int] = {}
-        end = 0
-        for name in sorted(self.known, key=lambda name: -self.known[name][0].itemsize):
-            dtype, shape = self.known[name]
-            start, end = end, end + n_bytes(dtype, shape)
-            header[name] = {"dtype": NAME_OF[dtype], "shape": list(shape), "data_offsets": [start, end]}
-            self.place[name] = start
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        self.header = struct.pack("<Q", len(text)) + text
-
-    def write(self, path: Path, named_tensors) -> None:
-        """Write a stream of these tensors; none of them is kept."""
-        left = set(self.known)
-        with open(path, "wb") as file:
-            file.write(self.header)
-            for name, x in named_tensors:
-                if name in self.alias:
-                    continue
-                left.remove(name)
-                dtype, shape = self.known[name]
-                if tuple(x.shape) != shape:
-                    raise ValueError(f"{name}: {tuple(x.shape)} is not the shape of before, {shape}")
-                file.seek(len(self.header) + self.place[name])
-                file.write(x.detach().to(dtype).cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        if left:
-            raise ValueError(f"{len(left)} tensors did not come, {min(left)} among them")
-
-
-def halved(dtype: torch.dtype) -> torch.dtype:
-    """The type in which a number travels with --sync_dtype=bfloat16."""
-    return torch.bfloat16 if dtype.is_floating_point else dtype
-
-
-def as_it_is(dtype: torch.dtype) -> torch.dtype:
-    return dtype
 
 
 class Store:

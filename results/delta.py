@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import config
-from checkpoint import write_tensors
+from checkpoint.tensors import Layout, halved
 from flags import run_command
 from learner import Comm
 from remote import delta, wire
@@ -37,9 +37,9 @@ def train(folder: Path, rate: float) -> list[Path]:
     for version in range(UPDATES + 1):
         if version and (t.pending or t.roll_out([])):
             t.update()
-        tensors = dict(t.learner.published(t.run.rollout_model, False))
+        tensors = t.learner.published(t.run.rollout_model, False)
         files.append(folder / f"v{version:06d}.safetensors")
-        write_tensors(files[-1], {name: x.to(torch.bfloat16) for name, x in tensors.items()})
+        Layout(tensors, halved).write(files[-1], tensors)
     return files
 
 

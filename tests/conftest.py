@@ -5,6 +5,7 @@ import math
 import os
 import random
 import sys
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,6 +131,32 @@ def vllm_engines(folders):
 def vllm_engine(vllm_engines):
     """The suite's usual engine: float32, processed log-probabilities."""
     return vllm_engines()
+
+
+class Stream:
+    """Tensors that exist only when they are asked for; the most of them that there were at a time."""
+
+    def __init__(self, n=12, numbers=1 << 18, add=0.0):
+        self.n, self.numbers, self.add = n, numbers, add
+        self.passes = self.most = 0
+        self.alive = weakref.WeakSet()
+
+    def __iter__(self):
+        self.passes += 1
+        for i in range(self.n):
+            x = torch.full((self.numbers,), float(i + self.add))
+            self.alive.add(x)
+            self.most = max(self.most, len(self.alive))
+            yield f"t{i}", x
+
+
+def most_at_a_time(named_tensors) -> int:
+    """The most tensors of a stream that there are at a time, where whoever reads it keeps none."""
+    alive, most = weakref.WeakSet(), 0
+    for _, x in named_tensors:
+        alive.add(x)
+        most = max(most, len(alive))
+    return most
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ TESTS = {
     ],
     "checkpoint/lowbit.py": ["test_quant.py", "-k", "ranks_of_a_node or checkpoint_in_low_bits"],
     "checkpoint/state.py": ["test_checkpoint.py"],
-    "checkpoint/tensors.py": ["test_checkpoint.py"],
+    "checkpoint/tensors.py": ["test_checkpoint.py", "test_weights.py"],
     "checkpoint/models.py": ["test_checkpoint.py"],
     "run.py": ["test_run.py", "test_config.py", "test_placement.py"],
     "worth.py": [QUIET, "test_worth.py", "test_auto.py"],
@@ -693,6 +693,12 @@ MUTANTS = {
         ("span / (2 * NormalDist().inv_cdf(1 - a))", "span / NormalDist().inv_cdf(1 - a)"),
         ('return {"rate": -math.log(a) / self.high}', 'return {"rate": -math.log(a) / self.low}'),
         ("            if version != self.version:\n", "            if self.version < 0:\n"),
+        (
+            "self.layout.write(self.path(version), named_tensors)",
+            "self.layout.write(self.path(version), [*named_tensors])",
+        ),
+        ("checkpoint.read_tensors(self.path(version))", "dict(checkpoint.read_tensors(self.path(version))).items()"),
+        ("            deque(named_tensors, maxlen=0)\n", "            pass\n"),
     ],
     "tasks/__init__.py": [
         (
@@ -831,9 +837,18 @@ MUTANTS = {
     ],
     "checkpoint/tensors.py": [
         ("        file.seek(start)\n", ""),
-        ('        text += b" " * (-len(text) % 8)\n', ""),
+        ('    text += b" " * (-len(text) % 8)\n', ""),
         ("key=lambda name: -layout[name][0].itemsize", "key=str"),
         ("        if kind is None and self.place:", "        if False:"),
+        ("            if storage is not None and not storage.expired():", "            if storage is not None:"),
+        ("            if storage is not None and not storage.expired():", "            if False:"),
+        (
+            "key=lambda name: -self.known[name][0].itemsize",
+            "key=lambda name: 0",
+            "torch reads what is not aligned, too",
+        ),
+        ("torch.bfloat16 if dtype.is_floating_point else dtype", "torch.bfloat16"),
+        ("        if left:\n", "        if False:\n"),
     ],
     "checkpoint/models.py": [
         ("        self.dtype = self.shell.dtype if config.dtype else None", "        self.dtype = None"),
@@ -1082,19 +1097,10 @@ MUTANTS = {
         ("self.link.granted(stream) - self.sampled[stream])", "self.link.granted(stream))"),
     ],
     "remote/weights.py": [
-        ("            if storage is not None and not storage.expired():", "            if storage is not None:"),
-        ("            if storage is not None and not storage.expired():", "            if False:"),
-        (
-            "key=lambda name: -self.known[name][0].itemsize",
-            "key=lambda name: 0",
-            "torch reads what is not aligned, too",
-        ),
         ("        retain_weights(path, self.files, VERSIONS + 1)\n", ""),
         ("            if not self.files or size >", "            if size >"),
         ("        if path.exists() and filecmp.cmp(fresh, path, shallow=False):", "        if False:"),
         ("range(1 if self.files else 2)", "range(1)"),
-        ("torch.bfloat16 if dtype.is_floating_point else dtype", "torch.bfloat16"),
-        ("        if left:\n", "        if False:\n"),
     ],
     "remote/routes.py": [
         ("            self.check(new[0])\n", ""),

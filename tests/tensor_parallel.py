@@ -53,6 +53,7 @@ def delayed(engine, models: list, rank: int, store: Path) -> list:
         n_ranks=2,
         cfg=cfg,
         store=store,
+        writes=rank == 0,
     )
     groups = []
     for version in range(4):

@@ -9,12 +9,12 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 import torch
-from conftest import make_cfg, tiny_model
+from conftest import Stream, make_cfg, most_at_a_time, tiny_model
 from test_rollout import PROBE_IDS
 from test_train import flags, start, timeless, train_here, wait_for
 
 import checkpoint
-from delay import DelayDistribution, DelaySource, ks_p
+from delay import DelayDistribution, DelaySource, Ticket, ks_p
 from engines import HFEngine
 from rollout import Sampling, uniforms
 from run import read_metrics
@@ -217,6 +217,25 @@ def test_a_version_stays_on_disk_as_long_as_a_group_of_any_rank_waits_for_it(fol
     assert not source.path(0).exists() and source.path(6).exists()
 
 
+def test_nobody_holds_a_second_model(folders, tmp_path):
+    """A version is written and loaded tensor by tensor, once for both ranks of a disk, which ask for every tensor as
+    often; where no broadcast is due, neither asks."""
+    ranks = [delayed(folders, tmp_path / str(rank), sync_every=2) for rank in range(2)]
+    ranks[1].writes = False
+    for source in ranks:
+        streams = [Stream(add=v) for v in range(5)]
+        for v, stream in enumerate(streams):
+            source.publish(v, stream)
+        assert [stream.passes for stream in streams] == [2, 0, 1, 0, 1]
+        assert max(stream.most for stream in streams) <= 2
+    assert not (tmp_path / "1").exists()
+    source, loaded = ranks[0], []
+    source.load = lambda version, tensors: loaded.extend([most_at_a_time(tensors), dict(tensors)])
+    source.sample = list
+    source.sample_tickets([Ticket(0, 4, 4.0)])
+    assert loaded[0] <= 2 and all((x == 4.0 + int(name[1:])).all() for name, x in loaded[1].items())
+
+
 def shown(groups):
     """What tells groups apart: their names, their weights, their tokens."""
     return [(g.uid, g.version, g.digest, [r.tokens.tolist() for r in g.responses]) for g in groups]
@@ -378,11 +397,12 @@ def test_pace_drops_nothing_where_dropping_prefers_short_responses(folders, tmp_
             rollout_batch=2,
             train_batch=2,
         )
-        source.publish(0, weights(0).items())
-        source.load(0, weights(0).items())
+        same = weights(0).items()
+        source.publish(0, same)
+        source.load(0, same)
         source.load = lambda version, tensors, source=source: setattr(source, "version", version)  # all are the same
         for v in range(updates):
-            source.publish(v, [])
+            source.publish(v, same)
             for group in source.next(1, v):
                 assert v - group.version <= 64
         m = source.metrics()

@@ -744,7 +744,7 @@ def test_weights_go_out_every_so_many_updates_in_the_type_asked_for(tmp_path):
     newest = wire.decode((tmp_path / "models" / "newest").read_bytes())
     names = sorted(p.name for p in (tmp_path / "models").glob("v*"))
     assert newest.version == 4 and names == ["v000002.safetensors", "v000004.safetensors"]
-    tensors = read_tensors(tmp_path / "models" / newest.of.name)
+    tensors = dict(read_tensors(tmp_path / "models" / newest.of.name))
     assert tensors["a"].dtype == torch.bfloat16
     assert torch.equal(tensors["a"].float(), torch.full((3,), 4 + 1 / 3).bfloat16().float())
 

@@ -3,21 +3,21 @@
 import gc
 import os
 import threading
-import weakref
 
 import pytest
 import test_hub
 import torch
-from conftest import tiny_model
+from conftest import Stream, tiny_model
 from test_hub import closed_behind, until
 
 import quant
 from checkpoint import read_tensors
+from checkpoint.tensors import Layout, as_it_is, halved
 from learner import Comm
 from quant import format_of
 from remote import account, link, wire
 from remote.sampler import SamplerFlags
-from remote.weights import Layout, Store, as_it_is, change_of, halved, manifest_of
+from remote.weights import Store, change_of, manifest_of
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_tensors_come_back_in_their_order(cast, tmp_path):
     tensors = odd_tensors()
     layout = Layout(tensors.items(), cast)
     layout.write(tmp_path / "x", tensors.items())
-    back = read_tensors(tmp_path / "x")
+    back = dict(read_tensors(tmp_path / "x"))
     assert list(back) == list(tensors) and layout.alias == {"tied": "a"}
     for name, x in tensors.items():
         wanted = x.bfloat16() if cast is halved and x.is_floating_point() else x
@@ -67,24 +67,7 @@ def test_the_same_place_in_memory_is_not_the_same_tensor_when_it_was_free_in_bet
     layout = Layout(stream(), as_it_is)
     assert layout.alias == {}
     layout.write(tmp_path / "x", stream())
-    assert all((x == int(name[1:])).all() for name, x in read_tensors(tmp_path / "x").items())
-
-
-class Stream:
-    """Tensors that exist only when they are asked for; the most of them that there were at a time."""
-
-    def __init__(self, n=12, numbers=1 << 18, add=0.0):
-        self.n, self.numbers, self.add = n, numbers, add
-        self.passes = self.most = 0
-        self.alive = weakref.WeakSet()
-
-    def __iter__(self):
-        self.passes += 1
-        for i in range(self.n):
-            x = torch.full((self.numbers,), float(i + self.add))
-            self.alive.add(x)
-            self.most = max(self.most, len(self.alive))
-            yield f"t{i}", x
+    assert all((x == int(name[1:])).all() for name, x in read_tensors(tmp_path / "x"))
 
 
 def test_nobody_holds_a_second_model(tmp_path):
@@ -96,7 +79,7 @@ def test_nobody_holds_a_second_model(tmp_path):
         assert when == path.stat().st_mtime
     assert [stream.passes for stream in streams] == [2, 1, 1]
     assert max(stream.most for stream in streams) <= 2
-    assert read_tensors(path)["t3"][0] == 5.0
+    assert dict(read_tensors(path))["t3"][0] == 5.0
 
 
 class Rank(Comm):
