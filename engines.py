@@ -444,7 +444,7 @@ class HFEngine:
         An unknown name or another shape is an error; a missing name is left for the probe to find."""
         own = dict(self.model.named_parameters(remove_duplicate=False))
         if self.packed:
-            named_tensors = quant.load_quantized(self.model, dict(named_tensors)).items()
+            named_tensors = quant.load_quantized(self.model, named_tensors)
         for name, tensor in named_tensors:
             own[name].copy_(tensor)
 

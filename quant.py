@@ -457,22 +457,37 @@ def dequantize_in_place(model, fmt: Format):
     return model
 
 
-def load_quantized(model, tensors: dict) -> dict:
-    """Put published low-bit tensors into the model's aligned layers as they are; return the others.
+def load_quantized(model, named_tensors):
+    """Put published low-bit tensors into the model's aligned layers as they come; yield the others.
 
-    int4 tensors of a layer that is not aligned come back dequantized, as X.weight."""
-    rest = dict(tensors)
-    for name, layer in quantized_linears(model).items():
-        weight = f"{name}.weight"
-        scale = rest.pop(f"{weight}_scale", None)
-        if isinstance(layer, LowBitLinear):
-            layer.loaded = None if scale is None else (rest.pop(weight).clone(), scale.clone())
-        elif scale is not None:
-            rest[weight] = unpacked(rest.pop(f"{weight}_packed"), scale, rest.pop(f"{weight}_shape"))
-    for name, (experts, kind) in expert_parameters(model).items():
-        if f"{name}_scale" in rest:
-            experts.loaded[kind] = (rest.pop(name).clone(), rest.pop(f"{name}_scale").clone())
-    return rest
+    A layer's scales come right behind its weight, as `for_engine` yields them."""
+    layers = {f"{name}.weight": (layer, "weight") for name, layer in quantized_linears(model).items()}
+    layers |= expert_parameters(model)
+    stream = iter(named_tensors)
+    for name, x in stream:
+        layer, kind = layers.get(name, (None, ""))
+        if layer is None:
+            yield name, x
+            continue
+        behind, scale = next(stream, ("nothing", None))
+        if behind != f"{name}_scale":
+            raise ValueError(f"{name}: {behind} comes behind it, and not its scales")
+        device = getattr(layer, kind).device
+        loaded = x.to(device, copy=True), scale.to(device, copy=True)
+        if kind == "weight":
+            layer.loaded = loaded
+        else:
+            layer.loaded[kind] = loaded
+
+
+def without_int4(named_tensors):
+    """Yield published tensors for an engine that knows no int4: of a layer's three, which come in a row, its weight."""
+    stream = iter(named_tensors)
+    for name, x in stream:
+        if name.endswith("_packed"):
+            (_, scale), (_, shape) = next(stream), next(stream)
+            name, x = name.removesuffix("_packed"), unpacked(x, scale, shape)
+        yield name, x
 
 
 def by_expert(named_tensors):

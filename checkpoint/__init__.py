@@ -47,6 +47,7 @@ from checkpoint.models import (
     save_model,
     text_folder,
     vocabulary_size,
+    write_zeros,
 )
 from checkpoint.shards import Copies, complete, from_all, read_shards, saving_group, whole, write_shards
 from checkpoint.state import dealt, new_rng_state, pack, renamed, rng_state, same_rng_state, set_rng_state, unpack
@@ -66,8 +67,9 @@ __all__ = [
     "one_sentence",
     "read_config",
     "read_tensors",
+    "read_tokenizer",
 ]
-__all__ += ["read_tokenizer", "same_rng_state", "save_model", "text_folder", "vocabulary_size"]
+__all__ += ["same_rng_state", "save_model", "text_folder", "vocabulary_size", "write_zeros"]
 
 FORMAT = 4  # 3 is 2 with digests; 4 has weights and optimizers in shards
 

@@ -87,6 +87,19 @@ def save_model(config, tensors: dict, tokenizer, folder: Path, origin: str) -> N
     export.write(folder, tensors.items())
 
 
+def write_zeros(model, folder: Path) -> None:
+    """Give a folder that has a configuration, and perhaps old weights, weights of 0, tensor by tensor. model: of that
+    configuration, without weights."""
+    for old in folder.glob("*.safetensors*"):
+        old.unlink()
+    layout = Export(model.config, lambda whole: ((k, whole(x)) for k, x in model.state_dict().items()), None, "").layout
+    model.config.architectures = [type(model).__name__]  # by which vLLM knows the family
+    model.config.save_pretrained(folder)
+    with TensorFiles(folder, layout) as files:
+        for name, (dtype, shape) in layout.items():
+            files.write(name, torch.zeros(shape, dtype=dtype))
+
+
 @contextmanager
 def one_sentence(folder: Path | str, part: str, mend: str):
     """Whatever transformers makes of a model folder, many lines of it, as one UserError that names folder and part."""

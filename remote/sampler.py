@@ -29,7 +29,16 @@ import numpy as np
 import torch
 
 import quant
-from checkpoint import check_rows, check_weights, read_config, read_tensors, read_tokenizer, vocabulary_size
+from checkpoint import (
+    Published,
+    check_rows,
+    check_weights,
+    read_config,
+    read_tensors,
+    read_tokenizer,
+    vocabulary_size,
+    write_zeros,
+)
 from config import Config, DelayFlags, EngineFlags, check_engine
 from delay import DelayDistribution, check_distribution
 from engines import make_engine
@@ -438,9 +447,9 @@ class SamplerSource(LocalSource):
     """A LocalSource whose groups carry this sampler's stream and incarnation, and which walks the task from a random
     place on.
 
-    owner: (stream, incarnation) of the groups to be sampled next. skeleton: the learner's model, whose weights do not
-    matter; low_bits: the learner publishes low-bit tensors; fmt: the engine's low-bit format or None; own_model: the
-    engine has weights of its own, and loads no others."""
+    owner: (stream, incarnation) of the groups to be sampled next. skeleton: the learner's model without its weights;
+    low_bits: the learner publishes low-bit tensors; fmt: the engine's low-bit format or None; own_model: the engine has
+    weights of its own, and loads no others."""
 
     def __init__(self, *args, skeleton, low_bits: bool, fmt, own_model: bool, **more):
         super().__init__(*args, **more)
@@ -459,20 +468,21 @@ class SamplerSource(LocalSource):
         if self.own_model:  # its groups say how new the learner was
             self.version, self.published = newest.version, newest.published
             return
-        tensors = read_tensors(newest.path)
-        if self.low_bits and not self.engine.packed:
-            tensors = quant.load_quantized(self.skeleton, tensors)
-        if not self.low_bits:
-            tensors = {k: x.float() if x.is_floating_point() else x for k, x in tensors.items()}
-            if self.fmt:
-                tensors = dict(quant.for_engine(tensors.items(), self.skeleton, self.fmt, self.engine.packed))
+        stored = read_tensors(newest.path)
         self.published = newest.published
-        self.load(newest.version, tensors.items())
+        self.load(newest.version, Published(lambda: self.for_engine(stored)))
+
+    def for_engine(self, stored: Published):
+        """Yields published tensors in the form that the engine takes, one after the other."""
+        if self.low_bits:
+            return iter(stored) if self.engine.packed else quant.without_int4(stored)
+        whole = ((name, x.float() if x.is_floating_point() else x) for name, x in stored)
+        return quant.for_engine(whole, self.skeleton, self.fmt, self.engine.packed) if self.fmt else whole
 
 
 def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> SamplerSource:
     """Engine, task and tokenizer as the learner describes them. UserError: one sentence."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     run, model = welcome.run, folder / "model"
     check_description(run)
@@ -482,9 +492,9 @@ def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> Sam
     if flags.model:
         check_own_model(flags.model, tokenizer, run["context"])
     vocabulary = vocabulary_size(tokenizer)
-    torch.manual_seed(0)
-    skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.float32)
-    skeleton.save_pretrained(model)  # the engine starts from anything and is given its weights
+    skeleton = quant.empty_model(str(model))
+    if not flags.model:
+        write_zeros(skeleton, model)  # the engine starts from anything and is given its weights
     engine = make_engine(
         cfg,
         flags.model or str(model),

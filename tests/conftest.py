@@ -19,6 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import config
 import plot
@@ -150,13 +153,37 @@ class Stream:
             yield f"t{i}", x
 
 
-def most_at_a_time(named_tensors) -> int:
-    """The most tensors of a stream that there are at a time, where whoever reads it keeps none."""
-    alive, most = weakref.WeakSet(), 0
-    for _, x in named_tensors:
-        alive.add(x)
-        most = max(most, len(alive))
-    return most
+class Watched:
+    """Another stream as it goes by; the most of its tensors that there were at a time."""
+
+    def __init__(self, named_tensors):
+        self.named_tensors = named_tensors
+        self.most = 0
+
+    def __iter__(self):
+        alive = weakref.WeakSet()
+        for name, x in self.named_tensors:
+            alive.add(x)
+            self.most = max(self.most, len(alive))
+            yield name, x
+
+
+class Held(TorchDispatchMode):
+    """The most bytes of tensors that there were at a time, of all that torch has computed with in here."""
+
+    def __init__(self):
+        super().__init__()
+        self.most, self.alive = 0, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves((args, kwargs, out)):
+            if isinstance(x, torch.Tensor) and not x.is_meta:
+                storage = x.untyped_storage()
+                self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.alive = {key: one for key, one in self.alive.items() if not one[0].expired()}
+        self.most = max(self.most, sum(nbytes for _, nbytes in self.alive.values()))
+        return out
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ TESTS = {
     "remote/weights.py": ["test_weights.py", "test_hub.py"],
     "remote/link.py": ["test_relay.py", "test_grants.py", "test_hub.py", "test_delta.py"],
     "remote/files_link.py": ["test_grants.py", "test_door.py", "test_clock.py", "test_hub.py"],
-    "remote/sampler.py": ["test_grants.py"],
+    "remote/sampler.py": ["test_grants.py", "test_weights.py"],
     "remote/clock.py": ["test_clock.py"],
     "remote/delta.py": ["test_delta.py"],
     "remote/routes.py": ["test_routes.py", "test_door.py"],
@@ -1095,6 +1095,8 @@ MUTANTS = {
     "remote/sampler.py": [
         ("min(self.flags.groups, self.link.granted(stream) - self.sampled[stream])", "self.flags.groups"),
         ("self.link.granted(stream) - self.sampled[stream])", "self.link.granted(stream))"),
+        ("read_tensors(newest.path)", "list(read_tensors(newest.path))"),
+        ("Published(lambda: self.for_engine(stored))", "list(self.for_engine(stored))"),
     ],
     "remote/weights.py": [
         ("        retain_weights(path, self.files, VERSIONS + 1)\n", ""),

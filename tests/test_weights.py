@@ -7,17 +7,20 @@ import threading
 import pytest
 import test_hub
 import torch
-from conftest import Stream, tiny_model
+from conftest import Held, Stream, Watched, tiny_model
+from test_door import RUN
 from test_hub import closed_behind, until
 
 import quant
 from checkpoint import read_tensors
 from checkpoint.tensors import Layout, as_it_is, halved
+from engines import HFEngine
 from learner import Comm
 from quant import format_of
 from remote import account, link, wire
-from remote.sampler import SamplerFlags
+from remote.sampler import SamplerFlags, open_source
 from remote.weights import Store, change_of, manifest_of
+from tasks import arithmetic_tokenizer
 
 
 @pytest.fixture
@@ -183,3 +186,64 @@ def test_deltas_of_low_bits_come_bit_for_bit(name, made, tmp_path):
             end.close()
             end = box(2)
             assert sent_to(end, 2) == path.stat().st_size
+
+
+FORMS = [  # --sync_dtype and --rollout_quant of the learner, --rollout_quant of the sampler
+    ("float32", "none", "none"),
+    ("bfloat16", "none", "none"),
+    ("bfloat16", "none", "int8"),
+    ("bfloat16", "none", "w4a16"),
+    ("quantized", "int8", "auto"),
+    ("quantized", "w4a16", "auto"),
+]
+
+
+def publish(folder, model, sync="bfloat16", learners="none"):
+    """(what a learner of this model says to a sampler, the weights that it has published)."""
+    model.save_pretrained(folder / "model")
+    arithmetic_tokenizer().save_pretrained(folder / "model")
+    fmt, tensors = format_of(learners, 32), model.state_dict()
+    if fmt is not None:
+        tensors = dict(quant.for_engine(tensors.items(), model, fmt))
+    Layout(tensors.items(), halved if sync == "bfloat16" else as_it_is).write(folder / "v1", tensors.items())
+    run = {**RUN, "config": {**RUN["config"], "rollout_quant": learners}, "packed": sync == "quantized"}
+    run["probe"] = torch.arange(2, 50).reshape(4, 12).tolist()
+    welcome = wire.Welcome(wire.PROTOCOL, "session", run, wire.pack_setup(str(folder / "model")))
+    return welcome, wire.Weights(1, 2.0, folder / "v1")
+
+
+@pytest.mark.parametrize("sync, learners, own", FORMS)
+def test_a_sampler_loads_weights_tensor_by_tensor(sync, learners, own, tmp_path):
+    """In each form in which they travel; the engine has them bit for bit, and they are proved."""
+    model = tiny_model(0, layers=4)
+    welcome, weights = publish(tmp_path, model, sync, learners)
+    source = open_source(welcome, SamplerFlags(rollout="hf", rollout_quant=own), tmp_path / "box")
+    load, streams = source.load, []
+
+    def watched_load(version, tensors):
+        streams.append(Watched(tensors))
+        load(version, streams[0])
+
+    source.load = watched_load
+    source.load_weights(weights)
+    assert (
+        streams[0].most < len(list(streams[0])) / 2
+    )  # those of a layer: the proof wants its first norm, which comes last
+    assert (source.version, source.published) == (1, 2.0)
+    engine = HFEngine(str(tmp_path / "model"), fmt=source.engine.fmt)
+    tensors = model.state_dict().items()
+    if sync == "bfloat16":
+        tensors = [(name, x.bfloat16().float()) for name, x in tensors]
+    engine.load(quant.for_engine(tensors, model, engine.fmt, engine.packed) if engine.fmt else tensors)
+    assert (source.engine.logprobs(source.probe.ids) == engine.logprobs(source.probe.ids)).all()
+
+
+def test_a_sampler_holds_no_model_beside_its_engines(tmp_path):
+    """From its start to proved weights. There are activations beside it, and the sums of a digest."""
+    model = tiny_model(0, layers=16, hidden=128)
+    welcome, weights = publish(tmp_path, model)
+    with Held() as held:
+        source = open_source(welcome, SamplerFlags(rollout="hf"), tmp_path / "box")
+        source.load_weights(weights)
+    assert held.most < 1.5 * sum(p.nbytes for p in model.parameters())
+    assert all(p.is_meta for p in source.skeleton.parameters())
