@@ -27,7 +27,7 @@ from checkpoint import load_model
 from checkpoint.lowbit import quantized_for_a_node
 from model import Routing
 from model.exact import as_sampler
-from model.head import Head
+from model.head import Head, rows_at_once
 from model.in_vllm import (
     VLLM_VERSION,
     among_ranks,
@@ -451,10 +451,13 @@ class HFEngine:
     @torch.no_grad()
     def logprobs(self, ids: np.ndarray) -> np.ndarray:
         """log p(ids[t] | ids[:t]) for t >= 1 at temperature 1, in nats: (R, L) -> float32 (R, L - 1)."""
-        ids = torch.from_numpy(ids).to(self.device)
+        rows = torch.from_numpy(ids).to(self.device).split(rows_at_once(self.model.config, ids.shape[1]))
+        return torch.cat([self._logprobs_of(some) for some in rows]).cpu().numpy()
+
+    def _logprobs_of(self, ids):
+        """The same of a tensor, all rows at once."""
         logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1, : self.vocabulary]
-        logp = logits.float().log_softmax(-1)
-        return logp.gather(2, ids[:, 1:, None])[..., 0].cpu().numpy()
+        return logits.float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
 
     def sleep(self) -> None:
         """Its memory is torch's own."""

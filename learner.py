@@ -41,6 +41,7 @@ from model import (
     needs_of_ref_pass,
     needs_of_update,
 )
+from model.head import rows_at_once
 from optim import Guard, make_optimizers, schedule
 from sampling import Sampling
 
@@ -414,13 +415,17 @@ class Learner:
 
         In the precision of the weights, whatever autocast rounds to: it is the function that is compared. ids: token
         ids (R, L)."""
-        batch = batching.of_rows(ids, self.cfg)
-        ours, own = (self._in_full_precision(batch, needs).known() for needs in (Needs(), Needs(own_head=True)))
+        some = min(rows_at_once(getattr(self.models, name).config, ids.shape[1]) for name in self.names)
+        batches = [batching.of_rows(ids[i : i + some], self.cfg) for i in range(0, len(ids), some)]
+        ours, own = (
+            [self._in_full_precision(batch, needs) for batch in batches] for needs in (Needs(), Needs(own_head=True))
+        )
         for name, key in zip(self.names, ("logp", "actor_logp"), strict=False):
             config = getattr(self.models, name).config
-            gap = float((ours[key] - own[key]).abs().mean())
+            says, expected = (torch.cat([getattr(stats, key) for stats in found]) for found in (ours, own))
+            gap = float((says - expected).abs().mean())
             need(
-                gap <= EXPECTED.get(str(own[key].dtype).removeprefix("torch."), 1e-3),
+                gap <= EXPECTED.get(str(expected.dtype).removeprefix("torch."), 1e-3),
                 f"--{name if name == 'actor' else 'model'}: models of the family {config.model_type} do more to their "
                 f"logits than model/head.py knows (log-probabilities differ by {gap:.3g} from the model's own); choose "
                 "another model, or add what this one does to head.Head",

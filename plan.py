@@ -7,266 +7,34 @@ The states follow from the shapes in config.json. With P parameters of which Q l
 
     weights 4 P / n     gradients 4 Q / n     AdamW 8 Q / n, Muon 4 Q / n (--optimizer_dtype=bfloat16: half of it)
 
-What a forward keeps for its backward is measured: the learner's own modules run on tensors that have shapes and no
-bytes (torch's FakeTensorMode), two and four layers deep, and each further layer keeps half of what the last two do.
-Prompts that several responses share, and rows shorter than the longest, make a run smaller than its plan.
+What a forward keeps for its backward, and what a proof of new weights takes, is measured on tensors without bytes
+(model/footprint.py). Prompts that several responses share, and rows shorter than the longest, make a run smaller than
+its plan.
 
     Plan            bytes of one rank by category, and which of them are there together in which stage
-    Activations     what the largest micro-batch keeps, and what is needed for a moment on top of it
     States          weights, gradients and optimizer of one model
 """
 
 from __future__ import annotations
 
-import copy
-import warnings
-import weakref
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import checkpoint
 import corrections
-import quant
 import sync
 import warmstart
-from batching import Batch
 from engines import cache_of_a_token, cached_tokens, evaluated_by
 from flags import from_environment, is_hub_id, need
-from model import Needs, OneModelRows, PolicyAndActor, Scored, TwoModelRows, lora, memory, needs_of_update
-from optim import Muon, learning, make_optimizers
+from model import lora
+from model.footprint import layers_travel_in, measure, of_proof, of_scoring, on_meta, sampler_of
+from optim import Muon, make_optimizers
+from rollout import probe_ids
 from tasks import at_once, make_task
 
 GIB = 2**30
 MOST_RANKS = 64  # that are tried
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Activations, measured on fake tensors
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class Allocated(TorchDispatchMode):
-    """Bytes of the tensors that were made in here and are still there, and the most since `peak` was set."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = 0
-        self.sizes: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor):
-                self.see(x.untyped_storage())
-        return out
-
-    def see(self, storage) -> None:
-        if storage._cdata in self.sizes:
-            return
-        self.sizes[storage._cdata] = storage.nbytes()
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self.gone, storage._cdata)
-
-    def gone(self, key: int) -> None:
-        self.now -= self.sizes.pop(key)
-
-
-@dataclass(frozen=True)
-class Activations:
-    """Bytes of the largest micro-batch on one rank. Weights, gradients and optimizer are not among them."""
-
-    kept: dict[str, int]  # of each model: what its layers keep for the backward pass
-    moment: int  # the most that logits, or the backward of a layer or of the embedding, take on top of that
-    forward: int  # the most of a pass without gradient
-
-
-def measure(cfg, configs: dict, rows: int, prompt: int, response: int) -> Activations:
-    """The activations of `rows` rows of so many tokens. configs: name -> transformers config."""
-    batch = (rows, prompt, response)
-    kept = {}
-    with one_sequence_a_row(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # quant.py's, for its cache
-        moment, forward = of_logits(cfg, configs, *batch)
-        for name, config in configs.items():
-            two, four = (of_layers(cfg, name, config, n, *batch) for n in (2, 4))
-            kept[name] = two.kept + (four.kept - two.kept) * (n_layers(config) - 2) // 2
-            moment = max(moment, two.layer, two.embedding - sum(kept.values()))
-    return Activations(kept, moment, forward)
-
-
-@contextmanager
-def one_sequence_a_row():
-    """transformers looks at positions for rows of several sequences, and where it cannot see makes a mask for them."""
-    from transformers import masking_utils
-
-    look = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda positions: None
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = look
-
-
-@dataclass(frozen=True)
-class Layers:
-    """Bytes of some layers of one model."""
-
-    kept: int
-    layer: int  # most that the backward of the last layer takes on top of it
-    embedding: int  # most of the embedding's backward, when nothing is kept any more
-
-
-def of_layers(cfg, name: str, config, n: int, rows: int, prompt: int, response: int) -> Layers:
-    """Forward and backward of n layers, without logits."""
-    with FakeTensorMode(), Allocated() as allocated:
-        models = PolicyAndActor(shallow(cfg, name, config, n), None, memory.compute_type(cfg))
-        batch = shapes_of_batch(rows, prompt, response)
-        base = allocated.peak = allocated.now
-        peaks: list[int] = []
-        for layer in (models.policy.base_model.layers[-1], models.policy.base_model.layers[0]):
-            note_peak_behind_backward(layer, allocated, peaks)
-        hidden = models._hidden(models.policy, batch, torch.arange(rows * response), share=False)
-        kept = allocated.now - base
-        hidden.backward(torch.empty_like(hidden))
-        embedding = allocated.peak - base if len(peaks) == 2 else 0
-        return Layers(kept, peaks[0] - base - kept, embedding)
-
-
-def note_peak_behind_backward(layer, allocated: Allocated, peaks: list[int]) -> None:
-    """When the layer's backward is done, the peak so far is added to `peaks`, and begins anew."""
-
-    def note(gradient):
-        peaks.append(allocated.peak)
-        allocated.peak = allocated.now
-
-    def before(module, inputs):
-        if inputs[0].requires_grad and not peaks:  # not behind a frozen embedding, nor when it is computed again
-            inputs[0].register_hook(note)
-
-    layer.register_forward_pre_hook(before)
-
-
-def of_logits(cfg, configs: dict, rows: int, prompt: int, response: int) -> tuple[int, int]:
-    """(most that logits take, forward or backward, on top of what is kept, most of a pass without gradient)."""
-    with FakeTensorMode(), Allocated() as allocated:
-        models = [shallow(cfg, name, config, 2) for name, config in configs.items()]
-        pair = PolicyAndActor(*models, *[None] * (2 - len(models)), memory.compute_type(cfg), cfg.lm_head_fp32)
-        batch = shapes_of_batch(rows, prompt, response)
-        base = allocated.peak = allocated.now
-        with torch.no_grad():
-            through_logits(pair, cfg, batch)
-        forward = allocated.peak - base
-        base = allocated.peak = allocated.now
-        outs = through_logits(pair, cfg, batch)
-        kept = allocated.now - base
-        sum(x.sum() for x in outs.values() if x.requires_grad).backward()
-        return allocated.peak - base - kept, forward
-
-
-def through_logits(pair: PolicyAndActor, cfg, batch) -> dict:
-    """The statistics of an update's forward."""
-    at = torch.arange(batch.tokens.numel())
-    scored = Scored(batch.tokens.flatten()[at], None, None, None)
-    needs = needs_of_update(cfg, pair.actor is not None, cfg.obrs_lambda, True)
-    rows = OneModelRows(scored, replace(needs, support=False, tail=False))
-    models = [pair.policy]
-    if pair.actor is not None:
-        rows = TwoModelRows(rows, OneModelRows(scored, Needs(entropy=True)), needs)
-        models.append(pair.actor)
-    return pair._through_heads(models, rows, batch, at, share=False)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Models without bytes
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def on_meta(cfg, name: str, config):
-    """A model as the learner makes it, its parameters on the meta device."""
-    model = sync.empty_model(config).requires_grad_(True).eval()
-    if lora.learns(cfg, name):
-        lora.attach(model, cfg)
-    if name == sampler_of(cfg):
-        quant.align(model, quant.learner_format(cfg))
-    if cfg.gradient_checkpointing:
-        memory.recompute(model)
-    return model
-
-
-def shallow(cfg, name: str, config, n: int):
-    """A model of the first n layers on fake tensors, with gradients of an earlier micro-batch."""
-    config = copy.deepcopy(config)
-    config.num_hidden_layers = n
-    if getattr(config, "layer_types", None):
-        config.layer_types = (config.layer_types * n)[:n]  # a model may have fewer
-    with unset_fake_temporarily():
-        model = on_meta(cfg, name, config)
-        if layers_travel_in(cfg, model) == 2:
-            model.base_model.layers.to(memory.compute_type(cfg))
-        for path, experts in quant.experts_of(model).items():
-            model.set_submodule(path, EvenExperts(experts))
-    made = {}  # tied parameters stay one
-    for module in model.modules():
-        for kind in (module._parameters, module._buffers):
-            for key, x in kind.items():
-                if x is not None:
-                    kind[key] = made.setdefault(id(x), without_bytes(x))
-    for p in learning(model):
-        p.grad = torch.empty_like(p)
-    return model
-
-
-def without_bytes(x):
-    """A fake tensor or parameter of the shape and type of x."""
-    empty = torch.empty(x.shape, dtype=x.dtype)
-    return nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
-
-
-class EvenExperts(nn.Module):
-    """The experts of a layer, each chosen by as many tokens: where tokens go is not known from shapes."""
-
-    def __init__(self, experts):
-        super().__init__()
-        self.gate_up_proj, self.down_proj, self.act_fn = experts.gate_up_proj, experts.down_proj, experts.act_fn
-
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        E = len(self.down_proj)
-        rows = -(-top_k_index.numel() // E)
-        token = torch.zeros(E * rows, dtype=torch.long)
-        x = hidden_states[token].view(E, rows, -1)
-        gate, up = (x @ self.gate_up_proj.mT).chunk(2, -1)
-        y = ((self.act_fn(gate) * up) @ self.down_proj.mT).flatten(0, 1)
-        weighted = y * top_k_weights.flatten()[token, None]
-        return torch.zeros_like(hidden_states).index_add(0, token, weighted.to(hidden_states.dtype))
-
-
-def shapes_of_batch(rows: int, prompt: int, response: int) -> Batch:
-    """A batch of which nothing is known but shapes."""
-    fields = dict.fromkeys(Batch.__dataclass_fields__)
-    fields["ids"] = torch.zeros(rows, prompt + response, dtype=torch.long)
-    fields["tokens"] = torch.zeros(rows, response, dtype=torch.long)
-    fields["prompt_len"] = torch.zeros(rows, dtype=torch.long)
-    return Batch(**fields)
-
-
-def sampler_of(cfg) -> str:
-    return "policy" if cfg.actor == "none" else "actor"
-
-
-def n_layers(config) -> int:
-    return config.get_text_config().num_hidden_layers
-
-
-def layers_travel_in(cfg, model) -> int:
-    """Bytes of a number of the layers' weights as they compute: with FSDP they may come in 16 bits."""
-    return 2 if cfg.parallel == "fsdp" and memory.travels_in(model, memory.compute_type(cfg)) else 4
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # States
@@ -374,18 +142,19 @@ def plan_of(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float = 0.0) -
     if corrections.is_probed(cfg):
         gradients["gradient of a probe"] = models["policy"].gradients // of_gradients
     activations = {f"activations, {name}": size for name, size in found.kept.items()}
+    sampling = engine(cfg, configs[sampler_of(cfg)], width, ranks, gpu_gib)
+    asleep = gpu_gib > 0 and cfg.rollout == "vllm" and cfg.rollout_sleep
     others = {
         "logits, or a layer's backward": found.moment,
         "a forward without gradient": found.forward,
         "gathered from other ranks": gathered(models) if sharded else 0,
-        "engine": engine(cfg, configs[sampler_of(cfg)], width, ranks, gpu_gib),
-        "evaluation": evaluation(cfg, configs, width, ranks, gpu_gib),
-        "a tensor to publish": 2 * max(model.tensor for model in models.values()),
+        "engine": sampling,
+        "evaluation": evaluation(cfg, configs, width, ranks, gpu_gib, sampling if asleep else 0),
+        "a tensor to publish, and its proof": publishing(cfg, configs, models, width, sharded),
     }
-    asleep = gpu_gib > 0 and cfg.rollout == "vllm" and cfg.rollout_sleep
     always = [*states, *([] if asleep else ["engine"])]
     stages = {
-        "publish": [*states, "engine", "a tensor to publish"],
+        "publish": [*states, "engine", "a tensor to publish, and its proof"],
         "roll out": [*states, "engine"],
         "evaluate": [*always, "evaluation"],
         "ref pass": [*always, "a forward without gradient", "gathered from other ranks"],
@@ -394,6 +163,19 @@ def plan_of(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float = 0.0) -
     saved = sum(2 * model.weights - model.weights // 2 + model.optimizer for model in models.values())
     categories = states | gradients | activations | others
     return Plan(ranks, (rows, width), categories, stages, saved, moved(cfg, models, ranks))
+
+
+def publishing(cfg, configs: dict, models: dict[str, States], width: int, sharded: bool) -> int:
+    """Bytes of the largest of three: a tensor on its way to the engine, what proves that it has arrived, and the
+    learner's own forward of the same sequences."""
+    ids = probe_ids(cfg, width, min(config.vocab_size for config in configs.values()))
+    rows, length = ids.shape
+    own = of_scoring(cfg, configs, min(rows, max(1, cfg.micro_tokens // length)), length)
+    return max(
+        2 * max(model.tensor for model in models.values()),
+        of_proof(cfg, configs[sampler_of(cfg)], ids, sharded),
+        own + (gathered(models) if sharded else 0),
+    )
 
 
 def gathered(models: dict[str, States]) -> int:
@@ -429,8 +211,9 @@ def torch_cache(config, number: int, rows: int, width: int) -> int:
     return cache_of_a_token(config, number) * min(rows * width, max(cached_tokens(config, number), width))
 
 
-def evaluation(cfg, configs: dict, width: int, ranks: int, gpu_gib: float) -> int:
-    """Bytes of an evaluation on one rank, beside the states and the rollout's engine; as long as --max_tokens.
+def evaluation(cfg, configs: dict, width: int, ranks: int, gpu_gib: float, own: int) -> int:
+    """Bytes of an evaluation on one rank, beside the states and the rollout's engine; as long as --max_tokens. own: of
+    that engine, where it sleeps at other times.
 
     One model is evaluated after the other: by the engine that samples from it, by a second one, or by a sampler in
     plain torch, which has a whole copy of a model that ranks share (eval.sampler_of)."""
@@ -440,7 +223,7 @@ def evaluation(cfg, configs: dict, width: int, ranks: int, gpu_gib: float) -> in
     for name, config in configs.items():
         how = evaluated_by(cfg, name)
         if how == "own":
-            sizes.append(0)
+            sizes.append(own)
         elif how == "second":
             sizes.append(engine(cfg, config, width, ranks, gpu_gib))
         else:

@@ -101,6 +101,18 @@ def uniforms(n: int, *key) -> np.ndarray:
     return generator(*key).random(n)
 
 
+def probe_ids(cfg, context: int, vocabulary: int) -> np.ndarray:
+    """The fixed pseudo-random sequences (R, L) of a run's probe (sync.py): about 0.4 % of a rollout batch's tokens.
+
+    The proof reads them up to eight times, an update reads its own tokens three times over (forward, and a backward of
+    twice that): by this count 1 %, and more below 144,000 tokens, as four sequences are the least. They fill a block of
+    vLLM's cache of prefixes (128 tokens on a CPU, 16 on a GPU) where the context allows."""
+    length = min(144, context - 1)
+    tokens = min(2048, max(128, cfg.rollout_batch * cfg.max_tokens // 250), 2**26 // vocabulary)
+    rows = max(4, tokens // length)
+    return (uniforms(rows * length, "probe") * vocabulary).astype(np.int64).reshape(rows, length)
+
+
 def request_seed(*key) -> int:
     """A seed of 63 bits for one response: a hash of `key`, as in `uniforms`."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1

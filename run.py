@@ -41,7 +41,7 @@ from flags import UserError, is_hub_id, need
 from learner import LOCAL_RANK, LearnerCheck
 from model import exact, lora
 from model.memory import unread
-from rollout import LocalSource, uniforms
+from rollout import LocalSource, probe_ids
 from sync import Probe
 from tasks import EvalSet, eval_sets, make_task, stop_ids
 
@@ -104,15 +104,8 @@ class Run:
         return Probe(self.actor or self.policy, self.probe_ids(), fmt, vocabulary=self.vocabulary)
 
     def probe_ids(self) -> np.ndarray:
-        """Its fixed pseudo-random sequences (R, L): about 0.4 % of the tokens of a rollout batch.
-
-        The proof reads them up to eight times, an update reads its own tokens three times over (forward, and a backward
-        of twice that): by this count 1 %, and more below 144,000 tokens, as four sequences are the least. They fill
-        a block of vLLM's cache of prefixes (128 tokens on a CPU, 16 on a GPU) where the context allows."""
-        length = min(144, self.context - 1)
-        tokens = min(2048, max(128, self.cfg.rollout_batch * self.cfg.max_tokens // 250), 2**26 // self.vocabulary)
-        rows = max(4, tokens // length)
-        return (uniforms(rows * length, "probe") * self.vocabulary).astype(np.int64).reshape(rows, length)
+        """Its fixed sequences (R, L)."""
+        return probe_ids(self.cfg, self.context, self.vocabulary)
 
     def learner_check(self) -> LearnerCheck:
         """Whether the published weights are the learner's own (sync.py)."""

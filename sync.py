@@ -177,9 +177,7 @@ class Probe:
     ids: token ids (R, L), or one sequence. fmt: the rollout's number format (quant.py). vocabulary: token ids that
     there are; None: as many as the embedding has rows."""
 
-    def __init__(
-        self, folder: str | None, ids, fmt: quant.Format | None = None, config=None, vocabulary: int | None = None
-    ):
+    def __init__(self, folder: str | None, ids, fmt=None, config=None, vocabulary: int | None = None):
         from transformers import AutoConfig
 
         rounds_activations = fmt is not None and fmt.activations
@@ -194,7 +192,6 @@ class Probe:
         self.unproven = 0  # syncs in a row without a proof
         self.first_error = 0.0  # of the engine, relative, at the first version
 
-    @torch.no_grad()
     def logprobs(self, named_tensors, ids=None, dtype: str = "float32", twins=None) -> np.ndarray:
         """log p(ids[t] | ids[:t]) for t >= 1 under the tensors of a stream, in nats: float32 (rows, L - 1).
 
@@ -203,27 +200,36 @@ class Probe:
         twins: (a module's name, other tensors of it, n): the last n rows run with those. SyncError: a tensor is
         missing."""
         ids = torch.from_numpy(self.ids if ids is None else ids)
+        return self.score(named_tensors, ids, dtype, twins).cpu().numpy()
+
+    @torch.no_grad()
+    def score(self, named_tensors, ids, dtype: str, twins):
+        """The same of a tensor (rows, L)."""
+        from model import head  # it imports this file
+
         stream = Taken(named_tensors, getattr(torch, dtype))
-        hooks = []
+        layer, hooks = self.model.get_output_embeddings(), []
+        layer.forward = functools.partial(head.score, head.Head.of(self.model.config, self.vocabulary), layer)
         for name, module in self.model.named_modules():
             if any(p is not None for p in module._parameters.values()):
                 hooks.append(module.register_forward_pre_hook(functools.partial(fill, name, stream)))
                 hooks.append(module.register_forward_hook(give_up))
                 if twins is not None and twins[0] == name:
-                    module.forward = functools.partial(forward_with_twins, module, stream.dtype, *twins[1:])
+                    module.forward = functools.partial(with_twins, module, module.forward, stream.dtype, *twins[1:])
         try:
             ids = ids.to(stream.device())
             for module in self.model.modules():
                 for name, buffer in list(module._buffers.items()):
                     if buffer is not None:
                         module._buffers[name] = buffer.to(ids.device)
-            logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1, : self.vocabulary].float()
+            logp = layer(self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state, ids)
         finally:
             for hook in hooks:
                 hook.remove()
+            for module in self.model.modules():
+                vars(module).pop("forward", None)
         stream.finish()
-        chosen = logits.gather(2, ids[:, 1:, None])[..., 0]
-        return (chosen - logits.logsumexp(-1)).cpu().numpy()
+        return logp
 
     @property
     def prompt_length(self) -> int:
@@ -253,11 +259,8 @@ class Probe:
 
     def state_dict(self) -> dict:
         parts = {"prompt": self.prompt, "decode": self.decode, "start": self.start}
-        return {
-            "unproven": self.unproven,
-            "first_error": self.first_error,
-            **{name: part and part.state() for name, part in parts.items()},
-        }
+        counts = {"unproven": self.unproven, "first_error": self.first_error}
+        return counts | {name: part and part.state() for name, part in parts.items()}
 
     def load_state_dict(self, state: dict) -> None:
         """A checkpoint without references, or with those of other sequences, starts anew."""
@@ -378,11 +381,11 @@ def fill(name: str, stream: Taken, module, inputs) -> None:
     put(module, stream.of_module(name, module), stream.dtype)
 
 
-def forward_with_twins(module, dtype, others: dict, n: int, x):
+def with_twins(module, forward, dtype, others: dict, n: int, *inputs):
     """A module's forward of which the last n rows run with other tensors than it has."""
-    first = type(module).forward(module, x[:-n])
-    put(module, {name: tensor.to(x.device) for name, tensor in others.items()}, dtype)
-    return torch.cat([first, type(module).forward(module, x[-n:])])
+    first = forward(*(x[:-n] for x in inputs))
+    put(module, {name: tensor.to(inputs[0].device) for name, tensor in others.items()}, dtype)
+    return torch.cat([first, forward(*(x[-n:] for x in inputs))])
 
 
 def put(module, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
@@ -403,7 +406,6 @@ def put(module, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
 
 def give_up(module, inputs, output) -> None:
     """A hook behind a module's forward: its tensors go."""
-    module.__dict__.pop("forward", None)
     if isinstance(module, quant.LowBitLinear):
         module.loaded = None
     elif isinstance(module, quant.LowBitExperts):

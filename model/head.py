@@ -8,6 +8,7 @@ one more product than the naive way (4 instead of 3), and no memory that grows w
 
     Head          scale, bias and soft cap: what a model does beside the product
     ChunkedHead   the statistics of __init__.py on all tokens' logits, chunk by chunk, with their gradient
+    score         log-probabilities of whole sequences, without gradient
 """
 
 from __future__ import annotations
@@ -136,6 +137,20 @@ class ChunkedHead(torch.autograd.Function):
         return None, None, None, *d_tensors
 
 
+def score(head: Head, layer, hidden, ids):
+    """log p(ids[t] | ids[:t]) for t >= 1, (R, L - 1) in float32, by a model's output embedding `layer` on the hidden
+    states (R, L, H) of the sequences ids (R, L)."""
+    flat, following = hidden.flatten(0, 1), ids.roll(-1, 1).flatten()[:, None]  # the last of a row is cut off below
+    out = flat.new_empty(len(flat), dtype=torch.float32)
+    for at in chunks(len(flat), chunk_rows(len(layer.weight)), len(flat)):
+        z = head.of_layer(layer, flat[at])
+        chosen, most = z.gather(1, following[at]), z.amax(1, keepdim=True)
+        total = z.sub_(most).exp_().sum(1, keepdim=True).log_().add_(most)  # z.logsumexp, in place
+        out[at] = (chosen - total)[:, 0]
+        del z  # before the next one is made
+    return out.view(ids.shape)[:, :-1]
+
+
 def accumulate(d_model, dz, hidden, weight, at) -> None:
     """Add one chunk's logit gradients dz (n, width) to d_model: hidden's (N, H), weight's (V, H) and bias's (V,),
     where they are wanted."""
@@ -164,3 +179,8 @@ def chunks(total: int, size: int, end: int) -> list[slice]:
 def chunk_rows(V: int) -> int:
     """Tokens per chunk for a vocabulary of V."""
     return max(16, CHUNK_ELEMENTS // V)
+
+
+def rows_at_once(config, length: int) -> int:
+    """How many sequences of this length a model reads at once where its whole logits are made."""
+    return max(1, chunk_rows(config.get_text_config().vocab_size) // length)

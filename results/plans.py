@@ -1,10 +1,11 @@
 """What the recipes of configs/papers need of each GPU (plan.py), and how a plan stands to what a run really takes.
 
     python results/plans.py             # the plans of all recipes: results/plans.md; no weights, no network
-    python results/plans.py --check     # six runs on this machine's CPUs, predicted and measured; some minutes
+    python results/plans.py --check     # ten runs on this machine's CPUs, predicted and measured; some minutes
 
 The shapes of the recipes' models stand below, as their config.json files on the hub have them. What is measured is the
-largest resident memory of a rank's process during an update (VmHWM), less what the process had before its models.
+largest resident memory of a rank's process during an update, or while it publishes weights and proves that they have
+arrived (VmHWM), less what the process had before its models.
 """
 
 import ctypes
@@ -13,19 +14,24 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 
 import numpy as np
 import sweep
+import torch
 
 import batching
 import bench
 import config
 import objectives
 import plan
+from engines import HFEngine
 from flags import parse_flags, run_command
-from learner import Comm, Learner
+from learner import Comm, Learner, LearnerCheck
 from model import lora
+from rollout import probe_ids
+from sync import Probe, prove
 
 GPU_GIB = 80.0
 COMMON = {"vocab_size": 151_936, "max_position_embeddings": 40_960}
@@ -114,7 +120,7 @@ def recipes() -> None:
         "Written by `python results/plans.py`, the second table by `--check`.\n",
         f"## The recipes, GiB on one GPU of {GPU_GIB:g}\n",
         sweep.markdown(HEAD, rows),
-        f"## Predicted and measured: peak of an update on CPUs, GiB ({case})\n",
+        f"## Predicted and measured: peak of an update, or of a sync, on CPUs, GiB ({case})\n",
         sweep.markdown(["run", "predicted", "measured", "ratio"], measured),
     ]
     sweep.rewrite("plans", "\n".join(parts))
@@ -138,6 +144,9 @@ CASES = {
     "LoRA": (1, {"lora_rank": 8}),
     "int8, aligned": (1, {"rollout_quant": "int8", "learner_quant": "aligned"}),
 }
+LARGE = {**SHAPE, "vocab": 151_936}  # of the model that is published
+# name -> --rollout_dtype
+PUBLISHED = {"sync and proof, 151,936 tokens": "float32", "the same, engine in bfloat16": "bfloat16"}
 
 
 def configured(flags: dict, ranks: int) -> config.Config:
@@ -187,9 +196,46 @@ def measured(flags: dict) -> None:
         print(json.dumps(memory_of("VmHWM") - before), flush=True)
 
 
+def measured_sync(dtype: str) -> None:
+    """Print the most that two syncs with their proofs take, as `measured` does; the second watches the embedding."""
+    cfg = configured({"rollout_dtype": dtype}, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        model, sampler = bench.shaped(folder, **LARGE), bench.shaped("", **LARGE, seed=1).to(getattr(torch, dtype))
+        trim()
+        before = memory_of("VmRSS") - sum(x.nbytes for m in (model, sampler) for x in m.parameters())
+        learner, engine = Learner(model, None, cfg, Comm()), HFEngine(sampler, dtype=dtype)
+        ids = probe_ids(cfg, PROMPT + RESPONSE, LARGE["vocab"])
+        probe, check = Probe(folder, ids), LearnerCheck(Probe(None, ids, config=model.config), True)
+        tensors = learner.published("policy", packed=False)
+        embedding = next(v for v in range(1, 1000) if probe.watched(v)[0] == "model.embed_tokens")
+        peaks = []
+        for version in (0, embedding):
+            trim()
+            prove(engine, version, tensors, probe)
+            check(version, learner.logprobs("policy", ids), tensors)
+            peaks.append(memory_of("VmHWM") - before)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(1.001)
+    print(json.dumps(max(peaks)), flush=True)
+
+
+def plan_of_sync(dtype: str) -> int:
+    """What the plan says of that: without the optimizer's states and the cache, which are not there."""
+    cfg, shape = configured({"rollout_dtype": dtype}, 1), bench.shaped("", **LARGE).config
+    made = plan.plan_of(cfg, {"policy": shape}, PROMPT, 1)
+    cache = plan.torch_cache(shape, getattr(torch, dtype).itemsize, cfg.rollout_batch, PROMPT + RESPONSE)
+    return made.of_stage("publish") - made.categories["optimizer, policy"] - cache
+
+
 def run_case(ranks: int, flags: dict) -> int:
     """The measured bytes of a case, in processes of its own."""
-    script = [__file__, f"--case={json.dumps(flags)}"]
+    return run_script(ranks, f"--case={json.dumps(flags)}")
+
+
+def run_script(ranks: int, what: str) -> int:
+    """The number that this script prints when it is told so."""
+    script = [__file__, what]
     command = [sys.executable, *script]
     if ranks > 1:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *script]
@@ -200,6 +246,13 @@ def run_case(ranks: int, flags: dict) -> int:
     return int(done.stdout.split()[-1])
 
 
+def compared(name: str, said: int, got: int) -> list[str]:
+    """A row of the table."""
+    row = [name, f"{said / plan.GIB:.3f}", f"{got / plan.GIB:.3f}", f"{said / got:.3f}"]
+    print(*row, sep="   ", flush=True)
+    return row
+
+
 def check() -> None:
     """Write the cells of the table: predicted, measured, and their ratio."""
     rows = []
@@ -208,9 +261,9 @@ def check() -> None:
         configs = {key: model.config for key, model in models_of(cfg).items()}
         made = plan.plan_of(cfg, configs, PROMPT, ranks)
         said = made.of_stage("forward and backward") - made.categories["engine"]
-        got = run_case(ranks, flags)
-        rows.append([name, f"{said / plan.GIB:.3f}", f"{got / plan.GIB:.3f}", f"{said / got:.3f}"])
-        print(*rows[-1], sep="   ", flush=True)
+        rows.append(compared(name, said, run_case(ranks, flags)))
+    for name, dtype in PUBLISHED.items():
+        rows.append(compared(name, plan_of_sync(dtype), run_script(1, f"--sync={dtype}")))
     CHECKED.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
@@ -222,12 +275,16 @@ class PlanFlags:
     """Predicted and measured, on this machine."""
     case: str = ""
     """One rank of a case of --check, its flags as JSON."""
+    sync: str = ""
+    """The syncs of --check, with an engine of this type."""
 
 
 def main() -> None:
     flags = parse_flags(PlanFlags, usage=__doc__.strip())
     if flags.case:
         measured(json.loads(flags.case))
+    elif flags.sync:
+        measured_sync(flags.sync)
     elif flags.check:
         check()
     else:

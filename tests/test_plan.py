@@ -11,9 +11,11 @@ from conftest import ROOT, make_cfg
 
 import config
 import plan
+import quant
 import train
 from flags import UserError
-from model import lora
+from model import PolicyAndActor, footprint, lora, memory
+from rollout import probe_ids
 
 sys.path.insert(0, str(ROOT / "results"))
 import plans
@@ -101,12 +103,12 @@ def test_what_is_kept_is_what_autograd_saves(kind):
     kept = plan.measure(cfg, {"policy": small()}, rows, prompt, response).kept["policy"]
     model = AutoModelForCausalLM.from_config(small(), dtype=torch.float32).eval()
     if cfg.rollout_quant != "none":
-        plan.quant.align(model, plan.quant.format_of("int8", cfg.quant_group))
+        quant.align(model, quant.format_of("int8", cfg.quant_group))
     if cfg.gradient_checkpointing:
-        plan.memory.recompute(model)
+        memory.recompute(model)
     if cfg.lora_rank:
         lora.attach(model, cfg)
-    models = plan.PolicyAndActor(model, None, plan.memory.compute_type(cfg))
+    models = PolicyAndActor(model, None, memory.compute_type(cfg))
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     own |= {b.untyped_storage().data_ptr() for b in model.buffers()}
     saved = {}
@@ -117,7 +119,7 @@ def test_what_is_kept_is_what_autograd_saves(kind):
             saved[storage.data_ptr()] = storage.nbytes()
         return x
 
-    batch = plan.shapes_of_batch(rows, prompt, response)
+    batch = footprint.shapes_of_batch(rows, prompt, response)
     with torch.autograd.graph.saved_tensors_hooks(see, lambda x: x):
         hidden = models._hidden(model, batch, torch.arange(rows * response), share=False)
     assert sum(saved.values()) + hidden.nbytes == pytest.approx(kept, rel=0.03)
@@ -143,13 +145,21 @@ def test_the_peak_of_a_real_process():
     assert said == pytest.approx(plans.run_case(ranks, flags), rel=0.1)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", plans.PUBLISHED)
+def test_the_peak_of_a_real_sync(name):
+    dtype = plans.PUBLISHED[name]
+    assert plans.plan_of_sync(dtype) == pytest.approx(plans.run_script(1, f"--sync={dtype}"), rel=0.1)
+
+
 def test_stages_hold_what_is_there_together():
     cfg = make_cfg(objective="grpo", max_tokens=90)
     made = plan.plan_of(cfg, {"policy": small()}, 37, 1)
     c = made.categories
     states = c["weights, policy"] + c["optimizer, policy"]
     assert made.of_stage("roll out") == states + c["engine"]
-    assert made.of_stage("publish") == states + c["engine"] + 2 * 4 * 515 * 64
+    assert made.of_stage("publish") == states + c["engine"] + c["a tensor to publish, and its proof"]
     busy = c["gradients, policy"] + c["activations, policy"] + c["logits, or a layer's backward"]
     assert made.of_stage("forward and backward") == states + busy + c["engine"]  # the torch engine does not sleep
     assert made.of_stage("ref pass") == states + c["a forward without gradient"] + c["engine"]
@@ -164,6 +174,27 @@ def test_stages_hold_what_is_there_together():
 P_SMALL = parameters_of(515, 64, 160, 6, 4, 2, 24, True)
 
 
+def test_a_proof_by_hand():
+    """Where the vocabulary is large: the embedding as it was at the start, a piece of the logits, and the head where it
+    is not the learner's own tensor: as an engine in 16 bits has it, or made whole of shards."""
+    V, H = 151_936, 64
+    config, embedding, piece = small(vocab_size=V), 4 * V * H, 4 * V * (2**25 // V)
+    usual = make_cfg(objective="grpo", max_tokens=200)
+    ids = probe_ids(usual, 237, V)
+    assert ids.shape == (4, 144)
+    of_proof = footprint.of_proof(usual, config, ids, gathered=False)
+    assert of_proof == pytest.approx(embedding + piece, rel=0.02)
+    rounded = footprint.of_proof(replace(usual, rollout_dtype="bfloat16"), config, ids, gathered=False)
+    assert rounded == pytest.approx(2 * embedding + piece, rel=0.02)
+    assert footprint.of_proof(usual, config, ids, gathered=True) == pytest.approx(rounded, rel=0.01)
+    assert footprint.of_scoring(usual, {"policy": config}, *ids.shape) == pytest.approx(2 * piece, rel=0.02)
+    made = plan.plan_of(usual, {"policy": config}, 37, 1)
+    assert made.categories["a tensor to publish, and its proof"] == pytest.approx(2 * piece, rel=0.02)
+    wide = small(vocab_size=V, hidden_size=512)
+    made = plan.plan_of(usual, {"policy": wide}, 37, 1).categories["a tensor to publish, and its proof"]
+    assert made == max(2 * 4 * V * 512, footprint.of_proof(usual, wide, ids, gathered=False))
+
+
 def test_vllm_sleeps_on_a_gpu():
     gpu = dict(objective="grpo", rollout="vllm", rollout_memory=0.5)
     made = plan.plan_of(make_cfg(**gpu), {"policy": small()}, 37, 1, gpu_gib=10.0)
@@ -173,6 +204,8 @@ def test_vllm_sleeps_on_a_gpu():
     cpu = plan.plan_of(make_cfg(**gpu), {"policy": small()}, 37, 1)
     for stage in ("forward and backward", "evaluate"):
         assert "engine" in cpu.stages[stage] and "engine" not in made.stages[stage]
+    for plans_of_it in (made, awake, cpu):  # it is awake while it evaluates
+        assert plans_of_it.of_stage("evaluate") == plans_of_it.of_stage("roll out")
 
 
 def test_an_engine_takes_what_it_needs_where_its_share_is_less():
@@ -302,8 +335,8 @@ def test_experts_are_measured_without_knowing_where_tokens_go():
     config = plans.config_of("Qwen/Qwen3-30B-A3B")
     cfg = make_cfg(objective="grpo", dtype="bfloat16")
     batch = (1, 64, 448)
-    dense = plan.of_layers(cfg, "policy", plans.config_of("Qwen/Qwen3-1.7B"), 1, *batch)
-    sparse = plan.of_layers(cfg, "policy", config, 1, *batch)
+    dense = footprint.of_layers(cfg, "policy", plans.config_of("Qwen/Qwen3-1.7B"), 1, *batch)
+    sparse = footprint.of_layers(cfg, "policy", config, 1, *batch)
     # eight experts of 768 are as wide as one MLP of 6144, and each has its own input; then the weights in 16 bits
     weights = 2 * 128 * 3 * 2048 * 768
     assert sparse.kept - weights > dense.kept and json.dumps(sparse.kept)

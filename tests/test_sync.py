@@ -364,6 +364,26 @@ def test_twins_run_with_the_other_tensors_and_nothing_else_does(folders):
     assert np.allclose(probe.logprobs(a.state_dict().items()), says[:16], atol=1e-5)  # nothing stays behind
 
 
+def test_logits_of_a_large_vocabulary_come_in_pieces(folders, monkeypatch):
+    """A piece of 16 tokens and then some: what is said is the same, with the head watched too."""
+    probe, model = Probe(str(folders / "untied"), IDS), tiny_model(2, tie=False)
+    twins = ("lm_head", {"weight": tiny_model(7).lm_head.weight.detach()}, 5)
+    rows = np.concatenate([IDS, IDS[:5]])
+    whole = probe.logprobs(model.state_dict().items(), rows, twins=twins)
+    engine = HFEngine(model)
+    scored, learner = engine.logprobs(IDS), Learner(tiny_model(2, tie=False), None, make_cfg(), Comm())
+    seen = []
+    learner.models.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].ids.shape))
+    learner.check_heads(IDS)
+    model.register_forward_hook(lambda module, inputs, out: seen.append(out.logits.shape))
+    monkeypatch.setattr("model.head.CHUNK_ELEMENTS", 40 * 256)
+    assert np.allclose(probe.logprobs(model.state_dict().items(), rows, twins=twins), whole, atol=1e-5)
+    assert np.abs(whole[16:] - whole[:5]).max() > 0.01
+    assert np.allclose(engine.logprobs(IDS), scored, atol=1e-5)
+    learner.check_heads(IDS)
+    assert seen == [(16, 16)] * 2 + [(2, 16, 256)] * 8 + [(2, 16)] * 16
+
+
 @pytest.mark.parametrize("name, group", [("none", 0), ("int8", 0), ("fp8", 0), ("w4a16", 32)])
 def test_a_module_can_be_read_as_the_engine_started_with_it(name, group, tmp_path):
     """From the folder, in the numbers that an engine of this format computes with; a tied head is the embedding."""

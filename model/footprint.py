@@ -1,0 +1,294 @@
+"""What forwards and backwards take of memory, measured on tensors with shapes and no bytes (torch's FakeTensorMode).
+
+The learner's own modules run, two and four layers deep: each further layer keeps half of what the last two do.
+
+    measure         Activations: what the largest micro-batch keeps, and what is needed for a moment on top of it
+    of_proof        the same moment of the published tensors' own forward (sync.py), of_scoring of the learner's
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import quant
+import sync
+from batching import Batch
+from model import Needs, OneModelRows, PolicyAndActor, Scored, TwoModelRows, lora, memory, needs_of_update
+from optim import learning
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forward and backward
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of the tensors that were made in here and are still there, and the most since `peak` was set."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self.sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.device.type != "meta":
+                self.see(x.untyped_storage())
+        return out
+
+    def see(self, storage) -> None:
+        if storage._cdata in self.sizes:
+            return
+        self.sizes[storage._cdata] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self.gone, storage._cdata)
+
+    def gone(self, key: int) -> None:
+        self.now -= self.sizes.pop(key)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of the largest micro-batch on one rank. Weights, gradients and optimizer are not among them."""
+
+    kept: dict[str, int]  # of each model: what its layers keep for the backward pass
+    moment: int  # the most that logits, or the backward of a layer or of the embedding, take on top of that
+    forward: int  # the most of a pass without gradient
+
+
+def measure(cfg, configs: dict, rows: int, prompt: int, response: int) -> Activations:
+    """The activations of `rows` rows of so many tokens. configs: name -> transformers config."""
+    batch = (rows, prompt, response)
+    kept = {}
+    with one_sequence_a_row():
+        moment, forward = of_logits(cfg, configs, *batch)
+        for name, config in configs.items():
+            two, four = (of_layers(cfg, name, config, n, *batch) for n in (2, 4))
+            kept[name] = two.kept + (four.kept - two.kept) * (n_layers(config) - 2) // 2
+            moment = max(moment, two.layer, two.embedding - sum(kept.values()))
+    return Activations(kept, moment, forward)
+
+
+@contextmanager
+def one_sequence_a_row():
+    """transformers looks at positions for rows of several sequences, and where it cannot see makes a mask for them."""
+    from transformers import masking_utils
+
+    look = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda positions: None
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # quant.py's, for its cache
+            yield
+    finally:
+        masking_utils.find_packed_sequence_indices = look
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Bytes of some layers of one model."""
+
+    kept: int
+    layer: int  # most that the backward of the last layer takes on top of it
+    embedding: int  # most of the embedding's backward, when nothing is kept any more
+
+
+def of_layers(cfg, name: str, config, n: int, rows: int, prompt: int, response: int) -> Layers:
+    """Forward and backward of n layers, without logits."""
+    with FakeTensorMode(), Allocated() as allocated:
+        models = PolicyAndActor(shallow(cfg, name, config, n), None, memory.compute_type(cfg))
+        batch = shapes_of_batch(rows, prompt, response)
+        base = allocated.peak = allocated.now
+        peaks: list[int] = []
+        for layer in (models.policy.base_model.layers[-1], models.policy.base_model.layers[0]):
+            note_peak_behind_backward(layer, allocated, peaks)
+        hidden = models._hidden(models.policy, batch, torch.arange(rows * response), share=False)
+        kept = allocated.now - base
+        hidden.backward(torch.empty_like(hidden))
+        embedding = allocated.peak - base if len(peaks) == 2 else 0
+        return Layers(kept, peaks[0] - base - kept, embedding)
+
+
+def note_peak_behind_backward(layer, allocated: Allocated, peaks: list[int]) -> None:
+    """When the layer's backward is done, the peak so far is added to `peaks`, and begins anew."""
+
+    def note(gradient):
+        peaks.append(allocated.peak)
+        allocated.peak = allocated.now
+
+    def before(module, inputs):
+        if inputs[0].requires_grad and not peaks:  # not behind a frozen embedding, nor when it is computed again
+            inputs[0].register_hook(note)
+
+    layer.register_forward_pre_hook(before)
+
+
+def of_logits(cfg, configs: dict, rows: int, prompt: int, response: int) -> tuple[int, int]:
+    """(most that logits take, forward or backward, on top of what is kept, most of a pass without gradient)."""
+    needs = needs_of_update(cfg, "actor" in configs, cfg.obrs_lambda, True)
+    with FakeTensorMode(), Allocated() as allocated:
+        pair, batch = pair_of(cfg, configs), shapes_of_batch(rows, prompt, response)
+        base = allocated.peak = allocated.now
+        with torch.no_grad():
+            through_logits(pair, needs, batch)
+        forward = allocated.peak - base
+        base = allocated.peak = allocated.now
+        outs = through_logits(pair, needs, batch)
+        kept = allocated.now - base
+        sum(x.sum() for x in outs.values() if x.requires_grad).backward()
+        return allocated.peak - base - kept, forward
+
+
+def of_scoring(cfg, configs: dict, rows: int, length: int) -> int:
+    """The most of a forward of the learner that yields log-probabilities alone, in the precision of the weights."""
+    with one_sequence_a_row(), FakeTensorMode(), Allocated() as allocated, torch.no_grad():
+        pair, batch = pair_of(replace(cfg, dtype="float32"), configs), shapes_of_batch(rows, 1, length - 1)
+        base = allocated.peak = allocated.now
+        through_logits(pair, Needs(), batch)
+        return allocated.peak - base
+
+
+def pair_of(cfg, configs: dict) -> PolicyAndActor:
+    """The models of the learner, two layers deep."""
+    models = [shallow(cfg, name, config, 2) for name, config in configs.items()]
+    return PolicyAndActor(*models, *[None] * (2 - len(models)), memory.compute_type(cfg), cfg.lm_head_fp32)
+
+
+def through_logits(pair: PolicyAndActor, needs: Needs, batch) -> dict:
+    """The statistics of a forward."""
+    at = torch.arange(batch.tokens.numel())
+    scored = Scored(batch.tokens.flatten()[at], None, None, None)
+    rows = OneModelRows(scored, replace(needs, support=False, tail=False))
+    models = [pair.policy]
+    if pair.actor is not None:
+        rows = TwoModelRows(rows, OneModelRows(scored, Needs(entropy=needs.entropy)), needs)
+        models.append(pair.actor)
+    return pair._through_heads(models, rows, batch, at, share=False)
+
+
+def of_proof(cfg, config, ids, gathered: bool) -> int:
+    """The most that the published tensors' own forward takes in the proof of a sync (sync.py), two layers deep: with
+    the old tensor of a watched embedding. gathered: ranks share the tensors, and each is made whole when it is read."""
+    with FakeTensorMode(), Allocated() as allocated:
+        with unset_fake_temporarily():
+            probe = sync.Probe(None, ids, config=of_depth(config, 2))
+        take_bytes(probe.model)
+        shapes = {name: x.shape for name, x in probe.model.state_dict().items()}
+        for module in probe.model.modules():  # a probe has no weights of its own
+            sync.give_up(module, None, None)
+        tensors = {} if gathered else {name: torch.empty(shape) for name, shape in shapes.items()}
+        rows = torch.zeros(4 * len(ids), ids.shape[1], dtype=torch.long)  # as sync.published_says has them
+        base = allocated.peak = allocated.now
+        stream = ((name, torch.empty(shape) if gathered else tensors[name]) for name, shape in shapes.items())
+        name = next(name for name, module in probe.model.named_modules() if isinstance(module, nn.Embedding))
+        old = {"weight": torch.empty(shapes[f"{name}.weight"])}
+        probe.score(stream, rows, cfg.rollout_dtype, (name, old, len(ids)))
+        return allocated.peak - base
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models without bytes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def on_meta(cfg, name: str, config):
+    """A model as the learner makes it, its parameters on the meta device."""
+    model = sync.empty_model(config).requires_grad_(True).eval()
+    if lora.learns(cfg, name):
+        lora.attach(model, cfg)
+    if name == sampler_of(cfg):
+        quant.align(model, quant.learner_format(cfg))
+    if cfg.gradient_checkpointing:
+        memory.recompute(model)
+    return model
+
+
+def shallow(cfg, name: str, config, n: int):
+    """A model of the first n layers on fake tensors, with gradients of an earlier micro-batch."""
+    with unset_fake_temporarily():
+        model = on_meta(cfg, name, of_depth(config, n))
+        if layers_travel_in(cfg, model) == 2:
+            model.base_model.layers.to(memory.compute_type(cfg))
+    take_bytes(model)
+    for p in learning(model):
+        p.grad = torch.empty_like(p)
+    return model
+
+
+def of_depth(config, n: int):
+    """The config with n layers."""
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = n
+    if getattr(config, "layer_types", None):
+        config.layer_types = (config.layer_types * n)[:n]  # a model may have fewer
+    return config
+
+
+def take_bytes(model) -> None:
+    """Put fake tensors in the place of a model's own, and experts that are chosen evenly in that of its experts."""
+    with unset_fake_temporarily():
+        for path, experts in quant.experts_of(model).items():
+            model.set_submodule(path, EvenExperts(experts))
+    made = {}  # tied parameters stay one
+    for module in model.modules():
+        for kind in (module._parameters, module._buffers):
+            for key, x in kind.items():
+                if x is not None:
+                    kind[key] = made.setdefault(id(x), without_bytes(x))
+
+
+def without_bytes(x):
+    """A fake tensor or parameter of the shape and type of x."""
+    empty = torch.empty(x.shape, dtype=x.dtype)
+    return nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+
+
+class EvenExperts(nn.Module):
+    """The experts of a layer, each chosen by as many tokens: where tokens go is not known from shapes."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.gate_up_proj, self.down_proj, self.act_fn = experts.gate_up_proj, experts.down_proj, experts.act_fn
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        E = len(self.down_proj)
+        rows = -(-top_k_index.numel() // E)
+        token = torch.zeros(E * rows, dtype=torch.long)
+        x = hidden_states[token].view(E, rows, -1)
+        gate, up = (x @ self.gate_up_proj.mT).chunk(2, -1)
+        y = ((self.act_fn(gate) * up) @ self.down_proj.mT).flatten(0, 1)
+        weighted = y * top_k_weights.flatten()[token, None]
+        return torch.zeros_like(hidden_states).index_add(0, token, weighted.to(hidden_states.dtype))
+
+
+def shapes_of_batch(rows: int, prompt: int, response: int) -> Batch:
+    """A batch of which nothing is known but shapes."""
+    fields = dict.fromkeys(Batch.__dataclass_fields__)
+    fields["ids"] = torch.zeros(rows, prompt + response, dtype=torch.long)
+    fields["tokens"] = torch.zeros(rows, response, dtype=torch.long)
+    fields["prompt_len"] = torch.zeros(rows, dtype=torch.long)
+    return Batch(**fields)
+
+
+def sampler_of(cfg) -> str:
+    return "policy" if cfg.actor == "none" else "actor"
+
+
+def n_layers(config) -> int:
+    return config.get_text_config().num_hidden_layers
+
+
+def layers_travel_in(cfg, model) -> int:
+    """Bytes of a number of the layers' weights as they compute: with FSDP they may come in 16 bits."""
+    return 2 if cfg.parallel == "fsdp" and memory.travels_in(model, memory.compute_type(cfg)) else 4
