@@ -530,12 +530,12 @@ def steps_of(folder: Path) -> int:
 
 
 def flags_of_run(saved: dict) -> list[str]:
-    """The flags with which a run evaluates what it holds out. UserError: it holds nothing out."""
+    """The flags with which one process evaluates what a run holds out. UserError: it holds nothing out."""
     task = saved["eval_task"] or saved["task"]
     need(saved["eval_task"] or task == "arith", "--follow: this run holds nothing out; name sets with --task")
     names = {f.name for kind in (TaskFlags, PromptFlags, EngineFlags) for f in fields(kind)} - {"max_prompt_tokens"}
     own = {name: saved[name] for name in sorted(names | {"max_tokens", "seed", "stop"}) if name in saved}
-    own |= {"task": task, "problems": saved["eval_problems"], "samples": saved["eval_samples"], "k": 1}
+    own |= {"problems": saved["eval_problems"], "samples": saved["eval_samples"], "rollout_tp": 1, "k": 1, "task": task}
     return [f"--{name}={value}" for name, value in own.items() if value is not None]
 
 

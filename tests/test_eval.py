@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -436,3 +436,10 @@ def test_shards_are_evaluated_by_a_whole_copy_in_float32():
     ids = np.array([[3, 9, 27, 81], [7, 49, 1, 2]])
     assert np.array_equal(engine.logprobs(ids), HFEngine(model, vocabulary=200).logprobs(ids))
     assert evaluation.sampler_of(learner, "policy", make_cfg(parallel="ddp")).model is model
+
+
+def test_one_process_follows_a_run_whose_engine_is_on_several_ranks():
+    saved = asdict(config.Config(rollout="vllm", rollout_tp=2, eval_task="a.jsonl", max_tokens=64))
+    cfg = parse_flags(evaluation.EvalFlags, [*evaluation.flags_of_run(saved), "--model=anything"])
+    assert (cfg.rollout, cfg.rollout_tp, cfg.max_tokens, cfg.task) == ("vllm", 1, 64, "a.jsonl")
+    evaluation.check(cfg)
