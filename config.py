@@ -452,7 +452,8 @@ def fill(cfg: Config, values: dict) -> Config:
 
 def resolve(cfg: Config, n_ranks: int | None = None) -> Config:
     """The configuration with nothing open, checked. UserError: one sentence naming flag and mend."""
-    n_ranks = flags.from_environment("WORLD_SIZE", 1) if n_ranks is None else n_ranks
+    if n_ranks is None:
+        n_ranks = (cfg.plan and cfg.ranks) or flags.from_environment("WORLD_SIZE", 1)
     choice("objective", cfg.objective, list(objectives.OBJECTIVES))
     cfg = resolve_open(cfg)
     missing = [f"--{flag}={value}" for flag, value in PROPOSED.items() if getattr(cfg, flag) is None]

@@ -33,7 +33,6 @@ from model import lora
 from rollout import probe_ids
 from sync import Probe, prove
 
-GPU_GIB = 80.0
 COMMON = {"vocab_size": 151_936, "max_position_embeddings": 40_960}
 # hub id -> (family, hidden, inner, layers, heads, key-value heads, tied, more)
 SHAPES = {
@@ -82,7 +81,7 @@ HEAD = [
     "peak",
     "checkpoint",
     "sent an update",
-    "does it fit 80 GiB?",
+    "does it fit?",
 ]
 
 
@@ -93,17 +92,28 @@ def ranks_of(path) -> int:
     return int(re.search(r"--nproc_per_node=(\d+)", text)[1]) * (int(nodes[1]) if nodes else 1)
 
 
-def row_of(name: str, argv: list[str], ranks: int) -> list[str]:
+def gpu_of(path) -> float:
+    """GiB of a GPU, of those that a recipe's head names; 80 where it names none."""
+    named = re.search(r"GPUs? of (\d+) GB", path.read_text(encoding="utf-8"))
+    return float(named[1]) if named else 80.0
+
+
+def row_of(name: str, argv: list[str], ranks: int, gpu_gib: float = 80.0) -> list[str]:
     """The cells of one command's plan."""
-    cfg = config.parse(argv)
+    cfg = config.parse([*argv, "--plan=True", f"--ranks={ranks}"])
     models = {"policy": config_of(cfg.model)}
     if cfg.actor != "none":
         models["actor"] = config_of(cfg.actor)
-    made = plan.plan_of(cfg, models, cfg.max_prompt_tokens, ranks, GPU_GIB)
-    _, says = plan.verdict(cfg, models, cfg.max_prompt_tokens, made, GPU_GIB)
+    made = plan.plan_of(cfg, models, cfg.max_prompt_tokens, ranks, gpu_gib)
+    _, says = plan.verdict(cfg, models, cfg.max_prompt_tokens, made, gpu_gib)
     states = made.sum_of("weights", "gradients", "optimizer")
     numbers = [states, made.sum_of("activations"), made.sum_of("engine"), made.peak, made.checkpoint, made.moved]
     return [name, str(ranks), *(f"{x / plan.GIB:.1f}" for x in numbers), says]
+
+
+def of_recipe(path) -> list[str]:
+    """The cells of a recipe's plan, on the GPUs that its head names."""
+    return row_of(path.stem, [f"--config={path}"], ranks_of(path), gpu_of(path))
 
 
 EXAMPLE = "--objective=jackpot --model=Qwen/Qwen3-4B --actor=Qwen/Qwen3-1.7B --max_tokens=4096 --max_prompt_tokens=1024"
@@ -111,14 +121,14 @@ EXAMPLE += " --dtype=bfloat16 --rollout_dtype=bfloat16 --lr=1e-6 --actor_lr=1e-6
 
 
 def recipes() -> None:
-    rows = [row_of(path.stem, [f"--config={path}"], ranks_of(path)) for path in RECIPES]
+    rows = [of_recipe(path) for path in RECIPES]
     for n in (1, 8):
         rows.append(row_of("Jackpot, 4B and 1.7B", [*EXAMPLE.split(), "--parallel=fsdp"], n))
     measured = json.loads(CHECKED.read_text(encoding="utf-8"))
     case = f"{SHAPE['layers']} layers of width {SHAPE['hidden']}, {SHAPE['vocab']:,} tokens"
     parts = [
         "Written by `python results/plans.py`, the second table by `--check`.\n",
-        f"## The recipes, GiB on one GPU of {GPU_GIB:g}\n",
+        "## The recipes, GiB on one GPU\n",
         sweep.markdown(HEAD, rows),
         f"## Predicted and measured: peak of an update, or of a sync, on CPUs, GiB ({case})\n",
         sweep.markdown(["run", "predicted", "measured", "ratio"], measured),

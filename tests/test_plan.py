@@ -331,6 +331,13 @@ def test_shapes_are_those_of_the_hub():
         assert weights / 4e9 == pytest.approx(billions, rel=0.04), name
 
 
+@pytest.mark.parametrize("path", plans.RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_fits_the_gpus_that_its_head_names(path, monkeypatch):
+    monkeypatch.setattr(plan, "fitting", lambda *plan_of: ([], None))  # what would make it fit is not asked here
+    says = plans.of_recipe(path)[-1]
+    assert says.startswith("it fits") or "does not fit" in path.read_text().split("\nobjective")[0], says
+
+
 def test_experts_are_measured_without_knowing_where_tokens_go():
     config = plans.config_of("Qwen/Qwen3-30B-A3B")
     cfg = make_cfg(objective="grpo", dtype="bfloat16")

@@ -69,7 +69,7 @@ SMALL = {
     *("model", "actor", "task", "eval_task", "out", "steps"),
     *("epochs", "rollout_batch", "train_batch", "group_size", "max_tokens", "max_prompt_tokens"),
     *("overlong", "eval_problems", "eval_samples", "eval_every", "log_samples", "quant_group"),
-    *("rollout", "rollout_memory", "kv_cache_dtype"),
+    *("rollout", "rollout_memory", "rollout_tp", "kv_cache_dtype"),
 }
 
 
@@ -87,6 +87,11 @@ def parsed(name: str, *flags: str) -> config.Config:
     return config.parse([f"--config={RECIPES[name]}", *flags])
 
 
+def planned(name: str, *flags: str) -> config.Config:
+    """As its command's eight ranks a node see it."""
+    return parsed(name, *flags, "--plan=True", "--ranks=8")
+
+
 def test_every_recipe_is_compared_with_its_paper_and_stands_in_the_table():
     table = (ROOT / "configs" / "README.md").read_text()
     assert set(re.findall(r"^\| \[(\w+)\]\(papers/\1\.toml\)", table, re.M)) == RECIPES.keys() == PAPERS.keys()
@@ -95,7 +100,7 @@ def test_every_recipe_is_compared_with_its_paper_and_stands_in_the_table():
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_says_what_its_paper_says(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # a recipe is for a machine with GPUs
-    cfg = parsed(name)
+    cfg = planned(name)
     wanted = dict(PAPERS[name])
     rollout, update = wanted.pop("batches", (8, 8))
     assert (cfg.rollout_batch, cfg.train_batch) == (rollout * cfg.group_size, update * cfg.group_size)
@@ -116,10 +121,10 @@ def test_all_rows_of_a_recipe_resolve(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     rows = rows_of(name)
     assert len(rows) >= 2
-    usual = parsed(name)
+    usual = planned(name)
     seen = {repr(usual)}
     for row in rows:
-        cfg = parsed(name, *row)
+        cfg = planned(name, *row)
         seen.add(repr(cfg))
         assert cfg.train_batch == usual.train_batch
     assert len(seen) == 1 + len(rows)  # each is another run
@@ -187,6 +192,7 @@ def shrunk(name: str, small, out) -> list[str]:
         "eval_every": 0,
         "log_samples": 0,
         "rollout": "hf",
+        "rollout_tp": 1,
         "kv_cache_dtype": "auto",
         "quant_group": 16,
     }
