@@ -116,7 +116,8 @@ class Saving:
 class Snapshot:
     """All that a checkpoint holds, as it is at the boundary of an update: on the host, and nobody else's.
 
-    Collective. Adapters are whole, weights and optimizers in the parts that lie on this rank."""
+    Collective. Adapters are whole, weights and optimizers in the parts that lie on this rank; where every rank has all
+    of them, each copies its share, and the first one the model that it writes."""
 
     def __init__(self, run, step: int, learner, source, pending: list[list[Rollout]], controllers: dict):
         self.run = run
@@ -138,12 +139,16 @@ class Snapshot:
         self.exports: dict[str, Export] = {}
         self.adapters = {}
         copies = Copies(self.group)
+        alike = learner.comm.size > 1 and not learner.sharded
         for name in learner.names:
-            self.trained |= {key: copies(x) for key, x in learner.trained(name).items()}
+            trained = learner.trained(name)
+            mine = list(trained)[self.rank :: learner.comm.size] if alike else trained
+            self.trained |= {key: copies(trained[key]) for key in mine}
             adapter = learner.adapter(name)
             if adapter is not None:
                 self.adapters[name] = adapter
-            if adapter is None or run.cfg.lora_save != "adapter":
+            is_exported = adapter is None or run.cfg.lora_save != "adapter"
+            if is_exported and (self.rank == 0 or not alike):
                 self.exports[name] = self._export(name, learner, copies)
 
     def _export(self, name: str, learner, copies: Copies) -> Export:

@@ -133,6 +133,25 @@ def run(tmp_path):
     )
 
 
+def test_ranks_that_have_the_same_weights_copy_them_once(run):
+    """A share each, all of it together; the model for use on the first rank alone. Shards are copied where they lie."""
+    learner, source = Learner(), Source()
+
+    def snapshots(sharded: bool) -> list:
+        made = []
+        for rank in range(3):
+            learner.comm, learner.sharded = SimpleNamespace(rank=rank, size=3, writes=rank == 0), sharded
+            made.append(checkpoint.Snapshot(run, 3, learner, source, [], {}))
+        return made
+
+    everything = list(learner.trained("policy"))
+    alike = [list(snapshot.trained) for snapshot in snapshots(sharded=False)]
+    assert sorted(sum(alike, [])) == sorted(everything) and min(map(len, alike)) >= len(everything) // 3
+    assert [list(snapshot.exports) for snapshot in snapshots(sharded=False)] == [["policy"], [], []]
+    assert all(list(snapshot.trained) == everything for snapshot in snapshots(sharded=True))
+    assert all(list(snapshot.exports) == ["policy"] for snapshot in snapshots(sharded=True))
+
+
 def test_pending_groups_come_back_equal():
     groups = pending_groups()
     again = checkpoint.unpack(checkpoint.pack(groups))
