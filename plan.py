@@ -93,6 +93,7 @@ class Plan:
     categories: dict[str, int]
     stages: dict[str, list[str]]
     checkpoint: int  # bytes on the disk, of all ranks together
+    host: int  # bytes in the host's memory: a copy that is being saved, and what --offload keeps there
     moved: int  # bytes that a rank sends to others in an update of one micro-batch
 
     def sum_of(self, *kinds: str) -> int:
@@ -119,6 +120,7 @@ class Plan:
         lines += ["at the most, while it does"]
         lines += [f"  {stage:<50}{self.of_stage(stage) / GIB:9.2f}" for stage in self.stages]
         lines += ["and"]
+        lines += [f"  {'in the memory of the host: a copy to save, --offload':<50}{self.host / GIB:9.2f}"]
         lines += [f"  {'a checkpoint on the disk, of all ranks':<50}{self.checkpoint / GIB:9.2f}"]
         lines += [f"  {'sent to other ranks in an update of one micro-batch':<50}{self.moved / GIB:8.2f}"]
         return "\n".join(lines)
@@ -161,8 +163,10 @@ def plan_of(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float = 0.0) -
         "forward and backward": [*always, *gradients, *activations, *list(others)[:1], "gathered from other ranks"],
     }
     saved = sum(2 * model.weights - model.weights // 2 + model.optimizer for model in models.values())
+    copied = sum(model.weights // n + model.optimizer // ranks for model in models.values())  # checkpoint.Snapshot
+    offloaded = sum(model.optimizer // n for model in models.values()) if cfg.offload else 0
     categories = states | gradients | activations | others
-    return Plan(ranks, (rows, width), categories, stages, saved, moved(cfg, models, ranks))
+    return Plan(ranks, (rows, width), categories, stages, saved, copied + offloaded, moved(cfg, models, ranks))
 
 
 def publishing(cfg, configs: dict, models: dict[str, States], width: int, sharded: bool) -> int:

@@ -72,6 +72,9 @@ def test_states_of_shards_muon_and_adapters():
     assert made.categories["gradients, policy"] == 4 * P // ranks
     assert made.categories["optimizer, policy"] == states.optimizer // ranks
     assert made.moved == int(2 / 3 * (4 * P + 2 * states.travels))
+    assert made.host == 4 * P // ranks + states.optimizer // ranks  # a checkpoint, while it is written
+    offloaded = plan.plan_of(replace(cfg, offload=True, parallel="ddp"), {"policy": config}, 8, ranks)
+    assert offloaded.host == 4 * P + states.optimizer // ranks + states.optimizer
     whole = plan.plan_of(
         make_cfg(objective="grpo", parallel="fsdp", reduce_gradients="update"), {"policy": config}, 8, 3
     )
