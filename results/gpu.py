@@ -4,14 +4,14 @@
     python bench.py gpu --parts=learner,linears        # some of them; what is known of the others stays on the page
     python bench.py gpu --device=cpu --scale=tiny      # the script itself, on a CPU: out/gpu
 
-tests        tests/test_gpu.py: rollouts, sync with its proof, low bits, sleep, two models, FSDP2, checkpoints, a run
+tests        tests/test_gpu.py: rollouts, sync with its proof (IPC too), low bits, sleep, FSDP2, checkpoints, a run
+vllm         vLLM: tokens per second, publication and its proof, sleep and wake
 linears      aligned linear layers over bfloat16's, on the shapes of Qwen3-0.6B, 1.7B and 8B
 head         the chunked head beside whole logits, torch's own and Liger's, 151,936 words
 obrs         a Jackpot update over a plain PPO one
 learner      tokens per second, share of the device's peak, and the plan's memory, by model and length
 memory       checkpointing, two models, FSDP2 on one rank, aligned learners: time, and memory beside the plan
 rollouts     the plain engine: tokens per second, publication and its proof
-vllm         vLLM: tokens per second, publication and its proof, sleep and wake
 
 Models are Qwen3's shapes with random weights. A part that fails is a line of the page, and the next one begins; a part
 that is cut off by its limit keeps what it has measured. A share of the peak is that of dense bfloat16, without sparsity

@@ -70,6 +70,7 @@ def test_a_part_of_the_gpu_list_runs_on_a_cpu(name):
 def test_the_gpu_list_writes_its_page_part_by_part(tmp_path, monkeypatch):
     """In processes of their own: vLLM, and the tests that a CPU can run. What was known of other parts stays."""
     assert gpu.PARTS["vllm"][1] < 300
+    assert sum(limit for _, limit in gpu.PARTS.values()) <= 60 * gpu.GpuFlags.minutes - 20  # or the last is skipped
     gpu.write(tmp_path, {"head": {"rows": [gpu_parts.row("old", 3.0)], "failed": "", "seconds": 1.0, "about": {}}})
     (tmp_path / "gpu.md").write_text("# mine\n\n" + (tmp_path / "gpu.md").read_text().split("\n\n", 1)[1])
     flags = gpu.GpuFlags(device="cpu", scale="tiny", out=str(tmp_path))

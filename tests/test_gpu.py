@@ -6,6 +6,8 @@ GPU_LIST_DEVICE=cpu python -m pytest tests/test_gpu.py    # a trial on a CPU of 
 import importlib.util
 import json
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -307,7 +309,12 @@ def test_vllm_samples_from_the_model(vllm):
 @VLLM
 @pytest.mark.timeout(300)
 def test_vllm_gets_new_weights_and_old_ones_are_found_out(vllm):
-    engine, learner = vllm(), Learner(tiny_model(1), None, make_cfg(), Comm(DEVICE))
+    check_syncs(vllm())
+
+
+def check_syncs(engine) -> None:
+    """Published weights are proved, and an engine that keeps its old ones is found out."""
+    learner = Learner(tiny_model(1), None, make_cfg(), Comm(DEVICE))
     probe, said = Probe(None, IDS, config=learner.models.policy.config), []
     for version in range(4):
         said.append(prove(engine, version, learner.published("policy", engine.packed), probe).status)
@@ -319,6 +326,24 @@ def test_vllm_gets_new_weights_and_old_ones_are_found_out(vllm):
     with pytest.raises(SyncError, match="it samples from old weights"):
         prove(engine, 4, learner.published("policy", engine.packed), probe)
     engine.load = load
+
+
+@VLLM
+@ON_A_GPU
+@pytest.mark.timeout(300)
+def test_an_engine_in_a_process_of_its_own_gets_new_weights_by_ipc(folders):
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    command = [sys.executable, __file__, str(folders / "actor")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def sync_by_ipc(folder: str) -> None:
+    """What that process does."""
+    engine = VLLMEngine(folder, max_len=64, max_logprobs=20, memory_gib=0.1, dtype="bfloat16", sleep_level=1)
+    assert engine.apart
+    check_syncs(engine)
+    engine.close()
 
 
 @VLLM
@@ -356,3 +381,7 @@ def test_aligned_learners_compute_what_vllm_computes(name, vllm):
 def test_vllm_says_which_experts_its_tokens_went_to(tmp_path):
     folder = save(model("qwen3_moe", moe_intermediate_size=32), tmp_path)
     torchrun("test_moe.py", "vllm_says_its_experts", folder, ranks=1)
+
+
+if __name__ == "__main__":
+    sync_by_ipc(sys.argv[1])
