@@ -473,20 +473,6 @@ def measure_mismatch(cfg: EvalFlags) -> dict:
     return mismatch.probe(cfg, setup, actor).as_dict()
 
 
-def as_trained(cfg: EvalFlags, given: set[str]) -> EvalFlags:
-    """The flags; what is not given of a run's own prompts and length is as in the run, where --model names one."""
-    path = Path(cfg.model) / "config.json"
-    if not cfg.model or not path.is_file():
-        return cfg
-    saved = read_json(path, "copy it anew, or name another folder").get("config")
-    names = {"max_tokens", *(f.name for f in fields(PromptFlags))} - {"max_prompt_tokens"} - given
-    of_run = {name: saved[name] for name in sorted(names) if name in saved} if isinstance(saved, dict) else {}
-    asked = {name: value for name, value in of_run.items() if value != getattr(cfg, name)}
-    if asked:
-        print(f"as in {cfg.model}: {' '.join(f'--{k}={v}' for k, v in asked.items())}")
-    return replace(cfg, **asked)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Beside a run
 # ---------------------------------------------------------------------------------------------------------------------
@@ -563,7 +549,7 @@ def evaluated(folder: Path, name: str, saved: dict, own: list[str]) -> dict[str,
 def main(argv: list[str] | None = None) -> dict:
     """One command; returns what --out writes. UserError: one sentence."""
     argv = sys.argv[1:] if argv is None else argv
-    cfg = as_trained(parse_flags(EvalFlags, argv), {key for key, _ in flags.read(EvalFlags, argv)})
+    cfg = tasks.as_trained(parse_flags(EvalFlags, argv), {key for key, _ in flags.read(EvalFlags, argv)})
     if cfg.follow:
         return follow(cfg, argv)
     if cfg.max_tokens is None:

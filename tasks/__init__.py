@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
-from flags import need
+from flags import need, read_json
 from tasks import arith, rewards
 from tasks.arith import VOCAB, Arithmetic, arithmetic_tokenizer
 from tasks.data import OwnTask, Table, choices_of, digest_of, is_own, label_of, parsed, read_rows
@@ -27,6 +27,7 @@ from tasks.prompts import Answer, Problem, Style, encode, stop_ids
 __all__ = ["VOCAB", "Answer", "Arithmetic", "OwnTask", "Problem", "PromptFlags", "Table", "TaskFlags"]
 __all__ += [
     "arithmetic_tokenizer",
+    "as_trained",
     "check",
     "digest_of",
     "encode",
@@ -143,15 +144,19 @@ def eval_sets(cfg, flag: str, usual: dict) -> list[EvalSet]:
     UserError: one sentence."""
     sets = []
     for word in getattr(cfg, flag).split(","):
-        parts = word.strip().split(":")
-        own = [part for part in parts if "=" in part]
-        name = ":".join(part for part in parts if "=" not in part)
+        name, own = parts_of(word)
         need(name, f"--{flag}={getattr(cfg, flag)}: a set without a name; write FILE,FILE:samples=32:temperature=0.6")
         how = {**usual, **dict(setting(flag, name, part) for part in own)}
         sets.append(EvalSet(make_task(cfg, flag, name, evaluates=True), label_of(name), **how))
     labels = [one.label for one in sets]
     need(len(set(labels)) == len(labels), f"--{flag}={getattr(cfg, flag)}: two sets of one name; rename a file")
     return sets
+
+
+def parts_of(word: str) -> tuple[str, list[str]]:
+    """A set's name and its settings, NAME=VALUE each."""
+    parts = word.strip().split(":")
+    return ":".join(part for part in parts if "=" not in part), [part for part in parts if "=" in part]
 
 
 def setting(flag: str, name: str, part: str) -> tuple[str, float]:
@@ -210,6 +215,52 @@ def check(cfg) -> None:
         not cfg.task_explain,
         f"--task_explain={cfg.task_explain}: only --task=arith rewards explanations; leave it out for {cfg.task}",
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run that is evaluated by a command of its own
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def as_trained(cfg, given: set[str]):
+    """eval.py's flags: what is not given of a run's prompts, length, ends and grading is as in the run, where --model
+    names one. UserError: one sentence."""
+    path = Path(cfg.model) / "config.json"
+    if not cfg.model or not path.is_file():
+        return cfg
+    saved = read_json(path, "copy it anew, or name another folder").get("config")
+    if not isinstance(saved, dict):
+        return cfg
+    names = {"max_tokens", "stop", "reward", "answer", *(f.name for f in fields(PromptFlags))} - {"max_prompt_tokens"}
+    of_run = {name: saved[name] for name in sorted(names - given) if name in saved}
+    if of_run.get("reward") and not grades_all(cfg, saved):
+        print(f"not as in {cfg.model}: --reward={saved['reward']}, and how it asks for an answer: another kind of task")
+        of_run = {name: value for name, value in of_run.items() if name not in ("reward", "answer", "prompt_template")}
+    asked = {name: value for name, value in of_run.items() if value != getattr(cfg, name)}
+    if asked:
+        print(f"as in {cfg.model}: {' '.join(f'--{k}={v}' for k, v in asked.items())}")
+    return replace(cfg, **asked)
+
+
+def grades_all(cfg, saved: dict) -> bool:
+    """Whether a run's --reward is one for the sets of --task. UserError: for some of them."""
+    names = [parts_of(word)[0] for word in cfg.task.split(",")]
+    fits = {is_graded_by(saved["reward"], name, cfg) for name in names if name != saved.get("task")} or {True}
+    need(
+        len(fits) == 1,
+        f"--task={cfg.task}: --reward={saved['reward']} of {cfg.model} is for some of these sets; name --reward, or "
+        "evaluate the others by themselves",
+    )
+    return fits.pop()
+
+
+def is_graded_by(reward: str, name: str, cfg) -> bool:
+    """Whether a task of this name is graded by a reward made for another: letters are for rows with choices alone, and
+    sums and a class of one's own have their rewards."""
+    if name == "arith" or is_own(name):
+        return False
+    rows = read_rows(name, "task", cfg.prompt_key, cfg.answer_key, needed=False)
+    return all(choices_of(row["row"]) for row in rows) == (rewards.parts_of(reward)[0].name == "letter")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ import train
 from checkpoint import save_model
 from engines import HFEngine
 from eval import mean_se, pass_at_k
-from flags import parse_flags
 from learner import Comm
 from remote import wire
 from remote.sampler import SamplerFlags, open_source
@@ -28,7 +27,7 @@ from remote.source import describe_run
 from rollout import Response
 from run import held_out_sets, open_run
 from sampling import Sampling
-from tasks import Arithmetic, arithmetic_tokenizer, encode, stop_ids
+from tasks import Arithmetic, Table, arithmetic_tokenizer, encode, prompts, stop_ids
 
 
 def test_pass_at_k_is_the_mean_over_subsets():
@@ -183,21 +182,76 @@ def test_show_prompt_samples_nothing(folders, tmp_path, monkeypatch, capsys):
     ]
 
 
+def made_run(folders, tmp_path, monkeypatch, **changes):
+    """The folder of a run with such flags, of one checkpoint."""
+    run = tmp_path / "run"
+    shutil.copytree(folders / "policy", run / "checkpoints" / "step_000001" / "policy")
+    cfg = replace(make_cfg(out=str(run), model=str(folders / "policy"), actor="none"), **changes)
+    (run / "config.json").write_text(json.dumps({"config": vars(cfg), "command": "x"}))
+    monkeypatch.setattr(evaluation.checkpoint, "newest", lambda root, which="": root / "checkpoints" / "step_000001")
+    return run
+
+
 def test_a_run_is_evaluated_as_it_was_asked(folders, tmp_path, monkeypatch, capsys):
     """Its own template and length, unless one is given."""
     file = table(tmp_path / "x.jsonl", "1")
-    run = tmp_path / "run"
-    shutil.copytree(folders / "policy", run / "checkpoints" / "step_000001" / "policy")
-    cfg = make_cfg(out=str(run), model=str(folders / "policy"), actor="none", max_tokens=9)
-    cfg = replace(cfg, task=str(file), prompt_template="{problem} #")
-    (run / "config.json").write_text(json.dumps({"config": vars(cfg), "command": "x"}))
-    monkeypatch.setattr(evaluation.checkpoint, "newest", lambda root, which="": root / "checkpoints" / "step_000001")
+    run = made_run(folders, tmp_path, monkeypatch, max_tokens=9, task=str(file), prompt_template="{problem} #")
     flags = [f"--model={run}", "--rollout=hf", f"--task={file}", "--show_prompt"]
     evaluation.main(flags)
     said = capsys.readouterr().out
     assert f"as in {run}: --max_tokens=9 --prompt_template={{problem}} #\n" in said and "1 + 0 : #" in said
     evaluation.main([*flags, "--prompt_template=plain", "--max_tokens=8"])
     assert "#" not in capsys.readouterr().out
+
+
+def graded(monkeypatch) -> list[tuple]:
+    """(first part of the reward, what counts of a response, the template) of each file that `main` evaluates."""
+    found = []
+
+    def watched(engine, task, *more):
+        if isinstance(task, Table):
+            found.append((task.reward.parts[0].name, task.reward.answer, task.style.template))
+        return solve(engine, task, *more)
+
+    solve = evaluation.solve
+    monkeypatch.setattr(evaluation, "solve", watched)
+    return found
+
+
+def test_a_run_is_evaluated_as_it_was_graded(folders, tmp_path, monkeypatch, capsys):
+    """By its --reward and --answer, unless others are given; rows with choices and sums are another kind of task."""
+    ways = {"reward": "gsm8k*2,think", "answer": "last", "prompt_template": "{problem} #"}
+    run = made_run(folders, tmp_path, monkeypatch, max_tokens=9, task="elsewhere.jsonl", **ways)
+    sums, more = table(tmp_path / "x.jsonl", "1"), table(tmp_path / "y.jsonl", "1")
+    letters = tmp_path / "letters.jsonl"
+    letters.write_text(json.dumps({"question": "1 +", "choices": ["1", "2"], "answer": 1}) + "\n")
+    found = graded(monkeypatch)
+    common = [f"--model={run}", "--rollout=hf", "--samples=1", "--problems=1"]
+    evaluation.main([*common, f"--task={sums},{more}:samples=2"])
+    assert found == 2 * [("gsm8k", "last", "{problem} #")]
+    assert (
+        "--answer=last --max_tokens=9 --prompt_template={problem} # --reward=gsm8k*2,think\n" in capsys.readouterr().out
+    )
+    evaluation.main([*common, f"--task={sums}", "--reward=boxed", "--answer=boxed", "--prompt_template=plain"])
+    assert found[2:] == [("boxed", "boxed", "{problem}")]
+    capsys.readouterr()
+    evaluation.main([*common, f"--task={letters}"])
+    assert found[3:] == [("letter", "boxed", prompts.TEMPLATES["letter"])]
+    assert f"not as in {run}: --reward=gsm8k*2,think" in capsys.readouterr().out
+    assert evaluation.main(common)["task"] == "arith"
+    with pytest.raises(ValueError, match="is for some of these sets; name --reward, or evaluate the others by them"):
+        evaluation.main([*common, f"--task={sums},{letters}"])
+
+
+def test_rows_with_choices_are_graded_by_letters_where_the_run_names_no_reward(folders, tmp_path, monkeypatch):
+    """As in QaRL's row out of distribution; and by the run's letters where it has such rows itself."""
+    letters = tmp_path / "letters.jsonl"
+    letters.write_text(json.dumps({"question": "1 +", "choices": ["1", "2"], "answer": 1}) + "\n")
+    for i, reward in enumerate(("", "letter*2")):
+        run = made_run(folders, tmp_path / str(i), monkeypatch, task="elsewhere.jsonl", reward=reward)
+        found = graded(monkeypatch)
+        evaluation.main([f"--model={run}", "--rollout=hf", "--samples=1", f"--task={letters}"])
+        assert found == [("letter", "boxed", prompts.TEMPLATES["letter"])]
 
 
 class Knows:
@@ -330,7 +384,7 @@ def test_a_checkpoint_keeps_the_ends(folders, tmp_path):
     assert (tmp_path / "again" / "config.json").is_file()
 
 
-def test_a_run_keeps_its_ends_to_the_last_checkpoint(folders, tmp_path):
+def test_a_run_keeps_its_ends_to_the_last_checkpoint(folders, tmp_path, monkeypatch):
     """From the folder that it starts from through a resume to what is evaluated afterwards."""
     origin = with_ends(folders / "policy", tmp_path / "policy", [1, 8])
     out = tmp_path / "run"
@@ -354,8 +408,17 @@ def test_a_run_keeps_its_ends_to_the_last_checkpoint(folders, tmp_path):
         train.train(cfg)
     saved = out / "checkpoints" / "step_000002" / "policy" / "generation_config.json"
     assert saved.read_bytes() == (origin / "generation_config.json").read_bytes()
-    cfg = parse_flags(evaluation.EvalFlags, [f"--model={out}", "--rollout=hf", "--max_tokens=6"])
-    assert evaluation.open_setup(cfg, 4).stop_ids == [1, 8]
+    seen, solve = [], evaluation.solve
+
+    def watched(*args):
+        seen.append(args[-2])
+        return solve(*args)
+
+    monkeypatch.setattr(evaluation, "solve", watched)
+    command = [f"--model={out}", "--rollout=hf", "--problems=4", "--samples=2"]
+    evaluation.main(command)
+    evaluation.main([*command, "--stop="])
+    assert seen == [[1, 8, stop], [1, 8]]
 
 
 def test_a_remote_sampler_has_the_learners_ends_and_grading(folders, tmp_path):
