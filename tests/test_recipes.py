@@ -20,50 +20,101 @@ from flags import is_hub_id
 from run import read_metrics
 
 RECIPES = {path.stem: path for path in sorted((ROOT / "configs" / "papers").glob("*.toml"))}
-# What the papers print, read from them and not from the files: `batches` is rollout batch and update, in prompts
+# Where the hub, or a line of Python in configs/README.md, has what the papers name
+HUB = {
+    "AIME24": "hf:HuggingFaceH4/aime_2024/train",
+    "AIME25": "hf:math-ai/aime25/test",
+    "AMC12 2024": "hf:rawsh/2024_AMC12/train",
+    "AMC22/23": "hf:AI-MO/aimo-validation-amc/train",
+    "DAPO-Math-17k, made unique": "hf:open-r1/DAPO-Math-17k-Processed@all/train",
+    "DeepScaleR": "out/data/deepscaler.jsonl",
+    "GSM8K": "hf:openai/gsm8k@main/test",
+    "GSM8K, to train": "hf:openai/gsm8k@main/train",
+    "MATH lv. 3-5": "out/data/math_level3to5.jsonl",
+    "MATH-500": "hf:HuggingFaceH4/MATH-500/test",
+    "MATH-8K": "out/data/math8k.jsonl",
+    "Minerva": "hf:math-ai/minervamath/test",
+    "OlympiadBench": "out/data/olympiadbench.jsonl",
+    "OpenR1-Math-46K": "hf:Elliott/Openr1-Math-46k-8192/train",
+}
+# Jackpot's tables: responses to each problem
+TABLE_1 = {"GSM8K": 4, "MATH-500": 4, "AMC22/23": 4, "AMC12 2024": 4, "AIME24": 4, "AIME25": 4}
+TABLE_2 = {**TABLE_1, "AIME24": 16, "AIME25": 16}
+QARL_SETS = dict.fromkeys(("AIME24", "AIME25", "AMC22/23"), 8)  # how many is not in its text
+QARL_SETS |= dict.fromkeys(("MATH-500", "Minerva", "OlympiadBench"), 1)
+STALE = {"actor": "none", "model": "Qwen/Qwen3-4B-Base", "task": "DeepScaleR"}
+# What the papers print, read from them and not from the files: `batches` is rollout batch and update, in prompts;
+# `sets` what is held out, with the responses to each problem; `eval_temperature` and `eval_tokens` how those are
+# sampled, where not at 1 and --max_tokens. A recipe has no cache of 8 bits, arguments of the chat template or prompt of
+# the system's but where it stands here
+USUAL = {"kv_cache_dtype": "auto", "chat_kwargs": "", "system_prompt": "", "temperature": 1, "top_p": 1}
 PAPERS = {
     "jackpot": {
+        **{"model": "Qwen/Qwen3-4B-Base", "actor": "Qwen/Qwen3-1.7B-Base", "task": "DeepScaleR", "sets": TABLE_1},
         **{"batches": (64, 64), "correction": "obrs", "obrs_target": "ref", "obrs_lambda": 1, "obrs_topk": 20},
         **{"obrs_z": "approx", "distill_direction": "forward", "max_tokens": 8192, "clip_low": 0.2, "clip_high": 0.28},
     },
     "jackpot_stale": {
+        **{**STALE, "sets": TABLE_2},
         **{"batches": (2048, 32), "correction": "obrs", "obrs_target": "new", "obrs_lambda": 1, "obrs_topk": 20},
         **{"clip": False, "obrs_z": "approx"},
     },
     "jackpot_clip": {
+        **{**STALE, "sets": {"GSM8K": 4, "MATH-500": 4, "AMC22/23": 4, "AIME24": 16}},
         **{"batches": (2048, 64), "correction": "obrs", "obrs_target": "new", "obrs_lambda": 1, "obrs_topk": 20},
         **{"clip": True, "clip_low": 0.4, "clip_high": 0.7, "obrs_c2": 3, "max_tokens": 8192},
     },
-    "jackpot_fp8": {"batches": (128, 64), "correction": "obrs", "obrs_target": "ref", "clip": True},
+    "jackpot_fp8": {
+        **{**STALE, "sets": TABLE_2, "kv_cache_dtype": "fp8"},
+        **{"batches": (128, 64), "correction": "obrs", "obrs_target": "ref", "clip": True},
+    },
     "tis_dapo": {
+        **{"model": "Qwen/Qwen2.5-32B", "actor": "none", "task": "DAPO-Math-17k, made unique", "sets": {"AIME24": 32}},
         **{"batches": (512, 32), "group_size": 16, "correction": "tis", "clip_low": 0.2, "clip_high": 0.28},
         **{"reduction": "token-mean", "max_tokens": 20480, "overlong": 4096, "lr": 1e-6, "weight_decay": 0.1},
     },
-    "tis_int8": {"batches": (256, 64), "correction": "tis", "rollout_quant": "int8", "max_tokens": 256, "epochs": 15},
+    "tis_int8": {
+        **{"model": "Qwen/Qwen2.5-0.5B", "actor": "none", "task": "GSM8K, to train", "sets": {"GSM8K": 1}},
+        **{"batches": (256, 64), "correction": "tis", "rollout_quant": "int8", "max_tokens": 256, "epochs": 15},
+        **{"reward": "gsm8k"},
+    },
     "praxis": {
+        **{"model": "Qwen/Qwen3-8B", "actor": "none", "task": "GSM8K, to train", "sets": {"GSM8K": 1}},
+        **{"chat_kwargs": "enable_thinking=false", "eval_tokens": 2048},  # which is not in the text
         **{"batches": (32, 32), "group_size": 8, "correction": "tis", "is_cap": 2, "max_tokens": 10000, "lr": 1e-6},
-        **{"logprobs_mode": "processed", "log_ratio_clamp": 20, "reward": "praxis", "temperature": 1, "top_p": 1},
+        **{"logprobs_mode": "processed", "log_ratio_clamp": 20, "reward": "praxis", "top_k": -1},
     },
     "qarl": {
+        **{"model": "Qwen/Qwen3-8B-Base", "actor": "none", "task": "OpenR1-Math-46K", "sets": QARL_SETS},
         **{"batches": (512, 64), "group_size": 8, "rollout_quant": "w4a16", "learner_quant": "aligned", "is_cap": 2},
         **{"surrogate": "tbpo", "correction": "tbpo_mismatch", "clip_low": 3e-4, "clip_high": 4e-4, "lr": 1e-6},
-        **{
-            "tbpo_neg_high": 7e-4,
-            "optimizer": "muon",
-            "weight_decay": 0.01,
-            "max_tokens": 16384,
-            "micro_tokens": 22528,
-        },
-        **{"max_prompt_tokens": 2048, "temperature": 1, "top_p": 1},
+        **{"tbpo_neg_high": 7e-4, "optimizer": "muon", "weight_decay": 0.01, "max_tokens": 16384},
+        **{"micro_tokens": 22528, "max_prompt_tokens": 2048, "eval_temperature": 0.6, "reward": ""},
     },
     "heterorl": {
+        **{"model": "Qwen/Qwen3-1.7B", "actor": "none", "task": "MATH lv. 3-5", "sets": {"MATH-500": 8}},
+        "system_prompt": "You are a helpful AI Assistant, designed to provided well-reasoned and detailed responses. "
+        "You FIRST think about the reasoning process as an internal monologue and then provide the user with the "
+        "answer. Please put your final answer within `\\boxed{}`. Also, indicate that it is the answer.",
         **{"group_size": 8, "surrogate": "gspo", "ratio_base": "group", "advantage": "grpo_no_std", "lr": 1e-6},
         **{"cppo_beta": 0.005, "delay": "lognormal", "delay_min": 60, "delay_max": 1800, "delay_mass": 0.995},
         **{"delay_samplers": 4, "max_staleness": 64, "window_seconds": 1800, "lr_schedule": "constant", "epochs": 3},
         **{"warmup_steps": 0.03, "gepo_expectation": "weighted", "rollout_memory": 0.45},
     },
 }
-PAPERS["qarl_moe"] = PAPERS["qarl"]
+PAPERS["qarl_moe"] = {**PAPERS["qarl"], "model": "Qwen/Qwen3-30B-A3B-Base"}
+# Models and data of a recipe's other rows, in their order
+OTHERS = {
+    "jackpot": [
+        ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-1.7B-Base", "DeepScaleR"),
+        ("Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-1.5B", "MATH-8K"),
+        ("Qwen/Qwen3-4B-Base", "none", "DeepScaleR"),
+        ("Qwen/Qwen3-1.7B-Base", "none", "DeepScaleR"),
+    ],
+    "jackpot_stale": [("Qwen/Qwen3-8B-Base", "none", "DeepScaleR")],
+    "tis_dapo": [("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "none", "DAPO-Math-17k, made unique")],
+    "qarl": [(f"Qwen/Qwen2.5-Math-{size}", "none", "OpenR1-Math-46K") for size in ("7B", "1.5B")],
+}
 # What a run in small sets anew: sizes, places and the engine. All else of a recipe stays
 SMALL = {
     *("model", "actor", "task", "eval_task", "out", "steps"),
@@ -81,6 +132,12 @@ def rows_of(name: str) -> list[list[str]]:
     """The flags of the rows in a recipe's head: its indented lines, up to two spaces or the end."""
     lines = re.findall(r"^#   (--.*?)(?:  .*)?$", RECIPES[name].read_text(), re.M)
     return [line.split() for line in lines]
+
+
+def sets_of(eval_task: str) -> dict[str, dict]:
+    """The held-out sets, each with its own settings."""
+    words = [tasks.parts_of(word) for word in eval_task.split(",")]
+    return {source: dict(tasks.setting("eval_task", source, part) for part in own) for source, own in words}
 
 
 def parsed(name: str, *flags: str) -> config.Config:
@@ -101,10 +158,17 @@ def test_every_recipe_is_compared_with_its_paper_and_stands_in_the_table():
 def test_a_recipe_says_what_its_paper_says(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # a recipe is for a machine with GPUs
     cfg = planned(name)
-    wanted = dict(PAPERS[name])
+    wanted = USUAL | PAPERS[name]
+    wanted["task"] = HUB[wanted["task"]]
     rollout, update = wanted.pop("batches", (8, 8))
+    how = (wanted.pop("eval_temperature", 1), wanted.pop("eval_tokens", cfg.max_tokens))
+    sets = {
+        HUB[one]: {"samples": n, "temperature": how[0], "max_tokens": how[1]} for one, n in wanted.pop("sets").items()
+    }
+    usual = {"samples": cfg.eval_samples, "temperature": 1, "max_tokens": cfg.max_tokens}
+    assert {source: usual | own for source, own in sets_of(cfg.eval_task).items()} == sets
     assert (cfg.rollout_batch, cfg.train_batch) == (rollout * cfg.group_size, update * cfg.group_size)
-    assert {key: getattr(cfg, key) for key in wanted} == pytest.approx(wanted)
+    assert {key: getattr(cfg, key) for key in wanted} == wanted
     assert cfg.train_batch % (8 * cfg.group_size) == 0  # divides among 8 GPUs
     assert cfg.dtype == cfg.rollout_dtype == "bfloat16"
     assert is_hub_id(cfg.model)
@@ -122,27 +186,24 @@ def test_all_rows_of_a_recipe_resolve(name, monkeypatch):
     rows = rows_of(name)
     assert len(rows) >= 2
     usual = planned(name)
-    seen = {repr(usual)}
+    seen, others = {repr(usual)}, []
     for row in rows:
         cfg = planned(name, *row)
         seen.add(repr(cfg))
         assert cfg.train_batch == usual.train_batch
+        if (cfg.model, cfg.actor, cfg.task) != (usual.model, usual.actor, usual.task):
+            others.append((cfg.model, cfg.actor, cfg.task))
+    assert others == [(model, actor, HUB[task]) for model, actor, task in OTHERS.get(name, [])]
     assert len(seen) == 1 + len(rows)  # each is another run
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_data_sets_are_named_as_the_reader_wants_them(name):
     cfg = of_file(name)
-    labels = []
-    for word in [cfg["task"], *cfg["eval_task"].split(",")]:
-        parts = word.strip().split(":")
-        source = ":".join(part for part in parts if "=" not in part)
+    held_out = sets_of(cfg["eval_task"])
+    for source in (cfg["task"], *held_out):
         assert re.fullmatch(r"hf:[\w.-]+/[\w.-]+(@[\w-]+)?/(train|test)|out/data/\w+\.jsonl", source)
-        labels.append(tasks.label_of(source))
-        for part in parts:
-            if "=" in part:
-                tasks.setting("eval_task", source, part)
-    assert len(set(labels[1:])) == len(labels[1:])
+    assert len(set(map(tasks.label_of, held_out))) == len(held_out) == len(cfg["eval_task"].split(","))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
