@@ -95,8 +95,8 @@ class EngineFlags:
 
     rollout: Literal["vllm", "hf"] = "vllm"
     """Rollout engine: vLLM in process, or a sampler in plain torch."""
-    rollout_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Engine's precision."""
+    rollout_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Engine's precision; default: the learner's --dtype, float32 for embedded models and where nothing learns."""
     rollout_memory: float = 0.25
     """Engine's memory: GiB of KV cache on CPU, share of the GPU on CUDA."""
     rollout_tp: int = 1
@@ -422,14 +422,16 @@ def saved_flags(path: Path) -> dict:
 
 
 # what has a default for the embedded models alone, and what is proposed for others
-EMBEDDED = {"max_tokens": 32, "lr": 1e-4, "actor_lr": 3e-4, "dtype": "float32"}
-PROPOSED = {"max_tokens": 4096, "lr": 1e-6, "actor_lr": 1e-6, "dtype": "bfloat16"}
+EMBEDDED = {"task": "arith", "max_tokens": 32, "lr": 1e-4, "actor_lr": 3e-4, "dtype": "float32"}
+EMBEDDED["rollout_dtype"] = "float32"
+PROPOSED = {"task": "hf:openai/gsm8k@main/train", "max_tokens": 4096, "lr": 1e-6, "actor_lr": 1e-6, "dtype": "bfloat16"}
 
 
 def resolve_open(cfg: Config) -> Config:
     """Fill what the objective decides and what bounds default to; no checks."""
     if cfg.model.startswith("base:"):
         cfg = fill(cfg, EMBEDDED)
+    cfg = fill(cfg, {"rollout_dtype": cfg.dtype})
     cfg = fill(cfg, objectives.OBJECTIVES.get(cfg.objective, {}))
     cfg = fill(cfg, objectives.DEFAULTS)
     cfg = fill(cfg, objectives.default_bounds(cfg))
@@ -471,18 +473,21 @@ def resolve(cfg: Config, n_ranks: int | None = None) -> Config:
     check_models(cfg)
     lora.check(cfg)
     exact.check(cfg)
+    check_named(cfg.model, missing)
     tasks.check(cfg)
+    check_packages(cfg, n_ranks)
+    alone = cfg.eval_engine == "second" and cfg.actor == "none"
+    need(not alone, "--eval_engine=second: the policy samples for itself, and its engine evaluates; leave the flag out")
+    return cfg
+
+
+def check_named(model: str, missing: list[str]) -> None:
+    """UserError where flags without a default are missing; each as it is proposed."""
     need(
         not missing,
-        f"--model={cfg.model}: a model of your own has no default of some flags; name them, for instance "
+        f"--model={model}: a model of your own has no default of some flags; name them, for instance "
         f"{' '.join(missing)}",
     )
-    check_packages(cfg, n_ranks)
-    need(
-        cfg.eval_engine != "second" or cfg.actor != "none",
-        "--eval_engine=second: the policy samples for itself, and its engine evaluates; leave the flag out",
-    )
-    return cfg
 
 
 def check_sizes(cfg: Config, n_ranks: int) -> None:
@@ -497,10 +502,8 @@ def check_sizes(cfg: Config, n_ranks: int) -> None:
     schedule += ("epochs", "dynamic_sampling", "ranks", "gpu_gib")
     for name in (*schedule, "weight_decay", "adam_eps", "distill_kl_target", "distill_gain", "distill_worth_target"):
         need(getattr(cfg, name) >= 0, f"--{name}={getattr(cfg, name)}: must not be negative")
-    need(
-        cfg.warmup_steps < 1 or cfg.warmup_steps == int(cfg.warmup_steps),
-        f"--warmup_steps={cfg.warmup_steps}: a whole number of updates, or a share of --steps below 1",
-    )
+    warmup, whole = cfg.warmup_steps, cfg.warmup_steps == int(cfg.warmup_steps)
+    need(warmup < 1 or whole, f"--warmup_steps={warmup}: a whole number of updates, or a share of --steps below 1")
     for name in ("adam_beta1", "adam_beta2"):
         need(0 <= getattr(cfg, name) < 1, f"--{name}={getattr(cfg, name)}: must lie in [0, 1)")
     need(cfg.group_size >= 2, f"--group_size={cfg.group_size}: an advantage needs at least 2 responses a prompt")
@@ -593,8 +596,5 @@ def check_packages(cfg: Config, n_ranks: int) -> None:
     if cfg.samplers == "local":
         check_engine(cfg, n_ranks)
         quant.check_routing(cfg)
-    if cfg.wandb:
-        need(
-            importlib.util.find_spec("wandb") is not None,
-            f"--wandb={cfg.wandb}: wandb is not installed; pip install wandb, or leave the flag out",
-        )
+    found = not cfg.wandb or importlib.util.find_spec("wandb") is not None
+    need(found, f"--wandb={cfg.wandb}: wandb is not installed; pip install wandb, or leave the flag out")

@@ -41,7 +41,7 @@ import sampling
 import sync
 import tasks
 import warmstart
-from config import EMBEDDED, PROPOSED, Config, EngineFlags, check_engine
+from config import EMBEDDED, PROPOSED, Config, EngineFlags, check_engine, check_named, fill
 from engines import HFEngine, make_engine
 from flags import UserError, check_output, choice, is_hub_id, need, parse_flags, read_json, run_command
 from mismatch import MismatchFlags
@@ -183,6 +183,7 @@ def over_sets(sets: list[tuple[str, int]], scores: list[tuple[float, float]]) ->
 class EvalFlags(TaskFlags, PromptFlags, SamplingFlags, EngineFlags, PrecisionFlags, MismatchFlags):
     """Evaluation"""
 
+    task: str = "arith"  # train.py asks for it where the model is not embedded
     model: str = ""
     """A run folder (its newest checkpoint's policy), a checkpoint, any Hugging Face folder or id, or base:policy."""
     which: Literal["policy", "actor"] = "policy"
@@ -546,20 +547,27 @@ def evaluated(folder: Path, name: str, saved: dict, own: list[str]) -> dict[str,
     return values
 
 
+def filled(cfg: EvalFlags) -> EvalFlags:
+    """The flags with nothing open. UserError: one has no default for a model of one's own."""
+    own = cfg.model.strip() and not cfg.model.startswith("base:") and not cfg.grade_gold
+    asked = ("max_tokens", "dtype") if cfg.mismatch else ("max_tokens",)
+    missing = [f"--{flag}={PROPOSED[flag]}" for flag in asked if own and getattr(cfg, flag) is None]
+    if own and cfg.mismatch:
+        cfg = fill(cfg, {"rollout_dtype": cfg.dtype})
+    cfg = fill(cfg, {flag: EMBEDDED[flag] for flag in ("max_tokens", "dtype", "rollout_dtype")})
+    if missing:
+        find_model(cfg, "model", cfg.which)  # which says what is wrong with the name
+    check_named(cfg.model, missing)
+    return cfg
+
+
 def main(argv: list[str] | None = None) -> dict:
     """One command; returns what --out writes. UserError: one sentence."""
     argv = sys.argv[1:] if argv is None else argv
     cfg = tasks.as_trained(parse_flags(EvalFlags, argv), {key for key, _ in flags.read(EvalFlags, argv)})
     if cfg.follow:
         return follow(cfg, argv)
-    if cfg.max_tokens is None:
-        cfg = replace(cfg, max_tokens=EMBEDDED["max_tokens"])
-        own = cfg.model.strip() and not cfg.model.startswith("base:") and not cfg.grade_gold
-        need(
-            not own or not find_model(cfg, "model", cfg.which),  # which says what is wrong with the name
-            f"--model={cfg.model}: a model of your own has no default of --max_tokens; name it, for instance "
-            f"--max_tokens={PROPOSED['max_tokens']}",
-        )
+    cfg = filled(cfg)
     if cfg.out:
         check_output("out", cfg.out)
     if cfg.grade_gold:

@@ -104,7 +104,8 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     pairs = flags.read(both, argv, "python worth.py --key=value ...", also={"config", *flags.FOREIGN})
     names = {f.name for f in fields(WorthFlags)}
     own = WorthFlags(**{k: flags.convert(WorthFlags, k, v) for k, v in pairs if k in names})
-    pairs = [("lr", "1"), ("actor_lr", "1"), ("dtype", "float32"), *pairs]  # asked for, and nothing learns
+    usual = [("lr", "1"), ("actor_lr", "1"), ("dtype", "float32")]  # asked for, and nothing learns
+    pairs = [*usual, ("rollout_dtype", engine_dtype(pairs)), *pairs]
     shared = [f"--{k}={v}" for k, v in pairs if k not in names]
     need(not any(k == "objective" for k, _ in pairs), "--objective: name the objectives to weigh with --rows")
     check(own)
@@ -122,6 +123,21 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     plain = config.parse([*of_g, "--objective=none"])
     need(not own.stale or plain.actor == "none", f"--stale={own.stale}: the actor samples here; add --actor=none")
     return own, rows, replace(on_policy_config(plain), actor="none", rollout_quant="none")
+
+
+def engine_dtype(pairs: list[tuple[str, str]]) -> str:
+    """In what the run's engine samples, whatever g is computed in. UserError: it is said nowhere."""
+    of_files = [flags.read_toml(config.Config, value) for key, value in pairs if key == "config"]
+    said = {key: value for file in of_files for key, value in file.items()} | dict(pairs)
+    model = said.get("model", config.Config.model)
+    usual = config.EMBEDDED["rollout_dtype"] if model.startswith("base:") else said.get("dtype")
+    found = said.get("rollout_dtype", usual)
+    need(
+        found is not None,
+        f"--model={model}: in what the engine of a model of your own samples is not known; name it, for instance "
+        f"--rollout_dtype={config.PROPOSED['dtype']}",
+    )
+    return found
 
 
 def check(own: WorthFlags) -> None:

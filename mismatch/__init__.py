@@ -1,6 +1,6 @@
 """The probe: how far is the sampler from the policy that learns, and which correction can bridge it? No training.
 
-    python eval.py --mismatch --model=FOLDER --rollout_dtype=bfloat16 --lm_head_fp32=True   # engine against learner
+    python eval.py --mismatch --model=FOLDER --dtype=bfloat16 --lm_head_fp32=True           # engine against learner
     python eval.py --mismatch --model=base:policy --actor=base:actor                        # another model samples
     python eval.py --mismatch --model=FOLDER --rollout_quant=int8 --learner_quant=aligned   # both in low bits
     python eval.py --mismatch --model=FOLDER --temperature=0.7 --top_p=0.8 --keep_sampling_mask=off
@@ -62,8 +62,8 @@ class MismatchFlags:
     """Measure the mismatch between sampler and learner instead of the score."""
     actor: str = ""
     """Another model that samples: a run folder, a checkpoint, a Hugging Face folder or base:actor."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """The learner's compute type."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """The learner's compute type (embedded models float32)."""
     explain: bool = False
     """--mismatch: also say which source has which share of it, and name a fault of the engine."""
     synced_from: str = ""

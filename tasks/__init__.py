@@ -43,8 +43,9 @@ __all__ += [
 class TaskFlags:
     """The task"""
 
-    task: str = "arith"
-    """arith (generated sums); FILE.jsonl, .json or .parquet; hf:NAME/SPLIT (a data set); FILE.py:CLASS (your own)."""
+    task: str | None = None
+    """arith (generated sums; the default of embedded models); FILE.jsonl, .json or .parquet; hf:NAME/SPLIT (a data
+    set); FILE.py:CLASS (your own)."""
     prompt_key: str = ""
     """Column of the problem; default: problem, question or prompt."""
     answer_key: str = ""
@@ -232,6 +233,7 @@ def as_trained(cfg, given: set[str]):
     if not isinstance(saved, dict):
         return cfg
     names = {"max_tokens", "stop", "reward", "answer", *(f.name for f in fields(PromptFlags))} - {"max_prompt_tokens"}
+    names |= {"dtype", "rollout_dtype"} if cfg.mismatch else set()
     of_run = {name: saved[name] for name in sorted(names - given) if name in saved}
     if of_run.get("reward") and not grades_all(cfg, saved):
         print(f"not as in {cfg.model}: --reward={saved['reward']}, and how it asks for an answer: another kind of task")

@@ -210,8 +210,8 @@ def named(planted: Planted, models: dict[str, str], out: Path, *sizes: str) -> l
         return engine
 
     mismatch.make_engine = faulty
-    flags = [f"--model={models[planted.kind]}", f"--out={out / 'm.json'}", "--rollout=hf", *planted.flags, *sizes]
-    flags += ["--mismatch", "--explain"]
+    flags = [f"--model={models[planted.kind]}", f"--out={out / 'm.json'}", "--rollout=hf", "--dtype=float32"]
+    flags += ["--rollout_dtype=float32", *planted.flags, *sizes, "--mismatch", "--explain"]
     if planted.kind == "new":
         flags.append(f"--synced_from={models['old']}")
     try:

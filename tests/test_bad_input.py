@@ -26,7 +26,7 @@ SECONDS = 3.0  # of a processor that an answer may take; and three times as many
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-OWN = "--max_tokens=8 --lr=1 --actor_lr=1 --dtype=float32"  # what a model of one's own is asked for
+OWN = "--task=arith --max_tokens=8 --lr=1 --actor_lr=1 --dtype=float32"  # what a model of one's own is asked for
 
 
 def rows(command: str, table: str) -> list[tuple[str, str]]:
@@ -289,7 +289,7 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --samplers=zmq --rollout_quant=int8 --learner_quant=aligned --sync_dtype=bfloat16 | --sync_dtype=bfloat16: an
 --task=fine.jsonl | --model=base:policy knows only --task=arith; give a model's folder for fine.jsonl
 --actor=base:policy --model=POLICY --task=fine.jsonl | --actor=base:policy knows only ... give a model
---model=POLICY --task=fine.jsonl --task_explain=5 | --task_explain=5: only ... leave it out for fine.jsonl
+--model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dtype=float32 --task_explain=5 | --task_explain=5: ... leave
 --resume --overwrite --out=run | --resume with --overwrite: one goes on, the other deletes; leave one of them out
         """,
     ),
@@ -301,11 +301,11 @@ WITHOUT=vllm --rollout=vllm | --rollout=vllm: vLLM is not installed here; ... in
 WITHOUT=wandb --wandb=x | --wandb=x: wandb is not installed; pip install wandb, or leave the flag out
 WITHOUT=math_verify --model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dtype=float32 | --reward=math, for ... pip
 --model=/no/such | --model=/no/such: no Hugging Face ... give one as save_pretrained writes it, or base:policy
---model=POLICY --actor=ACTOR --max_tokens=9 | --model=POLICY: a model ... --lr=1e-06 --actor_lr=1e-06 --dtype=bfloat16
---model=POLICY --lr=1e-5 | --model=POLICY: ... name them, for instance --max_tokens=4096 --dtype=bfloat16
+--model=POLICY --actor=ACTOR --max_tokens=9 | --model=POLICY: a ... --task=hf: ... --lr=1e-06 --actor_lr=1e-06 --dtype
+--model=POLICY --lr=1e-5 | --model=POLICY: ... --task=hf:openai/gsm8k@main/train --max_tokens=4096 --dtype=bfloat16
 --model= | --model=: no Hugging Face model folder (no ... give one as save_pretrained writes it, or base:policy
 --model=none | --model=none: no Hugging Face model folder ... give one as save_pretrained writes it, or base:policy
-HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --lr=1 --dtype=float32 --max_tokens=8 | --model=Qwen/Qwen3-0.6B: no such
+HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --max_tokens=8 | --model=Qwen ... no such
 --model=base:polcy | --model=base:polcy: not one of base:policy, base:actor; did you mean base:policy?
 --actor=/no/such | --actor=/no/such: no Hugging Face ... give one as save_pretrained writes it, or base:policy
 --actor=base: | --actor=base:: not one of base:policy, base:actor; did you mean base:actor?
@@ -552,7 +552,7 @@ LOADS=1 --model=gptq | gptq: its weights cannot be read (Loading a GPTQ ... give
         r"""
 --rollout=hf --base_dir=file | --base_dir=file/ ... : ... is a file, not a folder; name another place
 --rollout=hf --base_dir=read_only | --base_dir=read_only/ ... : ... cannot be written; name another place
---rollout=hf --model=POLICY --max_tokens=8 --lr=1 --dtype=float32 | --model=POLICY: warmstart.py ... leave --model
+--rollout=hf --model=POLICY --task=arith --max_tokens=8 --lr=1 --dtype=float32 | --model=POLICY: warmstart.py ... leave
 --rollout=hf --task=fine.jsonl | --model=base:policy knows only ... give a model's folder for fine.jsonl
 --size=3 | --size: no such flag; see --help
 policy | policy: flags are written --key=value
@@ -600,7 +600,7 @@ LOADS=1 --model=wider --rollout=hf --max_tokens=8 | wider: its weights do not fi
 --model=base:policy --rollout=hf --max_tokens=900 | --max_tokens=900: with ... ver the model's context of 512
 --grade_gold=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
 --grade_gold=fine.jsonl --task=fine.jsonl | --task=fine.jsonl: --grade_gold names the file itself; leave one
---model=POLICY --rollout=hf | --model=POLICY: a model of your own has no default of --max_tokens; ... --max_tokens=4096
+--model=POLICY --rollout=hf | --model=POLICY: a model of your own has no default of some flags; ... --max_tokens=4096
 --grade_gold=fine.jsonl --model=POLICY | --grade_gold grades a file's own answers, no model's; leave it out
 --grade_gold=/no/such.jsonl | --grade_gold=/no/such.jsonl: no such file; give the path of a JSONL, JSON or
 --grade_gold=. | --grade_gold=.: a folder; give the path of a JSONL, JSON or Parquet file
@@ -610,7 +610,7 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
         """,
     ),
     *rows(
-        "worth.py --rollout=hf --model=POLICY --actor=none --max_tokens=8",
+        "worth.py --rollout=hf --model=POLICY --actor=none --task=arith --max_tokens=8 --rollout_dtype=float32",
         r"""
 --objective=tis | --objective: name the objectives to weigh with --rows
 --rows= | --rows: names no objective
@@ -638,7 +638,7 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
         """,
     ),
     *rows(
-        "eval.py --rollout=hf --model=POLICY --max_tokens=8",
+        "eval.py --rollout=hf --model=POLICY --max_tokens=8 --dtype=float32",
         r"""
 --k= | --k=: each k must lie between 1 and --samples=4, as in 1,4
 --k=x | --k=x: each k must lie between 1 and --samples=4, as in 1,4

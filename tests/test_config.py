@@ -91,6 +91,25 @@ def test_ranks_enter_the_divisibility_check():
     resolve(Config(rollout="hf"), n_ranks=2)
 
 
+def test_a_model_of_ones_own_is_asked_what_the_embedded_ones_have(solvers):
+    """The task in the same sentence; the engine computes as the learner does, unless it is told otherwise."""
+    own = [f"--model={solvers / 'policy'}", "--actor=none", "--rollout=hf", "--objective=tis"]
+    with pytest.raises(UserError) as e:
+        parse(own)
+    assert str(e.value).endswith("--task=hf:openai/gsm8k@main/train --max_tokens=4096 --lr=1e-06 --dtype=bfloat16")
+    with pytest.raises(UserError, match="name them, for instance --task=hf:openai/gsm8k@main/train$"):
+        parse([*own, "--max_tokens=8", "--lr=1", "--dtype=float32", "--reward=gsm8k"])
+    own += ["--max_tokens=8", "--lr=1", "--task=arith"]
+    for given, wanted in (
+        (["--dtype=bfloat16"], "bfloat16"),
+        (["--dtype=float32"], "float32"),
+        (["--dtype=bfloat16", "--rollout_dtype=float32"], "float32"),
+    ):
+        assert parse([*own, *given]).rollout_dtype == wanted
+    embedded = parse(["--rollout=hf", "--dtype=bfloat16"])
+    assert (embedded.task, embedded.rollout_dtype) == ("arith", "float32")
+
+
 def test_auto_actor_and_z():
     cfg = resolve(Config(rollout="hf"))
     assert cfg.actor == "base:actor"

@@ -322,7 +322,7 @@ def test_the_ends_of_a_model_hold_in_evaluation_and_in_the_probe(folders, tmp_pa
     common = ["--rollout=hf", "--max_tokens=8", "--problems=8", f"--model={policy}", "--stop=<spare0>"]
     stop = arithmetic_tokenizer().convert_tokens_to_ids("<spare0>")
     evaluation.main(common)
-    evaluation.main([*common, "--mismatch", f"--actor={actor}", f"--out={tmp_path / 'x.json'}"])
+    evaluation.main([*common, "--mismatch", "--dtype=float32", f"--actor={actor}", f"--out={tmp_path / 'x.json'}"])
     assert seen[0][0] == {*range(1, 60), stop} and len(seen) > 2
     assert all(ends == {*range(1, 120), stop} for ends, _ in seen[1:])
     for ends, responses in seen:
@@ -395,6 +395,7 @@ def test_a_run_keeps_its_ends_to_the_last_checkpoint(folders, tmp_path, monkeypa
         "--max_tokens=6",
         "--lr=1e-4",
         "--dtype=float32",
+        "--task=arith",
         "--eval_problems=8",
         "--stop=<spare0>",
     ]

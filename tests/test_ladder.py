@@ -90,6 +90,7 @@ def test_errors_are_over_prompts():
 # Rungs
 # ---------------------------------------------------------------------------------------------------------------------
 
+PROBE = ("--mismatch", "--explain", "--rollout=hf", "--dtype=float32", "--rollout_dtype=float32")
 CASES = {
     "float32": (),
     "bfloat16": ("--rollout_dtype=bfloat16",),
@@ -116,7 +117,7 @@ SOURCES = {
 def test_the_last_rung_is_the_engine(name, folders, tmp_path):
     """Where the engine has no fault, nothing remains: the last rung computes what the engine recorded, to the last bit
     of its own decoding. The sources are those in which the flags differ, in order."""
-    common = ["--mismatch", "--explain", "--rollout=hf", "--problems=4", "--max_tokens=8", f"--out={tmp_path}/m.json"]
+    common = [*PROBE, "--problems=4", "--max_tokens=8", f"--out={tmp_path}/m.json"]
     found = evaluation.main([f"--model={folders / 'policy'}", *common, *CASES[name]])["ladder"]
     rows = {row["source"]: row for row in found["rows"]}
     assert list(rows) == ["batch shape", "decode path", *SOURCES[name], "what remains"]
@@ -131,7 +132,7 @@ def test_the_last_rung_is_the_engine(name, folders, tmp_path):
 
 
 def test_another_model_and_weight_age(folders, models, tmp_path):
-    common = ["--mismatch", "--explain", "--rollout=hf", "--problems=4", "--max_tokens=8", f"--out={tmp_path}/m.json"]
+    common = [*PROBE, "--problems=4", "--max_tokens=8", f"--out={tmp_path}/m.json"]
     for actor, source in ((str(folders / "actor"), "other model"), (models["old"], "weight age")):
         rows = evaluation.main([f"--model={models['new']}", f"--actor={actor}", *common])["ladder"]["rows"]
         assert [row["source"] for row in rows[2:]] == [source, "what remains"]
@@ -173,8 +174,8 @@ def test_what_is_tried_leaves_the_model_as_it_was(name, models, tmp_path, monkey
 
 def test_an_engine_that_loads_all_keeps_nothing(models, tmp_path):
     """--synced_from without a fault: nothing of the older weights is left."""
-    flags = [f"--model={models['new']}", f"--synced_from={models['old']}", f"--out={tmp_path}/m.json", "--rollout=hf"]
-    found = evaluation.main([*flags, "--mismatch", "--explain", "--problems=4", "--max_tokens=8"])
+    flags = [f"--model={models['new']}", f"--synced_from={models['old']}", f"--out={tmp_path}/m.json", *PROBE]
+    found = evaluation.main([*flags, "--problems=4", "--max_tokens=8"])
     assert found["ladder"]["suspects"] == [] and found["mean_mismatch"] < 1e-6
 
 
@@ -192,4 +193,4 @@ def test_an_engine_that_loads_all_keeps_nothing(models, tmp_path):
 def test_bad_calls(folders, argv, sentence):
     argv = [x.replace("ACTOR", str(folders / "actor")) for x in argv]
     with pytest.raises(ValueError, match=sentence):
-        evaluation.main([f"--model={folders / 'policy'}", "--rollout=hf", "--max_tokens=8", *argv])
+        evaluation.main([f"--model={folders / 'policy'}", "--rollout=hf", "--dtype=float32", "--max_tokens=8", *argv])

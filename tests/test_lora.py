@@ -225,6 +225,7 @@ def argv(folders, out, **changes) -> list[str]:
         "eval_problems": 4,
         "entropy_coef": 0.1,
         "kl_coef": 0.01,
+        "task": "arith",
         **FLAGS,
         **TINY_TASK,
     }

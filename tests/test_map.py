@@ -222,7 +222,14 @@ def test_a_policy_at_a_temperature(tmp_path, solvers, monkeypatch):
 
 def test_a_small_map(tmp_path, solvers, monkeypatch):
     """Two samplers of one policy: g is measured once, and a record's numbers are those of worth.py."""
-    small = ("--train_batch=32", "--rollout_batch=32", "--group_size=4", "--max_tokens=8")
+    small = (
+        "--train_batch=32",
+        "--rollout_batch=32",
+        "--group_size=4",
+        "--max_tokens=8",
+        "--task=arith",
+        "--dtype=float32",
+    )
     small += tuple(f"--{key}={value}" for key, value in TINY_TASK.items())
     model = (f"--model={solvers / 'policy'}", *small)
     samplers = {

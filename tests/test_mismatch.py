@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -152,7 +153,8 @@ def test_the_command(kind, folders, vllm_engines, tmp_path, capsys, monkeypatch)
 
     if kind == "vllm":
         monkeypatch.setattr(mismatch, "make_engine", shared)
-    common = [f"--rollout={kind}", "--mismatch", "--problems=12", "--max_tokens=16", f"--out={tmp_path / 'm.json'}"]
+    common = [f"--rollout={kind}", "--mismatch", "--dtype=float32", "--problems=12", "--max_tokens=16"]
+    common.append(f"--out={tmp_path / 'm.json'}")
     same = evaluation.main([f"--model={actor}", *common])
     assert same["mean_mismatch"] < 1e-5 and same["max_mismatch"] < 1e-4
     assert same["token_ess"] > 0.999
@@ -183,7 +185,7 @@ def test_the_probe_of_low_bits(folders, tmp_path):
     """A quantized engine is apart from a learner in full precision, and not from one that is aligned with it."""
     model, out = f"--model={folders / 'actor'}", f"--out={tmp_path / 'm.json'}"
     sizes = ["--problems=12", "--max_tokens=16"]
-    common = [model, out, *sizes, "--rollout=hf", "--mismatch", "--rollout_quant=int8"]
+    common = [model, out, *sizes, "--rollout=hf", "--mismatch", "--dtype=float32", "--rollout_quant=int8"]
     plain = evaluation.main(common)
     aligned = evaluation.main([*common, "--learner_quant=aligned"])
     for key in ("mean_mismatch", "max_mismatch"):  # the table by length is of the same gaps
@@ -206,4 +208,31 @@ def test_the_probe_of_low_bits(folders, tmp_path):
 )
 def test_bad_calls(folders, argv, sentence):
     with pytest.raises(ValueError, match=sentence):
-        evaluation.main([f"--model={folders / 'actor'}", "--mismatch", "--rollout=hf", "--max_tokens=8", *argv])
+        own = [f"--model={folders / 'actor'}", "--max_tokens=8", "--dtype=float32"]
+        evaluation.main([*own, "--mismatch", "--rollout=hf", *argv])
+
+
+def test_the_probe_asks_for_the_precision_and_its_engine_has_it(folders, tmp_path, monkeypatch, capsys):
+    """Of a model of one's own; a run's is the run's, and --rollout_dtype wins."""
+    seen = []
+
+    def watched(cfg, setup, actor):
+        seen.append((cfg.dtype, cfg.rollout_dtype))
+        return SimpleNamespace(as_dict=dict)
+
+    monkeypatch.setattr(evaluation.mismatch, "probe", watched)
+    monkeypatch.setattr(evaluation.warmstart, "base_model", lambda name, cfg: str(folders / "policy"))
+    common = ["--mismatch", "--rollout=hf", "--max_tokens=8"]
+    own = [*common, f"--model={folders / 'policy'}"]
+    with pytest.raises(ValueError, match="has no default of some flags; name them, for instance --dtype=bfloat16$"):
+        evaluation.main(own)
+    evaluation.main([*own, "--dtype=bfloat16"])
+    evaluation.main([*own, "--dtype=bfloat16", "--rollout_dtype=float16"])
+    evaluation.main([*common, "--model=base:policy", "--dtype=bfloat16"])
+    evaluation.main([*common, "--model=base:policy"])
+    shutil.copytree(folders / "policy", tmp_path / "run" / "policy")
+    saved = {"dtype": "bfloat16", "rollout_dtype": "float16", "max_tokens": 8}
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"config": saved}))
+    evaluation.main(["--mismatch", "--rollout=hf", f"--model={tmp_path / 'run'}"])
+    both = ("bfloat16", "float16")
+    assert seen == [("bfloat16", "bfloat16"), both, ("bfloat16", "float32"), ("float32", "float32"), both]

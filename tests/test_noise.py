@@ -228,7 +228,15 @@ def test_the_probe_measures_a_noisy_engine(solvers, tmp_path, capsys):
     task = ["--task_min_ops=1", "--task_max_ops=1", "--task_operand=3", "--task_total=9"]
     kl = {}
     for noise in (0.2, 0.4):
-        argv = ["--mismatch", f"--model={solvers / 'policy'}", "--rollout=hf", "--max_tokens=8", "--problems=24", *task]
+        argv = [
+            "--mismatch",
+            "--dtype=float32",
+            f"--model={solvers / 'policy'}",
+            "--rollout=hf",
+            "--max_tokens=8",
+            "--problems=24",
+            *task,
+        ]
         report = evaluation.main([*argv, f"--rollout_noise={noise}", f"--out={tmp_path / 'm.json'}"])
         assert report["sampling"]["rollout_noise"] == noise
         assert f"noise {noise:g}" in capsys.readouterr().out

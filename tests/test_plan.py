@@ -310,6 +310,7 @@ def test_the_command(tmp_path, capsys):
     """Of a folder there need be nothing but its config.json."""
     small().save_pretrained(tmp_path)
     given = ["--plan", f"--model={tmp_path}", "--actor=none", "--lr=1e-6", "--dtype=bfloat16", "--max_tokens=64"]
+    given.append("--task=arith")
     train.train(config.parse([*given, "--max_prompt_tokens=32", "--gpu_gib=80", "--rollout=hf", "--ranks=4"]))
     said = capsys.readouterr().out
     assert "one rank of 4" in said and "it fits --gpu_gib=80" in said
@@ -320,7 +321,7 @@ def test_the_command(tmp_path, capsys):
 def test_an_impossible_run_is_refused_before_a_model_loads(folders, tmp_path):
     flags = dict(model=str(folders / "policy"), actor="none", rollout="hf", out=str(tmp_path / "run"), gpu_gib=1e-4)
     with pytest.raises(UserError, match=r"a rank needs .* GiB .* and --gpu_gib=0.0001 is less"):
-        train.train(config.resolve(config.Config(**flags, max_tokens=16, lr=1e-4, dtype="float32")))
+        train.train(config.resolve(config.Config(**flags, max_tokens=16, lr=1e-4, dtype="float32", task="arith")))
     assert not (tmp_path / "run").exists()
 
 

@@ -55,6 +55,7 @@ def rows(solvers, places):
         train_batch=16,
         group_size=4,
         max_tokens=10,
+        task="arith",
         **TINY_TASK,
         save_every=1,
         eval_problems=16,

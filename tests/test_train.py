@@ -69,6 +69,7 @@ def flags(solvers, out, **changes) -> list[str]:
         "actor_lr": 1e-3,
         "dtype": "float32",
         "obrs_topk": 5,
+        "task": "arith",
         **TINY_TASK,
     }
     return [f"--{name}={value}" for name, value in {**base, **changes}.items()]

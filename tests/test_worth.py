@@ -221,7 +221,7 @@ def test_a_row_that_goes_the_wrong_way_is_worth_nothing():
 # ---------------------------------------------------------------------------------------------------------------------
 
 SMALL = ["--train_batch=32", "--rollout_batch=32", "--group_size=4", "--max_tokens=8", "--rollout=hf"]
-SMALL += [f"--{key}={value}" for key, value in TINY_TASK.items()]
+SMALL += ["--task=arith", "--rollout_dtype=float32", *(f"--{key}={value}" for key, value in TINY_TASK.items())]
 BRIEF = ["--batches=6", "--reference=24", "--directions=8", "--noise_batches=6"]
 
 
@@ -456,6 +456,22 @@ def test_rows_are_configurations():
     assert list(rows) == ["tis is_cap=3", "jackpot is_floor=0 obrs_mask=expected"]
     assert rows["tis is_cap=3"].is_cap == 3 and rows["jackpot is_floor=0 obrs_mask=expected"].obrs_mask == "expected"
     assert own == WorthFlags(rows=own.rows)
+
+
+def test_the_engine_samples_as_the_runs_does(solvers, tmp_path):
+    """g is in float32 unless a command says otherwise; the engine is the run's, of which a file speaks too."""
+    (tmp_path / "run.toml").write_text('dtype = "bfloat16"\nmax_tokens = 8\ntask = "arith"\n')
+    own = [f"--model={solvers / 'policy'}", "--actor=none", "--rollout=hf", "--rows=tis"]
+    for flags, wanted in (
+        ([*own, f"--config={tmp_path / 'run.toml'}"], ("bfloat16", "float32")),
+        ([*own, "--task=arith", "--max_tokens=8", "--rollout_dtype=float16"], ("float16", "float32")),
+        ([*own, "--task=arith", "--max_tokens=8", "--dtype=bfloat16"], ("bfloat16", "bfloat16")),
+        (["--actor=none", "--rollout=hf", "--rows=tis"], ("float32", "float32")),
+    ):
+        _, rows, plain = worth.parse(flags)
+        assert [(cfg.rollout_dtype, cfg.dtype) for cfg in (rows["tis"], plain)] == 2 * [wanted]
+    with pytest.raises(UserError, match="samples is not known; name it, for instance --rollout_dtype=bfloat16"):
+        worth.parse([*own, "--task=arith", "--max_tokens=8"])
 
 
 def test_a_verdict():
