@@ -227,7 +227,7 @@ def from_file(name: str, flag: str) -> list[tuple[str, object]]:
             raise UserError(f"{name}: not a whole Parquet file ({shortened(e)}); copy it anew") from None
     text = read_text(path)
     if path.suffix == ".json":
-        rows = parsed(text, name)
+        rows = parsed(text, name, "mend that place of the array")
         need(isinstance(rows, list), f"{name}: not a JSON array of rows; a file with one row a line ends in .jsonl")
         return placed(name, rows)
     lines = text.split("\n")  # not splitlines(), which also divides where JSON does not
@@ -266,13 +266,14 @@ def shortened(e: Exception) -> str:
     return " ".join(str(e).split())[:150] or type(e).__name__
 
 
-def parsed(text: str, place: str):
-    """JSON. UserError names the place."""
+def parsed(text: str, place: str, mend: str = "mend or remove that line, one object a line"):
+    """JSON. UserError names the place, where there are several lines the one at fault, and the mend."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as e:  # also numbers of thousands of digits, and endless brackets
         why = str(getattr(e, "msg", e))[:60]
-        raise UserError(f"{place}: not valid JSON ({why}); mend or remove that line, one object a line") from None
+        line = f", line {e.lineno}" if hasattr(e, "lineno") and "\n" in text.strip() else ""
+        raise UserError(f"{place}{line}: not valid JSON ({why}); {mend}") from None
 
 
 def read_row(row, place: str, prompt_key: str = "", answer_key: str = "", needed: bool = True) -> dict:

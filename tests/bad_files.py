@@ -130,6 +130,7 @@ FILES = {
     "cut.jsonl": GOOD + '{"problem": "1 +',
     "list.jsonl": GOOD + "[1, 2]\n",
     "array.jsonl": f"[\n{GOOD}]",
+    "cut.json": f"[\n{GOOD},\n{GOOD}",
     "no_answer.jsonl": GOOD + '{"problem": "1 + 1"}\n',
     "no_problem.jsonl": GOOD + GOOD + '{"answer": "1"}\n',
     "empty_problem.jsonl": '{"problem": " ", "answer": "1"}\n',
