@@ -93,7 +93,7 @@ TESTS = {
         "not killed",
     ],
     "delay.py": ["test_delay.py", "test_train.py::test_counters_that_are_not_0_go_on"],
-    "tasks/__init__.py": ["test_data.py", "test_grading.py", "test_rollout.py", "-k", "not vllm"],
+    "tasks/__init__.py": ["test_data.py", "test_grading.py", "test_rollout.py", "test_eval.py", "-k", "not vllm"],
     "tasks/arith.py": ["test_tasks.py", "-k", "not vllm"],
     "tasks/data.py": ["test_data.py", "test_tasks.py", "test_eval.py", "-k", "not vllm"],
     "tasks/prompts.py": ["test_data.py", "test_tasks.py", "-k", "not vllm"],
@@ -701,6 +701,9 @@ MUTANTS = {
         ("            deque(named_tensors, maxlen=0)\n", "            pass\n"),
     ],
     "tasks/__init__.py": [
+        ("sorted(names - given)", "sorted(names)"),
+        ('"max_tokens", "stop", "reward",', '"max_tokens", "reward",'),
+        ('if of_run.get("reward") and not grades_all(cfg, saved):', "if False:"),
         (
             'answers.append(Answer(problem, text, r.finish_reason == "stop", len(r.tokens), count))',
             "answers.append(Answer(problem, text, True, len(r.tokens), count))",
@@ -762,7 +765,6 @@ MUTANTS = {
         ('whole = [line for line in lines if line.endswith("\\n")]', "whole = lines"),
         ("todo = [i for i, id in enumerate(ids) if id not in known]", "todo = list(range(len(ids)))"),
         ("            lines and lines[0] == head,", "            True,"),
-        ('- {"max_prompt_tokens"} - given', '- {"max_prompt_tokens"}'),
         ("return 1.0 - math.comb(n - c, k) / math.comb(n, k)", "return 1.0 - (1 - c / n) ** k"),
         ("float(x.std(ddof=1) / math.sqrt(len(x)))", "float(x.std() / math.sqrt(len(x)))"),
         (

@@ -42,67 +42,83 @@ TABLE_1 = {"GSM8K": 4, "MATH-500": 4, "AMC22/23": 4, "AMC12 2024": 4, "AIME24": 
 TABLE_2 = {**TABLE_1, "AIME24": 16, "AIME25": 16}
 QARL_SETS = dict.fromkeys(("AIME24", "AIME25", "AMC22/23"), 8)  # how many is not in its text
 QARL_SETS |= dict.fromkeys(("MATH-500", "Minerva", "OlympiadBench"), 1)
-STALE = {"actor": "none", "model": "Qwen/Qwen3-4B-Base", "task": "DeepScaleR"}
-# What the papers print, read from them and not from the files: `batches` is rollout batch and update, in prompts;
-# `sets` what is held out, with the responses to each problem; `eval_temperature` and `eval_tokens` how those are
-# sampled, where not at 1 and --max_tokens. A recipe has no cache of 8 bits, arguments of the chat template or prompt of
-# the system's but where it stands here
-USUAL = {"kv_cache_dtype": "auto", "chat_kwargs": "", "system_prompt": "", "temperature": 1, "top_p": 1}
-PAPERS = {
-    "jackpot": {
-        **{"model": "Qwen/Qwen3-4B-Base", "actor": "Qwen/Qwen3-1.7B-Base", "task": "DeepScaleR", "sets": TABLE_1},
-        **{"batches": (64, 64), "correction": "obrs", "obrs_target": "ref", "obrs_lambda": 1, "obrs_topk": 20},
-        **{"obrs_z": "approx", "distill_direction": "forward", "max_tokens": 8192, "clip_low": 0.2, "clip_high": 0.28},
-    },
-    "jackpot_stale": {
-        **{**STALE, "sets": TABLE_2},
-        **{"batches": (2048, 32), "correction": "obrs", "obrs_target": "new", "obrs_lambda": 1, "obrs_topk": 20},
-        **{"clip": False, "obrs_z": "approx"},
-    },
-    "jackpot_clip": {
-        **{**STALE, "sets": {"GSM8K": 4, "MATH-500": 4, "AMC22/23": 4, "AIME24": 16}},
-        **{"batches": (2048, 64), "correction": "obrs", "obrs_target": "new", "obrs_lambda": 1, "obrs_topk": 20},
-        **{"clip": True, "clip_low": 0.4, "clip_high": 0.7, "obrs_c2": 3, "max_tokens": 8192},
-    },
-    "jackpot_fp8": {
-        **{**STALE, "sets": TABLE_2, "kv_cache_dtype": "fp8"},
-        **{"batches": (128, 64), "correction": "obrs", "obrs_target": "ref", "clip": True},
-    },
+QWEN3_4B = {"model": "Qwen/Qwen3-4B-Base", "actor": "none", "task": "DeepScaleR"}
+# Of each recipe models, data, and what is held out, with the responses to each problem; `eval_temperature` and
+# `eval_tokens` say how those are sampled where not at 1 and --max_tokens. A recipe has no cache of 8 bits, no arguments
+# of the chat template and no system prompt but where it stands here
+USUAL = {"kv_cache_dtype": "auto", "chat_kwargs": "", "system_prompt": ""}
+QARL = {"actor": "none", "task": "OpenR1-Math-46K", "sets": QARL_SETS, "eval_temperature": 0.6, "reward": ""}
+SOURCES = {
+    "jackpot": {**QWEN3_4B, "actor": "Qwen/Qwen3-1.7B-Base", "sets": TABLE_1},
+    "jackpot_stale": {**QWEN3_4B, "sets": TABLE_2},
+    # how many is not in the text
+    "jackpot_clip": {**QWEN3_4B, "sets": {"GSM8K": 4, "MATH-500": 4, "AMC22/23": 4, "AIME24": 16}},
+    "jackpot_fp8": {**QWEN3_4B, "sets": TABLE_2, "kv_cache_dtype": "fp8"},
     "tis_dapo": {
-        **{"model": "Qwen/Qwen2.5-32B", "actor": "none", "task": "DAPO-Math-17k, made unique", "sets": {"AIME24": 32}},
-        **{"batches": (512, 32), "group_size": 16, "correction": "tis", "clip_low": 0.2, "clip_high": 0.28},
-        **{"reduction": "token-mean", "max_tokens": 20480, "overlong": 4096, "lr": 1e-6, "weight_decay": 0.1},
+        **{"model": "Qwen/Qwen2.5-32B", "actor": "none", "task": "DAPO-Math-17k, made unique"},
+        "sets": {"AIME24": 32},  # how many is not in the text
     },
     "tis_int8": {
         **{"model": "Qwen/Qwen2.5-0.5B", "actor": "none", "task": "GSM8K, to train", "sets": {"GSM8K": 1}},
-        **{"batches": (256, 64), "correction": "tis", "rollout_quant": "int8", "max_tokens": 256, "epochs": 15},
-        **{"reward": "gsm8k"},
+        "reward": "gsm8k",
     },
     "praxis": {
         **{"model": "Qwen/Qwen3-8B", "actor": "none", "task": "GSM8K, to train", "sets": {"GSM8K": 1}},
-        **{"chat_kwargs": "enable_thinking=false", "eval_tokens": 2048},  # which is not in the text
-        **{"batches": (32, 32), "group_size": 8, "correction": "tis", "is_cap": 2, "max_tokens": 10000, "lr": 1e-6},
-        **{"logprobs_mode": "processed", "log_ratio_clamp": 20, "reward": "praxis", "top_k": -1},
+        **{"chat_kwargs": "enable_thinking=false", "eval_tokens": 2048},  # the tokens are not in the text
     },
-    "qarl": {
-        **{"model": "Qwen/Qwen3-8B-Base", "actor": "none", "task": "OpenR1-Math-46K", "sets": QARL_SETS},
-        **{"batches": (512, 64), "group_size": 8, "rollout_quant": "w4a16", "learner_quant": "aligned", "is_cap": 2},
-        **{"surrogate": "tbpo", "correction": "tbpo_mismatch", "clip_low": 3e-4, "clip_high": 4e-4, "lr": 1e-6},
-        **{"tbpo_neg_high": 7e-4, "optimizer": "muon", "weight_decay": 0.01, "max_tokens": 16384},
-        **{"micro_tokens": 22528, "max_prompt_tokens": 2048, "eval_temperature": 0.6, "reward": ""},
-    },
+    "qarl": {**QARL, "model": "Qwen/Qwen3-8B-Base"},
+    "qarl_moe": {**QARL, "model": "Qwen/Qwen3-30B-A3B-Base"},
     "heterorl": {
         **{"model": "Qwen/Qwen3-1.7B", "actor": "none", "task": "MATH lv. 3-5", "sets": {"MATH-500": 8}},
         "system_prompt": "You are a helpful AI Assistant, designed to provided well-reasoned and detailed responses. "
         "You FIRST think about the reasoning process as an internal monologue and then provide the user with the "
         "answer. Please put your final answer within `\\boxed{}`. Also, indicate that it is the answer.",
+    },
+}
+# What else the papers print, read from them and not from the files: `batches` is rollout batch and update, in prompts
+PAPERS = {
+    "jackpot": {
+        **{"batches": (64, 64), "correction": "obrs", "obrs_target": "ref", "obrs_lambda": 1, "obrs_topk": 20},
+        **{"obrs_z": "approx", "distill_direction": "forward", "max_tokens": 8192, "clip_low": 0.2, "clip_high": 0.28},
+    },
+    "jackpot_stale": {
+        **{"batches": (2048, 32), "correction": "obrs", "obrs_target": "new", "obrs_lambda": 1, "obrs_topk": 20},
+        **{"clip": False, "obrs_z": "approx"},
+    },
+    "jackpot_clip": {
+        **{"batches": (2048, 64), "correction": "obrs", "obrs_target": "new", "obrs_lambda": 1, "obrs_topk": 20},
+        **{"clip": True, "clip_low": 0.4, "clip_high": 0.7, "obrs_c2": 3, "max_tokens": 8192},
+    },
+    "jackpot_fp8": {"batches": (128, 64), "correction": "obrs", "obrs_target": "ref", "clip": True},
+    "tis_dapo": {
+        **{"batches": (512, 32), "group_size": 16, "correction": "tis", "clip_low": 0.2, "clip_high": 0.28},
+        **{"reduction": "token-mean", "max_tokens": 20480, "overlong": 4096, "lr": 1e-6, "weight_decay": 0.1},
+    },
+    "tis_int8": {"batches": (256, 64), "correction": "tis", "rollout_quant": "int8", "max_tokens": 256, "epochs": 15},
+    "praxis": {
+        **{"batches": (32, 32), "group_size": 8, "correction": "tis", "is_cap": 2, "max_tokens": 10000, "lr": 1e-6},
+        **{"logprobs_mode": "processed", "log_ratio_clamp": 20, "reward": "praxis", "temperature": 1, "top_p": 1},
+    },
+    "qarl": {
+        **{"batches": (512, 64), "group_size": 8, "rollout_quant": "w4a16", "learner_quant": "aligned", "is_cap": 2},
+        **{"surrogate": "tbpo", "correction": "tbpo_mismatch", "clip_low": 3e-4, "clip_high": 4e-4, "lr": 1e-6},
+        **{
+            "tbpo_neg_high": 7e-4,
+            "optimizer": "muon",
+            "weight_decay": 0.01,
+            "max_tokens": 16384,
+            "micro_tokens": 22528,
+        },
+        **{"max_prompt_tokens": 2048, "temperature": 1, "top_p": 1},
+    },
+    "heterorl": {
         **{"group_size": 8, "surrogate": "gspo", "ratio_base": "group", "advantage": "grpo_no_std", "lr": 1e-6},
         **{"cppo_beta": 0.005, "delay": "lognormal", "delay_min": 60, "delay_max": 1800, "delay_mass": 0.995},
         **{"delay_samplers": 4, "max_staleness": 64, "window_seconds": 1800, "lr_schedule": "constant", "epochs": 3},
         **{"warmup_steps": 0.03, "gepo_expectation": "weighted", "rollout_memory": 0.45},
     },
 }
-PAPERS["qarl_moe"] = {**PAPERS["qarl"], "model": "Qwen/Qwen3-30B-A3B-Base"}
+PAPERS["qarl_moe"] = PAPERS["qarl"]
 # Models and data of a recipe's other rows, in their order
 OTHERS = {
     "jackpot": [
@@ -151,14 +167,15 @@ def planned(name: str, *flags: str) -> config.Config:
 
 def test_every_recipe_is_compared_with_its_paper_and_stands_in_the_table():
     table = (ROOT / "configs" / "README.md").read_text()
-    assert set(re.findall(r"^\| \[(\w+)\]\(papers/\1\.toml\)", table, re.M)) == RECIPES.keys() == PAPERS.keys()
+    listed = set(re.findall(r"^\| \[(\w+)\]\(papers/\1\.toml\)", table, re.M))
+    assert listed == RECIPES.keys() == PAPERS.keys() == SOURCES.keys()
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_says_what_its_paper_says(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # a recipe is for a machine with GPUs
     cfg = planned(name)
-    wanted = USUAL | PAPERS[name]
+    wanted = USUAL | SOURCES[name] | PAPERS[name]
     wanted["task"] = HUB[wanted["task"]]
     rollout, update = wanted.pop("batches", (8, 8))
     how = (wanted.pop("eval_temperature", 1), wanted.pop("eval_tokens", cfg.max_tokens))
