@@ -370,16 +370,16 @@ HARMLESS = {
 
 def parse(argv: list[str] | None = None) -> Config:
     """The configuration of a command line, resolved. UserError: one sentence."""
-    from_file, given, names = {}, {}, set()
+    from_file, given, written = {}, {}, {}
     for key, value in flags.read(Config, argv, "python train.py --key=value ...", also={"config", *flags.FOREIGN}):
         if key == "config":
             from_file.update(flags.read_toml(Config, value))
             continue
-        names.add(key)
+        written[key] = value
         for name, text in flags.ours(key, value).items():
             given[name] = flags.convert(Config, name, text)
     need(not (given.get("epochs") and "steps" in given), "--epochs with --steps: both say how long; leave one out")
-    given |= flags.bounds_of_verl(given, names)
+    given |= flags.meant(written, given, resolve_open(Config(**{**from_file, **given})))
     cfg = Config(**{**from_file, **given})
     if cfg.resume:
         cfg = resumed(cfg, set(given) | set(from_file))
@@ -432,7 +432,7 @@ def resolve_open(cfg: Config) -> Config:
     if cfg.model.startswith("base:"):
         cfg = fill(cfg, EMBEDDED)
     cfg = fill(cfg, {"rollout_dtype": cfg.dtype})
-    cfg = fill(cfg, objectives.OBJECTIVES.get(cfg.objective, {}))
+    cfg = fill(cfg, corrections.still_read(objectives.OBJECTIVES.get(cfg.objective, {}), cfg))
     cfg = fill(cfg, objectives.DEFAULTS)
     cfg = fill(cfg, objectives.default_bounds(cfg))
     if cfg.actor == "auto":

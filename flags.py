@@ -265,6 +265,8 @@ def read_toml(cls, path: str) -> dict:
 def of_toml(cls, path: str, key: str, value):
     """A TOML value as the flag's type: a whole number may stand for a float, nothing else changes."""
     kind = types_of(cls)[key]
+    if type(value) is str:
+        value = in_our_words(key, value)
     check_word(key, value, kind, f"{path}: ")
     if choices_of(kind) and type(value) is str:
         return value
@@ -335,11 +337,11 @@ def help_page(cls, usage: str = "") -> str:
 # Names of other frameworks
 # ---------------------------------------------------------------------------------------------------------------------
 
-# flags of verl and TRL -> ours; where values differ too, theirs -> ours
+# flags of verl and TRL -> ours
 FOREIGN = {
-    "rollout_is": ("correction", {"token": "tis", "sequence": "seq_tis", "null": "none"}),
+    "rollout_is": "correction",
     "rollout_is_threshold": "is_cap",
-    "rollout_rs": ("reject", {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geo", "null": "none"}),
+    "rollout_rs": "reject",
     "rollout_rs_threshold_lower": "rs_low",
     "rollout_rs_threshold": "rs_high",
     "rollout_token_veto_threshold": "veto",
@@ -349,11 +351,13 @@ FOREIGN = {
     "clip_ratio_high": "clip_high",
     "clip_ratio_c": "dual_clip",
     "kl_loss_coef": "kl_coef",
-    "kl_loss_type": ("kl_estimator", {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}),
-    "use_kl_in_reward": ("kl_in", {"True": "reward", "true": "reward", "False": "loss", "false": "loss"}),
+    "kl_loss_type": "kl_estimator",
+    "use_kl_in_reward": "kl_in",
     "entropy_coeff": "entropy_coef",
     "lr_warmup_steps_ratio": "warmup_steps",
     "vllm_importance_sampling_mode": "objective",
+    "vllm_importance_sampling_clip_max": "is_cap",
+    "off_policy_mask_threshold": "rs_low",
     "loss_type": "objective",
     "epsilon": "clip_low",
     "epsilon_high": "clip_high",
@@ -365,39 +369,78 @@ FOREIGN = {
     "lora_r": "lora_rank",
     "warmup_ratio": "warmup_steps",
 }
+# verl's values -> ours, by our flag's name; under that name, and in files, they are understood too
+RATIOS = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geo"}
+VALUES = {
+    "correction": {"token": "tis", "sequence": "seq_tis", "null": "none"},
+    "reject": {**RATIOS, "geometric": "geo", "null": "none"},
+    "kl_estimator": {"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
+    "kl_in": {"True": "reward", "true": "reward", "False": "loss", "false": "loss"},
+}
+# a correction whose weight verl bounds by one number -> the one that drops outside of two
+MASKED = {"tis": "icepop", "seq_tis": "seq_mis", "geo_rs_seq_tis": "seq_mis", "icepop": "icepop", "seq_mis": "seq_mis"}
 
 
 def ours(key: str, value: str) -> dict[str, str]:
     """A flag and its value under our names, whichever framework's they are; verl writes two bounds as low_high."""
     name = FOREIGN.get(key, key)
-    if isinstance(name, tuple):
-        name, values = name
-        value = ",".join(values.get(word, word) for word in value.split(","))
+    value = in_our_words(name, value)
     need(
         key != "rollout_rs_threshold" or "," not in value,
         f"--{key}={value}: bounds of several statistics stand with their names here; write "
         "--reject=token:0.5:5,seq_max_k2:0:2",
     )
     low, between, high = value.partition("_")
-    if key in ("rollout_is_threshold", "rollout_rs_threshold") and between:
+    if key == "rollout_rs_threshold" and between:
         return {"rs_low": low, "rs_high": high}
+    if key == "rollout_is_threshold" and between:  # what they bound is known with all flags: `meant`
+        return {}
     if key == "beta":  # TRL knows one estimator
         return {name: value, "kl_estimator": "k3"}
     return {name: value}
 
 
-def bounds_of_verl(given: dict, names: set[str]) -> dict:
-    """What verl means beyond the values: one bound x of a ratio is 1/x .. x, and two bounds of a weight drop what
-    lies outside."""
-    of_ratio = given.get("reject", "") in FOREIGN["rollout_rs"][1].values()
-    if "rollout_rs_threshold" in names and "rs_low" not in given and (of_ratio or "reject" not in given):
-        return {"rs_low": 1 / given["rs_high"] if given["rs_high"] else 0.0}
-    if "rollout_is_threshold" in names and "is_cap" not in given:
-        masked = {"tis": "icepop", "seq_tis": "seq_mis"}
-        weight = given.get("correction", "tis")
+def in_our_words(name: str, value: str) -> str:
+    """A value of a flag of ours, or a list of statistics with their bounds, in our words."""
+    words = VALUES.get(name, {})
+    parts = [part.split(":") for part in value.split(",")]
+    return ",".join(":".join([words.get(first, first), *bounds]) for first, *bounds in parts)
+
+
+def meant(written: dict[str, str], given: dict, cfg) -> dict:
+    """What other frameworks mean beyond names and values, as flags of ours that replace those given.
+
+    written: flags as they stand on the command line; given: the same under our names; cfg: what all flags, the file's
+    and the objective's included, come to without this."""
+    found = {}
+    if "rollout_rs_threshold" in written and "rs_low" not in given:  # of a ratio x is 1/x .. x
+        of_ratio = cfg.reject in ("none", *RATIOS.values())
+        found["rs_low"] = 1 / cfg.rs_high if of_ratio and cfg.rs_high else 0.0
+    if "_" in written.get("rollout_is_threshold", ""):
+        found |= masked(written["rollout_is_threshold"], cfg, found.get("rs_low", cfg.rs_low))
+    if "vllm_importance_sampling_clip_max" in written and cfg.correction == "seq_mis":  # it masks
+        found |= {"is_cap": None, "rs_high": given["is_cap"]}
+    if "off_policy_mask_threshold" in written:  # the largest mean of log(p_inf / p_new) of a response with A < 0
+        most = given["rs_low"]
         need(
-            weight in masked,
-            "--rollout_is_threshold with two bounds: needs --rollout_is=token or --rollout_is=sequence",
+            (cfg.reject, cfg.reject_of, cfg.correction_target) == ("geo", "negative", "new"),
+            f"--off_policy_mask_threshold={most}: a bound of --objective=opsm, not of {cfg.objective}; name that one",
         )
-        return {"correction": masked[weight]}
-    return {}
+        found["rs_low"] = math.exp(-most)
+    return found
+
+
+def masked(bounds: str, cfg, rs_low: float | None) -> dict:
+    """Two bounds of verl's weight, low_high: it drops what lies outside. What is rejected besides keeps its own."""
+    need(
+        cfg.correction in MASKED,
+        f"--rollout_is_threshold={bounds}: two bounds of a weight, which --correction={cfg.correction} does not "
+        "have; add --rollout_is=token or --rollout_is=sequence",
+    )
+    found = {"correction": MASKED[cfg.correction]}
+    for name, text in zip(("rs_low", "rs_high"), bounds.split("_", 1), strict=True):
+        found[name] = convert(type(cfg), name, text)
+    reject = "geo" if cfg.correction == "geo_rs_seq_tis" else cfg.reject
+    if reject != "none" and ":" not in reject and "," not in reject:
+        found["reject"] = f"{reject}:{rs_low}:{cfg.rs_high}"
+    return found

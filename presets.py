@@ -68,8 +68,7 @@ OURS = {
 }
 
 # verl's RolloutCorrectionConfig. Its bypass mode has no ref: weights and statistics are of p_new / p_inf
-NARROW = {"rs_low": 0.999, "rs_high": 1.001}
-GEO = {"reject": "geo", **NARROW}
+GEO = {"reject": "geo", "rs_low": 0.999, "rs_high": 1.001}
 K3 = {"reject": "seq_mean_k3", "rs_high": 0.01}
 TOKEN = {"correction": "tis", "surrogate": "ppo", "is_cap": 2.0}
 SEQUENCE = {"correction": "seq_tis", "surrogate": "ppo", "is_cap": 2.0}
@@ -81,7 +80,7 @@ VERL = {
     "decoupled_seq_is": SEQUENCE,
     "decoupled_token_icepop": {**POP, "surrogate": "ppo"},
     "decoupled_seq_is_rs": {**SEQUENCE, "reject": "sequence", "rs_low": 0.5, "rs_high": 2.0},
-    "decoupled_geo_rs": {"correction": "geo_rs", "surrogate": "ppo", **NARROW},
+    "decoupled_geo_rs": {"correction": "none", "surrogate": "ppo", **GEO},
     "decoupled_geo_rs_seq_tis": {**SEQUENCE, **GEO},
     "decoupled_geo_rs_token_tis": {**TOKEN, **GEO},
     "decoupled_k3_rs": {"correction": "none", "surrogate": "ppo", **K3},
@@ -92,7 +91,7 @@ VERL = {
     "bypass_ppo_clip_k3_rs": {**CLIPPED, **K3},
     "bypass_pg_is": {**SEQUENCE, **BYPASS},
     "bypass_pg_token_icepop": {**POP, **BYPASS},
-    "bypass_pg_geo_rs": {"correction": "geo_rs", **NARROW, **BYPASS},
+    "bypass_pg_geo_rs": {"correction": "none", **GEO, **BYPASS},
     "bypass_pg_geo_rs_seq_tis": {**SEQUENCE, **GEO, **BYPASS},
     "bypass_pg_geo_rs_token_tis": {**TOKEN, **GEO, **BYPASS},
     "disabled": {"correction": "none", "surrogate": "ppo"},

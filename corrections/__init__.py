@@ -340,6 +340,16 @@ def default_bounds(cfg) -> dict:
     return {name: value for row in rows if row for name, value in row.bounds.items()}
 
 
+def still_read(axes: dict, cfg) -> dict:
+    """An objective's axes without bounds of its own correction or rejection where the flags put another in its place
+    that does not read them."""
+    row = CORRECTIONS.get(cfg.correction or axes.get("correction"))
+    read = set(row.bounds) if row else set()
+    if (cfg.reject or axes.get("reject")) in REJECTIONS:
+        read |= {"rs_low", "rs_high"}
+    return {name: value for name, value in axes.items() if name in read or name not in ("is_cap", "rs_low", "rs_high")}
+
+
 def check(cfg) -> None:
     """UserError, one sentence: flags of corrections that contradict each other."""
     choice("correction", cfg.correction, [*CORRECTIONS, "auto"])
@@ -433,9 +443,9 @@ def check_rejection(cfg) -> None:
     """What --reject, --rs_low, --rs_high and --veto drop."""
     rejects = "rs_low" in CORRECTIONS[cfg.correction].bounds
     need(
-        not (rejects and cfg.reject != "none"),
-        f"--reject={cfg.reject}: --correction={cfg.correction} already rejects by --rs_low and --rs_high; "
-        "use --correction=is, or --reject=none",
+        not (rejects and cfg.reject in REJECTIONS),
+        f"--reject={cfg.reject}: --correction={cfg.correction} already rejects by --rs_low and --rs_high; give the "
+        f"statistic bounds of its own, --reject={cfg.reject}:LOW:HIGH, or use --reject=none",
     )
     need(
         cfg.rs_low is None or cfg.rs_high is None or cfg.rs_low < cfg.rs_high,

@@ -101,6 +101,9 @@ ROWS = [
 --samplers=http | --samplers=http: not one of local, zmq, files
 --keep_sampling_mask=replayed | --keep_sampling_mask=replayed: not one of off, recompute, ... did you mean replay?
 --rollout_rs=seq_max_k1 | --reject=seq_max_k1: not one of token, sequence, geo, ... did you mean seq_max_k3?
+--objective=none --rollout_is_threshold=0.5_5 | --rollout_is_threshold=0.5_5: two ... --correction=none ... =sequence
+--objective=tis --rollout_is_threshold=a_5 | --rs_low=a: must be a number
+--objective=tis --off_policy_mask_threshold=1 | --off_policy_mask_threshold=1.0: a bound of --objective=opsm, not of tis
 --rollout_rs=geo,token --rollout_rs_threshold=2,1 | --rollout_rs_threshold=2,1: bounds ... write --reject=token
 --objective=is --reject=token,gee:0:1 | --reject=gee: not one of token, sequence, geo, ... did you mean geo?
 --objective=is --reject=token,geo:1 | --reject=token,geo:1: geo:1 is no statistic with its bounds; write geo:LOW:HIGH
@@ -240,7 +243,7 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --rollout_noise=0.1 --exact | --rollout_noise=0.1: with --exact sampler and learner are one policy ... leave one out
 --rollout_noise=0.1 --obrs_z=exact | --obrs_z=exact: the whole vocabulary is known only ... no noise, ... use bracket
 --learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or the learner's
---objective=icepop --reject=geo | --reject=geo: --correction=icepop ... use --correction=is, or --reject=none
+--objective=icepop --reject=geo | --reject=geo: --correction=icepop ... --reject=geo:LOW:HIGH, or use --reject=none
 --objective=tis --rs_high=2 | --rs_low=None --rs_high=2.0: nothing is ... name what to bound with --reject=token,
 --objective=tis --reject=geo --rs_low=1.2 | --rs_low=1.2 --rs_high=1.1: the bounds ... rs_low must be below rs_high
 --rs_low=3 --rs_high=2 | --rs_low=3.0 --rs_high=2.0: the bounds are crossed; rs_low must be below rs_high

@@ -67,6 +67,90 @@ def test_bounds_of_verl(argv, want):
     assert (cfg.correction, cfg.reject, cfg.rs_low, cfg.rs_high) == want
 
 
+BOTH = "--rollout_is_threshold=0.5_5.0"
+
+
+@pytest.mark.parametrize(
+    "argv, want",
+    [
+        ("--objective=tis", ("icepop", "none", 0.5, 5.0)),
+        ("--objective=seq_tis", ("seq_mis", "none", 0.5, 5.0)),
+        ("--objective=decoupled_token_is", ("icepop", "none", 0.5, 5.0)),
+        ("--objective=decoupled_seq_is", ("seq_mis", "none", 0.5, 5.0)),
+        ("--objective=bypass_pg_token_icepop", ("icepop", "none", 0.5, 5.0)),
+        ("--objective=geo_rs_seq_tis", ("seq_mis", "geo:0.9:1.1", 0.5, 5.0)),
+        ("--objective=geo_rs_seq_tis --rs_low=0.7 --rs_high=2", ("seq_mis", "geo:0.7:2.0", 0.5, 5.0)),
+        ("--objective=decoupled_geo_rs_seq_tis", ("seq_mis", "geo:0.999:1.001", 0.5, 5.0)),
+        ("--objective=decoupled_geo_rs_token_tis", ("icepop", "geo:0.999:1.001", 0.5, 5.0)),
+        ("--objective=decoupled_geo_rs --rollout_is=token", ("icepop", "geo:0.999:1.001", 0.5, 5.0)),
+        ("--objective=decoupled_seq_is_rs", ("seq_mis", "sequence:0.5:2.0", 0.5, 5.0)),
+        ("--objective=decoupled_k3_rs_token_tis", ("icepop", "seq_mean_k3:0.0:0.01", 0.5, 5.0)),
+        (
+            "--objective=decoupled_k3_rs_token_tis --rollout_rs=token_k1 --rollout_rs_threshold=4",
+            ("icepop", "token:0.25:4.0", 0.5, 5.0),
+        ),
+        ("--rollout_is=sequence --reject=token:0.5:5,geo", ("seq_mis", "token:0.5:5,geo", 0.5, 5.0)),
+    ],
+)
+def test_two_bounds_of_verl_are_those_of_the_objectives_weight(argv, want):
+    """As there: the weight is 0 outside of them, at the level that the preset or --rollout_is says, and what is
+    rejected besides keeps its bounds."""
+    cfg = parse(["--rollout=hf", BOTH, *argv.split()])
+    assert (cfg.correction, cfg.reject, cfg.rs_low, cfg.rs_high) == want
+    assert cfg.is_cap is None
+
+
+@pytest.mark.parametrize("objective", ["none", "decoupled_geo_rs", "bypass_ppo_clip", "jackpot"])
+def test_two_bounds_of_no_weight_are_refused(objective):
+    with pytest.raises(UserError, match="--rollout_is_threshold=0.5_5.0: .* add --rollout_is=token"):
+        parse(["--rollout=hf", BOTH, f"--objective={objective}"])
+
+
+def test_the_objective_of_a_file_says_what_verls_bounds_bound(tmp_path):
+    file = tmp_path / "x.toml"
+    file.write_text('objective = "decoupled_seq_is"\nreject = "seq_mean_k1"')
+    cfg = parse(["--rollout=hf", f"--config={file}", BOTH, "--rollout_rs_threshold=1.25"])
+    assert (cfg.correction, cfg.reject, cfg.rs_low, cfg.rs_high) == ("seq_mis", "geo:0.8:1.25", 0.5, 5.0)
+
+
+@pytest.mark.parametrize(
+    "argv, want",
+    [
+        ("--objective=decoupled_k3_rs --rollout_rs_threshold=0.02", ("seq_mean_k3", 0.0, 0.02)),
+        ("--objective=decoupled_geo_rs --rollout_rs_threshold=1.25", ("geo", 0.8, 1.25)),
+        ("--objective=decoupled_seq_is_rs --rollout_rs_threshold=4", ("sequence", 0.25, 4.0)),
+        ("--objective=geo_rs --rollout_rs_threshold=1.25", ("none", 0.8, 1.25)),
+        (
+            "--objective=decoupled_geo_rs_token_tis --rollout_rs=seq_mean_k3 --rollout_rs_threshold=0.02",
+            ("seq_mean_k3", 0.0, 0.02),
+        ),
+        ("--objective=decoupled_geo_rs_token_tis --rollout_rs=null", ("none", None, None)),
+    ],
+)
+def test_one_bound_of_verl_is_of_what_the_objective_rejects_by(argv, want):
+    cfg = parse(["--rollout=hf", *argv.split()])
+    assert (cfg.reject, cfg.rs_low, cfg.rs_high) == want
+
+
+def test_an_objectives_bounds_go_with_what_they_bound():
+    """Nobody gave them who puts another correction or rejection in its place."""
+    assert make_cfg(objective="decoupled_seq_is", correction="icepop").is_cap is None
+    assert make_cfg(objective="decoupled_seq_is", correction="tis").is_cap == 2.0
+    cfg = make_cfg(objective="decoupled_geo_rs_seq_tis", reject="token:0.5:2,geo:0.8:1.25")
+    assert (cfg.is_cap, cfg.rs_low, cfg.rs_high) == (2.0, None, None)
+    assert make_cfg(objective="sequence_mask", correction="tis").rs_high is None
+
+
+@pytest.mark.parametrize("theirs, ours", [("token", "token"), ("seq_sum", "sequence"), ("seq_mean", "geo")])
+def test_verls_names_of_ratios_are_understood_wherever_they_stand(theirs, ours, tmp_path):
+    file = tmp_path / "x.toml"
+    file.write_text(f'reject = "{theirs}_k1"')
+    argv = ["--rollout=hf", "--objective=is"]
+    assert parse([*argv, f"--reject={theirs}_k1"]).reject == ours
+    assert parse([*argv, f"--reject={theirs}_k1:0.5:2,token_k3"]).reject == f"{ours}:0.5:2,token_k3"
+    assert parse([*argv, f"--config={file}"]).reject == ours
+
+
 def test_more_flags_of_verl_and_trl():
     cfg = parse(["--rollout=hf", "--objective=decoupled_seq_is", "--rollout_is_batch_normalize=True", "--delta=4"])
     assert cfg.normalize_weights and cfg.dual_clip == 4.0
@@ -77,6 +161,20 @@ def test_flags_of_trl():
     cfg = parse(["--rollout=hf", *argv])
     assert (cfg.correction, cfg.rs_high) == ("seq_mis", 3.0)
     assert (cfg.group_size, cfg.clip_low) == (4, 0.1)
+    cap = "--vllm_importance_sampling_clip_max=2.5"
+    cfg = parse(["--rollout=hf", cap, "--vllm_importance_sampling_mode=sequence_mask"])
+    assert (cfg.is_cap, cfg.rs_low, cfg.rs_high) == (None, 0.0, 2.5)
+    for mode in ("token_truncate", "token_mask", "sequence_truncate"):
+        cfg = parse(["--rollout=hf", cap, f"--vllm_importance_sampling_mode={mode}"])
+        assert (cfg.is_cap, cfg.rs_high) == (2.5, None)
+
+
+def test_trls_threshold_of_the_off_policy_mask():
+    """A response with A < 0 is kept where mean log(p_inf / p_new) <= x: where g >= exp(-x)."""
+    cfg = parse(["--rollout=hf", "--objective=opsm", "--off_policy_mask_threshold=0.5"])
+    assert (cfg.reject, cfg.reject_of, cfg.rs_low, cfg.rs_high) == ("geo", "negative", math.exp(-0.5), math.inf)
+    with pytest.raises(UserError, match="--off_policy_mask_threshold=0.5: a bound of --objective=opsm, not of tis"):
+        parse(["--rollout=hf", "--objective=tis", "--off_policy_mask_threshold=0.5"])
 
 
 @pytest.mark.parametrize("theirs", flags.FOREIGN)

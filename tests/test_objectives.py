@@ -424,7 +424,7 @@ def test_a_group_of_equal_rewards_has_no_advantage(name, G):
         ("decoupled_token_is", dict(objective="tis")),
         ("decoupled_seq_is", dict(objective="seq_tis", is_cap=2.0)),
         ("bypass_ppo_clip", dict(objective="ppo_is")),
-        ("decoupled_geo_rs", dict(objective="geo_rs", rs_low=0.999, rs_high=1.001)),
+        ("decoupled_geo_rs", dict(objective="none", reject="geo", rs_low=0.999, rs_high=1.001)),
         ("token_truncate", dict(objective="tis", is_cap=3.0)),
         ("token_mask", dict(objective="areal_drop", is_cap=3.0)),
         ("sequence_truncate", dict(objective="seq_tis", is_cap=3.0)),
