@@ -112,9 +112,21 @@ SKYRL = {
 }
 # its other loss has 0.1 on both sides of both signs
 PRIME_RL = {"prime_rl": {**OURS["dppo_tv"], "cppo_beta": 0.002, "cppo_kl": "k2"}}
+# slime's --use-tis, and its icepop_function under the same bounds, 0 and --tis-clip=2
+SLIME_LOSS = {"surrogate": "ppo", "is_cap": 2.0, "clip_high": 0.2, "reduction": "seq-mean-token-mean"}
+SLIME = {
+    "slime_tis": {"correction": "tis", **SLIME_LOSS},
+    "slime_icepop": {"correction": "areal_drop", **SLIME_LOSS},
+}
+# AReaL's use_decoupled_loss; and with its rejection_sampling as it stands: metric ratio, level token, action mask
+AREAL = {
+    "areal_decoupled": {"correction": "is", "surrogate": "ppo", "clip_high": 0.2},
+    "areal_token_mask": {"correction": "areal_drop", "surrogate": "ppo", "is_cap": 5.0, "clip_high": 0.2},
+}
 OTHERS = {"seq_mask_tis": {**OURS["is"], "reject": "geo", "rs_low": 0.5, "rs_high": 5.0}}
-FRAMEWORKS = {"verl": VERL, "TRL": TRL, "SkyRL": SKYRL, "prime-rl": PRIME_RL, "OpenRLHF, NeMo-RL": OTHERS}
-OBJECTIVES = {**OURS, **VERL, **TRL, **SKYRL, **PRIME_RL, **OTHERS}
+FRAMEWORKS = {"verl": VERL, "TRL": TRL, "SkyRL": SKYRL, "prime-rl": PRIME_RL, "slime": SLIME, "AReaL": AREAL}
+FRAMEWORKS |= {"OpenRLHF, NeMo-RL": OTHERS}
+OBJECTIVES = {**OURS, **VERL, **TRL, **SKYRL, **PRIME_RL, **SLIME, **AREAL, **OTHERS}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -193,24 +205,32 @@ All need log p_inf of the sampled tokens, as the engine sampled them. p_ref cost
 several updates; else the update's own forward has it. With --correction_target=new p_new stands for p_ref."""
 
 
+REJECTING = """\
+Each costs what it drops, and the bias of what is left. It needs log p_ref and log p_inf alone, as weights do."""
+MOVING = """\
+Each needs log p_new with its gradient and log p_base; none costs a pass more. Bounds on s cost bias where they act.
+reinforce has none: nothing holds p_new near the policy that sampled."""
+
+
 def catalogue() -> str:
     """Name, formula, who uses it, what it needs, what it costs; then every --objective by its axes."""
     lines = [HEAD]
     lines += section("--correction: the weight, and what it drops", CORRECTIONS)
-    lines += section("--reject: drops what has a statistic outside [--rs_low, --rs_high]", REJECTIONS)
-    lines += section("--surrogate", SURROGATES)
+    lines += section(f"--reject: drops what has a statistic outside [--rs_low, --rs_high]\n{REJECTING}", REJECTIONS)
+    lines += section(f"--surrogate: what the advantage moves\n{MOVING}", SURROGATES)
     lines += ["", "--objective: presets over all axes"]
     for who, rows in {"": OURS, **FRAMEWORKS}.items():
         lines += ["", f"  {who}" if who else "  papers, and ours"]
         for name, axes in rows.items():
             said = "  ".join(f"{axis}={value}" for axis, value in axes.items())
-            lines += textwrap.wrap(f"{name:27} {said}", 116, initial_indent="    ", subsequent_indent=" " * 32)
+            how = {"initial_indent": "    ", "subsequent_indent": " " * 32, "break_on_hyphens": False}
+            lines += textwrap.wrap(f"{name:27} {said}", 116, **how)
     return "\n".join(lines)
 
 
 def section(title: str, entries: dict[str, Entry]) -> list[str]:
     """A titled list of entries."""
-    lines = ["", title]
+    lines = ["", *title.splitlines()]
     for name, entry in entries.items():
         lines.append(f"  {name:17} {entry.formula}")
         known = {"used by": entry.users, "needs": entry.needs, "costs": entry.costs}

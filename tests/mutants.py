@@ -296,6 +296,11 @@ MUTANTS = {
         ("return not (late or rounded or cut or cfg.rollout_noise)", "return not (late or rounded or cut)"),
         ("    for row, low, high in rejections(cfg):", "    for row, low, high in rejections(cfg)[:1]:"),
         ('or cfg.ref_from == "loglinear"', ""),
+        (
+            '    row = CORRECTIONS.get(cfg.correction or axes.get("correction"))',
+            '    row = CORRECTIONS.get(axes.get("correction"))',
+        ),
+        ('    if (cfg.reject or axes.get("reject")) in REJECTIONS:', "    if True:"),
         ("torch.where(batch.adv < 0, kept, 1.0)", "torch.where(batch.adv > 0, kept, 1.0)"),
         ('kept if cfg.reject_of == "all" else', "kept if True else"),
         ("tis(new.logp.detach() - b.logp_inf, cfg.is_cap", "tis(b.log_r, cfg.is_cap"),
@@ -964,10 +969,12 @@ MUTANTS = {
         ('= self.controllers["worth"] = self', "= self"),
     ],
     "flags.py": [
-        (
-            '        return {"rs_low": 1 / given["rs_high"] if given["rs_high"] else 0.0}',
-            '        return {"rs_low": 0.0}',
-        ),
+        ("1 / cfg.rs_high if of_ratio and cfg.rs_high else 0.0", "0.0"),
+        ('cfg.reject in ("none", *RATIOS.values())', "True"),
+        ('found.get("rs_low", cfg.rs_low))', "cfg.rs_low)"),
+        ('    reject = "geo" if cfg.correction == "geo_rs_seq_tis" else cfg.reject\n', "    reject = cfg.reject\n"),
+        ('found["rs_low"] = math.exp(-most)', 'found["rs_low"] = 1 - most'),
+        ('{"is_cap": None, "rs_high": given["is_cap"]}', "{}"),
         ('        return {"rs_low": low, "rs_high": high}', '        return {"rs_low": high, "rs_high": low}'),
     ],
     "config.py": [

@@ -444,6 +444,8 @@ def test_a_group_of_equal_rewards_has_no_advantage(name, G):
         ),
         ("bypass_pg_is", dict(objective="seq_tis", is_cap=2.0, surrogate="reinforce", correction_target="new")),
         ("skyrl_geo_mask", dict(objective="geo_rs", rs_low=0.99, rs_high=1.01)),
+        ("slime_tis", dict(objective="tis", clip_high=0.2, reduction="seq-mean-token-mean")),
+        ("areal_token_mask", dict(objective="areal_drop", clip_high=0.2)),
         (
             "prime_rl",
             {
@@ -466,7 +468,12 @@ def test_the_catalogue_has_every_name_and_says_something_of_it():
         entries, rows = tables
         assert set(entries) == set(rows)
         assert all(entry.formula and entry.users for entry in entries.values())
+    assert all(entry.costs for entry in presets.CORRECTIONS.values())
     page = presets.catalogue()
+    for title in ("--reject: ", "--surrogate: "):  # what these cost is said once
+        head = re.search(rf"\n{title}.*\n((?:\S.*\n)+)", page)[1]
+        assert "need" in head and "cost" in head
+    assert not re.search(r"=\S*-$", page, re.MULTILINE)
     for name in (*CORRECTIONS, *REJECTIONS, *objectives.SURROGATES, *objectives.OBJECTIVES):
         assert re.search(rf"^ +{name} ", page, re.MULTILINE), name
     assert len(presets.VERL) == 19 and max(map(len, page.splitlines())) <= 120

@@ -3,8 +3,9 @@
     python tests/golden/make.py
 
 Nothing of this repository is imported, and no tensor library: another framework can be held against the same files
-(tests/conform.py). A batch is a list of responses, a response its log-probabilities by three policies, the tokens
-that count, its advantage, its group and the updates since the weights that sampled it. A value is one line a case:
+(tests/conform.py). A batch is a list of responses, a response its log-probabilities by three policies, those of all
+the words that could have stood there, a draw for each token, the tokens that count, its advantage, its group and the
+updates since the weights that sampled it. A value is one line a case:
 weights, masks, loss, its derivative in log p_new of each token that counts, and metrics.
 """
 
@@ -51,7 +52,20 @@ BEYOND = {(7, 0): 26.0, (4, 1): -24.0}  # log p_ref - log p_inf of two tokens of
 def make_batch(rows: list, beyond: dict, seed: int) -> list[dict]:
     rng = random.Random(seed)
     made = [make_response(rng, *row, {t: x for (j, t), x in beyond.items() if j == i}) for i, row in enumerate(rows)]
-    return [{**response, "age": i % 4} for i, response in enumerate(made)]
+    made = [{**response, "age": i % 4} for i, response in enumerate(made)]
+    return [with_vocabulary(rng, response) for response in made]
+
+
+def with_vocabulary(rng, response: dict) -> dict:
+    """A vocabulary of four words at each place: log-probabilities by each policy, the sampled word's first, the other
+    three share what it leaves. And a draw."""
+    words = {which: [[logp, *others(rng, logp)] for logp in response[which]] for which in ("inf", "ref", "new")}
+    return {**response, "words": words, "draws": [rng.random() for _ in response["mask"]]}
+
+
+def others(rng, logp: float) -> list[float]:
+    parts = [rng.uniform(0.2, 1.0) for _ in range(3)]
+    return [math.log(-math.expm1(logp) * part / math.fsum(parts)) for part in parts]
 
 
 def make_response(rng, group: int, adv: float, mask: str, spread: float, middle: float, beyond: dict) -> dict:
@@ -110,6 +124,27 @@ def weights(how: str, xs: list[float], adv: float, cap: float, floor: float, low
             "g kept inside": (g, within(g, low, high)),
         }[how]
     ] * n
+
+
+def budgeted(how: str, response: dict, over: str, cap: float) -> list:
+    """Weights and draws of rejection under a budget of lambda = 1, from sums over the vocabulary: Z min(r, C / Z) of
+    every token, or min(Z max(r, 1), C) of those that are accepted, which they are with probability min(r, 1)."""
+    found = []
+    for t, flag in enumerate(response["mask"]):
+        if flag == "0":
+            continue
+        z = 0.0
+        for target, sampled in zip(response["words"][over][t], response["words"]["inf"][t], strict=True):
+            z += min(math.exp(target), math.exp(sampled))
+        r = bounded_exp(response[over][t] - response["inf"][t])
+        if how == "Z min(r, C / Z)":
+            found.append((z * min(r, cap / z), True))
+            continue
+        weight = min(z * max(r, 1.0), cap)
+        if how == "accepted, towards ref":  # the target moves away from ref
+            weight *= min(bounded_exp(response["ref"][t] - response[over][t]), 1.3)
+        found.append((weight, response["draws"][t] < min(r, 1.0)))
+    return found
 
 
 def statistic(how: str, xs: list[float]) -> list[float]:
@@ -199,7 +234,7 @@ def by_token(how: str, x: float, logp: float, logq: float, A: float, bounds) -> 
 # A case on a batch
 # ---------------------------------------------------------------------------------------------------------------------
 
-PLAIN = dict(weight="one", over="ref", cap=INF, floor=0.0, low=0.0, high=INF)
+PLAIN = dict(weight="one", over="ref", cap=INF, floor=0.0, low=0.0, high=INF, budget="")
 PLAIN |= dict(statistic="", stat_low=0.0, stat_high=INF, negative=False, veto=0.0, more=(), normalize=False)
 PLAIN |= dict(
     surrogate="clip",
@@ -224,6 +259,8 @@ def evaluate(batch: list[dict], case: dict) -> dict:
     logs = [[a - b for a, b in zip(tokens_of(r, c["over"]), tokens_of(r, "inf"), strict=True)] for r in batch]
     bounds = (c["cap"], c["floor"], c["low"], c["high"])
     weighed = [weights(c["weight"], xs, r["adv"], *bounds) for xs, r in zip(logs, batch, strict=True)]
+    if c["budget"]:
+        weighed = [budgeted(c["budget"], r, c["over"], c["cap"]) for r in batch]
     divide = mean_weight(weighed, c) if c["normalize"] else 1.0
     w = [[x / divide for x, _ in row] for row in weighed]
     keep = [[on for _, on in row] for row in weighed]
@@ -340,6 +377,9 @@ CASES = {
     "seq_is": dict(weight="R"),
     "seq_tis": dict(weight="min(R, C)", cap=4.0),
     "prefix_tis": dict(weight="min(R_t, C)", cap=1.0),
+    "z_tis": dict(budget="Z min(r, C / Z)", cap=3.0),
+    "jackpot": dict(budget="accepted", cap=3.0),
+    "jackpot_adjusted": dict(budget="accepted", cap=3.0, over="new", base="new"),
     "retrace": dict(weight="traces"),
     "retrace_seq": dict(weight="traces min(R, 1)"),
     "spare": dict(weight="traces min(R, 1)", statistic="r", stat_low=0.9, negative=True),
@@ -380,7 +420,7 @@ CASES = {
     "bypass_pg_geo_rs_seq_tis": dict(weight="min(R, C)", cap=2.0, **ON_NEW, **NARROW),
     "bypass_pg_geo_rs_token_tis": dict(weight="min(r, C)", cap=2.0, **ON_NEW, **NARROW),
     "disabled": {},
-    # TRL, SkyRL, OpenRLHF
+    # TRL, SkyRL, OpenRLHF, slime, AReaL
     "token_truncate": dict(weight="min(r, C)", cap=3.0),
     "token_mask": dict(weight="r kept inside", high=3.0),
     "sequence_truncate": dict(weight="min(R, C)", cap=3.0),
@@ -392,6 +432,10 @@ CASES = {
     "skyrl_token_mask": dict(statistic="r", stat_low=0.5, stat_high=2.0),
     "skyrl_outlier_mask": dict(statistic="max r", stat_high=100.0, veto=1e-4),
     "seq_mask_tis": dict(weight="r", statistic="g", stat_low=0.5, stat_high=5.0),
+    "slime_tis": dict(weight="min(r, C)", cap=2.0, clip=(0.2, 0.2), reduction=SEQ),
+    "slime_icepop": dict(weight="r kept inside", high=2.0, clip=(0.2, 0.2), reduction=SEQ),
+    "areal_decoupled": dict(weight="r", clip=(0.2, 0.2)),
+    "areal_token_mask": dict(weight="r kept inside", high=5.0, clip=(0.2, 0.2)),
 }
 # further flags on top of a preset
 TIS, SEQUENCE = dict(weight="min(r, C)", cap=2.0), dict(weight="min(R, C)", cap=4.0)
@@ -403,6 +447,9 @@ CASES |= {
     "tis --is_floor=0.7": TIS | dict(floor=0.7),
     "tis --veto=0.4": TIS | dict(veto=0.4),
     "tis --dual_clip=1.3": TIS | dict(dual=1.3),
+    "z_tis --obrs_c1=0.7": dict(budget="Z min(r, C / Z)", cap=0.7),
+    "jackpot --obrs_c1=0.7": dict(budget="accepted", cap=0.7),
+    "jackpot --obrs_target=new": dict(budget="accepted, towards ref", cap=3.0, over="new"),
     "none --correction=tbpo_mismatch --tbpo_cap=mask --is_floor=0.5 --is_cap=5.0": dict(
         weight="g kept inside", low=0.5, high=5.0
     ),
@@ -415,6 +462,10 @@ CASES |= {
     "cispo --clip_low=1.0": dict(surrogate="weighted log p", clip=(1.0, 0.28)),
     "decoupled_seq_is_rs --loss_denominator=kept": dict(
         weight="min(R, C)", cap=2.0, statistic="R", stat_low=0.5, stat_high=2.0, kept=True
+    ),
+    "icepop --rs_high=3.0 --reject=geo:0.8:1.25 --normalize_weights=True": dict(
+        **dict(weight="r kept inside", low=0.5, high=3.0, normalize=True),
+        **dict(statistic="g", stat_low=0.8, stat_high=1.25),
     ),
     "icepop --loss_denominator=kept": dict(weight="r kept inside", low=0.5, high=5.0, kept=True),
     f"seq_mis --loss_denominator=kept --reduction={SEQ}": dict(
