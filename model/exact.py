@@ -385,7 +385,7 @@ def check_zero(cfg, logged: dict) -> None:
     """UserError if a token of an update on fresh rollouts had other log-probabilities in engine and learner."""
     gap = logged["rollout_corr/largest_gap" if cfg.actor == "none" else "actor/largest_gap"]
     need(
-        not gap > 0 or logged["staleness/max_updates"] > 0,
+        gap <= 0 or logged["staleness/max_updates"] > 0,
         f"--exact: on fresh rollouts log p_inf and log p_ref differ by {gap:.3g}; the matrix products of this machine "
         "depend on more than model/exact.py holds fixed; leave it out, and report the machine",
     )

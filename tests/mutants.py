@@ -522,7 +522,8 @@ MUTANTS = {
         ('    model.set_attn_implementation("exact")', "    pass"),
         ("torch.float32 if head_fp32 else dtype)", "torch.float32)"),
         ("cfg.rollout_dtype == dtype !=", "dtype !="),
-        ("not gap > 0 or", "True or"),
+        ("gap <= 0 or", "True or"),
+        ("gap <= 0 or", "not gap > 0 or"),
         ("not slides and kind in", "kind in"),
     ],
     "model/lora.py": [

@@ -99,7 +99,9 @@ def test_ten_thousand_tokens_are_equal_however_they_are_read(dtype, fmt, distrib
     monkeypatch.setattr(PolicyAndActor, "can_share", False)
     monkeypatch.setattr(head, "CHUNK_ELEMENTS", 1)
     learner.cfg = make_cfg(**{**vars(learner.cfg), "micro_tokens": 190})
-    assert gap(learner, groups[:8]) == 0
+    parts = [*learner._micro(batching.collate(groups, learner.cfg))]
+    assert len(parts) > 100 and {share for *_, share in parts} == {False}
+    assert gap(learner, groups) == 0
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -119,10 +121,11 @@ def test_a_single_row_equals_a_batch(fmt):
 
 @pytest.mark.parametrize("dtype", [{}, BF16], ids=["float32", "bfloat16"])
 def test_two_threads(dtype):
+    """Wide enough that products and sums are divided between them."""
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        engine, learner = make_pair(**dtype)
+        engine, learner = make_pair(hidden=256, **dtype)
         assert gap(learner, sample(engine, n=40)) == 0
     finally:
         torch.set_num_threads(threads)
@@ -280,12 +283,24 @@ def test_a_run_is_zero_and_stops_where_it_is_not(folders, tmp_path):
     t.log.close()
 
 
+@pytest.mark.parametrize(("gap", "is_zero"), [(0.0, True), (-np.inf, True), (1e-9, False), (np.nan, False)])
+def test_a_difference_that_is_no_number_is_not_zero(gap, is_zero):
+    """-inf: a step without a token."""
+    cfg, logged = make_cfg(exact=True, objective="tis"), {"rollout_corr/largest_gap": gap, "staleness/max_updates": 0}
+    if is_zero:
+        exact.check_zero(cfg, logged)
+        return
+    with pytest.raises(UserError, match="--exact: on fresh rollouts"):
+        exact.check_zero(cfg, logged)
+    exact.check_zero(cfg, {**logged, "staleness/max_updates": 1})
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Ranks
 # ---------------------------------------------------------------------------------------------------------------------
 
 RANK_CASES = [{**dtype, "parallel": parallel} for dtype, parallel in itertools.product(({}, BF16), ("ddp", "fsdp"))]
-RANK_CASES.append({**BF16, "parallel": "fsdp", **FORMATS["w4a16"]})
+RANK_CASES += [{**BF16, "parallel": "fsdp", **FORMATS["w4a16"]}, {"parallel": "fsdp", **FORMATS["int8"]}]
 
 
 @pytest.mark.timeout(300)
