@@ -42,7 +42,10 @@ def distances_text(o) -> list[str]:
     kl += f" (floor {floor['kl']:.1g});   mean of r = p_ref / p_inf: {o.ratio_mean:.4f}"
     if o.cut_fraction:
         kl += f";   {100 * o.cut_fraction:.2f} % of the sampled tokens cut by the learner"
-    effective = f"{o.token_ess:.3f} of the tokens, {o.seq_ess:.3f} of the responses"
+    chi2 = f"{o.chi2_token:.3g} a token (floor {floor['chi2']:.1g}), "
+    chi2 += f"{o.chi2_seq:.3g} a response (floor {floor['chi2_seq']:.1g})"
+    effective = f"{o.token_ess:.3f} of the tokens (floor 1 - {lost(floor['chi2']):.1g}), "
+    effective += f"{o.seq_ess:.3f} of the responses (floor 1 - {lost(floor['chi2_seq']):.1g})"
     if o.seq_clamped > 0.5:
         effective += " (false: they are clamped)"
     t_max = f"{o.t_max:,.0f} tokens: clamp / KL, where sequence weights end"
@@ -52,18 +55,25 @@ def distances_text(o) -> list[str]:
     return [
         f"|p_inf - p_ref|    {gap} (floor {floor['mean']:.1g})",
         f"KL(inf || ref)     {kl}",
-        f"chi2               {o.chi2_token:.3g} a token (floor {floor['chi2']:.1g}), {o.chi2_seq:.3g} a response",
+        f"chi2               {chi2}",
         f"ESS                {effective}",
         f"T_max              {t_max}",
         f"reward             {o.reward:.3f} earned by the sampler, {o.reward_weighted:.3f} estimated for the learner",
     ]
 
 
+def lost(chi2: float) -> float:
+    """The share of its samples that a weight of mean 1 loses: its ESS is 1 / (1 + chi2) of them."""
+    return chi2 / (1 + chi2)
+
+
 def floor_text(o) -> list[str]:
     """What each is apart from itself, where nothing but the order of sums differs."""
-    lines = ["the floor: against itself     tokens   largest gap    mean gap    KL a token  chi2 a token"]
+    distances = "largest gap    mean gap    KL a token  chi2 a token  chi2 a response"
+    lines = [f"the floor: against itself     tokens   {distances}"]
     for row in o.floor:
         numbers = f"{row['max']:11.2g} {row['mean']:11.2g} {row['kl']:13.2g} {row['chi2']:13.2g}"
+        numbers += f" {row['chi2_seq']:16.2g}"
         lines.append(f"   {row['name']:26s} {row['tokens']:6d}   {numbers}")
     return lines
 

@@ -161,6 +161,12 @@ def test_the_command(kind, folders, vllm_engines, tmp_path, capsys, monkeypatch)
     assert all(row["viable"] for row in same["verdicts"])
     page = capsys.readouterr().out
     assert "can it work at these lengths?" in page and "engine, decode / prefill" in page
+    lines = {line.split()[0]: line for line in page.splitlines() if line}
+    for name, floors in {"|p_inf": 2, "KL(inf": 1, "chi2": 2, "ESS": 2}.items():
+        assert lines[name].count("(floor ") == floors, lines[name]
+    worst = max(row["chi2_seq"] for row in same["floor"])
+    assert f"a response (floor {worst:.1g})" in lines["chi2"]
+    assert f"of the responses (floor 1 - {worst:.1g})" in lines["ESS"]
     assert len(same["floor"]) == 4 and {row["tokens"] for row in same["floor"][:2]} == {same["tokens"]}
     for row in same["floor"]:  # float32: each is itself but for rounding
         assert 0 <= row["mean"] <= row["max"] < 1e-4 and 0 <= row["kl"] < 1e-8
