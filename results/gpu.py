@@ -12,6 +12,7 @@ obrs         a Jackpot update over a plain PPO one
 learner      tokens per second, share of the device's peak, and the plan's memory, by model and length
 memory       checkpointing, two models, FSDP2 on one rank, aligned learners: time, and memory beside the plan
 rollouts     the plain engine: tokens per second, publication and its proof
+exact        the largest difference of sampler and learner: --exact, and a vLLM that is batch-invariant
 
 Models are Qwen3's shapes with random weights. A part that fails is a line of the page, and the next one begins; a part
 that is cut off by its limit keeps what it has measured. A share of the peak is that of dense bfloat16, without sparsity

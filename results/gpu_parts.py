@@ -37,7 +37,7 @@ from engines import HFEngine, VLLMEngine
 from learner import Comm, Learner
 from model import Needs, OneModelRows, Scored
 from model.head import ChunkedHead, Head, chunk_rows
-from rollout import uniforms
+from rollout import as_groups, uniforms
 from sampling import Sampling
 from sync import Probe, prove
 
@@ -519,14 +519,65 @@ def vllm(s: Setting) -> Iterator[dict]:
     engine.close()
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# exact
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def exact(s: Setting) -> Iterator[dict]:
+    """The largest |log p_inf - log p_ref| of 10^4 sampled tokens, Qwen3-0.6B's shape: plain torch with --exact, where
+    model/exact.py holds all that sums depend on on a CPU, and without; vLLM with VLLM_BATCH_INVARIANT=1, whose sums do
+    not depend on the batch but are not the learner's. Has never run on a GPU: the goal of 0 is a guess there."""
+    for dtype in ("float32", "bfloat16"):
+        for flag in (True, False):
+            what = f"plain torch, {dtype}, {'--exact' if flag else 'without --exact'}"
+            yield from softly(what, torch_gap(s, what, dtype, flag))
+    if not s.cuda:
+        return
+    if not importlib.util.find_spec("vllm"):
+        yield missing("vLLM, batch-invariant", "not installed")
+        return
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"  # vLLM reads it while it is imported, by its first engine here
+    yield from softly("vLLM, batch-invariant", vllm_gap(s, "vLLM, batch-invariant, bfloat16"))
+
+
+def torch_gap(s: Setting, what: str, dtype: str, flag: bool) -> Iterator[dict]:
+    learner = s.learner(configured(s, 8, s.pick(160, 8), dtype=dtype, rollout_dtype=dtype, exact=flag), "0.6B")
+    model = s.model("0.6B", 1)
+    engine = HFEngine(model if flag else model.to(getattr(torch, dtype)), dtype=dtype, device=s.device, exact=flag)
+    yield gap_row(s, what, engine, learner, goal="0" if flag else "")
+
+
+def vllm_gap(s: Setting, what: str) -> Iterator[dict]:
+    learner = s.learner(configured(s, 8, s.pick(160, 8)), "0.6B")
+    with tempfile.TemporaryDirectory() as folder:
+        learner.models.policy.save_pretrained(folder)
+        engine = VLLMEngine(folder, max_len=256, max_logprobs=1, dtype="bfloat16", memory_gib=s.pick(0.3, 0.05))
+    yield gap_row(s, what, engine, learner)
+    engine.close()
+
+
+def gap_row(s: Setting, what: str, engine, learner: Learner, goal: str = "") -> dict:
+    """The line of what an engine samples with the learner's weights, scored by it."""
+    engine.load(learner.published("policy", engine.packed))
+    n, sampling = s.pick(8, 2), Sampling(max_tokens=learner.cfg.max_tokens)
+    prompts = bench.random_prompts(np.random.default_rng(0), n)
+    rows = engine.generate(prompts, bench.numbered_seeds(n), sampling, 1, [])
+    batch = batching.collate(as_groups("exact", prompts, rows, sampling), learner.cfg)
+    apart = (learner.score(batch, Needs()).logp - batch.logp_inf)[batch.exists].abs().max()
+    met = float(apart) == 0 if goal else None
+    return row(f"{what}, {int(batch.exists.sum()):,} tokens", float(apart), "nats", goal=goal, met=met)
+
+
 # name -> (the part, seconds that it may take): all of them fit into 25 minutes
 PARTS = {
-    "tests": (tests, 330),
-    "vllm": (vllm, 210),
-    "linears": (linears, 120),
-    "head": (head, 110),
-    "obrs": (obrs, 110),
-    "learner": (learner, 260),
-    "memory": (memory, 230),
+    "tests": (tests, 300),
+    "vllm": (vllm, 200),
+    "linears": (linears, 110),
+    "head": (head, 100),
+    "obrs": (obrs, 100),
+    "learner": (learner, 230),
+    "memory": (memory, 210),
     "rollouts": (rollouts, 100),
+    "exact": (exact, 150),
 }
