@@ -20,6 +20,7 @@ import train
 from checkpoint import save_model
 from engines import HFEngine
 from eval import mean_se, pass_at_k
+from flags import parse_flags
 from learner import Comm
 from remote import wire
 from remote.sampler import SamplerFlags, open_source
@@ -504,6 +505,6 @@ def test_shards_are_evaluated_by_a_whole_copy_in_float32():
 
 def test_one_process_follows_a_run_whose_engine_is_on_several_ranks():
     saved = asdict(config.Config(rollout="vllm", rollout_tp=2, eval_task="a.jsonl", max_tokens=64))
-    cfg = flags.parse_flags(evaluation.EvalFlags, [*evaluation.flags_of_run(saved), "--model=anything"])
+    cfg = parse_flags(evaluation.EvalFlags, [*evaluation.flags_of_run(saved), "--model=anything"])
     assert (cfg.rollout, cfg.rollout_tp, cfg.max_tokens, cfg.task) == ("vllm", 1, 64, "a.jsonl")
     evaluation.check(cfg)
