@@ -525,9 +525,9 @@ def vllm(s: Setting) -> Iterator[dict]:
 
 
 def exact(s: Setting) -> Iterator[dict]:
-    """The largest |log p_inf - log p_ref| of 10^4 sampled tokens, Qwen3-0.6B's shape: plain torch with --exact, where
-    model/exact.py holds all that sums depend on on a CPU, and without; vLLM with VLLM_BATCH_INVARIANT=1, whose sums do
-    not depend on the batch but are not the learner's. Has never run on a GPU: the goal of 0 is a guess there."""
+    """The largest |log p_inf - log p_ref| of 10^4 sampled tokens, Qwen3-0.6B's shape: plain torch with --exact and
+    without, and vLLM with VLLM_BATCH_INVARIANT=1. That puts products and means of its own in the place of torch's, in
+    the whole process, so the learner has them too; attention differs. Has never run on a GPU: there 0 is a guess."""
     for dtype in ("float32", "bfloat16"):
         for flag in (True, False):
             what = f"plain torch, {dtype}, {'--exact' if flag else 'without --exact'}"
