@@ -542,7 +542,7 @@ def configure(run: dict, flags: SamplerFlags) -> Config:
         cfg,
         task=task,
         rollout=flags.rollout,
-        rollout_dtype=flags.rollout_dtype or "float32",
+        rollout_dtype=flags.rollout_dtype or cfg.rollout_dtype or "float32",
         rollout_quant=own_quant,
         rollout_memory=flags.rollout_memory,
         kv_cache_dtype=flags.kv_cache_dtype,

@@ -65,6 +65,7 @@ SHARED = (
     "overlong",
     "prompt_key",
     "reward",
+    "rollout_dtype",
     "rollout_quant",
     "quant_group",
     "logprobs_mode",

@@ -359,6 +359,16 @@ RUN = dict(
 
 
 @pytest.mark.parametrize(
+    "learners, own, engines",
+    [("bfloat16", None, "bfloat16"), ("bfloat16", "float16", "float16"), (None, None, "float32")],
+)
+def test_a_sampler_computes_in_the_learners_precision_unless_told(learners, own, engines):
+    run = {**RUN, "config": {**RUN["config"], "rollout_dtype": learners}}
+    flags = sampler.SamplerFlags(rollout="hf", rollout_dtype=own)
+    assert sampler.configure(run, flags).rollout_dtype == engines
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         dict(topk="4"),

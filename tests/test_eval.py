@@ -406,7 +406,8 @@ def test_a_run_keeps_its_ends_to_the_last_checkpoint(folders, tmp_path, monkeypa
         cfg = config.parse(argv)
         run = open_run(cfg, Comm())
         assert train.open_source(cfg, run, Comm()).stop_ids == [1, 8, stop]
-        assert describe_run(cfg, run, "policy", 0, 0, 1)["stop_ids"] == [1, 8, stop]
+        described = describe_run(cfg, run, "policy", 0, 0, 1)
+        assert described["stop_ids"] == [1, 8, stop] and described["config"]["rollout_dtype"] == cfg.rollout_dtype
         train.train(cfg)
     saved = out / "checkpoints" / "step_000002" / "policy" / "generation_config.json"
     assert saved.read_bytes() == (origin / "generation_config.json").read_bytes()
