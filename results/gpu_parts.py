@@ -571,7 +571,7 @@ def gap_row(s: Setting, what: str, engine, learner: Learner, goal: str = "") -> 
 
 # name -> (the part, seconds that it may take): all of them fit into 25 minutes
 PARTS = {
-    "tests": (tests, 300),
+    "tests": (tests, 280),
     "vllm": (vllm, 200),
     "linears": (linears, 110),
     "head": (head, 100),

@@ -927,7 +927,7 @@ def test_what_cannot_be_followed_is_refused(solvers, tmp_path):
     with pytest.raises(UserError, match="--follow: this run holds nothing out; name sets with --task"):
         evaluation.flags_of_run(saved)
     own = evaluation.flags_of_run({**saved, "eval_task": "a.jsonl", "answer": "last", "max_prompt_tokens": 9})
-    assert own == ["--answer=last", "--task=a.jsonl", "--problems=3", "--samples=2", "--k=1"]
+    assert own == ["--answer=last", "--task=a.jsonl", "--problems=3", "--samples=2", "--rollout_tp=1", "--k=1"]
 
 
 def test_advantage_error_is_small_on_policy_and_reproducible(solvers, tmp_path, train_here):
