@@ -3,7 +3,8 @@
 import json
 import math
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -345,6 +346,35 @@ def test_what_sampling_costs(tmp_path, solvers, capsys):
     assert "\n".join(worth.verdict(results["rows"]["none"], about)) in capsys.readouterr().out
 
 
+@dataclass
+class Timed:
+    """A source of responses on a clock of its own: the first batch takes ten times as long."""
+
+    seconds: float
+    clock: list
+    asked: int = 0
+
+    def next(self, groups, version):
+        assert groups == 8
+        self.clock[0] += self.seconds * (1 if self.asked else 10)
+        self.asked += 1
+
+    def close(self):
+        pass
+
+
+def test_what_a_response_costs_by_hand(monkeypatch):
+    """Batches of 32: 3 seconds each by the sampler, 6 by the policy, and the first of each does not count."""
+    clock = [0.0]
+    sampler, policy = Timed(3.0, clock), Timed(6.0, clock)
+    monkeypatch.setattr(worth, "open_source", lambda *_: policy)
+    monkeypatch.setattr(worth.time, "perf_counter", lambda: clock[0])
+    cfg = make_cfg(train_batch=32, group_size=4)
+    m = SimpleNamespace(cfg=cfg, run=sampler, comm=Comm(), sampler=sampler, groups=8, quiet=True)
+    monkeypatch.setattr(worth, "replace", lambda one, **_: one)
+    assert worth.cost(m) == {"sampler/seconds": 3 / 32, "on_policy/seconds": 6 / 32, "price": 0.5}
+
+
 def test_groups_shares_sum_to_the_batch(tmp_path, solvers):
     own, rows, plain = worth.parse([f"--model={solvers / 'policy'}", "--actor=none", *SMALL, *BRIEF, "--rows=none"])
     m = Measurement(own, rows, plain)
@@ -482,7 +512,7 @@ def test_a_verdict():
         "on-policy responses a second: 40 by the sampler, 20 by the policy",
         "this sampler pays, by a factor of 2.00 +- 0.25",
     ]
-    assert [worth.pays(w, 0.1, 0.6) for w in (0.9, 0.7, 0.5, 0.3)] == ["yes", "open", "open", "no"]
+    assert [worth.pays(w, 0.1, 0.6) for w in (0.9, 0.75, 0.45, 0.3)] == ["yes", "open", "open", "no"]
     assert worth.verdict({"worth": 0.2, "worth_se": 0.01}, about)[-1].startswith(
         "this sampler does not pay, by a factor of 0.50"
     )
