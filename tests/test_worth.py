@@ -369,7 +369,7 @@ def test_what_a_response_costs_by_hand(monkeypatch):
     sampler, policy = Timed(3.0, clock), Timed(6.0, clock)
     monkeypatch.setattr(worth, "open_source", lambda *_: policy)
     monkeypatch.setattr(worth.time, "perf_counter", lambda: clock[0])
-    cfg = make_cfg(train_batch=32, group_size=4)
+    cfg = make_cfg(train_batch=32, rollout_batch=32, group_size=4)
     m = SimpleNamespace(cfg=cfg, run=sampler, comm=Comm(), sampler=sampler, groups=8, quiet=True)
     monkeypatch.setattr(worth, "replace", lambda one, **_: one)
     assert worth.cost(m) == {"sampler/seconds": 3 / 32, "on_policy/seconds": 6 / 32, "price": 0.5}
