@@ -5,7 +5,7 @@
 The embedded policy learns; three actors sample: base:actor, base:actor distilled toward the policy for 20 updates, and
 one whose warm start stopped at 20 %. Each is weighed once under all rows (worth.py), on the same responses, so rows
 share their noise. --obrs_topk changes what the engine records, so K = 1 is a measurement of its own, with the same
-seeds; K = 20 is the default. Records are results/worth/bounds/*.json.
+seeds; it stands beside an exact Z, which is what two models have. Records are results/worth/bounds/*.json.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ AXES = {
     "C of min(R, C)": {C: f"seq_tis is_cap={C:g}" for C in (0.5, 1, 2, 4, 8, 16)} | {INFINITE: "seq_is"},
     "c1 of OBRS": {c: f"{JACKPOT} obrs_c1={c:g}" for c in (1, 1.5, 2, 3, 5, 8)},
     "lambda of OBRS": {x: f"{JACKPOT} obrs_lambda={x:g}" for x in (0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.5, 2)},
-    "K of OBRS": {1: f"{JACKPOT} obrs_topk=1", 20: f"{JACKPOT} obrs_c1=3"},
+    "K of OBRS": {1: f"{JACKPOT} obrs_z=bracket obrs_topk=1", 256: f"{JACKPOT} obrs_c1=3"},
     "b of the token mask": {b: f"icepop rs_low={1 / b:g} rs_high={b:g}" for b in (1.25, 1.5, 2, 3, 5, 10)},
     "b of the response mask": {b: f"seq_mis rs_high={b:g}" for b in (1, 2, 4, 8, 16)},
 }
@@ -107,7 +107,7 @@ def draw(found: dict) -> None:
             ax.errorbar(x, y, yerr=error, marker="o", ms=4, lw=1.3, elinewidth=0.7, color=sweep.COLOURS[i], label=label)
         ax.set_xscale("log")
         ends = [2 * max(finite)] if INFINITE in values else []
-        ax.set_xticks([*finite, *ends], [*(f"{value:g}" for value in finite), *("none" for _ in ends)])
+        ax.set_xticks([*finite, *ends], [*(f"{value:g}" for value in finite), *("none" for _ in ends)], fontsize=7)
         ax.minorticks_off()
         ax.axhline(1, color="black", lw=0.9)
         ax.grid(alpha=0.3)
