@@ -266,6 +266,21 @@ def test_errors_cover_in_twenty_measurements(tmp_path, solvers):
         assert np.mean(off) > 0.3, key  # nor are they far too wide
 
 
+@pytest.mark.slow
+def test_vllm_samples_what_is_weighed(tmp_path, solvers):
+    """The policy's own responses by vLLM, and the actor's, which are as far away as plain torch's are."""
+    pytest.importorskip("vllm")
+    found = {
+        (engine, actor): weigh(tmp_path, solvers, *BRIEF, "--rows=none; is", f"--rollout={engine}", actor=actor)
+        for engine, actor in (("vllm", "none"), ("vllm", "actor"), ("hf", "actor"))
+    }
+    alone, other, plain = found.values()
+    assert alone["about"]["kl"] < 1e-6
+    assert alone["rows"]["is"] == pytest.approx(alone["rows"]["none"], rel=0.02, abs=1e-3)
+    assert other["about"]["kl"] == pytest.approx(plain["about"]["kl"], rel=0.25) and other["about"]["kl"] > 1e-3
+    assert other["rows"]["is"] != pytest.approx(other["rows"]["none"], rel=0.02)
+
+
 def test_halves_of_the_on_policy_gradient_by_hand():
     means = np.array([[1.0, 0.5], [2.0, -1.0], [0.0, 3.0], [1.5, 1.0]])
     reference = Reference([], means @ means.T, np.zeros(4), 1, np.zeros((1, 4)))
