@@ -316,7 +316,7 @@ def find_model(cfg: EvalFlags, flag: str, which: str) -> str:
         choice(flag, name, ["base:policy", "base:actor"])
         need(cfg.task == "arith", f"--{flag}={name} knows only --task=arith; give the folder of a model for {cfg.task}")
         task_flags = {k: v for k, v in vars(cfg).items() if k.startswith("task_")}
-        return warmstart.base_model(name.removeprefix("base:"), Config(**task_flags))
+        return warmstart.base_model(name.removeprefix("base:"), Config(task=cfg.task, **task_flags))
     root = Path(name)
     newest = checkpoint.newest(root, which) or root
     for folder in (root, root / which, newest / which):

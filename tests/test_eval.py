@@ -17,6 +17,7 @@ from transformers import AutoConfig
 import config
 import eval as evaluation
 import train
+import warmstart
 from checkpoint import save_model
 from engines import HFEngine
 from eval import mean_se, pass_at_k
@@ -28,7 +29,7 @@ from remote.source import describe_run
 from rollout import Response
 from run import held_out_sets, open_run
 from sampling import Sampling
-from tasks import Arithmetic, Table, arithmetic_tokenizer, encode, prompts, stop_ids
+from tasks import Arithmetic, Table, arithmetic_tokenizer, encode, make_task, prompts, stop_ids
 
 
 def test_pass_at_k_is_the_mean_over_subsets():
@@ -253,6 +254,20 @@ def test_rows_with_choices_are_graded_by_letters_where_the_run_names_no_reward(f
         found = graded(monkeypatch)
         evaluation.main([f"--model={run}", "--rollout=hf", "--samples=1", f"--task={letters}"])
         assert found == [("letter", "boxed", prompts.TEMPLATES["letter"])]
+
+
+@pytest.mark.parametrize("name", ["policy", "actor"])
+def test_the_embedded_models_are_those_of_training(name, monkeypatch):
+    """Training and eval.py ask for one folder."""
+    asked = []
+    monkeypatch.setattr(warmstart, "base_model", lambda *given: asked.append(given) or "folder")
+    sums = ["--task_min_ops=2", "--task_operand=7"]
+    flags = parse_flags(evaluation.EvalFlags, [f"--model=base:{name}", *sums])
+    assert evaluation.find_model(flags, "model", name) == "folder"
+    trained = config.parse(["--actor=base:actor", *sums])
+    [(kind, cfg)] = asked
+    keys = {warmstart.recipe_key(kind, make_task(one), one.base_accuracy) for one in (cfg, trained)}
+    assert (kind, len(keys)) == (name, 1)
 
 
 class Knows:
