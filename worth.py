@@ -134,7 +134,7 @@ def engine_dtype(pairs: list[tuple[str, str]]) -> str:
     found = said.get("rollout_dtype", usual)
     need(
         found is not None,
-        f"--model={model}: in what the engine of a model of your own samples is not known; name it, for instance "
+        f"--model={model}: the engine of a model of your own has no default precision; name it, for instance "
         f"--rollout_dtype={config.PROPOSED['dtype']}",
     )
     return found
