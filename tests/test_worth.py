@@ -515,7 +515,7 @@ def test_the_engine_samples_as_the_runs_does(solvers, tmp_path):
     ):
         _, rows, plain = worth.parse(flags)
         assert [(cfg.rollout_dtype, cfg.dtype) for cfg in (rows["tis"], plain)] == 2 * [wanted]
-    with pytest.raises(UserError, match="samples is not known; name it, for instance --rollout_dtype=bfloat16"):
+    with pytest.raises(UserError, match="no default precision; name it, for instance --rollout_dtype=bfloat16"):
         worth.parse([*own, "--task=arith", "--max_tokens=8"])
 
 
