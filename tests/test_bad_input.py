@@ -763,7 +763,7 @@ gpu | gpu: there is no GPU here; name other benchmarks, or try the script with -
 gpu --scale=tiny | gpu: there is no GPU here; name other benchmarks, or try the script with --device=cpu
 head gpu | gpu: has flags of its own; run it alone, python bench.py gpu
 gpu --device=cpu --parts=haed | --parts=haed: no such part; there are tests, vllm, linears, head,
-gpu --device=cpu --parts= | --parts is empty: name some of tests, linears, head,
+gpu --device=cpu --parts= | --parts is empty: name some of tests, vllm, linears, head,
 gpu --device=cpu --part=haed | --part=haed: no such part; there are tests, vllm, linears, head,
 gpu --device=cpu --minutes=0 | --minutes=0: must be above 0
 gpu --device=tpu | --device=tpu: not one of cuda, cpu

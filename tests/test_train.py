@@ -132,7 +132,8 @@ def wait_for(out, step, process) -> None:
     end = time.time() + 200
     while time.time() < end and process.poll() is None:
         path = Path(out) / "metrics.jsonl"
-        if path.exists() and f'"step": {step},' in path.read_text():
+        whole = path.read_text().rpartition("\n")[0] if path.exists() else ""  # the last line may be half written
+        if f'"step": {step},' in whole:
             return
         time.sleep(0.02)
     if process.poll() is None:
