@@ -1,7 +1,7 @@
 """Training at zero: does a mismatch of the engine alone change training at this scale, and from what size on?
 
     python results/zero.py                    # run what is missing of the first rows, then write results/zero.{md,png}
-    python results/zero.py --whole --seeds=3  # all rows, three seeds
+    python results/zero.py --whole            # all rows
 
 Policy and sampler are one model with one version of its weights; only the engine differs. Two kinds of rows:
 
@@ -58,7 +58,7 @@ DIAL = {
 }
 FIRST = ("exact zero", "float32 engine", "bfloat16 engine")
 FIRST += tuple(dialled(name, sigma) for sigma in (2, 0.7) for name in ("none", "tis"))
-FIRST_SEED = 12  # from which on every row has its seeds, on one pair of base models
+FIRST_SEED = 12  # from which on every row has its seeds
 
 # title -> rows
 SETTINGS = {
@@ -94,7 +94,7 @@ COLUMNS = {
 class ZeroFlags(sweep.StudyFlags):
     """Training at zero"""
 
-    seeds: int = 1
+    seeds: int = 3
     """Runs of every row."""
     whole: bool = False
     """All rows, and not the first ones alone."""
