@@ -49,7 +49,7 @@ WHY = {
     f"{RETRACE}, the actor stands still": {**NEW[RETRACE], **ALONE, "actor_lr": 1e-12},
     RETRACE: NEW[RETRACE],
 }
-WHY_SEED = 13  # all its rows on one pair of base models
+WHY_SEED = 13  # its only one: all its rows on one pair of base models
 # their checkpoints are kept: foretell.py weighs the rows on the way
 FAR = dict(steps=400, save_every=25, keep=16)
 BEST = (RETRACE, "min(R, 1)")
@@ -124,9 +124,9 @@ NOT_DRAWN = ("1 where", "Jackpot, expected mask", "Seq-TIS")  # a panel has room
 FIRST_SEED = 10  # every row is run anew: base models differ a little between processors
 
 
-def first_seed(rows: dict[str, dict]) -> int:
-    """Of the runs of a setting's rows."""
-    return WHY_SEED if rows is WHY else FIRST_SEED
+def seeds_of(rows: dict[str, dict], wanted: int) -> tuple[int, int]:
+    """(first seed, how many) of the runs of a setting's rows."""
+    return (WHY_SEED, 1) if rows is WHY else (FIRST_SEED, wanted)
 
 
 def chosen(records: list[dict]) -> str:
@@ -174,10 +174,10 @@ class PrefixFlags(sweep.StudyFlags):
 def study(flags):
     tables, groups, everything = [], {name: [] for name in FIGURES}, {}
     for title, (rows, config) in list(SETTINGS.items())[: flags.settings]:
-        first = first_seed(rows)
+        first, n = seeds_of(rows, flags.seeds)
         if not flags.draw:
-            sweep.run(rows, dict.fromkeys(rows, flags.seeds), False, flags.jobs, config, first)
-        wanted = {label: sweep.with_seeds(row, flags.seeds, first) for label, row in rows.items()}
+            sweep.run(rows, dict.fromkeys(rows, n), False, flags.jobs, config, first)
+        wanted = {label: sweep.with_seeds(row, n, first) for label, row in rows.items()}
         got = {label: records for label, runs in wanted.items() if (records := sweep.recorded(runs, config))}
         if not got:
             continue

@@ -247,7 +247,7 @@ def test_every_record_belongs_to_a_row():
     ]
     studies += [(heterorl.TABLE | heterorl.MORE, heterorl.SEEDS, heterorl.CONFIG)]
     wanted = set()
-    partly_run = [(rows, config, prefix.first_seed(rows)) for rows, config in prefix.SETTINGS.values()]
+    partly_run = [(rows, config, prefix.seeds_of(rows, 3)[0]) for rows, config in prefix.SETTINGS.values()]
     partly_run.append((pace.ROWS, pace.CONFIG, 0))
     for rows, config, first in partly_run:
         runs = [run for flags in rows.values() for run in sweep.with_seeds(flags, 3, first)]
