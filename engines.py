@@ -309,6 +309,7 @@ class HFEngine:
         elif fmt is not None:
             quant.dequantize_in_place(model, fmt)
         self.model = model.to(device).eval()
+        self.exact = exact
         if exact:
             as_sampler(self.model, dtype, head_fp32, vocabulary)
         self.device = device
@@ -404,12 +405,12 @@ class HFEngine:
         with noise.before_head(self.model, which, prompt_of):
             logits, cache = self._forward(ids, attention_mask=mask if padded else None, position_ids=position)
         cache.batch_select_indices(prompt_of)
-        rows = Rows(
-            which=which,
-            position=mask.sum(1)[prompt_of],
-            mask=mask[prompt_of] if padded else None,
-            cache=cache,
-        )
+        position = mask.sum(1)[prompt_of]
+        if self.exact:
+            from model.in_order import in_order  # it loads transformers
+
+            cache, padded = in_order(cache, position), False
+        rows = Rows(which=which, position=position, mask=mask[prompt_of] if padded else None, cache=cache)
         return logits if noise.sigma else logits[prompt_of], rows
 
     def _step(self, token, rows: Rows, noise: Noise = NOISELESS):

@@ -50,7 +50,7 @@ from sampling import Sampling
 
 ROWS = {"cpu": 64, "cuda": 256}  # tokens in one product with a weight
 HEADS = 64  # (response, head of keys, block of keys) in one batch of small products
-QUERIES = 8  # rows of such a product: the heads that share their keys times as many queries as fit
+QUERIES = 4  # rows of such a product: the heads that share their keys times as many queries as fit
 KEYS = 32  # keys in a block
 UNSEEN = -1e30  # score of a key that a query does not see: finite, and its exponential is 0
 
@@ -85,6 +85,11 @@ def products(a, b):
         else:
             torch.bmm(some, others, out=result)
     return out
+
+
+def longer(x, more: int):
+    """x (..., K, D) with so many rows of zeros behind it, (..., K + more, D); without any it is not copied."""
+    return pad(x, (0, 0, 0, more)) if more else x
 
 
 def filled(x, size: int):
@@ -197,7 +202,7 @@ class Seen(NamedTuple):
         """Of a mask. The last query sees all keys that there are, wherever padding stands."""
         padded = pad(mask, (0, -mask.shape[3] % KEYS))
         absent = ~padded[:, 0, -1]  # (B, n KEYS)
-        if not absent[:, : mask.shape[3]].any():
+        if not (absent[:, :-1] & ~absent[:, 1:]).any():  # they are in order
             return cls(mask, ~padded, None)
         order = absent.byte().argsort(dim=1, stable=True)
         unseen = ~padded.gather(3, order[:, None, None].expand_as(padded))
@@ -207,7 +212,7 @@ class Seen(NamedTuple):
         """Keys or values (B, H, K, D) -> (B, H, n, KEYS, D) in float32, in order, filled up with what is not seen."""
         B, H, K, D = x.shape
         if self.order is None:
-            return pad(x.float(), (0, 0, 0, -K % KEYS)).unflatten(2, (-1, KEYS))
+            return longer(x.float(), -K % KEYS).unflatten(2, (-1, KEYS))
         first = K * torch.arange(B * H, device=x.device).view(B, H, 1)
         places = (first + self.order[:, None]).flatten()
         return x.float().reshape(-1, D).index_select(0, places).view(B, H, -1, KEYS, D)
@@ -246,28 +251,29 @@ def exact_attention(seen: Seen, scaling: float, query, key, value):
     shared = query.shape[1] // key.shape[1]  # heads with the same keys
     size = max(1, QUERIES // shared)
     dtype, key, value = value.dtype, seen.blocks(key), seen.blocks(value)
-    query = pad(query.float() * scaling, (0, 0, 0, -Q % size)).unflatten(1, (-1, shared))
-    unseen = pad(seen.unseen, (0, 0, 0, -Q % size), value=True)
+    query = longer(query.float() * scaling, -Q % size).unflatten(1, (-1, shared))
     outs = []
     for first in range(0, Q, size):
         n = min(key.shape[2], -(-(K - Q + first + size) // KEYS))  # behind them no key is seen
         at = slice(first, first + size)
-        outs.append(one_block(query[:, :, :, at], key[:, :, :n], value[:, :, :n], unseen[:, :, at, : n * KEYS]))
-    return torch.cat(outs, 3).flatten(1, 2)[:, :, :Q].to(dtype)
+        outs.append(one_block(query[:, :, :, at], key[:, :, :n], value[:, :, :n], seen.unseen[:, :, at, : n * KEYS]))
+    return torch.cat(outs, 3).flatten(1, 2).to(dtype)
 
 
 def one_block(query, key, value, unseen):
-    """Attention of a block of queries, (B, H, shared, size, D) float32.
+    """Attention of a block of queries, (B, H, shared, q, D) float32.
 
-    query (B, H, shared, size, D); key, value (B, H, n, KEYS, D); unseen (B or 1, 1, size, n KEYS)."""
+    query (B, H, shared, size, D), of which the first q are there; key, value (B, H, n, KEYS, D); unseen
+    (B or 1, 1, q, n KEYS)."""
     B, H, n = key.shape[:3]
-    shared, size = query.shape[2:4]
+    shared, size, q = *query.shape[2:4], unseen.shape[2]
     rows = query.reshape(B, H, 1, shared * size, -1).expand(-1, -1, n, -1, -1)
     scores = products(rows.flatten(0, 2), key.flatten(0, 2).transpose(1, 2)).view(B, H, n, shared, size, KEYS)
-    hidden = unseen.unflatten(3, (n, KEYS)).transpose(2, 3)[:, :, :, None]  # (B, 1, n, 1, size, KEYS)
-    scores = scores.masked_fill_(hidden, UNSEEN)
+    hidden = unseen.unflatten(3, (n, KEYS)).transpose(2, 3)[:, :, :, None]  # (B, 1, n, 1, q, KEYS)
+    scores = scores[..., :q, :].contiguous().masked_fill_(hidden, UNSEEN)
     p = scores.sub_(scores.amax((2, 5), keepdim=True)).exp_()
-    mixed = products(p.view(B * H * n, shared * size, KEYS), value.flatten(0, 2)).view(B, H, n, shared, size, -1)
+    rows = longer(p, size - q).view(B * H * n, shared * size, KEYS)
+    mixed = products(rows, value.flatten(0, 2)).view(B, H, n, shared, size, -1)[..., :q, :]
     mass = p.sum(-1, keepdim=True)
     total, all_mass = mixed[:, :, 0], mass[:, :, 0]
     for i in range(1, n):  # in order: a block that is not seen adds 0
@@ -314,6 +320,9 @@ def as_sampler(model, dtype: str, head_fp32: bool, vocabulary: int | None):
 
 def forward(model, dtype: torch.dtype, head_fp32: bool, vocabulary: int | None, input_ids, logits_to_keep=0, **more):
     """A model's forward: logits (B, S, V) in float32, of the last `logits_to_keep` places or of all."""
+    cache = more.get("past_key_values")
+    if cache is not None:
+        more["attention_mask"] = cache.layers[0].mask()
     with torch.autocast(input_ids.device.type, dtype, enabled=dtype != torch.float32):
         out = model.base_model(input_ids=input_ids, **more)
     hidden = out.last_hidden_state[:, -logits_to_keep:].to(torch.float32 if head_fp32 else dtype)

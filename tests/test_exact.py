@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from transformers import DynamicCache
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
@@ -25,6 +26,7 @@ from engines import HFEngine
 from flags import UserError
 from learner import Comm, Learner
 from model import Needs, PolicyAndActor, exact, head
+from model.in_order import in_order
 from rollout import Rollout, as_groups
 from sampling import Sampling
 from train import Training
@@ -174,6 +176,30 @@ def test_the_learners_own_cut_is_the_samplers():
 # ---------------------------------------------------------------------------------------------------------------------
 # It is the same function, with its gradient
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [[3, 7, 5], [30, 32, 31], [32, 32, 32]])
+def test_the_samplers_cache_is_in_order(lengths):
+    """Beside lists of a row's keys: after prompts that are padded on the left, new tokens, a row less, and more than a
+    block of keys."""
+    torch.manual_seed(0)
+    P, cache = max(lengths), DynamicCache()
+    cache.update(torch.randn(len(lengths), 2, P, 4), torch.randn(len(lengths), 2, P, 6), 0)
+    layer = cache.layers[0]
+    kept = [[list(x[row, :, P - n :].unbind(1)) for x in (layer.keys, layer.values)] for row, n in enumerate(lengths)]
+    in_order(cache, torch.tensor(lengths))
+    for step in range(5):
+        if step == 2:
+            kept = [kept[2], kept[0]]
+            cache.batch_select_indices(torch.tensor([2, 0]))
+        mask = cache.layers[0].mask()
+        new = torch.randn(len(kept), 2, 1, 4), torch.randn(len(kept), 2, 1, 6)
+        found = cache.update(*new, 0)
+        assert found[0].shape[2] == found[1].shape[2] == mask.shape[1] and mask.shape[1] % exact.KEYS == 0
+        for row, lists in enumerate(kept):
+            for wanted, x, more in zip(lists, found, new, strict=True):
+                wanted.append(more[row, :, 0])
+                assert torch.equal(x[row][:, mask[row]], torch.stack(wanted, 1))
 
 
 def test_attention_is_attention():
