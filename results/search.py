@@ -1,19 +1,21 @@
 """Better corrections? Weights of many forms on the same responses, weighed with worth.py; and the best there can be.
 
-    python results/search.py            # measure what is missing (20 minutes), then write results/search.md, search.png
+    python results/search.py            # measure what is missing (40 minutes), then write results/search.md, search.png
 
 A sampler's tokens are measured once: log r, advantage, and how each log-probability moves along g and along random
 directions (worth.py). Every candidate is then a function of log r, and its worth a weighted sum. Samplers: `actor`
-(another model, configs/study.toml), `w2a16` (two bits, configs/lowbit.toml), `stale` (the policy of 125 updates ago),
-and `long` (another model, configs/long.toml), whose base models take an hour to make and which is not measured unless
-it is named: --samplers=actor,w2a16,stale,long.
+(another model, configs/study.toml), `w2a16` (two bits, configs/lowbit.toml), `stale` and `stale-11` (the policy of 125
+updates ago; two runs of other seeds made the later one), and `long` (another model, configs/long.toml), whose base
+models take an hour to make and which is not measured unless it is named: --samplers=actor,w2a16,stale,stale-11,long.
 
 The best weight that is a function of one quantity x (R, a prefix's R_t, r), by bins of x: let m_k be the mean of the
-gradient of what falls into bin k, a_k = <m_k, g>, and D_k the noise of that bin. A weight w has
+gradient of what falls into bin k, a_k = <m_k, g>, and D_kl the noise of bins k and l. A weight w has
 
-    kappa^2 = (w a)^2 / |g|^2 / (w' (M + D) w),  M_kl = <m_k, m_l>,   so   w* = (M + D)^-1 a
+    kappa^2 = s / (s + w' (M + D) w),   s = (w a)^2 / |g|^2,   M_kl = <m_k, m_l> - a_k a_l / |g|^2
 
-up to its scale, which kappa does not see. w* is fitted on one half of the batches and weighed on the other.
+so the best one has the largest (w a)^2 / (w' (M + D) w),
+and isotonic.py says which w has the most, of all and of those that rise with x. Weights are fitted on one half of the
+batches and weighed on the other.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import sweep
+from isotonic import ANY, FORMS, HILL, RISING, best_weight
 
 import checkpoint
 import worth
@@ -33,14 +36,16 @@ from flags import choice, need
 from measure import FOLDS, Reference, Seen, estimate, jackknife, replicates, with_errors
 
 TOKENS = sweep.ROOT / "out" / "search"
-LATER = ["--config=configs/study.toml", "--objective=grpo", "--actor=none", "--seed=10", "--steps=125"]
+LATER = ["--config=configs/study.toml", "--objective=grpo", "--actor=none", "--steps=125"]
+SEEDS = {"stale": 10, "stale-11": 11}  # of the run that made the later policy
+STALE = ["--config=configs/study.toml", "--actor=none", "--stale=base:policy", "--noise_batches=12"]  # and --model
 SAMPLERS = {
-    "actor": ["--config=configs/study.toml"],
-    "stale": ["--config=configs/study.toml", "--actor=none", "--stale=base:policy"],  # and --model of later_policy
-    "long": ["--config=configs/long.toml", "--batches=32", "--reference=64"],
-    "w2a16": ["--config=configs/lowbit.toml", "--rollout_quant=w2a16"],
+    "actor": ["--config=configs/study.toml", "--noise_batches=12"],
+    "stale": STALE,
+    "stale-11": STALE,
+    "long": ["--config=configs/long.toml", "--batches=32", "--reference=64", "--noise_batches=8"],
+    "w2a16": ["--config=configs/lowbit.toml", "--rollout_quant=w2a16", "--noise_batches=12"],
 }
-NOISE_BATCHES = {"actor": 12, "long": 8, "w2a16": 12, "stale": 12}
 CLAMP = 20.0
 
 
@@ -80,18 +85,19 @@ def tokens_of(name: str) -> Tokens:
     return Tokens(**np.load(path))
 
 
-def later_policy() -> str:
+def later_policy(seed: int) -> str:
     """The folder of the policy after 125 updates on responses of its own; trained if it is not there."""
-    out = TOKENS / "later"
+    out = TOKENS / f"later-{seed}"
     if not checkpoint.folders(str(out)):
-        subprocess.run([sys.executable, "train.py", *LATER, f"--out={out}", "--overwrite"], cwd=sweep.ROOT, check=True)
+        argv = [*LATER, f"--seed={seed}", f"--out={out}", "--overwrite"]
+        subprocess.run([sys.executable, "train.py", *argv], cwd=sweep.ROOT, check=True)
     return str(checkpoint.newest(str(out)) / "policy")
 
 
 def measure(name: str) -> dict[str, np.ndarray]:
-    argv = [*SAMPLERS[name], f"--noise_batches={NOISE_BATCHES[name]}", "--rows=none"]
-    if name == "stale":
-        argv.append(f"--model={later_policy()}")
+    argv = [*SAMPLERS[name], "--rows=none"]
+    if name in SEEDS:
+        argv.append(f"--model={later_policy(SEEDS[name])}")
     m = worth.Measurement(*worth.parse(argv))
     reference = m.references()[worth.EVERYTHING]
     found = []
@@ -224,6 +230,11 @@ def normalised(t, w):
     return out
 
 
+def drawn(p):
+    """A mask: 1 with probability p, drawn once and by itself for each of p's entries, as training would."""
+    return 1.0 * (np.random.default_rng(0).random(p.shape) < p)
+
+
 def weighted_baseline(t, w):
     """w, with the group's baseline as the policy would have it: sum w R / sum w (w: one a response)."""
     w = np.broadcast_to(w, t.log_r.shape)
@@ -308,6 +319,12 @@ CANDIDATES = {
     "min(R, 1), baseline of the policy": lambda t: weighted_baseline(t, np.minimum(whole(t), 1)),
     "R, baseline of the policy": lambda t: weighted_baseline(t, whole(t)),
 }
+DRAWN = {  # label of the expected mask -> of the drawn one
+    "min(r, 1)": "drawn, min(r, 1) (OBRS's mask)",
+    "min(R_t, 1) (prefix_tis)": "drawn, min(R_t, 1) (OBRS on prefixes)",
+    "min(R, 1)": "drawn, min(R, 1) (OBRS on responses)",
+}
+CANDIDATES |= {after: lambda t, p=CANDIDATES[before]: drawn(p(t)) for before, after in DRAWN.items()}
 
 
 def seen(t: Tokens, w: np.ndarray, batches=slice(None)) -> Seen:
@@ -330,20 +347,26 @@ def weigh(t: Tokens, w: np.ndarray, batches=slice(None)) -> dict[str, float]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 BINS = 10
+SIDES = (0.0, 0.3, 0.6, 0.9, 0.98, 1.02, 1.1, 2.0, math.inf)  # of r
 QUANTITIES = {"R": total_log, "R_t": prefix_log, "r": lambda t: t.log_r}
 
 
-def bin_of(t: Tokens, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(edges, bin of each token): as many tokens in each; those with r = 1 to the bit share one."""
-    x = np.broadcast_to(x, t.log_r.shape)
-    edges = np.unique(np.quantile(x[t.mask], np.linspace(0, 1, BINS + 1)[1:-1]))
-    return edges, np.searchsorted(edges, x)
+def edges_of(t: Tokens, quantity: str) -> np.ndarray:
+    """Where its bins end: as many tokens in each; but most tokens have r near 1, so the bins of r are SIDES."""
+    if quantity == "r":
+        return np.log(SIDES[1:-1])
+    x = np.broadcast_to(QUANTITIES[quantity](t), t.log_r.shape)
+    return np.unique(np.quantile(x[t.mask], np.linspace(0, 1, BINS + 1)[1:-1]))
 
 
-def best_weight(t: Tokens, x: np.ndarray, batches) -> tuple[np.ndarray, np.ndarray]:
-    """(edges, w*) by bins of x, from these batches. Its scale is such that the mean of w over tokens is that of
-    min(exp x, 1)."""
-    edges, bins = bin_of(t, x)
+def bin_of(t: Tokens, quantity: str, edges: np.ndarray) -> np.ndarray:
+    """(n, B, T): the bin of each token."""
+    return np.searchsorted(edges, np.broadcast_to(QUANTITIES[quantity](t), t.log_r.shape))
+
+
+def moments(t: Tokens, quantity: str, edges: np.ndarray, batches) -> tuple[np.ndarray, np.ndarray]:
+    """(M + D, a) of a quantity's bins, from these batches."""
+    bins = bin_of(t, quantity, edges)
     each = [seen(t, bins == k, batches) for k in range(len(edges) + 1)]
     a = np.array([np.mean(s.along) for s in each])
     shares = np.stack([np.concatenate(s.noise) for s in each])  # (bins, groups, K)
@@ -351,29 +374,43 @@ def best_weight(t: Tokens, x: np.ndarray, batches) -> tuple[np.ndarray, np.ndarr
     spread = shares - mean[:, None]
     n = shares.shape[1]
     covariance = t.groups * np.einsum("kgv,lgv->kl", spread, spread) / (n - 1) / shares.shape[2]
-    total = t.groups * mean
-    M = total @ total.T / shares.shape[2] - covariance * t.groups / n
-    w = np.linalg.solve(M + covariance, a)
-    counts = np.bincount(bins[t.mask], minlength=len(w))
-    usual = np.minimum(power(np.broadcast_to(x, t.log_r.shape)[t.mask]), 1).mean()
-    return edges, w * usual / (w @ counts / counts.sum())
-
-
-def apply(t: Tokens, x: np.ndarray, edges: np.ndarray, w: np.ndarray) -> np.ndarray:
-    return w[np.searchsorted(edges, np.broadcast_to(x, t.log_r.shape))]
+    along_g = np.outer(a, t.overlap.mean(1)) / t.reference.square(range(FOLDS))
+    elsewhere = t.groups * mean - along_g
+    M = elsewhere @ elsewhere.T / shares.shape[2] - covariance * t.groups / n
+    return M + covariance, a
 
 
 HALVES = (slice(0, None, 2), slice(1, None, 2))
 
 
-def held_out(t: Tokens, quantity) -> tuple[dict, list]:
-    """Numbers of the best weight, each half of the batches under what the other half gave; and both fits."""
-    x = quantity(t)
-    fits = [best_weight(t, x, half) for half in HALVES]
-    w = np.empty_like(t.log_r)
-    for half, (edges, values) in zip(reversed(HALVES), fits, strict=True):
-        w[half] = apply(t, x, edges, values)[half]
-    return weigh(t, w), fits
+def held_out(t: Tokens, quantity: str) -> dict[str, tuple[np.ndarray, list]]:
+    """form -> the best weight of it, each half of the batches under what the other half gave; and both fits by bins."""
+    edges = edges_of(t, quantity)
+    bins = bin_of(t, quantity, edges)
+    found = [moments(t, quantity, edges, half) for half in HALVES]
+    out = {}
+    for form in FORMS:
+        fits = [best_weight(Q, a, form) for Q, a in found]
+        w = np.empty_like(t.log_r)
+        for half, values in zip(reversed(HALVES), fits, strict=True):
+            w[half] = values[bins[half]]
+        out[form] = w, fits
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Drawn masks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def draws_noise(t: Tokens, p: np.ndarray) -> float:
+    """What drawing a mask adds to `noise`: the sum of p (1 - p) |its share of g_c|^2 over all that is drawn by itself,
+    a token where p is (n, B, T), a response where it is (n, B, 1); over |g|^2."""
+    shares = t.plain[: len(t.random), ..., None] * t.random
+    if p.shape[2] == 1:
+        shares = shares.sum(2, keepdims=True)
+    p = p[: len(t.random), ..., None]
+    return float((p * (1 - p) * shares**2).sum((1, 2)).mean() / t.reference.square(range(FOLDS)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -396,7 +433,13 @@ def paired(t: Tokens, a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
     return ratio, jackknife(left_out)
 
 
-BESIDE = "min(R, 1)"
+def over(t: Tokens, a: np.ndarray, b: np.ndarray) -> str:
+    """Worth under a over worth under b, and how many errors it is from 1; "-" where one of them is worth nothing."""
+    ratio, error = paired(t, a, b)
+    return "-" if abs(ratio) > 5 else f"{math.exp(ratio):.2f} ({ratio / max(error, 1e-9):+.1f})"
+
+
+BESIDE = {"min(R, 1)": "min(R, 1)", "retrace_seq": "Retrace times min(R, 1) (retrace_seq)"}
 
 
 @dataclass(frozen=True)
@@ -405,7 +448,7 @@ class SearchFlags:
 
     draw: bool = False
     """Measure nothing: write the page from what is there."""
-    samplers: str = "actor,w2a16,stale"
+    samplers: str = "actor,w2a16,stale,stale-11"
     """Which samplers, with commas; also: long."""
 
 
@@ -414,22 +457,93 @@ def numbers(x: dict) -> list[str]:
     return [worth_, *(sweep.number(x[key]) for key in ("kappa", "cosine", "scale", "bias", "noise"))]
 
 
-HEAD = ["weight", "worth", "kappa", "cosine", "scale", "bias", "noise", f"over {BESIDE}", "in errors"]
+HEAD = ["weight", "worth", "kappa", "cosine", "scale", "bias", "noise", *(f"over {name}" for name in BESIDE)]
+
+
+def about(t: Tokens) -> str:
+    """The sampler in numbers."""
+    n, B = t.reward.shape
+    kl = (token(t) - 1 - t.log_r)[t.mask].mean()
+    noise = weigh(t, np.ones_like(t.log_r))["noise_on"]
+    return (
+        f"{n} batches of {B} responses of {t.mask.sum() / n / B:.1f} tokens, {len(t.random)} of them along random "
+        f"directions;\nreward {t.reward.mean():.2f}, KL(inf || ref) {kl:.2g} a token, R < 0.5 for "
+        f"{100 * (whole(t) < 0.5).mean():.0f} % of responses.\nNoise of an on-policy batch over |g|^2: {noise:.2f}.\n"
+    )
 
 
 def table(t: Tokens) -> str:
-    """Every candidate, best first, each beside BESIDE; then the best functions of one quantity."""
+    """Every candidate, best first, beside those of BESIDE."""
     rows = []
-    beside = CANDIDATES[BESIDE](t)
+    others = [CANDIDATES[label](t) for label in BESIDE.values()]
     for label, weight in CANDIDATES.items():
         w = weight(t)
-        ratio, error = paired(t, w, beside)
         x = weigh(t, w)
-        beside_it = ["-", "-"] if abs(ratio) > 5 else [f"{math.exp(ratio):.2f}", f"{ratio / max(error, 1e-9):+.1f}"]
-        rows.append((x["worth"], [label, *numbers(x), *beside_it]))
-    rows = [row for _, row in sorted(rows, key=lambda row: -row[0])]
-    rows += [[f"best function of {q}", *numbers(held_out(t, of)[0]), "", ""] for q, of in QUANTITIES.items()]
-    return sweep.markdown(HEAD, rows)
+        rows.append((x["worth"], [label, *numbers(x), *(over(t, w, other) for other in others)]))
+    return sweep.markdown(HEAD, [row for _, row in sorted(rows, key=lambda row: -row[0])])
+
+
+Fits = dict[str, dict[str, tuple[np.ndarray, list]]]  # quantity -> form -> held_out's
+
+
+def best_functions(t: Tokens, fits: Fits) -> str:
+    """The best function of each quantity, form by form: over the rising one, over that of R, and its worth on the very
+    batches that it is fitted on."""
+    rows = []
+    for quantity, forms in fits.items():
+        edges = edges_of(t, quantity)
+        Q, a = moments(t, quantity, edges, slice(None))
+        for form, (w, _) in forms.items():
+            fitted = weigh(t, best_weight(Q, a, form)[bin_of(t, quantity, edges)])
+            beside = [over(t, w, forms[RISING][0]), over(t, w, fits["R"][form][0])]
+            rows.append([quantity, form, *numbers(weigh(t, w)), *beside, f"{fitted['worth']:.3f}"])
+    more = ["over rising", "over that of R", "worth on what it is fitted on"]
+    return sweep.markdown(["function of", "form", *HEAD[1:7], *more], rows)
+
+
+NAMED = {  # label -> what it is a function of; R stands beside what is none of one quantity
+    "r": "r",
+    "min(r, 1)": "r",
+    "min(r, 2) (TIS)": "r",
+    "r in [0.5, 5] (IcePop)": "r",
+    "R_t (CTPO's ratio)": "R_t",
+    "min(R_t, 1) (prefix_tis)": "R_t",
+    "R": "R",
+    "min(R, 1)": "R",
+    "min(R, 2)": "R",
+    "min(R, 4)": "R",
+    "R where R <= 4 (seq MIS)": "R",
+    "min(R, 1) - 0.2": "R",
+    "none": "R",
+    "exp(mean log r), clip of 0.2": "R",
+    "prod min(r, 1) (Retrace)": "R",
+    "r_t min of r before (MinPRO)": "R",
+    "Retrace times min(R, 1) (retrace_seq)": "R",
+    "retrace_seq, spare (spare)": "R",
+}
+
+
+def distances(t: Tokens, fits: Fits) -> str:
+    """Named corrections: their worth over that of the best function of a quantity, of each form."""
+    rows = []
+    for label, quantity in NAMED.items():
+        w = CANDIDATES[label](t)
+        beside = [over(t, w, fits[quantity][form][0]) for form in FORMS]
+        rows.append([label, quantity, f"{weigh(t, w)['worth']:.3f}", *beside])
+    return sweep.markdown(["weight", "function of", "worth", *FORMS], rows)
+
+
+def draws(t: Tokens) -> str:
+    """Drawn masks beside their expectations; and beside the noise that theory says the draw adds."""
+    rows = []
+    for before, after in DRAWN.items():
+        p, mask = CANDIDATES[before](t), CANDIDATES[after](t)
+        expected, found = weigh(t, p), weigh(t, mask)
+        noise = [f"{expected['noise']:.3g}", f"{draws_noise(t, p):.3g}"]
+        measured = f"{found['noise']:.3g} +- {found['noise_se']:.2g}"
+        rows.append([before, *(f"{x['worth']:.3f}" for x in (expected, found)), over(t, mask, p), *noise, measured])
+    head = ["mask", "worth, expected", "worth, drawn", "drawn over expected (errors)"]
+    return sweep.markdown([*head, "noise, expected", "the draw adds, by theory", "noise, drawn"], rows)
 
 
 def by_ratio(t: Tokens) -> str:
@@ -447,9 +561,6 @@ def by_ratio(t: Tokens) -> str:
         cells = [f"{along[here].mean():.2f} +- {error:.2f}", f"{math.sqrt(size[here[:m]].mean()):.0f}"]
         rows.append([f"{math.exp(low):.2g} to {math.exp(high):.2g}", *cells, f"{t.reward[here].mean():.2f}"])
     return sweep.markdown(["R", "along g", "size", "reward"], rows)
-
-
-SIDES = (0.0, 0.3, 0.6, 0.9, 0.98, 1.02, 1.1, 2.0, math.inf)
 
 
 def by_sign(t: Tokens) -> str:
@@ -477,22 +588,30 @@ def on_others() -> str:
     return sweep.markdown(HEAD[:7], [[name, *numbers(x)] for name, x in rows])
 
 
-def draw(measured: dict[str, Tokens]) -> None:
-    """The best function of R by bins, two halves of the data, beside min(R, 1)."""
+def draw(measured: dict[str, Tokens], fits: dict[str, Fits]) -> None:
+    """The best functions of R by bins, of two halves of the data, beside min(R, 1)."""
     plt = sweep.pyplot()
-    fig, axes = plt.subplots(1, len(measured), figsize=(4.2 * len(measured), 3.4), layout="constrained", squeeze=False)
+    fig, axes = plt.subplots(1, len(measured), figsize=(3.8 * len(measured), 3.6), layout="constrained", squeeze=False)
     for ax, (name, t) in zip(axes[0], measured.items(), strict=True):
-        total = t.log_r.sum(2)
-        for half, (_, w) in enumerate(held_out(t, total_log)[1]):
-            middles = np.quantile(total, (np.arange(len(w)) + 0.5) / len(w))
-            ax.plot(middles, w, "o-", ms=4, label=f"best, half {half + 1}")
+        total = np.broadcast_to(total_log(t), t.log_r.shape)[t.mask]
+        for form, colour in zip((ANY, RISING, HILL), (sweep.STRONG, *sweep.COLOURS), strict=False):
+            for half, style in enumerate(("o-", "s:")):
+                w = fits[name]["R"][form][1][half]
+                middles = np.quantile(total, (np.arange(len(w)) + 0.5) / len(w))
+                largest = max(w.max(), 1e-12)
+                ax.plot(middles, w / largest, style, c=colour, ms=3, lw=1.2, label=f"{form}, half {half + 1}")
         x = np.linspace(*np.quantile(total, [0.03, 0.97]), 100)
         ax.plot(x, np.minimum(np.exp(x), 1), "k--", lw=1, label="min(R, 1)")
         ax.set(title=name, xlabel="log R")
         ax.grid(alpha=0.3)
-    axes[0, 0].set_ylabel("weight")
-    axes[0, 0].legend()
+    axes[0, 0].set_ylabel("weight, over its largest")
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     sweep.save(fig, sweep.RESULTS / "search.png")
+
+
+BEST_TITLE = "The best function of one quantity, each half of the batches under what the other half gave:"
+NAMED_TITLE = "Worth over that of the best function of a quantity, by its form; in brackets, errors from 1:"
+DRAWN_TITLE = "Masks drawn with these probabilities, once for each token or response, beside their expectations:"
 
 
 def study(flags):
@@ -502,13 +621,17 @@ def study(flags):
         if not flags.draw or (TOKENS / f"{name}.npz").is_file():
             measured[name] = tokens_of(name)
     need(measured, "--draw: nothing is measured; run it once without --draw")
-    parts = []
+    parts, fits = [], {}
     for name, t in measured.items():
-        parts.append(f"## {name}\n\n{table(t)}")
+        fits[name] = {q: held_out(t, q) for q in QUANTITIES}
+        parts.append(f"## {name}\n\n{about(t)}\n{table(t)}")
+        parts.append(f"{BEST_TITLE}\n\n{best_functions(t, fits[name])}")
+        parts.append(f"{NAMED_TITLE}\n\n{distances(t, fits[name])}")
+        parts.append(f"{DRAWN_TITLE}\n\n{draws(t)}")
         parts.append(f"Gradients G of responses by R, no weight: <G, g> / g^2, and size over g's:\n\n{by_ratio(t)}")
         parts.append(f"The same for all tokens of a kind together, by r and the sign of A:\n\n{by_sign(t)}")
     sweep.page("search", *parts, f"## stale by 64 updates: other tokens\n\n{on_others()}")
-    draw(measured)
+    draw(measured, fits)
 
 
 if __name__ == "__main__":

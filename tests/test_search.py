@@ -1,5 +1,6 @@
 """results/search.py and foretell.py: weights against plain loops, the best one against a known law, correlations."""
 
+import itertools
 import json
 import math
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 import measure
-from results import foretell, praxis, search, sweep
+from results import foretell, isotonic, praxis, search, sweep
 
 n, B, T, F, K, M = 3, 12, 7, measure.FOLDS, 6, 2
 
@@ -125,12 +126,101 @@ def test_the_best_weight_of_a_known_law():
         overlap=np.repeat(V[:, :1], F, 1),
         each=np.array(10),
     )
-    edges, w = search.best_weight(t, search.total_log(t), slice(None))
+    edges = search.edges_of(t, "R")
+    Q, a = search.moments(t, "R", edges, slice(None))
+    w = isotonic.best_weight(Q, a, isotonic.ANY)
     middles = np.concatenate([[-9], edges])
     first, second = w[middles < -0.5].mean(), w[middles > 0.5].mean()
     assert abs(second) < 0.1 * first
-    applied = search.apply(t, search.total_log(t), edges, w)
-    assert search.weigh(t, applied)["kappa"] > 1.05 * search.weigh(t, np.ones_like(t.log_r))["kappa"]
+    even = search.weigh(t, np.ones_like(t.log_r))["kappa"]
+    applied = w[search.bin_of(t, "R", edges)]
+    assert search.weigh(t, applied)["kappa"] > 1.05 * even
+    found = search.held_out(t, "R")
+    kappa = {form: search.weigh(t, weight)["kappa"] for form, (weight, _) in found.items()}
+    assert min(kappa[isotonic.ANY], kappa[isotonic.HILL]) > 1.05 * even
+    assert kappa[isotonic.RISING] == pytest.approx(even, rel=0.02)  # none that rises knows the two kinds apart
+    low_only = np.where(low, 1.0, 0.0)[..., None]
+    assert kappa[isotonic.HILL] == pytest.approx(search.weigh(t, low_only)["kappa"], rel=0.02)
+
+
+def test_bins_of_each_quantity():
+    """As many tokens in each of ten; of r those of by_sign."""
+    t = made_up(8)
+    for quantity in ("R", "R_t"):
+        bins = search.bin_of(t, quantity, search.edges_of(t, quantity))[t.mask]
+        counts = np.bincount(bins)
+        assert len(counts) == search.BINS and counts.max() - counts.min() <= (T if quantity == "R" else 1)
+    bins = search.bin_of(t, "r", search.edges_of(t, "r"))
+    for k, (low, high) in enumerate(itertools.pairwise(search.SIDES)):
+        assert ((bins == k) == ((np.exp(t.log_r) > low) & (np.exp(t.log_r) <= high))).all(), k
+
+
+def orders(form: str, n: int) -> list[np.ndarray]:
+    """Matrices B: w is of the form where B w >= 0 for one of them."""
+    rises, first, last = np.eye(n)[1:] - np.eye(n)[:-1], np.eye(n)[:1], np.eye(n)[-1:]
+    return {
+        isotonic.ANY: [np.zeros((0, n))],
+        isotonic.RISING: [rises],
+        isotonic.POSITIVE: [np.concatenate([first, rises])],
+        isotonic.HILL: [np.concatenate([first, rises[:top], -rises[top:], last]) for top in range(n)],
+    }[form]
+
+
+def by_enumeration(Q, a, B) -> np.ndarray:
+    """The w of least w' Q w - 2 a w with B w >= 0: the best over all sets of rows of B w that are 0."""
+    found = [np.zeros(len(a))]
+    for held in itertools.product([False, True], repeat=len(B)):
+        _, sizes, rows = np.linalg.svd(B[list(held)]) if any(held) else (0, [], np.eye(len(a)))
+        free = rows[int(np.sum(np.array(sizes) > 1e-9)) :].T  # what these rows leave free
+        if free.shape[1]:
+            w = free @ np.linalg.solve(free.T @ Q @ free, free.T @ a)
+            if (B @ w >= -1e-9).all():
+                found.append(w)
+    return min(found, key=lambda w: w @ Q @ w - 2 * a @ w)
+
+
+@pytest.mark.parametrize("form", isotonic.FORMS)
+def test_the_best_weight_of_a_form_by_enumeration(form):
+    """Of random Q and a over five bins; where none goes along g, 0 is the best, and found."""
+    rng, zeros, flat = np.random.default_rng(0), 0, 0
+    for trial in range(40):
+        half = rng.normal(size=(5, 7))
+        Q, a = half @ half.T, rng.normal(size=5) - (trial % 4)
+        want = min((by_enumeration(Q, a, B) for B in orders(form, 5)), key=lambda w: w @ Q @ w - 2 * a @ w)
+        w = isotonic.best_weight(Q, a, form)
+        assert w == pytest.approx(want, abs=1e-7), (trial, form)
+        zeros += not np.abs(w).max()
+        flat += (np.abs(np.diff(w)) < 1e-12).any()
+    assert (zeros > 0) == (form in (isotonic.POSITIVE, isotonic.HILL)) and (flat > 0) == (form != isotonic.ANY)
+
+
+def test_what_a_draw_adds_to_the_noise_by_many_draws():
+    """Noise of a batch's gradient over 4000 draws of its masks, token by token and response by response."""
+    t = made_up(6)
+    rng = np.random.default_rng(0)
+    for label in search.DRAWN:
+        p = search.CANDIDATES[label](t)
+        per = p.shape
+        assert per == (n, B, 1 if label == "min(R, 1)" else T)
+        added = []
+        for b in range(M):
+            kept = rng.random((4000, *per[1:])) < p[b]
+            c = kept * t.plain[b]  # (draws, B, T)
+            along = c.reshape(4000, -1) @ t.random[b].reshape(-1, K)
+            added.append(along.var(0).mean())
+        want = np.mean(added) / t.reference.square(range(F))
+        assert search.draws_noise(t, p) == pytest.approx(want, rel=0.06), label
+
+
+def test_a_drawn_mask_has_its_mean():
+    p = np.full((50, 40, 1), 0.3)
+    mask = search.drawn(p)
+    assert set(np.unique(mask)) == {0.0, 1.0} and mask.shape == p.shape
+    assert mask.mean() == pytest.approx(0.3, abs=0.04)
+    t = made_up(7)
+    for before, after in search.DRAWN.items():
+        p, mask = search.CANDIDATES[before](t), search.CANDIDATES[after](t)
+        assert (mask[np.broadcast_to(p >= 1, mask.shape)] == 1).all() and (mask[p < 1] == 0).any()
 
 
 def test_a_pairs_ratio_has_less_error_than_its_parts():
