@@ -164,7 +164,7 @@ def retrace(log_r, mask, clamp=CLAMP):
 def retrace_seq(log_r, mask, clamp=CLAMP):
     """weight prod_{s<=t} min(r_s, 1) min(R, 1): what ref would not have said teaches little, whole or from there on.
 
-    Of some sixty weights that are never negative no other beat it by more than its error, whoever sampled:
+    Of sixty weights that are never negative and do not see the advantage none beat it by two errors, whoever sampled:
     results/search.md."""
     weight, keep = retrace(log_r, mask, clamp)
     return weight * seq_ratio(log_r, mask, clamp).clamp_max(1), keep

@@ -13,9 +13,9 @@ gradient of what falls into bin k, a_k = <m_k, g>, and D_kl the noise of bins k 
 
     kappa^2 = s / (s + w' (M + D) w),   s = (w a)^2 / |g|^2,   M_kl = <m_k, m_l> - a_k a_l / |g|^2
 
-so the best one has the largest (w a)^2 / (w' (M + D) w),
-and isotonic.py says which w has the most, of all and of those that rise with x. Weights are fitted on one half of the
-batches and weighed on the other.
+so the best one has the largest (w a)^2 / (w' (M + D) w): w* = (M + D)^-1 a, up to its scale, which kappa does not see.
+Of the weights of one form, those that rise with x, say, isotonic.py finds the best. Weights are fitted on one half of
+the batches and weighed on the other.
 """
 
 from __future__ import annotations
@@ -466,8 +466,8 @@ def about(t: Tokens) -> str:
     kl = (token(t) - 1 - t.log_r)[t.mask].mean()
     noise = weigh(t, np.ones_like(t.log_r))["noise_on"]
     return (
-        f"{n} batches of {B} responses of {t.mask.sum() / n / B:.1f} tokens, {len(t.random)} of them along random "
-        f"directions;\nreward {t.reward.mean():.2f}, KL(inf || ref) {kl:.2g} a token, R < 0.5 for "
+        f"{n} batches of {B} responses of {t.mask.sum() / n / B:.1f} tokens; {len(t.random)} of these batches along "
+        f"random directions.\nReward {t.reward.mean():.2f}, KL(inf || ref) {kl:.2g} a token, R < 0.5 for "
         f"{100 * (whole(t) < 0.5).mean():.0f} % of responses.\nNoise of an on-policy batch over |g|^2: {noise:.2f}.\n"
     )
 
@@ -538,11 +538,17 @@ def draws(t: Tokens) -> str:
     rows = []
     for before, after in DRAWN.items():
         p, mask = CANDIDATES[before](t), CANDIDATES[after](t)
-        expected, found = weigh(t, p), weigh(t, mask)
-        noise = [f"{expected['noise']:.3g}", f"{draws_noise(t, p):.3g}"]
-        measured = f"{found['noise']:.3g} +- {found['noise_se']:.2g}"
-        rows.append([before, *(f"{x['worth']:.3f}" for x in (expected, found)), over(t, mask, p), *noise, measured])
-    head = ["mask", "worth, expected", "worth, drawn", "drawn over expected (errors)"]
+        expected, found, added = weigh(t, p), weigh(t, mask), draws_noise(t, p)
+        wrong = expected["bias"] + expected["noise"]
+        worths = [
+            f"{expected['worth']:.3f}",
+            f"{found['worth']:.3f}",
+            over(t, mask, p),
+            f"{wrong / (wrong + added):.2f}",
+        ]
+        noise = [f"{expected['noise']:.3g}", f"{added:.3g}", f"{found['noise']:.3g} +- {found['noise_se']:.2g}"]
+        rows.append([before, *worths, *noise])
+    head = ["mask", "worth, expected", "worth, drawn", "drawn over expected", "by theory"]
     return sweep.markdown([*head, "noise, expected", "the draw adds, by theory", "noise, drawn"], rows)
 
 
