@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -363,7 +364,7 @@ class Learner:
 
     # -- weights in and out --------------------------------------------------------------------------------------------
 
-    def named_tensors(self, name: str):
+    def named_tensors(self, name: str, whole=whole):
         """Yields (Hugging Face name, whole detached tensor) of one model, `lm_head.weight` included; collective."""
         return self.stream(name, self.model_state(name), whole)
 
@@ -384,14 +385,16 @@ class Learner:
             return None
         return lora.Adapter.of(getattr(self.models, name), whole)
 
-    def published(self, name: str, packed: bool) -> Published:
+    def published(self, name: str, packed: bool, in_full: bool = False) -> Published:
         """What an engine loads of one model: `named_tensors`, its linear layers in the rollout's format if there
         is one. It can be read more than once; collective every time.
 
         packed: in low bits, as quant.py stores them. Remote samplers quantize for themselves, each as it likes,
-        unless the low-bit tensors are what travels."""
+        unless the low-bit tensors are what travels. Matrices are rounded to the type in which a local engine holds
+        them before they are gathered, and travel so, unless they are wanted `in_full`."""
         if self.rollout_format is None or (self.cfg.samplers != "local" and not packed):
-            return Published(lambda: self.named_tensors(name))
+            dtype = None if in_full else engine_type(self.cfg)
+            return Published(lambda: self.named_tensors(name, partial(whole_in, dtype) if dtype else whole))
         model = getattr(self.models, name)
         return Published(lambda: quant.for_engine(self.named_tensors(name), model, self.rollout_format, packed))
 
@@ -537,8 +540,19 @@ def expects_agreement(cfg) -> bool:
     return cfg.check_agreement and fresh and same and not cfg.rollout_noise
 
 
+def engine_type(cfg) -> torch.dtype | None:
+    """The 16 bits in which a local engine holds every matrix; None where it holds or is given others."""
+    others = cfg.samplers != "local" or cfg.exact or cfg.lm_head_fp32 or cfg.lora_rank
+    return None if others or cfg.rollout_dtype == "float32" else getattr(torch, cfg.rollout_dtype)
+
+
+def whole_in(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
+    """`whole`, of a matrix in this type."""
+    return whole(x.detach().to(dtype) if x.ndim > 1 else x)
+
+
 class LearnerCheck:
-    """Are the published tensors those that the learner computes with?
+    """Are the published tensors those that the learner computes with? In full: in 16 bits a small step may vanish.
 
     aligned: the learner's forward and the published tensors are one function, up to rounding; else the published ones
     are low-bit versions of its weights, and only a publication that stands still can be told."""

@@ -141,7 +141,8 @@ class Training:
             published = learner.published(self.run.rollout_model, source.packed)
             source.publish(learner.version, published)
             own = learner.logprobs(self.run.rollout_model, self.check_published.probe.ids)
-            self.check_published(learner.version, own, published)
+            unrounded = learner.published(self.run.rollout_model, source.packed, in_full=True)
+            self.check_published(learner.version, own, unrounded)
         # 2. roll out: whole groups, sampled and graded
         n = self.groups_per_update
         with timer(self.clock, "rollout_s"):

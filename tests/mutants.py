@@ -460,6 +460,8 @@ MUTANTS = {
         ("                optimizer.state[p][name] = placed(x, p.device, p.dtype)\n", "                pass\n"),
     ],
     "learner.py": [
+        ("whole(x.detach().to(dtype) if x.ndim > 1 else x)", "whole(x).to(dtype) if x.ndim > 1 else whole(x)"),
+        ("dtype = None if in_full else engine_type(self.cfg)", "dtype = engine_type(self.cfg)"),
         ("fresh and same and not cfg.rollout_noise", "fresh and same"),
         ("(loss * self.comm.size).backward()", "loss.backward()"),
         ("rounding, self.models.autocast = self.models.autocast, None", "rounding = self.models.autocast"),

@@ -12,7 +12,7 @@ from ranks import LOW_BITS, hold_back_the_step, make_learner, one_update
 from safetensors.torch import load_file, save_file
 from standins import FAMILIES, model, save, tokenizer
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchrun import torchrun
 
 import batching
@@ -303,6 +303,33 @@ def test_what_travels_in_16_bits_and_what_may_not(one_rank):
         learner.models.policy.model.layers[0].unshard()
         used = layer.quantized_weight()
         assert torch.equal(used[0], q) and torch.equal(used[1], s) and layer.cached is None
+
+
+@pytest.mark.parametrize(
+    "changes, matrix",
+    [
+        ({"rollout_dtype": "bfloat16"}, torch.bfloat16),
+        ({"rollout_dtype": "float16"}, torch.float16),
+        ({"rollout_dtype": "float32"}, torch.float32),
+        ({"rollout_dtype": "bfloat16", "lm_head_fp32": True}, torch.float32),
+        ({"rollout_dtype": "bfloat16", "dtype": "bfloat16", "exact": True}, torch.float32),
+    ],
+)
+def test_weights_travel_to_an_engine_in_its_precision(changes, matrix, one_rank, monkeypatch):
+    """A matrix is rounded before it is gathered; what an engine does not round is not."""
+    cfg = make_cfg(objective="tis", parallel="fsdp", **changes)
+    learner, gathered = Learner(model("qwen3"), None, cfg, Comm()), []
+    own = dict(learner.named_tensors("policy"))
+    full_tensor = DTensor.full_tensor
+    monkeypatch.setattr(DTensor, "full_tensor", lambda x: gathered.append((x.ndim, x.dtype)) or full_tensor(x))
+    sent = dict(learner.published("policy", False))
+    assert set(gathered) == {(1, torch.float32), (2, matrix)}
+    assert list(sent) == list(own)
+    for name, x in sent.items():
+        want = own[name].to(matrix) if own[name].ndim > 1 else own[name]
+        assert x.dtype == want.dtype and torch.equal(x, want), name
+    in_full = dict(learner.published("policy", False, in_full=True))
+    assert all(torch.equal(x, own[name]) and x.dtype == own[name].dtype for name, x in in_full.items())
 
 
 @pytest.mark.parametrize("reduce, times", [("micro", "all"), ("update", "once")])
