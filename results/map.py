@@ -8,6 +8,9 @@ runs are made first: one keeps the policy after every update (`stale`), the othe
 embedded policy, which stands still (`distilled`); 3.5 GB of checkpoints in out/map.
 
 Actors farther away than base:actor are base:actor stopped earlier in its warm start: a weaker model of the same kind.
+Base models come out otherwise on another processor. The records `second-*` were made with another pair than the rest;
+where nothing is recorded yet both are measured with the pair of this machine.
+
 Weights with noise are no model that anybody would sample from.
 
 A sampler at temperature T beside a policy at temperature 1 is the policy with its last norm divided by T: that divides
@@ -46,6 +49,7 @@ LAST = 128  # updates of the run whose policies are stale
 STEPS = (1, 2, 4, 8, 16, 32, 64, 128)
 DISTILLED = (5, 10, 20, 80)
 WEAKER = (0.2, 0.1, 0.05)  # sampled accuracy at which the warm start of a weaker actor stops
+SECOND = (0.2, 0.17, 0.15, 0.13, 0.1)  # the same, weighed later on a pair of base models that another processor made
 TEMPERATURES = (0.6, 0.8, 1.25, 1.5)
 TRAINED = {
     "stale": ["--objective=grpo", "--actor=none", "--seed=10", f"--steps={LAST}", f"--keep={LAST}"],
@@ -114,6 +118,10 @@ def samplers() -> dict[str, Sampler]:
     for x in WEAKER:
         flags = ("--actor=base:actor", f"--actor_base_accuracy={x}")
         found[f"actor-{x}"] = Sampler(ACTORS, f"{100 * x:.0f} %", flags, line="actor")
+    found["second-actor"] = Sampler(ACTORS, "base:actor, second pair", ("--actor=base:actor",), line="second pair")
+    for x in SECOND:
+        flags = ("--actor=base:actor", f"--actor_base_accuracy={x}")
+        found[f"second-{x}"] = Sampler(ACTORS, f"{100 * x:.0f} %, second pair", flags, line="second pair")
     for n in DISTILLED:
         folder = MADE / "distilled" / "checkpoints" / f"step_{n:06d}" / "actor"
         found[f"distilled-{n}"] = Sampler(ACTORS, f"distilled {n}", (f"--actor={folder}",), line="actor")
@@ -448,10 +456,12 @@ def distance_alone(found: list[Point]) -> str:
     """Spearman's correlation of each measure of distance with worth, over all points of the lines."""
     drawn = [p for _, line in lines(found) for p in line]
     later = [p for p in drawn if p.sampler.panel in (STALE, LATER)]
+    second = [p for p in drawn if p.sampler.line == "second pair"]
     cells = []
     for policy, own in (
-        ("both", drawn),
-        ("embedded", [p for p in drawn if p not in later]),
+        ("all", drawn),
+        ("embedded", [p for p in drawn if p not in later and p not in second]),
+        ("embedded, second pair", second),
         (f"after {LAST} updates", later),
     ):
         for name, of in DISTANCES.items():
@@ -516,10 +526,11 @@ def draw(found: list[Point]) -> None:
 
 
 TITLES = {
+    ACTORS: "another model samples; squares: a second pair of base models",
     STALE: "stale weights (updates); triangles: the same policy in low bits",
     LAWS: "another sampling law; triangles: hotter; squares: top_p, no kept sets",
 }
-MARKS = {"top_p": ("s", "--"), "hotter": ("^", ":"), "later": ("^", ":")}
+MARKS = {"top_p": ("s", "--"), "second pair": ("s", "--"), "hotter": ("^", ":"), "later": ("^", ":")}
 
 
 def draw_line(ax, line: list[Point], styles: dict, aside: float) -> None:
@@ -530,8 +541,10 @@ def draw_line(ax, line: list[Point], styles: dict, aside: float) -> None:
         y, error = ([p.rows[row][key] for p in line] for key in ("worth", "worth_se"))
         ends = ([min(a, b) for a, b in zip(y, error, strict=True)], error)
         ax.errorbar(x, y, yerr=ends, marker=mark, ms=4, ls=dash, elinewidth=0.7, label=row, **styles[row])
+    height = 4 if line[0].sampler.line == "second pair" else 9  # below the first pair's names
     for p in line:
-        ax.text(p.kl, 9, p.sampler.label, rotation=90, fontsize=6.5, ha="center", va="top", color="#555555")
+        name = p.sampler.label.partition(",")[0]
+        ax.text(p.kl, height, name, rotation=90, fontsize=6.5, ha="center", va="top", color="#555555")
 
 
 def study(flags: sweep.StudyFlags) -> None:

@@ -125,9 +125,20 @@ def test_the_tables_of_a_made_up_map():
     assert "| none | 0.01 to 0.05 |" in stops and "| retrace_seq | beyond 0.2 |" in stops
     assert "| seq_is | below 0.01 |" in stops
     alone = the_map.distance_alone(found).splitlines()
-    assert next(x for x in alone if x.startswith("| both | 15 | KL a token |")).split(" | ")[3] == "-1.00"
+    assert next(x for x in alone if x.startswith("| all | 15 | KL a token |")).split(" | ")[3] == "-1.00"
     cell = next(x for x in alone if x.startswith("| 0.03 to 0.1 |")).split(" | ")
     assert cell[1] == "0.45 +- 0.10"  # `none` comes first: 0.6 - 0.15
+
+
+def test_a_second_pairs_actors_are_another_policys():
+    """With them in one heap the ranks of `none` would be those of five kinds and two pairs."""
+    found = made_up_map()
+    second = [point(ACTORS, kl, {row: 1.0 + kl for row in the_map.ROWS}, line="second pair") for kl in (0.02, 0.08)]
+    lines = the_map.distance_alone([*found, *second]).splitlines()
+    cells = {tuple(x.split(" | ")[:3]): x.split(" | ")[3] for x in lines if x.startswith(("| all", "| embedded"))}
+    assert cells["| all", "17", "KL a token"] not in ("-1.00", "1.00")
+    assert cells["| embedded", "12", "KL a token"] == "-1.00"  # and not the stale ones either
+    assert cells["| embedded, second pair", "2", "KL a token"] == "1.00"
 
 
 def test_the_figure_of_a_made_up_map(tmp_path, monkeypatch):
