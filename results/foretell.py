@@ -7,6 +7,9 @@ one sampler are weighed together, on its responses, with worth.py: a record each
 no distance at the start: the rows of HeteroRL's study are weighed once where the policy of 64 updates ago samples for
 that of an on-policy run's update 128 (the run is results/map.py's). Left out: Jackpot's stale samples, other K than 20,
 the closed loop, and late samplers by another bound than 64 or by another law of delays (`can_be_weighed`).
+
+What else may matter is asked of the same records, of training and of worth; curvature, which they do not hold, is
+measured at the start (curvature.py).
 """
 
 import itertools
@@ -15,9 +18,11 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import curvature
 import heterorl
 import lowbit
 import map as worth_map
@@ -168,6 +173,8 @@ class Point:
     kl: float  # of the sampler at the start
     reached: float  # at the end, percent (`reached_by`)
     reached_se: float
+    step: dict = field(default_factory=dict)  # what else was measured with worth: scale, bias, noise, cosine
+    runs: list[dict] = field(default_factory=list)  # the records of its runs
 
 
 def points() -> list[Point]:
@@ -193,7 +200,7 @@ def points() -> list[Point]:
             family = f"low bits, {models}"
         if config == heterorl.CONFIG:
             family = f"late samplers, {models}"
-        point = Point(label, family, name, x["worth"], x["worth_se"], kl, reached, error)
+        point = Point(label, family, name, x["worth"], x["worth_se"], kl, reached, error, x, got)
         found.setdefault(key, point)
     return list(found.values())
 
@@ -211,33 +218,42 @@ def reached_by(got: list[dict], study: str) -> tuple[float, float]:
     return sweep.final(got)
 
 
-def within(points: list[Point], value) -> tuple[float, float, float]:
-    """Spearman's correlation of value(point) and what was reached inside the families, and its 95 % interval.
+def centred(points: list[Point], value: Callable) -> np.ndarray:
+    """Ranks of value(point) inside each family, centred and over its size: levels of families do not enter."""
+    out = np.zeros(len(points))
+    for family in {p.family for p in points}:
+        own = [i for i, p in enumerate(points) if p.family == family]
+        r = ranks(np.array([value(points[i]) for i in own]))
+        out[own] = (r - r.mean()) / len(own)
+    return out
 
-    Ranks are centred in each family, so levels of families do not enter."""
-    x, y = [], []
-    families = {p.family for p in points}
-    for family in families:
-        own = [p for p in points if p.family == family]
-        for out, values in ((x, [value(p) for p in own]), (y, [p.reached for p in own])):
-            r = ranks(np.array(values))
-            out.extend((r - r.mean()) / len(own))
-    if np.std(x) == 0:
+
+def interval(x: np.ndarray, y: np.ndarray, free: int) -> tuple[float, float, float]:
+    """The correlation of x and y, and its 95 % interval by Fisher's z with so many degrees of freedom."""
+    if not np.any(x) or not np.any(y):
         return math.nan, math.nan, math.nan
-    r = float(np.clip(np.corrcoef(x, y)[0, 1], -1 + 1e-12, 1 - 1e-12))
-    half = 1.96 / math.sqrt(max(len(x) - len(families) - 2, 1))
+    r = float(np.clip(x @ y / math.sqrt((x @ x) * (y @ y)), -1 + 1e-12, 1 - 1e-12))
+    half = 1.96 / math.sqrt(max(free, 1))
     return r, math.tanh(math.atanh(r) - half), math.tanh(math.atanh(r) + half)
 
 
-def told_apart(points: list[Point], value) -> tuple[int, int]:
-    """(pairs that value(point) orders as training did, all pairs), of one family and more than two errors apart."""
-    right = n = 0
+def within(points: list[Point], value: Callable) -> tuple[float, float, float]:
+    """Spearman's correlation of value(point) and what was reached inside the families, and its 95 % interval."""
+    free = len(points) - len({p.family for p in points}) - 2
+    return interval(centred(points, value), centred(points, lambda p: p.reached), free)
+
+
+def apart(points: list[Point]) -> Iterator[tuple[Point, Point]]:
+    """(what ended higher, what ended lower), of each pair of one family that is more than two errors apart."""
     for a, b in itertools.combinations(points, 2):
-        apart = abs(a.reached - b.reached) > 2 * math.hypot(a.reached_se, b.reached_se)
-        if a.family == b.family and apart and value(a) != value(b):
-            n += 1
-            right += (value(a) > value(b)) == (a.reached > b.reached)
-    return right, n
+        if a.family == b.family and abs(a.reached - b.reached) > 2 * math.hypot(a.reached_se, b.reached_se):
+            yield (a, b) if a.reached > b.reached else (b, a)
+
+
+def told_apart(points: list[Point], value: Callable) -> tuple[int, int]:
+    """(pairs that value(point) orders as training did, all pairs that it orders), of those that are `apart`."""
+    said = [value(high) > value(low) for high, low in apart(points) if value(high) != value(low)]
+    return sum(said), len(said)
 
 
 MEASURES = {"worth": lambda p: p.worth, "- KL of the sampler": lambda p: -p.kl}
@@ -256,6 +272,180 @@ def correlations(found: list[Point]) -> str:
                 cells.append([name, family, str(len(own)), f"{r:.2f}", f"{low:.2f} to {high:.2f}", share])
     head = ["", "rows", "n", "Spearman inside families", "95 %", "pairs more than two errors apart, ordered right"]
     return "## Does it order as training did?\n\n" + sweep.markdown(head, cells)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What else matters
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def over_seeds(of_run: Callable[[dict], float]) -> Callable[[Point], float]:
+    return lambda p: sum(map(of_run, p.runs)) / len(p.runs)
+
+
+def column(run: dict, key: str) -> np.ndarray:
+    return np.array([x for x in run["columns"][key] if x is not None])
+
+
+def tenths(run: dict, key: str) -> tuple[np.ndarray, np.ndarray]:
+    """A column's first tenth and its last."""
+    x = column(run, key)
+    n = max(len(x) // 10, 2)
+    return x[:n], x[-n:]
+
+
+def growth(run: dict) -> float:
+    """Of the sampler's KL: its last tenth over its first."""
+    first, last = tenths(run, "rollout_corr/k3_kl")
+    return last.mean() / max(first.mean(), 1e-12)
+
+
+def unsteady(x: np.ndarray) -> float:
+    """Standard deviation over mean."""
+    return x.std(ddof=1) / x.mean()
+
+
+def entropy_lost(run: dict) -> float:
+    first, last = tenths(run, "entropy")
+    return first.mean() - last.mean()
+
+
+# Signs are set so that more is better, as one would guess before looking.
+BEFORE = {
+    "scale": lambda p: p.step["scale"],
+    "- bias": lambda p: -p.step["bias"],
+    "- noise": lambda p: -p.step["noise"],
+    "cosine of the mean step": lambda p: p.step["cosine"],
+}
+ON_THE_WAY = {
+    "- mean KL of the sampler": over_seeds(lambda run: -column(run, "rollout_corr/k3_kl").mean()),
+    "- growth of that KL": over_seeds(lambda run: -growth(run)),
+    "- tokens clipped": over_seeds(lambda run: -column(run, "clip_fraction").mean()),
+    "- unsteady gradient norm, first tenth": over_seeds(lambda run: -unsteady(tenths(run, "grad_norm")[0])),
+    "- unsteady gradient norm, whole run": over_seeds(lambda run: -unsteady(column(run, "grad_norm"))),
+    "- entropy lost": over_seeds(lambda run: -entropy_lost(run)),
+}
+
+
+def where_it_varies(points: list[Point], value: Callable) -> list[Point]:
+    """The points of the families in which value(point) takes more than one value."""
+    values = {}
+    for p in points:
+        values.setdefault(p.family, set()).add(value(p))
+    return [p for p in points if len(values[p.family]) > 1]
+
+
+def besides_worth(points: list[Point], value: Callable) -> tuple[np.ndarray, np.ndarray]:
+    """Ranks of value(point) and of what was reached, each without what the rank of worth says of it."""
+    w = centred(points, lambda p: p.worth)
+    both = centred(points, value), centred(points, lambda p: p.reached)
+    return tuple(x - w * (x @ w) / max(w @ w, 1e-12) for x in both)
+
+
+def given_worth(points: list[Point], value: Callable) -> tuple[float, float, float]:
+    """The partial rank correlation of value(point) and what was reached, worth given, and its 95 % interval."""
+    free = len(points) - len({p.family for p in points}) - 3
+    return interval(*besides_worth(points, value), free)
+
+
+def largest_by_chance(points: list[Point], values: list[Callable], draws: int = 2000) -> np.ndarray:
+    """The largest of the partial correlations' sizes over all values, in draws that shuffle each family's results.
+
+    What is shuffled is the part of a result that worth does not say (Freedman and Lane)."""
+    rng = np.random.default_rng(0)
+    families = [[i for i, p in enumerate(points) if p.family == f] for f in sorted({p.family for p in points})]
+    where, parts = {id(p): i for i, p in enumerate(points)}, []
+    for value in values:
+        own = where_it_varies(points, value)
+        x, y = np.zeros(len(points)), np.zeros(len(points))
+        index = [where[id(p)] for p in own]
+        x[index], y[index] = besides_worth(own, value)
+        parts.append((x, y))
+    found = []
+    for _ in range(draws):
+        order = np.arange(len(points))
+        for own in families:
+            order[own] = rng.permutation(own)
+        found.append(max(abs(x @ y[order]) / math.sqrt((x @ x) * (y @ y)) for x, y in parts))
+    return np.array(found)
+
+
+def mends(points: list[Point], value: Callable) -> tuple[int, int]:
+    """Pairs that are `apart`: (ordered wrongly by worth and rightly by value(point), the other way round)."""
+    mended = broken = 0
+    for high, low in apart(points):
+        mended += high.worth < low.worth and value(high) > value(low)
+        broken += high.worth > low.worth and value(high) < value(low)
+    return mended, broken
+
+
+def sure(points: list[Point]) -> tuple[int, int]:
+    """`told_apart` by worth, of the pairs that are more than two errors apart in worth, too."""
+    pairs = [(a, b) for a, b in apart(points) if abs(a.worth - b.worth) > 2 * math.hypot(a.worth_se, b.worth_se)]
+    return sum(high.worth > low.worth for high, low in pairs), len(pairs)
+
+
+def attainable(points: list[Point], worth_too: bool, draws: int = 200) -> tuple[float, float, float]:
+    """`within` by worth, had training ordered each family as worth does: mean and 95 % of draws within the errors."""
+    ordered = []
+    for family in sorted({p.family for p in points}):
+        own = sorted((p for p in points if p.family == family), key=lambda p: p.worth)
+        ends = sorted((p.reached, p.reached_se) for p in own)
+        ordered += [replace(p, reached=y, reached_se=se) for p, (y, se) in zip(own, ends, strict=True)]
+    rng, found = np.random.default_rng(0), []
+    for _ in range(draws):
+        drawn = [replace(p, reached=rng.normal(p.reached, p.reached_se)) for p in ordered]
+        if worth_too:
+            drawn = [replace(p, worth=rng.normal(p.worth, p.worth_se)) for p in drawn]
+        found.append(within(drawn, lambda p: p.worth)[0])
+    return float(np.mean(found)), *map(float, np.percentile(found, (2.5, 97.5)))
+
+
+def what_else(found: list[Point]) -> str:
+    """Each candidate beside worth: what it says of where a row ends, and of the pairs that worth orders wrongly."""
+    candidates = BEFORE | ON_THE_WAY
+    chance = largest_by_chance(found, list(candidates.values()))
+    right, pairs = told_apart(found, MEASURES["worth"])
+    cells = []
+    for name, value in candidates.items():
+        own = where_it_varies(found, value)
+        alone, partial = within(own, value), given_worth(own, value)
+        cells.append([name, "before" if name in BEFORE else "on the way", str(len(own))])
+        cells[-1] += [f"{r:.2f} ({low:.2f} to {high:.2f})" for r, low, high in (alone, partial)]
+        p = (1 + sum(chance >= abs(partial[0]))) / (1 + len(chance))
+        cells[-1] += [sweep.number(p), *map(str, mends(found, value))]
+    head = ["", "known", "rows", "Spearman inside families", "given worth", "p", f"mends, of {pairs - right}"]
+    head.append(f"breaks, of {right}")
+    limits = ["{:.2f} ({:.2f} to {:.2f})".format(*attainable(found, too)) for too in (False, True)]
+    of_one_sampler = [replace(p, family=f"{p.family}, {p.sampler}") for p in found]
+    counts = ["{} of {}".format(*sure(points)) for points in (found, of_one_sampler)]
+    different = {id(p) for pair in apart(found) for p in pair}
+    some = [p for p in found if id(p) in different]
+    note = (
+        f"Where two rows are more than two errors apart in worth, too, worth puts {counts[0]} pairs in order; with\n"
+        f"one sampler for both {counts[1]}. Errors are taken as independent, which those of one sampler are not.\n\n"
+        "Had training ordered every family exactly as worth does, Spearman's correlation would be\n"
+        f"{limits[0]} with training's errors, and {limits[1]} with those of worth, too.\n"
+        f"Over the {len(some)} rows that end more than two errors from some other of their family it is "
+        f"{within(some, MEASURES['worth'])[0]:.2f}.\n\n"
+        "given worth: the partial rank correlation. p: how often the largest of all candidates is as large by chance\n"
+        f"(2000 shuffles inside families; one in twenty is above {np.quantile(chance, 0.95):.2f}). mends, breaks: "
+        "of the pairs\nthat worth orders wrongly and rightly, how many the candidate would order the other way."
+    )
+    return f"## What else matters?\n\n{note}\n\n" + sweep.markdown(head, cells)
+
+
+def misses(found: list[Point]) -> str:
+    """The pairs that training tells apart and worth orders wrongly."""
+    cells = []
+    for high, low in apart(found):
+        if high.worth < low.worth:
+            cells.append([high.family])
+            cells[-1] += [f"{p.label}: {p.worth:.3f} +- {p.worth_se:.3f}, {p.reached:.1f}" for p in (high, low)]
+            errors = (low.worth - high.worth) / math.hypot(high.worth_se, low.worth_se)
+            cells[-1].append(f"{errors:.1f}")
+    head = ["", "ended higher: worth, %", "ended lower: worth, %", "apart in worth, errors"]
+    return "## The misses\n\n" + sweep.markdown(head, sorted(cells))
 
 
 def table(found: list[Point]) -> str:
@@ -325,9 +515,13 @@ def study(flags):
         if not flags.draw:
             texts = sorted({row_of(row) for row in LONGER.values()})
             measure(name_after(run, updates), sweep.STUDY, models_after(run, updates), texts)
+    if not flags.draw and not (FOLDER / "curvature.json").is_file():
+        worth_map.write(FOLDER / "curvature.json", curvature.measure())
     found = points()
     need(found, "--draw: nothing is measured; run it once without --draw")
-    sweep.page("foretell", *filter(None, (correlations(found), on_the_way(), table(found))))
+    bent = curvature.table(recorded("curvature")["rows"])
+    parts = (correlations(found), what_else(found), bent, misses(found), on_the_way(), table(found))
+    sweep.page("foretell", *filter(None, parts))
     draw(found)
 
 

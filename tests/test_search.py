@@ -1,14 +1,20 @@
-"""results/search.py and foretell.py: weights against plain loops, the best one against a known law, correlations."""
+"""results/search.py, foretell.py, curvature.py: weights and ranks against plain loops, the best one against a law."""
 
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from conftest import TINY_TASK
 
 import measure
-from results import foretell, isotonic, praxis, search, sweep
+import objectives
+import worth
+from optim import learning
+from results import curvature, foretell, isotonic, praxis, search, sweep
 
 n, B, T, F, K, M = 3, 12, 7, measure.FOLDS, 6, 2
 
@@ -258,6 +264,75 @@ def test_pairs_that_are_told_apart():
     assert (right, pairs) == (4, 5)  # 20 and 20.1 are one; 0.3 with 15 stands behind 0.2 with 20
 
 
+def run_with(**columns) -> dict:
+    return dict(columns={"rollout_corr/k3_kl": [1.0], **columns})
+
+
+def test_what_is_told_apart_in_worth_too_and_what_mends_a_pair():
+    """Ranks of worth 1 2 3 4; of the end 1 3 2 4 apart, so one pair is wrong; the candidate has it right."""
+    candidate = {0.1: 1.0, 0.2: 3.0, 0.3: 2.0, 0.4: 0.0}
+    found = [point("a", w, y) for w, y in ((0.1, 10), (0.2, 30), (0.3, 20), (0.4, 40))] + [point("b", 0.5, 0)]
+    high, low = next((a, b) for a, b in foretell.apart(found) if a.worth < b.worth)
+    assert (high.worth, low.worth) == (0.2, 0.3)
+    assert foretell.told_apart(found, lambda p: p.worth) == (5, 6)
+    # the last is put below all three others, each of which it beat
+    assert foretell.mends(found, lambda p: candidate.get(p.worth, 9.0)) == (1, 3)
+    assert foretell.mends(found, lambda p: 1.0) == (0, 0)
+    unsure = [replace(p, worth_se=0.09) for p in found]  # two errors of a difference are 0.255
+    assert foretell.sure(unsure) == (1, 1) and foretell.sure(found) == (5, 6)
+    line = "| a | : 0.200 +- 0.090, 30.0 | : 0.300 +- 0.090, 20.0 | 0.8 |"
+    assert foretell.misses(unsure).splitlines()[4:] == [line]
+
+
+def test_rank_correlation_given_worth():
+    """The textbook formula for partial correlation, of one family without ties."""
+    w, x, y = (np.array(v, float) for v in ((1, 2, 3, 4, 5, 6), (2, 1, 4, 3, 6, 5), (3, 1, 2, 6, 5, 4)))
+    found = [point("a", *pair) for pair in zip(w, y, strict=True)]
+    xy, xw, yw = (np.corrcoef(a, b)[0, 1] for a, b in ((x, y), (x, w), (y, w)))
+    r, low, high = foretell.given_worth(found, lambda p: x[int(p.worth) - 1])
+    assert r == pytest.approx((xy - xw * yw) / math.sqrt((1 - xw**2) * (1 - yw**2)))
+    assert math.atanh(high) - math.atanh(r) == pytest.approx(1.96 / math.sqrt(6 - 1 - 3))
+    assert low < r < high
+    other = [point("b", w, w) for w in (1.0, 2.0)]
+    assert foretell.where_it_varies(found + other, lambda p: p.worth if p.family == "a" else 0.0) == found
+
+
+def test_the_largest_correlation_by_chance():
+    """Two candidates on one family of three rows of one worth: by all six orders of the results."""
+    found = [point("a", 1.0, y) for y in (10, 20, 30)]
+    first, second = {10: 0, 20: 1, 30: 2}, {10: 0, 20: 2, 30: 1}
+    values = [lambda p: first[p.reached], lambda p: second[p.reached]]
+    exact = []
+    for order in itertools.permutations((-1, 0, 1)):
+        exact.append(max(abs(np.dot(x, order)) / 2 for x in ((-1, 0, 1), (-1, 1, 0))))
+    drawn = foretell.largest_by_chance(found, values)
+    assert set(drawn.round(6)) == set(np.round(exact, 6)) == {0.5, 1.0}
+    assert np.mean(drawn > 0.9) == pytest.approx(np.mean(np.array(exact) > 0.9), abs=0.04)  # 4 of 6
+    assert np.mean(foretell.largest_by_chance(found, values[:1]) > 0.9) == pytest.approx(2 / 6, abs=0.04)
+
+
+def test_the_best_that_errors_allow():
+    """Without errors 1; with errors of worth that drown it nothing; training's errors alone are in between."""
+    found = [replace(point("a", w, 100 - 10 * w, 0.0), worth_se=100.0) for w in range(8)]
+    assert foretell.attainable(found, False) == pytest.approx((1.0, 1.0, 1.0))
+    mean, low, high = foretell.attainable(found, True)
+    assert low < -0.5 and abs(mean) < 0.1 and high > 0.5
+    noisy = [replace(p, reached_se=20.0) for p in found]
+    assert 0.5 < foretell.attainable(noisy, False)[0] < 0.95
+
+
+def test_what_is_seen_on_the_way():
+    """Twenty updates, so that a tenth is two of them; over two runs the mean."""
+    one = run_with(**{"rollout_corr/k3_kl": [0.1, 0.3, *[5.0] * 16, 0.6, 1.0], "clip_fraction": [0.0, None, 0.5]})
+    two = run_with(grad_norm=[1.0, 3.0, *[2.0] * 18], entropy=[0.5, 0.3, *[9.0] * 16, 0.2, 0.0])
+    assert foretell.growth(one) == pytest.approx(0.8 / 0.2)
+    assert foretell.column(one, "clip_fraction").tolist() == [0.0, 0.5]
+    assert foretell.unsteady(foretell.tenths(two, "grad_norm")[0]) == pytest.approx(math.sqrt(2) / 2)
+    assert foretell.unsteady(foretell.column(two, "grad_norm")) == pytest.approx(math.sqrt(2 / 19) / 2)
+    assert foretell.entropy_lost(two) == pytest.approx(0.4 - 0.1)
+    assert foretell.over_seeds(foretell.growth)(replace(point("a", 1, 1), runs=[one, run_with()])) == pytest.approx(2.5)
+
+
 def test_rows_and_samplers_of_the_studies():
     samplers = foretell.samplers()
     assert {"study", "lowbit-w2a16", "lowbit-int8"} <= set(samplers)
@@ -358,3 +433,50 @@ def test_a_row_is_weighed_under_either_of_its_names():
     """prefix_tis by its default, recorded with the cap written out."""
     late = {p.label: p.worth for p in foretell.points() if p.family == "late samplers, these base models"}
     assert late["min(R_t, 1)"] == foretell.recorded("delay")["rows"]["prefix_tis is_cap=1"]["worth"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# curvature.py
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_curvature():
+    """Means over batches and their standard errors, by hand."""
+    x = dict(cosine=0.5, slope=[[0.001, 0.003], [0.0, 0.0], [-0.001, -0.001], [-0.002, 0.0]], reward=[[0.25, 0.75]] * 4)
+    line = curvature.table({"a row": x}).splitlines()[-1]
+    slopes = "2.00 +- 1.00 | 0.00 +- 0.00 | -1.00 +- 0.00 | -1.00 +- 1.00 | 1.50 +- 0.25"
+    assert line == f"| a row | 0.50 | {slopes} | {' | '.join(['50.0 +- 25.0'] * 4)} |"
+
+
+def test_steps_along_which_curvature_is_measured(solvers, monkeypatch):
+    """Of two batches, entry by entry: mean over root mean square, of the gradients of each row's own loss."""
+    small = ["--train_batch=16", "--rollout_batch=16", "--group_size=4", "--max_tokens=8", "--dtype=float32"]
+    small += [f"--{key}={value}" for key, value in TINY_TASK.items()]
+    small += ["--task=arith", f"--model={solvers / 'policy'}"]
+    argv = [*small, f"--actor={solvers / 'actor'}", "--rows=none; seq_tis is_cap=1", "--directions=4"]
+    m = worth.Measurement(*worth.parse(argv))
+    gradients, seen = {row: [] for row in m.rows}, []
+    kept = worth.batches_of
+
+    def batches_of(learner, groups, rows):
+        seen.append(kept(learner, groups, rows))
+        return seen[-1]
+
+    monkeypatch.setattr(curvature.worth, "batches_of", batches_of)
+    steps = curvature.adams_steps(m, 2)
+    assert set(steps) == {"on-policy", *m.rows}
+    for made in seen:
+        for row, cfg in m.rows.items():
+            stats = objectives.prepare(made[row], m.comm, cfg, {})
+            m.scorer.cfg = objectives.unregularised(cfg)
+            m.scorer.backward(made[row], stats)
+            gradients[row].append([-p.grad.flatten().clone() for p in learning(m.scorer.models.policy)])
+            m.scorer.models.zero_grad(set_to_none=True)
+    for row, pair in gradients.items():
+        for step, a, b in zip(steps[row], *pair, strict=True):
+            expected = (a + b) / 2 / (((a**2 + b**2) / 2).sqrt() + 1e-8)
+            large = (a**2 + b**2) > 1e-8
+            assert torch.allclose(step[large], expected[large], atol=1e-2)
+    first, second = (torch.cat(steps[row]) for row in m.rows)
+    assert (first - second).abs().mean() > 0.1
+    m.sampler.close()
