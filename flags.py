@@ -357,6 +357,8 @@ FOREIGN = {
     "lr_warmup_steps_ratio": "warmup_steps",
     "vllm_importance_sampling_mode": "objective",
     "vllm_importance_sampling_clip_max": "is_cap",
+    "vllm_importance_sampling_cap": "is_cap",
+    "vllm_importance_sampling_clip_min": "is_floor",
     "off_policy_mask_threshold": "rs_low",
     "loss_type": "objective",
     "epsilon": "clip_low",
@@ -418,8 +420,8 @@ def meant(written: dict[str, str], given: dict, cfg) -> dict:
         found["rs_low"] = 1 / cfg.rs_high if of_ratio and cfg.rs_high else 0.0
     if "_" in written.get("rollout_is_threshold", ""):
         found |= masked(written["rollout_is_threshold"], cfg, found.get("rs_low", cfg.rs_low))
-    if "vllm_importance_sampling_clip_max" in written and cfg.correction == "seq_mis":  # it masks
-        found |= {"is_cap": None, "rs_high": given["is_cap"]}
+    if any(flag.startswith("vllm_importance_sampling_c") for flag in written):
+        found |= trls_bounds(given, cfg)
     if "off_policy_mask_threshold" in written:  # the largest mean of log(p_inf / p_new) of a response with A < 0
         most = given["rs_low"]
         need(
@@ -428,6 +430,24 @@ def meant(written: dict[str, str], given: dict, cfg) -> dict:
         )
         found["rs_low"] = math.exp(-most)
     return found
+
+
+def trls_bounds(given: dict, cfg) -> dict:
+    """TRL's bounds of a weight: where it truncates they are is_floor and is_cap; where it masks, what lies outside of
+    them is dropped."""
+    if cfg.correction == "seq_mis":
+        low, high = given.get("is_floor", cfg.rs_low), given.get("is_cap", cfg.rs_high)
+    elif cfg.correction == "areal_drop" and "is_floor" in given:  # it has no lower bound
+        low, high = given["is_floor"], cfg.is_cap
+    else:
+        return {}
+    return {
+        "correction": MASKED.get(cfg.correction, "icepop"),
+        "is_floor": 0.0,
+        "is_cap": None,
+        "rs_low": low,
+        "rs_high": high,
+    }
 
 
 def masked(bounds: str, cfg, rs_low: float | None) -> dict:

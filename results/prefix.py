@@ -53,9 +53,10 @@ WHY_SEED = 13  # its only one: all its rows on one pair of base models
 # their checkpoints are kept: foretell.py weighs the rows on the way
 FAR = dict(steps=400, save_every=25, keep=16)
 BEST = (RETRACE, "min(R, 1)")
-LONGER = {label: {**DISTILLED[label], **FAR} for label in (*BEST, "Jackpot", "TIS + distillation")}
+CAPPED = (*BEST, "min(R_t, 1)")
+LONGER = {label: {**DISTILLED[label], **FAR} for label in (*CAPPED, "Jackpot", "TIS + distillation")}
 LONGER_ALONE = {
-    **{label: {**UNDISTILLED[label], **FAR} for label in (*(f"{x}, no distillation" for x in BEST), *OLD_ALONE[:2])},
+    **{label: {**UNDISTILLED[label], **FAR} for label in (*(f"{x}, no distillation" for x in CAPPED), *OLD_ALONE[:2])},
     "on-policy": {**DISTILLED["on-policy"], **FAR},
 }
 # from a weak distillation: lambda stays, or is steered to hold a KL, or the worth of a response

@@ -981,6 +981,8 @@ MUTANTS = {
         ('= self.controllers["worth"] = self', "= self"),
     ],
     "flags.py": [
+        ('given.get("is_floor", cfg.rs_low), given.get("is_cap", cfg.rs_high)', "cfg.rs_low, cfg.rs_high"),
+        ('low, high = given["is_floor"], cfg.is_cap', "low, high = 0.0, cfg.is_cap"),
         ("1 / cfg.rs_high if of_ratio and cfg.rs_high else 0.0", "0.0"),
         ('cfg.reject in ("none", *RATIOS.values())', "True"),
         ('found.get("rs_low", cfg.rs_low))', "cfg.rs_low)"),

@@ -167,6 +167,23 @@ def test_flags_of_trl():
     for mode in ("token_truncate", "token_mask", "sequence_truncate"):
         cfg = parse(["--rollout=hf", cap, f"--vllm_importance_sampling_mode={mode}"])
         assert (cfg.is_cap, cfg.rs_high) == (2.5, None)
+    assert parse(["--rollout=hf", "--objective=tis", "--vllm_importance_sampling_cap=2.5"]).is_cap == 2.5
+
+
+@pytest.mark.parametrize("cap, most", [([], 3.0), (["--vllm_importance_sampling_cap=2.5"], 2.5)])
+def test_trls_lower_bound(cap, most):
+    """A truncated ratio is raised to it, a masked one is dropped below it."""
+    for mode, correction in (
+        ("token_truncate", "tis"),
+        ("sequence_truncate", "seq_tis"),
+        ("token_mask", "icepop"),
+        ("sequence_mask", "seq_mis"),
+    ):
+        argv = [f"--vllm_importance_sampling_mode={mode}", "--vllm_importance_sampling_clip_min=0.4", *cap]
+        cfg = parse(["--rollout=hf", *argv])
+        bounds = (0.4, most, None, None) if mode.endswith("truncate") else (0, None, 0.4, most)
+        assert cfg.correction == correction
+        assert (cfg.is_floor, cfg.is_cap, cfg.rs_low, cfg.rs_high) == bounds
 
 
 def test_trls_threshold_of_the_off_policy_mask():
