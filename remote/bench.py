@@ -1,9 +1,11 @@
 """What remote samplers cost: a table and one JSON line.
 
-    python -m remote.bench wire          # or samplers, or relay; without a name all
+    python -m remote.bench wire          # or line, samplers, or relay; without a name all
 
 wire       weights of 256 MiB from a learner's hub to a sampler on this host, both ends' digests and the file included,
            over a bare TCP copy and one SHA-256 pass of the same bytes; and the same with keys
+line       share of a line that weights fill, from their first byte on the way to the last, the lesser of two times,
+           through a proxy that delays and throttles (line.py); both ends and the proxy share this host's cores
 samplers   real runs with 1, 2 and 4 remote samplers whose delays are 60 s to 1800 s, a hundred times shortened: share
            of the samplers' time that is blocked on the transport, and of the learner's that is spent waiting
 relay      what leaves a learner until all samplers have its weights of 8 MiB, in copies of them, and how long that
@@ -39,6 +41,7 @@ from remote.groups import Limits
 from remote.guard import open_log
 from remote.hub import Hub
 from remote.keys import make_keys, sampler_keys
+from remote.line import Line
 from remote.link import Link
 from remote.sampler import SamplerFlags
 from run import read_metrics
@@ -63,10 +66,7 @@ def wire_over_tcp(root: str, learner_keys: str, own_keys: str, mib: int, pairs: 
     data = np.random.default_rng(0).integers(0, 256, mib << 20, dtype=np.uint8).tobytes()
     path = Path(root) / "weights"
     path.write_bytes(data)
-    welcome = wire.Welcome(wire.PROTOCOL, "bench", {}, {})
-    limits = Limits(group_size=1, max_tokens=1, max_prompt=1, vocab=1, topk=0, max_allowed=0)
-    hub = Hub("tcp://127.0.0.1:*", learner_keys, welcome, limits, open_log(root, 0))
-    hub.open(Account())
+    hub = open_hub("tcp://127.0.0.1:*", learner_keys, root)
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     fetcher = spawn.Process(target=fetch, args=(theirs, hub.address, own_keys, f"{root}/box", mib), daemon=True)
@@ -91,6 +91,14 @@ def wire_over_tcp(root: str, learner_keys: str, own_keys: str, mib: int, pairs: 
     fetcher.kill()
     hub.close()
     return {**out, "share of bare throughput": 1 / out["ratio"], "MiB": mib}
+
+
+def open_hub(address: str, keys: str, root: str) -> Hub:
+    """A learner's hub that weights alone will leave."""
+    limits = Limits(group_size=1, max_tokens=1, max_prompt=1, vocab=1, topk=0, max_allowed=0)
+    hub = Hub(address, keys, wire.Welcome(wire.PROTOCOL, "bench", {}, {}), limits, open_log(root, 0))
+    hub.open(Account())
+    return hub
 
 
 def fetch(pipe, address: str, keys: str, store: str, mib: int) -> None:
@@ -119,6 +127,48 @@ def receive_bare(pipe, server: socket.socket, mib: int) -> None:
             got += connection.recv_into(buffer[got:])
         hashlib.sha256(buffer).digest()
         pipe.send("bare")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# line
+# ---------------------------------------------------------------------------------------------------------------------
+
+LINES = {10: 64, 30: 128, 100: 1024, 300: 1024, 1000: 1024}  # MB/s -> MiB of weights
+
+
+def bench_line(root: str) -> dict:
+    """A row for each line."""
+    out = {}
+    for ms in (10, 200):
+        for mb_per_s, mib in LINES.items():
+            folder = Path(root) / f"{mb_per_s}-{ms}"
+            folder.mkdir()
+            out[f"{mb_per_s} MB/s, {ms} ms"] = fill(folder, mb_per_s * 1e6, ms / 1e3, mib)
+    return out
+
+
+def fill(root: Path, rate: float, trip: float, mib: int, times: int = 2) -> dict:
+    """Publish so often to one sampler at the other end of a line: the least share of it that was used, and the rest."""
+    hub = open_hub("tcp://127.0.0.1:*", "none", str(root))
+    line = Line(int(hub.address.rpartition(":")[2]), rate, trip)
+    spool = Spool(root / "spool", ["box"], incarnation=1)
+    link = Link([f"tcp://127.0.0.1:{line.port}"], ["box"], SamplerFlags(), spool, root, None)
+    link.welcome.get(timeout=60)
+    shares, seconds = [], []
+    for version in range(1, times + 1):
+        path = root / f"v{version:06d}.safetensors"
+        path.write_bytes(os.urandom(mib << 20))
+        busy, used, start = line.down.busy, line.used, time.monotonic()
+        hub.broadcast(version, path, float(version))
+        while link.newest is None or link.newest.version != version:
+            time.sleep(0.001)
+        shares.append((line.down.busy - busy) / (line.used - used))
+        seconds.append(time.monotonic() - start)
+        path.unlink()
+    sent = hub.counts["bytes_out"] / (times * (mib << 20))
+    for part in (link, line, hub):
+        part.close()
+    return {"share": min(shares), "MB/s": (mib << 20) / 1e6 / max(seconds), "bytes sent, of the weights": sent}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -265,9 +315,7 @@ def publish_over(hosts: Hosts, root: str, keys: str, n: int, relays: bool, mib: 
 def publish(pipe, host: str, root: str, keys: str, mib: int) -> None:
     """The learner's process."""
     move_to(host)
-    limits = Limits(group_size=1, max_tokens=1, max_prompt=1, vocab=1, topk=0, max_allowed=0)
-    hub = Hub(f"tcp://{LEARNER}:5555", keys, wire.Welcome(wire.PROTOCOL, "bench", {}, {}), limits, open_log(root, 0))
-    hub.open(Account())
+    hub = open_hub(f"tcp://{LEARNER}:5555", keys, root)
     pipe.send("listening")
     pipe.recv()
     path = Path(root) / "v000000.safetensors"
@@ -295,7 +343,7 @@ def fetch_all(pipe, host: str, root: str, keys: str, n: int, relays: bool) -> No
     pipe.send("fetched")
 
 
-BENCHES = {"wire": bench_wire, "samplers": bench_samplers, "relay": bench_relay}
+BENCHES = {"wire": bench_wire, "line": bench_line, "samplers": bench_samplers, "relay": bench_relay}
 
 
 def main(argv: list[str]) -> None:

@@ -773,9 +773,9 @@ gpu --device=cpu --out=file/x | --out=file/x/gpu.json: ... is a file, not a fold
     *rows(
         "-m remote.bench",
         r"""
-wires | wires: no such benchmark; there are wire, samplers, relay; did you mean wire?
---mib=3 | --mib=3: no such flag, only names of benchmarks; there are wire, samplers
-samplers --seconds=5 | --seconds=5: no such flag, only names of benchmarks; there are wire, samplers
+wires | wires: no such benchmark; there are wire, line, samplers, relay; did you mean wire?
+--mib=3 | --mib=3: no such flag, only names of benchmarks; there are wire, line, samplers
+samplers --seconds=5 | --seconds=5: no such flag, only names of benchmarks; there are wire, line, samplers
         """,
     ),
     *rows(

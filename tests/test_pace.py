@@ -5,10 +5,10 @@ import math
 import os
 
 import pytest
-from line import Line
 from test_hub import closed_behind, until
 
 from remote import account, link, pace, wire
+from remote.line import Line
 from remote.pace import Pace
 from remote.sampler import SamplerFlags
 
