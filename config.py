@@ -22,6 +22,7 @@ import corrections
 import delay
 import flags
 import objectives
+import optim
 import quant
 import remote
 import sampling
@@ -30,6 +31,7 @@ from delay import DelayFlags, StalenessFlags
 from flags import UserError, choice, need
 from model import exact, lora
 from model.memory import MemoryFlags
+from optim import GuardFlags
 from quant import PrecisionFlags
 from remote import RemoteFlags
 from sampling import Sampling, SamplingFlags
@@ -263,10 +265,6 @@ class OptimizerFlags:
     """Largest gradient norm, each model on its own."""
     max_skips: int = 5
     """Stop after so many non-finite updates in a row."""
-    guard: Literal["off", "stop", "mend"] = "off"
-    """What to do where the first tenth is above --guard_kl (results/collapse.md); mend: half the learning rates."""
-    guard_kl: float = 0.03
-    """Guard: largest mean KL(inf, new) of the first tenth, nats a token."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Learner's compute type (embedded models float32); the 16-bit ones are autocast over float32 weights, float16
     with a loss scaler."""
@@ -336,6 +334,7 @@ class Config(
     ObrsFlags,
     ActorFlags,
     OptimizerFlags,
+    GuardFlags,
     MemoryFlags,
     TaskFlags,
     PromptFlags,
@@ -470,6 +469,7 @@ def resolve(cfg: Config, n_ranks: int | None = None) -> Config:
     remote.check(cfg)
     for one in corrections.candidates(cfg).values():
         objectives.check(one)
+    optim.check(cfg)
     check_models(cfg)
     lora.check(cfg)
     exact.check(cfg)

@@ -254,6 +254,7 @@ class Learner:
     def _watched(self, logged: dict[str, float]) -> dict[str, float]:
         """The guard sees an update's metrics; its own."""
         said = self.guard.watch(self.version, logged)
+        self.cfg = self.guard.mended(self.cfg)
         if said and self.cfg.guard == "stop":
             self.error = self.error or said
         elif said and self.comm.rank == 0:
@@ -448,6 +449,7 @@ class Learner:
             self.scaler.load_state_dict(state["scaler"])
         for name, value in state.get("guard", {}).items():  # a checkpoint from before there was a guard has none
             setattr(self.guard, name, value)
+        self.cfg = self.guard.mended(self.cfg)
         for name in self.names:
             if f"optimizer.{name}" in state:
                 self._load_whole_optimizers(name, state[f"optimizer.{name}"])

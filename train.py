@@ -152,7 +152,7 @@ class Training:
             return False
         self.values |= source.metrics()
         # 3. the ref pass, where the objective must know p_ref before the first update
-        if "ref" in objectives.passes_needed(cfg, self.controllers, self.updates_per_rollout):
+        if "ref" in objectives.passes_needed(learner.cfg, self.controllers, self.updates_per_rollout):
             with timer(self.clock, "ref_s"), given_back_if_it_fails(source):
                 columns = learner.ref_columns(batching.collate(groups, cfg), cfg.obrs_lambda)
                 batching.write_ref_columns(groups, columns)
@@ -172,7 +172,7 @@ class Training:
             batch = batching.collate(groups, cfg, learner.version, self.source.now(learner.version))
             # 5. statistics over all ranks: denominators, lambda, kappa
             fresh = None
-            if "fresh" in objectives.passes_needed(cfg, self.controllers, self.updates_per_rollout):
+            if "fresh" in objectives.passes_needed(learner.cfg, self.controllers, self.updates_per_rollout):
                 fresh = learner.score(batch, needs_of_exact_kappa(cfg))
             stats = objectives.prepare(batch, self.comm, learner.cfg, self.controllers, fresh)
             if due(cfg.log_samples, self.step):
@@ -181,7 +181,7 @@ class Training:
                 values["fresh_advantage"] = fresh_advantage(learner, groups, self.run)
             # 6. forward, loss, backward for each micro-batch; clip; step
             logged = learner.update(batch, stats)
-            objectives.update_controllers(self.controllers, logged, cfg)
+            objectives.update_controllers(self.controllers, logged, learner.cfg)
         if self.to_check and logged["staleness/max_updates"] == 0:
             check_agreement(cfg, logged)
             self.to_check = False

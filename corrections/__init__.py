@@ -215,6 +215,15 @@ def candidates(cfg) -> dict:
     return {"": cfg}
 
 
+def capped_responses(cfg) -> dict:
+    """The flags that put min(R, 1) in the place of the correction, and of its own masks. What --reject and --veto drop
+    they go on dropping."""
+    changed = {"correction": "seq_tis", "is_cap": 1.0, "is_floor": 0.0}
+    if cfg.reject not in REJECTIONS:  # the bounds were the correction's
+        changed |= {"rs_low": None, "rs_high": None}
+    return changed
+
+
 @dataclass(frozen=True)
 class Rejection:
     """--reject: keep what has low <= statistic <= high. statistic: (log_r, mask, clamp) -> (B, T) or (B, 1)."""

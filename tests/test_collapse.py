@@ -1,8 +1,7 @@
 """results/collapse.py: AUC against plain loops, the rules on made-up runs, and that a left-out study is left out.
-learner.Guard: where it fires, what it does, and that it goes on after a resume."""
+optim.Guard: where it fires, what it does, and that it goes on after a resume."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch
 from conftest import make_cfg, make_groups, take_over
 from ranks import make_learner
 from test_learner import one_update, weights
-from test_train import flags
+from test_train import flags, train_here, without_sync
 
 import batching
 import checkpoint
@@ -21,6 +20,8 @@ from optim import Guard
 from results import collapse
 from results.collapse import CANDIDATES, COLUMNS, Run
 from run import read_metrics
+
+__all__ = ["train_here"]  # a fixture
 
 
 def loop_auc(x, lost, study=None) -> float:
@@ -219,9 +220,9 @@ def test_the_kl_to_the_learner_is_the_sum_of_both():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def fires_at(kls, how="mend", limit=0.03, steps=40) -> list[int]:
+def fires_at(kls, how="lr", limit=0.03, steps=40) -> list[int]:
     """The updates (from 1) at which a guard has something to say."""
-    guard = Guard(SimpleNamespace(guard=how, guard_kl=limit, steps=steps))
+    guard = Guard(make_cfg(guard=how, guard_kl=limit, steps=steps))
     rows = [{"rollout_corr/kl": kl - 0.5, "ppo_kl": 0.5} for kl in kls]
     return [i for i, row in enumerate(rows, 1) if guard.watch(i, row)]
 
@@ -238,24 +239,29 @@ def test_the_guard_judges_once_by_the_mean_of_the_first_tenth():
 
 
 def test_the_guard_says_what_it_does():
-    for how, done in (("stop", "the run ends here"), ("mend", "all learning rates are halved from here on")):
-        guard = Guard(SimpleNamespace(guard=how, guard_kl=0.03, steps=10))
+    for how, done in (
+        ("stop", "the run ends here"),
+        ("lr", "all learning rates are halved from here on"),
+        ("cap", "responses are weighed by min(R, 1) from here on"),
+        ("lambda", "distillation has the weight 20 from here on"),
+    ):
+        guard = Guard(make_cfg(guard=how, guard_kl=0.03, steps=10, actor="base:actor", distill_lambda=2.0))
         said = guard.watch(1, {"rollout_corr/kl": 0.04, "ppo_kl": 0.0})
         assert said == (
             f"--guard={how}: over the first 1 updates KL(inf, new) was 0.04 nats a token, above --guard_kl=0.03: {done}"
         )
-        assert guard.rate == (0.5 if how == "mend" else 1.0)
+        assert guard.rate == (0.5 if how == "lr" else 1.0)
 
 
 def guarded(**changes):
     """A learner whose first tenth is two updates, and four batches for it."""
-    cfg = make_cfg(objective="grpo", steps=20, warmup_steps=0, **changes)
+    cfg = make_cfg(**{"objective": "grpo", **changes}, steps=20, warmup_steps=0)
     batches = [batching.collate(make_groups(2, seed=seed), cfg) for seed in range(4)]
     return make_learner(cfg), batches
 
 
-def test_a_mend_halves_the_rate_from_the_next_update_on(capsys):
-    learner, batches = guarded(guard="mend", guard_kl=1e-9)
+def test_lr_halves_the_rate_from_the_next_update_on(capsys):
+    learner, batches = guarded(guard="lr", guard_kl=1e-9)
     logged = [one_update(learner, batch) for batch in batches]
     kls = [row["rollout_corr/kl"] + row["ppo_kl"] for row in logged]
     assert sum(kls[:2]) > 0
@@ -263,7 +269,7 @@ def test_a_mend_halves_the_rate_from_the_next_update_on(capsys):
     assert [row["lr"] for row in logged] == [lr, lr, lr / 2, lr / 2]
     assert [row["guard/fired"] for row in logged] == [0, 1, 1, 1]
     assert logged[3]["guard/kl"] == pytest.approx(sum(kls[:2]) / 2)
-    assert capsys.readouterr().out.count("--guard=mend: over the first 2 updates") == 1
+    assert capsys.readouterr().out.count("--guard=lr: over the first 2 updates") == 1
     assert not learner.error
 
 
@@ -275,9 +281,10 @@ def test_a_stop_ends_the_run_and_changes_nothing_before():
     assert learner.error.startswith("--guard=stop: over the first 2 updates")
 
 
-def test_without_a_guard_or_where_it_does_not_fire_no_bit_changes():
-    learner, batches = guarded()
-    silent, _ = guarded(guard="mend", guard_kl=1e9)
+@pytest.mark.parametrize("how", ["lr", "cap", "lambda"])
+def test_without_a_guard_or_where_it_does_not_fire_no_bit_changes(how):
+    learner, batches = guarded(actor="base:actor")
+    silent, _ = guarded(guard=how, guard_kl=1e9, actor="base:actor")
     for batch in batches:
         plain, watched = one_update(learner, batch), one_update(silent, batch)
         assert not any(name.startswith("guard/") for name in plain)
@@ -285,15 +292,58 @@ def test_without_a_guard_or_where_it_does_not_fire_no_bit_changes():
     assert all(torch.equal(p, weights(silent)[name]) for name, p in weights(learner).items())
 
 
+def continues_as(learner, flags: dict, batches) -> bool:
+    """Whether a learner goes on, to the last bit, as one does that had these flags from the start."""
+    other, _ = guarded(**flags)
+    take_over(other, learner)
+    for batch in batches:
+        mine, theirs = one_update(learner, batch), one_update(other, batch)
+        if theirs != {name: value for name, value in mine.items() if not name.startswith("guard/")}:
+            return False
+    return all(torch.equal(p, weights(other)[name]) for name, p in weights(learner).items())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        dict(objective="grpo"),
+        dict(objective="jackpot", actor="base:actor"),  # OBRS, with its mask
+        dict(objective="seq_mis"),  # rejects by bounds of its own
+        dict(objective="tis", is_floor=0.9, is_cap=1.1, reject="geo", rs_low=0.1, rs_high=0.9),  # --reject stays
+    ],
+    ids=lambda flags: flags["objective"],
+)
+def test_cap_trains_on_as_a_run_with_min_r_1_does(flags):
+    from_then_on = {**flags, "correction": "seq_tis", "is_cap": 1.0, "is_floor": 0.0}
+    for update, same in ((1, False), (2, True)):  # it fires after the second
+        learner, batches = guarded(guard="cap", guard_kl=1e-9, **flags)
+        for batch in batches[:update]:
+            one_update(learner, batch)
+        assert learner.guard.fired == same
+        assert continues_as(learner, from_then_on, batches[update:]) == same
+
+
+@pytest.mark.parametrize("before, after", [(0.0, 1.0), (0.5, 5.0)])
+def test_lambda_distils_ten_times_as_much_or_begins_to(before, after):
+    for update, same in ((1, False), (2, True)):
+        learner, batches = guarded(guard="lambda", guard_kl=1e-9, actor="base:actor", distill_lambda=before)
+        for batch in batches[:update]:
+            assert one_update(learner, batch)["distill_lambda"] == before
+        from_then_on = dict(actor="base:actor", distill_lambda=after)
+        assert continues_as(learner, from_then_on, batches[update:]) == same
+
+
+@pytest.mark.parametrize("how", ["lr", "cap", "lambda"])
 @pytest.mark.parametrize("after", [1, 3])
-def test_a_resumed_guard_judges_and_mends_as_the_whole_run(after):
+def test_a_resumed_guard_judges_and_mends_as_the_whole_run(after, how):
     """Saved before it judges, and after it fired."""
-    whole, batches = guarded(guard="mend", guard_kl=1e-9)
+    how = dict(guard=how, guard_kl=1e-9, actor="base:actor")
+    whole, batches = guarded(**how)
     expected = [one_update(whole, batch) for batch in batches]
-    first, _ = guarded(guard="mend", guard_kl=1e-9)
+    first, _ = guarded(**how)
     for batch in batches[:after]:
         one_update(first, batch)
-    second, _ = guarded(guard="mend", guard_kl=1e-9)
+    second, _ = guarded(**how)
     take_over(second, first)
     assert [one_update(second, batch) for batch in batches[after:]] == expected[after:]
     assert all(torch.equal(p, weights(whole)[name]) for name, p in weights(second).items())
@@ -322,7 +372,39 @@ def test_a_run_is_stopped_saved_and_can_go_on(solvers, tmp_path, monkeypatch):
     assert [row["loss"] for row in stopped] == [row["loss"] for row in whole]
 
 
+def test_a_capped_run_of_jackpot_resumes_as_the_whole_run(solvers, tmp_path, train_here):
+    """It fires inside a batch of two updates, whose ref pass was OBRS's; the checkpoint is inside the next one. Kappa
+    of the target new is no longer handed on."""
+    more = dict(objective="jackpot", obrs_target="new", guard="cap", guard_kl=1e-9)
+    _, whole = train_here(flags(solvers, tmp_path / "whole", **more))
+    train_here(flags(solvers, tmp_path / "run", **{**more, "steps": 3}))
+    train_here(["--resume", f"--out={tmp_path / 'run'}", "--steps=6"])
+    assert without_sync(tmp_path / "run") == without_sync(tmp_path / "whole")
+    steps = [row for row in whole if row["step"] >= 0]
+    assert ["obrs/accept_rate" in row for row in steps] == [True] + [False] * 5
+    assert all(row["rollout_corr/rollout_rs_masked_fraction"] == 0 for row in steps[1:])
+
+
+@pytest.mark.parametrize(
+    "given, sentence",
+    [
+        (["--guard=cap", "--objective=tis", "--is_cap=auto"], "--guard=cap: auto and --distill_worth_target change"),
+        (["--guard=cap", "--objective=grpo", "--correction=auto"], "--guard=cap: auto and --distill_worth_target"),
+        (["--guard=lambda", "--distill_worth_target=0.5"], "--guard=lambda: auto and --distill_worth_target change"),
+        (["--guard=lambda", "--distill_kl_target=0.1"], "--guard=lambda and --distill_kl_target steer the same weight"),
+        (["--guard=lambda", "--actor=none"], "--guard=lambda: there is no actor to distil"),
+        (["--guard=cap", "--objective=gepo"], "--guard=cap would go on with .*, but --ratio_base=group already"),
+        (["--guard=mend"], "--guard=mend: not one of off, stop, lr, cap, lambda"),
+    ],
+)
+def test_a_mend_that_cannot_be_is_refused(given, sentence):
+    with pytest.raises(UserError, match=sentence):
+        config.parse(["--rollout=hf", *given])
+
+
 def test_flags_of_the_guard():
+    config.parse(["--rollout=hf", "--guard=lr", "--objective=grpo", "--correction=auto"])  # another thing is steered
+    config.parse(["--rollout=hf", "--guard=cap", "--distill_kl_target=0.1"])
     assert config.parse(["--rollout=hf"]).guard == "off"
     with pytest.raises(UserError, match="--guard=maybe"):
         config.parse(["--rollout=hf", "--guard=maybe"])
