@@ -7,8 +7,11 @@ Every record of four studies is one run. A run is lost if its last held-out pass
 errors below the best of the same run, the start included. A rule gives each run a score from the first tenth of its
 updates. What a rule chooses (column, sign, weights, threshold) it chooses on three studies; it is tried on the fourth.
 
-The runs of its own (configs/mend.toml) ask what a mend is worth: a doomed row and a healthy one, at half the learning
-rate from the first update on, and under --guard=mend.
+Two kinds of rules can be tried on some of the runs alone: worth, which results/foretell.py has measured of some rows
+before training, and columns that the first records do without.
+
+The runs of its own (configs/mend.toml) ask what a mend is worth: a doomed row and a healthy one, without a guard and
+under each --guard, made to fire.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import foretell
 import numpy as np
 import sweep
 from heterorl import ranks
@@ -33,6 +37,10 @@ COLUMNS = (
     *("reward", "entropy", "grad_norm", "clip_fraction", "ppo_kl", "weight_var"),
     *(KL, "rollout_corr/k3_kl", "rollout_corr/chi2_seq", ESS),
 )
+# ... and those that some have
+MORE = ("rollout_corr/low_weight_fraction", "rollout_corr/seq_clamped_fraction", "rollout_corr/max_mismatch")
+MORE += ("response_length",)
+WORTH = "worth before training"
 SUMMARIES = ("level", "growth", "noise")
 CANDIDATES = [f"{summary} of {column}" for summary in SUMMARIES for column in COLUMNS]
 DRAWS = 1000  # of the bootstrap
@@ -40,14 +48,26 @@ SHUFFLES = 300  # of the labels
 LATER = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 LIMITS = (0.005, 0.03, 0.05, 0.06, 0.1)  # nats a token
 CONFIG = "configs/mend.toml"
+MENDS = ("lr", "cap", "lambda")
 ALONE = dict(objective="none", distill_lambda=0)
+JACKPOT = dict(objective="jackpot")
+FIRES = dict(guard_kl=0.01)  # a limit at which the guard fires in every run
 ROWS = {
     "no correction, no distillation": ALONE,
+    **{f"no correction, no distillation, guard {how}": dict(ALONE, guard=how, **FIRES) for how in MENDS},
+    "Jackpot": JACKPOT,
+    **{f"Jackpot, guard {how}": dict(JACKPOT, guard=how, **FIRES) for how in MENDS},
+    "TIS, no distillation": dict(objective="tis", distill_lambda=0),
+}
+FIRST_SEED, SEEDS = 20, 3
+# one seed, on base models of another machine
+EARLIER = {
+    "no correction, no distillation": ALONE,
     "no correction, no distillation, half the rate": dict(ALONE, lr=5e-5),
-    "no correction, no distillation, guard": dict(ALONE, guard="mend"),
-    "Jackpot": dict(objective="jackpot"),
-    "Jackpot, half the rate": dict(objective="jackpot", lr=5e-5),
-    "Jackpot, guard": dict(objective="jackpot", guard="mend", guard_kl=0.02),  # a limit that makes it fire
+    "no correction, no distillation, guard lr": dict(ALONE, guard="lr"),
+    "Jackpot": JACKPOT,
+    "Jackpot, half the rate": dict(JACKPOT, lr=5e-5),
+    "Jackpot, guard lr": dict(JACKPOT, guard="lr", guard_kl=0.02),
 }
 
 
@@ -59,6 +79,7 @@ class Run(NamedTuple):
     steps: int
     evals: list  # of the policy: (update, pass@1, standard error)
     columns: dict  # column -> its blocks
+    worth: float = math.nan  # of its row, before training; NaN: not measured
 
     @property
     def row(self) -> str:
@@ -94,12 +115,28 @@ def fall_of(run: Run, errors: float = ERRORS) -> float:
 
 def recorded() -> list[Run]:
     """Every record of the four studies."""
-    runs = []
-    for (study, _), r in sweep.records_in(sweep.RESULTS / "runs").items():
+    runs, worth = [], worth_of_rows()
+    for (study, flags), r in sweep.records_in(sweep.RESULTS / "runs").items():
         if study in STUDIES:
-            columns = {name: np.array(r["columns"][name], float) for name in COLUMNS}
-            runs.append(Run(study, r["name"], r["config"]["steps"], r["evals"]["policy"], columns))
+            runs.append(run_of(study, r, worth.get((study, sweep.row_of(flags)), math.nan)))
     return sorted(runs, key=lambda run: (STUDIES.index(run.study), run.name))
+
+
+def run_of(study: str, record: dict, worth: float = math.nan) -> Run:
+    there = [name for name in (*COLUMNS, *MORE) if name in record["columns"]]
+    columns = {name: np.array(record["columns"][name], float) for name in there}
+    return Run(study, record["name"], record["config"]["steps"], record["evals"]["policy"], columns, worth)
+
+
+def worth_of_rows() -> dict[tuple, float]:
+    """(study, flags without the seed) -> worth, of the rows that results/foretell.py has weighed."""
+    found = {}
+    for config, flags, _ in foretell.rows().values():
+        measured = foretell.weighed(config, flags)
+        if measured:
+            study, key = sweep.key_of(flags, config)
+            found[study, sweep.row_of(key)] = measured["worth"]
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -178,8 +215,11 @@ def interval(x, lost, study, row, draws: int = DRAWS) -> tuple[float, float]:
 
 
 def one_of(*names: str) -> Callable:
+    return one_column([CANDIDATES.index(name) for name in names])
+
+
+def one_column(columns: list[int]) -> Callable:
     """The one column, with its sign, that orders the given runs best."""
-    columns = [CANDIDATES.index(name) for name in names]
 
     def learn(table, lost, study):
         found = np.array([auc_inside(table[:, column], lost, study) for column in columns])
@@ -382,6 +422,36 @@ def fixed_limits(seen: Seen, tried: dict[str, Tried]) -> str:
     return "## One limit for all studies, not held out\n\n" + sweep.markdown(head, cells)
 
 
+def on_some(seen: Seen, tried: dict[str, Tried]) -> str:
+    """Rules that some of the runs alone can be tried on, each beside KL(inf, new) on the same runs."""
+    kl, cells = tried[TO_NEW].score, []
+    values = {WORTH: np.array([run.worth for run in seen.runs])} | {name: level(seen, name) for name in MORE}
+    for name, x in values.items():
+        own = np.isfinite(x)
+        if not own.any():
+            continue
+        lost, study, row = seen.lost[own], seen.study[own], seen.row[own]
+        score = -x[own]
+        if name != WORTH:
+            score, _ = held_out(one_column([0]), x[own][:, None], lost, study)
+        both = [written(auc_inside(s, lost, study), *interval(s, lost, study, row)) for s in (score, kl[own])]
+        each = []
+        for one in STUDIES:
+            a, b = (auc(s[study == one], lost[study == one]) for s in (score, kl[own]))
+            each.append("" if math.isnan(a) else f"{a:.2f}, {b:.2f}")
+        cells.append([name, f"{lost.sum()} of {len(lost)}", *both, *each])
+    head = ["rule", "lost runs", "AUC inside studies (95 %)", f"{TO_NEW} on the same runs", *STUDIES]
+    note = "Little worth names a run; the sign of a column's level is chosen on the other studies. By study: rule, KL."
+    return f"## On some of the runs: worth, and quantiles of log r\n\n{note}\n\n" + sweep.markdown(head, cells)
+
+
+def level(seen: Seen, column: str) -> np.ndarray:
+    """(runs,): the level of a column over the first tenth; NaN where it was not recorded."""
+    return np.array(
+        [summaries(run.columns[column], SHARE)[0] if column in run.columns else np.nan for run in seen.runs]
+    )
+
+
 def other_meanings(runs: list[Run]) -> str:
     """The same AUC if `lost` is another number of errors."""
     cells = []
@@ -411,17 +481,33 @@ def later_table(runs: list[Run], found: dict[str, list[Tried]]) -> str:
 
 
 def evaluations(records: list[dict]) -> str:
-    """Every evaluation of a run on the way: pass@1 at update."""
-    return ", ".join(f"{100 * y:.1f} +- {100 * se:.1f} at {at}" for at, y, se in records[0]["evals"]["policy"])
+    """Every evaluation on the way, mean over seeds: pass@1 at update."""
+    lines = zip(*(r["evals"]["policy"] for r in records), strict=True)
+    return ", ".join(f"{np.mean([100 * y for _, y, _ in line]):.1f} at {line[0][0]}" for line in lines)
+
+
+def last_of(records: list[dict]) -> list[float]:
+    """pass@1 of each seed after the last update, in percent."""
+    return [100 * r["evals"]["policy"][-1][1] for r in records]
 
 
 def first_kl(records: list[dict]) -> str:
-    """KL(inf, new) of the first tenth."""
-    columns = records[0]["columns"]
-    return f"{sum(summaries(np.array(columns[name], float), SHARE)[0] for name in (KL, 'ppo_kl')):.4f}"
+    """KL(inf, new) of the first tenth, seed by seed."""
+    each = [[summaries(np.array(r["columns"][name], float), SHARE)[0] for name in (KL, "ppo_kl")] for r in records]
+    return ", ".join(f"{sum(both):.4f}" for both in each)
 
 
-MENDED = {f"{TO_NEW} of the first tenth": first_kl, "policy pass@1, %": evaluations}
+def count_lost(records: list[dict]) -> str:
+    return f"{sum(is_lost(run_of('mend', r)) for r in records)} of {len(records)}"
+
+
+MENDED = {
+    f"{TO_NEW} of the first tenth": first_kl,
+    "policy pass@1 on the way, %": evaluations,
+    "each seed at the end": lambda records: ", ".join(f"{x:.1f}" for x in last_of(records)),
+    "mean": lambda records: sweep.percent(sweep.final(records)),
+    "lost": count_lost,
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -469,27 +555,42 @@ def draw_later(ax, found: dict[str, list[Tried]]) -> None:
     ax.legend(fontsize=8, loc="lower left")
 
 
-def draw(seen: Seen, tried: dict[str, Tried], found: dict[str, list[Tried]]) -> None:
-    fig, axes = sweep.pyplot().subplots(1, 3, figsize=(14.5, 4.4), layout="constrained")
-    draw_levels(axes[0], seen, tried)
-    draw_rules(axes[1], seen, tried)
-    draw_later(axes[2], found)
-    for ax in axes:
+def draw_mends(ax, got: sweep.Got) -> None:
+    """Where each seed of a guarded row ended, and their mean."""
+    for i, (label, records) in enumerate(got.items()):
+        colour = sweep.COLOURS[0] if label.startswith("Jackpot") else sweep.STRONG
+        ax.plot(last_of(records), [i] * len(records), "o", ms=5, color=colour, alpha=0.6)
+        ax.plot(np.mean(last_of(records)), i, "|", ms=16, mew=2, color=colour)
+    ax.set_yticks(range(len(got)), list(got))
+    ax.set(xlim=(0, None), xlabel="pass@1 after 150 updates (%)", title="guards that fire after 15 updates")
+    ax.invert_yaxis()
+
+
+def draw(seen: Seen, tried: dict[str, Tried], found: dict[str, list[Tried]], got: sweep.Got) -> None:
+    fig, axes = sweep.pyplot().subplots(2, 2, figsize=(13, 8.6), layout="constrained")
+    draw_levels(axes[0, 0], seen, tried)
+    draw_rules(axes[0, 1], seen, tried)
+    draw_later(axes[1, 0], found)
+    draw_mends(axes[1, 1], got)
+    for ax in axes.flat:
         ax.grid(alpha=0.3)
     sweep.save(fig, sweep.RESULTS / "collapse.png")
 
 
 def study(flags):
-    got = sweep.run(ROWS, draw=flags.draw, jobs=flags.jobs, config=CONFIG)
+    how = dict(jobs=flags.jobs, config=CONFIG)
+    got = sweep.run(ROWS, dict.fromkeys(ROWS, SEEDS), draw=flags.draw, first_seed=FIRST_SEED, **how)
+    earlier = sweep.run(EARLIER, draw=True, **how)  # their base models are not here
     runs = recorded()
     seen = seen_of(runs)
     tried = {name: tried_on(seen, learn) for name, learn in RULES.items()}
     found = later(runs)
     parts = [rules(seen, tried), named_runs(seen, tried), fixed_limits(seen, tried), seeds(seen, tried)]
-    parts += [other_meanings(runs), later_table(runs, found)]
-    mends = sweep.table("What a mend is worth", got, MENDED)
-    sweep.page("collapse", *parts, mends, lost_runs(seen))
-    draw(seen, tried, found)
+    parts += [on_some(seen, tried), other_meanings(runs), later_table(runs, found)]
+    parts += [sweep.table("What a mend is worth", got, MENDED)]
+    parts += [sweep.table("The same with one seed, on base models of another machine", earlier, MENDED)]
+    sweep.page("collapse", *parts, lost_runs(seen))
+    draw(seen, tried, found, got)
 
 
 if __name__ == "__main__":

@@ -156,6 +156,15 @@ def recorded(name: str) -> dict:
     return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
 
 
+def weighed(config: str, flags: dict) -> dict | None:
+    """What is recorded of a row's worth."""
+    name = name_of(config, flags)
+    if not (FOLDER / f"{name}.json").is_file():
+        return None
+    rows = recorded(name)["rows"]
+    return rows.get(row_of(flags)) or rows.get(SAME.get(row_of(flags)))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Worth against what was reached
 # ---------------------------------------------------------------------------------------------------------------------
@@ -181,16 +190,12 @@ def points() -> list[Point]:
     """Of every row that is weighed and recorded."""
     found = {}
     for (study, label), (config, flags, seed) in rows().items():
-        name = name_of(config, flags)
-        if not (FOLDER / f"{name}.json").is_file():
-            continue
+        name, x = name_of(config, flags), weighed(config, flags)
         got = sweep.recorded(sweep.with_seeds(flags, 3, seed), config)
-        measured = recorded(name)
-        x = measured["rows"].get(row_of(flags)) or measured["rows"].get(SAME.get(row_of(flags)))
         if not got or not x:
             continue
         reached, error = reached_by(got, study)
-        kl = measured["about"]["kl"]
+        kl = recorded(name)["about"]["kl"]
         key = (name, row_of(flags), how_taught(flags), seed, "steps" in flags)  # a row may stand in two studies
         models = "other base models" if seed == 0 else "these base models"
         family = f"{name}, {models}, {how_taught(flags)}"

@@ -449,6 +449,8 @@ MUTANTS = {
             "if self.fired or update != self.last or self.mean <= self.limit:",
             "if self.fired or self.mean <= self.limit:",
         ),
+        ("10 * cfg.distill_lambda or 1.0", "10 * cfg.distill_lambda"),
+        ("need(cfg.distill_kl_target == 0, f", "need(True, f"),
         (
             "matrices = [p for p in model.base_model.layers.parameters() if p.ndim == 2]",
             "matrices = [p for p in model.parameters() if p.ndim == 2]",
@@ -476,6 +478,7 @@ MUTANTS = {
         ("            self.scaler.load_state_dict(state", "            (state"),
         ("schedule(self.version, self.cfg) * self.guard.rate", "schedule(self.version, self.cfg)"),
         ('for name in ("sum", "seen", "fired")}', 'for name in ("sum", "seen")}'),
+        ("name, value)\n        self.cfg = self.guard.mended(self.cfg)\n", "name, value)\n"),
         ("lr = self.lr[name] * factor", 'lr = self.lr["policy"] * factor'),
         (
             'counters = ("version", "skipped", "skipped_in_a_row", "rejected")',

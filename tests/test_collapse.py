@@ -2,6 +2,8 @@
 optim.Guard: where it fires, what it does, and that it goes on after a resume."""
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -213,6 +215,43 @@ def test_the_kl_to_the_learner_is_the_sum_of_both():
     columns = {collapse.KL: np.full(100, 0.25), "ppo_kl": np.full(100, 0.5)}
     table = collapse.table_of([run_of(columns=columns)])
     assert collapse.RULES[collapse.TO_NEW](None, None, None)(table) == 0.75
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rules of some of the runs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_worth_is_that_of_the_row_and_nan_where_it_was_not_measured():
+    worth = {(run.study, run.name): run.worth for run in collapse.recorded()}
+    page = Path("results/foretell.md").read_text()  # without distillation: retrace_seq 0.80 ..., none 0.05
+    for row, value in (("prod-min-r-1-min-r-1-no-distillation", "0.80"), ("tis-no-distillation", "0.32")):
+        seeds = [x for (study, name), x in worth.items() if study == "study" and name.rpartition("-")[0] == row]
+        assert len(seeds) >= 3 and len(set(seeds)) == 1
+        assert f"{seeds[0]:.2f}" == value and f" {value} and " in page
+    assert math.isnan(worth["study", "on-policy-0"])
+
+
+def test_a_rule_is_tried_on_the_runs_that_have_it_and_beside_the_kl_on_the_same():
+    rng = np.random.default_rng(3)
+    column, runs = "response_length", []
+    for i in range(40):
+        own = {column: np.full(100, rng.normal())} if i % 4 else {}
+        evals = [0.5, 0.1] if i % 3 == 0 else [0.3, 0.5]
+        run = run_of(evals, own, collapse.STUDIES[i % 2], f"row{i}-0")
+        runs.append(run._replace(worth=rng.normal() if i % 5 else math.nan))
+    seen = collapse.seen_of(runs)
+    kl = rng.normal(size=len(runs))
+    lines = collapse.on_some(seen, {collapse.TO_NEW: SimpleNamespace(score=kl)}).splitlines()
+    cells = {line.split(" | ")[0].removeprefix("| "): line.split(" | ")[1:] for line in lines if line.startswith("| ")}
+    assert cells.keys() == {"rule", "---", collapse.WORTH, column}  # no run has the others
+
+    has = [not math.isnan(run.worth) for run in runs]
+    x, y, lost, study = (np.array(v)[has] for v in ([-r.worth for r in runs], kl, seen.lost, seen.study))
+    assert cells[collapse.WORTH][0] == f"{lost.sum()} of {len(lost)}" == "11 of 32"
+    for cell, values in zip(cells[collapse.WORTH][1:3], (x, y), strict=True):
+        assert cell.startswith(f"{loop_auc(values, lost, study):.2f} (")
+    assert cells[column][0].endswith(" of 30")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -242,10 +242,11 @@ def test_how_z_is_made_is_no_matter_to_a_run_without_z(places):
 def test_every_record_belongs_to_a_row():
     studies = [
         (rows, getattr(module, "SEEDS", {}), getattr(module, "CONFIG", sweep.STUDY))
-        for module in (table1, table2_3, table6_10, figure2c, aligned, qarl, lowbit, praxis, collapse)
+        for module in (table1, table2_3, table6_10, figure2c, aligned, qarl, lowbit, praxis)
         for rows in (module.ROWS, getattr(module, "LADDER", {}))
     ]
     studies += [(heterorl.TABLE | heterorl.MORE, heterorl.SEEDS, heterorl.CONFIG)]
+    studies += [(collapse.EARLIER, {}, collapse.CONFIG)]
     wanted = set()
     partly_run = [(rows, config, prefix.seeds_of(rows, 3)[0]) for rows, config in prefix.SETTINGS.values()]
     partly_run.append((pace.ROWS, pace.CONFIG, 0))
@@ -255,6 +256,9 @@ def test_every_record_belongs_to_a_row():
     for flags in text_settings.ROWS.values():
         runs = sweep.with_seeds(flags, 3, text_settings.FIRST_SEED)
         wanted |= {sweep.key_of(run, sweep.STUDY) for run in runs if sweep.record_of(run)}
+    for flags in collapse.ROWS.values():
+        runs = sweep.with_seeds(flags, collapse.SEEDS, collapse.FIRST_SEED)
+        wanted |= {sweep.key_of(run, collapse.CONFIG) for run in runs if sweep.record_of(run, collapse.CONFIG)}
     for flags in zero.ALL.values():
         wanted |= {sweep.key_of(r["flags"], sweep.STUDY) for r in zero.records_of(flags, 3)}
     for rows, seeds, config in studies:
