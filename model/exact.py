@@ -24,10 +24,10 @@ autocast.
                                      would round them
 
 A block of keys that a query does not see adds exactly 0, so a longer row, or a longer cache, changes nothing. Which
-row of a block a token stands in must not matter either. That holds of the libraries' matrix products, and is not taken
-on trust: every update on fresh rollouts looks at the largest difference of its tokens, and the run stops where it is
-not 0 (`check_zero`). The bits themselves may depend on the machine and its threads, which sampler and learner share.
-Gradients are ordinary, and depend on shapes as ever.
+row of a block a token stands in must not matter either. That holds of the libraries' products of at least four rows,
+and is not taken on trust: every update on fresh rollouts looks at the largest difference of its tokens, and the run
+stops where it is not 0 (`check_zero`). The bits themselves may depend on the machine and its threads, which sampler and
+learner share. Gradients are ordinary, and depend on shapes as ever.
 
 Source: He et al., Defeating Nondeterminism in LLM Inference (2025), who write kernels with one order of sums."""
 
@@ -49,8 +49,8 @@ from model import head
 from sampling import Sampling
 
 ROWS = {"cpu": 64, "cuda": 256}  # tokens in one product with a weight
-HEADS = 64  # (response, head of keys, block of keys) in one batch of small products
-QUERIES = 4  # rows of such a product: the heads that share their keys times as many queries as fit
+HEADS = 256  # (response, head of keys, block of keys) in one batch of small products
+QUERIES = 4  # least rows of such a product, queries times heads that share their keys: with 3 their place would matter
 KEYS = 32  # keys in a block
 UNSEEN = -1e30  # score of a key that a query does not see: finite, and its exponential is 0
 
@@ -249,7 +249,7 @@ def exact_attention(seen: Seen, scaling: float, query, key, value):
     """The same by blocks, (B, heads, Q, D) in the type of the values."""
     Q, K = query.shape[2], key.shape[2]
     shared = query.shape[1] // key.shape[1]  # heads with the same keys
-    size = max(1, QUERIES // shared)
+    size = -(-QUERIES // shared)
     dtype, key, value = value.dtype, seen.blocks(key), seen.blocks(value)
     query = longer(query.float() * scaling, -Q % size).unflatten(1, (-1, shared))
     outs = []

@@ -21,31 +21,34 @@ class InOrder(DynamicLayer):
         self.keys = keys.gather(2, places.expand(-1, keys.shape[1], -1, keys.shape[3]))
         self.values = values.gather(2, places.expand(-1, values.shape[1], -1, values.shape[3]))
         self.lengths = lengths
+        self.longest = P  # no row is longer
         self.is_initialized = True
 
     def update(self, key, value, *_, **__):
         """Write a new token's, (B, H, 1, D); all keys and values, those without a token behind them."""
-        if self.is_full():
-            self.keys, self.values = longer(self.keys, KEYS), longer(self.values, KEYS)
-        rows = torch.arange(len(self.lengths), device=self.lengths.device)
-        self.keys[rows, :, self.lengths] = key[:, :, 0].to(self.keys.dtype)
-        self.values[rows, :, self.lengths] = value[:, :, 0].to(self.values.dtype)
+        self.keys, self.values = (longer(x, self.room() - x.shape[2]) for x in (self.keys, self.values))
+        B, H, K, _ = self.keys.shape
+        rows = K * torch.arange(B * H, device=self.lengths.device).view(B, H) + self.lengths[:, None]
+        for x, new in ((self.keys, key), (self.values, value)):
+            x.view(B * H * K, -1).index_copy_(0, rows.flatten(), new.to(x.dtype).flatten(0, 2))
         self.lengths = self.lengths + 1
+        self.longest += 1
         return self.keys, self.values
 
-    def is_full(self) -> bool:
-        return bool(self.lengths.max() == self.keys.shape[2])
+    def room(self) -> int:
+        """Places of a row, with one more token: whole blocks."""
+        return self.keys.shape[2] + KEYS * (self.longest == self.keys.shape[2])
 
     def mask(self):
         """(B, places) bool: what the next token sees, itself included."""
-        return torch.arange(self.get_mask_sizes(1)[0], device=self.lengths.device) <= self.lengths[:, None]
+        return torch.arange(self.room(), device=self.lengths.device) <= self.lengths[:, None]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.keys.shape[2] + KEYS * self.is_full(), 0
+        return self.room(), 0
 
     def get_seq_length(self) -> int:
         """As if it were full: no key stands behind a token for transformers, and `mask` says what is seen."""
-        return self.get_mask_sizes(1)[0]
+        return self.room()
 
     def batch_select_indices(self, rows) -> None:
         self.keys, self.values, self.lengths = self.keys[rows], self.values[rows], self.lengths[rows]

@@ -515,6 +515,7 @@ MUTANTS = {
         ("<= self.lengths[:, None]", "< self.lengths[:, None]"),
         ("self.lengths = self.lengths + 1", "self.lengths = self.lengths + 0"),
         ("(P - lengths)[:, None]", "(P - lengths + 1)[:, None]"),
+        ("KEYS * (self.longest == self.keys.shape[2])", "0"),
         ("self.values[rows], self.lengths[rows]", "self.values[rows], self.lengths[: len(rows)]"),
     ],
     "model/exact.py": [
@@ -523,6 +524,7 @@ MUTANTS = {
         ("return cls(mask, unseen, order.clamp_max", "return cls(mask, ~padded, order.clamp_max"),
         ("        if not (absent[:, :-1] & ~absent[:, 1:]).any():", "        if True:"),
         ("(K - Q + first + size)", "(K - Q + first)"),
+        ("QUERIES = 4 ", "QUERIES = 3 "),
         ("query.float() * scaling", "query.float()"),
         ("total + mixed[:, :, i], all_mass +", "total + mixed[:, :, i], all_mass + 0 *"),
         (".contiguous().masked_fill_(hidden, UNSEEN)", ".contiguous()"),

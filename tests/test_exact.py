@@ -222,6 +222,37 @@ def test_attention_is_attention():
         assert torch.allclose(x, y, atol=1e-5)
 
 
+@pytest.mark.parametrize("shared", [1, 2, 3, 4, 5, 7, 8])
+def test_a_query_alone_sees_what_it_sees_among_others(shared):
+    """Bit for bit: a row of 70 queries at once, and each alone, with others in its batch and places behind its keys."""
+    torch.manual_seed(shared)
+    B, heads, T, D = 5, 2, 70, 16
+    query = torch.randn(B, heads * shared, T, D)
+    key, value = torch.randn(B, heads, T, D), torch.randn(B, heads, T, D)
+    mask = torch.ones(T, T, dtype=torch.bool).tril().expand(B, 1, T, T)
+    whole, _ = exact.attention(None, query, key, value, exact.Seen.of(mask), 0.25)
+    for t in range(T):
+        room = -(-(t + 1) // exact.KEYS) * exact.KEYS
+        some = torch.tensor([t % B, (t + 3) % B, t % B])
+        seen = exact.Seen.of((torch.arange(room) <= t).expand(3, 1, 1, room))
+        k, v = (F.pad(x[some, :, : t + 1], (0, 0, 0, room - t - 1), value=9.0) for x in (key, value))
+        alone, _ = exact.attention(None, query[some, :, t : t + 1], k, v, seen, 0.25)
+        assert torch.equal(alone[:, 0], whole[some, t]), t
+
+
+@pytest.mark.parametrize("M", [exact.QUERIES, 5, 6, 7, 8])
+def test_small_products_do_not_ask_what_stands_around_them(M):
+    """Bit for bit: other matrices in the batch, other numbers of them, and rows in another order."""
+    draw = torch.Generator().manual_seed(M)
+    for D, N in ((16, 32), (32, 32), (128, 32), (32, 64)):
+        a, b = torch.randn(700, M, D, generator=draw), torch.randn(700, N, D, generator=draw)
+        whole = exact.products(a, b.transpose(1, 2))
+        for n in (1, 37, 300):
+            some, order = (torch.randperm(k, generator=draw) for k in (700, M))
+            found = exact.products(a[some[:n]][:, order], b[some[:n]].transpose(1, 2))
+            assert torch.equal(found, whole[some[:n]][:, order]), (D, N, n)
+
+
 def test_silu_far_from_zero_has_a_gradient():
     x = torch.tensor([-200.0, -90.0, -1.0, 0.0, 3.0, 200.0], requires_grad=True)
     y = exact.SiLU()(x)
