@@ -667,7 +667,7 @@ MUTANTS = {
             "with noise.before_head(self.model, torch.arange(len(rows.which))):",
         ),
         ("mask=mask[prompt_of] if padded else None,", "mask=None,"),
-        ("position=mask.sum(1)[prompt_of],", "position=torch.full_like(mask.sum(1)[prompt_of], P),"),
+        ("position = mask.sum(1)[prompt_of]\n", "position = torch.full_like(mask.sum(1)[prompt_of], P)\n"),
         ("first = sum(len(group) for _, theirs in before[:own] for group in theirs)", "first = 0"),
         ('            self.llm.wake_up(tags=["weights"])\n', ""),
         ("        if self.sleep_level == 2:", "        if False:"),
@@ -993,7 +993,7 @@ MUTANTS = {
         ('found.get("rs_low", cfg.rs_low))', "cfg.rs_low)"),
         ('    reject = "geo" if cfg.correction == "geo_rs_seq_tis" else cfg.reject\n', "    reject = cfg.reject\n"),
         ('found["rs_low"] = math.exp(-most)', 'found["rs_low"] = 1 - most'),
-        ('{"is_cap": None, "rs_high": given["is_cap"]}', "{}"),
+        ("        found |= trls_bounds(given, cfg)\n", "        pass\n"),
         ('        return {"rs_low": low, "rs_high": high}', '        return {"rs_low": high, "rs_high": low}'),
     ],
     "config.py": [

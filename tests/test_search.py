@@ -450,7 +450,14 @@ def test_the_table_of_curvature():
 
 def test_steps_along_which_curvature_is_measured(solvers, monkeypatch):
     """Of two batches, entry by entry: mean over root mean square, of the gradients of each row's own loss."""
-    small = ["--train_batch=16", "--rollout_batch=16", "--group_size=4", "--max_tokens=8", "--dtype=float32"]
+    small = [
+        "--train_batch=16",
+        "--rollout_batch=16",
+        "--group_size=4",
+        "--max_tokens=8",
+        "--rollout=hf",
+        "--dtype=float32",
+    ]
     small += [f"--{key}={value}" for key, value in TINY_TASK.items()]
     small += ["--task=arith", f"--model={solvers / 'policy'}"]
     argv = [*small, f"--actor={solvers / 'actor'}", "--rows=none; seq_tis is_cap=1", "--directions=4"]
