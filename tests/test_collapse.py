@@ -18,6 +18,7 @@ import checkpoint
 import config
 import train
 from flags import UserError
+from model import Needs
 from optim import Guard
 from results import collapse
 from results.collapse import CANDIDATES, COLUMNS, Run
@@ -293,10 +294,14 @@ def test_the_guard_says_what_it_does():
 
 
 def guarded(**changes):
-    """A learner whose first tenth is two updates, and four batches for it."""
+    """A learner whose first tenth is two updates, and four batches for it, with responses of R above and below 1."""
     cfg = make_cfg(**{"objective": "grpo", **changes}, steps=20, warmup_steps=0)
     batches = [batching.collate(make_groups(2, seed=seed), cfg) for seed in range(4)]
-    return make_learner(cfg), batches
+    learner = make_learner(cfg)
+    for batch in batches:
+        total = ((learner.score(batch, Needs()).logp - batch.logp_inf) * batch.mask).sum(1)
+        batch.logp_inf[1] += (total[1] - 1) / batch.mask[1].sum()  # R = e
+    return learner, batches
 
 
 def test_lr_halves_the_rate_from_the_next_update_on(capsys):
