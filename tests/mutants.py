@@ -893,6 +893,7 @@ MUTANTS = {
         ('return 2 if cfg.delay == "none" and', "return 2 if"),
     ],
     "train.py": [
+        ("source.packed, in_full=True)", "source.packed)"),
         ("        self.values = {}\n        self.step += 1", "        self.step += 1"),
         ("            t.rescue()\n            raise", "            raise"),
         ("halt = t.comm.any(signals) or bool(t.learner.error)", "halt = t.comm.any(signals)"),

@@ -401,6 +401,18 @@ def without_sync(out) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith("sync/")} for row in without_eval(timeless(out))]
 
 
+def test_a_step_that_vanishes_in_16_bits_is_not_taken_for_foreign_weights(solvers, tmp_path, train_here):
+    """From a folder in bfloat16, at a rate below half a unit of its last place: the engine's matrices stay as they
+    were, the learner's do not."""
+    start = tmp_path / "start"
+    AutoModelForCausalLM.from_pretrained(solvers / "policy").bfloat16().save_pretrained(start)
+    arithmetic_tokenizer().save_pretrained(start)
+    changes = {"model": start, "actor": "none", "objective": "tis", "steps": 4, "eval_every": -1, "lr": 1e-6}
+    changes |= {"dtype": "float32", "rollout_dtype": "bfloat16", "warmup_steps": 0}
+    _, rows = train_here(flags(solvers, tmp_path / "run", **changes))
+    assert [row["step"] for row in rows][-1] == 3 and any(row.get("grad_norm", 0) > 0 for row in rows)
+
+
 def test_a_run_goes_on_from_what_it_trains_not_from_what_it_exports(solvers, tmp_path, train_here):
     """A folder in bfloat16: the export has its precision, and its rounding is not in the resumed run."""
     start = tmp_path / "start"
