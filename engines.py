@@ -486,6 +486,14 @@ def evaluated_by(cfg, name: str) -> str:
     return "second" if cfg.eval_engine == "second" else "torch"
 
 
+def sleep_level(cfg) -> int:
+    """How the engine sleeps between rollouts (VLLMEngine). It may drop its weights where new ones come before it
+    samples again, and nothing but them is loaded; delayed samplers go on with old ones."""
+    if not cfg.rollout_sleep:
+        return 0
+    return 2 if cfg.delay == "none" and cfg.rollout_quant == "none" else 1
+
+
 def make_engine(
     cfg, folder: str, max_len: int, topk: int, device: str = "cpu", vocabulary: int | None = None, sleep_level: int = 0
 ):

@@ -25,7 +25,7 @@ import checkpoint
 import corrections
 import sync
 import warmstart
-from engines import cache_of_a_token, cached_tokens, evaluated_by
+from engines import cache_of_a_token, cached_tokens, evaluated_by, sleep_level
 from flags import from_environment, is_hub_id, need
 from model import lora
 from model.footprint import layers_travel_in, measure, of_proof, of_scoring, on_meta, sampler_of
@@ -93,7 +93,7 @@ class Plan:
     categories: dict[str, int]
     stages: dict[str, list[str]]
     checkpoint: int  # bytes on the disk, of all ranks together
-    host: int  # bytes in the host's memory: a copy that is being saved, and what --offload keeps there
+    host: int  # bytes in the host's memory: a copy that is being saved, an engine asleep, what --offload keeps there
     moved: int  # bytes that a rank sends to others in an update of one micro-batch
 
     def sum_of(self, *kinds: str) -> int:
@@ -120,7 +120,7 @@ class Plan:
         lines += ["at the most, while it does"]
         lines += [f"  {stage:<50}{self.of_stage(stage) / GIB:9.2f}" for stage in self.stages]
         lines += ["and"]
-        lines += [f"  {'in the memory of the host: a copy to save, --offload':<50}{self.host / GIB:9.2f}"]
+        lines += [f"  {'in memory of the host: to save, asleep, --offload':<50}{self.host / GIB:9.2f}"]
         lines += [f"  {'a checkpoint on the disk, of all ranks':<50}{self.checkpoint / GIB:9.2f}"]
         lines += [f"  {'sent to other ranks in an update of one micro-batch':<50}{self.moved / GIB:8.2f}"]
         return "\n".join(lines)
@@ -144,8 +144,10 @@ def plan_of(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float = 0.0) -
     if corrections.is_probed(cfg):
         gradients["gradient of a probe"] = models["policy"].gradients // of_gradients
     activations = {f"activations, {name}": size for name, size in found.kept.items()}
-    sampling = engine(cfg, configs[sampler_of(cfg)], width, ranks, gpu_gib)
+    local = cfg.samplers == "local"
+    sampling = engine(cfg, configs[sampler_of(cfg)], width, ranks, gpu_gib) if local else 0
     asleep = gpu_gib > 0 and cfg.rollout == "vllm" and cfg.rollout_sleep
+    laid_down = local and asleep and sleep_level(cfg) == 1  # its weights wait in the host's memory
     others = {
         "logits, or a layer's backward": found.moment,
         "a forward without gradient": found.forward,
@@ -165,13 +167,17 @@ def plan_of(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float = 0.0) -
     saved = sum(2 * model.weights - model.weights // 2 + model.optimizer for model in models.values())
     copied = sum(model.weights // n + model.optimizer // ranks for model in models.values())  # checkpoint.Snapshot
     offloaded = sum(model.optimizer // n for model in models.values()) if cfg.offload else 0
+    host = copied + offloaded + (engine_weights(cfg, configs[sampler_of(cfg)]) if laid_down else 0)
     categories = states | gradients | activations | others
-    return Plan(ranks, (rows, width), categories, stages, saved, copied + offloaded, moved(cfg, models, ranks))
+    return Plan(ranks, (rows, width), categories, stages, saved, host, moved(cfg, models, ranks))
 
 
 def publishing(cfg, configs: dict, models: dict[str, States], width: int, sharded: bool) -> int:
     """Bytes of the largest of three: a tensor on its way to the engine, what proves that it has arrived, and the
-    learner's own forward of the same sequences."""
+    learner's own forward of the same sequences.
+
+    vLLM's forward takes less: it makes the logits of one sequence at a time, 9 bytes each with their logarithms and
+    ranks. 143 tokens of that are less than the embedding twice, the first of the three, from a hidden size of 161."""
     ids = probe_ids(cfg, width, min(config.vocab_size for config in configs.values()))
     rows, length = ids.shape
     own = of_scoring(cfg, configs, min(rows, max(1, cfg.micro_tokens // length)), length)
@@ -197,17 +203,24 @@ def moved(cfg, models: dict[str, States], ranks: int) -> int:
 
 
 def engine(cfg, config, width: int, ranks: int, gpu_gib: float) -> int:
-    """Bytes of the rollout engine on one rank: weights and key-value cache; on a GPU vLLM's share, if they fit it.
-
-    Low bits are counted as --rollout_dtype: vLLM starts from such weights."""
-    number = 4 if cfg.rollout_dtype == "float32" else 2
-    weights = weights_of(sync.empty_model(config)) * number // 4 // cfg.rollout_tp
+    """Bytes of the rollout engine on one rank: weights and key-value cache; on a GPU vLLM's share, if they fit it."""
+    number, weights = bytes_of_a_number(cfg), engine_weights(cfg, config)
     of_a_token = cache_of_a_token(config, number)
     if cfg.rollout == "vllm" and gpu_gib:
         return max(int(cfg.rollout_memory * gpu_gib * GIB), weights + of_a_token * width // cfg.rollout_tp)
     if cfg.rollout == "vllm":
         return weights + int(cfg.rollout_memory * GIB)
     return weights + torch_cache(config, number, cfg.rollout_batch // ranks, width)
+
+
+def engine_weights(cfg, config) -> int:
+    """Bytes of its weights. Low bits are counted as --rollout_dtype: vLLM starts from such weights."""
+    return weights_of(sync.empty_model(config)) * bytes_of_a_number(cfg) // 4 // cfg.rollout_tp
+
+
+def bytes_of_a_number(cfg) -> int:
+    """In the engine."""
+    return 4 if cfg.rollout_dtype == "float32" else 2
 
 
 def torch_cache(config, number: int, rows: int, width: int) -> int:

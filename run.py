@@ -36,7 +36,7 @@ import tasks
 import warmstart
 from corrections import USES_Z
 from delay import DelaySource
-from engines import make_engine
+from engines import make_engine, sleep_level
 from flags import UserError, is_hub_id, need
 from learner import LOCAL_RANK, LearnerCheck
 from model import exact, lora
@@ -196,14 +196,6 @@ def open_source(cfg, run, comm):
     if cfg.delay == "none":
         return LocalSource(*what, **how)
     return DelaySource(*what, cfg=cfg, store=run.folder / "versions", writes=comm.writes, **how)
-
-
-def sleep_level(cfg) -> int:
-    """How the engine sleeps between rollouts (VLLMEngine). It may drop its weights where new ones come before it
-    samples again, and nothing but them is loaded; delayed samplers go on with old ones."""
-    if not cfg.rollout_sleep:
-        return 0
-    return 2 if cfg.delay == "none" and cfg.rollout_quant == "none" else 1
 
 
 def open_eval_engine(cfg, run, comm):

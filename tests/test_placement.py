@@ -18,8 +18,7 @@ from torchrun import torchrun
 import checkpoint
 import engines
 import learner as learner_module
-import run
-from engines import HFEngine, VLLMEngine, make_engine
+from engines import HFEngine, VLLMEngine, make_engine, sleep_level
 from flags import UserError
 from learner import Comm, Learner
 from model import in_vllm, memory
@@ -78,7 +77,7 @@ def test_a_rank_asks_for_its_own_gpu_alone(rank, monkeypatch, tmp_path):
     comm = Comm.start(patience=60)
     assert comm.device == f"cuda:{rank}"
     cfg = replace(make_cfg(objective="tis", parallel="fsdp"), rollout="vllm", rollout_tp=2, seed=4)
-    engine = make_engine(cfg, "folder", 64, 5, comm.device, None, run.sleep_level(cfg))
+    engine = make_engine(cfg, "folder", 64, 5, comm.device, None, sleep_level(cfg))
     Learner(tiny_model(0), None, cfg, comm)
     checkpoint.rng_state()
     assert host.asked == [
@@ -292,10 +291,10 @@ def test_without_a_gpu_nothing_sleeps(monkeypatch):
 
 
 def test_how_deep_it_may_sleep():
-    assert run.sleep_level(make_cfg()) == 2
-    assert run.sleep_level(make_cfg(rollout_quant="int8")) == 1
-    assert run.sleep_level(make_cfg(delay="constant")) == 1
-    assert run.sleep_level(make_cfg(rollout_sleep=False)) == 0
+    assert sleep_level(make_cfg()) == 2
+    assert sleep_level(make_cfg(rollout_quant="int8")) == 1
+    assert sleep_level(make_cfg(delay="constant")) == 1
+    assert sleep_level(make_cfg(rollout_sleep=False)) == 0
 
 
 @pytest.mark.parametrize("delay", ["none", "constant"])

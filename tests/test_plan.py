@@ -211,6 +211,30 @@ def test_vllm_sleeps_on_a_gpu():
         assert plans_of_it.of_stage("evaluate") == plans_of_it.of_stage("roll out")
 
 
+def test_an_engine_that_sleeps_with_its_weights_lays_them_down_in_the_host():
+    gpu = dict(objective="grpo", rollout="vllm", rollout_memory=0.5, rollout_dtype="bfloat16")
+
+    def host(gpu_gib=10.0, **changes):
+        return plan.plan_of(replace(make_cfg(**gpu), **changes), {"policy": small()}, 37, 2, gpu_gib).host
+
+    dropped = host()  # new weights come before it samples again
+    assert host(rollout_quant="int8") == host(delay="constant") == dropped + 2 * P_SMALL
+    assert host(rollout_quant="int8", rollout_tp=2) == dropped + P_SMALL
+    awake = (dict(rollout_sleep=False), dict(gpu_gib=0.0), dict(samplers="zmq"))
+    assert [host(rollout_quant="int8", **changes) for changes in awake] == [dropped] * 3
+
+
+@pytest.mark.parametrize("engine", ["vllm", "hf"])
+def test_remote_samplers_have_the_engine(engine):
+    cfg = make_cfg(objective="grpo", rollout=engine, rollout_memory=0.5, max_tokens=90)
+    here, remote = (
+        plan.plan_of(replace(cfg, samplers=samplers), {"policy": small()}, 37, 1, gpu_gib=10.0)
+        for samplers in ("local", "zmq")
+    )
+    assert here.categories["engine"] > 0 == remote.categories["engine"]
+    assert here.of_stage("roll out") - remote.of_stage("roll out") == here.categories["engine"]
+
+
 def test_an_engine_takes_what_it_needs_where_its_share_is_less():
     cfg = make_cfg(objective="grpo", rollout="vllm", rollout_memory=0.5, max_tokens=90)
     P, of_a_token = P_SMALL, 2 * 6 * 2 * 24 * 4  # keys and values, layers, heads, size, float32
