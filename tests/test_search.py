@@ -14,7 +14,7 @@ import measure
 import objectives
 import worth
 from optim import learning
-from results import curvature, foretell, isotonic, praxis, search, sweep
+from results import candidates, curvature, foretell, isotonic, praxis, search, sweep
 
 n, B, T, F, K, M = 3, 12, 7, measure.FOLDS, 6, 2
 
@@ -220,7 +220,7 @@ def test_what_a_draw_adds_to_the_noise_by_many_draws():
 
 def test_a_drawn_mask_has_its_mean():
     p = np.full((50, 40, 1), 0.3)
-    mask = search.drawn(p)
+    mask = candidates.drawn(p)
     assert set(np.unique(mask)) == {0.0, 1.0} and mask.shape == p.shape
     assert mask.mean() == pytest.approx(0.3, abs=0.04)
     t = made_up(7)
