@@ -30,6 +30,9 @@ import time
 from functools import partial
 from pathlib import Path
 
+# before torch is imported, as in train.py: its idle threads sleep
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import numpy as np
 import torch
 from tqdm import tqdm

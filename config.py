@@ -1,4 +1,4 @@
-"""Every flag of train.py: its default, its choices, one sentence; then what must hold between them.
+"""The flags of train.py: their defaults, their choices, one sentence; then what must hold between them.
 
     python train.py --config=configs/x.toml --key=value
 
@@ -38,8 +38,8 @@ from sampling import Sampling, SamplingFlags
 from tasks import PromptFlags, TaskFlags
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The flags, in groups, but for those that stand in the file of their concept: sampling.py, quant.py, delay.py, tasks/,
-# remote/__init__.py. --help shows them in the order of `Config`'s bases
+# The flags, in groups, but for those that stand in the file of their concept: sampling.py, quant.py, delay.py,
+# optim.py, model/memory.py, tasks/, remote/__init__.py. --help shows them in the order of `Config`'s bases
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -85,8 +85,8 @@ class SizeFlags:
     epochs: float = 0.0
     """Passes over the problems of --task, in place of --steps; 0: --steps counts."""
     dynamic_sampling: int = 0
-    """Sample other prompts in the place of groups whose responses all earn the same, in at most so many rounds a batch
-    (DAPO); 0: never."""
+    """Other prompts in the place of groups whose responses all earn the same (DAPO): at most so many rounds a batch,
+    the first among them (2: one more); with remote samplers until there are enough; 0: never."""
     micro_tokens: int = 4096
     """Token budget (prompt and response) of one micro-batch on one rank."""
 
@@ -127,9 +127,9 @@ class ObjectiveFlags:
     clip: bool = True
     """PPO clip on or off."""
     clip_low: float | None = None
-    """eps_low (default 0.2; gspo 3e-4, gmpo 0.4 of log r, dppo_tv 0.2 and dppo_kl 0.05 of a divergence)."""
+    """eps_low (default 0.2; gspo and tbpo 3e-4, gmpo 0.4 of log r, dppo_tv 0.2 and dppo_kl 0.05 of a divergence)."""
     clip_high: float | None = None
-    """eps_high (default 0.28; gspo 4e-4, gmpo, dppo_tv and dppo_kl as below)."""
+    """eps_high (default 0.28; gspo and tbpo 4e-4; gmpo, dppo_tv and dppo_kl as --clip_low)."""
     dual_clip: float = 0.0
     """Dual-clip constant c for negative advantages (3 is usual); 0: off."""
     correction_target: Literal["ref", "new"] | None = None
@@ -219,7 +219,7 @@ class ActorFlags:
     """The actor's own training (two models)"""
 
     actor_correction: str = "tis"
-    """F of the actor's own PPO loss, on p_actor,ref / p_inf."""
+    """Weight of the actor's own PPO loss (F of Jackpot Eq. 6), by the ratio p_actor,ref / p_inf."""
     actor_is_cap: float | None = None
     """Cap of that weight."""
     distill_lambda: float = 1.0
@@ -254,13 +254,13 @@ class OptimizerFlags:
     warmup_steps: float = 5.0
     """Updates of linear warm-up; below 1 a share of --steps (0.03: 3 %, rounded up)."""
     adam_beta1: float = 0.9
-    """AdamW."""
+    """AdamW: share of the first moment that is kept."""
     adam_beta2: float = 0.999
-    """AdamW."""
+    """AdamW: share of the second moment that is kept."""
     adam_eps: float = 1e-8
-    """AdamW."""
+    """AdamW: added to the root of the second moment."""
     weight_decay: float = 0.0
-    """AdamW."""
+    """Decoupled weight decay, of AdamW and Muon."""
     grad_clip: float = 0.3
     """Largest gradient norm, each model on its own."""
     max_skips: int = 5
@@ -288,8 +288,8 @@ class ReportFlags:
     eval_every: int = 0
     """Held-out pass@1 every so many updates; 0: only before and after; -1: never (python eval.py --follow=RUN)."""
     eval_engine: Literal["own", "torch", "second"] = "own"
-    """own: the run's engine evaluates the model that samples, with all that it rounds, torch the policy of an actor;
-    second: an engine beside it evaluates that policy, and sleeps; torch: a plain sampler on the learner's weights."""
+    """Who samples. own: the run's engine, roundings and all, for the model that it samples from, else plain torch;
+    second: as own, but the policy of an actor has an engine of its own; torch: plain torch on the learner's weights."""
     eval_problems: int = 512
     """Held-out problems."""
     eval_samples: int = 1
@@ -298,7 +298,7 @@ class ReportFlags:
     """Held-out sets, as --task, with commas; each may have settings: a.jsonl,b.jsonl:samples=32:temperature=0.6:
     max_tokens=8192. arith has its own test split."""
     check_agreement: bool = True
-    """Stop if on the first rollouts engine and learner, with the same weights, are different policies (sync.py)."""
+    """Stop if on the first rollouts engine and learner, with the same weights, are different policies (learner.py)."""
     advantage_error_every: int = 0
     """Every so many updates, |mean(w A) - mean A of fresh samples of the policy| (GEPO 6c); costly; 0: never."""
     save_every: int = 50

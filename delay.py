@@ -21,8 +21,8 @@ P(D < lo) = P(D > hi) = (1 - mass) / 2 = a, and then clipped to [lo, hi]:
 
 A group is sampled when the learner takes it, with the weights that its sampler had when the group
 was made. This is exact because a sample is a pure function of weights and seeds (rollout.py), and a
-group that a bound drops is never computed. Old versions stay on disk as long as a sampler, a
-waiting group or a checkpoint needs them.
+group that a bound drops is never computed (but with `--token_seconds`, where its length counts).
+Old versions stay on disk as long as a sampler, a waiting group or a checkpoint needs them.
 
 Samplers are not equally fast, and long responses take longer. With `--token_seconds` above 0 a
 sampler of speed s (`--sampler_speeds`) makes one group after the other, each with the weights that

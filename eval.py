@@ -91,7 +91,7 @@ def solve(engine, task, tokenizer, indices, samples: int, sampling: Sampling, se
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Within a training run. All of these are collective: every rank must call them
+# Within a training run. What has a learner is collective: every rank must call it
 # ---------------------------------------------------------------------------------------------------------------------
 
 

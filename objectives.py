@@ -226,7 +226,7 @@ def passes_needed(cfg, controllers: dict, updates: int) -> set[str]:
 
     With one update per batch `ref` is the policy of that very update, so its forward pass serves as the ref pass,
     unless something must be known of all ranks before the first backward: kappa, a budget's lambda, the kept
-    denominator."""
+    denominator, the mean weight."""
     z = cfg.correction in USES_Z
     passes = set()
     several = updates > 1 and cfg.ref_from == "pass"

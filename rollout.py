@@ -3,7 +3,7 @@
 The group is the unit of everything that follows: transport, staleness, accounting, advantage. A
 `Rollout` is one group, not padded (batching.collate alone pads), sampled by one model at one weight
 version with one set of sampling settings. It records the log-probabilities of the very distribution
-that was sampled, as the engine computed them: they are p_inf, and every correction in objectives.py
+that was sampled, as the engine computed them: they are p_inf, and every correction in corrections/
 starts from them.
 
 A *source* publishes weights to its sampler and hands out graded groups. There are three, with the
@@ -21,12 +21,16 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 import time
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import islice
 from typing import Any
+
+# before torch is imported, as in train.py: its idle threads sleep
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch
@@ -71,7 +75,7 @@ class Rollout:
     t_start: float  # start and end of sampling, in seconds since the epoch by the learner's clock
     t_end: float
     responses: list[Response] = field(default_factory=list)
-    # What the learner's ref pass adds (batching.write_ref): name -> one array for each response.
+    # What the learner's ref pass adds (batching.write_ref_columns): name -> one array for each response.
     ref: dict[str, list[np.ndarray]] = field(default_factory=dict)
     t_published: float = 0.0  # when the learner published the weights, in seconds by its own clock
 

@@ -108,7 +108,7 @@ class Run:
         return probe_ids(self.cfg, self.context, self.vocabulary)
 
     def learner_check(self) -> LearnerCheck:
-        """Whether the published weights are the learner's own (sync.py)."""
+        """Whether the published weights are the learner's own (learner.py)."""
         return LearnerCheck(self.probe(), self.cfg.learner_quant in ("aligned", self.cfg.rollout_quant))
 
 

@@ -7,7 +7,7 @@ objectives.py.
 
     publish -> rollout -> [ref pass] -> minibatch -> prepare -> forward, loss, backward -> step -> metrics
 
-Every flag stands in config.py.
+Every flag stands in config.py, or in the file of its concept; --help shows all.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
-
-from engines import evaluated_by
-from flags import UserError, need, run_command
 
 # before torch is imported: its idle threads sleep, and leave the cores to a neighbour (results/spin.py)
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -34,7 +31,9 @@ import objectives
 import plan
 import plot
 from auto import Chooser
+from engines import evaluated_by
 from eval import fresh_advantage, held_out
+from flags import UserError, need, run_command
 from learner import LOCAL_RANK, Comm, Learner, check_agreement, expects_agreement
 from model import Needs, exact, needs_of_exact_kappa
 from rollout import given_back_if_it_fails

@@ -6,7 +6,7 @@
     python worth.py ... --rows="tis; tis is_cap=8; jackpot obrs_mask=expected" --lengths=16,64 --cost
     torchrun --nproc_per_node=2 worth.py ... --parallel=fsdp --share=0.1
 
-with every flag of train.py that says how rollouts are made, and every objective of objectives.py as a row.
+with train.py's flags of how one engine samples, and as rows all objectives but those that look at p_new / p_inf.
 
     g      the on-policy gradient of the policy (its mean)
     g_c    the gradient that one batch of B sampler responses gives under row c
@@ -31,11 +31,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+
+# before torch is imported, as in train.py: its idle threads sleep
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch
@@ -84,7 +88,7 @@ class WorthFlags:
     lengths: str = ""
     """Lengths that divide the responses, with commas: each part is weighed, too, and takes as long as the whole."""
     share: float = 1.0
-    """Share of the parameters' entries that is looked at, drawn at random: of nine copies that are kept, so much."""
+    """Share of the parameters' entries that is looked at, drawn at random: 13 copies of these are kept in float32."""
     stale: str = ""
     """A model folder whose weights sample in the place of the policy's: an older checkpoint."""
     cost: bool = False
@@ -255,7 +259,7 @@ class Weights:
         for i, x in enumerate(self.at_rest):
             generator = torch.Generator().manual_seed(1_000_003 * (1 + number) + 1009 * self.seed + i)
             signs = torch.randint(0, 2, x.shape, generator=generator, dtype=torch.int8) * 2 - 1
-            out.append(signs.to(x))
+            out.append(signs.to(x.device))
         return out
 
     def dot(self, a, b) -> float:

@@ -2,10 +2,13 @@
 
 import json
 import math
+import os
+import subprocess
 import sys
 
 import pytest
 import torch
+from conftest import ROOT
 from test_grading import alive
 from test_hub import until
 
@@ -140,3 +143,30 @@ def test_operations_of_a_token():
     norms = 2 * (2 * H + 2 * 32) + H
     attention = 3 * 2 * (2 * A * length / 2)  # three passes, two products, half of the places
     assert gpu_parts.operations(model, length) == 6 * (2 * layer + norms + H * V) + 2 * attention
+
+
+AS_TORCH_IS_IMPORTED = """
+import importlib.abc, os, runpy, sys
+
+class First(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            print(os.environ.get("OMP_WAIT_POLICY"))
+            sys.stdout.flush()
+            os._exit(0)
+
+sys.meta_path.insert(0, First())
+sys.path.insert(0, ".")
+run = runpy.run_path if sys.argv[1].endswith(".py") else runpy.run_module
+run(sys.argv[1], run_name="__main__")
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("script", ["train.py", "rollout.py", "eval.py", "worth.py", "bench.py", "remote"])
+def test_idle_threads_sleep(script):
+    """OpenMP reads the variable once, when torch is imported."""
+    env = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    argv = [sys.executable, "-c", AS_TORCH_IS_IMPORTED, script]
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=50)
+    assert done.stdout.split() == ["PASSIVE"], done.stderr[-500:]
