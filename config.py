@@ -378,6 +378,10 @@ def parse(argv: list[str] | None = None) -> Config:
         for name, text in flags.ours(key, value).items():
             given[name] = flags.convert(Config, name, text)
     need(not (given.get("epochs") and "steps" in given), "--epochs with --steps: both say how long; leave one out")
+    if "steps" in given:  # over a file's epochs, and a file's steps are nothing beside epochs
+        given["epochs"] = 0.0
+    if given.get("epochs", from_file.get("epochs")):
+        from_file.pop("steps", None)
     given |= flags.meant(written, given, resolve_open(Config(**{**from_file, **given})))
     cfg = Config(**{**from_file, **given})
     if cfg.resume:
@@ -389,13 +393,10 @@ def resumed(cfg: Config, given: set[str]) -> Config:
     """The saved configuration of the run in --out; flags given now must agree with it."""
     need(not cfg.overwrite, "--resume with --overwrite: one goes on, the other deletes; leave one of them out")
     path = Path(cfg.out) / "config.json"
-    need(
-        path.is_file(),
-        f"--resume: {cfg.out} holds no run; start one without --resume, or name its folder with --out",
-    )
+    need(path.is_file(), f"--resume: {cfg.out} holds no run; start without --resume, or name its folder with --out")
     saved = saved_flags(path)
     of_steps = saved["lr_schedule"] != "constant" or 0 < saved["warmup_steps"] < 1  # the schedule depends on it
-    free = HARMLESS | (set() if of_steps else {"steps"})
+    free = HARMLESS | (set() if of_steps else {"steps", "epochs"})
     now = resolve_open(replace(cfg, resume=False))
     changed = [k for k in sorted(given - free) if getattr(now, k) != saved.get(k, FIELDS[k].default)]
     if changed:
@@ -403,8 +404,7 @@ def resumed(cfg: Config, given: set[str]) -> Config:
         raise UserError(
             f"--resume with a changed configuration: {was}; give the old value, or start anew in another --out"
         )
-    changeable = {k: getattr(cfg, k) for k in given & free}
-    return Config(**{**saved, **changeable, "resume": True, "overwrite": False})
+    return Config(**{**saved, **{k: getattr(cfg, k) for k in given & free}, "resume": True, "overwrite": False})
 
 
 def saved_flags(path: Path) -> dict:

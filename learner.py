@@ -53,6 +53,7 @@ from sampling import Sampling
 # read before vLLM is imported: it overwrites such variables
 LOCAL_RANK = from_environment("LOCAL_RANK", 0)
 WORLD_SIZE = from_environment("WORLD_SIZE", 1)
+FOREVER = 10 * 365 * 86400.0  # seconds: the longest that torch is told to wait
 
 
 class Comm:
@@ -69,7 +70,7 @@ class Comm:
     def start(cls, patience: float) -> Comm:
         """This rank's device and process group under torchrun; one process otherwise. patience: seconds a rank
         waits."""
-        patience = timedelta(seconds=patience)
+        patience = timedelta(seconds=min(patience, FOREVER))
         if not torch.cuda.is_available():
             if WORLD_SIZE > 1:
                 dist.init_process_group("gloo", timeout=patience)

@@ -513,9 +513,9 @@ LOADS=1 --model=gptq | gptq: its weights cannot be read (Loading a GPTQ ... give
     *rows(
         "train.py --resume",
         r"""
---out=/no/such/run | --resume: /no/such/run holds no run; start one without --resume, or name its folder with --out
---out=file | --resume: file holds no run; start one without --resume, or name its folder with --out
---out=notes | --resume: notes holds no run; start one without --resume, or name its folder with --out
+--out=/no/such/run | --resume: /no/such/run holds no run; start without --resume, or name its folder with --out
+--out=file | --resume: file holds no run; start without --resume, or name its folder with --out
+--out=notes | --resume: notes holds no run; start without --resume, or name its folder with --out
 --out=run --lr=0.5 | --resume with a changed configuration: ... give the old value, or start anew in another --out
 --out=run --objective=tis | --resume with a changed configuration: --objective was ... give the old value, or start
 --out=run_cut | run_cut/config.json: not valid JSON (Expecting value: line 1 ... copy it from a backup, or start

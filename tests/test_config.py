@@ -10,6 +10,7 @@ import config
 import flags
 from config import Config, parse, resolve
 from flags import UserError
+from learner import Comm
 from model import needs_of_ref_pass, needs_of_update
 from sampling import Sampling
 
@@ -280,6 +281,10 @@ def test_numbers_that_may_be_infinite_and_those_of_a_file(tmp_path):
             config.parse([f"--config={file}"])
     file.write_text("grad_clip = inf")
     assert config.parse([f"--config={file}"]).grad_clip == math.inf
+
+
+def test_a_run_may_wait_for_ever():
+    assert Comm.start(config.parse(["--give_up=inf"]).give_up + 1800).size == 1
 
 
 def test_vllms_word_for_all_tokens_is_understood():

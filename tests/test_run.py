@@ -14,6 +14,7 @@ import torch
 from conftest import TINY_TASK, make_cfg
 
 import checkpoint
+import config
 import run
 from checkpoint import load_model
 from flags import UserError
@@ -143,6 +144,35 @@ def test_epochs_count_problems(folders, tmp_path):
         assert r.context == (3 if longest else 7) + 8
     with pytest.raises(ValueError, match="--epochs=1.0: arith is endless; give --steps"):
         opened(folders, tmp_path, epochs=1.0)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_the_command_line_says_how_long(folders, tmp_path, schedule):
+    """--steps over a file's epochs, --epochs over a file's steps; both in a run that goes on, too."""
+    task, file = tmp_path / "task.jsonl", tmp_path / "run.toml"
+    task.write_text('{"problem": "1 + 1", "answer": "2"}\n' * 10)
+    batch = {"train_batch": 8, "rollout_batch": 8, "group_size": 2, "prompt_template": "plain", "lr_schedule": schedule}
+    said = {**flags(folders, tmp_path), **batch, "task": str(task), "dtype": "float32", "lr": 1e-3, "actor": "none"}
+    argv = [f"--config={file}", *(f"--{key}={value}" for key, value in said.items())]
+
+    def steps(text, *more):
+        file.write_text(text)
+        cfg = config.parse([*argv, *more])
+        with locked(cfg, Comm()):
+            r = open_run(cfg, Comm())
+            prepare_folder(r)
+        return r.cfg.steps
+
+    assert steps("epochs = 2") == steps("epochs = 2\nsteps = 500") == 5
+    assert steps("epochs = 2", "--steps=7", "--overwrite") == 7
+    assert steps("steps = 500", "--epochs=2", "--overwrite") == 5
+    assert steps("steps = 500", "--epochs=2", "--resume") == 5  # the same command
+    for longer in (("--steps=9",), ("--epochs=4",)):
+        if schedule == "constant":
+            assert steps("", "--resume", *longer) == {"--steps=9": 9, "--epochs=4": 10}[longer[0]]
+        else:
+            with pytest.raises(UserError, match="--resume with a changed configuration: --epochs was 2.0 and is now"):
+                steps("", "--resume", *longer)
 
 
 def test_a_run_is_resumed_or_deleted_only_when_asked(folders, tmp_path, monkeypatch):
