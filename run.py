@@ -109,7 +109,11 @@ class Run:
 
     def learner_check(self) -> LearnerCheck:
         """Whether the published weights are the learner's own (learner.py)."""
-        return LearnerCheck(self.probe(), self.cfg.learner_quant in ("aligned", self.cfg.rollout_quant))
+        cfg = self.cfg
+        if cfg.samplers != "local" and cfg.sync_dtype != "quantized":  # samplers round for themselves
+            plain = Probe(self.actor or self.policy, self.probe_ids(), vocabulary=self.vocabulary)
+            return LearnerCheck(plain, cfg.learner_quant == "none")
+        return LearnerCheck(self.probe(), cfg.learner_quant in ("aligned", cfg.rollout_quant))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ import config
 import run
 from checkpoint import load_model
 from flags import UserError
-from learner import Comm
+from learner import Comm, Learner
 from run import Log, locked, open_run, prepare_folder, read_metrics, truncate
+from sync import SyncError
 from tasks import encode
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -333,6 +334,43 @@ def test_models_that_do_not_fit(folders, tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 # Models
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("samplers", "sync_dtype"),
+    [("local", "float32"), ("files", "float32"), ("files", "bfloat16"), ("files", "quantized")],
+)
+@pytest.mark.parametrize("learner_quant", ["none", "aligned"])
+@pytest.mark.parametrize("rollout_quant", ["none", "int8", "w4a16"])
+def test_what_is_published_is_held_to_the_learners_own(
+    folders, tmp_path, rollout_quant, learner_quant, samplers, sync_dtype
+):
+    """Remote samplers round for themselves what is published in full, whatever the learner computes with."""
+    changes = dict(samplers=samplers, sync_dtype=sync_dtype, sync_path=str(tmp_path / "shared"), quant_group=16)
+    changes |= dict(rollout_quant=rollout_quant, learner_quant=learner_quant, rollout="hf", actor="none")
+    try:
+        r = opened(folders, tmp_path, **changes)
+    except UserError as refused:
+        assert "none" in (rollout_quant, learner_quant) or "sync_dtype=bfloat16" in str(refused)
+        return
+    learner = Learner(*r.load_models(), r.cfg, Comm(), r.vocabulary)
+    check, packed = r.learner_check(), sync_dtype == "quantized"
+    packed = packed or (samplers == "local" and rollout_quant == "int8")  # what the plain engine asks for
+
+    def published():
+        return [(name, x.clone()) for name, x in learner.published("policy", packed, in_full=True)]
+
+    def move():
+        with torch.no_grad():
+            for p in learner.models.policy.parameters():
+                p.mul_(1 + 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+
+    for version in range(3):
+        old = published()
+        check(version, learner.logprobs("policy", check.probe.ids), old)
+        move()
+    with pytest.raises(SyncError, match="they are not the learner's"):
+        check(3, learner.logprobs("policy", check.probe.ids), old)
 
 
 def test_weights_that_do_not_fit_their_config(folders, tmp_path):
