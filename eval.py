@@ -75,8 +75,10 @@ def solve(engine, task, tokenizer, indices, samples: int, sampling: Sampling, se
     indices: numbers of problems. ends: tokens that end a response (tasks.stop_ids). write(problem, group): called with
     each problem's graded responses. Returns (len(indices), samples) of 0 / 1, and tokens."""
     right, lengths, some = [], [], tasks.at_once(samples)
-    starts = range(0, len(indices), some)
-    for start in tqdm(starts, desc="evaluate", leave=False, disable=len(starts) < 2):
+    rounds = -(-len(indices) // some)
+    bar = tqdm(total=rounds, desc="evaluate", leave=False, disable=rounds < 2)
+    start = 0
+    while engine.any_rank(start < len(indices)):  # ranks that are one engine sample together, if need be nothing
         problems = [task.problem("test", i) for i in indices[start : start + some]]
         prompts = [np.array(encode(tokenizer, p), np.int32) for p in problems]
         seeds = [[request_seed("eval", seed, problem.id, s) for s in range(samples)] for problem in problems]
@@ -87,7 +89,10 @@ def solve(engine, task, tokenizer, indices, samples: int, sampling: Sampling, se
             lengths += [len(r.tokens) for r in group]
             if write is not None:
                 write(problem, group)
-    return np.array(right), float(np.mean(lengths))
+        start += some
+        bar.update(1)
+    bar.close()
+    return np.array(right), float(np.mean(lengths)) if lengths else math.nan
 
 
 # ---------------------------------------------------------------------------------------------------------------------

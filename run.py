@@ -185,6 +185,7 @@ def open_source(cfg, run, comm):
     context = max(run.context, run.eval_context if cfg.eval_engine != "torch" else 0)  # it evaluates too
     where = (comm.device, run.vocabulary, sleep_level(cfg))
     engine = make_engine(cfg, run.actor or run.policy, context, max(topk, max_allowed), *where)
+    engine.sleep()  # a resumed run may first train on what it has, and a second engine may start beside this one
     what = (engine, run.task, run.tokenizer, sampling.Sampling.of(cfg))
     how = {
         "group_size": cfg.group_size,

@@ -322,6 +322,7 @@ class Measurement:
     def __init__(self, own: WorthFlags, rows: dict[str, config.Config], plain: config.Config):
         self.own, self.rows, self.plain, self.parts = own, rows, plain, parts(own)
         lead = max(rows.values(), key=topk_of)  # the engine records what the most demanding row asks for
+        lead = replace(lead, rollout_sleep=False)  # asleep it may drop its weights, and nothing brings new ones
         self.cfg, self.comm = lead, Comm.start(lead.give_up)
         self.quiet = self.comm.rank > 0
         self.run = run = open_run(lead, self.comm)

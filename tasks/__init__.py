@@ -276,7 +276,7 @@ def grade_all(task, tokenizer, problems, groups) -> Counter:
     The text graded is without special tokens; `finished` says that the response ended by itself. Returns the task's
     counts (rewards.Reward.of)."""
     responses = [(problem, r) for problem, group in zip(problems, groups, strict=True) for r in group]
-    texts = tokenizer.batch_decode([r.tokens for _, r in responses], skip_special_tokens=True)
+    texts = [tokenizer.decode(r.tokens, skip_special_tokens=True) for _, r in responses]  # batch_decode([]) is [""]
 
     def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False))

@@ -16,6 +16,7 @@ from transformers import AutoConfig
 
 import config
 import eval as evaluation
+import tasks
 import train
 import warmstart
 from checkpoint import save_model
@@ -278,6 +279,9 @@ class Knows:
         self.every = every
         self.seen = 0
 
+    def any_rank(self, condition):
+        return condition
+
     def generate(self, prompts, seeds, sampling, topk, stop):
         groups = []
         for prompt, group_seeds in zip(prompts, seeds, strict=True):
@@ -303,6 +307,20 @@ def test_a_model_that_always_answers_right_scores_one(every, score):
     right, length = evaluation.solve(engine, task, tokenizer, list(range(40)), 2, Sampling(), 0, [1])
     assert right.shape == (40, 2) and right.mean() == score
     assert length == 3
+
+
+@pytest.mark.parametrize("own", [[0], [0, 1, 2], []])
+def test_ranks_of_one_engine_sample_equally_often(own, monkeypatch):
+    """The other rank of this engine has two problems, at one a round: its calls are waited for, and none is missing."""
+    monkeypatch.setattr(tasks, "at_once", lambda samples: 1)
+    task, tokenizer = Arithmetic(), arithmetic_tokenizer()
+    engine, calls = Knows(task, tokenizer, 1), []
+    engine.any_rank = lambda condition: condition or len(calls) < 2
+    generate = engine.generate
+    engine.generate = lambda prompts, *more: calls.append(len(prompts)) or generate(prompts, *more)
+    right, length = evaluation.solve(engine, task, tokenizer, own, 3, Sampling(), 0, [1])
+    assert calls == [1] * len(own) + [0] * (2 - len(own))
+    assert right.size == 3 * len(own) and (length == 3 if own else math.isnan(length))
 
 
 def test_every_response_has_a_seed_of_its_own():
