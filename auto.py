@@ -18,6 +18,7 @@ import checkpoint
 import config
 import corrections
 import objectives
+from model import needs_of_exact_kappa
 from objectives import unregularised
 from optim import learning
 from worth import local, on_policy_config, on_policy_source
@@ -87,7 +88,9 @@ class Chooser:
         source = on_policy_source(learner, self.run, plain)
         n = cfg.train_batch // (cfg.group_size * learner.comm.size)  # groups of a batch, on this rank
         source.sequence += update // cfg.auto_every * 2 * n  # every probe has problems of its own
-        g, other = (self.gradient(batching.collate(source.next(n, update), plain), plain) for _ in range(2))
+        batches = [batching.collate(source.next(n, update), plain) for _ in range(2)]
+        del source  # under FSDP its engine has a whole copy of the policy
+        g, other = (self.gradient(batch, plain) for batch in batches)
         single = (learner.dot(g, g) + learner.dot(other, other)) / 2
         for x, y in zip(g, other, strict=True):
             x.add_(y).div_(2)
@@ -125,8 +128,10 @@ class Chooser:
 
     def gradient(self, batch, cfg: config.Config) -> list[torch.Tensor]:
         """Of the policy's loss, by the learner's own backward."""
-        self.learner.cfg = unregularised(cfg)
-        self.learner.backward(batch, objectives.prepare(batch, self.learner.comm, cfg, {}))
+        self.learner.cfg, fresh = unregularised(cfg), None
+        if "fresh" in objectives.passes_needed(cfg, {}, 1):
+            fresh = self.learner.score(batch, needs_of_exact_kappa(cfg))
+        self.learner.backward(batch, objectives.prepare(batch, self.learner.comm, cfg, {}, fresh))
         found = []
         for p in learning(self.learner.models.policy):
             found.append(local(p.grad).detach().clone())  # DDP's own is written into again

@@ -125,7 +125,7 @@ def fresh_advantage(learner, groups, run) -> float:
         key = ("fresh", cfg.seed, g.uid, learner.version)
         seeds.append([request_seed(*key, i) for i in range(cfg.group_size)])
     engine = sampler_of(learner, "policy", cfg)
-    fresh = engine.generate(prompts, seeds, replace(groups[0].sampling, noise=0.0), 0, run.stop_ids)
+    fresh = engine.generate(prompts, seeds, Sampling.of_policy(cfg), 0, run.stop_ids)
     grade_all(run.task, run.tokenizer, [run.task.find(g.prompt_id) for g in groups], fresh)
     total = count = 0.0
     for group, responses in zip(groups, fresh, strict=True):

@@ -154,6 +154,7 @@ def plan_of(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float = 0.0) -
         "gathered from other ranks": gathered(models) if sharded else 0,
         "engine": sampling,
         "evaluation": evaluation(cfg, configs, width, ranks, gpu_gib, sampling if asleep else 0),
+        "the policy's own responses": own_responses(cfg, configs["policy"], width, ranks),
         "a tensor to publish, and its proof": publishing(cfg, configs, models, width, sharded),
     }
     always = [*states, *([] if asleep else ["engine"])]
@@ -164,6 +165,8 @@ def plan_of(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float = 0.0) -
         "ref pass": [*always, "a forward without gradient", "gathered from other ranks"],
         "forward and backward": [*always, *gradients, *activations, *list(others)[:1], "gathered from other ranks"],
     }
+    if others["the policy's own responses"]:
+        stages["probe"] = [*always, "the policy's own responses"]
     saved = sum(2 * model.weights - model.weights // 2 + model.optimizer for model in models.values())
     copied = sum(model.weights // n + model.optimizer // ranks for model in models.values())  # checkpoint.Snapshot
     offloaded = sum(model.optimizer // n for model in models.values()) if cfg.offload else 0
@@ -232,8 +235,7 @@ def evaluation(cfg, configs: dict, width: int, ranks: int, gpu_gib: float, own: 
     """Bytes of an evaluation on one rank, beside the states and the rollout's engine; as long as --max_tokens. own: of
     that engine, where it sleeps at other times.
 
-    One model is evaluated after the other: by the engine that samples from it, by a second one, or by a sampler in
-    plain torch, which has a whole copy of a model that ranks share (eval.sampler_of)."""
+    One model is evaluated after the other: by the engine that samples from it, by a second one, or in plain torch."""
     if cfg.eval_every < 0:
         return 0
     sizes = []
@@ -245,9 +247,21 @@ def evaluation(cfg, configs: dict, width: int, ranks: int, gpu_gib: float, own: 
             sizes.append(engine(cfg, config, width, ranks, gpu_gib))
         else:
             rows = min(at_once(cfg.eval_samples), -(-cfg.eval_problems // ranks)) * cfg.eval_samples
-            copied = weights_of(sync.empty_model(config)) if cfg.parallel == "fsdp" and ranks > 1 else 0
-            sizes.append(copied + torch_cache(config, 4, rows, width))
+            sizes.append(plain_sampler(cfg, config, rows, width, ranks))
     return max(sizes)
+
+
+def own_responses(cfg, config, width: int, ranks: int) -> int:
+    """Bytes of what samples a minibatch from the policy itself: for a probe (auto.py), for --advantage_error_every."""
+    wanted = corrections.is_probed(cfg) or cfg.advantage_error_every
+    return plain_sampler(cfg, config, cfg.train_batch // ranks, width, ranks) if wanted else 0
+
+
+def plain_sampler(cfg, config, rows: int, width: int, ranks: int) -> int:
+    """Bytes of a sampler in plain torch of so many responses; of a model that ranks share it has a whole copy
+    (eval.sampler_of)."""
+    copied = weights_of(sync.empty_model(config)) if cfg.parallel == "fsdp" and ranks > 1 else 0
+    return copied + torch_cache(config, 4, rows, width)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ Source: Mismatch Praxis, section 2.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -82,6 +82,12 @@ class Sampling:
         """The settings that the flags ask for."""
         top_k = max(0, cfg.top_k)  # -1 is vLLM's word for all
         return cls(cfg.temperature, cfg.top_p, top_k, cfg.min_p, cfg.max_tokens, cfg.seed, cfg.rollout_noise)
+
+    @classmethod
+    def of_policy(cls, cfg) -> Sampling:
+        """The law that the learner scores: without noise, and cut where it replays or recomputes the cut."""
+        law = replace(cls.of(cfg), noise=0.0)
+        return replace(law, top_p=1.0, top_k=0, min_p=0.0) if cfg.keep_sampling_mask == "off" else law
 
     @property
     def truncates(self) -> bool:

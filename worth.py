@@ -414,17 +414,12 @@ class Measurement:
 
 
 def on_policy_source(learner, run, cfg) -> LocalSource:
-    """The learner's own policy as a sampler, on problems of its own.
-
-    Truncated sampling is the policy where the learner scores with it, and mismatch where it does not."""
-    law = replace(sampling.Sampling.of(cfg), noise=0.0)
-    if cfg.keep_sampling_mask == "off":
-        law = replace(law, top_p=1.0, top_k=0, min_p=0.0)
+    """The learner's own policy as a sampler, on problems of its own."""
     source = LocalSource(
         sampler_of(learner, "policy", cfg),
         run.task,
         run.tokenizer,
-        law,
+        sampling.Sampling.of_policy(cfg),
         group_size=cfg.group_size,
         topk=0,
         max_allowed=sampling.max_allowed(cfg, run.vocabulary),
@@ -440,9 +435,10 @@ def on_policy_source(learner, run, cfg) -> LocalSource:
 
 def on_policy_config(cfg: config.Config) -> config.Config:
     """What g is the gradient of: the objective without a correction, a trust region or anything dropped."""
-    dropped = dict(reject="none", reject_of="all", veto=0.0, positive_only=False, loss_denominator="proposed")
-    bounds = dict(is_cap=None, is_floor=0.0, rs_low=None, rs_high=None, cppo_beta=0.0, router_replay=False)
-    return replace(cfg, correction="none", surrogate="reinforce", ratio_base="ref", **dropped, **bounds)
+    dropped = dict(reject="none", reject_of="all", veto=0.0, positive_only=False, cppo_beta=0.0, router_replay=False)
+    bounds = dict(is_cap=None, is_floor=0.0, rs_low=None, rs_high=None)
+    sums = dict(loss_denominator="proposed", normalize_weights=False)
+    return replace(cfg, correction="none", surrogate="reinforce", ratio_base="ref", **dropped, **bounds, **sums)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

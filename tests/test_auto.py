@@ -326,6 +326,25 @@ def test_one_candidate_alone_trains_as_the_fixed_cap(actor, solvers, tmp_path, t
     assert read_metrics(tmp_path / "auto")[1]["auto_s"] > 0
 
 
+KEPT = dict(loss_denominator="kept", obrs_mask="bernoulli")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(objective="tis", is_cap="auto", normalize_weights=True, actor="none"),
+        dict(objective="grpo", correction="auto", normalize_weights=True, actor="none"),
+        dict(objective="jackpot", distill_worth_target=0.5, obrs_target="new", kappa="exact", obrs_z="bracket", **KEPT),
+        dict(objective="jackpot", distill_worth_target=0.5, **KEPT),
+    ],
+)
+def test_a_probe_knows_what_must_be_known_before_a_backward(more, solvers, tmp_path, train_here):
+    """The mean weight, what is kept, kappa of the policy as it is now: of the minibatch; g has none of them."""
+    train_here(flags(solvers, tmp_path / "run", auto_every=1, steps=2, **more))
+    rows = read_metrics(tmp_path / "run")[1:]
+    assert len(rows) == 2 and all(math.isfinite(row["loss"]) and row["auto/responses"] for row in rows)
+
+
 @pytest.mark.parametrize("auto", [dict(objective="seq_tis", is_cap="auto"), AUTO["correction"]])
 def test_resumed_is_the_unstopped_run(auto, solvers, tmp_path, train_here):
     """Stopped between two probes and resumed: evidence, choice and everything else go on, with truncated sampling."""

@@ -198,21 +198,24 @@ def test_a_noisy_run_is_proved_and_evaluated_without_noise_and_resumes(solvers, 
     assert quiet[1]["rollout_corr/k3_kl"] < 1e-9 < 1e-3 < noisy[1]["rollout_corr/k3_kl"]
 
 
-def test_the_policy_itself_has_no_noise(solvers):
-    """What a correction is compared with: fresh samples of the policy (GEPO 6c), and the on-policy side of worth.py."""
-    cfg = make_cfg(objective="tis", rollout_noise=3.0)
+@pytest.mark.parametrize("mask, cut", [("replay", dict(top_p=0.8, top_k=9, min_p=0.01)), ("off", {})])
+def test_the_policy_itself_has_no_noise(mask, cut, solvers, monkeypatch):
+    """What a correction is compared with: fresh samples of the policy (GEPO 6c), and the on-policy side of worth.py.
+    Truncation is the policy's own where the learner scores with it."""
+    truncated = dict(top_p=0.8, top_k=9, min_p=0.01, keep_sampling_mask=mask)
+    cfg = make_cfg(objective="tis", rollout_noise=3.0, temperature=0.7, **truncated)
     tokenizer, task = arithmetic_tokenizer(), Arithmetic()
     models = SimpleNamespace(policy=tiny_model(0), vocabulary=VOCAB)
     learner = SimpleNamespace(models=models, comm=Comm(), device="cpu", version=0)
     run = SimpleNamespace(cfg=cfg, task=task, tokenizer=tokenizer, vocabulary=VOCAB, stop_ids=[1])
-    found = []
-    for noise in (0.0, 3.0):
-        groups = make_groups(2, 2)
-        for i, group in enumerate(groups):
-            group.prompt_id, group.sampling = task.problem("train", i).id, Sampling(max_tokens=8, noise=noise)
-        found.append(evaluation.fresh_advantage(learner, groups, run))
-    assert found[0] == found[1]
-    assert worth.on_policy_source(learner, run, cfg).sampling == Sampling(seed=cfg.seed)
+    seen, generate = [], HFEngine.generate
+    monkeypatch.setattr(HFEngine, "generate", lambda *args: seen.append(args[3]) or generate(*args))
+    groups = make_groups(2, 2)
+    for i, group in enumerate(groups):
+        group.prompt_id, group.sampling = task.problem("train", i).id, Sampling.of(cfg)
+    evaluation.fresh_advantage(learner, groups, run)
+    law = Sampling(temperature=0.7, seed=cfg.seed, max_tokens=cfg.max_tokens, **cut)
+    assert seen == [law] and worth.on_policy_source(learner, run, cfg).sampling == law
 
 
 def test_nothing_that_needs_one_policy_on_both_sides_trusts_a_noisy_one():

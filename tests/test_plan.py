@@ -274,6 +274,24 @@ def test_an_evaluation_by_hand():
     assert evaluation(one, eval_engine="torch", **longer) == (37 + longer["max_tokens"]) * of_a_token
 
 
+def test_responses_of_the_policys_own():
+    """A minibatch of them, in plain torch, for a probe and for --advantage_error_every; under FSDP a copy, too."""
+    of_a_token = 2 * 6 * 2 * 24 * 4
+    usual = dict(objective="tis", max_tokens=90, train_batch=64, rollout_batch=128, eval_every=-1)
+
+    def probe(ranks=2, **changes):
+        made = plan.plan_of(make_cfg(**usual, **changes), {"policy": small()}, 37, ranks)
+        return made.of_stage("probe") - made.of_stage("evaluate") if "probe" in made.stages else 0
+
+    cache = 32 * 127 * of_a_token
+    assert probe() == 0 == probe(parallel="fsdp")
+    assert probe(is_cap="auto") == probe(advantage_error_every=5) == cache
+    assert (
+        probe(is_cap="auto", parallel="fsdp") == probe(advantage_error_every=5, parallel="fsdp") == 4 * P_SMALL + cache
+    )
+    assert probe(ranks=1, correction="auto", parallel="fsdp") == 2 * cache  # nothing is shared
+
+
 def test_without_evaluations_it_may_fit():
     """A whole copy of the policy on each of 8 ranks is what it takes most memory for."""
     cfg = make_cfg(actor="base:actor", max_tokens=20, micro_tokens=60, parallel="fsdp", eval_problems=4000)
