@@ -20,6 +20,7 @@ send each other what they lack (complete).
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import io
@@ -154,7 +155,9 @@ class Snapshot:
     def _export(self, name: str, learner, copies: Copies) -> Export:
         own = {key: copies(x) for key, x in learner.model_state(name).items()}
         stream = functools.partial(learner.stream, name, own)
-        return Export(self.run.configs[name], stream, self.run.tokenizer, getattr(self.run, name))
+        config = copy.deepcopy(self.run.configs[name])
+        config.get_text_config().tie_word_embeddings = getattr(learner.models, name).config.tie_word_embeddings
+        return Export(config, stream, self.run.tokenizer, getattr(self.run, name))
 
 
 def write(snapshot: Snapshot) -> Path:

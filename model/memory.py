@@ -73,6 +73,7 @@ def unread(folder: Path | str):
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head.weight is embedding.weight and Stored(folder).has_two(model):
         head.weight = nn.Parameter(torch.empty_like(head.weight))
+        model.config.tie_word_embeddings = False  # so do its copies and its checkpoints have two
     return model
 
 

@@ -315,6 +315,27 @@ def test_stopped_and_resumed_is_the_same_run(case, solvers, tmp_path, train_here
         assert last["obrs/kappa"] != 1.0
 
 
+@pytest.mark.parametrize("more", [{}, {"lora_rank": 2}])
+def test_a_head_of_its_own_that_the_config_ties_is_kept(more, solvers, tmp_path, train_here):
+    """Files with head and embedding, under a config that ties them: both train, are saved, and come back."""
+    made, model = checkpoint.load_model(solvers / "policy"), tmp_path / "two"
+    shutil.copytree(solvers / "policy", model)
+    made.config.tie_word_embeddings = False
+    made.lm_head.weight = torch.nn.Parameter(1.1 * made.lm_head.weight.detach())
+    made.save_pretrained(model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    for folder, steps in ((whole, 4), (out, 3)):
+        own = dict(model=model, actor="none", objective="tis", steps=steps, save_every=0, **more)
+        train_here(flags(solvers, folder, **own))
+    train_here(["--resume", f"--out={out}", "--steps=4"])
+    assert without_eval(timeless(out)) == without_eval(timeless(whole))
+    saved = checkpoint.load_model(checkpoint.newest(str(out)) / "policy")
+    head, embedding = saved.lm_head.weight, saved.get_input_embeddings().weight
+    assert torch.allclose(head, made.lm_head.weight, atol=0.05) and not torch.allclose(head, embedding, atol=0.05)
+
+
 def upset(monkeypatch) -> list[tuple]:
     """Updates 1, 4, 5 and 6 are skipped for a loss that is no number, update 2 counts as rejected whole; the learner's
     counts after each update."""
