@@ -584,10 +584,11 @@ def check_bounds(cfg) -> None:
             f"--max_staleness={most}: with --sync_every={cfg.sync_every} even the newest weights are "
             f"up to {cfg.sync_every - 1} updates old; broadcast more often"
         )
-    unbounded = most is None and math.isinf(cfg.window_seconds)
-    if cfg.delay != "none" and cfg.sampler_rate > 1 and unbounded:
+    unbounded = most is None and math.isinf(cfg.window_seconds) and cfg.admission != "pace"
+    if cfg.delay != "none" and unbounded and (cfg.sampler_rate > 1 or cfg.token_seconds > 0):
+        flag = "token_seconds" if cfg.token_seconds else "sampler_rate"
         raise UserError(
-            f"--sampler_rate={cfg.sampler_rate}: more groups are made than trained on, and they wait for ever; "
+            f"--{flag}={getattr(cfg, flag)}: more groups may be made than trained on, and they wait for ever; "
             "bound them with --max_staleness or --window_seconds"
         )
     if cfg.delay != "none" and not math.isinf(cfg.window_seconds):

@@ -439,7 +439,7 @@ class Learner:
     def state_dict(self) -> dict:
         """What counts and controls; weights and optimizers are `trained`."""
         counters = ("version", "skipped", "skipped_in_a_row", "rejected")
-        guard = {name: getattr(self.guard, name) for name in ("sum", "seen", "fired")}
+        guard = {name: getattr(self.guard, name) for name in ("last", "sum", "seen", "fired")}
         return {**{name: getattr(self, name) for name in counters}, "guard": guard, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:

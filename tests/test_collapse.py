@@ -295,7 +295,7 @@ def test_the_guard_says_what_it_does():
 
 def guarded(**changes):
     """A learner whose first tenth is two updates, and four batches for it, with responses of R above and below 1."""
-    cfg = make_cfg(**{"objective": "grpo", **changes}, steps=20, warmup_steps=0)
+    cfg = make_cfg(**{"objective": "grpo", "steps": 20, **changes}, warmup_steps=0)
     batches = [batching.collate(make_groups(2, seed=seed), cfg) for seed in range(4)]
     learner = make_learner(cfg)
     for batch in batches:
@@ -380,14 +380,14 @@ def test_lambda_distils_ten_times_as_much_or_begins_to(before, after):
 @pytest.mark.parametrize("how", ["lr", "cap", "lambda"])
 @pytest.mark.parametrize("after", [1, 3])
 def test_a_resumed_guard_judges_and_mends_as_the_whole_run(after, how):
-    """Saved before it judges, and after it fired."""
+    """Saved before it judges, and after it fired; what goes on may be longer."""
     how = dict(guard=how, guard_kl=1e-9, actor="base:actor")
     whole, batches = guarded(**how)
     expected = [one_update(whole, batch) for batch in batches]
     first, _ = guarded(**how)
     for batch in batches[:after]:
         one_update(first, batch)
-    second, _ = guarded(**how)
+    second, _ = guarded(**how, steps=100)
     take_over(second, first)
     assert [one_update(second, batch) for batch in batches[after:]] == expected[after:]
     assert all(torch.equal(p, weights(whole)[name]) for name, p in weights(second).items())
