@@ -335,7 +335,8 @@ def test_the_narrowest_windows_that_are_allowed_still_fill_an_update(folders, tm
 
 def timed(folders, store, **changes):
     """Samplers whose groups take a second a token; a third of all tokens ends a response."""
-    source = delayed(folders, store, **{**dict(token_seconds=1.0, delay="constant", delay_max=1.0, max_staleness=99), **changes})
+    usual = dict(token_seconds=1.0, delay="constant", delay_max=1.0, max_staleness=99)
+    source = delayed(folders, store, **{**usual, **changes})
     source.stop_ids = list(range(0, len(source.tokenizer), 3))
     return source
 
