@@ -268,7 +268,7 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --delay=constant --sampler_speeds=1,2 | --sampler_speeds=1,2: 4 numbers above 0, separated by commas
 --delay=constant --sampler_speeds=1,2,0,1 | --sampler_speeds=1,2,0,1: 4 numbers above 0, separated by commas
 --delay=constant --token_seconds=-1 | --token_seconds=-1.0: must be 0 or above
---delay=constant --token_seconds=0.01 | --token_seconds=0.01: more groups may be made ... bound them with --max_staleness
+--delay=constant --token_seconds=0.01 | --token_seconds=0.01: more groups ... bound them with --max_staleness
 --delay=constant --admission=pace | --admission=pace: there is nothing to pace; it goes with --delay and --token
 --delay=constant --admission=pace --token_seconds=1 | --admission=pace: there is no bound on age to keep; name one
 --samplers=zmq --admission=pace | --admission=pace: there is no bound on age to keep; name one with --max_staleness
