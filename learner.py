@@ -570,7 +570,7 @@ class LearnerCheck:
         published = self.probe.logprobs(named_tensors)
         slope = sync.slope_since(self.before, published, learner_says)
         if not np.isnan(slope.b):
-            sync.need(
+            sync.insist(
                 slope.high >= (sync.NEW if self.aligned else 0.1),
                 f"version {version}: of what changed in the learner since version {self.before.version} the published "
                 f"weights show {slope.b:.3g} +- {slope.se:.2g} of 1: they are not the learner's",

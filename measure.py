@@ -34,8 +34,7 @@ class View:
         row = corrections.CORRECTIONS[cfg.correction]
         self.C = cfg.is_cap if row.caps == "token" else 2.0  # where "large" and "small" weights begin
         self.C_seq = cfg.is_cap if row.caps == "sequence" else 4.0
-        weighs_responses = ("seq_is", "seq_tis", "seq_mis", "geo_rs_seq_tis", "vespo")
-        self.by_response = cfg.correction in weighs_responses
+        self.by_response = row.of_response
         C = self.C_seq if self.by_response else self.C
         self.edges = (cfg.rs_low, cfg.rs_high) if row.band else (1 / C, C)
         self.clamp = cfg.log_ratio_clamp
@@ -50,10 +49,8 @@ class View:
         self.clipped = logs["clipped"]
         self.applied = self.weight * self.keep
         expected = cfg.correction in ("obrs", "jackpot_adjusted") and cfg.obrs_mask == "expected"
-        if expected or cfg.correction in ("icepop", "areal_drop", "seq_mis"):
-            self.weight = (
-                self.applied
-            )  # a weight that is 0 outside its bounds; OBRS's expected mask, but not a drawn one
+        if expected or row.cuts:  # OBRS's expected mask, but not a drawn one
+            self.weight = self.applied
         # responses
         self.n = batch.mask.sum(1).clamp_min(1)
         self.sum_log_r = self.log_r.sum(1)

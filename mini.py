@@ -152,8 +152,8 @@ def rollout(actor, number):
     keys = [(("rank0", 0, group), i) for group in groups for i in range(GROUP_SIZE)]
     seeds = [response_seed(SEED, *key) for key in keys]
     batch = sample(actor, [problem("train", group) for group in groups], seeds)
-    R = batch.reward.view(-1, GROUP_SIZE)
-    adv = (R - R.mean(1, keepdim=True)) / (R.std(1, keepdim=True) + 1e-6)  # GRPO
+    reward = batch.reward.view(-1, GROUP_SIZE)
+    adv = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-6)  # GRPO
     draws = torch.stack([uniforms(batch.mask.shape[1], "mask", SEED, *key) for key in keys])
     return batch._replace(adv=adv.view(-1, 1), mask_uniforms=draws)
 

@@ -358,23 +358,23 @@ def loss(new, batch, stats: StepStats, cfg):
     surrogate, clipped, ratio = SURROGATES[cfg.surrogate](new.logp, base, adv, batch.mask, cfg)
     if cfg.positive_only:
         surrogate = surrogate * (batch.adv > 0)
-    value = -keep * weight * surrogate
+    unreduced = -keep * weight * surrogate
     if cfg.kl_coef and cfg.kl_in == "loss":
         on_new = keep * weight * (1.0 if ratio is None else ratio.detach())
-        drift = kl_estimate(new.logp, batch.logp_start, cfg.kl_estimator, cfg.log_ratio_clamp)
-        value = value + cfg.kl_coef * on_new * drift
+        start_kl = kl_estimate(new.logp, batch.logp_start, cfg.kl_estimator, cfg.log_ratio_clamp)
+        unreduced = unreduced + cfg.kl_coef * on_new * start_kl
     if stats.kept_factor is not None:
-        value = value * stats.kept_factor.to(value)
+        unreduced = unreduced * stats.kept_factor.to(unreduced)
     if cfg.entropy_coef:
-        value = value - cfg.entropy_coef * new.entropy
+        unreduced = unreduced - cfg.entropy_coef * new.entropy
     if cfg.cppo_beta:
-        drift = corrections.cppo_kl(new.logp, batch.logp_inf, cfg.cppo_kl, cfg.log_ratio_clamp)
+        sampler_kl = corrections.cppo_kl(new.logp, batch.logp_inf, cfg.cppo_kl, cfg.log_ratio_clamp)
         scale = 1.0 if cfg.cppo_kl == "k2" else per_response_scale(batch.mask, stats, cfg)
-        value = value + cfg.cppo_beta * drift * scale
-        logs = {**logs, "cppo_kl": drift.detach()}
+        unreduced = unreduced + cfg.cppo_beta * sampler_kl * scale
+        logs = {**logs, "cppo_kl": sampler_kl.detach()}
     if cfg.ratio_base in ("inf", "group"):  # the ratio itself is the weight: say so in the metrics
         weight = weight * ratio.detach()
-    return value.masked_fill(~batch.mask, 0.0), {"weight": weight, "keep": keep, "clipped": clipped, **logs}
+    return unreduced.masked_fill(~batch.mask, 0.0), {"weight": weight, "keep": keep, "clipped": clipped, **logs}
 
 
 def log_ratio_base(new, batch, stats: StepStats, cfg):

@@ -447,7 +447,7 @@ def prove(engine, version: int, named_tensors, probe: Probe) -> Proof:
     engine_says = engine.logprobs(probe.ids)  # (R, L - 1)
     watched, old = probe.watched(version)
     published = published_says(probe, tokens, sent.watch(named_tensors), engine.dtype, watched, old)
-    need(
+    insist(
         sent.text() == received.text(),
         f"version {version}: the engine consumed other tensors than were published ({received.text()} instead of "
         f"{sent.text()}); its loader must take every tensor, once, in order",
@@ -474,7 +474,7 @@ def prove(engine, version: int, named_tensors, probe: Probe) -> Proof:
     return Proof(version, sent.text(), status, slope, decode_slope, error, distance, sent.nbytes)
 
 
-def need(ok, sentence: str) -> None:
+def insist(ok, sentence: str) -> None:
     """SyncError with this sentence unless `ok`."""
     if not ok:
         raise SyncError(sentence)
@@ -539,20 +539,20 @@ def judge(where: str, version: int, before: Reference | None, slope: Slope) -> s
     if np.isnan(slope.b):
         return "same"
     since = f"version {version}: of what changed since version {before.version} in the log-probabilities of {where} "
-    need(
+    insist(
         slope.high >= NEW,
         f"{since}the engine shows {slope.b:.3g} +- {slope.se:.2g} of 1: it samples from "
         f"{'old weights' if slope.high < 0.5 else 'weights of which some are old'}",
     )
-    need(slope.low <= 2 - NEW, f"{since}the engine shows {slope.b:.3g} +- {slope.se:.2g} of 1: it has other weights")
+    insist(slope.low <= 2 - NEW, f"{since}the engine shows {slope.b:.3g} +- {slope.se:.2g} of 1: it has other weights")
     return "proved" if slope.is_new else "unproven"
 
 
 def check_level(version: int, engine_says, published) -> None:
     """SyncError unless the engine's log-probabilities are those of the published tensors, up to its rounding."""
-    need(np.isfinite(engine_says).all(), f"version {version}: the engine's log-probabilities are not finite")
+    insist(np.isfinite(engine_says).all(), f"version {version}: the engine's log-probabilities are not finite")
     share = explained(engine_says, published)
-    need(
+    insist(
         share >= EXPLAINED,
         f"version {version}: the engine's log-probabilities are not those of the published weights (they share "
         f"{max(0.0, share):.2f} of their spread, and at least {EXPLAINED} is usual for any format): a scale, a head or "
@@ -571,7 +571,7 @@ def check_growth(version: int, engine, probe: Probe, pairs: dict) -> None:
     errors = {where: rms(says - published) / size for where, (says, published) in pairs.items()}
     probe.first_error = probe.first_error or max(roundoff, *errors.values())
     for where, error in errors.items():
-        need(
+        insist(
             error <= GROWN * probe.first_error,
             f"version {version}: the engine's log-probabilities of {where} have drifted away from those of the "
             f"published weights (relative error {error:.2g}, at first {probe.first_error:.2g}): some weights "
@@ -590,7 +590,7 @@ def check_module(version: int, watched: str, start: Reference | None, engine_say
     if "twin" in published and start is not None:
         lacking = (published["prompt"] - start.published) - (engine_says - start.engine)
         slope = Slope.of(lacking, published["prompt"] - published["twin"])
-        need(
+        insist(
             not slope.low > 0.5,
             f"version {version}: the engine has not got the new weights of {watched} (it lacks {slope.b:.3g} +- "
             f"{slope.se:.2g} of what they changed)",

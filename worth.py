@@ -215,7 +215,7 @@ def coefficients(batch, comm, cfg) -> torch.Tensor:
     return -torch.autograd.grad(total, logp)[0]
 
 
-def inside(batch, part: tuple[int, int]) -> torch.Tensor:
+def of_length(batch, part: tuple[int, int]) -> torch.Tensor:
     """(B, 1): 1 for responses whose length is in the part."""
     return ((batch.length >= part[0]) & (batch.length < part[1]))[:, None].float()
 
@@ -350,7 +350,7 @@ class Measurement:
             batch = batching.collate(self.on_policy.next(self.groups, 0), self.plain)
             self.count("on_policy", batch)
             for part in self.parts:
-                gradient = self.gradient(replace(batch, adv=batch.adv * inside(batch, part)))
+                gradient = self.gradient(replace(batch, adv=batch.adv * of_length(batch, part)))
                 squares[part][b // each] += self.weights.dot(gradient, gradient) / each
                 mean = means[part][b // each]
                 mean[:] = [a + x / each for a, x in zip(mean, gradient, strict=True)]
@@ -392,7 +392,7 @@ class Measurement:
     def see(self, seen: Seen, slopes: Slopes, c: torch.Tensor, part=EVERYTHING) -> None:
         """Add what coefficients c (B, T) make of a batch."""
         batch = next(iter(slopes.batches.values()))
-        c = c * inside(batch, part)
+        c = c * of_length(batch, part)
         seen.along.append(self.comm.sum([(c * s).sum() for s in slopes.along[part]]))
         if slopes.random is not None:
             shares = torch.stack([(c * s).sum(1) for s in slopes.random], 1)  # (B, directions)

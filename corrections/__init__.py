@@ -27,10 +27,8 @@ from corrections.formulas import (  # noqa: F401 (also for those who import this
     icepop,
     inside,
     log_group_mean,
-    log_group_sum,
     loglinear_ref,
     none,
-    prefix_ratio,
     prefix_tis,
     retrace,
     retrace_seq,
@@ -69,6 +67,8 @@ class Correction:
     band: str = ""  # what its --rs_low and --rs_high bound, where that is its weight: "token" or "sequence"
     obrs: bool = False  # it needs Z
     plain: bool = False  # all weights are 1
+    of_response: bool = False  # all tokens of a response have one weight
+    cuts: bool = False  # what it drops is reported as a weight of 0 (measure.py)
 
 
 def apply_obrs(new, batch, stats, cfg):
@@ -119,18 +119,21 @@ CORRECTIONS = {
         bounds={"rs_low": 0.5, "rs_high": 5.0},
         band="token",
         drops=True,
+        cuts=True,
     ),
     "areal_drop": Correction(
         lambda new, b, stats, cfg: areal_drop(b.log_r, cfg.is_cap, cfg.log_ratio_clamp),
         bounds={"is_cap": 5.0},
         caps="token",
         drops=True,
+        cuts=True,
     ),
-    "seq_is": Correction(lambda new, b, stats, cfg: seq_is(b.log_r, b.mask, cfg.log_ratio_clamp)),
+    "seq_is": Correction(lambda new, b, stats, cfg: seq_is(b.log_r, b.mask, cfg.log_ratio_clamp), of_response=True),
     "seq_tis": Correction(
         lambda new, b, stats, cfg: seq_tis(b.log_r, b.mask, cfg.is_cap, cfg.is_floor, cfg.log_ratio_clamp),
         bounds={"is_cap": 4.0},
         caps="sequence",
+        of_response=True,
     ),
     "prefix_tis": Correction(
         lambda new, b, stats, cfg: prefix_tis(b.log_r, b.mask, cfg.is_cap, cfg.is_floor, cfg.log_ratio_clamp),
@@ -143,6 +146,8 @@ CORRECTIONS = {
         bounds={"rs_low": 0.0, "rs_high": 4.0},
         band="sequence",
         drops=True,
+        of_response=True,
+        cuts=True,
     ),
     "geo_rs": Correction(
         lambda new, b, stats, cfg: geo_rs(b.log_r, b.mask, cfg.rs_low, cfg.rs_high, cfg.log_ratio_clamp),
@@ -157,6 +162,7 @@ CORRECTIONS = {
         bounds={"is_cap": 4.0, "rs_low": 0.9, "rs_high": 1.1},
         caps="sequence",
         drops=True,
+        of_response=True,
     ),
     "tbpo_mismatch": Correction(
         lambda new, b, stats, cfg: tbpo_mismatch(
@@ -164,7 +170,9 @@ CORRECTIONS = {
         ),
         bounds={"is_cap": 2.0},
     ),
-    "vespo": Correction(lambda new, b, stats, cfg: vespo(b.log_r, b.mask, b.adv, clamp=cfg.log_ratio_clamp)),
+    "vespo": Correction(
+        lambda new, b, stats, cfg: vespo(b.log_r, b.mask, b.adv, clamp=cfg.log_ratio_clamp), of_response=True
+    ),
     "z_tis": Correction(apply_z_tis, obrs=True),
     "obrs": Correction(apply_obrs, drops=True, obrs=True),
     "jackpot_adjusted": Correction(apply_obrs, drops=True, obrs=True),
@@ -174,7 +182,7 @@ USES_Z = {name for name, row in CORRECTIONS.items() if row.obrs}
 
 # what is chosen among while training (auto.Chooser): the caps of --is_cap=auto, beside the correction's default ...
 CAPS = (0.5, 1.0, 2.0, 4.0, 8.0)
-# ... and for --correction=auto corrections that need nothing but r, with a cap
+# ... and for --correction=auto: name -> (a correction that needs nothing but r, its cap)
 CHOICES = {
     "none": ("none", None),
     "tis_2": ("tis", 2.0),
@@ -232,8 +240,8 @@ class Rejection:
     bounds: dict
 
 
-def divergence(of_token, aggregate):
-    """The statistic: tokens' k2 or k3, summed, averaged or their largest over a response."""
+def of_response(of_token, aggregate):
+    """A statistic: tokens' k2 or k3, summed, averaged or their largest over a response."""
     return lambda log_r, mask, clamp: aggregate(of_token(log_r, clamp), mask)
 
 
@@ -250,7 +258,9 @@ REJECTIONS = {
 }
 for level, aggregate in {"seq_sum": seq_sum, "seq_mean": seq_mean, "seq_max": seq_max}.items():
     for estimator, of_token in {"k2": token_k2, "k3": token_k3}.items():
-        REJECTIONS[f"{level}_{estimator}"] = Rejection(divergence(of_token, aggregate), {"rs_low": 0.0, "rs_high": 0.1})
+        REJECTIONS[f"{level}_{estimator}"] = Rejection(
+            of_response(of_token, aggregate), {"rs_low": 0.0, "rs_high": 0.1}
+        )
 
 
 def rejections(cfg) -> list[tuple[Rejection, float, float]]:

@@ -162,7 +162,10 @@ MUTANTS = {
         ("x = logp_start - logp\n", "x = logp - logp_start\n"),
         ("on_new = keep * weight * (1.0 if", "on_new = weight * (1.0 if"),
         ("(1.0 if ratio is None else ratio.detach())", "1.0"),
-        ("value = value - cfg.entropy_coef * new.entropy", "value = value - cfg.entropy_coef * keep * new.entropy"),
+        (
+            "unreduced = unreduced - cfg.entropy_coef * new.entropy",
+            "unreduced = unreduced - cfg.entropy_coef * keep * new.entropy",
+        ),
         ('if cfg.kl_coef and cfg.kl_in == "reward":  #', "if False:  #"),
         ("cut = r.clamp(1 - low, 1 + high) * adv", "cut = r.clamp(1 - high, 1 + low) * adv"),
         ("value = torch.minimum(plain, cut)", "value = torch.maximum(plain, cut)"),
@@ -183,7 +186,7 @@ MUTANTS = {
             "log_ratio.new_tensor(1.05), log_ratio.new_tensor(1.0)",
         ),
         ("r = token_ratio(log_ratio, clamp).detach()\n    bounded", "r = token_ratio(log_ratio, clamp)\n    bounded"),
-        ("value = -keep * weight * surrogate", "value = -weight * surrogate"),
+        ("unreduced = -keep * weight * surrogate", "unreduced = -weight * surrogate"),
         (
             "weight, keep = weight.detach().expand_as(base), keep.detach()",
             "weight, keep = weight.expand_as(base), keep.detach()",
@@ -229,7 +232,7 @@ MUTANTS = {
             "* math.exp(-cfg.distill_gain * max(-1.0, min(1.0, error)))",
         ),
         ('    if not logged.get("stepped", True):', "    if False:"),
-        ("value + cfg.cppo_beta * drift * scale", "value + cfg.cppo_beta * drift"),
+        ("unreduced + cfg.cppo_beta * sampler_kl * scale", "unreduced + cfg.cppo_beta * sampler_kl"),
         ("surrogate = surrogate * (batch.adv > 0)", "surrogate = surrogate * (batch.adv >= 0) * 2"),
     ],
     "corrections/formulas.py": [
@@ -477,7 +480,7 @@ MUTANTS = {
         ("+ (not overflow)", "+ 1"),
         ("            self.scaler.load_state_dict(state", "            (state"),
         ("schedule(self.version, self.cfg) * self.guard.rate", "schedule(self.version, self.cfg)"),
-        ('for name in ("sum", "seen", "fired")}', 'for name in ("sum", "seen")}'),
+        ('for name in ("last", "sum", "seen", "fired")}', 'for name in ("sum", "seen", "fired")}'),
         ("name, value)\n        self.cfg = self.guard.mended(self.cfg)\n", "name, value)\n"),
         ("lr = self.lr[name] * factor", 'lr = self.lr["policy"] * factor'),
         (
@@ -556,8 +559,8 @@ MUTANTS = {
         ("published_before - before.published, before.noise)", "published_before - before.published)"),
         ("sent.text() == received.text(),", "True,"),
         ("        slope.high >= NEW,", "        slope.high >= 0.0,"),
-        ("need(slope.low <= 2 - NEW,", "need(slope.low <= 20,"),
-        ("need(np.isfinite(engine_says).all(),", "need(True,"),
+        ("insist(slope.low <= 2 - NEW,", "insist(slope.low <= 20,"),
+        ("insist(np.isfinite(engine_says).all(),", "insist(True,"),
         ("        share >= EXPLAINED,", "        share >= -9e9,"),
         ("error <= GROWN * probe.first_error,", "error <= 1e9 * probe.first_error,"),
         (
@@ -631,6 +634,8 @@ MUTANTS = {
         ('rollout_quant="fp8"', 'rollout_quant="int8"'),
     ],
     "sampling.py": [
+        ("law = replace(cls.of(cfg), noise=0.0)", "law = cls.of(cfg)"),
+        ('if cfg.keep_sampling_mask == "off" else law', 'if cfg.keep_sampling_mask == "replay" else law'),
         ("gone = p < min_p * p[:, :1]", "gone = p < min_p"),
         ("gone |= z < z.gather(1, last)", "gone |= z <= z.gather(1, last)"),
         ("gone |= p.cumsum(-1) - p >= top_p", "gone |= p.cumsum(-1) >= top_p"),
@@ -649,6 +654,7 @@ MUTANTS = {
         ("need(0 <= cfg.rollout_noise < 100,", "need(cfg.rollout_noise < 100,"),
     ],
     "engines.py": [
+        ('return 2 if cfg.delay == "none" and', "return 2 if"),
         ("truncate(logits * (1.0 / torch.tensor(sampling.temperature)), sampling)", "truncate(logits, sampling)"),
         (
             "            if self.raw:\n                logp = logits.log_softmax(-1)",
@@ -781,7 +787,8 @@ MUTANTS = {
         ("new = function != self.function", "new = self.function is None"),
     ],
     "eval.py": [
-        ("replace(groups[0].sampling, noise=0.0)", "groups[0].sampling"),
+        ("seeds, Sampling.of_policy(cfg)", "seeds, Sampling.of(cfg)"),
+        ("engine.any_rank(start < len(indices))", "start < len(indices)"),
         ('whole = [line for line in lines if line.endswith("\\n")]', "whole = lines"),
         ("todo = [i for i, id in enumerate(ids) if id not in known]", "todo = list(range(len(ids)))"),
         ("            lines and lines[0] == head,", "            True,"),
@@ -890,7 +897,9 @@ MUTANTS = {
         ("prompt + tokens <= limit,", "prompt + tokens <= 10 * limit,"),
         ('        return "objective" in made["config"] and "command" in made', "        return True"),
         ("        checkpoint.set_aside(cfg.out, run.checkpoint)\n", ""),
-        ('return 2 if cfg.delay == "none" and', "return 2 if"),
+        ("    engine.sleep()  # a resumed", "    pass  # a resumed"),
+        ('if cfg.samplers != "local" and cfg.sync_dtype != "quantized":', "if False:"),
+        ('LearnerCheck(plain, cfg.learner_quant == "none")', "LearnerCheck(plain, True)"),
     ],
     "train.py": [
         ("source.packed, in_full=True)", "source.packed)"),
@@ -936,7 +945,9 @@ MUTANTS = {
         ("noise.sum() > RANDOM * left.sum()", "noise.sum() >= 0"),
     ],
     "worth.py": [
-        ("law = replace(sampling.Sampling.of(cfg), noise=0.0)", "law = sampling.Sampling.of(cfg)"),
+        ("sampling.Sampling.of_policy(cfg),", "sampling.Sampling.of(cfg),"),
+        ("        lead = replace(lead, rollout_sleep=False)", "        lead = replace(lead)"),
+        ('loss_denominator="proposed", normalize_weights=False)', 'loss_denominator="proposed")'),
         ("    return -torch.autograd.grad(total, logp)[0]", "    return torch.autograd.grad(total, logp)[0]"),
         ("x[entries] = rest + size * d.to(x.device)", "x[entries] = rest - size * d.to(x.device)"),
         ("        self.shift(direction, 0.0)\n        return logp", "        return logp"),
@@ -946,8 +957,7 @@ MUTANTS = {
         ),
         ("        size = STEP / self.spread(batch, still, direction)", "        size = STEP"),
         ("1_000_003 * (1 + number) + 1009 * self.seed + i", "1_000_003 * (1 + number) + 1009 * self.seed"),
-        ("        c = c * inside(batch, part)\n", ""),
-        ("        law = replace(law, top_p=1.0, top_k=0, min_p=0.0)\n", "        pass\n"),
+        ("        c = c * of_length(batch, part)\n", ""),
         ("late = open_run(replace(lead, model=own.stale), self.comm) if own.stale else run", "late = run"),
         ('x["worth"] / about["price"], x["worth_se"]', 'x["worth"] * about["price"], x["worth_se"]'),
         ("    if abs(worth - price) <= 2 * error:\n", "    if abs(worth - price) <= error:\n"),
@@ -964,7 +974,8 @@ MUTANTS = {
         ('DECAY * evidence["own"][name] + own[name]', 'evidence["own"][name] + own[name]'),
         ('DECAY * evidence["along"][name] + along[name]', 'evidence["along"][name] + along[name]'),
         ("along[name] / math.sqrt(own[name] * g)", "along[name] / (own[name] * g)"),
-        ("batching.collate(source.next(n, update), plain), plain) for", "batching.collate(groups, plain), plain) for"),
+        ("batching.collate(source.next(n, update), plain) for", "batching.collate(groups, plain) for"),
+        ('        if "fresh" in objectives.passes_needed', '        if "never" in objectives.passes_needed'),
         ("self.products(batch, candidate, g)", "self.products(batch, learner.cfg, g)"),
         ("(cosines[name], name == evidence", "(cosines[name], name != evidence"),
         ("        source.sequence += update // cfg.auto_every * 2 * n", "        source.sequence += 0 * n"),

@@ -329,7 +329,7 @@ def test_parts_by_length_add_up(tmp_path, solvers):
     assert sleep_level(m.cfg) == 0  # on a GPU its engine would drop weights that nothing brings back
     batch = batching.collate(ragged(8, seed=5), m.cfg)
     lengths = batch.length
-    whole, *parts = (m.gradient(replace(batch, adv=batch.adv * worth.inside(batch, part))) for part in m.parts)
+    whole, *parts = (m.gradient(replace(batch, adv=batch.adv * worth.of_length(batch, part))) for part in m.parts)
     for entry, *shares in zip(whole, *parts, strict=True):
         assert torch.allclose(entry, sum(shares), atol=1e-6)
     assert all(m.weights.dot(g, g) > 0 for g in parts)
