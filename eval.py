@@ -468,6 +468,9 @@ def show_prompt(cfg: EvalFlags) -> dict:
 def measure_mismatch(cfg: EvalFlags) -> dict:
     """The probe of mismatch/."""
     setup = open_setup(cfg, PROBE_PROBLEMS)
+    own = [(one.samples, one.temperature, one.max_tokens) for one in setup.sets]
+    as_flags = own == [(cfg.samples, cfg.temperature, cfg.max_tokens)]
+    need(as_flags, f"--task={cfg.task}: --mismatch looks at one set, and samples as the flags say; name one alone")
     actor = find_model(cfg, "actor", "actor") if cfg.actor else None
     if cfg.synced_from:
         setup.synced_from = find_model(cfg, "synced_from", "actor" if cfg.actor else "policy")
@@ -492,12 +495,9 @@ def follow(cfg: EvalFlags, argv: list[str]) -> dict:
     argv: the flags given, which hold before the run's own. Ends when no process trains in the folder any more."""
     run, looked_at = Path(cfg.follow), set()
     need(holds_run(run), f"--follow={run}: not the folder of a run, or not yet; name one that holds its config.json")
-    need(
-        not cfg.model and not cfg.out,
-        "--follow: the models and the file are the run's own; leave out --model and --out",
-    )
+    need(not cfg.model and not cfg.out, "--follow: models and file are the run's own; leave out --model and --out")
     saved = read_json(run / "config.json", "copy it anew, or name another folder")["config"]
-    own = flags_of_run(saved) + [x for x in argv if not x.startswith("--follow")]
+    own = flags_of_run(saved) + [f"--{key}={x}" for key, x in flags.read(EvalFlags, argv) if key != "follow"]
     while True:
         trains = is_locked(run)  # before the look: what this process has written is seen
         done = {row["step"] for row in rows(run / EVALUATED)} | looked_at
@@ -525,7 +525,7 @@ def flags_of_run(saved: dict) -> list[str]:
     """The flags with which one process evaluates what a run holds out. UserError: it holds nothing out."""
     task = saved["eval_task"] or saved["task"]
     need(saved["eval_task"] or task == "arith", "--follow: this run holds nothing out; name sets with --task")
-    names = {f.name for kind in (TaskFlags, PromptFlags, EngineFlags) for f in fields(kind)} - {"max_prompt_tokens"}
+    names = {f.name for kind in (TaskFlags, PromptFlags, EngineFlags) for f in fields(kind)}
     own = {name: saved[name] for name in sorted(names | {"max_tokens", "seed", "stop"}) if name in saved}
     own |= {"problems": saved["eval_problems"], "samples": saved["eval_samples"], "rollout_tp": 1, "k": 1, "task": task}
     return [f"--{name}={value}" for name, value in own.items() if value is not None]

@@ -162,12 +162,12 @@ def report(run: str) -> str:
 
 def evaluation_lines(rows: list[dict]) -> list[str]:
     """Held-out accuracy of each model, at the first and at the last evaluation."""
-    evaluated = [row for row in rows if "eval/policy_pass@1" in row]
     lines = []
     for name in ("policy", "actor"):
         accuracy = f"eval/{name}_pass@1"
         error = f"eval/{name}_se"
-        if evaluated and accuracy in evaluated[0]:
+        evaluated = [row for row in rows if accuracy in row]
+        if evaluated:
             ends = (evaluated[0], evaluated[-1])
             before, after = (f"{100 * row[accuracy]:.1f} +- {100 * row[error]:.1f} %" for row in ends)
             lines.append(f"{name + ' pass@1, held out':34s}{before:>16s}{after:>16s}")
@@ -203,7 +203,7 @@ def time_lines(rows: list[dict]) -> list[str]:
     """Seconds of each stage of the loop, and of all."""
     lines = ["time by stage, seconds"]
     total = 0.0
-    for stage in ("rollout_s", "ref_s", "update_s", "sync_s", "eval_s", "save_s"):
+    for stage in ("rollout_s", "ref_s", "auto_s", "update_s", "sync_s", "eval_s", "save_s"):
         spent = sum(row.get(stage, 0.0) for row in rows)
         total += spent
         if spent:

@@ -210,6 +210,7 @@ def test_the_probe_of_low_bits(folders, tmp_path):
         (["--actor=/no/such"], "--actor=/no/such: no model there"),
         (["--temperature=0"], "--temperature=0.0: must be at least 0.01"),
         (["--logprobs_mode=raw", "--top_k=4"], "no kept sets to replay"),
+        (["--task=arith:temperature=0.6"], "--task=arith:temperature=0.6: --mismatch looks at one set"),
     ],
 )
 def test_bad_calls(folders, argv, sentence):

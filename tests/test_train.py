@@ -936,7 +936,7 @@ def test_every_checkpoint_of_a_run_is_evaluated_beside_it(solvers, tmp_path, tra
     monkeypatch.setattr(evaluation, "POLL", 0.1)
     trainer = lock_folder(out)
     ends = []
-    follower = threading.Thread(target=lambda: ends.append(evaluation.main([f"--follow={out}"])))
+    follower = threading.Thread(target=lambda: ends.append(evaluation.main(["--follow", str(out)])))
     follower.start()
     deadline = time.time() + 300
     while not all(evals(read_metrics(out))[1:]) and time.time() < deadline:
@@ -954,6 +954,18 @@ def test_every_checkpoint_of_a_run_is_evaluated_beside_it(solvers, tmp_path, tra
     assert [row["step"] for row in run_rows(out / "eval.jsonl")] == [0]
 
 
+def test_the_report_ends_with_the_last_evaluation_of_each_model_and_times_every_stage():
+    """A follower may find the policy of the last checkpoint, and its actor gone."""
+    first = {"eval/policy_pass@1": 0.25, "eval/policy_se": 0.5, "eval/actor_pass@1": 0.75, "eval/actor_se": 0.125}
+    rows = [{"update_s": 2.0}, first, {"auto_s": 4.5, "save_s": 1.0}, {**first, "eval/policy_pass@1": 0.5}]
+    del rows[-1]["eval/actor_pass@1"]
+    policy, actor = (line.split() for line in plot.evaluation_lines(rows))
+    assert policy[-8:] == ["25.0", "+-", "50.0", "%", "50.0", "+-", "50.0", "%"]
+    assert actor[-8:] == ["75.0", "+-", "12.5", "%", "75.0", "+-", "12.5", "%"]
+    times = dict(line.split() for line in plot.time_lines(rows)[1:])
+    assert times == {"auto": "4.5", "update": "2.0", "save": "1.0", "total": "7.5"}
+
+
 def test_what_cannot_be_followed_is_refused(solvers, tmp_path):
     with pytest.raises(UserError, match="--follow=.*none: not the folder of a run, or not yet"):
         evaluation.main([f"--follow={tmp_path / 'none'}"])
@@ -961,7 +973,15 @@ def test_what_cannot_be_followed_is_refused(solvers, tmp_path):
     with pytest.raises(UserError, match="--follow: this run holds nothing out; name sets with --task"):
         evaluation.flags_of_run(saved)
     own = evaluation.flags_of_run({**saved, "eval_task": "a.jsonl", "answer": "last", "max_prompt_tokens": 9})
-    assert own == ["--answer=last", "--task=a.jsonl", "--problems=3", "--samples=2", "--rollout_tp=1", "--k=1"]
+    assert own == [
+        "--answer=last",
+        "--max_prompt_tokens=9",
+        "--task=a.jsonl",
+        "--problems=3",
+        "--samples=2",
+        "--rollout_tp=1",
+        "--k=1",
+    ]
 
 
 def test_advantage_error_is_small_on_policy_and_reproducible(solvers, tmp_path, train_here):
