@@ -282,7 +282,7 @@ def read_row(row, place: str, prompt_key: str = "", answer_key: str = "", needed
     prompt = prompt_of(row, place, prompt_key)
     answer, listed = answer_of(row, place, answer_key, needed), choices_of(row)
     if listed and (answer or needed):
-        prompt, answer = multiple_choice(prompt, listed, answer, row, place)
+        prompt, answer = multiple_choice(prompt, listed, answer, row, place, answer_key)
     texts = [m["content"] for m in prompt] if isinstance(prompt, list) else [prompt]
     written = "".join(texts) + answer
     encodable = written.encode(errors="replace").decode() == written
@@ -328,7 +328,9 @@ def answer_of(row: dict, place: str, key: str, needed: bool) -> str:
         value = nested(row, name)
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             continue
-        if name == "solution" and "\\boxed" not in str(value):  # a worked solution that does not say its answer
+        if (
+            not key and name == "solution" and "\\boxed" not in str(value)
+        ):  # a worked solution that does not say its answer
             continue
         found = final_answer(str(value))
         if found:
@@ -365,7 +367,7 @@ def choices_of(row: dict) -> list[str]:
     return [x.strip() for x in four] if all(isinstance(x, str) for x in four) else []
 
 
-def multiple_choice(prompt, listed: list[str], answer: str, row: dict, place: str):
+def multiple_choice(prompt, listed: list[str], answer: str, row: dict, place: str, key: str):
     """(the question with its choices below, the letter of the right one). UserError: none of them is."""
     need(
         isinstance(prompt, str) and len(listed) <= len(LETTERS),
@@ -375,7 +377,7 @@ def multiple_choice(prompt, listed: list[str], answer: str, row: dict, place: st
         listed = list(listed)
         random.Random(prompt).shuffle(listed)
     labels = row["choices"].get("label") if isinstance(row.get("choices"), dict) else None
-    index = row.get("answer_index", row.get("answer"))
+    index = nested(row, key) if key else row.get("answer_index", row.get("answer"))
     letter = LETTERS.find(answer.upper()) if len(answer) == 1 else -1
     if type(index) is int and 0 <= index < len(listed):  # MMLU and MMLU-Pro count from 0
         at = index
@@ -385,12 +387,13 @@ def multiple_choice(prompt, listed: list[str], answer: str, row: dict, place: st
         at = listed.index(answer)
         need(
             letter in (-1, at) or letter >= len(listed),
-            f"{place}: the `answer` is {answer}, the text of one choice and the letter of another; give its number "
+            f"{place}: the `{key or 'answer'}` is {answer}, the text of one choice and the letter of another; give its number "
             "from 0 as `answer_index`",
         )
     elif 0 <= letter < len(listed):
         at = letter
     else:
-        raise UserError(f"{place}: the `answer` is {answer}, which names none of its {len(listed)} choices; mend it")
+        named = f"{place}: the `{key or 'answer'}` is {answer}"
+        raise UserError(f"{named}, which names none of its {len(listed)} choices; mend it")
     lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, listed, strict=False)]
     return "\n".join([prompt, *lines]), LETTERS[at]

@@ -93,6 +93,25 @@ def test_layouts(name, tmp_path):
     assert {key: read["row"].get(key) for key in kept} == kept
 
 
+@pytest.mark.parametrize(
+    "row, key, wanted",
+    [
+        (
+            {"prompt": "p", "solution": "34"},
+            "solution",
+            "34",
+        ),  # a worked solution must say its answer, a named one is it
+        ({"prompt": "p", "choices": ["w", "x", "y", "z"], "answer": 3, "gold": "w"}, "gold", "A"),
+        ({"prompt": "p", "choices": ["w", "x", "y", "z"], "answer_index": 0, "key": "C"}, "key", "C"),
+        ({"prompt": "p", "choices": ["w", "x", "y", "z"], "label": 2}, "label", "C"),
+        ({"prompt": "p", "choices": ["w", "x"], "answer": "x", "answer_index": 0}, "answer", "B"),
+    ],
+)
+def test_a_named_column_is_the_answer(row, key, wanted, tmp_path):
+    ((_, answer),) = found(write(tmp_path / "x.jsonl", row), answer_key=key)
+    assert answer == wanted
+
+
 def test_gpqa_shuffles_its_choices(tmp_path):
     """By the question alone: the right answer is not always the first, and stays where it is."""
     rows = []
