@@ -54,7 +54,7 @@ from remote.routes import Follower, is_file_of_routes, routes, streams_of
 from rollout import LocalSource, Rollout, request_seed, uniforms
 from sampling import Sampling
 from sync import Probe
-from tasks import digest_of, make_task
+from tasks import digest_of, file_of, make_task
 
 PRINT_EVERY = 10.0  # seconds between two lines on the screen
 
@@ -336,8 +336,9 @@ def check_own_files(flags: SamplerFlags) -> None:
         there = (Path(flags.model) / "config.json").is_file()
         need(there, f"--model={flags.model}: no Hugging Face model folder (no config.json there); name another one")
         check_weights(flags.model)
+    file = file_of(flags.task)
     need(
-        not flags.task or flags.task == "arith" or Path(flags.task).is_file(),
+        not file or Path(file).is_file(),
         f"--task={flags.task}: no such file; copy the learner's file here and name it with --task",
     )
 

@@ -21,7 +21,7 @@ from typing import Literal
 from flags import need, read_json
 from tasks import arith, rewards
 from tasks.arith import VOCAB, Arithmetic, arithmetic_tokenizer
-from tasks.data import OwnTask, Table, choices_of, digest_of, is_own, label_of, parsed, read_rows
+from tasks.data import OwnTask, Table, choices_of, digest_of, file_of, is_own, label_of, parsed, read_rows
 from tasks.prompts import Answer, Problem, Style, encode, stop_ids
 
 __all__ = ["VOCAB", "Answer", "Arithmetic", "OwnTask", "Problem", "PromptFlags", "Table", "TaskFlags"]

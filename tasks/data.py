@@ -175,10 +175,15 @@ def digest_of(name: str) -> str:
     """SHA-256 of a task's file, by which two hosts know that they have the same; of a data set's name; "" of arith."""
     if name == "arith":
         return ""
-    if name.startswith("hf:"):
-        return hashlib.sha256(name.encode()).hexdigest()
-    file = name.rpartition(":")[0] if is_own(name) else name
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    file = file_of(name)
+    return hashlib.sha256(Path(file).read_bytes() if file else name.encode()).hexdigest()
+
+
+def file_of(name: str) -> str:
+    """The file of a task, or of its class; "" of arith and of a data set."""
+    if name == "arith" or name.startswith("hf:"):
+        return ""
+    return name.rpartition(":")[0] if is_own(name) else name
 
 
 def is_own(name: str) -> bool:
@@ -387,8 +392,8 @@ def multiple_choice(prompt, listed: list[str], answer: str, row: dict, place: st
         at = listed.index(answer)
         need(
             letter in (-1, at) or letter >= len(listed),
-            f"{place}: the `{key or 'answer'}` is {answer}, the text of one choice and the letter of another; give its number "
-            "from 0 as `answer_index`",
+            f"{place}: the `{key or 'answer'}` is {answer}, the text of one choice and the letter of another; give its "
+            "number from 0 as `answer_index`",
         )
     elif 0 <= letter < len(listed):
         at = letter

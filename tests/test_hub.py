@@ -1,6 +1,7 @@
 """The hub's socket from outside: keys, strangers, protocols, sizes, replays, bounded room; raw peers, no models."""
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -480,6 +481,13 @@ def test_what_a_sampler_finds_out_about_its_learner(folders, tmp_path):
         sampler.check_own_model(str(folders / "actor"), tokenizer, 10**6)
     with pytest.raises(ValueError, match="--model=nowhere: no Hugging Face model folder"):
         sampler.check_own_files(SamplerFlags(model="nowhere"))
+    own = tmp_path / "task.py"
+    with pytest.raises(ValueError, match="task.py:Sums: no such file; copy the learner's file here"):
+        sampler.check_own_files(SamplerFlags(task=f"{own}:Sums"))
+    own.write_text("class Sums: ...")
+    for name in ("", "arith", "hf:openai/gsm8k@main/train", str(own), f"{own}:Sums"):
+        sampler.check_own_files(SamplerFlags(task=name))
+    sampler.check_task(f"{own}:Sums", "elsewhere/task.py:Sums", hashlib.sha256(own.read_bytes()).hexdigest())
     shutil.copytree(folders / "actor", tmp_path / "other")
     changed = json.loads((tmp_path / "other" / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps({**changed, "vocab_size": changed["vocab_size"] + 1}))
