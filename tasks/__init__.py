@@ -105,7 +105,7 @@ def make_task(cfg, flag: str = "task", name: str | None = None, evaluates: bool 
             cfg.task_min_ops, cfg.task_max_ops, cfg.task_operand, cfg.task_total, cfg.task_seed, cfg.task_explain
         )
     own = is_own(name)
-    file = name.rpartition(":")[0]
+    file = file_of(name)
     need(not own or Path(file).is_file(), f"--{flag}={name}: {file}: no such file; write FILE.py:CLASS")
     graded_otherwise = cfg.reward and not rewards.Reward(rewards.parts_of(cfg.reward)).needs_answer
     rows = [] if own else read_rows(name, flag, cfg.prompt_key, cfg.answer_key, needed=not graded_otherwise)
