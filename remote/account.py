@@ -92,7 +92,8 @@ class Seen:
         return n < self.upto or n in self.beyond
 
     def add(self, n: int) -> None:
-        self.beyond.add(n)
+        if n >= self.upto:
+            self.beyond.add(n)
         while self.upto in self.beyond:
             self.beyond.remove(self.upto)
             self.upto += 1
@@ -108,12 +109,18 @@ class Account(dict):
         key, n = split(name)
         return key in self and n in self[key]
 
-    def add(self, name: str) -> int:
-        """By how many entries the account has grown: 1 for a new incarnation, 1 for a number out of order."""
+    def add(self, name: str, before: Account | None = None) -> int:
+        """By how many entries the account has grown: 1 for a new incarnation, 1 for a number out of order.
+
+        before: an account that this one goes on from, incarnation by incarnation."""
         key, n = split(name)
-        before = self.entries(key)
-        self.setdefault(key, Seen()).add(n)
-        return self.entries(key) - before
+        new = key not in self
+        if new:
+            known = (before or {}).get(key, Seen())
+            self[key] = Seen(known.upto, known.beyond)
+        beyond = len(self[key].beyond)
+        self[key].add(n)
+        return new + len(self[key].beyond) - beyond
 
     def entries(self, key: tuple[str, int]) -> int:
         """What an incarnation takes up here."""

@@ -295,7 +295,7 @@ class FilesHub:
         held = [name for name in new if self.held_before.has(name)]
         for name in held:
             self.counts["duplicate"] += 1
-            self.got.add(name)
+            self.got.add(name, self.held_before)
         if held:
             self.held(held)
         return deque(name for name in new if not self.held_before.has(name))
@@ -346,7 +346,7 @@ class FilesHub:
             else:
                 self.counts["received"] += 1
                 self.counts["bytes_in"] += nbytes
-        self.entries[owner] += max(bool(fate), self.got.add(name))
+        self.entries[owner] += max(bool(fate), self.got.add(name, self.held_before))
         return Arrived(name, time.time(), data=data, fate=fate)
 
     def _read(self, path: Path, nbytes: int) -> tuple[str, bytes]:
@@ -397,7 +397,7 @@ class FilesHub:
                 self.absent[name] = before.get(name, time.monotonic())
                 if time.monotonic() - self.absent[name] > PATIENCE:
                     self.log.warning("%s is gone", self.folder / "rollouts" / name)
-                    self.entries[self.names.owner(key[0])] += max(1, self.got.add(name))
+                    self.entries[self.names.owner(key[0])] += max(1, self.got.add(name, self.held_before))
                     out.append(Arrived(name, time.time(), fate="lost"))
 
     def _absent_of(self, key: tuple[str, int], handed: int) -> list[str]:

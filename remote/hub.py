@@ -502,7 +502,7 @@ class Hub(threading.Thread):
                 "sampler %s has had too many lives or bad groups: nothing more of it is booked", peer.sampler
             )
             return False
-        self.entries[peer.owner] += self.got.add(name)
+        self.entries[peer.owner] += self.got.add(name, self.held_before)
         return True
 
     def _on_offer(self, peer: Peer, of: wire.Manifest) -> None:

@@ -219,6 +219,29 @@ def pull_all(peer, of):
     return bytes(sink)
 
 
+def test_what_goes_on_after_a_resume_is_in_order(made, tmp_path):
+    """A sampler that lived through the learner's resume goes on at 9: each of its groups costs the account nothing."""
+    held = [f"box/1/{n}" for n in (*range(9), 11)]
+    data = encode_group(group())
+    h = made.hub(held=held)
+    before = h.entries["box"]
+    peer = made.raw(h)
+    peer.hello()
+    for n in (9, 10, 12, 13, 14):
+        assert give(peer, data, f"box/1/{n}") == wire.Got([f"box/1/{n}"])
+    assert before == 2 and h.entries["box"] - before <= 1
+    assert give(peer, data, "box/1/16") and h.entries["box"] - before <= 2  # out of order
+    s = source(tmp_path)
+    s.publish(0, weights(0))
+    s.hub.held_before = account.Account()
+    for name in held:
+        s.hub.held_before.add(name)
+    for n in (*range(7, 9), *range(9, 15)):
+        hand_over(tmp_path, s, n)
+    assert [g.uid[2] for g in s.next(5, 0)] == [9, 10, 12, 13, 14] and s.hub.entries["box"] <= 1
+    assert s.hub.counts["duplicate"] == 3
+
+
 def test_a_group_arrives_once(made):
     h = made.hub(held=["box/1/7"])
     peer = made.raw(h)
