@@ -193,10 +193,12 @@ class Graders:
                 self._hand_out(function, todo, calls, seconds)
                 # In slices, so that a signal to this process never has to wait for an answer.
                 said = wait([p.connection for p in self.processes], TICK)
-                for p in [p for p in self.processes if p.connection in said]:
-                    self._listen(p, values, todo)
-                for p in self.processes:
-                    if p.given and time.monotonic() - p.heard > SILENCE + 2 * PATIENCE * seconds:
+                for p in list(self.processes):
+                    if p.connection in said:
+                        self._listen(p, values, todo)
+                    elif p.given and p.process.poll() is not None and not p.connection.poll():
+                        self._bury(p, todo)  # a child that it forked keeps its end of the connection open
+                    elif p.given and time.monotonic() - p.heard > SILENCE + 2 * PATIENCE * seconds:
                         p.process.kill()  # stopped, or swapped out
         except BaseException:  # what the processes go on to say would be taken for the next answers
             self.close()
@@ -213,19 +215,11 @@ class Graders:
                 p.give(function, numbers, [calls[i] for i in numbers], seconds)
 
     def _listen(self, p: Grader, values: list, todo: deque[int]) -> None:
-        """Take what a process says. If it has died, the answer at hand is lost, and the others are done again."""
+        """Take what a process says."""
         try:
             kind, said = p.connection.recv()
         except (EOFError, OSError):
-            self.processes.remove(p)
-            p.end()
-            todo.extend(list(p.given)[1 if p.ready else 0 :])
-            self.stillborn += not p.ready and bool(p.given)
-            if self.stillborn > MOST_STILLBORN:
-                raise RuntimeError(
-                    f"grading processes end before they are ready (exit code {p.process.returncode}): "
-                    "python -c 'import tasks.grading' may tell why"
-                ) from None
+            self._bury(p, todo)
             return
         p.heard = time.monotonic()
         if p.ready:
@@ -233,6 +227,18 @@ class Graders:
         elif kind == "failed":
             raise UserError(f"--reward={p.function}: cannot be loaded ({said}); mend the file")
         p.ready = True
+
+    def _bury(self, p: Grader, todo: deque[int]) -> None:
+        """A process has died: the answer at hand is lost, and the others are done again."""
+        self.processes.remove(p)
+        p.end()
+        todo.extend(list(p.given)[1 if p.ready else 0 :])
+        self.stillborn += not p.ready and bool(p.given)
+        if self.stillborn > MOST_STILLBORN:
+            raise RuntimeError(
+                f"grading processes end before they are ready (exit code {p.process.returncode}): "
+                "python -c 'import tasks.grading' may tell why"
+            )
 
     def close(self) -> None:
         while self.processes:

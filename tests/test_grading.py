@@ -484,7 +484,7 @@ def test_a_sum_with_weights_and_a_penalty_of_length():
 # ---------------------------------------------------------------------------------------------------------------------
 
 OWN = '''
-import subprocess, sys, time, numpy as np
+import os, subprocess, sys, time, numpy as np
 from dataclasses import dataclass
 
 LOADED = time.time()
@@ -511,6 +511,18 @@ def sleeps(row, text, finish_reason):
 
 def fails(row, text, finish_reason):
     return 1 / len(text)
+
+def forks(row, text, finish_reason):
+    if text == "hang":
+        child = os.fork()  # it inherits all that is open here
+        if child == 0:
+            if row["session"]:
+                os.setsid()
+            time.sleep(60)
+            os._exit(0)
+        open(row["pids"], "a").write(f"{child} ")
+        os.waitpid(child, 0)
+    return 1.0
 
 def leaves(row, text, finish_reason):
     sys.exit(3)
@@ -598,6 +610,26 @@ def test_a_function_that_waits_is_ended_with_what_it_started(own, tmp_path, monk
         pool.close()
     (pid,) = (tmp_path / "pids").read_text().split()
     assert until(lambda: not alive(int(pid)), within=10)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("session", [False, True])
+def test_a_fork_that_outlives_its_process_is_not_waited_for(own, tmp_path, monkeypatch, session):
+    """It keeps the connection open; it ends with its process, unless it began a session of its own."""
+    monkeypatch.setattr(grading, "PATIENCE", 4)
+    pool, start = Graders(1), time.monotonic()
+    monkeypatch.setattr(grading, "graders", lambda: pool)
+    row = {"pids": str(tmp_path / "pids"), "session": session}
+    try:
+        answers = [Answer(problem("", **row), text, True) for text in ("a", "hang", "b")]
+        assert own("forks", seconds=0.5).of(answers)[0] == [1.0, 0.0, 1.0]
+        assert time.monotonic() - start < 40
+    finally:
+        pool.close()
+        (pid,) = map(int, (tmp_path / "pids").read_text().split())
+        if session:
+            os.kill(pid, signal.SIGKILL)
+    assert session or until(lambda: not alive(pid), within=10)
 
 
 def test_a_function_that_raises_is_counted_and_told_once(own, capsys, monkeypatch):
