@@ -55,7 +55,8 @@ from statistics import NormalDist
 from typing import Literal, NamedTuple
 
 import checkpoint
-from flags import UserError
+from checkpoint.shards import from_all, own_group
+from flags import UserError, need
 from rollout import LocalSource, Rollout, given_back_if_it_fails, uniforms
 
 
@@ -251,7 +252,7 @@ class DelaySource(LocalSource):
         needed = self.needed().union(*self.pinned)
         # With --dynamic_sampling ranks take unequal numbers of groups, and others of them wait. Where all have met, the
         # new file is whole.
-        everywhere = set().union(*checkpoint.from_all(needed, checkpoint.saving_group()))
+        everywhere = set().union(*from_all(needed, own_group("delay")))
         for old in set(self.broadcast) - everywhere:
             del self.broadcast[old]
             if self.writes:
@@ -577,8 +578,9 @@ def check_pace(cfg) -> None:
 def check_bounds(cfg) -> None:
     """UserError, one sentence, if a bound on age cannot be met, or if waiting groups are not bounded."""
     most = cfg.max_staleness
-    if most is not None and most < 0:
-        raise UserError(f"--max_staleness={most}: a number of updates, 0 or more; leave it out for no bound")
+    need(
+        most is None or most >= 0, f"--max_staleness={most}: a number of updates, 0 or more; leave it out for no bound"
+    )
     if most is not None and cfg.sync_every - 1 > most:
         raise UserError(
             f"--max_staleness={most}: with --sync_every={cfg.sync_every} even the newest weights are "

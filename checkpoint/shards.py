@@ -26,12 +26,18 @@ PIECE = 64 * 2**20  # bytes of a file that are sent at once
 
 
 def saving_group():
-    """The process group of checkpoints, beside the run's own; None for one process. Collective at the first call."""
-    return beside(dist.group.WORLD) if dist.is_initialized() else None
+    """The process group of checkpoints, which a thread writes."""
+    return own_group("checkpoints")
+
+
+def own_group(use: str):
+    """A group of all ranks for one use, beside the run's own: two threads must not share one, for ranks pair what they
+    say by its order. None for one process. Collective at the first call."""
+    return beside(dist.group.WORLD, use) if dist.is_initialized() else None
 
 
 @functools.cache
-def beside(world):
+def beside(world, use: str):
     """Another group of the same ranks, made once for each process group that this process has been in."""
     return dist.new_group(backend="gloo")
 

@@ -161,6 +161,7 @@ def whole(x):
 
 def main(parallel: str, out: str) -> None:
     comm, results = Comm(), []
+    assert len({id(shards.own_group(use)) for use in ("checkpoints", "delay", "checkpoints")}) == 2
     for i, (case, dtype, odd) in enumerate([*RANK_CASES, *UNEVEN_CASES]):
         budget = (1, 45)[comm.rank] if i == 1 else (20, 60)[comm.rank]  # prompts are shared in every case but one
         memory = {"parallel": parallel, "gradient_checkpointing": i % 3 != 1}

@@ -14,6 +14,7 @@ from test_rollout import PROBE_IDS
 from test_train import flags, start, timeless, train_here, wait_for
 
 import checkpoint
+from checkpoint import shards
 from delay import DelayDistribution, DelaySource, Ticket, ks_p
 from engines import HFEngine
 from rollout import Sampling, uniforms
@@ -118,6 +119,16 @@ def test_a_sampler_keeps_its_model_until_the_delay_is_over(folders, tmp_path):
     assert torch.allclose(logp, torch.from_numpy(group.responses[0].logp_inf), atol=1e-4)
     assert group.t_published == 6.0
     assert source.now(7) == 7.0
+
+
+def test_ranks_speak_of_versions_in_a_group_of_their_own(folders, tmp_path, monkeypatch):
+    """A thread may be writing a checkpoint, and ranks pair what they say by its order."""
+    versions_of, savings = [], []
+    monkeypatch.setattr("delay.own_group", versions_of.append)
+    monkeypatch.setattr(shards, "own_group", savings.append)
+    versions(delayed(folders, tmp_path), 2)
+    shards.saving_group()
+    assert set(versions_of) == {"delay"} and savings == ["checkpoints"]
 
 
 def test_caps_broadcasts_and_several_updates_a_batch(folders, tmp_path):
