@@ -531,11 +531,9 @@ def check(cfg) -> None:
     """UserError, one sentence, if train.py's flags about delays contradict each other."""
     check_distribution(cfg)
     for name in ("delay_samplers", "sync_every"):
-        if getattr(cfg, name) < 1:
-            raise UserError(f"--{name}={getattr(cfg, name)}: must be at least 1")
+        need(getattr(cfg, name) >= 1, f"--{name}={getattr(cfg, name)}: must be at least 1")
     for name in ("sampler_rate", "step_seconds", "window_seconds"):
-        if not getattr(cfg, name) > 0:
-            raise UserError(f"--{name}={getattr(cfg, name)}: must be above 0")
+        need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
     check_bounds(cfg)
     check_pace(cfg)
     remote = cfg.samplers != "local"
@@ -554,8 +552,7 @@ def check(cfg) -> None:
 def check_pace(cfg) -> None:
     """UserError, one sentence, if the flags about the speed of samplers contradict each other, or the bound on age."""
     speeds = speeds_of(cfg)
-    if not 0 <= cfg.token_seconds < math.inf:
-        raise UserError(f"--token_seconds={cfg.token_seconds}: must be 0 or above")
+    need(0 <= cfg.token_seconds < math.inf, f"--token_seconds={cfg.token_seconds}: must be 0 or above")
     if cfg.admission == "drop":
         return
     remote = cfg.samplers != "local"
@@ -578,9 +575,8 @@ def check_pace(cfg) -> None:
 def check_bounds(cfg) -> None:
     """UserError, one sentence, if a bound on age cannot be met, or if waiting groups are not bounded."""
     most = cfg.max_staleness
-    need(
-        most is None or most >= 0, f"--max_staleness={most}: a number of updates, 0 or more; leave it out for no bound"
-    )
+    if most is not None and most < 0:
+        raise UserError(f"--max_staleness={most}: a number of updates, 0 or more; leave it out for no bound")
     if most is not None and cfg.sync_every - 1 > most:
         raise UserError(
             f"--max_staleness={most}: with --sync_every={cfg.sync_every} even the newest weights are "
