@@ -153,14 +153,16 @@ def plan_of(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float = 0.0) -
         "a forward without gradient": found.forward,
         "gathered from other ranks": gathered(models) if sharded else 0,
         "engine": sampling,
+        "second engine": second_engine(cfg, configs["policy"], width, ranks, gpu_gib),
         "evaluation": evaluation(cfg, configs, width, ranks, gpu_gib, sampling if asleep else 0),
         "the policy's own responses": own_responses(cfg, configs["policy"], width, ranks),
         "a tensor to publish, and its proof": publishing(cfg, configs, models, width, sharded),
     }
-    always = [*states, *([] if asleep else ["engine"])]
+    stays = [*states, "second engine"]
+    always = [*stays, *([] if asleep else ["engine"])]
     stages = {
-        "publish": [*states, "engine", "a tensor to publish, and its proof"],
-        "roll out": [*states, "engine"],
+        "publish": [*stays, "engine", "a tensor to publish, and its proof"],
+        "roll out": [*stays, "engine"],
         "evaluate": [*always, "evaluation"],
         "ref pass": [*always, "a forward without gradient", "gathered from other ranks"],
         "forward and backward": [*always, *gradients, *activations, *list(others)[:1], "gathered from other ranks"],
@@ -244,11 +246,17 @@ def evaluation(cfg, configs: dict, width: int, ranks: int, gpu_gib: float, own: 
         if how == "own":
             sizes.append(own)
         elif how == "second":
-            sizes.append(engine(cfg, config, width, ranks, gpu_gib))
+            sizes.append(0)  # it is always there
         else:
             rows = min(at_once(cfg.eval_samples), -(-cfg.eval_problems // ranks)) * cfg.eval_samples
             sizes.append(plain_sampler(cfg, config, rows, width, ranks))
     return max(sizes)
+
+
+def second_engine(cfg, config, width: int, ranks: int, gpu_gib: float) -> int:
+    """Bytes of the engine that evaluates the policy of an actor. It stays: one engine of a process can sleep."""
+    wanted = cfg.eval_every >= 0 and evaluated_by(cfg, "policy") == "second"
+    return engine(cfg, config, width, ranks, gpu_gib) if wanted else 0
 
 
 def own_responses(cfg, config, width: int, ranks: int) -> int:

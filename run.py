@@ -204,10 +204,10 @@ def open_source(cfg, run, comm):
 
 
 def open_eval_engine(cfg, run, comm):
-    """A second engine, of the policy, where an actor's is the first; in high precision, as the policy is there."""
+    """A second engine, of the policy, where an actor's is the first; in high precision, as the policy is there. It does
+    not sleep: vLLM's allocator serves one engine of a process."""
     plain = dataclasses.replace(cfg, rollout_quant="none", router_replay=False, delay="none")
-    where = (comm.device, run.vocabulary, sleep_level(plain))
-    return make_engine(plain, run.policy, run.eval_context, 0, *where)
+    return make_engine(plain, run.policy, run.eval_context, 0, comm.device, run.vocabulary)
 
 
 def topk_of(cfg) -> int:

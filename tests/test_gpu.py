@@ -298,7 +298,8 @@ def vllm(folders):
 
     def get(name: str = "none") -> VLLMEngine:
         if name not in made:
-            how = {"max_len": 64, "max_logprobs": 20, "memory_gib": 0.1, "fmt": format_of(name, 32), "sleep_level": 1}
+            how = {"max_len": 64, "max_logprobs": 20, "memory_gib": 0.1, "fmt": format_of(name, 32)}
+            how["sleep_level"] = int(name == "none")  # vLLM's allocator serves one engine of a process
             made[name] = VLLMEngine(str(folders / "actor"), dtype="bfloat16" if DEVICE == "cuda" else "float32", **how)
         return made[name]
 

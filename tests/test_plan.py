@@ -274,6 +274,22 @@ def test_an_evaluation_by_hand():
     assert evaluation(one, eval_engine="torch", **longer) == (37 + longer["max_tokens"]) * of_a_token
 
 
+def test_a_second_engine_stays():
+    """Of the policy, whose weights it needs at the least; one engine of a process can sleep, and that is the first."""
+    two = {"policy": small(), "actor": small(num_hidden_layers=3, layer_types=["full_attention"] * 3)}
+    usual = dict(objective="tis", actor="base:actor", rollout="vllm", rollout_memory=0.25, max_tokens=90)
+
+    def stages(gpu_gib, **changes):
+        made = plan.plan_of(make_cfg(**usual, **changes), two, 37, 1, gpu_gib)
+        own = {"evaluate": made.categories["evaluation"]}
+        return {stage: made.of_stage(stage) - own.get(stage, 0) for stage in made.stages}
+
+    for gpu_gib, size in ((10.0, 2.5 * plan.GIB), (1e-6, 4 * P_SMALL + 127 * 2 * 6 * 2 * 24 * 4)):
+        without, there = stages(gpu_gib), stages(gpu_gib, eval_engine="second")
+        assert {there[stage] - without[stage] for stage in there} == {size}
+        assert stages(gpu_gib, eval_engine="second", eval_every=-1) == without
+
+
 def test_responses_of_the_policys_own():
     """A minibatch of them, in plain torch, for a probe and for --advantage_error_every; under FSDP a copy, too."""
     of_a_token = 2 * 6 * 2 * 24 * 4
