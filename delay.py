@@ -223,6 +223,7 @@ class DelaySource(LocalSource):
         self.sampled: dict[int, Rollout] = {}  # ticket's number -> its group; made again after a resume
         self.decided = Counter()  # length -> responses of groups that were trained on or dropped
         self.trained = Counter()  # the same of those trained on
+        self.lengths = {"trained": Counter(), "dropped": Counter()}  # of groups, by their longest response
         if cfg.token_seconds and self.n_ranks > 1:
             raise UserError(f"--token_seconds={cfg.token_seconds}: one process only; lengths are known to their rank")
 
@@ -362,6 +363,8 @@ class DelaySource(LocalSource):
         self.decided.update(ticket.lengths)
         if trained:
             self.trained.update(ticket.lengths)
+        if ticket.lengths:
+            self.lengths["trained" if trained else "dropped"][max(ticket.lengths)] += 1
 
     def still_wanted(self, ticket: Ticket, learner_version: int, now: float) -> bool:
         """Is the group within both bounds on age? If not, it is counted as dropped, once."""
@@ -379,7 +382,7 @@ class DelaySource(LocalSource):
 
     def next(self, n_groups: int, learner_version: int, stop=()) -> list[Rollout]:
         """The next n groups in order of arrival; the clock moves on by whole steps until there are so many."""
-        self.remember("sequence", "samplers", "tickets", "made", "waited", "dropped", "decided", "trained")
+        self.remember("sequence", "samplers", "tickets", "made", "waited", "dropped", "decided", "trained", "lengths")
         with given_back_if_it_fails(self):
             groups = self.with_spread(n_groups, lambda n: self.train_on(self.take(n, learner_version)))
         self.engine.sleep()
@@ -436,16 +439,13 @@ class DelaySource(LocalSource):
     # -- metrics and checkpoints ---------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        lengths = {}
+        values = super().metrics()
         if self.cfg.token_seconds:
-            lengths = {
-                "delay/length_trained": mean_of(self.trained),
-                "delay/length_decided": mean_of(self.decided),
-                "delay/length_ks_p": ks_p(self.trained, self.decided),
-            }
+            values["delay/length_trained"] = mean_of(self.trained)
+            values["delay/length_decided"] = mean_of(self.decided)
+            values["delay/length_ks_p"] = ks_p(*self.lengths.values()) if self.lengths["dropped"] else 1.0
         return {
-            **super().metrics(),
-            **lengths,
+            **values,
             "delay/clock": self.waited,
             "delay/waiting": float(len(self.tickets)),
             "delay/versions": float(len(self.needed())),
@@ -465,6 +465,7 @@ class DelaySource(LocalSource):
             "dropped": dict(self.dropped),
             "decided": dict(self.decided),
             "trained": dict(self.trained),
+            "lengths": {fate: dict(counts) for fate, counts in self.lengths.items()},
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -478,6 +479,7 @@ class DelaySource(LocalSource):
         self.dropped = Counter(state["dropped"])
         self.decided = Counter(state.get("decided", {}))
         self.trained = Counter(state.get("trained", {}))
+        self.lengths |= {fate: Counter(n) for fate, n in state.get("lengths", {}).items()}
         needed = self.needed() if self.broadcast else set()
         self.pinned = [set(), needed]
         for version in sorted(needed):
@@ -511,20 +513,20 @@ def mean_of(counts: Counter) -> float:
 
 def check_distribution(flags) -> None:
     """UserError, one sentence, if the flags (train.py's or a remote sampler's) describe no distribution."""
-    if not 0 < flags.delay_min <= flags.delay_max < math.inf:
-        raise UserError(
-            f"--delay_min={flags.delay_min} --delay_max={flags.delay_max}: "
-            "the shortest delay must be above 0 and not above the longest"
-        )
-    if flags.delay in ("lognormal", "weibull") and flags.delay_min == flags.delay_max:
-        raise UserError(
-            f"--delay={flags.delay}: two quantiles need --delay_min below --delay_max; use --delay=constant"
-        )
-    if not 0 < flags.delay_mass < 1:
-        raise UserError(
-            f"--delay_mass={flags.delay_mass}: "
-            "the share of delays between --delay_min and --delay_max must lie inside (0, 1)"
-        )
+    need(
+        0 < flags.delay_min <= flags.delay_max < math.inf,
+        f"--delay_min={flags.delay_min} --delay_max={flags.delay_max}: "
+        "the shortest delay must be above 0 and not above the longest",
+    )
+    need(
+        flags.delay not in ("lognormal", "weibull") or flags.delay_min < flags.delay_max,
+        f"--delay={flags.delay}: two quantiles need --delay_min below --delay_max; use --delay=constant",
+    )
+    need(
+        0 < flags.delay_mass < 1,
+        f"--delay_mass={flags.delay_mass}: "
+        "the share of delays between --delay_min and --delay_max must lie inside (0, 1)",
+    )
 
 
 def check(cfg) -> None:

@@ -6,7 +6,7 @@ configs/pace.toml: GEPO, log-normal delays of 60 to 1800 seconds, four groups of
 response of --max_tokens takes 10, 20, 40 or 54 of the 64 updates that a group may be old. There are as many samplers as
 would keep up if all responses were that long: a fifth more than is needed. `drop` throws away what is too old when the
 learner would take it, `pace` lets samplers begin only what can be used in time, and the learner waits. KS p: the test
-of Kolmogorov and Smirnov that what is trained on has the lengths of what is offered. hours: the virtual clock.
+of Kolmogorov and Smirnov that groups that are dropped are as long as those trained on. hours: the virtual clock.
 """
 
 import tempfile
@@ -55,7 +55,6 @@ COLUMNS = {
     **{c: sweep.COLUMNS[c] for c in ("seeds", "policy pass@1, %", "best, %")},
     "tokens, trained": lambda rs: f"{last(rs, 'delay/length_trained'):.2f}",
     "tokens, offered": lambda rs: f"{last(rs, 'delay/length_decided'):.2f}",
-    "KS p": lambda rs: sweep.number(last(rs, "delay/length_ks_p")),
     "dropped, %": lambda rs: f"{dropped(rs):.1f}",
     "staleness, updates": lambda rs: sweep.number(sweep.tail(rs, "staleness/mean_updates", 0.5)),
     "KL(inf, ref)": lambda rs: sweep.number(sweep.tail(rs, "rollout_corr/k3_kl", 0.5)),

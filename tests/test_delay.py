@@ -13,7 +13,6 @@ from conftest import Stream, Watched, make_cfg, tiny_model
 from test_rollout import PROBE_IDS
 from test_train import flags, start, timeless, train_here, wait_for
 
-import checkpoint
 from checkpoint import shards
 from delay import DelayDistribution, DelaySource, Ticket, ks_p
 from engines import HFEngine
@@ -217,7 +216,7 @@ def test_two_ranks_share_clock_and_groups(folders, tmp_path):
 def test_a_version_stays_on_disk_as_long_as_a_group_of_any_rank_waits_for_it(folders, tmp_path, monkeypatch):
     """With --dynamic_sampling ranks take unequal numbers of groups."""
     elsewhere = {0}
-    monkeypatch.setattr(checkpoint, "from_all", lambda needed, group: [needed, elsewhere])
+    monkeypatch.setattr("delay.from_all", lambda needed, group: [needed, elsewhere])
     source = delayed(folders, tmp_path, delay="constant", delay_max=1.0)
     for v in range(6):
         source.publish(v, weights(v).items())
@@ -423,6 +422,9 @@ def test_pace_drops_nothing_where_dropping_prefers_short_responses(folders, tmp_
         p[admission] = m["delay/length_ks_p"]
         assert (m["delay/dropped_staleness"] > 0) == (admission == "drop")
         assert source.trained.total() == updates * 2
+        longest, gone = source.lengths["trained"], source.lengths["dropped"]
+        assert longest.total() == updates and gone.total() == m["delay/dropped_staleness"]
+        assert p[admission] == (ks_p(longest, gone) if gone else 1.0)
         if admission == "drop":
             assert m["delay/length_trained"] < m["delay/length_decided"]
         else:
