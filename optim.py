@@ -39,7 +39,9 @@ def make_optimizers(model, cfg, lr: float) -> list:
     chosen = {id(p) for p in matrices + experts}
     rest = [p for p in learning(model) if id(p) not in chosen]
     betas = (cfg.adam_beta1, cfg.adam_beta2)
-    optimizers = [torch.optim.AdamW(rest, lr=lr, betas=betas, eps=cfg.adam_eps, weight_decay=cfg.weight_decay)]
+    # one parameter after the other: all at once would take 4 bytes of each for a moment
+    how = {"eps": cfg.adam_eps, "weight_decay": cfg.weight_decay, "foreach": False}
+    optimizers = [torch.optim.AdamW(rest, lr=lr, betas=betas, **how)]
     if matrices:
         muon = Muon(matrices, lr=lr, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw")
         if experts:

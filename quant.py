@@ -533,6 +533,11 @@ def check_routing(cfg) -> None:
         not cfg.router_replay or cfg.rollout == "hf" or torch.cuda.is_available(),  # vLLM's code for it is in Triton
         "--router_replay: on a CPU vLLM cannot say which experts it chose; use --rollout=hf",
     )
+    need(
+        not cfg.router_replay or cfg.rollout_tp == 1,
+        f"--router_replay: of the ranks that are one engine vLLM tells the first alone; use --rollout_tp=1, not "
+        f"{cfg.rollout_tp}",
+    )
 
 
 def check_model(cfg, folder: str) -> None:
@@ -544,6 +549,13 @@ def check_model(cfg, folder: str) -> None:
     need(
         not ("fp8" in formats and cuda and torch.cuda.get_device_capability() < (8, 9)),
         "--rollout_quant=fp8: this GPU multiplies no fp8 (compute capability below 8.9); it can run int8 and w4a16",
+    )
+    need(
+        not (
+            cfg.rollout_quant in ("int8", "fp8") and cfg.rollout == "vllm" and cuda and cfg.rollout_dtype == "float32"
+        ),
+        f"--rollout_quant={cfg.rollout_quant}: on a GPU vLLM's products in it are of 16 bits; add "
+        "--rollout_dtype=bfloat16",
     )
     vllm_kernel = cfg.rollout_quant == "w4a16" and cfg.rollout == "vllm" and cuda
     need(

@@ -458,9 +458,9 @@ def cost(m: Measurement) -> dict[str, float]:
             source.next(m.groups, 0)
             if turn:
                 seconds[id(source)].append(time.perf_counter() - start)
-    policy.close()
     n = 3 * m.cfg.train_batch
     ours, theirs = (m.comm.max([sum(seconds[id(source)])])[0] / n for source in (m.sampler, policy))
+    policy.close()  # last: vLLM's shutdown also ends the process group
     return {"sampler/seconds": ours, "on_policy/seconds": theirs, "price": ours / theirs}
 
 

@@ -94,11 +94,14 @@ class Saving:
     def __init__(self, snapshot: Snapshot):
         self.error: BaseException | None = None
         self.final = snapshot.final
-        self.thread = threading.Thread(target=self._write, args=(snapshot,), daemon=True)
+        gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self.thread = threading.Thread(target=self._write, args=(snapshot, gpu), daemon=True)
         self.thread.start()
 
-    def _write(self, snapshot: Snapshot) -> None:
+    def _write(self, snapshot: Snapshot, gpu: int | None) -> None:
         try:
+            if gpu is not None:
+                torch.cuda.set_device(gpu)  # a new thread has the first one, which is another rank's
             write(snapshot)
         except BaseException as e:  # noqa: B036  `wait` raises it in the run's own thread
             self.error = e

@@ -155,8 +155,9 @@ def probe(cfg, setup, actor: str | None) -> Report:
     allowed = max_allowed(train_cfg, setup.vocabulary)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     context = setup.longest_prompt + cfg.max_tokens
+    comm = Comm(device)  # before vLLM makes a process group of its own, for one rank
     engine = start_engine(cfg, setup, actor or setup.folder, context, max(1, allowed), device)
-    learner = Learner(load_model(setup.folder), None, train_cfg, Comm(device), setup.vocabulary)
+    learner = Learner(load_model(setup.folder), None, train_cfg, comm, setup.vocabulary)
     groups = rollouts(engine, setup, cfg.samples, sampling, allowed, "probe")
     first = groups[0]
     learner.check_heads(np.concatenate([first.prompt_ids, first.responses[0].tokens])[None])

@@ -753,7 +753,7 @@ MUTANTS = {
         ('return answer.split("####")[-1].strip()', "return answer.strip()"),
         ("at = labels.index(answer)", "at = 0"),
         ("if type(index) is int and 0 <= index < len(listed):", "if False:"),
-        ("    return hashlib.sha256(Path(file).read_bytes()).hexdigest()", '    return ""'),
+        ("Path(file).read_bytes() if file else name.encode()", "name.encode()"),
     ],
     "tasks/prompts.py": [
         ("            ids += listed_ends(path)", "            pass"),
@@ -853,7 +853,7 @@ MUTANTS = {
     ],
     "checkpoint/shards.py": [
         ('local.to("cpu", copy=True)', 'local.to("cpu")'),
-        ("return beside(dist.group.WORLD) if", "return beside(None) if"),
+        ("return beside(dist.group.WORLD, use) if", "return beside(dist.group.WORLD, 0) if"),
         ("        if key not in self.made:", "        if True:"),
         ("        if all(name in names for names in on_disks):", "        if True:"),
     ],

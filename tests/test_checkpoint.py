@@ -90,6 +90,7 @@ class Learner:
         self.comm = Comm()
         self.names = ["policy"]
         self.model = tiny_model(0)
+        self.models = SimpleNamespace(policy=self.model)
         self.loaded = None
 
     def model_state(self, name):

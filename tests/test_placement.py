@@ -4,6 +4,7 @@ recorded; vLLM's tensor parallelism runs on two CPU ranks."""
 import pickle
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -288,6 +289,19 @@ def test_without_a_gpu_nothing_sleeps(monkeypatch):
     engine.generate([], [], Sampling(), 0, [1])
     assert log == ["generate 0"]
     assert HFEngine(tiny_model(0)).sleep() is None
+
+
+def test_the_thread_that_saves_stays_on_its_ranks_gpu(monkeypatch):
+    """A new thread begins on the first GPU, and torch's saving would open it there."""
+    log, snapshot = [], SimpleNamespace(final=Path("there"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: log.append(gpu))
+    monkeypatch.setattr(checkpoint, "write", log.append)
+    assert checkpoint.Saving(snapshot).wait() == Path("there") and log == [5, snapshot]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    checkpoint.Saving(snapshot).wait()
+    assert log == [5, snapshot, snapshot]
 
 
 def test_how_deep_it_may_sleep():

@@ -172,6 +172,11 @@ def test_formats_that_cannot_run_are_refused_before_a_model_loads(folders, tmp_p
         check(rollout_quant="w4a16", quant_group=16, rollout="vllm")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     check(rollout_quant="fp8")
+    for fmt in ("int8", "fp8"):
+        with pytest.raises(ValueError, match=f"--rollout_quant={fmt}: on a GPU .* of 16 bits; add --rollout_dtype=bf"):
+            check(rollout_quant=fmt, rollout="vllm", rollout_dtype="float32")
+        check(rollout_quant=fmt, rollout="vllm", rollout_dtype="bfloat16")
+        check(rollout_quant=fmt, rollout="hf", rollout_dtype="float32")
 
 
 @pytest.mark.parametrize("flags", [{"rollout_quant": "int8"}, {"learner_quant": "fp8"}, {"optimizer": "muon"}], ids=str)
