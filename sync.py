@@ -217,7 +217,10 @@ class Probe:
                 if twins is not None and twins[0] == name:
                     module.forward = functools.partial(with_twins, module, module.forward, stream.dtype, *twins[1:])
         try:
-            ids = ids.to(stream.device())
+            device = stream.device()
+            if device.type == "cpu" and torch.cuda.is_available():  # from a file: computed on the GPU all the same
+                device = torch.device("cuda", torch.cuda.current_device())
+            ids = ids.to(device)
             for module in self.model.modules():
                 for name, buffer in list(module._buffers.items()):
                     if buffer is not None:
@@ -377,8 +380,8 @@ class Taken:
 
 
 def fill(name: str, stream: Taken, module, inputs) -> None:
-    """A hook before a module's forward: it gets its published tensors."""
-    put(module, stream.of_module(name, module), stream.dtype)
+    """A hook before a module's forward: it gets its published tensors, where its input is."""
+    put(module, {key: x.to(inputs[0].device) for key, x in stream.of_module(name, module).items()}, stream.dtype)
 
 
 def with_twins(module, forward, dtype, others: dict, n: int, *inputs):
