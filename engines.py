@@ -104,7 +104,7 @@ class VLLMEngine:
         memory = {"gpu_memory_utilization": memory_gib} if cuda else {"kv_cache_memory_bytes": int(memory_gib * 2**30)}
         self.sleep_level, self.asleep = sleep_level if cuda else 0, False
         self.ranks = dist.new_subgroups(tp, backend="gloo")[0] if tp > 1 else None
-        settings |= memory | among_ranks(tp) | transfer_settings()
+        settings |= memory | (among_ranks(tp) or transfer_settings())  # under torchrun vLLM lives in this process
         settings["enable_sleep_mode"] = self.sleep_level > 0
         settings["enable_return_routed_experts"] = routing
         self.apart = "weight_transfer_config" in settings  # it is a process of its own

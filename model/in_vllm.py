@@ -255,7 +255,7 @@ def in_buckets(named_tensors):
         if bucket and size + x.nbytes > BUCKET:
             yield bucket
             bucket, size = [], 0
-        bucket.append((name, x.detach().contiguous()))
+        bucket.append((name, x.detach().cuda().contiguous()))  # shapes, and what comes from a file, lie on the host
         size += x.nbytes
     if bucket:
         yield bucket

@@ -395,8 +395,11 @@ def one_gpu(monkeypatch):
 
 
 def test_weights_travel_by_handles_in_buckets(one_gpu, monkeypatch):
-    """Once opened, every load is start, buckets of at most so many bytes (or one tensor), finish."""
+    """Once opened, every load is start, buckets of at most so many bytes (or one tensor), finish. What lies on the host
+    (shapes of packed weights, what is read from a file) goes to the GPU: CUDA opens no other handle."""
     monkeypatch.setattr(in_vllm, "BUCKET", 24)
+    moved = []
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda x: moved.append(x.shape) or x)
     llm = Apart()
     matrix, small = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([5.0, 6.0], dtype=torch.bfloat16)
     tensors = {"first": torch.arange(7.0), "a": matrix.t(), "b": small, "c": small + 1, "big": torch.arange(8.0)}
@@ -416,6 +419,7 @@ def test_weights_travel_by_handles_in_buckets(one_gpu, monkeypatch):
         "finish",
     ]
     assert llm.log == [("init", {"packed": False}), *load, *load]
+    assert moved == [x.shape for x in tensors.values()] * 2
 
 
 def test_vllm_has_the_calls_that_weights_travel_by():
@@ -427,9 +431,12 @@ def test_vllm_has_the_calls_that_weights_travel_by():
     assert "ipc" in WeightTransferEngineFactory._registry and IPCWeightTransferInitInfo(packed=False).packed is False
 
 
-@pytest.mark.parametrize("multiprocessing, apart", [("0", False), ("1", True)])
-def test_an_engine_of_its_own_process_is_known_by_its_settings(multiprocessing, apart, one_gpu, monkeypatch):
+@pytest.mark.parametrize("multiprocessing, ranks, apart", [("0", 1, False), ("1", 1, True), ("1", 2, False)])
+def test_an_engine_of_its_own_process_is_known_by_its_settings(multiprocessing, ranks, apart, one_gpu, monkeypatch):
+    """Under torchrun vLLM lives in the rank's process, whatever it is told."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", multiprocessing)
+    monkeypatch.setattr(dist, "is_initialized", lambda: ranks > 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
     asked = []
     monkeypatch.setattr(engines, "import_vllm", lambda: (lambda folder, **settings: asked.append(settings), None))
     monkeypatch.setattr(engines, "change_vllm", lambda **how: None)
