@@ -608,7 +608,7 @@ MUTANTS = {
         ('(f"env://:{own}", *met(self)[1:])', "met(self)"),
         ("            left.unlink(missing_ok=True)", "            pass"),
         ("if bucket and size + x.nbytes > BUCKET:", "if size + x.nbytes > BUCKET:"),
-        ("x.detach().contiguous()", "x.detach()"),
+        ("x.detach().cuda().contiguous()", "x.detach().cuda()"),
         ("    if bucket:\n        yield bucket", "    pass"),
         ("llm.opened_here = True", "pass"),
         ('!= "1":\n        return {}', '== "1":\n        return {}'),
