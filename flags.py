@@ -414,7 +414,15 @@ def meant(written: dict[str, str], given: dict, cfg) -> dict:
 
     written: flags as they stand on the command line; given: the same under our names; cfg: what all flags, the file's
     and the objective's included, come to without this."""
+    check_said_once(written)
     found = {}
+    if "epsilon" in written and "clip_high" not in given:  # TRL: one bound for both sides
+        found["clip_high"] = given["clip_low"]
+    if written.get("loss_type") == "grpo" and "reduction" not in given:
+        found["reduction"] = "seq-mean-token-mean"
+    bounded = "rollout_is_threshold" in written or "is_cap" in given
+    if "rollout_is" in written and not bounded and cfg.correction == "seq_tis":  # verl: 2 at either level
+        found["is_cap"] = 2.0
     if "rollout_rs_threshold" in written and "rs_low" not in given:  # of a ratio x is 1/x .. x
         of_ratio = cfg.reject in ("none", *RATIOS.values())
         found["rs_low"] = 1 / cfg.rs_high if of_ratio and cfg.rs_high else 0.0
@@ -430,6 +438,19 @@ def meant(written: dict[str, str], given: dict, cfg) -> dict:
         )
         found["rs_low"] = math.exp(-most)
     return found
+
+
+def check_said_once(written: dict[str, str]) -> None:
+    """UserError if two flags that mean one of ours say different things of it."""
+    said = {}
+    for key, value in written.items():
+        name = FOREIGN.get(key, key)
+        other = said.setdefault(name, (key, value))
+        need(
+            in_our_words(name, value) == in_our_words(name, other[1]),
+            f"--{other[0]}={other[1]} and --{key}={value} both mean --{name}; give one, and write what the other adds "
+            "as flags of ours (python train.py --help)",
+        )
 
 
 def trls_bounds(given: dict, cfg) -> dict:

@@ -14,6 +14,7 @@ import re
 import sys
 import textwrap
 
+import corrections
 from flags import need, run_command
 from measure import Derived, Max, Mean, Means, Quantile, Sums, View, k3, repetition
 from model import FLOOR
@@ -393,7 +394,12 @@ OBRS = [
         tokens,
         lambda v: v.batch.kl_ref,
         "KL(p_tgt || p_inf) over the vocabulary, where the learner knows both",
-        when=lambda v: v.has_z and v.cfg.obrs_target == "ref" and v.batch.kl_ref is not None,
+        when=lambda v: (
+            v.has_z
+            and v.cfg.obrs_target == "ref"
+            and v.batch.kl_ref is not None
+            and corrections.actor_is_sampler(v.cfg)
+        ),
     ),
     Mean(
         "obrs/kl_after",

@@ -1,7 +1,8 @@
 """Presets: every named objective as its axes, and the catalogue of what the names mean.
 
 `--objective` fills the axes that neither the command line nor a file names (config.resolve). A name of another
-framework stands for that framework's defaults; `python objectives.py` prints all of it.
+framework stands for that framework's weight, masks and surrogate; PPO's clip is ours unless its row names one.
+`python objectives.py` prints all of it.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ SKYRL = {
     "skyrl_outlier_mask": {**OURS["none"], "reject": "seq_max", "rs_low": 0.0, "rs_high": 100.0, "veto": 1e-4},
 }
 # its other loss has 0.1 on both sides of both signs
-PRIME_RL = {"prime_rl": {**OURS["dppo_tv"], "cppo_beta": 0.002, "cppo_kl": "k2"}}
+PRIME_RL = {"prime_rl": {**OURS["dppo_tv"], "advantage": "grpo_no_std", "cppo_beta": 0.002, "cppo_kl": "k2"}}
 # slime's --use-tis, and its icepop_function under the same bounds, 0 and --tis-clip=2
 SLIME_LOSS = {"surrogate": "ppo", "is_cap": 2.0, "clip_high": 0.2, "reduction": "seq-mean-token-mean"}
 SLIME = {

@@ -180,7 +180,8 @@ class Records:
         allowed = np.concatenate(self.allowed, 1)
         place = allowed[0] * self.T + allowed[1]  # response and position as one number
         sizes = np.bincount(place, minlength=len(responses) * self.T).reshape(-1, self.T)
-        if sizes.max() > max_allowed:
+        used = np.arange(self.T) < np.array([len(r.tokens) for r in responses])[:, None]  # not behind an end
+        if sizes[used].max() > max_allowed:
             raise UserError(set_too_large(max_allowed))
         ids = allowed[2, np.lexsort((allowed[2], place))].astype(np.int32)
         starts = np.concatenate([[0], sizes.sum(1).cumsum()])

@@ -105,7 +105,7 @@ def max_allowed(cfg, vocabulary: int) -> int:
     if cfg.top_k <= 0:
         return min(vocabulary, cfg.kept_max)
     exact_logits = cfg.rollout_dtype == "float32" or cfg.lm_head_fp32
-    ties = 4 if exact_logits else 12
+    ties = 4 if exact_logits else 12 + cfg.top_k // 2
     return min(vocabulary, cfg.top_k + ties)
 
 
@@ -144,13 +144,16 @@ def allowed_sets(ids: np.ndarray, logp: np.ndarray, max_allowed: int) -> tuple[n
     then none of the K was cut, and yet they have less than all of the probability."""
     finite = np.isfinite(logp)
     full = finite.all(1)
-    if full.any() and np.exp(logp[full]).sum(1).min() < 0.999:
+    if full.any() and np.exp(logp[full].astype(np.float64)).sum(1).min() < 1 - 1e-4:
         raise UserError(set_too_large(max_allowed))
     return ragged(finite, ids)
 
 
 def set_too_large(max_allowed: int) -> str:
-    return f"truncated sampling allows more than {max_allowed} tokens: raise --kept_max, or bound it with --top_k"
+    return (
+        f"truncated sampling allows more than {max_allowed} tokens: raise --kept_max, or bound it with --top_k; with "
+        "--top_k rounded logits tie, and --lm_head_fp32=True has fewer ties"
+    )
 
 
 def truncate(z, sampling: Sampling):

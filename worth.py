@@ -67,6 +67,7 @@ ROWS = (
     "seq_tis is_cap=4; seq_mis; geo_rs; prefix_tis is_cap=1; prefix_tis is_cap=2; prefix_tis is_cap=4; retrace; "
     "retrace_seq; spare; z_tis; jackpot obrs_mode=mask; jackpot; jackpot obrs_mask=expected"
 )
+OF_ROWS = {f.name for kind in (config.ObjectiveFlags, config.ObrsFlags) for f in fields(kind)}
 STEP = 0.005  # what a shift of the weights changes in log-probabilities, root mean square, in nats
 EVERYTHING = (0, 2**31)  # lengths of responses
 
@@ -116,6 +117,12 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     rows = {}
     for row in filter(None, map(str.strip, own.rows.split(";"))):
         objective, *more = row.split()
+        for flag in more:
+            name = flags.FOREIGN.get(flag.partition("=")[0], flag.partition("=")[0])
+            need(
+                name in OF_ROWS or name not in config.FIELDS,
+                f"--rows: {flag} of {row!r} is no flag of an objective; all rows share it: give it beside --rows",
+            )
         rows[row] = config.parse([*shared, f"--objective={objective}", *(f"--{flag}" for flag in more)])
     need(rows, "--rows: names no objective")
     for row, cfg in rows.items():
@@ -148,7 +155,7 @@ def check(own: WorthFlags) -> None:
     for name in ("reference", "directions"):
         value = getattr(own, name)
         need(value > 0 and value % FOLDS == 0, f"--{name}={value}: a multiple of {FOLDS}, for the error of its result")
-    need(own.batches >= 2, f"--batches={own.batches}: at least 2, for an error")
+    need(own.batches >= 3, f"--batches={own.batches}: at least 3, for an error of each two")
     need(1 <= own.noise_batches <= own.batches, f"--noise_batches={own.noise_batches}: 1 to --batches={own.batches}")
     need(0 < own.share <= 1, f"--share={own.share}: a share of the parameters, above 0 and at most 1")
     need(
@@ -195,9 +202,10 @@ def batches_of(learner, groups, rows: dict[str, config.Config]) -> dict[str, bat
     for another lambda)."""
     made, known, out = {}, {}, {}
     for row, cfg in rows.items():
-        if cfg.advantage not in made:
-            made[cfg.advantage] = batching.collate(groups, cfg)
-        batch = made[cfg.advantage]
+        read = (cfg.advantage, cfg.adv_clip)  # what a row may change of what `collate` makes
+        if read not in made:
+            made[read] = batching.collate(groups, cfg)
+        batch = made[read]
         needs = needs_of_ref_pass(unregularised(cfg), learner.has_actor, cfg.obrs_lambda)
         if needs not in known:
             known[needs] = learner.score(batch, needs)

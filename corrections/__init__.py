@@ -338,7 +338,7 @@ def actor_is_sampler(cfg) -> bool:
     Not where groups may come from older weights, where engine and learner round differently, where the engine has
     noise, or where it samples from a truncated distribution that the learner scores whole."""
     late = cfg.samplers != "local" or (cfg.delay != "none" and cfg.max_staleness != 0)
-    rounded = cfg.learner_quant not in ("aligned", cfg.rollout_quant)
+    rounded = cfg.learner_quant not in ("aligned", cfg.rollout_quant) or cfg.kv_cache_dtype != "auto"
     cut = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "off"
     return not (late or rounded or cut or cfg.rollout_noise)
 

@@ -688,7 +688,7 @@ MUTANTS = {
             'finish_reason="stop" if int(tokens[i, L - 1]) in stop_ids else "length"',
             'finish_reason="stop" if L < self.T else "length"',
         ),
-        ("        if sizes.max() > max_allowed:", "        if False:"),
+        ("        if sizes[used].max() > max_allowed:", "        if False:"),
         ("n = i * self.n_ranks + self.rank", "n = i + self.rank"),
         (
             "return [request_seed(self.sampling.seed, uid, g) for g in range(self.group_size)]",

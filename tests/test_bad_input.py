@@ -625,7 +625,7 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --rows='tis is_cap=auto' | --rows: tis is_cap=auto leaves the choice to auto; name each cap in a row
 --rows='jackpot obrs_target=new' | --rows: jackpot obrs_target=new asks for ... unknown here
 --rows='jackpot obrs_topk=5; z_tis obrs_topk=6' | --rows: rows with several --obrs_topk; weigh them one after the other
---batches=1 | --batches=1: at least 2, for an error
+--batches=1 | --batches=1: at least 3, for an error of each two
 --noise_batches=25 | --noise_batches=25: 1 to --batches=24
 --reference=5 | --reference=5: a multiple of 4, for the error of its result
 --directions=0 | --directions=0: a multiple of 4, for the error of its result

@@ -45,6 +45,8 @@ def test_flags_of_verl():
     assert (cfg.reject, cfg.rs_low, cfg.rs_high) == ("geo", 1 / 1.2, 1.2)
     assert cfg.reduction == "seq-mean-token-mean"
     assert cfg.clip_high == 0.3
+    assert parse(["--rollout=hf", "--rollout_is=sequence"]).is_cap == 2.0  # its default at either level
+    assert parse(["--rollout=hf", "--rollout_is=sequence", "--rollout_is_threshold=7"]).is_cap == 7.0
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,13 @@ def test_flags_of_trl():
     argv = ["--vllm_importance_sampling_mode=sequence_mask", "--num_generations=4", "--epsilon=0.1"]
     cfg = parse(["--rollout=hf", *argv])
     assert (cfg.correction, cfg.rs_high) == ("seq_mis", 3.0)
-    assert (cfg.group_size, cfg.clip_low) == (4, 0.1)
+    assert (cfg.group_size, cfg.clip_low, cfg.clip_high) == (4, 0.1, 0.1)
+    assert parse(["--rollout=hf", "--epsilon=0.1", "--epsilon_high=0.3"]).clip_high == 0.3
+    assert parse(["--rollout=hf", "--loss_type=grpo"]).reduction == "seq-mean-token-mean"
+    assert parse(["--rollout=hf", "--loss_type=grpo", "--reduction=token-mean"]).reduction == "token-mean"
+    for two in (["--loss_type=dr_grpo", argv[0]], ["--objective=jackpot", "--loss_type=grpo"]):
+        with pytest.raises(UserError, match="and --.* both mean --objective; give one"):
+            parse(["--rollout=hf", *two])
     cap = "--vllm_importance_sampling_clip_max=2.5"
     cfg = parse(["--rollout=hf", cap, "--vllm_importance_sampling_mode=sequence_mask"])
     assert (cfg.is_cap, cfg.rs_low, cfg.rs_high) == (None, 0.0, 2.5)

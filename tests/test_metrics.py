@@ -6,6 +6,7 @@ import re
 import runpy
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -229,7 +230,7 @@ def test_padding_never_counts():
     assert measured(LOG_R, mask, objective="tis") == measured(other_padding, mask, objective="tis")
 
 
-def test_obrs_metrics():
+def test_obrs_metrics(monkeypatch):
     columns = {
         "z_ref": torch.full((2, 3), 0.9, dtype=f64),
         "kl_ref": torch.full((2, 3), 0.3, dtype=f64),
@@ -237,6 +238,10 @@ def test_obrs_metrics():
     }
     m = measured(ALIKE, columns=columns, objective="z_tis", actor="base:actor")
     assert m["obrs/kl_before"] == pytest.approx(0.3)
+    with monkeypatch.context() as patch:  # where another law sampled
+        patch.setattr(metrics, "corrections", SimpleNamespace(actor_is_sampler=lambda cfg: False))
+        another = measured(ALIKE, columns=columns, objective="z_tis", actor="base:actor")
+        assert "obrs/kl_before" not in another and another["obrs/z_exact"] == m["obrs/z_exact"]
     assert m["obrs/kl_after"] == pytest.approx(0.1)
     assert m["obrs/z"] == m["obrs/z_exact"] == pytest.approx(0.9)
     assert m["obrs/accept_rate"] == 1.0

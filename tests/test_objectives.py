@@ -450,7 +450,7 @@ def test_a_group_of_equal_rewards_has_no_advantage(name, G):
             "prime_rl",
             {
                 **dict(objective="none", surrogate="dppo_tv", ratio_base="inf", clip_low=0.2, clip_high=0.2),
-                **dict(cppo_beta=0.002, cppo_kl="k2"),
+                **dict(cppo_beta=0.002, cppo_kl="k2", advantage="grpo_no_std"),
             },
         ),
     ],

@@ -1,6 +1,7 @@
 """Sampling settings: which tokens they allow, what is recorded, and the three ways in which the learner scores."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,9 +15,10 @@ import model as models
 import objectives
 import sampling
 from engines import HFEngine
+from flags import UserError
 from learner import Comm, Learner
 from model import Needs
-from rollout import Response, Rollout, Sampling, as_groups
+from rollout import Records, Response, Rollout, Sampling, as_groups
 
 PROMPTS = ((5, 6, 7), (100, 3))
 TRUNCATED = [
@@ -292,11 +294,24 @@ def test_replay_needs_allowed_sets(folders):
         batching.collate(groups, make_cfg(top_k=8))
 
 
+def test_what_lies_behind_an_end_has_no_allowed_tokens():
+    """A row of the batch goes on behind its end; how many tokens could have come there is nobody's matter."""
+    records = Records(2, 3, 0, "cpu")
+    per_position = [(0, 0, 2), (0, 1, 5), (1, 0, 1), (1, 1, 2), (1, 2, 2)]  # response, position, size
+    records.allowed = [np.array([[i] * size, [t] * size, list(range(size))]) for i, t, size in per_position]
+    responses = [SimpleNamespace(tokens=np.zeros(n)) for n in (1, 3)]
+    records._give_allowed(responses, 2)
+    assert [r.allowed_ids.tolist() for r in responses] == [[0, 1], [0, 0, 1, 0, 1]]
+    responses[0].tokens = np.zeros(2)
+    with pytest.raises(UserError, match="allows more than 2 tokens: raise --kept_max"):
+        records._give_allowed(responses, 2)
+
+
 def test_how_large_a_recorded_set_may_be():
     def limit(**flags):
         return sampling.max_allowed(make_cfg(**flags), 256)
 
-    assert limit(top_k=8) == 12 and limit(top_k=8, rollout_dtype="bfloat16") == 20
+    assert limit(top_k=8) == 12 and limit(top_k=8, rollout_dtype="bfloat16") == 24
     assert limit(top_p=0.9) == 256 == limit(top_k=300)
     assert limit() == 0 == limit(top_k=8, keep_sampling_mask="off")
 
