@@ -94,7 +94,7 @@ COLUMNS = {
 class ZeroFlags(sweep.StudyFlags):
     """Training at zero"""
 
-    seeds: int = 3
+    seeds: int = 4
     """Runs of every row."""
     whole: bool = False
     """All rows, and not the first ones alone."""
@@ -150,7 +150,7 @@ def draw_dial(ax, got: sweep.Got) -> None:
             y, error = zip(*(sweep.final(got[label]) for label in labels), strict=True)
             ax.errorbar(x, y, yerr=error, marker="o", ms=4, lw=1.2, color=colour, label=name)
     ax.set(title="held-out pass@1 at the end (%)", xlabel="KL(inf || ref) at first, nats a token")
-    ax.set(xscale="log", xlim=(1e-5, 1))
+    ax.set(xscale="log", xlim=(1e-7, 1))
     ax.legend(fontsize=7)
 
 
