@@ -912,7 +912,7 @@ def test_engines_evaluate_policy_and_actor(solvers, tmp_path, train_here, monkey
     seconds, owns, torchs = used[:6], used[6:12], used[12:]
     second, actor = seconds[:2]
     assert seconds == [second, actor] * 3 and second is not actor
-    assert slept[:7] == [second, actor, actor, second, actor, second, actor]
+    assert slept[:8] == [actor, second, actor, actor, second, actor, second, actor]  # the first at its start
     assert owns[1::2] == [owns[1]] * 3 and owns[1] in slept and not set(owns[::2]) & set(slept)
     assert not set(torchs) & set(slept)
     with pytest.raises(
@@ -1024,7 +1024,7 @@ def test_kappa_exact_equals_the_updates_own_kappa(solvers, tmp_path, monkeypatch
 def opened_source(folders, tmp_path, monkeypatch):
     """flags -> (source, run, how many log-probabilities a token its engine was made for)."""
     asked = []
-    engine = SimpleNamespace(packed=True, close=lambda: None)
+    engine = SimpleNamespace(packed=True, close=lambda: None, sleep=lambda: None)
     monkeypatch.setattr("run.make_engine", lambda cfg, folder, max_len, topk, *more: asked.append(topk) or engine)
     monkeypatch.setitem(sys.modules, "remote.source", SimpleNamespace(open_remote_source=lambda *a: a))
 
@@ -1040,7 +1040,7 @@ def opened_source(folders, tmp_path, monkeypatch):
 
 def test_an_engine_has_room_for_what_it_evaluates(opened_source, folders, monkeypatch):
     """Longer responses than those that are trained on, of the policy or of the actor."""
-    engine, asked = SimpleNamespace(packed=True), []
+    engine, asked = SimpleNamespace(packed=True, sleep=lambda: None), []
     monkeypatch.setattr("run.make_engine", lambda cfg, folder, max_len, *more: asked.append(max_len) or engine)
     for flags in ({"actor": "none"}, {"actor": str(folders / "actor")}):
         for how, tokens in (("own", 50), ("torch", 8)):
