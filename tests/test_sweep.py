@@ -260,7 +260,7 @@ def test_every_record_belongs_to_a_row():
         runs = sweep.with_seeds(flags, collapse.SEEDS, collapse.FIRST_SEED)
         wanted |= {sweep.key_of(run, collapse.CONFIG) for run in runs if sweep.record_of(run, collapse.CONFIG)}
     for flags in zero.ALL.values():
-        wanted |= {sweep.key_of(r["flags"], sweep.STUDY) for r in zero.records_of(flags, 3)}
+        wanted |= {sweep.key_of(r["flags"], sweep.STUDY) for r in zero.records_of(flags, zero.ZeroFlags.seeds)}
     for rows, seeds, config in studies:
         for label, flags in rows.items():
             wanted |= {sweep.key_of(run, config) for run in sweep.with_seeds(flags, seeds.get(label, 1))}
