@@ -462,5 +462,12 @@ def test_timed_samplers_go_on_from_a_checkpoint(folders, tmp_path):
         for a, b in zip(*pair, strict=True):
             assert (a.uid, a.version) == (b.uid, b.version)
             assert [r.tokens.tolist() for r in a.responses] == [r.tokens.tolist() for r in b.responses]
-    for name in ("tickets", "samplers", "decided", "trained", "waited", "sequence"):
+    for name in ("tickets", "samplers", "decided", "trained", "lengths", "waited", "sequence"):
         assert through.state_dict()[name] == saved.state_dict()[name]
+    before = through.state_dict()["lengths"]
+    assert sum(before["trained"].values()) == 16  # eight times two groups
+    through.publish(8, weights(8).items())
+    through.next(2, 8)
+    assert through.state_dict()["lengths"] != before
+    through.give_back()  # not trained on after all
+    assert through.state_dict()["lengths"] == before

@@ -428,6 +428,8 @@ def test_seen_and_account():
         seen.add(n)
         assert n in seen
     assert seen.upto == 200 and not seen.beyond and len(seen) == 200 and 200 not in seen
+    seen.add(3)  # again
+    assert seen.upto == 200 and not seen.beyond
     seen.add(205)
     assert 205 in seen and 204 not in seen and len(seen) == 201
     held = account.Account()

@@ -47,6 +47,15 @@ def learner_and_batch(**flags):
     return cfg, learner, worth.batches_of(learner, ragged(4, seed=3), {"row": cfg})["row"]
 
 
+def test_rows_that_differ_in_an_advantage_have_batches_of_their_own():
+    cfg, learner, batch = learner_and_batch(objective="tis")
+    clipped = batch.adv.abs().max().item() / 2
+    rows = {"whole": cfg, "clipped": replace(cfg, adv_clip=clipped), "again": replace(cfg, is_cap=9.0)}
+    made = worth.batches_of(learner, ragged(4, seed=3), rows)
+    assert torch.equal(made["whole"].adv, batch.adv) and torch.equal(made["again"].adv, batch.adv)
+    assert torch.allclose(made["clipped"].adv, batch.adv.clamp(-clipped, clipped))
+
+
 def exact_gradient(learner, cfg, batch) -> list[torch.Tensor]:
     """Of the policy, by the learner's own update."""
     columns = {name: x for name, x in learner.ref_columns(batch, cfg.obrs_lambda).items() if name in REF.values()}
