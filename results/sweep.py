@@ -69,6 +69,7 @@ RECORDED = (
     "rollout_corr/ratio_mean",
     "rollout_corr/mean_mismatch",
     "rollout_corr/max_mismatch",
+    *(f"rollout_corr/log_r/{q}" for q in ("1", "50", "99", "99.9")),
     "rollout_corr/reward_weighted",
     "ppo_kl_weighted",
     "ppo_k3_kl",
