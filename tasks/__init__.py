@@ -225,12 +225,9 @@ def check(cfg) -> None:
 
 def as_trained(cfg, given: set[str]):
     """eval.py's flags: what is not given of a run's prompts, length, ends and grading is as in the run, where --model
-    names one. UserError: one sentence."""
-    path = Path(cfg.model) / "config.json"
-    if not cfg.model or not path.is_file():
-        return cfg
-    saved = read_json(path, "copy it anew, or name another folder").get("config")
-    if not isinstance(saved, dict):
+    names one or a checkpoint inside it. UserError: one sentence."""
+    saved = config_of_run(Path(cfg.model)) if cfg.model else None
+    if saved is None:
         return cfg
     names = {"max_tokens", "stop", "reward", "answer", *(f.name for f in fields(PromptFlags))} - {"max_prompt_tokens"}
     names |= {"dtype", "rollout_dtype"} if cfg.mismatch else set()
@@ -242,6 +239,16 @@ def as_trained(cfg, given: set[str]):
     if asked:
         print(f"as in {cfg.model}: {' '.join(f'--{k}={v}' for k, v in asked.items())}")
     return replace(cfg, **asked)
+
+
+def config_of_run(model: Path) -> dict | None:
+    """The flags of the run that a folder is, or is part of: RUN/checkpoints/step_N/policy; None: of none."""
+    for folder in (model, *model.parents[:3]):
+        if (folder / "config.json").is_file():
+            made = read_json(folder / "config.json", "copy it anew, or name another folder")
+            if isinstance(made.get("config"), dict):  # a model's has none
+                return made["config"]
+    return None
 
 
 def grades_all(cfg, saved: dict) -> bool:

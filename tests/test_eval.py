@@ -203,6 +203,8 @@ def test_a_run_is_evaluated_as_it_was_asked(folders, tmp_path, monkeypatch, caps
     evaluation.main(flags)
     said = capsys.readouterr().out
     assert f"as in {run}: --max_tokens=9 --prompt_template={{problem}} #\n" in said and "1 + 0 : #" in said
+    evaluation.main([f"--model={run}/checkpoints/step_000001/policy", *flags[1:]])
+    assert "1 + 0 : #" in capsys.readouterr().out
     evaluation.main([*flags, "--prompt_template=plain", "--max_tokens=8"])
     assert "#" not in capsys.readouterr().out
 
