@@ -33,6 +33,7 @@ def distances(logp, other, length) -> dict[str, float]:
     return {
         "max": float(gap.max(1, initial=0.0).mean()),
         "mean": float((gap.sum(1) / np.maximum(length, 1)).mean()),
+        "dp": float(gap.sum() / tokens),  # over tokens, as the ladder has it
         "kl": float(k3(log_r).sum() / tokens),
         "chi2": float((np.expm1(log_r) ** 2).sum() / tokens),  # E r^2 - 1 where E r = 1
         "chi2_seq": float((np.expm1(log_r.sum(1)) ** 2).mean()),

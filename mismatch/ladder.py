@@ -328,7 +328,7 @@ def shares(names: list[str], logp, batch, floor: list[dict], clamp: float) -> di
     return {
         "rows": rows,
         "total": {measure: float(of_all[measure][0, -1]) for measure in MEASURES},
-        "floor": {"kl": under["kl"], "dp": under["mean"], "var": under["chi2_seq"]},
+        "floor": {"kl": under["kl"], "dp": under["dp"], "var": under["chi2_seq"]},
     }
 
 

@@ -56,7 +56,7 @@ def test_distances_by_hand():
     p, q = np.array([[0.5, 0.9], [0.2, 0.4]]), np.array([[0.25, 0.1], [0.3, 0.4]])
     row = gaps.distances(np.log(p), np.log(q), np.array([1, 2]))
     assert row["max"] == pytest.approx((0.25 + 0.1) / 2)
-    assert row["mean"] == pytest.approx((0.25 + 0.05) / 2)
+    assert row["mean"] == pytest.approx((0.25 + 0.05) / 2) and row["dp"] == pytest.approx((0.25 + 0.1) / 3)
     assert row["kl"] == pytest.approx(((0.5 - 1 - math.log(0.5)) + (1.5 - 1 - math.log(1.5))) / 3)
     assert row["chi2"] == pytest.approx((0.25 + 0.25) / 3) and row["chi2_seq"] == pytest.approx((0.25 + 0.25) / 2)
     assert row["rms"] == pytest.approx(math.sqrt((math.log(2) ** 2 + math.log(1.5) ** 2) / 3)) and row["tokens"] == 3
