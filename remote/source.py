@@ -51,27 +51,10 @@ TRAFFIC = ("received", "duplicate", "bad_leaves", "malformed", "strangers", "fau
 SUSPENDED = 5.0  # seconds: a turn of the waiting loop that takes longer means that this process was suspended
 PRINT_EVERY = 60.0  # seconds between two lines on the screen while the learner waits
 
-# The flags of train.py that a sampler needs, beside all of task_*.
-SHARED = (
-    "task",
-    "group_size",
-    "max_tokens",
-    "seed",
-    "answer",
-    "answer_key",
-    "chat_kwargs",
-    "grade_seconds",
-    "max_prompt_tokens",
-    "overlong",
-    "prompt_key",
-    "reward",
-    "rollout_dtype",
-    "rollout_quant",
-    "quant_group",
-    "logprobs_mode",
-    "lm_head_fp32",
-    "router_replay",
-)
+# The flags of train.py that a sampler needs: how problems are asked and graded, and these.
+SHARED = {f.name for kind in (tasks.TaskFlags, tasks.PromptFlags) for f in dataclasses.fields(kind)}
+SHARED |= {"group_size", "max_tokens", "seed", "rollout_dtype", "rollout_quant", "quant_group"}
+SHARED |= {"logprobs_mode", "lm_head_fp32", "router_replay"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -111,7 +94,7 @@ def open_remote_source(cfg, run, model: str, topk: int, max_allowed: int, comm) 
 
 def describe_run(cfg, run, model: str, topk: int, max_allowed: int, ranks: int) -> dict:
     """What a sampler must know of a run beside the model's files. The names are those of the messages."""
-    shared = {k: v for k, v in dataclasses.asdict(cfg).items() if k in SHARED or k.startswith("task_")}
+    shared = {k: v for k, v in dataclasses.asdict(cfg).items() if k in SHARED}
     return {
         "config": shared | tasks.prompts.contents(cfg),
         "model": model,

@@ -13,7 +13,7 @@ from test_hub import closed_behind, give, hand_over, until, weights
 from test_wire import group
 
 from delay import DelaySource, Ticket
-from remote import account, clock, files_link, link, sampler
+from remote import account, clock, files_link, link, sampler, wire
 from remote.clock import LearnerClock, made_at
 from remote.groups import encode_group
 from remote.sampler import SamplerFlags
@@ -136,3 +136,18 @@ def test_the_window_counts_from_when_a_group_was_made_in_the_simulation():
     s.cfg, s.dropped, s.decided, s.sampled = make_cfg(delay="constant", window_seconds=600.0), Counter(), Counter(), {}
     assert not s.still_wanted(Ticket(0, 0, made_at=300.0), 0, now=1000.0) and s.dropped == {"window": 1}
     assert s.still_wanted(Ticket(1, 0, made_at=500.0), 0, now=1000.0)
+
+
+def test_a_remote_sampler_keeps_weights_for_its_delay(monkeypatch):
+    """Ten seconds: what is published meanwhile waits."""
+    now, loaded = [0.0], []
+    monkeypatch.setattr(sampler, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    me = sampler.Sampler.__new__(sampler.Sampler)
+    me.flags = SamplerFlags(delay="constant", delay_min=1.0, delay_max=10.0)
+    me.source = SimpleNamespace(load_weights=loaded.append)
+    me.loaded, me.began, me.loading, me.hold_until, me.delays_drawn = None, None, 0.0, 0.0, 0
+    me.streams, me.incarnation = ["box"], 1
+    for version, at in enumerate((0.0, 5.0, 9.9, 10.0, 19.9, 20.0)):
+        now[0] = at
+        assert me.load_newest(wire.Weights(version, 0.0, None))
+    assert [weights.version for weights in loaded] == [0, 3, 5] and me.delays_drawn == 3

@@ -471,3 +471,24 @@ def test_timed_samplers_go_on_from_a_checkpoint(folders, tmp_path):
     assert through.state_dict()["lengths"] != before
     through.give_back()  # not trained on after all
     assert through.state_dict()["lengths"] == before
+
+
+def test_both_last_checkpoints_can_be_gone_on_from(folders, tmp_path):
+    """The newest may not be whole yet: the versions of the one before stay until it is."""
+    source, states = delayed(folders, tmp_path, delay_max=1.0), []
+    for v in range(9):
+        source.publish(v, weights(v).items())
+        source.next(1, v)
+        if v in (2, 5):
+            states.append(source.state_dict())
+    for state in states:
+        delayed(folders, tmp_path, delay_max=1.0).load_state_dict(state)
+
+
+def test_pace_counts_on_each_samplers_own_speed(folders, tmp_path):
+    """6 tokens are 6 updates or 24; three more in the queue, half of what 24 of 30 leave. Batches are of one update."""
+    changes = dict(admission="pace", delay_samplers=2, sampler_speeds="1,0.25", max_tokens=6, max_staleness=30)
+    source = timed(folders, tmp_path, rollout_batch=8, train_batch=8, **changes)
+    source.publish(0, weights(0).items())
+    for i, oldest in ((0, 30 - 6 - 3), (1, 30 - 24 - 3)):
+        assert source.may_begin(i, 1, oldest) and not source.may_begin(i, 1, oldest + 1)

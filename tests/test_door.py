@@ -482,3 +482,13 @@ def test_bad_ports_of_a_hub():
     for address in ("tcp://127.0.0.1:99999", "tcp://127.0.0.1"):
         with pytest.raises(UserError, match=f"--bind={address}: "):
             hub.Hub(address, "none", WELCOME, SimpleNamespace(room=1), None)
+
+
+def test_samplers_walk_the_task_from_places_of_their_own():
+    me, first = sampler.SamplerSource.__new__(sampler.SamplerSource), set()
+    for owner in (("a", 1), ("b", 1), ("a", 2), ("a.1", 1)):
+        me.owner = owner
+        n, uid = me.identify(3)
+        assert uid == (*owner, 3) and me.identify(4)[0] == n + 1
+        first.add(n)
+    assert len(first) == 4

@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,7 +25,7 @@ from eval import mean_se, pass_at_k
 from flags import parse_flags
 from learner import Comm
 from remote import wire
-from remote.sampler import SamplerFlags, open_source
+from remote.sampler import SamplerFlags, configure, open_source
 from remote.source import describe_run
 from rollout import Response
 from run import held_out_sets, open_run
@@ -311,6 +311,24 @@ def test_a_model_that_always_answers_right_scores_one(every, score):
     assert length == 3
 
 
+def test_right_is_above_a_half(monkeypatch):
+    """A reward for the form alone is no right answer."""
+
+    def grade(task, tokenizer, problems, groups):
+        for group in groups:
+            for response, reward in zip(group, (0.1, 0.5, 0.51, 1.5), strict=True):
+                response.reward = reward
+
+    monkeypatch.setattr(evaluation, "grade_all", grade)
+    task, tokenizer = Arithmetic(), arithmetic_tokenizer()
+    right, _ = evaluation.solve(Knows(task, tokenizer, 1), task, tokenizer, [0, 1], 4, Sampling(), 0, [1])
+    assert right.tolist() == 2 * [[0, 0, 1, 1]]
+    written = SimpleNamespace(known={"x": {task.problem("test", 0).id: {"rewards": [0.1, 0.5, 0.51], "tokens": [1]}}})
+    one = SimpleNamespace(label="x", task=task)
+    read, _ = evaluation.evaluate_set(None, one, SimpleNamespace(count=lambda one: 1), None, written)
+    assert read.tolist() == [[0, 0, 1]]
+
+
 @pytest.mark.parametrize("own", [[0], [0, 1, 2], []])
 def test_ranks_of_one_engine_sample_equally_often(own, monkeypatch):
     """The other rank of this engine has two problems, at one a round: its calls are waited for, and none is missing."""
@@ -496,6 +514,17 @@ def test_a_remote_sampler_has_the_learners_ends_and_grading(folders, tmp_path):
     assert prompts == 2 * ["1 + 1 = #"]
 
 
+def test_a_remote_sampler_is_told_every_flag_of_task_and_prompts(tmp_path):
+    file = str(table(tmp_path / "x.jsonl", "2"))
+    cfg = replace(make_cfg(max_tokens=8), task=file, reward="gsm8k*0.5,think", overlong=3, prompt_key="problem")
+    run = SimpleNamespace(context=20, stop_ids=[1], probe=lambda: SimpleNamespace(ids=np.zeros((1, 3), int)))
+    said = describe_run(cfg, run, "policy", 0, 0, 1)
+    own = {f.name for kind in (tasks.TaskFlags, tasks.PromptFlags) for f in fields(kind)}
+    assert {k: said["config"].get(k, "-") for k in own} == {k: getattr(cfg, k) for k in own}
+    theirs = configure(said, SamplerFlags(rollout="hf", task=file))
+    assert make_task(theirs).reward == make_task(cfg).reward
+
+
 def test_held_out_adds_up_over_ranks(monkeypatch):
     """Two ranks with equal scores: the same mean, and the standard error of twice as many problems."""
     cfg = make_cfg(objective="grpo", eval_problems=20, max_tokens=8)
@@ -544,3 +573,40 @@ def test_one_process_follows_a_run_whose_engine_is_on_several_ranks():
     cfg = parse_flags(evaluation.EvalFlags, [*evaluation.flags_of_run(saved), "--model=anything"])
     assert (cfg.rollout, cfg.rollout_tp, cfg.max_tokens, cfg.task) == ("vllm", 1, 64, "a.jsonl")
     evaluation.check(cfg)
+
+
+def test_fresh_advantage_by_hand(monkeypatch):
+    """New responses against the baselines of the old ones; a group whose rewards agreed has no slope. Another rank has
+    a share of 3 over 5 tokens."""
+    cfg = make_cfg(objective="grpo", group_size=2, train_batch=4, rollout_batch=4)
+    old, fresh = make_groups(2, 2, seed=1), make_groups(2, 2, seed=2)
+    for made, rewards in ((old, (1.0, 0.0, 1.0, 1.0)), (fresh, (1.0, 1.0, 1.0, 0.0))):
+        for r, reward in zip((r for g in made for r in g.responses), rewards, strict=True):
+            r.reward = reward
+    engine = SimpleNamespace(generate=lambda *_: [g.responses for g in fresh])
+    monkeypatch.setattr(evaluation, "sampler_of", lambda *_: engine)
+    monkeypatch.setattr(evaluation, "grade_all", lambda *_: None)
+    comm = SimpleNamespace(sum=lambda x: [x[0] + 3.0, x[1] + 5.0])
+    run = SimpleNamespace(cfg=cfg, task=SimpleNamespace(find=str), tokenizer=None, stop_ids=[1])
+    n = [len(r.tokens) for g in fresh for r in g.responses]
+    own = (n[0] + n[1]) * 0.5 / (math.sqrt(0.5) + 1e-6)
+    got = evaluation.fresh_advantage(SimpleNamespace(comm=comm, version=0), old, run)
+    assert got == pytest.approx((own + 3.0) / (sum(n) + 5.0))
+
+
+def test_the_mean_of_several_sets_by_hand():
+    got = evaluation.over_sets([("a", 2), ("b", 4)], [(0.2, 0.03), (0.6, 0.04)])
+    each = {"a_mean@2": 0.2, "a_se": 0.03, "b_mean@4": 0.6, "b_se": 0.04}
+    assert got == pytest.approx({"pass@1": 0.4, "se": 0.025, **each})
+
+
+def test_a_follower_rounds_the_model_that_samples_alone(tmp_path, monkeypatch):
+    seen = []
+    failed = SimpleNamespace(returncode=1)
+    monkeypatch.setattr(evaluation.subprocess, "run", lambda command, **_: seen.append(command) or failed)
+    for actor, rounded in (("x", [False, True]), ("none", [True])):
+        seen.clear()
+        saved = {"actor": actor, "rollout_quant": "w2a16", "quant_group": 32}
+        for name in ("policy", "actor")[: len(rounded)]:
+            evaluation.evaluated(tmp_path, name, saved, [])
+        assert ["--rollout_quant=w2a16" in command for command in seen] == rounded

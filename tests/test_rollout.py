@@ -470,3 +470,12 @@ def test_vllm_records_and_learner_agree(vllm_engine, folders):
     assert float((stats.logp - b.logp_inf)[b.mask].abs().max()) < 1e-4
     low, high = obrs.z_bracket(b.support_logp, stats.support_logp, 1.0, stats.tail)
     assert (low[b.mask] < 1).all() and (high[b.mask] > 1 - 1e-4).all()
+
+
+def test_collate_knows_what_was_cut_and_which_groups_differ():
+    groups = make_groups(2, G=2, K=3, seed=5)
+    said = [("stop", 1.0), ("length", 0.0), ("length", 1.0), ("stop", 1.0)]
+    for response, (reason, reward) in zip(flat(g.responses for g in groups), said, strict=True):
+        response.finish_reason, response.reward = reason, reward
+    batch = batching.collate(groups, make_cfg(group_size=2))
+    assert batch.cut.tolist() == [False, True, True, False] and batch.spread.tolist() == [True, True, False, False]

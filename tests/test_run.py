@@ -298,6 +298,13 @@ def test_prompts_and_vocabularies_are_checked_before_models_load(folders, tmp_pa
         opened(folders, tmp_path, actor=str(other))
 
 
+def test_the_shorter_context_of_two_models_counts(folders, tmp_path):
+    """Prompts of 4 tokens and responses of 8, and an actor that reads ten."""
+    short = edited(folders / "actor", tmp_path / "short", max_position_embeddings=10)
+    with pytest.raises(UserError, match="more than the model's context of 10"):
+        opened(folders, tmp_path, actor=short)
+
+
 def test_a_held_out_file_is_checked_too(folders, tmp_path):
     file = tmp_path / "held_out.jsonl"
     file.write_text('{"problem": "1"}\n')

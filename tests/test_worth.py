@@ -407,6 +407,34 @@ def test_what_a_response_costs_by_hand(monkeypatch):
     assert worth.cost(m) == {"sampler/seconds": 3 / 32, "on_policy/seconds": 6 / 32, "price": 0.5}
 
 
+def test_the_price_is_over_the_policy_in_full_precision(monkeypatch):
+    """An int8 sampler is not timed against itself, nor one that adds noise or has an actor."""
+
+    @dataclass
+    class Opened:
+        actor: str = "x"
+
+    clock, asked = [0.0], []
+
+    def open_source(cfg, run, comm):
+        asked.append((cfg.actor, cfg.rollout_quant, cfg.rollout_noise, run.actor))
+        return Timed(6.0, clock)
+
+    monkeypatch.setattr(worth.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(worth, "open_source", open_source)
+    cfg = make_cfg(rollout_quant="int8", rollout="hf", train_batch=32, rollout_batch=32, group_size=4)
+    worth.cost(SimpleNamespace(cfg=cfg, run=Opened(), comm=Comm(), sampler=Timed(3.0, clock), groups=8, quiet=True))
+    assert asked == [("none", "none", 0.0, "")]
+
+
+def test_the_engine_records_what_the_most_demanding_row_asks_for(solvers):
+    flags = [f"--model={solvers / 'policy'}", "--actor=none", *SMALL, *BRIEF]
+    m = Measurement(*worth.parse([*flags, "--rows=none; jackpot obrs_topk=7; tis"]))
+    (group,) = m.sampler.next(1, 0)
+    assert group.responses[0].topk_ids.shape[1] == 7
+    m.sampler.close()
+
+
 def test_groups_shares_sum_to_the_batch(tmp_path, solvers):
     own, rows, plain = worth.parse([f"--model={solvers / 'policy'}", "--actor=none", *SMALL, *BRIEF, "--rows=none"])
     m = Measurement(own, rows, plain)
