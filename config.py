@@ -382,7 +382,7 @@ def parse(argv: list[str] | None = None) -> Config:
         given["epochs"] = 0.0
     if given.get("epochs", from_file.get("epochs")):
         from_file.pop("steps", None)
-    given |= flags.meant(written, given, resolve_open(Config(**{**from_file, **given})))
+    given |= flags.meant(written, given, from_file, resolve_open(Config(**{**from_file, **given})))
     cfg = Config(**{**from_file, **given})
     if cfg.resume:
         cfg = resumed(cfg, set(given) | set(from_file))

@@ -41,8 +41,8 @@ updates, and m updates in which the longest responses are made (by the slowest s
 
 Samplers on other machines are paced by another rule, for nobody knows how long theirs take (remote/grants.py).
 
-`delay/length_ks_p` compares the lengths of responses trained on with those of all whose fate is
-decided, by a Kolmogorov-Smirnov test of two samples (`ks_p`).
+`delay/length_ks_p` compares the longest response of each group that was dropped with that of each
+that was trained on, by a Kolmogorov-Smirnov test of two samples (`ks_p`).
 """
 
 from __future__ import annotations

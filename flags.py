@@ -409,18 +409,18 @@ def in_our_words(name: str, value: str) -> str:
     return ",".join(":".join([words.get(first, first), *bounds]) for first, *bounds in parts)
 
 
-def meant(written: dict[str, str], given: dict, cfg) -> dict:
+def meant(written: dict[str, str], given: dict, from_file: dict, cfg) -> dict:
     """What other frameworks mean beyond names and values, as flags of ours that replace those given.
 
-    written: flags as they stand on the command line; given: the same under our names; cfg: what all flags, the file's
-    and the objective's included, come to without this."""
+    written: flags as they stand on the command line; given: the same under our names; from_file: the file's; cfg: what
+    all of them and the objective's come to without this. A flag that is given or in the file means what it says."""
     check_said_once(written)
-    found = {}
-    if "epsilon" in written and "clip_high" not in given:  # TRL: one bound for both sides
+    found, said = {}, {*given, *from_file}
+    if "epsilon" in written and "clip_high" not in said:  # TRL: one bound for both sides
         found["clip_high"] = given["clip_low"]
-    if written.get("loss_type") == "grpo" and "reduction" not in given:
+    if written.get("loss_type") == "grpo" and "reduction" not in said:
         found["reduction"] = "seq-mean-token-mean"
-    bounded = "rollout_is_threshold" in written or "is_cap" in given
+    bounded = "rollout_is_threshold" in written or "is_cap" in said
     if "rollout_is" in written and not bounded and cfg.correction == "seq_tis":  # verl: 2 at either level
         found["is_cap"] = 2.0
     if "rollout_rs_threshold" in written and "rs_low" not in given:  # of a ratio x is 1/x .. x
@@ -440,6 +440,14 @@ def meant(written: dict[str, str], given: dict, cfg) -> dict:
     return found
 
 
+def same(text: str, other: str) -> bool:
+    """Whether two values of a flag are one: 2 and 2.0 are."""
+    try:
+        return float(text) == float(other)
+    except ValueError:
+        return text == other
+
+
 def check_said_once(written: dict[str, str]) -> None:
     """UserError if two flags that mean one of ours say different things of it."""
     said = {}
@@ -447,7 +455,7 @@ def check_said_once(written: dict[str, str]) -> None:
         name = FOREIGN.get(key, key)
         other = said.setdefault(name, (key, value))
         need(
-            in_our_words(name, value) == in_our_words(name, other[1]),
+            same(in_our_words(name, value), in_our_words(name, other[1])),
             f"--{other[0]}={other[1]} and --{key}={value} both mean --{name}; give one, and write what the other adds "
             "as flags of ours (python train.py --help)",
         )

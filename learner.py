@@ -41,6 +41,7 @@ from model import (
     memory,
     needs_of_ref_pass,
     needs_of_update,
+    routers_of,
 )
 from model.head import rows_at_once
 from optim import Guard, make_optimizers, schedule
@@ -395,7 +396,8 @@ class Learner:
         unless the low-bit tensors are what travels. Matrices are rounded to the type in which a local engine holds
         them before they are gathered, and travel so, unless they are wanted `in_full`."""
         if self.rollout_format is None or (self.cfg.samplers != "local" and not packed):
-            dtype = None if in_full else engine_type(self.cfg)
+            routes = routers_of(getattr(self.models, name))  # which some engines hold in float32
+            dtype = None if in_full or routes else engine_type(self.cfg)
             return Published(lambda: self.named_tensors(name, partial(whole_in, dtype) if dtype else whole))
         model = getattr(self.models, name)
         return Published(lambda: quant.for_engine(self.named_tensors(name), model, self.rollout_format, packed))

@@ -540,6 +540,16 @@ def check_routing(cfg) -> None:
     )
 
 
+def check_products(cfg) -> None:
+    """UserError if vLLM on this host's GPU cannot multiply in the rollout's format."""
+    low = cfg.rollout_quant in ("int8", "fp8") and cfg.rollout == "vllm" and torch.cuda.is_available()
+    need(
+        not low or cfg.rollout_dtype != "float32",
+        f"--rollout_quant={cfg.rollout_quant}: on a GPU vLLM's products in it are of 16 bits; add "
+        "--rollout_dtype=bfloat16",
+    )
+
+
 def check_model(cfg, folder: str) -> None:
     """UserError with one sentence if the formats of the flags cannot run here on the model of `folder`.
 
@@ -550,13 +560,8 @@ def check_model(cfg, folder: str) -> None:
         not ("fp8" in formats and cuda and torch.cuda.get_device_capability() < (8, 9)),
         "--rollout_quant=fp8: this GPU multiplies no fp8 (compute capability below 8.9); it can run int8 and w4a16",
     )
-    need(
-        not (
-            cfg.rollout_quant in ("int8", "fp8") and cfg.rollout == "vllm" and cuda and cfg.rollout_dtype == "float32"
-        ),
-        f"--rollout_quant={cfg.rollout_quant}: on a GPU vLLM's products in it are of 16 bits; add "
-        "--rollout_dtype=bfloat16",
-    )
+    if getattr(cfg, "samplers", "local") == "local":  # else the engine is on another host, which asks for itself
+        check_products(cfg)
     vllm_kernel = cfg.rollout_quant == "w4a16" and cfg.rollout == "vllm" and cuda
     need(
         not vllm_kernel or cfg.quant_group in (32, 64, 128),

@@ -200,14 +200,16 @@ class Probe:
         twins: (a module's name, other tensors of it, n): the last n rows run with those. SyncError: a tensor is
         missing."""
         ids = torch.from_numpy(self.ids if ids is None else ids)
-        return self.score(named_tensors, ids, dtype, twins).cpu().numpy()
+        gpu = torch.cuda.is_available()  # there, even if the tensors come from a file
+        device = torch.device("cuda", torch.cuda.current_device()) if gpu else None
+        return self.score(named_tensors, ids, dtype, twins, device).cpu().numpy()
 
     @torch.no_grad()
-    def score(self, named_tensors, ids, dtype: str, twins):
-        """The same of a tensor (rows, L)."""
+    def score(self, named_tensors, ids, dtype: str, twins, device=None):
+        """The same of a tensor (rows, L). device: where it is computed; None: where the published tensors are."""
         from model import head  # it imports this file
 
-        stream = Taken(named_tensors, getattr(torch, dtype))
+        stream = Taken(named_tensors, getattr(torch, dtype), device)
         layer, hooks = self.model.get_output_embeddings(), []
         layer.forward = functools.partial(head.score, head.Head.of(self.model.config, self.vocabulary), layer)
         for name, module in self.model.named_modules():
@@ -217,10 +219,7 @@ class Probe:
                 if twins is not None and twins[0] == name:
                     module.forward = functools.partial(with_twins, module, module.forward, stream.dtype, *twins[1:])
         try:
-            device = stream.device()
-            if device.type == "cpu" and torch.cuda.is_available():  # from a file: computed on the GPU all the same
-                device = torch.device("cuda", torch.cuda.current_device())
-            ids = ids.to(device)
+            ids = ids.to(stream.device)
             for module in self.model.modules():
                 for name, buffer in list(module._buffers.items()):
                     if buffer is not None:
@@ -330,16 +329,12 @@ def takes_one_tensor(module) -> bool:
 class Taken:
     """A stream of named tensors from which modules take theirs by name, in any order."""
 
-    def __init__(self, named_tensors, dtype: torch.dtype):
+    def __init__(self, named_tensors, dtype: torch.dtype, device):
         self.stream = iter(named_tensors)
         self.dtype = dtype
-        self.seen: dict[str, torch.Tensor] = {}
-
-    def device(self):
-        """Where the tensors are."""
         name, tensor = next(self.stream)
-        self.seen[name] = tensor
-        return tensor.device
+        self.seen: dict[str, torch.Tensor] = {name: tensor}
+        self.device = device or tensor.device
 
     def take(self, name: str) -> torch.Tensor:
         """The tensor of this name, SyncError: it does not come."""
@@ -380,8 +375,8 @@ class Taken:
 
 
 def fill(name: str, stream: Taken, module, inputs) -> None:
-    """A hook before a module's forward: it gets its published tensors, where its input is."""
-    put(module, {key: x.to(inputs[0].device) for key, x in stream.of_module(name, module).items()}, stream.dtype)
+    """A hook before a module's forward: it gets its published tensors."""
+    put(module, {key: x.to(stream.device) for key, x in stream.of_module(name, module).items()}, stream.dtype)
 
 
 def with_twins(module, forward, dtype, others: dict, n: int, *inputs):

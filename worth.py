@@ -109,10 +109,12 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     pairs = flags.read(both, argv, "python worth.py --key=value ...", also={"config", *flags.FOREIGN})
     names = {f.name for f in fields(WorthFlags)}
     own = WorthFlags(**{k: flags.convert(WorthFlags, k, v) for k, v in pairs if k in names})
-    usual = [("lr", "1"), ("actor_lr", "1"), ("dtype", "float32")]  # asked for, and nothing learns
-    pairs = [*usual, ("rollout_dtype", engine_dtype(pairs)), *pairs]
+    ours = {k: flags.FOREIGN.get(k, k) for k, _ in pairs}
+    usual = {"lr": "1", "actor_lr": "1", "dtype": "float32"}  # asked for, and nothing learns
+    usual["rollout_dtype"] = engine_dtype(pairs)
+    pairs = [*((k, v) for k, v in usual.items() if k not in ours.values()), *pairs]
     shared = [f"--{k}={v}" for k, v in pairs if k not in names]
-    need(not any(k == "objective" for k, _ in pairs), "--objective: name the objectives to weigh with --rows")
+    need("objective" not in ours.values(), "--objective: name the objectives to weigh with --rows")
     check(own)
     rows = {}
     for row in filter(None, map(str.strip, own.rows.split(";"))):
@@ -130,7 +132,7 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     kept = {topk_of(cfg) for cfg in rows.values()} - {0}
     need(len(kept) <= 1, "--rows: rows with several --obrs_topk; weigh them one after the other")
     of_rows = {f.name for f in fields(config.ObjectiveFlags)} - {"advantage", "reduction"}
-    of_g = [f"--{k}={v}" for k, v in pairs if k not in names | of_rows | {*flags.FOREIGN}]
+    of_g = [f"--{k}={v}" for k, v in pairs if ours.get(k, k) not in names | of_rows]
     plain = config.parse([*of_g, "--objective=none"])
     need(not own.stale or plain.actor == "none", f"--stale={own.stale}: the actor samples here; add --actor=none")
     return own, rows, replace(on_policy_config(plain), actor="none", rollout_quant="none")

@@ -500,7 +500,7 @@ def check_obrs(cfg) -> None:
         cfg.obrs_z != "exact" or exact_z_known(cfg),
         "--obrs_z=exact: the whole vocabulary is known only with an --actor, --obrs_target=ref, no --obrs_accept_rate, "
         "and samplers that are the learner's actor (no --delay, --samplers=local, low bits aligned, no noise, "
-        "kept sets replayed); use bracket",
+        "kept sets replayed, --kv_cache_dtype=auto); use bracket",
     )
     need(
         not (z and new and cfg.loss_denominator == "kept") or cfg.kappa == "exact",

@@ -550,6 +550,7 @@ def configure(run: dict, flags: SamplerFlags) -> Config:
     )
     quant.check(cfg)
     quant.check_routing(cfg)
+    quant.check_products(cfg)
     return cfg
 
 

@@ -9,6 +9,7 @@ Every group has one fate:
     trained      the learner has trained on it
     staleness    sampled by weights that were more than --max_staleness updates old
     window       made more than --window_seconds ago, by the learner's clock (clock.py)
+    no_spread    all of its responses earned the same (--dynamic_sampling)
     orphan       sampled by weights of a history that did not survive
     refused      not what was asked for, or not what any engine can have sampled
     corrupt      damaged in the folder

@@ -29,7 +29,6 @@ NEEDS = (
     "each row needs `problem` (or `question`, `prompt`) and `answer`, or name them with --prompt_key and --answer_key"
 )
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-KNOWN = (".jsonl", ".json", ".parquet")
 
 
 class Table:
@@ -382,7 +381,10 @@ def multiple_choice(prompt, listed: list[str], answer: str, row: dict, place: st
         listed = list(listed)
         random.Random(prompt).shuffle(listed)
     labels = row["choices"].get("label") if isinstance(row.get("choices"), dict) else None
-    index = nested(row, key) if key else row.get("answer_index", row.get("answer"))
+    index = nested(row, key) if key else row.get("answer")
+    beside = key in ("", "answer")  # `answer_index` says the same
+    if beside:
+        index = row.get("answer_index", index)
     letter = LETTERS.find(answer.upper()) if len(answer) == 1 else -1
     if type(index) is int and 0 <= index < len(listed):  # MMLU and MMLU-Pro count from 0
         at = index
@@ -393,7 +395,7 @@ def multiple_choice(prompt, listed: list[str], answer: str, row: dict, place: st
         need(
             letter in (-1, at) or letter >= len(listed),
             f"{place}: the `{key or 'answer'}` is {answer}, the text of one choice and the letter of another; give its "
-            "number from 0 as `answer_index`",
+            f"number from 0 {'as `answer_index`' if beside else 'there'}",
         )
     elif 0 <= letter < len(listed):
         at = letter

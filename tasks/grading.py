@@ -196,7 +196,7 @@ class Graders:
                 for p in list(self.processes):
                     if p.connection in said:
                         self._listen(p, values, todo)
-                    elif p.given and p.process.poll() is not None and not p.connection.poll():
+                    elif p.process.poll() is not None and not p.connection.poll():
                         self._bury(p, todo)  # a child that it forked keeps its end of the connection open
                     elif p.given and time.monotonic() - p.heard > SILENCE + 2 * PATIENCE * seconds:
                         p.process.kill()  # stopped, or swapped out

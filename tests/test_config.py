@@ -170,6 +170,7 @@ def test_flags_of_trl():
     for two in (["--loss_type=dr_grpo", argv[0]], ["--objective=jackpot", "--loss_type=grpo"]):
         with pytest.raises(UserError, match="and --.* both mean --objective; give one"):
             parse(["--rollout=hf", *two])
+    assert parse(["--rollout=hf", "--epsilon=0.1", "--clip_low=1e-1"]).clip_low == 0.1
     cap = "--vllm_importance_sampling_clip_max=2.5"
     cfg = parse(["--rollout=hf", cap, "--vllm_importance_sampling_mode=sequence_mask"])
     assert (cfg.is_cap, cfg.rs_low, cfg.rs_high) == (None, 0.0, 2.5)
@@ -177,6 +178,19 @@ def test_flags_of_trl():
         cfg = parse(["--rollout=hf", cap, f"--vllm_importance_sampling_mode={mode}"])
         assert (cfg.is_cap, cfg.rs_high) == (2.5, None)
     assert parse(["--rollout=hf", "--objective=tis", "--vllm_importance_sampling_cap=2.5"]).is_cap == 2.5
+
+
+def test_what_a_name_implies_does_not_replace_what_the_file_says(tmp_path):
+    """TRL's one bound for both sides, its mean of means, and verl's default cap."""
+    for said, given in (
+        ("clip_high = 0.7", ["--epsilon=0.3"]),
+        ('reduction = "token-mean"', ["--loss_type=grpo"]),
+        ("is_cap = 5.0", ["--rollout_is=sequence"]),
+    ):
+        path = tmp_path / "x.toml"
+        path.write_text(said)
+        name, _, value = said.partition(" = ")
+        assert str(getattr(parse(["--rollout=hf", f"--config={path}", *given]), name)) == value.strip('"')
 
 
 @pytest.mark.parametrize("cap, most", [([], 3.0), (["--vllm_importance_sampling_cap=2.5"], 2.5)])

@@ -104,7 +104,9 @@ def test_layouts(name, tmp_path):
         ({"prompt": "p", "choices": ["w", "x", "y", "z"], "answer": 3, "gold": "w"}, "gold", "A"),
         ({"prompt": "p", "choices": ["w", "x", "y", "z"], "answer_index": 0, "key": "C"}, "key", "C"),
         ({"prompt": "p", "choices": ["w", "x", "y", "z"], "label": 2}, "label", "C"),
-        ({"prompt": "p", "choices": ["w", "x"], "answer": "x", "answer_index": 0}, "answer", "B"),
+        ({"prompt": "p", "choices": ["w", "x"], "answer": "x", "answer_index": 1}, "answer", "B"),
+        ({"prompt": "p", "choices": ["B", "A"], "answer": "A", "answer_index": 1}, "answer", "B"),
+        ({"prompt": "p", "choices": ["w", "x"], "answer": "x", "answer_index": 1, "gold": "w"}, "gold", "A"),
     ],
 )
 def test_a_named_column_is_the_answer(row, key, wanted, tmp_path):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import test_hub
+import torch
 import zmq
 from test_hub import WELCOME, closed_behind, hand_over, until, weights
 
@@ -366,6 +367,14 @@ def test_a_sampler_computes_in_the_learners_precision_unless_told(learners, own,
     run = {**RUN, "config": {**RUN["config"], "rollout_dtype": learners}}
     flags = sampler.SamplerFlags(rollout="hf", rollout_dtype=own)
     assert sampler.configure(run, flags).rollout_dtype == engines
+
+
+def test_a_sampler_on_a_gpu_asks_for_products_that_there_are(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    run = {**RUN, "config": {**RUN["config"], "rollout_quant": "int8", "rollout_dtype": "float32"}}
+    with pytest.raises(UserError, match="of 16 bits; add --rollout_dtype=bfloat16"):
+        sampler.configure(run, sampler.SamplerFlags(rollout="vllm"))
+    assert sampler.configure(run, sampler.SamplerFlags(rollout="vllm", rollout_dtype="bfloat16"))
 
 
 @pytest.mark.parametrize(

@@ -524,6 +524,14 @@ def forks(row, text, finish_reason):
         os.waitpid(child, 0)
     return 1.0
 
+def leaves_a_fork(row, text, finish_reason):
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    open(row["pids"], "a").write(f"{child} {os.getpid()} ")
+    return 1.0
+
 def leaves(row, text, finish_reason):
     sys.exit(3)
 
@@ -630,6 +638,25 @@ def test_a_fork_that_outlives_its_process_is_not_waited_for(own, tmp_path, monke
         if session:
             os.kill(pid, signal.SIGKILL)
     assert session or until(lambda: not alive(pid), within=10)
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_died_idle_beside_its_fork_is_replaced(own, tmp_path, monkeypatch):
+    """The fork keeps the connection open, so that nothing says that it has died."""
+    pool = Graders(1)
+    monkeypatch.setattr(grading, "graders", lambda: pool)
+    answer = Answer(problem("", pids=str(tmp_path / "pids")), "a", True)
+    pids = []
+    try:
+        assert own("leaves_a_fork", seconds=5.0).of([answer])[0] == [1.0]
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        os.kill(pids[1], signal.SIGKILL)
+        pool.processes[0].process.wait()
+        assert own("score").of([Answer(problem("7", n=4), "four", True)])[0] == [1.0]
+    finally:
+        pool.close()
+        for pid in pids[:1]:
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_function_that_raises_is_counted_and_told_once(own, capsys, monkeypatch):

@@ -332,6 +332,15 @@ def test_weights_travel_to_an_engine_in_its_precision(changes, matrix, one_rank,
     assert all(torch.equal(x, own[name]) and x.dtype == own[name].dtype for name, x in in_full.items())
 
 
+def test_routers_reach_an_engine_in_full():
+    """Some engines hold them in float32, whatever the rest is in."""
+    cfg = make_cfg(objective="tis", rollout_dtype="bfloat16")
+    learner = Learner(model("qwen3_moe"), None, cfg, Comm())
+    own = dict(learner.named_tensors("policy"))
+    sent = {name: x for name, x in learner.published("policy", False) if name.endswith("mlp.gate.weight")}
+    assert len(sent) == 2 and all(torch.equal(x, own[name]) for name, x in sent.items())
+
+
 @pytest.mark.parametrize("reduce, times", [("micro", "all"), ("update", "once")])
 def test_gradients_are_reduced_in_every_micro_batch_unless_asked_otherwise(reduce, times, one_rank, monkeypatch):
     cfg = make_cfg(objective="tis", parallel="fsdp", micro_tokens=30, reduce_gradients=reduce)

@@ -79,6 +79,22 @@ def test_the_torch_engine_samples_from_the_model_itself(family, head_fp32):
             assert np.allclose(r.logp_inf, own, atol=1e-4)
 
 
+# attention has parameters of its own, and is called with names alone
+OWN_PARAMETERS = {
+    "diffllama": dict(num_key_value_heads=2),
+    "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=32),
+}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OWN_PARAMETERS])
+def test_published_tensors_compute_what_the_model_does(family, tmp_path):
+    lm, ids = model(family, **OWN_PARAMETERS.get(family, {})), np.arange(40).reshape(2, 20)
+    said = Probe(save(lm, tmp_path), ids).logprobs(lm.state_dict().items())
+    logp = lm(input_ids=torch.from_numpy(ids)).logits.log_softmax(-1)[:, :-1]
+    own = logp.gather(2, torch.from_numpy(ids)[:, 1:, None])[:, :, 0]
+    assert np.allclose(said, own.detach().numpy(), atol=1e-4)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is not known
 # ---------------------------------------------------------------------------------------------------------------------

@@ -177,6 +177,8 @@ def test_formats_that_cannot_run_are_refused_before_a_model_loads(folders, tmp_p
             check(rollout_quant=fmt, rollout="vllm", rollout_dtype="float32")
         check(rollout_quant=fmt, rollout="vllm", rollout_dtype="bfloat16")
         check(rollout_quant=fmt, rollout="hf", rollout_dtype="float32")
+        remote = dict(samplers="files", sync_path=str(tmp_path))
+        check(rollout_quant=fmt, rollout="vllm", rollout_dtype="float32", **remote)
 
 
 @pytest.mark.parametrize("flags", [{"rollout_quant": "int8"}, {"learner_quant": "fp8"}, {"optimizer": "muon"}], ids=str)

@@ -539,6 +539,17 @@ def test_flags_that_contradict_each_other(flags, said):
     assert said in str(e.value)
 
 
+def test_a_step_size_under_another_name_is_no_second_one(folders):
+    """worth.py gives one of its own where none is given; and g has the groups and lengths that the rows have."""
+    common = [f"--model={folders / 'policy'}", "--actor=none", *SMALL[:2], *SMALL[4:], "--rows=none"]
+    for how in (["learning_rate=1e-6", "num_generations=4"], ["lr=1e-6", "group_size=4"]):
+        argv = [*common, *(f"--{flag}" for flag in [*how, "max_completion_length=8", "beta=0.1"])]
+        _, rows, plain = worth.parse(argv)
+        for cfg in (rows["none"], plain):
+            assert (cfg.lr, cfg.group_size, cfg.max_tokens) == (1e-6, 4, 8)
+        assert (rows["none"].kl_coef, plain.kl_coef) == (0.1, 0.0)
+
+
 def test_rows_are_configurations():
     flags = ["--actor=none", "--rollout=hf", "--is_floor=0.1", "--advantage=rloo", "--rollout_quant=int8"]
     own, rows, plain = worth.parse([*flags, "--rows=tis is_cap=3; jackpot is_floor=0 obrs_mask=expected;"])
