@@ -441,7 +441,7 @@ def resolve_open(cfg: Config) -> Config:
     if cfg.actor == "none":  # nobody has that rate
         cfg = fill(cfg, {"actor_lr": EMBEDDED["actor_lr"]})
     if cfg.obrs_c2 is None:
-        clipped = cfg.clip and cfg.surrogate in ("ppo", "cispo")
+        clipped = cfg.clip and cfg.surrogate in ("ppo", "cispo") and cfg.clip_high < float("inf")
         cfg = replace(cfg, obrs_c2=1.02 + cfg.clip_high if clipped else 3.0)
     return cfg
 

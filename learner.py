@@ -148,8 +148,9 @@ class Learner:
             exact.apply(sampler)
         if cfg.router_replay:
             check_replay(sampler)
-        for model in filter(None, (policy, actor)) if cfg.gradient_checkpointing else ():
-            memory.recompute(model)
+        for model in (policy, actor):
+            if model is not None and cfg.gradient_checkpointing:
+                memory.recompute(model)
         autocast = memory.compute_type(cfg)
         how = (autocast, cfg.lm_head_fp32, vocabulary, cfg.router_replay)
         self.models = PolicyAndActor(policy, actor, *how, start)
@@ -249,7 +250,9 @@ class Learner:
         """One optimizer step on this rank's share of a batch. Returns the metrics of the step, global over
         ranks."""
         logged = self.backward(batch, stats)
-        all_rejected = logged["rollout_corr/rollout_rs_masked_fraction"] >= 1
+        # entropy and CPPO's KL stand outside of what a rejection masks
+        alone = not (self.cfg.entropy_coef or self.cfg.cppo_beta)
+        all_rejected = alone and logged["rollout_corr/rollout_rs_masked_fraction"] >= 1
         logged |= self._step(logged["loss"], all_rejected)
         return logged if self.cfg.guard == "off" else logged | self._watched(logged)
 
@@ -313,7 +316,7 @@ class Learner:
 
     def _step(self, loss: float, all_rejected: bool = False) -> dict[str, float]:
         """Clip, check, step. A non-finite loss or gradient skips the step on every rank; too many in a row stop
-        the run (`error`). Those do not count that a smaller loss scale may mend.
+        the run (`error`). An overflow of float16 that a smaller loss scale can cure is not counted.
 
         all_rejected: of a batch that was rejected whole the policy learns nothing (its optimizer's momentum must
         not move it either); the update is counted."""

@@ -130,6 +130,7 @@ MISMATCH += [
 ]
 MISMATCH += [Max("rollout_corr/largest_gap", tokens, lambda v: v.log_r.abs(), "largest |log r| of the step")]
 
+OF_R = "of R = p_ref / p_inf before caps, where R weighs, whatever --correction_target"
 WEIGHTS = [
     Mean("_w", tokens, lambda v: v.weight),
     Mean("_w2", tokens, lambda v: v.weight**2),
@@ -142,12 +143,12 @@ WEIGHTS = [
         "weight applied to each token, after caps; 1 without correction; OBRS's expected mask is part of it, a draw is "
         "not; with ratio_base inf or group times the unclipped ratio",
     ),
-    Derived("rollout_corr/rollout_is_min", lambda m: -m["_neg_min"], "its minimum; of R before caps, where R weighs"),
+    Derived("rollout_corr/rollout_is_min", lambda m: -m["_neg_min"], f"its minimum; {OF_R}"),
     Max(
         "rollout_corr/rollout_is_max",
         weighted,
         lambda v: v.R if v.by_response else v.weight,
-        "its maximum; of R before caps, where R weighs",
+        f"its maximum; {OF_R}",
     ),
     Derived(
         "rollout_corr/rollout_is_std",

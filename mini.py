@@ -230,12 +230,12 @@ def train(policy, actor):
         if step % updates == 0:
             batch = rollout(actor, step // updates)
             with torch.no_grad():
-                ref = [log_probs(model, batch) for model in models if updates > 1]
+                ref = [log_probs(model, batch) for model in models] if updates > 1 else None
         # 2. Both models are scored on a minibatch of whole groups, and learn from it.
         rows = slice(step % updates * TRAIN_BATCH, (step % updates + 1) * TRAIN_BATCH)
         part = Batch(*(column[rows] for column in batch))
         new = [log_probs(model, part) for model in models]
-        part_ref = [logp[rows] for logp in ref] or [logp.detach() for logp in new]
+        part_ref = [logp.detach() for logp in new] if ref is None else [logp[rows] for logp in ref]
         loss, logged = jackpot(new, part_ref, part)
         loss.backward()
         logged["grad_norm"] = float(clip_grad_norm_(policy.parameters(), GRAD_CLIP))

@@ -65,7 +65,7 @@ def ppo(log_ratio, adv, low=0.2, high=0.28, dual_clip=0.0, clamp=CLAMP):
 
 
 def gspo(log_ratio, mask, adv, low=3e-4, high=4e-4, dual_clip=0.0, clamp=CLAMP):
-    """PPO on s = exp(mean_t log r), one ratio a response. GSPO; over the group's base GEPO Eq. 7."""
+    """PPO on s = exp(mean_t log r), one ratio a response. GSPO (GEPO Eq. 7); with the group's base GEPO Eq. 12."""
     s = geo_ratio(log_ratio, mask, clamp)
     value, clipped = clip_surrogate(s, adv, low, high, dual_clip)
     return value.expand_as(log_ratio), clipped.expand_as(mask), s.expand_as(log_ratio)
@@ -345,9 +345,9 @@ REF |= {"logp_start": "logp_start"}
 def loss(new, batch, stats: StepStats, cfg):
     """(the unreduced loss (B, T) of one model, what it saw): - keep sg(weight) (surrogate - kl_coef sg(ratio) KL) - ...
 
-    The KL to the start model stands under what the advantage stands under, weight, mask and ratio (unclipped): its
-    expectation is that of tokens of p_new, and where a correction counts a context less, reward and KL there do so
-    alike. The entropy is of a whole distribution, whichever token was sampled there: it takes no weight.
+    The KL to the start model is multiplied by the mask, weight and (unclipped) ratio of the advantage: so it is an
+    expectation over tokens of p_new, and a context that counts less, counts less for reward and KL alike. The entropy
+    belongs to a whole distribution, not to a sampled token: it takes no weight.
 
     new: TokenStats of this forward, with gradient; batch: with ref columns; stats: from `prepare`."""
     batch = with_ref(new, batch, cfg)
@@ -525,6 +525,11 @@ def check(cfg) -> None:
     need(cfg.distill_lambda >= 0, f"--distill_lambda={cfg.distill_lambda}: must not be negative")
     loops = [name for name in ("distill_kl_target", "distill_worth_target") if getattr(cfg, name) > 0]
     need(len(loops) < 2, "--distill_kl_target and --distill_worth_target steer the same weight; leave one out")
+    need(
+        not loops or cfg.distill_lambda <= cfg.distill_lambda_max,
+        f"--distill_lambda={cfg.distill_lambda}: a closed loop starts above "
+        f"--distill_lambda_max={cfg.distill_lambda_max}; lower the one, or raise the other",
+    )
     for name in loops:
         need(cfg.distill_lambda > 0, f"--{name} needs a --distill_lambda above 0 to start from")
         need(cfg.actor != "none", f"--{name}: there is no actor to distil; name one with --actor")

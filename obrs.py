@@ -118,9 +118,9 @@ def token_z(target: Target, support_logp_inf, lam, kappa, how: str) -> Z:
 
     exact    the whole vocabulary was seen (two models, target ref)
     bracket  clip(kappa Z_low, Z_low, Z_high)
-    approx   kappa Z_approx, the text's sum over top-K(p_inf) and top-K(p_tgt) together; nothing certifies it:
-             where the actor is not at hand, an engine does not say p_inf on the policy's own top-K, and
-             min(p_ref, p_K) stands for it"""
+    approx   kappa Z_approx, the text's sum over two top-K, p_inf's and p_ref's (the text has p_new's, which is the same
+             before a batch's first update: these ids are chosen once a rollout). Nothing certifies it: where the actor
+             is not at hand no engine says p_inf on the policy's own top-K, and min(p_ref, p_K) stands for it"""
     if how == "exact":
         return Z(target.z)
     low, high = z_bracket(support_logp_inf, target.support_logp, lam, target.tail)

@@ -34,10 +34,9 @@ OURS = {
     "retrace_seq": {"correction": "retrace_seq", "surrogate": "ppo"},
     # ours: nor is pushed down what the policy would hardly say any more (results/search.md). PPO's clip does that to
     # p_new / p_inf, and DeepSeek-V3.2 masks whole responses of negative advantage by their mean log-ratio
-    "spare": {
-        **{"correction": "retrace_seq", "surrogate": "ppo"},
-        **{"reject": "token", "reject_of": "negative", "rs_low": 0.9, "rs_high": math.inf},
-    },
+    "spare": dict(
+        correction="retrace_seq", surrogate="ppo", reject="token", reject_of="negative", rs_low=0.9, rs_high=math.inf
+    ),
     "seq_mis": {"correction": "seq_mis", "surrogate": "ppo"},
     "mis_gspo": {"correction": "seq_mis", "surrogate": "gspo", "reduction": "seq-mean-token-mean"},
     "geo_rs": {"correction": "geo_rs", "surrogate": "ppo"},
@@ -45,10 +44,7 @@ OURS = {
     "ppo_is": {"correction": "none", "surrogate": "ppo", "ratio_base": "inf"},
     "tis_adjusted": {"correction": "tis_adjusted", "surrogate": "ppo", "ratio_base": "new"},
     "jackpot": {"correction": "obrs", "surrogate": "ppo"},
-    "jackpot_adjusted": {
-        **{"correction": "jackpot_adjusted", "surrogate": "ppo"},
-        **{"ratio_base": "new", "obrs_target": "new"},
-    },
+    "jackpot_adjusted": dict(correction="jackpot_adjusted", surrogate="ppo", ratio_base="new", obrs_target="new"),
     "gspo": {"correction": "none", "surrogate": "gspo", "reduction": "seq-mean-token-mean"},
     "gepo": {
         **{"correction": "none", "surrogate": "gspo", "ratio_base": "group", "reduction": "seq-mean-token-mean"},
@@ -171,7 +167,9 @@ CORRECTIONS = {
     ),
     "z_tis": Entry("Z min(r, c1 / Z)", "ours: OBRS in expectation", "the engine's top-K", ALWAYS),
     "obrs": Entry("min(w, c1) min(p_ref / p_tgt, c2); draws", "Jackpot", "the engine's top-K", ALWAYS),
-    "jackpot_adjusted": Entry("the same of p_new / p_inf", "Jackpot 10.1", "the engine's top-K", "noise of the draw"),
+    "jackpot_adjusted": Entry(
+        "min(w, c1), w of p_new / p_inf; draws", "Jackpot 10.1", "the engine's top-K", "noise of the draw"
+    ),
 }
 REJECTIONS = {
     "token": Entry("r", "verl token_k1; SkyRL token mask"),

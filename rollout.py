@@ -70,7 +70,7 @@ class Rollout:
     sampling: Sampling
     model: str  # the model that sampled: "policy" or "actor"
     precision: str  # of the sampling engine, e.g. "float32"
-    version: int  # learner updates behind the weights that sampled
+    version: int  # how many learner updates made the weights that sampled
     digest: str  # of those weights, as the engine received them
     t_start: float  # start and end of sampling, in seconds since the epoch by the learner's clock
     t_end: float
@@ -219,8 +219,8 @@ def grouped(responses, seeds: list[list[int]]) -> list[list[Response]]:
 def give_routed(responses, groups, prompts, routed) -> None:
     """Hand each response the experts of the tokens that were read for it.
 
-    routed: for the prompts, padded on the left, and then for each step, the responses that it served, (n,), and the
-    experts, (prompts, P, layers, k) and (n, 1, layers, k)."""
+    routed: first (_, experts (prompts, P, layers, k)) of all prompts, padded on the left; then for each decoding step
+    (numbers (n,) of the responses that still go on, their experts (n, 1, layers, k))."""
     (_, of_prompts), *steps = routed
     tokens = np.full((len(responses), len(steps), *of_prompts.shape[2:]), -1, np.int16)
     for t, (which, experts) in enumerate(steps):
@@ -318,17 +318,17 @@ class LocalSource:
         return self.sample(numbers)
 
     def with_spread(self, n_groups: int, sample) -> list[Rollout]:
-        """n groups by sample(n). With --dynamic_sampling (DAPO, Eq. 11) those whose responses all earned the same are
-        sampled anew from further prompts, in at most so many rounds; what is still missing then is taken from them."""
-        groups, flat = [], []
+        """n groups by sample(n). With --dynamic_sampling (DAPO, Eq. 11) a group whose responses all earned the same is
+        set aside, and another prompt sampled, for at most so many rounds; those set aside fill what is missing then."""
+        groups, aside = [], []
         for _ in range(max(1, self.resample)):
             if not self.engine.any_rank(len(groups) < n_groups):
                 break
             for group in sample(n_groups - len(groups)):
-                (flat if self.resample and not has_spread(group) else groups).append(group)
+                (aside if self.resample and not has_spread(group) else groups).append(group)
         missing = n_groups - len(groups)
-        self.no_spread += len(flat) - missing
-        return groups + flat[:missing]
+        self.no_spread += len(aside) - missing
+        return groups + aside[:missing]
 
     def remember(self, *names: str) -> None:
         """Note what `give_back` must put back."""

@@ -101,7 +101,7 @@ def pack(groups: list[Rollout]) -> dict:
 
 
 def unpack(packed: dict) -> list[Rollout]:
-    """The inverse of pack, for both formats."""
+    """The inverse of pack, for every format."""
     groups = []
     for tensors in packed["groups"]:
         state = converted(tensors, torch.Tensor, torch.Tensor.numpy)

@@ -9,6 +9,7 @@ reject by. OBRS, Jackpot's correction, has a file of its own (obrs.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -63,19 +64,20 @@ class Correction:
     apply: Callable
     bounds: dict = field(default_factory=dict)  # the flags that bound it, with their defaults: cap C, low <= . <= high
     drops: bool = False  # it rejects tokens or responses
-    caps: str = ""  # what its C caps: "token" (r), "sequence" (R)
-    band: str = ""  # what its --rs_low and --rs_high bound, where that is its weight: "token" or "sequence"
+    caps: str = ""  # what --is_cap caps: "token" (r) or "sequence" (R); metrics count what lies above it
+    band: str = ""  # the same of --rs_low and --rs_high, where they bound the weight itself
     obrs: bool = False  # it needs Z
     plain: bool = False  # all weights are 1
-    of_response: bool = False  # all tokens of a response have one weight
-    cuts: bool = False  # what it drops is reported as a weight of 0 (measure.py)
+    of_response: bool = False  # its weight is a function of R
+    cuts: bool = False  # metrics count what it drops as a weight of 0 (measure.py)
 
 
 def apply_obrs(new, batch, stats, cfg):
     """OBRS on one micro-batch: its target, that target's Z, then `obrs.correction`."""
     target = obrs.target_of(new, batch, cfg.obrs_target)
     z = obrs.token_z(target, batch.support_logp, stats.lam, stats.kappa, cfg.obrs_z)
-    moves = cfg.obrs_target == "new" and cfg.correction != "jackpot_adjusted"  # else p_ref / p_tgt is 1, or left out
+    # p_ref / p_tgt undoes the surrogate's p_new / p_ref, and only that
+    moves = cfg.obrs_target == "new" and cfg.ratio_base == "ref" and cfg.surrogate != "reinforce"
     weight, keep, accept = obrs.correction(
         target.logp,
         batch.logp_inf,
@@ -360,13 +362,18 @@ def default_bounds(cfg) -> dict:
 
 
 def still_read(axes: dict, cfg) -> dict:
-    """An objective's axes without bounds of its own correction or rejection where the flags put another in its place
-    that does not read them."""
-    row = CORRECTIONS.get(cfg.correction or axes.get("correction"))
-    read = set(row.bounds) if row else set()
-    if (cfg.reject or axes.get("reject")) in REJECTIONS:
-        read |= {"rs_low", "rs_high"}
-    return {name: value for name, value in axes.items() if name in read or name not in ("is_cap", "rs_low", "rs_high")}
+    """An objective's axes without what belongs to a correction, a rejection or a surrogate of its own that the flags
+    have replaced."""
+    rows = {"correction": CORRECTIONS.get(axes.get("correction")), "reject": REJECTIONS.get(axes.get("reject"))}
+    own = {axis: set(row.bounds) if row else set() for axis, row in rows.items()}
+    own["surrogate"] = {"clip_low", "clip_high"}
+    if cfg.reject == "none":
+        own["reject"].add("reject_of")
+    gone = set()
+    for axis, names in own.items():
+        if getattr(cfg, axis) not in (None, axes.get(axis)):
+            gone |= names
+    return {name: value for name, value in axes.items() if name not in gone}
 
 
 def check(cfg) -> None:
@@ -406,6 +413,11 @@ def check_target(cfg) -> None:
         "use proposed",
     )
     need(
+        not (cfg.normalize_weights and cfg.loss_denominator == "kept" and CORRECTIONS[cfg.correction].drops),
+        f"--loss_denominator=kept: --normalize_weights already divides by what --correction={cfg.correction} keeps; "
+        "use proposed",
+    )
+    need(
         not cfg.normalize_weights or not sees_new(cfg),
         f"--normalize_weights must know all weights before the update, and {within} is known within it; leave it out",
     )
@@ -418,6 +430,7 @@ def check_caps(cfg) -> None:
         value = getattr(cfg, name)
         need(value is None or value > 0, f"--{name}={value}: a cap of weights, above 0")
     check_has_cap(cfg)
+    check_actor_cap(cfg)
     has_floor = "is_cap" in bounds and cfg.correction != "areal_drop"
     has = "has one" if has_floor else "has none"
     need(
@@ -440,6 +453,19 @@ def check_has_cap(cfg) -> None:
         elif "rs_high" in bounds:
             instead = "use --rs_low and --rs_high"
         raise UserError(f"--is_cap={cfg.is_cap}: --correction={cfg.correction} has no cap C; {instead}")
+
+
+def check_actor_cap(cfg) -> None:
+    """The cap of the weights with which the actor learns."""
+    cap, of = cfg.actor_is_cap, cfg.actor_correction
+    need(
+        cap is None or "is_cap" in CORRECTIONS[of].bounds,
+        f"--actor_is_cap={cap}: --actor_correction={of} has no cap C; leave it out",
+    )
+    need(
+        cap is None or of != "tbpo_mismatch" or cap > 1,
+        f"--actor_is_cap={cap}: tbpo_mismatch caps two-sided to [1/C, C], so C must be above 1",
+    )
 
 
 def check_correction_auto(cfg) -> None:
@@ -480,6 +506,10 @@ def check_rejection(cfg) -> None:
         f"--reject_of={cfg.reject_of}: nothing is rejected; add --reject={', '.join(REJECTIONS)}, or leave it out",
     )
     need(0 <= cfg.veto < 1, f"--veto={cfg.veto}: a ratio in [0, 1), such as 1e-4; 0 is off")
+    need(
+        cfg.veto == 0 or cfg.veto > math.exp(-cfg.log_ratio_clamp),
+        f"--veto={cfg.veto}: no ratio is below exp(-{cfg.log_ratio_clamp:g}); raise --log_ratio_clamp, or the veto",
+    )
 
 
 def check_obrs(cfg) -> None:
@@ -491,6 +521,10 @@ def check_obrs(cfg) -> None:
     need(
         cfg.obrs_accept_rate is None or 0 < cfg.obrs_accept_rate <= 1,
         f"--obrs_accept_rate={cfg.obrs_accept_rate}: a budget lies in (0, 1]; leave it out to use --obrs_lambda",
+    )
+    need(
+        cfg.obrs_accept_rate is None or cfg.obrs_lambda == 1,
+        f"--obrs_lambda={cfg.obrs_lambda}: --obrs_accept_rate={cfg.obrs_accept_rate} chooses lambda; leave one out",
     )
     need(
         cfg.correction != "jackpot_adjusted" or new,

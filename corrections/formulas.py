@@ -74,8 +74,8 @@ def seq_max(x, mask):
 def loglinear_ref(logp_new, logp_inf, age):
     """log p_ref without a pass for it, (B, T): log p_inf + a (log p_new - log p_inf), a = (d - 1) / d.
 
-    age: (B, 1), d, the updates since the weights that sampled; what is meant is the policy of one update ago. Where
-    d = 0 that of this update's start is p_new itself: a = 1. AReaL's `loglinear`, but there (0)."""
+    age: (B, 1), d: how many updates old the sampling weights are. It guesses the policy of one update ago; where d = 0
+    p_ref is p_new, a = 1 (AReaL's `loglinear` has a = 0 there)."""
     age = age.to(logp_inf)
     a = torch.where(age >= 1, (age - 1) / age.clamp_min(1), 1.0)
     return logp_inf + a * (logp_new - logp_inf)

@@ -311,7 +311,7 @@ def obrs(token: Token, cfg, lam: float, kappa: float) -> tuple[float, float]:
     a = acceptance(token, which, lam, c)
     mask = a if cfg.obrs_mask == "expected" else float(token.u < a)
     rho = min(Z * max(lam, ratio), cfg.obrs_c1)
-    if cfg.correction == "obrs":
+    if cfg.ratio_base == "ref" and cfg.surrogate != "reinforce":  # which multiplies by p_new / p_ref
         rho *= min(math.exp(clamp(log_ratio(token, "ref", which), c)), cfg.obrs_c2)
     if cfg.obrs_mode == "mask":
         return 1.0, mask

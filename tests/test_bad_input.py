@@ -148,6 +148,12 @@ ROWS = [
 --distill_gain=-1 | --distill_gain=-1.0: must not be negative
 --distill_lambda_max=0 | --distill_lambda_max=0.0: must be above 0
 --log_ratio_clamp=0 | --log_ratio_clamp=0.0: must be above 0
+--veto=1e-4 --log_ratio_clamp=9 | --veto=0.0001: no ratio is below exp(-9); raise --log_ratio_clamp, or the veto
+--obrs_lambda=1.4 --obrs_accept_rate=0.9 | --obrs_lambda=1.4: --obrs_accept_rate=0.9 chooses lambda; leave one out
+--actor_correction=icepop --actor_is_cap=2 | --actor_is_cap=2.0: --actor_correction=icepop has no cap C; leave it out
+--actor_correction=tbpo_mismatch --actor_is_cap=0.5 | --actor_is_cap=0.5: tbpo_mismatch caps two-sided to [1/C, C]
+--distill_lambda=200 --distill_kl_target=0.1 | --distill_lambda=200.0: a closed loop starts above
+--objective=icepop --normalize_weights --loss_denominator=kept | --loss_denominator=kept: --normalize_weights already
 --veto=1 | --veto=1.0: a ratio in [0, 1), such as 1e-4; 0 is off
 --is_cap=nan | --is_cap=nan: must be a number
 --tbpo_neg_high=0 | --tbpo_neg_high=0.0: the band's edges are 1 - clip_low and 1 + this; it must be above 0

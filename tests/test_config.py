@@ -142,6 +142,13 @@ def test_an_objectives_bounds_go_with_what_they_bound():
     cfg = make_cfg(objective="decoupled_geo_rs_seq_tis", reject="token:0.5:2,geo:0.8:1.25")
     assert (cfg.is_cap, cfg.rs_low, cfg.rs_high) == (2.0, None, None)
     assert make_cfg(objective="sequence_mask", correction="tis").rs_high is None
+    cfg = make_cfg(objective="spare", reject="token_k3")
+    assert (cfg.rs_low, cfg.rs_high, cfg.reject_of) == (0.0, 0.1, "negative")
+    assert make_cfg(objective="spare", reject="none").reject_of == "all"
+    cfg = make_cfg(objective="dapo", surrogate="gspo")
+    assert (cfg.clip_low, cfg.clip_high) == (3e-4, 4e-4)
+    assert make_cfg(objective="token_truncate", correction="prefix_tis").is_cap == 1.0
+    assert make_cfg(objective="spare", correction="tis").rs_low == 0.9  # still the rejection's
 
 
 @pytest.mark.parametrize("theirs, ours", [("token", "token"), ("seq_sum", "sequence"), ("seq_mean", "geo")])
@@ -290,7 +297,9 @@ def test_c2_follows_the_clip():
     assert c2() == pytest.approx(1.30)
     assert c2(clip_high=0.7) == pytest.approx(1.72)
     assert c2(obrs_c2=3.0) == 3.0
-    assert c2(clip=False) == c2(surrogate="gspo") == 3.0  # Table 8; the text's is always finite
+    assert (
+        c2(clip=False) == c2(surrogate="gspo") == c2(clip_high=math.inf) == 3.0
+    )  # Table 8; the text's is always finite
 
 
 def test_numbers_that_may_be_infinite_and_those_of_a_file(tmp_path):

@@ -186,6 +186,10 @@ def test_jackpot_adjusted_sees_new():
     assert float(keep) == 1.0
     weight, _, _ = apply_correction(new, b, STATS, make_cfg(objective="jackpot", obrs_target="new"))
     assert float(weight) == pytest.approx(0.5 * 1.6 * 0.5 / 0.8)
+    # a surrogate without p_new / p_ref leaves nothing to undo
+    alone = make_cfg(objective="jackpot", obrs_target="new", surrogate="reinforce")
+    weight, _, _ = apply_correction(new, b, STATS, alone)
+    assert float(weight) == pytest.approx(0.5 * 1.6)
 
 
 def test_z_tis_is_the_mean_of_obrs():
@@ -655,6 +659,8 @@ def loop_cfg(correction, reject="none", veto=0.0, **flags):
     return replace(
         make_cfg(objective="none"),
         correction=correction,
+        surrogate="ppo",
+        ratio_base="new" if correction == "jackpot_adjusted" else "ref",
         reject=reject,
         veto=veto,
         is_cap=CAP,

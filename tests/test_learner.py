@@ -435,6 +435,17 @@ def test_non_finite_steps_are_skipped_counted_and_stop_the_run():
     assert "2 updates in a row had a non-finite loss or gradient" in learner.error  # train.py saves, and says so
 
 
+@pytest.mark.parametrize("flag", ["entropy_coef", "cppo_beta"])
+def test_what_no_rejection_masks_is_learned_from_a_batch_rejected_whole(flag):
+    """CPPO's KL must bring back a policy that has gone so far that all is rejected."""
+    cfg = make_cfg(objective="geo_rs", rs_low=1e8, rs_high=1e9, **{flag: 0.1})
+    learner = Learner(tiny_model(0), None, cfg, Comm())
+    before = weights(learner)
+    logged = one_update(learner, batching.collate(make_groups(), cfg))
+    assert logged["rejected_steps"] == 0 and logged["grad_norm"] > 0
+    assert any(not torch.equal(p, before[name]) for name, p in weights(learner).items())
+
+
 def test_an_update_with_everything_rejected_moves_the_actor_alone():
     """Adam's momentum must not carry the policy on over a batch that taught nothing."""
     cfg = make_cfg(objective="geo_rs", actor="base:actor")
