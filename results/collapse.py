@@ -39,7 +39,7 @@ COLUMNS = (
 )
 # ... and those that some have
 MORE = ("rollout_corr/low_weight_fraction", "rollout_corr/seq_clamped_fraction", "rollout_corr/max_mismatch")
-MORE += ("response_length",)
+MORE += ("rollout_corr/log_r/1", "rollout_corr/log_r/99", "response_length")
 WORTH = "worth before training"
 SUMMARIES = ("level", "growth", "noise")
 CANDIDATES = [f"{summary} of {column}" for summary in SUMMARIES for column in COLUMNS]

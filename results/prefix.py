@@ -68,13 +68,16 @@ STEERED = {
 }
 # the warm start of the actor stops at this sampled accuracy
 WEAKER, WEAKEST = (
-    {label: {**DISTILLED[label], "actor_base_accuracy": x} for label in (*BEST, "Jackpot", "TIS + distillation")}
+    {label: {**DISTILLED[label], "actor_base_accuracy": x} for label in (*CAPPED, "Jackpot", "TIS + distillation")}
     for x in (0.2, 0.1)
 )
 SEEN = dict(eval_problems=1024, eval_every=64)
 LONG = {c: praxis.ROWS[f"{c}, T 1"] for c in ("none", "Token-TIS", "Seq-TIS")}
 LONG |= {**NEW, "prod min(r, 1)": dict(objective="retrace")}
 LONG = {label: {**flags, **SEEN} for label, flags in LONG.items()}
+HALFWAY = dict(max_tokens=96, task_explain=64)
+MIDDLE = ("none", "Token-TIS", "min(R, 1)", "min(R_t, 1)", "prod min(r, 1)")
+MIDDLE = {label: {**LONG[label], **HALFWAY} for label in MIDDLE}
 LOW = {
     **{label: qarl.ROWS[f"w2a16: {label}"] for label in ("GRPO", "TIS")},
     **{label: {**flags, "rollout_quant": "w2a16"} for label, flags in NEW.items()},
@@ -106,6 +109,7 @@ SETTINGS = {
     "400 updates, weakly distilled": (STEERED, sweep.STUDY),
     "late by up to 64 updates": (LATE, heterorl.CONFIG),
     "stale by up to 128 updates": (STALE, sweep.STUDY),
+    "responses of up to 96 tokens": (MIDDLE, praxis.CONFIG),
     "long responses": (LONG, praxis.CONFIG),
 }
 SHORT = {
@@ -118,6 +122,7 @@ SHORT = {
     "400 updates, weakly distilled": " (400, weakly distilled)",
     "late by up to 64 updates": " (late)",
     "stale by up to 128 updates": " (stale)",
+    "responses of up to 96 tokens": " (96)",
     "long responses": " (long)",
 }
 FIGURES = ("prefix", "prefix_more")  # of the settings without a short name, and of those with one

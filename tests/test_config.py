@@ -145,6 +145,7 @@ def test_an_objectives_bounds_go_with_what_they_bound():
     cfg = make_cfg(objective="spare", reject="token_k3")
     assert (cfg.rs_low, cfg.rs_high, cfg.reject_of) == (0.0, 0.1, "negative")
     assert make_cfg(objective="spare", reject="none").reject_of == "all"
+    assert make_cfg(objective="spare", reject="token").rs_low == 0.9  # said anew, not replaced
     cfg = make_cfg(objective="dapo", surrogate="gspo")
     assert (cfg.clip_low, cfg.clip_high) == (3e-4, 4e-4)
     assert make_cfg(objective="token_truncate", correction="prefix_tis").is_cap == 1.0
