@@ -41,6 +41,7 @@ from flags import need
 FOLDER = sweep.RESULTS / "worth"
 # flags that say how rollouts are made; what is left of a row, without TRAINING, is its objective
 SAMPLER = ("actor", "actor_base_accuracy", "rollout_quant", "temperature", "top_p", "top_k", "keep_sampling_mask")
+SAMPLER += tuple(prefix.HALFWAY)
 TRAINING = ("distill_lambda", "distill_kl_target", "lr", "model", "rollout_batch", "max_staleness", "cppo_beta")
 TRAINING += (*prefix.FAR, *prefix.SEEN)
 SAME = {"prefix_tis": "prefix_tis is_cap=1"}  # its default, written out: records have either
@@ -62,6 +63,7 @@ def rows() -> dict[tuple[str, str], tuple[str, dict, int]]:
         ("prefix, 400", sweep.STUDY, LONGER, prefix.FIRST_SEED),
         ("prefix, two bits", qarl.CONFIG, prefix.LOW, prefix.FIRST_SEED),
         ("praxis", praxis.CONFIG, praxis.ROWS, 0),
+        ("prefix, 96", praxis.CONFIG, prefix.MIDDLE, prefix.FIRST_SEED),
         ("prefix, long", praxis.CONFIG, prefix.LONG, prefix.FIRST_SEED),
         ("prefix, late", heterorl.CONFIG, prefix.LATE, prefix.FIRST_SEED),
         ("heterorl", heterorl.CONFIG, heterorl.TABLE | heterorl.MORE, 0),
@@ -215,7 +217,7 @@ def reached_by(got: list[dict], study: str) -> tuple[float, float]:
 
     Where length earns a bonus, the reward: of the policy there too, or, of Praxis' rows, whose checkpoints are gone, of
     the last tenth of the responses."""
-    if study == "prefix, long":
+    if study in ("prefix, 96", "prefix, long"):
         return praxis.over_seeds(got, "reward")
     if study == "praxis":
         last = [100 * np.array(r["columns"]["reward"][-(len(r["updates"]) // 10) :]) for r in got]
