@@ -200,8 +200,7 @@ class Probe:
         twins: (a module's name, other tensors of it, n): the last n rows run with those. SyncError: a tensor is
         missing."""
         ids = torch.from_numpy(self.ids if ids is None else ids)
-        gpu = torch.cuda.is_available()  # there, even if the tensors come from a file
-        device = torch.device("cuda", torch.cuda.current_device()) if gpu else None
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
         return self.score(named_tensors, ids, dtype, twins, device).cpu().numpy()
 
     @torch.no_grad()
@@ -212,12 +211,16 @@ class Probe:
         stream = Taken(named_tensors, getattr(torch, dtype), device)
         layer, hooks = self.model.get_output_embeddings(), []
         layer.forward = functools.partial(head.score, head.Head.of(self.model.config, self.vocabulary), layer)
+        owners = {}  # a mixer with parameters reads those of its parts itself: they are filled together
         for name, module in self.model.named_modules():
             if any(p is not None for p in module._parameters.values()):
-                hooks.append(module.register_forward_pre_hook(functools.partial(fill, name, stream)))
-                hooks.append(module.register_forward_hook(give_up))
+                above = name.rpartition(".")[0]
+                owners.setdefault(above if above in owners else name, []).append((name, module))
                 if twins is not None and twins[0] == name:
                     module.forward = functools.partial(with_twins, module, module.forward, stream.dtype, *twins[1:])
+        for parts in owners.values():
+            hooks.append(parts[0][1].register_forward_pre_hook(functools.partial(fill, parts, stream)))
+            hooks.append(parts[0][1].register_forward_hook(functools.partial(give_up, parts)))
         try:
             ids = ids.to(stream.device)
             for module in self.model.modules():
@@ -374,9 +377,10 @@ class Taken:
             pass
 
 
-def fill(name: str, stream: Taken, module, inputs) -> None:
-    """A hook before a module's forward: it gets its published tensors."""
-    put(module, {key: x.to(stream.device) for key, x in stream.of_module(name, module).items()}, stream.dtype)
+def fill(parts: list, stream: Taken, *_) -> None:
+    """A hook before a forward: these modules, with their names, get their published tensors."""
+    for name, module in parts:
+        put(module, {key: x.to(stream.device) for key, x in stream.of_module(name, module).items()}, stream.dtype)
 
 
 def with_twins(module, forward, dtype, others: dict, n: int, *inputs):
@@ -402,15 +406,16 @@ def put(module, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
             module._parameters[name] = torch.nn.Parameter(value, requires_grad=False)
 
 
-def give_up(module, inputs, output) -> None:
-    """A hook behind a module's forward: its tensors go."""
-    if isinstance(module, quant.LowBitLinear):
-        module.loaded = None
-    elif isinstance(module, quant.LowBitExperts):
-        module.loaded = {}
-    for name, p in list(module._parameters.items()):
-        if p is not None:
-            module._parameters[name] = torch.nn.Parameter(p.to("meta"), requires_grad=False)
+def give_up(parts: list, *_) -> None:
+    """A hook behind a forward: these modules' tensors go."""
+    for _name, module in parts:
+        if isinstance(module, quant.LowBitLinear):
+            module.loaded = None
+        elif isinstance(module, quant.LowBitExperts):
+            module.loaded = {}
+        for key, p in list(module._parameters.items()):
+            if p is not None:
+                module._parameters[key] = torch.nn.Parameter(p.to("meta"), requires_grad=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

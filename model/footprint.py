@@ -185,8 +185,7 @@ def of_proof(cfg, config, ids, gathered: bool) -> int:
             probe = sync.Probe(None, ids, config=of_depth(config, 2))
         take_bytes(probe.model)
         shapes = {name: x.shape for name, x in probe.model.state_dict().items()}
-        for module in probe.model.modules():  # a probe has no weights of its own
-            sync.give_up(module, None, None)
+        sync.give_up(list(probe.model.named_modules()))  # a probe has no weights of its own
         tensors = {} if gathered else {name: torch.empty(shape) for name, shape in shapes.items()}
         rows = torch.zeros(4 * len(ids), ids.shape[1], dtype=torch.long)  # as sync.published_says has them
         base = allocated.peak = allocated.now

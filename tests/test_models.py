@@ -79,8 +79,10 @@ def test_the_torch_engine_samples_from_the_model_itself(family, head_fp32):
             assert np.allclose(r.logp_inf, own, atol=1e-4)
 
 
-# attention has parameters of its own, and is called with names alone
+MAMBA = dict(mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8)
+# attention or a mixer has parameters of its own, and is called with names alone
 OWN_PARAMETERS = {
+    "falcon_h1": MAMBA,
     "diffllama": dict(num_key_value_heads=2),
     "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=32),
 }
@@ -98,9 +100,6 @@ def test_published_tensors_compute_what_the_model_does(family, tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 # What is not known
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-MAMBA = dict(mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8)
 
 
 def test_a_family_that_does_more_to_its_logits_is_refused(tmp_path):

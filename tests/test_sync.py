@@ -505,5 +505,5 @@ def test_published_tensors_go_where_they_are_computed():
     for device, wanted in ((torch.device("meta"), "meta"), (None, "cpu")):
         module = torch.nn.Linear(2, 3)
         stream = sync.Taken([("x.weight", torch.ones(3, 2)), ("x.bias", torch.ones(3))], torch.float32, device)
-        sync.fill("x", stream, module, ())
+        sync.fill([("x", module)], stream, module, ())
         assert {module.weight.device.type, module.bias.device.type} == {wanted} and module.weight.shape == (3, 2)
