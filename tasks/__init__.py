@@ -243,7 +243,8 @@ def as_trained(cfg, given: set[str]):
 
 def config_of_run(model: Path) -> dict | None:
     """The flags of the run that a folder is, or is part of: RUN/checkpoints/step_N/policy; None: of none."""
-    for folder in (model, *model.parents[:3]):
+    inside = [path.parent for path in model.parents if path.name == "checkpoints"]
+    for folder in (model, *inside[:1]):
         if (folder / "config.json").is_file():
             made = read_json(folder / "config.json", "copy it anew, or name another folder")
             if isinstance(made.get("config"), dict):  # a model's has none
