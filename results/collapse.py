@@ -21,7 +21,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import foretell
+import heterorl
 import numpy as np
+import prefix
+import qarl
 import sweep
 from heterorl import ranks
 
@@ -60,6 +63,13 @@ ROWS = {
     "TIS, no distillation": dict(objective="tis", distill_lambda=0),
 }
 FIRST_SEED, SEEDS = 20, 3
+# rows that were lost before there were quantiles of log r, run anew: configuration, rows, first seed
+DOOMED = (
+    (sweep.STUDY, {label: prefix.UNDISTILLED[label] for label in prefix.OLD_ALONE[1:]}, 13),
+    (qarl.CONFIG, {"min(R, 1)": prefix.LOW["min(R, 1)"]}, 13),
+    (heterorl.CONFIG, {"GSPO, 8": heterorl.TABLE["GSPO, 8"]}, 10),
+)
+DOOMED_SEEDS = 2
 # one seed, on base models of another machine
 EARLIER = {
     "no correction, no distillation": ALONE,
@@ -580,6 +590,8 @@ def draw(seen: Seen, tried: dict[str, Tried], found: dict[str, list[Tried]], got
 def study(flags):
     how = dict(jobs=flags.jobs, config=CONFIG)
     got = sweep.run(ROWS, dict.fromkeys(ROWS, SEEDS), draw=flags.draw, first_seed=FIRST_SEED, **how)
+    for config, rows, first in DOOMED if not flags.draw else ():
+        sweep.run(rows, dict.fromkeys(rows, DOOMED_SEEDS), jobs=flags.jobs, config=config, first_seed=first)
     earlier = sweep.run(EARLIER, draw=True, **how)  # their base models are not here
     runs = recorded()
     seen = seen_of(runs)

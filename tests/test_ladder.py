@@ -14,7 +14,19 @@ from rollout import Response, Rollout
 from sampling import Sampling
 from tasks import arithmetic_tokenizer
 
-FLOOR = [{"name": "x", "tokens": 1, "max": 0.0, "mean": 2e-9, "kl": 1e-9, "chi2": 0.0, "chi2_seq": 3e-9, "rms": 0.0}]
+FLOOR = [
+    {
+        "name": "x",
+        "tokens": 1,
+        "max": 0.0,
+        "mean": 4e-9,
+        "dp": 2e-9,
+        "kl": 1e-9,
+        "chi2": 0.0,
+        "chi2_seq": 3e-9,
+        "rms": 0.0,
+    }
+]
 
 
 @pytest.fixture(scope="module")

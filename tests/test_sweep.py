@@ -259,6 +259,9 @@ def test_every_record_belongs_to_a_row():
     for flags in collapse.ROWS.values():
         runs = sweep.with_seeds(flags, collapse.SEEDS, collapse.FIRST_SEED)
         wanted |= {sweep.key_of(run, collapse.CONFIG) for run in runs if sweep.record_of(run, collapse.CONFIG)}
+    for config, rows, first in collapse.DOOMED:
+        runs = [run for flags in rows.values() for run in sweep.with_seeds(flags, collapse.DOOMED_SEEDS, first)]
+        wanted |= {sweep.key_of(run, config) for run in runs}
     for flags in zero.ALL.values():
         wanted |= {sweep.key_of(r["flags"], sweep.STUDY) for r in zero.records_of(flags, zero.ZeroFlags.seeds)}
     for rows, seeds, config in studies:
