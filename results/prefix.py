@@ -87,14 +87,21 @@ LATE = {
     "decoupled TIS": heterorl.MORE["decoupled TIS"],
     **{label: {**flags, **heterorl.FAR} for label, flags in NEW.items()},
 }
-# until the next sync p_ref is what sampled, so weights are of p_new / p_inf and stand in place of the ratio
-NOW = dict(correction_target="new", ratio_base="new", rollout_batch=4096, **table2_3.STALE)
-STALE = {
-    **{label: {**NEW[label], **NOW} for label in (RETRACE, "min(R, 1)", "min(R_t, 1)")},
-    "TIS-adjusted": dict(objective="tis_adjusted", rollout_batch=4096, **table2_3.STALE),
-    "PPO's clip": table2_3.ROWS["off-policy, 128"],
-    "no correction, no clip": table2_3.ROWS["off-policy, no clip, 128"],
-}
+
+
+def stale(n: int) -> dict[str, dict]:
+    """Rows that sync every n updates. Until then p_ref is what sampled, so weights are of p_new / p_inf and stand in
+    place of the ratio."""
+    held = dict(rollout_batch=32 * n, **table2_3.STALE)
+    new = dict(correction_target="new", ratio_base="new", **held)
+    return {
+        **{label: {**NEW[label], **new} for label in CAPPED},
+        "TIS-adjusted": dict(objective="tis_adjusted", **held),
+        "PPO's clip": dict(objective="none", **held),
+    }
+
+
+STALE = {**stale(128), "no correction, no clip": table2_3.ROWS["off-policy, no clip, 128"]}
 # title -> (rows, configuration)
 SETTINGS = {
     "another model samples, distilled": (DISTILLED, sweep.STUDY),
@@ -108,6 +115,8 @@ SETTINGS = {
     "400 updates, distilled": (LONGER, sweep.STUDY),
     "400 updates, weakly distilled": (STEERED, sweep.STUDY),
     "late by up to 64 updates": (LATE, heterorl.CONFIG),
+    "stale by up to 16 updates": (stale(16), sweep.STUDY),
+    "stale by up to 64 updates": (stale(64), sweep.STUDY),
     "stale by up to 128 updates": (STALE, sweep.STUDY),
     "responses of up to 96 tokens": (MIDDLE, praxis.CONFIG),
     "long responses": (LONG, praxis.CONFIG),
@@ -121,6 +130,8 @@ SHORT = {
     "400 updates, distilled": " (400, distilled)",
     "400 updates, weakly distilled": " (400, weakly distilled)",
     "late by up to 64 updates": " (late)",
+    "stale by up to 16 updates": " (stale by 16)",
+    "stale by up to 64 updates": " (stale by 64)",
     "stale by up to 128 updates": " (stale)",
     "responses of up to 96 tokens": " (96)",
     "long responses": " (long)",
