@@ -121,6 +121,12 @@ class Comm:
         if self.on:
             dist.barrier()
 
+    def end(self) -> None:
+        """Leave the process group, all ranks together: what is left of it may stop Python from ending. Last call."""
+        if dist.is_initialized():  # vLLM's shutdown may have ended it
+            dist.barrier()
+            dist.destroy_process_group()
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The learner

@@ -57,6 +57,7 @@ def train(cfg: config.Config) -> None:
         except Exception:  # a fault of ours: what was computed is not lost by it
             t.rescue()
             raise
+    comm.end()
 
 
 def loop(t: Training, signals: list[str]) -> None:

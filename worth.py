@@ -532,6 +532,7 @@ def weigh(own: WorthFlags, rows: dict[str, config.Config], plain: config.Config)
         path.write_text(json.dumps({"command": sys.argv[1:], **results}, indent=1) + "\n", encoding="utf-8")
         print(table(results))
         print(f"figure: {plot.draw_worth(results['rows'], path.with_suffix('.png'))}")
+    m.comm.end()
     return results
 
 

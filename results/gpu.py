@@ -77,7 +77,7 @@ def said_by(command: list[str], limit: float) -> tuple[list[dict], str]:
     """(the lines that a command printed, why it failed or "") of a process that ends within so many seconds."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         # in a group of its own, so that what it started ends with it
-        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=err, text=True, start_new_session=True)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=err, text=True, process_group=0)
         why = ""
         try:
             status = process.wait(limit)

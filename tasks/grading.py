@@ -147,7 +147,7 @@ class Grader:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # what it starts ends with it
+            process_group=0,  # what it starts ends with it
         )
         theirs.close()
         self.function: str | None = None  # that it was asked to load

@@ -45,7 +45,7 @@ def torchrun(script: str, *args, ranks: int = 2, nodes=()) -> None:
     nodes: folders; each rank is a node of its own, and works in its folder."""
     if not servers:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0)
         servers.append(subprocess.Popen([sys.executable, __file__], cwd=HERE.parent, env=environment, **pipes))
     (server,) = servers
     try:
@@ -126,6 +126,8 @@ def fork_rank(job: Job, rank: int, screen) -> int:
     if pid:
         return pid
     status = 1
+    import torch.distributed as dist
+
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for stream in (1, 2):
@@ -139,6 +141,7 @@ def fork_rank(job: Job, rank: int, screen) -> int:
         sys.argv = [job.script, *job.args]
         sys.path[0] = str(Path(job.script).parent)
         runpy.run_path(job.script, run_name="__main__")
+        assert not dist.is_initialized(), "the process group is left to the end of the interpreter"
         status = 0
     except SystemExit as e:
         status = 0 if not e.code else 1
@@ -163,6 +166,7 @@ def as_rank(main) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=150))
     main(*sys.argv[1:])
     dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
