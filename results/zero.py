@@ -33,9 +33,13 @@ KINDS = {
     "vLLM, float32": VLLM,
     "vLLM, bfloat16": VLLM | BF16,
 }
-ENGINES = {label: {**ON_POLICY, **flags} for label, flags in KINDS.items()}
+ONE_UPDATE_ONLY = {
+    "vLLM, float16": VLLM | dict(rollout_dtype="float16"),
+    "vLLM, 8-bit cache": VLLM | dict(kv_cache_dtype="fp8"),  # weights in float32; AVX-512
+}
+ENGINES = {label: {**ON_POLICY, **flags} for label, flags in (KINDS | ONE_UPDATE_ONLY).items()}
 LATE = dict(table2_3.STALE, rollout_batch=512)
-SYNCED_LATE = {f"{label}, 16 updates": {**flags, **LATE} for label, flags in ENGINES.items()}
+SYNCED_LATE = {f"{label}, 16 updates": {**ENGINES[label], **LATE} for label in KINDS}
 SIGMAS = (0.07, 0.2, 0.7, 2)  # a KL of about 1e-4, 1e-3, 1e-2 and 2e-1 nats a token at the start
 CORRECTIONS = {
     "none": dict(objective="none"),
@@ -94,7 +98,7 @@ COLUMNS = {
 class ZeroFlags(sweep.StudyFlags):
     """Training at zero"""
 
-    seeds: int = 4
+    seeds: int = 5
     """Runs of every row."""
     whole: bool = False
     """All rows, and not the first ones alone."""
