@@ -70,6 +70,21 @@ DOOMED = (
     (heterorl.CONFIG, {"GSPO, 8": heterorl.TABLE["GSPO, 8"]}, 10),
 )
 DOOMED_SEEDS = 2
+# other doomed rows, without a guard and with one at its default limit: configuration -> rows
+GUARDED = {
+    sweep.STUDY: {
+        "no correction, no distillation": prefix.UNDISTILLED["no correction, no distillation"],
+        "TIS, no distillation": prefix.UNDISTILLED["TIS, no distillation"],
+    },
+    qarl.CONFIG: {"min(R, 1), two bits": prefix.LOW["min(R, 1)"]},
+}
+GUARDS = {sweep.STUDY: "cap", qarl.CONFIG: "lr"}  # at two bits the row is capped at 1 already
+GUARDED = {
+    config: rows
+    | {f"{label}, guard {GUARDS[config]}": flags | dict(guard=GUARDS[config]) for label, flags in rows.items()}
+    for config, rows in GUARDED.items()
+}
+GUARDED_SEED, GUARDED_SEEDS = 16, 2
 # one seed, on base models of another machine
 EARLIER = {
     "no correction, no distillation": ALONE,
@@ -592,6 +607,10 @@ def study(flags):
     got = sweep.run(ROWS, dict.fromkeys(ROWS, SEEDS), draw=flags.draw, first_seed=FIRST_SEED, **how)
     for config, rows, first in DOOMED if not flags.draw else ():
         sweep.run(rows, dict.fromkeys(rows, DOOMED_SEEDS), jobs=flags.jobs, config=config, first_seed=first)
+    elsewhere = {}
+    for config, rows in GUARDED.items():
+        each = dict.fromkeys(rows, GUARDED_SEEDS)
+        elsewhere |= sweep.run(rows, each, flags.draw, flags.jobs, config, GUARDED_SEED)
     earlier = sweep.run(EARLIER, draw=True, **how)  # their base models are not here
     runs = recorded()
     seen = seen_of(runs)
@@ -600,6 +619,7 @@ def study(flags):
     parts = [rules(seen, tried), named_runs(seen, tried), fixed_limits(seen, tried), seeds(seen, tried)]
     parts += [on_some(seen, tried), other_meanings(runs), later_table(runs, found)]
     parts += [sweep.table("What a mend is worth", got, MENDED)]
+    parts += [sweep.table("On other doomed rows, at the default limit", elsewhere, MENDED)]
     parts += [sweep.table("The same with one seed, on base models of another machine", earlier, MENDED)]
     sweep.page("collapse", *parts, lost_runs(seen))
     draw(seen, tried, found, got)

@@ -78,6 +78,10 @@ LONG = {label: {**flags, **SEEN} for label, flags in LONG.items()}
 HALFWAY = dict(max_tokens=96, task_explain=64)
 MIDDLE = ("none", "Token-TIS", "min(R, 1)", "min(R_t, 1)", "prod min(r, 1)")
 MIDDLE = {label: {**LONG[label], **HALFWAY} for label in MIDDLE}
+MIDDLE |= {
+    "Jackpot": dict(objective="jackpot", **SEEN, **HALFWAY),
+    "on-policy": dict(objective="grpo", actor="none", **SEEN, **HALFWAY),
+}
 LOW = {
     **{label: qarl.ROWS[f"w2a16: {label}"] for label in ("GRPO", "TIS")},
     **{label: {**flags, "rollout_quant": "w2a16"} for label, flags in NEW.items()},
