@@ -289,7 +289,7 @@ class ReportFlags:
     """Held-out pass@1 every so many updates; 0: only before and after; -1: never (python eval.py --follow=RUN)."""
     eval_engine: Literal["own", "torch", "second"] = "own"
     """Who samples. own: the run's engine, roundings and all, for the model that it samples from, else plain torch;
-    second: as own, but the policy of an actor has an engine of its own; torch: plain torch on the learner's weights."""
+    second: as own, but the policy of an actor has its own, which never sleeps; torch: plain torch, our own weights."""
     eval_problems: int = 512
     """Held-out problems."""
     eval_samples: int = 1

@@ -196,6 +196,27 @@ SURROGATES = {
     "dppo_tv": Entry("s A; 0 where |p_new - p_base| > bound, moving on", "DPPO; prime-rl, verl, SkyRL"),
     "dppo_kl": Entry("s A; 0 where KL(p_base || p_new), token or not, > bound", "DPPO; verl, SkyRL"),
 }
+SOURCES = {
+    "AReaL": "arXiv 2505.24298",
+    "CTPO": "arXiv 2605.07331",
+    "DAPO": "arXiv 2503.14476",
+    "DPPO": "arXiv 2602.04879",
+    "DeepSeek-V3.2": "arXiv 2512.02556",
+    "GEPO": "HeteroRL, arXiv 2508.17850",
+    "GMPO": "arXiv 2507.20673",
+    "GRPO": "arXiv 2402.03300",
+    "GSPO": "arXiv 2507.18071",
+    "Jackpot": "arXiv 2602.06107",
+    "MiniMax-M1": "arXiv 2506.13585",
+    "PPO": "arXiv 1707.06347",
+    "Praxis": "LLM Data Company, Mismatch Praxis: Rollout Settings and IS Corrections",
+    "QaRL": "arXiv 2604.07853",
+    "Retrace": "arXiv 1606.02647",
+    "SAPO": "arXiv 2511.20347",
+    "TIS": "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
+    "VESPO": "arXiv 2602.10693",
+    "verl, TRL, AReaL": "their lines and revisions: results/conformance.md",
+}
 HEAD = """\
 loss = - reduce( keep * sg(weight) * surrogate )
 
@@ -224,6 +245,7 @@ def catalogue() -> str:
             said = "  ".join(f"{axis}={value}" for axis, value in axes.items())
             how = {"initial_indent": "    ", "subsequent_indent": " " * 32, "break_on_hyphens": False}
             lines += textwrap.wrap(f"{name:27} {said}", 116, **how)
+    lines += ["", "sources", "", *(f"  {name:17} {where}" for name, where in SOURCES.items())]
     return "\n".join(lines)
 
 

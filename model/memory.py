@@ -6,7 +6,8 @@
     recompute   activations inside a layer are computed again for the backward pass, not kept (--gradient_checkpointing)
 
 Masters, gradients and optimizer states are float32, whatever precision the files have; each rank has its part of them.
-No rank, and no host, ever has the whole model in float32, unless it trains it alone or under DDP.
+While it learns no rank has the whole model in float32, unless it trains it alone or under DDP. A plain sampler
+(--rollout=hf, --eval_engine=torch) is a whole copy on each rank.
 """
 
 from __future__ import annotations

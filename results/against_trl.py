@@ -1,8 +1,7 @@
 """The whole step beside TRL's: publish, roll out, grade, update, against one step of its GRPOTrainer.
 
-    pip install --target=.trl --no-deps trl==1.16.0 accelerate==1.15.0 datasets==5.2.0 pandas==3.1.1
-    pyarrow==26.0.1 \\
-        xxhash==4.1.0 multiprocess==0.70.19 pytz==2026.6
+    pip install --target=.trl --no-deps trl==1.16.0 accelerate==1.15.0 datasets==5.2.0 pandas==3.1.1 \\
+        pyarrow==26.0.1 xxhash==4.1.0 multiprocess==0.70.19 pytz==2026.6
     PYTHONPATH=.trl python results/against_trl.py
 
 The same model, task, batch of 256 responses in groups of 8, 16 new tokens, plain torch samplers on both sides;

@@ -396,8 +396,10 @@ def test_shapes_are_those_of_the_hub():
 @pytest.mark.parametrize("path", plans.RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_fits_the_gpus_that_its_head_names(path, monkeypatch):
     monkeypatch.setattr(plan, "fitting", lambda *plan_of: ([], None))  # what would make it fit is not asked here
-    says = plans.of_recipe(path)[-1]
+    *cells, says = plans.of_recipe(path)
     assert says.startswith("it fits") or "does not fit" in path.read_text().split("\nobjective")[0], says
+    page = (ROOT / "results" / "plans.md").read_text()
+    assert f"| {' | '.join(cells)} | " in page, "run python results/plans.py"
 
 
 def test_experts_are_measured_without_knowing_where_tokens_go():

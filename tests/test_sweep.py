@@ -359,6 +359,16 @@ def test_a_page_says_what_its_records_say(name, monkeypatch, capsys):
     assert written[name] == committed.removeprefix("\n"), f"run python results/{name}.py --draw"
 
 
+def test_the_ladders_page_says_what_its_record_says(monkeypatch):
+    ladder, written = importlib.import_module("results.ladder"), {}
+    monkeypatch.setattr(ladder.sweep, "rewrite", written.__setitem__)
+    monkeypatch.setattr(ladder, "measure", lambda flags: pytest.fail(f"{flags}: not in results/ladder.json"))
+    monkeypatch.setattr(ladder.plot, "draw_ladder", lambda *_: None)
+    ladder.main()
+    committed = (ROOT / "results" / "ladder.md").read_text().split(sweep.MARKER)[1]
+    assert written["ladder"] == committed.removeprefix("\n"), "run python results/ladder.py"
+
+
 def test_the_index_holds_the_claims_of_the_pages(places):
     for path in (ROOT / "results").glob("*.md"):
         shutil.copy(path, sweep.RESULTS)
