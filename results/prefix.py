@@ -92,6 +92,11 @@ LATE = {
     **{label: {**flags, **heterorl.FAR} for label, flags in NEW.items()},
 }
 
+# the same with PPO's clip and without it, on one pair of base models
+CLIPPED = {label: LATE[label] for label in ("min(R_t, 1)", RETRACE)}
+CLIPPED |= {f"{label}, no clip": {**flags, "clip": False} for label, flags in CLIPPED.items()}
+CLIPPED_SEEDS = (13, 2)
+
 
 def stale(n: int) -> dict[str, dict]:
     """Rows that sync every n updates. Until then p_ref is what sampled, so weights are of p_new / p_inf and stand in
@@ -119,6 +124,7 @@ SETTINGS = {
     "400 updates, distilled": (LONGER, sweep.STUDY),
     "400 updates, weakly distilled": (STEERED, sweep.STUDY),
     "late by up to 64 updates": (LATE, heterorl.CONFIG),
+    "late, with and without a clip": (CLIPPED, heterorl.CONFIG),
     "stale by up to 16 updates": (stale(16), sweep.STUDY),
     "stale by up to 64 updates": (stale(64), sweep.STUDY),
     "stale by up to 128 updates": (STALE, sweep.STUDY),
@@ -134,6 +140,7 @@ SHORT = {
     "400 updates, distilled": " (400, distilled)",
     "400 updates, weakly distilled": " (400, weakly distilled)",
     "late by up to 64 updates": " (late)",
+    "late, with and without a clip": " (clip)",
     "stale by up to 16 updates": " (stale by 16)",
     "stale by up to 64 updates": " (stale by 64)",
     "stale by up to 128 updates": " (stale)",
@@ -147,7 +154,9 @@ FIRST_SEED = 10  # every row is run anew: base models differ a little between pr
 
 def seeds_of(rows: dict[str, dict], wanted: int) -> tuple[int, int]:
     """(first seed, how many) of the runs of a setting's rows."""
-    return (WHY_SEED, 1) if rows is WHY else (FIRST_SEED, wanted)
+    if rows is WHY:
+        return WHY_SEED, 1
+    return CLIPPED_SEEDS if rows is CLIPPED else (FIRST_SEED, wanted)
 
 
 def chosen(records: list[dict]) -> str:
