@@ -107,10 +107,14 @@ def int8_qmax() -> float:
     They do on x86 processors without VNNI, which add int8 products in pairs in 16 bits."""
     if torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return 127.0
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = cpuinfo.read_text().split() if cpuinfo.is_file() else []
-    saturates = not any("vnni" in flag or flag.startswith("amx_int8") for flag in flags)
+    saturates = not any("vnni" in flag or flag.startswith("amx_int8") for flag in cpu_flags())
     return 63.0 if saturates else 127.0
+
+
+def cpu_flags() -> set[str]:
+    """What this processor can do, by the names that Linux gives it; empty where there is no such list."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return set(cpuinfo.read_text().split()) if cpuinfo.is_file() else set()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ from flags import need
 from model import head
 from sampling import Sampling
 
-ROWS = {"cpu": 64, "cuda": 256}  # tokens in one product with a weight
+ROWS = {"cpu": 64, "tiles": 256, "cuda": 256}  # tokens in one product with a weight
 HEADS = 256  # (response, head of keys, block of keys) in one batch of small products
 QUERIES = 4  # least rows of such a product, queries times heads that share their keys: with 3 their place would matter
 KEYS = 32  # keys in a block
@@ -66,22 +66,45 @@ def product(x, weight):
     """x W^T of x (M, K) and W (N, K), (M, N) in float32 (or float64): ROWS rows at a time."""
     if x.dtype == torch.bfloat16 and not x.is_cuda:
         x, weight = x.float(), weight.float()
-    size = ROWS[x.device.type]
-    out = x.new_empty(len(x), len(weight), dtype=torch.promote_types(x.dtype, torch.float32))
+    return by_rows(head.product, x, weight, torch.promote_types(x.dtype, torch.float32), ROWS[x.device.type])
+
+
+def rounded_product(x, weight):
+    """The same in the type of x."""
+    if x.dtype == torch.bfloat16 and not x.is_cuda and has_tiles():
+        return by_rows(lambda rows, w: rows @ w.t(), x, weight, x.dtype, ROWS["tiles"])
+    return product(x, weight).to(x.dtype)
+
+
+def by_rows(multiply, x, weight, dtype, size: int):
+    """multiply(x, W), (M, N) of this type: `size` rows at a time, filled up with zeros."""
+    out = x.new_empty(len(x), len(weight), dtype=dtype)
     for rows, result in zip(x.split(size), out.split(size), strict=True):
-        if len(rows) < size or out.dtype != x.dtype:
-            result.copy_(head.product(filled(rows, size), weight)[: len(rows)])
+        if len(rows) < size or dtype != x.dtype:
+            result.copy_(multiply(filled(rows, size), weight)[: len(rows)])
         else:
             torch.mm(rows, weight.t(), out=result)
     return out
 
 
-def products(a, b):
-    """a[i] b[i] for each i, of a (n, M, K) and b (n, K, N): HEADS of them at a time."""
-    out = a.new_empty(len(a), a.shape[1], b.shape[2])
+@functools.cache
+def has_tiles() -> bool:
+    """Whether this CPU multiplies bfloat16 faster than float32 (AMX)."""
+    return "amx_bf16" in quant.cpu_flags()
+
+
+def products(a, b, transposed: bool = False):
+    """a[i] b[i] for each i, of a (n, M, K) and b (n, K, N): HEADS of them at a time.
+
+    transposed: b is (n, N, K). In memory it stays so: the order of a sum may depend on it, too."""
+    out = a.new_empty(len(a), a.shape[1], b.shape[1 if transposed else 2])
     for some, others, result in zip(a.split(HEADS), b.split(HEADS), out.split(HEADS), strict=True):
-        if len(some) < HEADS:
-            result.copy_(torch.bmm(filled(some, HEADS), filled(others, HEADS))[: len(some)])
+        n = len(some)
+        if n < HEADS:
+            some, others = filled(some, HEADS), filled(others, HEADS)
+        others = others.transpose(1, 2) if transposed else others
+        if n < HEADS:
+            result.copy_(torch.bmm(some, others)[:n])
         else:
             torch.bmm(some, others, out=result)
     return out
@@ -109,7 +132,7 @@ class Multiply(torch.autograd.Function):
     def forward(ctx, x, weight, rounded):
         """rounded: W in the type of x."""
         ctx.save_for_backward(x, weight)
-        return product(x, rounded).to(x.dtype)
+        return rounded_product(x, rounded)
 
     @staticmethod
     def backward(ctx, g):
@@ -151,13 +174,13 @@ class ExactLinear(nn.Linear):
         return exact.train(layer.training)
 
     def rounded(self, dtype: torch.dtype):
-        """The weight in this type: the numbers that are multiplied. On a CPU they are kept in float32."""
+        """The weight in this type: the numbers that are multiplied. A CPU without tiles keeps them in float32."""
         if self.weight.requires_grad:
             return self.weight.detach().to(dtype)
         version = (self.weight._version, self.weight.data_ptr(), dtype)
         if self.cached is None or self.cached[0] != version:
             rounded = self.weight.to(dtype)
-            self.cached = version, rounded if rounded.is_cuda else rounded.float()
+            self.cached = version, rounded if rounded.is_cuda or has_tiles() else rounded.float()
         return self.cached[1]
 
     def forward(self, x):
@@ -165,10 +188,7 @@ class ExactLinear(nn.Linear):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         with torch.autocast(device, enabled=False):
             flat, weight = x.reshape(-1, x.shape[-1]).to(dtype), self.rounded(dtype)
-            if torch.is_grad_enabled():
-                y = Multiply.apply(flat, self.weight, weight)
-            else:
-                y = product(flat, weight).to(dtype)
+            y = Multiply.apply(flat, self.weight, weight) if torch.is_grad_enabled() else rounded_product(flat, weight)
         y = y.view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias.to(dtype)
 
@@ -268,7 +288,7 @@ def one_block(query, key, value, unseen):
     B, H, n = key.shape[:3]
     shared, size, q = *query.shape[2:4], unseen.shape[2]
     rows = query.reshape(B, H, 1, shared * size, -1).expand(-1, -1, n, -1, -1)
-    scores = products(rows.flatten(0, 2), key.flatten(0, 2).transpose(1, 2)).view(B, H, n, shared, size, KEYS)
+    scores = products(rows.flatten(0, 2), key.flatten(0, 2), transposed=True).view(B, H, n, shared, size, KEYS)
     hidden = unseen.unflatten(3, (n, KEYS)).transpose(2, 3)[:, :, :, None]  # (B, 1, n, 1, q, KEYS)
     scores = scores[..., :q, :].contiguous().masked_fill_(hidden, UNSEEN)
     p = scores.sub_(scores.amax((2, 5), keepdim=True)).exp_()
@@ -294,7 +314,7 @@ def apply(model):
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, quant.LowBitLinear):
-                child.multiply = product
+                child.multiply = rounded_product
             elif isinstance(child, nn.Linear):
                 setattr(parent, name, ExactLinear.from_linear(child))
             elif type(child).__name__ in ("SiLU", "SiLUActivation"):

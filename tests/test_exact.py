@@ -245,12 +245,16 @@ def test_small_products_do_not_ask_what_stands_around_them(M):
     """Bit for bit: other matrices in the batch, other numbers of them, and rows in another order."""
     draw = torch.Generator().manual_seed(M)
     for D, N in ((16, 32), (32, 32), (128, 32), (32, 64)):
-        a, b = torch.randn(700, M, D, generator=draw), torch.randn(700, N, D, generator=draw)
-        whole = exact.products(a, b.transpose(1, 2))
-        for n in (1, 37, 300):
-            some, order = (torch.randperm(k, generator=draw) for k in (700, M))
-            found = exact.products(a[some[:n]][:, order], b[some[:n]].transpose(1, 2))
-            assert torch.equal(found, whole[some[:n]][:, order]), (D, N, n)
+        for shape, transposed in (((700, N, D), True), ((700, D, N), False)):
+            a, b = torch.randn(700, M, D, generator=draw), torch.randn(shape, generator=draw)
+            whole = exact.products(a, b, transposed)
+            assert torch.allclose(
+                whole, torch.einsum("imk,ink->imn" if transposed else "imk,ikn->imn", a, b), atol=1e-4
+            )
+            for n in (1, 37, 300):
+                some, order = (torch.randperm(k, generator=draw) for k in (700, M))
+                found = exact.products(a[some[:n]][:, order], b[some[:n]], transposed)
+                assert torch.equal(found, whole[some[:n]][:, order]), (D, N, n)
 
 
 def test_silu_far_from_zero_has_a_gradient():
