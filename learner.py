@@ -123,7 +123,7 @@ class Comm:
 
     def end(self) -> None:
         """Leave the process group, all ranks together: what is left of it may stop Python from ending. Last call."""
-        if dist.is_initialized():  # vLLM's shutdown may have ended it
+        if WORLD_SIZE > 1 and dist.is_initialized():  # vLLM's shutdown may have ended it
             dist.barrier()
             dist.destroy_process_group()
 

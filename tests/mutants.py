@@ -523,7 +523,11 @@ MUTANTS = {
         ("self.values[rows], self.lengths[rows]", "self.values[rows], self.lengths[: len(rows)]"),
     ],
     "model/exact.py": [
-        ("if len(rows) < size or out", "if out"),
+        ("if len(rows) < size or dtype", "if dtype"),
+        (
+            "        if n < HEADS:\n            some, others = filled",
+            "        if n < HEADS:\n            others = others.contiguous()\n            some, others = filled",
+        ),
         ("z.neg().exp_().add_(1.0)", "z.neg().exp_().add_(1.01)"),
         ("return cls(mask, unseen, order.clamp_max", "return cls(mask, ~padded, order.clamp_max"),
         ("        if not (absent[:, :-1] & ~absent[:, 1:]).any():", "        if True:"),
@@ -536,7 +540,7 @@ MUTANTS = {
         ("dx = g @ weight.to(g.dtype)", "dx = -g @ weight.to(g.dtype)"),
         ("dw = (g.t() @ x)", "dw = 2 * (g.t() @ x)"),
         ("return product if isinstance(layer, ExactLinear) else head.product", "return head.product"),
-        ("                child.multiply = product", "                pass"),
+        ("                child.multiply = rounded_product", "                pass"),
         ('    model.set_attn_implementation("exact")', "    pass"),
         ("torch.float32 if head_fp32 else dtype)", "torch.float32)"),
         ("cfg.rollout_dtype == dtype !=", "dtype !="),
