@@ -107,10 +107,11 @@ def test_ten_thousand_tokens_are_equal_however_they_are_read(dtype, fmt, distrib
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_a_single_row_equals_a_batch(fmt):
+@pytest.mark.parametrize("dtype", [{}, BF16], ids=["float32", "bfloat16"])
+def test_a_single_row_equals_a_batch(dtype, fmt):
     """A response that is decoded or read alone has the log-probabilities that it has among others. Rows are wide: sums
     of few numbers are taken in one order anyway."""
-    engine, learner = make_pair(hidden=192, micro_tokens=1, **FORMATS[fmt])
+    engine, learner = make_pair(hidden=192, micro_tokens=1, **dtype, **FORMATS[fmt])
     groups = sample(engine, n=10, longest=5)
     alone = sample(engine, n=1, G=1, longest=5)
     assert np.array_equal(alone[0].responses[0].logp_inf, groups[0].responses[0].logp_inf)
@@ -122,13 +123,15 @@ def test_a_single_row_equals_a_batch(fmt):
 
 
 @pytest.mark.parametrize("dtype", [{}, BF16], ids=["float32", "bfloat16"])
-def test_two_threads(dtype):
+def test_ten_thousand_tokens_of_two_threads(dtype):
     """Wide enough that products and sums are divided between them."""
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         engine, learner = make_pair(hidden=256, **dtype)
-        assert gap(learner, sample(engine, n=40)) == 0
+        groups = sample(engine, n=125)
+        assert n_tokens(groups) >= 10**4
+        assert gap(learner, groups) == 0
     finally:
         torch.set_num_threads(threads)
 
@@ -366,12 +369,13 @@ RANK_CASES += [{**BF16, "parallel": "fsdp", **FORMATS["w4a16"]}, {"parallel": "f
 
 @pytest.mark.timeout(300)
 def test_two_ranks(tmp_path):
-    """Each rank samples for itself and scores its share, before and after an update of both."""
+    """Each rank samples for itself and scores its share, before and after an update of both: 10^4 tokens a case."""
     out = tmp_path / "gaps.pt"
     torchrun("test_exact.py", out)
-    gaps = torch.load(out)
-    assert len(gaps) == 2 * len(RANK_CASES)
-    assert max(itertools.chain.from_iterable(gaps)) == 0
+    gaps, tokens = zip(*itertools.chain.from_iterable(torch.load(out)), strict=True)
+    assert len(gaps) == 4 * len(RANK_CASES)
+    assert sum(tokens) >= 10**4 * len(RANK_CASES)
+    assert max(gaps) == 0
 
 
 def main(out: str) -> None:
@@ -379,9 +383,9 @@ def main(out: str) -> None:
     for case in RANK_CASES:
         engine, learner = make_pair(comm=comm, **case)
         for turn in range(2):
-            groups = sample(engine, n=4 + comm.rank, seed=1 + comm.rank)
+            groups = sample(engine, n=36 + comm.rank, seed=1 + comm.rank)
             said = [None] * comm.size
-            dist.all_gather_object(said, gap(learner, groups))
+            dist.all_gather_object(said, (gap(learner, groups), n_tokens(groups)))
             gaps.append(said)
             batch = batching.collate(groups, learner.cfg)
             if turn == 0:
