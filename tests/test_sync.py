@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import make_cfg, tiny_model
+from conftest import Held, make_cfg, tiny_model
 from safetensors.torch import load_file, save_file
 from sync_faults import FAULTS, FORMATS, IDS, Rig, scale_of_one, stands_still
 from transformers import AutoModelForCausalLM
@@ -462,6 +462,22 @@ def test_a_probe_reads_a_stream_once_in_any_order_and_holds_little_of_it(folders
     assert max(held) <= 2 * largest < sum(x.numel() for x in state.values()) / 2
     backwards = probe.logprobs(iter(list(state.items())[::-1]))
     assert np.array_equal(forwards, backwards)
+
+
+def test_a_publish_and_its_proof_hold_no_more_for_a_deeper_model(tmp_path):
+    """Bytes beside the learner's model and the engine's: some tensors and activations, never a second model."""
+    beside = []
+    for layers in (16, 32):
+        model = tiny_model(0, layers=layers, hidden=128)
+        model.save_pretrained(tmp_path / str(layers))
+        engine, probe = HFEngine(str(tmp_path / str(layers))), Probe(str(tmp_path / str(layers)), IDS[:2])
+        learner = Learner(model, None, make_cfg(objective="tis"), Comm())
+        with Held() as held:
+            prove(engine, 1, learner.published("policy", engine.packed), probe)
+        size = sum(p.nbytes for p in model.parameters())
+        beside.append(held.most - 2 * size)
+    assert 0 < beside[1] <= beside[0] * 1.01
+    assert beside[1] < size / 2
 
 
 def test_digest_sees_names_shapes_types_and_contents():
