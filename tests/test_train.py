@@ -43,7 +43,7 @@ from tasks import arithmetic_tokenizer
 
 TIMES = ("_s", "_seconds")
 # a test that starts several processes needs longer than others; each process has a limit of its own
-SEVERAL_PROCESSES = pytest.mark.timeout(600)
+SEVERAL_PROCESSES = pytest.mark.timeout(900)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def stop(process) -> None:
             process.communicate(timeout=60)
 
 
-def finish(process, timeout=200):
+def finish(process, timeout=400):
     """(exit status, stdout, stderr) of a process."""
     out, err = process.communicate(timeout=timeout)
     return process.returncode, out, err
