@@ -97,7 +97,8 @@ def prefixes_text(o) -> list[str]:
             f"{row['tokens']:12d} {row['responses']:12d} {row['ess']:11.3f} "
             f"{100 * row['low_weight']:8.1f} % {100 * row['clamped']:8.1f} %"
         )
-    return [*lines, f"the floor, whole responses {f'1 - {lost(largest(o.floor)['chi2_seq']):.1g}':>10s}"]
+    floor = f"1 - {lost(largest(o.floor)['chi2_seq']):.1g}"
+    return [*lines, f"the floor, whole responses {floor:>9s}"]
 
 
 def control_text(o) -> list[str]:

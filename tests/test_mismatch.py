@@ -167,8 +167,8 @@ def test_the_command(kind, folders, vllm_engines, tmp_path, capsys, monkeypatch)
     worst = max(row["chi2_seq"] for row in same["floor"])
     assert f"a response (floor {worst:.1g})" in lines["chi2"]
     assert f"of the responses (floor 1 - {worst:.1g})" in lines["ESS"]
-    under_prefixes = page.split("after tokens ")[1].split("\n\n")[0].splitlines()[-1].split()
-    assert under_prefixes == [*"the floor, whole responses 1 -".split(), f"{worst:.1g}"]
+    under_prefixes = page.split("after tokens ")[1].split("\n\n")[0].splitlines()[-1]
+    assert under_prefixes == f"the floor, whole responses {f'1 - {worst:.1g}':>9s}"
     assert len(same["floor"]) == 4 and {row["tokens"] for row in same["floor"][:2]} == {same["tokens"]}
     for row in same["floor"]:  # float32: each is itself but for rounding
         assert 0 <= row["mean"] <= row["max"] < 1e-4 and 0 <= row["kl"] < 1e-8
