@@ -93,9 +93,8 @@ LATE = {
 }
 
 # the same with PPO's clip and without it, on one pair of base models
-CLIPPED = {label: LATE[label] for label in ("min(R_t, 1)", RETRACE)}
-CLIPPED |= {f"{label}, no clip": {**flags, "clip": False} for label, flags in CLIPPED.items()}
-CLIPPED_SEEDS = (13, 2)
+CLIPPED = {"min(R_t, 1)": LATE["min(R_t, 1)"], "min(R_t, 1), no clip": LATE["min(R_t, 1)"] | dict(clip=False)}
+CLIPPED_SEED = 13
 
 
 def stale(n: int) -> dict[str, dict]:
@@ -154,9 +153,10 @@ FIRST_SEED = 10  # every row is run anew: base models differ a little between pr
 
 def seeds_of(rows: dict[str, dict], wanted: int) -> tuple[int, int]:
     """(first seed, how many) of the runs of a setting's rows."""
-    if rows is WHY:
-        return WHY_SEED, 1
-    return CLIPPED_SEEDS if rows is CLIPPED else (FIRST_SEED, wanted)
+    for some, seed in ((WHY, WHY_SEED), (CLIPPED, CLIPPED_SEED)):
+        if rows is some:
+            return seed, 1
+    return FIRST_SEED, wanted
 
 
 def chosen(records: list[dict]) -> str:
