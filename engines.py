@@ -443,7 +443,7 @@ class HFEngine:
         """Copy the weights in place.
 
         An unknown name or another shape is an error; a missing name is left for the probe to find."""
-        own = dict(self.model.named_parameters(remove_duplicate=False))
+        own = {**dict(self.model.named_parameters(remove_duplicate=False)), **dict(self.model.named_buffers())}
         if self.packed:
             named_tensors = quant.load_quantized(self.model, named_tensors)
         for name, tensor in named_tensors:

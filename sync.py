@@ -23,9 +23,8 @@ says "unproven" as long. Four things are compared in this way:
                started from? An engine that never got its new weights has exactly this difference to the published ones
     learner    the published tensors against the learner's own forward, of which they should be a copy (`LearnerCheck`)
 
-Beside that, the engine's log-probabilities must be those of the published tensors as a whole (`explained`), and a
-digest over names, shapes, types and contents must be the same for what the engine consumed and what the probe did.
-Tensors come as a stream, which is read twice, one tensor after the other: no second model is held.
+Beside that, the engine's log-probabilities must be those of the published tensors as a whole (`explained`), and engine
+and probe must have consumed the same (`Digest`). Tensors come as a stream, read twice: no second model is held.
 """
 
 from __future__ import annotations
@@ -213,7 +212,7 @@ class Probe:
         layer.forward = functools.partial(head.score, head.Head.of(self.model.config, self.vocabulary), layer)
         owners = {}  # a mixer with parameters reads those of its parts itself: they are filled together
         for name, module in self.model.named_modules():
-            if any(p is not None for p in module._parameters.values()):
+            if published_of(module):
                 above = name.rpartition(".")[0]
                 owners.setdefault(above if above in owners else name, []).append((name, module))
                 if twins is not None and twins[0] == name:
@@ -224,9 +223,7 @@ class Probe:
         try:
             ids = ids.to(stream.device)
             for module in self.model.modules():
-                for name, buffer in list(module._buffers.items()):
-                    if buffer is not None:
-                        module._buffers[name] = buffer.to(ids.device)
+                module._buffers.update({n: x.to(ids.device) for n, x in module._buffers.items() if x is not None})
             logp = layer(self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state, ids)
         finally:
             for hook in hooks:
@@ -349,20 +346,18 @@ class Taken:
         return self.seen[name]
 
     def of_module(self, name: str, module) -> dict[str, torch.Tensor]:
-        """The published tensors of a module's own parameters, in its names; a low-bit weight is several."""
+        """The published tensors of a module's own, in its names; a low-bit weight is several."""
         taken = {}
-        for parameter in [p for p, value in module._parameters.items() if value is not None]:
-            for part in self.parts(f"{name}.{parameter}", module):
+        for own in published_of(module):
+            for part in self.parts(f"{name}.{own}", module):
                 taken[part.removeprefix(f"{name}.")] = self.take(part)
                 del self.seen[part]
         return taken
 
     def parts(self, name: str, module) -> list[str]:
-        if isinstance(module, quant.LowBitExperts):
-            return [name, f"{name}_scale"]
-        if not name.endswith(".weight"):
+        if not name.endswith(".weight") and not isinstance(module, quant.LowBitExperts):
             return [name]
-        if isinstance(module, quant.LowBitLinear):
+        if isinstance(module, quant.LowBitLinear | quant.LowBitExperts):
             return [name, f"{name}_scale"]
         while name not in self.seen and f"{name}_packed" not in self.seen:
             one = next(self.stream, None)
@@ -375,6 +370,12 @@ class Taken:
         """Read the stream to its end: a digest that watches it has then seen everything."""
         for _ in self.stream:
             pass
+
+
+def published_of(module) -> list[str]:
+    """Names of a module's own tensors that are published: its parameters, and buffers that checkpoints hold."""
+    own = {**module._parameters, **module._buffers}
+    return [name for name, x in own.items() if x is not None and name not in module._non_persistent_buffers_set]
 
 
 def fill(parts: list, stream: Taken, *_) -> None:
@@ -398,10 +399,11 @@ def put(module, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
         module.loaded = {kind: (tensors[kind], tensors[f"{kind}_scale"]) for kind in module._parameters}
         return
     elif "weight_packed" in tensors:
-        weight = quant.unpacked(tensors["weight_packed"], tensors["weight_scale"], tensors["weight_shape"])
-        tensors = {**tensors, "weight": weight}
-    for name in module._parameters:
-        if name in tensors and not (name == "weight" and isinstance(module, quant.LowBitLinear)):
+        tensors["weight"] = quant.unpacked(*(tensors[f"weight_{part}"] for part in ("packed", "scale", "shape")))
+    for name in published_of(module):
+        if name in module._buffers:
+            module._buffers[name] = tensors[name].float()
+        elif name in tensors and not (name == "weight" and isinstance(module, quant.LowBitLinear)):
             value = tensors[name].to(dtype).float()
             module._parameters[name] = torch.nn.Parameter(value, requires_grad=False)
 
@@ -409,10 +411,8 @@ def put(module, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
 def give_up(parts: list, *_) -> None:
     """A hook behind a forward: these modules' tensors go."""
     for _name, module in parts:
-        if isinstance(module, quant.LowBitLinear):
-            module.loaded = None
-        elif isinstance(module, quant.LowBitExperts):
-            module.loaded = {}
+        if isinstance(module, quant.LowBitLinear | quant.LowBitExperts):
+            module.loaded = None if isinstance(module, quant.LowBitLinear) else {}
         for key, p in list(module._parameters.items()):
             if p is not None:
                 module._parameters[key] = torch.nn.Parameter(p.to("meta"), requires_grad=False)

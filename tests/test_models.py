@@ -80,8 +80,19 @@ def test_the_torch_engine_samples_from_the_model_itself(family, head_fp32):
 
 
 MAMBA = dict(mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8)
-# attention or a mixer has parameters of its own, and is called with names alone
+# attention or a mixer has parameters of its own, and is called with names alone; or a router has a buffer that is saved
 OWN_PARAMETERS = {
+    "glm4_moe": dict(
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=0,
+        moe_intermediate_size=32,
+        n_shared_experts=1,
+        num_key_value_heads=2,
+        head_dim=16,
+    ),
     "falcon_h1": MAMBA,
     "diffllama": dict(num_key_value_heads=2),
     "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=32),
@@ -91,7 +102,14 @@ OWN_PARAMETERS = {
 @pytest.mark.parametrize("family", [*FAMILIES, *OWN_PARAMETERS])
 def test_published_tensors_compute_what_the_model_does(family, tmp_path):
     lm, ids = model(family, **OWN_PARAMETERS.get(family, {})), np.arange(40).reshape(2, 20)
-    said = Probe(save(lm, tmp_path), ids).logprobs(lm.state_dict().items())
+    folder = save(lm, tmp_path)
+    for name, buffer in lm.named_buffers():
+        if name in lm.state_dict():  # as training may leave it, and the folder has it not
+            buffer.copy_(torch.linspace(-0.5, 0.5, buffer.numel()))
+    said = Probe(folder, ids).logprobs(lm.state_dict().items())
+    engine = HFEngine(folder)
+    engine.load(lm.state_dict().items())
+    assert np.allclose(engine.logprobs(ids), said, atol=1e-4)
     logp = lm(input_ids=torch.from_numpy(ids)).logits.log_softmax(-1)[:, :-1]
     own = logp.gather(2, torch.from_numpy(ids)[:, 1:, None])[:, :, 0]
     assert np.allclose(said, own.detach().numpy(), atol=1e-4)
