@@ -358,7 +358,7 @@ FIELDS = {f.name: f for f in fields(Config)}
 HARMLESS = {
     *("resume", "overwrite", "out", "keep", "save_every", "lora_save", "log_samples", "check_agreement"),
     *("tensorboard", "wandb", "bind", "keys", "sync_path", "give_up", "parallel"),
-    *("gradient_checkpointing", "reduce_gradients", "offload", "rollout_sleep", "plan", "ranks", "gpu_gib"),
+    *("gradient_checkpointing", "reduce_gradients", "offload", "rollout_sleep", "plan", "ranks", "gpu_gib", "kept_max"),
 }
 
 

@@ -96,7 +96,7 @@ class VLLMEngine:
             max_model_len=max_len,
             max_logprobs=max(max_logprobs, 1),
             logprobs_mode=f"{logprobs_mode}_logprobs",
-            seed=seed,
+            seed=seed % 2**32,  # as numpy takes it
             skip_tokenizer_init=True,
             enforce_eager=not cuda,
             disable_log_stats=True,
@@ -457,8 +457,13 @@ class HFEngine:
 
     def _logprobs_of(self, ids):
         """The same of a tensor, all rows at once."""
-        logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1, : self.vocabulary]
-        return logits.float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+        if self.head_fp32:
+            hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            logits = Head.of(self.model.config).of_layer(self.model.get_output_embeddings(), hidden)
+        else:
+            logits = self.model(input_ids=ids, use_cache=False).logits
+        logits = logits[:, :-1, : self.vocabulary].float()
+        return logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
 
     def sleep(self) -> None:
         """Its memory is torch's own."""

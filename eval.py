@@ -23,6 +23,7 @@ import tempfile
 import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 # before torch is imported, as in train.py: its idle threads sleep
@@ -42,7 +43,7 @@ import sync
 import tasks
 import warmstart
 from config import EMBEDDED, PROPOSED, Config, EngineFlags, check_engine, check_named, fill
-from engines import HFEngine, make_engine
+from engines import HFEngine, evaluated_by, make_engine
 from flags import UserError, check_output, choice, is_hub_id, need, parse_flags, read_json, run_command
 from mismatch import MismatchFlags
 from model import memory
@@ -221,7 +222,7 @@ class Setup:
     folder: str  # of the model
     tokenizer: object
     most: int  # the first so many held-out problems of each set
-    longest_prompt: int  # tokens
+    context: int  # tokens of the longest prompt and response
     vocabulary: int
     stop_ids: list[int]
     synced_from: str | None = None  # folder of the weights from which the probe's engine starts
@@ -251,14 +252,14 @@ def open_setup(cfg: EvalFlags, problems: int) -> Setup:
         cfg.which == "policy" or not one_model,
         f"--which={cfg.which}: {cfg.model} is one model, not a run or a checkpoint; leave it out",
     )
-    model = checkpoint.read_config(folder).get_text_config()
     models = [folder, find_model(cfg, "actor", "actor")] if cfg.actor else [folder]
     tokenizer = common_tokenizer(cfg, folder, models[1] if cfg.actor else None)
     ends = stop_ids(tokenizer, models, cfg.stop)
     n = problems if cfg.problems is None else cfg.problems
     longest = {one.label: one.task.fit(tokenizer, cfg.max_prompt_tokens) for one in sets}
+    limit = min(checkpoint.read_config(one).get_text_config().max_position_embeddings for one in models)
     for one in sets:
-        check_context(one, longest[one.label], model.max_position_embeddings)
+        check_context(one, longest[one.label], limit)
         if getattr(one.task, "dropped", 0):
             print(f"{one.label}: {one.task.dropped} prompts of more than {cfg.max_prompt_tokens} tokens dropped")
     vocabulary = checkpoint.vocabulary_size(tokenizer)
@@ -269,7 +270,8 @@ def open_setup(cfg: EvalFlags, problems: int) -> Setup:
         checkpoint.check_rows(one, vocabulary)
         checkpoint.check_weights(one)
     quant.check_model(cfg, models[-1])
-    return Setup(sets, folder, tokenizer, n, max(longest.values()), vocabulary, ends)
+    context = max(longest[one.label] + one.max_tokens for one in sets)
+    return Setup(sets, folder, tokenizer, n, context, vocabulary, ends)
 
 
 def check_context(one: EvalSet, longest: int, limit: int) -> None:
@@ -283,20 +285,17 @@ def check_context(one: EvalSet, longest: int, limit: int) -> None:
 
 def check(cfg: EvalFlags) -> None:
     """UserError, one sentence: what can be wrong with the flags alone."""
-    for name in ("samples", "max_tokens", "micro_tokens"):
-        need(getattr(cfg, name) >= 1, f"--{name}={getattr(cfg, name)}: must be at least 1")
-    need(cfg.problems is None or cfg.problems >= 1, f"--problems={cfg.problems}: must be at least 1")
+    for name in ("samples", "max_tokens", "micro_tokens", "quant_group", "problems"):
+        if (n := getattr(cfg, name)) is not None:
+            need(n >= 1, f"--{name}={n}: must be at least 1")
     need(cfg.model.strip(), "--model is empty: name a run folder, a checkpoint or a Hugging Face folder")
     need(
         cfg.mismatch or not cfg.actor,
         f"--actor={cfg.actor}: another model samples for --mismatch alone; add it, or name the model with --model",
     )
-    need(
-        cfg.mismatch or cfg.learner_quant == "none",
-        f"--learner_quant={cfg.learner_quant}: the learner's format is for --mismatch alone; add it, or name a "
-        "--rollout_quant",
-    )
-    for name in ("explain", "synced_from", "exact", "rollout_noise"):
+    own = f"--learner_quant={cfg.learner_quant}"
+    need(cfg.mismatch or cfg.learner_quant == "none", f"{own}: is for --mismatch alone; name a --rollout_quant")
+    for name in ("explain", "synced_from", "exact", "rollout_noise", "router_replay"):
         need(cfg.mismatch or not getattr(cfg, name), f"--{name}: is for --mismatch alone; add it, or leave it out")
     need(
         not (cfg.explain and (cfg.router_replay or cfg.exact or cfg.rollout_noise)),
@@ -304,9 +303,10 @@ def check(cfg: EvalFlags) -> None:
     )
     if cfg.mismatch:
         need(cfg.samples >= 2, f"--samples={cfg.samples}: --mismatch compares responses, so at least 2 to a problem")
+        of_sampler = cfg.learner_quant != "none" or cfg.router_replay
+        need(not (cfg.actor and of_sampler), "--learner_quant, --router_replay: of what samples; leave out --actor")
         need(cfg.log_ratio_clamp > 0, f"--log_ratio_clamp={cfg.log_ratio_clamp}: must be above 0")
         quant.check(cfg)
-    need(cfg.quant_group >= 1, f"--quant_group={cfg.quant_group}: must be at least 1")
     sampling.check(cfg)
     tasks.check(cfg)
     check_engine(cfg)
@@ -342,8 +342,7 @@ def evaluate(cfg: EvalFlags) -> dict:
     ks = {one.label: ks_of(cfg.k, one.samples) for one in setup.sets}
     written = Responses.open(cfg, setup) if cfg.out else None
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    context = setup.longest_prompt + max(one.max_tokens for one in setup.sets)
-    engine = make_engine(cfg, setup.folder, context, 0, device, setup.vocabulary)
+    engine = make_engine(cfg, setup.folder, setup.context, 0, device, setup.vocabulary)
     results = []
     for one in setup.sets:
         right, length = evaluate_set(engine, one, setup, cfg, written)
@@ -393,8 +392,7 @@ def scores(one: EvalSet, right, length: float, ks: list[int]) -> dict:
     print(f"{one.label}: {len(right)} problems, {n} responses each, {length:.1f} tokens a response")
     for name, score in found.items():
         mean, se = mean_se(score)
-        out[name] = mean
-        out[f"{name}_se"] = se
+        out |= {name: mean, f"{name}_se": se}
         print(f"  {name:8s} {100 * mean:6.2f} +- {100 * se:.2f} %")
     return out
 
@@ -497,7 +495,8 @@ def follow(cfg: EvalFlags, argv: list[str]) -> dict:
     need(holds_run(run), f"--follow={run}: not the folder of a run, or not yet; name one that holds its config.json")
     need(not cfg.model and not cfg.out, "--follow: models and file are the run's own; leave out --model and --out")
     saved = read_json(run / "config.json", "copy it anew, or name another folder")["config"]
-    own = flags_of_run(saved) + [f"--{key}={x}" for key, x in flags.read(EvalFlags, argv) if key != "follow"]
+    given = {key: x for key, x in flags.read(EvalFlags, argv) if key != "follow"}
+    own = flags_of_run(saved, given.get("task")) + [f"--{key}={x}" for key, x in given.items()]
     while True:
         trains = is_locked(run)  # before the look: what this process has written is seen
         done = {row["step"] for row in rows(run / EVALUATED)} | looked_at
@@ -521,20 +520,22 @@ def steps_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step_"))
 
 
-def flags_of_run(saved: dict) -> list[str]:
+def flags_of_run(saved: dict, sets: str | None = None) -> list[str]:
     """The flags with which one process evaluates what a run holds out. UserError: it holds nothing out."""
-    task = saved["eval_task"] or saved["task"]
-    need(saved["eval_task"] or task == "arith", "--follow: this run holds nothing out; name sets with --task")
+    task = sets or saved["eval_task"] or saved["task"]
+    need(sets or saved["eval_task"] or task == "arith", "--follow: this run holds nothing out; name sets with --task")
     names = {f.name for kind in (TaskFlags, PromptFlags, EngineFlags) for f in fields(kind)}
-    own = {name: saved[name] for name in sorted(names | {"max_tokens", "seed", "stop"}) if name in saved}
+    names |= {"max_tokens", "seed", "stop", "lm_head_fp32"}
+    own = {name: saved[name] for name in sorted(names) if name in saved}
     own |= {"problems": saved["eval_problems"], "samples": saved["eval_samples"], "rollout_tp": 1, "k": 1, "task": task}
     return [f"--{name}={value}" for name, value in own.items() if value is not None]
 
 
 def evaluated(folder: Path, name: str, saved: dict, own: list[str]) -> dict[str, float]:
     """The metrics of one model of a checkpoint, by this command in a process of its own; none where that fails."""
-    sampler = "actor" if saved["actor"] != "none" else "policy"
-    low_bits = ["rollout_quant", "quant_group"] if name == sampler else []  # in which it samples in the run
+    samples = name == ("actor" if saved["actor"] != "none" else "policy")
+    rounds = saved["learner_quant"] != "none" or evaluated_by(SimpleNamespace(**saved), name) == "own"
+    low_bits = ["rollout_quant", "quant_group"] if samples and rounds else []  # as the run evaluates it
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "scores.json"
         command = [sys.executable, __file__, *(f"--{flag}={saved[flag]}" for flag in low_bits), *own]

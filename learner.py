@@ -347,7 +347,7 @@ class Learner:
         if not self.is_finite():
             raise UserError(
                 f"update {self.version} made weights infinite or NaN: lower --lr (now {self.cfg.lr}) or --actor_lr; "
-                f"the newest checkpoint in {self.cfg.out} is whole, --resume goes on from it"
+                f"the newest checkpoint in {self.cfg.out} is whole: start from its policy with --model"
             )
         counts = {"skipped_steps": self.skipped, "rejected_steps": self.rejected, "stepped": finite}
         if self.scaler.is_enabled():

@@ -194,8 +194,8 @@ def metric_lines(steps: list[dict]) -> list[str]:
     ):
         if any(key in row for row in steps):
             values = [row[key] for row in last if row.get(key) is not None]
-            mean = sum(values) / max(1, len(values))
-            lines.append(f"{title:34s}{written(steps[0][key]):>16s}{written(mean):>16s}")
+            ends = [steps[0].get(key), sum(values) / len(values) if values else None]
+            lines.append(f"{title:34s}" + "".join(f"{'-' if x is None else written(x):>16s}" for x in ends))
     return lines
 
 

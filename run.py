@@ -221,10 +221,11 @@ def topk_of(cfg) -> int:
 
 LOCK = "lock"
 EVALUATED = "eval.jsonl"  # what `eval.py --follow` found, by the step of the update before
-# What is written into a run folder. --overwrite deletes this, and nothing else that may lie there.
+# What is written into a run folder. --overwrite deletes this, and nothing else that may lie there; last what says that
+# it is the folder of a run: killed on the way, it can be done again.
 WRITTEN = (
-    "config.json", "metrics.jsonl", "samples.jsonl", "eval.jsonl", "curves.png", "checkpoints", "versions",
-    "tensorboard", "wandb", "remote*.log*",
+    "checkpoints", "versions", "tensorboard", "wandb", "remote*.log*", "samples.jsonl", "eval.jsonl", "curves.png",
+    "metrics.jsonl", "config.json",
 )  # fmt: skip
 
 
@@ -312,7 +313,9 @@ def check_folder(cfg) -> None:
     foreign = (folder / "config.json").exists() and not ours
     need(not foreign, f"--out={cfg.out}: its config.json is not one of a run; name another folder")
     if cfg.overwrite:
-        for path, what in ((Path.cwd(), "the working folder"), (Path(cfg.base_dir), "--base_dir")):
+        held = [(Path.cwd(), "the working folder"), (Path(cfg.base_dir), "--base_dir")]
+        held += [(Path(x), f"--{flag}={x}") for flag in ("model", "actor") if Path(x := getattr(cfg, flag)).is_dir()]
+        for path, what in held:
             inside = path.resolve().is_relative_to(folder.resolve())
             need(not inside, f"--overwrite: --out={cfg.out} holds {what}; name the folder of one run")
         empty = not folder.exists() or all(path.name == LOCK for path in folder.iterdir())
@@ -321,7 +324,7 @@ def check_folder(cfg) -> None:
         )
     elif not cfg.resume:
         need(
-            not (folder / "metrics.jsonl").exists(),
+            not (folder / "metrics.jsonl").exists() and not checkpoint.folders(folder),
             f"--out={cfg.out} already holds a run: add --resume to go on, --overwrite to delete it, or name another "
             "folder",
         )
@@ -486,7 +489,9 @@ class Log:
         if cfg.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(str(run / "tensorboard"), purge_step=step)
+            self.board = SummaryWriter(
+                str(run / "tensorboard"), purge_step=step and step + 1
+            )  # x is the number of updates
         if cfg.wandb:
             import wandb
 

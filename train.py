@@ -51,11 +51,10 @@ def train(cfg: config.Config) -> None:
         t = Training(cfg, comm)
         try:
             loop(t, catch_signals())
-        except UserError:
-            t.leave()
-            raise
-        except Exception:  # a fault of ours: what was computed is not lost by it
+        except Exception as e:  # what was computed is not lost by it
             t.rescue()
+            if isinstance(e, UserError) and comm.rank > 0:  # the first rank may have nothing to say
+                print(f"error: rank {comm.rank}: {e}", file=sys.stderr)
             raise
     comm.end()
 

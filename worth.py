@@ -136,7 +136,7 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     of_g = [f"--{k}={v}" for k, v in pairs if ours.get(k, k) not in names | of_rows]
     plain = config.parse([*of_g, "--objective=none"])
     need(not own.stale or plain.actor == "none", f"--stale={own.stale}: the actor samples here; add --actor=none")
-    return own, rows, replace(on_policy_config(plain), actor="none", rollout_quant="none")
+    return own, rows, replace(unregularised(on_policy_config(plain)), actor="none", rollout_quant="none")
 
 
 def engine_dtype(pairs: list[tuple[str, str]]) -> str:
@@ -439,6 +439,7 @@ def on_policy_source(learner, run, cfg) -> LocalSource:
         probe=None,
         rank=learner.comm.rank,
         n_ranks=learner.comm.size,
+        resample=cfg.dynamic_sampling,
     )
     source.incarnation, source.sequence = 1, (1 << 20) // learner.comm.size
     return source

@@ -170,12 +170,16 @@ def write(snapshot: Snapshot) -> Path:
     cfg, final = snapshot.run.cfg, snapshot.final
     why = write_at(final, snapshot)
     if why:
-        spare = Path(tempfile.gettempdir()) / f"{snapshot.run.folder.resolve().name}-{final.name}"
+        run = "-".join(snapshot.run.folder.resolve().parts[1:])  # another run's has another name
+        spare = Path(tempfile.gettempdir()) / f"{run}-{final.name}"
         saved_there = not write_at(spare, snapshot)
         raise UserError(not_written(final, why, spare if saved_there else None))
     if snapshot.writes:
         for old in folders(cfg.out)[: -cfg.keep]:
-            shutil.rmtree(old)
+            if old.is_symlink():
+                old.unlink()
+            else:
+                shutil.rmtree(old, ignore_errors=True)  # what is left of it is tried again next time
     from_all(None, snapshot.group)  # nobody goes on before
     return final
 

@@ -154,7 +154,7 @@ def probe(cfg, setup, actor: str | None) -> Report:
     sampling = Sampling.of(cfg)
     allowed = max_allowed(train_cfg, setup.vocabulary)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    context = setup.longest_prompt + cfg.max_tokens
+    context = setup.context
     comm = Comm(device)  # before vLLM makes a process group of its own, for one rank
     engine = start_engine(cfg, setup, actor or setup.folder, context, max(1, allowed), device)
     learner = Learner(load_model(setup.folder), None, train_cfg, comm, setup.vocabulary)

@@ -306,7 +306,8 @@ def grading_metrics(counts: Counter) -> dict[str, float]:
     values = {
         "grade/timeouts": float(counts["timeouts"]),
         "grade/failures": float(counts["failures"]),
-        "grade/unboxed": counts["unboxed"] / n,
     }
+    if "unboxed" in counts:  # where `math` grades
+        values["grade/unboxed"] = counts["unboxed"] / n
     parts = {name: total / n for name, total in counts.items() if name.startswith("reward/")}
     return values | (parts if len(parts) > 1 else {})

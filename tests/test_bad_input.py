@@ -679,9 +679,12 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --mismatch --synced_from=ACTOR | --synced_from=ACTOR: another shape than the model that samples; give older weights
 --mismatch --explain --router_replay | --explain: it switches ... leave out --router_replay
 --mismatch --learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or the
+--mismatch --actor=ACTOR --rollout_quant=int8 --learner_quant=aligned | --learner_quant, --router_replay: ... leave out
+--mismatch --actor=ACTOR --router_replay | --learner_quant, --router_replay: of what samples; leave out --actor
+--router_replay | --router_replay: is for --mismatch alone; add it, or leave it out
 --mismatch --dtype=float8 | --dtype=float8: not one of float32, bfloat16, float16; did you mean float32?
 --mismatch --top_k=5 --logprobs_mode=raw | --logprobs_mode=raw: raw ... use processed, or --keep_sampling_mask=off
---learner_quant=int8 | --learner_quant=int8: the learner's format is for ... add it, or name a --rollout_quant
+--learner_quant=int8 | --learner_quant=int8: is for --mismatch alone; name a --rollout_quant
 --exact | --exact: is for --mismatch alone; add it, or leave it out
 --rollout_noise=0.1 | --rollout_noise: is for --mismatch alone; add it, or leave it out
 --mismatch --explain --rollout_noise=0.1 | --explain: it switches ... leave out --router_replay, --exact and

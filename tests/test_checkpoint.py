@@ -300,7 +300,7 @@ def test_what_finds_no_room_is_saved_elsewhere(run, tmp_path, monkeypatch):
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     with pytest.raises(UserError) as error:
         checkpoint.save(run, 7, learner, source, [make_groups()], CONTROLLERS)
-    saved = spare / f"{tmp_path.name}-step_000007"
+    saved = spare / f"{str(tmp_path)[1:].replace('/', '-')}-step_000007"
     assert f"it is whole in {saved}: make room, move it to {tmp_path}/checkpoints/step_000007" in str(error.value)
     (tmp_path / "checkpoints").unlink()
     (tmp_path / "checkpoints").mkdir()

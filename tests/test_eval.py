@@ -606,7 +606,15 @@ def test_a_follower_rounds_the_model_that_samples_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation.subprocess, "run", lambda command, **_: seen.append(command) or failed)
     for actor, rounded in (("x", [False, True]), ("none", [True])):
         seen.clear()
-        saved = {"actor": actor, "rollout_quant": "w2a16", "quant_group": 32}
+        saved = asdict(config.Config(actor=actor, rollout_quant="w2a16", quant_group=32))
         for name in ("policy", "actor")[: len(rounded)]:
             evaluation.evaluated(tmp_path, name, saved, [])
         assert ["--rollout_quant=w2a16" in command for command in seen] == rounded
+        seen.clear()
+        for changes in (
+            {"eval_engine": "torch"},
+            {"samplers": "zmq"},
+            {"eval_engine": "torch", "learner_quant": "aligned"},
+        ):
+            evaluation.evaluated(tmp_path, ("policy", "actor")[len(rounded) - 1], saved | changes, [])
+        assert ["--rollout_quant=w2a16" in command for command in seen] == [False, False, True]

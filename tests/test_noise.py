@@ -2,6 +2,7 @@
 run hears of it."""
 
 import hashlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -216,6 +217,7 @@ def test_the_policy_itself_has_no_noise(mask, cut, solvers, monkeypatch):
     evaluation.fresh_advantage(learner, groups, run)
     law = Sampling(temperature=0.7, seed=cfg.seed, max_tokens=cfg.max_tokens, **cut)
     assert seen == [law] and worth.on_policy_source(learner, run, cfg).sampling == law
+    assert worth.on_policy_source(learner, run, replace(cfg, dynamic_sampling=3)).resample == 3
 
 
 def test_nothing_that_needs_one_policy_on_both_sides_trusts_a_noisy_one():

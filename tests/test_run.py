@@ -219,6 +219,34 @@ def test_overwrite_deletes_what_a_run_wrote_and_nothing_else(folders, tmp_path):
     assert written(tmp_path)["id"] != before["id"]
 
 
+def test_overwrite_that_is_killed_on_the_way_can_be_done_again(folders, tmp_path, monkeypatch):
+    started(folders, tmp_path)
+    (tmp_path / "run" / "checkpoints" / "step_000003").mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_: sys.exit(1))
+        with pytest.raises(SystemExit):
+            started(folders, tmp_path, overwrite=True)
+    started(folders, tmp_path, overwrite=True)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_checkpoints_without_metrics_are_a_run_too(folders, tmp_path):
+    (tmp_path / "run" / "checkpoints" / "step_000003").mkdir(parents=True)
+    with pytest.raises(UserError, match="already holds a run: add --resume to go on"):
+        started(folders, tmp_path)
+
+
+@pytest.mark.parametrize("flag", ["model", "actor"])
+def test_overwrite_spares_the_model_that_the_run_starts_from(flag, folders, tmp_path):
+    started(folders, tmp_path)
+    inside = tmp_path / "run" / "checkpoints" / "step_000003" / "policy"
+    shutil.copytree(folders / "policy", inside)
+    with pytest.raises(
+        UserError, match=f"--overwrite: --out=.*run holds --{flag}=.*policy; name the folder of one run"
+    ):
+        started(folders, tmp_path, overwrite=True, **{flag: str(inside)})
+
+
 def test_a_link_in_a_run_folder_is_not_followed(folders, tmp_path):
     started(folders, tmp_path)
     elsewhere = tmp_path / "elsewhere"

@@ -261,6 +261,8 @@ def test_a_float32_head_scores_the_bfloat16_body_s_hidden_states(folders):
         hidden = body.base_model(input_ids=ids[None]).last_hidden_state[0, P - 1 : -1].float()
         logp = (hidden @ body.lm_head.weight.float().t()).log_softmax(-1).gather(1, ids[P:, None])[:, 0]
         assert np.abs(logp.numpy() - r.logp_inf).mean() < 0.01
+        read = HFEngine(folder, dtype="bfloat16", head_fp32=True).logprobs(ids[None].numpy())[0, P - 1 :]
+        assert np.abs(logp.numpy() - read).max() < 1e-4
 
 
 def test_the_learners_head_in_float32(folders, monkeypatch):

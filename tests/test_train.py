@@ -975,6 +975,7 @@ def test_what_cannot_be_followed_is_refused(solvers, tmp_path):
     saved = {"task": "hf:x", "eval_task": "", "eval_problems": 3, "eval_samples": 2}
     with pytest.raises(UserError, match="--follow: this run holds nothing out; name sets with --task"):
         evaluation.flags_of_run(saved)
+    assert "--task=b.jsonl" in evaluation.flags_of_run(saved, "b.jsonl")
     own = evaluation.flags_of_run({**saved, "eval_task": "a.jsonl", "answer": "last", "max_prompt_tokens": 9})
     assert own == [
         "--answer=last",

@@ -574,6 +574,9 @@ def test_the_engine_samples_as_the_runs_does(solvers, tmp_path):
         assert [(cfg.rollout_dtype, cfg.dtype) for cfg in (rows["tis"], plain)] == 2 * [wanted]
     with pytest.raises(UserError, match="no default precision; name it, for instance --rollout_dtype=bfloat16"):
         worth.parse([*own, "--task=arith", "--max_tokens=8"])
+    (tmp_path / "run.toml").write_text('dtype = "float32"\nmax_tokens = 8\ntask = "arith"\nentropy_coef = 0.01\n')
+    _, _, plain = worth.parse([*own, f"--config={tmp_path / 'run.toml'}"])
+    assert plain.entropy_coef == 0
 
 
 def test_a_verdict():
