@@ -121,7 +121,8 @@ def draw(got: sweep.Got) -> None:
     """Training of the engines and of the largest noise; and what is reached against the KL at the start."""
     plt = sweep.pyplot()
     fig, axes = plt.subplots(1, 3, figsize=(13.8, 4.2), layout="constrained")
-    largest = {label: got[label] for label in got if label in ENGINES or label.endswith(f"noise {SIGMAS[-1]:g}")}
+    shown = [label for label in ENGINES if "float16" not in label or "bfloat16" in label]  # which is as float32
+    largest = {label: got[label] for label in got if label in shown or label.endswith(f"noise {SIGMAS[-1]:g}")}
     styles = sweep.styles_of(list(largest)[: sweep.LINES], ("exact zero",))
     panels = {"eval/policy": "held-out pass@1 (%)", K3: "KL(inf || ref) by k3, nats a token"}
     for ax, (key, title) in zip(axes, panels.items(), strict=False):
@@ -143,7 +144,7 @@ def draw_dial(ax, got: sweep.Got) -> None:
     if "float32 engine" in got:
         y, error = sweep.final(got["float32 engine"])
         ax.axhspan(y - error, y + error, color="#7F7F7F", alpha=0.2, label="float32 engine")
-    for label, marker in {"bfloat16 engine": "s", "float16 engine": "^"}.items():
+    for label, marker in {"bfloat16 engine": "s", "float16 engine": "^", "vLLM, 8-bit cache": "v"}.items():
         if label in got:
             y, error = sweep.final(got[label])
             ax.errorbar([at_first(got[label], K3)], [y], yerr=error, marker=marker, ms=5, color="#000000", label=label)
