@@ -250,9 +250,8 @@ def parts_of(text: str) -> tuple[Part, ...]:
             need(Path(path).is_file(), f"--reward={name}: {path}: no such file; write FILE.py:FUNCTION")
             need(attribute, f"--reward={name}: names no function; write {path}:FUNCTION")
         parts.append(Part(name.strip(), value))
-    need(
-        len({part.name for part in parts}) == len(parts), f"--reward={text}: names a part twice; leave one of them out"
-    )
+    twice = len({part.label for part in parts}) < len(parts)  # metrics name a part by its label
+    need(not twice, f"--reward={text}: names a part twice; leave one of them out, or rename its function")
     return tuple(parts)
 
 

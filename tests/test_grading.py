@@ -714,6 +714,7 @@ def test_a_file_that_ends_its_process_is_an_error(tmp_path):
         ("math*x", r"--reward=math\*x: x is no weight; write NAME\*0.5"),
         ("math*inf", "inf is no weight"),
         ("math,math", "--reward=math,math: names a part twice"),
+        ("conftest.py:f,oracle.py:f", "names a part twice; leave one of them out, or rename its function"),
         ("no.py:f", "--reward=no.py:f: no.py: no such file; write FILE.py:FUNCTION"),
         ("conftest.py:", "--reward=conftest.py:: names no function; write conftest.py:FUNCTION"),
     ],
