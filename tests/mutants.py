@@ -914,7 +914,7 @@ MUTANTS = {
         ("    comm.end()\n", ""),
         ("source.packed, in_full=True)", "source.packed)"),
         ("        self.values = {}\n        self.step += 1", "        self.step += 1"),
-        ("            t.rescue()\n            raise", "            raise"),
+        ("            t.rescue()\n", ""),
         ("halt = t.comm.any(signals) or bool(t.learner.error)", "halt = t.comm.any(signals)"),
         (
             '            self.values = self.controllers.pop("values", {})',

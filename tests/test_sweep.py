@@ -262,6 +262,10 @@ def test_every_record_belongs_to_a_row():
     for config, rows, first in collapse.DOOMED:
         runs = [run for flags in rows.values() for run in sweep.with_seeds(flags, collapse.DOOMED_SEEDS, first)]
         wanted |= {sweep.key_of(run, config) for run in runs}
+    for config, rows in collapse.GUARDED.items():
+        for flags in rows.values():
+            runs = sweep.with_seeds(flags, collapse.GUARDED_SEEDS, collapse.GUARDED_SEED)
+            wanted |= {sweep.key_of(run, config) for run in runs if sweep.record_of(run, config)}
     for flags in zero.ALL.values():
         wanted |= {sweep.key_of(r["flags"], sweep.STUDY) for r in zero.records_of(flags, zero.ZeroFlags.seeds)}
     for rows, seeds, config in studies:
