@@ -586,14 +586,14 @@ def test_signals_save_first_and_resume_goes_on(whole, solvers, tmp_path):
     assert timeless(out) == timeless(whole[0])
 
 
-def raise_at(monkeypatch, owner, name: str, call: int) -> None:
-    """The call-th call of a function fails as a fault of ours would."""
+def raise_at(monkeypatch, owner, name: str, call: int, error=None) -> None:
+    """The call-th call of a function fails, as a fault of ours would where nothing else is said."""
     original, calls = getattr(owner, name), []
 
     def function(*args, **more):
         calls.append(1)
         if len(calls) == call:
-            raise ZeroDivisionError("a fault of ours")
+            raise error or ZeroDivisionError("a fault of ours")
         return original(*args, **more)
 
     monkeypatch.setattr(owner, name, function)
@@ -633,6 +633,13 @@ def test_a_fault_of_ours_saves_first_and_keeps_its_traceback(
     without = "sync/" if proved_again else "nothing"
     rows, others = ([{k: v for k, v in r.items() if without not in k} for r in timeless(f)] for f in (out, whole[0]))
     assert rows == others
+
+
+def test_an_error_that_is_told_saves_first_too(solvers, tmp_path, train_here, monkeypatch):
+    raise_at(monkeypatch, HFEngine, "_decode", 8, UserError("raise --kept_max"))
+    with pytest.raises(UserError, match="raise --kept_max"):
+        train_here(flags(solvers, tmp_path / "run"))
+    assert checkpoint.newest(tmp_path / "run").name == "step_000004"
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
