@@ -489,9 +489,8 @@ class Log:
         if cfg.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(
-                str(run / "tensorboard"), purge_step=step and step + 1
-            )  # x is the number of updates
+            first = step and step + 1  # x is the number of updates
+            self.board = SummaryWriter(str(run / "tensorboard"), purge_step=first)
         if cfg.wandb:
             import wandb
 

@@ -401,7 +401,7 @@ def put(module, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
     elif "weight_packed" in tensors:
         tensors["weight"] = quant.unpacked(*(tensors[f"weight_{part}"] for part in ("packed", "scale", "shape")))
     for name in published_of(module):
-        if name in module._buffers:
+        if name in tensors and name in module._buffers:
             module._buffers[name] = tensors[name].float()
         elif name in tensors and not (name == "weight" and isinstance(module, quant.LowBitLinear)):
             value = tensors[name].to(dtype).float()

@@ -170,7 +170,7 @@ def write(snapshot: Snapshot) -> Path:
     cfg, final = snapshot.run.cfg, snapshot.final
     why = write_at(final, snapshot)
     if why:
-        run = "-".join(snapshot.run.folder.resolve().parts[1:])  # another run's has another name
+        run = "-".join(snapshot.run.folder.resolve().parts[1:])[-200:]  # another run's has another name
         spare = Path(tempfile.gettempdir()) / f"{run}-{final.name}"
         saved_there = not write_at(spare, snapshot)
         raise UserError(not_written(final, why, spare if saved_there else None))

@@ -480,6 +480,16 @@ def test_a_publish_and_its_proof_hold_no_more_for_a_deeper_model(tmp_path):
     assert beside[1] < size / 2
 
 
+def test_a_saved_buffer_is_published_and_stays_where_other_tensors_lack_it():
+    """A twin has the parameters that the folder has, and no buffers."""
+    module = torch.nn.BatchNorm1d(3)
+    module.register_buffer("angle", torch.ones(3), persistent=False)
+    assert set(sync.published_of(module)) == {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+    sync.put(module, {"weight": torch.full((3,), 2.0), "running_mean": torch.full((3,), 5.0)}, torch.float32)
+    sync.put(module, {"weight": torch.full((3,), 3.0)}, torch.float32)
+    assert module.weight.tolist() == [3.0] * 3 and module.running_mean.tolist() == [5.0] * 3
+
+
 def test_digest_sees_names_shapes_types_and_contents():
     x = torch.arange(6, dtype=torch.float32)
     base = [("a", x), ("b", x + 1)]
