@@ -22,7 +22,7 @@ import warmstart
 from checkpoint import save_model
 from engines import HFEngine
 from eval import mean_se, pass_at_k
-from flags import parse_flags
+from flags import UserError, parse_flags
 from learner import Comm
 from remote import wire
 from remote.sampler import SamplerFlags, configure, open_source
@@ -598,6 +598,30 @@ def test_the_mean_of_several_sets_by_hand():
     got = evaluation.over_sets([("a", 2), ("b", 4)], [(0.2, 0.03), (0.6, 0.04)])
     each = {"a_mean@2": 0.2, "a_se": 0.03, "b_mean@4": 0.6, "b_se": 0.04}
     assert got == pytest.approx({"pass@1": 0.4, "se": 0.025, **each})
+
+
+def test_the_context_is_that_of_the_longest_prompt_and_response_of_one_set(folders, tmp_path):
+    """Not of the longest prompt of one and the longest response of another; and it must fit into the actor's, too."""
+    for name, problem in (("a", "7 + " * 20 + "7"), ("b", "7")):
+        row = {"problem": problem, "answer": "1"}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    sets = f"{tmp_path / 'a.jsonl'}:max_tokens=2,{tmp_path / 'b.jsonl'}:max_tokens=30"
+    common = [f"--model={folders / 'actor'}", "--rollout=hf", "--max_tokens=2", "--reward=boxed"]
+
+    def context(task, *more) -> int:
+        cfg = evaluation.filled(parse_flags(evaluation.EvalFlags, [*common, f"--task={task}", *more]))
+        return evaluation.open_setup(cfg, 8).context
+
+    alone = [context(word) for word in sets.split(",")]
+    assert alone[0] != alone[1] and context(sets) == max(alone)
+    short = tmp_path / "short"
+    shutil.copytree(folders / "actor", short)
+    made = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**made, "max_position_embeddings": max(alone) - 1}))
+    probe = ["--mismatch", "--dtype=float32", "--max_tokens=30"]
+    assert context(tmp_path / "b.jsonl", *probe) == alone[1]
+    with pytest.raises(UserError, match="together more than the model's context of"):
+        context(tmp_path / "a.jsonl", *probe, f"--actor={short}")
 
 
 def test_a_follower_rounds_the_model_that_samples_alone(tmp_path, monkeypatch):
