@@ -83,7 +83,7 @@ class SizeFlags:
     group_size: int = 8
     """Responses to one prompt."""
     epochs: float = 0.0
-    """Passes over the problems of --task, in place of --steps; 0: --steps counts."""
+    """Passes over the problems of --task, in groups that are trained on; in place of --steps; 0: --steps counts."""
     dynamic_sampling: int = 0
     """Other prompts in the place of groups whose responses all earn the same (DAPO): at most so many rounds a batch,
     the first among them (2: one more); with remote samplers until there are enough; 0: never."""

@@ -129,7 +129,7 @@ class Plan:
 def plan_of(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float = 0.0) -> Plan:
     """The plan of one rank of so many. configs: name -> transformers config; prompt: tokens of the longest prompt."""
     width = prompt + cfg.max_tokens
-    rows = max(1, cfg.micro_tokens // width)
+    rows = min(max(1, cfg.micro_tokens // width), cfg.train_batch // ranks)
     found = measure(cfg, configs, rows, prompt, cfg.max_tokens)
     models = {name: States.of(cfg, name, config) for name, config in configs.items()}
     sharded = cfg.parallel == "fsdp" and ranks > 1
@@ -301,6 +301,8 @@ def mends(cfg, width: int, ranks: int):
     more = ranks
     while more < MOST_RANKS:
         more *= 2
+        if cfg.train_batch % (cfg.group_size * more):
+            continue  # config.check_sizes
         yield f"--parallel=fsdp on {more} ranks", {"parallel": "fsdp"}, more
 
 

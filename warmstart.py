@@ -91,9 +91,10 @@ def recipe_key(name: str, task, target: float) -> str:
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:10]
 
 
-def warm_start(name: str, task, target: float, folder: Path) -> float:
+def warm_start(name: str, task, target: float, folder: Path, slips: float = SLIPS) -> float:
     """Supervised steps until the sampled accuracy reaches `target`; saves model and tokenizer.
 
+    slips: share of careless steps in the demonstrations, so that a problem of n of them is solved with (1 - slips)^n.
     Returns the accuracy. UserError if MOST_STEPS steps do not reach the target."""
     tokenizer = arithmetic_tokenizer()
     model = new_model(name, task.seed * 2 + (name == "actor"), tokenizer)
@@ -103,7 +104,7 @@ def warm_start(name: str, task, target: float, folder: Path) -> float:
     reached = 0.0
     bar = tqdm(range(MOST_STEPS), desc=f"warm start {name} ({millions:.2f}M)", leave=False)
     for step in bar:
-        ids, labels = demonstrations(task, tokenizer, first + step * BATCH)
+        ids, labels = demonstrations(task, tokenizer, first + step * BATCH, slips)
         optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / WARMUP)
         optimizer.zero_grad(set_to_none=True)
         loss = backward(model, ids, labels)
@@ -146,7 +147,7 @@ def new_model(name: str, seed: int, tokenizer):
     return model
 
 
-def demonstrations(task, tokenizer, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+def demonstrations(task, tokenizer, first: int, slips: float = SLIPS) -> tuple[torch.Tensor, torch.Tensor]:
     """Careless solutions of BATCH problems, from number `first` on: (ids, labels), both (BATCH, S) int64.
 
     Labels are -100, which the loss ignores, on the prompt and on the padding."""
@@ -156,7 +157,7 @@ def demonstrations(task, tokenizer, first: int) -> tuple[torch.Tensor, torch.Ten
     for row in range(BATCH):
         problem = task.problem("train", first + row)
         prompt = tokenizer.encode(problem.prompt)
-        answer = tokenizer.encode(task.solution(problem, SLIPS)) + [tokenizer.eos_token_id]
+        answer = tokenizer.encode(task.solution(problem, slips)) + [tokenizer.eos_token_id]
         end = len(prompt) + len(answer)
         ids[row, :end] = torch.tensor(prompt + answer)
         labels[row, len(prompt) : end] = torch.tensor(answer)

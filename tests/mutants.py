@@ -907,6 +907,7 @@ MUTANTS = {
         ('        return "objective" in made["config"] and "command" in made', "        return True"),
         ("        checkpoint.set_aside(cfg.out, run.checkpoint)\n", ""),
         ("    engine.sleep()  # a resumed", "    pass  # a resumed"),
+        ("purge_step=first)", "purge_step=None)"),
         ('if cfg.samplers != "local" and cfg.sync_dtype != "quantized":', "if False:"),
         ('LearnerCheck(plain, cfg.learner_quant == "none")', "LearnerCheck(plain, True)"),
     ],

@@ -135,6 +135,8 @@ def test_a_micro_batch_has_as_many_rows_as_fit():
     one = plan.plan_of(make_cfg(objective="grpo", max_tokens=90, micro_tokens=100), {"policy": small()}, 37, 1)
     assert one.micro == (1, 127)  # a row that is longer than the budget is read all the same
     assert one.sum_of("activations") == pytest.approx(made.sum_of("activations") / 3, rel=0.01)
+    few = plan.plan_of(make_cfg(objective="grpo", max_tokens=90, micro_tokens=4000), {"policy": small()}, 37, 2)
+    assert few.micro == (4, 127)  # of 8 responses each of two ranks has half
 
 
 @pytest.mark.slow
@@ -319,7 +321,7 @@ def test_without_evaluations_it_may_fit():
     assert "; with --eval_every=-1 it needs" in said
 
 
-BIG = dict(objective="grpo", max_tokens=400, micro_tokens=8000)
+BIG = dict(objective="grpo", max_tokens=400, micro_tokens=8000, train_batch=256, rollout_batch=256)
 
 
 def test_what_would_make_it_fit_is_tried_in_order(monkeypatch):
@@ -351,6 +353,12 @@ def test_what_would_make_it_fit_is_tried_in_order(monkeypatch):
     says = plan.verdict(make_cfg(**BIG), configs, 37, usual, 1e-6)[1]
     assert says.endswith("do not help enough: a smaller model, or shorter responses")
     assert says.count("fsdp") == 1 and "--parallel=fsdp on 64 ranks" in says
+
+
+def test_ranks_that_do_not_divide_the_batch_are_not_proposed():
+    """Groups of 4, 48 responses: 2 or 4 ranks hold whole groups, 8 and more do not."""
+    cfg = make_cfg(objective="grpo", train_batch=48, rollout_batch=48, group_size=4)
+    assert [n for flag, _, n in plan.mends(cfg, 20, 1) if "ranks" in flag] == [2, 4]
 
 
 def test_what_does_not_help_is_not_proposed():

@@ -123,6 +123,13 @@ def test_new_routes_must_pass_what_the_first_ones_passed(tmp_path, monkeypatch, 
         sampler.check_same_folder(tmp_path, [str(tmp_path), "elsewhere"])
 
 
+def test_one_address_on_another_host_needs_keys_whatever_the_others_are():
+    flags = SamplerFlags(connect="routes.toml")
+    assert sampler.checked_keys(flags, ["tcp://127.0.0.1:5555", "ipc:///tmp/hub"]) is None
+    with pytest.raises(UserError, match="--connect=routes.toml: over a network keys are needed"):
+        sampler.checked_keys(flags, ["tcp://127.0.0.1:5555", "tcp://10.0.0.1:5555"])
+
+
 def test_a_folder_with_new_routes(made, tmp_path, monkeypatch):
     """Over a shared folder a sampler goes on with another stream."""
     monkeypatch.setattr(routes, "LOOK_EVERY", 0.1)

@@ -485,6 +485,18 @@ def test_log_writes_truncates_and_reads(tmp_path):
         read_metrics(tmp_path / "none")
 
 
+def test_a_resumed_run_takes_back_what_tensorboard_shows_behind_its_checkpoint(tmp_path):
+    """Five updates, resumed after two of them: the board shows the third anew, and no fourth or fifth."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    cfg = make_cfg(tensorboard=True)
+    logged(tmp_path, cfg, 0, {step: {"x": float(step)} for step in range(5)})
+    logged(tmp_path, cfg, 2, {2: {"x": 9.0}})
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [(e.step, e.value) for e in board.Scalars("x")] == [(1, 0.0), (2, 1.0), (3, 9.0)]
+
+
 def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
     log = Log(tmp_path, make_cfg(), 0)
     log.write(0, {"x": 1.0})
