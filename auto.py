@@ -87,7 +87,8 @@ class Chooser:
         plain = on_policy_config(cfg)
         source = on_policy_source(learner, self.run, plain)
         n = cfg.train_batch // (cfg.group_size * learner.comm.size)  # groups of a batch, on this rank
-        source.sequence += update // cfg.auto_every * 2 * n  # every probe has problems of its own
+        most = 2 * n * max(1, cfg.dynamic_sampling)  # of a probe
+        source.sequence += update // cfg.auto_every * most  # every probe has problems of its own
         batches = [batching.collate(source.next(n, update), plain) for _ in range(2)]
         del source  # under FSDP its engine has a whole copy of the policy
         g, other = (self.gradient(batch, plain) for batch in batches)

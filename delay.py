@@ -293,15 +293,17 @@ class DelaySource(LocalSource):
             if delay == 0:  # the next delay would be over at once, for ever
                 break
 
-    def make(self, n_groups: int, learner_version: int) -> None:
+    def make(self, n_groups: int, learner_version: int, share: float = 1.0) -> None:
         """Samplers make `--sampler_rate` groups for each that the learner wants, in turn by their speeds; with
-        --token_seconds, what they have time for. Groups that are too old are then dropped."""
+        --token_seconds, what they have time for. Groups that are too old are then dropped.
+
+        share: of the time from one batch to the next."""
         now = self.now(learner_version)
         if self.cfg.token_seconds:
             self.work(n_groups, learner_version, now)
         else:
             self.reload(now)
-            self.made += self.cfg.sampler_rate * n_groups
+            self.made += self.cfg.sampler_rate * n_groups * share
             while self.made >= 1:
                 self.made -= 1
                 self.begin(self.next_in_turn(), now)
@@ -406,7 +408,7 @@ class DelaySource(LocalSource):
                     "slow for the bounds on age; raise --max_staleness or --window_seconds, or lower --token_seconds"
                 )
             self.waited += self.cfg.step_seconds
-            self.make(n_groups, learner_version)
+            self.make(n_groups, learner_version, self.cfg.train_batch / self.cfg.rollout_batch)  # one update's time
         taken = here[:n_groups]
         self.tickets = [ticket for ticket in self.tickets if ticket not in set(taken)]
         return taken
@@ -501,9 +503,9 @@ def updates_to_make(cfg, speed: float) -> int:
 
 def updates_in_queue(cfg, speeds: list[float]) -> int:
     """--admission=pace: the most updates that a group waits for its use: half of what its making leaves of the bound.
-    The other half is left to the age of the weights."""
+    The other half is left to the age of the weights, beside what they always have of it (--sync_every)."""
     a_batch = cfg.rollout_batch // cfg.train_batch
-    left = cfg.max_staleness - updates_to_make(cfg, min(speeds))
+    left = cfg.max_staleness - (cfg.sync_every - 1) - updates_to_make(cfg, min(speeds))
     return a_batch * (left // 2 // a_batch)
 
 
@@ -593,7 +595,7 @@ def check_bounds(cfg) -> None:
         )
     if cfg.delay != "none" and not math.isinf(cfg.window_seconds):
         steps = 1 + int(cfg.window_seconds * (1 - 1e-9) / cfg.step_seconds)  # whose groups wait at the same time
-        if cfg.sampler_rate * steps < 1:
+        if cfg.sampler_rate * (1 + (steps - 1) * cfg.train_batch / cfg.rollout_batch) < 1:
             raise UserError(
                 f"--window_seconds={cfg.window_seconds}: at --sampler_rate={cfg.sampler_rate} groups would be dropped "
                 "before there are enough of them for an update, for ever; widen the window, or raise the rate"

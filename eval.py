@@ -582,7 +582,7 @@ def main(argv: list[str] | None = None) -> dict:
         )
         need(not cfg.model, f"--model={cfg.model}: --grade_gold grades a file's own answers, no model's; leave it out")
         tasks.check(cfg)
-        result = grade_gold(cfg.grade_gold, cfg.grade_seconds)
+        result = grade_gold(cfg.grade_gold, cfg)
     elif cfg.show_prompt:
         result = show_prompt(cfg)
     elif cfg.mismatch:

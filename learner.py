@@ -77,10 +77,10 @@ class Comm:
                 dist.init_process_group("gloo", timeout=patience)
             return cls("cpu")
         gpus = torch.cuda.device_count()
+        here = from_environment("LOCAL_WORLD_SIZE", 1)
         need(
-            gpus > LOCAL_RANK,
-            f"torchrun --nproc_per_node: this host has {gpus} GPU(s), and rank {LOCAL_RANK} here none; start as many "
-            "ranks as GPUs",
+            gpus >= max(here, LOCAL_RANK + 1),
+            f"torchrun --nproc_per_node={here}: this host has {gpus} GPU(s); start as many ranks as GPUs",
         )
         torch.cuda.set_device(LOCAL_RANK)  # before anything else asks for a GPU, and gets the first one
         own = torch.device("cuda", LOCAL_RANK)

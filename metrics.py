@@ -510,8 +510,8 @@ def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
 
 
 def derive(m: Means) -> dict[str, float]:
-    """The public metrics: means and maxima, and the derived ones. Buckets of lengths that no response has are
-    left out."""
+    """The public metrics: means and maxima, and the derived ones. What no token or response of the batch is in
+    is left out: a length, a sign, those that were cut."""
     empty = {name for name in m.pairs if name.startswith(BUCKETED) and m.count(name) == 0}
     out = {name: value for name, value in m.items() if not name.startswith("_") and name not in empty}
     for row in ROWS:
@@ -520,7 +520,7 @@ def derive(m: Means) -> dict[str, float]:
     return out
 
 
-BUCKETED = ("rollout_corr/seq_weight/", "rollout_corr/low_weight/")
+BUCKETED = ("rollout_corr/seq_weight/", "rollout_corr/low_weight/", "entropy_of_cut", "error/")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,10 @@ from run import read_metrics, rows
 PANELS = [
     ("reward (sampler's responses)", ["reward"]),
     ("held-out pass@1, policy", ["eval/policy_pass@1"]),
-    ("KL(policy || actor) per token", ["distill_kl", "obrs/kl_before", "rollout_corr/k3_kl"]),
+    (
+        "KL(policy || actor) per token; of one model KL(inf || ref)",
+        ["distill_kl", "obrs/kl_before", "rollout_corr/k3_kl"],
+    ),
     ("OBRS acceptance", ["obrs/accept_rate"]),
     (
         "KL(policy || accepted tokens); staleness without OBRS",

@@ -46,14 +46,15 @@ def train(cfg: config.Config) -> None:
         if LOCAL_RANK == 0:
             plan.report(cfg)
         return
-    comm = Comm.start(patience=cfg.give_up + 1800)
+    groups = cfg.rollout_batch // cfg.group_size if cfg.samplers != "local" else 1  # that a rank may wait for in turn
+    comm = Comm.start(patience=groups * cfg.give_up + 1800)
     with locked(cfg, comm):
         t = Training(cfg, comm)
         try:
             loop(t, catch_signals())
         except Exception as e:  # what was computed is not lost by it
             t.rescue()
-            if isinstance(e, UserError) and comm.rank > 0:  # the first rank may have nothing to say
+            if isinstance(e, UserError) and comm.rank > 0 and str(e) != ELSEWHERE:  # the first may have nothing to say
                 print(f"error: rank {comm.rank}: {e}", file=sys.stderr)
             raise
     comm.end()
@@ -93,8 +94,13 @@ def loop(t: Training, signals: list[str]) -> None:
         )
     if t.second_engine is not None:
         t.second_engine.close()
+    error = t.source.error or t.learner.error
+    failed = t.comm.any(error)  # a rank that ends alone would be waited for
     t.source.close()  # last: vLLM's shutdown also ends the process group
-    need(not (t.source.error or t.learner.error), t.source.error or t.learner.error)
+    need(not failed, error or ELSEWHERE)
+
+
+ELSEWHERE = "another rank has stopped this run, and says why"
 
 
 class Training:

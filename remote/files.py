@@ -23,9 +23,11 @@ sees it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+import threading
 import time
 from collections import Counter, deque
 from itertools import islice
@@ -80,7 +82,7 @@ def clock_file(rank: int) -> str:
 
 
 class FilesHub:
-    """Everything is done by the calls of the training loop; there is no thread.
+    """Everything is done by the calls of the training loop, but for its sign of life, which a thread gives.
 
     counts, reports, broken: as in hub.Hub."""
 
@@ -109,6 +111,8 @@ class FilesHub:
         self.asked = 0.0  # when it was looked what samplers ask for
         self.spoke: dict[str, tuple[float, float]] = {}  # stream -> (sent, by its last hello; when that was noticed)
         self.turns = 0
+        self.is_open = False
+        self.closed = threading.Event()
         self.beat = 0.0  # when the learner gave its last sign of life
         self.published: list[Path] = []  # weights of this session, in order
         self.unwritten: dict[Path, bytes] = {}  # messages that found no room on the disk
@@ -126,9 +130,11 @@ class FilesHub:
         for kind in ("got", "grants"):  # of an earlier session: nothing is fetched or granted in this one
             for stream in self._streams(kind):
                 self._guarded(stream, (self.folder / kind / stream).unlink)
+        self.is_open = True
         self._tell_time()
         if self.rank == 0:
             self._write(self.folder / "welcome", self.welcome)
+            threading.Thread(target=self._stay_alive, daemon=True).start()
 
     def broadcast(self, version: int, path: Path, published: float, change: bytes | None = None) -> None:
         """Offer these weights to all samplers, whole: they are read where they lie."""
@@ -143,7 +149,7 @@ class FilesHub:
             return
         later = next_version != self.grants.next_version  # the training loop does not come back before its update
         self.grants.plan(next_version, unused)
-        if later or time.monotonic() - self.asked > ASKED_EVERY:
+        if self.is_open and (later or time.monotonic() - self.asked > ASKED_EVERY):
             self.asked = time.monotonic()
             self._grant()
 
@@ -190,7 +196,7 @@ class FilesHub:
         self.entries[self.names.owner(sampler_of(name))] += 1
 
     def close(self) -> None:
-        pass
+        self.closed.set()
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -221,6 +227,12 @@ class FilesHub:
 
     def _tell_time(self) -> None:
         self._write(self.folder / clock_file(self.rank), wire.Got([], clock=time.time()))
+
+    def _stay_alive(self) -> None:
+        """Touch `welcome` as long as the learner is there, whatever it does: an update or an evaluation may be long."""
+        while not self.closed.wait(BEAT):
+            with contextlib.suppress(OSError):
+                os.utime(self.folder / "welcome", follow_symlinks=False)
 
     def _touch_welcome(self) -> None:
         """The learner's sign of life. Whatever else has come to lie there gives way."""
@@ -369,7 +381,10 @@ class FilesHub:
         if now - self.spoke[stream][1] > SILENT:
             self.grants.gone(stream)
         elif hello.sampler == stream and hello.protocol == wire.PROTOCOL:
-            self.grants.ask(stream, Ask.of(hello))
+            granted = self.grants.ask(stream, Ask.of(hello))
+            grant = self.folder / "grants" / stream
+            if granted > hello.handed and not grant.exists():  # somebody has removed it
+                self._write(grant, wire.Grant(hello.incarnation, granted))
 
     def _read_report(self, stream: str) -> None:
         """How many groups a sampler has handed over."""
@@ -381,8 +396,8 @@ class FilesHub:
             return
         wire.need(hello.sampler == stream, f"a hello of {wire.printable(hello.sampler, 100)}, under another's name")
         key = (stream, hello.incarnation)
-        begin = self._begin(key)
-        wire.need(hello.handed - begin <= MANY, f"it says it has handed over {hello.handed} groups; {begin} are held")
+        begin = max(self._begin(key), self.got.get(key, Seen()).upto)
+        wire.need(hello.handed - begin <= MANY, f"it says it has handed over {hello.handed} groups; {begin} have come")
         believe(self.reports, key, hello.handed, lambda key: key in self.got or key in self.held_before)
 
     def _begin(self, key: tuple[str, int]) -> int:

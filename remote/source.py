@@ -33,7 +33,7 @@ from pathlib import Path
 
 import tasks
 from checkpoint.tensors import as_it_is, halved
-from flags import need
+from flags import UserError, need
 from model import routing_of
 from remote import wire
 from remote.account import Account, Arrived, split
@@ -88,7 +88,13 @@ def open_remote_source(cfg, run, model: str, topk: int, max_allowed: int, comm) 
     if cfg.samplers == "files":
         hub = FilesHub(cfg.sync_path, welcome, limits, log, comm.rank, comm.size)
     else:
-        hub = Hub(address_of_rank(cfg.bind, comm.rank), cfg.keys, welcome, limits, log)
+        address = address_of_rank(cfg.bind, comm.rank, comm.size)
+        try:
+            hub = Hub(address, cfg.keys, welcome, limits, log)
+        except UserError as e:
+            if comm.rank > 0:  # the first rank may have found its own port free
+                print(f"error: rank {comm.rank}: {e}", file=sys.stderr, flush=True)
+            raise
     versions = Path(cfg.out) / "versions"
     return RemoteSource(hub, cfg, limits, Sampling.of(cfg), versions, comm, log, run.task)
 
@@ -112,15 +118,18 @@ def describe_run(cfg, run, model: str, topk: int, max_allowed: int, ranks: int) 
     }
 
 
-def address_of_rank(bind: str, rank: int) -> str:
-    """Rank r listens r ports higher than --bind says; an address without a port is left as it is."""
+def address_of_rank(bind: str, rank: int, ranks: int) -> str:
+    """Rank r of so many listens r ports higher than --bind says; one without a number is left as it is.
+
+    UserError, the same on all ranks: not all have an address."""
     wire.check_address("bind", bind, 0)
+    need(bind.startswith("tcp://") or ranks == 1, f"--bind={bind}: {ranks} ranks need tcp://, where each has a port")
     port = bind.rpartition(":")[2]
-    if not bind.startswith("tcp://") or not port.isdigit() or not int(port):
+    if not port.isdigit() or not int(port) or not bind.startswith("tcp://"):
         return bind
-    at = int(port) + rank
-    need(at <= 65535, f"--bind={bind}: rank {rank} would listen on port {at}; name a lower one")
-    return f"{bind.removesuffix(port)}{at}"
+    last = int(port) + ranks - 1
+    need(last <= 65535, f"--bind={bind}: rank {ranks - 1} would listen on port {last}; name a lower one")
+    return f"{bind.removesuffix(port)}{int(port) + rank}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -199,8 +208,6 @@ class RemoteSource:
         self.waited += time.monotonic() - start
         if len(batch) < n_groups:
             self.ready.extendleft(reversed(batch))
-            if self.error and self.comm.rank:  # train.py prints the error of rank 0
-                print(f"error: rank {self.comm.rank}: {self.error}", file=sys.stderr, flush=True)
             return []
         for item in batch:
             self.record_fate(item.name, "trained")

@@ -41,7 +41,7 @@ from flags import need
 FOLDER = sweep.RESULTS / "worth"
 # flags that say how rollouts are made; what is left of a row, without TRAINING, is its objective
 SAMPLER = ("actor", "actor_base_accuracy", "rollout_quant", "temperature", "top_p", "top_k", "keep_sampling_mask")
-SAMPLER += tuple(prefix.HALFWAY)
+SAMPLER += ("task_min_ops", "task_max_ops", *prefix.HALFWAY)
 TRAINING = ("distill_lambda", "distill_kl_target", "lr", "model", "rollout_batch", "max_staleness", "cppo_beta")
 TRAINING += (*prefix.FAR, *prefix.SEEN)
 SAME = {"prefix_tis": "prefix_tis is_cap=1"}  # its default, written out: records have either
@@ -61,6 +61,7 @@ def rows() -> dict[tuple[str, str], tuple[str, dict, int]]:
         ("prefix, 20 %", sweep.STUDY, prefix.WEAKER, prefix.FIRST_SEED),
         ("prefix, 10 %", sweep.STUDY, prefix.WEAKEST, prefix.FIRST_SEED),
         ("prefix, 400", sweep.STUDY, LONGER, prefix.FIRST_SEED),
+        ("prefix, 14", sweep.STUDY, prefix.BRIEF, prefix.FIRST_SEED),
         ("prefix, two bits", qarl.CONFIG, prefix.LOW, prefix.FIRST_SEED),
         ("praxis", praxis.CONFIG, praxis.ROWS, 0),
         ("prefix, 96", praxis.CONFIG, prefix.MIDDLE, prefix.FIRST_SEED),

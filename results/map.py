@@ -30,9 +30,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import sweep
+from candidates import CANDIDATES
 from heterorl import ranks
 from tqdm import tqdm
 
@@ -181,25 +183,42 @@ def measure(name: str, known: dict) -> None:
 
     known: the gradients g that were measured for samplers before it, by policy and sampling law."""
     sampler = samplers()[name]
-    argv = [f"--config={sweep.STUDY}", *sampler.flags, *HOW, f"--rows={'; '.join(ROWS)}"]
-    m = worth.Measurement(*worth.parse(argv))
+    record = weigh([f"--config={sweep.STUDY}", *sampler.flags, *HOW], known, sampler.priced)
+    write(FOLDER / f"{name}.json", record)
+
+
+def weigh(argv: list[str], known: dict, priced: bool = False, more: tuple[str, ...] = ()) -> dict:
+    """The record of the sampler that these flags name: all rows, and the weights `more` of candidates.py."""
+    m = worth.Measurement(*worth.parse([*argv, f"--rows={'; '.join(ROWS)}"]))
     law = (m.plain.model, m.on_policy.sampling)
     if law not in known:
         known.clear()
         known[law] = m.references()[worth.EVERYTHING], m.totals["on_policy"]
     reference, m.totals["on_policy"] = known[law]
-    seen, log_r = {row: Seen() for row in m.rows}, []
+    seen, log_r = {row: Seen() for row in (*ROWS, *more)}, []
     for slopes in m.slopes({worth.EVERYTHING: reference}):
         for row, cfg in m.rows.items():
             m.see(seen[row], slopes, worth.coefficients(slopes.batches[row], m.comm, cfg))
         batch = slopes.batches["none"]
+        for label in more:
+            m.see(seen[label], slopes, weighted(batch, label))
         log_r.append(np.ma.array(batch.log_r.double().numpy(), mask=~batch.mask.numpy()))
     about = m.about() | distances(log_r)
-    if sampler.priced:
+    if priced:
         about["price"] = worth.cost(m)["price"]
     m.sampler.close()
-    rows = {row: row_record(seen[row], reference, m.groups) for row in ROWS}
-    write(FOLDER / f"{name}.json", {"flags": argv[:-1], "about": rounded(about), "rows": rows})
+    rows = {row: row_record(seen[row], reference, m.groups) for row in seen}
+    return {"flags": argv, "about": rounded(about), "rows": rows}
+
+
+def weighted(batch, label: str):
+    """c_t (B, T) under a weight of candidates.py, whose tokens have a first axis of batches."""
+    tokens = SimpleNamespace(
+        log_r=(batch.log_r * batch.mask).numpy()[None],
+        mask=batch.mask.numpy()[None],
+        plain=(batch.adv * batch.mask / batch.mask.sum()).numpy()[None],
+    )
+    return worth.torch.from_numpy((CANDIDATES[label](tokens) * tokens.plain)[0])
 
 
 def distances(log_r: list[np.ma.MaskedArray]) -> dict[str, float]:

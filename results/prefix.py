@@ -75,6 +75,9 @@ SEEN = dict(eval_problems=1024, eval_every=64)
 LONG = {c: praxis.ROWS[f"{c}, T 1"] for c in ("none", "Token-TIS", "Seq-TIS")}
 LONG |= {**NEW, "prod min(r, 1)": dict(objective="retrace")}
 LONG = {label: {**flags, **SEEN} for label, flags in LONG.items()}
+BRIEF = {label: UNDISTILLED[label] for label in (*(f"{x}, no distillation" for x in CAPPED), *OLD_ALONE)}
+BRIEF["on-policy"] = DISTILLED["on-policy"]
+BRIEF = {label: flags | dict(task_min_ops=2, task_max_ops=2, max_tokens=14) for label, flags in BRIEF.items()}
 HALFWAY = dict(max_tokens=96, task_explain=64)
 MIDDLE = ("none", "Token-TIS", "min(R, 1)", "min(R_t, 1)", "prod min(r, 1)")
 MIDDLE = {label: {**LONG[label], **HALFWAY} for label in MIDDLE}
@@ -127,6 +130,7 @@ SETTINGS = {
     "stale by up to 16 updates": (stale(16), sweep.STUDY),
     "stale by up to 64 updates": (stale(64), sweep.STUDY),
     "stale by up to 128 updates": (STALE, sweep.STUDY),
+    "responses of 14 tokens": (BRIEF, sweep.STUDY),
     "responses of up to 96 tokens": (MIDDLE, praxis.CONFIG),
     "long responses": (LONG, praxis.CONFIG),
 }
@@ -143,6 +147,7 @@ SHORT = {
     "stale by up to 16 updates": " (stale by 16)",
     "stale by up to 64 updates": " (stale by 64)",
     "stale by up to 128 updates": " (stale)",
+    "responses of 14 tokens": " (14)",
     "responses of up to 96 tokens": " (96)",
     "long responses": " (long)",
 }

@@ -108,12 +108,19 @@ def make_task(cfg, flag: str = "task", name: str | None = None, evaluates: bool 
     file = file_of(name)
     need(not own or Path(file).is_file(), f"--{flag}={name}: {file}: no such file; write FILE.py:CLASS")
     graded_otherwise = cfg.reward and not rewards.Reward(rewards.parts_of(cfg.reward)).needs_answer
-    rows = [] if own else read_rows(name, flag, cfg.prompt_key, cfg.answer_key, needed=not graded_otherwise)
+    keys = cfg.prompt_key, cfg.answer_key
+    rows = [] if own else read_rows(name, flag, *keys, needed=not graded_otherwise)
     reward = reward_of(cfg, name, rows)
+    wrong = next((row["answer"] for row in rows if not reward.can_grade(row["answer"])), "")
+    need(
+        not wrong,
+        f"--{flag}={name}: no response can be right under --reward={cfg.reward} where the answer is {wrong:.40}; grade "
+        "it by --reward=math, or leave such rows out",
+    )
     if evaluates:
         reward = replace(reward, parts=(replace(reward.parts[0], weight=1.0),), overlong=0)
     style = Style.of(cfg, rewards.TEMPLATE_OF.get(reward.parts[0].name, "plain"))
-    task = OwnTask(name, style, reward) if own else Table(name, rows, style, reward, cfg.task_seed)
+    task = OwnTask(name, style, reward, keys) if own else Table(name, rows, style, reward, cfg.task_seed)
     first = task.problem("train", 0)
     rewards.try_out(reward, Answer(first, first.answer, True))
     return task
@@ -149,6 +156,8 @@ def eval_sets(cfg, flag: str, usual: dict) -> list[EvalSet]:
         need(name, f"--{flag}={getattr(cfg, flag)}: a set without a name; write FILE,FILE:samples=32:temperature=0.6")
         how = {**usual, **dict(setting(flag, name, part) for part in own)}
         sets.append(EvalSet(make_task(cfg, flag, name, evaluates=True), label_of(name), **how))
+    seen = Counter(one.label for one in sets)
+    sets = [replace(one, label=label_of(one.task.name, whole=seen[one.label] > 1)) for one in sets]
     labels = [one.label for one in sets]
     need(len(set(labels)) == len(labels), f"--{flag}={getattr(cfg, flag)}: two sets of one name; rename a file")
     return sets
@@ -212,6 +221,11 @@ def check(cfg) -> None:
             need(not value, f"--{flag}={value}: --task=arith has its own; leave it out, or name a file with --task")
         arith.check(cfg)
         return
+    every = getattr(cfg, "eval_every", 0)
+    need(
+        every <= 0 or cfg.eval_task,
+        f"--eval_every={every}: nothing is held out; name files or data sets with --eval_task",
+    )
     need(
         not cfg.task_explain,
         f"--task_explain={cfg.task_explain}: only --task=arith rewards explanations; leave it out for {cfg.task}",
@@ -265,12 +279,14 @@ def grades_all(cfg, saved: dict) -> bool:
 
 
 def is_graded_by(reward: str, name: str, cfg) -> bool:
-    """Whether a task of this name is graded by a reward made for another: letters are for rows with choices alone, and
-    sums and a class of one's own have their rewards."""
+    """Whether a task of this name is graded by a reward made for another: letters are for rows with choices alone,
+    #### is for plain numbers, and sums and a class of one's own have their rewards."""
     if name == "arith" or is_own(name):
         return False
     rows = read_rows(name, "task", cfg.prompt_key, cfg.answer_key, needed=False)
-    return all(choices_of(row["row"]) for row in rows) == (rewards.parts_of(reward)[0].name == "letter")
+    first = rewards.Reward(rewards.parts_of(reward)[:1])
+    by_letter = first.parts[0].name == "letter"
+    return all(choices_of(row["row"]) for row in rows) == by_letter and all(first.can_grade(x["answer"]) for x in rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

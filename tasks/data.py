@@ -15,6 +15,7 @@ import hashlib
 import importlib.util
 import json
 import random
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -99,7 +100,7 @@ class OwnRows:
     The class has `problem(split, index)`, which returns a row; `size`, its number of problems, or None; and, unless
     --reward names another, `reward(row, text, finish_reason)`."""
 
-    def __init__(self, name: str, needed: bool = True):
+    def __init__(self, name: str, needed: bool = True, keys: tuple[str, str] = ("", "")):
         path, _, attribute = name.rpartition(":")
         try:
             self.made = attribute_of(path, attribute)()
@@ -113,7 +114,7 @@ class OwnRows:
             size is None or counts,
             f"--task={name}: its size is {size!r:.50}; it must be a whole number of problems above 0, or None: endless",
         )
-        self.name, self.needed = name, needed  # needed: every row has an answer
+        self.name, self.needed, self.keys = name, needed, keys  # needed: every row has an answer
 
     def row(self, split: str, index: int) -> dict:
         """A row, as `read_row` returns it."""
@@ -121,14 +122,14 @@ class OwnRows:
             made = self.made.problem(split, index)
         except Exception as e:
             raise UserError(f"--task={self.name}: problem({split!r}, {index}) raised {described(e)}") from None
-        return read_row(made, f"{self.name}, {split} problem {index}", needed=self.needed)
+        return read_row(made, f"{self.name}, {split} problem {index}", *self.keys, needed=self.needed)
 
 
 class OwnTask(Table):
     """A Table over a class: its rows are made when they are asked for, and come in the order of their numbers."""
 
-    def __init__(self, name: str, style: Style, reward):
-        self.own = OwnRows(name, reward.needs_answer)
+    def __init__(self, name: str, style: Style, reward, keys: tuple[str, str] = ("", "")):
+        self.own = OwnRows(name, reward.needs_answer, keys)
         super().__init__(name, [], style, reward)
         self.used = list(range(self.own.made.size or 0))  # numbers of problems that are not dropped, in both splits
         self.too_long = None  # of an endless class: says whether a prompt is
@@ -190,10 +191,14 @@ def is_own(name: str) -> bool:
     return ".py:" in name
 
 
-def label_of(name: str) -> str:
-    """A task's short name, for problems and metrics: of its file, its data set, its class."""
+def label_of(name: str, whole: bool = False) -> str:
+    """A task's short name, for problems and metrics: of its file, its data set, its class.
+
+    whole: of a data set with its configuration and split."""
     if name.startswith("hf:"):
-        name = name.removeprefix("hf:").rpartition("/")[0].partition("@")[0]
+        place, _, split = name.removeprefix("hf:").rpartition("/")
+        label, _, configuration = place.rpartition("/")[2].partition("@")
+        return "-".join(filter(None, [label, configuration, split])) if whole else label
     if is_own(name):
         return name.rpartition(":")[2]
     return Path(name).stem
@@ -207,8 +212,11 @@ def label_of(name: str) -> str:
 def read_rows(name: str, flag: str = "task", prompt_key="", answer_key="", needed: bool = True) -> list[dict]:
     """Rows {prompt, answer, row} of a file or data set. UserError, one sentence, names file and line.
 
-    flag: that named it. needed: a row without an answer is an error; else its answer is ""."""
-    raw = from_hub(name, flag) if name.startswith("hf:") else from_file(name, flag)
+    flag: that named it. needed: a row without an answer is an error; else its answer is "". A set of --eval_task need
+    not have the columns that are named for --task: without them the usual ones count."""
+    raw = list(from_hub(name, flag) if name.startswith("hf:") else from_file(name, flag))
+    if flag == "eval_task" and raw and isinstance(raw[0][1], dict):
+        prompt_key, answer_key = (key if nested(raw[0][1], key) is not None else "" for key in (prompt_key, answer_key))
     rows = [read_row(row, place, prompt_key, answer_key, needed) for place, row in raw]
     need(rows, f"{name}: no problems in the file; {NEEDS}")
     return rows
@@ -347,11 +355,15 @@ def answer_of(row: dict, place: str, key: str, needed: bool) -> str:
 
 
 def final_answer(answer: str) -> str:
-    """What stands behind #### (GSM8K) or in the last box of a worked solution; else the answer as it is."""
+    """What stands behind #### (GSM8K) or in the last box of a worked solution, also \\boxed 2; "" where that is empty;
+    else the answer as it is."""
     if "####" in answer:
         return answer.split("####")[-1].strip()
     box = rewards.last_box(answer)
-    return box[len("\\boxed{") : -1].strip() if box else answer.strip()
+    if box:
+        return box[len("\\boxed{") : -1].strip()
+    bare = re.findall(r"\\boxed\s+([^\s{]+?)(?=\.?(?:[$\s]|$))", answer)
+    return bare[-1] if bare else "" if "\\boxed" in answer else answer.strip()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

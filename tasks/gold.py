@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tqdm import tqdm
 
+from flags import need
 from tasks.data import Table, read_rows
 from tasks.prompts import Answer, Style
 from tasks.rewards import Reward, check_libraries
@@ -25,13 +26,14 @@ def perturbed(answer: str) -> str:
     return answer + " + 1"
 
 
-def grade_gold(path: str, seconds: float = 5.0) -> dict:
+def grade_gold(path: str, cfg) -> dict:
     """Does the grader accept a file's own answers, and refuse changed ones? Prints both shares and each exception.
 
-    seconds: of a processor, for each answer (--grade_seconds)."""
-    reward = Reward(seconds=seconds)
+    cfg: --grade_seconds, --prompt_key and --answer_key count. UserError: another grader than `math` is asked for."""
+    need(cfg.reward in ("", "math"), f"--reward={cfg.reward}: --grade_gold tries the grader of math; leave it out")
+    reward = Reward(seconds=cfg.grade_seconds)
     check_libraries(reward, path)
-    task = Table(path, read_rows(path, "grade_gold"), Style(), reward)
+    task = Table(path, read_rows(path, "grade_gold", cfg.prompt_key, cfg.answer_key), Style(), reward)
     gold = changed = 0
     for start in tqdm(range(0, task.size, BATCH), desc="grade"):
         problems = [task.problem("test", i) for i in range(start, min(start + BATCH, task.size))]

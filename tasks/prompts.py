@@ -86,7 +86,8 @@ class Style:
         """A row's problem, or messages, as it is asked."""
         messages = [dict(m) for m in prompt] if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         last = messages[-1]
-        instructed = isinstance(prompt, list) or "\\boxed" in last["content"]
+        marks = [mark for mark in ("\\boxed", "####") if mark in self.template]
+        instructed = isinstance(prompt, list) or any(mark in last["content"] for mark in marks)
         if self.always or not instructed:
             last["content"] = self.template.replace("{problem}", last["content"])
         if self.system and messages[0]["role"] != "system":

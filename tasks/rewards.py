@@ -61,8 +61,7 @@ def praxis(row, text, finish_reason) -> bool:
 def letter(row, text, finish_reason) -> bool:
     """Multiple choice: is the letter in the last box, or else behind the last "answer is", the right one?"""
     box = last_box(text)
-    inside = re.sub(r"\\(text|math|bold)[a-z]*\s*", "", box[len("\\boxed") :]) if box else ""
-    found = re.findall(r"^[\s{(]*([A-Za-z])\b", inside) if box else re.findall(ANSWER_IS, text)
+    found = re.findall(IN_BOX, box) if box else re.findall(ANSWER_IS, text)
     return bool(found) and found[-1].upper() == row["answer"].upper()
 
 
@@ -89,7 +88,9 @@ BUILT_IN = {
 # how each wants the answer, where --prompt_template does not say (tasks/prompts.py)
 TEMPLATE_OF = {"math": "boxed", "boxed": "boxed", "gsm8k": "hashes", "praxis": "hashes", "letter": "letter"}
 HASHES = r"####\s*(-?\$?[0-9][0-9.,]*)"
-ANSWER_IS = r"[Aa]nswer(?:\s+is)?\s*:?\s*\**\(?([A-Z])\b"
+SIGNS = r"(?:\\(?:text|math|bold)[a-z]*|\\?[\s{($,;!*:])*(?:[Oo]ption\s+|[Cc]hoice\s+)?\(?"  # in front of a letter
+IN_BOX = rf"^\\boxed{SIGNS}([A-Za-z])\b"
+ANSWER_IS = rf"(?i:answer)[\s*]*(?:is\b|:){SIGNS}([A-Z])\b"
 
 
 def loaded(name: str):
@@ -147,6 +148,11 @@ class Reward:
     seconds: float = 5.0
     max_tokens: int = 0  # longest response; praxis: so many tokens behind the answer earn 1 more
     overlong: int = 0  # tokens below max_tokens from which DAPO's penalty begins (--overlong)
+
+    def can_grade(self, answer: str) -> bool:
+        """Whether a response can be right by the first part: behind #### stands a number, and a choice is a letter."""
+        form = {"gsm8k": HASHES, "praxis": HASHES, "letter": "[A-Za-z]"}.get(self.parts[0].name, ".*")
+        return re.fullmatch(form.removeprefix(r"####\s*"), answer.strip(), re.DOTALL) is not None
 
     @property
     def needs_answer(self) -> bool:

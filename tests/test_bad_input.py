@@ -435,6 +435,7 @@ HF_HUB_OFFLINE=1 --actor=some/where | --actor=some/where: no such folder here, .
 --eval_task=fine.jsonl:n=4 | --eval_task=fine.jsonl:n=4: no such setting; samples=, temperature=, max_tokens= are
 --eval_task=fine.jsonl:samples=0 | --eval_task=fine.jsonl:samples=0: must be a number of at least 1
 --eval_task=fine.jsonl,fine.jsonl | --eval_task=fine.jsonl,fine.jsonl: two sets of one name; rename a file
+--task=fine.jsonl --eval_every=5 | --eval_every=5: nothing is held out; name files or data sets with --eval_task
 --reward=math | --reward=math: --task=arith has its own; leave it out, or name a file with --task
 --epochs=2 | --epochs=2.0: arith is endless; give --steps
 --epochs=2 --steps=5 | --epochs with --steps: both say how long; leave one out

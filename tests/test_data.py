@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from tasks import Answer, Problem, Table, digest_of, encode, eval_sets, make_task, read_rows
+from tasks.data import final_answer, label_of
 from tasks.prompts import TEMPLATES, Chat, Style, encode_all, shown
 from tasks.rewards import Reward
 
@@ -296,6 +297,77 @@ def test_a_template_that_refuses_is_one_sentence(tokenizer):
 # ---------------------------------------------------------------------------------------------------------------------
 # Tables
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reward, right, wrong", [("gsm8k", "1,200", "\\frac{14}{3}"), ("praxis*2", "7", "x")])
+def test_answers_that_a_reward_cannot_grade_are_refused(tmp_path, reward, right, wrong):
+    """Behind #### stands a number: a set with fractions would be 0 % in silence."""
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    write(good, {"problem": "p", "answer": right})
+    write(bad, json.dumps({"problem": "p", "answer": right}) + "\n" + json.dumps({"problem": "q", "answer": wrong}))
+    usual = {"samples": 1, "temperature": 1.0, "max_tokens": 32}
+    cfg = cfg_of(task=str(good), reward=reward, eval_task=f"{good},{bad}")
+    made = make_task(cfg)
+    assert made.rewards([Answer(made.problem("train", 0), f"#### {right}", True)])[0][0] >= 1
+    with pytest.raises(
+        ValueError, match="eval_task=.*bad.jsonl: no response can be right under --reward=.* by --reward="
+    ):
+        eval_sets(cfg, "eval_task", usual)
+    assert len(eval_sets(replace(cfg, reward="math"), "eval_task", usual)) == 2
+    with pytest.raises(
+        ValueError, match="--task=.*good.jsonl: no response can be right under --reward=letter where the"
+    ):
+        make_task(replace(cfg, reward="letter"))
+
+
+def test_a_problem_that_asks_for_a_box_gets_the_template_of_another_reward(tmp_path):
+    path = write(tmp_path / "x.jsonl", {"problem": "Put it in \\boxed{}.", "answer": "7"})
+    of = {name: make_task(cfg_of(task=path, reward=name)).problem("train", 0).prompt for name in ("math", "gsm8k")}
+    assert of["math"] == "Put it in \\boxed{}." and of["gsm8k"].startswith(of["math"]) and "####" in of["gsm8k"]
+
+
+def test_held_out_sets_need_not_have_the_columns_of_the_training_file(tmp_path):
+    """Named columns first, and the usual ones where a set has none of that name; a training file must have them."""
+    mine, other = tmp_path / "mine.jsonl", tmp_path / "other.jsonl"
+    write(mine, {"text": "mine?", "gold": "1", "answer": "9"})
+    write(other, {"problem": "other?", "answer": "2"})
+    cfg = cfg_of(task=str(mine), prompt_key="text", answer_key="gold", eval_task=f"{mine},{other}")
+    usual = {"samples": 1, "temperature": 1.0, "max_tokens": 32}
+    found = [one.task.problem("test", 0) for one in eval_sets(cfg, "eval_task", usual)]
+    assert [(p.prompt.partition("\n")[0], p.answer) for p in found] == [("mine?", "1"), ("other?", "2")]
+    with pytest.raises(ValueError, match="other.jsonl, line 1: no `text` text; add one"):
+        make_task(replace(cfg, task=str(other)))
+
+
+def test_a_class_of_ones_own_has_named_columns(tmp_path):
+    own = write(
+        tmp_path / "own.py",
+        "class T:\n    size = 1\n    def problem(self, split, index):\n"
+        "        return {'text': 't', 'gold': '3', 'answer': '4'}\n",
+    )
+    made = make_task(cfg_of(task=f"{own}:T", prompt_key="text", answer_key="gold", reward="math"))
+    assert made.problem("train", 0).answer == "3"
+
+
+@pytest.mark.parametrize(
+    "solution, answer",
+    [
+        ("so $x$ is $\\boxed 2$.", "2"),
+        ("it is \\boxed 3.5.", "3.5"),
+        ("\\boxed{1} or \\boxed{}", ""),
+        ("\\boxed {4}", "4"),
+        ("7", "7"),
+    ],
+)
+def test_the_box_of_a_worked_solution(solution, answer):
+    assert final_answer(solution) == answer
+
+
+def test_two_splits_of_one_data_set_have_names_of_their_own():
+    assert label_of("hf:openai/gsm8k@main/test") == "gsm8k"
+    assert label_of("hf:openai/gsm8k@main/test", whole=True) == "gsm8k-main-test"
+    assert label_of("hf:Qwen/Foo-2.5-Math/test") == "Foo-2.5-Math"
+    assert label_of("data/math500.jsonl", whole=True) == "math500"
 
 
 def test_long_prompts_are_dropped_and_counted(tokenizer, tmp_path):

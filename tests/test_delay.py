@@ -5,6 +5,7 @@ import signal
 from collections import Counter
 from itertools import pairwise
 from statistics import NormalDist
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -331,6 +332,18 @@ def test_a_delayed_run_killed_and_resumed_is_the_same_run(solvers, tmp_path, tra
     assert len(on_disk) <= 2 + 1 + 2 * 3  # held, newest, pinned by two checkpoints
 
 
+@pytest.mark.parametrize("updates", [1, 2, 4])
+def test_a_waiting_learner_waits_as_long_whatever_a_batch_has_of_updates(folders, tmp_path, updates):
+    """Samplers make a quarter of what is wanted: of 8 updates' groups the time is that of 32, and 24 are waited for."""
+    batch = dict(train_batch=8, rollout_batch=8 * updates)
+    source = delayed(folders, tmp_path, sampler_rate=0.25, step_seconds=10.0, **batch)
+    source.sample_tickets = lambda taken: taken
+    for v in range(0, 8, updates):
+        source.publish(v, weights(v).items())
+        assert len(source.next(2 * updates, v)) == 2 * updates
+    assert source.waited == 240.0
+
+
 @pytest.mark.parametrize("rate, window", [(0.5, 1.1), (0.3, 3.1), (0.25, 3.1), (1.0, 0.5), (0.6, 1.001)])
 def test_the_narrowest_windows_that_are_allowed_still_fill_an_update(folders, tmp_path, rate, window):
     source = delayed(folders, tmp_path, sampler_rate=rate, window_seconds=window)
@@ -492,3 +505,21 @@ def test_pace_counts_on_each_samplers_own_speed(folders, tmp_path):
     source.publish(0, weights(0).items())
     for i, oldest in ((0, 30 - 6 - 3), (1, 30 - 24 - 3)):
         assert source.may_begin(i, 1, oldest) and not source.may_begin(i, 1, oldest + 1)
+
+
+@pytest.mark.parametrize("bound, every, tokens", [(8, 5, 3), (64, 40, 20), (7, 1, 3), (30, 7, 24)])
+def test_pace_goes_on_where_new_weights_come_every_few_updates(folders, tmp_path, bound, every, tokens):
+    """Just before they come the weights that samplers have are every - 1 updates old: they may begin all the same."""
+    changes = dict(admission="pace", max_tokens=tokens, max_staleness=bound, sync_every=every)
+    source = timed(folders, tmp_path, delay="constant", delay_max=1.0, rollout_batch=8, train_batch=8, **changes)
+    source.publish(0, weights(0).items())
+    assert source.may_begin(0, 1, every - 1)
+    source.sample_tickets = lambda taken: [made_up(tokens) for _ in taken]
+    for v in range(2 * every + 1):
+        source.publish(v, weights(v).items())
+        assert len(source.next(1, v)) == 1
+    assert not source.dropped
+
+
+def made_up(tokens):
+    return SimpleNamespace(responses=[SimpleNamespace(tokens=range(tokens))])

@@ -425,3 +425,35 @@ def test_a_grant_of_another_life_is_none(made, tmp_path):
     assert until(lambda: end.granted("box") == 5)
     learner(made, tmp_path, "files", max_staleness=1).publish(0, weights(0))
     assert until(lambda: end.granted("box") == 0) and not grant.exists()
+
+
+def test_a_learner_that_starts_again_grants_what_samplers_already_ask(made, tmp_path):
+    """Their hellos lie there before it opens the folder. A grant must stay there, or come again when it is removed."""
+    learner(made, tmp_path, "files", max_staleness=1).publish(0, weights(0))
+    hello = wire.Hello(wire.PROTOCOL, "box", 7, "session", sent=time.time(), wants=2)
+    account.write_atomically(tmp_path / "samplers" / "box", wire.encode(hello))
+    again = learner(made, tmp_path, "files", max_staleness=1)
+    again.publish(0, weights(0))
+    grant = tmp_path / "grants" / "box"
+
+    def is_granted():
+        again.hub.plan(0, 0)
+        return grant.exists() and files.read_message(grant, wire.Grant) == wire.Grant(7, 2)
+
+    assert until(is_granted) and again.grants.granted["box"] == (7, 2)
+    grant.unlink()
+    assert until(is_granted)
+
+
+def test_a_learner_that_is_busy_shows_that_it_is_there(made, tmp_path, monkeypatch):
+    """Over a shared folder, too: it touches `welcome` while nobody calls the hub."""
+    monkeypatch.setattr(files, "BEAT", 0.05)
+    s = learner(made, tmp_path, "files", max_staleness=1)
+    s.publish(0, weights(0))
+    before = (tmp_path / "welcome").stat().st_mtime_ns
+    assert until(lambda: (tmp_path / "welcome").stat().st_mtime_ns > before)
+    s.close()
+    time.sleep(0.2)
+    last = (tmp_path / "welcome").stat().st_mtime_ns
+    time.sleep(0.2)
+    assert (tmp_path / "welcome").stat().st_mtime_ns == last

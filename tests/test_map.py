@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -271,56 +272,71 @@ def test_a_small_map(tmp_path, solvers, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# length.py: the map's rows by length of response
+# length.py: the rows, and weights that no objective has, by KL and length of response
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def test_a_weight_of_candidates_is_weighed_as_the_objective_of_that_name():
+    """tis caps a token's ratio at 2, seq_tis is_cap=1 the response's at 1; the batch's coefficients are theirs."""
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.arange(7) < torch.tensor([7, 4, 1, 6])[:, None]
+    log_r = (torch.randn(4, 7, generator=generator) * 0.8).masked_fill(~mask, 9.0)
+    adv = torch.randn(4, 1, generator=generator).expand(4, 7)
+    batch = SimpleNamespace(log_r=log_r, mask=mask, adv=adv)
+    plain = adv * mask / 18
+    r, R = log_r.exp(), (log_r * mask).sum(1, keepdim=True).exp()
+    assert torch.allclose(the_map.weighted(batch, "min(r, 2) (TIS)"), (plain * r.clamp(max=2)).masked_fill(~mask, 0))
+    assert torch.allclose(the_map.weighted(batch, "min(R, 1)"), plain * R.clamp(max=1))
+    first = (log_r * mask)[:, :4].cumsum(1)
+    rest = (log_r * mask)[:, 4:].cumsum(1)
+    segments = torch.cat([first, rest], 1).exp().clamp(max=1)
+    assert torch.allclose(the_map.weighted(batch, "segments of 4, min(., 1)"), plain * segments)
+
+
 def made_up_lengths(folder) -> None:
-    """Records of two samplers; the second has no long responses."""
+    """Records of two lengths: three samplers, then one."""
     folder.mkdir()
-    for name, kl, parts in (
-        ("actor", 0.25, ["0 to 15", "16 to 31", "32 to 63", "64 to 127", f"128 to {2**31 - 1}"]),
-        ("w3a16", 0.03, ["0 to 15", "16 to 31"]),
-    ):
-        rows = {row: dict(worth=i / 8 + kl, worth_se=kl) for i, row in enumerate(the_map.ROWS)}
-        by_part = {
-            f"{part} tokens": {row: dict(worth=x["worth"] / (2 + k), worth_se=0.5) for row, x in rows.items()}
-            for k, part in enumerate(parts)
-        }
-        record = {"about": {"kl": kl, "sampler/length": 50.0}, "rows": rows, "parts": by_part}
-        (folder / f"{name}.json").write_text(json.dumps(record))
+    short, other = ("1-w3a16", 0.01, 8), ("5-actor-0.3", 0.125, 32)
+    for name, kl, tokens in (("1-actor-0.05", 0.25, 8), short, ("1-w2a16", 0.5, 8), other):
+        rows = {r: row(x := i / 8 + 0.5 - kl, 2 * x, 3 * x, error=kl) for i, r in enumerate(length.ROWS)}
+        about = {"kl": kl, "ess": 1 - kl, "sampler/length": tokens, "sampler/reward": 0.5, "unlikely": 0.1}
+        (folder / f"{name}.json").write_text(json.dumps({"about": about, "rows": rows}))
 
 
 def test_worth_by_length_of_made_up_records(tmp_path, monkeypatch):
-    """Each cell is its own record's, part and row; classes are drawn at the geometric middle of their ends."""
+    """Each cell is its own record's; samplers stand near to far within a length."""
     monkeypatch.setattr(length, "FOLDER", tmp_path / "length")
     monkeypatch.setattr(sweep, "RESULTS", tmp_path)
     made_up_lengths(tmp_path / "length")
     found = length.points()
-    assert [p.part for p in found].count("") == 2 and len(found) == 9
-    assert [round(p.length, 1) for p in found[:6]] == [50.0, 11.3, 22.6, 45.3, 90.5, 181.0]
-    lines = length.tables(found).splitlines()
-    assert lines[0] == "## actor: KL 0.25 a token, 50 tokens"
-    assert lines[2].endswith("| 64 to 127 tokens | 128 or more tokens |")
-    last = list(the_map.ROWS)[-1]  # worth most here, so first
-    top = 0.25 + (len(the_map.ROWS) - 1) / 8
-    assert lines[4].startswith(f"| {last} | {top:.2f} +- 0.25 | {top / 2:.2f} +- 0.50 | {top / 3:.2f} +- 0.50 |")
-    assert lines[-1] == "| none | 0.03 +- 0.03 | 0.01 +- 0.50 | 0.01 +- 0.50 |"
+    assert [p.name for p in found] == ["1-w3a16", "1-actor-0.05", "1-w2a16", "5-actor-0.3"]
+    assert [length.of_response(p) for p in found] == [0.08, 2.0, 4.0, 4.0]
+    top = len(length.ROWS) - 1
+    best = cells_of(length.best_where(found), "Which is best where")
+    assert [line[""] for line in best] == ["8 tokens"] * 3 + ["32 tokens"]
+    assert best[1]["sampler"] == "actor-0.05" and best[1]["KL a response"] == "2" and best[1]["ESS of R"] == "0.75"
+    assert best[1]["best"] == list(length.ROWS)[-1] and best[1]["worth"] == f"{top / 8 + 0.25:.2f} +- 0.25"
+    assert best[3]["none"] == "0.38 +- 0.12"
+    stops = {line["row"]: line for line in cells_of(length.where_it_stops(found), "worth less than half of one")}
+    assert stops["none"] == {"row": "none", "8 tokens": "below 0.01", "32 tokens": "below 0.125"}
+    assert stops["ppo_is"]["8 tokens"] == "0.01 to 0.25" and stops["ppo_is"]["32 tokens"] == "beyond 0.125"
+    orders = cells_of(length.what_orders(found), "over all 4 samplers")
+    assert orders[0] == {"row": "none", "KL a token": "-1.00", "KL a response": "-0.63", "1 - ESS of R": "-1.00"}
+    every = cells_of(length.everything(found), "32 tokens")
+    assert every[0] == {"row": "none", "actor-0.3": "0.38 +- 0.12"}
     length.draw(found)
     assert (tmp_path / "length.png").stat().st_size > 10_000
 
 
 def test_the_page_by_length_is_what_the_records_say(tmp_path, monkeypatch, capsys):
     records = {path.stem: path.read_text() for path in length.FOLDER.glob("*.json")}
-    assert set(records) == set(length.SAMPLERS)
+    assert set(records) <= {name for n in length.SUMS for name in length.samplers(n)}
     assert not any(place in text for text in records.values() for place in ('"/', "=/", "/tmp", "/home", "/root"))
     monkeypatch.setattr(sweep, "RESULTS", tmp_path)
     committed = (ROOT / "results" / "length.md").read_text()
     (tmp_path / "length.md").write_text(committed.split(sweep.MARKER)[0] + sweep.MARKER + "what stood here before\n")
     length.study(sweep.StudyFlags(draw=True))
     assert (tmp_path / "length.md").read_text() == committed, "run python results/length.py --draw"
-    record = json.loads(records["actor"])
-    x = record["parts"]["64 to 127 tokens"]["retrace_seq"]
-    table = cells_of(committed, "a token, " + f"{record['about']['sampler/length']:.0f} tokens")
-    line = next(line for line in table if line["row"] == "retrace_seq")
-    assert line["64 to 127 tokens"] == f"{x['worth']:.2f} +- {x['worth_se']:.2f}"
+    x = json.loads(records["10-actor-0.3"])["rows"]["retrace_seq"]
+    line = next(line for line in cells_of(committed, "### 62 tokens") if line["row"] == "retrace_seq")
+    assert line["actor-0.3"] == f"{x['worth']:.2f} +- {x['worth_se']:.2f}"

@@ -94,9 +94,14 @@ def test_a_rank_asks_for_its_own_gpu_alone(rank, monkeypatch, tmp_path):
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
-    Host(monkeypatch, rank=6, gpus=4)
-    with pytest.raises(UserError, match=r"this host has 4 GPU\(s\), and rank 6 here none; start as many ranks"):
-        Comm.start(patience=60)
+    """By every rank of the host: only the first one's sentence is printed."""
+    for rank in (0, 6):
+        Host(monkeypatch, rank=rank, gpus=4)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+        with pytest.raises(
+            UserError, match=r"--nproc_per_node=8: this host has 4 GPU\(s\); start as many ranks as GPUs"
+        ):
+            Comm.start(patience=60)
 
 
 def test_one_process_has_vllm_to_itself(monkeypatch):

@@ -134,7 +134,7 @@ def test_gold_answers_of_real_files(path, tmp_path):
     """A hundred of each file."""
     few = tmp_path / path.name
     few.write_text("".join(path.read_text().splitlines(keepends=True)[:100]))
-    result = grade_gold(str(few))
+    result = grade_gold(str(few), make_cfg())
     assert result["gold"] == 1.0 and result["changed"] <= 0.01
 
 
@@ -148,7 +148,7 @@ def test_grade_gold_reads_both_layouts(tmp_path, capsys):
     gsm.write_text("".join(json.dumps(row) + "\n" for row in gsm_rows))
     math.write_text('{"problem": "p", "answer": "\\\\frac{1}{2}"}\n\n{"problem": "p", "answer": "x+1"}\n')
     for path in (gsm, math):
-        result = grade_gold(str(path))
+        result = grade_gold(str(path), make_cfg())
         assert result == {"file": str(path), "problems": 2, "gold": 1.0, "changed": 0.0}
     assert final_answer("a\n#### 1,200") == "1,200"
     assert perturbed("19") == "29"

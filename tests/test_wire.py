@@ -563,11 +563,15 @@ def test_ports_that_are_some():
     for address in ("tcp://10.0.0.1:0", "tcp://10.0.0.1:*"):
         with pytest.raises(UserError, match="--connect=tcp://10.0.0.1"):
             wire.check_address("connect", address, 1)
-    assert address_of_rank("tcp://*:65534", 1) == "tcp://*:65535" and address_of_rank("tcp://*:0", 3) == "tcp://*:0"
-    with pytest.raises(UserError, match="rank 2 would listen on port 65536"):
-        address_of_rank("tcp://*:65534", 2)
+    assert address_of_rank("tcp://*:65534", 1, 2) == "tcp://*:65535"
+    assert address_of_rank("tcp://*:0", 3, 4) == "tcp://*:0" and address_of_rank("ipc:///tmp/x", 0, 1) == "ipc:///tmp/x"
+    for rank in range(3):  # all ranks say it, so that the first one does
+        with pytest.raises(UserError, match="rank 2 would listen on port 65536"):
+            address_of_rank("tcp://*:65534", rank, 3)
+        with pytest.raises(UserError, match="--bind=ipc:///tmp/x: 3 ranks need tcp://, where each has a port"):
+            address_of_rank("ipc:///tmp/x", rank, 3)
     with pytest.raises(UserError, match="a port is a number from 0 to 65535"):
-        address_of_rank("tcp://127.0.0.1:99999", 0)
+        address_of_rank("tcp://127.0.0.1:99999", 0, 1)
 
 
 def test_what_others_sent_is_fit_for_a_screen():
