@@ -38,6 +38,7 @@ from model.in_vllm import (
     transfer_settings,
     vllm_leaves_no_trace,
 )
+from model.memory import unread
 from rollout import Records, Response, Rows, generator, give_routed, grouped, uniforms
 from sampling import NOISELESS, Noise, Sampling, allowed_sets, pick, truncate
 
@@ -88,6 +89,8 @@ class VLLMEngine:
         has_kernel = fmt is not None and (fmt.activations or (cuda and fmt.qmax == 7 and not quant.has_experts(folder)))
         self.packed = has_kernel  # whether it loads low-bit tensors, or exactly dequantized ones
         change_vllm(low_bits_on_cpu=fmt is not None and not cuda)
+        shell = unread(folder)
+        self.experts = set(quant.expert_parameters(shell))  # whose matrices vLLM wants one by one
         if fmt is not None:
             folder = self._quantized_folder(folder)
         settings = dict(
@@ -109,6 +112,8 @@ class VLLMEngine:
         settings["enable_return_routed_experts"] = routing
         self.apart = "weight_transfer_config" in settings  # it is a process of its own
         overrides = {"head_dtype": "float32"} if head_fp32 else {}
+        if not shell.config.tie_word_embeddings:
+            overrides["tie_word_embeddings"] = False  # the config ties two tensors that differ
         if vocabulary is not None:
             overrides["vocab_size"] = vocabulary
         settings["hf_overrides"] = overrides
@@ -234,7 +239,7 @@ class VLLMEngine:
         if self.asleep:  # the cache's memory comes last
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])
-        hand_over(self.llm, quant.by_expert(named_tensors), self.apart)
+        hand_over(self.llm, quant.by_expert(named_tensors, self.experts), self.apart)
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False

@@ -11,6 +11,7 @@ import torch
 
 import corrections
 import objectives
+import quant
 from flags import UserError, need
 
 
@@ -35,7 +36,7 @@ def make_optimizers(model, cfg, lr: float) -> list:
     matrices, experts = [], []
     if cfg.optimizer == "muon":
         matrices = [p for p in model.base_model.layers.parameters() if p.ndim == 2]
-        experts = [p for p in model.base_model.layers.parameters() if p.ndim == 3]
+        experts = [getattr(m, kind) for m, kind in quant.expert_parameters(model).values()]  # convolutions are none
     chosen = {id(p) for p in matrices + experts}
     rest = [p for p in learning(model) if id(p) not in chosen]
     betas = (cfg.adam_beta1, cfg.adam_beta2)

@@ -344,7 +344,7 @@ def quantized_linears(model) -> dict[str, nn.Linear]:
     head = model.get_output_embeddings()
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
     linears = {name.removesuffix(".base_layer"): m for name, m in linears.items() if ".lora_" not in name}
-    return {name: m for name, m in linears.items() if name.rpartition(".")[2] not in ROUTERS}
+    return {name: m for name, m in linears.items() if not {*name.split(".")} & {*ROUTERS}}
 
 
 def experts_of(model) -> dict[str, nn.Module]:
@@ -494,18 +494,18 @@ def without_int4(named_tensors):
         yield name, x
 
 
-def by_expert(named_tensors):
+def by_expert(named_tensors, experts):
     """The same tensors under the names that vLLM loads: experts one by one, and their gate and up apart. Views, one
-    tensor after the other.
+    tensor after the other. experts: the names that are cut (expert_parameters); others have another layout.
 
         X.experts.gate_up_proj (E, 2 I, H)    X.experts.0.gate_proj.weight (I, H), X.experts.0.up_proj.weight, ...
         X.experts.down_proj (E, H, I)         X.experts.0.down_proj.weight (H, I), ...
 
     and so with a format's scales, X.experts.down_proj_scale."""
     for name, x in named_tensors:
-        layer, experts, kind = name.rpartition(".experts.")
+        layer, _, kind = name.rpartition(".experts.")
         kind, _, part = kind.partition("_proj")
-        if not experts or kind not in ("gate_up", "down"):
+        if f"{layer}.experts.{kind}_proj" not in experts:
             yield name, x
             continue
         for e, matrix in enumerate(x):
@@ -546,7 +546,7 @@ def check_routing(cfg) -> None:
 
 def check_products(cfg) -> None:
     """UserError if vLLM on this host's GPU cannot multiply in the rollout's format."""
-    low = cfg.rollout_quant in ("int8", "fp8") and cfg.rollout == "vllm" and torch.cuda.is_available()
+    low = cfg.rollout_quant in ("int8", "fp8", "w4a16") and cfg.rollout == "vllm" and torch.cuda.is_available()
     need(
         not low or cfg.rollout_dtype != "float32",
         f"--rollout_quant={cfg.rollout_quant}: on a GPU vLLM's products in it are of 16 bits; add "

@@ -156,6 +156,8 @@ def open_run(cfg: config.Config, comm) -> Run:
             print(f"{one.name}: {one.dropped} prompts of over {cfg.max_prompt_tokens} tokens dropped, {one.size} left")
     plan.check_fits(cfg, configs, longest, comm.size)
     context = longest + cfg.max_tokens
+    for folder in filter(None, folders.values()):
+        checkpoint.check_angles(folder, context)
     if cfg.epochs:
         need(task.size, f"--epochs={cfg.epochs}: {cfg.task} is endless; give --steps")
         cfg = dataclasses.replace(cfg, steps=math.ceil(cfg.epochs * task.size * cfg.group_size / cfg.train_batch))
@@ -408,7 +410,7 @@ def made_once(comm, first: bool, make) -> str:
 def check_models(cfg, policy: str, actor: str | None) -> None:
     """What can be wrong between models and flags, from config.json alone. UserError: one sentence."""
     for folder in filter(None, (policy, actor)):
-        checkpoint.read_config(folder)
+        checkpoint.check_family(folder, cfg.rollout == "vllm" and folder == (actor or policy))
     if {cfg.rollout_quant, cfg.learner_quant} != {"none"}:
         quant.check_model(cfg, actor or policy)
     exact.check_model(cfg, policy, actor)

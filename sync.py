@@ -13,14 +13,12 @@ two versions of the weights let, over the tokens of a probe,
     b near 0    it has the old ones                          SyncError
     between     it has some of the new ones                  SyncError
 
-Rounding does not follow dP, so it widens se and leaves b alone. Where one step is too small for its rounding, the
-engine is compared with the last version that was proved, until the change since then is large enough to see: the proof
-says "unproven" as long. Four things are compared in this way:
+Rounding does not follow dP, so it widens se and leaves b alone. Where one step is too small to see, the engine is
+compared with the last version that was proved ("unproven" as long). Four things are compared in this way:
 
     prompt     log-probabilities of fixed sequences, as the engine reads a prompt
     decode     those of tokens that it samples one by one, which a stale cache of prefixes would spoil
-    module     one module after the other: what would dP be, had this one stayed as in the folder that the engine
-               started from? An engine that never got its new weights has exactly this difference to the published ones
+    module     one module after the other: what would dP be, had this one stayed as the engine started with it?
     learner    the published tensors against the learner's own forward, of which they should be a copy (`LearnerCheck`)
 
 Beside that, the engine's log-probabilities must be those of the published tensors as a whole (`explained`), and engine
@@ -177,10 +175,10 @@ class Probe:
     there are; None: as many as the embedding has rows."""
 
     def __init__(self, folder: str | None, ids, fmt=None, config=None, vocabulary: int | None = None):
-        from transformers import AutoConfig
+        from checkpoint import read_config  # it imports this file
 
         rounds_activations = fmt is not None and fmt.activations
-        model = empty_model(config or AutoConfig.from_pretrained(folder))
+        model = empty_model(config or read_config(folder))
         self.model = quant.align(model, fmt if rounds_activations else None).eval()
         self.in_folder = InFolder(folder, self.model, fmt) if folder else None
         self.vocabulary = vocabulary
@@ -216,7 +214,8 @@ class Probe:
                 above = name.rpartition(".")[0]
                 owners.setdefault(above if above in owners else name, []).append((name, module))
                 if twins is not None and twins[0] == name:
-                    module.forward = functools.partial(with_twins, module, module.forward, stream.dtype, *twins[1:])
+                    how = module, module.forward, stream.dtype, twins[1], twins[2] / len(ids)
+                    module.forward = functools.partial(with_twins, *how)
         for parts in owners.values():
             hooks.append(parts[0][1].register_forward_pre_hook(functools.partial(fill, parts, stream)))
             hooks.append(parts[0][1].register_forward_hook(functools.partial(give_up, parts)))
@@ -245,10 +244,10 @@ class Probe:
         return rows
 
     def modules(self) -> list[str]:
-        """The modules that can be watched: those that make one tensor of one tensor, by name. Not routers, which make
-        several, and experts, which take several."""
-        named = {name: m for name, m in self.model.named_modules() if m._parameters and takes_one_tensor(m)}
-        return [name for name in named if name.rpartition(".")[2] not in quant.ROUTERS]
+        """The modules that can be watched, by name: those that make one tensor of one tensor. Not routers, which make
+        several, experts, which take several, and convolutions, whose tensors a mixer reads itself."""
+        named = {n: m for n, m in self.model.named_modules() if m._parameters and not isinstance(m, torch.nn.Conv1d)}
+        return [n for n, m in named.items() if takes_one_tensor(m) and not {*n.split(".")} & {*quant.ROUTERS}]
 
     def watched(self, version: int) -> tuple[str, dict[str, torch.Tensor]]:
         """The module that is watched at this version, by name, and its tensors as the engine started with them.
@@ -367,7 +366,7 @@ class Taken:
         return [name] if name in self.seen else [f"{name}_packed", f"{name}_scale", f"{name}_shape"]
 
     def finish(self) -> None:
-        """Read the stream to its end: a digest that watches it has then seen everything."""
+        """Read the stream to its end, for a digest that watches it."""
         for _ in self.stream:
             pass
 
@@ -384,8 +383,9 @@ def fill(parts: list, stream: Taken, *_) -> None:
         put(module, {key: x.to(stream.device) for key, x in stream.of_module(name, module).items()}, stream.dtype)
 
 
-def with_twins(module, forward, dtype, others: dict, n: int, *inputs):
-    """A module's forward of which the last n rows run with other tensors than it has."""
+def with_twins(module, forward, dtype, others: dict, share: float, *inputs):
+    """A module's forward of which the last share of the rows, or of their tokens one by one, has other tensors."""
+    n = round(share * len(inputs[0]))
     first = forward(*(x[:-n] for x in inputs))
     put(module, {name: tensor.to(inputs[0].device) for name, tensor in others.items()}, dtype)
     return torch.cat([first, forward(*(x[-n:] for x in inputs))])

@@ -38,6 +38,8 @@ import torch
 
 from checkpoint.models import (
     Export,
+    check_angles,
+    check_family,
     check_rows,
     check_weights,
     from_hub,
@@ -60,6 +62,8 @@ __all__ = [
     "Layout",
     "Published",
     "as_it_is",
+    "check_angles",
+    "check_family",
     "check_rows",
     "check_weights",
     "complete",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from checkpoint.shards import from_all, saving_group
 from flags import from_environment
-from quant import ROUTERS, Format, by_expert, for_engine
+from quant import ROUTERS, Format, by_expert, expert_parameters, for_engine
 
 PART = 1 << 28  # bytes of tensors in one file: what is held at a time
 
@@ -29,8 +29,8 @@ def quantized_checkpoint(folder: str, fmt: Format, out: str, packed: bool = True
         text = json.dumps({**config, "quantization_config": engine_config(fmt)}, indent=1)
         (Path(out) / "config.json").write_text(text, encoding="utf-8")
     model, named_tensors = stored_tensors(folder)
-    tied = config.get("tie_word_embeddings")
-    stream = by_expert(for_engine(named_tensors, model, fmt, packed))
+    tied = model.config.tie_word_embeddings  # also where the files have two
+    stream = by_expert(for_engine(named_tensors, model, fmt, packed), expert_parameters(model))
     write_parts(((name, x) for name, x in stream if not (tied and name == "lm_head.weight")), Path(out))
     return out
 
@@ -114,6 +114,6 @@ def engine_config(fmt: Format) -> dict:
         "quant_method": "compressed-tensors",
         "format": style,
         "quantization_status": "compressed",
-        "ignore": ["lm_head", *(rf"re:.*\.{name}$" for name in ROUTERS)],
+        "ignore": ["lm_head", *(rf"re:.*\.{name}(\..*)?$" for name in ROUTERS)],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
     }

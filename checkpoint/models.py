@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+import quant
 from checkpoint.tensors import TensorFiles
 from flags import UserError, need, read_json
 
@@ -87,12 +88,21 @@ def save_model(config, tensors: dict, tokenizer, folder: Path, origin: str) -> N
     export.write(folder, tensors.items())
 
 
+def exported(config) -> Export:
+    """What a folder of this configuration has, without weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        names = AutoModelForCausalLM.from_config(config).state_dict()
+    return Export(config, lambda whole: ((name, whole(x)) for name, x in names.items()), None, "")
+
+
 def write_zeros(model, folder: Path) -> None:
     """Give a folder that has a configuration, and perhaps old weights, weights of 0, tensor by tensor. model: of that
     configuration, without weights."""
     for old in folder.glob("*.safetensors*"):
         old.unlink()
-    layout = Export(model.config, lambda whole: ((k, whole(x)) for k, x in model.state_dict().items()), None, "").layout
+    layout = exported(model.config).layout
     model.config.architectures = [type(model).__name__]  # by which vLLM knows the family
     model.config.save_pretrained(folder)
     with TensorFiles(folder, layout) as files:
@@ -180,10 +190,47 @@ def read_config(folder: Path | str):
     read_json(Path(folder) / "config.json", mend)
     with one_sentence(folder, "config.json", mend):
         config = AutoConfig.from_pretrained(folder)
-        known = config.get_text_config().vocab_size, config.get_text_config().max_position_embeddings
+        text = config.get_text_config()
+        if getattr(text, "attn_logit_softcapping", None):  # the usual attention of torch would leave the cap out
+            text._attn_implementation = "eager"
+        known = text.vocab_size, text.max_position_embeddings
     whole = all(isinstance(size, int) and size > 0 for size in known)
     need(whole, f"{folder}: its config.json gives no vocab_size and max_position_embeddings above 0; {mend}")
     return config
+
+
+def check_family(folder: str, by_vllm: bool) -> None:
+    """UserError, one sentence, from config.json alone: this model would be trained or published wrongly. by_vllm: it
+    samples there."""
+    config = read_config(folder)
+    whole = not getattr(config, "quantization_config", None)
+    mend = "give the folder in 16 bits, and a format in --rollout_quant"
+    need(whole, f"{folder}: its weights are quantized already, and a learner would train their codes; {mend}")
+    export = exported(config)
+    known = hasattr(export.shell.base_model, "layers")
+    family = f"{folder}: a model of the family {config.model_type}"
+    need(known, f"{family}, whose layers are not found here (base_model.layers); give one of Qwen's or Llama's making")
+    sent = quant.by_expert(export.shell.state_dict().items(), quant.expert_parameters(export.shell))
+    others = {name for name, _ in sent} - export.layout.keys() - export.left_out
+    need(
+        not (others and by_vllm),
+        f"{family}, whose tensors have other names in files, where vLLM knows them, than here, such as "
+        f"{min(others, default='')}; use --rollout=hf",
+    )
+
+
+def check_angles(folder: str, context: int) -> None:
+    """UserError, one sentence: its rotary angles would depend on how long the longest row of a batch is."""
+    config = read_config(folder).get_text_config()
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *(value for value in ropes.values() if isinstance(value, dict))):
+        kind = rope.get("rope_type", "default")
+        usual = rope.get("original_max_position_embeddings", config.max_position_embeddings)
+        need(
+            kind != "dynamic" and (kind != "longrope" or context <= usual),
+            f"{folder}: rotary angles of the kind {kind}: with {context} tokens of prompt and response they depend on "
+            f"a batch's longest row, and vLLM's are others; stay within {usual} tokens, or give another model",
+        )
 
 
 def read_tokenizer(folder: Path | str):
@@ -237,9 +284,8 @@ def load_model(folder: Path | str, dtype=torch.float32):
 
     mend = "give a whole checkpoint of that shape"
     with one_sentence(folder, "weights", mend):
-        loaded = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-        )
+        how = {"output_loading_info": True, "ignore_mismatched_sizes": True, "config": read_config(folder)}
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **how)
     model, info = loaded
     wrong = sorted(map(str, (*info["mismatched_keys"], *info["missing_keys"])))
     need(not wrong, f"{folder}: its weights do not fit its config.json (first: {''.join(wrong[:1])}); {mend}")

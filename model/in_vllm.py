@@ -35,7 +35,18 @@ VLLM_VERSION = "0.32.0"  # whose code the changes below were written for
 
 
 def change_vllm(low_bits_on_cpu: bool) -> None:
-    """Replace some functions of vLLM, each for the reason in the docstring of its replacement."""
+    """Replace some functions of vLLM, each for the reason in the docstring of its replacement.
+
+    UserError: this version of vLLM has one of them elsewhere."""
+    try:
+        _change_vllm(low_bits_on_cpu)
+    except ImportError as e:
+        raise UserError(
+            f"this vLLM has no {e.name} ({e}); install {VLLM_VERSION}, for which this was written, or use --rollout=hf"
+        ) from None
+
+
+def _change_vllm(low_bits_on_cpu: bool) -> None:
     from vllm import _custom_ops
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.v1.engine.logprobs import LogprobsProcessor

@@ -105,7 +105,7 @@ def test_a_hello_in_the_name_of_another_or_of_a_path(tmp_path):
     assert s.hub.drain() == [] and time.monotonic() - begin < 5
     assert s.hub.reports == {("good", 4): 3} and s.hub.counts["malformed"] == 5 and s.hub.counts["faults"] == 0
     assert "stream evil: a hello of ../../victim, under another's name" in log()
-    assert "stream liar: it says it has handed over 1000000000000 groups; 0 are held" in log()
+    assert "stream liar: it says it has handed over 1000000000000 groups; 0 have come" in log()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["deep", "source.log"]
 
 

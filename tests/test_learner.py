@@ -509,6 +509,16 @@ def test_schedules():
     assert schedule(9, cfg) == 1.0
 
 
+def test_muon_takes_no_convolution():
+    """Three axes, and no matrices of experts: (channels, 1, width), of a mixer."""
+    base = torch.nn.Module()
+    base.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8, bias=False), torch.nn.Conv1d(8, 8, 4, groups=8)])
+    model = SimpleNamespace(base_model=base, parameters=base.parameters, named_modules=base.named_modules)
+    adamw, muon = make_optimizers(model, make_cfg(optimizer="muon"), lr=0.01)
+    shapes = [[tuple(p.shape) for group in o.param_groups for p in group["params"]] for o in (adamw, muon)]
+    assert shapes == [[(8, 1, 4), (8,)], [(8, 8)]]
+
+
 def test_muon_takes_the_matrices_and_adamw_the_rest():
     """Muon's step is orthogonal: on a matrix all singular values of the update are alike. Embedding, head and norms
     step by AdamW."""

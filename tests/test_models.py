@@ -2,6 +2,7 @@
 itself would, the engines sample from it, and what is not known is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ import train
 from engines import HFEngine
 from flags import UserError
 from learner import Comm, Learner
-from model import Needs, attention
+from model import Needs, attention, memory
 from sampling import Sampling
 from sync import Probe, prove
 
@@ -155,6 +156,62 @@ def padded(family: str, rows: int, seed: int = 0):
     return lm
 
 
+def test_a_cap_of_attention_scores_is_kept(tmp_path):
+    """Gemma 2 caps them. torch's usual attention would leave that out, in all that is loaded from a folder."""
+    lm = model("gemma2", attn_logit_softcapping=0.5, query_pre_attn_scalar=1)
+    folder = save(lm, tmp_path)
+    ids = torch.arange(12)[None] * 7 % IDS
+    lm.set_attn_implementation("eager")
+    capped = lm(input_ids=ids).logits.log_softmax(-1)
+    lm.set_attn_implementation("sdpa")
+    assert (lm(input_ids=ids).logits.log_softmax(-1) - capped).abs().max() > 0.01
+    loaded, learner = checkpoint.load_model(folder), learner_of(memory.unread(folder))
+    for one in (loaded, learner.models.policy):
+        assert torch.allclose(one(input_ids=ids).logits.log_softmax(-1), capped, atol=1e-5)
+    own = capped[0, :-1].gather(1, ids[0, 1:, None])[:, 0].detach().numpy()
+    published = Probe(folder, IDS).logprobs(lm.state_dict().items(), ids.numpy())
+    assert np.allclose(published[0], own, atol=1e-5)
+    assert np.allclose(HFEngine(folder).logprobs(ids.numpy())[0], own, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "family, changes, rollout, sentence",
+    [
+        ("mixtral", {"num_local_experts": 4}, "vllm", "family mixtral, whose tensors have other names in files"),
+        ("mixtral", {"num_local_experts": 4}, "hf", ""),
+        ("qwen3_moe", FAMILIES["qwen3_moe"], "vllm", ""),
+        ("gpt2", {}, "hf", "family gpt2, whose layers are not found here"),
+        ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "hf", "its weights are quantized already"),
+    ],
+)
+def test_models_that_would_be_trained_or_published_wrongly_are_refused(family, changes, rollout, sentence, tmp_path):
+    """By their config.json alone."""
+    AutoConfig.for_model(family, vocab_size=IDS, **{**COMMON, **changes}).save_pretrained(tmp_path)
+    cfg = replace(make_cfg(), rollout=rollout)
+    if not sentence:
+        return run.check_models(cfg, str(tmp_path), None)
+    with pytest.raises(UserError, match=sentence):
+        run.check_models(cfg, str(tmp_path), None)
+
+
+@pytest.mark.parametrize(
+    "kind, tokens, refused", [("longrope", 65, True), ("longrope", 64, False), ("dynamic", 9, True)]
+)
+def test_angles_that_depend_on_a_batch_are_refused(kind, tokens, refused, tmp_path):
+    """Both engines would turn keys by other angles than the learner."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    config = AutoConfig.for_model("llama", vocab_size=IDS, **COMMON, rope_parameters=rope)
+    config.save_pretrained(tmp_path)
+    if not refused:
+        return checkpoint.check_angles(str(tmp_path), tokens)
+    with pytest.raises(
+        UserError, match=f"rotary angles of the kind {kind}: with {tokens} tokens of prompt and response"
+    ):
+        checkpoint.check_angles(str(tmp_path), tokens)
+
+
 def test_padding_of_two_sizes_is_never_scored():
     """Policy and actor of one tokenizer, padded differently: both score the ids that there are, and nothing else."""
     policy, actor, groups = padded("qwen2", IDS + 30), padded("gemma2", IDS + 7, 1), make_groups(2, vocab=IDS)
@@ -209,6 +266,22 @@ def test_the_torch_engine_leaves_padding_out(tmp_path, head_fp32):
 def test_vllm_leaves_padding_out(tmp_path, vllm_engines):
     folder = save(padded("qwen2", IDS + 30), tmp_path)
     check_padded_engine(vllm_engines(folder=folder, vocabulary=IDS), folder, padded("qwen2", IDS + 30, 1))
+
+
+def test_vllm_keeps_a_head_of_its_own_that_the_config_ties(tmp_path, vllm_engines):
+    """It would tie them, and skip the head among what is published."""
+    lm = model("qwen2", tie_word_embeddings=False)
+    folder = Path(save(lm, tmp_path))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    ids, engine = np.arange(40).reshape(2, 20), vllm_engines(folder=str(folder))
+    for scale in (1.0, 0.5):
+        with torch.no_grad():
+            lm.lm_head.weight.mul_(scale)
+        engine.load(lm.state_dict().items())
+        logp = lm(input_ids=torch.from_numpy(ids)).logits.log_softmax(-1)[:, :-1]
+        own = logp.gather(2, torch.from_numpy(ids)[:, 1:, None])[:, :, 0].detach().numpy()
+        assert np.allclose(engine.logprobs(ids), own, atol=1e-3)
 
 
 def test_a_run_with_the_paddings_of_qwen(tmp_path):

@@ -131,12 +131,21 @@ def test_the_names_are_those_of_the_hub(tmp_path):
 
     lm = moe()
     written = load_file(save(lm, tmp_path) + "/model.safetensors")
-    split = dict(by_expert(lm.state_dict().items()))
+    experts = quant.expert_parameters(lm)
+    split = dict(by_expert(lm.state_dict().items(), experts))
     assert split.keys() == written.keys()
     assert all(torch.equal(split[name], x) for name, x in written.items())
     q = {"model.layers.0.mlp.experts.gate_up_proj_scale": torch.arange(12.0).reshape(2, 6, 1)}
-    scales = dict(by_expert(q.items()))
+    scales = dict(by_expert(q.items(), experts))
     assert scales["model.layers.0.mlp.experts.1.up_proj.weight_scale"].tolist() == [[9.0], [10.0], [11.0]]
+
+
+def test_experts_in_another_layout_stay_whole():
+    """gpt-oss interleaves gate and up, and has biases: vLLM loads its tensors as they are."""
+    lm = model("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=32)
+    tensors = lm.state_dict()
+    sent = dict(by_expert(tensors.items(), quant.expert_parameters(lm)))
+    assert sent.keys() == tensors.keys() and all(torch.equal(sent[name], x) for name, x in tensors.items())
 
 
 def test_vllm_without_a_kernel_for_experts_is_refused(tmp_path):

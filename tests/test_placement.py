@@ -2,6 +2,7 @@
 recorded; vLLM's tensor parallelism runs on two CPU ranks."""
 
 import pickle
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -102,6 +103,15 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
             UserError, match=r"--nproc_per_node=8: this host has 4 GPU\(s\); start as many ranks as GPUs"
         ):
             Comm.start(patience=60)
+
+
+def test_another_vllm_is_named_in_one_sentence(monkeypatch):
+    """One in which a module that is changed has another name."""
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.logprobs", None)
+    with pytest.raises(
+        UserError, match=r"this vLLM has no vllm.v1.engine.logprobs .*; install 0.* or use --rollout=hf"
+    ):
+        in_vllm.change_vllm(low_bits_on_cpu=False)
 
 
 def test_one_process_has_vllm_to_itself(monkeypatch):

@@ -4,9 +4,11 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -201,6 +203,17 @@ def test_experts_of_an_unknown_kind_are_refused_and_not_passed_over(tmp_path, fl
     ):
         check_models(make_cfg(**flags), str(tmp_path), None)
     check_models(make_cfg(), str(tmp_path), None)
+
+
+def test_routers_stay_in_high_precision_wherever_their_matrix_lies():
+    """In a module of the router's own name too, as Gemma 4 and HunYuan have it; for vLLM by the same names."""
+    names = ("a.mlp.gate_proj", "a.mlp.gate", "a.router.proj", "a.mlp.gate.wg", "a.mlp.shared_expert_gate", "a.gates.x")
+    linears = [(name, torch.nn.Linear(32, 32)) for name in names]
+    model = SimpleNamespace(named_modules=lambda: iter(linears), get_output_embeddings=lambda: None)
+    low = ["a.mlp.gate_proj", "a.gates.x"]
+    assert list(quant.quantized_linears(model)) == low
+    ignored = [rule.removeprefix("re:") for rule in lowbit.engine_config(format_of("int8"))["ignore"][1:]]
+    assert [name for name in names if not any(re.match(rule, name) for rule in ignored)] == low
 
 
 def test_where_int8_products_saturate_weights_are_halved_and_activations_are_not():
@@ -402,7 +415,11 @@ def test_a_checkpoint_in_low_bits_is_that_of_the_whole_model(family, name, packe
         save_file({n.removeprefix("model."): x for n, x in load_file(file).items()}, file, metadata={"format": "pt"})
     monkeypatch.setattr(lowbit, "PART", 1 << 14)
     got = in_files(lowbit.quantized_checkpoint(str(tmp_path / "model"), fmt, str(tmp_path / "out"), packed))
-    wanted = dict(quant.by_expert(quant.for_engine(whole.float().state_dict().items(), whole, fmt, packed)))
+    wanted = dict(
+        quant.by_expert(
+            quant.for_engine(whole.float().state_dict().items(), whole, fmt, packed), quant.expert_parameters(whole)
+        )
+    )
     if whole.config.tie_word_embeddings:
         del wanted["lm_head.weight"]
     assert got.keys() == wanted.keys()

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import standins
 import torch
 from conftest import Held, make_cfg, tiny_model
 from safetensors.torch import load_file, save_file
@@ -362,6 +363,21 @@ def test_twins_run_with_the_other_tensors_and_nothing_else_does(folders):
     assert np.allclose(says[16:], HFEngine(mixed).logprobs(IDS[:5]), atol=1e-5)
     assert np.abs(says[16:] - says[:5]).max() > 0.01
     assert np.allclose(probe.logprobs(a.state_dict().items()), says[:16], atol=1e-5)  # nothing stays behind
+
+
+def test_twins_of_a_module_that_reads_token_by_token(tmp_path):
+    """A shared expert gets all rows' tokens as one list; the convolution of a mixer is never called, nor watched."""
+    shape = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=48)
+    a, other = (standins.model("qwen2_moe", seed, vocab_size=256, **shape) for seed in (1, 7))
+    probe, name = Probe(standins.save(a, tmp_path), IDS), "model.layers.1.mlp.shared_expert.up_proj"
+    assert name in probe.modules() and "model.layers.1.mlp.shared_expert_gate" not in probe.modules()
+    twin = other.get_submodule(name).weight.detach()
+    says = probe.logprobs(a.state_dict().items(), np.concatenate([IDS, IDS[:5]]), twins=(name, {"weight": twin}, 5))
+    assert np.allclose(says[:16], HFEngine(a).logprobs(IDS), atol=1e-5)
+    with torch.no_grad():
+        a.get_submodule(name).weight.copy_(twin)
+    assert np.allclose(says[16:], HFEngine(a).logprobs(IDS[:5]), atol=1e-5)
+    assert np.abs(says[16:] - says[:5]).max() > 0.01
 
 
 def test_logits_of_a_large_vocabulary_come_in_pieces(folders, monkeypatch):
