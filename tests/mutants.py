@@ -119,7 +119,7 @@ TESTS = {
     "checkpoint/lowbit.py": ["test_quant.py", "-k", "ranks_of_a_node or checkpoint_in_low_bits"],
     "checkpoint/state.py": ["test_checkpoint.py"],
     "checkpoint/tensors.py": ["test_checkpoint.py", "test_weights.py"],
-    "checkpoint/models.py": ["test_checkpoint.py"],
+    "checkpoint/models.py": ["test_checkpoint.py", "test_models.py", "-k", "not vllm"],
     "run.py": ["test_run.py", "test_config.py", "test_placement.py"],
     "worth.py": [QUIET, "test_worth.py", "test_auto.py"],
     "auto.py": ["test_auto.py"],
@@ -446,6 +446,10 @@ MUTANTS = {
         ('/ getattr(config, "logits_scaling", 1.0)', '* getattr(config, "logits_scaling", 1.0)'),
     ],
     "optim.py": [
+        (
+            "[getattr(m, kind) for m, kind in quant.expert_parameters(model).values()]",
+            "[p for p in model.base_model.layers.parameters() if p.ndim == 3]",
+        ),
         ("        return (step + 1) / warmup", "        return step / warmup"),
         ("if update <= self.last and math.isfinite(kl):", "if math.isfinite(kl):"),
         (
@@ -465,6 +469,7 @@ MUTANTS = {
         ("                optimizer.state[p][name] = placed(x, p.device, p.dtype)\n", "                pass\n"),
     ],
     "learner.py": [
+        ("gpus >= max(here, LOCAL_RANK + 1)", "gpus > LOCAL_RANK"),
         ("whole(x.detach().to(dtype) if x.ndim > 1 else x)", "whole(x).to(dtype) if x.ndim > 1 else whole(x)"),
         (
             "dtype = None if in_full or routes else engine_type(self.cfg)",
@@ -562,6 +567,7 @@ MUTANTS = {
         ("        write(p, saved[name])", "        pass"),
     ],
     "sync.py": [
+        ("n = round(share * len(inputs[0]))", "n = 5"),
         ("return self.b - SURE * self.se > 0.5", "return self.b > 0.5"),
         ("of_rows = np.square((error * x).sum(1) / without).sum() * (len(x) - 1) / len(x)", "of_rows = 0.0"),
         ("of_noise = noise**2 / square", "of_noise = 0.0"),
@@ -587,6 +593,8 @@ MUTANTS = {
         ("np.maximum(square - (x * x).sum(1), 1e-9 * square)", "square"),
     ],
     "quant.py": [
+        ('if not {*name.split(".")} & {*ROUTERS}', 'if name.rpartition(".")[2] not in ROUTERS'),
+        ('if f"{layer}.experts.{kind}_proj" not in experts:', 'if ".experts." not in name:'),
         ("s = torch.where(amax > 0, amax / qmax, 1.0).to(scales)", "s = (amax / qmax).to(scales)"),
         ("amax / qmax, 1.0).to(scales).float()", "amax / qmax, 1.0).float()"),
         ("y.float().mul_(sx).mul_(sw.t())", "y.float().mul_(sx)"),
@@ -596,7 +604,6 @@ MUTANTS = {
         ("q = q.round_()  # the", "q = q  # the"),
         ("x = x.float().reshape(*rows, -1, group or K)", "x = x.float().reshape(*rows, -1, K)"),
         ("(y * top_k_weights[token, k, None])", "(y * top_k_weights[token, 0, None])"),
-        ('if name.rpartition(".")[2] not in ROUTERS}', "}"),
         ("version = self.format, (weight._version, weight.data_ptr())", "version = self.format, (0, 0)"),
         ("dx = g @ dequantize(qw, sw, g.dtype)", "dx = g @ qw.to(g.dtype)"),
         ("x = qx if sx is None else dequantize(qx, sx, g.dtype)", "x = qx.to(g.dtype)"),
@@ -713,6 +720,8 @@ MUTANTS = {
         ),
     ],
     "delay.py": [
+        (" - (cfg.sync_every - 1) - updates_to_make", " - updates_to_make"),
+        ("self.cfg.train_batch / self.cfg.rollout_batch)", "1.0)"),
         (
             "sampler.version = max(v for v, t in self.broadcast.items() if t <= loaded_at)",
             "sampler.version = max(self.broadcast)",
@@ -736,6 +745,7 @@ MUTANTS = {
         ("            deque(named_tensors, maxlen=0)\n", "            pass\n"),
     ],
     "tasks/__init__.py": [
+        ("        not wrong,", "        True,"),
         ("sorted(names - given)", "sorted(names)"),
         ('"max_tokens", "stop", "reward",', '"max_tokens", "reward",'),
         ('if of_run.get("reward") and not grades_all(cfg, saved):', "if False:"),
@@ -752,6 +762,8 @@ MUTANTS = {
     ],
     "tasks/arith.py": [('if held_out == (split == "test"):', "if True:")],
     "tasks/data.py": [
+        ('if flag == "eval_task" and raw', "if False and raw"),
+        ("*self.keys, needed=self.needed", "needed=self.needed"),
         ("        random.Random(prompt).shuffle(listed)", "        pass"),
         ('random.Random(f"{self.seed}/{epoch}").shuffle(self.order)', "random.Random(self.seed).shuffle(self.order)"),
         ("if not limit or n <= limit]", "if not limit or n < limit]"),
@@ -765,6 +777,7 @@ MUTANTS = {
         ("Path(file).read_bytes() if file else name.encode()", "name.encode()"),
     ],
     "tasks/prompts.py": [
+        ("if mark in self.template]", "]"),
         ("            ids += listed_ends(path)", "            pass"),
         ("add_special_tokens=not templated", "add_special_tokens=True"),
         ('if self.system and messages[0]["role"] != "system":', "if self.system:"),
@@ -889,6 +902,10 @@ MUTANTS = {
         ("        if left:\n", "        if False:\n"),
     ],
     "checkpoint/models.py": [
+        ('text._attn_implementation = "eager"', "pass"),
+        ('kind != "dynamic" and (', "True and ("),
+        ("not (others and by_vllm)", "True"),
+        ('whole = not getattr(config, "quantization_config", None)', "whole = True"),
         ("        self.dtype = self.shell.dtype if config.dtype else None", "        self.dtype = None"),
         ("[(name, x) for name, x in tensors if name not in self.left_out]", "list(tensors)"),
         (
@@ -989,7 +1006,7 @@ MUTANTS = {
         ('        if "fresh" in objectives.passes_needed', '        if "never" in objectives.passes_needed'),
         ("self.products(batch, candidate, g)", "self.products(batch, learner.cfg, g)"),
         ("(cosines[name], name == evidence", "(cosines[name], name != evidence"),
-        ("        source.sequence += update // cfg.auto_every * 2 * n", "        source.sequence += 0 * n"),
+        ("        source.sequence += update // cfg.auto_every * most", "        source.sequence += 0 * n"),
         (
             "            with checkpoint.same_rng_state():\n                self",
             "            if True:\n                self",

@@ -73,6 +73,8 @@ def model(family: str, seed: int = 0, vocab_size: int = 0, **changes):
     torch.manual_seed(seed)
     rows = vocab_size or len(tokenizer())
     config = AutoConfig.for_model(family, vocab_size=rows, **{**COMMON, **FAMILIES.get(family, {}), **changes})
+    if getattr(config, "attn_logit_softcapping", None):
+        config._attn_implementation = "eager"  # the one way of transformers that keeps the cap
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for p in made.parameters():

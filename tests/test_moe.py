@@ -292,6 +292,7 @@ def test_vllm_on_a_gpu_is_asked_which_experts_it_chose(monkeypatch):
     asked = []
     monkeypatch.setattr(engines, "import_vllm", lambda: (lambda folder, **settings: asked.append(settings), None))
     monkeypatch.setattr(engines, "change_vllm", lambda **how: None)
+    monkeypatch.setattr(engines, "unread", lambda folder: moe())
     for replay in (True, False):
         engine = engines.make_engine(dataclasses.replace(make_cfg(router_replay=replay), rollout="vllm"), "x", 64, 5)
     assert [settings["enable_return_routed_experts"] for settings in asked] == [True, False]

@@ -51,6 +51,7 @@ class Host:
         patch.setattr(dist, "new_subgroups", lambda n, backend: self.note("subgroups", n, backend) or ["mine", []])
         patch.setattr(engines, "import_vllm", lambda: (self.make_llm, None))
         patch.setattr(engines, "change_vllm", lambda **how: None)
+        patch.setattr(engines, "unread", lambda folder: tiny_model(0))
         patch.setattr(
             "torch.distributed.device_mesh.init_device_mesh", lambda kind, shape: self.note("mesh", kind, shape)
         )
@@ -264,6 +265,7 @@ def recorded(level: int, monkeypatch) -> tuple[VLLMEngine, list]:
     log = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("free"))
     engine = VLLMEngine.__new__(VLLMEngine)
+    engine.experts = set()
     engine.llm, engine.sleep_level, engine.asleep, engine.ranks = Llm(log), level, False, None
     engine.apart = False
     engine.make_params = lambda **how: None
@@ -455,6 +457,7 @@ def test_an_engine_of_its_own_process_is_known_by_its_settings(multiprocessing, 
     asked = []
     monkeypatch.setattr(engines, "import_vllm", lambda: (lambda folder, **settings: asked.append(settings), None))
     monkeypatch.setattr(engines, "change_vllm", lambda **how: None)
+    monkeypatch.setattr(engines, "unread", lambda folder: tiny_model(0))
     engine = VLLMEngine("folder", max_len=8, max_logprobs=1)
     assert engine.apart == apart
     assert asked[0].get("weight_transfer_config") == ({"backend": "ipc"} if apart else None)

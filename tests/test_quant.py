@@ -171,13 +171,13 @@ def test_formats_that_cannot_run_are_refused_before_a_model_loads(folders, tmp_p
     with pytest.raises(ValueError, match="this GPU multiplies no fp8 .*; it can run int8 and w4a16"):
         check(rollout_quant="fp8")
     with pytest.raises(ValueError, match="--quant_group=16: vLLM's int4 kernels know groups of 32, 64 and 128"):
-        check(rollout_quant="w4a16", quant_group=16, rollout="vllm")
+        check(rollout_quant="w4a16", quant_group=16, rollout="vllm", rollout_dtype="bfloat16")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     check(rollout_quant="fp8")
-    for fmt in ("int8", "fp8"):
+    for fmt in ("int8", "fp8", "w4a16"):
         with pytest.raises(ValueError, match=f"--rollout_quant={fmt}: on a GPU .* of 16 bits; add --rollout_dtype=bf"):
-            check(rollout_quant=fmt, rollout="vllm", rollout_dtype="float32")
-        check(rollout_quant=fmt, rollout="vllm", rollout_dtype="bfloat16")
+            check(rollout_quant=fmt, rollout="vllm", rollout_dtype="float32", quant_group=32)
+        check(rollout_quant=fmt, rollout="vllm", rollout_dtype="bfloat16", quant_group=32)
         check(rollout_quant=fmt, rollout="hf", rollout_dtype="float32")
         remote = dict(samplers="files", sync_path=str(tmp_path))
         check(rollout_quant=fmt, rollout="vllm", rollout_dtype="float32", **remote)
