@@ -175,12 +175,13 @@ def test_formats_that_cannot_run_are_refused_before_a_model_loads(folders, tmp_p
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     check(rollout_quant="fp8")
     for fmt in ("int8", "fp8", "w4a16"):
+        how = dict(rollout_quant=fmt, quant_group=32)
         with pytest.raises(ValueError, match=f"--rollout_quant={fmt}: on a GPU .* of 16 bits; add --rollout_dtype=bf"):
-            check(rollout_quant=fmt, rollout="vllm", rollout_dtype="float32", quant_group=32)
-        check(rollout_quant=fmt, rollout="vllm", rollout_dtype="bfloat16", quant_group=32)
-        check(rollout_quant=fmt, rollout="hf", rollout_dtype="float32")
+            check(rollout="vllm", rollout_dtype="float32", **how)
+        check(rollout="vllm", rollout_dtype="bfloat16", **how)
+        check(rollout="hf", rollout_dtype="float32", **how)
         remote = dict(samplers="files", sync_path=str(tmp_path))
-        check(rollout_quant=fmt, rollout="vllm", rollout_dtype="float32", **remote)
+        check(rollout="vllm", rollout_dtype="float32", **how, **remote)
 
 
 @pytest.mark.parametrize("flags", [{"rollout_quant": "int8"}, {"learner_quant": "fp8"}, {"optimizer": "muon"}], ids=str)
