@@ -13,7 +13,6 @@ pass@k of a problem with c right among n samples is 1 - C(n-c, k) / C(n, k), the
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
@@ -65,9 +64,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def mean_se(x) -> tuple[float, float]:
     """Mean and its standard error over problems; NaN for a single one."""
     x = np.asarray(x, np.float64)
-    if len(x) < 2:
-        return float(x.mean()), math.nan
-    return float(x.mean()), float(x.std(ddof=1) / math.sqrt(len(x)))
+    return float(x.mean()), float(x.std(ddof=1) / math.sqrt(len(x))) if len(x) > 1 else math.nan
 
 
 def solve(engine, task, tokenizer, indices, samples: int, sampling: Sampling, seed: int, ends: list[int], write=None):
@@ -108,7 +105,7 @@ def sampler_of(learner, name: str, cfg) -> HFEngine:
     model = getattr(learner.models, name)
     if not (learner.comm.on and cfg.parallel == "fsdp"):
         return HFEngine(model, device=learner.device, vocabulary=learner.models.vocabulary)
-    whole = sync.empty_model(copy.deepcopy(model.config))
+    whole = sync.empty_model(model.config)
     quant.align(whole, next((m.format for m in model.modules() if isinstance(m, quant.LowBitLinear)), None))
     memory.fill(whole, learner.device)
     engine = HFEngine(whole, device=learner.device, vocabulary=learner.models.vocabulary)
@@ -412,9 +409,8 @@ class Responses:
         path = Path(cfg.out).with_suffix(".responses.jsonl")
         check_output("out", str(path))
         responses = cls(path, [one.label for one in setup.sets])
-        asked = {
-            key: value for key, value in vars(cfg).items() if key not in ("out", "k", "problems", "rollout_memory")
-        }
+        aside = ("out", "k", "problems", "rollout_memory")
+        asked = {key: value for key, value in vars(cfg).items() if key not in aside}
         data = {one.label: tasks.digest_of(one.task.name) for one in setup.sets}
         head = json.dumps({"evaluation": asked | {"folder": setup.folder, "data": data}}) + "\n"
         if not path.exists():
@@ -430,7 +426,7 @@ class Responses:
         for n, line in enumerate(whole[1:], 2):
             row = tasks.parsed(line, f"{path}, line {n}")
             responses.known[row["set"]][row["id"]] = row
-        path.write_text("".join(whole), encoding="utf-8")
+        os.truncate(path, sum(len(line.encode()) for line in whole))
         print(f"{path}: {len(whole) - 1} problems are there already")
         return responses
 
@@ -493,8 +489,11 @@ def follow(cfg: EvalFlags, argv: list[str]) -> dict:
     argv: the flags given, which hold before the run's own. Ends when no process trains in the folder any more."""
     run, looked_at = Path(cfg.follow), set()
     need(holds_run(run), f"--follow={run}: not the folder of a run, or not yet; name one that holds its config.json")
-    need(not cfg.model and not cfg.out, "--follow: models and file are the run's own; leave out --model and --out")
+    others = "".join(f" --{flag}" for flag in ("model", "out", "show_prompt", "mismatch") if getattr(cfg, flag))
+    need(not others, f"--follow: it evaluates the run's own models into the run's own file; leave out{others}")
     saved = read_json(run / "config.json", "copy it anew, or name another folder")["config"]
+    merged = not saved.get("lora_rank") or saved.get("lora_save") != "adapter"
+    need(merged, "--follow: checkpoints of --lora_save=adapter hold no model; merge one with python -m model.lora")
     given = {key: x for key, x in flags.read(EvalFlags, argv) if key != "follow"}
     own = flags_of_run(saved, given.get("task")) + [f"--{key}={x}" for key, x in given.items()]
     while True:

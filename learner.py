@@ -433,9 +433,8 @@ class Learner:
         ids (R, L)."""
         some = min(rows_at_once(getattr(self.models, name).config, ids.shape[1]) for name in self.names)
         batches = [batching.of_rows(ids[i : i + some], self.cfg) for i in range(0, len(ids), some)]
-        ours, own = (
-            [self._in_full_precision(batch, needs) for batch in batches] for needs in (Needs(), Needs(own_head=True))
-        )
+        ours = [self._in_full_precision(batch, Needs()) for batch in batches]
+        own = [self._in_full_precision(batch, Needs(own_head=True)) for batch in batches]
         for name, key in zip(self.names, ("logp", "actor_logp"), strict=False):
             config = getattr(self.models, name).config
             says, expected = (torch.cat([getattr(stats, key) for stats in found]) for found in (ours, own))

@@ -266,7 +266,7 @@ PANELS = {"reward": "reward", "entropy, policy": "entropy", "gradient norm, poli
 
 def main():
     # warmstart.py prints the folders of the two base models; at first use it makes them (2 to 3 minutes)
-    command = [sys.executable, Path(__file__).with_name("warmstart.py")]
+    command = [sys.executable, Path(__file__).with_name("warmstart.py"), "--rollout=hf"]
     made = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if made.returncode:
         sys.exit(made.returncode)  # warmstart.py has said why

@@ -169,12 +169,21 @@ def plan_of(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float = 0.0) -
     }
     if others["the policy's own responses"]:
         stages["probe"] = [*always, "the policy's own responses"]
-    saved = sum(2 * model.weights - model.weights // 2 + model.optimizer for model in models.values())
+    saved = sum(on_disk(cfg, name, model) for name, model in models.items())
     copied = sum(model.weights // n + model.optimizer // ranks for model in models.values())  # checkpoint.Snapshot
     offloaded = sum(model.optimizer // n for model in models.values()) if cfg.offload else 0
     host = copied + offloaded + (engine_weights(cfg, configs[sampler_of(cfg)]) if laid_down else 0)
     categories = states | gradients | activations | others
     return Plan(ranks, (rows, width), categories, stages, saved, host, moved(cfg, models, ranks))
+
+
+def on_disk(cfg, name: str, model: States) -> int:
+    """Bytes of a model in a checkpoint: what learns with its optimizer, and a folder of the model in 16 bits."""
+    if not lora.learns(cfg, name):
+        return model.weights + model.optimizer + model.weights // 2
+    adapters = model.gradients  # as many bytes, in float32
+    folder = 0 if cfg.lora_save == "adapter" else (model.weights - adapters) // 2
+    return adapters + model.optimizer + folder
 
 
 def publishing(cfg, configs: dict, models: dict[str, States], width: int, sharded: bool) -> int:
@@ -281,7 +290,7 @@ def mends(cfg, width: int, ranks: int):
     """Yields (flags, changes of the configuration, ranks): what makes a run smaller, the cheapest first, each on top of
     those before it."""
     for n in (2, 4, 8):
-        apart = cfg.delay != "none" and cfg.dynamic_sampling  # config.check_tensor_parallel
+        apart = (cfg.delay != "none" and cfg.dynamic_sampling) or cfg.router_replay  # config, quant refuse these
         if cfg.rollout == "vllm" and cfg.rollout_tp < n and ranks % n == 0 and not apart:
             yield f"--rollout_tp={n}", {"rollout_tp": n}, ranks
     if cfg.eval_every >= 0:

@@ -156,8 +156,9 @@ def open_run(cfg: config.Config, comm) -> Run:
             print(f"{one.name}: {one.dropped} prompts of over {cfg.max_prompt_tokens} tokens dropped, {one.size} left")
     plan.check_fits(cfg, configs, longest, comm.size)
     context = longest + cfg.max_tokens
+    read = context if cfg.eval_engine == "torch" else max(context, eval_context)
     for folder in filter(None, folders.values()):
-        checkpoint.check_angles(folder, context)
+        checkpoint.check_angles(folder, read)
     if cfg.epochs:
         need(task.size, f"--epochs={cfg.epochs}: {cfg.task} is endless; give --steps")
         cfg = dataclasses.replace(cfg, steps=math.ceil(cfg.epochs * task.size * cfg.group_size / cfg.train_batch))
@@ -364,7 +365,9 @@ def prepare_folder(run: Run) -> None:
 def provenance(cfg) -> dict:
     """The resolved configuration and what it ran on: versions, git revision, command."""
     git = ["git", "describe", "--always", "--dirty"]
-    revision = subprocess.run(git, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+    revision = ""
+    with suppress(OSError):  # a machine without git
+        revision = subprocess.run(git, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
     return {
         "id": secrets.token_hex(4),  # tells runs of one name apart
         "config": dataclasses.asdict(cfg),
@@ -410,7 +413,8 @@ def made_once(comm, first: bool, make) -> str:
 def check_models(cfg, policy: str, actor: str | None) -> None:
     """What can be wrong between models and flags, from config.json alone. UserError: one sentence."""
     for folder in filter(None, (policy, actor)):
-        checkpoint.check_family(folder, cfg.rollout == "vllm" and folder == (actor or policy))
+        published = folder == (actor or policy) or cfg.eval_engine == "second"
+        checkpoint.check_family(folder, cfg.rollout == "vllm" and published)
     if {cfg.rollout_quant, cfg.learner_quant} != {"none"}:
         quant.check_model(cfg, actor or policy)
     exact.check_model(cfg, policy, actor)

@@ -27,6 +27,7 @@ and probe must have consumed the same (`Digest`). Tensors come as a stream, read
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import inspect
@@ -171,8 +172,7 @@ class Probe:
     """A model's structure without weights, the sequences that are compared, and what earlier versions said of them.
 
     folder: the save_pretrained folder that the engine starts from; or None, with `config`: then no module is watched.
-    ids: token ids (R, L), or one sequence. fmt: the rollout's number format (quant.py). vocabulary: token ids that
-    there are; None: as many as the embedding has rows."""
+    ids: (R, L), or one sequence. fmt: the rollout's number format. vocabulary: ids that there are; None: all rows."""
 
     def __init__(self, folder: str | None, ids, fmt=None, config=None, vocabulary: int | None = None):
         from checkpoint import read_config  # it imports this file
@@ -315,7 +315,7 @@ def empty_model(config):
     generator = torch.get_rng_state()  # put back below: a model draws random weights
     torch.nn.Module.register_parameter = on_meta
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)  # it writes into it
     finally:
         torch.nn.Module.register_parameter = register
         torch.set_rng_state(generator)

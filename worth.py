@@ -171,6 +171,7 @@ def check(own: WorthFlags) -> None:
 
 def check_row(row: str, cfg: config.Config) -> None:
     need("auto" not in (cfg.is_cap, cfg.correction), f"--rows: {row} leaves the choice to auto; name each cap in a row")
+    need(not cfg.router_replay, "--router_replay: g and slopes are of the learner's own routing; leave it out")
     need(cfg.samplers == "local", "--samplers: weights that sample late are named with --stale here")
     need(cfg.delay == "none", "--delay: weights that sample late are named with --stale here")
     need(

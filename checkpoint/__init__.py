@@ -147,16 +147,16 @@ class Snapshot:
         self.exports: dict[str, Export] = {}
         self.adapters = {}
         copies = Copies(self.group)
-        alike = learner.comm.size > 1 and not learner.sharded
+        replicated = learner.comm.size > 1 and not learner.sharded  # DDP: every rank has all of it
         for name in learner.names:
             trained = learner.trained(name)
-            mine = list(trained)[self.rank :: learner.comm.size] if alike else trained
+            mine = list(trained)[self.rank :: learner.comm.size] if replicated else trained
             self.trained |= {key: copies(trained[key]) for key in mine}
             adapter = learner.adapter(name)
             if adapter is not None:
                 self.adapters[name] = adapter
             is_exported = adapter is None or run.cfg.lora_save != "adapter"
-            if is_exported and (self.rank == 0 or not alike):
+            if is_exported and (self.rank == 0 or not replicated):
                 self.exports[name] = self._export(name, learner, copies)
 
     def _export(self, name: str, learner, copies: Copies) -> Export:
@@ -415,9 +415,10 @@ def to_resume(cfg, comm) -> Path | None:
     UserError: a disk has none, or it cannot be dealt out to this number of ranks."""
     chosen = newest(cfg.out) if comm.writes else None  # one rank of a disk reads all bytes
     number = int(chosen.name[5:]) if chosen else -1
-    most = comm.max([-number, number] if comm.writes else [-math.inf, -1])
-    number = -int(most[0])  # the newest that all disks have
-    need(number >= 0 or most[1] < 0, f"--resume: {cfg.out} has no whole checkpoint on some node's disk; bring its part")
+    minus_oldest, newest_of_all = comm.max([-number, number] if comm.writes else [-math.inf, -1])
+    number = -int(minus_oldest)  # the newest that all disks have
+    some = f"--resume: {cfg.out} has no whole checkpoint on some node's disk; bring its part"
+    need(number >= 0 or newest_of_all < 0, some)
     if number < 0:
         return None
     folder = Path(cfg.out) / "checkpoints" / f"step_{number:06d}"
@@ -432,7 +433,10 @@ def to_resume(cfg, comm) -> Path | None:
 
 
 def set_aside(out: Path | str, chosen: Path | None) -> None:
-    """Rename the checkpoints after the chosen one, which were damaged, so that none is taken for the newest."""
+    """Rename the checkpoints after the chosen one, which were damaged, so that none is taken for the newest; and remove
+    what a save left that was killed."""
+    for unfinished in (Path(out) / "checkpoints").glob("step_*.writing"):
+        shutil.rmtree(unfinished, ignore_errors=True)
     found = folders(out)
     for folder in found[found.index(chosen) + 1 :] if chosen else []:
         aside = folder.with_name(folder.name + ".damaged")

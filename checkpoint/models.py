@@ -49,8 +49,13 @@ class Export:
         from transformers.core_model_loading import revert_weight_conversion
 
         if self.dtype:
-            tensors = {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in tensors.items()}
+            tensors = {name: x.to(self.dtype) if self.rounds(name, x) else x for name, x in tensors.items()}
         return revert_weight_conversion(self.shell, tensors)
+
+    def rounds(self, name: str, x) -> bool:
+        """Whether a tensor has the model's own precision in files: not buffers, such as the biases by which some
+        mixtures choose experts. A resumed run reads those from here, and rounded they choose others."""
+        return x.is_floating_point() and name not in dict(self.shell.named_buffers())
 
     def write(self, folder: Path, tensors) -> None:
         """Write the folder. tensors: (name, whole tensor), as `stream` yields them; one is held at a time."""
@@ -161,10 +166,12 @@ def text_folder(folder: str, base_dir: str) -> str:
         mend = f"give a model of text alone: this one is of the family {config.model_type}"
         with one_sentence(folder, "text model", mend):
             tensors = text_tensors(folder, text)
-        scratch = made.with_name(made.name + ".writing")
-        shutil.rmtree(scratch, ignore_errors=True)
+        scratch = made.with_name(f"{made.name}.{os.getpid()}")  # another run may make the same one
         save_model(text, tensors, read_tokenizer(folder), scratch, folder)
-        os.replace(scratch, made)
+        try:
+            os.replace(scratch, made)
+        except OSError:  # the other was first
+            shutil.rmtree(scratch)
     return str(made)
 
 

@@ -416,6 +416,30 @@ def test_an_export_is_what_transformers_would_save(family, dtype, tmp_path):
     assert all(torch.equal(x, loaded[name]) for name, x in weights.items())
 
 
+def test_biases_of_routers_are_exported_as_they_are(tmp_path):
+    """A bfloat16 mixture whose choices hang on the last bits of float32 biases: they come back whole."""
+    shape = dict(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=0)
+    shape |= dict(moe_intermediate_size=32, n_shared_experts=1, num_key_value_heads=2, head_dim=16)
+    made = standins.model("glm4_moe", **shape).to(torch.bfloat16)
+    standins.save(made, tmp_path / "theirs")
+    weights = {name: x.float() for name, x in made.state_dict().items()}
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    weights[name] = torch.tensor([1.0, 1.0 + 2**-12, 1.0 - 2**-12, 0.5])
+    config = checkpoint.read_config(tmp_path / "theirs")
+    checkpoint.save_model(config, weights, standins.tokenizer(), tmp_path / "ours", str(tmp_path / "theirs"))
+    assert torch.equal(load_file(tmp_path / "ours" / "model.safetensors")[name], weights[name])
+    loaded = checkpoint.load_model(tmp_path / "ours", "auto").state_dict()
+    assert torch.equal(loaded[name], weights[name]) and loaded["model.norm.weight"].dtype == torch.bfloat16
+
+
+def test_what_a_killed_save_left_is_removed_at_the_next_start(tmp_path):
+    names = ("step_000004", "step_000007.writing", "step_000009")
+    for name in names:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    checkpoint.set_aside(tmp_path, None)
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step_000004", "step_000009"]
+
+
 def test_an_export_holds_one_whole_tensor_at_a_time(tmp_path):
     """Each tensor is gone when the next but one is made: `for` still has the last one in its hand."""
     made = standins.model("qwen3_moe")

@@ -624,6 +624,22 @@ def test_the_context_is_that_of_the_longest_prompt_and_response_of_one_set(folde
         context(tmp_path / "a.jsonl", *probe, f"--actor={short}")
 
 
+@pytest.mark.parametrize(
+    "saved, argv, sentence",
+    [
+        ({}, ["--show_prompt"], "leave out --show_prompt"),
+        ({}, ["--mismatch", "--samples=2", "--model=x"], "leave out --model --mismatch"),
+        ({"lora_rank": 4, "lora_save": "adapter"}, [], "checkpoints of --lora_save=adapter hold no model; merge one"),
+    ],
+)
+def test_what_cannot_be_followed_is_said_at_once(tmp_path, saved, argv, sentence):
+    cfg = asdict(config.Config(eval_task="a.jsonl", **saved))
+    (tmp_path / "config.json").write_text(json.dumps({"config": cfg, "objective": "x", "command": "x"}))
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UserError, match=sentence):
+        evaluation.main([f"--follow={tmp_path}", *argv])
+
+
 def test_a_follower_rounds_the_model_that_samples_alone(tmp_path, monkeypatch):
     seen = []
     failed = SimpleNamespace(returncode=1)

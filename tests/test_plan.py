@@ -83,7 +83,19 @@ def test_states_of_shards_muon_and_adapters():
     states = plan.States.of(cfg, "policy", config)
     H, inner, q, kv = 64, 160, 4 * 24, 2 * 24
     sides = [(H, q), (H, kv), (H, kv), (q, H), (H, inner), (H, inner), (inner, H)]
-    assert states.gradients == 4 * 6 * 4 * sum(a + b for a, b in sides)
+    adapters = 4 * 6 * 4 * sum(a + b for a, b in sides)
+    assert states.gradients == adapters
+    sizes = [
+        plan.plan_of(replace(cfg, lora_save=how), {"policy": config}, 8, 1).checkpoint for how in ("adapter", "merged")
+    ]
+    assert sizes == [3 * adapters, 3 * adapters + 2 * P]  # what learns, two moments, and the model in 16 bits
+
+
+def test_a_plan_leaves_configurations_as_they_are():
+    """A checkpoint writes its folder in the precision that they name."""
+    config = small(dtype=torch.bfloat16)
+    plan.plan_of(make_cfg(objective="grpo"), {"policy": config}, 8, 1)
+    assert config.dtype == torch.bfloat16
 
 
 KINDS = {

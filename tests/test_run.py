@@ -472,6 +472,14 @@ def logged(tmp_path, cfg, first: int, rows: dict) -> None:
     log.close()
 
 
+def test_a_machine_without_git_runs_too(monkeypatch):
+    def missing(*_, **__):
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(run.subprocess, "run", missing)
+    assert run.provenance(make_cfg())["git"] is None
+
+
 def test_log_writes_truncates_and_reads(tmp_path):
     rows = {step: {"x": step / 2, "nothing": math.inf} for step in (-1, 0, 1, 2)}
     logged(tmp_path, make_cfg(tensorboard=True), 0, rows)

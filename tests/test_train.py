@@ -353,8 +353,8 @@ def upset(monkeypatch) -> list[tuple]:
 
 
 COUNTING = {"obrs_target": "new", "distill_kl_target": 0.05, "max_skips": 9, "keep": 9, "save_every": 5}
-COUNTING |= {"delay": "lognormal", "delay_min": 1.0, "delay_max": 6.0, "delay_samplers": 3, "step_seconds": 1.0}
-COUNTING |= {"sampler_rate": 0.8, "window_seconds": 1.5}  # the learner waits, and what is left over is dropped
+COUNTING |= {"delay": "lognormal", "delay_min": 1.0, "delay_max": 6.0, "delay_samplers": 3, "step_seconds": 1.25}
+COUNTING |= {"sampler_rate": 0.8, "window_seconds": 1.875}  # the learner waits, and what is left over is dropped
 
 
 def saved_at(out, step) -> dict:
