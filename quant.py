@@ -145,11 +145,19 @@ def quantize(x: torch.Tensor, qmax: float, dtype: torch.dtype, group: int = 0, s
     *rows, K = x.shape
     x = x.float().reshape(*rows, -1, group or K)
     amax = x.abs().amax(-1, keepdim=True)
-    s = torch.where(amax > 0, amax / qmax, 1.0).to(scales).float()
+    s = torch.where(amax > 0, amax / qmax, 1.0)
+    s = in_bfloat16(s) if scales == torch.bfloat16 else s
     q = (x / s).clamp_(-qmax, qmax)
     if dtype == torch.int8:
         q = q.round_()  # the conversion to float8 rounds by itself
     return q.to(dtype).reshape(*rows, K), s[..., 0]
+
+
+def in_bfloat16(s: torch.Tensor) -> torch.Tensor:
+    """Positive float32 numbers rounded to those of bfloat16, to even. On their bits: torch 2.11 compiles a cast to
+    bfloat16 and back away."""
+    bits = s.view(torch.int32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
 
 
 @one_kernel
@@ -178,16 +186,18 @@ def scaled(y, sx, sw, dtype: torch.dtype) -> torch.Tensor:
 def fp8_mm(a, sa, b, sb) -> torch.Tensor:
     """(s_a a) (s_b b)^T of float8 matrices on a GPU: (M, K), (N, K) -> (M, N) bfloat16.
 
-    The kernel wants multiples of 16: zeros are added, and cut off again. It adds up as vLLM's does, in fewer bits than
-    float32 has (use_fast_accum), at twice the speed."""
-    N, columns = len(b), -b.shape[1] % 16
-    if columns or N % 16:
+    The kernel wants multiples of 16, and on a Hopper more than 256 rows where K is large (pytorch/ao#4582): zeros are
+    added, and cut off again. It adds up as vLLM's does, in fewer bits than float32 has (use_fast_accum), at twice the
+    speed."""
+    M, N, columns = len(a), len(b), -b.shape[1] % 16
+    rows = max(0, 272 - M) if b.shape[1] > 4096 else 0
+    if columns or rows or N % 16:
         pad = nn.functional.pad  # knows no float8: its bytes are padded, of which 0 is zero
-        a = pad(a.view(torch.uint8), (0, columns)).view(a.dtype)
+        a = pad(a.view(torch.uint8), (0, columns, 0, rows)).view(a.dtype)
         b = pad(b.view(torch.uint8), (0, columns, 0, -N % 16)).view(b.dtype)
-        sb = pad(sb, (0, 0, 0, -N % 16))
+        sa, sb = pad(sa, (0, 0, 0, rows)), pad(sb, (0, 0, 0, -N % 16))
     scales = {"scale_a": sa.contiguous(), "scale_b": sb.t().contiguous()}
-    return torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=True)[:, :N]
+    return torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=True)[:M, :N]
 
 
 def int_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -196,10 +206,11 @@ def int_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     CUDA's kernel wants more than 16 rows and multiples of 8: zeros are added, and cut off again."""
     if not a.is_cuda:
         return torch._int_mm(a, b.t())
-    pad = nn.functional.pad
-    M, N = len(a), len(b)
-    a = pad(a, (0, -a.shape[1] % 8, 0, max(0, 17 - M)))
-    b = pad(b, (0, -b.shape[1] % 8, 0, -N % 8))
+    M, N, columns, rows = len(a), len(b), -b.shape[1] % 8, max(0, 17 - len(a))
+    if columns or rows:
+        a = nn.functional.pad(a, (0, columns, 0, rows))
+    if columns or N % 8:
+        b = nn.functional.pad(b, (0, columns, 0, -N % 8))
     return torch._int_mm(a, b.t())[:M, :N]
 
 

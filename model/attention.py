@@ -8,14 +8,21 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
+import torch
 from transformers.integrations import sdpa_attention
 
 transformers_says = sdpa_attention.use_gqa_in_sdpa
 
 
 def reads_groups(attention_mask, key, value) -> bool:
-    """Whether torch's kernel reads keys and values (B, heads, tokens, size) in groups by itself."""
-    return key.device.type == "cpu" or transformers_says(attention_mask, key, value)
+    """Whether torch's kernel reads keys and values (B, heads, tokens, size) in groups by itself.
+
+    In float32 no kernel of a GPU does that keeps less than all scores."""
+    device = key.device.type
+    if device == "cpu":
+        return True
+    is_float32 = key.dtype == torch.float32 and not torch.is_autocast_enabled(device)
+    return not is_float32 and transformers_says(attention_mask, key, value)
 
 
 @contextmanager

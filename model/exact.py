@@ -12,8 +12,9 @@ both under autocast.
     p v, over the keys               number of keys            the same, KEYS keys at a time, their sums added in order
     softmax's sum, over the keys     number of keys            KEYS keys at a time, added in order
       (of a prompt that is padded)   where the padding is      put in order first: `Seen`
-    means of norms; softmax of       nothing: a row has one    as they are; logits end with the vocabulary on both
-      logits, and their cut          length                    sides
+    means of norms                   rows, on a GPU alone      `of_many_rows`: filled up with zeros
+    softmax of logits, and their     nothing: a row has one    as they are; logits end with the vocabulary on both
+      cut                            length                    sides
     silu (no sum, but the ends of    place in the tensor       `quotient`: exp, which treats ends alike, and correctly
       a tensor are rounded apart)                              rounded sums and quotients
     int8 products                    nothing: integers         as they are (quant.py)
@@ -123,6 +124,14 @@ def filled(x, size: int):
 # ---------------------------------------------------------------------------------------------------------------------
 # Layers
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def of_many_rows(forward, x):
+    """A norm's forward, not of fewer than ROWS rows on a GPU, which adds up each of a few rows by more threads."""
+    rows = x.reshape(-1, x.shape[-1])
+    if x.device.type == "cpu" or len(rows) >= ROWS["cuda"]:
+        return forward(x)
+    return forward(filled(rows, ROWS["cuda"]))[: len(rows)].view(x.shape)
 
 
 class Multiply(torch.autograd.Function):
@@ -319,6 +328,8 @@ def apply(model):
                 setattr(parent, name, ExactLinear.from_linear(child))
             elif type(child).__name__ in ("SiLU", "SiLUActivation"):
                 setattr(parent, name, SiLU())
+            elif type(child).__name__.endswith("RMSNorm"):
+                child.forward = functools.partial(of_many_rows, child.forward)
     ALL_ATTENTION_FUNCTIONS.register("exact", attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register("exact", seen)
     model.set_attn_implementation("exact")

@@ -260,6 +260,19 @@ def test_small_products_do_not_ask_what_stands_around_them(M):
                 assert torch.equal(found, whole[some[:n]][:, order]), (D, N, n)
 
 
+def test_a_norm_of_few_rows_is_one_of_many_on_a_gpu():
+    """Their number decides there by how many threads a row is added up. (meta stands for the GPU.)"""
+    seen = []
+
+    def norm(x):
+        seen.append(tuple(x.shape))
+        return x
+
+    for device, shape in (("meta", (3, 2, 8)), ("meta", (300, 8)), ("cpu", (3, 2, 8))):
+        assert exact.of_many_rows(norm, torch.empty(shape, device=device)).shape == shape
+    assert seen == [(256, 8), (300, 8), (3, 2, 8)]
+
+
 def test_silu_far_from_zero_has_a_gradient():
     x = torch.tensor([-200.0, -90.0, -1.0, 0.0, 3.0, 200.0], requires_grad=True)
     y = exact.SiLU()(x)
