@@ -532,6 +532,7 @@ MUTANTS = {
         ("self.values[rows], self.lengths[rows]", "self.values[rows], self.lengths[: len(rows)]"),
     ],
     "model/exact.py": [
+        ('if x.device.type == "cpu" or len(rows) >= ROWS["cuda"]:', "if True:"),
         ("if len(rows) < size or dtype", "if dtype"),
         (
             "        if n < HEADS:\n            some, others = filled",
@@ -567,6 +568,7 @@ MUTANTS = {
         ("        write(p, saved[name])", "        pass"),
     ],
     "sync.py": [
+        ("copy.deepcopy(config), dtype", "config, dtype"),
         ("n = round(share * len(inputs[0]))", "n = 5"),
         ("return self.b - SURE * self.se > 0.5", "return self.b > 0.5"),
         ("of_rows = np.square((error * x).sum(1) / without).sum() * (len(x) - 1) / len(x)", "of_rows = 0.0"),
@@ -593,6 +595,7 @@ MUTANTS = {
         ("np.maximum(square - (x * x).sum(1), 1e-9 * square)", "square"),
     ],
     "quant.py": [
+        ("0x7FFF + ((bits >> 16) & 1)", "0x8000"),
         ('if not {*name.split(".")} & {*ROUTERS}', 'if name.rpartition(".")[2] not in ROUTERS'),
         ('if f"{layer}.experts.{kind}_proj" not in experts:', 'if ".experts." not in name:'),
         ("s = torch.where(amax > 0, amax / qmax, 1.0).to(scales)", "s = (amax / qmax).to(scales)"),
@@ -902,6 +905,7 @@ MUTANTS = {
         ("        if left:\n", "        if False:\n"),
     ],
     "checkpoint/models.py": [
+        (" and name not in dict(self.shell.named_buffers())", ""),
         ('text._attn_implementation = "eager"', "pass"),
         ('kind != "dynamic" and (', "True and ("),
         ("not (others and by_vllm)", "True"),

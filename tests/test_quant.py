@@ -206,6 +206,14 @@ def test_experts_of_an_unknown_kind_are_refused_and_not_passed_over(tmp_path, fl
     check_models(make_cfg(), str(tmp_path), None)
 
 
+def test_scales_are_rounded_as_a_cast_rounds():
+    """Also where a number lies between two of bfloat16, and to even there."""
+    s = torch.cat(
+        [torch.rand(1000, generator=torch.Generator().manual_seed(0)), 1 + torch.arange(8) / 256, torch.ones(1)]
+    )
+    assert torch.equal(quant.in_bfloat16(s), s.bfloat16().float())
+
+
 def test_routers_stay_in_high_precision_wherever_their_matrix_lies():
     """In a module of the router's own name too, as Gemma 4 and HunYuan have it; for vLLM by the same names."""
     names = ("a.mlp.gate_proj", "a.mlp.gate", "a.router.proj", "a.mlp.gate.wg", "a.mlp.shared_expert_gate", "a.gates.x")

@@ -431,6 +431,14 @@ def test_every_module_has_its_turn_whatever_the_stride_of_versions(stride, round
     assert max(turns.count(name) for name in turns) <= 2 * rounds
 
 
+def test_a_probe_leaves_a_configuration_as_it_is():
+    """transformers writes the precision of what it makes into it, and a checkpoint reads it there."""
+    config = tiny_model(0).config
+    config.dtype = torch.bfloat16
+    Probe(None, IDS, config=config)
+    assert config.dtype == torch.bfloat16
+
+
 def test_a_folder_that_is_of_no_help_stops_nothing(tmp_path):
     """Files with other names, files that are gone, and no folder at all."""
     rig = Rig("float32")
