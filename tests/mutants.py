@@ -598,11 +598,11 @@ MUTANTS = {
         ("0x7FFF + ((bits >> 16) & 1)", "0x8000"),
         ('if not {*name.split(".")} & {*ROUTERS}', 'if name.rpartition(".")[2] not in ROUTERS'),
         ('if f"{layer}.experts.{kind}_proj" not in experts:', 'if ".experts." not in name:'),
-        ("s = torch.where(amax > 0, amax / qmax, 1.0).to(scales)", "s = (amax / qmax).to(scales)"),
-        ("amax / qmax, 1.0).to(scales).float()", "amax / qmax, 1.0).float()"),
+        ("s = torch.where(amax > 0, amax / qmax, 1.0)", "s = amax / qmax"),
+        ("s = in_bfloat16(s) if scales == torch.bfloat16 else s", "pass"),
         ("y.float().mul_(sx).mul_(sw.t())", "y.float().mul_(sx)"),
-        ("if columns or N % 16:", "if columns:"),
-        ("sb = pad(sb, (0, 0, 0, -N % 16))", "pass"),
+        ("if columns or rows or N % 16:", "if columns or rows:"),
+        ("pad(sb, (0, 0, 0, -N % 16))", "sb"),
         ("return torch.bfloat16 if torch.cuda.is_available()", "return torch.float32 if torch.cuda.is_available()"),
         ("q = q.round_()  # the", "q = q  # the"),
         ("x = x.float().reshape(*rows, -1, group or K)", "x = x.float().reshape(*rows, -1, K)"),
@@ -620,8 +620,9 @@ MUTANTS = {
         ("return 127.0 if self.dtype == torch.int8 else self.qmax", "return self.qmax"),
     ],
     "model/attention.py": [
-        ('return key.device.type == "cpu" or', "return"),
-        ('return key.device.type == "cpu" or', "return True or"),
+        ('if device == "cpu":', "if False:"),
+        ('if device == "cpu":', "if True:"),
+        ("return not is_float32 and", "return"),
     ],
     "model/in_vllm.py": [
         ('(f"env://:{own}", *met(self)[1:])', "met(self)"),
@@ -853,7 +854,7 @@ MUTANTS = {
     "checkpoint/__init__.py": [
         ('    if shared["n_ranks"] != n_ranks and shared["format"] < 4:', "    if False:"),
         ("        before == comm.size or (", "        True or ("),
-        ("    number = -int(most[0])  # the newest that all disks have", "    number = int(most[1])"),
+        ("    number = -int(minus_oldest)  # the newest that all disks have", "    number = int(newest_of_all)"),
         ('    own = re.fullmatch(r"rank(\\d+)\\.pt|__(\\d+)_\\d+\\.distcp", path.name)', "    own = None"),
         (
             '            "source": source.dealt([state["source"] for state in states]),',
