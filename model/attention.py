@@ -18,10 +18,9 @@ def reads_groups(attention_mask, key, value) -> bool:
     """Whether torch's kernel reads keys and values (B, heads, tokens, size) in groups by itself.
 
     In float32 no kernel of a GPU does that keeps less than all scores."""
-    device = key.device.type
-    if device == "cpu":
+    if key.device.type == "cpu":
         return True
-    is_float32 = key.dtype == torch.float32 and not torch.is_autocast_enabled(device)
+    is_float32 = key.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
     return not is_float32 and transformers_says(attention_mask, key, value)
 
 
