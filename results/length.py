@@ -180,8 +180,8 @@ def draw(found: list[Point]) -> None:
     """Worth against KL, a panel for each length, a line for each row."""
     plt = sweep.pyplot()
     panels = list(lengths(found))
-    size = (3.4 * len(panels), 4.6)
-    fig, axes = plt.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False, sharey=True)
+    how = dict(figsize=(3.4 * len(panels), 4.6), layout="constrained", sharex=True, sharey=True)
+    fig, axes = plt.subplots(1, len(panels), squeeze=False, **how)
     styles = sweep.styles_of(list(DRAWN), ("retrace_seq",))
     for ax, (panel, own) in zip(axes.flat, panels, strict=True):
         for i, row in enumerate(DRAWN):
@@ -189,8 +189,6 @@ def draw(found: list[Point]) -> None:
             y, error = ([p.rows[row][key] for p in own] for key in ("worth", "worth_se"))
             ends = ([min(a, b) for a, b in zip(y, error, strict=True)], error)
             ax.errorbar(x, y, yerr=ends, marker="o", ms=3, elinewidth=0.6, label=ROWS[row], **styles[row])
-        for p in own:
-            ax.text(p.kl, 9, p.sampler.label, rotation=90, fontsize=6, ha="center", va="top", color="#555555")
         ax.axhline(1, color="black", lw=0.9)
         ax.set(xscale="log", title=panel, xlabel="KL, nats a token")
         ax.set_yscale("symlog", linthresh=0.1, linscale=0.5)

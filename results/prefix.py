@@ -75,9 +75,16 @@ SEEN = dict(eval_problems=1024, eval_every=64)
 LONG = {c: praxis.ROWS[f"{c}, T 1"] for c in ("none", "Token-TIS", "Seq-TIS")}
 LONG |= {**NEW, "prod min(r, 1)": dict(objective="retrace")}
 LONG = {label: {**flags, **SEEN} for label, flags in LONG.items()}
-BRIEF = {label: UNDISTILLED[label] for label in (*(f"{x}, no distillation" for x in CAPPED), *OLD_ALONE)}
-BRIEF["on-policy"] = DISTILLED["on-policy"]
-BRIEF = {label: flags | dict(task_min_ops=2, task_max_ops=2, max_tokens=14) for label, flags in BRIEF.items()}
+BRIEF_ROWS = {label: UNDISTILLED[label] for label in (*(f"{x}, no distillation" for x in CAPPED), *OLD_ALONE)}
+BRIEF_ROWS["on-policy"] = DISTILLED["on-policy"]
+BRIEF = {label: flags | dict(task_min_ops=2, task_max_ops=2, max_tokens=14) for label, flags in BRIEF_ROWS.items()}
+# chains of ten sums, and the models with which length.py weighed them
+CHAIN = dict(model="out/length/10/policy", task_min_ops=10, task_max_ops=10, max_tokens=62, lr=1e-4, actor_lr=3e-4)
+CHAINS = {
+    label: {"actor": "out/length/10/actor-0.3", **flags, **CHAIN, "rollout_dtype": "float32"}
+    for label, flags in BRIEF_ROWS.items()
+    if not label.startswith(("Jackpot", "no correction"))
+}
 HALFWAY = dict(max_tokens=96, task_explain=64)
 MIDDLE = ("none", "Token-TIS", "min(R, 1)", "min(R_t, 1)", "prod min(r, 1)")
 MIDDLE = {label: {**LONG[label], **HALFWAY} for label in MIDDLE}
@@ -131,6 +138,7 @@ SETTINGS = {
     "stale by up to 64 updates": (stale(64), sweep.STUDY),
     "stale by up to 128 updates": (STALE, sweep.STUDY),
     "responses of 14 tokens": (BRIEF, sweep.STUDY),
+    "chains of 62 tokens": (CHAINS, sweep.STUDY),
     "responses of up to 96 tokens": (MIDDLE, praxis.CONFIG),
     "long responses": (LONG, praxis.CONFIG),
 }
@@ -148,6 +156,7 @@ SHORT = {
     "stale by up to 64 updates": " (stale by 64)",
     "stale by up to 128 updates": " (stale)",
     "responses of 14 tokens": " (14)",
+    "chains of 62 tokens": " (62)",
     "responses of up to 96 tokens": " (96)",
     "long responses": " (long)",
 }

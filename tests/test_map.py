@@ -337,6 +337,6 @@ def test_the_page_by_length_is_what_the_records_say(tmp_path, monkeypatch, capsy
     (tmp_path / "length.md").write_text(committed.split(sweep.MARKER)[0] + sweep.MARKER + "what stood here before\n")
     length.study(sweep.StudyFlags(draw=True))
     assert (tmp_path / "length.md").read_text() == committed, "run python results/length.py --draw"
-    x = json.loads(records["10-actor-0.3"])["rows"]["retrace_seq"]
-    line = next(line for line in cells_of(committed, "### 62 tokens") if line["row"] == "retrace_seq")
+    x = json.loads(records["5-actor-0.3"])["rows"]["retrace_seq"]
+    line = next(line for line in cells_of(committed, "### 32 tokens") if line["row"] == "retrace_seq")
     assert line["actor-0.3"] == f"{x['worth']:.2f} +- {x['worth_se']:.2f}"
