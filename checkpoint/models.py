@@ -170,8 +170,10 @@ def text_folder(folder: str, base_dir: str) -> str:
         save_model(text, tensors, read_tokenizer(folder), scratch, folder)
         try:
             os.replace(scratch, made)
-        except OSError:  # the other was first
+        except OSError:
             shutil.rmtree(scratch)
+            if not (made / "config.json").is_file():  # else the other was first
+                raise
     return str(made)
 
 
