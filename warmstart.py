@@ -48,6 +48,8 @@ EVAL_EVERY = 20
 EVAL_PROBLEMS = 256
 CONFIRM_PROBLEMS = 1024  # others, once the first ones are solved often enough: a lucky draw does not end a warm start
 MOST_STEPS = 6000
+DEMONSTRATED = {"actor": 10**9, "policy": 2 * 10**9}  # first problem of each model's own demonstrations
+MEASURED = 10**6  # first problem by which accuracy is measured: neither RL nor demonstrations reach these
 
 
 def check(cfg, task) -> None:
@@ -100,11 +102,10 @@ def warm_start(name: str, task, target: float, folder: Path, slips: float = SLIP
     model = new_model(name, task.seed * 2 + (name == "actor"), tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01)
     millions = sum(p.numel() for p in model.parameters()) / 1e6
-    first = (1 if name == "actor" else 2) * 10**9  # each model has demonstrations of its own
     reached = 0.0
     bar = tqdm(range(MOST_STEPS), desc=f"warm start {name} ({millions:.2f}M)", leave=False)
     for step in bar:
-        ids, labels = demonstrations(task, tokenizer, first + step * BATCH, slips)
+        ids, labels = demonstrations(task, tokenizer, DEMONSTRATED[name] + step * BATCH, slips)
         optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / WARMUP)
         optimizer.zero_grad(set_to_none=True)
         loss = backward(model, ids, labels)
@@ -183,7 +184,7 @@ def backward(model, ids: torch.Tensor, labels: torch.Tensor) -> float:
 
 def accuracy(model, tokenizer, task, first: int, n: int) -> float:
     """Share of n problems, from number `first` on, that one sampled response solves, at temperature 1."""
-    problems = [task.problem("train", 10**6 + first + i) for i in range(n)]
+    problems = [task.problem("train", MEASURED + first + i) for i in range(n)]
     prompts = [np.array(encode(tokenizer, p), np.int32) for p in problems]
     seeds = [[request_seed("warm", first + i)] for i in range(n)]
     sampling = Sampling(max_tokens=task.max_response())
