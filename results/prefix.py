@@ -12,6 +12,7 @@ studies' rows.
 from dataclasses import dataclass
 
 import heterorl
+import length
 import praxis
 import qarl
 import sweep
@@ -83,7 +84,7 @@ CHAIN = dict(model="out/length/10/policy", task_min_ops=10, task_max_ops=10, max
 CHAINS = {
     label: {"actor": "out/length/10/actor-0.3", **flags, **CHAIN, "rollout_dtype": "float32"}
     for label, flags in BRIEF_ROWS.items()
-    if not label.startswith(("Jackpot", "no correction"))
+    if not label.startswith(("Jackpot", "no correction", "min(R, 1)"))
 }
 HALFWAY = dict(max_tokens=96, task_explain=64)
 MIDDLE = ("none", "Token-TIS", "min(R, 1)", "min(R_t, 1)", "prod min(r, 1)")
@@ -167,7 +168,7 @@ FIRST_SEED = 10  # every row is run anew: base models differ a little between pr
 
 def seeds_of(rows: dict[str, dict], wanted: int) -> tuple[int, int]:
     """(first seed, how many) of the runs of a setting's rows."""
-    for some, seed in ((WHY, WHY_SEED), (CLIPPED, CLIPPED_SEED)):
+    for some, seed in ((WHY, WHY_SEED), (CLIPPED, CLIPPED_SEED), (CHAINS, FIRST_SEED)):
         if rows is some:
             return seed, 1
     return FIRST_SEED, wanted
@@ -220,6 +221,8 @@ def study(flags):
     for title, (rows, config) in list(SETTINGS.items())[: flags.settings]:
         first, n = seeds_of(rows, flags.seeds)
         if not flags.draw:
+            if rows is CHAINS:
+                length.make_models(10)
             sweep.run(rows, dict.fromkeys(rows, n), False, flags.jobs, config, first)
         wanted = {label: sweep.with_seeds(row, n, first) for label, row in rows.items()}
         got = {label: records for label, runs in wanted.items() if (records := sweep.recorded(runs, config))}

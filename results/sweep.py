@@ -322,6 +322,9 @@ def record_of(flags: dict, config: str = STUDY) -> dict | None:
     record = records_in(RESULTS / "runs").get(key_of(flags, config))
     if record is None:
         return None
+    made = [flags[name] for name in ("model", "actor") if str(flags.get(name)).startswith("out/")]
+    if not all((ROOT / folder).is_dir() for folder in made):  # another study's models, which are not here
+        return record
     with contextlib.chdir(ROOT):  # where the paths of a command begin
         now = asdict(parse(command(flags, record["name"], config)[1:]))
     changed = [k for k, v in record["config"].items() if k in now and clean(now[k]) != v]
