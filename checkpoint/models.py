@@ -215,7 +215,8 @@ def check_family(folder: str, by_vllm: bool) -> None:
     whole = not getattr(config, "quantization_config", None)
     mend = "give the folder in 16 bits, and a format in --rollout_quant"
     need(whole, f"{folder}: its weights are quantized already, and a learner would train their codes; {mend}")
-    export = exported(config)
+    with one_sentence(folder, "config.json", "give a whole checkpoint of a causal language model"):
+        export = exported(config)
     known = hasattr(export.shell.base_model, "layers")
     family = f"{folder}: a model of the family {config.model_type}"
     need(known, f"{family}, whose layers are not found here (base_model.layers); give one of Qwen's or Llama's making")

@@ -490,9 +490,9 @@ HF_HUB_OFFLINE=1 --actor=some/where | --actor=some/where: no such folder here, .
 --actor=no_weights | no_weights: no weights there (model.safetensors is ... copy the folder anew, or delete one
 LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a whole checkpoint of that shape
 LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give a whole checkpoint of that shape
-LOADS=1 --model=t5_type | t5_type: its weights cannot be read ... give a whole checkpoint of that shape
-LOADS=1 --model=new_activation | new_activation: its weights cannot be ... give a whole checkpoint of that shape
-LOADS=1 --model=gptq | gptq: its weights cannot be read (Loading a GPTQ ... give a whole checkpoint of that shape
+--model=t5_type | t5_type: its config.json cannot be read ... give a whole checkpoint of a causal language model
+--model=new_activation | new_activation: its config.json cannot be ... give a whole checkpoint of a causal language
+--model=gptq | gptq: its weights are quantized already, and a learner would train their codes; give the folder in 16
         """,
     ),
     # train.py: run folders
