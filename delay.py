@@ -294,10 +294,8 @@ class DelaySource(LocalSource):
                 break
 
     def make(self, n_groups: int, learner_version: int, share: float = 1.0) -> None:
-        """Samplers make `--sampler_rate` groups for each that the learner wants, in turn by their speeds; with
-        --token_seconds, what they have time for. Groups that are too old are then dropped.
-
-        share: of the time from one batch to the next."""
+        """Samplers make `--sampler_rate` groups for each that is wanted, in this share of a batch's time, in turn by
+        their speeds; with --token_seconds what they have time for. Groups that are too old are then dropped."""
         now = self.now(learner_version)
         if self.cfg.token_seconds:
             self.work(n_groups, learner_version, now)

@@ -154,8 +154,7 @@ def quantize(x: torch.Tensor, qmax: float, dtype: torch.dtype, group: int = 0, s
 
 
 def in_bfloat16(s: torch.Tensor) -> torch.Tensor:
-    """Positive float32 numbers rounded to those of bfloat16, to even. On their bits: torch 2.11 compiles a cast to
-    bfloat16 and back away."""
+    """Positive float32 numbers rounded as bfloat16, to even; on their bits, as torch 2.11 compiles casts away."""
     bits = s.view(torch.int32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
 
@@ -186,9 +185,8 @@ def scaled(y, sx, sw, dtype: torch.dtype) -> torch.Tensor:
 def fp8_mm(a, sa, b, sb) -> torch.Tensor:
     """(s_a a) (s_b b)^T of float8 matrices on a GPU: (M, K), (N, K) -> (M, N) bfloat16.
 
-    The kernel wants multiples of 16, and on a Hopper more than 256 rows where K is large (pytorch/ao#4582): zeros are
-    added, and cut off again. It adds up as vLLM's does, in fewer bits than float32 has (use_fast_accum), at twice the
-    speed."""
+    Zeros fill up to the kernel's multiples of 16, and to the 257 rows that a Hopper wants where K is large
+    (pytorch/ao#4582). It adds up as vLLM's does, in fewer bits than float32 (use_fast_accum), at twice the speed."""
     M, N, columns = len(a), len(b), -b.shape[1] % 16
     rows = max(0, 272 - M) if b.shape[1] > 4096 else 0
     if columns or rows or N % 16:
@@ -566,9 +564,7 @@ def check_products(cfg) -> None:
 
 
 def check_model(cfg, folder: str) -> None:
-    """UserError with one sentence if the formats of the flags cannot run here on the model of `folder`.
-
-    Only the model's config.json is read."""
+    """UserError if the formats of the flags cannot run here on the model of `folder`, by its config.json alone."""
     formats = {cfg.rollout_quant, cfg.learner_quant} - {"none", "aligned"}
     cuda = torch.cuda.is_available()
     need(
