@@ -473,7 +473,7 @@ ELSEWHERE = {
     "auto/responses": "of the policy, for probes so far; auto/cosine/*: of a candidate's step with g (auto.Chooser)",
     "auto/worth": "of a response under the correction in force, at each measurement; null: lost in its noise",
     "fresh_advantage": "mean advantage of fresh samples of the policy (--advantage_error_every); advantage_error",
-    "sync/slope": "share of the published weights' change that the engine shows (sync.py); slope_se, decode_slope",
+    "sync/slope": "share of the published weights' change that the engine shows (sync.py); slope_se, decode_slope*",
     "sync/error": "rms of engine - published on the probe, nats; sync/distance: of the change since the last proof",
     "sync/proved": "1 where the slope tells new weights from old ones; long_unproven, said aloud: 0 for 50 syncs",
     "sync/MiB": "moved",

@@ -398,6 +398,7 @@ class LocalSource:
             "sync/slope": proof.slope.b,
             "sync/slope_se": proof.slope.se,
             "sync/decode_slope": proof.decode_slope.b,
+            "sync/decode_slope_se": proof.decode_slope.se,
             "sync/proved": float(proof.status == "proved"),
             "sync/long_unproven": float(self.probe.unproven >= sync.LONG_UNPROVEN),
             "sync/MiB": proof.nbytes / 2**20,

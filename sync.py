@@ -79,13 +79,12 @@ class Slope:
         return self.b - SURE * self.se > 0.5
 
     @classmethod
-    def of(cls, y: np.ndarray, x: np.ndarray, noise: float = 0.0) -> Slope:
+    def of(cls, y: np.ndarray, x: np.ndarray, noise=0.0) -> Slope:
         """b = <y, x> / <x, x> for changes (rows, tokens); entries that are NaN do not count.
 
         se is the largest of three: for independent errors of tokens; for errors that a row's tokens share, from what b
-        becomes when a row is left out; and for errors as large as `noise`, the root mean square that is known of y's.
-        Where two or three tokens have most of the change, b follows their errors, and what is left there says nothing
-        of them."""
+        becomes when a row is left out; and for errors of y as large as `noise`, (rows, tokens) or one for all. Where
+        two or three tokens have most of the change, b follows their errors, and what is left says nothing of them."""
         y, x = np.where(np.isnan(x) | np.isnan(y), 0.0, (y, x)).astype(np.float64)
         square, n = (x * x).sum(), np.count_nonzero(x)
         if square == 0 or n < 8:
@@ -95,7 +94,7 @@ class Slope:
         of_tokens = (error * error).sum() / (n - 1) / square
         without = np.maximum(square - (x * x).sum(1), 1e-9 * square)  # <x, x> of the other rows
         of_rows = np.square((error * x).sum(1) / without).sum() * (len(x) - 1) / len(x)
-        of_noise = noise**2 / square
+        of_noise = np.square(noise * x).sum() / square**2
         return cls(float(b), float(np.sqrt(max(of_tokens, of_rows, of_noise))))
 
 
@@ -112,11 +111,6 @@ class Reference:
     engine: np.ndarray  # (R, tokens)
     published: np.ndarray  # the same
     tokens: np.ndarray | None = None  # (R, DECODED) that the engine sampled, where it did
-
-    @property
-    def noise(self) -> float:
-        """Root mean square of the engine's errors in a change since then: those of then, and as large ones of now."""
-        return float(np.sqrt(2)) * rms(self.engine - self.published)
 
     def state(self) -> dict:
         arrays = {"engine": self.engine, "published": self.published, "tokens": self.tokens}
@@ -457,7 +451,8 @@ def prove(engine, version: int, named_tensors, probe: Probe) -> Proof:
     )
     check_level(version, engine_says, published["prompt"])
     slope = slope_since(probe.prompt, engine_says, published["prompt"])
-    decode_slope = decode_since(probe.decode, tokens, sampled, published.get("decode before"))
+    error = rms(engine_says - published["prompt"])
+    decode_slope = decode_since(probe.decode, tokens, sampled, published.get("decode before"), error)
     first, distance = probe.prompt is None, rms_change(probe.prompt, published["prompt"])
     statuses = {
         judge("prompts", version, probe.prompt, slope),
@@ -473,7 +468,6 @@ def prove(engine, version: int, named_tensors, probe: Probe) -> Proof:
         probe.decode = Reference(version, sampled, published["decode"], tokens)
     probe.start = probe.start or Reference(version, engine_says, published["prompt"])
     probe.unproven = probe.unproven + 1 if status == "unproven" else 0
-    error = float(np.sqrt(np.square(engine_says - published["prompt"]).mean()))
     return Proof(version, sent.text(), status, slope, decode_slope, error, distance, sent.nbytes)
 
 
@@ -523,14 +517,17 @@ def slope_since(before: Reference | None, engine_says, published) -> Slope:
     return Slope.of(engine_says - before.engine, published - before.published)
 
 
-def decode_since(before: Reference | None, tokens, sampled, published_before) -> Slope:
-    """The same for sampled tokens, as far as they are those that the engine sampled at the reference: a few, so that
-    their errors must be known from there."""
+def decode_since(before: Reference | None, tokens, sampled, published_before, error: float) -> Slope:
+    """The same for sampled tokens, as far as they are those that the engine sampled at the reference.
+
+    They are few, and their errors unequal: errors e of logits move log p by (1 - p) e at most, which is little for most
+    of what is sampled. error: of log-probabilities where p is small, as those of the prompts are; root mean square."""
     if before is None:
         return Slope()
     common = (tokens == before.tokens).cumprod(1).astype(bool)
     change = np.where(common, sampled - before.engine, np.nan)
-    return Slope.of(change, published_before - before.published, before.noise)
+    unlikely = np.hypot(np.expm1(before.published), np.expm1(published_before))  # 1 - p, of then and of now
+    return Slope.of(change, published_before - before.published, error * unlikely)
 
 
 def rms_change(before: Reference | None, published) -> float:

@@ -60,19 +60,54 @@ def test_errors_that_a_row_shares_widen_a_slope():
     assert Slope.of(shared, x).se == pytest.approx(0.5 / 4, rel=0.5)
 
 
-def test_a_token_that_has_most_of_the_change_accuses_nobody():
-    """What a healthy engine in bfloat16 said in training, of sampled tokens: its rounding moved one by 0.1 nats."""
-    x = [[254, 10, 29, 33], [-135, -76, 61, 64], [275, 196, -845, -41], [-201, -35, -41, -35]]
-    y = [[-72, 21, 34, 1], [-30, 17, -47, np.nan], [29, 433, 147, -82], [42, -105, -137, -91]]
-    x, y = 1e-4 * np.array(x), 1e-4 * np.array(y)
+# of what a healthy engine said in training of sampled tokens: (error of its prompts, changes published, its own, and
+# log p before); its rounding moved one token by 0.1 nats in bfloat16, and two of 16 by 0.007 in float16
+FEW_TOKENS = {
+    "bfloat16": (
+        0.03,
+        1e-4 * np.array([[254, 10, 29, 33], [-135, -76, 61, 64], [275, 196, -845, -41], [-201, -35, -41, -35]]),
+        1e-4 * np.array([[-72, 21, 34, 1], [-30, 17, -47, np.nan], [29, 433, 147, -82], [42, -105, -137, -91]]),
+        np.full((4, 4), -1.0),
+    ),
+    "float16": (
+        0.0042,
+        1e-4 * np.array([[-0.7, -0.1, -0.7, -0.1], [-126, -3, 15, -12], [-1, -122, -0.6, 0], [-0.1, -0.1, 0, 0]]),
+        1e-4 * np.array([[-0.4, -0.1, -0.7, -0.1], [-50, -3, 33, -17], [-1, -57, -0.9, 0], [-0.1, -0.1, 0, 0]]),
+        -np.array([[0.003, 8e-4, 0.002, 6e-4], [3.7, 0.004, 0.23, 0.56], [0.003, 1.7, 0.003, 2e-4], [1e-3] * 4]),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", FEW_TOKENS)
+def test_a_token_that_has_most_of_the_change_accuses_nobody(dtype):
+    error, x, y, published = FEW_TOKENS[dtype]
     tokens = np.arange(16).reshape(4, 4)
-    published = np.full((4, 4), -1.0, np.float32)
-    before = Reference(1, published + np.float32(0.03), published, tokens)
-    slope = decode_since(before, tokens, before.engine + y, published + x)
-    assert slope.se == pytest.approx(2**0.5 * 0.03 / (1e-4 * 984), rel=1e-2)
+    before = Reference(1, published + error, published, tokens)
+    slope = decode_since(before, tokens, before.engine + y, published + x, error)
+    sigmas = {}
+    for at in np.ndindex(4, 4):
+        then, now = 1 - np.exp(published[at]), 1 - np.exp(published[at] + x[at])
+        sigmas[at] = error * (then**2 + now**2) ** 0.5
+    there = [at for at in np.ndindex(4, 4) if not np.isnan(y[at])]
+    square = sum(x[at] ** 2 for at in there)
+    assert slope.se == pytest.approx(sum((sigmas[at] * x[at]) ** 2 for at in there) ** 0.5 / square, rel=1e-6)
     assert judge("sampled tokens", 2, before, slope) == "unproven"
     with pytest.raises(SyncError, match="it samples from weights of which some are old"):
         judge("sampled tokens", 2, before, Slope.of(y, x))
+
+
+def test_sampled_tokens_that_differ_from_the_references_do_not_count():
+    """Nor do those behind the first that differs: the engine has said something of another prefix."""
+    x = np.linspace(0.01, 0.02, 16).reshape(4, 4)
+    published = np.full((4, 4), -1.0)
+    tokens = np.arange(16).reshape(4, 4)
+    before, now = Reference(1, published, published, tokens), tokens.copy()
+    now[0, 2] = 99
+    said = published + x
+    said[0, 2:] = -5.0
+    assert decode_since(before, now, said, published + x, 1e-3).b == pytest.approx(1)
+    assert abs(decode_since(before, tokens, said, published + x, 1e-3).b - 1) > 1
+    assert np.isnan(decode_since(None, tokens, published, None, 0.003).b)
 
 
 @pytest.mark.parametrize(
