@@ -2,11 +2,14 @@
 
     python results/search.py            # measure what is missing (40 minutes), then write results/search.md, search.png
 
-A sampler's tokens are measured once: log r, advantage, and how each log-probability moves along g and along random
-directions (worth.py). Every candidate is then a function of log r, and its worth a weighted sum. Samplers: `actor`
-(another model, configs/study.toml), `w2a16` (two bits, configs/lowbit.toml), `stale` and `stale-11` (the policy of 125
-updates ago; two runs of other seeds made the later one), and `long` (another model, configs/long.toml), whose base
-models take an hour to make and which is not measured unless it is named: --samplers=actor,w2a16,stale,stale-11,long.
+A sampler's tokens are measured once and kept in out/search: log r, advantage, and how each log-probability moves along
+g and along random directions (worth.py). Every candidate is then a function of log r, and its worth a weighted sum. The
+page is drawn from records, one for each sampler: results/worth/search/NAME.json.
+
+Samplers: `actor` (another model, configs/study.toml), `w2a16` (two bits, configs/lowbit.toml), `stale` and `stale-11`
+(the policy of 125 updates ago; two runs of other seeds made the later one), and `long` (another model,
+configs/long.toml), whose base models take an hour to make and which is not measured unless it is named:
+--samplers=actor,w2a16,stale,stale-11,long.
 
 The best weight that is a function of one quantity x (R, a prefix's R_t, r), by bins of x: let m_k be the mean of the
 gradient of what falls into bin k, a_k = <m_k, g>, and D_kl the noise of bins k and l. A weight w has
@@ -37,6 +40,7 @@ from flags import choice, need
 from measure import FOLDS, Reference, Seen, estimate, jackknife, replicates, with_errors
 
 TOKENS = sweep.ROOT / "out" / "search"
+RECORDS = sweep.RESULTS / "worth" / "search"
 LATER = ["--config=configs/study.toml", "--objective=grpo", "--actor=none", "--steps=125"]
 SEEDS = {"stale": 10, "stale-11": 11}  # of the run that made the later policy
 STALE = ["--config=configs/study.toml", "--actor=none", "--stale=base:policy", "--noise_batches=12"]  # and --model
@@ -232,14 +236,14 @@ def paired(t: Tokens, a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
 
     along, noise = both[0]
     kinds = replicates(len(along), *noise.shape)
-    (ratio,), *left_out = [[log_ratio(keep) for keep in kind] for kind in kinds]
-    return ratio, jackknife(left_out)
+    (whole_ratio,), *left_out = [[log_ratio(keep) for keep in kind] for kind in kinds]
+    return whole_ratio, jackknife(left_out)
 
 
-def over(t: Tokens, a: np.ndarray, b: np.ndarray) -> str:
-    """Worth under a over worth under b, and how many errors it is from 1; "-" where one of them is worth nothing."""
-    ratio, error = paired(t, a, b)
-    return "-" if abs(ratio) > 5 else f"{math.exp(ratio):.2f} ({ratio / max(error, 1e-9):+.1f})"
+def ratio(pair: tuple[float, float]) -> str:
+    """A ratio of worths, and how many errors it is from 1; "-" where one of them is worth nothing."""
+    log_ratio, error = pair
+    return "-" if abs(log_ratio) > 5 else f"{math.exp(log_ratio):.2f} ({log_ratio / max(error, 1e-9):+.1f})"
 
 
 BESIDE = {"min(R, 1)": "min(R, 1)", "retrace_seq": "Retrace times min(R, 1) (retrace_seq)"}
@@ -255,41 +259,69 @@ class SearchFlags:
     """Which samplers, with commas; also: long."""
 
 
-def numbers(x: dict) -> list[str]:
-    worth_ = f"{x['worth']:.3f} +- {x['worth_se']:.3f}"
-    return [worth_, *(sweep.number(x[key]) for key in ("kappa", "cosine", "scale", "bias", "noise"))]
+def record_of(name: str) -> dict:
+    """What the page says of a sampler, from its record; measured and written if there is none."""
+    path = RECORDS / f"{name}.json"
+    if not path.is_file():
+        record = rounded(weighed(tokens_of(name)))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
-HEAD = ["weight", "worth", "kappa", "cosine", "scale", "bias", "noise", *(f"over {name}" for name in BESIDE)]
+def rounded(x):
+    """Every float in x to six digits."""
+    if isinstance(x, dict):
+        return {key: rounded(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [rounded(value) for value in x]
+    return float(f"{x:.6g}") if isinstance(x, float) else x
 
 
-def about(t: Tokens) -> str:
+def weighed(t: Tokens) -> dict:
+    """All numbers of one sampler."""
+    fits = {quantity: held_out(t, quantity) for quantity in QUANTITIES}
+    return {
+        "about": about(t),
+        "weights": candidates_of(t),
+        "functions": best_functions(t, fits),
+        "named": distances(t, fits),
+        "drawn": draws(t),
+        "by_ratio": by_ratio(t),
+        "by_sign": by_sign(t),
+        "curves": curves(t, fits["R"]),
+    }
+
+
+def about(t: Tokens) -> dict[str, float]:
     """The sampler in numbers."""
     n, B = t.reward.shape
-    kl = (token(t) - 1 - t.log_r)[t.mask].mean()
-    noise = weigh(t, np.ones_like(t.log_r))["noise_on"]
-    return (
-        f"{n} batches of {B} responses of {t.mask.sum() / n / B:.1f} tokens; {len(t.random)} of these batches along "
-        f"random directions.\nReward {t.reward.mean():.2f}, KL(inf || ref) {kl:.2g} a token, R < 0.5 for "
-        f"{100 * (whole(t) < 0.5).mean():.0f} % of responses.\nNoise of an on-policy batch over |g|^2: {noise:.2f}.\n"
-    )
+    return {
+        "batches": n,
+        "responses": B,
+        "tokens": float(t.mask.sum() / n / B),
+        "along_random": len(t.random),
+        "reward": float(t.reward.mean()),
+        "kl": float((token(t) - 1 - t.log_r)[t.mask].mean()),
+        "R_below_half": float((whole(t) < 0.5).mean()),
+        "noise_on": weigh(t, np.ones_like(t.log_r))["noise_on"],
+    }
 
 
-def table(t: Tokens) -> str:
-    """Every candidate, best first, beside those of BESIDE."""
-    rows = []
-    others = [CANDIDATES[label](t) for label in BESIDE.values()]
+def candidates_of(t: Tokens) -> dict[str, dict]:
+    """label -> worth of a candidate, and over those of BESIDE."""
+    others = {name: CANDIDATES[label](t) for name, label in BESIDE.items()}
+    rows = {}
     for label, weight in CANDIDATES.items():
         w = weight(t)
-        x = weigh(t, w)
-        rows.append((x["worth"], [label, *numbers(x), *(over(t, w, other) for other in others)]))
-    return sweep.markdown(HEAD, [row for _, row in sorted(rows, key=lambda row: -row[0])])
+        rows[label] = weigh(t, w) | {"over": {name: paired(t, w, other) for name, other in others.items()}}
+    return rows
 
 
 Fits = dict[str, dict[str, tuple[np.ndarray, list]]]  # quantity -> form -> held_out's
 
 
-def best_functions(t: Tokens, fits: Fits) -> str:
+def best_functions(t: Tokens, fits: Fits) -> list[dict]:
     """The best function of each quantity, form by form: over the rising one, over that of R, and its worth on the very
     batches that it is fitted on."""
     rows = []
@@ -297,11 +329,10 @@ def best_functions(t: Tokens, fits: Fits) -> str:
         edges = edges_of(t, quantity)
         Q, a = moments(t, quantity, edges, slice(None))
         for form, (w, _) in forms.items():
-            fitted = weigh(t, best_weight(Q, a, form)[bin_of(t, quantity, edges)])
-            beside = [over(t, w, forms[RISING][0]), over(t, w, fits["R"][form][0])]
-            rows.append([quantity, form, *numbers(weigh(t, w)), *beside, f"{fitted['worth']:.3f}"])
-    more = ["over rising", "over that of R", "worth on what it is fitted on"]
-    return sweep.markdown(["function of", "form", *HEAD[1:7], *more], rows)
+            fitted = weigh(t, best_weight(Q, a, form)[bin_of(t, quantity, edges)])["worth"]
+            beside = {"rising": paired(t, w, forms[RISING][0]), "that of R": paired(t, w, fits["R"][form][0])}
+            rows.append({"quantity": quantity, "form": form, **weigh(t, w), "over": beside, "fitted": fitted})
+    return rows
 
 
 NAMED = {  # label -> what it is a function of; R stands beside what is none of one quantity
@@ -326,36 +357,30 @@ NAMED = {  # label -> what it is a function of; R stands beside what is none of 
 }
 
 
-def distances(t: Tokens, fits: Fits) -> str:
-    """Named corrections: their worth over that of the best function of a quantity, of each form."""
-    rows = []
+def distances(t: Tokens, fits: Fits) -> dict[str, dict]:
+    """Named corrections: form -> their worth over that of the best function of a quantity, of each form."""
+    rows = {}
     for label, quantity in NAMED.items():
         w = CANDIDATES[label](t)
-        beside = [over(t, w, fits[quantity][form][0]) for form in FORMS]
-        rows.append([label, quantity, f"{weigh(t, w)['worth']:.3f}", *beside])
-    return sweep.markdown(["weight", "function of", "worth", *FORMS], rows)
+        rows[label] = {form: paired(t, w, fits[quantity][form][0]) for form in FORMS}
+    return rows
 
 
-def draws(t: Tokens) -> str:
+def draws(t: Tokens) -> dict[str, dict]:
     """Drawn masks beside their expectations; and beside the noise that theory says the draw adds."""
-    rows = []
+    rows = {}
     for before, after in DRAWN.items():
         p, mask = CANDIDATES[before](t), CANDIDATES[after](t)
-        expected, found, added = weigh(t, p), weigh(t, mask), draws_noise(t, p)
-        wrong = expected["bias"] + expected["noise"]
-        worths = [
-            f"{expected['worth']:.3f}",
-            f"{found['worth']:.3f}",
-            over(t, mask, p),
-            f"{wrong / (wrong + added):.2f}",
-        ]
-        noise = [f"{expected['noise']:.3g}", f"{added:.3g}", f"{found['noise']:.3g} +- {found['noise_se']:.2g}"]
-        rows.append([before, *worths, *noise])
-    head = ["mask", "worth, expected", "worth, drawn", "drawn over expected", "by theory"]
-    return sweep.markdown([*head, "noise, expected", "the draw adds, by theory", "noise, drawn"], rows)
+        rows[before] = {
+            "expected": weigh(t, p),
+            "drawn": weigh(t, mask),
+            "over": paired(t, mask, p),
+            "added": draws_noise(t, p),
+        }
+    return rows
 
 
-def by_ratio(t: Tokens) -> str:
+def by_ratio(t: Tokens) -> list[dict]:
     """Responses by R: how far along g one goes, and how large its gradient is, both over |g| of the batch."""
     total = t.log_r.sum(2)
     m, B = len(t.random), total.shape[1]
@@ -366,25 +391,148 @@ def by_ratio(t: Tokens) -> str:
     rows = []
     for low, high in zip(edges, edges[1:], strict=False):
         here = (total >= low) & (total <= high)
-        error = along[here].std() / math.sqrt(here.sum())
-        cells = [f"{along[here].mean():.2f} +- {error:.2f}", f"{math.sqrt(size[here[:m]].mean()):.0f}"]
-        rows.append([f"{math.exp(low):.2g} to {math.exp(high):.2g}", *cells, f"{t.reward[here].mean():.2f}"])
-    return sweep.markdown(["R", "along g", "size", "reward"], rows)
+        rows.append(
+            {
+                "R": [math.exp(low), math.exp(high)],
+                "along": [float(along[here].mean()), float(along[here].std() / math.sqrt(here.sum()))],
+                "size": float(math.sqrt(size[here[:m]].mean())),
+                "reward": float(t.reward[here].mean()),
+            }
+        )
+    return rows
 
 
-def by_sign(t: Tokens) -> str:
+SIGNS = {1: "A > 0", -1: "A < 0"}
+
+
+def by_sign(t: Tokens) -> list[dict]:
     """Tokens by r, those of positive and those of negative advantage: how far along g all of them together go."""
     square = t.reference.square(range(FOLDS))
     r, rows = token(t), []
     for low, high in zip(SIDES, SIDES[1:], strict=False):
-        cells = []
-        for sign in (1, -1):
+        row = {"r": [low, high if math.isfinite(high) else None]}
+        for sign, label in SIGNS.items():
             here = (r >= low) & (r < high) & t.mask & (np.sign(t.plain) == sign)
             along = np.einsum("nbt,nbtf->n", here * t.plain, t.along) / FOLDS / square
             error = along.std(ddof=1) / math.sqrt(len(along))
-            cells += [f"{100 * here.sum() / t.mask.sum():.2f}", f"{along.mean():+.2f} +- {error:.2f}"]
-        rows.append([f"{low:g} to {high:g}", *cells])
-    return sweep.markdown(["r", "A > 0: % of tokens", "along g", "A < 0: % of tokens", "along g"], rows)
+            share = float(here.sum() / t.mask.sum())
+            row[label] = {"share": share, "along": [float(along.mean()), float(error)]}
+        rows.append(row)
+    return rows
+
+
+def curves(t: Tokens, forms: dict[str, tuple[np.ndarray, list]]) -> dict:
+    """The best functions of R as the figure has them: log R at the middle of each bin, the weight of each half."""
+    total = np.broadcast_to(total_log(t), t.log_r.shape)[t.mask]
+    out = {"range": np.quantile(total, [0.03, 0.97]).tolist()}
+    for form in (ANY, RISING, HILL):
+        out[form] = []
+        for w in forms[form][1]:
+            middles = np.quantile(total, (np.arange(len(w)) + 0.5) / len(w))
+            out[form].append({"log R": middles.tolist(), "weight": (w / max(w.max(), 1e-12)).tolist()})
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The page
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def plus_minus(x: float, error: float, digits: int) -> str:
+    return f"{x:.{digits}f} +- {error:.{digits}f}"
+
+
+def numbers(x: dict) -> list[str]:
+    found = plus_minus(x["worth"], x["worth_se"], 3)
+    return [found, *(sweep.number(x[key]) for key in ("kappa", "cosine", "scale", "bias", "noise"))]
+
+
+HEAD = ["weight", "worth", "kappa", "cosine", "scale", "bias", "noise"]
+BEST_TITLE = "The best function of one quantity, each half of the batches under what the other half gave:"
+NAMED_TITLE = "Worth over that of the best function of a quantity, by its form; in brackets, errors from 1:"
+DRAWN_TITLE = "Masks drawn with these probabilities, once for each token or response, beside their expectations:"
+RATIO_TITLE = "Gradients G of responses by R, no weight: <G, g> / g^2, and size over g's:"
+SIGN_TITLE = "The same for all tokens of a kind together, by r and the sign of A:"
+
+
+def section(name: str, record: dict) -> str:
+    """The page's part of one sampler."""
+    of = record["about"]
+    parts = [
+        f"## {name}",
+        f"{of['batches']} batches of {of['responses']} responses of {of['tokens']:.1f} tokens; {of['along_random']} of "
+        f"these batches along random directions.\nReward {of['reward']:.2f}, KL(inf || ref) {of['kl']:.2g} a token, "
+        f"R < 0.5 for {100 * of['R_below_half']:.0f} % of responses.\n"
+        f"Noise of an on-policy batch over |g|^2: {of['noise_on']:.2f}.",
+        table_of_weights(record["weights"]),
+        f"{BEST_TITLE}\n\n{table_of_functions(record['functions'])}",
+        f"{NAMED_TITLE}\n\n{table_of_named(record['named'], record['weights'])}",
+        f"{DRAWN_TITLE}\n\n{table_of_drawn(record['drawn'])}",
+        f"{RATIO_TITLE}\n\n{table_by_ratio(record['by_ratio'])}",
+        f"{SIGN_TITLE}\n\n{table_by_sign(record['by_sign'])}",
+    ]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def table_of_weights(rows: dict[str, dict]) -> str:
+    """Every candidate, best first, beside those of BESIDE."""
+    best_first = sorted(rows.items(), key=lambda item: -item[1]["worth"])
+    cells = [[label, *numbers(x), *(ratio(x["over"][name]) for name in BESIDE)] for label, x in best_first]
+    return sweep.markdown([*HEAD, *(f"over {name}" for name in BESIDE)], cells)
+
+
+def table_of_functions(rows: list[dict]) -> str:
+    cells = [
+        [x["quantity"], x["form"], *numbers(x), *(ratio(pair) for pair in x["over"].values()), f"{x['fitted']:.3f}"]
+        for x in rows
+    ]
+    more = ["over rising", "over that of R", "worth on what it is fitted on"]
+    return sweep.markdown(["function of", "form", *HEAD[1:], *more], cells)
+
+
+def table_of_named(rows: dict[str, dict], weights: dict[str, dict]) -> str:
+    cells = [
+        [label, NAMED[label], f"{weights[label]['worth']:.3f}", *(ratio(x[form]) for form in FORMS)]
+        for label, x in rows.items()
+    ]
+    return sweep.markdown(["weight", "function of", "worth", *FORMS], cells)
+
+
+def table_of_drawn(rows: dict[str, dict]) -> str:
+    cells = []
+    for label, x in rows.items():
+        expected, drawn, added = x["expected"], x["drawn"], x["added"]
+        wrong = expected["bias"] + expected["noise"]
+        theory = f"{wrong / (wrong + added):.2f}"
+        worths = [f"{expected['worth']:.3f}", f"{drawn['worth']:.3f}", ratio(x["over"]), theory]
+        noise = [f"{expected['noise']:.3g}", f"{added:.3g}", f"{drawn['noise']:.3g} +- {drawn['noise_se']:.2g}"]
+        cells.append([label, *worths, *noise])
+    head = ["mask", "worth, expected", "worth, drawn", "drawn over expected", "by theory"]
+    return sweep.markdown([*head, "noise, expected", "the draw adds, by theory", "noise, drawn"], cells)
+
+
+def table_by_ratio(rows: list[dict]) -> str:
+    cells = [
+        [
+            "{:.2g} to {:.2g}".format(*x["R"]),
+            plus_minus(*x["along"], 2),
+            f"{x['size']:.0f}",
+            f"{x['reward']:.2f}",
+        ]
+        for x in rows
+    ]
+    return sweep.markdown(["R", "along g", "size", "reward"], cells)
+
+
+def table_by_sign(rows: list[dict]) -> str:
+    cells = []
+    for x in rows:
+        low, high = x["r"]
+        row = [f"{low:g} to {math.inf if high is None else high:g}"]
+        for label in SIGNS.values():
+            row += [f"{100 * x[label]['share']:.2f}", f"{x[label]['along'][0]:+.2f} +- {x[label]['along'][1]:.2f}"]
+        cells.append(row)
+    return sweep.markdown(["r", "A > 0: % of tokens", "along g", "A < 0: % of tokens", "along g"], cells)
 
 
 OTHERS = sweep.RESULTS / "worth" / "stale-64.json"  # made by worth.py, whose flags it holds
@@ -394,22 +542,21 @@ def on_others() -> str:
     """Named objectives where weights of 64 updates ago sample for those of update 128: no form was found on these."""
     record = json.loads(OTHERS.read_text(encoding="utf-8"))
     rows = sorted(record["rows"].items(), key=lambda item: -item[1]["worth"])
-    return sweep.markdown(HEAD[:7], [[name, *numbers(x)] for name, x in rows])
+    return sweep.markdown(HEAD, [[name, *numbers(x)] for name, x in rows])
 
 
-def draw(measured: dict[str, Tokens], fits: dict[str, Fits]) -> None:
+def draw(records: dict[str, dict]) -> None:
     """The best functions of R by bins, of two halves of the data, beside min(R, 1)."""
     plt = sweep.pyplot()
-    fig, axes = plt.subplots(1, len(measured), figsize=(3.8 * len(measured), 3.6), layout="constrained", squeeze=False)
-    for ax, (name, t) in zip(axes[0], measured.items(), strict=True):
-        total = np.broadcast_to(total_log(t), t.log_r.shape)[t.mask]
+    fig, axes = plt.subplots(1, len(records), figsize=(3.8 * len(records), 3.6), layout="constrained", squeeze=False)
+    for ax, (name, record) in zip(axes[0], records.items(), strict=True):
+        curves = record["curves"]
         for form, colour in zip((ANY, RISING, HILL), (sweep.STRONG, *sweep.COLOURS), strict=False):
             for half, style in enumerate(("o-", "s:")):
-                w = fits[name]["R"][form][1][half]
-                middles = np.quantile(total, (np.arange(len(w)) + 0.5) / len(w))
-                largest = max(w.max(), 1e-12)
-                ax.plot(middles, w / largest, style, c=colour, ms=3, lw=1.2, label=f"{form}, half {half + 1}")
-        x = np.linspace(*np.quantile(total, [0.03, 0.97]), 100)
+                line = curves[form][half]
+                label = f"{form}, half {half + 1}"
+                ax.plot(line["log R"], line["weight"], style, c=colour, ms=3, lw=1.2, label=label)
+        x = np.linspace(*curves["range"], 100)
         ax.plot(x, np.minimum(np.exp(x), 1), "k--", lw=1, label="min(R, 1)")
         ax.set(title=name, xlabel="log R")
         ax.grid(alpha=0.3)
@@ -418,29 +565,17 @@ def draw(measured: dict[str, Tokens], fits: dict[str, Fits]) -> None:
     sweep.save(fig, sweep.RESULTS / "search.png")
 
 
-BEST_TITLE = "The best function of one quantity, each half of the batches under what the other half gave:"
-NAMED_TITLE = "Worth over that of the best function of a quantity, by its form; in brackets, errors from 1:"
-DRAWN_TITLE = "Masks drawn with these probabilities, once for each token or response, beside their expectations:"
-
-
 def study(flags):
-    measured = {}
-    for name in flags.samplers.split(","):
+    names = flags.samplers.split(",")
+    for name in names:
         choice("samplers", name, list(SAMPLERS))
-        if not flags.draw or (TOKENS / f"{name}.npz").is_file():
-            measured[name] = tokens_of(name)
-    need(measured, "--draw: nothing is measured; run it once without --draw")
-    parts, fits = [], {}
-    for name, t in measured.items():
-        fits[name] = {q: held_out(t, q) for q in QUANTITIES}
-        parts.append(f"## {name}\n\n{about(t)}\n{table(t)}")
-        parts.append(f"{BEST_TITLE}\n\n{best_functions(t, fits[name])}")
-        parts.append(f"{NAMED_TITLE}\n\n{distances(t, fits[name])}")
-        parts.append(f"{DRAWN_TITLE}\n\n{draws(t)}")
-        parts.append(f"Gradients G of responses by R, no weight: <G, g> / g^2, and size over g's:\n\n{by_ratio(t)}")
-        parts.append(f"The same for all tokens of a kind together, by r and the sign of A:\n\n{by_sign(t)}")
+    if flags.draw:
+        names = [name for name in names if (RECORDS / f"{name}.json").is_file()]
+        need(names, "--draw: nothing is measured; run it once without --draw")
+    records = {name: record_of(name) for name in names}
+    parts = [section(name, record) for name, record in records.items()]
     sweep.page("search", *parts, f"## stale by 64 updates: other tokens\n\n{on_others()}")
-    draw(measured, fits)
+    draw(records)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from results import candidates, curvature, foretell, isotonic, praxis, search, s
 n, B, T, F, K, M = 3, 12, 7, measure.FOLDS, 6, 2
 
 
-def made_up(seed: int = 0) -> search.Tokens:
+def made_up(seed: int = 0, n: int = n, B: int = B, M: int = M) -> search.Tokens:
     """Tokens of responses of unequal lengths, everything in them random."""
     rng = np.random.default_rng(seed)
     mask = np.arange(T) < rng.integers(2, T + 1, (n, B))[..., None]
@@ -369,16 +369,38 @@ def test_what_our_own_long_rows_reached_is_the_policys_reward(tmp_path, monkeypa
 
 def test_tokens_by_sign_add_up_to_the_batch():
     t = made_up(5)
-    rows = [line.split("|")[2:6] for line in search.by_sign(t).splitlines()[2:]]
+    rows = search.by_sign(t)
     assert len(rows) == len(search.SIDES) - 1
-    total = sum(float(row[i].split()[0]) for row in rows for i in (1, 3))
+    parts = [row[sign] for row in rows for sign in ("A > 0", "A < 0")]
     plain = search.seen(t, np.ones_like(t.log_r))
-    assert total == pytest.approx(np.mean(plain.along) / t.reference.square(range(F)), abs=0.005 * 2 * len(rows))
-    assert abs(total) > 0.05
-    assert sum(float(row[i]) for row in rows for i in (0, 2)) == pytest.approx(100, abs=0.1)
-    falls = [float(row[2]) for row in rows]
+    total = sum(part["along"][0] for part in parts)
+    assert total == pytest.approx(np.mean(plain.along) / t.reference.square(range(F))) and abs(total) > 0.05
+    assert sum(part["share"] for part in parts) == pytest.approx(1)
     here = (t.plain < 0) & (np.exp(t.log_r) < 0.3)
-    assert falls[0] == pytest.approx(100 * here.sum() / t.mask.sum(), abs=0.006)
+    assert rows[0]["r"] == [0, 0.3] and rows[0]["A < 0"]["share"] == pytest.approx(here.sum() / t.mask.sum())
+
+
+def test_a_page_of_a_search_needs_its_record_and_not_its_tokens(tmp_path, monkeypatch):
+    """Weighed once, written, and drawn from what was written: every number of it is that of the tokens."""
+    monkeypatch.setattr(search, "RECORDS", tmp_path / "worth" / "search")
+    t = made_up(6, n=8, B=48, M=8)
+    t = replace(t, along=t.along + 0.2 * t.plain[..., None])  # so that all of it is worth something
+    monkeypatch.setattr(search, "tokens_of", lambda name: t)
+    record = search.record_of("actor")
+    monkeypatch.setattr(search, "tokens_of", lambda name: pytest.fail("there is a record"))
+    assert search.record_of("actor") == record == json.loads((tmp_path / "worth/search/actor.json").read_text())
+    page = search.section("actor", record)
+    cells = {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in page.splitlines() if " | " in line}
+    w, other = (search.CANDIDATES[label](t) for label in ("min(R^2, 1)", "min(R, 1)"))
+    x, (log_ratio, error) = search.weigh(t, w), search.paired(t, w, other)
+    row = cells["min(R^2, 1)"]
+    assert row[1] == f"{x['worth']:.3f} +- {x['worth_se']:.3f}" and row[2] == sweep.number(x["kappa"])
+    assert row[7] == f"{math.exp(log_ratio):.2f} ({log_ratio / error:+.1f})"
+    assert f"8 batches of 48 responses of {t.mask.sum() / 8 / 48:.1f} tokens; 8 of these" in page
+    assert f"R < 0.5 for {100 * (np.exp(t.log_r.sum(2)) < 0.5).mean():.0f} %" in page
+    assert page.count("\n| --- |") == 6 and len(record["weights"]) == len(search.CANDIDATES)
+    x = np.quantile(np.broadcast_to(t.log_r.sum(2, keepdims=True), t.log_r.shape)[t.mask], [0.03, 0.97])
+    assert record["curves"]["range"] == pytest.approx(x.tolist(), rel=1e-5)
 
 
 def test_worth_on_the_way_beside_where_each_row_ended(tmp_path, monkeypatch):

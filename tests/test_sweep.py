@@ -25,6 +25,7 @@ from results import (
     praxis,
     prefix,
     qarl,
+    search,
     sweep,
     table1,
     table2_3,
@@ -346,10 +347,15 @@ def test_a_page_is_written_again_as_it_is(places, capsys):
     assert 5_000 < (sweep.RESULTS / "aligned.png").stat().st_size < 300_000
 
 
-# search draws from tokens that are not kept; figure2ab and theorem1 compute all anew; the others write no such page
-FROM_RECORDS = sorted(set(index.STUDIES) - {"search", "figure2ab", "theorem1", "aligned", "moe", "ladder"})
+# figure2ab and theorem1 compute all anew; the others write no such page
+FROM_RECORDS = sorted(set(index.STUDIES) - {"figure2ab", "theorem1", "aligned", "moe", "ladder"})
 SLOW = {"collapse", "pace"}  # 40 and 15 seconds
-FLAGS = {"prefix": prefix.PrefixFlags, "text_settings": text_settings.TextFlags, "zero": zero.ZeroFlags}
+FLAGS = {
+    "prefix": prefix.PrefixFlags,
+    "search": search.SearchFlags,
+    "text_settings": text_settings.TextFlags,
+    "zero": zero.ZeroFlags,
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in FROM_RECORDS])
