@@ -98,7 +98,7 @@ COLUMNS = {
 class ZeroFlags(sweep.StudyFlags):
     """Training at zero"""
 
-    seeds: int = 5
+    seeds: int = 6
     """Runs of every row."""
     whole: bool = False
     """All rows, and not the first ones alone."""
