@@ -330,6 +330,31 @@ def fitting(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float) -> tupl
     return said, None
 
 
+def longest_row(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float) -> int:
+    """Tokens, prompt included, of the longest row with which a run fits, to a hundredth of the memory; no row is cut
+    over GPUs.
+
+    At the most the models' context. 0: not even this prompt and one token fit. The peak grows about linearly, so each
+    trial lies where the line through a length that fits and one that is too long meets the limit."""
+
+    def peak(length):
+        return plan_of(replace(cfg, max_tokens=length - prompt), configs, prompt, ranks, gpu_gib).peak
+
+    limit = gpu_gib * GIB
+    fits, too_long = prompt + 1, min(config.max_position_embeddings for config in configs.values())
+    low, high = peak(fits), peak(too_long)
+    if low > limit or high <= limit:
+        return 0 if low > limit else too_long
+    while too_long - fits > 1 and limit - low > limit / 100:
+        length = fits + round((too_long - fits) * (limit - low) / (high - low))
+        length = min(max(length, fits + 1), too_long - 1)
+        if (there := peak(length)) <= limit:
+            fits, low = length, there
+        else:
+            too_long, high = length, there
+    return fits
+
+
 def verdict(cfg, configs: dict, prompt: int, made: Plan, gpu_gib: float) -> tuple[bool, str]:
     """(whether a plan fits a GPU of so many GiB, a sentence that says so or what would make it fit)."""
     peak = made.peak / GIB
@@ -356,10 +381,13 @@ def report(cfg) -> None:
     if cfg.actor != "none":
         configs["actor"] = config_of("actor", cfg.actor)
     prompt = cfg.max_prompt_tokens or longest_prompt(cfg)
-    made = plan_of(cfg, configs, prompt, cfg.ranks or from_environment("WORLD_SIZE", 1), cfg.gpu_gib)
+    ranks = cfg.ranks or from_environment("WORLD_SIZE", 1)
+    made = plan_of(cfg, configs, prompt, ranks, cfg.gpu_gib)
     print(made.text())
     if cfg.gpu_gib:
         print(verdict(cfg, configs, prompt, made, cfg.gpu_gib)[1])
+        longest = longest_row(cfg, configs, prompt, ranks, cfg.gpu_gib)
+        print(f"no row is cut over GPUs: the longest that fits has {longest} tokens, of which {prompt} are prompt")
 
 
 def config_of(flag: str, name: str):

@@ -75,6 +75,8 @@ TESTS = {
     "model/lora.py": ["test_lora.py", "test_memory.py::test_new_adapters_are_small_draws_that_change_nothing_yet"],
     "model/memory.py": ["test_memory.py"],
     "sync.py": ["test_sync.py"],
+    "plan.py": ["test_plan.py", "-k", "longest_row or the_command"],
+    "results/search.py": ["test_search.py", "-k", "page_of_a_search or by_sign or seen_of"],
     "quant.py": ["test_quant.py", "test_moe.py"],
     "sampling.py": [
         *("test_noise.py", "test_sampling.py", "test_rollout.py", "test_bad_input.py"),
@@ -566,6 +568,18 @@ MUTANTS = {
         ("(2 * draws - 1) / A.shape[1] ** 0.5", "draws / A.shape[1] ** 0.5"),
         ('name.replace(f".{NAME}.", ".")', "name"),
         ("        write(p, saved[name])", "        pass"),
+    ],
+    "plan.py": [
+        ("if (there := peak(length)) <= limit:", "if (there := peak(length)) > limit:"),
+        ("and limit - low > limit / 100:", "and limit - low > limit / 2:"),
+        ("return 0 if low > limit else too_long", "return too_long"),
+        ("longest = longest_row(cfg, configs, prompt, ranks, cfg.gpu_gib)", "longest = 0"),
+    ],
+    "results/search.py": [
+        ("float((whole(t) < 0.5).mean())", "float((whole(t) > 0.5).mean())"),
+        ('"over": {name: paired(t, w, other)', '"over": {name: paired(t, other, w)'),
+        ('return float(f"{x:.6g}") if', 'return float(f"{x:.1g}") if'),
+        ("    if not path.is_file():\n        record", "    if True:\n        record"),
     ],
     "sync.py": [
         ("copy.deepcopy(config), dtype", "config, dtype"),

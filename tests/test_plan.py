@@ -384,6 +384,21 @@ def test_what_does_not_help_is_not_proposed():
     )
 
 
+def test_the_longest_row_is_the_longest_that_fits():
+    """Or shorter, by no more than a hundredth of the memory. Where the context fits, it is that; where no token, 0."""
+    cfg = make_cfg(**{**BIG, "micro_tokens": 64}, rollout="hf")
+    configs = {"policy": small(max_position_embeddings=200)}
+
+    def peak(length):
+        return plan.plan_of(replace(cfg, max_tokens=length - 37), configs, 37, 1).peak
+
+    at_110, context = peak(110), peak(200)
+    found = plan.longest_row(cfg, configs, 37, 1, (at_110 + 10) / plan.GIB)
+    assert 90 < found <= 110 and 0.99 * at_110 < peak(found) <= at_110 < peak(111) < context
+    assert plan.longest_row(cfg, configs, 37, 1, context / plan.GIB) == 200
+    assert plan.longest_row(cfg, configs, 37, 1, (peak(38) - 10) / plan.GIB) == 0
+
+
 def test_the_command(tmp_path, capsys):
     """Of a folder there need be nothing but its config.json."""
     small().save_pretrained(tmp_path)
@@ -392,6 +407,7 @@ def test_the_command(tmp_path, capsys):
     train.train(config.parse([*given, "--max_prompt_tokens=32", "--gpu_gib=80", "--rollout=hf", "--ranks=4"]))
     said = capsys.readouterr().out
     assert "one rank of 4" in said and "it fits --gpu_gib=80" in said
+    assert "the longest that fits has 512 tokens, of which 32 are prompt" in said  # the model's context
     assert float(re.search(r"weights, policy +([\d.]+)", said)[1]) == pytest.approx(4 * P_SMALL / plan.GIB, abs=0.005)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
