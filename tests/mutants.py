@@ -571,7 +571,7 @@ MUTANTS = {
     ],
     "plan.py": [
         ("if (there := peak(length)) <= limit:", "if (there := peak(length)) > limit:"),
-        ("and limit - low > limit / 100:", "and limit - low > limit / 2:"),
+        ("while too_long - fits > 1 and limit", "while False and limit"),
         ("return 0 if low > limit else too_long", "return too_long"),
         ("longest = longest_row(cfg, configs, prompt, ranks, cfg.gpu_gib)", "longest = 0"),
     ],
