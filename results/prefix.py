@@ -168,7 +168,7 @@ FIRST_SEED = 10  # every row is run anew: base models differ a little between pr
 
 def seeds_of(rows: dict[str, dict], wanted: int) -> tuple[int, int]:
     """(first seed, how many) of the runs of a setting's rows."""
-    for some, seed in ((WHY, WHY_SEED), (CLIPPED, CLIPPED_SEED), (CHAINS, FIRST_SEED)):
+    for some, seed in ((WHY, WHY_SEED), (CLIPPED, CLIPPED_SEED)):
         if rows is some:
             return seed, 1
     return FIRST_SEED, wanted
