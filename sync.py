@@ -41,7 +41,7 @@ from sampling import Sampling
 
 SIGMAS = 6.0  # standard errors to either side of a slope, before an engine is accused
 FEW = (
-    12.0  # the same of sampled tokens: errors of so few are not normal, and of 900 versions in 16 bits one was 6.2 off
+    12.0  # the same of sampled tokens: errors of so few are not normal, and of 800 versions in 16 bits one was 6.2 off
 )
 SURE = 3.0  # before its weights count as proved
 NEW = 0.9  # the slope of an engine with new weights is not below this
