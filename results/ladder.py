@@ -22,6 +22,7 @@ import plot
 from results import sweep
 
 RECORD = sweep.RESULTS / "ladder.json"
+FAULTS = sweep.RESULTS / "ladder_faults.json"
 RUNS = {
     "actor": "--actor=base:actor",
     "int8": "--rollout_quant=int8",
@@ -60,6 +61,16 @@ def table(name: str, ladder: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def planted_faults() -> str:
+    """What the ladder names of each planted fault, first first: by the record of tests/ladder_faults.py."""
+    rows = []
+    for x in json.loads(FAULTS.read_text(encoding="utf-8")):
+        named = [f"{s['fault']} {s['where']}".strip() + f" ({100 * s['explained']:.1f} %)" for s in x["suspects"]]
+        rows.append([x["planted"], named[0], "; ".join(named[1:])])
+    head = ["planted", "named first (explains)", "then"]
+    return f"### Planted faults: `python tests/ladder_faults.py`\n\n{sweep.markdown(head, rows)}"
+
+
 def cell(x: dict, total: float) -> str:
     return f"{x['share']:.2g} +- {x['se']:.1g} ({100 * x['share'] / total:.0f} %)"
 
@@ -72,7 +83,7 @@ def main() -> None:
             RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     known = {name: record[name] for name in RUNS}
     tables = "\n".join(table(name, ladder) for name, ladder in known.items())
-    sweep.rewrite("ladder", f"Written by `python results/ladder.py`.\n\n{tables}")
+    sweep.rewrite("ladder", f"Written by `python results/ladder.py`.\n\n{tables}\n{planted_faults()}")
     plot.draw_ladder([known[name] for name in DRAWN], list(DRAWN), sweep.RESULTS / "ladder.png")
 
 

@@ -2,7 +2,7 @@
 
 The suite plants them in a tiny model; this plants them in the embedded policy, and prints what is named:
 
-    python tests/ladder_faults.py           # some minutes on two cores
+    python tests/ladder_faults.py           # all, some minutes on two cores: results/ladder_faults.json
     python tests/ladder_faults.py "stale head" "a scale at 1"
 
 They are planted as they happen in engines: in a loader that passes over tensors, in settings that are not handed on, in
@@ -12,6 +12,7 @@ a cache that is not emptied. The ladder is given the flags, the older weights an
 from __future__ import annotations
 
 import copy
+import json
 import sys
 import tempfile
 import time
@@ -32,6 +33,7 @@ from checkpoint import load_model
 
 CHAT = "# {{ messages[0]['content'] }}{% if add_generation_prompt %} :{% endif %}"  # in the embedded tokenizer's words
 BLOCK = 4  # tokens of a block of the prefix cache
+RECORD = Path(__file__).parents[1] / "results" / "ladder_faults.json"
 
 
 def spoil_load(engine, change: Callable) -> None:
@@ -225,7 +227,7 @@ def main() -> None:
     import warmstart
     from tasks import arithmetic_tokenizer
 
-    right = 0
+    right, record = 0, []
     chosen = [planted for planted in PLANTED if planted.name in (sys.argv[1:] or [p.name for p in PLANTED])]
     with tempfile.TemporaryDirectory() as scratch:
         models = make_models(
@@ -237,9 +239,13 @@ def main() -> None:
             seconds = time.perf_counter() - start
             first = suspects[0]["fault"] if suspects else "nothing"
             right += first == planted.name
+            kept = [dict(fault=x["fault"], where=x["where"], explained=round(x["explained"], 4)) for x in suspects[:3]]
+            record.append({"planted": planted.name, "suspects": kept})
             found = ", ".join(f"{x['fault']} {x['where']} {100 * x['explained']:.1f} %" for x in suspects[:3])
             print(f"PLANTED {planted.name:28s} {first == planted.name!s:6s} {seconds:5.0f} s   {found}", flush=True)
     print(f"PLANTED {right} of {len(chosen)} named first")
+    if chosen == PLANTED:
+        RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from conftest import make_cfg
-from ladder_faults import PLANTED, make_models, named
+from ladder_faults import PLANTED, RECORD, make_models, named
 
 import batching
 import eval as evaluation
@@ -206,3 +206,10 @@ def test_bad_calls(folders, argv, sentence):
     argv = [x.replace("ACTOR", str(folders / "actor")) for x in argv]
     with pytest.raises(ValueError, match=sentence):
         evaluation.main([f"--model={folders / 'policy'}", "--rollout=hf", "--dtype=float32", "--max_tokens=8", *argv])
+
+
+def test_the_record_of_the_embedded_policy_has_every_planted_fault_named_first():
+    """At least 11 of 12 are asked for; these are 12 (python tests/ladder_faults.py)."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    assert [x["planted"] for x in record] == [planted.name for planted in PLANTED] and len(record) == 12
+    assert [x["suspects"][0]["fault"] for x in record] == [planted.name for planted in PLANTED]
