@@ -334,17 +334,19 @@ def longest_row(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float) -> 
     """Tokens, prompt included, of the longest row with which a run fits, to a hundredth of the memory; no row is cut
     over GPUs.
 
-    At the most the models' context. 0: not even this prompt and one token fit. The peak grows about linearly, so each
-    trial lies where the line through a length that fits and one that is too long meets the limit."""
+    At the most the models' context. 0: not even this prompt and one token fit, in the memory or in the context. The
+    peak grows about linearly, so each trial lies where the line through a length that fits and one that is too long
+    meets the limit."""
 
     def peak(length):
         return plan_of(replace(cfg, max_tokens=length - prompt), configs, prompt, ranks, gpu_gib).peak
 
     limit = gpu_gib * GIB
     fits, too_long = prompt + 1, min(config.max_position_embeddings for config in configs.values())
-    low, high = peak(fits), peak(too_long)
-    if low > limit or high <= limit:
-        return 0 if low > limit else too_long
+    if too_long < fits or (low := peak(fits)) > limit:
+        return 0
+    if (high := peak(too_long)) <= limit:
+        return too_long
     while too_long - fits > 1 and limit - low > limit / 100:
         length = fits + round((too_long - fits) * (limit - low) / (high - low))
         length = min(max(length, fits + 1), too_long - 1)
@@ -387,7 +389,8 @@ def report(cfg) -> None:
     if cfg.gpu_gib:
         print(verdict(cfg, configs, prompt, made, cfg.gpu_gib)[1])
         longest = longest_row(cfg, configs, prompt, ranks, cfg.gpu_gib)
-        print(f"no row is cut over GPUs: the longest that fits has {longest} tokens, of which {prompt} are prompt")
+        says = f"the longest that fits has {longest} tokens, of which {prompt} are prompt" if longest else "none fits"
+        print(f"no row is cut over GPUs: {says}")
 
 
 def config_of(flag: str, name: str):

@@ -40,9 +40,7 @@ import quant
 from sampling import Sampling
 
 SIGMAS = 6.0  # standard errors to either side of a slope, before an engine is accused
-FEW = (
-    12.0  # the same of sampled tokens: errors of so few are not normal, and of 800 versions in 16 bits one was 6.2 off
-)
+FEW = 12.0  # of sampled tokens, whose errors are not normal: one of 800 healthy 16-bit versions was 6.2 off
 SURE = 3.0  # before its weights count as proved
 NEW = 0.9  # the slope of an engine with new weights is not below this
 EXPLAINED = 0.9  # share of the spread of log-probabilities over tokens that engine and tensors must have in common

@@ -572,7 +572,7 @@ MUTANTS = {
     "plan.py": [
         ("if (there := peak(length)) <= limit:", "if (there := peak(length)) > limit:"),
         ("while too_long - fits > 1 and limit", "while False and limit"),
-        ("return 0 if low > limit else too_long", "return too_long"),
+        ("or (low := peak(fits)) > limit:", "or (low := peak(fits)) < 0:"),
         ("longest = longest_row(cfg, configs, prompt, ranks, cfg.gpu_gib)", "longest = 0"),
     ],
     "results/search.py": [

@@ -397,6 +397,7 @@ def test_the_longest_row_is_the_longest_that_fits():
     assert 90 < found <= 110 and 0.99 * at_110 < peak(found) <= at_110 < peak(111) < context
     assert plan.longest_row(cfg, configs, 37, 1, context / plan.GIB) == 200
     assert plan.longest_row(cfg, configs, 37, 1, (peak(38) - 10) / plan.GIB) == 0
+    assert plan.longest_row(cfg, configs, 200, 1, 80.0) == 0  # a prompt as long as the context
 
 
 def test_the_command(tmp_path, capsys):
