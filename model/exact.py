@@ -53,7 +53,8 @@ ROWS = {"cpu": 64, "tiles": 256, "cuda": 256}  # tokens in one product with a we
 HEADS = 256  # (response, head of keys, block of keys) in one batch of small products
 QUERIES = 4  # least rows of such a product, queries times heads that share their keys: with 3 their place would matter
 KEYS = 32  # keys in a block
-UNSEEN = -1e30  # score of a key that a query does not see: finite, and its exponential is 0
+UNSEEN = -1e30  # added to the score of a key that a query does not see
+LEAST = -80.0  # of a score below the largest: an exponential that underflows takes fifty times as long
 
 FAMILIES = ("granite", "llama", "mistral", "qwen2", "qwen3")  # tested: they consist of what the table names
 
@@ -80,12 +81,19 @@ def rounded_product(x, weight):
 def by_rows(multiply, x, weight, dtype, size: int):
     """multiply(x, W), (M, N) of this type: `size` rows at a time, filled up with zeros."""
     out = x.new_empty(len(x), len(weight), dtype=dtype)
-    for rows, result in zip(x.split(size), out.split(size), strict=True):
+    for at in pieces(len(x), size):
+        rows, result = x[at], out[at]
         if len(rows) < size or dtype != x.dtype:
             result.copy_(multiply(filled(rows, size), weight)[: len(rows)])
         else:
             torch.mm(rows, weight.t(), out=result)
     return out
+
+
+def pieces(n: int, size: int) -> list[slice]:
+    """`size` of n at a time; the last piece begins early, so that only a single one can be smaller."""
+    starts = [*range(0, n - size, size), max(n - size, 0)]
+    return [slice(start, start + size) for start in starts]
 
 
 @functools.cache
@@ -99,7 +107,8 @@ def products(a, b, transposed: bool = False):
 
     transposed: b is (n, N, K). In memory it stays so: the order of a sum may depend on it, too."""
     out = a.new_empty(len(a), a.shape[1], b.shape[1 if transposed else 2])
-    for some, others, result in zip(a.split(HEADS), b.split(HEADS), out.split(HEADS), strict=True):
+    for at in pieces(len(a), HEADS):
+        some, others, result = a[at], b[at], out[at]
         n = len(some)
         if n < HEADS:
             some, others = filled(some, HEADS), filled(others, HEADS)
@@ -114,6 +123,13 @@ def products(a, b, transposed: bool = False):
 def longer(x, more: int):
     """x (..., K, D) with so many rows of zeros behind it, (..., K + more, D); without any it is not copied."""
     return pad(x, (0, 0, 0, more)) if more else x
+
+
+def taken(x, places):
+    """x (B, H, K, D) at the places (B, n) of its third axis, (B, H, n, D)."""
+    B, H, K, D = x.shape
+    first = K * torch.arange(B * H, device=x.device).view(B, H, 1)
+    return x.reshape(-1, D).index_select(0, (first + places[:, None]).flatten()).view(B, H, -1, D)
 
 
 def filled(x, size: int):
@@ -204,7 +220,8 @@ class ExactLinear(nn.Linear):
 
 def quotient(x):
     z = x.float()
-    return z.div(z.neg().exp_().add_(1.0)).to(x.dtype)
+    below = z.neg().exp_().add_(1.0)
+    return torch.div(z, below, out=below).to(x.dtype)
 
 
 class SiLU(nn.Module):
@@ -223,7 +240,7 @@ class Seen(NamedTuple):
     """Which keys the queries of a forward see, for all its layers."""
 
     mask: torch.Tensor  # (B, 1, Q, K) bool
-    unseen: torch.Tensor  # (B, 1, Q, n KEYS) bool, of the keys in `order`
+    weight: torch.Tensor  # (B, 1, Q, n KEYS): 1 for a key that is seen and 0 for another, of the keys in `order`
     order: torch.Tensor | None  # (B, n KEYS): the keys in order, those that no query sees last; None: as they are
 
     @classmethod
@@ -232,19 +249,16 @@ class Seen(NamedTuple):
         padded = pad(mask, (0, -mask.shape[3] % KEYS))
         absent = ~padded[:, 0, -1]  # (B, n KEYS)
         if not (absent[:, :-1] & ~absent[:, 1:]).any():  # they are in order
-            return cls(mask, ~padded, None)
+            return cls(mask, padded.float(), None)
         order = absent.byte().argsort(dim=1, stable=True)
-        unseen = ~padded.gather(3, order[:, None, None].expand_as(padded))
-        return cls(mask, unseen, order.clamp_max(mask.shape[3] - 1))
+        weight = padded.gather(3, order[:, None, None].expand_as(padded)).float()
+        return cls(mask, weight, order.clamp_max(mask.shape[3] - 1))
 
     def blocks(self, x):
         """Keys or values (B, H, K, D) -> (B, H, n, KEYS, D) in float32, in order, filled up with what is not seen."""
-        B, H, K, D = x.shape
-        if self.order is None:
-            return longer(x.float(), -K % KEYS).unflatten(2, (-1, KEYS))
-        first = K * torch.arange(B * H, device=x.device).view(B, H, 1)
-        places = (first + self.order[:, None]).flatten()
-        return x.float().reshape(-1, D).index_select(0, places).view(B, H, -1, KEYS, D)
+        x = x.float()
+        x = longer(x, -x.shape[2] % KEYS) if self.order is None else taken(x, self.order)
+        return x.unflatten(2, (-1, KEYS))
 
 
 def seen(**how) -> Seen:
@@ -258,8 +272,10 @@ def attention(module, query, key, value, attention_mask: Seen, scaling: float, *
     """transformers' interface: softmax(scaling Q K^T) V, (B, Q, heads, D), and no weights.
 
     query (B, heads, Q, D); key and value (B, heads of keys, K, D)."""
-    exact = functools.partial(exact_attention, attention_mask, scaling)
-    with torch.autocast(query.device.type, enabled=False):
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    exact = functools.partial(exact_attention, attention_mask, scaling, dtype)
+    with torch.autocast(device, enabled=False):
         if torch.is_grad_enabled():
             ordinary = functools.partial(ordinary_attention, attention_mask.mask, scaling)
             out = WithGradientOf.apply(exact, ordinary, query, key, value)
@@ -274,40 +290,40 @@ def ordinary_attention(mask, scaling: float, query, key, value):
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
 
 
-def exact_attention(seen: Seen, scaling: float, query, key, value):
-    """The same by blocks, (B, heads, Q, D) in the type of the values."""
+def exact_attention(seen: Seen, scaling: float, dtype: torch.dtype, query, key, value):
+    """The same by blocks, (B, heads, Q, D) in this type."""
     Q, K = query.shape[2], key.shape[2]
     shared = query.shape[1] // key.shape[1]  # heads with the same keys
     size = -(-QUERIES // shared)
-    dtype, key, value = value.dtype, seen.blocks(key), seen.blocks(value)
-    query = longer(query.float() * scaling, -Q % size).unflatten(1, (-1, shared))
+    key, value = seen.blocks(key), seen.blocks(value)
+    missing = -Q % size  # queries to a whole block, which see no key
+    query = longer(query.float() * scaling, missing).unflatten(1, (-1, shared))
+    weight = longer(seen.weight, missing)
     outs = []
     for first in range(0, Q, size):
         n = min(key.shape[2], -(-(K - Q + first + size) // KEYS))  # behind them no key is seen
         at = slice(first, first + size)
-        outs.append(one_block(query[:, :, :, at], key[:, :, :n], value[:, :, :n], seen.unseen[:, :, at, : n * KEYS]))
-    return torch.cat(outs, 3).flatten(1, 2).to(dtype)
+        outs.append(one_block(query[:, :, :, at], key[:, :, :n], value[:, :, :n], weight[:, :, at, : n * KEYS]))
+    return torch.cat(outs, 3)[:, :, :, :Q].flatten(1, 2).to(dtype)
 
 
-def one_block(query, key, value, unseen):
-    """Attention of a block of queries, (B, H, shared, q, D) float32.
+def one_block(query, key, value, weight):
+    """Attention of a block of queries, (B, H, shared, size, D) float32.
 
-    query (B, H, shared, size, D), of which the first q are there; key, value (B, H, n, KEYS, D); unseen
-    (B or 1, 1, q, n KEYS)."""
+    query (B, H, shared, size, D); key, value (B, H, n, KEYS, D); weight (B or 1, 1, size, n KEYS)."""
     B, H, n = key.shape[:3]
-    shared, size, q = *query.shape[2:4], unseen.shape[2]
+    shared, size = query.shape[2:4]
     rows = query.reshape(B, H, 1, shared * size, -1).expand(-1, -1, n, -1, -1)
     scores = products(rows.flatten(0, 2), key.flatten(0, 2), transposed=True).view(B, H, n, shared, size, KEYS)
-    hidden = unseen.unflatten(3, (n, KEYS)).transpose(2, 3)[:, :, :, None]  # (B, 1, n, 1, q, KEYS)
-    scores = scores[..., :q, :].contiguous().masked_fill_(hidden, UNSEEN)
-    p = scores.sub_(scores.amax((2, 5), keepdim=True)).exp_()
-    rows = longer(p, size - q).view(B * H * n, shared * size, KEYS)
-    mixed = products(rows, value.flatten(0, 2)).view(B, H, n, shared, size, -1)[..., :q, :]
+    weight = weight.unflatten(3, (n, KEYS)).transpose(2, 3)[:, :, :, None]  # (B, 1, n, 1, size, KEYS)
+    scores += UNSEEN * (1 - weight)
+    p = scores.sub_(scores.amax((2, 5), keepdim=True)).clamp_min_(LEAST).exp_().mul_(weight)
+    mixed = products(p.view(-1, shared * size, KEYS), value.flatten(0, 2)).view(B, H, n, shared, size, -1)
     mass = p.sum(-1, keepdim=True)
     total, all_mass = mixed[:, :, 0], mass[:, :, 0]
     for i in range(1, n):  # in order: a block that is not seen adds 0
         total, all_mass = total + mixed[:, :, i], all_mass + mass[:, :, i]
-    return total / all_mass
+    return total / all_mass.clamp_min(1.0)  # the largest counts 1; of a query that sees no key: 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,23 +3,21 @@
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from model.exact import KEYS, longer
+from model.exact import KEYS, longer, taken
 
 
 class InOrder(DynamicLayer):
     """A sampler's cache of one layer: the keys of a row stand from its first place on, a new one behind the last.
 
-    There is room for whole blocks, so a step neither copies the other keys nor puts them in order."""
+    There is room for whole blocks, and numbers of 16 bits are kept as they are multiplied, in float32. So a step
+    neither copies the other keys nor puts them in order."""
 
     def __init__(self, layer, lengths):
         """layer: of transformers, keys and values (B, H, P, D) that are padded on the left; lengths (B,): of rows."""
         super().__init__()
         P = layer.keys.shape[2]
         places = torch.arange(P + KEYS - P % KEYS, device=lengths.device) + (P - lengths)[:, None]
-        places = places.clamp_max(P - 1)[:, None, :, None]
-        keys, values = layer.keys, layer.values
-        self.keys = keys.gather(2, places.expand(-1, keys.shape[1], -1, keys.shape[3]))
-        self.values = values.gather(2, places.expand(-1, values.shape[1], -1, values.shape[3]))
+        self.keys, self.values = (taken(x.float(), places.clamp_max(P - 1)) for x in (layer.keys, layer.values))
         self.lengths = lengths
         self.longest = P  # no row is longer
         self.is_initialized = True
@@ -30,7 +28,7 @@ class InOrder(DynamicLayer):
         B, H, K, _ = self.keys.shape
         rows = K * torch.arange(B * H, device=self.lengths.device).view(B, H) + self.lengths[:, None]
         for x, new in ((self.keys, key), (self.values, value)):
-            x.view(B * H * K, -1).index_copy_(0, rows.flatten(), new.to(x.dtype).flatten(0, 2))
+            x.view(B * H * K, -1).index_copy_(0, rows.flatten(), new.float().flatten(0, 2))
         self.lengths = self.lengths + 1
         self.longest += 1
         return self.keys, self.values
@@ -51,7 +49,7 @@ class InOrder(DynamicLayer):
         return self.room()
 
     def batch_select_indices(self, rows) -> None:
-        self.keys, self.values, self.lengths = self.keys[rows], self.values[rows], self.lengths[rows]
+        self.keys, self.values, self.lengths = (x.index_select(0, rows) for x in (self.keys, self.values, self.lengths))
 
 
 def in_order(cache, lengths):

@@ -238,7 +238,9 @@ def test_a_query_alone_sees_what_it_sees_among_others(shared):
         room = -(-(t + 1) // exact.KEYS) * exact.KEYS
         some = torch.tensor([t % B, (t + 3) % B, t % B])
         seen = exact.Seen.of((torch.arange(room) <= t).expand(3, 1, 1, room))
-        k, v = (F.pad(x[some, :, : t + 1], (0, 0, 0, room - t - 1), value=9.0) for x in (key, value))
+        behind = (0, 0, 0, room - t - 1)  # what no query sees counts exactly 0, whatever stands there
+        k = F.pad(key[some, :, : t + 1], behind, value=9.0)
+        v = F.pad(value[some, :, : t + 1], behind, value=1e34)
         alone, _ = exact.attention(None, query[some, :, t : t + 1], k, v, seen, 0.25)
         assert torch.equal(alone[:, 0], whole[some, t]), t
 
