@@ -212,7 +212,7 @@ class VLLMEngine:
         ids = ids.astype(np.int32, copy=False)
         logp = logp.astype(np.float32, copy=False)
         if max_allowed:
-            offsets, allowed_ids = allowed_sets(ids[:, 1:], logp[:, 1:], max_allowed)
+            offsets, allowed_ids = allowed_sets(ids[:, 1:], logp[:, 1:], ids[:, 0], max_allowed)
         responses = []
         for output, end in zip(outputs, ends, strict=True):
             start = end - len(output.token_ids)

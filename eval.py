@@ -13,6 +13,7 @@ pass@k of a problem with c right among n samples is 1 - C(n-c, k) / C(n, k), the
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -52,6 +53,7 @@ from run import EVALUATED, common_tokenizer, holds_run, is_locked, rows
 from sampling import Sampling, SamplingFlags
 from tasks import EvalSet, PromptFlags, TaskFlags, encode, eval_sets, grade_all, prompts, stop_ids
 from tasks.gold import grade_gold
+from tasks.rewards import parts_of
 
 PROBLEMS, PROBE_PROBLEMS = 512, 64  # unless --problems names a number: to evaluate, and for --mismatch
 
@@ -263,11 +265,13 @@ def open_setup(cfg: EvalFlags, problems: int) -> Setup:
     need(
         cfg.top_k <= vocabulary, f"--top_k={cfg.top_k}: larger than the vocabulary of {vocabulary} tokens; 0 keeps all"
     )
+    context = max(longest[one.label] + one.max_tokens for one in sets)
     for one in models:
+        if cfg.rollout == "hf" or cfg.mismatch:
+            checkpoint.check_angles(one, context)
         checkpoint.check_rows(one, vocabulary)
         checkpoint.check_weights(one)
     quant.check_model(cfg, models[-1])
-    context = max(longest[one.label] + one.max_tokens for one in sets)
     return Setup(sets, folder, tokenizer, n, context, vocabulary, ends)
 
 
@@ -412,7 +416,8 @@ class Responses:
         aside = ("out", "k", "problems", "rollout_memory")
         asked = {key: value for key, value in vars(cfg).items() if key not in aside}
         data = {one.label: tasks.digest_of(one.task.name) for one in setup.sets}
-        head = json.dumps({"evaluation": asked | {"folder": setup.folder, "data": data}}) + "\n"
+        found = {"folder": setup.folder, "weights": weights_of(setup.folder), "data": data, "files": digest_of_named(cfg)}
+        head = json.dumps({"evaluation": asked | found}) + "\n"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(head, encoding="utf-8")
@@ -448,6 +453,18 @@ class Responses:
                 f.write(json.dumps(row) + "\n")
 
         return write
+
+
+def weights_of(folder: str) -> list:
+    """By what a model is told from another one in the same folder: its files, their sizes and times."""
+    return [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(Path(folder).iterdir()) if p.is_file()]
+
+
+def digest_of_named(cfg: EvalFlags) -> str:
+    """SHA-256 of what is in the files that flags of prompts and reward name."""
+    rewards = [part.name.rpartition(":")[0] for part in parts_of(cfg.reward)] if cfg.reward else []
+    read = [Path(file).read_text(encoding="utf-8") for file in filter(None, rewards)]
+    return hashlib.sha256(repr((prompts.contents(cfg), read)).encode()).hexdigest()
 
 
 def show_prompt(cfg: EvalFlags) -> dict:

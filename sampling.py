@@ -137,14 +137,17 @@ def ragged(allowed: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return offsets, ids[allowed].astype(np.int32)
 
 
-def allowed_sets(ids: np.ndarray, logp: np.ndarray, max_allowed: int) -> tuple[np.ndarray, np.ndarray]:
+def allowed_sets(ids: np.ndarray, logp: np.ndarray, sampled: np.ndarray, max_allowed: int) -> tuple[np.ndarray, np.ndarray]:
     """Sets of allowed tokens, as by sampling.ragged, from the K most likely tokens at n positions.
 
     ids, logp [n, K]: a token that was cut has log-probability -inf. UserError if a set has more than K tokens:
-    then none of the K was cut, and yet they have less than all of the probability."""
+    then none of the K was cut, and yet they have less than all of the probability, or the token sampled [n] is none of
+    them."""
     finite = np.isfinite(logp)
     full = finite.all(1)
     if full.any() and np.exp(logp[full].astype(np.float64)).sum(1).min() < 1 - 1e-4:
+        raise UserError(set_too_large(max_allowed))
+    if not ((ids == sampled[:, None]) & finite).any(1).all():
         raise UserError(set_too_large(max_allowed))
     return ragged(finite, ids)
 

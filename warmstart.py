@@ -74,8 +74,14 @@ def base_model(name: str, cfg) -> str:
         check_output("base_dir", str(folder / "config.json"))  # before the minutes that it takes
         scratch = folder.with_name(f"{folder.name}.{os.getpid()}")
         warm_start(name, task, target, scratch)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(scratch, folder)  # whole or not at all
+        if not (folder / "config.json").is_file():
+            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            os.replace(scratch, folder)  # whole or not at all
+        except OSError:
+            shutil.rmtree(scratch)
+            if not (folder / "config.json").is_file():  # else another process was first
+                raise
     return str(folder)
 
 

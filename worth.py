@@ -115,7 +115,8 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     usual["rollout_dtype"] = engine_dtype(pairs)
     pairs = [*((k, v) for k, v in usual.items() if k not in ours.values()), *pairs]
     shared = [f"--{k}={v}" for k, v in pairs if k not in names]
-    need("objective" not in ours.values(), "--objective: name the objectives to weigh with --rows")
+    for name in ("objective", "correction"):
+        need(name not in ours.values(), f"--{name}: name the objectives to weigh with --rows")
     check(own)
     rows = {}
     for row in filter(None, map(str.strip, own.rows.split(";"))):
@@ -130,6 +131,9 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     need(rows, "--rows: names no objective")
     for row, cfg in rows.items():
         check_row(row, cfg)
+    lead = next(iter(rows.values()))
+    seen = own.noise_batches * lead.train_batch // lead.group_size
+    need(seen >= FOLDS, f"--noise_batches={own.noise_batches}: {seen} groups of responses; at least {FOLDS}, for an error")
     kept = {topk_of(cfg) for cfg in rows.values()} - {0}
     need(len(kept) <= 1, "--rows: rows with several --obrs_topk; weigh them one after the other")
     of_rows = {f.name for f in fields(config.ObjectiveFlags)} - {"advantage", "reduction"}

@@ -245,6 +245,8 @@ def as_trained(cfg, given: set[str]):
         return cfg
     names = {"max_tokens", "stop", "reward", "answer", *(f.name for f in fields(PromptFlags))} - {"max_prompt_tokens"}
     names |= {"dtype", "rollout_dtype"} if cfg.mismatch else set()
+    if cfg.task == saved.get("task") == "arith":  # the run's own sums
+        names |= {name for name in saved if name.startswith("task_")}
     of_run = {name: saved[name] for name in sorted(names - given) if name in saved}
     if of_run.get("reward") and not grades_all(cfg, saved):
         print(f"not as in {cfg.model}: --reward={saved['reward']}, and how it asks for an answer: another kind of task")

@@ -46,6 +46,8 @@ class Arithmetic:
             text = str(total)
             for _ in range(rng.randint(self.min_ops, self.max_ops)):
                 b = rng.randint(1, self.operand)
+                while b > max(total, self.total - total):  # neither direction stays inside the range
+                    b = rng.randint(1, self.operand)
                 plus = rng.random() < 0.5
                 if total + b > self.total or total - b < 0:
                     plus = total < b  # the one direction that stays inside the range

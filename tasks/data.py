@@ -14,9 +14,11 @@ import functools
 import hashlib
 import importlib.util
 import json
+import math
 import random
 import re
 from collections import Counter
+from decimal import Decimal
 from pathlib import Path
 
 from flags import UserError, need, read_text
@@ -296,8 +298,8 @@ def read_row(row, place: str, prompt_key: str = "", answer_key: str = "", needed
     if listed and (answer or needed):
         prompt, answer = multiple_choice(prompt, listed, answer, row, place, answer_key)
     texts = [m["content"] for m in prompt] if isinstance(prompt, list) else [prompt]
-    written = "".join(texts) + answer
-    encodable = written.encode(errors="replace").decode() == written
+    both = "".join(texts) + answer
+    encodable = both.encode(errors="replace").decode() == both
     need(encodable, f"{place}: half a character (a lone surrogate), which no tokenizer takes; mend or remove that line")
     need(answer or not needed, f"{place}: the `answer` is empty; add one, or remove that line")
     finite = answer.lower().lstrip("+-") not in ("nan", "inf")
@@ -344,7 +346,7 @@ def answer_of(row: dict, place: str, key: str, needed: bool) -> str:
             not key and name == "solution" and "\\boxed" not in str(value)
         ):  # a worked solution that does not say its answer
             continue
-        found = final_answer(str(value))
+        found = final_answer(written(value))
         if found:
             return found
     if found is not None or not (needed or key):
@@ -352,6 +354,13 @@ def answer_of(row: dict, place: str, key: str, needed: bool) -> str:
     named = f"`{key}`" if key else "`answer`"
     more = "" if key else ", or name the column with --answer_key"
     raise UserError(f"{place}: no {named} that is a text or a number; add one{more}")
+
+
+def written(value: str | float) -> str:
+    """A text, or a number in digits alone: 0.00001 and 42, where Python says 1e-05 and 42.0."""
+    if not isinstance(value, float) or not math.isfinite(value):
+        return str(value)
+    return format(Decimal(repr(value)), "f").removesuffix(".0")
 
 
 def final_answer(answer: str) -> str:
@@ -377,8 +386,8 @@ def choices_of(row: dict) -> list[str]:
         value = row.get(name)
         if isinstance(value, dict):
             value = value.get("text")
-        if isinstance(value, list) and len(value) > 1 and all(isinstance(x, str) for x in value):
-            return [x.strip() for x in value]
+        if isinstance(value, list) and len(value) > 1 and all(type(x) in (str, int, float) for x in value):
+            return [written(x).strip() for x in value]
     four = [row.get(name) for name in ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))]
     return [x.strip() for x in four] if all(isinstance(x, str) for x in four) else []
 

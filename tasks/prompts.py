@@ -240,7 +240,7 @@ def stop_ids(tokenizer, folders, stop: str = "") -> list[int]:
         path = Path(folder) / "generation_config.json"
         if path.is_file():
             ids += listed_ends(path)
-    ids += [token_id(tokenizer, word.strip()) for word in stop.split(",") if word.strip()]
+    ids += [token_id(tokenizer, word.strip() or word) for word in stop.split(",") if word]
     ids = [i for i in dict.fromkeys(ids) if i is not None]
     need(ids, "the tokenizer has no token that ends a response, and its model lists none: name one with --stop")
     return ids

@@ -157,7 +157,7 @@ class Reward:
     @property
     def needs_answer(self) -> bool:
         """Whether a row needs a final answer: functions of the user's own may grade by other columns."""
-        return any(part.name in BUILT_IN for part in self.parts)
+        return any(part.name in BUILT_IN and part.name not in ("boxed", "think") for part in self.parts)
 
     def of(self, answers: list[Answer]) -> tuple[list[float], Counter]:
         """The reward of each answer; and counts.
