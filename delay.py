@@ -514,7 +514,7 @@ def mean_of(counts: Counter) -> float:
 def check_distribution(flags) -> None:
     """UserError, one sentence, if the flags (train.py's or a remote sampler's) describe no distribution."""
     need(
-        0 < flags.delay_max < math.inf and (flags.delay == "constant" or 0 < flags.delay_min <= flags.delay_max),
+        0 < flags.delay_min <= flags.delay_max < math.inf,
         f"--delay_min={flags.delay_min} --delay_max={flags.delay_max}: "
         "the shortest delay must be above 0 and not above the longest",
     )

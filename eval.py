@@ -13,7 +13,6 @@ pass@k of a problem with c right among n samples is 1 - C(n-c, k) / C(n, k), the
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -53,7 +52,6 @@ from run import EVALUATED, common_tokenizer, holds_run, is_locked, rows
 from sampling import Sampling, SamplingFlags
 from tasks import EvalSet, PromptFlags, TaskFlags, encode, eval_sets, grade_all, prompts, stop_ids
 from tasks.gold import grade_gold
-from tasks.rewards import parts_of
 
 PROBLEMS, PROBE_PROBLEMS = 512, 64  # unless --problems names a number: to evaluate, and for --mismatch
 
@@ -254,7 +252,6 @@ def open_setup(cfg: EvalFlags, problems: int) -> Setup:
     models = [folder, find_model(cfg, "actor", "actor")] if cfg.actor else [folder]
     tokenizer = common_tokenizer(cfg, folder, models[1] if cfg.actor else None)
     ends = stop_ids(tokenizer, models, cfg.stop)
-    n = problems if cfg.problems is None else cfg.problems
     longest = {one.label: one.task.fit(tokenizer, cfg.max_prompt_tokens) for one in sets}
     limit = min(checkpoint.read_config(one).get_text_config().max_position_embeddings for one in models)
     for one in sets:
@@ -262,9 +259,7 @@ def open_setup(cfg: EvalFlags, problems: int) -> Setup:
         if getattr(one.task, "dropped", 0):
             print(f"{one.label}: {one.task.dropped} prompts of more than {cfg.max_prompt_tokens} tokens dropped")
     vocabulary = checkpoint.vocabulary_size(tokenizer)
-    need(
-        cfg.top_k <= vocabulary, f"--top_k={cfg.top_k}: larger than the vocabulary of {vocabulary} tokens; 0 keeps all"
-    )
+    need(cfg.top_k <= vocabulary, f"--top_k={cfg.top_k}: larger than the vocabulary, {vocabulary} tokens; 0 keeps all")
     context = max(longest[one.label] + one.max_tokens for one in sets)
     for one in models:
         if cfg.rollout == "hf" or cfg.mismatch:
@@ -272,7 +267,8 @@ def open_setup(cfg: EvalFlags, problems: int) -> Setup:
         checkpoint.check_rows(one, vocabulary)
         checkpoint.check_weights(one)
     quant.check_model(cfg, models[-1])
-    return Setup(sets, folder, tokenizer, n, context, vocabulary, ends)
+    most = problems if cfg.problems is None else cfg.problems
+    return Setup(sets, folder, tokenizer, most, context, vocabulary, ends)
 
 
 def check_context(one: EvalSet, longest: int, limit: int) -> None:
@@ -320,9 +316,10 @@ def find_model(cfg: EvalFlags, flag: str, which: str) -> str:
     name = getattr(cfg, flag)
     if name.startswith("base:"):
         choice(flag, name, ["base:policy", "base:actor"])
-        need(cfg.task == "arith", f"--{flag}={name} knows only --task=arith; give the folder of a model for {cfg.task}")
+        other = f"--{flag}={name} knows only --task=arith; give the folder of a model for {cfg.task}"
+        need(tasks.names_of(cfg.task) == ["arith"], other)
         task_flags = {k: v for k, v in vars(cfg).items() if k.startswith("task_")}
-        return warmstart.base_model(name.removeprefix("base:"), Config(task=cfg.task, **task_flags))
+        return warmstart.base_model(name.removeprefix("base:"), Config(task="arith", **task_flags))
     root = Path(name)
     newest = checkpoint.newest(root, which) or root
     for folder in (root, root / which, newest / which):
@@ -415,8 +412,7 @@ class Responses:
         responses = cls(path, [one.label for one in setup.sets])
         aside = ("out", "k", "problems", "rollout_memory")
         asked = {key: value for key, value in vars(cfg).items() if key not in aside}
-        data = {one.label: tasks.digest_of(one.task.name) for one in setup.sets}
-        found = {"folder": setup.folder, "weights": weights_of(setup.folder), "data": data, "files": digest_of_named(cfg)}
+        found = {"folder": setup.folder, "files": checkpoint.stamps(setup.folder), "data": tasks.digests(cfg)}
         head = json.dumps({"evaluation": asked | found}) + "\n"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -453,18 +449,6 @@ class Responses:
                 f.write(json.dumps(row) + "\n")
 
         return write
-
-
-def weights_of(folder: str) -> list:
-    """By what a model is told from another one in the same folder: its files, their sizes and times."""
-    return [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(Path(folder).iterdir()) if p.is_file()]
-
-
-def digest_of_named(cfg: EvalFlags) -> str:
-    """SHA-256 of what is in the files that flags of prompts and reward name."""
-    rewards = [part.name.rpartition(":")[0] for part in parts_of(cfg.reward)] if cfg.reward else []
-    read = [Path(file).read_text(encoding="utf-8") for file in filter(None, rewards)]
-    return hashlib.sha256(repr((prompts.contents(cfg), read)).encode()).hexdigest()
 
 
 def show_prompt(cfg: EvalFlags) -> dict:

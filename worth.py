@@ -133,7 +133,10 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
         check_row(row, cfg)
     lead = next(iter(rows.values()))
     seen = own.noise_batches * lead.train_batch // lead.group_size
-    need(seen >= FOLDS, f"--noise_batches={own.noise_batches}: {seen} groups of responses; at least {FOLDS}, for an error")
+    need(
+        seen >= FOLDS,
+        f"--noise_batches={own.noise_batches}: {seen} groups of responses; at least {FOLDS}, for an error",
+    )
     kept = {topk_of(cfg) for cfg in rows.values()} - {0}
     need(len(kept) <= 1, "--rows: rows with several --obrs_topk; weigh them one after the other")
     of_rows = {f.name for f in fields(config.ObjectiveFlags)} - {"advantage", "reduction"}

@@ -48,6 +48,7 @@ from checkpoint.models import (
     read_config,
     read_tokenizer,
     save_model,
+    stamps,
     text_folder,
     vocabulary_size,
     write_zeros,
@@ -74,7 +75,7 @@ __all__ = [
     "read_tensors",
     "read_tokenizer",
 ]
-__all__ += ["same_rng_state", "save_model", "text_folder", "vocabulary_size", "write_zeros"]
+__all__ += ["same_rng_state", "save_model", "stamps", "text_folder", "vocabulary_size", "write_zeros"]
 
 FORMAT = 4  # 3 is 2 with digests; 4 has weights and optimizers in shards
 

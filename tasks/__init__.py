@@ -12,6 +12,7 @@ Nothing else in the repository knows what a problem is.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from dataclasses import dataclass, fields, replace
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from flags import need, read_json
-from tasks import arith, rewards
+from tasks import arith, prompts, rewards
 from tasks.arith import VOCAB, Arithmetic, arithmetic_tokenizer
 from tasks.data import OwnTask, Table, choices_of, digest_of, file_of, is_own, label_of, parsed, read_rows
 from tasks.prompts import Answer, Problem, Style, encode, stop_ids
@@ -30,10 +31,12 @@ __all__ += [
     "as_trained",
     "check",
     "digest_of",
+    "digests",
     "encode",
     "eval_sets",
     "grade_all",
     "make_task",
+    "names_of",
     "parsed",
     "stop_ids",
 ]
@@ -165,8 +168,34 @@ def eval_sets(cfg, flag: str, usual: dict) -> list[EvalSet]:
 
 def parts_of(word: str) -> tuple[str, list[str]]:
     """A set's name and its settings, NAME=VALUE each."""
-    parts = word.strip().split(":")
-    return ":".join(part for part in parts if "=" not in part), [part for part in parts if "=" in part]
+    first, *more = word.strip().split(":")  # a folder of the first may be called lr=1
+    return ":".join([first, *(part for part in more if "=" not in part)]), [part for part in more if "=" in part]
+
+
+def names_of(value: str) -> list[str]:
+    """The names of the sets in a flag's value."""
+    return [name for name, _ in map(parts_of, value.split(",")) if name]
+
+
+def digests(cfg) -> dict[str, str]:
+    """SHA-256 of each text and file that flags of task, reward and prompts name."""
+    names = [*names_of(cfg.task), *names_of(getattr(cfg, "eval_task", ""))]
+    parts = rewards.parts_of(cfg.reward) if cfg.reward else ()
+    names += [part.name for part in parts if is_own(part.name)]
+    texts = {f"--{flag}": hashlib.sha256(x.encode()).hexdigest() for flag, x in prompts.contents(cfg).items()}
+    return {name: digest_of(name) for name in names} | texts
+
+
+def check_unchanged(cfg, path: Path) -> None:
+    """UserError if a file that a run reads is another than when it began. path: of its config.json."""
+    made = read_json(path, "name another folder") if path.is_file() else {}
+    data, now = made.get("data", {}), digests(cfg)
+    changed = [name for name, digest in data.items() if now.get(name, digest) != digest]
+    need(
+        not changed,
+        f"--resume: {', '.join(changed)} changed since the run began; put the old text back, or start anew in another "
+        "--out",
+    )
 
 
 def setting(flag: str, name: str, part: str) -> tuple[str, float]:
@@ -245,7 +274,7 @@ def as_trained(cfg, given: set[str]):
         return cfg
     names = {"max_tokens", "stop", "reward", "answer", *(f.name for f in fields(PromptFlags))} - {"max_prompt_tokens"}
     names |= {"dtype", "rollout_dtype"} if cfg.mismatch else set()
-    if cfg.task == saved.get("task") == "arith":  # the run's own sums
+    if names_of(cfg.task) == [saved.get("task")] == ["arith"]:  # the run's own sums
         names |= {name for name in saved if name.startswith("task_")}
     of_run = {name: saved[name] for name in sorted(names - given) if name in saved}
     if of_run.get("reward") and not grades_all(cfg, saved):
@@ -270,8 +299,8 @@ def config_of_run(model: Path) -> dict | None:
 
 def grades_all(cfg, saved: dict) -> bool:
     """Whether a run's --reward is one for the sets of --task. UserError: for some of them."""
-    names = [parts_of(word)[0] for word in cfg.task.split(",")]
-    fits = {is_graded_by(saved["reward"], name, cfg) for name in names if name != saved.get("task")} or {True}
+    others = [name for name in names_of(cfg.task) if name != saved.get("task")]
+    fits = {is_graded_by(saved["reward"], name, cfg) for name in others} or {True}
     need(
         len(fits) == 1,
         f"--task={cfg.task}: --reward={saved['reward']} of {cfg.model} is for some of these sets; name --reward, or "

@@ -74,7 +74,7 @@ ROWS = [
 --top_p=0 | --top_p=0.0: a probability mass in (0, 1]; 1 keeps all tokens
 --top_p=1.1 | --top_p=1.1: a probability mass in (0, 1]; 1 keeps all tokens
 --top_k=-2 | --top_k=-2: must be a number of tokens; 0 or -1 keeps all
---top_k=257 | --top_k=257: larger than the vocabulary of 256 tokens; 0 keeps all
+--top_k=257 | --top_k=257: larger than the vocabulary ... 256 tokens; 0 keeps all
 --min_p=1 | --min_p=1.0: a share in [0, 1); 0 keeps all tokens
 --kept_max=0 | --kept_max=0: must be at least 1
 --lora_rnk=8 | --lora_rnk: no such flag; did you mean --lora_rank?
@@ -442,7 +442,7 @@ HF_HUB_OFFLINE=1 --actor=some/where | --actor=some/where: no such folder here, .
 --epochs=2 --dynamic_sampling=3 | --epochs with --dynamic_sampling: how many groups an update draws is not known; give
 --dynamic_sampling=-1 | --dynamic_sampling=-1: must not be negative
 --stop=nosuch | --stop=nosuch: not one token of the ... give tokens, such as <|im_end|>, separated by commas
---top_k=300 | --top_k=300: larger than the vocabulary of 256 tokens; 0 keeps all
+--top_k=300 | --top_k=300: larger than the vocabulary ... 256 tokens; 0 keeps all
 --max_tokens=500 | --max_tokens=500: the longest prompt has 12 ... shorten the response, or drop long prompts
 --rollout_quant=w4a16 --quant_group=7 | --quant_group=7: model.layers.0.self_attn.q_proj has ... choose a divisor
 --learner_quant=w3a16 --quant_group=48 | --quant_group=48: model.layers.0.self_attn.q_proj has ... choose a divisor
@@ -505,12 +505,12 @@ LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give
 --out=read_only | --out=read_only: cannot be written (Permission denied); name another folder
 --out=locked | --out=locked: another process works in this folder; wait for its end, or name another one
 --out=/proc/run | --out=/proc/run: cannot be written (No such file or directory); name another folder
---out=run | --out=run already holds a run: add --resume to go on, --overwrite to delete it, or name another folder
+--out=run | --out=run already holds a run: add --resume to go on, --overwrite to delete it, or name another
 --out=run_of_a_model | --out=run_of_a_model: its config.json is not one of a run; name another folder
 --out=run_of_a_model --overwrite | --out=run_of_a_model: its config.json is not one of a run; name another folder
 --out=config_damaged | --out=config_damaged: its config.json is not one of a run; name another folder
 --out=config_damaged --overwrite | --out=config_damaged: its config.json is not one of a run; name another folder
---out=notes --overwrite | --overwrite: --out=notes holds files and no run; nothing is deleted, name another one
+--out=notes --overwrite | --overwrite: --out=notes holds files and no run; name another folder
 --out=. --overwrite | --overwrite: --out=. holds the working folder; name the folder of one run
 --out=.. --overwrite | --overwrite: --out=.. holds the working folder; name the folder of one run
 --out=run --overwrite --base_dir=run/base | --overwrite: --out=run holds --base_dir; name the folder of one run
@@ -625,6 +625,7 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
         "worth.py --rollout=hf --model=POLICY --actor=none --task=arith --max_tokens=8 --rollout_dtype=float32",
         r"""
 --objective=tis | --objective: name the objectives to weigh with --rows
+--correction=tis | --correction: name the objectives to weigh with --rows
 --rows= | --rows: names no objective
 --rows=tsi | --objective=tsi: not one of ... did you mean tis?
 --rows='tis is_kap=3' | --is_kap: no such flag; did you mean --is_cap?
@@ -698,7 +699,7 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --out=/proc/x.json | --out=/proc/x.json: /proc cannot be written; name another place
 --temperature=0 | --temperature=0.0: must be at least 0.01
 --top_p=2 | --top_p=2.0: a probability mass in (0, 1]; 1 keeps all tokens
---top_k=300 | --top_k=300: larger than the vocabulary of 256 tokens; 0 keeps all
+--top_k=300 | --top_k=300: larger than the vocabulary ... 256 tokens; 0 keeps all
 --stop=zzz | --stop=zzz: not one token of the model's ... give tokens, such as <|im_end|>, separated by commas
 --task=/no/such.jsonl | --task=/no/such.jsonl: no such file; give `arith` or the path of a JSONL, JSON or Parquet file
 --task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -12,6 +13,7 @@ from conftest import make_cfg
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+import tasks
 from tasks import Answer, Problem, Table, digest_of, encode, eval_sets, make_task, read_rows
 from tasks.data import final_answer, label_of
 from tasks.prompts import TEMPLATES, Chat, Style, encode_all, shown
@@ -58,6 +60,45 @@ def found(path, **keys) -> list[tuple]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Rows
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value, wanted",
+    [(1e-05, "0.00001"), (1e22, "1" + 22 * "0"), (42.0, "42"), (-2.5, "-2.5"), (7, "7"), ("4.0", "4.0")],
+)
+def test_a_number_is_written_in_digits(value, wanted, tmp_path):
+    assert found(write(tmp_path / "x.jsonl", {"question": "?", "answer": value})) == [("?", wanted)]
+
+
+def test_choices_may_be_numbers(tmp_path):
+    ((prompt, answer),) = found(write(tmp_path / "x.jsonl", {"question": "2+3?", "choices": [4, 5.0], "answer": 1}))
+    assert answer == "B" and "4" in prompt and "5\n" in prompt + "\n"
+
+
+def test_a_run_stays_with_the_texts_it_began_with(tmp_path):
+    """A changed file is named, whichever flag reads it; one that says the same is none."""
+    data, system, reward = (tmp_path / name for name in ("x.jsonl", "system.txt", "mine.py"))
+    write(data, {"question": "1?", "answer": "1"})
+    write(system, "Be brief.")
+    write(reward, "def score(answer):\n    return 1.0\n")
+    cfg = cfg_of(task=str(data), system_prompt=str(system), reward=f"{reward}:score")
+    made = tmp_path / "config.json"
+    tasks.check_unchanged(cfg, made)
+    write(made, {"data": tasks.digests(cfg)})
+    tasks.check_unchanged(cfg, made)
+    for path, named in ((data, str(data)), (system, "--system_prompt"), (reward, f"{reward}:score")):
+        before = path.read_text(encoding="utf-8")
+        write(path, before + " ")
+        with pytest.raises(ValueError, match=re.escape(f"--resume: {named} changed since the run began")):
+            tasks.check_unchanged(cfg, made)
+        write(path, before)
+    tasks.check_unchanged(cfg, made)
+
+
+def test_a_folder_may_have_an_equals_sign():
+    assert tasks.parts_of("a/lr=1/x.jsonl:samples=8") == ("a/lr=1/x.jsonl", ["samples=8"])
+    assert tasks.names_of("hf:a/train,b.py:C:samples=2,") == ["hf:a/train", "b.py:C"]
+
 
 CHAT = [{"role": "system", "content": "Think."}, {"role": "user", "content": "1+1?"}]
 LAYOUTS = {

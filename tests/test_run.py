@@ -272,7 +272,7 @@ NOT_FOR_A_RUN = {
     "its config.json is not one of a run": lambda root: {
         "out": str(holding(root / "c", **{"config.json": '{"model_type": "qwen3"}'}))
     },
-    "holds files and no run; nothing is deleted": lambda root: {
+    "holds files and no run; name another folder": lambda root: {
         "out": str(holding(root / "d", notes="x")),
         "overwrite": True,
     },

@@ -321,3 +321,13 @@ def test_how_large_a_recorded_set_may_be():
 def test_minus_one_keeps_all_tokens():
     """Else every learner would cut logits where nothing is cut."""
     assert Sampling.of(make_cfg(objective="grpo", top_k=-1)) == Sampling.of(make_cfg(objective="grpo", top_k=0))
+
+
+def test_a_sampled_token_outside_of_its_set_is_seen():
+    """600 tokens may be sampled, of which the engine told four that have nearly all of the probability."""
+    ids = np.array([[5, 6, 7, 8]], np.int32)
+    logp = np.log(np.array([[0.7, 0.2, 0.09, 0.00999]])).astype(np.float32)
+    offsets, allowed = sampling.allowed_sets(ids, logp, np.array([7]), 4)
+    assert allowed.tolist() == [5, 6, 7, 8]
+    with pytest.raises(UserError, match="allows more than 4 tokens"):
+        sampling.allowed_sets(ids, logp, np.array([500]), 4)

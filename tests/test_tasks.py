@@ -412,3 +412,28 @@ def test_a_response_longer_than_the_embedded_models_context():
     warmstart.check(cfg, Arithmetic())  # 12 + 500 tokens: the whole context
     with pytest.raises(ValueError, match="--max_tokens=501: with prompts of up to 12 tokens that is over the model's"):
         warmstart.check(replace(cfg, max_tokens=501), Arithmetic())
+
+
+@pytest.mark.parametrize("operand, total", [(9, 9), (20, 29), (150, 199)])
+def test_running_totals_stay_inside(operand, total):
+    task = Arithmetic(min_ops=4, max_ops=9, operand=operand, total=total, seed=3)
+    for index in range(300):
+        words = task.problem("train", index).id.split()
+        at = int(words[0])
+        for sign, b in zip(words[1::2], words[2::2], strict=True):
+            at += int(b) if sign == "+" else -int(b)
+            assert 0 <= at <= total, words
+
+
+def test_think_and_boxed_read_no_answer():
+    """So rows without one will do, unless another part reads it."""
+    from tasks.rewards import parts_of
+
+    assert not Reward(parts_of("think,boxed*0.5")).needs_answer
+    assert Reward(parts_of("think,gsm8k")).needs_answer
+
+
+def test_a_token_of_white_space_ends_a_response(tmp_path):
+    tokenizer = arithmetic_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["\n\n"]})
+    assert tokenizer.convert_tokens_to_ids("\n\n") in stop_ids(tokenizer, [], "\n\n")
