@@ -275,18 +275,30 @@ def stamps(folder: Path | str) -> dict[str, list[int]]:
     return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: those of its index, or the one without it. UserError: it has two sets of
+    them, of which transformers reads the one and vLLM the other."""
+    one, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return [one]
+    mend = "copy the folder anew, or delete one of --base_dir: it is made again"
+    parts = read_json(index, mend).get("weight_map")
+    need(isinstance(parts, dict) and parts, f"{index}: lists no files of weights; {mend}")
+    files = [folder / str(name) for name in sorted({*parts.values()}, key=str)]
+    need(
+        not one.is_file() or one in files,
+        f"{folder}: {one.name}, and an index of other files ({files[0].name}); delete the older of the two",
+    )
+    return files
+
+
 def check_weights(folder: Path | str) -> None:
     """UserError, one sentence, before an engine or a model loads them: a file of weights is not there, or damaged."""
     from safetensors import safe_open
 
     folder, mend = Path(folder), "copy the folder anew, or delete one of --base_dir: it is made again"
-    indices = sorted(folder.glob("*.index.json"))
-    files = [folder / "model.safetensors"]
-    if indices:
-        shards = read_json(indices[0], mend).get("weight_map")
-        need(isinstance(shards, dict) and shards, f"{indices[0]}: lists no files of weights; {mend}")
-        files = [folder / str(name) for name in sorted({*shards.values()}, key=str)]
-    elif any(folder.glob("*.bin")):
+    files = weight_files(folder)
+    if not any(file.is_file() for file in files) and any(folder.glob("*.bin")):
         return  # torch's older format is looked at when it is loaded
     for file in files:
         need(file.is_file(), f"{folder}: no weights there ({file.name} is missing); {mend}")

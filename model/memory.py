@@ -13,7 +13,6 @@ While it learns no rank has the whole model in float32, unless it trains it alon
 from __future__ import annotations
 
 import functools
-import json
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -28,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import quant
 import sync
 from checkpoint import load_model, one_sentence, read_config
+from checkpoint.models import weight_files
 from flags import need
 from model import exact, lora
 
@@ -157,14 +157,10 @@ class Stored:
         from safetensors import safe_open
 
         folder = Path(folder)
-        indices = sorted(folder.glob("*.index.json"))
-        files = [folder / "model.safetensors"]
-        if indices:
-            files = [folder / name for name in {*json.loads(indices[0].read_text())["weight_map"].values()}]
         self.files: dict[str, Path] = {}
         self.shapes: dict[str, list[int]] = {}
         self.types: set[str] = set()
-        for file in filter(Path.is_file, files):
+        for file in filter(Path.is_file, weight_files(folder)):
             with safe_open(file, "pt") as f:
                 for name in f.keys():  # noqa: SIM118  it is no dictionary
                     self.files[name] = file

@@ -179,7 +179,8 @@ def names_of(value: str) -> list[str]:
 
 def digests(cfg) -> dict[str, str]:
     """SHA-256 of each text and file that flags of task, reward and prompts name."""
-    names = [*names_of(cfg.task), *names_of(getattr(cfg, "eval_task", ""))]
+    held_out = getattr(cfg, "eval_task", None)  # a run's; its task is one, whatever stands in its name
+    names = names_of(cfg.task) if held_out is None else [cfg.task, *names_of(held_out)]
     parts = rewards.parts_of(cfg.reward) if cfg.reward else ()
     names += [part.name for part in parts if is_own(part.name)]
     texts = {f"--{flag}": hashlib.sha256(x.encode()).hexdigest() for flag, x in prompts.contents(cfg).items()}

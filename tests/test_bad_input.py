@@ -486,7 +486,7 @@ HF_HUB_OFFLINE=1 --actor=some/where | --actor=some/where: no such folder here, .
 --model=weights_unreadable | weights_unreadable/model.safetensors: its weights ... copy the folder anew, or delete
 --model=index_cut | index_cut/model.safetensors.index.json: not valid JSON ... copy the folder anew, or delete one
 --model=index_empty | index_empty/model.safetensors.index.json: lists no ... copy the folder anew, or delete one
---model=shard_missing | shard_missing: no weights there ... copy the folder anew, or delete
+--model=shard_missing | shard_missing: model.safetensors, and an index of other files ... delete the older of the two
 --actor=no_weights | no_weights: no weights there (model.safetensors is ... copy the folder anew, or delete one
 LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a whole checkpoint of that shape
 LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give a whole checkpoint of that shape

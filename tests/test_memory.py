@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchrun import torchrun
 
 import batching
+import checkpoint
 import objectives
 import optim
 import quant
@@ -471,3 +473,20 @@ def test_states_of_a_checkpoint_wait_as_the_flags_say(tmp_path, offload):
     shards.read_shards(again, tmp_path / "shards")
     assert same(moments(learner), moments(again))
     assert {x.dtype for x in moments(again).values()} == {torch.bfloat16}
+
+
+def test_two_sets_of_weights_are_refused(tmp_path):
+    """One file beside an index of older parts: transformers would read the one, vLLM and the learner the other."""
+    old, new = (tiny_model(seed, layers=2) for seed in (7, 8))
+    old.save_pretrained(tmp_path, max_shard_size="100KB")
+    parts = checkpoint.models.weight_files(tmp_path)
+    assert len(parts) > 1 and all(part.is_file() for part in parts)
+    new.save_pretrained(tmp_path / "new")
+    shutil.copy(tmp_path / "new" / "model.safetensors", tmp_path)
+    for read in (checkpoint.check_weights, memory.unread):
+        with pytest.raises(UserError, match=r"model\.safetensors, and an index of other files"):
+            read(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "pytorch_model-1.bin"}}')
+    checkpoint.check_weights(tmp_path)
+    assert checkpoint.models.weight_files(tmp_path) == [tmp_path / "model.safetensors"]
