@@ -23,6 +23,7 @@ import delay
 import flags
 import objectives
 import optim
+import presets
 import quant
 import remote
 import sampling
@@ -34,7 +35,7 @@ from model.memory import MemoryFlags
 from optim import GuardFlags
 from quant import PrecisionFlags
 from remote import RemoteFlags
-from sampling import Sampling, SamplingFlags
+from sampling import SamplingFlags
 from tasks import PromptFlags, TaskFlags
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -357,8 +358,9 @@ FIELDS = {f.name: f for f in fields(Config)}
 # flags that a resumed run may change: they steer the process, not the training
 HARMLESS = {
     *("resume", "overwrite", "out", "keep", "save_every", "lora_save", "log_samples", "check_agreement"),
-    *("tensorboard", "wandb", "bind", "keys", "sync_path", "give_up", "parallel"),
-    *("gradient_checkpointing", "reduce_gradients", "offload", "rollout_sleep", "plan", "ranks", "gpu_gib", "kept_max"),
+    *("tensorboard", "wandb", "bind", "keys", "sync_path", "give_up", "parallel", "micro_tokens", "rollout_memory"),
+    *("gradient_checkpointing", "reduce_gradients", "offload", "rollout_sleep", "eval_every", "kept_max"),
+    *("plan", "ranks", "gpu_gib"),
 }
 
 
@@ -386,7 +388,9 @@ def parse(argv: list[str] | None = None) -> Config:
     cfg = Config(**{**from_file, **given})
     if cfg.resume:
         cfg = resumed(cfg, set(given) | set(from_file))
-    return resolve(cfg)
+    cfg = resolve(cfg)
+    presets.note_unread(given, cfg)
+    return cfg
 
 
 def resumed(cfg: Config, given: set[str]) -> Config:
@@ -463,7 +467,7 @@ def resolve(cfg: Config, n_ranks: int | None = None) -> Config:
         flags.check_word(key, getattr(cfg, key), kind)
     check_sizes(cfg, n_ranks)
     sampling.check(cfg)
-    check_sampling_with_an_actor(cfg)
+    sampling.check_with_actor(cfg)
     quant.check(cfg)
     delay.check(cfg)
     remote.check(cfg)
@@ -518,14 +522,6 @@ def check_sizes(cfg: Config, n_ranks: int) -> None:
     )
 
 
-def check_sampling_with_an_actor(cfg: Config) -> None:
-    cut_by_itself = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "recompute"
-    need(
-        not (cut_by_itself and cfg.actor != "none"),
-        "--keep_sampling_mask=recompute with an --actor: the KL between two cut distributions is infinite; use replay",
-    )
-
-
 def check_models(cfg: Config) -> None:
     """Model folders, and the accuracy of embedded base models."""
     for name in ("base_accuracy", "actor_base_accuracy"):
@@ -573,7 +569,7 @@ def check_tensor_parallel(cfg, n_ranks: int) -> None:
     need(
         n_ranks % cfg.rollout_tp == 0,
         f"{flag}: so many neighbouring ranks are one engine, and {n_ranks} rank(s) cannot be divided into such; start "
-        "a multiple with torchrun --nproc_per_node",
+        "a multiple with torchrun --nproc_per_node, or plan one with --ranks",
     )
     unequal = getattr(cfg, "delay", "none") != "none" and cfg.dynamic_sampling
     need(not unequal, f"{flag}: with --delay and --dynamic_sampling its ranks need unequal weights; leave one out")
@@ -593,7 +589,9 @@ def check_kv_cache(cfg) -> None:
 
 def check_packages(cfg: Config, n_ranks: int) -> None:
     """What the flags need to be installed."""
-    if cfg.samplers == "local":
+    if cfg.plan:  # of another host, it may be
+        check_tensor_parallel(cfg, n_ranks)
+    elif cfg.samplers == "local":
         check_engine(cfg, n_ranks)
         quant.check_routing(cfg)
     found = not cfg.wandb or importlib.util.find_spec("wandb") is not None

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from flags import UserError, check_output, need, parse_flags, run_command
+from presets import called
 from run import read_metrics, rows
 
 # What is drawn, in reading order: (title, keys), of which the first that a run has is used.
@@ -151,7 +152,7 @@ def report(run: str) -> str:
     steps = [row for row in rows if row["step"] >= 0]
     lines = [
         "",
-        f"{cfg['objective']}: {len(steps)} updates of {cfg['train_batch']} responses",
+        f"{called(cfg)}: {len(steps)} updates of {cfg['train_batch']} responses",
         f"{'':34s}{'before':>16s}{'after':>16s}",
         *evaluation_lines(rows),
         *rounded_line(cfg),

@@ -1,4 +1,4 @@
-"""Presets: every named objective as its axes, and the catalogue of what the names mean.
+"""Presets: every named objective as its axes, which flags a run reads, and the catalogue of what the names mean.
 
 `--objective` fills the axes that neither the command line nor a file names (config.resolve). A name of another
 framework stands for that framework's weight, masks and surrogate; PPO's clip is ours unless its row names one.
@@ -8,8 +8,12 @@ framework stands for that framework's weight, masks and surrogate; PPO's clip is
 from __future__ import annotations
 
 import math
+import sys
 import textwrap
 from typing import NamedTuple
+
+import corrections
+from flags import from_environment
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Objectives: presets over the axes
@@ -124,6 +128,59 @@ OTHERS = {"seq_mask_tis": {**OURS["is"], "reject": "geo", "rs_low": 0.5, "rs_hig
 FRAMEWORKS = {"verl": VERL, "TRL": TRL, "SkyRL": SKYRL, "prime-rl": PRIME_RL, "slime": SLIME, "AReaL": AREAL}
 FRAMEWORKS |= {"OpenRLHF, NeMo-RL": OTHERS}
 OBJECTIVES = {**OURS, **VERL, **TRL, **SKYRL, **PRIME_RL, **SLIME, **AREAL, **OTHERS}
+
+
+# what a run must have for some flags to matter -> whether it has it, and those flags. Where what is missing would be a
+# contradiction, and not only of no use, the concept's own check refuses it
+READ_WITH = {
+    "a --correction that draws or bounds Z (obrs, jackpot_adjusted, z_tis)": (
+        lambda cfg: cfg.correction in corrections.USES_Z,
+        ("obrs_lambda", "obrs_accept_rate", "obrs_c1", "obrs_topk", "obrs_z", "obrs_target", "kappa"),
+    ),
+    "--correction=obrs or jackpot_adjusted": (
+        lambda cfg: cfg.correction in ("obrs", "jackpot_adjusted"),
+        ("obrs_c2", "obrs_mask", "obrs_mode"),
+    ),
+    "--correction=tbpo_mismatch": (lambda cfg: cfg.correction == "tbpo_mismatch", ("tbpo_cap",)),
+    "--correction=auto, --is_cap=auto or --distill_worth_target": (corrections.is_probed, ("auto_every",)),
+    "--surrogate=tbpo": (lambda cfg: cfg.surrogate == "tbpo", ("tbpo_neg_high",)),
+    "--ratio_base=group": (lambda cfg: cfg.ratio_base == "group", ("gepo_expectation",)),
+    "--cppo_beta": (lambda cfg: cfg.cppo_beta > 0, ("cppo_kl",)),
+    "--kl_coef": (lambda cfg: cfg.kl_coef > 0, ("kl_in", "kl_estimator")),
+    "--guard": (lambda cfg: cfg.guard != "off", ("guard_kl",)),
+    "--lora_rank": (lambda cfg: cfg.lora_rank > 0, ("lora_alpha", "lora_on", "lora_save")),
+    "an --actor": (
+        lambda cfg: cfg.actor != "none",
+        ("actor_correction", "actor_is_cap", "actor_lr", "distill_lambda", "distill_direction", "distill_topk"),
+    ),
+    "--distill_kl_target or --distill_worth_target": (
+        lambda cfg: cfg.distill_kl_target > 0 or cfg.distill_worth_target > 0,
+        ("distill_gain", "distill_lambda_max"),
+    ),
+}
+
+
+def unread(given, cfg) -> list[str]:
+    """A sentence for each group of the given flags that this run does not read. given: names; cfg: all flags."""
+    said = []
+    for what, (has, names) in READ_WITH.items():
+        idle = [f"--{name}" for name in names if name in given]
+        if idle and not has(cfg):
+            said.append(f"{', '.join(idle)}: of no use in this run, which is without {what}")
+    return said
+
+
+def note_unread(given, cfg) -> None:
+    """The same on the screen, from the first rank."""
+    for idle in unread(given, cfg) if from_environment("RANK", 0) == 0 else []:
+        print(f"note: {idle}", file=sys.stderr)
+
+
+def called(cfg: dict) -> str:
+    """What a run is called: its preset, and the axes that are not the preset's. cfg: all its flags, by name."""
+    preset = {**DEFAULTS, **OBJECTIVES[cfg["objective"]]}
+    own = [f"{axis}={cfg[axis]}" for axis in ("correction", "surrogate", "ratio_base") if cfg[axis] != preset[axis]]
+    return ", ".join([cfg["objective"], *own])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -248,6 +248,15 @@ def check(cfg) -> None:
     )
 
 
+def check_with_actor(cfg) -> None:
+    """UserError where the KL from an actor is asked for between two distributions that are cut each by itself."""
+    cut_by_itself = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "recompute"
+    need(
+        not (cut_by_itself and cfg.actor != "none"),
+        "--keep_sampling_mask=recompute with an --actor: the KL between two cut distributions is infinite; use replay",
+    )
+
+
 def check_noise(cfg) -> None:
     """UserError unless the sampler of the flags can have the noise that they ask for."""
     flag = f"--rollout_noise={cfg.rollout_noise}"

@@ -36,6 +36,7 @@ from eval import fresh_advantage, held_out
 from flags import UserError, need, run_command
 from learner import LOCAL_RANK, Comm, Learner, check_agreement, expects_agreement
 from model import Needs, exact, needs_of_exact_kappa
+from presets import called
 from rollout import given_back_if_it_fails
 from run import Log, locked, open_eval_engine, open_run, open_source, prepare_folder, samples_of
 
@@ -65,7 +66,7 @@ def loop(t: Training, signals: list[str]) -> None:
     cfg = t.cfg
     if t.step == 0:
         t.write(t.evaluate())
-    bar = tqdm(total=cfg.steps, initial=t.step, desc=cfg.objective, disable=t.log is None, dynamic_ncols=True)
+    bar = tqdm(total=cfg.steps, initial=t.step, desc=called(vars(cfg)), disable=t.log is None, dynamic_ncols=True)
     halt = False
     while t.step < cfg.steps and not halt:
         if not t.pending and not t.roll_out(signals):

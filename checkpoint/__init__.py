@@ -425,6 +425,11 @@ def to_resume(cfg, comm) -> Path | None:
     folder = Path(cfg.out) / "checkpoints" / f"step_{number:06d}"
     complete(folder, comm)
     before = shared_by_ranks(folder, comm.size, mmap=True)["n_ranks"]
+    lost = [i for i in range(before) if not (folder / f"rank{i}.pt").is_file()]
+    need(
+        not lost,
+        f"--resume: {folder} has no part of rank {min(lost, default=0)}, nor what else its node wrote; bring it",
+    )
     need(
         before == comm.size or (cfg.delay == "none" and cfg.samplers == "local"),
         f"--resume: {folder} was written by {before} rank(s) and this run has {comm.size}; each has samplers of its "

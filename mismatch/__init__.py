@@ -16,7 +16,7 @@ The engine samples, the learner scores the same tokens, and everything else is a
   control      is it the length of a response that makes its largest gap grow, or only the number of tokens? One long
                response against several short ones of the same total, and against the long one's own beginning
                (TIS text, "Longer Response, Larger Max Gap");
-  verdicts     for each correction whether it can work at these lengths, and why;
+  verdicts     for each correction whether its noise stays small at these lengths, and why;
   ladder       with --explain: which source has which share of it, one at a time from zero (mismatch/ladder.py).
 
 Notation: r = p_ref / p_inf of a token, R = product of r over a response, T = tokens of a response.

@@ -119,10 +119,10 @@ def control_text(o) -> list[str]:
 
 
 def verdicts_text(o) -> list[str]:
-    lines = ["can it work at these lengths?"]
+    lines = ["do its weights stay even at these lengths? (their noise; worth.py measures what each teaches)"]
     for row in o.verdicts:
         viable = "yes" if row["viable"] else "no "
-        lines.append(f"   {viable}  {row['correction']:8s} {row['why']}")
+        lines.append(f"   {viable}  {row['correction']:14s} {row['why']}")
     return lines
 
 

@@ -1,4 +1,8 @@
-"""Can a correction work at these lengths? Each rule of thumb returns (viable, why), with its numbers."""
+"""Does the noise of a correction's weights stay small at these lengths? Each rule returns (viable, why).
+
+These are rules of thumb about variance: effective sample size, kept share, the clamp. They do not see bias, but for
+what they say of states, and a noisy weight can still teach more than an even one: worth.py measures both.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,10 @@ class Evidence:
     token_ratio: np.ndarray  # (N,) r of each token of all responses
     seq_ratio: np.ndarray  # (B,) R of each response
     geo_ratio: np.ndarray  # (B,) R^(1/T)
+    prefix_ratio: np.ndarray  # (N,) R_t = prod_{s<=t} r_s
+    before_ratio: np.ndarray  # (N,) the same without the token itself: the ratio of its state
+    traces: np.ndarray  # (N,) prod_{s<=t} min(r_s, 1)
+    seq_of_token: np.ndarray  # (N,) R of the token's response
     length: np.ndarray  # (B,) T
     clamped: float  # share of the responses whose log R stands at the clamp
     kl: float  # KL(inf || ref), nats a token
@@ -26,11 +34,22 @@ class Evidence:
     @classmethod
     def of(cls, log_r, length, kl: float, clamp: float) -> Evidence:
         """From log r (B, T), 0 behind the end of a response, and the lengths (B,)."""
+        here = exists(log_r, length)
         total = log_r.sum(1)
+        prefix = log_r.cumsum(1)
+        traces = np.minimum(log_r, 0).cumsum(1)
+
+        def exp(x):
+            return np.exp(x.clip(-clamp, clamp))
+
         return cls(
-            token_ratio=np.exp(log_r.clip(-clamp, clamp))[exists(log_r, length)],
-            seq_ratio=np.exp(total.clip(-clamp, clamp)),
-            geo_ratio=np.exp((total / length).clip(-clamp, clamp)),
+            token_ratio=exp(log_r)[here],
+            prefix_ratio=exp(prefix)[here],
+            before_ratio=exp(prefix - log_r)[here],
+            traces=exp(traces)[here],
+            seq_of_token=np.repeat(exp(total), length),
+            seq_ratio=exp(total),
+            geo_ratio=exp(total / length),
             length=length,
             clamped=float((np.abs(total) >= clamp).mean()),
             kl=kl,
@@ -55,6 +74,13 @@ class Evidence:
         return self.longest * self.kl < self.clamp and self.clamped < 0.01
 
     @property
+    def states(self) -> str:
+        """What a weight of each token alone leaves as it is: of the sampler's states, the share sum min(inf, ref) that
+        the learner would visit as often."""
+        shared = np.minimum(self.before_ratio, 1).mean()
+        return f"its states stay the sampler's ({100 * shared:.0f} % would be the learner's)"
+
+    @property
     def reach(self) -> str:
         """How near the longest responses come to the clamp."""
         product = self.longest * self.kl
@@ -77,13 +103,13 @@ def judge_tis(x: Evidence):
     """ESS of min(r, C) above 1/2."""
     C = bound("tis", "is_cap")
     share = ess(x.token_ratio.clip(max=C))
-    return share > 0.5 and not x.biased, f"ESS of min(r, {C:g}) is {share:.2f}; no length enters"
+    return share > 0.5 and not x.biased, f"ESS of min(r, {C:g}) is {share:.2f}; {x.states}"
 
 
 def judge_jackpot(x: Evidence):
     """More than 80 % of the tokens accepted, by min(1, r)."""
     accepted = np.minimum(1, x.token_ratio).mean()
-    why = f"{100 * accepted:.1f} % of the tokens would be accepted; no length enters"
+    why = f"{100 * accepted:.1f} % of the tokens would be accepted; {x.states}"
     return accepted > 0.8 and not x.biased, why
 
 
@@ -101,6 +127,30 @@ def judge_seq_tis(x: Evidence):
     light = f"{100 * (x.seq_ratio < 1 / C).mean():.0f} % of the responses weigh less than 1/{C:g}"
     viable = x.sequence_weights_fit and share > 0.5 and not x.biased
     return viable, f"{seq_ess_text(x, share)}; {light}; {x.reach}"
+
+
+def judge_seq_tis_1(x: Evidence):
+    """ESS of min(R, 1) above 1/2."""
+    return even(x, x.seq_ratio.clip(max=1), "min(R, 1)")
+
+
+def judge_prefix_tis(x: Evidence):
+    """ESS of min(R_t, C) above 1/2."""
+    C = bound("prefix_tis", "is_cap")
+    return even(x, x.prefix_ratio.clip(max=C), f"min(R_t, {C:g})")
+
+
+def judge_retrace_seq(x: Evidence):
+    """ESS of prod_{s<=t} min(r_s, 1) min(R, 1) above 1/2."""
+    return even(x, x.traces * x.seq_of_token.clip(max=1), "prod min(r_s, 1) min(R, 1)")
+
+
+def even(x: Evidence, weight, name: str):
+    """ESS above 1/2, of weights that do not all stand at the clamp."""
+    share = ess(weight)
+    clamped = (weight <= math.exp(-x.clamp)).mean() > 0.5
+    false = " and false: they are clamped" if clamped else ""
+    return share > 0.5 and not clamped and not x.biased, f"ESS of {name} is {share:.2f}{false}"
 
 
 def judge_seq_mis(x: Evidence):
@@ -132,13 +182,16 @@ VERDICTS = {
     "jackpot": judge_jackpot,
     "seq_is": judge_seq_is,
     "seq_tis": judge_seq_tis,
+    "seq_tis, C = 1": judge_seq_tis_1,
+    "prefix_tis": judge_prefix_tis,
+    "retrace_seq": judge_retrace_seq,
     "seq_mis": judge_seq_mis,
     "geo_rs": judge_geo_rs,
 }
 
 
 def judged(x: Evidence) -> list[dict]:
-    """One row a correction: its name, whether it is viable at these lengths, and why."""
+    """One row a correction: its name, whether its noise stays small at these lengths, and why."""
     rows = []
     for name, judge in VERDICTS.items():
         viable, why = judge(x)

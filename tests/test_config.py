@@ -8,6 +8,7 @@ from conftest import make_cfg
 
 import config
 import flags
+import presets
 from config import Config, parse, resolve
 from flags import UserError
 from learner import Comm
@@ -317,6 +318,52 @@ def test_numbers_that_may_be_infinite_and_those_of_a_file(tmp_path):
 
 def test_a_run_may_wait_for_ever():
     assert Comm.start(config.parse(["--give_up=inf"]).give_up + 1800).size == 1
+
+
+def test_given_flags_that_a_run_does_not_read_are_named(capsys):
+    """Each row of presets.READ_WITH with what it asks for and without; a file may serve several objectives."""
+    for _, names in presets.READ_WITH.values():
+        assert set(names) <= set(config.FIELDS)
+    parse(["--rollout=hf", "--objective=tis", "--actor=none", "--obrs_lambda=2", "--obrs_mask=expected", "--lr=1"])
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and all(line.startswith("note: --obrs_") for line in said)
+    assert "--obrs_lambda: of no use in this run, which is without a --correction that draws or bounds Z" in said[0]
+    assert "--obrs_mask: of no use in this run, which is without --correction=obrs or jackpot_adjusted" in said[1]
+    parse(["--rollout=hf", "--config=configs/demo.toml", "--objective=tis"])  # a file's own flags are not said
+    assert not capsys.readouterr().err
+
+    pairs = {
+        "--objective=tis --obrs_topk=5": "--objective=jackpot",
+        "--objective=z_tis --obrs_c2=1.5": "--objective=jackpot",
+        "--objective=tis --tbpo_cap=mask": "--objective=tbpo",
+        "--objective=tis --auto_every=5": "--is_cap=auto",
+        "--objective=tis --tbpo_neg_high=1e-3": "--objective=tbpo",
+        "--objective=gspo --gepo_expectation=mean": "--objective=gepo",
+        "--objective=tis --cppo_kl=k2": "--cppo_beta=0.1",
+        "--objective=tis --kl_in=reward": "--kl_coef=0.1",
+        "--objective=tis --guard_kl=0.1": "--guard=stop",
+        "--objective=tis --lora_alpha=8": "--lora_rank=4",
+        "--objective=tis --actor=none --distill_topk=5": "--actor=base:actor",
+        "--objective=tis --distill_gain=0.5": "--distill_kl_target=0.01",
+    }
+    assert len(pairs) == len(presets.READ_WITH)
+    for idle, mend in pairs.items():
+        flag = idle.split()[-1].split("=")[0]
+        parse(["--rollout=hf", *idle.split()])
+        assert flag in capsys.readouterr().err
+        parse(["--rollout=hf", *idle.split(), mend])
+        assert not capsys.readouterr().err, mend
+
+
+def test_a_run_is_called_by_what_it_does():
+    for axes, name in {
+        "--objective=jackpot": "jackpot",
+        "--objective=gspo": "gspo",
+        "--objective=jackpot --correction=tis": "jackpot, correction=tis",
+        "--objective=gepo --surrogate=tbpo": "gepo, surrogate=tbpo",
+        "--objective=grpo --ratio_base=inf": "grpo, ratio_base=inf",
+    }.items():
+        assert presets.called(vars(parse(["--rollout=hf", *axes.split()]))) == name
 
 
 def test_vllms_word_for_all_tokens_is_understood():

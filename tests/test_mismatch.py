@@ -112,13 +112,16 @@ def test_verdicts_where_the_answer_is_known():
     s = 0.3  # log-normal: chi2 = e^(s^2) - 1 a token, KL = s^2 / 2
     long = judged(s * rng.standard_normal((400, 200)) - s * s / 2, kl=s * s / 2)
     token_level = {"none": False, "tis": True, "jackpot": True, "geo_rs": True}
-    assert viable(long) == {**token_level, "seq_is": False, "seq_tis": False, "seq_mis": False}
+    response_level = ["seq_is", "seq_tis", "seq_tis, C = 1", "prefix_tis", "retrace_seq", "seq_mis"]
+    assert viable(long) == {**token_level, **dict.fromkeys(response_level, False)}
     assert "200 x 0.045 = 9 of the clamp's 20" in long["seq_is"]["why"]
     assert "false" not in long["seq_is"]["why"]
 
     clamped = judged(np.full((50, 200), -0.5), kl=0.5)
     assert not clamped["seq_is"]["viable"] and not clamped["geo_rs"]["viable"]
     assert "ESS of the responses is 1.00 and false: they are clamped" in clamped["seq_is"]["why"]
+    assert "ESS of min(R, 1) is 1.00 and false: they are clamped" in clamped["seq_tis, C = 1"]["why"]
+    assert not clamped["seq_tis, C = 1"]["viable"] and not clamped["retrace_seq"]["viable"]
 
     # the mean of r is exactly 1, and every response stands at the clamp all the same
     one = np.log([0.85] * 199 + [200 - 199 * 0.85])
@@ -133,6 +136,17 @@ def test_verdicts_where_the_answer_is_known():
     assert "mean of r is 0.900, not 1" in cut["tis"]["why"]
     assert not cut["tis"]["viable"] and not cut["jackpot"]["viable"]
     assert judged(np.zeros((50, 10)), kl=0.05)["none"]["viable"] is False
+
+
+def test_the_verdicts_on_capped_weights_by_hand():
+    """Two responses of 3 and 1 tokens, r = 1/2, 2, 1/4 and 3."""
+    log_r = np.log([[0.5, 2.0, 0.25], [3.0, 1.0, 1.0]])
+    evidence = verdicts.Evidence.of(log_r, np.array([3, 1]), 0.1, 20.0)
+    assert evidence.states.endswith("(88 % would be the learner's)")  # states 1, 1/2, 1; and 1: 3.5 of 4
+    rows = {row["correction"]: row["why"] for row in verdicts.judged(evidence)}
+    assert "min(R, 1) is 0.74" in rows["seq_tis, C = 1"]  # 1/4, 1
+    assert "min(R_t, 1) is 0.82" in rows["prefix_tis"]  # 1/2, 1, 1/4; 1
+    assert "min(r_s, 1) min(R, 1) is 0.40" in rows["retrace_seq"]  # 1/8, 1/8, 1/32; 1
 
 
 @pytest.mark.parametrize("kind", ["hf", "vllm"])

@@ -64,6 +64,8 @@ def shared_file(checkpoint: Path, n_ranks: int = 1) -> None:
     """What a run looks at before it opens the rest of a checkpoint."""
     checkpoint.mkdir(parents=True, exist_ok=True)
     torch.save({"format": 4, "n_ranks": n_ranks}, checkpoint / "learner.pt")
+    for rank in range(n_ranks):
+        torch.save({}, checkpoint / f"rank{rank}.pt")
 
 
 def test_samplers_of_another_number_of_ranks_are_refused_before_a_model_loads(folders, tmp_path, no_models):
@@ -98,6 +100,19 @@ def test_every_rank_resumes_from_the_newest_checkpoint_that_all_disks_have(tmp_p
     assert checkpoint.to_resume(cfg, rank(True, [-2, 2])).name == "step_000002"  # the other disk is behind
     with pytest.raises(UserError, match="--resume: .* has no whole checkpoint on some node's disk; bring its part"):
         checkpoint.to_resume(cfg, rank(True, [1, -1]))
+
+
+def test_a_lost_nodes_part_of_a_checkpoint_is_named(tmp_path, monkeypatch):
+    """Of four ranks on two nodes, the second node's disk is gone: nobody has what its ranks wrote."""
+    saved = tmp_path / "checkpoints" / "step_000003"
+    shared_file(saved, n_ranks=4)
+    for rank in (2, 3):
+        (saved / f"rank{rank}.pt").unlink()
+    monkeypatch.setattr(checkpoint, "newest", lambda out: saved)
+    cfg = SimpleNamespace(out=str(tmp_path), delay="none", samplers="local")
+    alone = SimpleNamespace(size=1, writes=True, max=lambda mine: mine)
+    with pytest.raises(UserError, match=r"--resume: .*step_000003 has no part of rank 2, nor what else .* bring it"):
+        checkpoint.to_resume(cfg, alone)
 
 
 @pytest.fixture
@@ -169,6 +184,8 @@ def test_the_command_line_says_how_long(folders, tmp_path, schedule):
     assert steps("epochs = 2", "--steps=7", "--overwrite") == 7
     assert steps("steps = 500", "--epochs=2", "--overwrite") == 5
     assert steps("steps = 500", "--epochs=2", "--resume") == 5  # the same command
+    smaller = ("--micro_tokens=512", "--rollout_memory=0.1", "--eval_every=3")  # after a run that found no memory
+    assert steps("steps = 500", "--epochs=2", "--resume", *smaller) == 5
     for longer in (("--steps=9",), ("--epochs=4",)):
         if schedule == "constant":
             assert steps("", "--resume", *longer) == {"--steps=9": 9, "--epochs=4": 10}[longer[0]]
