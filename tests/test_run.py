@@ -184,7 +184,7 @@ def test_the_command_line_says_how_long(folders, tmp_path, schedule):
     assert steps("epochs = 2", "--steps=7", "--overwrite") == 7
     assert steps("steps = 500", "--epochs=2", "--overwrite") == 5
     assert steps("steps = 500", "--epochs=2", "--resume") == 5  # the same command
-    smaller = ("--micro_tokens=512", "--rollout_memory=0.1", "--eval_every=3")  # after a run that found no memory
+    smaller = ("--micro_tokens=512", "--rollout_memory=0.1")  # after a run that found no memory
     assert steps("steps = 500", "--epochs=2", "--resume", *smaller) == 5
     for longer in (("--steps=9",), ("--epochs=4",)):
         if schedule == "constant":
