@@ -60,7 +60,7 @@ class RunFlags:
     resume: bool = False
     """Continue the run in --out from its newest checkpoint."""
     overwrite: bool = False
-    """Delete what stands in --out and start anew."""
+    """Delete what a run wrote in --out, and nothing else, and start anew."""
     seed: int = 0
     """Seed of sampling and masks."""
     plan: bool = False
@@ -389,7 +389,8 @@ def parse(argv: list[str] | None = None) -> Config:
     if cfg.resume:
         cfg = resumed(cfg, set(given) | set(from_file))
     cfg = resolve(cfg)
-    presets.note_unread(given, cfg)
+    if argv is None:
+        presets.note_unread(given, cfg)
     return cfg
 
 

@@ -33,6 +33,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 LISTED = 36  # so many names at most stand in a sentence
 NEAR = 0.75  # a name less like a flag than this is no slip of the finger, and gets no guess
+LIKE = 0.45  # the same of a value and those that a flag takes
 
 
 class UserError(ValueError):
@@ -171,16 +172,23 @@ def read(cls, argv: list[str] | None = None, usage: str = "", also=()) -> list[t
         need(key in kinds or key in also, f"--{key}: no such flag{nearest(key, kinds)}")
         if not equals:
             value = "True"
-            if argv and not argv[0].startswith("--") and (kinds.get(key) is not bool or argv[0] in TRUTH):
+            truth = kinds.get(FOREIGN.get(key, key)) is bool
+            if argv and not argv[0].startswith("--") and (not truth or argv[0] in TRUTH):
                 value = argv.pop(0)
             else:
-                need(kinds.get(key, bool) is bool, f"--{key}: a value is missing; write --{key}=VALUE")
+                need(truth, f"--{key}: a value is missing; write --{key}=VALUE")
         pairs.append((key, value))
     return pairs
 
 
 def nearest(key: str, names) -> str:
-    """'; did you mean --NAME?', or where to look when nothing is near."""
+    """'; did you mean --NAME?', what another framework's flag is here, or where to look when nothing is near."""
+    last = key.rpartition(".")[2]  # verl's have the path of its configuration before them
+    there = COUNTERPARTS.get(last, last)
+    if there.partition(" ")[0].partition("=")[0].strip(",") in names and there != key:
+        return f"; here it is --{there}"
+    if FOREIGN.get(last) in names:
+        return f"; write --{last}, which is --{FOREIGN[last]} here"
     near = difflib.get_close_matches(key, list(names), 1, NEAR)
     return f"; did you mean --{near[0]}?" if near else "; see --help"
 
@@ -295,7 +303,7 @@ def check_word(key: str, value, kind, place: str = "") -> None:
 def choice(key: str, value, known, place: str = "") -> None:
     """UserError unless `value` is one of the known ones; it names the nearest. place: of the flag, if it is a file."""
     if value not in known:
-        near = difflib.get_close_matches(str(value), list(known), 1, 0.3)
+        near = difflib.get_close_matches(str(value), list(known), 1, LIKE)
         guess = f"; did you mean {near[0]}?" if near else ""
         listed = [*known] if len(known) <= LISTED else [*known][:LISTED] + ["..."]
         raise UserError(f"{place}--{key}={value}: not one of {', '.join(listed)}{guess}")
@@ -370,6 +378,21 @@ FOREIGN = {
     "beta": "kl_coef",
     "lora_r": "lora_rank",
     "warmup_ratio": "warmup_steps",
+}
+# flags of theirs that count something else, or are several of ours -> what to write
+COUNTERPARTS = {
+    "adv_estimator": "advantage=grpo, grpo_no_std or rloo",
+    "gpu_memory_utilization": "rollout_memory, a share of the GPU",
+    "gradient_accumulation_steps": "train_batch, the responses of one update; --micro_tokens cuts them into passes",
+    "max_prompt_length": "max_prompt_tokens",
+    "max_response_length": "max_tokens",
+    "n": "group_size",
+    "per_device_train_batch_size": "micro_tokens, of one pass; --train_batch counts one update's responses",
+    "ppo_mini_batch_size": "train_batch, in responses, not prompts: prompts times --group_size",
+    "steps_per_generation": "rollout_batch, the responses of one rollout: updates times --train_batch",
+    "tensor_model_parallel_size": "rollout_tp",
+    "train_batch_size": "rollout_batch, in responses, not prompts: prompts times --group_size",
+    "use_vllm": "rollout=vllm, the default",
 }
 # verl's values -> ours, by our flag's name; under that name, and in files, they are understood too
 RATIOS = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geo"}

@@ -503,6 +503,10 @@ def default_bounds(cfg) -> dict:
 
 def check(cfg) -> None:
     """UserError, one sentence: flags of the objective that contradict each other."""
+    for axis, known in (("correction", corrections.CORRECTIONS), ("surrogate", SURROGATES)):
+        value = getattr(cfg, axis)
+        named = f"--{axis}={value}: a name of --objective, and not of one of its axes; write --objective={value}"
+        need(value in known or value not in OBJECTIVES, named)
     choice("surrogate", cfg.surrogate, list(SURROGATES))
     need(
         cfg.clip_low >= 0 and cfg.clip_high >= 0,

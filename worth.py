@@ -117,6 +117,9 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     shared = [f"--{k}={v}" for k, v in pairs if k not in names]
     for name in ("objective", "correction"):
         need(name not in ours.values(), f"--{name}: name the objectives to weigh with --rows")
+    of_all = [f"--{k}={v}" for k, v in pairs if ours.get(k, k) in OF_ROWS - {"advantage", "reduction"}]
+    if of_all and flags.from_environment("RANK", 0) == 0:
+        print(f"note: every row with {' '.join(of_all)}, under its own name", file=sys.stderr)
     check(own)
     rows = {}
     for row in filter(None, map(str.strip, own.rows.split(";"))):
@@ -178,6 +181,7 @@ def check(own: WorthFlags) -> None:
 
 def check_row(row: str, cfg: config.Config) -> None:
     need("auto" not in (cfg.is_cap, cfg.correction), f"--rows: {row} leaves the choice to auto; name each cap in a row")
+    need(not cfg.plan, "--plan: of train.py; python train.py --plan says what a run needs")
     need(not cfg.router_replay, "--router_replay: g and slopes are of the learner's own routing; leave it out")
     need(cfg.samplers == "local", "--samplers: weights that sample late are named with --stale here")
     need(cfg.delay == "none", "--delay: weights that sample late are named with --stale here")

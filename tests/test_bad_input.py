@@ -26,7 +26,7 @@ SECONDS = 3.0  # of a processor that an answer may take; and three times as many
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-OWN = "--task=arith --max_tokens=8 --lr=1 --actor_lr=1 --dtype=float32"  # what a model of one's own is asked for
+OWN = "--task=arith --max_tokens=8 --lr=1 --dtype=float32"  # what a model of one's own is asked for
 
 
 def rows(command: str, table: str) -> list[tuple[str, str]]:
@@ -79,13 +79,21 @@ ROWS = [
 --kept_max=0 | --kept_max=0: must be at least 1
 --lora_rnk=8 | --lora_rnk: no such flag; did you mean --lora_rank?
 --critic_warmup=8 | --critic_warmup: no such flag; see --help
---use-vllm | --use_vllm: no such flag; see --help
+--use-vllm | --use_vllm: no such flag; here it is --rollout=vllm
+--train_batch_size=8 | --train_batch_size: no such flag; here it is --rollout_batch, in ... prompts times --group_size
+--algorithm.adv_estimator=grpo | --algorithm.adv_estimator: no such flag; here it is --advantage=grpo, grpo_no_std or
+--actor.clip_ratio_high=0.3 | --actor.clip_ratio_high: no such flag; write --clip_ratio_high, which is --clip_high
+--rollout.temperature=1 | --rollout.temperature: no such flag; here it is --temperature
+--rollout.n=8 | --rollout.n: no such flag; here it is --group_size
+--nonsense.verl=8 | --nonsense.verl: no such flag; see --help
 --gpu_memory_utilization=0.9 | --gpu_memory_utilization: no such flag; see --help
---rollout_is=tokens | --correction=tokens: not one of none, is, tis, tis_adjusted, icepop, ... did you mean tis?
+--rollout_is=tokens | --correction=tokens: not one of none, is, tis, tis_adjusted, icepop,
 --epsilon=x | --clip_low=x: must be a number
 --num_generations=1 | --group_size=1: an advantage needs at least 2 responses a prompt
 --objective=jackpt | --objective=jackpt: not one of none, grpo, reinforce, is, tis, ... did you mean jackpot?
 --correction=tiss | --correction=tiss: not one of none, is, tis, tis_adjusted, icepop, ... did you mean tis?
+--correction=jackpot | --correction=jackpot: a name of --objective, and not of one of its axes; ... --objective=jackpot
+--surrogate=grpo | --surrogate=grpo: a name of --objective, and not of one of its axes; write --objective=grpo
 --surrogate=pppo | --surrogate=pppo: not one of reinforce, ppo, gspo, tbpo, sapo, gmpo, ... cispo; did you mean ppo?
 --advantage=grp | --advantage=grp: not one of grpo, grpo_no_std, rloo; did you mean grpo?
 --reduction=mean | --reduction=mean: not one of token-mean, seq-mean-token-mean, ... did you mean token-mean?
@@ -97,7 +105,7 @@ ROWS = [
 --rollout=sglang | --rollout=sglang: not one of vllm, hf
 --rollout_dtype=fp8 | --rollout_dtype=fp8: not one of float32, bfloat16, float16
 --rollout_quant=int4 | --rollout_quant=int4: not one of none, int8, fp8, w4a16, w3a16, w2a16; did you mean int8?
---parallel=tp | --parallel=tp: not one of ddp, fsdp; did you mean ddp?
+--parallel=tp | --parallel=tp: not one of ddp, fsdp
 --samplers=http | --samplers=http: not one of local, zmq, files
 --keep_sampling_mask=replayed | --keep_sampling_mask=replayed: not one of off, recompute, ... did you mean replay?
 --rollout_rs=seq_max_k1 | --reject=seq_max_k1: not one of token, sequence, geo, ... did you mean seq_max_k3?
@@ -193,7 +201,10 @@ stray | stray: flags are written --key=value
 -steps=3 | -steps=3: flags are written --key=value
 -o out/x | -o: flags are written --key=value
 -- | --: no such flag; see --help
---resume=maybe | --resume=maybe: not one of True, true, False, false; did you mean false?
+--resume=maybe | --resume=maybe: not one of True, true, False, false
+--guard=on | --guard=on: not one of off, stop, lr, cap, lambda
+--config | --config: a value is missing; write --config=VALUE
+--rollout_rs | --rollout_rs: a value is missing; write --rollout_rs=VALUE
         """,
     ),
     # train.py: flags that contradict each other
@@ -409,7 +420,7 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --eval_task=nowhere.jsonl | --eval_task=nowhere.jsonl: no such file; give the path of a JSONL, JSON or Parquet file
 --eval_task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
 --eval_task=long.jsonl | --eval_task=long.jsonl: the longest prompt has 1012 ... shorten the response
-HF_HUB_OFFLINE=1 --actor=some/where | --actor=some/where: no such folder here, ... or give a folder
+HF_HUB_OFFLINE=1 --actor=some/where --actor_lr=1 | --actor=some/where: no such folder here, ... or give a folder
 --task=hf:gsm8k | --task=hf:gsm8k: write hf:NAME/SPLIT, such as hf:openai/gsm8k@main/train
 --task=fine.parquet | fine.parquet: not a whole Parquet file ... copy it anew
 --task=cut.json | cut.json, line 5: not valid JSON (Expecting ',' delimiter); mend that place of the array
@@ -463,7 +474,7 @@ HF_HUB_OFFLINE=1 --actor=some/where | --actor=some/where: no such folder here, .
 --model=new_type | new_type: its config.json cannot be read (The checkpoint you ... give a whole folder of a causal
 --model=text_vocabulary | text_vocabulary: its config.json cannot be read (Validation ... give a whole folder of a
 --model=negative_vocabulary | negative_vocabulary: its config.json gives no vocab_size ... give a whole folder of a
---actor=small_vocabulary | small_vocabulary: its tokenizer has 256 ... a vocab_size of 100; give the model the
+--actor=small_vocabulary --actor_lr=1 | small_vocabulary: its tokenizer has ... a vocab_size of 100; give the model the
 --model=text_context | text_context: its config.json cannot be read (Validation error ... give a whole folder of a
 --model=short_context | --max_tokens=8: the longest prompt has 12 ... shorten the response, or drop long prompts
 --model=text_width | text_width: its config.json cannot be read (Validation ... give a whole folder of a causal
@@ -474,7 +485,7 @@ HF_HUB_OFFLINE=1 --actor=some/where | --actor=some/where: no such folder here, .
 --model=tokenizer_utf16 | tokenizer_utf16: its tokenizer ... copy tokenizer.json and tokenizer_config.json of this
 --model=tokenizer_empty | tokenizer_empty: its tokenizer ... copy tokenizer.json and tokenizer_config.json of this
 --model=tokenizer_config_cut | tokenizer_config_cut: its ... copy tokenizer.json and tokenizer_config.json of this
---actor=other_words | --actor=other_words: its tokenizer differs ... actor and policy must share one vocabulary
+--actor=other_words --actor_lr=1 | --actor=other_words: its ... actor and policy must share one vocabulary
 --model=ends_cut | ends_cut/generation_config.json: not valid JSON (Expecting property ... mend or remove it
 --model=ends_text | ends_text/generation_config.json: its eos_token_id lists ['</s>'], which is no ... mend it
 --model=ends_list | ends_list/generation_config.json: not a JSON object; mend or remove it
@@ -487,7 +498,7 @@ HF_HUB_OFFLINE=1 --actor=some/where | --actor=some/where: no such folder here, .
 --model=index_cut | index_cut/model.safetensors.index.json: not valid JSON ... copy the folder anew, or delete one
 --model=index_empty | index_empty/model.safetensors.index.json: lists no ... copy the folder anew, or delete one
 --model=shard_missing | shard_missing: model.safetensors, and an index of other files ... delete the older of the two
---actor=no_weights | no_weights: no weights there (model.safetensors is ... copy the folder anew, or delete one
+--actor=no_weights --actor_lr=1 | no_weights: no weights there ... copy the folder anew, or delete one
 LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a whole checkpoint of that shape
 LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give a whole checkpoint of that shape
 --model=t5_type | t5_type: its config.json cannot be read ... give a whole checkpoint of a causal language model
@@ -626,6 +637,7 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
         r"""
 --objective=tis | --objective: name the objectives to weigh with --rows
 --correction=tis | --correction: name the objectives to weigh with --rows
+--plan | --plan: of train.py; python train.py --plan says what a run needs
 --rows= | --rows: names no objective
 --rows=tsi | --objective=tsi: not one of ... did you mean tis?
 --rows='tis is_kap=3' | --is_kap: no such flag; did you mean --is_cap?
@@ -894,7 +906,7 @@ tcp://127.0.0.1:9 | tcp://127.0.0.1:9: flags are written --key=value
 --model=no_weights | no_weights: no weights there (model.safetensors is ... copy the folder anew, or delete one
 --task=/no/such.jsonl | --task=/no/such.jsonl: no such file; copy the learner's file here and name it with --task
 --rollout_quant=int4 | --rollout_quant=int4: not one of auto, none, int8, fp8, w4a16, w3a16, ... did you mean int8?
---rollout_quant=aligned | --rollout_quant=aligned: not one of auto, none, int8, fp8, w4a16, ... did you mean none?
+--rollout_quant=aligned | --rollout_quant=aligned: not one of auto, none, int8, fp8, w4a16,
 --rollout_memory=0 | --rollout_memory=0.0: must be above 0
 --delay=constant --delay_min=9 --delay_max=1 | --delay_min=9.0 --delay_max=1.0: ... ve 0 and not above the longest
 --delay=weibull --delay_mass=1 | --delay_mass=1.0: the share of delays between ... lay_max must lie inside (0, 1)

@@ -320,8 +320,13 @@ def test_a_run_may_wait_for_ever():
     assert Comm.start(config.parse(["--give_up=inf"]).give_up + 1800).size == 1
 
 
-def test_given_flags_that_a_run_does_not_read_are_named(capsys):
+def test_given_flags_that_a_run_does_not_read_are_named(capsys, monkeypatch):
     """Each row of presets.READ_WITH with what it asks for and without; a file may serve several objectives."""
+
+    def parse(argv):
+        monkeypatch.setattr("sys.argv", ["train.py", *argv])
+        return config.parse()
+
     for _, names in presets.READ_WITH.values():
         assert set(names) <= set(config.FIELDS)
     parse(["--rollout=hf", "--objective=tis", "--actor=none", "--obrs_lambda=2", "--obrs_mask=expected", "--lr=1"])

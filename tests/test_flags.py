@@ -311,8 +311,6 @@ def test_a_slip_of_the_finger_gets_a_guess(typed, meant):
         "batch_size",
         "tensor_parallel_size",
         "value_head",
-        "use_vllm",
-        "gpu_memory_utilization",
         "x",
     ],
 )
@@ -320,3 +318,16 @@ def test_a_flag_that_is_like_no_other_gets_none(typed):
     with pytest.raises(ValueError) as e:
         flags.parse_flags(Config, [f"--{typed}=8"])
     assert str(e.value) == f"--{typed}: no such flag; see --help"
+
+
+@pytest.mark.parametrize("theirs", flags.COUNTERPARTS)
+def test_a_flag_that_counts_otherwise_elsewhere_is_explained(theirs):
+    """The explanation names a flag of ours, also behind verl's path; a command without that flag does not say it."""
+    assert re.match(r"\w+", flags.COUNTERPARTS[theirs])[0] in flags.types_of(Config)
+    for typed in (theirs, f"actor_rollout_ref.rollout.{theirs}"):
+        with pytest.raises(ValueError) as e:
+            flags.parse_flags(Config, [f"--{typed}=8"])
+        assert str(e.value) == f"--{typed}: no such flag; here it is --{flags.COUNTERPARTS[theirs]}"
+        with pytest.raises(ValueError) as e:
+            flags.parse_flags(PlotFlags, [f"--{typed}=8"])
+        assert "here it is" not in str(e.value)
