@@ -86,7 +86,7 @@ ROWS = [
 --rollout.temperature=1 | --rollout.temperature: no such flag; here it is --temperature
 --rollout.n=8 | --rollout.n: no such flag; here it is --group_size
 --nonsense.verl=8 | --nonsense.verl: no such flag; see --help
---gpu_memory_utilization=0.9 | --gpu_memory_utilization: no such flag; see --help
+--gpu_memory_utilization=0.9 | --gpu_memory_utilization: no such flag; here it is --rollout_memory
 --rollout_is=tokens | --correction=tokens: not one of none, is, tis, tis_adjusted, icepop,
 --epsilon=x | --clip_low=x: must be a number
 --num_generations=1 | --group_size=1: an advantage needs at least 2 responses a prompt
