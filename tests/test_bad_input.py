@@ -647,6 +647,7 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --rows='jackpot obrs_topk=5; z_tis obrs_topk=6' | --rows: rows with several --obrs_topk; weigh them one after the other
 --batches=1 | --batches=1: at least 3, for an error of each two
 --noise_batches=25 | --noise_batches=25: 1 to --batches=24
+--noise_batches=1 --group_size=128 | --noise_batches=1: 2 groups of responses; at least 4, for an error
 --reference=5 | --reference=5: a multiple of 4, for the error of its result
 --directions=0 | --directions=0: a multiple of 4, for the error of its result
 --share=0 | --share=0.0: a share of the parameters, above 0 and at most 1

@@ -77,11 +77,11 @@ def test_choices_may_be_numbers(tmp_path):
 
 def test_a_run_stays_with_the_texts_it_began_with(tmp_path):
     """A changed file is named, whichever flag reads it; one that says the same is none."""
-    data, system, reward = (tmp_path / name for name in ("x.jsonl", "system.txt", "mine.py"))
+    data, system, reward = (tmp_path / name for name in ("x,y.jsonl", "system.txt", "mine.py"))
     write(data, {"question": "1?", "answer": "1"})
     write(system, "Be brief.")
     write(reward, "def score(answer):\n    return 1.0\n")
-    cfg = cfg_of(task=str(data), system_prompt=str(system), reward=f"{reward}:score")
+    cfg = cfg_of(task=str(data), system_prompt=str(system), reward=f"{reward}:score", eval_task="")
     made = tmp_path / "config.json"
     tasks.check_unchanged(cfg, made)
     write(made, {"data": tasks.digests(cfg)})

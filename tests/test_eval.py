@@ -127,6 +127,33 @@ def test_several_sets_each_with_its_own_way(folders, tmp_path, monkeypatch, caps
         evaluation.main(common)
 
 
+def test_responses_of_a_model_that_was_overwritten_are_not_gone_on_with(folders, tmp_path, capsys):
+    """The folder is called as before, its weights are others."""
+    model, file = tmp_path / "model", table(tmp_path / "x.jsonl", "1", "2")
+    shutil.copytree(folders / "policy", model)
+    common = [f"--model={model}", "--rollout=hf", "--max_tokens=2", "--samples=1", f"--task={file}", "--reward=boxed"]
+    common.append(f"--out={tmp_path / 'r.json'}")
+    evaluation.main(common)
+    capsys.readouterr()
+    evaluation.main(common)
+    assert "2 problems are there already" in capsys.readouterr().out
+    shutil.copy2(folders / "untied" / "model.safetensors", model / "model.safetensors")
+    with pytest.raises(UserError, match="r.responses.jsonl: holds responses of another evaluation"):
+        evaluation.main(common)
+
+
+def test_angles_that_depend_on_the_batch_are_refused(folders, tmp_path):
+    """Before the model loads: its own sampler turns a short row as the longest of its batch."""
+    model = tmp_path / "model"
+    shutil.copytree(folders / "policy", model)
+    made = json.loads((model / "config.json").read_text())
+    made["rope_parameters"] |= {"rope_type": "dynamic", "factor": 2.0}
+    (model / "config.json").write_text(json.dumps(made))
+    (model / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"model: rotary angles of the kind dynamic: with \d+ tokens of prompt and resp"):
+        evaluation.main([f"--model={model}", "--rollout=hf", "--max_tokens=2"])
+
+
 def test_responses_are_written_as_they_come(folders, tmp_path, monkeypatch):
     """Where each problem has many responses, few problems are sampled at once; pass@k is of 1 and of all."""
     file = table(tmp_path / "x.jsonl", *"12345")
@@ -209,6 +236,26 @@ def test_a_run_is_evaluated_as_it_was_asked(folders, tmp_path, monkeypatch, caps
     assert "#" not in capsys.readouterr().out
 
 
+def test_a_run_on_sums_is_evaluated_on_its_own(folders, tmp_path, monkeypatch, capsys):
+    """Not on eval.py's default sums; what is given goes first, and files are another task."""
+    hard = {"task": "arith", "task_min_ops": 2, "task_max_ops": 4, "task_operand": 7, "task_seed": 5, "max_tokens": 9}
+    run = made_run(folders, tmp_path, monkeypatch, **hard)
+    seen = []
+    monkeypatch.setattr(
+        evaluation, "solve", lambda engine, task, *more: seen.append(vars(task)) or solve(engine, task, *more)
+    )
+    common = [f"--model={run}", "--rollout=hf", "--samples=1", "--problems=2"]
+    evaluation.main(common)
+    evaluation.main([*common, "--task_seed=6"])
+    assert [(x["min_ops"], x["max_ops"], x["operand"], x["seed"]) for x in seen] == [(2, 4, 7, 5), (2, 4, 7, 6)]
+    assert "--task_max_ops=4 --task_min_ops=2 --task_operand=7 --task_seed=5" in capsys.readouterr().out
+    evaluation.main([*common, f"--task={table(tmp_path / 'x.jsonl', '1')}"])
+    assert "--task_" not in capsys.readouterr().out
+
+
+solve = evaluation.solve
+
+
 def graded(monkeypatch) -> list[tuple]:
     """(first part of the reward, what counts of a response, the template) of each file that `main` evaluates."""
     found = []
@@ -218,7 +265,6 @@ def graded(monkeypatch) -> list[tuple]:
             found.append((task.reward.parts[0].name, task.reward.answer, task.style.template))
         return solve(engine, task, *more)
 
-    solve = evaluation.solve
     monkeypatch.setattr(evaluation, "solve", watched)
     return found
 

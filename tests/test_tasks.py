@@ -18,7 +18,7 @@ from learner import Comm
 from rollout import LocalSource, request_seed
 from run import open_run
 from sampling import Sampling
-from tasks import VOCAB, Answer, Arithmetic, Problem, Table, arithmetic_tokenizer, read_rows, stop_ids
+from tasks import VOCAB, Answer, Arithmetic, Problem, Table, arithmetic_tokenizer, make_task, read_rows, stop_ids
 from tasks.data import final_answer
 from tasks.gold import grade_gold, perturbed, wrapped
 from tasks.prompts import Style
@@ -332,6 +332,35 @@ def test_a_base_model_is_made_once_for_each_recipe(tmp_path, monkeypatch):
     assert made == [("policy", 0.3), ("actor", 0.1), ("actor", 0.3)]
     assert len(folders) == len(list(tmp_path.iterdir())) == 3
     assert warmstart.base_model("policy", replace(cfg, task_explain=8)) not in folders
+
+
+def test_of_two_processes_that_make_a_base_model_the_first_stays(tmp_path, monkeypatch):
+    """The second finds a whole folder where its own should go: it takes that one, and leaves nothing behind."""
+    cfg = make_cfg(base_dir=str(tmp_path))
+    final = tmp_path / f"policy-{warmstart.recipe_key('policy', make_task(cfg), cfg.base_accuracy)}"
+
+    def warm_start(name, task, target, folder):
+        for place, text in ((folder, "second"), (final, "first")):
+            place.mkdir(parents=True)
+            (place / "config.json").write_text(text)
+
+    monkeypatch.setattr(warmstart, "warm_start", warm_start)
+    assert warmstart.base_model("policy", cfg) == str(final)
+    assert [path.name for path in tmp_path.iterdir()] == [final.name]
+    assert (final / "config.json").read_text() == "first"
+
+    def killed(name, task, target, folder):
+        """What a kill of the first left: a folder that is not whole."""
+        shutil.rmtree(final)
+        final.mkdir()
+        (final / "model.safetensors").write_text("half")
+        folder.mkdir()
+        (folder / "config.json").write_text("mine")
+
+    monkeypatch.setattr(warmstart, "warm_start", killed)
+    (final / "config.json").unlink()
+    assert warmstart.base_model("policy", cfg) == str(final)
+    assert [(path.name, path.read_text()) for path in final.iterdir()] == [("config.json", "mine")]
 
 
 def test_the_default_recipes_keep_their_keys():
