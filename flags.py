@@ -185,7 +185,7 @@ def nearest(key: str, names) -> str:
     """'; did you mean --NAME?', what another framework's flag is here, or where to look when nothing is near."""
     last = key.rpartition(".")[2]  # verl's have the path of its configuration before them
     there = COUNTERPARTS.get(last, last)
-    if there.partition(" ")[0].partition("=")[0].strip(",") in names and there != key:
+    if there.partition(" ")[0].partition("=")[0].strip(",") in names:
         return f"; here it is --{there}"
     if FOREIGN.get(last) in names:
         return f"; write --{last}, which is --{FOREIGN[last]} here"

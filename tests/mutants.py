@@ -105,6 +105,8 @@ TESTS = {
     "eval.py": ["test_eval.py", QUIET],
     "mismatch/gaps.py": ["test_mismatch.py", "-k", "not vllm"],
     "mismatch/floor.py": ["test_mismatch.py", "-k", "not vllm"],
+    "mismatch/verdicts.py": ["test_mismatch.py", "-k", "verdicts"],
+    "presets.py": ["test_config.py", "test_objectives.py"],
     "mismatch/ladder.py": ["test_ladder.py"],
     "mismatch/faults.py": ["test_ladder.py", "-k", "fault or keeps or tried"],
     "measure.py": ["test_metrics.py", "test_worth.py", "test_learner.py::test_two_ranks_give_the_gradient_of_one"],
@@ -833,6 +835,8 @@ MUTANTS = {
         ("new = function != self.function", "new = self.function is None"),
     ],
     "eval.py": [
+        ('"files": checkpoint.stamps(setup.folder)', '"files": 0'),
+        ("checkpoint.check_angles(one, context)", "pass"),
         ("seeds, Sampling.of_policy(cfg)", "seeds, Sampling.of(cfg)"),
         ("engine.any_rank(start < len(indices))", "start < len(indices)"),
         ('whole = [line for line in lines if line.endswith("\\n")]', "whole = lines"),
@@ -979,6 +983,16 @@ MUTANTS = {
         ("return int(differs[0]) if len(differs) else n", "return n"),
         ("row[len(p) - 1 :]", "row[len(p) :]"),
     ],
+    "mismatch/verdicts.py": [
+        ("before_ratio=exp(prefix - log_r)", "before_ratio=exp(prefix)"),
+        ("np.minimum(log_r, 0).cumsum(1)", "log_r.cumsum(1)"),
+        ("np.repeat(exp(total), length)", "np.repeat(exp(total / length), length)"),
+        ("share > 0.5 and not clamped and", "share > 0.5 and"),
+    ],
+    "presets.py": [
+        ("if idle and not has(cfg):", "if idle and has(cfg):"),
+        ("if cfg[axis] != preset[axis]", "if cfg[axis] == preset[axis]"),
+    ],
     "mismatch/ladder.py": [
         ("log_r = np.where(on, logp[0] - logp, 0.0)", "log_r = np.where(on, logp - logp[0], 0.0)"),
         ('"kl": k3(log_r.clip(-clamp, clamp))', '"kl": k3(log_r)'),
@@ -1051,6 +1065,8 @@ MUTANTS = {
         ('= self.controllers["worth"] = self', "= self"),
     ],
     "flags.py": [
+        ('if there.partition(" ")[0].partition("=")[0].strip(",") in names:', "if last in COUNTERPARTS:"),
+        ("if FOREIGN.get(last) in names:", "if last in FOREIGN:"),
         ('given.get("is_floor", cfg.rs_low), given.get("is_cap", cfg.rs_high)', "cfg.rs_low, cfg.rs_high"),
         ('low, high = given["is_floor"], cfg.is_cap', "low, high = 0.0, cfg.is_cap"),
         ("1 / cfg.rs_high if of_ratio and cfg.rs_high else 0.0", "0.0"),

@@ -150,7 +150,9 @@ def test_angles_that_depend_on_the_batch_are_refused(folders, tmp_path):
     made["rope_parameters"] |= {"rope_type": "dynamic", "factor": 2.0}
     (model / "config.json").write_text(json.dumps(made))
     (model / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"model: rotary angles of the kind dynamic: with \d+ tokens of prompt and resp"):
+    with pytest.raises(
+        UserError, match=r"model: rotary angles of the kind dynamic: with \d+ tokens of prompt and resp"
+    ):
         evaluation.main([f"--model={model}", "--rollout=hf", "--max_tokens=2"])
 
 

@@ -331,3 +331,12 @@ def test_a_flag_that_counts_otherwise_elsewhere_is_explained(theirs):
         with pytest.raises(ValueError) as e:
             flags.parse_flags(PlotFlags, [f"--{typed}=8"])
         assert "here it is" not in str(e.value)
+
+
+@pytest.mark.parametrize("theirs", flags.FOREIGN)
+def test_a_translated_flag_behind_verls_path_is_named(theirs):
+    """Where it means a flag of this command: plotting knows none of them."""
+    for command, told in ((Config, f"write --{theirs}, which is --{flags.FOREIGN[theirs]} here"), (PlotFlags, "see")):
+        with pytest.raises(ValueError) as e:
+            flags.parse_flags(command, [f"--algorithm.{theirs}=8"])
+        assert str(e.value).startswith(f"--algorithm.{theirs}: no such flag; {told}")
