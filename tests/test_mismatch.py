@@ -174,7 +174,7 @@ def test_the_command(kind, folders, vllm_engines, tmp_path, capsys, monkeypatch)
     assert same["token_ess"] > 0.999
     assert all(row["viable"] for row in same["verdicts"])
     page = capsys.readouterr().out
-    assert "can it work at these lengths?" in page and "engine, decode / prefill" in page
+    assert "do its weights stay even at these lengths?" in page and "engine, decode / prefill" in page
     lines = {line.split()[0]: line for line in page.splitlines() if line}
     for name, floors in {"|p_inf": 2, "KL(inf": 1, "chi2": 2, "ESS": 2}.items():
         assert lines[name].count("(floor ") == floors, lines[name]
