@@ -33,7 +33,8 @@ class Chooser:
 
     g: the mean gradient of two batches that the policy samples itself, g_1 and g_2; g_c: the gradient under candidate c
     of the minibatch that is trained on next, the same for all c. The means run over the probes so far, and older ones
-    fade by DECAY. It is kappa_c times what is the same for all c, kappa of the probe itself; worth grows with kappa_c.
+    fade by DECAY. cosine_c is worth.py's kappa_c times a factor that is the same for all c, so both have the order of
+    worth.
 
         worth_c = noise / signal kappa_c^2 / (1 - kappa_c^2),   kappa_c^2 = (mean <g_c, g>)^2 / (mean |g_c|^2 signal)
         signal  = mean <g_1, g_2>,   noise = mean (|g_1|^2 + |g_2|^2) / 2 - signal

@@ -36,7 +36,7 @@ nothing away: a sampler begins a group only if the learner can use it within the
 it becomes, and waits otherwise, for newer weights or a shorter queue. With n groups a batch of u
 updates, and m updates in which the longest responses are made (by the slowest sampler: M),
 
-    at most n (1 + w / u) groups are begun and not used, w = half of max_staleness - M, in whole batches
+    at most n (1 + w / u) groups are begun and not used,  w = (max_staleness - sync_every + 1 - M) / 2, in whole batches
     a group is begun where   age of its weights + m + w <= max_staleness
 
 Samplers on other machines are paced by another rule, for nobody knows how long theirs take (remote/grants.py).

@@ -107,7 +107,7 @@ class Comm:
         return self.max([bool(condition)])[0] > 0
 
     def cat(self, x: torch.Tensor) -> torch.Tensor:
-        """The 1-D tensors of all ranks, joined in rank order."""
+        """The 1-D tensors of all ranks, without NaN, joined in rank order."""
         if not self.on:
             return x
         n = int(self.max([len(x)])[0])
@@ -209,7 +209,7 @@ class Learner:
         return TokenStats(**{name: x.cpu() for name, x in out.items()})
 
     def ref_columns(self, batch: Batch, lam: float) -> dict[str, torch.Tensor]:
-        """The ref pass: what objectives need of policy and actor at the start of this step's updates, by column."""
+        """The ref pass: what objectives need of policy and actor before the first update on this batch."""
         new = self.score(batch, needs_of_ref_pass(self.cfg, self.has_actor, lam))
         columns = objectives.columns_of(new)
         if new.top_ids is not None:
@@ -235,10 +235,11 @@ class Learner:
         }
 
     def _micro(self, batch: Batch):
-        """(rows, micro-batch, whether to share prompts) by token budget: as many, and shared or not, on every rank.
+        """(rows, micro-batch, whether to share prompts) by token budget.
 
-        A rank with fewer repeats its last row (rows = None). Prompts are shared where that saves 15 % of the
-        tokens: the responses' attention then needs a mask, which costs some kernels their speed."""
+        Every rank makes the same choice and has as many of them: one with fewer repeats its last row (rows = None).
+        Prompts are shared where that saves 15 % of the tokens: the responses' attention then needs a mask, which costs
+        some kernels their speed."""
         plain, plain_tokens = batching.micro_batches(batch, self.cfg.micro_tokens, share=False)
         shared, shared_tokens = batching.micro_batches(batch, self.cfg.micro_tokens, share=True)
         plain_tokens, shared_tokens = self.comm.sum([plain_tokens, shared_tokens])
@@ -263,7 +264,7 @@ class Learner:
         return logged if self.cfg.guard == "off" else logged | self._watched(logged)
 
     def _watched(self, logged: dict[str, float]) -> dict[str, float]:
-        """The guard sees an update's metrics; its own."""
+        """Show the guard an update's metrics; returns the guard's own."""
         said = self.guard.watch(self.version, logged)
         self.cfg = self.guard.mended(self.cfg)
         if said and self.cfg.guard == "stop":

@@ -1,8 +1,8 @@
 """How a metric is measured: what its formula may use of a micro-batch, and sums over micro-batches and ranks.
 
-`View` shows a formula one micro-batch. `Mean`, `Max` and `Derived` are the kinds of rows that metrics.py is made of.
-`Sums` adds a row's values up over micro-batches, `Sums.reduce` over ranks: every number is a mean over the whole step,
-never "the last micro-batch". Below them stand the estimates that worth.py makes of its dot products.
+`View` shows a formula one micro-batch. `Mean`, `Max`, `Quantile` and `Derived` are the kinds of rows that metrics.py
+is made of. `Sums` adds a row's values up over micro-batches, `Sums.reduce` over ranks: every number is of the whole
+update, never of the last micro-batch. Below them stand the estimates that worth.py makes of its dot products.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class View:
         self.n = batch.mask.sum(1).clamp_min(1)
         self.sum_log_r = self.log_r.sum(1)
         self.R = self.sum_log_r.clamp(-self.clamp, self.clamp).exp()
-        self.ratio = self.sum_log_r.exp() if self.by_response else self.r  # not clamped, as verl's
+        self.ratio = self.sum_log_r.exp() if self.by_response else self.r  # a response's is not clamped, as verl's
 
     # -- OBRS
 
@@ -190,7 +190,7 @@ class Sums:
         self.pairs[name] = (value, 1.0)
 
     def reduce(self, comm) -> Means:
-        """All means and maxima over ranks."""
+        """All means, maxima and quantiles over ranks."""
         flat = comm.sum([v for pair in self.pairs.values() for v in pair])
         means = Means(zip(self.pairs, zip(flat[::2], flat[1::2], strict=True), strict=True))
         for name, (q, parts) in self.values.items():
@@ -202,7 +202,7 @@ class Sums:
 
 
 class Means(dict):
-    """name -> mean or maximum over the whole step."""
+    """name -> mean, maximum or quantile over the whole update."""
 
     def __init__(self, pairs):
         self.pairs = dict(pairs)

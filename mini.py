@@ -4,14 +4,14 @@ Tokens come from the actor (p_inf), but they are to teach the policy. Optimal bu
 (OBRS) rejects tokens that the actor likes more than the policy does, and reweights what it accepts; PPO
 does the rest, and distillation pulls the actor along. Equations are those of Jackpot, arXiv 2602.06107.
 
-    python mini.py            # three minutes on two cores: prints a table, draws out/mini.png
+    python mini.py            # five minutes on two cores, of which base models take two at first use
 
 Left out are vLLM, torchrun, GPUs and weight sync: the actor samples in plain torch, in this process, with
 the weights that are trained. Left out are quantized engines, delayed or remote samplers, temperature and
 truncation, which all open another gap between sampler and learner. Left out are all other corrections,
 surrogates and advantages, and large vocabularies, for which Z can only be bracketed and logits come in
 chunks. Left out are flags, resuming, other tasks and most metrics; train.py has all of this, and with
---rollout=hf its numbers equal this file's (tests/test_mini.py).
+--rollout=hf and the sizes below its numbers equal this file's (tests/test_mini.py).
 
 Names: inf, the distribution that sampled; ref, the policy before the updates on this batch; new, the
 policy now. B responses, P prompt tokens, T response tokens, V words, G responses to one prompt.
@@ -168,10 +168,10 @@ def log_probs(model, batch):
 
 
 def ppo(logp, logp_ref, adv):
-    """min(r A, clip(r, 1 - low, 1 + high) A) with r = p_new / p_ref, and where it is clipped."""
-    r = (logp - logp_ref).clamp(-20, 20).exp()
-    clipped = r.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * adv
-    return torch.minimum(r * adv, clipped), clipped < r * adv
+    """min(s A, clip(s, 1 - low, 1 + high) A) with s = p_new / p_ref, and where it is clipped."""
+    s = (logp - logp_ref).clamp(-20, 20).exp()
+    clipped = s.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * adv
+    return torch.minimum(s * adv, clipped), clipped < s * adv
 
 
 def jackpot(new, ref, batch):

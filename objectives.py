@@ -4,7 +4,7 @@
 
     correction   a detached weight and a keep-mask per token (corrections/, obrs.py), from three policies:
                  `inf`, the one that sampled (engine, actor, precision, staleness, sampling settings),
-                 `ref`, the learner's at the start of this step's updates, and `new`, the learner's now
+                 `ref`, the learner's before the first update on this rollout batch, and `new`, the learner's now
     surrogate    how `new` moves on the advantage inside its trust region
     reduction    what the sum is divided by: one denominator over all ranks and micro-batches
 
@@ -12,7 +12,7 @@ Surrogates and regularisers are pure functions of tensors and numbers; presets o
 advantages batching.py's. `python objectives.py` prints every name with its formula, users, needs and costs.
 
 `prepare` runs once per optimizer step, over all ranks, before any backward; `loss` is called for each micro-batch;
-`update_controllers` hands what must be remembered (kappa, the distillation loop) to the next step.
+`update_controllers` hands what must be remembered (kappa, the distillation loop) to the next update.
 
 Jackpot's four lines: a, keep, w and rho in `obrs.correction`, then `ppo` and the product in `loss`.
 """
@@ -39,7 +39,7 @@ from corrections import (
     token_ratio,
 )
 from flags import choice, need
-from presets import DEFAULTS, OBJECTIVES, catalogue  # noqa: F401 (the first two for others)
+from presets import DEFAULTS, OBJECTIVES, catalogue  # noqa: F401 (the first two for those who look here)
 from sampling import Sampling
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -56,82 +56,82 @@ def reinforce(logp, adv):
 
 
 def ppo(log_ratio, adv, low=0.2, high=0.28, dual_clip=0.0, clamp=CLAMP):
-    """min(r A, clip(r, 1 - low, 1 + high) A), r = p_new / p_base. PPO, GRPO, DAPO.
+    """min(s A, clip(s, 1 - low, 1 + high) A), s = p_new / p_base. PPO, GRPO, DAPO.
 
-    dual_clip: where A < 0 the value is at least dual_clip A, however large r is; 0 is off."""
-    r = token_ratio(log_ratio, clamp)
-    value, clipped = clip_surrogate(r, adv, low, high, dual_clip)
-    return value, clipped, r
+    dual_clip: where A < 0 the value is at least dual_clip A, however large s is; 0 is off."""
+    s = token_ratio(log_ratio, clamp)
+    value, clipped = clip_surrogate(s, adv, low, high, dual_clip)
+    return value, clipped, s
 
 
 def gspo(log_ratio, mask, adv, low=3e-4, high=4e-4, dual_clip=0.0, clamp=CLAMP):
-    """PPO on s = exp(mean_t log r), one ratio a response. GSPO (GEPO Eq. 7); with the group's base GEPO Eq. 12."""
-    s = geo_ratio(log_ratio, mask, clamp)
-    value, clipped = clip_surrogate(s, adv, low, high, dual_clip)
-    return value.expand_as(log_ratio), clipped.expand_as(mask), s.expand_as(log_ratio)
+    """PPO on g = exp(mean_t log s), one ratio a response. GSPO (GEPO Eq. 7); with the group's base GEPO Eq. 12."""
+    g = geo_ratio(log_ratio, mask, clamp)
+    value, clipped = clip_surrogate(g, adv, low, high, dual_clip)
+    return value.expand_as(log_ratio), clipped.expand_as(mask), g.expand_as(log_ratio)
 
 
 def tbpo(log_ratio, mask, adv, low=3e-4, high=4e-4, neg_high=7e-4, clamp=CLAMP):
-    """clip(s) A, s = exp(mean_t log r), without PPO's min: outside its band a response has no gradient. QaRL 3.2.
+    """clip(g) A, g = exp(mean_t log s), without PPO's min: outside its band a response has no gradient. QaRL 3.2.
 
-    A >= 0: s <= 1 + high. A < 0: 1 - low <= s <= 1 + neg_high, because error tokens come in clusters and throw s
+    A >= 0: g <= 1 + high. A < 0: 1 - low <= g <= 1 + neg_high, because error tokens come in clusters and throw g
     up."""
-    s = geo_ratio(log_ratio, mask, clamp)
-    lowest = torch.where(adv >= 0, s.new_tensor(-math.inf), s.new_tensor(1 - low))
-    highest = torch.where(adv >= 0, s.new_tensor(1 + high), s.new_tensor(1 + neg_high))
-    band = torch.minimum(torch.maximum(s, lowest), highest)
-    in_band = (s >= lowest) & (s <= highest)
-    value = torch.where(in_band, s, band.detach()) * adv
-    return value.expand_as(log_ratio), (~in_band).expand_as(mask), s.expand_as(log_ratio)
+    g = geo_ratio(log_ratio, mask, clamp)
+    lowest = torch.where(adv >= 0, g.new_tensor(-math.inf), g.new_tensor(1 - low))
+    highest = torch.where(adv >= 0, g.new_tensor(1 + high), g.new_tensor(1 + neg_high))
+    band = torch.minimum(torch.maximum(g, lowest), highest)
+    in_band = (g >= lowest) & (g <= highest)
+    value = torch.where(in_band, g, band.detach()) * adv
+    return value.expand_as(log_ratio), (~in_band).expand_as(mask), g.expand_as(log_ratio)
 
 
 def sapo(log_ratio, adv, clamp=CLAMP):
-    """(4 / tau) sigmoid(tau (r - 1)) A, tau = 1.0 where A > 0, else 1.05. QaRL D.4, arXiv 2511.20347."""
-    r = token_ratio(log_ratio, clamp)
+    """(4 / tau) sigmoid(tau (s - 1)) A, tau = 1.0 where A > 0, else 1.05. QaRL D.4, arXiv 2511.20347."""
+    s = token_ratio(log_ratio, clamp)
     tau = torch.where(adv > 0, log_ratio.new_tensor(1.0), log_ratio.new_tensor(1.05))
-    value = 4.0 / tau * torch.sigmoid(tau * (r - 1.0)) * adv
-    return value, torch.zeros_like(value, dtype=torch.bool), r
+    value = 4.0 / tau * torch.sigmoid(tau * (s - 1.0)) * adv
+    return value, torch.zeros_like(value, dtype=torch.bool), s
 
 
 def gmpo(log_ratio, mask, adv, low=0.4, high=0.4, clamp=CLAMP):
-    """s A, s = exp(mean_t x_t), x = log r bounded on the side of A: x <= high where A >= 0, x >= -low where A < 0.
+    """g A, g = exp(mean_t x_t), x = log s bounded on the side of A: x <= high where A >= 0, x >= -low where A < 0.
 
-    The geometric mean of PPO's clipped ratios, with bounds of log r. GMPO, arXiv 2507.20673; verl's geo_mean."""
+    The geometric mean of PPO's clipped ratios, with bounds of log s. GMPO, arXiv 2507.20673; verl's geo_mean."""
     bounded = torch.where(adv >= 0, log_ratio.clamp_max(high), log_ratio.clamp_min(-low))
-    s, value = geo_ratio(log_ratio, mask, clamp), geo_ratio(bounded, mask, clamp) * adv
-    return value.expand_as(log_ratio), bounded != log_ratio, s.expand_as(log_ratio)
+    g, value = geo_ratio(log_ratio, mask, clamp), geo_ratio(bounded, mask, clamp) * adv
+    return value.expand_as(log_ratio), bounded != log_ratio, g.expand_as(log_ratio)
 
 
 def dppo(logp, base, adv, low=0.2, high=0.2, divergence="tv", clamp=CLAMP):
-    """r A, and nothing where p_new is farther from p_base than the bound on the side that A pushes to.
+    """s A, and nothing where p_new is farther from p_base than the bound on the side that A pushes to.
 
     Kept are, with A >= 0, p_new <= p_base or gap <= high; with A < 0, p_new >= p_base or gap <= low. The gap is
     tv  |p_new - p_base|;  kl  p log(p / p_new) + (1 - p) log((1 - p) / (1 - p_new)), p = p_base: of two events.
     DPPO, arXiv 2602.04879, Eq. 13, 14 as SkyRL cites them; tv over inf is the mask of prime-rl's default loss."""
-    r = token_ratio(logp - base, clamp)
+    s = token_ratio(logp - base, clamp)
     p, p_new = base.exp(), logp.detach().exp()
     if divergence == "kl":
         gap = p * (base - logp.detach()) + (1 - p) * ((1 - p + 1e-8) / (1 - p_new + 1e-8)).log()
     else:
         gap = (p_new - p).abs()
     outside = torch.where(adv >= 0, (p_new > p) & (gap > high), (p_new < p) & (gap > low))
-    return torch.where(outside, 0.0, r * adv), outside, r
+    return torch.where(outside, 0.0, s * adv), outside, s
 
 
 def cispo(log_ratio, logp, adv, low=0.2, high=0.28, clamp=CLAMP):
-    """sg(clip(r, 1 - low, 1 + high)) A log p_new: the clip bounds the weight and never stops the gradient.
+    """sg(clip(s, 1 - low, 1 + high)) A log p_new: the clip bounds the weight and never stops the gradient.
     MiniMax-M1."""
-    r = token_ratio(log_ratio, clamp).detach()
-    bounded = r.clamp(1 - low, 1 + high)
-    return bounded * adv * logp, bounded != r, r
+    s = token_ratio(log_ratio, clamp).detach()
+    bounded = s.clamp(1 - low, 1 + high)
+    return bounded * adv * logp, bounded != s, s
 
 
-def clip_surrogate(r, adv, low, high, dual_clip=0.0):
-    """(PPO's clipped value, where it is clipped), shapes of r."""
+def clip_surrogate(s, adv, low, high, dual_clip=0.0):
+    """(PPO's clipped value, where it is clipped), shapes of s."""
     if math.isinf(low) and math.isinf(high):
-        return r * adv, torch.zeros_like(r, dtype=torch.bool)
-    plain = r * adv
-    cut = r.clamp(1 - low, 1 + high) * adv
+        return s * adv, torch.zeros_like(s, dtype=torch.bool)
+    plain = s * adv
+    cut = s.clamp(1 - low, 1 + high) * adv
     value = torch.minimum(plain, cut)
     clipped = cut < plain
     if dual_clip > 0:
@@ -146,7 +146,7 @@ def clip_bounds(cfg) -> tuple[float, float]:
     return (cfg.clip_low, cfg.clip_high) if cfg.clip else (math.inf, math.inf)
 
 
-# one row a surrogate: (logp, base, adv, mask, cfg) -> its arguments. base: log of what the ratio divides by, (B, T)
+# one row a surrogate: (logp, base, adv, mask, cfg) -> what it returns. base: log of what the ratio divides by, (B, T)
 SURROGATES = {
     "reinforce": lambda logp, base, adv, mask, cfg: reinforce(logp, adv),
     "ppo": lambda logp, base, adv, mask, cfg: ppo(

@@ -21,8 +21,9 @@ of target, and mask noise; `--obrs_mask=expected` (weight a w instead of a draw)
 variance.
 
 Z is a sum over the vocabulary, but an engine returns only its own top-K. On S = top-K(p_inf) + the sampled token
-(the support), with p_K the engine's K-th probability, two sums over the same S bracket it (`z_bracket`), and one
-scalar kappa per update scales the lower one to the acceptance rate really seen (section 4.4.2).
+(the support), with p_K the engine's K-th probability, the sum over S bounds it from below, and with a
+bound on what lies outside S from above (`z_bracket`). One scalar kappa per update scales the lower one to the
+acceptance rate really seen (section 4.4.2).
 
 `python results/figure2ab.py` draws Figure 2 (a, b) of the paper.
 """
@@ -72,7 +73,8 @@ def weight(z, logp_tgt, logp_inf, lam, clamp=CLAMP):
 def correction(
     logp_tgt, logp_inf, logp_ref, z, u, *, lam=1.0, c1=3.0, c2=1.3, expected=False, mode="both", clamp=CLAMP
 ):
-    """OBRS as a correction of a surrogate on p_new / p_ref: (weight, keep, acceptance), each (B, T), no gradient.
+    """OBRS as a correction of a surrogate on p_new / p_ref: (weight, keep, what counts as accepted), each (B, T), no
+    gradient. Accepted is the mask that is used, or a where none is.
 
     u: uniforms in [0, 1), one a token. logp_ref: None where the target is p_ref itself, so that p_ref / p_tgt is
     1. expected: keep is its expectation a instead of the draw. mode: `mask` or `reweight` alone (Tables 6, 7;
@@ -96,8 +98,8 @@ def correction(
 
 
 def z_bracket(support_logp_inf, support_logp_tgt, lam, tail=None):
-    """Certified bounds Z_low <= Z <= Z_high from the tokens of S alone (last axis; absent ones have logp_inf =
-    -inf).
+    """Certified bounds Z_low <= Z <= Z_high from the tokens of S (last axis; absent ones have logp_inf = -inf), and a
+    bound on the others.
 
         Z_low  = sum_S min(p_inf, p_tgt / lambda)
         Z_high = Z_low + min( 1 - sum_S p_inf,  tail ),    tail = sum_{x not in S} min(p_K, p_tgt(x) / lambda)

@@ -22,9 +22,9 @@ from flags import from_environment
 DEFAULTS = {"ratio_base": "ref", "reduction": "token-mean", "obrs_target": "ref", "advantage": "grpo"}
 DEFAULTS |= {"reject": "none", "reject_of": "all", "correction_target": "ref", "veto": 0.0}
 DEFAULTS |= {"cppo_beta": 0.0, "cppo_kl": "official"}
-OURS = {
+PAPERS = {
     "none": {"correction": "none", "surrogate": "ppo"},  # the mismatch is ignored
-    "grpo": {"correction": "none", "surrogate": "ppo"},
+    "grpo": {"correction": "none", "surrogate": "ppo"},  # its advantage; clip and token mean are DAPO's
     "reinforce": {"correction": "none", "surrogate": "reinforce"},
     "is": {"correction": "is", "surrogate": "ppo"},
     "tis": {"correction": "tis", "surrogate": "ppo"},
@@ -36,7 +36,7 @@ OURS = {
     "prefix_tis": {"correction": "prefix_tis", "surrogate": "ppo"},
     "retrace": {"correction": "retrace", "surrogate": "ppo"},
     "retrace_seq": {"correction": "retrace_seq", "surrogate": "ppo"},
-    # ours: nor is pushed down what the policy would hardly say any more (results/search.md). PPO's clip does that to
+    # ours (results/search.md): retrace_seq that also drops tokens of A < 0 with r < 0.9. PPO's clip does the like to
     # p_new / p_inf, and DeepSeek-V3.2 masks whole responses of negative advantage by their mean log-ratio
     "spare": dict(
         correction="retrace_seq", surrogate="ppo", reject="token", reject_of="negative", rs_low=0.9, rs_high=math.inf
@@ -102,17 +102,17 @@ TRL = {
     "token_mask": {"correction": "areal_drop", "surrogate": "ppo", "is_cap": 3.0},
     "sequence_truncate": {"correction": "seq_tis", "surrogate": "ppo", "is_cap": 3.0},
     "sequence_mask": {"correction": "seq_mis", "surrogate": "ppo", "rs_high": 3.0},
-    "dr_grpo": {**OURS["grpo"], "advantage": "grpo_no_std", "reduction": "seq-mean-token-sum-norm"},
-    "dapo": {**OURS["grpo"], "reduction": "token-mean", "clip_high": 0.28},
+    "dr_grpo": {**PAPERS["grpo"], "advantage": "grpo_no_std", "reduction": "seq-mean-token-sum-norm"},
+    "dapo": {**PAPERS["grpo"], "reduction": "token-mean", "clip_high": 0.28},
 }
 SKYRL = {
     "skyrl_geo_mask": {"correction": "geo_rs", "surrogate": "ppo", "rs_low": 0.99, "rs_high": 1.01},
-    "skyrl_product_mask": {**OURS["none"], "reject": "sequence", "rs_low": 0.5, "rs_high": 2.0},
-    "skyrl_token_mask": {**OURS["none"], "reject": "token", "rs_low": 0.5, "rs_high": 2.0},
-    "skyrl_outlier_mask": {**OURS["none"], "reject": "seq_max", "rs_low": 0.0, "rs_high": 100.0, "veto": 1e-4},
+    "skyrl_product_mask": {**PAPERS["none"], "reject": "sequence", "rs_low": 0.5, "rs_high": 2.0},
+    "skyrl_token_mask": {**PAPERS["none"], "reject": "token", "rs_low": 0.5, "rs_high": 2.0},
+    "skyrl_outlier_mask": {**PAPERS["none"], "reject": "seq_max", "rs_low": 0.0, "rs_high": 100.0, "veto": 1e-4},
 }
 # its other loss has 0.1 on both sides of both signs
-PRIME_RL = {"prime_rl": {**OURS["dppo_tv"], "advantage": "grpo_no_std", "cppo_beta": 0.002, "cppo_kl": "k2"}}
+PRIME_RL = {"prime_rl": {**PAPERS["dppo_tv"], "advantage": "grpo_no_std", "cppo_beta": 0.002, "cppo_kl": "k2"}}
 # slime's --use-tis, and its icepop_function under the same bounds, 0 and --tis-clip=2
 SLIME_LOSS = {"surrogate": "ppo", "is_cap": 2.0, "clip_high": 0.2, "reduction": "seq-mean-token-mean"}
 SLIME = {
@@ -124,16 +124,16 @@ AREAL = {
     "areal_decoupled": {"correction": "is", "surrogate": "ppo", "clip_high": 0.2},
     "areal_token_mask": {"correction": "areal_drop", "surrogate": "ppo", "is_cap": 5.0, "clip_high": 0.2},
 }
-OTHERS = {"seq_mask_tis": {**OURS["is"], "reject": "geo", "rs_low": 0.5, "rs_high": 5.0}}
+OTHERS = {"seq_mask_tis": {**PAPERS["is"], "reject": "geo", "rs_low": 0.5, "rs_high": 5.0}}
 FRAMEWORKS = {"verl": VERL, "TRL": TRL, "SkyRL": SKYRL, "prime-rl": PRIME_RL, "slime": SLIME, "AReaL": AREAL}
 FRAMEWORKS |= {"OpenRLHF, NeMo-RL": OTHERS}
-OBJECTIVES = {**OURS, **VERL, **TRL, **SKYRL, **PRIME_RL, **SLIME, **AREAL, **OTHERS}
+OBJECTIVES = {**PAPERS, **VERL, **TRL, **SKYRL, **PRIME_RL, **SLIME, **AREAL, **OTHERS}
 
 
 # what a run must have for some flags to matter -> whether it has it, and those flags. Where what is missing would be a
 # contradiction, and not only of no use, the concept's own check refuses it
 READ_WITH = {
-    "a --correction that draws or bounds Z (obrs, jackpot_adjusted, z_tis)": (
+    "a --correction that uses Z (obrs, jackpot_adjusted, z_tis)": (
         lambda cfg: cfg.correction in corrections.USES_Z,
         ("obrs_lambda", "obrs_accept_rate", "obrs_c1", "obrs_topk", "obrs_z", "obrs_target", "kappa"),
     ),
@@ -141,7 +141,10 @@ READ_WITH = {
         lambda cfg: cfg.correction in ("obrs", "jackpot_adjusted"),
         ("obrs_c2", "obrs_mask", "obrs_mode"),
     ),
-    "--correction=tbpo_mismatch": (lambda cfg: cfg.correction == "tbpo_mismatch", ("tbpo_cap",)),
+    "--correction=tbpo_mismatch": (
+        lambda cfg: "tbpo_mismatch" in (cfg.correction, cfg.actor_correction),
+        ("tbpo_cap",),
+    ),
     "--correction=auto, --is_cap=auto or --distill_worth_target": (corrections.is_probed, ("auto_every",)),
     "--surrogate=tbpo": (lambda cfg: cfg.surrogate == "tbpo", ("tbpo_neg_high",)),
     "--ratio_base=group": (lambda cfg: cfg.ratio_base == "group", ("gepo_expectation",)),
@@ -199,9 +202,10 @@ class Entry(NamedTuple):
 
 WHOLE = "the response to its end"
 LENGTH = "variance grows with T x KL"
-ALWAYS = "a ref pass in every step"
+TOP_K = "the engine's top-K, but where Z is exact"
+OF_Z = "a ref pass, but where Z is exact"
 
-CORRECTIONS = {
+ABOUT_CORRECTIONS = {
     "none": Entry("1", "GRPO, PPO", "p_inf is p_ref", "bias of the whole mismatch"),
     "is": Entry("r", "AReaL", "", "variance: r is unbounded"),
     "tis": Entry("min(r, C)", "TIS; verl, TRL, slime, SkyRL, OpenRLHF, NeMo-RL", "", "bias above C"),
@@ -222,13 +226,11 @@ CORRECTIONS = {
     "vespo": Entry(
         "R^k exp(lambda (1 - R)), (k, lambda) by sign of A", "VESPO; TRL", f"A; {WHOLE}", "R far from 1 counts nothing"
     ),
-    "z_tis": Entry("Z min(r, c1 / Z)", "ours: OBRS in expectation", "the engine's top-K", ALWAYS),
-    "obrs": Entry("min(w, c1) min(p_ref / p_tgt, c2); draws", "Jackpot", "the engine's top-K", ALWAYS),
-    "jackpot_adjusted": Entry(
-        "min(w, c1), w of p_new / p_inf; draws", "Jackpot 10.1", "the engine's top-K", "noise of the draw"
-    ),
+    "z_tis": Entry("Z min(r, c1 / Z)", "ours: OBRS in expectation", TOP_K, OF_Z),
+    "obrs": Entry("min(w, c1) min(p_ref / p_tgt, c2); draws", "Jackpot", TOP_K, OF_Z),
+    "jackpot_adjusted": Entry("min(w, c1), w of p_new / p_inf; draws", "Jackpot 10.1", TOP_K, "noise of the draw"),
 }
-REJECTIONS = {
+ABOUT_REJECTIONS = {
     "token": Entry("r", "verl token_k1; SkyRL token mask"),
     "sequence": Entry("R", "verl seq_sum_k1; SkyRL product mask", WHOLE),
     "geo": Entry("g = exp(mean_t log r)", "verl seq_mean_k1; SkyRL geometric mask; DeepSeek-V3.2, slime, TRL", WHOLE),
@@ -242,7 +244,7 @@ REJECTIONS = {
     "seq_max_k2": Entry("max_t k2", "verl; AReaL", WHOLE),
     "seq_max_k3": Entry("max_t k3", "verl; AReaL", WHOLE),
 }
-SURROGATES = {
+ABOUT_SURROGATES = {
     "reinforce": Entry("A log p_new", "REINFORCE; verl bypass_pg_*"),
     "ppo": Entry("min(s A, clip(s, 1 - low, 1 + high) A), s = p_new / p_base", "PPO, GRPO, DAPO; all"),
     "gspo": Entry("the same of exp(mean_t log s)", "GSPO; verl, TRL, slime, SkyRL; over a group: GEPO", WHOLE),
@@ -292,11 +294,13 @@ reinforce has none: nothing holds p_new near the policy that sampled."""
 def catalogue() -> str:
     """Name, formula, who uses it, what it needs, what it costs; then every --objective by its axes."""
     lines = [HEAD]
-    lines += section("--correction: the weight, and what it drops", CORRECTIONS)
-    lines += section(f"--reject: drops what has a statistic outside [--rs_low, --rs_high]\n{REJECTING}", REJECTIONS)
-    lines += section(f"--surrogate: what the advantage moves\n{MOVING}", SURROGATES)
+    lines += section("--correction: the weight, and what it drops", ABOUT_CORRECTIONS)
+    lines += section(
+        f"--reject: drops what has a statistic outside [--rs_low, --rs_high]\n{REJECTING}", ABOUT_REJECTIONS
+    )
+    lines += section(f"--surrogate: what the advantage moves\n{MOVING}", ABOUT_SURROGATES)
     lines += ["", "--objective: presets over all axes"]
-    for who, rows in {"": OURS, **FRAMEWORKS}.items():
+    for who, rows in {"": PAPERS, **FRAMEWORKS}.items():
         lines += ["", f"  {who}" if who else "  papers, and ours"]
         for name, axes in rows.items():
             said = "  ".join(f"{axis}={value}" for axis, value in axes.items())

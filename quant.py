@@ -569,7 +569,7 @@ def check_model(cfg, folder: str) -> None:
     cuda = torch.cuda.is_available()
     need(
         not ("fp8" in formats and cuda and torch.cuda.get_device_capability() < (8, 9)),
-        "--rollout_quant=fp8: this GPU multiplies no fp8 (compute capability below 8.9); it can run int8 and w4a16",
+        f"--{'rollout' if cfg.rollout_quant == 'fp8' else 'learner'}_quant=fp8: needs compute capability 8.9; use int8",
     )
     if getattr(cfg, "samplers", "local") == "local":  # else the engine is on another host, which asks for itself
         check_products(cfg)

@@ -8,7 +8,8 @@ starts from them.
 
 A *source* publishes weights to its sampler and hands out graded groups. There are three, with the
 same methods (publish, next, metrics, now, give_back, saved, state_dict, load_state_dict, close) and
-the same attributes `packed` and `error`:
+the same attributes `packed` and `error`; those in this process also lend their engine and deal out
+what several of them had at a resume:
 
   LocalSource         (here)              one engine in this process
   DelaySource         (delay.py)          samplers that lag behind, in this process, on a virtual clock
@@ -353,7 +354,9 @@ class LocalSource:
         prompts = [np.array(encode(self.tokenizer, problem), np.int32) for problem in problems]
         seeds = [self.seeds(uid) for uid in uids]
         groups = self.engine.generate(prompts, seeds, self.sampling, self.topk, self.stop_ids, self.max_allowed)
-        self.graded.update(grade_all(self.task, self.tokenizer, problems, groups))  # += drops what is below 0
+        self.graded.update(
+            grade_all(self.task, self.tokenizer, problems, groups)
+        )  # not +=, which drops counts of 0 and less
         end = time.time()
         rollouts = []
         for uid, problem, prompt, responses in zip(uids, problems, prompts, groups, strict=True):
@@ -420,7 +423,7 @@ class LocalSource:
         self.probe.load_state_dict(state["probe"])
 
     def dealt(self, states: list[dict]) -> dict:
-        """What this source goes on from where as many others as there are states took the problems in turn.
+        """Where this source goes on at a resume, when len(states) ranks wrote the checkpoint and n_ranks read it.
 
         Each took as many (with --dynamic_sampling not quite: then some problems are left out, and none comes twice)."""
         taken = max(state["sequence"] for state in states) * len(states)

@@ -191,7 +191,8 @@ class Noise:
         h' = h + sigma rms(h) e,   e ~ N(0, 1)^H,   rms(h)^2 = |h|^2 / H
 
     Tokens are drawn, and recorded, from softmax(W h' / temperature), cut as ever: p_inf is that of the noisy policy.
-    Logits move by d = scale sigma rms(h) W e / temperature, and to second order in sigma
+    W: the head; scale: what the model multiplies logits by. They move by d = scale sigma rms(h) W e / temperature, and
+    to second order in sigma
 
         KL(p_inf || p) = Var_p(d) / 2,   and in the mean over e
         KL a token     = (scale sigma rms(h) / temperature)^2 / 2 (sum_v p_v |W_v|^2 - |sum_v p_v W_v|^2)

@@ -121,7 +121,7 @@ class Training:
         self.groups_per_update = cfg.train_batch // (cfg.group_size * self.comm.size)
         self.step = 0
         self.pending = []  # minibatches of groups that are not trained on yet
-        self.controllers = {}  # what one update hands to the next: kappa, lambda_distill
+        self.controllers = {}  # what one update hands to the next: kappa, lambda_distill, worth and auto's evidence
         self.values = {}  # metrics of the last roll-out, until an update reports them
         self.clock: dict[str, float] = {}  # seconds by stage
         if self.run.checkpoint:
@@ -170,7 +170,7 @@ class Training:
         cfg, learner = self.cfg, self.learner
         groups = self.pending[0]
         values = dict(self.values)
-        if self.chooser.on:  # --is_cap=auto, --correction=auto
+        if self.chooser.on:  # --is_cap=auto, --correction=auto, --distill_worth_target
             with timer(self.clock, "auto_s"):
                 values |= self.chooser.choose(groups, self.step)
         with timer(self.clock, "update_s"):
@@ -265,18 +265,14 @@ class Training:
             saving.wait()
             self.source.saved()
 
-    def leave(self) -> None:
-        """After an error that is told: the checkpoint that is being written comes to its end."""
-        try:
-            self.end_save()
-        except UserError as e:  # the first error is the one to be told last
-            print(f"error: {e}", file=sys.stderr)
-
     def rescue(self) -> None:
         """After an exception: save what stands at an update's boundary, if this is the only process and all is finite.
 
         With several ranks the others cannot be asked any more, and the checkpoint before stands."""
-        self.leave()
+        try:
+            self.end_save()
+        except UserError as e:  # the first error is the one to be told last
+            print(f"error: {e}", file=sys.stderr)
         between_updates = self.learner.version == self.step
         if self.comm.size > 1 or self.step == self.saved_at or not between_updates or not self.learner.is_finite():
             return

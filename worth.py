@@ -6,8 +6,9 @@
     python worth.py ... --rows="tis; tis is_cap=8; jackpot obrs_mask=expected" --lengths=16,64 --cost
     torchrun --nproc_per_node=2 worth.py ... --parallel=fsdp --share=0.1
 
-with train.py's flags of how one engine samples, and as rows the usual 22, or any objectives that need nothing but
-their own ref pass and engine: no row chosen by worth, late, aligned, or with OBRS towards new or an approximate Z.
+with train.py's flags. --rows names any objectives, the usual 22 by default, but for what one batch on its own cannot
+show: --is_cap=auto, --correction=auto, --delay, --samplers, --learner_quant, --router_replay, --obrs_target=new and
+--obrs_z=approx are refused.
 
     g      the on-policy gradient of the policy (its mean)
     g_c    the gradient that one batch of B sampler responses gives under row c

@@ -66,9 +66,9 @@ class Correction:
     drops: bool = False  # it rejects tokens or responses
     caps: str = ""  # what --is_cap caps: "token" (r) or "sequence" (R); metrics count what lies above it
     band: str = ""  # the same of --rs_low and --rs_high, where they bound the weight itself
-    obrs: bool = False  # it needs Z
+    needs_z: bool = False  # the sum over the vocabulary of OBRS (obrs.py)
     plain: bool = False  # all weights are 1
-    of_response: bool = False  # its weight is a function of R
+    of_response: bool = False  # its weight is a function of R itself, not of its T-th root
     cuts: bool = False  # metrics count what it drops as a weight of 0 (measure.py)
 
 
@@ -175,11 +175,11 @@ CORRECTIONS = {
     "vespo": Correction(
         lambda new, b, stats, cfg: vespo(b.log_r, b.mask, b.adv, clamp=cfg.log_ratio_clamp), of_response=True
     ),
-    "z_tis": Correction(apply_z_tis, obrs=True),
-    "obrs": Correction(apply_obrs, drops=True, obrs=True),
-    "jackpot_adjusted": Correction(apply_obrs, drops=True, obrs=True),
+    "z_tis": Correction(apply_z_tis, needs_z=True),
+    "obrs": Correction(apply_obrs, drops=True, needs_z=True),
+    "jackpot_adjusted": Correction(apply_obrs, drops=True, needs_z=True),
 }
-USES_Z = {name for name, row in CORRECTIONS.items() if row.obrs}
+USES_Z = {name for name, row in CORRECTIONS.items() if row.needs_z}
 
 
 # what is chosen among while training (auto.Chooser): the caps of --is_cap=auto, beside the correction's default ...
@@ -242,7 +242,7 @@ class Rejection:
     bounds: dict
 
 
-def of_response(of_token, aggregate):
+def over_response(of_token, aggregate):
     """A statistic: tokens' k2 or k3, summed, averaged or their largest over a response."""
     return lambda log_r, mask, clamp: aggregate(of_token(log_r, clamp), mask)
 
@@ -261,7 +261,7 @@ REJECTIONS = {
 for level, aggregate in {"seq_sum": seq_sum, "seq_mean": seq_mean, "seq_max": seq_max}.items():
     for estimator, of_token in {"k2": token_k2, "k3": token_k3}.items():
         REJECTIONS[f"{level}_{estimator}"] = Rejection(
-            of_response(of_token, aggregate), {"rs_low": 0.0, "rs_high": 0.1}
+            over_response(of_token, aggregate), {"rs_low": 0.0, "rs_high": 0.1}
         )
 
 
@@ -337,8 +337,9 @@ def mean_weight(batch, comm, stats, cfg, fresh) -> float:
 def actor_is_sampler(cfg) -> bool:
     """Whether the learner's actor is the policy that sampled, up to the engine's arithmetic.
 
-    Not where groups may come from older weights, where engine and learner round differently, where the engine has
-    noise, or where it samples from a truncated distribution that the learner scores whole."""
+    Not where groups may come from older weights, where the engine rounds weights or its cache otherwise, where it has
+    noise, or where it samples from a truncated distribution that the learner scores whole. That its arithmetic may
+    have 16 bits (--rollout_dtype) is passed over."""
     late = cfg.samplers != "local" or (cfg.delay != "none" and cfg.max_staleness != 0)
     rounded = cfg.learner_quant not in ("aligned", cfg.rollout_quant) or cfg.kv_cache_dtype != "auto"
     cut = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "off"
@@ -405,7 +406,8 @@ def check_target(cfg) -> None:
         f"--correction_target=new: weights p_new / p_inf stand in place of the ratio; use --surrogate=reinforce or "
         f"--ratio_base=new, not {cfg.ratio_base}",
     )
-    within = "--correction_target=new" if of_new else f"--correction={cfg.correction}"
+    within = f"--correction={cfg.correction}" if cfg.ref_from == "pass" else f"--ref_from={cfg.ref_from}"
+    within = "--correction_target=new" if of_new else within
     late = cfg.correction not in USES_Z and sees_new(cfg)  # OBRS has sentences of its own
     need(
         not late or cfg.loss_denominator != "kept" or not can_drop(cfg),

@@ -1,7 +1,8 @@
 """The corrections' formulas: pure functions of (B, T) tensors and numbers. Copy one into another framework and it
 works there.
 
-    log_r = log p_ref - log p_inf        inf: the policy that sampled; ref: the learner's at the start of this step
+    log_r = log p_ref - log p_inf        inf: the policy that sampled; ref: the learner's before the
+                                         first update on this rollout batch
     r = exp(log_r)                       per token, (B, T)
     R = exp(sum_t log_r)                 per response, (B, 1)
     R_t = exp(sum_{s<=t} log_r_s)        per prefix of a response, (B, T)

@@ -120,7 +120,7 @@ ROWS = [
 --objective=is --reject=geo:0:1,token --rs_high=2 | --rs_low=None --rs_high=2.0: nothing ... each has bounds of its own
 --objective=jackpot --ref_from=loglinear | --ref_from=loglinear: an actor, OBRS, ... need p_ref itself; use pass
 --objective=tis --ref_from=loglinear --actor=base:actor | --ref_from=loglinear: an actor, ... use pass
---objective=tis --ref_from=loglinear --actor=none --normalize_weights=True | --normalize_weights must know all weights
+--objective=tis --ref_from=loglinear --actor=none --normalize_weights=True | --normalize_w ... --ref_from=loglinear
 --objective=tis --correction_target=new | --correction_target=new: weights p_new / p_inf stand in ... not ref
 --objective=jackpot --correction_target=new | --correction_target=new: --correction=obrs has a target ... --obrs_target
 --objective=opsm --loss_denominator=kept | --loss_denominator=kept must ... --correction_target=new is known within it

@@ -332,7 +332,7 @@ def test_given_flags_that_a_run_does_not_read_are_named(capsys, monkeypatch):
     parse(["--rollout=hf", "--objective=tis", "--actor=none", "--obrs_lambda=2", "--obrs_mask=expected", "--lr=1"])
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and all(line.startswith("note: --obrs_") for line in said)
-    assert "--obrs_lambda: of no use in this run, which is without a --correction that draws or bounds Z" in said[0]
+    assert "--obrs_lambda: of no use in this run, which is without a --correction that uses Z" in said[0]
     assert "--obrs_mask: of no use in this run, which is without --correction=obrs or jackpot_adjusted" in said[1]
     parse(["--rollout=hf", "--config=configs/demo.toml", "--objective=tis"])  # a file's own flags are not said
     assert not capsys.readouterr().err

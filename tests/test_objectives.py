@@ -461,14 +461,14 @@ def test_names_of_other_frameworks(theirs, ours):
 
 def test_the_catalogue_has_every_name_and_says_something_of_it():
     for tables in (
-        (presets.CORRECTIONS, CORRECTIONS),
-        (presets.REJECTIONS, REJECTIONS),
-        (presets.SURROGATES, objectives.SURROGATES),
+        (presets.ABOUT_CORRECTIONS, CORRECTIONS),
+        (presets.ABOUT_REJECTIONS, REJECTIONS),
+        (presets.ABOUT_SURROGATES, objectives.SURROGATES),
     ):
         entries, rows = tables
         assert set(entries) == set(rows)
         assert all(entry.formula and entry.users for entry in entries.values())
-    assert all(entry.costs for entry in presets.CORRECTIONS.values())
+    assert all(entry.costs for entry in presets.ABOUT_CORRECTIONS.values())
     page = presets.catalogue()
     for title in ("--reject: ", "--surrogate: "):  # what these cost is said once
         head = re.search(rf"\n{title}.*\n((?:\S.*\n)+)", page)[1]

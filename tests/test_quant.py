@@ -168,7 +168,7 @@ def test_formats_that_cannot_run_are_refused_before_a_model_loads(folders, tmp_p
         check(rollout_quant=fmt, quant_group=16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
-    with pytest.raises(ValueError, match="this GPU multiplies no fp8 .*; it can run int8 and w4a16"):
+    with pytest.raises(ValueError, match="--rollout_quant=fp8: needs compute capability 8.9; use int8"):
         check(rollout_quant="fp8")
     with pytest.raises(ValueError, match="--quant_group=16: vLLM's int4 kernels know groups of 32, 64 and 128"):
         check(rollout_quant="w4a16", quant_group=16, rollout="vllm", rollout_dtype="bfloat16")
