@@ -140,6 +140,30 @@ def test_a_veto_does_not_look_behind_the_end():
     assert keep.tolist() == [[1.0] * 3, [0.0] * 3]
 
 
+def test_several_rejections_drop_what_any_of_them_drops():
+    """r = 2, 1/2, 1 and 4, 4, 4: by tokens the first and the last three go, by responses (R = 1, 64) the second one."""
+    new, b = tiny(LOG_R)
+    _, keep = corrected(new, b, correction="is", reject="token:0.4:1.5,sequence:0:2")
+    assert keep.tolist() == [[0, 1, 1], [0, 0, 0]]
+    _, keep = corrected(new, b, correction="is", reject="token:0.4:5,sequence:2:100")
+    assert keep.tolist() == [[0, 0, 0], [1, 1, 1]]  # the first drops nothing here
+
+
+def test_what_is_known_within_the_update_alone():
+    """Weights of p_new, whichever flag brings it in; those of p_ref are known before."""
+    within = {
+        "tis_adjusted": dict(objective="tis_adjusted"),
+        "target new": dict(objective="tis", correction_target="new", ratio_base="new"),
+        "between inf and new": dict(objective="tis", ref_from="loglinear"),
+        "OBRS towards new": dict(objective="jackpot_adjusted"),
+    }
+    assert {name: corrections.sees_new(make_cfg(**flags)) for name, flags in within.items()} == dict.fromkeys(
+        within, True
+    )
+    for flags in (dict(objective="tis"), dict(objective="jackpot"), dict(objective="jackpot_adjusted", kappa="exact")):
+        assert not corrections.sees_new(make_cfg(**flags))
+
+
 def test_log_ratios_are_clamped_after_the_sequence_sum():
     new, b = tiny([[30.0, -30.0, 1.0], [15.0, 15.0, 0.0]])
     weight, _ = corrected(new, b, correction="seq_is")

@@ -196,6 +196,20 @@ def test_cppo_kl_is_a_mean_over_responses_under_any_reduction(reduction):
     assert float(got.detach()) == pytest.approx(want, abs=1e-12)
 
 
+def test_prime_rls_k2_counts_by_tokens_as_the_surrogate_does():
+    """Responses of 1 and 2 tokens: half the squared log-ratio of each token, not over its response's length."""
+    log_ratio = [[0.4, 0.0], [0.3, -0.2], [0.0, 0.5], [0.1, 0.1]]
+    new, b = two_groups(log_ratio)
+    b = replace(b, mask=torch.tensor([[1, 0], [1, 1], [1, 1], [1, 1]]).bool())
+    base = make_cfg(objective="grpo", ratio_base="inf", reduction="token-mean")
+    cfg = replace(base, cppo_beta=0.1, cppo_kl="k2")
+    stats = objectives.prepare(b, One, cfg, {})
+    added = (objectives.loss(new, b, stats, cfg)[0] - objectives.loss(new, b, stats, base)[0]).detach()
+    want = 0.1 * (new.logp.detach() - b.logp_inf).square() / 2 * b.mask
+    assert float(want.sum()) > 0.01
+    assert torch.allclose(added, want, atol=1e-12)
+
+
 def test_theorem_1_on_random_distributions():
     assert float(theorem1.discrete([1.0, 0.0], [0.5, 0.5])["kl"]) == pytest.approx(math.log(2))
     torch.manual_seed(3)
