@@ -269,7 +269,4 @@ def cppo_kl(logp_new, logp_inf, how: str, clamp: float):
     official: d = log p_inf - log p_new, as the released code has it; under samples of inf its mean is chi2 - KL,
     no KL. k3: d = log p_new - log p_inf, whose mean is KL(inf || new). k2, near it: prime-rl's, --cppo_beta=0.002."""
     d = logp_inf - logp_new if how == "official" else logp_new - logp_inf
-    if how == "k2":
-        return d * d / 2
-    d = d.clamp(-clamp, clamp)
-    return d.exp() - d - 1
+    return d * d / 2 if how == "k2" else token_k3(d, clamp)

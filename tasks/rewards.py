@@ -85,6 +85,7 @@ BUILT_IN = {
     "boxed": boxed,
     "think": think,
 }
+FORMATS = ("boxed", "think")  # they look at the response alone
 # how each wants the answer, where --prompt_template does not say (tasks/prompts.py)
 TEMPLATE_OF = {"math": "boxed", "boxed": "boxed", "gsm8k": "hashes", "praxis": "hashes", "letter": "letter"}
 HASHES = r"####\s*(-?\$?[0-9][0-9.,]*)"
@@ -157,7 +158,7 @@ class Reward:
     @property
     def needs_answer(self) -> bool:
         """Whether a row needs a final answer: functions of the user's own may grade by other columns."""
-        return any(part.name in BUILT_IN and part.name not in ("boxed", "think") for part in self.parts)
+        return any(part.name in BUILT_IN and part.name not in FORMATS for part in self.parts)
 
     def of(self, answers: list[Answer]) -> tuple[list[float], Counter]:
         """The reward of each answer; and counts.

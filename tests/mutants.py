@@ -276,7 +276,7 @@ MUTANTS = {
             "mixing.log() + log_group_mean, torch.log1p(-mixing) + mean_logp_new",
         ),
         ('d = logp_inf - logp_new if how == "official"', 'd = logp_inf - logp_new if how != "official"'),
-        ("    return d.exp() - d - 1", "    return d.exp() + d - 1"),
+        ('return d * d / 2 if how == "k2" else', "return"),
         ("return token_ratio(seq_sum(log_r, mask), clamp)", "return seq_sum(token_ratio(log_r, clamp), mask)"),
         ("return token_ratio(seq_mean(log_r, mask), clamp)", "return token_ratio(log_r.mean(1, keepdim=True), clamp)"),
         ("weight = token_ratio(log_r, clamp).clamp(floor, cap)", "weight = token_ratio(log_r, clamp).clamp_max(cap)"),
