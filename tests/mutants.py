@@ -246,7 +246,6 @@ MUTANTS = {
     "corrections/formulas.py": [
         ("(age - 1) / age.clamp_min(1), 1.0)", "(age - 1) / age.clamp_min(1), 0.0)"),
         ("return logp_inf + a * (logp_new - logp_inf)", "return logp_new + a * (logp_inf - logp_new)"),
-        ("        return d * d / 2\n", "        return d * d\n"),
         (
             "weight = prefix_ratio(log_r.clamp_max(0), mask, clamp)",
             "weight = prefix_ratio(log_r, mask, clamp).clamp_max(1)",
@@ -277,6 +276,7 @@ MUTANTS = {
         ),
         ('d = logp_inf - logp_new if how == "official"', 'd = logp_inf - logp_new if how != "official"'),
         ('return d * d / 2 if how == "k2" else', "return"),
+        ("return d * d / 2 if", "return d * d if"),
         ("return token_ratio(seq_sum(log_r, mask), clamp)", "return seq_sum(token_ratio(log_r, clamp), mask)"),
         ("return token_ratio(seq_mean(log_r, mask), clamp)", "return token_ratio(log_r.mean(1, keepdim=True), clamp)"),
         ("weight = token_ratio(log_r, clamp).clamp(floor, cap)", "weight = token_ratio(log_r, clamp).clamp_max(cap)"),
