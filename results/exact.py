@@ -26,6 +26,7 @@ import config
 from flags import run_command
 from learner import Comm
 from model import Needs
+from model.exact import has_tiles
 from train import Training
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -43,9 +44,9 @@ TURNS = 3  # of the times
 TIMED = 256  # responses in each
 HEADER = """# Sampler and learner bit for bit
 
-`python results/exact.py{arguments}`, the embedded policy, torch {torch}, {threads} thread(s). The largest
-|log p_inf - log p_ref| of a case's sampled tokens, over all its updates, each on fresh rollouts of a batch of {batch}
-responses; and without `--exact`, over one update.
+`python results/exact.py{arguments}`, the embedded policy, torch {torch}, {threads} thread(s), {processor}.
+The largest |log p_inf - log p_ref| of a case's sampled tokens, over all its updates, each on fresh rollouts of a batch
+of {batch} responses; and without `--exact`, over one update.
 
 | case | updates | tokens | largest, --exact | largest, without | decoding | forward | forward and backward |
 |---|---|---|---|---|---|---|---|
@@ -163,7 +164,8 @@ def main() -> None:
     args = parser.parse_args()
     batch = max(64, args.tokens // (20 * args.updates) // 8 * 8)  # some 20 tokens a response
     given = "" if len(sys.argv) == 1 else " " + " ".join(sys.argv[1:])
-    about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "batch": batch}
+    processor = f"{torch.backends.cpu.get_cpu_capability()} {'with' if has_tiles() else 'without'} bfloat16 tiles (AMX)"
+    about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "batch": batch, "processor": processor}
     rows = []
     for case in CASES:
         rows.append(measure(case, -(-args.updates // len(CASES)), batch))
