@@ -69,6 +69,8 @@ TESTS = {
         "test_quant.py",
         "test_collapse.py",
         "test_memory.py::test_gradients_are_reduced_in_every_micro_batch_unless_asked_otherwise",
+        "test_memory.py::test_weights_travel_to_an_engine_in_its_precision",
+        "test_memory.py::test_routers_reach_an_engine_in_full",
     ],
     "model/exact.py": ["test_exact.py"],
     "model/in_order.py": ["test_exact.py"],
