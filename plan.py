@@ -31,7 +31,7 @@ from model import lora
 from model.footprint import layers_travel_in, measure, of_proof, of_scoring, on_meta, sampler_of
 from optim import Muon, make_optimizers
 from rollout import probe_ids
-from tasks import at_once, make_task
+from tasks import at_once, make_task, settings_of
 
 GIB = 2**30
 MOST_RANKS = 64  # that are tried
@@ -243,12 +243,16 @@ def torch_cache(config, number: int, rows: int, width: int) -> int:
 
 
 def evaluation(cfg, configs: dict, width: int, ranks: int, gpu_gib: float, own: int) -> int:
-    """Bytes of an evaluation on one rank, beside the states and the rollout's engine; as long as --max_tokens. own: of
-    that engine, where it sleeps at other times.
+    """Bytes of an evaluation on one rank, beside the states and the rollout's engine; with prompts as in training. own:
+    of that engine, where it sleeps at other times.
 
-    One model is evaluated after the other: by the engine that samples from it, by a second one, or in plain torch."""
+    One model is evaluated after the other, on one set after the other: by the engine that samples from it, by a second
+    one, or in plain torch."""
     if cfg.eval_every < 0:
         return 0
+    sets = [{"samples": cfg.eval_samples, "max_tokens": cfg.max_tokens}]
+    if cfg.eval_task:
+        sets = [how for _, how in settings_of(cfg, "eval_task", sets[0])]
     sizes = []
     for name, config in configs.items():
         how = evaluated_by(cfg, name)
@@ -257,8 +261,10 @@ def evaluation(cfg, configs: dict, width: int, ranks: int, gpu_gib: float, own: 
         elif how == "second":
             sizes.append(0)  # it is always there
         else:
-            rows = min(at_once(cfg.eval_samples), -(-cfg.eval_problems // ranks)) * cfg.eval_samples
-            sizes.append(plain_sampler(cfg, config, rows, width, ranks))
+            for one in sets:
+                rows = min(at_once(one["samples"]), -(-cfg.eval_problems // ranks)) * one["samples"]
+                longest = width - cfg.max_tokens + one["max_tokens"]
+                sizes.append(plain_sampler(cfg, config, rows, longest, ranks))
     return max(sizes)
 
 

@@ -38,6 +38,7 @@ __all__ += [
     "make_task",
     "names_of",
     "parsed",
+    "settings_of",
     "stop_ids",
 ]
 
@@ -154,16 +155,23 @@ def eval_sets(cfg, flag: str, usual: dict) -> list[EvalSet]:
 
     UserError: one sentence."""
     sets = []
-    for word in getattr(cfg, flag).split(","):
-        name, own = parts_of(word)
-        need(name, f"--{flag}={getattr(cfg, flag)}: a set without a name; write FILE,FILE:samples=32:temperature=0.6")
-        how = {**usual, **dict(setting(flag, name, part) for part in own)}
+    for name, how in settings_of(cfg, flag, usual):
         sets.append(EvalSet(make_task(cfg, flag, name, evaluates=True), label_of(name), **how))
     seen = Counter(one.label for one in sets)
     sets = [replace(one, label=label_of(one.task.name, whole=seen[one.label] > 1)) for one in sets]
     labels = [one.label for one in sets]
     need(len(set(labels)) == len(labels), f"--{flag}={getattr(cfg, flag)}: two sets of one name; rename a file")
     return sets
+
+
+def settings_of(cfg, flag: str, usual: dict) -> list[tuple[str, dict]]:
+    """(name, settings) of each set that a flag names; no file is read. UserError: one sentence."""
+    found = []
+    for word in getattr(cfg, flag).split(","):
+        name, own = parts_of(word)
+        need(name, f"--{flag}={getattr(cfg, flag)}: a set without a name; write FILE,FILE:samples=32:temperature=0.6")
+        found.append((name, {**usual, **dict(setting(flag, name, part) for part in own)}))
+    return found
 
 
 def parts_of(word: str) -> tuple[str, list[str]]:

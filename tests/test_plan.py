@@ -277,6 +277,8 @@ def test_an_evaluation_by_hand():
     assert evaluation(one) == 0 == evaluation(two, eval_every=-1)
     assert evaluation(one, eval_engine="torch") == cache == evaluation(two)
     assert evaluation(one, eval_engine="torch", eval_problems=9999) == 256 * 3 * 127 * of_a_token  # at once
+    sets = "a.jsonl:samples=2,b.jsonl:samples=7:max_tokens=60:temperature=0.5,c.jsonl"  # of settings of their own
+    assert evaluation(two, eval_task=sets) == 51 * 7 * 97 * of_a_token
     assert evaluation(two, parallel="fsdp") == 4 * P_SMALL + cache
     assert evaluation(two, parallel="fsdp", ranks=1) == 101 * 3 * 127 * of_a_token  # nothing is shared
     assert evaluation(two, eval_engine="second", rollout="vllm", rollout_memory=0.25, gpu_gib=10.0) == 2.5 * plan.GIB
