@@ -784,7 +784,7 @@ MUTANTS = {
         ("reward = replace(reward, parts=(replace(reward.parts[0], weight=1.0),), overlong=0)", "pass"),
         ("weight=1.0),), overlong=0)", "weight=1.0),))"),
         ("(replace(reward.parts[0], weight=1.0),)", "reward.parts[:1]"),
-        ("how = {**usual, **dict(setting(flag, name, part) for part in own)}", "how = usual"),
+        ("{**usual, **dict(setting(flag, name, part) for part in own)}", "usual"),
         ("    rewards.try_out(reward, Answer(first, first.answer, True))\n", ""),
         ("return values | (parts if len(parts) > 1 else {})", "return values"),
     ],
