@@ -212,17 +212,16 @@ def places(batch, at):
 def read_shared(model, batch, at):
     """The same, each group's prompt read once: then every response on top of its group's keys and values.
 
-    Gradients flow through those keys and values."""
+    Gradients flow through those keys and values, and are added up in order: those of x[group] are as threads come."""
     T = batch.tokens.shape[1]
     _, group, size = batch.group.unique_consecutive(return_inverse=True, return_counts=True)  # (B,), (G,)
     first = size.cumsum(0) - size  # a group's first row
-    prompt_len = batch.prompt_len[first]
-    P, n = int(prompt_len.max()), max(T - 1, 1)
+    P, n = int(batch.prompt_len.max()), max(T - 1, 1)
     place = torch.arange(P + n, device=at.device)
-    # behind a shorter prompt stand ids that no response sees
-    prompts = model(input_ids=batch.ids[first, :P], use_cache=True)
-    prompts.past_key_values.batch_select_indices(group)
-    last = prompts.last_hidden_state[torch.arange(len(prompt_len), device=at.device), prompt_len - 1]
+    prompts = model(input_ids=batch.ids[first, :P], use_cache=True)  # behind a shorter one: ids that no response sees
+    for layer in prompts.past_key_values.layers:
+        layer.keys, layer.values = (x.index_select(0, group) for x in (layer.keys, layer.values))
+    last = prompts.last_hidden_state.flatten(0, 1).index_select(0, group * P + batch.prompt_len - 1)
     visible = (place < batch.prompt_len[:, None]) | (place >= P)
     rest = model(
         input_ids=batch.tokens[:, :n],
@@ -231,7 +230,7 @@ def read_shared(model, batch, at):
         use_cache=True,
         position_ids=batch.prompt_len[:, None] + place[:n],
     ).last_hidden_state
-    return torch.cat([last[group][:, None], rest], 1)[:, :T].flatten(0, 1)[at]
+    return torch.cat([last[:, None], rest], 1)[:, :T].flatten(0, 1).index_select(0, at)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
