@@ -398,6 +398,8 @@ MUTANTS = {
         ("if parts and cost([*parts[-1], r]) <= budget:", "if parts:"),
     ],
     "model/__init__.py": [
+        ("(x.index_select(0, group) for x in", "(x[group] for x in"),
+        ("index_select(0, group * P + batch.prompt_len - 1)", "index_select(0, group * P + P - 1)"),
         (
             "return row * (batch.ids.shape[1] - 1) + batch.prompt_len[row] + t - 1",
             "return row * (batch.ids.shape[1] - 1) + batch.prompt_len[row] + t",
