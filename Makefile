@@ -5,7 +5,7 @@ PIP := .venv/bin/python -m pip install --disable-pip-version-check --quiet --pro
 CUDA := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1 && echo yes)
 REQUIREMENTS := requirements-$(if $(CUDA),gpu,cpu).txt
 TORCH := torch==2.13.0+cpu
-export OMP_WAIT_POLICY ?= PASSIVE
+export GOMP_SPINCOUNT ?= 2000
 export OMP_NUM_THREADS ?= $(shell $(PYTHON) -c "import os; print(len(os.sched_getaffinity(0)))")
 
 .PHONY: demo test slow

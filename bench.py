@@ -30,8 +30,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-# before torch is imported, as in train.py: its idle threads sleep
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# before torch is imported, as in train.py: its idle threads soon sleep
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 import numpy as np
 import torch

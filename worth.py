@@ -6,9 +6,9 @@
     python worth.py ... --rows="tis; tis is_cap=8; jackpot obrs_mask=expected" --lengths=16,64 --cost
     torchrun --nproc_per_node=2 worth.py ... --parallel=fsdp --share=0.1
 
-with train.py's flags. --rows names any objectives, the usual 22 by default, but for what one batch on its own cannot
-show: --is_cap=auto, --correction=auto, --delay, --samplers, --learner_quant, --router_replay, --obrs_target=new and
---obrs_z=approx are refused.
+with train.py's flags. --rows names any objectives (22 usual ones by default). What one batch on its own cannot show is
+refused: --is_cap=auto, --correction=auto, --delay, --samplers, --learner_quant, --router_replay, --obrs_target=new and
+--obrs_z=approx.
 
     g      the on-policy gradient of the policy (its mean)
     g_c    the gradient that one batch of B sampler responses gives under row c
@@ -18,8 +18,9 @@ show: --is_cap=auto, --correction=auto, --delay, --samplers, --learner_quant, --
     worth  = scale^2 noise_on / (bias + noise)
 
 The expected cosine of g_c and g is kappa = scale / sqrt(scale^2 + bias + noise). An on-policy batch of (worth B)
-responses has the same kappa, so worth counts on-policy responses a sampler response: above the ratio of what the two
-cost (`--cost`) the sampler pays. It is the worth of the next step: what a policy becomes that takes many is not in it.
+responses has the same kappa, so worth counts on-policy responses per sampler response. The sampler pays if worth
+exceeds its cost per response over the policy's (`--cost`). Worth is about the next step, not about where many such
+steps lead.
 
 auto.py measures it while train.py trains.
 
@@ -40,8 +41,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-# before torch is imported, as in train.py: its idle threads sleep
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# before torch is imported, as in train.py: its idle threads soon sleep
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 import numpy as np
 import torch

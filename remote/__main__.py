@@ -2,7 +2,7 @@
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported, as in train.py: its idle threads sleep
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # before torch is imported, as in train.py
 
 from remote import sampler
 

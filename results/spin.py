@@ -24,7 +24,7 @@ from bench import compare, print_table, shaped
 from results import sweep
 
 # what is added to the environment; OpenMP reads it once, when torch is imported
-SPIN_SETTINGS = ("none", "OMP_WAIT_POLICY=PASSIVE", "GOMP_SPINCOUNT=0", "KMP_BLOCKTIME=0", "OMP_NUM_THREADS=1")
+SPIN_SETTINGS = ("none", "OMP_WAIT_POLICY=PASSIVE", "GOMP_SPINCOUNT=2000", "GOMP_SPINCOUNT=10000", "OMP_NUM_THREADS=1")
 
 
 def spin_worker() -> None:

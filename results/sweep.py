@@ -183,7 +183,7 @@ def one(flags: dict, name: str, threads: str, config: str = STUDY) -> None:
     argv = [sys.executable, *command(flags, name, config)]
     if (out / "config.json").is_file():
         argv.append("--resume")
-    env = {**os.environ, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE", "TQDM_DISABLE": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": "2000", "TQDM_DISABLE": "1"}
     done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"error: {' '.join(argv[1:])} ended with {done.returncode}:\n{done.stderr[-2000:]}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as make and train.py set it
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as make and train.py set it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
