@@ -3,8 +3,8 @@
     --is_cap=auto, --correction=auto    the cap, the correction whose step points best (corrections.candidates)
     --distill_worth_target=0.5          the weight of distillation, steered to hold the worth of the actor's responses
 
-worth.py says what worth is and measures it before training, from many batches of weights that stand still. Here one
-batch of the sampler's, the next to be trained on, and two that the policy samples itself are all that a probe sees.
+worth.py defines worth and measures it before training, from many batches at fixed weights. Here a probe sees one batch
+of the sampler's, the next to be trained on, and two that the policy samples itself.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ class Chooser:
     fade by DECAY. cosine_c is worth.py's kappa_c times a factor that is the same for all c, so both have the order of
     worth.
 
-        worth_c = noise / signal kappa_c^2 / (1 - kappa_c^2),   kappa_c^2 = (mean <g_c, g>)^2 / (mean |g_c|^2 signal)
-        signal  = mean <g_1, g_2>,   noise = mean (|g_1|^2 + |g_2|^2) / 2 - signal
+        worth_c   = (noise / signal) kappa_c^2 / (1 - kappa_c^2)
+        kappa_c^2 = (mean <g_c, g>)^2 / (mean |g_c|^2 signal)
+        signal    = mean <g_1, g_2>,   noise = mean (|g_1|^2 + |g_2|^2) / 2 - signal
 
-    of the one in force: in on-policy responses (worth.py), 1 where its step is an on-policy one. It is NaN, and steers
-    nothing, where signal or noise is not above 0, or kappa not below 1.
+    worth_c is reported for the candidate in force, in on-policy responses (worth.py): 1 if its step is as good as an
+    on-policy one. It is NaN, and steers nothing, unless signal > 0, noise > 0 and kappa < 1.
 
     A probe costs 2 + (number of candidates) forward-backward passes, and two batches that plain torch samples; none of
     it moves the learner. At the start of results/prefix.md's runs (kappas of 0.25 to 0.7, batches of 256) one probe's
-    choice is 0.02 below the best kappa on average, three probes' under 0.01: neighbours are not told apart."""
+    choice is 0.02 below the best kappa on average, three probes' under 0.01: candidates of nearly equal worth are not
+    told apart."""
 
     def __init__(self, run, learner, controllers: dict):
         """controllers: what every checkpoint keeps; the evidence is its entry `auto`."""
@@ -66,7 +68,9 @@ class Chooser:
             learner.cfg = self.candidates[self.evidence["chosen"]]
 
     def choose(self, groups, update: int) -> dict[str, float]:
-        """Before an update: choose anew where it is time to; metrics. groups: what is trained on next. Collective."""
+        """Called on all ranks before an update: every --auto_every updates weigh the candidates and choose. Metrics.
+
+        groups: what is trained on next."""
         evidence, found = self.evidence, {}
         if update % self.cfg.auto_every == 0:
             with checkpoint.same_rng_state():
@@ -114,7 +118,7 @@ class Chooser:
         return {name: along[name] / math.sqrt(own[name] * g) if own[name] * g > 0 else 0.0 for name in along}
 
     def worth(self, name: str) -> float:
-        """Of a candidate's step, in on-policy responses a response."""
+        """Worth of a candidate's step, in on-policy responses per response."""
         single, along, own = self.evidence["single"], self.evidence["along"][name], self.evidence["own"][name]
         signal = 2 * self.evidence["g"] - single  # <g_1, g_2>
         noise = single - signal
@@ -129,7 +133,7 @@ class Chooser:
         return self.learner.dot(gradient, g), self.learner.dot(gradient, gradient)
 
     def gradient(self, batch, cfg: config.Config) -> list[torch.Tensor]:
-        """Of the policy's loss, by the learner's own backward."""
+        """The gradient of the policy's loss under these flags, by the learner's own backward."""
         self.learner.cfg, fresh = unregularised(cfg), None
         if "fresh" in objectives.passes_needed(cfg, {}, 1):
             fresh = self.learner.score(batch, needs_of_exact_kappa(cfg))

@@ -1,6 +1,6 @@
 """Jackpot in one file: a small actor writes every response, a bigger policy learns from them, both train.
 
-Tokens come from the actor (p_inf), but they are to teach the policy. Optimal budgeted rejection sampling
+The actor samples every token (p_inf), but the policy learns from them. Optimal budgeted rejection sampling
 (OBRS) rejects tokens that the actor likes more than the policy does, and reweights what it accepts; PPO
 does the rest, and distillation pulls the actor along. Equations are those of Jackpot, arXiv 2602.06107.
 
@@ -11,10 +11,10 @@ the weights that are trained. Left out are quantized engines, delayed or remote 
 truncation, which all open another gap between sampler and learner. Left out are all other corrections,
 surrogates and advantages, and large vocabularies, for which Z can only be bracketed and logits come in
 chunks. Left out are flags, resuming, other tasks and most metrics; train.py has all of this, and with
---rollout=hf and the sizes below its numbers equal this file's (tests/test_mini.py).
+--rollout=hf and the sizes below its numbers equal this file's up to rounding (tests/test_mini.py).
 
 Names: inf, the distribution that sampled; ref, the policy before the updates on this batch; new, the
-policy now. B responses, P prompt tokens, T response tokens, V words, G responses to one prompt.
+policy now; A, advantage. B responses, P prompt tokens, T response tokens, V words, G responses to a prompt.
 """
 
 import hashlib
@@ -72,7 +72,7 @@ def encode(text):
 
 
 def problem(split, index, attempt=0):
-    """(text, answer) of problem `index` of "train" or "test"; a hash of the text says for which it is."""
+    """(text, answer) of problem `index`; a hash of the text puts one text in eight into "test"."""
     rng = random.Random(f"0/{split}/{index}/{attempt}")
     total = rng.randint(0, TASK_TOTAL)
     text = str(total)
@@ -178,7 +178,7 @@ def jackpot(new, ref, batch):
     """Jackpot's joint loss, and what is worth watching.
 
     new, ref: the log_probs of (policy, actor), now and before the updates on this batch, the latter without
-    gradient. The target of OBRS is p_ref: accepted tokens shall look as if that policy had sampled them."""
+    gradient. The target of OBRS is p_ref: accepted tokens should look as if p_ref had sampled them."""
     policy_new, actor_new = new  # (B, T, V) each
     policy_ref, actor_ref = ref
     tokens = batch.ids[:, -batch.mask.shape[1] :, None]

@@ -5,7 +5,7 @@
     correction   a detached weight and a keep-mask per token (corrections/, obrs.py), from three policies:
                  `inf`, the one that sampled (engine, actor, precision, staleness, sampling settings),
                  `ref`, the learner's before the first update on this rollout batch, and `new`, the learner's now
-    surrogate    how `new` moves on the advantage inside its trust region
+    surrogate    what is maximised, and inside which trust region of `new`
     reduction    what the sum is divided by: one denominator over all ranks and micro-batches
 
 Surrogates and regularisers are pure functions of tensors and numbers; presets over all axes are presets.py's, and
@@ -74,8 +74,8 @@ def gspo(log_ratio, mask, adv, low=3e-4, high=4e-4, dual_clip=0.0, clamp=CLAMP):
 def tbpo(log_ratio, mask, adv, low=3e-4, high=4e-4, neg_high=7e-4, clamp=CLAMP):
     """clip(g) A, g = exp(mean_t log s), without PPO's min: outside its band a response has no gradient. QaRL 3.2.
 
-    A >= 0: g <= 1 + high. A < 0: 1 - low <= g <= 1 + neg_high, because error tokens come in clusters and throw g
-    up."""
+    A >= 0: g <= 1 + high. A < 0: 1 - low <= g <= 1 + neg_high, because error tokens come in clusters and make
+    g large."""
     g = geo_ratio(log_ratio, mask, clamp)
     lowest = torch.where(adv >= 0, g.new_tensor(-math.inf), g.new_tensor(1 - low))
     highest = torch.where(adv >= 0, g.new_tensor(1 + high), g.new_tensor(1 + neg_high))
@@ -103,10 +103,11 @@ def gmpo(log_ratio, mask, adv, low=0.4, high=0.4, clamp=CLAMP):
 
 
 def dppo(logp, base, adv, low=0.2, high=0.2, divergence="tv", clamp=CLAMP):
-    """s A, and nothing where p_new is farther from p_base than the bound on the side that A pushes to.
+    """s A, but 0 where p_new has left p_base by more than the bound, in the direction in which A pushes.
 
     Kept are, with A >= 0, p_new <= p_base or gap <= high; with A < 0, p_new >= p_base or gap <= low. The gap is
-    tv  |p_new - p_base|;  kl  p log(p / p_new) + (1 - p) log((1 - p) / (1 - p_new)), p = p_base: of two events.
+    tv  |p_new - p_base|;  kl  p log(p / p_new) + (1 - p) log((1 - p) / (1 - p_new)), p = p_base: of two outcomes, this
+    token or another.
     DPPO, arXiv 2602.04879, Eq. 13, 14 as SkyRL cites them; tv over inf is the mask of prime-rl's default loss."""
     s = token_ratio(logp - base, clamp)
     p, p_new = base.exp(), logp.detach().exp()
@@ -177,13 +178,13 @@ CLIPS |= {"gmpo": (0.4, 0.4), "dppo_tv": (0.2, 0.2), "dppo_kl": (0.05, 0.05)}  #
 def kl_estimate(logp, logp_start, estimator: str, clamp=CLAMP):
     """Each sampled token's estimate of KL(p || start), (B, T) nats, with gradient; x = log p_start - log p. Schulman.
 
-                            value E k         gradient of a loss E dk   gradient of a reward E k dlogp
-        k1 = -x             KL(p || start)    0                         dKL(p || start)
-        k2 = x^2 / 2        near it           dKL(p || start)           of no KL
-        k3 = e^x - 1 - x    KL(p || start)    dKL(start || p)           dKL(p || start) - dKL(start || p)
+                            mean of k         gradient as a loss, E[dk]   gradient as a reward, E[k dlogp]
+        k1 = -x             KL(p || start)    0                           dKL(p || start)
+        k2 = x^2 / 2        approximates it   dKL(p || start)             not that of a KL
+        k3 = e^x - 1 - x    KL(p || start)    dKL(start || p)             dKL(p || start) - dKL(start || p)
 
     E over tokens of p. So k2 is right in the loss (DeepSeek-V3.2's p_new / p_old k3 has the same gradient), and k1 in
-    the reward; k1 in the loss would pull nowhere."""
+    the reward; k1 in the loss has a gradient of mean zero."""
     x = logp_start - logp
     if estimator == "k1":
         return -x
@@ -209,7 +210,7 @@ class StepStats:
     lam: float  # OBRS's lambda: the flag, or the budget's
     kappa: float  # scale of Z_low or Z_approx
     distill_lambda: float  # weight of the distillation loss
-    kept_factor: torch.Tensor | None = None  # (B, 1) puts the kept denominator in place of the proposed one
+    kept_factor: torch.Tensor | None = None  # (B, 1) rescales from the proposed to the kept denominator
     log_group_mean: torch.Tensor | None = None  # (B, 1) GEPO's log E of each response's group
     mixing: torch.Tensor | None = None  # (B, 1) GEPO's e
     weight_mean: float = 1.0  # what --normalize_weights divides by
@@ -345,9 +346,9 @@ REF |= {"logp_start": "logp_start"}
 def loss(new, batch, stats: StepStats, cfg):
     """(the unreduced loss (B, T) of one model, what it saw): - keep sg(weight) (surrogate - kl_coef sg(ratio) KL) - ...
 
-    The KL to the start model is multiplied by the mask, weight and (unclipped) ratio of the advantage: so it is an
-    expectation over tokens of p_new, and a context that counts less, counts less for reward and KL alike. The entropy
-    belongs to a whole distribution, not to a sampled token: it takes no weight.
+    The KL to the start model carries the advantage's mask, weight and (unclipped) ratio, so that it is an expectation
+    over tokens of p_new, and a context counts alike for reward and KL. The entropy belongs to a whole distribution, not
+    to a sampled token, and carries no weight.
 
     new: TokenStats of this forward, with gradient; batch: with ref columns; stats: from `prepare`."""
     batch = with_ref(new, batch, cfg)
@@ -442,8 +443,7 @@ def actor_config(cfg):
 
 
 def reduce(unreduced, mask, stats: StepStats, cfg):
-    """This micro-batch's share of the loss: the shares of all micro-batches and ranks add up to it. Names are
-    verl's.
+    """This micro-batch's share of the loss: the shares of all micro-batches and ranks sum to it. Names are verl's.
 
     token-mean               sum / tokens
     seq-mean-token-mean      mean over responses of their token mean

@@ -20,10 +20,10 @@ p_tgt): contexts in which the two distributions disagree count less. What OBRS a
 of target, and mask noise; `--obrs_mask=expected` (weight a w instead of a draw) has the same mean and lower
 variance.
 
-Z is a sum over the vocabulary, but an engine returns only its own top-K. On S = top-K(p_inf) + the sampled token
-(the support), with p_K the engine's K-th probability, the sum over S bounds it from below, and with a
-bound on what lies outside S from above (`z_bracket`). One scalar kappa per update scales the lower one to the
-acceptance rate really seen (section 4.4.2).
+Z is a sum over the vocabulary, but an engine returns only its top-K. Let the support S be top-K(p_inf) and the sampled
+token, and p_K the engine's K-th probability. The sum over S is a lower bound of Z. With a bound on what lies outside S
+it becomes an upper one (`z_bracket`). One scalar kappa per update scales the lower bound to the acceptance rate that
+was observed (section 4.4.2).
 
 `python results/figure2ab.py` draws Figure 2 (a, b) of the paper.
 """
@@ -43,7 +43,7 @@ class Target(NamedTuple):
 
     logp: torch.Tensor  # (B, T)    of the sampled tokens
     support_logp: torch.Tensor | None  # (B, T, S) on the support S
-    tail: torch.Tensor | None  # (B, T)    sum outside S of min(p_K, p_tgt / lambda)
+    tail: torch.Tensor | None  # (B, T)    sum outside S of min(p_K, p_tgt / lambda), p_K the engine's K-th
     z: torch.Tensor | None  # (B, T)    the exact Z, where both distributions were seen whole
 
 
@@ -73,8 +73,8 @@ def weight(z, logp_tgt, logp_inf, lam, clamp=CLAMP):
 def correction(
     logp_tgt, logp_inf, logp_ref, z, u, *, lam=1.0, c1=3.0, c2=1.3, expected=False, mode="both", clamp=CLAMP
 ):
-    """OBRS as a correction of a surrogate on p_new / p_ref: (weight, keep, what counts as accepted), each (B, T), no
-    gradient. Accepted is the mask that is used, or a where none is.
+    """OBRS as a correction of a surrogate on p_new / p_ref: (weight, keep, accepted), each (B, T), no gradient.
+    accepted, for the metrics: the mask that is used, or a if there is none.
 
     u: uniforms in [0, 1), one a token. logp_ref: None where the target is p_ref itself, so that p_ref / p_tgt is
     1. expected: keep is its expectation a instead of the draw. mode: `mask` or `reweight` alone (Tables 6, 7;
@@ -121,8 +121,8 @@ def token_z(target: Target, support_logp_inf, lam, kappa, how: str) -> Z:
     exact    the whole vocabulary was seen (two models, target ref)
     bracket  clip(kappa Z_low, Z_low, Z_high)
     approx   kappa Z_approx, the text's sum over two top-K, p_inf's and p_ref's (the text has p_new's, which is the same
-             before a batch's first update: these ids are chosen once a rollout). Nothing certifies it: where the actor
-             is not at hand no engine says p_inf on the policy's own top-K, and min(p_ref, p_K) stands for it"""
+             before a batch's first update: these ids are chosen once a rollout). Nothing certifies it: without the
+             actor at hand p_inf on the policy's own top-K is unknown, and min(p_ref, p_K) replaces it"""
     if how == "exact":
         return Z(target.z)
     low, high = z_bracket(support_logp_inf, target.support_logp, lam, target.tail)

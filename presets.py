@@ -24,7 +24,7 @@ DEFAULTS |= {"reject": "none", "reject_of": "all", "correction_target": "ref", "
 DEFAULTS |= {"cppo_beta": 0.0, "cppo_kl": "official"}
 PAPERS = {
     "none": {"correction": "none", "surrogate": "ppo"},  # the mismatch is ignored
-    "grpo": {"correction": "none", "surrogate": "ppo"},  # its advantage; clip and token mean are DAPO's
+    "grpo": {"correction": "none", "surrogate": "ppo"},  # the same by its usual name; clip and token mean are DAPO's
     "reinforce": {"correction": "none", "surrogate": "reinforce"},
     "is": {"correction": "is", "surrogate": "ppo"},
     "tis": {"correction": "tis", "surrogate": "ppo"},
@@ -111,7 +111,7 @@ SKYRL = {
     "skyrl_token_mask": {**PAPERS["none"], "reject": "token", "rs_low": 0.5, "rs_high": 2.0},
     "skyrl_outlier_mask": {**PAPERS["none"], "reject": "seq_max", "rs_low": 0.0, "rs_high": 100.0, "veto": 1e-4},
 }
-# its other loss has 0.1 on both sides of both signs
+# prime-rl's other loss bounds both directions at 0.1, for either sign of A
 PRIME_RL = {"prime_rl": {**PAPERS["dppo_tv"], "advantage": "grpo_no_std", "cppo_beta": 0.002, "cppo_kl": "k2"}}
 # slime's --use-tis, and its icepop_function under the same bounds, 0 and --tis-clip=2
 SLIME_LOSS = {"surrogate": "ppo", "is_cap": 2.0, "clip_high": 0.2, "reduction": "seq-mean-token-mean"}
@@ -206,25 +206,25 @@ TOP_K = "the engine's top-K, but where Z is exact"
 OF_Z = "a ref pass, but where Z is exact"
 
 ABOUT_CORRECTIONS = {
-    "none": Entry("1", "GRPO, PPO", "p_inf is p_ref", "bias of the whole mismatch"),
+    "none": Entry("1", "GRPO, PPO", "p_inf = p_ref", "bias of the whole mismatch"),
     "is": Entry("r", "AReaL", "", "variance: r is unbounded"),
     "tis": Entry("min(r, C)", "TIS; verl, TRL, slime, SkyRL, OpenRLHF, NeMo-RL", "", "bias above C"),
-    "tis_adjusted": Entry("min(p_new / p_inf, C)", "Jackpot 10.1", "ratio_base new", "PPO's clip never acts"),
+    "tis_adjusted": Entry("min(p_new / p_inf, C)", "Jackpot 10.1", "ratio_base new", "PPO's clip, which never acts"),
     "icepop": Entry(
-        "r; drops r outside [low, high]", "IcePop; verl, slime, SkyRL, OpenRLHF, NeMo-RL", "", "drops tokens"
+        "r; drops r outside [low, high]", "IcePop; verl, slime, SkyRL, OpenRLHF, NeMo-RL", "", "the dropped tokens"
     ),
-    "areal_drop": Entry("r; drops r > C", "AReaL; TRL token_mask", "", "drops tokens"),
+    "areal_drop": Entry("r; drops r > C", "AReaL; TRL token_mask", "", "the dropped tokens"),
     "seq_is": Entry("R", "Praxis", WHOLE, LENGTH),
     "seq_tis": Entry("min(R, C)", "Praxis; verl, TRL, slime, SkyRL", WHOLE, f"{LENGTH}, up to C"),
     "prefix_tis": Entry("min(R_t, C)", "per-decision IS; CTPO", "", "bias of what follows a token"),
     "retrace": Entry("prod_{s<=t} min(r_s, 1)", "Retrace(1)", "", "shrinks along a response"),
     "retrace_seq": Entry("prod_{s<=t} min(r_s, 1) min(R, 1)", "ours", WHOLE, "shrinks along a response"),
-    "seq_mis": Entry("R; drops R outside [low, high]", "Praxis; verl, TRL", WHOLE, "drops responses"),
-    "geo_rs": Entry("1; drops g outside [low, high]", "Praxis; verl, SkyRL", WHOLE, "drops responses"),
-    "geo_rs_seq_tis": Entry("min(R, C); drops g outside [low, high]", "Praxis; verl", WHOLE, "drops responses"),
+    "seq_mis": Entry("R; drops R outside [low, high]", "Praxis; verl, TRL", WHOLE, "the dropped responses"),
+    "geo_rs": Entry("1; drops g outside [low, high]", "Praxis; verl, SkyRL", WHOLE, "the dropped responses"),
+    "geo_rs_seq_tis": Entry("min(R, C); drops g outside [low, high]", "Praxis; verl", WHOLE, "the dropped responses"),
     "tbpo_mismatch": Entry("g in [1/C, C]; or dropped outside", "QaRL 3.2; AReaL's sequence ratio", WHOLE, "bias"),
     "vespo": Entry(
-        "R^k exp(lambda (1 - R)), (k, lambda) by sign of A", "VESPO; TRL", f"A; {WHOLE}", "R far from 1 counts nothing"
+        "R^k exp(lambda (1 - R)), (k, lambda) by sign of A", "VESPO; TRL", f"A; {WHOLE}", "responses with R far from 1"
     ),
     "z_tis": Entry("Z min(r, c1 / Z)", "ours: OBRS in expectation", TOP_K, OF_Z),
     "obrs": Entry("min(w, c1) min(p_ref / p_tgt, c2); draws", "Jackpot", TOP_K, OF_Z),

@@ -1,5 +1,5 @@
-"""The corrections' formulas: pure functions of (B, T) tensors and numbers. Copy one into another framework and it
-works there.
+"""The corrections' formulas: pure functions of (B, T) tensors and numbers. Each works in another framework, too, with
+the few helpers that it calls.
 
     log_r = log p_ref - log p_inf        inf: the policy that sampled; ref: the learner's before the
                                          first update on this rollout batch
@@ -75,7 +75,7 @@ def seq_max(x, mask):
 def loglinear_ref(logp_new, logp_inf, age):
     """log p_ref without a pass for it, (B, T): log p_inf + a (log p_new - log p_inf), a = (d - 1) / d.
 
-    age: (B, 1), d: how many updates old the sampling weights are. It guesses the policy of one update ago; where d = 0
+    age d, (B, 1): how many updates old the sampling weights are. It estimates the policy of one update ago; at d = 0
     p_ref is p_new, a = 1 (AReaL's `loglinear` has a = 0 there)."""
     age = age.to(logp_inf)
     a = torch.where(age >= 1, (age - 1) / age.clamp_min(1), 1.0)
@@ -148,10 +148,10 @@ def seq_mis(log_r, mask, low, high, clamp=CLAMP):
 def prefix_tis(log_r, mask, cap, floor=0.0, clamp=CLAMP):
     """weight min(R_t, C), C = 1: truncated per-decision importance sampling.
 
-    Without a cap E_inf[R_t X_t] = E_ref[X_t] for whatever X_t the first t tokens decide: what led to a token and the
-    token are weighed as ref has them. What follows it decides the advantage alone and stays the sampler's, so the
-    weight has t factors where R has all of them, and its variance less. The unbounded form is CTPO's ratio, arXiv
-    2605.07331; the cap is that of tis, and it bounds what one response can do to a batch."""
+    Without a cap E_inf[R_t X_t] = E_ref[X_t] for every X_t that the first t tokens determine: context and token count
+    as under ref. Later tokens enter through the advantage alone and stay the sampler's. So the weight has t factors
+    where R has all, and less variance. The unbounded form is CTPO's ratio, arXiv 2605.07331; the cap is that of tis,
+    and it bounds what one response can do to a batch."""
     weight = prefix_ratio(log_r, mask, clamp).clamp(floor, cap)
     return weight, torch.ones_like(weight)
 
@@ -163,10 +163,11 @@ def retrace(log_r, mask, clamp=CLAMP):
 
 
 def retrace_seq(log_r, mask, clamp=CLAMP):
-    """weight prod_{s<=t} min(r_s, 1) min(R, 1): what ref would not have said teaches little, whole or from there on.
+    """weight prod_{s<=t} min(r_s, 1) min(R, 1): a token counts less if it, an earlier token or the whole response is
+    less likely under ref than under inf.
 
-    Of sixty weights that are never negative and do not see the advantage none beat it by two errors, whoever sampled:
-    results/search.md."""
+    Of 62 weights that are never negative and do not see the advantage none beat it by two errors, with any of four
+    samplers: results/search.md."""
     weight, keep = retrace(log_r, mask, clamp)
     return weight * seq_ratio(log_r, mask, clamp).clamp_max(1), keep
 
@@ -264,7 +265,7 @@ def group_log_base(mean_logp_new, log_group_mean, mixing):
 
 
 def cppo_kl(logp_new, logp_inf, how: str, clamp: float):
-    """exp(d) - d - 1 a token, (B, T), with gradient; k2: d^2 / 2.
+    """CPPO's KL between new and inf: exp(d) - d - 1 of each token, (B, T), with gradient; k2: d^2 / 2.
 
     official: d = log p_inf - log p_new, as the released code has it; under samples of inf its mean is chi2 - KL,
     no KL. k3: d = log p_new - log p_inf, whose mean is KL(inf || new). k2, near it: prime-rl's, --cppo_beta=0.002."""
