@@ -8,9 +8,9 @@ both under autocast.
 
     where a sum is taken             its order depends on      here
     linear layers, head              rows of the batch         `product`: ROWS rows at a time, filled up with zeros
-    q k, over the entries of a head  queries, keys, batch      `products`: HEADS matrices of fixed shape at a time
-    p v, over the keys               number of keys            the same, KEYS keys at a time, their sums added in order
-    softmax's sum, over the keys     number of keys            KEYS keys at a time, added in order
+    q k, over the entries of a head  number of queries         torch's attention, each query by itself (QUERIES)
+    p v, and softmax's sum,          number of keys            as many keys as `room` says: those that are not seen add
+      over the keys                                            exactly 0, and no sum is cut at another place for them
       (of a prompt that is padded)   where the padding is      put in order first: `Seen`
     means of norms                   rows, on a GPU alone      `of_many_rows`: filled up with zeros
     softmax of logits, and their     nothing: a row has one    as they are; logits end with the vocabulary on both
@@ -24,11 +24,10 @@ both under autocast.
     weights that travel (FSDP2)      nothing, but 16 bits      layers travel in float32 (memory.travels_in)
                                      would round them
 
-A block of keys that a query does not see adds exactly 0, so a longer row, or a longer cache, changes nothing. Which
-row of a block a token stands in must not matter either. That holds of the libraries' products of at least four rows,
-and is not taken on trust: every update on fresh rollouts looks at the largest difference of its tokens, and the run
-stops where it is not 0 (`check_zero`). The bits themselves may depend on the machine and its threads, which sampler and
-learner share. Gradients are ordinary, and depend on shapes as ever.
+So a longer row, or a longer cache, changes nothing. Which of the ROWS rows of a product a token stands in must not
+matter either. That holds of the libraries here, and is not taken on trust: every update on fresh rollouts looks at the
+largest difference of its tokens, and the run stops where it is not 0 (`check_zero`). The bits themselves may depend on
+the machine and its threads, which sampler and learner share. Gradients are ordinary, and depend on shapes as ever.
 
 Source: He et al., Defeating Nondeterminism in LLM Inference (2025), who write kernels with one order of sums."""
 
@@ -49,12 +48,14 @@ from flags import need
 from model import head
 from sampling import Sampling
 
-ROWS = {"cpu": 64, "tiles": 256, "cuda": 256}  # tokens in one product with a weight
-HEADS = 256  # (response, head of keys, block of keys) in one batch of small products
-QUERIES = 4  # least rows of such a product, queries times heads that share their keys: with 3 their place would matter
-KEYS = 32  # keys in a block
-UNSEEN = -1e30  # added to the score of a key that a query does not see
-LEAST = -80.0  # of a score below the largest: an exponential that underflows takes fifty times as long
+# tokens in one product with a weight. AVX2's kernel takes six rows at a time, and rounds the last two of 32 otherwise:
+# 96, its half and its quarter, the parts of two and four threads, leave none over
+ROWS = {"cpu": 96, "tiles": 256, "cuda": 256}
+QUERIES = {"cpu": 1, "cuda": 64}  # in a block of attention, whose rows are these queries of heads with the same keys
+AT_ONCE = 128  # queries in one call
+KEYS = 16  # keys come in multiples of this: what is left over is added up by other code
+WHOLE = 512  # keys that torch's kernel takes at a time; a product over more than half of them is cut by their number
+UNSEEN = -1e30  # added to the score of a key that a query does not see: finite, for a query that sees none
 
 FAMILIES = ("granite", "llama", "mistral", "qwen2", "qwen3")  # tested: they consist of what the table names
 
@@ -100,24 +101,6 @@ def pieces(n: int, size: int) -> list[slice]:
 def has_tiles() -> bool:
     """Whether this CPU multiplies bfloat16 faster than float32 (AMX)."""
     return "amx_bf16" in quant.cpu_flags()
-
-
-def products(a, b, transposed: bool = False):
-    """a[i] b[i] for each i, of a (n, M, K) and b (n, K, N): HEADS of them at a time.
-
-    transposed: b is (n, N, K). In memory it stays so: the order of a sum may depend on it, too."""
-    out = a.new_empty(len(a), a.shape[1], b.shape[1 if transposed else 2])
-    for at in pieces(len(a), HEADS):
-        some, others, result = a[at], b[at], out[at]
-        n = len(some)
-        if n < HEADS:
-            some, others = filled(some, HEADS), filled(others, HEADS)
-        others = others.transpose(1, 2) if transposed else others
-        if n < HEADS:
-            result.copy_(torch.bmm(some, others)[:n])
-        else:
-            torch.bmm(some, others, out=result)
-    return out
 
 
 def longer(x, more: int):
@@ -236,29 +219,35 @@ class SiLU(nn.Module):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def room(n: int) -> int:
+    """Places for n keys, so many that a row's sums are taken alike whatever longer row stands beside it."""
+    rest = n % WHOLE
+    return n - rest + (WHOLE if rest > WHOLE // 2 else rest + -rest % KEYS)
+
+
 class Seen(NamedTuple):
     """Which keys the queries of a forward see, for all its layers."""
 
     mask: torch.Tensor  # (B, 1, Q, K) bool
-    weight: torch.Tensor  # (B, 1, Q, n KEYS): 1 for a key that is seen and 0 for another, of the keys in `order`
-    order: torch.Tensor | None  # (B, n KEYS): the keys in order, those that no query sees last; None: as they are
+    added: torch.Tensor  # (B, 1, Q, room(K)) to the scores of the keys in `order`: 0, or UNSEEN
+    order: torch.Tensor | None  # (B, room(K)): the keys in order, those that no query sees last; None: as they are
 
     @classmethod
     def of(cls, mask) -> Seen:
         """Of a mask. The last query sees all keys that there are, wherever padding stands."""
-        padded = pad(mask, (0, -mask.shape[3] % KEYS))
-        absent = ~padded[:, 0, -1]  # (B, n KEYS)
-        if not (absent[:, :-1] & ~absent[:, 1:]).any():  # they are in order
-            return cls(mask, padded.float(), None)
-        order = absent.byte().argsort(dim=1, stable=True)
-        weight = padded.gather(3, order[:, None, None].expand_as(padded)).float()
-        return cls(mask, weight, order.clamp_max(mask.shape[3] - 1))
+        K = mask.shape[3]
+        padded, order = pad(mask, (0, room(K) - K)), None
+        absent = ~padded[:, 0, -1]  # (B, room(K))
+        if (absent[:, :-1] & ~absent[:, 1:]).any():  # they are not in order
+            order = absent.byte().argsort(dim=1, stable=True)
+            padded = padded.gather(3, order[:, None, None].expand_as(padded))
+            order = order.clamp_max(K - 1)
+        return cls(mask, UNSEEN * (~padded).float(), order)
 
-    def blocks(self, x):
-        """Keys or values (B, H, K, D) -> (B, H, n, KEYS, D) in float32, in order, filled up with what is not seen."""
+    def in_order(self, x):
+        """Keys or values (B, H, K, D) -> (B, H, room(K), D) in float32, in order, filled up with what is not seen."""
         x = x.float()
-        x = longer(x, -x.shape[2] % KEYS) if self.order is None else taken(x, self.order)
-        return x.unflatten(2, (-1, KEYS))
+        return longer(x, room(x.shape[2]) - x.shape[2]) if self.order is None else taken(x, self.order)
 
 
 def seen(**how) -> Seen:
@@ -291,39 +280,23 @@ def ordinary_attention(mask, scaling: float, query, key, value):
 
 
 def exact_attention(seen: Seen, scaling: float, dtype: torch.dtype, query, key, value):
-    """The same by blocks, (B, heads, Q, D) in this type."""
-    Q, K = query.shape[2], key.shape[2]
-    shared = query.shape[1] // key.shape[1]  # heads with the same keys
-    size = -(-QUERIES // shared)
-    key, value = seen.blocks(key), seen.blocks(value)
-    missing = -Q % size  # queries to a whole block, which see no key
-    query = longer(query.float() * scaling, missing).unflatten(1, (-1, shared))
-    weight = longer(seen.weight, missing)
-    outs = []
-    for first in range(0, Q, size):
-        n = min(key.shape[2], -(-(K - Q + first + size) // KEYS))  # behind them no key is seen
-        at = slice(first, first + size)
-        outs.append(one_block(query[:, :, :, at], key[:, :, :n], value[:, :, :n], weight[:, :, at, : n * KEYS]))
-    return torch.cat(outs, 3)[:, :, :, :Q].flatten(1, 2).to(dtype)
-
-
-def one_block(query, key, value, weight):
-    """Attention of a block of queries, (B, H, shared, size, D) float32.
-
-    query (B, H, shared, size, D); key, value (B, H, n, KEYS, D); weight (B or 1, 1, size, n KEYS)."""
-    B, H, n = key.shape[:3]
-    shared, size = query.shape[2:4]
-    rows = query.reshape(B, H, 1, shared * size, -1).expand(-1, -1, n, -1, -1)
-    scores = products(rows.flatten(0, 2), key.flatten(0, 2), transposed=True).view(B, H, n, shared, size, KEYS)
-    weight = weight.unflatten(3, (n, KEYS)).transpose(2, 3)[:, :, :, None]  # (B, 1, n, 1, size, KEYS)
-    scores += UNSEEN * (1 - weight)
-    p = scores.sub_(scores.amax((2, 5), keepdim=True)).clamp_min_(LEAST).exp_().mul_(weight)
-    mixed = products(p.view(-1, shared * size, KEYS), value.flatten(0, 2)).view(B, H, n, shared, size, -1)
-    mass = p.sum(-1, keepdim=True)
-    total, all_mass = mixed[:, :, 0], mass[:, :, 0]
-    for i in range(1, n):  # in order: a block that is not seen adds 0
-        total, all_mass = total + mixed[:, :, i], all_mass + mass[:, :, i]
-    return total / all_mass.clamp_min(1.0)  # the largest counts 1; of a query that sees no key: 0
+    """The same, block by block, (B, heads, Q, D) in this type."""
+    B, heads, Q, D = query.shape
+    H, K = key.shape[1:3]
+    shared, size = heads // H, QUERIES[query.device.type]  # heads with the same keys, and queries, of a block
+    key, value = (seen.in_order(x).flatten(0, 1)[:, None] for x in (key, value))  # (B H, 1, room(K), D)
+    query = longer(query.float(), -Q % size).reshape(B * H, shared, -1, size, D).transpose(1, 2).flatten(2, 3)
+    added = longer(seen.added, -Q % size).unflatten(2, (-1, 1, size))  # (B, 1, blocks, 1, size, room(K))
+    outs, last = [], 0
+    for some, mask in zip(query.split(AT_ONCE // size, 1), added.split(AT_ONCE // size, 2), strict=True):
+        n_blocks = some.shape[1]
+        last += n_blocks * size  # of these queries
+        n = min(key.shape[2], room(K - Q + last))  # no key behind these is seen
+        mask = mask[..., :n].expand(B, H, n_blocks, shared, size, n).reshape(B * H, n_blocks, -1, n)
+        keys, values = (x[:, :, :n].expand(-1, n_blocks, -1, -1) for x in (key, value))
+        outs.append(scaled_dot_product_attention(some, keys, values, mask, scale=scaling))
+    out = torch.cat(outs, 1).unflatten(2, (shared, size)).transpose(1, 2)
+    return out.reshape(B, heads, -1, D)[:, :, :Q].to(dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,20 +3,20 @@
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from model.exact import KEYS, longer, taken
+from model.exact import longer, room, taken
 
 
 class InOrder(DynamicLayer):
     """A sampler's cache of one layer: the keys of a row stand from its first place on, a new one behind the last.
 
-    There is room for whole blocks, and numbers of 16 bits are kept as they are multiplied, in float32. So a step
-    neither copies the other keys nor puts them in order."""
+    There is room for as many keys as exact.room says, and numbers of 16 bits are kept as they are multiplied, in
+    float32. So a step neither copies the other keys nor puts them in order."""
 
     def __init__(self, layer, lengths):
         """layer: of transformers, keys and values (B, H, P, D) that are padded on the left; lengths (B,): of rows."""
         super().__init__()
         P = layer.keys.shape[2]
-        places = torch.arange(P + KEYS - P % KEYS, device=lengths.device) + (P - lengths)[:, None]
+        places = torch.arange(room(P), device=lengths.device) + (P - lengths)[:, None]
         self.keys, self.values = (taken(x.float(), places.clamp_max(P - 1)) for x in (layer.keys, layer.values))
         self.lengths = lengths
         self.longest = P  # no row is longer
@@ -34,8 +34,8 @@ class InOrder(DynamicLayer):
         return self.keys, self.values
 
     def room(self) -> int:
-        """Places of a row, with one more token: whole blocks."""
-        return self.keys.shape[2] + KEYS * (self.longest == self.keys.shape[2])
+        """Places of a row, with one more token."""
+        return room(self.longest + 1)
 
     def mask(self):
         """(B, places) bool: what the next token sees, itself included."""

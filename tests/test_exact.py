@@ -3,6 +3,8 @@
 Run under torchrun (by `test_two_ranks`) this file samples and scores on each rank."""
 
 import itertools
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from transformers import DynamicCache
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 import standins
-from conftest import VOCAB, make_cfg, tiny_model
+from conftest import ROOT, VOCAB, make_cfg, tiny_model
 from torchrun import as_rank, torchrun
 
 import batching
@@ -198,7 +200,7 @@ def test_the_samplers_cache_is_in_order(lengths):
         mask = cache.layers[0].mask()
         new = torch.randn(len(kept), 2, 1, 4), torch.randn(len(kept), 2, 1, 6)
         found = cache.update(*new, 0)
-        assert found[0].shape[2] == found[1].shape[2] == mask.shape[1] and mask.shape[1] % exact.KEYS == 0
+        assert found[0].shape[2] == found[1].shape[2] == mask.shape[1] and mask.shape[1] == exact.room(mask.shape[1])
         for row, lists in enumerate(kept):
             for wanted, x, more in zip(lists, found, new, strict=True):
                 wanted.append(more[row, :, 0])
@@ -225,41 +227,72 @@ def test_attention_is_attention():
         assert torch.allclose(x, y, atol=1e-5)
 
 
-@pytest.mark.parametrize("shared", [1, 2, 3, 4, 5, 7, 8])
-def test_a_query_alone_sees_what_it_sees_among_others(shared):
-    """Bit for bit: a row of 70 queries at once, and each alone, with others in its batch and places behind its keys."""
+ALONE = [(shared, 70, 1, 16) for shared in (1, 2, 3, 4, 5, 7, 8)]  # heads with the same keys, tokens, stride, size
+ALONE += [(2, 1100, 37, 32), (1, 700, 23, 128)]
+
+
+@pytest.mark.parametrize(("shared", "T", "stride", "D"), ALONE)
+def test_a_query_alone_sees_what_it_sees_among_others(shared, T, stride, D):
+    """Bit for bit: a row of T queries at once, and some alone, with others in their batch and places behind their keys.
+    The longest have more keys than the kernel takes at a time."""
     torch.manual_seed(shared)
-    B, heads, T, D = 5, 2, 70, 16
+    B, heads = 5 if T < 100 else 2, 2
     query = torch.randn(B, heads * shared, T, D)
     key, value = torch.randn(B, heads, T, D), torch.randn(B, heads, T, D)
     mask = torch.ones(T, T, dtype=torch.bool).tril().expand(B, 1, T, T)
     whole, _ = exact.attention(None, query, key, value, exact.Seen.of(mask), 0.25)
-    for t in range(T):
-        room = -(-(t + 1) // exact.KEYS) * exact.KEYS
-        some = torch.tensor([t % B, (t + 3) % B, t % B])
-        seen = exact.Seen.of((torch.arange(room) <= t).expand(3, 1, 1, room))
-        behind = (0, 0, 0, room - t - 1)  # what no query sees counts exactly 0, whatever stands there
-        k = F.pad(key[some, :, : t + 1], behind, value=9.0)
-        v = F.pad(value[some, :, : t + 1], behind, value=1e34)
-        alone, _ = exact.attention(None, query[some, :, t : t + 1], k, v, seen, 0.25)
-        assert torch.equal(alone[:, 0], whole[some, t]), t
+    for t in range(0, T, stride):
+        for room in (exact.room(t + 1), exact.room(t + 301)):
+            some = torch.tensor([t % B, (t + 3) % B, t % B])
+            seen = exact.Seen.of((torch.arange(room) <= t).expand(3, 1, 1, room))
+            behind = (0, 0, 0, room - t - 1)  # what no query sees counts exactly 0, whatever stands there
+            k = F.pad(key[some, :, : t + 1], behind, value=9.0)
+            v = F.pad(value[some, :, : t + 1], behind, value=1e34)
+            alone, _ = exact.attention(None, query[some, :, t : t + 1], k, v, seen, 0.25)
+            assert torch.equal(alone[:, 0], whole[some, t]), (t, room)
 
 
-@pytest.mark.parametrize("M", [exact.QUERIES, 5, 6, 7, 8])
-def test_small_products_do_not_ask_what_stands_around_them(M):
-    """Bit for bit: other matrices in the batch, other numbers of them, and rows in another order."""
-    draw = torch.Generator().manual_seed(M)
-    for D, N in ((16, 32), (32, 32), (128, 32), (32, 64)):
-        for shape, transposed in (((700, N, D), True), ((700, D, N), False)):
-            a, b = torch.randn(700, M, D, generator=draw), torch.randn(shape, generator=draw)
-            whole = exact.products(a, b, transposed)
-            assert torch.allclose(
-                whole, torch.einsum("imk,ink->imn" if transposed else "imk,ikn->imn", a, b), atol=1e-4
-            )
-            for n in (1, 37, 300):
-                some, order = (torch.randperm(k, generator=draw) for k in (700, M))
-                found = exact.products(a[some[:n]][:, order], b[some[:n]], transposed)
-                assert torch.equal(found, whole[some[:n]][:, order]), (D, N, n)
+def test_a_query_that_sees_no_key_is_a_number():
+    """A place of a padded prompt; no other reads it, but a NaN times 0 would be one."""
+    mask = torch.ones(1, 1, 3, 40, dtype=torch.bool)
+    mask[:, :, 0] = False
+    x = torch.randn(1, 2, 40, 8)
+    ours, _ = exact.attention(None, x[:, :, :3], x, x, exact.Seen.of(mask), 0.25)
+    assert ours.isfinite().all()
+
+
+def test_blocks_of_several_queries(monkeypatch):
+    """As a GPU takes them: the last block is filled up, and every query is itself wherever it stands in its block."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 6, 11, 16), torch.randn(2, 3, 30, 16), torch.randn(2, 3, 30, 16)
+    seen = exact.Seen.of(torch.ones(11, 30, dtype=torch.bool).tril(19).expand(2, 1, 11, 30))
+    want, _ = exact.attention(None, query, key, value, seen, 0.25)
+    monkeypatch.setitem(exact.QUERIES, "cpu", 4)
+    monkeypatch.setattr(exact, "AT_ONCE", 8)
+    ours, _ = exact.attention(None, query, key, value, seen, 0.25)
+    assert torch.allclose(ours, want, atol=1e-6)
+
+
+ROWS_OF_A_PRODUCT = """
+import torch
+from model import exact
+
+for threads in (1, 2, 4):
+    torch.set_num_threads(threads)
+    for wide, outputs in ((64, 256), (256, 64), (256, 32), (192, 512), (1024, 256)):
+        x, weight = torch.randn(1, wide), torch.randn(outputs, wide)
+        rows = exact.product(x.repeat(150, 1), weight)
+        assert torch.equal(rows, rows[:1].expand_as(rows)), (threads, wide, outputs)
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("processor", ["AVX512", "AVX2"])
+def test_a_row_of_a_product_is_itself_wherever_it_stands(processor):
+    """Also on a processor that has no more than AVX2, and divided between threads."""
+    env = {**os.environ, "MKL_ENABLE_INSTRUCTIONS": processor}
+    done = subprocess.run([sys.executable, "-c", ROWS_OF_A_PRODUCT], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-500:]
 
 
 def test_a_norm_of_few_rows_is_one_of_many_on_a_gpu():
