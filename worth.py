@@ -569,7 +569,8 @@ def table(results: dict) -> str:
             lines.append(f"{name:32s} {worth:>16s} {numbers} {x['bias']:8.3f} {x['noise']:8.3f}")
     if "price" in about:
         best = max(results["rows"], key=lambda name: results["rows"][name]["worth"])
-        lines.append(f"a response of the sampler costs {about['price']:.2f} of an on-policy one; under {best}:")
+        among = f"{best}, chosen as the best of {len(results['rows'])} rows by these same numbers"
+        lines.append(f"a response of the sampler costs {about['price']:.2f} of an on-policy one; under {among}:")
         lines += verdict(results["rows"][best], about)
     return "\n".join(lines)
 

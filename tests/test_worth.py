@@ -499,6 +499,8 @@ def test_two_ranks_weigh_as_one(parallel, tmp_path, solvers):
     for row, numbers in one["rows"].items():
         for name in same:
             assert two["rows"][row][name] == pytest.approx(numbers[name], rel=0.02, abs=1e-3), (row, name)
+        error = math.hypot(two["rows"][row]["worth_se"], numbers["worth_se"])
+        assert abs(two["rows"][row]["worth"] - numbers["worth"]) < 3 * error, row
     for name in ("kl", "sampler/reward", "on_policy/length"):
         assert two["about"][name] == pytest.approx(one["about"][name], rel=1e-3)
 
