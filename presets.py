@@ -255,6 +255,23 @@ ABOUT_SURROGATES = {
     "dppo_tv": Entry("s A; 0 where |p_new - p_base| > bound, moving on", "DPPO; prime-rl, verl, SkyRL"),
     "dppo_kl": Entry("s A; 0 where KL(p_base || p_new), token or not, > bound", "DPPO; verl, SkyRL"),
 }
+ABOUT_OPTIONS = {
+    "normalize_weights": Entry(
+        "weight / mean of keep weight over all ranks", "verl rollout_is_batch_normalize", "a ref pass", "bias, small"
+    ),
+    "is_floor": Entry("max(weight, floor)", "TRL vllm_importance_sampling_clip_min", "", "bias below the floor"),
+    "veto": Entry("drops a response with some r < veto", "verl, SkyRL, slime", WHOLE, "the dropped responses"),
+    "reject_of": Entry("--reject alone, where A < 0", "DeepSeek-V3.2; slime, TRL", "A", "no more than --reject"),
+    "correction_target": Entry(
+        "p_new for p_ref in r, R and g", "verl bypass_*; VESPO, DeepSeek-V3.2", "", "weights that move with the update"
+    ),
+    "ref_from": Entry(
+        "loglinear: log p_ref = log p_inf + (d - 1) / d (log p_new - log p_inf), d updates old",
+        "AReaL prox_logp_method",
+        "the age of the weights",
+        "bias: it is the policy of one update ago",
+    ),
+}
 SOURCES = {
     "AReaL": "arXiv 2505.24298",
     "CTPO": "arXiv 2605.07331",
@@ -265,16 +282,25 @@ SOURCES = {
     "GMPO": "arXiv 2507.20673",
     "GRPO": "arXiv 2402.03300",
     "GSPO": "arXiv 2507.18071",
+    "IcePop": "Ling team, Small Leak Can Sink a Great Ship (2025); arXiv 2510.18855",
     "Jackpot": "arXiv 2602.06107",
+    "K3-RS": "verl's documentation of rollout corrections; k3 is Schulman's, Approximating KL Divergence (2020)",
     "MiniMax-M1": "arXiv 2506.13585",
     "PPO": "arXiv 1707.06347",
     "Praxis": "LLM Data Company, Mismatch Praxis: Rollout Settings and IS Corrections",
     "QaRL": "arXiv 2604.07853",
+    "REINFORCE": "Williams, Machine Learning 8 (1992)",
     "Retrace": "arXiv 1606.02647",
     "SAPO": "arXiv 2511.20347",
     "TIS": "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
     "VESPO": "arXiv 2602.10693",
+    "per-decision IS": "Precup, Sutton, Singh, Eligibility Traces for Off-Policy Policy Evaluation (ICML 2000)",
     "verl, TRL, AReaL": "their lines and revisions: results/conformance.md",
+    "NeMo-RL": "github.com/NVIDIA-NeMo/RL",
+    "OpenRLHF": "github.com/OpenRLHF/OpenRLHF",
+    "SkyRL": "github.com/NovaSky-AI/SkyRL",
+    "prime-rl": "github.com/PrimeIntellect-ai/prime-rl",
+    "slime": "github.com/THUDM/slime",
 }
 HEAD = """\
 loss = - reduce( keep * sg(weight) * surrogate )
@@ -299,6 +325,7 @@ def catalogue() -> str:
         f"--reject: drops what has a statistic outside [--rs_low, --rs_high]\n{REJECTING}", ABOUT_REJECTIONS
     )
     lines += section(f"--surrogate: what the advantage moves\n{MOVING}", ABOUT_SURROGATES)
+    lines += section("beside them, flags that change what a correction gives", ABOUT_OPTIONS)
     lines += ["", "--objective: presets over all axes"]
     for who, rows in {"": PAPERS, **FRAMEWORKS}.items():
         lines += ["", f"  {who}" if who else "  papers, and ours"]

@@ -124,14 +124,17 @@ def test_a_single_row_equals_a_batch(dtype, fmt):
     assert gap(learner, groups) == 0
 
 
+@pytest.mark.parametrize("distribution", ["", "kept sets"])
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("dtype", [{}, BF16], ids=["float32", "bfloat16"])
-def test_ten_thousand_tokens_of_two_threads(dtype):
+def test_ten_thousand_tokens_of_two_threads(dtype, fmt, distribution):
     """Wide enough that products and sums are divided between them."""
+    how = DISTRIBUTIONS.get(distribution, {})
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        engine, learner = make_pair(hidden=256, **dtype)
-        groups = sample(engine, n=125)
+        engine, learner = make_pair(hidden=256, **dtype, **FORMATS[fmt], **how)
+        groups = sample(engine, n=125, **how)
         assert n_tokens(groups) >= 10**4
         assert gap(learner, groups) == 0
     finally:
@@ -413,6 +416,8 @@ def test_a_difference_that_is_no_number_is_not_zero(gap, is_zero):
 
 RANK_CASES = [{**dtype, "parallel": parallel} for dtype, parallel in itertools.product(({}, BF16), ("ddp", "fsdp"))]
 RANK_CASES += [{**BF16, "parallel": "fsdp", **FORMATS["w4a16"]}, {"parallel": "fsdp", **FORMATS["int8"]}]
+RANK_CASES += [{**BF16, "parallel": "ddp", **FORMATS["w4a16"], **DISTRIBUTIONS["kept sets"]}]
+RANK_CASES += [{"parallel": "fsdp", **DISTRIBUTIONS["temperature"]}]
 
 
 @pytest.mark.timeout(300)
@@ -422,7 +427,7 @@ def test_two_ranks(tmp_path):
     torchrun("test_exact.py", out)
     gaps, tokens = zip(*itertools.chain.from_iterable(torch.load(out)), strict=True)
     assert len(gaps) == 4 * len(RANK_CASES)
-    assert sum(tokens) >= 10**4 * len(RANK_CASES)
+    assert min(map(sum, zip(*[iter(tokens)] * 4, strict=True))) >= 10**4  # two turns of two ranks
     assert max(gaps) == 0
 
 
@@ -431,7 +436,8 @@ def main(out: str) -> None:
     for case in RANK_CASES:
         engine, learner = make_pair(comm=comm, **case)
         for turn in range(2):
-            groups = sample(engine, n=36 + comm.rank, seed=1 + comm.rank)
+            distribution = {name: case[name] for name in ("temperature", "top_p", "top_k") if name in case}
+            groups = sample(engine, n=36 + comm.rank, seed=1 + comm.rank, **distribution)
             said = [None] * comm.size
             dist.all_gather_object(said, (gap(learner, groups), n_tokens(groups)))
             gaps.append(said)

@@ -469,6 +469,9 @@ def test_the_catalogue_has_every_name_and_says_something_of_it():
         assert set(entries) == set(rows)
         assert all(entry.formula and entry.users for entry in entries.values())
     assert all(entry.costs for entry in presets.ABOUT_CORRECTIONS.values())
+    flags = vars(make_cfg())
+    assert set(presets.ABOUT_OPTIONS) <= set(flags)
+    assert all(entry.formula and entry.users and entry.costs for entry in presets.ABOUT_OPTIONS.values())
     page = presets.catalogue()
     for title in ("--reject: ", "--surrogate: "):  # what these cost is said once
         head = re.search(rf"\n{title}.*\n((?:\S.*\n)+)", page)[1]
@@ -476,7 +479,20 @@ def test_the_catalogue_has_every_name_and_says_something_of_it():
     assert not re.search(r"=\S*-$", page, re.MULTILINE)
     for name in (*CORRECTIONS, *REJECTIONS, *objectives.SURROGATES, *objectives.OBJECTIVES):
         assert re.search(rf"^ +{name} ", page, re.MULTILINE), name
+    for name in presets.ABOUT_OPTIONS:
+        assert re.search(rf"^  {name} ", page, re.MULTILINE), name
     assert len(presets.VERL) == 19 and max(map(len, page.splitlines())) <= 120
+
+
+def test_whoever_is_named_in_the_catalogue_has_a_source():
+    known = set(re.findall(r"[\w.-]+", " ".join(presets.SOURCES))) | {"GEPO"}
+    tables = (presets.ABOUT_CORRECTIONS, presets.ABOUT_REJECTIONS, presets.ABOUT_SURROGATES, presets.ABOUT_OPTIONS)
+    for table in tables:
+        for name, entry in table.items():
+            for user in re.split(r"[;,:] ", entry.users):
+                first = re.match(r"[\w.-]+", user)[0]
+                assert first in known | {"all", "ours", "with", "over", "OBRS"}, (name, user)
+    assert {word for framework in presets.FRAMEWORKS for word in framework.split(", ")} <= known
 
 
 @pytest.mark.parametrize("name", objectives.OBJECTIVES)
