@@ -11,7 +11,7 @@
     PYTHONPATH=FOLDER python tests/conform.py areal
 
 None is a dependency, and no test needs them. A row is one named correction: the largest difference of weights,
-masks, loss and gradient from the golden values of either batch, relative to the largest value there; 0 is below 1e-6
+masks, loss and gradient from the golden values of any batch, relative to the largest value there; 0 is below 1e-6
 (some of their functions compute in float32), - is what the function does not return. The reading is
 results/conformance.md.
 """
@@ -409,7 +409,7 @@ def product(one: list, other: list) -> list[list[float]]:
 
 
 def written(cells: list) -> str:
-    """The larger of the two batches; what both lack is a dash."""
+    """The largest of the batches; what all lack is a dash."""
     known = [x for x in cells if x is not None]
     if not known:
         return "-"

@@ -46,6 +46,17 @@ FAR = [
     (2, -0.64, "110", 0.3, -0.7),
     (2, 0.95, "1101", 9.0, 4.0),
 ]
+# log r where one statistic of two is inside its bounds and the other is not
+MIDDLE = [
+    (0, 0.61, "1", 0.0, 0.309),
+    (0, -0.47, "1", 0.0, 0.43),
+    (1, 1.09, "1", 0.0, 0.6),
+    (1, -0.88, "1110", 0.3, 0.01),
+    (1, 0.27, "11", 0.008, 0.05),
+    (2, -1.02, "1111", 0.2, -0.001),
+    (2, 0.36, "111", 0.008, 0.19),
+    (2, -0.15, "1011", 0.4, 0.1),
+]
 BEYOND = {(7, 0): 26.0, (4, 1): -24.0}  # log p_ref - log p_inf of two tokens of FAR
 
 
@@ -482,7 +493,11 @@ for name, (how, low, high) in STATISTICS.items():
 
 
 def main() -> None:
-    batches = {"near": make_batch(NEAR, {}, 5), "far": make_batch(FAR, BEYOND, 11)}
+    batches = {
+        "near": make_batch(NEAR, {}, 5),
+        "far": make_batch(FAR, BEYOND, 11),
+        "middle": make_batch(MIDDLE, {}, 17),
+    }
     lines = [
         json.dumps({"batch": name, "responses": rows, "mismatch": mismatch(rows)}) for name, rows in batches.items()
     ]
