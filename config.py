@@ -104,9 +104,9 @@ class EngineFlags:
     """Engine's memory: GiB of KV cache on CPU, share of the GPU on CUDA."""
     rollout_tp: int = 1
     """vLLM under torchrun: so many neighbouring ranks are one engine, each with a part of every weight."""
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """vLLM's keys and values; fp8: in 8 bits, a mismatch that the learner does not share (Jackpot, Table 2b); auto: in
-    --rollout_dtype."""
+    kv_cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
+    """The engine's keys and values. In 8 bits, a mismatch that the learner does not share: fp8, vLLM's (Jackpot, Table
+    2b); int8, the plain sampler's (--rollout=hf). auto: in --rollout_dtype."""
 
 
 @dataclass(frozen=True)
@@ -581,9 +581,10 @@ def check_kv_cache(cfg) -> None:
     flag = f"--kv_cache_dtype={cfg.kv_cache_dtype}"
     if cfg.kv_cache_dtype == "auto":
         return
-    need(cfg.rollout == "vllm", f"{flag}: --rollout={cfg.rollout} has no such cache; use --rollout=vllm, or auto")
+    engine = {"fp8": "vllm", "int8": "hf"}[cfg.kv_cache_dtype]
+    need(cfg.rollout == engine, f"{flag}: --rollout={cfg.rollout} has no such cache; use --rollout={engine}, or auto")
     need(
-        torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability() == "AVX512",
+        engine == "hf" or torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability() == "AVX512",
         f"{flag}: on a CPU vLLM has this cache with AVX-512 alone, and this one is without; use auto",
     )
 

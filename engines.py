@@ -25,6 +25,7 @@ import torch.distributed as dist
 import quant
 from checkpoint import load_model
 from checkpoint.lowbit import quantized_for_a_node
+from flags import need
 from model import Routing
 from model.exact import as_sampler
 from model.head import Head, rows_at_once
@@ -289,6 +290,7 @@ class HFEngine:
     folder_or_model  a save_pretrained folder, or a model, which is used (and quantized) in place
     batch_tokens     largest number of tokens in the key-value cache; None: as many as fit into CACHE_GIB
     exact            take each sum in the learner's order (model/exact.py); the weights stay float32
+    kv_cache         "int8": keys and values in 8 bits; UserError where a layer has a cache of another kind
     the others       as for VLLMEngine"""
 
     def __init__(
@@ -303,6 +305,7 @@ class HFEngine:
         head_fp32: bool = False,
         fmt: quant.Format | None = None,
         vocabulary: int | None = None,
+        kv_cache: str = "auto",
     ):
         model = folder_or_model
         if isinstance(model, (str, os.PathLike)):
@@ -321,6 +324,12 @@ class HFEngine:
         self.batch_tokens = batch_tokens or cached_tokens(model.config, getattr(torch, dtype).itemsize)
         self.raw = logprobs_mode == "raw"
         self.head_fp32, self.vocabulary = head_fp32 and not exact, vocabulary
+        self.kv_cache = kv_cache
+        kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
+        need(
+            kv_cache == "auto" or kinds <= {"full_attention", "sliding_attention"},
+            f"--kv_cache_dtype={kv_cache}: this model also has layers of {', '.join(sorted(kinds))}; use auto",
+        )
         self.routing: Routing | None = None
         self.routed = None  # experts of the tokens that were read last, (n, tokens, layers, k) int16
 
@@ -407,13 +416,14 @@ class HFEngine:
         sizes = torch.tensor(group_sizes, device=self.device)
         prompt_of = torch.arange(len(prompts), device=self.device).repeat_interleave(sizes)  # (N,)
         which = torch.arange(len(prompt_of), device=self.device)
+        from model.in_order import in_eight_bits, in_order  # it loads transformers
+
+        cache = {"past_key_values": in_eight_bits()} if self.kv_cache == "int8" else {}
         with noise.before_head(self.model, which, prompt_of):
-            logits, cache = self._forward(ids, attention_mask=mask if padded else None, position_ids=position)
+            logits, cache = self._forward(ids, attention_mask=mask if padded else None, position_ids=position, **cache)
         cache.batch_select_indices(prompt_of)
         position = mask.sum(1)[prompt_of]
         if self.exact:
-            from model.in_order import in_order  # it loads transformers
-
             cache, padded = in_order(cache, position), False
         rows = Rows(which=which, position=position, mask=mask[prompt_of] if padded else None, cache=cache)
         return logits if noise.sigma else logits[prompt_of], rows
@@ -518,7 +528,7 @@ def make_engine(
         vocabulary=vocabulary,
     )
     if cfg.rollout == "hf":
-        engine = HFEngine(folder, device=device, exact=cfg.exact, **shared)
+        engine = HFEngine(folder, device=device, exact=cfg.exact, kv_cache=cfg.kv_cache_dtype, **shared)
         return engine.record_routing() if cfg.router_replay else engine
     own = dict(seed=cfg.seed, memory_gib=cfg.rollout_memory, kv_cache=cfg.kv_cache_dtype, tp=cfg.rollout_tp)
     own["routing"] = cfg.router_replay

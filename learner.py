@@ -527,7 +527,7 @@ def check_agreement(cfg, logged: dict) -> None:
     engine = EXPECTED[cfg.rollout_dtype]
     learner = EXPECTED[cfg.dtype]
     low_bits = EXPECTED[cfg.rollout_quant]
-    cache = EXPECTED["fp8"] if cfg.kv_cache_dtype == "fp8" else 0.0
+    cache = EXPECTED.get(cfg.kv_cache_dtype, 0.0)
     if cfg.learner_quant in ("aligned", cfg.rollout_quant):
         low_bits = min(low_bits, 5e-3)
     elif cfg.learner_quant != "none":

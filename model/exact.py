@@ -378,6 +378,10 @@ def check(cfg) -> None:
         f"--exact: --rollout_quant={cfg.rollout_quant} and --learner_quant={cfg.learner_quant} must be the same, and "
         "not fp8; align the learner with --learner_quant=aligned",
     )
+    need(
+        cfg.kv_cache_dtype == "auto",
+        f"--exact: --kv_cache_dtype={cfg.kv_cache_dtype} rounds keys and values in the engine alone; use auto",
+    )
     need(getattr(cfg, "lora_rank", 0) == 0, "--exact: adapters are merged for the engine, in another order of sums; "
         "leave out --exact or --lora_rank")  # fmt: skip
     scored = cfg.keep_sampling_mask != "off" or not Sampling.of(cfg).truncates

@@ -1,8 +1,9 @@
-"""The key-value cache of an exact sampler (exact.py): a row's keys in order, whatever padding its prompt had."""
+"""Key-value caches of the plain sampler: one in order, of an exact sampler (exact.py), and one in 8 bits."""
 
 import torch
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
+import quant
 from model.exact import longer, room, taken
 
 
@@ -50,6 +51,21 @@ class InOrder(DynamicLayer):
 
     def batch_select_indices(self, rows) -> None:
         self.keys, self.values, self.lengths = (x.index_select(0, rows) for x in (self.keys, self.values, self.lengths))
+
+
+class EightBits(DynamicLayer):
+    """A cache of one layer whose keys and values are what int8 holds of them (--kv_cache_dtype=int8):
+
+    s round(x / s),  s = max |x| / 127 over the entries of a token's head."""
+
+    def update(self, key, value, *more, **named):
+        rounded = [quant.dequantize(*quant.quantize(x.float(), 127.0, torch.int8), x.dtype) for x in (key, value)]
+        return super().update(*rounded, *more, **named)
+
+
+def in_eight_bits() -> Cache:
+    """An empty cache of such layers."""
+    return Cache(layer_class_to_replicate=EightBits)
 
 
 def in_order(cache, lengths):

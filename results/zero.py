@@ -36,6 +36,7 @@ KINDS = {
 ONE_UPDATE_ONLY = {
     "vLLM, float16": VLLM | dict(rollout_dtype="float16"),
     "vLLM, 8-bit cache": VLLM | dict(kv_cache_dtype="fp8"),  # weights in float32; AVX-512
+    "int8 cache": dict(kv_cache_dtype="int8", **LEARNERS),
 }
 ENGINES = {label: {**ON_POLICY, **flags} for label, flags in (KINDS | ONE_UPDATE_ONLY).items()}
 LATE = dict(table2_3.STALE, rollout_batch=512)

@@ -101,7 +101,8 @@ ROWS = [
 --lr_schedule=cosin | --lr_schedule=cosin: not one of constant, linear, cosine; did you mean cosine?
 --dtype=float8 | --dtype=float8: not one of float32, bfloat16, float16; did you mean float32?
 --kv_cache_dtype=fp8 | --kv_cache_dtype=fp8: --rollout=hf has no such cache; use --rollout=vllm, or auto
---kv_cache_dtype=int8 | --kv_cache_dtype=int8: not one of auto, fp8
+--kv_cache_dtype=int8 --rollout=vllm | --kv_cache_dtype=int8: --rollout=vllm has no such ... use --rollout=hf, or auto
+--kv_cache_dtype=int4 | --kv_cache_dtype=int4: not one of auto, fp8, int8; did you mean int8?
 --rollout=sglang | --rollout=sglang: not one of vllm, hf
 --rollout_dtype=fp8 | --rollout_dtype=fp8: not one of float32, bfloat16, float16
 --rollout_quant=int4 | --rollout_quant=int4: not one of none, int8, fp8, w4a16, w3a16, w2a16; did you mean int8?

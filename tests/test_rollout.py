@@ -17,6 +17,7 @@ import obrs
 from engines import HFEngine, make_engine
 from learner import EXPECTED, Comm, Learner
 from model import Needs, in_vllm
+from model.in_order import in_eight_bits
 from rollout import LocalSource, Response, Sampling, uniforms
 from sync import Probe
 from tasks import Arithmetic, Problem, arithmetic_tokenizer, grade_all
@@ -197,6 +198,37 @@ def test_an_8_bit_cache_is_a_mismatch_of_its_own(vllm_engines):
         engine.load(tiny_model(1).state_dict().items())
     gap = np.abs(np.exp(plain.logprobs(ids)) - np.exp(small.logprobs(ids)))
     assert 1e-5 < gap.mean() < EXPECTED["fp8"]
+
+
+def test_a_cache_in_int8_rounds_each_tokens_heads_by_their_largest_entry():
+    """Beside the formula in plain floats; prompts and new tokens alike."""
+    cache = in_eight_bits()
+    draw = torch.Generator().manual_seed(0)
+    steps = [[torch.randn(2, 3, n, 4, generator=draw) * (1 + n) for _ in range(2)] for n in (5, 1)]
+    for key, value in steps:
+        found = cache.update(key, value, 0)
+    for which in range(2):
+        whole = torch.cat([step[which] for step in steps], 2)
+        assert found[which].shape == whole.shape
+        for entries, ours in zip(whole.flatten(0, 2).tolist(), found[which].flatten(0, 2).tolist(), strict=True):
+            s = max(map(abs, entries)) / 127
+            assert ours == pytest.approx([s * round(x / s) for x in entries], rel=1e-5)
+
+
+def test_an_engine_with_a_cache_in_int8(folders):
+    """It samples from a law of its own, near the plain one; prompts of unequal lengths, rows that end."""
+    prompts, seeds = [np.arange(3, 9), np.arange(5, 22)], [[1, 2, 3, 4], [5, 6, 7, 8]]
+    plain, small = (HFEngine(str(folders / "policy"), kv_cache=how) for how in ("auto", "int8"))
+    ours, theirs = (e.generate(prompts, seeds, Sampling(max_tokens=12), 0, [1]) for e in (plain, small))
+    pairs = [(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)]
+    gaps = np.concatenate([a.logp_inf[:n] - b.logp_inf[:n] for a, b in pairs for n in [alike(a, b)]])
+    assert len(gaps) > 40 and 1e-5 < np.abs(gaps).mean() < 0.05
+
+
+def alike(a, b) -> int:
+    """Tokens at the start of two responses that are the same."""
+    same = a.tokens[: min(map(len, (a.tokens, b.tokens)))] == b.tokens[: min(map(len, (a.tokens, b.tokens)))]
+    return int(same.cumprod().sum())
 
 
 def test_new_weights_drop_cached_prefixes(vllm_engine, monkeypatch):
