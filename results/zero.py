@@ -32,9 +32,9 @@ KINDS = {
     "float16 engine": dict(rollout_dtype="float16", **LEARNERS),
     "vLLM, float32": VLLM,
     "vLLM, bfloat16": VLLM | BF16,
+    "vLLM, float16": VLLM | dict(rollout_dtype="float16"),
 }
 ONE_UPDATE_ONLY = {
-    "vLLM, float16": VLLM | dict(rollout_dtype="float16"),
     "vLLM, 8-bit cache": VLLM | dict(kv_cache_dtype="fp8"),  # weights in float32; AVX-512
     "int8 cache": dict(kv_cache_dtype="int8", **LEARNERS),
 }
