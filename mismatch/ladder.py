@@ -9,11 +9,12 @@ the engine recorded; in between every rung scores them in plain torch, and diffe
     body precision        the type of all other weights and activations
     weight rounding       --rollout_quant: the weights on the format's grid
     activation rounding   the activations too
+    cache rounding        --kv_cache_dtype=int8: keys and values in 8 bits
     truncation            the set of tokens over which probabilities are normalised
     temperature           1 where the engine records raw log-probabilities
     weight age            other weights of the same shape (--actor)
     other model           another shape (--actor)
-    what remains          what the engine recorded, against the last rung: kernels, a cache in 8 bits, a fault
+    what remains          what the engine recorded, against the last rung: kernels, vLLM's fp8 cache, a fault
 
 With l_k = log p of rung k and r = l_0 - l_k three numbers f are taken of each rung,
 
@@ -60,6 +61,7 @@ class Recipe:
     body: str  # type of weights and activations; "autocast T": of products, over weights in float32
     weights: quant.Format | None
     activations: bool  # whether they are rounded too
+    cache: str  # of keys and values: "auto", as they are; "int8"
     cut: (
         str  # "none"; "sets": the rollout's own allowed tokens; "rule": by top_p, top_k and min_p, on these very logits
     )
@@ -77,6 +79,7 @@ class Recipe:
             body=f"autocast {cfg.dtype}" if low else "float32",
             weights=fmt,
             activations=fmt is not None and fmt.activations,
+            cache="auto",
             cut=cut if Sampling.of(cfg).truncates else "none",
             temperature=cfg.temperature,
             folder=folder,
@@ -93,6 +96,7 @@ class Recipe:
             body=cfg.rollout_dtype,
             weights=fmt,
             activations=fmt is not None and fmt.activations,
+            cache="int8" if cfg.kv_cache_dtype == "int8" else "auto",
             cut=cut if Sampling.of(cfg).truncates and not raw else "none",
             temperature=1.0 if raw else cfg.temperature,
             folder=folder,
@@ -104,6 +108,7 @@ SOURCES = {
     "body": "body precision",
     "weights": "weight rounding",
     "activations": "activation rounding",
+    "cache": "cache rounding",
     "cut": "truncation",
     "temperature": "temperature",
     "folder": "other model",  # "weight age" where both have one shape
@@ -152,6 +157,7 @@ class Scorer(HFEngine):
             head_fp32=recipe.head == "float32" and dtype != "float32",
             fmt=fmt,
             vocabulary=vocabulary,
+            kv_cache=recipe.cache,
         )
         self.recipe, self.sampling = recipe, sampling
         self.autocast = getattr(torch, dtype) if scope else None

@@ -112,6 +112,7 @@ CASES = {
     "off": ("--top_p=0.8", "--keep_sampling_mask=off", "--rollout_quant=fp8"),
     "recompute": ("--min_p=0.1", "--keep_sampling_mask=recompute", "--rollout_dtype=bfloat16", "--lm_head_fp32=True"),
     "raw": ("--temperature=0.6", "--logprobs_mode=raw", "--dtype=bfloat16"),
+    "cache": ("--kv_cache_dtype=int8", "--rollout_dtype=bfloat16", "--lm_head_fp32=True"),
 }
 SOURCES = {
     "float32": [],
@@ -122,6 +123,7 @@ SOURCES = {
     "off": ["weight rounding", "activation rounding", "truncation"],
     "recompute": ["body precision"],
     "raw": ["head precision", "body precision", "temperature"],
+    "cache": ["body precision", "cache rounding"],
 }
 
 
@@ -137,7 +139,7 @@ def test_the_last_rung_is_the_engine(name, folders, tmp_path):
     for measure, total in found["total"].items():
         assert sum(row[measure]["share"] for row in found["rows"]) == pytest.approx(total)
         assert abs(rows["what remains"][measure]["share"]) < 1e-12
-    for source in SOURCES[name][:-1]:
+    for source in SOURCES[name]:
         assert rows[source]["dp"]["share"] != 0
     assert json.loads((tmp_path / "m.json").read_text())["ladder"] == found
     assert (tmp_path / "m-ladder.png").stat().st_size > 10_000
