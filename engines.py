@@ -416,17 +416,24 @@ class HFEngine:
         sizes = torch.tensor(group_sizes, device=self.device)
         prompt_of = torch.arange(len(prompts), device=self.device).repeat_interleave(sizes)  # (N,)
         which = torch.arange(len(prompt_of), device=self.device)
-        from model.in_order import in_eight_bits, in_order  # it loads transformers
+        from model.in_order import in_order  # it loads transformers
 
-        cache = {"past_key_values": in_eight_bits()} if self.kv_cache == "int8" else {}
         with noise.before_head(self.model, which, prompt_of):
-            logits, cache = self._forward(ids, attention_mask=mask if padded else None, position_ids=position, **cache)
+            logits, cache = self._forward(
+                ids, attention_mask=mask if padded else None, position_ids=position, **self._empty()
+            )
         cache.batch_select_indices(prompt_of)
         position = mask.sum(1)[prompt_of]
         if self.exact:
             cache, padded = in_order(cache, position), False
         rows = Rows(which=which, position=position, mask=mask[prompt_of] if padded else None, cache=cache)
         return logits if noise.sigma else logits[prompt_of], rows
+
+    def _empty(self) -> dict:
+        """The cache to start from, where it is not transformers' own."""
+        from model.in_order import in_eight_bits
+
+        return {"past_key_values": in_eight_bits()} if self.kv_cache == "int8" else {}
 
     def _step(self, token, rows: Rows, noise: Noise = NOISELESS):
         """Logits (n, V) of the next token of each row, after `token` (n, 1)."""
@@ -471,12 +478,13 @@ class HFEngine:
         return torch.cat([self._logprobs_of(some) for some in rows]).cpu().numpy()
 
     def _logprobs_of(self, ids):
-        """The same of a tensor, all rows at once."""
+        """The same of a tensor, all rows at once. Of a cache that rounds, too: that is the engine's error (sync.py)."""
+        cached = self.kv_cache != "auto"
         if self.head_fp32:
-            hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            hidden = self.model.base_model(input_ids=ids, use_cache=cached, **self._empty()).last_hidden_state
             logits = Head.of(self.model.config).of_layer(self.model.get_output_embeddings(), hidden)
         else:
-            logits = self.model(input_ids=ids, use_cache=False).logits
+            logits = self.model(input_ids=ids, use_cache=cached, **self._empty()).logits
         logits = logits[:, :-1, : self.vocabulary].float()
         return logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
 

@@ -223,6 +223,12 @@ def test_an_engine_with_a_cache_in_int8(folders):
     pairs = [(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)]
     gaps = np.concatenate([a.logp_inf[:n] - b.logp_inf[:n] for a, b in pairs for n in [alike(a, b)]])
     assert len(gaps) > 40 and 1e-5 < np.abs(gaps).mean() < 0.05
+    for prompt, group in zip(prompts, theirs, strict=True):  # it scores as it samples: the error that sync.py measures
+        for r in group:
+            n = len(r.tokens)
+            whole = np.concatenate([prompt, r.tokens])[None]
+            assert np.abs(small.logprobs(whole)[0, -n:] - r.logp_inf).max() < 1e-4
+            assert np.abs(plain.logprobs(whole)[0, -n:] - r.logp_inf).max() > 1e-5 or n < 3
 
 
 def alike(a, b) -> int:
