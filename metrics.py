@@ -4,7 +4,8 @@
 
 A metric is one row below: its name, what it is a mean (or maximum) over, its formula, its meaning. `Derived` rows are
 formulas of such means over the whole step (measure.py adds them up). Names that verl has, under `rollout_corr/`, mean
-what they mean there. Rows whose name begins with _ are sums that other rows are made of.
+what they mean there (three differences: results/conformance.md). Rows whose name begins with _ are sums of which
+other rows are made.
 """
 
 from __future__ import annotations

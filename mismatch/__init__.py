@@ -125,6 +125,7 @@ class Report:
     cut_fraction: float  # share of the sampled tokens to which the learner's own truncation gives probability 0
     reward: float  # mean reward of the sampler's responses
     reward_weighted: float  # the learner's, estimated by capped R
+    clamp: float  # of log-ratios
     t_max: float  # clamp / KL, tokens
     t_half: float  # log 2 / log(1 + chi2): the ESS of R halves every so many tokens
     by_length: list[dict]  # gaps of responses in buckets of length
@@ -288,6 +289,7 @@ def summarize(cfg, setup, scored: Scored) -> Report:
         cut_fraction=m.get("cut_fraction", 0.0),
         reward=m["reward"],
         reward_weighted=m["reward_weighted"],
+        clamp=cfg.log_ratio_clamp,
         t_max=cfg.log_ratio_clamp / kl if kl > 0 else math.inf,
         t_half=math.log(2) / math.log1p(m["chi2_token"]) if m["chi2_token"] > 0 else math.inf,
         by_length=by_length(scored.gap, length, scored.log_r),

@@ -24,8 +24,8 @@ LOGITS = 1 << 26  # that an engine's prefill holds at once: 256 MiB
 
 
 def floors(learner, batch, engine, sampling: Sampling, setup) -> list[dict]:
-    """One row a comparison: name, largest and mean |dp|, KL and chi2 a token, root mean square of the difference of
-    log-probabilities (rms), and the tokens compared. batch: scored by the learner (logp_ref). setup: eval.Setup."""
+    """One row a comparison: its name and `gaps.distances`; of the learner's also how far the estimate of its reward is
+    from what was earned. batch: scored by the learner (logp_ref). setup: eval.Setup."""
     rows = [learner_row(f"learner, {ROWS} rows at once", batch, in_pieces(learner, batch))]
     if torch.device(learner.device).type == "cpu":
         threads = torch.get_num_threads()
@@ -39,7 +39,10 @@ def floors(learner, batch, engine, sampling: Sampling, setup) -> list[dict]:
 
 def learner_row(name: str, batch, again) -> dict:
     """The learner's log-probabilities (B, T) against those of its second pass."""
-    return {"name": name} | distances(*(x.double().numpy() for x in (batch.logp_ref, again)), batch.length.numpy())
+    logp, other = (x.double().numpy() for x in (batch.logp_ref, again))
+    R, reward = np.exp(((other - logp) * batch.mask.numpy()).sum(1)), batch.reward.double().numpy()
+    moved = float(abs((R * reward).sum() / R.sum() - reward.mean()))
+    return {"name": name, "reward": moved} | distances(logp, other, batch.length.numpy())
 
 
 def in_pieces(learner, batch) -> torch.Tensor:
@@ -98,5 +101,6 @@ def common(a, b) -> int:
 
 
 def largest(rows: list[dict]) -> dict[str, float]:
-    """The floor under the report: of each distance the largest all rows."""
-    return {key: max(row[key] for row in rows) for key in rows[0] if key not in ("name", "tokens")}
+    """The floor under the report: of each distance the largest of all rows that have it."""
+    keys = {key for row in rows for key in row} - {"name", "tokens"}
+    return {key: max(row[key] for row in rows if key in row) for key in keys}

@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 
+from model import FLOOR
+
 PIECES = 4  # the control: one long response against so many short ones
 EDGES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]  # tokens
 
@@ -34,7 +36,10 @@ def distances(logp, other, length) -> dict[str, float]:
         "max": float(gap.max(1, initial=0.0).mean()),
         "mean": float((gap.sum(1) / np.maximum(length, 1)).mean()),
         "dp": float(gap.sum() / tokens),  # over tokens, as the ladder has it
+        "k1": abs(float(log_r.sum() / tokens)),
         "kl": float(k3(log_r).sum() / tokens),
+        "ratio": abs(float(np.expm1(log_r).sum() / tokens)),  # mean of r, less 1
+        "cut": float((((logp <= FLOOR) != (other <= FLOOR)) & on).sum() / tokens),  # by one side alone
         "chi2": float((np.expm1(log_r) ** 2).sum() / tokens),  # E r^2 - 1 where E r = 1
         "chi2_seq": float((np.expm1(log_r.sum(1)) ** 2).mean()),
         "rms": float(np.sqrt((log_r**2).sum() / tokens)),

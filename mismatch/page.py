@@ -38,27 +38,33 @@ def models_text(o) -> list[str]:
 
 def distances_text(o) -> list[str]:
     floor = largest(o.floor)
-    kl = f"{o.k1_kl:.3g} (k1), {o.k3_kl:.3g} (k3) nats a token"
-    kl += f" (floor {floor['kl']:.1g});   mean of r = p_ref / p_inf: {o.ratio_mean:.4f}"
+    kl = f"{o.k1_kl:.3g} by k1 (floor {floor['k1']:.1g}), {o.k3_kl:.3g} by k3 (floor {floor['kl']:.1g}) nats a token"
+    ratio = f"{o.ratio_mean:.4f} in the mean (floor 1 +- {floor['ratio']:.1g})"
     if o.cut_fraction:
-        kl += f";   {100 * o.cut_fraction:.2f} % of the sampled tokens cut by the learner"
+        ratio += f"; {100 * o.cut_fraction:.2f} % of the sampled tokens cut by the learner"
+        ratio += f" (floor {100 * floor['cut']:.2f} %)"
     chi2 = f"{o.chi2_token:.3g} a token (floor {floor['chi2']:.1g}), "
     chi2 += f"{o.chi2_seq:.3g} a response (floor {floor['chi2_seq']:.1g})"
     effective = f"{o.token_ess:.3f} of the tokens (floor 1 - {lost(floor['chi2']):.1g}), "
     effective += f"{o.seq_ess:.3f} of the responses (floor 1 - {lost(floor['chi2_seq']):.1g})"
     if o.seq_clamped > 0.5:
         effective += " (false: they are clamped)"
-    t_max = f"{o.t_max:,.0f} tokens: clamp / KL, where sequence weights end"
+    kl_floor = max(floor["k1"], floor["kl"])
+    end = o.clamp / kl_floor if kl_floor else math.inf
+    t_max = f"{o.t_max:,.0f} tokens (floor {end:,.0f})"
+    t_max += ": clamp / KL, where sequence weights end"
     if o.t_half < math.inf:
         t_max += f"; their ESS is halved every {o.t_half:,.0f}, by chi2"
     gap = f"{o.max_mismatch:.3g} largest of a response (floor {floor['max']:.1g}), {o.mean_mismatch:.3g} mean"
     return [
         f"|p_inf - p_ref|    {gap} (floor {floor['mean']:.1g})",
         f"KL(inf || ref)     {kl}",
+        f"r = p_ref / p_inf  {ratio}",
         f"chi2               {chi2}",
         f"ESS                {effective}",
         f"T_max              {t_max}",
-        f"reward             {o.reward:.3f} earned by the sampler, {o.reward_weighted:.3f} estimated for the learner",
+        f"reward             {o.reward:.3f} earned by the sampler, {o.reward_weighted:.3f} estimated for the learner "
+        f"(floor +- {floor['reward']:.1g})",
     ]
 
 
@@ -86,7 +92,7 @@ def lengths_text(o) -> list[str]:
             f"{row['max_mismatch']:11.3g} {row['mean_mismatch']:11.3g} {row['kl']:13.3g}"
         )
     floor = largest(o.floor)
-    lines.append(f"the floor {'':18s} {floor['max']:11.2g} {floor['mean']:11.2g} {floor['kl']:13.2g}")
+    lines.append(f"the floor {'':18s} {floor['max']:11.2g} {floor['mean']:11.2g} {floor['k1']:13.2g}")
     return lines
 
 
@@ -128,20 +134,21 @@ def verdicts_text(o) -> list[str]:
 
 def ladder_text(o) -> list[str]:
     """Each source's share of the three measures."""
-    heads = "".join(f"{head:>30s}" for head in ("KL a token", "|dp| a token", "var(R) of responses"))
-    lines = [f"where it comes from   {heads}"]
+    heads = "".join(f"{head:^34s}" for head in ("KL a token", "|dp| a token", "var(R) of responses"))
+    lines = [f"where it comes from{heads}"]
     total = o.ladder["total"]
     for row in o.ladder["rows"]:
         lines.append(f"   {row['source']:19s}" + "".join(share_text(row[name], total[name]) for name in total))
-    lines.append(f"   {'all of it':19s}" + "".join(f"{x:17.2g}{'':13s}" for x in total.values()))
-    lines.append(f"   {'the floor':19s}" + "".join(f"{o.ladder['floor'][name]:17.2g}{'':13s}" for name in total))
+    lines.append(f"   {'all of it':19s}" + "".join(f"{x:8.2g}{'':26s}" for x in total.values()))
+    lines.append(f"   {'the floor':19s}" + "".join(f"{o.ladder['floor'][name]:8.2g}{'':26s}" for name in total))
     return lines
 
 
 def share_text(x: dict, total: float) -> str:
-    """A share with its error, and in hundredths of the total."""
-    part = f"{100 * x['share'] / total:5.0f} %" if total else f"{'':7s}"
-    return f"{x['share']:12.2g} +- {x['se']:<7.1g}{part}"
+    """A share, its 95 % interval, and the share in hundredths of the total."""
+    between = f"[{x['low']:.1e}, {x['high']:.1e}]"
+    part = f"{100 * x['share'] / total:4.0f} %" if total else f"{'':6s}"
+    return f"{x['share']:8.2g} {between:18s}{part} "
 
 
 def suspects_text(o) -> list[str]:

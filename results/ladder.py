@@ -48,7 +48,7 @@ def measure(flags: str) -> dict:
 
 
 def table(name: str, ladder: dict) -> str:
-    """One configuration: each source's share with its standard error, and in hundredths of the total."""
+    """One configuration: each source's share, its 95 % interval, the share in hundredths of the total."""
     flags = " ".join(x for x in ("--model=base:policy", RUNS[name]) if x)
     lines = [f"### {name}: `{flags}`\n", f"| source | {' | '.join(MEASURES.values())} |", "|---|---|---|---|"]
     for row in ladder["rows"]:
@@ -72,7 +72,7 @@ def planted_faults() -> str:
 
 
 def cell(x: dict, total: float) -> str:
-    return f"{x['share']:.2g} +- {x['se']:.1g} ({100 * x['share'] / total:.0f} %)"
+    return f"{x['share']:.2g} [{x['low']:.1e}, {x['high']:.1e}] ({100 * x['share'] / total:.0f} %)"
 
 
 def main() -> None:

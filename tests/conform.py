@@ -12,8 +12,8 @@
 
 None is a dependency, and no test needs them. A row is one named correction: the largest difference of weights,
 masks, loss and gradient from the golden values of any batch, relative to the largest value there; 0 is below 1e-6
-(some of their functions compute in float32), - is what the function does not return. The reading is
-results/conformance.md.
+(some of their functions compute in float32), - is what the function does not return. verl's metrics are held against
+those that this repository logs under the same names. The reading is results/conformance.md.
 """
 
 from __future__ import annotations
@@ -29,6 +29,12 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
+from conftest import One, make_cfg
+from test_golden import OneRank, flags_of, tensors
+
+import metrics
+import objectives
+from measure import Sums
 
 GOLDEN = Path(__file__).parent / "golden"
 NEVER = 1e9  # a bound that never acts
@@ -143,7 +149,7 @@ def verl_preset(preset, core_algos, own_denominator: bool = False):
 
     def run(case: Case) -> dict:
         over = case.new.detach() if preset.bypass_mode else case.ref
-        proto, mask, _ = compute_rollout_correction_and_rejection_mask(over, case.inf, case.mask, **settings)
+        proto, mask, said = compute_rollout_correction_and_rejection_mask(over, case.inf, case.mask, **settings)
         weight = None if proto is None else proto.batch["rollout_is_weights"]
         if preset.bypass_mode:
             config = verl_config(case, rollout_correction={**settings, "loss_type": preset.loss_type})
@@ -157,7 +163,8 @@ def verl_preset(preset, core_algos, own_denominator: bool = False):
             loss, _ = core_algos.compute_policy_loss_vanilla(
                 case.ref, case.new, case.adv, mask, "token-mean", config, weight
             )
-        return case.found(loss, weight, mask)
+        found = case.found(loss, weight, mask)
+        return found if preset.bypass_mode else {**found, "metrics": said}  # there ref is not inf
 
     called = (
         core_algos.compute_policy_loss_bypass_mode if preset.bypass_mode else core_algos.compute_policy_loss_vanilla
@@ -416,6 +423,33 @@ def written(cells: list) -> str:
     return "0" if max(known) < 1e-6 else f"{max(known):.1g}"
 
 
+def our_metrics(case: str, responses: list[dict]) -> dict[str, float]:
+    """What this repository logs of a case on a batch."""
+    cfg = make_cfg(**flags_of(case), max_tokens=9)
+    new, batch = tensors(responses)
+    stats = objectives.prepare(batch, One, cfg, {})
+    _, logs = objectives.loss(new, batch, stats, cfg)
+    sums = Sums()
+    metrics.observe(sums, new.detach(), objectives.with_ref(new, batch, cfg), stats, logs, cfg)
+    return metrics.derive(sums.reduce(OneRank))
+
+
+def apart(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, float]:
+    """The relative difference of each metric that both log under one name."""
+    return {name: abs(x - ours[name]) / max(abs(x), 1e-12) for name, x in theirs.items() if name in ours}
+
+
+def metrics_table(found: dict[tuple[str, str], dict[str, float]]) -> list[str]:
+    """found: (case, batch) -> `apart`. One line a metric: the largest difference, and where there is any."""
+    out = ["| metric | largest difference | cases | where it differs |", "|---|---|---|---|"]
+    for name in sorted({name for row in found.values() for name in row}):
+        cells = {key: row[name] for key, row in found.items() if name in row}
+        differ = sorted({f"`{case}` ({batch})" for (case, batch), x in cells.items() if not x < 1e-5})
+        where = ", ".join(differ) if len(differ) < 5 else f"{len(differ)} of {len(cells)}, {differ[0]} the first"
+        out.append(f"| `{name}` | {written(list(cells.values()))} | {len({case for case, _ in cells})} | {where} |")
+    return out
+
+
 def place_of(function) -> str:
     """file:line of what was called."""
     return f"{Path(inspect.getsourcefile(function)).name}:{inspect.getsourcelines(function)[1]}"
@@ -434,13 +468,20 @@ def main() -> None:
             sys.exit(f"error: {name} is not installed ({e}); the head of tests/conform.py says how")
         print(f"{name} {__import__(name).__version__}\n\n| case | weight | mask | loss | gradient | called |")
         print("|---|---|---|---|---|---|")
+        logged = {}
         for case, (run, function) in rows.items():
             cells = []
             for batch in lines("batches.jsonl"):
                 want = values[case.split(", ")[0], batch["batch"]]  # behind a comma stands what is special
-                cells.append(compared(run(Case(batch["responses"])), want))
+                found = run(Case(batch["responses"]))
+                cells.append(compared(found, want))
+                if "metrics" in found and "," not in case:
+                    some = [r for r in batch["responses"] if "1" in r["mask"]]  # verl's means count empty ones, too
+                    logged[case, batch["batch"]] = apart(our_metrics(case, some), run(Case(some))["metrics"])
             said = [written(column) for column in zip(*cells, strict=True)]
             print(f"| `{case}` | {' | '.join(said)} | {place_of(function)} |")
+        if logged:
+            print("\n".join(["", *metrics_table(logged)]))
 
 
 if __name__ == "__main__":

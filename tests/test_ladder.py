@@ -1,6 +1,7 @@
 """The ladder: shares by hand, rungs against the engines themselves, and planted faults that it must name."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from ladder_faults import PLANTED, RECORD, make_models, named
 
 import batching
 import eval as evaluation
-from mismatch import ladder
+from mismatch import ladder, page
 from rollout import Response, Rollout
 from sampling import Sampling
 from tasks import arithmetic_tokenizer
@@ -20,6 +21,7 @@ FLOOR = [
         "tokens": 1,
         "max": 0.0,
         "mean": 4e-9,
+        "k1": 5e-9,
         "dp": 2e-9,
         "kl": 1e-9,
         "chi2": 0.0,
@@ -96,6 +98,15 @@ def test_errors_are_over_prompts():
     assert row["se"] == pytest.approx(gaps.std() / np.sqrt(P), rel=0.15)
     assert row["low"] < row["share"] < row["high"]
     assert row["high"] - row["low"] == pytest.approx(4 * row["se"], rel=0.15)
+
+
+def test_the_table_has_intervals():
+    logp = np.stack([np.full((4, 1), -3.0), np.array([[-3.1], [-2.9], [-3.2], [-2.8]])])
+    found = ladder.shares(["zero", "a"], logp, made_up_batch([1] * 4, 2), FLOOR, 20.0)
+    _, line, *_ = page.ladder_text(SimpleNamespace(ladder=found))
+    cells = [found["rows"][0][name] for name in ("kl", "dp", "var")]
+    said = [f"{x['share']:.2g} [{x['low']:.1e}, {x['high']:.1e}]" for x in cells]
+    assert [line.count(text) for text in said] == [1, 1, 1] and line.count("100 %") == 3
 
 
 # ---------------------------------------------------------------------------------------------------------------------

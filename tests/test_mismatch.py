@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from conftest import make_cfg
 
 import eval as evaluation
 import mismatch
 from engines import HFEngine
 from mismatch import floor, gaps, verdicts
+from model import FLOOR
 from sampling import Sampling
 
 
@@ -60,8 +62,30 @@ def test_distances_by_hand():
     assert row["kl"] == pytest.approx(((0.5 - 1 - math.log(0.5)) + (1.5 - 1 - math.log(1.5))) / 3)
     assert row["chi2"] == pytest.approx((0.25 + 0.25) / 3) and row["chi2_seq"] == pytest.approx((0.25 + 0.25) / 2)
     assert row["rms"] == pytest.approx(math.sqrt((math.log(2) ** 2 + math.log(1.5) ** 2) / 3)) and row["tokens"] == 3
-    worst = floor.largest([row, {**row, "kl": 2.0, "max": 0.0}])
-    assert worst["kl"] == 2 and worst["max"] == row["max"] and "name" not in worst
+    assert row["k1"] == pytest.approx(abs(math.log(0.5) + math.log(1.5)) / 3)
+    assert row["ratio"] == pytest.approx(abs(0.5 + 1.5 + 1 - 3) / 3, abs=1e-12) and row["cut"] == 0
+    worst = floor.largest([row, {**row, "kl": 2.0, "max": 0.0, "reward": 0.5}])
+    assert worst["kl"] == 2 and worst["max"] == row["max"] and worst["reward"] == 0.5 and "name" not in worst
+
+
+def test_distances_of_cut_tokens():
+    """What one side alone cuts is counted; behind the end, and where both cut, nothing is."""
+    p, q = np.array([[-1.0, FLOOR, FLOOR, -2.0]]), np.array([[FLOOR, FLOOR, -1.0, FLOOR]])
+    row = gaps.distances(p, q, np.array([3]))
+    assert row["cut"] == pytest.approx(2 / 3) and row["ratio"] > 1e29
+
+
+def test_the_floor_of_the_estimated_reward():
+    """sum R reward / sum R, less the mean reward: R is of the tokens that count."""
+    batch = SimpleNamespace(
+        logp_ref=torch.log(torch.tensor([[0.5, 0.8], [0.4, 0.5]])),
+        mask=torch.tensor([[True, True], [True, False]]),
+        reward=torch.tensor([1.0, 0.0]),
+        length=torch.tensor([2, 2]),
+    )
+    again = torch.log(torch.tensor([[0.25, 0.4], [0.6, 0.1]]))  # R = 1/4 and 3/2
+    row = floor.learner_row("learner", batch, again)
+    assert row["reward"] == pytest.approx(abs(0.25 / 1.75 - 0.5)) and row["name"] == "learner"
 
 
 def test_the_floor_of_an_engine(folders):
@@ -176,8 +200,9 @@ def test_the_command(kind, folders, vllm_engines, tmp_path, capsys, monkeypatch)
     page = capsys.readouterr().out
     assert "do its weights stay even at these lengths?" in page and "engine, decode / prefill" in page
     lines = {line.split()[0]: line for line in page.splitlines() if line}
-    for name, floors in {"|p_inf": 2, "KL(inf": 1, "chi2": 2, "ESS": 2}.items():
+    for name, floors in {"|p_inf": 2, "KL(inf": 2, "r": 1, "chi2": 2, "ESS": 2, "T_max": 1, "reward": 1}.items():
         assert lines[name].count("(floor ") == floors, lines[name]
+    assert f"(floor {20 / max(row[k] for row in same['floor'] for k in ('k1', 'kl')):,.0f})" in lines["T_max"]
     worst = max(row["chi2_seq"] for row in same["floor"])
     assert f"a response (floor {worst:.1g})" in lines["chi2"]
     assert f"of the responses (floor 1 - {worst:.1g})" in lines["ESS"]
