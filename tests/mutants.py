@@ -108,6 +108,7 @@ TESTS = {
     "eval.py": ["test_eval.py", QUIET],
     "mismatch/gaps.py": ["test_mismatch.py", "-k", "not vllm"],
     "mismatch/floor.py": ["test_mismatch.py", "-k", "not vllm"],
+    "mismatch/page.py": ["test_mismatch.py", "test_ladder.py", "-k", "(test_the_command and hf) or intervals"],
     "mismatch/verdicts.py": ["test_mismatch.py", "-k", "verdicts"],
     "presets.py": ["test_config.py", "test_objectives.py"],
     "mismatch/ladder.py": ["test_ladder.py"],
@@ -982,10 +983,20 @@ MUTANTS = {
         ("log_r = np.where(on, other - logp, 0.0)", "log_r = other - logp"),
         ("gap.max(1, initial=0.0).mean()", "gap.max()"),
         ("np.expm1(log_r.sum(1)) ** 2", "np.expm1(log_r.mean(1)) ** 2"),
+        ('"k1": abs(float(log_r.sum() / tokens))', '"k1": float(np.abs(log_r).sum() / tokens)'),
+        ("(other <= FLOOR)) & on", "(other <= FLOOR))"),
+        ('"ratio": abs(float(np.expm1(log_r).sum() / tokens))', '"ratio": abs(float(log_r.sum() / tokens))'),
     ],
     "mismatch/floor.py": [
         ("return int(differs[0]) if len(differs) else n", "return n"),
         ("row[len(p) - 1 :]", "row[len(p) :]"),
+        ("* batch.mask.numpy()", ""),
+        ("(R * reward).sum() / R.sum()", "(R * reward).mean()"),
+        ("for row in rows if key in row", "for row in rows[:1] if key in row"),
+    ],
+    "mismatch/page.py": [
+        ('kl_floor = max(floor["k1"], floor["kl"])', 'kl_floor = floor["kl"]'),
+        ("x['low']:.1e}, {x['high']", "x['high']:.1e}, {x['low']"),
     ],
     "mismatch/verdicts.py": [
         ("before_ratio=exp(prefix - log_r)", "before_ratio=exp(prefix)"),
