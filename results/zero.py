@@ -99,7 +99,7 @@ COLUMNS = {
 class ZeroFlags(sweep.StudyFlags):
     """Training at zero"""
 
-    seeds: int = 6
+    seeds: int = 8
     """Runs of every row."""
     whole: bool = False
     """All rows, and not the first ones alone."""
