@@ -42,6 +42,7 @@ def distances(logp, other, length) -> dict[str, float]:
         "cut": float((((logp <= FLOOR) != (other <= FLOOR)) & on).sum() / tokens),  # by one side alone
         "chi2": float((np.expm1(log_r) ** 2).sum() / tokens),  # E r^2 - 1 where E r = 1
         "chi2_seq": float((np.expm1(log_r.sum(1)) ** 2).mean()),
+        "log_R": float(np.abs(log_r.sum(1)).max(initial=0.0)),  # of a response, the largest
         "rms": float(np.sqrt((log_r**2).sum() / tokens)),
         "tokens": int(on.sum()),
     }

@@ -103,8 +103,9 @@ def prefixes_text(o) -> list[str]:
             f"{row['tokens']:12d} {row['responses']:12d} {row['ess']:11.3f} "
             f"{100 * row['low_weight']:8.1f} % {100 * row['clamped']:8.1f} %"
         )
-    floor = f"1 - {lost(largest(o.floor)['chi2_seq']):.1g}"
-    return [*lines, f"the floor, whole responses {floor:>9s}"]
+    floor = largest(o.floor)
+    ess = f"1 - {lost(floor['chi2_seq']):.1g}"
+    return [*lines, f"the floor, whole responses {ess:>9s}   log R at most {floor['log_R']:.1g} (log 4 is 1.4)"]
 
 
 def control_text(o) -> list[str]:

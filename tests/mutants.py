@@ -985,6 +985,7 @@ MUTANTS = {
         ("np.expm1(log_r.sum(1)) ** 2", "np.expm1(log_r.mean(1)) ** 2"),
         ('"k1": abs(float(log_r.sum() / tokens))', '"k1": float(np.abs(log_r).sum() / tokens)'),
         ("(other <= FLOOR)) & on", "(other <= FLOOR))"),
+        ("np.abs(log_r.sum(1)).max(initial=0.0)", "log_r.sum(1).max(initial=0.0)"),
         ('"ratio": abs(float(np.expm1(log_r).sum() / tokens))', '"ratio": abs(float(log_r.sum() / tokens))'),
     ],
     "mismatch/floor.py": [

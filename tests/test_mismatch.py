@@ -61,6 +61,7 @@ def test_distances_by_hand():
     assert row["mean"] == pytest.approx((0.25 + 0.05) / 2) and row["dp"] == pytest.approx((0.25 + 0.1) / 3)
     assert row["kl"] == pytest.approx(((0.5 - 1 - math.log(0.5)) + (1.5 - 1 - math.log(1.5))) / 3)
     assert row["chi2"] == pytest.approx((0.25 + 0.25) / 3) and row["chi2_seq"] == pytest.approx((0.25 + 0.25) / 2)
+    assert row["log_R"] == pytest.approx(math.log(2))
     assert row["rms"] == pytest.approx(math.sqrt((math.log(2) ** 2 + math.log(1.5) ** 2) / 3)) and row["tokens"] == 3
     assert row["k1"] == pytest.approx(abs(math.log(0.5) + math.log(1.5)) / 3)
     assert row["ratio"] == pytest.approx(abs(0.5 + 1.5 + 1 - 3) / 3, abs=1e-12) and row["cut"] == 0
@@ -207,7 +208,8 @@ def test_the_command(kind, folders, vllm_engines, tmp_path, capsys, monkeypatch)
     assert f"a response (floor {worst:.1g})" in lines["chi2"]
     assert f"of the responses (floor 1 - {worst:.1g})" in lines["ESS"]
     under_prefixes = page.split("after tokens ")[1].split("\n\n")[0].splitlines()[-1]
-    assert under_prefixes == f"the floor, whole responses {f'1 - {worst:.1g}':>9s}"
+    assert under_prefixes.startswith(f"the floor, whole responses {f'1 - {worst:.1g}':>9s}   log R at most ")
+    assert f"{max(row['log_R'] for row in same['floor']):.1g} (" in under_prefixes
     assert len(same["floor"]) == 4 and {row["tokens"] for row in same["floor"][:2]} == {same["tokens"]}
     for row in same["floor"]:  # float32: each is itself but for rounding
         assert 0 <= row["mean"] <= row["max"] < 1e-4 and 0 <= row["kl"] < 1e-8
