@@ -30,11 +30,9 @@ from pathlib import Path
 
 import torch
 from conftest import One, make_cfg
-from test_golden import OneRank, flags_of, tensors
+from test_golden import flags_of, logged, tensors
 
-import metrics
 import objectives
-from measure import Sums
 
 GOLDEN = Path(__file__).parent / "golden"
 NEVER = 1e9  # a bound that never acts
@@ -429,9 +427,7 @@ def our_metrics(case: str, responses: list[dict]) -> dict[str, float]:
     new, batch = tensors(responses)
     stats = objectives.prepare(batch, One, cfg, {})
     _, logs = objectives.loss(new, batch, stats, cfg)
-    sums = Sums()
-    metrics.observe(sums, new.detach(), objectives.with_ref(new, batch, cfg), stats, logs, cfg)
-    return metrics.derive(sums.reduce(OneRank))
+    return logged(new, batch, stats, logs, cfg)
 
 
 def apart(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, float]:
@@ -468,7 +464,7 @@ def main() -> None:
             sys.exit(f"error: {name} is not installed ({e}); the head of tests/conform.py says how")
         print(f"{name} {__import__(name).__version__}\n\n| case | weight | mask | loss | gradient | called |")
         print("|---|---|---|---|---|---|")
-        logged = {}
+        differences = {}  # of metrics
         for case, (run, function) in rows.items():
             cells = []
             for batch in lines("batches.jsonl"):
@@ -477,11 +473,11 @@ def main() -> None:
                 cells.append(compared(found, want))
                 if "metrics" in found and "," not in case:
                     some = [r for r in batch["responses"] if "1" in r["mask"]]  # verl's means count empty ones, too
-                    logged[case, batch["batch"]] = apart(our_metrics(case, some), run(Case(some))["metrics"])
+                    differences[case, batch["batch"]] = apart(our_metrics(case, some), run(Case(some))["metrics"])
             said = [written(column) for column in zip(*cells, strict=True)]
             print(f"| `{case}` | {' | '.join(said)} | {place_of(function)} |")
-        if logged:
-            print("\n".join(["", *metrics_table(logged)]))
+        if differences:
+            print("\n".join(["", *metrics_table(differences)]))
 
 
 if __name__ == "__main__":

@@ -992,6 +992,7 @@ MUTANTS = {
         ("return int(differs[0]) if len(differs) else n", "return n"),
         ("row[len(p) - 1 :]", "row[len(p) :]"),
         ("* batch.mask.numpy()", ""),
+        ("((other - logp) * batch", "((logp - other) * batch"),
         ("(R * reward).sum() / R.sum()", "(R * reward).mean()"),
         ("for row in rows if key in row", "for row in rows[:1] if key in row"),
     ],

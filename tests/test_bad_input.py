@@ -985,6 +985,12 @@ RECORDS=records_none | No such file or directory; name a path that is there
         """,
     ),
     *rows(
+        "results/rows.py",
+        r"""
+x | x: results/rows.py takes no flags; leave them out
+        """,
+    ),
+    *rows(
         "results/moe.py",
         r"""
 x | x: results/moe.py takes no flags; leave them out

@@ -85,6 +85,13 @@ def typed(text: str):
         return text == "True" or text
 
 
+def logged(new, batch, stats, logs, cfg) -> dict[str, float]:
+    """The metrics of one update on this batch."""
+    sums = Sums()
+    metrics.observe(sums, new.detach(), objectives.with_ref(new, batch, cfg), stats, logs, cfg)
+    return metrics.derive(sums.reduce(OneRank))
+
+
 @pytest.mark.parametrize("case, batch", VALUES, ids=lambda x: str(x))
 def test_weights_masks_loss_gradient_and_metrics_are_the_formulas(case, batch):
     want = VALUES[case, batch]
@@ -104,9 +111,7 @@ def test_weights_masks_loss_gradient_and_metrics_are_the_formulas(case, batch):
         assert new.logp.grad[i][on].tolist() == pytest.approx(want["grad"][i], rel=1e-10, abs=1e-12)
         assert not new.logp.grad[i][~on].any()
     assert float(loss.detach()) == pytest.approx(want["loss"], rel=1e-10, abs=1e-12)
-    sums = Sums()
-    metrics.observe(sums, new.detach(), objectives.with_ref(new, data, cfg), stats, logs, cfg)
-    found = metrics.derive(sums.reduce(OneRank))
+    found = logged(new, data, stats, logs, cfg)
     for name, x in BATCHES[batch]["mismatch"].items() if cfg.ref_from == "pass" else ():
         assert found[f"rollout_corr/{name}"] == pytest.approx(x, rel=1e-9), name
     for name, x in want["metrics"].items():

@@ -64,7 +64,7 @@ def test_distances_by_hand():
     assert row["log_R"] == pytest.approx(math.log(2))
     assert row["rms"] == pytest.approx(math.sqrt((math.log(2) ** 2 + math.log(1.5) ** 2) / 3)) and row["tokens"] == 3
     assert row["k1"] == pytest.approx(abs(math.log(0.5) + math.log(1.5)) / 3)
-    assert row["ratio"] == pytest.approx(abs(0.5 + 1.5 + 1 - 3) / 3, abs=1e-12) and row["cut"] == 0
+    assert row["cut"] == 0
     worst = floor.largest([row, {**row, "kl": 2.0, "max": 0.0, "reward": 0.5}])
     assert worst["kl"] == 2 and worst["max"] == row["max"] and worst["reward"] == 0.5 and "name" not in worst
 
@@ -79,14 +79,15 @@ def test_distances_of_cut_tokens():
 def test_the_floor_of_the_estimated_reward():
     """sum R reward / sum R, less the mean reward: R is of the tokens that count."""
     batch = SimpleNamespace(
-        logp_ref=torch.log(torch.tensor([[0.5, 0.8], [0.4, 0.5]])),
-        mask=torch.tensor([[True, True], [True, False]]),
-        reward=torch.tensor([1.0, 0.0]),
-        length=torch.tensor([2, 2]),
+        logp_ref=torch.log(torch.tensor([[0.5, 0.8], [0.4, 0.5], [0.2, 0.7]])),
+        mask=torch.tensor([[True, True], [True, False], [True, False]]),
+        reward=torch.tensor([1.0, 0.0, 0.3]),
+        length=torch.tensor([2, 2, 1]),
     )
-    again = torch.log(torch.tensor([[0.25, 0.4], [0.6, 0.1]]))  # R = 1/4 and 3/2
+    again = torch.log(torch.tensor([[0.25, 0.4], [0.6, 0.1], [0.6, 0.1]]))  # R = 1/4, 3/2 and 3
     row = floor.learner_row("learner", batch, again)
-    assert row["reward"] == pytest.approx(abs(0.25 / 1.75 - 0.5)) and row["name"] == "learner"
+    assert row["ratio"] == pytest.approx((0.5 + 0.5 + 1.5 + 0.2 + 3 - 5) / 5)
+    assert row["reward"] == pytest.approx(1.3 / 3 - (0.25 + 0.9) / 4.75) and row["name"] == "learner"
 
 
 def test_the_floor_of_an_engine(folders):
