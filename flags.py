@@ -23,6 +23,7 @@ import json
 import math
 import os
 import re
+import select
 import sys
 import textwrap
 import tomllib
@@ -137,14 +138,28 @@ def from_environment(name: str, usual: int) -> int:
 def run_command(command: Callable[[], object], silent: bool = False) -> None:
     """Run a process's command: a UserError becomes one sentence and exit code 1, as does trouble with a file.
 
+    Where whoever read the output has gone (`| head`), it ends without a word, with exit code 1, too.
     silent: print nothing and exit with 2, for ranks of torchrun beside the first, which has the same to say."""
     try:
         command()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not reader_has_gone():  # it was a pipe to another process
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes at its end
+        sys.exit(1)
     except (UserError, OSError) as e:
         said = e if isinstance(e, UserError) else about_files(e)
         if said is None:
             raise
         sys.exit(2 if silent else f"error: {said}")
+
+
+def reader_has_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # errors alone
+    return bool(poll.poll(0))
 
 
 def parse_flags(cls, argv: list[str] | None = None, usage: str = ""):
@@ -164,7 +179,7 @@ def read(cls, argv: list[str] | None = None, usage: str = "", also=()) -> list[t
     while argv:
         word = argv.pop(0)
         if word in ("-h", "--help"):
-            print(help_page(cls, usage))
+            print(help_page(cls, usage), flush=True)
             raise SystemExit(0)
         need(word.startswith("--"), f"{word}: flags are written --key=value")
         key, equals, value = word[2:].partition("=")

@@ -1,8 +1,13 @@
 """The command line: what is read, what is refused and in which words, and the page that --help prints."""
 
+import contextlib
+import errno
+import os
 import re
+import subprocess
 import sys
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -12,6 +17,7 @@ from config import Config
 from plot import PlotFlags
 
 COMMANDS = [Config, PlotFlags]
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,38 @@ def test_help_prints_the_page_and_exits_with_0(argv, capsys):
         flags.parse_flags(Command, argv, "python command.py --key=value ...")
     assert e.value.code == 0
     assert capsys.readouterr().out.strip() == PAGE
+
+
+ONE_LINE = "import flags; flags.run_command(lambda: print('less than a buffer'))"
+
+
+@pytest.mark.parametrize("argv", [["objectives.py"], ["metrics.py"], ["plot.py", "--help"], ["-c", ONE_LINE]])
+def test_a_page_ends_quietly_where_nobody_reads_it(argv):
+    """As with `| head`; the reader is gone before the first line."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end) as nobody:
+        done = subprocess.run(
+            [sys.executable, *argv], cwd=ROOT, stdout=nobody, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_another_broken_pipe_keeps_its_traceback():
+    """Of a process that this one writes to: its output is read."""
+
+    def command():
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    with pytest.raises(BrokenPipeError):
+        in_a_pipe(lambda: flags.run_command(command))
+
+
+def in_a_pipe(do) -> None:
+    """Call it with standard output a pipe that somebody could read."""
+    read_end, write_end = os.pipe()
+    with os.fdopen(read_end), os.fdopen(write_end, "w") as out, contextlib.redirect_stdout(out):
+        do()
 
 
 def groups_on(page: str) -> dict[str, list[str]]:
