@@ -1093,6 +1093,9 @@ MUTANTS = {
         ('found["rs_low"] = math.exp(-most)', 'found["rs_low"] = 1 - most'),
         ("        found |= trls_bounds(given, cfg)\n", "        pass\n"),
         ('        return {"rs_low": low, "rs_high": high}', '        return {"rs_low": high, "rs_high": low}'),
+        ("        sys.stdout.flush()\n", ""),
+        ("if not reader_has_gone()", "if False"),
+        ("if not reader_has_gone()", "if True"),
     ],
     "config.py": [
         ("need(not unequal,", "need(True,"),

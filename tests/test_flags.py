@@ -115,7 +115,13 @@ def test_a_page_ends_quietly_where_nobody_reads_it(argv):
     os.close(read_end)
     with os.fdopen(write_end) as nobody:
         done = subprocess.run(
-            [sys.executable, *argv], cwd=ROOT, stdout=nobody, stderr=subprocess.PIPE, text=True, timeout=120
+            [sys.executable, *argv],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": ""},  # with a buffer, as is usual
+            stdout=nobody,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
         )
     assert (done.returncode, done.stderr) == (1, "")
 
