@@ -64,7 +64,8 @@ class VLLMEngine:
     routing        of experts: say where each token went (Response.routed), on a GPU. As `record_routing` in HFEngine
     sleep_level    on a GPU. 1: `sleep` keeps the weights in the host's memory; 2: it drops them; 0: it does nothing
 
-    UserError where vLLM cannot be imported, or lacks a function that is changed below."""
+    UserError where vLLM cannot be imported, lacks a function that is changed below, or has no kernel for the model's
+    heads."""
 
     def __init__(
         self,
@@ -92,6 +93,8 @@ class VLLMEngine:
         change_vllm(low_bits_on_cpu=fmt is not None and not cuda)
         shell = unread(folder)
         self.experts = set(quant.expert_parameters(shell))  # whose matrices vLLM wants one by one
+        if not cuda:
+            self._check_heads(folder, head_size(shell.config))
         if fmt is not None:
             folder = self._quantized_folder(folder)
         settings = dict(
@@ -103,6 +106,8 @@ class VLLMEngine:
             seed=seed % 2**32,  # as numpy takes it
             skip_tokenizer_init=True,
             enforce_eager=not cuda,
+            # of a prompt that is read in parts vLLM takes a draw back, and a CPU's random numbers cannot
+            enable_chunked_prefill=None if cuda else False,
             disable_log_stats=True,
         )
         memory = {"gpu_memory_utilization": memory_gib} if cuda else {"kv_cache_memory_bytes": int(memory_gib * 2**30)}
@@ -120,6 +125,18 @@ class VLLMEngine:
         settings["hf_overrides"] = overrides
         with vllm_leaves_no_trace(), own_shared_memory(self.ranks):
             self.llm = make_llm(folder, **settings)
+
+    @staticmethod
+    def _check_heads(folder: str, size: int) -> None:
+        """UserError: vLLM's CPU build has no attention for heads of this size."""
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        sizes = CPUAttentionBackend.get_supported_head_sizes()
+        need(
+            size in sizes,
+            f"{folder}: its heads have a size of {size}, and on a CPU vLLM knows {', '.join(map(str, sizes))} alone; "
+            "use --rollout=hf, or another model",
+        )
 
     def _quantized_folder(self, folder: str) -> str:
         """A temporary copy of the model folder in low bits, for vLLM to start from; one for all ranks of a node."""
@@ -271,12 +288,17 @@ class VLLMEngine:
 CACHE_GIB = 4.0  # of key-value cache, whatever the machine has: runs repeat on others
 
 
+def head_size(config) -> int:
+    """Numbers in a key of one head. config: of transformers."""
+    text = config.get_text_config()
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
 def cache_of_a_token(config, number: int) -> int:
     """Bytes of a token's keys and values, in numbers of so many bytes. config: of transformers."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * heads * size * number
+    return 2 * text.num_hidden_layers * heads * head_size(config) * number
 
 
 def cached_tokens(config, number: int) -> int:

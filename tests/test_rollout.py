@@ -14,7 +14,8 @@ import batching
 import checkpoint
 import engines
 import obrs
-from engines import HFEngine, make_engine
+from engines import HFEngine, VLLMEngine, make_engine
+from flags import UserError
 from learner import EXPECTED, Comm, Learner
 from model import Needs, in_vllm
 from model.in_order import in_eight_bits
@@ -96,6 +97,16 @@ def test_a_sample_depends_on_its_seed_and_not_on_its_batch(engine):
         assert same_tokens(a, b) and np.array_equal(a.logp_inf, b.logp_inf)
     others = sample(engine, [[21, 22], [23, 24]])
     assert any(not same_tokens(a, b) for a, b in zip(others[0], together[0], strict=False))
+
+
+def test_prompts_of_more_tokens_than_vllm_reads_at_once(engine):
+    """On a CPU it reads 4,096; here are 5,400, and each response is what it is without the other prompts."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, 256, 60) for _ in range(90)]
+    four = Sampling(max_tokens=4)
+    together = sample(engine, [[i] for i in range(90)], four, prompts=prompts)
+    some = sample(engine, [[i] for i in range(60, 75)], four, prompts=prompts[60:75])
+    assert all(same_tokens(a, b) for a, b in zip(flat(together[60:75]), flat(some), strict=True))
 
 
 def test_a_response_that_ends_with_its_last_token_has_ended_by_itself(engine):
@@ -263,6 +274,15 @@ def test_changes_of_vllm_are_made_once_and_refused_where_they_do_not_fit(monkeyp
     owner.three = lambda: 3
     in_vllm.change(owner, "three", twice)  # another version that has the function: used, and said
     assert owner.three() == 6 and "vLLM 9.9.9: model/in_vllm.py replaces owner.three" in capsys.readouterr().err
+
+
+def test_heads_that_vllm_has_no_attention_for_are_refused(tmp_path):
+    """On a CPU; its own words would be a traceback after the model has loaded."""
+    config = tiny_model(0).config
+    config.head_dim = 16
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="its heads have a size of 16, and on a CPU vLLM knows 32, .* use --rollout=hf"):
+        VLLMEngine(str(tmp_path), max_len=64, max_logprobs=1)
 
 
 def test_a_model_in_float32_gets_the_int8_kernel_that_every_cpu_has():
