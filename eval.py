@@ -510,7 +510,9 @@ def follow(cfg: EvalFlags, argv: list[str]) -> dict:
                 with open(run / EVALUATED, "a", encoding="utf-8") as f:
                     f.write(json.dumps({"step": steps_of(folder) - 1, **values}) + "\n")
         if not todo and not trains:
-            return {"run": str(run), "evaluated": len(rows(run / EVALUATED))}
+            n = len(rows(run / EVALUATED))
+            print(f"{run}: nothing trains there; checkpoints evaluated: {n}")
+            return {"run": str(run), "evaluated": n}
         if not todo:
             time.sleep(POLL)
 
@@ -569,17 +571,16 @@ def filled(cfg: EvalFlags) -> EvalFlags:
 
 def main(argv: list[str] | None = None) -> dict:
     """One command; returns what --out writes. UserError: one sentence."""
-    argv = sys.argv[1:] if argv is None else argv
-    cfg = tasks.as_trained(parse_flags(EvalFlags, argv), {key for key, _ in flags.read(EvalFlags, argv)})
+    cfg = parse_flags(EvalFlags, argv, "python eval.py --model=FOLDER --key=value ...")
+    cfg = tasks.as_trained(cfg, {key for key, _ in flags.read(EvalFlags, argv)})
     if cfg.follow:
         return follow(cfg, argv)
     cfg = filled(cfg)
     if cfg.out:
         check_output("out", cfg.out)
     if cfg.grade_gold:
-        need(
-            cfg.task == EvalFlags.task, f"--task={cfg.task}: --grade_gold names the file itself; leave one of them out"
-        )
+        usual = cfg.task == EvalFlags.task
+        need(usual, f"--task={cfg.task}: --grade_gold names the file itself; leave one of them out")
         need(not cfg.model, f"--model={cfg.model}: --grade_gold grades a file's own answers, no model's; leave it out")
         tasks.check(cfg)
         result = grade_gold(cfg.grade_gold, cfg)
@@ -590,9 +591,8 @@ def main(argv: list[str] | None = None) -> dict:
     else:
         result = evaluate(cfg)
     if cfg.out:
-        path = Path(cfg.out)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(cfg.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result
 
 

@@ -546,7 +546,10 @@ def entries(named: dict[str, str]) -> list[str]:
 
 
 def main(argv: list[str]) -> None:
-    need(not argv, f"{' '.join(argv)}: metrics.py explains all names and takes none; python plot.py RUN draws a run's")
+    need(
+        argv in ([], ["-h"], ["--help"]),
+        f"{' '.join(argv)}: metrics.py explains all names and takes none; python plot.py RUN draws a run's",
+    )
     print(page())
 
 

@@ -108,7 +108,7 @@ class WorthFlags:
 
 def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config.Config]:
     """The flags, each row's configuration, and that of g: `--objective=none`, no surrogate. UserError: one sentence."""
-    both = dataclass(frozen=True)(type("Flags", (config.Config, WorthFlags), {}))
+    both = dataclass(frozen=True)(type("Flags", (WorthFlags, config.Config), {}))
     pairs = flags.read(both, argv, "python worth.py --key=value ...", also={"config", *flags.FOREIGN})
     names = {f.name for f in fields(WorthFlags)}
     own = WorthFlags(**{k: flags.convert(WorthFlags, k, v) for k, v in pairs if k in names})

@@ -688,6 +688,13 @@ def test_what_cannot_be_followed_is_said_at_once(tmp_path, saved, argv, sentence
         evaluation.main([f"--follow={tmp_path}", *argv])
 
 
+def test_a_follower_says_when_nothing_trains_there(tmp_path, capsys):
+    cfg = asdict(config.Config(eval_task="a.jsonl"))
+    (tmp_path / "config.json").write_text(json.dumps({"config": cfg, "objective": "x", "command": "x"}))
+    evaluation.main([f"--follow={tmp_path}"])
+    assert capsys.readouterr().out == f"{tmp_path}: nothing trains there; checkpoints evaluated: 0\n"
+
+
 def test_a_follower_rounds_the_model_that_samples_alone(tmp_path, monkeypatch):
     seen = []
     failed = SimpleNamespace(returncode=1)

@@ -935,8 +935,9 @@ def test_what_is_not_a_metric_is_not_on_the_page():
     assert unexplained(["remote/anything", "delay/versions", "delay/dropped_window", "eval/actor_se", "sync_s"]) == []
 
 
-def test_the_command_prints_the_page(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["metrics.py"])
+@pytest.mark.parametrize("more", [[], ["--help"]])
+def test_the_command_prints_the_page(more, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["metrics.py", *more])
     runpy.run_path(str(ROOT / "metrics.py"), run_name="__main__")
     assert capsys.readouterr().out == metrics.page() + "\n"
 
