@@ -34,6 +34,7 @@ from model.in_vllm import (
     among_ranks,
     change_vllm,
     hand_over,
+    has_head,
     import_vllm,
     own_shared_memory,
     transfer_settings,
@@ -93,8 +94,7 @@ class VLLMEngine:
         change_vllm(low_bits_on_cpu=fmt is not None and not cuda)
         shell = unread(folder)
         self.experts = set(quant.expert_parameters(shell))  # whose matrices vLLM wants one by one
-        if not cuda:
-            self._check_heads(folder, head_size(shell.config))
+        self._check(folder, head_size(shell.config), cuda)
         if fmt is not None:
             folder = self._quantized_folder(folder)
         settings = dict(
@@ -126,9 +126,18 @@ class VLLMEngine:
         with vllm_leaves_no_trace(), own_shared_memory(self.ranks):
             self.llm = make_llm(folder, **settings)
 
-    @staticmethod
-    def _check_heads(folder: str, size: int) -> None:
-        """UserError: vLLM's CPU build has no attention for heads of this size."""
+    def _check(self, folder: str, size: int, cuda: bool) -> None:
+        """UserError: vLLM cannot run this model with heads of this size, or not in this process."""
+        from vllm.distributed import parallel_state
+
+        late = parallel_state.model_parallel_is_initialized() and parallel_state._EP is None
+        need(
+            not (late and self.experts),
+            f"{folder}: it has experts, and the model of this process's first engine has none, so vLLM has made no "
+            "group for them; use --eval_engine=torch, or --rollout=hf",
+        )
+        if cuda:
+            return
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         sizes = CPUAttentionBackend.get_supported_head_sizes()
@@ -257,6 +266,8 @@ class VLLMEngine:
         if self.asleep:  # the cache's memory comes last
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])
+        if not all(self.llm.apply_model(has_head)):
+            named_tensors = ((name, x) for name, x in named_tensors if name != "lm_head.weight")
         hand_over(self.llm, quant.by_expert(named_tensors, self.experts), self.apart)
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])

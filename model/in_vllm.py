@@ -49,10 +49,12 @@ def change_vllm(low_bits_on_cpu: bool) -> None:
 def _change_vllm(low_bits_on_cpu: bool) -> None:
     from vllm import _custom_ops
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.models.transformers.base import Base
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
     change(LogprobsProcessor, "_update_sample_logprobs", lean_logprobs)
     change(VocabParallelEmbedding, "weight_loader", without_padding)
+    change(Base, "_decorate_for_torch_compile", class_stays_the_learners)
     if not torch.cuda.is_available():
         from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
@@ -89,6 +91,15 @@ def without_padding(weight_loader):
         weight_loader(self, param, loaded_weight[rows])
 
     return load
+
+
+def class_stays_the_learners(decorate_for_torch_compile):
+    """Replacement for the transformers backend's Base._decorate_for_torch_compile: nothing is done.
+
+    Reason: for families that vLLM has no code of its own for (Phi, OLMo, SmolLM3) it takes transformers' class, and
+    changes that class so that vLLM's engine alone can make and call it; in this process the learner's model is of the
+    same class. The engine's model is not compiled then."""
+    return lambda self: None
 
 
 def pack_experts_anew(process_weights_after_loading):
@@ -239,6 +250,11 @@ def transfer_settings() -> dict:
         return {}
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # or it reads no handles; the process is a child of this one
     return {"weight_transfer_config": {"backend": "ipc"}}
+
+
+def has_head(model) -> bool:
+    """Whether vLLM's model has a module for `lm_head.weight`; some tied ones take the embedding itself."""
+    return any(name.split(".")[-1] == "lm_head" for name, _ in model.named_modules(remove_duplicate=False))
 
 
 def hand_over(llm, named_tensors, apart: bool) -> None:

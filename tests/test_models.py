@@ -263,6 +263,22 @@ def test_the_torch_engine_leaves_padding_out(tmp_path, head_fp32):
     check_padded_engine(HFEngine(folder, head_fp32=head_fp32, vocabulary=IDS), folder, padded("qwen2", IDS + 30, 1))
 
 
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "qwen3_moe"])  # test_moe.py: in a process of its own
+def test_vllm_takes_the_weights_of_each_family(family, tmp_path, vllm_engines):
+    """All that the learner publishes, a tied head among it; and the learner computes on beside the engine, though for
+    some families vLLM takes transformers' own class."""
+    engine = vllm_engines(folder=save(model(family), tmp_path), memory_gib=0.02)
+    new = model(family, seed=1)
+    learner, ids = learner_of(new), np.arange(40).reshape(2, 20)
+    engine.load(learner.named_tensors("policy"))
+    with torch.no_grad():
+        logp = new(input_ids=torch.from_numpy(ids)).logits.log_softmax(-1)[:, :-1]
+    own = logp.gather(2, torch.from_numpy(ids)[:, 1:, None])[:, :, 0].numpy()
+    assert np.allclose(engine.logprobs(ids), own, atol=1e-4)
+    assert np.allclose(learner.logprobs("policy", ids), own, atol=1e-4)
+    assert isinstance(model(family, seed=2), type(new))  # another one can still be made
+
+
 def test_vllm_leaves_padding_out(tmp_path, vllm_engines):
     folder = save(padded("qwen2", IDS + 30), tmp_path)
     check_padded_engine(vllm_engines(folder=folder, vocabulary=IDS), folder, padded("qwen2", IDS + 30, 1))

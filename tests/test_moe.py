@@ -209,6 +209,12 @@ def test_vllm_has_the_published_experts(tmp_path):
     torchrun("test_moe.py", "vllm_has_experts", save(moe(), tmp_path), ranks=1)
 
 
+def test_experts_behind_a_model_without_are_refused(tmp_path, vllm_engine):
+    """As with --eval_engine=second; vLLM's own words would be a traceback."""
+    with pytest.raises(UserError, match="it has experts, and the model of this process's first engine has none"):
+        VLLMEngine(save(moe(), tmp_path), max_len=64, max_logprobs=1)
+
+
 def vllm_has_experts(folder: str) -> None:
     engines = []
     for name in ("none", "w4a16"):
@@ -293,6 +299,7 @@ def test_vllm_on_a_gpu_is_asked_which_experts_it_chose(monkeypatch):
     monkeypatch.setattr(engines, "import_vllm", lambda: (lambda folder, **settings: asked.append(settings), None))
     monkeypatch.setattr(engines, "change_vllm", lambda **how: None)
     monkeypatch.setattr(engines, "unread", lambda folder: moe())
+    monkeypatch.setattr(VLLMEngine, "_check", lambda *_: None)  # this process has had engines without experts
     for replay in (True, False):
         engine = engines.make_engine(dataclasses.replace(make_cfg(router_replay=replay), rollout="vllm"), "x", 64, 5)
     assert [settings["enable_return_routed_experts"] for settings in asked] == [True, False]
