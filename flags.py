@@ -24,6 +24,7 @@ import math
 import os
 import re
 import select
+import signal
 import sys
 import textwrap
 import tomllib
@@ -138,7 +139,8 @@ def from_environment(name: str, usual: int) -> int:
 def run_command(command: Callable[[], object], silent: bool = False) -> None:
     """Run a process's command: a UserError becomes one sentence and exit code 1, as does trouble with a file.
 
-    Where whoever read the output has gone (`| head`), it ends without a word, with exit code 1, too.
+    Where whoever read the output has gone (`| head`), it ends without a word, with exit code 1, too; at a Ctrl-C with
+    130, as shells have it.
     silent: print nothing and exit with 2, for ranks of torchrun beside the first, which has the same to say."""
     try:
         command()
@@ -148,6 +150,8 @@ def run_command(command: Callable[[], object], silent: bool = False) -> None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes at its end
         sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
     except (UserError, OSError) as e:
         said = e if isinstance(e, UserError) else about_files(e)
         if said is None:

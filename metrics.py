@@ -546,10 +546,9 @@ def entries(named: dict[str, str]) -> list[str]:
 
 
 def main(argv: list[str]) -> None:
-    need(
-        argv in ([], ["-h"], ["--help"]),
-        f"{' '.join(argv)}: metrics.py explains all names and takes none; python plot.py RUN draws a run's",
-    )
+    words = " ".join(argv)
+    asks = words in ("", "-h", "--help")
+    need(asks, f"{words}: metrics.py explains all names and takes none; python plot.py RUN draws a run's")
     print(page())
 
 

@@ -39,7 +39,7 @@ from corrections import (
     token_ratio,
 )
 from flags import choice, need, run_command
-from presets import DEFAULTS, OBJECTIVES, catalogue  # noqa: F401 (the first two for those who look here)
+from presets import DEFAULTS, OBJECTIVES, print_catalogue  # noqa: F401 (the first two for those who look here)
 from sampling import Sampling
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -591,4 +591,4 @@ def check_ratio(cfg) -> None:
 
 
 if __name__ == "__main__":
-    run_command(lambda: print(catalogue()))
+    run_command(print_catalogue)

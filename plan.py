@@ -389,6 +389,12 @@ def report(cfg) -> None:
     if cfg.actor != "none":
         configs["actor"] = config_of("actor", cfg.actor)
     prompt = cfg.max_prompt_tokens or longest_prompt(cfg)
+    limit = min(config.max_position_embeddings for config in configs.values())
+    need(
+        prompt + cfg.max_tokens <= limit,
+        f"--max_tokens={cfg.max_tokens}: with a prompt of {prompt} tokens more than the model's context of {limit}; "
+        "shorten one of the two (--max_prompt_tokens)",
+    )
     ranks = cfg.ranks or from_environment("WORLD_SIZE", 1)
     made = plan_of(cfg, configs, prompt, ranks, cfg.gpu_gib)
     print(made.text())

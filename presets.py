@@ -13,7 +13,7 @@ import textwrap
 from typing import NamedTuple
 
 import corrections
-from flags import from_environment
+from flags import from_environment, need
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Objectives: presets over the axes
@@ -335,6 +335,13 @@ def catalogue() -> str:
             lines += textwrap.wrap(f"{name:27} {said}", 116, **how)
     lines += ["", "sources", "", *(f"  {name:17} {where}" for name, where in SOURCES.items())]
     return "\n".join(lines)
+
+
+def print_catalogue() -> None:
+    """The command `python objectives.py`."""
+    words = " ".join(sys.argv[1:])
+    need(words in ("", "-h", "--help"), f"{words}: objectives.py explains all names and takes none")
+    print(catalogue())
 
 
 def section(title: str, entries: dict[str, Entry]) -> list[str]:

@@ -570,7 +570,7 @@ LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give
 --samplers=files --sync_path=read_only/shared | read_only/shared: Permission denied; ... name another place, or ask
         """,
     ),
-    # warmstart.py, mini.py, metrics.py
+    # warmstart.py, mini.py, metrics.py, objectives.py
     *rows(
         "warmstart.py",
         r"""
@@ -594,6 +594,12 @@ out/mini | out/mini: mini.py takes no flags; change its settings at the head of 
         "metrics.py",
         r"""
 out/demo | out/demo: metrics.py explains all names and takes none; python plot.py RUN draws a run's
+        """,
+    ),
+    *rows(
+        "objectives.py",
+        r"""
+tis | tis: objectives.py explains all names and takes none
         """,
     ),
     # eval.py

@@ -136,6 +136,17 @@ def test_another_broken_pipe_keeps_its_traceback():
         in_a_pipe(lambda: flags.run_command(command))
 
 
+def test_ctrl_c_ends_a_command_without_a_traceback():
+    """With the exit code of shells."""
+
+    def command():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as e:
+        flags.run_command(command)
+    assert e.value.code == 130
+
+
 def in_a_pipe(do) -> None:
     """Call it with standard output a pipe that somebody could read."""
     read_end, write_end = os.pipe()

@@ -415,6 +415,19 @@ def test_the_command(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
+def test_a_plan_beyond_the_models_context_is_refused(tmp_path):
+    """As the run itself would be: 512 tokens are read."""
+    small().save_pretrained(tmp_path)
+    flags = dict(plan=True, model=str(tmp_path), actor="none", rollout="hf", lr=1e-6, dtype="bfloat16", task="arith")
+    for tokens, prompt, fits in ((480, 32, True), (481, 32, False)):
+        cfg = config.resolve(config.Config(**flags, max_tokens=tokens, max_prompt_tokens=prompt))
+        if fits:
+            plan.report(cfg)
+            continue
+        with pytest.raises(UserError, match="--max_tokens=481: with a prompt of 32 tokens more than .* context of 512"):
+            plan.report(cfg)
+
+
 def test_an_impossible_run_is_refused_before_a_model_loads(folders, tmp_path):
     flags = dict(model=str(folders / "policy"), actor="none", rollout="hf", out=str(tmp_path / "run"), gpu_gib=1e-4)
     with pytest.raises(UserError, match=r"a rank needs .* GiB .* and --gpu_gib=0.0001 is less"):
