@@ -13,8 +13,10 @@ two versions of the weights let, over the tokens of a probe,
     b near 0    it has the old ones                          SyncError
     between     it has some of the new ones                  SyncError
 
-Rounding does not follow dP, so it widens se and leaves b alone. Where one step is too small to see, the engine is
-compared with the last version that was proved ("unproven" as long). Four things are compared in this way:
+Rounding does not follow dP, so it widens se and leaves b alone, if dP has none of its own: there activations are not
+rounded, or b would be smaller by the share of it. What rounding them does to the published tensors' log-probabilities
+is taken off the engine's. Where one step is too small to see, the engine is compared with the last version that was
+proved ("unproven" as long). Four things are compared in this way:
 
     prompt     log-probabilities of fixed sequences, as the engine reads a prompt
     decode     those of tokens that it samples one by one, which a stale cache of prefixes would spoil
@@ -31,7 +33,7 @@ import copy
 import functools
 import hashlib
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -170,11 +172,13 @@ class Probe:
     ids: (R, L), or one sequence. fmt: the rollout's number format. vocabulary: ids that there are; None: all rows."""
 
     def __init__(self, folder: str | None, ids, fmt=None, config=None, vocabulary: int | None = None):
-        from checkpoint import read_config  # it imports this file
+        from checkpoint import read_config  # they import this file
+        from model.memory import InFolder
 
         rounds_activations = fmt is not None and fmt.activations
         model = empty_model(config or read_config(folder))
         self.model = quant.align(model, fmt if rounds_activations else None).eval()
+        self.rounds_activations = rounds_activations
         self.in_folder = InFolder(folder, self.model, fmt) if folder else None
         self.vocabulary = vocabulary
         self.ids = np.atleast_2d(np.asarray(ids, np.int64))
@@ -184,19 +188,19 @@ class Probe:
         self.unproven = 0  # syncs in a row without a proof
         self.first_error = 0.0  # of the engine, relative, at the first version
 
-    def logprobs(self, named_tensors, ids=None, dtype: str = "float32", twins=None) -> np.ndarray:
+    def logprobs(self, named_tensors, ids=None, dtype: str = "float32", twins=None, smooth: int = 0) -> np.ndarray:
         """log p(ids[t] | ids[:t]) for t >= 1 under the tensors of a stream, in nats: float32 (rows, L - 1).
 
         Each module takes its tensors out of the stream when its turn comes, and gives them up behind it. The published
         tensors run through the structure, and nothing else does. dtype: of the engine, which rounds weights to it.
-        twins: (a module's name, other tensors of it, n): the last n rows run with those. SyncError: a tensor is
-        missing."""
+        twins: (a module's name, other tensors of it, n): the last n rows run with those. smooth: of so many of the
+        first rows activations are not rounded, whatever the format does. SyncError: a tensor is missing."""
         ids = torch.from_numpy(self.ids if ids is None else ids)
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-        return self.score(named_tensors, ids, dtype, twins, device).cpu().numpy()
+        return self.score(named_tensors, ids, dtype, twins, smooth, device).cpu().numpy()
 
     @torch.no_grad()
-    def score(self, named_tensors, ids, dtype: str, twins, device=None):
+    def score(self, named_tensors, ids, dtype: str, twins, smooth: int = 0, device=None):
         """The same of a tensor (rows, L). device: where it is computed; None: where the published tensors are."""
         from model import head  # it imports this file
 
@@ -208,9 +212,11 @@ class Probe:
             if published_of(module):
                 above = name.rpartition(".")[0]
                 owners.setdefault(above if above in owners else name, []).append((name, module))
-                if twins is not None and twins[0] == name:
-                    how = module, module.forward, stream.dtype, twins[1], twins[2] / len(ids)
-                    module.forward = functools.partial(with_twins, *how)
+                others, n = twins[1:] if twins is not None and twins[0] == name else ({}, 0)
+                n_smooth = smooth if isinstance(module, quant.LowBitLinear | quant.LowBitExperts) else 0
+                if n or n_smooth:
+                    how = module, module.forward, stream.dtype, others, n / len(ids), n_smooth / len(ids)
+                    module.forward = functools.partial(in_parts, *how)
         for parts in owners.values():
             hooks.append(parts[0][1].register_forward_pre_hook(functools.partial(fill, parts, stream)))
             hooks.append(parts[0][1].register_forward_hook(functools.partial(give_up, parts)))
@@ -264,36 +270,6 @@ class Probe:
         prompt, decode, start = (Reference.of(state.get(part)) for part in ("prompt", "decode", "start"))
         if prompt is not None and prompt.engine.shape == self.ids[:, 1:].shape:
             self.prompt, self.decode, self.start = prompt, decode, start
-
-
-class InFolder:
-    """The weights of a folder, module by module, as an engine has them before anything is published to it."""
-
-    def __init__(self, folder: str, model, fmt: quant.Format | None):
-        from model import memory  # it imports this file
-
-        self.stored = memory.Stored(folder)
-        tensors = self.stored.named(model)  # of tied ones the name that is there
-        stored_name = {id(x): name for name, x in tensors.items()}
-        self.names = {name: stored_name[id(x)] for name, x in model.state_dict(keep_vars=True).items()}
-        self.is_readable = self.stored.fit(model, tensors)
-        self.format = fmt
-        self.low_bits = quant.quantized_linears(model) if fmt else {}
-
-    def tensors(self, name: str, module) -> dict[str, torch.Tensor]:
-        """A module's tensors as they are published, by its own names; {}: they cannot be read one by one."""
-        found = {}
-        if not self.is_readable or not all(file.is_file() for file in self.stored.files.values()):
-            return found
-        for own in [p for p, value in module._parameters.items() if value is not None]:
-            stored = self.names[f"{name}.{own}"]
-            pieces = self.stored.pieces(stored, 0, self.stored.shapes[stored][0])
-            found[own] = torch.cat([rows for _, rows in pieces])
-        if name in self.low_bits:
-            q, s = self.format.quantize(found["weight"])
-            low_bits = {"weight": q, "weight_scale": s}
-            found |= low_bits if self.format.activations else {"weight": quant.dequantize(q, s)}
-        return found
 
 
 def empty_model(config):
@@ -378,12 +354,22 @@ def fill(parts: list, stream: Taken, *_) -> None:
         put(module, {key: x.to(stream.device) for key, x in stream.of_module(name, module).items()}, stream.dtype)
 
 
-def with_twins(module, forward, dtype, others: dict, share: float, *inputs):
-    """A module's forward of which the last share of the rows, or of their tokens one by one, has other tensors."""
-    n = round(share * len(inputs[0]))
-    first = forward(*(x[:-n] for x in inputs))
-    put(module, {name: tensor.to(inputs[0].device) for name, tensor in others.items()}, dtype)
-    return torch.cat([first, forward(*(x[-n:] for x in inputs))])
+def in_parts(module, forward, dtype, others: dict, twins: float, smooth: float, *inputs):
+    """A module's forward whose rows differ, or their tokens one by one: of the first share, `smooth`, it does not round
+    activations, and of the last share, `twins`, it has other tensors."""
+    n = len(inputs[0])
+    first, last = round(smooth * n), n - round(twins * n)
+    out = []
+    if first:
+        module.format = replace(module.format, activations=False)
+        out.append(forward(*(x[:first] for x in inputs)))
+        module.format = replace(module.format, activations=True)
+    if first < last:
+        out.append(forward(*(x[first:last] for x in inputs)))
+    if last < n:
+        put(module, {name: tensor.to(inputs[0].device) for name, tensor in others.items()}, dtype)
+        out.append(forward(*(x[last:] for x in inputs)))
+    return torch.cat(out)
 
 
 def put(module, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
@@ -450,6 +436,9 @@ def prove(engine, version: int, named_tensors, probe: Probe) -> Proof:
         f"version {version}: the engine consumed other tensors than were published ({received.text()} instead of "
         f"{sent.text()}); its loader must take every tensor, once, in order",
     )
+    if probe.rounds_activations:
+        engine_says = engine_says - (published["rounded prompt"] - published["prompt"])
+        sampled = sampled - (published["rounded decode"] - published["decode"])
     check_level(version, engine_says, published["prompt"])
     slope = slope_since(probe.prompt, engine_says, published["prompt"])
     error = rms(engine_says - published["prompt"])
@@ -496,18 +485,22 @@ def published_says(probe: Probe, tokens, named_tensors, dtype: str, watched: str
     """Log-probabilities under the published tensors, by name.
 
     prompt (R, L - 1); decode: of the tokens that the engine has sampled now, and "decode before": of those that it
-    sampled at the reference, (R, DECODED); twin (R, L - 1): with the watched module's old tensors, where there are."""
+    sampled at the reference, (R, DECODED); twin (R, L - 1): with the watched module's old tensors, where there are.
+    Where the format rounds activations the first three do not, but "rounded prompt", "rounded decode" and twin do."""
     rows = {"prompt": probe.ids, "decode": probe.with_sampled(tokens)}
     if probe.decode is not None:
         rows["decode before"] = probe.with_sampled(probe.decode.tokens)
-    twins = None
+    smooth, twins = 0, None
+    if probe.rounds_activations:
+        smooth = sum(map(len, rows.values()))
+        rows |= {"rounded prompt": rows["prompt"], "rounded decode": rows["decode"]}
     if old:
         rows["twin"] = probe.ids
         twins = (watched, old, len(probe.ids))
-    logp = probe.logprobs(named_tensors, np.concatenate(list(rows.values())), dtype, twins)
+    logp = probe.logprobs(named_tensors, np.concatenate(list(rows.values())), dtype, twins, smooth)
     says = dict(zip(rows, np.split(logp, len(rows)), strict=True))
     first = probe.prompt_length - 1
-    for name in {"decode", "decode before"} & set(says):
+    for name in {"decode", "decode before", "rounded decode"} & set(says):
         says[name] = says[name][:, first : first + tokens.shape[1]]
     return says
 
@@ -588,7 +581,8 @@ def check_module(version: int, watched: str, start: Reference | None, engine_say
     """SyncError if the engine has all new weights but those of the watched module: it lacks what they changed."""
     if "twin" in published and start is not None:
         lacking = (published["prompt"] - start.published) - (engine_says - start.engine)
-        slope = Slope.of(lacking, published["prompt"] - published["twin"])
+        rounded = published.get("rounded prompt", published["prompt"])  # as the twin is
+        slope = Slope.of(lacking, rounded - published["twin"])
         insist(
             not slope.low > 0.5,
             f"version {version}: the engine has not got the new weights of {watched} (it lacks {slope.b:.3g} +- "

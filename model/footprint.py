@@ -187,7 +187,9 @@ def of_proof(cfg, config, ids, gathered: bool) -> int:
         shapes = {name: x.shape for name, x in probe.model.state_dict().items()}
         sync.give_up(list(probe.model.named_modules()))  # a probe has no weights of its own
         tensors = {} if gathered else {name: torch.empty(shape) for name, shape in shapes.items()}
-        rows = torch.zeros(4 * len(ids), ids.shape[1], dtype=torch.long)  # as sync.published_says has them
+        fmt = quant.format_of(cfg.rollout_quant)
+        parts = 6 if fmt is not None and fmt.activations else 4  # as sync.published_says has them
+        rows = torch.zeros(parts * len(ids), ids.shape[1], dtype=torch.long)
         base = allocated.peak = allocated.now
         stream = ((name, torch.empty(shape) if gathered else tensors[name]) for name, shape in shapes.items())
         name = next(name for name, module in probe.model.named_modules() if isinstance(module, nn.Embedding))

@@ -225,6 +225,34 @@ class Stored:
         return model.get_output_embeddings().weight
 
 
+class InFolder:
+    """The weights of a folder, module by module, as an engine has them before anything is published to it."""
+
+    def __init__(self, folder: str, model, fmt: quant.Format | None):
+        self.stored = Stored(folder)
+        tensors = self.stored.named(model)  # of tied ones the name that is there
+        stored_name = {id(x): name for name, x in tensors.items()}
+        self.names = {name: stored_name[id(x)] for name, x in model.state_dict(keep_vars=True).items()}
+        self.is_readable = self.stored.fit(model, tensors)
+        self.format = fmt
+        self.low_bits = quant.quantized_linears(model) if fmt else {}
+
+    def tensors(self, name: str, module) -> dict[str, torch.Tensor]:
+        """A module's tensors as they are published, by its own names; {}: they cannot be read one by one."""
+        found = {}
+        if not self.is_readable or not all(file.is_file() for file in self.stored.files.values()):
+            return found
+        for own in [p for p, value in module._parameters.items() if value is not None]:
+            stored = self.names[f"{name}.{own}"]
+            pieces = self.stored.pieces(stored, 0, self.stored.shapes[stored][0])
+            found[own] = torch.cat([rows for _, rows in pieces])
+        if name in self.low_bits:
+            q, s = self.format.quantize(found["weight"])
+            low_bits = {"weight": q, "weight_scale": s}
+            found |= low_bits if self.format.activations else {"weight": quant.dequantize(q, s)}
+        return found
+
+
 def expert_parts(name: str, e: int) -> list[str]:
     """The names in files of the matrices of expert e in a tensor of all experts (quant.by_expert); [] for others."""
     layer, experts, kind = name.rpartition(".experts.")
