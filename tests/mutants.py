@@ -522,6 +522,7 @@ MUTANTS = {
         ('last or self.cfg.reduce_gradients == "micro"', "last"),
     ],
     "model/memory.py": [
+        ("or not all(file.is_file() for file in self.stored.files.values())", ""),
         ("        if name in self.low_bits:", "        if False:"),
         ("past_key_values=one, **more), one.keys", "past_key_values=None, **more), one.keys"),
         ("            layer.forward = functools.partial(forward_again, layer.forward, i)", "            pass"),
@@ -596,10 +597,10 @@ MUTANTS = {
         ("smooth = sum(map(len, rows.values()))", "smooth = 0"),
         ("engine_says = engine_says - (published", "engine_says = engine_says + (published"),
         ("sampled = sampled - (published", "sampled = sampled + (published"),
-        ("module.format = replace(module.format, activations=True)", "pass"),
+        ("        module.format = replace(module.format, activations=True)\n", "        pass\n"),
         ('published.get("rounded prompt", published["prompt"])', 'published["prompt"]'),
         ("copy.deepcopy(config), dtype", "config, dtype"),
-        ("n = round(share * len(inputs[0]))", "n = 5"),
+        ("n - round(twins * n)", "n - 5"),
         ("return self.b - SURE * self.se > 0.5", "return self.b > 0.5"),
         ("of_rows = np.square((error * x).sum(1) / without).sum() * (len(x) - 1) / len(x)", "of_rows = 0.0"),
         ("of_noise = np.square(noise * x).sum() / square**2", "of_noise = 0.0"),
@@ -623,7 +624,6 @@ MUTANTS = {
         ("version * GOLDEN % 1", "0"),
         ("version * GOLDEN % 1", "version / 2 % 1"),
         ("probe.start = probe.start or Reference(", "probe.start = Reference("),
-        ("or not all(file.is_file() for file in self.stored.files.values())", ""),
         ("np.maximum(square - (x * x).sum(1), 1e-9 * square)", "square"),
     ],
     "quant.py": [
