@@ -208,6 +208,10 @@ def cost(responses: int = 8, length: int = 64) -> None:
 def main() -> None:
     if sys.argv[1:] == ["--cost"]:
         return cost()
+    if sys.argv[1:]:
+        sys.exit(
+            f"error: {' '.join(sys.argv[1:])}: no such flag; --cost times a proof, and without it faults are planted"
+        )
     for size, most in ((1e-3, 200), (1e-6, 20_000)):
         for name, fault in FAULTS.items():
             for fmt in FORMATS:
