@@ -99,7 +99,7 @@ def class_stays_the_learners(decorate_for_torch_compile):
     Reason: for families that vLLM has no code of its own for (Phi, OLMo, SmolLM3) it takes transformers' class, and
     changes that class so that vLLM's engine alone can make and call it; in this process the learner's model is of the
     same class. The engine's model is not compiled then."""
-    return lambda self: None
+    return lambda self, **more: None
 
 
 def pack_experts_anew(process_weights_after_loading):

@@ -415,6 +415,14 @@ def test_the_command(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
+def test_the_proof_of_rounded_activations_has_half_as_many_rows_again():
+    """8 sequences are 48 rows then, as 12 are without: 6 of each, not 4 (sync.published_says)."""
+    ids = {n: torch.zeros(n, 40, dtype=torch.long) for n in (8, 12)}
+    plain = [footprint.of_proof(make_cfg(objective="grpo"), small(), ids[n], False) for n in (8, 12)]
+    int8 = footprint.of_proof(make_cfg(objective="grpo", rollout_quant="int8"), small(), ids[8], False)
+    assert int8 == pytest.approx(plain[1], rel=0.02) and int8 > 1.2 * plain[0]
+
+
 def test_a_plan_beyond_the_models_context_is_refused(tmp_path):
     """As the run itself would be: 512 tokens are read."""
     small().save_pretrained(tmp_path)
