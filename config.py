@@ -298,6 +298,8 @@ class ReportFlags:
     eval_task: str = ""
     """Held-out sets, as --task, with commas; each may have settings: a.jsonl,b.jsonl:samples=32:temperature=0.6:
     max_tokens=8192. arith has its own test split."""
+    check_sync: bool = True
+    """Check at every weight sync that the engine has the published weights (sync.py); False: for emergencies."""
     check_agreement: bool = True
     """Stop if on the first rollouts engine and learner, with the same weights, are different policies (learner.py)."""
     advantage_error_every: int = 0
@@ -357,7 +359,7 @@ class Config(
 FIELDS = {f.name: f for f in fields(Config)}
 # flags that a resumed run may change: they steer the process, not the training
 HARMLESS = {
-    *("resume", "overwrite", "out", "keep", "save_every", "lora_save", "log_samples", "check_agreement"),
+    *("resume", "overwrite", "out", "keep", "save_every", "lora_save", "log_samples", "check_agreement", "check_sync"),
     *("tensorboard", "wandb", "bind", "keys", "sync_path", "give_up", "parallel", "micro_tokens", "rollout_memory"),
     *("gradient_checkpointing", "reduce_gradients", "offload", "rollout_sleep", "eval_every", "kept_max"),
     *("plan", "ranks", "gpu_gib"),

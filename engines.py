@@ -5,6 +5,7 @@ a key-value cache in plain torch, for machines without vLLM. Both have
 
     generate(prompts, seeds, sampling, topk, stop_ids, max_allowed)   sample a group for each prompt
     load(named_tensors)                                               replace the weights
+    held()                                                            checksums of the weights, for sync.py
     logprobs(ids)                                                     score sequences, for sync.py
     sleep()                                                           give memory back until the next of these
     any_rank(condition)                                               whether it holds on a rank of this engine
@@ -33,16 +34,21 @@ from model.in_vllm import (
     VLLM_VERSION,
     among_ranks,
     change_vllm,
+    checksums_of,
+    fused_modules,
     hand_over,
     has_head,
     import_vllm,
+    note_packing,
     own_shared_memory,
+    summed_over,
     transfer_settings,
     vllm_leaves_no_trace,
 )
 from model.memory import unread
 from rollout import Records, Response, Rows, generator, give_routed, grouped, uniforms
 from sampling import NOISELESS, Noise, Sampling, allowed_sets, pick, truncate
+from sync import checksums
 
 # ---------------------------------------------------------------------------------------------------------------------
 # vLLM, in this process
@@ -123,8 +129,12 @@ class VLLMEngine:
         if vocabulary is not None:
             overrides["vocab_size"] = vocabulary
         settings["hf_overrides"] = overrides
+        self.tp, self.kv_cache, self.held_rows = tp, kv_cache, vocabulary
+        self.loads = 0  # of weights
         with vllm_leaves_no_trace(), own_shared_memory(self.ranks):
             self.llm = make_llm(folder, **settings)
+        self.llm.apply_model(note_packing)
+        self.fused = self.llm.apply_model(fused_modules)[0]
 
     def _check(self, folder: str, size: int, cuda: bool) -> None:
         """UserError: vLLM cannot run this model with heads of this size, or not in this process."""
@@ -172,7 +182,8 @@ class VLLMEngine:
         before, own = self._of_all_ranks((list(prompts), seeds))
         for their_prompts, their_seeds in before:
             for prompt, group in zip(their_prompts, their_seeds, strict=True):
-                request = {"prompt_token_ids": [int(t) for t in prompt]}
+                # the cache of prefixes is keyed by the salt, so those of older weights are never used
+                request = {"prompt_token_ids": [int(t) for t in prompt], "cache_salt": str(self.loads)}
                 for seed in group:
                     requests.append(request)
                     params.append(self._sampling_params(sampling, seed, K, stop_ids))
@@ -272,7 +283,14 @@ class VLLMEngine:
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
+        self.loads += 1
         self.llm.reset_prefix_cache()  # cached blocks belong to the old weights
+
+    def held(self) -> tuple[dict, dict]:
+        """Checksums of the engine's tensors by vLLM's names (sync.py): as they are in memory, and as they were handed
+        over to a kernel that packs them. Of several ranks, the sums over them."""
+        in_memory, packed = self.llm.apply_model(checksums_of)[0]
+        return summed_over(self.ranks, in_memory), summed_over(self.ranks, packed)
 
     def logprobs(self, ids: np.ndarray) -> np.ndarray:
         """log p(ids[t] | ids[:t]) for t >= 1 at temperature 1, in nats: (R, L) -> float32 (R, L - 1)."""
@@ -357,7 +375,7 @@ class HFEngine:
         self.batch_tokens = batch_tokens or cached_tokens(model.config, getattr(torch, dtype).itemsize)
         self.raw = logprobs_mode == "raw"
         self.head_fp32, self.vocabulary = head_fp32 and not exact, vocabulary
-        self.kv_cache = kv_cache
+        self.kv_cache, self.fused, self.tp, self.held_rows = kv_cache, {}, 1, None
         kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
         need(
             kv_cache == "auto" or kinds <= {"full_attention", "sliding_attention"},
@@ -503,6 +521,13 @@ class HFEngine:
             named_tensors = quant.load_quantized(self.model, named_tensors)
         for name, tensor in named_tensors:
             own[name].copy_(tensor)
+
+    def held(self) -> tuple[dict, dict]:
+        """As VLLMEngine.held; nothing is packed."""
+        own = {**dict(self.model.named_parameters(remove_duplicate=False)), **dict(self.model.named_buffers())}
+        if self.packed:
+            own |= quant.held_quantized(self.model)
+        return checksums(own), {}
 
     @torch.no_grad()
     def logprobs(self, ids: np.ndarray) -> np.ndarray:

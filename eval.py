@@ -38,7 +38,6 @@ import flags
 import mismatch
 import quant
 import sampling
-import sync
 import tasks
 import warmstart
 from config import EMBEDDED, PROPOSED, Config, EngineFlags, check_engine, check_named, fill
@@ -46,6 +45,7 @@ from engines import HFEngine, evaluated_by, make_engine
 from flags import UserError, check_output, choice, is_hub_id, need, parse_flags, read_json, run_command
 from mismatch import MismatchFlags
 from model import memory
+from model.streamed import empty_model
 from quant import PrecisionFlags
 from rollout import request_seed
 from run import EVALUATED, common_tokenizer, holds_run, is_locked, rows
@@ -105,7 +105,7 @@ def sampler_of(learner, name: str, cfg) -> HFEngine:
     model = getattr(learner.models, name)
     if not (learner.comm.on and cfg.parallel == "fsdp"):
         return HFEngine(model, device=learner.device, vocabulary=learner.models.vocabulary)
-    whole = sync.empty_model(model.config)
+    whole = empty_model(model.config)
     quant.align(whole, next((m.format for m in model.modules() if isinstance(m, quant.LowBitLinear)), None))
     memory.fill(whole, learner.device)
     engine = HFEngine(whole, device=learner.device, vocabulary=learner.models.vocabulary)

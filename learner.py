@@ -398,19 +398,55 @@ class Learner:
             return None
         return lora.Adapter.of(getattr(self.models, name), whole)
 
-    def published(self, name: str, packed: bool, in_full: bool = False) -> Published:
+    def published(self, name: str, packed: bool) -> Published:
         """What an engine loads of one model: `named_tensors`, its linear layers in the rollout's format if there
         is one. It can be read more than once; collective every time.
 
         packed: in low bits, as quant.py stores them. Remote samplers quantize for themselves, each as it likes,
         unless the low-bit tensors are what travels. Matrices are rounded to the type in which a local engine holds
-        them before they are gathered, and travel so, unless they are wanted `in_full`."""
-        if self.rollout_format is None or (self.cfg.samplers != "local" and not packed):
-            routes = routers_of(getattr(self.models, name))  # which some engines hold in float32
-            dtype = None if in_full or routes else engine_type(self.cfg)
-            return Published(lambda: self.named_tensors(name, partial(whole_in, dtype) if dtype else whole))
+        them before they are gathered, and travel so."""
+        whole_of = self._whole_for_engine(name, packed)
+        if not self._quantizes(packed):
+            return Published(lambda: self.named_tensors(name, whole_of))
         model = getattr(self.models, name)
         return Published(lambda: quant.for_engine(self.named_tensors(name), model, self.rollout_format, packed))
+
+    def _quantizes(self, packed: bool) -> bool:
+        """Whether published matrices are in low bits."""
+        return self.rollout_format is not None and (self.cfg.samplers == "local" or packed)
+
+    def _whole_for_engine(self, name: str, packed: bool):
+        """How a published tensor is gathered from all ranks."""
+        routes = routers_of(getattr(self.models, name))  # some engines hold them in float32
+        dtype = None if routes or self._quantizes(packed) else engine_type(self.cfg)
+        return partial(whole_in, dtype) if dtype else whole
+
+    def verified(self, name: str, packed: bool, published: Published) -> Published:
+        """The same stream, in which two tensors are compared with the learner's parameters as they are now; others at
+        each version. SyncError while it is read: they differ, so that old weights would be published. Collective."""
+
+        def read():
+            model = getattr(self.models, name)
+            state = self.model_state(name)
+            plain = [key.replace(".base_layer.", ".") for key in state if not lora.is_adapters(key)]
+            matrices = [key for key in plain if key.endswith("_proj.weight")] or plain
+            at = self.version * sync.GOLDEN % 1
+            only = {matrices[int(at * len(matrices))], plain[int(at * len(plain))]}
+            expected = lora.merged(model, state, self._whole_for_engine(name, packed), only)
+            if self._quantizes(packed):
+                expected = quant.for_engine(expected, model, self.rollout_format, packed, cached=False)
+            expected = dict(expected)
+            for key, x in published:
+                if key in expected and not sync.same_bytes(x, expected.pop(key)):
+                    raise sync.SyncError(
+                        f"version {self.version}: the published {key} is not the learner's: old weights would be "
+                        f"sampled from; {sync.TURN_OFF}"
+                    )
+                yield key, x
+            if expected:
+                raise sync.SyncError(f"version {self.version}: {min(expected)} was not published; {sync.TURN_OFF}")
+
+        return Published(read)
 
     def logprobs(self, name: str, ids: np.ndarray) -> np.ndarray:
         """log p(ids[t] | ids[:t]) for t >= 1 by one model's own forward: (R, L) -> float32 (R, L - 1).
@@ -563,28 +599,3 @@ def engine_type(cfg) -> torch.dtype | None:
 def whole_in(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
     """`whole`, of a matrix in this type."""
     return whole(x.detach().to(dtype) if x.ndim > 1 else x)
-
-
-class LearnerCheck:
-    """Are the published tensors those that the learner computes with? In full: in 16 bits a small step may vanish.
-
-    aligned: the learner's forward and the published tensors are one function, up to rounding; else the published ones
-    are low-bit versions of its weights, and only a publication that stands still can be told."""
-
-    def __init__(self, probe: sync.Probe, aligned: bool):
-        self.probe = probe
-        self.aligned = aligned
-        self.before: sync.Reference | None = None  # `engine`: the published tensors; `published`: the learner
-
-    def __call__(self, version: int, learner_says: np.ndarray, named_tensors) -> None:
-        """learner_says: log-probabilities (R, L - 1) of the probe's sequences. SyncError: they are not the same."""
-        published = self.probe.logprobs(named_tensors)
-        slope = sync.slope_since(self.before, published, learner_says)
-        if not np.isnan(slope.b):
-            sync.insist(
-                slope.high >= (sync.NEW if self.aligned else 0.1),
-                f"version {version}: of what changed in the learner since version {self.before.version} the published "
-                f"weights show {slope.b:.3g} +- {slope.se:.2g} of 1: they are not the learner's",
-            )
-        if self.before is None or slope.is_new:
-            self.before = sync.Reference(version, published, learner_says)

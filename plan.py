@@ -23,12 +23,12 @@ import torch
 
 import checkpoint
 import corrections
-import sync
 import warmstart
 from engines import cache_of_a_token, cached_tokens, evaluated_by, sleep_level
 from flags import from_environment, is_hub_id, need
 from model import lora
 from model.footprint import layers_travel_in, measure, of_proof, of_scoring, on_meta, sampler_of
+from model.streamed import empty_model
 from optim import Muon, make_optimizers
 from rollout import probe_ids
 from tasks import at_once, make_task, settings_of
@@ -192,7 +192,7 @@ def publishing(cfg, configs: dict, models: dict[str, States], width: int, sharde
 
     vLLM's forward takes less: it makes the logits of one sequence at a time, 9 bytes each with their logarithms and
     ranks. 143 tokens of that are less than the embedding twice, the first of the three, from a hidden size of 161."""
-    ids = probe_ids(cfg, width, min(config.vocab_size for config in configs.values()))
+    ids = probe_ids(width, min(config.vocab_size for config in configs.values()))
     rows, length = ids.shape
     own = of_scoring(cfg, configs, min(rows, max(1, cfg.micro_tokens // length)), length)
     return max(
@@ -229,7 +229,7 @@ def engine(cfg, config, width: int, ranks: int, gpu_gib: float) -> int:
 
 def engine_weights(cfg, config) -> int:
     """Bytes of its weights. Low bits are counted as --rollout_dtype: vLLM starts from such weights."""
-    return weights_of(sync.empty_model(config)) * bytes_of_a_number(cfg) // 4 // cfg.rollout_tp
+    return weights_of(empty_model(config)) * bytes_of_a_number(cfg) // 4 // cfg.rollout_tp
 
 
 def bytes_of_a_number(cfg) -> int:
@@ -283,7 +283,7 @@ def own_responses(cfg, config, width: int, ranks: int) -> int:
 def plain_sampler(cfg, config, rows: int, width: int, ranks: int) -> int:
     """Bytes of a sampler in plain torch of so many responses; of a model that ranks share it has a whole copy
     (eval.sampler_of)."""
-    copied = weights_of(sync.empty_model(config)) if cfg.parallel == "fsdp" and ranks > 1 else 0
+    copied = weights_of(empty_model(config)) if cfg.parallel == "fsdp" and ranks > 1 else 0
     return copied + torch_cache(config, 4, rows, width)
 
 

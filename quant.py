@@ -427,13 +427,14 @@ def refuse_experts(model, flag: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def for_engine(named_tensors, model, fmt: Format, packed: bool = True):
+def for_engine(named_tensors, model, fmt: Format, packed: bool = True, cached: bool = True):
     """Yield (name, tensor) of a state dict as an engine loads it, the linear layers in low bits.
 
     A layer's X.weight becomes q_w and s_w: X.weight and X.weight_scale, or for int4 X.weight_packed
     (eight numbers to an int32), X.weight_scale and X.weight_shape. Where the layers of `model` are
     aligned in this format, these are the very tensors of their forward pass. packed False, for
-    engines without a kernel: X.weight is the exactly dequantized weight, in its old type."""
+    engines without a kernel: X.weight is the exactly dequantized weight, in its old type. cached False: quantize
+    even where an aligned layer has the tensors already."""
     linears, experts = quantized_linears(model), expert_parameters(model)
     for name, x in named_tensors:
         layer, kind = experts.get(name) or (linears.get(name.removesuffix(".weight")), "weight")
@@ -442,7 +443,7 @@ def for_engine(named_tensors, model, fmt: Format, packed: bool = True):
             continue
         aligned = isinstance(layer, (LowBitLinear, LowBitExperts)) and layer.format == fmt
         sharded = hasattr(getattr(layer, kind), "full_tensor")
-        if aligned and not sharded:
+        if aligned and cached and not sharded:
             q, s = layer.quantized_weight() if kind == "weight" else layer.quantized(kind)
         else:
             q, s = fmt.quantize(x)
@@ -491,6 +492,16 @@ def load_quantized(model, named_tensors):
             layer.loaded = loaded
         else:
             layer.loaded[kind] = loaded
+
+
+def held_quantized(model) -> dict[str, torch.Tensor]:
+    """The low-bit tensors with which a model's aligned layers compute, under the names of `for_engine`."""
+    tensors = {}
+    for name, layer in quantized_linears(model).items():
+        tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"] = layer.quantized_weight()
+    for name, (layer, kind) in expert_parameters(model).items():
+        tensors[name], tensors[f"{name}_scale"] = layer.quantized(kind)
+    return tensors
 
 
 def without_int4(named_tensors):

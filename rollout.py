@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import os
 import time
 from collections import Counter
@@ -106,15 +107,10 @@ def uniforms(n: int, *key) -> np.ndarray:
     return generator(*key).random(n)
 
 
-def probe_ids(cfg, context: int, vocabulary: int) -> np.ndarray:
-    """The fixed pseudo-random sequences (R, L) of a run's probe (sync.py): about 0.4 % of a rollout batch's tokens.
-
-    The proof reads them up to eight times, an update reads its own tokens three times over (forward, and a backward of
-    twice that): by this count 1 %, and more below 144,000 tokens, as four sequences are the least. They fill a block of
-    vLLM's cache of prefixes (128 tokens on a CPU, 16 on a GPU) where the context allows."""
-    length = min(144, context - 1)
-    tokens = min(2048, max(128, cfg.rollout_batch * cfg.max_tokens // 250), 2**26 // vocabulary)
-    rows = max(4, tokens // length)
+def probe_ids(context: int, vocabulary: int) -> np.ndarray:
+    """Fixed pseudo-random sequences (R, L), some 512 tokens, on which two forwards of one model are compared."""
+    length = min(128, context - 1)
+    rows = max(4, 512 // length)
     return (uniforms(rows * length, "probe") * vocabulary).astype(np.int64).reshape(rows, length)
 
 
@@ -267,7 +263,7 @@ class LocalSource:
     group_size: int  # G: responses to each prompt
     topk: int  # K: how many of the most likely tokens are recorded with each sampled one
     model: str  # the model whose weights the engine gets: "policy" or "actor"
-    probe: sync.Probe
+    check: sync.WeightCheck | None  # of its weights; None: they are loaded without one
     max_allowed: int = 0  # largest set of allowed tokens that is recorded; 0: none is
     resample: int = 0  # rounds of --dynamic_sampling
     stop_ids: list[int] | None = None  # the tokens that end a response (tasks.stop_ids); None: the tokenizer's end
@@ -284,7 +280,7 @@ class LocalSource:
         self.version = -1  # of the engine's weights, as are the next three
         self.digest = ""
         self.published = 0.0  # seconds, by the learner's clock
-        self.proof: sync.Proof | None = None  # until `metrics` has reported it
+        self.synced: sync.Synced | None = None  # until `metrics` has reported it
         self.error = ""  # why no more groups can come; remote/source.py sets it
         self.before: dict[str, Any] = {}  # what the last `next` has changed, as it was
 
@@ -298,10 +294,13 @@ class LocalSource:
         self.load(version, named_tensors)
 
     def load(self, version: int, named_tensors) -> None:
-        """Put weights into the engine and prove that they are there: SyncError if not (sync.py)."""
-        self.proof = sync.prove(self.engine, version, named_tensors, self.probe)
+        """Put weights into the engine and check that they are there: SyncError if not (sync.py)."""
+        if self.check is None:
+            self.engine.load(named_tensors)
+        else:
+            self.synced = self.check.load(self.engine, version, named_tensors)
+            self.digest = self.synced.digest
         self.version = version
-        self.digest = self.proof.digest
 
     def next(self, n_groups: int, learner_version: int, stop=()) -> list[Rollout]:
         """The next n groups, sampled now with the newest published weights and graded.
@@ -387,25 +386,16 @@ class LocalSource:
         return self.engine
 
     def metrics(self) -> dict[str, float]:
-        """What the last weight sync proved, and how grading went; empty when that was reported before."""
-        proof, self.proof = self.proof, None
+        """The last weight sync, and how grading went; empty when that was reported before."""
+        synced, self.synced = self.synced, None
         values, self.graded = grading_metrics(self.graded), Counter()
         if self.resample:
             values["dynamic_sampling/dropped"] = float(self.no_spread)
             self.no_spread = 0
-        if proof is None:
+        if synced is None:
             return values
-        return values | {
-            "sync/error": proof.error,
-            "sync/distance": proof.distance,
-            "sync/slope": proof.slope.b,
-            "sync/slope_se": proof.slope.se,
-            "sync/decode_slope": proof.decode_slope.b,
-            "sync/decode_slope_se": proof.decode_slope.se,
-            "sync/proved": float(proof.status == "proved"),
-            "sync/long_unproven": float(self.probe.unproven >= sync.LONG_UNPROVEN),
-            "sync/MiB": proof.nbytes / 2**20,
-        }
+        known = {"changed": synced.changed, "MiB": synced.nbytes / 2**20, "error": synced.error, "floor": synced.floor}
+        return values | {f"sync/{name}": x for name, x in known.items() if not math.isnan(x)}
 
     def give_back(self) -> None:
         """Take back what the last `next` handed out, or failed to: it will not be trained on."""
@@ -415,12 +405,11 @@ class LocalSource:
         """A checkpoint with the last state_dict is complete on disk: nothing to do."""
 
     def state_dict(self) -> dict:
-        return {"sequence": self.sequence, "incarnation": self.incarnation, "probe": self.probe.state_dict()}
+        return {"sequence": self.sequence, "incarnation": self.incarnation}
 
     def load_state_dict(self, state: dict) -> None:
         self.sequence = state["sequence"]
         self.incarnation = state["incarnation"]
-        self.probe.load_state_dict(state["probe"])
 
     def dealt(self, states: list[dict]) -> dict:
         """Where this source goes on at a resume, when len(states) ranks wrote the checkpoint and n_ranks read it.

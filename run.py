@@ -38,11 +38,11 @@ from corrections import USES_Z
 from delay import DelaySource
 from engines import make_engine, sleep_level
 from flags import UserError, is_hub_id, need
-from learner import LOCAL_RANK, LearnerCheck
+from learner import LOCAL_RANK
 from model import exact, lora
 from model.memory import unread
 from rollout import LocalSource, probe_ids
-from sync import Probe
+from sync import WeightCheck
 from tasks import EvalSet, eval_sets, make_task, stop_ids
 
 
@@ -98,22 +98,16 @@ class Run:
         held = self.cfg.kl_coef and not lora.learns(self.cfg, "policy")
         return unread(self.policy) if held else None
 
-    def probe(self) -> Probe:
-        """The probe of sync.py."""
+    def weight_check(self) -> WeightCheck | None:
+        """The check of the engine's weights (sync.py); None with --check_sync=False."""
+        if not self.cfg.check_sync:
+            return None
         fmt = quant.format_of(self.cfg.rollout_quant, self.cfg.quant_group)
-        return Probe(self.actor or self.policy, self.probe_ids(), fmt, vocabulary=self.vocabulary)
+        return WeightCheck(self.configs[self.rollout_model], self.probe_ids(), fmt, self.vocabulary)
 
     def probe_ids(self) -> np.ndarray:
-        """Its fixed sequences (R, L)."""
-        return probe_ids(self.cfg, self.context, self.vocabulary)
-
-    def learner_check(self) -> LearnerCheck:
-        """Whether the published weights are the learner's own (learner.py)."""
-        cfg = self.cfg
-        if cfg.samplers != "local" and cfg.sync_dtype != "quantized":  # samplers round for themselves
-            plain = Probe(self.actor or self.policy, self.probe_ids(), vocabulary=self.vocabulary)
-            return LearnerCheck(plain, cfg.learner_quant == "none")
-        return LearnerCheck(self.probe(), cfg.learner_quant in ("aligned", cfg.rollout_quant))
+        """Fixed sequences (R, L) on which two forwards of one model are compared."""
+        return probe_ids(self.context, self.vocabulary)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -199,7 +193,7 @@ def open_source(cfg, run, comm):
         "resample": cfg.dynamic_sampling,
         "stop_ids": run.stop_ids,
         "model": run.rollout_model,
-        "probe": run.probe(),
+        "check": run.weight_check(),
         "rank": comm.rank,
         "n_ranks": comm.size,
     }
@@ -468,10 +462,6 @@ WARNINGS = {
     "mostly_cut": (
         "more than half of the responses of an update were cut at --max_tokens, and cut ones earn little or nothing: "
         "raise it, or look at what they say (python plot.py --samples=RUN)"
-    ),
-    "sync/long_unproven": (
-        "for 50 syncs in a row the weights have moved too little, for the rounding of the engine, to tell whether it "
-        "has the new ones (sync/slope_se); digests agree, and evidence goes on being added up"
     ),
     "rejected_steps": (
         "every token of an update was rejected: the policy did not move; widen --rs_low and --rs_high, or look at "

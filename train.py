@@ -115,7 +115,6 @@ class Training:
         self.source = open_source(cfg, self.run, self.comm)
         self.learner = Learner(*self.run.load_models(), cfg, self.comm, self.run.vocabulary, self.run.load_start())
         self.learner.check_heads(self.run.probe_ids())
-        self.check_published = self.run.learner_check()
         self.to_check = expects_agreement(cfg)
         self.updates_per_rollout = cfg.rollout_batch // cfg.train_batch
         self.groups_per_update = cfg.train_batch // (cfg.group_size * self.comm.size)
@@ -142,13 +141,12 @@ class Training:
         """Stages 1 to 3: a new batch of groups into `pending`. False: a signal came first, or no sampler is left."""
         cfg, learner = self.cfg, self.learner
         source = self.source
-        # 1. publish the rollout model's weights to the engine, and prove that they arrived
+        # 1. publish the rollout model's weights to the engine, and check that they arrived
         with timer(self.clock, "sync_s"):
             published = learner.published(self.run.rollout_model, source.packed)
+            if cfg.check_sync:
+                published = learner.verified(self.run.rollout_model, source.packed, published)
             source.publish(learner.version, published)
-            own = learner.logprobs(self.run.rollout_model, self.check_published.probe.ids)
-            unrounded = learner.published(self.run.rollout_model, source.packed, in_full=True)
-            self.check_published(learner.version, own, unrounded)
         # 2. roll out: whole groups, sampled and graded
         n = self.groups_per_update
         with timer(self.clock, "rollout_s"):

@@ -450,7 +450,7 @@ def on_policy_source(learner, run, cfg) -> LocalSource:
         max_allowed=sampling.max_allowed(cfg, run.vocabulary),
         stop_ids=run.stop_ids,
         model="policy",
-        probe=None,
+        check=None,
         rank=learner.comm.rank,
         n_ranks=learner.comm.size,
         resample=cfg.dynamic_sampling,

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import quant
-import sync
 from batching import Batch
 from model import Needs, OneModelRows, PolicyAndActor, Scored, TwoModelRows, lora, memory, needs_of_update
+from model.streamed import StreamedModel, drop_weights, empty_model
 from optim import learning
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -178,23 +178,21 @@ def through_logits(pair: PolicyAndActor, needs: Needs, batch) -> dict:
 
 
 def of_proof(cfg, config, ids, gathered: bool) -> int:
-    """The most that the published tensors' own forward takes in the proof of a sync (sync.py), two layers deep: with
-    the old tensor of a watched embedding. gathered: ranks share the tensors, and each is made whole when it is read."""
+    """The most that the published tensors' own forward takes in the check of a sync (sync.py), two layers deep.
+
+    gathered: ranks share the tensors, and each is made whole when it is read."""
     with FakeTensorMode(), Allocated() as allocated:
         with unset_fake_temporarily():
-            probe = sync.Probe(None, ids, config=of_depth(config, 2))
-        take_bytes(probe.model)
-        shapes = {name: x.shape for name, x in probe.model.state_dict().items()}
-        sync.give_up(list(probe.model.named_modules()))  # a probe has no weights of its own
+            streamed = StreamedModel(of_depth(config, 2))
+        take_bytes(streamed.model)
+        shapes = {name: x.shape for name, x in streamed.model.state_dict().items()}
+        for module in streamed.model.modules():
+            drop_weights(module)
         tensors = {} if gathered else {name: torch.empty(shape) for name, shape in shapes.items()}
-        fmt = quant.format_of(cfg.rollout_quant)
-        parts = 6 if fmt is not None and fmt.activations else 4  # as sync.published_says has them
-        rows = torch.zeros(parts * len(ids), ids.shape[1], dtype=torch.long)
+        rows = torch.zeros(4 * len(ids), ids.shape[1], dtype=torch.long)  # as WeightCheck has them
         base = allocated.peak = allocated.now
         stream = ((name, torch.empty(shape) if gathered else tensors[name]) for name, shape in shapes.items())
-        name = next(name for name, module in probe.model.named_modules() if isinstance(module, nn.Embedding))
-        old = {"weight": torch.empty(shapes[f"{name}.weight"])}
-        probe.score(stream, rows, cfg.rollout_dtype, (name, old, len(ids)))
+        streamed.score(stream, rows, cfg.rollout_dtype)
         return allocated.peak - base
 
 
@@ -205,7 +203,7 @@ def of_proof(cfg, config, ids, gathered: bool) -> int:
 
 def on_meta(cfg, name: str, config):
     """A model as the learner makes it, its parameters on the meta device."""
-    model = sync.empty_model(config).requires_grad_(True).eval()
+    model = empty_model(config).requires_grad_(True).eval()
     if lora.learns(cfg, name):
         lora.attach(model, cfg)
     if name == sampler_of(cfg):

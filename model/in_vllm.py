@@ -6,6 +6,7 @@ memory that its ranks share, and a way for new weights.
     vllm_leaves_no_trace    what it overwrites while it starts is put back
     among_ranks             under torchrun several ranks are one engine
     own_shared_memory       two runs on one host do not meet in /dev/shm
+    checksums_of            which weights it holds
     hand_over               weights, to an engine in this process or in another one of this node
 """
 
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from flags import UserError
+from sync import checksums, wrap
 
 SHARED = Path("/dev/shm")
 BUCKET = 1 << 28  # bytes of tensors that are handed over at a time, or one tensor
@@ -63,7 +65,7 @@ def _change_vllm(low_bits_on_cpu: bool) -> None:
         from vllm.model_executor.kernels.linear.scaled_mm import cpu
 
         change(_custom_ops, "create_onednn_scaled_mm", keep_scales_alive)
-        change(cpu, "check_cpu_sgl_kernel", not_in_float32)
+        change(cpu, "check_cpu_sgl_kernel", without_amx)
 
 
 def lean_logprobs(update_sample_logprobs):
@@ -130,16 +132,12 @@ def keep_scales_alive(create_onednn_scaled_mm):
     return create
 
 
-def not_in_float32(check_cpu_sgl_kernel):
-    """Replacement for scaled_mm.cpu.check_cpu_sgl_kernel: a model in float32 gets the kernel that every CPU has.
+def without_amx(check_cpu_sgl_kernel):
+    """Replacement for scaled_mm.cpu.check_cpu_sgl_kernel: int8 layers take the oneDNN kernel on every CPU.
 
-    Reason: on CPUs with AMX vLLM takes another int8 kernel, which ends at a float32 activation. vLLM makes a layer's
-    kernel while the model's type is torch's default."""
-
-    def has_kernel(*shape_and_type):
-        return torch.get_default_dtype() != torch.float32 and check_cpu_sgl_kernel(*shape_and_type)
-
-    return has_kernel
+    Reason: vLLM takes another kernel on CPUs with AMX if torch's default type is not float32. It is the model's type
+    when the engine starts and float32 when weights are replaced, so a reload finds other tensors than it left."""
+    return lambda *shape_and_type: False
 
 
 def change(owner, name: str, replacement) -> None:
@@ -235,6 +233,58 @@ def own_shared_memory(ranks):
         dist.barrier(group=ranks)
         for left in SHARED.glob(f"*{own}-*"):
             left.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checksums of its weights
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def note_packing(model) -> None:
+    """From here on each layer of vLLM's model keeps the checksums of the weights that its kernel is handed to pack.
+
+    Some kernels keep packed copies alone: those of a CPU have no other weights of a linear layer."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        process = getattr(method, "process_weights_after_loading", None)
+        if process is not None and not getattr(process, "notes", False):
+            method.process_weights_after_loading = noting(process)
+
+
+def noting(process):
+    """`process_weights_after_loading` of a layer, after the layer has noted what it is given."""
+
+    @functools.wraps(process)
+    def note(layer):
+        layer.handed_over = checksums(dict(layer.named_parameters(recurse=False)))
+        process(layer)
+
+    note.notes = True
+    return note
+
+
+def checksums_of(model) -> tuple[dict, dict]:
+    """name -> (checksum, type) of a model's tensors, as they are in memory and as they were handed over."""
+    in_memory = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    packed = {}
+    for prefix, module in model.named_modules():
+        packed |= {f"{prefix}.{name}": known for name, known in vars(module).get("handed_over", {}).items()}
+    return checksums({name: x for name, x in in_memory.items() if x.numel()}), packed
+
+
+def fused_modules(model) -> dict[str, list[str]]:
+    """Name of a fused module in vLLM's model -> names of the published modules in it."""
+    experts = {"w13_weight": ["gate_up_proj"], "w2_weight": ["down_proj"]}
+    return {**getattr(model, "packed_modules_mapping", {}), **experts}
+
+
+def summed_over(ranks, known: dict) -> dict:
+    """(checksum, type) by name, the checksums summed over the ranks of an engine; ranks None: one alone."""
+    if ranks is None:
+        return known
+    sums = [None] * ranks.size()
+    dist.all_gather_object(sums, {name: value for name, (value, _) in known.items()}, group=ranks)
+    return {name: (wrap(sum(one[name] for one in sums)), dtype) for name, (_, dtype) in known.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

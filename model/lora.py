@@ -98,11 +98,12 @@ def switched_off(model):
             layer.set_scale(NAME, 1.0)
 
 
-def merged(model, state: dict, whole):
+def merged(model, state: dict, whole, only=None):
     """Yields (name, tensor) of the model's state dict with W + (alpha / rank) B A for W and A and B, under the names of
-    the base model; of a model without adapters just its own. whole: gathers a tensor from all ranks."""
+    the base model; of a model without adapters just its own. whole: gathers a tensor from all ranks. only: names to
+    yield; None: all."""
     for name, x in state.items():
-        if is_adapters(name):
+        if is_adapters(name) or (only is not None and name.replace(".base_layer.", ".") not in only):
             continue
         x = whole(x)
         layer, is_base, part = name.partition(".base_layer.")

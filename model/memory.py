@@ -25,11 +25,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import quant
-import sync
 from checkpoint import load_model, one_sentence, read_config
 from checkpoint.models import weight_files
 from flags import need
 from model import exact, lora
+from model.streamed import empty_model
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class OnDisk:
 
 def unread(folder: Path | str):
     """The model of a folder, its parameters on the meta device, where they take no memory; `fill` reads them."""
-    model = sync.empty_model(read_config(folder)).requires_grad_(True).eval()
+    model = empty_model(read_config(folder)).requires_grad_(True).eval()
     model.on_disk = OnDisk(str(folder))
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head.weight is embedding.weight and Stored(folder).has_two(model):
@@ -223,34 +223,6 @@ class Stored:
     @staticmethod
     def head_of(model):
         return model.get_output_embeddings().weight
-
-
-class InFolder:
-    """The weights of a folder, module by module, as an engine has them before anything is published to it."""
-
-    def __init__(self, folder: str, model, fmt: quant.Format | None):
-        self.stored = Stored(folder)
-        tensors = self.stored.named(model)  # of tied ones the name that is there
-        stored_name = {id(x): name for name, x in tensors.items()}
-        self.names = {name: stored_name[id(x)] for name, x in model.state_dict(keep_vars=True).items()}
-        self.is_readable = self.stored.fit(model, tensors)
-        self.format = fmt
-        self.low_bits = quant.quantized_linears(model) if fmt else {}
-
-    def tensors(self, name: str, module) -> dict[str, torch.Tensor]:
-        """A module's tensors as they are published, by its own names; {}: they cannot be read one by one."""
-        found = {}
-        if not self.is_readable or not all(file.is_file() for file in self.stored.files.values()):
-            return found
-        for own in [p for p, value in module._parameters.items() if value is not None]:
-            stored = self.names[f"{name}.{own}"]
-            pieces = self.stored.pieces(stored, 0, self.stored.shapes[stored][0])
-            found[own] = torch.cat([rows for _, rows in pieces])
-        if name in self.low_bits:
-            q, s = self.format.quantize(found["weight"])
-            low_bits = {"weight": q, "weight_scale": s}
-            found |= low_bits if self.format.activations else {"weight": quant.dequantize(q, s)}
-        return found
 
 
 def expert_parts(name: str, e: int) -> list[str]:

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-import numpy as np
 import torch
 
 import quant
@@ -53,7 +52,7 @@ from remote.relay import check_flag
 from remote.routes import Follower, is_file_of_routes, routes, streams_of
 from rollout import LocalSource, Rollout, request_seed, uniforms
 from sampling import Sampling
-from sync import Probe
+from sync import WeightCheck
 from tasks import digest_of, file_of, make_task
 
 PRINT_EVERY = 10.0  # seconds between two lines on the screen
@@ -517,7 +516,7 @@ def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> Sam
         max_allowed=run["kept"],
         stop_ids=run["stop_ids"],
         model=Path(flags.model).name if flags.model else run["model"],
-        probe=Probe(str(model), np.array(run["probe"], np.int64), fmt, vocabulary=vocabulary),
+        check=WeightCheck(read_config(model), run["probe"], fmt, vocabulary) if cfg.check_sync else None,
         skeleton=skeleton,
         low_bits=run["packed"],
         fmt=fmt,

@@ -111,7 +111,7 @@ def describe_run(cfg, run, model: str, topk: int, max_allowed: int, ranks: int) 
         "world": ranks,
         "task_digest": tasks.digest_of(cfg.task),
         "sampling": vars(Sampling.of(cfg)),
-        "probe": run.probe().ids.tolist(),
+        "probe": run.probe_ids().tolist(),
         "packed": cfg.sync_dtype == "quantized",
         "paced": cfg.admission == "pace",
         "stop_ids": run.stop_ids,

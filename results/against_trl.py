@@ -21,7 +21,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import compare, print_table, resolved, seconds, shaped, update
-from checkpoint import load_model
+from checkpoint import load_model, read_config
 from engines import HFEngine, VLLMEngine
 from flags import UserError, need, run_command
 from learner import Comm, Learner
@@ -29,7 +29,7 @@ from model import attention
 from results import sweep
 from rollout import LocalSource
 from sampling import Sampling
-from sync import Probe
+from sync import WeightCheck
 from tasks import Arithmetic, arithmetic_tokenizer
 
 
@@ -44,7 +44,7 @@ def our_step(folder: str, engine, cfg):
         group_size=cfg.group_size,
         topk=0,
         model="policy",
-        probe=Probe(folder, np.arange(2, 14)),
+        check=WeightCheck(read_config(folder), np.arange(2, 14)),
     )
 
     def step():

@@ -39,7 +39,7 @@ from model import Needs, OneModelRows, Scored
 from model.head import ChunkedHead, Head, chunk_rows
 from rollout import as_groups, uniforms
 from sampling import Sampling
-from sync import Probe, prove
+from sync import WeightCheck
 
 GIB = 2**30
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # operations a second
@@ -479,19 +479,19 @@ def sampled(s: Setting, engine, what: str, tokens: int) -> Iterator[dict]:
 
 
 def published(s: Setting, engine, learner: Learner, what: str) -> Iterator[dict]:
-    """Seconds of three publications with their proofs, and what the proofs say; between them is an update."""
+    """Seconds of three publications with their checks; between them is an update."""
     vocabulary = learner.models.policy.config.vocab_size
     ids = (uniforms(4 * 144, "probe") * vocabulary).astype(np.int64).reshape(4, 144)
-    probe = Probe(None, ids, config=learner.models.policy.config)
+    check = WeightCheck(learner.models.policy.config, ids)
     batch, stats = batch_of(learner, learner.cfg.train_batch, learner.cfg.max_tokens)
-    said, times = [], []
+    changed, times = [], []
     for version in range(3):
-        prove_now = partial(prove, engine, version, learner.published("policy", engine.packed), probe)
-        times.append(s.seconds(lambda now=prove_now: said.append(now().status)))
+        load = partial(check.load, engine, version, learner.published("policy", engine.packed))
+        times.append(s.seconds(lambda now=load: changed.append(now().changed)))
         learner.update(batch, stats)
-    met = said == ["first", "proved", "proved"]
-    yield row(f"{what}: proofs, {', '.join(said)}", len(said), "syncs", goal="first, then proved", met=met)
-    yield row(f"{what}: a publication and its proof", float(np.median(times)), "s", (min(times), max(times)))
+    yield row(f"{what}: share of tensors changed by an update", changed[-1], "", goal="> 0", met=changed[-1] > 0)
+    yield row(f"{what}: the first publication and its check", times[0], "s")
+    yield row(f"{what}: a publication and its check", min(times[1:]), "s", (min(times[1:]), max(times[1:])))
 
 
 def rollouts(s: Setting) -> Iterator[dict]:

@@ -73,7 +73,7 @@ class Clock(DelaySource):
     def __init__(self, cfg, store: str):
         engine = SimpleNamespace(packed=False, any_rank=bool, sleep=lambda: None)
         tokenizer = SimpleNamespace(eos_token_id=0)
-        how = dict(group_size=cfg.group_size, topk=0, model="policy", probe=None, cfg=cfg, store=Path(store))
+        how = dict(group_size=cfg.group_size, topk=0, model="policy", check=None, cfg=cfg, store=Path(store))
         super().__init__(engine, make_task(cfg), tokenizer, Sampling.of(cfg), **how)
 
     def sample_tickets(self, taken: list) -> list:

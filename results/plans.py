@@ -28,10 +28,10 @@ import objectives
 import plan
 from engines import HFEngine
 from flags import parse_flags, run_command
-from learner import Comm, Learner, LearnerCheck
+from learner import Comm, Learner
 from model import lora
 from rollout import probe_ids
-from sync import Probe, prove
+from sync import WeightCheck
 
 COMMON = {"vocab_size": 151_936, "max_position_embeddings": 40_960}
 # hub id -> (family, hidden, inner, layers, heads, key-value heads, tied, more)
@@ -207,22 +207,19 @@ def measured(flags: dict) -> None:
 
 
 def measured_sync(dtype: str) -> None:
-    """Print the most that two syncs with their proofs take, as `measured` does; the second watches the embedding."""
+    """Print the most that two syncs with their checks take, as `measured` does."""
     cfg = configured({"rollout_dtype": dtype}, 1)
     with tempfile.TemporaryDirectory() as folder:
         model, sampler = bench.shaped(folder, **LARGE), bench.shaped("", **LARGE, seed=1).to(getattr(torch, dtype))
         trim()
         before = memory_of("VmRSS") - sum(x.nbytes for m in (model, sampler) for x in m.parameters())
         learner, engine = Learner(model, None, cfg, Comm()), HFEngine(sampler, dtype=dtype)
-        ids = probe_ids(cfg, PROMPT + RESPONSE, LARGE["vocab"])
-        probe, check = Probe(folder, ids), LearnerCheck(Probe(None, ids, config=model.config), True)
-        tensors = learner.published("policy", packed=False)
-        embedding = next(v for v in range(1, 1000) if probe.watched(v)[0] == "model.embed_tokens")
+        check = WeightCheck(model.config, probe_ids(PROMPT + RESPONSE, LARGE["vocab"]))
         peaks = []
-        for version in (0, embedding):
+        for version in range(2):
             trim()
-            prove(engine, version, tensors, probe)
-            check(version, learner.logprobs("policy", ids), tensors)
+            tensors = learner.verified("policy", False, learner.published("policy", packed=False))
+            check.load(engine, version, tensors)
             peaks.append(memory_of("VmHWM") - before)
             with torch.no_grad():
                 for p in model.parameters():

@@ -1,0 +1,174 @@
+"""Log-probabilities of a state dict that arrives as a stream of named tensors.
+
+A structure without weights runs forward. Each module takes its tensors out of the stream when its turn comes and gives
+them up afterwards, so that no second model is held. sync.py compares an engine with this forward.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import numpy as np
+import torch
+
+import quant
+from model import head
+
+
+def empty_model(config):
+    """A model's structure, its parameters on the meta device. config: of transformers; it is not changed."""
+    from transformers import AutoModelForCausalLM
+
+    register = torch.nn.Module.register_parameter
+
+    def on_meta(module, name, p):
+        if p is not None and not p.is_meta:  # a meta parameter may be tied already
+            p = torch.nn.Parameter(p.to("meta"), requires_grad=False)
+        register(module, name, p)
+
+    random_state = torch.get_rng_state()  # the constructor draws random weights
+    torch.nn.Module.register_parameter = on_meta
+    try:
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+    finally:
+        torch.nn.Module.register_parameter = register
+        torch.set_rng_state(random_state)
+
+
+class StreamedModel:
+    """A model's structure, whose forward reads its weights from a stream.
+
+    fmt: number format of the linear layers; where it rounds activations, this forward rounds them too. vocabulary:
+    number of token ids; None: all rows of the embedding."""
+
+    def __init__(self, config, fmt: quant.Format | None = None, vocabulary: int | None = None):
+        rounds_activations = fmt is not None and fmt.activations
+        self.model = quant.align(empty_model(config), fmt if rounds_activations else None).eval()
+        self.vocabulary = vocabulary
+
+    def logprobs(self, named_tensors, ids: np.ndarray, dtype: str = "float32", nudge: float = 0.0) -> np.ndarray:
+        """log p(ids[t] | ids[:t]) for t >= 1, in nats: ids (rows, L) -> float32 (rows, L - 1). Arguments of `score`."""
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+        return self.score(named_tensors, torch.from_numpy(ids), dtype, nudge, device).cpu().numpy()
+
+    @torch.no_grad()
+    def score(self, named_tensors, ids, dtype: str = "float32", nudge: float = 0.0, device=None):
+        """`logprobs` as a tensor (rows, L - 1). KeyError: a tensor is missing from the stream.
+
+        Computed in float32 with weights rounded to `dtype`. nudge > 0: in the last half of the rows, each module's
+        output is multiplied by 1 + nudge u with u uniform in [-1, 1]: a model of rounding errors.
+        device: of the computation; None: that of the tensors."""
+        stream = TensorStream(named_tensors, getattr(torch, dtype), device)
+        layer, hooks = self.model.get_output_embeddings(), []
+        layer.forward = functools.partial(head.score, head.Head.of(self.model.config, self.vocabulary), layer)
+        owners = {}  # a mixer with parameters reads those of its parts itself: they are filled together
+        for name, module in self.model.named_modules():
+            if published_names(module):
+                parent = name.rpartition(".")[0]
+                owners.setdefault(parent if parent in owners else name, []).append((name, module))
+        noise = torch.Generator(stream.device).manual_seed(0)
+        for parts in owners.values():
+            hooks.append(parts[0][1].register_forward_pre_hook(functools.partial(fill, parts, stream)))
+            hooks.append(parts[0][1].register_forward_hook(functools.partial(release, parts, nudge, noise)))
+        try:
+            ids = ids.to(stream.device)
+            for module in self.model.modules():
+                module._buffers.update({n: x.to(ids.device) for n, x in module._buffers.items() if x is not None})
+            logp = layer(self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state, ids)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            vars(layer).pop("forward", None)
+        return logp
+
+
+class TensorStream:
+    """A stream of named tensors from which modules take theirs by name, in any order."""
+
+    def __init__(self, named_tensors, dtype: torch.dtype, device):
+        self.stream = iter(named_tensors)
+        self.dtype = dtype
+        name, tensor = next(self.stream)
+        self.waiting: dict[str, torch.Tensor] = {name: tensor}
+        self.device = device or tensor.device
+
+    def advance(self) -> bool:
+        """Read one more tensor. False at the end of the stream."""
+        item = next(self.stream, None)
+        if item is not None:
+            self.waiting[item[0]] = item[1]
+        return item is not None
+
+    def take(self, name: str) -> torch.Tensor:
+        """The tensor of this name. KeyError: it is not in the stream."""
+        while name not in self.waiting and self.advance():
+            pass
+        return self.waiting.pop(name)
+
+    def tensors_of(self, name: str, module) -> dict[str, torch.Tensor]:
+        """The published tensors of a module, under the module's own names; several for a low-bit weight."""
+        found = {}
+        for own in published_names(module):
+            for part in self.parts(f"{name}.{own}", module):
+                found[part.removeprefix(f"{name}.")] = self.take(part)
+        return found
+
+    def parts(self, name: str, module) -> list[str]:
+        """Names of the tensors that hold a parameter: itself, with its scales, or packed int4 numbers."""
+        if isinstance(module, quant.LowBitExperts) or (
+            isinstance(module, quant.LowBitLinear) and name.endswith(".weight")
+        ):
+            return [name, f"{name}_scale"]
+        if name.endswith(".weight"):
+            while name not in self.waiting and f"{name}_packed" not in self.waiting:
+                if not self.advance():
+                    break
+            if f"{name}_packed" in self.waiting:
+                return [f"{name}_packed", f"{name}_scale", f"{name}_shape"]
+        return [name]
+
+
+def published_names(module) -> list[str]:
+    """Names of a module's own tensors that checkpoints hold: its parameters and persistent buffers."""
+    own = {**module._parameters, **module._buffers}
+    return [name for name, x in own.items() if x is not None and name not in module._non_persistent_buffers_set]
+
+
+def fill(parts: list, stream: TensorStream, *_) -> None:
+    """Forward pre-hook: give these (name, module) their published tensors, rounded to the engine's type."""
+    for name, module in parts:
+        tensors = {key: x.to(stream.device) for key, x in stream.tensors_of(name, module).items()}
+        if isinstance(module, quant.LowBitLinear):
+            module.loaded = (tensors["weight"], tensors["weight_scale"])
+        elif isinstance(module, quant.LowBitExperts):
+            module.loaded = {kind: (tensors[kind], tensors[f"{kind}_scale"]) for kind in module._parameters}
+            continue
+        elif "weight_packed" in tensors:
+            tensors["weight"] = quant.unpacked(*(tensors[f"weight_{part}"] for part in ("packed", "scale", "shape")))
+        for key in published_names(module):
+            if key in module._buffers:
+                module._buffers[key] = tensors[key].float()
+            elif key != "weight" or not isinstance(module, quant.LowBitLinear):
+                weight = tensors[key].to(stream.dtype).float()
+                module._parameters[key] = torch.nn.Parameter(weight, requires_grad=False)
+
+
+def release(parts: list, nudge: float, noise, _module, _inputs, out):
+    """Forward hook: drop these modules' tensors; the module's output, its last half of rows nudged."""
+    for _name, module in parts:
+        drop_weights(module)
+    if not nudge or not isinstance(out, torch.Tensor):
+        return out
+    plain, nudged = out.split([len(out) - len(out) // 2, len(out) // 2])
+    u = torch.rand(nudged.shape, generator=noise, device=out.device) * 2 - 1
+    return torch.cat([plain, nudged * (1 + nudge * u)])
+
+
+def drop_weights(module) -> None:
+    """Put a module's parameters onto the meta device, and drop its low-bit tensors."""
+    if isinstance(module, quant.LowBitLinear | quant.LowBitExperts):
+        module.loaded = None if isinstance(module, quant.LowBitLinear) else {}
+    for key, p in list(module._parameters.items()):
+        if p is not None:
+            module._parameters[key] = torch.nn.Parameter(p.to("meta"), requires_grad=False)
