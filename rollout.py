@@ -29,7 +29,7 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # before torch is imported, as in train.py: its idle threads soon sleep
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
@@ -37,10 +37,12 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 import numpy as np
 import torch
 
-import sync
 from flags import UserError
 from sampling import Sampling, set_too_large
 from tasks import encode, grade_all, grading_metrics
+
+if TYPE_CHECKING:
+    import sync  # it imports this file
 
 
 @dataclass

@@ -19,7 +19,7 @@ from checkpoint import load_model
 from delay import DelaySource
 from engines import VLLMEngine
 from sampling import Sampling
-from sync import Probe
+from sync import WeightCheck
 from tasks import Arithmetic, arithmetic_tokenizer
 
 
@@ -38,7 +38,7 @@ def delayed(engine, models: list, rank: int, store: Path) -> list:
     """Groups of four updates by delayed samplers that are this rank's share of one engine. Versions take turns between
     the weights of two models."""
     cfg = make_cfg(delay="lognormal", delay_min=5.0, delay_max=40.0, step_seconds=10.0, delay_samplers=3)
-    probe = Probe(None, [[5, 6, 7, 8, 9, 10, 11, 12]], config=models[0].config)
+    check = WeightCheck(models[0].config, [[5, 6, 7, 8, 9, 10, 11, 12]])
     source = DelaySource(
         engine,
         Arithmetic(),
@@ -47,7 +47,7 @@ def delayed(engine, models: list, rank: int, store: Path) -> list:
         group_size=2,
         topk=3,
         model="policy",
-        probe=probe,
+        check=check,
         stop_ids=[1],
         rank=rank,
         n_ranks=2,

@@ -330,8 +330,6 @@ def test_weights_travel_to_an_engine_in_its_precision(changes, matrix, one_rank,
     for name, x in sent.items():
         want = own[name].to(matrix) if own[name].ndim > 1 else own[name]
         assert x.dtype == want.dtype and torch.equal(x, want), name
-    in_full = dict(learner.published("policy", False, in_full=True))
-    assert all(torch.equal(x, own[name]) and x.dtype == own[name].dtype for name, x in in_full.items())
 
 
 def test_routers_reach_an_engine_in_full():

@@ -22,8 +22,9 @@ from engines import HFEngine
 from flags import UserError
 from learner import Comm, Learner
 from model import Needs, attention, memory
+from model.streamed import StreamedModel
 from sampling import Sampling
-from sync import Probe, prove
+from sync import WeightCheck
 
 IDS = len(tokenizer())
 
@@ -107,7 +108,7 @@ def test_published_tensors_compute_what_the_model_does(family, tmp_path):
     for name, buffer in lm.named_buffers():
         if name in lm.state_dict():  # as training may leave it, and the folder has it not
             buffer.copy_(torch.linspace(-0.5, 0.5, buffer.numel()))
-    said = Probe(folder, ids).logprobs(lm.state_dict().items())
+    said = StreamedModel(lm.config).logprobs(lm.state_dict().items(), ids)
     engine = HFEngine(folder)
     engine.load(lm.state_dict().items())
     assert np.allclose(engine.logprobs(ids), said, atol=1e-4)
@@ -169,7 +170,7 @@ def test_a_cap_of_attention_scores_is_kept(tmp_path):
     for one in (loaded, learner.models.policy):
         assert torch.allclose(one(input_ids=ids).logits.log_softmax(-1), capped, atol=1e-5)
     own = capped[0, :-1].gather(1, ids[0, 1:, None])[:, 0].detach().numpy()
-    published = Probe(folder, IDS).logprobs(lm.state_dict().items(), ids.numpy())
+    published = StreamedModel(lm.config).logprobs(lm.state_dict().items(), ids.numpy())
     assert np.allclose(published[0], own, atol=1e-5)
     assert np.allclose(HFEngine(folder).logprobs(ids.numpy())[0], own, atol=1e-5)
 
@@ -238,12 +239,11 @@ def test_padding_of_two_sizes_is_never_scored():
 
 def check_padded_engine(engine, folder: str, other) -> None:
     """It neither samples nor scores what stands for no token, with its first weights and with published ones."""
-    probe = Probe(folder, np.arange(8 * 30).reshape(8, 30), vocabulary=IDS)
+    check = WeightCheck(checkpoint.read_config(folder), np.arange(8 * 30).reshape(8, 30), vocabulary=IDS)
     prompts = [np.arange(5, 10, dtype=np.int32), np.arange(20, 32, dtype=np.int32)]
     for lm in (padded("qwen2", IDS + 30), other):
         tensors = {**lm.state_dict(), "lm_head.weight": lm.get_output_embeddings().weight.detach()}
-        prove(engine, 0, tensors.items(), probe)  # SyncError unless both sides score alike
-        probe.prompt = probe.decode = None
+        check.load(engine, 0, tensors.items())  # SyncError unless both sides score alike
         for prompt, group in zip(
             prompts, engine.generate(prompts, [[1, 2]] * 2, Sampling(max_tokens=20), 5, []), strict=True
         ):

@@ -30,7 +30,7 @@ from remote import sampler
 from remote.groups import Limits, decode_group, encode_group
 from remote.wire import WireError
 from sampling import Sampling
-from sync import Probe, SyncError, prove
+from sync import SyncError, WeightCheck
 
 IDS = len(tokenizer())
 FORMATS = ["int8", "fp8", "w4a16"]
@@ -173,11 +173,11 @@ def step(lm, size: float = 0.02) -> None:
 
 
 def check_sync(engine, learner, folder: str, fmt) -> None:
-    """Two versions are proved; an engine whose experts stay old is found."""
-    probe = Probe(folder, np.arange(8 * 30).reshape(8, 30), fmt)
-    assert prove(engine, 0, learner.published("policy", engine.packed), probe).status == "first"
+    """Two versions arrive; an engine whose experts stay old is found."""
+    check = WeightCheck(checkpoint.read_config(folder), np.arange(8 * 30).reshape(8, 30), fmt)
+    check.load(engine, 0, learner.published("policy", engine.packed))
     step(learner.models.policy)
-    assert prove(engine, 1, learner.published("policy", engine.packed), probe).status == "proved"
+    assert check.load(engine, 1, learner.published("policy", engine.packed)).changed > 0.5
     step(learner.models.policy, 0.1)
     load = engine.load
 
@@ -189,8 +189,8 @@ def check_sync(engine, learner, folder: str, fmt) -> None:
     step(learner.models.policy, 0.1)
     engine.load = without_experts
     try:
-        with pytest.raises(SyncError):
-            prove(engine, 2, learner.published("policy", engine.packed), probe)
+        with pytest.raises(SyncError, match="experts"):
+            check.load(engine, 2, learner.published("policy", engine.packed))
     finally:
         engine.load = load
 

@@ -195,7 +195,6 @@ def test_a_noisy_run_is_proved_and_evaluated_without_noise_and_resumes(solvers, 
     assert noisy[0]["eval/policy_pass@1"] == quiet[0]["eval/policy_pass@1"]
     for name in ("sync/error", "sync/MiB"):
         assert noisy[1][name] == quiet[1][name]
-    assert {row["sync/proved"] for row in noisy if "sync/slope" in row and row["step"] > 1} <= {1.0}
     assert quiet[1]["rollout_corr/k3_kl"] < 1e-9 < 1e-3 < noisy[1]["rollout_corr/k3_kl"]
 
 

@@ -192,7 +192,7 @@ def test_ranks_of_one_engine_sample_together_until_none_of_them_lacks_a_group(fo
     engine = Shared()
     task = SimpleNamespace(problem=lambda split, i: SimpleNamespace(id=str(i)))
     source = LocalSource(
-        engine, task, None, Sampling(), group_size=4, topk=0, model="policy", probe=None, resample=5, stop_ids=[1]
+        engine, task, None, Sampling(), group_size=4, topk=0, model="policy", check=None, resample=5, stop_ids=[1]
     )
     source.sample = lambda numbers: engine.generate(list(numbers), None) and make_groups(len(numbers), seed=2)
     assert len(source.next(2, 0)) == 2

@@ -20,7 +20,7 @@ from learner import EXPECTED, Comm, Learner
 from model import Needs, in_vllm
 from model.in_order import in_eight_bits
 from rollout import LocalSource, Response, Sampling, uniforms
-from sync import Probe
+from sync import WeightCheck
 from tasks import Arithmetic, Problem, arithmetic_tokenizer, grade_all
 
 PROBE_IDS = [5, 40, 3, 77, 200, 9, 12, 55, 13, 100, 31, 8]
@@ -285,17 +285,9 @@ def test_heads_that_vllm_has_no_attention_for_are_refused(tmp_path):
         VLLMEngine(str(tmp_path), max_len=64, max_logprobs=1)
 
 
-def test_a_model_in_float32_gets_the_int8_kernel_that_every_cpu_has():
-    """Where a CPU has AMX, too: the other kernel refuses float32."""
-    asked = []
-    has_kernel = in_vllm.not_in_float32(lambda *shape_and_type: asked.append(shape_and_type) or True)
-    assert not has_kernel(64, 32, torch.int8) and not asked
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        assert has_kernel(64, 32, torch.int8) and asked == [(64, 32, torch.int8)]
-    finally:
-        torch.set_default_dtype(default)
+def test_int8_layers_take_the_kernel_that_every_cpu_has():
+    """Whatever torch's default type is, so that a reload finds the kernel of the start."""
+    assert not in_vllm.without_amx(lambda *shape_and_type: True)(64, 32, torch.int8)
 
 
 def test_what_vllm_overwrites_is_put_back(monkeypatch):
@@ -389,7 +381,7 @@ def make_source(engine, folders, rank=0, n_ranks=1):
         group_size=3,
         topk=5,
         model="actor",
-        probe=Probe(str(folders / "actor"), PROBE_IDS),
+        check=WeightCheck(checkpoint.read_config(folders / "actor"), PROBE_IDS),
         rank=rank,
         n_ranks=n_ranks,
     )

@@ -290,7 +290,7 @@ def test_a_source_ends_responses_and_reports_its_grading(folders, tmp_path):
     (tmp_path / "math.jsonl").write_text('{"problem": "p", "answer": "5"}\n{"problem": "p", "answer": "6"}\n')
     task = table(tmp_path / "math.jsonl")
     engine, tokenizer = HFEngine(str(folders / "actor")), arithmetic_tokenizer()
-    how = {"group_size": 8, "topk": 0, "model": "actor", "probe": None}
+    how = {"group_size": 8, "topk": 0, "model": "actor", "check": None}
     source = LocalSource(engine, task, tokenizer, Sampling(max_tokens=12), stop_ids=list(range(100)), **how)
     groups = source.next(2, 0)
     responses = [r for g in groups for r in g.responses]

@@ -235,7 +235,7 @@ def test_a_sampler_loads_weights_tensor_by_tensor(sync, learners, own, tmp_path)
     if sync == "bfloat16":
         tensors = [(name, x.bfloat16().float()) for name, x in tensors]
     engine.load(quant.for_engine(tensors, model, engine.fmt, engine.packed) if engine.fmt else tensors)
-    assert (source.engine.logprobs(source.probe.ids) == engine.logprobs(source.probe.ids)).all()
+    assert (source.engine.logprobs(source.check.ids) == engine.logprobs(source.check.ids)).all()
 
 
 def test_a_sampler_holds_no_model_beside_its_engines(tmp_path):
