@@ -269,7 +269,7 @@ def test_new_weights_are_proved_and_old_ones_found_out(dtype):
         move(learner, version)
     assert min(changed[1:]) > 0.5
     engine.load = lambda tensors: [None for _ in tensors]  # read, and not used
-    with pytest.raises(SyncError, match="the engine holds the bytes of version 3"):
+    with pytest.raises(SyncError, match="the engine still holds the bytes of version 3"):
         check.load(engine, 4, learner.published("policy", False))
 
 
@@ -342,7 +342,7 @@ def check_syncs(engine) -> None:
     assert min(changed[1:]) > 0.5
     load = engine.load
     engine.load = lambda tensors: [None for _ in tensors]
-    with pytest.raises(SyncError, match="the engine holds the bytes of version 3"):
+    with pytest.raises(SyncError, match="the engine still holds the bytes of version 3"):
         check.load(engine, 4, learner.published("policy", engine.packed))
     engine.load = load
 

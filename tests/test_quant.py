@@ -506,7 +506,7 @@ def test_a_quantized_engine_with_old_weights_is_found_out(quantized):
     moved(learner.models.policy, 1, 0.2)
     real, engine.load = engine.load, lambda tensors: [None for _ in tensors]
     try:
-        with pytest.raises(SyncError, match="the engine holds the bytes of version 0"):
+        with pytest.raises(SyncError, match="the engine still holds the bytes of version 0"):
             check.load(engine, 1, learner.published("policy", engine.packed))
     finally:
         engine.load = real

@@ -50,7 +50,7 @@ def test_a_checksum_counts_every_bit_and_no_order_of_rows():
     assert int(checksum(x[[3, 1, 0, 5, 4, 2]])) == base
     assert int(checksum(torch.cat([x, torch.zeros(2, 8)]))) == base
     assert wrap(int(checksum(x[:2])) + int(checksum(x[2:]))) == base
-    assert int(checksum(x.t().contiguous().t())) == base  # the view of a kernel that multiplies by the transpose
+    assert int(checksum(x.t())) == base  # the view of a kernel that multiplies by the transpose
     assert int(checksum(x, torch.bfloat16)) == int(checksum(x.bfloat16())) != base
 
 
@@ -97,9 +97,8 @@ def test_healthy_engines_raise_no_alarm(fmt, size):
     assert rig.sync().changed == 0
 
 
-CASES = [
-    (name, fmt) for name in FAULTS for fmt in FORMATS if FAULTS[name] is not scale_of_one or fmt in ("int8", "fp8")
-]
+SCALED = ("int8", "fp8")  # formats whose scales the plain engine loads
+CASES = [(name, fmt) for name in FAULTS for fmt in FORMATS if FAULTS[name] is not scale_of_one or fmt in SCALED]
 
 
 @pytest.mark.parametrize("size", [1e-3, 1e-8])
@@ -108,10 +107,10 @@ def test_planted_faults_are_found_at_the_first_sync(name, fmt, size):
     rig = Rig(fmt)
     rig.sync()
     found = rig.first_sync_after(FAULTS[name], size)
-    assert "--check_sync=False" in found and f"version {rig.version}: the engine holds" in found
+    assert "--check_sync=False" in found and found.startswith(f"version {rig.version}: the engine ")
     part = {"one matrix skipped": "layers.1.mlp.down_proj", "one norm skipped": "layers.0.input_layernorm"}.get(name)
     assert part is None or part in found
-    assert ("holds the bytes of version 0" in found) == (name != "a scale left at 1")
+    assert ("still holds the bytes of version 0" in found) == (name != "a scale left at 1")
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -228,7 +227,7 @@ def test_faults_of_vllm_are_found(engine):
         old = {name: x.clone() for name, x in model.state_dict().items()}
         step(1e-4)
         engine.load = lambda stream, part=part, old=old: load((n, old[n] if part in n else x) for n, x in stream)
-        with pytest.raises(SyncError, match="the engine holds"):
+        with pytest.raises(SyncError, match="the engine (still )?holds"):
             check.load(engine, 5, model.state_dict().items())
         engine.load = load
 
