@@ -3,7 +3,7 @@
     python tests/sync_faults.py    # every fault in every format, at steps of 1e-3 to 1e-8; 1,000 healthy syncs
 
 A step of size s multiplies every weight by 1 + s N(0, 1), always the same N for a weight, as a steady gradient does.
-Weights are kept in float64, so that small steps add up: a sync is due when the faulty tensors' bytes have changed.
+Weights are kept in float64, so that small steps add up. A fault counts from the sync on at which it leaves other bytes.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class Rig:
         self.exact = [p.detach().double() for p in self.model.parameters()]
         self.drift = [torch.randn(p.shape, generator=generator) for p in self.model.parameters()]
 
-    def step(self, size: float) -> None:
+    def step(self, size: float, updates: int = 1) -> None:
         with torch.no_grad():
             for p, exact, n in zip(self.model.parameters(), self.exact, self.drift, strict=True):
-                exact.mul_(1 + size * n.double())
+                exact.mul_((1 + size * n.double()) ** updates)
                 p.copy_(exact)
         self.version += 1
 
@@ -112,8 +112,8 @@ class Rig:
         """The error of the first sync at which the fault leaves other bytes in the engine; "": there was none."""
         old = {name: x.clone() for name, x in self.held().items()}
         self.spoil(fault)
-        while True:
-            self.step(size)
+        for doubling in range(40):
+            self.step(size, 2**doubling)  # as many updates between two syncs as it takes
             new = self.held()
             if any(differs(old[name] if fault(name, x) is None else fault(name, x), x) for name, x in new.items()):
                 break
