@@ -5,6 +5,7 @@ import pytest
 import torch
 from conftest import Held, make_cfg, tiny_model
 from sync_faults import FAULTS, FORMATS, IDS, Rig, scale_of_one
+from transformers import AutoModelForCausalLM
 
 import quant
 import sync
@@ -210,7 +211,7 @@ def engine(vllm_engine):
 
 
 def test_faults_of_vllm_are_found(engine):
-    """Healthy, one matrix left out of a fused module, a tied head left out, never loaded."""
+    """Healthy, one matrix left out of a fused module, one alone, norms, never loaded."""
     model = tiny_model(1)
     check, load = WeightCheck(model.config, IDS), engine.load
 
@@ -222,7 +223,7 @@ def test_faults_of_vllm_are_found(engine):
     for version in range(4):
         check.load(engine, version, model.state_dict().items())
         step(1e-6)
-    for part in ("layers.0.self_attn.k_proj", "layers.0.mlp.down_proj", "norm", "embed_tokens", ""):
+    for part in ("layers.0.self_attn.k_proj", "layers.0.mlp.down_proj", "norm", ""):
         check.load(engine, 4, model.state_dict().items())
         old = {name: x.clone() for name, x in model.state_dict().items()}
         step(1e-4)
@@ -234,11 +235,14 @@ def test_faults_of_vllm_are_found(engine):
 
 def test_prefixes_of_old_weights_are_never_used(tmp_path, vllm_engines):
     """Even where vLLM keeps its cache of prefixes: it is keyed by the number of loads."""
-    model = tiny_model(1, layers=2)
+    config = tiny_model(1).config
+    config.max_position_embeddings = 256
+    model = AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(tiny_model(1).state_dict())
     model.save_pretrained(tmp_path)
-    engine = vllm_engines(folder=str(tmp_path), max_len=300, memory_gib=0.02)
+    engine = vllm_engines(folder=str(tmp_path), max_len=200)
     engine.llm.reset_prefix_cache = lambda *args, **more: True
-    ids = np.random.default_rng(0).integers(2, 256, (2, 200))
+    ids = np.random.default_rng(0).integers(2, 256, (2, 150))  # a block of its cache has 128
     check = WeightCheck(model.config, ids)
     for version in range(3):
         check.load(engine, version, model.state_dict().items())
