@@ -14,6 +14,7 @@ a key-value cache in plain torch, for machines without vLLM. Both have
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from contextlib import nullcontext
@@ -133,8 +134,6 @@ class VLLMEngine:
         self.loads = 0  # of weights
         with vllm_leaves_no_trace(), own_shared_memory(self.ranks):
             self.llm = make_llm(folder, **settings)
-        self.llm.apply_model(note_packing)
-        self.fused = self.llm.apply_model(fused_modules)[0]
 
     def _check(self, folder: str, size: int, cuda: bool) -> None:
         """UserError: vLLM cannot run this model with heads of this size, or not in this process."""
@@ -277,6 +276,8 @@ class VLLMEngine:
         if self.asleep:  # the cache's memory comes last
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])
+        if not self.loads:
+            self.llm.apply_model(note_packing)
         if not all(self.llm.apply_model(has_head)):
             named_tensors = ((name, x) for name, x in named_tensors if name != "lm_head.weight")
         hand_over(self.llm, quant.by_expert(named_tensors, self.experts), self.apart)
@@ -285,6 +286,11 @@ class VLLMEngine:
             self.asleep = False
         self.loads += 1
         self.llm.reset_prefix_cache()  # cached blocks belong to the old weights
+
+    @functools.cached_property
+    def fused(self) -> dict[str, list[str]]:
+        """Name of a fused module -> names of the published modules in it."""
+        return self.llm.apply_model(fused_modules)[0]
 
     def held(self) -> tuple[dict, dict]:
         """Checksums of the engine's tensors by vLLM's names (sync.py): as they are in memory, and as they were handed
