@@ -270,7 +270,7 @@ def recorded(level: int, monkeypatch) -> tuple[VLLMEngine, list]:
     engine = VLLMEngine.__new__(VLLMEngine)
     engine.experts = set()
     engine.llm, engine.sleep_level, engine.asleep, engine.ranks = Llm(log), level, False, None
-    engine.apart = False
+    engine.apart, engine.loads = False, 0
     engine.make_params = lambda **how: None
     return engine, log
 
