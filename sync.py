@@ -294,7 +294,8 @@ class WeightCheck:
         if not max(error, decoded) <= limit:
             where = "of prompts" if not error <= limit else "of sampled tokens"
             hint = (
-                "after a trial load of other weights: it computes with copies that its loader does not replace"
+                "of other weights, loaded on trial: it computes with copies that its loader does not replace, or "
+                "another function"
                 if trial
                 else "of the published weights: a tensor is transposed, exchanged, wrongly scaled or missing in it"
             )

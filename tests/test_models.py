@@ -170,7 +170,7 @@ def test_a_cap_of_attention_scores_is_kept(tmp_path):
     for one in (loaded, learner.models.policy):
         assert torch.allclose(one(input_ids=ids).logits.log_softmax(-1), capped, atol=1e-5)
     own = capped[0, :-1].gather(1, ids[0, 1:, None])[:, 0].detach().numpy()
-    published = StreamedModel(lm.config).logprobs(lm.state_dict().items(), ids.numpy())
+    published = StreamedModel(checkpoint.read_config(folder)).logprobs(lm.state_dict().items(), ids.numpy())
     assert np.allclose(published[0], own, atol=1e-5)
     assert np.allclose(HFEngine(folder).logprobs(ids.numpy())[0], own, atol=1e-5)
 

@@ -120,7 +120,7 @@ def test_a_loader_that_replaces_nothing_is_found_at_the_start(name, fmt):
     """Before any version differs: other weights are loaded first."""
     rig = Rig(fmt)
     rig.spoil(FAULTS[name])
-    with pytest.raises(SyncError, match="after a trial load of other weights"):
+    with pytest.raises(SyncError, match="of other weights, loaded on trial"):
         rig.sync()
 
 
