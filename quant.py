@@ -27,6 +27,7 @@ VNNI, int8 products saturate; there the weights stay within +-63 (`int8_qmax`).
 from __future__ import annotations
 
 import functools
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -400,6 +401,19 @@ def align(model, fmt: Format | None):
             if child in low_bit:
                 setattr(parent, name, low_bit[child])
     return model
+
+
+@contextmanager
+def in_full_precision(model):
+    """In here the aligned linear layers of a model compute with their master weights."""
+    layers = [m for m in model.modules() if isinstance(m, LowBitLinear)]
+    for layer in layers:
+        layer.forward = functools.partial(nn.Linear.forward, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
 
 
 def check_groups(name: str, columns: int, fmt: Format) -> None:

@@ -183,12 +183,11 @@ class Training:
                 self.write_samples(groups[:4])
             if due(cfg.advantage_error_every, self.step):
                 values["fresh_advantage"] = fresh_advantage(learner, groups, self.run)
+            if self.to_check and not self.comm.any(batch.staleness[:, 0].max() > 0):
+                self.check_agreement(batch)
             # 6. forward, loss, backward for each micro-batch; clip; step
             logged = learner.update(batch, stats)
             objectives.update_controllers(self.controllers, logged, learner.cfg)
-        if self.to_check and logged["staleness/max_updates"] == 0:
-            check_agreement(cfg, logged)
-            self.to_check = False
         if cfg.exact:
             exact.check_zero(cfg, logged)
         if "fresh_advantage" in values:
@@ -198,6 +197,13 @@ class Training:
         self.step += 1
         self.unwritten = logged | values
         return self.unwritten
+
+    def check_agreement(self, batch) -> None:
+        """Once a run, on fresh rollouts: do learner and engine compute one policy?"""
+        self.to_check = False
+        warning = check_agreement(self.cfg, self.learner.agreement(batch))
+        if warning and self.comm.rank == 0:
+            tqdm.write(f"warning: {warning}", file=sys.stderr)
 
     def write(self, values: dict[str, float]) -> None:
         """A line of metrics: of the update that was done last."""

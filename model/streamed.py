@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -160,9 +161,36 @@ def release(parts: list, nudge: float, noise, _module, _inputs, out):
         drop_weights(module)
     if not nudge or not isinstance(out, torch.Tensor):
         return out
-    plain, nudged = out.split([len(out) - len(out) // 2, len(out) // 2])
-    u = torch.rand(nudged.shape, generator=noise, device=out.device) * 2 - 1
-    return torch.cat([plain, nudged * (1 + nudge * u)])
+    plain, last = out.split([len(out) - len(out) // 2, len(out) // 2])
+    return torch.cat([plain, off(last, nudge, noise)])
+
+
+def off(x: torch.Tensor, nudge: float, noise) -> torch.Tensor:
+    """x (1 + nudge u) with u uniform in [-1, 1]: each number off by a relative rounding error."""
+    u = torch.rand(x.shape, generator=noise, device=x.device) * 2 - 1
+    return (x * (1 + nudge * u)).to(x.dtype)
+
+
+@contextmanager
+def nudged(model, nudge: float):
+    """In here the output of each module of a model that has weights is off by a relative `nudge`."""
+    noise, hooks = {}, []
+
+    def hook(_module, _inputs, out):
+        if not isinstance(out, torch.Tensor):
+            return out
+        if out.device not in noise:
+            noise[out.device] = torch.Generator(out.device).manual_seed(0)
+        return off(out, nudge, noise[out.device])
+
+    for module in model.modules():
+        if module._parameters:
+            hooks.append(module.register_forward_hook(hook))
+    try:
+        yield
+    finally:
+        for handle in hooks:
+            handle.remove()
 
 
 def drop_weights(module) -> None:

@@ -510,11 +510,9 @@ MUTANTS = {
         ("top_logp_inf = top_logp_inf.masked_fill(same.any(-1), -torch.inf)", "pass"),
         ("top_logp_inf = torch.minimum(new.top_logp, batch.p_kth.log()[..., None])", "top_logp_inf = new.top_logp"),
         ("support_logp[..., 0].masked_fill_(~same[..., 0].any(-1), -torch.inf)", "pass"),
-        (
-            'gap = logged["rollout_corr/mean_mismatch" if cfg.actor == "none" else "actor/engine_gap"]',
-            'gap = logged["rollout_corr/mean_mismatch"] if cfg.actor == "none" else 0.0',
-        ),
-        ("    if gap > expected:", "    if gap > 100 * expected:"),
+        ("stats.actor_logp if self.has_actor else stats.logp).exp().double()", "stats.logp).exp().double()"),
+        ("    if not found.gap <= limit:", "    if found.gap > limit:"),
+        ("limit = max(AGREES, LIMIT * found.floor)", "limit = AGREES"),
         ("padded = torch.cat([x, x.new_full((n - len(x),), torch.nan)])", "padded = x[:n]"),
         ("largest.isfinite().all()", "True"),
         ("        torch.cuda.set_device(LOCAL_RANK)", "        pass"),
@@ -608,7 +606,7 @@ MUTANTS = {
     ],
     "model/streamed.py": [
         ("copy.deepcopy(config), dtype", "config, dtype"),
-        ("nudged * (1 + nudge * u)", "nudged"),
+        ("(x * (1 + nudge * u))", "x.clone()"),
         ("drop_weights(module)\n    if not nudge", "pass\n    if not nudge"),
     ],
     "quant.py": [

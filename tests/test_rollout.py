@@ -16,7 +16,7 @@ import engines
 import obrs
 from engines import HFEngine, VLLMEngine, make_engine
 from flags import UserError
-from learner import EXPECTED, Comm, Learner
+from learner import Comm, Learner
 from model import Needs, in_vllm
 from model.in_order import in_eight_bits
 from rollout import LocalSource, Response, Sampling, uniforms
@@ -208,7 +208,7 @@ def test_an_8_bit_cache_is_a_mismatch_of_its_own(vllm_engines):
     for engine in (plain, small):
         engine.load(tiny_model(1).state_dict().items())
     gap = np.abs(np.exp(plain.logprobs(ids)) - np.exp(small.logprobs(ids)))
-    assert 1e-5 < gap.mean() < EXPECTED["fp8"]
+    assert 1e-5 < gap.mean() < 0.06
 
 
 def test_a_cache_in_int8_rounds_each_tokens_heads_by_their_largest_entry():
