@@ -48,9 +48,11 @@ class Failure:
 def grading_process(fd: int) -> None:
     """The whole life of a process that grades: calls in, values out, until the other end of the socket `fd` closes.
 
-    Ctrl-C and SIGTERM are the parent's affair."""
+    Each answer carries the number of its question. A child that a reward function forks never answers: it ends where
+    the function returns or raises. Ctrl-C and SIGTERM are the parent's affair."""
     import resource
 
+    pid = os.getpid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
@@ -62,16 +64,25 @@ def grading_process(fd: int) -> None:
                 try:
                     function = function_of(name)
                 except BaseException as e:  # the file is the user's: it may do anything
-                    connection.send(("failed", described(e)))
+                    end_if_forked(pid)
+                    connection.send((None, ("failed", described(e))))
                     return
-                connection.send(("ready", None))
-            for call in calls:
+                end_if_forked(pid)
+                connection.send((None, ("ready", None)))
+            for number, call in calls:
                 signal.setitimer(signal.ITIMER_PROF, seconds)
                 signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)
                 said = value_of(function, call)
+                end_if_forked(pid)
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 signal.setitimer(signal.ITIMER_REAL, 0)
-                connection.send(said)
+                connection.send((number, said))
+
+
+def end_if_forked(pid: int) -> None:
+    """End this process at once unless it is the one with this number."""
+    if os.getpid() != pid:
+        os._exit(0)
 
 
 def function_of(name: str):
@@ -162,7 +173,7 @@ class Grader:
         self.given.extend(numbers)
         self.heard = time.monotonic()
         with contextlib.suppress(OSError):  # it has died: the next look at its connection tells
-            self.connection.send((function if new else None, calls, seconds))
+            self.connection.send((function if new else None, list(zip(numbers, calls, strict=True)), seconds))
 
     def end(self) -> None:
         """End it, and whatever it has started."""
@@ -217,13 +228,15 @@ class Graders:
     def _listen(self, p: Grader, values: list, todo: deque[int]) -> None:
         """Take what a process says."""
         try:
-            kind, said = p.connection.recv()
+            number, (kind, said) = p.connection.recv()
         except (EOFError, OSError):
             self._bury(p, todo)
             return
         p.heard = time.monotonic()
         if p.ready:
-            values[p.given.popleft()] = Failure(said) if kind == "failed" else said
+            if number != p.given.popleft():
+                raise RuntimeError(f"a grading process answered question {number} out of turn")
+            values[number] = Failure(said) if kind == "failed" else said
         elif kind == "failed":
             raise UserError(f"--reward={p.function}: cannot be loaded ({said}); mend the file")
         p.ready = True

@@ -537,6 +537,16 @@ def forks(row, text, finish_reason):
         os.waitpid(child, 0)
     return 1.0
 
+def forks_once(row, text, finish_reason):
+    n = int(text)
+    if n == row["at"] and os.fork() == 0:
+        if row["how"] == "raise":
+            raise ValueError("in the child")
+        if row["how"] == "exit":
+            sys.exit(0)
+        return -1.0
+    return float(n)
+
 def leaves_a_fork(row, text, finish_reason):
     child = os.fork()
     if child == 0:
@@ -651,6 +661,16 @@ def test_a_fork_that_outlives_its_process_is_not_waited_for(own, tmp_path, monke
         if session:
             os.kill(pid, signal.SIGKILL)
     assert session or until(lambda: not alive(pid), within=10)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", ["return", "exit", "raise"])
+@pytest.mark.parametrize("at", [0, 7, 39])
+def test_a_child_that_a_reward_forks_answers_nothing(own, how, at):
+    """However it ends: each response has the reward of its own, twice over."""
+    answers = [Answer(problem("", at=at, how=how), str(n), True) for n in range(40)]
+    for _ in range(2):
+        assert own("forks_once", seconds=5.0).of(answers)[0] == [float(n) for n in range(40)]
 
 
 @pytest.mark.timeout(60)
