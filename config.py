@@ -100,8 +100,8 @@ class EngineFlags:
     """Rollout engine: vLLM in process, or a sampler in plain torch."""
     rollout_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Engine's precision; default: the learner's --dtype, float32 for embedded models and where nothing learns."""
-    rollout_memory: float = 0.25
-    """Engine's memory: GiB of KV cache on CPU, share of the GPU on CUDA."""
+    rollout_memory: float = 0.0
+    """Engine's memory: GiB of KV cache on CPU, share of the GPU on CUDA; 0: enough for a rollout batch, or 0.25."""
     rollout_tp: int = 1
     """vLLM under torchrun: so many neighbouring ranks are one engine, each with a part of every weight."""
     kv_cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
@@ -546,7 +546,7 @@ def check_models(cfg: Config) -> None:
 def check_engine(cfg, n_ranks: int = 1) -> None:
     """UserError unless the engine of the flags (train.py's, eval.py's, a sampler's) can be started here."""
     memory = f"--rollout_memory={cfg.rollout_memory}"
-    need(cfg.rollout_memory > 0, f"{memory}: must be above 0")
+    need(cfg.rollout_memory >= 0, f"{memory}: must not be negative; 0 sizes it by the batch")
     check_tensor_parallel(cfg, n_ranks)
     check_kv_cache(cfg)
     if cfg.rollout != "vllm":

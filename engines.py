@@ -21,13 +21,14 @@ from contextlib import nullcontext
 from itertools import chain
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 
 import quant
 from checkpoint import load_model
 from checkpoint.lowbit import quantized_for_a_node
-from flags import need
+from flags import from_environment, need
 from model import Routing
 from model.exact import as_sampler
 from model.head import Head, rows_at_once
@@ -40,6 +41,7 @@ from model.in_vllm import (
     hand_over,
     has_head,
     import_vllm,
+    in_one_sentence,
     note_packing,
     own_shared_memory,
     summed_over,
@@ -50,6 +52,8 @@ from model.memory import unread
 from rollout import Records, Response, Rows, generator, give_routed, grouped, uniforms
 from sampling import NOISELESS, Noise, Sampling, allowed_sets, pick, truncate
 from sync import checksums
+
+LOCAL_WORLD_SIZE = from_environment("LOCAL_WORLD_SIZE", 1)  # read before vLLM overwrites it
 
 # ---------------------------------------------------------------------------------------------------------------------
 # vLLM, in this process
@@ -63,7 +67,8 @@ class VLLMEngine:
     max_len        tokens of prompt and response together
     max_logprobs   largest `topk` or `max_allowed` that will be asked for
     seed           of vLLM itself; each response brings one of its own
-    memory_gib     CPU: GiB of key-value cache; CUDA: share of the GPU that vLLM may take. kv_cache: the cache's type
+    memory_gib     CPU: GiB of key-value cache; CUDA: share of the GPU that vLLM may take; 0: `cache_size`, or 0.25
+    rows           responses that are sampled at once, for `cache_size`. kv_cache: the cache's type
     logprobs_mode  "processed": of the distribution sampled from; "raw": of the model's own softmax
     head_fp32      compute logits in float32 whatever the dtype
     fmt            number format of the linear layers (quant.py), or None
@@ -83,7 +88,8 @@ class VLLMEngine:
         max_logprobs: int,
         dtype: str = "float32",
         seed: int = 0,
-        memory_gib: float = 0.25,
+        memory_gib: float = 0.0,
+        rows: int = 256,
         logprobs_mode: str = "processed",
         head_fp32: bool = False,
         fmt: quant.Format | None = None,
@@ -117,7 +123,19 @@ class VLLMEngine:
             enable_chunked_prefill=None if cuda else False,
             disable_log_stats=True,
         )
-        memory = {"gpu_memory_utilization": memory_gib} if cuda else {"kv_cache_memory_bytes": int(memory_gib * 2**30)}
+        if cuda:
+            memory = {"gpu_memory_utilization": memory_gib or 0.25}
+        else:
+            of_a_token = cache_of_a_token(shell.config, getattr(torch, dtype).itemsize)
+            most = int(memory_gib * 2**30) or psutil.virtual_memory().available // (4 * LOCAL_WORLD_SIZE)
+            wanted = int(memory_gib * 2**30) or cache_size(of_a_token, max_len, rows)
+            one = cache_size(of_a_token, max_len, 1)
+            need(
+                one <= most or has_other_caches(shell.config),
+                f"{folder}: one response of {max_len} tokens, prompt included, needs {one / 2**20:,.1f} MiB of key-value"
+                f" cache, and {most / 2**20:,.1f} may be used; raise --rollout_memory, or shorten the response",
+            )
+            memory = {"kv_cache_memory_bytes": min(wanted, most)}
         self.sleep_level, self.asleep = sleep_level if cuda else 0, False
         self.ranks = dist.new_subgroups(tp, backend="gloo")[0] if tp > 1 else None
         settings |= memory | (among_ranks(tp) or transfer_settings())  # under torchrun vLLM lives in this process
@@ -132,7 +150,7 @@ class VLLMEngine:
         settings["hf_overrides"] = overrides
         self.tp, self.kv_cache, self.held_rows = tp, kv_cache, vocabulary
         self.loads = 0  # of weights
-        with vllm_leaves_no_trace(), own_shared_memory(self.ranks):
+        with in_one_sentence(f"it does not start with {folder}"), vllm_leaves_no_trace(), own_shared_memory(self.ranks):
             self.llm = make_llm(folder, **settings)
 
     def _check(self, folder: str, size: int, cuda: bool) -> None:
@@ -280,7 +298,8 @@ class VLLMEngine:
             self.llm.apply_model(note_packing)
         if not all(self.llm.apply_model(has_head)):
             named_tensors = ((name, x) for name, x in named_tensors if name != "lm_head.weight")
-        hand_over(self.llm, quant.by_expert(named_tensors, self.experts), self.apart)
+        with in_one_sentence("it cannot load the published weights"):
+            hand_over(self.llm, quant.by_expert(named_tensors, self.experts), self.apart)
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
@@ -334,6 +353,20 @@ def cache_of_a_token(config, number: int) -> int:
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return 2 * text.num_hidden_layers * heads * head_size(config) * number
+
+
+BLOCK = 128  # tokens of a block of vLLM's cache on a CPU
+MOST_ROWS = 256  # responses that vLLM samples at once
+
+
+def cache_size(of_a_token: int, max_len: int, rows: int) -> int:
+    """Bytes of key-value cache for so many responses of max_len tokens, prompt included, in whole blocks."""
+    return of_a_token * (-(-max_len // BLOCK) + 1) * BLOCK * min(rows, MOST_ROWS)
+
+
+def has_other_caches(config) -> bool:
+    """Whether some layers keep less than every token's keys and values."""
+    return bool(set(getattr(config.get_text_config(), "layer_types", None) or []) - {"full_attention"})
 
 
 def cached_tokens(config, number: int) -> int:
@@ -604,4 +637,5 @@ def make_engine(
         return engine.record_routing() if cfg.router_replay else engine
     own = dict(seed=cfg.seed, memory_gib=cfg.rollout_memory, kv_cache=cfg.kv_cache_dtype, tp=cfg.rollout_tp)
     own["routing"] = cfg.router_replay
+    own["rows"] = getattr(cfg, "rollout_batch", MOST_ROWS) // (dist.get_world_size() if dist.is_initialized() else 1)
     return VLLMEngine(folder, max_len=max_len, max_logprobs=topk, sleep_level=sleep_level, **own, **shared)

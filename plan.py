@@ -24,7 +24,7 @@ import torch
 import checkpoint
 import corrections
 import warmstart
-from engines import cache_of_a_token, cached_tokens, evaluated_by, sleep_level
+from engines import cache_of_a_token, cache_size, cached_tokens, evaluated_by, sleep_level
 from flags import from_environment, is_hub_id, need
 from model import lora
 from model.footprint import layers_travel_in, measure, of_proof, of_scoring, on_meta, sampler_of
@@ -221,9 +221,10 @@ def engine(cfg, config, width: int, ranks: int, gpu_gib: float) -> int:
     number, weights = bytes_of_a_number(cfg), engine_weights(cfg, config)
     of_a_token = cache_of_a_token(config, number)
     if cfg.rollout == "vllm" and gpu_gib:
-        return max(int(cfg.rollout_memory * gpu_gib * GIB), weights + of_a_token * width // cfg.rollout_tp)
+        share = cfg.rollout_memory or 0.25
+        return max(int(share * gpu_gib * GIB), weights + of_a_token * width // cfg.rollout_tp)
     if cfg.rollout == "vllm":
-        return weights + int(cfg.rollout_memory * GIB)
+        return weights + (int(cfg.rollout_memory * GIB) or cache_size(of_a_token, width, cfg.rollout_batch // ranks))
     return weights + torch_cache(config, number, cfg.rollout_batch // ranks, width)
 
 

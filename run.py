@@ -135,6 +135,7 @@ def open_run(cfg: config.Config, comm) -> Run:
     for folder in filter(None, folders.values()):
         checkpoint.check_rows(folder, vocabulary)
         checkpoint.check_weights(folder)
+        checkpoint.check_names(folder, cfg.rollout == "vllm" and folder == (folders["actor"] or folders["policy"]))
     configs = {name: checkpoint.read_config(f) for name, f in folders.items() if f}
     limit = min(c.get_text_config().max_position_embeddings for c in configs.values())
     longest = task.fit(tokenizer, cfg.max_prompt_tokens)

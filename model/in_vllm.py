@@ -17,6 +17,8 @@ import functools
 import os
 import pickle
 import sys
+import tempfile
+import traceback
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from flags import UserError
-from sync import checksums, wrap
+from sync import SyncError, checksums, wrap
 
 SHARED = Path("/dev/shm")
 BUCKET = 1 << 28  # bytes of tensors that are handed over at a time, or one tensor
@@ -164,6 +166,22 @@ def change(owner, name: str, replacement) -> None:
     changed = functools.wraps(original)(replacement(original))
     changed.changed_here = True
     setattr(owner, name, changed)
+
+
+@contextmanager
+def in_one_sentence(what: str):
+    """Turn whatever vLLM raises in here into a UserError with vLLM's own words; its traceback goes to a file."""
+    try:
+        yield
+    except (UserError, SyncError):
+        raise
+    except Exception as e:
+        log = Path(tempfile.gettempdir()) / f"vllm-{os.getpid()}.log"
+        log.write_text(traceback.format_exc(), encoding="utf-8")
+        words = f"{type(e).__name__}: {' '.join(str(e).split())[:400]}"
+        raise UserError(
+            f"--rollout=vllm: {what} ({words}); its traceback is in {log}; --rollout=hf does without"
+        ) from None
 
 
 @contextmanager

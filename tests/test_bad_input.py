@@ -188,7 +188,7 @@ ROWS = [
 --lora_rank=4 --optimizer=muon | --lora_rank=4: --optimizer=muon orthogonalises whole matrices, ... use adamw
 --lora_rank=4 --learner_quant=int8 | --lora_rank=4: --learner_quant=int8 computes on low-bit ... leave one of the two
 --quant_group=0 | --quant_group=0: must be at least 1
---rollout_memory=0 | --rollout_memory=0.0: must be above 0
+--rollout_memory=-2 | --rollout_memory=-2.0: must not be negative
 --rollout=vllm --rollout_memory=1e6 | --rollout_memory=1000000.0: GiB on a CPU, ... name fewer
 --task_min_ops=6 | --task_min_ops=6: must be between 1 and --task_max_ops=5
 --task_explain=-1 | --task_explain=-1: must be 0 (no explanations) or more tokens
@@ -712,7 +712,7 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --mismatch --explain --rollout_noise=0.1 | --explain: it switches ... leave out --router_replay, --exact and
 --rollout_quant=w4a16 --quant_group=7 | --quant_group=7: model.layers.0.self_attn.q_proj has ... choose a divisor
 --quant_group=0 | --quant_group=0: must be at least 1
---rollout_memory=-1 | --rollout_memory=-1.0: must be above 0
+--rollout_memory=-1 | --rollout_memory=-1.0: must not be negative
 --out=. | --out=.: a folder; name a file in it
 --out=file/x.json | --out=file/x.json: ... is a file, not a folder; name another place
 --out=read_only/x.json | --out=read_only/x.json: ... cannot be written; name another place
@@ -915,7 +915,7 @@ tcp://127.0.0.1:9 | tcp://127.0.0.1:9: flags are written --key=value
 --task=/no/such.jsonl | --task=/no/such.jsonl: no such file; copy the learner's file here and name it with --task
 --rollout_quant=int4 | --rollout_quant=int4: not one of auto, none, int8, fp8, w4a16, w3a16, ... did you mean int8?
 --rollout_quant=aligned | --rollout_quant=aligned: not one of auto, none, int8, fp8, w4a16,
---rollout_memory=0 | --rollout_memory=0.0: must be above 0
+--rollout_memory=-2 | --rollout_memory=-2.0: must not be negative
 --delay=constant --delay_min=9 --delay_max=1 | --delay_min=9.0 --delay_max=1.0: ... ve 0 and not above the longest
 --delay=weibull --delay_mass=1 | --delay_mass=1.0: the share of delays between ... lay_max must lie inside (0, 1)
 --delay=lognormal --delay_min=0 | --delay_min=0.0 --delay_max=1800.0: the ... ve 0 and not above the longest

@@ -20,7 +20,7 @@ from learner import Comm, Learner
 from model import Needs, in_vllm
 from model.in_order import in_eight_bits
 from rollout import LocalSource, Response, Sampling, uniforms
-from sync import WeightCheck
+from sync import SyncError, WeightCheck
 from tasks import Arithmetic, Problem, arithmetic_tokenizer, grade_all
 
 PROBE_IDS = [5, 40, 3, 77, 200, 9, 12, 55, 13, 100, 31, 8]
@@ -189,6 +189,7 @@ def test_flags_reach_the_engines(folders, monkeypatch):
         dtype="bfloat16",
         seed=9,
         memory_gib=0.5,
+        rows=cfg.rollout_batch,
         kv_cache="fp8",
         logprobs_mode="raw",
         head_fp32=True,
@@ -283,6 +284,26 @@ def test_heads_that_vllm_has_no_attention_for_are_refused(tmp_path):
     config.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="its heads have a size of 16, and on a CPU vLLM knows 32, .* use --rollout=hf"):
         VLLMEngine(str(tmp_path), max_len=64, max_logprobs=1)
+
+
+def test_a_cache_too_small_for_one_response_is_refused(folders):
+    """Before vLLM starts; by default it holds a batch of them."""
+    with pytest.raises(UserError, match="one response of 64 tokens, prompt included, needs .* raise --rollout_memory"):
+        VLLMEngine(str(folders / "actor"), max_len=64, max_logprobs=1, memory_gib=1e-5)
+    block = 128 * 10  # bytes
+    assert engines.cache_size(10, 64, 4) == 4 * 2 * block
+    assert engines.cache_size(10, 129, 999) == 256 * 3 * block
+
+
+def test_what_vllm_raises_becomes_one_sentence(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    told = pytest.raises(UserError, match="it does not start .ValueError: no room left.; its traceback is in .*log")
+    with told, in_vllm.in_one_sentence("it does not start"):
+        raise ValueError("no room\n left")
+    (log,) = tmp_path.iterdir()
+    assert "Traceback" in log.read_text() and "no room" in log.read_text()
+    with pytest.raises(SyncError), in_vllm.in_one_sentence("it cannot load"):
+        raise SyncError("of the stream itself")
 
 
 def test_int8_layers_take_the_kernel_that_every_cpu_has():

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY_TASK, make_cfg
+from safetensors.torch import load_file, save_file
 
 import checkpoint
 import config
@@ -418,6 +420,28 @@ def test_what_is_published_is_held_to_the_learners_own(folders, tmp_path, quants
     assert len(list(learner.verified("policy", packed, published()))) == len(old)
     with pytest.raises(SyncError, match="is not the learner's"):
         list(learner.verified("policy", packed, old))
+
+
+@pytest.mark.parametrize(
+    "change, rollout, told",
+    [
+        ("value", "vllm", "its files hold value_head.weight, which the model does not have .* or use --rollout=hf"),
+        ("value", "hf", ""),
+        ("prefix", "vllm", "its tensors are named module.lm_head.weight and the like, where the model has no module."),
+        ("prefix", "hf", "its tensors are named module."),
+    ],
+)
+def test_files_with_other_names_are_refused_before_an_engine_starts(folders, tmp_path, change, rollout, told):
+    model = tmp_path / "model"
+    shutil.copytree(folders / "untied", model)
+    tensors = load_file(model / "model.safetensors")
+    if change == "value":
+        tensors["value_head.weight"] = torch.zeros(1, 32)
+    else:
+        tensors = {f"module.{name}": x for name, x in tensors.items()}
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=told) if told else nullcontext():
+        opened(folders, tmp_path, model=str(model), actor="none", rollout=rollout)
 
 
 def test_weights_that_do_not_fit_their_config(folders, tmp_path):
