@@ -132,8 +132,8 @@ class VLLMEngine:
             one = cache_size(of_a_token, max_len, 1)
             need(
                 one <= most or has_other_caches(shell.config),
-                f"{folder}: one response of {max_len} tokens, prompt included, needs {one / 2**20:,.1f} MiB of key-value"
-                f" cache, and {most / 2**20:,.1f} may be used; raise --rollout_memory, or shorten the response",
+                f"{folder}: one response of {max_len} tokens, prompt included, needs {one / 2**20:,.1f} MiB of "
+                f"key-value cache, and {most / 2**20:,.1f} there are; raise --rollout_memory, or shorten the response",
             )
             memory = {"kv_cache_memory_bytes": min(wanted, most)}
         self.sleep_level, self.asleep = sleep_level if cuda else 0, False
