@@ -328,6 +328,7 @@ def record_of(flags: dict, config: str = STUDY) -> dict | None:
     with contextlib.chdir(ROOT):  # where the paths of a command begin
         now = asdict(parse(command(flags, record["name"], config)[1:]))
     changed = [k for k, v in record["config"].items() if k in now and clean(now[k]) != v]
+    changed = [k for k in changed if k != "rollout_memory"]  # the size of vLLM's cache, which changes no token
     if "obrs/z" not in record["columns"]:
         changed = [k for k in changed if not k.startswith("obrs_")]  # no matter to a run without OBRS
     if changed:

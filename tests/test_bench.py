@@ -81,7 +81,7 @@ def test_the_gpu_list_writes_its_page_part_by_part(tmp_path, monkeypatch):
     assert list(records) == ["head", "tests", "vllm"] and gpu.known(tmp_path).keys() == records.keys()
     assert [r["failed"] for r in records.values()] == ["", "", ""]
     assert records["tests"]["rows"][-1]["met"] and records["tests"]["rows"][-1]["value"] == 8
-    assert "vLLM, 0.6B: proofs, first, proved, proved" in [r["what"] for r in records["vllm"]["rows"]]
+    assert "vLLM, 0.6B: a publication and its check" in [r["what"] for r in records["vllm"]["rows"]]
     page = (tmp_path / "gpu.md").read_text()
     assert page.startswith("# mine\n") and "| old | 3 |" in page and "## learner\n\nNot run yet." in page
     assert "CPU (a trial of the script, no result)" in page and f"torch {torch.__version__}" in page

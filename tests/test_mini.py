@@ -159,10 +159,3 @@ def test_it_stands_alone_in_300_lines():
     modules = {getattr(node, "module", None) or node.names[0].name for node in imports}
     own = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or path.is_dir()}
     assert modules and not own & {module.split(".")[0] for module in modules}
-
-
-def test_the_root_stays_small():
-    """27 files at most, none over 600 lines, and mini.py of 300."""
-    lines = {path.name: len(path.read_text().splitlines()) for path in ROOT.glob("*.py")}
-    assert len(lines) <= 27 and lines["mini.py"] <= 300
-    assert {name: n for name, n in lines.items() if n > 600} == {}
