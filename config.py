@@ -3,7 +3,7 @@
     python train.py --config=configs/x.toml --key=value
 
 A TOML file sets any flag, the command line wins, and `--objective` fills what neither names
-(objectives.OBJECTIVES). `resolve` returns the configuration with nothing left open, or raises UserError with one
+(presets.OBJECTIVES). `resolve` returns the configuration with nothing left open, or raises UserError with one
 sentence that names the flag and the mend. Each concept's file checks its own flags (`objectives.check`,
 `sampling.check`, ...); what concerns several of them is checked here.
 """
@@ -22,7 +22,6 @@ import corrections
 import delay
 import flags
 import objectives
-import optim
 import presets
 import quant
 import remote
@@ -32,7 +31,6 @@ from delay import DelayFlags, StalenessFlags
 from flags import UserError, choice, need
 from model import exact, lora
 from model.memory import MemoryFlags
-from optim import GuardFlags
 from quant import PrecisionFlags
 from remote import RemoteFlags
 from sampling import SamplingFlags
@@ -49,7 +47,7 @@ class RunFlags:
     """What is trained, by whose rollouts, and where it goes"""
 
     objective: str = "jackpot"
-    """Preset over correction and surrogate: none, tis, jackpot, ppo_is, gspo, ... (objectives.OBJECTIVES)."""
+    """Preset over correction and surrogate: none, tis, jackpot, ppo_is, gspo, ... (presets.OBJECTIVES)."""
     model: str = "base:policy"
     """Policy: a Hugging Face folder, an id of its hub, or base:policy for the embedded model (made on first use)."""
     actor: str = "auto"
@@ -114,13 +112,13 @@ class ObjectiveFlags:
     """The objective: one correction times one surrogate (open: filled from --objective)"""
 
     correction: str | None = None
-    """Weight and keep-mask per token (corrections.CORRECTIONS); auto: that of corrections.CHOICES worth most."""
+    """Weight and keep-mask per token (corrections.CORRECTIONS)."""
     surrogate: str | None = None
     """How the policy moves on the advantage (objectives.SURROGATES)."""
     ratio_base: Literal["ref", "inf", "new", "group"] | None = None
-    """Denominator of the surrogate's ratio; group: the expectation over the group's responses (corrections/)."""
+    """Denominator of the surrogate's ratio; group: the expectation over the group's responses (corrections.py)."""
     ref_from: Literal["pass", "loglinear"] = "pass"
-    """p_ref of several updates a batch: a pass before them, or between p_inf and p_new by age (corrections/)."""
+    """p_ref of several updates a batch: a pass before them, or between p_inf and p_new by age (corrections.py)."""
     advantage: Literal["grpo", "grpo_no_std", "rloo"] | None = None
     """Advantage within a group (default grpo)."""
     reduction: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = None
@@ -137,11 +135,8 @@ class ObjectiveFlags:
     """Which policy stands above inf in weights and statistics: ref (the default), or new, as it is in the update."""
     normalize_weights: bool = False
     """Divide weights by their mean over the update's batch, on all ranks: self-normalised importance sampling."""
-    is_cap: float | Literal["auto"] | None = None
-    """C: cap of importance weights (default by correction: tis 2, seq_tis 4, prefix_tis 1, ...); auto: that of
-    corrections.CAPS worth most."""
-    auto_every: int = 25
-    """Updates from one measurement of worth, and choice, by auto to the next (auto.py)."""
+    is_cap: float | None = None
+    """C: cap of importance weights (default by correction: tis 2, seq_tis 4, prefix_tis 1, ...)."""
     is_floor: float = 0.0
     """Lower bound of capped weights; 0: none (tbpo_mismatch: 1 / C)."""
     reject: str | None = None
@@ -231,8 +226,6 @@ class ActorFlags:
     """KL over the policy's top-k and one bucket for the rest; 0: the whole vocabulary."""
     distill_kl_target: float = 0.0
     """Closed loop: steer distill_lambda to hold the measured KL (nats a token) here; 0: fixed lambda."""
-    distill_worth_target: float = 0.0
-    """The same with the worth of a response, measured every --auto_every updates (auto.py); 0: off."""
     distill_gain: float = 0.1
     """Closed loop: the most that log(distill_lambda) moves in one update."""
     distill_lambda_max: float = 100.0
@@ -337,7 +330,6 @@ class Config(
     ObrsFlags,
     ActorFlags,
     OptimizerFlags,
-    GuardFlags,
     MemoryFlags,
     TaskFlags,
     PromptFlags,
@@ -373,27 +365,21 @@ HARMLESS = {
 
 def parse(argv: list[str] | None = None) -> Config:
     """The configuration of a command line, resolved. UserError: one sentence."""
-    from_file, given, written = {}, {}, {}
-    for key, value in flags.read(Config, argv, "python train.py --key=value ...", also={"config", *flags.FOREIGN}):
+    from_file, given = {}, {}
+    for key, value in flags.read(Config, argv, "python train.py --key=value ...", also={"config"}):
         if key == "config":
             from_file.update(flags.read_toml(Config, value))
-            continue
-        written[key] = value
-        for name, text in flags.ours(key, value).items():
-            given[name] = flags.convert(Config, name, text)
+        else:
+            given[key] = flags.convert(Config, key, value)
     need(not (given.get("epochs") and "steps" in given), "--epochs with --steps: both say how long; leave one out")
     if "steps" in given:  # over a file's epochs, and a file's steps are nothing beside epochs
         given["epochs"] = 0.0
     if given.get("epochs", from_file.get("epochs")):
         from_file.pop("steps", None)
-    given |= flags.meant(written, given, from_file, resolve_open(Config(**{**from_file, **given})))
     cfg = Config(**{**from_file, **given})
     if cfg.resume:
         cfg = resumed(cfg, set(given) | set(from_file))
-    cfg = resolve(cfg)
-    if argv is None:
-        presets.note_unread(given, cfg)
-    return cfg
+    return resolve(cfg)
 
 
 def resumed(cfg: Config, given: set[str]) -> Config:
@@ -438,8 +424,8 @@ def resolve_open(cfg: Config) -> Config:
     if cfg.model.startswith("base:"):
         cfg = fill(cfg, EMBEDDED)
     cfg = fill(cfg, {"rollout_dtype": cfg.dtype})
-    cfg = fill(cfg, corrections.still_read(objectives.OBJECTIVES.get(cfg.objective, {}), cfg))
-    cfg = fill(cfg, objectives.DEFAULTS)
+    cfg = fill(cfg, corrections.still_read(presets.OBJECTIVES.get(cfg.objective, {}), cfg))
+    cfg = fill(cfg, presets.DEFAULTS)
     cfg = fill(cfg, objectives.default_bounds(cfg))
     if cfg.actor == "auto":
         cfg = replace(cfg, actor="base:actor" if cfg.model == "base:policy" else "none")
@@ -462,7 +448,7 @@ def resolve(cfg: Config, n_ranks: int | None = None) -> Config:
     """The configuration with nothing open, checked. UserError: one sentence naming flag and mend."""
     if n_ranks is None:
         n_ranks = (cfg.plan and cfg.ranks) or flags.from_environment("WORLD_SIZE", 1)
-    choice("objective", cfg.objective, list(objectives.OBJECTIVES))
+    choice("objective", cfg.objective, list(presets.OBJECTIVES))
     cfg = resolve_open(cfg)
     missing = [f"--{flag}={value}" for flag, value in PROPOSED.items() if getattr(cfg, flag) is None]
     cfg = fill(cfg, EMBEDDED)
@@ -474,9 +460,7 @@ def resolve(cfg: Config, n_ranks: int | None = None) -> Config:
     quant.check(cfg)
     delay.check(cfg)
     remote.check(cfg)
-    for one in corrections.candidates(cfg).values():
-        objectives.check(one)
-    optim.check(cfg)
+    objectives.check(cfg)
     check_models(cfg)
     lora.check(cfg)
     exact.check(cfg)
@@ -500,14 +484,14 @@ def check_named(model: str, missing: list[str]) -> None:
 def check_sizes(cfg: Config, n_ranks: int) -> None:
     """Counts, rates and how batches divide among groups and ranks."""
     counts = ("steps", "rollout_batch", "train_batch", "group_size", "max_tokens", "micro_tokens", "eval_problems")
-    for name in (*counts, "eval_samples", "max_skips", "keep", "auto_every"):
+    for name in (*counts, "eval_samples", "max_skips", "keep"):
         need(getattr(cfg, name) >= 1, f"--{name}={getattr(cfg, name)}: must be at least 1")
-    for name in ("lr", "actor_lr", "grad_clip", "distill_lambda_max", "guard_kl"):
+    for name in ("lr", "actor_lr", "grad_clip", "distill_lambda_max"):
         need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
     need(cfg.eval_every >= -1, f"--eval_every={cfg.eval_every}: a number of updates, 0 for before and after, or -1")
     schedule = ("warmup_steps", "save_every", "log_samples", "advantage_error_every")
     schedule += ("epochs", "dynamic_sampling", "ranks", "gpu_gib")
-    for name in (*schedule, "weight_decay", "adam_eps", "distill_kl_target", "distill_gain", "distill_worth_target"):
+    for name in (*schedule, "weight_decay", "adam_eps", "distill_kl_target", "distill_gain"):
         need(getattr(cfg, name) >= 0, f"--{name}={getattr(cfg, name)}: must not be negative")
     warmup, whole = cfg.warmup_steps, cfg.warmup_steps == int(cfg.warmup_steps)
     need(warmup < 1 or whole, f"--warmup_steps={warmup}: a whole number of updates, or a share of --steps below 1")

@@ -191,7 +191,7 @@ def read(cls, argv: list[str] | None = None, usage: str = "", also=()) -> list[t
         need(key in kinds or key in also, f"--{key}: no such flag{nearest(key, kinds)}")
         if not equals:
             value = "True"
-            truth = kinds.get(FOREIGN.get(key, key)) is bool
+            truth = kinds.get(key) is bool
             if argv and not argv[0].startswith("--") and (not truth or argv[0] in TRUTH):
                 value = argv.pop(0)
             else:
@@ -201,13 +201,7 @@ def read(cls, argv: list[str] | None = None, usage: str = "", also=()) -> list[t
 
 
 def nearest(key: str, names) -> str:
-    """'; did you mean --NAME?', what another framework's flag is here, or where to look when nothing is near."""
-    last = key.rpartition(".")[2]  # verl's have the path of its configuration before them
-    there = COUNTERPARTS.get(last, last)
-    if there.partition(" ")[0].partition("=")[0].strip(",") in names:
-        return f"; here it is --{there}"
-    if FOREIGN.get(last) in names:
-        return f"; write --{last}, which is --{FOREIGN[last]} here"
+    """'; did you mean --NAME?', or a pointer to --help where no name is near."""
     near = difflib.get_close_matches(key, list(names), 1, NEAR)
     return f"; did you mean --{near[0]}?" if near else "; see --help"
 
@@ -226,11 +220,6 @@ def choices_of(kind) -> list[str]:
     return [c for part in get_args(kind) for c in choices_of(part)]
 
 
-def is_number_or_word(kind) -> bool:
-    """Whether a type admits numbers beside words, as float | Literal["auto"] does."""
-    return float in get_args(kind) and bool(choices_of(kind))
-
-
 TRUTH = {"True": True, "true": True, "False": False, "false": False}
 
 
@@ -240,8 +229,6 @@ def convert(cls, key: str, text: str):
     if type(None) in get_args(kind):  # X | None: the default None leaves it to the objective
         if text == "None":
             return None
-        if is_number_or_word(kind) and text in choices_of(kind):
-            return text
         kind = next(k for k in get_args(kind) if k is not type(None))
     if get_origin(kind) is Literal:
         choice(key, text, get_args(kind))
@@ -258,7 +245,7 @@ def convert(cls, key: str, text: str):
     except UserError:
         raise
     except ValueError:
-        wanted = "a whole number" if kind is int else " or ".join(["a number", *choices_of(types_of(cls)[key])])
+        wanted = "a whole number" if kind is int else "a number"
         raise UserError(f"--{key}={text[:40]}: must be {wanted}") from None
 
 
@@ -292,8 +279,6 @@ def read_toml(cls, path: str) -> dict:
 def of_toml(cls, path: str, key: str, value):
     """A TOML value as the flag's type: a whole number may stand for a float, nothing else changes."""
     kind = types_of(cls)[key]
-    if type(value) is str:
-        value = in_our_words(key, value)
     check_word(key, value, kind, f"{path}: ")
     if choices_of(kind) and type(value) is str:
         return value
@@ -311,11 +296,9 @@ def shortened(value) -> str:
 
 
 def check_word(key: str, value, kind, place: str = "") -> None:
-    """UserError where a type admits words, and the value is neither one of them nor a number beside them."""
+    """UserError where a type admits words, and the value is not one of them."""
     words = choices_of(kind)
-    if is_number_or_word(kind) and type(value) is str:
-        need(value in words, f"{place}--{key}={value}: must be a number or {' or '.join(words)}")
-    elif words and not is_number_or_word(kind):
+    if words:
         choice(key, value, words, place)
 
 
@@ -353,185 +336,7 @@ def help_page(cls, usage: str = "") -> str:
         for key, sentence in docs_of(group).items():
             listed = choices_of(kinds[key])
             default = "" if defaults[key] in (None, "") else f"={defaults[key]}"
-            admits = "a number, or " if is_number_or_word(kinds[key]) else "one of "
-            one_of = f"    ({admits}{', '.join(listed)})" if listed else ""
+            one_of = f"    (one of {', '.join(listed)})" if listed else ""
             lines.append(f"  --{key}{default}{one_of}")
             lines += textwrap.wrap(sentence, 104, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return "\n".join(lines).strip()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Names of other frameworks
-# ---------------------------------------------------------------------------------------------------------------------
-
-# flags of verl and TRL -> ours
-FOREIGN = {
-    "rollout_is": "correction",
-    "rollout_is_threshold": "is_cap",
-    "rollout_rs": "reject",
-    "rollout_rs_threshold_lower": "rs_low",
-    "rollout_rs_threshold": "rs_high",
-    "rollout_token_veto_threshold": "veto",
-    "rollout_is_batch_normalize": "normalize_weights",
-    "loss_agg_mode": "reduction",
-    "clip_ratio_low": "clip_low",
-    "clip_ratio_high": "clip_high",
-    "clip_ratio_c": "dual_clip",
-    "kl_loss_coef": "kl_coef",
-    "kl_loss_type": "kl_estimator",
-    "use_kl_in_reward": "kl_in",
-    "entropy_coeff": "entropy_coef",
-    "lr_warmup_steps_ratio": "warmup_steps",
-    "vllm_importance_sampling_mode": "objective",
-    "vllm_importance_sampling_clip_max": "is_cap",
-    "vllm_importance_sampling_cap": "is_cap",
-    "vllm_importance_sampling_clip_min": "is_floor",
-    "off_policy_mask_threshold": "rs_low",
-    "loss_type": "objective",
-    "epsilon": "clip_low",
-    "epsilon_high": "clip_high",
-    "delta": "dual_clip",
-    "num_generations": "group_size",
-    "max_completion_length": "max_tokens",
-    "learning_rate": "lr",
-    "beta": "kl_coef",
-    "lora_r": "lora_rank",
-    "warmup_ratio": "warmup_steps",
-}
-# flags of theirs that count something else, or are several of ours -> what to write
-COUNTERPARTS = {
-    "adv_estimator": "advantage=grpo, grpo_no_std or rloo",
-    "gpu_memory_utilization": "rollout_memory, a share of the GPU",
-    "gradient_accumulation_steps": "train_batch, the responses of one update; --micro_tokens cuts them into passes",
-    "max_prompt_length": "max_prompt_tokens",
-    "max_response_length": "max_tokens",
-    "n": "group_size",
-    "per_device_train_batch_size": "micro_tokens, of one pass; --train_batch counts one update's responses",
-    "ppo_mini_batch_size": "train_batch, in responses, not prompts: prompts times --group_size",
-    "steps_per_generation": "rollout_batch, the responses of one rollout: updates times --train_batch",
-    "tensor_model_parallel_size": "rollout_tp",
-    "train_batch_size": "rollout_batch, in responses, not prompts: prompts times --group_size",
-    "use_vllm": "rollout=vllm, the default",
-}
-# verl's values -> ours, by our flag's name; under that name, and in files, they are understood too
-RATIOS = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geo"}
-VALUES = {
-    "correction": {"token": "tis", "sequence": "seq_tis", "null": "none"},
-    "reject": {**RATIOS, "geometric": "geo", "null": "none"},
-    "kl_estimator": {"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
-    "kl_in": {"True": "reward", "true": "reward", "False": "loss", "false": "loss"},
-}
-# a correction whose weight verl bounds by one number -> the one that drops outside of two
-MASKED = {"tis": "icepop", "seq_tis": "seq_mis", "geo_rs_seq_tis": "seq_mis", "icepop": "icepop", "seq_mis": "seq_mis"}
-
-
-def ours(key: str, value: str) -> dict[str, str]:
-    """A flag and its value under our names, whichever framework's they are; verl writes two bounds as low_high."""
-    name = FOREIGN.get(key, key)
-    value = in_our_words(name, value)
-    need(
-        key != "rollout_rs_threshold" or "," not in value,
-        f"--{key}={value}: bounds of several statistics stand with their names here; write "
-        "--reject=token:0.5:5,seq_max_k2:0:2",
-    )
-    low, between, high = value.partition("_")
-    if key == "rollout_rs_threshold" and between:
-        return {"rs_low": low, "rs_high": high}
-    if key == "rollout_is_threshold" and between:  # what they bound is known with all flags: `meant`
-        return {}
-    if key == "beta":  # TRL knows one estimator
-        return {name: value, "kl_estimator": "k3"}
-    return {name: value}
-
-
-def in_our_words(name: str, value: str) -> str:
-    """A value of a flag of ours, or a list of statistics with their bounds, in our words."""
-    words = VALUES.get(name, {})
-    parts = [part.split(":") for part in value.split(",")]
-    return ",".join(":".join([words.get(first, first), *bounds]) for first, *bounds in parts)
-
-
-def meant(written: dict[str, str], given: dict, from_file: dict, cfg) -> dict:
-    """What other frameworks mean beyond names and values, as flags of ours that replace those given.
-
-    written: flags as they stand on the command line; given: the same under our names; from_file: the file's; cfg: what
-    all of them and the objective's come to without this. A flag that is given or in the file means what it says."""
-    check_said_once(written)
-    found, said = {}, {*given, *from_file}
-    if "epsilon" in written and "clip_high" not in said:  # TRL: one bound for both sides
-        found["clip_high"] = given["clip_low"]
-    if written.get("loss_type") == "grpo" and "reduction" not in said:
-        found["reduction"] = "seq-mean-token-mean"
-    bounded = "rollout_is_threshold" in written or "is_cap" in said
-    if "rollout_is" in written and not bounded and cfg.correction == "seq_tis":  # verl: 2 at either level
-        found["is_cap"] = 2.0
-    if "rollout_rs_threshold" in written and "rs_low" not in given:  # of a ratio x is 1/x .. x
-        of_ratio = cfg.reject in ("none", *RATIOS.values())
-        found["rs_low"] = 1 / cfg.rs_high if of_ratio and cfg.rs_high else 0.0
-    if "_" in written.get("rollout_is_threshold", ""):
-        found |= masked(written["rollout_is_threshold"], cfg, found.get("rs_low", cfg.rs_low))
-    if any(flag.startswith("vllm_importance_sampling_c") for flag in written):
-        found |= trls_bounds(given, cfg)
-    if "off_policy_mask_threshold" in written:  # the largest mean of log(p_inf / p_new) of a response with A < 0
-        most = given["rs_low"]
-        need(
-            (cfg.reject, cfg.reject_of, cfg.correction_target) == ("geo", "negative", "new"),
-            f"--off_policy_mask_threshold={most}: a bound of --objective=opsm, not of {cfg.objective}; name that one",
-        )
-        found["rs_low"] = math.exp(-most)
-    return found
-
-
-def same(text: str, other: str) -> bool:
-    """Whether two values of a flag are one: 2 and 2.0 are."""
-    try:
-        return float(text) == float(other)
-    except ValueError:
-        return text == other
-
-
-def check_said_once(written: dict[str, str]) -> None:
-    """UserError if two flags that mean one of ours say different things of it."""
-    said = {}
-    for key, value in written.items():
-        name = FOREIGN.get(key, key)
-        other = said.setdefault(name, (key, value))
-        need(
-            same(in_our_words(name, value), in_our_words(name, other[1])),
-            f"--{other[0]}={other[1]} and --{key}={value} both mean --{name}; give one, and write what the other adds "
-            "as flags of ours (python train.py --help)",
-        )
-
-
-def trls_bounds(given: dict, cfg) -> dict:
-    """TRL's bounds of a weight: where it truncates they are is_floor and is_cap; where it masks, what lies outside of
-    them is dropped."""
-    if cfg.correction == "seq_mis":
-        low, high = given.get("is_floor", cfg.rs_low), given.get("is_cap", cfg.rs_high)
-    elif cfg.correction == "areal_drop" and "is_floor" in given:  # it has no lower bound
-        low, high = given["is_floor"], cfg.is_cap
-    else:
-        return {}
-    return {
-        "correction": MASKED.get(cfg.correction, "icepop"),
-        "is_floor": 0.0,
-        "is_cap": None,
-        "rs_low": low,
-        "rs_high": high,
-    }
-
-
-def masked(bounds: str, cfg, rs_low: float | None) -> dict:
-    """Two bounds of verl's weight, low_high: it drops what lies outside. What is rejected besides keeps its own."""
-    need(
-        cfg.correction in MASKED,
-        f"--rollout_is_threshold={bounds}: two bounds of a weight, which --correction={cfg.correction} does not "
-        "have; add --rollout_is=token or --rollout_is=sequence",
-    )
-    found = {"correction": MASKED[cfg.correction]}
-    for name, text in zip(("rs_low", "rs_high"), bounds.split("_", 1), strict=True):
-        found[name] = convert(type(cfg), name, text)
-    reject = "geo" if cfg.correction == "geo_rs_seq_tis" else cfg.reject
-    if reject != "none" and ":" not in reject and "," not in reject:
-        found["reject"] = f"{reject}:{rs_low}:{cfg.rs_high}"
-    return found

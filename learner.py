@@ -46,7 +46,7 @@ from model import (
 )
 from model.head import rows_at_once
 from model.streamed import nudged
-from optim import Guard, make_optimizers, schedule
+from optim import make_optimizers, schedule
 from sampling import Sampling
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -171,7 +171,6 @@ class Learner:
         self.skipped_in_a_row = 0
         self.rejected = 0  # of them without a token that was kept
         self.error = ""  # why the run should end here
-        self.guard = Guard(cfg)
 
     @property
     def has_actor(self) -> bool:
@@ -262,18 +261,7 @@ class Learner:
         # entropy and CPPO's KL stand outside of what a rejection masks
         alone = not (self.cfg.entropy_coef or self.cfg.cppo_beta)
         all_rejected = alone and logged["rollout_corr/rollout_rs_masked_fraction"] >= 1
-        logged |= self._step(logged["loss"], all_rejected)
-        return logged if self.cfg.guard == "off" else logged | self._watched(logged)
-
-    def _watched(self, logged: dict[str, float]) -> dict[str, float]:
-        """Show the guard an update's metrics; returns the guard's own."""
-        said = self.guard.watch(self.version, logged)
-        self.cfg = self.guard.mended(self.cfg)
-        if said and self.cfg.guard == "stop":
-            self.error = self.error or said
-        elif said and self.comm.rank == 0:
-            print(said, flush=True)
-        return {"guard/fired": float(self.guard.fired), "guard/kl": self.guard.mean}
+        return logged | self._step(logged["loss"], all_rejected)
 
     def backward(self, batch: Batch, stats: objectives.StepStats) -> dict[str, float]:
         """The gradient of a batch's loss, over all ranks, into .grad; the metrics of it."""
@@ -331,7 +319,7 @@ class Learner:
         not move it either); the update is counted."""
         norms = {name: self._clip(name) for name in self.names}
         finite = math.isfinite(loss) and all(map(math.isfinite, norms.values()))
-        factor, out = schedule(self.version, self.cfg) * self.guard.rate, {}
+        factor, out = schedule(self.version, self.cfg), {}
         self.version += 1  # before the first model moves: an error between the two leaves no boundary to save at
         for name in self.names:
             prefix = "" if name == "policy" else "actor/"
@@ -511,8 +499,7 @@ class Learner:
     def state_dict(self) -> dict:
         """What counts and controls; weights and optimizers are `trained`."""
         counters = ("version", "skipped", "skipped_in_a_row", "rejected")
-        guard = {name: getattr(self.guard, name) for name in ("last", "sum", "seen", "fired")}
-        return {**{name: getattr(self, name) for name in counters}, "guard": guard, "scaler": self.scaler.state_dict()}
+        return {**{name: getattr(self, name) for name in counters}, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
         """The inverse of state_dict; before format 4 of checkpoints it held the optimizers too."""
@@ -520,9 +507,6 @@ class Learner:
             setattr(self, counter, state[counter])
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
-        for name, value in state.get("guard", {}).items():  # a checkpoint from before there was a guard has none
-            setattr(self.guard, name, value)
-        self.cfg = self.guard.mended(self.cfg)
         for name in self.names:
             if f"optimizer.{name}" in state:
                 self._load_whole_optimizers(name, state[f"optimizer.{name}"])

@@ -32,11 +32,13 @@ class View:
         self.inf, self.ref = batch.logp_inf, batch.logp_ref
         self.adv = batch.adv
         row = corrections.CORRECTIONS[cfg.correction]
-        self.C = cfg.is_cap if row.caps == "token" else 2.0  # where "large" and "small" weights begin
-        self.C_seq = cfg.is_cap if row.caps == "sequence" else 4.0
-        self.by_response = row.of_response
+        capped = "is_cap" in row.bounds
+        self.C = cfg.is_cap if capped and row.level == "token" else 2.0  # where "large" and "small" weights begin
+        self.C_seq = cfg.is_cap if capped and row.level == "sequence" else 4.0
+        self.by_response = row.level == "sequence"
         C = self.C_seq if self.by_response else self.C
-        self.edges = (cfg.rs_low, cfg.rs_high) if row.band else (1 / C, C)
+        banded = row.level and "rs_low" in row.bounds and not capped
+        self.edges = (cfg.rs_low, cfg.rs_high) if banded else (1 / C, C)
         self.clamp = cfg.log_ratio_clamp
         # what a row is a mean over
         self.tokens = batch.mask  # tokens that may carry a gradient
@@ -49,7 +51,7 @@ class View:
         self.clipped = logs["clipped"]
         self.applied = self.weight * self.keep
         expected = cfg.correction in ("obrs", "jackpot_adjusted") and cfg.obrs_mask == "expected"
-        if expected or row.cuts:  # OBRS's expected mask, but not a drawn one
+        if expected or row.counts_drops_as_zero:  # OBRS's expected mask, but not a drawn one
             self.weight = self.applied
         # responses
         self.n = batch.mask.sum(1).clamp_min(1)

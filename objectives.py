@@ -2,7 +2,7 @@
 
     loss = - reduce( keep * sg(weight) * surrogate )
 
-    correction   a detached weight and a keep-mask per token (corrections/, obrs.py), from three policies:
+    correction   a detached weight and a keep-mask per token (corrections.py, obrs.py), from three policies:
                  `inf`, the one that sampled (engine, actor, precision, staleness, sampling settings),
                  `ref`, the learner's before the first update on this rollout batch, and `new`, the learner's now
     surrogate    what is maximised, and inside which trust region of `new`
@@ -19,7 +19,10 @@ Jackpot's four lines: a, keep, w and rho in `obrs.correction`, then `ppo` and th
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
+import sys
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,6 +34,7 @@ from corrections import (
     CORRECTIONS,
     USES_Z,
     apply_correction,
+    call,
     can_drop,
     geo_ratio,
     mean_weight,
@@ -39,7 +43,7 @@ from corrections import (
     token_ratio,
 )
 from flags import choice, need, run_command
-from presets import DEFAULTS, OBJECTIVES, print_catalogue  # noqa: F401 (the first two for those who look here)
+from presets import FRAMEWORKS, OBJECTIVES, PAPERS
 from sampling import Sampling
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -71,14 +75,14 @@ def gspo(log_ratio, mask, adv, low=3e-4, high=4e-4, dual_clip=0.0, clamp=CLAMP):
     return value.expand_as(log_ratio), clipped.expand_as(mask), g.expand_as(log_ratio)
 
 
-def tbpo(log_ratio, mask, adv, low=3e-4, high=4e-4, neg_high=7e-4, clamp=CLAMP):
+def tbpo(log_ratio, mask, adv, low=3e-4, high=4e-4, tbpo_neg_high=7e-4, clamp=CLAMP):
     """clip(g) A, g = exp(mean_t log s), without PPO's min: outside its band a response has no gradient. QaRL 3.2.
 
-    A >= 0: g <= 1 + high. A < 0: 1 - low <= g <= 1 + neg_high, because error tokens come in clusters and make
+    A >= 0: g <= 1 + high. A < 0: 1 - low <= g <= 1 + tbpo_neg_high, because error tokens come in clusters and make
     g large."""
     g = geo_ratio(log_ratio, mask, clamp)
     lowest = torch.where(adv >= 0, g.new_tensor(-math.inf), g.new_tensor(1 - low))
-    highest = torch.where(adv >= 0, g.new_tensor(1 + high), g.new_tensor(1 + neg_high))
+    highest = torch.where(adv >= 0, g.new_tensor(1 + high), g.new_tensor(1 + tbpo_neg_high))
     band = torch.minimum(torch.maximum(g, lowest), highest)
     in_band = (g >= lowest) & (g <= highest)
     value = torch.where(in_band, g, band.detach()) * adv
@@ -147,24 +151,39 @@ def clip_bounds(cfg) -> tuple[float, float]:
     return (cfg.clip_low, cfg.clip_high) if cfg.clip else (math.inf, math.inf)
 
 
-# one row a surrogate: (logp, base, adv, mask, cfg) -> what it returns. base: log of what the ratio divides by, (B, T)
+# one row a surrogate, called by parameter name (corrections.call)
 SURROGATES = {
-    "reinforce": lambda logp, base, adv, mask, cfg: reinforce(logp, adv),
-    "ppo": lambda logp, base, adv, mask, cfg: ppo(
-        logp - base, adv, *clip_bounds(cfg), cfg.dual_clip, cfg.log_ratio_clamp
-    ),
-    "gspo": lambda logp, base, adv, mask, cfg: gspo(
-        logp - base, mask, adv, *clip_bounds(cfg), cfg.dual_clip, cfg.log_ratio_clamp
-    ),
-    "tbpo": lambda logp, base, adv, mask, cfg: tbpo(
-        logp - base, mask, adv, *clip_bounds(cfg), cfg.tbpo_neg_high if cfg.clip else math.inf, cfg.log_ratio_clamp
-    ),
-    "sapo": lambda logp, base, adv, mask, cfg: sapo(logp - base, adv, cfg.log_ratio_clamp),
-    "gmpo": lambda logp, base, adv, mask, cfg: gmpo(logp - base, mask, adv, *clip_bounds(cfg), cfg.log_ratio_clamp),
-    "dppo_tv": lambda logp, base, adv, mask, cfg: dppo(logp, base, adv, *clip_bounds(cfg), "tv", cfg.log_ratio_clamp),
-    "dppo_kl": lambda logp, base, adv, mask, cfg: dppo(logp, base, adv, *clip_bounds(cfg), "kl", cfg.log_ratio_clamp),
-    "cispo": lambda logp, base, adv, mask, cfg: cispo(logp - base, logp, adv, *clip_bounds(cfg), cfg.log_ratio_clamp),
+    "reinforce": reinforce,
+    "ppo": ppo,
+    "gspo": gspo,
+    "tbpo": tbpo,
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "dppo_tv": dppo,
+    "dppo_kl": functools.partial(dppo, divergence="kl"),
+    "cispo": cispo,
 }
+
+
+def surrogate_of(logp, base, adv, mask, cfg):
+    """(value to maximise, where it is clipped, ratio) of --surrogate. base: log of the ratio's denominator, (B, T)."""
+    low, high = clip_bounds(cfg)
+    edge = {} if cfg.clip else {"tbpo_neg_high": math.inf}
+    return call(
+        SURROGATES[cfg.surrogate],
+        cfg,
+        logp=logp,
+        base=base,
+        log_ratio=logp - base,
+        adv=adv,
+        mask=mask,
+        low=low,
+        high=high,
+        clamp=cfg.log_ratio_clamp,
+        **edge,
+    )
+
+
 CLIP = (0.2, 0.28)  # eps_low, eps_high where nothing else is said
 CLIPS = {"gspo": (3e-4, 4e-4), "tbpo": (3e-4, 4e-4)}  # a length-normalised ratio never reaches 0.2
 CLIPS |= {"gmpo": (0.4, 0.4), "dppo_tv": (0.2, 0.2), "dppo_kl": (0.05, 0.05)}  # bounds of log r, and of a divergence
@@ -356,7 +375,7 @@ def loss(new, batch, stats: StepStats, cfg):
     weight, keep, logs = apply_correction(new, batch, stats, cfg)
     weight, keep = weight.detach().expand_as(base), keep.detach().expand_as(base)
     adv = batch.adv.to(base.dtype)
-    surrogate, clipped, ratio = SURROGATES[cfg.surrogate](new.logp, base, adv, batch.mask, cfg)
+    surrogate, clipped, ratio = surrogate_of(new.logp, base, adv, batch.mask, cfg)
     if cfg.positive_only:
         surrogate = surrogate * (batch.adv > 0)
     unreduced = -keep * weight * surrogate
@@ -380,7 +399,7 @@ def loss(new, batch, stats: StepStats, cfg):
 
 def log_ratio_base(new, batch, stats: StepStats, cfg):
     """log of what the surrogate's ratio divides by, (B, T): p_ref, p_inf, p_new itself, or the group's
-    (corrections/)."""
+    (corrections.py)."""
     if cfg.ratio_base == "ref":
         return batch.logp_ref
     if cfg.ratio_base == "inf":
@@ -473,8 +492,7 @@ def update_controllers(controllers: dict, logged: dict, cfg) -> None:
     """Remember what the next step needs: kappa of target new, and lambda_distill of the closed loop.
 
     Closed loop (Jackpot's Limitations ask for it): lambda_distill <- lambda_distill exp(gain e), with
-    e = clip((KL - target) / target, -1, 1), so that one step changes it by at most exp(gain). Or
-    e = clip((target - worth) / target, -1, 1), with the worth that was measured last."""
+    e = clip((KL - target) / target, -1, 1), so that one step changes it by at most exp(gain)."""
     if not logged.get("stepped", True):  # do not update the controllers from a skipped step
         return
     if cfg.correction in USES_Z and cfg.obrs_z != "exact" and logged["z_sum"] > 0:
@@ -482,8 +500,6 @@ def update_controllers(controllers: dict, logged: dict, cfg) -> None:
     error = math.nan
     if cfg.distill_kl_target > 0:
         error = (logged.get("distill_kl", math.nan) - cfg.distill_kl_target) / cfg.distill_kl_target
-    elif cfg.distill_worth_target > 0:
-        error = (cfg.distill_worth_target - controllers.get("worth", math.nan)) / cfg.distill_worth_target
     if math.isfinite(error):
         now = controllers.get("distill", cfg.distill_lambda) * math.exp(cfg.distill_gain * max(-1.0, min(1.0, error)))
         controllers["distill"] = min(max(now, 1e-4), cfg.distill_lambda_max)
@@ -527,16 +543,13 @@ def check(cfg) -> None:
         f"--cppo_beta={cfg.cppo_beta} --gepo_defence={cfg.gepo_defence}: must not be negative; 0 is off",
     )
     need(cfg.distill_lambda >= 0, f"--distill_lambda={cfg.distill_lambda}: must not be negative")
-    loops = [name for name in ("distill_kl_target", "distill_worth_target") if getattr(cfg, name) > 0]
-    need(len(loops) < 2, "--distill_kl_target and --distill_worth_target steer the same weight; leave one out")
-    need(
-        not loops or cfg.distill_lambda <= cfg.distill_lambda_max,
-        f"--distill_lambda={cfg.distill_lambda}: a closed loop starts above "
-        f"--distill_lambda_max={cfg.distill_lambda_max}; lower the one, or raise the other",
-    )
-    for name in loops:
-        need(cfg.distill_lambda > 0, f"--{name} needs a --distill_lambda above 0 to start from")
-        need(cfg.actor != "none", f"--{name}: there is no actor to distil; name one with --actor")
+    if cfg.distill_kl_target > 0:
+        need(
+            0 < cfg.distill_lambda <= cfg.distill_lambda_max,
+            f"--distill_lambda={cfg.distill_lambda}: --distill_kl_target starts from it; give a value above 0, at most "
+            f"--distill_lambda_max={cfg.distill_lambda_max}",
+        )
+        need(cfg.actor != "none", "--distill_kl_target: there is no actor to distil; name one with --actor")
     check_regularisers(cfg)
 
 
@@ -588,6 +601,43 @@ def check_ratio(cfg) -> None:
         cfg.ratio_base == "ref" or cfg.surrogate != "reinforce",
         f"{base}: --surrogate=reinforce has no ratio; use --surrogate=ppo",
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# python objectives.py
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def catalogue() -> str:
+    """All names with the first lines of their docstrings, then every --objective by its axes."""
+    lines = ["loss = - reduce( keep * sg(weight) * surrogate )", "", "--correction: weight and keep-mask"]
+    for name, row in CORRECTIONS.items():
+        bounds = "".join(f" --{flag}={value:g}" for flag, value in row.bounds.items())
+        lines.append(f"  {name:17} {first_line(row.function)}{bounds}")
+    lines += ["", "--reject: drops a statistic outside [--rs_low, --rs_high]"]
+    lines += [
+        f"  {name:17} --rs_low={row.low:g} --rs_high={row.high:g}" for name, row in corrections.REJECTIONS.items()
+    ]
+    lines += ["", "--surrogate: the value that the policy maximises"]
+    lines += [f"  {name:17} {first_line(function)}" for name, function in SURROGATES.items()]
+    for title, rows in {"papers, and ours": PAPERS, **FRAMEWORKS}.items():
+        lines += ["", f"--objective: {title}"]
+        for name, axes in rows.items():
+            lines.append(f"  {name:27} " + "  ".join(f"{axis}={value}" for axis, value in axes.items()))
+    return "\n".join(lines)
+
+
+def first_line(function) -> str:
+    """The first line of a function's docstring."""
+    function = getattr(function, "func", function)  # of a partial
+    return inspect.getdoc(function).splitlines()[0]
+
+
+def print_catalogue() -> None:
+    """The command `python objectives.py`."""
+    words = " ".join(sys.argv[1:])
+    need(words in ("", "-h", "--help"), f"{words}: python objectives.py takes no arguments")
+    print(catalogue())
 
 
 if __name__ == "__main__":

@@ -1,18 +1,12 @@
-"""Optimizers, where their states wait between two steps, the schedule of their learning rates, and a guard that ends or
-mends a run which drifts off early."""
+"""Optimizers, the placement of their states between two steps, and the schedule of their learning rates."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 
-import corrections
-import objectives
 import quant
-from flags import UserError, need
 
 
 class Muon(torch.optim.Muon):
@@ -134,98 +128,3 @@ def schedule(step: int, cfg) -> float:
     if cfg.lr_schedule == "cosine":
         return 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
     return 1.0
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The guard
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class GuardFlags:
-    """A guard against collapse (results/collapse.md)"""
-
-    guard: Literal["off", "stop", "lr", "cap", "lambda"] = "off"
-    """What to do if the first tenth is above --guard_kl: stop; halve the learning rates; weigh responses by min(R, 1),
-    whatever --correction is; or distil ten times as much."""
-    guard_kl: float = 0.03
-    """Guard: largest mean KL(inf, new) of the first tenth, nats a token."""
-
-
-def mend_of(cfg) -> dict:
-    """The flags of the loss that a guard changes when it fires. lambda: without distillation, to its default weight."""
-    if cfg.guard == "cap":
-        return corrections.capped_responses(cfg)
-    if cfg.guard == "lambda":
-        return {"distill_lambda": 10 * cfg.distill_lambda or 1.0}
-    return {}
-
-
-def check(cfg) -> None:
-    """UserError, one sentence: a mend that something else would undo, or that cannot be."""
-    flag, mend = f"--guard={cfg.guard}", mend_of(cfg)
-    need(
-        not mend or not corrections.is_probed(cfg),
-        f"{flag}: auto and --distill_worth_target change the flags of the loss, too; leave them out, or use --guard=lr",
-    )
-    if cfg.guard == "lambda":
-        need(cfg.actor != "none", f"{flag}: there is no actor to distil; name one with --actor, or use --guard=cap")
-        need(cfg.distill_kl_target == 0, f"{flag} and --distill_kl_target steer the same weight; leave one out")
-    if cfg.guard == "cap":
-        try:
-            objectives.check(replace(cfg, **mend))
-        except UserError as e:
-            raise UserError(f"{flag} would go on with --correction=seq_tis --is_cap=1, but {e}") from None
-
-
-class Guard:
-    """--guard: ends or mends a run whose first tenth is far from its samples (results/collapse.md).
-
-        mean over the first tenth of the updates of KL(inf, new) > --guard_kl, nats a token
-        KL(inf, new) = rollout_corr/kl + ppo_kl, the k1 estimate of how far what learns is from what sampled
-
-    stop: the run ends there, saved. From the next update on, lr: every learning rate is halved; cap, lambda: the loss
-    has other flags (`mend_of`)."""
-
-    def __init__(self, cfg):
-        self.how = cfg.guard
-        self.mend = mend_of(cfg)
-        self.limit = cfg.guard_kl
-        self.last = max(1, round(cfg.steps / 10))  # the update that it judges after
-        self.sum = 0.0  # of KL(inf, new) over the updates seen
-        self.seen = 0
-        self.fired = False
-
-    @property
-    def rate(self) -> float:
-        """Factor of the learning rates."""
-        return 0.5 if self.fired and self.how == "lr" else 1.0
-
-    def mended(self, cfg):
-        """The flags of the loss as they are now."""
-        return replace(cfg, **self.mend) if self.fired and self.mend else cfg
-
-    def watch(self, update: int, logged: dict[str, float]) -> str:
-        """See the metrics of an update (from 1), the same on all ranks. What there is to say if the guard fires."""
-        kl = logged["rollout_corr/kl"] + logged["ppo_kl"]
-        if update <= self.last and math.isfinite(kl):
-            self.sum += kl
-            self.seen += 1
-        if self.fired or update != self.last or self.mean <= self.limit:
-            return ""
-        self.fired = True
-        done = {
-            "stop": "the run ends here",
-            "lr": "all learning rates are halved from here on",
-            "cap": "responses are weighed by min(R, 1) from here on",
-            "lambda": f"distillation has the weight {self.mend.get('distill_lambda', 0):g} from here on",
-        }
-        return (
-            f"--guard={self.how}: over the first {update} updates KL(inf, new) was {self.mean:.3g} nats a token, above "
-            f"--guard_kl={self.limit:g}: {done[self.how]}"
-        )
-
-    @property
-    def mean(self) -> float:
-        """KL(inf, new) of the updates seen; 0 before the first."""
-        return self.sum / self.seen if self.seen else 0.0

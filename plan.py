@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 import torch
 
 import checkpoint
-import corrections
 import warmstart
 from engines import cache_of_a_token, cache_size, cached_tokens, evaluated_by, sleep_level
 from flags import from_environment, is_hub_id, need
@@ -141,8 +140,6 @@ def plan_of(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float = 0.0) -
     if not cfg.offload:
         states |= {f"optimizer, {name}": model.optimizer // n for name, model in models.items()}
     gradients = {f"gradients, {name}": model.gradients // of_gradients for name, model in models.items()}
-    if corrections.is_probed(cfg):
-        gradients["gradient of a probe"] = models["policy"].gradients // of_gradients
     activations = {f"activations, {name}": size for name, size in found.kept.items()}
     local = cfg.samplers == "local"
     sampling = engine(cfg, configs[sampler_of(cfg)], width, ranks, gpu_gib) if local else 0
@@ -276,9 +273,10 @@ def second_engine(cfg, config, width: int, ranks: int, gpu_gib: float) -> int:
 
 
 def own_responses(cfg, config, width: int, ranks: int) -> int:
-    """Bytes of what samples a minibatch from the policy itself: for a probe (auto.py), for --advantage_error_every."""
-    wanted = corrections.is_probed(cfg) or cfg.advantage_error_every
-    return plain_sampler(cfg, config, cfg.train_batch // ranks, width, ranks) if wanted else 0
+    """Bytes of what samples a minibatch from the policy itself, for --advantage_error_every."""
+    if not cfg.advantage_error_every:
+        return 0
+    return plain_sampler(cfg, config, cfg.train_batch // ranks, width, ranks)
 
 
 def plain_sampler(cfg, config, rows: int, width: int, ranks: int) -> int:

@@ -1,7 +1,7 @@
 """Low-bit rollouts, and a learner that computes as the low-bit engine does: QaRL, section 3.1.
 
 A quantized engine samples from another policy than the one that trains. Correcting for that
-(corrections/) costs variance; QaRL (arXiv 2604.07853) removes the difference. The learner keeps
+(corrections.py) costs variance; QaRL (arXiv 2604.07853) removes the difference. The learner keeps
 high-precision master weights W, but runs its linear layers on the engine's own low-bit numbers,
 
     forward     y  = x^ W^T    x^ = s_x q_x, W^ = s_w q_w; the product is taken on q_x and q_w

@@ -3,7 +3,7 @@
 The group is the unit of everything that follows: transport, staleness, accounting, advantage. A
 `Rollout` is one group, not padded (batching.collate alone pads), sampled by one model at one weight
 version with one set of sampling settings. It records the log-probabilities of the very distribution
-that was sampled, as the engine computed them: they are p_inf, and every correction in corrections/
+that was sampled, as the engine computed them: they are p_inf, and every correction in corrections.py
 starts from them.
 
 A *source* publishes weights to its sampler and hands out graded groups. There are three, with the

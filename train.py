@@ -30,7 +30,6 @@ import config
 import objectives
 import plan
 import plot
-from auto import Chooser
 from engines import evaluated_by
 from eval import fresh_advantage, held_out
 from flags import UserError, need, run_command
@@ -120,14 +119,13 @@ class Training:
         self.groups_per_update = cfg.train_batch // (cfg.group_size * self.comm.size)
         self.step = 0
         self.pending = []  # minibatches of groups that are not trained on yet
-        self.controllers = {}  # what one update hands to the next: kappa, lambda_distill, worth and auto's evidence
+        self.controllers = {}  # carried from update to update: kappa, lambda_distill
         self.values = {}  # metrics of the last roll-out, until an update reports them
         self.clock: dict[str, float] = {}  # seconds by stage
         if self.run.checkpoint:
             saved = checkpoint.load(self.run.checkpoint, self.learner, self.source)
             self.step, self.pending, self.controllers = saved
             self.values = self.controllers.pop("values", {})
-        self.chooser = Chooser(self.run, self.learner, self.controllers)
         self.saved_at = self.step
         self.saving: checkpoint.Saving | None = None  # the checkpoint that is being written
         if comm.writes:
@@ -168,9 +166,6 @@ class Training:
         cfg, learner = self.cfg, self.learner
         groups = self.pending[0]
         values = dict(self.values)
-        if self.chooser.on:  # --is_cap=auto, --correction=auto, --distill_worth_target
-            with timer(self.clock, "auto_s"):
-                values |= self.chooser.choose(groups, self.step)
         with timer(self.clock, "update_s"):
             # 4. one minibatch: padded, with advantages and mask uniforms
             batch = batching.collate(groups, cfg, learner.version, self.source.now(learner.version))

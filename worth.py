@@ -7,7 +7,7 @@
     torchrun --nproc_per_node=2 worth.py ... --parallel=fsdp --share=0.1
 
 with train.py's flags. --rows names any objectives (22 usual ones by default). What one batch on its own cannot show is
-refused: --is_cap=auto, --correction=auto, --delay, --samplers, --learner_quant, --router_replay, --obrs_target=new and
+refused: --delay, --samplers, --learner_quant, --router_replay, --obrs_target=new and
 --obrs_z=approx.
 
     g      the on-policy gradient of the policy (its mean)
@@ -21,8 +21,6 @@ The expected cosine of g_c and g is kappa = scale / sqrt(scale^2 + bias + noise)
 responses has the same kappa, so worth counts on-policy responses per sampler response. The sampler pays if worth
 exceeds its cost per response over the policy's (`--cost`). Worth is about the next step, not about where many such
 steps lead.
-
-auto.py measures it while train.py trains.
 
 How: g_c is a sum over tokens, sum_t c_t grad log p_t, and c_t = d J_c / d log p_t comes from the row's own loss. Along
 a direction v then <g_c, v> = sum_t c_t s_t with s_t = d/de log p_t(theta + e v): one forward pass with weights
@@ -109,17 +107,17 @@ class WorthFlags:
 def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config.Config]:
     """The flags, each row's configuration, and that of g: `--objective=none`, no surrogate. UserError: one sentence."""
     both = dataclass(frozen=True)(type("Flags", (WorthFlags, config.Config), {}))
-    pairs = flags.read(both, argv, "python worth.py --key=value ...", also={"config", *flags.FOREIGN})
+    pairs = flags.read(both, argv, "python worth.py --key=value ...", also={"config"})
     names = {f.name for f in fields(WorthFlags)}
     own = WorthFlags(**{k: flags.convert(WorthFlags, k, v) for k, v in pairs if k in names})
-    ours = {k: flags.FOREIGN.get(k, k) for k, _ in pairs}
+    given = {k for k, _ in pairs}
     usual = {"lr": "1", "actor_lr": "1", "dtype": "float32"}  # asked for, and nothing learns
     usual["rollout_dtype"] = engine_dtype(pairs)
-    pairs = [*((k, v) for k, v in usual.items() if k not in ours.values()), *pairs]
+    pairs = [*((k, v) for k, v in usual.items() if k not in given), *pairs]
     shared = [f"--{k}={v}" for k, v in pairs if k not in names]
     for name in ("objective", "correction"):
-        need(name not in ours.values(), f"--{name}: name the objectives to weigh with --rows")
-    of_all = [f"--{k}={v}" for k, v in pairs if ours.get(k, k) in OF_ROWS - {"advantage", "reduction"}]
+        need(name not in given, f"--{name}: name the objectives to weigh with --rows")
+    of_all = [f"--{k}={v}" for k, v in pairs if k in OF_ROWS - {"advantage", "reduction"}]
     if of_all and flags.from_environment("RANK", 0) == 0:
         print(f"note: every row with {' '.join(of_all)}, under its own name", file=sys.stderr)
     check(own)
@@ -127,7 +125,7 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     for row in filter(None, map(str.strip, own.rows.split(";"))):
         objective, *more = row.split()
         for flag in more:
-            name = flags.FOREIGN.get(flag.partition("=")[0], flag.partition("=")[0])
+            name = flag.partition("=")[0]
             need(
                 name in OF_ROWS or name not in config.FIELDS,
                 f"--rows: {flag} of {row!r} is no flag of an objective; all rows share it: give it beside --rows",
@@ -145,7 +143,7 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     kept = {topk_of(cfg) for cfg in rows.values()} - {0}
     need(len(kept) <= 1, "--rows: rows with several --obrs_topk; weigh them one after the other")
     of_rows = {f.name for f in fields(config.ObjectiveFlags)} - {"advantage", "reduction"}
-    of_g = [f"--{k}={v}" for k, v in pairs if ours.get(k, k) not in names | of_rows]
+    of_g = [f"--{k}={v}" for k, v in pairs if k not in names | of_rows]
     plain = config.parse([*of_g, "--objective=none"])
     need(not own.stale or plain.actor == "none", f"--stale={own.stale}: the actor samples here; add --actor=none")
     return own, rows, replace(unregularised(on_policy_config(plain)), actor="none", rollout_quant="none")
@@ -182,7 +180,6 @@ def check(own: WorthFlags) -> None:
 
 
 def check_row(row: str, cfg: config.Config) -> None:
-    need("auto" not in (cfg.is_cap, cfg.correction), f"--rows: {row} leaves the choice to auto; name each cap in a row")
     need(not cfg.plan, "--plan: of train.py; python train.py --plan says what a run needs")
     need(not cfg.router_replay, "--router_replay: g and slopes are of the learner's own routing; leave it out")
     need(cfg.samplers == "local", "--samplers: weights that sample late are named with --stale here")

@@ -373,25 +373,3 @@ def test_a_flag_that_is_like_no_other_gets_none(typed):
     with pytest.raises(ValueError) as e:
         flags.parse_flags(Config, [f"--{typed}=8"])
     assert str(e.value) == f"--{typed}: no such flag; see --help"
-
-
-@pytest.mark.parametrize("theirs", flags.COUNTERPARTS)
-def test_a_flag_that_counts_otherwise_elsewhere_is_explained(theirs):
-    """The explanation names a flag of ours, also behind verl's path; a command without that flag does not say it."""
-    assert re.match(r"\w+", flags.COUNTERPARTS[theirs])[0] in flags.types_of(Config)
-    for typed in (theirs, f"actor_rollout_ref.rollout.{theirs}"):
-        with pytest.raises(ValueError) as e:
-            flags.parse_flags(Config, [f"--{typed}=8"])
-        assert str(e.value) == f"--{typed}: no such flag; here it is --{flags.COUNTERPARTS[theirs]}"
-        with pytest.raises(ValueError) as e:
-            flags.parse_flags(PlotFlags, [f"--{typed}=8"])
-        assert "here it is" not in str(e.value)
-
-
-@pytest.mark.parametrize("theirs", flags.FOREIGN)
-def test_a_translated_flag_behind_verls_path_is_named(theirs):
-    """Where it means a flag of this command: plotting knows none of them."""
-    for command, told in ((Config, f"write --{theirs}, which is --{flags.FOREIGN[theirs]} here"), (PlotFlags, "see")):
-        with pytest.raises(ValueError) as e:
-            flags.parse_flags(command, [f"--algorithm.{theirs}=8"])
-        assert str(e.value).startswith(f"--algorithm.{theirs}: no such flag; {told}")

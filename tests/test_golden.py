@@ -11,6 +11,7 @@ from conftest import ROOT, One, f64, make_cfg
 
 import metrics
 import objectives
+import presets
 from batching import Batch
 from measure import Sums
 from model import TokenStats
@@ -145,7 +146,7 @@ def test_no_two_formulas_have_the_same_values():
 
 
 def test_every_objective_has_golden_values():
-    assert {case.split()[0] for case, _ in VALUES} == set(objectives.OBJECTIVES)
+    assert {case.split()[0] for case, _ in VALUES} == set(presets.OBJECTIVES)
 
 
 def test_the_batches_have_what_hurts():

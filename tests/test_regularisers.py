@@ -257,14 +257,6 @@ def test_defaults_and_contradictions():
             make_cfg(**given)
 
 
-def test_names_of_other_frameworks():
-    assert flags.ours("beta", "0.04") == {"kl_coef": "0.04", "kl_estimator": "k3"}
-    assert flags.ours("kl_loss_coef", "0.001") == {"kl_coef": "0.001"}
-    assert flags.ours("kl_loss_type", "low_var_kl") == {"kl_estimator": "k3"}
-    assert flags.ours("use_kl_in_reward", "True") == {"kl_in": "reward"}
-    assert flags.ours("warmup_ratio", "0.03") == {"warmup_steps": "0.03"}
-
-
 def test_warm_up_as_a_share_of_the_steps():
     cfg = SimpleNamespace(warmup_steps=0.03, steps=150, lr_schedule="constant")  # 4.5 updates, so 5
     assert [schedule(step, cfg) for step in range(6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])

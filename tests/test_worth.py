@@ -541,11 +541,11 @@ def test_flags_that_contradict_each_other(flags, said):
     assert said in str(e.value)
 
 
-def test_a_step_size_under_another_name_is_no_second_one(folders):
+def test_flags_given_reach_every_row_and_g(folders):
     """worth.py gives one of its own where none is given; and g has the groups and lengths that the rows have."""
     common = [f"--model={folders / 'policy'}", "--actor=none", *SMALL[:2], *SMALL[4:], "--rows=none"]
-    for how in (["learning_rate=1e-6", "num_generations=4"], ["lr=1e-6", "group_size=4"]):
-        argv = [*common, *(f"--{flag}" for flag in [*how, "max_completion_length=8", "beta=0.1"])]
+    for how in (["lr=1e-6", "group_size=4"],):
+        argv = [*common, *(f"--{flag}" for flag in [*how, "max_tokens=8", "kl_coef=0.1"])]
         _, rows, plain = worth.parse(argv)
         for cfg in (rows["none"], plain):
             assert (cfg.lr, cfg.group_size, cfg.max_tokens) == (1e-6, 4, 8)

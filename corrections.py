@@ -1,0 +1,716 @@
+"""Corrections: a weight and a keep-mask for each token or response that another policy sampled.
+
+    loss = - reduce( keep * sg(weight) * surrogate )          weight and keep come from here
+
+    log_r = log p_ref - log p_inf        inf: the policy that sampled; ref: the learner before the first
+                                         update on this rollout batch
+    r = exp(log_r)                       per token, (B, T)
+    R = exp(sum_t log_r)                 per response, (B, 1)
+    R_t = exp(sum_{s<=t} log_r_s)        per prefix of a response, (B, T)
+
+Log-ratios are clamped to +- `clamp` (`--log_ratio_clamp`, 20) before exp, sequence sums after summing.
+
+Each correction is a pure function of tensors and numbers, and a row in CORRECTIONS. A new correction is a function and
+a row. Functions are called by parameter name: log_r, mask, adv, clamp and the like are tensors and numbers of the
+batch, and every other parameter is the flag of that name. Defaults of is_cap, rs_low and rs_high are the defaults of
+the flags. The first line of the docstring is the entry in `python objectives.py`. OBRS, Jackpot's correction, has its
+own file (obrs.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+import obrs
+from flags import UserError, choice, need
+from sampling import Sampling
+
+CLAMP = obrs.CLAMP
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ratios from log-ratios (B, T): per token, or one number a response (B, 1)
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def token_ratio(log_r, clamp=CLAMP):
+    """r = exp(log_r), (B, T)."""
+    return log_r.clamp(-clamp, clamp).exp()
+
+
+def seq_ratio(log_r, mask, clamp=CLAMP):
+    """R = exp(sum_t log_r), (B, 1)."""
+    return token_ratio(seq_sum(log_r, mask), clamp)
+
+
+def prefix_ratio(log_r, mask, clamp=CLAMP):
+    """R_t = exp(sum_{s<=t} log_r_s), (B, T): a response's ratio up to each token, that token with it."""
+    return token_ratio((log_r * mask).cumsum(1), clamp)
+
+
+def geo_ratio(log_r, mask, clamp=CLAMP):
+    """exp(mean_t log_r) = R^(1/T), (B, 1): the same whatever the length."""
+    return token_ratio(seq_mean(log_r, mask), clamp)
+
+
+def token_k2(log_r, clamp=CLAMP):
+    """(log r)^2 / 2, (B, T): each token's share of the k2 estimate of KL(inf || ref). Schulman."""
+    return log_r.clamp(-clamp, clamp) ** 2 / 2
+
+
+def token_k3(log_r, clamp=CLAMP):
+    """r - 1 - log r >= 0, (B, T): each token's share of the k3 estimate of KL(inf || ref)."""
+    x = log_r.clamp(-clamp, clamp).double()  # near 0 the two terms cancel: x^2 / 2 is left
+    return (torch.expm1(x) - x).to(log_r.dtype)
+
+
+def seq_sum(x, mask):
+    """Sum over a response's tokens, (B, 1)."""
+    return (x * mask).sum(1, keepdim=True)
+
+
+def seq_mean(x, mask):
+    """Mean over a response's tokens, (B, 1); 0 for an empty response."""
+    return seq_sum(x, mask) / mask.sum(1, keepdim=True).clamp_min(1)
+
+
+def seq_max(x, mask):
+    """The largest of a response's tokens, (B, 1), of values that are never negative; 0 for an empty response."""
+    return x.masked_fill(~mask, 0.0).amax(1, keepdim=True)
+
+
+def loglinear_ref(logp_new, logp_inf, age):
+    """log p_ref without a pass for it, (B, T): log p_inf + a (log p_new - log p_inf), a = (d - 1) / d.
+
+    age d, (B, 1): how many updates old the sampling weights are. It estimates the policy of one update ago; at d = 0
+    p_ref is p_new, a = 1 (AReaL's `loglinear` has a = 0 there)."""
+    age = age.to(logp_inf)
+    a = torch.where(age >= 1, (age - 1) / age.clamp_min(1), 1.0)
+    return logp_inf + a * (logp_new - logp_inf)
+
+
+def inside(x, low, high):
+    """1 where low <= x <= high, else 0."""
+    return ((x >= low) & (x <= high)).to(x.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Corrections: -> (weight, keep), each (B, T) or (B, 1). None of them carries gradient.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def none(log_r):
+    """weight 1, keep all: the mismatch is ignored. GRPO, PPO."""
+    return torch.ones_like(log_r), torch.ones_like(log_r)
+
+
+def vanilla_is(log_r, clamp=CLAMP):
+    """weight r, unbounded. AReaL's F(x) = x."""
+    weight = token_ratio(log_r, clamp)
+    return weight, torch.ones_like(weight)
+
+
+def tis(log_r, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
+    """weight min(r, C), C = 2: truncated importance sampling. TIS; verl, TRL, slime, SkyRL, OpenRLHF, NeMo-RL."""
+    weight = token_ratio(log_r, clamp).clamp(is_floor, is_cap)
+    return weight, torch.ones_like(weight)
+
+
+def tis_adjusted(logp_new, logp_inf, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
+    """weight min(p_new / p_inf, C), for --ratio_base=new: PPO's inner clip never acts. Jackpot section 10.1."""
+    return tis(logp_new - logp_inf, is_cap, is_floor, clamp)
+
+
+def icepop(log_r, rs_low=0.5, rs_high=5.0, clamp=CLAMP):
+    """weight r, tokens outside low <= r <= high dropped. Jackpot section 2.2 (IceProp); verl, slime, SkyRL."""
+    r = token_ratio(log_r, clamp)
+    return r, inside(r, rs_low, rs_high)
+
+
+def areal_drop(log_r, is_cap=5.0, clamp=CLAMP):
+    """weight r, tokens with r > C dropped. TIS text on AReaL; TRL's token_mask."""
+    r = token_ratio(log_r, clamp)
+    return r, (r <= is_cap).to(r.dtype)
+
+
+def z_tis(log_r, z, obrs_c1, clamp=CLAMP):
+    """weight Z min(r, c1 / Z): OBRS in expectation, without its mask; the control for it (obrs.py)."""
+    weight = (z * token_ratio(log_r, clamp)).clamp_max(obrs_c1)
+    return weight, torch.ones_like(weight)
+
+
+def seq_is(log_r, mask, clamp=CLAMP):
+    """weight R, unbounded. Praxis."""
+    weight = seq_ratio(log_r, mask, clamp)
+    return weight, torch.ones_like(weight)
+
+
+def seq_tis(log_r, mask, is_cap=4.0, is_floor=0.0, clamp=CLAMP):
+    """weight min(R, C), C = 4. Praxis Seq-TIS; verl, TRL, slime, SkyRL."""
+    weight = seq_ratio(log_r, mask, clamp).clamp(is_floor, is_cap)
+    return weight, torch.ones_like(weight)
+
+
+def seq_mis(log_r, mask, rs_low=0.0, rs_high=4.0, clamp=CLAMP):
+    """weight R, responses outside low <= R <= high dropped. Praxis section 6; verl, TRL."""
+    weight = seq_ratio(log_r, mask, clamp)
+    return weight, inside(weight, rs_low, rs_high)
+
+
+def prefix_tis(log_r, mask, is_cap=1.0, is_floor=0.0, clamp=CLAMP):
+    """weight min(R_t, C), C = 1: truncated per-decision importance sampling.
+
+    Without a cap E_inf[R_t X_t] = E_ref[X_t] for every X_t that the first t tokens determine: context and token count
+    as under ref. Later tokens enter through the advantage alone and stay the sampler's. So the weight has t factors
+    where R has all, and less variance. The unbounded form is CTPO's ratio, arXiv 2605.07331; the cap is that of tis,
+    and it bounds what one response can do to a batch."""
+    weight = prefix_ratio(log_r, mask, clamp).clamp(is_floor, is_cap)
+    return weight, torch.ones_like(weight)
+
+
+def retrace(log_r, mask, clamp=CLAMP):
+    """weight prod_{s<=t} min(r_s, 1): the traces of Retrace(1), with the token's own ratio."""
+    weight = prefix_ratio(log_r.clamp_max(0), mask, clamp)
+    return weight, torch.ones_like(weight)
+
+
+def retrace_seq(log_r, mask, clamp=CLAMP):
+    """weight prod_{s<=t} min(r_s, 1) min(R, 1): a token counts less if it, an earlier token or the whole response is
+    less likely under ref than under inf.
+
+    Ours. Of 62 nonnegative weights that ignore the advantage, none is better by two standard errors
+    (results/worth.md)."""
+    weight, keep = retrace(log_r, mask, clamp)
+    return weight * seq_ratio(log_r, mask, clamp).clamp_max(1), keep
+
+
+def vespo(log_r, mask, adv, positive=(2.0, 3.0), negative=(3.0, 2.0), clamp=CLAMP):
+    """weight R^k exp(lambda (1 - R)), 1 at R = 1 and highest at R = k / lambda. VESPO, arXiv 2602.10693.
+
+    positive, negative: (k, lambda) where A >= 0, and where A < 0. The form and these numbers are TRL's
+    (GRPOTrainer.get_gamma_weights); there R is p_new / p_inf, `--correction_target=new`."""
+    seq_log_r = seq_sum(log_r, mask).clamp(-clamp, clamp)
+    weight = torch.where(adv >= 0, soft_kernel(seq_log_r, *positive), soft_kernel(seq_log_r, *negative))
+    return weight, torch.ones_like(weight)
+
+
+def soft_kernel(seq_log_r, k, lam):
+    """R^k exp(lambda (1 - R))."""
+    return (k * seq_log_r + lam * (1 - seq_log_r.exp())).exp()
+
+
+def geo_rs(log_r, mask, rs_low=0.9, rs_high=1.1, clamp=CLAMP):
+    """weight 1, responses outside low <= exp(mean log r) <= high dropped. Praxis; verl, SkyRL."""
+    keep = inside(geo_ratio(log_r, mask, clamp), rs_low, rs_high)
+    return torch.ones_like(keep), keep
+
+
+def geo_rs_seq_tis(log_r, mask, is_cap=4.0, rs_low=0.9, rs_high=1.1, is_floor=0.0, clamp=CLAMP):
+    """weight min(R, C) on the responses that geo_rs keeps. Praxis; verl."""
+    weight, _ = seq_tis(log_r, mask, is_cap, is_floor, clamp)
+    _, keep = geo_rs(log_r, mask, rs_low, rs_high, clamp)
+    return weight, keep
+
+
+def tbpo_mismatch(log_r, mask, is_cap=2.0, is_floor=0.0, tbpo_cap="clip", clamp=CLAMP):
+    """weight exp(mean log r), capped two-sided to [1/C, C], C = 2. QaRL section 3.2; AReaL's sequence ratio.
+
+    tbpo_cap: "mask" drops responses outside instead. is_floor: a lower bound in place of 1/C."""
+    m = geo_ratio(log_r, mask, clamp)
+    low = is_floor or 1 / is_cap
+    if tbpo_cap == "mask":
+        return m, inside(m, low, is_cap)
+    return m.clamp(low, is_cap), torch.ones_like(m)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# GEPO's group expectation (the HeteroRL text, Eq. 9 to 15): another base of gspo's ratio, `--ratio_base=group`
+#
+# A delayed sampler's q may give a response a probability close to 0; then p / q explodes. GEPO divides by what q
+# gives the group on average. p and q are length-normalised, one number a response:
+#
+#     p = exp(mean_t log p_new),  q = exp(mean_t log p_inf)
+#     E = sum_group q^2 / sum_group q               Eq. 11, `weighted`: an estimate of E_q[q^2] / E_q[q]
+#       = mean_group q                              `mean`: unbiased for E_q[q], which Eq. 11 is not
+#     w = p / E                                     Eq. 12
+#     w = p / (e sg(p) + (1 - e) E)                 Eq. 15, defensive mixing, e = clip(c Var_group q, 0, 0.99)
+#
+# The group is a prompt's, by its id, and E is made once a step from whole groups (objectives.prepare_group), so no
+# micro-batch can split it. Everything stays in log space: extreme probabilities are finite.
+#
+# Theorem 1 says Var(p/q) - Var(p/E_q[q]) >= exp(KL(p||q)) - C for plain probabilities, neither length-normalised
+# nor estimated. Its first half is Var(p/q) + 1 = sum p^2/q >= exp KL; where p and q are close the group's
+# expectation may well be the worse weight. `python results/theorem1.py` draws both variances, exactly.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def log_group_mean(mean_logp_inf, group, how: str = "weighted"):
+    """log E of each response's group, (B,). Eq. 11, or the plain mean.
+
+    mean_logp_inf: (B,), -inf for a response without tokens; group: (B,) ids. A group without any token has 0."""
+    log_q = mean_logp_inf
+    if how == "mean":
+        count = torch.where(log_q == -math.inf, -math.inf, 0.0).to(log_q)
+        log_mean = log_group_sum(log_q, group) - log_group_sum(count, group)
+    else:
+        log_mean = log_group_sum(2 * log_q, group) - log_group_sum(log_q, group)
+    return log_mean.nan_to_num(0.0)
+
+
+def log_group_sum(x, group):
+    """log sum exp(x) over each response's group: x (B,) -> (B,)."""
+    same = group[:, None] == group[None, :]
+    return torch.where(same, x[None, :], -math.inf).logsumexp(1)
+
+
+def group_mixing(mean_logp_inf, group, c: float):
+    """e = clip(c Var q, 0, 0.99), (B,): population variance of q in the response's group. Eq. 15."""
+    same = (group[:, None] == group[None, :]) & (mean_logp_inf > -math.inf)[None, :]
+    q, n = mean_logp_inf.exp(), same.sum(1).clamp_min(1)
+    mean = (same * q).sum(1) / n
+    variance = (same * (q[None, :] - mean[:, None]) ** 2).sum(1) / n
+    return (c * variance).clamp(0.0, 0.99)
+
+
+def group_log_base(mean_logp_new, log_group_mean, mixing):
+    """log of what p is divided by: log (e p + (1 - e) E), each (B, 1), no gradient. Eq. 15; with e = 0 Eq. 12."""
+    return torch.logaddexp(mixing.log() + mean_logp_new, torch.log1p(-mixing) + log_group_mean)
+
+
+def cppo_kl(logp_new, logp_inf, how: str, clamp: float):
+    """CPPO's KL between new and inf: exp(d) - d - 1 of each token, (B, T), with gradient; k2: d^2 / 2.
+
+    official: d = log p_inf - log p_new, as the released code has it; under samples of inf its mean is chi2 - KL,
+    no KL. k3: d = log p_new - log p_inf, whose mean is KL(inf || new). k2, near it: prime-rl's, --cppo_beta=0.002."""
+    d = logp_inf - logp_new if how == "official" else logp_new - logp_inf
+    return d * d / 2 if how == "k2" else token_k3(d, clamp)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One row a correction
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Correction:
+    """A correction: its function, and the properties that other files use.
+
+    function: (...) -> (weight, keep), and for OBRS (weight, keep, logs), called by parameter name."""
+
+    function: Callable
+    level: str = ""  # "token" or "sequence": weights are r or R; metrics count the weights beyond the bounds
+    drops: bool = False  # it rejects tokens or responses
+    counts_drops_as_zero: bool = False  # metrics take a dropped weight as 0
+    needs_z: bool = False  # it needs the sum over the vocabulary of OBRS (obrs.py)
+    plain: bool = False  # all weights are 1
+
+    @functools.cached_property
+    def bounds(self) -> dict[str, float]:
+        """The flags that bound it, with their defaults."""
+        parameters = inspect.signature(self.function).parameters
+        return {n: parameters[n].default for n in ("is_cap", "rs_low", "rs_high") if n in parameters}
+
+
+def call(function, cfg, /, **known):
+    """The function's result; an argument is the known value, or else the flag, of its parameter's name."""
+    values = {}
+    for name in inspect.signature(function).parameters:
+        if name in known:
+            values[name] = known[name]
+        elif hasattr(cfg, name):
+            values[name] = getattr(cfg, name)
+    return function(**values)
+
+
+def obrs_correction(new, batch, stats, cfg):
+    """weight min(w, c1) min(p_ref / p_tgt, c2), tokens kept by a draw with probability a (obrs.py). Jackpot."""
+    target = obrs.target_of(new, batch, cfg.obrs_target)
+    z = obrs.token_z(target, batch.support_logp, stats.lam, stats.kappa, cfg.obrs_z)
+    # p_ref / p_tgt undoes the surrogate's p_new / p_ref, and only that
+    moves = cfg.obrs_target == "new" and cfg.ratio_base == "ref" and cfg.surrogate != "reinforce"
+    weight, keep, accept = obrs.correction(
+        target.logp,
+        batch.logp_inf,
+        batch.logp_ref if moves else None,
+        z.used,
+        batch.mask_uniforms,
+        lam=stats.lam,
+        c1=cfg.obrs_c1,
+        c2=cfg.obrs_c2,
+        expected=cfg.obrs_mask == "expected",
+        mode=cfg.obrs_mode,
+        clamp=cfg.log_ratio_clamp,
+    )
+    return weight, keep, obrs.obrs_logs(accept, z)
+
+
+def z_tis_correction(new, batch, stats, cfg):
+    """weight Z min(r, c1 / Z): OBRS in expectation. Ours; the control for its mask."""
+    z = obrs.token_z(obrs.target_of(new, batch, "ref"), batch.support_logp, stats.lam, stats.kappa, cfg.obrs_z)
+    weight, keep = z_tis(batch.log_r, z.used, cfg.obrs_c1, cfg.log_ratio_clamp)
+    accept = obrs.acceptance(batch.logp_ref, batch.logp_inf, stats.lam, cfg.log_ratio_clamp)
+    return weight, keep, obrs.obrs_logs(accept, z)
+
+
+CORRECTIONS = {
+    "none": Correction(none, plain=True),
+    "is": Correction(vanilla_is),
+    "tis": Correction(tis, level="token"),
+    "tis_adjusted": Correction(tis_adjusted, level="token"),
+    "icepop": Correction(icepop, level="token", drops=True, counts_drops_as_zero=True),
+    "areal_drop": Correction(areal_drop, level="token", drops=True, counts_drops_as_zero=True),
+    "seq_is": Correction(seq_is, level="sequence"),
+    "seq_tis": Correction(seq_tis, level="sequence"),
+    "prefix_tis": Correction(prefix_tis),
+    "retrace": Correction(retrace),
+    "retrace_seq": Correction(retrace_seq),
+    "seq_mis": Correction(seq_mis, level="sequence", drops=True, counts_drops_as_zero=True),
+    "geo_rs": Correction(geo_rs, drops=True, plain=True),
+    "geo_rs_seq_tis": Correction(geo_rs_seq_tis, level="sequence", drops=True),
+    "tbpo_mismatch": Correction(tbpo_mismatch),
+    "vespo": Correction(vespo, level="sequence"),
+    "z_tis": Correction(z_tis_correction, needs_z=True),
+    "obrs": Correction(obrs_correction, drops=True, needs_z=True),
+    "jackpot_adjusted": Correction(obrs_correction, drops=True, needs_z=True),
+}
+USES_Z = {name for name, row in CORRECTIONS.items() if row.needs_z}
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """--reject: keep tokens or responses with low <= statistic <= high.
+
+    statistic: (log_r, mask, clamp) -> (B, T) or (B, 1)."""
+
+    statistic: Callable
+    low: float = 0.0
+    high: float = 0.1
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """Its default bounds, by flag."""
+        return {"rs_low": self.low, "rs_high": self.high}
+
+
+def of_token(estimate):
+    """A statistic of single tokens, (B, T)."""
+    return lambda log_r, mask, clamp: estimate(log_r, clamp)
+
+
+def of_response(estimate, aggregate):
+    """A statistic of responses, (B, 1): the tokens' estimates, summed, averaged or their maximum."""
+    return lambda log_r, mask, clamp: aggregate(estimate(log_r, clamp), mask)
+
+
+# k2 and k3 are divergences of inf from ref, never negative, so they have one upper bound. Names and defaults are verl's
+REJECTIONS = {
+    "token": Rejection(of_token(token_ratio), 0.5, 5.0),
+    "sequence": Rejection(seq_ratio, 0.0, 4.0),
+    "geo": Rejection(geo_ratio, 0.9, 1.1),
+    "seq_max": Rejection(of_response(token_ratio, seq_max), 0.0, 100.0),
+    "token_k2": Rejection(of_token(token_k2)),
+    "token_k3": Rejection(of_token(token_k3)),
+    "seq_sum_k2": Rejection(of_response(token_k2, seq_sum)),
+    "seq_sum_k3": Rejection(of_response(token_k3, seq_sum)),
+    "seq_mean_k2": Rejection(of_response(token_k2, seq_mean)),
+    "seq_mean_k3": Rejection(of_response(token_k3, seq_mean)),
+    "seq_max_k2": Rejection(of_response(token_k2, seq_max)),
+    "seq_max_k3": Rejection(of_response(token_k3, seq_max)),
+}
+
+
+def rejections(cfg) -> list[tuple[Rejection, float, float]]:
+    """(statistic, lowest, highest) of each that --reject names.
+
+    One name alone has the bounds --rs_low and --rs_high. In a list, as in verl's, each has its own: NAME:LOW:HIGH, or
+    NAME with its default bounds. UserError: no such statistic, or no such bounds."""
+    if cfg.reject == "none":
+        return []
+    if cfg.reject in REJECTIONS:
+        return [(REJECTIONS[cfg.reject], cfg.rs_low, cfg.rs_high)]
+    found = []
+    for part in cfg.reject.split(","):
+        name, *numbers = part.split(":")
+        choice("reject", name, list(REJECTIONS))
+        row = REJECTIONS[name]
+        try:
+            low, high = [float(number) for number in numbers] or row.bounds.values()
+        except ValueError:
+            raise UserError(
+                f"--reject={cfg.reject}: {part} is no statistic with its bounds; write {name}:LOW:HIGH, such as "
+                f"{name}:{row.bounds['rs_low']:g}:{row.bounds['rs_high']:g}"
+            ) from None
+        need(low < high, f"--reject={cfg.reject}: the bounds of {part} are crossed; the first must be below the second")
+        found.append((row, low, high))
+    return found
+
+
+def weight_and_mask(new, batch, stats, cfg):
+    """(weight, keep) or (weight, keep, logs) of --correction on one micro-batch."""
+    return call(
+        CORRECTIONS[cfg.correction].function,
+        cfg,
+        new=new,
+        batch=batch,
+        stats=stats,
+        cfg=cfg,
+        log_r=batch.log_r,
+        logp_new=None if new is None else new.logp.detach(),
+        logp_inf=batch.logp_inf,
+        mask=batch.mask,
+        adv=batch.adv,
+        clamp=cfg.log_ratio_clamp,
+    )
+
+
+def apply_correction(new, batch, stats, cfg):
+    """(weight, keep, what to log) of the correction, and on top of it what `--reject` and `--veto` drop.
+
+    correction_target: "new" has p_new above p_inf, in weights and statistics, instead of p_ref.
+    reject_of: "negative" drops tokens of negative advantage alone: to push down what the policy would hardly say any
+    more teaches it little, and moves it much. veto: a response in which one token has r below it is dropped whole."""
+    if cfg.correction_target == "new":
+        batch = replace(batch, logp_ref=new.logp.detach())
+    weight, keep, *logs = weight_and_mask(new, batch, stats, cfg)
+    weight = weight / stats.weight_mean
+    for row, low, high in rejections(cfg):
+        kept = inside(row.statistic(batch.log_r, batch.mask, cfg.log_ratio_clamp), low, high)
+        keep = keep * (kept if cfg.reject_of == "all" else torch.where(batch.adv < 0, kept, 1.0))
+    if cfg.veto > 0:
+        low = (token_ratio(batch.log_r, cfg.log_ratio_clamp) < cfg.veto) & batch.mask
+        keep = keep * ~low.any(1, keepdim=True)
+    return weight, keep, logs[0] if logs else {}
+
+
+def can_drop(cfg) -> bool:
+    """Whether any token can be rejected."""
+    masks = cfg.correction == "tbpo_mismatch" and cfg.tbpo_cap == "mask"
+    return CORRECTIONS[cfg.correction].drops or masks or cfg.reject != "none" or cfg.veto > 0
+
+
+def sees_new(cfg) -> bool:
+    """Whether weights or masks depend on the policy as it is in the update, so that nobody knows them before."""
+    z_new = cfg.correction in USES_Z and cfg.obrs_target == "new" and cfg.kappa != "exact"
+    of_new = cfg.correction_target == "new" or cfg.ref_from == "loglinear"
+    return cfg.correction == "tis_adjusted" or of_new or z_new
+
+
+def mean_weight(batch, comm, stats, cfg, fresh) -> float:
+    """The mean of keep * weight over all ranks: over tokens, or responses where a response has one weight.
+
+    As verl has it: before --reject and --veto, which do not change the mean."""
+    weight, keep, *_ = weight_and_mask(fresh, batch, stats, cfg)
+    applied = weight * keep
+    counted = batch.mask if applied.shape == batch.mask.shape else batch.mask.any(1, keepdim=True)
+    total, count = comm.sum([applied[counted].sum(), counted.sum()])
+    return total / count if total > 0 else 1.0
+
+
+def actor_is_sampler(cfg) -> bool:
+    """Whether the learner's actor is the policy that sampled, up to the engine's arithmetic.
+
+    Not where groups may come from older weights, where the engine rounds weights or its cache otherwise, where it has
+    noise, or where it samples from a truncated distribution that the learner scores whole. That its arithmetic may
+    have 16 bits (--rollout_dtype) is passed over."""
+    late = cfg.samplers != "local" or (cfg.delay != "none" and cfg.max_staleness != 0)
+    rounded = cfg.learner_quant not in ("aligned", cfg.rollout_quant) or cfg.kv_cache_dtype != "auto"
+    cut = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "off"
+    return not (late or rounded or cut or cfg.rollout_noise)
+
+
+def exact_z_known(cfg) -> bool:
+    """Whether the learner sees both whole distributions of OBRS: two models, target ref, and no budget."""
+    return cfg.actor != "none" and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate and actor_is_sampler(cfg)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def default_bounds(cfg) -> dict:
+    """Defaults of the bounds that the chosen correction and rejection read."""
+    rows = (CORRECTIONS.get(cfg.correction), REJECTIONS.get(cfg.reject))
+    return {name: value for row in rows if row for name, value in row.bounds.items()}
+
+
+def still_read(axes: dict, cfg) -> dict:
+    """An objective's axes without what belongs to a correction, a rejection or a surrogate of its own that the flags
+    have replaced."""
+    rows = {"correction": CORRECTIONS.get(axes.get("correction")), "reject": REJECTIONS.get(axes.get("reject"))}
+    own = {axis: set(row.bounds) if row else set() for axis, row in rows.items()}
+    own["surrogate"] = {"clip_low", "clip_high"}
+    if cfg.reject == "none":
+        own["reject"].add("reject_of")
+    gone = set()
+    for axis, names in own.items():
+        if getattr(cfg, axis) not in (None, axes.get(axis)):
+            gone |= names
+    return {name: value for name, value in axes.items() if name not in gone}
+
+
+def check(cfg) -> None:
+    """UserError, one sentence: flags of corrections that contradict each other."""
+    choice("correction", cfg.correction, list(CORRECTIONS))
+    choice("actor_correction", cfg.actor_correction, [c for c in CORRECTIONS if c not in USES_Z | {"tis_adjusted"}])
+    rejections(cfg)
+    need(cfg.log_ratio_clamp > 0, f"--log_ratio_clamp={cfg.log_ratio_clamp}: must be above 0")
+    check_caps(cfg)
+    check_rejection(cfg)
+    check_obrs(cfg)
+    need(
+        cfg.correction not in ("tis_adjusted", "jackpot_adjusted") or cfg.ratio_base == "new",
+        f"--correction={cfg.correction} carries p_new / p_inf itself: it needs --ratio_base=new, not {cfg.ratio_base}",
+    )
+    check_target(cfg)
+
+
+def check_target(cfg) -> None:
+    """Which policy stands above inf, and what must be known before the update."""
+    of_new = cfg.correction_target == "new"
+    need(
+        not of_new or cfg.correction not in USES_Z,
+        f"--correction_target=new: --correction={cfg.correction} has a target of its own; use --obrs_target",
+    )
+    plain = CORRECTIONS[cfg.correction].plain or cfg.surrogate == "reinforce"
+    need(
+        not of_new or plain or cfg.ratio_base == "new" or cfg.allow_double_correction,
+        f"--correction_target=new: weights p_new / p_inf stand in place of the ratio; use --surrogate=reinforce or "
+        f"--ratio_base=new, not {cfg.ratio_base}",
+    )
+    within = f"--correction={cfg.correction}" if cfg.ref_from == "pass" else f"--ref_from={cfg.ref_from}"
+    within = "--correction_target=new" if of_new else within
+    late = cfg.correction not in USES_Z and sees_new(cfg)  # OBRS has sentences of its own
+    need(
+        not late or cfg.loss_denominator != "kept" or not can_drop(cfg),
+        f"--loss_denominator=kept must know what is dropped before the update, and {within} is known within it; "
+        "use proposed",
+    )
+    need(
+        not (cfg.normalize_weights and cfg.loss_denominator == "kept" and CORRECTIONS[cfg.correction].drops),
+        f"--loss_denominator=kept: --normalize_weights already divides by what --correction={cfg.correction} keeps; "
+        "use proposed",
+    )
+    need(
+        not cfg.normalize_weights or not sees_new(cfg),
+        f"--normalize_weights must know all weights before the update, and {within} is known within it; leave it out",
+    )
+
+
+def check_caps(cfg) -> None:
+    """The cap C of a weight, and its floor."""
+    bounds = CORRECTIONS[cfg.correction].bounds
+    for name in ("is_cap", "actor_is_cap"):
+        value = getattr(cfg, name)
+        need(value is None or value > 0, f"--{name}={value}: a cap of weights, above 0")
+    check_has_cap(cfg)
+    check_actor_cap(cfg)
+    has_floor = "is_cap" in bounds and cfg.correction != "areal_drop"
+    has = "has one" if has_floor else "has none"
+    need(
+        cfg.is_floor >= 0 and (cfg.is_floor == 0 or (has_floor and cfg.is_floor < cfg.is_cap)),
+        f"--is_floor={cfg.is_floor}: a lower bound of a capped weight, below --is_cap={cfg.is_cap}; "
+        f"--correction={cfg.correction} {has}",
+    )
+    need(
+        cfg.correction != "tbpo_mismatch" or max(1.0, cfg.is_floor) < cfg.is_cap,
+        f"--is_cap={cfg.is_cap}: tbpo_mismatch caps two-sided to [1/C, C], so C must be above 1",
+    )
+
+
+def check_has_cap(cfg) -> None:
+    bounds = CORRECTIONS[cfg.correction].bounds
+    if cfg.is_cap is not None and "is_cap" not in bounds:
+        instead = "leave it out"
+        if cfg.correction in USES_Z:
+            instead = "use --obrs_c1"
+        elif "rs_high" in bounds:
+            instead = "use --rs_low and --rs_high"
+        raise UserError(f"--is_cap={cfg.is_cap}: --correction={cfg.correction} has no cap C; {instead}")
+
+
+def check_actor_cap(cfg) -> None:
+    """The cap of the weights with which the actor learns."""
+    cap, of = cfg.actor_is_cap, cfg.actor_correction
+    need(
+        cap is None or "is_cap" in CORRECTIONS[of].bounds,
+        f"--actor_is_cap={cap}: --actor_correction={of} has no cap C; leave it out",
+    )
+    need(
+        cap is None or of != "tbpo_mismatch" or cap > 1,
+        f"--actor_is_cap={cap}: tbpo_mismatch caps two-sided to [1/C, C], so C must be above 1",
+    )
+
+
+def check_rejection(cfg) -> None:
+    """What --reject, --rs_low, --rs_high and --veto drop."""
+    rejects = "rs_low" in CORRECTIONS[cfg.correction].bounds
+    need(
+        not (rejects and cfg.reject in REJECTIONS),
+        f"--reject={cfg.reject}: --correction={cfg.correction} already rejects by --rs_low and --rs_high; give the "
+        f"statistic bounds of its own, --reject={cfg.reject}:LOW:HIGH, or use --reject=none",
+    )
+    need(
+        cfg.rs_low is None or cfg.rs_high is None or cfg.rs_low < cfg.rs_high,
+        f"--rs_low={cfg.rs_low} --rs_high={cfg.rs_high}: the bounds are crossed; rs_low must be below rs_high",
+    )
+    need(
+        (cfg.rs_low is None and cfg.rs_high is None) or rejects or cfg.reject in REJECTIONS,
+        f"--rs_low={cfg.rs_low} --rs_high={cfg.rs_high}: nothing is rejected by bounds here; name what to bound with "
+        f"--reject={', '.join(REJECTIONS)} (in a list of several each has bounds of its own, token:0.5:5)",
+    )
+    need(
+        cfg.reject_of == "all" or cfg.reject != "none",
+        f"--reject_of={cfg.reject_of}: nothing is rejected; add --reject={', '.join(REJECTIONS)}, or leave it out",
+    )
+    need(0 <= cfg.veto < 1, f"--veto={cfg.veto}: a ratio in [0, 1), such as 1e-4; 0 is off")
+    need(
+        cfg.veto == 0 or cfg.veto > math.exp(-cfg.log_ratio_clamp),
+        f"--veto={cfg.veto}: no ratio is below exp(-{cfg.log_ratio_clamp:g}); raise --log_ratio_clamp, or the veto",
+    )
+
+
+def check_obrs(cfg) -> None:
+    """OBRS: its numbers, and what must be known before the update."""
+    z, new = cfg.correction in USES_Z, cfg.obrs_target == "new"
+    need(cfg.obrs_c1 > 0, f"--obrs_c1={cfg.obrs_c1}: must be above 0")
+    need(cfg.obrs_c2 >= 1, f"--obrs_c2={cfg.obrs_c2}: caps p_ref / p_tgt, so at least 1")
+    need(cfg.obrs_lambda > 0, f"--obrs_lambda={cfg.obrs_lambda}: lambda must be above 0 (1 is the usual value)")
+    need(
+        cfg.obrs_accept_rate is None or 0 < cfg.obrs_accept_rate <= 1,
+        f"--obrs_accept_rate={cfg.obrs_accept_rate}: a budget lies in (0, 1]; leave it out to use --obrs_lambda",
+    )
+    need(
+        cfg.obrs_accept_rate is None or cfg.obrs_lambda == 1,
+        f"--obrs_lambda={cfg.obrs_lambda}: --obrs_accept_rate={cfg.obrs_accept_rate} chooses lambda; leave one out",
+    )
+    need(
+        cfg.correction != "jackpot_adjusted" or new,
+        "--correction=jackpot_adjusted: its target is the policy now; use --obrs_target=new",
+    )
+    need(
+        cfg.obrs_z != "exact" or exact_z_known(cfg),
+        "--obrs_z=exact: the whole vocabulary is known only with an --actor, --obrs_target=ref, no --obrs_accept_rate, "
+        "and samplers that are the learner's actor (no --delay, --samplers=local, low bits aligned, no noise, "
+        "kept sets replayed, --kv_cache_dtype=auto); use bracket",
+    )
+    need(
+        not (z and new and cfg.loss_denominator == "kept") or cfg.kappa == "exact",
+        "--loss_denominator=kept with --obrs_target=new must know the mask before the update: add --kappa=exact",
+    )
+    need(
+        not (z and new and cfg.obrs_accept_rate) or cfg.kappa == "exact",
+        "--obrs_accept_rate with --obrs_target=new must know the policy before the update: add --kappa=exact",
+    )
+    need(
+        cfg.correction != "z_tis" or not new, "--correction=z_tis is a control for target ref; leave --obrs_target=ref"
+    )
+    need(
+        cfg.kappa != "exact" or new,
+        "--kappa=exact is for --obrs_target=new; with target ref kappa always comes from the ref pass",
+    )
