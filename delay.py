@@ -57,7 +57,8 @@ from typing import Literal, NamedTuple
 import checkpoint
 from checkpoint.shards import from_all, own_group
 from flags import UserError, need
-from rollout import LocalSource, Rollout, given_back_if_it_fails, uniforms
+from rollout import Rollout, uniforms
+from source import LocalSource, given_back_if_it_fails
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,12 @@ import torch.distributed as dist
 
 import quant
 from checkpoint import load_model
-from checkpoint.lowbit import quantized_for_a_node
 from flags import from_environment, need
 from model import Routing
+from model.decoding import Records, Rows, give_routed, grouped
 from model.exact import as_sampler
 from model.head import Head, rows_at_once
+from model.in_order import in_eight_bits, in_order
 from model.in_vllm import (
     VLLM_VERSION,
     among_ranks,
@@ -48,8 +49,9 @@ from model.in_vllm import (
     transfer_settings,
     vllm_leaves_no_trace,
 )
+from model.lowbit import quantized_for_a_node
 from model.memory import unread
-from rollout import Records, Response, Rows, generator, give_routed, grouped, uniforms
+from rollout import Response, generator, uniforms
 from sampling import NOISELESS, Noise, Sampling, allowed_sets, pick, truncate
 from sync import checksums
 
@@ -506,8 +508,6 @@ class HFEngine:
         sizes = torch.tensor(group_sizes, device=self.device)
         prompt_of = torch.arange(len(prompts), device=self.device).repeat_interleave(sizes)  # (N,)
         which = torch.arange(len(prompt_of), device=self.device)
-        from model.in_order import in_order  # it loads transformers
-
         with noise.before_head(self.model, which, prompt_of):
             logits, cache = self._forward(
                 ids, attention_mask=mask if padded else None, position_ids=position, **self._empty()
@@ -521,8 +521,6 @@ class HFEngine:
 
     def _empty(self) -> dict:
         """The cache to start from, where it is not transformers' own."""
-        from model.in_order import in_eight_bits
-
         return {"past_key_values": in_eight_bits()} if self.kv_cache == "int8" else {}
 
     def _step(self, token, rows: Rows, noise: Noise = NOISELESS):

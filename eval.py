@@ -266,7 +266,7 @@ def open_setup(cfg: EvalFlags, problems: int) -> Setup:
             checkpoint.check_angles(one, context)
         checkpoint.check_rows(one, vocabulary)
         checkpoint.check_weights(one)
-        checkpoint.check_names(one, cfg.rollout == "vllm")
+        memory.check_names(one, cfg.rollout == "vllm")
     quant.check_model(cfg, models[-1])
     most = problems if cfg.problems is None else cfg.problems
     return Setup(sets, folder, tokenizer, most, context, vocabulary, ends)

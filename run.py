@@ -39,9 +39,10 @@ from delay import DelaySource
 from engines import make_engine, sleep_level
 from flags import UserError, is_hub_id, need
 from learner import LOCAL_RANK
-from model import exact, lora
+from model import exact, lora, memory
 from model.memory import unread
-from rollout import LocalSource, probe_ids
+from rollout import probe_ids
+from source import LocalSource
 from sync import WeightCheck
 from tasks import EvalSet, eval_sets, make_task, stop_ids
 
@@ -135,7 +136,7 @@ def open_run(cfg: config.Config, comm) -> Run:
     for folder in filter(None, folders.values()):
         checkpoint.check_rows(folder, vocabulary)
         checkpoint.check_weights(folder)
-        checkpoint.check_names(folder, cfg.rollout == "vllm" and folder == (folders["actor"] or folders["policy"]))
+        memory.check_names(folder, cfg.rollout == "vllm" and folder == (folders["actor"] or folders["policy"]))
     configs = {name: checkpoint.read_config(f) for name, f in folders.items() if f}
     limit = min(c.get_text_config().max_position_embeddings for c in configs.values())
     longest = task.fit(tokenizer, cfg.max_prompt_tokens)

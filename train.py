@@ -36,8 +36,8 @@ from flags import UserError, need, run_command
 from learner import LOCAL_RANK, Comm, Learner, check_agreement, expects_agreement
 from model import Needs, exact, needs_of_exact_kappa
 from presets import called
-from rollout import given_back_if_it_fails
 from run import Log, locked, open_eval_engine, open_run, open_source, prepare_folder, samples_of
+from source import given_back_if_it_fails
 
 
 def train(cfg: config.Config) -> None:

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+import config
 from checkpoint import check_weights
 from engines import HFEngine
 from flags import UserError, check_output, need, run_command
@@ -202,8 +203,6 @@ def accuracy(model, tokenizer, task, first: int, n: int) -> float:
 
 
 def main() -> None:
-    import config
-
     cfg = config.parse()
     ours = cfg.model == "base:policy"
     need(ours, f"--model={cfg.model}: warmstart.py makes the embedded models alone; leave --model out")

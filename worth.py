@@ -60,8 +60,8 @@ from measure import FOLDS, Reference, Seen, with_errors
 from model import Needs, TokenStats, needs_of_ref_pass
 from objectives import columns_of, unregularised
 from optim import learning
-from rollout import LocalSource
 from run import open_run, open_source, topk_of
+from source import LocalSource
 
 ROWS = (
     "none; is; tis is_cap=2; tis is_cap=3; tis is_cap=8; icepop; seq_is; seq_tis is_cap=1; seq_tis is_cap=2; "

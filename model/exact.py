@@ -45,7 +45,8 @@ from torch.nn.functional import silu as torch_silu
 import quant
 from checkpoint import read_config
 from flags import need
-from model import head
+from model.head import Head
+from model.head import product as plain_product
 from sampling import Sampling
 
 # tokens in one product with a weight. AVX2's kernel takes six rows at a time, and rounds the last two of 32 otherwise:
@@ -69,7 +70,7 @@ def product(x, weight):
     """x W^T of x (M, K) and W (N, K), (M, N) in float32 (or float64): ROWS rows at a time."""
     if x.dtype == torch.bfloat16 and not x.is_cuda:
         x, weight = x.float(), weight.float()
-    return by_rows(head.product, x, weight, torch.promote_types(x.dtype, torch.float32), ROWS[x.device.type])
+    return by_rows(plain_product, x, weight, torch.promote_types(x.dtype, torch.float32), ROWS[x.device.type])
 
 
 def rounded_product(x, weight):
@@ -327,7 +328,7 @@ def apply(model):
 
 def product_of(layer):
     """How the logits of a model with this output embedding are multiplied."""
-    return product if isinstance(layer, ExactLinear) else head.product
+    return product if isinstance(layer, ExactLinear) else plain_product
 
 
 def as_sampler(model, dtype: str, head_fp32: bool, vocabulary: int | None):
@@ -347,7 +348,7 @@ def forward(model, dtype: torch.dtype, head_fp32: bool, vocabulary: int | None, 
         out = model.base_model(input_ids=input_ids, **more)
     hidden = out.last_hidden_state[:, -logits_to_keep:].to(torch.float32 if head_fp32 else dtype)
     layer = model.get_output_embeddings()
-    made = head.Head.of(model.config, vocabulary, product)
+    made = Head.of(model.config, vocabulary, product)
     logits = made.logits(hidden.flatten(0, 1), layer.rounded(hidden.dtype), layer.bias)
     return SimpleNamespace(logits=logits.unflatten(0, hidden.shape[:2]), past_key_values=out.past_key_values)
 

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import quant
 from checkpoint import load_model, one_sentence, read_config
-from checkpoint.models import weight_files
+from checkpoint.models import exported, weight_files
 from flags import need
 from model import exact, lora
 from model.streamed import empty_model
@@ -353,3 +353,27 @@ def filled(layer, *keys_and_values):
         layer.lazy_initialization(*keys_and_values)
         layer.keys, layer.values = keys_and_values
     return layer
+
+
+def check_names(folder: str, by_vllm: bool) -> None:
+    """UserError, one sentence, before an engine starts: the files lack tensors of the model, or hold others.
+
+    by_vllm: it samples there. transformers leaves other tensors out, and vLLM does not. Names that transformers changes
+    while it reads them are not judged."""
+    export = exported(read_config(folder))
+    names = set(Stored(folder).files)
+    missing = sorted(export.layout.keys() - names)
+    others = sorted(name for name in names - export.layout.keys() - export.left_out if "rotary_emb" not in name)
+    if not names or rearranges(export.shell) or not (missing or others):
+        return
+    prefix = next((name.removesuffix(missing[0]) for name in others if missing and name.endswith(missing[0])), "")
+    need(
+        not prefix,
+        f"{folder}: its tensors are named {prefix}{min(missing, default='')} and the like, where the model has no "
+        f"{prefix}; rename them in the files",
+    )
+    need(
+        not (others and by_vllm),
+        f"{folder}: its files hold {min(others, default='')}, which the model does not have and vLLM cannot leave out; "
+        "remove it from the files, or use --rollout=hf",
+    )

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import quant
-from model import head
+from model.head import Head, score
 
 
 def empty_model(config):
@@ -62,7 +62,7 @@ class StreamedModel:
         device: of the computation; None: that of the tensors."""
         stream = TensorStream(named_tensors, getattr(torch, dtype), device)
         layer, hooks = self.model.get_output_embeddings(), []
-        layer.forward = functools.partial(head.score, head.Head.of(self.model.config, self.vocabulary), layer)
+        layer.forward = functools.partial(score, Head.of(self.model.config, self.vocabulary), layer)
         owners = {}  # a mixer with parameters reads those of its parts itself: they are filled together
         for name, module in self.model.named_modules():
             if published_names(module):

@@ -50,8 +50,9 @@ from remote.keys import SamplerKeys, sampler_keys
 from remote.link import Link
 from remote.relay import check_flag
 from remote.routes import Follower, is_file_of_routes, routes, streams_of
-from rollout import LocalSource, Rollout, request_seed, uniforms
+from rollout import Rollout, request_seed, uniforms
 from sampling import Sampling
+from source import LocalSource
 from sync import WeightCheck
 from tasks import digest_of, file_of, make_task
 

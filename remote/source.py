@@ -1,6 +1,6 @@
 """Groups from samplers on other machines, as train.py sees them. HeteroRL, section 4.2.
 
-`RemoteSource` has the face of a LocalSource (rollout.py): it publishes weights, hands out groups in order of arrival,
+`RemoteSource` has the face of a LocalSource (source.py): it publishes weights, hands out groups in order of arrival,
 and keeps the account. hub.py or files.py brings the groups. Nothing is lost, and nothing is trained on twice in the
 history that survives: a sampler keeps each group (account.py) until the learner says `held`, which it says only of
 groups that a checkpoint accounts for, and a learner that starts again from that checkpoint is offered all others anew.
@@ -44,8 +44,9 @@ from remote.groups import Limits, decode_group, name_of
 from remote.guard import log_path, open_log
 from remote.hub import Hub
 from remote.weights import Store, change_of
-from rollout import Rollout, has_spread
+from rollout import Rollout
 from sampling import Sampling
+from source import has_spread
 
 FATES = ("trained", "staleness", "window", "no_spread", "orphan", "refused", "corrupt", "lost")
 TRAFFIC = ("received", "duplicate", "bad_leaves", "malformed", "strangers", "faults")

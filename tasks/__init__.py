@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from flags import need, read_json
-from tasks import arith, prompts, rewards
+from tasks import arith, builtin, prompts, rewards
 from tasks.arith import VOCAB, Arithmetic, arithmetic_tokenizer
 from tasks.data import OwnTask, Table, choices_of, digest_of, file_of, is_own, label_of, parsed, read_rows
 from tasks.prompts import Answer, Problem, Style, encode, stop_ids
@@ -123,7 +123,7 @@ def make_task(cfg, flag: str = "task", name: str | None = None, evaluates: bool 
     )
     if evaluates:
         reward = replace(reward, parts=(replace(reward.parts[0], weight=1.0),), overlong=0)
-    style = Style.of(cfg, rewards.TEMPLATE_OF.get(reward.parts[0].name, "plain"))
+    style = Style.of(cfg, builtin.TEMPLATE_OF.get(reward.parts[0].name, "plain"))
     task = OwnTask(name, style, reward, keys) if own else Table(name, rows, style, reward, cfg.task_seed)
     first = task.problem("train", 0)
     rewards.try_out(reward, Answer(first, first.answer, True))

@@ -22,9 +22,10 @@ from decimal import Decimal
 from pathlib import Path
 
 from flags import UserError, need, read_text
-from tasks import prompts, rewards
+from tasks.builtin import last_box
 from tasks.grading import attribute_of, described
-from tasks.prompts import Answer, Problem, Style
+from tasks.prompts import Answer, Problem, Style, encode, encode_all
+from tasks.rewards import Reward
 
 PROMPTS = ("problem", "question", "prompt", "Question", "Problem")
 ANSWERS = ("answer", "solution", "reward_model.ground_truth", "answerKey", "Correct Answer", "Answer")
@@ -40,7 +41,7 @@ class Table:
     style: how they are asked; reward: how they are graded. Train: every epoch a new shuffle of all rows; test: their
     order."""
 
-    def __init__(self, name: str, rows: list[dict], style: Style, reward: rewards.Reward, seed: int = 0):
+    def __init__(self, name: str, rows: list[dict], style: Style, reward: Reward, seed: int = 0):
         self.name, self.rows = name, rows
         self.style, self.reward, self.seed = style, reward, seed
         self.stem = label_of(name)
@@ -81,7 +82,7 @@ class Table:
         lengths = []
         for start in range(0, len(self.rows), 1000):
             some = [self.find(f"{self.stem}/{i}") for i in range(start, min(start + 1000, len(self.rows)))]
-            lengths += [len(ids) for ids in prompts.encode_all(tokenizer, some)]
+            lengths += [len(ids) for ids in encode_all(tokenizer, some)]
         return self.keep(lengths, limit)
 
     def keep(self, lengths: list[int], limit: int) -> int:
@@ -163,13 +164,13 @@ class OwnTask(Table):
         lengths = []
         for split in ("train", "test"):
             problems = [self.find(f"{self.stem}/{split}/{i}") for i in numbers]
-            lengths.append([len(ids) for ids in prompts.encode_all(tokenizer, problems)])
+            lengths.append([len(ids) for ids in encode_all(tokenizer, problems)])
         return self.keep([max(both) for both in zip(*lengths, strict=True)], limit)
 
 
 def check_length(tokenizer, limit: int, problem: Problem) -> None:
     """UserError: its prompt has more tokens."""
-    n = len(prompts.encode(tokenizer, problem))
+    n = len(encode(tokenizer, problem))
     need(n <= limit, f"{problem.id}: a prompt of {n} tokens, more than --max_prompt_tokens={limit}; shorten it")
 
 
@@ -368,7 +369,7 @@ def final_answer(answer: str) -> str:
     else the answer as it is."""
     if "####" in answer:
         return answer.split("####")[-1].strip()
-    box = rewards.last_box(answer)
+    box = last_box(answer)
     if box:
         return box[len("\\boxed{") : -1].strip()
     bare = re.findall(r"\\boxed\s+([^\s{]+?)(?=\.?(?:[$\s]|$))", answer)

@@ -24,6 +24,7 @@ from numbers import Real
 from pathlib import Path
 
 from flags import UserError, from_environment
+from tasks.builtin import loaded
 
 CHUNK = 16  # answers that a process is given at once, at most
 MEMORY = 4 << 30  # bytes of address space of each process
@@ -86,12 +87,10 @@ def end_if_forked(pid: int) -> None:
 
 
 def function_of(name: str):
-    """The function behind a name: one of tasks/rewards.py, FILE.py:FUNCTION, or FILE.py:CLASS.METHOD."""
+    """The function behind a name: one of tasks/builtin.py, FILE.py:FUNCTION, or FILE.py:CLASS.METHOD."""
     path, colon, attribute = name.rpartition(":")
     if not colon:
-        from tasks import rewards
-
-        return rewards.loaded(name)
+        return loaded(name)
     owner, dot, method = attribute.partition(".")
     found = attribute_of(path, owner)
     return getattr(found(), method) if dot else found

@@ -124,7 +124,7 @@ TESTS = {
         *CHECKPOINT,
         "test_train.py::test_two_nodes_without_a_common_file_system_train_save_and_resume",
     ],
-    "checkpoint/lowbit.py": ["test_quant.py", "-k", "ranks_of_a_node or checkpoint_in_low_bits"],
+    "model/lowbit.py": ["test_quant.py", "-k", "ranks_of_a_node or checkpoint_in_low_bits"],
     "checkpoint/state.py": ["test_checkpoint.py"],
     "checkpoint/tensors.py": ["test_checkpoint.py", "test_weights.py"],
     "checkpoint/models.py": ["test_checkpoint.py", "test_models.py", "-k", "not vllm"],
@@ -878,7 +878,7 @@ MUTANTS = {
         ),
         ("    for folder in reversed(found):", "    for folder in found:"),
     ],
-    "checkpoint/lowbit.py": [
+    "model/lowbit.py": [
         ("    if local == 0:", "    if True:"),
         ("paths[rank - local], own", "paths[0], own"),
     ],

@@ -210,7 +210,7 @@ stray | stray: flags are written --key=value
 --objective=reinforce --ratio_base=inf | --ratio_base=inf: --surrogate=reinforce has no ratio; use --surrogate=ppo
 --kappa=exact | --kappa=exact is for --obrs_target=new; with target ref kappa always comes from the ref pass
 --objective=z_tis --obrs_target=new | --correction=z_tis is a control for target ref; leave --obrs_target=ref
---distill_kl_target=0.1 --distill_lambda=0 | --distill_lambda=0.0: --distill_kl_target starts from it; give a value above 0
+--distill_kl_target=0.1 --distill_lambda=0 | --distill_lambda=0.0: --distill_kl_target starts from it
 --distill_kl_target=0.1 --actor=none | --distill_kl_target: there is no actor to distil; name one with --actor
 --train_batch=100 | --train_batch=100: not divisible by --group_size=8 times 1 ... each rank trains on whole groups
 --rollout_batch=300 | --rollout_batch=300: not a multiple of --train_batch=256

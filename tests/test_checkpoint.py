@@ -25,7 +25,7 @@ from flags import UserError
 from learner import Comm
 from learner import Learner as RealLearner
 from results.gpu_parts import one_rank
-from rollout import LocalSource
+from source import LocalSource
 from tasks import arithmetic_tokenizer
 
 CONTROLLERS = {"kappa": 0.9970144912453727, "distill": 0.5}

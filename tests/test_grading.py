@@ -18,10 +18,11 @@ import sympy.core.random
 from conftest import ROOT
 from test_hub import until
 
-from tasks import Answer, Problem, Table, grading, grading_metrics, read_rows, rewards
+from tasks import Answer, Problem, Table, builtin, grading, grading_metrics, read_rows, rewards
+from tasks.builtin import last_box
 from tasks.grading import Graders, graders
 from tasks.prompts import Style
-from tasks.rewards import Reward, last_box, parts_of
+from tasks.rewards import Reward, parts_of
 
 
 def calls(*pairs) -> list[tuple]:
@@ -71,12 +72,12 @@ WRONG = [
 
 @pytest.mark.parametrize("response, answer", RIGHT)
 def test_right_answers(response, answer):
-    assert rewards.math_answer(*calls((response, answer))[0])
+    assert builtin.math_answer(*calls((response, answer))[0])
 
 
 @pytest.mark.parametrize("response, answer", WRONG)
 def test_wrong_answers(response, answer):
-    assert not rewards.math_answer(*calls((response, answer))[0])
+    assert not builtin.math_answer(*calls((response, answer))[0])
 
 
 BOXES = [
@@ -156,7 +157,7 @@ def test_equal_answers_are_graded_once(tmp_path, monkeypatch):
             return super().grade(function, calls, seconds)
 
     pool = Watched(1)
-    monkeypatch.setattr(grading, "graders", lambda: pool)
+    monkeypatch.setattr(rewards, "graders", lambda: pool)
     texts = ("so \\boxed{5}", "\\boxed{5}.", "none", "\\boxed{6}")
     answers = [Answer(task.problem("test", i), text, True) for i in (0, 1) for text in texts]
     try:
@@ -175,7 +176,7 @@ def test_verdicts_do_not_depend_on_what_was_graded_before():
     states = []
     for seed in (1, 2):
         sympy.core.random.seed(seed)
-        rewards.math_answer(*calls(("\\boxed{x+1}", "1+x"))[0])
+        builtin.math_answer(*calls(("\\boxed{x+1}", "1+x"))[0])
         states.append(sympy.core.random.rng.getstate())
     assert states[0] == states[1]
     pool = Graders(1)
@@ -463,7 +464,7 @@ def test_built_in_parts(name, answer, text, value):
 
 
 def test_a_box_in_a_response_that_was_cut_has_no_form():
-    assert not rewards.boxed({"answer": "1"}, "\\boxed{1}", "length")
+    assert not builtin.boxed({"answer": "1"}, "\\boxed{1}", "length")
 
 
 def problem(answer: str, **row) -> Problem:
@@ -629,7 +630,7 @@ def test_a_function_that_waits_is_ended_with_what_it_started(own, tmp_path, monk
     """It uses no processor: the clock ends it; its child goes with it, and its neighbours are graded."""
     monkeypatch.setattr(grading, "PATIENCE", 6)
     pool = Graders(1)
-    monkeypatch.setattr(grading, "graders", lambda: pool)
+    monkeypatch.setattr(rewards, "graders", lambda: pool)
     try:
         row = {"pids": str(tmp_path / "pids")}
         answers = [Answer(problem("", **row), text, True) for text in ("a", "hang", "b")]
@@ -649,7 +650,7 @@ def test_a_fork_that_outlives_its_process_is_not_waited_for(own, tmp_path, monke
     """It keeps the connection open; it ends with its process, unless it began a session of its own."""
     monkeypatch.setattr(grading, "PATIENCE", 4)
     pool, start = Graders(1), time.monotonic()
-    monkeypatch.setattr(grading, "graders", lambda: pool)
+    monkeypatch.setattr(rewards, "graders", lambda: pool)
     row = {"pids": str(tmp_path / "pids"), "session": session}
     try:
         answers = [Answer(problem("", **row), text, True) for text in ("a", "hang", "b")]
@@ -677,7 +678,7 @@ def test_a_child_that_a_reward_forks_answers_nothing(own, how, at):
 def test_a_process_that_died_idle_beside_its_fork_is_replaced(own, tmp_path, monkeypatch):
     """The fork keeps the connection open, so that nothing says that it has died."""
     pool = Graders(1)
-    monkeypatch.setattr(grading, "graders", lambda: pool)
+    monkeypatch.setattr(rewards, "graders", lambda: pool)
     answer = Answer(problem("", pids=str(tmp_path / "pids")), "a", True)
     pids = []
     try:

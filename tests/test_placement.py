@@ -24,8 +24,8 @@ from engines import HFEngine, VLLMEngine, make_engine, sleep_level
 from flags import UserError
 from learner import Comm, Learner
 from model import in_vllm, memory
-from rollout import LocalSource
 from sampling import Sampling
+from source import LocalSource
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Each rank on its own GPU

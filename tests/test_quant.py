@@ -21,11 +21,10 @@ from safetensors.torch import load_file, save_file
 import batching
 import objectives
 import quant
-from checkpoint import lowbit
 from engines import HFEngine
 from flags import UserError
 from learner import Comm, Learner
-from model import Needs
+from model import Needs, lowbit
 from quant import LowBitLinear, dequantize, format_of, product, quantize
 from rollout import Sampling, as_groups
 from run import check_models

@@ -19,7 +19,9 @@ from flags import UserError
 from learner import Comm, Learner
 from model import Needs, in_vllm
 from model.in_order import in_eight_bits
-from rollout import LocalSource, Response, Sampling, uniforms
+from rollout import Response, uniforms
+from sampling import Sampling
+from source import LocalSource
 from sync import SyncError, WeightCheck
 from tasks import Arithmetic, Problem, arithmetic_tokenizer, grade_all
 

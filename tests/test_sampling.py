@@ -18,7 +18,9 @@ from engines import HFEngine
 from flags import UserError
 from learner import Comm, Learner
 from model import Needs
-from rollout import Records, Response, Rollout, Sampling, as_groups
+from model.decoding import Records
+from rollout import Response, Rollout, as_groups
+from sampling import Sampling
 
 PROMPTS = ((5, 6, 7), (100, 3))
 TRUNCATED = [

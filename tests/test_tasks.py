@@ -15,9 +15,10 @@ from conftest import ROOT, make_cfg
 import warmstart
 from engines import HFEngine
 from learner import Comm
-from rollout import LocalSource, request_seed
+from rollout import request_seed
 from run import open_run
 from sampling import Sampling
+from source import LocalSource
 from tasks import VOCAB, Answer, Arithmetic, Problem, Table, arithmetic_tokenizer, make_task, read_rows, stop_ids
 from tasks.data import final_answer
 from tasks.gold import grade_gold, perturbed, wrapped

@@ -35,10 +35,10 @@ from delay import DelaySource
 from engines import HFEngine
 from flags import UserError
 from learner import Comm
-from rollout import LocalSource
 from run import Log, lock_folder, open_run, read_metrics
 from run import rows as run_rows
 from sampling import Sampling
+from source import LocalSource
 from sync import SAMPLED, SyncError
 from tasks import arithmetic_tokenizer
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from checkpoint.shards import from_all, saving_group
 from flags import from_environment
+from model import memory
 from quant import ROUTERS, Format, by_expert, expert_parameters, for_engine
 
 PART = 1 << 28  # bytes of tensors in one file: what is held at a time
@@ -54,8 +55,6 @@ def stored_tensors(folder: str):
 
     Where names or kinds in the files are not the model's own, transformers reads the whole model."""
     from transformers import AutoModelForCausalLM
-
-    from model import memory  # it imports this package
 
     stored, model = memory.Stored(folder), memory.unread(folder)
     tensors = stored.named(model)
