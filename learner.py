@@ -502,24 +502,11 @@ class Learner:
         return {**{name: getattr(self, name) for name in counters}, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        """The inverse of state_dict; before format 4 of checkpoints it held the optimizers too."""
+        """The inverse of state_dict."""
         for counter in ("version", "skipped", "skipped_in_a_row", "rejected"):
             setattr(self, counter, state[counter])
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
-        for name in self.names:
-            if f"optimizer.{name}" in state:
-                self._load_whole_optimizers(name, state[f"optimizer.{name}"])
-
-    def _load_whole_optimizers(self, name: str, saved: dict) -> None:
-        if not self.sharded:
-            for optimizer, part in zip(self.optimizers[name], saved["parts"], strict=True):
-                optimizer.load_state_dict(part)
-            return
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        set_optimizer_state_dict(getattr(self.models, name), self.optimizers[name], saved, options=options)
 
     def trained(self, name: str) -> dict[str, torch.Tensor]:
         """What training has made of one model, as it lies on this rank: its weights that learn, model/weight, and what

@@ -54,7 +54,7 @@ from checkpoint.models import (
     write_zeros,
 )
 from checkpoint.shards import Copies, complete, from_all, read_shards, saving_group, whole, write_shards
-from checkpoint.state import dealt, new_rng_state, pack, renamed, rng_state, same_rng_state, set_rng_state, unpack
+from checkpoint.state import dealt, new_rng_state, pack, rng_state, same_rng_state, set_rng_state, unpack
 from checkpoint.tensors import Layout, Published, as_it_is, read_tensors
 from flags import UserError, need
 from rollout import Rollout
@@ -77,7 +77,7 @@ __all__ = [
 ]
 __all__ += ["same_rng_state", "save_model", "stamps", "text_folder", "vocabulary_size", "write_zeros"]
 
-FORMAT = 4  # 3 is 2 with digests; 4 has weights and optimizers in shards
+FORMAT = 4  # a checkpoint of another format is refused
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -262,13 +262,11 @@ def not_written(final: Path, why: str, spare: Path | None) -> str:
 def load(folder: Path, learner, source) -> tuple[int, list[list[Rollout]], dict]:
     """Bring learner and source back; returns (step, pending, controllers) as `save` took them, on any number of ranks.
 
-    Before format 4 the learner's weights are those of the model folders, loaded already. UserError:
-    `shared_by_ranks`'s."""
+    UserError: `shared_by_ranks`'s."""
     rank, n_ranks = learner.comm.rank, learner.comm.size
-    shared = shared_by_ranks(folder, n_ranks)
+    shared = shared_by_ranks(folder)
     learner.load_state_dict(shared["learner"])
-    if shared["format"] >= 4:
-        read_shards(learner, folder / "shards")
+    read_shards(learner, folder / "shards")
     if shared["n_ranks"] == n_ranks:
         own = torch.load(folder / f"rank{rank}.pt", weights_only=True)
     else:
@@ -284,21 +282,14 @@ def load(folder: Path, learner, source) -> tuple[int, list[list[Rollout]], dict]
     return shared["step"], [unpack(packed) for packed in own["pending"]], shared["controllers"]
 
 
-def shared_by_ranks(folder: Path, n_ranks: int, mmap: bool = False) -> dict:
-    """What is in learner.pt. mmap: tensors stay on the disk, for a look at the rest.
-
-    UserError: the checkpoint has a format of the future, or one of before shards and another number of ranks."""
-    shared = {"format": 1, **renamed(torch.load(folder / "learner.pt", weights_only=True, mmap=mmap))}
-    if shared["format"] > FORMAT:
-        raise UserError(
-            f"--resume: {folder} has checkpoint format {shared['format']}, and this revision reads up to {FORMAT}; "
-            "resume with the revision that wrote it"
-        )
-    if shared["n_ranks"] != n_ranks and shared["format"] < 4:
-        raise UserError(
-            f"--resume: {folder} was written by {shared['n_ranks']} rank(s) and this run has {n_ranks}, which format "
-            f"{shared['format']} of checkpoints does not allow; use as many"
-        )
+def shared_by_ranks(folder: Path, mmap: bool = False) -> dict:
+    """The contents of learner.pt. mmap: tensors stay on the disk. UserError: another revision wrote the checkpoint."""
+    shared = torch.load(folder / "learner.pt", weights_only=True, mmap=mmap)
+    need(
+        shared.get("format") == FORMAT,
+        f"--resume: {folder} has checkpoint format {shared.get('format', 1)}, and this revision reads {FORMAT}; resume "
+        "with the revision that wrote it, or start anew in another --out",
+    )
     return shared
 
 
@@ -356,7 +347,7 @@ def digest(path: Path) -> str:
 def damage(folder: Path, part: str = "") -> str:
     """What is wrong with a checkpoint, or with one model's folder in it; "" where nothing is."""
     if not (folder / "digests.json").is_file():
-        return damage_without_digests(folder)
+        return "digests.json is missing"
     try:
         digests = json.loads((folder / "digests.json").read_text(encoding="utf-8"))
         for name, known in digests.items():
@@ -369,20 +360,6 @@ def damage(folder: Path, part: str = "") -> str:
     except (OSError, ValueError, AttributeError) as e:
         return f"digests.json cannot be read ({e})"
     return ""
-
-
-def damage_without_digests(folder: Path) -> str:
-    """The same for checkpoints of formats 1 and 2, which carry none: they can be read, or they cannot."""
-    if not (folder / "learner.pt").is_file():
-        return "learner.pt is missing"
-    try:
-        shared = torch.load(folder / "learner.pt", weights_only=True, mmap=True)
-        ranks = range(renamed(shared)["n_ranks"])
-        for path in (folder / f"rank{rank}.pt" for rank in ranks):
-            torch.load(path, weights_only=True, mmap=True)
-    except Exception as e:  # whatever a file that is cut short makes of torch.load
-        return f"it cannot be read ({type(e).__name__})"
-    return "digests.json is missing" if shared.get("format", 1) > 2 else ""
 
 
 def folders(out: Path | str) -> list[Path]:
@@ -424,7 +401,7 @@ def to_resume(cfg, comm) -> Path | None:
         return None
     folder = Path(cfg.out) / "checkpoints" / f"step_{number:06d}"
     complete(folder, comm)
-    before = shared_by_ranks(folder, comm.size, mmap=True)["n_ranks"]
+    before = shared_by_ranks(folder, mmap=True)["n_ranks"]
     lost = [i for i in range(before) if not (folder / f"rank{i}.pt").is_file()]
     need(
         not lost,

@@ -11,29 +11,6 @@ import torch
 from rollout import Response, Rollout, request_seed
 from sampling import Sampling
 
-# Format 1, which has no "format" key, differs from format 2 by these names alone: theirs -> ours.
-RENAMED = {
-    # of learner.pt
-    "carry": "controllers",
-    "world": "n_ranks",
-    # of a response
-    "kept_offsets": "allowed_offsets",
-    "kept_ids": "allowed_ids",
-    # of the ref columns
-    "s_ids": "support_ids",
-    "s_logp": "support_logp",
-    "s_logp_ref": "support_logp_ref",
-    "logp_actor_ref": "actor_logp_ref",
-    "kl_before": "kl_ref",
-    "kl_after": "kl_after_ref",
-}
-
-
-def renamed(state: dict) -> dict:
-    """The same values under the names of format 2."""
-    return {RENAMED.get(name, name): value for name, value in state.items()}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # States of the random number generators
 # ---------------------------------------------------------------------------------------------------------------------
@@ -101,14 +78,13 @@ def pack(groups: list[Rollout]) -> dict:
 
 
 def unpack(packed: dict) -> list[Rollout]:
-    """The inverse of pack, for every format."""
+    """The inverse of pack."""
     groups = []
     for tensors in packed["groups"]:
         state = converted(tensors, torch.Tensor, torch.Tensor.numpy)
         state["uid"] = tuple(state["uid"])
         state["sampling"] = Sampling(**state["sampling"])
-        state["responses"] = [Response(**renamed(response)) for response in state["responses"]]
-        state["ref"] = renamed(state["ref"])
+        state["responses"] = [Response(**response) for response in state["responses"]]
         groups.append(Rollout(**state))
     return groups
 
