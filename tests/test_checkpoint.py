@@ -282,7 +282,7 @@ def emptied(folder):
 DAMAGES = {
     cut_short: "rank0.pt has other bytes than were written",
     one_bit: "policy/model.safetensors has other bytes than were written",
-    lambda folder: (folder / "learner.pt").unlink(): "digests.json is missing",
+    lambda folder: (folder / "learner.pt").unlink(): "learner.pt is missing",
     lambda folder: (folder / "digests.json").unlink(): "digests.json is missing",
     lambda folder: (folder / "digests.json").write_text("[]"): "digests.json cannot be read",
     emptied: "digests.json is missing",
