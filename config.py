@@ -61,12 +61,6 @@ class RunFlags:
     """Delete what a run wrote in --out, and nothing else, and start anew."""
     seed: int = 0
     """Seed of sampling and masks."""
-    plan: bool = False
-    """Print what the run needs of each rank's memory (plan.py), and end: no model is loaded, no weights are needed."""
-    ranks: int = 0
-    """How many ranks --plan counts with; 0: as many as there are."""
-    gpu_gib: float = 0.0
-    """GiB of a GPU, which a run must fit before its models load; 0: those of the GPU that is here, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -354,7 +348,6 @@ HARMLESS = {
     *("resume", "overwrite", "out", "keep", "save_every", "lora_save", "log_samples", "check_agreement", "check_sync"),
     *("tensorboard", "wandb", "bind", "keys", "sync_path", "give_up", "parallel", "micro_tokens", "rollout_memory"),
     *("gradient_checkpointing", "reduce_gradients", "offload", "rollout_sleep", "eval_every", "kept_max"),
-    *("plan", "ranks", "gpu_gib"),
 }
 
 
@@ -363,8 +356,8 @@ HARMLESS = {
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def parse(argv: list[str] | None = None) -> Config:
-    """The configuration of a command line, resolved. UserError: one sentence."""
+def parse(argv: list[str] | None = None, n_ranks: int | None = None, installed: bool = True) -> Config:
+    """The configuration of a command line, resolved. UserError: one sentence. Arguments as for `resolve`."""
     from_file, given = {}, {}
     for key, value in flags.read(Config, argv, "python train.py --key=value ...", also={"config"}):
         if key == "config":
@@ -379,7 +372,7 @@ def parse(argv: list[str] | None = None) -> Config:
     cfg = Config(**{**from_file, **given})
     if cfg.resume:
         cfg = resumed(cfg, set(given) | set(from_file))
-    return resolve(cfg)
+    return resolve(cfg, n_ranks, installed)
 
 
 def resumed(cfg: Config, given: set[str]) -> Config:
@@ -444,10 +437,12 @@ def fill(cfg: Config, values: dict) -> Config:
     return replace(cfg, **{k: v for k, v in values.items() if getattr(cfg, k) is None})
 
 
-def resolve(cfg: Config, n_ranks: int | None = None) -> Config:
-    """The configuration with nothing open, checked. UserError: one sentence naming flag and mend."""
+def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> Config:
+    """The configuration with nothing open, checked. UserError: one sentence naming flag and mend.
+
+    n_ranks: default: as torchrun started them. installed: also check that this host has the engine and packages."""
     if n_ranks is None:
-        n_ranks = (cfg.plan and cfg.ranks) or flags.from_environment("WORLD_SIZE", 1)
+        n_ranks = flags.from_environment("WORLD_SIZE", 1)
     choice("objective", cfg.objective, list(presets.OBJECTIVES))
     cfg = resolve_open(cfg)
     missing = [f"--{flag}={value}" for flag, value in PROPOSED.items() if getattr(cfg, flag) is None]
@@ -466,7 +461,10 @@ def resolve(cfg: Config, n_ranks: int | None = None) -> Config:
     exact.check(cfg)
     check_named(cfg.model, missing)
     tasks.check(cfg)
-    check_packages(cfg, n_ranks)
+    if installed:
+        check_packages(cfg, n_ranks)
+    else:
+        check_tensor_parallel(cfg, n_ranks)
     alone = cfg.eval_engine == "second" and cfg.actor == "none"
     need(not alone, "--eval_engine=second: the policy samples for itself, and its engine evaluates; leave the flag out")
     return cfg
@@ -490,7 +488,7 @@ def check_sizes(cfg: Config, n_ranks: int) -> None:
         need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
     need(cfg.eval_every >= -1, f"--eval_every={cfg.eval_every}: a number of updates, 0 for before and after, or -1")
     schedule = ("warmup_steps", "save_every", "log_samples", "advantage_error_every")
-    schedule += ("epochs", "dynamic_sampling", "ranks", "gpu_gib")
+    schedule += ("epochs", "dynamic_sampling")
     for name in (*schedule, "weight_decay", "adam_eps", "distill_kl_target", "distill_gain"):
         need(getattr(cfg, name) >= 0, f"--{name}={getattr(cfg, name)}: must not be negative")
     warmup, whole = cfg.warmup_steps, cfg.warmup_steps == int(cfg.warmup_steps)
@@ -556,7 +554,7 @@ def check_tensor_parallel(cfg, n_ranks: int) -> None:
     need(
         n_ranks % cfg.rollout_tp == 0,
         f"{flag}: so many neighbouring ranks are one engine, and {n_ranks} rank(s) cannot be divided into such; start "
-        "a multiple with torchrun --nproc_per_node, or plan one with --ranks",
+        "a multiple with torchrun --nproc_per_node",
     )
     unequal = getattr(cfg, "delay", "none") != "none" and cfg.dynamic_sampling
     need(not unequal, f"{flag}: with --delay and --dynamic_sampling its ranks need unequal weights; leave one out")
@@ -577,9 +575,7 @@ def check_kv_cache(cfg) -> None:
 
 def check_packages(cfg: Config, n_ranks: int) -> None:
     """What the flags need to be installed."""
-    if cfg.plan:  # of another host, it may be
-        check_tensor_parallel(cfg, n_ranks)
-    elif cfg.samplers == "local":
+    if cfg.samplers == "local":
         check_engine(cfg, n_ranks)
         quant.check_routing(cfg)
     found = not cfg.wandb or importlib.util.find_spec("wandb") is not None

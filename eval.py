@@ -5,7 +5,6 @@
     python eval.py --model=FOLDER --task=FILE.jsonl --show_prompt     # the first prompts, as the model sees them
     python eval.py --follow=out/run                           # every checkpoint of a run, as it comes, into its metrics
     python eval.py --grade_gold=FILE.jsonl                    # no model: does the grader accept the file's own answers?
-    python eval.py --mismatch --model=FOLDER                  # how far is the sampler from the learner? (mismatch/)
 
 pass@k of a problem with c right among n samples is 1 - C(n-c, k) / C(n, k), the mean over all k-subsets (Chen et al.
 2021); its standard error is taken over problems.
@@ -35,7 +34,6 @@ from tqdm import tqdm
 import batching
 import checkpoint
 import flags
-import mismatch
 import quant
 import sampling
 import tasks
@@ -43,7 +41,6 @@ import warmstart
 from config import EMBEDDED, PROPOSED, Config, EngineFlags, check_engine, check_named, fill
 from engines import HFEngine, evaluated_by, make_engine
 from flags import UserError, check_output, choice, is_hub_id, need, parse_flags, read_json, run_command
-from mismatch import MismatchFlags
 from model import memory
 from model.streamed import empty_model
 from quant import PrecisionFlags
@@ -53,7 +50,7 @@ from sampling import Sampling, SamplingFlags
 from tasks import EvalSet, PromptFlags, TaskFlags, encode, eval_sets, grade_all, prompts, stop_ids
 from tasks.gold import grade_gold
 
-PROBLEMS, PROBE_PROBLEMS = 512, 64  # unless --problems names a number: to evaluate, and for --mismatch
+PROBLEMS = 512  # unless --problems names a number
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -183,8 +180,8 @@ def over_sets(sets: list[tuple[str, int]], scores: list[tuple[float, float]]) ->
 
 
 @dataclass(frozen=True)
-class EvalFlags(TaskFlags, PromptFlags, SamplingFlags, EngineFlags, PrecisionFlags, MismatchFlags):
-    """Evaluation"""
+class ModelFlags(TaskFlags, PromptFlags, SamplingFlags, EngineFlags, PrecisionFlags):
+    """Model and problems"""
 
     task: str = "arith"  # train.py asks for it where the model is not embedded
     model: str = ""
@@ -192,13 +189,22 @@ class EvalFlags(TaskFlags, PromptFlags, SamplingFlags, EngineFlags, PrecisionFla
     which: Literal["policy", "actor"] = "policy"
     """Which model of a run or checkpoint."""
     problems: int | None = None
-    """At most so many problems; default 512, with --mismatch 64."""
+    """At most this many problems; default 512, for python -m probe 64."""
     samples: int = 4
     """n: responses to each problem."""
-    k: str | None = None
-    """pass@k for these k, each at most --samples; default: 1 and --samples."""
     seed: int = 0
     """Seed of sampling."""
+    out: str = ""
+    """Also write the results to this JSON file. eval.py writes every response to X.responses.jsonl, from which the same
+    command goes on after a kill; python -m probe draws its figure to X.png."""
+
+
+@dataclass(frozen=True)
+class EvalFlags(ModelFlags):
+    """Evaluation"""
+
+    k: str | None = None
+    """pass@k for these k, each at most --samples; default: 1 and --samples."""
     follow: str = ""
     """A run folder: evaluate each checkpoint as --eval_task asked, as it comes, into the run's metrics (eval.jsonl);
     ends with the run."""
@@ -206,9 +212,6 @@ class EvalFlags(TaskFlags, PromptFlags, SamplingFlags, EngineFlags, PrecisionFla
     """Print the first prompts as the model sees them, and the tokens that end a response; sample nothing."""
     grade_gold: str = ""
     """Feed this file's own answers to the grader instead of evaluating a model."""
-    out: str = ""
-    """Also write the results to this JSON file, and beside it every response (X.responses.jsonl, from which the same
-    command goes on after a kill) or the figure of --mismatch."""
 
 
 @dataclass
@@ -222,7 +225,6 @@ class Setup:
     context: int  # tokens of the longest prompt and response
     vocabulary: int
     stop_ids: list[int]
-    synced_from: str | None = None  # folder of the weights from which the probe's engine starts
 
     @property
     def task(self):
@@ -237,9 +239,10 @@ class Setup:
         return self.most if one.task.size is None else min(self.most, one.task.size)
 
 
-def open_setup(cfg: EvalFlags, problems: int) -> Setup:
-    """Find task and model. problems: so many unless --problems names a number. UserError: one sentence."""
-    check(cfg)
+def open_setup(cfg: ModelFlags, problems: int, sampler: str | None = None) -> Setup:
+    """Find task and model. UserError: one sentence.
+
+    problems: their number, unless --problems names one. sampler: folder of another model that samples."""
     usual = {"samples": cfg.samples, "temperature": cfg.temperature, "max_tokens": cfg.max_tokens}
     sets = eval_sets(cfg, "task", usual)
     warmstart.check(cfg, sets[0].task)
@@ -249,8 +252,8 @@ def open_setup(cfg: EvalFlags, problems: int) -> Setup:
         cfg.which == "policy" or not one_model,
         f"--which={cfg.which}: {cfg.model} is one model, not a run or a checkpoint; leave it out",
     )
-    models = [folder, find_model(cfg, "actor", "actor")] if cfg.actor else [folder]
-    tokenizer = common_tokenizer(cfg, folder, models[1] if cfg.actor else None)
+    models = [folder, sampler] if sampler else [folder]
+    tokenizer = common_tokenizer(cfg, folder, sampler)
     ends = stop_ids(tokenizer, models, cfg.stop)
     longest = {one.label: one.task.fit(tokenizer, cfg.max_prompt_tokens) for one in sets}
     limit = min(checkpoint.read_config(one).get_text_config().max_position_embeddings for one in models)
@@ -262,7 +265,7 @@ def open_setup(cfg: EvalFlags, problems: int) -> Setup:
     need(cfg.top_k <= vocabulary, f"--top_k={cfg.top_k}: larger than the vocabulary, {vocabulary} tokens; 0 keeps all")
     context = max(longest[one.label] + one.max_tokens for one in sets)
     for one in models:
-        if cfg.rollout == "hf" or cfg.mismatch:
+        if cfg.rollout == "hf" or one != models[-1]:  # plain torch computes it
             checkpoint.check_angles(one, context)
         checkpoint.check_rows(one, vocabulary)
         checkpoint.check_weights(one)
@@ -281,37 +284,26 @@ def check_context(one: EvalSet, longest: int, limit: int) -> None:
     )
 
 
-def check(cfg: EvalFlags) -> None:
-    """UserError, one sentence: what can be wrong with the flags alone."""
-    for name in ("samples", "max_tokens", "micro_tokens", "quant_group", "problems"):
+def check(cfg: ModelFlags) -> None:
+    """UserError, one sentence: flags that are wrong on their own."""
+    for name in ("samples", "max_tokens", "quant_group", "problems"):
         if (n := getattr(cfg, name)) is not None:
             need(n >= 1, f"--{name}={n}: must be at least 1")
     need(cfg.model.strip(), "--model is empty: name a run folder, a checkpoint or a Hugging Face folder")
-    need(
-        cfg.mismatch or not cfg.actor,
-        f"--actor={cfg.actor}: another model samples for --mismatch alone; add it, or name the model with --model",
-    )
-    own = f"--learner_quant={cfg.learner_quant}"
-    need(cfg.mismatch or cfg.learner_quant == "none", f"{own}: is for --mismatch alone; name a --rollout_quant")
-    for name in ("explain", "synced_from", "exact", "rollout_noise", "router_replay"):
-        need(cfg.mismatch or not getattr(cfg, name), f"--{name}: is for --mismatch alone; add it, or leave it out")
-    need(
-        not (cfg.explain and (cfg.router_replay or cfg.exact or cfg.rollout_noise)),
-        "--explain: it switches sources on in plain torch; leave out --router_replay, --exact and --rollout_noise",
-    )
-    if cfg.mismatch:
-        need(cfg.samples >= 2, f"--samples={cfg.samples}: --mismatch compares responses, so at least 2 to a problem")
-        of_sampler = cfg.learner_quant != "none" or cfg.router_replay
-        need(not (cfg.actor and of_sampler), "--learner_quant, --router_replay: of what samples; leave out --actor")
-        need(cfg.log_ratio_clamp > 0, f"--log_ratio_clamp={cfg.log_ratio_clamp}: must be above 0")
-        quant.check(cfg)
     sampling.check(cfg)
     tasks.check(cfg)
     check_engine(cfg)
 
 
-def find_model(cfg: EvalFlags, flag: str, which: str) -> str:
-    """The folder with config.json behind --model or --actor. The embedded models are those of this task.
+def check_only_samples(cfg: EvalFlags) -> None:
+    """UserError: a flag of a learner, which an evaluation does not have."""
+    for name in ("learner_quant", "exact", "rollout_noise", "router_replay"):
+        value = getattr(cfg, name)
+        need(value in (False, "none", 0), f"--{name}={value}: an evaluation has no learner; use python -m probe")
+
+
+def find_model(cfg: ModelFlags, flag: str, which: str) -> str:
+    """The folder with config.json behind --model, or another flag. The embedded models are those of this task.
 
     which: "policy" or "actor", the one to take from a run or a checkpoint."""
     name = getattr(cfg, flag)
@@ -337,6 +329,8 @@ def find_model(cfg: EvalFlags, flag: str, which: str) -> str:
 
 def evaluate(cfg: EvalFlags) -> dict:
     """Sample, grade, and print pass@k with standard errors, set by set."""
+    check(cfg)
+    check_only_samples(cfg)
     setup = open_setup(cfg, PROBLEMS)
     ks = {one.label: ks_of(cfg.k, one.samples) for one in setup.sets}
     written = Responses.open(cfg, setup) if cfg.out else None
@@ -454,28 +448,12 @@ class Responses:
 
 def show_prompt(cfg: EvalFlags) -> dict:
     """Print the first prompts of each set as the model sees them."""
+    check(cfg)
     setup = open_setup(cfg, prompts.SHOWN)
     for one in setup.sets:
         problems = [one.task.problem("test", i) for i in range(min(prompts.SHOWN, setup.count(one)))]
         print(prompts.shown(setup.tokenizer, problems, setup.stop_ids))
     return {}
-
-
-def measure_mismatch(cfg: EvalFlags) -> dict:
-    """The probe of mismatch/."""
-    setup = open_setup(cfg, PROBE_PROBLEMS)
-    own = [(one.samples, one.temperature, one.max_tokens) for one in setup.sets]
-    as_flags = own == [(cfg.samples, cfg.temperature, cfg.max_tokens)]
-    need(as_flags, f"--task={cfg.task}: --mismatch looks at one set, and samples as the flags say; name one alone")
-    actor = find_model(cfg, "actor", "actor") if cfg.actor else None
-    if cfg.synced_from:
-        setup.synced_from = find_model(cfg, "synced_from", "actor" if cfg.actor else "policy")
-        need(
-            mismatch.ladder.same_shape(setup.synced_from, actor or setup.folder),
-            f"--synced_from={cfg.synced_from}: another shape than the model that samples; give older weights of it",
-        )
-        checkpoint.check_weights(setup.synced_from)
-    return mismatch.probe(cfg, setup, actor).as_dict()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -491,7 +469,7 @@ def follow(cfg: EvalFlags, argv: list[str]) -> dict:
     argv: the flags given, which hold before the run's own. Ends when no process trains in the folder any more."""
     run, looked_at = Path(cfg.follow), set()
     need(holds_run(run), f"--follow={run}: not the folder of a run, or not yet; name one that holds its config.json")
-    others = "".join(f" --{flag}" for flag in ("model", "out", "show_prompt", "mismatch") if getattr(cfg, flag))
+    others = "".join(f" --{flag}" for flag in ("model", "out", "show_prompt") if getattr(cfg, flag))
     need(not others, f"--follow: it evaluates the run's own models into the run's own file; leave out{others}")
     saved = read_json(run / "config.json", "copy it anew, or name another folder")["config"]
     merged = not saved.get("lora_rank") or saved.get("lora_save") != "adapter"
@@ -556,14 +534,11 @@ def evaluated(folder: Path, name: str, saved: dict, own: list[str]) -> dict[str,
     return values
 
 
-def filled(cfg: EvalFlags) -> EvalFlags:
-    """The flags with nothing open. UserError: one has no default for a model of one's own."""
-    own = cfg.model.strip() and not cfg.model.startswith("base:") and not cfg.grade_gold
-    asked = ("max_tokens", "dtype") if cfg.mismatch else ("max_tokens",)
-    missing = [f"--{flag}={PROPOSED[flag]}" for flag in asked if own and getattr(cfg, flag) is None]
-    if own and cfg.mismatch:
-        cfg = fill(cfg, {"rollout_dtype": cfg.dtype})
-    cfg = fill(cfg, {flag: EMBEDDED[flag] for flag in ("max_tokens", "dtype", "rollout_dtype")})
+def filled(cfg: ModelFlags, required: tuple[str, ...]) -> ModelFlags:
+    """The flags with defaults filled in. UserError: a flag of `required` has no default for a model of your own."""
+    own = cfg.model.strip() and not cfg.model.startswith("base:")
+    missing = [f"--{flag}={PROPOSED[flag]}" for flag in required if own and getattr(cfg, flag) is None]
+    cfg = fill(cfg, {flag: EMBEDDED[flag] for flag in {"max_tokens", "rollout_dtype", *required}})
     if missing:
         find_model(cfg, "model", cfg.which)  # which says what is wrong with the name
     check_named(cfg.model, missing)
@@ -576,7 +551,7 @@ def main(argv: list[str] | None = None) -> dict:
     cfg = tasks.as_trained(cfg, {key for key, _ in flags.read(EvalFlags, argv)})
     if cfg.follow:
         return follow(cfg, argv)
-    cfg = filled(cfg)
+    cfg = filled(cfg, () if cfg.grade_gold else ("max_tokens",))
     if cfg.out:
         check_output("out", cfg.out)
     if cfg.grade_gold:
@@ -587,14 +562,17 @@ def main(argv: list[str] | None = None) -> dict:
         result = grade_gold(cfg.grade_gold, cfg)
     elif cfg.show_prompt:
         result = show_prompt(cfg)
-    elif cfg.mismatch:
-        result = measure_mismatch(cfg)
     else:
         result = evaluate(cfg)
-    if cfg.out:
-        Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(cfg.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_result(cfg.out, result)
     return result
+
+
+def write_result(out: str, result: dict) -> None:
+    """Write a result to the JSON file of --out, if one is named."""
+    if out:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        Path(out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from tqdm import tqdm
 import checkpoint
 import config
 import corrections
-import plan
 import quant
 import sampling
 import tasks
@@ -152,7 +151,6 @@ def open_run(cfg: config.Config, comm) -> Run:
     for one in [task, *(held.task for held in held_out)]:
         if comm.rank == 0 and getattr(one, "dropped", 0):
             print(f"{one.name}: {one.dropped} prompts of over {cfg.max_prompt_tokens} tokens dropped, {one.size} left")
-    plan.check_fits(cfg, configs, longest, comm.size)
     context = longest + cfg.max_tokens
     read = context if cfg.eval_engine == "torch" else max(context, eval_context)
     for folder in filter(None, folders.values()):

@@ -28,7 +28,6 @@ import batching
 import checkpoint
 import config
 import objectives
-import plan
 import plot
 from engines import evaluated_by
 from eval import fresh_advantage, held_out
@@ -42,10 +41,6 @@ from source import given_back_if_it_fails
 
 def train(cfg: config.Config) -> None:
     """Run `--steps` updates, or until a signal; saved and reported at the end. UserError: one sentence."""
-    if cfg.plan:
-        if LOCAL_RANK == 0:
-            plan.report(cfg)
-        return
     groups = cfg.rollout_batch // cfg.group_size if cfg.samplers != "local" else 1  # that a rank may wait for in turn
     comm = Comm.start(patience=groups * cfg.give_up + 1800)
     with locked(cfg, comm):

@@ -180,7 +180,6 @@ def check(own: WorthFlags) -> None:
 
 
 def check_row(row: str, cfg: config.Config) -> None:
-    need(not cfg.plan, "--plan: of train.py; python train.py --plan says what a run needs")
     need(not cfg.router_replay, "--router_replay: g and slopes are of the learner's own routing; leave it out")
     need(cfg.samplers == "local", "--samplers: weights that sample late are named with --stale here")
     need(cfg.delay == "none", "--delay: weights that sample late are named with --stale here")

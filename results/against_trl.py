@@ -27,8 +27,8 @@ from flags import UserError, need, run_command
 from learner import Comm, Learner
 from model import attention
 from results import sweep
-from rollout import LocalSource
 from sampling import Sampling
+from source import LocalSource
 from sync import WeightCheck
 from tasks import Arithmetic, arithmetic_tokenizer
 

@@ -19,8 +19,8 @@ sys.path.insert(0, str(ROOT))
 from tqdm import tqdm
 
 from results import sweep
+from tasks.builtin import last_box, math_answer
 from tasks.grading import Graders, graders
-from tasks.rewards import last_box, math_answer
 
 ANSWERS = 256
 SECONDS = 60.0  # no answer here comes near

@@ -1,4 +1,4 @@
-"""Where does a mismatch come from? The ladder (mismatch/ladder.py) on configurations of the embedded pair of models.
+"""Where does a mismatch come from? The ladder (probe/ladder.py) on configurations of the embedded pair of models.
 
     python results/ladder.py                # what results/ladder.json lacks, a minute each; page and figure
     rm results/ladder.json                  # to measure all of it anew
@@ -41,7 +41,7 @@ MEASURES = {"kl": "KL", "dp": "mean abs(dp)", "var": "var(R)"}
 def measure(flags: str) -> dict:
     """The ladder of one configuration, by a command of its own: an engine of vLLM's takes a process along."""
     with tempfile.TemporaryDirectory() as scratch:
-        argv = [sys.executable, str(ROOT / "eval.py"), "--mismatch", "--explain", "--model=base:policy"]
+        argv = [sys.executable, "-m", "probe", "--explain", "--model=base:policy"]
         argv += [f"--out={scratch}/m.json", *([] if "--rollout=" in flags else ["--rollout=hf"]), *flags.split()]
         subprocess.run(argv, check=True, cwd=ROOT)
         return json.loads(Path(scratch, "m.json").read_text(encoding="utf-8"))["ladder"]

@@ -100,7 +100,7 @@ def gpu_of(path) -> float:
 
 def row_of(name: str, argv: list[str], ranks: int, gpu_gib: float = 80.0) -> list[str]:
     """The cells of one command's plan."""
-    cfg = config.parse([*argv, "--plan=True", f"--ranks={ranks}"])
+    cfg = config.parse(argv, ranks, installed=False)
     models = {"policy": config_of(cfg.model)}
     if cfg.actor != "none":
         models["actor"] = config_of(cfg.actor)

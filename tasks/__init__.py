@@ -282,7 +282,7 @@ def as_trained(cfg, given: set[str]):
     if saved is None:
         return cfg
     names = {"max_tokens", "stop", "reward", "answer", *(f.name for f in fields(PromptFlags))} - {"max_prompt_tokens"}
-    names |= {"dtype", "rollout_dtype"} if cfg.mismatch else set()
+    names |= {"dtype", "rollout_dtype"} if hasattr(cfg, "dtype") else set()  # of a learner
     if names_of(cfg.task) == [saved.get("task")] == ["arith"]:  # the run's own sums
         names |= {name for name in saved if name.startswith("task_")}
     of_run = {name: saved[name] for name in sorted(names - given) if name in saved}

@@ -1,4 +1,4 @@
-"""Faults planted in the plain torch engine: does the ladder (mismatch/) name the right one first?
+"""Faults planted in the plain torch engine: does the ladder (probe/) name the right one first?
 
 The suite plants them in a tiny model; this plants them in the embedded policy, and prints what is named:
 
@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import nn
 
-import eval as evaluation
-import mismatch
+import probe
+import probe.__main__ as probe_command
 from checkpoint import load_model
 
 CHAT = "# {{ messages[0]['content'] }}{% if add_generation_prompt %} :{% endif %}"  # in the embedded tokenizer's words
@@ -141,7 +141,7 @@ def forgetful(engine) -> None:
 
 @dataclass
 class Planted:
-    """A fault: its name in mismatch.faults, what plants it in an engine, the flags, and the kind of model it takes."""
+    """A fault: its name in probe.faults, what plants it in an engine, the flags, and the kind of model it takes."""
 
     name: str
     plant: Callable
@@ -204,22 +204,22 @@ def make_models(folder: str, root: Path, tokenizer) -> dict[str, str]:
 
 def named(planted: Planted, models: dict[str, str], out: Path, *sizes: str) -> list[dict]:
     """The ladder's suspects, first first."""
-    make = mismatch.make_engine
+    make = probe.make_engine
 
     def faulty(*args, **more):
         engine = make(*args, **more)
         planted.plant(engine)
         return engine
 
-    mismatch.make_engine = faulty
+    probe.make_engine = faulty
     flags = [f"--model={models[planted.kind]}", f"--out={out / 'm.json'}", "--rollout=hf", "--dtype=float32"]
-    flags += ["--rollout_dtype=float32", *planted.flags, *sizes, "--mismatch", "--explain"]
+    flags += ["--rollout_dtype=float32", *planted.flags, *sizes, "--explain"]
     if planted.kind == "new":
         flags.append(f"--synced_from={models['old']}")
     try:
-        return evaluation.main(flags)["ladder"]["suspects"]
+        return probe_command.main(flags)["ladder"]["suspects"]
     finally:
-        mismatch.make_engine = make
+        probe.make_engine = make
 
 
 def main() -> None:

@@ -79,7 +79,7 @@ TESTS = {
     "model/decoding.py": ["test_rollout.py", "test_sampling.py"],
     "sync.py": ["test_sync.py"],
     "model/streamed.py": ["test_sync.py"],
-    "plan.py": ["test_plan.py", "-k", "longest_row or the_command"],
+    "plan/__init__.py": ["test_plan.py", "-k", "longest_row or the_command"],
     "results/search.py": ["test_search.py", "-k", "page_of_a_search or by_sign or seen_of"],
     "quant.py": ["test_quant.py", "test_moe.py"],
     "sampling.py": [
@@ -109,13 +109,13 @@ TESTS = {
     "tasks/builtin.py": ["test_grading.py"],
     "tasks/grading.py": ["test_grading.py"],
     "eval.py": ["test_eval.py", QUIET],
-    "mismatch/gaps.py": ["test_mismatch.py", "-k", "not vllm"],
-    "mismatch/floor.py": ["test_mismatch.py", "-k", "not vllm"],
-    "mismatch/page.py": ["test_mismatch.py", "test_ladder.py", "-k", "(test_the_command and hf) or intervals"],
-    "mismatch/verdicts.py": ["test_mismatch.py", "-k", "verdicts"],
+    "probe/gaps.py": ["test_mismatch.py", "-k", "not vllm"],
+    "probe/floor.py": ["test_mismatch.py", "-k", "not vllm"],
+    "probe/page.py": ["test_mismatch.py", "test_ladder.py", "-k", "(test_the_command and hf) or intervals"],
+    "probe/verdicts.py": ["test_mismatch.py", "-k", "verdicts"],
     "presets.py": ["test_config.py", "test_objectives.py"],
-    "mismatch/ladder.py": ["test_ladder.py"],
-    "mismatch/faults.py": ["test_ladder.py", "-k", "fault or keeps or tried"],
+    "probe/ladder.py": ["test_ladder.py"],
+    "probe/faults.py": ["test_ladder.py", "-k", "fault or keeps or tried"],
     "measure.py": ["test_metrics.py", "test_worth.py", "test_learner.py::test_two_ranks_give_the_gradient_of_one"],
     "metrics.py": ["test_metrics.py"],
     "checkpoint/__init__.py": [
@@ -599,11 +599,11 @@ MUTANTS = {
         ('name.replace(f".{NAME}.", ".")', "name"),
         ("        write(p, saved[name])", "        pass"),
     ],
-    "plan.py": [
+    "plan/__init__.py": [
         ("if (there := peak(length)) <= limit:", "if (there := peak(length)) > limit:"),
         ("while too_long - fits > 1 and limit", "while False and limit"),
         ("or (low := peak(fits)) > limit:", "or (low := peak(fits)) < 0:"),
-        ("longest = longest_row(cfg, configs, prompt, ranks, cfg.gpu_gib)", "longest = 0"),
+        ("longest = longest_row(cfg, configs, prompt, ranks, gpu_gib)", "longest = 0"),
     ],
     "results/search.py": [
         ("float((whole(t) < 0.5).mean())", "float((whole(t) > 0.5).mean())"),
@@ -964,7 +964,7 @@ MUTANTS = {
         ),
         ("    if t.step != t.saved_at:\n        t.save()", "    pass"),
     ],
-    "mismatch/gaps.py": [
+    "probe/gaps.py": [
         ("log_r = np.where(on, other - logp, 0.0)", "log_r = other - logp"),
         ("gap.max(1, initial=0.0).mean()", "gap.max()"),
         ("np.expm1(log_r.sum(1)) ** 2", "np.expm1(log_r.mean(1)) ** 2"),
@@ -973,7 +973,7 @@ MUTANTS = {
         ("np.abs(log_r.sum(1)).max(initial=0.0)", "log_r.sum(1).max(initial=0.0)"),
         ('"ratio": abs(float(np.expm1(log_r).sum() / tokens))', '"ratio": abs(float(log_r.sum() / tokens))'),
     ],
-    "mismatch/floor.py": [
+    "probe/floor.py": [
         ("return int(differs[0]) if len(differs) else n", "return n"),
         ("row[len(p) - 1 :]", "row[len(p) :]"),
         ("* batch.mask.numpy()", ""),
@@ -981,11 +981,11 @@ MUTANTS = {
         ("(R * reward).sum() / R.sum()", "(R * reward).mean()"),
         ("for row in rows if key in row", "for row in rows[:1] if key in row"),
     ],
-    "mismatch/page.py": [
+    "probe/page.py": [
         ('kl_floor = max(floor["k1"], floor["kl"])', 'kl_floor = floor["kl"]'),
         ("x['low']:.1e}, {x['high']", "x['high']:.1e}, {x['low']"),
     ],
-    "mismatch/verdicts.py": [
+    "probe/verdicts.py": [
         ("before_ratio=exp(prefix - log_r)", "before_ratio=exp(prefix)"),
         ("np.minimum(log_r, 0).cumsum(1)", "log_r.cumsum(1)"),
         ("np.repeat(exp(total), length)", "np.repeat(exp(total / length), length)"),
@@ -994,7 +994,7 @@ MUTANTS = {
     "presets.py": [
         ("if cfg[axis] != preset[axis]", "if cfg[axis] == preset[axis]"),
     ],
-    "mismatch/ladder.py": [
+    "probe/ladder.py": [
         ("log_r = np.where(on, logp[0] - logp, 0.0)", "log_r = np.where(on, logp - logp[0], 0.0)"),
         ('"kl": k3(log_r.clip(-clamp, clamp))', '"kl": k3(log_r)'),
         ("batch.length.numpy(), batch.group.numpy()", "batch.length.numpy(), np.arange(len(batch))"),
@@ -1004,7 +1004,7 @@ MUTANTS = {
         ('cut = "sets" if cfg.keep_sampling_mask == "replay" else "rule"', 'cut = "rule"'),
         ("same_shape(learner.folder, engine.folder)", "learner.folder"),
     ],
-    "mismatch/faults.py": [
+    "probe/faults.py": [
         ('key=lambda row: -row["sampled"])', 'key=lambda row: row["sampled"])'),
         ('rows.sort(key=lambda row: -row["explained"])', 'rows.sort(key=lambda row: row["explained"])'),
         ("for name, x in kept.items():", "for name, x in ():"),

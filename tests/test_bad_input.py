@@ -612,7 +612,6 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
         r"""
 --objective=tis | --objective: name the objectives to weigh with --rows
 --correction=tis | --correction: name the objectives to weigh with --rows
---plan | --plan: of train.py; python train.py --plan says what a run needs
 --rows= | --rows: names no objective
 --rows=tsi | --objective=tsi: not one of ... did you mean tis?
 --rows='tis is_kap=3' | --is_kap: no such flag; did you mean --is_cap?
@@ -638,7 +637,7 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
         """,
     ),
     *rows(
-        "eval.py --rollout=hf --model=POLICY --max_tokens=8 --dtype=float32",
+        "eval.py --rollout=hf --model=POLICY --max_tokens=8",
         r"""
 --k= | --k=: each k must lie between 1 and --samples=4, as in 1,4
 --k=x | --k=x: each k must lie between 1 and --samples=4, as in 1,4
@@ -654,29 +653,11 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --max_tokens=1000 | --max_tokens=1000: the longest prompt of arith has 12 ... shorten the response, or drop long prompts
 --which=actr | --which=actr: not one of policy, actor; did you mean actor?
 --which=actor | --which=actor: ... is one model, not a run or a checkpoint; leave it out
---actor=ACTOR | --actor=ACTOR: another model samples for --mismatch alone; add it, or name the model with --model
---mismatch --actor=/no/such | --actor=/no/such: no model there; ... give a run folder, a checkpoint
---mismatch --actor=no_weights | no_weights: no weights there (model.safetensors ... copy the folder anew, or delete
---mismatch --actor=small_vocabulary | small_vocabulary: its tokenizer has 256 ... give the model the
---mismatch --actor=other_words | --actor=other_words: its tokenizer ... actor and policy must share one vocabulary
---mismatch --samples=1 | --samples=1: --mismatch compares responses, so at least 2 to a problem
---mismatch --micro_tokens=0 | --micro_tokens=0: must be at least 1
---mismatch --log_ratio_clamp=0 | --log_ratio_clamp=0.0: must be above 0
---explain | --explain: is for --mismatch alone; add it, or leave it out
---synced_from=ACTOR | --synced_from: is for --mismatch alone; add it, or leave it out
---mismatch --synced_from=/no/such | --synced_from=/no/such: no model there; ... give a run folder, a checkpoint
---mismatch --synced_from=ACTOR | --synced_from=ACTOR: another shape than the model that samples; give older weights
---mismatch --explain --router_replay | --explain: it switches ... leave out --router_replay
---mismatch --learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or the
---mismatch --actor=ACTOR --rollout_quant=int8 --learner_quant=aligned | --learner_quant, --router_replay: ... leave out
---mismatch --actor=ACTOR --router_replay | --learner_quant, --router_replay: of what samples; leave out --actor
---router_replay | --router_replay: is for --mismatch alone; add it, or leave it out
---mismatch --dtype=float8 | --dtype=float8: not one of float32, bfloat16, float16; did you mean float32?
---mismatch --top_k=5 --logprobs_mode=raw | --logprobs_mode=raw: raw ... use processed, or --keep_sampling_mask=off
---learner_quant=int8 | --learner_quant=int8: is for --mismatch alone; name a --rollout_quant
---exact | --exact: is for --mismatch alone; add it, or leave it out
---rollout_noise=0.1 | --rollout_noise: is for --mismatch alone; add it, or leave it out
---mismatch --explain --rollout_noise=0.1 | --explain: it switches ... leave out --router_replay, --exact and
+--actor=ACTOR | --actor: no such flag
+--router_replay | --router_replay=True: an evaluation has no learner; use python -m probe
+--learner_quant=int8 | --learner_quant=int8: an evaluation has no learner; use python -m probe
+--exact | --exact=True: an evaluation has no learner; use python -m probe
+--rollout_noise=0.1 | --rollout_noise=0.1: an evaluation has no learner; use python -m probe
 --rollout_quant=w4a16 --quant_group=7 | --quant_group=7: model.layers.0.self_attn.q_proj has ... choose a divisor
 --quant_group=0 | --quant_group=0: must be at least 1
 --rollout_memory=-1 | --rollout_memory=-1.0: must not be negative
@@ -698,6 +679,27 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --num_samples=4 | --num_samples: no such flag; did you mean --samples?
 --config=cut.toml | --config: no such flag; see --help
 -k 4 | -k: flags are written --key=value
+        """,
+    ),
+    *rows(
+        "-m probe --rollout=hf --model=POLICY --max_tokens=8 --dtype=float32",
+        r"""
+--actor=/no/such | --actor=/no/such: no model there; ... give a run folder, a checkpoint
+--actor=no_weights | no_weights: no weights there (model.safetensors ... copy the folder anew, or delete
+--actor=small_vocabulary | small_vocabulary: its tokenizer has 256 ... give the model the
+--actor=other_words | --actor=other_words: its tokenizer ... actor and policy must share one vocabulary
+--samples=1 | --samples=1: the report compares responses, so at least 2 to a problem
+--micro_tokens=0 | --micro_tokens=0: must be at least 1
+--log_ratio_clamp=0 | --log_ratio_clamp=0.0: must be above 0
+--synced_from=/no/such | --synced_from=/no/such: no model there; ... give a run folder, a checkpoint
+--synced_from=ACTOR | --synced_from=ACTOR: another shape than the model that samples; give older weights
+--explain --router_replay | --explain: it switches ... leave out --router_replay
+--learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or the
+--actor=ACTOR --rollout_quant=int8 --learner_quant=aligned | --learner_quant, --router_replay: ... leave out
+--actor=ACTOR --router_replay | --learner_quant, --router_replay: of the policy that samples ... leave out --actor
+--dtype=float8 | --dtype=float8: not one of float32, bfloat16, float16; did you mean float32?
+--top_k=5 --logprobs_mode=raw | --logprobs_mode=raw: raw ... use processed, or --keep_sampling_mask=off
+--explain --rollout_noise=0.1 | --explain: it switches ... leave out --router_replay, --exact and
         """,
     ),
     # plot.py
@@ -813,7 +815,7 @@ read_only/k | read_only/k: Permission denied; name another place, or ask for the
     ),
     # a sampler: python rollout.py, python -m remote
     *rows(
-        "rollout.py",
+        "-m remote",
         r"""
 | --connect: name the learner's address, tcp://HOST:PORT, a file of routes, or a shared folder
 --conect=tcp://127.0.0.1:9 | --conect: no such flag; did you mean --connect?
@@ -850,7 +852,7 @@ tcp://127.0.0.1:9 | tcp://127.0.0.1:9: flags are written --key=value
         """,
     ),
     *rows(
-        "rollout.py --connect=tcp://127.0.0.1:9 --name=box --rollout=hf",
+        "-m remote --connect=tcp://127.0.0.1:9 --name=box --rollout=hf",
         r"""
 --name=a/b | --name=a/b: a sampler's name is 1 to 64 letters, digits, - and _
 --name=a.b | --name=a.b: a sampler's name is 1 to 64 letters, digits, - and _
@@ -1080,7 +1082,7 @@ REAL = [
     *(
         pytest.param(command, marks=pytest.mark.slow)
         for command in (
-            "rollout.py --conect=tcp://127.0.0.1:9",
+            "-m remote --conect=tcp://127.0.0.1:9",
             "plot.py metrics_junk",
             "results/against_trl.py --steps=3",
             f"train.py --rollout=hf --model=POLICY --actor=none --objective=grpo {OWN} --task=no_answer.jsonl",

@@ -16,6 +16,7 @@ from transformers import AutoConfig
 
 import config
 import eval as evaluation
+import probe.__main__ as probe_command
 import tasks
 import train
 import warmstart
@@ -424,7 +425,7 @@ def test_the_ends_of_a_model_hold_in_evaluation_and_in_the_probe(folders, tmp_pa
     common = ["--rollout=hf", "--max_tokens=8", "--problems=8", f"--model={policy}", "--stop=<spare0>"]
     stop = arithmetic_tokenizer().convert_tokens_to_ids("<spare0>")
     evaluation.main(common)
-    evaluation.main([*common, "--mismatch", "--dtype=float32", f"--actor={actor}", f"--out={tmp_path / 'x.json'}"])
+    probe_command.main([*common, "--dtype=float32", f"--actor={actor}", f"--out={tmp_path / 'x.json'}"])
     assert seen[0][0] == {*range(1, 60), stop} and len(seen) > 2
     assert all(ends == {*range(1, 120), stop} for ends, _ in seen[1:])
     for ends, responses in seen:
@@ -657,7 +658,7 @@ def test_the_context_is_that_of_the_longest_prompt_and_response_of_one_set(folde
     common = [f"--model={folders / 'actor'}", "--rollout=hf", "--max_tokens=2", "--reward=boxed"]
 
     def context(task, *more) -> int:
-        cfg = evaluation.filled(parse_flags(evaluation.EvalFlags, [*common, f"--task={task}", *more]))
+        cfg = evaluation.filled(parse_flags(evaluation.EvalFlags, [*common, f"--task={task}", *more]), ("max_tokens",))
         return evaluation.open_setup(cfg, 8).context
 
     alone = [context(word) for word in sets.split(",")]
@@ -666,17 +667,16 @@ def test_the_context_is_that_of_the_longest_prompt_and_response_of_one_set(folde
     shutil.copytree(folders / "actor", short)
     made = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps({**made, "max_position_embeddings": max(alone) - 1}))
-    probe = ["--mismatch", "--dtype=float32", "--max_tokens=30"]
-    assert context(tmp_path / "b.jsonl", *probe) == alone[1]
+    probe = [*common, "--dtype=float32", f"--task={tmp_path / 'a.jsonl'}", "--max_tokens=30"]
     with pytest.raises(UserError, match="together more than the model's context of"):
-        context(tmp_path / "a.jsonl", *probe, f"--actor={short}")
+        probe_command.main([*probe, f"--actor={short}"])
 
 
 @pytest.mark.parametrize(
     "saved, argv, sentence",
     [
         ({}, ["--show_prompt"], "leave out --show_prompt"),
-        ({}, ["--mismatch", "--samples=2", "--model=x"], "leave out --model --mismatch"),
+        ({}, ["--samples=2", "--model=x"], "leave out --model"),
         ({"lora_rank": 4, "lora_save": "adapter"}, [], "checkpoints of --lora_save=adapter hold no model; merge one"),
     ],
 )

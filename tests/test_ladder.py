@@ -9,8 +9,8 @@ from conftest import make_cfg
 from ladder_faults import PLANTED, RECORD, make_models, named
 
 import batching
-import eval as evaluation
-from mismatch import ladder, page
+import probe.__main__ as probe_command
+from probe import ladder, page
 from rollout import Response, Rollout
 from sampling import Sampling
 from tasks import arithmetic_tokenizer
@@ -114,7 +114,7 @@ def test_the_table_has_intervals():
 # Rungs
 # ---------------------------------------------------------------------------------------------------------------------
 
-PROBE = ("--mismatch", "--explain", "--rollout=hf", "--dtype=float32", "--rollout_dtype=float32")
+PROBE = ("--explain", "--rollout=hf", "--dtype=float32", "--rollout_dtype=float32")
 CASES = {
     "float32": (),
     "bfloat16": ("--rollout_dtype=bfloat16",),
@@ -144,7 +144,7 @@ def test_the_last_rung_is_the_engine(name, folders, tmp_path):
     """Where the engine has no fault, nothing remains: the last rung computes what the engine recorded, to the last bit
     of its own decoding. The sources are those in which the flags differ, in order."""
     common = [*PROBE, "--problems=4", "--max_tokens=8", f"--out={tmp_path}/m.json"]
-    found = evaluation.main([f"--model={folders / 'policy'}", *common, *CASES[name]])["ladder"]
+    found = probe_command.main([f"--model={folders / 'policy'}", *common, *CASES[name]])["ladder"]
     rows = {row["source"]: row for row in found["rows"]}
     assert list(rows) == ["batch shape", "decode path", *SOURCES[name], "what remains"]
     assert found["suspects"] == []
@@ -160,7 +160,7 @@ def test_the_last_rung_is_the_engine(name, folders, tmp_path):
 def test_another_model_and_weight_age(folders, models, tmp_path):
     common = [*PROBE, "--problems=4", "--max_tokens=8", f"--out={tmp_path}/m.json"]
     for actor, source in ((str(folders / "actor"), "other model"), (models["old"], "weight age")):
-        rows = evaluation.main([f"--model={models['new']}", f"--actor={actor}", *common])["ladder"]["rows"]
+        rows = probe_command.main([f"--model={models['new']}", f"--actor={actor}", *common])["ladder"]["rows"]
         assert [row["source"] for row in rows[2:]] == [source, "what remains"]
         assert rows[2]["kl"]["share"] > 100 * rows[0]["kl"]["share"]
 
@@ -201,25 +201,26 @@ def test_what_is_tried_leaves_the_model_as_it_was(name, models, tmp_path, monkey
 def test_an_engine_that_loads_all_keeps_nothing(models, tmp_path):
     """--synced_from without a fault: nothing of the older weights is left."""
     flags = [f"--model={models['new']}", f"--synced_from={models['old']}", f"--out={tmp_path}/m.json", *PROBE]
-    found = evaluation.main([*flags, "--problems=4", "--max_tokens=8"])
+    found = probe_command.main([*flags, "--problems=4", "--max_tokens=8"])
     assert found["ladder"]["suspects"] == [] and found["mean_mismatch"] < 1e-6
 
 
 @pytest.mark.parametrize(
     "argv, sentence",
     [
-        (["--explain"], "--explain: is for --mismatch alone"),
         (
-            ["--mismatch", "--explain", "--router_replay"],
+            ["--explain", "--router_replay"],
             "it switches sources on in plain torch; leave out --router_replay, --exact and --rollout_noise",
         ),
-        (["--mismatch", "--synced_from=ACTOR"], "--synced_from=.*: another shape than the model that samples"),
+        (["--synced_from=ACTOR"], "--synced_from=.*: another shape than the model that samples"),
     ],
 )
 def test_bad_calls(folders, argv, sentence):
     argv = [x.replace("ACTOR", str(folders / "actor")) for x in argv]
     with pytest.raises(ValueError, match=sentence):
-        evaluation.main([f"--model={folders / 'policy'}", "--rollout=hf", "--dtype=float32", "--max_tokens=8", *argv])
+        probe_command.main(
+            [f"--model={folders / 'policy'}", "--rollout=hf", "--dtype=float32", "--max_tokens=8", *argv]
+        )
 
 
 def test_the_record_of_the_embedded_policy_has_every_planted_fault_named_first():

@@ -10,11 +10,12 @@ import pytest
 import torch
 from conftest import make_cfg
 
-import eval as evaluation
-import mismatch
+import probe
+import probe.__main__ as probe_command
+import warmstart
 from engines import HFEngine
-from mismatch import floor, gaps, verdicts
 from model import FLOOR
+from probe import floor, gaps, verdicts
 from sampling import Sampling
 
 
@@ -192,10 +193,10 @@ def test_the_command(kind, folders, vllm_engines, tmp_path, capsys, monkeypatch)
         return engine
 
     if kind == "vllm":
-        monkeypatch.setattr(mismatch, "make_engine", shared)
-    common = [f"--rollout={kind}", "--mismatch", "--dtype=float32", "--problems=12", "--max_tokens=16"]
+        monkeypatch.setattr(probe, "make_engine", shared)
+    common = [f"--rollout={kind}", "--dtype=float32", "--problems=12", "--max_tokens=16"]
     common.append(f"--out={tmp_path / 'm.json'}")
-    same = evaluation.main([f"--model={actor}", *common])
+    same = probe_command.main([f"--model={actor}", *common])
     assert same["mean_mismatch"] < 1e-5 and same["max_mismatch"] < 1e-4
     assert same["token_ess"] > 0.999
     assert all(row["viable"] for row in same["verdicts"])
@@ -216,7 +217,7 @@ def test_the_command(kind, folders, vllm_engines, tmp_path, capsys, monkeypatch)
         assert 0 <= row["mean"] <= row["max"] < 1e-4 and 0 <= row["kl"] < 1e-8
     assert (tmp_path / "m.png").stat().st_size > 20_000
 
-    other = evaluation.main([f"--model={policy}", f"--actor={actor}", *common])
+    other = probe_command.main([f"--model={policy}", f"--actor={actor}", *common])
     assert json.loads((tmp_path / "m.json").read_text())["kl"] == other["kl"] > 0.3
     assert other["sampler"] == actor and other["model"] == policy
     assert 0.01 < other["mean_mismatch"] < other["max_mismatch"] < 1
@@ -225,9 +226,9 @@ def test_the_command(kind, folders, vllm_engines, tmp_path, capsys, monkeypatch)
     assert other["t_max"] == pytest.approx(20 / other["kl"])
 
     cut = [f"--model={actor}", "--top_p=0.8", "--top_k=8", *common]
-    off = evaluation.main([*cut, "--keep_sampling_mask=off"])
+    off = probe_command.main([*cut, "--keep_sampling_mask=off"])
     assert off["ratio_mean"] < 0.95 and "mean of r" in off["verdicts"][1]["why"]
-    replay = evaluation.main(cut)
+    replay = probe_command.main(cut)
     assert replay["mean_mismatch"] < 1e-4
 
 
@@ -235,9 +236,9 @@ def test_the_probe_of_low_bits(folders, tmp_path):
     """A quantized engine is apart from a learner in full precision, and not from one that is aligned with it."""
     model, out = f"--model={folders / 'actor'}", f"--out={tmp_path / 'm.json'}"
     sizes = ["--problems=12", "--max_tokens=16"]
-    common = [model, out, *sizes, "--rollout=hf", "--mismatch", "--dtype=float32", "--rollout_quant=int8"]
-    plain = evaluation.main(common)
-    aligned = evaluation.main([*common, "--learner_quant=aligned"])
+    common = [model, out, *sizes, "--rollout=hf", "--dtype=float32", "--rollout_quant=int8"]
+    plain = probe_command.main(common)
+    aligned = probe_command.main([*common, "--learner_quant=aligned"])
     for key in ("mean_mismatch", "max_mismatch"):  # the table by length is of the same gaps
         total = sum(row["responses"] * row[key] for row in plain["by_length"])
         assert total / plain["responses"] == pytest.approx(plain[key], rel=1e-3)
@@ -249,41 +250,41 @@ def test_the_probe_of_low_bits(folders, tmp_path):
     "argv, sentence",
     [
         (["--learner_quant=aligned"], "the rollouts are not quantized, there is nothing to align with"),
-        (["--samples=1"], "--samples=1: --mismatch compares responses"),
+        (["--samples=1"], "--samples=1: the report compares responses"),
         (["--top_p=0"], r"--top_p=0.0: a probability mass in \(0, 1\]"),
         (["--actor=/no/such"], "--actor=/no/such: no model there"),
         (["--temperature=0"], "--temperature=0.0: must be at least 0.01"),
         (["--logprobs_mode=raw", "--top_k=4"], "no kept sets to replay"),
-        (["--task=arith:temperature=0.6"], "--task=arith:temperature=0.6: --mismatch looks at one set"),
+        (["--task=arith:temperature=0.6"], "--task=arith:temperature=0.6: the report is about one set"),
     ],
 )
 def test_bad_calls(folders, argv, sentence):
     with pytest.raises(ValueError, match=sentence):
         own = [f"--model={folders / 'actor'}", "--max_tokens=8", "--dtype=float32"]
-        evaluation.main([*own, "--mismatch", "--rollout=hf", *argv])
+        probe_command.main([*own, "--rollout=hf", *argv])
 
 
 def test_the_probe_asks_for_the_precision_and_its_engine_has_it(folders, tmp_path, monkeypatch, capsys):
     """Of a model of one's own; a run's is the run's, and --rollout_dtype wins."""
     seen = []
 
-    def watched(cfg, setup, actor):
+    def watched(cfg, setup, actor, start):
         seen.append((cfg.dtype, cfg.rollout_dtype))
         return SimpleNamespace(as_dict=dict)
 
-    monkeypatch.setattr(evaluation.mismatch, "probe", watched)
-    monkeypatch.setattr(evaluation.warmstart, "base_model", lambda name, cfg: str(folders / "policy"))
-    common = ["--mismatch", "--rollout=hf", "--max_tokens=8"]
+    monkeypatch.setattr(probe_command, "probe", watched)
+    monkeypatch.setattr(warmstart, "base_model", lambda name, cfg: str(folders / "policy"))
+    common = ["--rollout=hf", "--max_tokens=8"]
     own = [*common, f"--model={folders / 'policy'}"]
     with pytest.raises(ValueError, match="has no default of some flags; name them, for instance --dtype=bfloat16$"):
-        evaluation.main(own)
-    evaluation.main([*own, "--dtype=bfloat16"])
-    evaluation.main([*own, "--dtype=bfloat16", "--rollout_dtype=float16"])
-    evaluation.main([*common, "--model=base:policy", "--dtype=bfloat16"])
-    evaluation.main([*common, "--model=base:policy"])
+        probe_command.main(own)
+    probe_command.main([*own, "--dtype=bfloat16"])
+    probe_command.main([*own, "--dtype=bfloat16", "--rollout_dtype=float16"])
+    probe_command.main([*common, "--model=base:policy", "--dtype=bfloat16"])
+    probe_command.main([*common, "--model=base:policy"])
     shutil.copytree(folders / "policy", tmp_path / "run" / "policy")
     saved = {"dtype": "bfloat16", "rollout_dtype": "float16", "max_tokens": 8}
     (tmp_path / "run" / "config.json").write_text(json.dumps({"config": saved}))
-    evaluation.main(["--mismatch", "--rollout=hf", f"--model={tmp_path / 'run'}"])
+    probe_command.main(["--rollout=hf", f"--model={tmp_path / 'run'}"])
     both = ("bfloat16", "float16")
     assert seen == [("bfloat16", "bfloat16"), both, ("bfloat16", "float32"), ("float32", "float32"), both]

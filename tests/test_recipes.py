@@ -156,13 +156,13 @@ def sets_of(eval_task: str) -> dict[str, dict]:
     return {source: dict(tasks.setting("eval_task", source, part) for part in own) for source, own in words}
 
 
-def parsed(name: str, *flags: str) -> config.Config:
-    return config.parse([f"--config={RECIPES[name]}", *flags])
+def parsed(name: str, *flags: str, **how) -> config.Config:
+    return config.parse([f"--config={RECIPES[name]}", *flags], **how)
 
 
 def planned(name: str, *flags: str) -> config.Config:
     """As its command's eight ranks a node see it."""
-    return parsed(name, *flags, "--plan=True", "--ranks=8")
+    return parsed(name, *flags, n_ranks=8, installed=False)
 
 
 def test_every_recipe_is_compared_with_its_paper_and_stands_in_the_table():

@@ -1,23 +1,23 @@
 """The probe: how far is the sampler from the policy that learns, and which correction can bridge it? No training.
 
-    python eval.py --mismatch --model=FOLDER --dtype=bfloat16 --lm_head_fp32=True           # engine against learner
-    python eval.py --mismatch --model=base:policy --actor=base:actor                        # another model samples
-    python eval.py --mismatch --model=FOLDER --rollout_quant=int8 --learner_quant=aligned   # both in low bits
-    python eval.py --mismatch --model=FOLDER --temperature=0.7 --top_p=0.8 --keep_sampling_mask=off
-    python eval.py --mismatch --explain --model=FOLDER --rollout_quant=int8                 # where does it come from?
-    python eval.py --mismatch --explain --model=FOLDER --synced_from=OLDER_FOLDER           # what stayed old?
+    python -m probe --model=FOLDER --dtype=bfloat16 --lm_head_fp32=True           # engine against learner
+    python -m probe --model=base:policy --actor=base:actor                        # another model samples
+    python -m probe --model=FOLDER --rollout_quant=int8 --learner_quant=aligned   # both in low bits
+    python -m probe --model=FOLDER --temperature=0.7 --top_p=0.8 --keep_sampling_mask=off
+    python -m probe --explain --model=FOLDER --rollout_quant=int8                 # where does it come from?
+    python -m probe --explain --model=FOLDER --synced_from=OLDER_FOLDER           # what stayed old?
 
 The engine samples, the learner scores the same tokens, and everything else is arithmetic on p_inf and p_ref:
 
   gaps         the largest and the mean |p_inf - p_ref| of a response, against its length (TIS text);
-  floor        the same of learner and engine against themselves: what is rounding (mismatch/floor.py);
+  floor        the same of learner and engine against themselves: what is rounding (probe/floor.py);
   distances    KL, chi2, the ESS of token and sequence weights, and the length T_max = clamp / KL at which
                sequence weights end (Mismatch Praxis, section 4);
   control      is it the length of a response that makes its largest gap grow, or only the number of tokens? One long
                response against several short ones of the same total, and against the long one's own beginning
                (TIS text, "Longer Response, Larger Max Gap");
   verdicts     for each correction whether its noise stays small at these lengths, and why;
-  ladder       with --explain: which source has which share of it, one at a time from zero (mismatch/ladder.py).
+  ladder       with --explain: which source has which share of it, one at a time from zero (probe/ladder.py).
 
 Notation: r = p_ref / p_inf of a token, R = product of r over a response, T = tokens of a response.
 """
@@ -36,38 +36,39 @@ import torch
 import config
 import metrics
 import objectives
-import plot
 import quant
 from batching import Batch, collate
 from checkpoint import load_model
 from engines import make_engine
+from eval import ModelFlags, Setup
 from learner import Comm, Learner
-from mismatch.floor import floors
-from mismatch.gaps import PIECES, by_length, by_prefix, control, ess, exists
-from mismatch.ladder import explain
-from mismatch.page import text, with_format
-from mismatch.verdicts import Evidence, judged
 from model import Needs
+from probe.figures import draw_ladder, draw_mismatch
+from probe.floor import floors
+from probe.gaps import PIECES, by_length, by_prefix, control, ess, exists
+from probe.ladder import explain
+from probe.page import text, with_format
+from probe.verdicts import Evidence, judged
 from rollout import Rollout, as_groups, request_seed
 from run import check_models
 from sampling import Sampling, max_allowed
 from tasks import encode, grade_all
 
+PROBLEMS = 64  # unless --problems names a number
+
 
 @dataclass(frozen=True)
-class MismatchFlags:
-    """The probe (eval.py --mismatch)"""
+class ProbeFlags(ModelFlags):
+    """The mismatch report"""
 
-    mismatch: bool = False
-    """Measure the mismatch between sampler and learner instead of the score."""
     actor: str = ""
     """Another model that samples: a run folder, a checkpoint, a Hugging Face folder or base:actor."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """The learner's compute type (embedded models float32)."""
     explain: bool = False
-    """--mismatch: also say which source has which share of it, and name a fault of the engine."""
+    """Also divide the mismatch among its sources, and name a fault of the engine."""
     synced_from: str = ""
-    """--mismatch: the engine starts from these older weights and is given the model's, as at a sync in training."""
+    """The engine starts from these older weights and is given the model's, as at a sync in training."""
     log_ratio_clamp: float = config.Config.log_ratio_clamp
     """Log-ratios are clamped to +- this."""
     micro_tokens: int = config.Config.micro_tokens
@@ -145,19 +146,18 @@ class Report:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def probe(cfg, setup, actor: str | None) -> Report:
+def probe(cfg: ProbeFlags, setup: Setup, actor: str | None, start: str | None = None) -> Report:
     """Sample, score, print, draw.
 
-    cfg: eval.EvalFlags. setup: eval.Setup, the learner's model and its problems. actor: folder of another model that
-    samples, or None. UserError, one sentence: what does not go together."""
+    setup: the learner's model and its problems. actor: folder of another model that samples, or None. start: folder of
+    older weights that the engine starts from. UserError: one sentence."""
     train_cfg = learner_config(cfg, setup)
     check_models(train_cfg, setup.folder, actor)
     sampling = Sampling.of(cfg)
     allowed = max_allowed(train_cfg, setup.vocabulary)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    context = setup.context
     comm = Comm(device)  # before vLLM makes a process group of its own, for one rank
-    engine = start_engine(cfg, setup, actor or setup.folder, context, max(1, allowed), device)
+    engine = start_engine(cfg, setup, actor or setup.folder, start, max(1, allowed), device)
     learner = Learner(load_model(setup.folder), None, train_cfg, comm, setup.vocabulary)
     groups = rollouts(engine, setup, cfg.samples, sampling, allowed, "probe")
     first = groups[0]
@@ -170,24 +170,24 @@ def probe(cfg, setup, actor: str | None) -> Report:
     groups = rollouts(engine, setup, PIECES, shorter, allowed, "short")
     short = score(learner, groups, dataclasses.replace(train_cfg, group_size=PIECES))
     floor = floors(learner, scored.batch, engine, sampling, setup)
-    ladder = explain(cfg, setup, learner, engine, scored, actor, floor) if cfg.explain else None
+    ladder = explain(cfg, setup, learner, engine, scored, actor, floor, start) if cfg.explain else None
     engine.close()
     report = summarize(cfg, setup, scored)
     report.floor, report.ladder = floor, ladder
     report.control = control(scored.gap[:: cfg.samples], first, short.gap, short.length, piece)
     print(text(report))
     picture = Path(cfg.out).with_suffix(".png") if cfg.out else Path("out/mismatch.png")
-    print(f"figure: {plot.draw_mismatch(report, scored, cfg.log_ratio_clamp, picture)}")
+    print(f"figure: {draw_mismatch(report, scored, cfg.log_ratio_clamp, picture)}")
     if ladder is not None:
         picture = picture.with_name(f"{picture.stem}-ladder.png")
-        print(f"figure: {plot.draw_ladder([ladder], [''], picture)}")
+        print(f"figure: {draw_ladder([ladder], [''], picture)}")
     return report
 
 
-def start_engine(cfg, setup, folder: str, context: int, topk: int, device: str):
-    """The engine with the weights of a folder; with --synced_from it starts from older ones, and loads these."""
-    engine = make_engine(cfg, setup.synced_from or folder, context, topk, device, setup.vocabulary)
-    if setup.synced_from:
+def start_engine(cfg: ProbeFlags, setup: Setup, folder: str, start: str | None, topk: int, device: str):
+    """The engine with the weights of a folder. start: folder of older weights that it has before it loads these."""
+    engine = make_engine(cfg, start or folder, setup.context, topk, device, setup.vocabulary)
+    if start:
         model = load_model(folder)
         tensors = model.state_dict().items()
         if engine.fmt is not None:

@@ -40,11 +40,11 @@ import torch
 import quant
 from batching import pad
 from engines import HFEngine
-from mismatch.faults import Case, suspects
-from mismatch.floor import in_pieces, largest
-from mismatch.gaps import k3
 from model import FLOOR
 from model.head import Head
+from probe.faults import Case, suspects
+from probe.floor import in_pieces, largest
+from probe.gaps import k3
 from sampling import Sampling, truncate
 
 RESAMPLED = 400  # bootstrap samples
@@ -256,21 +256,19 @@ def outside(z, t: int, responses) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def explain(cfg, setup, learner, engine, scored, actor: str | None, floor: list[dict]) -> dict:
+def explain(cfg, setup, learner, engine, scored, actor: str | None, floor: list[dict], start: str | None) -> dict:
     """The ladder of one configuration, for the report: "rows", "total", "floor" (see `shares`), and "suspects" where
     more remains than rounding.
 
-    cfg, setup: eval.EvalFlags, eval.Setup. scored: mismatch.Scored. actor: folder of the model that samples, if it is
-    another. floor: mismatch.floor.floors."""
+    cfg: ProbeFlags. setup: eval.Setup. scored: probe.Scored. actor: folder of the model that samples, if it is another.
+    floor: probe.floor.floors. start: folder of the older weights that the engine started from."""
     names, logp, scorer = rungs(cfg, learner, scored, actor)
     found = shares(names, logp, scored.batch, floor, cfg.log_ratio_clamp)
     found["suspects"] = []
     if remains(logp, scored.batch) > max(10 * floor[0]["rms"], LEAST):
         old = None
-        if setup.synced_from:
-            old = Scorer(
-                replace(scorer.recipe, folder=setup.synced_from), scorer.sampling, scorer.device, setup.vocabulary
-            )
+        if start:
+            old = Scorer(replace(scorer.recipe, folder=start), scorer.sampling, scorer.device, setup.vocabulary)
         few = scored.groups[:TRIED]
         batch = scored.batch.select(list(range(sum(len(g.responses) for g in few))))
         B, T = batch.tokens.shape

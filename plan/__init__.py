@@ -1,6 +1,6 @@
 """What a run needs of each rank's memory, before a model loads.
 
-    python train.py --plan --ranks=8 --gpu_gib=80 --config=configs/papers/jackpot.toml --max_prompt_tokens=1024
+    python -m plan --ranks=8 --gpu_gib=80 --config=configs/papers/jackpot.toml --max_prompt_tokens=1024
 
 The states follow from the shapes in config.json. With P parameters of which Q learn, on n ranks that share them
 (--parallel=fsdp; else n = 1), each rank has, in bytes
@@ -8,7 +8,7 @@ The states follow from the shapes in config.json. With P parameters of which Q l
     weights 4 P / n     gradients 4 Q / n     AdamW 8 Q / n, Muon 4 Q / n (--optimizer_dtype=bfloat16: half of it)
 
 What a forward keeps for its backward, and what a proof of new weights takes, is measured on tensors without bytes
-(model/footprint.py). Prompts that several responses share, and rows shorter than the longest, make a run smaller than
+(plan/footprint.py). Prompts that several responses share, and rows shorter than the longest, make a run smaller than
 its plan.
 
     Plan            bytes of one rank by category, and which of them are there together in which stage
@@ -19,16 +19,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-
 import checkpoint
 import warmstart
 from engines import cache_of_a_token, cache_size, cached_tokens, evaluated_by, sleep_level
-from flags import from_environment, is_hub_id, need
+from flags import is_hub_id, need
 from model import lora
-from model.footprint import layers_travel_in, measure, of_proof, of_scoring, on_meta, sampler_of
 from model.streamed import empty_model
 from optim import Muon, make_optimizers
+from plan.footprint import layers_travel_in, measure, of_proof, of_scoring, on_meta, sampler_of
 from rollout import probe_ids
 from tasks import at_once, make_task, settings_of
 
@@ -382,7 +380,7 @@ def verdict(cfg, configs: dict, prompt: int, made: Plan, gpu_gib: float) -> tupl
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def report(cfg) -> None:
+def report(cfg, ranks: int, gpu_gib: float) -> None:
     """Print the plan of a configuration. Nothing but config.json and, if it is there, the tokenizer is read."""
     configs = {"policy": config_of("model", cfg.model)}
     if cfg.actor != "none":
@@ -394,12 +392,11 @@ def report(cfg) -> None:
         f"--max_tokens={cfg.max_tokens}: with a prompt of {prompt} tokens more than the model's context of {limit}; "
         "shorten one of the two (--max_prompt_tokens)",
     )
-    ranks = cfg.ranks or from_environment("WORLD_SIZE", 1)
-    made = plan_of(cfg, configs, prompt, ranks, cfg.gpu_gib)
+    made = plan_of(cfg, configs, prompt, ranks, gpu_gib)
     print(made.text())
-    if cfg.gpu_gib:
-        print(verdict(cfg, configs, prompt, made, cfg.gpu_gib)[1])
-        longest = longest_row(cfg, configs, prompt, ranks, cfg.gpu_gib)
+    if gpu_gib:
+        print(verdict(cfg, configs, prompt, made, gpu_gib)[1])
+        longest = longest_row(cfg, configs, prompt, ranks, gpu_gib)
         says = f"the longest that fits has {longest} tokens, of which {prompt} are prompt" if longest else "none fits"
         print(f"no row is cut over GPUs: {says}")
 
@@ -422,18 +419,7 @@ def longest_prompt(cfg) -> int:
         return make_task(cfg).fit(warmstart.arithmetic_tokenizer())
     need(
         not is_hub_id(cfg.model),
-        f"--plan: how long the prompts of --task={cfg.task} are is not known without the tokenizer of {cfg.model}; "
+        f"how long the prompts of --task={cfg.task} are is not known without the tokenizer of {cfg.model}; "
         "give --max_prompt_tokens",
     )
     return make_task(cfg).fit(checkpoint.read_tokenizer(cfg.model))
-
-
-def check_fits(cfg, configs: dict, prompt: int, ranks: int) -> None:
-    """UserError, the plan's sentence, before a model loads: the run does not fit --gpu_gib, or the GPU that is here."""
-    gpu_gib = cfg.gpu_gib
-    if not gpu_gib and torch.cuda.is_available():
-        gpu_gib = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
-    if gpu_gib:
-        configs = {name: config.get_text_config() for name, config in configs.items()}
-        fits, says = verdict(cfg, configs, prompt, plan_of(cfg, configs, prompt, ranks, gpu_gib), gpu_gib)
-        need(fits, f"{says} (python train.py --plan ... shows it all)")

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from batching import pad
-from mismatch.gaps import distances
 from model import Needs
+from probe.gaps import distances
 from rollout import request_seed
 from sampling import Sampling
 

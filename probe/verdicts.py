@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import corrections
-from mismatch.gaps import ess, exists
+from probe.gaps import ess, exists
 
 
 @dataclass

@@ -26,8 +26,8 @@ from torch import nn
 
 import batching
 import quant
-from mismatch.floor import prefill
 from model import FLOOR, Needs, PolicyAndActor
+from probe.floor import prefill
 from rollout import Rollout
 from tasks import encode
 from tasks.prompts import Chat
@@ -55,7 +55,7 @@ class Finding:
 class Case:
     """An engine's records of a few groups, and what it takes to make them in other ways."""
 
-    scorer: object  # mismatch.ladder.Scorer: computes as the engine should
+    scorer: object  # probe.ladder.Scorer: computes as the engine should
     old: object | None  # the same with the older weights
     engine: object  # the engine itself
     setup: object  # eval.Setup

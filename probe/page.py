@@ -1,11 +1,11 @@
-"""The report of the probe as it is printed: one function a table. o: mismatch.Report."""
+"""The report of the probe as it is printed: one function a table. o: probe.Report."""
 
 from __future__ import annotations
 
 import math
 
-from mismatch.floor import largest
-from mismatch.gaps import PIECES
+from probe.floor import largest
+from probe.gaps import PIECES
 
 
 def with_format(name: str, quant: str) -> str:

@@ -1,0 +1,67 @@
+"""Measure the mismatch between sampler and learner on held-out problems.
+
+python -m probe --model=FOLDER --rollout_quant=int8                 # an engine in low bits
+python -m probe --model=FOLDER --actor=OTHER_FOLDER --explain       # another model samples; shares of the sources
+"""
+
+from __future__ import annotations
+
+import checkpoint
+import flags
+import quant
+import tasks
+from config import fill
+from eval import check, filled, find_model, open_setup, write_result
+from flags import check_output, need, parse_flags, run_command
+from probe import PROBLEMS, ProbeFlags, ladder, probe
+
+
+def main(argv: list[str] | None = None) -> dict:
+    """The report as a dictionary, which --out writes. UserError: one sentence."""
+    cfg = parse_flags(ProbeFlags, argv, "python -m probe --model=FOLDER --key=value ...")
+    cfg = tasks.as_trained(cfg, {key for key, _ in flags.read(ProbeFlags, argv)})
+    if cfg.model.strip() and not cfg.model.startswith("base:"):
+        cfg = fill(cfg, {"rollout_dtype": cfg.dtype})
+    cfg = filled(cfg, ("max_tokens", "dtype"))
+    if cfg.out:
+        check_output("out", cfg.out)
+    check_flags(cfg)
+    actor = find_model(cfg, "actor", "actor") if cfg.actor else None
+    setup = open_setup(cfg, PROBLEMS, actor)
+    own = [(one.samples, one.temperature, one.max_tokens) for one in setup.sets]
+    need(
+        own == [(cfg.samples, cfg.temperature, cfg.max_tokens)],
+        f"--task={cfg.task}: the report is about one set, sampled as the flags say; name one set without settings",
+    )
+    start = None
+    if cfg.synced_from:
+        start = find_model(cfg, "synced_from", "actor" if cfg.actor else "policy")
+        need(
+            ladder.same_shape(start, actor or setup.folder),
+            f"--synced_from={cfg.synced_from}: another shape than the model that samples; give older weights of it",
+        )
+        checkpoint.check_weights(start)
+    result = probe(cfg, setup, actor, start).as_dict()
+    write_result(cfg.out, result)
+    return result
+
+
+def check_flags(cfg: ProbeFlags) -> None:
+    """UserError, one sentence: flags that are wrong on their own, or contradict each other."""
+    check(cfg)
+    need(cfg.micro_tokens >= 1, f"--micro_tokens={cfg.micro_tokens}: must be at least 1")
+    need(cfg.samples >= 2, f"--samples={cfg.samples}: the report compares responses, so at least 2 to a problem")
+    need(cfg.log_ratio_clamp > 0, f"--log_ratio_clamp={cfg.log_ratio_clamp}: must be above 0")
+    need(
+        not (cfg.actor and (cfg.learner_quant != "none" or cfg.router_replay)),
+        "--learner_quant, --router_replay: of the policy that samples for itself; leave out --actor",
+    )
+    need(
+        not (cfg.explain and (cfg.router_replay or cfg.exact or cfg.rollout_noise)),
+        "--explain: it switches sources on in plain torch; leave out --router_replay, --exact and --rollout_noise",
+    )
+    quant.check(cfg)
+
+
+if __name__ == "__main__":
+    run_command(main)
