@@ -123,9 +123,8 @@ ADVANTAGES = {"grpo": grpo, "grpo_no_std": grpo_no_std, "rloo": rloo}
 
 
 def advantage_of(reward, cfg):
-    """The advantages of `--advantage`, cut at +- `--adv_clip`."""
-    adv = ADVANTAGES[cfg.advantage](reward)
-    return adv.clamp(-cfg.adv_clip, cfg.adv_clip) if cfg.adv_clip else adv
+    """The advantages of `--advantage`."""
+    return ADVANTAGES[cfg.advantage](reward)
 
 
 def regularised(group: Rollout, cfg) -> torch.Tensor:

@@ -148,14 +148,8 @@ class ObjectiveFlags:
     """Log-ratios are clamped to +- this before exp; sequence sums after summing."""
     loss_denominator: Literal["proposed", "kept"] = "proposed"
     """Do rejected tokens count in the denominator?"""
-    positive_only: bool = False
-    """Train on positive advantages alone."""
-    allow_double_correction: bool = False
-    """Let a correction stand on top of a surrogate that already corrects (ratio_base inf)."""
     tbpo_neg_high: float = 7e-4
     """tbpo: upper edge of the band of negative advantages."""
-    tbpo_cap: Literal["clip", "mask"] = "clip"
-    """tbpo_mismatch: cap the weight of a response that is outside [1/C, C], or drop the response."""
     gepo_expectation: Literal["weighted", "mean"] = "weighted"
     """ratio_base group: sum q^2 / sum q (GEPO Eq. 11), or the mean of q."""
     gepo_defence: float = 0.0
@@ -172,8 +166,6 @@ class ObjectiveFlags:
     """Its estimate from the sampled tokens (objectives.kl_estimate); default k2 in the loss, k1 in the reward."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus, in nats of the distribution that is scored; 0: off."""
-    adv_clip: float = 0.0
-    """Advantages are cut at +- this, after they are normalised; 0: off."""
 
 
 @dataclass(frozen=True)
@@ -210,8 +202,6 @@ class ActorFlags:
 
     actor_correction: str = "tis"
     """Weight of the actor's own PPO loss (F of Jackpot Eq. 6), by the ratio p_actor,ref / p_inf."""
-    actor_is_cap: float | None = None
-    """Cap of that weight."""
     distill_lambda: float = 1.0
     """Weight of KL(policy || actor) in the actor's loss; 0: no distillation."""
     distill_direction: Literal["forward", "reverse"] = "forward"
@@ -220,10 +210,6 @@ class ActorFlags:
     """KL over the policy's top-k and one bucket for the rest; 0: the whole vocabulary."""
     distill_kl_target: float = 0.0
     """Closed loop: steer distill_lambda to hold the measured KL (nats a token) here; 0: fixed lambda."""
-    distill_gain: float = 0.1
-    """Closed loop: the most that log(distill_lambda) moves in one update."""
-    distill_lambda_max: float = 100.0
-    """Closed loop: upper bound of distill_lambda."""
 
 
 @dataclass(frozen=True)
@@ -241,18 +227,12 @@ class OptimizerFlags:
     """After the warm-up."""
     warmup_steps: float = 5.0
     """Updates of linear warm-up; below 1 a share of --steps (0.03: 3 %, rounded up)."""
-    adam_beta1: float = 0.9
-    """AdamW: share of the first moment that is kept."""
     adam_beta2: float = 0.999
     """AdamW: share of the second moment that is kept."""
-    adam_eps: float = 1e-8
-    """AdamW: added to the root of the second moment."""
     weight_decay: float = 0.0
     """Decoupled weight decay, of AdamW and Muon."""
     grad_clip: float = 0.3
     """Largest gradient norm, each model on its own."""
-    max_skips: int = 5
-    """Stop after so many non-finite updates in a row."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Learner's compute type (embedded models float32); the 16-bit ones are autocast over float32 weights, float16
     with a loss scaler."""
@@ -262,11 +242,6 @@ class OptimizerFlags:
     """LoRA (model/lora.py): learn corrections of this rank to frozen linear layers; 0: off, all weights learn."""
     lora_alpha: int = 32
     """LoRA: their scale is this over the rank."""
-    lora_on: Literal["policy", "actor", "both"] = "policy"
-    """LoRA: which models learn so; the other one learns whole."""
-    lora_save: Literal["merged", "adapter"] = "merged"
-    """LoRA: checkpoints hold the merged model beside the adapters, or the adapters alone (python -m model.lora
-    merges)."""
 
 
 @dataclass(frozen=True)
@@ -289,8 +264,6 @@ class ReportFlags:
     """Check at every weight sync that the engine has the published weights (sync.py); False: for emergencies."""
     check_agreement: bool = True
     """Stop if on the first rollouts engine and learner, with the same weights, are different policies (learner.py)."""
-    advantage_error_every: int = 0
-    """Every so many updates, |mean(w A) - mean A of fresh samples of the policy| (GEPO 6c); costly; 0: never."""
     save_every: int = 50
     """Checkpoint every so many updates; 0: only at the end."""
     keep: int = 2
@@ -307,8 +280,6 @@ class ReportFlags:
 class BaseModelFlags:
     """The embedded base models (warmstart.py)"""
 
-    base_dir: str = "out/base"
-    """Where embedded base models are kept."""
     base_accuracy: float = 0.3
     """Sampled accuracy at which the warm start of embedded models stops."""
     actor_base_accuracy: float | None = None
@@ -338,16 +309,16 @@ class Config(
     """All flags of train.py."""
 
     # the flags that may be infinite
-    UNBOUNDED = ("is_cap", "actor_is_cap", "rs_high", "clip_high", "tbpo_neg_high", "obrs_c1", "obrs_c2")
+    UNBOUNDED = ("is_cap", "rs_high", "clip_high", "tbpo_neg_high", "obrs_c1", "obrs_c2")
     UNBOUNDED += ("grad_clip", "window_seconds", "give_up")
 
 
 FIELDS = {f.name: f for f in fields(Config)}
 # flags that a resumed run may change: they steer the process, not the training
 HARMLESS = {
-    *("resume", "overwrite", "out", "keep", "save_every", "lora_save", "log_samples", "check_agreement", "check_sync"),
+    *("resume", "overwrite", "out", "keep", "save_every", "log_samples", "check_agreement", "check_sync"),
     *("tensorboard", "wandb", "bind", "keys", "sync_path", "give_up", "parallel", "micro_tokens", "rollout_memory"),
-    *("gradient_checkpointing", "reduce_gradients", "offload", "rollout_sleep", "eval_every", "kept_max"),
+    *("gradient_checkpointing", "offload", "rollout_sleep", "eval_every"),
 }
 
 
@@ -482,19 +453,18 @@ def check_named(model: str, missing: list[str]) -> None:
 def check_sizes(cfg: Config, n_ranks: int) -> None:
     """Counts, rates and how batches divide among groups and ranks."""
     counts = ("steps", "rollout_batch", "train_batch", "group_size", "max_tokens", "micro_tokens", "eval_problems")
-    for name in (*counts, "eval_samples", "max_skips", "keep"):
+    for name in (*counts, "eval_samples", "keep"):
         need(getattr(cfg, name) >= 1, f"--{name}={getattr(cfg, name)}: must be at least 1")
-    for name in ("lr", "actor_lr", "grad_clip", "distill_lambda_max"):
+    for name in ("lr", "actor_lr", "grad_clip"):
         need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
     need(cfg.eval_every >= -1, f"--eval_every={cfg.eval_every}: a number of updates, 0 for before and after, or -1")
-    schedule = ("warmup_steps", "save_every", "log_samples", "advantage_error_every")
+    schedule = ("warmup_steps", "save_every", "log_samples")
     schedule += ("epochs", "dynamic_sampling")
-    for name in (*schedule, "weight_decay", "adam_eps", "distill_kl_target", "distill_gain"):
+    for name in (*schedule, "weight_decay", "distill_kl_target"):
         need(getattr(cfg, name) >= 0, f"--{name}={getattr(cfg, name)}: must not be negative")
     warmup, whole = cfg.warmup_steps, cfg.warmup_steps == int(cfg.warmup_steps)
     need(warmup < 1 or whole, f"--warmup_steps={warmup}: a whole number of updates, or a share of --steps below 1")
-    for name in ("adam_beta1", "adam_beta2"):
-        need(0 <= getattr(cfg, name) < 1, f"--{name}={getattr(cfg, name)}: must lie in [0, 1)")
+    need(0 <= cfg.adam_beta2 < 1, f"--adam_beta2={cfg.adam_beta2}: must lie in [0, 1)")
     need(cfg.group_size >= 2, f"--group_size={cfg.group_size}: an advantage needs at least 2 responses a prompt")
     need(
         cfg.train_batch % (cfg.group_size * n_ranks) == 0,
@@ -512,7 +482,6 @@ def check_models(cfg: Config) -> None:
     for name in ("base_accuracy", "actor_base_accuracy"):
         value = getattr(cfg, name)
         need(value is None or 0 < value < 1, f"--{name}={value}: a share between 0 and 1")
-    need(cfg.base_dir.strip(), "--base_dir is empty: name a folder, such as out/base")
     for flag, value in (("model", cfg.model), ("actor", cfg.actor)):
         if value.startswith("base:"):
             choice(flag, value, ["base:policy", "base:actor"])

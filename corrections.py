@@ -217,15 +217,12 @@ def geo_rs_seq_tis(log_r, mask, is_cap=4.0, rs_low=0.9, rs_high=1.1, is_floor=0.
     return weight, keep
 
 
-def tbpo_mismatch(log_r, mask, is_cap=2.0, is_floor=0.0, tbpo_cap="clip", clamp=CLAMP):
+def tbpo_mismatch(log_r, mask, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
     """weight exp(mean log r), capped two-sided to [1/C, C], C = 2. QaRL section 3.2; AReaL's sequence ratio.
 
-    tbpo_cap: "mask" drops responses outside instead. is_floor: a lower bound in place of 1/C."""
-    m = geo_ratio(log_r, mask, clamp)
-    low = is_floor or 1 / is_cap
-    if tbpo_cap == "mask":
-        return m, inside(m, low, is_cap)
-    return m.clamp(low, is_cap), torch.ones_like(m)
+    is_floor: a lower bound in place of 1/C."""
+    m = geo_ratio(log_r, mask, clamp).clamp(is_floor or 1 / is_cap, is_cap)
+    return m, torch.ones_like(m)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -489,8 +486,7 @@ def apply_correction(new, batch, stats, cfg):
 
 def can_drop(cfg) -> bool:
     """Whether any token can be rejected."""
-    masks = cfg.correction == "tbpo_mismatch" and cfg.tbpo_cap == "mask"
-    return CORRECTIONS[cfg.correction].drops or masks or cfg.reject != "none" or cfg.veto > 0
+    return CORRECTIONS[cfg.correction].drops or cfg.reject != "none" or cfg.veto > 0
 
 
 def sees_new(cfg) -> bool:
@@ -520,7 +516,7 @@ def actor_is_sampler(cfg) -> bool:
     late = cfg.samplers != "local" or (cfg.delay != "none" and cfg.max_staleness != 0)
     rounded = cfg.learner_quant not in ("aligned", cfg.rollout_quant) or cfg.kv_cache_dtype != "auto"
     cut = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "off"
-    return not (late or rounded or cut or cfg.rollout_noise)
+    return not (late or rounded or cut)
 
 
 def exact_z_known(cfg) -> bool:
@@ -579,7 +575,7 @@ def check_target(cfg) -> None:
     )
     plain = CORRECTIONS[cfg.correction].plain or cfg.surrogate == "reinforce"
     need(
-        not of_new or plain or cfg.ratio_base == "new" or cfg.allow_double_correction,
+        not of_new or plain or cfg.ratio_base == "new",
         f"--correction_target=new: weights p_new / p_inf stand in place of the ratio; use --surrogate=reinforce or "
         f"--ratio_base=new, not {cfg.ratio_base}",
     )
@@ -605,11 +601,8 @@ def check_target(cfg) -> None:
 def check_caps(cfg) -> None:
     """The cap C of a weight, and its floor."""
     bounds = CORRECTIONS[cfg.correction].bounds
-    for name in ("is_cap", "actor_is_cap"):
-        value = getattr(cfg, name)
-        need(value is None or value > 0, f"--{name}={value}: a cap of weights, above 0")
+    need(cfg.is_cap is None or cfg.is_cap > 0, f"--is_cap={cfg.is_cap}: a cap of weights, above 0")
     check_has_cap(cfg)
-    check_actor_cap(cfg)
     has_floor = "is_cap" in bounds and cfg.correction != "areal_drop"
     has = "has one" if has_floor else "has none"
     need(
@@ -632,19 +625,6 @@ def check_has_cap(cfg) -> None:
         elif "rs_high" in bounds:
             instead = "use --rs_low and --rs_high"
         raise UserError(f"--is_cap={cfg.is_cap}: --correction={cfg.correction} has no cap C; {instead}")
-
-
-def check_actor_cap(cfg) -> None:
-    """The cap of the weights with which the actor learns."""
-    cap, of = cfg.actor_is_cap, cfg.actor_correction
-    need(
-        cap is None or "is_cap" in CORRECTIONS[of].bounds,
-        f"--actor_is_cap={cap}: --actor_correction={of} has no cap C; leave it out",
-    )
-    need(
-        cap is None or of != "tbpo_mismatch" or cap > 1,
-        f"--actor_is_cap={cap}: tbpo_mismatch caps two-sided to [1/C, C], so C must be above 1",
-    )
 
 
 def check_rejection(cfg) -> None:
@@ -696,7 +676,7 @@ def check_obrs(cfg) -> None:
     need(
         cfg.obrs_z != "exact" or exact_z_known(cfg),
         "--obrs_z=exact: the whole vocabulary is known only with an --actor, --obrs_target=ref, no --obrs_accept_rate, "
-        "and samplers that are the learner's actor (no --delay, --samplers=local, low bits aligned, no noise, "
+        "and samplers that are the learner's actor (no --delay, --samplers=local, low bits aligned, "
         "kept sets replayed, --kv_cache_dtype=auto); use bracket",
     )
     need(

@@ -71,8 +71,6 @@ class DelayFlags:
     """Shortest delay, in seconds (virtual ones in train.py, this host's in a remote sampler)."""
     delay_max: float = 1800.0
     """Longest delay, in seconds; constant: the delay."""
-    delay_mass: float = 0.995
-    """Share of delays between the two, before they are clipped to them."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ class DelayDistribution:
     kind: str
     low: float
     high: float
-    mass: float
+    mass: float = 0.995  # share of the delays between low and high
 
     def fit(self) -> dict[str, float]:
         """The parameters that meet the two quantiles."""
@@ -210,7 +208,7 @@ class DelaySource(LocalSource):
         self.store = Path(store)
         self.writes = writes
         self.layout: checkpoint.Layout | None = None  # of a version's file, once there is one
-        self.distribution = DelayDistribution(cfg.delay, cfg.delay_min, cfg.delay_max, cfg.delay_mass)
+        self.distribution = DelayDistribution(cfg.delay, cfg.delay_min, cfg.delay_max)
         self.longest = math.inf if cfg.max_staleness is None else cfg.max_staleness * cfg.step_seconds
         self.speeds = speeds_of(cfg)
         self.samplers: list[Sampler] = []
@@ -522,11 +520,6 @@ def check_distribution(flags) -> None:
     need(
         flags.delay not in ("lognormal", "weibull") or flags.delay_min < flags.delay_max,
         f"--delay={flags.delay}: two quantiles need --delay_min below --delay_max; use --delay=constant",
-    )
-    need(
-        0 < flags.delay_mass < 1,
-        f"--delay_mass={flags.delay_mass}: "
-        "the share of delays between --delay_min and --delay_max must lie inside (0, 1)",
     )
 
 

@@ -51,8 +51,8 @@ from model.in_vllm import (
 )
 from model.lowbit import quantized_for_a_node
 from model.memory import unread
-from rollout import Response, generator, uniforms
-from sampling import NOISELESS, Noise, Sampling, allowed_sets, pick, truncate
+from rollout import Response, uniforms
+from sampling import Sampling, allowed_sets, pick, truncate
 from sync import checksums
 
 LOCAL_WORLD_SIZE = from_environment("LOCAL_WORLD_SIZE", 1)  # read before vLLM overwrites it
@@ -465,10 +465,9 @@ class HFEngine:
         T = sampling.max_tokens
         every = list(chain.from_iterable(seeds))
         u = torch.from_numpy(np.stack([uniforms(T, "sample", seed) for seed in every])).to(self.device)  # (N, T)
-        noise = Noise(sampling.noise, [generator("noise", seed) for seed in every])
         stop = torch.tensor(stop_ids, device=self.device)
         records = Records(len(u), T, topk, self.device)
-        logits, rows = self._read_prompts(prompts, [len(group) for group in seeds], noise)
+        logits, rows = self._read_prompts(prompts, [len(group) for group in seeds])
         routed = [(rows.which, self.routed)]  # of the prompts, and then of each token behind them
         for t in range(T):
             z, gone = truncate(logits * (1.0 / torch.tensor(sampling.temperature)), sampling)  # the learner's factor
@@ -486,14 +485,14 @@ class HFEngine:
             if n_going < 0.75 * len(going):  # below that, copying the cache costs more than it saves
                 rows.shrink(going)
                 token = token[going]
-            logits = self._step(token, rows, noise)
+            logits = self._step(token, rows)
             routed.append((rows.which, self.routed))
         responses = records.responses(stop_ids, max_allowed)
         if self.routing is not None:
             give_routed(responses, grouped(responses, seeds), prompts, routed)
         return responses
 
-    def _read_prompts(self, prompts, group_sizes: list[int], noise: Noise = NOISELESS):
+    def _read_prompts(self, prompts, group_sizes: list[int]):
         """Logits (N, V) of each response's first token, and the rows to go on with."""
         P = max(len(prompt) for prompt in prompts)
         ids = torch.zeros(len(prompts), P, dtype=torch.long)
@@ -508,29 +507,27 @@ class HFEngine:
         sizes = torch.tensor(group_sizes, device=self.device)
         prompt_of = torch.arange(len(prompts), device=self.device).repeat_interleave(sizes)  # (N,)
         which = torch.arange(len(prompt_of), device=self.device)
-        with noise.before_head(self.model, which, prompt_of):
-            logits, cache = self._forward(
-                ids, attention_mask=mask if padded else None, position_ids=position, **self._empty()
-            )
+        logits, cache = self._forward(
+            ids, attention_mask=mask if padded else None, position_ids=position, **self._empty()
+        )
         cache.batch_select_indices(prompt_of)
         position = mask.sum(1)[prompt_of]
         if self.exact:
             cache, padded = in_order(cache, position), False
         rows = Rows(which=which, position=position, mask=mask[prompt_of] if padded else None, cache=cache)
-        return logits if noise.sigma else logits[prompt_of], rows
+        return logits[prompt_of], rows
 
     def _empty(self) -> dict:
         """The cache to start from, where it is not transformers' own."""
         return {"past_key_values": in_eight_bits()} if self.kv_cache == "int8" else {}
 
-    def _step(self, token, rows: Rows, noise: Noise = NOISELESS):
+    def _step(self, token, rows: Rows):
         """Logits (n, V) of the next token of each row, after `token` (n, 1)."""
         if rows.mask is not None:
             rows.mask = torch.cat([rows.mask, rows.mask.new_ones(len(rows.mask), 1)], 1)
-        with noise.before_head(self.model, rows.which):
-            logits, rows.cache = self._forward(
-                token, attention_mask=rows.mask, past_key_values=rows.cache, position_ids=rows.position[:, None]
-            )
+        logits, rows.cache = self._forward(
+            token, attention_mask=rows.mask, past_key_values=rows.cache, position_ids=rows.position[:, None]
+        )
         rows.position = rows.position + 1
         return logits
 

@@ -31,7 +31,6 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import batching
 import checkpoint
 import flags
 import quant
@@ -108,38 +107,6 @@ def sampler_of(learner, name: str, cfg) -> HFEngine:
     engine = HFEngine(whole, device=learner.device, vocabulary=learner.models.vocabulary)
     engine.load(learner.named_tensors(name))
     return engine
-
-
-def fresh_advantage(learner, groups, run) -> float:
-    """Mean advantage per token of responses that the policy itself samples now, against the baselines of these groups.
-
-    It is what mean(w A) over the groups estimates; their distance is GEPO's Figure 6 (c)."""
-    cfg, prompts = run.cfg, [g.prompt_ids for g in groups]
-    seeds = []
-    for g in groups:
-        key = ("fresh", cfg.seed, g.uid, learner.version)
-        seeds.append([request_seed(*key, i) for i in range(cfg.group_size)])
-    engine = sampler_of(learner, "policy", cfg)
-    fresh = engine.generate(prompts, seeds, Sampling.of_policy(cfg), 0, run.stop_ids)
-    grade_all(run.task, run.tokenizer, [run.task.find(g.prompt_id) for g in groups], fresh)
-    total = count = 0.0
-    for group, responses in zip(groups, fresh, strict=True):
-        reward = torch.tensor([r.reward for r in group.responses], dtype=torch.float64)
-        slope = advantage_slope(reward, cfg)
-        for r in responses:
-            total += slope * (r.reward - float(reward.mean())) * len(r.tokens)
-            count += len(r.tokens)
-    total, count = learner.comm.sum([total, count])
-    return total / count
-
-
-def advantage_slope(reward, cfg) -> float:
-    """a in A = a (R - mean), of one group's rewards (G,): every advantage is linear in them. 0 where all are equal."""
-    spread = reward - reward.mean()
-    if spread.abs().max() == 0:
-        return 0.0
-    known = batching.ADVANTAGES[cfg.advantage](reward)
-    return float((known * spread).sum() / spread.square().sum())
 
 
 def held_out(learner, name: str, run, engine=None) -> dict[str, float]:
@@ -297,7 +264,7 @@ def check(cfg: ModelFlags) -> None:
 
 def check_only_samples(cfg: EvalFlags) -> None:
     """UserError: a flag of a learner, which an evaluation does not have."""
-    for name in ("learner_quant", "exact", "rollout_noise", "router_replay"):
+    for name in ("learner_quant", "exact", "router_replay"):
         value = getattr(cfg, name)
         need(value in (False, "none", 0), f"--{name}={value}: an evaluation has no learner; use python -m probe")
 
@@ -311,19 +278,18 @@ def find_model(cfg: ModelFlags, flag: str, which: str) -> str:
         choice(flag, name, ["base:policy", "base:actor"])
         other = f"--{flag}={name} knows only --task=arith; give the folder of a model for {cfg.task}"
         need(tasks.names_of(cfg.task) == ["arith"], other)
-        task_flags = {k: v for k, v in vars(cfg).items() if k.startswith("task_")}
-        return warmstart.base_model(name.removeprefix("base:"), Config(task="arith", **task_flags))
+        return warmstart.base_model(name.removeprefix("base:"), Config(task="arith", arith=cfg.arith))
     root = Path(name)
     newest = checkpoint.newest(root, which) or root
     for folder in (root, root / which, newest / which):
         path = folder / "config.json"  # a run has one too, which is not a model's
         if path.is_file() and "model_type" in read_json(path, "copy it anew, or name another folder"):
-            return checkpoint.text_folder(str(folder), Config().base_dir)
+            return checkpoint.text_folder(str(folder))
     adapter = newest / f"{which}_adapter"
     merge = f"python -m model.lora --adapter={adapter} --out=FOLDER"
     need(not adapter.is_dir(), f"--{flag}={name}: adapters alone; merge them with {merge}")
     if is_hub_id(name):
-        return checkpoint.text_folder(checkpoint.from_hub(flag, name), Config().base_dir)
+        return checkpoint.text_folder(checkpoint.from_hub(flag, name))
     raise UserError(f"--{flag}={name}: no model there; give a run folder, a checkpoint or a Hugging Face folder")
 
 
@@ -472,8 +438,6 @@ def follow(cfg: EvalFlags, argv: list[str]) -> dict:
     others = "".join(f" --{flag}" for flag in ("model", "out", "show_prompt") if getattr(cfg, flag))
     need(not others, f"--follow: it evaluates the run's own models into the run's own file; leave out{others}")
     saved = read_json(run / "config.json", "copy it anew, or name another folder")["config"]
-    merged = not saved.get("lora_rank") or saved.get("lora_save") != "adapter"
-    need(merged, "--follow: checkpoints of --lora_save=adapter hold no model; merge one with python -m model.lora")
     given = {key: x for key, x in flags.read(EvalFlags, argv) if key != "follow"}
     own = flags_of_run(saved, given.get("task")) + [f"--{key}={x}" for key, x in given.items()]
     while True:

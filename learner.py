@@ -55,6 +55,7 @@ from sampling import Sampling
 
 # read before vLLM is imported: it overwrites such variables
 LOCAL_RANK = from_environment("LOCAL_RANK", 0)
+MAX_SKIPS = 5  # non-finite updates in a row after which a run stops
 WORLD_SIZE = from_environment("WORLD_SIZE", 1)
 FOREVER = 10 * 365 * 86400.0  # seconds: the longest that torch is told to wait
 
@@ -303,11 +304,9 @@ class Learner:
         return total if self.sharded else total / self.comm.size
 
     def _gradient_sync(self, last: bool):
-        """A context in which gradients are reduced over ranks in the last micro-batch's backward alone; shards, unless
-        asked otherwise, in every one."""
-        if self.sharded:
-            self.wrapped.set_requires_gradient_sync(last or self.cfg.reduce_gradients == "micro")
-        elif self.comm.on and not last:
+        """A context in which DDP reduces gradients over ranks in the last micro-batch's backward alone. FSDP reduces
+        them in every one, so that a rank keeps its part alone."""
+        if self.comm.on and not self.sharded and not last:
             return self.wrapped.no_sync()
         return contextlib.nullcontext()
 
@@ -330,7 +329,7 @@ class Learner:
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + (not overflow)
         self.skipped += not finite
         self.rejected += all_rejected
-        if self.skipped_in_a_row >= self.cfg.max_skips:
+        if self.skipped_in_a_row >= MAX_SKIPS:
             self.error = (
                 f"{self.skipped_in_a_row} updates in a row had a non-finite loss or gradient (the last: loss {loss}, "
                 f"gradient norm {norms['policy']}): lower --lr, or look at --is_cap and --grad_clip"
@@ -362,7 +361,7 @@ class Learner:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             if step:
-                optim.step(optimizer, self.cfg, self.version)
+                optim.step(optimizer, self.cfg)
             optimizer.zero_grad(set_to_none=True)
 
     # -- weights in and out --------------------------------------------------------------------------------------------
@@ -533,7 +532,7 @@ class Learner:
                 p = parameter[weight]
                 room = torch.zeros((), dtype=dtype)
                 if len(shape):
-                    room = optim.placed(torch.zeros_like(p), "cpu" if self.cfg.offload else p.device, dtype)
+                    room = torch.zeros_like(p, dtype=dtype, device="cpu" if self.cfg.offload else None)
                 optimizer_of[p].state[p][kind] = room.detach()
 
     def _learning(self, name: str) -> dict:
@@ -588,13 +587,13 @@ def check_agreement(cfg, found: Agreement) -> str:
 
 
 def expects_agreement(cfg) -> bool:
-    """Whether engine and learner should be one policy: same weights, same distribution, no --rollout_noise.
+    """Whether engine and learner should be one policy: same weights, same distribution.
 
     How far noise moves probabilities depends on the weights, so no number can be expected of it here. Proofs of
     weight syncs are without noise, and say as much of engine and learner as ever."""
     fresh = cfg.samplers == "local" and cfg.delay == "none"
     same = cfg.logprobs_mode == "processed" and (cfg.keep_sampling_mask == "replay" or not Sampling.of(cfg).truncates)
-    return cfg.check_agreement and fresh and same and not cfg.rollout_noise
+    return cfg.check_agreement and fresh and same
 
 
 def engine_type(cfg) -> torch.dtype | None:

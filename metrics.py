@@ -251,8 +251,7 @@ REWARDS = [
         "weighted_advantage",
         tokens,
         lambda v: v.applied * v.adv,
-        "mean over tokens of weight x keep x A; with --advantage_error_every also fresh_advantage, the mean A of fresh "
-        "samples of the policy under the same baselines, and advantage_error, their distance",
+        "mean over tokens of weight x keep x A",
     ),
     Mean("entropy", tokens, lambda v: v.new.entropy, "of the policy, nats"),
     Mean(
@@ -469,7 +468,6 @@ ELSEWHERE = {
     "skipped_steps": "updates skipped for that reason so far",
     "rejected_steps": "updates of which every token was rejected so far; said aloud once",
     "eval/policy_pass@1": "held-out pass@1, with eval/policy_se; eval/actor_*",
-    "fresh_advantage": "mean advantage of fresh samples of the policy (--advantage_error_every); advantage_error",
     "sync/changed": "share of the engine's tensors with other bytes than at the sync before (sync.py)",
     "sync/error": "rms(log p_engine - log p_published) at the engine's start, nats; sync/floor: explained by rounding",
     "sync/MiB": "size of the published tensors",

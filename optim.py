@@ -33,9 +33,9 @@ def make_optimizers(model, cfg, lr: float) -> list:
         experts = [getattr(m, kind) for m, kind in quant.expert_parameters(model).values()]  # convolutions are none
     chosen = {id(p) for p in matrices + experts}
     rest = [p for p in learning(model) if id(p) not in chosen]
-    betas = (cfg.adam_beta1, cfg.adam_beta2)
+    betas = (0.9, cfg.adam_beta2)
     # one parameter after the other: all at once would take 4 bytes of each for a moment
-    how = {"eps": cfg.adam_eps, "weight_decay": cfg.weight_decay, "foreach": False}
+    how = {"eps": 1e-8, "weight_decay": cfg.weight_decay, "foreach": False}
     optimizers = [torch.optim.AdamW(rest, lr=lr, betas=betas, **how)]
     if matrices:
         muon = Muon(matrices, lr=lr, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw")
@@ -51,30 +51,25 @@ def learning(model) -> list:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# States between two steps: in 16 bits (--optimizer_dtype), in the host's memory (--offload)
+# States between two steps in the host's memory (--offload)
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def step(optimizer, cfg, version: int) -> None:
-    """One step of an optimizer. Where its states wait elsewhere, they are fetched for one parameter after the other:
-    the same step, without the memory of all states at once.
-
-    version: of the update, from which the random numbers of the rounding follow, the same on every rank."""
-    if cfg.optimizer_dtype == "float32" and not cfg.offload:
+def step(optimizer, cfg) -> None:
+    """One step of an optimizer. With --offload its states are fetched for one parameter after the other: the same step,
+    without the memory of all states at once."""
+    if not cfg.offload:
         optimizer.step()
         return
     groups = [(group, group["params"]) for group in optimizer.param_groups]
-    draws: dict = {}  # a generator for each device
     for group, _ in groups:
         group["params"] = []
     for group, params in groups:
         for p in params:
             group["params"] = [p]
-            for name, x in states_like(optimizer, p):
-                optimizer.state[p][name] = placed(x, p.device, p.dtype)
+            move_states(optimizer, p, p.device)
             optimizer.step()
-            generator = draws.setdefault(p.device, torch.Generator(p.device).manual_seed(version))
-            put_away(optimizer, p, cfg, generator)
+            move_states(optimizer, p, "cpu")
         group["params"] = []
     for group, params in groups:
         group["params"] = params
@@ -86,34 +81,13 @@ def states_like(optimizer, p) -> list:
     return [(name, x) for name, x in state.items() if isinstance(x, torch.Tensor) and x.shape == p.shape and x.ndim]
 
 
-def put_away(optimizer, p, cfg, generator) -> None:
-    """Bring a parameter's states to where, and into the type in which, they wait for the next step."""
+def move_states(optimizer, p, device) -> None:
+    """Move a parameter's moments, or this rank's part of them, to a device. With a GPU the host's copy is pinned."""
     for name, x in states_like(optimizer, p):
-        if cfg.optimizer_dtype == "bfloat16":
-            x = rounded(x, generator)
-        optimizer.state[p][name] = placed(x, "cpu" if cfg.offload else p.device, x.dtype)
-
-
-def placed(x, device, dtype):
-    """A state, or this rank's part of it, on a device and in a type.
-
-    Where there is a GPU, what waits on the host is pinned: it travels at the bus's full rate, without a second copy."""
-    if torch.device(device).type == "cpu" and torch.cuda.is_available():
-        return torch.empty_like(x, device="cpu", dtype=dtype, pin_memory=True).copy_(x)
-    return x.to(device=device, dtype=dtype)
-
-
-def rounded(x, generator):
-    """x in bfloat16, up or down at random, so that its mean is x.
-
-    To the nearest, a second moment would stand still: at beta2 = 0.999 it moves by less than half the last bit. A
-    number of float32 is one of bfloat16 and 16 bits below: noise of 16 bits is added to those, and they are cut off."""
-    out = x.to(torch.bfloat16)
-    mine, own = (getattr(t, "_local_tensor", t) for t in (out, x))
-    noise = torch.randint(1 << 16, own.shape, generator=generator, dtype=torch.int32, device=own.device)
-    bits = (own.float().view(torch.int32) + noise) & -(1 << 16)
-    mine.copy_(bits.view(torch.float32))
-    return out
+        if torch.device(device).type == "cpu" and torch.cuda.is_available():
+            optimizer.state[p][name] = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x)
+        else:
+            optimizer.state[p][name] = x.to(device)
 
 
 def schedule(step: int, cfg) -> float:

@@ -312,7 +312,7 @@ def check_folder(cfg) -> None:
     foreign = (folder / "config.json").exists() and not ours
     need(not foreign, f"--out={cfg.out}: its config.json is not one of a run; name another folder")
     if cfg.overwrite:
-        held = [(Path.cwd(), "the working folder"), (Path(cfg.base_dir), "--base_dir")]
+        held = [(Path.cwd(), "the working folder"), (Path(checkpoint.models.BASE_DIR), "the base models")]
         held += [(Path(x), f"--{flag}={x}") for flag in ("model", "actor") if Path(x := getattr(cfg, flag)).is_dir()]
         for path, what in held:
             inside = path.resolve().is_relative_to(folder.resolve())
@@ -394,7 +394,7 @@ def model_folder(flag: str, cfg, comm) -> str | None:
     folder = name
     if is_hub_id(name):
         folder = made_once(comm, LOCAL_RANK == 0, lambda cached: checkpoint.from_hub(flag, name, cached))
-    return made_once(comm, comm.writes, lambda cached: checkpoint.text_folder(folder, cfg.base_dir))
+    return made_once(comm, comm.writes, lambda cached: checkpoint.text_folder(folder))
 
 
 def made_once(comm, first: bool, make) -> str:

@@ -17,12 +17,10 @@ about 0.9. There are three ways (`--keep_sampling_mask`):
 Sets of allowed tokens travel as ragged lists (offsets, ids), never as a (B, T, V) mask.
 Source: Mismatch Praxis, section 2.
 
-`--rollout_noise` makes a mismatch of a known size between one model and itself: see `Noise`.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -32,6 +30,7 @@ import torch
 from flags import UserError, need
 
 COLDEST = 0.01  # vLLM samples at this temperature when it is asked for a lower one, and does not say so
+KEPT_MAX = 256  # largest set of allowed tokens that is recorded where top_p or min_p alone truncate
 
 
 @dataclass(frozen=True)
@@ -56,11 +55,6 @@ class SamplingFlags:
     keep_sampling_mask: Literal["off", "recompute", "replay"] = "replay"
     """What the learner scores where rollouts truncate: the whole vocabulary, its own cut, or the rollout's own
     sets of allowed tokens (sampling.py)."""
-    kept_max: int = 256
-    """Largest set of allowed tokens that is recorded where top_p or min_p alone truncate (vLLM returns as many)."""
-    rollout_noise: float = 0.0
-    """Gaussian noise on the hidden state from which rollouts (--rollout=hf) make logits, in shares of its root mean
-    square: a mismatch of known size, whose KL grows with the square (sampling.Noise); 0: none."""
 
 
 @dataclass(frozen=True)
@@ -75,18 +69,17 @@ class Sampling:
     min_p: float = 0.0  # tokens with at least this share of the most likely one's probability
     max_tokens: int = 32  # of a response
     seed: int = 0
-    noise: float = 0.0  # on the last hidden state, in shares of its root mean square: `Noise`
 
     @classmethod
     def of(cls, cfg) -> Sampling:
         """The settings that the flags ask for."""
         top_k = max(0, cfg.top_k)  # -1 is vLLM's word for all
-        return cls(cfg.temperature, cfg.top_p, top_k, cfg.min_p, cfg.max_tokens, cfg.seed, cfg.rollout_noise)
+        return cls(cfg.temperature, cfg.top_p, top_k, cfg.min_p, cfg.max_tokens, cfg.seed)
 
     @classmethod
     def of_policy(cls, cfg) -> Sampling:
-        """The law that the learner scores: without noise, and cut where it replays or recomputes the cut."""
-        law = replace(cls.of(cfg), noise=0.0)
+        """The law that the learner scores: cut where it replays or recomputes the cut."""
+        law = cls.of(cfg)
         return replace(law, top_p=1.0, top_k=0, min_p=0.0) if cfg.keep_sampling_mask == "off" else law
 
     @property
@@ -103,7 +96,7 @@ def max_allowed(cfg, vocabulary: int) -> int:
     if cfg.keep_sampling_mask != "replay" or not Sampling.of(cfg).truncates:
         return 0
     if cfg.top_k <= 0:
-        return min(vocabulary, cfg.kept_max)
+        return min(vocabulary, KEPT_MAX)
     exact_logits = cfg.rollout_dtype == "float32" or cfg.lm_head_fp32
     ties = 4 if exact_logits else 12 + cfg.top_k // 2
     return min(vocabulary, cfg.top_k + ties)
@@ -156,7 +149,7 @@ def allowed_sets(
 
 def set_too_large(max_allowed: int) -> str:
     return (
-        f"truncated sampling allows more than {max_allowed} tokens: raise --kept_max, or bound it with --top_k; with "
+        f"truncated sampling allows more than {max_allowed} tokens: bound it with --top_k; with "
         "--top_k rounded logits tie, and --lm_head_fp32=True has fewer ties"
     )
 
@@ -180,67 +173,12 @@ def pick(logp, u):
     return token.clamp_(max=logp.shape[1] - 1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A mismatch of known size
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class Noise:
-    """Noise on the last hidden states h (n, H) of a sampler, which its learner does not have (--rollout_noise):
-
-        h' = h + sigma rms(h) e,   e ~ N(0, 1)^H,   rms(h)^2 = |h|^2 / H
-
-    Tokens are drawn, and recorded, from softmax(W h' / temperature), cut as ever: p_inf is that of the noisy policy.
-    W: the head; scale: what the model multiplies logits by. They move by d = scale sigma rms(h) W e / temperature, and
-    to second order in sigma
-
-        KL(p_inf || p) = Var_p(d) / 2,   and in the mean over e
-        KL a token     = (scale sigma rms(h) / temperature)^2 / 2 (sum_v p_v |W_v|^2 - |sum_v p_v W_v|^2)
-
-    A response draws e for each of its tokens, from a generator of its own: neither batch nor resumption changes it.
-    Keys and values are those of h, so that later tokens hear of the noise through the tokens alone. Noise is part of
-    rollouts. Weight syncs are proved, and held-out problems solved, without it."""
-
-    def __init__(self, sigma: float = 0.0, generators: list[np.random.Generator] | None = None):
-        """generators: one for each response; they are asked for each of its tokens in turn."""
-        self.sigma, self.generators = sigma, generators
-
-    def __call__(self, h, which):
-        """h' of h (n, H), whose rows belong to the responses `which` (n,)."""
-        draws = [self.generators[i].standard_normal(h.shape[1], np.float32) for i in which.tolist()]
-        e = torch.from_numpy(np.stack(draws)).to(h.device)
-        size = h.float().square().mean(1, keepdim=True).sqrt()
-        return (h.float() + self.sigma * size * e).to(h.dtype)
-
-    @contextmanager
-    def before_head(self, model, which, rows=None):
-        """While it is open, a model's head reads h' of its last hidden states, one row for each of `which` (n,).
-
-        rows (n,): the rows of the model's batch that they go on from; None: one each."""
-
-        def change(module, inputs, output):
-            h = output.last_hidden_state[:, -1]
-            output.last_hidden_state = self(h if rows is None else h[rows], which)[:, None]
-
-        hook = model.base_model.register_forward_hook(change) if self.sigma else None
-        try:
-            yield
-        finally:
-            if hook is not None:
-                hook.remove()
-
-
-NOISELESS = Noise()
-
-
 def check(cfg) -> None:
     """UserError with one sentence if the flags ask for something that cannot be sampled."""
-    check_noise(cfg)
     need(cfg.temperature >= COLDEST, f"--temperature={cfg.temperature}: must be at least {COLDEST}")
     need(0 < cfg.top_p <= 1, f"--top_p={cfg.top_p}: a probability mass in (0, 1]; 1 keeps all tokens")
     need(cfg.top_k >= -1, f"--top_k={cfg.top_k}: must be a number of tokens; 0 or -1 keeps all")
     need(0 <= cfg.min_p < 1, f"--min_p={cfg.min_p}: a share in [0, 1); 0 keeps all tokens")
-    need(cfg.kept_max >= 1, f"--kept_max={cfg.kept_max}: must be at least 1")
     replays = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "replay"
     need(
         not replays or cfg.logprobs_mode == "processed",
@@ -255,22 +193,4 @@ def check_with_actor(cfg) -> None:
     need(
         not (cut_by_itself and cfg.actor != "none"),
         "--keep_sampling_mask=recompute with an --actor: the KL between two cut distributions is infinite; use replay",
-    )
-
-
-def check_noise(cfg) -> None:
-    """UserError unless the sampler of the flags can have the noise that they ask for."""
-    flag = f"--rollout_noise={cfg.rollout_noise}"
-    need(0 <= cfg.rollout_noise < 100, f"{flag}: a share of the hidden state's size, 0 or more and below 100")
-    if cfg.rollout_noise == 0:
-        return
-    local = getattr(cfg, "samplers", "local") == "local"
-    need(
-        cfg.rollout == "hf" and local,
-        f"{flag}: vLLM and remote samplers make logits where no noise can be added; use --rollout=hf --samplers=local, "
-        "or leave it out",
-    )
-    need(
-        not cfg.exact,
-        f"{flag}: with --exact sampler and learner are one policy, with noise they are two; leave one out",
     )

@@ -30,7 +30,7 @@ import config
 import objectives
 import plot
 from engines import evaluated_by
-from eval import fresh_advantage, held_out
+from eval import held_out
 from flags import UserError, need, run_command
 from learner import LOCAL_RANK, Comm, Learner, check_agreement, expects_agreement
 from model import Needs, exact, needs_of_exact_kappa
@@ -171,8 +171,6 @@ class Training:
             stats = objectives.prepare(batch, self.comm, learner.cfg, self.controllers, fresh)
             if due(cfg.log_samples, self.step):
                 self.write_samples(groups[:4])
-            if due(cfg.advantage_error_every, self.step):
-                values["fresh_advantage"] = fresh_advantage(learner, groups, self.run)
             if self.to_check and not self.comm.any(batch.staleness[:, 0].max() > 0):
                 self.check_agreement(batch)
             # 6. forward, loss, backward for each micro-batch; clip; step
@@ -180,8 +178,6 @@ class Training:
             objectives.update_controllers(self.controllers, logged, learner.cfg)
         if cfg.exact:
             exact.check_zero(cfg, logged)
-        if "fresh_advantage" in values:
-            values["advantage_error"] = abs(logged["weighted_advantage"] - values["fresh_advantage"])
         self.pending = self.pending[1:]
         self.values = {}
         self.step += 1

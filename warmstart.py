@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+import checkpoint
 import config
 from checkpoint import check_weights
 from engines import HFEngine
@@ -68,7 +69,7 @@ def base_model(name: str, cfg) -> str:
     target = cfg.base_accuracy
     if name == "actor" and cfg.actor_base_accuracy is not None:
         target = cfg.actor_base_accuracy
-    folder = Path(cfg.base_dir) / f"{name}-{recipe_key(name, task, target)}"
+    folder = Path(checkpoint.models.BASE_DIR) / f"{name}-{recipe_key(name, task, target)}"
     if (folder / "config.json").is_file():
         check_weights(folder)
     else:
@@ -128,7 +129,7 @@ def warm_start(name: str, task, target: float, folder: Path, slips: float = SLIP
     else:
         raise UserError(
             f"the warm start reached {reached:.2f} in {MOST_STEPS} steps, not {target}: "
-            "lower --base_accuracy or make the task easier (--task_max_ops, --task_operand)"
+            "lower --base_accuracy or make the task easier (--arith)"
         )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

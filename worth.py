@@ -215,7 +215,7 @@ def batches_of(learner, groups, rows: dict[str, config.Config]) -> dict[str, bat
     for another lambda)."""
     made, known, out = {}, {}, {}
     for row, cfg in rows.items():
-        read = (cfg.advantage, cfg.adv_clip)  # what a row may change of what `collate` makes
+        read = (cfg.advantage,)  # what a row may change of what `collate` makes
         if read not in made:
             made[read] = batching.collate(groups, cfg)
         batch = made[read]
@@ -457,7 +457,7 @@ def on_policy_source(learner, run, cfg) -> LocalSource:
 
 def on_policy_config(cfg: config.Config) -> config.Config:
     """What g is the gradient of: the objective without a correction, a trust region or anything dropped."""
-    dropped = dict(reject="none", reject_of="all", veto=0.0, positive_only=False, cppo_beta=0.0, router_replay=False)
+    dropped = dict(reject="none", reject_of="all", veto=0.0, cppo_beta=0.0, router_replay=False)
     bounds = dict(is_cap=None, is_floor=0.0, rs_low=None, rs_high=None)
     sums = dict(loss_denominator="proposed", normalize_weights=False)
     return replace(cfg, correction="none", surrogate="reinforce", ratio_base="ref", **dropped, **bounds, **sums)
@@ -471,7 +471,7 @@ def on_policy_config(cfg: config.Config) -> config.Config:
 def cost(m: Measurement) -> dict[str, float]:
     """Seconds of a response, of the sampler's and of one that the policy samples in the same kind of engine; and the
     price, the one over the other. Both are timed in turns, after a first batch each."""
-    cfg = replace(m.cfg, actor="none", rollout_quant="none", rollout_noise=0.0, correction="none")
+    cfg = replace(m.cfg, actor="none", rollout_quant="none", correction="none")
     policy = open_source(cfg, replace(m.run, actor=""), m.comm)
     seconds = {id(policy): [], id(m.sampler): []}
     for turn in tqdm(range(4), desc="cost of sampling", disable=m.quiet):

@@ -156,8 +156,7 @@ class Snapshot:
             adapter = learner.adapter(name)
             if adapter is not None:
                 self.adapters[name] = adapter
-            is_exported = adapter is None or run.cfg.lora_save != "adapter"
-            if is_exported and (self.rank == 0 or not replicated):
+            if self.rank == 0 or not replicated:
                 self.exports[name] = self._export(name, learner, copies)
 
     def _export(self, name: str, learner, copies: Copies) -> Export:

@@ -14,6 +14,8 @@ import quant
 from checkpoint.tensors import TensorFiles
 from flags import UserError, need, read_json
 
+BASE_DIR = "out/base"  # models that are made here once: embedded ones, and text models of multimodal ones
+
 
 class Export:
     """A model on its way into a Hugging Face folder, in its own precision, one whole tensor after the other.
@@ -151,17 +153,17 @@ def from_hub(flag: str, name: str, cached: bool = False) -> str:
         ) from None
 
 
-def text_folder(folder: str, base_dir: str) -> str:
+def text_folder(folder: str) -> str:
     """The folder, or where its model also sees or hears, one of its text model alone: only that is trained.
 
-    It is made in `base_dir` once. UserError, one sentence: transformers has no such text model."""
+    It is made in BASE_DIR once. UserError, one sentence: transformers has no such text model."""
     config = read_config(folder)
     text = config.get_text_config()
     if text is config:
         return folder
     files = [(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(Path(folder).iterdir())]
     which = hashlib.sha256(repr(files).encode()).hexdigest()[:12]
-    made = Path(base_dir) / f"text-{which}"
+    made = Path(BASE_DIR) / f"text-{which}"
     if not (made / "config.json").is_file():
         mend = f"give a model of text alone: this one is of the family {config.model_type}"
         with one_sentence(folder, "text model", mend):
@@ -281,7 +283,7 @@ def weight_files(folder: Path) -> list[Path]:
     one, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not index.is_file():
         return [one]
-    mend = "copy the folder anew, or delete one of --base_dir: it is made again"
+    mend = "copy the folder anew, or delete it where it was made here: it is made again"
     parts = read_json(index, mend).get("weight_map")
     need(isinstance(parts, dict) and parts, f"{index}: lists no files of weights; {mend}")
     files = [folder / str(name) for name in sorted({*parts.values()}, key=str)]
@@ -296,7 +298,7 @@ def check_weights(folder: Path | str) -> None:
     """UserError, one sentence, before an engine or a model loads them: a file of weights is not there, or damaged."""
     from safetensors import safe_open
 
-    folder, mend = Path(folder), "copy the folder anew, or delete one of --base_dir: it is made again"
+    folder, mend = Path(folder), "copy the folder anew, or delete it where it was made here: it is made again"
     files = weight_files(folder)
     if not any(file.is_file() for file in files) and any(folder.glob("*.bin")):
         return  # torch's older format is looked at when it is loaded

@@ -1,4 +1,4 @@
-"""LoRA: the policy, the actor or both learn a correction of low rank to each of their linear layers but the head.
+"""LoRA: the policy learns a correction of low rank to each of their linear layers but the head.
 
     y = W x + (alpha / rank) B A x      W (out, in) frozen; A (rank, in) random, B (out, rank) zero at the start
 
@@ -7,7 +7,7 @@ engines and writes as a model is merged, W + (alpha / rank) B A under the base m
 other (`merged`). With --kl_coef the frozen model is the policy with its adapters switched off: no second copy.
 
 A checkpoint also holds the adapters in peft's own format, from which a run resumes exactly, on the base model that it
-started from. --lora_save=adapter leaves the merged model out; it can be made later:
+started from. Adapters are merged by hand with:
 
     python -m model.lora --adapter=out/run/checkpoints/step_000150/policy_adapter --out=out/merged
 """
@@ -36,7 +36,7 @@ BASE = "base_model.digest"  # ours: the base model's fingerprint
 
 def learns(cfg, name: str) -> bool:
     """Whether this model, policy or actor, learns by adapters."""
-    return cfg.lora_rank > 0 and cfg.lora_on in (name, "both")
+    return cfg.lora_rank > 0 and name == "policy"
 
 
 def attach(model, cfg, folder: Path | None = None):
@@ -200,10 +200,6 @@ def check(cfg) -> None:
     need(cfg.lora_alpha >= 1, f"--lora_alpha={cfg.lora_alpha}: must be at least 1")
     if cfg.lora_rank == 0:
         return
-    need(
-        cfg.lora_on == "policy" or cfg.actor != "none",
-        f"--lora_on={cfg.lora_on}: there is no actor; name one with --actor, or leave the flag out",
-    )
     need(
         cfg.optimizer != "muon", f"{rank}: --optimizer=muon orthogonalises whole matrices, not their factors; use adamw"
     )

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -39,11 +38,6 @@ class MemoryFlags:
     gradient_checkpointing: bool = False
     """Keep a layer's input alone, and compute what is inside it again for the backward pass: a third more time, a
     tenth of the memory. One response is never cut over ranks: the longest one must fit a rank beside its shards."""
-    reduce_gradients: Literal["micro", "update"] = "micro"
-    """FSDP: add gradients up over ranks in every micro-batch, so that a rank keeps its part alone; or once an update,
-    which travels less and keeps them whole."""
-    optimizer_dtype: Literal["float32", "bfloat16"] = "float32"
-    """AdamW's moments and Muon's between two updates; bfloat16: rounded at random, without bias (optim.rounded)."""
     offload: bool = False
     """The optimizer's states wait in the host's memory between two updates."""
     rollout_sleep: bool = True

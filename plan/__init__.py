@@ -5,7 +5,7 @@
 The states follow from the shapes in config.json. With P parameters of which Q learn, on n ranks that share them
 (--parallel=fsdp; else n = 1), each rank has, in bytes
 
-    weights 4 P / n     gradients 4 Q / n     AdamW 8 Q / n, Muon 4 Q / n (--optimizer_dtype=bfloat16: half of it)
+    weights 4 P / n     gradients 4 Q / n     AdamW 8 Q / n, Muon 4 Q / n
 
 What a forward keeps for its backward, and what a proof of new weights takes, is measured on tensors without bytes
 (plan/footprint.py). Prompts that several responses share, and rows shorter than the longest, make a run smaller than
@@ -55,7 +55,7 @@ class States:
         model = on_meta(cfg, name, config)
         moments = {}
         for optimizer in make_optimizers(model, cfg, 0.0):
-            bytes_of_one = (1 if isinstance(optimizer, Muon) else 2) * (2 if cfg.optimizer_dtype == "bfloat16" else 4)
+            bytes_of_one = (1 if isinstance(optimizer, Muon) else 2) * 4
             for group in optimizer.param_groups:
                 moments |= {p: bytes_of_one * p.numel() for p in group["params"]}
         weights, layers = weights_of(model), [weights_of(layer) for layer in model.base_model.layers]
@@ -131,13 +131,12 @@ def plan_of(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float = 0.0) -
     models = {name: States.of(cfg, name, config) for name, config in configs.items()}
     sharded = cfg.parallel == "fsdp" and ranks > 1
     n = ranks if sharded else 1
-    of_gradients = n if cfg.reduce_gradients == "micro" else 1
     states = {f"weights, {name}": model.weights // n for name, model in models.items()}
     if cfg.kl_coef and not lora.learns(cfg, "policy"):
         states["weights, frozen start model"] = models["policy"].weights // n
     if not cfg.offload:
         states |= {f"optimizer, {name}": model.optimizer // n for name, model in models.items()}
-    gradients = {f"gradients, {name}": model.gradients // of_gradients for name, model in models.items()}
+    gradients = {f"gradients, {name}": model.gradients // n for name, model in models.items()}
     activations = {f"activations, {name}": size for name, size in found.kept.items()}
     local = cfg.samplers == "local"
     sampling = engine(cfg, configs[sampler_of(cfg)], width, ranks, gpu_gib) if local else 0
@@ -150,7 +149,6 @@ def plan_of(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float = 0.0) -
         "engine": sampling,
         "second engine": second_engine(cfg, configs["policy"], width, ranks, gpu_gib),
         "evaluation": evaluation(cfg, configs, width, ranks, gpu_gib, sampling if asleep else 0),
-        "the policy's own responses": own_responses(cfg, configs["policy"], width, ranks),
         "a tensor to publish, and its proof": publishing(cfg, configs, models, width, sharded),
     }
     stays = [*states, "second engine"]
@@ -162,8 +160,6 @@ def plan_of(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float = 0.0) -
         "ref pass": [*always, "a forward without gradient", "gathered from other ranks"],
         "forward and backward": [*always, *gradients, *activations, *list(others)[:1], "gathered from other ranks"],
     }
-    if others["the policy's own responses"]:
-        stages["probe"] = [*always, "the policy's own responses"]
     saved = sum(on_disk(cfg, name, model) for name, model in models.items())
     copied = sum(model.weights // n + model.optimizer // ranks for model in models.values())  # checkpoint.Snapshot
     offloaded = sum(model.optimizer // n for model in models.values()) if cfg.offload else 0
@@ -177,8 +173,7 @@ def on_disk(cfg, name: str, model: States) -> int:
     if not lora.learns(cfg, name):
         return model.weights + model.optimizer + model.weights // 2
     adapters = model.gradients  # as many bytes, in float32
-    folder = 0 if cfg.lora_save == "adapter" else (model.weights - adapters) // 2
-    return adapters + model.optimizer + folder
+    return adapters + model.optimizer + (model.weights - adapters) // 2
 
 
 def publishing(cfg, configs: dict, models: dict[str, States], width: int, sharded: bool) -> int:
@@ -270,13 +265,6 @@ def second_engine(cfg, config, width: int, ranks: int, gpu_gib: float) -> int:
     return engine(cfg, config, width, ranks, gpu_gib) if wanted else 0
 
 
-def own_responses(cfg, config, width: int, ranks: int) -> int:
-    """Bytes of what samples a minibatch from the policy itself, for --advantage_error_every."""
-    if not cfg.advantage_error_every:
-        return 0
-    return plain_sampler(cfg, config, cfg.train_batch // ranks, width, ranks)
-
-
 def plain_sampler(cfg, config, rows: int, width: int, ranks: int) -> int:
     """Bytes of a sampler in plain torch of so many responses; of a model that ranks share it has a whole copy
     (eval.sampler_of)."""
@@ -306,8 +294,6 @@ def mends(cfg, width: int, ranks: int):
         yield f"--micro_tokens={width}", {"micro_tokens": width}, ranks
     if cfg.parallel == "ddp" and ranks > 1:
         yield "--parallel=fsdp", {"parallel": "fsdp"}, ranks
-    if cfg.optimizer_dtype == "float32":
-        yield "--optimizer_dtype=bfloat16", {"optimizer_dtype": "bfloat16"}, ranks
     if not cfg.offload:
         yield "--offload=True", {"offload": True}, ranks
     more = ranks

@@ -263,7 +263,7 @@ def summarize(cfg, setup, scored: Scored) -> Report:
     # where tokens were cut k3 is too small; k1 alone can be negative
     kl = max(m["kl"], m["k3_kl"])
     evidence = Evidence.of(scored.log_r, length, kl, cfg.log_ratio_clamp)
-    shaping = ("temperature", "top_p", "top_k", "min_p", "keep_sampling_mask", "logprobs_mode", "rollout_noise")
+    shaping = ("temperature", "top_p", "top_k", "min_p", "keep_sampling_mask", "logprobs_mode")
     return Report(
         model=cfg.model,
         sampler=cfg.actor or cfg.model,

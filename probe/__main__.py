@@ -57,8 +57,8 @@ def check_flags(cfg: ProbeFlags) -> None:
         "--learner_quant, --router_replay: of the policy that samples for itself; leave out --actor",
     )
     need(
-        not (cfg.explain and (cfg.router_replay or cfg.exact or cfg.rollout_noise)),
-        "--explain: it switches sources on in plain torch; leave out --router_replay, --exact and --rollout_noise",
+        not (cfg.explain and (cfg.router_replay or cfg.exact)),
+        "--explain: it switches sources on in plain torch; leave out --router_replay and --exact",
     )
     quant.check(cfg)
 

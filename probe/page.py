@@ -30,7 +30,7 @@ def models_text(o) -> list[str]:
     return [
         who,
         f"   temperature {s['temperature']:g}, top_p {s['top_p']:g}, top_k {s['top_k']}, min_p {s['min_p']:g}, "
-        f"kept sets {s['keep_sampling_mask']}, {s['logprobs_mode']} log-probabilities, noise {s['rollout_noise']:g}",
+        f"kept sets {s['keep_sampling_mask']}, {s['logprobs_mode']} log-probabilities",
         f"   {o.responses} responses, {o.tokens:,} tokens; length {o.length['mean']:.1f} in the mean, "
         f"{o.length['95 %']} at 95 %, {o.length['max']} at most",
     ]

@@ -209,7 +209,7 @@ class Sampler:
         f = self.flags
         u = float(uniforms(1, "delay", self.streams[0], self.incarnation, self.delays_drawn)[0])
         self.delays_drawn += 1
-        return DelayDistribution(f.delay, f.delay_min, f.delay_max, f.delay_mass).quantile(max(2.0**-53, u))
+        return DelayDistribution(f.delay, f.delay_min, f.delay_max).quantile(max(2.0**-53, u))
 
     def wanted(self, stream: str) -> int:
         """How many groups to sample at once for this stream: --groups, or what is granted of that. Where nothing is, it

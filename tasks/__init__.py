@@ -63,19 +63,9 @@ class TaskFlags:
     """DAPO's penalty: from so many tokens below --max_tokens on the reward falls, by 1 at --max_tokens; 0: none."""
     grade_seconds: float = 5.0
     """Seconds of a processor that an answer may take to be graded; one that takes longer earns 0."""
-    task_min_ops: int = 3
-    """arith: fewest operations in a problem."""
-    task_max_ops: int = 5
-    """arith: most operations; a response has about 6 tokens for each."""
-    task_operand: int = 9
-    """arith: largest operand."""
-    task_total: int = 29
-    """arith: largest running total (up to 199)."""
-    task_explain: int = 0
-    """arith: reward up to so many tokens of explanation behind a right answer with up to 1 more (long responses);
-    0: none."""
-    task_seed: int = 0
-    """Seed of the problems."""
+    arith: str = ""
+    """--task=arith: NAME=VALUE with commas. min_ops=3,max_ops=5: number of operations; operand=9, total=29: largest
+    operand and running total; explain=0: reward this many tokens of explanation after a right answer; seed=0."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +95,7 @@ def make_task(cfg, flag: str = "task", name: str | None = None, evaluates: bool 
     evaluates: it grades by the first part of --reward alone, its weight aside."""
     name = getattr(cfg, flag) if name is None else name
     if name == "arith":
-        return Arithmetic(
-            cfg.task_min_ops, cfg.task_max_ops, cfg.task_operand, cfg.task_total, cfg.task_seed, cfg.task_explain
-        )
+        return arith.of_settings(cfg.arith)
     own = is_own(name)
     file = file_of(name)
     need(not own or Path(file).is_file(), f"--{flag}={name}: {file}: no such file; write FILE.py:CLASS")
@@ -124,7 +112,7 @@ def make_task(cfg, flag: str = "task", name: str | None = None, evaluates: bool 
     if evaluates:
         reward = replace(reward, parts=(replace(reward.parts[0], weight=1.0),), overlong=0)
     style = Style.of(cfg, builtin.TEMPLATE_OF.get(reward.parts[0].name, "plain"))
-    task = OwnTask(name, style, reward, keys) if own else Table(name, rows, style, reward, cfg.task_seed)
+    task = OwnTask(name, style, reward, keys) if own else Table(name, rows, style, reward)
     first = task.problem("train", 0)
     rewards.try_out(reward, Answer(first, first.answer, True))
     return task
@@ -257,17 +245,14 @@ def check(cfg) -> None:
         for flag in files_alone:
             value = getattr(cfg, flag)
             need(not value, f"--{flag}={value}: --task=arith has its own; leave it out, or name a file with --task")
-        arith.check(cfg)
+        arith.of_settings(cfg.arith)
         return
     every = getattr(cfg, "eval_every", 0)
     need(
         every <= 0 or cfg.eval_task,
         f"--eval_every={every}: nothing is held out; name files or data sets with --eval_task",
     )
-    need(
-        not cfg.task_explain,
-        f"--task_explain={cfg.task_explain}: only --task=arith rewards explanations; leave it out for {cfg.task}",
-    )
+    need(not cfg.arith, f"--arith={cfg.arith}: settings of --task=arith; leave it out for --task={cfg.task}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -284,7 +269,7 @@ def as_trained(cfg, given: set[str]):
     names = {"max_tokens", "stop", "reward", "answer", *(f.name for f in fields(PromptFlags))} - {"max_prompt_tokens"}
     names |= {"dtype", "rollout_dtype"} if hasattr(cfg, "dtype") else set()  # of a learner
     if names_of(cfg.task) == [saved.get("task")] == ["arith"]:  # the run's own sums
-        names |= {name for name in saved if name.startswith("task_")}
+        names.add("arith")
     of_run = {name: saved[name] for name in sorted(names - given) if name in saved}
     if of_run.get("reward") and not grades_all(cfg, saved):
         print(f"not as in {cfg.model}: --reward={saved['reward']}, and how it asks for an answer: another kind of task")

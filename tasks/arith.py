@@ -11,7 +11,7 @@ import hashlib
 import random
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from flags import UserError, need
 from tasks.prompts import Answer, Problem
@@ -55,7 +55,7 @@ class Arithmetic:
             held_out = hashlib.sha256(text.encode()).digest()[0] < 32
             if held_out == (split == "test"):
                 return Problem(text, text + " :", str(total))
-        raise UserError(f"no {split} problem in 1000 draws: raise --task_max_ops or --task_operand")
+        raise UserError(f"no {split} problem in 1000 draws: raise max_ops or operand in --arith")
 
     def find(self, id: str) -> Problem:
         """The problem of an id, which is its text."""
@@ -134,12 +134,22 @@ def arithmetic_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tok, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
-def check(cfg) -> None:
-    """UserError, one sentence, if the flags of generated problems allow none."""
-    if not 1 <= cfg.task_min_ops <= cfg.task_max_ops:
-        raise UserError(f"--task_min_ops={cfg.task_min_ops}: must be between 1 and --task_max_ops={cfg.task_max_ops}")
-    need(cfg.task_explain >= 0, f"--task_explain={cfg.task_explain}: must be 0 (no explanations) or more tokens")
-    if not 1 <= cfg.task_operand <= cfg.task_total < NUMBERS:
-        raise UserError(
-            f"--task_total={cfg.task_total}: must be below {NUMBERS} and no less than --task_operand={cfg.task_operand}"
-        )
+def of_settings(text: str) -> Arithmetic:
+    """The task of --arith: NAME=VALUE with commas, over the defaults. UserError: one sentence."""
+    known = [field.name for field in fields(Arithmetic)]
+    values = {}
+    for part in filter(None, text.split(",")):
+        name, _, number = part.partition("=")
+        need(name in known, f"--arith={text}: {name} is no setting; {', '.join(known)} are known")
+        need(number.isdecimal(), f"--arith={text}: {part}: must be a whole number, 0 or more")
+        values[name] = int(number)
+    task = Arithmetic(**values)
+    need(
+        1 <= task.min_ops <= task.max_ops,
+        f"--arith: min_ops={task.min_ops}: must be between 1 and max_ops={task.max_ops}",
+    )
+    need(
+        1 <= task.operand <= task.total < NUMBERS,
+        f"--arith: total={task.total}: must be below {NUMBERS} and no less than operand={task.operand}",
+    )
+    return task

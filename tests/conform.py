@@ -310,9 +310,6 @@ AREAL = {
     "areal_drop": dict(upper=5.0),
     "tis": dict(action="clamp", upper=2.0),
     "tis --is_floor=0.7": dict(action="clamp", lower=0.7, upper=2.0),
-    "none --correction=tbpo_mismatch --tbpo_cap=mask --is_floor=0.5 --is_cap=5.0": dict(
-        level="sequence", agg="mean", lower=0.5, upper=5.0
-    ),
 }
 AREAL_STATISTICS = {
     **{f"token_{k} --rs_low=0 --rs_high=0.05": dict(level="token", metric=f"kl_{k}", upper=0.05) for k in ("k2", "k3")},

@@ -81,7 +81,7 @@ def folders(tmp_path_factory):
     return root
 
 
-TINY_TASK = dict(task_min_ops=1, task_max_ops=1, task_operand=3, task_total=9)
+TINY_TASK = {"arith": "min_ops=1,max_ops=1,operand=3,total=9"}
 
 
 @pytest.fixture

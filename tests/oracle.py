@@ -109,8 +109,7 @@ def step(responses: list[Response], cfg, kappa: float | None, distill_lambda: fl
     terms, policy, entropies = [], [], []
     for i, r in enumerate(responses):
         values, slopes, together = surrogate(r, responses, adv[i], cfg)
-        gate = 0.0 if cfg.positive_only and adv[i] <= 0 else 1.0
-        scale = [-share_kept[i] * k * w * gate for w, k in weighed[i]]
+        scale = [-share_kept[i] * k * w for w, k in weighed[i]]
         terms += [s * v for s, v in zip(scale, values, strict=True)]
         # one ratio a response: every token's value moves with every token
         factors = [sum(scale)] * len(scale) if together else scale
@@ -143,7 +142,7 @@ def advantages(responses: list[Response], cfg) -> list[float]:
             out.append(own - (sum(rewards) - own) / (G - 1))
         else:
             out.append(own - m)
-    return [clamp(x, cfg.adv_clip) if cfg.adv_clip else x for x in out]
+    return out
 
 
 def reward(r: Response, cfg) -> float:
@@ -193,7 +192,7 @@ def weights_of(r: Response, advantage: float, cfg, lam: float, kappa: float) -> 
     if cfg.correction in WITH_Z:
         out = [obrs(token, cfg, lam, kappa) for token in r.on]
     else:
-        bounds = Bounds(drop=cfg.tbpo_cap == "mask", floor=cfg.is_floor)
+        bounds = Bounds(floor=cfg.is_floor)
         given = {"cap": cfg.is_cap, "low": cfg.rs_low, "high": cfg.rs_high}
         bounds = replace(bounds, **{name: value for name, value in given.items() if value is not None})
         over = "new" if cfg.correction == "tis_adjusted" else cfg.correction_target
@@ -517,9 +516,7 @@ def entropy(p: list[float]) -> float:
 def actors_part(result: Result, responses: list[Response], adv, share, distill_lambda: float, cfg) -> list[float]:
     """The terms of - J_PPO(actor), weight F(p_actor,ref / p_inf), and of lambda_distill KL; derivatives into result."""
     terms = []
-    bounds = replace(USUAL.get(cfg.actor_correction, Bounds()), drop=cfg.tbpo_cap == "mask")
-    if cfg.actor_is_cap and cfg.actor_correction in USUAL:
-        bounds.cap = cfg.actor_is_cap
+    bounds = USUAL.get(cfg.actor_correction, Bounds())
     own_clip = ("gspo", "tbpo", "gmpo", "dppo_tv", "dppo_kl")
     low, high = (0.2, 0.28) if cfg.surrogate in own_clip else (cfg.clip_low, cfg.clip_high)
     for i, r in enumerate(responses):

@@ -165,7 +165,7 @@ def main(parallel: str, out: str) -> None:
     for i, (case, dtype, odd) in enumerate([*RANK_CASES, *UNEVEN_CASES]):
         budget = (1, 45)[comm.rank] if i == 1 else (20, 60)[comm.rank]  # prompts are shared in every case but one
         memory = {"parallel": parallel, "gradient_checkpointing": i % 3 != 1}
-        memory |= {"offload": i % 2 == 0, "optimizer_dtype": ("float32", "bfloat16")[i % 3 % 2]}
+        memory |= {"offload": i % 2 == 0}
         results.append(run_case(case, dtype, odd, budget, memory, comm, Path(f"{out}.{i}")))
     if comm.rank == 0:
         torch.save(results, out)

@@ -76,7 +76,6 @@ ROWS = [
 --top_k=-2 | --top_k=-2: must be a number of tokens; 0 or -1 keeps all
 --top_k=257 | --top_k=257: larger than the vocabulary ... 256 tokens; 0 keeps all
 --min_p=1 | --min_p=1.0: a share in [0, 1); 0 keeps all tokens
---kept_max=0 | --kept_max=0: must be at least 1
 --lora_rnk=8 | --lora_rnk: no such flag; did you mean --lora_rank?
 --critic_warmup=8 | --critic_warmup: no such flag; see --help
 --nonsense.verl=8 | --nonsense.verl: no such flag; see --help
@@ -122,15 +121,12 @@ ROWS = [
 --obrs_accept_rate=0 | --obrs_accept_rate=0.0: a budget lies in (0, 1]; leave it out to use --obrs_lambda
 --base_accuracy=1.5 | --base_accuracy=1.5: a share between 0 and 1
 --actor_base_accuracy=0 | --actor_base_accuracy=0.0: a share between 0 and 1
---adam_beta1=1 | --adam_beta1=1.0: must lie in [0, 1)
 --adam_beta2=-0.1 | --adam_beta2=-0.1: must lie in [0, 1)
---adam_eps=-1e-8 | --adam_eps=-1e-08: must not be negative
 --weight_decay=-1 | --weight_decay=-1.0: must not be negative
 --grad_clip=0 | --grad_clip=0.0: must be above 0
 --warmup_steps=-3 | --warmup_steps=-3.0: must not be negative
 --warmup_steps=2.5 | --warmup_steps=2.5: a whole number of updates, or a share of --steps below 1
 --save_every=-1 | --save_every=-1: must not be negative
---advantage_error_every=-1 | --advantage_error_every=-1: must not be negative
 --keep=0 | --keep=0: must be at least 1
 --micro_tokens=0 | --micro_tokens=0: must be at least 1
 --max_tokens=0 | --max_tokens=0: must be at least 1
@@ -139,13 +135,9 @@ ROWS = [
 --distill_lambda=-1 | --distill_lambda=-1.0: must not be negative
 --distill_lambda=inf | --distill_lambda=inf: must be finite
 --distill_kl_target=-0.1 | --distill_kl_target=-0.1: must not be negative
---distill_gain=-1 | --distill_gain=-1.0: must not be negative
---distill_lambda_max=0 | --distill_lambda_max=0.0: must be above 0
 --log_ratio_clamp=0 | --log_ratio_clamp=0.0: must be above 0
 --veto=1e-4 --log_ratio_clamp=9 | --veto=0.0001: no ratio is below exp(-9); raise --log_ratio_clamp, or the veto
 --obrs_lambda=1.4 --obrs_accept_rate=0.9 | --obrs_lambda=1.4: --obrs_accept_rate=0.9 chooses lambda; leave one out
---actor_correction=icepop --actor_is_cap=2 | --actor_is_cap=2.0: --actor_correction=icepop has no cap C; leave it out
---actor_correction=tbpo_mismatch --actor_is_cap=0.5 | --actor_is_cap=0.5: tbpo_mismatch caps two-sided to [1/C, C]
 --distill_lambda=200 --distill_kl_target=0.1 | --distill_lambda=200.0: --distill_kl_target starts from it
 --objective=icepop --normalize_weights --loss_denominator=kept | --loss_denominator=kept: --normalize_weights already
 --veto=1 | --veto=1.0: a ratio in [0, 1), such as 1e-4; 0 is off
@@ -159,8 +151,6 @@ ROWS = [
 --kl_in=rewards | --kl_in=rewards: not one of loss, reward; did you mean reward?
 --actor=none --kl_coef=1 --top_p=0.9 --keep_sampling_mask=recompute | --keep_sampling_mask=recompute with --kl_coef:
 --entropy_coef=-1 | --entropy_coef=-1.0: must not be negative; 0 is off
---adv_clip=-1 | --adv_clip=-1.0: must not be negative; 0 is off
---adv_clip=1 --advantage_error_every=5 | --advantage_error_every: needs advantages ... leave out --adv_clip and
 --gepo_defence=0.5 | --gepo_defence=0.5: mixes into the group's expectation; it needs --ratio_base=group
 --give_up=nan | --give_up=nan: must be a number
 --give_up=0 | --give_up=0.0: must be above 0
@@ -168,18 +158,14 @@ ROWS = [
 --lora_rank=-1 | --lora_rank=-1: must not be negative; 0 is off
 --lora_rank=2.5 | --lora_rank=2.5: must be a whole number
 --lora_alpha=0 | --lora_alpha=0: must be at least 1
---lora_on=all | --lora_on=all: not one of policy, actor, both
---lora_rank=4 --actor=none --lora_on=both | --lora_on=both: there is no actor; name one with --actor, or leave the
 --lora_rank=4 --optimizer=muon | --lora_rank=4: --optimizer=muon orthogonalises whole matrices, ... use adamw
 --lora_rank=4 --learner_quant=int8 | --lora_rank=4: --learner_quant=int8 computes on low-bit ... leave one of the two
 --quant_group=0 | --quant_group=0: must be at least 1
 --rollout_memory=-2 | --rollout_memory=-2.0: must not be negative
 --rollout=vllm --rollout_memory=1e6 | --rollout_memory=1000000.0: GiB on a CPU, ... name fewer
---task_min_ops=6 | --task_min_ops=6: must be between 1 and --task_max_ops=5
---task_explain=-1 | --task_explain=-1: must be 0 (no explanations) or more tokens
---task_total=500 | --task_total=500: must be below 200 and no less than --task_operand=9
---task_operand=40 | --task_total=29: must be below 200 and no less than --task_operand=40
---base_dir= | --base_dir is empty: name a folder, such as out/base
+--arith=min_ops=6 | --arith: min_ops=6: must be between 1 and max_ops=5
+--arith=explain=-1 | --arith=explain=-1: explain=-1: must be a whole number, 0 or more
+--arith=total=500,operand=40 | --arith: total=500: must be below 200 and no less than operand=40
 --out= | --out is empty: name the folder of this run, such as --out=out/run
 --dual_clip=0.5 | --dual_clip=0.5: needs a value above 1 (3 is usual), --clip=True and --surrogate=ppo or gspo
 stray | stray: flags are written --key=value
@@ -197,12 +183,10 @@ stray | stray: flags are written --key=value
         "train.py --rollout=hf",
         r"""
 --objective=tis --is_cap=0 | --is_cap=0.0: a cap of weights, above 0
---actor_is_cap=-2 | --actor_is_cap=-2.0: a cap of weights, above 0
 --objective=jackpot --is_cap=3 | --is_cap=3.0: --correction=obrs has no cap C; use --obrs_c1
 --objective=icepop --is_cap=3 | --is_cap=3.0: --correction=icepop has no cap C; use --rs_low and --rs_high
 --objective=grpo --is_cap=3 | --is_cap=3.0: --correction=none has no cap C; leave it out
 --objective=tis --is_cap=aut | --is_cap=aut: must be a number
---actor_is_cap=auto | --actor_is_cap=auto: must be a number
 --actor_correction=auto | --actor_correction=auto: not one of none, is, tis, icepop, areal_drop
 --objective=tbpo --is_cap=1 | --is_cap=1.0: tbpo_mismatch caps two-sided to [1/C, C], so C must be above 1
 --dual_clip=3 --clip=False | --dual_clip=3.0: needs a value above 1 (3 is ... ue and --surrogate=ppo or gspo
@@ -221,13 +205,6 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --exact --dtype=bfloat16 | --exact: --rollout_dtype=float32 and --dtype=bfloat16 ... the same, float32 or bfloat16
 --exact --rollout_quant=int8 | --exact: --rollout_quant=int8 and --learner_quant=none ... align the learner with
 --exact --rollout=vllm | --exact: vLLM and remote samplers take their sums ... use --rollout=hf
---rollout_noise=-1 | --rollout_noise=-1.0: a share of the hidden state's size, 0 or more and below 100
---rollout_noise=100 | --rollout_noise=100.0: a share of the hidden state's size, 0 or more and below 100
---rollout_noise=nan | --rollout_noise=nan: must be a number
---rollout_noise=0.1 --rollout=vllm | --rollout_noise=0.1: vLLM and remote samplers ... use --rollout=hf --samplers=local
---rollout_noise=0.1 --samplers=zmq | --rollout_noise=0.1: vLLM and remote samplers ... use --rollout=hf --samplers=local
---rollout_noise=0.1 --exact | --rollout_noise=0.1: with --exact sampler and learner are one policy ... leave one out
---rollout_noise=0.1 --obrs_z=exact | --obrs_z=exact: the whole vocabulary is known only ... no noise, ... use bracket
 --learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or the learner's
 --objective=icepop --reject=geo | --reject=geo: --correction=icepop ... --reject=geo:LOW:HIGH, or use --reject=none
 --objective=tis --rs_high=2 | --rs_low=None --rs_high=2.0: nothing is ... name what to bound with --reject=token,
@@ -237,7 +214,7 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --objective=grpo --reject_of=negative | --reject_of=negative: nothing is rejected; add --reject=token, sequence, geo
 --objective=grpo --reject=token --reject_of=positive | --reject_of=positive: ... all, negative
 --objective=grpo --is_floor=0.5 | --is_floor=0.5: a lower bound of a capped weight, ... --correction=none has none
---objective=ppo_is --correction=tis | --ratio_base=inf already corrects for the ... --allow_double_correction=True
+--objective=ppo_is --correction=tis | --ratio_base=inf already corrects for the mismatch: use --correction=none
 --objective=grpo --ratio_base=group | --ratio_base=group divides the ... urrogate=gspo or tbpo, not ppo
 --correction=tis_adjusted | --correction=tis_adjusted carries p_new / p_inf ... eeds --ratio_base=new, not ref
 --correction=jackpot_adjusted --ratio_base=new | --correction=jackpot_adjusted: its ... use --obrs_target=new
@@ -248,7 +225,6 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --obrs_accept_rate=0.9 --obrs_target=new | --obrs_accept_rate with ... the update: add --kappa=exact
 --delay=lognormal --delay_min=50 --delay_max=20 | --delay_min=50.0 ... ve 0 and not above the longest
 --delay=weibull --delay_min=20 --delay_max=20 | --delay=weibull: two quantiles need ... use --delay=constant
---delay=constant --delay_mass=1 | --delay_mass=1.0: the share of delays between ... lay_max must lie inside (0, 1)
 --delay=constant --delay_samplers=0 | --delay_samplers=0: must be at least 1
 --delay=constant --step_seconds=0 | --step_seconds=0.0: must be above 0
 --delay=constant --sampler_speeds=1,2 | --sampler_speeds=1,2: 4 numbers above 0, separated by commas
@@ -279,7 +255,7 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --samplers=zmq --rollout_quant=int8 --learner_quant=aligned --sync_dtype=bfloat16 | --sync_dtype=bfloat16: an
 --task=fine.jsonl | --model=base:policy knows only --task=arith; give a model's folder for fine.jsonl
 --actor=base:policy --model=POLICY --task=fine.jsonl | --actor=base:policy knows only ... give a model
---model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dtype=float32 --task_explain=5 | --task_explain=5: ... leave
+--model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dtype=float32 --arith=seed=5 | --arith=seed=5: settings of
 --resume --overwrite --out=run | --resume with --overwrite: one goes on, the other deletes; leave one of them out
         """,
     ),
@@ -493,7 +469,6 @@ LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give
 --out=notes --overwrite | --overwrite: --out=notes holds files and no run; name another folder
 --out=. --overwrite | --overwrite: --out=. holds the working folder; name the folder of one run
 --out=.. --overwrite | --overwrite: --out=.. holds the working folder; name the folder of one run
---out=run --overwrite --base_dir=run/base | --overwrite: --out=run holds --base_dir; name the folder of one run
 --out=run --overwrite --task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a ... add one
 --out=run --overwrite --model=no_weights | no_weights: no weights there ... copy the folder anew, or
         """,
@@ -542,8 +517,6 @@ LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give
     *rows(
         "warmstart.py",
         r"""
---rollout=hf --base_dir=file | --base_dir=file/ ... : ... is a file, not a folder; name another place
---rollout=hf --base_dir=read_only | --base_dir=read_only/ ... : ... cannot be written; name another place
 --rollout=hf --model=POLICY --task=arith --max_tokens=8 --lr=1 --dtype=float32 | --model=POLICY: warmstart.py ... leave
 --rollout=hf --task=fine.jsonl | --model=base:policy knows only ... give a model's folder for fine.jsonl
 --size=3 | --size: no such flag; see --help
@@ -657,7 +630,6 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --router_replay | --router_replay=True: an evaluation has no learner; use python -m probe
 --learner_quant=int8 | --learner_quant=int8: an evaluation has no learner; use python -m probe
 --exact | --exact=True: an evaluation has no learner; use python -m probe
---rollout_noise=0.1 | --rollout_noise=0.1: an evaluation has no learner; use python -m probe
 --rollout_quant=w4a16 --quant_group=7 | --quant_group=7: model.layers.0.self_attn.q_proj has ... choose a divisor
 --quant_group=0 | --quant_group=0: must be at least 1
 --rollout_memory=-1 | --rollout_memory=-1.0: must not be negative
@@ -672,7 +644,7 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --task=/no/such.jsonl | --task=/no/such.jsonl: no such file; give `arith` or the path of a JSONL, JSON or Parquet file
 --task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
 --task=unreadable.jsonl | unreadable.jsonl: Permission denied; ... name another place, or ask for
---task_explain=-1 | --task_explain=-1: must be 0 (no explanations) or more tokens
+--arith=explain=-1 | --arith=explain=-1: explain=-1: must be a whole number, 0 or more
 --grade_seconds=0 | --grade_seconds=0.0: a number of seconds above 0, for each answer
 --steps=3 | --steps: no such flag; see --help
 --objective=tis | --objective: no such flag; see --help
@@ -699,7 +671,6 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --actor=ACTOR --router_replay | --learner_quant, --router_replay: of the policy that samples ... leave out --actor
 --dtype=float8 | --dtype=float8: not one of float32, bfloat16, float16; did you mean float32?
 --top_k=5 --logprobs_mode=raw | --logprobs_mode=raw: raw ... use processed, or --keep_sampling_mask=off
---explain --rollout_noise=0.1 | --explain: it switches ... leave out --router_replay, --exact and
         """,
     ),
     # plot.py
@@ -886,7 +857,6 @@ tcp://127.0.0.1:9 | tcp://127.0.0.1:9: flags are written --key=value
 --rollout_quant=aligned | --rollout_quant=aligned: not one of auto, none, int8, fp8, w4a16,
 --rollout_memory=-2 | --rollout_memory=-2.0: must not be negative
 --delay=constant --delay_min=9 --delay_max=1 | --delay_min=9.0 --delay_max=1.0: ... ve 0 and not above the longest
---delay=weibull --delay_mass=1 | --delay_mass=1.0: the share of delays between ... lay_max must lie inside (0, 1)
 --delay=lognormal --delay_min=0 | --delay_min=0.0 --delay_max=1800.0: the ... ve 0 and not above the longest
 --delay=uniform | --delay=uniform: not one of none, constant, lognormal, weibull, ... did you mean lognormal?
 --bind=tcp://127.0.0.1:9 | --bind: no such flag; see --help

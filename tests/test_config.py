@@ -18,14 +18,14 @@ from sampling import Sampling
 def test_flags_and_toml_compose(tmp_path):
     path = tmp_path / "x.toml"
     path.write_text('objective = "tis"\nlr = 1\nsteps = 7\nclip = false\nis_cap = 5\n')
-    cfg = parse([f"--config={path}", "--steps=9", "--rollout", "hf", "--positive-only"])
+    cfg = parse([f"--config={path}", "--steps=9", "--rollout", "hf", "--normalize-weights"])
     assert cfg.objective == cfg.correction == "tis"
     assert cfg.lr == 1.0 and isinstance(cfg.lr, float)
     assert cfg.steps == 9
     assert cfg.clip is False
     assert cfg.is_cap == 5.0
     assert cfg.rollout == "hf"
-    assert cfg.positive_only is True
+    assert cfg.normalize_weights is True
 
 
 BOTH = "--rollout_is_threshold=0.5_5.0"

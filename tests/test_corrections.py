@@ -92,8 +92,6 @@ def corrected(new, batch, **flags):
         ("none", {"veto": 0.6}, 1, [[0, 0, 0], [1, 1, 1]]),
         ("is", {"veto": 0.4}, [[2, 0.5, 1], [4, 4, 4]], 1),
         ("icepop", {"rs_low": 0.1, "rs_high": 3.0, "veto": 0.6}, [[2, 0.5, 1], [4, 4, 4]], 0),
-        ("tbpo_mismatch", {"tbpo_cap": "mask"}, [[1] * 3, [4] * 3], [[1] * 3, [0] * 3]),
-        ("tbpo_mismatch", {"tbpo_cap": "mask", "is_cap": 5.0}, [[1] * 3, [4] * 3], 1),
         ("is", {"log_ratio_clamp": LN(3)}, [[2, 0.5, 1], [3, 3, 3]], 1),
         ("seq_is", {"log_ratio_clamp": LN(9)}, [[1, 1, 1], [9, 9, 9]], 1),
         ("geo_rs", {"log_ratio_clamp": LN(1.05)}, 1, 1),
@@ -267,11 +265,6 @@ MASK = torch.tensor([[True, False, True], [True, True, False]])  # R = 2 and 16,
         (corrections.tbpo_mismatch(LOG_RATIOS, MASK, 2.0), [[math.sqrt(2)] * 3, [2] * 3], 1),
         (corrections.tbpo_mismatch(-LOG_RATIOS, MASK, 2.0), [[math.sqrt(0.5)] * 3, [0.5] * 3], 1),
         (corrections.tbpo_mismatch(-LOG_RATIOS, MASK, 2.0, is_floor=0.6), [[math.sqrt(0.5)] * 3, [0.6] * 3], 1),
-        (
-            corrections.tbpo_mismatch(LOG_RATIOS, MASK, 2.0, tbpo_cap="mask"),
-            [[math.sqrt(2)] * 3, [4] * 3],
-            [[1] * 3, [0] * 3],
-        ),
     ],
 )
 def test_formulas_on_plain_tensors(got, weight, keep):
@@ -624,8 +617,6 @@ def expected(name, token, row, cfg):
         return min(expected_z(token, token.ref, cfg.obrs_z) * r, C1), 1.0
     if name == "tis_adjusted":
         return bounded(math.exp(clamped(token.log_r("new"))), FLOOR, CAP), 1.0
-    if name == "tbpo_mismatch" and cfg.tbpo_cap == "mask":
-        return m, is_inside(m, FLOOR, CAP)
     return {
         "none": (1.0, 1.0),
         "is": (r, 1.0),
@@ -738,13 +729,6 @@ def test_every_row_against_a_loop(name, reject, veto):
     )  # by corrections.check: both read the same bounds
     if (reject != "none" or veto) and not refused:
         assert 0 < sum(k > 0 for k in keep) < len(keep)
-
-
-@pytest.mark.parametrize("veto", [0.0, VETO])
-def test_tbpo_mismatch_that_drops_against_a_loop(veto):
-    weight, keep = compare(loop_cfg("tbpo_mismatch", veto=veto, tbpo_cap="mask"))
-    assert min(weight) < FLOOR < CAP < max(weight)
-    assert set(keep) == {0.0, 1.0}
 
 
 @pytest.mark.parametrize("z", ["exact", "bracket", "approx"])

@@ -624,14 +624,3 @@ def test_files_of_one_name(tmp_path):
         assert task.problem("train", 0).answer == str(n)
         assert task.rewards([Answer(task.problem("train", 0), "x", True)])[0] == [n]
     assert "own" not in sys.modules
-
-
-def test_another_seed_is_another_order(tmp_path):
-    rows = "".join(f'{{"problem": "p{i}", "answer": "{i}"}}\n' for i in range(50))
-    path = write(tmp_path / "x.jsonl", rows)
-
-    def order(seed: int) -> list[str]:
-        task = make_task(cfg_of(task=path, task_seed=seed))
-        return [task.problem("train", i).answer for i in range(50)]
-
-    assert order(0) == order(0) != order(1) and sorted(order(0)) == sorted(order(1))

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import make_cfg, make_groups, tiny_model
+from conftest import make_cfg, tiny_model
 from test_tasks import with_ends
 from transformers import AutoConfig
 
@@ -241,7 +241,7 @@ def test_a_run_is_evaluated_as_it_was_asked(folders, tmp_path, monkeypatch, caps
 
 def test_a_run_on_sums_is_evaluated_on_its_own(folders, tmp_path, monkeypatch, capsys):
     """Not on eval.py's default sums; what is given goes first, and files are another task."""
-    hard = {"task": "arith", "task_min_ops": 2, "task_max_ops": 4, "task_operand": 7, "task_seed": 5, "max_tokens": 9}
+    hard = {"task": "arith", "arith": "min_ops=2,max_ops=4,operand=7,seed=5", "max_tokens": 9}
     run = made_run(folders, tmp_path, monkeypatch, **hard)
     seen = []
     monkeypatch.setattr(
@@ -249,9 +249,9 @@ def test_a_run_on_sums_is_evaluated_on_its_own(folders, tmp_path, monkeypatch, c
     )
     common = [f"--model={run}", "--rollout=hf", "--samples=1", "--problems=2"]
     evaluation.main(common)
-    evaluation.main([*common, "--task_seed=6"])
+    evaluation.main([*common, "--arith=min_ops=2,max_ops=4,operand=7,seed=6"])
     assert [(x["min_ops"], x["max_ops"], x["operand"], x["seed"]) for x in seen] == [(2, 4, 7, 5), (2, 4, 7, 6)]
-    assert "--task_max_ops=4 --task_min_ops=2 --task_operand=7 --task_seed=5" in capsys.readouterr().out
+    assert "--arith=min_ops=2,max_ops=4,operand=7,seed=5" in capsys.readouterr().out
     evaluation.main([*common, f"--task={table(tmp_path / 'x.jsonl', '1')}"])
     assert "--task_" not in capsys.readouterr().out
 
@@ -313,7 +313,7 @@ def test_the_embedded_models_are_those_of_training(name, monkeypatch):
     """Training and eval.py ask for one folder."""
     asked = []
     monkeypatch.setattr(warmstart, "base_model", lambda *given: asked.append(given) or "folder")
-    sums = ["--task_min_ops=2", "--task_operand=7"]
+    sums = ["--arith=min_ops=2,operand=7"]
     flags = parse_flags(evaluation.EvalFlags, [f"--model=base:{name}", *sums])
     assert evaluation.find_model(flags, "model", name) == "folder"
     trained = config.parse(["--actor=base:actor", *sums])
@@ -466,11 +466,7 @@ def test_evaluation_in_training_has_the_ends_and_the_grading_of_the_run(folders,
     run = SimpleNamespace(cfg=cfg, task=task, tokenizer=tokenizer, stop_ids=ends, eval_sets=held_out_sets(cfg, task))
     for name in ("policy", "actor"):
         evaluation.held_out(learner, name, run)
-    groups = make_groups(2, 2)
-    for i, group in enumerate(groups):
-        group.prompt_id = task.problem("train", i).id
-    evaluation.fresh_advantage(learner, groups, run)
-    assert seen == 3 * [[1, 8, 9]]
+    assert seen == 2 * [[1, 8, 9]]
     found = [(t.name, t.reward.answer, t.reward.seconds, *how) for t, *how in tasks]
     assert found == 2 * [(str(file), "last", 7.0, 2, 0.5, 4)]
 
@@ -624,25 +620,6 @@ def test_one_process_follows_a_run_whose_engine_is_on_several_ranks():
     evaluation.check(cfg)
 
 
-def test_fresh_advantage_by_hand(monkeypatch):
-    """New responses against the baselines of the old ones; a group whose rewards agreed has no slope. Another rank has
-    a share of 3 over 5 tokens."""
-    cfg = make_cfg(objective="grpo", group_size=2, train_batch=4, rollout_batch=4)
-    old, fresh = make_groups(2, 2, seed=1), make_groups(2, 2, seed=2)
-    for made, rewards in ((old, (1.0, 0.0, 1.0, 1.0)), (fresh, (1.0, 1.0, 1.0, 0.0))):
-        for r, reward in zip((r for g in made for r in g.responses), rewards, strict=True):
-            r.reward = reward
-    engine = SimpleNamespace(generate=lambda *_: [g.responses for g in fresh])
-    monkeypatch.setattr(evaluation, "sampler_of", lambda *_: engine)
-    monkeypatch.setattr(evaluation, "grade_all", lambda *_: None)
-    comm = SimpleNamespace(sum=lambda x: [x[0] + 3.0, x[1] + 5.0])
-    run = SimpleNamespace(cfg=cfg, task=SimpleNamespace(find=str), tokenizer=None, stop_ids=[1])
-    n = [len(r.tokens) for g in fresh for r in g.responses]
-    own = (n[0] + n[1]) * 0.5 / (math.sqrt(0.5) + 1e-6)
-    got = evaluation.fresh_advantage(SimpleNamespace(comm=comm, version=0), old, run)
-    assert got == pytest.approx((own + 3.0) / (sum(n) + 5.0))
-
-
 def test_the_mean_of_several_sets_by_hand():
     got = evaluation.over_sets([("a", 2), ("b", 4)], [(0.2, 0.03), (0.6, 0.04)])
     each = {"a_mean@2": 0.2, "a_se": 0.03, "b_mean@4": 0.6, "b_se": 0.04}
@@ -677,7 +654,6 @@ def test_the_context_is_that_of_the_longest_prompt_and_response_of_one_set(folde
     [
         ({}, ["--show_prompt"], "leave out --show_prompt"),
         ({}, ["--samples=2", "--model=x"], "leave out --model"),
-        ({"lora_rank": 4, "lora_save": "adapter"}, [], "checkpoints of --lora_save=adapter hold no model; merge one"),
     ],
 )
 def test_what_cannot_be_followed_is_said_at_once(tmp_path, saved, argv, sentence):

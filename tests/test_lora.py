@@ -248,8 +248,8 @@ def bytes_of(folder) -> dict:
 
 def test_a_checkpoint_holds_adapters_for_peft_and_the_merged_model(folders, tmp_path, run_here):
     out = tmp_path / "run"
-    run_here(argv(folders, out, lora_on="both", actor=folders / "actor", objective="tis"))
-    for name in ("policy", "actor"):
+    run_here(argv(folders, out, objective="tis"))
+    for name in ("policy",):
         base = AutoModelForCausalLM.from_pretrained(folders / name)
         untouched = logits(base)
         theirs = peft.PeftModel.from_pretrained(base, step(out, 4) / f"{name}_adapter")
@@ -324,7 +324,6 @@ def test_adapters_of_another_model_are_refused(folders, tmp_path, run_here):
     [
         (dict(lora_rank=-1), "--lora_rank=-1: must not be negative"),
         (dict(lora_rank=4, lora_alpha=0), "--lora_alpha=0: must be at least 1"),
-        (dict(lora_rank=4, lora_on="both"), "--lora_on=both: there is no actor"),
         (dict(lora_rank=4, optimizer="muon"), "--lora_rank=4: --optimizer=muon orthogonalises"),
         (
             dict(lora_rank=4, rollout_quant="int8", learner_quant="aligned"),

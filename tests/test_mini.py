@@ -23,7 +23,7 @@ CASES = {
     # four: ref stands still while the policy moves, and PPO clips; every bound is reached, and prompts need padding
     "four updates": {
         "train_batch": 16,
-        "task_max_ops": 2,
+        "arith": "max_ops=2",
         "max_tokens": 16,
         "lr": 1e-3,
         "actor_lr": 2e-3,

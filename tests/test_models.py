@@ -322,8 +322,9 @@ def test_a_run_with_the_paddings_of_qwen(tmp_path):
 
 def folder_of(model: str, tmp_path) -> str:
     """What --model=MODEL opens."""
-    cfg = SimpleNamespace(model=model, base_dir=str(tmp_path / "base"))
-    return run.model_folder("model", cfg, Comm())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.models, "BASE_DIR", str(tmp_path / "base"))
+        return run.model_folder("model", SimpleNamespace(model=model), Comm())
 
 
 def test_an_id_of_the_hub(tmp_path, hub):

@@ -259,7 +259,7 @@ def batches_of(cfg, case, ref: bool) -> list:
         if ref and cfg.correction in USES_Z:
             columns += (cfg.obrs_lambda, cfg.obrs_z, cfg.obrs_target, cfg.obrs_accept_rate is None)
         batch = once((where, columns), lambda part=part: batch_of(cfg, case["wild"], part, ref))
-        of_adv = (cfg.advantage, cfg.adv_clip, cfg.actor, cfg.kl_coef, cfg.kl_in, cfg.kl_estimator, cfg.log_ratio_clamp)
+        of_adv = (cfg.advantage, cfg.actor, cfg.kl_coef, cfg.kl_in, cfg.kl_estimator, cfg.log_ratio_clamp)
         adv = once((where, of_adv), functools.partial(adv_of, cfg, case["wild"], part))
         out.append(((where, columns), replace(batch, adv=adv)))
     return out
@@ -361,12 +361,10 @@ AXES = {
     "actor": ["none", "base:actor"],
     # every pair of values of any two
     "ratio_base": ["ref", "inf", "new", "group"],
-    "allow_double_correction": [False, True],
     "advantage": list(batching.ADVANTAGES),
     "clip": [True, False],
     "edges": ["usual", "wide"],
     "dual_clip": [0.0, 1.3],
-    "positive_only": [False, True],
     "log_ratio_clamp": [20.0, 0.9],
     "is_cap": ["usual", "tight"],
     "is_floor": [0.0, 0.7],
@@ -375,7 +373,6 @@ AXES = {
     "reject": ["none", *REJECTIONS],
     "reject_of": ["all", "negative"],
     "veto": [0.0, 0.45],
-    "tbpo_cap": ["clip", "mask"],
     "gepo_expectation": ["weighted", "mean"],
     "gepo_defence": [0.0, 30.0],
     "cppo_beta": [0.0, 0.3],
@@ -384,7 +381,6 @@ AXES = {
     "kl_in": ["loss", "reward"],
     "kl_estimator": ["k1", "k2", "k3"],
     "entropy_coef": [0.0, 0.4],
-    "adv_clip": [0.0, 0.6],
     "obrs_mask": ["bernoulli", "expected"],
     "obrs_mode": ["both", "mask", "reweight"],
     "obrs_target": ["ref", "new"],
@@ -395,7 +391,6 @@ AXES = {
     "obrs_c2": [None, 1.1],
     "kappa": ["auto", "exact"],
     "actor_correction": [c for c in CORRECTIONS if c not in USES_Z | {"tis_adjusted"}],
-    "actor_is_cap": [None, 1.2],
     "distill_direction": ["forward", "reverse"],
     "distill_topk": [0, 3],
     "distill_lambda": [0.0, 0.6],
@@ -442,14 +437,13 @@ CONTRADICTIONS = [
     lambda c: (
         c["correction"] == "tis_adjusted" and c["loss_denominator"] == "kept" and (c["reject"] != "none" or c["veto"])
     ),
-    lambda c: c["ratio_base"] in ("inf", "group") and c["correction"] != "none" and not c["allow_double_correction"],
+    lambda c: c["ratio_base"] in ("inf", "group") and c["correction"] != "none",
     lambda c: c["correction_target"] == "new" and c["correction"] in USES_Z,
     lambda c: (
         c["correction_target"] == "new"
         and c["correction"] not in ("none", "geo_rs")
         and c["surrogate"] != "reinforce"
         and c["ratio_base"] != "new"
-        and not c["allow_double_correction"]
     ),
     lambda c: c["correction_target"] == "new" and c["loss_denominator"] == "kept" and drops(c),
     lambda c: c["normalize_weights"] and (late(c) or "new" in (c["correction_target"], within(c))),
@@ -466,15 +460,13 @@ CONTRADICTIONS = [
     lambda c: late(c) and c["loss_denominator"] == "kept",
     lambda c: late(c) and c["obrs_accept_rate"],
     lambda c: c["obrs_accept_rate"] and c["obrs_lambda"] != 1,
-    lambda c: c["actor_is_cap"] and c["actor_correction"] not in HAS_CAP,
     lambda c: c["normalize_weights"] and c["loss_denominator"] == "kept" and CORRECTIONS[c["correction"]].drops,
 ]
 
 
 def drops(c) -> bool:
     """Whether anything may be dropped."""
-    masks = c["correction"] == "tbpo_mismatch" and c["tbpo_cap"] == "mask"
-    return masks or CORRECTIONS[c["correction"]].drops or c["reject"] != "none" or c["veto"]
+    return CORRECTIONS[c["correction"]].drops or c["reject"] != "none" or c["veto"]
 
 
 def within(c) -> str:
@@ -596,13 +588,13 @@ def test_every_combination_agrees_with_the_formulas_written_out(seed):
             if tuple(both.items()) not in tally.seen:
                 tally.run(both)
     assert tally.refused == 300
-    assert len(tally.impossible) == 131, tally.impossible
+    assert len(tally.impossible) == 173, tally.impossible
 
 
 LEARNT = [
     {"objective": "tis", "distill_direction": "reverse", "distill_topk": 3},
     {"objective": "tis", "kl_coef": 0.2, "entropy_coef": 0.4, "distill_topk": 3},
-    {"objective": "tis", "actor": "none", "kl_coef": 0.2, "kl_in": "reward", "adv_clip": 0.6, "entropy_coef": 0.4},
+    {"objective": "tis", "actor": "none", "kl_coef": 0.2, "kl_in": "reward", "entropy_coef": 0.4},
     {"objective": "tis", "distill_topk": 3, "reduction": "seq-mean-token-mean"},
     {"objective": "jackpot", "distill_direction": "reverse", "obrs_mask": "expected", "loss_denominator": "kept"},
     {"objective": "jackpot", "obrs_target": "new", "obrs_lambda": 1.4},

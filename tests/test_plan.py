@@ -76,20 +76,14 @@ def test_states_of_shards_muon_and_adapters():
     assert made.host == 4 * P // ranks + states.optimizer // ranks  # a checkpoint, while it is written
     offloaded = plan.plan_of(replace(cfg, offload=True, parallel="ddp"), {"policy": config}, 8, ranks)
     assert offloaded.host == 4 * P + states.optimizer // ranks + states.optimizer
-    whole = plan.plan_of(
-        make_cfg(objective="grpo", parallel="fsdp", reduce_gradients="update"), {"policy": config}, 8, 3
-    )
-    assert whole.categories["gradients, policy"] == 4 * P
     cfg = make_cfg(objective="grpo", lora_rank=4)
     states = plan.States.of(cfg, "policy", config)
     H, inner, q, kv = 64, 160, 4 * 24, 2 * 24
     sides = [(H, q), (H, kv), (H, kv), (q, H), (H, inner), (H, inner), (inner, H)]
     adapters = 4 * 6 * 4 * sum(a + b for a, b in sides)
     assert states.gradients == adapters
-    sizes = [
-        plan.plan_of(replace(cfg, lora_save=how), {"policy": config}, 8, 1).checkpoint for how in ("adapter", "merged")
-    ]
-    assert sizes == [3 * adapters, 3 * adapters + 2 * P]  # what learns, two moments, and the model in 16 bits
+    size = plan.plan_of(cfg, {"policy": config}, 8, 1).checkpoint
+    assert size == 3 * adapters + 2 * P  # adapters, two moments, and the model in 16 bits
 
 
 def test_a_plan_leaves_configurations_as_they_are():
@@ -335,7 +329,7 @@ def test_what_would_make_it_fit_is_tried_in_order(monkeypatch):
     fits, says = plan.verdict(cfg, configs, 37, usual, usual.peak / plan.GIB)
     assert fits and "it fits" in says
     changes = {"gradient_checkpointing": True}, {"micro_tokens": 437}, {"parallel": "fsdp"}
-    changes += {"optimizer_dtype": "bfloat16"}, {"offload": True}
+    changes += ({"offload": True},)
     words = [f"--{name}={value}" for change in changes for name, value in change.items()]
     sizes = [usual.peak]
     for n, change in enumerate(changes, 1):

@@ -194,15 +194,6 @@ def test_the_actors_own_loss_has_no_regularisers():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_advantages_are_cut_after_they_are_normalised():
-    reward = torch.tensor([0.0] * 7 + [8.0])
-    assert batching.advantage_of(reward, make_cfg(advantage="grpo"))[-1] > 2
-    cut = batching.advantage_of(reward, make_cfg(advantage="grpo", adv_clip=0.3))
-    assert cut[-1] == pytest.approx(0.3)
-    assert cut[0] == pytest.approx(-0.3)
-    assert batching.advantage_of(reward, make_cfg(advantage="grpo_no_std", adv_clip=2.0)).tolist() == [-1.0] * 7 + [2.0]
-
-
 def test_a_response_pays_for_its_log_ratio_to_the_start():
     """R - kl_coef sum_t log(p_ref / p_start) over tokens with a gradient; what is reported is R itself."""
     groups = make_groups(2, seed=3)
@@ -242,16 +233,13 @@ def test_a_kl_in_the_reward_needs_the_ref_pass():
 
 def test_defaults_and_contradictions():
     cfg = make_cfg()
-    assert (cfg.kl_coef, cfg.entropy_coef, cfg.adv_clip) == (0, 0, 0)
+    assert (cfg.kl_coef, cfg.entropy_coef) == (0, 0)
     assert make_cfg(kl_coef=0.1).kl_estimator == "k2"
     for given, words in (
         (dict(kl_coef=0.1, kl_estimator="k1"), "--kl_estimator=k1 with --kl_in=loss: .* use k2 or"),
         (dict(kl_coef=-0.1), "--kl_coef=-0.1: must not be negative"),
         (dict(entropy_coef=-1.0), "--entropy_coef=-1.0: must not be negative"),
-        (dict(adv_clip=-1.0), "--adv_clip=-1.0: must not be negative"),
         (dict(kl_coef=0.1, top_p=0.9, keep_sampling_mask="recompute"), "--kl_coef: the KL between two cut"),
-        (dict(adv_clip=1.0, advantage_error_every=5), "leave out --adv_clip"),
-        (dict(kl_coef=1.0, kl_in="reward", advantage_error_every=5), "leave out --adv_clip and --kl_in"),
     ):
         with pytest.raises(flags.UserError, match=words):
             make_cfg(**given)

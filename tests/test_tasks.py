@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, make_cfg
 
+import checkpoint
 import warmstart
 from engines import HFEngine
 from learner import Comm
@@ -324,7 +325,8 @@ def test_a_base_model_is_made_once_for_each_recipe(tmp_path, monkeypatch):
 
     monkeypatch.setattr(warmstart, "warm_start", warm_start)
     monkeypatch.setattr(warmstart, "check_weights", lambda folder: None)
-    cfg = make_cfg(base_dir=str(tmp_path), base_accuracy=0.3, actor_base_accuracy=0.1)
+    monkeypatch.setattr(checkpoint.models, "BASE_DIR", str(tmp_path))
+    cfg = make_cfg(base_accuracy=0.3, actor_base_accuracy=0.1)
     folders = {
         warmstart.base_model(name, c)
         for name in ("policy", "actor")
@@ -332,12 +334,13 @@ def test_a_base_model_is_made_once_for_each_recipe(tmp_path, monkeypatch):
     }
     assert made == [("policy", 0.3), ("actor", 0.1), ("actor", 0.3)]
     assert len(folders) == len(list(tmp_path.iterdir())) == 3
-    assert warmstart.base_model("policy", replace(cfg, task_explain=8)) not in folders
+    assert warmstart.base_model("policy", replace(cfg, arith="explain=8")) not in folders
 
 
 def test_of_two_processes_that_make_a_base_model_the_first_stays(tmp_path, monkeypatch):
     """The second finds a whole folder where its own should go: it takes that one, and leaves nothing behind."""
-    cfg = make_cfg(base_dir=str(tmp_path))
+    monkeypatch.setattr(checkpoint.models, "BASE_DIR", str(tmp_path))
+    cfg = make_cfg()
     final = tmp_path / f"policy-{warmstart.recipe_key('policy', make_task(cfg), cfg.base_accuracy)}"
 
     def warm_start(name, task, target, folder):
@@ -414,13 +417,13 @@ def test_a_warm_start_leaves_out_padding_and_nothing_else(monkeypatch):
 @pytest.mark.parametrize(
     "flag, sentence",
     [
-        (dict(task_min_ops=6), "--task_min_ops=6: must be between 1 and --task_max_ops=5"),
-        (dict(task_explain=-1), "--task_explain=-1: must be 0 .no explanations. or more tokens"),
+        (dict(arith="min_ops=6"), "--arith: min_ops=6: must be between 1 and max_ops=5"),
+        (dict(arith="explain=-1"), "--arith=explain=-1: explain=-1: must be a whole number"),
         (dict(grade_seconds=0.0), "--grade_seconds=0.0: a number of seconds above 0"),
         (dict(grade_seconds=float("nan")), "--grade_seconds=nan: a number of seconds above 0"),
         (dict(grade_seconds=float("inf")), "--grade_seconds=inf: a number of seconds above 0"),
         (dict(answer="first"), "--answer=first: not one of boxed, last"),
-        (dict(task_total=200), "--task_total=200: must be below 200 and no less than --task_operand=9"),
+        (dict(arith="total=200"), "--arith: total=200: must be below 200 and no less than operand=9"),
     ],
 )
 def test_bad_flags(flag, sentence):
@@ -431,10 +434,8 @@ def test_bad_flags(flag, sentence):
 def test_explanations_are_for_arith_alone(folders):
     flags = dict(model=str(folders / "policy"), task="x.jsonl")
     make_cfg(**flags)
-    with pytest.raises(
-        ValueError, match="--task_explain=8: only --task=arith rewards explanations; leave it out for x"
-    ):
-        make_cfg(**flags, task_explain=8)
+    with pytest.raises(ValueError, match="--arith=explain=8: settings of --task=arith; leave it out"):
+        make_cfg(**flags, arith="explain=8")
 
 
 def test_a_response_longer_than_the_embedded_models_context():

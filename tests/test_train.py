@@ -356,7 +356,7 @@ def upset(monkeypatch) -> list[tuple]:
     return counts
 
 
-COUNTING = {"obrs_target": "new", "distill_kl_target": 0.05, "max_skips": 9, "keep": 9, "save_every": 5}
+COUNTING = {"obrs_target": "new", "distill_kl_target": 0.05, "keep": 9, "save_every": 5}
 COUNTING |= {"delay": "lognormal", "delay_min": 1.0, "delay_max": 6.0, "delay_samplers": 3, "step_seconds": 1.25}
 COUNTING |= {"sampler_rate": 0.8, "window_seconds": 1.875}  # the learner waits, and what is left over is dropped
 
@@ -472,7 +472,7 @@ def in_format_3(folder: Path, cfg) -> None:
     assert sorted(order) == sorted(weights)
     kinds = ("step", "exp_avg", "exp_avg_sq")
     state = {i: {kind: shards[f"{name}/{kind}"] for kind in kinds} for i, name in enumerate(order)}
-    like = {"lr": cfg.lr, "betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_eps}
+    like = {"lr": cfg.lr, "betas": (0.9, cfg.adam_beta2), "eps": 1e-8}
     empty = torch.optim.AdamW([torch.zeros(1) for _ in order], **like, weight_decay=cfg.weight_decay)
     saved = torch.load(folder / "learner.pt", weights_only=True)
     saved["format"] = 3
@@ -637,8 +637,8 @@ def test_a_fault_of_ours_saves_first_and_keeps_its_traceback(
 
 
 def test_an_error_that_is_told_saves_first_too(solvers, tmp_path, train_here, monkeypatch):
-    raise_at(monkeypatch, HFEngine, "_decode", 7, UserError("raise --kept_max"))
-    with pytest.raises(UserError, match="raise --kept_max"):
+    raise_at(monkeypatch, HFEngine, "_decode", 7, UserError("bound it"))
+    with pytest.raises(UserError, match="bound it"):
         train_here(flags(solvers, tmp_path / "run"))
     assert checkpoint.newest(tmp_path / "run").name == "step_000004"
 
@@ -666,8 +666,9 @@ def test_weights_that_are_not_finite_end_the_run_in_the_update_that_made_them(
 def test_too_many_updates_without_a_number_save_and_say_so(solvers, tmp_path, train_here, monkeypatch):
     loss = train.objectives.reduce
     monkeypatch.setattr(train.objectives, "reduce", lambda *args: loss(*args) * math.nan)
+    monkeypatch.setattr(sys.modules["learner"], "MAX_SKIPS", 2)
     with pytest.raises(UserError, match="2 updates in a row had a non-finite loss or gradient"):
-        train_here(flags(solvers, tmp_path / "run", max_skips=2))
+        train_here(flags(solvers, tmp_path / "run"))
     assert checkpoint.newest(tmp_path / "run").name == "step_000002"
 
 
@@ -998,20 +999,6 @@ def test_what_cannot_be_followed_is_refused(solvers, tmp_path):
     ]
 
 
-def test_advantage_error_is_small_on_policy_and_reproducible(solvers, tmp_path, train_here):
-    """On-policy and uncorrected, mean(w A) is near 0 and so is the mean advantage of fresh samples, within sampling
-    error."""
-    changes = {"objective": "grpo", "actor": "none", "steps": 2, "save_every": 0, "advantage_error_every": 1}
-    changes |= {"rollout_batch": 256, "train_batch": 256, "group_size": 8}
-    _, rows = train_here(flags(solvers, tmp_path / "run", **changes))
-    for row in rows[1:]:
-        assert row["advantage_error"] == pytest.approx(abs(row["weighted_advantage"] - row["fresh_advantage"]))
-        assert row["advantage_error"] < 0.3
-    fresh = [row["fresh_advantage"] for row in rows[1:]]
-    assert fresh[0] != 0
-    assert fresh[0] != fresh[1]
-
-
 def test_kappa_exact_equals_the_updates_own_kappa(solvers, tmp_path, monkeypatch, train_here):
     """Target new: the extra forward's kappa is what the training pass finds for itself."""
     seen, update_controllers = [], objectives.update_controllers
@@ -1072,7 +1059,7 @@ def test_an_engine_records_what_the_learner_will_need(opened_source, folders):
         ({"objective": "jackpot", "obrs_topk": 7, "obrs_target": "new", **two}, 7, 0),
         ({"top_k": 8}, 0, 12),  # ties with the 8th
         ({"top_k": 8, "keep_sampling_mask": "off"}, 0, 0),
-        ({"objective": "jackpot", "obrs_topk": 7, "top_p": 0.9, "kept_max": 99}, 7, 99),
+        ({"objective": "jackpot", "obrs_topk": 7, "top_p": 0.9}, 7, 256),
     ):
         source, run, asked = opened_source(**flags)
         assert type(source) is LocalSource

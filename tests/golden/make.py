@@ -461,9 +461,6 @@ CASES |= {
     "z_tis --obrs_c1=0.7": dict(budget="Z min(r, C / Z)", cap=0.7),
     "jackpot --obrs_c1=0.7": dict(budget="accepted", cap=0.7),
     "jackpot --obrs_target=new": dict(budget="accepted, towards ref", cap=3.0, over="new"),
-    "none --correction=tbpo_mismatch --tbpo_cap=mask --is_floor=0.5 --is_cap=5.0": dict(
-        weight="g kept inside", low=0.5, high=5.0
-    ),
     "is --reject=token:0.5:2,seq_max_k2:0:0.4,geo:0.8:1.25": dict(
         weight="r",
         **dict(statistic="r", stat_low=0.5, stat_high=2.0),
