@@ -25,22 +25,20 @@ import objectives
 import optim
 import presets
 import quant
-import remote
 import sampling
 import tasks
-from delay import DelayFlags, StalenessFlags
+from delay import DelayFlags, RemoteFlags, StalenessFlags
 from flags import UserError, choice, need
 from model import exact, lora
 from model.memory import MemoryFlags
 from optim import GuardFlags
 from quant import PrecisionFlags
-from remote import RemoteFlags
 from sampling import SamplingFlags
 from tasks import PromptFlags, TaskFlags
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The flags, in groups, but for those that stand in the file of their concept: sampling.py, quant.py, delay.py,
-# optim.py, model/memory.py, tasks/, remote/__init__.py. --help shows them in the order of `Config`'s bases
+# optim.py, model/memory.py, tasks/. --help shows them in the order of `Config`'s bases
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -473,7 +471,7 @@ def resolve(cfg: Config, n_ranks: int | None = None) -> Config:
     sampling.check_with_actor(cfg)
     quant.check(cfg)
     delay.check(cfg)
-    remote.check(cfg)
+    delay.check_remote(cfg)
     for one in corrections.candidates(cfg).values():
         objectives.check(one)
     optim.check(cfg)

@@ -423,10 +423,3 @@ class LocalSource:
 
     def close(self) -> None:
         self.engine.close()
-
-
-# `python rollout.py --connect=...` is `python -m remote --connect=...`: a sampler for a learner on another machine
-if __name__ == "__main__":
-    import runpy
-
-    runpy.run_module("remote", run_name="__main__")

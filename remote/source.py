@@ -1,29 +1,29 @@
-"""Groups from samplers on other machines, as train.py sees them. HeteroRL, section 4.2.
+"""Groups from samplers on other machines, for the training loop. HeteroRL, section 4.2.
 
-`RemoteSource` has the face of a LocalSource (rollout.py): it publishes weights, hands out groups in order of arrival,
-and keeps the account. hub.py or files.py brings the groups. Nothing is lost, and nothing is trained on twice in the
-history that survives: a sampler keeps each group (account.py) until the learner says `held`, which it says only of
-groups that a checkpoint accounts for, and a learner that starts again from that checkpoint is offered all others anew.
-Every group has one fate:
+`RemoteSource` has the interface of a LocalSource (rollout.py): it publishes weights, returns groups in order of
+arrival, and keeps the account. hub.py or files.py brings the groups. No group is lost, and none is trained on twice: a
+sampler keeps each group (account.py) until the learner says `held`, which it says only of groups that a checkpoint
+accounts for, and a learner that starts again from that checkpoint is offered all others again. Every group has one
+fate:
 
     trained      the learner has trained on it
     staleness    sampled by weights that were more than --max_staleness updates old
     window       made more than --window_seconds ago, by the learner's clock (clock.py)
     no_spread    all of its responses earned the same (--dynamic_sampling)
     orphan       sampled by weights of a history that did not survive
-    refused      not what was asked for, or not what any engine can have sampled
+    refused      not a group of this run, or values that no engine can have sampled
     corrupt      damaged in the folder
     lost         damaged in the spool, or gone
 
 `duplicate` counts offers of groups that had come already, which have a fate each: it is not one of them. `faults`
-counts exceptions of ours in what a sampler has sent: they are in the log, the sampler's connection or file is dropped,
-and the run goes on. With --admission=pace samplers make what the learner can use (grants.py), and nothing becomes too
-old; `lapsed` counts groups that were granted and did not come.
+counts exceptions of our code in messages of samplers: they are in the log, and the run goes on.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+import logging.handlers
 import secrets
 import sys
 import time
@@ -39,9 +39,7 @@ from remote import wire
 from remote.account import Account, Arrived, split
 from remote.clock import made_at
 from remote.files import FilesHub
-from remote.grants import Grants
 from remote.groups import Limits, decode_group, name_of
-from remote.guard import log_path, open_log
 from remote.hub import Hub
 from remote.weights import Store, change_of
 from rollout import Rollout, has_spread
@@ -70,7 +68,6 @@ def open_remote_source(cfg, run, model: str, topk: int, max_allowed: int, comm) 
     max_allowed: tokens of a set of allowed tokens, 0 where none are recorded. UserError: the address is taken, or the
     keys are not there."""
     welcome = wire.Welcome(
-        protocol=wire.PROTOCOL,
         session=secrets.token_hex(8),
         run=describe_run(cfg, run, model, topk, max_allowed, comm.size),
         setup=wire.pack_setup(getattr(run, model)),
@@ -106,14 +103,13 @@ def describe_run(cfg, run, model: str, topk: int, max_allowed: int, ranks: int) 
         "config": shared | tasks.prompts.contents(cfg),
         "model": model,
         "topk": topk,
-        "kept": max_allowed,
+        "max_allowed": max_allowed,
         "context": run.context,
         "world": ranks,
         "task_digest": tasks.digest_of(cfg.task),
         "sampling": vars(Sampling.of(cfg)),
         "probe": run.probe_ids().tolist(),
         "packed": cfg.sync_dtype == "quantized",
-        "paced": cfg.admission == "pace",
         "stop_ids": run.stop_ids,
     }
 
@@ -132,6 +128,46 @@ def address_of_rank(bind: str, rank: int, ranks: int) -> str:
     return f"{bind.removesuffix(port)}{int(port) + rank}"
 
 
+LINES = 20  # of one kind in the log in a minute
+LOG_BYTES = 4 << 20  # of one file of the log; there are three
+
+
+class FewLines(logging.Filter):
+    """Passes LINES lines of a kind in a minute, and makes them fit for a screen."""
+
+    def __init__(self):
+        super().__init__()
+        self.minute = 0
+        self.count: Counter = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        minute = int(time.monotonic() // 60)
+        if minute != self.minute:
+            self.minute, self.count = minute, Counter()
+        self.count[record.msg] += 1
+        few = self.count[record.msg] <= LINES
+        record.msg, record.args = wire.printable(record.getMessage(), 500), ()
+        return few
+
+
+def log_path(out: str | Path, rank: int) -> Path:
+    return Path(out) / ("remote.log" if rank == 0 else f"remote{rank}.log")
+
+
+def open_log(out: str | Path, rank: int) -> logging.Logger:
+    """The log of samplers that came, and of those that were turned away."""
+    log = logging.getLogger(f"remote.{out}.{rank}")
+    if not log.handlers:
+        path = log_path(out, rank)  # made by its first line, which a run that is refused does not write
+        handler = logging.handlers.RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=2, delay=True)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        log.addHandler(handler)
+        log.addFilter(FewLines())
+        log.setLevel(logging.INFO)
+        log.propagate = False
+    return log
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The source
 # ---------------------------------------------------------------------------------------------------------------------
@@ -148,11 +184,10 @@ class Ready:
 
 
 class RemoteSource:
-    """The face of a LocalSource over a hub: groups in order of arrival (--admission=pace: those of the oldest weights
-    first), within the bounds of staleness and age.
+    """The interface of a LocalSource over a hub: groups in order of arrival, within the bounds of staleness and age.
 
-    store: folder of the weights that were published, for all ranks on one disk (weights.py). task: where
-    each group's problem must be found; None: it is not looked for."""
+    store: folder of the weights that were published, for all ranks on one disk (weights.py). task: where each group's
+    problem must be; None: it is not looked for."""
 
     def __init__(self, hub: Hub | FilesHub, cfg, limits: Limits, sampling: Sampling, store: Path, comm, log, task=None):
         self.hub = hub
@@ -174,9 +209,6 @@ class RemoteSource:
         self.waited = 0.0  # seconds in `next` since the last metrics
         self.broadcast_at: int | None = None  # the version published last
         self.published: dict[int, float] = {}  # version -> when, of this history
-        self.grants: Grants | None = None
-        if cfg.admission == "pace":
-            self.grants = hub.grants = Grants(cfg, comm.size, limits.room // limits.nbytes, hub.names.owner)
 
     def now(self, learner_version: int) -> float:
         return time.time()
@@ -186,15 +218,12 @@ class RemoteSource:
     def publish(self, version: int, named_tensors) -> None:
         """Offer new weights to the samplers, every --sync_every updates. Collective."""
         if self.broadcast_at is None:
-            self.hub.plan(version, 0)
             self.hub.open(Account.of(self.taken.state()))
         elif version - self.broadcast_at < self.cfg.sync_every:
             return
         path, self.published[version] = self.store.publish(version, named_tensors)
         self.broadcast_at = version
         self.hub.broadcast(version, path, self.published[version], change_of(path))
-        if self.grants is not None:
-            self.grants.newest = version
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
@@ -212,7 +241,6 @@ class RemoteSource:
         for item in batch:
             self.record_fate(item.name, "trained")
         self.batch = batch
-        self.hub.plan(learner_version + self.cfg.rollout_batch // self.cfg.train_batch, len(self.ready))
         return [item.group for item in batch]
 
     def _collect(self, n_groups: int, learner_version: int, stop) -> list[Ready]:
@@ -226,10 +254,8 @@ class RemoteSource:
             now = time.monotonic()
             if now - before > SUSPENDED:  # this process was suspended; do not count that time against the samplers
                 last_group += now - before
-                self._forgive(now - before)
             before = now
             so_far = len(batch)
-            self._pace(batch, learner_version)
             self._fill(batch, n_groups, learner_version)
             if len(batch) > so_far:
                 last_group = now
@@ -247,33 +273,14 @@ class RemoteSource:
     def _fill(self, batch: list[Ready], n_groups: int, learner_version: int) -> None:
         """Move ready groups into the batch until it has n; those that nobody may train on meet their fate."""
         while self.ready and len(batch) < n_groups:
-            if not self._may_take(n_groups - len(batch), learner_version):
-                break
             item = self.ready.popleft()
-            self.hub.free(item.name, item.nbytes)
+            self.hub.free(item.nbytes)
             item.nbytes = 0
             fate = self.fate(item, learner_version)
             if fate == "trained":
                 batch.append(item)
             else:
                 self.record_fate(item.name, fate)
-
-    def _pace(self, batch: list[Ready], learner_version: int) -> None:
-        """With --admission=pace: groups of the oldest weights stand first, and samplers may make more."""
-        if self.grants is not None:
-            self.ready = deque(sorted(self.ready, key=lambda item: item.group.version))
-            self.grants.expire()
-            self.hub.plan(learner_version, len(batch) + len(self.ready))
-
-    def _may_take(self, free: int, learner_version: int) -> bool:
-        """With --admission=pace: whether the first ready group is next, or one that was granted and is not here."""
-        if self.grants is None:
-            return True
-        return self.grants.may_take([item.group.version for item in self.ready], learner_version, free)
-
-    def _forgive(self, away: float) -> None:
-        if self.grants is not None:
-            self.grants.forgive(away)
 
     def _nobody_came(self) -> str:
         return (
@@ -312,10 +319,8 @@ class RemoteSource:
             self.log.error("a fault in group %s, which is refused: %r", arrived.name, e)
         else:
             self.ready.append(Ready(arrived.name, group, arrived.when, len(arrived.data)))
-            self._came(arrived.name, here=True)
             return
-        self.hub.free(arrived.name, len(arrived.data))
-        self.hub.charge(arrived.name)
+        self.hub.free(len(arrived.data))
         self.record_fate(arrived.name, "refused")
 
     def decode(self, arrived: Arrived) -> Rollout:
@@ -351,14 +356,8 @@ class RemoteSource:
         """The group's fate is decided, and the next checkpoint will say so."""
         self.counts[fate] += 1
         self.since.append(name)
-        self._came(name, here=False)
-        key, n = split(name)  # a sampler that was killed may not have said how many it has handed over
-        self.hub.reports[key] = max(self.hub.reports.get(key, 0), n + 1)
-
-    def _came(self, name: str, here: bool) -> None:
-        """With --admission=pace: a group is ready, or its fate is decided."""
-        if self.grants is not None:
-            self.grants.came(name, here)
+        key, n = split(name)  # a sampler that was killed may not have reported it
+        self.hub.report(key, n + 1)
 
     # -- the account ---------------------------------------------------------------------------------------------------
 
@@ -373,7 +372,6 @@ class RemoteSource:
         mine |= {
             "handed": sum(self.hub.reports.copy().values()),
             "waiting": len(self.ready),
-            "lapsed": self.grants.lapsed if self.grants else 0,
             "wait_s": self.waited / self.comm.size,
             "MiB_in": self.hub.counts["bytes_in"] / 2**20,
             "MiB_out": self.hub.counts["bytes_out"] / 2**20,
@@ -394,7 +392,6 @@ class RemoteSource:
             "counts": dict(self.counts),
             "published": dict(self.published),
             "reports": [[*key, n] for key, n in self.hub.reports.copy().items()],
-            "names": self.hub.names.copy(),
         }
 
     def saved(self) -> None:
@@ -409,8 +406,7 @@ class RemoteSource:
         self.counts = Counter(state["counts"])
         self.taken = Account.of(state["account"])
         self.published = dict(state["published"])
-        self.hub.reports.update({(sampler, incarnation): n for sampler, incarnation, n in state.get("reports", [])})
-        self.hub.names.restore(state.get("names", {}))
+        self.hub.reports.update({(sampler, incarnation): n for sampler, incarnation, n in state["reports"]})
 
     def close(self) -> None:
         self.hub.close()

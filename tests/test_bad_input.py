@@ -287,11 +287,6 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --delay=constant --sampler_speeds=1,2,0,1 | --sampler_speeds=1,2,0,1: 4 numbers above 0, separated by commas
 --delay=constant --token_seconds=-1 | --token_seconds=-1.0: must be 0 or above
 --delay=constant --token_seconds=0.01 | --token_seconds=0.01: more groups ... bound them with --max_staleness
---delay=constant --admission=pace | --admission=pace: there is nothing to pace; it goes with --delay and --token
---delay=constant --admission=pace --token_seconds=1 | --admission=pace: there is no bound on age to keep; name one
---samplers=zmq --admission=pace | --admission=pace: there is no bound on age to keep; name one with --max_staleness
---samplers=zmq --grant_seconds=0 | --grant_seconds=0.0: must be above 0
---delay=constant --admission=pace --token_seconds=100 --max_staleness=3 | --admission=pace --max_staleness=3: a group
 --delay=constant --window_seconds=0 | --window_seconds=0.0: must be above 0
 --delay=constant --max_staleness=-1 | --max_staleness=-1: a number of updates, 0 or more; leave it out for no bound
 --delay=constant --max_staleness=2 --sync_every=8 | --max_staleness=2: with --sync_every=8 ... broadcast more often
@@ -782,7 +777,7 @@ run --smooth=3 | --smooth: no such flag; see --help
 run --samples=responses | --samples=responses: prints, and draws no runs; leave out run
         """,
     ),
-    # bench.py and remote/bench.py, remote/fuzz.py
+    # bench.py and the tools of remote/
     *rows(
         "bench.py",
         r"""
@@ -803,22 +798,17 @@ gpu --device=cpu --out=file/x | --out=file/x/gpu.json: ... is a file, not a fold
         """,
     ),
     *rows(
-        "-m remote.bench",
+        "tests/remote_tools/bench.py",
         r"""
-wires | wires: no such benchmark; there are wire, line, samplers, relay; did you mean wire?
---mib=3 | --mib=3: no such flag, only names of benchmarks; there are wire, line, samplers
-samplers --seconds=5 | --seconds=5: no such flag, only names of benchmarks; there are wire, line, samplers
+wires | wires: no such benchmark; there are wire, samplers; did you mean wire?
+--mib=3 | --mib=3: no such flag, only names of benchmarks; there are wire, samplers
         """,
     ),
     *rows(
-        "-m remote.fuzz",
+        "tests/remote_tools/fuzz.py",
         r"""
 --frames=29 | --frames=29: at least 30
---frames=1e5 | --frames=1e5: must be a whole number
---frames | --frames: a value is missing; write --frames=VALUE
 --frame=30 | --frame: no such flag; did you mean --frames?
---seed=x | --seed=x: must be a whole number
-100 | 100: flags are written --key=value
         """,
     ),
     # python -m remote.keys
@@ -844,11 +834,11 @@ read_only | read_only/learner: Permission denied; name another place, or ask for
 read_only/k | read_only/k: Permission denied; name another place, or ask for the right to use this one
         """,
     ),
-    # a sampler: python rollout.py, python -m remote
+    # a sampler
     *rows(
-        "rollout.py",
+        "-m remote",
         r"""
-| --connect: name the learner's address, tcp://HOST:PORT, a file of routes, or a shared folder
+| --connect: name the learner's address, tcp://HOST:PORT, or a shared folder
 --conect=tcp://127.0.0.1:9 | --conect: no such flag; did you mean --connect?
 tcp://127.0.0.1:9 | tcp://127.0.0.1:9: flags are written --key=value
 --connect | --connect: a value is missing; write --connect=VALUE
@@ -871,19 +861,10 @@ tcp://127.0.0.1:9 | tcp://127.0.0.1:9: flags are written --key=value
 --connect=tcp://127.0.0.1:9,notes | --connect=notes: not an address; write tcp://HOST:PORT
 --connect=, | --connect=,: neither an address such as tcp://HOST:PORT nor a folder that is there
 --connect=file | --connect=file: neither an address such as tcp://HOST:PORT nor a folder that is there
---connect=routes_cut.toml | --connect=routes_cut.toml: no file of routes (Expected ... remote/README.md shows one
---connect=routes_numbers.toml | routes_numbers.toml: no route for box; ... it needs [learners] 0 = "tcp://..."
---connect=routes_others.toml | routes_others.toml: no route for box; ... it needs [learners] 0 = "tcp://..."
---connect=routes_nowhere.toml | routes_nowhere.toml: no route for box; ... it needs [learners] 0 = "tcp://..."
---connect=routes_twice.toml | routes_twice.toml: no route for box; ... it needs [learners] 0 = "tcp://..."
---connect=routes_text.toml | routes_text.toml: no route for box; ... it needs [learners] 0 = "tcp://..."
---connect=routes_address.toml | --connect=routes_address.toml: neither an ... ORT nor a folder that is there
---connect=routes_binary.toml | --connect=routes_binary.toml: no file of routes ... remote/README.md shows one
---connect=nowhere.toml | --connect=nowhere.toml: no file of routes ([Errno 2] No ... remote/README.md shows one
         """,
     ),
     *rows(
-        "rollout.py --connect=tcp://127.0.0.1:9 --name=box --rollout=hf",
+        "-m remote --connect=tcp://127.0.0.1:9 --name=box --rollout=hf",
         r"""
 --name=a/b | --name=a/b: a sampler's name is 1 to 64 letters, digits, - and _
 --name=a.b | --name=a.b: a sampler's name is 1 to 64 letters, digits, - and _
@@ -1118,7 +1099,7 @@ REAL = [
     *(
         pytest.param(command, marks=pytest.mark.slow)
         for command in (
-            "rollout.py --conect=tcp://127.0.0.1:9",
+            "-m remote --conect=tcp://127.0.0.1:9",
             "plot.py metrics_junk",
             "results/against_trl.py --steps=3",
             f"train.py --rollout=hf --model=POLICY --actor=none --objective=grpo {OWN} --task=no_answer.jsonl",
@@ -1127,8 +1108,8 @@ REAL = [
             "mini.py --steps=3",
             "metrics.py out/demo",
             "bench.py haed",
-            "-m remote.bench wires",
-            "-m remote.fuzz --frames=29",
+            "tests/remote_tools/bench.py wires",
+            "tests/remote_tools/fuzz.py --frames=29",
             "results/table1.py --jobs=0",
             "results/figure2ab.py --vocab=1",
             "results/sweep.py",
