@@ -12,7 +12,6 @@ checkpoint carries it, and a group that is in it is turned away when it comes ag
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import re
@@ -66,6 +65,12 @@ def split(name: str) -> tuple[tuple[str, int], int]:
 def sampler_of(name: str) -> str:
     """The stream in a group's name. ValueError: not such a name."""
     return split(name)[0][0]
+
+
+def is_of(stream: str, name: str) -> bool:
+    """Whether this may be the name of one of a stream's groups. It may come from anybody."""
+    match = GROUP.fullmatch(name)
+    return match is not None and match[1] == stream
 
 
 def name_of_file(stream: str, file: str) -> str | None:
@@ -262,48 +267,30 @@ class OddFileError(ValueError):
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """The bytes of a file. Others may write into its folder: no link is followed, no pipe waited for, and no more than
-    `most` + 1 bytes are read. OddFileError: no regular file of at most so many; OSError: none at all."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as e:
-        if e.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR):
-            raise
-        raise OddFileError(f"{path.name}: not a regular file") from None
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OddFileError(f"{path.name}: not a regular file")
-        with open(fd, "rb", closefd=False) as f:
-            data = f.read(most + 1)
-    finally:
-        os.close(fd)
-    if len(data) > most:
+    """The bytes of a file. Others may write into its folder, so no link is followed and no pipe waited for.
+    OddFileError: no regular file of at most `most` bytes; OSError: no file."""
+    about = path.lstat()
+    if not stat.S_ISREG(about.st_mode):
+        raise OddFileError(f"{path.name}: not a regular file")
+    if about.st_size > most:
         raise OddFileError(f"{path.name}: more than {most} bytes")
-    return data
+    return path.read_bytes()
 
 
 def write_atomically(path: Path, data: bytes, flush: bool = True) -> None:
-    """Write a file whole or not at all. flush: onto the disk, so that it survives a loss of power too.
-
-    Others may write into its folder: neither the folder nor a file in it may be a link to somewhere else."""
-    scratch = f".{path.name}.{os.getpid()}"
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    """Write a file whole or not at all. flush: onto the disk, so that it survives a loss of power too."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(scratch, dir_fd=folder)
-        fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder)
-        with open(fd, "wb") as f:
+        with open(scratch, "wb") as f:
             f.write(data)
             if flush:
                 f.flush()
                 os.fsync(f.fileno())
-        os.replace(scratch, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        os.replace(scratch, path)
     except OSError:
         with contextlib.suppress(OSError):
-            os.unlink(scratch, dir_fd=folder)
+            scratch.unlink()
         raise
-    finally:
-        os.close(folder)
 
 
 def with_digest(data: bytes) -> bytes:

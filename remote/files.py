@@ -49,14 +49,13 @@ from remote.weights import manifest_of, mapped
 BEAT = 2.0  # seconds between two signs of life
 PATIENCE = 20.0  # seconds until a file that should be there is lost: listings of a folder on another host lag behind
 MOST_FILES = 1 << 16  # of a folder that are looked at
-MOST_HELLO = 1 << 20  # bytes
 MANY = 1 << 14  # groups handed over and not held: a report of more is not believed
 
 
-def read_message(path: Path, kind, most: int = wire.MOST):
+def read_message(path: Path, kind):
     """A message of this kind in a file. WireError: there is none; OSError: no such file."""
     try:
-        message = wire.decode(read_regular(path, most))
+        message = wire.decode(read_regular(path, wire.MOST))
     except OddFileError as e:
         raise wire.WireError(str(e)) from None
     wire.need(isinstance(message, kind), f"{path.name}: a message of another kind")
@@ -280,7 +279,7 @@ class FilesHub(Intake):
 
     def _read_report(self, stream: str) -> None:
         """Read how many groups a sampler has handed over."""
-        hello = read_message(self.folder / "samplers" / stream, wire.Hello, MOST_HELLO)
+        hello = read_message(self.folder / "samplers" / stream, wire.Hello)
         wire.need(hello.sampler == stream, f"a hello of {wire.printable(hello.sampler, 100)}, under another's name")
         key = (stream, hello.incarnation)
         begin = self.got.get(key, Seen()).upto

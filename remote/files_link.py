@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import re
 import threading
@@ -146,26 +147,17 @@ class FilesLink(threading.Thread):
 
 def wait_for_ranks(folder: Path, flags) -> int:
     """The number of the learner's ranks, once it is there. UserError after --give_up seconds without one."""
-    start = time.monotonic()
-    printed = start
-    while (ranks := ranks_of_learner(folder)) is None:
-        now = time.monotonic()
-        if now - start > flags.give_up:
-            raise UserError(
-                f"--connect={flags.connect}: no learner there for {flags.give_up:.0f} s; "
-                f"start it with --samplers=files --sync_path={folder}"
-            )
-        if now - printed > PRINT_EVERY:
-            printed = now
+    start = printed = time.monotonic()
+    while time.monotonic() - start <= flags.give_up:
+        with contextlib.suppress(OSError, wire.WireError):
+            ranks = read_message(folder / "welcome", wire.Welcome).run.get("world")
+            wire.need(isinstance(ranks, int) and 1 <= ranks <= 4096, "welcome: no number of ranks")
+            return ranks
+        if time.monotonic() - printed > PRINT_EVERY:
+            printed = time.monotonic()
             print(f"no learner at {folder} yet, waiting (at most {flags.give_up:.0f} s, --give_up)", flush=True)
         time.sleep(0.05)
-    return ranks
-
-
-def ranks_of_learner(folder: Path) -> int | None:
-    """None where no learner has said welcome."""
-    try:
-        ranks = read_message(folder / "welcome", wire.Welcome).run.get("world")
-    except (OSError, wire.WireError):
-        return None
-    return ranks if isinstance(ranks, int) and 1 <= ranks <= 4096 else None
+    raise UserError(
+        f"--connect={flags.connect}: no learner there for {flags.give_up:.0f} s; "
+        f"start it with --samplers=files --sync_path={folder}"
+    )

@@ -21,7 +21,7 @@ import zmq
 
 from flags import UserError
 from remote import wire
-from remote.account import VERSIONS, Arrived, Intake, is_stream, sampler_of
+from remote.account import VERSIONS, Arrived, Intake, is_of, is_stream, sampler_of
 from remote.delta import Chain
 from remote.groups import Limits
 from remote.keys import refusal_of, secure
@@ -31,7 +31,6 @@ SILENT = 60.0  # seconds after which a sampler that says nothing gives its room 
 UNANSWERED = 30.0  # seconds without a good leaf after which a group that was asked for gives its room back
 PULLS = 64  # groups that are fetched from one sampler at the same time, at most
 OFFERS = 256  # offers of one sampler that are remembered; a sampler has 64 open, and repeats them
-HELD = 4096  # names in a message
 
 
 @dataclass
@@ -46,13 +45,6 @@ class Peer:
     window: wire.Window = field(default_factory=wire.Window)
     offers: dict[str, wire.Manifest] = field(default_factory=dict)  # not asked for yet
     pulls: dict[str, wire.Pull] = field(default_factory=dict)
-
-    def owns(self, name: str) -> bool:
-        """Whether this may be the name of one of its groups."""
-        try:
-            return sampler_of(name) == self.sampler
-        except ValueError:
-            return False
 
 
 @dataclass
@@ -169,9 +161,8 @@ class Hub(threading.Thread, Intake):
             self.held_names.add(name)
             by_sampler.setdefault(sampler_of(name), []).append(name)
         for identity, peer in self.peers.items():
-            held = by_sampler.get(peer.sampler, [])
-            for i in range(0, len(held), HELD):
-                self._send(identity, wire.Held(held[i : i + HELD]))
+            if peer.sampler in by_sampler:
+                self._send(identity, wire.Held(by_sampler[peer.sampler]))
 
     def _receive(self) -> None:
         """Handle the messages that have come, a thousand at most."""
@@ -271,8 +262,9 @@ class Hub(threading.Thread, Intake):
             peer = self._let_in(identity, key, hello)
         peer.heard = time.monotonic()
         self.report((hello.sampler, hello.incarnation), hello.handed)
-        for name in filter(peer.owns, hello.lost):
-            self._on_lost(peer, name)
+        for name in hello.lost:
+            if is_of(peer.sampler, name):
+                self._on_lost(peer, name)
         newest = next(reversed(self.weights), "")
         self._send(identity, wire.Got([], newest, hello.sent, time.time()))  # an answer: the learner is alive
 
@@ -325,7 +317,7 @@ class Hub(threading.Thread, Intake):
             self.arrived.append(arrived)
 
     def _on_offer(self, peer: Peer, of: wire.Manifest) -> None:
-        wire.need(peer.owns(of.name), f"{wire.printable(of.name, 100)} is no group of sampler {peer.sampler}")
+        wire.need(is_of(peer.sampler, of.name), f"{wire.printable(of.name, 100)} is no group of sampler {peer.sampler}")
         if self.got.has(of.name):
             self.counts["duplicate"] += 1
             answer = wire.Held if self.held_names.has(of.name) else wire.Got

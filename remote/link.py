@@ -18,7 +18,7 @@ import zmq
 
 from flags import UserError
 from remote import delta, wire
-from remote.account import Spool, sampler_of
+from remote.account import Spool, is_of
 from remote.clock import LearnerClock
 from remote.keys import SamplerKeys
 
@@ -275,16 +275,9 @@ class Line:
             here = {*spool.waiting[self.stream], *spool.lost[self.stream]}
         spool.forget(here.intersection(message.names))
 
-    def owns(self, name: str) -> bool:
-        """Whether this is the name of one of this stream's groups; one that was damaged on the way is not."""
-        try:
-            return sampler_of(name) == self.stream
-        except ValueError:
-            return False
-
     def on_ask(self, ask: wire.Ask) -> None:
         if self.sent[0] != ask.name:
-            data = self.link.spool.read(ask.name) if self.owns(ask.name) else None
+            data = self.link.spool.read(ask.name) if is_of(self.stream, ask.name) else None
             if data is None:
                 self.send(wire.Gone(ask.name))
                 return

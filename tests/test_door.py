@@ -13,11 +13,9 @@ import test_hub
 import torch
 import zmq
 from test_hub import WELCOME, closed_behind, hand_over, until, weights
-from test_wire import group
 
 from flags import UserError, parse_flags
 from remote import account, files, files_link, hub, keys, sampler, wire
-from remote.groups import encode_group
 from remote.sampler import SamplerFlags
 from sampling import Sampling
 from tasks import Arithmetic
@@ -98,7 +96,7 @@ def test_a_hello_in_the_name_of_another_or_of_a_path(tmp_path):
     say("good")
     say("liar", handed=10**12)
     (folder / "samplers" / "other").write_bytes(wire.encode(wire.Held(["box/1/0"])))
-    (folder / "samplers" / "long").write_bytes(wire.encode(wire.Refuse("x" * files.MOST_HELLO)))
+    (folder / "samplers" / "long").write_bytes(wire.encode(wire.Refuse("x" * wire.MOST)))
     (folder / "samplers" / "linked").symlink_to(folder / "samplers" / "good")
     (folder / "samplers" / "folder").mkdir()
     os.mkfifo(folder / "samplers" / "pipe")
@@ -108,74 +106,6 @@ def test_a_hello_in_the_name_of_another_or_of_a_path(tmp_path):
     assert "stream evil: a hello of ../../victim, under another's name" in log()
     assert "stream liar: it says it has handed over 1000000000000 groups; 0 have come" in log()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["deep", "source.log"]
-
-
-def test_one_unreadable_group_keeps_no_other(tmp_path, monkeypatch):
-    s = source(tmp_path / "f")
-    log = logged(s, tmp_path)
-    s.publish(0, weights(0))
-    for n in range(3):
-        hand_over(tmp_path / "f", s, n)
-    read = files.read_regular
-
-    def fails(path, most):
-        if path.name == "1-0":
-            raise PermissionError(13, "Permission denied")
-        return read(path, most)
-
-    monkeypatch.setattr(files, "read_regular", fails)
-    assert [a.name for a in s.hub.drain()] == ["box/1/1", "box/1/2"]
-    assert "stream box: Permission denied; tried again soon" in log()
-    monkeypatch.undo()
-    assert [a.name for a in s.hub.drain()] == ["box/1/0"]
-
-
-def test_clocks_of_other_hosts_are_not_believed(tmp_path):
-    """A sampler whose clock is two hours slow, or fast: no group is older than its weights, none from the future."""
-    s = source(tmp_path, window_seconds=600.0)
-    s.publish(0, weights(0))
-    for n, skew in enumerate((-7200.0, 7200.0)):
-        hand_over(tmp_path, s, n, t_end=time.time() + skew)
-        os.utime(tmp_path / "rollouts" / "box" / f"1-{n}", (time.time() + skew,) * 2)
-    assert [g.uid[2] for g in s.next(2, 0)] == [0, 1] and s.counts == {"trained": 2}
-    hand_over(tmp_path, s, 2, t_end=time.time() + 1e6)  # a stamp from the future does not keep it young
-    for arrived in s.hub.drain():
-        arrived.when -= 700.0
-        s.validate(arrived)
-    s.published[0] -= 3000.0
-    s.ready[0].group.t_published -= 3000.0
-    assert s.ready and s.fate(s.ready[0], 0) == "window"
-
-
-def test_streams_take_turns(tmp_path):
-    """One that has handed over much does not keep the others waiting."""
-    s = source(tmp_path, room=int(4.5 * len(encode_group(group()))))
-    s.publish(0, weights(0))
-    for n in range(9):
-        hand_over(tmp_path, s, n)
-    os.rename(tmp_path / "rollouts" / "box", tmp_path / "rollouts" / "a-hog")
-    for n in range(2):
-        hand_over(tmp_path, s, n)
-    streams = [account.sampler_of(a.name) for a in s.hub.drain()]
-    assert sorted(streams) == ["a-hog", "a-hog", "box", "box"] and s.hub.drain() == []
-
-
-def test_a_folder_in_the_place_of_a_message_keeps_no_other(tmp_path):
-    s = source(tmp_path)
-    s.publish(0, weights(0))
-    (tmp_path / "held" / "box").mkdir()
-    hand_over(tmp_path, s, 0)
-    os.rename(tmp_path / "rollouts" / "box", tmp_path / "rollouts" / "other")
-    hand_over(tmp_path, s, 0)
-    s.hub.held(["box/1/0"])  # cannot be written
-    s.hub.held(["other/1/0"])
-    assert wire.decode((tmp_path / "held" / "other").read_bytes()) == wire.Held(["other/1/0"])
-    s.publish(1, weights(1))
-    assert wire.decode((tmp_path / "models" / "newest").read_bytes()).version == 1
-    (tmp_path / "held" / "box").rmdir()
-    s.hub.beat = -files.BEAT
-    s.hub.drain()
-    assert wire.decode((tmp_path / "held" / "box").read_bytes()) == wire.Held(["box/1/0"])
 
 
 @pytest.mark.parametrize("kind", ["deleted", "junk", "link"])
@@ -260,16 +190,14 @@ def test_a_sampler_survives_what_lies_in_the_folder(made, tmp_path):
     assert until(lambda: not end.spool.waiting["box"]) and end.error == ""
 
 
-def test_ranks_of_a_learner_that_says_nothing_sensible(tmp_path):
-    assert files_link.ranks_of_learner(tmp_path) is None
+def test_a_learner_that_says_nothing_sensible(tmp_path):
+    flags = SamplerFlags(connect=str(tmp_path), give_up=0.1)
     for welcome in (b"junk", wire.encode(wire.Want()), *(wire.encode(with_world(x)) for x in (None, "1", 0, 10**9))):
         (tmp_path / "welcome").write_bytes(welcome)
-        assert files_link.ranks_of_learner(tmp_path) is None
+        with pytest.raises(UserError, match="no learner there for 0 s"):
+            files_link.wait_for_ranks(tmp_path, flags)
     (tmp_path / "welcome").write_bytes(wire.encode(with_world(3)))
-    assert files_link.ranks_of_learner(tmp_path) == 3
-    (tmp_path / "welcome").unlink()
-    os.mkfifo(tmp_path / "welcome")
-    assert files_link.ranks_of_learner(tmp_path) is None
+    assert files_link.wait_for_ranks(tmp_path, flags) == 3
 
 
 def with_world(ranks):
@@ -371,24 +299,6 @@ def test_a_host_whose_name_has_a_domain_has_a_name(monkeypatch):
     for host, name in (("box.example.com", "box"), ("B\u00fcro 7", "B-ro-7"), (".", "sampler")):
         monkeypatch.setattr(sampler.os, "uname", lambda host=host: SimpleNamespace(nodename=host))
         assert sampler.sampler_name(SamplerFlags()) == name
-
-
-def test_keys_are_made_and_damaged_ones_named(tmp_path, capsys):
-    keys.main([str(tmp_path / "keys"), "--samplers=2"])
-    assert "sampler1 to a host each" in capsys.readouterr().out
-    assert keys.sampler_keys(tmp_path / "keys" / "sampler1").public
-    for file in ("learner.key", "sampler1.key_secret"):
-        path = tmp_path / "keys" / "sampler1" / file
-        before = path.read_bytes()
-        for damage in (b"", b"junk", before[:-9], b'public-key = "short"\n'):
-            path.write_bytes(damage)
-            with pytest.raises(UserError, match=f"{file}.*copy it anew"):
-                keys.sampler_keys(tmp_path / "keys" / "sampler1")
-        path.write_bytes(before)
-    learner = tmp_path / "keys" / "learner" / "samplers" / "sampler0.key"
-    learner.write_bytes(b"junk")
-    with pytest.raises(UserError, match="sampler0.key is no file of keys"):
-        hub.Hub("tcp://127.0.0.1:*", str(tmp_path / "keys" / "learner"), WELCOME, SimpleNamespace(room=1), None)
 
 
 def test_a_hub_that_cannot_listen_leaves_nothing_open(tmp_path):
