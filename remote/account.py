@@ -1,4 +1,4 @@
-"""The account of every group: what a sampler has handed over, and what the learner holds. HeteroRL, section 4.2.
+"""The account of every group: handed over by a sampler, held by the learner. HeteroRL, section 4.2.
 
 A group's name is STREAM/INCARNATION/N: an incarnation is one life of a sampler's process, N counts its groups, and a
 stream is the sampler's name, with several ranks SAMPLER.R. Every such name is read by one rule (`split`), wherever it
@@ -126,7 +126,7 @@ class Account(dict):
 
 @dataclass
 class Arrived:
-    """What a hub hands to the training loop: a group's bytes, or the fate of a group that will not come."""
+    """A group for the training loop: its bytes, or the fate of a group that will not come."""
 
     name: str
     when: float  # seconds since the epoch
@@ -304,7 +304,7 @@ def verified(data: bytes) -> bytes | None:
 
 
 def retain_weights(path: Path, published: list[Path], most: int = VERSIONS) -> list[Path]:
-    """The weights published last, `path` the newest of at most so many; all others in its folder are deleted.
+    """The weights published last, `path` the newest of at most `most`; all others in its folder are deleted.
 
     Those of an undone history are deleted too, whatever their numbers."""
     newest = [*(p for p in published if p != path), path][-most:]

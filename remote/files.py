@@ -53,7 +53,7 @@ MANY = 1 << 14  # groups handed over and not held: a report of more is not belie
 
 
 def read_message(path: Path, kind):
-    """A message of this kind in a file. WireError: there is none; OSError: no such file."""
+    """A message of this kind in a file. WireError: another or a damaged one; OSError: no such file."""
     try:
         message = wire.decode(read_regular(path, wire.MOST))
     except OddFileError as e:

@@ -1,4 +1,4 @@
-"""A group of rollouts as bytes, and what the learner checks before it believes one. HeteroRL, section 4.2.
+"""A group of rollouts as bytes, and the learner's checks before it believes one. HeteroRL, section 4.2.
 
 A group is one safetensors file: arrays over all N tokens of its G responses, end to end, and everything else as JSON in
 the file's metadata (`Head`).
@@ -11,7 +11,7 @@ the file's metadata (`Head`).
 allowed_ids and allowed_sizes are there with truncated sampling only: the tokens that each token was drawn from, set
 after set. routed is there with --router_replay only.
 A sampler may send anything: `decode_group` returns a Rollout that fits the run and that an engine can have sampled, or
-raises WireError with what is wrong. What it lets through must not stop the learner.
+raises WireError with the reason. A group that it lets through must not stop the learner.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MOST_TEXT = {"prompt_id": 1024, "model": 256, "precision": 64, "digest": 256}  #
 
 @dataclass(frozen=True)
 class Limits:
-    """What a rank of the learner takes; a group that says it is bigger is refused before anything is allocated."""
+    """The sizes that a rank of the learner takes. A bigger group is refused before anything is allocated."""
 
     group_size: int
     max_tokens: int
@@ -129,14 +129,14 @@ def encode_group(group: Rollout) -> bytes:
 
 
 def decode_group(data, limits: Limits) -> Rollout:
-    """The inverse of encode_group. WireError with what is wrong: types, shapes, sizes, token ids, log-probabilities."""
+    """The inverse of encode_group. WireError with the reason: types, shapes, sizes, token ids, log-probabilities."""
     data = bytes(data)
     try:
         arrays = load(data)
         size = int.from_bytes(data[:8], "little")
         head = msgspec.json.decode(json.loads(data[8 : 8 + size])["__metadata__"]["head"], type=Head)
         sampling = msgspec.convert(head.sampling, Sampling)
-    except Exception as e:  # three decoders, and each has errors of its own: RecursionError is among them
+    except Exception as e:  # three decoders, and each has other errors: RecursionError is among them
         raise WireError(f"not a group: {printable(e)}") from None
     check_head(head)
     try:
@@ -162,7 +162,7 @@ def decode_group(data, limits: Limits) -> Rollout:
 
 
 def check_head(head: Head) -> None:
-    """WireError unless every name and number beside the arrays can be what it stands for."""
+    """WireError unless every name and number outside the arrays is possible."""
     sampler, incarnation, n = head.uid
     for number in (incarnation, n, head.version, abs(head.sampling.get("seed", 0))):
         need(0 <= number < 10**18, "not a group: a number of more than 18 digits, or below 0")

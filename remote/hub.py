@@ -277,7 +277,7 @@ class Hub(threading.Thread, Intake):
             return refusal
         same_name = [peer for peer in self.peers.values() if peer.sampler == hello.sampler]
         if any(peer.incarnation > hello.incarnation for peer in same_name):
-            return f"another sampler called {hello.sampler} came later: give each a --name and keys of its own"
+            return f"another sampler called {hello.sampler} came later: give each another --name"
         return ""
 
     def _let_in(self, identity: bytes, key: str, hello: wire.Hello) -> Peer:

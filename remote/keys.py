@@ -1,10 +1,10 @@
-"""CURVE keys: who may talk to whom, so that nobody else can read it.
+"""CURVE keys: they say who may talk to whom, and no one else can read it.
 
     python -m remote.keys OUT --samplers=4      # OUT/learner and OUT/sampler0 ... OUT/sampler3
 
-Carry each machine its own folder, by a way you trust. ZeroMQ's CURVE (Curve25519) authenticates and
-encrypts every connection: the learner lets in the samplers whose public keys it has, and a sampler talks to the learner
-whose public key it has. A sampler's name is the name of its folder of keys, or begins with it and a hyphen.
+Carry each machine its folder, by a way you trust. ZeroMQ's CURVE (Curve25519) authenticates and encrypts every
+connection: each end needs the public key of the other. A sampler's name is the name of its folder of keys, or begins
+with it and a hyphen.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ USAGE = "python -m remote.keys OUT [--samplers=N]: keys for a learner and its sa
 
 
 class SamplerKeys(NamedTuple):
-    """What a sampler has, as ZeroMQ wants it."""
+    """A sampler's keys, as ZeroMQ wants them."""
 
     public: bytes
     secret: bytes
@@ -58,7 +58,7 @@ def make_keys(out: str, samplers: int) -> None:
 
 
 def machine_keys(folder: str) -> tuple[bytes, bytes]:
-    """(public, secret) of the machine whose key folder this is. UserError: none there, or readable by others."""
+    """(public, secret) of the machine of a key folder. UserError: none there, or readable by others."""
     files = sorted(Path(folder).glob("*.key_secret"))
     if len(files) != 1:
         raise UserError(
@@ -71,7 +71,7 @@ def machine_keys(folder: str) -> tuple[bytes, bytes]:
             "chmod 600 it, or make new keys if someone may have read it"
         )
     public, secret = read_key_file(files[0])
-    need(secret is not None, f"--keys={folder}: no secret key in {files[0].name}; copy it anew, or make new ones")
+    need(secret is not None, f"--keys={folder}: no secret key in {files[0].name}; copy it again, or make new ones")
     return public, secret
 
 
@@ -80,7 +80,7 @@ def sampler_keys(folder: str) -> SamplerKeys:
     learner = Path(folder) / "learner.key"
     need(
         not (Path(folder) / "samplers").exists(),
-        f"--keys={folder}: the learner's folder; name the sampler's own, such as sampler0 beside it",
+        f"--keys={folder}: the learner's folder; name a sampler's, such as sampler0 next to it",
     )
     if not learner.is_file():
         raise UserError(
@@ -90,13 +90,13 @@ def sampler_keys(folder: str) -> SamplerKeys:
 
 
 def read_key_file(path: Path) -> tuple[bytes, bytes | None]:
-    """(public, secret or None) in a file of keys. UserError: it is none."""
+    """(public, secret or None) in a file of keys. UserError: it has no keys."""
     try:
         public, secret = zmq.auth.load_certificate(path)
         whole = len(public) == 40 and (secret is None or len(secret) == 40)
     except (OSError, ValueError):
         whole = False
-    need(whole, f"--keys: {path} is no file of keys; copy it anew, or make new ones")
+    need(whole, f"--keys: {path} is no file of keys; copy it again, or make new ones")
     return public, secret
 
 

@@ -4,11 +4,11 @@
     python -m remote --connect=/shared/run                                  # over a shared folder
 
 Everything but the engine's flags comes from the learner: the model's configuration and tokenizer, the sampling
-settings, the task, the weights. Two threads do not wait for each other. This one
-samples with the newest weights that are here whole, hands each group over to the spool (a file that appears whole; from
-then on the group is accounted for) and goes on. The link's thread (link.py or files.py) offers what is in the spool
-until the learner holds it, and fetches new weights meanwhile. Killed and started again, a sampler offers what its spool
-still holds and goes on under a new incarnation. Samplers begin the task at different places.
+settings, the task, the weights. Two threads do not wait for each other. This one samples with the newest weights that
+are here whole, hands each group over to the spool (a file that appears whole; from then on the group is accounted for)
+and goes on. The link's thread (link.py or files_link.py) offers the groups in the spool until the learner holds them,
+and fetches new weights meanwhile. Killed and started again, a sampler offers the groups that are still in its spool and
+goes on under a new incarnation. Samplers begin the task at different places.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SamplerFlags(EngineFlags, DelayFlags):
     """This machine's folder of keys (python -m remote.keys makes them); none: in the clear, for addresses of this host
     only."""
     name: str = ""
-    """This sampler's name; default: that of its keys, else of the host."""
+    """This sampler's name; default: the name of its keys, or of the host."""
     give_up: float = 3600.0
     """Seconds without an answer from the learner after which to stop."""
     patience: float = 10.0
@@ -69,8 +69,8 @@ class SamplerFlags(EngineFlags, DelayFlags):
     """Folder of groups handed over and not yet held by the learner; default out/samplers/NAME. It outlives the
     process."""
     spool_groups: int = 4096
-    """Stop sampling for a rank of the learner when so many groups wait to be fetched by it. Fetched ones stay on disk
-    until a checkpoint holds them."""
+    """Stop sampling for a rank of the learner when this number of groups waits to be fetched by it. Fetched ones stay
+    on disk until a checkpoint holds them."""
     task: str = ""
     """This host's copy of the learner's task file, where the task is one."""
 
@@ -165,7 +165,7 @@ class Sampler:
         return DelayDistribution(f.delay, f.delay_min, f.delay_max, f.delay_mass).quantile(max(2.0**-53, u))
 
     def sample_for(self, stream: str, n: int) -> None:
-        """Sample so many groups for one rank and hand them over."""
+        """Sample n groups for one rank and hand them over."""
         start = time.monotonic()
         self.source.owner = (stream, self.incarnation)
         first = self.sampled[stream]
@@ -203,7 +203,7 @@ def first_welcome(link: Link | FilesLink) -> wire.Welcome:
 
 
 def check_same_run(link: Link | FilesLink, welcome: wire.Welcome) -> None:
-    """UserError if the learner has started anew and wants something else."""
+    """UserError if the learner has started again and wants something else."""
     while not link.welcome.empty():
         again = link.welcome.get()
         changed = [k for k in {**welcome.run, **again.run} if welcome.run.get(k) != again.run.get(k)]
@@ -211,7 +211,7 @@ def check_same_run(link: Link | FilesLink, welcome: wire.Welcome) -> None:
             changed.append("model's configuration or tokenizer")
         if changed:
             raise UserError(
-                f"the learner started anew and asks for something else (its {', '.join(changed)}): "
+                f"the learner started again and asks for something else (its {', '.join(changed)}): "
                 "start this sampler again"
             )
 
@@ -262,7 +262,7 @@ def connect(flags: SamplerFlags, incarnation: int) -> Connection:
     )
     folder = sampler_folder(flags, name)
     streams = streams_of(name, wait_for_ranks(shared, flags))
-    spool = Spool(shared / "rollouts", streams, incarnation)  # what is spooled there is handed over
+    spool = Spool(shared / "rollouts", streams, incarnation)  # a group in there is handed over
     return Connection(FilesLink(str(shared), streams, flags, spool), spool, streams, folder)
 
 
@@ -300,9 +300,7 @@ def lock_folder(folder: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise UserError(
-            f"{folder}: another sampler works there; give this one a --name or a --spool of its own"
-        ) from None
+        raise UserError(f"{folder}: another sampler works there; give this one another --name or --spool") from None
     LOCKS.append(lock)
 
 
@@ -326,7 +324,7 @@ def checked_keys(flags: SamplerFlags, addresses: list[str]) -> SamplerKeys | Non
 
 
 class Description(msgspec.Struct):
-    """What the learner says of its run (source.describe_run), with the types that it must have."""
+    """The entries of source.describe_run, with their types."""
 
     config: dict[str, str | int | float | bool | None]
     model: str
@@ -410,7 +408,7 @@ def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> Sam
     )
     fmt = quant.format_of(cfg.rollout_quant, cfg.quant_group)
     task = make_task(cfg)
-    task.fit(tokenizer, cfg.max_prompt_tokens)  # drops what the learner drops
+    task.fit(tokenizer, cfg.max_prompt_tokens)  # drops the problems that the learner drops
     return SamplerSource(
         engine,
         task,

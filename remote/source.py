@@ -97,7 +97,7 @@ def open_remote_source(cfg, run, model: str, topk: int, max_allowed: int, comm) 
 
 
 def describe_run(cfg, run, model: str, topk: int, max_allowed: int, ranks: int) -> dict:
-    """What a sampler must know of a run beside the model's files. The names are those of the messages."""
+    """Everything but the model's files that a sampler must know of a run."""
     shared = {k: v for k, v in dataclasses.asdict(cfg).items() if k in SHARED}
     return {
         "config": shared | tasks.prompts.contents(cfg),
@@ -115,7 +115,7 @@ def describe_run(cfg, run, model: str, topk: int, max_allowed: int, ranks: int) 
 
 
 def address_of_rank(bind: str, rank: int, ranks: int) -> str:
-    """Rank r of so many listens r ports higher than --bind says; one without a number is left as it is.
+    """The address of a rank: its number added to the port of --bind. A port without a number is left as it is.
 
     UserError, the same on all ranks: not all have an address."""
     wire.check_address("bind", bind, 0)
@@ -175,7 +175,7 @@ def open_log(out: str | Path, rank: int) -> logging.Logger:
 
 @dataclass
 class Ready:
-    """A group that is what was asked for, and that nobody has trained on."""
+    """A valid group that is not trained on yet."""
 
     name: str
     group: Rollout
@@ -262,7 +262,7 @@ class RemoteSource:
             if self.hub.broken:
                 self.error = f"the hub failed: {self.hub.broken}"
             elif now - last_group > self.cfg.give_up:
-                self.error = self._nobody_came()
+                self.error = self._no_group_came()
             elif now - last_print > PRINT_EVERY:
                 last_print = now
                 self._print_waiting(len(batch), n_groups)
@@ -271,7 +271,7 @@ class RemoteSource:
         return batch
 
     def _fill(self, batch: list[Ready], n_groups: int, learner_version: int) -> None:
-        """Move ready groups into the batch until it has n; those that nobody may train on meet their fate."""
+        """Move ready groups into the batch until it has n; those that may not be trained on meet their fate."""
         while self.ready and len(batch) < n_groups:
             item = self.ready.popleft()
             self.hub.free(item.nbytes)
@@ -282,7 +282,7 @@ class RemoteSource:
             else:
                 self.record_fate(item.name, fate)
 
-    def _nobody_came(self) -> str:
+    def _no_group_came(self) -> str:
         return (
             f"no group to train on for {self.cfg.give_up:.0f} s at {self.hub.address} ({self.account_text()}): "
             f"start samplers (python -m remote --connect=...), look at {log_path(self.cfg.out, self.comm.rank)}, "
@@ -298,7 +298,7 @@ class RemoteSource:
         return {sampler for sampler, _ in self.hub.reports.copy()}  # a copy: the hub's thread may add to it
 
     def give_back(self) -> None:
-        """What `next` gave will not be trained on: another rank got nothing, and all stop."""
+        """The groups of the last `next` will not be trained on: another rank got nothing, and all stop."""
         for item in self.batch:
             self.since.remove(item.name)
             self.counts["trained"] -= 1
@@ -306,7 +306,7 @@ class RemoteSource:
         self.batch = []
 
     def validate(self, arrived: Arrived) -> None:
-        """A group that is what was asked for is ready; any other meets its fate."""
+        """Make a valid group ready; any other meets its fate."""
         if arrived.fate:
             self.record_fate(arrived.name, arrived.fate)
             return
@@ -324,7 +324,7 @@ class RemoteSource:
         self.record_fate(arrived.name, "refused")
 
     def decode(self, arrived: Arrived) -> Rollout:
-        """The group in these bytes. WireError: it is not what was asked for."""
+        """The group in these bytes. WireError: it is not a group of this run."""
         name = arrived.name
         group = decode_group(arrived.data, self.limits)
         wire.need(name_of(group.uid) == name, f"{name} holds the group {name_of(group.uid)}")
@@ -340,7 +340,7 @@ class RemoteSource:
         return group
 
     def fate(self, item: Ready, learner_version: int) -> str:
-        """What becomes of a ready group if the learner takes it now."""
+        """The fate of a ready group if the learner takes it now."""
         group, bound = item.group, self.cfg.max_staleness
         if self.published.get(group.version) != group.t_published:
             return "orphan"
@@ -367,9 +367,9 @@ class RemoteSource:
 
     def metrics(self) -> dict[str, float]:
         """The account and the traffic, summed over ranks; collective."""
-        mine = {fate: self.counts[fate] for fate in FATES}
-        mine |= {kind: self.hub.counts[kind] for kind in TRAFFIC}
-        mine |= {
+        local = {fate: self.counts[fate] for fate in FATES}
+        local |= {kind: self.hub.counts[kind] for kind in TRAFFIC}
+        local |= {
             "handed": sum(self.hub.reports.copy().values()),
             "waiting": len(self.ready),
             "wait_s": self.waited / self.comm.size,
@@ -377,8 +377,8 @@ class RemoteSource:
             "MiB_out": self.hub.counts["bytes_out"] / 2**20,
         }
         self.waited = 0.0
-        total = self.comm.sum(list(mine.values()))
-        out = {f"remote/{name}": value for name, value in zip(mine, total, strict=True)}
+        total = self.comm.sum(list(local.values()))
+        out = {f"remote/{name}": value for name, value in zip(local, total, strict=True)}
         out["remote/samplers"] = self.comm.max([len(self._samplers())])[0]
         return out
 
@@ -395,7 +395,7 @@ class RemoteSource:
         }
 
     def saved(self) -> None:
-        """The checkpoint is whole: samplers may forget what it accounts for."""
+        """The checkpoint is whole: samplers may forget the groups that it accounts for."""
         for name in self.saving:
             self.taken.add(name)
         self.hub.held(self.saving)

@@ -5,7 +5,7 @@ an object offers it by its manifest, and whoever wants it pulls it:
 
     manifest   name, size, and a SHA-256 of each leaf (1 MiB); the root, a digest of these digests, names the whole
     pull       asks for a few ranges of leaves at a time; a leaf is checked when it comes, and written if it is good;
-               what is missing or wrong is asked for again
+               a missing or wrong leaf is asked for again
 
 A receiver without room does not ask, so memory is bounded on both ends. A broken transfer goes on from its last good
 leaf, after a restart too. Nothing is allocated before the manifest's size has been checked, and nothing is unpickled:
@@ -46,15 +46,15 @@ IN_FLIGHT = 32 * LEAF  # bytes that are asked for and not here, on one connectio
 MOST_QUEUED = 512  # messages to one connection that wait to be sent
 MOST_WEIGHTS = 1 << 44  # bytes
 
-# What a message may hold at most. decode checks it.
-Text = Annotated[str, Meta(max_length=256)]  # names; each end has rules of its own for them
+# The most that a message may hold. decode checks it.
+Text = Annotated[str, Meta(max_length=256)]  # names; each end has more rules for them
 Texts = Annotated[list[Text], Meta(max_length=1 << 16)]
 Number = Annotated[int, Meta(ge=0, lt=10**18)]
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 
 
 class WireError(ValueError):
-    """What came is not what it should be. Whoever reads what others have sent meets no other exception."""
+    """A message or an object is not as it should be. Reading from others raises no other exception."""
 
 
 def need(ok, sentence: str) -> None:
@@ -64,7 +64,7 @@ def need(ok, sentence: str) -> None:
 
 
 def printable(text, most: int = 300) -> str:
-    """What others have sent, fit for a screen or a line of a log."""
+    """Text from others, fit for a screen or a line of a log."""
     return "".join(c if c.isprintable() else "?" for c in str(text)[:most])
 
 
@@ -86,7 +86,7 @@ class Manifest(msgspec.Struct, frozen=True):
         return hashlib.sha256(self.nbytes.to_bytes(8, "little") + b"".join(self.leaves)).hexdigest()[:32]
 
     def check(self, most: int) -> None:
-        """WireError unless this describes an object of at most so many bytes."""
+        """WireError unless this describes an object of at most `most` bytes."""
         need(0 < self.nbytes <= most, f"{self.name}: {self.nbytes} bytes, and at most {most} are taken")
         whole = len(self.leaves) == -(-self.nbytes // LEAF) and all(len(leaf) == 32 for leaf in self.leaves)
         need(whole, f"{self.name}: a manifest of {len(self.leaves)} leaves does not describe {self.nbytes} bytes")
@@ -135,7 +135,7 @@ class Window:
         return self.in_flight >= IN_FLIGHT
 
     def ask(self, key, nbytes: int, now: float, again: bool) -> None:
-        """Note that so many bytes were asked for."""
+        """Note that these bytes were asked for."""
         if not self.asks:
             self.heard = now
         self.asks[key] = (nbytes, again)
@@ -149,7 +149,7 @@ class Window:
         self.heard = now
         if key not in self.asks:
             return []
-        if not self.asks[key][1]:  # the answer to what was asked twice does not tell how long an answer takes
+        if not self.asks[key][1]:  # an answer to one of two asks does not tell the time of an answer
             self.timeouts = 0
         lost = list(itertools.takewhile(lambda other: other != key, self.asks))
         for one in (*lost, key):

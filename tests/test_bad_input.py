@@ -418,7 +418,7 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --eval_task=long.jsonl | --eval_task=long.jsonl: the longest prompt has 1012 ... shorten the response
 HF_HUB_OFFLINE=1 --actor=some/where --actor_lr=1 | --actor=some/where: no such folder here, ... or give a folder
 --task=hf:gsm8k | --task=hf:gsm8k: write hf:NAME/SPLIT, such as hf:openai/gsm8k@main/train
---task=fine.parquet | fine.parquet: not a whole Parquet file ... copy it anew
+--task=fine.parquet | fine.parquet: not a whole Parquet file ... copy it again
 --task=cut.json | cut.json, line 5: not valid JSON (Expecting ',' delimiter); mend that place of the array
 --task=array.json | array.json: not a JSON array of rows; a file with one row a line ends in .jsonl
 --task=nosuch.py:Task | --task=nosuch.py:Task: nosuch.py: no such file; write FILE.py:CLASS
@@ -558,7 +558,7 @@ LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give
 --keys=file | --keys=file: 0 secret keys there instead of one; ... `python -m remote.keys OUT --samplers=N` makes a
 --keys=keys_open | --keys=keys_open: learner.key_secret can be read by others; ... chmod 600 it, or make new keys
 --keys=keys_two | --keys=keys_two: 2 secret keys there instead ... `python -m remote.keys OUT --samplers=N` makes a
---keys=keys_cut | --keys: keys_cut/learner.key_secret is no file of keys; copy it anew, or make new ones
+--keys=keys_cut | --keys: keys_cut/learner.key_secret is no file of keys; copy it again, or make new ones
 --keys=keys_nobody | --keys=keys_nobody: no sampler's public key in its folder ... is this the learner's folder?
 --keys=keys_sampler | --keys=keys_sampler: no sampler's public key in its folder ... is this the learner's folder?
 --samplers=files --sync_path=file | file/models: Not a directory; name another place
@@ -610,8 +610,8 @@ tis | tis: objectives.py explains all names and takes none
 --model=no_config --rollout=hf | --model=no_config: no model there; ... give a run folder, a checkpoint
 --model=run_spoilt --rollout=hf | run_spoilt: no checkpoint there is whole; ... start anew with --overwrite, or in
 --model=only_config --rollout=hf --max_tokens=8 | only_config: its ... copy tokenizer.json
---model=config_cut --rollout=hf | config_cut/config.json: not valid JSON ... copy it anew, or name another folder
---model=config_number --rollout=hf | config_number/config.json: not a JSON ... copy it anew, or name another folder
+--model=config_cut --rollout=hf | config_cut/config.json: not valid JSON ... copy it again, or name another folder
+--model=config_number --rollout=hf | config_number/config.json: not a JSON ... copy it again, or name another folder
 --model=config_utf16 --rollout=hf | config_utf16/config.json: not a text file in UTF-8 (byte 0); convert it
 --model=config_untyped --rollout=hf --max_tokens=8 | --model=config_untyped: no model there; ... give a run folder, a
 --model=new_type --rollout=hf --max_tokens=8 | new_type: its config.json cannot be read (The ... give a whole
@@ -872,16 +872,16 @@ tcp://127.0.0.1:9 | tcp://127.0.0.1:9: flags are written --key=value
 --keys=/no/such | --keys=/no/such: no learner.key there; ... copy the folder that `python -m remote.keys`
 --keys= | --keys=: no learner.key there; copy the folder that `python -m remote.keys` made for this sampler
 --keys=file | --keys=file: no learner.key there; copy the folder that `python -m remote.keys` made for this sampler
---keys=keys_learner | --keys=keys_learner: the learner's folder; name the sampler's own, such as sampler0 beside it
+--keys=keys_learner | --keys=keys_learner: the learner's folder; name a sampler's, such as sampler0 next to it
 --keys=keys_sampler_open | --keys=keys_sampler_open: sampler0.key_secret can be read ... chmod 600 it, or make new
---keys=keys_sampler_junk | --keys: keys_sampler_junk/learner.key is no file of keys; copy it anew, or make new ones
---keys=keys_sampler_short | --keys: keys_sampler_short/learner.key is no file of ... copy it anew, or make new ones
---keys=keys_sampler_empty | --keys: keys_sampler_empty/sampler0.key_secret is no ... copy it anew, or make new ones
---keys=keys_sampler_public | --keys=keys_sampler_public: no secret key in ... copy it anew, or make new ones
+--keys=keys_sampler_junk | --keys: keys_sampler_junk/learner.key is no file of keys; copy it again, or make new ones
+--keys=keys_sampler_short | --keys: keys_sampler_short/learner.key is no file of ... copy it again, or make new ones
+--keys=keys_sampler_empty | --keys: keys_sampler_empty/sampler0.key_secret is no ... copy it again, or make new ones
+--keys=keys_sampler_public | --keys=keys_sampler_public: no secret key in ... copy it again, or make new ones
 --spool=file | --spool=file: cannot be written (File exists); name another folder
 --spool=file/spool | --spool=file/spool: cannot be written (Not a directory); name another folder
 --spool=read_only/spool | --spool=read_only/spool: cannot be written (Permission denied); name another folder
---spool=locked | locked: another sampler works there; give this one a --name or a --spool of its own
+--spool=locked | locked: another sampler works there; give this one another --name or --spool
 --groups=0 | --groups=0 --spool_groups=4096: at least one group at once, and a spool that holds a batch
 --groups=9 --spool_groups=4 | --groups=9 --spool_groups=4: at least one group at ... and a spool that holds a batch
 --give_up=0 | --give_up=0.0: must be above 0

@@ -376,7 +376,7 @@ def test_two_samplers_of_one_name(made):
     late.hello(incarnation=2)
     assert late.hear(wire.Welcome)
     early.hello(incarnation=1, session="session")
-    assert "another sampler called box came later: give each a --name" in early.hear(wire.Refuse).why
+    assert "another sampler called box came later: give each another --name" in early.hear(wire.Refuse).why
     assert [p.incarnation for p in h.peers.values()] == [2]
 
 
@@ -424,7 +424,7 @@ def test_what_a_sampler_finds_out_about_its_learner(tmp_path):
     asked.put(msgspec.structs.replace(WELCOME, session="another"))
     sampler.check_same_run(end, WELCOME)  # the same flags
     asked.put(msgspec.structs.replace(WELCOME, run={**WELCOME.run, "topk": 20}))
-    sentence = r"the learner started anew and asks for something else \(its topk\): start this sampler again"
+    sentence = r"the learner started again and asks for something else \(its topk\): start this sampler again"
     with pytest.raises(ValueError, match=sentence):
         sampler.check_same_run(end, WELCOME)
     task = tmp_path / "task.py"
