@@ -17,6 +17,7 @@ import pytest
 import torch
 import zmq
 from conftest import ROOT
+from test_hub import until
 from test_train import finish, flags, start, wait_for
 from torchrun import free_port
 
@@ -56,7 +57,8 @@ def finishes(learner, *samplers):
 
 
 def source_state(run, rank=0):
-    """The state of a rank's source in the newest checkpoint."""
+    """The state of a rank's source in the newest checkpoint, as soon as one is whole."""
+    assert until(lambda: list((run / "checkpoints").glob("step_??????")), within=60)
     newest = sorted((run / "checkpoints").glob("step_??????"))[-1]
     return torch.load(newest / f"rank{rank}.pt", weights_only=True)["source"]
 
