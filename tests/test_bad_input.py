@@ -418,7 +418,7 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --eval_task=long.jsonl | --eval_task=long.jsonl: the longest prompt has 1012 ... shorten the response
 HF_HUB_OFFLINE=1 --actor=some/where --actor_lr=1 | --actor=some/where: no such folder here, ... or give a folder
 --task=hf:gsm8k | --task=hf:gsm8k: write hf:NAME/SPLIT, such as hf:openai/gsm8k@main/train
---task=fine.parquet | fine.parquet: not a whole Parquet file ... copy it again
+--task=fine.parquet | fine.parquet: not a whole Parquet file ... copy it anew
 --task=cut.json | cut.json, line 5: not valid JSON (Expecting ',' delimiter); mend that place of the array
 --task=array.json | array.json: not a JSON array of rows; a file with one row a line ends in .jsonl
 --task=nosuch.py:Task | --task=nosuch.py:Task: nosuch.py: no such file; write FILE.py:CLASS
@@ -610,8 +610,8 @@ tis | tis: objectives.py explains all names and takes none
 --model=no_config --rollout=hf | --model=no_config: no model there; ... give a run folder, a checkpoint
 --model=run_spoilt --rollout=hf | run_spoilt: no checkpoint there is whole; ... start anew with --overwrite, or in
 --model=only_config --rollout=hf --max_tokens=8 | only_config: its ... copy tokenizer.json
---model=config_cut --rollout=hf | config_cut/config.json: not valid JSON ... copy it again, or name another folder
---model=config_number --rollout=hf | config_number/config.json: not a JSON ... copy it again, or name another folder
+--model=config_cut --rollout=hf | config_cut/config.json: not valid JSON ... copy it anew, or name another folder
+--model=config_number --rollout=hf | config_number/config.json: not a JSON ... copy it anew, or name another folder
 --model=config_utf16 --rollout=hf | config_utf16/config.json: not a text file in UTF-8 (byte 0); convert it
 --model=config_untyped --rollout=hf --max_tokens=8 | --model=config_untyped: no model there; ... give a run folder, a
 --model=new_type --rollout=hf --max_tokens=8 | new_type: its config.json cannot be read (The ... give a whole

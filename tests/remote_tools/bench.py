@@ -102,8 +102,8 @@ def fetch(pipe, address: str, keys: str, store: str, mib: int) -> None:
     pipe.send(server.getsockname()[1])
     threading.Thread(target=receive_bare, args=(pipe, server, mib), daemon=True).start()
     pair = None if keys == "none" else sampler_keys(keys)
-    spool = Spool(Path(store) / "spool", ["box"], incarnation=1)
-    link = Link([address], ["box"], SamplerFlags(), spool, Path(store), pair)
+    spool = Spool(Path(store) / "spool", ["sampler0"], incarnation=1)
+    link = Link([address], ["sampler0"], SamplerFlags(), spool, Path(store), pair)
     version = None
     while True:
         time.sleep(0.001)
