@@ -12,8 +12,8 @@ replay   top_k 20 on the demo's policy: a learner step that replays the sets of 
 quant    low bits on the demo's policy, by format: the aligned learner's update over the plain one, publication and load
          over plain weights', and the engine's rollout over an unquantized one's (vLLM)
 
-remote/bench.py measures the transport between a learner and its samplers, results/against_trl.py the whole step
-against TRL's, results/spin.py what two busy processes cost each other.
+tests/remote_tools/bench.py measures the transport between a learner and its samplers, results/against_trl.py the whole
+step against TRL's, results/spin.py what two busy processes cost each other.
 """
 
 from __future__ import annotations

@@ -24,21 +24,19 @@ import flags
 import objectives
 import presets
 import quant
-import remote
 import sampling
 import tasks
-from delay import DelayFlags, StalenessFlags
+from delay import DelayFlags, RemoteFlags, StalenessFlags
 from flags import UserError, choice, need
 from model import exact, lora
 from model.memory import MemoryFlags
 from quant import PrecisionFlags
-from remote import RemoteFlags
 from sampling import SamplingFlags
 from tasks import PromptFlags, TaskFlags
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The flags, in groups, but for those that stand in the file of their concept: sampling.py, quant.py, delay.py,
-# optim.py, model/memory.py, tasks/, remote/__init__.py. --help shows them in the order of `Config`'s bases
+# optim.py, model/memory.py, tasks/. --help shows them in the order of `Config`'s bases
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -425,7 +423,7 @@ def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> 
     sampling.check_with_actor(cfg)
     quant.check(cfg)
     delay.check(cfg)
-    remote.check(cfg)
+    delay.check_remote(cfg)
     objectives.check(cfg)
     check_models(cfg)
     lora.check(cfg)

@@ -31,15 +31,7 @@ it has at the beginning, and a group of responses up to L tokens long arrives
     L token_seconds / s        later.
 
 What is long is then older when it arrives, so a bound on age drops long groups rather than short
-ones, and the learner trains on shorter responses than it is offered. `--admission=pace` throws
-nothing away: a sampler begins a group only if the learner can use it within the bound however long
-it becomes, and waits otherwise, for newer weights or a shorter queue. With n groups a batch of u
-updates, and m updates in which the longest responses are made (by the slowest sampler: M),
-
-    at most n (1 + w / u) groups are begun and not used,  w = (max_staleness - sync_every + 1 - M) / 2, in whole batches
-    a group is begun where   age of its weights + m + w <= max_staleness
-
-Samplers on other machines are paced by another rule, for nobody knows how long theirs take (remote/grants.py).
+ones, and the learner trains on shorter responses than it is offered.
 
 `delay/length_ks_p` compares the longest response of each group that was dropped with that of each
 that was trained on, by a Kolmogorov-Smirnov test of two samples (`ks_p`).
@@ -86,9 +78,6 @@ class StalenessFlags:
     token_seconds: float = 0.0
     """--delay: virtual seconds a token takes a sampler of speed 1, so that long responses come late; 0: sampling takes
     no time, and --sampler_rate says how many groups there are."""
-    admission: Literal["drop", "pace"] = "drop"
-    """Drop groups that are too old when they come, or pace the samplers, which then begin none that could be; for
-    samplers on other machines, and for --delay with --token_seconds."""
     step_seconds: float = 28.125
     """--delay: virtual seconds an update takes (1800 / 64)."""
     max_staleness: int | None = None
@@ -98,6 +87,29 @@ class StalenessFlags:
     """Groups that were made longer ago are dropped, by the learner's clock."""
     sync_every: int = 1
     """Broadcast weights to delayed or remote samplers every so many updates."""
+
+
+@dataclass(frozen=True)
+class RemoteFlags:
+    """Samplers on other machines (remote/)"""
+
+    samplers: Literal["local", "zmq", "files"] = "local"
+    """local: an engine in this process; zmq, files: samplers anywhere, over ZeroMQ or a shared folder
+    (python -m remote --connect=...)."""
+    bind: str = "tcp://127.0.0.1:5555"
+    """zmq: where to listen; rank r takes the port r higher. tcp://*:5555 for other hosts, with --keys."""
+    keys: str = "none"
+    """zmq: the learner's folder of keys (python -m remote.keys OUT --samplers=N); none: in the clear, on this host
+    only."""
+    sync_path: str = ""
+    """files: the shared folder."""
+    sync_dtype: Literal["float32", "bfloat16", "quantized"] = "float32"
+    """Weights on the wire; quantized: in --rollout_quant's format, as the learner's aligned forward has them."""
+    sync_delta: bool = False
+    """zmq: send samplers that hold weights of before only what has changed since; the weights are the same, bit for
+    bit."""
+    give_up: float = 3600.0
+    """Stop, with a sentence, after so many seconds without a group from any sampler."""
 
 
 @dataclass(frozen=True)
@@ -297,7 +309,7 @@ class DelaySource(LocalSource):
         their speeds; with --token_seconds what they have time for. Groups that are too old are then dropped."""
         now = self.now(learner_version)
         if self.cfg.token_seconds:
-            self.work(n_groups, learner_version, now)
+            self.work(now)
         else:
             self.reload(now)
             self.made += self.cfg.sampler_rate * n_groups * share
@@ -322,10 +334,10 @@ class DelaySource(LocalSource):
 
     # -- samplers that take their time ---------------------------------------------------------------------------------
 
-    def work(self, n_groups: int, learner_version: int, now: float) -> None:
+    def work(self, now: float) -> None:
         """Let every sampler begin what it may up to now. All that begin next are sampled together."""
         while any(sampler.free <= now for sampler in self.samplers):
-            begun = self.begin_all(n_groups, learner_version, now)
+            begun = self.begin_all(now)
             self.tickets = [ticket for ticket in self.tickets if ticket not in begun]
             groups = self.sample_tickets(list(begun))
             for (ticket, i), group in zip(begun.items(), groups, strict=True):
@@ -334,27 +346,15 @@ class DelaySource(LocalSource):
                 self.sampled[ticket.number] = group
                 self.tickets.append(ticket._replace(made_at=self.samplers[i].free, lengths=lengths))
 
-    def begin_all(self, n_groups: int, learner_version: int, now: float) -> dict[Ticket, int]:
+    def begin_all(self, now: float) -> dict[Ticket, int]:
         """The groups that free samplers begin, each at most one, and their samplers. made_at is when they begin."""
         begun = {}
         for i, sampler in enumerate(self.samplers):
             if sampler.free > now:
                 continue
             self.reload_one(i, sampler.free)
-            if self.cfg.admission == "pace" and not self.may_begin(i, n_groups, learner_version):
-                sampler.free += self.cfg.step_seconds  # it waits, and asks again
-            else:
-                begun[self.begin(i, sampler.free)] = i
+            begun[self.begin(i, sampler.free)] = i
         return begun
-
-    def may_begin(self, i: int, n_groups: int, learner_version: int) -> bool:
-        """Whether a group that sampler i begins now can be used within the bounds, however long it becomes."""
-        waiting = updates_in_queue(self.cfg, self.speeds)
-        a_batch = self.cfg.rollout_batch // self.cfg.train_batch
-        if len(self.tickets) >= n_groups * (1 + waiting // a_batch):
-            return False
-        age = learner_version - self.samplers[i].version
-        return age + updates_to_make(self.cfg, self.speeds[i]) + waiting <= self.cfg.max_staleness
 
     def settle(self, ticket: Ticket, trained: bool) -> None:
         """The fate of a group is decided."""
@@ -492,20 +492,6 @@ class DelaySource(LocalSource):
 MOST_WAITS = 100_000  # steps of the virtual clock
 
 
-def updates_to_make(cfg, speed: float) -> int:
-    """The most updates that the learner does while a sampler of this speed makes the longest responses there can be."""
-    a_batch = cfg.rollout_batch // cfg.train_batch
-    return a_batch * math.ceil(cfg.max_tokens * cfg.token_seconds / speed / cfg.step_seconds / a_batch)
-
-
-def updates_in_queue(cfg, speeds: list[float]) -> int:
-    """--admission=pace: the most updates that a group waits for its use: half of what its making leaves of the bound.
-    The other half is left to the age of the weights, beside what they always have of it (--sync_every)."""
-    a_batch = cfg.rollout_batch // cfg.train_batch
-    left = cfg.max_staleness - (cfg.sync_every - 1) - updates_to_make(cfg, min(speeds))
-    return a_batch * (left // 2 // a_batch)
-
-
 def mean_of(counts: Counter) -> float:
     return sum(value * n for value, n in counts.items()) / max(1, counts.total())
 
@@ -531,7 +517,8 @@ def check(cfg) -> None:
     for name in ("sampler_rate", "step_seconds", "window_seconds"):
         need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
     check_bounds(cfg)
-    check_pace(cfg)
+    speeds_of(cfg)
+    need(0 <= cfg.token_seconds < math.inf, f"--token_seconds={cfg.token_seconds}: must be 0 or above")
     remote = cfg.samplers != "local"
     if cfg.delay == "none" and not remote and (cfg.sync_every > 1 or cfg.max_staleness is not None):
         raise UserError(
@@ -545,29 +532,6 @@ def check(cfg) -> None:
         )
 
 
-def check_pace(cfg) -> None:
-    """UserError, one sentence, if the flags about the speed of samplers contradict each other, or the bound on age."""
-    speeds = speeds_of(cfg)
-    need(0 <= cfg.token_seconds < math.inf, f"--token_seconds={cfg.token_seconds}: must be 0 or above")
-    if cfg.admission == "drop":
-        return
-    remote = cfg.samplers != "local"
-    if not remote and (cfg.delay == "none" or not cfg.token_seconds):
-        raise UserError(
-            "--admission=pace: there is nothing to pace; it goes with --delay and --token_seconds, or with --samplers"
-        )
-    if cfg.max_staleness is None:
-        raise UserError("--admission=pace: there is no bound on age to keep; name one with --max_staleness")
-    if remote:
-        return
-    least = cfg.sync_every - 1 + updates_to_make(cfg, min(speeds))
-    if least > cfg.max_staleness:
-        raise UserError(
-            f"--admission=pace --max_staleness={cfg.max_staleness}: a group of --max_tokens={cfg.max_tokens} is up to "
-            f"{least} updates old when the slowest sampler has made it; raise the bound, or lower --token_seconds"
-        )
-
-
 def check_bounds(cfg) -> None:
     """UserError, one sentence, if a bound on age cannot be met, or if waiting groups are not bounded."""
     most = cfg.max_staleness
@@ -578,7 +542,7 @@ def check_bounds(cfg) -> None:
             f"--max_staleness={most}: with --sync_every={cfg.sync_every} even the newest weights are "
             f"up to {cfg.sync_every - 1} updates old; broadcast more often"
         )
-    unbounded = most is None and math.isinf(cfg.window_seconds) and cfg.admission != "pace"
+    unbounded = most is None and math.isinf(cfg.window_seconds)
     if cfg.delay != "none" and unbounded and (cfg.sampler_rate > 1 or cfg.token_seconds > 0):
         flag = "token_seconds" if cfg.token_seconds else "sampler_rate"
         raise UserError(
@@ -592,3 +556,36 @@ def check_bounds(cfg) -> None:
                 f"--window_seconds={cfg.window_seconds}: at --sampler_rate={cfg.sampler_rate} groups would be dropped "
                 "before there are enough of them for an update, for ever; widen the window, or raise the rate"
             )
+
+
+def check_remote(cfg) -> None:
+    """UserError, one sentence, if the flags of remote samplers contradict each other."""
+    need(cfg.give_up > 0, f"--give_up={cfg.give_up}: must be above 0")
+    need(cfg.samplers != "files" or cfg.sync_path.strip(), "--samplers=files: name the folder with --sync_path")
+    need(
+        cfg.samplers != "zmq" or cfg.bind.startswith(("tcp://", "ipc://")),
+        f"--bind={cfg.bind}: not an address; write tcp://HOST:PORT",
+    )
+    need(
+        cfg.samplers != "zmq" or cfg.keys != "none" or cfg.bind.startswith(("tcp://127.0.0.1:", "ipc://")),
+        f"--bind={cfg.bind}: for other hosts --keys are needed (python -m remote.keys OUT --samplers=N makes them), "
+        "or listen on tcp://127.0.0.1:PORT",
+    )
+    need(
+        cfg.sync_dtype != "quantized" or cfg.rollout_quant not in ("none", "w3a16", "w2a16"),
+        f"--sync_dtype=quantized: --rollout_quant={cfg.rollout_quant} is no format that engines load; use int8, fp8 or "
+        "w4a16, or --sync_dtype=float32",
+    )
+    need(
+        not cfg.sync_delta or cfg.samplers == "zmq",
+        "--sync_delta: there is nothing to send; it goes with --samplers=zmq (a shared folder is read in place)",
+    )
+    need(
+        not cfg.sync_delta or cfg.sync_dtype != "float32",
+        "--sync_delta: in float32 nearly every number changes with each update; use --sync_dtype=bfloat16 or quantized",
+    )
+    need(
+        not (cfg.samplers != "local" and cfg.learner_quant == "aligned" and cfg.sync_dtype == "bfloat16"),
+        "--sync_dtype=bfloat16: an engine that quantizes rounded weights has other low-bit numbers than "
+        "--learner_quant=aligned; use --sync_dtype=float32 or quantized",
+    )

@@ -1,4 +1,4 @@
-"""The account of every group: what a sampler has handed over, and what the learner holds. HeteroRL, section 4.2.
+"""The account of every group: handed over by a sampler, held by the learner. HeteroRL, section 4.2.
 
 A group's name is STREAM/INCARNATION/N: an incarnation is one life of a sampler's process, N counts its groups, and a
 stream is the sampler's name, with several ranks SAMPLER.R. Every such name is read by one rule (`split`), wherever it
@@ -12,19 +12,16 @@ checkpoint carries it, and a group that is in it is turned away when it comes ag
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import re
 import stat
 import threading
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
 
 VERSIONS = 2  # weights that can be fetched: a sampler may finish fetching the ones before the newest
-LIVES = 16  # incarnations of a sampler that are believed to have handed something over before any of it came
-UNPROVEN = 4096  # the same of all samplers together
 MOST_GROUP = 1 << 30  # bytes of a file in a spool
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -59,10 +56,10 @@ def rank_of(stream: str) -> int:
 
 def split(name: str) -> tuple[tuple[str, int], int]:
     """((stream, incarnation), n) of a group's name. ValueError: not such a name."""
-    found = GROUP.fullmatch(name)
-    if found is None:
+    match = GROUP.fullmatch(name)
+    if match is None:
         raise ValueError(f"{name[:100]!r} is no name of a group")
-    return (found[1], int(found[2])), int(found[3])
+    return (match[1], int(match[2])), int(match[3])
 
 
 def sampler_of(name: str) -> str:
@@ -70,10 +67,16 @@ def sampler_of(name: str) -> str:
     return split(name)[0][0]
 
 
+def is_of(stream: str, name: str) -> bool:
+    """Whether this may be the name of one of a stream's groups. It may come from anybody."""
+    match = GROUP.fullmatch(name)
+    return match is not None and match[1] == stream
+
+
 def name_of_file(stream: str, file: str) -> str | None:
     """The name of the group in a stream's file; None: the file is no group's."""
-    found = FILE.fullmatch(file)
-    return None if found is None else f"{stream}/{found[1]}/{found[2]}"
+    match = FILE.fullmatch(file)
+    return None if match is None else f"{stream}/{match[1]}/{match[2]}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -109,22 +112,9 @@ class Account(dict):
         key, n = split(name)
         return key in self and n in self[key]
 
-    def add(self, name: str, before: Account | None = None) -> int:
-        """By how many entries the account has grown: 1 for a new incarnation, 1 for a number out of order.
-
-        before: an account that this one goes on from, incarnation by incarnation."""
+    def add(self, name: str) -> None:
         key, n = split(name)
-        new = key not in self
-        if new:
-            known = (before or {}).get(key, Seen())
-            self[key] = Seen(known.upto, known.beyond)
-        beyond = len(self[key].beyond)
-        self[key].add(n)
-        return new + len(self[key].beyond) - beyond
-
-    def entries(self, key: tuple[str, int]) -> int:
-        """What an incarnation takes up here."""
-        return 1 + len(self[key].beyond) if key in self else 0
+        self.setdefault(key, Seen()).add(n)
 
     def state(self) -> list:
         return [[*key, seen.upto, sorted(seen.beyond)] for key, seen in sorted(self.items())]
@@ -134,27 +124,56 @@ class Account(dict):
         return cls({(sampler, incarnation): Seen(upto, beyond) for sampler, incarnation, upto, beyond in state})
 
 
-def believe(reports: dict, key: tuple[str, int], handed: int, is_proven) -> None:
-    """Note how many groups an incarnation says it has handed over. Saying so costs nothing, so of those that have
-    proven nothing (is_proven: any group of theirs has come) only the latest few are kept."""
-    if key in reports:
-        reports[key] = max(reports[key], handed)
-    elif handed:
-        reports[key] = handed
-        unproven = [other for other in list(reports) if not is_proven(other)]
-        own = sorted(other for other in unproven if other[0] == key[0])
-        for other in own[:-LIVES] + unproven[:-UNPROVEN]:
-            reports.pop(other, None)
-
-
 @dataclass
 class Arrived:
-    """What a hub hands to the training loop: a group's bytes, or the fate of a group that will not come."""
+    """A group for the training loop: its bytes, or the fate of a group that will not come."""
 
     name: str
     when: float  # seconds since the epoch
     data: bytes = b""
     fate: str = ""  # source.py lists them; empty: undecided, look at the data
+
+
+class Intake:
+    """The learner's account of one rank, which both transports keep in the same way.
+
+    counts: groups and messages, by kind. reports: groups that each (stream, incarnation) says it has handed over. got:
+    groups that are here, or that will not come; held: those of them that a checkpoint accounts for. broken: the error
+    that ended the transport."""
+
+    def __init__(self, room: int, log):
+        self.log = log
+        self.counts: Counter = Counter()
+        self.reports: dict[tuple[str, int], int] = {}
+        self.got = Account()
+        self.held_names = Account()
+        self.room = room  # bytes of groups that may be here or asked for
+        self.size = 0  # bytes of groups that are
+        self.lock = threading.Lock()
+        self.is_open = False
+        self.broken = ""
+
+    def open(self, held: Account) -> None:
+        """Let samplers in. held: the groups that the checkpoint accounts for."""
+        self.held_names = held
+        self.got = Account.of(held.state())
+        self.is_open = True
+
+    def report(self, key: tuple[str, int], handed: int) -> None:
+        """Note how many groups an incarnation has handed over."""
+        self.reports[key] = max(self.reports.get(key, 0), handed)
+
+    def take_room(self, nbytes: int) -> bool:
+        """Take room for a group, if there is any. A group that is bigger than all the room is taken alone."""
+        with self.lock:
+            fits = not self.size or self.size + nbytes <= self.room
+            self.size += nbytes * fits
+        return fits
+
+    def free(self, nbytes: int) -> None:
+        """Give the room of a group back."""
+        with self.lock:
+            self.size -= nbytes
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -176,12 +195,10 @@ class Spool:
         self.lost: dict[str, list[str]] = {}  # names
         self.waiting: dict[str, deque] = {}  # names, oldest first
         for stream in streams:
-            self.add(stream)
+            self._read_folder(stream)
 
-    def add(self, stream: str) -> None:
-        """Begin to spool for this stream, with what an earlier life has left of it."""
-        if stream in self.waiting:
-            return
+    def _read_folder(self, stream: str) -> None:
+        """Go on with the groups that an earlier life has left."""
         folder = self.folder / stream
         folder.mkdir(parents=True, exist_ok=True)
         for scratch in folder.glob(".*"):  # cut off in the middle: never handed over
@@ -250,48 +267,30 @@ class OddFileError(ValueError):
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """The bytes of a file. Others may write into its folder: no link is followed, no pipe waited for, and no more than
-    `most` + 1 bytes are read. OddFileError: no regular file of at most so many; OSError: none at all."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as e:
-        if e.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR):
-            raise
-        raise OddFileError(f"{path.name}: not a regular file") from None
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OddFileError(f"{path.name}: not a regular file")
-        with open(fd, "rb", closefd=False) as f:
-            data = f.read(most + 1)
-    finally:
-        os.close(fd)
-    if len(data) > most:
+    """The bytes of a file. Others may write into its folder, so no link is followed and no pipe waited for.
+    OddFileError: no regular file of at most `most` bytes; OSError: no file."""
+    about = path.lstat()
+    if not stat.S_ISREG(about.st_mode):
+        raise OddFileError(f"{path.name}: not a regular file")
+    if about.st_size > most:
         raise OddFileError(f"{path.name}: more than {most} bytes")
-    return data
+    return path.read_bytes()
 
 
 def write_atomically(path: Path, data: bytes, flush: bool = True) -> None:
-    """Write a file whole or not at all. flush: onto the disk, so that it survives a loss of power too.
-
-    Others may write into its folder: neither the folder nor a file in it may be a link to somewhere else."""
-    scratch = f".{path.name}.{os.getpid()}"
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    """Write a file whole or not at all. flush: onto the disk, so that it survives a loss of power too."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(scratch, dir_fd=folder)
-        fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder)
-        with open(fd, "wb") as f:
+        with open(scratch, "wb") as f:
             f.write(data)
             if flush:
                 f.flush()
                 os.fsync(f.fileno())
-        os.replace(scratch, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        os.replace(scratch, path)
     except OSError:
         with contextlib.suppress(OSError):
-            os.unlink(scratch, dir_fd=folder)
+            scratch.unlink()
         raise
-    finally:
-        os.close(folder)
 
 
 def with_digest(data: bytes) -> bytes:
@@ -305,7 +304,7 @@ def verified(data: bytes) -> bytes | None:
 
 
 def retain_weights(path: Path, published: list[Path], most: int = VERSIONS) -> list[Path]:
-    """The weights published last, `path` the newest of at most so many; all others in its folder are deleted.
+    """The weights published last, `path` the newest of at most `most`; all others in its folder are deleted.
 
     Those of an undone history are deleted too, whatever their numbers."""
     newest = [*(p for p in published if p != path), path][-most:]

@@ -1,7 +1,7 @@
-"""What time it is at the learner: a group's age is counted from when it was made, on one clock. HeteroRL, section 4.2.
+"""The learner's time, estimated by samplers: the age of a group is counted on one clock. HeteroRL, section 4.2.
 
 A sampler's clock may be hours off, so it stamps its groups with the learner's time, which it estimates as NTP does.
-Over a socket a hello carries its own time `sent`, and the answer brings that back beside the learner's time `clock`:
+Over a socket a hello carries its own time `sent`, and the answer brings it back with the learner's time `clock`:
 
     offset = clock - (sent + now) / 2        seconds to add to the own clock; wrong by half the round trip at most
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import deque
 
-KEPT = 8  # measurements: a clock that is set anew is followed after as many
+KEPT = 8  # measurements: a clock that is set again is followed after as many
 
 
 class LearnerClock:
@@ -42,7 +42,7 @@ class LearnerClock:
         self.of_learner.append(clock - stamp)
 
     def stamped_here(self, sent: float, stamp: float) -> None:
-        """The same of a file of our own."""
+        """The same of a file that we wrote."""
         self.of_own.append(stamp - sent)
 
     @property

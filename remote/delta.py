@@ -1,4 +1,4 @@
-"""What has changed between two sets of weights, and nothing else: lossless and small. HeteroRL, section 4.2.
+"""The words that differ between two sets of weights: lossless and small. HeteroRL, section 4.2.
 
 At the learning rates of RL an update moves most weights by less than half of the last place of bfloat16, so few of the
 published numbers change. Two safetensors files of the same tensors differ only in the entries of these numbers, so a
@@ -91,7 +91,7 @@ def decode_gaps(packed: bytes, n: int, words: int) -> np.ndarray:
 
 
 def unpack(packed, most: int) -> bytes:
-    """What was packed by zlib, of which no more than about `most` bytes are unpacked. WireError: there are more."""
+    """Unpack zlib data, about `most` bytes at most. WireError: there are more."""
     inflate = zlib.decompressobj()
     try:
         out = inflate.decompress(packed, most + 1)
@@ -102,7 +102,7 @@ def unpack(packed, most: int) -> bytes:
 
 
 class Delta:
-    """A delta that came, cut into its blocks. WireError: it is none for weights of so many bytes."""
+    """A delta that came, cut into its blocks. WireError: it does not fit weights of `nbytes` bytes."""
 
     def __init__(self, data, nbytes: int):
         data = memoryview(data)
@@ -131,7 +131,7 @@ def rebuild(base: Path, deltas: list, of: wire.Manifest, sink):
     """Write the weights `of` into the sink: the file `base`, and the deltas that lead from it to them. A generator that
     stops after each block, so that whoever runs it can do something else.
 
-    WireError: what comes out are not these weights; the leaves that were written are good. OSError: no such file, or
+    WireError: these weights do not come out; the leaves that were written are good. OSError: no such file, or
     no room."""
     chain = [Delta(data, of.nbytes) for data in deltas]
     word = word_of(of.nbytes)
@@ -148,7 +148,7 @@ def rebuild(base: Path, deltas: list, of: wire.Manifest, sink):
 
 
 def write_if_good(data: bytearray, start: int, of: wire.Manifest, sink) -> None:
-    """Write the leaves of a block. WireError: one of them is not what the manifest says."""
+    """Write the leaves of a block. WireError: one of them is not as the manifest says."""
     view = memoryview(data)
     for begin in range(0, len(data), wire.LEAF):
         leaf = view[begin : begin + wire.LEAF]
@@ -158,7 +158,7 @@ def write_if_good(data: bytearray, start: int, of: wire.Manifest, sink) -> None:
 
 
 def chain_from(root: str, offer: wire.Offer) -> list[wire.Manifest]:
-    """The deltas of an offer that lead from the weights of this root to the offered ones; empty where there are none.
+    """The deltas of an offer that lead from the weights of this root to the offered ones; empty without any.
 
     WireError: deltas that are as big as the weights."""
     bases = [step.base for step in offer.deltas]
@@ -180,7 +180,7 @@ class Chain:
         self.steps: list[tuple[wire.Step, bytes]] = []
 
     def add(self, of: wire.Manifest, change: bytes | None) -> None:
-        """New weights, and the delta from those before. None: there is none, and the chain begins anew."""
+        """Add new weights, and the delta from those before. None: there is no delta, and the chain begins again."""
         if change is None or not self.root:
             self.steps = []
         else:

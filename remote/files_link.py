@@ -1,7 +1,8 @@
-"""A sampler's end of a shared folder, with the face of link.Link: files.py says what lies where."""
+"""A sampler's end of a shared folder, with the interface of link.Link: files.py lists the files."""
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import re
 import threading
@@ -34,8 +35,6 @@ class FilesLink(threading.Thread):
         self.stopping = False
         self.session = ""
         self.got = dict.fromkeys(streams, 0)  # groups fetched by the learner and not held yet
-        self.grants: dict[str, int] = {}  # groups of this life that the learner has granted
-        self.asks: dict[str, tuple[int, int]] = {}  # how many more, with weights of which version
         self.clocks = {stream: LearnerClock() for stream in streams}
         self.read: dict[str, float] = {}  # stream -> stamp of the learner's clock that was read last
         self.touched = 0  # when the learner touched `welcome` last, by its clock
@@ -47,27 +46,9 @@ class FilesLink(threading.Thread):
         """Groups that the learner has not fetched, as link.Link.behind."""
         return max(0, len(self.spool.waiting[stream]) - self.got[stream])
 
-    def granted(self, stream: str) -> int:
-        """As link.Link.granted."""
-        return self.grants.get(stream, 0)
-
-    def ask_for(self, stream: str, wants: int, version: int) -> None:
-        """As link.Link.ask_for."""
-        if self.asks.get(stream) != (wants, version):
-            self.asks[stream] = (wants, version)
-            if wants:
-                self.beat = 0.0
-
     def offset(self, stream: str) -> float:
-        """Seconds that the clock of this stream's learner is ahead of ours."""
+        """Seconds by which the clock of this stream's learner is ahead of ours."""
         return self.clocks[stream].offset
-
-    def reroute(self, addresses: list[str], streams: list[str]) -> None:
-        """Look after these streams too; those of before stay, as long as the spool has something for them."""
-        for stream in streams:
-            self.clocks.setdefault(stream, LearnerClock())
-            self.got.setdefault(stream, 0)
-        self.streams = [*streams, *(s for s in self.streams if s not in streams)]
 
     def close(self) -> None:
         self.stopping = True
@@ -90,19 +71,16 @@ class FilesLink(threading.Thread):
             time.sleep(0.05)
 
     def _turn_if_there(self, now: float) -> None:
-        """One turn. Whatever lies in the folder, the thread goes on, until --give_up seconds are over, and one bad file
-        keeps no other from being read."""
+        """One turn. One bad file keeps no other from being read, and the thread goes on whatever lies in the folder."""
         # The clock is known before there are weights to sample with.
         for work in (self._read_welcome, self._read_clocks, self._read_fetched, self._write_hellos, self._read_newest):
             try:
                 work(now)
             except (FileNotFoundError, wire.WireError):
-                pass  # replaced while it was read: the next turn finds what replaced it
-            except Exception as e:
-                what = e.strerror if isinstance(e, OSError) else repr(e)
-                if what:
-                    print(f"{self.folder}: {wire.printable(what)}; trying again", flush=True)
-                    time.sleep(1.0)
+                pass  # replaced while it was read: the next turn reads the new one
+            except OSError as e:
+                print(f"{self.folder}: {e.strerror}; trying again", flush=True)
+                time.sleep(1.0)
             if self.error:
                 return
 
@@ -114,8 +92,7 @@ class FilesLink(threading.Thread):
         welcome = read_message(path, wire.Welcome)
         self.touched = touched
         self.heard = now
-        self.error = wire.protocol_mismatch(learner=welcome.protocol, sampler=wire.PROTOCOL)
-        if not self.error and welcome.session != self.session:
+        if welcome.session != self.session:
             self.session = welcome.session
             self.welcome.put(welcome)
 
@@ -128,34 +105,23 @@ class FilesLink(threading.Thread):
                 clock.stamped_there(read_message(path, wire.Got).clock, stamp)
 
     def _read_fetched(self, now: float) -> None:
+        """Read which groups the learner holds, and which it has fetched."""
         for stream in self.streams:
-            self._read_fetched_of(stream)
-
-    def _read_fetched_of(self, stream: str) -> None:
-        """Which groups the learner holds, which it has fetched, and how many it wants."""
-        held, got = self.folder / "held" / stream, self.folder / "got" / stream
-        with self.spool.lock:
-            known = {*self.spool.waiting[stream], *self.spool.lost[stream]}
-        if held.exists():
-            self.spool.forget(known.intersection(read_message(held, wire.Held).names))
-        names = set(read_message(got, wire.Got).names) if got.exists() else set()
-        with self.spool.lock:
-            self.got[stream] = sum(name in names for name in self.spool.waiting[stream])
-        grant = self.folder / "grants" / stream
-        given = read_message(grant, wire.Grant) if grant.exists() else wire.Grant(0, 0)
-        self.grants[stream] = given.groups if given.incarnation == self.spool.incarnation else 0
+            held, got = self.folder / "held" / stream, self.folder / "got" / stream
+            with self.spool.lock:
+                known = {*self.spool.waiting[stream], *self.spool.lost[stream]}
+            if held.exists():
+                self.spool.forget(known.intersection(read_message(held, wire.Held).names))
+            names = set(read_message(got, wire.Got).names) if got.exists() else set()
+            with self.spool.lock:
+                self.got[stream] = sum(name in names for name in self.spool.waiting[stream])
 
     def _read_newest(self, now: float) -> None:
         newest = self.folder / "models" / "newest"
         if not newest.exists():
             return
         offer = read_message(newest, wire.Offer)
-        most = self.flags.most_weights * 2**30
-        if offer.of.nbytes > most:
-            gib = offer.of.nbytes / 2**30
-            self.error = f"--most_weights={self.flags.most_weights}: the learner's weights have {gib:.1f} GiB"
-            return
-        offer.of.check(int(most))
+        offer.of.check(wire.MOST_WEIGHTS)
         wire.need(WEIGHTS.fullmatch(offer.of.name) and offer.version >= 0, "newest: the offer of no weights")
         weights = wire.Weights(offer.version, offer.published, self.folder / "models" / offer.of.name)
         if self.newest != weights and self._are_whole(weights.path, offer.of):
@@ -168,51 +134,30 @@ class FilesLink(threading.Thread):
             return False
 
     def _write_hellos(self, now: float) -> None:
-        if now - self.beat > BEAT:
-            self.beat = now
-            for stream in self.streams:
-                self._write_hello(stream)
-
-    def _write_hello(self, stream: str) -> None:
-        wants, version = self.asks.get(stream, (0, 0))
-        hello = wire.Hello(
-            protocol=wire.PROTOCOL,
-            sampler=stream,
-            incarnation=self.spool.incarnation,
-            session=self.session,
-            handed=self.spool.handed[stream],
-            lost=self.spool.lost[stream][:OFFERS],
-            sent=time.time(),
-            wants=wants,
-            version=version,
-        )
-        path = self.folder / "samplers" / stream
-        write_atomically(path, wire.encode(hello))
-        self.clocks[stream].stamped_here(hello.sent, path.lstat().st_mtime)
+        if now - self.beat <= BEAT:
+            return
+        self.beat = now
+        for stream in self.streams:
+            handed, lost = self.spool.handed[stream], self.spool.lost[stream][:OFFERS]
+            hello = wire.Hello(stream, self.spool.incarnation, self.session, handed, lost, time.time())
+            path = self.folder / "samplers" / stream
+            write_atomically(path, wire.encode(hello))
+            self.clocks[stream].stamped_here(hello.sent, path.lstat().st_mtime)
 
 
 def wait_for_ranks(folder: Path, flags) -> int:
     """The number of the learner's ranks, once it is there. UserError after --give_up seconds without one."""
-    start = time.monotonic()
-    printed = start
-    while (ranks := ranks_of_learner(folder)) is None:
-        now = time.monotonic()
-        if now - start > flags.give_up:
-            raise UserError(
-                f"--connect={flags.connect}: no learner there for {flags.give_up:.0f} s; "
-                f"start it with --samplers=files --sync_path={folder}"
-            )
-        if now - printed > PRINT_EVERY:
-            printed = now
+    start = printed = time.monotonic()
+    while time.monotonic() - start <= flags.give_up:
+        with contextlib.suppress(OSError, wire.WireError):
+            ranks = read_message(folder / "welcome", wire.Welcome).run.get("world")
+            wire.need(isinstance(ranks, int) and 1 <= ranks <= 4096, "welcome: no number of ranks")
+            return ranks
+        if time.monotonic() - printed > PRINT_EVERY:
+            printed = time.monotonic()
             print(f"no learner at {folder} yet, waiting (at most {flags.give_up:.0f} s, --give_up)", flush=True)
         time.sleep(0.05)
-    return ranks
-
-
-def ranks_of_learner(folder: Path) -> int | None:
-    """None where no learner has said welcome."""
-    try:
-        ranks = read_message(folder / "welcome", wire.Welcome).run.get("world")
-    except (OSError, wire.WireError):
-        return None
-    return ranks if isinstance(ranks, int) and 1 <= ranks <= 4096 else None
+    raise UserError(
+        f"--connect={flags.connect}: no learner there for {flags.give_up:.0f} s; "
+        f"start it with --samplers=files --sync_path={folder}"
+    )

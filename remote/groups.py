@@ -1,18 +1,17 @@
-"""A group of rollouts as bytes, and what the learner checks before it believes one. HeteroRL, section 4.2.
+"""A group of rollouts as bytes, and the learner's checks before it believes one. HeteroRL, section 4.2.
 
 A group is one safetensors file: arrays over all N tokens of its G responses, end to end, and everything else as JSON in
 the file's metadata (`Head`).
 
     prompt_ids    int32 [P]            tokens, loss_mask, logp_inf    int32, bool, float32 [N]
     lengths       int32 [G]            topk_ids, topk_logp            int32, float32 [N, K]
-    rewards       float64 [G]          kept_ids, kept_sizes           int32 [sum of sizes], [N]
+    rewards       float64 [G]          allowed_ids, allowed_sizes     int32 [sum of sizes], [N]
                                        routed                         int16 [N + G (P - 1), layers, k]
 
-kept_ids and kept_sizes are there with truncated sampling only: the tokens that each token was drawn from, set after
-set. They are the `allowed_ids` of a Response; the file has the older name, so that files written before can be read.
-routed is there with --router_replay only.
+allowed_ids and allowed_sizes are there with truncated sampling only: the tokens that each token was drawn from, set
+after set. routed is there with --router_replay only.
 A sampler may send anything: `decode_group` returns a Rollout that fits the run and that an engine can have sampled, or
-raises WireError with what is wrong. What it lets through must not stop the learner.
+raises WireError with the reason. A group that it lets through must not stop the learner.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from rollout import Response, Rollout
 from sampling import Sampling
 
 PER_TOKEN = ("tokens", "loss_mask", "logp_inf", "topk_ids", "topk_logp")
-ALLOWED = ("kept_ids", "kept_sizes")
+ALLOWED = ("allowed_ids", "allowed_sizes")
 SHAPES = {  # array -> type, dimensions
     "prompt_ids": (np.int32, 1),
     "lengths": (np.int32, 1),
@@ -41,8 +40,8 @@ SHAPES = {  # array -> type, dimensions
     "logp_inf": (np.float32, 1),
     "topk_ids": (np.int32, 2),
     "topk_logp": (np.float32, 2),
-    "kept_ids": (np.int32, 1),
-    "kept_sizes": (np.int32, 1),
+    "allowed_ids": (np.int32, 1),
+    "allowed_sizes": (np.int32, 1),
     "routed": (np.int16, 3),
 }
 MOST_REWARD = 1e6  # rewards are squared in float32
@@ -52,7 +51,7 @@ MOST_TEXT = {"prompt_id": 1024, "model": 256, "precision": 64, "digest": 256}  #
 
 @dataclass(frozen=True)
 class Limits:
-    """What a rank of the learner takes; a group that says it is bigger is refused before anything is allocated."""
+    """The sizes that a rank of the learner takes. A bigger group is refused before anything is allocated."""
 
     group_size: int
     max_tokens: int
@@ -86,7 +85,7 @@ class Head(msgspec.Struct, frozen=True):
     t_start: float
     t_end: float
     finish: list[str]
-    has_allowed: bool = msgspec.field(name="kept")
+    has_allowed: bool
 
 
 def name_of(uid) -> str:
@@ -121,8 +120,8 @@ def encode_group(group: Rollout) -> bytes:
         arrays[name] = np.concatenate([getattr(r, name) for r in responses])
     if has_allowed:
         sizes = [np.diff(r.allowed_offsets) for r in responses]
-        arrays["kept_ids"] = np.concatenate([r.allowed_ids for r in responses])
-        arrays["kept_sizes"] = np.concatenate(sizes).astype(np.int32)
+        arrays["allowed_ids"] = np.concatenate([r.allowed_ids for r in responses])
+        arrays["allowed_sizes"] = np.concatenate(sizes).astype(np.int32)
     if responses[0].routed is not None:
         arrays["routed"] = np.concatenate([r.routed for r in responses])
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
@@ -130,14 +129,14 @@ def encode_group(group: Rollout) -> bytes:
 
 
 def decode_group(data, limits: Limits) -> Rollout:
-    """The inverse of encode_group. WireError with what is wrong: types, shapes, sizes, token ids, log-probabilities."""
+    """The inverse of encode_group. WireError with the reason: types, shapes, sizes, token ids, log-probabilities."""
     data = bytes(data)
     try:
         arrays = load(data)
         size = int.from_bytes(data[:8], "little")
         head = msgspec.json.decode(json.loads(data[8 : 8 + size])["__metadata__"]["head"], type=Head)
         sampling = msgspec.convert(head.sampling, Sampling)
-    except Exception as e:  # three decoders, and each has errors of its own: RecursionError is among them
+    except Exception as e:  # three decoders, and each has other errors: RecursionError is among them
         raise WireError(f"not a group: {printable(e)}") from None
     check_head(head)
     try:
@@ -163,7 +162,7 @@ def decode_group(data, limits: Limits) -> Rollout:
 
 
 def check_head(head: Head) -> None:
-    """WireError unless every name and number beside the arrays can be what it stands for."""
+    """WireError unless every name and number outside the arrays is possible."""
     sampler, incarnation, n = head.uid
     for number in (incarnation, n, head.version, abs(head.sampling.get("seed", 0))):
         need(0 <= number < 10**18, "not a group: a number of more than 18 digits, or below 0")
@@ -210,7 +209,7 @@ def check_shapes(head: Head, arrays: dict, limits: Limits) -> None:
 
 def check_values(arrays: dict, limits: Limits) -> None:
     """WireError unless every number in the arrays can come from an engine, and from grading."""
-    for name in ("prompt_ids", "tokens", "topk_ids", "kept_ids"):
+    for name in ("prompt_ids", "tokens", "topk_ids", "allowed_ids"):
         x = arrays.get(name, np.zeros(0))
         inside = x.size == 0 or 0 <= x.min() <= x.max() < limits.vocab
         need(inside, f"{name} outside the vocabulary of {limits.vocab}")
@@ -244,16 +243,16 @@ def check_allowed(head: Head, arrays: dict, limits: Limits) -> None:
     else:
         need(not head.has_allowed, "sets of allowed tokens that were not asked for")
     if head.has_allowed:
-        sizes = arrays["kept_sizes"]
+        sizes = arrays["allowed_sizes"]
         need(
             len(sizes) == len(arrays["tokens"])
             and sizes.min() >= 1
             and sizes.max() <= limits.max_allowed
-            and sizes.sum(dtype=np.int64) == len(arrays["kept_ids"]),
+            and sizes.sum(dtype=np.int64) == len(arrays["allowed_ids"]),
             "sets of allowed tokens of wrong sizes",
         )
         begins = np.cumsum(sizes, dtype=np.int64) - sizes
-        sampled = np.repeat(arrays["tokens"], sizes) == arrays["kept_ids"]
+        sampled = np.repeat(arrays["tokens"], sizes) == arrays["allowed_ids"]
         need(np.logical_or.reduceat(sampled, begins).all(), "a token that is not in its set of allowed tokens")
 
 
@@ -262,7 +261,7 @@ def split_responses(head: Head, arrays: dict) -> list[Response]:
     responses = []
     ends = np.cumsum(arrays["lengths"])
     if head.has_allowed:  # where each token's set begins; the last entry is the end of all
-        offsets = np.concatenate([[0], np.cumsum(arrays["kept_sizes"], dtype=np.int64)])
+        offsets = np.concatenate([[0], np.cumsum(arrays["allowed_sizes"], dtype=np.int64)])
     for i, end in enumerate(ends):
         start = end - arrays["lengths"][i]
         response = Response(
@@ -272,7 +271,7 @@ def split_responses(head: Head, arrays: dict) -> list[Response]:
         )
         if head.has_allowed:
             response.allowed_offsets = offsets[start : end + 1] - offsets[start]
-            response.allowed_ids = arrays["kept_ids"][offsets[start] : offsets[end]]
+            response.allowed_ids = arrays["allowed_ids"][offsets[start] : offsets[end]]
         if "routed" in arrays:
             before = i * (len(arrays["prompt_ids"]) - 1)  # of the prompts of this response and those before it
             through = before + len(arrays["prompt_ids"]) - 1

@@ -1,10 +1,10 @@
-"""CURVE keys: who may talk to whom, so that nobody else can read it.
+"""CURVE keys: they say who may talk to whom, and no one else can read it.
 
     python -m remote.keys OUT --samplers=4      # OUT/learner and OUT/sampler0 ... OUT/sampler3
 
-Carry each machine its own folder, by a way you trust. ZeroMQ's CURVE (Curve25519) authenticates and
-encrypts every connection: the learner lets in the samplers whose public keys it has, and a sampler talks to the learner
-whose public key it has.
+Carry each machine its folder, by a way you trust. ZeroMQ's CURVE (Curve25519) authenticates and encrypts every
+connection: each end needs the public key of the other. A sampler's name is the name of its folder of keys, or begins
+with it and a hyphen.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from flags import UserError, need, parse_flags, run_command
+from remote.account import without_rank
 
 MOST_SAMPLERS = 4096
 USAGE = "python -m remote.keys OUT [--samplers=N]: keys for a learner and its samplers, one folder for each machine"
 
 
 class SamplerKeys(NamedTuple):
-    """What a sampler has, as ZeroMQ wants it."""
+    """A sampler's keys, as ZeroMQ wants them."""
 
     public: bytes
     secret: bytes
@@ -56,85 +57,93 @@ def make_keys(out: str, samplers: int) -> None:
         shutil.copy(learner / "learner.key", folder)
 
 
-def own_keys(folder: str) -> tuple[bytes, bytes]:
-    """(public, secret) of the machine whose key folder this is. UserError: none there, or readable by others."""
-    found = sorted(Path(folder).glob("*.key_secret"))
-    if len(found) != 1:
+def machine_keys(folder: str) -> tuple[bytes, bytes]:
+    """(public, secret) of the machine of a key folder. UserError: none there, or readable by others."""
+    files = sorted(Path(folder).glob("*.key_secret"))
+    if len(files) != 1:
         raise UserError(
-            f"--keys={folder}: {len(found)} secret keys there instead of one; "
+            f"--keys={folder}: {len(files)} secret keys there instead of one; "
             "`python -m remote.keys OUT --samplers=N` makes a folder for each machine"
         )
-    if found[0].stat().st_mode & 0o077:
+    if files[0].stat().st_mode & 0o077:
         raise UserError(
-            f"--keys={folder}: {found[0].name} can be read by others; "
+            f"--keys={folder}: {files[0].name} can be read by others; "
             "chmod 600 it, or make new keys if someone may have read it"
         )
-    public, secret = read_key_file(found[0])
-    need(secret is not None, f"--keys={folder}: no secret key in {found[0].name}; copy it anew, or make new ones")
+    public, secret = read_key_file(files[0])
+    need(secret is not None, f"--keys={folder}: no secret key in {files[0].name}; copy it again, or make new ones")
     return public, secret
 
 
 def sampler_keys(folder: str) -> SamplerKeys:
     """The keys in a sampler's key folder. UserError: no such folder."""
     learner = Path(folder) / "learner.key"
-    own = not (Path(folder) / "samplers").exists()
-    need(own, f"--keys={folder}: the learner's folder; name the sampler's own, such as sampler0 beside it")
+    need(
+        not (Path(folder) / "samplers").exists(),
+        f"--keys={folder}: the learner's folder; name a sampler's, such as sampler0 next to it",
+    )
     if not learner.is_file():
         raise UserError(
             f"--keys={folder}: no learner.key there; copy the folder that `python -m remote.keys` made for this sampler"
         )
-    return SamplerKeys(*own_keys(folder), learner=read_key_file(learner)[0])
+    return SamplerKeys(*machine_keys(folder), learner=read_key_file(learner)[0])
 
 
 def read_key_file(path: Path) -> tuple[bytes, bytes | None]:
-    """(public, secret or None) in a file of keys. UserError: it is none."""
+    """(public, secret or None) in a file of keys. UserError: it has no keys."""
     try:
         public, secret = zmq.auth.load_certificate(path)
         whole = len(public) == 40 and (secret is None or len(secret) == 40)
     except (OSError, ValueError):
         whole = False
-    need(whole, f"--keys: {path} is no file of keys; copy it anew, or make new ones")
+    need(whole, f"--keys: {path} is no file of keys; copy it again, or make new ones")
     return public, secret
 
 
 class KnownKeys:
     """Asked by ZeroMQ at every handshake: whether the peer with this public key may come in."""
 
-    def __init__(self, known: set[bytes], log):
+    def __init__(self, known: dict[str, str], log, counts):
         self.known = known
         self.log = log
+        self.counts = counts
 
     def callback(self, domain: str, key: bytes) -> bool:
-        if key not in self.known:
-            self.log.warning("a stranger was turned away: its public key is %s", key.decode("ascii", "replace"))
-        return key in self.known
+        text = key.decode("ascii", "replace")
+        if text not in self.known:
+            self.counts["strangers"] += 1
+            self.log.warning("a stranger was turned away: its public key is %s", text)
+        return text in self.known
 
 
-def secure(context, socket, keys: str, log) -> tuple[ThreadAuthenticator, dict[str, str]]:
-    """Encrypt a socket that will be bound, and let in only the samplers whose public keys lie in KEYS/samplers.
+def secure(context, socket, keys: str, log, counts) -> tuple[ThreadAuthenticator, dict[str, str]]:
+    """Encrypt a socket that will be bound, and let in only the samplers that have a public key in KEYS/samplers.
 
-    Returns what answers ZeroMQ's questions, which the caller stops, and the name of each public key. UserError: no keys
-    there."""
-    public, secret = own_keys(keys)
-    known = {read_key_file(path)[0]: path.stem for path in sorted((Path(keys) / "samplers").glob("*.key"))}
+    Returns the thread that answers ZeroMQ's questions, which the caller stops, and the name of each public key.
+    UserError: no keys there."""
+    public, secret = machine_keys(keys)
+    files = sorted((Path(keys) / "samplers").glob("*.key"))
+    known = {read_key_file(path)[0].decode("ascii"): path.stem for path in files}
     if not known:
         raise UserError(
-            f"--keys={keys}: no sampler's public key in its folder samplers, so nobody could come in; "
+            f"--keys={keys}: no sampler's public key in its folder samplers, so no sampler could come in; "
             "is this the learner's folder?"
         )
-    authenticator = let_in(context, socket, (public, secret), set(known), log)
-    return authenticator, {key.decode("ascii"): name for key, name in known.items()}
-
-
-def let_in(context, socket, own: tuple[bytes, bytes], known: set[bytes], log) -> ThreadAuthenticator:
-    """Encrypt a socket that will be bound with these (public, secret) keys, and let in only known public keys."""
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
-    authenticator.configure_curve_callback(domain="*", credentials_provider=KnownKeys(known, log))
-    socket.curve_publickey = own[0]
-    socket.curve_secretkey = own[1]
+    authenticator.configure_curve_callback(domain="*", credentials_provider=KnownKeys(known, log, counts))
+    socket.curve_publickey = public
+    socket.curve_secretkey = secret
     socket.curve_server = True
-    return authenticator
+    return authenticator, known
+
+
+def refusal_of(stream: str, owner: str) -> str:
+    """Why the sampler with the keys of the folder `owner` may not use this name; empty if it may."""
+    sampler = without_rank(stream)
+    if sampler == owner or sampler.startswith(f"{owner}-"):
+        return ""
+    return f"--name={sampler}: these keys are those of {owner}; use that name, or {owner}-NAME"
 
 
 @dataclass(frozen=True)

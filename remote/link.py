@@ -1,8 +1,8 @@
-"""A sampler's end of the wire: offers its spool, answers asks, fetches the newest weights. HeteroRL, section 4.2.
+"""A sampler's end over ZeroMQ: offers its spool, answers asks, fetches the newest weights. HeteroRL, section 4.2.
 
 `Link` is a thread with one `Line`, a ZeroMQ DEALER socket, for each rank of the learner. The sampling loop
-(sampler.py) reads `newest` and `error`, and never waits for the thread. A message that is none, or that cannot be, is
-dropped. hub.py is the learner's end; wire.py says in which messages they talk.
+(sampler.py) reads `newest` and `error`, and never waits for the thread. A malformed message is dropped. hub.py is the
+learner's end; wire.py lists the messages.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from pathlib import Path
 import zmq
 
 from flags import UserError
-from remote import delta, relay, wire
-from remote.account import Spool, sampler_of
+from remote import delta, wire
+from remote.account import Spool, is_of
 from remote.clock import LearnerClock
 from remote.keys import SamplerKeys
-from remote.pace import Pace
-from remote.weights import mapped
 
 BEAT = 2.0  # seconds between two hellos
 OFFERED_AT_ONCE = 4 << 20  # bytes of groups that are read and hashed before asks are looked at again
@@ -36,13 +34,7 @@ class Link(threading.Thread):
     flags: sampler.SamplerFlags. store: the folder for weights. keys: None for a connection in the clear."""
 
     def __init__(
-        self,
-        addresses: list[str],
-        streams: list[str],
-        flags,
-        spool: Spool,
-        store: Path,
-        keys: SamplerKeys | None,
+        self, addresses: list[str], streams: list[str], flags, spool: Spool, store: Path, keys: SamplerKeys | None
     ):
         super().__init__(daemon=True, name="link")
         self.flags = flags
@@ -53,123 +45,62 @@ class Link(threading.Thread):
         self.newest: wire.Weights | None = None  # None until the first weights are here whole
         self.error = ""
         self.stopping = False
-        self.turned = time.monotonic()  # when the last turn began
         self.context = zmq.Context()
-        self.relay: relay.Relay | None = None  # that serves others
         try:
-            self.lines = [Line(self, address, stream) for address, stream in zip(addresses, streams, strict=True)]
-            if flags.relay:
-                self.relay = relay.Relay(flags.relay, keys)
+            self.lines = {stream: Line(self, a, stream) for a, stream in zip(addresses, streams, strict=True)}
         except Exception:
             self.context.destroy(linger=0)  # or the process would wait for open sockets
             raise
-        self.lines[0].fetches_weights = True
-        self.fetched_root = ""  # of the weights in the store
-        self.new_routes: tuple[list[str], list[str]] | None = None  # that the thread has not followed yet
+        first = self.lines[streams[0]]
+        first.fetcher = Fetcher(self, first)
         self.start()
 
     def behind(self, stream: str) -> int:
-        """Groups that the learner has not fetched.
-
-        Those that it has fetched must not count: it holds them only when it saves, and to get there it needs more."""
-        line = self.line(stream)
-        return len(self.spool.waiting[stream]) - len(line.got if line else [])
-
-    def granted(self, stream: str) -> int:
-        """With --admission=pace: groups of this life that the learner has granted."""
-        line = self.line(stream)
-        return line.granted if line else 0
-
-    def ask_for(self, stream: str, wants: int, version: int) -> None:
-        """Ask for so many groups beyond those handed over, to be made with weights of this version; 0: for none."""
-        line = self.line(stream)
-        if line and line.asks != (wants, version):
-            line.asks = (wants, version)
-            if wants:
-                line.beat = 0.0
+        """Groups that the learner has not fetched. Those that it has fetched must not count: it holds them only when it
+        saves, and to get there it needs more."""
+        return len(self.spool.waiting[stream]) - len(self.lines[stream].got)
 
     def offset(self, stream: str) -> float:
-        """Seconds that the clock of this stream's learner is ahead of ours."""
-        line = self.line(stream)
-        return line.clock.offset if line else 0.0
-
-    def line(self, stream: str) -> Line | None:
-        """None for a moment, where routes are new."""
-        return next((line for line in list(self.lines) if line.stream == stream), None)
-
-    def reroute(self, addresses: list[str], streams: list[str]) -> None:
-        """Go on with these lines. Others go on until the learner holds all that the spool has for them."""
-        self.new_routes = (addresses, streams)
+        """Seconds by which the clock of this stream's learner is ahead of ours."""
+        return self.lines[stream].clock.offset
 
     def close(self) -> None:
         self.stopping = True
         self.join(timeout=5)
 
     def run(self) -> None:
+        before = time.monotonic()
         try:
             while not self.stopping and not self.error:
-                self.turn()
+                poller = zmq.Poller()
+                for line in self.lines.values():
+                    poller.register(line.socket, zmq.POLLIN)
+                poller.poll(10)
+                away = time.monotonic() - before
+                before += away
+                for line in self.lines.values():
+                    if away > self.flags.patience:  # this process was suspended; the learner is not to blame
+                        line.heard += away
+                        line.tried += away
+                    self._turn(line)
         except Exception as e:
             self.error = f"the link failed: {e!r}"
             raise
         finally:
             self.context.destroy(linger=200)
-            if self.relay is not None:
-                self.relay.close()
 
-    def turn(self) -> None:
-        """Wait for a moment, then let every line do what is due."""
-        poller = zmq.Poller()
-        for line in self.lines:
-            poller.register(line.socket, zmq.POLLIN)
-            if line.source is not None:
-                poller.register(line.source.socket, zmq.POLLIN)
-        poller.poll(10)
-        now = time.monotonic()
-        away = now - self.turned
-        self.turned = now
-        if self.new_routes is not None:
-            self._follow(*self.new_routes)
-        for line in list(self.lines):
-            if away > self.flags.patience:  # this process was suspended; do not count that time against the learner
-                line.heard += away
-                line.tried += away
-            try:
-                line.turn(time.monotonic())
-            except OSError as e:  # no room for the new weights: they are asked for again
-                print(f"{self.store}: {e.strerror or e}; waiting for room", flush=True)
-                time.sleep(1.0)
-            if line.left:
-                self._close_if_done(line)
-            elif line.silence > self.flags.give_up:
-                self.error = (
-                    f"no answer from {line.address} for {self.flags.give_up:.0f} s: is the learner up, "
-                    "is that its address, and are these the keys it knows (--keys)? "
-                    "A group that was handed over waits in the spool"
-                )
-
-    def _follow(self, addresses: list[str], streams: list[str]) -> None:
-        self.new_routes = None
-        here = {line.stream: line for line in self.lines}
-        lines = []
-        for address, stream in zip(addresses, streams, strict=True):
-            line = here.pop(stream, None) or Line(self, address, stream)
-            line.left = False
-            if line.address != address:
-                line.address = address
-                line.connect()
-            lines.append(line)
-        for line in here.values():
-            line.left = True
-        self.lines = [*lines, *here.values()]
-        for line in self.lines:
-            line.fetch_weights_or_not(line is self.lines[0])
-
-    def _close_if_done(self, line: Line) -> None:
-        if not self.spool.waiting[line.stream] and not self.spool.lost[line.stream]:
-            line.fetch_weights_or_not(False)
-            line.socket.close(linger=200)
-            self.lines = [other for other in self.lines if other is not line]
+    def _turn(self, line: Line) -> None:
+        try:
+            line.turn(time.monotonic())
+        except OSError as e:  # no room for the new weights: they are asked for again
+            print(f"{self.store}: {e.strerror or e}; waiting for room", flush=True)
+            time.sleep(1.0)
+        if line.silence > self.flags.give_up:
+            self.error = (
+                f"no answer from {line.address} for {self.flags.give_up:.0f} s: is the learner up, "
+                "is that its address, and are these the keys it knows (--keys)? "
+                "A group that was handed over waits in the spool"
+            )
 
 
 class Line:
@@ -179,34 +110,17 @@ class Line:
         self.link = link
         self.address = address
         self.stream = stream
-        self.fetches_weights = False
-        self.left = False  # the routes lead elsewhere now: it goes on only until its groups are held
+        self.fetcher: Fetcher | None = None  # on the line that the weights come over
         self.socket = None
         self.session = ""  # the learner's, once it has said welcome
         self.clock = LearnerClock()
-        self.granted = 0  # groups of this life, by the learner's word
-        self.asks = (0, 0)  # how many more, with weights of which version
         self.offered: dict[str, float] = {}  # name -> when
         self.got: set[str] = set()  # groups that the learner has here whole
         self.sent: tuple[str, bytes] = ("", b"")  # the group that was asked for last, and its bytes
         self.heard = time.monotonic()  # when the learner said something last
         self.tried = self.heard  # the same, or when a new connection was tried last
         self.printed = self.heard
-        self.faulted = 0.0  # when a fault was printed last
         self.beat = 0.0  # when the last hello was sent
-        # Weights are fetched one set at a time, whole before the next.
-        self.newest_name = ""  # of the weights that were offered last
-        self.wanted: wire.Offer | None = None  # the newest weights that are offered
-        self.fetching: wire.Offer | None = None  # the weights of `pull`
-        self.part = Path()  # the file that they are written to
-        self.sink: wire.FileSink | None = None  # the same, open
-        self.pull: wire.Pull | None = None  # of a delta, or of the whole weights
-        self.chain: list[wire.Manifest] = []  # the deltas to fetch; empty: the whole weights
-        self.deltas: list[memoryview] = []  # those of them that are here
-        self.rebuilding = None  # delta.rebuild, as far as it is
-        self.refused_root = ""  # of weights whose deltas were no good
-        self.pace = Pace(link.flags.patience)  # of weights that come from the learner
-        self.source: relay.Source | None = None  # the relay that they come from instead
         self.connect()
 
     @property
@@ -215,7 +129,7 @@ class Line:
         return time.monotonic() - self.heard
 
     def connect(self) -> None:
-        """A new connection, on which nothing is known of the old one."""
+        """Open the connection, or a new one in the place of one that is silent."""
         if self.socket is not None:
             self.socket.close(linger=0)
         self.socket = self.link.context.socket(zmq.DEALER)
@@ -239,22 +153,23 @@ class Line:
         self.beat = 0.0
 
     def forget_session(self) -> None:
-        """What was offered, fetched and asked for belongs to a session or a connection that is over."""
+        """Offers, fetched groups and asks belong to a session or a connection that is over."""
         self.offered.clear()
         self.got.clear()
-        if self.pull is not None:
-            self.pull.forget_asked()
+        if self.fetcher is not None and self.fetcher.pull is not None:
+            self.fetcher.pull.forget_asked()
 
     def send(self, message: wire.Message, payload=None) -> None:
         frames = [wire.encode(message)]
         if payload is not None:
             frames.append(payload)
-        with contextlib.suppress(zmq.Again):  # nobody there, or nobody who reads: everything is sent again later
+        with contextlib.suppress(zmq.Again):  # no learner, or one that does not read: everything is sent again later
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=payload is None)
 
-    # -- what is due ---------------------------------------------------------------------------------------------------
+    # -- the work of a turn --------------------------------------------------------------------------------------------
 
     def turn(self, now: float) -> None:
+        """OSError: no room for the weights."""
         self.receive()
         if now - self.beat > min(BEAT, self.link.flags.patience / 2):
             self.beat = now
@@ -262,49 +177,23 @@ class Line:
         self.reconnect_if_silent(now)
         if self.session:
             self.offer(now)
-            if self.fetches_weights:
-                self.fetch(now)
+            if self.fetcher is not None:
+                self.fetcher.turn()
 
     def receive(self) -> None:
-        """Handle what has come, but not for ever."""
+        """Handle the messages that have come, a thousand at most."""
         for _ in range(1000):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            try:
+            with contextlib.suppress(wire.WireError):  # damaged on the way: it will be asked for again
                 self.handle(wire.decode(frames[0].buffer), frames)
-            except wire.WireError:  # damaged on the way: what it was will be asked for again
-                pass
-            except OSError:  # no room for the new weights: `Link.turn` says so
-                raise
-            except Exception as e:  # a fault of ours in what the learner sent
-                self.say_fault(e)
-
-    def say_fault(self, e: Exception) -> None:
-        now = time.monotonic()
-        if now - self.faulted > PRINT_EVERY:
-            self.faulted = now
-            print(f"a fault in what {self.address} sent, which is dropped: {wire.printable(repr(e))}", flush=True)
 
     def send_hello(self) -> None:
         spool = self.link.spool
-        wants, version = self.asks
-        self.send(
-            wire.Hello(
-                protocol=wire.PROTOCOL,
-                sampler=self.stream,
-                incarnation=spool.incarnation,
-                session=self.session,
-                handed=spool.handed[self.stream],
-                lost=spool.lost[self.stream][:OFFERS],
-                sent=time.time(),
-                wants=wants,
-                version=version,
-                root=self.link.fetched_root if self.fetches_weights else "",
-                relay=self.link.flags.relay if self.fetches_weights else "",
-            )
-        )
+        handed, lost = spool.handed[self.stream], spool.lost[self.stream][:OFFERS]
+        self.send(wire.Hello(self.stream, spool.incarnation, self.session, handed, lost, time.time()))
 
     def reconnect_if_silent(self, now: float) -> None:
         patience, give_up = self.link.flags.patience, self.link.flags.give_up
@@ -321,7 +210,7 @@ class Line:
         self.connect()
 
     def offer(self, now: float) -> None:
-        """Offer the oldest groups that wait, and those again whose offers were not answered."""
+        """Offer the oldest groups that wait, and again those that were offered and not answered."""
         for name, when in list(self.offered.items()):
             if now - when > 3 * self.link.flags.patience:
                 del self.offered[name]
@@ -340,180 +229,31 @@ class Line:
             if read >= OFFERED_AT_ONCE:  # asks are waiting, perhaps
                 break
 
-    def fetch(self, now: float) -> None:
-        """Fetch the newest weights into the store. OSError: no room there."""
-        if self.rebuilding is not None:
-            self.go_on_rebuilding()
-            return
-        if self.pull is None and self.wanted is not None:
-            if self.wanted.of.root == self.link.fetched_root:  # nothing has changed but the version
-                self.link.newest = wire.Weights(self.wanted.version, self.wanted.published, self.link.newest.path)
-            else:
-                self.begin_fetch(self.wanted)
-        if self.pull is None:
-            return
-        if self.source is not None:
-            self.source.take(self.pull)
-            if self.source.has_failed(self.pull, now):
-                self.leave_source()
-        while (leaves := self.pull.ask(now)) is not None:
-            if self.source is not None:
-                self.source.ask(self.pull.of.name, *leaves)
-            else:
-                self.send(wire.Ask(self.pull.of.name, *leaves))
-        if self.pull.done:
-            self.end_pull()
-
-    def leave_source(self) -> None:
-        """The relay is no good, or not needed any more: what is missing comes from the learner."""
-        if self.source is not None:
-            self.source.close()
-            self.source = None
-            if self.pull is not None:
-                self.pull.forget_asked()
-                self.pull.pace = self.pace
-
-    def fetch_weights_or_not(self, fetches: bool) -> None:
-        """Whether this is the line that weights come over, from now on."""
-        if not fetches:
-            self.forget_fetch()
-            self.wanted = None
-            self.newest_name = ""
-        self.fetches_weights = fetches
-
-    def forget_fetch(self) -> None:
-        if self.pull is not None:
-            self.pull.forget_asked()
-        self.leave_source()
-        if self.sink is not None:
-            self.sink.close()
-        self.pull = self.sink = self.rebuilding = None
-        self.deltas = []
-
-    def begin_fetch(self, offer: wire.Offer) -> None:
-        """Fetch the deltas that lead from the weights in the store to these; without any, the whole weights."""
-        self.fetching = offer
-        self.source = relay.Source.of(self.link.context, offer, self.link.keys, self.link.flags.patience)
-        self.chain = []
-        if offer.of.root != self.refused_root:
-            try:
-                self.chain = delta.chain_from(self.link.fetched_root, offer)
-            except wire.WireError as e:
-                self.refuse_deltas(e)
-        if self.chain:
-            self.begin_delta()
-        else:
-            self.begin_pull(offer)
-
-    def begin_delta(self) -> None:
-        of = self.chain[len(self.deltas)]
-        self.pull = wire.Pull(of, memoryview(bytearray(of.nbytes)), self.pace_of_source)
-
-    def begin_pull(self, offer: wire.Offer) -> None:
-        resume = self.open_part(offer)
-        self.pull = wire.Pull(offer.of, self.sink, self.pace_of_source, resume)
-
-    @property
-    def pace_of_source(self) -> Pace:
-        return self.pace if self.source is None else self.source.pace
-
-    def open_part(self, offer: wire.Offer) -> bool:
-        """Open the file that the weights are written to. What is left of other weights is deleted.
-
-        True: an earlier attempt has left some of the same bytes there."""
-        self.part = self.link.store / f"{offer.of.root}.part"
-        resume = self.part.is_file() and self.part.stat().st_size == offer.of.nbytes
-        for other in self.link.store.glob("*.part"):
-            if other != self.part:
-                other.unlink()
-        self.sink = wire.FileSink(self.part, offer.of.nbytes, resume)
-        return resume
-
-    def end_pull(self) -> None:
-        """A delta or the whole weights are here."""
-        pull, self.pull = self.pull, None
-        if not self.chain:
-            self.end_fetch()
-            return
-        self.deltas.append(pull.sink)
-        if len(self.deltas) < len(self.chain):
-            self.begin_delta()
-        else:
-            self.open_part(self.fetching)
-            before = self.link.newest.path
-            self.rebuilding = delta.rebuild(before, self.deltas, self.fetching.of, self.sink)
-
-    def go_on_rebuilding(self) -> None:
-        """One block of the weights, from those before and the deltas."""
-        try:
-            next(self.rebuilding)
-        except StopIteration:
-            self.end_fetch()
-        except wire.WireError as e:
-            self.refuse_deltas(e)
-            self.forget_fetch()
-        except OSError:
-            self.forget_fetch()  # it is begun again
-            raise
-
-    def refuse_deltas(self, e: wire.WireError) -> None:
-        """Fetch these weights whole instead."""
-        self.refused_root = self.fetching.of.root
-        print(f"{self.address} sent {wire.printable(e)}; its weights are fetched whole", flush=True)
-
-    def end_fetch(self) -> None:
-        """The weights are here whole; they and the ones before them stay in the store."""
-        deltas = {of.name: data for of, data in zip(self.chain, self.deltas, strict=True)}
-        self.forget_fetch()
-        path = self.link.store / f"v{self.fetching.version:06d}.safetensors"
-        os.replace(self.part, path)
-        before = self.link.newest
-        self.link.fetched_root = self.fetching.of.root
-        self.link.newest = wire.Weights(self.fetching.version, self.fetching.published, path)
-        for old in self.link.store.glob("v*.safetensors"):
-            if old != path and (before is None or old != before.path):
-                old.unlink()
-        if self.link.relay is not None:
-            self.link.relay.serve({self.fetching.of.name: mapped(path), **deltas})
-        self.beat = 0.0  # the learner is told that they are here
-
     # -- one method for each message -----------------------------------------------------------------------------------
 
     def handle(self, message: wire.Message, frames: list[zmq.Frame]) -> None:
         self.heard = self.tried = time.monotonic()
         match message:
-            case wire.Welcome():
-                self.on_welcome(message)
+            case wire.Welcome() if not self.link.welcome.full():  # else it is asked for again
+                self.session = message.session
+                self.forget_session()
+                self.link.welcome.put(message)
             case wire.Refuse():
                 self.link.error = wire.printable(message.why, 2000)
             case wire.Got():
                 self.on_got(message)
-            case wire.Grant() if message.incarnation == self.link.spool.incarnation:
-                self.granted = max(self.granted, message.groups)
             case wire.Held():
                 self.on_held(message)
             case wire.Ask():
                 self.on_ask(message)
-            case wire.Offer() if self.fetches_weights:
-                self.on_offer(message)
-            case wire.Leaves() if len(frames) == 2:
-                self.on_leaves(message, frames[1].buffer)
-            case wire.Gone():
-                self.on_gone(message)
-
-    def on_welcome(self, welcome: wire.Welcome) -> None:
-        mismatch = wire.protocol_mismatch(learner=welcome.protocol, sampler=wire.PROTOCOL)
-        if mismatch:
-            self.link.error = mismatch
-            return
-        if self.link.welcome.full():  # nobody has looked for long: it is asked for again
-            return
-        self.session = welcome.session
-        self.forget_session()
-        self.granted = 0
-        if self.link.relay is not None:
-            self.link.relay.vouched(welcome.keys)
-        self.link.welcome.put(welcome)
+            case wire.Offer() if self.fetcher is not None:
+                self.fetcher.on_offer(message)
+            case wire.Leaves() if self.fetcher is not None and len(frames) == 2:
+                self.fetcher.on_leaves(message, frames[1].buffer, self.heard)
+            case wire.Gone(name=""):
+                self.say_hello_again()
+            case wire.Gone() if self.fetcher is not None:
+                self.fetcher.on_gone(message.name)
 
     def on_got(self, message: wire.Got) -> None:
         if message.sent:
@@ -523,7 +263,7 @@ class Line:
         for name in waiting.intersection(message.names):
             self.offered.pop(name, None)
             self.got.add(name)
-        if self.fetches_weights and message.newest and message.newest != self.newest_name:
+        if self.fetcher is not None and message.newest and message.newest != self.fetcher.newest_name:
             self.send(wire.Want())
 
     def on_held(self, message: wire.Held) -> None:
@@ -535,16 +275,9 @@ class Line:
             here = {*spool.waiting[self.stream], *spool.lost[self.stream]}
         spool.forget(here.intersection(message.names))
 
-    def owns(self, name: str) -> bool:
-        """Whether this is the name of one of this stream's groups; one that was damaged on the way is not."""
-        try:
-            return sampler_of(name) == self.stream
-        except ValueError:
-            return False
-
     def on_ask(self, ask: wire.Ask) -> None:
         if self.sent[0] != ask.name:
-            data = self.link.spool.read(ask.name) if self.owns(ask.name) else None
+            data = self.link.spool.read(ask.name) if is_of(self.stream, ask.name) else None
             if data is None:
                 self.send(wire.Gone(ask.name))
                 return
@@ -552,25 +285,114 @@ class Line:
         self.offered[ask.name] = time.monotonic()
         self.send(wire.Leaves(ask.name, ask.first), wire.leaves(self.sent[1], ask.first, ask.count))
 
+
+class Fetcher:
+    """Fetches the newest weights over a line into the store, one set at a time, whole before the next."""
+
+    def __init__(self, link: Link, line: Line):
+        self.link = link
+        self.line = line
+        self.window = wire.Window(link.flags.patience)
+        self.newest_name = ""  # of the weights that were offered last
+        self.wanted: wire.Offer | None = None  # the same, until they are here
+        self.fetching: wire.Offer | None = None  # the weights of `work`
+        self.work = None  # `fetch`, as far as it is
+        self.pull: wire.Pull | None = None  # of a delta, or of the whole weights
+        self.root = ""  # of the weights in the store
+
+    def turn(self) -> None:
+        """Go on for a moment. OSError: no room in the store; the fetch begins again."""
+        if self.work is None and self.wanted is not None:
+            self.fetching = self.wanted
+            self.work = self.fetch(self.wanted)
+        if self.work is None:
+            return
+        try:
+            next(self.work)
+        except StopIteration:
+            self.stop()
+        except OSError:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        if self.pull is not None:
+            self.pull.forget_asked()
+        if self.work is not None:
+            self.work.close()
+        self.work = self.pull = None
+
     def on_offer(self, offer: wire.Offer) -> None:
         wire.need(offer.version >= 0, "an offer of weights without a version")
-        try:
-            offer.of.check(int(self.link.flags.most_weights * 2**30))
-        except wire.WireError as e:
-            self.link.error = f"--most_weights={self.link.flags.most_weights}: {wire.printable(e)}"
-            return
+        offer.of.check(wire.MOST_WEIGHTS)
         self.wanted = offer
         self.newest_name = offer.of.name
 
-    def on_leaves(self, message: wire.Leaves, data) -> None:
+    def on_leaves(self, message: wire.Leaves, data, now: float) -> None:
         if self.pull is not None and self.pull.of.name == message.name:
-            self.pull.put(message.first, data, self.heard)
+            try:
+                self.pull.put(message.first, data, now)
+            except OSError:
+                self.stop()
+                raise
 
-    def on_gone(self, message: wire.Gone) -> None:
-        if message.name == "":
-            self.say_hello_again()
-        elif self.pull is not None and self.pull.of.name == message.name:
-            # Newer weights are out. If their offer was lost, the answer to the next hello says so.
-            self.forget_fetch()
+    def on_gone(self, name: str) -> None:
+        """Newer weights are out. If their offer was lost, the answer to the next hello says so."""
+        if self.pull is not None and self.pull.of.name == name:
+            self.stop()
             if self.wanted is self.fetching:
                 self.wanted = None
+
+    def fetch(self, offer: wire.Offer):
+        """Bring these weights into the store. A generator, which stops where it has to wait, and after each block."""
+        store, before = self.link.store, self.link.newest
+        if offer.of.root == self.root:  # only the version has changed
+            path = before.path
+        else:
+            part = store / f"{offer.of.root}.part"
+            for other in store.glob("*.part"):
+                if other != part:
+                    other.unlink()
+            if not (yield from self.fetch_deltas(offer, part)):
+                yield from self.fetch_whole(offer, part)
+            path = store / f"v{offer.version:06d}.safetensors"
+            os.replace(part, path)
+            self.root = offer.of.root
+            for old in store.glob("v*.safetensors"):  # these weights and those before them stay
+                if old != path and (before is None or old != before.path):
+                    old.unlink()
+        self.link.newest = wire.Weights(offer.version, offer.published, path)
+        if self.wanted is offer:
+            self.wanted = None
+
+    def fetch_whole(self, offer: wire.Offer, part: Path):
+        """Pull the file, or the leaves of it that an earlier attempt has not left there."""
+        resume = part.is_file() and part.stat().st_size == offer.of.nbytes
+        with contextlib.closing(wire.FileSink(part, offer.of.nbytes, resume)) as sink:
+            yield from self.wait_for(wire.Pull(offer.of, sink, self.window, resume))
+
+    def fetch_deltas(self, offer: wire.Offer, part: Path):
+        """Rebuild the file from the weights in the store and the deltas that lead from them to these. False: there are
+        none, or they do not lead there."""
+        deltas = []
+        try:
+            for of in delta.chain_from(self.root, offer):
+                pull = wire.Pull(of, memoryview(bytearray(of.nbytes)), self.window)
+                yield from self.wait_for(pull)
+                deltas.append(pull.sink)
+            if deltas:
+                with contextlib.closing(wire.FileSink(part, offer.of.nbytes)) as sink:
+                    yield from delta.rebuild(self.link.newest.path, deltas, offer.of, sink)
+        except wire.WireError as e:
+            print(f"{self.line.address} sent {wire.printable(e)}; its weights are fetched whole", flush=True)
+            return False
+        return bool(deltas)
+
+    def wait_for(self, pull: wire.Pull):
+        """Ask for leaves until the object is here."""
+        self.pull = pull
+        while not pull.done:
+            while (leaves := pull.ask(time.monotonic())) is not None:
+                self.line.send(wire.Ask(pull.of.name, *leaves))
+            yield
+        self.pull = None

@@ -1,15 +1,14 @@
-"""A remote sampler: its flags and its loop. HeteroRL, section 4.2; source.py is what the learner makes of its groups.
+"""A remote sampler: its flags and its loop. HeteroRL, section 4.2; source.py is the learner's side.
 
     python -m remote --connect=tcp://LEARNER:5555 --keys=keys/sampler0      # on any host, at any time; see --help
     python -m remote --connect=/shared/run                                  # over a shared folder
 
 Everything but the engine's flags comes from the learner: the model's configuration and tokenizer, the sampling
-settings, the task, the weights; with --model, another model samples. Two threads do not wait for each other. This one
-samples with the newest weights that are here whole, hands each group over to the spool (a file that appears whole; from
-then on the group is accounted for) and goes on. The link's thread (link.py or files.py) offers what is in the spool
-until the learner holds it, and fetches new weights meanwhile. Killed and started again, a sampler offers what its spool
-still holds and goes on under a new incarnation. It walks the task in an order of its own, so samplers need not know of
-each other.
+settings, the task, the weights. Two threads do not wait for each other. This one samples with the newest weights that
+are here whole, hands each group over to the spool (a file that appears whole; from then on the group is accounted for)
+and goes on. The link's thread (link.py or files_link.py) offers the groups in the spool until the learner holds them,
+and fetches new weights meanwhile. Killed and started again, a sampler offers the groups that are still in its spool and
+goes on under a new incarnation. Samplers begin the task at different places.
 """
 
 from __future__ import annotations
@@ -22,22 +21,13 @@ import re
 import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import torch
 
 import quant
-from checkpoint import (
-    Published,
-    check_rows,
-    check_weights,
-    read_config,
-    read_tensors,
-    read_tokenizer,
-    vocabulary_size,
-    write_zeros,
-)
+from checkpoint import Published, read_config, read_tensors, vocabulary_size, write_zeros
 from config import Config, DelayFlags, EngineFlags, check_engine
 from delay import DelayDistribution, check_distribution
 from engines import make_engine
@@ -48,8 +38,6 @@ from remote.files_link import FilesLink, wait_for_ranks
 from remote.groups import encode_group, name_of
 from remote.keys import SamplerKeys, sampler_keys
 from remote.link import Link
-from remote.relay import check_flag
-from remote.routes import Follower, is_file_of_routes, routes, streams_of
 from rollout import Rollout, request_seed, uniforms
 from sampling import Sampling
 from source import LocalSource
@@ -64,21 +52,17 @@ class SamplerFlags(EngineFlags, DelayFlags):
     """A sampler for a learner on another machine"""
 
     connect: str = ""
-    """Address of the learner, tcp://HOST:PORT (with several ranks one for each, separated by commas), a TOML file of
-    routes, or a shared folder."""
+    """Address of the learner, tcp://HOST:PORT (with several ranks one for each, separated by commas), or a shared
+    folder."""
     keys: str = "none"
     """This machine's folder of keys (python -m remote.keys makes them); none: in the clear, for addresses of this host
     only."""
     name: str = ""
-    """This sampler's name; default: that of its keys, else of the host."""
+    """This sampler's name; default: the name of its keys, or of the host."""
     give_up: float = 3600.0
     """Seconds without an answer from the learner after which to stop."""
     patience: float = 10.0
     """Seconds after which an unanswered request is made again."""
-    relay: str = ""
-    """Serve weights to other samplers at this address, tcp://HOST:PORT, as they reach it (relay.py)."""
-    most_weights: float = 64.0
-    """Largest set of weights that is taken, in GiB."""
 
     groups: int = 8
     """Groups sampled at once."""
@@ -86,11 +70,8 @@ class SamplerFlags(EngineFlags, DelayFlags):
     """Folder of groups handed over and not yet held by the learner; default out/samplers/NAME. It outlives the
     process."""
     spool_groups: int = 4096
-    """Stop sampling for a rank of the learner when so many groups wait to be fetched by it. Fetched ones stay on disk
-    until a checkpoint holds them."""
-    model: str = ""
-    """Folder of a model of this host's own, a smaller one say, that samples with the weights it has; default: the
-    learner's model and weights."""
+    """Stop sampling for a rank of the learner when this number of groups waits to be fetched by it. Fetched ones stay
+    on disk until a checkpoint holds them."""
     task: str = ""
     """This host's copy of the learner's task file, where the task is one."""
 
@@ -105,12 +86,11 @@ class SamplerFlags(EngineFlags, DelayFlags):
 
 def sample(flags: SamplerFlags) -> None:
     """Run until a signal comes. UserError: the learner refuses, or is silent for longer than --give_up."""
-    incarnation = int(time.time() * 1000)
-    connection = connect(flags, incarnation)
+    connection = connect(flags, incarnation=int(time.time() * 1000))
     try:
         welcome = first_welcome(connection.link)
         source = open_source(welcome, flags, connection.folder)
-        Sampler(flags, connection, welcome, source, incarnation).run()
+        Sampler(flags, connection, welcome, source).run()
     finally:
         connection.link.close()
 
@@ -118,23 +98,14 @@ def sample(flags: SamplerFlags) -> None:
 class Sampler:
     """The loop: load the newest weights, sample for the rank that has the fewest groups, hand over."""
 
-    def __init__(
-        self,
-        flags: SamplerFlags,
-        connection: Connection,
-        welcome: wire.Welcome,
-        source: SamplerSource,
-        incarnation: int,
-    ):
+    def __init__(self, flags: SamplerFlags, connection: Connection, welcome: wire.Welcome, source: SamplerSource):
         self.flags = flags
         self.link = connection.link
         self.spool = connection.spool
         self.streams = connection.streams
-        self.follower = connection.follower
         self.welcome = welcome
-        self.is_paced = welcome.run["paced"]
         self.source = source
-        self.incarnation = incarnation
+        self.incarnation = connection.spool.incarnation
         self.sampled = dict.fromkeys(connection.streams, 0)  # stream -> groups
         self.loaded: wire.Weights | None = None
         self.delays_drawn = 0
@@ -148,32 +119,15 @@ class Sampler:
         """UserError with the link's error, when it has one."""
         while not self.link.error:
             check_same_run(self.link, self.welcome)
-            self.follow_routes()
             if self.began is not None and time.monotonic() - self.printed > PRINT_EVERY:
                 self.print_progress()
             hungry = [s for s in self.streams if self.link.behind(s) < self.flags.spool_groups]
-            # The only waits there are: for the first weights, and for a learner that does not keep up or paces us.
+            # The only waits there are: for the first weights, and for a learner that does not keep up.
             if self.link.newest is None or not hungry or not self.load_newest(self.link.newest):
                 time.sleep(0.02)
                 continue
-            wanted = {stream: n for stream in hungry if (n := self.wanted(stream))}
-            if not wanted:  # the learner paces us: it will want more
-                time.sleep(0.01)
-                continue
-            # The ranks in turn, except that one that has enough is left out.
-            stream = min(wanted, key=self.sampled.get)
-            self.sample_for(stream, wanted[stream])
+            self.sample_for(min(hungry, key=self.sampled.get), self.flags.groups)  # the ranks in turn
         raise UserError(self.link.error)
-
-    def follow_routes(self) -> None:
-        """Feed other ranks, if the file of routes says so. What waits for a rank that is left still goes there."""
-        new = self.follower.changed() if self.follower else None
-        if new is not None:
-            self.streams = new[1]
-            for stream in self.streams:
-                self.spool.add(stream)
-                self.sampled.setdefault(stream, 0)
-            self.link.reroute(*new)
 
     def print_progress(self) -> None:
         self.printed = time.monotonic()
@@ -211,22 +165,13 @@ class Sampler:
         self.delays_drawn += 1
         return DelayDistribution(f.delay, f.delay_min, f.delay_max).quantile(max(2.0**-53, u))
 
-    def wanted(self, stream: str) -> int:
-        """How many groups to sample at once for this stream: --groups, or what is granted of that. Where nothing is, it
-        is asked for."""
-        if not self.is_paced:
-            return self.flags.groups
-        granted = min(self.flags.groups, self.link.granted(stream) - self.sampled[stream])
-        self.link.ask_for(stream, 0 if granted > 0 else self.flags.groups, self.loaded.version)
-        return max(0, granted)
-
     def sample_for(self, stream: str, n: int) -> None:
-        """Sample so many groups for one rank and hand them over."""
+        """Sample n groups for one rank and hand them over."""
         start = time.monotonic()
         self.source.owner = (stream, self.incarnation)
         first = self.sampled[stream]
         groups = self.source.sample(range(first, first + n))
-        offset = self.link.offset(stream)  # a learner counts how old a group is by its own clock
+        offset = self.link.offset(stream)  # the age of a group is counted by the learner's clock
         for group in groups:
             group.t_start = max(0.0, group.t_start + offset)
             group.t_end = max(0.0, group.t_end + offset)
@@ -249,7 +194,7 @@ class Sampler:
 
 
 def first_welcome(link: Link | FilesLink) -> wire.Welcome:
-    """What the learner wants, once it has said so. UserError with the link's error."""
+    """The learner's welcome, once it is here. UserError with the link's error."""
     while not link.error:
         try:
             return link.welcome.get(timeout=0.05)
@@ -259,7 +204,7 @@ def first_welcome(link: Link | FilesLink) -> wire.Welcome:
 
 
 def check_same_run(link: Link | FilesLink, welcome: wire.Welcome) -> None:
-    """UserError if the learner has started anew and wants something else."""
+    """UserError if the learner has started again and wants something else."""
     while not link.welcome.empty():
         again = link.welcome.get()
         changed = [k for k in {**welcome.run, **again.run} if welcome.run.get(k) != again.run.get(k)]
@@ -267,7 +212,7 @@ def check_same_run(link: Link | FilesLink, welcome: wire.Welcome) -> None:
             changed.append("model's configuration or tokenizer")
         if changed:
             raise UserError(
-                f"the learner started anew and asks for something else (its {', '.join(changed)}): "
+                f"the learner started again and asks for something else (its {', '.join(changed)}): "
                 "start this sampler again"
             )
 
@@ -277,49 +222,57 @@ def check_same_run(link: Link | FilesLink, welcome: wire.Welcome) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Connection:
-    """streams: this sampler's names, one for each rank of the learner that it samples for. folder: its own.
-    follower: of the file of routes; None where there is none that could change."""
+class Connection(NamedTuple):
+    """streams: this sampler's names, one for each rank of the learner. folder: of this sampler alone."""
 
     link: Link | FilesLink
     spool: Spool
     streams: list[str]
     folder: Path
-    follower: Follower | None = None
 
 
 def connect(flags: SamplerFlags, incarnation: int) -> Connection:
     """Check the flags, lock the folder, start the link. UserError: one sentence."""
-    if not flags.connect:
-        raise UserError("--connect: name the learner's address, tcp://HOST:PORT, a file of routes, or a shared folder")
-    name = own_name(flags)
+    need(flags.connect, "--connect: name the learner's address, tcp://HOST:PORT, or a shared folder")
+    name = sampler_name(flags)
     check_distribution(flags)
-    check_times(flags)
+    for flag in ("patience", "give_up"):
+        need(getattr(flags, flag) > 0, f"--{flag}={getattr(flags, flag)}: must be above 0")
     if flags.groups < 1 or flags.spool_groups < flags.groups:
         raise UserError(
             f"--groups={flags.groups} --spool_groups={flags.spool_groups}: "
             "at least one group at once, and a spool that holds a batch"
         )
     check_engine(flags)
-    check_own_files(flags)
-    addresses, streams = routes(flags.connect, name)
-    if any("://" in address for address in addresses):
+    file = file_of(flags.task)
+    need(
+        not file or Path(file).is_file(),
+        f"--task={flags.task}: no such file; copy the learner's file here and name it with --task",
+    )
+    if "://" in flags.connect:
+        addresses = flags.connect.split(",")
         keys = checked_keys(flags, addresses)
-        check_flag(flags.relay, keys is not None, folder=False)
-        folder = own_folder(flags, name)
+        streams = streams_of(name, len(addresses))
+        folder = sampler_folder(flags, name)
         spool = Spool(folder / "spool", streams, incarnation)
-        follower = Follower(flags.connect, name, lambda others: checked_keys(flags, others))
-        return Connection(Link(addresses, streams, flags, spool, folder, keys), spool, streams, folder, follower)
-    if not addresses[0] or not Path(addresses[0]).is_dir():
-        raise UserError(
-            f"--connect={flags.connect}: neither an address such as tcp://HOST:PORT nor a folder that is there"
-        )
-    check_flag(flags.relay, False, folder=True)
-    return connect_folder(flags, incarnation, Path(addresses[0]), name, streams, own_folder(flags, name))
+        return Connection(Link(addresses, streams, flags, spool, folder, keys), spool, streams, folder)
+    shared = Path(flags.connect)
+    need(
+        shared.is_dir(),
+        f"--connect={flags.connect}: neither an address such as tcp://HOST:PORT nor a folder that is there",
+    )
+    folder = sampler_folder(flags, name)
+    streams = streams_of(name, wait_for_ranks(shared, flags))
+    spool = Spool(shared / "rollouts", streams, incarnation)  # a group in there is handed over
+    return Connection(FilesLink(str(shared), streams, flags, spool), spool, streams, folder)
 
 
-def own_folder(flags: SamplerFlags, name: str) -> Path:
+def streams_of(name: str, ranks: int) -> list[str]:
+    """A stream for each rank; with one rank, the sampler's name."""
+    return [name] if ranks == 1 else [f"{name}.{rank}" for rank in range(ranks)]
+
+
+def sampler_folder(flags: SamplerFlags, name: str) -> Path:
     """The folder of this sampler, for this process alone. UserError: it cannot be, or another one works there."""
     folder = Path(flags.spool or f"out/samplers/{name}")
     try:
@@ -330,27 +283,7 @@ def own_folder(flags: SamplerFlags, name: str) -> Path:
     return folder
 
 
-def check_own_files(flags: SamplerFlags) -> None:
-    """UserError if --model or --task names what is not there: the learner is not asked for it."""
-    if flags.model:
-        there = (Path(flags.model) / "config.json").is_file()
-        need(there, f"--model={flags.model}: no Hugging Face model folder (no config.json there); name another one")
-        check_weights(flags.model)
-    file = file_of(flags.task)
-    need(
-        not file or Path(file).is_file(),
-        f"--task={flags.task}: no such file; copy the learner's file here and name it with --task",
-    )
-
-
-def check_times(flags: SamplerFlags) -> None:
-    """UserError unless there is something to wait for, and room for weights."""
-    for name in ("patience", "give_up", "most_weights"):
-        value = getattr(flags, name)
-        need(value > 0, f"--{name}={value}: must be above 0")
-
-
-def own_name(flags: SamplerFlags) -> str:
+def sampler_name(flags: SamplerFlags) -> str:
     """--name, or the name of the keys, or the host's. UserError if it cannot be a sampler's name."""
     host = re.sub("[^A-Za-z0-9_-]", "-", os.uname().nodename.partition(".")[0])[:64] or "sampler"
     name = flags.name or (host if flags.keys == "none" else Path(flags.keys).name)
@@ -368,29 +301,8 @@ def lock_folder(folder: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise UserError(
-            f"{folder}: another sampler works there; give this one a --name or a --spool of its own"
-        ) from None
+        raise UserError(f"{folder}: another sampler works there; give this one another --name or --spool") from None
     LOCKS.append(lock)
-
-
-def connect_folder(
-    flags: SamplerFlags, incarnation: int, shared: Path, name: str, streams: list[str], folder: Path
-) -> Connection:
-    """A link over a shared folder, as soon as a learner is there. The spool lies in the shared folder."""
-    ranks = wait_for_ranks(shared, flags)
-    follower = Follower(flags.connect, name, lambda others: check_same_folder(shared, others))
-    if not is_file_of_routes(flags.connect) or ranks == 1:
-        streams = streams_of(name, ranks)
-        follower = None
-    spool = Spool(shared / "rollouts", streams, incarnation)
-    return Connection(FilesLink(str(shared), streams, flags, spool), spool, streams, folder, follower)
-
-
-def check_same_folder(shared: Path, addresses: list[str]) -> None:
-    """UserError if new routes lead to another folder: the spool lies in this one."""
-    for address in addresses:
-        need(Path(address) == shared, f"{address}: not the folder of before; start this sampler again to change it")
 
 
 def checked_keys(flags: SamplerFlags, addresses: list[str]) -> SamplerKeys | None:
@@ -413,19 +325,18 @@ def checked_keys(flags: SamplerFlags, addresses: list[str]) -> SamplerKeys | Non
 
 
 class Description(msgspec.Struct):
-    """What the learner says of its run (source.describe_run), with the types that it must have."""
+    """The entries of source.describe_run, with their types."""
 
     config: dict[str, str | int | float | bool | None]
     model: str
     topk: int
-    kept: int
+    max_allowed: int
     context: int
     world: int
     task_digest: str
     sampling: dict[str, int | float]
     probe: list[list[int]]
     packed: bool
-    paced: bool
     stop_ids: list[int]
 
 
@@ -436,7 +347,7 @@ def check_description(run: dict) -> None:
         Sampling(**run["sampling"])
         missing = {"rollout_quant", "quant_group", "seed", "group_size", "task", "max_tokens"} - set(run["config"])
         wire.need(not missing, f"{', '.join(missing)} missing")
-        wire.need(run["context"] > 0 and min(run["topk"], run["kept"]) >= 0, "sizes below 0")
+        wire.need(run["context"] > 0 and min(run["topk"], run["max_allowed"]) >= 0, "sizes below 0")
     except (msgspec.MsgspecError, TypeError, ValueError) as e:
         why = wire.printable(e)
         raise UserError(
@@ -449,16 +360,14 @@ class SamplerSource(LocalSource):
     place on.
 
     owner: (stream, incarnation) of the groups to be sampled next. skeleton: the learner's model without its weights;
-    low_bits: the learner publishes low-bit tensors; fmt: the engine's low-bit format or None; own_model: the engine has
-    weights of its own, and loads no others."""
+    low_bits: the learner publishes low-bit tensors; fmt: the engine's low-bit format or None."""
 
-    def __init__(self, *args, skeleton, low_bits: bool, fmt, own_model: bool, **more):
+    def __init__(self, *args, skeleton, low_bits: bool, fmt, **more):
         super().__init__(*args, **more)
         self.owner = ("", 0)
         self.skeleton = skeleton
         self.low_bits = low_bits
         self.fmt = fmt
-        self.own_model = own_model
 
     def identify(self, i: int) -> tuple[int, tuple[str, int, int]]:
         return request_seed("walk", *self.owner) % 2**31 + i, (*self.owner, i)
@@ -466,9 +375,6 @@ class SamplerSource(LocalSource):
     def load_weights(self, newest: wire.Weights) -> None:
         """Put published weights into the engine, in the form that it takes. FileNotFoundError: newer ones have replaced
         them."""
-        if self.own_model:  # its groups say how new the learner was
-            self.version, self.published = newest.version, newest.published
-            return
         stored = read_tensors(newest.path)
         self.published = newest.published
         self.load(newest.version, Published(lambda: self.for_engine(stored)))
@@ -490,23 +396,20 @@ def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> Sam
     wire.unpack_setup(welcome.setup, model)
     cfg = configure(run, flags)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    if flags.model:
-        check_own_model(flags.model, tokenizer, run["context"])
     vocabulary = vocabulary_size(tokenizer)
     skeleton = quant.empty_model(str(model))
-    if not flags.model:
-        write_zeros(skeleton, model)  # the engine starts from anything and is given its weights
+    write_zeros(skeleton, model)  # the engine starts from anything and is given its weights
     engine = make_engine(
         cfg,
-        flags.model or str(model),
+        str(model),
         run["context"],
-        max(1, run["topk"], run["kept"]),
+        max(1, run["topk"], run["max_allowed"]),
         "cuda" if torch.cuda.is_available() else "cpu",
         vocabulary,
     )
     fmt = quant.format_of(cfg.rollout_quant, cfg.quant_group)
     task = make_task(cfg)
-    task.fit(tokenizer, cfg.max_prompt_tokens)  # drops what the learner drops
+    task.fit(tokenizer, cfg.max_prompt_tokens)  # drops the problems that the learner drops
     return SamplerSource(
         engine,
         task,
@@ -514,14 +417,13 @@ def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> Sam
         Sampling(**{**run["sampling"], "seed": cfg.seed}),
         group_size=cfg.group_size,
         topk=run["topk"],
-        max_allowed=run["kept"],
+        max_allowed=run["max_allowed"],
         stop_ids=run["stop_ids"],
-        model=Path(flags.model).name if flags.model else run["model"],
+        model=run["model"],
         check=WeightCheck(read_config(model), run["probe"], fmt, vocabulary) if cfg.check_sync else None,
         skeleton=skeleton,
         low_bits=run["packed"],
         fmt=fmt,
-        own_model=bool(flags.model),
     )
 
 
@@ -533,10 +435,10 @@ def configure(run: dict, flags: SamplerFlags) -> Config:
     if cfg.task != "arith":
         check_task(task, cfg.task, run["task_digest"])
     learner_quant = run["config"]["rollout_quant"]
-    own_quant = learner_quant if flags.rollout_quant == "auto" else flags.rollout_quant
-    if run["packed"] and own_quant != learner_quant:
+    fmt = learner_quant if flags.rollout_quant == "auto" else flags.rollout_quant
+    if run["packed"] and fmt != learner_quant:
         raise UserError(
-            f"--rollout_quant={own_quant}: the learner publishes {learner_quant} (its --sync_dtype=quantized); "
+            f"--rollout_quant={fmt}: the learner publishes {learner_quant} (its --sync_dtype=quantized); "
             "use that, or let it publish float32"
         )
     cfg = replace(
@@ -544,7 +446,7 @@ def configure(run: dict, flags: SamplerFlags) -> Config:
         task=task,
         rollout=flags.rollout,
         rollout_dtype=flags.rollout_dtype or cfg.rollout_dtype or "float32",
-        rollout_quant=own_quant,
+        rollout_quant=fmt,
         rollout_memory=flags.rollout_memory,
         kv_cache_dtype=flags.kv_cache_dtype,
     )
@@ -563,22 +465,6 @@ def check_task(path: str, learners: str, digest: str) -> None:
     need(same, f"--task={path}: not the learner's {learners}; copy that file here and name it with --task")
 
 
-def check_own_model(folder: str, tokenizer, context: int) -> None:
-    """UserError unless a model of this host's own has the learner's vocabulary and enough context."""
-    own = read_config(folder).get_text_config()
-    if read_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
-        raise UserError(f"--model={folder}: its tokenizer differs from the learner's; a sampler must share it")
-    check_rows(folder, vocabulary_size(tokenizer))
-    if own.max_position_embeddings < context:
-        raise UserError(
-            f"--model={folder}: a context of {own.max_position_embeddings} tokens, and the learner asks for {context}"
-        )
-
-
 def main(argv: list[str] | None = None) -> None:
     with contextlib.suppress(KeyboardInterrupt):
         run_command(lambda: sample(parse_flags(SamplerFlags, argv)))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,29 +1,29 @@
-"""Groups from samplers on other machines, as train.py sees them. HeteroRL, section 4.2.
+"""Groups from samplers on other machines, for the training loop. HeteroRL, section 4.2.
 
-`RemoteSource` has the face of a LocalSource (source.py): it publishes weights, hands out groups in order of arrival,
-and keeps the account. hub.py or files.py brings the groups. Nothing is lost, and nothing is trained on twice in the
-history that survives: a sampler keeps each group (account.py) until the learner says `held`, which it says only of
-groups that a checkpoint accounts for, and a learner that starts again from that checkpoint is offered all others anew.
-Every group has one fate:
+`RemoteSource` has the interface of a LocalSource (source.py): it publishes weights, returns groups in order of
+arrival, and keeps the account. hub.py or files.py brings the groups. No group is lost, and none is trained on twice: a
+sampler keeps each group (account.py) until the learner says `held`, which it says only of groups that a checkpoint
+accounts for, and a learner that starts again from that checkpoint is offered all others again. Every group has one
+fate:
 
     trained      the learner has trained on it
     staleness    sampled by weights that were more than --max_staleness updates old
     window       made more than --window_seconds ago, by the learner's clock (clock.py)
     no_spread    all of its responses earned the same (--dynamic_sampling)
     orphan       sampled by weights of a history that did not survive
-    refused      not what was asked for, or not what any engine can have sampled
+    refused      not a group of this run, or values that no engine can have sampled
     corrupt      damaged in the folder
     lost         damaged in the spool, or gone
 
 `duplicate` counts offers of groups that had come already, which have a fate each: it is not one of them. `faults`
-counts exceptions of ours in what a sampler has sent: they are in the log, the sampler's connection or file is dropped,
-and the run goes on. With --admission=pace samplers make what the learner can use (grants.py), and nothing becomes too
-old; `lapsed` counts groups that were granted and did not come.
+counts exceptions of our code in messages of samplers: they are in the log, and the run goes on.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+import logging.handlers
 import secrets
 import sys
 import time
@@ -39,9 +39,7 @@ from remote import wire
 from remote.account import Account, Arrived, split
 from remote.clock import made_at
 from remote.files import FilesHub
-from remote.grants import Grants
 from remote.groups import Limits, decode_group, name_of
-from remote.guard import log_path, open_log
 from remote.hub import Hub
 from remote.weights import Store, change_of
 from rollout import Rollout
@@ -71,7 +69,6 @@ def open_remote_source(cfg, run, model: str, topk: int, max_allowed: int, comm) 
     max_allowed: tokens of a set of allowed tokens, 0 where none are recorded. UserError: the address is taken, or the
     keys are not there."""
     welcome = wire.Welcome(
-        protocol=wire.PROTOCOL,
         session=secrets.token_hex(8),
         run=describe_run(cfg, run, model, topk, max_allowed, comm.size),
         setup=wire.pack_setup(getattr(run, model)),
@@ -101,26 +98,25 @@ def open_remote_source(cfg, run, model: str, topk: int, max_allowed: int, comm) 
 
 
 def describe_run(cfg, run, model: str, topk: int, max_allowed: int, ranks: int) -> dict:
-    """What a sampler must know of a run beside the model's files. The names are those of the messages."""
+    """Everything but the model's files that a sampler must know of a run."""
     shared = {k: v for k, v in dataclasses.asdict(cfg).items() if k in SHARED}
     return {
         "config": shared | tasks.prompts.contents(cfg),
         "model": model,
         "topk": topk,
-        "kept": max_allowed,
+        "max_allowed": max_allowed,
         "context": run.context,
         "world": ranks,
         "task_digest": tasks.digest_of(cfg.task),
         "sampling": vars(Sampling.of(cfg)),
         "probe": run.probe_ids().tolist(),
         "packed": cfg.sync_dtype == "quantized",
-        "paced": cfg.admission == "pace",
         "stop_ids": run.stop_ids,
     }
 
 
 def address_of_rank(bind: str, rank: int, ranks: int) -> str:
-    """Rank r of so many listens r ports higher than --bind says; one without a number is left as it is.
+    """The address of a rank: its number added to the port of --bind. A port without a number is left as it is.
 
     UserError, the same on all ranks: not all have an address."""
     wire.check_address("bind", bind, 0)
@@ -133,6 +129,46 @@ def address_of_rank(bind: str, rank: int, ranks: int) -> str:
     return f"{bind.removesuffix(port)}{int(port) + rank}"
 
 
+LINES = 20  # of one kind in the log in a minute
+LOG_BYTES = 4 << 20  # of one file of the log; there are three
+
+
+class FewLines(logging.Filter):
+    """Passes LINES lines of a kind in a minute, and makes them fit for a screen."""
+
+    def __init__(self):
+        super().__init__()
+        self.minute = 0
+        self.count: Counter = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        minute = int(time.monotonic() // 60)
+        if minute != self.minute:
+            self.minute, self.count = minute, Counter()
+        self.count[record.msg] += 1
+        few = self.count[record.msg] <= LINES
+        record.msg, record.args = wire.printable(record.getMessage(), 500), ()
+        return few
+
+
+def log_path(out: str | Path, rank: int) -> Path:
+    return Path(out) / ("remote.log" if rank == 0 else f"remote{rank}.log")
+
+
+def open_log(out: str | Path, rank: int) -> logging.Logger:
+    """The log of samplers that came, and of those that were turned away."""
+    log = logging.getLogger(f"remote.{out}.{rank}")
+    if not log.handlers:
+        path = log_path(out, rank)  # made by its first line, which a run that is refused does not write
+        handler = logging.handlers.RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=2, delay=True)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        log.addHandler(handler)
+        log.addFilter(FewLines())
+        log.setLevel(logging.INFO)
+        log.propagate = False
+    return log
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The source
 # ---------------------------------------------------------------------------------------------------------------------
@@ -140,7 +176,7 @@ def address_of_rank(bind: str, rank: int, ranks: int) -> str:
 
 @dataclass
 class Ready:
-    """A group that is what was asked for, and that nobody has trained on."""
+    """A valid group that is not trained on yet."""
 
     name: str
     group: Rollout
@@ -149,11 +185,10 @@ class Ready:
 
 
 class RemoteSource:
-    """The face of a LocalSource over a hub: groups in order of arrival (--admission=pace: those of the oldest weights
-    first), within the bounds of staleness and age.
+    """The interface of a LocalSource over a hub: groups in order of arrival, within the bounds of staleness and age.
 
-    store: folder of the weights that were published, for all ranks on one disk (weights.py). task: where
-    each group's problem must be found; None: it is not looked for."""
+    store: folder of the weights that were published, for all ranks on one disk (weights.py). task: where each group's
+    problem must be; None: it is not looked for."""
 
     def __init__(self, hub: Hub | FilesHub, cfg, limits: Limits, sampling: Sampling, store: Path, comm, log, task=None):
         self.hub = hub
@@ -175,9 +210,6 @@ class RemoteSource:
         self.waited = 0.0  # seconds in `next` since the last metrics
         self.broadcast_at: int | None = None  # the version published last
         self.published: dict[int, float] = {}  # version -> when, of this history
-        self.grants: Grants | None = None
-        if cfg.admission == "pace":
-            self.grants = hub.grants = Grants(cfg, comm.size, limits.room // limits.nbytes, hub.names.owner)
 
     def now(self, learner_version: int) -> float:
         return time.time()
@@ -187,15 +219,12 @@ class RemoteSource:
     def publish(self, version: int, named_tensors) -> None:
         """Offer new weights to the samplers, every --sync_every updates. Collective."""
         if self.broadcast_at is None:
-            self.hub.plan(version, 0)
             self.hub.open(Account.of(self.taken.state()))
         elif version - self.broadcast_at < self.cfg.sync_every:
             return
         path, self.published[version] = self.store.publish(version, named_tensors)
         self.broadcast_at = version
         self.hub.broadcast(version, path, self.published[version], change_of(path))
-        if self.grants is not None:
-            self.grants.newest = version
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
@@ -213,7 +242,6 @@ class RemoteSource:
         for item in batch:
             self.record_fate(item.name, "trained")
         self.batch = batch
-        self.hub.plan(learner_version + self.cfg.rollout_batch // self.cfg.train_batch, len(self.ready))
         return [item.group for item in batch]
 
     def _collect(self, n_groups: int, learner_version: int, stop) -> list[Ready]:
@@ -227,17 +255,15 @@ class RemoteSource:
             now = time.monotonic()
             if now - before > SUSPENDED:  # this process was suspended; do not count that time against the samplers
                 last_group += now - before
-                self._forgive(now - before)
             before = now
             so_far = len(batch)
-            self._pace(batch, learner_version)
             self._fill(batch, n_groups, learner_version)
             if len(batch) > so_far:
                 last_group = now
             if self.hub.broken:
                 self.error = f"the hub failed: {self.hub.broken}"
             elif now - last_group > self.cfg.give_up:
-                self.error = self._nobody_came()
+                self.error = self._no_group_came()
             elif now - last_print > PRINT_EVERY:
                 last_print = now
                 self._print_waiting(len(batch), n_groups)
@@ -246,12 +272,10 @@ class RemoteSource:
         return batch
 
     def _fill(self, batch: list[Ready], n_groups: int, learner_version: int) -> None:
-        """Move ready groups into the batch until it has n; those that nobody may train on meet their fate."""
+        """Move ready groups into the batch until it has n; those that may not be trained on meet their fate."""
         while self.ready and len(batch) < n_groups:
-            if not self._may_take(n_groups - len(batch), learner_version):
-                break
             item = self.ready.popleft()
-            self.hub.free(item.name, item.nbytes)
+            self.hub.free(item.nbytes)
             item.nbytes = 0
             fate = self.fate(item, learner_version)
             if fate == "trained":
@@ -259,24 +283,7 @@ class RemoteSource:
             else:
                 self.record_fate(item.name, fate)
 
-    def _pace(self, batch: list[Ready], learner_version: int) -> None:
-        """With --admission=pace: groups of the oldest weights stand first, and samplers may make more."""
-        if self.grants is not None:
-            self.ready = deque(sorted(self.ready, key=lambda item: item.group.version))
-            self.grants.expire()
-            self.hub.plan(learner_version, len(batch) + len(self.ready))
-
-    def _may_take(self, free: int, learner_version: int) -> bool:
-        """With --admission=pace: whether the first ready group is next, or one that was granted and is not here."""
-        if self.grants is None:
-            return True
-        return self.grants.may_take([item.group.version for item in self.ready], learner_version, free)
-
-    def _forgive(self, away: float) -> None:
-        if self.grants is not None:
-            self.grants.forgive(away)
-
-    def _nobody_came(self) -> str:
+    def _no_group_came(self) -> str:
         return (
             f"no group to train on for {self.cfg.give_up:.0f} s at {self.hub.address} ({self.account_text()}): "
             f"start samplers (python -m remote --connect=...), look at {log_path(self.cfg.out, self.comm.rank)}, "
@@ -292,7 +299,7 @@ class RemoteSource:
         return {sampler for sampler, _ in self.hub.reports.copy()}  # a copy: the hub's thread may add to it
 
     def give_back(self) -> None:
-        """What `next` gave will not be trained on: another rank got nothing, and all stop."""
+        """The groups of the last `next` will not be trained on: another rank got nothing, and all stop."""
         for item in self.batch:
             self.since.remove(item.name)
             self.counts["trained"] -= 1
@@ -300,7 +307,7 @@ class RemoteSource:
         self.batch = []
 
     def validate(self, arrived: Arrived) -> None:
-        """A group that is what was asked for is ready; any other meets its fate."""
+        """Make a valid group ready; any other meets its fate."""
         if arrived.fate:
             self.record_fate(arrived.name, arrived.fate)
             return
@@ -313,14 +320,12 @@ class RemoteSource:
             self.log.error("a fault in group %s, which is refused: %r", arrived.name, e)
         else:
             self.ready.append(Ready(arrived.name, group, arrived.when, len(arrived.data)))
-            self._came(arrived.name, here=True)
             return
-        self.hub.free(arrived.name, len(arrived.data))
-        self.hub.charge(arrived.name)
+        self.hub.free(len(arrived.data))
         self.record_fate(arrived.name, "refused")
 
     def decode(self, arrived: Arrived) -> Rollout:
-        """The group in these bytes. WireError: it is not what was asked for."""
+        """The group in these bytes. WireError: it is not a group of this run."""
         name = arrived.name
         group = decode_group(arrived.data, self.limits)
         wire.need(name_of(group.uid) == name, f"{name} holds the group {name_of(group.uid)}")
@@ -336,7 +341,7 @@ class RemoteSource:
         return group
 
     def fate(self, item: Ready, learner_version: int) -> str:
-        """What becomes of a ready group if the learner takes it now."""
+        """The fate of a ready group if the learner takes it now."""
         group, bound = item.group, self.cfg.max_staleness
         if self.published.get(group.version) != group.t_published:
             return "orphan"
@@ -352,14 +357,8 @@ class RemoteSource:
         """The group's fate is decided, and the next checkpoint will say so."""
         self.counts[fate] += 1
         self.since.append(name)
-        self._came(name, here=False)
-        key, n = split(name)  # a sampler that was killed may not have said how many it has handed over
-        self.hub.reports[key] = max(self.hub.reports.get(key, 0), n + 1)
-
-    def _came(self, name: str, here: bool) -> None:
-        """With --admission=pace: a group is ready, or its fate is decided."""
-        if self.grants is not None:
-            self.grants.came(name, here)
+        key, n = split(name)  # a sampler that was killed may not have reported it
+        self.hub.report(key, n + 1)
 
     # -- the account ---------------------------------------------------------------------------------------------------
 
@@ -369,19 +368,18 @@ class RemoteSource:
 
     def metrics(self) -> dict[str, float]:
         """The account and the traffic, summed over ranks; collective."""
-        mine = {fate: self.counts[fate] for fate in FATES}
-        mine |= {kind: self.hub.counts[kind] for kind in TRAFFIC}
-        mine |= {
+        local = {fate: self.counts[fate] for fate in FATES}
+        local |= {kind: self.hub.counts[kind] for kind in TRAFFIC}
+        local |= {
             "handed": sum(self.hub.reports.copy().values()),
             "waiting": len(self.ready),
-            "lapsed": self.grants.lapsed if self.grants else 0,
             "wait_s": self.waited / self.comm.size,
             "MiB_in": self.hub.counts["bytes_in"] / 2**20,
             "MiB_out": self.hub.counts["bytes_out"] / 2**20,
         }
         self.waited = 0.0
-        total = self.comm.sum(list(mine.values()))
-        out = {f"remote/{name}": value for name, value in zip(mine, total, strict=True)}
+        total = self.comm.sum(list(local.values()))
+        out = {f"remote/{name}": value for name, value in zip(local, total, strict=True)}
         out["remote/samplers"] = self.comm.max([len(self._samplers())])[0]
         return out
 
@@ -395,11 +393,10 @@ class RemoteSource:
             "counts": dict(self.counts),
             "published": dict(self.published),
             "reports": [[*key, n] for key, n in self.hub.reports.copy().items()],
-            "names": self.hub.names.copy(),
         }
 
     def saved(self) -> None:
-        """The checkpoint is whole: samplers may forget what it accounts for."""
+        """The checkpoint is whole: samplers may forget the groups that it accounts for."""
         for name in self.saving:
             self.taken.add(name)
         self.hub.held(self.saving)
@@ -410,8 +407,7 @@ class RemoteSource:
         self.counts = Counter(state["counts"])
         self.taken = Account.of(state["account"])
         self.published = dict(state["published"])
-        self.hub.reports.update({(sampler, incarnation): n for sampler, incarnation, n in state.get("reports", [])})
-        self.hub.names.restore(state.get("names", {}))
+        self.hub.reports.update({(sampler, incarnation): n for sampler, incarnation, n in state["reports"]})
 
     def close(self) -> None:
         self.hub.close()

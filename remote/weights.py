@@ -1,9 +1,9 @@
 """Published weights on disk: one file for all ranks that share it, written tensor by tensor. HeteroRL, section 4.2.
 
 Gathered weights come one tensor after the other, and every rank must ask for each of them; the rank that writes
-(comm.writes: one of those that share a disk) puts it where it belongs and forgets it, so nobody holds a second model.
-That needs to know all names, types and shapes before: the first publication reads the stream twice. Beside the file
-lie its manifest and, with --sync_delta, what has changed since the file before; every rank maps all three.
+(comm.writes: one of those that share a disk) puts it where it belongs and forgets it, so no rank holds a second model.
+That needs to know all names, types and shapes before: the first publication reads the stream twice. Next to the file
+lie its manifest and, with --sync_delta, the delta from the file before; every rank maps all three.
 
 The file is a Layout's (checkpoint/tensors.py): equal weights make equal files, and weights of the same model files of
 the same size.
@@ -46,7 +46,7 @@ class Store:
                 deque(named_tensors, maxlen=0)
         stamp = path.stat().st_mtime if self.comm.rank == 0 else 0.0
         self.files = [*self.files[-VERSIONS:], path]
-        return path, self.comm.max([stamp])[0]  # nobody goes on before the files are whole
+        return path, self.comm.max([stamp])[0]  # no rank goes on before the files are whole
 
     def _write(self, path: Path, named_tensors) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -61,19 +61,19 @@ class Store:
             write_atomically(path.with_suffix(".delta"), change, flush=False)
 
     def _tidy(self, path: Path) -> None:
-        """Delete what no rank serves any more: all but the weights before, and the deltas that lead to them."""
+        """Delete files that no rank serves any more: all but the weights before, and the deltas that lead to them."""
         retain_weights(path, self.files, VERSIONS + 1)
         size = 0
-        for beside in sorted(self.folder.glob("v*.delta"), reverse=True):
-            size += beside.stat().st_size
+        for sibling in sorted(self.folder.glob("v*.delta"), reverse=True):
+            size += sibling.stat().st_size
             if not self.files or size > self.files[-1].stat().st_size:  # a chain has half of that (delta.Chain)
-                beside.unlink()
-        for beside in self.folder.glob("v*.manifest"):
-            beside.unlink()
+                sibling.unlink()
+        for sibling in self.folder.glob("v*.manifest"):
+            sibling.unlink()
 
     def _write_if_new(self, path: Path, named_tensors) -> None:
-        """A learner that starts again publishes its checkpoint's weights anew: they are the same bytes, and the file of
-        before stands, for the groups that it sampled are not orphans."""
+        """Write the file, unless it is there with the same bytes: a learner that starts again publishes its
+        checkpoint's weights a second time, and the groups that they sampled are not orphans."""
         fresh = path.with_suffix(".new")
         self.layout.write(fresh, named_tensors)
         if path.exists() and filecmp.cmp(fresh, path, shallow=False):
@@ -89,14 +89,14 @@ def mapped(path: Path) -> mmap.mmap:
 
 
 def manifest_of(path: Path) -> wire.Manifest:
-    """The manifest beside a file of weights; made anew where there is none."""
-    beside = path.with_suffix(".manifest")
-    if beside.is_file():
-        return msgspec.msgpack.decode(beside.read_bytes(), type=wire.Manifest)
+    """The manifest next to a file of weights, made if it is missing."""
+    sibling = path.with_suffix(".manifest")
+    if sibling.is_file():
+        return msgspec.msgpack.decode(sibling.read_bytes(), type=wire.Manifest)
     return wire.manifest(path.name, mapped(path))
 
 
 def change_of(path: Path) -> mmap.mmap | None:
-    """What has changed since the file before; None: it is not worth it, or not asked for."""
-    beside = path.with_suffix(".delta")
-    return mapped(beside) if beside.is_file() else None
+    """The delta from the file before; None: it is not worth it, or not asked for."""
+    sibling = path.with_suffix(".delta")
+    return mapped(sibling) if sibling.is_file() else None

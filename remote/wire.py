@@ -1,32 +1,30 @@
-"""What travels between learner and samplers: objects, and the messages that move them. HeteroRL, section 4.2.
+"""Objects and messages that travel between learner and samplers. HeteroRL, section 4.2.
 
 Groups of rollouts travel one way, weights the other. To the wire both are objects: a name and some bytes. Whoever has
-an object *offers* it by its manifest; whoever wants it *pulls* it:
+an object offers it by its manifest, and whoever wants it pulls it:
 
     manifest   name, size, and a SHA-256 of each leaf (1 MiB); the root, a digest of these digests, names the whole
     pull       asks for a few ranges of leaves at a time; a leaf is checked when it comes, and written if it is good;
-               what is missing or wrong is asked for again
+               a missing or wrong leaf is asked for again
 
-This settles the rest. A receiver without room does not ask, so memory is bounded on both ends. A broken transfer goes
-on from its last good leaf, after a restart too. How much is asked for at a time follows the line (pace.py). Nothing is
-allocated before the manifest's size has been checked, and nothing is unpickled: messages are msgspec structs, groups
-are safetensors (groups.py).
+A receiver without room does not ask, so memory is bounded on both ends. A broken transfer goes on from its last good
+leaf, after a restart too. Nothing is allocated before the manifest's size has been checked, and nothing is unpickled:
+messages are msgspec structs, groups are safetensors (groups.py).
 
-Message by message, between a sampler's Line (link.py) and the learner's Hub (hub.py):
+The messages between a sampler's Line (link.py) and the learner's Hub (hub.py):
 
     sampler -> learner                                learner -> sampler
     Hello    who it is; repeated as a sign of life    Welcome, once; then Got, as a sign of life; or Refuse
     Offer    of a group                               Ask for leaves of it; Got, when the group is here whole;
     Leaves   the answer to Ask; or Gone               Held, when a checkpoint accounts for it
     Ask      for leaves of the weights                Offer of weights; Leaves, the answer to Ask; or Gone
-    Want     the offer of the newest weights again    Grant, as the answer to a Hello that asks: how many groups to make
-
-The first half of this file knows objects, the second half messages. Neither knows what a rollout is.
+    Want     the offer of the newest weights again
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import re
 import zlib
@@ -40,25 +38,23 @@ from msgspec import Meta
 
 import flags
 from flags import UserError
-from remote.pace import Pace
 
-PROTOCOL = 4
 LEAF = 1 << 20  # bytes
-MOST = 16 * LEAF + 4096  # bytes of a frame; whoever sends more is cut off before they are read
-MOST_ASKED = 8  # leaves in one message
-MOST_QUEUED = 512  # messages to one connection that wait to be sent: more than there are asks in flight
-MOST_SETUP = 256 << 20  # bytes of a file of configuration or tokenizer
-MOST_SETUP_FILES = 64
+MOST = 16 * LEAF  # bytes of a frame; ZeroMQ cuts off whoever sends more
+MOST_ASKED = 4  # leaves in one message
+IN_FLIGHT = 32 * LEAF  # bytes that are asked for and not here, on one connection
+MOST_QUEUED = 512  # messages to one connection that wait to be sent
+MOST_WEIGHTS = 1 << 44  # bytes
 
-# What a message may hold at most. decode checks it.
-Text = Annotated[str, Meta(max_length=256)]  # names; each end has rules of its own for them
+# The most that a message may hold. decode checks it.
+Text = Annotated[str, Meta(max_length=256)]  # names; each end has more rules for them
 Texts = Annotated[list[Text], Meta(max_length=1 << 16)]
 Number = Annotated[int, Meta(ge=0, lt=10**18)]
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 
 
 class WireError(ValueError):
-    """What came is not what it should be. Whoever reads what others have sent meets no other exception."""
+    """A message or an object is not as it should be. Reading from others raises no other exception."""
 
 
 def need(ok, sentence: str) -> None:
@@ -68,7 +64,7 @@ def need(ok, sentence: str) -> None:
 
 
 def printable(text, most: int = 300) -> str:
-    """What others have sent, fit for a screen or a line of a log."""
+    """Text from others, fit for a screen or a line of a log."""
     return "".join(c if c.isprintable() else "?" for c in str(text)[:most])
 
 
@@ -90,7 +86,7 @@ class Manifest(msgspec.Struct, frozen=True):
         return hashlib.sha256(self.nbytes.to_bytes(8, "little") + b"".join(self.leaves)).hexdigest()[:32]
 
     def check(self, most: int) -> None:
-        """WireError unless this describes an object of at most so many bytes."""
+        """WireError unless this describes an object of at most `most` bytes."""
         need(0 < self.nbytes <= most, f"{self.name}: {self.nbytes} bytes, and at most {most} are taken")
         whole = len(self.leaves) == -(-self.nbytes // LEAF) and all(len(leaf) == 32 for leaf in self.leaves)
         need(whole, f"{self.name}: a manifest of {len(self.leaves)} leaves does not describe {self.nbytes} bytes")
@@ -121,21 +117,71 @@ def leaves(data, first: int, count: int) -> memoryview:
     return view[first * LEAF : (first + count) * LEAF]
 
 
+class Window:
+    """The asks in flight on one connection, IN_FLIGHT bytes at most.
+
+    The other end answers in order, so an ask is lost when a later one was answered. All are lost when nothing has come
+    for `patience` seconds, twice as long after each time."""
+
+    def __init__(self, patience: float = 10.0):
+        self.patience = patience
+        self.asks: dict = {}  # key -> (bytes, whether it was asked before), in order
+        self.in_flight = 0  # bytes
+        self.heard = 0.0  # when something came last, or the first ask was made
+        self.timeouts = 0  # since the last answer to a new ask
+
+    @property
+    def is_full(self) -> bool:
+        return self.in_flight >= IN_FLIGHT
+
+    def ask(self, key, nbytes: int, now: float, again: bool) -> None:
+        """Note that these bytes were asked for."""
+        if not self.asks:
+            self.heard = now
+        self.asks[key] = (nbytes, again)
+        self.in_flight += nbytes
+
+    def forget(self, key) -> None:
+        self.in_flight -= self.asks.pop(key)[0]
+
+    def answer(self, key, now: float) -> list:
+        """Note that this ask was answered, and return the keys of those before it, which are lost."""
+        self.heard = now
+        if key not in self.asks:
+            return []
+        if not self.asks[key][1]:  # an answer to one of two asks does not tell the time of an answer
+            self.timeouts = 0
+        lost = list(itertools.takewhile(lambda other: other != key, self.asks))
+        for one in (*lost, key):
+            self.forget(one)
+        return lost
+
+    def overdue(self, now: float) -> list:
+        """The keys of all asks, if nothing has come for too long."""
+        if not self.asks or now - self.heard <= self.patience * 2 ** min(self.timeouts, 6):
+            return []
+        self.timeouts += 1
+        lost = list(self.asks)
+        for key in lost:
+            self.forget(key)
+        return lost
+
+
 class Pull:
     """An object on its way in.
 
-    sink: what takes slices of its bytes, a memoryview or a FileSink. pace: of the connection that it comes over, which
-    other pulls may share. resume: check what lies in the sink already, and ask only for leaves that are not good."""
+    sink: takes slices of its bytes, a memoryview or a FileSink. window: of the connection, which other pulls may share.
+    resume: check the bytes in the sink, and ask only for leaves that are not good."""
 
-    def __init__(self, of: Manifest, sink, pace: Pace, resume: bool = False):
+    def __init__(self, of: Manifest, sink, window: Window, resume: bool = False):
         self.of = of
         self.sink = sink
-        self.pace = pace
+        self.window = window
         here = [resume and self._is_good(i, sink[i * LEAF : (i + 1) * LEAF]) for i in range(len(of.leaves))]
         self.missing = [i for i in reversed(range(len(of.leaves))) if not here[i]]  # the next one stands at the end
         self.asked: dict[int, int] = {}  # first leaf -> how many
         self.repeated: set[int] = set()  # leaves that were asked for, and not answered
-        self.corrupt = 0  # leaves that came and were not what the manifest says
+        self.corrupt = 0  # leaves that came and were not as the manifest says
         self.moved: float | None = None  # when the last good leaf came, or the first was asked for
 
     def _is_good(self, i: int, leaf) -> bool:
@@ -149,29 +195,27 @@ class Pull:
         """The next range (first leaf, how many) to ask for. None: everything is asked for, or enough is in flight."""
         if self.moved is None:
             self.moved = now
-        for pull, lost in self.pace.overdue(now):
+        for pull, lost in self.window.overdue(now)[::-1]:
             pull._ask_again(lost)
-        size = self.pace.size(now)
-        if not self.missing or not size:
+        if not self.missing or self.window.is_full:
             return None
         first = self.missing.pop()
         count = 1
-        while count < size // LEAF and self.missing and self.missing[-1] == first + count:
+        while count < MOST_ASKED and self.missing and self.missing[-1] == first + count:
             self.missing.pop()
             count += 1
         self.asked[first] = count
         nbytes = min((first + count) * LEAF, self.of.nbytes) - first * LEAF
-        self.pace.ask((self, first), nbytes, now, first in self.repeated)
+        self.window.ask((self, first), nbytes, now, first in self.repeated)
         return first, count
 
     def put(self, first: int, data, now: float) -> None:
-        """Take an answer. One that was not asked for is dropped; leaves that are not what the manifest says are asked
-        for again. OSError if the sink cannot be written: the leaves of this answer stay missing."""
-        self.pace.heard(now)
+        """Take an answer. One that was not asked for is dropped; leaves that are not as the manifest says are asked for
+        again. OSError if the sink cannot be written: the leaves of this answer stay missing."""
+        for pull, lost in self.window.answer((self, first), now)[::-1]:
+            pull._ask_again(lost)
         if first not in self.asked:
             return
-        for pull, lost in self.pace.answer((self, first), now):
-            pull._ask_again(lost)
         asked = range(first, first + self.asked.pop(first))
 
         def write_if_good(i: int) -> bool:
@@ -200,8 +244,8 @@ class Pull:
     def forget_asked(self) -> None:
         """Nothing that was asked for will come: the connection is a new one, or the object is not wanted any more."""
         self.moved = None
-        for first in list(self.asked):
-            self.pace.forget((self, first))
+        for first in sorted(self.asked, reverse=True):
+            self.window.forget((self, first))
             self._ask_again(first)
 
 
@@ -242,32 +286,23 @@ class Weights(NamedTuple):
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
     """Sampler: who it is. handed: groups handed over by this incarnation so far; lost: names of groups that it cannot
-    send any more; sent: when, in seconds since the epoch by its clock. wants: groups that it would make now, and
-    version: with which weights, where the learner grants them (grants.py). root: of the weights that it has; relay:
-    where others may fetch them (relay.py)."""
+    send any more; sent: when, in seconds since the epoch by its clock."""
 
-    protocol: Number
     sampler: Text
     incarnation: Number
     session: Text  # the learner's session that it knows, "" at first
     handed: Number = 0
     lost: Texts = []
     sent: Seconds = 0.0
-    wants: Number = 0
-    version: Number = 0
-    root: Text = ""
-    relay: Text = ""
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
-    """Learner: what to sample. setup: configuration and tokenizer files of the model (pack_setup); run: what else a
-    sampler must know (source.py writes it); keys: public ones of all samplers."""
+    """Learner: the work. setup: configuration and tokenizer files of the model (pack_setup); run: everything else that
+    a sampler must know (source.py writes it)."""
 
-    protocol: Number
     session: Text
     run: dict
     setup: dict[str, bytes]
-    keys: Texts = []
 
 
 class Refuse(msgspec.Struct, tag="refuse", frozen=True):
@@ -283,22 +318,14 @@ class Step(msgspec.Struct, frozen=True):
     of: Manifest
 
 
-class Relay(msgspec.Struct, frozen=True):
-    """A sampler that has the weights of an offer: where it serves them, and its public key."""
-
-    address: Text
-    key: Text = ""
-
-
 class Offer(msgspec.Struct, tag="offer", frozen=True):
     """Here is an object. version and published: of weights, the learner's updates behind them and its clock. deltas: a
-    chain that leads to them. relay: fetch it there."""
+    chain that leads to them."""
 
     of: Manifest
     version: Annotated[int, Meta(ge=-1, lt=10**18)] = -1
     published: Seconds = 0.0
     deltas: Annotated[list[Step], Meta(max_length=64)] = []
-    relay: Relay | None = None
 
 
 class Ask(msgspec.Struct, tag="ask", frozen=True):
@@ -333,13 +360,6 @@ class Got(msgspec.Struct, tag="got", frozen=True):
     clock: Seconds = 0.0
 
 
-class Grant(msgspec.Struct, tag="grant", frozen=True):
-    """Learner: this incarnation may make so many groups in all, those included that it has made."""
-
-    incarnation: Number
-    groups: Number
-
-
 class Want(msgspec.Struct, tag="want", frozen=True):
     """Sampler: it knows of no offer of the newest weights; please repeat it."""
 
@@ -350,7 +370,7 @@ class Held(msgspec.Struct, tag="held", frozen=True):
     names: Texts
 
 
-Message = Hello | Welcome | Refuse | Offer | Ask | Leaves | Gone | Got | Grant | Want | Held
+Message = Hello | Welcome | Refuse | Offer | Ask | Leaves | Gone | Got | Want | Held
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 
@@ -366,20 +386,13 @@ def encode(message: Message) -> bytes:
 
 
 def decode(frame) -> Message:
-    """The inverse of encode. WireError if the frame is damaged, or no message of this protocol."""
+    """The inverse of encode. WireError if the frame is damaged, or no message."""
     head, body = bytes(frame[:8]), frame[8:]
     need(digest(body) == head, "not a message, or a damaged one")
     try:
         return _decoder.decode(body)
     except Exception as e:  # MsgspecError, but also UnicodeDecodeError, RecursionError and whatever else there is
-        raise WireError(f"not a message of protocol {PROTOCOL}: {printable(e)}") from None
-
-
-def protocol_mismatch(learner: int, sampler: int) -> str:
-    """The sentence for two ends of different revisions; empty where they agree."""
-    if learner == sampler:
-        return ""
-    return f"the learner speaks protocol {learner} and this sampler {sampler}: bring both to one revision"
+        raise WireError(f"not a message of this revision: {printable(e)}") from None
 
 
 def check_address(flag: str, address: str, least: int) -> None:
@@ -396,17 +409,15 @@ def check_address(flag: str, address: str, least: int) -> None:
     flags.need(least <= int(port[:6]) <= 65535, f"--{flag}={address}: a port is a number from {least} to 65535")
 
 
-def set_socket_options(socket, linger: int, most: int = MOST, queue: int = 64) -> None:
+def set_socket_options(socket, linger: int) -> None:
     """The same on both ends: messages and queues are bounded, and the kernel finds a dead connection within 25 s.
 
-    ZeroMQ's own heartbeats end the whole process (libzmq 4.3.5, `!_io_error`) when a peer leaves whose queue is full.
-
-    linger: milliseconds that messages not yet sent may delay the socket's end. most: bytes of a frame; queue: messages
-    that wait to be read."""
+    ZeroMQ's own heartbeats end the whole process (libzmq 4.3.5, `!_io_error`) when a peer leaves while its queue is
+    full. linger: milliseconds that messages not yet sent may delay the socket's end."""
     for option, value in (
-        (zmq.MAXMSGSIZE, most),
+        (zmq.MAXMSGSIZE, MOST),
         (zmq.SNDHWM, MOST_QUEUED),
-        (zmq.RCVHWM, queue),
+        (zmq.RCVHWM, 64),
         (zmq.LINGER, linger),
         (zmq.TCP_KEEPALIVE, 1),
         (zmq.TCP_KEEPALIVE_IDLE, 10),
@@ -429,18 +440,9 @@ def pack_setup(folder: str) -> dict[str, bytes]:
 
 
 def unpack_setup(files: dict[str, bytes], folder: Path) -> None:
-    """Write what pack_setup packed. UserError: a file outside the folder, one too big to be a small file, or damage."""
+    """Write the files that pack_setup packed. UserError: a file outside the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    flags.need(len(files) <= MOST_SETUP_FILES, f"the learner sent {len(files)} files of a model; they are not written")
     for name, data in files.items():
         if not re.fullmatch(SETUP_FILE, name):
             raise UserError(f"the learner sent a file called {printable(name, 100)!r}; it is not written")
-        unpack = zlib.decompressobj()
-        try:
-            unpacked = unpack.decompress(data, MOST_SETUP)
-        except zlib.error as e:
-            raise UserError(f"the learner's {name} is damaged ({e}); start this sampler again") from None
-        if unpack.unconsumed_tail:
-            raise UserError(f"the learner's {name} has more than {MOST_SETUP >> 20} MiB; it is not taken")
-        flags.need(unpack.eof, f"the learner's {name} is cut short; start this sampler again")
-        (folder / name).write_bytes(unpacked)
+        (folder / name).write_bytes(zlib.decompress(data))

@@ -277,7 +277,7 @@ FILES = {
     "responses_null": {"samples.jsonl": json.dumps({**RESPONSE, "tokens": None}) + "\n"},
     "responses_uneven": {"samples.jsonl": json.dumps({**RESPONSE, "gaps": [0.0, 1.0]}) + "\n"},
     "responses": {"samples.jsonl": json.dumps(RESPONSE) + "\n"},
-    # keys and routes
+    # keys
     "keys_learner": keys_of("learner"),
     "keys_open": keys_of("learner", lambda folder: (folder / "learner.key_secret").chmod(0o644)),
     "keys_two": keys_of("learner", lambda folder: shutil.copy(folder / "learner.key_secret", folder / "b.key_secret")),
@@ -289,14 +289,6 @@ FILES = {
     "keys_sampler_short": keys_of("sampler0", holding("learner.key", 'metadata\ncurve\n    public-key = "short"\n')),
     "keys_sampler_empty": keys_of("sampler0", holding("sampler0.key_secret", "")),
     "keys_sampler_public": keys_of("sampler0", only_public),
-    "routes_cut.toml": "[learners",
-    "routes_numbers.toml": "learners = 3",
-    "routes_others.toml": '[learners]\n0 = "tcp://127.0.0.1:9"\n[samplers]\nother = [0]\n',
-    "routes_nowhere.toml": "[learners]\n[samplers]\nbox = [0]\n",
-    "routes_twice.toml": '[learners]\n0 = "tcp://127.0.0.1:9"\n[samplers]\nbox = [0, 0]\n',
-    "routes_text.toml": '[learners]\n0 = "tcp://127.0.0.1:9"\n[samplers]\nbox = ["0"]\n',
-    "routes_address.toml": '[learners]\n0 = "127.0.0.1:9"\n[samplers]\nbox = [0]\n',
-    "routes_binary.toml": b"\xff\xfe",
     # studies
     "records_none": {"runs": {}},
     "records_cut": {"runs": {"study": {"a-0.json": record()[:50]}}},

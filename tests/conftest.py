@@ -350,7 +350,7 @@ LONGEST = [
     "moe",
     "memory",
 ]
-LONGEST += ["mismatch", "plan", "quant", "sampling", "grading", "guard", "grants"]
+LONGEST += ["mismatch", "plan", "quant", "sampling", "grading"]
 
 
 def pytest_collection_modifyitems(items):

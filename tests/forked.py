@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 import transformers
 from conftest import ROOT
+from remote_tools import bench as transport  # noqa: F401  imported before the forks, as are others that are not used
+from remote_tools import fuzz  # noqa: F401
 
-import bench  # noqa: F401  imported before the forks, as are the others that are not used here
+import bench  # noqa: F401
 import eval as evaluation  # noqa: F401
-import remote.bench
-import remote.fuzz
 import remote.keys
 import remote.sampler
 import remote.source  # noqa: F401

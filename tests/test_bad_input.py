@@ -231,11 +231,6 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --delay=constant --sampler_speeds=1,2,0,1 | --sampler_speeds=1,2,0,1: 4 numbers above 0, separated by commas
 --delay=constant --token_seconds=-1 | --token_seconds=-1.0: must be 0 or above
 --delay=constant --token_seconds=0.01 | --token_seconds=0.01: more groups ... bound them with --max_staleness
---delay=constant --admission=pace | --admission=pace: there is nothing to pace; it goes with --delay and --token
---delay=constant --admission=pace --token_seconds=1 | --admission=pace: there is no bound on age to keep; name one
---samplers=zmq --admission=pace | --admission=pace: there is no bound on age to keep; name one with --max_staleness
---samplers=zmq --grant_seconds=0 | --grant_seconds=0.0: must be above 0
---delay=constant --admission=pace --token_seconds=100 --max_staleness=3 | --admission=pace --max_staleness=3: a group
 --delay=constant --window_seconds=0 | --window_seconds=0.0: must be above 0
 --delay=constant --max_staleness=-1 | --max_staleness=-1: a number of updates, 0 or more; leave it out for no bound
 --delay=constant --max_staleness=2 --sync_every=8 | --max_staleness=2: with --sync_every=8 ... broadcast more often
@@ -506,7 +501,7 @@ LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give
 --keys=file | --keys=file: 0 secret keys there instead of one; ... `python -m remote.keys OUT --samplers=N` makes a
 --keys=keys_open | --keys=keys_open: learner.key_secret can be read by others; ... chmod 600 it, or make new keys
 --keys=keys_two | --keys=keys_two: 2 secret keys there instead ... `python -m remote.keys OUT --samplers=N` makes a
---keys=keys_cut | --keys: keys_cut/learner.key_secret is no file of keys; copy it anew, or make new ones
+--keys=keys_cut | --keys: keys_cut/learner.key_secret is no file of keys; copy it again, or make new ones
 --keys=keys_nobody | --keys=keys_nobody: no sampler's public key in its folder ... is this the learner's folder?
 --keys=keys_sampler | --keys=keys_sampler: no sampler's public key in its folder ... is this the learner's folder?
 --samplers=files --sync_path=file | file/models: Not a directory; name another place
@@ -722,7 +717,7 @@ run --smooth=3 | --smooth: no such flag; see --help
 run --samples=responses | --samples=responses: prints, and draws no runs; leave out run
         """,
     ),
-    # bench.py and remote/bench.py, remote/fuzz.py
+    # bench.py and the tools of remote/
     *rows(
         "bench.py",
         r"""
@@ -743,22 +738,17 @@ gpu --device=cpu --out=file/x | --out=file/x/gpu.json: ... is a file, not a fold
         """,
     ),
     *rows(
-        "-m remote.bench",
+        "tests/remote_tools/bench.py",
         r"""
-wires | wires: no such benchmark; there are wire, line, samplers, relay; did you mean wire?
---mib=3 | --mib=3: no such flag, only names of benchmarks; there are wire, line, samplers
-samplers --seconds=5 | --seconds=5: no such flag, only names of benchmarks; there are wire, line, samplers
+wires | wires: no such benchmark; there are wire, samplers; did you mean wire?
+--mib=3 | --mib=3: no such flag, only names of benchmarks; there are wire, samplers
         """,
     ),
     *rows(
-        "-m remote.fuzz",
+        "tests/remote_tools/fuzz.py",
         r"""
 --frames=29 | --frames=29: at least 30
---frames=1e5 | --frames=1e5: must be a whole number
---frames | --frames: a value is missing; write --frames=VALUE
 --frame=30 | --frame: no such flag; did you mean --frames?
---seed=x | --seed=x: must be a whole number
-100 | 100: flags are written --key=value
         """,
     ),
     # python -m remote.keys
@@ -784,11 +774,11 @@ read_only | read_only/learner: Permission denied; name another place, or ask for
 read_only/k | read_only/k: Permission denied; name another place, or ask for the right to use this one
         """,
     ),
-    # a sampler: python rollout.py, python -m remote
+    # a sampler
     *rows(
         "-m remote",
         r"""
-| --connect: name the learner's address, tcp://HOST:PORT, a file of routes, or a shared folder
+| --connect: name the learner's address, tcp://HOST:PORT, or a shared folder
 --conect=tcp://127.0.0.1:9 | --conect: no such flag; did you mean --connect?
 tcp://127.0.0.1:9 | tcp://127.0.0.1:9: flags are written --key=value
 --connect | --connect: a value is missing; write --connect=VALUE
@@ -811,15 +801,6 @@ tcp://127.0.0.1:9 | tcp://127.0.0.1:9: flags are written --key=value
 --connect=tcp://127.0.0.1:9,notes | --connect=notes: not an address; write tcp://HOST:PORT
 --connect=, | --connect=,: neither an address such as tcp://HOST:PORT nor a folder that is there
 --connect=file | --connect=file: neither an address such as tcp://HOST:PORT nor a folder that is there
---connect=routes_cut.toml | --connect=routes_cut.toml: no file of routes (Expected ... remote/README.md shows one
---connect=routes_numbers.toml | routes_numbers.toml: no route for box; ... it needs [learners] 0 = "tcp://..."
---connect=routes_others.toml | routes_others.toml: no route for box; ... it needs [learners] 0 = "tcp://..."
---connect=routes_nowhere.toml | routes_nowhere.toml: no route for box; ... it needs [learners] 0 = "tcp://..."
---connect=routes_twice.toml | routes_twice.toml: no route for box; ... it needs [learners] 0 = "tcp://..."
---connect=routes_text.toml | routes_text.toml: no route for box; ... it needs [learners] 0 = "tcp://..."
---connect=routes_address.toml | --connect=routes_address.toml: neither an ... ORT nor a folder that is there
---connect=routes_binary.toml | --connect=routes_binary.toml: no file of routes ... remote/README.md shows one
---connect=nowhere.toml | --connect=nowhere.toml: no file of routes ([Errno 2] No ... remote/README.md shows one
         """,
     ),
     *rows(
@@ -831,27 +812,22 @@ tcp://127.0.0.1:9 | tcp://127.0.0.1:9: flags are written --key=value
 --keys=/no/such | --keys=/no/such: no learner.key there; ... copy the folder that `python -m remote.keys`
 --keys= | --keys=: no learner.key there; copy the folder that `python -m remote.keys` made for this sampler
 --keys=file | --keys=file: no learner.key there; copy the folder that `python -m remote.keys` made for this sampler
---keys=keys_learner | --keys=keys_learner: the learner's folder; name the sampler's own, such as sampler0 beside it
+--keys=keys_learner | --keys=keys_learner: the learner's folder; name a sampler's, such as sampler0 next to it
 --keys=keys_sampler_open | --keys=keys_sampler_open: sampler0.key_secret can be read ... chmod 600 it, or make new
---keys=keys_sampler_junk | --keys: keys_sampler_junk/learner.key is no file of keys; copy it anew, or make new ones
---keys=keys_sampler_short | --keys: keys_sampler_short/learner.key is no file of ... copy it anew, or make new ones
---keys=keys_sampler_empty | --keys: keys_sampler_empty/sampler0.key_secret is no ... copy it anew, or make new ones
---keys=keys_sampler_public | --keys=keys_sampler_public: no secret key in ... copy it anew, or make new ones
+--keys=keys_sampler_junk | --keys: keys_sampler_junk/learner.key is no file of keys; copy it again, or make new ones
+--keys=keys_sampler_short | --keys: keys_sampler_short/learner.key is no file of ... copy it again, or make new ones
+--keys=keys_sampler_empty | --keys: keys_sampler_empty/sampler0.key_secret is no ... copy it again, or make new ones
+--keys=keys_sampler_public | --keys=keys_sampler_public: no secret key in ... copy it again, or make new ones
 --spool=file | --spool=file: cannot be written (File exists); name another folder
 --spool=file/spool | --spool=file/spool: cannot be written (Not a directory); name another folder
 --spool=read_only/spool | --spool=read_only/spool: cannot be written (Permission denied); name another folder
---spool=locked | locked: another sampler works there; give this one a --name or a --spool of its own
+--spool=locked | locked: another sampler works there; give this one another --name or --spool
 --groups=0 | --groups=0 --spool_groups=4096: at least one group at once, and a spool that holds a batch
 --groups=9 --spool_groups=4 | --groups=9 --spool_groups=4: at least one group at ... and a spool that holds a batch
 --give_up=0 | --give_up=0.0: must be above 0
 --give_up=nan | --give_up=nan: must be a number
 --patience=0 | --patience=0.0: must be above 0
 --patience=inf | --patience=inf: must be finite
---most_weights=-1 | --most_weights=-1.0: must be above 0
---most_weights=nan | --most_weights=nan: must be a number
---model=/no/such | --model=/no/such: no Hugging Face model folder (no config.json there); name another one
---model=base:policy | --model=base:policy: no Hugging Face model folder (no config.json there); name another one
---model=no_weights | no_weights: no weights there (model.safetensors is ... copy the folder anew, or delete one
 --task=/no/such.jsonl | --task=/no/such.jsonl: no such file; copy the learner's file here and name it with --task
 --rollout_quant=int4 | --rollout_quant=int4: not one of auto, none, int8, fp8, w4a16, w3a16, ... did you mean int8?
 --rollout_quant=aligned | --rollout_quant=aligned: not one of auto, none, int8, fp8, w4a16,
@@ -1061,8 +1037,8 @@ REAL = [
             "mini.py --steps=3",
             "metrics.py out/demo",
             "bench.py haed",
-            "-m remote.bench wires",
-            "-m remote.fuzz --frames=29",
+            "tests/remote_tools/bench.py wires",
+            "tests/remote_tools/fuzz.py --frames=29",
             "results/table1.py --jobs=0",
             "results/figure2ab.py --vocab=1",
             "results/sweep.py",

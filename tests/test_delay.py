@@ -5,7 +5,6 @@ import signal
 from collections import Counter
 from itertools import pairwise
 from statistics import NormalDist
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -402,47 +401,38 @@ def test_a_group_comes_when_its_longest_response_is_made(folders, tmp_path):
     assert len({ticket.version for ticket in tickets.values()}) > 2 and tickets[0].lengths != tickets[1].lengths
 
 
-def test_pace_drops_nothing_where_dropping_prefers_short_responses(folders, tmp_path):
+def test_a_bound_on_age_prefers_short_responses(folders, tmp_path):
     """Delays of 60 to 1800 s, groups of 1 to 6 tokens that take up to 54 updates, and more samplers than are needed:
-    with the same bound one throws away what is long, the other nothing."""
-    p = {}
-    for admission, updates in (("drop", 150), ("pace", 60)):
-        source = timed(
-            folders,
-            tmp_path / admission,
-            admission=admission,
-            delay="lognormal",
-            delay_min=60.0,
-            delay_max=1800.0,
-            step_seconds=28.125,
-            token_seconds=28.125 * 54 / 6,
-            max_staleness=64,
-            max_tokens=6,
-            delay_samplers=50,
-            group_size=2,
-            rollout_batch=2,
-            train_batch=2,
-        )
-        same = weights(0).items()
-        source.publish(0, same)
-        source.load(0, same)
-        source.load = lambda version, tensors, source=source: setattr(source, "version", version)  # all are the same
-        for v in range(updates):
-            source.publish(v, same)
-            for group in source.next(1, v):
-                assert v - group.version <= 64
-        m = source.metrics()
-        p[admission] = m["delay/length_ks_p"]
-        assert (m["delay/dropped_staleness"] > 0) == (admission == "drop")
-        assert source.trained.total() == updates * 2
-        longest, gone = source.lengths["trained"], source.lengths["dropped"]
-        assert longest.total() == updates and gone.total() == m["delay/dropped_staleness"]
-        assert p[admission] == (ks_p(longest, gone) if gone else 1.0)
-        if admission == "drop":
-            assert m["delay/length_trained"] < m["delay/length_decided"]
-        else:
-            assert source.trained == source.decided and len(source.tickets) <= 6
-    assert p["drop"] < 0.05 < p["pace"]
+    long groups are thrown away."""
+    source = timed(
+        folders,
+        tmp_path,
+        delay="lognormal",
+        delay_min=60.0,
+        delay_max=1800.0,
+        step_seconds=28.125,
+        token_seconds=28.125 * 54 / 6,
+        max_staleness=64,
+        max_tokens=6,
+        delay_samplers=50,
+        group_size=2,
+        rollout_batch=2,
+        train_batch=2,
+    )
+    same = weights(0).items()
+    source.publish(0, same)
+    source.load(0, same)
+    source.load = lambda version, tensors: setattr(source, "version", version)  # all are the same
+    for v in range(150):
+        source.publish(v, same)
+        for group in source.next(1, v):
+            assert v - group.version <= 64
+    m = source.metrics()
+    assert m["delay/dropped_staleness"] > 0 and source.trained.total() == 300
+    longest, gone = source.lengths["trained"], source.lengths["dropped"]
+    assert longest.total() == 150 and gone.total() == m["delay/dropped_staleness"]
+    assert m["delay/length_ks_p"] == ks_p(longest, gone) < 0.05
+    assert m["delay/length_trained"] < m["delay/length_decided"]
 
 
 def test_the_test_of_kolmogorov_and_smirnov():
@@ -496,30 +486,3 @@ def test_both_last_checkpoints_can_be_gone_on_from(folders, tmp_path):
             states.append(source.state_dict())
     for state in states:
         delayed(folders, tmp_path, delay_max=1.0).load_state_dict(state)
-
-
-def test_pace_counts_on_each_samplers_own_speed(folders, tmp_path):
-    """6 tokens are 6 updates or 24; three more in the queue, half of what 24 of 30 leave. Batches are of one update."""
-    changes = dict(admission="pace", delay_samplers=2, sampler_speeds="1,0.25", max_tokens=6, max_staleness=30)
-    source = timed(folders, tmp_path, rollout_batch=8, train_batch=8, **changes)
-    source.publish(0, weights(0).items())
-    for i, oldest in ((0, 30 - 6 - 3), (1, 30 - 24 - 3)):
-        assert source.may_begin(i, 1, oldest) and not source.may_begin(i, 1, oldest + 1)
-
-
-@pytest.mark.parametrize("bound, every, tokens", [(8, 5, 3), (64, 40, 20), (7, 1, 3), (30, 7, 24)])
-def test_pace_goes_on_where_new_weights_come_every_few_updates(folders, tmp_path, bound, every, tokens):
-    """Just before they come the weights that samplers have are every - 1 updates old: they may begin all the same."""
-    changes = dict(admission="pace", max_tokens=tokens, max_staleness=bound, sync_every=every)
-    source = timed(folders, tmp_path, delay="constant", delay_max=1.0, rollout_batch=8, train_batch=8, **changes)
-    source.publish(0, weights(0).items())
-    assert source.may_begin(0, 1, every - 1)
-    source.sample_tickets = lambda taken: [made_up(tokens) for _ in taken]
-    for v in range(2 * every + 1):
-        source.publish(v, weights(v).items())
-        assert len(source.next(1, v)) == 1
-    assert not source.dropped
-
-
-def made_up(tokens):
-    return SimpleNamespace(responses=[SimpleNamespace(tokens=range(tokens))])

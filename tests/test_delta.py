@@ -172,7 +172,7 @@ def test_over_the_wire_only_what_has_changed(made, tmp_path, capsys):
         assert until(lambda: end.newest is not None and end.newest.version == version)
         assert (
             end.newest.path.read_bytes() == weights[version]
-            and end.fetched_root == wire.manifest("", weights[version]).root
+            and end.lines["box"].fetcher.root == wire.manifest("", weights[version]).root
         )
         sent, h.counts["bytes_out"] = h.counts["bytes_out"], 0
         return sent
@@ -182,12 +182,13 @@ def test_over_the_wire_only_what_has_changed(made, tmp_path, capsys):
     broadcast(h, tmp_path / "learner", 1, weights[1], weights[0])
     one = here(1)
     assert one == len(delta.encode(weights[0], weights[1])) < len(weights[0]) / 20
-    fetches = end.lines[0].fetch
-    end.lines[0].fetch = lambda now: None  # it is busy for a while
+    fetcher = end.lines["box"].fetcher
+    turn = fetcher.turn
+    fetcher.turn = lambda: None  # it is busy for a while
     for version in (2, 3, 4):
         broadcast(h, tmp_path / "learner", version, weights[version], weights[version - 1])
-    assert until(lambda: end.lines[0].wanted.version == 4)
-    end.lines[0].fetch = fetches
+    assert until(lambda: fetcher.wanted.version == 4)
+    fetcher.turn = turn
     assert 2 * one < here(4) < 4 * one  # three deltas in a row
     late = made.add(
         link.Link(

@@ -1,6 +1,7 @@
 """What others may leave in a shared folder, what a learner may send to a sampler, and what flags may say."""
 
 import gc
+import logging
 import os
 import threading
 import time
@@ -14,7 +15,7 @@ import zmq
 from test_hub import WELCOME, closed_behind, hand_over, until, weights
 
 from flags import UserError, parse_flags
-from remote import account, files, files_link, hub, keys, routes, sampler, wire
+from remote import account, files, files_link, hub, keys, sampler, wire
 from remote.sampler import SamplerFlags
 from sampling import Sampling
 from tasks import Arithmetic
@@ -32,8 +33,6 @@ def source(folder, **changes):
 
 def logged(s, folder):
     """The lines that a source's log has from now on."""
-    import logging
-
     handler = logging.FileHandler(folder / "source.log")
     s.log.handlers = [handler]
     return lambda: (folder / "source.log").read_text()
@@ -89,7 +88,7 @@ def test_a_hello_in_the_name_of_another_or_of_a_path(tmp_path):
     s.publish(0, weights(0))
 
     def say(file, **changes):
-        hello = {**dict(protocol=wire.PROTOCOL, sampler=file, incarnation=4, session="", handed=3), **changes}
+        hello = {**dict(sampler=file, incarnation=4, session="", handed=3), **changes}
         (folder / "samplers" / file).write_bytes(wire.encode(wire.Hello(**hello)))
 
     say("evil", sampler="../../victim")
@@ -97,7 +96,7 @@ def test_a_hello_in_the_name_of_another_or_of_a_path(tmp_path):
     say("good")
     say("liar", handed=10**12)
     (folder / "samplers" / "other").write_bytes(wire.encode(wire.Held(["box/1/0"])))
-    (folder / "samplers" / "long").write_bytes(wire.encode(wire.Refuse("x" * files.MOST_HELLO)))
+    (folder / "samplers" / "long").write_bytes(wire.encode(wire.Refuse("x" * wire.MOST)))
     (folder / "samplers" / "linked").symlink_to(folder / "samplers" / "good")
     (folder / "samplers" / "folder").mkdir()
     os.mkfifo(folder / "samplers" / "pipe")
@@ -107,92 +106,6 @@ def test_a_hello_in_the_name_of_another_or_of_a_path(tmp_path):
     assert "stream evil: a hello of ../../victim, under another's name" in log()
     assert "stream liar: it says it has handed over 1000000000000 groups; 0 have come" in log()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["deep", "source.log"]
-
-
-def test_a_fault_in_one_stream_is_that_streams(tmp_path, monkeypatch):
-    s = source(tmp_path / "f")
-    log = logged(s, tmp_path)
-    s.publish(0, weights(0))
-    hand_over(tmp_path / "f", s, 0)
-    (tmp_path / "f" / "rollouts" / "a-first").mkdir()
-    new = s.hub._new
-    monkeypatch.setattr(s.hub, "_new", lambda stream: 1 // (stream != "a-first") and new(stream))
-    assert [g.uid[2] for g in s.next(1, 0)] == [0]
-    assert s.hub.counts["faults"] == 1 and s.hub.muted == {"a-first"}
-    assert "a fault in what stream a-first holds" in log()
-    assert s.hub.drain() == [] and s.hub.counts["faults"] == 1  # it is left out from then on
-
-
-def test_one_unreadable_group_keeps_no_other(tmp_path, monkeypatch):
-    s = source(tmp_path / "f")
-    log = logged(s, tmp_path)
-    s.publish(0, weights(0))
-    for n in range(3):
-        hand_over(tmp_path / "f", s, n)
-    read = files.read_regular
-
-    def fails(path, most):
-        if path.name == "1-0":
-            raise PermissionError(13, "Permission denied")
-        return read(path, most)
-
-    monkeypatch.setattr(files, "read_regular", fails)
-    assert [a.name for a in s.hub.drain()] == ["box/1/1", "box/1/2"]
-    assert "stream box: Permission denied; tried again soon" in log()
-    monkeypatch.undo()
-    assert [a.name for a in s.hub.drain()] == ["box/1/0"]
-
-
-def test_clocks_of_other_hosts_are_not_believed(tmp_path):
-    """A sampler whose clock is two hours slow, or fast: no group is older than its weights, none from the future."""
-    s = source(tmp_path, window_seconds=600.0)
-    s.publish(0, weights(0))
-    for n, skew in enumerate((-7200.0, 7200.0)):
-        hand_over(tmp_path, s, n, t_end=time.time() + skew)
-        os.utime(tmp_path / "rollouts" / "box" / f"1-{n}", (time.time() + skew,) * 2)
-    assert [g.uid[2] for g in s.next(2, 0)] == [0, 1] and s.counts == {"trained": 2}
-    hand_over(tmp_path, s, 2, t_end=time.time() + 1e6)  # a stamp from the future does not keep it young
-    for arrived in s.hub.drain():
-        arrived.when -= 700.0
-        s.validate(arrived)
-    s.published[0] -= 3000.0
-    s.ready[0].group.t_published -= 3000.0
-    assert s.ready and s.fate(s.ready[0], 0) == "window"
-
-
-def test_streams_take_turns(tmp_path):
-    """One that has handed over much does not keep the others waiting."""
-    from test_wire import group
-
-    from remote.groups import encode_group
-
-    s = source(tmp_path, room=int(4.5 * len(encode_group(group()))))
-    s.publish(0, weights(0))
-    for n in range(9):
-        hand_over(tmp_path, s, n)
-    os.rename(tmp_path / "rollouts" / "box", tmp_path / "rollouts" / "a-hog")
-    for n in range(2):
-        hand_over(tmp_path, s, n)
-    streams = [account.sampler_of(a.name) for a in s.hub.drain()]
-    assert sorted(streams) == ["a-hog", "a-hog", "box", "box"] and s.hub.drain() == []
-
-
-def test_a_folder_in_the_place_of_a_message_keeps_no_other(tmp_path):
-    s = source(tmp_path)
-    s.publish(0, weights(0))
-    (tmp_path / "held" / "box").mkdir()
-    hand_over(tmp_path, s, 0)
-    os.rename(tmp_path / "rollouts" / "box", tmp_path / "rollouts" / "other")
-    hand_over(tmp_path, s, 0)
-    s.hub.held(["box/1/0"])  # cannot be written
-    s.hub.held(["other/1/0"])
-    assert wire.decode((tmp_path / "held" / "other").read_bytes()) == wire.Held(["other/1/0"])
-    s.publish(1, weights(1))
-    assert wire.decode((tmp_path / "models" / "newest").read_bytes()).version == 1
-    (tmp_path / "held" / "box").rmdir()
-    s.hub.beat = -files.BEAT
-    s.hub.drain()
-    assert wire.decode((tmp_path / "held" / "box").read_bytes()) == wire.Held(["box/1/0"])
 
 
 @pytest.mark.parametrize("kind", ["deleted", "junk", "link"])
@@ -212,35 +125,7 @@ def test_a_welcome_that_was_spoilt_is_written_again(kind, tmp_path):
     assert not welcome.is_symlink() and wire.decode(welcome.read_bytes()) == WELCOME
     assert victim.read_bytes() == b"of another program" and victim.stat().st_mtime == 5.0
     os.utime(welcome, (5.0, 5.0))
-    s.hub.beat = -files.BEAT
-    s.hub.drain()
-    assert welcome.stat().st_mtime > 5.0  # a sign of life
-
-
-def test_a_stream_that_has_left_too_much_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "MOST_ENTRIES", 4)
-    s = source(tmp_path)
-    s.publish(0, weights(0))
-    for n in range(0, 20, 2):  # every other number: a gap each
-        hand_over(tmp_path, s, n)
-    assert len(s.hub.drain()) == 4 and s.hub.drain() == []
-    monkeypatch.setattr(files, "PATIENCE", 0.0)
-    s.hub.reports["box", 1] = 100
-    s.hub.beat = -files.BEAT
-    assert s.hub.drain() == []  # nor are its lost ones booked
-
-
-def test_streams_and_files_that_are_looked_at_are_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "MOST_STREAMS", 3)
-    monkeypatch.setattr(files, "MOST_FILES", 5)
-    s = source(tmp_path / "f")
-    log = logged(s, tmp_path)
-    for i in range(6):
-        (tmp_path / "f" / "rollouts" / f"box{i}").mkdir()
-    assert len(s.hub._streams("rollouts")) == 3 and "more than 3 streams" in log()
-    for n in range(9):
-        (tmp_path / "f" / "rollouts" / "box0" / f"1-{n}").touch()
-    assert len(s.hub._names("box0")) == 5
+    assert until(lambda: welcome.stat().st_mtime > 5.0)  # a sign of life
 
 
 def test_a_rank_reads_its_own_streams(tmp_path):
@@ -305,48 +190,32 @@ def test_a_sampler_survives_what_lies_in_the_folder(made, tmp_path):
     assert until(lambda: not end.spool.waiting["box"]) and end.error == ""
 
 
-def test_a_fault_of_the_folders_thread_ends_it_not(made, tmp_path, monkeypatch, capsys):
-    s = source(tmp_path)
-    s.publish(0, weights(0))
-    end = folder_link(made, tmp_path)
-    monkeypatch.setattr(end, "_read_fetched", lambda now: 1 // 0)
-    printed = []
-    assert until(lambda: printed.append(capsys.readouterr().out) or "ZeroDivisionError" in "".join(printed))
-    s.publish(1, weights(1))
-    assert until(lambda: end.newest is not None and end.newest.version == 1) and end.is_alive() and end.error == ""
-    assert until(lambda: (tmp_path / "samplers" / "box").exists())
-
-
-def test_ranks_of_a_learner_that_says_nothing_sensible(tmp_path):
-    assert files_link.ranks_of_learner(tmp_path) is None
+def test_a_learner_that_says_nothing_sensible(tmp_path):
+    flags = SamplerFlags(connect=str(tmp_path), give_up=0.1)
     for welcome in (b"junk", wire.encode(wire.Want()), *(wire.encode(with_world(x)) for x in (None, "1", 0, 10**9))):
         (tmp_path / "welcome").write_bytes(welcome)
-        assert files_link.ranks_of_learner(tmp_path) is None
+        with pytest.raises(UserError, match="no learner there for 0 s"):
+            files_link.wait_for_ranks(tmp_path, flags)
     (tmp_path / "welcome").write_bytes(wire.encode(with_world(3)))
-    assert files_link.ranks_of_learner(tmp_path) == 3
-    (tmp_path / "welcome").unlink()
-    os.mkfifo(tmp_path / "welcome")
-    assert files_link.ranks_of_learner(tmp_path) is None
+    assert files_link.wait_for_ranks(tmp_path, flags) == 3
 
 
 def with_world(ranks):
     return msgspec.structs.replace(WELCOME, run={"world": ranks})
 
 
-def test_a_sampler_survives_what_its_learner_sends(made, tmp_path, monkeypatch):
+def test_a_sampler_survives_what_its_learner_sends(made, tmp_path):
     """Names of groups it never had, an offer without a version, leaves nobody asked for, welcomes without end."""
     spool = account.Spool(tmp_path / "spool", ["box"], 1)
     spool.hand_over("box", "box/1/0", b"a group")
     learner = made.learner(spool)
-    line = learner.end.lines[0]
+    line = learner.end.lines["box"]
     many = [f"box/1/{n}" for n in range(1, 50_000)]
     learner.say(WELCOME, wire.Got(many), wire.Held(many), wire.Leaves("x", 10**17), wire.Ask("box/1/0", 10**17, 10**17))
     learner.say(wire.Offer(wire.manifest("v", b"x")), *[WELCOME] * 50)
-    on_got = line.on_got
-    monkeypatch.setattr(line, "on_got", lambda message: on_got(message) if message.names else 1 // 0)
     learner.say(wire.Got(many), wire.Got([]), wire.Got(["box/1/0"]))
     assert until(lambda: line.got == {"box/1/0"}, within=10)
-    assert learner.end.welcome.qsize() == 16 and line.wanted is None and learner.end.error == ""
+    assert learner.end.welcome.qsize() == 16 and line.fetcher.wanted is None and learner.end.error == ""
     assert list(spool.waiting["box"]) == ["box/1/0"]
     learner.say(wire.Refuse("\x1b[2Jno"))
     assert until(lambda: learner.end.error == "?[2Jno")
@@ -354,8 +223,8 @@ def test_a_sampler_survives_what_its_learner_sends(made, tmp_path, monkeypatch):
 
 RUN = dict(
     config=dict(rollout_quant="none", quant_group=32, seed=3, group_size=4, task="arith", max_tokens=16),
-    model="policy", topk=4, kept=0, context=64, world=1, task_digest="", sampling=vars(Sampling(seed=3)),
-    probe=[[1, 2], [3, 4]], packed=False, paced=False, stop_ids=[1, 7],
+    model="policy", topk=4, max_allowed=0, context=64, world=1, task_digest="", sampling=vars(Sampling(seed=3)),
+    probe=[[1, 2], [3, 4]], packed=False, stop_ids=[1, 7],
 )  # fmt: skip
 
 
@@ -383,7 +252,7 @@ def test_a_sampler_on_a_gpu_asks_for_products_that_there_are(monkeypatch):
         dict(topk="4"),
         dict(topk=-1),
         dict(context=0),
-        dict(kept=-3),
+        dict(max_allowed=-3),
         dict(config=None),
         dict(config={"seed": 3}),
         dict(config={**RUN["config"], "task": ["arith"]}),
@@ -429,47 +298,7 @@ def test_sampler_flags_that_cannot_be(argv, sentence, tmp_path, monkeypatch):
 def test_a_host_whose_name_has_a_domain_has_a_name(monkeypatch):
     for host, name in (("box.example.com", "box"), ("B\u00fcro 7", "B-ro-7"), (".", "sampler")):
         monkeypatch.setattr(sampler.os, "uname", lambda host=host: SimpleNamespace(nodename=host))
-        assert sampler.own_name(SamplerFlags()) == name
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "learners = 3",
-        "samplers = 1",
-        "[samplers]\nbox = [0]",
-        "[learners]\n[samplers]\nbox = 0",
-        "[learners]\n0 = 5\n[samplers]\nbox = [0]",
-        '[learners]\n0 = "tcp://a:1"\n[samplers]\nbox = []',
-        '[learners]\n0 = "tcp://a:1"\n[samplers]\nbox = [0, 0]',
-        '[learners]\n0 = "tcp://a:1"\n[samplers]\nbox = ["0"]',
-    ],
-)
-def test_files_of_routes_that_are_none(text, tmp_path):
-    (tmp_path / "routes.toml").write_text(text)
-    with pytest.raises(UserError, match="no route for box; it needs"):
-        routes.routes(str(tmp_path / "routes.toml"), "box")
-    (tmp_path / "routes.toml").write_bytes(b"\xff")
-    with pytest.raises(UserError, match="no file of routes"):
-        routes.routes(str(tmp_path / "routes.toml"), "box")
-
-
-def test_keys_are_made_and_damaged_ones_named(tmp_path, capsys):
-    keys.main([str(tmp_path / "keys"), "--samplers=2"])
-    assert "sampler1 to a host each" in capsys.readouterr().out
-    assert keys.sampler_keys(tmp_path / "keys" / "sampler1").public
-    for file in ("learner.key", "sampler1.key_secret"):
-        path = tmp_path / "keys" / "sampler1" / file
-        before = path.read_bytes()
-        for damage in (b"", b"junk", before[:-9], b'public-key = "short"\n'):
-            path.write_bytes(damage)
-            with pytest.raises(UserError, match=f"{file}.*copy it anew"):
-                keys.sampler_keys(tmp_path / "keys" / "sampler1")
-        path.write_bytes(before)
-    learner = tmp_path / "keys" / "learner" / "samplers" / "sampler0.key"
-    learner.write_bytes(b"junk")
-    with pytest.raises(UserError, match="sampler0.key is no file of keys"):
-        hub.Hub("tcp://127.0.0.1:*", str(tmp_path / "keys" / "learner"), WELCOME, SimpleNamespace(room=1), None)
+        assert sampler.sampler_name(SamplerFlags()) == name
 
 
 def test_a_hub_that_cannot_listen_leaves_nothing_open(tmp_path):
@@ -485,12 +314,6 @@ def test_a_hub_that_cannot_listen_leaves_nothing_open(tmp_path):
             "tcp://nowhere.invalid:5555", str(tmp_path / "keys" / "learner"), WELCOME, SimpleNamespace(room=1), None
         )
     assert error and still_open() == before  # while the error holds on to the hub
-
-
-def test_bad_ports_of_a_hub():
-    for address in ("tcp://127.0.0.1:99999", "tcp://127.0.0.1"):
-        with pytest.raises(UserError, match=f"--bind={address}: "):
-            hub.Hub(address, "none", WELCOME, SimpleNamespace(room=1), None)
 
 
 def test_samplers_walk_the_task_from_places_of_their_own():

@@ -547,7 +547,7 @@ def test_a_remote_sampler_has_the_learners_ends_and_grading(folders, tmp_path):
     run = open_run(cfg, Comm())
     setup = wire.pack_setup(str(origin))
     assert "generation_config.json" in setup
-    welcome = wire.Welcome(wire.PROTOCOL, "session", describe_run(cfg, run, "policy", 0, 0, 1), setup)
+    welcome = wire.Welcome("session", describe_run(cfg, run, "policy", 0, 0, 1), setup)
     for name in texts:  # the sampler's host has no such files
         (tmp_path / name).unlink()
     own = SamplerFlags(rollout="hf", task=str(file))

@@ -1,20 +1,19 @@
-"""A short run of remote/fuzz.py; the long one is made by hand, and its figures stand in remote/README.md."""
+"""A short run of remote_tools/fuzz.py; the long one is made by hand."""
 
 import random
 
 import pytest
+from remote_tools import fuzz, poison
 
 from flags import UserError
-from remote import fuzz, groups, poison, wire
+from remote import groups, wire
 
 
-@pytest.mark.parametrize("where", ["in the clear", "with keys", "a shared folder", "a relay"])
+@pytest.mark.parametrize("where", ["in the clear", "with keys", "a shared folder"])
 def test_a_short_attack(where, tmp_path):
     r = random.Random(7)
     if where == "a shared folder":
         report = fuzz.attack_folder(tmp_path / "x", r, 1500)
-    elif where == "a relay":
-        report = fuzz.attack_relay(tmp_path / "x", r, 1000)
     else:
         report = fuzz.attack_sockets(tmp_path / "x", r, 1000, keys=where == "with keys")
     assert report.honest >= 10 and not report.broken, report

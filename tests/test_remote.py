@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import pytest
 import torch
 import zmq
 from conftest import ROOT
+from test_hub import until
 from test_train import finish, flags, start, wait_for
 from torchrun import free_port
 
@@ -33,9 +33,9 @@ REMOTE = dict(
 )
 
 
-def box(address, folder, *more, keys="none", name="box", on=()):
+def box(address, folder, *more, keys="none", name="box"):
     """A sampler, as a process."""
-    argv = [*on, sys.executable, "-m", "remote", f"--connect={address}", f"--spool={folder}", f"--keys={keys}"]
+    argv = [sys.executable, "-m", "remote", f"--connect={address}", f"--spool={folder}", f"--keys={keys}"]
     argv += [f"--name={name}", "--rollout=hf", "--groups=2", "--give_up=90", "--patience=1", *more]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -57,8 +57,9 @@ def finishes(learner, *samplers):
 
 
 def source_state(run, rank=0):
-    """The state of a rank's source in the newest checkpoint."""
-    newest = sorted((run / "checkpoints").glob("step_*"))[-1]
+    """The state of a rank's source in the newest checkpoint, as soon as one is whole."""
+    assert until(lambda: list((run / "checkpoints").glob("step_??????")), within=60)
+    newest = sorted((run / "checkpoints").glob("step_??????"))[-1]
     return torch.load(newest / f"rank{rank}.pt", weights_only=True)["source"]
 
 
@@ -108,20 +109,17 @@ def test_over_zmq_with_keys_two_samplers_of_another_kind_and_the_trained_actor(s
         keys=tmp_path / "keys" / "learner",
         bind=f"tcp://*:{free_port()}",
         max_staleness=3,
-        admission="pace",
     )
     address = settings["bind"].replace("*", "127.0.0.1")
     learner = start(flags(solvers, tmp_path / "run", **settings))
-    relay = f"--relay=tcp://127.0.0.1:{free_port()}"
-    first = box(address, tmp_path / "a", relay, keys=tmp_path / "keys" / "sampler0", name="a")
+    first = box(address, tmp_path / "a", keys=tmp_path / "keys" / "sampler0", name="sampler0-a")
     wait_for(tmp_path / "run", 0, learner)
-    second = box(address, tmp_path / "b", "--rollout_quant=int8", keys=tmp_path / "keys" / "sampler1", name="b")
+    second = box(address, tmp_path / "b", "--rollout_quant=int8", keys=tmp_path / "keys" / "sampler1", name="sampler1")
     finishes(learner, first, second)
     spools = [tmp_path / "a" / "spool", tmp_path / "b" / "spool"]
     rows = the_account_adds_up(tmp_path / "run", spools, most=10)  # two models that differ
     assert all(r["staleness/max_updates"] <= 3 for r in rows)
-    assert rows[-1]["remote/staleness"] == rows[-1]["remote/lapsed"] == 0
-    assert "sampler a" in (tmp_path / "run" / "remote.log").read_text()
+    assert "sampler sampler0-a" in (tmp_path / "run" / "remote.log").read_text()
     assert rows[-1]["remote/received"] >= 24 and rows[-1]["remote/strangers"] == 0
 
 
@@ -129,7 +127,7 @@ def test_over_a_folder_and_a_full_disk(solvers, tmp_path):
     """No file may grow beyond 600 bytes for a while: every group fails to be written, waits, and is trained on in the
     end."""
     shared = tmp_path / "shared"
-    learner = start(flags(solvers, tmp_path / "run", **folder_flags(shared, max_staleness=1, admission="pace")))
+    learner = start(flags(solvers, tmp_path / "run", **folder_flags(shared, max_staleness=1)))
     sampler = box(shared, tmp_path / "box")
     wait_for(tmp_path / "run", 1, learner)
     resource.prlimit(sampler.pid, resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
@@ -139,7 +137,6 @@ def test_over_a_folder_and_a_full_disk(solvers, tmp_path):
     finishes(learner, sampler)
     the_account_adds_up(tmp_path / "run", [shared / "rollouts"])
     assert done >= 1
-    assert read_metrics(tmp_path / "run")[-1]["remote/staleness"] == 0
 
 
 @pytest.mark.parametrize(
@@ -304,77 +301,6 @@ def test_through_a_proxy_that_spoils_everything(solvers, tmp_path):
     assert all(proxy.did[kind] > 0 for kind in ("lose", "damage", "double", "hold", "slow", "cut")), proxy.did
 
 
-def ip(*command):
-    """Whether this command of ip(8) succeeds."""
-    return subprocess.run(["ip", *command], capture_output=True, timeout=30).returncode == 0
-
-
-class Hosts:
-    """Two hosts with a cable between them: network namespaces."""
-
-    addresses = ("10.77.0.1", "10.77.0.2")
-
-    def __init__(self):
-        self.names = [f"mismatch{os.getpid()}{x}" for x in "ab"]
-        self.ends = [f"v{x}{os.getpid() % 10**6}" for x in "ab"]
-
-    def commands(self, i):
-        """The prefix of a command that runs on one of them."""
-        return ["ip", "netns", "exec", self.names[i]]
-
-    def make(self):
-        """Whether the machine lets us."""
-        here = shutil.which("ip") is not None and all([ip("netns", "add", name) for name in self.names])
-        return here and ip("link", "add", self.ends[0], "type", "veth", "peer", "name", self.ends[1])
-
-    def connect(self):
-        for name, end, address in zip(self.names, self.ends, self.addresses, strict=True):
-            assert ip("link", "set", end, "netns", name)
-            assert ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
-            assert ip("-n", name, "link", "set", end, "up") and ip("-n", name, "link", "set", "lo", "up")
-            ip(
-                "netns", "exec", name, *f"tc qdisc add dev {end} root netem delay 40ms loss 2%".split()
-            )  # where there is tc
-
-    def cable(self, up):
-        """Pull it, or plug it in again."""
-        return ip("-n", self.names[1], "link", "set", self.ends[1], "up" if up else "down")
-
-    def delete(self):
-        for name in self.names if shutil.which("ip") else ():
-            ip("netns", "del", name)
-
-
-@pytest.fixture
-def hosts():
-    hosts = Hosts()
-    try:
-        if not hosts.make():
-            pytest.skip("no network namespaces here; the test with the proxy stands for this one")
-        hosts.connect()
-        yield hosts
-    finally:
-        hosts.delete()
-
-
-@pytest.mark.slow
-def test_two_hosts_and_a_pulled_cable(hosts, solvers, tmp_path):
-    """Keys, addresses that are not this host's own, and a cable that hangs loose for longer than every timeout."""
-    make_keys(str(tmp_path / "keys"), 1)
-    address = f"tcp://{hosts.addresses[0]}:5555"
-    settings = {**REMOTE, "samplers": "zmq", "bind": address, "keys": tmp_path / "keys" / "learner"}
-    learner = start(flags(solvers, tmp_path / "run", **settings), on=hosts.commands(0))
-    sampler = box(address, tmp_path / "box", keys=tmp_path / "keys" / "sampler0", on=hosts.commands(1))
-    wait_for(tmp_path / "run", 1, learner)
-    assert hosts.cable(False)
-    time.sleep(12)
-    done = read_metrics(tmp_path / "run")[-1]["step"]
-    assert hosts.cable(True)
-    finishes(learner, sampler)
-    assert done < 5  # it was cut off in the middle
-    the_account_adds_up(tmp_path / "run", [tmp_path / "box" / "spool"])
-
-
 def streams(run, rank):
     """(sampler.rank, how many of its groups) in a rank's checkpoint."""
     account = Account.of(source_state(run, rank)["account"])
@@ -382,25 +308,23 @@ def streams(run, rank):
 
 
 @pytest.mark.slow
-def test_two_ranks_and_a_file_of_routes(solvers, tmp_path):
-    """Sampler `a` serves both ranks and fetches its weights from the first, `b` the first alone: the second rank trains
-    on what the first one's weights sampled."""
+def test_two_ranks_and_two_samplers(solvers, tmp_path):
+    """Each sampler serves both ranks and fetches its weights from the first."""
     at = free_port()
-    (tmp_path / "routes.toml").write_text(
-        f'[learners]\n0 = "tcp://127.0.0.1:{at}"\n1 = "tcp://127.0.0.1:{at + 1}"\n[samplers]\n"*" = [0, 1]\nb = [0]\n'
-    )
     settings = {**REMOTE, "samplers": "zmq", "bind": f"tcp://127.0.0.1:{at}", "steps": 4}
+    settings |= {"sync_dtype": "bfloat16", "sync_delta": True}
     learner = start(flags(solvers, tmp_path / "run", **settings), ranks=2)
-    finishes(learner, *(box(tmp_path / "routes.toml", tmp_path / name, name=name) for name in ("a", "b")))
+    both = f"tcp://127.0.0.1:{at},tcp://127.0.0.1:{at + 1}"
+    finishes(learner, *(box(both, tmp_path / name, name=name) for name in ("a", "b")))
     spools = [tmp_path / "a" / "spool", tmp_path / "b" / "spool"]
     rows = the_account_adds_up(tmp_path / "run", spools, updates=4, ranks=2)
-    assert set(streams(tmp_path / "run", 0)) <= {"a.0", "b.0"} and set(streams(tmp_path / "run", 1)) == {"a.1"}
+    assert set(streams(tmp_path / "run", 0)) <= {"a.0", "b.0"} and set(streams(tmp_path / "run", 1)) <= {"a.1", "b.1"}
     assert rows[-1]["remote/trained"] == 16 and rows[-1]["remote/handed"] >= 16  # of both ranks
 
 
 @pytest.mark.slow
-def test_two_ranks_a_folder_four_bits_and_another_model(solvers, tmp_path):
-    """The learner publishes int4 tensors over a folder; one host samples with a smaller model of its own."""
+def test_two_ranks_a_folder_and_four_bits(solvers, tmp_path):
+    """The learner publishes int4 tensors over a folder."""
     shared = tmp_path / "shared"
     settings = folder_flags(shared, rollout_quant="w4a16", quant_group=16, sync_dtype="quantized")
     learner = start(flags(solvers, tmp_path / "run", **settings), ranks=2)
@@ -409,7 +333,7 @@ def test_two_ranks_a_folder_four_bits_and_another_model(solvers, tmp_path):
     got = streams(tmp_path / "run", 0) | streams(tmp_path / "run", 1)
     assert set(got) == {"a.0", "a.1"}, got
     kill(a)
-    finishes(learner, box(shared, tmp_path / "b", f"--model={solvers / 'actor'}", name="b"))
+    finishes(learner, box(shared, tmp_path / "b", name="b"))
     the_account_adds_up(tmp_path / "run", [shared / "rollouts"], ranks=2, most=10)
     got = streams(tmp_path / "run", 0) | streams(tmp_path / "run", 1)
     assert set(got) == {"a.0", "a.1", "b.0", "b.1"}, got

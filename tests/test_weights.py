@@ -208,7 +208,7 @@ def publish(folder, model, sync="bfloat16", learners="none"):
     Layout(tensors.items(), halved if sync == "bfloat16" else as_it_is).write(folder / "v1", tensors.items())
     run = {**RUN, "config": {**RUN["config"], "rollout_quant": learners}, "packed": sync == "quantized"}
     run["probe"] = torch.arange(2, 50).reshape(4, 12).tolist()
-    welcome = wire.Welcome(wire.PROTOCOL, "session", run, wire.pack_setup(str(folder / "model")))
+    welcome = wire.Welcome("session", run, wire.pack_setup(str(folder / "model")))
     return welcome, wire.Weights(1, 2.0, folder / "v1")
 
 

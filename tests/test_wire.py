@@ -1,6 +1,5 @@
 """The wire without sockets: manifests, pulls that lose and damage, groups that are not what they say, the account."""
 
-import contextlib
 import json
 import os
 import random
@@ -16,7 +15,6 @@ from safetensors.numpy import load, save
 
 from flags import UserError
 from remote import account, groups, wire
-from remote.pace import Pace
 from remote.source import address_of_rank
 from remote.wire import LEAF
 from sampling import Sampling
@@ -41,11 +39,11 @@ def transfer(pull, data, link, limit=10_000):
     return asks
 
 
-def test_a_clean_transfer_grows_its_steps():
+def test_a_clean_transfer():
     of = wire.manifest("x", BLOB)
-    pull = wire.Pull(of, sink := bytearray(len(BLOB)), Pace())
+    pull = wire.Pull(of, sink := bytearray(len(BLOB)), wire.Window())
     asks = transfer(pull, BLOB, lambda first, data: [(first, data)])
-    assert bytes(sink) == BLOB and pull.corrupt == 0 and asks < len(of.leaves)
+    assert bytes(sink) == BLOB and pull.corrupt == 0 and asks == 2
     assert of.root == wire.manifest("y", BLOB).root != wire.manifest("x", BLOB[:-1] + b"?").root
 
 
@@ -65,21 +63,24 @@ def test_lost_damaged_doubled_and_shuffled_answers_end_in_the_same_bytes():
             return [(first + 1, data), (first, data)]  # under a wrong number, then right
         return [(first, data), (first, data)]  # twice
 
-    pull = wire.Pull(wire.manifest("x", BLOB), sink := bytearray(len(BLOB)), Pace(patience=3.0))
-    transfer(pull, BLOB, bad_link)
-    assert pull.done and bytes(sink) == BLOB and pull.corrupt > 0
+    corrupt = 0
+    for _ in range(10):
+        pull = wire.Pull(wire.manifest("x", BLOB), sink := bytearray(len(BLOB)), wire.Window(patience=3.0))
+        transfer(pull, BLOB, bad_link)
+        assert pull.done and bytes(sink) == BLOB
+        corrupt += pull.corrupt
+    assert corrupt > 0
 
 
 def test_a_broken_transfer_goes_on_from_its_good_leaves():
     of = wire.manifest("x", BLOB)
-    first = wire.Pull(of, sink := bytearray(len(BLOB)), Pace())
-    for _ in range(2):
-        span = first.ask(0.0)
-        first.put(span[0], wire.leaves(BLOB, *span), 0.01)
+    first = wire.Pull(of, sink := bytearray(len(BLOB)), wire.Window())
+    span = first.ask(0.0)
+    first.put(span[0], wire.leaves(BLOB, *span), 0.01)
     have = len(of.leaves) - len(first.missing)
     assert 0 < have < len(of.leaves)
     sink[0] ^= 1  # and one of them went bad on the disk
-    again = wire.Pull(of, sink, Pace(), resume=True)
+    again = wire.Pull(of, sink, wire.Window(), resume=True)
     assert sorted(again.missing) == [0] + list(range(have, len(of.leaves)))
     transfer(again, BLOB, lambda f, d: [(f, d)])
     assert bytes(sink) == BLOB
@@ -100,35 +101,27 @@ def test_a_file_as_a_sink_says_when_the_disk_is_full(tmp_path):
     sink.close()
 
 
-def test_asks_are_bounded_and_late_ones_are_made_again():
+def test_asks_are_bounded_and_late_ones_are_made_again(monkeypatch):
+    monkeypatch.setattr(wire, "IN_FLIGHT", 6 * LEAF)
     blob = BLOB + BLOB
-    pull = wire.Pull(wire.manifest("x", blob), bytearray(len(blob)), Pace(patience=5.0))
-    assert [pull.ask(0.0) for _ in range(5)] == [(0, 1), (1, 1), (2, 1), (3, 1), None]
-    assert pull.ask(4.0) is None and pull.ask(5.1) == (0, 1)
+    pull = wire.Pull(wire.manifest("x", blob), bytearray(len(blob)), wire.Window(patience=5.0))
+    assert [pull.ask(0.0) for _ in range(3)] == [(0, 4), (4, 4), None]
+    pull.put(4, wire.leaves(blob, 4, 4), 1.0)  # the first ask is lost: it was made before
+    assert pull.ask(1.0) == (0, 4) and pull.ask(1.0) == (8, 3)
+    assert pull.ask(6.0) is None and pull.ask(6.1) == (0, 4)  # nothing for 5 s: all is asked for again
+    assert pull.ask(11.2) == (8, 3)
+    assert pull.ask(16.0) is None and pull.ask(16.2) == (0, 4)  # twice as long after each time
     pull.forget_asked()
-    assert [pull.ask(5.2) for _ in range(3)] == [(0, 1), (1, 1), None]  # fewer than before
-
-
-def test_an_ask_is_as_large_as_the_window_allows():
-    """An eighth of it, in whole leaves; never beyond the object, and at most what one message holds."""
-    blob = BLOB + BLOB + BLOB
-    pace = Pace(most=wire.MOST_ASKED * LEAF)
-    pull = wire.Pull(wire.manifest("x", blob), bytearray(len(blob)), pace)
-    assert pull.ask(0.0) == (0, 1)
-    pull.put(0, wire.leaves(blob, 0, 1), 0.1)  # 10 MiB a second
-    pace.trip = 1.6  # of a longer line: 32 MiB in flight
-    assert [pull.ask(0.2) for _ in range(2)] == [(1, 4), (5, 4)]
-    pace.trip = 1000.0
-    assert [pull.ask(0.2) for _ in range(2)] == [(9, 7), None]
+    assert [pull.ask(16.3) for _ in range(3)] == [(0, 4), (8, 3), None]
 
 
 def test_only_good_leaves_move_a_transfer():
     """Who sends nothing, or nothing good, is given up (hub.UNANSWERED); a new connection begins anew."""
-    pull = wire.Pull(wire.manifest("x", BLOB), bytearray(len(BLOB)), Pace())
-    assert pull.moved is None and pull.ask(3.0) == (0, 1) and pull.ask(4.0) == (1, 1) and pull.moved == 3.0
+    pull = wire.Pull(wire.manifest("x", BLOB), bytearray(len(BLOB)), wire.Window())
+    assert pull.moved is None and pull.ask(3.0) == (0, 4) and pull.ask(4.0) == (4, 2) and pull.moved == 3.0
     pull.put(0, b"no good", 5.0)
     assert pull.moved == 3.0
-    pull.put(1, wire.leaves(BLOB, 1, 1), 6.0)
+    pull.put(4, wire.leaves(BLOB, 4, 2), 6.0)
     assert pull.moved == 6.0
     pull.forget_asked()
     assert pull.moved is None and pull.ask(7.0) and pull.moved == 7.0
@@ -146,7 +139,7 @@ def test_sizes_are_checked_before_anything_is_allocated():
     ):
         with pytest.raises(wire.WireError):
             wrong.check(most)
-    for first, count in ((-1, 1), (6, 1), (0, 0), (0, 9)):
+    for first, count in ((-1, 1), (6, 1), (0, 0), (0, 5)):
         with pytest.raises(wire.WireError, match="of an object of"):
             wire.leaves(BLOB, first, count)
 
@@ -159,8 +152,8 @@ def flip(data, i):
 
 def test_messages_survive_and_garbage_does_not():
     for m in (
-        wire.Hello(1, "box", 7, "", 3, ["box/7/1"]),
-        wire.Welcome(1, "s", {"a": [1, 2.5, None]}, {"config.json": b"x"}),
+        wire.Hello("box", 7, "", 3, ["box/7/1"]),
+        wire.Welcome("s", {"a": [1, 2.5, None]}, {"config.json": b"x"}),
         wire.Refuse("no"),
         wire.Offer(wire.manifest("a/1/0", b"abc"), 3, 1.5, [wire.Step("0", wire.manifest("b", b"d"))]),
         wire.Ask("a", 0, 2),
@@ -183,7 +176,7 @@ def test_messages_survive_and_garbage_does_not():
         wire.encode({"type": "ask", "name": 3, "first": 0, "count": 1}),
         wire.encode({"type": "exec"}),
     ):
-        with pytest.raises(wire.WireError, match=f"not a message of protocol {wire.PROTOCOL}"):
+        with pytest.raises(wire.WireError, match="not a message of this revision"):
             wire.decode(bad)
 
 
@@ -200,7 +193,7 @@ def test_a_full_disk_loses_no_leaf():
             sink[at] = data
 
     disk = Full()
-    pull = wire.Pull(of, disk, Pace())
+    pull = wire.Pull(of, disk, wire.Window())
     first, count = pull.ask(0.0)
     with pytest.raises(OSError):
         pull.put(first, wire.leaves(BLOB, first, count), 0.0)
@@ -259,19 +252,20 @@ def test_groups_come_back_as_they_went(allowed, K):
                 assert x.dtype == y.dtype, name
 
 
-def test_the_names_in_a_group_stay():
-    """A spool that was written before must be read, and by another revision of the same protocol."""
-    assert set(load(groups.encode_group(group(allowed=True)))) == {
-        *("prompt_ids", "lengths", "rewards", "tokens", "loss_mask", "logp_inf", "topk_ids", "topk_logp"),
-        *("kept_ids", "kept_sizes"),
-    }
-    assert rb"\"kept\":true" in groups.encode_group(group(allowed=True))
-
-
 def spoil(change, allowed=False):
     g = group(allowed)
     change(g.responses)
     return groups.encode_group(g)
+
+
+NO_LOGP = "log-probabilities that are NaN, infinite or above 0"
+NO_TOPK = "top-K log-probabilities that are NaN or above 0"
+
+
+def narrow(rs):
+    """Responses with two alternatives for each token instead of four."""
+    for r in rs:
+        r.topk_ids, r.topk_logp = r.topk_ids[:, :2], r.topk_logp[:, :2]
 
 
 @pytest.mark.parametrize(
@@ -282,50 +276,23 @@ def spoil(change, allowed=False):
         (lambda rs: setattr(rs[0], "tokens", rs[0].tokens - 300), False, "tokens outside the vocabulary"),
         (lambda rs: [setattr(r, "tokens", r.tokens.astype(np.int64)) for r in rs], False, "tokens is int64"),
         (lambda rs: setattr(rs[0], "logp_inf", rs[0].logp_inf[1:]), False, "arrays of unequal length"),
-        (
-            lambda rs: setattr(rs[0], "logp_inf", rs[0].logp_inf * np.nan),
-            False,
-            "log-probabilities that are NaN, infinite or above 0",
-        ),
-        (
-            lambda rs: setattr(rs[0], "logp_inf", rs[0].logp_inf - np.inf),
-            False,
-            "log-probabilities that are NaN, infinite or above 0",
-        ),
-        (
-            lambda rs: setattr(rs[0], "logp_inf", -rs[0].logp_inf + 1),
-            False,
-            "log-probabilities that are NaN, infinite or above 0",
-        ),
-        (
-            lambda rs: (
-                [setattr(r, "topk_ids", r.topk_ids[:, :2]) for r in rs]
-                + [setattr(r, "topk_logp", r.topk_logp[:, :2]) for r in rs]
-            ),
-            False,
-            "top-K of 2 instead of 4",
-        ),
+        (lambda rs: rs[2].logp_inf.put(0, np.nan), False, NO_LOGP),
+        (lambda rs: rs[2].logp_inf.put(0, 1.0), False, NO_LOGP),
+        (lambda rs: rs[2].logp_inf.put(0, -1e5), False, NO_LOGP),
+        (narrow, False, "top-K of 2 instead of 4"),
         (lambda rs: setattr(rs[0], "reward", float("inf")), False, "a reward that is NaN or infinite"),
-        (lambda rs: setattr(rs[1], "reward", 1e39), False, r"a reward beyond 1e\+06"),  # infinite in float32
         (lambda rs: setattr(rs[1], "reward", -2e6), False, r"a reward beyond 1e\+06"),
-        (lambda rs: rs[2].logp_inf.put(0, -1e5), False, "log-probabilities that are NaN, infinite or above 0"),
-        (lambda rs: rs[2].topk_logp.put(0, np.inf), False, "top-K log-probabilities that are NaN or above 0"),
-        (lambda rs: rs[2].topk_logp.put(1, np.nan), False, "top-K log-probabilities that are NaN or above 0"),
-        (lambda rs: rs[2].topk_logp.put(0, 0.01), False, "top-K log-probabilities that are NaN or above 0"),
+        (lambda rs: rs[2].topk_logp.put(0, np.inf), False, NO_TOPK),
+        (lambda rs: rs[2].topk_logp.put(1, np.nan), False, NO_TOPK),
         (lambda rs: rs[2].topk_logp.put(3, -0.001), False, "top-K log-probabilities that do not fall"),
         (lambda rs: rs[2].topk_logp.put([0, 1], -0.1), False, "top-K probabilities that sum to more than 1"),
-        (lambda rs: rs[2].topk_ids.put(1, 256), False, "topk_ids outside the vocabulary"),
         (lambda rs: rs[2].topk_ids.put(1, -1), False, "topk_ids outside the vocabulary"),
         (lambda rs: rs[2].topk_ids.put(1, rs[2].topk_ids[0, 0]), False, "a token that is twice among the top K"),
         (lambda rs: setattr(rs[0], "finish_reason", "abort"), False, "a response that ended neither way"),
         (lambda rs: [r.loss_mask.fill(False) for r in rs], False, "a loss mask without any token"),
         (lambda rs: rs[0].loss_mask.view(np.uint8).put(0, 2), False, "a loss mask that is neither true nor false"),
         (lambda rs: rs[1].allowed_ids.put(0, rs[1].tokens[0] ^ 2), True, "a token that is not in its set of allowed"),
-        (
-            lambda rs: setattr(rs[0], "allowed_ids", rs[0].allowed_ids[1:]),
-            True,
-            "sets of allowed tokens of wrong sizes",
-        ),
+        (lambda rs: setattr(rs[0], "allowed_ids", rs[0].allowed_ids[1:]), True, "allowed tokens of wrong sizes"),
     ],
 )
 def test_groups_that_are_not_what_was_asked_for(change, allowed, sentence):
@@ -468,7 +435,7 @@ def test_files_behind_their_digest_and_whole_ones(tmp_path):
     assert (tmp_path / "x").read_bytes() == b"22" and [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
-def test_odd_files_are_not_read_and_links_not_followed(tmp_path, monkeypatch):
+def test_odd_files_are_not_read_and_links_not_followed(tmp_path):
     victim = tmp_path / "victim"
     victim.write_bytes(b"secret")
     (tmp_path / "folder").mkdir()
@@ -476,7 +443,7 @@ def test_odd_files_are_not_read_and_links_not_followed(tmp_path, monkeypatch):
     (tmp_path / "dangling").symlink_to("nowhere")
     (tmp_path / "zero").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / "pipe")
-    for name in ("folder", "link", "dangling", "zero", "pipe", "victim/x"):
+    for name in ("folder", "link", "dangling", "zero", "pipe"):
         with pytest.raises(account.OddFileError, match="not a regular file"):
             account.read_regular(tmp_path / name, 100)
     with pytest.raises(account.OddFileError, match="not a regular file"):
@@ -488,27 +455,9 @@ def test_odd_files_are_not_read_and_links_not_followed(tmp_path, monkeypatch):
     with pytest.raises(account.OddFileError, match="huge: more than 5 bytes"):
         account.read_regular(tmp_path / "huge", 5)
     assert account.read_regular(victim, 6) == b"secret"
-    for link in (f".x.{os.getpid()}", "x"):  # a link in the place of the scratch file, or of the file
-        (tmp_path / link).symlink_to(victim)
-        account.write_atomically(tmp_path / "x", b"1")
-        assert victim.read_bytes() == b"secret" and (tmp_path / "x").read_bytes() == b"1"
-        (tmp_path / "x").unlink()
-    unlink = os.unlink
-
-    def plant_a_link_behind(path, **where):
-        with contextlib.suppress(FileNotFoundError):
-            unlink(path, **where)
-        (tmp_path / path).symlink_to(victim)
-
-    with monkeypatch.context() as m:  # somebody is quicker
-        m.setattr(account.os, "unlink", plant_a_link_behind)
-        with pytest.raises(FileExistsError):
-            account.write_atomically(tmp_path / "x", b"1")
-    assert victim.read_bytes() == b"secret"
-    (tmp_path / "elsewhere").symlink_to(tmp_path / "folder")
-    with pytest.raises(OSError):
-        account.write_atomically(tmp_path / "elsewhere" / "x", b"1")
-    assert list((tmp_path / "folder").iterdir()) == []
+    (tmp_path / "x").symlink_to(victim)  # a link in the place of the file
+    account.write_atomically(tmp_path / "x", b"1")
+    assert victim.read_bytes() == b"secret" and (tmp_path / "x").read_bytes() == b"1"
 
 
 def test_a_spool_among_odd_files(tmp_path):
@@ -538,22 +487,6 @@ def test_files_of_a_model_that_nobody_sends(tmp_path):
     for name in ("../x.json", "/etc/x.json", "a/b.json", ".x.json", "x.py", "x.json\n", "", "x" * 300 + ".json"):
         with pytest.raises(UserError, match="the learner sent a file called"):
             wire.unpack_setup({name: zlib.compress(b"x")}, tmp_path / "model")
-    for data, sentence in (
-        (b"junk", "the learner's a.json is damaged"),
-        (zlib.compress(b"x" * 999)[:-5], "the learner's a.json is cut short"),
-        (zlib.compress(bytes(wire.MOST_SETUP + 1)), "the learner's a.json has more than 256 MiB"),
-    ):
-        with pytest.raises(UserError, match=sentence):
-            wire.unpack_setup({"a.json": data}, tmp_path / "model")
-    with pytest.raises(UserError, match="the learner sent 65 files"):
-        wire.unpack_setup({f"{i}.json": b"" for i in range(65)}, tmp_path / "model")
-    assert not (tmp_path / "model" / "a.json").exists()
-
-
-@pytest.mark.parametrize("port", ["99999", "-1", "65536", "", "x", "\u00b2", "1" * 5000])
-def test_ports_that_are_none(port):
-    with pytest.raises(UserError, match="--bind=tcp://127.0.0.1:.*: (no port|a port is a number from 0 to 65535)"):
-        wire.check_address("bind", f"tcp://127.0.0.1:{port}", 0)
 
 
 def test_ports_that_are_some():
