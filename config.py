@@ -146,6 +146,8 @@ class ObjectiveFlags:
     """Log-ratios are clamped to +- this before exp; sequence sums after summing."""
     loss_denominator: Literal["proposed", "kept"] = "proposed"
     """Do rejected tokens count in the denominator?"""
+    positive_only: bool = False
+    """Train on positive advantages alone (QaRL, Figure 8)."""
     tbpo_neg_high: float = 7e-4
     """tbpo: upper edge of the band of negative advantages."""
     gepo_expectation: Literal["weighted", "mean"] = "weighted"

@@ -378,6 +378,8 @@ def loss(new, batch, stats: StepStats, cfg):
     weight, keep = weight.detach().expand_as(base), keep.detach().expand_as(base)
     adv = batch.adv.to(base.dtype)
     surrogate, clipped, ratio = surrogate_of(new.logp, base, adv, batch.mask, cfg)
+    if cfg.positive_only:
+        surrogate = surrogate * (batch.adv > 0)
     unreduced = -keep * weight * surrogate
     if cfg.kl_coef and cfg.kl_in == "loss":
         on_new = keep * weight * (1.0 if ratio is None else ratio.detach())
@@ -453,6 +455,7 @@ def actor_config(cfg):
         clip_low=low,
         clip_high=high,
         dual_clip=0.0,
+        positive_only=False,
         cppo_beta=0.0,
         kl_coef=0.0,
         entropy_coef=0.0,

@@ -457,7 +457,7 @@ def on_policy_source(learner, run, cfg) -> LocalSource:
 
 def on_policy_config(cfg: config.Config) -> config.Config:
     """What g is the gradient of: the objective without a correction, a trust region or anything dropped."""
-    dropped = dict(reject="none", reject_of="all", veto=0.0, cppo_beta=0.0, router_replay=False)
+    dropped = dict(reject="none", reject_of="all", veto=0.0, positive_only=False, cppo_beta=0.0, router_replay=False)
     bounds = dict(is_cap=None, is_floor=0.0, rs_low=None, rs_high=None)
     sums = dict(loss_denominator="proposed", normalize_weights=False)
     return replace(cfg, correction="none", surrogate="reinforce", ratio_base="ref", **dropped, **bounds, **sums)

@@ -18,7 +18,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import plot
+from probe import figures
 from results import sweep
 
 RECORD = sweep.RESULTS / "ladder.json"
@@ -84,7 +84,7 @@ def main() -> None:
     known = {name: record[name] for name in RUNS}
     tables = "\n".join(table(name, ladder) for name, ladder in known.items())
     sweep.rewrite("ladder", f"Written by `python results/ladder.py`.\n\n{tables}\n{planted_faults()}")
-    plot.draw_ladder([known[name] for name in DRAWN], list(DRAWN), sweep.RESULTS / "ladder.png")
+    figures.draw_ladder([known[name] for name in DRAWN], list(DRAWN), sweep.RESULTS / "ladder.png")
 
 
 if __name__ == "__main__":

@@ -80,7 +80,6 @@ TESTS = {
     "sync.py": ["test_sync.py"],
     "model/streamed.py": ["test_sync.py"],
     "plan/__init__.py": ["test_plan.py", "-k", "longest_row or the_command"],
-    "results/search.py": ["test_search.py", "-k", "page_of_a_search or by_sign or seen_of"],
     "quant.py": ["test_quant.py", "test_moe.py"],
     "sampling.py": [
         *("test_noise.py", "test_sampling.py", "test_rollout.py", "test_bad_input.py"),
@@ -588,12 +587,6 @@ MUTANTS = {
         ("while too_long - fits > 1 and limit", "while False and limit"),
         ("or (low := peak(fits)) > limit:", "or (low := peak(fits)) < 0:"),
         ("longest = longest_row(cfg, configs, prompt, ranks, gpu_gib)", "longest = 0"),
-    ],
-    "results/search.py": [
-        ("float((whole(t) < 0.5).mean())", "float((whole(t) > 0.5).mean())"),
-        ('"over": {name: paired(t, w, other)', '"over": {name: paired(t, other, w)'),
-        ('return float(f"{x:.6g}") if', 'return float(f"{x:.1g}") if'),
-        ("    if not path.is_file():\n        record", "    if True:\n        record"),
     ],
     "sync.py": [
         ("mixed >>= 29", "pass"),

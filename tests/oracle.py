@@ -109,7 +109,8 @@ def step(responses: list[Response], cfg, kappa: float | None, distill_lambda: fl
     terms, policy, entropies = [], [], []
     for i, r in enumerate(responses):
         values, slopes, together = surrogate(r, responses, adv[i], cfg)
-        scale = [-share_kept[i] * k * w for w, k in weighed[i]]
+        gate = 0.0 if cfg.positive_only and adv[i] <= 0 else 1.0
+        scale = [-share_kept[i] * k * w * gate for w, k in weighed[i]]
         terms += [s * v for s, v in zip(scale, values, strict=True)]
         # one ratio a response: every token's value moves with every token
         factors = [sum(scale)] * len(scale) if together else scale

@@ -679,3 +679,10 @@ def test_the_catalogue_has_every_name():
     for name in (*CORRECTIONS, *REJECTIONS, *objectives.SURROGATES, *presets.OBJECTIVES):
         assert re.search(rf"^ +{name} +\S", page, re.MULTILINE), name
     assert "tis               weight min(r, C), C = 2" in page and "--is_cap=2\n" in page
+
+
+def test_positive_only():
+    new, b = tiny(LOG_R)
+    value, _ = objectives.loss(new, b, STATS, make_cfg(objective="none", positive_only=True))
+    plain, _ = objectives.loss(*tiny(LOG_R), STATS, make_cfg(objective="none"))
+    assert torch.equal(value, plain * (b.adv > 0))

@@ -357,6 +357,7 @@ AXES = {
     "correction": list(CORRECTIONS),
     "surrogate": list(objectives.SURROGATES),
     "reduction": ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"],
+    "positive_only": [False, True],
     "loss_denominator": ["proposed", "kept"],
     "actor": ["none", "base:actor"],
     # every pair of values of any two
