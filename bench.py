@@ -13,7 +13,7 @@ quant    low bits on the demo's policy, by format: the aligned learner's update 
          over plain weights', and the engine's rollout over an unquantized one's (vLLM)
 
 tests/remote_tools/bench.py measures the transport between a learner and its samplers, results/against_trl.py the whole
-step against TRL's, results/spin.py what two busy processes cost each other.
+step against TRL's.
 """
 
 from __future__ import annotations

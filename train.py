@@ -19,7 +19,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 
-# before torch is imported: its idle threads look for work for 0.1 ms, then leave the core to others (results/spin.py)
+# before torch is imported: its idle threads look for work for 0.1 ms, then leave the core to others (LOG.md)
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 from tqdm import tqdm

@@ -900,18 +900,6 @@ RECORDS=records_none | No such file or directory; name a path that is there
         """,
     ),
     *rows(
-        "results/spin.py",
-        r"""
---jobs=1 | --jobs=1: results/spin.py takes no flags; leave them out
-        """,
-    ),
-    *rows(
-        "results/rows.py",
-        r"""
-x | x: results/rows.py takes no flags; leave them out
-        """,
-    ),
-    *rows(
         "results/moe.py",
         r"""
 x | x: results/moe.py takes no flags; leave them out
@@ -1042,7 +1030,6 @@ REAL = [
             "results/table1.py --jobs=0",
             "results/figure2ab.py --vocab=1",
             "results/sweep.py",
-            "results/spin.py --jobs=1",
         )
     ),
 ]
