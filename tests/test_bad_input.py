@@ -429,16 +429,16 @@ HF_HUB_OFFLINE=1 --actor=some/where --actor_lr=1 | --actor=some/where: no such f
 --model=ends_cut | ends_cut/generation_config.json: not valid JSON (Expecting property ... mend or remove it
 --model=ends_text | ends_text/generation_config.json: its eos_token_id lists ['</s>'], which is no ... mend it
 --model=ends_list | ends_list/generation_config.json: not a JSON object; mend or remove it
---model=no_weights | no_weights: no weights there (model.safetensors is ... copy the folder anew, or delete one
+--model=no_weights | no_weights: no weights there (model.safetensors is ... copy the folder anew, or delete it
 --model=weights_empty | weights_empty/model.safetensors: its weights cannot be ... copy the folder anew, or delete
---model=weights_cut | weights_cut/model.safetensors: its weights cannot be ... copy the folder anew, or delete one
+--model=weights_cut | weights_cut/model.safetensors: its weights cannot be ... copy the folder anew, or delete it
 --model=weights_html | weights_html/model.safetensors: its weights cannot be ... copy the folder anew, or delete
 --model=weights_pointer | weights_pointer/model.safetensors: its weights cannot ... copy the folder anew, or delete
 --model=weights_unreadable | weights_unreadable/model.safetensors: its weights ... copy the folder anew, or delete
---model=index_cut | index_cut/model.safetensors.index.json: not valid JSON ... copy the folder anew, or delete one
---model=index_empty | index_empty/model.safetensors.index.json: lists no ... copy the folder anew, or delete one
+--model=index_cut | index_cut/model.safetensors.index.json: not valid JSON ... copy the folder anew, or delete it
+--model=index_empty | index_empty/model.safetensors.index.json: lists no ... copy the folder anew, or delete it
 --model=shard_missing | shard_missing: model.safetensors, and an index of other files ... delete the older of the two
---actor=no_weights --actor_lr=1 | no_weights: no weights there ... copy the folder anew, or delete one
+--actor=no_weights --actor_lr=1 | no_weights: no weights there ... copy the folder anew, or delete it
 LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a whole checkpoint of that shape
 LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give a whole checkpoint of that shape
 --model=t5_type | t5_type: its config.json cannot be read ... give a whole checkpoint of a causal language model
