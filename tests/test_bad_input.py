@@ -476,7 +476,7 @@ LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give
 --out=notes | --resume: notes holds no run; start without --resume, or name its folder with --out
 --out=run --lr=0.5 | --resume with a changed configuration: ... give the old value, or start anew in another --out
 --out=run --objective=tis | --resume with a changed configuration: --objective was ... give the old value, or start
---out=run_cut | run_cut/config.json: not valid JSON (Expecting value: line 1 ... copy it from a backup, or start
+--out=run_cut | run_cut/config.json: not valid JSON ... copy it from a backup, or start
 --out=run_of_lists | run_of_lists/config.json: not a JSON object; ... copy it from a backup, or start
 --out=run_without_flags | --resume: run_without_flags/config.json holds no flags of a ... copy it from a backup, or
 --out=run_of_a_model | --resume: run_of_a_model/config.json holds no flags of a run; ... copy it from a backup, or
