@@ -599,7 +599,7 @@ MUTANTS = {
         ("error, floor = self._compare(engine, version, named_tensors)", "pass"),
         ("        if stale:\n", "        if False:\n"),
         ("self.before, self.version = loaded, version", "self.version = version"),
-        ("limit = LIMIT * floor if", "limit = 1e9 * floor if"),
+        ("else min(LIMIT * floor, spread)", "else spread"),
         ("not max(error, decoded) <= limit", "not error <= limit"),
         ("not max(error, decoded) <= limit", "not decoded <= limit"),
         ("for a in (1, b)", "for a in (1,)"),

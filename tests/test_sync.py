@@ -11,7 +11,7 @@ import quant
 import sync
 from engines import HFEngine
 from learner import Comm, Learner
-from model import streamed
+from model import lora, streamed
 from model.streamed import StreamedModel
 from sync import SyncError, WeightCheck, checksum, rolled, totals, wrap
 
@@ -96,6 +96,20 @@ def test_healthy_engines_raise_no_alarm(fmt, size):
         synced = rig.sync()
         assert 0 < synced.changed <= 1 and np.isnan(synced.error)
     assert rig.sync().changed == 0
+
+
+@pytest.mark.parametrize("fmt", ["float32", "bfloat16", "int8"])
+def test_the_limit_of_behaviour_is_five_floors(fmt, monkeypatch):
+    """An engine whose log-probabilities are off by 3 floors passes; one that is off by 8 is refused."""
+    floor = Rig(fmt).sync().floor
+    says = HFEngine.logprobs
+    for floors, passes in ((3.0, True), (8.0, False)):
+        monkeypatch.setattr(HFEngine, "logprobs", lambda self, ids, by=floors * floor: says(self, ids) + by)
+        if passes:
+            assert 2 * floor < Rig(fmt).sync().error < 5 * floor
+        else:
+            with pytest.raises(SyncError, match="nats away .*rounding explains"):
+                Rig(fmt).sync()
 
 
 SCALED = ("int8", "fp8")  # formats whose scales the plain engine loads
@@ -275,6 +289,17 @@ def test_a_publication_that_stands_still_is_found(how, size):
         list(learner.verified("policy", True, old))
     with pytest.raises(SyncError, match="was not published"):
         list(learner.verified("policy", True, []))
+
+
+def test_other_tensors_are_compared_at_each_version(monkeypatch):
+    learner, compared = Learner(tiny_model(1, layers=2), None, make_cfg(objective="grpo"), Comm()), set()
+    merged = lora.merged
+    monkeypatch.setattr(
+        lora, "merged", lambda *args: (isinstance(args[-1], set) and compared.update(args[-1])) or merged(*args)
+    )
+    for learner.version in range(8):
+        list(learner.verified("policy", False, learner.published("policy", False)))
+    assert len(compared) >= 8
 
 
 def test_a_stale_cache_of_quantized_weights_is_found():
