@@ -111,7 +111,7 @@ def mean_longest(c: dict, grid: int = 2000) -> float:
     """Expected seconds of the longest of `delay_samplers` delays, capped at the bound of staleness.
 
     The largest of n draws has the quantile Q(u^(1/n)): the mean over u on a grid."""
-    delays = DelayDistribution(c["delay"], c["delay_min"], c["delay_max"], c["delay_mass"])
+    delays = DelayDistribution(c["delay"], c["delay_min"], c["delay_max"])
     cap = c["max_staleness"] * c["step_seconds"]
     shares = [((i + 0.5) / grid) ** (1 / c["delay_samplers"]) for i in range(grid)]
     return sum(min(cap, delays.quantile(u)) for u in shares) / grid

@@ -55,7 +55,8 @@ def own_sampling(record: dict, before: bool = False) -> dict:
 
     Temperature and truncation are those of the run (`eval/policy` is at temperature 1)."""
     c = record["config"]
-    settings = [f"--{k}={c[k]}" for k in ("temperature", "top_p", "top_k", "max_tokens", "task_explain")]
+    settings = [f"--{k}={c[k]}" for k in ("temperature", "top_p", "top_k", "max_tokens")]
+    settings.append("--arith=explain=224")
     model, name = record["command"].split("--out=")[1], record["name"]
     if before:
         model, name = "base:policy", f"before-t-{c['temperature']}-p-{c['top_p']}"

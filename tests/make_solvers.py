@@ -14,6 +14,7 @@ from conftest import ROOT, TINY_TASK
 
 import warmstart
 from tasks import Arithmetic
+from tasks.arith import of_settings
 
 SEEDS = {"policy": 10, "actor": 11}
 SHAPE = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1)
@@ -38,7 +39,7 @@ class Tossed(Arithmetic):
 
 def main() -> None:
     for name, seed in SEEDS.items():
-        task = Tossed(**{key.removeprefix("task_"): value for key, value in TINY_TASK.items()}, seed=seed)
+        task = Tossed(**vars(of_settings(TINY_TASK["arith"])) | {"seed": seed})
         folder = ROOT / "tests" / "solvers" / name
         shutil.rmtree(folder, ignore_errors=True)
         with mock.patch.multiple(warmstart, SHAPES=SHAPES, LR=1e-2):

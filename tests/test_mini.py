@@ -23,7 +23,7 @@ CASES = {
     # four: ref stands still while the policy moves, and PPO clips; every bound is reached, and prompts need padding
     "four updates": {
         "train_batch": 16,
-        "arith": "max_ops=2",
+        "arith": "min_ops=1,max_ops=2,operand=3,total=9",
         "max_tokens": 16,
         "lr": 1e-3,
         "actor_lr": 2e-3,
@@ -67,7 +67,9 @@ def by_train(solvers, out, monkeypatch, **case):
 
 
 def set_up(monkeypatch, **case):
-    for name, value in {**SIZES, **case}.items():
+    values = {**SIZES, **case}
+    sums = (part.split("=") for part in values.pop("arith").split(","))
+    for name, value in {**values, **{f"task_{name}": int(value) for name, value in sums}}.items():
         monkeypatch.setattr(mini, name.upper(), value)
 
 
@@ -147,8 +149,10 @@ def test_it_prints_train_pys_table_and_draws(solvers, tmp_path, monkeypatch, cap
 def test_its_settings_are_the_demos():
     cfg = config.parse([f"--config={ROOT}/configs/demo.toml", "--rollout=hf"])
     names = [name for name in vars(mini) if name.isupper() and hasattr(cfg, name.lower())]
-    assert len(names) == 22
-    for name in set(names) - {"STEPS", "OUT", "ACTOR_IS_CAP"}:  # the last is open there: the actor's TIS has C = 2
+    assert len(names) == 17
+    for name, value in {"MIN_OPS": 3, "MAX_OPS": 5, "OPERAND": 9, "TOTAL": 29}.items():
+        assert getattr(mini, f"TASK_{name}") == getattr(Arithmetic(), name.lower()) == value
+    for name in set(names) - {"STEPS", "OUT"}:
         assert getattr(mini, name) == getattr(cfg, name.lower()), name
 
 

@@ -423,7 +423,7 @@ def test_the_price_is_over_the_policy_in_full_precision(monkeypatch):
     monkeypatch.setattr(worth, "open_source", open_source)
     cfg = make_cfg(rollout_quant="int8", rollout="hf", train_batch=32, rollout_batch=32, group_size=4)
     worth.cost(SimpleNamespace(cfg=cfg, run=Opened(), comm=Comm(), sampler=Timed(3.0, clock), groups=8, quiet=True))
-    assert asked == [("none", "none", 0.0, "")]
+    assert asked == [("none", "none", "")]
 
 
 def test_the_engine_records_what_the_most_demanding_row_asks_for(solvers):
