@@ -33,7 +33,8 @@ from tasks import encode
 def flags(folders, tmp_path, **changes) -> dict:
     """Flags of a run of the tiny policy."""
     base = {"model": str(folders / "policy"), "objective": "grpo", "out": str(tmp_path / "run"), "max_tokens": 8}
-    return {**base, **TINY_TASK, **changes}
+    sums = TINY_TASK if changes.get("task", "arith") == "arith" else {}
+    return {**base, **sums, **changes}
 
 
 def opened(folders, tmp_path, **changes):
@@ -170,7 +171,7 @@ def test_the_command_line_says_how_long(folders, tmp_path, schedule):
     task, file = tmp_path / "task.jsonl", tmp_path / "run.toml"
     task.write_text('{"problem": "1 + 1", "answer": "2"}\n' * 10)
     batch = {"train_batch": 8, "rollout_batch": 8, "group_size": 2, "prompt_template": "plain", "lr_schedule": schedule}
-    said = {**flags(folders, tmp_path), **batch, "task": str(task), "dtype": "float32", "lr": 1e-3, "actor": "none"}
+    said = {**flags(folders, tmp_path, task=str(task)), **batch, "dtype": "float32", "lr": 1e-3, "actor": "none"}
     argv = [f"--config={file}", *(f"--{key}={value}" for key, value in said.items())]
 
     def steps(text, *more):

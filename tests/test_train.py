@@ -483,21 +483,6 @@ def in_format_3(folder: Path, cfg) -> None:
     checkpoint.seal(folder, [checkpoint.digests_of(folder, 0)])
 
 
-def test_a_run_goes_on_from_a_checkpoint_of_before_shards(solvers, tmp_path, train_here):
-    changes = {"actor": "none", "objective": "tis", "steps": 4, "save_every": 2, "eval_every": -1}
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    cfg, _ = train_here(flags(solvers, whole, **changes))
-    shutil.copytree(whole, again)
-    shutil.rmtree(again / "checkpoints" / "step_000004")
-    in_format_3(again / "checkpoints" / "step_000002", cfg)
-    train_here(["--resume", f"--out={again}"])
-    assert without_sync(again) == without_sync(whole)
-    assert (
-        shards_of(again / "checkpoints" / "step_000004").keys()
-        == shards_of(whole / "checkpoints" / "step_000004").keys()
-    )
-
-
 WRITES_FOR_EVER = """
 import threading, sys
 import checkpoint, config, train
