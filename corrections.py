@@ -490,7 +490,7 @@ def can_drop(cfg) -> bool:
 
 
 def sees_new(cfg) -> bool:
-    """Whether weights or masks depend on the policy as it is in the update, so that nobody knows them before."""
+    """Whether weights or masks depend on the policy during the update, and are unknown before it."""
     z_new = cfg.correction in USES_Z and cfg.obrs_target == "new" and cfg.kappa != "exact"
     of_new = cfg.correction_target == "new" or cfg.ref_from == "loglinear"
     return cfg.correction == "tis_adjusted" or of_new or z_new
@@ -510,9 +510,9 @@ def mean_weight(batch, comm, stats, cfg, fresh) -> float:
 def actor_is_sampler(cfg) -> bool:
     """Whether the learner's actor is the policy that sampled, up to the engine's arithmetic.
 
-    Not where groups may come from older weights, where the engine rounds weights or its cache otherwise, where it has
-    noise, or where it samples from a truncated distribution that the learner scores whole. That its arithmetic may
-    have 16 bits (--rollout_dtype) is passed over."""
+    False where groups may come from older weights, where the engine rounds weights or its cache otherwise, and where it
+    samples from a truncated distribution that the learner scores whole. Arithmetic in 16 bits (--rollout_dtype) counts
+    as the same policy."""
     late = cfg.samplers != "local" or (cfg.delay != "none" and cfg.max_staleness != 0)
     rounded = cfg.learner_quant not in ("aligned", cfg.rollout_quant) or cfg.kv_cache_dtype != "auto"
     cut = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "off"
@@ -599,7 +599,7 @@ def check_target(cfg) -> None:
 
 
 def check_caps(cfg) -> None:
-    """The cap C of a weight, and its floor."""
+    """UserError: --is_cap or --is_floor does not fit the correction."""
     bounds = CORRECTIONS[cfg.correction].bounds
     need(cfg.is_cap is None or cfg.is_cap > 0, f"--is_cap={cfg.is_cap}: a cap of weights, above 0")
     check_has_cap(cfg)
