@@ -54,7 +54,7 @@ from checkpoint.models import (
     write_zeros,
 )
 from checkpoint.shards import Copies, complete, from_all, read_shards, saving_group, whole, write_shards
-from checkpoint.state import dealt, new_rng_state, pack, rng_state, same_rng_state, set_rng_state, unpack
+from checkpoint.state import dealt, new_rng_state, pack, rng_state, set_rng_state, unpack
 from checkpoint.tensors import Layout, Published, as_it_is, read_tensors
 from flags import UserError, need
 from rollout import Rollout
@@ -75,7 +75,7 @@ __all__ = [
     "read_tensors",
     "read_tokenizer",
 ]
-__all__ += ["same_rng_state", "save_model", "stamps", "text_folder", "vocabulary_size", "write_zeros"]
+__all__ += ["save_model", "stamps", "text_folder", "vocabulary_size", "write_zeros"]
 
 FORMAT = 4  # a checkpoint of another format is refused
 
