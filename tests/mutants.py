@@ -33,15 +33,13 @@ ONE_RANK = ["-k", "not two_ranks"]
 LEARNER = ["test_learner.py", "test_oracle.py", *ONE_RANK]
 CHECKPOINT = ["test_checkpoint.py", "test_train.py::test_a_run_goes_on_from_what_it_trains_not_from_what_it_exports"]
 CHECKPOINT += ["test_train.py::test_a_checkpoint_is_of_its_boundary_whatever_happens_while_it_is_written"]
-NOISY = "test_noise.py::test_nothing_that_needs_one_policy_on_both_sides_trusts_a_noisy_one"
 INT8 = "test_rollout.py::test_a_cache_in_int8_rounds_each_tokens_heads_by_their_largest_entry"
-QUIET = "test_noise.py::test_the_policy_itself_has_no_noise"
 MATHS = ["test_corrections.py", "test_obrs.py", "test_gepo.py", "test_objectives.py", "test_oracle.py", *ONE_RANK]
 
 # where the tests of a file are, most telling first
 TESTS = {
     "objectives.py": ["test_objectives.py", "test_regularisers.py", "test_corrections.py", "test_gepo.py", *LEARNER],
-    "corrections.py": ["test_config.py", NOISY, *MATHS],
+    "corrections.py": ["test_config.py", *MATHS, "test_metrics.py"],
     "obrs.py": MATHS,
     "batching.py": ["test_objectives.py", "test_regularisers.py", "test_rollout.py", *LEARNER],
     "model/head.py": ["test_head.py", "test_models.py"],
@@ -58,17 +56,14 @@ TESTS = {
     "results/gpu.py": ["test_bench.py", "-k", "gpu or badly or started or case or lines or operations"],
     "results/gpu_parts.py": ["test_bench.py", "-k", "gpu or badly or started or case or lines or operations"],
     "results/text_settings.py": ["test_sweep.py", "-k", "text_have or one_label"],
-    "optim.py": ["test_memory.py", "test_learner.py", "test_collapse.py", "test_regularisers.py", "test_moe.py"],
+    "optim.py": ["test_memory.py", "test_learner.py", "test_regularisers.py", "test_moe.py"],
     "learner.py": [
         "test_learner.py",
-        NOISY,
         "test_placement.py",
         "test_checkpoint.py",
         "test_config.py",
         "test_sync.py",
         "test_quant.py",
-        "test_collapse.py",
-        "test_memory.py::test_gradients_are_reduced_in_every_micro_batch_unless_asked_otherwise",
         "test_memory.py::test_weights_travel_to_an_engine_in_its_precision",
         "test_memory.py::test_routers_reach_an_engine_in_full",
     ],
@@ -82,12 +77,12 @@ TESTS = {
     "plan/__init__.py": ["test_plan.py", "-k", "longest_row or the_command"],
     "quant.py": ["test_quant.py", "test_moe.py"],
     "sampling.py": [
-        *("test_noise.py", "test_sampling.py", "test_rollout.py", "test_bad_input.py"),
-        *("-k", "(test_bad_input and noise) or (not test_bad_input and not vllm and not noisy)"),
+        *("test_sampling.py", "test_rollout.py"),
+        *("-k", "not vllm"),
     ],
     "engines.py": [
-        *("test_noise.py", "test_placement.py", "test_rollout.py", "test_sampling.py", "test_tasks.py"),
-        *("-k", "not vllm and not noisy"),
+        *("test_placement.py", "test_rollout.py", "test_sampling.py", "test_tasks.py"),
+        *("-k", "not vllm"),
     ],
     "rollout.py": [
         "test_rollout.py",
@@ -107,7 +102,7 @@ TESTS = {
     "tasks/rewards.py": ["test_grading.py"],
     "tasks/builtin.py": ["test_grading.py"],
     "tasks/grading.py": ["test_grading.py"],
-    "eval.py": ["test_eval.py", QUIET],
+    "eval.py": ["test_eval.py"],
     "probe/gaps.py": ["test_mismatch.py", "-k", "not vllm"],
     "probe/floor.py": ["test_mismatch.py", "-k", "not vllm"],
     "probe/page.py": ["test_mismatch.py", "test_ladder.py", "-k", "(test_the_command and hf) or intervals"],
@@ -116,7 +111,6 @@ TESTS = {
     "probe/ladder.py": ["test_ladder.py"],
     "probe/faults.py": ["test_ladder.py", "-k", "fault or keeps or tried"],
     "measure.py": ["test_metrics.py", "test_worth.py", "test_learner.py::test_two_ranks_give_the_gradient_of_one"],
-    "metrics.py": ["test_metrics.py"],
     "checkpoint/__init__.py": [
         *CHECKPOINT,
         "test_run.py",
@@ -131,7 +125,7 @@ TESTS = {
     "checkpoint/tensors.py": ["test_checkpoint.py", "test_weights.py"],
     "checkpoint/models.py": ["test_checkpoint.py", "test_models.py", "-k", "not vllm"],
     "run.py": ["test_run.py", "test_config.py", "test_placement.py"],
-    "worth.py": [QUIET, "test_worth.py", "test_auto.py"],
+    "worth.py": ["test_worth.py"],
     "train.py": [
         "test_train.py",
         "-k",
@@ -194,6 +188,7 @@ MUTANTS = {
         ("        if sizes[used].max() > max_allowed:", "        if False:"),
     ],
     "objectives.py": [
+        ('{"tbpo_neg_high": math.inf}', "{}"),
         ('several = updates > 1 and cfg.ref_from == "pass"', "several = updates > 1"),
         ('scale = 1.0 if cfg.cppo_kl == "k2" else', "scale ="),
         ("    return x * x / 2 if", "    return x.abs() if"),
@@ -264,6 +259,8 @@ MUTANTS = {
         ("unreduced + cfg.cppo_beta * sampler_kl * scale", "unreduced + cfg.cppo_beta * sampler_kl"),
     ],
     "corrections.py": [
+        ('Correction(seq_is, level="sequence")', "Correction(seq_is)"),
+        ("        logp_inf=batch.logp_inf,\n        mask=", "        logp_inf=batch.logp_ref,\n        mask="),
         ("(age - 1) / age.clamp_min(1), 1.0)", "(age - 1) / age.clamp_min(1), 0.0)"),
         ("return logp_inf + a * (logp_new - logp_inf)", "return logp_new + a * (logp_inf - logp_new)"),
         (

@@ -508,6 +508,7 @@ CORRECT = {
     "none": correct_none,
     "tis": correct_tis,
     "icepop": correct_icepop,
+    "seq_is": lambda r, t, cfg, stats: (response_ratio(r, cfg), 1.0),
     "seq_tis": correct_seq_tis,
     "seq_mis": correct_seq_mis,
     "obrs": correct_obrs,
@@ -761,6 +762,7 @@ def of_actor(pairs, cfg, stats) -> dict:
 
 
 CASES = {
+    "seq_is": {"objective": "seq_is"},
     "none": {"objective": "none"},
     "tis": {"objective": "tis", "is_cap": 1.7},
     "icepop": {"objective": "icepop", "rs_low": 0.4, "rs_high": 3.0},
