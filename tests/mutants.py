@@ -58,8 +58,7 @@ TESTS = {
     "model/in_vllm.py": ["test_placement.py", "-k", "travel or own_process or read_where or two_ranks"],
     "results/gpu.py": ["test_bench.py", "-k", "gpu or badly or started or case or lines or operations"],
     "results/gpu_parts.py": ["test_bench.py", "-k", "gpu or badly or started or case or lines or operations"],
-    "results/text_settings.py": ["test_sweep.py", "-k", "text_have or one_label"],
-    "optim.py": ["test_memory.py", "test_learner.py", "test_collapse.py", "test_regularisers.py", "test_moe.py"],
+    "optim.py": ["test_memory.py", "test_learner.py", "test_regularisers.py", "test_moe.py"],
     "learner.py": [
         "test_learner.py",
         NOISY,
@@ -68,7 +67,6 @@ TESTS = {
         "test_config.py",
         "test_sync.py",
         "test_quant.py",
-        "test_collapse.py",
         "test_memory.py::test_gradients_are_reduced_in_every_micro_batch_unless_asked_otherwise",
         "test_memory.py::test_weights_travel_to_an_engine_in_its_precision",
         "test_memory.py::test_routers_reach_an_engine_in_full",
@@ -80,7 +78,6 @@ TESTS = {
     "sync.py": ["test_sync.py"],
     "model/streamed.py": ["test_sync.py"],
     "plan.py": ["test_plan.py", "-k", "longest_row or the_command"],
-    "results/search.py": ["test_search.py", "-k", "page_of_a_search or by_sign or seen_of"],
     "quant.py": ["test_quant.py", "test_moe.py"],
     "sampling.py": [
         *("test_noise.py", "test_sampling.py", "test_rollout.py", "test_bad_input.py"),
@@ -582,12 +579,6 @@ MUTANTS = {
         ("or (low := peak(fits)) > limit:", "or (low := peak(fits)) < 0:"),
         ("longest = longest_row(cfg, configs, prompt, ranks, cfg.gpu_gib)", "longest = 0"),
     ],
-    "results/search.py": [
-        ("float((whole(t) < 0.5).mean())", "float((whole(t) > 0.5).mean())"),
-        ('"over": {name: paired(t, w, other)', '"over": {name: paired(t, other, w)'),
-        ('return float(f"{x:.6g}") if', 'return float(f"{x:.1g}") if'),
-        ("    if not path.is_file():\n        record", "    if True:\n        record"),
-    ],
     "sync.py": [
         ("mixed >>= 29", "pass"),
         ("mixed *= words", "pass"),
@@ -659,14 +650,6 @@ MUTANTS = {
         ('else ": **no**"', 'else ": yes"'),
         ("        if left < 20:", "        if left < -20:"),
         ("records, end = known(folder),", "records, end = {},"),
-    ],
-    "results/text_settings.py": [
-        ("clip_high=0.7", "clip_high=0.28"),
-        ('"train_batch": 64, "steps": 640', '"train_batch": 32, "steps": 1280'),
-        ("BOTH = dict(JACKPOT, obrs_c2=3", "BOTH = dict(JACKPOT, obrs_c2=1.28"),
-        ('objective="tis_adjusted", rollout_batch=4096', 'objective="tis_adjusted", rollout_batch=2048'),
-        ('"reverse KL": dict(OTHER, distill_direction="reverse")', '"reverse KL": dict(OTHER)'),
-        ('rollout_quant="fp8"', 'rollout_quant="int8"'),
     ],
     "sampling.py": [
         ("law = replace(cls.of(cfg), noise=0.0)", "law = cls.of(cfg)"),

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from dataclasses import replace
 
 import pytest
@@ -15,10 +14,8 @@ import quant
 import train
 from flags import UserError
 from model import PolicyAndActor, footprint, lora, memory
+from results import plans
 from rollout import probe_ids
-
-sys.path.insert(0, str(ROOT / "results"))
-import plans
 
 SMALL = dict(
     hidden_size=64,
