@@ -73,7 +73,7 @@ def open_training(folder: str, case: str, exact: bool, batch: int) -> Training:
 
 
 def train(t: Training, updates: int) -> tuple[int, float]:
-    """(tokens, largest difference of their log-probabilities) over so many updates."""
+    """(tokens, largest difference of their log-probabilities) over some updates."""
     tokens, largest = 0, 0.0
     for _ in range(updates):
         t.roll_out([])
@@ -92,10 +92,10 @@ def times(t: Training) -> list[float]:
     """Processor seconds: of sampling responses, of scoring them, of an update of them."""
     t.source.publish(t.learner.version, t.learner.published("policy", t.source.packed))
     groups = []
-    found = [seconds(lambda: groups.extend(t.source.sample_next(TIMED // t.cfg.group_size)))]
+    sampling = [seconds(lambda: groups.extend(t.source.sample_next(TIMED // t.cfg.group_size)))]
     t.pending = [groups]
     batch = batching.collate(t.pending[0], t.cfg)
-    return [*found, seconds(lambda: t.learner.score(batch, Needs())), seconds(t.update)]
+    return [*sampling, seconds(lambda: t.learner.score(batch, Needs())), seconds(t.update)]
 
 
 def ratios(exact: Training, plain: Training) -> list[float]:

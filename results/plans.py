@@ -1,4 +1,4 @@
-"""What the recipes of configs/papers need of each GPU (plan.py), and predicted beside measured memory of small runs.
+"""What the recipes of configs/papers need of each GPU (plan.py), and the predicted and measured memory of small runs.
 
     python results/plans.py             # the plans of all recipes; no weights, no network
     python results/plans.py --check     # ten runs on this machine's CPUs, predicted and measured; some minutes
@@ -151,9 +151,9 @@ def draw(data: dict) -> None:
     left.plot([float(row[5]) for row in data["recipes"]], names, "k|", ms=9, label="peak")
     left.set(title="plan: GiB on one GPU (recipe, GPUs)")
     left.legend(fontsize=7)
-    said, got = ([float(row[i]) for row in data["checked"]] for i in (1, 2))
-    right.plot([0, max(got)], [0, max(got)], color="grey", lw=0.8)
-    right.plot(got, said, "o", ms=4, color=sweep.COLOURS[1])
+    predicted, peaks = ([float(row[i]) for row in data["checked"]] for i in (1, 2))
+    right.plot([0, max(peaks)], [0, max(peaks)], color="grey", lw=0.8)
+    right.plot(peaks, predicted, "o", ms=4, color=sweep.COLOURS[1])
     right.set(xlabel="measured, GiB", ylabel="predicted, GiB", title="peaks on CPUs")
     sweep.save(fig, sweep.RESULTS / "plans.png")
 
@@ -201,7 +201,7 @@ def memory_of(key: str) -> int:
 
 
 def trim() -> None:
-    """Give freed memory back to the system, and let the peak begin anew."""
+    """Give freed memory back to the system, and reset the peak."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     with open("/proc/self/clear_refs", "w", encoding="utf-8") as f:
         f.write("5")
@@ -257,7 +257,7 @@ def plan_of_sync(dtype: str) -> int:
 
 
 def run_case(ranks: int, flags: dict) -> int:
-    """The measured bytes of a case, in processes of its own."""
+    """The measured bytes of a case, in other processes."""
     return run_script(ranks, f"--case={json.dumps(flags)}")
 
 

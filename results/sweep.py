@@ -35,6 +35,7 @@ RESULTS = ROOT / "results"
 FOLDER = ROOT / "out" / "study"
 MARKER = "<!-- table -->\n"  # a line in each page; the text below it is generated
 POINTS = 25  # of a curve
+PROBLEMS = 1024  # held-out problems of `evaluate`
 
 
 @dataclass(frozen=True)
@@ -124,13 +125,12 @@ def evaluate(folder: Path, threads: str) -> None:
     settings = [f"--{k}={cfg[k]}" for k in ("temperature", "top_p", "top_k", "max_tokens", "task_explain")]
     model = sorted((folder / "checkpoints").glob("step_*"))[-1] / "policy"
     out = folder / "own_eval.json"
-    sizes = [f"--problems={cfg['eval_problems']}" if cfg["eval_problems"] < 256 else "--problems=1024"]
-    sizes = [*sizes, "--samples=1", "--k=1"]
+    sizes = [f"--problems={PROBLEMS}", "--samples=1", "--k=1"]
     call(["eval.py", f"--model={model}", "--rollout=hf", *sizes, *settings, f"--out={out}"], threads)
     lines = out.with_suffix(".responses.jsonl").read_text(encoding="utf-8").splitlines()[1:]
     rewards = [sum(r) / len(r) for r in (json.loads(line)["rewards"] for line in lines)]
-    own = {"mean@1": json.loads(out.read_text(encoding="utf-8"))["mean@1"], "reward": sum(rewards) / len(rewards)}
-    (folder / "own.json").write_text(json.dumps(own) + "\n", encoding="utf-8")
+    result = {"mean@1": json.loads(out.read_text(encoding="utf-8"))["mean@1"], "reward": sum(rewards) / len(rewards)}
+    (folder / "own.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def series(folder: Path) -> dict:
     rows = read_metrics(folder)
     steps = [r for r in rows if r["step"] >= 0]
     keys = {key for r in steps for key, value in r.items() if isinstance(value, int | float)}
-    own = folder / "own.json"
+    evaluated = folder / "own.json"
     return {
         "git": json.loads((folder / "config.json").read_text(encoding="utf-8"))["git"],
         "evals": {
@@ -153,7 +153,7 @@ def series(folder: Path) -> dict:
         },
         "updates": [r["step"] + 1 for r in steps],
         "columns": {key: [r.get(key) for r in steps] for key in keys},
-        "own": json.loads(own.read_text(encoding="utf-8")) if own.is_file() else None,
+        "own": json.loads(evaluated.read_text(encoding="utf-8")) if evaluated.is_file() else None,
     }
 
 

@@ -122,7 +122,8 @@ def test_a_row_of_a_study_is_run_resumed_and_summarised(tiny, tmp_path, monkeypa
 
 
 @pytest.mark.slow
-def test_the_last_checkpoint_is_evaluated_under_its_own_sampling(tiny, tmp_path):
+def test_the_last_checkpoint_is_evaluated_under_its_sampling(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "PROBLEMS", 16)
     study = tiny._replace(own_sampling=True)
     row = study.groups["g"]["Jackpot"]
     study = study._replace(groups={"g": {"Jackpot": row._replace(seeds=(0,))}})
