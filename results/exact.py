@@ -1,20 +1,20 @@
-"""Is the difference 0, and what does it cost? --exact on the embedded policy, case by case, beside runs without it.
+"""Measure the difference of sampler and learner and the cost of --exact on the embedded policy, case by case.
 
-    python results/exact.py                                  # 10^6 tokens, 100 updates; writes results/exact.md
+    python results/exact.py                                  # 10^6 tokens, 100 updates: results/exact.json
     python results/exact.py --tokens=100000 --updates=10     # the same in small
+    python results/exact.py --draw                           # table and plot from results/exact.json
 
-Each case trains: every update samples anew with the weights of the last one. Times are of a processor, one thread,
+Each case trains: every update samples with the weights of the last one. Times are of a processor, one thread,
 with and without --exact in turn; the ratio is the median over turns.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -23,13 +23,13 @@ import torch
 
 import batching
 import config
-from flags import run_command
+from flags import parse_flags, run_command
 from learner import Comm
 from model import Needs
 from model.exact import has_tiles
+from results import sweep
 from train import Training
 
-PAGE = Path(__file__).with_suffix(".md")
 BF16 = ["--dtype=bfloat16", "--rollout_dtype=bfloat16"]
 ALIGNED = ["--learner_quant=aligned", "--quant_group=64"]
 CASES = {
@@ -39,29 +39,10 @@ CASES = {
     "bfloat16, w4a16": [*BF16, "--rollout_quant=w4a16", *ALIGNED],
     "float32, temperature 0.7, top-p 0.9": ["--temperature=0.7", "--top_p=0.9"],
 }
-TOKENS, UPDATES, DECODING = 1_000_000, 100, 1.5  # the aim: 0 over so much, at so much of the time at most
+TOKENS, UPDATES = 1_000_000, 100
 TURNS = 3  # of the times
 TIMED = 256  # responses in each
-HEADER = """# Sampler and learner bit for bit
-
-`python results/exact.py{arguments}`, the embedded policy, torch {torch}, {threads} thread(s), {processor}.
-The largest |log p_inf - log p_ref| of a case's sampled tokens, over all its updates, each on fresh rollouts of a batch
-of {batch} responses; and without `--exact`, over one update.
-
-| case | updates | tokens | largest, --exact | largest, without | decoding | forward | forward and backward |
-|---|---|---|---|---|---|---|---|
-"""
-FOOTER = """
-The last three columns: processor time with `--exact` over that without, the median of {turns} turns, on one thread:
-sampling {timed} responses, scoring them, and an update of them. How it is done: model/exact.py.
-
-The aim was 0 over {aim_tokens:,} tokens and {aim_updates} updates, with decoding at most {aim_decoding} times as long.
-Recorded are {tokens:,} tokens and {updates} updates, all cases together. Decoding takes longer than that in {missed}
-of {cases} cases.
-
-Nothing of this has run on CUDA: not plain torch with `--exact`, and not a vLLM with `VLLM_BATCH_INVARIANT=1` beside
-it. `python bench.py gpu --parts=exact` is written to measure both.
-"""
+HEAD = ["case", "updates", "tokens", "largest, --exact", "without", "decoding", "forward", "forward and backward"]
 
 
 @dataclass
@@ -74,11 +55,6 @@ class Measured:
     largest: float  # with --exact
     without: float
     costs: list[float]  # of decoding, forward, forward and backward
-
-    def line(self) -> str:
-        gaps = f"{self.largest:.3g} | {self.without:.2g}"
-        costs = " | ".join(f"{x:.2f}" for x in self.costs)
-        return f"| {self.case} | {self.updates} | {self.tokens:,} | {gaps} | {costs} |"
 
 
 def open_training(folder: str, case: str, exact: bool, batch: int) -> Training:
@@ -97,7 +73,7 @@ def open_training(folder: str, case: str, exact: bool, batch: int) -> Training:
 
 
 def train(t: Training, updates: int) -> tuple[int, float]:
-    """(tokens, largest difference of their log-probabilities) over so many updates."""
+    """(tokens, largest difference of their log-probabilities) over some updates."""
     tokens, largest = 0, 0.0
     for _ in range(updates):
         t.roll_out([])
@@ -116,10 +92,10 @@ def times(t: Training) -> list[float]:
     """Processor seconds: of sampling responses, of scoring them, of an update of them."""
     t.source.publish(t.learner.version, t.learner.published("policy", t.source.packed))
     groups = []
-    found = [seconds(lambda: groups.extend(t.source.sample_next(TIMED // t.cfg.group_size)))]
+    sampling = [seconds(lambda: groups.extend(t.source.sample_next(TIMED // t.cfg.group_size)))]
     t.pending = [groups]
     batch = batching.collate(t.pending[0], t.cfg)
-    return [*found, seconds(lambda: t.learner.score(batch, Needs())), seconds(t.update)]
+    return [*sampling, seconds(lambda: t.learner.score(batch, Needs())), seconds(t.update)]
 
 
 def ratios(exact: Training, plain: Training) -> list[float]:
@@ -142,36 +118,59 @@ def measure(case: str, updates: int, batch: int) -> Measured:
     return Measured(case, updates, tokens, largest, without, costs)
 
 
-def footer(rows: list[Measured]) -> str:
-    """What the times are, and where the aim is missed."""
-    return FOOTER.format(
-        turns=TURNS,
-        timed=TIMED,
-        aim_tokens=TOKENS,
-        aim_updates=UPDATES,
-        aim_decoding=DECODING,
-        tokens=sum(row.tokens for row in rows),
-        updates=sum(row.updates for row in rows),
-        missed=sum(row.costs[0] > DECODING for row in rows),
-        cases=len(rows),
-    )
+def table(data: dict) -> str:
+    """The table of the page."""
+    rows = []
+    for x in data["cases"]:
+        gaps = [f"{x['updates']}", f"{x['tokens']:,}", f"{x['largest']:.3g}", f"{x['without']:.2g}"]
+        rows.append([x["case"], *gaps, *(f"{cost:.2f}" for cost in x["costs"])])
+    return sweep.markdown(HEAD, rows)
+
+
+def draw(data: dict) -> None:
+    """The largest differences without --exact, and the time with --exact over the time without."""
+    plt = sweep.pyplot()
+    fig, (left, right) = plt.subplots(1, 2, figsize=(10, 2.8), layout="constrained", sharey=True)
+    names, places = [x["case"] for x in data["cases"]], range(len(data["cases"]))
+    left.barh(places, [x["without"] for x in data["cases"]], color=sweep.COLOURS[1])
+    left.set(xscale="log", title="largest |log p_inf - log p_ref| without --exact (with it: 0)")
+    left.set_yticks(places, names, fontsize=8)
+    for i, part in enumerate(HEAD[5:]):
+        at = [y + 0.25 * (i - 1) for y in places]
+        right.barh(at, [x["costs"][i] for x in data["cases"]], 0.25, color=sweep.COLOURS[i], label=part)
+    right.axvline(1, color="black", lw=0.8)
+    right.set(title="time with --exact over time without")
+    right.legend(fontsize=7)
+    sweep.save(fig, sweep.RESULTS / "exact.png")
+
+
+@dataclass(frozen=True)
+class ExactFlags:
+    """Sampler and learner bit for bit"""
+
+    tokens: int = TOKENS
+    """Sampled tokens of all cases together."""
+    updates: int = UPDATES
+    """Updates of all cases together."""
+    draw: bool = False
+    """Run nothing: write the table and the plot from results/exact.json."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="sampled tokens of all cases together")
-    parser.add_argument("--updates", type=int, default=UPDATES, help="updates of all cases together")
-    args = parser.parse_args()
-    batch = max(64, args.tokens // (20 * args.updates) // 8 * 8)  # some 20 tokens a response
-    given = "" if len(sys.argv) == 1 else " " + " ".join(sys.argv[1:])
-    processor = f"{torch.backends.cpu.get_cpu_capability()} {'with' if has_tiles() else 'without'} bfloat16 tiles (AMX)"
-    about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "batch": batch, "processor": processor}
-    rows = []
-    for case in CASES:
-        rows.append(measure(case, -(-args.updates // len(CASES)), batch))
-        print(rows[-1].line(), flush=True)
-    table = "".join(f"{row.line()}\n" for row in rows)
-    PAGE.write_text(HEADER.format(arguments=given, **about) + table + footer(rows), encoding="utf-8")
+    flags = parse_flags(ExactFlags, usage=__doc__.strip())
+    if not flags.draw:
+        batch = max(64, flags.tokens // (20 * flags.updates) // 8 * 8)  # some 20 tokens a response
+        processor = f"{torch.backends.cpu.get_cpu_capability()}, AMX tiles: {'yes' if has_tiles() else 'no'}"
+        about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "batch": batch, "processor": processor}
+        rows = []
+        for case in CASES:
+            rows.append(asdict(measure(case, -(-flags.updates // len(CASES)), batch)))
+            print(rows[-1], flush=True)
+        sweep.store("exact", {"about": about, "cases": rows})
+    data = sweep.load("exact")
+    sweep.rewrite("exact", table(data))
+    draw(data)
+    print(table(data))
 
 
 if __name__ == "__main__":

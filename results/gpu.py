@@ -143,7 +143,6 @@ def text_of(records: dict[str, dict]) -> str:
     parts = ["Written by `python bench.py gpu` from gpu.json; a spread is that of the repeats, or a 95 % interval.\n"]
     for name in PARTS:
         if name not in records:
-            parts.append(f"## {name}\n\nNot run yet.\n")
             continue
         record = records[name]
         where = ", ".join(f"{key} {value}" for key, value in record["about"].items())
@@ -153,6 +152,9 @@ def text_of(records: dict[str, dict]) -> str:
             parts.append(f"**failed: {record['failed']}**\n")
         if record["rows"]:
             parts.append(sweep.markdown(["what", "measured", "spread", "goal"], map(line_of, record["rows"])))
+    missing = [name for name in PARTS if name not in records]
+    if missing:
+        parts.append(f"Not run yet: {', '.join(missing)}.\n")
     return "\n".join(parts)
 
 

@@ -1,7 +1,8 @@
-"""What the recipes of configs/papers need of each GPU (plan.py), and how a plan stands to what a run really takes.
+"""What the recipes of configs/papers need of each GPU (plan.py), and the predicted and measured memory of small runs.
 
-    python results/plans.py             # the plans of all recipes: results/plans.md; no weights, no network
+    python results/plans.py             # the plans of all recipes; no weights, no network
     python results/plans.py --check     # ten runs on this machine's CPUs, predicted and measured; some minutes
+    python results/plans.py --draw      # table and plot from results/plans.json
 
 The shapes of the recipes' models stand below, as their config.json files on the hub have them. What is measured is the
 largest resident memory of a rank's process during an update, or while it publishes weights and proves that they have
@@ -16,10 +17,12 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
-import sweep
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import batching
 import bench
@@ -30,6 +33,7 @@ from engines import HFEngine
 from flags import parse_flags, run_command
 from learner import Comm, Learner
 from model import lora
+from results import sweep
 from rollout import probe_ids
 from sync import WeightCheck
 
@@ -120,27 +124,44 @@ EXAMPLE = "--objective=jackpot --model=Qwen/Qwen3-4B --actor=Qwen/Qwen3-1.7B --m
 EXAMPLE += " --task=hf:openai/gsm8k@main/train --dtype=bfloat16 --lr=1e-6 --actor_lr=1e-6"
 
 
-def recipes() -> None:
+def recipes() -> list[list[str]]:
+    """The cells of all plans."""
     rows = [of_recipe(path) for path in RECIPES]
-    for n in (1, 8):
-        rows.append(row_of("Jackpot, 4B and 1.7B", [*EXAMPLE.split(), "--parallel=fsdp"], n))
-    measured = json.loads(CHECKED.read_text(encoding="utf-8"))
-    case = f"{SHAPE['layers']} layers of width {SHAPE['hidden']}, {SHAPE['vocab']:,} tokens"
-    parts = [
-        "Written by `python results/plans.py`, the second table by `--check`.\n",
-        "## The recipes, GiB on one GPU\n",
-        sweep.markdown(HEAD, rows),
-        f"## Predicted and measured: peak of an update, or of a sync, on CPUs, GiB ({case})\n",
-        sweep.markdown(["run", "predicted", "measured", "ratio"], measured),
-    ]
-    sweep.rewrite("plans", "\n".join(parts))
+    return rows + [row_of("Jackpot, 4B and 1.7B", [*EXAMPLE.split(), "--parallel=fsdp"], n) for n in (1, 8)]
+
+
+def table(data: dict) -> str:
+    """The plans, GiB on one GPU; then predicted and measured peaks on CPUs."""
+    rows = [[*cells, "yes" if says.startswith("it fits") else "no"] for *cells, says in data["recipes"]]
+    return (
+        sweep.markdown(HEAD, rows) + "\n" + sweep.markdown(["run", "predicted", "measured", "ratio"], data["checked"])
+    )
+
+
+def draw(data: dict) -> None:
+    """Each recipe's memory by kind, and predicted against measured peaks."""
+    plt = sweep.pyplot()
+    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained", width_ratios=(2, 1))
+    names = [f"{row[0]}, {row[1]}" for row in data["recipes"]]
+    start = [0.0] * len(names)
+    for i, part in enumerate(HEAD[2:5], 2):
+        values = [float(row[i]) for row in data["recipes"]]
+        left.barh(names, values, left=start, color=sweep.COLOURS[i - 2], label=part)
+        start = [a + b for a, b in zip(start, values, strict=True)]
+    left.plot([float(row[5]) for row in data["recipes"]], names, "k|", ms=9, label="peak")
+    left.set(title="plan: GiB on one GPU (recipe, GPUs)")
+    left.legend(fontsize=7)
+    predicted, peaks = ([float(row[i]) for row in data["checked"]] for i in (1, 2))
+    right.plot([0, max(peaks)], [0, max(peaks)], color="grey", lw=0.8)
+    right.plot(peaks, predicted, "o", ms=4, color=sweep.COLOURS[1])
+    right.set(xlabel="measured, GiB", ylabel="predicted, GiB", title="peaks on CPUs")
+    sweep.save(fig, sweep.RESULTS / "plans.png")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Predicted and measured
 # ---------------------------------------------------------------------------------------------------------------------
 
-CHECKED = sweep.RESULTS / "plans.json"
 SHAPE = dict(hidden=512, inter=1536, layers=6, vocab=16_000)
 PROMPT, RESPONSE, ROWS = 32, 480, 2
 # name -> (ranks, flags)
@@ -180,7 +201,7 @@ def memory_of(key: str) -> int:
 
 
 def trim() -> None:
-    """Give freed memory back to the system, and let the peak begin anew."""
+    """Give freed memory back to the system, and reset the peak."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     with open("/proc/self/clear_refs", "w", encoding="utf-8") as f:
         f.write("5")
@@ -236,7 +257,7 @@ def plan_of_sync(dtype: str) -> int:
 
 
 def run_case(ranks: int, flags: dict) -> int:
-    """The measured bytes of a case, in processes of its own."""
+    """The measured bytes of a case, in other processes."""
     return run_script(ranks, f"--case={json.dumps(flags)}")
 
 
@@ -260,8 +281,8 @@ def compared(name: str, said: int, got: int) -> list[str]:
     return row
 
 
-def check() -> None:
-    """Write the cells of the table: predicted, measured, and their ratio."""
+def check() -> list[list[str]]:
+    """The cells of the second table: predicted, measured, and their ratio."""
     rows = []
     for name, (ranks, flags) in CASES.items():
         cfg = configured(flags, ranks)
@@ -271,7 +292,7 @@ def check() -> None:
         rows.append(compared(name, said, run_case(ranks, flags)))
     for name, dtype in PUBLISHED.items():
         rows.append(compared(name, plan_of_sync(dtype), run_script(1, f"--sync={dtype}")))
-    CHECKED.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return rows
 
 
 @dataclass(frozen=True)
@@ -280,6 +301,8 @@ class PlanFlags:
 
     check: bool = False
     """Predicted and measured, on this machine."""
+    draw: bool = False
+    """Plan nothing: write the tables and the plot from results/plans.json."""
     case: str = ""
     """One rank of a case of --check, its flags as JSON."""
     sync: str = ""
@@ -292,10 +315,16 @@ def main() -> None:
         measured(json.loads(flags.case))
     elif flags.sync:
         measured_sync(flags.sync)
-    elif flags.check:
-        check()
     else:
-        recipes()
+        data = sweep.load("plans")
+        if flags.check:
+            data["checked"] = check()
+        elif not flags.draw:
+            data["recipes"] = recipes()
+        sweep.store("plans", data)
+        sweep.rewrite("plans", table(data))
+        draw(data)
+        print(table(data))
 
 
 if __name__ == "__main__":

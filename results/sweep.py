@@ -1,126 +1,53 @@
-"""Grids of training runs: run what is missing, record what is needed, draw pages and figures from it.
+"""Run the rows of a study, summarise them in results/NAME.json, and write the page's table and plot from that file.
 
-A study is a script in this folder. It names rows (flags on top of a configuration), `run` makes the
-runs that are missing, and the script writes its page and its figures from the records.
+    python results/sweep.py jackpot                         # every run of the study: hours on two cores
+    python results/sweep.py jackpot --only="stale by 64"    # the rows with this text in "GROUP: LABEL"
+    python results/sweep.py jackpot --draw                  # run nothing: table and plot from results/jackpot.json
 
-A record is one small file, results/runs/STUDY/ROW-seed.json: the row's flags, the command, the
-configuration, the git revision, the seconds of each stage and the columns of `RECORDED`. STUDY is
-the stem of the configuration file, ROW a short form of the label under which the row was first run.
-A record is found by its flags and not by its name, so two studies that share a row share its runs.
-A study that was killed goes on where it stopped, inside a run too (train.py --resume).
-
-A page, results/NAME.md, has two parts. Above the line `<!-- table -->` stands what is written by
-hand: the reading and the figures. Below it stands what `page` writes from the records.
-
-    python results/table1.py                # run what is missing, then write results/table1.{md,png}
-    python results/table1.py --draw         # from the records alone, whatever is there
+The studies are in results/rows.py. A run is stored in out/study and goes on there when it was interrupted. A row of
+the JSON file has the flags, the seeds, the final and the best pass@1 of each seed, the mean of each column of the
+table over the last updates, and the plotted curves with at most POINTS points. A page is written by hand above the line
+`<!-- table -->`, and by this script below it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import io
 import json
 import math
 import os
-import re
 import subprocess
 import sys
-import textwrap
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-# Here for all scripts of this folder: each of them imports this module first.
 sys.path.insert(0, str(ROOT))
 
 from tqdm import tqdm
 
-from config import HARMLESS, parse
-from flags import UserError, check_output, need, parse_flags, run_command
-from run import clean, read_metrics
+from flags import UserError, need, parse_flags, read_text, run_command
+from results.rows import SAMPLERS, STUDIES, WEIGHED, Panel, Row, Study
+from run import read_metrics
 
 RESULTS = ROOT / "results"
-FOLDERS = ROOT / "out" / "study"
-STUDY = "configs/study.toml"
-RECORDED = (
-    "reward",
-    "entropy",
-    "grad_norm",
-    "clip_fraction",
-    "ppo_kl",
-    "weight_var",
-    "advantage_error",
-    "cppo_kl",
-    "distill_kl",
-    "distill_lambda",
-    "rollout_corr/kl",
-    "rollout_corr/k3_kl",
-    "rollout_corr/chi2_seq",
-    "rollout_corr/rollout_is_eff_sample_size",
-    "rollout_corr/seq_eff_sample_size",
-    "rollout_corr/low_weight_fraction",
-    "rollout_corr/seq_clamped_fraction",
-    "rollout_corr/rollout_rs_seq_masked_fraction",
-    "rollout_corr/ratio_mean",
-    "rollout_corr/mean_mismatch",
-    "rollout_corr/max_mismatch",
-    *(f"rollout_corr/log_r/{q}" for q in ("1", "50", "99", "99.9")),
-    "rollout_corr/reward_weighted",
-    "ppo_kl_weighted",
-    "ppo_k3_kl",
-    "error/low_prob_pos",
-    "error/low_prob_neg",
-    "error/repetition",
-    *(f"rollout_corr/low_weight/{n}" for n in (16, 32, 64, 128, 256)),
-    "response_length",
-    "staleness/mean_updates",
-    "delay/clock",
-    "delay/dropped_staleness",
-    "delay/length_trained",
-    "delay/length_decided",
-    "delay/length_ks_p",
-    "obrs/accept_rate",
-    "obrs/lambda",
-    "obrs/kappa",
-    "obrs/z",
-    "obrs/z_exact",
-    "obrs/z_low",
-    "obrs/z_high",
-    "obrs/bracket_width",
-    "obrs/kl_before",
-    "obrs/kl_after",
-    *(f"auto/{x}" for x in ("is_cap", "correction", "responses", "worth")),
-)
-POINTS = 150  # a longer run is averaged over neighbouring updates
-
-Got = dict[str, list[dict]]  # label of a row -> its records, seed by seed
+FOLDER = ROOT / "out" / "study"
+MARKER = "<!-- table -->\n"  # a line in each page; the text below it is generated
+POINTS = 25  # of a curve
+PROBLEMS = 1024  # held-out problems of `evaluate`
 
 
 @dataclass(frozen=True)
-class StudyFlags:
+class SweepFlags:
     """A study"""
 
     draw: bool = False
-    """Run nothing: write the page and the figures from what is recorded."""
+    """Run nothing: write the table and the plot from the study's JSON file."""
+    only: str = ""
+    """Run the rows with this text in "GROUP: LABEL" only; the other rows keep their numbers."""
     jobs: int = 2
     """Runs at a time; the cores are shared out between them."""
-
-
-def no_arguments(script: str) -> None:
-    """End a script that takes no flags with one sentence if it is given any."""
-    given = " ".join(sys.argv[1:])
-    if given:
-        sys.exit(f"error: {given}: results/{script}.py takes no flags; leave them out")
-
-
-def main(study: Callable, doc: str, cls: type = StudyFlags) -> None:
-    """Call study(flags) with the command line's flags; an error meant for the user is printed as one sentence."""
-    run_command(lambda: study(parse_flags(cls, usage=doc.strip())))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -128,347 +55,288 @@ def main(study: Callable, doc: str, cls: type = StudyFlags) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def run(
-    rows: dict[str, dict],
-    seeds: dict[str, int] | None = None,
-    draw: bool = False,
-    jobs: int = 2,
-    config: str = STUDY,
-    first_seed: int = 0,
-) -> Got:
-    """The records of every row, seed by seed, after running those that are missing, `jobs` at a time.
-
-    rows: label -> flags on top of the file `config`; seeds: label -> how many (1 where none is
-    said), from first_seed on. draw: run nothing, and leave out what is not there. UserError: a
-    record was made with other settings."""
-    wanted = {label: with_seeds(flags, (seeds or {}).get(label, 1), first_seed) for label, flags in rows.items()}
-    if not draw:
-        if jobs < 1:
-            raise UserError(f"--jobs={jobs}: at least one run at a time")
-        run_missing(wanted, jobs, config)
-    got = {label: recorded(runs, config) for label, runs in wanted.items()}
-    need(any(got.values()), f"--draw: no record of {config} in {shown(RESULTS / 'runs')}; run it once without --draw")
-    return {label: records for label, records in got.items() if records}
-
-
-def with_seeds(flags: dict, n: int, first: int = 0) -> list[dict]:
-    """The flags of a row's runs, n seeds from the first on."""
-    return [{**flags, "seed": seed} for seed in range(first, first + n)]
-
-
-def recorded(runs: list[dict], config: str) -> list[dict]:
-    """The records of these runs that are there."""
-    return [record for flags in runs if (record := record_of(flags, config))]
-
-
-def run_missing(wanted: dict[str, list[dict]], jobs: int, config: str) -> None:
-    """Make the records that are not there: the first seed of every row, then the second."""
-    missing = {}  # key of the flags -> (label, flags): a row under two labels is run once
-    for label, runs in wanted.items():
-        for flags in runs:
-            if not record_of(flags, config):
-                missing.setdefault(key_of(flags, config), (label, flags))
-    todo = sorted(missing.values(), key=lambda row: row[1]["seed"])
-    names = names_for(todo, config)
+def run(study: Study, folder: Path, only: str = "", jobs: int = 2) -> dict[str, dict[str, dict]]:
+    """Run the selected rows, `jobs` runs at a time, and return group -> label -> summary of the row."""
+    need(jobs >= 1, f"--jobs={jobs}: must be at least 1; name the number of runs at a time")
+    chosen = [
+        (group, label, row)
+        for group, rows in study.groups.items()
+        for label, row in rows.items()
+        if only in f"{group}: {label}"
+    ]
+    need(chosen, f"--only={only}: no row has this text in its name; leave the flag out to run all rows")
+    todo = [(row, seed, folder_of(folder, group, label, seed)) for group, label, row in chosen for seed in row.seeds]
     threads = str(max(1, len(os.sched_getaffinity(0)) // jobs))
     with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(one, flags, n, threads, config) for (_, flags), n in zip(todo, names, strict=True)]
-        for future in tqdm(futures, desc="runs", disable=not futures):
+        futures = [pool.submit(run_one, *one, threads, study.own_sampling) for one in todo]
+        for future in tqdm(futures, desc="runs"):
             future.result()
+    summaries: dict[str, dict[str, dict]] = {}
+    for group, label, row in chosen:
+        runs = [series(folder_of(folder, group, label, seed)) for seed in row.seeds]
+        summaries.setdefault(group, {})[label] = summarise(study, group, label, row, runs)
+    return summaries
 
 
-def one(flags: dict, name: str, threads: str, config: str = STUDY) -> None:
-    """Run or resume one run and write its record."""
-    out, path = folder_of(name, config), path_of(name, config)
-    argv = [sys.executable, *command(flags, name, config)]
-    if (out / "config.json").is_file():
-        argv.append("--resume")
+def folder_of(folder: Path, group: str, label: str, seed: int) -> Path:
+    """The folder of a run: "not distilled", "TIS", 0 -> not-distilled/tis-0."""
+    words = [
+        "-".join("".join(c if c.isalnum() or c == "." else " " for c in x.lower()).split()) for x in (group, label)
+    ]
+    return folder / words[0] / f"{words[1]}-{seed}"
+
+
+def command(row: Row, seed: int, folder: Path) -> list[str]:
+    """The arguments of python that make a run."""
+    flags = [f"--{key}={value}" for key, value in {**row.flags, "seed": seed}.items()]
+    return ["train.py", f"--config=configs/{row.config}.toml", *flags, f"--out={folder}"]
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a run has made all of its updates."""
+    if not (folder / "config.json").is_file():
+        return False
+    steps = json.loads((folder / "config.json").read_text(encoding="utf-8"))["config"]["steps"]
+    return read_metrics(folder)[-1]["step"] + 1 >= steps
+
+
+def run_one(row: Row, seed: int, folder: Path, threads: str, own_sampling: bool) -> None:
+    """Run or resume one run, and evaluate it under its sampling if the study asks for that."""
+    if not is_finished(folder):
+        argv = command(row, seed, folder) + (["--resume"] if (folder / "config.json").is_file() else [])
+        call(argv, threads)
+        if not is_finished(folder):
+            raise SystemExit(f"error: {folder}: stopped by a signal; start the study again to go on")
+    if own_sampling and not (folder / "own.json").is_file():
+        evaluate(folder, threads)
+
+
+def call(argv: list[str], threads: str) -> None:
+    """Run one of the repository's commands; SystemExit with the end of its error output if it fails."""
     env = {**os.environ, "OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": "2000", "TQDM_DISABLE": "1"}
-    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *argv], cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"error: {' '.join(argv[1:])} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    last = read_metrics(out)[-1]["step"] + 1
-    steps = json.loads((out / "config.json").read_text(encoding="utf-8"))["config"]["steps"]
-    if last < steps:
-        raise SystemExit(
-            f"error: {out}: stopped by a signal after update {last} of {steps}; start the study again to go on"
-        )
-    record = {"flags": flags, **condense(out, command(flags, name, config))}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f"{name}.tmp")
-    scratch.write_text(json.dumps(record, default=str) + "\n", encoding="utf-8")
-    os.replace(scratch, path)
-    records_in.cache_clear()
+        raise SystemExit(f"error: {' '.join(argv)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
 
 
-def condense(out: Path, argv: list[str]) -> dict:
-    """What is recorded of a run folder."""
-    rows = read_metrics(out)
-    made = json.loads((out / "config.json").read_text(encoding="utf-8"))
+def evaluate(folder: Path, threads: str) -> None:
+    """Evaluate the last checkpoint with the temperature and truncation of its run: pass@1 and reward to own.json."""
+    cfg = json.loads((folder / "config.json").read_text(encoding="utf-8"))["config"]
+    settings = [f"--{k}={cfg[k]}" for k in ("temperature", "top_p", "top_k", "max_tokens", "arith")]
+    model = sorted((folder / "checkpoints").glob("step_*"))[-1] / "policy"
+    out = folder / "own_eval.json"
+    sizes = [f"--problems={PROBLEMS}", "--samples=1", "--k=1"]
+    call(["eval.py", f"--model={model}", "--rollout=hf", *sizes, *settings, f"--out={out}"], threads)
+    lines = out.with_suffix(".responses.jsonl").read_text(encoding="utf-8").splitlines()[1:]
+    rewards = [sum(r) / len(r) for r in (json.loads(line)["rewards"] for line in lines)]
+    result = {"mean@1": json.loads(out.read_text(encoding="utf-8"))["mean@1"], "reward": sum(rewards) / len(rewards)}
+    (folder / "own.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The summary of a row
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def series(folder: Path) -> dict:
+    """The metrics of a run by column, its evaluations, and the revision that made it."""
+    rows = read_metrics(folder)
     steps = [r for r in rows if r["step"] >= 0]
-    width = math.ceil(len(steps) / POINTS)
-    blocks = [steps[i : i + width] for i in range(0, len(steps), width)]
-
-    def column(key):
-        """The mean of each block, to four digits; of names the last."""
-        values = []
-        for block in blocks:
-            x = [r[key] for r in block if r.get(key) is not None]
-            if x and isinstance(x[-1], str):
-                values.append(x[-1])
-            else:
-                values.append(float(f"{sum(x) / len(x):.4g}") if x else None)
-        return values
-
-    measured = [key for key in RECORDED if any(r.get(key) is not None for r in steps)]
-    evals = {}
-    for name in ("policy", "actor"):
-        at = [r for r in rows if f"eval/{name}_pass@1" in r]
-        if at:
-            evals[name] = [[r["step"] + 1, r[f"eval/{name}_pass@1"], r[f"eval/{name}_se"]] for r in at]
-    stages = ("rollout_s", "ref_s", "update_s", "auto_s", "sync_s", "eval_s", "save_s")
+    keys = {key for r in steps for key, value in r.items() if isinstance(value, int | float)}
+    evaluated = folder / "own.json"
     return {
-        "command": " ".join(["python", *argv]),
-        "git": made["git"],
-        "versions": made["versions"],
-        "config": {k: clean(v) for k, v in made["config"].items() if k not in HARMLESS},
-        "seconds": {k: round(sum(r.get(k, 0.0) for r in rows), 1) for k in stages},
-        "evals": evals,
-        "updates": [b[-1]["step"] + 1 for b in blocks],
-        "columns": {key: column(key) for key in measured},
+        "git": json.loads((folder / "config.json").read_text(encoding="utf-8"))["git"],
+        "evals": {
+            "policy": [
+                [r["step"] + 1, r["eval/policy_pass@1"], r["eval/policy_se"]] for r in rows if "eval/policy_pass@1" in r
+            ]
+        },
+        "updates": [r["step"] + 1 for r in steps],
+        "columns": {key: [r.get(key) for r in steps] for key in keys},
+        "own": json.loads(evaluated.read_text(encoding="utf-8")) if evaluated.is_file() else None,
     }
 
 
-def command(flags: dict, name: str, config: str = STUDY) -> list[str]:
-    """The arguments of python that make this run."""
-    out = os.path.relpath(folder_of(name, config), ROOT)
-    return ["train.py", f"--config={config}", *(f"--{k}={v}" for k, v in flags.items()), f"--out={out}"]
+def summarise(study: Study, group: str, label: str, row: Row, runs: list[dict]) -> dict:
+    """The JSON row of some runs, one for each seed, as `series` returns them."""
+    last = [run["evals"]["policy"][-1] for run in runs]
+    best = [max(run["evals"]["policy"], key=lambda x: x[1]) for run in runs]
+    metrics = [key for key in study.columns.values() if key not in CELLS]
+    keys = ["eval/policy", *(p.key for p in study.panels if p.group == group and label in p.labels)]
+    made = {
+        "config": row.config,
+        "flags": {
+            key: value if isinstance(value, bool | int | float) else str(value) for key, value in row.flags.items()
+        },
+        "seeds": list(row.seeds),
+        "git": sorted({run["git"] for run in runs}),
+        "start": [percent(run["evals"]["policy"][0][1]) for run in runs],
+        "pass": [percent(x[1]) for x in last],
+        "best": [percent(x[1]) for x in best],
+        "se": [percent(last[0][2]), percent(best[0][2])],  # over problems, for a row with one seed
+        "columns": {key: [tail(run, key, study.share) for run in runs] for key in metrics},
+        "curves": {key: curve(runs, key) for key in dict.fromkeys(keys)},
+    }
+    if study.own_sampling:
+        made["own"] = [percent(run["own"]["mean@1"]) for run in runs]
+        made["own_reward"] = [percent(run["own"]["reward"]) for run in runs if "reward" in run["own"]]
+    return made
+
+
+def percent(x: float) -> float:
+    return round(100 * x, 4)
+
+
+def short(x: float) -> float:
+    return float(f"{x:.4g}")
+
+
+def tail(run: dict, key: str, share: float) -> float | None:
+    """Mean of a column over the last share of the updates; None where it was not measured."""
+    n = max(1, round(share * len(run["updates"])))
+    values = [v for v in run["columns"].get(key, [])[-n:] if v is not None]
+    return short(sum(values) / len(values)) if values else None
+
+
+def curve(runs: list[dict], key: str) -> dict[str, list[float]]:
+    """Updates, and mean, smallest and largest value over seeds, averaged in at most POINTS blocks."""
+    lines = [line for run in runs if (line := line_of(run, key))]
+    length = min(map(len, lines), default=0)
+    width = max(1, math.ceil(length / POINTS))
+    blocks = [range(i, min(i + width, length)) for i in range(0, length, width)]
+    means = [[sum(line[i][1] for i in block) / len(block) for line in lines] for block in blocks]
+    return {
+        "updates": [lines[0][block[-1]][0] for block in blocks],
+        "mean": [short(sum(m) / len(m)) for m in means],
+        "low": [short(min(m)) for m in means] if len(lines) > 1 else [],
+        "high": [short(max(m)) for m in means] if len(lines) > 1 else [],
+    }
+
+
+def line_of(run: dict, key: str) -> list[tuple[int, float]]:
+    """(updates, value) of a column, or of the evaluations in percent."""
+    if key == "eval/policy":
+        return [(x, 100 * y) for x, y, _ in run["evals"]["policy"]]
+    values = run["columns"].get(key, [])
+    return [(x, y) for x, y in zip(run["updates"], values, strict=False) if y is not None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Records: where they are, and how one is found
+# Worth
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def folder_of(name: str, config: str = STUDY) -> Path:
-    """The run folder of a record."""
-    return FOLDERS / Path(config).stem / name
+def weigh(folder: Path, only: str) -> dict[str, dict]:
+    """Sampler -> KL and the worth of each correction with its error, by worth.py: some minutes each."""
+    made = {}
+    for name, (config, flags) in SAMPLERS.items():
+        if only not in name:
+            continue
+        out = folder_of(folder, "weighed", name, 0).with_suffix(".json")
+        if not out.is_file():
+            out.parent.mkdir(parents=True, exist_ok=True)
+            rows = "; ".join(WEIGHED.values())
+            threads = str(len(os.sched_getaffinity(0)))
+            call(["worth.py", f"--config=configs/{config}.toml", *flags, f"--rows={rows}", f"--json={out}"], threads)
+        made[name] = weighed(json.loads(out.read_text(encoding="utf-8")))
+    return made
 
 
-def path_of(name: str, config: str = STUDY) -> Path:
-    """The file of a record."""
-    return RESULTS / "runs" / Path(config).stem / f"{name}.json"
-
-
-def slug(label: str) -> str:
-    """A label as a file's name: 'Jackpot, c1 = 2' -> 'jackpot-c1-2'."""
-    return re.sub(r"[^a-z0-9.]+", "-", label.lower().replace("'", "")).strip("-.") or "row"
-
-
-def names_for(todo: list[tuple[str, dict]], config: str) -> list[str]:
-    """The names of new records, ROW-seed: the row's name if another seed has one, else its label's, made unique."""
-    taken = {}  # name of a row -> key of its flags
-    for (stem, flags), record in records_in(RESULTS / "runs").items():
-        if stem == Path(config).stem:
-            taken[record["name"].rpartition("-")[0]] = row_of(flags)
-    names = []
-    for label, flags in todo:
-        row = row_of(key_of(flags, config)[1])
-        known = [name for name, other in taken.items() if other == row]
-        name, n = slug(label), 1
-        while not known and taken.setdefault(name, row) != row:
-            n += 1
-            name = f"{slug(label)}-{n}"
-        names.append(f"{(known or [name])[0]}-{flags['seed']}")
-    return names
-
-
-def row_of(flags: frozenset) -> frozenset:
-    """What the seeds of a row have in common."""
-    return frozenset((key, value) for key, value in flags if key != "seed")
-
-
-def key_of(flags: dict, config: str) -> tuple[str, frozenset]:
-    """What a record is found by: the stem of its configuration's file, and its flags as they are written."""
-    return Path(config).stem, frozenset((key, str(value)) for key, value in flags.items())
-
-
-@functools.cache
-def records_in(folder: Path) -> dict[tuple[str, frozenset], dict]:
-    """Every record below `folder` by its key, each with its file's `name` and `path`.
-
-    A record that was written before records held their flags is known by the flags of its command,
-    wherever it lies."""
-    records = {}
-    for path in sorted([*folder.glob("*.json"), *folder.glob("*/*.json")]):
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            words = [word[2:].partition("=") for word in record["command"].split() if word.startswith("--")]
-            said = {key: value for key, _, value in words}
-            flags = record.get("flags", {k: v for k, v in said.items() if k not in ("config", "out")})
-            key = key_of(flags, said["config"])
-            if not {"config", "evals", "updates", "columns"} <= record.keys():
-                raise KeyError
-        except (KeyError, TypeError, ValueError, AttributeError):
-            raise UserError(f"{shown(path)}: not the record of a run; move it out of results/runs") from None
-        if key in records:
-            raise UserError(f"{shown(path)} and {shown(records[key]['path'])} record the same run; delete one of them")
-        records[key] = {"name": path.stem, "path": path, **record}
-    return records
-
-
-def record_of(flags: dict, config: str = STUDY) -> dict | None:
-    """The record of a run, if it is there. UserError: it was made with other settings."""
-    record = records_in(RESULTS / "runs").get(key_of(flags, config))
-    if record is None:
-        return None
-    made = [flags[name] for name in ("model", "actor") if str(flags.get(name)).startswith("out/")]
-    if not all((ROOT / folder).is_dir() for folder in made):  # another study's models, which are not here
-        return record
-    with contextlib.chdir(ROOT):  # where the paths of a command begin
-        now = asdict(parse(command(flags, record["name"], config)[1:]))
-    changed = [k for k, v in record["config"].items() if k in now and clean(now[k]) != v]
-    changed = [k for k in changed if k != "rollout_memory"]  # the size of vLLM's cache, which changes no token
-    if "obrs/z" not in record["columns"]:
-        changed = [k for k in changed if not k.startswith("obrs_")]  # no matter to a run without OBRS
-    if changed:
-        was = f"made with {changed[0]} = {record['config'][changed[0]]!r}, {config} now says {now[changed[0]]!r}"
-        raise UserError(f"{shown(record['path'])}: {was}; delete the file to run it again")
-    return record
-
-
-def shown(path: Path) -> str:
-    """A path as an error names it."""
-    return os.path.relpath(path, ROOT)
+def weighed(record: dict) -> dict:
+    """KL and worth of a file that worth.py wrote."""
+    rows = {text: record["rows"][text] for text in WEIGHED.values() if text in record["rows"]}
+    return {
+        "kl": short(record["about"]["kl"]),
+        "worth": {text: [round(x["worth"], 3), round(x["worth_se"], 3)] for text, x in rows.items()},
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Reading records
+# The JSON file and the table
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def final(records: list[dict], name: str = "policy") -> tuple[float, float]:
-    """Last held-out pass@1 in percent: mean over seeds, and its standard error.
-
-    The error is that over seeds, or over problems where there is one seed."""
-    last = [r["evals"][name][-1] for r in records if name in r["evals"]]
-    return mean_se([100 * x[1] for x in last], 100 * last[0][2])
+def path_of(name: str) -> Path:
+    return RESULTS / f"{name}.json"
 
 
-def best(records: list[dict]) -> tuple[float, float]:
-    """The best held-out pass@1 on the way, in percent: mean over seeds, standard error as in `final`."""
-    top = [max(r["evals"]["policy"], key=lambda x: x[1]) for r in records]
-    return mean_se([100 * x[1] for x in top], 100 * top[0][2])
+def load(name: str) -> dict:
+    """The content of a page's JSON file."""
+    return json.loads(read_text(path_of(name)))
 
 
-def lately(records: list[dict], n: int = 4) -> float:
-    """Mean of the last n evaluations in percent, over seeds: for runs whose last one swings."""
-    last = [y for r in records for _, y, _ in r["evals"]["policy"][-n:]]
-    return 100 * sum(last) / len(last)
+def store(name: str, data: dict) -> None:
+    """Write a page's JSON file, one row a line."""
+    lines = []
+    for key, value in data.items():
+        if key == "rows":
+            groups = []
+            for group, rows in value.items():
+                body = ",\n".join(f"  {json.dumps(label)}: {json.dumps(row)}" for label, row in rows.items())
+                groups.append(f" {json.dumps(group)}: {{\n{body}\n }}")
+            lines.append('"rows": {\n' + ",\n".join(groups) + "\n}")
+        else:
+            lines.append(f"{json.dumps(key)}: {json.dumps(value)}")
+    path_of(name).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
-def mean_se(x: list[float], single: float = math.nan) -> tuple[float, float]:
-    """Mean and standard error; `single` is the error where there is one value."""
-    m = sum(x) / len(x)
-    if len(x) == 1:
-        return m, single
-    return m, math.sqrt(sum((v - m) ** 2 for v in x) / (len(x) - 1) / len(x))
+def mean_se(values: list[float], single: float) -> str:
+    """Mean and standard error over seeds as a cell; `single` is the error of one value, NaN for none."""
+    if not values:
+        return ""
+    m = sum(values) / len(values)
+    se = single if len(values) == 1 else math.sqrt(sum((v - m) ** 2 for v in values) / (len(values) - 1) / len(values))
+    return f"{m:.1f}" if math.isnan(se) else f"{m:.1f}±{se:.1f}"
 
 
-def tail(records: list[dict], key: str, share: float = 0.1) -> float:
-    """Mean of a column over the last tenth of the updates, over seeds; NaN where it was not measured."""
-    x = []
-    for r in records:
-        n = max(1, round(share * len(r["updates"])))
-        x += [v for v in r["columns"].get(key, [])[-n:] if v is not None]
-    return sum(x) / len(x) if x else math.nan
+def worth_cell(row: dict) -> str:
+    return "{:.2f}±{:.2f}".format(*row["worth"]) if "worth" in row else ""
 
 
-def seconds(records: list[dict], *stages: str) -> float:
-    """Seconds that a run spends in these stages: mean over seeds."""
-    return sum(r["seconds"][s] for r in records for s in stages) / len(records)
-
-
-def running_mean(x: list[float], width: int) -> list[float]:
-    """Each value's mean with up to width - 1 values before it."""
-    windows = [x[max(0, i - width + 1) : i + 1] for i in range(len(x))]
-    return [sum(w) / len(w) for w in windows]
-
-
-def percent(value: tuple[float, float]) -> str:
-    """(mean, error) as a cell."""
-    return f"{value[0]:.1f} +- {value[1]:.1f}"
-
-
-def number(x: float) -> str:
-    """Three digits, or nothing for NaN."""
-    return "" if math.isnan(x) else f"{x:.3g}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Pages
-# ---------------------------------------------------------------------------------------------------------------------
-
-MARKER = "<!-- table -->\n"  # a line of its own
-COLUMNS = {
-    "seeds": lambda rs: str(len(rs)),
-    "policy pass@1, %": lambda rs: percent(final(rs)),
-    "best, %": lambda rs: percent(best(rs)),
-    "actor pass@1, %": lambda rs: percent(final(rs, "actor")) if "actor" in rs[0]["evals"] else "",
-    "KL(policy, actor)": lambda rs: number(tail(rs, "distill_kl")),
-    "ESS": lambda rs: number(tail(rs, "rollout_corr/rollout_is_eff_sample_size")),
-    "accepted, %": lambda rs: number(100 * tail(rs, "obrs/accept_rate")),
-    "rollout, s": lambda rs: f"{seconds(rs, 'rollout_s'):.0f}",
-    "learner, s": lambda rs: f"{seconds(rs, 'ref_s', 'update_s', 'sync_s'):.0f}",
+CELLS = {
+    "seeds": lambda row: str(len(row["seeds"])),
+    "pass": lambda row: mean_se(row["pass"], row["se"][0]),
+    "best": lambda row: mean_se(row["best"], row["se"][1]),
+    "own": lambda row: mean_se(row["own"], math.nan),
+    "own_reward": lambda row: mean_se(row["own_reward"], math.nan),
+    "worth": worth_cell,
 }
 
 
-def page(name: str, *parts: str) -> None:
-    """Write results/NAME.md anew below MARKER; the parts are printed too."""
-    text = "\n".join(parts)
-    note = f"Written by `python results/{name}.py`; with `--draw` from the records alone, without running anything.\n"
-    rewrite(name, f"{note}\n{text}")
-    print(text)
+def cell(row: dict, key: str) -> str:
+    """One cell of the table."""
+    if key in CELLS:
+        return CELLS[key](row)
+    values = [x for x in row["columns"].get(key, []) if x is not None]
+    return number(sum(values) / len(values)) if values else ""
 
 
-def rewrite(name: str, text: str) -> None:
-    """Put `text` below MARKER on results/NAME.md, and keep what stands above it."""
-    path = RESULTS / f"{name}.md"
-    reading = f"# {name}\n\n![{name}]({name}.png)\n\n"
-    if path.is_file():
-        reading = path.read_text(encoding="utf-8").split(MARKER)[0]
-    path.write_text(f"{reading}{MARKER}\n{text}", encoding="utf-8")
+def number(x: float) -> str:
+    """Two digits, or a whole number; 0 for the rounding errors of float32."""
+    if abs(x) < 1e-9:
+        return "0"
+    return f"{x:.0f}" if abs(x) >= 10 else f"{x:.2g}"
 
 
-def table(title: str, got: Got, columns: dict = COLUMNS) -> str:
-    """A part of a page: one line a row, then the command of each row's first seed.
-
-    columns: title -> function of a row's records that returns a cell; a column without any is left out."""
-    used = {}
-    for column, cell in columns.items():
-        cells = [cell(records) for records in got.values()]
-        if any(cells):
-            used[column] = cells
-    rows = list(zip(got, *used.values(), strict=True))
-    first = [r["evals"]["policy"][0] for records in got.values() for r in records]
-    start = sorted({percent((100 * x[1], 100 * x[2])) for x in first})
-    commands = [lines_of(label, records[0]) for label, records in got.items()]
-    parts = [
-        f"## {title}",
-        f"Policy pass@1 before training: {', '.join(start)} %.\n"
-        "After a pass@1: the standard error over seeds, or over problems where there is one seed.",
-        markdown(["", *used], rows).rstrip(),
-        "The commands of the first seeds:",
-        "```\n" + "\n".join(commands) + "\n```",
-    ]
-    return "\n\n".join(parts) + "\n"
+def table(name: str, data: dict) -> str:
+    """The table of a study: a line for each group and each row."""
+    columns = STUDIES[name].columns
+    lines = []
+    for group, rows in data["rows"].items():
+        lines.append([f"**{group}**"])  # Markdown fills the other cells
+        for label, row in rows.items():
+            row = {**row, **worth_of(name, data, group, label)}
+            lines.append([label, *(cell(row, key) for key in columns.values())])
+    return markdown(["", *columns], lines)
 
 
-def lines_of(label: str, record: dict) -> str:
-    """A row's command below its label, in lines of at most 120 characters."""
-    command = record["command"].split(" --out=")[0]
-    lines = textwrap.wrap(command, 110, break_on_hyphens=False, break_long_words=False)
-    return f"# {label}\n" + " \\\n    ".join(lines)
+def worth_of(name: str, data: dict, group: str, label: str) -> dict:
+    """The worth of a row's correction for its sampler, if it was weighed."""
+    row = STUDIES[name].groups.get(group, {}).get(label)
+    if row is None or row.weighed is None or row.weighed[0] not in data["samplers"]:
+        return {}
+    worth = data["samplers"][row.weighed[0]]["worth"]
+    return {"worth": worth[row.weighed[1]]} if row.weighed[1] in worth else {}
 
 
 def markdown(head: list[str], rows: list) -> str:
@@ -477,96 +345,81 @@ def markdown(head: list[str], rows: list) -> str:
     return "\n".join(lines) + "\n"
 
 
+def rewrite(name: str, text: str) -> None:
+    """Replace the text below MARKER on results/NAME.md."""
+    path = RESULTS / f"{name}.md"
+    above = read_text(path).split(MARKER)[0] if path.is_file() else f"# {name}\n\n![{name}]({name}.png)\n\n"
+    path.write_text(f"{above}{MARKER}\n{text}", encoding="utf-8")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# Figures
+# The plot
 # ---------------------------------------------------------------------------------------------------------------------
 
-STRONG = "#D55E00"  # the row that matters; with the others, the colours of Okabe and Ito
-COLOURS = ("#0072B2", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#000000", "#7F7F7F")
-LOGARITHMIC = ("distill_kl", "distill_lambda", "rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/mean_mismatch")
-LINES = 7  # of a panel
+COLOURS = ("#D55E00", "#0072B2", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#000000")  # of Okabe and Ito
+LOGARITHMIC = ("distill_kl", "rollout_corr/k3_kl", "rollout_corr/mean_mismatch")
 
 
-class Group(NamedTuple):
-    """Panels side by side that show the same rows and share one legend."""
-
-    title: str
-    labels: list[str]  # at most LINES
-    panels: list[tuple[str, str]]  # (title, column, or eval/policy and eval/actor)
-
-
-def figure(name: str, got: Got, groups: list[Group], strong: tuple[str, ...] = ()) -> None:
-    """Draw results/NAME.png: the groups below one another, the rows named in `strong` drawn strongest."""
+def draw(name: str, data: dict) -> None:
+    """Draw results/NAME.png: the panels of the study, and worth where the study has it."""
     plt = pyplot()
-    groups = [g._replace(labels=[label for label in g.labels if label in got]) for g in groups]
-    heights = [3.3 * math.ceil(len(g.panels) / 3) + 0.6 for g in groups]
-    width = 4.6 * min(3, max(len(g.panels) for g in groups))
-    fig = plt.figure(figsize=(width, sum(heights)), layout="constrained")
-    parts = fig.subfigures(len(groups), 1, height_ratios=heights, squeeze=False).flat
-    for part, group in zip(parts, groups, strict=True):
-        draw_group(part, got, group, strong)
+    panels = STUDIES[name].panels
+    n = len(panels) + (2 if "samplers" in data else 0)
+    columns = min(3, n)
+    size = (4.6 * columns, 3.9 * math.ceil(n / columns))
+    fig, axes = plt.subplots(math.ceil(n / columns), columns, figsize=size, layout="constrained", squeeze=False)
+    flat = list(axes.flat)
+    for ax, panel in zip(flat, panels, strict=False):
+        draw_panel(ax, panel, data["rows"][panel.group])
+    if "samplers" in data:
+        draw_distance(flat[len(panels)], data["samplers"])
+        draw_outcome(flat[len(panels) + 1], name, data)
+    for ax in flat:
+        ax.grid(alpha=0.3)
+        ax.tick_params(labelsize=8)
+    for ax in flat[n:]:
+        ax.set_axis_off()
     save(fig, RESULTS / f"{name}.png")
 
 
-def draw_group(part, got: Got, group: Group, strong: tuple[str, ...]) -> None:
-    """One group of a figure."""
-    if len(group.labels) > LINES:
-        raise UserError(f"{group.title}: {len(group.labels)} lines in a panel, more than {LINES} are not told apart")
-    columns = min(3, len(group.panels))
-    axes = part.subplots(math.ceil(len(group.panels) / columns), columns, squeeze=False).flat
-    styles = styles_of(group.labels, strong)
-    legend = {}
-    for ax, (title, key) in zip(axes, group.panels, strict=False):
-        evaluated = key.startswith("eval/")
-        for label in group.labels:
-            dots = dict(marker="o", ms=3) if evaluated else {}
-            curve(ax, label, got[label], key, smooth=1 if evaluated else 8, **styles[label], **dots)
-        legend.update(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
-        ax.set_title(title, fontsize=10)
-        ax.set_xlabel("updates", fontsize=8)
-        ax.tick_params(labelsize=8)
-        ax.grid(alpha=0.3)
-        if key in LOGARITHMIC:
-            ax.set_yscale("log")
-    for ax in axes:  # those that no panel took
-        ax.set_axis_off()
-    if group.title:
-        part.suptitle(group.title, fontsize=11, fontweight="bold")
-    ordered = [label for label in group.labels if label in legend]
-    handles = [legend[label] for label in ordered]
-    abreast = min(4, len(ordered), 130 // max(map(len, ordered)))
-    part.legend(handles, ordered, loc="outside lower center", ncols=abreast, frameon=False, fontsize=9)
+def draw_panel(ax, panel: Panel, rows: dict[str, dict]) -> None:
+    """One line for each label; the band is the range over seeds."""
+    for label, colour in zip(panel.labels, COLOURS, strict=False):
+        line = rows[label]["curves"][panel.key]
+        dots = dict(marker="o", ms=3) if panel.key == "eval/policy" else {}
+        ax.plot(line["updates"], line["mean"], label=label.replace("`", ""), color=colour, lw=1.3, **dots)
+        if line["low"]:
+            ax.fill_between(line["updates"], line["low"], line["high"], color=colour, alpha=0.12, lw=0)
+    ax.set_title(panel.title, fontsize=9)
+    ax.set_xlabel("updates", fontsize=8)
+    ax.legend(fontsize=7)
+    if panel.key in LOGARITHMIC:
+        ax.set_yscale("log")
 
 
-def styles_of(labels: list[str], strong: tuple[str, ...]) -> dict[str, dict]:
-    """How each row is drawn: the one of `strong` thick and in front, the others thin, every colour once."""
-    front = next((label for label in labels if label in strong), None)
-    others = [label for label in labels if label != front]
-    styles = {label: dict(color=colour, lw=1.2) for label, colour in zip(others, COLOURS, strict=False)}
-    return {**styles, front: dict(color=STRONG, lw=2.6, zorder=3)}
+def draw_distance(ax, samplers: dict[str, dict]) -> None:
+    """Worth against KL: a colour for each correction, a point for each sampler."""
+    for (label, text), colour in zip(WEIGHED.items(), COLOURS, strict=False):
+        points = sorted((s["kl"], *s["worth"][text]) for s in samplers.values() if text in s["worth"])
+        x, y, error = zip(*points, strict=True)
+        ax.errorbar(x, y, yerr=error, fmt="o", ms=3, lw=0.6, color=colour, label=label.replace("`", ""))
+    ax.set_xscale("log")
+    ax.set_title("worth of a response, by sampler", fontsize=9)
+    ax.set_xlabel("KL(inf || ref), nats a token", fontsize=8)
+    ax.legend(fontsize=7, loc="lower left")
 
 
-def curve(ax, label: str, records: list[dict], key: str, smooth: int = 1, **style) -> None:
-    """One line: a column, or `eval/policy` and `eval/actor`, averaged over seeds; the band is the range over seeds."""
-    lines = [line for r in records if (line := points_of(r, key))]
-    if not lines:
-        return
-    x = [at for at, _ in lines[0]]
-    ys = [running_mean([y for _, y in line], smooth) for line in lines]
-    columns = list(zip(*ys, strict=False))  # over seeds; a shorter one ends the line
-    x = x[: len(columns)]
-    (line,) = ax.plot(x, [sum(c) / len(c) for c in columns], label=label, **style)
-    if len(ys) > 1:
-        low, high = [min(c) for c in columns], [max(c) for c in columns]
-        ax.fill_between(x, low, high, color=line.get_color(), alpha=0.12, lw=0)
-
-
-def points_of(record: dict, key: str) -> list[tuple[int, float]]:
-    """(updates, value) of a column, or of an evaluation in percent; what was not measured is left out."""
-    if key.startswith("eval/"):
-        return [(x, 100 * y) for x, y, _ in record["evals"].get(key.removeprefix("eval/"), [])]
-    column = record["columns"].get(key, [])
-    return [(x, y) for x, y in zip(record["updates"], column, strict=False) if y is not None]
+def draw_outcome(ax, name: str, data: dict) -> None:
+    """Held-out pass@1 at the end against worth before training: a colour for each group."""
+    groups = [g for g, rows in data["rows"].items() if any(worth_of(name, data, g, label) for label in rows)]
+    for group, colour in zip(groups, COLOURS, strict=False):
+        rows = [(worth_of(name, data, group, label), row) for label, row in data["rows"][group].items()]
+        points = [(w["worth"], sum(row["pass"]) / len(row["pass"])) for w, row in rows if w]
+        x, y = [w[0] for w, _ in points], [p for _, p in points]
+        ax.errorbar(x, y, xerr=[w[1] for w, _ in points], fmt="o", ms=4, lw=0.6, color=colour, label=group)
+    ax.set_title("pass@1 at the end (%), by worth before training", fontsize=9)
+    ax.set_xlabel("worth", fontsize=8)
+    ax.legend(fontsize=7)
 
 
 def pyplot():
@@ -579,25 +432,61 @@ def pyplot():
     return plt
 
 
-def check_picture(path: str) -> None:
-    """UserError, before anything is computed, if --out cannot be the picture that `save` writes."""
-    check_output("out", path)
-    need(path.endswith(".png"), f"--out={path}: a picture's name ends in .png; name it so")
-
-
-def save(fig, path: Path | str, dpi: int = 100) -> None:
-    """Write a PNG with a palette, a third as large as matplotlib's own, and close the figure."""
+def save(fig, path: Path | str, dpi: int = 80) -> None:
+    """Write a PNG with a palette, a third as large as matplotlib's, and close the figure."""
     from PIL import Image
 
     buffer = io.BytesIO()
     fig.savefig(buffer, dpi=dpi, format="png")
     pyplot().close(fig)
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    picture = Image.open(buffer).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, kmeans=1)
+    picture = Image.open(buffer).convert("RGB").quantize(64, Image.Quantize.MAXCOVERAGE, kmeans=1)
     picture.save(path, format="PNG", optimize=True)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def no_arguments(script: str) -> None:
+    """End a script that takes no flags with one sentence if it is given any."""
+    given = " ".join(sys.argv[1:])
+    if given:
+        sys.exit(f"error: {given}: results/{script}.py takes no flags; leave them out")
+
+
+def update(name: str, flags: SweepFlags) -> dict:
+    """Run the selected rows, and return the study's data with their new numbers, in the order of rows.py."""
+    study = STUDIES[name]
+    data = load(name) if path_of(name).is_file() else {}
+    new = run(study, FOLDER / name, flags.only, flags.jobs)
+    old = data.get("rows", {})
+    merged = {group: {**old.get(group, {}), **new.get(group, {})} for group in study.groups}
+    merged = {
+        group: {label: merged[group][label] for label in rows if label in merged[group]}
+        for group, rows in study.groups.items()
+    }
+    data = {**data, "rows": merged}
+    if any(key == "worth" for key in study.columns.values()):
+        data["samplers"] = {**data.get("samplers", {}), **weigh(FOLDER / name, flags.only)}
+    store(name, data)
+    return data
+
+
+def main() -> None:
+    """Command line: a study's name, then flags."""
+    named, given = sys.argv[1:2], sys.argv[2:]
+    known = ", ".join(STUDIES)
+    if not named or named[0] not in STUDIES:
+        raise UserError(f"{' '.join(named) or 'no study'}: no such study; name one of {known}")
+    flags = parse_flags(SweepFlags, given, __doc__.strip())
+    data = load(named[0]) if flags.draw else update(named[0], flags)
+    text = table(named[0], data)
+    rewrite(named[0], text)
+    draw(named[0], data)
+    print(text)
+
+
 if __name__ == "__main__":
-    sys.exit(
-        "error: sweep.py is no study but what they share; run one of them, such as python results/table1.py --draw"
-    )
+    run_command(main)

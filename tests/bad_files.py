@@ -108,14 +108,6 @@ def shuffled_words(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(text.replace("<spare0>", "<changed>"))
 
 
-def record(**changes) -> str:
-    """A record of a study, with some of its values changed; None leaves one out."""
-    whole = {"command": "python train.py --config=configs/study.toml --objective=tis", "config": {}, "evals": {}}
-    whole |= {"updates": [], "columns": {}, "flags": {"objective": "tis"}, **changes}
-    return json.dumps({key: value for key, value in whole.items() if value is not None})
-
-
-OTHER = {"objective": "grpo", "actor": "none", "seed": 0}  # the first row of table1.py
 FLAGS = {**asdict(Config(model="base:policy", rollout="hf")), **EMBEDDED}
 RUN = json.dumps({"config": FLAGS, "command": "train.py"})
 RUN_OF_POLICY = json.dumps({"config": {**FLAGS, "model": "POLICY", "actor": "none"}, "command": "train.py"})
@@ -290,12 +282,6 @@ FILES = {
     "keys_sampler_empty": keys_of("sampler0", holding("sampler0.key_secret", "")),
     "keys_sampler_public": keys_of("sampler0", only_public),
     # studies
-    "records_none": {"runs": {}},
-    "records_cut": {"runs": {"study": {"a-0.json": record()[:50]}}},
-    "records_list": {"runs": {"study": {"a-0.json": "[]"}}},
-    "records_bare": {"runs": {"study": {"a-0.json": record(columns=None)}}},
-    "records_twice": {"runs": {"study": {"a-0.json": record(), "b-0.json": record()}}},
-    "records_other": {"runs": {"study": {"a-0.json": record(flags=OTHER, config={"lr": 7})}}},
 }
 
 

@@ -1,4 +1,4 @@
-"""Runs an installed framework's own functions on tests/golden's batches, and prints where they agree.
+"""Run an installed framework's functions on tests/golden's batches: results/conformance.json says where they agree.
 
     python -m pip install --target=FOLDER --no-deps verl ray tensordict omegaconf hydra-core codetiming pyvers orjson \\
         cloudpickle msgpack "antlr4-python3-runtime==4.9.3"
@@ -33,6 +33,7 @@ from conftest import One, make_cfg
 from test_golden import flags_of, logged, tensors
 
 import objectives
+from results import conformance, sweep
 
 GOLDEN = Path(__file__).parent / "golden"
 NEVER = 1e9  # a bound that never acts
@@ -432,14 +433,14 @@ def apart(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, float]:
     return {name: abs(x - ours[name]) / max(abs(x), 1e-12) for name, x in theirs.items() if name in ours}
 
 
-def metrics_table(found: dict[tuple[str, str], dict[str, float]]) -> list[str]:
-    """found: (case, batch) -> `apart`. One line a metric: the largest difference, and where there is any."""
-    out = ["| metric | largest difference | cases | where it differs |", "|---|---|---|---|"]
+def metrics_of(found: dict[tuple[str, str], dict[str, float]]) -> dict[str, list[str]]:
+    """found: (case, batch) -> `apart`. Of each metric: the largest difference, the cases, and where it differs."""
+    out = {}
     for name in sorted({name for row in found.values() for name in row}):
         cells = {key: row[name] for key, row in found.items() if name in row}
         differ = sorted({f"`{case}` ({batch})" for (case, batch), x in cells.items() if not x < 1e-5})
         where = ", ".join(differ) if len(differ) < 5 else f"{len(differ)} of {len(cells)}, {differ[0]} the first"
-        out.append(f"| `{name}` | {written(list(cells.values()))} | {len({case for case, _ in cells})} | {where} |")
+        out[name] = [written(list(cells.values())), f"{len({case for case, _ in cells})}", where]
     return out
 
 
@@ -459,9 +460,7 @@ def main() -> None:
             rows = FRAMEWORKS[name]()
         except ImportError as e:
             sys.exit(f"error: {name} is not installed ({e}); the head of tests/conform.py says how")
-        print(f"{name} {__import__(name).__version__}\n\n| case | weight | mask | loss | gradient | called |")
-        print("|---|---|---|---|---|---|")
-        differences = {}  # of metrics
+        title, cases, differences = f"{name} {__import__(name).__version__}", {}, {}  # differences: of metrics
         for case, (run, function) in rows.items():
             cells = []
             for batch in lines("batches.jsonl"):
@@ -472,9 +471,11 @@ def main() -> None:
                     some = [r for r in batch["responses"] if "1" in r["mask"]]  # verl's means count empty ones, too
                     differences[case, batch["batch"]] = apart(our_metrics(case, some), run(Case(some))["metrics"])
             said = [written(column) for column in zip(*cells, strict=True)]
-            print(f"| `{case}` | {' | '.join(said)} | {place_of(function)} |")
-        if differences:
-            print("\n".join(["", *metrics_table(differences)]))
+            cases[case] = [*said, place_of(function)]
+        data = {key: x for key, x in sweep.load("conformance").items() if key.split()[0] != name}
+        data[title] = {"cases": cases, "metrics": metrics_of(differences)}
+        sweep.store("conformance", data)
+    conformance.write()
 
 
 if __name__ == "__main__":

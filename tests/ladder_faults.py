@@ -2,7 +2,7 @@
 
 The suite plants them in a tiny model; this plants them in the embedded policy, and prints what is named:
 
-    python tests/ladder_faults.py           # all, some minutes on two cores: results/ladder_faults.json
+    python tests/ladder_faults.py           # all, some minutes on two cores: results/ladder.json
     python tests/ladder_faults.py "stale head" "a scale at 1"
 
 They are planted as they happen in engines: in a loader that passes over tensors, in settings that are not handed on, in
@@ -12,7 +12,6 @@ a cache that is not emptied. The ladder is given the flags, the older weights an
 from __future__ import annotations
 
 import copy
-import json
 import sys
 import tempfile
 import time
@@ -30,10 +29,10 @@ from torch import nn
 import probe
 import probe.__main__ as probe_command
 from checkpoint import load_model
+from results import sweep
 
 CHAT = "# {{ messages[0]['content'] }}{% if add_generation_prompt %} :{% endif %}"  # in the embedded tokenizer's words
 BLOCK = 4  # tokens of a block of the prefix cache
-RECORD = Path(__file__).parents[1] / "results" / "ladder_faults.json"
 
 
 def spoil_load(engine, change: Callable) -> None:
@@ -245,7 +244,7 @@ def main() -> None:
             print(f"PLANTED {planted.name:28s} {first == planted.name!s:6s} {seconds:5.0f} s   {found}", flush=True)
     print(f"PLANTED {right} of {len(chosen)} named first")
     if chosen == PLANTED:
-        RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        sweep.store("ladder", {**sweep.load("ladder"), "faults": record})
 
 
 if __name__ == "__main__":

@@ -55,7 +55,6 @@ TESTS = {
     "model/in_vllm.py": ["test_placement.py", "-k", "travel or own_process or read_where or two_ranks"],
     "results/gpu.py": ["test_bench.py", "-k", "gpu or badly or started or case or lines or operations"],
     "results/gpu_parts.py": ["test_bench.py", "-k", "gpu or badly or started or case or lines or operations"],
-    "results/text_settings.py": ["test_sweep.py", "-k", "text_have or one_label"],
     "optim.py": ["test_memory.py", "test_learner.py", "test_regularisers.py", "test_moe.py"],
     "learner.py": [
         "test_learner.py",
@@ -657,14 +656,6 @@ MUTANTS = {
         ('else ": **no**"', 'else ": yes"'),
         ("        if left < 20:", "        if left < -20:"),
         ("records, end = known(folder),", "records, end = {},"),
-    ],
-    "results/text_settings.py": [
-        ("clip_high=0.7", "clip_high=0.28"),
-        ('"train_batch": 64, "steps": 640', '"train_batch": 32, "steps": 1280'),
-        ("BOTH = dict(JACKPOT, obrs_c2=3", "BOTH = dict(JACKPOT, obrs_c2=1.28"),
-        ('objective="tis_adjusted", rollout_batch=4096', 'objective="tis_adjusted", rollout_batch=2048'),
-        ('"reverse KL": dict(OTHER, distill_direction="reverse")', '"reverse KL": dict(OTHER)'),
-        ('rollout_quant="fp8"', 'rollout_quant="int8"'),
     ],
     "sampling.py": [
         ('if cfg.keep_sampling_mask == "off" else law', 'if cfg.keep_sampling_mask == "replay" else law'),

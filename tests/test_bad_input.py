@@ -843,66 +843,24 @@ WITHOUT=vllm --rollout=vllm | --rollout=vllm: vLLM is not installed here; ... in
     ),
     # studies
     *rows(
-        "results/table1.py",
-        r"""
---jobs=0 | --jobs=0: at least one run at a time
---jobs=x | --jobs=x: must be a whole number
---jobs=1e3 | --jobs=1e3: must be a whole number
---drwa | --drwa: no such flag; did you mean --draw?
---draw=yes | --draw=yes: not one of True, true, False, false
---steps=3 | --steps: no such flag; see --help
-draw | draw: flags are written --key=value
-RECORDS=records_none --draw | --draw: no record of configs/study.toml in ... run it once without --draw
-RECORDS=records_cut --draw | records_cut/runs/study/a-0.json: not the record of a run; move it out of results/runs
-RECORDS=records_list --draw | records_list/runs/study/a-0.json: not the record of a run; move it out of results/runs
-RECORDS=records_bare --draw | records_bare/runs/study/a-0.json: not the record of a run; move it out of results/runs
-RECORDS=records_twice --draw | records_twice/runs/study/b-0.json and ... delete one of them
-RECORDS=records_other --draw | records_other/runs/study/a-0.json: made with lr ... delete the file to run it again
-        """,
-    ),
-    *rows(
-        "results/index.py",
-        r"""
---draw | --draw: no such flag; see --help
-RECORDS=records_none | No such file or directory; name a path that is there
-        """,
-    ),
-    *rows(
-        "results/figure2ab.py",
-        r"""
---vocab=1 | --vocab=1: at least 2 tokens, and at most 100 million
---vocab=x | --vocab=x: must be a whole number
---vocab=99999999999 | --vocab=99999999999: at least 2 tokens, and at most 100 million
---lam=0 | --lam=0.0: must be a finite number above 0
---lam=nan | --lam=nan: must be a number
---pairs=0 | --pairs=0: at least 1
---seed=-1 | --seed=-1: must not be negative
---out= | --out is empty: name the file to write
---out=x.jpeg | --out=x.jpeg: a picture's name ends in .png; name it so
---out=file/x.png | --out=file/x.png: ... is a file, not a folder; name another place
---out=/proc/x.png | --out=/proc/x.png: /proc cannot be written; name another place
---lambda=2 | --lambda: no such flag; see --help
-        """,
-    ),
-    *rows(
-        "results/theorem1.py",
-        r"""
---out=read_only/x.png | --out=read_only/x.png: ... cannot be written; name another place
---out=. | --out=.: a folder; name a file in it
---vocab=3 | --vocab: no such flag; see --help
-        """,
-    ),
-    *rows(
         "results/sweep.py",
         r"""
-| sweep.py is no study but what they share; run one of them, such as python results/table1.py --draw
---draw | sweep.py is no study but what they share; run one of them, such as python results/table1.py --draw
+| no study: no such study; name one of jackpot, tis, praxis, qarl, heterorl, worth
+--draw | --draw: no such study; name one of jackpot, tis, praxis, qarl, heterorl, worth
+jackpots | jackpots: no such study; name one of jackpot
+jackpot --jobs=0 | --jobs=0: must be at least 1; name the number of runs at a time
+jackpot --jobs=x | --jobs=x: must be a whole number
+jackpot --only=nothing | --only=nothing: no row has this text in its name; leave the flag out to run all rows
+jackpot --drwa | --drwa: no such flag; did you mean --draw?
+jackpot --draw=yes | --draw=yes: not one of True, true, False, false
+jackpot --steps=3 | --steps: no such flag; see --help
+jackpot draw | draw: flags are written --key=value
         """,
     ),
     *rows(
-        "results/moe.py",
+        "results/exact.py",
         r"""
-x | x: results/moe.py takes no flags; leave them out
+--tokens=x | --tokens=x: must be a whole number
         """,
     ),
     *rows(
@@ -912,9 +870,9 @@ x | x: results/ladder.py takes no flags; leave them out
         """,
     ),
     *rows(
-        "results/grading.py",
+        "results/conformance.py",
         r"""
-x | x: results/grading.py takes no flags; leave them out
+x | x: results/conformance.py takes no flags; leave them out
         """,
     ),
     *rows(
@@ -922,12 +880,6 @@ x | x: results/grading.py takes no flags; leave them out
         r"""
 --steps=3 | --steps=3: results/against_trl.py takes no flags; leave them out
 WITHOUT=trl | TRL 1.16 is needed; the head of this file says how to install it beside
-        """,
-    ),
-    *rows(
-        "results/qarl.py",
-        r"""
---config=cut.toml | --config: no such flag; see --help
         """,
     ),
 ]
@@ -1027,9 +979,8 @@ REAL = [
             "bench.py haed",
             "tests/remote_tools/bench.py wires",
             "tests/remote_tools/fuzz.py --frames=29",
-            "results/table1.py --jobs=0",
-            "results/figure2ab.py --vocab=1",
             "results/sweep.py",
+            "results/sweep.py jackpot --jobs=0",
         )
     ),
 ]

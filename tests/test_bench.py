@@ -83,7 +83,7 @@ def test_the_gpu_list_writes_its_page_part_by_part(tmp_path, monkeypatch):
     assert records["tests"]["rows"][-1]["met"] and records["tests"]["rows"][-1]["value"] == 8
     assert "vLLM, 0.6B: a publication and its check" in [r["what"] for r in records["vllm"]["rows"]]
     page = (tmp_path / "gpu.md").read_text()
-    assert page.startswith("# mine\n") and "| old | 3 |" in page and "## learner\n\nNot run yet." in page
+    assert page.startswith("# mine\n") and "| old | 3 |" in page and "Not run yet: linears, " in page
     assert "CPU (a trial of the script, no result)" in page and f"torch {torch.__version__}" in page
     late = gpu.run_list(gpu.GpuFlags(device="cpu", scale="tiny", out=str(tmp_path), minutes=0.01), ["obrs"])
     assert "obrs" not in late

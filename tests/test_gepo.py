@@ -11,7 +11,6 @@ from conftest import LN, One, TinyBatch, f64, make_cfg
 import corrections
 import objectives
 from model import TokenStats
-from results import theorem1
 
 
 def t(*x):
@@ -208,57 +207,6 @@ def test_prime_rls_k2_counts_by_tokens_as_the_surrogate_does():
     want = 0.1 * (new.logp.detach() - b.logp_inf).square() / 2 * b.mask
     assert float(want.sum()) > 0.01
     assert torch.allclose(added, want, atol=1e-12)
-
-
-def test_theorem_1_on_random_distributions():
-    assert float(theorem1.discrete([1.0, 0.0], [0.5, 0.5])["kl"]) == pytest.approx(math.log(2))
-    torch.manual_seed(3)
-    for n in (2, 5, 50):
-        dirichlet = torch.distributions.Dirichlet(torch.full((n,), 0.4, dtype=f64))
-        p = dirichlet.sample((400,)).clamp_min(1e-9)
-        q = dirichlet.sample((400,)).clamp_min(1e-9)
-        p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
-        v = theorem1.discrete(p, q)
-        w1, w2 = p / q, p / (q * q).sum(-1, keepdim=True)
-        for name, w in (("standard", w1), ("group", w2)):
-            assert torch.allclose(v[name], (q * w**2).sum(-1) - (q * w).sum(-1) ** 2, rtol=1e-6, atol=1e-9)
-        assert (v["standard"] + 1 >= v["kl"].exp() * (1 - 1e-9)).all()
-        C = float(v["group"].max()) + 1
-        assert (v["standard"] - v["group"] >= v["kl"].exp() - C - 1e-6 * v["standard"]).all()
-    worse = theorem1.discrete(t(0.9, 0.1), t(0.89, 0.11))  # the text's green region
-    assert worse["group"] > worse["standard"] > 0
-
-
-@pytest.mark.parametrize("m, sp, sq", [(0.7, 0.8, 1.0), (0.0, 1.3, 1.0), (2.0, 0.3, 1.5)])
-def test_gaussian_variances_against_integration(m, sp, sq):
-    x = torch.linspace(-30, 30, 2_000_001, dtype=f64)
-    dx = float(x[1] - x[0])
-
-    def normal(m, s):
-        return (-((x - m) ** 2) / (2 * s * s)).exp() / (s * math.sqrt(2 * math.pi))
-
-    def integral(y):
-        return float(y.sum() * dx)
-
-    p, q = normal(m, sp), normal(0.0, sq)
-    w1, w2 = p / q.clamp_min(1e-290), p / integral(q * q)
-    v = theorem1.gaussian(m, sp, sq)
-    for name, w in (("standard", w1), ("group", w2)):
-        assert float(v[name]) == pytest.approx(integral(q * w**2) - integral(q * w) ** 2, rel=1e-4)
-    kl = integral(p * (p.clamp_min(1e-290) / q.clamp_min(1e-290)).log())
-    assert float(v["kl"]) == pytest.approx(kl, rel=1e-6)
-
-
-def test_the_gaussian_variance_ends_at_the_square_root_of_two():
-    assert float(theorem1.gaussian(0.0, math.sqrt(2.0) + 1e-9)["standard"]) == math.inf
-    assert float(theorem1.gaussian(0.0, 1.41)["standard"]) < math.inf
-
-
-def test_drawing(tmp_path):
-    out = theorem1.draw(str(tmp_path / "gepo.png"))
-    assert (tmp_path / "gepo.png").stat().st_size > 50_000
-    assert 0.25 < out["Bernoulli: group worse, share"] < 0.35
-    assert out["Bernoulli: group worse, KL up to"] < 1 < out["Gaussian, sigma_q = 1: group worse, KL up to"]
 
 
 @pytest.mark.parametrize(

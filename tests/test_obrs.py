@@ -3,13 +3,11 @@
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
 from conftest import f64
 
 import obrs
-from results import figure2ab, table6_10
 
 P = torch.tensor([0.50, 0.20, 0.15, 0.10, 0.05], dtype=f64)  # target
 Q = torch.tensor([0.20, 0.40, 0.10, 0.10, 0.20], dtype=f64)  # proposal
@@ -278,35 +276,6 @@ def test_kappa():
     assert obrs.kappa_from(0.0, 100.0, 80.0) == 0.0
     assert obrs.kappa_from(0.0, 100.0, 0.0) == 1.0
     assert obrs.kappa_from(0.0, 0.0, 0.0) == 1.0
-
-
-@pytest.mark.parametrize("kind", figure2ab.NOISES)
-def test_simulation_rows_agree_with_the_theory(kind):
-    low, high = figure2ab.simulate(vocab=2000, lam=1.0, kind=kind, noises=[0.05, 0.5], pairs=4, seed=0)
-    for _, before, after, z, *_ in (low, high):
-        assert 0 < after < before
-        assert 0 < z < 1
-    # more noise: more KL, less acceptance
-    assert high[1] > 5 * low[1]
-    assert high[3] < low[3]
-    assert (low[1] / low[2] > 10) == (kind == "mixture")  # what rejection can mend, and what it cannot
-    assert figure2ab.simulate(2000, 1.0, kind, [0.5], 2, 7) == figure2ab.simulate(2000, 1.0, kind, [0.5], 2, 7)
-
-
-@pytest.mark.parametrize("lam", [1.0, 1.4])
-def test_the_share_of_z_that_the_top_k_hold(lam):
-    """Against a walk over every token that may be sampled, with its own S."""
-    p_inf = [0.05, 0.30, 0.02, 0.40, 0.08, 0.15]
-    p_tgt = [0.25, 0.20, 0.10, 0.15, 0.27, 0.03]
-    terms = [min(q, p / lam) for p, q in zip(p_tgt, p_inf, strict=True)]
-    low = 0.0
-    for x, q in enumerate(p_inf):
-        support = {3, 1, x}  # the sampler's two most likely tokens, and the one that is sampled
-        low += q * sum(terms[y] for y in support)
-    union = sum(terms[y] for y in {3, 1, 4, 0})
-    found = table6_10.captured(np.array(p_tgt), np.array(p_inf), 2, lam)
-    assert found == pytest.approx((low / sum(terms), union / sum(terms)))
-    assert table6_10.captured(np.array(p_tgt), np.array(p_inf), 6, lam) == pytest.approx((1.0, 1.0))
 
 
 def test_log_ratios_are_clamped_to_twenty():

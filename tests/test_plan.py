@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from dataclasses import replace
 
 import pytest
@@ -16,10 +15,8 @@ from flags import UserError
 from model import PolicyAndActor, lora, memory
 from plan import footprint
 from plan.__main__ import main as print_plan
+from results import plans
 from rollout import probe_ids
-
-sys.path.insert(0, str(ROOT / "results"))
-import plans
 
 SMALL = dict(
     hidden_size=64,

@@ -1,0 +1,483 @@
+"""The rows of the studies: flags on top of a configuration, and the seeds of each row. results/sweep.py runs them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """One setting, run once for each seed."""
+
+    flags: dict
+    seeds: tuple[int, ...] = (0,)
+    config: str = "study"  # configs/NAME.toml
+    weighed: tuple[str, str] | None = None  # (sampler of SAMPLERS, row of worth.py): the worth shown in the table
+
+
+class Panel(NamedTuple):
+    """One plot: a curve for each label of a group. key: a column of metrics.jsonl, or eval/policy."""
+
+    title: str
+    key: str
+    group: str
+    labels: tuple[str, ...]
+
+
+class Study(NamedTuple):
+    """The rows, table and plot of one page."""
+
+    groups: dict[str, dict[str, Row]]
+    columns: dict[str, str]  # header -> pass, best, own, own_reward, worth, or the mean of a column of metrics.jsonl
+    panels: tuple[Panel, ...]
+    share: float = 0.1  # columns are averaged over this last share of the updates
+    own_sampling: bool = False  # the last checkpoint is also evaluated with the temperature and truncation of its run
+
+
+def rows_of(seeds: tuple[int, ...], config: str, table: dict[str, dict], **shared) -> dict[str, Row]:
+    """Rows that share seeds, a configuration and some flags."""
+    return {label: Row({**flags, **shared}, seeds, config) for label, flags in table.items()}
+
+
+FIRST, LATER, TEXT = (0, 1, 2), (10, 11, 12), (20, 21, 22)
+ALONE = dict(distill_lambda=0)
+ON_POLICY = dict(objective="grpo", actor="none")
+PASS = "held-out pass@1 of the policy (%)"
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Jackpot
+# ---------------------------------------------------------------------------------------------------------------------
+
+JACKPOT = dict(objective="jackpot")
+EXPECTED = dict(JACKPOT, obrs_mask="expected")
+STALE = dict(actor="none", steps=1280, train_batch=32, eval_every=160, save_every=320)  # of one model's own samples
+TO_NEW = dict(JACKPOT, obrs_target="new", clip=False, obrs_c2=3)
+CLIPPED = dict(STALE, clip_low=0.4, clip_high=0.7, train_batch=64, steps=640, eval_every=80, save_every=160)
+TEXT_OBRS = dict(JACKPOT, obrs_target="new", obrs_c2=3)
+FAR = dict(steps=400, save_every=25, keep=16)
+WEAKLY = dict(JACKPOT, distill_lambda=0.01, steps=400)
+DISTILLED = {
+    "on-policy": ON_POLICY,
+    "TIS": dict(objective="tis"),
+    "Z-TIS": dict(objective="z_tis"),
+    "Jackpot": JACKPOT,
+    "Jackpot, expected mask": EXPECTED,
+}
+UNDISTILLED = {label: {**DISTILLED[label], **ALONE} for label in ("TIS", "Z-TIS", "Jackpot")}
+jackpot = Study(
+    groups={
+        "distilled, 150 updates": rows_of(FIRST, "study", DISTILLED)
+        | rows_of(
+            (0,),
+            "study",
+            {
+                "no correction": dict(objective="none"),
+                "Jackpot, mask only": dict(JACKPOT, obrs_mode="mask"),
+                "Jackpot, weights only": dict(JACKPOT, obrs_mode="reweight"),
+            },
+        ),
+        "not distilled": rows_of(FIRST, "study", {"no correction": dict(objective="none", **ALONE), **UNDISTILLED}),
+        "400 updates": rows_of(
+            LATER,
+            "study",
+            {
+                "on-policy": {**ON_POLICY, **FAR},
+                "Jackpot": {**JACKPOT, **FAR},
+                "Jackpot, not distilled": {**JACKPOT, **ALONE, **FAR},
+                "TIS, not distilled": {**DISTILLED["TIS"], **ALONE, **FAR},
+                "Jackpot, lambda 0.01": WEAKLY,
+                "the same, KL held at 0.05": dict(WEAKLY, distill_kl_target=0.05),
+            },
+        ),
+        "stale by 32 updates, clip 0.4/0.7": rows_of(
+            TEXT,
+            "study",
+            {
+                "no correction": dict(objective="none"),
+                "Jackpot": TEXT_OBRS,
+                "mask only": dict(TEXT_OBRS, obrs_mode="mask"),
+                "weights only": dict(TEXT_OBRS, obrs_mode="reweight"),
+            },
+            rollout_batch=2048,
+            **CLIPPED,
+        ),
+        "stale by 64": rows_of(
+            TEXT,
+            "study",
+            {
+                "PPO's clip": dict(objective="none"),
+                "TIS, clip": dict(objective="tis"),
+                "TIS-adjusted, no clip": dict(objective="tis_adjusted"),
+                "Jackpot, no clip": TO_NEW,
+            },
+            rollout_batch=2048,
+            **STALE,
+        ),
+        "stale by 128, no clip": rows_of(
+            TEXT,
+            "study",
+            {
+                "no correction": dict(objective="none", clip=False),
+                "TIS-adjusted": dict(objective="tis_adjusted"),
+                "Jackpot": TO_NEW,
+            },
+            rollout_batch=4096,
+            **STALE,
+        ),
+    },
+    columns={
+        "seeds": "seeds",
+        "pass@1, %": "pass",
+        "best, %": "best",
+        "KL(inf, ref)": "rollout_corr/k3_kl",
+    },
+    panels=(
+        Panel("distilled: " + PASS, "eval/policy", "distilled, 150 updates", (*DISTILLED, "no correction")),
+        Panel("not distilled: " + PASS, "eval/policy", "not distilled", ("Jackpot", "no correction", "TIS", "Z-TIS")),
+        Panel("not distilled: KL(policy || actor)", "distill_kl", "not distilled", ("Jackpot", "no correction", "TIS")),
+        Panel(
+            "400 updates: " + PASS,
+            "eval/policy",
+            "400 updates",
+            (
+                "Jackpot",
+                "Jackpot, not distilled",
+                "TIS, not distilled",
+                "on-policy",
+                "Jackpot, lambda 0.01",
+                "the same, KL held at 0.05",
+            ),
+        ),
+        Panel(
+            "stale by 64: " + PASS,
+            "eval/policy",
+            "stale by 64",
+            ("Jackpot, no clip", "PPO's clip", "TIS, clip", "TIS-adjusted, no clip"),
+        ),
+        Panel(
+            "stale by 128, no clip: " + PASS,
+            "eval/policy",
+            "stale by 128, no clip",
+            ("Jackpot", "no correction", "TIS-adjusted"),
+        ),
+    ),
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# TIS: the engine alone differs, by its precision; then two bits
+# ---------------------------------------------------------------------------------------------------------------------
+
+OWN_WEIGHTS = dict(eval_engine="torch")  # held-out problems are solved by the learner's weights
+VLLM = dict(rollout="vllm", **OWN_WEIGHTS)
+TWO_BITS = dict(rollout_quant="w2a16")
+tis = Study(
+    groups={
+        "an engine of the same weights, on-policy": {
+            "exact zero (`--exact`)": Row(dict(ON_POLICY, exact=True), (14, 16, 17)),
+            "float32": Row(ON_POLICY, (14, 16, 17)),
+            "bfloat16": Row(dict(ON_POLICY, rollout_dtype="bfloat16", **OWN_WEIGHTS), (14, 16, 17)),
+            "float16": Row(dict(ON_POLICY, rollout_dtype="float16", **OWN_WEIGHTS), (14, 16, 17)),
+            "vLLM, bfloat16": Row({**ON_POLICY, **VLLM, "rollout_dtype": "bfloat16"}, (14, 16, 17)),
+            "vLLM, fp8 cache": Row({**ON_POLICY, **VLLM, "kv_cache_dtype": "fp8"}, (15, 16, 17)),
+            "int8 cache": Row(dict(ON_POLICY, kv_cache_dtype="int8", **OWN_WEIGHTS), (17, 18, 19)),
+        },
+        "rollouts in two bits": {
+            "float32 rollouts": Row(dict(objective="grpo"), FIRST, "lowbit"),
+            "no correction": Row(dict(objective="grpo", **TWO_BITS), FIRST, "lowbit"),
+            "PPO-IS": Row(dict(objective="ppo_is", **TWO_BITS), (0,), "lowbit"),
+            "vanilla IS": Row(dict(objective="is", **TWO_BITS), (0,), "lowbit"),
+            "TIS, C = 2": Row(dict(objective="tis", **TWO_BITS), FIRST, "lowbit"),
+            "TIS, C = 8": Row(dict(objective="tis", is_cap=8, **TWO_BITS), (0,), "lowbit"),
+            "Jackpot": Row(dict(JACKPOT, **TWO_BITS), (0,), "lowbit"),
+        },
+    },
+    columns={
+        "seeds": "seeds",
+        "pass@1, %": "pass",
+        "KL(inf, ref)": "rollout_corr/k3_kl",
+        "ESS": "rollout_corr/rollout_is_eff_sample_size",
+        "reward": "reward",
+    },
+    panels=(
+        Panel(
+            "engines: " + PASS,
+            "eval/policy",
+            "an engine of the same weights, on-policy",
+            ("exact zero (`--exact`)", "float32", "bfloat16", "float16", "vLLM, bfloat16", "vLLM, fp8 cache"),
+        ),
+        Panel(
+            "two bits: " + PASS,
+            "eval/policy",
+            "rollouts in two bits",
+            ("TIS, C = 2", "no correction", "PPO-IS", "vanilla IS", "TIS, C = 8", "Jackpot", "float32 rollouts"),
+        ),
+        Panel(
+            "two bits: reward of the engine",
+            "reward",
+            "rollouts in two bits",
+            ("TIS, C = 2", "no correction", "PPO-IS", "vanilla IS", "Jackpot"),
+        ),
+        Panel(
+            "two bits: ppo_kl (k1)",
+            "ppo_kl",
+            "rollouts in two bits",
+            ("TIS, C = 2", "no correction", "PPO-IS", "float32 rollouts"),
+        ),
+    ),
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Praxis: long responses
+# ---------------------------------------------------------------------------------------------------------------------
+
+CARD = dict(temperature=0.7, top_p=0.8, top_k=20)  # a model card's sampling
+THREE = {"no correction": dict(objective="none"), "TIS": dict(objective="tis"), "Seq-TIS": dict(objective="seq_tis")}
+RETRACE_SEQ = dict(objective="retrace_seq")
+CAPPED = dict(objective="seq_tis", is_cap=1)
+PREFIX = dict(objective="prefix_tis")
+PAST = {
+    "`retrace`": dict(objective="retrace"),
+    "`prefix_tis`": PREFIX,
+    "TIS": dict(objective="tis"),
+    "no correction": dict(objective="none"),
+    "min(R, 1)": CAPPED,
+}
+SEEN = dict(eval_problems=1024, eval_every=64)
+HALFWAY = dict(max_tokens=96, arith="explain=64", **SEEN)
+praxis = Study(
+    groups={
+        "T 1": rows_of(FIRST, "long", THREE)
+        | rows_of((0,), "long", {"Seq-MIS": dict(objective="seq_mis"), "Geo-RS": dict(objective="geo_rs")}),
+        "T 0.4": rows_of((0,), "long", THREE, temperature=0.4),
+        "T 0.7, top-p 0.8, top-k 20": rows_of((0,), "long", THREE, keep_sampling_mask="off", **CARD),
+        "the same, allowed tokens replayed": rows_of((0,), "long", THREE, **CARD),
+        "T 1, other seeds": rows_of(LATER, "long", {**PAST, "`retrace_seq`": RETRACE_SEQ}, **SEEN),
+        "up to 96 tokens": rows_of(LATER, "long", {**PAST, "on-policy": ON_POLICY}, **HALFWAY),
+    },
+    columns={
+        "seeds": "seeds",
+        "pass@1, %": "own",
+        "earned, %": "own_reward",
+        "tokens": "response_length",
+        "KL": "rollout_corr/k3_kl",
+    },
+    panels=(
+        Panel("T 1: reward", "reward", "T 1", ("TIS", "no correction", "Seq-TIS", "Seq-MIS", "Geo-RS")),
+        Panel("T 1: tokens of a response", "response_length", "T 1", ("TIS", "no correction", "Seq-TIS", "Seq-MIS")),
+        Panel("T 0.4: reward", "reward", "T 0.4", ("TIS", "no correction", "Seq-TIS")),
+        Panel("the model card's sampling: reward", "reward", "T 0.7, top-p 0.8, top-k 20", tuple(THREE)),
+        Panel("up to 256 tokens: reward", "reward", "T 1, other seeds", (*PAST, "`retrace_seq`")),
+        Panel("up to 96 tokens: reward", "reward", "up to 96 tokens", (*PAST, "on-policy")),
+    ),
+    own_sampling=True,
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# QaRL: low-bit rollouts and aligned learners
+# ---------------------------------------------------------------------------------------------------------------------
+
+BAND = dict(clip_low=9e-3, clip_high=1.2e-2)  # thirty times the papers': the learning rate moves s that much farther
+TBPO = dict(objective="tbpo", **BAND, tbpo_neg_high=2.1e-2)
+GRPO = dict(objective="grpo")
+ALIGNED = dict(learner_quant="aligned")
+BOTH = {**TWO_BITS, **ALIGNED}
+ON_VLLM = dict(ON_POLICY, rollout="vllm", steps=50, eval_every=0, save_every=25)
+qarl = Study(
+    groups={
+        "common formats": {
+            "float32: GRPO": Row(GRPO, FIRST, "lowbit"),
+            "float32: TBPO": Row(TBPO, (0,), "lowbit"),
+            **{f"{x}: GRPO": Row(dict(GRPO, rollout_quant=x), (0,), "lowbit") for x in ("int8", "fp8", "w4a16")},
+            **{
+                f"{x}: GRPO, aligned": Row({**GRPO, **ALIGNED, "rollout_quant": x}, (0,), "lowbit")
+                for x in ("int8", "fp8", "w4a16")
+            },
+        },
+        "two bits": {
+            "GRPO": Row({**GRPO, **TWO_BITS}, FIRST, "lowbit"),
+            "TIS": Row(dict(objective="tis", **TWO_BITS), FIRST, "lowbit"),
+            "TBPO": Row({**TBPO, **TWO_BITS}, (0,), "lowbit"),
+            "GRPO, aligned": Row({**GRPO, **BOTH}, FIRST, "lowbit"),
+            "TBPO, aligned": Row({**TBPO, **BOTH}, FIRST, "lowbit"),
+            "TBPO, the paper's band": Row(dict(objective="tbpo", **BOTH), (0,), "lowbit"),
+            "GSPO, aligned": Row(dict(objective="gspo", **BAND, **BOTH), (0,), "lowbit"),
+            "positive only, aligned": Row(dict(GRPO, positive_only=True, **BOTH), (0,), "lowbit"),
+            "SAPO, aligned": Row(dict(objective="sapo", reduction="token-mean", **BOTH), (0,), "lowbit"),
+        },
+        "vLLM, 50 updates": {
+            "int8": Row(dict(ON_VLLM, rollout_quant="int8", learner_quant="none")),
+            "int8, aligned": Row({**ON_VLLM, **ALIGNED, "rollout_quant": "int8"}),
+            "fp8": Row(dict(ON_VLLM, rollout_quant="fp8", learner_quant="none")),
+            "fp8, aligned": Row({**ON_VLLM, **ALIGNED, "rollout_quant": "fp8"}),
+        },
+    },
+    columns={
+        "seeds": "seeds",
+        "pass@1, %": "pass",
+        "reward of the engine": "reward",
+        "mean gap of p": "rollout_corr/mean_mismatch",
+    },
+    panels=(
+        Panel(
+            "two bits: pass@1 of the learner as it computes (%)",
+            "eval/policy",
+            "two bits",
+            ("TBPO, aligned", "GRPO", "TIS", "TBPO", "GRPO, aligned", "GSPO, aligned", "SAPO, aligned"),
+        ),
+        Panel(
+            "two bits: reward of the engine", "reward", "two bits", ("TBPO, aligned", "GRPO", "TIS", "GRPO, aligned")
+        ),
+        Panel(
+            "vLLM: mean |p_inf - p_ref|",
+            "rollout_corr/mean_mismatch",
+            "vLLM, 50 updates",
+            ("int8, aligned", "int8", "fp8", "fp8, aligned"),
+        ),
+    ),
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# HeteroRL: late samplers
+# ---------------------------------------------------------------------------------------------------------------------
+
+INF = dict(ratio_base="inf")
+METHODS = {"GRPO": dict(GRPO, **INF), "GSPO": dict(objective="gspo", **INF), "GEPO": dict(objective="gepo")}
+NARROW = dict(clip_low=0.01, clip_high=0.01)
+heterorl = Study(
+    groups={
+        "no delay": rows_of((0,), "delay", METHODS, max_staleness=0, cppo_beta=0.0),
+        "at most 8 updates": rows_of(FIRST, "delay", METHODS, max_staleness=8),
+        "at most 64": rows_of(FIRST, "delay", METHODS, max_staleness=64)
+        | rows_of(
+            (0,),
+            "delay",
+            {
+                "no correction": GRPO,
+                "GRPO, no clip": dict(GRPO, **INF, clip=False),
+                "TIS": dict(objective="tis"),
+                "V-trace's cap of 1": dict(objective="tis", is_cap=1),
+                "Jackpot to new": dict(JACKPOT, obrs_target="new"),
+                "GSPO, clip 0.01": dict(objective="gspo", **INF, **NARROW),
+                "GEPO, clip 0.01": dict(objective="gepo", **NARROW),
+            },
+            max_staleness=64,
+        ),
+        "at most 64, other seeds": rows_of(
+            LATER,
+            "delay",
+            {"GRPO": METHODS["GRPO"], "GEPO": METHODS["GEPO"], "`retrace_seq`": RETRACE_SEQ, "min(R, 1)": CAPPED},
+            max_staleness=64,
+        ),
+    },
+    columns={
+        "seeds": "seeds",
+        "pass@1, %": "pass",
+        "best, %": "best",
+        "KL(inf, ref)": "rollout_corr/k3_kl",
+        "weight's variance": "weight_var",
+    },
+    panels=(
+        Panel("at most 8 updates: " + PASS, "eval/policy", "at most 8 updates", ("GEPO", "GRPO", "GSPO")),
+        Panel(
+            "at most 64: " + PASS,
+            "eval/policy",
+            "at most 64",
+            ("GEPO", "GRPO", "GSPO", "no correction", "TIS", "GSPO, clip 0.01", "GEPO, clip 0.01"),
+        ),
+        Panel("at most 64: KL(inf || ref)", "rollout_corr/k3_kl", "at most 64", ("GEPO", "GRPO", "GSPO", "TIS")),
+    ),
+    share=0.5,
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Worth: before training, and the training that followed
+# ---------------------------------------------------------------------------------------------------------------------
+
+# sampler -> (configuration, flags of worth.py)
+SAMPLERS = {
+    "another model": ("study", ("--actor=base:actor",)),
+    **{f"another model, {100 * x:.0f} %": ("study", (f"--actor_base_accuracy={x}",)) for x in (0.2, 0.1)},
+    **{x: ("lowbit", (f"--rollout_quant={x}",)) for x in ("int8", "fp8", "w4a16", "w2a16")},
+    **{
+        f"second pair, {100 * x:.0f} %": ("study", (f"--actor_base_accuracy={x}",))
+        for x in (0.2, 0.17, 0.15, 0.13, 0.1)
+    },
+    "second pair, another model": ("study", ("--actor=base:actor",)),
+    "w3a16": ("study", ("--actor=none", "--rollout_quant=w3a16")),
+}
+WEIGHED = {
+    "no correction": "none",
+    "TIS": "tis is_cap=2",
+    "Jackpot": "jackpot",
+    "min(R_t, 1)": "prefix_tis",
+    "min(R, 1)": "seq_tis is_cap=1",
+    "`retrace_seq`": "retrace_seq",
+}
+OURS = {
+    "`retrace_seq`": RETRACE_SEQ,
+    "min(R, 1)": CAPPED,
+    "min(R_t, 1)": PREFIX,
+    "TIS": dict(objective="tis"),
+    "Jackpot": JACKPOT,
+}
+
+
+def weighed(sampler: str, rows: dict[str, Row]) -> dict[str, Row]:
+    """The rows with their worth for this sampler, where worth.py weighs their correction."""
+    return {
+        label: row._replace(weighed=(sampler, WEIGHED[label])) if label in WEIGHED else row
+        for label, row in rows.items()
+    }
+
+
+LONG = {label: {**OURS[label], **FAR} for label in ("`retrace_seq`", "min(R, 1)", "TIS")}
+TO_P_NEW = dict(correction_target="new", ratio_base="new")
+worth = Study(
+    groups={
+        "distilled, 150 updates": weighed(
+            "another model",
+            rows_of(LATER, "study", {**OURS, "`spare`": dict(objective="spare"), "on-policy": ON_POLICY}),
+        ),
+        "not distilled": weighed(
+            "another model", rows_of(LATER, "study", {**OURS, "no correction": dict(objective="none")}, **ALONE)
+        ),
+        "an actor of 20 %": weighed(
+            "another model, 20 %",
+            rows_of(LATER, "study", {x: OURS[x] for x in ("`retrace_seq`", "TIS")}, actor_base_accuracy=0.2),
+        ),
+        "an actor of 10 %": weighed(
+            "another model, 10 %",
+            rows_of(LATER, "study", {x: OURS[x] for x in ("`retrace_seq`", "TIS")}, actor_base_accuracy=0.1),
+        ),
+        "two bits": weighed(
+            "w2a16",
+            rows_of(
+                LATER, "lowbit", {x: OURS[x] for x in ("`retrace_seq`", "min(R, 1)", "TIS")}, rollout_quant="w2a16"
+            ),
+        ),
+        "400 updates, not distilled": rows_of(LATER, "study", LONG, **ALONE)
+        | rows_of(LATER, "study", {"on-policy": {**ON_POLICY, **FAR}}),
+        "400 updates, distilled": rows_of(LATER, "study", LONG),
+        "stale by 128 updates": rows_of(
+            LATER,
+            "study",
+            {
+                "`retrace_seq` of p_new / p_inf": {**RETRACE_SEQ, **TO_P_NEW},
+                "min(R, 1) of p_new / p_inf": {**CAPPED, **TO_P_NEW},
+                "PPO's clip": dict(objective="none"),
+            },
+            rollout_batch=4096,
+            **STALE,
+        ),
+    },
+    columns={"seeds": "seeds", "worth": "worth", "pass@1, %": "pass", "KL(inf, ref)": "rollout_corr/k3_kl"},
+    panels=(
+        Panel(
+            "400 updates, not distilled: " + PASS,
+            "eval/policy",
+            "400 updates, not distilled",
+            ("`retrace_seq`", "min(R, 1)", "TIS", "on-policy"),
+        ),
+    ),
+)
+
+STUDIES = {"jackpot": jackpot, "tis": tis, "praxis": praxis, "qarl": qarl, "heterorl": heterorl, "worth": worth}
