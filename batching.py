@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import objectives
-from flags import UserError
+from machinery.flags import UserError
 from rollout import Response, Rollout, uniforms
 from sampling import Sampling
 

@@ -20,14 +20,14 @@ import torch
 
 import corrections
 import delay
-import flags
 import objectives
 import presets
 import quant
 import sampling
 import tasks
 from delay import DelayFlags, RemoteFlags, StalenessFlags
-from flags import UserError, choice, need
+from machinery import flags
+from machinery.flags import UserError, choice, need
 from model import exact, lora
 from model.memory import MemoryFlags
 from quant import PrecisionFlags
@@ -36,7 +36,7 @@ from tasks import PromptFlags, TaskFlags
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The flags, in groups, but for those that stand in the file of their concept: sampling.py, quant.py, delay.py,
-# optim.py, model/memory.py, tasks/. --help shows them in the order of `Config`'s bases
+# machinery/optim.py, model/memory.py, tasks/. --help shows them in the order of `Config`'s bases
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -269,7 +269,7 @@ class ReportFlags:
     keep: int = 2
     """Checkpoints kept."""
     log_samples: int = 10
-    """Every so many updates, four responses whole into samples.jsonl (python plot.py --samples=RUN); 0: never."""
+    """Every so many updates, four responses into samples.jsonl (python -m machinery.plot --samples=RUN); 0: never."""
     tensorboard: bool = False
     """Also write TensorBoard events into the run folder."""
     wandb: str = ""
@@ -278,7 +278,7 @@ class ReportFlags:
 
 @dataclass(frozen=True)
 class BaseModelFlags:
-    """The embedded base models (warmstart.py)"""
+    """The embedded base models (machinery/warmstart.py)"""
 
     base_accuracy: float = 0.3
     """Sampled accuracy at which the warm start of embedded models stops."""

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 import torch
 
 import obrs
-from flags import UserError, choice, need
+from machinery.flags import UserError, choice, need
 from sampling import Sampling
 
 CLAMP = obrs.CLAMP

@@ -46,9 +46,9 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Literal, NamedTuple
 
-import checkpoint
-from checkpoint.shards import from_all, own_group
-from flags import UserError, need
+from machinery import checkpoint
+from machinery.checkpoint.shards import from_all, own_group
+from machinery.flags import UserError, need
 from rollout import Rollout, uniforms
 from source import LocalSource, given_back_if_it_fails
 

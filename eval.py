@@ -31,20 +31,18 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import checkpoint
-import flags
 import quant
 import sampling
 import tasks
-import warmstart
 from config import EMBEDDED, PROPOSED, Config, EngineFlags, check_engine, check_named, fill
-from engines import HFEngine, evaluated_by, make_engine
-from flags import UserError, check_output, choice, is_hub_id, need, parse_flags, read_json, run_command
+from machinery import checkpoint, flags, warmstart
+from machinery.flags import UserError, check_output, choice, is_hub_id, need, parse_flags, read_json, run_command
+from machinery.run import EVALUATED, common_tokenizer, holds_run, is_locked, rows
 from model import memory
+from model.engines import HFEngine, evaluated_by, make_engine
 from model.streamed import empty_model
 from quant import PrecisionFlags
 from rollout import request_seed
-from run import EVALUATED, common_tokenizer, holds_run, is_locked, rows
 from sampling import Sampling, SamplingFlags
 from tasks import EvalSet, PromptFlags, TaskFlags, encode, eval_sets, grade_all, prompts, stop_ids
 from tasks.gold import grade_gold

@@ -3,7 +3,7 @@
     score(batch, needs) -> TokenStats       no gradient, any number of micro-batches
     update(batch, stats) -> metrics         one optimizer step: forward, loss, backward for each micro-batch, clip, step
 
-The forward is in model/, the loss in objectives.py, the optimizers in optim.py.
+The forward is in model/, the loss in objectives.py, the optimizers in machinery/optim.py.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from torch import nn
 import batching
 import corrections
 import objectives
-import optim
 import quant
 import sync
 from batching import Batch
-from checkpoint.shards import whole
-from checkpoint.tensors import Published
-from flags import UserError, from_environment, need
-from measure import Sums
+from machinery import optim
+from machinery.checkpoint.shards import whole
+from machinery.checkpoint.tensors import Published
+from machinery.flags import UserError, from_environment, need
+from machinery.measure import Sums
+from machinery.optim import make_optimizers, schedule
 from metrics import derive, observe
 from model import (
     Needs,
@@ -46,7 +47,6 @@ from model import (
 )
 from model.head import rows_at_once
 from model.streamed import nudged
-from optim import make_optimizers, schedule
 from sampling import Sampling
 
 # ---------------------------------------------------------------------------------------------------------------------

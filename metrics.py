@@ -3,9 +3,9 @@
     python metrics.py          # the page of all metrics: name, meaning
 
 A metric is one row below: its name, what it is a mean (or maximum) over, its formula, its meaning. `Derived` rows are
-formulas of such means over the whole step (measure.py adds them up). Names that verl has, under `rollout_corr/`, mean
-what they mean there (three differences: results/conformance.md). Rows whose name begins with _ are sums of which
-other rows are made.
+formulas of such means over the whole step (machinery/measure.py adds them up). Names under `rollout_corr/` have the
+meaning that verl gives them (three differences: results/conformance.md). Rows with a name that begins with _ are sums
+from which other rows are computed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import sys
 import textwrap
 
 import corrections
-from flags import need, run_command
-from measure import Derived, Max, Mean, Means, Quantile, Sums, View, k3, repetition
+from machinery.flags import need, run_command
+from machinery.measure import Derived, Max, Mean, Means, Quantile, Sums, View, k3, repetition
 from model import FLOOR
 from sampling import Sampling
 
@@ -541,7 +541,7 @@ def entries(named: dict[str, str]) -> list[str]:
 def main(argv: list[str]) -> None:
     words = " ".join(argv)
     asks = words in ("", "-h", "--help")
-    need(asks, f"{words}: metrics.py explains all names and takes none; python plot.py RUN draws a run's")
+    need(asks, f"{words}: metrics.py explains all names and takes none; python -m machinery.plot RUN draws a run's")
     print(page())
 
 

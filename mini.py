@@ -265,11 +265,11 @@ PANELS = {"reward": "reward", "entropy, policy": "entropy", "gradient norm, poli
 
 
 def main():
-    # warmstart.py prints the folders of the two base models; at first use it makes them (2 to 3 minutes)
-    command = [sys.executable, Path(__file__).with_name("warmstart.py"), "--rollout=hf"]
+    # machinery/warmstart.py prints the folders of the two base models; at first use it makes them (2 to 3 minutes)
+    command = [sys.executable, "-m", "machinery.warmstart", "--rollout=hf"]
     made = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if made.returncode:
-        sys.exit(made.returncode)  # warmstart.py has said why
+        sys.exit(made.returncode)  # machinery/warmstart.py has said why
     policy, actor = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in made.stdout.split("\n")[:2])
     models = {"policy": policy, "actor": actor}
     before = {name: evaluate(model) for name, model in models.items()}

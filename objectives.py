@@ -42,7 +42,7 @@ from corrections import (
     token_k3,
     token_ratio,
 )
-from flags import choice, need, run_command
+from machinery.flags import choice, need, run_command
 from presets import FRAMEWORKS, OBJECTIVES, PAPERS
 from sampling import Sampling
 

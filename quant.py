@@ -35,7 +35,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from flags import need
+from machinery.flags import need
 
 Quant = Literal["none", "int8", "fp8", "w4a16", "w3a16", "w2a16"]
 LearnerQuant = Literal["none", "aligned", "int8", "fp8", "w4a16", "w3a16", "w2a16"]

@@ -5,8 +5,8 @@ group, without padding (batching.collate pads), sampled by one model at one weig
 settings. Its log-probabilities are p_inf, as the engine computed them, and every correction in corrections.py starts
 from them.
 
-Sources of groups are in source.py, engines in engines.py. All random draws are keyed (`uniforms`, `request_seed`), so
-no rank, no batch and no order of calls enters.
+Sources of groups are in source.py, engines in model/engines.py. All random draws are keyed (`uniforms`,
+`request_seed`), so they do not depend on ranks, batches or the order of calls.
 """
 
 from __future__ import annotations

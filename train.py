@@ -25,17 +25,16 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 from tqdm import tqdm
 
 import batching
-import checkpoint
 import config
 import objectives
-import plot
-from engines import evaluated_by
 from eval import held_out
-from flags import UserError, need, run_command
 from learner import LOCAL_RANK, Comm, Learner, check_agreement, expects_agreement
+from machinery import checkpoint, plot
+from machinery.flags import UserError, need, run_command
+from machinery.run import Log, locked, open_eval_engine, open_run, open_source, prepare_folder, samples_of
 from model import Needs, exact, needs_of_exact_kappa
+from model.engines import evaluated_by
 from presets import called
-from run import Log, locked, open_eval_engine, open_run, open_source, prepare_folder, samples_of
 from source import given_back_if_it_fails
 
 
@@ -102,7 +101,7 @@ class Training:
     """What a run has, and the stages of its loop."""
 
     def __init__(self, cfg: config.Config, comm: Comm):
-        """Everything that can be wrong is found before the first model loads (config.py, run.py)."""
+        """Everything that can be wrong is found before the first model loads (config.py, machinery/run.py)."""
         self.comm = comm
         self.run = open_run(cfg, self.comm)  # task, tokenizer, model folders, newest checkpoint
         self.cfg = cfg = self.run.cfg  # with --epochs counted in updates

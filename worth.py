@@ -48,19 +48,18 @@ from tqdm import tqdm
 
 import batching
 import config
-import flags
 import objectives
-import plot
 import sampling
 from corrections import token_k3
 from eval import sampler_of
-from flags import names_model, need, run_command
 from learner import Comm, Learner
-from measure import FOLDS, Reference, Seen, with_errors
+from machinery import flags, plot
+from machinery.flags import names_model, need, run_command
+from machinery.measure import FOLDS, Reference, Seen, with_errors
+from machinery.optim import learning
+from machinery.run import open_run, open_source, topk_of
 from model import Needs, TokenStats, needs_of_ref_pass
 from objectives import columns_of, unregularised
-from optim import learning
-from run import open_run, open_source, topk_of
 from source import LocalSource
 
 ROWS = (

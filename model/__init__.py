@@ -28,7 +28,7 @@ from torch import nn
 import corrections
 import quant
 from batching import Batch
-from flags import need
+from machinery.flags import need
 from model import attention, exact, lora  # noqa: F401  attention: imported for what it changes
 from model.head import CUT, ChunkedHead, Head, chunk_rows
 from sampling import cut

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flags import UserError
+from machinery.flags import UserError
 from rollout import Response
 from sampling import set_too_large
 

@@ -43,8 +43,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.nn.functional import silu as torch_silu
 
 import quant
-from checkpoint import read_config
-from flags import need
+from machinery.checkpoint import read_config
+from machinery.flags import need
 from model.head import Head
 from model.head import product as plain_product
 from sampling import Sampling

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from flags import UserError
+from machinery.flags import UserError
 from sync import SyncError, checksums, wrap
 
 SHARED = Path("/dev/shm")

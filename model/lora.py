@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 import quant
-from checkpoint import load_model, read_config, read_tokenizer, save_model
-from flags import need, parse_flags, read_json, read_text, run_command
+from machinery.checkpoint import load_model, read_config, read_tokenizer, save_model
+from machinery.flags import need, parse_flags, read_json, read_text, run_command
 
 NAME = "default"  # peft's name for a model's only adapter
 FILE = "adapter_model.safetensors"

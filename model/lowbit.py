@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from checkpoint.shards import from_all, saving_group
-from flags import from_environment
+from machinery.checkpoint.shards import from_all, saving_group
+from machinery.flags import from_environment
 from model import memory
 from quant import ROUTERS, Format, by_expert, expert_parameters, for_engine
 

@@ -24,9 +24,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import quant
-from checkpoint import load_model, one_sentence, read_config
-from checkpoint.models import exported, weight_files
-from flags import need
+from machinery.checkpoint import load_model, one_sentence, read_config
+from machinery.checkpoint.models import exported, weight_files
+from machinery.flags import need
 from model import exact, lora
 from model.streamed import empty_model
 

@@ -19,13 +19,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import checkpoint
-import warmstart
-from engines import cache_of_a_token, cache_size, cached_tokens, evaluated_by, sleep_level
-from flags import is_hub_id, need
+from machinery import checkpoint, warmstart
+from machinery.flags import is_hub_id, need
+from machinery.optim import Muon, make_optimizers
 from model import lora
+from model.engines import cache_of_a_token, cache_size, cached_tokens, evaluated_by, sleep_level
 from model.streamed import empty_model
-from optim import Muon, make_optimizers
 from plan.footprint import layers_travel_in, measure, of_proof, of_scoring, on_meta, sampler_of
 from rollout import probe_ids
 from tasks import at_once, make_task, settings_of

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import config
-import flags
-from flags import need, run_command
+from machinery import flags
+from machinery.flags import need, run_command
 from plan import report
 
 

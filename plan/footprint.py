@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 
 import quant
 from batching import Batch
+from machinery.optim import learning
 from model import Needs, OneModelRows, PolicyAndActor, Scored, TwoModelRows, lora, memory, needs_of_update
 from model.streamed import StreamedModel, drop_weights, empty_model
-from optim import learning
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Forward and backward

@@ -38,11 +38,12 @@ import metrics
 import objectives
 import quant
 from batching import Batch, collate
-from checkpoint import load_model
-from engines import make_engine
 from eval import ModelFlags, Setup
 from learner import Comm, Learner
+from machinery.checkpoint import load_model
+from machinery.run import check_models
 from model import Needs
+from model.engines import make_engine
 from probe.figures import draw_ladder, draw_mismatch
 from probe.floor import floors
 from probe.gaps import PIECES, by_length, by_prefix, control, ess, exists
@@ -50,7 +51,6 @@ from probe.ladder import explain
 from probe.page import text, with_format
 from probe.verdicts import Evidence, judged
 from rollout import Rollout, as_groups, request_seed
-from run import check_models
 from sampling import Sampling, max_allowed
 from tasks import encode, grade_all
 

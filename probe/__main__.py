@@ -6,13 +6,12 @@ python -m probe --model=FOLDER --actor=OTHER_FOLDER --explain       # another mo
 
 from __future__ import annotations
 
-import checkpoint
-import flags
 import quant
 import tasks
 from config import fill
 from eval import check, filled, find_model, open_setup, write_result
-from flags import check_output, need, parse_flags, run_command
+from machinery import checkpoint, flags
+from machinery.flags import check_output, need, parse_flags, run_command
 from probe import PROBLEMS, ProbeFlags, ladder, probe
 
 

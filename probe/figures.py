@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plot import write
+from machinery.plot import write
 
 BLUE, ORANGE = "#1f6fb4", "#e07b28"
 

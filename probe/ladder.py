@@ -39,8 +39,8 @@ import torch
 
 import quant
 from batching import pad
-from engines import HFEngine
 from model import FLOOR
+from model.engines import HFEngine
 from model.head import Head
 from probe.faults import Case, suspects
 from probe.floor import in_pieces, largest

@@ -9,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 
-from flags import UserError
+from machinery.flags import UserError
 from remote import wire
 from remote.account import OddFileError, Spool, rank_of, read_regular, write_atomically
 from remote.clock import LearnerClock

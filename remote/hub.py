@@ -19,7 +19,7 @@ from pathlib import Path
 
 import zmq
 
-from flags import UserError
+from machinery.flags import UserError
 from remote import wire
 from remote.account import VERSIONS, Arrived, Intake, is_of, is_stream, sampler_of
 from remote.delta import Chain

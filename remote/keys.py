@@ -20,7 +20,7 @@ from typing import NamedTuple
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
-from flags import UserError, need, parse_flags, run_command
+from machinery.flags import UserError, need, parse_flags, run_command
 from remote.account import without_rank
 
 MOST_SAMPLERS = 4096

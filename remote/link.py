@@ -16,7 +16,7 @@ from pathlib import Path
 
 import zmq
 
-from flags import UserError
+from machinery.flags import UserError
 from remote import delta, wire
 from remote.account import Spool, is_of
 from remote.clock import LearnerClock

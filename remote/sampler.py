@@ -27,11 +27,11 @@ import msgspec
 import torch
 
 import quant
-from checkpoint import Published, read_config, read_tensors, vocabulary_size, write_zeros
 from config import Config, DelayFlags, EngineFlags, check_engine
 from delay import DelayDistribution, check_distribution
-from engines import make_engine
-from flags import UserError, need, parse_flags, run_command
+from machinery.checkpoint import Published, read_config, read_tensors, vocabulary_size, write_zeros
+from machinery.flags import UserError, need, parse_flags, run_command
+from model.engines import make_engine
 from remote import wire
 from remote.account import Spool, is_sampler
 from remote.files_link import FilesLink, wait_for_ranks

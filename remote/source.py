@@ -32,8 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tasks
-from checkpoint.tensors import as_it_is, halved
-from flags import UserError, need
+from machinery.checkpoint.tensors import as_it_is, halved
+from machinery.flags import UserError, need
 from model import routing_of
 from remote import wire
 from remote.account import Account, Arrived, split

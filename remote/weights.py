@@ -5,8 +5,8 @@ Gathered weights come one tensor after the other, and every rank must ask for ea
 That needs to know all names, types and shapes before: the first publication reads the stream twice. Next to the file
 lie its manifest and, with --sync_delta, the delta from the file before; every rank maps all three.
 
-The file is a Layout's (checkpoint/tensors.py): equal weights make equal files, and weights of the same model files of
-the same size.
+The file is a Layout's (machinery/checkpoint/tensors.py): equal weights make equal files, and weights of the same model
+make files of the same size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from checkpoint.tensors import Layout
+from machinery.checkpoint.tensors import Layout
 from remote import delta, wire
 from remote.account import VERSIONS, retain_weights, write_atomically
 

@@ -36,8 +36,8 @@ import msgspec
 import zmq
 from msgspec import Meta
 
-import flags
-from flags import UserError
+from machinery import flags
+from machinery.flags import UserError
 
 LEAF = 1 << 20  # bytes
 MOST = 16 * LEAF  # bytes of a frame; ZeroMQ cuts off whoever sends more

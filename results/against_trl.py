@@ -21,11 +21,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import compare, print_table, resolved, seconds, shaped, update
-from checkpoint import load_model, read_config
-from engines import HFEngine, VLLMEngine
-from flags import UserError, need, run_command
 from learner import Comm, Learner
+from machinery.checkpoint import load_model, read_config
+from machinery.flags import UserError, need, run_command
 from model import attention
+from model.engines import HFEngine, VLLMEngine
 from results import sweep
 from sampling import Sampling
 from source import LocalSource

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from flags import run_command
+from machinery.flags import run_command
 from results import sweep
 
 PARTS = ("weight", "mask", "loss", "gradient")

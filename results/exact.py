@@ -23,8 +23,8 @@ import torch
 
 import batching
 import config
-from flags import parse_flags, run_command
 from learner import Comm
+from machinery.flags import parse_flags, run_command
 from model import Needs
 from model.exact import has_tiles
 from results import sweep

@@ -18,7 +18,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from flags import run_command
+from machinery.flags import run_command
 from probe import figures
 from results import sweep
 

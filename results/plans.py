@@ -29,10 +29,10 @@ import bench
 import config
 import objectives
 import plan
-from engines import HFEngine
-from flags import parse_flags, run_command
 from learner import Comm, Learner
+from machinery.flags import parse_flags, run_command
 from model import lora
+from model.engines import HFEngine
 from results import sweep
 from rollout import probe_ids
 from sync import WeightCheck

@@ -27,9 +27,9 @@ sys.path.insert(0, str(ROOT))
 
 from tqdm import tqdm
 
-from flags import UserError, need, parse_flags, read_text, run_command
+from machinery.flags import UserError, need, parse_flags, read_text, run_command
+from machinery.run import read_metrics
 from results.rows import SAMPLERS, STUDIES, WEIGHED, Panel, Row, Study
-from run import read_metrics
 
 RESULTS = ROOT / "results"
 FOLDER = ROOT / "out" / "study"

@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
-from flags import need, read_json
+from machinery.flags import need, read_json
 from tasks import arith, builtin, prompts, rewards
 from tasks.arith import VOCAB, Arithmetic, arithmetic_tokenizer
 from tasks.data import OwnTask, Table, choices_of, digest_of, file_of, is_own, label_of, parsed, read_rows

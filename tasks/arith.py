@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, fields
 
-from flags import UserError, need
+from machinery.flags import UserError, need
 from tasks.prompts import Answer, Problem
 
 NUMBERS = 200  # the numbers 0..199 are one token each

@@ -21,7 +21,7 @@ from collections import Counter
 from decimal import Decimal
 from pathlib import Path
 
-from flags import UserError, need, read_text
+from machinery.flags import UserError, need, read_text
 from tasks.builtin import last_box
 from tasks.grading import attribute_of, described
 from tasks.prompts import Answer, Problem, Style, encode, encode_all

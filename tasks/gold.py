@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tqdm import tqdm
 
-from flags import need
+from machinery.flags import need
 from tasks.data import Table, read_rows
 from tasks.prompts import Answer, Style
 from tasks.rewards import Reward, check_libraries

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from numbers import Real
 from pathlib import Path
 
-from flags import UserError, from_environment
+from machinery.flags import UserError, from_environment
 from tasks.builtin import loaded
 
 CHUNK = 16  # answers that a process is given at once, at most

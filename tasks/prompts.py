@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flags import UserError, need, read_json, read_text
+from machinery.flags import UserError, need, read_json, read_text
 
 # What --prompt_template may name. Without the flag, a task is asked as its reward wants the answer (tasks/rewards.py).
 TEMPLATES = {

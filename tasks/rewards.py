@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from flags import UserError, choice, need
+from machinery.flags import UserError, choice, need
 from tasks.builtin import BUILT_IN, FORMATS, HASHES, last_box
 from tasks.grading import Failure, graders
 from tasks.prompts import Answer

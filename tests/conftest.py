@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import config
-import plot
+from machinery import plot
 from model import TokenStats
 from objectives import StepStats
 from rollout import Response, Rollout, Sampling
@@ -114,7 +114,7 @@ def vllm_engines(folders):
 
     The first engine that closes takes the process group along: all stay open until the end, and then one is closed.
     Each would take seconds, in which vLLM collects garbage."""
-    from engines import VLLMEngine
+    from model.engines import VLLMEngine
 
     made = {}
 

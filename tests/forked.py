@@ -29,7 +29,7 @@ import remote.keys
 import remote.sampler
 import remote.source  # noqa: F401
 import train  # noqa: F401
-import warmstart
+from machinery import warmstart
 from results import sweep  # noqa: F401
 
 LIMIT = 12  # seconds after which a command is ended

@@ -28,7 +28,7 @@ from torch import nn
 
 import probe
 import probe.__main__ as probe_command
-from checkpoint import load_model
+from machinery.checkpoint import load_model
 from results import sweep
 
 CHAT = "# {{ messages[0]['content'] }}{% if add_generation_prompt %} :{% endif %}"  # in the embedded tokenizer's words
@@ -223,7 +223,7 @@ def named(planted: Planted, models: dict[str, str], out: Path, *sizes: str) -> l
 
 def main() -> None:
     import config
-    import warmstart
+    from machinery import warmstart
     from tasks import arithmetic_tokenizer
 
     right, record = 0, []

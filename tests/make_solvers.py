@@ -12,7 +12,7 @@ from unittest import mock
 
 from conftest import ROOT, TINY_TASK
 
-import warmstart
+from machinery import warmstart
 from tasks import Arithmetic
 from tasks.arith import of_settings
 

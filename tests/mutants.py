@@ -53,9 +53,9 @@ TESTS = {
     ],
     "model/attention.py": ["test_models.py", "-k", "groups or masks_ask"],
     "model/in_vllm.py": ["test_placement.py", "-k", "travel or own_process or read_where or two_ranks"],
-    "results/gpu.py": ["test_bench.py", "-k", "gpu or badly or started or case or lines or operations"],
-    "results/gpu_parts.py": ["test_bench.py", "-k", "gpu or badly or started or case or lines or operations"],
-    "optim.py": ["test_memory.py", "test_learner.py", "test_regularisers.py", "test_moe.py"],
+    "bench/gpu.py": ["test_bench.py", "-k", "gpu or badly or started or case or lines or operations"],
+    "bench/gpu_parts.py": ["test_bench.py", "-k", "gpu or badly or started or case or lines or operations"],
+    "machinery/optim.py": ["test_memory.py", "test_learner.py", "test_regularisers.py", "test_moe.py"],
     "learner.py": [
         "test_learner.py",
         "test_placement.py",
@@ -79,7 +79,7 @@ TESTS = {
         *("test_sampling.py", "test_rollout.py"),
         *("-k", "not vllm"),
     ],
-    "engines.py": [
+    "model/engines.py": [
         *("test_placement.py", "test_rollout.py", "test_sampling.py", "test_tasks.py"),
         *("-k", "not vllm"),
     ],
@@ -109,21 +109,25 @@ TESTS = {
     "presets.py": ["test_config.py", "test_objectives.py"],
     "probe/ladder.py": ["test_ladder.py"],
     "probe/faults.py": ["test_ladder.py", "-k", "fault or keeps or tried"],
-    "measure.py": ["test_metrics.py", "test_worth.py", "test_learner.py::test_two_ranks_give_the_gradient_of_one"],
-    "checkpoint/__init__.py": [
+    "machinery/measure.py": [
+        "test_metrics.py",
+        "test_worth.py",
+        "test_learner.py::test_two_ranks_give_the_gradient_of_one",
+    ],
+    "machinery/checkpoint/__init__.py": [
         *CHECKPOINT,
         "test_run.py",
         "test_train.py::test_two_ranks_train_and_resume_on_any_number",
     ],
-    "checkpoint/shards.py": [
+    "machinery/checkpoint/shards.py": [
         *CHECKPOINT,
         "test_train.py::test_two_nodes_without_a_common_file_system_train_save_and_resume",
     ],
     "model/lowbit.py": ["test_quant.py", "-k", "ranks_of_a_node or checkpoint_in_low_bits"],
-    "checkpoint/state.py": ["test_checkpoint.py"],
-    "checkpoint/tensors.py": ["test_checkpoint.py", "test_weights.py"],
-    "checkpoint/models.py": ["test_checkpoint.py", "test_models.py", "-k", "not vllm"],
-    "run.py": ["test_run.py", "test_config.py", "test_placement.py"],
+    "machinery/checkpoint/state.py": ["test_checkpoint.py"],
+    "machinery/checkpoint/tensors.py": ["test_checkpoint.py", "test_weights.py"],
+    "machinery/checkpoint/models.py": ["test_checkpoint.py", "test_models.py", "-k", "not vllm"],
+    "machinery/run.py": ["test_run.py", "test_config.py", "test_placement.py"],
     "worth.py": ["test_worth.py"],
     "train.py": [
         "test_train.py",
@@ -135,7 +139,7 @@ TESTS = {
         "test_placement.py::test_ranks_that_cannot_be_one_engine_are_refused",
         "test_train.py::test_resume_says_which_key_differs_and_a_run_is_not_overwritten",
     ],
-    "flags.py": ["test_config.py", "test_flags.py"],
+    "machinery/flags.py": ["test_config.py", "test_flags.py"],
     "remote/keys.py": ["test_guard.py"],
     "remote/wire.py": ["test_wire.py", "test_door.py"],
     "remote/hub.py": ["test_hub.py", "test_guard.py", "test_door.py"],
@@ -470,7 +474,7 @@ MUTANTS = {
         ("self.multiply(hidden, weight[: self.width])", "self.multiply(hidden, weight)"),
         ('/ getattr(config, "logits_scaling", 1.0)', '* getattr(config, "logits_scaling", 1.0)'),
     ],
-    "optim.py": [
+    "machinery/optim.py": [
         (
             "[getattr(m, kind) for m, kind in quant.expert_parameters(model).values()]",
             "[p for p in model.base_model.layers.parameters() if p.ndim == 3]",
@@ -645,12 +649,12 @@ MUTANTS = {
         ("llm.opened_here = True", "pass"),
         ('!= "1":\n        return {}', '== "1":\n        return {}'),
     ],
-    "results/gpu_parts.py": [
+    "bench/gpu_parts.py": [
         ("P -= model.get_input_embeddings", "P += model.get_input_embeddings", "no shape of the trial is untied"),
         ("return 6 * P + 6 *", "return 6 * P + 12 *"),
         ("P = sum(p.numel() for p in model.parameters())", "P = 0"),
     ],
-    "results/gpu.py": [
+    "bench/gpu.py": [
         ("os.killpg(process.pid, signal.SIGKILL)", "process.kill()"),
         ("if status and not why:", "if not why:"),
         ('else ": **no**"', 'else ": yes"'),
@@ -669,7 +673,7 @@ MUTANTS = {
             "token = torch.searchsorted(cdf, u * cdf[:, -1:] * 0.9, right=True)",
         ),
     ],
-    "engines.py": [
+    "model/engines.py": [
         ('return 2 if cfg.delay == "none" and', "return 2 if"),
         ("truncate(logits * (1.0 / torch.tensor(sampling.temperature)), sampling)", "truncate(logits, sampling)"),
         (
@@ -795,7 +799,7 @@ MUTANTS = {
             'problems = [task.problem("train", i) for i in indices[start : start + some]]',
         ),
     ],
-    "measure.py": [
+    "machinery/measure.py": [
         ("x = x.double() * where", "x = x.double()"),
         ("self.applied = self.weight * self.keep", "self.applied = self.weight"),
         ("value = x.double().masked_fill(~where, -math.inf).amax()", "value = x.double().amax()"),
@@ -815,7 +819,7 @@ MUTANTS = {
             "variance += ((x - x.mean()) ** 2).mean() / len(x)",
         ),
     ],
-    "checkpoint/__init__.py": [
+    "machinery/checkpoint/__init__.py": [
         ('    read_shards(learner, folder / "shards")\n', "    pass\n"),
         ('shared.get("format") == FORMAT,', "True,"),
         ("        before == comm.size or (", "        True or ("),
@@ -841,20 +845,20 @@ MUTANTS = {
         ("    if local == 0:", "    if True:"),
         ("paths[rank - local], own", "paths[0], own"),
     ],
-    "checkpoint/shards.py": [
+    "machinery/checkpoint/shards.py": [
         ('local.to("cpu", copy=True)', 'local.to("cpu")'),
         ("return beside(dist.group.WORLD, use) if", "return beside(dist.group.WORLD, 0) if"),
         ("        if key not in self.made:", "        if True:"),
         ("        if all(name in names for names in on_disks):", "        if True:"),
     ],
-    "checkpoint/state.py": [
+    "machinery/checkpoint/state.py": [
         (
             "groups = [group for turn in turns for group in turn]",
             'groups = [g for part in parts for g in part["groups"]]',
         ),
         ('request_seed("rank", seed, rank)', 'request_seed("rank", seed)'),
     ],
-    "checkpoint/tensors.py": [
+    "machinery/checkpoint/tensors.py": [
         ("        file.seek(start)\n", ""),
         ('    text += b" " * (-len(text) % 8)\n', ""),
         ("key=lambda name: -layout[name][0].itemsize", "key=str"),
@@ -869,7 +873,7 @@ MUTANTS = {
         ("torch.bfloat16 if dtype.is_floating_point else dtype", "torch.bfloat16"),
         ("        if left:\n", "        if False:\n"),
     ],
-    "checkpoint/models.py": [
+    "machinery/checkpoint/models.py": [
         (" and name not in dict(self.shell.named_buffers())", ""),
         ('text._attn_implementation = "eager"', "pass"),
         ('kind != "dynamic" and (', "True and ("),
@@ -882,7 +886,7 @@ MUTANTS = {
             "            parts = [tensors]",
         ),
     ],
-    "run.py": [
+    "machinery/run.py": [
         ("math.ceil(cfg.epochs * task.size * cfg.group_size / cfg.train_batch)", "math.ceil(cfg.epochs * task.size)"),
         ("        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)", "        pass"),
         (
@@ -982,7 +986,7 @@ MUTANTS = {
         ("index_add_(0, batch.group, shares)", "index_add_(0, batch.group * 0, shares)"),
         ("        max_allowed=sampling.max_allowed(", "        max_allowed=0 * sampling.max_allowed("),
     ],
-    "flags.py": [
+    "machinery/flags.py": [
         ("        sys.stdout.flush()\n", ""),
         ("if not reader_has_gone()", "if False"),
         ("if not reader_has_gone()", "if True"),

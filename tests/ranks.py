@@ -15,8 +15,8 @@ from torchrun import as_rank
 
 import batching
 import objectives
-from checkpoint import shards
 from learner import Comm, Learner
+from machinery.checkpoint import shards
 from model import lora, needs_of_exact_kappa
 
 f64 = torch.float64

@@ -20,7 +20,7 @@ import torch
 from conftest import tiny_model
 
 import quant
-from engines import HFEngine
+from model.engines import HFEngine
 from rollout import uniforms
 from sync import SyncError, WeightCheck
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from conftest import make_cfg
 from torchrun import as_rank
 
-from checkpoint import load_model
 from delay import DelaySource
-from engines import VLLMEngine
+from machinery.checkpoint import load_model
+from model.engines import VLLMEngine
 from sampling import Sampling
 from sync import WeightCheck
 from tasks import Arithmetic, arithmetic_tokenizer

@@ -508,11 +508,11 @@ LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give
 --samplers=files --sync_path=read_only/shared | read_only/shared: Permission denied; ... name another place, or ask
         """,
     ),
-    # warmstart.py, mini.py, metrics.py, objectives.py
+    # machinery/warmstart.py, mini.py, metrics.py, objectives.py
     *rows(
-        "warmstart.py",
+        "-m machinery.warmstart",
         r"""
---rollout=hf --model=POLICY --task=arith --max_tokens=8 --lr=1 --dtype=float32 | --model=POLICY: warmstart.py ... leave
+--rollout=hf --model=POLICY --task=arith --max_tokens=8 --lr=1 --dtype=float32 | --model=POLICY: ... leave --model out
 --rollout=hf --task=fine.jsonl | --model=base:policy knows only ... give a model's folder for fine.jsonl
 --size=3 | --size: no such flag; see --help
 policy | policy: flags are written --key=value
@@ -529,7 +529,7 @@ out/mini | out/mini: mini.py takes no flags; change its settings at the head of 
     *rows(
         "metrics.py",
         r"""
-out/demo | out/demo: metrics.py explains all names and takes none; python plot.py RUN draws a run's
+out/demo | out/demo: metrics.py explains all names and takes none; python -m machinery.plot RUN draws a run's
         """,
     ),
     *rows(
@@ -670,9 +670,9 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
     ),
     # plot.py
     *rows(
-        "plot.py",
+        "-m machinery.plot",
         r"""
-| name at least one run folder: python plot.py out/demo
+| name at least one run folder: python -m machinery.plot out/demo
 nowhere | nowhere/metrics.jsonl: no such file; give the folder of a run (it holds metrics.jsonl)
 '' | metrics.jsonl: no such file; give the folder of a run (it holds metrics.jsonl)
 file | file/metrics.jsonl: no such file; give the folder of a run (it holds metrics.jsonl)
@@ -719,7 +719,7 @@ run --samples=responses | --samples=responses: prints, and draws no runs; leave 
     ),
     # bench.py and the tools of remote/
     *rows(
-        "bench.py",
+        "-m bench",
         r"""
 haed | haed: no such benchmark; there are rollout, update, head, replay, quant, gpu; did you mean head?
 update haed | haed: no such benchmark; there are rollout, update, head, replay, quant, ... did you mean head?
@@ -728,7 +728,7 @@ head --pairs=3 | --pairs=3: no such flag, only names of ... there are rollout, u
 '' | : no such benchmark; there are rollout, update, head, replay, quant, gpu
 gpu | gpu: there is no GPU here; name other benchmarks, or try the script with --device=cpu --scale=tiny
 gpu --scale=tiny | gpu: there is no GPU here; name other benchmarks, or try the script with --device=cpu
-head gpu | gpu: has flags of its own; run it alone, python bench.py gpu
+head gpu | gpu: has flags of its own; run it alone, python -m bench gpu
 gpu --device=cpu --parts=haed | --parts=haed: no such part; there are tests, vllm, linears, head,
 gpu --device=cpu --parts= | --parts is empty: name some of tests, vllm, linears, head,
 gpu --device=cpu --part=haed | --part=haed: no such part; there are tests, vllm, linears, head,
@@ -969,14 +969,14 @@ REAL = [
         pytest.param(command, marks=pytest.mark.slow)
         for command in (
             "-m remote --conect=tcp://127.0.0.1:9",
-            "plot.py metrics_junk",
+            "-m machinery.plot metrics_junk",
             "results/against_trl.py --steps=3",
             f"train.py --rollout=hf --model=POLICY --actor=none --objective=grpo {OWN} --task=no_answer.jsonl",
             f"train.py --rollout=hf --model=POLICY --actor=none --objective=grpo {OWN} --model=weights_cut",
-            "warmstart.py --size=3",
+            "-m machinery.warmstart --size=3",
             "mini.py --steps=3",
             "metrics.py out/demo",
-            "bench.py haed",
+            "-m bench haed",
             "tests/remote_tools/bench.py wires",
             "tests/remote_tools/fuzz.py --frames=29",
             "results/sweep.py",

@@ -1,4 +1,4 @@
-"""The benchmarks' own arithmetic, command line and table; what they measure is for `python bench.py`."""
+"""The benchmarks' own arithmetic, command line and table; what they measure is for `python -m bench`."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from test_grading import alive
 from test_hub import until
 
 import bench
-from results import gpu, gpu_parts
+from bench import gpu, gpu_parts
 
 
 def test_a_ratio_is_the_geometric_mean_over_pairs():
@@ -163,7 +163,7 @@ run(sys.argv[1], run_name="__main__")
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("script", ["train.py", "eval.py", "worth.py", "bench.py", "remote"])
+@pytest.mark.parametrize("script", ["train.py", "eval.py", "worth.py", "bench", "remote"])
 def test_idle_threads_soon_sleep(script):
     """OpenMP reads the variable once, when torch is imported."""
     env = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}

@@ -18,13 +18,13 @@ from conftest import make_cfg, make_groups, tiny_model
 from safetensors.torch import load_file
 
 import batching
-import checkpoint
 import objectives
-from checkpoint import models, shards, state, tensors
-from flags import UserError
+from bench.gpu_parts import one_rank
 from learner import Comm
 from learner import Learner as RealLearner
-from results.gpu_parts import one_rank
+from machinery import checkpoint
+from machinery.checkpoint import models, shards, state, tensors
+from machinery.flags import UserError
 from source import LocalSource
 from tasks import arithmetic_tokenizer
 
@@ -428,7 +428,7 @@ def test_files_of_tensors_refuse_what_was_not_announced(tmp_path):
 
 
 def test_a_process_that_was_alone_saves_the_shards_of_a_group_of_one_rank(tmp_path):
-    """Two groups after one another, as in results/gpu.py: each has a group of checkpoints of its own."""
+    """Two groups after one another, as in bench/gpu.py: each has a group of checkpoints of its own."""
     cfg = make_cfg(objective="tis", parallel="fsdp", warmup_steps=0)
     assert (shards.saving_group() is None) == (not dist.is_initialized())  # by a vLLM of an earlier test
     for round in range(2):

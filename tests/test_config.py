@@ -9,8 +9,8 @@ from conftest import make_cfg
 import config
 import presets
 from config import Config, parse, resolve
-from flags import UserError
 from learner import Comm
+from machinery.flags import UserError
 from model import needs_of_ref_pass, needs_of_update
 from sampling import Sampling
 

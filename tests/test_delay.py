@@ -13,11 +13,11 @@ from conftest import Stream, Watched, make_cfg, tiny_model
 from test_rollout import PROBE_IDS
 from test_train import flags, start, timeless, train_here, wait_for
 
-from checkpoint import read_config, shards
 from delay import DelayDistribution, DelaySource, Ticket, ks_p
-from engines import HFEngine
+from machinery.checkpoint import read_config, shards
+from machinery.run import read_metrics
+from model.engines import HFEngine
 from rollout import Sampling, uniforms
-from run import read_metrics
 from sync import WeightCheck
 from tasks import Arithmetic, arithmetic_tokenizer
 

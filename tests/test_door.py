@@ -14,7 +14,7 @@ import torch
 import zmq
 from test_hub import WELCOME, closed_behind, hand_over, until, weights
 
-from flags import UserError, parse_flags
+from machinery.flags import UserError, parse_flags
 from remote import account, files, files_link, hub, keys, sampler, wire
 from remote.sampler import SamplerFlags
 from sampling import Sampling

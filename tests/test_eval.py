@@ -19,17 +19,17 @@ import eval as evaluation
 import probe.__main__ as probe_command
 import tasks
 import train
-import warmstart
-from checkpoint import save_model
-from engines import HFEngine
 from eval import mean_se, pass_at_k
-from flags import UserError, parse_flags
 from learner import Comm
+from machinery import warmstart
+from machinery.checkpoint import save_model
+from machinery.flags import UserError, parse_flags
+from machinery.run import held_out_sets, open_run
+from model.engines import HFEngine
 from remote import wire
 from remote.sampler import SamplerFlags, configure, open_source
 from remote.source import describe_run
 from rollout import Response
-from run import held_out_sets, open_run
 from sampling import Sampling
 from tasks import Arithmetic, Table, arithmetic_tokenizer, encode, make_task, prompts, stop_ids
 

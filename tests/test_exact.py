@@ -24,10 +24,10 @@ from torchrun import as_rank, torchrun
 import batching
 import objectives
 import quant
-from engines import HFEngine
-from flags import UserError
 from learner import Comm, Learner
+from machinery.flags import UserError
 from model import Needs, PolicyAndActor, exact, head
+from model.engines import HFEngine
 from model.in_order import in_order
 from rollout import Rollout, as_groups
 from sampling import Sampling

@@ -12,9 +12,9 @@ from typing import Literal
 
 import pytest
 
-import flags
 from config import Config
-from plot import PlotFlags
+from machinery import flags
+from machinery.plot import PlotFlags
 
 COMMANDS = [Config, PlotFlags]
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,10 +105,12 @@ def test_help_prints_the_page_and_exits_with_0(argv, capsys):
     assert capsys.readouterr().out.strip() == PAGE
 
 
-ONE_LINE = "import flags; flags.run_command(lambda: print('less than a buffer'))"
+ONE_LINE = "from machinery import flags; flags.run_command(lambda: print('less than a buffer'))"
 
 
-@pytest.mark.parametrize("argv", [["objectives.py"], ["metrics.py"], ["plot.py", "--help"], ["-c", ONE_LINE]])
+@pytest.mark.parametrize(
+    "argv", [["objectives.py"], ["metrics.py"], ["-m", "machinery.plot", "--help"], ["-c", ONE_LINE]]
+)
 def test_a_page_ends_quietly_where_nobody_reads_it(argv):
     """As with `| head`; the reader is gone before the first line."""
     read_end, write_end = os.pipe()

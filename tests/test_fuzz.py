@@ -5,7 +5,7 @@ import random
 import pytest
 from remote_tools import fuzz, poison
 
-from flags import UserError
+from machinery.flags import UserError
 from remote import groups, wire
 
 

@@ -13,7 +13,7 @@ import metrics
 import objectives
 import presets
 from batching import Batch
-from measure import Sums
+from machinery.measure import Sums
 from model import TokenStats
 
 GOLDEN = ROOT / "tests" / "golden"

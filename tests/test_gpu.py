@@ -1,6 +1,6 @@
 """On a GPU: what the rest of the suite shows on CPUs, and what there is nowhere else. Skipped where there is none.
 
-python -m pytest tests/test_gpu.py                        # or all of the GPU list: python bench.py gpu
+python -m pytest tests/test_gpu.py                        # or all of the GPU list: python -m bench gpu
 GPU_LIST_DEVICE=cpu python -m pytest tests/test_gpu.py    # a trial on a CPU of what runs there"""
 
 import importlib.util
@@ -20,11 +20,11 @@ from torchrun import torchrun
 import batching
 import objectives
 import train
-from engines import HFEngine, VLLMEngine
+from bench.gpu_parts import one_rank
 from learner import Comm, Learner
 from model import Needs
+from model.engines import HFEngine, VLLMEngine
 from quant import LowBitLinear, dequantize, format_of, product, quantize
-from results.gpu_parts import one_rank
 from rollout import as_groups, uniforms
 from sampling import Sampling
 from sync import SyncError, WeightCheck

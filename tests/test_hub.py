@@ -16,8 +16,8 @@ import zmq
 from conftest import make_cfg
 from test_wire import BLOB, group, limits
 
-from checkpoint import read_tensors
 from learner import Comm
+from machinery.checkpoint import read_tensors
 from remote import account, files, files_link, hub, keys, link, sampler, wire
 from remote import source as remote
 from remote.groups import encode_group

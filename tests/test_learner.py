@@ -17,10 +17,10 @@ import learner as learner_module
 import model as models
 import objectives
 import obrs
-from flags import UserError
 from learner import Agreement, Comm, Learner, check_agreement
+from machinery.flags import UserError
+from machinery.optim import make_optimizers, schedule
 from model import Needs, needs_of_exact_kappa, needs_of_ref_pass, needs_of_update
-from optim import make_optimizers, schedule
 
 f64 = torch.float64
 

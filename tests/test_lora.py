@@ -11,16 +11,16 @@ from conftest import TINY_TASK, f64, make_cfg, make_groups, tiny_model
 from transformers import AutoModelForCausalLM
 
 import batching
-import checkpoint
 import config
 import objectives
 import quant
 import train
-from engines import HFEngine
-from flags import UserError
 from learner import Comm, Learner
+from machinery import checkpoint
+from machinery.flags import UserError
+from machinery.run import read_metrics
 from model import Needs, lora
-from run import read_metrics
+from model.engines import HFEngine
 
 peft = pytest.importorskip("peft")
 

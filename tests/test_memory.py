@@ -18,13 +18,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchrun import torchrun
 
 import batching
-import checkpoint
 import objectives
-import optim
 import quant
-from checkpoint import load_model, shards
-from flags import UserError
 from learner import Comm, Learner
+from machinery import checkpoint, optim
+from machinery.checkpoint import load_model, shards
+from machinery.flags import UserError
 from model import Needs, lora, memory
 
 f64 = torch.float64

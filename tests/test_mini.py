@@ -12,8 +12,8 @@ from conftest import ROOT, TINY_TASK, tiny_model
 
 import config
 import mini
-import run
 import train
+from machinery import run
 from tasks import Arithmetic, arithmetic_tokenizer
 
 SIZES = {"steps": 20, "rollout_batch": 64, "group_size": 8, "max_tokens": 10, "eval_problems": 64, **TINY_TASK}

@@ -12,9 +12,9 @@ from conftest import make_cfg
 
 import probe
 import probe.__main__ as probe_command
-import warmstart
-from engines import HFEngine
+from machinery import warmstart
 from model import FLOOR
+from model.engines import HFEngine
 from probe import floor, gaps, verdicts
 from sampling import Sampling
 

@@ -15,13 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.integrations import sdpa_attention
 
 import batching
-import checkpoint
-import run
 import train
-from engines import HFEngine
-from flags import UserError
 from learner import Comm, Learner
+from machinery import checkpoint, run
+from machinery.flags import UserError
 from model import Needs, attention, memory
+from model.engines import HFEngine
 from model.streamed import StreamedModel
 from sampling import Sampling
 from sync import WeightCheck

@@ -15,16 +15,14 @@ from torch import nn
 from torchrun import torchrun
 
 import batching
-import checkpoint
-import engines
 import quant
-import run
 import train
-from engines import HFEngine, VLLMEngine
-from flags import UserError
 from learner import Comm, Learner
-from model import Needs
-from optim import make_optimizers
+from machinery import checkpoint, run
+from machinery.flags import UserError
+from machinery.optim import make_optimizers
+from model import Needs, engines
+from model.engines import HFEngine, VLLMEngine
 from quant import LowBitExperts, by_expert, dequantize, experts_of, format_of, quantize
 from remote import sampler
 from remote.groups import Limits, decode_group, encode_group

@@ -22,8 +22,8 @@ from transformers import PretrainedConfig
 import batching
 import objectives
 from corrections import CORRECTIONS, REJECTIONS, USES_Z
-from flags import UserError
 from learner import Comm, Learner
+from machinery.flags import UserError
 from model import PolicyAndActor, TokenStats, needs_of_exact_kappa, needs_of_update
 from rollout import Response, Rollout, uniforms
 from sampling import Sampling

@@ -17,13 +17,12 @@ from standins import model, save
 from tensor_parallel import tokens, work
 from torchrun import torchrun
 
-import checkpoint
-import engines
 import learner as learner_module
-from engines import HFEngine, VLLMEngine, make_engine, sleep_level
-from flags import UserError
 from learner import Comm, Learner
-from model import in_vllm, memory
+from machinery import checkpoint
+from machinery.flags import UserError
+from model import engines, in_vllm, memory
+from model.engines import HFEngine, VLLMEngine, make_engine, sleep_level
 from sampling import Sampling
 from source import LocalSource
 
@@ -355,7 +354,7 @@ def test_a_run_lets_its_engine_sleep_after_every_rollout(delay, folders, tmp_pat
             log.append("score")
             return super().logprobs(ids)
 
-    monkeypatch.setattr("run.make_engine", lambda cfg, folder, *more: Recorded(folder, vocabulary=more[3]))
+    monkeypatch.setattr("machinery.run.make_engine", lambda cfg, folder, *more: Recorded(folder, vocabulary=more[3]))
     update = Learner.update
     monkeypatch.setattr(Learner, "update", lambda *args: log.append("update") or update(*args))
     flags = {"actor": "none", "model": str(folders / "policy"), "delay": delay, "steps": 2, "max_tokens": 4}

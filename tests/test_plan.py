@@ -11,7 +11,7 @@ from conftest import ROOT, make_cfg
 import config
 import plan
 import quant
-from flags import UserError
+from machinery.flags import UserError
 from model import PolicyAndActor, lora, memory
 from plan import footprint
 from plan.__main__ import main as print_plan

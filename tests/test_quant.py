@@ -21,13 +21,13 @@ from safetensors.torch import load_file, save_file
 import batching
 import objectives
 import quant
-from engines import HFEngine
-from flags import UserError
 from learner import Comm, Learner
+from machinery.flags import UserError
+from machinery.run import check_models
 from model import Needs, lowbit
+from model.engines import HFEngine
 from quant import LowBitLinear, dequantize, format_of, product, quantize
 from rollout import Sampling, as_groups
-from run import check_models
 from sync import SyncError, WeightCheck
 
 FORMATS = ["int8", "fp8", "w4a16", "w3a16", "w2a16"]

@@ -16,8 +16,8 @@ from torchrun import torchrun
 import config
 import tasks
 import train
-from flags import is_hub_id
-from run import read_metrics
+from machinery.flags import is_hub_id
+from machinery.run import read_metrics
 
 RECIPES = {path.stem: path for path in sorted((ROOT / "configs" / "papers").glob("*.toml"))}
 # Where the hub, or a line of Python in configs/README.md, has what the papers name

@@ -10,13 +10,13 @@ from conftest import LOG_R, STATS, One, TinyBatch, f64, make_cfg, make_groups, t
 from ranks import make_learner
 
 import batching
-import flags
 import objectives
 from corrections import CORRECTIONS
 from learner import Comm, Learner
+from machinery import flags
+from machinery.optim import schedule
 from model import Needs, TokenStats
 from objectives import kl_estimate
-from optim import schedule
 
 V = 5
 

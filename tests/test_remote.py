@@ -21,10 +21,10 @@ from test_hub import until
 from test_train import finish, flags, start, wait_for
 from torchrun import free_port
 
+from machinery.run import read_metrics
 from remote import sampler
 from remote.account import Account
 from remote.keys import make_keys
-from run import read_metrics
 
 pytestmark = pytest.mark.timeout(600)  # several processes, and a machine that may be busy
 

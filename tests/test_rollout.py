@@ -11,13 +11,12 @@ import torch
 from conftest import make_cfg, make_groups, tiny_model
 
 import batching
-import checkpoint
-import engines
 import obrs
-from engines import HFEngine, VLLMEngine, make_engine
-from flags import UserError
 from learner import Comm, Learner
-from model import Needs, in_vllm
+from machinery import checkpoint
+from machinery.flags import UserError
+from model import Needs, engines, in_vllm
+from model.engines import HFEngine, VLLMEngine, make_engine
 from model.in_order import in_eight_bits
 from rollout import Response, uniforms
 from sampling import Sampling

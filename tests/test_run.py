@@ -15,13 +15,12 @@ import torch
 from conftest import TINY_TASK, make_cfg
 from safetensors.torch import load_file, save_file
 
-import checkpoint
 import config
-import run
-from checkpoint import load_model
-from flags import UserError
 from learner import Comm, Learner
-from run import Log, locked, open_run, prepare_folder, read_metrics, truncate
+from machinery import checkpoint, run
+from machinery.checkpoint import load_model
+from machinery.flags import UserError
+from machinery.run import Log, locked, open_run, prepare_folder, read_metrics, truncate
 from sync import SyncError
 from tasks import encode
 

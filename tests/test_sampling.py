@@ -14,11 +14,11 @@ import batching
 import model as models
 import objectives
 import sampling
-from engines import HFEngine
-from flags import UserError
 from learner import Comm, Learner
+from machinery.flags import UserError
 from model import Needs
 from model.decoding import Records
+from model.engines import HFEngine
 from rollout import Response, Rollout, as_groups
 from sampling import Sampling
 

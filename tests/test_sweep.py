@@ -7,10 +7,11 @@ import subprocess
 import pytest
 from conftest import ROOT, TINY_TASK
 
+from bench import gpu
 from config import parse
-from results import conformance, exact, gpu, ladder, plans, rows, sweep
+from machinery.run import read_metrics
+from results import conformance, exact, ladder, plans, rows, sweep
 from results.rows import STUDIES
-from run import read_metrics
 
 TABLES = {name: lambda data, name=name: sweep.table(name, data) for name in STUDIES}
 TABLES |= {x.__name__.removeprefix("results."): x.table for x in (conformance, exact, ladder, plans)}

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 
 import quant
 import sync
-from engines import HFEngine
 from learner import Comm, Learner
 from model import lora, streamed
+from model.engines import HFEngine
 from model.streamed import StreamedModel
 from sync import SyncError, WeightCheck, checksum, rolled, totals, wrap
 

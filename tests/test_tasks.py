@@ -12,12 +12,11 @@ import pytest
 import torch
 from conftest import ROOT, make_cfg
 
-import checkpoint
-import warmstart
-from engines import HFEngine
 from learner import Comm
+from machinery import checkpoint, warmstart
+from machinery.run import open_run
+from model.engines import HFEngine
 from rollout import request_seed
-from run import open_run
 from sampling import Sampling
 from source import LocalSource
 from tasks import VOCAB, Answer, Arithmetic, Problem, Table, arithmetic_tokenizer, make_task, read_rows, stop_ids

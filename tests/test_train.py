@@ -22,21 +22,20 @@ from safetensors.torch import load_file
 from test_metrics import unexplained
 from transformers import AutoModelForCausalLM
 
-import checkpoint
 import config
 import eval as evaluation
 import objectives
-import plot
 import presets
 import quant
 import train
 from corrections import USES_Z
 from delay import DelaySource
-from engines import HFEngine
-from flags import UserError
 from learner import Comm
-from run import Log, lock_folder, open_run, read_metrics
-from run import rows as run_rows
+from machinery import checkpoint, plot
+from machinery.flags import UserError
+from machinery.run import Log, lock_folder, open_run, read_metrics
+from machinery.run import rows as run_rows
+from model.engines import HFEngine
 from sampling import Sampling
 from source import LocalSource
 from sync import SAMPLED, SyncError
@@ -1011,7 +1010,9 @@ def opened_source(folders, tmp_path, monkeypatch):
     """flags -> (source, run, how many log-probabilities a token its engine was made for)."""
     asked = []
     engine = SimpleNamespace(packed=True, close=lambda: None, sleep=lambda: None)
-    monkeypatch.setattr("run.make_engine", lambda cfg, folder, max_len, topk, *more: asked.append(topk) or engine)
+    monkeypatch.setattr(
+        "machinery.run.make_engine", lambda cfg, folder, max_len, topk, *more: asked.append(topk) or engine
+    )
     monkeypatch.setitem(sys.modules, "remote.source", SimpleNamespace(open_remote_source=lambda *a: a))
 
     def make(**changes):
@@ -1027,7 +1028,9 @@ def opened_source(folders, tmp_path, monkeypatch):
 def test_an_engine_has_room_for_what_it_evaluates(opened_source, folders, monkeypatch):
     """Longer responses than those that are trained on, of the policy or of the actor."""
     engine, asked = SimpleNamespace(packed=True, sleep=lambda: None), []
-    monkeypatch.setattr("run.make_engine", lambda cfg, folder, max_len, *more: asked.append(max_len) or engine)
+    monkeypatch.setattr(
+        "machinery.run.make_engine", lambda cfg, folder, max_len, *more: asked.append(max_len) or engine
+    )
     for flags in ({"actor": "none"}, {"actor": str(folders / "actor")}):
         for how, tokens in (("own", 50), ("torch", 8)):
             opened_source(eval_engine=how, eval_task="arith:max_tokens=50", **flags)
@@ -1094,7 +1097,7 @@ ON_VLLM = [
 
 def use_engine(monkeypatch, engine) -> None:
     """Let the suite's running engine stand in for a fresh one, and stay open."""
-    monkeypatch.setattr("run.make_engine", lambda *a: engine)
+    monkeypatch.setattr("machinery.run.make_engine", lambda *a: engine)
     monkeypatch.setattr(engine, "close", lambda: None)
 
 

@@ -12,10 +12,10 @@ from test_door import RUN
 from test_hub import closed_behind, until
 
 import quant
-from checkpoint import read_tensors
-from checkpoint.tensors import Layout, as_it_is, halved
-from engines import HFEngine
 from learner import Comm
+from machinery.checkpoint import read_tensors
+from machinery.checkpoint.tensors import Layout, as_it_is, halved
+from model.engines import HFEngine
 from quant import format_of
 from remote import account, link, wire
 from remote.sampler import SamplerFlags, open_source

@@ -13,7 +13,7 @@ import pytest
 from conftest import make_groups
 from safetensors.numpy import load, save
 
-from flags import UserError
+from machinery.flags import UserError
 from remote import account, groups, wire
 from remote.source import address_of_rank
 from remote.wire import LEAF

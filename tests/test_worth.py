@@ -13,13 +13,13 @@ from conftest import TINY_TASK, f64, make_cfg, make_groups, tiny_model
 from torchrun import torchrun
 
 import batching
-import measure
 import objectives
 import worth
-from engines import sleep_level
-from flags import UserError
 from learner import Comm, Learner
-from measure import FOLDS, Reference, Seen
+from machinery import measure
+from machinery.flags import UserError
+from machinery.measure import FOLDS, Reference, Seen
+from model.engines import sleep_level
 from objectives import REF
 from worth import EVERYTHING, Measurement, Weights, WorthFlags
 

@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench import alternate, parse, print_table
-from flags import run_command
+from machinery.flags import run_command
+from machinery.run import read_metrics
 from remote import wire
 from remote.account import Account, Spool
 from remote.groups import Limits
@@ -38,7 +39,6 @@ from remote.keys import make_keys, sampler_keys
 from remote.link import Link
 from remote.sampler import SamplerFlags
 from remote.source import open_log
-from run import read_metrics
 
 # ---------------------------------------------------------------------------------------------------------------------
 # wire

@@ -43,8 +43,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from remote_tools.poison import HONEST, LIMITS, frame_of, make_group, mutate, nonsense, poison
 
 from bench import print_table
-from flags import need, parse_flags, run_command
 from learner import Comm
+from machinery.flags import need, parse_flags, run_command
 from remote import wire
 from remote.account import Spool, with_digest
 from remote.files import FilesHub

@@ -1,8 +1,8 @@
 """What it costs: one table and one JSON line. Everything is measured in alternating pairs, because machines drift.
 
-    python bench.py                        # rollout, update, head, replay
-    python bench.py update head            # some of them
-    python bench.py gpu                    # the GPU list (results/gpu.py), which has flags of its own
+    python -m bench                        # rollout, update, head, replay
+    python -m bench update head            # some of them
+    python -m bench gpu                    # the GPU list (bench/gpu.py), which has flags of its own
 
 rollout  typed records against the bare engine call, same sampling settings (vLLM)
 update   a jackpot update (ref pass, statistics, OBRS, step) against a plain PPO one: one model, the same recorded batch
@@ -41,17 +41,17 @@ import batching
 import config
 import objectives
 import quant
-from engines import HFEngine, VLLMEngine
-from flags import UserError, need, run_command
 from learner import Comm, Learner
+from machinery.flags import UserError, need
+from machinery.warmstart import CONTEXT, SHAPES
 from model import Needs, OneModelRows, Scored
+from model.engines import HFEngine, VLLMEngine
 from model.head import ChunkedHead, Head, chunk_rows
 from rollout import Response, Rollout, as_groups
 from sampling import Sampling, max_allowed
 from tasks import arithmetic_tokenizer
-from warmstart import CONTEXT, SHAPES
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parent.parent
 STOP = [1]  # the id that ends a response
 
 
@@ -469,22 +469,13 @@ def extra(row: dict) -> str:
 
 
 def main(argv: list[str]) -> None:
-    if argv[:1] == ["gpu"]:
-        from results import gpu  # which needs this module
-
-        gpu.main(argv[1:])
-        return
     if {"-h", "--help"} & set(argv):
         print(__doc__.strip())
         return
     names = parse(argv, [*BENCHES, "gpu"]) or ["rollout", "update", "head", "replay"]
-    need("gpu" not in names, "gpu: has flags of its own; run it alone, python bench.py gpu")
+    need("gpu" not in names, "gpu: has flags of its own; run it alone, python -m bench gpu")
     results = {}
     with tempfile.TemporaryDirectory() as root:
         for name in names:
             results[name] = BENCHES[name](root)
     print_table(results)
-
-
-if __name__ == "__main__":
-    run_command(lambda: main(sys.argv[1:]))

@@ -36,7 +36,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.models import (
+from machinery.checkpoint.models import (
     Export,
     check_angles,
     check_family,
@@ -53,10 +53,10 @@ from checkpoint.models import (
     vocabulary_size,
     write_zeros,
 )
-from checkpoint.shards import Copies, complete, from_all, read_shards, saving_group, whole, write_shards
-from checkpoint.state import dealt, new_rng_state, pack, rng_state, set_rng_state, unpack
-from checkpoint.tensors import Layout, Published, as_it_is, read_tensors
-from flags import UserError, need
+from machinery.checkpoint.shards import Copies, complete, from_all, read_shards, saving_group, whole, write_shards
+from machinery.checkpoint.state import dealt, new_rng_state, pack, rng_state, set_rng_state, unpack
+from machinery.checkpoint.tensors import Layout, Published, as_it_is, read_tensors
+from machinery.flags import UserError, need
 from rollout import Rollout
 
 __all__ = [

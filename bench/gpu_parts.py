@@ -1,4 +1,4 @@
-"""The parts of the GPU list (results/gpu.py): each yields its rows, measured on a GPU or, in small, on a CPU."""
+"""The parts of the GPU list (bench/gpu.py): each yields its rows, measured on a GPU or, in small, on a CPU."""
 
 from __future__ import annotations
 
@@ -24,23 +24,20 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-ROOT = Path(__file__).resolve().parent.parent
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-
 import batching
 import bench
 import objectives
 import plan
 import quant
-from engines import HFEngine, VLLMEngine
 from learner import Comm, Learner
 from model import Needs, OneModelRows, Scored
+from model.engines import HFEngine, VLLMEngine
 from model.head import ChunkedHead, Head, chunk_rows
 from rollout import as_groups, uniforms
 from sampling import Sampling
 from sync import WeightCheck
 
+ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # operations a second
 PROMPT = 32  # tokens of the prompts of `bench.random_groups`

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 import quant
-from checkpoint.tensors import TensorFiles
-from flags import UserError, need, read_json
+from machinery.checkpoint.tensors import TensorFiles
+from machinery.flags import UserError, need, read_json
 
 BASE_DIR = "out/base"  # models that are made here once: embedded ones, and text models of multimodal ones
 

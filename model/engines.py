@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 import quant
-from checkpoint import load_model
-from flags import from_environment, need
+from machinery.checkpoint import load_model
+from machinery.flags import from_environment, need
 from model import Routing
 from model.decoding import Records, Rows, give_routed, grouped
 from model.exact import as_sampler

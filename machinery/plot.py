@@ -1,6 +1,6 @@
 """Draw runs against each other, and write the table that ends a run.
 
-    python plot.py out/demo [out/other ...] [--out=FILE.png]
+    python -m machinery.plot out/demo [out/other ...] [--out=FILE.png]
 
 A run is a folder with metrics.jsonl. The first run named is drawn strongest.
 """
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from flags import UserError, check_output, need, parse_flags, run_command
+from machinery.flags import UserError, check_output, need, parse_flags, run_command
+from machinery.run import read_metrics, rows
 from presets import called
-from run import read_metrics, rows
 
 # What is drawn, in reading order: (title, keys), of which the first that a run has is used.
 PANELS = [
@@ -36,7 +36,7 @@ PANELS = [
 ]
 # A line for each run. Okabe and Ito's colours, without their yellow, can also be told apart by the colour-blind.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"]
-USAGE = "python plot.py RUN [RUN ...] [--out=FILE.png]: draw the metrics of runs against each other"
+USAGE = "python -m machinery.plot RUN [RUN ...] [--out=FILE.png]: draw the metrics of runs against each other"
 SMOOTH = 20  # longer curves are drawn as a running mean over the faint raw line
 
 
@@ -286,7 +286,7 @@ def main(argv: list[str]) -> None:
         print_samples(flags.samples, flags.last)
         return
     if not runs:
-        raise UserError("name at least one run folder: python plot.py out/demo")
+        raise UserError("name at least one run folder: python -m machinery.plot out/demo")
     check_output("out", flags.out)
     known = Path(flags.out).suffix in (".png", ".pdf", ".svg")
     need(known, f"--out={flags.out}: a picture's name ends in .png, .pdf or .svg; name it so")

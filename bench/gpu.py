@@ -1,8 +1,8 @@
 """The GPU list: what only a GPU can show, each part in a process and with a limit of its own.
 
-    python bench.py gpu                                # all parts in 25 minutes: results/gpu.md and gpu.json
-    python bench.py gpu --parts=learner,linears        # some of them; what is known of the others stays on the page
-    python bench.py gpu --device=cpu --scale=tiny      # the script itself, on a CPU: out/gpu
+    python -m bench gpu                                # all parts in 25 minutes: results/gpu.md and gpu.json
+    python -m bench gpu --parts=learner,linears        # some of them; what is known of the others stays on the page
+    python -m bench gpu --device=cpu --scale=tiny      # the script itself, on a CPU: out/gpu
 
 tests        tests/test_gpu.py: rollouts, sync with its proof (IPC too), low bits, sleep, FSDP2, checkpoints, a run
 vllm         vLLM: tokens per second, publication and its proof, sleep and wake
@@ -40,13 +40,11 @@ from typing import Literal
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-
-from flags import UserError, check_output, need, parse_flags, run_command
+from bench.gpu_parts import PARTS, Setting
+from machinery.flags import UserError, check_output, need, parse_flags, run_command
 from results import sweep
-from results.gpu_parts import PARTS, Setting
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The page
@@ -97,7 +95,14 @@ def said_by(command: list[str], limit: float) -> tuple[list[dict], str]:
 
 def run_part(name: str, flags: GpuFlags, limit: float) -> dict:
     """The record of one part, run in a process of its own."""
-    command = [sys.executable, __file__, f"--part={name}", f"--device={flags.device}", f"--scale={flags.scale}"]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.gpu",
+        f"--part={name}",
+        f"--device={flags.device}",
+        f"--scale={flags.scale}",
+    ]
     start = time.perf_counter()
     rows, why = said_by(command, limit)
     return {"rows": rows, "failed": why, "seconds": time.perf_counter() - start, "about": about(flags, name)}
@@ -117,7 +122,7 @@ def about(flags: GpuFlags, part: str) -> dict[str, str]:
         names = installed.get(package)
         found[package] = importlib.metadata.version(names[0]) if names else "not installed"
     date = datetime.now(UTC).strftime("%Y-%m-%d")
-    command = f"`python bench.py gpu --parts={part} --device={flags.device} --scale={flags.scale}`"
+    command = f"`python -m bench gpu --parts={part} --device={flags.device} --scale={flags.scale}`"
     python = sys.version.split()[0]
     return {**found, "cuda": str(torch.version.cuda), "python": python, "date": date, "command": command}
 
@@ -140,7 +145,7 @@ def line_of(r: dict) -> list[str]:
 
 def text_of(records: dict[str, dict]) -> str:
     """The page below its marker."""
-    parts = ["Written by `python bench.py gpu` from gpu.json; a spread is that of the repeats, or a 95 % interval.\n"]
+    parts = ["Written by `python -m bench gpu` from gpu.json; a spread is that of the repeats, or a 95 % interval.\n"]
     for name in PARTS:
         if name not in records:
             continue
@@ -207,7 +212,7 @@ def run_list(flags: GpuFlags, names: list[str]) -> dict[str, dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """`python bench.py gpu`, and one part of it."""
+    """`python -m bench gpu`, and one part of it."""
     flags = parse_flags(GpuFlags, argv, __doc__.strip())
     if flags.device == "cuda" and not torch.cuda.is_available():
         raise UserError(

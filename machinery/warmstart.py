@@ -6,7 +6,7 @@ solutions until its *sampled* accuracy (at temperature 1, as RL starts) reaches 
 with save_pretrained like any other model folder. Different seeds and sizes make them err in
 different places: that is the actor-policy mismatch that the repository is about.
 
-    python warmstart.py      # writes out/base/{policy,actor}-<key>; a second call finds them there
+    python -m machinery.warmstart      # writes out/base/{policy,actor}-<key>; a second call finds them there
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-import checkpoint
 import config
-from checkpoint import check_weights
-from engines import HFEngine
-from flags import UserError, check_output, need, run_command
+from machinery import checkpoint
+from machinery.checkpoint import check_weights
+from machinery.flags import UserError, check_output, need, run_command
+from model.engines import HFEngine
 from rollout import request_seed
 from sampling import Sampling
 from tasks import VOCAB, arithmetic_tokenizer, encode, grade_all, make_task
@@ -206,7 +206,7 @@ def accuracy(model, tokenizer, task, first: int, n: int) -> float:
 def main() -> None:
     cfg = config.parse()
     ours = cfg.model == "base:policy"
-    need(ours, f"--model={cfg.model}: warmstart.py makes the embedded models alone; leave --model out")
+    need(ours, f"--model={cfg.model}: machinery/warmstart.py makes the embedded models alone; leave --model out")
     for name in SHAPES:
         print(base_model(name, cfg))
 

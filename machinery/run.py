@@ -26,19 +26,18 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-import checkpoint
 import config
 import corrections
 import quant
 import sampling
 import tasks
-import warmstart
 from corrections import USES_Z
 from delay import DelaySource
-from engines import make_engine, sleep_level
-from flags import UserError, is_hub_id, need
 from learner import LOCAL_RANK
+from machinery import checkpoint, warmstart
+from machinery.flags import UserError, is_hub_id, need
 from model import exact, lora, memory
+from model.engines import make_engine, sleep_level
 from model.memory import unread
 from rollout import probe_ids
 from source import LocalSource
@@ -360,7 +359,7 @@ def provenance(cfg) -> dict:
     git = ["git", "describe", "--always", "--dirty"]
     revision = ""
     with suppress(OSError):  # a machine without git
-        revision = subprocess.run(git, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+        revision = subprocess.run(git, capture_output=True, text=True, cwd=Path(__file__).parent.parent).stdout.strip()
     return {
         "id": secrets.token_hex(4),  # tells runs of one name apart
         "config": dataclasses.asdict(cfg),
@@ -456,12 +455,12 @@ WARNINGS = {
         "(rollout_corr/t_max)"
     ),
     "no_reward": (
-        "every reward of an update is 0, and nothing is learned from it: look at responses (python plot.py "
+        "every reward of an update is 0, and nothing is learned from it: look at responses (python -m machinery.plot "
         "--samples=RUN), at --max_tokens, and at --answer and the prompt where right answers are not found"
     ),
     "mostly_cut": (
         "more than half of the responses of an update were cut at --max_tokens, and cut ones earn little or nothing: "
-        "raise it, or look at what they say (python plot.py --samples=RUN)"
+        "raise it, or look at what they say (python -m machinery.plot --samples=RUN)"
     ),
     "rejected_steps": (
         "every token of an update was rejected: the policy did not move; widen --rs_low and --rs_high, or look at "

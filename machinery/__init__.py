@@ -1,0 +1,1 @@
+"""Flags, run folders, checkpoints, optimizers, plots: used by every command, described by no paper."""
