@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 import objectives
+from config import Config, ObjectiveFlags, SamplingFlags
 from machinery.flags import UserError
 from rollout import Response, Rollout, uniforms
 from sampling import Sampling
@@ -122,12 +123,12 @@ def rloo(reward):
 ADVANTAGES = {"grpo": grpo, "grpo_no_std": grpo_no_std, "rloo": rloo}
 
 
-def advantage_of(reward, cfg):
+def advantage_of(reward, cfg: ObjectiveFlags):
     """The advantages of `--advantage`."""
     return ADVANTAGES[cfg.advantage](reward)
 
 
-def regularised(group: Rollout, cfg) -> torch.Tensor:
+def regularised(group: Rollout, cfg: ObjectiveFlags) -> torch.Tensor:
     """What a group's advantages are made of, (G,): its rewards.
 
     With --kl_in=reward, and known from the ref pass, R - kl_coef sum_t k(log p_ref, log p_start) over the response."""
@@ -146,7 +147,7 @@ def regularised(group: Rollout, cfg) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def collate(groups: list[Rollout], cfg, version: int = 0, now: float = 0.0) -> Batch:
+def collate(groups: list[Rollout], cfg: Config, version: int = 0, now: float = 0.0) -> Batch:
     """Pad whole groups into one batch: advantages by group, mask uniforms, and the groups' ref columns.
 
     version, now: the learner's updates and clock, from which staleness is measured. UserError: allowed sets are
@@ -189,7 +190,7 @@ def collate(groups: list[Rollout], cfg, version: int = 0, now: float = 0.0) -> B
     return batch
 
 
-def of_rows(ids: np.ndarray, cfg) -> Batch:
+def of_rows(ids: np.ndarray, cfg: Config) -> Batch:
     """Sequences (R, L) as a batch that scores every token but the first, at temperature 1."""
     nothing = {"topk_ids": np.zeros((ids.shape[1] - 1, 0), np.int32), "topk_logp": np.zeros((ids.shape[1] - 1, 0))}
     groups = []
@@ -218,7 +219,7 @@ def support_logp(r) -> np.ndarray:
     return np.column_stack([np.where(listed, -np.inf, r.logp_inf), r.topk_logp])
 
 
-def allowed_sets(pairs, cfg) -> list | None:
+def allowed_sets(pairs, cfg: SamplingFlags) -> list | None:
     """The (offsets, ids) that truncated sampling allowed each response, where the learner is to replay them."""
     if cfg.keep_sampling_mask != "replay" or not any(g.sampling.truncates for g, _ in pairs):
         return None

@@ -1,42 +1,20 @@
-"""The flags of train.py: their defaults, their choices, one sentence; then what must hold between them.
+"""The flags of train.py, in groups: name, type, default, and one sentence that --help prints.
 
-    python train.py --config=configs/x.toml --key=value
+python train.py --config=configs/x.toml --key=value
 
-A TOML file sets any flag, the command line wins, and `--objective` fills what neither names
-(presets.OBJECTIVES). `resolve` returns the configuration with nothing left open, or raises UserError with one
-sentence that names the flag and the mend. Each concept's file checks its own flags (`objectives.check`,
-`sampling.check`, ...); what concerns several of them is checked here.
+A function that reads flags names the smallest group that has them: `def check(cfg: ObrsFlags)`. Flags with the default
+None are open: `--objective` fills them (presets.py), then machinery/settings.py. That file also reads command lines
+and TOML files, and checks what several concepts must agree on; each concept's file checks its own flags.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+import math
+from dataclasses import dataclass, fields
 from typing import Literal
 
-import torch
-
-import corrections
-import delay
-import objectives
-import presets
-import quant
-import sampling
-import tasks
-from delay import DelayFlags, RemoteFlags, StalenessFlags
-from machinery import flags
-from machinery.flags import UserError, choice, need
-from model import exact, lora
-from model.memory import MemoryFlags
-from quant import PrecisionFlags
-from sampling import SamplingFlags
-from tasks import PromptFlags, TaskFlags
-
 # ---------------------------------------------------------------------------------------------------------------------
-# The flags, in groups, but for those that stand in the file of their concept: sampling.py, quant.py, delay.py,
-# machinery/optim.py, model/memory.py, tasks/. --help shows them in the order of `Config`'s bases
+# The run
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -57,8 +35,6 @@ class RunFlags:
     """Continue the run in --out from its newest checkpoint."""
     overwrite: bool = False
     """Delete what a run wrote in --out, and nothing else, and start anew."""
-    seed: int = 0
-    """Seed of sampling and masks."""
 
 
 @dataclass(frozen=True)
@@ -82,21 +58,9 @@ class SizeFlags:
     """Token budget (prompt and response) of one micro-batch on one rank."""
 
 
-@dataclass(frozen=True)
-class EngineFlags:
-    """The rollout engine"""
-
-    rollout: Literal["vllm", "hf"] = "vllm"
-    """Rollout engine: vLLM in process, or a sampler in plain torch."""
-    rollout_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Engine's precision; default: the learner's --dtype, float32 for embedded models and where nothing learns."""
-    rollout_memory: float = 0.0
-    """Engine's memory: GiB of KV cache on CPU, share of the GPU on CUDA; 0: enough for a rollout batch, or 0.25."""
-    rollout_tp: int = 1
-    """vLLM under torchrun: so many neighbouring ranks are one engine, each with a part of every weight."""
-    kv_cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
-    """The engine's keys and values. In 8 bits, a mismatch that the learner does not share: fp8, vLLM's (Jackpot, Table
-    2b); int8, the plain sampler's (--rollout=hf). auto: in --rollout_dtype."""
+# ---------------------------------------------------------------------------------------------------------------------
+# The objective
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -213,6 +177,152 @@ class ActorFlags:
 
 
 @dataclass(frozen=True)
+class LossFlags(ObjectiveFlags, ObrsFlags, ActorFlags):
+    """All that a loss is made of"""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rollouts: where the mismatch comes from
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+Quant = Literal["none", "int8", "fp8", "w4a16", "w3a16", "w2a16"]
+LearnerQuant = Literal["none", "aligned", "int8", "fp8", "w4a16", "w3a16", "w2a16"]
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """Sampling"""
+
+    max_tokens: int | None = None
+    """Longest response (embedded models 32)."""
+    stop: str = ""
+    """Tokens that end a response, with commas, beside the tokenizer's own end and those of generation_config.json."""
+    temperature: float = 1.0
+    """Sampling temperature; the learner scores with it too."""
+    top_p: float = 1.0
+    """Rollouts keep the smallest set of most likely tokens with at least this mass; 1: all."""
+    top_k: int = 0
+    """Rollouts keep the k most likely tokens; 0 or -1: all."""
+    min_p: float = 0.0
+    """Rollouts keep tokens with at least this share of the most likely one's probability; 0: all."""
+    logprobs_mode: Literal["processed", "raw"] = "processed"
+    """Log-probabilities the engine returns: of the distribution it samples from, or raw, of the model before
+    temperature and truncation (biased)."""
+    keep_sampling_mask: Literal["off", "recompute", "replay"] = "replay"
+    """What the learner scores where rollouts truncate: the whole vocabulary, its own cut, or the rollout's own
+    sets of allowed tokens (sampling.py)."""
+    seed: int = 0
+    """Seed of sampling and masks."""
+
+
+@dataclass(frozen=True)
+class EngineFlags:
+    """The rollout engine"""
+
+    rollout: Literal["vllm", "hf"] = "vllm"
+    """Rollout engine: vLLM in process, or a sampler in plain torch."""
+    rollout_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Engine's precision; default: the learner's --dtype, float32 for embedded models and where nothing learns."""
+    rollout_memory: float = 0.0
+    """Engine's memory: GiB of KV cache on CPU, share of the GPU on CUDA; 0: enough for a rollout batch, or 0.25."""
+    rollout_tp: int = 1
+    """vLLM under torchrun: so many neighbouring ranks are one engine, each with a part of every weight."""
+    kv_cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
+    """The engine's keys and values. In 8 bits, a mismatch that the learner does not share: fp8, vLLM's (Jackpot, Table
+    2b); int8, the plain sampler's (--rollout=hf). auto: in --rollout_dtype."""
+
+
+@dataclass(frozen=True)
+class PrecisionFlags:
+    """Precision on both sides"""
+
+    lm_head_fp32: bool = False
+    """Compute the language-model head in float32 on both sides, above bodies of less."""
+    rollout_quant: Quant = "none"
+    """Low-bit rollouts (quant.py): the engine's linear layers in this format."""
+    learner_quant: LearnerQuant = "none"
+    """aligned: the learner's copy of the model that samples computes on the engine's low-bit numbers (QaRL);
+    a format: whatever the engine does."""
+    quant_group: int = 64
+    """Columns that share a scale in w4a16 and its like."""
+    exact: bool = False
+    """Sampler (--rollout=hf) and learner take each sum in one order: log p_inf = log p_ref bit for bit, and a run in
+    which they differ stops (model/exact.py)."""
+    router_replay: bool = False
+    """Mixtures of experts: the learner sends each token to the experts that the engine chose (vLLM: on a GPU)."""
+
+
+@dataclass(frozen=True)
+class RolloutFlags(SamplingFlags, EngineFlags, PrecisionFlags):
+    """How responses are sampled, and with which numbers"""
+
+
+@dataclass(frozen=True)
+class DelayFlags:
+    """How late a sampler loads new weights (delay.py)"""
+
+    delay: Literal["none", "constant", "lognormal", "weibull", "exponential"] = "none"
+    """Distribution of the delay after which a sampler loads the newest weights; none: at once."""
+    delay_min: float = 60.0
+    """Shortest delay, in seconds (virtual ones in train.py, this host's in a remote sampler)."""
+    delay_max: float = 1800.0
+    """Longest delay, in seconds; constant: the delay."""
+
+
+@dataclass(frozen=True)
+class StalenessFlags:
+    """Delayed samplers, simulated or remote"""
+
+    delay_samplers: int = 4
+    """--delay: samplers, each with a model version of its own."""
+    sampler_rate: float = 1.0
+    """--delay: groups the samplers make for each that the learner trains on; above 1 they queue up."""
+    sampler_speeds: str = ""
+    """--delay: relative speeds of the samplers, one for each, separated by commas; default: all are equally fast."""
+    token_seconds: float = 0.0
+    """--delay: virtual seconds a token takes a sampler of speed 1, so that long responses come late; 0: sampling takes
+    no time, and --sampler_rate says how many groups there are."""
+    step_seconds: float = 28.125
+    """--delay: virtual seconds an update takes (1800 / 64)."""
+    max_staleness: int | None = None
+    """Bound in updates: delays are capped there, older groups dropped when the learner would take them (the
+    updates of one batch come on top); 0: the synchronous loop; default none."""
+    window_seconds: float = math.inf
+    """Groups that were made longer ago are dropped, by the learner's clock."""
+    sync_every: int = 1
+    """Broadcast weights to delayed or remote samplers every so many updates."""
+
+
+@dataclass(frozen=True)
+class RemoteFlags:
+    """Samplers on other machines (remote/)"""
+
+    samplers: Literal["local", "zmq", "files"] = "local"
+    """local: an engine in this process; zmq, files: samplers anywhere, over ZeroMQ or a shared folder
+    (python -m remote --connect=...)."""
+    bind: str = "tcp://127.0.0.1:5555"
+    """zmq: where to listen; rank r takes the port r higher. tcp://*:5555 for other hosts, with --keys."""
+    keys: str = "none"
+    """zmq: the learner's folder of keys (python -m remote.keys OUT --samplers=N); none: in the clear, on this host
+    only."""
+    sync_path: str = ""
+    """files: the shared folder."""
+    sync_dtype: Literal["float32", "bfloat16", "quantized"] = "float32"
+    """Weights on the wire; quantized: in --rollout_quant's format, as the learner's aligned forward has them."""
+    sync_delta: bool = False
+    """zmq: send samplers that hold weights of before only what has changed since; the weights are the same, bit for
+    bit."""
+    give_up: float = 3600.0
+    """Stop, with a sentence, after so many seconds without a group from any sampler."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The learner
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
 class OptimizerFlags:
     """Optimisation"""
 
@@ -242,6 +352,65 @@ class OptimizerFlags:
     """LoRA (model/lora.py): learn corrections of this rank to frozen linear layers; 0: off, all weights learn."""
     lora_alpha: int = 32
     """LoRA: their scale is this over the rank."""
+
+
+@dataclass(frozen=True)
+class MemoryFlags:
+    """Memory of the learner (model/memory.py)"""
+
+    gradient_checkpointing: bool = False
+    """Keep a layer's input alone, and compute what is inside it again for the backward pass: a third more time, a
+    tenth of the memory. One response is never cut over ranks: the longest one must fit a rank beside its shards."""
+    offload: bool = False
+    """The optimizer's states wait in the host's memory between two updates."""
+    rollout_sleep: bool = True
+    """On a GPU, vLLM gives its memory back while the learner computes; it takes it again for the next rollout."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The task, and what is reported
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TaskFlags:
+    """The task"""
+
+    task: str | None = None
+    """arith (generated sums; the default of embedded models); FILE.jsonl, .json or .parquet; hf:NAME/SPLIT (a data
+    set); FILE.py:CLASS (your own)."""
+    prompt_key: str = ""
+    """Column of the problem; default: problem, question or prompt."""
+    answer_key: str = ""
+    """Column of the answer, a.b for a nested one; default: answer, solution, reward_model.ground_truth, ..."""
+    reward: str = ""
+    """Sum of parts, NAME*WEIGHT with commas: math, gsm8k, praxis, letter, boxed, think, FILE.py:FUNCTION
+    (tasks/rewards.py); default math, letter where rows have choices, or the reward of a class of your own."""
+    answer: Literal["boxed", "last"] = "boxed"
+    """math: what counts of a response, its last \\boxed{} alone, or else its last expression."""
+    overlong: int = 0
+    """DAPO's penalty: from so many tokens below --max_tokens on the reward falls, by 1 at --max_tokens; 0: none."""
+    grade_seconds: float = 5.0
+    """Seconds of a processor that an answer may take to be graded; one that takes longer earns 0."""
+    arith: str = ""
+    """--task=arith: NAME=VALUE with commas. min_ops=3,max_ops=5: number of operations; operand=9, total=29: largest
+    operand and running total; explain=0: reward this many tokens of explanation after a right answer; seed=0."""
+
+
+@dataclass(frozen=True)
+class PromptFlags:
+    """Prompts"""
+
+    system_prompt: str = ""
+    """Text, or a file, that goes before a problem as the system's message, unless its row brings one."""
+    prompt_template: str = ""
+    """Text, or a file, with {problem}; or plain, boxed, hashes, letter; default: as the reward wants the answer."""
+    chat_template: str = "auto"
+    """auto: the tokenizer's, where it has one; off: none; or a file of Jinja."""
+    chat_kwargs: str = ""
+    """Arguments of the chat template, NAME=VALUE with commas, such as enable_thinking=false."""
+    max_prompt_tokens: int = 0
+    """Drop, and count, problems whose prompt is longer; 0: none is dropped."""
 
 
 @dataclass(frozen=True)
@@ -277,6 +446,11 @@ class ReportFlags:
 
 
 @dataclass(frozen=True)
+class SampleFlags(TaskFlags, PromptFlags, RolloutFlags):
+    """Problems, and how responses to them are sampled: what training and evaluation share"""
+
+
+@dataclass(frozen=True)
 class BaseModelFlags:
     """The embedded base models (machinery/warmstart.py)"""
 
@@ -286,20 +460,19 @@ class BaseModelFlags:
     """The same for base:actor, where it should be weaker (or stronger) than base:policy."""
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# All of them
+# ---------------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Config(
     RunFlags,
     SizeFlags,
-    SamplingFlags,
-    ObjectiveFlags,
-    ObrsFlags,
-    ActorFlags,
+    LossFlags,
+    SampleFlags,
     OptimizerFlags,
     MemoryFlags,
-    TaskFlags,
-    PromptFlags,
-    EngineFlags,
-    PrecisionFlags,
     ReportFlags,
     DelayFlags,
     StalenessFlags,
@@ -321,231 +494,7 @@ HARMLESS = {
     *("gradient_checkpointing", "offload", "rollout_sleep", "eval_every"),
 }
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# From a command line to a configuration
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def parse(argv: list[str] | None = None, n_ranks: int | None = None, installed: bool = True) -> Config:
-    """The configuration of a command line, resolved. UserError: one sentence. Arguments as for `resolve`."""
-    from_file, given = {}, {}
-    for key, value in flags.read(Config, argv, "python train.py --key=value ...", also={"config"}):
-        if key == "config":
-            from_file.update(flags.read_toml(Config, value))
-        else:
-            given[key] = flags.convert(Config, key, value)
-    need(not (given.get("epochs") and "steps" in given), "--epochs with --steps: both say how long; leave one out")
-    if "steps" in given:  # over a file's epochs, and a file's steps are nothing beside epochs
-        given["epochs"] = 0.0
-    if given.get("epochs", from_file.get("epochs")):
-        from_file.pop("steps", None)
-    cfg = Config(**{**from_file, **given})
-    if cfg.resume:
-        cfg = resumed(cfg, set(given) | set(from_file))
-    return resolve(cfg, n_ranks, installed)
-
-
-def resumed(cfg: Config, given: set[str]) -> Config:
-    """The saved configuration of the run in --out; flags given now must agree with it."""
-    need(not cfg.overwrite, "--resume with --overwrite: one goes on, the other deletes; leave one of them out")
-    path = Path(cfg.out) / "config.json"
-    need(path.is_file(), f"--resume: {cfg.out} holds no run; start without --resume, or name its folder with --out")
-    saved = saved_flags(path)
-    of_steps = saved["lr_schedule"] != "constant" or 0 < saved["warmup_steps"] < 1  # the schedule depends on it
-    free = HARMLESS | (set() if of_steps else {"steps", "epochs"})
-    now = resolve_open(replace(cfg, resume=False))
-    changed = [k for k in sorted(given - free) if getattr(now, k) != saved.get(k, FIELDS[k].default)]
-    if changed:
-        was = ", ".join(f"--{k} was {saved.get(k)!r} and is now {getattr(cfg, k)!r}" for k in changed)
-        raise UserError(
-            f"--resume with a changed configuration: {was}; give the old value, or start anew in another --out"
-        )
-    return Config(**{**saved, **{k: getattr(cfg, k) for k in given & free}, "resume": True, "overwrite": False})
-
-
-def saved_flags(path: Path) -> dict:
-    """The flags in a run's config.json. UserError if it is damaged, or not one of a run."""
-    mend = "copy it from a backup, or start anew with --overwrite or in another --out"
-    saved = flags.read_json(path, mend).get("config")
-    need(isinstance(saved, dict) and "lr_schedule" in saved, f"--resume: {path} holds no flags of a run; {mend}")
-    return {k: v if v is None else flags.of_toml(Config, str(path), k, v) for k, v in saved.items() if k in FIELDS}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Fill what is open, then check
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 # what has a default for the embedded models alone, and what is proposed for others
 EMBEDDED = {"task": "arith", "max_tokens": 32, "lr": 1e-4, "actor_lr": 3e-4, "dtype": "float32"}
 EMBEDDED["rollout_dtype"] = "float32"
 PROPOSED = {"task": "hf:openai/gsm8k@main/train", "max_tokens": 4096, "lr": 1e-6, "actor_lr": 1e-6, "dtype": "bfloat16"}
-
-
-def resolve_open(cfg: Config) -> Config:
-    """Fill what the objective decides and what bounds default to; no checks."""
-    if cfg.model.startswith("base:"):
-        cfg = fill(cfg, EMBEDDED)
-    cfg = fill(cfg, {"rollout_dtype": cfg.dtype})
-    cfg = fill(cfg, corrections.still_read(presets.OBJECTIVES.get(cfg.objective, {}), cfg))
-    cfg = fill(cfg, presets.DEFAULTS)
-    cfg = fill(cfg, objectives.default_bounds(cfg))
-    if cfg.actor == "auto":
-        cfg = replace(cfg, actor="base:actor" if cfg.model == "base:policy" else "none")
-    if cfg.obrs_z == "auto":
-        cfg = replace(cfg, obrs_z="exact" if corrections.exact_z_known(cfg) else "bracket")
-    if cfg.actor == "none":  # nobody has that rate
-        cfg = fill(cfg, {"actor_lr": EMBEDDED["actor_lr"]})
-    if cfg.obrs_c2 is None:
-        clipped = cfg.clip and cfg.surrogate in ("ppo", "cispo") and cfg.clip_high < float("inf")
-        cfg = replace(cfg, obrs_c2=1.02 + cfg.clip_high if clipped else 3.0)
-    return cfg
-
-
-def fill(cfg: Config, values: dict) -> Config:
-    """The configuration with those values where it has none yet."""
-    return replace(cfg, **{k: v for k, v in values.items() if getattr(cfg, k) is None})
-
-
-def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> Config:
-    """The configuration with nothing open, checked. UserError: one sentence naming flag and mend.
-
-    n_ranks: default: as torchrun started them. installed: also check that this host has the engine and packages."""
-    if n_ranks is None:
-        n_ranks = flags.from_environment("WORLD_SIZE", 1)
-    choice("objective", cfg.objective, list(presets.OBJECTIVES))
-    cfg = resolve_open(cfg)
-    missing = [f"--{flag}={value}" for flag, value in PROPOSED.items() if getattr(cfg, flag) is None]
-    cfg = fill(cfg, EMBEDDED)
-    for key, kind in flags.types_of(Config).items():
-        flags.check_word(key, getattr(cfg, key), kind)
-    check_sizes(cfg, n_ranks)
-    sampling.check(cfg)
-    sampling.check_with_actor(cfg)
-    quant.check(cfg)
-    delay.check(cfg)
-    delay.check_remote(cfg)
-    objectives.check(cfg)
-    check_models(cfg)
-    lora.check(cfg)
-    exact.check(cfg)
-    check_named(cfg.model, missing)
-    tasks.check(cfg)
-    if installed:
-        check_packages(cfg, n_ranks)
-    else:
-        check_tensor_parallel(cfg, n_ranks)
-    alone = cfg.eval_engine == "second" and cfg.actor == "none"
-    need(not alone, "--eval_engine=second: the policy samples for itself, and its engine evaluates; leave the flag out")
-    return cfg
-
-
-def check_named(model: str, missing: list[str]) -> None:
-    """UserError where flags without a default are missing; each as it is proposed."""
-    need(
-        not missing,
-        f"--model={model}: a model of your own has no default of some flags; name them, for instance "
-        f"{' '.join(missing)}",
-    )
-
-
-def check_sizes(cfg: Config, n_ranks: int) -> None:
-    """Counts, rates and how batches divide among groups and ranks."""
-    counts = ("steps", "rollout_batch", "train_batch", "group_size", "max_tokens", "micro_tokens", "eval_problems")
-    for name in (*counts, "eval_samples", "keep"):
-        need(getattr(cfg, name) >= 1, f"--{name}={getattr(cfg, name)}: must be at least 1")
-    for name in ("lr", "actor_lr", "grad_clip"):
-        need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
-    need(cfg.eval_every >= -1, f"--eval_every={cfg.eval_every}: a number of updates, 0 for before and after, or -1")
-    schedule = ("warmup_steps", "save_every", "log_samples")
-    schedule += ("epochs", "dynamic_sampling")
-    for name in (*schedule, "weight_decay", "distill_kl_target"):
-        need(getattr(cfg, name) >= 0, f"--{name}={getattr(cfg, name)}: must not be negative")
-    warmup, whole = cfg.warmup_steps, cfg.warmup_steps == int(cfg.warmup_steps)
-    need(warmup < 1 or whole, f"--warmup_steps={warmup}: a whole number of updates, or a share of --steps below 1")
-    need(0 <= cfg.adam_beta2 < 1, f"--adam_beta2={cfg.adam_beta2}: must lie in [0, 1)")
-    need(cfg.group_size >= 2, f"--group_size={cfg.group_size}: an advantage needs at least 2 responses a prompt")
-    need(
-        cfg.train_batch % (cfg.group_size * n_ranks) == 0,
-        f"--train_batch={cfg.train_batch}: not divisible by --group_size={cfg.group_size} times {n_ranks} rank(s); "
-        "each rank trains on whole groups",
-    )
-    need(
-        cfg.rollout_batch % cfg.train_batch == 0,
-        f"--rollout_batch={cfg.rollout_batch}: not a multiple of --train_batch={cfg.train_batch}",
-    )
-
-
-def check_models(cfg: Config) -> None:
-    """Model folders, and the accuracy of embedded base models."""
-    for name in ("base_accuracy", "actor_base_accuracy"):
-        value = getattr(cfg, name)
-        need(value is None or 0 < value < 1, f"--{name}={value}: a share between 0 and 1")
-    for flag, value in (("model", cfg.model), ("actor", cfg.actor)):
-        if value.startswith("base:"):
-            choice(flag, value, ["base:policy", "base:actor"])
-            need(cfg.task == "arith", f"--{flag}={value} knows only --task=arith; give a model's folder for {cfg.task}")
-        elif value != "none" or flag == "model":
-            need(
-                flags.names_model(value),
-                f"--{flag}={value}: no Hugging Face model folder (no config.json there); give one as save_pretrained "
-                "writes it, or base:policy",
-            )
-
-
-def check_engine(cfg, n_ranks: int = 1) -> None:
-    """UserError unless the engine of the flags (train.py's, eval.py's, a sampler's) can be started here."""
-    memory = f"--rollout_memory={cfg.rollout_memory}"
-    need(cfg.rollout_memory >= 0, f"{memory}: must not be negative; 0 sizes it by the batch")
-    check_tensor_parallel(cfg, n_ranks)
-    check_kv_cache(cfg)
-    if cfg.rollout != "vllm":
-        return
-    need(
-        importlib.util.find_spec("vllm") is not None,
-        "--rollout=vllm: vLLM is not installed here; install it (make demo does), or use --rollout=hf",
-    )
-    if torch.cuda.is_available():
-        need(cfg.rollout_memory <= 1, f"{memory}: on a GPU a share of its memory, at most 1")
-    else:
-        here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-        need(cfg.rollout_memory < here, f"{memory}: GiB on a CPU, and this host has {here:.0f}; name fewer")
-
-
-def check_tensor_parallel(cfg, n_ranks: int) -> None:
-    """Whether so many ranks can be one engine."""
-    flag = f"--rollout_tp={cfg.rollout_tp}"
-    need(cfg.rollout_tp >= 1, f"{flag}: must be at least 1")
-    if cfg.rollout_tp == 1:
-        return
-    need(cfg.rollout == "vllm", f"{flag}: --rollout={cfg.rollout} has an engine on each rank; use --rollout=vllm")
-    need(
-        n_ranks % cfg.rollout_tp == 0,
-        f"{flag}: so many neighbouring ranks are one engine, and {n_ranks} rank(s) cannot be divided into such; start "
-        "a multiple with torchrun --nproc_per_node",
-    )
-    unequal = getattr(cfg, "delay", "none") != "none" and cfg.dynamic_sampling
-    need(not unequal, f"{flag}: with --delay and --dynamic_sampling its ranks need unequal weights; leave one out")
-
-
-def check_kv_cache(cfg) -> None:
-    """Whether the engine has a cache of 8 bits."""
-    flag = f"--kv_cache_dtype={cfg.kv_cache_dtype}"
-    if cfg.kv_cache_dtype == "auto":
-        return
-    engine = {"fp8": "vllm", "int8": "hf"}[cfg.kv_cache_dtype]
-    need(cfg.rollout == engine, f"{flag}: --rollout={cfg.rollout} has no such cache; use --rollout={engine}, or auto")
-    need(
-        engine == "hf" or torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability() == "AVX512",
-        f"{flag}: on a CPU vLLM has this cache with AVX-512 alone, and this one is without; use auto",
-    )
-
-
-def check_packages(cfg: Config, n_ranks: int) -> None:
-    """What the flags need to be installed."""
-    if cfg.samplers == "local":
-        check_engine(cfg, n_ranks)
-        quant.check_routing(cfg)
-    found = not cfg.wandb or importlib.util.find_spec("wandb") is not None
-    need(found, f"--wandb={cfg.wandb}: wandb is not installed; pip install wandb, or leave the flag out")

@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 import torch
 
 import obrs
+from config import Config, LossFlags, ObjectiveFlags
 from machinery.flags import UserError, choice, need
 from sampling import Sampling
 
@@ -313,7 +314,7 @@ class Correction:
         return {n: parameters[n].default for n in ("is_cap", "rs_low", "rs_high") if n in parameters}
 
 
-def call(function, cfg, /, **known):
+def call(function, cfg: LossFlags, /, **known):
     """The function's result; an argument is the known value, or else the flag, of its parameter's name."""
     values = {}
     for name in inspect.signature(function).parameters:
@@ -324,7 +325,7 @@ def call(function, cfg, /, **known):
     return function(**values)
 
 
-def obrs_correction(new, batch, stats, cfg):
+def obrs_correction(new, batch, stats, cfg: LossFlags):
     """weight min(w, c1) min(p_ref / p_tgt, c2), tokens kept by a draw with probability a (obrs.py). Jackpot."""
     target = obrs.target_of(new, batch, cfg.obrs_target)
     z = obrs.token_z(target, batch.support_logp, stats.lam, stats.kappa, cfg.obrs_z)
@@ -346,7 +347,7 @@ def obrs_correction(new, batch, stats, cfg):
     return weight, keep, obrs.obrs_logs(accept, z)
 
 
-def z_tis_correction(new, batch, stats, cfg):
+def z_tis_correction(new, batch, stats, cfg: LossFlags):
     """weight Z min(r, c1 / Z): OBRS in expectation. Ours; the control for its mask."""
     z = obrs.token_z(obrs.target_of(new, batch, "ref"), batch.support_logp, stats.lam, stats.kappa, cfg.obrs_z)
     weight, keep = z_tis(batch.log_r, z.used, cfg.obrs_c1, cfg.log_ratio_clamp)
@@ -421,7 +422,7 @@ REJECTIONS = {
 }
 
 
-def rejections(cfg) -> list[tuple[Rejection, float, float]]:
+def rejections(cfg: ObjectiveFlags) -> list[tuple[Rejection, float, float]]:
     """(statistic, lowest, highest) of each that --reject names.
 
     One name alone has the bounds --rs_low and --rs_high. In a list, as in verl's, each has its own: NAME:LOW:HIGH, or
@@ -447,7 +448,7 @@ def rejections(cfg) -> list[tuple[Rejection, float, float]]:
     return found
 
 
-def weight_and_mask(new, batch, stats, cfg):
+def weight_and_mask(new, batch, stats, cfg: LossFlags):
     """(weight, keep) or (weight, keep, logs) of --correction on one micro-batch."""
     return call(
         CORRECTIONS[cfg.correction].function,
@@ -465,7 +466,7 @@ def weight_and_mask(new, batch, stats, cfg):
     )
 
 
-def apply_correction(new, batch, stats, cfg):
+def apply_correction(new, batch, stats, cfg: LossFlags):
     """(weight, keep, what to log) of the correction, and on top of it what `--reject` and `--veto` drop.
 
     correction_target: "new" has p_new above p_inf, in weights and statistics, instead of p_ref.
@@ -484,19 +485,19 @@ def apply_correction(new, batch, stats, cfg):
     return weight, keep, logs[0] if logs else {}
 
 
-def can_drop(cfg) -> bool:
+def can_drop(cfg: ObjectiveFlags) -> bool:
     """Whether any token can be rejected."""
     return CORRECTIONS[cfg.correction].drops or cfg.reject != "none" or cfg.veto > 0
 
 
-def sees_new(cfg) -> bool:
+def sees_new(cfg: LossFlags) -> bool:
     """Whether weights or masks depend on the policy during the update, and are unknown before it."""
     z_new = cfg.correction in USES_Z and cfg.obrs_target == "new" and cfg.kappa != "exact"
     of_new = cfg.correction_target == "new" or cfg.ref_from == "loglinear"
     return cfg.correction == "tis_adjusted" or of_new or z_new
 
 
-def mean_weight(batch, comm, stats, cfg, fresh) -> float:
+def mean_weight(batch, comm, stats, cfg: LossFlags, fresh) -> float:
     """The mean of keep * weight over all ranks: over tokens, or responses where a response has one weight.
 
     As verl has it: before --reject and --veto, which do not change the mean."""
@@ -507,7 +508,7 @@ def mean_weight(batch, comm, stats, cfg, fresh) -> float:
     return total / count if total > 0 else 1.0
 
 
-def actor_is_sampler(cfg) -> bool:
+def actor_is_sampler(cfg: Config) -> bool:
     """Whether the learner's actor is the policy that sampled, up to the engine's arithmetic.
 
     False where groups may come from older weights, where the engine rounds weights or its cache otherwise, and where it
@@ -519,7 +520,7 @@ def actor_is_sampler(cfg) -> bool:
     return not (late or rounded or cut)
 
 
-def exact_z_known(cfg) -> bool:
+def exact_z_known(cfg: Config) -> bool:
     """Whether the learner sees both whole distributions of OBRS: two models, target ref, and no budget."""
     return cfg.actor != "none" and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate and actor_is_sampler(cfg)
 
@@ -529,13 +530,13 @@ def exact_z_known(cfg) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def default_bounds(cfg) -> dict:
+def default_bounds(cfg: ObjectiveFlags) -> dict:
     """Defaults of the bounds that the chosen correction and rejection read."""
     rows = (CORRECTIONS.get(cfg.correction), REJECTIONS.get(cfg.reject))
     return {name: value for row in rows if row for name, value in row.bounds.items()}
 
 
-def still_read(axes: dict, cfg) -> dict:
+def still_read(axes: dict, cfg: ObjectiveFlags) -> dict:
     """An objective's axes without what belongs to a correction, a rejection or a surrogate of its own that the flags
     have replaced."""
     rows = {"correction": CORRECTIONS.get(axes.get("correction")), "reject": REJECTIONS.get(axes.get("reject"))}
@@ -550,7 +551,7 @@ def still_read(axes: dict, cfg) -> dict:
     return {name: value for name, value in axes.items() if name not in gone}
 
 
-def check(cfg) -> None:
+def check(cfg: Config) -> None:
     """UserError, one sentence: flags of corrections that contradict each other."""
     choice("correction", cfg.correction, list(CORRECTIONS))
     choice("actor_correction", cfg.actor_correction, [c for c in CORRECTIONS if c not in USES_Z | {"tis_adjusted"}])
@@ -566,7 +567,7 @@ def check(cfg) -> None:
     check_target(cfg)
 
 
-def check_target(cfg) -> None:
+def check_target(cfg: LossFlags) -> None:
     """Which policy stands above inf, and what must be known before the update."""
     of_new = cfg.correction_target == "new"
     need(
@@ -598,7 +599,7 @@ def check_target(cfg) -> None:
     )
 
 
-def check_caps(cfg) -> None:
+def check_caps(cfg: ObjectiveFlags) -> None:
     """UserError: --is_cap or --is_floor does not fit the correction."""
     bounds = CORRECTIONS[cfg.correction].bounds
     need(cfg.is_cap is None or cfg.is_cap > 0, f"--is_cap={cfg.is_cap}: a cap of weights, above 0")
@@ -616,7 +617,7 @@ def check_caps(cfg) -> None:
     )
 
 
-def check_has_cap(cfg) -> None:
+def check_has_cap(cfg: ObjectiveFlags) -> None:
     bounds = CORRECTIONS[cfg.correction].bounds
     if cfg.is_cap is not None and "is_cap" not in bounds:
         instead = "leave it out"
@@ -627,7 +628,7 @@ def check_has_cap(cfg) -> None:
         raise UserError(f"--is_cap={cfg.is_cap}: --correction={cfg.correction} has no cap C; {instead}")
 
 
-def check_rejection(cfg) -> None:
+def check_rejection(cfg: ObjectiveFlags) -> None:
     """What --reject, --rs_low, --rs_high and --veto drop."""
     rejects = "rs_low" in CORRECTIONS[cfg.correction].bounds
     need(
@@ -655,7 +656,7 @@ def check_rejection(cfg) -> None:
     )
 
 
-def check_obrs(cfg) -> None:
+def check_obrs(cfg: Config) -> None:
     """OBRS: its numbers, and what must be known before the update."""
     z, new = cfg.correction in USES_Z, cfg.obrs_target == "new"
     need(cfg.obrs_c1 > 0, f"--obrs_c1={cfg.obrs_c1}: must be above 0")

@@ -44,72 +44,14 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from config import Config, StalenessFlags
 from machinery import checkpoint
 from machinery.checkpoint.shards import from_all, own_group
 from machinery.flags import UserError, need
 from rollout import Rollout, uniforms
 from source import LocalSource, given_back_if_it_fails
-
-
-@dataclass(frozen=True)
-class DelayFlags:
-    """How late a sampler loads new weights (delay.py)"""
-
-    delay: Literal["none", "constant", "lognormal", "weibull", "exponential"] = "none"
-    """Distribution of the delay after which a sampler loads the newest weights; none: at once."""
-    delay_min: float = 60.0
-    """Shortest delay, in seconds (virtual ones in train.py, this host's in a remote sampler)."""
-    delay_max: float = 1800.0
-    """Longest delay, in seconds; constant: the delay."""
-
-
-@dataclass(frozen=True)
-class StalenessFlags:
-    """Delayed samplers, simulated or remote"""
-
-    delay_samplers: int = 4
-    """--delay: samplers, each with a model version of its own."""
-    sampler_rate: float = 1.0
-    """--delay: groups the samplers make for each that the learner trains on; above 1 they queue up."""
-    sampler_speeds: str = ""
-    """--delay: relative speeds of the samplers, one for each, separated by commas; default: all are equally fast."""
-    token_seconds: float = 0.0
-    """--delay: virtual seconds a token takes a sampler of speed 1, so that long responses come late; 0: sampling takes
-    no time, and --sampler_rate says how many groups there are."""
-    step_seconds: float = 28.125
-    """--delay: virtual seconds an update takes (1800 / 64)."""
-    max_staleness: int | None = None
-    """Bound in updates: delays are capped there, older groups dropped when the learner would take them (the
-    updates of one batch come on top); 0: the synchronous loop; default none."""
-    window_seconds: float = math.inf
-    """Groups that were made longer ago are dropped, by the learner's clock."""
-    sync_every: int = 1
-    """Broadcast weights to delayed or remote samplers every so many updates."""
-
-
-@dataclass(frozen=True)
-class RemoteFlags:
-    """Samplers on other machines (remote/)"""
-
-    samplers: Literal["local", "zmq", "files"] = "local"
-    """local: an engine in this process; zmq, files: samplers anywhere, over ZeroMQ or a shared folder
-    (python -m remote --connect=...)."""
-    bind: str = "tcp://127.0.0.1:5555"
-    """zmq: where to listen; rank r takes the port r higher. tcp://*:5555 for other hosts, with --keys."""
-    keys: str = "none"
-    """zmq: the learner's folder of keys (python -m remote.keys OUT --samplers=N); none: in the clear, on this host
-    only."""
-    sync_path: str = ""
-    """files: the shared folder."""
-    sync_dtype: Literal["float32", "bfloat16", "quantized"] = "float32"
-    """Weights on the wire; quantized: in --rollout_quant's format, as the learner's aligned forward has them."""
-    sync_delta: bool = False
-    """zmq: send samplers that hold weights of before only what has changed since; the weights are the same, bit for
-    bit."""
-    give_up: float = 3600.0
-    """Stop, with a sentence, after so many seconds without a group from any sampler."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +134,7 @@ def ks_p(a: Counter, b: Counter) -> float:
     return min(1.0, 2 * sum((-1) ** (k - 1) * math.exp(-2 * k * k * x * x) for k in range(1, 101)))
 
 
-def speeds_of(cfg) -> list[float]:
+def speeds_of(cfg: StalenessFlags) -> list[float]:
     """The relative speeds of the samplers. UserError: not one for each, or not above 0."""
     if not cfg.sampler_speeds:
         return [1.0] * cfg.delay_samplers
@@ -214,7 +156,7 @@ class DelaySource(LocalSource):
     store: the folder of old versions. writes: whether this rank writes there, one of those that share a disk. Every
     rank runs the same clock with the same draws."""
 
-    def __init__(self, *args, cfg, store: Path, writes: bool = True, **more):
+    def __init__(self, *args, cfg: Config, store: Path, writes: bool = True, **more):
         super().__init__(*args, **more)
         self.cfg = cfg
         self.store = Path(store)
@@ -509,7 +451,7 @@ def check_distribution(flags) -> None:
     )
 
 
-def check(cfg) -> None:
+def check(cfg: Config) -> None:
     """UserError, one sentence, if train.py's flags about delays contradict each other."""
     check_distribution(cfg)
     for name in ("delay_samplers", "sync_every"):
@@ -532,7 +474,7 @@ def check(cfg) -> None:
         )
 
 
-def check_bounds(cfg) -> None:
+def check_bounds(cfg: Config) -> None:
     """UserError, one sentence, if a bound on age cannot be met, or if waiting groups are not bounded."""
     most = cfg.max_staleness
     if most is not None and most < 0:
@@ -558,7 +500,7 @@ def check_bounds(cfg) -> None:
             )
 
 
-def check_remote(cfg) -> None:
+def check_remote(cfg: Config) -> None:
     """UserError, one sentence, if the flags of remote samplers contradict each other."""
     need(cfg.give_up > 0, f"--give_up={cfg.give_up}: must be above 0")
     need(cfg.samplers != "files" or cfg.sync_path.strip(), "--samplers=files: name the folder with --sync_path")

@@ -34,17 +34,17 @@ from tqdm import tqdm
 import quant
 import sampling
 import tasks
-from config import EMBEDDED, PROPOSED, Config, EngineFlags, check_engine, check_named, fill
+from config import EMBEDDED, PROPOSED, Config, EngineFlags, OptimizerFlags, PromptFlags, SampleFlags, TaskFlags
 from machinery import checkpoint, flags, warmstart
 from machinery.flags import UserError, check_output, choice, is_hub_id, need, parse_flags, read_json, run_command
 from machinery.run import EVALUATED, common_tokenizer, holds_run, is_locked, rows
+from machinery.settings import check_engine, check_named, fill
 from model import memory
 from model.engines import HFEngine, evaluated_by, make_engine
 from model.streamed import empty_model
-from quant import PrecisionFlags
 from rollout import request_seed
-from sampling import Sampling, SamplingFlags
-from tasks import EvalSet, PromptFlags, TaskFlags, encode, eval_sets, grade_all, prompts, stop_ids
+from sampling import Sampling
+from tasks import EvalSet, encode, eval_sets, grade_all, prompts, stop_ids
 from tasks.gold import grade_gold
 
 PROBLEMS = 512  # unless --problems names a number
@@ -92,7 +92,7 @@ def solve(engine, task, tokenizer, indices, samples: int, sampling: Sampling, se
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def sampler_of(learner, name: str, cfg) -> HFEngine:
+def sampler_of(learner, name: str, cfg: OptimizerFlags) -> HFEngine:
     """A sampler in plain torch of the learner's policy or actor as it is now.
 
     Under FSDP it has a whole copy of the weights, because shards cannot decode; aligned where the learner's is."""
@@ -145,7 +145,7 @@ def over_sets(sets: list[tuple[str, int]], scores: list[tuple[float, float]]) ->
 
 
 @dataclass(frozen=True)
-class ModelFlags(TaskFlags, PromptFlags, SamplingFlags, EngineFlags, PrecisionFlags):
+class ModelFlags(SampleFlags):
     """Model and problems"""
 
     task: str = "arith"  # train.py asks for it where the model is not embedded

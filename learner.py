@@ -26,6 +26,7 @@ import objectives
 import quant
 import sync
 from batching import Batch
+from config import Config, RolloutFlags
 from machinery import optim
 from machinery.checkpoint.shards import whole
 from machinery.checkpoint.tensors import Published
@@ -139,7 +140,7 @@ class Comm:
 class Learner:
     """Owns the models, their optimizers and the parallel wrapper. Batches go in on the CPU."""
 
-    def __init__(self, policy, actor, cfg, comm: Comm, vocabulary: int | None = None, start=None):
+    def __init__(self, policy, actor, cfg: Config, comm: Comm, vocabulary: int | None = None, start=None):
         """vocabulary: token ids that there are (model.PolicyAndActor). start: the frozen model that --kl_coef holds the
         policy to; None without it."""
         self.cfg = cfg
@@ -560,7 +561,7 @@ class Agreement:
     plain: float = float("nan")  # the gap of the same learner without low bits; NaN: it has none
 
 
-def check_agreement(cfg, found: Agreement) -> str:
+def check_agreement(cfg: RolloutFlags, found: Agreement) -> str:
     """A warning, or "". UserError if, with the same weights, engine and learner compute different policies.
 
     It finds whatever makes logits another function on one side: a soft cap, a scale, a bias, a temperature. Where both
@@ -586,7 +587,7 @@ def check_agreement(cfg, found: Agreement) -> str:
     return ""
 
 
-def expects_agreement(cfg) -> bool:
+def expects_agreement(cfg: Config) -> bool:
     """Whether engine and learner should be one policy: same weights, same distribution.
 
     How far noise moves probabilities depends on the weights, so no number can be expected of it here. Proofs of
@@ -596,7 +597,7 @@ def expects_agreement(cfg) -> bool:
     return cfg.check_agreement and fresh and same
 
 
-def engine_type(cfg) -> torch.dtype | None:
+def engine_type(cfg: Config) -> torch.dtype | None:
     """The 16 bits in which a local engine holds every matrix; None where it holds or is given others."""
     others = cfg.samplers != "local" or cfg.exact or cfg.lm_head_fp32 or cfg.lora_rank
     return None if others or cfg.rollout_dtype == "float32" else getattr(torch, cfg.rollout_dtype)

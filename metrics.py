@@ -16,6 +16,7 @@ import sys
 import textwrap
 
 import corrections
+from config import LossFlags
 from machinery.flags import need, run_command
 from machinery.measure import Derived, Max, Mean, Means, Quantile, Sums, View, k3, repetition
 from model import FLOOR
@@ -489,7 +490,7 @@ ELSEWHERE = {
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def observe(sums: Sums, new, batch, stats, logs, cfg) -> None:
+def observe(sums: Sums, new, batch, stats, logs, cfg: LossFlags) -> None:
     """Add one micro-batch. new: TokenStats, detached; batch: with ref columns; logs: from objectives.joint_loss."""
     view = View(new, batch, stats, logs, cfg)
     for row in ROWS:

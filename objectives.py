@@ -29,6 +29,7 @@ import torch
 
 import corrections
 import obrs
+from config import Config, LossFlags, ObjectiveFlags
 from corrections import (
     CLAMP,
     CORRECTIONS,
@@ -146,7 +147,7 @@ def clip_surrogate(s, adv, low, high, dual_clip=0.0):
     return value, clipped
 
 
-def clip_bounds(cfg) -> tuple[float, float]:
+def clip_bounds(cfg: ObjectiveFlags) -> tuple[float, float]:
     """(low, high) of the trust region; infinite with --clip=False."""
     return (cfg.clip_low, cfg.clip_high) if cfg.clip else (math.inf, math.inf)
 
@@ -165,7 +166,7 @@ SURROGATES = {
 }
 
 
-def surrogate_of(logp, base, adv, mask, cfg):
+def surrogate_of(logp, base, adv, mask, cfg: LossFlags):
     """(value to maximise, where it is clipped, ratio) of --surrogate. base: log of the ratio's denominator, (B, T)."""
     low, high = clip_bounds(cfg)
     edge = {} if cfg.clip else {"tbpo_neg_high": math.inf}
@@ -212,7 +213,7 @@ def kl_estimate(logp, logp_start, estimator: str, clamp=CLAMP):
     return x * x / 2 if estimator == "k2" else token_k3(x, clamp)
 
 
-def unregularised(cfg):
+def unregularised(cfg: Config):
     """The flags without the regularisers: a correction's worth is not theirs."""
     return replace(cfg, kl_coef=0.0, entropy_coef=0.0)
 
@@ -243,7 +244,7 @@ class StepStats:
         return replace(self, **chosen)
 
 
-def passes_needed(cfg, controllers: dict, updates: int) -> set[str]:
+def passes_needed(cfg: Config, controllers: dict, updates: int) -> set[str]:
     """Which extra learner passes this rollout batch needs: {"ref"}, {"ref", "fresh"} or none.
 
     With one update per batch `ref` is the policy of that very update, so its forward pass serves as the ref pass,
@@ -267,7 +268,7 @@ def passes_needed(cfg, controllers: dict, updates: int) -> set[str]:
     return passes
 
 
-def prepare(batch, comm, cfg, controllers: dict, fresh=None) -> StepStats:
+def prepare(batch, comm, cfg: LossFlags, controllers: dict, fresh=None) -> StepStats:
     """The statistics of one optimizer step over all ranks.
 
     batch: this rank's share of the step; comm.sum and comm.cat reduce over ranks; controllers: what earlier steps
@@ -292,7 +293,7 @@ def prepare(batch, comm, cfg, controllers: dict, fresh=None) -> StepStats:
     return stats
 
 
-def prepare_group(stats: StepStats, batch, cfg) -> None:
+def prepare_group(stats: StepStats, batch, cfg: ObjectiveFlags) -> None:
     """GEPO's expectation and mixing, from whole groups."""
     empty = (batch.mask.sum(1) == 0)[:, None]
     mean_logp_inf = seq_mean(batch.logp_inf.double(), batch.mask).masked_fill(empty, -math.inf)[:, 0]
@@ -300,7 +301,7 @@ def prepare_group(stats: StepStats, batch, cfg) -> None:
     stats.mixing = corrections.group_mixing(mean_logp_inf, batch.group, cfg.gepo_defence)[:, None]
 
 
-def prepare_obrs(stats: StepStats, batch, comm, cfg, controllers: dict, fresh) -> None:
+def prepare_obrs(stats: StepStats, batch, comm, cfg: LossFlags, controllers: dict, fresh) -> None:
     """lambda of a budget, then kappa: this update's own, or the one that the last update left."""
     logp_tgt, support_logp = batch.logp_ref, batch.support_logp_ref
     if fresh is not None:
@@ -320,7 +321,7 @@ def prepare_obrs(stats: StepStats, batch, comm, cfg, controllers: dict, fresh) -
         stats.kappa = obrs.kappa_from(*sums)
 
 
-def prepare_kept(stats: StepStats, batch, comm, cfg, fresh) -> None:
+def prepare_kept(stats: StepStats, batch, comm, cfg: LossFlags, fresh) -> None:
     """`--loss_denominator=kept`: the factor that divides each response by what is kept instead of what was
     proposed."""
     _, keep, _ = apply_correction(fresh, batch, stats, cfg)
@@ -343,7 +344,7 @@ def prepare_kept(stats: StepStats, batch, comm, cfg, fresh) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def with_ref(new, batch, cfg):
+def with_ref(new, batch, cfg: ObjectiveFlags):
     """A batch without a ref pass takes `ref` from this very forward, detached: the same weights, so the same policy,
     or the one between it and inf (`--ref_from=loglinear`)."""
     if batch.logp_ref is not None:
@@ -364,7 +365,7 @@ REF = {name: f"{name}_ref" for name in ("logp", "support_logp", "tail", "actor_l
 REF |= {"logp_start": "logp_start"}
 
 
-def loss(new, batch, stats: StepStats, cfg):
+def loss(new, batch, stats: StepStats, cfg: Config):
     """(the unreduced loss (B, T) of one model, what it saw): - keep sg(weight) (surrogate - kl_coef sg(ratio) KL) - ...
 
     The KL to the start model carries the advantage's mask, weight and (unclipped) ratio, so that it is an expectation
@@ -399,7 +400,7 @@ def loss(new, batch, stats: StepStats, cfg):
     return unreduced.masked_fill(~batch.mask, 0.0), {"weight": weight, "keep": keep, "clipped": clipped, **logs}
 
 
-def log_ratio_base(new, batch, stats: StepStats, cfg):
+def log_ratio_base(new, batch, stats: StepStats, cfg: ObjectiveFlags):
     """log of what the surrogate's ratio divides by, (B, T): p_ref, p_inf, p_new itself, or the group's
     (corrections.py)."""
     if cfg.ratio_base == "ref":
@@ -413,7 +414,7 @@ def log_ratio_base(new, batch, stats: StepStats, cfg):
     return base.expand_as(new.logp)
 
 
-def joint_loss(new, batch, stats: StepStats, cfg):
+def joint_loss(new, batch, stats: StepStats, cfg: Config):
     """Jackpot Eq. 8, two models: -J_OBRS(policy) - J_PPO(actor) + lambda_distill KL; one model: `loss` alone.
 
     The actor's own loss is standard PPO on the same trajectories with weight F(p_actor,ref / p_inf), no OBRS (Eq.
@@ -432,7 +433,7 @@ def joint_loss(new, batch, stats: StepStats, cfg):
     return value, {**logs, "actor_loss": own.detach(), "distill": distill.detach()}
 
 
-def actor_config(cfg):
+def actor_config(cfg: Config):
     """The actor's own objective: standard PPO with weight F = `--actor_correction` (Eq. 6), whatever the policy's
     is."""
     bounds = CORRECTIONS[cfg.actor_correction].bounds
@@ -463,7 +464,7 @@ def actor_config(cfg):
     )
 
 
-def reduce(unreduced, mask, stats: StepStats, cfg):
+def reduce(unreduced, mask, stats: StepStats, cfg: Config):
     """This micro-batch's share of the loss: the shares of all micro-batches and ranks sum to it. Names are verl's.
 
     token-mean               sum / tokens
@@ -477,7 +478,7 @@ def reduce(unreduced, mask, stats: StepStats, cfg):
     return (unreduced / per_token).sum() / stats.sequences
 
 
-def per_response_scale(mask, stats: StepStats, cfg):
+def per_response_scale(mask, stats: StepStats, cfg: Config):
     """(B, 1): what turns the chosen reduction into the mean over responses of their token mean."""
     share = mask.sum(1, keepdim=True).clamp_min(1)
     if cfg.reduction == "token-mean":
@@ -490,7 +491,7 @@ def per_response_scale(mask, stats: StepStats, cfg):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def update_controllers(controllers: dict, logged: dict, cfg) -> None:
+def update_controllers(controllers: dict, logged: dict, cfg: LossFlags) -> None:
     """Remember what the next step needs: kappa of target new, and lambda_distill of the closed loop.
 
     Closed loop (Jackpot's Limitations ask for it): lambda_distill <- lambda_distill exp(gain e), with
@@ -512,14 +513,14 @@ def update_controllers(controllers: dict, logged: dict, cfg) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def default_bounds(cfg) -> dict:
+def default_bounds(cfg: ObjectiveFlags) -> dict:
     """Defaults of what depends on other flags: caps, bounds and clips, and the estimator of the KL."""
     low, high = CLIPS.get(cfg.surrogate, CLIP)
     estimator = "k2" if cfg.kl_in == "loss" else "k1"
     return {**corrections.default_bounds(cfg), "clip_low": low, "clip_high": high, "kl_estimator": estimator}
 
 
-def check(cfg) -> None:
+def check(cfg: Config) -> None:
     """UserError, one sentence: flags of the objective that contradict each other."""
     for axis, known in (("correction", corrections.CORRECTIONS), ("surrogate", SURROGATES)):
         value = getattr(cfg, axis)
@@ -555,7 +556,7 @@ def check(cfg) -> None:
     check_regularisers(cfg)
 
 
-def check_regularisers(cfg) -> None:
+def check_regularisers(cfg: Config) -> None:
     """KL to the start model, entropy bonus."""
     for name in ("kl_coef", "entropy_coef"):
         need(getattr(cfg, name) >= 0, f"--{name}={getattr(cfg, name)}: must not be negative; 0 is off")
@@ -570,7 +571,7 @@ def check_regularisers(cfg) -> None:
     )
 
 
-def check_ratio(cfg) -> None:
+def check_ratio(cfg: Config) -> None:
     """What the surrogate's ratio divides by."""
     needs_a_pass = cfg.actor != "none" or passes_needed(cfg, {}, 1)
     need(

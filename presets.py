@@ -1,6 +1,6 @@
 """Presets: every named objective as its axes.
 
-`--objective` fills the axes that neither the command line nor a file names (config.resolve). A name of another
+`--objective` fills the axes that neither the command line nor a file names (machinery/settings.py). A name of another
 framework has that framework's weight, masks and surrogate; PPO's clip is ours unless the row names one.
 `python objectives.py` prints all of them.
 """

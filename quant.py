@@ -30,35 +30,12 @@ import functools
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import nn
 
+from config import PrecisionFlags, RolloutFlags
 from machinery.flags import need
-
-Quant = Literal["none", "int8", "fp8", "w4a16", "w3a16", "w2a16"]
-LearnerQuant = Literal["none", "aligned", "int8", "fp8", "w4a16", "w3a16", "w2a16"]
-
-
-@dataclass(frozen=True)
-class PrecisionFlags:
-    """Precision on both sides"""
-
-    lm_head_fp32: bool = False
-    """Compute the language-model head in float32 on both sides, above bodies of less."""
-    rollout_quant: Quant = "none"
-    """Low-bit rollouts (quant.py): the engine's linear layers in this format."""
-    learner_quant: LearnerQuant = "none"
-    """aligned: the learner's copy of the model that samples computes on the engine's low-bit numbers (QaRL);
-    a format: whatever the engine does."""
-    quant_group: int = 64
-    """Columns that share a scale in w4a16 and its like."""
-    exact: bool = False
-    """Sampler (--rollout=hf) and learner take each sum in one order: log p_inf = log p_ref bit for bit, and a run in
-    which they differ stops (model/exact.py)."""
-    router_replay: bool = False
-    """Mixtures of experts: the learner sends each token to the experts that the engine chose (vLLM: on a GPU)."""
 
 
 @dataclass(frozen=True)
@@ -374,7 +351,7 @@ def expert_parameters(model) -> dict[str, tuple[nn.Module, str]]:
     return {f"{name}.{kind}": (m, kind) for name, m in experts_of(model).items() for kind in m._parameters}
 
 
-def learner_format(cfg) -> Format | None:
+def learner_format(cfg: PrecisionFlags) -> Format | None:
     """The format in which the learner computes the model that samples; None: high precision."""
     return format_of(cfg.rollout_quant if cfg.learner_quant == "aligned" else cfg.learner_quant, cfg.quant_group)
 
@@ -555,7 +532,7 @@ def unpacked(packed, scale, shape) -> torch.Tensor:
     return dequantize(unpack_from_int32(packed, 4, torch.Size(shape.tolist())), scale)
 
 
-def check(cfg) -> None:
+def check(cfg: PrecisionFlags) -> None:
     """UserError with one sentence if the flags of the formats contradict each other."""
     need(
         cfg.learner_quant != "aligned" or cfg.rollout_quant != "none",
@@ -565,7 +542,7 @@ def check(cfg) -> None:
     need(cfg.quant_group >= 1, f"--quant_group={cfg.quant_group}: must be at least 1")
 
 
-def check_routing(cfg) -> None:
+def check_routing(cfg: RolloutFlags) -> None:
     """UserError if the engine of the flags cannot say here which experts it chose."""
     need(
         not cfg.router_replay or cfg.rollout == "hf" or torch.cuda.is_available(),  # vLLM's code for it is in Triton
@@ -578,7 +555,7 @@ def check_routing(cfg) -> None:
     )
 
 
-def check_products(cfg) -> None:
+def check_products(cfg: RolloutFlags) -> None:
     """UserError if vLLM on this host's GPU cannot multiply in the rollout's format."""
     low = cfg.rollout_quant in ("int8", "fp8", "w4a16") and cfg.rollout == "vllm" and torch.cuda.is_available()
     need(
@@ -588,7 +565,7 @@ def check_products(cfg) -> None:
     )
 
 
-def check_model(cfg, folder: str) -> None:
+def check_model(cfg: RolloutFlags, folder: str) -> None:
     """UserError if the formats of the flags cannot run here on the model of `folder`, by its config.json alone."""
     formats = {cfg.rollout_quant, cfg.learner_quant} - {"none", "aligned"}
     cuda = torch.cuda.is_available()

@@ -22,39 +22,15 @@ Source: Mismatch Praxis, section 2.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import torch
 
+from config import Config, RolloutFlags, SamplingFlags
 from machinery.flags import UserError, need
 
 COLDEST = 0.01  # vLLM samples at this temperature when it is asked for a lower one, and does not say so
 KEPT_MAX = 256  # largest set of allowed tokens that is recorded where top_p or min_p alone truncate
-
-
-@dataclass(frozen=True)
-class SamplingFlags:
-    """Sampling"""
-
-    max_tokens: int | None = None
-    """Longest response (embedded models 32)."""
-    stop: str = ""
-    """Tokens that end a response, with commas, beside the tokenizer's own end and those of generation_config.json."""
-    temperature: float = 1.0
-    """Sampling temperature; the learner scores with it too."""
-    top_p: float = 1.0
-    """Rollouts keep the smallest set of most likely tokens with at least this mass; 1: all."""
-    top_k: int = 0
-    """Rollouts keep the k most likely tokens; 0 or -1: all."""
-    min_p: float = 0.0
-    """Rollouts keep tokens with at least this share of the most likely one's probability; 0: all."""
-    logprobs_mode: Literal["processed", "raw"] = "processed"
-    """Log-probabilities the engine returns: of the distribution it samples from, or raw, of the model before
-    temperature and truncation (biased)."""
-    keep_sampling_mask: Literal["off", "recompute", "replay"] = "replay"
-    """What the learner scores where rollouts truncate: the whole vocabulary, its own cut, or the rollout's own
-    sets of allowed tokens (sampling.py)."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +47,13 @@ class Sampling:
     seed: int = 0
 
     @classmethod
-    def of(cls, cfg) -> Sampling:
+    def of(cls, cfg: SamplingFlags) -> Sampling:
         """The settings that the flags ask for."""
         top_k = max(0, cfg.top_k)  # -1 is vLLM's word for all
         return cls(cfg.temperature, cfg.top_p, top_k, cfg.min_p, cfg.max_tokens, cfg.seed)
 
     @classmethod
-    def of_policy(cls, cfg) -> Sampling:
+    def of_policy(cls, cfg: SamplingFlags) -> Sampling:
         """The law that the learner scores: cut where it replays or recomputes the cut."""
         law = cls.of(cfg)
         return replace(law, top_p=1.0, top_k=0, min_p=0.0) if cfg.keep_sampling_mask == "off" else law
@@ -88,7 +64,7 @@ class Sampling:
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
-def max_allowed(cfg, vocabulary: int) -> int:
+def max_allowed(cfg: RolloutFlags, vocabulary: int) -> int:
     """The largest set of allowed tokens that is recorded for one position; 0 if none is recorded.
 
     Tokens as likely as the k-th stay too. Among float32 logits such ties are few, among rounded ones
@@ -173,7 +149,7 @@ def pick(logp, u):
     return token.clamp_(max=logp.shape[1] - 1)
 
 
-def check(cfg) -> None:
+def check(cfg: SamplingFlags) -> None:
     """UserError with one sentence if the flags ask for something that cannot be sampled."""
     need(cfg.temperature >= COLDEST, f"--temperature={cfg.temperature}: must be at least {COLDEST}")
     need(0 < cfg.top_p <= 1, f"--top_p={cfg.top_p}: a probability mass in (0, 1]; 1 keeps all tokens")
@@ -187,7 +163,7 @@ def check(cfg) -> None:
     )
 
 
-def check_with_actor(cfg) -> None:
+def check_with_actor(cfg: Config) -> None:
     """UserError where the KL from an actor is asked for between two distributions that are cut each by itself."""
     cut_by_itself = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "recompute"
     need(

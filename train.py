@@ -27,9 +27,10 @@ from tqdm import tqdm
 import batching
 import config
 import objectives
+from config import RunFlags
 from eval import held_out
 from learner import LOCAL_RANK, Comm, Learner, check_agreement, expects_agreement
-from machinery import checkpoint, plot
+from machinery import checkpoint, plot, settings
 from machinery.flags import UserError, need, run_command
 from machinery.run import Log, locked, open_eval_engine, open_run, open_source, prepare_folder, samples_of
 from model import Needs, exact, needs_of_exact_kappa
@@ -284,7 +285,7 @@ def due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def how_to_resume(cfg) -> str:
+def how_to_resume(cfg: RunFlags) -> str:
     return f"go on with --resume --out={cfg.out}"
 
 
@@ -316,4 +317,4 @@ def catch_signals() -> list[str]:
 
 
 if __name__ == "__main__":
-    run_command(lambda: train(config.parse()), silent=LOCAL_RANK > 0)
+    run_command(lambda: train(settings.parse()), silent=LOCAL_RANK > 0)

@@ -50,10 +50,11 @@ import batching
 import config
 import objectives
 import sampling
+from config import Config
 from corrections import token_k3
 from eval import sampler_of
 from learner import Comm, Learner
-from machinery import flags, plot
+from machinery import flags, plot, settings
 from machinery.flags import names_model, need, run_command
 from machinery.measure import FOLDS, Reference, Seen, with_errors
 from machinery.optim import learning
@@ -129,7 +130,7 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
                 name in OF_ROWS or name not in config.FIELDS,
                 f"--rows: {flag} of {row!r} is no flag of an objective; all rows share it: give it beside --rows",
             )
-        rows[row] = config.parse([*shared, f"--objective={objective}", *(f"--{flag}" for flag in more)])
+        rows[row] = settings.parse([*shared, f"--objective={objective}", *(f"--{flag}" for flag in more)])
     need(rows, "--rows: names no objective")
     for row, cfg in rows.items():
         check_row(row, cfg)
@@ -143,7 +144,7 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     need(len(kept) <= 1, "--rows: rows with several --obrs_topk; weigh them one after the other")
     of_rows = {f.name for f in fields(config.ObjectiveFlags)} - {"advantage", "reduction"}
     of_g = [f"--{k}={v}" for k, v in pairs if k not in names | of_rows]
-    plain = config.parse([*of_g, "--objective=none"])
+    plain = settings.parse([*of_g, "--objective=none"])
     need(not own.stale or plain.actor == "none", f"--stale={own.stale}: the actor samples here; add --actor=none")
     return own, rows, replace(unregularised(on_policy_config(plain)), actor="none", rollout_quant="none")
 
@@ -225,7 +226,7 @@ def batches_of(learner, groups, rows: dict[str, config.Config]) -> dict[str, bat
     return out
 
 
-def coefficients(batch, comm, cfg) -> torch.Tensor:
+def coefficients(batch, comm, cfg: Config) -> torch.Tensor:
     """c_t = d J / d log p_t at p_new = p_ref, (B, T): the row's own loss, differentiated by its log-probabilities."""
     logp = batch.logp_ref.double().clone().requires_grad_()
     new = TokenStats(logp, support_logp=batch.support_logp_ref, tail=batch.tail_ref, z=batch.z_ref)
@@ -433,7 +434,7 @@ class Measurement:
         return out
 
 
-def on_policy_source(learner, run, cfg) -> LocalSource:
+def on_policy_source(learner, run, cfg: Config) -> LocalSource:
     """The learner's own policy as a sampler, on problems of its own."""
     source = LocalSource(
         sampler_of(learner, "policy", cfg),

@@ -42,6 +42,7 @@ import config
 import objectives
 import quant
 from learner import Comm, Learner
+from machinery import settings
 from machinery.flags import UserError, need
 from machinery.warmstart import CONTEXT, SHAPES
 from model import Needs, OneModelRows, Scored
@@ -143,7 +144,7 @@ def policy_shaped(folder: str):
 
 def resolved(**changes) -> config.Config:
     """A configuration of one model on one rank."""
-    return config.resolve(config.Config(**{"rollout": "hf", "actor": "none", **changes}), 1)
+    return settings.resolve(config.Config(**{"rollout": "hf", "actor": "none", **changes}), 1)
 
 
 def random_prompts(rng, n: int = 32) -> list[np.ndarray]:
@@ -184,7 +185,7 @@ def random_groups(rng, n: int, length: int, vocabulary: int) -> list[Rollout]:
     return as_groups("bench", prompts, responses, Sampling())
 
 
-def recorded(cfg, model, n_groups: int, K: int) -> list[Rollout]:
+def recorded(cfg: config.Config, model, n_groups: int, K: int) -> list[Rollout]:
     """Groups sampled by the plain sampler from the model itself, with the K most likely tokens and random
     rewards."""
     rng = np.random.default_rng(0)

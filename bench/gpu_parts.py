@@ -29,6 +29,7 @@ import bench
 import objectives
 import plan
 import quant
+from config import Config
 from learner import Comm, Learner
 from model import Needs, OneModelRows, Scored
 from model.engines import HFEngine, VLLMEngine
@@ -80,7 +81,7 @@ class Setting:
         with torch.device(self.device):
             return bench.shaped("", seed=seed, **self.shape(name))
 
-    def learner(self, cfg, name: str, actor: str = "") -> Learner:
+    def learner(self, cfg: Config, name: str, actor: str = "") -> Learner:
         return Learner(self.model(name), self.model(actor, 1) if actor else None, cfg, Comm(self.device))
 
     def seconds(self, f) -> float:
@@ -350,7 +351,7 @@ def operations(model, length: int) -> float:
 
 
 @functools.cache
-def planned(s: Setting, cfg, names: tuple[str, ...]) -> float:
+def planned(s: Setting, cfg: Config, names: tuple[str, ...]) -> float:
     """GiB of the plan's forward and backward with models of these shapes, without an engine."""
     configs = {}
     for role, name in zip(("policy", "actor"), names, strict=False):
@@ -360,7 +361,7 @@ def planned(s: Setting, cfg, names: tuple[str, ...]) -> float:
     return (made.of_stage("forward and backward") - made.categories["engine"]) / GIB
 
 
-def fits(s: Setting, cfg, names: tuple[str, ...]) -> bool:
+def fits(s: Setting, cfg: Config, names: tuple[str, ...]) -> bool:
     """Whether the plan leaves a tenth of the device's memory free."""
     total = torch.cuda.get_device_properties(0).total_memory if s.cuda else math.inf
     return planned(s, cfg, names) <= 0.9 * total / GIB
@@ -376,7 +377,7 @@ class Measured(NamedTuple):
     share: float  # of the device's peak
 
 
-def updates(s: Setting, cfg, names: tuple[str, ...], n: int = 3) -> Measured:
+def updates(s: Setting, cfg: Config, names: tuple[str, ...], n: int = 3) -> Measured:
     """n updates of a new learner of these models, behind one that makes its states."""
     before = s.allocated()
     learner = s.learner(cfg, *names)
@@ -393,7 +394,7 @@ def updates(s: Setting, cfg, names: tuple[str, ...], n: int = 3) -> Measured:
     return Measured(tokens, spent, gib, planned(s, cfg, names), share)
 
 
-def case(s: Setting, what: str, cfg, names: tuple[str, ...], n: int = 3) -> Iterator[dict]:
+def case(s: Setting, what: str, cfg: Config, names: tuple[str, ...], n: int = 3) -> Iterator[dict]:
     """Three lines of `updates`: speed, share of the peak, memory."""
     m = updates(s, cfg, names, n)
     yield repeats_row(f"speed, {what}", [m.tokens / t for t in m.seconds], "tokens/s")

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 import corrections
+from config import LossFlags
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a formula may use: one micro-batch, seen once
@@ -25,7 +26,7 @@ import corrections
 class View:
     """One micro-batch as the formulas see it. Token quantities are (B, T), response quantities (B,)."""
 
-    def __init__(self, new, batch, stats, logs, cfg):
+    def __init__(self, new, batch, stats, logs, cfg: LossFlags):
         self.new, self.batch = new, batch
         self.stats, self.logs = stats, logs
         self.cfg = cfg

@@ -7,6 +7,7 @@ import math
 import torch
 
 import quant
+from config import Config, MemoryFlags, OptimizerFlags
 
 
 class Muon(torch.optim.Muon):
@@ -23,7 +24,7 @@ class Muon(torch.optim.Muon):
         return complex_numbers
 
 
-def make_optimizers(model, cfg, lr: float) -> list:
+def make_optimizers(model, cfg: OptimizerFlags, lr: float) -> list:
     """AdamW over one model's parameters; or Muon over the matrices of its layers, and AdamW over the rest.
 
     Another optimizer is another line here."""
@@ -55,7 +56,7 @@ def learning(model) -> list:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def step(optimizer, cfg) -> None:
+def step(optimizer, cfg: MemoryFlags) -> None:
     """One step of an optimizer. With --offload its states are fetched for one parameter after the other: the same step,
     without the memory of all states at once."""
     if not cfg.offload:
@@ -90,7 +91,7 @@ def move_states(optimizer, p, device) -> None:
             optimizer.state[p][name] = x.to(device)
 
 
-def schedule(step: int, cfg) -> float:
+def schedule(step: int, cfg: Config) -> float:
     """Learning-rate factor of update `step` (from 0): linear warm-up, then constant, linear or cosine decay to
     0."""
     warmup = cfg.warmup_steps if cfg.warmup_steps >= 1 else math.ceil(cfg.warmup_steps * cfg.steps)

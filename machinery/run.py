@@ -31,6 +31,7 @@ import corrections
 import quant
 import sampling
 import tasks
+from config import Config, LossFlags, ReportFlags, RunFlags
 from corrections import USES_Z
 from delay import DelaySource
 from learner import LOCAL_RANK
@@ -161,7 +162,7 @@ def open_run(cfg: config.Config, comm) -> Run:
     return Run(cfg, task, held_out, tokenizer, ends, *folders.values(), context, eval_context, configs, chosen)
 
 
-def held_out_sets(cfg, task) -> list[EvalSet]:
+def held_out_sets(cfg: Config, task) -> list[EvalSet]:
     """The sets of --eval_task, or the test split of generated problems: a file that is trained on is not held out."""
     usual = {"samples": cfg.eval_samples, "temperature": 1.0, "max_tokens": cfg.max_tokens}
     if cfg.eval_task:
@@ -169,7 +170,7 @@ def held_out_sets(cfg, task) -> list[EvalSet]:
     return [EvalSet(task, "arith", **usual)] if cfg.task == "arith" else []
 
 
-def open_source(cfg, run, comm):
+def open_source(cfg: Config, run, comm):
     """The source of groups that the flags name: an engine in this process, delayed samplers, or remote ones.
 
     Beside each token's own log-probability it records the K largest, where they bound OBRS's Z, and the tokens that
@@ -201,14 +202,14 @@ def open_source(cfg, run, comm):
     return DelaySource(*what, cfg=cfg, store=run.folder / "versions", writes=comm.writes, **how)
 
 
-def open_eval_engine(cfg, run, comm):
+def open_eval_engine(cfg: Config, run, comm):
     """A second engine, of the policy, where an actor's is the first; in high precision, as the policy is there. It does
     not sleep: vLLM's allocator serves one engine of a process."""
     plain = dataclasses.replace(cfg, rollout_quant="none", router_replay=False, delay="none")
     return make_engine(plain, run.policy, run.eval_context, 0, comm.device, run.vocabulary)
 
 
-def topk_of(cfg) -> int:
+def topk_of(cfg: LossFlags) -> int:
     """How many of the engine's largest log-probabilities are recorded with each token."""
     return cfg.obrs_topk if cfg.correction in USES_Z and cfg.obrs_z != "exact" else 0
 
@@ -228,7 +229,7 @@ WRITTEN = (
 
 
 @contextmanager
-def locked(cfg, comm):
+def locked(cfg: RunFlags, comm):
     """The run folder, checked, and for this run alone as long as the context lasts. UserError: one sentence.
 
     Nodes without a common file system have a folder each: the first rank of such a node writes there what is common
@@ -247,7 +248,7 @@ def locked(cfg, comm):
 
 
 @contextmanager
-def taken(cfg, mark: int):
+def taken(cfg: RunFlags, mark: int):
     """The run folder of this disk, checked and locked; the lock says `mark`."""
     check_folder(cfg)
     folder = Path(cfg.out)
@@ -302,7 +303,7 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-def check_folder(cfg) -> None:
+def check_folder(cfg: RunFlags) -> None:
     """UserError if --out cannot be the folder of this run. Reads, and writes nothing."""
     need(cfg.out.strip(), "--out is empty: name the folder of this run, such as --out=out/run")
     folder = Path(cfg.out)
@@ -354,7 +355,7 @@ def prepare_folder(run: Run) -> None:
     os.replace(scratch, folder / "config.json")
 
 
-def provenance(cfg) -> dict:
+def provenance(cfg: Config) -> dict:
     """The resolved configuration and what it ran on: versions, git revision, command."""
     git = ["git", "describe", "--always", "--dirty"]
     revision = ""
@@ -383,7 +384,7 @@ def version(package: str) -> str | None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def model_folder(flag: str, cfg, comm) -> str | None:
+def model_folder(flag: str, cfg: Config, comm) -> str | None:
     """The folder behind --model or --actor; what is not there yet is fetched once a host, or made once a disk."""
     name = getattr(cfg, flag)
     if name == "none":
@@ -403,7 +404,7 @@ def made_once(comm, first: bool, make) -> str:
     return folder or make(True)
 
 
-def check_models(cfg, policy: str, actor: str | None) -> None:
+def check_models(cfg: Config, policy: str, actor: str | None) -> None:
     """What can be wrong between models and flags, from config.json alone. UserError: one sentence."""
     for folder in filter(None, (policy, actor)):
         published = folder == (actor or policy) or cfg.eval_engine == "second"
@@ -417,7 +418,7 @@ def check_models(cfg, policy: str, actor: str | None) -> None:
             quant.refuse_experts(quant.empty_model(folder), flag)
 
 
-def check_vocabulary(cfg, vocabulary: int) -> None:
+def check_vocabulary(cfg: Config, vocabulary: int) -> None:
     """Flags that are bounded by the number of tokens of the models."""
     need(
         cfg.correction not in corrections.USES_Z or 1 <= cfg.obrs_topk <= vocabulary,
@@ -433,7 +434,7 @@ def check_vocabulary(cfg, vocabulary: int) -> None:
     )
 
 
-def common_tokenizer(cfg, policy: str, actor: str | None):
+def common_tokenizer(cfg: RunFlags, policy: str, actor: str | None):
     """The policy's tokenizer. UserError if the actor's has another vocabulary."""
     tokenizer = checkpoint.read_tokenizer(policy)
     if actor and checkpoint.read_tokenizer(actor).get_vocab() != tokenizer.get_vocab():
@@ -473,7 +474,7 @@ class Log:
     """metrics.jsonl, and TensorBoard and wandb by flag. One line an update; times end in `_s` or `_seconds` and
     nothing else does."""
 
-    def __init__(self, run: Path, cfg, step: int):
+    def __init__(self, run: Path, cfg: ReportFlags, step: int):
         self.path = run / "metrics.jsonl"
         truncate(self.path.with_name("samples.jsonl"), step)
         truncate(self.path.with_name(EVALUATED), step)

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-import config
-from machinery import checkpoint
+from config import Config
+from machinery import checkpoint, settings
 from machinery.checkpoint import check_weights
 from machinery.flags import UserError, check_output, need, run_command
 from model.engines import HFEngine
@@ -54,7 +54,7 @@ DEMONSTRATED = {"actor": 10**9, "policy": 2 * 10**9}  # first problem of each mo
 MEASURED = 10**6  # first problem by which accuracy is measured: neither RL nor demonstrations reach these
 
 
-def check(cfg, task) -> None:
+def check(cfg: Config, task) -> None:
     """UserError, one sentence, if the context of the embedded policy (not made yet) is too short."""
     if cfg.model.startswith("base:") and task.max_prompt() + cfg.max_tokens > CONTEXT:
         raise UserError(
@@ -63,7 +63,7 @@ def check(cfg, task) -> None:
         )
 
 
-def base_model(name: str, cfg) -> str:
+def base_model(name: str, cfg: Config) -> str:
     """Folder of the embedded base model `name` ("policy" or "actor"), made now if it is not there yet."""
     task = make_task(cfg)
     target = cfg.base_accuracy
@@ -204,7 +204,7 @@ def accuracy(model, tokenizer, task, first: int, n: int) -> float:
 
 
 def main() -> None:
-    cfg = config.parse()
+    cfg = settings.parse()
     ours = cfg.model == "base:policy"
     need(ours, f"--model={cfg.model}: machinery/warmstart.py makes the embedded models alone; leave --model out")
     for name in SHAPES:

@@ -28,6 +28,7 @@ from torch import nn
 import corrections
 import quant
 from batching import Batch
+from config import Config, ObrsFlags
 from machinery.flags import need
 from model import attention, exact, lora  # noqa: F401  attention: imported for what it changes
 from model.head import CUT, ChunkedHead, Head, chunk_rows
@@ -328,7 +329,7 @@ def check_replay(model) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def needs_of_ref_pass(cfg, has_actor: bool, lam: float) -> Needs:
+def needs_of_ref_pass(cfg: Config, has_actor: bool, lam: float) -> Needs:
     """What the ref pass must yield. An actor that is not the policy that sampled can say nothing of it."""
     uses_z = cfg.correction in corrections.USES_Z
     sums = uses_z and cfg.obrs_z != "exact"  # over the support
@@ -344,7 +345,7 @@ def needs_of_ref_pass(cfg, has_actor: bool, lam: float) -> Needs:
     )
 
 
-def needs_of_update(cfg, has_actor: bool, lam: float, has_ref: bool) -> Needs:
+def needs_of_update(cfg: Config, has_actor: bool, lam: float, has_ref: bool) -> Needs:
     """What the training pass must yield; without a ref pass it also plays its part (objectives.with_ref)."""
     uses_z = cfg.correction in corrections.USES_Z
     sums = uses_z and cfg.obrs_z != "exact" and (cfg.obrs_target == "new" or not has_ref)  # over the support
@@ -361,7 +362,7 @@ def needs_of_update(cfg, has_actor: bool, lam: float, has_ref: bool) -> Needs:
     )
 
 
-def needs_of_exact_kappa(cfg) -> Needs:
+def needs_of_exact_kappa(cfg: ObrsFlags) -> Needs:
     """What the extra forward of `--kappa=exact` must yield: the policy on the support, as it is now."""
     return Needs(support=True, tail=cfg.obrs_z == "bracket" and not cfg.obrs_accept_rate, lam=cfg.obrs_lambda)
 

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 import quant
+from config import Config, RolloutFlags
 from machinery.checkpoint import load_model
 from machinery.flags import from_environment, need
 from model import Routing
@@ -595,7 +596,7 @@ class HFEngine:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def evaluated_by(cfg, name: str) -> str:
+def evaluated_by(cfg: Config, name: str) -> str:
     """What evaluates the policy or the actor of a run (--eval_engine): own, the engine that samples from it; second;
     or torch, a plain sampler on the learner's weights."""
     samples = "policy" if cfg.actor == "none" else "actor"
@@ -606,7 +607,7 @@ def evaluated_by(cfg, name: str) -> str:
     return "second" if cfg.eval_engine == "second" else "torch"
 
 
-def sleep_level(cfg) -> int:
+def sleep_level(cfg: Config) -> int:
     """How the engine sleeps between rollouts (VLLMEngine). It may drop its weights where new ones come before it
     samples again, and nothing but them is loaded; delayed samplers go on with old ones."""
     if not cfg.rollout_sleep:
@@ -615,7 +616,13 @@ def sleep_level(cfg) -> int:
 
 
 def make_engine(
-    cfg, folder: str, max_len: int, topk: int, device: str = "cpu", vocabulary: int | None = None, sleep_level: int = 0
+    cfg: RolloutFlags,
+    folder: str,
+    max_len: int,
+    topk: int,
+    device: str = "cpu",
+    vocabulary: int | None = None,
+    sleep_level: int = 0,
 ):
     """The engine that `--rollout` names, with the weights of `folder`.
 

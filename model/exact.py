@@ -43,6 +43,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.nn.functional import silu as torch_silu
 
 import quant
+from config import PrecisionFlags, RolloutFlags, RunFlags
 from machinery.checkpoint import read_config
 from machinery.flags import need
 from model.head import Head
@@ -358,7 +359,7 @@ def forward(model, dtype: torch.dtype, head_fp32: bool, vocabulary: int | None, 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def check(cfg) -> None:
+def check(cfg: RolloutFlags) -> None:
     """UserError with one sentence if engine and learner cannot be one function with these flags."""
     if not cfg.exact:
         return
@@ -393,7 +394,7 @@ def check(cfg) -> None:
     )
 
 
-def check_model(cfg, policy: str, actor: str | None) -> None:
+def check_model(cfg: PrecisionFlags, policy: str, actor: str | None) -> None:
     """UserError unless the model that samples, a folder, consists of what this file knows."""
     if not cfg.exact:
         return
@@ -415,7 +416,7 @@ def check_model(cfg, policy: str, actor: str | None) -> None:
     )
 
 
-def check_zero(cfg, logged: dict) -> None:
+def check_zero(cfg: RunFlags, logged: dict) -> None:
     """UserError if a token of an update on fresh rollouts had other log-probabilities in engine and learner."""
     gap = logged["rollout_corr/largest_gap" if cfg.actor == "none" else "actor/largest_gap"]
     need(

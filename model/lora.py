@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 import quant
+from config import Config, OptimizerFlags
 from machinery.checkpoint import load_model, read_config, read_tokenizer, save_model
 from machinery.flags import need, parse_flags, read_json, read_text, run_command
 
@@ -34,12 +35,12 @@ FILE = "adapter_model.safetensors"
 BASE = "base_model.digest"  # ours: the base model's fingerprint
 
 
-def learns(cfg, name: str) -> bool:
+def learns(cfg: OptimizerFlags, name: str) -> bool:
     """Whether this model, policy or actor, learns by adapters."""
     return cfg.lora_rank > 0 and name == "policy"
 
 
-def attach(model, cfg, folder: Path | None = None):
+def attach(model, cfg: Config, folder: Path | None = None):
     """Give the model adapters, as new or from `folder`, and freeze all else; returns it.
 
     Of a model without weights (memory.unread) the adapters have none either: `start` comes when it has its own."""
@@ -193,7 +194,7 @@ def read_adapter(model, folder: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def check(cfg) -> None:
+def check(cfg: Config) -> None:
     """UserError, one sentence: flags that contradict each other, or a package that is missing."""
     rank = f"--lora_rank={cfg.lora_rank}"
     need(cfg.lora_rank >= 0, f"{rank}: must not be negative; 0 is off")

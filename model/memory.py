@@ -24,25 +24,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import quant
+from config import OptimizerFlags
 from machinery.checkpoint import load_model, one_sentence, read_config
 from machinery.checkpoint.models import exported, weight_files
 from machinery.flags import need
 from model import exact, lora
 from model.streamed import empty_model
-
-
-@dataclass(frozen=True)
-class MemoryFlags:
-    """Memory of the learner (model/memory.py)"""
-
-    gradient_checkpointing: bool = False
-    """Keep a layer's input alone, and compute what is inside it again for the backward pass: a third more time, a
-    tenth of the memory. One response is never cut over ranks: the longest one must fit a rank beside its shards."""
-    offload: bool = False
-    """The optimizer's states wait in the host's memory between two updates."""
-    rollout_sleep: bool = True
-    """On a GPU, vLLM gives its memory back while the learner computes; it takes it again for the next rollout."""
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Weights: where they are read from, and where to
@@ -290,7 +277,7 @@ def forward_whole(layer, forward, shards: dict, *args, **kwargs):
 LOW_BIT = (quant.LowBitLinear, quant.LowBitExperts)
 
 
-def compute_type(cfg) -> torch.dtype | None:
+def compute_type(cfg: OptimizerFlags) -> torch.dtype | None:
     """The 16-bit type of the learner's products; None: float32."""
     return None if cfg.dtype == "float32" else getattr(torch, cfg.dtype)
 

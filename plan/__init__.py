@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from config import Config, EngineFlags, OptimizerFlags
 from machinery import checkpoint, warmstart
 from machinery.flags import is_hub_id, need
 from machinery.optim import Muon, make_optimizers
@@ -50,7 +51,7 @@ class States:
     travels: int  # with FSDP: all of it
 
     @classmethod
-    def of(cls, cfg, name: str, config) -> States:
+    def of(cls, cfg: Config, name: str, config) -> States:
         model = on_meta(cfg, name, config)
         moments = {}
         for optimizer in make_optimizers(model, cfg, 0.0):
@@ -122,7 +123,7 @@ class Plan:
         return "\n".join(lines)
 
 
-def plan_of(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float = 0.0) -> Plan:
+def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float = 0.0) -> Plan:
     """The plan of one rank of so many. configs: name -> transformers config; prompt: tokens of the longest prompt."""
     width = prompt + cfg.max_tokens
     rows = min(max(1, cfg.micro_tokens // width), cfg.train_batch // ranks)
@@ -167,7 +168,7 @@ def plan_of(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float = 0.0) -
     return Plan(ranks, (rows, width), categories, stages, saved, host, moved(cfg, models, ranks))
 
 
-def on_disk(cfg, name: str, model: States) -> int:
+def on_disk(cfg: OptimizerFlags, name: str, model: States) -> int:
     """Bytes of a model in a checkpoint: what learns with its optimizer, and a folder of the model in 16 bits."""
     if not lora.learns(cfg, name):
         return model.weights + model.optimizer + model.weights // 2
@@ -175,7 +176,7 @@ def on_disk(cfg, name: str, model: States) -> int:
     return adapters + model.optimizer + (model.weights - adapters) // 2
 
 
-def publishing(cfg, configs: dict, models: dict[str, States], width: int, sharded: bool) -> int:
+def publishing(cfg: Config, configs: dict, models: dict[str, States], width: int, sharded: bool) -> int:
     """Bytes of the largest of three: a tensor on its way to the engine, what proves that it has arrived, and the
     learner's own forward of the same sequences.
 
@@ -197,7 +198,7 @@ def gathered(models: dict[str, States]) -> int:
     return sum(model.gathered for model in models.values()) + max(model.layer for model in models.values())
 
 
-def moved(cfg, models: dict[str, States], ranks: int) -> int:
+def moved(cfg: OptimizerFlags, models: dict[str, States], ranks: int) -> int:
     """Bytes that a rank sends: all gradients twice (DDP), or once, and the weights twice (FSDP)."""
     gradients = sum(model.gradients for model in models.values())
     weights = sum(model.travels for model in models.values())
@@ -205,7 +206,7 @@ def moved(cfg, models: dict[str, States], ranks: int) -> int:
     return int(share * (2 * gradients if cfg.parallel == "ddp" else gradients + 2 * weights))
 
 
-def engine(cfg, config, width: int, ranks: int, gpu_gib: float) -> int:
+def engine(cfg: Config, config, width: int, ranks: int, gpu_gib: float) -> int:
     """Bytes of the rollout engine on one rank: weights and key-value cache; on a GPU vLLM's share, if they fit it."""
     number, weights = bytes_of_a_number(cfg), engine_weights(cfg, config)
     of_a_token = cache_of_a_token(config, number)
@@ -217,12 +218,12 @@ def engine(cfg, config, width: int, ranks: int, gpu_gib: float) -> int:
     return weights + torch_cache(config, number, cfg.rollout_batch // ranks, width)
 
 
-def engine_weights(cfg, config) -> int:
+def engine_weights(cfg: EngineFlags, config) -> int:
     """Bytes of its weights. Low bits are counted as --rollout_dtype: vLLM starts from such weights."""
     return weights_of(empty_model(config)) * bytes_of_a_number(cfg) // 4 // cfg.rollout_tp
 
 
-def bytes_of_a_number(cfg) -> int:
+def bytes_of_a_number(cfg: EngineFlags) -> int:
     """In the engine."""
     return 4 if cfg.rollout_dtype == "float32" else 2
 
@@ -232,7 +233,7 @@ def torch_cache(config, number: int, rows: int, width: int) -> int:
     return cache_of_a_token(config, number) * min(rows * width, max(cached_tokens(config, number), width))
 
 
-def evaluation(cfg, configs: dict, width: int, ranks: int, gpu_gib: float, own: int) -> int:
+def evaluation(cfg: Config, configs: dict, width: int, ranks: int, gpu_gib: float, own: int) -> int:
     """Bytes of an evaluation on one rank, beside the states and the rollout's engine; with prompts as in training. own:
     of that engine, where it sleeps at other times.
 
@@ -258,13 +259,13 @@ def evaluation(cfg, configs: dict, width: int, ranks: int, gpu_gib: float, own: 
     return max(sizes)
 
 
-def second_engine(cfg, config, width: int, ranks: int, gpu_gib: float) -> int:
+def second_engine(cfg: Config, config, width: int, ranks: int, gpu_gib: float) -> int:
     """Bytes of the engine that evaluates the policy of an actor. It stays: one engine of a process can sleep."""
     wanted = cfg.eval_every >= 0 and evaluated_by(cfg, "policy") == "second"
     return engine(cfg, config, width, ranks, gpu_gib) if wanted else 0
 
 
-def plain_sampler(cfg, config, rows: int, width: int, ranks: int) -> int:
+def plain_sampler(cfg: OptimizerFlags, config, rows: int, width: int, ranks: int) -> int:
     """Bytes of a sampler in plain torch of so many responses; of a model that ranks share it has a whole copy
     (eval.sampler_of)."""
     copied = weights_of(empty_model(config)) if cfg.parallel == "fsdp" and ranks > 1 else 0
@@ -276,7 +277,7 @@ def plain_sampler(cfg, config, rows: int, width: int, ranks: int) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def mends(cfg, width: int, ranks: int):
+def mends(cfg: Config, width: int, ranks: int):
     """Yields (flags, changes of the configuration, ranks): what makes a run smaller, the cheapest first, each on top of
     those before it."""
     for n in (2, 4, 8):
@@ -303,7 +304,7 @@ def mends(cfg, width: int, ranks: int):
         yield f"--parallel=fsdp on {more} ranks", {"parallel": "fsdp"}, more
 
 
-def fitting(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float) -> tuple[list[str], Plan | None]:
+def fitting(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float) -> tuple[list[str], Plan | None]:
     """(flags to add, the plan with them) of the first that fits; (all that helped, None) if nothing does."""
     said: list[str] = []
     smallest = plan_of(cfg, configs, prompt, ranks, gpu_gib)
@@ -318,7 +319,7 @@ def fitting(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float) -> tupl
     return said, None
 
 
-def longest_row(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float) -> int:
+def longest_row(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float) -> int:
     """Tokens, prompt included, of the longest row with which a run fits, to a hundredth of the memory; no row is cut
     over GPUs.
 
@@ -345,7 +346,7 @@ def longest_row(cfg, configs: dict, prompt: int, ranks: int, gpu_gib: float) -> 
     return fits
 
 
-def verdict(cfg, configs: dict, prompt: int, made: Plan, gpu_gib: float) -> tuple[bool, str]:
+def verdict(cfg: Config, configs: dict, prompt: int, made: Plan, gpu_gib: float) -> tuple[bool, str]:
     """(whether a plan fits a GPU of so many GiB, a sentence that says so or what would make it fit)."""
     peak = made.peak / GIB
     if peak <= gpu_gib:
@@ -365,7 +366,7 @@ def verdict(cfg, configs: dict, prompt: int, made: Plan, gpu_gib: float) -> tupl
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def report(cfg, ranks: int, gpu_gib: float) -> None:
+def report(cfg: Config, ranks: int, gpu_gib: float) -> None:
     """Print the plan of a configuration. Nothing but config.json and, if it is there, the tokenizer is read."""
     configs = {"policy": config_of("model", cfg.model)}
     if cfg.actor != "none":
@@ -398,7 +399,7 @@ def config_of(flag: str, name: str):
         return AutoConfig.from_pretrained(name).get_text_config()
 
 
-def longest_prompt(cfg) -> int:
+def longest_prompt(cfg: Config) -> int:
     """Tokens of the longest prompt of --task."""
     if cfg.model.startswith("base:"):
         return make_task(cfg).fit(warmstart.arithmetic_tokenizer())

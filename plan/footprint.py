@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import quant
 from batching import Batch
+from config import Config, EngineFlags, OptimizerFlags, RunFlags
 from machinery.optim import learning
 from model import Needs, OneModelRows, PolicyAndActor, Scored, TwoModelRows, lora, memory, needs_of_update
 from model.streamed import StreamedModel, drop_weights, empty_model
@@ -67,7 +68,7 @@ class Activations:
     forward: int  # the most of a pass without gradient
 
 
-def measure(cfg, configs: dict, rows: int, prompt: int, response: int) -> Activations:
+def measure(cfg: Config, configs: dict, rows: int, prompt: int, response: int) -> Activations:
     """The activations of `rows` rows of so many tokens. configs: name -> transformers config."""
     batch = (rows, prompt, response)
     kept = {}
@@ -104,7 +105,7 @@ class Layers:
     embedding: int  # most of the embedding's backward, when nothing is kept any more
 
 
-def of_layers(cfg, name: str, config, n: int, rows: int, prompt: int, response: int) -> Layers:
+def of_layers(cfg: Config, name: str, config, n: int, rows: int, prompt: int, response: int) -> Layers:
     """Forward and backward of n layers, without logits."""
     with FakeTensorMode(), Allocated() as allocated:
         models = PolicyAndActor(shallow(cfg, name, config, n), None, memory.compute_type(cfg))
@@ -134,7 +135,7 @@ def note_peak_behind_backward(layer, allocated: Allocated, peaks: list[int]) -> 
     layer.register_forward_pre_hook(before)
 
 
-def of_logits(cfg, configs: dict, rows: int, prompt: int, response: int) -> tuple[int, int]:
+def of_logits(cfg: Config, configs: dict, rows: int, prompt: int, response: int) -> tuple[int, int]:
     """(most that logits take, forward or backward, on top of what is kept, most of a pass without gradient)."""
     needs = needs_of_update(cfg, "actor" in configs, cfg.obrs_lambda, True)
     with FakeTensorMode(), Allocated() as allocated:
@@ -150,7 +151,7 @@ def of_logits(cfg, configs: dict, rows: int, prompt: int, response: int) -> tupl
         return allocated.peak - base - kept, forward
 
 
-def of_scoring(cfg, configs: dict, rows: int, length: int) -> int:
+def of_scoring(cfg: Config, configs: dict, rows: int, length: int) -> int:
     """The most of a forward of the learner that yields log-probabilities alone, in the precision of the weights."""
     with one_sequence_a_row(), FakeTensorMode(), Allocated() as allocated, torch.no_grad():
         pair, batch = pair_of(replace(cfg, dtype="float32"), configs), shapes_of_batch(rows, 1, length - 1)
@@ -159,7 +160,7 @@ def of_scoring(cfg, configs: dict, rows: int, length: int) -> int:
         return allocated.peak - base
 
 
-def pair_of(cfg, configs: dict) -> PolicyAndActor:
+def pair_of(cfg: Config, configs: dict) -> PolicyAndActor:
     """The models of the learner, two layers deep."""
     models = [shallow(cfg, name, config, 2) for name, config in configs.items()]
     return PolicyAndActor(*models, *[None] * (2 - len(models)), memory.compute_type(cfg), cfg.lm_head_fp32)
@@ -177,7 +178,7 @@ def through_logits(pair: PolicyAndActor, needs: Needs, batch) -> dict:
     return pair._through_heads(models, rows, batch, at, share=False)
 
 
-def of_proof(cfg, config, ids, gathered: bool) -> int:
+def of_proof(cfg: EngineFlags, config, ids, gathered: bool) -> int:
     """The most that the published tensors' own forward takes in the check of a sync (sync.py), two layers deep.
 
     gathered: ranks share the tensors, and each is made whole when it is read."""
@@ -201,7 +202,7 @@ def of_proof(cfg, config, ids, gathered: bool) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def on_meta(cfg, name: str, config):
+def on_meta(cfg: Config, name: str, config):
     """A model as the learner makes it, its parameters on the meta device."""
     model = empty_model(config).requires_grad_(True).eval()
     if lora.learns(cfg, name):
@@ -213,7 +214,7 @@ def on_meta(cfg, name: str, config):
     return model
 
 
-def shallow(cfg, name: str, config, n: int):
+def shallow(cfg: Config, name: str, config, n: int):
     """A model of the first n layers on fake tensors, with gradients of an earlier micro-batch."""
     with unset_fake_temporarily():
         model = on_meta(cfg, name, of_depth(config, n))
@@ -280,7 +281,7 @@ def shapes_of_batch(rows: int, prompt: int, response: int) -> Batch:
     return Batch(**fields)
 
 
-def sampler_of(cfg) -> str:
+def sampler_of(cfg: RunFlags) -> str:
     return "policy" if cfg.actor == "none" else "actor"
 
 
@@ -288,6 +289,6 @@ def n_layers(config) -> int:
     return config.get_text_config().num_hidden_layers
 
 
-def layers_travel_in(cfg, model) -> int:
+def layers_travel_in(cfg: OptimizerFlags, model) -> int:
     """Bytes of a number of the layers' weights as they compute: with FSDP they may come in 16 bits."""
     return 2 if cfg.parallel == "fsdp" and memory.travels_in(model, memory.compute_type(cfg)) else 4

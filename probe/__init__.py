@@ -38,8 +38,10 @@ import metrics
 import objectives
 import quant
 from batching import Batch, collate
+from config import Config
 from eval import ModelFlags, Setup
 from learner import Comm, Learner
+from machinery import settings
 from machinery.checkpoint import load_model
 from machinery.run import check_models
 from model import Needs
@@ -196,7 +198,7 @@ def start_engine(cfg: ProbeFlags, setup: Setup, folder: str, start: str | None, 
     return engine
 
 
-def learner_config(cfg, setup) -> config.Config:
+def learner_config(cfg: ProbeFlags, setup) -> config.Config:
     """The training configuration in which the learner scores: no correction, all responses in one batch."""
     responses = setup.problems * cfg.samples
     own = {
@@ -211,7 +213,7 @@ def learner_config(cfg, setup) -> config.Config:
     }
     names = {f.name for f in dataclasses.fields(config.Config)}
     shared = {name: value for name, value in vars(cfg).items() if name in names}
-    return config.resolve(config.Config(**{**shared, **own}), 1)  # on one rank
+    return settings.resolve(config.Config(**{**shared, **own}), 1)  # on one rank
 
 
 def rollouts(engine, setup, samples: int, sampling: Sampling, allowed: int, key: str) -> list[Rollout]:
@@ -231,7 +233,7 @@ def rollouts(engine, setup, samples: int, sampling: Sampling, allowed: int, key:
     return groups
 
 
-def score(learner, groups: list[Rollout], cfg) -> Scored:
+def score(learner, groups: list[Rollout], cfg: Config) -> Scored:
     """The learner's probabilities of the sampled tokens, and the metrics that training would log."""
     batch = collate(groups, cfg)
     new = learner.score(batch, Needs(entropy=True))
@@ -256,7 +258,7 @@ def score(learner, groups: list[Rollout], cfg) -> Scored:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def summarize(cfg, setup, scored: Scored) -> Report:
+def summarize(cfg: Config, setup, scored: Scored) -> Report:
     """The report but for the control."""
     m = {name.removeprefix("rollout_corr/"): value for name, value in scored.metrics.items()}
     length = scored.length

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import quant
 import tasks
-from config import fill
 from eval import check, filled, find_model, open_setup, write_result
 from machinery import checkpoint, flags
 from machinery.flags import check_output, need, parse_flags, run_command
+from machinery.settings import fill
 from probe import PROBLEMS, ProbeFlags, ladder, probe
 
 

@@ -39,6 +39,7 @@ import torch
 
 import quant
 from batching import pad
+from config import Config, RolloutFlags
 from model import FLOOR
 from model.engines import HFEngine
 from model.head import Head
@@ -69,7 +70,7 @@ class Recipe:
     folder: str
 
     @classmethod
-    def of_learner(cls, cfg, folder: str) -> Recipe:
+    def of_learner(cls, cfg: Config, folder: str) -> Recipe:
         """cfg: the learner's config.Config."""
         low = cfg.dtype != "float32"
         fmt = quant.learner_format(cfg)
@@ -86,7 +87,7 @@ class Recipe:
         )
 
     @classmethod
-    def of_engine(cls, cfg, folder: str) -> Recipe:
+    def of_engine(cls, cfg: RolloutFlags, folder: str) -> Recipe:
         """cfg: the flags of the engine, as make_engine takes them."""
         fmt = quant.format_of(cfg.rollout_quant, cfg.quant_group)
         raw = cfg.logprobs_mode == "raw"
@@ -256,7 +257,9 @@ def outside(z, t: int, responses) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def explain(cfg, setup, learner, engine, scored, actor: str | None, floor: list[dict], start: str | None) -> dict:
+def explain(
+    cfg: Config, setup, learner, engine, scored, actor: str | None, floor: list[dict], start: str | None
+) -> dict:
     """The ladder of one configuration, for the report: "rows", "total", "floor" (see `shares`), and "suspects" where
     more remains than rounding.
 
@@ -283,7 +286,7 @@ def remains(logp, batch) -> float:
     return float(np.sqrt(((logp[-1] - logp[-2])[on] ** 2).mean()))
 
 
-def rungs(cfg, learner, scored, actor: str | None) -> tuple[list[str], np.ndarray, Scorer]:
+def rungs(cfg: RolloutFlags, learner, scored, actor: str | None) -> tuple[list[str], np.ndarray, Scorer]:
     """The rungs' names (K), their log-probabilities (K, B, T), and the scorer of the last but one, which computes what
     the engine should."""
     folder, sampling = learner.cfg.model, Sampling.of(cfg)

@@ -27,10 +27,11 @@ import msgspec
 import torch
 
 import quant
-from config import Config, DelayFlags, EngineFlags, check_engine
+from config import Config, DelayFlags, EngineFlags
 from delay import DelayDistribution, check_distribution
 from machinery.checkpoint import Published, read_config, read_tensors, vocabulary_size, write_zeros
 from machinery.flags import UserError, need, parse_flags, run_command
+from machinery.settings import check_engine
 from model.engines import make_engine
 from remote import wire
 from remote.account import Spool, is_sampler

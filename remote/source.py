@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tasks
+from config import Config, PromptFlags, RemoteFlags, TaskFlags
 from machinery.checkpoint.tensors import as_it_is, halved
 from machinery.flags import UserError, need
 from model import routing_of
@@ -52,7 +53,7 @@ SUSPENDED = 5.0  # seconds: a turn of the waiting loop that takes longer means t
 PRINT_EVERY = 60.0  # seconds between two lines on the screen while the learner waits
 
 # The flags of train.py that a sampler needs: how problems are asked and graded, and these.
-SHARED = {f.name for kind in (tasks.TaskFlags, tasks.PromptFlags) for f in dataclasses.fields(kind)}
+SHARED = {f.name for kind in (TaskFlags, PromptFlags) for f in dataclasses.fields(kind)}
 SHARED |= {"group_size", "max_tokens", "seed", "rollout_dtype", "rollout_quant", "quant_group"}
 SHARED |= {"logprobs_mode", "lm_head_fp32", "router_replay"}
 
@@ -62,7 +63,7 @@ SHARED |= {"logprobs_mode", "lm_head_fp32", "router_replay"}
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def open_remote_source(cfg, run, model: str, topk: int, max_allowed: int, comm) -> RemoteSource:
+def open_remote_source(cfg: Config, run, model: str, topk: int, max_allowed: int, comm) -> RemoteSource:
     """The source of --samplers=zmq or files, not yet open to samplers: the first `publish` lets them in.
 
     run: run.Run. model: "policy" or "actor", the one that samples. topk: alternatives to record for each token;
@@ -97,7 +98,7 @@ def open_remote_source(cfg, run, model: str, topk: int, max_allowed: int, comm) 
     return RemoteSource(hub, cfg, limits, Sampling.of(cfg), versions, comm, log, run.task)
 
 
-def describe_run(cfg, run, model: str, topk: int, max_allowed: int, ranks: int) -> dict:
+def describe_run(cfg: Config, run, model: str, topk: int, max_allowed: int, ranks: int) -> dict:
     """Everything but the model's files that a sampler must know of a run."""
     shared = {k: v for k, v in dataclasses.asdict(cfg).items() if k in SHARED}
     return {
@@ -190,7 +191,17 @@ class RemoteSource:
     store: folder of the weights that were published, for all ranks on one disk (weights.py). task: where each group's
     problem must be; None: it is not looked for."""
 
-    def __init__(self, hub: Hub | FilesHub, cfg, limits: Limits, sampling: Sampling, store: Path, comm, log, task=None):
+    def __init__(
+        self,
+        hub: Hub | FilesHub,
+        cfg: RemoteFlags,
+        limits: Limits,
+        sampling: Sampling,
+        store: Path,
+        comm,
+        log,
+        task=None,
+    ):
         self.hub = hub
         self.cfg = cfg
         self.limits = limits

@@ -21,6 +21,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import compare, print_table, resolved, seconds, shaped, update
+from config import Config
 from learner import Comm, Learner
 from machinery.checkpoint import load_model, read_config
 from machinery.flags import UserError, need, run_command
@@ -33,7 +34,7 @@ from sync import WeightCheck
 from tasks import Arithmetic, arithmetic_tokenizer
 
 
-def our_step(folder: str, engine, cfg):
+def our_step(folder: str, engine, cfg: Config):
     """A callable: publish, roll out, grade, update, as train.py's loop does it."""
     learner = Learner(load_model(folder), None, cfg, Comm())
     source = LocalSource(

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 import batching
-import config
 from learner import Comm
+from machinery import settings
 from machinery.flags import parse_flags, run_command
 from model import Needs
 from model.exact import has_tiles
@@ -69,7 +69,7 @@ def open_training(folder: str, case: str, exact: bool, batch: int) -> Training:
         f"--exact={exact}",
         "--lr=1e-4",
     ]
-    return Training(config.parse(argv), Comm.start(patience=600))
+    return Training(settings.parse(argv), Comm.start(patience=600))
 
 
 def train(t: Training, updates: int) -> tuple[int, float]:

@@ -30,6 +30,7 @@ import config
 import objectives
 import plan
 from learner import Comm, Learner
+from machinery import settings
 from machinery.flags import parse_flags, run_command
 from model import lora
 from model.engines import HFEngine
@@ -104,7 +105,7 @@ def gpu_of(path) -> float:
 
 def row_of(name: str, argv: list[str], ranks: int, gpu_gib: float = 80.0) -> list[str]:
     """The cells of one command's plan."""
-    cfg = config.parse(argv, ranks, installed=False)
+    cfg = settings.parse(argv, ranks, installed=False)
     models = {"policy": config_of(cfg.model)}
     if cfg.actor != "none":
         models["actor"] = config_of(cfg.actor)
@@ -184,10 +185,10 @@ def configured(flags: dict, ranks: int) -> config.Config:
     """The configuration of a case: four micro-batches of ROWS rows an update on each rank."""
     sizes = dict(train_batch=8 * ranks, rollout_batch=8 * ranks, max_tokens=RESPONSE, micro_tokens=ROWS * 512)
     usual = dict(objective="grpo", actor="none", rollout="hf", lr=1e-4, actor_lr=1e-4, **sizes)
-    return config.resolve(config.Config(**{**usual, **flags}), ranks)
+    return settings.resolve(config.Config(**{**usual, **flags}), ranks)
 
 
-def models_of(cfg) -> dict:
+def models_of(cfg: config.Config) -> dict:
     made = {"policy": bench.shaped("", **SHAPE)}
     if cfg.actor != "none":
         made["actor"] = bench.shaped("", **{**SHAPE, "layers": SHAPE["layers"] // 2})

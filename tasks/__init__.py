@@ -17,15 +17,15 @@ import math
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
 
+from config import Config, PromptFlags, SampleFlags, TaskFlags
 from machinery.flags import need, read_json
 from tasks import arith, builtin, prompts, rewards
 from tasks.arith import VOCAB, Arithmetic, arithmetic_tokenizer
 from tasks.data import OwnTask, Table, choices_of, digest_of, file_of, is_own, label_of, parsed, read_rows
 from tasks.prompts import Answer, Problem, Style, encode, stop_ids
 
-__all__ = ["VOCAB", "Answer", "Arithmetic", "OwnTask", "Problem", "PromptFlags", "Table", "TaskFlags"]
+__all__ = ["VOCAB", "Answer", "Arithmetic", "OwnTask", "Problem", "Table"]
 __all__ += [
     "arithmetic_tokenizer",
     "as_trained",
@@ -43,53 +43,12 @@ __all__ += [
 ]
 
 
-@dataclass(frozen=True)
-class TaskFlags:
-    """The task"""
-
-    task: str | None = None
-    """arith (generated sums; the default of embedded models); FILE.jsonl, .json or .parquet; hf:NAME/SPLIT (a data
-    set); FILE.py:CLASS (your own)."""
-    prompt_key: str = ""
-    """Column of the problem; default: problem, question or prompt."""
-    answer_key: str = ""
-    """Column of the answer, a.b for a nested one; default: answer, solution, reward_model.ground_truth, ..."""
-    reward: str = ""
-    """Sum of parts, NAME*WEIGHT with commas: math, gsm8k, praxis, letter, boxed, think, FILE.py:FUNCTION
-    (tasks/rewards.py); default math, letter where rows have choices, or the reward of a class of your own."""
-    answer: Literal["boxed", "last"] = "boxed"
-    """math: what counts of a response, its last \\boxed{} alone, or else its last expression."""
-    overlong: int = 0
-    """DAPO's penalty: from so many tokens below --max_tokens on the reward falls, by 1 at --max_tokens; 0: none."""
-    grade_seconds: float = 5.0
-    """Seconds of a processor that an answer may take to be graded; one that takes longer earns 0."""
-    arith: str = ""
-    """--task=arith: NAME=VALUE with commas. min_ops=3,max_ops=5: number of operations; operand=9, total=29: largest
-    operand and running total; explain=0: reward this many tokens of explanation after a right answer; seed=0."""
-
-
-@dataclass(frozen=True)
-class PromptFlags:
-    """Prompts"""
-
-    system_prompt: str = ""
-    """Text, or a file, that goes before a problem as the system's message, unless its row brings one."""
-    prompt_template: str = ""
-    """Text, or a file, with {problem}; or plain, boxed, hashes, letter; default: as the reward wants the answer."""
-    chat_template: str = "auto"
-    """auto: the tokenizer's, where it has one; off: none; or a file of Jinja."""
-    chat_kwargs: str = ""
-    """Arguments of the chat template, NAME=VALUE with commas, such as enable_thinking=false."""
-    max_prompt_tokens: int = 0
-    """Drop, and count, problems whose prompt is longer; 0: none is dropped."""
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # A task by its flags
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def make_task(cfg, flag: str = "task", name: str | None = None, evaluates: bool = False):
+def make_task(cfg: SampleFlags, flag: str = "task", name: str | None = None, evaluates: bool = False):
     """The task that a flag names, or this one name of several. UserError: one sentence.
 
     evaluates: it grades by the first part of --reward alone, its weight aside."""
@@ -138,7 +97,7 @@ SETTINGS = {"samples": int, "temperature": float, "max_tokens": int}  # that a s
 SMALLEST = {"samples": 1, "temperature": 0.01, "max_tokens": 1}
 
 
-def eval_sets(cfg, flag: str, usual: dict) -> list[EvalSet]:
+def eval_sets(cfg: SampleFlags, flag: str, usual: dict) -> list[EvalSet]:
     """The sets that a flag names: NAME,NAME:samples=32:temperature=0.6, ...; what one does not say is `usual`.
 
     UserError: one sentence."""
@@ -152,7 +111,7 @@ def eval_sets(cfg, flag: str, usual: dict) -> list[EvalSet]:
     return sets
 
 
-def settings_of(cfg, flag: str, usual: dict) -> list[tuple[str, dict]]:
+def settings_of(cfg: SampleFlags, flag: str, usual: dict) -> list[tuple[str, dict]]:
     """(name, settings) of each set that a flag names; no file is read. UserError: one sentence."""
     found = []
     for word in getattr(cfg, flag).split(","):
@@ -173,7 +132,7 @@ def names_of(value: str) -> list[str]:
     return [name for name, _ in map(parts_of, value.split(",")) if name]
 
 
-def digests(cfg) -> dict[str, str]:
+def digests(cfg: TaskFlags) -> dict[str, str]:
     """SHA-256 of each text and file that flags of task, reward and prompts name."""
     held_out = getattr(cfg, "eval_task", None)  # a run's; its task is one, whatever stands in its name
     names = names_of(cfg.task) if held_out is None else [cfg.task, *names_of(held_out)]
@@ -183,7 +142,7 @@ def digests(cfg) -> dict[str, str]:
     return {name: digest_of(name) for name in names} | texts
 
 
-def check_unchanged(cfg, path: Path) -> None:
+def check_unchanged(cfg: TaskFlags, path: Path) -> None:
     """UserError if a file that a run reads is another than when it began. path: of its config.json."""
     made = read_json(path, "name another folder") if path.is_file() else {}
     data, now = made.get("data", {}), digests(cfg)
@@ -211,7 +170,7 @@ def setting(flag: str, name: str, part: str) -> tuple[str, float]:
     return key, value
 
 
-def reward_of(cfg, name: str, rows: list[dict]) -> rewards.Reward:
+def reward_of(cfg: SampleFlags, name: str, rows: list[dict]) -> rewards.Reward:
     """The reward of a task. UserError: one sentence."""
     parts = cfg.reward
     if not parts and is_own(name):
@@ -224,7 +183,7 @@ def reward_of(cfg, name: str, rows: list[dict]) -> rewards.Reward:
     return reward
 
 
-def check(cfg) -> None:
+def check(cfg: Config) -> None:
     """UserError, one sentence, if the flags of the task allow no problem or no grading."""
     limit = cfg.grade_seconds
     need(0 < limit < math.inf, f"--grade_seconds={limit}: a number of seconds above 0, for each answer")
@@ -260,7 +219,7 @@ def check(cfg) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def as_trained(cfg, given: set[str]):
+def as_trained(cfg: Config, given: set[str]):
     """eval.py's flags: what is not given of a run's prompts, length, ends and grading is as in the run, where --model
     names one or a checkpoint inside it. UserError: one sentence."""
     saved = config_of_run(Path(cfg.model)) if cfg.model else None
@@ -291,7 +250,7 @@ def config_of_run(model: Path) -> dict | None:
     return None
 
 
-def grades_all(cfg, saved: dict) -> bool:
+def grades_all(cfg: Config, saved: dict) -> bool:
     """Whether a run's --reward is one for the sets of --task. UserError: for some of them."""
     others = [name for name in names_of(cfg.task) if name != saved.get("task")]
     fits = {is_graded_by(saved["reward"], name, cfg) for name in others} or {True}
@@ -303,7 +262,7 @@ def grades_all(cfg, saved: dict) -> bool:
     return fits.pop()
 
 
-def is_graded_by(reward: str, name: str, cfg) -> bool:
+def is_graded_by(reward: str, name: str, cfg: TaskFlags) -> bool:
     """Whether a task of this name is graded by a reward made for another: letters are for rows with choices alone,
     #### is for plain numbers, and sums and a class of one's own have their rewards."""
     if name == "arith" or is_own(name):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tqdm import tqdm
 
+from config import TaskFlags
 from machinery.flags import need
 from tasks.data import Table, read_rows
 from tasks.prompts import Answer, Style
@@ -26,7 +27,7 @@ def perturbed(answer: str) -> str:
     return answer + " + 1"
 
 
-def grade_gold(path: str, cfg) -> dict:
+def grade_gold(path: str, cfg: TaskFlags) -> dict:
     """Does the grader accept a file's own answers, and refuse changed ones? Prints both shares and each exception.
 
     cfg: --grade_seconds, --prompt_key and --answer_key count. UserError: another grader than `math` is asked for."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from config import PromptFlags
 from machinery.flags import UserError, need, read_json, read_text
 
 # What --prompt_template may name. Without the flag, a task is asked as its reward wants the answer (tasks/rewards.py).
@@ -69,7 +70,7 @@ class Style:
     chat: Chat = Chat()
 
     @classmethod
-    def of(cls, cfg, usual: str) -> Style:
+    def of(cls, cfg: PromptFlags, usual: str) -> Style:
         """The style that the flags ask for. usual: the template without --prompt_template. UserError: one sentence."""
         named = cfg.prompt_template
         template = TEMPLATES.get(named or usual) or text_or_file("prompt_template", named)
@@ -107,14 +108,14 @@ def text_or_file(flag: str, value: str) -> str:
     return text
 
 
-def contents(cfg) -> dict[str, str]:
+def contents(cfg: PromptFlags) -> dict[str, str]:
     """The flags that may name files, with what is in them: for a host that has no such files."""
     return {
         flag: text_or_file(flag, getattr(cfg, flag)) for flag in ("system_prompt", "prompt_template", "chat_template")
     }
 
 
-def chat_template_of(cfg) -> str | None:
+def chat_template_of(cfg: PromptFlags) -> str | None:
     """--chat_template as `Chat.template` has it."""
     if cfg.chat_template == "auto":
         return None
@@ -125,7 +126,7 @@ def chat_template_of(cfg) -> str | None:
     return text
 
 
-def chat_kwargs_of(cfg) -> tuple[tuple[str, object], ...]:
+def chat_kwargs_of(cfg: PromptFlags) -> tuple[tuple[str, object], ...]:
     """--chat_kwargs=name=value,... as pairs; a value is JSON, or else a text."""
     pairs = []
     for part in cfg.chat_kwargs.split(","):

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import config
-from machinery import plot
+from machinery import plot, settings
 from model import TokenStats
 from objectives import StepStats
 from rollout import Response, Rollout, Sampling
@@ -195,7 +195,7 @@ def make_cfg(**changes) -> config.Config:
     """A resolved configuration for unit tests: one model unless an actor is named."""
     small = {"actor": "none", "rollout": "hf", "train_batch": 8, "rollout_batch": 8, "group_size": 4}
     small |= config.EMBEDDED  # also for folders
-    return config.resolve(config.Config(**{**small, **changes}), n_ranks=1)
+    return settings.resolve(config.Config(**{**small, **changes}), n_ranks=1)
 
 
 @pytest.fixture(autouse=True)

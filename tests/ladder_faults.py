@@ -223,14 +223,14 @@ def named(planted: Planted, models: dict[str, str], out: Path, *sizes: str) -> l
 
 def main() -> None:
     import config
-    from machinery import warmstart
+    from machinery import settings, warmstart
     from tasks import arithmetic_tokenizer
 
     right, record = 0, []
     chosen = [planted for planted in PLANTED if planted.name in (sys.argv[1:] or [p.name for p in PLANTED])]
     with tempfile.TemporaryDirectory() as scratch:
         models = make_models(
-            warmstart.base_model("policy", config.resolve(config.Config(), 1)), Path(scratch), arithmetic_tokenizer()
+            warmstart.base_model("policy", settings.resolve(config.Config(), 1)), Path(scratch), arithmetic_tokenizer()
         )
         for planted in chosen:
             start = time.perf_counter()

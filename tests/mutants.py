@@ -134,7 +134,7 @@ TESTS = {
         "-k",
         "logs_every or fault or counters or too_many or signals or in_order or fsdp_too",
     ],
-    "config.py": [
+    "machinery/settings.py": [
         "test_config.py",
         "test_placement.py::test_ranks_that_cannot_be_one_engine_are_refused",
         "test_train.py::test_resume_says_which_key_differs_and_a_run_is_not_overwritten",
@@ -160,6 +160,14 @@ TESTS = {
 }
 
 MUTANTS = {
+    "machinery/settings.py": [
+        ("need(not unequal,", "need(True,"),
+        (
+            "    changed = [k for k in sorted(given - free) if getattr(now, k) != saved.get(k, FIELDS[k].default)]",
+            "    changed = []",
+        ),
+        ("obrs_c2=1.02 + cfg.clip_high if clipped else 3.0", "obrs_c2=1.02 + cfg.clip_high"),
+    ],
     "tasks/builtin.py": [
         (
             'starts = [match.end() for match in re.finditer(r"\\\\boxed\\s*\\{", text)]',
@@ -990,14 +998,6 @@ MUTANTS = {
         ("        sys.stdout.flush()\n", ""),
         ("if not reader_has_gone()", "if False"),
         ("if not reader_has_gone()", "if True"),
-    ],
-    "config.py": [
-        ("need(not unequal,", "need(True,"),
-        (
-            "    changed = [k for k in sorted(given - free) if getattr(now, k) != saved.get(k, FIELDS[k].default)]",
-            "    changed = []",
-        ),
-        ("obrs_c2=1.02 + cfg.clip_high if clipped else 3.0", "obrs_c2=1.02 + cfg.clip_high"),
     ],
     "remote/keys.py": [
         ('sampler.startswith(f"{owner}-")', "sampler.startswith(owner)"),

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 from conftest import make_cfg
 
-import config
 import presets
-from config import Config, parse, resolve
+from config import Config
 from learner import Comm
+from machinery import settings
 from machinery.flags import UserError
+from machinery.settings import parse, resolve
 from model import needs_of_ref_pass, needs_of_update
 from sampling import Sampling
 
@@ -121,19 +122,19 @@ def test_c2_follows_the_clip():
 
 
 def test_numbers_that_may_be_infinite_and_those_of_a_file(tmp_path):
-    assert config.parse(["--objective=tis", "--is_cap=inf"]).is_cap == math.inf
-    assert config.parse(["--obrs_c2=inf"]).obrs_c2 == math.inf
+    assert settings.parse(["--objective=tis", "--is_cap=inf"]).is_cap == math.inf
+    assert settings.parse(["--obrs_c2=inf"]).obrs_c2 == math.inf
     file = tmp_path / "x.toml"
     for text, words in (("lr = inf", "lr=inf: must be finite"), ("grad_clip = nan", "grad_clip=nan: must be a number")):
         file.write_text(text)
         with pytest.raises(UserError, match=words):
-            config.parse([f"--config={file}"])
+            settings.parse([f"--config={file}"])
     file.write_text("grad_clip = inf")
-    assert config.parse([f"--config={file}"]).grad_clip == math.inf
+    assert settings.parse([f"--config={file}"]).grad_clip == math.inf
 
 
 def test_a_run_may_wait_for_ever():
-    assert Comm.start(config.parse(["--give_up=inf"]).give_up + 1800).size == 1
+    assert Comm.start(settings.parse(["--give_up=inf"]).give_up + 1800).size == 1
 
 
 def test_a_run_is_called_by_what_it_does():

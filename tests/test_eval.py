@@ -21,7 +21,7 @@ import tasks
 import train
 from eval import mean_se, pass_at_k
 from learner import Comm
-from machinery import warmstart
+from machinery import settings, warmstart
 from machinery.checkpoint import save_model
 from machinery.flags import UserError, parse_flags
 from machinery.run import held_out_sets, open_run
@@ -197,8 +197,8 @@ def test_held_out_prompts_of_a_run_may_be_left_out_too(folders, tmp_path, capsys
     flags += [f"--task={train_on}", f"--eval_task={file}", "--lr=1", "--dtype=float32", "--prompt_template=plain"]
     flags.append(f"--out={tmp_path / 'run'}")
     with pytest.raises(ValueError, match="or drop long prompts with --max_prompt_tokens"):
-        open_run(config.parse(flags), Comm())
-    run = open_run(config.parse([*flags, "--max_prompt_tokens=20"]), Comm())
+        open_run(settings.parse(flags), Comm())
+    run = open_run(settings.parse([*flags, "--max_prompt_tokens=20"]), Comm())
     assert [one.task.size for one in run.eval_sets] == [1]
     assert f"{file}: 2 prompts of over 20 tokens dropped, 1 left" in capsys.readouterr().out
 
@@ -316,7 +316,7 @@ def test_the_embedded_models_are_those_of_training(name, monkeypatch):
     sums = ["--arith=min_ops=2,operand=7"]
     flags = parse_flags(evaluation.EvalFlags, [f"--model=base:{name}", *sums])
     assert evaluation.find_model(flags, "model", name) == "folder"
-    trained = config.parse(["--actor=base:actor", *sums])
+    trained = settings.parse(["--actor=base:actor", *sums])
     [(kind, cfg)] = asked
     keys = {warmstart.recipe_key(kind, make_task(one), one.base_accuracy) for one in (cfg, trained)}
     assert (kind, len(keys)) == (name, 1)
@@ -501,7 +501,7 @@ def test_a_run_keeps_its_ends_to_the_last_checkpoint(folders, tmp_path, monkeypa
     flags += ["--rollout_batch=8", "--train_batch=8", "--group_size=4", f"--model={origin}", f"--out={out}"]
     stop = arithmetic_tokenizer().convert_tokens_to_ids("<spare0>")
     for argv in ([*flags, "--steps=1"], ["--resume", f"--out={out}", "--steps=2"]):
-        cfg = config.parse(argv)
+        cfg = settings.parse(argv)
         run = open_run(cfg, Comm())
         assert train.open_source(cfg, run, Comm()).stop_ids == [1, 8, stop]
         described = describe_run(cfg, run, "policy", 0, 0, 1)
@@ -543,7 +543,7 @@ def test_a_remote_sampler_has_the_learners_ends_and_grading(folders, tmp_path):
         "--stop=<spare0>",
     ]
     flags += [f"--task={file}", "--answer=last", "--grade_seconds=7", f"--out={tmp_path / 'run'}"]
-    cfg = config.parse(flags)
+    cfg = settings.parse(flags)
     run = open_run(cfg, Comm())
     setup = wire.pack_setup(str(origin))
     assert "generation_config.json" in setup
@@ -564,7 +564,7 @@ def test_a_remote_sampler_is_told_every_flag_of_task_and_prompts(tmp_path):
     cfg = replace(make_cfg(max_tokens=8), task=file, reward="gsm8k*0.5,think", overlong=3, prompt_key="problem")
     run = SimpleNamespace(context=20, stop_ids=[1], probe_ids=lambda: np.zeros((1, 3), int))
     said = describe_run(cfg, run, "policy", 0, 0, 1)
-    own = {f.name for kind in (tasks.TaskFlags, tasks.PromptFlags) for f in fields(kind)}
+    own = {f.name for kind in (config.TaskFlags, config.PromptFlags) for f in fields(kind)}
     assert {k: said["config"].get(k, "-") for k in own} == {k: getattr(cfg, k) for k in own}
     theirs = configure(said, SamplerFlags(rollout="hf", task=file))
     assert make_task(theirs).reward == make_task(cfg).reward

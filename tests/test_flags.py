@@ -168,10 +168,11 @@ def groups_on(page: str) -> dict[str, list[str]]:
 
 
 def test_the_groups_of_train():
-    """In the order of Config's bases, each with the flags that its class defines."""
+    """In the order of Config's bases, and of their bases, each with the flags that its class defines."""
     want = {}
-    for base in Config.__bases__:
+    for base in [group for parent in Config.__bases__ for group in flags.groups_of(parent)]:
         want[base.__doc__.splitlines()[0]] = list(base.__annotations__)
+    assert {"Sizes", "Optimisation", "OBRS, Jackpot's correction (obrs.py)", "Prompts"} <= set(want)
     got = groups_on(flags.help_page(Config))
     assert got == want
     assert list(got) == list(want)

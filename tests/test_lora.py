@@ -11,12 +11,11 @@ from conftest import TINY_TASK, f64, make_cfg, make_groups, tiny_model
 from transformers import AutoModelForCausalLM
 
 import batching
-import config
 import objectives
 import quant
 import train
 from learner import Comm, Learner
-from machinery import checkpoint
+from machinery import checkpoint, settings
 from machinery.flags import UserError
 from machinery.run import read_metrics
 from model import Needs, lora
@@ -234,7 +233,7 @@ def argv(folders, out, **changes) -> list[str]:
 @pytest.fixture
 def run_here(monkeypatch):
     monkeypatch.setattr(train, "catch_signals", lambda: [])
-    return lambda given: train.train(config.parse(given))
+    return lambda given: train.train(settings.parse(given))
 
 
 def step(out, n):

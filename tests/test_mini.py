@@ -13,7 +13,7 @@ from conftest import ROOT, TINY_TASK, tiny_model
 import config
 import mini
 import train
-from machinery import run
+from machinery import run, settings
 from tasks import Arithmetic, arithmetic_tokenizer
 
 SIZES = {"steps": 20, "rollout_batch": 64, "group_size": 8, "max_tokens": 10, "eval_problems": 64, **TINY_TASK}
@@ -62,7 +62,7 @@ def flags(solvers, out, **changes):
 def by_train(solvers, out, monkeypatch, **case):
     """The rows of metrics.jsonl; the first is the evaluation before training."""
     monkeypatch.setattr(train, "catch_signals", lambda: [])
-    train.train(config.parse(flags(solvers, out, **case)))
+    train.train(settings.parse(flags(solvers, out, **case)))
     return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
@@ -147,7 +147,7 @@ def test_it_prints_train_pys_table_and_draws(solvers, tmp_path, monkeypatch, cap
 
 
 def test_its_settings_are_the_demos():
-    cfg = config.parse([f"--config={ROOT}/configs/demo.toml", "--rollout=hf"])
+    cfg = settings.parse([f"--config={ROOT}/configs/demo.toml", "--rollout=hf"])
     names = [name for name in vars(mini) if name.isupper() and hasattr(cfg, name.lower())]
     assert len(names) == 17
     for name, value in {"MIN_OPS": 3, "MAX_OPS": 5, "OPERAND": 9, "TOTAL": 29}.items():

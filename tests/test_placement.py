@@ -218,6 +218,7 @@ def test_ranks_that_cannot_be_one_engine_are_refused(flags, words):
 
 def learner_config(**flags):
     import config
+    from machinery import settings
 
     usual = {
         **config.EMBEDDED,
@@ -227,7 +228,7 @@ def learner_config(**flags):
         "rollout_batch": 16,
         "group_size": 4,
     }
-    return config.resolve(config.Config(**{**usual, **flags}), n_ranks=4)
+    return settings.resolve(config.Config(**{**usual, **flags}), n_ranks=4)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

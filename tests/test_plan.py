@@ -11,6 +11,7 @@ from conftest import ROOT, make_cfg
 import config
 import plan
 import quant
+from machinery import settings
 from machinery.flags import UserError
 from model import PolicyAndActor, lora, memory
 from plan import footprint
@@ -392,7 +393,7 @@ def test_a_plan_beyond_the_models_context_is_refused(tmp_path):
     small().save_pretrained(tmp_path)
     flags = dict(model=str(tmp_path), actor="none", rollout="hf", lr=1e-6, dtype="bfloat16", task="arith")
     for tokens, prompt, fits in ((480, 32, True), (481, 32, False)):
-        cfg = config.resolve(config.Config(**flags, max_tokens=tokens, max_prompt_tokens=prompt))
+        cfg = settings.resolve(config.Config(**flags, max_tokens=tokens, max_prompt_tokens=prompt))
         if fits:
             plan.report(cfg, 1, 0.0)
             continue

@@ -16,6 +16,7 @@ from torchrun import torchrun
 import config
 import tasks
 import train
+from machinery import settings
 from machinery.flags import is_hub_id
 from machinery.run import read_metrics
 
@@ -157,7 +158,7 @@ def sets_of(eval_task: str) -> dict[str, dict]:
 
 
 def parsed(name: str, *flags: str, **how) -> config.Config:
-    return config.parse([f"--config={RECIPES[name]}", *flags], **how)
+    return settings.parse([f"--config={RECIPES[name]}", *flags], **how)
 
 
 def planned(name: str, *flags: str) -> config.Config:

@@ -15,9 +15,8 @@ import torch
 from conftest import TINY_TASK, make_cfg
 from safetensors.torch import load_file, save_file
 
-import config
 from learner import Comm, Learner
-from machinery import checkpoint, run
+from machinery import checkpoint, run, settings
 from machinery.checkpoint import load_model
 from machinery.flags import UserError
 from machinery.run import Log, locked, open_run, prepare_folder, read_metrics, truncate
@@ -175,7 +174,7 @@ def test_the_command_line_says_how_long(folders, tmp_path, schedule):
 
     def steps(text, *more):
         file.write_text(text)
-        cfg = config.parse([*argv, *more])
+        cfg = settings.parse([*argv, *more])
         with locked(cfg, Comm()):
             r = open_run(cfg, Comm())
             prepare_folder(r)

@@ -8,8 +8,8 @@ import pytest
 from conftest import ROOT, TINY_TASK
 
 from bench import gpu
-from config import parse
 from machinery.run import read_metrics
+from machinery.settings import parse
 from results import conformance, exact, ladder, plans, rows, sweep
 from results.rows import STUDIES
 

@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 from test_metrics import unexplained
 from transformers import AutoModelForCausalLM
 
-import config
 import eval as evaluation
 import objectives
 import presets
@@ -31,7 +30,7 @@ import train
 from corrections import USES_Z
 from delay import DelaySource
 from learner import Comm
-from machinery import checkpoint, plot
+from machinery import checkpoint, plot, settings
 from machinery.flags import UserError
 from machinery.run import Log, lock_folder, open_run, read_metrics
 from machinery.run import rows as run_rows
@@ -148,7 +147,7 @@ def train_here(monkeypatch):
     monkeypatch.setattr(train, "catch_signals", lambda: [])
 
     def run(argv):
-        cfg = config.parse(argv)
+        cfg = settings.parse(argv)
         train.train(cfg)
         rows = read_metrics(cfg.out)
         assert unexplained({key for row in rows for key in row} - {"step"}) == []
@@ -484,14 +483,15 @@ def in_format_3(folder: Path, cfg) -> None:
 
 WRITES_FOR_EVER = """
 import threading, sys
-import checkpoint, config, train
+import train
+from machinery import checkpoint, settings
 write = checkpoint.write_shards
 def first_alone(tensors, folder, group):
     if "000001" not in str(folder):
         threading.Event().wait()
     write(tensors, folder, group)
 checkpoint.write_shards = first_alone
-train.train(config.parse(sys.argv[1:]))
+train.train(settings.parse(sys.argv[1:]))
 """
 
 
@@ -916,7 +916,7 @@ def test_engines_evaluate_policy_and_actor(solvers, tmp_path, train_here, monkey
     with pytest.raises(
         UserError, match="--eval_engine=second: the policy samples for itself, and its engine evaluates"
     ):
-        config.parse(flags(solvers, tmp_path / "one", actor="none", eval_engine="second"))
+        settings.parse(flags(solvers, tmp_path / "one", actor="none", eval_engine="second"))
 
 
 @SEVERAL_PROCESSES
@@ -1118,7 +1118,7 @@ def test_real_vllm_end_to_end(case, vllm_engines, solvers, tmp_path, monkeypatch
     """Real vLLM rolls out, the learner trains, every sync is proved."""
     base = {"steps": 4, "rollout": "vllm", "save_every": 0, "model": solvers / "actor"}
     argv = flags(solvers, tmp_path / "run", **{**base, **case})
-    cfg = config.parse(argv)
+    cfg = settings.parse(argv)
     fmt = quant.format_of(cfg.rollout_quant, cfg.quant_group)
     engine = vllm_engines(fmt=fmt) if fmt else vllm_engines()
     use_engine(monkeypatch, engine)

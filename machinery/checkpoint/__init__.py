@@ -36,6 +36,7 @@ from pathlib import Path
 
 import torch
 
+from config import Config
 from machinery.checkpoint.models import (
     Export,
     check_angles,
@@ -386,7 +387,7 @@ def newest(out: Path | str, part: str = "") -> Path | None:
     return None
 
 
-def to_resume(cfg, comm) -> Path | None:
+def to_resume(cfg: Config, comm) -> Path | None:
     """The checkpoint to resume from, the same on every rank, and whole on every disk; None if there is none.
 
     UserError: a disk has none, or it cannot be dealt out to this number of ranks."""

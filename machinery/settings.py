@@ -1,0 +1,249 @@
+"""From a command line to the configuration of a run: flags read, open ones filled, all of them checked.
+
+A TOML file sets any flag, the command line wins, and `--objective` fills what neither names (presets.OBJECTIVES).
+`resolve` returns the configuration with nothing left open, or raises UserError with one sentence that names the flag
+and the mend.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import corrections
+import delay
+import objectives
+import presets
+import quant
+import sampling
+import tasks
+from config import EMBEDDED, FIELDS, HARMLESS, PROPOSED, Config, EngineFlags
+from machinery import flags
+from machinery.flags import UserError, choice, need
+from model import exact, lora
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From a command line to a configuration
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def parse(argv: list[str] | None = None, n_ranks: int | None = None, installed: bool = True) -> Config:
+    """The configuration of a command line, resolved. UserError: one sentence. Arguments as for `resolve`."""
+    from_file, given = {}, {}
+    for key, value in flags.read(Config, argv, "python train.py --key=value ...", also={"config"}):
+        if key == "config":
+            from_file.update(flags.read_toml(Config, value))
+        else:
+            given[key] = flags.convert(Config, key, value)
+    need(not (given.get("epochs") and "steps" in given), "--epochs with --steps: both say how long; leave one out")
+    if "steps" in given:  # over a file's epochs, and a file's steps are nothing beside epochs
+        given["epochs"] = 0.0
+    if given.get("epochs", from_file.get("epochs")):
+        from_file.pop("steps", None)
+    cfg = Config(**{**from_file, **given})
+    if cfg.resume:
+        cfg = resumed(cfg, set(given) | set(from_file))
+    return resolve(cfg, n_ranks, installed)
+
+
+def resumed(cfg: Config, given: set[str]) -> Config:
+    """The saved configuration of the run in --out; flags given now must agree with it."""
+    need(not cfg.overwrite, "--resume with --overwrite: one goes on, the other deletes; leave one of them out")
+    path = Path(cfg.out) / "config.json"
+    need(path.is_file(), f"--resume: {cfg.out} holds no run; start without --resume, or name its folder with --out")
+    saved = saved_flags(path)
+    of_steps = saved["lr_schedule"] != "constant" or 0 < saved["warmup_steps"] < 1  # the schedule depends on it
+    free = HARMLESS | (set() if of_steps else {"steps", "epochs"})
+    now = resolve_open(replace(cfg, resume=False))
+    changed = [k for k in sorted(given - free) if getattr(now, k) != saved.get(k, FIELDS[k].default)]
+    if changed:
+        was = ", ".join(f"--{k} was {saved.get(k)!r} and is now {getattr(cfg, k)!r}" for k in changed)
+        raise UserError(
+            f"--resume with a changed configuration: {was}; give the old value, or start anew in another --out"
+        )
+    return Config(**{**saved, **{k: getattr(cfg, k) for k in given & free}, "resume": True, "overwrite": False})
+
+
+def saved_flags(path: Path) -> dict:
+    """The flags in a run's config.json. UserError if it is damaged, or not one of a run."""
+    mend = "copy it from a backup, or start anew with --overwrite or in another --out"
+    saved = flags.read_json(path, mend).get("config")
+    need(isinstance(saved, dict) and "lr_schedule" in saved, f"--resume: {path} holds no flags of a run; {mend}")
+    return {k: v if v is None else flags.of_toml(Config, str(path), k, v) for k, v in saved.items() if k in FIELDS}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fill what is open, then check
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def resolve_open(cfg: Config) -> Config:
+    """Fill what the objective decides and what bounds default to; no checks."""
+    if cfg.model.startswith("base:"):
+        cfg = fill(cfg, EMBEDDED)
+    cfg = fill(cfg, {"rollout_dtype": cfg.dtype})
+    cfg = fill(cfg, corrections.still_read(presets.OBJECTIVES.get(cfg.objective, {}), cfg))
+    cfg = fill(cfg, presets.DEFAULTS)
+    cfg = fill(cfg, objectives.default_bounds(cfg))
+    if cfg.actor == "auto":
+        cfg = replace(cfg, actor="base:actor" if cfg.model == "base:policy" else "none")
+    if cfg.obrs_z == "auto":
+        cfg = replace(cfg, obrs_z="exact" if corrections.exact_z_known(cfg) else "bracket")
+    if cfg.actor == "none":  # nobody has that rate
+        cfg = fill(cfg, {"actor_lr": EMBEDDED["actor_lr"]})
+    if cfg.obrs_c2 is None:
+        clipped = cfg.clip and cfg.surrogate in ("ppo", "cispo") and cfg.clip_high < float("inf")
+        cfg = replace(cfg, obrs_c2=1.02 + cfg.clip_high if clipped else 3.0)
+    return cfg
+
+
+def fill(cfg: Config, values: dict) -> Config:
+    """The configuration with those values where it has none yet."""
+    return replace(cfg, **{k: v for k, v in values.items() if getattr(cfg, k) is None})
+
+
+def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> Config:
+    """The configuration with nothing open, checked. UserError: one sentence naming flag and mend.
+
+    n_ranks: default: as torchrun started them. installed: also check that this host has the engine and packages."""
+    if n_ranks is None:
+        n_ranks = flags.from_environment("WORLD_SIZE", 1)
+    choice("objective", cfg.objective, list(presets.OBJECTIVES))
+    cfg = resolve_open(cfg)
+    missing = [f"--{flag}={value}" for flag, value in PROPOSED.items() if getattr(cfg, flag) is None]
+    cfg = fill(cfg, EMBEDDED)
+    for key, kind in flags.types_of(Config).items():
+        flags.check_word(key, getattr(cfg, key), kind)
+    check_sizes(cfg, n_ranks)
+    sampling.check(cfg)
+    sampling.check_with_actor(cfg)
+    quant.check(cfg)
+    delay.check(cfg)
+    delay.check_remote(cfg)
+    objectives.check(cfg)
+    check_models(cfg)
+    lora.check(cfg)
+    exact.check(cfg)
+    check_named(cfg.model, missing)
+    tasks.check(cfg)
+    if installed:
+        check_packages(cfg, n_ranks)
+    else:
+        check_tensor_parallel(cfg, n_ranks)
+    alone = cfg.eval_engine == "second" and cfg.actor == "none"
+    need(not alone, "--eval_engine=second: the policy samples for itself, and its engine evaluates; leave the flag out")
+    return cfg
+
+
+def check_named(model: str, missing: list[str]) -> None:
+    """UserError where flags without a default are missing; each as it is proposed."""
+    need(
+        not missing,
+        f"--model={model}: a model of your own has no default of some flags; name them, for instance "
+        f"{' '.join(missing)}",
+    )
+
+
+def check_sizes(cfg: Config, n_ranks: int) -> None:
+    """Counts, rates and how batches divide among groups and ranks."""
+    counts = ("steps", "rollout_batch", "train_batch", "group_size", "max_tokens", "micro_tokens", "eval_problems")
+    for name in (*counts, "eval_samples", "keep"):
+        need(getattr(cfg, name) >= 1, f"--{name}={getattr(cfg, name)}: must be at least 1")
+    for name in ("lr", "actor_lr", "grad_clip"):
+        need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
+    need(cfg.eval_every >= -1, f"--eval_every={cfg.eval_every}: a number of updates, 0 for before and after, or -1")
+    schedule = ("warmup_steps", "save_every", "log_samples")
+    schedule += ("epochs", "dynamic_sampling")
+    for name in (*schedule, "weight_decay", "distill_kl_target"):
+        need(getattr(cfg, name) >= 0, f"--{name}={getattr(cfg, name)}: must not be negative")
+    warmup, whole = cfg.warmup_steps, cfg.warmup_steps == int(cfg.warmup_steps)
+    need(warmup < 1 or whole, f"--warmup_steps={warmup}: a whole number of updates, or a share of --steps below 1")
+    need(0 <= cfg.adam_beta2 < 1, f"--adam_beta2={cfg.adam_beta2}: must lie in [0, 1)")
+    need(cfg.group_size >= 2, f"--group_size={cfg.group_size}: an advantage needs at least 2 responses a prompt")
+    need(
+        cfg.train_batch % (cfg.group_size * n_ranks) == 0,
+        f"--train_batch={cfg.train_batch}: not divisible by --group_size={cfg.group_size} times {n_ranks} rank(s); "
+        "each rank trains on whole groups",
+    )
+    need(
+        cfg.rollout_batch % cfg.train_batch == 0,
+        f"--rollout_batch={cfg.rollout_batch}: not a multiple of --train_batch={cfg.train_batch}",
+    )
+
+
+def check_models(cfg: Config) -> None:
+    """Model folders, and the accuracy of embedded base models."""
+    for name in ("base_accuracy", "actor_base_accuracy"):
+        value = getattr(cfg, name)
+        need(value is None or 0 < value < 1, f"--{name}={value}: a share between 0 and 1")
+    for flag, value in (("model", cfg.model), ("actor", cfg.actor)):
+        if value.startswith("base:"):
+            choice(flag, value, ["base:policy", "base:actor"])
+            need(cfg.task == "arith", f"--{flag}={value} knows only --task=arith; give a model's folder for {cfg.task}")
+        elif value != "none" or flag == "model":
+            need(
+                flags.names_model(value),
+                f"--{flag}={value}: no Hugging Face model folder (no config.json there); give one as save_pretrained "
+                "writes it, or base:policy",
+            )
+
+
+def check_engine(cfg: Config, n_ranks: int = 1) -> None:
+    """UserError unless the engine of the flags (train.py's, eval.py's, a sampler's) can be started here."""
+    memory = f"--rollout_memory={cfg.rollout_memory}"
+    need(cfg.rollout_memory >= 0, f"{memory}: must not be negative; 0 sizes it by the batch")
+    check_tensor_parallel(cfg, n_ranks)
+    check_kv_cache(cfg)
+    if cfg.rollout != "vllm":
+        return
+    need(
+        importlib.util.find_spec("vllm") is not None,
+        "--rollout=vllm: vLLM is not installed here; install it (make demo does), or use --rollout=hf",
+    )
+    if torch.cuda.is_available():
+        need(cfg.rollout_memory <= 1, f"{memory}: on a GPU a share of its memory, at most 1")
+    else:
+        here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+        need(cfg.rollout_memory < here, f"{memory}: GiB on a CPU, and this host has {here:.0f}; name fewer")
+
+
+def check_tensor_parallel(cfg: Config, n_ranks: int) -> None:
+    """Whether so many ranks can be one engine."""
+    flag = f"--rollout_tp={cfg.rollout_tp}"
+    need(cfg.rollout_tp >= 1, f"{flag}: must be at least 1")
+    if cfg.rollout_tp == 1:
+        return
+    need(cfg.rollout == "vllm", f"{flag}: --rollout={cfg.rollout} has an engine on each rank; use --rollout=vllm")
+    need(
+        n_ranks % cfg.rollout_tp == 0,
+        f"{flag}: so many neighbouring ranks are one engine, and {n_ranks} rank(s) cannot be divided into such; start "
+        "a multiple with torchrun --nproc_per_node",
+    )
+    unequal = getattr(cfg, "delay", "none") != "none" and cfg.dynamic_sampling
+    need(not unequal, f"{flag}: with --delay and --dynamic_sampling its ranks need unequal weights; leave one out")
+
+
+def check_kv_cache(cfg: EngineFlags) -> None:
+    """Whether the engine has a cache of 8 bits."""
+    flag = f"--kv_cache_dtype={cfg.kv_cache_dtype}"
+    if cfg.kv_cache_dtype == "auto":
+        return
+    engine = {"fp8": "vllm", "int8": "hf"}[cfg.kv_cache_dtype]
+    need(cfg.rollout == engine, f"{flag}: --rollout={cfg.rollout} has no such cache; use --rollout={engine}, or auto")
+    need(
+        engine == "hf" or torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability() == "AVX512",
+        f"{flag}: on a CPU vLLM has this cache with AVX-512 alone, and this one is without; use auto",
+    )
+
+
+def check_packages(cfg: Config, n_ranks: int) -> None:
+    """What the flags need to be installed."""
+    if cfg.samplers == "local":
+        check_engine(cfg, n_ranks)
+        quant.check_routing(cfg)
+    found = not cfg.wandb or importlib.util.find_spec("wandb") is not None
+    need(found, f"--wandb={cfg.wandb}: wandb is not installed; pip install wandb, or leave the flag out")

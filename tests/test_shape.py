@@ -1,0 +1,133 @@
+"""The rules of the import graph, and of the flags that a function may read."""
+
+import ast
+import dataclasses
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import config
+import eval as evaluation
+import probe
+from remote.sampler import SamplerFlags
+
+ROOT = Path(__file__).resolve().parent.parent
+SPINE = ("", "model", "machinery", "tasks")
+WINGS = ("probe", "plan", "remote", "bench", "results")
+DOOR = ("machinery/run.py", "remote/source.py")  # --samplers: the one import of a wing, inside a function
+
+
+def trees() -> dict[str, ast.Module]:
+    """Path -> syntax tree of each file that is no test."""
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    paths = [path for path in listed.stdout.split() if not path.startswith("tests/") and (ROOT / path).is_file()]
+    return {path: ast.parse((ROOT / path).read_text(encoding="utf-8")) for path in paths}
+
+
+TREES = trees()
+MODULES = {path.removesuffix("/__init__.py").removesuffix(".py").replace("/", "."): path for path in TREES}
+
+
+def room(path: str) -> str:
+    """The folder of a file in the root of the repository; "" for the root."""
+    return path.split("/")[0] if "/" in path else ""
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Paths of the repository's files that a file imports, inside functions too."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {MODULES[name] for name in names if name in MODULES}
+
+
+GRAPH = {path: imported(tree) - {path} for path, tree in TREES.items()}
+
+
+def test_the_spine_imports_no_wing():
+    crossing = {
+        (path, other) for path in GRAPH for other in GRAPH[path] if room(path) in SPINE and room(other) in WINGS
+    }
+    assert crossing == {DOOR}
+    top_level = ast.Module([node for node in TREES[DOOR[0]].body if not isinstance(node, ast.FunctionDef)], [])
+    assert DOOR[1] not in imported(top_level)
+
+
+def test_no_circle_of_imports():
+    reached = {}  # path -> files behind it
+
+    def visit(path: str, way: tuple[str, ...]) -> set[str]:
+        assert path not in way, f"a circle: {' -> '.join((*way[way.index(path) :], path))}"
+        if path not in reached:
+            reached[path] = {path}.union(*(visit(other, (*way, path)) for other in GRAPH[path]))
+        return reached[path]
+
+    for path in GRAPH:
+        visit(path, ())
+    assert "config.py" in reached["train.py"]  # the walk went somewhere
+    assert GRAPH["config.py"] == set()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A function that takes flags names a group that has them
+# ---------------------------------------------------------------------------------------------------------------------
+
+GROUPS = {kind.__name__: kind for kind in vars(config).values() if dataclasses.is_dataclass(kind)}
+COMMANDS = {
+    kind.__name__: kind for kind in (evaluation.ModelFlags, evaluation.EvalFlags, probe.ProbeFlags, SamplerFlags)
+}
+FIELDS = {name: {field.name for field in dataclasses.fields(kind)} for name, kind in (GROUPS | COMMANDS).items()}
+
+
+def functions() -> list:
+    """(path, function, annotation of its parameter cfg) of each function that has one."""
+    out = []
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+                    if argument.arg == "cfg":
+                        kind = argument.annotation and ast.unparse(argument.annotation).removeprefix("config.")
+                        out.append(pytest.param(node, kind, id=f"{path}:{node.name}"))
+    return out
+
+
+def is_cfg(node) -> bool:
+    return isinstance(node, ast.Name) and node.id == "cfg"
+
+
+def flags_read(function: ast.FunctionDef) -> set[str]:
+    """Flags that a function reads as cfg.NAME, asks for by getattr, or replaces."""
+    out = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Attribute) and is_cfg(node.value):
+            out.add(node.attr)
+        elif isinstance(node, ast.Call) and node.args and is_cfg(node.args[0]):
+            called = ast.unparse(node.func)
+            if called.endswith("replace"):
+                out |= {keyword.arg for keyword in node.keywords if keyword.arg}
+            elif called == "getattr" and len(node.args) == 2 and isinstance(node.args[1], ast.Constant):
+                out.add(node.args[1].value)
+    return out
+
+
+@pytest.mark.parametrize(("function", "kind"), functions())
+def test_a_function_reads_flags_of_the_group_that_it_names(function, kind):
+    assert kind is not None, "cfg needs a type: the smallest group of flags (config.py) that has what is read"
+    if kind == "dict":
+        return
+    assert flags_read(function) - FIELDS[kind] == set()
+
+
+def test_flags_that_a_function_reads_are_found():
+    (function,) = ast.parse(
+        "def f(cfg, other):\n"
+        "    other.seed, getattr(cfg, 'actor'), getattr(cfg, 'delay', 0), vars(cfg)\n"
+        "    return replace(cfg, clip=cfg.lr > 0, **more)\n"
+    ).body
+    assert flags_read(function) == {"actor", "clip", "lr"}
+    assert len(functions()) > 150
