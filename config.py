@@ -481,6 +481,11 @@ class Config(
 ):
     """All flags of train.py."""
 
+    # the flags on the page of --help; --help=all shows all
+    COMMON = ("objective", "model", "actor", "out", "resume", "steps", "rollout_batch", "train_batch", "group_size")
+    COMMON += ("micro_tokens", "correction", "surrogate", "is_cap", "max_tokens")
+    COMMON += ("temperature", "rollout", "rollout_dtype", "rollout_quant", "learner_quant", "delay", "max_staleness")
+    COMMON += ("lr", "actor_lr", "dtype", "parallel", "task", "reward", "eval_every", "eval_task", "save_every")
     # the flags that may be infinite
     UNBOUNDED = ("is_cap", "rs_high", "clip_high", "tbpo_neg_high", "obrs_c1", "obrs_c2")
     UNBOUNDED += ("grad_clip", "window_seconds", "give_up")

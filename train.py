@@ -7,7 +7,7 @@ objectives.py.
 
     publish -> rollout -> [ref pass] -> minibatch -> prepare -> forward, loss, backward -> step -> metrics
 
-Every flag stands in config.py, or in the file of its concept; --help shows all.
+All flags are in config.py; --help shows the most common ones, --help=all the others too.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def parse_flags(cls, argv: list[str] | None = None, usage: str = ""):
 
 
 def read(cls, argv: list[str] | None = None, usage: str = "", also=()) -> list[tuple[str, str]]:
-    """(flag, value) pairs as written; `--help` prints the page and exits.
+    """(flag, value) pairs as written; `--help` prints the page and exits, `--help=all` with the flags that are rare.
 
     `--flag value` is `--flag=value`, and a bare `--flag` of a truth is `--flag=True`.
     also: further names that are let through, which the caller translates (config.py)."""
@@ -182,8 +182,8 @@ def read(cls, argv: list[str] | None = None, usage: str = "", also=()) -> list[t
     kinds, pairs = types_of(cls), []
     while argv:
         word = argv.pop(0)
-        if word in ("-h", "--help"):
-            print(help_page(cls, usage), flush=True)
+        if word in ("-h", "--help", "--help=all"):
+            print(help_page(cls, usage, everything=word == "--help=all" or argv[:1] == ["all"]), flush=True)
             raise SystemExit(0)
         need(word.startswith("--"), f"{word}: flags are written --key=value")
         key, equals, value = word[2:].partition("=")
@@ -327,16 +327,24 @@ def docs_of(cls) -> dict[str, str]:
     return docs
 
 
-def help_page(cls, usage: str = "") -> str:
-    """Every flag with its default, its choices and its sentence, group by group."""
+def help_page(cls, usage: str = "", everything: bool = True) -> str:
+    """Each flag with its default, its choices and its sentence, by group.
+
+    everything: also the flags that a class with a list COMMON does not have there."""
     kinds, defaults = types_of(cls), {f.name: f.default for f in fields(cls)}
+    listing = [base for base in cls.__mro__ if "COMMON" in vars(base) and not everything]
+    rare = {key for base in listing for key in types_of(base) if key not in base.COMMON}
     lines = [usage] if usage else []
     for group in groups_of(cls):
-        lines += ["", f"{inspect.cleandoc(group.__doc__).splitlines()[0]}:"]
-        for key, sentence in docs_of(group).items():
+        docs = {key: sentence for key, sentence in docs_of(group).items() if key not in rare}
+        if docs:
+            lines += ["", f"{inspect.cleandoc(group.__doc__).splitlines()[0]}:"]
+        for key, sentence in docs.items():
             listed = choices_of(kinds[key])
             default = "" if defaults[key] in (None, "") else f"={defaults[key]}"
             one_of = f"    (one of {', '.join(listed)})" if listed else ""
             lines.append(f"  --{key}{default}{one_of}")
             lines += textwrap.wrap(sentence, 104, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    if rare:
+        lines += ["", f"--help=all shows {len(rare)} more flags."]
     return "\n".join(lines).strip()

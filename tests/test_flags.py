@@ -105,6 +105,25 @@ def test_help_prints_the_page_and_exits_with_0(argv, capsys):
     assert capsys.readouterr().out.strip() == PAGE
 
 
+def test_rare_flags_stand_on_the_page_of_all_flags(capsys):
+    """A command that adds flags to train.py's shows its own."""
+    both = dataclass(frozen=True)(type("Both", (Rules, Config), {}))
+    for argv, n in (
+        (["--help"], 30),
+        (["-h"], 30),
+        (["--help=all"], len(fields(Config))),
+        (["--help", "all"], len(fields(Config))),
+    ):
+        for command, more in ((Config, 0), (both, 3)):  # kind, target and cap; clip is train.py's too
+            with pytest.raises(SystemExit):
+                flags.parse_flags(command, argv)
+            page = capsys.readouterr().out
+            listed = {key for group in groups_on(page).values() for key in group}
+            assert len(listed) == n + more, (argv, command)
+            assert (f"--help=all shows {len(fields(Config)) - n} more flags." in page) == (n == 30)
+            assert ("kind" in listed) == (command is both)
+
+
 ONE_LINE = "from machinery import flags; flags.run_command(lambda: print('less than a buffer'))"
 
 
