@@ -278,11 +278,6 @@ class StalenessFlags:
     """--delay: samplers, each with a model version of its own."""
     sampler_rate: float = 1.0
     """--delay: groups the samplers make for each that the learner trains on; above 1 they queue up."""
-    sampler_speeds: str = ""
-    """--delay: relative speeds of the samplers, one for each, separated by commas; default: all are equally fast."""
-    token_seconds: float = 0.0
-    """--delay: virtual seconds a token takes a sampler of speed 1, so that long responses come late; 0: sampling takes
-    no time, and --sampler_rate says how many groups there are."""
     step_seconds: float = 28.125
     """--delay: virtual seconds an update takes (1800 / 64)."""
     max_staleness: int | None = None

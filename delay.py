@@ -21,20 +21,8 @@ P(D < lo) = P(D > hi) = (1 - mass) / 2 = a, and then clipped to [lo, hi]:
 
 A group is sampled when the learner takes it, with the weights that its sampler had when the group
 was made. This is exact because a sample is a pure function of weights and seeds (rollout.py), and a
-group that a bound drops is never computed (but with `--token_seconds`, where its length counts).
-Old versions stay on disk as long as a sampler, a waiting group or a checkpoint needs them.
-
-Samplers are not equally fast, and long responses take longer. With `--token_seconds` above 0 a
-sampler of speed s (`--sampler_speeds`) makes one group after the other, each with the weights that
-it has at the beginning, and a group of responses up to L tokens long arrives
-
-    L token_seconds / s        later.
-
-What is long is then older when it arrives, so a bound on age drops long groups rather than short
-ones, and the learner trains on shorter responses than it is offered.
-
-`delay/length_ks_p` compares the longest response of each group that was dropped with that of each
-that was trained on, by a Kolmogorov-Smirnov test of two samples (`ks_p`).
+group that a bound drops is never computed. Old versions stay on disk as long as a sampler, a waiting group or a
+checkpoint needs them.
 """
 
 from __future__ import annotations
@@ -46,7 +34,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import NamedTuple
 
-from config import Config, StalenessFlags
+from config import Config
 from machinery import checkpoint
 from machinery.checkpoint.shards import from_all, own_group
 from machinery.flags import UserError, need
@@ -102,7 +90,6 @@ class Sampler:
     until: float  # virtual seconds: when it loads the next one
     draws: int  # delays drawn so far
     groups: int = 0  # made so far
-    free: float = 0.0  # virtual seconds: when its last group was done
 
 
 class Ticket(NamedTuple):
@@ -111,43 +98,6 @@ class Ticket(NamedTuple):
     number: int  # which group of this source
     version: int  # of the weights that it is sampled with
     made_at: float  # virtual seconds
-    lengths: tuple[int, ...] = ()  # of its responses, in tokens, where it was sampled already
-
-
-def ks_p(a: Counter, b: Counter) -> float:
-    """How likely two samples of one distribution differ as much as these: Kolmogorov and Smirnov's test.
-
-    D = max |F_a - F_b|,  p = 2 sum_k (-1)^(k-1) exp(-2 k^2 x^2),  x = (sqrt(n) + 0.12 + 0.11 / sqrt(n)) D,
-    n = n_a n_b / (n_a + n_b)  (Stephens 1970). a, b: value -> how often. NaN where one is empty."""
-    n_a, n_b = a.total(), b.total()
-    if not n_a or not n_b:
-        return math.nan
-    below_a = below_b = distance = 0.0
-    for value in sorted({*a, *b}):
-        below_a += a[value] / n_a
-        below_b += b[value] / n_b
-        distance = max(distance, abs(below_a - below_b))
-    root = math.sqrt(n_a * n_b / (n_a + n_b))
-    x = (root + 0.12 + 0.11 / root) * distance
-    if x < 0.2:  # the series converges slowly, and is 1 up to 10^-12
-        return 1.0
-    return min(1.0, 2 * sum((-1) ** (k - 1) * math.exp(-2 * k * k * x * x) for k in range(1, 101)))
-
-
-def speeds_of(cfg: StalenessFlags) -> list[float]:
-    """The relative speeds of the samplers. UserError: not one for each, or not above 0."""
-    if not cfg.sampler_speeds:
-        return [1.0] * cfg.delay_samplers
-    try:
-        speeds = [float(speed) for speed in cfg.sampler_speeds.split(",")]
-    except ValueError:
-        speeds = []
-    if len(speeds) != cfg.delay_samplers or not all(0 < speed < math.inf for speed in speeds):
-        raise UserError(
-            f"--sampler_speeds={cfg.sampler_speeds}: {cfg.delay_samplers} numbers above 0, separated by commas "
-            "(--delay_samplers says how many)"
-        )
-    return speeds
 
 
 class DelaySource(LocalSource):
@@ -164,7 +114,6 @@ class DelaySource(LocalSource):
         self.layout: checkpoint.Layout | None = None  # of a version's file, once there is one
         self.distribution = DelayDistribution(cfg.delay, cfg.delay_min, cfg.delay_max)
         self.longest = math.inf if cfg.max_staleness is None else cfg.max_staleness * cfg.step_seconds
-        self.speeds = speeds_of(cfg)
         self.samplers: list[Sampler] = []
         self.broadcast: dict[int, float] = {}  # version -> virtual time, for the versions still on disk
         self.tickets: list[Ticket] = []
@@ -172,13 +121,6 @@ class DelaySource(LocalSource):
         self.waited = 0.0  # virtual seconds that the learner has waited for groups
         self.dropped = Counter()  # groups dropped by "staleness" and by "window"
         self.pinned = [set(), set()]  # versions that the last two checkpoints need
-        # With --token_seconds:
-        self.sampled: dict[int, Rollout] = {}  # ticket's number -> its group; made again after a resume
-        self.decided = Counter()  # length -> responses of groups that were trained on or dropped
-        self.trained = Counter()  # the same of those trained on
-        self.lengths = {"trained": Counter(), "dropped": Counter()}  # of groups, by their longest response
-        if cfg.token_seconds and self.n_ranks > 1:
-            raise UserError(f"--token_seconds={cfg.token_seconds}: one process only; lengths are known to their rank")
 
     def now(self, learner_version: int) -> float:
         """The virtual time in seconds."""
@@ -199,10 +141,8 @@ class DelaySource(LocalSource):
         self.broadcast[version] = self.now(version)
         if not self.samplers:
             self.samplers = [Sampler(version, self.delay(i, 0), 1) for i in range(self.cfg.delay_samplers)]
-        # Before old versions are deleted: a sampler whose delay ended since the last broadcast loads one of them. With
-        # --token_seconds it loads them when its next group begins, so `needed` keeps them all.
-        if not self.cfg.token_seconds:
-            self.reload(self.now(version))
+        # Before old versions are deleted: a sampler whose delay ended since the last broadcast loads one of them.
+        self.reload(self.now(version))
         needed = self.needed().union(*self.pinned)
         # With --dynamic_sampling ranks take unequal numbers of groups, and others of them wait. Where all have met, the
         # new file is whole.
@@ -215,8 +155,6 @@ class DelaySource(LocalSource):
     def needed(self) -> set[int]:
         """The versions that must stay on disk: the newest, those that samplers hold, those of waiting groups."""
         held = {sampler.version for sampler in self.samplers}
-        if self.cfg.token_seconds:
-            held = {version for version in self.broadcast if version >= min(held)}
         waiting = {ticket.version for ticket in self.tickets}
         return {max(self.broadcast)} | held | waiting
 
@@ -247,128 +185,67 @@ class DelaySource(LocalSource):
                 break
 
     def make(self, n_groups: int, learner_version: int, share: float = 1.0) -> None:
-        """Samplers make `--sampler_rate` groups for each that is wanted, in this share of a batch's time, in turn by
-        their speeds; with --token_seconds what they have time for. Groups that are too old are then dropped."""
+        """Samplers make `--sampler_rate` groups in turn for each that is wanted, in this share of a batch's time.
+
+        Groups that are too old are then dropped."""
         now = self.now(learner_version)
-        if self.cfg.token_seconds:
-            self.work(now)
-        else:
-            self.reload(now)
-            self.made += self.cfg.sampler_rate * n_groups * share
-            while self.made >= 1:
-                self.made -= 1
-                self.begin(self.next_in_turn(), now)
+        self.reload(now)
+        self.made += self.cfg.sampler_rate * n_groups * share
+        while self.made >= 1:
+            self.made -= 1
+            self.begin(now)
         self.tickets = [ticket for ticket in self.tickets if self.still_wanted(ticket, learner_version, now)]
 
-    def next_in_turn(self) -> int:
-        """The sampler whose next group is due first, if each makes groups at its speed."""
-        due = [(sampler.groups + 1) / speed for sampler, speed in zip(self.samplers, self.speeds, strict=True)]
-        return due.index(min(due))
-
-    def begin(self, i: int, made_at: float) -> Ticket:
-        """A group of sampler i, with the weights that it has."""
-        sampler = self.samplers[i]
-        ticket = Ticket(self.sequence, sampler.version, made_at)
-        self.tickets.append(ticket)
+    def begin(self, made_at: float) -> None:
+        """A group of the sampler that has made the fewest, with the weights that it has."""
+        sampler = min(self.samplers, key=lambda sampler: sampler.groups)
+        self.tickets.append(Ticket(self.sequence, sampler.version, made_at))
         self.sequence += 1
         sampler.groups += 1
-        return ticket
-
-    # -- samplers that take their time ---------------------------------------------------------------------------------
-
-    def work(self, now: float) -> None:
-        """Let every sampler begin what it may up to now. All that begin next are sampled together."""
-        while any(sampler.free <= now for sampler in self.samplers):
-            begun = self.begin_all(now)
-            self.tickets = [ticket for ticket in self.tickets if ticket not in begun]
-            groups = self.sample_tickets(list(begun))
-            for (ticket, i), group in zip(begun.items(), groups, strict=True):
-                lengths = tuple(len(r.tokens) for r in group.responses)
-                self.samplers[i].free = ticket.made_at + max(lengths) * self.cfg.token_seconds / self.speeds[i]
-                self.sampled[ticket.number] = group
-                self.tickets.append(ticket._replace(made_at=self.samplers[i].free, lengths=lengths))
-
-    def begin_all(self, now: float) -> dict[Ticket, int]:
-        """The groups that free samplers begin, each at most one, and their samplers. made_at is when they begin."""
-        begun = {}
-        for i, sampler in enumerate(self.samplers):
-            if sampler.free > now:
-                continue
-            self.reload_one(i, sampler.free)
-            begun[self.begin(i, sampler.free)] = i
-        return begun
-
-    def settle(self, ticket: Ticket, trained: bool) -> None:
-        """The fate of a group is decided."""
-        self.sampled.pop(ticket.number, None)
-        self.decided.update(ticket.lengths)
-        if trained:
-            self.trained.update(ticket.lengths)
-        if ticket.lengths:
-            self.lengths["trained" if trained else "dropped"][max(ticket.lengths)] += 1
 
     def still_wanted(self, ticket: Ticket, learner_version: int, now: float) -> bool:
         """Is the group within both bounds on age? If not, it is counted as dropped, once."""
         most = self.cfg.max_staleness
-        if ticket.made_at > now:  # it is in the making
-            return True
         if most is not None and learner_version - ticket.version > most:
             self.dropped["staleness"] += 1
         elif now - ticket.made_at > self.cfg.window_seconds:
             self.dropped["window"] += 1
         else:
             return True
-        self.settle(ticket, trained=False)
         return False
 
     def next(self, n_groups: int, learner_version: int, stop=()) -> list[Rollout]:
         """The next n groups in order of arrival; the clock moves on by whole steps until there are so many."""
-        self.remember("sequence", "samplers", "tickets", "made", "waited", "dropped", "decided", "trained", "lengths")
+        self.remember("sequence", "samplers", "tickets", "made", "waited", "dropped")
         with given_back_if_it_fails(self):
-            groups = self.with_spread(n_groups, lambda n: self.train_on(self.take(n, learner_version)))
+            groups = self.with_spread(n_groups, lambda n: self.sample_tickets(self.take(n, learner_version)))
         self.engine.sleep()
-        return groups
-
-    def train_on(self, taken: list[Ticket]) -> list[Rollout]:
-        groups = self.sample_tickets(taken)
-        for ticket in taken:
-            self.settle(ticket, trained=True)
         return groups
 
     def take(self, n_groups: int, learner_version: int) -> list[Ticket]:
         """The next n tickets; the clock moves on until there are so many."""
         self.make(n_groups, learner_version)
         waits = 0
-        while len(here := self.arrived(learner_version)) < n_groups:
+        while len(self.tickets) < n_groups:
             waits += 1
             if waits > MOST_WAITS:
                 raise UserError(
                     f"the learner has waited for {n_groups} groups for {MOST_WAITS} updates' time: samplers are too "
-                    "slow for the bounds on age; raise --max_staleness or --window_seconds, or lower --token_seconds"
+                    "slow for the bounds on age; raise --max_staleness or --window_seconds"
                 )
             self.waited += self.cfg.step_seconds
             self.make(n_groups, learner_version, self.cfg.train_batch / self.cfg.rollout_batch)  # one update's time
-        taken = here[:n_groups]
-        self.tickets = [ticket for ticket in self.tickets if ticket not in set(taken)]
+        taken, self.tickets = self.tickets[:n_groups], self.tickets[n_groups:]
         return taken
-
-    def arrived(self, learner_version: int) -> list[Ticket]:
-        """The groups that are here, in order of arrival."""
-        now = self.now(learner_version)
-        return sorted((t for t in self.tickets if t.made_at <= now), key=lambda ticket: (ticket.made_at, ticket.number))
 
     def sample_tickets(self, taken: list[Ticket]) -> list[Rollout]:
         """The groups of these tickets, each sampled with the version it was made with."""
         groups: dict[int, Rollout] = {}
-        for ticket in taken:
-            group = self.sampled.get(ticket.number)
-            if group is not None and group.version == ticket.version:
-                groups[ticket.number] = group
-        for version in sorted({ticket.version for ticket in taken if ticket.number not in groups}):
+        for version in sorted({ticket.version for ticket in taken}):
             if version != self.version:
                 self.load(version, checkpoint.read_tensors(self.path(version)))
             self.published = self.broadcast[version]
-            numbers = [t.number for t in taken if t.version == version and t.number not in groups]
+            numbers = [t.number for t in taken if t.version == version]
             groups.update(zip(numbers, self.sample(numbers), strict=True))
         return [groups[ticket.number] for ticket in taken]
 
@@ -380,13 +257,8 @@ class DelaySource(LocalSource):
     # -- metrics and checkpoints ---------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        values = super().metrics()
-        if self.cfg.token_seconds:
-            values["delay/length_trained"] = mean_of(self.trained)
-            values["delay/length_decided"] = mean_of(self.decided)
-            values["delay/length_ks_p"] = ks_p(*self.lengths.values()) if self.lengths["dropped"] else 1.0
         return {
-            **values,
+            **super().metrics(),
             "delay/clock": self.waited,
             "delay/waiting": float(len(self.tickets)),
             "delay/versions": float(len(self.needed())),
@@ -404,23 +276,17 @@ class DelaySource(LocalSource):
             "made": self.made,
             "waited": self.waited,
             "dropped": dict(self.dropped),
-            "decided": dict(self.decided),
-            "trained": dict(self.trained),
-            "lengths": {fate: dict(counts) for fate, counts in self.lengths.items()},
         }
 
     def load_state_dict(self, state: dict) -> None:
         """Go on from a checkpoint. UserError: a version that a sampler or a waiting group needs is not on disk."""
         super().load_state_dict(state)
         self.samplers = [Sampler(**sampler) for sampler in state["samplers"]]
-        self.tickets = [Ticket(*ticket[:3], tuple(*ticket[3:])) for ticket in state["tickets"]]
+        self.tickets = [Ticket(*ticket) for ticket in state["tickets"]]
         self.broadcast = state["broadcast"]
         self.made = state["made"]
         self.waited = state["waited"]
         self.dropped = Counter(state["dropped"])
-        self.decided = Counter(state.get("decided", {}))
-        self.trained = Counter(state.get("trained", {}))
-        self.lengths |= {fate: Counter(n) for fate, n in state.get("lengths", {}).items()}
         needed = self.needed() if self.broadcast else set()
         self.pinned = [set(), needed]
         for version in sorted(needed):
@@ -432,10 +298,6 @@ class DelaySource(LocalSource):
 
 
 MOST_WAITS = 100_000  # steps of the virtual clock
-
-
-def mean_of(counts: Counter) -> float:
-    return sum(value * n for value, n in counts.items()) / max(1, counts.total())
 
 
 def check_distribution(flags) -> None:
@@ -459,8 +321,6 @@ def check(cfg: Config) -> None:
     for name in ("sampler_rate", "step_seconds", "window_seconds"):
         need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
     check_bounds(cfg)
-    speeds_of(cfg)
-    need(0 <= cfg.token_seconds < math.inf, f"--token_seconds={cfg.token_seconds}: must be 0 or above")
     remote = cfg.samplers != "local"
     if cfg.delay == "none" and not remote and (cfg.sync_every > 1 or cfg.max_staleness is not None):
         raise UserError(
@@ -485,10 +345,9 @@ def check_bounds(cfg: Config) -> None:
             f"up to {cfg.sync_every - 1} updates old; broadcast more often"
         )
     unbounded = most is None and math.isinf(cfg.window_seconds)
-    if cfg.delay != "none" and unbounded and (cfg.sampler_rate > 1 or cfg.token_seconds > 0):
-        flag = "token_seconds" if cfg.token_seconds else "sampler_rate"
+    if cfg.delay != "none" and unbounded and cfg.sampler_rate > 1:
         raise UserError(
-            f"--{flag}={getattr(cfg, flag)}: more groups may be made than trained on, and they wait for ever; "
+            f"--sampler_rate={cfg.sampler_rate}: more groups may be made than trained on, and they wait for ever; "
             "bound them with --max_staleness or --window_seconds"
         )
     if cfg.delay != "none" and not math.isinf(cfg.window_seconds):

@@ -478,10 +478,8 @@ ELSEWHERE = {
     "reward/NAME": "mean of each part of --reward, weights aside, where there are several (tasks/rewards.py)",
     "dynamic_sampling/dropped": "groups of this rank whose responses all earned the same, and that were sampled anew",
     "delay/clock": "virtual seconds the learner had to wait (delay.py); delay/waiting, versions, dropped_*",
-    "delay/length_ks_p": "p that groups that are dropped are as long as those trained on (KS test of their longest); "
-    "delay/length_trained, _decided: mean lengths",
     "remote/trained": "the account of remote groups, a column for each fate (remote/source.py); remote/*",
-    "rollout_s": "seconds by stage: rollout_s, ref_s, update_s, auto_s, sync_s, eval_s, save_s",
+    "rollout_s": "seconds by stage: rollout_s, ref_s, update_s, sync_s, eval_s, save_s",
 }
 
 

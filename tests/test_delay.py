@@ -2,7 +2,6 @@
 
 import math
 import signal
-from collections import Counter
 from itertools import pairwise
 from statistics import NormalDist
 
@@ -13,7 +12,7 @@ from conftest import Stream, Watched, make_cfg, tiny_model
 from test_rollout import PROBE_IDS
 from test_train import flags, start, timeless, train_here, wait_for
 
-from delay import DelayDistribution, DelaySource, Ticket, ks_p
+from delay import DelayDistribution, DelaySource, Ticket
 from machinery.checkpoint import read_config, shards
 from machinery.run import read_metrics
 from model.engines import HFEngine
@@ -350,130 +349,6 @@ def test_the_narrowest_windows_that_are_allowed_still_fill_an_update(folders, tm
     source.sample_tickets = lambda taken: taken
     for v in range(3):
         assert len(source.next(3, v)) == 3
-
-
-# -- samplers that take their time -------------------------------------------------------------------------------------
-
-
-def timed(folders, store, **changes):
-    """Samplers whose groups take a second a token; a third of all tokens ends a response."""
-    usual = dict(token_seconds=1.0, delay="constant", delay_max=1.0, max_staleness=99)
-    source = delayed(folders, store, **{**usual, **changes})
-    source.stop_ids = list(range(0, len(source.tokenizer), 3))
-    return source
-
-
-def test_samplers_of_unequal_speed_make_groups_in_proportion(folders, tmp_path):
-    changes = dict(delay_samplers=4, sampler_speeds="1,1,0.5,0.25", delay_max=1.0)
-    source = delayed(folders, tmp_path, **changes)
-    for v in range(11):
-        source.publish(v, weights(v).items())
-        source.next(1, v)
-    assert [sampler.groups for sampler in source.samplers] == [4, 4, 2, 1]
-    equal = delayed(folders, tmp_path / "b", delay_samplers=3, delay_max=1.0)
-    equal.publish(0, weights(0).items())
-    equal.samplers[1].version = 7  # so that it can be told
-    equal.make(6, 0)
-    assert [ticket.version for ticket in equal.tickets] == [0, 7, 0, 0, 7, 0]  # in turn
-
-
-def test_a_group_comes_when_its_longest_response_is_made(folders, tmp_path):
-    """Two samplers, the second at half the speed, that load the newest version every 25 s; updates take 10 s. Each goes
-    on at once, with the version that it has then. Replayed by hand."""
-    source = timed(folders, tmp_path, delay_samplers=2, sampler_speeds="1,0.5", step_seconds=10.0, delay_max=25.0)
-    free, tickets = [0.0, 0.0], {}
-    for v in range(7):
-        source.publish(v, weights(v).items())
-        source.make(1, v)
-        made = iter(sorted(set(source.tickets) - set(tickets.values())))
-        while min(free) <= 10.0 * v:
-            for i, speed in enumerate((1.0, 0.5)):
-                if free[i] <= 10.0 * v:
-                    ticket = tickets[len(tickets)] = next(made)
-                    assert ticket.number == len(tickets) - 1 and len(ticket.lengths) == 2
-                    assert ticket.version == 25.0 * (free[i] // 25.0) // 10.0
-                    free[i] += max(ticket.lengths) / speed
-                    assert ticket.made_at == pytest.approx(free[i])
-        assert not list(made)
-    here = source.take(3, 6)
-    assert here == sorted(tickets.values(), key=lambda ticket: ticket.made_at)[:3]  # in order of arrival
-    assert [group.version for group in source.sample_tickets(here)] == [ticket.version for ticket in here]
-    assert len({ticket.version for ticket in tickets.values()}) > 2 and tickets[0].lengths != tickets[1].lengths
-
-
-def test_a_bound_on_age_prefers_short_responses(folders, tmp_path):
-    """Delays of 60 to 1800 s, groups of 1 to 6 tokens that take up to 54 updates, and more samplers than are needed:
-    long groups are thrown away."""
-    source = timed(
-        folders,
-        tmp_path,
-        delay="lognormal",
-        delay_min=60.0,
-        delay_max=1800.0,
-        step_seconds=28.125,
-        token_seconds=28.125 * 54 / 6,
-        max_staleness=64,
-        max_tokens=6,
-        delay_samplers=50,
-        group_size=2,
-        rollout_batch=2,
-        train_batch=2,
-    )
-    same = weights(0).items()
-    source.publish(0, same)
-    source.load(0, same)
-    source.load = lambda version, tensors: setattr(source, "version", version)  # all are the same
-    for v in range(150):
-        source.publish(v, same)
-        for group in source.next(1, v):
-            assert v - group.version <= 64
-    m = source.metrics()
-    assert m["delay/dropped_staleness"] > 0 and source.trained.total() == 300
-    longest, gone = source.lengths["trained"], source.lengths["dropped"]
-    assert longest.total() == 150 and gone.total() == m["delay/dropped_staleness"]
-    assert m["delay/length_ks_p"] == ks_p(longest, gone) < 0.05
-    assert m["delay/length_trained"] < m["delay/length_decided"]
-
-
-def test_the_test_of_kolmogorov_and_smirnov():
-    """The table's critical value, and shuffled samples: 5 % of equal ones are below 0.05."""
-    r = np.random.default_rng(0)
-    many = Counter({i: 1 for i in range(10_000)})
-    shifted = Counter({i + 192: 1 for i in range(10_000)})  # D = 0.0192 = 1.358 sqrt(2 / 10,000)
-    assert ks_p(many, shifted) == pytest.approx(0.05, abs=0.002) and ks_p(many, many) == 1.0
-    assert math.isnan(ks_p(Counter(), many))
-    below = sum(ks_p(Counter(r.normal(size=80)), Counter(r.normal(size=120))) < 0.05 for _ in range(400))
-    assert 8 <= below <= 32
-    a, b = Counter({1: 3, 2: 1}), Counter({1: 1, 2: 3})  # D = 1/2
-    x = (math.sqrt(2) + 0.12 + 0.11 / math.sqrt(2)) / 2
-    assert ks_p(a, b) == pytest.approx(2 * sum((-1) ** (k - 1) * math.exp(-2 * k * k * x * x) for k in range(1, 50)))
-
-
-def test_timed_samplers_go_on_from_a_checkpoint(folders, tmp_path):
-    """What was sampled and not trained on is made again, the same."""
-    changes = dict(delay_samplers=3, sampler_speeds="1,0.5,2", step_seconds=4.0, delay_max=9.0)
-    through, saved = timed(folders, tmp_path / "a", **changes), timed(folders, tmp_path / "b", **changes)
-    for v in range(8):
-        if v == 4:
-            state = saved.state_dict()
-            saved = timed(folders, tmp_path / "b", **changes)
-            saved.load_state_dict(state)
-        pair = []
-        for source in (through, saved):
-            source.publish(v, weights(v).items())
-            pair.append(source.next(2, v))
-        for a, b in zip(*pair, strict=True):
-            assert (a.uid, a.version) == (b.uid, b.version)
-            assert [r.tokens.tolist() for r in a.responses] == [r.tokens.tolist() for r in b.responses]
-    for name in ("tickets", "samplers", "decided", "trained", "lengths", "waited", "sequence"):
-        assert through.state_dict()[name] == saved.state_dict()[name]
-    before = through.state_dict()["lengths"]
-    assert sum(before["trained"].values()) == 16  # eight times two groups
-    through.publish(8, weights(8).items())
-    through.next(2, 8)
-    assert through.state_dict()["lengths"] != before
-    through.give_back()  # not trained on after all
-    assert through.state_dict()["lengths"] == before
 
 
 def test_both_last_checkpoints_can_be_gone_on_from(folders, tmp_path):
