@@ -35,26 +35,44 @@ class Batch:
     cut: torch.Tensor  # (B,) bool       ended by --max_tokens
     spread: torch.Tensor  # (B,) bool       the rewards of its group differ
     adv: torch.Tensor  # (B, 1) float32   advantage: the same for every token of a response
-    sampling: torch.Tensor  # (B, 4) float32   what the learner scores with: temperature, top_p, top_k, min_p
+    sampling: (
+        torch.Tensor
+    )  # (B, 4) float32   what the learner scores with: temperature, top_p, top_k, min_p
     staleness: torch.Tensor  # (B, 2) float32   age of the sampling weights: in updates, in seconds
     tokens: torch.Tensor  # (B, T) int64     response tokens
     mask: torch.Tensor  # (B, T) bool      tokens that may carry a gradient
     logp_inf: torch.Tensor  # (B, T) float32   as the engine sampled them
-    mask_uniforms: torch.Tensor  # (B, T) float64   OBRS's draws, a function of (seed, uid, response, position)
-    support_ids: torch.Tensor  # (B, T, 1 + K (+ K)) sampled token, engine's top-K (, learner's own top-K)
+    mask_uniforms: (
+        torch.Tensor
+    )  # (B, T) float64   OBRS's draws, a function of (seed, uid, response, position)
+    support_ids: (
+        torch.Tensor
+    )  # (B, T, 1 + K (+ K)) sampled token, engine's top-K (, learner's own top-K)
     support_logp: torch.Tensor  # the same shape: log p_inf there, -inf for a token already listed
-    p_kth: torch.Tensor  # (B, T) float32   the engine's K-th probability: no token outside the support has more
-    routed: torch.Tensor | None = None  # (B, S, layers, k) int16: experts of each token that the engine read, else -1
-    allowed: list | None = None  # B pairs (offsets, ids): the tokens that truncated sampling allowed
+    p_kth: (
+        torch.Tensor
+    )  # (B, T) float32   the engine's K-th probability: no token outside the support has more
+    routed: torch.Tensor | None = (
+        None  # (B, S, layers, k) int16: experts of each token that the engine read, else -1
+    )
+    allowed: list | None = (
+        None  # B pairs (offsets, ids): the tokens that truncated sampling allowed
+    )
     # the ref columns: from the learner's pass at the start of this step's updates (names of model.TokenStats + "_ref")
     logp_ref: torch.Tensor | None = None  # (B, T)
     support_logp_ref: torch.Tensor | None = None  # (B, T, ...) policy on the support
-    tail_ref: torch.Tensor | None = None  # (B, T)    sum outside the support of min(p_K, p_ref / lambda)
+    tail_ref: torch.Tensor | None = (
+        None  # (B, T)    sum outside the support of min(p_K, p_ref / lambda)
+    )
     actor_logp_ref: torch.Tensor | None = None  # (B, T)
     z_ref: torch.Tensor | None = None  # (B, T)    exact Z over the vocabulary (two models)
     kl_ref: torch.Tensor | None = None  # (B, T)    KL(p_ref || p_actor), whole vocabulary
-    kl_after_ref: torch.Tensor | None = None  # (B, T)    KL(p_ref || distribution of the accepted tokens)
-    logp_start: torch.Tensor | None = None  # (B, T)    of the frozen model that the run started from
+    kl_after_ref: torch.Tensor | None = (
+        None  # (B, T)    KL(p_ref || distribution of the accepted tokens)
+    )
+    logp_start: torch.Tensor | None = (
+        None  # (B, T)    of the frozen model that the run started from
+    )
 
     def __len__(self) -> int:
         return len(self.length)
@@ -67,7 +85,10 @@ class Batch:
     @property
     def exists(self) -> torch.Tensor:
         """(B, T) bool: real response tokens, whether or not they carry a gradient."""
-        return torch.arange(self.tokens.shape[1], device=self.length.device)[None] < self.length[:, None]
+        return (
+            torch.arange(self.tokens.shape[1], device=self.length.device)[None]
+            < self.length[:, None]
+        )
 
     def select(self, rows) -> Batch:
         """The rows given, trimmed to their longest."""
@@ -90,10 +111,22 @@ class Batch:
         return replace(self, **{name: x.to(device) for name, x in self.tensors().items()})
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), torch.Tensor)}
+        return {
+            f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), torch.Tensor)
+        }
 
 
-PER_RESPONSE = {"prompt_len", "length", "group", "reward", "cut", "spread", "adv", "sampling", "staleness"}
+PER_RESPONSE = {
+    "prompt_len",
+    "length",
+    "group",
+    "reward",
+    "cut",
+    "spread",
+    "adv",
+    "sampling",
+    "staleness",
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -136,7 +169,9 @@ def regularised(group: Rollout, cfg: ObjectiveFlags) -> torch.Tensor:
     if cfg.kl_coef == 0 or cfg.kl_in == "loss" or "logp_start" not in group.ref:
         return reward
     for i, r in enumerate(group.responses):
-        logp, logp_start = (torch.from_numpy(group.ref[name][i]) for name in ("logp_ref", "logp_start"))
+        logp, logp_start = (
+            torch.from_numpy(group.ref[name][i]) for name in ("logp_ref", "logp_start")
+        )
         k = objectives.kl_estimate(logp, logp_start, cfg.kl_estimator, cfg.log_ratio_clamp)
         reward[i] -= cfg.kl_coef * k[torch.from_numpy(r.loss_mask)].sum()
     return reward
@@ -158,8 +193,14 @@ def collate(groups: list[Rollout], cfg: Config, version: int = 0, now: float = 0
     K = responses[0].topk_ids.shape[1]
     rewards = [torch.tensor([r.reward for r in g.responses]) for g in groups]
     advantages = [advantage_of(regularised(g, cfg), cfg) for g in groups]
-    draws = [uniforms(len(r.tokens), "mask", cfg.seed, g.uid, i) for g in groups for i, r in enumerate(g.responses)]
-    kth = [np.exp(r.topk_logp[:, -1]) if K else np.ones(len(r.tokens), np.float32) for r in responses]
+    draws = [
+        uniforms(len(r.tokens), "mask", cfg.seed, g.uid, i)
+        for g in groups
+        for i, r in enumerate(g.responses)
+    ]
+    kth = [
+        np.exp(r.topk_logp[:, -1]) if K else np.ones(len(r.tokens), np.float32) for r in responses
+    ]
     age = [[version - g.version, max(0.0, now - g.t_published)] for g, _ in pairs]
     ids = pad([np.concatenate([g.prompt_ids, r.tokens]) for g, r in pairs], dtype=np.int64)
     batch = Batch(
@@ -177,7 +218,9 @@ def collate(groups: list[Rollout], cfg: Config, version: int = 0, now: float = 0
         mask=pad([r.loss_mask for r in responses], T, fill=False),
         logp_inf=pad([r.logp_inf for r in responses], T),
         mask_uniforms=pad(draws, T, fill=1.0, dtype=np.float64),
-        support_ids=pad([np.column_stack([r.tokens, r.topk_ids]) for r in responses], T, dtype=np.int64),
+        support_ids=pad(
+            [np.column_stack([r.tokens, r.topk_ids]) for r in responses], T, dtype=np.int64
+        ),
         support_logp=pad([support_logp(r) for r in responses], T, fill=-np.inf),
         p_kth=pad(kth, T),
         routed=routed(pairs, ids.shape[1]) if cfg.router_replay else None,
@@ -192,12 +235,17 @@ def collate(groups: list[Rollout], cfg: Config, version: int = 0, now: float = 0
 
 def of_rows(ids: np.ndarray, cfg: Config) -> Batch:
     """Sequences (R, L) as a batch that scores every token but the first, at temperature 1."""
-    nothing = {"topk_ids": np.zeros((ids.shape[1] - 1, 0), np.int32), "topk_logp": np.zeros((ids.shape[1] - 1, 0))}
+    nothing = {
+        "topk_ids": np.zeros((ids.shape[1] - 1, 0), np.int32),
+        "topk_logp": np.zeros((ids.shape[1] - 1, 0)),
+    }
     groups = []
     for row in ids.astype(np.int32):
         zero = np.zeros(len(row) - 1, np.float32)
         response = Response(row[1:], zero == 0, zero, finish_reason="length", **nothing)
-        groups.append(Rollout(("", 0, 0), "", row[:1], Sampling(), "", "", 0, "", 0.0, 0.0, [response]))
+        groups.append(
+            Rollout(("", 0, 0), "", row[:1], Sampling(), "", "", 0, "", 0.0, 0.0, [response])
+        )
     return collate(groups, replace(cfg, router_replay=False))
 
 
@@ -302,6 +350,7 @@ def write_ref_columns(groups: list[Rollout], columns: dict[str, torch.Tensor]) -
     b = 0
     for g in groups:
         g.ref = {
-            name: [x[b + i, : len(r.tokens)].copy() for i, r in enumerate(g.responses)] for name, x in host.items()
+            name: [x[b + i, : len(r.tokens)].copy() for i, r in enumerate(g.responses)]
+            for name, x in host.items()
         }
         b += len(g.responses)

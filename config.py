@@ -477,10 +477,38 @@ class Config(
     """All flags of train.py."""
 
     # the flags on the page of --help; --help=all shows all
-    COMMON = ("objective", "model", "actor", "out", "resume", "steps", "rollout_batch", "train_batch", "group_size")
+    COMMON = (
+        "objective",
+        "model",
+        "actor",
+        "out",
+        "resume",
+        "steps",
+        "rollout_batch",
+        "train_batch",
+        "group_size",
+    )
     COMMON += ("micro_tokens", "correction", "surrogate", "is_cap", "max_tokens")
-    COMMON += ("temperature", "rollout", "rollout_dtype", "rollout_quant", "learner_quant", "delay", "max_staleness")
-    COMMON += ("lr", "actor_lr", "dtype", "parallel", "task", "reward", "eval_every", "eval_task", "save_every")
+    COMMON += (
+        "temperature",
+        "rollout",
+        "rollout_dtype",
+        "rollout_quant",
+        "learner_quant",
+        "delay",
+        "max_staleness",
+    )
+    COMMON += (
+        "lr",
+        "actor_lr",
+        "dtype",
+        "parallel",
+        "task",
+        "reward",
+        "eval_every",
+        "eval_task",
+        "save_every",
+    )
     # the flags that may be infinite
     UNBOUNDED = ("is_cap", "rs_high", "clip_high", "tbpo_neg_high", "obrs_c1", "obrs_c2")
     UNBOUNDED += ("grad_clip", "window_seconds", "give_up")
@@ -489,12 +517,37 @@ class Config(
 FIELDS = {f.name: f for f in fields(Config)}
 # flags that a resumed run may change: they steer the process, not the training
 HARMLESS = {
-    *("resume", "overwrite", "out", "keep", "save_every", "log_samples", "check_agreement", "check_sync"),
-    *("tensorboard", "wandb", "bind", "keys", "sync_path", "give_up", "parallel", "micro_tokens", "rollout_memory"),
+    *(
+        "resume",
+        "overwrite",
+        "out",
+        "keep",
+        "save_every",
+        "log_samples",
+        "check_agreement",
+        "check_sync",
+    ),
+    *(
+        "tensorboard",
+        "wandb",
+        "bind",
+        "keys",
+        "sync_path",
+        "give_up",
+        "parallel",
+        "micro_tokens",
+        "rollout_memory",
+    ),
     *("gradient_checkpointing", "offload", "rollout_sleep", "eval_every"),
 }
 
 # what has a default for the embedded models alone, and what is proposed for others
 EMBEDDED = {"task": "arith", "max_tokens": 32, "lr": 1e-4, "actor_lr": 3e-4, "dtype": "float32"}
 EMBEDDED["rollout_dtype"] = "float32"
-PROPOSED = {"task": "hf:openai/gsm8k@main/train", "max_tokens": 4096, "lr": 1e-6, "actor_lr": 1e-6, "dtype": "bfloat16"}
+PROPOSED = {
+    "task": "hf:openai/gsm8k@main/train",
+    "max_tokens": 4096,
+    "lr": 1e-6,
+    "actor_lr": 1e-6,
+    "dtype": "bfloat16",
+}

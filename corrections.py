@@ -196,7 +196,9 @@ def vespo(log_r, mask, adv, positive=(2.0, 3.0), negative=(3.0, 2.0), clamp=CLAM
     positive, negative: (k, lambda) where A >= 0, and where A < 0. The form and these numbers are TRL's
     (GRPOTrainer.get_gamma_weights); there R is p_new / p_inf, `--correction_target=new`."""
     seq_log_r = seq_sum(log_r, mask).clamp(-clamp, clamp)
-    weight = torch.where(adv >= 0, soft_kernel(seq_log_r, *positive), soft_kernel(seq_log_r, *negative))
+    weight = torch.where(
+        adv >= 0, soft_kernel(seq_log_r, *positive), soft_kernel(seq_log_r, *negative)
+    )
     return weight, torch.ones_like(weight)
 
 
@@ -301,7 +303,9 @@ class Correction:
     function: (...) -> (weight, keep), and for OBRS (weight, keep, logs), called by parameter name."""
 
     function: Callable
-    level: str = ""  # "token" or "sequence": weights are r or R; metrics count the weights beyond the bounds
+    level: str = (
+        ""  # "token" or "sequence": weights are r or R; metrics count the weights beyond the bounds
+    )
     drops: bool = False  # it rejects tokens or responses
     counts_drops_as_zero: bool = False  # metrics take a dropped weight as 0
     needs_z: bool = False  # it needs the sum over the vocabulary of OBRS (obrs.py)
@@ -311,7 +315,9 @@ class Correction:
     def bounds(self) -> dict[str, float]:
         """The flags that bound it, with their defaults."""
         parameters = inspect.signature(self.function).parameters
-        return {n: parameters[n].default for n in ("is_cap", "rs_low", "rs_high") if n in parameters}
+        return {
+            n: parameters[n].default for n in ("is_cap", "rs_low", "rs_high") if n in parameters
+        }
 
 
 def call(function, cfg: LossFlags, /, **known):
@@ -349,7 +355,9 @@ def obrs_correction(new, batch, stats, cfg: LossFlags):
 
 def z_tis_correction(new, batch, stats, cfg: LossFlags):
     """weight Z min(r, c1 / Z): OBRS in expectation. Ours; the control for its mask."""
-    z = obrs.token_z(obrs.target_of(new, batch, "ref"), batch.support_logp, stats.lam, stats.kappa, cfg.obrs_z)
+    z = obrs.token_z(
+        obrs.target_of(new, batch, "ref"), batch.support_logp, stats.lam, stats.kappa, cfg.obrs_z
+    )
     weight, keep = z_tis(batch.log_r, z.used, cfg.obrs_c1, cfg.log_ratio_clamp)
     accept = obrs.acceptance(batch.logp_ref, batch.logp_inf, stats.lam, cfg.log_ratio_clamp)
     return weight, keep, obrs.obrs_logs(accept, z)
@@ -443,7 +451,10 @@ def rejections(cfg: ObjectiveFlags) -> list[tuple[Rejection, float, float]]:
                 f"--reject={cfg.reject}: {part} is no statistic with its bounds; write {name}:LOW:HIGH, such as "
                 f"{name}:{row.bounds['rs_low']:g}:{row.bounds['rs_high']:g}"
             ) from None
-        need(low < high, f"--reject={cfg.reject}: the bounds of {part} are crossed; the first must be below the second")
+        need(
+            low < high,
+            f"--reject={cfg.reject}: the bounds of {part} are crossed; the first must be below the second",
+        )
         found.append((row, low, high))
     return found
 
@@ -515,14 +526,21 @@ def actor_is_sampler(cfg: Config) -> bool:
     samples from a truncated distribution that the learner scores whole. Arithmetic in 16 bits (--rollout_dtype) counts
     as the same policy."""
     late = cfg.samplers != "local" or (cfg.delay != "none" and cfg.max_staleness != 0)
-    rounded = cfg.learner_quant not in ("aligned", cfg.rollout_quant) or cfg.kv_cache_dtype != "auto"
+    rounded = (
+        cfg.learner_quant not in ("aligned", cfg.rollout_quant) or cfg.kv_cache_dtype != "auto"
+    )
     cut = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "off"
     return not (late or rounded or cut)
 
 
 def exact_z_known(cfg: Config) -> bool:
     """Whether the learner sees both whole distributions of OBRS: two models, target ref, and no budget."""
-    return cfg.actor != "none" and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate and actor_is_sampler(cfg)
+    return (
+        cfg.actor != "none"
+        and cfg.obrs_target == "ref"
+        and not cfg.obrs_accept_rate
+        and actor_is_sampler(cfg)
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -539,7 +557,10 @@ def default_bounds(cfg: ObjectiveFlags) -> dict:
 def still_read(axes: dict, cfg: ObjectiveFlags) -> dict:
     """An objective's axes without what belongs to a correction, a rejection or a surrogate of its own that the flags
     have replaced."""
-    rows = {"correction": CORRECTIONS.get(axes.get("correction")), "reject": REJECTIONS.get(axes.get("reject"))}
+    rows = {
+        "correction": CORRECTIONS.get(axes.get("correction")),
+        "reject": REJECTIONS.get(axes.get("reject")),
+    }
     own = {axis: set(row.bounds) if row else set() for axis, row in rows.items()}
     own["surrogate"] = {"clip_low", "clip_high"}
     if cfg.reject == "none":
@@ -554,7 +575,11 @@ def still_read(axes: dict, cfg: ObjectiveFlags) -> dict:
 def check(cfg: Config) -> None:
     """UserError, one sentence: flags of corrections that contradict each other."""
     choice("correction", cfg.correction, list(CORRECTIONS))
-    choice("actor_correction", cfg.actor_correction, [c for c in CORRECTIONS if c not in USES_Z | {"tis_adjusted"}])
+    choice(
+        "actor_correction",
+        cfg.actor_correction,
+        [c for c in CORRECTIONS if c not in USES_Z | {"tis_adjusted"}],
+    )
     rejections(cfg)
     need(cfg.log_ratio_clamp > 0, f"--log_ratio_clamp={cfg.log_ratio_clamp}: must be above 0")
     check_caps(cfg)
@@ -580,7 +605,9 @@ def check_target(cfg: LossFlags) -> None:
         f"--correction_target=new: weights p_new / p_inf stand in place of the ratio; use --surrogate=reinforce or "
         f"--ratio_base=new, not {cfg.ratio_base}",
     )
-    within = f"--correction={cfg.correction}" if cfg.ref_from == "pass" else f"--ref_from={cfg.ref_from}"
+    within = (
+        f"--correction={cfg.correction}" if cfg.ref_from == "pass" else f"--ref_from={cfg.ref_from}"
+    )
     within = "--correction_target=new" if of_new else within
     late = cfg.correction not in USES_Z and sees_new(cfg)  # OBRS has sentences of its own
     need(
@@ -589,7 +616,11 @@ def check_target(cfg: LossFlags) -> None:
         "use proposed",
     )
     need(
-        not (cfg.normalize_weights and cfg.loss_denominator == "kept" and CORRECTIONS[cfg.correction].drops),
+        not (
+            cfg.normalize_weights
+            and cfg.loss_denominator == "kept"
+            and CORRECTIONS[cfg.correction].drops
+        ),
         f"--loss_denominator=kept: --normalize_weights already divides by what --correction={cfg.correction} keeps; "
         "use proposed",
     )
@@ -625,7 +656,9 @@ def check_has_cap(cfg: ObjectiveFlags) -> None:
             instead = "use --obrs_c1"
         elif "rs_high" in bounds:
             instead = "use --rs_low and --rs_high"
-        raise UserError(f"--is_cap={cfg.is_cap}: --correction={cfg.correction} has no cap C; {instead}")
+        raise UserError(
+            f"--is_cap={cfg.is_cap}: --correction={cfg.correction} has no cap C; {instead}"
+        )
 
 
 def check_rejection(cfg: ObjectiveFlags) -> None:
@@ -661,7 +694,10 @@ def check_obrs(cfg: Config) -> None:
     z, new = cfg.correction in USES_Z, cfg.obrs_target == "new"
     need(cfg.obrs_c1 > 0, f"--obrs_c1={cfg.obrs_c1}: must be above 0")
     need(cfg.obrs_c2 >= 1, f"--obrs_c2={cfg.obrs_c2}: caps p_ref / p_tgt, so at least 1")
-    need(cfg.obrs_lambda > 0, f"--obrs_lambda={cfg.obrs_lambda}: lambda must be above 0 (1 is the usual value)")
+    need(
+        cfg.obrs_lambda > 0,
+        f"--obrs_lambda={cfg.obrs_lambda}: lambda must be above 0 (1 is the usual value)",
+    )
     need(
         cfg.obrs_accept_rate is None or 0 < cfg.obrs_accept_rate <= 1,
         f"--obrs_accept_rate={cfg.obrs_accept_rate}: a budget lies in (0, 1]; leave it out to use --obrs_lambda",
@@ -689,7 +725,8 @@ def check_obrs(cfg: Config) -> None:
         "--obrs_accept_rate with --obrs_target=new must know the policy before the update: add --kappa=exact",
     )
     need(
-        cfg.correction != "z_tis" or not new, "--correction=z_tis is a control for target ref; leave --obrs_target=ref"
+        cfg.correction != "z_tis" or not new,
+        "--correction=z_tis is a control for target ref; leave --obrs_target=ref",
     )
     need(
         cfg.kappa != "exact" or new,

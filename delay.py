@@ -56,7 +56,10 @@ class DelayDistribution:
         a = (1 - self.mass) / 2
         span = math.log(self.high / self.low)
         if self.kind == "lognormal":
-            return {"mu": math.log(self.low * self.high) / 2, "sigma": span / (2 * NormalDist().inv_cdf(1 - a))}
+            return {
+                "mu": math.log(self.low * self.high) / 2,
+                "sigma": span / (2 * NormalDist().inv_cdf(1 - a)),
+            }
         if self.kind == "weibull":
             k = math.log(math.log(a) / math.log1p(-a)) / span
             return {"k": k, "log_scale": math.log(self.high) - math.log(-math.log(a)) / k}
@@ -113,9 +116,13 @@ class DelaySource(LocalSource):
         self.writes = writes
         self.layout: checkpoint.Layout | None = None  # of a version's file, once there is one
         self.distribution = DelayDistribution(cfg.delay, cfg.delay_min, cfg.delay_max)
-        self.longest = math.inf if cfg.max_staleness is None else cfg.max_staleness * cfg.step_seconds
+        self.longest = (
+            math.inf if cfg.max_staleness is None else cfg.max_staleness * cfg.step_seconds
+        )
         self.samplers: list[Sampler] = []
-        self.broadcast: dict[int, float] = {}  # version -> virtual time, for the versions still on disk
+        self.broadcast: dict[
+            int, float
+        ] = {}  # version -> virtual time, for the versions still on disk
         self.tickets: list[Ticket] = []
         self.made = 0.0  # groups made that have no ticket yet: a fraction, below 1 between calls
         self.waited = 0.0  # virtual seconds that the learner has waited for groups
@@ -140,7 +147,9 @@ class DelaySource(LocalSource):
             deque(named_tensors, maxlen=0)
         self.broadcast[version] = self.now(version)
         if not self.samplers:
-            self.samplers = [Sampler(version, self.delay(i, 0), 1) for i in range(self.cfg.delay_samplers)]
+            self.samplers = [
+                Sampler(version, self.delay(i, 0), 1) for i in range(self.cfg.delay_samplers)
+            ]
         # Before old versions are deleted: a sampler whose delay ended since the last broadcast loads one of them.
         self.reload(self.now(version))
         needed = self.needed().union(*self.pinned)
@@ -194,7 +203,9 @@ class DelaySource(LocalSource):
         while self.made >= 1:
             self.made -= 1
             self.begin(now)
-        self.tickets = [ticket for ticket in self.tickets if self.still_wanted(ticket, learner_version, now)]
+        self.tickets = [
+            ticket for ticket in self.tickets if self.still_wanted(ticket, learner_version, now)
+        ]
 
     def begin(self, made_at: float) -> None:
         """A group of the sampler that has made the fewest, with the weights that it has."""
@@ -218,7 +229,9 @@ class DelaySource(LocalSource):
         """The next n groups in order of arrival; the clock moves on by whole steps until there are so many."""
         self.remember("sequence", "samplers", "tickets", "made", "waited", "dropped")
         with given_back_if_it_fails(self):
-            groups = self.with_spread(n_groups, lambda n: self.sample_tickets(self.take(n, learner_version)))
+            groups = self.with_spread(
+                n_groups, lambda n: self.sample_tickets(self.take(n, learner_version))
+            )
         self.engine.sleep()
         return groups
 
@@ -234,7 +247,9 @@ class DelaySource(LocalSource):
                     "slow for the bounds on age; raise --max_staleness or --window_seconds"
                 )
             self.waited += self.cfg.step_seconds
-            self.make(n_groups, learner_version, self.cfg.train_batch / self.cfg.rollout_batch)  # one update's time
+            self.make(
+                n_groups, learner_version, self.cfg.train_batch / self.cfg.rollout_batch
+            )  # one update's time
         taken, self.tickets = self.tickets[:n_groups], self.tickets[n_groups:]
         return taken
 
@@ -338,7 +353,9 @@ def check_bounds(cfg: Config) -> None:
     """UserError, one sentence, if a bound on age cannot be met, or if waiting groups are not bounded."""
     most = cfg.max_staleness
     if most is not None and most < 0:
-        raise UserError(f"--max_staleness={most}: a number of updates, 0 or more; leave it out for no bound")
+        raise UserError(
+            f"--max_staleness={most}: a number of updates, 0 or more; leave it out for no bound"
+        )
     if most is not None and cfg.sync_every - 1 > most:
         raise UserError(
             f"--max_staleness={most}: with --sync_every={cfg.sync_every} even the newest weights are "
@@ -351,7 +368,9 @@ def check_bounds(cfg: Config) -> None:
             "bound them with --max_staleness or --window_seconds"
         )
     if cfg.delay != "none" and not math.isinf(cfg.window_seconds):
-        steps = 1 + int(cfg.window_seconds * (1 - 1e-9) / cfg.step_seconds)  # whose groups wait at the same time
+        steps = 1 + int(
+            cfg.window_seconds * (1 - 1e-9) / cfg.step_seconds
+        )  # whose groups wait at the same time
         if cfg.sampler_rate * (1 + (steps - 1) * cfg.train_batch / cfg.rollout_batch) < 1:
             raise UserError(
                 f"--window_seconds={cfg.window_seconds}: at --sampler_rate={cfg.sampler_rate} groups would be dropped "
@@ -362,13 +381,18 @@ def check_bounds(cfg: Config) -> None:
 def check_remote(cfg: Config) -> None:
     """UserError, one sentence, if the flags of remote samplers contradict each other."""
     need(cfg.give_up > 0, f"--give_up={cfg.give_up}: must be above 0")
-    need(cfg.samplers != "files" or cfg.sync_path.strip(), "--samplers=files: name the folder with --sync_path")
+    need(
+        cfg.samplers != "files" or cfg.sync_path.strip(),
+        "--samplers=files: name the folder with --sync_path",
+    )
     need(
         cfg.samplers != "zmq" or cfg.bind.startswith(("tcp://", "ipc://")),
         f"--bind={cfg.bind}: not an address; write tcp://HOST:PORT",
     )
     need(
-        cfg.samplers != "zmq" or cfg.keys != "none" or cfg.bind.startswith(("tcp://127.0.0.1:", "ipc://")),
+        cfg.samplers != "zmq"
+        or cfg.keys != "none"
+        or cfg.bind.startswith(("tcp://127.0.0.1:", "ipc://")),
         f"--bind={cfg.bind}: for other hosts --keys are needed (python -m remote.keys OUT --samplers=N makes them), "
         "or listen on tcp://127.0.0.1:PORT",
     )
@@ -386,7 +410,11 @@ def check_remote(cfg: Config) -> None:
         "--sync_delta: in float32 nearly every number changes with each update; use --sync_dtype=bfloat16 or quantized",
     )
     need(
-        not (cfg.samplers != "local" and cfg.learner_quant == "aligned" and cfg.sync_dtype == "bfloat16"),
+        not (
+            cfg.samplers != "local"
+            and cfg.learner_quant == "aligned"
+            and cfg.sync_dtype == "bfloat16"
+        ),
         "--sync_dtype=bfloat16: an engine that quantizes rounded weights has other low-bit numbers than "
         "--learner_quant=aligned; use --sync_dtype=float32 or quantized",
     )

@@ -34,9 +34,27 @@ from tqdm import tqdm
 import quant
 import sampling
 import tasks
-from config import EMBEDDED, PROPOSED, Config, EngineFlags, OptimizerFlags, PromptFlags, SampleFlags, TaskFlags
+from config import (
+    EMBEDDED,
+    PROPOSED,
+    Config,
+    EngineFlags,
+    OptimizerFlags,
+    PromptFlags,
+    SampleFlags,
+    TaskFlags,
+)
 from machinery import checkpoint, flags, warmstart
-from machinery.flags import UserError, check_output, choice, is_hub_id, need, parse_flags, read_json, run_command
+from machinery.flags import (
+    UserError,
+    check_output,
+    choice,
+    is_hub_id,
+    need,
+    parse_flags,
+    read_json,
+    run_command,
+)
 from machinery.run import EVALUATED, common_tokenizer, holds_run, is_locked, rows
 from machinery.settings import check_engine, check_named, fill
 from model import memory
@@ -61,7 +79,17 @@ def mean_se(x) -> tuple[float, float]:
     return float(x.mean()), float(x.std(ddof=1) / math.sqrt(len(x))) if len(x) > 1 else math.nan
 
 
-def solve(engine, task, tokenizer, indices, samples: int, sampling: Sampling, seed: int, ends: list[int], write=None):
+def solve(
+    engine,
+    task,
+    tokenizer,
+    indices,
+    samples: int,
+    sampling: Sampling,
+    seed: int,
+    ends: list[int],
+    write=None,
+):
     """Right answers among `samples` responses to each held-out problem, and the mean length.
 
     indices: numbers of problems. ends: tokens that end a response (tasks.stop_ids). write(problem, group): called with
@@ -70,10 +98,15 @@ def solve(engine, task, tokenizer, indices, samples: int, sampling: Sampling, se
     rounds = -(-len(indices) // some)
     bar = tqdm(total=rounds, desc="evaluate", leave=False, disable=rounds < 2)
     start = 0
-    while engine.any_rank(start < len(indices)):  # ranks that are one engine sample together, if need be nothing
+    while engine.any_rank(
+        start < len(indices)
+    ):  # ranks that are one engine sample together, if need be nothing
         problems = [task.problem("test", i) for i in indices[start : start + some]]
         prompts = [np.array(encode(tokenizer, p), np.int32) for p in problems]
-        seeds = [[request_seed("eval", seed, problem.id, s) for s in range(samples)] for problem in problems]
+        seeds = [
+            [request_seed("eval", seed, problem.id, s) for s in range(samples)]
+            for problem in problems
+        ]
         groups = engine.generate(prompts, seeds, sampling, 0, ends)
         grade_all(task, tokenizer, problems, groups)
         for problem, group in zip(problems, groups, strict=True):
@@ -100,7 +133,9 @@ def sampler_of(learner, name: str, cfg: OptimizerFlags) -> HFEngine:
     if not (learner.comm.on and cfg.parallel == "fsdp"):
         return HFEngine(model, device=learner.device, vocabulary=learner.models.vocabulary)
     whole = empty_model(model.config)
-    quant.align(whole, next((m.format for m in model.modules() if isinstance(m, quant.LowBitLinear)), None))
+    quant.align(
+        whole, next((m.format for m in model.modules() if isinstance(m, quant.LowBitLinear)), None)
+    )
     memory.fill(whole, learner.device)
     engine = HFEngine(whole, device=learner.device, vocabulary=learner.models.vocabulary)
     engine.load(learner.named_tensors(name))
@@ -120,7 +155,9 @@ def held_out(learner, name: str, run, engine=None) -> dict[str, float]:
         n = cfg.eval_problems if one.task.size is None else min(cfg.eval_problems, one.task.size)
         mine = list(range(learner.comm.rank, n, learner.comm.size))
         plain = Sampling(temperature=one.temperature, max_tokens=one.max_tokens)
-        right, _ = solve(engine, one.task, run.tokenizer, mine, one.samples, plain, cfg.seed, run.stop_ids)
+        right, _ = solve(
+            engine, one.task, run.tokenizer, mine, one.samples, plain, cfg.seed, run.stop_ids
+        )
         score = right.mean(1) if mine else np.zeros(0)
         total, squares = learner.comm.sum([score.sum(), (score**2).sum()])
         mean = total / n
@@ -221,13 +258,20 @@ def open_setup(cfg: ModelFlags, problems: int, sampler: str | None = None) -> Se
     tokenizer = common_tokenizer(cfg, folder, sampler)
     ends = stop_ids(tokenizer, models, cfg.stop)
     longest = {one.label: one.task.fit(tokenizer, cfg.max_prompt_tokens) for one in sets}
-    limit = min(checkpoint.read_config(one).get_text_config().max_position_embeddings for one in models)
+    limit = min(
+        checkpoint.read_config(one).get_text_config().max_position_embeddings for one in models
+    )
     for one in sets:
         check_context(one, longest[one.label], limit)
         if getattr(one.task, "dropped", 0):
-            print(f"{one.label}: {one.task.dropped} prompts of more than {cfg.max_prompt_tokens} tokens dropped")
+            print(
+                f"{one.label}: {one.task.dropped} prompts of more than {cfg.max_prompt_tokens} tokens dropped"
+            )
     vocabulary = checkpoint.vocabulary_size(tokenizer)
-    need(cfg.top_k <= vocabulary, f"--top_k={cfg.top_k}: larger than the vocabulary, {vocabulary} tokens; 0 keeps all")
+    need(
+        cfg.top_k <= vocabulary,
+        f"--top_k={cfg.top_k}: larger than the vocabulary, {vocabulary} tokens; 0 keeps all",
+    )
     context = max(longest[one.label] + one.max_tokens for one in sets)
     for one in models:
         if cfg.rollout == "hf" or one != models[-1]:  # plain torch computes it
@@ -254,7 +298,10 @@ def check(cfg: ModelFlags) -> None:
     for name in ("samples", "max_tokens", "quant_group", "problems"):
         if (n := getattr(cfg, name)) is not None:
             need(n >= 1, f"--{name}={n}: must be at least 1")
-    need(cfg.model.strip(), "--model is empty: name a run folder, a checkpoint or a Hugging Face folder")
+    need(
+        cfg.model.strip(),
+        "--model is empty: name a run folder, a checkpoint or a Hugging Face folder",
+    )
     sampling.check(cfg)
     tasks.check(cfg)
     check_engine(cfg)
@@ -264,7 +311,10 @@ def check_only_samples(cfg: EvalFlags) -> None:
     """UserError: a flag of a learner, which an evaluation does not have."""
     for name in ("learner_quant", "exact", "router_replay"):
         value = getattr(cfg, name)
-        need(value in (False, "none", 0), f"--{name}={value}: an evaluation has no learner; use python -m probe")
+        need(
+            value in (False, "none", 0),
+            f"--{name}={value}: an evaluation has no learner; use python -m probe",
+        )
 
 
 def find_model(cfg: ModelFlags, flag: str, which: str) -> str:
@@ -274,21 +324,29 @@ def find_model(cfg: ModelFlags, flag: str, which: str) -> str:
     name = getattr(cfg, flag)
     if name.startswith("base:"):
         choice(flag, name, ["base:policy", "base:actor"])
-        other = f"--{flag}={name} knows only --task=arith; give the folder of a model for {cfg.task}"
+        other = (
+            f"--{flag}={name} knows only --task=arith; give the folder of a model for {cfg.task}"
+        )
         need(tasks.names_of(cfg.task) == ["arith"], other)
-        return warmstart.base_model(name.removeprefix("base:"), Config(task="arith", arith=cfg.arith))
+        return warmstart.base_model(
+            name.removeprefix("base:"), Config(task="arith", arith=cfg.arith)
+        )
     root = Path(name)
     newest = checkpoint.newest(root, which) or root
     for folder in (root, root / which, newest / which):
         path = folder / "config.json"  # a run has one too, which is not a model's
-        if path.is_file() and "model_type" in read_json(path, "copy it anew, or name another folder"):
+        if path.is_file() and "model_type" in read_json(
+            path, "copy it anew, or name another folder"
+        ):
             return checkpoint.text_folder(str(folder))
     adapter = newest / f"{which}_adapter"
     merge = f"python -m model.lora --adapter={adapter} --out=FOLDER"
     need(not adapter.is_dir(), f"--{flag}={name}: adapters alone; merge them with {merge}")
     if is_hub_id(name):
         return checkpoint.text_folder(checkpoint.from_hub(flag, name))
-    raise UserError(f"--{flag}={name}: no model there; give a run folder, a checkpoint or a Hugging Face folder")
+    raise UserError(
+        f"--{flag}={name}: no model there; give a run folder, a checkpoint or a Hugging Face folder"
+    )
 
 
 def evaluate(cfg: EvalFlags) -> dict:
@@ -310,7 +368,10 @@ def evaluate(cfg: EvalFlags) -> dict:
         return first | results[0]
     mean = float(np.mean([r[f"mean@{r['samples']}"] for r in results]))
     print(f"mean of the {len(results)} sets: {100 * mean:.2f} %")
-    return first | {"mean": mean, "sets": {one.label: r for one, r in zip(setup.sets, results, strict=True)}}
+    return first | {
+        "mean": mean,
+        "sets": {one.label: r for one, r in zip(setup.sets, results, strict=True)},
+    }
 
 
 def ks_of(text: str | None, n: int) -> list[int]:
@@ -318,7 +379,10 @@ def ks_of(text: str | None, n: int) -> list[int]:
     if text is None:
         return sorted({1, n})
     ks = [int(k) if k.strip().isdecimal() else 0 for k in text.split(",")]
-    need(1 <= min(ks) <= max(ks) <= n, f"--k={text}: each k must lie between 1 and --samples={n}, as in 1,{n}")
+    need(
+        1 <= min(ks) <= max(ks) <= n,
+        f"--k={text}: each k must lie between 1 and --samples={n}, as in 1,{n}",
+    )
     return ks
 
 
@@ -361,7 +425,9 @@ class Responses:
 
     def __init__(self, path: Path, labels: list[str]):
         self.path = path
-        self.known: dict[str, dict[str, dict]] = {label: {} for label in labels}  # set -> problem -> line
+        self.known: dict[str, dict[str, dict]] = {
+            label: {} for label in labels
+        }  # set -> problem -> line
 
     @classmethod
     def open(cls, cfg: EvalFlags, setup: Setup) -> Responses:
@@ -371,7 +437,11 @@ class Responses:
         responses = cls(path, [one.label for one in setup.sets])
         aside = ("out", "k", "problems", "rollout_memory")
         asked = {key: value for key, value in vars(cfg).items() if key not in aside}
-        found = {"folder": setup.folder, "files": checkpoint.stamps(setup.folder), "data": tasks.digests(cfg)}
+        found = {
+            "folder": setup.folder,
+            "files": checkpoint.stamps(setup.folder),
+            "data": tasks.digests(cfg),
+        }
         head = json.dumps({"evaluation": asked | found}) + "\n"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -401,7 +471,9 @@ class Responses:
                 "rewards": [r.reward for r in group],
                 "tokens": [len(r.tokens) for r in group],
                 "finish_reasons": [r.finish_reason for r in group],
-                "responses": [tokenizer.decode(r.tokens.tolist(), skip_special_tokens=True) for r in group],
+                "responses": [
+                    tokenizer.decode(r.tokens.tolist(), skip_special_tokens=True) for r in group
+                ],
             }
             known[problem.id] = row
             with open(self.path, "a", encoding="utf-8") as f:
@@ -415,7 +487,9 @@ def show_prompt(cfg: EvalFlags) -> dict:
     check(cfg)
     setup = open_setup(cfg, prompts.SHOWN)
     for one in setup.sets:
-        problems = [one.task.problem("test", i) for i in range(min(prompts.SHOWN, setup.count(one)))]
+        problems = [
+            one.task.problem("test", i) for i in range(min(prompts.SHOWN, setup.count(one)))
+        ]
         print(prompts.shown(setup.tokenizer, problems, setup.stop_ids))
     return {}
 
@@ -432,9 +506,15 @@ def follow(cfg: EvalFlags, argv: list[str]) -> dict:
 
     argv: the flags given, which hold before the run's own. Ends when no process trains in the folder any more."""
     run, looked_at = Path(cfg.follow), set()
-    need(holds_run(run), f"--follow={run}: not the folder of a run, or not yet; name one that holds its config.json")
+    need(
+        holds_run(run),
+        f"--follow={run}: not the folder of a run, or not yet; name one that holds its config.json",
+    )
     others = "".join(f" --{flag}" for flag in ("model", "out", "show_prompt") if getattr(cfg, flag))
-    need(not others, f"--follow: it evaluates the run's own models into the run's own file; leave out{others}")
+    need(
+        not others,
+        f"--follow: it evaluates the run's own models into the run's own file; leave out{others}",
+    )
     saved = read_json(run / "config.json", "copy it anew, or name another folder")["config"]
     given = {key: x for key, x in flags.read(EvalFlags, argv) if key != "follow"}
     own = flags_of_run(saved, given.get("task")) + [f"--{key}={x}" for key, x in given.items()]
@@ -446,7 +526,10 @@ def follow(cfg: EvalFlags, argv: list[str]) -> dict:
             looked_at.add(steps_of(folder) - 1)
             values = {}
             for name in ("policy", "actor") if saved["actor"] != "none" else ("policy",):
-                values |= {f"eval/{name}_{key}": x for key, x in evaluated(folder, name, saved, own).items()}
+                values |= {
+                    f"eval/{name}_{key}": x
+                    for key, x in evaluated(folder, name, saved, own).items()
+                }
             if values:
                 with open(run / EVALUATED, "a", encoding="utf-8") as f:
                     f.write(json.dumps({"step": steps_of(folder) - 1, **values}) + "\n")
@@ -466,25 +549,49 @@ def steps_of(folder: Path) -> int:
 def flags_of_run(saved: dict, sets: str | None = None) -> list[str]:
     """The flags with which one process evaluates what a run holds out. UserError: it holds nothing out."""
     task = sets or saved["eval_task"] or saved["task"]
-    need(sets or saved["eval_task"] or task == "arith", "--follow: this run holds nothing out; name sets with --task")
+    need(
+        sets or saved["eval_task"] or task == "arith",
+        "--follow: this run holds nothing out; name sets with --task",
+    )
     names = {f.name for kind in (TaskFlags, PromptFlags, EngineFlags) for f in fields(kind)}
     names |= {"max_tokens", "seed", "stop", "lm_head_fp32"}
     own = {name: saved[name] for name in sorted(names) if name in saved}
-    own |= {"problems": saved["eval_problems"], "samples": saved["eval_samples"], "rollout_tp": 1, "k": 1, "task": task}
+    own |= {
+        "problems": saved["eval_problems"],
+        "samples": saved["eval_samples"],
+        "rollout_tp": 1,
+        "k": 1,
+        "task": task,
+    }
     return [f"--{name}={value}" for name, value in own.items() if value is not None]
 
 
 def evaluated(folder: Path, name: str, saved: dict, own: list[str]) -> dict[str, float]:
     """The metrics of one model of a checkpoint, by this command in a process of its own; none where that fails."""
     samples = name == ("actor" if saved["actor"] != "none" else "policy")
-    rounds = saved["learner_quant"] != "none" or evaluated_by(SimpleNamespace(**saved), name) == "own"
-    low_bits = ["rollout_quant", "quant_group"] if samples and rounds else []  # as the run evaluates it
+    rounds = (
+        saved["learner_quant"] != "none" or evaluated_by(SimpleNamespace(**saved), name) == "own"
+    )
+    low_bits = (
+        ["rollout_quant", "quant_group"] if samples and rounds else []
+    )  # as the run evaluates it
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "scores.json"
-        command = [sys.executable, __file__, *(f"--{flag}={saved[flag]}" for flag in low_bits), *own]
-        done = subprocess.run([*command, f"--model={folder / name}", f"--out={out}"], stdout=subprocess.DEVNULL)
+        command = [
+            sys.executable,
+            __file__,
+            *(f"--{flag}={saved[flag]}" for flag in low_bits),
+            *own,
+        ]
+        done = subprocess.run(
+            [*command, f"--model={folder / name}", f"--out={out}"], stdout=subprocess.DEVNULL
+        )
         if done.returncode:
-            why = "its command failed" if folder.is_dir() else "it was deleted meanwhile: let the run --keep more"
+            why = (
+                "its command failed"
+                if folder.is_dir()
+                else "it was deleted meanwhile: let the run --keep more"
+            )
             print(f"{folder.name}: the {name} is not evaluated: {why}", file=sys.stderr)
             return {}
         result = read_json(out, "evaluate again")
@@ -492,14 +599,19 @@ def evaluated(folder: Path, name: str, saved: dict, own: list[str]) -> dict[str,
     n = {label: one["samples"] for label, one in found.items()}
     scores = [(one[f"mean@{n[label]}"], one[f"mean@{n[label]}_se"]) for label, one in found.items()]
     values = over_sets(list(n.items()), scores)
-    print(f"{folder.name}: {name} {100 * values['pass@1']:.2f} +- {100 * values['se']:.2f} %", flush=True)
+    print(
+        f"{folder.name}: {name} {100 * values['pass@1']:.2f} +- {100 * values['se']:.2f} %",
+        flush=True,
+    )
     return values
 
 
 def filled(cfg: ModelFlags, required: tuple[str, ...]) -> ModelFlags:
     """The flags with defaults filled in. UserError: a flag of `required` has no default for a model of your own."""
     own = cfg.model.strip() and not cfg.model.startswith("base:")
-    missing = [f"--{flag}={PROPOSED[flag]}" for flag in required if own and getattr(cfg, flag) is None]
+    missing = [
+        f"--{flag}={PROPOSED[flag]}" for flag in required if own and getattr(cfg, flag) is None
+    ]
     cfg = fill(cfg, {flag: EMBEDDED[flag] for flag in {"max_tokens", "rollout_dtype", *required}})
     if missing:
         find_model(cfg, "model", cfg.which)  # which says what is wrong with the name
@@ -519,7 +631,10 @@ def main(argv: list[str] | None = None) -> dict:
     if cfg.grade_gold:
         usual = cfg.task == EvalFlags.task
         need(usual, f"--task={cfg.task}: --grade_gold names the file itself; leave one of them out")
-        need(not cfg.model, f"--model={cfg.model}: --grade_gold grades a file's own answers, no model's; leave it out")
+        need(
+            not cfg.model,
+            f"--model={cfg.model}: --grade_gold grades a file's own answers, no model's; leave it out",
+        )
         tasks.check(cfg)
         result = grade_gold(cfg.grade_gold, cfg)
     elif cfg.show_prompt:

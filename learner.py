@@ -86,7 +86,9 @@ class Comm:
             gpus >= max(here, LOCAL_RANK + 1),
             f"torchrun --nproc_per_node={here}: this host has {gpus} GPU(s); start as many ranks as GPUs",
         )
-        torch.cuda.set_device(LOCAL_RANK)  # before anything else asks for a GPU, and gets the first one
+        torch.cuda.set_device(
+            LOCAL_RANK
+        )  # before anything else asks for a GPU, and gets the first one
         own = torch.device("cuda", LOCAL_RANK)
         if WORLD_SIZE > 1:
             dist.init_process_group("cpu:gloo,cuda:nccl", timeout=patience, device_id=own)
@@ -101,7 +103,9 @@ class Comm:
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def _reduce(self, values, op) -> list[float]:
-        t = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values])
+        t = torch.stack(
+            [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values]
+        )
         if self.on:
             dist.all_reduce(t, op=op)
         return t.tolist()
@@ -140,7 +144,9 @@ class Comm:
 class Learner:
     """Owns the models, their optimizers and the parallel wrapper. Batches go in on the CPU."""
 
-    def __init__(self, policy, actor, cfg: Config, comm: Comm, vocabulary: int | None = None, start=None):
+    def __init__(
+        self, policy, actor, cfg: Config, comm: Comm, vocabulary: int | None = None, start=None
+    ):
         """vocabulary: token ids that there are (model.PolicyAndActor). start: the frozen model that --kl_coef holds the
         policy to; None without it."""
         self.cfg = cfg
@@ -166,8 +172,12 @@ class Learner:
         self.models = PolicyAndActor(policy, actor, *how, start)
         self.models.eval()  # dropout stays off: scoring and training see one distribution
         self.wrapped = self._wrap(autocast)
-        self.optimizers = {n: make_optimizers(getattr(self.models, n), cfg, self.lr[n]) for n in self.names}
-        self.scaler = torch.amp.GradScaler(torch.device(self.device).type, enabled=cfg.dtype == "float16")
+        self.optimizers = {
+            n: make_optimizers(getattr(self.models, n), cfg, self.lr[n]) for n in self.names
+        }
+        self.scaler = torch.amp.GradScaler(
+            torch.device(self.device).type, enabled=cfg.dtype == "float16"
+        )
         self.version = 0  # updates so far
         self.skipped = 0  # of them without a step, for a non-finite loss or gradient
         self.skipped_in_a_row = 0
@@ -228,7 +238,9 @@ class Learner:
         same = new.top_ids[..., None] == batch.support_ids[:, :, None, :]  # (B, T, K, S)
         top_logp_inf = top_logp_inf.masked_fill(same.any(-1), -torch.inf)
         support_logp = batch.support_logp
-        if self.cfg.obrs_z == "approx":  # the text's set: the sampled token (column 0) only where a top-K has it
+        if (
+            self.cfg.obrs_z == "approx"
+        ):  # the text's set: the sampled token (column 0) only where a top-K has it
             support_logp = support_logp.clone()
             support_logp[..., 0].masked_fill_(~same[..., 0].any(-1), -torch.inf)
         return {
@@ -274,15 +286,21 @@ class Learner:
         for i, (rows, micro, share) in enumerate(micros):
             with self._gradient_sync(last=i == len(micros) - 1):
                 new = TokenStats(**self.wrapped(micro, needs, share))
-                unreduced, logs = objectives.joint_loss(new, micro, stats.select([0] if rows is None else rows), cfg)
+                unreduced, logs = objectives.joint_loss(
+                    new, micro, stats.select([0] if rows is None else rows), cfg
+                )
                 loss = objectives.reduce(unreduced, micro.mask, stats, cfg)
                 if rows is None:
                     loss = loss * 0.0
-                self.scaler.scale(loss * self.comm.size).backward()  # both wrappers average over ranks; we sum
+                self.scaler.scale(
+                    loss * self.comm.size
+                ).backward()  # both wrappers average over ranks; we sum
             if rows is not None:
                 total += loss.detach().double()
                 with torch.no_grad():
-                    observe(sums, new.detach(), objectives.with_ref(new, micro, cfg), stats, logs, cfg)
+                    observe(
+                        sums, new.detach(), objectives.with_ref(new, micro, cfg), stats, logs, cfg
+                    )
         self.models.end_replay()
         self._unscale()
         logged = derive(sums.reduce(self.comm))
@@ -375,7 +393,9 @@ class Learner:
         """One model's parameters and buffers as they lie on this rank, adapters and `lm_head.weight` included."""
         state = getattr(self.models, name).state_dict()
         if "lm_head.weight" not in state:  # tied heads are dropped from some state dicts
-            state["lm_head.weight"] = state[next(k for k in state if k.endswith("embed_tokens.weight"))]
+            state["lm_head.weight"] = state[
+                next(k for k in state if k.endswith("embed_tokens.weight"))
+            ]
         return state
 
     def stream(self, name: str, state: dict, whole):
@@ -399,7 +419,9 @@ class Learner:
         if not self._quantizes(packed):
             return Published(lambda: self.named_tensors(name, whole_of))
         model = getattr(self.models, name)
-        return Published(lambda: quant.for_engine(self.named_tensors(name), model, self.rollout_format, packed))
+        return Published(
+            lambda: quant.for_engine(self.named_tensors(name), model, self.rollout_format, packed)
+        )
 
     def _quantizes(self, packed: bool) -> bool:
         """Whether published matrices are in low bits."""
@@ -424,7 +446,9 @@ class Learner:
             only = {matrices[int(at * len(matrices))], plain[int(at * len(plain))]}
             expected = lora.merged(model, state, self._whole_for_engine(name, packed), only)
             if self._quantizes(packed):
-                expected = quant.for_engine(expected, model, self.rollout_format, packed, cached=False)
+                expected = quant.for_engine(
+                    expected, model, self.rollout_format, packed, cached=False
+                )
             expected = dict(expected)
             for key, x in published:
                 if key in expected and not sync.same_bytes(x, expected.pop(key)):
@@ -434,7 +458,9 @@ class Learner:
                     )
                 yield key, x
             if expected:
-                raise sync.SyncError(f"version {self.version}: {min(expected)} was not published; {sync.TURN_OFF}")
+                raise sync.SyncError(
+                    f"version {self.version}: {min(expected)} was not published; {sync.TURN_OFF}"
+                )
 
         return Published(read)
 
@@ -448,7 +474,11 @@ class Learner:
     def _in_full_precision(self, batch: Batch, needs: Needs) -> TokenStats:
         """`score`, without autocast."""
         rounding, self.models.autocast = self.models.autocast, None
-        with memory.in_full_precision(self.models) if rounding and self.sharded else contextlib.nullcontext():
+        with (
+            memory.in_full_precision(self.models)
+            if rounding and self.sharded
+            else contextlib.nullcontext()
+        ):
             stats = self.score(batch, needs)
         self.models.autocast = rounding
         return stats
@@ -467,11 +497,16 @@ class Learner:
             return total / n if n else 0.0
 
         own, engine = probabilities(), few.logp_inf.exp().double()
-        rounding = max(torch.finfo(getattr(torch, dtype)).eps for dtype in (self.cfg.dtype, self.cfg.rollout_dtype))
+        rounding = max(
+            torch.finfo(getattr(torch, dtype)).eps
+            for dtype in (self.cfg.dtype, self.cfg.rollout_dtype)
+        )
         with nudged(model, rounding / 2):
             floor = distance(own, probabilities())
         plain = float("nan")
-        if self.rollout_format is not None and any(isinstance(m, quant.LowBitLinear) for m in model.modules()):
+        if self.rollout_format is not None and any(
+            isinstance(m, quant.LowBitLinear) for m in model.modules()
+        ):
             with quant.in_full_precision(model):
                 plain = distance(probabilities(), engine)
         return Agreement(distance(own, engine), floor, plain)
@@ -481,13 +516,17 @@ class Learner:
 
         In the precision of the weights, whatever autocast rounds to: it is the function that is compared. ids: token
         ids (R, L)."""
-        some = min(rows_at_once(getattr(self.models, name).config, ids.shape[1]) for name in self.names)
+        some = min(
+            rows_at_once(getattr(self.models, name).config, ids.shape[1]) for name in self.names
+        )
         batches = [batching.of_rows(ids[i : i + some], self.cfg) for i in range(0, len(ids), some)]
         ours = [self._in_full_precision(batch, Needs()) for batch in batches]
         own = [self._in_full_precision(batch, Needs(own_head=True)) for batch in batches]
         for name, key in zip(self.names, ("logp", "actor_logp"), strict=False):
             config = getattr(self.models, name).config
-            says, expected = (torch.cat([getattr(stats, key) for stats in found]) for found in (ours, own))
+            says, expected = (
+                torch.cat([getattr(stats, key) for stats in found]) for found in (ours, own)
+            )
             gap = float((says - expected).abs().mean())
             need(
                 gap <= HEADS.get(str(expected.dtype).removeprefix("torch."), 1e-3),
@@ -499,7 +538,10 @@ class Learner:
     def state_dict(self) -> dict:
         """What counts and controls; weights and optimizers are `trained`."""
         counters = ("version", "skipped", "skipped_in_a_row", "rejected")
-        return {**{name: getattr(self, name) for name in counters}, "scaler": self.scaler.state_dict()}
+        return {
+            **{name: getattr(self, name) for name in counters},
+            "scaler": self.scaler.state_dict(),
+        }
 
     def load_state_dict(self, state: dict) -> None:
         """The inverse of state_dict."""
@@ -524,7 +566,9 @@ class Learner:
             optimizer_of = {}
             for optimizer in self.optimizers[name]:
                 optimizer.state.clear()
-                optimizer_of |= {p: optimizer for group in optimizer.param_groups for p in group["params"]}
+                optimizer_of |= {
+                    p: optimizer for group in optimizer.param_groups for p in group["params"]
+                }
             parameter = {key: p for p, key in self._learning(name).items()}
             for key, (shape, dtype) in saved.items():
                 weight, _, kind = key.rpartition("/")
@@ -533,7 +577,9 @@ class Learner:
                 p = parameter[weight]
                 room = torch.zeros((), dtype=dtype)
                 if len(shape):
-                    room = torch.zeros_like(p, dtype=dtype, device="cpu" if self.cfg.offload else None)
+                    room = torch.zeros_like(
+                        p, dtype=dtype, device="cpu" if self.cfg.offload else None
+                    )
                 optimizer_of[p].state[p][kind] = room.detach()
 
     def _learning(self, name: str) -> dict:
@@ -593,7 +639,9 @@ def expects_agreement(cfg: Config) -> bool:
     How far noise moves probabilities depends on the weights, so no number can be expected of it here. Proofs of
     weight syncs are without noise, and say as much of engine and learner as ever."""
     fresh = cfg.samplers == "local" and cfg.delay == "none"
-    same = cfg.logprobs_mode == "processed" and (cfg.keep_sampling_mask == "replay" or not Sampling.of(cfg).truncates)
+    same = cfg.logprobs_mode == "processed" and (
+        cfg.keep_sampling_mask == "replay" or not Sampling.of(cfg).truncates
+    )
     return cfg.check_agreement and fresh and same
 
 

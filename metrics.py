@@ -79,7 +79,12 @@ def moved(v):
 
 
 MISMATCH = [
-    Mean("rollout_corr/ratio_mean", tokens, lambda v: v.r, "mean of r = p_ref / p_inf; 1 where both are one policy"),
+    Mean(
+        "rollout_corr/ratio_mean",
+        tokens,
+        lambda v: v.r,
+        "mean of r = p_ref / p_inf; 1 where both are one policy",
+    ),
     Mean(
         "rollout_corr/kl",
         tokens,
@@ -97,7 +102,11 @@ MISMATCH = [
     Derived("rollout_corr/chi2_token", lambda m: m["_r2"] - 1, "mean(r^2) - 1"),
     Mean("_R", responses, lambda v: v.R),
     Mean("_R2", responses, lambda v: v.R * v.R),
-    Derived("rollout_corr/chi2_seq", lambda m: m["_R2"] - 1, "mean(R^2) - 1, R = exp(clamp(sum log r, +-clamp))"),
+    Derived(
+        "rollout_corr/chi2_seq",
+        lambda m: m["_R2"] - 1,
+        "mean(R^2) - 1, R = exp(clamp(sum log r, +-clamp))",
+    ),
     Mean(
         "rollout_corr/mean_mismatch",
         responses,
@@ -130,7 +139,9 @@ MISMATCH += [
     Quantile(f"rollout_corr/log_r/{100 * q:g}", tokens, lambda v: v.log_r, q, OF_LOG_R)
     for q in (0.01, 0.5, 0.99, 0.999)
 ]
-MISMATCH += [Max("rollout_corr/largest_gap", tokens, lambda v: v.log_r.abs(), "largest |log r| of the step")]
+MISMATCH += [
+    Max("rollout_corr/largest_gap", tokens, lambda v: v.log_r.abs(), "largest |log r| of the step")
+]
 
 OF_R = "of R = p_ref / p_inf before caps, where R weighs, whatever --correction_target"
 WEIGHTS = [
@@ -162,7 +173,9 @@ WEIGHTS = [
         lambda m: m.ess("_wk", "_wk2"),
         "(sum w)^2 / (n sum w^2) of weight x keep: 1 is 'all tokens count alike'",
     ),
-    Derived("weight_var", lambda m: max(0.0, m["_wk2"] - m["_wk"] ** 2), "variance of weight x keep"),
+    Derived(
+        "weight_var", lambda m: max(0.0, m["_wk2"] - m["_wk"] ** 2), "variance of weight x keep"
+    ),
     Mean(
         "rollout_corr/rollout_is_ratio_fraction_high",
         weighted,
@@ -205,11 +218,17 @@ WEIGHTS = [
         "share of responses with R < 1/C; C = --is_cap of a sequence weight, else 4",
     ),
     *by_length(
-        "rollout_corr/seq_weight", lambda v: v.R, "mean R of responses of N/2 < length <= N tokens (16: up to 16)"
+        "rollout_corr/seq_weight",
+        lambda v: v.R,
+        "mean R of responses of N/2 < length <= N tokens (16: up to 16)",
     ),
     *by_length("rollout_corr/low_weight", low_weight, "low_weight_fraction of the same responses"),
     Mean("_keep", tokens, lambda v: v.keep),
-    Derived("rollout_corr/rollout_rs_masked_fraction", lambda m: 1.0 - m["_keep"], "share of tokens rejected"),
+    Derived(
+        "rollout_corr/rollout_rs_masked_fraction",
+        lambda m: 1.0 - m["_keep"],
+        "share of tokens rejected",
+    ),
     Mean(
         "rollout_corr/rollout_rs_seq_masked_fraction",
         responses,
@@ -235,12 +254,30 @@ REWARDS = [
         "two part where the policies do (TIS text, 'biased reward')",
     ),
     Max("_best", responses, lambda v: v.batch.reward),
-    Derived("no_reward", lambda m: float(m["_best"] == m["reward"] == 0), "1 where every reward is 0; said aloud once"),
-    Mean("spread", responses, lambda v: v.batch.spread, "share of responses whose group's rewards differ"),
+    Derived(
+        "no_reward",
+        lambda m: float(m["_best"] == m["reward"] == 0),
+        "1 where every reward is 0; said aloud once",
+    ),
+    Mean(
+        "spread",
+        responses,
+        lambda v: v.batch.spread,
+        "share of responses whose group's rewards differ",
+    ),
     Mean("response_length", responses, lambda v: v.batch.length, "tokens"),
     Mean("cut", responses, lambda v: v.batch.cut, "share of responses that --max_tokens has ended"),
-    Derived("mostly_cut", lambda m: float(m["cut"] > 0.5), "1 where that is more than half; said aloud once"),
-    Mean("empty", responses, lambda v: (v.batch.length == 1) & ~v.batch.cut, "share that is an end and nothing else"),
+    Derived(
+        "mostly_cut",
+        lambda m: float(m["cut"] > 0.5),
+        "1 where that is more than half; said aloud once",
+    ),
+    Mean(
+        "empty",
+        responses,
+        lambda v: (v.batch.length == 1) & ~v.batch.cut,
+        "share that is an end and nothing else",
+    ),
     Mean(
         "entropy_of_cut",
         lambda v: v.tokens & v.batch.cut[:, None],
@@ -268,9 +305,24 @@ REWARDS = [
         lambda v: v.batch.staleness[:, 0],
         "age of the sampling weights, in updates",
     ),
-    Mean("staleness/mean_seconds", responses, lambda v: v.batch.staleness[:, 1], "the same in seconds"),
-    Max("staleness/max_updates", responses, lambda v: v.batch.staleness[:, 0], "the oldest, in updates"),
-    Max("staleness/max_seconds", responses, lambda v: v.batch.staleness[:, 1], "the oldest, in seconds"),
+    Mean(
+        "staleness/mean_seconds",
+        responses,
+        lambda v: v.batch.staleness[:, 1],
+        "the same in seconds",
+    ),
+    Max(
+        "staleness/max_updates",
+        responses,
+        lambda v: v.batch.staleness[:, 0],
+        "the oldest, in updates",
+    ),
+    Max(
+        "staleness/max_seconds",
+        responses,
+        lambda v: v.batch.staleness[:, 1],
+        "the oldest, in seconds",
+    ),
 ]
 
 
@@ -279,11 +331,14 @@ def knows_start(v) -> bool:
 
 
 RATIO_OUT = (
-    "share with p_new / p_ref outside [1/2, 2], of tokens with p_ref <= N and above the next smaller N (QaRL 5b)"
+    "share with p_new / p_ref outside [1/2, 2], of tokens with p_ref <= N and above the next smaller N "
+    "(QaRL 5b)"
 )
 UPDATE = [
     Mean("clip_fraction", tokens, lambda v: v.clipped, "tokens whose surrogate is clipped"),
-    Mean("clip_fraction_high", tokens, lambda v: v.clipped & (v.adv > 0), "those of them with A > 0"),
+    Mean(
+        "clip_fraction_high", tokens, lambda v: v.clipped & (v.adv > 0), "those of them with A > 0"
+    ),
     Mean("clip_fraction_low", tokens, lambda v: v.clipped & (v.adv < 0), "those with A < 0"),
     Mean(
         "ppo_kl",
@@ -344,7 +399,10 @@ UPDATE = [
         lambda v: repetition(v.batch.tokens, v.batch.exists),
         "share of a response's 4-grams that it has said before, mean over responses",
     ),
-    *(Mean(f"error/ratio_out/{p:g}", rare(low, p), moved, RATIO_OUT) for low, p in zip([0, *RARE], RARE, strict=False)),
+    *(
+        Mean(f"error/ratio_out/{p:g}", rare(low, p), moved, RATIO_OUT)
+        for low, p in zip([0, *RARE], RARE, strict=False)
+    ),
 ]
 
 
@@ -368,7 +426,10 @@ OBRS = [
     Mean("obrs/z_low", tokens, meaning="its lower bound, where Z is bracketed", **logged("z_low")),
     Mean("obrs/z_high", tokens, meaning="its upper bound", **logged("z_high")),
     Mean(
-        "obrs/z_approx", tokens, meaning="the sum over the union of both top-K (--obrs_z=approx)", **logged("z_approx")
+        "obrs/z_approx",
+        tokens,
+        meaning="the sum over the union of both top-K (--obrs_z=approx)",
+        **logged("z_approx"),
     ),
     Mean(
         "obrs/z_exact",
@@ -380,7 +441,10 @@ OBRS = [
     Derived("obrs/lambda", lambda m: m["_lam"], "lambda as used", when=lambda m: "obrs/z" in m),
     Derived("obrs/kappa", lambda m: m["_kappa"], "scale of Z_low or Z_approx", summed),
     Derived(
-        "obrs/z_low_over_z_used", lambda m: m["obrs/z_low"] / max(m["obrs/z"], 1e-30), "Z_low / Z as used", bracketed
+        "obrs/z_low_over_z_used",
+        lambda m: m["obrs/z_low"] / max(m["obrs/z"], 1e-30),
+        "Z_low / Z as used",
+        bracketed,
     ),
     Derived(
         "obrs/z_low_over_z",
@@ -388,7 +452,12 @@ OBRS = [
         "Z_low / Z, where the exact one is known",
         when=lambda m: bracketed(m) and "obrs/z_exact" in m,
     ),
-    Derived("obrs/bracket_width", lambda m: m["obrs/z_high"] - m["obrs/z_low"], "Z_high - Z_low", bracketed),
+    Derived(
+        "obrs/bracket_width",
+        lambda m: m["obrs/z_high"] - m["obrs/z_low"],
+        "Z_high - Z_low",
+        bracketed,
+    ),
     Derived("z_sum", lambda m: m.sum(summed(m)), "kappa is made of it ...", summed),
     Derived("accept_sum", lambda m: m.sum("obrs/accept_rate"), "... and of this", summed),
     Mean(
@@ -410,8 +479,20 @@ OBRS = [
         "KL(p_tgt || distribution of the accepted tokens), likewise",
         when=lambda v: v.sees_both,
     ),
-    Mean("obrs/kl_before_partial", tokens, View.kl_before_partial, "kl_before over the support alone", View.sees_part),
-    Mean("obrs/kl_after_partial", tokens, View.kl_after_partial, "kl_after over the support alone", View.sees_part),
+    Mean(
+        "obrs/kl_before_partial",
+        tokens,
+        View.kl_before_partial,
+        "kl_before over the support alone",
+        View.sees_part,
+    ),
+    Mean(
+        "obrs/kl_after_partial",
+        tokens,
+        View.kl_after_partial,
+        "kl_after over the support alone",
+        View.sees_part,
+    ),
 ]
 
 
@@ -420,9 +501,19 @@ def has_actor(v) -> bool:
 
 
 ACTOR = [
-    Mean("distill_kl", tokens, lambda v: v.new.kl, "KL(policy || actor), nats a token, whole vocabulary", has_actor),
     Mean(
-        "actor/distill_loss", tokens, lambda v: v.new.distill_loss, "the distillation loss that flags chose", has_actor
+        "distill_kl",
+        tokens,
+        lambda v: v.new.kl,
+        "KL(policy || actor), nats a token, whole vocabulary",
+        has_actor,
+    ),
+    Mean(
+        "actor/distill_loss",
+        tokens,
+        lambda v: v.new.distill_loss,
+        "the distillation loss that flags chose",
+        has_actor,
     ),
     Mean("actor/loss", tokens, lambda v: v.logs["actor_loss"], "the actor's own loss", has_actor),
     Mean("actor/entropy", tokens, lambda v: v.new.actor_entropy, "of the actor, nats", has_actor),
@@ -447,7 +538,9 @@ ACTOR = [
         when=lambda m: "actor/loss" in m,
     ),
 ]
-COUNTS = [Derived("tokens", lambda m: m.count("_w"), "tokens of the step that may carry a gradient")]
+COUNTS = [
+    Derived("tokens", lambda m: m.count("_w"), "tokens of the step that may carry a gradient")
+]
 
 SECTIONS = {
     "How far sampler and learner are apart": MISMATCH,
@@ -497,7 +590,12 @@ def observe(sums: Sums, new, batch, stats, logs, cfg: LossFlags) -> None:
         if isinstance(row, Mean) and row.when(view):
             add = sums.top if isinstance(row, Max) else sums.add
             add(row.name, row.formula(view), row.over(view))
-    constants = {"_kappa": stats.kappa, "_lam": stats.lam, "_distill": stats.distill_lambda, "_clamp": view.clamp}
+    constants = {
+        "_kappa": stats.kappa,
+        "_lam": stats.lam,
+        "_distill": stats.distill_lambda,
+        "_clamp": view.clamp,
+    }
     for name, value in constants.items():
         sums.constant(name, value)
 
@@ -506,7 +604,9 @@ def derive(m: Means) -> dict[str, float]:
     """The public metrics: means and maxima, and the derived ones. What no token or response of the batch is in
     is left out: a length, a sign, those that were cut."""
     empty = {name for name in m.pairs if name.startswith(BUCKETED) and m.count(name) == 0}
-    out = {name: value for name, value in m.items() if not name.startswith("_") and name not in empty}
+    out = {
+        name: value for name, value in m.items() if not name.startswith("_") and name not in empty
+    }
     for row in ROWS:
         if isinstance(row, Derived) and row.when(m):
             out[row.name] = row.formula(m)
@@ -533,14 +633,19 @@ def page() -> str:
 def entries(named: dict[str, str]) -> list[str]:
     out = []
     for name, meaning in named.items():
-        out += textwrap.wrap(f"{name:46s}{meaning}", 118, initial_indent="  ", subsequent_indent=" " * 48)
+        out += textwrap.wrap(
+            f"{name:46s}{meaning}", 118, initial_indent="  ", subsequent_indent=" " * 48
+        )
     return out
 
 
 def main(argv: list[str]) -> None:
     words = " ".join(argv)
     asks = words in ("", "-h", "--help")
-    need(asks, f"{words}: metrics.py explains all names and takes none; python -m machinery.plot RUN draws a run's")
+    need(
+        asks,
+        f"{words}: metrics.py explains all names and takes none; python -m machinery.plot RUN draws a run's",
+    )
     print(page())
 
 

@@ -41,7 +41,10 @@ GRAD_CLIP = 0.3  # largest gradient norm, each model on its own
 OBRS_LAMBDA = 1.0  # the larger, the more is rejected, and the closer is the rest to the target
 OBRS_C1 = 3.0  # cap of the OBRS weight
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28  # PPO
-ACTOR_IS_CAP, DISTILL_LAMBDA = 2.0, 1.0  # the actor's loss: cap of its importance weight, weight of distillation
+ACTOR_IS_CAP, DISTILL_LAMBDA = (
+    2.0,
+    1.0,
+)  # the actor's loss: cap of its importance weight, weight of distillation
 TASK_MIN_OPS, TASK_MAX_OPS = 3, 5  # operations in a problem
 TASK_OPERAND, TASK_TOTAL = 9, 29  # largest operand, largest running total
 EVAL_PROBLEMS = 1024
@@ -110,7 +113,9 @@ class Batch(NamedTuple):
 def read(model, tokens, attend, cache=None):
     """Logits of the tokens (B, N) that stand last in `attend` (B, M), and the keys and values of all M."""
     position = (attend.cumsum(1) - 1).clamp_min(0)[:, -tokens.shape[1] :]  # padding does not count
-    out = model(input_ids=tokens, attention_mask=attend, position_ids=position, past_key_values=cache)
+    out = model(
+        input_ids=tokens, attention_mask=attend, position_ids=position, past_key_values=cache
+    )
     return out.logits, out.past_key_values
 
 
@@ -141,7 +146,9 @@ def sample(model, problems, seeds):
         logits, cache = read(model, token, attend, cache)
     mask = torch.stack(mask, 1)
     responses = [tokens[real] for tokens, real in zip(ids[:, -mask.shape[1] :], mask, strict=True)]
-    reward = torch.tensor([grade(tokens, problems[i // G][1]) for i, tokens in enumerate(responses)])
+    reward = torch.tensor(
+        [grade(tokens, problems[i // G][1]) for i, tokens in enumerate(responses)]
+    )
     return Batch(ids, attend, mask, torch.stack(logp_inf, 1), reward)
 
 
@@ -190,7 +197,9 @@ def jackpot(new, ref, batch):
     # Eq. 4: Z = sum_x min(p_inf, p_tgt / lambda), exact: the learner sees both over the whole vocabulary
     z = torch.minimum(actor_ref.exp(), policy_ref.exp() / OBRS_LAMBDA).sum(-1)
     w = z * r.clamp_min(OBRS_LAMBDA)  # Alg. 1, line 23: w = Z max(lambda, p_tgt / p_inf)
-    rho = w.clamp_max(OBRS_C1)  # line 24: rho = min(w, c1) min(p_ref / p_tgt, c2), the latter 1 here
+    rho = w.clamp_max(
+        OBRS_C1
+    )  # line 24: rho = min(w, c1) min(p_ref / p_tgt, c2), the latter 1 here
     surrogate, clipped = ppo(logp, logp_ref, batch.adv)
     policy_loss = -keep * rho * surrogate  # Eq. 5; keep and rho come from ref, without gradient
     # the actor, by PPO on the same responses, and by distillation
@@ -209,7 +218,8 @@ def jackpot(new, ref, batch):
         "actor/loss": actor_loss,
         "obrs/accept_rate": keep,
         "obrs/z": z,
-        "obrs/kl_after": z.log() + (policy_ref.exp() * gap).sum(-1),  # KL(p_tgt || accepted), by Eq. 4
+        "obrs/kl_after": z.log()
+        + (policy_ref.exp() * gap).sum(-1),  # KL(p_tgt || accepted), by Eq. 4
         "rollout_corr/rollout_is_mean": rho,
         "rollout_corr/k3_kl": r - r.log() - 1,  # its mean over samples of p_inf is KL(inf || ref)
     }
@@ -220,9 +230,14 @@ def jackpot(new, ref, batch):
 def train(policy, actor):
     """Train both in place; returns the metrics, one dict an update."""
     models = (policy.eval(), actor.eval())  # eval: no dropout
-    rates = [{"params": policy.parameters(), "lr": LR}, {"params": actor.parameters(), "lr": ACTOR_LR}]
+    rates = [
+        {"params": policy.parameters(), "lr": LR},
+        {"params": actor.parameters(), "lr": ACTOR_LR},
+    ]
     optimizer = torch.optim.AdamW(rates, weight_decay=0.0)
-    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / WARMUP_STEPS))
+    warmup = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1, (step + 1) / WARMUP_STEPS)
+    )
     updates = ROLLOUT_BATCH // TRAIN_BATCH  # between two rollouts
     metrics, bar = [], tqdm(range(STEPS), desc="jackpot")
     for step in bar:
@@ -244,7 +259,9 @@ def train(policy, actor):
         warmup.step()
         optimizer.zero_grad()
         metrics.append(logged)
-        bar.set_postfix(reward=f"{logged['reward']:.3f}", accept=f"{logged['obrs/accept_rate']:.3f}")
+        bar.set_postfix(
+            reward=f"{logged['reward']:.3f}", accept=f"{logged['obrs/accept_rate']:.3f}"
+        )
     return metrics
 
 
@@ -261,7 +278,12 @@ TABLE = {
     "acceptance rate": "obrs/accept_rate",
     "KL(inf || ref), k3, nats a token": "rollout_corr/k3_kl",
 }
-PANELS = {"reward": "reward", "entropy, policy": "entropy", "gradient norm, policy": "grad_norm", **TABLE}
+PANELS = {
+    "reward": "reward",
+    "entropy, policy": "entropy",
+    "gradient norm, policy": "grad_norm",
+    **TABLE,
+}
 
 
 def main():
@@ -270,14 +292,19 @@ def main():
     made = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if made.returncode:
         sys.exit(made.returncode)  # machinery/warmstart.py has said why
-    policy, actor = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in made.stdout.split("\n")[:2])
+    policy, actor = (
+        AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32)
+        for f in made.stdout.split("\n")[:2]
+    )
     models = {"policy": policy, "actor": actor}
     before = {name: evaluate(model) for name, model in models.items()}
     metrics = train(policy, actor)
     after = {name: evaluate(model) for name, model in models.items()}
     print(f"\njackpot: {STEPS} updates of {TRAIN_BATCH} responses\n{'before':>50s}{'after':>16s}")
     for name in models:
-        cells = [f"{100 * mean:.1f} +- {100 * se:.1f} %" for mean, se in (before[name], after[name])]
+        cells = [
+            f"{100 * mean:.1f} +- {100 * se:.1f} %" for mean, se in (before[name], after[name])
+        ]
         print(f"{name + ' pass@1, held out':34s}{cells[0]:>16s}{cells[1]:>16s}")
     last = metrics[-max(1, STEPS // 10) :]
     for title, key in TABLE.items():
@@ -296,5 +323,7 @@ def main():
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        sys.exit(f"error: {sys.argv[1]}: mini.py takes no flags; change its settings at the head of the file")
+        sys.exit(
+            f"error: {sys.argv[1]}: mini.py takes no flags; change its settings at the head of the file"
+        )
     main()

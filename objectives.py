@@ -189,7 +189,11 @@ DISTILL_GAIN = 0.1  # closed loop: largest change of log(distill_lambda) in one 
 DISTILL_LAMBDA_MAX = 100.0  # closed loop: upper bound of distill_lambda
 CLIP = (0.2, 0.28)  # eps_low, eps_high where nothing else is said
 CLIPS = {"gspo": (3e-4, 4e-4), "tbpo": (3e-4, 4e-4)}  # a length-normalised ratio never reaches 0.2
-CLIPS |= {"gmpo": (0.4, 0.4), "dppo_tv": (0.2, 0.2), "dppo_kl": (0.05, 0.05)}  # bounds of log r, and of a divergence
+CLIPS |= {
+    "gmpo": (0.4, 0.4),
+    "dppo_tv": (0.2, 0.2),
+    "dppo_kl": (0.05, 0.05),
+}  # bounds of log r, and of a divergence
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -232,7 +236,9 @@ class StepStats:
     lam: float  # OBRS's lambda: the flag, or the budget's
     kappa: float  # scale of Z_low or Z_approx
     distill_lambda: float  # weight of the distillation loss
-    kept_factor: torch.Tensor | None = None  # (B, 1) rescales from the proposed to the kept denominator
+    kept_factor: torch.Tensor | None = (
+        None  # (B, 1) rescales from the proposed to the kept denominator
+    )
     log_group_mean: torch.Tensor | None = None  # (B, 1) GEPO's log E of each response's group
     mixing: torch.Tensor | None = None  # (B, 1) GEPO's e
     weight_mean: float = 1.0  # what --normalize_weights divides by
@@ -258,7 +264,9 @@ def passes_needed(cfg: Config, controllers: dict, updates: int) -> set[str]:
         passes.add("ref")
     if z and cfg.obrs_z != "exact":
         no_kappa = controllers.get("kappa") is None
-        own_topk = cfg.actor != "none" or cfg.obrs_z == "approx"  # the support also takes the policy's own top-K
+        own_topk = (
+            cfg.actor != "none" or cfg.obrs_z == "approx"
+        )  # the support also takes the policy's own top-K
         if cfg.obrs_target == "ref" or no_kappa or own_topk:
             passes.add("ref")
     if z and cfg.kappa == "exact" and cfg.obrs_target == "new":
@@ -296,8 +304,12 @@ def prepare(batch, comm, cfg: LossFlags, controllers: dict, fresh=None) -> StepS
 def prepare_group(stats: StepStats, batch, cfg: ObjectiveFlags) -> None:
     """GEPO's expectation and mixing, from whole groups."""
     empty = (batch.mask.sum(1) == 0)[:, None]
-    mean_logp_inf = seq_mean(batch.logp_inf.double(), batch.mask).masked_fill(empty, -math.inf)[:, 0]
-    stats.log_group_mean = corrections.log_group_mean(mean_logp_inf, batch.group, cfg.gepo_expectation)[:, None]
+    mean_logp_inf = seq_mean(batch.logp_inf.double(), batch.mask).masked_fill(empty, -math.inf)[
+        :, 0
+    ]
+    stats.log_group_mean = corrections.log_group_mean(
+        mean_logp_inf, batch.group, cfg.gepo_expectation
+    )[:, None]
     stats.mixing = corrections.group_mixing(mean_logp_inf, batch.group, cfg.gepo_defence)[:, None]
 
 
@@ -331,12 +343,16 @@ def prepare_kept(stats: StepStats, batch, comm, cfg: LossFlags, fresh) -> None:
     sequence_factor = stats.sequences / kept_sequences if kept_sequences else 0.0
     if cfg.reduction == "token-mean":
         factor = stats.tokens / kept_tokens if kept_tokens else 0.0
-        stats.kept_factor = torch.full((len(lengths), 1), factor, dtype=torch.float64, device=lengths.device)
+        stats.kept_factor = torch.full(
+            (len(lengths), 1), factor, dtype=torch.float64, device=lengths.device
+        )
     elif cfg.reduction == "seq-mean-token-mean":
         per_response = torch.where(kept > 0, lengths / kept.double().clamp_min(1e-9), 0.0)
         stats.kept_factor = (per_response * sequence_factor)[:, None]
     else:
-        stats.kept_factor = torch.full((len(lengths), 1), sequence_factor, dtype=torch.float64, device=lengths.device)
+        stats.kept_factor = torch.full(
+            (len(lengths), 1), sequence_factor, dtype=torch.float64, device=lengths.device
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -352,7 +368,10 @@ def with_ref(new, batch, cfg: ObjectiveFlags):
     batch = replace(batch, **columns_of(new.detach()))
     if cfg.ref_from == "pass":
         return batch
-    return replace(batch, logp_ref=corrections.loglinear_ref(batch.logp_ref, batch.logp_inf, batch.staleness[:, :1]))
+    return replace(
+        batch,
+        logp_ref=corrections.loglinear_ref(batch.logp_ref, batch.logp_inf, batch.staleness[:, :1]),
+    )
 
 
 def columns_of(new) -> dict:
@@ -361,7 +380,10 @@ def columns_of(new) -> dict:
 
 
 # statistic of a forward -> column of a batch
-REF = {name: f"{name}_ref" for name in ("logp", "support_logp", "tail", "actor_logp", "z", "kl", "kl_after")}
+REF = {
+    name: f"{name}_ref"
+    for name in ("logp", "support_logp", "tail", "actor_logp", "z", "kl", "kl_after")
+}
 REF |= {"logp_start": "logp_start"}
 
 
@@ -397,7 +419,12 @@ def loss(new, batch, stats: StepStats, cfg: Config):
         logs = {**logs, "cppo_kl": sampler_kl.detach()}
     if cfg.ratio_base in ("inf", "group"):  # the ratio itself is the weight: say so in the metrics
         weight = weight * ratio.detach()
-    return unreduced.masked_fill(~batch.mask, 0.0), {"weight": weight, "keep": keep, "clipped": clipped, **logs}
+    return unreduced.masked_fill(~batch.mask, 0.0), {
+        "weight": weight,
+        "keep": keep,
+        "clipped": clipped,
+        **logs,
+    }
 
 
 def log_ratio_base(new, batch, stats: StepStats, cfg: ObjectiveFlags):
@@ -410,7 +437,9 @@ def log_ratio_base(new, batch, stats: StepStats, cfg: ObjectiveFlags):
     if cfg.ratio_base == "new":
         return new.logp.detach()
     mean_logp = seq_mean(new.logp.detach(), batch.mask)
-    base = corrections.group_log_base(mean_logp, stats.log_group_mean.to(mean_logp), stats.mixing.to(mean_logp))
+    base = corrections.group_log_base(
+        mean_logp, stats.log_group_mean.to(mean_logp), stats.mixing.to(mean_logp)
+    )
     return base.expand_as(new.logp)
 
 
@@ -499,12 +528,16 @@ def update_controllers(controllers: dict, logged: dict, cfg: LossFlags) -> None:
     if not logged.get("stepped", True):  # do not update the controllers from a skipped step
         return
     if cfg.correction in USES_Z and cfg.obrs_z != "exact" and logged["z_sum"] > 0:
-        controllers["kappa"] = obrs.kappa_from(logged["accept_sum"], logged["tokens"], logged["z_sum"])
+        controllers["kappa"] = obrs.kappa_from(
+            logged["accept_sum"], logged["tokens"], logged["z_sum"]
+        )
     error = math.nan
     if cfg.distill_kl_target > 0:
         error = (logged.get("distill_kl", math.nan) - cfg.distill_kl_target) / cfg.distill_kl_target
     if math.isfinite(error):
-        now = controllers.get("distill", cfg.distill_lambda) * math.exp(DISTILL_GAIN * max(-1.0, min(1.0, error)))
+        now = controllers.get("distill", cfg.distill_lambda) * math.exp(
+            DISTILL_GAIN * max(-1.0, min(1.0, error))
+        )
         controllers["distill"] = min(max(now, 1e-4), DISTILL_LAMBDA_MAX)
 
 
@@ -517,7 +550,12 @@ def default_bounds(cfg: ObjectiveFlags) -> dict:
     """Defaults of what depends on other flags: caps, bounds and clips, and the estimator of the KL."""
     low, high = CLIPS.get(cfg.surrogate, CLIP)
     estimator = "k2" if cfg.kl_in == "loss" else "k1"
-    return {**corrections.default_bounds(cfg), "clip_low": low, "clip_high": high, "kl_estimator": estimator}
+    return {
+        **corrections.default_bounds(cfg),
+        "clip_low": low,
+        "clip_high": high,
+        "kl_estimator": estimator,
+    }
 
 
 def check(cfg: Config) -> None:
@@ -552,14 +590,20 @@ def check(cfg: Config) -> None:
             f"--distill_lambda={cfg.distill_lambda}: --distill_kl_target starts from it; give a value above 0, at most "
             f"{DISTILL_LAMBDA_MAX:g}",
         )
-        need(cfg.actor != "none", "--distill_kl_target: there is no actor to distil; name one with --actor")
+        need(
+            cfg.actor != "none",
+            "--distill_kl_target: there is no actor to distil; name one with --actor",
+        )
     check_regularisers(cfg)
 
 
 def check_regularisers(cfg: Config) -> None:
     """KL to the start model, entropy bonus."""
     for name in ("kl_coef", "entropy_coef"):
-        need(getattr(cfg, name) >= 0, f"--{name}={getattr(cfg, name)}: must not be negative; 0 is off")
+        need(
+            getattr(cfg, name) >= 0,
+            f"--{name}={getattr(cfg, name)}: must not be negative; 0 is off",
+        )
     need(
         cfg.kl_coef == 0 or (cfg.kl_in, cfg.kl_estimator) != ("loss", "k1"),
         "--kl_estimator=k1 with --kl_in=loss: its gradient is 0 on average and pulls nowhere; use k2 or --kl_in=reward",
@@ -606,20 +650,27 @@ def check_ratio(cfg: Config) -> None:
 
 def catalogue() -> str:
     """All names with the first lines of their docstrings, then every --objective by its axes."""
-    lines = ["loss = - reduce( keep * sg(weight) * surrogate )", "", "--correction: weight and keep-mask"]
+    lines = [
+        "loss = - reduce( keep * sg(weight) * surrogate )",
+        "",
+        "--correction: weight and keep-mask",
+    ]
     for name, row in CORRECTIONS.items():
         bounds = "".join(f" --{flag}={value:g}" for flag, value in row.bounds.items())
         lines.append(f"  {name:17} {first_line(row.function)}{bounds}")
     lines += ["", "--reject: drops a statistic outside [--rs_low, --rs_high]"]
     lines += [
-        f"  {name:17} --rs_low={row.low:g} --rs_high={row.high:g}" for name, row in corrections.REJECTIONS.items()
+        f"  {name:17} --rs_low={row.low:g} --rs_high={row.high:g}"
+        for name, row in corrections.REJECTIONS.items()
     ]
     lines += ["", "--surrogate: the value that the policy maximises"]
     lines += [f"  {name:17} {first_line(function)}" for name, function in SURROGATES.items()]
     for title, rows in {"papers, and ours": PAPERS, **FRAMEWORKS}.items():
         lines += ["", f"--objective: {title}"]
         for name, axes in rows.items():
-            lines.append(f"  {name:27} " + "  ".join(f"{axis}={value}" for axis, value in axes.items()))
+            lines.append(
+                f"  {name:27} " + "  ".join(f"{axis}={value}" for axis, value in axes.items())
+            )
     return "\n".join(lines)
 
 

@@ -43,7 +43,9 @@ class Target(NamedTuple):
 
     logp: torch.Tensor  # (B, T)    of the sampled tokens
     support_logp: torch.Tensor | None  # (B, T, S) on the support S
-    tail: torch.Tensor | None  # (B, T)    sum outside S of min(p_K, p_tgt / lambda), p_K the engine's K-th
+    tail: (
+        torch.Tensor | None
+    )  # (B, T)    sum outside S of min(p_K, p_tgt / lambda), p_K the engine's K-th
     z: torch.Tensor | None  # (B, T)    the exact Z, where both distributions were seen whole
 
 
@@ -51,7 +53,9 @@ class Z(NamedTuple):
     """Z of each token, (B, T), and what it was taken from, where it is not exact."""
 
     used: torch.Tensor
-    summed: torch.Tensor | None = None  # the sum over the support that kappa scales: Z_low or Z_approx
+    summed: torch.Tensor | None = (
+        None  # the sum over the support that kappa scales: Z_low or Z_approx
+    )
     high: torch.Tensor | None = None  # Z_high, where `summed` is the certified Z_low
 
 
@@ -71,7 +75,18 @@ def weight(z, logp_tgt, logp_inf, lam, clamp=CLAMP):
 
 
 def correction(
-    logp_tgt, logp_inf, logp_ref, z, u, *, lam=1.0, c1=3.0, c2=1.3, expected=False, mode="both", clamp=CLAMP
+    logp_tgt,
+    logp_inf,
+    logp_ref,
+    z,
+    u,
+    *,
+    lam=1.0,
+    c1=3.0,
+    c2=1.3,
+    expected=False,
+    mode="both",
+    clamp=CLAMP,
 ):
     """OBRS as a correction of a surrogate on p_new / p_ref: (weight, keep, accepted), each (B, T), no gradient.
     accepted, for the metrics: the mask that is used, or a if there is none.

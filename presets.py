@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import math
 
-DEFAULTS = {"ratio_base": "ref", "reduction": "token-mean", "obrs_target": "ref", "advantage": "grpo"}
+DEFAULTS = {
+    "ratio_base": "ref",
+    "reduction": "token-mean",
+    "obrs_target": "ref",
+    "advantage": "grpo",
+}
 DEFAULTS |= {"reject": "none", "reject_of": "all", "correction_target": "ref", "veto": 0.0}
 DEFAULTS |= {"cppo_beta": 0.0, "cppo_kl": "official"}
 PAPERS = {
     "none": {"correction": "none", "surrogate": "ppo"},  # the mismatch is ignored
-    "grpo": {"correction": "none", "surrogate": "ppo"},  # the same by its usual name; clip and token mean are DAPO's
+    "grpo": {
+        "correction": "none",
+        "surrogate": "ppo",
+    },  # the same by its usual name; clip and token mean are DAPO's
     "reinforce": {"correction": "none", "surrogate": "reinforce"},
     "is": {"correction": "is", "surrogate": "ppo"},
     "tis": {"correction": "tis", "surrogate": "ppo"},
@@ -29,7 +37,12 @@ PAPERS = {
     # ours (results/search.md): retrace_seq that also drops tokens of A < 0 with r < 0.9. PPO's clip does the like to
     # p_new / p_inf, and DeepSeek-V3.2 masks whole responses of negative advantage by their mean log-ratio
     "spare": dict(
-        correction="retrace_seq", surrogate="ppo", reject="token", reject_of="negative", rs_low=0.9, rs_high=math.inf
+        correction="retrace_seq",
+        surrogate="ppo",
+        reject="token",
+        reject_of="negative",
+        rs_low=0.9,
+        rs_high=math.inf,
     ),
     "seq_mis": {"correction": "seq_mis", "surrogate": "ppo"},
     "mis_gspo": {"correction": "seq_mis", "surrogate": "gspo", "reduction": "seq-mean-token-mean"},
@@ -38,14 +51,29 @@ PAPERS = {
     "ppo_is": {"correction": "none", "surrogate": "ppo", "ratio_base": "inf"},
     "tis_adjusted": {"correction": "tis_adjusted", "surrogate": "ppo", "ratio_base": "new"},
     "jackpot": {"correction": "obrs", "surrogate": "ppo"},
-    "jackpot_adjusted": dict(correction="jackpot_adjusted", surrogate="ppo", ratio_base="new", obrs_target="new"),
+    "jackpot_adjusted": dict(
+        correction="jackpot_adjusted", surrogate="ppo", ratio_base="new", obrs_target="new"
+    ),
     "gspo": {"correction": "none", "surrogate": "gspo", "reduction": "seq-mean-token-mean"},
     "gepo": {
-        **{"correction": "none", "surrogate": "gspo", "ratio_base": "group", "reduction": "seq-mean-token-mean"},
+        **{
+            "correction": "none",
+            "surrogate": "gspo",
+            "ratio_base": "group",
+            "reduction": "seq-mean-token-mean",
+        },
         **{"advantage": "grpo_no_std", "clip_low": 0.2, "clip_high": 0.2},
     },
-    "tbpo": {"correction": "tbpo_mismatch", "surrogate": "tbpo", "reduction": "seq-mean-token-mean"},
-    "sapo": {"correction": "none", "surrogate": "sapo", "reduction": "seq-mean-token-mean"},  # its Eq. 1
+    "tbpo": {
+        "correction": "tbpo_mismatch",
+        "surrogate": "tbpo",
+        "reduction": "seq-mean-token-mean",
+    },
+    "sapo": {
+        "correction": "none",
+        "surrogate": "sapo",
+        "reduction": "seq-mean-token-mean",
+    },  # its Eq. 1
     "cispo": {"correction": "none", "surrogate": "cispo"},
     "gmpo": {"correction": "none", "surrogate": "gmpo", "reduction": "seq-mean-token-mean"},
     "dppo_tv": {"correction": "none", "surrogate": "dppo_tv", "ratio_base": "inf"},
@@ -54,7 +82,12 @@ PAPERS = {
     # DeepSeek-V3.2, Eq. 9 as TRL cites it: a response is dropped where A < 0 and mean log(p_inf / p_new) > delta
     "opsm": {
         **{"correction": "none", "surrogate": "ppo", "correction_target": "new"},
-        **{"reject": "geo", "reject_of": "negative", "rs_low": math.exp(-1e-4), "rs_high": math.inf},
+        **{
+            "reject": "geo",
+            "reject_of": "negative",
+            "rs_low": math.exp(-1e-4),
+            "rs_high": math.inf,
+        },
     },
 }
 
@@ -64,7 +97,12 @@ K3 = {"reject": "seq_mean_k3", "rs_high": 0.01}
 TOKEN = {"correction": "tis", "surrogate": "ppo", "is_cap": 2.0}
 SEQUENCE = {"correction": "seq_tis", "surrogate": "ppo", "is_cap": 2.0}
 POP = {"correction": "icepop", "rs_low": 0.5, "rs_high": 5.0}
-CLIPPED = {"correction": "none", "surrogate": "ppo", "ratio_base": "inf", "correction_target": "new"}
+CLIPPED = {
+    "correction": "none",
+    "surrogate": "ppo",
+    "ratio_base": "inf",
+    "correction_target": "new",
+}
 BYPASS = {"surrogate": "reinforce", "correction_target": "new"}
 VERL = {
     "decoupled_token_is": TOKEN,
@@ -92,19 +130,41 @@ TRL = {
     "token_mask": {"correction": "areal_drop", "surrogate": "ppo", "is_cap": 3.0},
     "sequence_truncate": {"correction": "seq_tis", "surrogate": "ppo", "is_cap": 3.0},
     "sequence_mask": {"correction": "seq_mis", "surrogate": "ppo", "rs_high": 3.0},
-    "dr_grpo": {**PAPERS["grpo"], "advantage": "grpo_no_std", "reduction": "seq-mean-token-sum-norm"},
+    "dr_grpo": {
+        **PAPERS["grpo"],
+        "advantage": "grpo_no_std",
+        "reduction": "seq-mean-token-sum-norm",
+    },
     "dapo": {**PAPERS["grpo"], "reduction": "token-mean", "clip_high": 0.28},
 }
 SKYRL = {
     "skyrl_geo_mask": {"correction": "geo_rs", "surrogate": "ppo", "rs_low": 0.99, "rs_high": 1.01},
     "skyrl_product_mask": {**PAPERS["none"], "reject": "sequence", "rs_low": 0.5, "rs_high": 2.0},
     "skyrl_token_mask": {**PAPERS["none"], "reject": "token", "rs_low": 0.5, "rs_high": 2.0},
-    "skyrl_outlier_mask": {**PAPERS["none"], "reject": "seq_max", "rs_low": 0.0, "rs_high": 100.0, "veto": 1e-4},
+    "skyrl_outlier_mask": {
+        **PAPERS["none"],
+        "reject": "seq_max",
+        "rs_low": 0.0,
+        "rs_high": 100.0,
+        "veto": 1e-4,
+    },
 }
 # prime-rl's other loss bounds both directions at 0.1, for either sign of A
-PRIME_RL = {"prime_rl": {**PAPERS["dppo_tv"], "advantage": "grpo_no_std", "cppo_beta": 0.002, "cppo_kl": "k2"}}
+PRIME_RL = {
+    "prime_rl": {
+        **PAPERS["dppo_tv"],
+        "advantage": "grpo_no_std",
+        "cppo_beta": 0.002,
+        "cppo_kl": "k2",
+    }
+}
 # slime's --use-tis, and its icepop_function under the same bounds, 0 and --tis-clip=2
-SLIME_LOSS = {"surrogate": "ppo", "is_cap": 2.0, "clip_high": 0.2, "reduction": "seq-mean-token-mean"}
+SLIME_LOSS = {
+    "surrogate": "ppo",
+    "is_cap": 2.0,
+    "clip_high": 0.2,
+    "reduction": "seq-mean-token-mean",
+}
 SLIME = {
     "slime_tis": {"correction": "tis", **SLIME_LOSS},
     "slime_icepop": {"correction": "areal_drop", **SLIME_LOSS},
@@ -112,10 +172,22 @@ SLIME = {
 # AReaL's use_decoupled_loss; and with its rejection_sampling as it stands: metric ratio, level token, action mask
 AREAL = {
     "areal_decoupled": {"correction": "is", "surrogate": "ppo", "clip_high": 0.2},
-    "areal_token_mask": {"correction": "areal_drop", "surrogate": "ppo", "is_cap": 5.0, "clip_high": 0.2},
+    "areal_token_mask": {
+        "correction": "areal_drop",
+        "surrogate": "ppo",
+        "is_cap": 5.0,
+        "clip_high": 0.2,
+    },
 }
 OTHERS = {"seq_mask_tis": {**PAPERS["is"], "reject": "geo", "rs_low": 0.5, "rs_high": 5.0}}
-FRAMEWORKS = {"verl": VERL, "TRL": TRL, "SkyRL": SKYRL, "prime-rl": PRIME_RL, "slime": SLIME, "AReaL": AREAL}
+FRAMEWORKS = {
+    "verl": VERL,
+    "TRL": TRL,
+    "SkyRL": SKYRL,
+    "prime-rl": PRIME_RL,
+    "slime": SLIME,
+    "AReaL": AREAL,
+}
 FRAMEWORKS |= {"OpenRLHF, NeMo-RL": OTHERS}
 OBJECTIVES = {**PAPERS, **VERL, **TRL, **SKYRL, **PRIME_RL, **SLIME, **AREAL, **OTHERS}
 
@@ -123,5 +195,9 @@ OBJECTIVES = {**PAPERS, **VERL, **TRL, **SKYRL, **PRIME_RL, **SLIME, **AREAL, **
 def called(cfg: dict) -> str:
     """What a run is called: its preset, and the axes that are not the preset's. cfg: all its flags, by name."""
     preset = {**DEFAULTS, **OBJECTIVES[cfg["objective"]]}
-    own = [f"{axis}={cfg[axis]}" for axis in ("correction", "surrogate", "ratio_base") if cfg[axis] != preset[axis]]
+    own = [
+        f"{axis}={cfg[axis]}"
+        for axis in ("correction", "surrogate", "ratio_base")
+        if cfg[axis] != preset[axis]
+    ]
     return ", ".join([cfg["objective"], *own])

@@ -83,7 +83,10 @@ def int8_qmax() -> float:
     """Largest magnitude of an int8 weight on this machine: 127, or 63 where products saturate.
 
     They do on x86 processors without VNNI, which add int8 products in pairs in 16 bits."""
-    if torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+    if torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability() not in (
+        "AVX2",
+        "AVX512",
+    ):
         return 127.0
     saturates = not any("vnni" in flag or flag.startswith("amx_int8") for flag in cpu_flags())
     return 63.0 if saturates else 127.0
@@ -116,7 +119,13 @@ def one_kernel(f):
 
 
 @one_kernel
-def quantize(x: torch.Tensor, qmax: float, dtype: torch.dtype, group: int = 0, scales: torch.dtype = torch.float32):
+def quantize(
+    x: torch.Tensor,
+    qmax: float,
+    dtype: torch.dtype,
+    group: int = 0,
+    scales: torch.dtype = torch.float32,
+):
     """(q, s) with x ~ s q: s = max|x| / qmax over a row or group, to the nearest number of `scales`, q = round(x / s).
 
     x (..., K) -> q (..., K) of `dtype`, s (..., K / group) float32; s (..., 1) where group is 0."""
@@ -138,7 +147,9 @@ def in_bfloat16(s: torch.Tensor) -> torch.Tensor:
 
 
 @one_kernel
-def dequantize(q: torch.Tensor, s: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def dequantize(
+    q: torch.Tensor, s: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """s q: (..., K) and (..., K / group) -> (..., K), multiplied in float32."""
     return (q.float().reshape(*s.shape, -1) * s[..., None]).reshape(q.shape).to(dtype)
 
@@ -173,7 +184,9 @@ def fp8_mm(a, sa, b, sb) -> torch.Tensor:
         b = pad(b.view(torch.uint8), (0, columns, 0, -N % 16)).view(b.dtype)
         sa, sb = pad(sa, (0, 0, 0, rows)), pad(sb, (0, 0, 0, -N % 16))
     scales = {"scale_a": sa.contiguous(), "scale_b": sb.t().contiguous()}
-    return torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=True)[:M, :N]
+    return torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=True)[
+        :M, :N
+    ]
 
 
 def int_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -266,7 +279,9 @@ class LowBitLinear(nn.Linear):
             x = x.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
             flat = x.reshape(-1, x.shape[-1])  # (M, K)
-            y = StraightThroughMatmul.apply(flat, self.weight, *self.quantized_weight(), self.format, self.multiply)
+            y = StraightThroughMatmul.apply(
+                flat, self.weight, *self.quantized_weight(), self.format, self.multiply
+            )
             y = y.reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -285,7 +300,11 @@ class LowBitExperts(nn.Module):
 
     def __init__(self, experts, fmt: Format):
         super().__init__()
-        self.gate_up_proj, self.down_proj, self.act_fn = experts.gate_up_proj, experts.down_proj, experts.act_fn
+        self.gate_up_proj, self.down_proj, self.act_fn = (
+            experts.gate_up_proj,
+            experts.down_proj,
+            experts.act_fn,
+        )
         self.format = fmt
         self.loaded, self.cached, self.cached_version = {}, {}, {}
         self.train(experts.training)
@@ -323,14 +342,22 @@ class LowBitExperts(nn.Module):
         return out
 
 
-ROUTERS = ("gate", "router", "shared_expert_gate")  # what chooses and weighs experts stays in high precision
+ROUTERS = (
+    "gate",
+    "router",
+    "shared_expert_gate",
+)  # what chooses and weighs experts stays in high precision
 
 
 def quantized_linears(model) -> dict[str, nn.Linear]:
     """The linear layers that are quantized, by name: all but the head, routers, and adapters, merged before."""
     head = model.get_output_embeddings()
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
-    linears = {name.removesuffix(".base_layer"): m for name, m in linears.items() if ".lora_" not in name}
+    linears = {
+        name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head
+    }
+    linears = {
+        name.removesuffix(".base_layer"): m for name, m in linears.items() if ".lora_" not in name
+    }
     return {name: m for name, m in linears.items() if not {*name.split(".")} & {*ROUTERS}}
 
 
@@ -338,8 +365,13 @@ def experts_of(model) -> dict[str, nn.Module]:
     """The modules with all experts' matrices of a layer, by name: gate_up_proj (E, 2 I, H), down_proj (E, H, I)."""
     found = {}
     for name, m in model.named_modules():
-        usual = getattr(getattr(m, "_apply_gate", None), "__name__", "") == "_default_apply_gate"  # act(gate) * up
-        if (usual or isinstance(m, LowBitExperts)) and m._parameters.keys() == {"gate_up_proj", "down_proj"}:
+        usual = (
+            getattr(getattr(m, "_apply_gate", None), "__name__", "") == "_default_apply_gate"
+        )  # act(gate) * up
+        if (usual or isinstance(m, LowBitExperts)) and m._parameters.keys() == {
+            "gate_up_proj",
+            "down_proj",
+        }:
             E, rows, H = m.gate_up_proj.shape
             if m.down_proj.shape == (E, H, rows // 2):
                 found[name] = m
@@ -348,12 +380,18 @@ def experts_of(model) -> dict[str, nn.Module]:
 
 def expert_parameters(model) -> dict[str, tuple[nn.Module, str]]:
     """(module, parameter) of all experts' matrices, by the name of the parameter in the model."""
-    return {f"{name}.{kind}": (m, kind) for name, m in experts_of(model).items() for kind in m._parameters}
+    return {
+        f"{name}.{kind}": (m, kind)
+        for name, m in experts_of(model).items()
+        for kind in m._parameters
+    }
 
 
 def learner_format(cfg: PrecisionFlags) -> Format | None:
     """The format in which the learner computes the model that samples; None: high precision."""
-    return format_of(cfg.rollout_quant if cfg.learner_quant == "aligned" else cfg.learner_quant, cfg.quant_group)
+    return format_of(
+        cfg.rollout_quant if cfg.learner_quant == "aligned" else cfg.learner_quant, cfg.quant_group
+    )
 
 
 def align(model, fmt: Format | None):
@@ -405,7 +443,11 @@ def refuse_experts(model, flag: str) -> None:
     """UserError: the model keeps its experts' weights in a way that `experts_of` does not know, and `flag` would pass
     them over."""
     known = expert_parameters(model)
-    others = [name for name, p in model.named_parameters() if p.ndim == 3 and "expert" in name and name not in known]
+    others = [
+        name
+        for name, p in model.named_parameters()
+        if p.ndim == 3 and "expert" in name and name not in known
+    ]
     need(
         not others,
         f"{flag}: {others[0] if others else ''} holds the weights of several experts in a way that is not known here; "
@@ -466,7 +508,9 @@ def load_quantized(model, named_tensors):
     """Put published low-bit tensors into the model's aligned layers as they come; yield the others.
 
     A layer's scales come right behind its weight, as `for_engine` yields them."""
-    layers = {f"{name}.weight": (layer, "weight") for name, layer in quantized_linears(model).items()}
+    layers = {
+        f"{name}.weight": (layer, "weight") for name, layer in quantized_linears(model).items()
+    }
     layers |= expert_parameters(model)
     stream = iter(named_tensors)
     for name, x in stream:
@@ -520,7 +564,11 @@ def by_expert(named_tensors, experts):
             yield name, x
             continue
         for e, matrix in enumerate(x):
-            halves = dict(zip(("gate", "up"), matrix.chunk(2), strict=True)) if kind == "gate_up" else {"down": matrix}
+            halves = (
+                dict(zip(("gate", "up"), matrix.chunk(2), strict=True))
+                if kind == "gate_up"
+                else {"down": matrix}
+            )
             for half, rows in halves.items():
                 yield f"{layer}.experts.{e}.{half}_proj.weight{part}", rows
 
@@ -545,7 +593,9 @@ def check(cfg: PrecisionFlags) -> None:
 def check_routing(cfg: RolloutFlags) -> None:
     """UserError if the engine of the flags cannot say here which experts it chose."""
     need(
-        not cfg.router_replay or cfg.rollout == "hf" or torch.cuda.is_available(),  # vLLM's code for it is in Triton
+        not cfg.router_replay
+        or cfg.rollout == "hf"
+        or torch.cuda.is_available(),  # vLLM's code for it is in Triton
         "--router_replay: on a CPU vLLM cannot say which experts it chose; use --rollout=hf",
     )
     need(
@@ -557,7 +607,11 @@ def check_routing(cfg: RolloutFlags) -> None:
 
 def check_products(cfg: RolloutFlags) -> None:
     """UserError if vLLM on this host's GPU cannot multiply in the rollout's format."""
-    low = cfg.rollout_quant in ("int8", "fp8", "w4a16") and cfg.rollout == "vllm" and torch.cuda.is_available()
+    low = (
+        cfg.rollout_quant in ("int8", "fp8", "w4a16")
+        and cfg.rollout == "vllm"
+        and torch.cuda.is_available()
+    )
     need(
         not low or cfg.rollout_dtype != "float32",
         f"--rollout_quant={cfg.rollout_quant}: on a GPU vLLM's products in it are of 16 bits; add "
@@ -573,7 +627,9 @@ def check_model(cfg: RolloutFlags, folder: str) -> None:
         not ("fp8" in formats and cuda and torch.cuda.get_device_capability() < (8, 9)),
         f"--{'rollout' if cfg.rollout_quant == 'fp8' else 'learner'}_quant=fp8: needs compute capability 8.9; use int8",
     )
-    if getattr(cfg, "samplers", "local") == "local":  # else the engine is on another host, which asks for itself
+    if (
+        getattr(cfg, "samplers", "local") == "local"
+    ):  # else the engine is on another host, which asks for itself
         check_products(cfg)
     vllm_kernel = cfg.rollout_quant == "w4a16" and cfg.rollout == "vllm" and cuda
     need(

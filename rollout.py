@@ -62,14 +62,26 @@ class Rollout:
     t_published: float = 0.0  # when the learner published the weights, in seconds by its own clock
 
 
-def as_groups(key: str, prompts, responses, sampling: Sampling, precision: str = "float32") -> list[Rollout]:
+def as_groups(
+    key: str, prompts, responses, sampling: Sampling, precision: str = "float32"
+) -> list[Rollout]:
     """What an engine sampled outside a run, as groups of the policy's at version 0: responses[i] is prompts[i]'s.
 
     key: what tells their uids from those of other groups."""
-    about = dict(sampling=sampling, model="policy", precision=precision, version=0, digest="", t_start=0.0, t_end=0.0)
+    about = dict(
+        sampling=sampling,
+        model="policy",
+        precision=precision,
+        version=0,
+        digest="",
+        t_start=0.0,
+        t_end=0.0,
+    )
     groups = []
     for i, (prompt, rows) in enumerate(zip(prompts, responses, strict=True)):
-        groups.append(Rollout((key, 0, i), prompt_id=str(i), prompt_ids=prompt, responses=rows, **about))
+        groups.append(
+            Rollout((key, 0, i), prompt_id=str(i), prompt_ids=prompt, responses=rows, **about)
+        )
     return groups
 
 
@@ -96,4 +108,6 @@ def probe_ids(context: int, vocabulary: int) -> np.ndarray:
 
 def request_seed(*key) -> int:
     """A seed of 63 bits for one response: a hash of `key`, as in `uniforms`."""
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+    return (
+        int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+    )

@@ -29,7 +29,9 @@ import torch
 from config import Config, RolloutFlags, SamplingFlags
 from machinery.flags import UserError, need
 
-COLDEST = 0.01  # vLLM samples at this temperature when it is asked for a lower one, and does not say so
+COLDEST = (
+    0.01  # vLLM samples at this temperature when it is asked for a lower one, and does not say so
+)
 KEPT_MAX = 256  # largest set of allowed tokens that is recorded where top_p or min_p alone truncate
 
 
@@ -56,7 +58,9 @@ class Sampling:
     def of_policy(cls, cfg: SamplingFlags) -> Sampling:
         """The law that the learner scores: cut where it replays or recomputes the cut."""
         law = cls.of(cfg)
-        return replace(law, top_p=1.0, top_k=0, min_p=0.0) if cfg.keep_sampling_mask == "off" else law
+        return (
+            replace(law, top_p=1.0, top_k=0, min_p=0.0) if cfg.keep_sampling_mask == "off" else law
+        )
 
     @property
     def truncates(self) -> bool:
@@ -152,7 +156,9 @@ def pick(logp, u):
 def check(cfg: SamplingFlags) -> None:
     """UserError with one sentence if the flags ask for something that cannot be sampled."""
     need(cfg.temperature >= COLDEST, f"--temperature={cfg.temperature}: must be at least {COLDEST}")
-    need(0 < cfg.top_p <= 1, f"--top_p={cfg.top_p}: a probability mass in (0, 1]; 1 keeps all tokens")
+    need(
+        0 < cfg.top_p <= 1, f"--top_p={cfg.top_p}: a probability mass in (0, 1]; 1 keeps all tokens"
+    )
     need(cfg.top_k >= -1, f"--top_k={cfg.top_k}: must be a number of tokens; 0 or -1 keeps all")
     need(0 <= cfg.min_p < 1, f"--min_p={cfg.min_p}: a share in [0, 1); 0 keeps all tokens")
     replays = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "replay"

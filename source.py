@@ -60,7 +60,9 @@ class LocalSource:
     check: sync.WeightCheck | None  # of its weights; None: they are loaded without one
     max_allowed: int = 0  # largest set of allowed tokens that is recorded; 0: none is
     resample: int = 0  # rounds of --dynamic_sampling
-    stop_ids: list[int] | None = None  # the tokens that end a response (tasks.stop_ids); None: the tokenizer's end
+    stop_ids: list[int] | None = (
+        None  # the tokens that end a response (tasks.stop_ids); None: the tokenizer's end
+    )
     rank: int = 0
     n_ranks: int = 1
 
@@ -68,7 +70,9 @@ class LocalSource:
         self.stop_ids = self.stop_ids or [self.tokenizer.eos_token_id]
         self.no_spread = 0  # groups that were dropped for it since the last `metrics`
         self.graded = Counter()  # counts of grading since the last `metrics`
-        self.packed = self.engine.packed  # whether `publish` wants low-bit tensors (quant.for_engine)
+        self.packed = (
+            self.engine.packed
+        )  # whether `publish` wants low-bit tensors (quant.for_engine)
         self.incarnation = 0
         self.sequence = 0  # groups taken so far: where this source stands in the task
         self.version = -1  # of the engine's weights, as are the next three
@@ -146,7 +150,9 @@ class LocalSource:
             uids.append(uid)
         prompts = [np.array(encode(self.tokenizer, problem), np.int32) for problem in problems]
         seeds = [self.seeds(uid) for uid in uids]
-        groups = self.engine.generate(prompts, seeds, self.sampling, self.topk, self.stop_ids, self.max_allowed)
+        groups = self.engine.generate(
+            prompts, seeds, self.sampling, self.topk, self.stop_ids, self.max_allowed
+        )
         self.graded.update(
             grade_all(self.task, self.tokenizer, problems, groups)
         )  # not +=, which drops counts of 0 and less
@@ -188,7 +194,12 @@ class LocalSource:
             self.no_spread = 0
         if synced is None:
             return values
-        known = {"changed": synced.changed, "MiB": synced.nbytes / 2**20, "error": synced.error, "floor": synced.floor}
+        known = {
+            "changed": synced.changed,
+            "MiB": synced.nbytes / 2**20,
+            "error": synced.error,
+            "floor": synced.floor,
+        }
         return values | {f"sync/{name}": x for name, x in known.items() if not math.isnan(x)}
 
     def give_back(self) -> None:

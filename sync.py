@@ -42,11 +42,16 @@ K = 0x1E3779B97F4A7C15  # odd
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # words at a time: a CPU's cache, 128 MiB of a GPU
 LIMIT = 5.0  # times the noise floor
 SAMPLED = 8  # tokens sampled behind each sequence
-CACHE_ERROR = {"auto": 0.0, "int8": 2.0**-7}  # relative rounding error of cached keys and values; others: fp8
+CACHE_ERROR = {
+    "auto": 0.0,
+    "int8": 2.0**-7,
+}  # relative rounding error of cached keys and values; others: fp8
 TURN_OFF = "--check_sync=False trains without this check"
 
 
-GOLDEN = (5**0.5 - 1) / 2  # of all tensors, how far the compared one moves on from version to version
+GOLDEN = (
+    5**0.5 - 1
+) / 2  # of all tensors, how far the compared one moves on from version to version
 
 
 class SyncError(RuntimeError):
@@ -64,7 +69,11 @@ def checksum(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     if x.ndim == 2 and not x.is_contiguous():  # the transposed view that a kernel multiplies by
         x = x.t()
     row = (x.shape[-1] if x.ndim > 1 else 1) * dtype.itemsize
-    word = next(kind for kind in (torch.int64, torch.int32, torch.int16, torch.int8) if row % kind.itemsize == 0)
+    word = next(
+        kind
+        for kind in (torch.int64, torch.int32, torch.int16, torch.int8)
+        if row % kind.itemsize == 0
+    )
     at_once = CHUNK.get(x.device.type, CHUNK["cuda"]) * word.itemsize // dtype.itemsize
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for numbers in x.reshape(-1).split(at_once):
@@ -156,7 +165,9 @@ def parts_of(held, published, fused: dict[str, list[str]]) -> dict[str, list[str
     by_key, found = {key(name): name for name in published}, {}
     for name in held:
         options = [[key(name)]]
-        options += [[key(name).replace(module, part) for part in parts] for module, parts in fused.items()]
+        options += [
+            [key(name).replace(module, part) for part in parts] for module, parts in fused.items()
+        ]
         for parts in options:
             if all(part in by_key for part in parts):
                 found[name] = [by_key[part] for part in parts]
@@ -192,7 +203,9 @@ class WeightCheck:
         self.model = StreamedModel(config, fmt, vocabulary)
         self.engine = None  # whose behaviour was compared
         self.layout: list[tuple] = []  # of the tensors that were published to it
-        self.types: dict[str, torch.dtype] = {}  # published tensor -> type in which the engine holds it
+        self.types: dict[
+            str, torch.dtype
+        ] = {}  # published tensor -> type in which the engine holds it
         self.parts: dict[str, list[str]] = {}  # engine tensor -> published tensors
         self.in_place: set[str] = set()  # engine tensors whose kernels read them where they lie
         self.before: dict[str, int] = {}  # checksums of the last version
@@ -220,7 +233,9 @@ class WeightCheck:
             names = [part for name in stale for part in self.parts[name]]
             more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
             what = (
-                f"still holds the bytes of version {self.version}" if old else "holds other bytes than were published"
+                f"still holds the bytes of version {self.version}"
+                if old
+                else "holds other bytes than were published"
             )
             raise SyncError(f"version {version}: the engine {what} in {names[0]}{more}; {TURN_OFF}")
         changed = [loaded[name] != self.before.get(name) for name in loaded]
@@ -250,7 +265,9 @@ class WeightCheck:
     def _matches(self, engine, name: str, loaded: dict[str, int]) -> bool:
         held, packed = self.held
         sums = held if name in self.in_place else packed
-        return sums[name][0] in totals([loaded.get(part, 0) for part in self.parts[name]], engine.tp)
+        return sums[name][0] in totals(
+            [loaded.get(part, 0) for part in self.parts[name]], engine.tp
+        )
 
     def _keep_readable(self, engine, loaded: dict[str, int]) -> None:
         """Leave those engine tensors in `parts` whose checksums can be compared; warn of the others."""
@@ -258,10 +275,16 @@ class WeightCheck:
         everything = self.parts
         self.in_place = set(held)
         self.in_place -= {name for name in self._differing(engine, loaded) if name in packed}
-        self.parts = {name: parts for name, parts in everything.items() if self._matches(engine, name, loaded)}
+        self.parts = {
+            name: parts for name, parts in everything.items() if self._matches(engine, name, loaded)
+        }
         read = {part for parts in self.parts.values() for part in parts}
         tied = {loaded[name] for name in read}  # a tied head is one tensor in some engines
-        unread = [name for name in loaded if name not in read and not (is_vocabulary(name) and loaded[name] in tied)]
+        unread = [
+            name
+            for name in loaded
+            if name not in read and not (is_vocabulary(name) and loaded[name] in tied)
+        ]
         if unread:
             print(
                 f"weight sync: the bytes of {len(unread)} tensors, such as {unread[0]}, cannot be read back from this "
@@ -269,7 +292,9 @@ class WeightCheck:
                 file=sys.stderr,
             )
 
-    def _compare(self, engine, version: int, named_tensors, trial: bool = False) -> tuple[float, float]:
+    def _compare(
+        self, engine, version: int, named_tensors, trial: bool = False
+    ) -> tuple[float, float]:
         """Compare the engine's log-probabilities with those of the published tensors: (error, noise floor), in nats.
 
         SyncError: rounding does not explain the error. trial: of rolled weights, which may overflow in 16 bits."""
@@ -282,14 +307,24 @@ class WeightCheck:
         rows = np.concatenate([self.ids, rows])
         nudge = max(torch.finfo(dtype).eps / 2, CACHE_ERROR.get(engine.kv_cache, 2.0**-4))
         try:
-            logp = self.model.logprobs(named_tensors, np.concatenate([rows, rows]), engine.dtype, nudge)
+            logp = self.model.logprobs(
+                named_tensors, np.concatenate([rows, rows]), engine.dtype, nudge
+            )
         except KeyError as e:
-            raise SyncError(f"{e.args[0]} was not published; publish the whole state dict") from None
+            raise SyncError(
+                f"{e.args[0]} was not published; publish the whole state dict"
+            ) from None
         published, behind, nudged, _ = np.split(logp, 4)
         if trial and not (np.isfinite(says).all() and np.isfinite(logp).all()):
             return float("nan"), float("nan")
-        error, floor, spread = rms(says - published), rms(nudged - published), float(published.std())
-        decoded = float(np.nanmedian(np.abs(sampled - behind[:, prompt - 1 :])))  # robust: they are few
+        error, floor, spread = (
+            rms(says - published),
+            rms(nudged - published),
+            float(published.std()),
+        )
+        decoded = float(
+            np.nanmedian(np.abs(sampled - behind[:, prompt - 1 :]))
+        )  # robust: they are few
         limit = LIMIT * floor if 2 * floor > spread else min(LIMIT * floor, spread)
         if not max(error, decoded) <= limit:
             where = "of prompts" if not error <= limit else "of sampled tokens"

@@ -32,7 +32,15 @@ from eval import held_out
 from learner import LOCAL_RANK, Comm, Learner, check_agreement, expects_agreement
 from machinery import checkpoint, plot, settings
 from machinery.flags import UserError, need, run_command
-from machinery.run import Log, locked, open_eval_engine, open_run, open_source, prepare_folder, samples_of
+from machinery.run import (
+    Log,
+    locked,
+    open_eval_engine,
+    open_run,
+    open_source,
+    prepare_folder,
+    samples_of,
+)
 from model import Needs, exact, needs_of_exact_kappa
 from model.engines import evaluated_by
 from presets import called
@@ -41,7 +49,9 @@ from source import given_back_if_it_fails
 
 def train(cfg: config.Config) -> None:
     """Run `--steps` updates, or until a signal; saved and reported at the end. UserError: one sentence."""
-    groups = cfg.rollout_batch // cfg.group_size if cfg.samplers != "local" else 1  # that a rank may wait for in turn
+    groups = (
+        cfg.rollout_batch // cfg.group_size if cfg.samplers != "local" else 1
+    )  # that a rank may wait for in turn
     comm = Comm.start(patience=groups * cfg.give_up + 1800)
     with locked(cfg, comm):
         t = Training(cfg, comm)
@@ -49,7 +59,9 @@ def train(cfg: config.Config) -> None:
             loop(t, catch_signals())
         except Exception as e:  # what was computed is not lost by it
             t.rescue()
-            if isinstance(e, UserError) and comm.rank > 0 and str(e) != ELSEWHERE:  # the first may have nothing to say
+            if (
+                isinstance(e, UserError) and comm.rank > 0 and str(e) != ELSEWHERE
+            ):  # the first may have nothing to say
                 print(f"error: rank {comm.rank}: {e}", file=sys.stderr)
             raise
     comm.end()
@@ -60,7 +72,13 @@ def loop(t: Training, signals: list[str]) -> None:
     cfg = t.cfg
     if t.step == 0:
         t.write(t.evaluate())
-    bar = tqdm(total=cfg.steps, initial=t.step, desc=called(vars(cfg)), disable=t.log is None, dynamic_ncols=True)
+    bar = tqdm(
+        total=cfg.steps,
+        initial=t.step,
+        desc=called(vars(cfg)),
+        disable=t.log is None,
+        dynamic_ncols=True,
+    )
     halt = False
     while t.step < cfg.steps and not halt:
         if not t.pending and not t.roll_out(signals):
@@ -107,7 +125,9 @@ class Training:
         self.run = open_run(cfg, self.comm)  # task, tokenizer, model folders, newest checkpoint
         self.cfg = cfg = self.run.cfg  # with --epochs counted in updates
         self.source = open_source(cfg, self.run, self.comm)
-        self.learner = Learner(*self.run.load_models(), cfg, self.comm, self.run.vocabulary, self.run.load_start())
+        self.learner = Learner(
+            *self.run.load_models(), cfg, self.comm, self.run.vocabulary, self.run.load_start()
+        )
         self.learner.check_heads(self.run.probe_ids())
         self.to_check = expects_agreement(cfg)
         self.updates_per_rollout = cfg.rollout_batch // cfg.train_batch
@@ -149,7 +169,9 @@ class Training:
             return False
         self.values |= source.metrics()
         # 3. the ref pass, where the objective must know p_ref before the first update
-        if "ref" in objectives.passes_needed(learner.cfg, self.controllers, self.updates_per_rollout):
+        if "ref" in objectives.passes_needed(
+            learner.cfg, self.controllers, self.updates_per_rollout
+        ):
             with timer(self.clock, "ref_s"), given_back_if_it_fails(source):
                 columns = learner.ref_columns(batching.collate(groups, cfg), cfg.obrs_lambda)
                 batching.write_ref_columns(groups, columns)
@@ -166,7 +188,9 @@ class Training:
             batch = batching.collate(groups, cfg, learner.version, self.source.now(learner.version))
             # 5. statistics over all ranks: denominators, lambda, kappa
             fresh = None
-            if "fresh" in objectives.passes_needed(learner.cfg, self.controllers, self.updates_per_rollout):
+            if "fresh" in objectives.passes_needed(
+                learner.cfg, self.controllers, self.updates_per_rollout
+            ):
                 fresh = learner.score(batch, needs_of_exact_kappa(cfg))
             stats = objectives.prepare(batch, self.comm, learner.cfg, self.controllers, fresh)
             if due(cfg.log_samples, self.step):
@@ -202,7 +226,9 @@ class Training:
         firsts = [replace(group, responses=group.responses[:1], ref={}) for group in groups]
         logp = self.learner.score(batching.collate(firsts, self.cfg), Needs()).logp
         if self.log:
-            rows = [x[: len(g.responses[0].tokens)].numpy() for x, g in zip(logp, firsts, strict=True)]
+            rows = [
+                x[: len(g.responses[0].tokens)].numpy() for x, g in zip(logp, firsts, strict=True)
+            ]
             self.log.write_samples(samples_of(firsts, rows, self.step, self.run.tokenizer))
 
     def evaluate(self) -> dict[str, float]:
@@ -264,16 +290,26 @@ class Training:
         except UserError as e:  # the first error is the one to be told last
             print(f"error: {e}", file=sys.stderr)
         between_updates = self.learner.version == self.step
-        if self.comm.size > 1 or self.step == self.saved_at or not between_updates or not self.learner.is_finite():
+        if (
+            self.comm.size > 1
+            or self.step == self.saved_at
+            or not between_updates
+            or not self.learner.is_finite()
+        ):
             return
         try:
             self.save()
             self.end_save()
             if self.unwritten is not None:
                 self.write(self.unwritten)
-            print(f"an error after update {self.step}, saved: {how_to_resume(self.cfg)}", file=sys.stderr)
+            print(
+                f"an error after update {self.step}, saved: {how_to_resume(self.cfg)}",
+                file=sys.stderr,
+            )
         except Exception as e:  # the first error is the one to be told
-            print(f"an error after update {self.step}, which could not be saved: {e}", file=sys.stderr)
+            print(
+                f"an error after update {self.step}, which could not be saved: {e}", file=sys.stderr
+            )
 
     def read_clock(self) -> dict[str, float]:
         """Seconds by stage since it was last read."""

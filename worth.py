@@ -130,7 +130,9 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
                 name in OF_ROWS or name not in config.FIELDS,
                 f"--rows: {flag} of {row!r} is no flag of an objective; all rows share it: give it beside --rows",
             )
-        rows[row] = settings.parse([*shared, f"--objective={objective}", *(f"--{flag}" for flag in more)])
+        rows[row] = settings.parse(
+            [*shared, f"--objective={objective}", *(f"--{flag}" for flag in more)]
+        )
     need(rows, "--rows: names no objective")
     for row, cfg in rows.items():
         check_row(row, cfg)
@@ -145,8 +147,15 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     of_rows = {f.name for f in fields(config.ObjectiveFlags)} - {"advantage", "reduction"}
     of_g = [f"--{k}={v}" for k, v in pairs if k not in names | of_rows]
     plain = settings.parse([*of_g, "--objective=none"])
-    need(not own.stale or plain.actor == "none", f"--stale={own.stale}: the actor samples here; add --actor=none")
-    return own, rows, replace(unregularised(on_policy_config(plain)), actor="none", rollout_quant="none")
+    need(
+        not own.stale or plain.actor == "none",
+        f"--stale={own.stale}: the actor samples here; add --actor=none",
+    )
+    return (
+        own,
+        rows,
+        replace(unregularised(on_policy_config(plain)), actor="none", rollout_quant="none"),
+    )
 
 
 def engine_dtype(pairs: list[tuple[str, str]]) -> str:
@@ -167,10 +176,18 @@ def engine_dtype(pairs: list[tuple[str, str]]) -> str:
 def check(own: WorthFlags) -> None:
     for name in ("reference", "directions"):
         value = getattr(own, name)
-        need(value > 0 and value % FOLDS == 0, f"--{name}={value}: a multiple of {FOLDS}, for the error of its result")
+        need(
+            value > 0 and value % FOLDS == 0,
+            f"--{name}={value}: a multiple of {FOLDS}, for the error of its result",
+        )
     need(own.batches >= 3, f"--batches={own.batches}: at least 3, for an error of each two")
-    need(1 <= own.noise_batches <= own.batches, f"--noise_batches={own.noise_batches}: 1 to --batches={own.batches}")
-    need(0 < own.share <= 1, f"--share={own.share}: a share of the parameters, above 0 and at most 1")
+    need(
+        1 <= own.noise_batches <= own.batches,
+        f"--noise_batches={own.noise_batches}: 1 to --batches={own.batches}",
+    )
+    need(
+        0 < own.share <= 1, f"--share={own.share}: a share of the parameters, above 0 and at most 1"
+    )
     need(
         own.stale in ("", "base:policy", "base:actor") or names_model(own.stale),
         f"--stale={own.stale}: no Hugging Face model folder (no config.json there); give the `policy` of a checkpoint",
@@ -180,8 +197,13 @@ def check(own: WorthFlags) -> None:
 
 
 def check_row(row: str, cfg: config.Config) -> None:
-    need(not cfg.router_replay, "--router_replay: g and slopes are of the learner's own routing; leave it out")
-    need(cfg.samplers == "local", "--samplers: weights that sample late are named with --stale here")
+    need(
+        not cfg.router_replay,
+        "--router_replay: g and slopes are of the learner's own routing; leave it out",
+    )
+    need(
+        cfg.samplers == "local", "--samplers: weights that sample late are named with --stale here"
+    )
     need(cfg.delay == "none", "--delay: weights that sample late are named with --stale here")
     need(
         cfg.learner_quant == "none",
@@ -189,7 +211,8 @@ def check_row(row: str, cfg: config.Config) -> None:
         "shifted weights do not show; use none",
     )
     need(
-        cfg.obrs_target == "ref" and (cfg.correction not in objectives.USES_Z or cfg.obrs_z != "approx"),
+        cfg.obrs_target == "ref"
+        and (cfg.correction not in objectives.USES_Z or cfg.obrs_z != "approx"),
         f"--rows: {row} asks for the policy's own top-K (--obrs_target=new or --obrs_z=approx), unknown here",
     )
 
@@ -200,7 +223,10 @@ def parts(own: WorthFlags) -> list[tuple[int, int]]:
         edges = [int(edge) for edge in filter(None, own.lengths.split(","))]
     except ValueError:
         edges = [-1]
-    need(edges == sorted(set(edges)) and min(edges, default=1) > 0, f"--lengths={own.lengths}: rising, such as 16,64")
+    need(
+        edges == sorted(set(edges)) and min(edges, default=1) > 0,
+        f"--lengths={own.lengths}: rising, such as 16,64",
+    )
     bounds = [0, *edges, EVERYTHING[1]]
     return [EVERYTHING, *zip(bounds, bounds[1:], strict=False)] if edges else [EVERYTHING]
 
@@ -278,7 +304,9 @@ class Weights:
         """A direction of independent signs: E <x, v>^2 = |x|^2."""
         out = []
         for i, x in enumerate(self.at_rest):
-            generator = torch.Generator().manual_seed(1_000_003 * (1 + number) + 1009 * self.seed + i)
+            generator = torch.Generator().manual_seed(
+                1_000_003 * (1 + number) + 1009 * self.seed + i
+            )
             signs = torch.randint(0, 2, x.shape, generator=generator, dtype=torch.int8) * 2 - 1
             out.append(signs.to(x.device))
         return out
@@ -288,7 +316,9 @@ class Weights:
 
     @torch.no_grad()
     def shift(self, direction, size: float) -> None:
-        for x, entries, rest, d in zip(self.flat, self.entries, self.at_rest, direction, strict=True):
+        for x, entries, rest, d in zip(
+            self.flat, self.entries, self.at_rest, direction, strict=True
+        ):
             x[entries] = rest + size * d.to(x.device)
 
     def slopes(self, batch, directions) -> list[torch.Tensor]:
@@ -313,7 +343,9 @@ class Weights:
             few = batch.select(list(range(min(len(batch), 16))))
             small = 1e-3 / math.sqrt(self.dot(direction, direction))
             change = self.shifted(few, direction, small) - still[: len(few), : few.tokens.shape[1]]
-            squares, count = self.learner.comm.sum([change[few.mask].double().square().sum(), few.mask.sum()])
+            squares, count = self.learner.comm.sum(
+                [change[few.mask].double().square().sum(), few.mask.sum()]
+            )
             self.spreads[id(direction)] = max(math.sqrt(squares / count) / small, 1e-12)
         return self.spreads[id(direction)]
 
@@ -333,7 +365,9 @@ class Slopes:
     """A batch of the sampler's, and how its log-probabilities move."""
 
     batches: dict[str, batching.Batch]  # row -> the batch with that row's ref columns
-    along: dict[tuple, list[torch.Tensor]]  # part -> FOLDS of (B, T): along each of the reference's means
+    along: dict[
+        tuple, list[torch.Tensor]
+    ]  # part -> FOLDS of (B, T): along each of the reference's means
     random: list[torch.Tensor] | None  # directions of (B, T), in some batches
 
 
@@ -342,30 +376,47 @@ class Measurement:
 
     def __init__(self, own: WorthFlags, rows: dict[str, config.Config], plain: config.Config):
         self.own, self.rows, self.plain, self.parts = own, rows, plain, parts(own)
-        lead = max(rows.values(), key=topk_of)  # the engine records what the most demanding row asks for
-        lead = replace(lead, rollout_sleep=False)  # asleep it may drop its weights, and nothing brings new ones
+        lead = max(
+            rows.values(), key=topk_of
+        )  # the engine records what the most demanding row asks for
+        lead = replace(
+            lead, rollout_sleep=False
+        )  # asleep it may drop its weights, and nothing brings new ones
         self.cfg, self.comm = lead, Comm.start(lead.give_up)
         self.quiet = self.comm.rank > 0
         self.run = run = open_run(lead, self.comm)
         late = open_run(replace(lead, model=own.stale), self.comm) if own.stale else run
         sizes = [one.vocabulary for one in (run, late)]
-        need(sizes[0] == sizes[1], f"--stale={own.stale}: a vocabulary of {sizes[1]}; the policy's has {sizes[0]}")
+        need(
+            sizes[0] == sizes[1],
+            f"--stale={own.stale}: a vocabulary of {sizes[1]}; the policy's has {sizes[0]}",
+        )
         self.sampler = open_source(lead, late, self.comm)
         self.learner = self.scorer = Learner(*run.load_models(), plain, self.comm, run.vocabulary)
         self.learner.check_heads(run.probe_ids())
-        if not self.learner.sharded:  # one for the policy alone, in float32; shards have their wrapper already
+        if (
+            not self.learner.sharded
+        ):  # one for the policy alone, in float32; shards have their wrapper already
             alone = replace(plain, dtype="float32")
-            self.scorer = Learner(self.learner.models.policy, None, alone, self.comm, run.vocabulary)
+            self.scorer = Learner(
+                self.learner.models.policy, None, alone, self.comm, run.vocabulary
+            )
         self.on_policy = on_policy_source(self.learner, run, plain)
-        self.groups = lead.train_batch // (lead.group_size * self.comm.size)  # of a batch, on this rank
+        self.groups = lead.train_batch // (
+            lead.group_size * self.comm.size
+        )  # of a batch, on this rank
         self.weights = Weights(self.scorer, own.share)
         self.random = [self.weights.random(k) for k in range(own.directions)]
-        self.totals: dict[str, np.ndarray] = {}  # of each sampler's responses; the sampler's come last
+        self.totals: dict[
+            str, np.ndarray
+        ] = {}  # of each sampler's responses; the sampler's come last
 
     def references(self) -> dict[tuple, Reference]:
         """The on-policy gradient of each part that has one."""
         each = self.own.reference // FOLDS
-        means = {part: [[0.0] * len(self.weights.flat) for _ in range(FOLDS)] for part in self.parts}
+        means = {
+            part: [[0.0] * len(self.weights.flat) for _ in range(FOLDS)] for part in self.parts
+        }
         squares = {part: np.zeros(FOLDS) for part in self.parts}
         for b in tqdm(range(each * FOLDS), desc="on-policy gradient", disable=self.quiet):
             batch = batching.collate(self.on_policy.next(self.groups, 0), self.plain)
@@ -395,7 +446,9 @@ class Measurement:
     def reference(self, means, squares, each: int) -> Reference:
         dot = self.weights.dot
         gram = np.array([[dot(a, b) for b in means] for a in means])
-        return Reference(means, gram, squares, each, np.array([[dot(v, m) for m in means] for v in self.random]))
+        return Reference(
+            means, gram, squares, each, np.array([[dot(v, m) for m in means] for v in self.random])
+        )
 
     def slopes(self, references: dict[tuple, Reference]) -> Iterator[Slopes]:
         """The sampler's batches, one after the other."""
@@ -417,7 +470,9 @@ class Measurement:
         seen.along.append(self.comm.sum([(c * s).sum() for s in slopes.along[part]]))
         if slopes.random is not None:
             shares = torch.stack([(c * s).sum(1) for s in slopes.random], 1)  # (B, directions)
-            mine = shares.new_zeros(self.groups, len(slopes.random)).index_add_(0, batch.group, shares)
+            mine = shares.new_zeros(self.groups, len(slopes.random)).index_add_(
+                0, batch.group, shares
+            )
             everyone = self.comm.cat(mine.flatten().to(self.comm.device))
             seen.noise.append(everyone.view(-1, len(slopes.random)).cpu().numpy())
 
@@ -430,7 +485,11 @@ class Measurement:
         """Both samplers in numbers: mean reward and length, and the KL between them."""
         out = {}
         for who, (reward, tokens, kl, responses) in self.totals.items():
-            out |= {f"{who}/reward": reward / responses, f"{who}/length": tokens / responses, "kl": kl / tokens}
+            out |= {
+                f"{who}/reward": reward / responses,
+                f"{who}/length": tokens / responses,
+                "kl": kl / tokens,
+            }
         return out
 
 
@@ -457,10 +516,19 @@ def on_policy_source(learner, run, cfg: Config) -> LocalSource:
 
 def on_policy_config(cfg: config.Config) -> config.Config:
     """What g is the gradient of: the objective without a correction, a trust region or anything dropped."""
-    dropped = dict(reject="none", reject_of="all", veto=0.0, positive_only=False, cppo_beta=0.0, router_replay=False)
+    dropped = dict(
+        reject="none",
+        reject_of="all",
+        veto=0.0,
+        positive_only=False,
+        cppo_beta=0.0,
+        router_replay=False,
+    )
     bounds = dict(is_cap=None, is_floor=0.0, rs_low=None, rs_high=None)
     sums = dict(loss_denominator="proposed", normalize_weights=False)
-    return replace(cfg, correction="none", surrogate="reinforce", ratio_base="ref", **dropped, **bounds, **sums)
+    return replace(
+        cfg, correction="none", surrogate="reinforce", ratio_base="ref", **dropped, **bounds, **sums
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -529,7 +597,8 @@ def weigh(own: WorthFlags, rows: dict[str, config.Config], plain: config.Config)
                 m.see(seen[part, name], slopes, c, part)
     groups = m.groups * m.comm.size
     by_part = {
-        part: {name: with_errors(seen[part, name], references[part], groups) for name in rows} for part in references
+        part: {name: with_errors(seen[part, name], references[part], groups) for name in rows}
+        for part in references
     }
     about = m.about() | {"halves": references[EVERYTHING].halves()}
     results = {"about": about, "rows": by_part.pop(EVERYTHING)}
@@ -541,7 +610,9 @@ def weigh(own: WorthFlags, rows: dict[str, config.Config], plain: config.Config)
     if m.comm.rank == 0:
         path = Path(own.json)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"command": sys.argv[1:], **results}, indent=1) + "\n", encoding="utf-8")
+        path.write_text(
+            json.dumps({"command": sys.argv[1:], **results}, indent=1) + "\n", encoding="utf-8"
+        )
         print(table(results))
         print(f"figure: {plot.draw_worth(results['rows'], path.with_suffix('.png'))}")
     m.comm.end()
@@ -555,7 +626,9 @@ def table(results: dict) -> str:
         f"sampler: {about['sampler/length']:.1f} tokens, reward {about['sampler/reward']:.3f}, "
         f"KL(inf || ref) {about['kl']:.4f} a token; on-policy: {about['on_policy/length']:.1f} tokens, reward "
         f"{about['on_policy/reward']:.3f}; {about['seconds']:.0f} s",
-        "|g|^2 by halves of the on-policy batches: {:.2f} and {:.2f} of that of all".format(*about["halves"]),
+        "|g|^2 by halves of the on-policy batches: {:.2f} and {:.2f} of that of all".format(
+            *about["halves"]
+        ),
     ]
     for title, rows in {"": results["rows"], **results["parts"]}.items():
         lines.append(f"{title:32s}            worth   kappa  cosine   scale     bias    noise")
@@ -566,7 +639,9 @@ def table(results: dict) -> str:
     if "price" in about:
         best = max(results["rows"], key=lambda name: results["rows"][name]["worth"])
         among = f"{best}, chosen as the best of {len(results['rows'])} rows by these same numbers"
-        lines.append(f"a response of the sampler costs {about['price']:.2f} of an on-policy one; under {among}:")
+        lines.append(
+            f"a response of the sampler costs {about['price']:.2f} of an on-policy one; under {among}:"
+        )
         lines += verdict(results["rows"][best], about)
     return "\n".join(lines)
 

@@ -192,7 +192,9 @@ def recorded(cfg: config.Config, model, n_groups: int, K: int) -> list[Rollout]:
     prompts = random_prompts(rng, n_groups)
     sampling = Sampling(max_tokens=cfg.max_tokens)
     seeds = numbered_seeds(n_groups, cfg.group_size, 100)
-    groups = as_groups("bench", prompts, HFEngine(model).generate(prompts, seeds, sampling, K, STOP), sampling)
+    groups = as_groups(
+        "bench", prompts, HFEngine(model).generate(prompts, seeds, sampling, K, STOP), sampling
+    )
     draw_rewards(groups, rng)
     model.train()
     return groups
@@ -299,8 +301,12 @@ def head_once(which: str, N=2048, V=151_936, H=1024, seed=0):
         if which == "naive":
             logp = naive_head(hidden, weight, target, support_ids, p_kth)[0]
         else:
-            rows = OneModelRows(Scored(target, None, None, None), needs, support_ids, support_ids >= 0, p_kth)
-            logp = ChunkedHead.apply(rows, chunk_rows(V), [Head()], hidden, weight, None)[0]  # of rows.outputs
+            rows = OneModelRows(
+                Scored(target, None, None, None), needs, support_ids, support_ids >= 0, p_kth
+            )
+            logp = ChunkedHead.apply(rows, chunk_rows(V), [Head()], hidden, weight, None)[
+                0
+            ]  # of rows.outputs
         logp.sum().backward()
 
     return run, 4 * (N * H + V * H)
@@ -405,10 +411,16 @@ def bench_quant(root: str) -> dict:
 
     out = {}
     for name in ("int8", "fp8", "w4a16"):
-        for label, part, pairs in (("update", step, 20), ("publish", publish, 30), ("rollout", rollout, 20)):
+        for label, part, pairs in (
+            ("update", step, 20),
+            ("publish", publish, 30),
+            ("rollout", rollout, 20),
+        ):
             r = alternate(partial(part, name), partial(part, "none"), pairs, f"{name} {label}")
             interval = f"{r['ratio']:.3f} [{r['low']:.3f}, {r['high']:.3f}]"
-            out[f"{name}_{label}"] = f"{interval} ({r['a_s'] * 1000:.0f} over {r['b_s'] * 1000:.0f} ms)"
+            out[f"{name}_{label}"] = (
+                f"{interval} ({r['a_s'] * 1000:.0f} over {r['b_s'] * 1000:.0f} ms)"
+            )
     engines["none"].close()
     return out
 
@@ -450,7 +462,9 @@ def print_table(results: dict[str, dict]) -> None:
         else:
             rows[name] = result
     width = max(10, *(len(name) + 1 for name in rows))
-    print(f"{'':{width}s}{'ratio':>8s}{'95 % interval':>18s}{'ours, s':>10s}{'other, s':>10s}   more")
+    print(
+        f"{'':{width}s}{'ratio':>8s}{'95 % interval':>18s}{'ours, s':>10s}{'other, s':>10s}   more"
+    )
     for name, row in rows.items():
         measured = " " * 46
         if "ratio" in row:

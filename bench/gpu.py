@@ -75,7 +75,9 @@ def said_by(command: list[str], limit: float) -> tuple[list[dict], str]:
     """(the lines that a command printed, why it failed or "") of a process that ends within so many seconds."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         # in a group of its own, so that what it started ends with it
-        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=err, text=True, process_group=0)
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=out, stderr=err, text=True, process_group=0
+        )
         why = ""
         try:
             status = process.wait(limit)
@@ -86,7 +88,9 @@ def said_by(command: list[str], limit: float) -> tuple[list[dict], str]:
         process.wait()
         for stream in (out, err):
             stream.seek(0)
-        rows = [json.loads(line) for line in out if line.startswith('{"what"') and line.endswith("}\n")]
+        rows = [
+            json.loads(line) for line in out if line.startswith('{"what"') and line.endswith("}\n")
+        ]
         if status and not why:
             last = [line.strip() for line in err if line.strip()][-1:]
             why = last[0][:300] if last else f"it ended with status {status}"
@@ -105,16 +109,27 @@ def run_part(name: str, flags: GpuFlags, limit: float) -> dict:
     ]
     start = time.perf_counter()
     rows, why = said_by(command, limit)
-    return {"rows": rows, "failed": why, "seconds": time.perf_counter() - start, "about": about(flags, name)}
+    return {
+        "rows": rows,
+        "failed": why,
+        "seconds": time.perf_counter() - start,
+        "about": about(flags, name),
+    }
 
 
 def about(flags: GpuFlags, part: str) -> dict[str, str]:
     """The machine, the versions, the date, the command."""
     found = {"device": "CPU (a trial of the script, no result)", "driver": "none"}
     if flags.device == "cuda":
-        asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+        asked = [
+            "nvidia-smi",
+            "--query-gpu=name,driver_version,memory.total",
+            "--format=csv,noheader",
+        ]
         with contextlib.suppress(OSError):
-            said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.splitlines()
+            said = subprocess.run(
+                asked, capture_output=True, text=True, check=False
+            ).stdout.splitlines()
             name, driver, total = [*said[:1], "unknown, unknown, unknown"][0].split(", ")
             found |= {"device": f"{name}, {total}", "driver": driver}
     installed = importlib.metadata.packages_distributions()
@@ -124,7 +139,13 @@ def about(flags: GpuFlags, part: str) -> dict[str, str]:
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     command = f"`python -m bench gpu --parts={part} --device={flags.device} --scale={flags.scale}`"
     python = sys.version.split()[0]
-    return {**found, "cuda": str(torch.version.cuda), "python": python, "date": date, "command": command}
+    return {
+        **found,
+        "cuda": str(torch.version.cuda),
+        "python": python,
+        "date": date,
+        "command": command,
+    }
 
 
 def cell(x: float) -> str:
@@ -145,7 +166,9 @@ def line_of(r: dict) -> list[str]:
 
 def text_of(records: dict[str, dict]) -> str:
     """The page below its marker."""
-    parts = ["Written by `python -m bench gpu` from gpu.json; a spread is that of the repeats, or a 95 % interval.\n"]
+    parts = [
+        "Written by `python -m bench gpu` from gpu.json; a spread is that of the repeats, or a 95 % interval.\n"
+    ]
     for name in PARTS:
         if name not in records:
             continue
@@ -156,7 +179,9 @@ def text_of(records: dict[str, dict]) -> str:
         if record["failed"]:
             parts.append(f"**failed: {record['failed']}**\n")
         if record["rows"]:
-            parts.append(sweep.markdown(["what", "measured", "spread", "goal"], map(line_of, record["rows"])))
+            parts.append(
+                sweep.markdown(["what", "measured", "spread", "goal"], map(line_of, record["rows"]))
+            )
     missing = [name for name in PARTS if name not in records]
     if missing:
         parts.append(f"Not run yet: {', '.join(missing)}.\n")
@@ -168,7 +193,9 @@ def write(folder: Path, records: dict[str, dict]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "gpu.json").write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     page = folder / "gpu.md"
-    above = page.read_text(encoding="utf-8").split(sweep.MARKER)[0] if page.is_file() else "# gpu\n\n"
+    above = (
+        page.read_text(encoding="utf-8").split(sweep.MARKER)[0] if page.is_file() else "# gpu\n\n"
+    )
     page.write_text(f"{above}{sweep.MARKER}\n{text_of(records)}", encoding="utf-8")
 
 
@@ -206,7 +233,11 @@ def run_list(flags: GpuFlags, names: list[str]) -> dict[str, dict]:
         write(folder, records)
         for r in record["rows"]:
             print("   ", "   ".join(filter(None, line_of(r))), flush=True)
-        print(f"    {record['seconds']:.0f} s", f"failed: {record['failed']}" if record["failed"] else "", flush=True)
+        print(
+            f"    {record['seconds']:.0f} s",
+            f"failed: {record['failed']}" if record["failed"] else "",
+            flush=True,
+        )
     print(folder / "gpu.md")
     return records
 

@@ -40,7 +40,13 @@ from sync import WeightCheck
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
-PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # operations a second
+PEAK = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "4090": 165e12,
+}  # operations a second
 PROMPT = 32  # tokens of the prompts of `bench.random_groups`
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -52,9 +58,19 @@ SHAPES = {
     "0.6B": dict(hidden=1024, inter=3072, layers=28, num_attention_heads=16),
     "1.7B": dict(hidden=2048, inter=6144, layers=28, num_attention_heads=16),
     "4B": dict(hidden=2560, inter=9728, layers=36, num_attention_heads=32),
-    "8B": dict(hidden=4096, inter=12_288, layers=36, num_attention_heads=32, tie_word_embeddings=False),
+    "8B": dict(
+        hidden=4096, inter=12_288, layers=36, num_attention_heads=32, tie_word_embeddings=False
+    ),
 }
-TINY = dict(hidden=64, inter=96, layers=2, vocab=300, head_dim=32, num_attention_heads=2, num_key_value_heads=1)
+TINY = dict(
+    hidden=64,
+    inter=96,
+    layers=2,
+    vocab=300,
+    head_dim=32,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +98,9 @@ class Setting:
             return bench.shaped("", seed=seed, **self.shape(name))
 
     def learner(self, cfg: Config, name: str, actor: str = "") -> Learner:
-        return Learner(self.model(name), self.model(actor, 1) if actor else None, cfg, Comm(self.device))
+        return Learner(
+            self.model(name), self.model(actor, 1) if actor else None, cfg, Comm(self.device)
+        )
 
     def seconds(self, f) -> float:
         """How long a call takes, until the device is done with it."""
@@ -122,10 +140,20 @@ class Setting:
         return next((flops for key, flops in PEAK.items() if key in name), math.nan)
 
 
-def row(what: str, value: float, unit: str = "", spread=(), goal: str = "", met: bool | None = None) -> dict:
+def row(
+    what: str, value: float, unit: str = "", spread=(), goal: str = "", met: bool | None = None
+) -> dict:
     """A line of the page. spread: the smallest and the largest of the repeats, or a 95 % interval; goal: what was
     asked, and whether that is so, if it can be told."""
-    return {"what": what, "value": value, "unit": unit, "spread": list(spread), "goal": goal, "met": met, "why": ""}
+    return {
+        "what": what,
+        "value": value,
+        "unit": unit,
+        "spread": list(spread),
+        "goal": goal,
+        "met": met,
+        "why": "",
+    }
 
 
 def missing(what: str, why: str) -> dict:
@@ -138,18 +166,29 @@ def softly(what: str, rows: Iterator[dict]) -> Iterator[dict]:
     try:
         yield from rows
     except Exception as e:  # whatever it is, the next case may do
-        yield missing(what, f"failed: {type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ''}")
+        yield missing(
+            what, f"failed: {type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ''}"
+        )
 
 
 def ratio_row(what: str, pairs: dict, goal: str = "", met: Callable = bool) -> dict:
     """A line of what bench.compare returns: a ratio of times and its 95 % interval."""
     said = met(pairs["ratio"]) if goal else None
-    return row(f"{what}, {pairs['pairs']} pairs", pairs["ratio"], "x", (pairs["low"], pairs["high"]), goal, said)
+    return row(
+        f"{what}, {pairs['pairs']} pairs",
+        pairs["ratio"],
+        "x",
+        (pairs["low"], pairs["high"]),
+        goal,
+        said,
+    )
 
 
 def repeats_row(what: str, values: list[float], unit: str) -> dict:
     """A line of repeated measurements: their median, the smallest, the largest."""
-    return row(f"{what}, {len(values)} times", float(np.median(values)), unit, (min(values), max(values)))
+    return row(
+        f"{what}, {len(values)} times", float(np.median(values)), unit, (min(values), max(values))
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,7 +211,13 @@ def tests(s: Setting) -> Iterator[dict]:
             found = re.match(r"(FAILED|ERROR|SKIPPED) (?:\[\d+\] )?(.*)", line)
             if found:
                 yield missing(found[2][:160], found[1].lower())
-    yield row(f"passed, in {time.perf_counter() - started:.0f} s", passed, "tests", goal="all", met=run.returncode == 0)
+    yield row(
+        f"passed, in {time.perf_counter() - started:.0f} s",
+        passed,
+        "tests",
+        goal="all",
+        met=run.returncode == 0,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -185,7 +230,9 @@ def block_of(s: Setting, name: str) -> list[torch.nn.Linear]:
     with torch.device("meta"):
         shape = {**s.shape(name), "layers": 1, "vocab": 16}
         layer = bench.shaped("", **shape).base_model.layers[0]
-    sizes = [(m.in_features, m.out_features) for m in layer.modules() if isinstance(m, torch.nn.Linear)]
+    sizes = [
+        (m.in_features, m.out_features) for m in layer.modules() if isinstance(m, torch.nn.Linear)
+    ]
     how = {"device": s.device, "dtype": torch.bfloat16, "bias": False}
     return [torch.nn.Linear(*size, **how) for size in sizes]
 
@@ -204,14 +251,24 @@ def speeds(s: Setting, what: str, kind: str, name: str, tokens: int) -> Iterator
     """Three lines: forward; with the gradients; forward with weights that are quantized every time."""
     plain = block_of(s, name)
     aligned = [quant.LowBitLinear.from_linear(m, quant.format_of(kind)) for m in plain]
-    inputs = {w: torch.randn(tokens, w, device=s.device, dtype=torch.bfloat16) for w in {m.in_features for m in plain}}
+    inputs = {
+        w: torch.randn(tokens, w, device=s.device, dtype=torch.bfloat16)
+        for w in {m.in_features for m in plain}
+    }
     runs = [s.waited(partial(through, layers, inputs)) for layers in (plain, aligned)]
     goal = ">= 1.3" if name == "8B" and kind == "fp8" else ""
-    yield ratio_row(f"speed, forward, {what}", bench.alternate(*runs, s.pick(10, 2), what), goal, lambda r: r >= 1.3)
+    yield ratio_row(
+        f"speed, forward, {what}",
+        bench.alternate(*runs, s.pick(10, 2), what),
+        goal,
+        lambda r: r >= 1.3,
+    )
     runs = [s.waited(partial(through, layers, inputs, True)) for layers in (plain, aligned)]
     yield ratio_row(f"forward and backward, {what}", bench.alternate(*runs, s.pick(6, 2), what))
     runs = [s.waited(partial(through, plain, inputs)), s.waited(partial(anew, aligned, inputs))]
-    yield ratio_row(f"forward, weights quantized anew, {what}", bench.alternate(*runs, s.pick(6, 2), what))
+    yield ratio_row(
+        f"forward, weights quantized anew, {what}", bench.alternate(*runs, s.pick(6, 2), what)
+    )
 
 
 def through(layers, inputs: dict, backward: bool = False) -> None:
@@ -245,7 +302,9 @@ def heads(N: int, H: int, V: int, device: str) -> dict[str, Callable]:
     ways = {
         "chunked, as the learner runs it": partial(ours, chunk_rows(V)),
         "chunked, 1,024 tokens at a time": partial(ours, 1024),
-        "whole logits": lambda: F.cross_entropy((hidden @ weight.t()).float(), target, reduction="sum"),
+        "whole logits": lambda: F.cross_entropy(
+            (hidden @ weight.t()).float(), target, reduction="sum"
+        ),
     }
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
         options = torch.nn.LinearCrossEntropyOptions()
@@ -254,7 +313,9 @@ def heads(N: int, H: int, V: int, device: str) -> dict[str, Callable]:
     if importlib.util.find_spec("liger_kernel") and device == "cuda":
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-        ways["liger-kernel"] = partial(LigerFusedLinearCrossEntropyLoss(reduction="sum"), weight, hidden, target)
+        ways["liger-kernel"] = partial(
+            LigerFusedLinearCrossEntropyLoss(reduction="sum"), weight, hidden, target
+        )
 
     def both(f):
         hidden.grad = weight.grad = None
@@ -323,10 +384,14 @@ def obrs(s: Setting) -> Iterator[dict]:
     rows, length = s.pick((32, 1024), (16, 12))
     learners = {}
     for name in ("jackpot", "grpo"):
-        learners[name] = s.learner(configured(s, rows, length, objective=name, rollout_batch=2 * rows), "0.6B")
+        learners[name] = s.learner(
+            configured(s, rows, length, objective=name, rollout_batch=2 * rows), "0.6B"
+        )
     vocabulary = learners["grpo"].models.policy.config.vocab_size
     rng = np.random.default_rng(0)
-    groups = with_topk(bench.random_groups(rng, 2 * rows // 8, length, vocabulary), 20, vocabulary, rng)
+    groups = with_topk(
+        bench.random_groups(rng, 2 * rows // 8, length, vocabulary), 20, vocabulary, rng
+    )
 
     def step(name):
         learner = learners[name]
@@ -382,7 +447,9 @@ def updates(s: Setting, cfg: Config, names: tuple[str, ...], n: int = 3) -> Meas
     before = s.allocated()
     learner = s.learner(cfg, *names)
     batch, stats = batch_of(learner, cfg.train_batch, cfg.max_tokens)
-    work = sum(operations(getattr(learner.models, name), cfg.max_tokens + PROMPT) for name in learner.names)
+    work = sum(
+        operations(getattr(learner.models, name), cfg.max_tokens + PROMPT) for name in learner.names
+    )
     run = partial(learner.update, batch, stats)
     run()
     bench.synchronize(s.device)
@@ -400,7 +467,9 @@ def case(s: Setting, what: str, cfg: Config, names: tuple[str, ...], n: int = 3)
     yield repeats_row(f"speed, {what}", [m.tokens / t for t in m.seconds], "tokens/s")
     yield row(f"share of peak, {what}", 100 * m.share, "%")
     near = abs(m.planned / m.gib - 1) <= 0.1 if s.cuda else None
-    yield row(f"memory, {what}, planned {m.planned:.2f}", m.gib, "GiB", goal="plan within 10 %", met=near)
+    yield row(
+        f"memory, {what}, planned {m.planned:.2f}", m.gib, "GiB", goal="plan within 10 %", met=near
+    )
 
 
 def learner(s: Setting) -> Iterator[dict]:
@@ -429,7 +498,12 @@ def memory(s: Setting) -> Iterator[dict]:
         "1.7B and 0.6B, Jackpot": ("1.7B", "0.6B", {"actor": "base:actor", "objective": "jackpot"}),
     }
     for kind in ("int8", "fp8", "w4a16"):
-        flags = {"rollout_quant": kind, "learner_quant": "aligned", "quant_group": 32, "objective": "tis"}
+        flags = {
+            "rollout_quant": kind,
+            "learner_quant": "aligned",
+            "quant_group": 32,
+            "objective": "tis",
+        }
         cases[f"1.7B, {kind}, aligned"] = ("1.7B", "", flags)
     for what in s.pick(list(cases), ["1.7B and 0.6B, Jackpot", "1.7B, fp8, aligned"]):
         policy, actor, flags = cases[what]
@@ -440,7 +514,9 @@ def memory(s: Setting) -> Iterator[dict]:
         yield from softly(what, case(s, what, cfg, names))
     with one_rank(s.device):
         what = "1.7B, FSDP2 on one rank"
-        yield from softly(what, case(s, what, configured(s, rows, length, parallel="fsdp"), ("1.7B",)))
+        yield from softly(
+            what, case(s, what, configured(s, rows, length, parallel="fsdp"), ("1.7B",))
+        )
 
 
 @contextlib.contextmanager
@@ -472,7 +548,11 @@ def sampled(s: Setting, engine, what: str, tokens: int) -> Iterator[dict]:
     sampling = Sampling(max_tokens=tokens)
     engine.generate(prompts, seeds, replace(sampling, max_tokens=2), 0, [])
     times = [s.seconds(lambda: engine.generate(prompts, seeds, sampling, 0, [])) for _ in range(2)]
-    yield repeats_row(f"speed, {what}, {8 * n} responses of {tokens}", [8 * n * tokens / t for t in times], "tokens/s")
+    yield repeats_row(
+        f"speed, {what}, {8 * n} responses of {tokens}",
+        [8 * n * tokens / t for t in times],
+        "tokens/s",
+    )
 
 
 def published(s: Setting, engine, learner: Learner, what: str) -> Iterator[dict]:
@@ -486,9 +566,20 @@ def published(s: Setting, engine, learner: Learner, what: str) -> Iterator[dict]
         load = partial(check.load, engine, version, learner.published("policy", engine.packed))
         times.append(s.seconds(lambda now=load: changed.append(now().changed)))
         learner.update(batch, stats)
-    yield row(f"{what}: share of tensors changed by an update", changed[-1], "", goal="> 0", met=changed[-1] > 0)
+    yield row(
+        f"{what}: share of tensors changed by an update",
+        changed[-1],
+        "",
+        goal="> 0",
+        met=changed[-1] > 0,
+    )
     yield row(f"{what}: the first publication and its check", times[0], "s")
-    yield row(f"{what}: a publication and its check", min(times[1:]), "s", (min(times[1:]), max(times[1:])))
+    yield row(
+        f"{what}: a publication and its check",
+        min(times[1:]),
+        "s",
+        (min(times[1:]), max(times[1:])),
+    )
 
 
 def rollouts(s: Setting) -> Iterator[dict]:
@@ -507,7 +598,11 @@ def vllm(s: Setting) -> Iterator[dict]:
     learner = s.learner(configured(s, *s.pick((16, 512), (8, 40)), lr=1e-3), "0.6B")
     with tempfile.TemporaryDirectory() as folder:
         learner.models.policy.save_pretrained(folder)
-        how = {"max_len": s.pick(2048, 160), "max_logprobs": 20, "dtype": s.pick("bfloat16", "float32")}
+        how = {
+            "max_len": s.pick(2048, 160),
+            "max_logprobs": 20,
+            "dtype": s.pick("bfloat16", "float32"),
+        }
         engine = VLLMEngine(folder, memory_gib=s.pick(0.3, 0.05), sleep_level=2, **how)
     yield from sampled(s, engine, "vLLM, 0.6B", s.pick(256, 4))
     yield from published(s, engine, learner, "vLLM, 0.6B")
@@ -539,14 +634,20 @@ def exact(s: Setting) -> Iterator[dict]:
     if not importlib.util.find_spec("vllm"):
         yield missing("vLLM, batch-invariant", "not installed")
         return
-    os.environ["VLLM_BATCH_INVARIANT"] = "1"  # vLLM reads it while it is imported, by its first engine here
+    os.environ["VLLM_BATCH_INVARIANT"] = (
+        "1"  # vLLM reads it while it is imported, by its first engine here
+    )
     yield from softly("vLLM, batch-invariant", vllm_gap(s, "vLLM, batch-invariant, bfloat16"))
 
 
 def torch_gap(s: Setting, what: str, dtype: str, flag: bool) -> Iterator[dict]:
-    learner = s.learner(configured(s, 8, s.pick(160, 8), dtype=dtype, rollout_dtype=dtype, exact=flag), "0.6B")
+    learner = s.learner(
+        configured(s, 8, s.pick(160, 8), dtype=dtype, rollout_dtype=dtype, exact=flag), "0.6B"
+    )
     model = s.model("0.6B", 1)
-    engine = HFEngine(model if flag else model.to(getattr(torch, dtype)), dtype=dtype, device=s.device, exact=flag)
+    engine = HFEngine(
+        model if flag else model.to(getattr(torch, dtype)), dtype=dtype, device=s.device, exact=flag
+    )
     yield gap_row(s, what, engine, learner, goal="0" if flag else "")
 
 
@@ -554,7 +655,9 @@ def vllm_gap(s: Setting, what: str) -> Iterator[dict]:
     learner = s.learner(configured(s, 8, s.pick(160, 8)), "0.6B")
     with tempfile.TemporaryDirectory() as folder:
         learner.models.policy.save_pretrained(folder)
-        engine = VLLMEngine(folder, max_len=256, max_logprobs=1, dtype="bfloat16", memory_gib=s.pick(0.3, 0.05))
+        engine = VLLMEngine(
+            folder, max_len=256, max_logprobs=1, dtype="bfloat16", memory_gib=s.pick(0.3, 0.05)
+        )
     yield gap_row(s, what, engine, learner)
     engine.close()
 
@@ -568,7 +671,9 @@ def gap_row(s: Setting, what: str, engine, learner: Learner, goal: str = "") -> 
     batch = batching.collate(as_groups("exact", prompts, rows, sampling), learner.cfg)
     apart = (learner.score(batch, Needs()).logp - batch.logp_inf)[batch.exists].abs().max()
     met = float(apart) == 0 if goal else None
-    return row(f"{what}, {int(batch.exists.sum()):,} tokens", float(apart), "nats", goal=goal, met=met)
+    return row(
+        f"{what}, {int(batch.exists.sum()):,} tokens", float(apart), "nats", goal=goal, met=met
+    )
 
 
 # name -> (the part, seconds that it may take): all of them fit into 25 minutes

@@ -108,7 +108,10 @@ def read_json(path: Path | str, mend: str) -> dict:
 
 def is_hub_id(name: str) -> bool:
     """Whether this can be the id of a model on the hub: it reads owner/name, and nothing here is called so."""
-    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name)) and not Path(name).exists()
+    return (
+        bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name))
+        and not Path(name).exists()
+    )
 
 
 def names_model(name: str) -> bool:
@@ -124,15 +127,22 @@ def check_output(flag: str, path: str) -> None:
     there = next(folder for folder in file.absolute().parents if folder.exists())
     need(there.is_dir(), f"--{flag}={path}: {there} is a file, not a folder; {PLACE}")
     taken = file if file.exists() else there
-    kernel = there.is_relative_to("/proc") or there.is_relative_to("/sys")  # nobody makes a file there
-    need(os.access(taken, os.W_OK) and not kernel, f"--{flag}={path}: {taken} cannot be written; {PLACE}")
+    kernel = there.is_relative_to("/proc") or there.is_relative_to(
+        "/sys"
+    )  # nobody makes a file there
+    need(
+        os.access(taken, os.W_OK) and not kernel,
+        f"--{flag}={path}: {taken} cannot be written; {PLACE}",
+    )
 
 
 def from_environment(name: str, usual: int) -> int:
     """A whole number that torchrun sets. It is read while modules load, so what is wrong ends the process at once."""
     value = os.environ.get(name, str(usual))
     if not value.isdecimal():
-        sys.exit(f"error: {name}={value} in the environment: must be a whole number, as torchrun sets it; unset it")
+        sys.exit(
+            f"error: {name}={value} in the environment: must be a whole number, as torchrun sets it; unset it"
+        )
     return int(value)
 
 
@@ -148,7 +158,9 @@ def run_command(command: Callable[[], object], silent: bool = False) -> None:
     except BrokenPipeError:
         if not reader_has_gone():  # it was a pipe to another process
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes at its end
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # for what Python still flushes at its end
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
@@ -183,7 +195,10 @@ def read(cls, argv: list[str] | None = None, usage: str = "", also=()) -> list[t
     while argv:
         word = argv.pop(0)
         if word in ("-h", "--help", "--help=all"):
-            print(help_page(cls, usage, everything=word == "--help=all" or argv[:1] == ["all"]), flush=True)
+            print(
+                help_page(cls, usage, everything=word == "--help=all" or argv[:1] == ["all"]),
+                flush=True,
+            )
             raise SystemExit(0)
         need(word.startswith("--"), f"{word}: flags are written --key=value")
         key, equals, value = word[2:].partition("=")
@@ -262,7 +277,10 @@ def finite(cls, key: str, value, place: str = "--"):
 
 def read_toml(cls, path: str) -> dict:
     """The flags that a flat TOML file sets; names and types are checked as on the command line."""
-    need(Path(path).is_file(), f"--config={path}: no such file; name a TOML file of flags, such as configs/demo.toml")
+    need(
+        Path(path).is_file(),
+        f"--config={path}: no such file; name a TOML file of flags, such as configs/demo.toml",
+    )
     try:
         values = tomllib.loads(read_text(path))
     except UserError:
@@ -284,7 +302,10 @@ def of_toml(cls, path: str, key: str, value):
         return value
     accepted = [t for t in (bool, float, int, str) if t is kind or t in get_args(kind)]
     accepted += [int] * (float in accepted)
-    need(type(value) in accepted, f"{path}: {key} = {shortened(value)} is not of type {accepted[0].__name__}")
+    need(
+        type(value) in accepted,
+        f"{path}: {key} = {shortened(value)} is not of type {accepted[0].__name__}",
+    )
     finite(cls, key, value, f"{path}: ")
     return float(value) if float in accepted and type(value) is int else value
 
@@ -322,7 +343,11 @@ def docs_of(cls) -> dict[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
     docs = {}
     for field, below in zip(body, body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+        ):
             docs[field.target.id] = " ".join(below.value.value.split())
     return docs
 

@@ -34,7 +34,9 @@ class View:
         self.adv = batch.adv
         row = corrections.CORRECTIONS[cfg.correction]
         capped = "is_cap" in row.bounds
-        self.C = cfg.is_cap if capped and row.level == "token" else 2.0  # where "large" and "small" weights begin
+        self.C = (
+            cfg.is_cap if capped and row.level == "token" else 2.0
+        )  # where "large" and "small" weights begin
         self.C_seq = cfg.is_cap if capped and row.level == "sequence" else 4.0
         self.by_response = row.level == "sequence"
         C = self.C_seq if self.by_response else self.C
@@ -58,7 +60,9 @@ class View:
         self.n = batch.mask.sum(1).clamp_min(1)
         self.sum_log_r = self.log_r.sum(1)
         self.R = self.sum_log_r.clamp(-self.clamp, self.clamp).exp()
-        self.ratio = self.sum_log_r.exp() if self.by_response else self.r  # a response's is not clamped, as verl's
+        self.ratio = (
+            self.sum_log_r.exp() if self.by_response else self.r
+        )  # a response's is not clamped, as verl's
 
     # -- OBRS
 
@@ -77,7 +81,9 @@ class View:
     @functools.cached_property
     def support(self):
         """(p_tgt, log p_tgt - log p_inf, which entries count), each (B, T, S)."""
-        logp_tgt = self.batch.support_logp_ref if self.cfg.obrs_target == "ref" else self.new.support_logp
+        logp_tgt = (
+            self.batch.support_logp_ref if self.cfg.obrs_target == "ref" else self.new.support_logp
+        )
         on = self.batch.support_logp.isfinite()
         gap = (logp_tgt - self.batch.support_logp.masked_fill(~on, 0.0)).masked_fill(~on, 0.0)
         return logp_tgt.exp(), gap, on
@@ -88,7 +94,9 @@ class View:
 
     def kl_after_partial(self):
         p, gap, on = self.support
-        after = self.logs["z"].clamp_min(1e-30).log()[..., None] + gap.clamp_min(math.log(self.stats.lam))
+        after = self.logs["z"].clamp_min(1e-30).log()[..., None] + gap.clamp_min(
+            math.log(self.stats.lam)
+        )
         return (p * after * on).sum(-1)
 
 
@@ -105,9 +113,13 @@ def repetition(tokens, exists, n: int = 4):
         return tokens.new_zeros(len(tokens), dtype=torch.double)
     grams, whole = tokens.unfold(1, n, 1), exists.unfold(1, n, 1).all(-1)
     key = torch.zeros_like(grams[..., 0])
-    for i in range(n):  # a 64-bit hash of each n-gram; a collision would only count one repetition too many
+    for i in range(
+        n
+    ):  # a 64-bit hash of each n-gram; a collision would only count one repetition too many
         key = key * 1_000_003 + grams[..., i] + 1
-    nowhere = torch.arange(key.shape[1], device=key.device) - 2**62  # n-grams that do not exist are all distinct
+    nowhere = (
+        torch.arange(key.shape[1], device=key.device) - 2**62
+    )  # n-grams that do not exist are all distinct
     ordered = torch.where(whole, key, nowhere).sort(1).values
     repeats = (ordered[:, 1:] == ordered[:, :-1]).sum(1)
     return repeats / whole.sum(1).clamp_min(1).double()
@@ -198,7 +210,11 @@ class Sums:
         means = Means(zip(self.pairs, zip(flat[::2], flat[1::2], strict=True), strict=True))
         for name, (q, parts) in self.values.items():
             ordered = comm.cat(torch.cat(parts)).sort().values
-            means[name] = float(ordered[min(len(ordered) - 1, int(q * len(ordered)))]) if len(ordered) else 0.0
+            means[name] = (
+                float(ordered[min(len(ordered) - 1, int(q * len(ordered)))])
+                if len(ordered)
+                else 0.0
+            )
         if self.tops:
             means.update(zip(self.tops, comm.max(self.tops.values()), strict=True))
         return means
@@ -247,7 +263,10 @@ class Reference:
     def halves(self) -> list[float]:
         """|g|^2 from each half of the batches, over that from all of them: both are about 1."""
         middle = FOLDS // 2
-        return [self.square(half) / self.square(range(FOLDS)) for half in (range(middle), range(middle, FOLDS))]
+        return [
+            self.square(half) / self.square(range(FOLDS))
+            for half in (range(middle), range(middle, FOLDS))
+        ]
 
     def is_found(self) -> bool:
         """Whether |g|^2 is above 0, whichever fold is left out."""
@@ -260,7 +279,9 @@ class Seen:
     """What was seen of one row: its gradient along the directions."""
 
     along: list = field(default_factory=list)  # batches of (FOLDS,)      <g_c, mean of g>
-    noise: list = field(default_factory=list)  # batches of (groups, directions)  <share of a group in g_c, direction>
+    noise: list = field(
+        default_factory=list
+    )  # batches of (groups, directions)  <share of a group in g_c, direction>
 
 
 def estimate(along, noise, reference: Reference, groups: int, keep=None) -> dict[str, float]:
@@ -270,18 +291,29 @@ def estimate(along, noise, reference: Reference, groups: int, keep=None) -> dict
     batches, some, folds, directions = keep or next(replicates(len(along), *noise.shape))[0]
     square = reference.square(folds)
     n = len(folds) * reference.batches
-    noise_on = (reference.squares[folds].mean() - reference.gram[np.ix_(folds, folds)].mean()) * n / (n - 1)
+    noise_on = (
+        (reference.squares[folds].mean() - reference.gram[np.ix_(folds, folds)].mean())
+        * n
+        / (n - 1)
+    )
     by_batch = along[np.ix_(batches, folds)].mean(1) / square
     scale = by_batch.mean()
     scale_squared = max(scale**2 - by_batch.var(ddof=1) / len(batches), 0.0)  # without its noise
     shares = noise[np.ix_(some, directions)]
     variance = groups * shares.var(0, ddof=1)  # of a batch, along each direction
-    elsewhere = groups * shares.mean(0) - scale * reference.overlap[np.ix_(directions, folds)].mean(1)
-    of_means = variance * groups / len(some) + scale_squared * noise_on / n  # what noise adds to `elsewhere`, squared
+    elsewhere = groups * shares.mean(0) - scale * reference.overlap[np.ix_(directions, folds)].mean(
+        1
+    )
+    of_means = (
+        variance * groups / len(some) + scale_squared * noise_on / n
+    )  # what noise adds to `elsewhere`, squared
     bias = max((elsewhere**2 - of_means).mean(), 0.0) / square
     noise_of_batch = variance.mean() / square
     noise_on = noise_on / square
-    length, total = math.copysign(math.sqrt(scale_squared), scale), scale_squared + bias + noise_of_batch
+    length, total = (
+        math.copysign(math.sqrt(scale_squared), scale),
+        scale_squared + bias + noise_of_batch,
+    )
     return {
         "worth": scale_squared * noise_on / (bias + noise_of_batch) if length > 0 else 0.0,
         "kappa": length / math.sqrt(total) if total else 0.0,
@@ -317,6 +349,10 @@ def with_errors(seen: Seen, reference: Reference, groups: int) -> dict[str, floa
     """`estimate`, and NAME_se by the jackknife."""
     along, noise = np.array(seen.along), np.concatenate(seen.noise)
     kinds = replicates(len(along), *noise.shape)
-    (out,), *left_out = [[estimate(along, noise, reference, groups, keep) for keep in kind] for kind in kinds]
-    errors = {f"{name}_se": jackknife([[x[name] for x in kind] for kind in left_out]) for name in out}
+    (out,), *left_out = [
+        [estimate(along, noise, reference, groups, keep) for keep in kind] for kind in kinds
+    ]
+    errors = {
+        f"{name}_se": jackknife([[x[name] for x in kind] for kind in left_out]) for name in out
+    }
     return out | errors

@@ -31,7 +31,9 @@ def make_optimizers(model, cfg: OptimizerFlags, lr: float) -> list:
     matrices, experts = [], []
     if cfg.optimizer == "muon":
         matrices = [p for p in model.base_model.layers.parameters() if p.ndim == 2]
-        experts = [getattr(m, kind) for m, kind in quant.expert_parameters(model).values()]  # convolutions are none
+        experts = [
+            getattr(m, kind) for m, kind in quant.expert_parameters(model).values()
+        ]  # convolutions are none
     chosen = {id(p) for p in matrices + experts}
     rest = [p for p in learning(model) if id(p) not in chosen]
     betas = (0.9, cfg.adam_beta2)
@@ -79,7 +81,11 @@ def step(optimizer, cfg: MemoryFlags) -> None:
 def states_like(optimizer, p) -> list:
     """(name, state) of a parameter's states that have its shape: moments, not counts."""
     state = optimizer.state.get(p, {})
-    return [(name, x) for name, x in state.items() if isinstance(x, torch.Tensor) and x.shape == p.shape and x.ndim]
+    return [
+        (name, x)
+        for name, x in state.items()
+        if isinstance(x, torch.Tensor) and x.shape == p.shape and x.ndim
+    ]
 
 
 def move_states(optimizer, p, device) -> None:

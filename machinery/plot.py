@@ -63,7 +63,9 @@ def draw(runs: list[str], out: str) -> str:
 
     UserError, one sentence: more runs than colours, or a folder that holds no run."""
     if len(runs) > len(COLOURS):
-        raise UserError(f"{len(runs)} runs: at most {len(COLOURS)} lines can be told apart; draw fewer in one picture")
+        raise UserError(
+            f"{len(runs)} runs: at most {len(COLOURS)} lines can be told apart; draw fewer in one picture"
+        )
     rows = {str(run): numbers_of(run) for run in runs}
     import matplotlib
 
@@ -105,7 +107,10 @@ def numbers_of(run: str) -> list[dict]:
         for row in rows:
             is_number = row.get(key) is None or type(row[key]) in (int, float)
             file = Path(run) / "metrics.jsonl"
-            need(is_number, f"{file}: {key} is no number at step {row['step']}; mend or remove that line")
+            need(
+                is_number,
+                f"{file}: {key} is no number at step {row['step']}; mend or remove that line",
+            )
     return rows
 
 
@@ -170,7 +175,9 @@ def evaluation_lines(rows: list[dict]) -> list[str]:
         evaluated = [row for row in rows if accuracy in row]
         if evaluated:
             ends = (evaluated[0], evaluated[-1])
-            before, after = (f"{100 * row[accuracy]:.1f} +- {100 * row[error]:.1f} %" for row in ends)
+            before, after = (
+                f"{100 * row[accuracy]:.1f} +- {100 * row[error]:.1f} %" for row in ends
+            )
             lines.append(f"{name + ' pass@1, held out':34s}{before:>16s}{after:>16s}")
     return lines
 
@@ -181,7 +188,9 @@ def rounded_line(cfg: dict) -> list[str]:
     if not own or cfg["rollout_quant"] == "none" or cfg["learner_quant"] != "none":
         return []
     name = "policy" if cfg["actor"] == "none" else "actor"
-    return [f"   (held out: the {name} in {cfg['rollout_quant']}, as it samples; --eval_engine=torch: as it is saved)"]
+    return [
+        f"   (held out: the {name} in {cfg['rollout_quant']}, as it samples; --eval_engine=torch: as it is saved)"
+    ]
 
 
 def metric_lines(steps: list[dict]) -> list[str]:
@@ -196,7 +205,9 @@ def metric_lines(steps: list[dict]) -> list[str]:
         if any(key in row for row in steps):
             values = [row[key] for row in last if row.get(key) is not None]
             ends = [steps[0].get(key), sum(values) / len(values) if values else None]
-            lines.append(f"{title:34s}" + "".join(f"{'-' if x is None else written(x):>16s}" for x in ends))
+            lines.append(
+                f"{title:34s}" + "".join(f"{'-' if x is None else written(x):>16s}" for x in ends)
+            )
     return lines
 
 
@@ -229,7 +240,13 @@ def draw_worth(results: dict[str, dict], path: Path) -> str:
 
     rows = sorted(results.items(), key=lambda item: item[1]["worth"])
     fig, ax = plt.subplots(figsize=(8, 1.2 + 0.32 * len(rows)))
-    ax.errorbar([x["worth"] for _, x in rows], range(len(rows)), xerr=[x["worth_se"] for _, x in rows], fmt="o", ms=5)
+    ax.errorbar(
+        [x["worth"] for _, x in rows],
+        range(len(rows)),
+        xerr=[x["worth_se"] for _, x in rows],
+        fmt="o",
+        ms=5,
+    )
     ax.axvline(1, color="black", lw=0.8)
     ax.set_yticks(range(len(rows)), [name for name, _ in rows])
     ax.set_xlabel("worth of a sampled response, in on-policy responses")
@@ -251,23 +268,45 @@ PLAIN = "\033[0m"
 def print_samples(run: str, last: int) -> None:
     """The newest responses in samples.jsonl. UserError: the run has logged none."""
     path = Path(run) / "samples.jsonl"
-    need(path.is_file(), f"{path}: no such file; give the folder of a run with --log_samples above 0")
+    need(
+        path.is_file(), f"{path}: no such file; give the folder of a run with --log_samples above 0"
+    )
     found = rows(path)
-    need(found, f"{path}: no responses in it; wait for the run's first update, or give another run's folder")
+    need(
+        found,
+        f"{path}: no responses in it; wait for the run's first update, or give another run's folder",
+    )
     for row in found[-last:]:
-        need(is_response(row), f"{path}: the line of step {row['step']} is not that of a response; mend or remove it")
+        need(
+            is_response(row),
+            f"{path}: the line of step {row['step']} is not that of a response; mend or remove it",
+        )
         said = f"reward {row['reward']:g}, {row['finish_reason']}, gap {row['gap']:.3g} nats"
         print(f"update {row['step'] + 1}: {said}\n{row['prompt']}")
-        print(" ".join(coloured(text, gap) for text, gap in zip(row["tokens"], row["gaps"], strict=True)))
-        print("largest: " + ", ".join(f"{text!r} {gap:+.3g}" for _, text, gap in row["largest"]) + "\n")
-    print("gaps: " + "  ".join(f"{colour}{low:g} and more{PLAIN}" for low, colour in GAPS.items()) + " nats")
+        print(
+            " ".join(
+                coloured(text, gap) for text, gap in zip(row["tokens"], row["gaps"], strict=True)
+            )
+        )
+        print(
+            "largest: "
+            + ", ".join(f"{text!r} {gap:+.3g}" for _, text, gap in row["largest"])
+            + "\n"
+        )
+    print(
+        "gaps: "
+        + "  ".join(f"{colour}{low:g} and more{PLAIN}" for low, colour in GAPS.items())
+        + " nats"
+    )
 
 
 def is_response(row: dict) -> bool:
     """Whether a line of samples.jsonl has what is printed of it."""
     numbers = [row.get("reward"), row.get("gap")]
     lists = [row.get("tokens"), row.get("gaps"), row.get("largest")]
-    if not all(type(x) in (int, float) for x in numbers) or not all(isinstance(x, list) for x in lists):
+    if not all(type(x) in (int, float) for x in numbers) or not all(
+        isinstance(x, list) for x in lists
+    ):
         return False
     return len(row["tokens"]) == len(row["gaps"]) and {"prompt", "finish_reason"} <= row.keys()
 
@@ -282,7 +321,10 @@ def main(argv: list[str]) -> None:
     flags = parse_flags(PlotFlags, argv[len(runs) :], usage=USAGE)
     need(flags.last >= 1, f"--last={flags.last}: must be at least 1")
     if flags.samples:
-        need(not runs, f"--samples={flags.samples}: prints, and draws no runs; leave out {' '.join(runs)}")
+        need(
+            not runs,
+            f"--samples={flags.samples}: prints, and draws no runs; leave out {' '.join(runs)}",
+        )
         print_samples(flags.samples, flags.last)
         return
     if not runs:

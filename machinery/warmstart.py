@@ -34,10 +34,18 @@ from tasks import VOCAB, arithmetic_tokenizer, encode, grade_all, make_task
 # Every dimension is a multiple of 32, so that quantized formats and kernels fit.
 SHAPES = {
     "policy": dict(
-        hidden_size=192, intermediate_size=512, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=3
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=3,
     ),
     "actor": dict(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     ),
 }
 CONTEXT = 512  # tokens of prompt and response that the models can read
@@ -50,8 +58,13 @@ EVAL_EVERY = 20
 EVAL_PROBLEMS = 256
 CONFIRM_PROBLEMS = 1024  # others, once the first ones are solved often enough: a lucky draw does not end a warm start
 MOST_STEPS = 6000
-DEMONSTRATED = {"actor": 10**9, "policy": 2 * 10**9}  # first problem of each model's own demonstrations
-MEASURED = 10**6  # first problem by which accuracy is measured: neither RL nor demonstrations reach these
+DEMONSTRATED = {
+    "actor": 10**9,
+    "policy": 2 * 10**9,
+}  # first problem of each model's own demonstrations
+MEASURED = (
+    10**6
+)  # first problem by which accuracy is measured: neither RL nor demonstrations reach these
 
 
 def check(cfg: Config, task) -> None:
@@ -140,7 +153,9 @@ def config_of(name: str, **more):
     """The transformers config of a model of SHAPES."""
     from transformers import Qwen3Config
 
-    usual = dict(vocab_size=VOCAB, head_dim=32, max_position_embeddings=CONTEXT, tie_word_embeddings=True)
+    usual = dict(
+        vocab_size=VOCAB, head_dim=32, max_position_embeddings=CONTEXT, tie_word_embeddings=True
+    )
     return Qwen3Config(**usual, bos_token_id=None, **more, **SHAPES[name])
 
 
@@ -148,7 +163,9 @@ def new_model(name: str, seed: int, tokenizer):
     """A model of SHAPES with random weights from `seed`; torch's generator is left as it was."""
     from transformers import Qwen3ForCausalLM
 
-    config = config_of(name, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    config = config_of(
+        name, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
     state = torch.get_rng_state()
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(config)
@@ -156,7 +173,9 @@ def new_model(name: str, seed: int, tokenizer):
     return model
 
 
-def demonstrations(task, tokenizer, first: int, slips: float = SLIPS) -> tuple[torch.Tensor, torch.Tensor]:
+def demonstrations(
+    task, tokenizer, first: int, slips: float = SLIPS
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Careless solutions of BATCH problems, from number `first` on: (ids, labels), both (BATCH, S) int64.
 
     Labels are -100, which the loss ignores, on the prompt and on the padding."""
@@ -183,7 +202,9 @@ def backward(model, ids: torch.Tensor, labels: torch.Tensor) -> float:
         longest = ends[rows].max()
         logits = model(input_ids=ids[rows, : longest - 1], use_cache=False).logits
         wanted = labels[rows, 1:longest]
-        loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=-100, reduction="sum")
+        loss = F.cross_entropy(
+            logits.flatten(0, 1), wanted.flatten(), ignore_index=-100, reduction="sum"
+        )
         loss = loss / (labels != -100).sum()
         loss.backward()
         total += loss.item()
@@ -206,7 +227,10 @@ def accuracy(model, tokenizer, task, first: int, n: int) -> float:
 def main() -> None:
     cfg = settings.parse()
     ours = cfg.model == "base:policy"
-    need(ours, f"--model={cfg.model}: machinery/warmstart.py makes the embedded models alone; leave --model out")
+    need(
+        ours,
+        f"--model={cfg.model}: machinery/warmstart.py makes the embedded models alone; leave --model out",
+    )
     for name in SHAPES:
         print(base_model(name, cfg))
 

@@ -51,16 +51,24 @@ class TokenStats:
     distill_loss: torch.Tensor | None = None  # (B, T)    gradient to the actor alone
     z: torch.Tensor | None = None  # (B, T)    exact Z of p_inf := actor, p_tgt := policy
     kl: torch.Tensor | None = None  # (B, T)    KL(policy || actor), whole vocabulary, no gradient
-    kl_after: torch.Tensor | None = None  # (B, T)    KL(policy || distribution of the accepted tokens)
+    kl_after: torch.Tensor | None = (
+        None  # (B, T)    KL(policy || distribution of the accepted tokens)
+    )
     top_ids: torch.Tensor | None = None  # (B, T, K) the policy's own top-K
     top_logp: torch.Tensor | None = None  # (B, T, K)
     top_actor_logp: torch.Tensor | None = None  # (B, T, K) the actor's log-probabilities there
-    logp_start: torch.Tensor | None = None  # (B, T)    of the frozen model that the run started from
-    routed_alike: torch.Tensor | None = None  # (B, T)    share of layers whose router chose as the engine's did
+    logp_start: torch.Tensor | None = (
+        None  # (B, T)    of the frozen model that the run started from
+    )
+    routed_alike: torch.Tensor | None = (
+        None  # (B, T)    share of layers whose router chose as the engine's did
+    )
 
     def known(self) -> dict[str, torch.Tensor]:
         """The statistics that were asked for."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        return {
+            f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None
+        }
 
     def detach(self) -> TokenStats:
         return TokenStats(**{name: x.detach() for name, x in self.known().items()})
@@ -126,13 +134,19 @@ class PolicyAndActor(nn.Module):
         replays = self.routing is not None and batch.routed is not None
         if replays:
             self.routing.given = batch.routed[:, :-1].flatten(0, 1)
-        outs = self._own_head(batch, at) if needs.own_head else self._statistics(batch, at, needs, share)
+        outs = (
+            self._own_head(batch, at)
+            if needs.own_head
+            else self._statistics(batch, at, needs, share)
+        )
         if replays:
             outs["routed_alike"] = self.routing.alike()[places(batch, at)]
         if needs.start:
             outs["logp_start"] = self._logp_start(batch, at, share)
         where = (at // T, at % T)
-        return {name: x.new_zeros((B, T) + x.shape[1:]).index_put(where, x) for name, x in outs.items()}
+        return {
+            name: x.new_zeros((B, T) + x.shape[1:]).index_put(where, x) for name, x in outs.items()
+        }
 
     def _statistics(self, batch, at, needs: Needs, share: bool) -> dict[str, torch.Tensor]:
         """The statistics of the tokens at the places `at` in (B, T), by name."""
@@ -156,16 +170,27 @@ class PolicyAndActor(nn.Module):
         layers = [lm.get_output_embeddings() for lm in models]
         width = min(len(layer.weight) for layer in layers)  # the models' paddings may differ
         width = min(width, self.vocabulary or width)
-        heads = [Head.of(lm.config, width, exact.product_of(layer)) for lm, layer in zip(models, layers, strict=True)]
+        heads = [
+            Head.of(lm.config, width, exact.product_of(layer))
+            for lm, layer in zip(models, layers, strict=True)
+        ]
         tensors = []
         for lm, layer in zip(models, layers, strict=True):
-            tensors += [self._hidden(lm, batch, at, share), layer.weight, getattr(layer, "bias", None)]
+            tensors += [
+                self._hidden(lm, batch, at, share),
+                layer.weight,
+                getattr(layer, "bias", None),
+            ]
         outs = ChunkedHead.apply(rows, chunk_rows(width), heads, *tensors)
         return dict(zip(rows.outputs, outs, strict=True))
 
     def _hidden(self, lm, batch, at, share):
         """Hidden states (N, H) that predict the tokens at the places `at` in (B, T)."""
-        scope = torch.autocast(at.device.type, self.autocast) if self.autocast else contextlib.nullcontext()
+        scope = (
+            torch.autocast(at.device.type, self.autocast)
+            if self.autocast
+            else contextlib.nullcontext()
+        )
         read = read_shared if share else read_rows
         with scope:
             hidden = read(lm.base_model, batch, at)
@@ -180,8 +205,12 @@ class PolicyAndActor(nn.Module):
         outs = {}
         for name, lm in named.items():
             if lm is not None:
-                logits = lm(input_ids=batch.ids[:, :-1], use_cache=False).logits[..., : self.vocabulary]
-                outs[name] = logits.flatten(0, 1)[place].float().log_softmax(-1).gather(1, target)[:, 0]
+                logits = lm(input_ids=batch.ids[:, :-1], use_cache=False).logits[
+                    ..., : self.vocabulary
+                ]
+                outs[name] = (
+                    logits.flatten(0, 1)[place].float().log_softmax(-1).gather(1, target)[:, 0]
+                )
         return outs
 
     def end_replay(self) -> None:
@@ -215,11 +244,15 @@ def read_shared(model, batch, at):
 
     Gradients flow through those keys and values, and are added up in order: those of x[group] are as threads come."""
     T = batch.tokens.shape[1]
-    _, group, size = batch.group.unique_consecutive(return_inverse=True, return_counts=True)  # (B,), (G,)
+    _, group, size = batch.group.unique_consecutive(
+        return_inverse=True, return_counts=True
+    )  # (B,), (G,)
     first = size.cumsum(0) - size  # a group's first row
     P, n = int(batch.prompt_len.max()), max(T - 1, 1)
     place = torch.arange(P + n, device=at.device)
-    prompts = model(input_ids=batch.ids[first, :P], use_cache=True)  # behind a shorter one: ids that no response sees
+    prompts = model(
+        input_ids=batch.ids[first, :P], use_cache=True
+    )  # behind a shorter one: ids that no response sees
     for layer in prompts.past_key_values.layers:
         layer.keys, layer.values = (x.index_select(0, group) for x in (layer.keys, layer.values))
     last = prompts.last_hidden_state.flatten(0, 1).index_select(0, group * P + batch.prompt_len - 1)
@@ -250,8 +283,12 @@ class Routing:
 
     def __init__(self, model):
         self.routers = routers_of(model)
-        self.given: torch.Tensor | None = None  # (n, layers, k), of the tokens as they are read; -1: not known
-        self.chosen: list[torch.Tensor | None] = [None] * len(self.routers)  # by layer (n, k): the model's own choice
+        self.given: torch.Tensor | None = (
+            None  # (n, layers, k), of the tokens as they are read; -1: not known
+        )
+        self.chosen: list[torch.Tensor | None] = [None] * len(
+            self.routers
+        )  # by layer (n, k): the model's own choice
         self.hooks = []
 
     def __enter__(self) -> Routing:
@@ -314,7 +351,10 @@ def with_made_up_weights(router):
 def check_replay(model) -> None:
     """UserError: --router_replay cannot tell this model's tokens where to go, or would weigh them in another way."""
     routers = routers_of(model)
-    need(routers, f"--router_replay: a model of the family {model.config.model_type} has no experts; leave it out")
+    need(
+        routers,
+        f"--router_replay: a model of the family {model.config.model_type} has no experts; leave it out",
+    )
     for router in map(with_made_up_weights, routers):
         logits, weights, experts = router(router.weight[:4])
         need(
@@ -348,7 +388,9 @@ def needs_of_ref_pass(cfg: Config, has_actor: bool, lam: float) -> Needs:
 def needs_of_update(cfg: Config, has_actor: bool, lam: float, has_ref: bool) -> Needs:
     """What the training pass must yield; without a ref pass it also plays its part (objectives.with_ref)."""
     uses_z = cfg.correction in corrections.USES_Z
-    sums = uses_z and cfg.obrs_z != "exact" and (cfg.obrs_target == "new" or not has_ref)  # over the support
+    sums = (
+        uses_z and cfg.obrs_z != "exact" and (cfg.obrs_target == "new" or not has_ref)
+    )  # over the support
     return Needs(
         entropy=True,
         entropy_gradient=cfg.entropy_coef > 0,
@@ -364,7 +406,9 @@ def needs_of_update(cfg: Config, has_actor: bool, lam: float, has_ref: bool) -> 
 
 def needs_of_exact_kappa(cfg: ObrsFlags) -> Needs:
     """What the extra forward of `--kappa=exact` must yield: the policy on the support, as it is now."""
-    return Needs(support=True, tail=cfg.obrs_z == "bracket" and not cfg.obrs_accept_rate, lam=cfg.obrs_lambda)
+    return Needs(
+        support=True, tail=cfg.obrs_z == "bracket" and not cfg.obrs_accept_rate, lam=cfg.obrs_lambda
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -378,8 +422,12 @@ class Scored:
 
     target: torch.Tensor  # (N,)
     inv_temperature: torch.Tensor | None  # (N, 1); None: 1
-    rule: list[torch.Tensor] | None  # top_p, top_k, min_p, each (N, 1): cut these very logits (sampling.cut)
-    allowed: tuple[torch.Tensor, torch.Tensor] | None  # (offsets (N + 1,), ids): the rollout's own sets
+    rule: (
+        list[torch.Tensor] | None
+    )  # top_p, top_k, min_p, each (N, 1): cut these very logits (sampling.cut)
+    allowed: (
+        tuple[torch.Tensor, torch.Tensor] | None
+    )  # (offsets (N + 1,), ids): the rollout's own sets
 
     @classmethod
     def of(cls, batch: Batch, at) -> Scored:
@@ -390,8 +438,12 @@ class Scored:
         has_rule = bool((batch.sampling[:, 1:] != batch.sampling.new_tensor([1.0, 0.0, 0.0])).any())
         allowed = None
         if batch.allowed is not None:
-            sizes = torch.cat([torch.as_tensor(offsets).diff() for offsets, _ in batch.allowed]).to(at.device)
-            ids = torch.cat([torch.as_tensor(i, dtype=torch.long) for _, i in batch.allowed]).to(at.device)
+            sizes = torch.cat([torch.as_tensor(offsets).diff() for offsets, _ in batch.allowed]).to(
+                at.device
+            )
+            ids = torch.cat([torch.as_tensor(i, dtype=torch.long) for _, i in batch.allowed]).to(
+                at.device
+            )
             allowed = (torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]), ids)
         return cls(
             target=batch.tokens.flatten()[at],
@@ -426,7 +478,9 @@ def support_of(batch: Batch, at, needs: Needs):
     ids = on = p_kth = None
     if needs.support:
         ids = batch.support_ids.flatten(0, 1)[at]
-        on = batch.support_logp.flatten(0, 1)[at].isfinite()  # a token that is listed twice counts once
+        on = batch.support_logp.flatten(0, 1)[
+            at
+        ].isfinite()  # a token that is listed twice counts once
     if needs.tail:
         p_kth = batch.p_kth.flatten()[at]
     return ids, on, p_kth
@@ -465,9 +519,13 @@ class OneModelRows:
             return None
         target, g = self.scored.target[at, None], g.to(p.dtype)
         if self.scored.cuts:
-            g = g * (p.gather(1, target) > 0)  # a sampled token that is cut stands at FLOOR, whatever the logits
+            g = g * (
+                p.gather(1, target) > 0
+            )  # a sampled token that is cut stands at FLOOR, whatever the logits
         dz = p.mul_(-g).scatter_add_(1, target, g)
-        return dz if self.scored.inv_temperature is None else dz.mul_(self.scored.inv_temperature[at])
+        return (
+            dz if self.scored.inv_temperature is None else dz.mul_(self.scored.inv_temperature[at])
+        )
 
     def pull_both(self, logp, at, g, g_entropy):
         """The logits' gradient for gradients of logp and of the entropy H, each (n, 1) or None.
@@ -496,7 +554,11 @@ class OneModelRows:
             out["top_logp"], out["top_ids"] = logp.topk(needs.topk, -1)
         if needs.tail:
             p_kth = self.p_kth[at, None].to(p.dtype)
-            of_support = torch.minimum(out["support_logp"].exp() / needs.lam, p_kth).mul_(self.support_on[at]).sum(-1)
+            of_support = (
+                torch.minimum(out["support_logp"].exp() / needs.lam, p_kth)
+                .mul_(self.support_on[at])
+                .sum(-1)
+            )
             of_all = torch.minimum(p.div_(needs.lam), p_kth, out=p).sum(-1)
             out["tail"] = (of_all - of_support).clamp_min_(0.0)
         if self.scored.cuts:
@@ -580,7 +642,9 @@ class TwoModelRows:
             return q * (gap if where is None else gap.gather(1, where))
         if where is None:  # q - p
             return q - logp.exp()
-        return q - logq.add_((lp - lq).gather(1, where)).exp_()  # inside the rest's bucket p is spread as q is
+        return (
+            q - logq.add_((lp - lq).gather(1, where)).exp_()
+        )  # inside the rest's bucket p is spread as q is
 
     def buckets(self, logp, logq):
         """(log p, log q) over the vocabulary, or over the policy's top-k and one bucket for the rest; each token's

@@ -72,7 +72,9 @@ class Records:
         allowed = np.concatenate(self.allowed, 1)
         place = allowed[0] * self.T + allowed[1]  # response and position as one number
         sizes = np.bincount(place, minlength=len(responses) * self.T).reshape(-1, self.T)
-        used = np.arange(self.T) < np.array([len(r.tokens) for r in responses])[:, None]  # not behind an end
+        used = (
+            np.arange(self.T) < np.array([len(r.tokens) for r in responses])[:, None]
+        )  # not behind an end
         if sizes[used].max() > max_allowed:
             raise UserError(set_too_large(max_allowed))
         ids = allowed[2, np.lexsort((allowed[2], place))].astype(np.int32)
@@ -120,4 +122,6 @@ def give_routed(responses, groups, prompts, routed) -> None:
     rows = iter(tokens)
     for prompt, group, experts in zip(prompts, groups, of_prompts, strict=True):
         for r in group:
-            r.routed = np.concatenate([experts[len(experts) - len(prompt) :], next(rows)[: len(r.tokens) - 1]])
+            r.routed = np.concatenate(
+                [experts[len(experts) - len(prompt) :], next(rows)[: len(r.tokens) - 1]]
+            )

@@ -105,7 +105,9 @@ class VLLMEngine:
         make_llm, self.make_params = import_vllm()
         self.dtype, self.fmt = dtype, fmt
         cuda = torch.cuda.is_available()
-        has_kernel = fmt is not None and (fmt.activations or (cuda and fmt.qmax == 7 and not quant.has_experts(folder)))
+        has_kernel = fmt is not None and (
+            fmt.activations or (cuda and fmt.qmax == 7 and not quant.has_experts(folder))
+        )
         self.packed = has_kernel  # whether it loads low-bit tensors, or exactly dequantized ones
         change_vllm(low_bits_on_cpu=fmt is not None and not cuda)
         shell = unread(folder)
@@ -130,7 +132,9 @@ class VLLMEngine:
             memory = {"gpu_memory_utilization": memory_gib or 0.25}
         else:
             of_a_token = cache_of_a_token(shell.config, getattr(torch, dtype).itemsize)
-            most = int(memory_gib * 2**30) or psutil.virtual_memory().available // (4 * LOCAL_WORLD_SIZE)
+            most = int(memory_gib * 2**30) or psutil.virtual_memory().available // (
+                4 * LOCAL_WORLD_SIZE
+            )
             wanted = int(memory_gib * 2**30) or cache_size(of_a_token, max_len, rows)
             one = cache_size(of_a_token, max_len, 1)
             need(
@@ -141,7 +145,9 @@ class VLLMEngine:
             memory = {"kv_cache_memory_bytes": min(wanted, most)}
         self.sleep_level, self.asleep = sleep_level if cuda else 0, False
         self.ranks = dist.new_subgroups(tp, backend="gloo")[0] if tp > 1 else None
-        settings |= memory | (among_ranks(tp) or transfer_settings())  # under torchrun vLLM lives in this process
+        settings |= memory | (
+            among_ranks(tp) or transfer_settings()
+        )  # under torchrun vLLM lives in this process
         settings["enable_sleep_mode"] = self.sleep_level > 0
         settings["enable_return_routed_experts"] = routing
         self.apart = "weight_transfer_config" in settings  # it is a process of its own
@@ -153,7 +159,11 @@ class VLLMEngine:
         settings["hf_overrides"] = overrides
         self.tp, self.kv_cache, self.held_rows = tp, kv_cache, vocabulary
         self.loads = 0  # of weights
-        with in_one_sentence(f"it does not start with {folder}"), vllm_leaves_no_trace(), own_shared_memory(self.ranks):
+        with (
+            in_one_sentence(f"it does not start with {folder}"),
+            vllm_leaves_no_trace(),
+            own_shared_memory(self.ranks),
+        ):
             self.llm = make_llm(folder, **settings)
 
     def _check(self, folder: str, size: int, cuda: bool) -> None:
@@ -188,7 +198,9 @@ class VLLMEngine:
         path, self.scratch = quantized_for_a_node(folder, self.fmt, self.packed)
         return path
 
-    def generate(self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int = 0):
+    def generate(
+        self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int = 0
+    ):
         """A list[Response] for each prompt: len(seeds[i]) responses to prompt i, int [P].
 
         Each response has a seed of its own, so that no sample depends on its batch. topk: K of the records.
@@ -203,11 +215,16 @@ class VLLMEngine:
         for their_prompts, their_seeds in before:
             for prompt, group in zip(their_prompts, their_seeds, strict=True):
                 # the cache of prefixes is keyed by the salt, so those of older weights are never used
-                request = {"prompt_token_ids": [int(t) for t in prompt], "cache_salt": str(self.loads)}
+                request = {
+                    "prompt_token_ids": [int(t) for t in prompt],
+                    "cache_salt": str(self.loads),
+                }
                 for seed in group:
                     requests.append(request)
                     params.append(self._sampling_params(sampling, seed, K, stop_ids))
-        outputs = [output.outputs[0] for output in self.llm.generate(requests, params, use_tqdm=False)]
+        outputs = [
+            output.outputs[0] for output in self.llm.generate(requests, params, use_tqdm=False)
+        ]
         first = sum(len(group) for _, theirs in before[:own] for group in theirs)
         mine = outputs[first : first + sum(map(len, seeds))]
         return grouped(self._responses(mine, K, topk, max_allowed) if mine else [], seeds)
@@ -323,13 +340,19 @@ class VLLMEngine:
     def logprobs(self, ids: np.ndarray) -> np.ndarray:
         """log p(ids[t] | ids[:t]) for t >= 1 at temperature 1, in nats: (R, L) -> float32 (R, L - 1)."""
         self._wake()
-        params = self.make_params(max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+        params = self.make_params(
+            max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False
+        )
         requests = [{"prompt_token_ids": row} for row in ids.tolist()]
         rows = []
         for output in self.llm.generate(requests, params, use_tqdm=False):
             flat = output.prompt_logprobs
-            spans = zip(flat.start_indices, flat.end_indices, strict=True)  # empty for the first token
-            rows.append([flat.logprobs[start] for start, end in spans if end > start][-(ids.shape[1] - 1) :])
+            spans = zip(
+                flat.start_indices, flat.end_indices, strict=True
+            )  # empty for the first token
+            rows.append(
+                [flat.logprobs[start] for start, end in spans if end > start][-(ids.shape[1] - 1) :]
+            )
         return np.array(rows, np.float32)
 
     def close(self) -> None:
@@ -369,7 +392,9 @@ def cache_size(of_a_token: int, max_len: int, rows: int) -> int:
 
 def has_other_caches(config) -> bool:
     """Whether some layers keep less than every token's keys and values."""
-    return bool(set(getattr(config.get_text_config(), "layer_types", None) or []) - {"full_attention"})
+    return bool(
+        set(getattr(config.get_text_config(), "layer_types", None) or []) - {"full_attention"}
+    )
 
 
 def cached_tokens(config, number: int) -> int:
@@ -414,7 +439,9 @@ class HFEngine:
         if exact:
             as_sampler(self.model, dtype, head_fp32, vocabulary)
         self.device = device
-        self.batch_tokens = batch_tokens or cached_tokens(model.config, getattr(torch, dtype).itemsize)
+        self.batch_tokens = batch_tokens or cached_tokens(
+            model.config, getattr(torch, dtype).itemsize
+        )
         self.raw = logprobs_mode == "raw"
         self.head_fp32, self.vocabulary = head_fp32 and not exact, vocabulary
         self.kv_cache, self.fused, self.tp, self.held_rows = kv_cache, {}, 1, None
@@ -424,14 +451,18 @@ class HFEngine:
             f"--kv_cache_dtype={kv_cache}: this model also has layers of {', '.join(sorted(kinds))}; use auto",
         )
         self.routing: Routing | None = None
-        self.routed = None  # experts of the tokens that were read last, (n, tokens, layers, k) int16
+        self.routed = (
+            None  # experts of the tokens that were read last, (n, tokens, layers, k) int16
+        )
 
     def record_routing(self) -> HFEngine:
         """Say of what is sampled from here on which experts each token went to (Response.routed)."""
         self.routing = Routing(self.model)
         return self
 
-    def generate(self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int = 0):
+    def generate(
+        self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int = 0
+    ):
         """As VLLMEngine.generate, in batches that fit into `batch_tokens`."""
         if not sampling.truncates:
             max_allowed = 0
@@ -461,17 +492,23 @@ class HFEngine:
             yield batch
 
     @torch.no_grad()
-    def _decode(self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int) -> list[Response]:
+    def _decode(
+        self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int
+    ) -> list[Response]:
         """All responses of one batch, N of them, token by token."""
         T = sampling.max_tokens
         every = list(chain.from_iterable(seeds))
-        u = torch.from_numpy(np.stack([uniforms(T, "sample", seed) for seed in every])).to(self.device)  # (N, T)
+        u = torch.from_numpy(np.stack([uniforms(T, "sample", seed) for seed in every])).to(
+            self.device
+        )  # (N, T)
         stop = torch.tensor(stop_ids, device=self.device)
         records = Records(len(u), T, topk, self.device)
         logits, rows = self._read_prompts(prompts, [len(group) for group in seeds])
         routed = [(rows.which, self.routed)]  # of the prompts, and then of each token behind them
         for t in range(T):
-            z, gone = truncate(logits * (1.0 / torch.tensor(sampling.temperature)), sampling)  # the learner's factor
+            z, gone = truncate(
+                logits * (1.0 / torch.tensor(sampling.temperature)), sampling
+            )  # the learner's factor
             logp = z.log_softmax(-1)
             token = pick(logp, u[rows.which, t, None])
             if self.raw:
@@ -483,7 +520,9 @@ class HFEngine:
             n_going = int(going.sum())
             if t == T - 1 or n_going == 0:
                 break
-            if n_going < 0.75 * len(going):  # below that, copying the cache costs more than it saves
+            if n_going < 0.75 * len(
+                going
+            ):  # below that, copying the cache costs more than it saves
                 rows.shrink(going)
                 token = token[going]
             logits = self._step(token, rows)
@@ -515,7 +554,9 @@ class HFEngine:
         position = mask.sum(1)[prompt_of]
         if self.exact:
             cache, padded = in_order(cache, position), False
-        rows = Rows(which=which, position=position, mask=mask[prompt_of] if padded else None, cache=cache)
+        rows = Rows(
+            which=which, position=position, mask=mask[prompt_of] if padded else None, cache=cache
+        )
         return logits[prompt_of], rows
 
     def _empty(self) -> dict:
@@ -527,7 +568,10 @@ class HFEngine:
         if rows.mask is not None:
             rows.mask = torch.cat([rows.mask, rows.mask.new_ones(len(rows.mask), 1)], 1)
         logits, rows.cache = self._forward(
-            token, attention_mask=rows.mask, past_key_values=rows.cache, position_ids=rows.position[:, None]
+            token,
+            attention_mask=rows.mask,
+            past_key_values=rows.cache,
+            position_ids=rows.position[:, None],
         )
         rows.position = rows.position + 1
         return logits
@@ -551,7 +595,10 @@ class HFEngine:
         """Copy the weights in place.
 
         An unknown name or another shape is an error; a missing name is left for the probe to find."""
-        own = {**dict(self.model.named_parameters(remove_duplicate=False)), **dict(self.model.named_buffers())}
+        own = {
+            **dict(self.model.named_parameters(remove_duplicate=False)),
+            **dict(self.model.named_buffers()),
+        }
         if self.packed:
             named_tensors = quant.load_quantized(self.model, named_tensors)
         for name, tensor in named_tensors:
@@ -559,7 +606,10 @@ class HFEngine:
 
     def held(self) -> tuple[dict, dict]:
         """As VLLMEngine.held; nothing is packed."""
-        own = {**dict(self.model.named_parameters(remove_duplicate=False)), **dict(self.model.named_buffers())}
+        own = {
+            **dict(self.model.named_parameters(remove_duplicate=False)),
+            **dict(self.model.named_buffers()),
+        }
         if self.packed:
             own |= quant.held_quantized(self.model)
         return checksums(own), {}
@@ -567,14 +617,20 @@ class HFEngine:
     @torch.no_grad()
     def logprobs(self, ids: np.ndarray) -> np.ndarray:
         """log p(ids[t] | ids[:t]) for t >= 1 at temperature 1, in nats: (R, L) -> float32 (R, L - 1)."""
-        rows = torch.from_numpy(ids).to(self.device).split(rows_at_once(self.model.config, ids.shape[1]))
+        rows = (
+            torch.from_numpy(ids)
+            .to(self.device)
+            .split(rows_at_once(self.model.config, ids.shape[1]))
+        )
         return torch.cat([self._logprobs_of(some) for some in rows]).cpu().numpy()
 
     def _logprobs_of(self, ids):
         """The same of a tensor, all rows at once. Of a cache that rounds, too: that is the engine's error (sync.py)."""
         cached = self.kv_cache != "auto"
         if self.head_fp32:
-            hidden = self.model.base_model(input_ids=ids, use_cache=cached, **self._empty()).last_hidden_state
+            hidden = self.model.base_model(
+                input_ids=ids, use_cache=cached, **self._empty()
+            ).last_hidden_state
             logits = Head.of(self.model.config).of_layer(self.model.get_output_embeddings(), hidden)
         else:
             logits = self.model(input_ids=ids, use_cache=cached, **self._empty()).logits
@@ -635,9 +691,17 @@ def make_engine(
         vocabulary=vocabulary,
     )
     if cfg.rollout == "hf":
-        engine = HFEngine(folder, device=device, exact=cfg.exact, kv_cache=cfg.kv_cache_dtype, **shared)
+        engine = HFEngine(
+            folder, device=device, exact=cfg.exact, kv_cache=cfg.kv_cache_dtype, **shared
+        )
         return engine.record_routing() if cfg.router_replay else engine
-    own = dict(seed=cfg.seed, memory_gib=cfg.rollout_memory, kv_cache=cfg.kv_cache_dtype, tp=cfg.rollout_tp)
+    own = dict(
+        seed=cfg.seed, memory_gib=cfg.rollout_memory, kv_cache=cfg.kv_cache_dtype, tp=cfg.rollout_tp
+    )
     own["routing"] = cfg.router_replay
-    own["rows"] = getattr(cfg, "rollout_batch", MOST_ROWS) // (dist.get_world_size() if dist.is_initialized() else 1)
-    return VLLMEngine(folder, max_len=max_len, max_logprobs=topk, sleep_level=sleep_level, **own, **shared)
+    own["rows"] = getattr(cfg, "rollout_batch", MOST_ROWS) // (
+        dist.get_world_size() if dist.is_initialized() else 1
+    )
+    return VLLMEngine(
+        folder, max_len=max_len, max_logprobs=topk, sleep_level=sleep_level, **own, **shared
+    )

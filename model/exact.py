@@ -53,13 +53,24 @@ from sampling import Sampling
 # tokens in one product with a weight. AVX2's kernel takes six rows at a time, and rounds the last two of 32 otherwise:
 # 96, its half and its quarter, the parts of two and four threads, leave none over
 ROWS = {"cpu": 96, "tiles": 256, "cuda": 256}
-QUERIES = {"cpu": 1, "cuda": 64}  # in a block of attention, whose rows are these queries of heads with the same keys
+QUERIES = {
+    "cpu": 1,
+    "cuda": 64,
+}  # in a block of attention, whose rows are these queries of heads with the same keys
 AT_ONCE = 128  # queries in one call
 KEYS = 16  # keys come in multiples of this: what is left over is added up by other code
 WHOLE = 512  # keys that torch's kernel takes at a time; a product over more than half of them is cut by their number
-UNSEEN = -1e30  # added to the score of a key that a query does not see: finite, for a query that sees none
+UNSEEN = (
+    -1e30
+)  # added to the score of a key that a query does not see: finite, for a query that sees none
 
-FAMILIES = ("granite", "llama", "mistral", "qwen2", "qwen3")  # tested: they consist of what the table names
+FAMILIES = (
+    "granite",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+)  # tested: they consist of what the table names
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -71,7 +82,9 @@ def product(x, weight):
     """x W^T of x (M, K) and W (N, K), (M, N) in float32 (or float64): ROWS rows at a time."""
     if x.dtype == torch.bfloat16 and not x.is_cuda:
         x, weight = x.float(), weight.float()
-    return by_rows(plain_product, x, weight, torch.promote_types(x.dtype, torch.float32), ROWS[x.device.type])
+    return by_rows(
+        plain_product, x, weight, torch.promote_types(x.dtype, torch.float32), ROWS[x.device.type]
+    )
 
 
 def rounded_product(x, weight):
@@ -179,7 +192,9 @@ class ExactLinear(nn.Linear):
 
     @classmethod
     def from_linear(cls, layer: nn.Linear) -> ExactLinear:
-        exact = cls(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        exact = cls(
+            layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta"
+        )
         exact.weight, exact.bias = layer.weight, layer.bias
         return exact.train(layer.training)
 
@@ -198,7 +213,11 @@ class ExactLinear(nn.Linear):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         with torch.autocast(device, enabled=False):
             flat, weight = x.reshape(-1, x.shape[-1]).to(dtype), self.rounded(dtype)
-            y = Multiply.apply(flat, self.weight, weight) if torch.is_grad_enabled() else rounded_product(flat, weight)
+            y = (
+                Multiply.apply(flat, self.weight, weight)
+                if torch.is_grad_enabled()
+                else rounded_product(flat, weight)
+            )
         y = y.view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias.to(dtype)
 
@@ -213,7 +232,11 @@ class SiLU(nn.Module):
     """x / (1 + exp(-x))."""
 
     def forward(self, x):
-        return WithGradientOf.apply(quotient, torch_silu, x) if torch.is_grad_enabled() else quotient(x)
+        return (
+            WithGradientOf.apply(quotient, torch_silu, x)
+            if torch.is_grad_enabled()
+            else quotient(x)
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -232,7 +255,9 @@ class Seen(NamedTuple):
 
     mask: torch.Tensor  # (B, 1, Q, K) bool
     added: torch.Tensor  # (B, 1, Q, room(K)) to the scores of the keys in `order`: 0, or UNSEEN
-    order: torch.Tensor | None  # (B, room(K)): the keys in order, those that no query sees last; None: as they are
+    order: (
+        torch.Tensor | None
+    )  # (B, room(K)): the keys in order, those that no query sees last; None: as they are
 
     @classmethod
     def of(cls, mask) -> Seen:
@@ -249,7 +274,9 @@ class Seen(NamedTuple):
     def in_order(self, x):
         """Keys or values (B, H, K, D) -> (B, H, room(K), D) in float32, in order, filled up with what is not seen."""
         x = x.float()
-        return longer(x, room(x.shape[2]) - x.shape[2]) if self.order is None else taken(x, self.order)
+        return (
+            longer(x, room(x.shape[2]) - x.shape[2]) if self.order is None else taken(x, self.order)
+        )
 
 
 def seen(**how) -> Seen:
@@ -278,19 +305,35 @@ def attention(module, query, key, value, attention_mask: Seen, scaling: float, *
 def ordinary_attention(mask, scaling: float, query, key, value):
     """The same by torch, (B, heads, Q, D) in float32."""
     query, key, value = query.float(), key.float(), value.float()
-    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True
+    )
 
 
 def exact_attention(seen: Seen, scaling: float, dtype: torch.dtype, query, key, value):
     """The same, block by block, (B, heads, Q, D) in this type."""
     B, heads, Q, D = query.shape
     H, K = key.shape[1:3]
-    shared, size = heads // H, QUERIES[query.device.type]  # heads with the same keys, and queries, of a block
-    key, value = (seen.in_order(x).flatten(0, 1)[:, None] for x in (key, value))  # (B H, 1, room(K), D)
-    query = longer(query.float(), -Q % size).reshape(B * H, shared, -1, size, D).transpose(1, 2).flatten(2, 3)
-    added = longer(seen.added, -Q % size).unflatten(2, (-1, 1, size))  # (B, 1, blocks, 1, size, room(K))
+    shared, size = (
+        heads // H,
+        QUERIES[query.device.type],
+    )  # heads with the same keys, and queries, of a block
+    key, value = (
+        seen.in_order(x).flatten(0, 1)[:, None] for x in (key, value)
+    )  # (B H, 1, room(K), D)
+    query = (
+        longer(query.float(), -Q % size)
+        .reshape(B * H, shared, -1, size, D)
+        .transpose(1, 2)
+        .flatten(2, 3)
+    )
+    added = longer(seen.added, -Q % size).unflatten(
+        2, (-1, 1, size)
+    )  # (B, 1, blocks, 1, size, room(K))
     outs, last = [], 0
-    for some, mask in zip(query.split(AT_ONCE // size, 1), added.split(AT_ONCE // size, 2), strict=True):
+    for some, mask in zip(
+        query.split(AT_ONCE // size, 1), added.split(AT_ONCE // size, 2), strict=True
+    ):
         n_blocks = some.shape[1]
         last += n_blocks * size  # of these queries
         n = min(key.shape[2], room(K - Q + last))  # no key behind these is seen
@@ -340,7 +383,15 @@ def as_sampler(model, dtype: str, head_fp32: bool, vocabulary: int | None):
     return model
 
 
-def forward(model, dtype: torch.dtype, head_fp32: bool, vocabulary: int | None, input_ids, logits_to_keep=0, **more):
+def forward(
+    model,
+    dtype: torch.dtype,
+    head_fp32: bool,
+    vocabulary: int | None,
+    input_ids,
+    logits_to_keep=0,
+    **more,
+):
     """A model's forward: logits (B, S, V) in float32, of the last `logits_to_keep` places or of all."""
     cache = more.get("past_key_values")
     if cache is not None:
@@ -351,7 +402,9 @@ def forward(model, dtype: torch.dtype, head_fp32: bool, vocabulary: int | None, 
     layer = model.get_output_embeddings()
     made = Head.of(model.config, vocabulary, product)
     logits = made.logits(hidden.flatten(0, 1), layer.rounded(hidden.dtype), layer.bias)
-    return SimpleNamespace(logits=logits.unflatten(0, hidden.shape[:2]), past_key_values=out.past_key_values)
+    return SimpleNamespace(
+        logits=logits.unflatten(0, hidden.shape[:2]), past_key_values=out.past_key_values
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -54,7 +54,9 @@ class Head:
     def of(cls, config, width: int | None = None, multiply: Callable = product) -> Head:
         """The head that a model's config names."""
         config = config.get_text_config()
-        scale = (getattr(config, "logit_scale", None) or 1.0) / getattr(config, "logits_scaling", 1.0)
+        scale = (getattr(config, "logit_scale", None) or 1.0) / getattr(
+            config, "logits_scaling", 1.0
+        )
         return cls(scale, getattr(config, "final_logit_softcapping", None), width, multiply)
 
     def logits(self, hidden, weight, bias=None):
@@ -71,7 +73,9 @@ class Head:
     def of_layer(self, layer, hidden):
         """The same in float32, whatever the type of a model's output embedding `layer` and of its hidden states."""
         bias = getattr(layer, "bias", None)
-        return self.logits(hidden.float(), layer.weight.float(), None if bias is None else bias.float())
+        return self.logits(
+            hidden.float(), layer.weight.float(), None if bias is None else bias.float()
+        )
 
     def slope(self, z):
         """d logits / d (h W^T + b) from the logits: (n, width) where there is a cap, else a number; None: 1."""
@@ -104,9 +108,14 @@ class ChunkedHead(torch.autograd.Function):
         N = len(tensors[0])
         outs = None
         for at in chunks(max(N, 1), chunk, N):  # no token at all: empty outputs
-            got = rows([head.logits(h[at], w, b) for head, (h, w, b) in zip(heads, models, strict=True)], at)
+            got = rows(
+                [head.logits(h[at], w, b) for head, (h, w, b) in zip(heads, models, strict=True)],
+                at,
+            )
             if outs is None:
-                outs = {name: got[name].new_empty((N,) + got[name].shape[1:]) for name in rows.outputs}
+                outs = {
+                    name: got[name].new_empty((N,) + got[name].shape[1:]) for name in rows.outputs
+                }
             for name in rows.outputs:
                 outs[name][at] = got[name]
         ctx.rows, ctx.chunk, ctx.heads = rows, chunk, heads
@@ -121,12 +130,19 @@ class ChunkedHead(torch.autograd.Function):
         tensors, rows, heads = ctx.saved_tensors, ctx.rows, ctx.heads
         models = in_threes(tensors)
         grads = grads[: rows.differentiable]
-        d_tensors = [torch.zeros_like(x) if n else None for x, n in zip(tensors, ctx.needs_input_grad[3:], strict=True)]
+        d_tensors = [
+            torch.zeros_like(x) if n else None
+            for x, n in zip(tensors, ctx.needs_input_grad[3:], strict=True)
+        ]
         N = len(tensors[0])
         for at in chunks(N, ctx.chunk, N):
-            logits = [head.logits(h[at], w, b) for head, (h, w, b) in zip(heads, models, strict=True)]
+            logits = [
+                head.logits(h[at], w, b) for head, (h, w, b) in zip(heads, models, strict=True)
+            ]
             slopes = [head.slope(z) for head, z in zip(heads, logits, strict=True)]
-            d_logits = rows.backward(logits, at, [None if g is None else g[at, None] for g in grads])
+            d_logits = rows.backward(
+                logits, at, [None if g is None else g[at, None] for g in grads]
+            )
             del logits
             for m, (hidden, weight, _) in enumerate(models):
                 if d_logits[m] is not None:
@@ -140,7 +156,10 @@ class ChunkedHead(torch.autograd.Function):
 def score(head: Head, layer, hidden, ids):
     """log p(ids[t] | ids[:t]) for t >= 1, (R, L - 1) in float32, by a model's output embedding `layer` on the hidden
     states (R, L, H) of the sequences ids (R, L)."""
-    flat, following = hidden.flatten(0, 1), ids.roll(-1, 1).flatten()[:, None]  # the last of a row is cut off below
+    flat, following = (
+        hidden.flatten(0, 1),
+        ids.roll(-1, 1).flatten()[:, None],
+    )  # the last of a row is cut off below
     out = flat.new_empty(len(flat), dtype=torch.float32)
     for at in chunks(len(flat), chunk_rows(len(layer.weight)), len(flat)):
         z = head.of_layer(layer, flat[at])
@@ -168,7 +187,10 @@ def accumulate(d_model, dz, hidden, weight, at) -> None:
 
 def in_threes(tensors) -> list[tuple]:
     """(hidden, weight, bias) of each model, its weight in the type of its hidden states."""
-    return [(h, w.to(h.dtype), b) for h, w, b in zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True)]
+    return [
+        (h, w.to(h.dtype), b)
+        for h, w, b in zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True)
+    ]
 
 
 def chunks(total: int, size: int, end: int) -> list[slice]:

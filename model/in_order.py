@@ -18,16 +18,22 @@ class InOrder(DynamicLayer):
         super().__init__()
         P = layer.keys.shape[2]
         places = torch.arange(room(P), device=lengths.device) + (P - lengths)[:, None]
-        self.keys, self.values = (taken(x.float(), places.clamp_max(P - 1)) for x in (layer.keys, layer.values))
+        self.keys, self.values = (
+            taken(x.float(), places.clamp_max(P - 1)) for x in (layer.keys, layer.values)
+        )
         self.lengths = lengths
         self.longest = P  # no row is longer
         self.is_initialized = True
 
     def update(self, key, value, *_, **__):
         """Write a new token's, (B, H, 1, D); all keys and values, those without a token behind them."""
-        self.keys, self.values = (longer(x, self.room() - x.shape[2]) for x in (self.keys, self.values))
+        self.keys, self.values = (
+            longer(x, self.room() - x.shape[2]) for x in (self.keys, self.values)
+        )
         B, H, K, _ = self.keys.shape
-        rows = K * torch.arange(B * H, device=self.lengths.device).view(B, H) + self.lengths[:, None]
+        rows = (
+            K * torch.arange(B * H, device=self.lengths.device).view(B, H) + self.lengths[:, None]
+        )
         for x, new in ((self.keys, key), (self.values, value)):
             x.view(B * H * K, -1).index_copy_(0, rows.flatten(), new.float().flatten(0, 2))
         self.lengths = self.lengths + 1
@@ -50,7 +56,9 @@ class InOrder(DynamicLayer):
         return self.room()
 
     def batch_select_indices(self, rows) -> None:
-        self.keys, self.values, self.lengths = (x.index_select(0, rows) for x in (self.keys, self.values, self.lengths))
+        self.keys, self.values, self.lengths = (
+            x.index_select(0, rows) for x in (self.keys, self.values, self.lengths)
+        )
 
 
 class EightBits(DynamicLayer):
@@ -59,7 +67,10 @@ class EightBits(DynamicLayer):
     s round(x / s),  s = max |x| / 127 over the entries of a token's head."""
 
     def update(self, key, value, *more, **named):
-        rounded = [quant.dequantize(*quant.quantize(x.float(), 127.0, torch.int8), x.dtype) for x in (key, value)]
+        rounded = [
+            quant.dequantize(*quant.quantize(x.float(), 127.0, torch.int8), x.dtype)
+            for x in (key, value)
+        ]
         return super().update(*rounded, *more, **named)
 
 

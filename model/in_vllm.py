@@ -60,7 +60,9 @@ def _change_vllm(low_bits_on_cpu: bool) -> None:
     change(VocabParallelEmbedding, "weight_loader", without_padding)
     change(Base, "_decorate_for_torch_compile", class_stays_the_learners)
     if not torch.cuda.is_available():
-        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+            UnquantizedFusedMoEMethod,
+        )
 
         change(UnquantizedFusedMoEMethod, "process_weights_after_loading", pack_experts_anew)
     if low_bits_on_cpu:
@@ -208,8 +210,12 @@ def import_vllm():
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not torch.cuda.is_available():
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else it compiles for 18 s at the first log-probability
-        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # else it takes the learner's away
+        os.environ.setdefault(
+            "TORCHDYNAMO_DISABLE", "1"
+        )  # else it compiles for 18 s at the first log-probability
+        os.environ.setdefault(
+            "OMP_NUM_THREADS", str(torch.get_num_threads())
+        )  # else it takes the learner's away
     try:
         from vllm import LLM, SamplingParams
     except ImportError as e:
@@ -243,7 +249,10 @@ def own_shared_memory(ranks):
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Launched
 
     own, met = f"run{os.getppid()}", Launched._distributed_args
-    Launched._distributed_args = lambda self: (f"env://:{own}", *met(self)[1:])  # they have met already
+    Launched._distributed_args = lambda self: (
+        f"env://:{own}",
+        *met(self)[1:],
+    )  # they have met already
     try:
         yield
     finally:
@@ -286,7 +295,9 @@ def checksums_of(model) -> tuple[dict, dict]:
     in_memory = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     packed = {}
     for prefix, module in model.named_modules():
-        packed |= {f"{prefix}.{name}": known for name, known in vars(module).get("handed_over", {}).items()}
+        packed |= {
+            f"{prefix}.{name}": known for name, known in vars(module).get("handed_over", {}).items()
+        }
     return checksums({name: x for name, x in in_memory.items() if x.numel()}), packed
 
 
@@ -302,7 +313,9 @@ def summed_over(ranks, known: dict) -> dict:
         return known
     sums = [None] * ranks.size()
     dist.all_gather_object(sums, {name: value for name, (value, _) in known.items()}, group=ranks)
-    return {name: (wrap(sum(one[name] for one in sums)), dtype) for name, (_, dtype) in known.items()}
+    return {
+        name: (wrap(sum(one[name] for one in sums)), dtype) for name, (_, dtype) in known.items()
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -316,13 +329,17 @@ def transfer_settings() -> dict:
     It lives in this process, unless VLLM_ENABLE_V1_MULTIPROCESSING=1 is set outside."""
     if not torch.cuda.is_available() or os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "1":
         return {}
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # or it reads no handles; the process is a child of this one
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = (
+        "1"  # or it reads no handles; the process is a child of this one
+    )
     return {"weight_transfer_config": {"backend": "ipc"}}
 
 
 def has_head(model) -> bool:
     """Whether vLLM's model has a module for `lm_head.weight`; some tied ones take the embedding itself."""
-    return any(name.split(".")[-1] == "lm_head" for name, _ in model.named_modules(remove_duplicate=False))
+    return any(
+        name.split(".")[-1] == "lm_head" for name, _ in model.named_modules(remove_duplicate=False)
+    )
 
 
 def hand_over(llm, named_tensors, apart: bool) -> None:
@@ -350,7 +367,9 @@ def in_buckets(named_tensors):
         if bucket and size + x.nbytes > BUCKET:
             yield bucket
             bucket, size = [], 0
-        bucket.append((name, x.detach().cuda().contiguous()))  # shapes, and what comes from a file, lie on the host
+        bucket.append(
+            (name, x.detach().cuda().contiguous())
+        )  # shapes, and what comes from a file, lie on the host
         size += x.nbytes
     if bucket:
         yield bucket

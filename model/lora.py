@@ -49,7 +49,9 @@ def attach(model, cfg: Config, folder: Path | None = None):
     adapted = "all-linear"
     if quant.expert_parameters(model):  # peft would adapt experts too
         adapted = sorted({name.rpartition(".")[2] for name in quant.quantized_linears(model)})
-    config = peft.LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules=adapted, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules=adapted, task_type="CAUSAL_LM"
+    )
     with torch.random.fork_rng(devices=[]):  # peft draws adapters, which `start` overwrites
         peft.inject_adapter_in_model(config, model, adapter_name=NAME)
     if not any(p.is_meta for p in model.parameters()):
@@ -104,7 +106,9 @@ def merged(model, state: dict, whole, only=None):
     the base model; of a model without adapters just its own. whole: gathers a tensor from all ranks. only: names to
     yield; None: all."""
     for name, x in state.items():
-        if is_adapters(name) or (only is not None and name.replace(".base_layer.", ".") not in only):
+        if is_adapters(name) or (
+            only is not None and name.replace(".base_layer.", ".") not in only
+        ):
             continue
         x = whole(x)
         layer, is_base, part = name.partition(".base_layer.")
@@ -202,7 +206,8 @@ def check(cfg: Config) -> None:
     if cfg.lora_rank == 0:
         return
     need(
-        cfg.optimizer != "muon", f"{rank}: --optimizer=muon orthogonalises whole matrices, not their factors; use adamw"
+        cfg.optimizer != "muon",
+        f"{rank}: --optimizer=muon orthogonalises whole matrices, not their factors; use adamw",
     )
     need(
         cfg.learner_quant == "none",
@@ -214,7 +219,10 @@ def check(cfg: Config) -> None:
 
 def need_peft(flag: str) -> None:
     found = importlib.util.find_spec("peft") is not None
-    need(found, f"{flag}: the package peft is not installed here; pip install peft, or leave the flag out")
+    need(
+        found,
+        f"{flag}: the package peft is not installed here; pip install peft, or leave the flag out",
+    )
 
 
 @dataclass(frozen=True)
@@ -233,13 +241,20 @@ def main(argv: list[str] | None = None) -> None:
     flags = parse_flags(MergeFlags, argv, "python -m model.lora --adapter=FOLDER --out=FOLDER")
     folder, out = Path(flags.adapter), Path(flags.out)
     need(flags.adapter and flags.out, "--adapter and --out: name both folders")
-    named = read_json(folder / "adapter_config.json", "name a folder of adapters, such as .../policy_adapter")
+    named = read_json(
+        folder / "adapter_config.json", "name a folder of adapters, such as .../policy_adapter"
+    )
     base = flags.base or str(named["base_model_name_or_path"])
-    need((Path(base) / "config.json").is_file(), f"{base}: no model there; name the adapters' base model with --base")
+    need(
+        (Path(base) / "config.json").is_file(),
+        f"{base}: no model there; name the adapters' base model with --base",
+    )
     need(not out.exists(), f"--out={out}: there is something already; name a new folder")
     need_peft("--adapter")
     model = attach(
-        load_model(base), SimpleNamespace(lora_rank=named["r"], lora_alpha=named["lora_alpha"], seed=0), folder
+        load_model(base),
+        SimpleNamespace(lora_rank=named["r"], lora_alpha=named["lora_alpha"], seed=0),
+        folder,
     )
     tensors = dict(merged(model, model.state_dict(), torch.Tensor.detach))
     save_model(read_config(base), tensors, read_tokenizer(base), out, base)

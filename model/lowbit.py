@@ -32,7 +32,9 @@ def quantized_checkpoint(folder: str, fmt: Format, out: str, packed: bool = True
     model, named_tensors = stored_tensors(folder)
     tied = model.config.tie_word_embeddings  # also where the files have two
     stream = by_expert(for_engine(named_tensors, model, fmt, packed), expert_parameters(model))
-    write_parts(((name, x) for name, x in stream if not (tied and name == "lm_head.weight")), Path(out))
+    write_parts(
+        ((name, x) for name, x in stream if not (tied and name == "lm_head.weight")), Path(out)
+    )
     return out
 
 
@@ -58,12 +60,16 @@ def stored_tensors(folder: str):
 
     stored, model = memory.Stored(folder), memory.unread(folder)
     tensors = stored.named(model)
-    embedding = next(name for name, p in model.named_parameters() if p is model.get_input_embeddings().weight)
+    embedding = next(
+        name for name, p in model.named_parameters() if p is model.get_input_embeddings().weight
+    )
     if not stored.fit(model, tensors) or embedding not in tensors:
         whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         return whole, whole.state_dict().items()
     pieces = {name: stored.pieces(name, 0, len(x)) for name, x in tensors.items()}
-    return model, ((name, torch.cat([piece.float() for _, piece in rows])) for name, rows in pieces.items())
+    return model, (
+        (name, torch.cat([piece.float() for _, piece in rows])) for name, rows in pieces.items()
+    )
 
 
 def write_parts(named_tensors, out: Path) -> None:
@@ -88,7 +94,9 @@ def write_parts(named_tensors, out: Path) -> None:
         files[0][0].rename(out / "model.safetensors")
         return
     index = {name: path.name for path, names in files for name in names}
-    (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}, indent=1))
+    (out / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index}, indent=1)
+    )
 
 
 def engine_config(fmt: Format) -> dict:
@@ -96,8 +104,20 @@ def engine_config(fmt: Format) -> dict:
     kind = "float" if fmt.dtype.is_floating_point else "int"
     if fmt.activations:
         style = f"{kind}-quantized"
-        weights = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel", "dynamic": False}
-        inputs = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
+        weights = {
+            "num_bits": 8,
+            "type": kind,
+            "symmetric": True,
+            "strategy": "channel",
+            "dynamic": False,
+        }
+        inputs = {
+            "num_bits": 8,
+            "type": kind,
+            "symmetric": True,
+            "strategy": "token",
+            "dynamic": True,
+        }
     else:
         style = "pack-quantized"
         weights = {
@@ -114,5 +134,7 @@ def engine_config(fmt: Format) -> dict:
         "format": style,
         "quantization_status": "compressed",
         "ignore": ["lm_head", *(rf"re:.*\.{name}(\..*)?$" for name in ROUTERS)],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+        },
     }

@@ -66,7 +66,9 @@ def fill(models: nn.Module, device: str) -> None:
     Parameters remain the same objects. UserError, one sentence: `load_model`'s."""
     if any(x.device != torch.device(device) for x in chain(models.parameters(), models.buffers())):
         with parameters_stay_objects():
-            models._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x.to(device))
+            models._apply(
+                lambda x: torch.empty_like(x, device=device) if x.is_meta else x.to(device)
+            )
     for model in models.children():
         if hasattr(model, "on_disk"):
             source = vars(model).pop("on_disk")
@@ -127,7 +129,11 @@ def read_whole(tensors: dict, folder: Path | str) -> None:
         dist.broadcast_object_list(why, src=0)
     need(not why[0], why[0])
     for name, x in tensors.items():
-        whole = loaded[name].to(x.device, x.dtype) if loaded else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        whole = (
+            loaded[name].to(x.device, x.dtype)
+            if loaded
+            else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        )
         lora.write(x, whole)
 
 
@@ -156,11 +162,18 @@ class Stored:
             if not lora.is_adapters(name):
                 names.setdefault(id(x), []).append(name.replace(".base_layer.", "."))
                 tensors[id(x)] = x
-        return {next((n for n in names[i] if n in self.files), names[i][0]): x for i, x in tensors.items()}
+        return {
+            next((n for n in names[i] if n in self.files), names[i][0]): x
+            for i, x in tensors.items()
+        }
 
     def fit(self, model, tensors: dict) -> bool:
         """Whether the files have each of these tensors, under its name and in its shape, as plain numbers."""
-        if not self.types <= PLAIN or hasattr(model.config, "quantization_config") or rearranges(model):
+        if (
+            not self.types <= PLAIN
+            or hasattr(model.config, "quantization_config")
+            or rearranges(model)
+        ):
             return False
         return all(x.ndim and self.shape(name, x) == list(x.shape) for name, x in tensors.items())
 
@@ -188,12 +201,23 @@ class Stored:
         opened = {}
         for e in range(first, last):
             for part in expert_parts(name, e):
-                opened[self.files[part]] = opened.get(self.files[part]) or safe_open(self.files[part], "pt")
-            yield e, torch.cat([opened[self.files[part]].get_tensor(part) for part in expert_parts(name, e)])[None]
+                opened[self.files[part]] = opened.get(self.files[part]) or safe_open(
+                    self.files[part], "pt"
+                )
+            yield (
+                e,
+                torch.cat(
+                    [opened[self.files[part]].get_tensor(part) for part in expert_parts(name, e)]
+                )[None],
+            )
 
     def has_two(self, model) -> bool:
         """Whether head and embedding, which the config ties, are there as two different tensors."""
-        tied = [name for name, p in model.named_parameters(remove_duplicate=False) if p is self.head_of(model)]
+        tied = [
+            name
+            for name, p in model.named_parameters(remove_duplicate=False)
+            if p is self.head_of(model)
+        ]
         found = [name for name in tied if name in self.files]
         if len(found) < 2 or self.shapes[found[0]] != self.shapes[found[1]]:
             return False
@@ -209,7 +233,9 @@ class Stored:
 def expert_parts(name: str, e: int) -> list[str]:
     """The names in files of the matrices of expert e in a tensor of all experts (quant.by_expert); [] for others."""
     layer, experts, kind = name.rpartition(".experts.")
-    halves = {"gate_up_proj": ["gate", "up"], "down_proj": ["down"]}.get(kind, []) if experts else []
+    halves = (
+        {"gate_up_proj": ["gate", "up"], "down_proj": ["down"]}.get(kind, []) if experts else []
+    )
     return [f"{layer}.experts.{e}.{half}_proj.weight" for half in halves]
 
 
@@ -218,7 +244,9 @@ def rearranges(model) -> bool:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     known = {"MergeModulelist", "Concatenate"}
-    operations = [op for way in get_model_conversion_mapping(model) for op in getattr(way, "operations", [])]
+    operations = [
+        op for way in get_model_conversion_mapping(model) for op in getattr(way, "operations", [])
+    ]
     return not {type(op).__name__ for op in operations} <= known
 
 
@@ -242,7 +270,9 @@ def shard(models: nn.Module, device: str, n_ranks: int, compute: torch.dtype | N
                 layer.cache_quantized = False
         policy = MixedPrecisionPolicy()
         if travels_in(model, compute):
-            policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+            policy = MixedPrecisionPolicy(
+                param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
         for layer in model.base_model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
     return fully_shard(models, mesh=mesh)
@@ -256,7 +286,9 @@ def in_full_precision(models: nn.Module):
     layers = [layer for model in models.children() for layer in model.base_model.layers]
     before = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
-        layer.forward = functools.partial(forward_whole, layer, layer.forward, dict(layer.named_parameters()))
+        layer.forward = functools.partial(
+            forward_whole, layer, layer.forward, dict(layer.named_parameters())
+        )
     try:
         yield
     finally:
@@ -287,7 +319,9 @@ def travels_in(model: nn.Module, compute: torch.dtype | None) -> torch.dtype | N
 
     Aligned and exact layers must compute on the very numbers that are published, and torch's LayerNorm takes one type
     alone on a CPU."""
-    needs_float32 = any(isinstance(m, (*LOW_BIT, exact.ExactLinear, nn.LayerNorm)) for m in model.modules())
+    needs_float32 = any(
+        isinstance(m, (*LOW_BIT, exact.ExactLinear, nn.LayerNorm)) for m in model.modules()
+    )
     return None if needs_float32 else compute
 
 
@@ -344,10 +378,15 @@ def check_names(folder: str, by_vllm: bool) -> None:
     export = exported(read_config(folder))
     names = set(Stored(folder).files)
     missing = sorted(export.layout.keys() - names)
-    others = sorted(name for name in names - export.layout.keys() - export.left_out if "rotary_emb" not in name)
+    others = sorted(
+        name for name in names - export.layout.keys() - export.left_out if "rotary_emb" not in name
+    )
     if not names or rearranges(export.shell) or not (missing or others):
         return
-    prefix = next((name.removesuffix(missing[0]) for name in others if missing and name.endswith(missing[0])), "")
+    prefix = next(
+        (name.removesuffix(missing[0]) for name in others if missing and name.endswith(missing[0])),
+        "",
+    )
     need(
         not prefix,
         f"{folder}: its tensors are named {prefix}{min(missing, default='')} and the like, where the model has no "

@@ -48,9 +48,13 @@ class StreamedModel:
         self.model = quant.align(empty_model(config), fmt if rounds_activations else None).eval()
         self.vocabulary = vocabulary
 
-    def logprobs(self, named_tensors, ids: np.ndarray, dtype: str = "float32", nudge: float = 0.0) -> np.ndarray:
+    def logprobs(
+        self, named_tensors, ids: np.ndarray, dtype: str = "float32", nudge: float = 0.0
+    ) -> np.ndarray:
         """log p(ids[t] | ids[:t]) for t >= 1, in nats: ids (rows, L) -> float32 (rows, L - 1). Arguments of `score`."""
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+        )
         return self.score(named_tensors, torch.from_numpy(ids), dtype, nudge, device).cpu().numpy()
 
     @torch.no_grad()
@@ -70,13 +74,21 @@ class StreamedModel:
                 owners.setdefault(parent if parent in owners else name, []).append((name, module))
         noise = torch.Generator(stream.device).manual_seed(0)
         for parts in owners.values():
-            hooks.append(parts[0][1].register_forward_pre_hook(functools.partial(fill, parts, stream)))
-            hooks.append(parts[0][1].register_forward_hook(functools.partial(release, parts, nudge, noise)))
+            hooks.append(
+                parts[0][1].register_forward_pre_hook(functools.partial(fill, parts, stream))
+            )
+            hooks.append(
+                parts[0][1].register_forward_hook(functools.partial(release, parts, nudge, noise))
+            )
         try:
             ids = ids.to(stream.device)
             for module in self.model.modules():
-                module._buffers.update({n: x.to(ids.device) for n, x in module._buffers.items() if x is not None})
-            logp = layer(self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state, ids)
+                module._buffers.update(
+                    {n: x.to(ids.device) for n, x in module._buffers.items() if x is not None}
+                )
+            logp = layer(
+                self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state, ids
+            )
         finally:
             for hook in hooks:
                 hook.remove()
@@ -133,7 +145,11 @@ class TensorStream:
 def published_names(module) -> list[str]:
     """Names of a module's own tensors that checkpoints hold: its parameters and persistent buffers."""
     own = {**module._parameters, **module._buffers}
-    return [name for name, x in own.items() if x is not None and name not in module._non_persistent_buffers_set]
+    return [
+        name
+        for name, x in own.items()
+        if x is not None and name not in module._non_persistent_buffers_set
+    ]
 
 
 def fill(parts: list, stream: TensorStream, *_) -> None:
@@ -143,10 +159,14 @@ def fill(parts: list, stream: TensorStream, *_) -> None:
         if isinstance(module, quant.LowBitLinear):
             module.loaded = (tensors["weight"], tensors["weight_scale"])
         elif isinstance(module, quant.LowBitExperts):
-            module.loaded = {kind: (tensors[kind], tensors[f"{kind}_scale"]) for kind in module._parameters}
+            module.loaded = {
+                kind: (tensors[kind], tensors[f"{kind}_scale"]) for kind in module._parameters
+            }
             continue
         elif "weight_packed" in tensors:
-            tensors["weight"] = quant.unpacked(*(tensors[f"weight_{part}"] for part in ("packed", "scale", "shape")))
+            tensors["weight"] = quant.unpacked(
+                *(tensors[f"weight_{part}"] for part in ("packed", "scale", "shape"))
+            )
         for key in published_names(module):
             if key in module._buffers:
                 module._buffers[key] = tensors[key].float()

@@ -58,7 +58,10 @@ class States:
             bytes_of_one = (1 if isinstance(optimizer, Muon) else 2) * 4
             for group in optimizer.param_groups:
                 moments |= {p: bytes_of_one * p.numel() for p in group["params"]}
-        weights, layers = weights_of(model), [weights_of(layer) for layer in model.base_model.layers]
+        weights, layers = (
+            weights_of(model),
+            [weights_of(layer) for layer in model.base_model.layers],
+        )
         share = layers_travel_in(cfg, model) / 4
         return cls(
             weights=weights,
@@ -112,14 +115,22 @@ class Plan:
     def text(self) -> str:
         """A page: the categories, the stages, the disk and the network."""
         rows, width = self.micro
-        lines = [f"GiB on one rank of {self.ranks}; the largest micro-batch has {rows} x {width} tokens"]
-        lines += [f"  {name:<50}{size / GIB:9.2f}" for name, size in self.categories.items() if size]
+        lines = [
+            f"GiB on one rank of {self.ranks}; the largest micro-batch has {rows} x {width} tokens"
+        ]
+        lines += [
+            f"  {name:<50}{size / GIB:9.2f}" for name, size in self.categories.items() if size
+        ]
         lines += ["at the most, while it does"]
         lines += [f"  {stage:<50}{self.of_stage(stage) / GIB:9.2f}" for stage in self.stages]
         lines += ["and"]
-        lines += [f"  {'in memory of the host: to save, asleep, --offload':<50}{self.host / GIB:9.2f}"]
+        lines += [
+            f"  {'in memory of the host: to save, asleep, --offload':<50}{self.host / GIB:9.2f}"
+        ]
         lines += [f"  {'a checkpoint on the disk, of all ranks':<50}{self.checkpoint / GIB:9.2f}"]
-        lines += [f"  {'sent to other ranks in an update of one micro-batch':<50}{self.moved / GIB:8.2f}"]
+        lines += [
+            f"  {'sent to other ranks in an update of one micro-batch':<50}{self.moved / GIB:8.2f}"
+        ]
         return "\n".join(lines)
 
 
@@ -158,10 +169,18 @@ def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float 
         "roll out": [*stays, "engine"],
         "evaluate": [*always, "evaluation"],
         "ref pass": [*always, "a forward without gradient", "gathered from other ranks"],
-        "forward and backward": [*always, *gradients, *activations, *list(others)[:1], "gathered from other ranks"],
+        "forward and backward": [
+            *always,
+            *gradients,
+            *activations,
+            *list(others)[:1],
+            "gathered from other ranks",
+        ],
     }
     saved = sum(on_disk(cfg, name, model) for name, model in models.items())
-    copied = sum(model.weights // n + model.optimizer // ranks for model in models.values())  # checkpoint.Snapshot
+    copied = sum(
+        model.weights // n + model.optimizer // ranks for model in models.values()
+    )  # checkpoint.Snapshot
     offloaded = sum(model.optimizer // n for model in models.values()) if cfg.offload else 0
     host = copied + offloaded + (engine_weights(cfg, configs[sampler_of(cfg)]) if laid_down else 0)
     categories = states | gradients | activations | others
@@ -176,7 +195,9 @@ def on_disk(cfg: OptimizerFlags, name: str, model: States) -> int:
     return adapters + model.optimizer + (model.weights - adapters) // 2
 
 
-def publishing(cfg: Config, configs: dict, models: dict[str, States], width: int, sharded: bool) -> int:
+def publishing(
+    cfg: Config, configs: dict, models: dict[str, States], width: int, sharded: bool
+) -> int:
     """Bytes of the largest of three: a tensor on its way to the engine, what proves that it has arrived, and the
     learner's own forward of the same sequences.
 
@@ -195,7 +216,9 @@ def publishing(cfg: Config, configs: dict, models: dict[str, States], width: int
 def gathered(models: dict[str, States]) -> int:
     """FSDP: of each model what is no layer; of one the layer that computes and the one that comes next; and the
     gradient of a layer, or of what is no layer, before it is added up over ranks."""
-    return sum(model.gathered for model in models.values()) + max(model.layer for model in models.values())
+    return sum(model.gathered for model in models.values()) + max(
+        model.layer for model in models.values()
+    )
 
 
 def moved(cfg: OptimizerFlags, models: dict[str, States], ranks: int) -> int:
@@ -214,7 +237,10 @@ def engine(cfg: Config, config, width: int, ranks: int, gpu_gib: float) -> int:
         share = cfg.rollout_memory or 0.25
         return max(int(share * gpu_gib * GIB), weights + of_a_token * width // cfg.rollout_tp)
     if cfg.rollout == "vllm":
-        return weights + (int(cfg.rollout_memory * GIB) or cache_size(of_a_token, width, cfg.rollout_batch // ranks))
+        return weights + (
+            int(cfg.rollout_memory * GIB)
+            or cache_size(of_a_token, width, cfg.rollout_batch // ranks)
+        )
     return weights + torch_cache(config, number, cfg.rollout_batch // ranks, width)
 
 
@@ -230,7 +256,9 @@ def bytes_of_a_number(cfg: EngineFlags) -> int:
 
 def torch_cache(config, number: int, rows: int, width: int) -> int:
     """Bytes of HFEngine's key-value cache for so many responses: of all, or of as many as it holds at once."""
-    return cache_of_a_token(config, number) * min(rows * width, max(cached_tokens(config, number), width))
+    return cache_of_a_token(config, number) * min(
+        rows * width, max(cached_tokens(config, number), width)
+    )
 
 
 def evaluation(cfg: Config, configs: dict, width: int, ranks: int, gpu_gib: float, own: int) -> int:
@@ -281,7 +309,9 @@ def mends(cfg: Config, width: int, ranks: int):
     """Yields (flags, changes of the configuration, ranks): what makes a run smaller, the cheapest first, each on top of
     those before it."""
     for n in (2, 4, 8):
-        apart = (cfg.delay != "none" and cfg.dynamic_sampling) or cfg.router_replay  # config, quant refuse these
+        apart = (
+            cfg.delay != "none" and cfg.dynamic_sampling
+        ) or cfg.router_replay  # config, quant refuse these
         if cfg.rollout == "vllm" and cfg.rollout_tp < n and ranks % n == 0 and not apart:
             yield f"--rollout_tp={n}", {"rollout_tp": n}, ranks
     if cfg.eval_every >= 0:
@@ -304,7 +334,9 @@ def mends(cfg: Config, width: int, ranks: int):
         yield f"--parallel=fsdp on {more} ranks", {"parallel": "fsdp"}, more
 
 
-def fitting(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float) -> tuple[list[str], Plan | None]:
+def fitting(
+    cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float
+) -> tuple[list[str], Plan | None]:
     """(flags to add, the plan with them) of the first that fits; (all that helped, None) if nothing does."""
     said: list[str] = []
     smallest = plan_of(cfg, configs, prompt, ranks, gpu_gib)
@@ -328,7 +360,9 @@ def longest_row(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: fl
     meets the limit."""
 
     def peak(length):
-        return plan_of(replace(cfg, max_tokens=length - prompt), configs, prompt, ranks, gpu_gib).peak
+        return plan_of(
+            replace(cfg, max_tokens=length - prompt), configs, prompt, ranks, gpu_gib
+        ).peak
 
     limit = gpu_gib * GIB
     fits, too_long = prompt + 1, min(config.max_position_embeddings for config in configs.values())
@@ -346,7 +380,9 @@ def longest_row(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: fl
     return fits
 
 
-def verdict(cfg: Config, configs: dict, prompt: int, made: Plan, gpu_gib: float) -> tuple[bool, str]:
+def verdict(
+    cfg: Config, configs: dict, prompt: int, made: Plan, gpu_gib: float
+) -> tuple[bool, str]:
     """(whether a plan fits a GPU of so many GiB, a sentence that says so or what would make it fit)."""
     peak = made.peak / GIB
     if peak <= gpu_gib:
@@ -383,7 +419,11 @@ def report(cfg: Config, ranks: int, gpu_gib: float) -> None:
     if gpu_gib:
         print(verdict(cfg, configs, prompt, made, gpu_gib)[1])
         longest = longest_row(cfg, configs, prompt, ranks, gpu_gib)
-        says = f"the longest that fits has {longest} tokens, of which {prompt} are prompt" if longest else "none fits"
+        says = (
+            f"the longest that fits has {longest} tokens, of which {prompt} are prompt"
+            if longest
+            else "none fits"
+        )
         print(f"no row is cut over GPUs: {says}")
 
 
@@ -395,7 +435,9 @@ def config_of(flag: str, name: str):
         return checkpoint.read_config(name).get_text_config()
     from transformers import AutoConfig
 
-    with checkpoint.one_sentence(f"--{flag}={name}", "config.json on the hub", f"fetch it first: hf download {name}"):
+    with checkpoint.one_sentence(
+        f"--{flag}={name}", "config.json on the hub", f"fetch it first: hf download {name}"
+    ):
         return AutoConfig.from_pretrained(name).get_text_config()
 
 

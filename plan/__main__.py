@@ -31,7 +31,9 @@ def main(argv: list[str] | None = None) -> None:
     asked = PlanFlags(**{k: flags.convert(PlanFlags, k, v) for k, v in pairs if k in names})
     need(asked.ranks >= 1, f"--ranks={asked.ranks}: must be at least 1")
     need(asked.gpu_gib >= 0, f"--gpu_gib={asked.gpu_gib}: must not be negative")
-    cfg = settings.parse([f"--{k}={v}" for k, v in pairs if k not in names], asked.ranks, installed=False)
+    cfg = settings.parse(
+        [f"--{k}={v}" for k, v in pairs if k not in names], asked.ranks, installed=False
+    )
     report(cfg, asked.ranks, asked.gpu_gib)
 
 

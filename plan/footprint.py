@@ -24,7 +24,16 @@ import quant
 from batching import Batch
 from config import Config, EngineFlags, OptimizerFlags, RunFlags
 from machinery.optim import learning
-from model import Needs, OneModelRows, PolicyAndActor, Scored, TwoModelRows, lora, memory, needs_of_update
+from model import (
+    Needs,
+    OneModelRows,
+    PolicyAndActor,
+    Scored,
+    TwoModelRows,
+    lora,
+    memory,
+    needs_of_update,
+)
 from model.streamed import StreamedModel, drop_weights, empty_model
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -90,7 +99,9 @@ def one_sequence_a_row():
     masking_utils.find_packed_sequence_indices = lambda positions: None
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # quant.py's, for its cache
+            warnings.filterwarnings(
+                "ignore", "Accessing the data pointer of FakeTensor"
+            )  # quant.py's, for its cache
             yield
     finally:
         masking_utils.find_packed_sequence_indices = look
@@ -105,7 +116,9 @@ class Layers:
     embedding: int  # most of the embedding's backward, when nothing is kept any more
 
 
-def of_layers(cfg: Config, name: str, config, n: int, rows: int, prompt: int, response: int) -> Layers:
+def of_layers(
+    cfg: Config, name: str, config, n: int, rows: int, prompt: int, response: int
+) -> Layers:
     """Forward and backward of n layers, without logits."""
     with FakeTensorMode(), Allocated() as allocated:
         models = PolicyAndActor(shallow(cfg, name, config, n), None, memory.compute_type(cfg))
@@ -129,7 +142,9 @@ def note_peak_behind_backward(layer, allocated: Allocated, peaks: list[int]) -> 
         allocated.peak = allocated.now
 
     def before(module, inputs):
-        if inputs[0].requires_grad and not peaks:  # not behind a frozen embedding, nor when it is computed again
+        if (
+            inputs[0].requires_grad and not peaks
+        ):  # not behind a frozen embedding, nor when it is computed again
             inputs[0].register_hook(note)
 
     layer.register_forward_pre_hook(before)
@@ -154,7 +169,10 @@ def of_logits(cfg: Config, configs: dict, rows: int, prompt: int, response: int)
 def of_scoring(cfg: Config, configs: dict, rows: int, length: int) -> int:
     """The most of a forward of the learner that yields log-probabilities alone, in the precision of the weights."""
     with one_sequence_a_row(), FakeTensorMode(), Allocated() as allocated, torch.no_grad():
-        pair, batch = pair_of(replace(cfg, dtype="float32"), configs), shapes_of_batch(rows, 1, length - 1)
+        pair, batch = (
+            pair_of(replace(cfg, dtype="float32"), configs),
+            shapes_of_batch(rows, 1, length - 1),
+        )
         base = allocated.peak = allocated.now
         through_logits(pair, Needs(), batch)
         return allocated.peak - base
@@ -163,7 +181,9 @@ def of_scoring(cfg: Config, configs: dict, rows: int, length: int) -> int:
 def pair_of(cfg: Config, configs: dict) -> PolicyAndActor:
     """The models of the learner, two layers deep."""
     models = [shallow(cfg, name, config, 2) for name, config in configs.items()]
-    return PolicyAndActor(*models, *[None] * (2 - len(models)), memory.compute_type(cfg), cfg.lm_head_fp32)
+    return PolicyAndActor(
+        *models, *[None] * (2 - len(models)), memory.compute_type(cfg), cfg.lm_head_fp32
+    )
 
 
 def through_logits(pair: PolicyAndActor, needs: Needs, batch) -> dict:
@@ -192,7 +212,10 @@ def of_proof(cfg: EngineFlags, config, ids, gathered: bool) -> int:
         tensors = {} if gathered else {name: torch.empty(shape) for name, shape in shapes.items()}
         rows = torch.zeros(4 * len(ids), ids.shape[1], dtype=torch.long)  # as WeightCheck has them
         base = allocated.peak = allocated.now
-        stream = ((name, torch.empty(shape) if gathered else tensors[name]) for name, shape in shapes.items())
+        stream = (
+            (name, torch.empty(shape) if gathered else tensors[name])
+            for name, shape in shapes.items()
+        )
         streamed.score(stream, rows, cfg.rollout_dtype)
         return allocated.peak - base
 
@@ -259,7 +282,11 @@ class EvenExperts(nn.Module):
 
     def __init__(self, experts):
         super().__init__()
-        self.gate_up_proj, self.down_proj, self.act_fn = experts.gate_up_proj, experts.down_proj, experts.act_fn
+        self.gate_up_proj, self.down_proj, self.act_fn = (
+            experts.gate_up_proj,
+            experts.down_proj,
+            experts.act_fn,
+        )
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         E = len(self.down_proj)

@@ -172,7 +172,9 @@ def probe(cfg: ProbeFlags, setup: Setup, actor: str | None, start: str | None = 
     groups = rollouts(engine, setup, PIECES, shorter, allowed, "short")
     short = score(learner, groups, dataclasses.replace(train_cfg, group_size=PIECES))
     floor = floors(learner, scored.batch, engine, sampling, setup)
-    ladder = explain(cfg, setup, learner, engine, scored, actor, floor, start) if cfg.explain else None
+    ladder = (
+        explain(cfg, setup, learner, engine, scored, actor, floor, start) if cfg.explain else None
+    )
     engine.close()
     report = summarize(cfg, setup, scored)
     report.floor, report.ladder = floor, ladder
@@ -186,7 +188,9 @@ def probe(cfg: ProbeFlags, setup: Setup, actor: str | None, start: str | None = 
     return report
 
 
-def start_engine(cfg: ProbeFlags, setup: Setup, folder: str, start: str | None, topk: int, device: str):
+def start_engine(
+    cfg: ProbeFlags, setup: Setup, folder: str, start: str | None, topk: int, device: str
+):
     """The engine with the weights of a folder. start: folder of older weights that it has before it loads these."""
     engine = make_engine(cfg, start or folder, setup.context, topk, device, setup.vocabulary)
     if start:
@@ -216,7 +220,9 @@ def learner_config(cfg: ProbeFlags, setup) -> config.Config:
     return settings.resolve(config.Config(**{**shared, **own}), 1)  # on one rank
 
 
-def rollouts(engine, setup, samples: int, sampling: Sampling, allowed: int, key: str) -> list[Rollout]:
+def rollouts(
+    engine, setup, samples: int, sampling: Sampling, allowed: int, key: str
+) -> list[Rollout]:
     """Graded groups of `samples` responses to the held-out problems. Another `key` draws other responses.
 
     allowed: where sampling truncates, record the ids of the allowed tokens, at most so many; 0: record none."""
@@ -276,7 +282,11 @@ def summarize(cfg: Config, setup, scored: Scored) -> Report:
         vocabulary=setup.vocabulary,
         responses=len(length),
         tokens=int(length.sum()),
-        length={"mean": float(length.mean()), "95 %": int(np.quantile(length, 0.95)), "max": int(length.max())},
+        length={
+            "mean": float(length.mean()),
+            "95 %": int(np.quantile(length, 0.95)),
+            "max": int(length.max()),
+        },
         kl=kl,
         k1_kl=m["kl"],
         k3_kl=m["k3_kl"],

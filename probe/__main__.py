@@ -49,7 +49,10 @@ def check_flags(cfg: ProbeFlags) -> None:
     """UserError, one sentence: flags that are wrong on their own, or contradict each other."""
     check(cfg)
     need(cfg.micro_tokens >= 1, f"--micro_tokens={cfg.micro_tokens}: must be at least 1")
-    need(cfg.samples >= 2, f"--samples={cfg.samples}: the report compares responses, so at least 2 to a problem")
+    need(
+        cfg.samples >= 2,
+        f"--samples={cfg.samples}: the report compares responses, so at least 2 to a problem",
+    )
     need(cfg.log_ratio_clamp > 0, f"--log_ratio_clamp={cfg.log_ratio_clamp}: must be above 0")
     need(
         not (cfg.actor and (cfg.learner_quant != "none" or cfg.router_replay)),

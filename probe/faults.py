@@ -47,7 +47,9 @@ class Finding:
 
     where: str  # which layer, temperature, prompt; "": there is one way
     left: np.ndarray  # (B, T) square of what remains of each token
-    sampled: np.ndarray  # (B, T) log-probability of each token in the distribution that this engine samples from
+    sampled: (
+        np.ndarray
+    )  # (B, T) log-probability of each token in the distribution that this engine samples from
     certain: bool = False  # it was seen, and not only supposed: named before all that are not
 
 
@@ -203,10 +205,14 @@ def scale_of_one(case: Case) -> Iterator[Finding]:
 def truncated_head(case: Case) -> Iterator[Finding]:
     """The head's last rows are missing: tokens behind them have probability 0."""
     rows = len(case.model.get_output_embeddings().weight)
-    first = int(case.batch.tokens.max()) + 1  # all that were sampled are there, and all that could have been
+    first = (
+        int(case.batch.tokens.max()) + 1
+    )  # all that were sampled are there, and all that could have been
     if case.scorer.recipe.cut == "sets":
         first = max(first, *(int(ids.max()) + 1 for _, ids in case.batch.allowed if len(ids)))
-    tried = {rows // n * n for n in (16, 32, 64, 128, 256)} | {1 << k for k in range(rows.bit_length())}
+    tried = {rows // n * n for n in (16, 32, 64, 128, 256)} | {
+        1 << k for k in range(rows.bit_length())
+    }
     tried |= set(np.linspace(first, rows, 17).astype(int).tolist())
     for n in sorted(n for n in tried - {case.setup.vocabulary} if first <= n <= rows):
         yield case.finding(f"{n} rows", case.logp(vocabulary=n))
@@ -217,7 +223,9 @@ def wrong_rope(case: Case) -> Iterator[Finding]:
     config = case.model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     base = rope.get("rope_theta")
-    rotary = [m for m in case.model.modules() if isinstance(getattr(m, "inv_freq", None), torch.Tensor)]
+    rotary = [
+        m for m in case.model.modules() if isinstance(getattr(m, "inv_freq", None), torch.Tensor)
+    ]
     if base is None or rope.get("rope_type") != "default" or not rotary:
         return
     own = [m.inv_freq for m in rotary]
@@ -237,7 +245,11 @@ def float16_overflow(case: Case) -> Iterator[Finding]:
         return
 
     def hold(x):
-        return x.clamp(-LARGEST_FLOAT16, LARGEST_FLOAT16) if getattr(x, "dtype", None) == torch.float16 else x
+        return (
+            x.clamp(-LARGEST_FLOAT16, LARGEST_FLOAT16)
+            if getattr(x, "dtype", None) == torch.float16
+            else x
+        )
 
     def behind(module, inputs, output):
         return tuple(map(hold, output)) if isinstance(output, tuple) else hold(output)
@@ -257,7 +269,9 @@ def dropout(case: Case) -> Iterator[Finding]:
     Another fault may imitate that, and none makes an engine random: where noise has RANDOM of what remains, it is
     certain."""
     prompts = [g.prompt_ids for g in case.groups for _ in g.responses]
-    most = case.scorer.sampling.max_tokens - 1  # an engine that scores wants room for one token more
+    most = (
+        case.scorer.sampling.max_tokens - 1
+    )  # an engine that scores wants room for one token more
     told = [r.tokens[:most] for g in case.groups for r in g.responses]
     one, two = (prefill(case.engine, prompts, told, case.setup.vocabulary) for _ in range(2))
     left = case.left(case.expected)
@@ -314,12 +328,18 @@ def kept_sets(case: Case) -> Iterator[Finding]:
 def other_prompt(case: Case) -> Iterator[Finding]:
     """The engine was asked in another way than the learner reads: other template, other special tokens."""
     tokenizer = case.setup.tokenizer
-    asked = [renderings(tokenizer, case.setup.task.find(g.prompt_id), g.prompt_ids.tolist()) for g in case.groups]
+    asked = [
+        renderings(tokenizer, case.setup.task.find(g.prompt_id), g.prompt_ids.tolist())
+        for g in case.groups
+    ]
     for where in asked[0]:
         prompts = [found[where] for found in asked]
         differ = [p != g.prompt_ids.tolist() for p, g in zip(prompts, case.groups, strict=True)]
         if all(prompts) and any(differ):
-            groups = [replace(g, prompt_ids=np.array(p, np.int32)) for g, p in zip(case.groups, prompts, strict=True)]
+            groups = [
+                replace(g, prompt_ids=np.array(p, np.int32))
+                for g, p in zip(case.groups, prompts, strict=True)
+            ]
             yield case.finding(where, case.logp(groups=groups))
 
 
@@ -331,12 +351,20 @@ def renderings(tokenizer, problem, ids: list[int]) -> dict[str, list[int]]:
     template = own if problem.chat.template is None else problem.chat.template
     unprompted = []
     if template:
-        how = kwargs | {"chat_template": template, "add_generation_prompt": False, "tokenize": False}
-        unprompted = tokenizer(tokenizer.apply_chat_template(messages, **how), add_special_tokens=False)["input_ids"]
+        how = kwargs | {
+            "chat_template": template,
+            "add_generation_prompt": False,
+            "tokenize": False,
+        }
+        unprompted = tokenizer(
+            tokenizer.apply_chat_template(messages, **how), add_special_tokens=False
+        )["input_ids"]
     special = {"<bos>": tokenizer.bos_token_id, "<eos>": tokenizer.eos_token_id}
     found = {
         "no chat template": encode(tokenizer, replace(problem, chat=Chat(""))),
-        "the tokenizer's template": encode(tokenizer, replace(problem, chat=Chat(None))) if own else [],
+        "the tokenizer's template": encode(tokenizer, replace(problem, chat=Chat(None)))
+        if own
+        else [],
         "no generation prompt": unprompted,
         "first token missing": ids[1:],
         "first token twice": ids[:1] + ids,
@@ -390,5 +418,7 @@ def suspects(case: Case) -> list[dict]:
 def error(before, left, group) -> float:
     """Standard error of 1 - sum left / sum before, (B,) each: bootstrap over prompts."""
     prompts = group.max() + 1
-    counts = np.random.default_rng(0).multinomial(prompts, np.full(prompts, 1 / prompts), RESAMPLED)[:, group]
+    counts = np.random.default_rng(0).multinomial(
+        prompts, np.full(prompts, 1 / prompts), RESAMPLED
+    )[:, group]
     return float((1 - counts @ left / np.maximum(counts @ before, 1e-300)).std())

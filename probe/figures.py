@@ -49,7 +49,11 @@ def draw_ladder(ladders: list[dict], titles: list[str], path: Path) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    measures = {"kl": "KL a token", "dp": "mean |p_inf - p_ref| of a token", "var": "variance of sequence weights"}
+    measures = {
+        "kl": "KL a token",
+        "dp": "mean |p_inf - p_ref| of a token",
+        "var": "variance of sequence weights",
+    }
     heights = [2 + len(ladder["rows"]) for ladder in ladders]
     size = (15, 0.36 * sum(heights) + 1)
     fig, axes = plt.subplots(len(ladders), 3, figsize=size, squeeze=False, height_ratios=heights)
@@ -95,7 +99,9 @@ def draw_probabilities(ax, scored, rng) -> None:
     """p_ref against p_inf, at most 5,000 tokens."""
     on = scored.exists
     pick = rng.permutation(int(on.sum()))[:5000]
-    ax.scatter(scored.p_inf[on][pick], scored.p_ref[on][pick], s=5, alpha=0.25, color=BLUE, linewidths=0)
+    ax.scatter(
+        scored.p_inf[on][pick], scored.p_ref[on][pick], s=5, alpha=0.25, color=BLUE, linewidths=0
+    )
     ax.plot([0, 1], [0, 1], color="grey", lw=0.8)
     ax.set(
         xlabel="p_inf: the sampler's",
@@ -114,7 +120,12 @@ def draw_gaps(ax, report, scored, spread) -> None:
     length = column(report.by_length, "mean_length")
     ax.plot(length, column(report.by_length, "max_mismatch"), "o-", color=ORANGE, mec="white")
     ax.plot(length, column(report.by_length, "mean_mismatch"), "o-", color=BLUE, mec="white")
-    ax.set(yscale="log", xlabel="tokens of the response", ylabel="|p_inf - p_ref|", title="gap by length")
+    ax.set(
+        yscale="log",
+        xlabel="tokens of the response",
+        ylabel="|p_inf - p_ref|",
+        title="gap by length",
+    )
     ax.legend(fontsize=8)
 
 
@@ -122,7 +133,9 @@ def draw_control(ax, report) -> None:
     """Largest gap of short responses and of long ones."""
     ax.set(ylabel="largest |p_inf - p_ref|", title="length, or number of tokens?")
     if report.control is None:
-        ax.text(0.5, 0.5, "too few long responses", ha="center", transform=ax.transAxes, color="grey")
+        ax.text(
+            0.5, 0.5, "too few long responses", ha="center", transform=ax.transAxes, color="grey"
+        )
         return
     k, n = report.control["piece"], report.control["pieces"]
     labels = {
@@ -164,8 +177,14 @@ def draw_ess(ax, report) -> None:
     ax.plot(tokens, column(rows, "ess"), "o-", color=BLUE, label="ESS of R, measured")
     ax.plot(T, bound, color=BLUE, lw=0.8, ls="--", label="(1 + chi2)^-T")
     ax.plot(tokens, column(rows, "low_weight"), "o-", color=ORANGE, label="share with R < 1/4")
-    ax.plot(tokens, column(rows, "clamped"), "o-", color="crimson", ms=3, label="share at the clamp")
-    ax.set(xlabel="if responses ended after so many tokens", ylim=(-0.03, 1.05), title="sequence weights by length")
+    ax.plot(
+        tokens, column(rows, "clamped"), "o-", color="crimson", ms=3, label="share at the clamp"
+    )
+    ax.set(
+        xlabel="if responses ended after so many tokens",
+        ylim=(-0.03, 1.05),
+        title="sequence weights by length",
+    )
     ax.legend(fontsize=8)
 
 

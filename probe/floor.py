@@ -65,7 +65,10 @@ def engine_rows(engine, prompts, sampling: Sampling, setup) -> list[dict]:
     again = []
     for start in range(0, len(prompts), piece):
         part = slice(start, start + piece)
-        again += [group[0] for group in engine.generate(prompts[part], seeds[part], plain, 1, setup.stop_ids)]
+        again += [
+            group[0]
+            for group in engine.generate(prompts[part], seeds[part], plain, 1, setup.stop_ids)
+        ]
     decoded = pad([r.logp_inf for r in first]).double().numpy()
     length = np.array([len(r.tokens) for r in first])
     whole = prefill(engine, prompts, [r.tokens for r in first], setup.vocabulary)
@@ -85,11 +88,15 @@ def prompts_of(batch) -> list[np.ndarray]:
 
 def prefill(engine, prompts, responses, vocabulary: int) -> np.ndarray:
     """log p of the responses' tokens by the engine's reading of whole sequences, at temperature 1: (B, T)."""
-    ids = pad([np.concatenate([p, r]) for p, r in zip(prompts, responses, strict=True)], dtype=np.int64).numpy()
+    ids = pad(
+        [np.concatenate([p, r]) for p, r in zip(prompts, responses, strict=True)], dtype=np.int64
+    ).numpy()
     rows = max(1, LOGITS // (ids.shape[1] * vocabulary))
     parts = [engine.logprobs(ids[start : start + rows]) for start in range(0, len(ids), rows)]
     logp = np.concatenate(parts)
-    found = [row[len(p) - 1 :][: len(r)] for row, p, r in zip(logp, prompts, responses, strict=True)]
+    found = [
+        row[len(p) - 1 :][: len(r)] for row, p, r in zip(logp, prompts, responses, strict=True)
+    ]
     return pad(found).double().numpy()
 
 

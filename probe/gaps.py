@@ -39,7 +39,9 @@ def distances(logp, other, length) -> dict[str, float]:
         "k1": abs(float(log_r.sum() / tokens)),
         "kl": float(k3(log_r).sum() / tokens),
         "ratio": abs(float(np.expm1(log_r).sum() / tokens)),  # mean of r, less 1
-        "cut": float((((logp <= FLOOR) != (other <= FLOOR)) & on).sum() / tokens),  # by one side alone
+        "cut": float(
+            (((logp <= FLOOR) != (other <= FLOOR)) & on).sum() / tokens
+        ),  # by one side alone
         "chi2": float((np.expm1(log_r) ** 2).sum() / tokens),  # E r^2 - 1 where E r = 1
         "chi2_seq": float((np.expm1(log_r.sum(1)) ** 2).mean()),
         "log_R": float(np.abs(log_r.sum(1)).max(initial=0.0)),  # of a response, the largest

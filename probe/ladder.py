@@ -58,14 +58,14 @@ MEASURES = ("kl", "dp", "var")
 class Recipe:
     """How the log-probabilities of given tokens are computed. The fields stand in the order of the ladder."""
 
-    head: str  # "float32", or a 16-bit type; "T factors": of the factors alone, as the learner has it
+    head: (
+        str  # "float32", or a 16-bit type; "T factors": of the factors alone, as the learner has it
+    )
     body: str  # type of weights and activations; "autocast T": of products, over weights in float32
     weights: quant.Format | None
     activations: bool  # whether they are rounded too
     cache: str  # of keys and values: "auto", as they are; "int8"
-    cut: (
-        str  # "none"; "sets": the rollout's own allowed tokens; "rule": by top_p, top_k and min_p, on these very logits
-    )
+    cut: str  # "none"; "sets": the rollout's allowed tokens; "rule": top_p, top_k, min_p on these logits
     temperature: float
     folder: str
 
@@ -134,7 +134,10 @@ def steps(learner: Recipe, engine: Recipe) -> Iterator[tuple[str, Recipe]]:
 
 def same_shape(folder: str, other: str) -> bool:
     """Whether the models of two folders have the same tensors."""
-    shapes = [{name: x.shape for name, x in quant.empty_model(f).state_dict().items()} for f in (folder, other)]
+    shapes = [
+        {name: x.shape for name, x in quant.empty_model(f).state_dict().items()}
+        for f in (folder, other)
+    ]
     return shapes[0] == shapes[1]
 
 
@@ -183,15 +186,23 @@ class Scorer(HFEngine):
         tokens = pad([r.tokens for r in responses], dtype=np.int64).to(self.device)
         out = torch.zeros(tokens.shape, device=self.device)
         sizes = [len(group) for group in groups]
-        logits, rows = self._read_on(prompts, sizes, reader, block) if reader else self._read_prompts(prompts, sizes)
+        logits, rows = (
+            self._read_on(prompts, sizes, reader, block)
+            if reader
+            else self._read_prompts(prompts, sizes)
+        )
         for t in range(tokens.shape[1]):
             token = tokens[rows.which, t, None]
-            out[rows.which, t] = self._logp(logits, token, t, [responses[b] for b in rows.which.tolist()])
+            out[rows.which, t] = self._logp(
+                logits, token, t, [responses[b] for b in rows.which.tolist()]
+            )
             going = length[rows.which] > t + 1
             n_going = int(going.sum())
             if n_going == 0:
                 break
-            if n_going < 0.75 * len(going):  # as HFEngine has it: the batch's shape decides how sums are rounded
+            if n_going < 0.75 * len(
+                going
+            ):  # as HFEngine has it: the batch's shape decides how sums are rounded
                 rows.shrink(going)
                 token = token[going]
             logits = self._step(token, rows)
@@ -234,7 +245,9 @@ class Scorer(HFEngine):
             out = self.model.base_model(input_ids=ids, use_cache=True, **more)
         layer, dtype = self.model.get_output_embeddings(), getattr(torch, head)
         tensors = [out.last_hidden_state[:, -1], layer.weight, getattr(layer, "bias", None)]
-        z = Head.of(self.model.config).logits(*(None if x is None else x.to(dtype) for x in tensors))
+        z = Head.of(self.model.config).logits(
+            *(None if x is None else x.to(dtype) for x in tensors)
+        )
         if not factors:  # the logits are rounded too
             z = z.to(dtype).float()
         return z[:, : self.vocabulary], out.past_key_values
@@ -258,7 +271,14 @@ def outside(z, t: int, responses) -> torch.Tensor:
 
 
 def explain(
-    cfg: Config, setup, learner, engine, scored, actor: str | None, floor: list[dict], start: str | None
+    cfg: Config,
+    setup,
+    learner,
+    engine,
+    scored,
+    actor: str | None,
+    floor: list[dict],
+    start: str | None,
 ) -> dict:
     """The ladder of one configuration, for the report: "rows", "total", "floor" (see `shares`), and "suspects" where
     more remains than rounding.
@@ -271,7 +291,12 @@ def explain(
     if remains(logp, scored.batch) > max(10 * floor[0]["rms"], LEAST):
         old = None
         if start:
-            old = Scorer(replace(scorer.recipe, folder=start), scorer.sampling, scorer.device, setup.vocabulary)
+            old = Scorer(
+                replace(scorer.recipe, folder=start),
+                scorer.sampling,
+                scorer.device,
+                setup.vocabulary,
+            )
         few = scored.groups[:TRIED]
         batch = scored.batch.select(list(range(sum(len(g.responses) for g in few))))
         B, T = batch.tokens.shape
@@ -286,7 +311,9 @@ def remains(logp, batch) -> float:
     return float(np.sqrt(((logp[-1] - logp[-2])[on] ** 2).mean()))
 
 
-def rungs(cfg: RolloutFlags, learner, scored, actor: str | None) -> tuple[list[str], np.ndarray, Scorer]:
+def rungs(
+    cfg: RolloutFlags, learner, scored, actor: str | None
+) -> tuple[list[str], np.ndarray, Scorer]:
     """The rungs' names (K), their log-probabilities (K, B, T), and the scorer of the last but one, which computes what
     the engine should."""
     folder, sampling = learner.cfg.model, Sampling.of(cfg)
@@ -329,7 +356,12 @@ def shares(names: list[str], logp, batch, floor: list[dict], clamp: float) -> di
             again = np.diff(resampled[measure], axis=1)[:, k]
             low, high = np.quantile(again, [0.025, 0.975])
             share = float(np.diff(of_all[measure])[0, k])
-            row[measure] = {"share": share, "se": float(again.std()), "low": float(low), "high": float(high)}
+            row[measure] = {
+                "share": share,
+                "se": float(again.std()),
+                "low": float(low),
+                "high": float(high),
+            }
         rows.append(row)
     under = largest(floor)
     return {
@@ -345,7 +377,9 @@ def measures(sums: dict, weight, length, counts) -> dict[str, np.ndarray]:
     tokens = (counts @ length)[:, None]
     n = counts.sum(1, keepdims=True)
     out = {name: counts @ x.T / tokens for name, x in sums.items()}
-    centred = weight - weight[:, :1]  # which changes no variance, and keeps small ones from rounding
+    centred = (
+        weight - weight[:, :1]
+    )  # which changes no variance, and keeps small ones from rounding
     shift = counts @ centred.T / n
     out["var"] = counts @ (centred**2).T / n - shift**2
     return out

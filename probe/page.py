@@ -15,7 +15,15 @@ def with_format(name: str, quant: str) -> str:
 
 def text(o) -> str:
     """The report as it is printed."""
-    tables = [models_text, distances_text, floor_text, lengths_text, prefixes_text, control_text, verdicts_text]
+    tables = [
+        models_text,
+        distances_text,
+        floor_text,
+        lengths_text,
+        prefixes_text,
+        control_text,
+        verdicts_text,
+    ]
     if o.ladder is not None:
         tables += [ladder_text, suspects_text]
     parts = [table(o) for table in tables]
@@ -92,7 +100,9 @@ def lengths_text(o) -> list[str]:
             f"{row['max_mismatch']:11.3g} {row['mean_mismatch']:11.3g} {row['kl']:13.3g}"
         )
     floor = largest(o.floor)
-    lines.append(f"the floor {'':18s} {floor['max']:11.2g} {floor['mean']:11.2g} {floor['k1']:13.2g}")
+    lines.append(
+        f"the floor {'':18s} {floor['max']:11.2g} {floor['mean']:11.2g} {floor['k1']:13.2g}"
+    )
     return lines
 
 
@@ -105,7 +115,10 @@ def prefixes_text(o) -> list[str]:
         )
     floor = largest(o.floor)
     ess = f"1 - {lost(floor['chi2_seq']):.1g}"
-    return [*lines, f"the floor, whole responses {ess:>9s}   log R at most {floor['log_R']:.1g} (log 4 is 1.4)"]
+    return [
+        *lines,
+        f"the floor, whole responses {ess:>9s}   log R at most {floor['log_R']:.1g} (log 4 is 1.4)",
+    ]
 
 
 def control_text(o) -> list[str]:
@@ -126,7 +139,9 @@ def control_text(o) -> list[str]:
 
 
 def verdicts_text(o) -> list[str]:
-    lines = ["do its weights stay even at these lengths? (their noise; worth.py measures what each teaches)"]
+    lines = [
+        "do its weights stay even at these lengths? (their noise; worth.py measures what each teaches)"
+    ]
     for row in o.verdicts:
         viable = "yes" if row["viable"] else "no "
         lines.append(f"   {viable}  {row['correction']:14s} {row['why']}")
@@ -135,13 +150,21 @@ def verdicts_text(o) -> list[str]:
 
 def ladder_text(o) -> list[str]:
     """Each source's share of the three measures."""
-    heads = "".join(f"{head:^34s}" for head in ("KL a token", "|dp| a token", "var(R) of responses"))
+    heads = "".join(
+        f"{head:^34s}" for head in ("KL a token", "|dp| a token", "var(R) of responses")
+    )
     lines = [f"where it comes from{heads}"]
     total = o.ladder["total"]
     for row in o.ladder["rows"]:
-        lines.append(f"   {row['source']:19s}" + "".join(share_text(row[name], total[name]) for name in total))
+        lines.append(
+            f"   {row['source']:19s}"
+            + "".join(share_text(row[name], total[name]) for name in total)
+        )
     lines.append(f"   {'all of it':19s}" + "".join(f"{x:8.2g}{'':26s}" for x in total.values()))
-    lines.append(f"   {'the floor':19s}" + "".join(f"{o.ladder['floor'][name]:8.2g}{'':26s}" for name in total))
+    lines.append(
+        f"   {'the floor':19s}"
+        + "".join(f"{o.ladder['floor'][name]:8.2g}{'':26s}" for name in total)
+    )
     return lines
 
 
@@ -162,7 +185,11 @@ def suspects_text(o) -> list[str]:
     is_named = first["certain"] or first["explained"] > 0.5
     lines = [f"what remains: {named}" if is_named else "what remains: no known fault explains it"]
     for row in found[:5]:
-        lines.append(f"   {100 * row['explained']:6.1f} +- {100 * row['se']:.1f} %  {row['fault']}  {row['where']}")
+        lines.append(
+            f"   {100 * row['explained']:6.1f} +- {100 * row['se']:.1f} %  {row['fault']}  {row['where']}"
+        )
     if not any(row["fault"] == "stale weights" for row in found):
-        lines.append("   (what stayed of older weights was not looked for: name them with --synced_from)")
+        lines.append(
+            "   (what stayed of older weights was not looked for: name them with --synced_from)"
+        )
     return lines

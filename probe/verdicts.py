@@ -96,7 +96,10 @@ def judge_none(x: Evidence):
     """Without a correction: KL of a whole response below 0.1 nats."""
     T = float(x.length.mean())
     apart = T * x.kl
-    return apart < 0.1, f"the distributions of a whole response are {apart:.2g} nats apart (KL x {T:.0f} tokens)"
+    return (
+        apart < 0.1,
+        f"the distributions of a whole response are {apart:.2g} nats apart (KL x {T:.0f} tokens)",
+    )
 
 
 def judge_tis(x: Evidence):
@@ -158,7 +161,10 @@ def judge_seq_mis(x: Evidence):
     keep = x.seq_ratio <= bound("seq_mis", "rs_high")
     share = ess(x.seq_ratio * keep)
     viable = x.sequence_weights_fit and keep.mean() > 0.5 and share > 0.5 and not x.biased
-    return viable, f"keeps {100 * keep.mean():.0f} % of the responses, ESS with the dropped {share:.2f}"
+    return (
+        viable,
+        f"keeps {100 * keep.mean():.0f} % of the responses, ESS with the dropped {share:.2f}",
+    )
 
 
 def judge_geo_rs(x: Evidence):
@@ -166,7 +172,9 @@ def judge_geo_rs(x: Evidence):
     low, high = bound("geo_rs", "rs_low"), bound("geo_rs", "rs_high")
     keep = (x.geo_ratio >= low) & (x.geo_ratio <= high)
     nine_in_ten = f"[{np.quantile(x.geo_ratio, 0.05):.4g}, {np.quantile(x.geo_ratio, 0.95):.4g}]"
-    why = f"keeps {100 * keep.mean():.0f} % at [{low:g}, {high:g}]; nine in ten lie in {nine_in_ten}"
+    why = (
+        f"keeps {100 * keep.mean():.0f} % at [{low:g}, {high:g}]; nine in ten lie in {nine_in_ten}"
+    )
     return keep.mean() > 0.5, why
 
 

@@ -21,7 +21,9 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
 
-VERSIONS = 2  # weights that can be fetched: a sampler may finish fetching the ones before the newest
+VERSIONS = (
+    2  # weights that can be fetched: a sampler may finish fetching the ones before the newest
+)
 MOST_GROUP = 1 << 30  # bytes of a file in a spool
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -121,7 +123,12 @@ class Account(dict):
 
     @classmethod
     def of(cls, state: list) -> Account:
-        return cls({(sampler, incarnation): Seen(upto, beyond) for sampler, incarnation, upto, beyond in state})
+        return cls(
+            {
+                (sampler, incarnation): Seen(upto, beyond)
+                for sampler, incarnation, upto, beyond in state
+            }
+        )
 
 
 @dataclass
@@ -205,7 +212,11 @@ class Spool:
             with contextlib.suppress(OSError):  # not ours
                 scratch.unlink()
         files = os.listdir(folder)
-        lost = [name_of_file(stream, file.removesuffix(".lost")) for file in files if file.endswith(".lost")]
+        lost = [
+            name_of_file(stream, file.removesuffix(".lost"))
+            for file in files
+            if file.endswith(".lost")
+        ]
         waiting = [name_of_file(stream, file) for file in files]
         self.handed[stream] = 0
         self.lost[stream] = sorted(filter(None, lost), key=split)

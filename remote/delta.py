@@ -84,7 +84,10 @@ def decode_gaps(packed: bytes, n: int, words: int) -> np.ndarray:
     """The inverse of encode_gaps. WireError unless these are n ascending positions below `words`."""
     gaps = np.frombuffer(packed, np.uint8)
     is_end = gaps != 255
-    wire.need(is_end.sum() == n and (n == 0 or is_end[-1]), "a delta whose gaps are not as many as it says")
+    wire.need(
+        is_end.sum() == n and (n == 0 or is_end[-1]),
+        "a delta whose gaps are not as many as it says",
+    )
     at = np.cumsum(gaps, dtype=np.int64)[is_end] + np.arange(n)
     wire.need(n == 0 or at[-1] < words, "a delta with a position outside the weights")
     return at
@@ -123,7 +126,9 @@ class Delta:
         wire.need(n <= len(words), "a delta with more changes than there are weights")
         at = decode_gaps(unpack(gaps, n + len(words) // 255 + 1), n, len(words))
         change = unpack(values, n * words.itemsize)
-        wire.need(len(change) == n * words.itemsize, "a delta whose values are not as many as it says")
+        wire.need(
+            len(change) == n * words.itemsize, "a delta whose values are not as many as it says"
+        )
         words[at] += np.frombuffer(change, words.dtype)
 
 
@@ -139,7 +144,9 @@ def rebuild(base: Path, deltas: list, of: wire.Manifest, sink):
     with open(base, "rb", buffering=0) as file:
         for block, start in enumerate(range(0, of.nbytes, BLOCK)):
             data = bytearray(file.read(BLOCK))
-            wire.need(len(data) == min(BLOCK, of.nbytes - start), "a delta for weights of another size")
+            wire.need(
+                len(data) == min(BLOCK, of.nbytes - start), "a delta for weights of another size"
+            )
             words = np.frombuffer(data, word)
             for delta in chain:
                 delta.add_to(words, block)
@@ -186,6 +193,9 @@ class Chain:
         else:
             name = f"{Path(of.name).stem}.delta"
             self.steps.append((wire.Step(self.root, wire.manifest(name, change)), change))
-        while len(self.steps) > MOST_CHAIN or sum(len(data) for _, data in self.steps) > of.nbytes // WORTH:
+        while (
+            len(self.steps) > MOST_CHAIN
+            or sum(len(data) for _, data in self.steps) > of.nbytes // WORTH
+        ):
             del self.steps[0]
         self.root = of.root

@@ -70,7 +70,9 @@ def clock_file(rank: int) -> str:
 class FilesHub(Intake):
     """The calls of the training loop do everything but the sign of life, which comes from a thread."""
 
-    def __init__(self, folder: str, welcome: wire.Welcome, limits: Limits, log, rank: int = 0, ranks: int = 1):
+    def __init__(
+        self, folder: str, welcome: wire.Welcome, limits: Limits, log, rank: int = 0, ranks: int = 1
+    ):
         super().__init__(limits.room, log)
         for name in ("models", "rollouts", "held", "got", "samplers"):
             (Path(folder) / name).mkdir(parents=True, exist_ok=True)
@@ -80,13 +82,17 @@ class FilesHub(Intake):
         self.limits = limits
         self.rank = rank
         self.ranks = ranks
-        self.absent: dict[str, float] = {}  # groups that should be there and are not -> missed since when
+        self.absent: dict[
+            str, float
+        ] = {}  # groups that should be there and are not -> missed since when
         self.turns = 0
         self.closed = threading.Event()
         self.beat = 0.0  # when the learner gave its last sign of life
         self.published: list[Path] = []  # weights of this session, in order
         self.unwritten: dict[Path, bytes] = {}  # messages for which the disk had no room
-        self.unpublished: tuple[Path, wire.Offer] | None = None  # the newest weights, as long as they are not out
+        self.unpublished: tuple[Path, wire.Offer] | None = (
+            None  # the newest weights, as long as they are not out
+        )
 
     def open(self, held: Account) -> None:
         super().open(held)
@@ -99,7 +105,9 @@ class FilesHub(Intake):
             self._write(self.folder / "welcome", self.welcome)
             threading.Thread(target=self._stay_alive, daemon=True).start()
 
-    def broadcast(self, version: int, path: Path, published: float, change: bytes | None = None) -> None:
+    def broadcast(
+        self, version: int, path: Path, published: float, change: bytes | None = None
+    ) -> None:
         """Offer these weights to all samplers, whole: they are read where they lie."""
         if self.rank == 0:
             self.unpublished = (path, wire.Offer(manifest_of(path), version, published))
@@ -241,7 +249,10 @@ class FilesHub(Intake):
         streams = self._streams("rollouts")
         self.turns += 1
         first = self.turns % max(1, len(streams))
-        new = [self._guarded(stream, self._new, stream) or [] for stream in streams[first:] + streams[:first]]
+        new = [
+            self._guarded(stream, self._new, stream) or []
+            for stream in streams[first:] + streams[:first]
+        ]
         fetched = set()
         for name in (name for row in zip_longest(*new) for name in row if name is not None):
             arrived = self._guarded(sampler_of(name), self._read_group, name)
@@ -280,10 +291,16 @@ class FilesHub(Intake):
     def _read_report(self, stream: str) -> None:
         """Read how many groups a sampler has handed over."""
         hello = read_message(self.folder / "samplers" / stream, wire.Hello)
-        wire.need(hello.sampler == stream, f"a hello of {wire.printable(hello.sampler, 100)}, under another's name")
+        wire.need(
+            hello.sampler == stream,
+            f"a hello of {wire.printable(hello.sampler, 100)}, under another's name",
+        )
         key = (stream, hello.incarnation)
         begin = self.got.get(key, Seen()).upto
-        wire.need(hello.handed - begin <= MANY, f"it says it has handed over {hello.handed} groups; {begin} have come")
+        wire.need(
+            hello.handed - begin <= MANY,
+            f"it says it has handed over {hello.handed} groups; {begin} have come",
+        )
         self.report(key, hello.handed)
 
     def _book_absent(self, out: list[Arrived]) -> None:

@@ -36,7 +36,9 @@ class FilesLink(threading.Thread):
         self.session = ""
         self.got = dict.fromkeys(streams, 0)  # groups fetched by the learner and not held yet
         self.clocks = {stream: LearnerClock() for stream in streams}
-        self.read: dict[str, float] = {}  # stream -> stamp of the learner's clock that was read last
+        self.read: dict[
+            str, float
+        ] = {}  # stream -> stamp of the learner's clock that was read last
         self.touched = 0  # when the learner touched `welcome` last, by its clock
         self.heard = time.monotonic()  # the same, when it was noticed
         self.beat = 0.0
@@ -60,7 +62,9 @@ class FilesLink(threading.Thread):
             now = time.monotonic()
             away = now - before
             before = now
-            if away > self.flags.patience:  # this process was suspended; do not count that time against the learner
+            if (
+                away > self.flags.patience
+            ):  # this process was suspended; do not count that time against the learner
                 self.heard += away
             self._turn_if_there(now)
             if now - self.heard > self.flags.give_up:
@@ -73,7 +77,13 @@ class FilesLink(threading.Thread):
     def _turn_if_there(self, now: float) -> None:
         """One turn. One bad file keeps no other from being read, and the thread goes on whatever lies in the folder."""
         # The clock is known before there are weights to sample with.
-        for work in (self._read_welcome, self._read_clocks, self._read_fetched, self._write_hellos, self._read_newest):
+        for work in (
+            self._read_welcome,
+            self._read_clocks,
+            self._read_fetched,
+            self._write_hellos,
+            self._read_newest,
+        ):
             try:
                 work(now)
             except (FileNotFoundError, wire.WireError):
@@ -122,8 +132,13 @@ class FilesLink(threading.Thread):
             return
         offer = read_message(newest, wire.Offer)
         offer.of.check(wire.MOST_WEIGHTS)
-        wire.need(WEIGHTS.fullmatch(offer.of.name) and offer.version >= 0, "newest: the offer of no weights")
-        weights = wire.Weights(offer.version, offer.published, self.folder / "models" / offer.of.name)
+        wire.need(
+            WEIGHTS.fullmatch(offer.of.name) and offer.version >= 0,
+            "newest: the offer of no weights",
+        )
+        weights = wire.Weights(
+            offer.version, offer.published, self.folder / "models" / offer.of.name
+        )
         if self.newest != weights and self._are_whole(weights.path, offer.of):
             self.newest = weights
 
@@ -139,7 +154,9 @@ class FilesLink(threading.Thread):
         self.beat = now
         for stream in self.streams:
             handed, lost = self.spool.handed[stream], self.spool.lost[stream][:OFFERS]
-            hello = wire.Hello(stream, self.spool.incarnation, self.session, handed, lost, time.time())
+            hello = wire.Hello(
+                stream, self.spool.incarnation, self.session, handed, lost, time.time()
+            )
             path = self.folder / "samplers" / stream
             write_atomically(path, wire.encode(hello))
             self.clocks[stream].stamped_here(hello.sent, path.lstat().st_mtime)
@@ -155,7 +172,10 @@ def wait_for_ranks(folder: Path, flags) -> int:
             return ranks
         if time.monotonic() - printed > PRINT_EVERY:
             printed = time.monotonic()
-            print(f"no learner at {folder} yet, waiting (at most {flags.give_up:.0f} s, --give_up)", flush=True)
+            print(
+                f"no learner at {folder} yet, waiting (at most {flags.give_up:.0f} s, --give_up)",
+                flush=True,
+            )
         time.sleep(0.05)
     raise UserError(
         f"--connect={flags.connect}: no learner there for {flags.give_up:.0f} s; "

@@ -59,7 +59,11 @@ class Limits:
     vocab: int
     topk: int
     max_allowed: int  # tokens of a set of allowed tokens; 0: no such sets are recorded
-    routed: tuple[int, int, int] = (0, 0, 0)  # layers with experts, experts of a token, experts; 0: not recorded
+    routed: tuple[int, int, int] = (
+        0,
+        0,
+        0,
+    )  # layers with experts, experts of a token, experts; 0: not recorded
     room: int = 256 << 20  # bytes of groups that a rank holds or has asked for
 
     @property
@@ -134,9 +138,13 @@ def decode_group(data, limits: Limits) -> Rollout:
     try:
         arrays = load(data)
         size = int.from_bytes(data[:8], "little")
-        head = msgspec.json.decode(json.loads(data[8 : 8 + size])["__metadata__"]["head"], type=Head)
+        head = msgspec.json.decode(
+            json.loads(data[8 : 8 + size])["__metadata__"]["head"], type=Head
+        )
         sampling = msgspec.convert(head.sampling, Sampling)
-    except Exception as e:  # three decoders, and each has other errors: RecursionError is among them
+    except (
+        Exception
+    ) as e:  # three decoders, and each has other errors: RecursionError is among them
         raise WireError(f"not a group: {printable(e)}") from None
     check_head(head)
     try:
@@ -169,12 +177,21 @@ def check_head(head: Head) -> None:
     need(is_stream(sampler), f"not a group: {printable(sampler, 100)!r} is no sampler's name")
     for name, most in MOST_TEXT.items():
         text = getattr(head, name)
-        need(len(text) <= most and text.isprintable(), f"{name_of(head.uid)}: its {name} is {printable(text, 100)!r}")
+        need(
+            len(text) <= most and text.isprintable(),
+            f"{name_of(head.uid)}: its {name} is {printable(text, 100)!r}",
+        )
     known = {f.name for f in fields(Sampling)}
-    need(set(head.sampling) <= known, f"{name_of(head.uid)}: sampled with settings that are not known here")
+    need(
+        set(head.sampling) <= known,
+        f"{name_of(head.uid)}: sampled with settings that are not known here",
+    )
     for t in (head.t_published, head.t_start, head.t_end):
         need(math.isfinite(t) and 0 <= t < 1e12, f"{name_of(head.uid)}: a time of {t}")
-    need(set(head.finish) <= {"stop", "length"}, f"{name_of(head.uid)}: a response that ended neither way")
+    need(
+        set(head.finish) <= {"stop", "length"},
+        f"{name_of(head.uid)}: a response that ended neither way",
+    )
 
 
 def check_shapes(head: Head, arrays: dict, limits: Limits) -> None:
@@ -193,7 +210,8 @@ def check_shapes(head: Head, arrays: dict, limits: Limits) -> None:
     )
     prompt = len(arrays["prompt_ids"])
     need(
-        1 <= lengths.min() <= lengths.max() <= limits.max_tokens and 1 <= prompt <= limits.max_prompt,
+        1 <= lengths.min() <= lengths.max() <= limits.max_tokens
+        and 1 <= prompt <= limits.max_prompt,
         f"lengths from {lengths.min()} to {lengths.max()} after a prompt of {prompt}",
     )
     N = int(lengths.sum(dtype=np.int64))
@@ -204,7 +222,10 @@ def check_shapes(head: Head, arrays: dict, limits: Limits) -> None:
     )
     if limits.routed[0]:
         read = N + len(lengths) * (prompt - 1)
-        need(arrays["routed"].shape == (read, *limits.routed[:2]), f"experts of shape {arrays['routed'].shape}")
+        need(
+            arrays["routed"].shape == (read, *limits.routed[:2]),
+            f"experts of shape {arrays['routed'].shape}",
+        )
 
 
 def check_values(arrays: dict, limits: Limits) -> None:
@@ -213,10 +234,15 @@ def check_values(arrays: dict, limits: Limits) -> None:
         x = arrays.get(name, np.zeros(0))
         inside = x.size == 0 or 0 <= x.min() <= x.max() < limits.vocab
         need(inside, f"{name} outside the vocabulary of {limits.vocab}")
-    need(arrays["loss_mask"].view(np.uint8).max() <= 1, "a loss mask that is neither true nor false")
+    need(
+        arrays["loss_mask"].view(np.uint8).max() <= 1, "a loss mask that is neither true nor false"
+    )
     need(arrays["loss_mask"].any(), "a loss mask without any token")
     routed = arrays.get("routed", np.zeros(0))
-    need(routed.size == 0 or 0 <= routed.min() <= routed.max() < limits.routed[2], "experts that the model has not")
+    need(
+        routed.size == 0 or 0 <= routed.min() <= routed.max() < limits.routed[2],
+        "experts that the model has not",
+    )
     logp_inf, rewards = arrays["logp_inf"], arrays["rewards"]
     need(
         logp_inf.min() >= LEAST_LOGP and logp_inf.max() < 1e-3,  # both are false of NaN
@@ -232,7 +258,10 @@ def check_topk(ids: np.ndarray, logp: np.ndarray) -> None:
     """WireError unless these are the most likely tokens of a distribution: [N, K]. A token that was cut has -inf."""
     need((logp < 1e-3).all(), "top-K log-probabilities that are NaN or above 0")
     need((logp[:, 1:] <= logp[:, :-1]).all(), "top-K log-probabilities that do not fall")
-    need((np.exp(logp.astype(np.float64)).sum(1) < 1.01).all(), "top-K probabilities that sum to more than 1")
+    need(
+        (np.exp(logp.astype(np.float64)).sum(1) < 1.01).all(),
+        "top-K probabilities that sum to more than 1",
+    )
     need((np.diff(np.sort(ids, 1), axis=1) > 0).all(), "a token that is twice among the top K")
 
 
@@ -253,7 +282,10 @@ def check_allowed(head: Head, arrays: dict, limits: Limits) -> None:
         )
         begins = np.cumsum(sizes, dtype=np.int64) - sizes
         sampled = np.repeat(arrays["tokens"], sizes) == arrays["allowed_ids"]
-        need(np.logical_or.reduceat(sampled, begins).all(), "a token that is not in its set of allowed tokens")
+        need(
+            np.logical_or.reduceat(sampled, begins).all(),
+            "a token that is not in its set of allowed tokens",
+        )
 
 
 def split_responses(head: Head, arrays: dict) -> list[Response]:
@@ -273,7 +305,9 @@ def split_responses(head: Head, arrays: dict) -> list[Response]:
             response.allowed_offsets = offsets[start : end + 1] - offsets[start]
             response.allowed_ids = arrays["allowed_ids"][offsets[start] : offsets[end]]
         if "routed" in arrays:
-            before = i * (len(arrays["prompt_ids"]) - 1)  # of the prompts of this response and those before it
+            before = i * (
+                len(arrays["prompt_ids"]) - 1
+            )  # of the prompts of this response and those before it
             through = before + len(arrays["prompt_ids"]) - 1
             response.routed = arrays["routed"][start + before : end + through]
         responses.append(response)

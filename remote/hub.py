@@ -28,7 +28,9 @@ from remote.keys import refusal_of, secure
 from remote.weights import manifest_of, mapped
 
 SILENT = 60.0  # seconds after which a sampler that says nothing gives its room back
-UNANSWERED = 30.0  # seconds without a good leaf after which a group that was asked for gives its room back
+UNANSWERED = (
+    30.0  # seconds without a good leaf after which a group that was asked for gives its room back
+)
 PULLS = 64  # groups that are fetched from one sampler at the same time, at most
 OFFERS = 256  # offers of one sampler that are remembered; a sampler has 64 open, and repeats them
 
@@ -85,7 +87,9 @@ class Hub(threading.Thread, Intake):
         self.socket = self.context.socket(zmq.ROUTER)
         self.known: dict[str, str] = {}  # public key -> name
         if keys != "none":
-            self.authenticator, self.known = secure(self.context, self.socket, keys, self.log, self.counts)
+            self.authenticator, self.known = secure(
+                self.context, self.socket, keys, self.log, self.counts
+            )
         wire.set_socket_options(self.socket, linger=0)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
         try:
@@ -98,12 +102,16 @@ class Hub(threading.Thread, Intake):
 
     # -- called by the training loop -----------------------------------------------------------------------------------
 
-    def broadcast(self, version: int, path: Path, published: float, change: bytes | None = None) -> None:
+    def broadcast(
+        self, version: int, path: Path, published: float, change: bytes | None = None
+    ) -> None:
         """Offer these weights to all samplers. change: the delta from those before, if there is one."""
         of, data = manifest_of(path), mapped(path)
         self.chain.add(of, change)
         offer = wire.Offer(of, version, published, [step for step, _ in self.chain.steps])
-        self.todo.append(Published(offer, data, {step.of.name: delta for step, delta in self.chain.steps}))
+        self.todo.append(
+            Published(offer, data, {step.of.name: delta for step, delta in self.chain.steps})
+        )
 
     def held(self, names: list[str]) -> None:
         """A checkpoint accounts for these groups: their samplers may forget them."""
@@ -177,7 +185,9 @@ class Hub(threading.Thread, Intake):
             except wire.WireError as e:
                 self.counts["malformed"] += 1
                 self.log.warning("malformed message dropped: %s", e)
-            except Exception as e:  # a fault of ours, which ends neither the run nor another connection
+            except (
+                Exception
+            ) as e:  # a fault of ours, which ends neither the run nor another connection
                 self.counts["faults"] += 1
                 self.log.error("a fault in a message, which is dropped: %r", e)
 
@@ -185,12 +195,19 @@ class Hub(threading.Thread, Intake):
         """A sampler that says nothing any more gives its room back, and so does a group of which nothing comes."""
         for identity, peer in list(self.peers.items()):
             if now - peer.heard > SILENT:
-                self.log.info("sampler %s says nothing: the groups that were asked for are given up", peer.sampler)
+                self.log.info(
+                    "sampler %s says nothing: the groups that were asked for are given up",
+                    peer.sampler,
+                )
                 self._drop_all(self.peers.pop(identity))
                 continue
             for name, pull in list(peer.pulls.items()):
                 if pull.moved is not None and now - pull.moved > UNANSWERED:
-                    self.log.info("sampler %s does not send the groups it offered: %s is given up", peer.sampler, name)
+                    self.log.info(
+                        "sampler %s does not send the groups it offered: %s is given up",
+                        peer.sampler,
+                        name,
+                    )
                     self._drop(peer, name)
 
     def _ask(self, now: float) -> None:
@@ -217,7 +234,9 @@ class Hub(threading.Thread, Intake):
         frames = [identity, wire.encode(message)]
         if payload is not None:
             frames.append(payload)
-        with contextlib.suppress(zmq.ZMQError):  # a peer that is gone or does not read: it will say hello again
+        with contextlib.suppress(
+            zmq.ZMQError
+        ):  # a peer that is gone or does not read: it will say hello again
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=payload is None)
 
     # -- one method for each message -----------------------------------------------------------------------------------
@@ -234,7 +253,9 @@ class Hub(threading.Thread, Intake):
             self._on_hello(identity, key, message)
             return
         peer = self.peers.get(identity)
-        if peer is None or peer.key != key:  # a sampler of an earlier session: it must say who it is
+        if (
+            peer is None or peer.key != key
+        ):  # a sampler of an earlier session: it must say who it is
             self._send(identity, wire.Gone(""))
             return
         peer.heard = time.monotonic()
@@ -253,11 +274,16 @@ class Hub(threading.Thread, Intake):
     def _on_hello(self, identity: bytes, key: str, hello: wire.Hello) -> None:
         refusal = self._refusal(hello, key)
         if refusal:
-            self.log.warning("sampler %s is refused: %s", wire.printable(hello.sampler, 100), refusal)
+            self.log.warning(
+                "sampler %s is refused: %s", wire.printable(hello.sampler, 100), refusal
+            )
             self._send(identity, wire.Refuse(refusal))
             return
         peer = self.peers.get(identity)
-        same = peer is not None and (peer.sampler, peer.incarnation) == (hello.sampler, hello.incarnation)
+        same = peer is not None and (peer.sampler, peer.incarnation) == (
+            hello.sampler,
+            hello.incarnation,
+        )
         if not same or hello.session != self.welcome.session:
             peer = self._let_in(identity, key, hello)
         peer.heard = time.monotonic()
@@ -266,7 +292,9 @@ class Hub(threading.Thread, Intake):
             if is_of(peer.sampler, name):
                 self._on_lost(peer, name)
         newest = next(reversed(self.weights), "")
-        self._send(identity, wire.Got([], newest, hello.sent, time.time()))  # an answer: the learner is alive
+        self._send(
+            identity, wire.Got([], newest, hello.sent, time.time())
+        )  # an answer: the learner is alive
 
     def _refusal(self, hello: wire.Hello, key: str) -> str:
         """Why this sampler is turned away; empty if it may come in."""
@@ -283,7 +311,9 @@ class Hub(threading.Thread, Intake):
     def _let_in(self, identity: bytes, key: str, hello: wire.Hello) -> Peer:
         self.log.info("sampler %s, incarnation %d, is here", hello.sampler, hello.incarnation)
         peer = Peer(identity, key, hello.sampler, hello.incarnation, heard=time.monotonic())
-        if identity in self.peers and self.peers[identity].sampler != hello.sampler:  # it goes by another name now
+        if (
+            identity in self.peers and self.peers[identity].sampler != hello.sampler
+        ):  # it goes by another name now
             self._drop_all(self.peers.pop(identity))
         # On a new connection, or from a new process, groups that the old one was asked for go on from their last leaf.
         for old in [other for other in self.peers.values() if other.sampler == hello.sampler]:
@@ -317,7 +347,10 @@ class Hub(threading.Thread, Intake):
             self.arrived.append(arrived)
 
     def _on_offer(self, peer: Peer, of: wire.Manifest) -> None:
-        wire.need(is_of(peer.sampler, of.name), f"{wire.printable(of.name, 100)} is no group of sampler {peer.sampler}")
+        wire.need(
+            is_of(peer.sampler, of.name),
+            f"{wire.printable(of.name, 100)} is no group of sampler {peer.sampler}",
+        )
         if self.got.has(of.name):
             self.counts["duplicate"] += 1
             answer = wire.Held if self.held_names.has(of.name) else wire.Got

@@ -39,7 +39,9 @@ def make_keys(out: str, samplers: int) -> None:
     """OUT/learner and OUT/sampler0, ...: a folder of keys for each machine, secrets readable by their owner alone.
 
     UserError: there is something in OUT already."""
-    need(1 <= samplers <= MOST_SAMPLERS, f"--samplers={samplers}: a number from 1 to {MOST_SAMPLERS}")
+    need(
+        1 <= samplers <= MOST_SAMPLERS, f"--samplers={samplers}: a number from 1 to {MOST_SAMPLERS}"
+    )
     root = Path(out)
     need(not root.exists() or root.is_dir(), f"{out} is a file; name a new folder")
     if root.exists() and any(root.iterdir()):
@@ -53,7 +55,9 @@ def make_keys(out: str, samplers: int) -> None:
         os.chmod(folder / f"{folder.name}.key_secret", 0o600)
     (learner / "samplers").mkdir()
     for folder in folders:
-        shutil.move(folder / f"{folder.name}.key", learner / "samplers")  # the learner knows whom it lets in
+        shutil.move(
+            folder / f"{folder.name}.key", learner / "samplers"
+        )  # the learner knows whom it lets in
         shutil.copy(learner / "learner.key", folder)
 
 
@@ -71,7 +75,10 @@ def machine_keys(folder: str) -> tuple[bytes, bytes]:
             "chmod 600 it, or make new keys if someone may have read it"
         )
     public, secret = read_key_file(files[0])
-    need(secret is not None, f"--keys={folder}: no secret key in {files[0].name}; copy it again, or make new ones")
+    need(
+        secret is not None,
+        f"--keys={folder}: no secret key in {files[0].name}; copy it again, or make new ones",
+    )
     return public, secret
 
 
@@ -131,7 +138,9 @@ def secure(context, socket, keys: str, log, counts) -> tuple[ThreadAuthenticator
         )
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
-    authenticator.configure_curve_callback(domain="*", credentials_provider=KnownKeys(known, log, counts))
+    authenticator.configure_curve_callback(
+        domain="*", credentials_provider=KnownKeys(known, log, counts)
+    )
     socket.curve_publickey = public
     socket.curve_secretkey = secret
     socket.curve_server = True

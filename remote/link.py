@@ -23,7 +23,9 @@ from remote.clock import LearnerClock
 from remote.keys import SamplerKeys
 
 BEAT = 2.0  # seconds between two hellos
-OFFERED_AT_ONCE = 4 << 20  # bytes of groups that are read and hashed before asks are looked at again
+OFFERED_AT_ONCE = (
+    4 << 20
+)  # bytes of groups that are read and hashed before asks are looked at again
 OFFERS = 64  # groups offered and not yet fetched, at most
 PRINT_EVERY = 30.0  # seconds between two lines on the screen about a learner that does not answer
 
@@ -34,7 +36,13 @@ class Link(threading.Thread):
     flags: sampler.SamplerFlags. store: the folder for weights. keys: None for a connection in the clear."""
 
     def __init__(
-        self, addresses: list[str], streams: list[str], flags, spool: Spool, store: Path, keys: SamplerKeys | None
+        self,
+        addresses: list[str],
+        streams: list[str],
+        flags,
+        spool: Spool,
+        store: Path,
+        keys: SamplerKeys | None,
     ):
         super().__init__(daemon=True, name="link")
         self.flags = flags
@@ -47,7 +55,9 @@ class Link(threading.Thread):
         self.stopping = False
         self.context = zmq.Context()
         try:
-            self.lines = {stream: Line(self, a, stream) for a, stream in zip(addresses, streams, strict=True)}
+            self.lines = {
+                stream: Line(self, a, stream) for a, stream in zip(addresses, streams, strict=True)
+            }
         except Exception:
             self.context.destroy(linger=0)  # or the process would wait for open sockets
             raise
@@ -79,7 +89,9 @@ class Link(threading.Thread):
                 away = time.monotonic() - before
                 before += away
                 for line in self.lines.values():
-                    if away > self.flags.patience:  # this process was suspended; the learner is not to blame
+                    if (
+                        away > self.flags.patience
+                    ):  # this process was suspended; the learner is not to blame
                         line.heard += away
                         line.tried += away
                     self._turn(line)
@@ -143,7 +155,9 @@ class Line:
         try:
             self.socket.connect(self.address)
         except zmq.ZMQError as e:
-            raise UserError(f"--connect={self.address}: {zmq.strerror(e.errno)}; write tcp://HOST:PORT") from None
+            raise UserError(
+                f"--connect={self.address}: {zmq.strerror(e.errno)}; write tcp://HOST:PORT"
+            ) from None
         self.say_hello_again()
         self.forget_session()
 
@@ -163,7 +177,9 @@ class Line:
         frames = [wire.encode(message)]
         if payload is not None:
             frames.append(payload)
-        with contextlib.suppress(zmq.Again):  # no learner, or one that does not read: everything is sent again later
+        with contextlib.suppress(
+            zmq.Again
+        ):  # no learner, or one that does not read: everything is sent again later
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=payload is None)
 
     # -- the work of a turn --------------------------------------------------------------------------------------------
@@ -187,13 +203,17 @@ class Line:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            with contextlib.suppress(wire.WireError):  # damaged on the way: it will be asked for again
+            with contextlib.suppress(
+                wire.WireError
+            ):  # damaged on the way: it will be asked for again
                 self.handle(wire.decode(frames[0].buffer), frames)
 
     def send_hello(self) -> None:
         spool = self.link.spool
         handed, lost = spool.handed[self.stream], spool.lost[self.stream][:OFFERS]
-        self.send(wire.Hello(self.stream, spool.incarnation, self.session, handed, lost, time.time()))
+        self.send(
+            wire.Hello(self.stream, spool.incarnation, self.session, handed, lost, time.time())
+        )
 
     def reconnect_if_silent(self, now: float) -> None:
         patience, give_up = self.link.flags.patience, self.link.flags.give_up
@@ -218,7 +238,9 @@ class Line:
             return
         spool = self.link.spool
         with spool.lock:
-            waiting = [n for n in spool.waiting[self.stream] if n not in self.got and n not in self.offered]
+            waiting = [
+                n for n in spool.waiting[self.stream] if n not in self.got and n not in self.offered
+            ]
         read = 0
         for name in waiting[: OFFERS - len(self.offered)]:
             data = spool.read(name)
@@ -263,7 +285,11 @@ class Line:
         for name in waiting.intersection(message.names):
             self.offered.pop(name, None)
             self.got.add(name)
-        if self.fetcher is not None and message.newest and message.newest != self.fetcher.newest_name:
+        if (
+            self.fetcher is not None
+            and message.newest
+            and message.newest != self.fetcher.newest_name
+        ):
             self.send(wire.Want())
 
     def on_held(self, message: wire.Held) -> None:
@@ -384,7 +410,10 @@ class Fetcher:
                 with contextlib.closing(wire.FileSink(part, offer.of.nbytes)) as sink:
                     yield from delta.rebuild(self.link.newest.path, deltas, offer.of, sink)
         except wire.WireError as e:
-            print(f"{self.line.address} sent {wire.printable(e)}; its weights are fetched whole", flush=True)
+            print(
+                f"{self.line.address} sent {wire.printable(e)}; its weights are fetched whole",
+                flush=True,
+            )
             return False
         return bool(deltas)
 

@@ -99,7 +99,13 @@ def sample(flags: SamplerFlags) -> None:
 class Sampler:
     """The loop: load the newest weights, sample for the rank that has the fewest groups, hand over."""
 
-    def __init__(self, flags: SamplerFlags, connection: Connection, welcome: wire.Welcome, source: SamplerSource):
+    def __init__(
+        self,
+        flags: SamplerFlags,
+        connection: Connection,
+        welcome: wire.Welcome,
+        source: SamplerSource,
+    ):
         self.flags = flags
         self.link = connection.link
         self.spool = connection.spool
@@ -127,7 +133,9 @@ class Sampler:
             if self.link.newest is None or not hungry or not self.load_newest(self.link.newest):
                 time.sleep(0.02)
                 continue
-            self.sample_for(min(hungry, key=self.sampled.get), self.flags.groups)  # the ranks in turn
+            self.sample_for(
+                min(hungry, key=self.sampled.get), self.flags.groups
+            )  # the ranks in turn
         raise UserError(self.link.error)
 
     def print_progress(self) -> None:
@@ -208,7 +216,9 @@ def check_same_run(link: Link | FilesLink, welcome: wire.Welcome) -> None:
     """UserError if the learner has started again and wants something else."""
     while not link.welcome.empty():
         again = link.welcome.get()
-        changed = [k for k in {**welcome.run, **again.run} if welcome.run.get(k) != again.run.get(k)]
+        changed = [
+            k for k in {**welcome.run, **again.run} if welcome.run.get(k) != again.run.get(k)
+        ]
         if again.setup != welcome.setup:
             changed.append("model's configuration or tokenizer")
         if changed:
@@ -234,7 +244,9 @@ class Connection(NamedTuple):
 
 def connect(flags: SamplerFlags, incarnation: int) -> Connection:
     """Check the flags, lock the folder, start the link. UserError: one sentence."""
-    need(flags.connect, "--connect: name the learner's address, tcp://HOST:PORT, or a shared folder")
+    need(
+        flags.connect, "--connect: name the learner's address, tcp://HOST:PORT, or a shared folder"
+    )
     name = sampler_name(flags)
     check_distribution(flags)
     for flag in ("patience", "give_up"):
@@ -256,7 +268,9 @@ def connect(flags: SamplerFlags, incarnation: int) -> Connection:
         streams = streams_of(name, len(addresses))
         folder = sampler_folder(flags, name)
         spool = Spool(folder / "spool", streams, incarnation)
-        return Connection(Link(addresses, streams, flags, spool, folder, keys), spool, streams, folder)
+        return Connection(
+            Link(addresses, streams, flags, spool, folder, keys), spool, streams, folder
+        )
     shared = Path(flags.connect)
     need(
         shared.is_dir(),
@@ -280,7 +294,9 @@ def sampler_folder(flags: SamplerFlags, name: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         lock_folder(folder)
     except OSError as e:
-        raise UserError(f"--spool={folder}: cannot be written ({e.strerror}); name another folder") from None
+        raise UserError(
+            f"--spool={folder}: cannot be written ({e.strerror}); name another folder"
+        ) from None
     return folder
 
 
@@ -302,7 +318,9 @@ def lock_folder(folder: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise UserError(f"{folder}: another sampler works there; give this one another --name or --spool") from None
+        raise UserError(
+            f"{folder}: another sampler works there; give this one another --name or --spool"
+        ) from None
     LOCKS.append(lock)
 
 
@@ -311,7 +329,9 @@ def checked_keys(flags: SamplerFlags, addresses: list[str]) -> SamplerKeys | Non
     for address in addresses:
         wire.check_address("connect", address, 1)
     keys = None if flags.keys == "none" else sampler_keys(flags.keys)
-    on_this_host = all(a.startswith(("tcp://127.0.0.1:", "tcp://localhost:", "ipc://")) for a in addresses)
+    on_this_host = all(
+        a.startswith(("tcp://127.0.0.1:", "tcp://localhost:", "ipc://")) for a in addresses
+    )
     if keys is None and not on_this_host:
         raise UserError(
             f"--connect={flags.connect}: over a network keys are needed "
@@ -346,7 +366,14 @@ def check_description(run: dict) -> None:
     try:
         msgspec.convert(run, Description)
         Sampling(**run["sampling"])
-        missing = {"rollout_quant", "quant_group", "seed", "group_size", "task", "max_tokens"} - set(run["config"])
+        missing = {
+            "rollout_quant",
+            "quant_group",
+            "seed",
+            "group_size",
+            "task",
+            "max_tokens",
+        } - set(run["config"])
         wire.need(not missing, f"{', '.join(missing)} missing")
         wire.need(run["context"] > 0 and min(run["topk"], run["max_allowed"]) >= 0, "sizes below 0")
     except (msgspec.MsgspecError, TypeError, ValueError) as e:
@@ -385,7 +412,11 @@ class SamplerSource(LocalSource):
         if self.low_bits:
             return iter(stored) if self.engine.packed else quant.without_int4(stored)
         whole = ((name, x.float() if x.is_floating_point() else x) for name, x in stored)
-        return quant.for_engine(whole, self.skeleton, self.fmt, self.engine.packed) if self.fmt else whole
+        return (
+            quant.for_engine(whole, self.skeleton, self.fmt, self.engine.packed)
+            if self.fmt
+            else whole
+        )
 
 
 def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> SamplerSource:
@@ -421,7 +452,9 @@ def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> Sam
         max_allowed=run["max_allowed"],
         stop_ids=run["stop_ids"],
         model=run["model"],
-        check=WeightCheck(read_config(model), run["probe"], fmt, vocabulary) if cfg.check_sync else None,
+        check=WeightCheck(read_config(model), run["probe"], fmt, vocabulary)
+        if cfg.check_sync
+        else None,
         skeleton=skeleton,
         low_bits=run["packed"],
         fmt=fmt,
@@ -463,7 +496,10 @@ def check_task(path: str, learners: str, digest: str) -> None:
         same = digest_of(path) == digest
     except OSError:
         same = False
-    need(same, f"--task={path}: not the learner's {learners}; copy that file here and name it with --task")
+    need(
+        same,
+        f"--task={path}: not the learner's {learners}; copy that file here and name it with --task",
+    )
 
 
 def main(argv: list[str] | None = None) -> None:

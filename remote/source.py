@@ -63,7 +63,9 @@ SHARED |= {"logprobs_mode", "lm_head_fp32", "router_replay"}
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def open_remote_source(cfg: Config, run, model: str, topk: int, max_allowed: int, comm) -> RemoteSource:
+def open_remote_source(
+    cfg: Config, run, model: str, topk: int, max_allowed: int, comm
+) -> RemoteSource:
     """The source of --samplers=zmq or files, not yet open to samplers: the first `publish` lets them in.
 
     run: run.Run. model: "policy" or "actor", the one that samples. topk: alternatives to record for each token;
@@ -121,12 +123,18 @@ def address_of_rank(bind: str, rank: int, ranks: int) -> str:
 
     UserError, the same on all ranks: not all have an address."""
     wire.check_address("bind", bind, 0)
-    need(bind.startswith("tcp://") or ranks == 1, f"--bind={bind}: {ranks} ranks need tcp://, where each has a port")
+    need(
+        bind.startswith("tcp://") or ranks == 1,
+        f"--bind={bind}: {ranks} ranks need tcp://, where each has a port",
+    )
     port = bind.rpartition(":")[2]
     if not port.isdigit() or not int(port) or not bind.startswith("tcp://"):
         return bind
     last = int(port) + ranks - 1
-    need(last <= 65535, f"--bind={bind}: rank {ranks - 1} would listen on port {last}; name a lower one")
+    need(
+        last <= 65535,
+        f"--bind={bind}: rank {ranks - 1} would listen on port {last}; name a lower one",
+    )
     return f"{bind.removesuffix(port)}{int(port) + rank}"
 
 
@@ -160,8 +168,12 @@ def open_log(out: str | Path, rank: int) -> logging.Logger:
     """The log of samplers that came, and of those that were turned away."""
     log = logging.getLogger(f"remote.{out}.{rank}")
     if not log.handlers:
-        path = log_path(out, rank)  # made by its first line, which a run that is refused does not write
-        handler = logging.handlers.RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=2, delay=True)
+        path = log_path(
+            out, rank
+        )  # made by its first line, which a run that is refused does not write
+        handler = logging.handlers.RotatingFileHandler(
+            path, maxBytes=LOG_BYTES, backupCount=2, delay=True
+        )
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         log.addHandler(handler)
         log.addFilter(FewLines())
@@ -206,14 +218,18 @@ class RemoteSource:
         self.cfg = cfg
         self.limits = limits
         self.sampling = sampling
-        self.store = Store(store, comm, halved if cfg.sync_dtype == "bfloat16" else as_it_is, cfg.sync_delta)
+        self.store = Store(
+            store, comm, halved if cfg.sync_dtype == "bfloat16" else as_it_is, cfg.sync_delta
+        )
         self.comm = comm
         self.log = log
         self.task = task
         self.packed = cfg.sync_dtype == "quantized"  # `publish` wants the engine's low-bit tensors
         self.error = ""
         self.counts: Counter = Counter()  # fate -> groups
-        self.taken = Account()  # groups that the last checkpoint accounts for; the hub turns them away
+        self.taken = (
+            Account()
+        )  # groups that the last checkpoint accounts for; the hub turns them away
         self.since: list[str] = []  # groups whose fate was decided since then
         self.saving: list[str] = []  # those of them that the checkpoint in the making accounts for
         self.ready: deque[Ready] = deque()
@@ -264,7 +280,9 @@ class RemoteSource:
             for arrived in self.hub.drain():
                 self.validate(arrived)
             now = time.monotonic()
-            if now - before > SUSPENDED:  # this process was suspended; do not count that time against the samplers
+            if (
+                now - before > SUSPENDED
+            ):  # this process was suspended; do not count that time against the samplers
                 last_group += now - before
             before = now
             so_far = len(batch)
@@ -303,11 +321,16 @@ class RemoteSource:
 
     def _print_waiting(self, n: int, n_groups: int) -> None:
         samplers = len(self._samplers())
-        print(f"waiting for groups: {n} of {n_groups}, {samplers} samplers seen at {self.hub.address}", flush=True)
+        print(
+            f"waiting for groups: {n} of {n_groups}, {samplers} samplers seen at {self.hub.address}",
+            flush=True,
+        )
 
     def _samplers(self) -> set[str]:
         """The samplers that ever came."""
-        return {sampler for sampler, _ in self.hub.reports.copy()}  # a copy: the hub's thread may add to it
+        return {
+            sampler for sampler, _ in self.hub.reports.copy()
+        }  # a copy: the hub's thread may add to it
 
     def give_back(self) -> None:
         """The groups of the last `next` will not be trained on: another rank got nothing, and all stop."""
@@ -340,7 +363,9 @@ class RemoteSource:
         name = arrived.name
         group = decode_group(arrived.data, self.limits)
         wire.need(name_of(group.uid) == name, f"{name} holds the group {name_of(group.uid)}")
-        same = dataclasses.replace(group.sampling, seed=0) == dataclasses.replace(self.sampling, seed=0)
+        same = dataclasses.replace(group.sampling, seed=0) == dataclasses.replace(
+            self.sampling, seed=0
+        )
         wire.need(same, f"{name}: sampled with other settings, {group.sampling}")
         if self.task is not None:
             try:
@@ -358,7 +383,10 @@ class RemoteSource:
             return "orphan"
         if bound is not None and learner_version - group.version > bound:
             return "staleness"
-        if time.time() - made_at(group.t_end, group.t_published, item.when) > self.cfg.window_seconds:
+        if (
+            time.time() - made_at(group.t_end, group.t_published, item.when)
+            > self.cfg.window_seconds
+        ):
             return "window"
         if self.cfg.dynamic_sampling and not has_spread(group):
             return "no_spread"
@@ -418,7 +446,9 @@ class RemoteSource:
         self.counts = Counter(state["counts"])
         self.taken = Account.of(state["account"])
         self.published = dict(state["published"])
-        self.hub.reports.update({(sampler, incarnation): n for sampler, incarnation, n in state["reports"]})
+        self.hub.reports.update(
+            {(sampler, incarnation): n for sampler, incarnation, n in state["reports"]}
+        )
 
     def close(self) -> None:
         self.hub.close()

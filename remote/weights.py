@@ -66,7 +66,9 @@ class Store:
         size = 0
         for sibling in sorted(self.folder.glob("v*.delta"), reverse=True):
             size += sibling.stat().st_size
-            if not self.files or size > self.files[-1].stat().st_size:  # a chain has half of that (delta.Chain)
+            if (
+                not self.files or size > self.files[-1].stat().st_size
+            ):  # a chain has half of that (delta.Chain)
                 sibling.unlink()
         for sibling in self.folder.glob("v*.manifest"):
             sibling.unlink()

@@ -83,13 +83,23 @@ class Manifest(msgspec.Struct, frozen=True):
     @property
     def root(self) -> str:
         """The same for objects of the same bytes, whatever their names."""
-        return hashlib.sha256(self.nbytes.to_bytes(8, "little") + b"".join(self.leaves)).hexdigest()[:32]
+        return hashlib.sha256(
+            self.nbytes.to_bytes(8, "little") + b"".join(self.leaves)
+        ).hexdigest()[:32]
 
     def check(self, most: int) -> None:
         """WireError unless this describes an object of at most `most` bytes."""
-        need(0 < self.nbytes <= most, f"{self.name}: {self.nbytes} bytes, and at most {most} are taken")
-        whole = len(self.leaves) == -(-self.nbytes // LEAF) and all(len(leaf) == 32 for leaf in self.leaves)
-        need(whole, f"{self.name}: a manifest of {len(self.leaves)} leaves does not describe {self.nbytes} bytes")
+        need(
+            0 < self.nbytes <= most,
+            f"{self.name}: {self.nbytes} bytes, and at most {most} are taken",
+        )
+        whole = len(self.leaves) == -(-self.nbytes // LEAF) and all(
+            len(leaf) == 32 for leaf in self.leaves
+        )
+        need(
+            whole,
+            f"{self.name}: a manifest of {len(self.leaves)} leaves does not describe {self.nbytes} bytes",
+        )
 
 
 POOL = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "leaves")
@@ -105,7 +115,9 @@ def each(work, numbers: range) -> list:
 def manifest(name: str, data) -> Manifest:
     """The manifest of an object, by one pass over its bytes."""
     view = memoryview(data)
-    leaves = each(lambda start: hashlib.sha256(view[start : start + LEAF]).digest(), range(0, len(view), LEAF))
+    leaves = each(
+        lambda start: hashlib.sha256(view[start : start + LEAF]).digest(), range(0, len(view), LEAF)
+    )
     return Manifest(name, len(view), leaves)
 
 
@@ -149,7 +161,9 @@ class Window:
         self.heard = now
         if key not in self.asks:
             return []
-        if not self.asks[key][1]:  # an answer to one of two asks does not tell the time of an answer
+        if not self.asks[key][
+            1
+        ]:  # an answer to one of two asks does not tell the time of an answer
             self.timeouts = 0
         lost = list(itertools.takewhile(lambda other: other != key, self.asks))
         for one in (*lost, key):
@@ -177,8 +191,13 @@ class Pull:
         self.of = of
         self.sink = sink
         self.window = window
-        here = [resume and self._is_good(i, sink[i * LEAF : (i + 1) * LEAF]) for i in range(len(of.leaves))]
-        self.missing = [i for i in reversed(range(len(of.leaves))) if not here[i]]  # the next one stands at the end
+        here = [
+            resume and self._is_good(i, sink[i * LEAF : (i + 1) * LEAF])
+            for i in range(len(of.leaves))
+        ]
+        self.missing = [
+            i for i in reversed(range(len(of.leaves))) if not here[i]
+        ]  # the next one stands at the end
         self.asked: dict[int, int] = {}  # first leaf -> how many
         self.repeated: set[int] = set()  # leaves that were asked for, and not answered
         self.corrupt = 0  # leaves that came and were not as the manifest says
@@ -265,7 +284,9 @@ class FileSink:
     def __setitem__(self, at: slice, data) -> None:
         written = os.pwrite(self.file.fileno(), data, at.start)
         if written != len(data):
-            raise OSError(f"{self.file.name}: {written} of {len(data)} bytes written; is the disk full?")
+            raise OSError(
+                f"{self.file.name}: {written} of {len(data)} bytes written; is the disk full?"
+            )
 
     def close(self) -> None:
         self.file.close()
@@ -391,22 +412,32 @@ def decode(frame) -> Message:
     need(digest(body) == head, "not a message, or a damaged one")
     try:
         return _decoder.decode(body)
-    except Exception as e:  # MsgspecError, but also UnicodeDecodeError, RecursionError and whatever else there is
+    except (
+        Exception
+    ) as e:  # MsgspecError, but also UnicodeDecodeError, RecursionError and whatever else there is
         raise WireError(f"not a message of this revision: {printable(e)}") from None
 
 
 def check_address(flag: str, address: str, least: int) -> None:
     """UserError unless it is one, and a TCP port lies in `least` to 65535; ZeroMQ takes 99999 for another one."""
     known = address.startswith(("tcp://", "ipc://", "inproc://"))
-    flags.need(known and address.partition("://")[2], f"--{flag}={address}: not an address; write tcp://HOST:PORT")
+    flags.need(
+        known and address.partition("://")[2],
+        f"--{flag}={address}: not an address; write tcp://HOST:PORT",
+    )
     if not address.startswith("tcp://"):
         return
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if least == 0 and port == "*":  # any that is free
         return
-    flags.need(port.isascii() and port.isdigit(), f"--{flag}={address}: no port; write tcp://HOST:PORT")
+    flags.need(
+        port.isascii() and port.isdigit(), f"--{flag}={address}: no port; write tcp://HOST:PORT"
+    )
     flags.need(host, f"--{flag}={address}: no host; write tcp://HOST:PORT")
-    flags.need(least <= int(port[:6]) <= 65535, f"--{flag}={address}: a port is a number from {least} to 65535")
+    flags.need(
+        least <= int(port[:6]) <= 65535,
+        f"--{flag}={address}: a port is a number from {least} to 65535",
+    )
 
 
 def set_socket_options(socket, linger: int) -> None:
@@ -435,7 +466,9 @@ def pack_setup(folder: str) -> dict[str, bytes]:
     return {
         path.name: zlib.compress(path.read_bytes())
         for path in sorted(Path(folder).iterdir())
-        if path.is_file() and re.fullmatch(SETUP_FILE, path.name) and not path.name.endswith(".index.json")
+        if path.is_file()
+        and re.fullmatch(SETUP_FILE, path.name)
+        and not path.name.endswith(".index.json")
     }
 
 
@@ -444,5 +477,7 @@ def unpack_setup(files: dict[str, bytes], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
         if not re.fullmatch(SETUP_FILE, name):
-            raise UserError(f"the learner sent a file called {printable(name, 100)!r}; it is not written")
+            raise UserError(
+                f"the learner sent a file called {printable(name, 100)!r}; it is not written"
+            )
         (folder / name).write_bytes(zlib.decompress(data))

@@ -113,7 +113,10 @@ def trl_clock(ours, times: list):
 
 def against_trl(root: str) -> dict:
     """GRPOTrainer's step, timed from its own callbacks, with one step of ours after each."""
-    need(importlib.util.find_spec("trl"), "TRL 1.16 is needed; the head of this file says how to install it beside")
+    need(
+        importlib.util.find_spec("trl"),
+        "TRL 1.16 is needed; the head of this file says how to install it beside",
+    )
     folder = f"{root}/trl"
     warm = 4  # steps that are not counted
     shaped(folder)
@@ -123,7 +126,9 @@ def against_trl(root: str) -> dict:
     try:
         trainer = grpo_trainer(folder, f"{root}/trl_out", 24, clock)
     except ImportError as e:
-        raise UserError(f"TRL 1.16 is needed ({e}); the head of this file says how to install it beside") from None
+        raise UserError(
+            f"TRL 1.16 is needed ({e}); the head of this file says how to install it beside"
+        ) from None
     with attention.grouped(False):  # TRL as it is elsewhere
         trainer.train()
     out = {**compare(times[warm:]), "goal": "ratio <= 0.80"}

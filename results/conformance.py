@@ -39,8 +39,13 @@ def draw(data: dict) -> None:
     plt = sweep.pyplot()
     fig, axes = plt.subplots(1, len(data), figsize=(10, 2.4), layout="constrained", sharey=True)
     for ax, (name, record) in zip(axes, data.items(), strict=True):
-        columns = [[cells[i] for cells in record["cases"].values() if cells[i] != "-"] for i in range(len(PARTS))]
-        same, differ = [[sum((x == "0") == yes for x in column) for column in columns] for yes in (True, False)]
+        columns = [
+            [cells[i] for cells in record["cases"].values() if cells[i] != "-"]
+            for i in range(len(PARTS))
+        ]
+        same, differ = [
+            [sum((x == "0") == yes for x in column) for column in columns] for yes in (True, False)
+        ]
         ax.barh(PARTS, same, color=sweep.COLOURS[1], label="agree")
         ax.barh(PARTS, differ, left=same, color=sweep.COLOURS[0], label="differ")
         ax.set(title=name, xlabel="cases")

@@ -42,7 +42,16 @@ CASES = {
 TOKENS, UPDATES = 1_000_000, 100
 TURNS = 3  # of the times
 TIMED = 256  # responses in each
-HEAD = ["case", "updates", "tokens", "largest, --exact", "without", "decoding", "forward", "forward and backward"]
+HEAD = [
+    "case",
+    "updates",
+    "tokens",
+    "largest, --exact",
+    "without",
+    "decoding",
+    "forward",
+    "forward and backward",
+]
 
 
 @dataclass
@@ -60,7 +69,14 @@ class Measured:
 def open_training(folder: str, case: str, exact: bool, batch: int) -> Training:
     out = Path(folder) / str(exact)
     out.mkdir()
-    argv = [f"--out={out}", "--overwrite", "--actor=none", "--objective=tis", "--rollout=hf", *CASES[case]]
+    argv = [
+        f"--out={out}",
+        "--overwrite",
+        "--actor=none",
+        "--objective=tis",
+        "--rollout=hf",
+        *CASES[case],
+    ]
     argv += [
         f"--rollout_batch={batch}",
         f"--train_batch={batch}",
@@ -137,7 +153,9 @@ def draw(data: dict) -> None:
     left.set_yticks(places, names, fontsize=8)
     for i, part in enumerate(HEAD[5:]):
         at = [y + 0.25 * (i - 1) for y in places]
-        right.barh(at, [x["costs"][i] for x in data["cases"]], 0.25, color=sweep.COLOURS[i], label=part)
+        right.barh(
+            at, [x["costs"][i] for x in data["cases"]], 0.25, color=sweep.COLOURS[i], label=part
+        )
     right.axvline(1, color="black", lw=0.8)
     right.set(title="time with --exact over time without")
     right.legend(fontsize=7)
@@ -161,7 +179,12 @@ def main() -> None:
     if not flags.draw:
         batch = max(64, flags.tokens // (20 * flags.updates) // 8 * 8)  # some 20 tokens a response
         processor = f"{torch.backends.cpu.get_cpu_capability()}, AMX tiles: {'yes' if has_tiles() else 'no'}"
-        about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "batch": batch, "processor": processor}
+        about = {
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "batch": batch,
+            "processor": processor,
+        }
         rows = []
         for case in CASES:
             rows.append(asdict(measure(case, -(-flags.updates // len(CASES)), batch)))

@@ -41,7 +41,11 @@ def measure(flags: str) -> dict:
     """The ladder of one configuration, by a command in another process: an engine of vLLM's takes a process along."""
     with tempfile.TemporaryDirectory() as scratch:
         argv = [sys.executable, "-m", "probe", "--explain", "--model=base:policy"]
-        argv += [f"--out={scratch}/m.json", *([] if "--rollout=" in flags else ["--rollout=hf"]), *flags.split()]
+        argv += [
+            f"--out={scratch}/m.json",
+            *([] if "--rollout=" in flags else ["--rollout=hf"]),
+            *flags.split(),
+        ]
         subprocess.run(argv, check=True, cwd=ROOT)
         return json.loads(Path(scratch, "m.json").read_text(encoding="utf-8"))["ladder"]
 
@@ -52,20 +56,38 @@ def table(data: dict) -> str:
     for name in RUNS:
         ladder = data["ladders"][name]
         total = ladder["total"]["kl"]
-        shares = sorted(((x["kl"]["share"] / total, x["source"]) for x in ladder["rows"]), reverse=True)
-        parts = ", ".join(f"{source} {100 * share:.0f} %" for share, source in shares if share >= SHOWN)
-        rows.append([name, f"{total:.2g}", f"{ladder['total']['dp']:.2g}", f"{ladder['floor']['kl']:.2g}", parts])
+        shares = sorted(
+            ((x["kl"]["share"] / total, x["source"]) for x in ladder["rows"]), reverse=True
+        )
+        parts = ", ".join(
+            f"{source} {100 * share:.0f} %" for share, source in shares if share >= SHOWN
+        )
+        rows.append(
+            [
+                name,
+                f"{total:.2g}",
+                f"{ladder['total']['dp']:.2g}",
+                f"{ladder['floor']['kl']:.2g}",
+                parts,
+            ]
+        )
     faults = []
     for x in data["faults"]:
         first = x["suspects"][0]
         faults.append([x["planted"], first["fault"], f"{100 * first['explained']:.0f} %"])
     head = ["configuration", "KL", "mean abs(dp)", "floor of the KL", "sources of the KL"]
-    return sweep.markdown(head, rows) + "\n" + sweep.markdown(["planted fault", "named first", "explains"], faults)
+    return (
+        sweep.markdown(head, rows)
+        + "\n"
+        + sweep.markdown(["planted fault", "named first", "explains"], faults)
+    )
 
 
 def draw(data: dict) -> None:
     """Waterfalls of two configurations."""
-    figures.draw_ladder([data["ladders"][name] for name in DRAWN], list(DRAWN), sweep.RESULTS / "ladder.png")
+    figures.draw_ladder(
+        [data["ladders"][name] for name in DRAWN], list(DRAWN), sweep.RESULTS / "ladder.png"
+    )
 
 
 def main() -> None:

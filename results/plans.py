@@ -49,7 +49,12 @@ SHAPES = {
     "Qwen/Qwen3-8B": ("qwen3", 4096, 12_288, 36, 32, 8, False, {"head_dim": 128}),
     "Qwen/Qwen3-30B-A3B": (
         *("qwen3_moe", 2048, 6144, 48, 32, 4, False),
-        {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        {
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
     ),
 }
 
@@ -112,7 +117,14 @@ def row_of(name: str, argv: list[str], ranks: int, gpu_gib: float = 80.0) -> lis
     made = plan.plan_of(cfg, models, cfg.max_prompt_tokens, ranks, gpu_gib)
     _, says = plan.verdict(cfg, models, cfg.max_prompt_tokens, made, gpu_gib)
     states = made.sum_of("weights", "gradients", "optimizer")
-    numbers = [states, made.sum_of("activations"), made.sum_of("engine"), made.peak, made.checkpoint, made.moved]
+    numbers = [
+        states,
+        made.sum_of("activations"),
+        made.sum_of("engine"),
+        made.peak,
+        made.checkpoint,
+        made.moved,
+    ]
     return [name, str(ranks), *(f"{x / plan.GIB:.1f}" for x in numbers), says]
 
 
@@ -128,21 +140,29 @@ EXAMPLE += " --task=hf:openai/gsm8k@main/train --dtype=bfloat16 --lr=1e-6 --acto
 def recipes() -> list[list[str]]:
     """The cells of all plans."""
     rows = [of_recipe(path) for path in RECIPES]
-    return rows + [row_of("Jackpot, 4B and 1.7B", [*EXAMPLE.split(), "--parallel=fsdp"], n) for n in (1, 8)]
+    return rows + [
+        row_of("Jackpot, 4B and 1.7B", [*EXAMPLE.split(), "--parallel=fsdp"], n) for n in (1, 8)
+    ]
 
 
 def table(data: dict) -> str:
     """The plans, GiB on one GPU; then predicted and measured peaks on CPUs."""
-    rows = [[*cells, "yes" if says.startswith("it fits") else "no"] for *cells, says in data["recipes"]]
+    rows = [
+        [*cells, "yes" if says.startswith("it fits") else "no"] for *cells, says in data["recipes"]
+    ]
     return (
-        sweep.markdown(HEAD, rows) + "\n" + sweep.markdown(["run", "predicted", "measured", "ratio"], data["checked"])
+        sweep.markdown(HEAD, rows)
+        + "\n"
+        + sweep.markdown(["run", "predicted", "measured", "ratio"], data["checked"])
     )
 
 
 def draw(data: dict) -> None:
     """Each recipe's memory by kind, and predicted against measured peaks."""
     plt = sweep.pyplot()
-    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained", width_ratios=(2, 1))
+    fig, (left, right) = plt.subplots(
+        1, 2, figsize=(11, 3.6), layout="constrained", width_ratios=(2, 1)
+    )
     names = [f"{row[0]}, {row[1]}" for row in data["recipes"]]
     start = [0.0] * len(names)
     for i, part in enumerate(HEAD[2:5], 2):
@@ -172,18 +192,26 @@ CASES = {
     "FSDP2, 2 ranks": (2, {"parallel": "fsdp"}),
     "FSDP2, 2 ranks, checkpointing": (2, {"parallel": "fsdp", "gradient_checkpointing": True}),
     "two models": (1, {"actor": "base:actor", "objective": "jackpot"}),
-    "two models, checkpointing": (1, {"actor": "base:actor", "objective": "jackpot", "gradient_checkpointing": True}),
+    "two models, checkpointing": (
+        1,
+        {"actor": "base:actor", "objective": "jackpot", "gradient_checkpointing": True},
+    ),
     "LoRA": (1, {"lora_rank": 8}),
     "int8, aligned": (1, {"rollout_quant": "int8", "learner_quant": "aligned"}),
 }
 LARGE = {**SHAPE, "vocab": 151_936}  # of the model that is published
 # name -> --rollout_dtype
-PUBLISHED = {"sync and proof, 151,936 tokens": "float32", "the same, engine in bfloat16": "bfloat16"}
+PUBLISHED = {
+    "sync and proof, 151,936 tokens": "float32",
+    "the same, engine in bfloat16": "bfloat16",
+}
 
 
 def configured(flags: dict, ranks: int) -> config.Config:
     """The configuration of a case: four micro-batches of ROWS rows an update on each rank."""
-    sizes = dict(train_batch=8 * ranks, rollout_batch=8 * ranks, max_tokens=RESPONSE, micro_tokens=ROWS * 512)
+    sizes = dict(
+        train_batch=8 * ranks, rollout_batch=8 * ranks, max_tokens=RESPONSE, micro_tokens=ROWS * 512
+    )
     usual = dict(objective="grpo", actor="none", rollout="hf", lr=1e-4, actor_lr=1e-4, **sizes)
     return settings.resolve(config.Config(**{**usual, **flags}), ranks)
 
@@ -232,9 +260,14 @@ def measured_sync(dtype: str) -> None:
     """Print the most that two syncs with their checks take, as `measured` does."""
     cfg = configured({"rollout_dtype": dtype}, 1)
     with tempfile.TemporaryDirectory() as folder:
-        model, sampler = bench.shaped(folder, **LARGE), bench.shaped("", **LARGE, seed=1).to(getattr(torch, dtype))
+        model, sampler = (
+            bench.shaped(folder, **LARGE),
+            bench.shaped("", **LARGE, seed=1).to(getattr(torch, dtype)),
+        )
         trim()
-        before = memory_of("VmRSS") - sum(x.nbytes for m in (model, sampler) for x in m.parameters())
+        before = memory_of("VmRSS") - sum(
+            x.nbytes for m in (model, sampler) for x in m.parameters()
+        )
         learner, engine = Learner(model, None, cfg, Comm()), HFEngine(sampler, dtype=dtype)
         check = WeightCheck(model.config, probe_ids(PROMPT + RESPONSE, LARGE["vocab"]))
         peaks = []
@@ -253,7 +286,9 @@ def plan_of_sync(dtype: str) -> int:
     """What the plan says of that: without the optimizer's states and the cache, which are not there."""
     cfg, shape = configured({"rollout_dtype": dtype}, 1), bench.shaped("", **LARGE).config
     made = plan.plan_of(cfg, {"policy": shape}, PROMPT, 1)
-    cache = plan.torch_cache(shape, getattr(torch, dtype).itemsize, cfg.rollout_batch, PROMPT + RESPONSE)
+    cache = plan.torch_cache(
+        shape, getattr(torch, dtype).itemsize, cfg.rollout_batch, PROMPT + RESPONSE
+    )
     return made.of_stage("publish") - made.categories["optimizer, policy"] - cache
 
 
@@ -267,8 +302,20 @@ def run_script(ranks: int, what: str) -> int:
     script = [__file__, what]
     command = [sys.executable, *script]
     if ranks > 1:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *script]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "TQDM_DISABLE": "1"}
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={ranks}",
+            *script,
+        ]
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "TQDM_DISABLE": "1",
+    }
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"error: {command}: {done.stderr[-2000:]}")

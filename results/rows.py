@@ -11,7 +11,9 @@ class Row(NamedTuple):
     flags: dict
     seeds: tuple[int, ...] = (0,)
     config: str = "study"  # configs/NAME.toml
-    weighed: tuple[str, str] | None = None  # (sampler of SAMPLERS, row of worth.py): the worth shown in the table
+    weighed: tuple[str, str] | None = (
+        None  # (sampler of SAMPLERS, row of worth.py): the worth shown in the table
+    )
 
 
 class Panel(NamedTuple):
@@ -27,13 +29,17 @@ class Study(NamedTuple):
     """The rows, table and plot of one page."""
 
     groups: dict[str, dict[str, Row]]
-    columns: dict[str, str]  # header -> pass, best, own, own_reward, worth, or the mean of a column of metrics.jsonl
+    columns: dict[
+        str, str
+    ]  # header -> pass, best, own, own_reward, worth, or the mean of a column of metrics.jsonl
     panels: tuple[Panel, ...]
     share: float = 0.1  # columns are averaged over this last share of the updates
     own_sampling: bool = False  # the last checkpoint is also evaluated with the temperature and truncation of its run
 
 
-def rows_of(seeds: tuple[int, ...], config: str, table: dict[str, dict], **shared) -> dict[str, Row]:
+def rows_of(
+    seeds: tuple[int, ...], config: str, table: dict[str, dict], **shared
+) -> dict[str, Row]:
     """Rows that share seeds, a configuration and some flags."""
     return {label: Row({**flags, **shared}, seeds, config) for label, flags in table.items()}
 
@@ -49,9 +55,13 @@ PASS = "held-out pass@1 of the policy (%)"
 
 JACKPOT = dict(objective="jackpot")
 EXPECTED = dict(JACKPOT, obrs_mask="expected")
-STALE = dict(actor="none", steps=1280, train_batch=32, eval_every=160, save_every=320)  # of one model's own samples
+STALE = dict(
+    actor="none", steps=1280, train_batch=32, eval_every=160, save_every=320
+)  # of one model's own samples
 TO_NEW = dict(JACKPOT, obrs_target="new", clip=False, obrs_c2=3)
-CLIPPED = dict(STALE, clip_low=0.4, clip_high=0.7, train_batch=64, steps=640, eval_every=80, save_every=160)
+CLIPPED = dict(
+    STALE, clip_low=0.4, clip_high=0.7, train_batch=64, steps=640, eval_every=80, save_every=160
+)
 TEXT_OBRS = dict(JACKPOT, obrs_target="new", obrs_c2=3)
 FAR = dict(steps=400, save_every=25, keep=16)
 WEAKLY = dict(JACKPOT, distill_lambda=0.01, steps=400)
@@ -75,7 +85,9 @@ jackpot = Study(
                 "Jackpot, weights only": dict(JACKPOT, obrs_mode="reweight"),
             },
         ),
-        "not distilled": rows_of(FIRST, "study", {"no correction": dict(objective="none", **ALONE), **UNDISTILLED}),
+        "not distilled": rows_of(
+            FIRST, "study", {"no correction": dict(objective="none", **ALONE), **UNDISTILLED}
+        ),
         "400 updates": rows_of(
             LATER,
             "study",
@@ -131,9 +143,24 @@ jackpot = Study(
         "KL(inf, ref)": "rollout_corr/k3_kl",
     },
     panels=(
-        Panel("distilled: " + PASS, "eval/policy", "distilled, 150 updates", (*DISTILLED, "no correction")),
-        Panel("not distilled: " + PASS, "eval/policy", "not distilled", ("Jackpot", "no correction", "TIS", "Z-TIS")),
-        Panel("not distilled: KL(policy || actor)", "distill_kl", "not distilled", ("Jackpot", "no correction", "TIS")),
+        Panel(
+            "distilled: " + PASS,
+            "eval/policy",
+            "distilled, 150 updates",
+            (*DISTILLED, "no correction"),
+        ),
+        Panel(
+            "not distilled: " + PASS,
+            "eval/policy",
+            "not distilled",
+            ("Jackpot", "no correction", "TIS", "Z-TIS"),
+        ),
+        Panel(
+            "not distilled: KL(policy || actor)",
+            "distill_kl",
+            "not distilled",
+            ("Jackpot", "no correction", "TIS"),
+        ),
         Panel(
             "400 updates: " + PASS,
             "eval/policy",
@@ -202,13 +229,28 @@ tis = Study(
             "engines: " + PASS,
             "eval/policy",
             "an engine of the same weights, on-policy",
-            ("exact zero (`--exact`)", "float32", "bfloat16", "float16", "vLLM, bfloat16", "vLLM, fp8 cache"),
+            (
+                "exact zero (`--exact`)",
+                "float32",
+                "bfloat16",
+                "float16",
+                "vLLM, bfloat16",
+                "vLLM, fp8 cache",
+            ),
         ),
         Panel(
             "two bits: " + PASS,
             "eval/policy",
             "rollouts in two bits",
-            ("TIS, C = 2", "no correction", "PPO-IS", "vanilla IS", "TIS, C = 8", "Jackpot", "float32 rollouts"),
+            (
+                "TIS, C = 2",
+                "no correction",
+                "PPO-IS",
+                "vanilla IS",
+                "TIS, C = 8",
+                "Jackpot",
+                "float32 rollouts",
+            ),
         ),
         Panel(
             "two bits: reward of the engine",
@@ -230,7 +272,11 @@ tis = Study(
 # ---------------------------------------------------------------------------------------------------------------------
 
 CARD = dict(temperature=0.7, top_p=0.8, top_k=20)  # a model card's sampling
-THREE = {"no correction": dict(objective="none"), "TIS": dict(objective="tis"), "Seq-TIS": dict(objective="seq_tis")}
+THREE = {
+    "no correction": dict(objective="none"),
+    "TIS": dict(objective="tis"),
+    "Seq-TIS": dict(objective="seq_tis"),
+}
 RETRACE_SEQ = dict(objective="retrace_seq")
 CAPPED = dict(objective="seq_tis", is_cap=1)
 PREFIX = dict(objective="prefix_tis")
@@ -246,9 +292,13 @@ HALFWAY = dict(max_tokens=96, arith="explain=64", **SEEN)
 praxis = Study(
     groups={
         "T 1": rows_of(FIRST, "long", THREE)
-        | rows_of((0,), "long", {"Seq-MIS": dict(objective="seq_mis"), "Geo-RS": dict(objective="geo_rs")}),
+        | rows_of(
+            (0,), "long", {"Seq-MIS": dict(objective="seq_mis"), "Geo-RS": dict(objective="geo_rs")}
+        ),
         "T 0.4": rows_of((0,), "long", THREE, temperature=0.4),
-        "T 0.7, top-p 0.8, top-k 20": rows_of((0,), "long", THREE, keep_sampling_mask="off", **CARD),
+        "T 0.7, top-p 0.8, top-k 20": rows_of(
+            (0,), "long", THREE, keep_sampling_mask="off", **CARD
+        ),
         "the same, allowed tokens replayed": rows_of((0,), "long", THREE, **CARD),
         "T 1, other seeds": rows_of(LATER, "long", {**PAST, "`retrace_seq`": RETRACE_SEQ}, **SEEN),
         "up to 96 tokens": rows_of(LATER, "long", {**PAST, "on-policy": ON_POLICY}, **HALFWAY),
@@ -261,10 +311,22 @@ praxis = Study(
         "KL": "rollout_corr/k3_kl",
     },
     panels=(
-        Panel("T 1: reward", "reward", "T 1", ("TIS", "no correction", "Seq-TIS", "Seq-MIS", "Geo-RS")),
-        Panel("T 1: tokens of a response", "response_length", "T 1", ("TIS", "no correction", "Seq-TIS", "Seq-MIS")),
+        Panel(
+            "T 1: reward", "reward", "T 1", ("TIS", "no correction", "Seq-TIS", "Seq-MIS", "Geo-RS")
+        ),
+        Panel(
+            "T 1: tokens of a response",
+            "response_length",
+            "T 1",
+            ("TIS", "no correction", "Seq-TIS", "Seq-MIS"),
+        ),
         Panel("T 0.4: reward", "reward", "T 0.4", ("TIS", "no correction", "Seq-TIS")),
-        Panel("the model card's sampling: reward", "reward", "T 0.7, top-p 0.8, top-k 20", tuple(THREE)),
+        Panel(
+            "the model card's sampling: reward",
+            "reward",
+            "T 0.7, top-p 0.8, top-k 20",
+            tuple(THREE),
+        ),
         Panel("up to 256 tokens: reward", "reward", "T 1, other seeds", (*PAST, "`retrace_seq`")),
         Panel("up to 96 tokens: reward", "reward", "up to 96 tokens", (*PAST, "on-policy")),
     ),
@@ -275,7 +337,9 @@ praxis = Study(
 # QaRL: low-bit rollouts and aligned learners
 # ---------------------------------------------------------------------------------------------------------------------
 
-BAND = dict(clip_low=9e-3, clip_high=1.2e-2)  # thirty times the papers': the learning rate moves s that much farther
+BAND = dict(
+    clip_low=9e-3, clip_high=1.2e-2
+)  # thirty times the papers': the learning rate moves s that much farther
 TBPO = dict(objective="tbpo", **BAND, tbpo_neg_high=2.1e-2)
 GRPO = dict(objective="grpo")
 ALIGNED = dict(learner_quant="aligned")
@@ -286,7 +350,10 @@ qarl = Study(
         "common formats": {
             "float32: GRPO": Row(GRPO, FIRST, "lowbit"),
             "float32: TBPO": Row(TBPO, (0,), "lowbit"),
-            **{f"{x}: GRPO": Row(dict(GRPO, rollout_quant=x), (0,), "lowbit") for x in ("int8", "fp8", "w4a16")},
+            **{
+                f"{x}: GRPO": Row(dict(GRPO, rollout_quant=x), (0,), "lowbit")
+                for x in ("int8", "fp8", "w4a16")
+            },
             **{
                 f"{x}: GRPO, aligned": Row({**GRPO, **ALIGNED, "rollout_quant": x}, (0,), "lowbit")
                 for x in ("int8", "fp8", "w4a16")
@@ -301,7 +368,9 @@ qarl = Study(
             "TBPO, the paper's band": Row(dict(objective="tbpo", **BOTH), (0,), "lowbit"),
             "GSPO, aligned": Row(dict(objective="gspo", **BAND, **BOTH), (0,), "lowbit"),
             "positive only, aligned": Row(dict(GRPO, positive_only=True, **BOTH), (0,), "lowbit"),
-            "SAPO, aligned": Row(dict(objective="sapo", reduction="token-mean", **BOTH), (0,), "lowbit"),
+            "SAPO, aligned": Row(
+                dict(objective="sapo", reduction="token-mean", **BOTH), (0,), "lowbit"
+            ),
         },
         "vLLM, 50 updates": {
             "int8": Row(dict(ON_VLLM, rollout_quant="int8", learner_quant="none")),
@@ -321,10 +390,21 @@ qarl = Study(
             "two bits: pass@1 of the learner as it computes (%)",
             "eval/policy",
             "two bits",
-            ("TBPO, aligned", "GRPO", "TIS", "TBPO", "GRPO, aligned", "GSPO, aligned", "SAPO, aligned"),
+            (
+                "TBPO, aligned",
+                "GRPO",
+                "TIS",
+                "TBPO",
+                "GRPO, aligned",
+                "GSPO, aligned",
+                "SAPO, aligned",
+            ),
         ),
         Panel(
-            "two bits: reward of the engine", "reward", "two bits", ("TBPO, aligned", "GRPO", "TIS", "GRPO, aligned")
+            "two bits: reward of the engine",
+            "reward",
+            "two bits",
+            ("TBPO, aligned", "GRPO", "TIS", "GRPO, aligned"),
         ),
         Panel(
             "vLLM: mean |p_inf - p_ref|",
@@ -340,7 +420,11 @@ qarl = Study(
 # ---------------------------------------------------------------------------------------------------------------------
 
 INF = dict(ratio_base="inf")
-METHODS = {"GRPO": dict(GRPO, **INF), "GSPO": dict(objective="gspo", **INF), "GEPO": dict(objective="gepo")}
+METHODS = {
+    "GRPO": dict(GRPO, **INF),
+    "GSPO": dict(objective="gspo", **INF),
+    "GEPO": dict(objective="gepo"),
+}
 NARROW = dict(clip_low=0.01, clip_high=0.01)
 heterorl = Study(
     groups={
@@ -364,7 +448,12 @@ heterorl = Study(
         "at most 64, other seeds": rows_of(
             LATER,
             "delay",
-            {"GRPO": METHODS["GRPO"], "GEPO": METHODS["GEPO"], "`retrace_seq`": RETRACE_SEQ, "min(R, 1)": CAPPED},
+            {
+                "GRPO": METHODS["GRPO"],
+                "GEPO": METHODS["GEPO"],
+                "`retrace_seq`": RETRACE_SEQ,
+                "min(R, 1)": CAPPED,
+            },
             max_staleness=64,
         ),
     },
@@ -376,14 +465,24 @@ heterorl = Study(
         "weight's variance": "weight_var",
     },
     panels=(
-        Panel("at most 8 updates: " + PASS, "eval/policy", "at most 8 updates", ("GEPO", "GRPO", "GSPO")),
+        Panel(
+            "at most 8 updates: " + PASS,
+            "eval/policy",
+            "at most 8 updates",
+            ("GEPO", "GRPO", "GSPO"),
+        ),
         Panel(
             "at most 64: " + PASS,
             "eval/policy",
             "at most 64",
             ("GEPO", "GRPO", "GSPO", "no correction", "TIS", "GSPO, clip 0.01", "GEPO, clip 0.01"),
         ),
-        Panel("at most 64: KL(inf || ref)", "rollout_corr/k3_kl", "at most 64", ("GEPO", "GRPO", "GSPO", "TIS")),
+        Panel(
+            "at most 64: KL(inf || ref)",
+            "rollout_corr/k3_kl",
+            "at most 64",
+            ("GEPO", "GRPO", "GSPO", "TIS"),
+        ),
     ),
     share=0.5,
 )
@@ -395,7 +494,10 @@ heterorl = Study(
 # sampler -> (configuration, flags of worth.py)
 SAMPLERS = {
     "another model": ("study", ("--actor=base:actor",)),
-    **{f"another model, {100 * x:.0f} %": ("study", (f"--actor_base_accuracy={x}",)) for x in (0.2, 0.1)},
+    **{
+        f"another model, {100 * x:.0f} %": ("study", (f"--actor_base_accuracy={x}",))
+        for x in (0.2, 0.1)
+    },
     **{x: ("lowbit", (f"--rollout_quant={x}",)) for x in ("int8", "fp8", "w4a16", "w2a16")},
     **{
         f"second pair, {100 * x:.0f} %": ("study", (f"--actor_base_accuracy={x}",))
@@ -435,23 +537,39 @@ worth = Study(
     groups={
         "distilled, 150 updates": weighed(
             "another model",
-            rows_of(LATER, "study", {**OURS, "`spare`": dict(objective="spare"), "on-policy": ON_POLICY}),
+            rows_of(
+                LATER, "study", {**OURS, "`spare`": dict(objective="spare"), "on-policy": ON_POLICY}
+            ),
         ),
         "not distilled": weighed(
-            "another model", rows_of(LATER, "study", {**OURS, "no correction": dict(objective="none")}, **ALONE)
+            "another model",
+            rows_of(LATER, "study", {**OURS, "no correction": dict(objective="none")}, **ALONE),
         ),
         "an actor of 20 %": weighed(
             "another model, 20 %",
-            rows_of(LATER, "study", {x: OURS[x] for x in ("`retrace_seq`", "TIS")}, actor_base_accuracy=0.2),
+            rows_of(
+                LATER,
+                "study",
+                {x: OURS[x] for x in ("`retrace_seq`", "TIS")},
+                actor_base_accuracy=0.2,
+            ),
         ),
         "an actor of 10 %": weighed(
             "another model, 10 %",
-            rows_of(LATER, "study", {x: OURS[x] for x in ("`retrace_seq`", "TIS")}, actor_base_accuracy=0.1),
+            rows_of(
+                LATER,
+                "study",
+                {x: OURS[x] for x in ("`retrace_seq`", "TIS")},
+                actor_base_accuracy=0.1,
+            ),
         ),
         "two bits": weighed(
             "w2a16",
             rows_of(
-                LATER, "lowbit", {x: OURS[x] for x in ("`retrace_seq`", "min(R, 1)", "TIS")}, rollout_quant="w2a16"
+                LATER,
+                "lowbit",
+                {x: OURS[x] for x in ("`retrace_seq`", "min(R, 1)", "TIS")},
+                rollout_quant="w2a16",
             ),
         ),
         "400 updates, not distilled": rows_of(LATER, "study", LONG, **ALONE)
@@ -469,7 +587,12 @@ worth = Study(
             **STALE,
         ),
     },
-    columns={"seeds": "seeds", "worth": "worth", "pass@1, %": "pass", "KL(inf, ref)": "rollout_corr/k3_kl"},
+    columns={
+        "seeds": "seeds",
+        "worth": "worth",
+        "pass@1, %": "pass",
+        "KL(inf, ref)": "rollout_corr/k3_kl",
+    },
     panels=(
         Panel(
             "400 updates, not distilled: " + PASS,
@@ -480,4 +603,11 @@ worth = Study(
     ),
 )
 
-STUDIES = {"jackpot": jackpot, "tis": tis, "praxis": praxis, "qarl": qarl, "heterorl": heterorl, "worth": worth}
+STUDIES = {
+    "jackpot": jackpot,
+    "tis": tis,
+    "praxis": praxis,
+    "qarl": qarl,
+    "heterorl": heterorl,
+    "worth": worth,
+}

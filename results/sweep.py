@@ -64,8 +64,15 @@ def run(study: Study, folder: Path, only: str = "", jobs: int = 2) -> dict[str, 
         for label, row in rows.items()
         if only in f"{group}: {label}"
     ]
-    need(chosen, f"--only={only}: no row has this text in its name; leave the flag out to run all rows")
-    todo = [(row, seed, folder_of(folder, group, label, seed)) for group, label, row in chosen for seed in row.seeds]
+    need(
+        chosen,
+        f"--only={only}: no row has this text in its name; leave the flag out to run all rows",
+    )
+    todo = [
+        (row, seed, folder_of(folder, group, label, seed))
+        for group, label, row in chosen
+        for seed in row.seeds
+    ]
     threads = str(max(1, len(os.sched_getaffinity(0)) // jobs))
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(run_one, *one, threads, study.own_sampling) for one in todo]
@@ -81,7 +88,8 @@ def run(study: Study, folder: Path, only: str = "", jobs: int = 2) -> dict[str, 
 def folder_of(folder: Path, group: str, label: str, seed: int) -> Path:
     """The folder of a run: "not distilled", "TIS", 0 -> not-distilled/tis-0."""
     words = [
-        "-".join("".join(c if c.isalnum() or c == "." else " " for c in x.lower()).split()) for x in (group, label)
+        "-".join("".join(c if c.isalnum() or c == "." else " " for c in x.lower()).split())
+        for x in (group, label)
     ]
     return folder / words[0] / f"{words[1]}-{seed}"
 
@@ -103,10 +111,14 @@ def is_finished(folder: Path) -> bool:
 def run_one(row: Row, seed: int, folder: Path, threads: str, own_sampling: bool) -> None:
     """Run or resume one run, and evaluate it under its sampling if the study asks for that."""
     if not is_finished(folder):
-        argv = command(row, seed, folder) + (["--resume"] if (folder / "config.json").is_file() else [])
+        argv = command(row, seed, folder) + (
+            ["--resume"] if (folder / "config.json").is_file() else []
+        )
         call(argv, threads)
         if not is_finished(folder):
-            raise SystemExit(f"error: {folder}: stopped by a signal; start the study again to go on")
+            raise SystemExit(
+                f"error: {folder}: stopped by a signal; start the study again to go on"
+            )
     if own_sampling and not (folder / "own.json").is_file():
         evaluate(folder, threads)
 
@@ -114,9 +126,13 @@ def run_one(row: Row, seed: int, folder: Path, threads: str, own_sampling: bool)
 def call(argv: list[str], threads: str) -> None:
     """Run one of the repository's commands; SystemExit with the end of its error output if it fails."""
     env = {**os.environ, "OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": "2000", "TQDM_DISABLE": "1"}
-    done = subprocess.run([sys.executable, *argv], cwd=ROOT, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *argv], cwd=ROOT, env=env, capture_output=True, text=True
+    )
     if done.returncode:
-        raise SystemExit(f"error: {' '.join(argv)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        raise SystemExit(
+            f"error: {' '.join(argv)} ended with {done.returncode}:\n{done.stderr[-2000:]}"
+        )
 
 
 def evaluate(folder: Path, threads: str) -> None:
@@ -126,10 +142,15 @@ def evaluate(folder: Path, threads: str) -> None:
     model = sorted((folder / "checkpoints").glob("step_*"))[-1] / "policy"
     out = folder / "own_eval.json"
     sizes = [f"--problems={PROBLEMS}", "--samples=1", "--k=1"]
-    call(["eval.py", f"--model={model}", "--rollout=hf", *sizes, *settings, f"--out={out}"], threads)
+    call(
+        ["eval.py", f"--model={model}", "--rollout=hf", *sizes, *settings, f"--out={out}"], threads
+    )
     lines = out.with_suffix(".responses.jsonl").read_text(encoding="utf-8").splitlines()[1:]
     rewards = [sum(r) / len(r) for r in (json.loads(line)["rewards"] for line in lines)]
-    result = {"mean@1": json.loads(out.read_text(encoding="utf-8"))["mean@1"], "reward": sum(rewards) / len(rewards)}
+    result = {
+        "mean@1": json.loads(out.read_text(encoding="utf-8"))["mean@1"],
+        "reward": sum(rewards) / len(rewards),
+    }
     (folder / "own.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
 
 
@@ -148,7 +169,9 @@ def series(folder: Path) -> dict:
         "git": json.loads((folder / "config.json").read_text(encoding="utf-8"))["git"],
         "evals": {
             "policy": [
-                [r["step"] + 1, r["eval/policy_pass@1"], r["eval/policy_se"]] for r in rows if "eval/policy_pass@1" in r
+                [r["step"] + 1, r["eval/policy_pass@1"], r["eval/policy_se"]]
+                for r in rows
+                if "eval/policy_pass@1" in r
             ]
         },
         "updates": [r["step"] + 1 for r in steps],
@@ -166,7 +189,8 @@ def summarise(study: Study, group: str, label: str, row: Row, runs: list[dict]) 
     made = {
         "config": row.config,
         "flags": {
-            key: value if isinstance(value, bool | int | float) else str(value) for key, value in row.flags.items()
+            key: value if isinstance(value, bool | int | float) else str(value)
+            for key, value in row.flags.items()
         },
         "seeds": list(row.seeds),
         "git": sorted({run["git"] for run in runs}),
@@ -179,7 +203,9 @@ def summarise(study: Study, group: str, label: str, row: Row, runs: list[dict]) 
     }
     if study.own_sampling:
         made["own"] = [percent(run["own"]["mean@1"]) for run in runs]
-        made["own_reward"] = [percent(run["own"]["reward"]) for run in runs if "reward" in run["own"]]
+        made["own_reward"] = [
+            percent(run["own"]["reward"]) for run in runs if "reward" in run["own"]
+        ]
     return made
 
 
@@ -237,7 +263,16 @@ def weigh(folder: Path, only: str) -> dict[str, dict]:
             out.parent.mkdir(parents=True, exist_ok=True)
             rows = "; ".join(WEIGHED.values())
             threads = str(len(os.sched_getaffinity(0)))
-            call(["worth.py", f"--config=configs/{config}.toml", *flags, f"--rows={rows}", f"--json={out}"], threads)
+            call(
+                [
+                    "worth.py",
+                    f"--config=configs/{config}.toml",
+                    *flags,
+                    f"--rows={rows}",
+                    f"--json={out}",
+                ],
+                threads,
+            )
         made[name] = weighed(json.loads(out.read_text(encoding="utf-8")))
     return made
 
@@ -247,7 +282,9 @@ def weighed(record: dict) -> dict:
     rows = {text: record["rows"][text] for text in WEIGHED.values() if text in record["rows"]}
     return {
         "kl": short(record["about"]["kl"]),
-        "worth": {text: [round(x["worth"], 3), round(x["worth_se"], 3)] for text, x in rows.items()},
+        "worth": {
+            text: [round(x["worth"], 3), round(x["worth_se"], 3)] for text, x in rows.items()
+        },
     }
 
 
@@ -272,7 +309,9 @@ def store(name: str, data: dict) -> None:
         if key == "rows":
             groups = []
             for group, rows in value.items():
-                body = ",\n".join(f"  {json.dumps(label)}: {json.dumps(row)}" for label, row in rows.items())
+                body = ",\n".join(
+                    f"  {json.dumps(label)}: {json.dumps(row)}" for label, row in rows.items()
+                )
                 groups.append(f" {json.dumps(group)}: {{\n{body}\n }}")
             lines.append('"rows": {\n' + ",\n".join(groups) + "\n}")
         else:
@@ -285,7 +324,11 @@ def mean_se(values: list[float], single: float) -> str:
     if not values:
         return ""
     m = sum(values) / len(values)
-    se = single if len(values) == 1 else math.sqrt(sum((v - m) ** 2 for v in values) / (len(values) - 1) / len(values))
+    se = (
+        single
+        if len(values) == 1
+        else math.sqrt(sum((v - m) ** 2 for v in values) / (len(values) - 1) / len(values))
+    )
     return f"{m:.1f}" if math.isnan(se) else f"{m:.1f}±{se:.1f}"
 
 
@@ -348,7 +391,11 @@ def markdown(head: list[str], rows: list) -> str:
 def rewrite(name: str, text: str) -> None:
     """Replace the text below MARKER on results/NAME.md."""
     path = RESULTS / f"{name}.md"
-    above = read_text(path).split(MARKER)[0] if path.is_file() else f"# {name}\n\n![{name}]({name}.png)\n\n"
+    above = (
+        read_text(path).split(MARKER)[0]
+        if path.is_file()
+        else f"# {name}\n\n![{name}]({name}.png)\n\n"
+    )
     path.write_text(f"{above}{MARKER}\n{text}", encoding="utf-8")
 
 
@@ -356,7 +403,15 @@ def rewrite(name: str, text: str) -> None:
 # The plot
 # ---------------------------------------------------------------------------------------------------------------------
 
-COLOURS = ("#D55E00", "#0072B2", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#000000")  # of Okabe and Ito
+COLOURS = (
+    "#D55E00",
+    "#0072B2",
+    "#009E73",
+    "#E69F00",
+    "#56B4E9",
+    "#CC79A7",
+    "#000000",
+)  # of Okabe and Ito
 LOGARITHMIC = ("distill_kl", "rollout_corr/k3_kl", "rollout_corr/mean_mismatch")
 
 
@@ -367,7 +422,9 @@ def draw(name: str, data: dict) -> None:
     n = len(panels) + (2 if "samplers" in data else 0)
     columns = min(3, n)
     size = (4.6 * columns, 3.9 * math.ceil(n / columns))
-    fig, axes = plt.subplots(math.ceil(n / columns), columns, figsize=size, layout="constrained", squeeze=False)
+    fig, axes = plt.subplots(
+        math.ceil(n / columns), columns, figsize=size, layout="constrained", squeeze=False
+    )
     flat = list(axes.flat)
     for ax, panel in zip(flat, panels, strict=False):
         draw_panel(ax, panel, data["rows"][panel.group])
@@ -387,9 +444,18 @@ def draw_panel(ax, panel: Panel, rows: dict[str, dict]) -> None:
     for label, colour in zip(panel.labels, COLOURS, strict=False):
         line = rows[label]["curves"][panel.key]
         dots = dict(marker="o", ms=3) if panel.key == "eval/policy" else {}
-        ax.plot(line["updates"], line["mean"], label=label.replace("`", ""), color=colour, lw=1.3, **dots)
+        ax.plot(
+            line["updates"],
+            line["mean"],
+            label=label.replace("`", ""),
+            color=colour,
+            lw=1.3,
+            **dots,
+        )
         if line["low"]:
-            ax.fill_between(line["updates"], line["low"], line["high"], color=colour, alpha=0.12, lw=0)
+            ax.fill_between(
+                line["updates"], line["low"], line["high"], color=colour, alpha=0.12, lw=0
+            )
     ax.set_title(panel.title, fontsize=9)
     ax.set_xlabel("updates", fontsize=8)
     ax.legend(fontsize=7)
@@ -400,9 +466,13 @@ def draw_panel(ax, panel: Panel, rows: dict[str, dict]) -> None:
 def draw_distance(ax, samplers: dict[str, dict]) -> None:
     """Worth against KL: a colour for each correction, a point for each sampler."""
     for (label, text), colour in zip(WEIGHED.items(), COLOURS, strict=False):
-        points = sorted((s["kl"], *s["worth"][text]) for s in samplers.values() if text in s["worth"])
+        points = sorted(
+            (s["kl"], *s["worth"][text]) for s in samplers.values() if text in s["worth"]
+        )
         x, y, error = zip(*points, strict=True)
-        ax.errorbar(x, y, yerr=error, fmt="o", ms=3, lw=0.6, color=colour, label=label.replace("`", ""))
+        ax.errorbar(
+            x, y, yerr=error, fmt="o", ms=3, lw=0.6, color=colour, label=label.replace("`", "")
+        )
     ax.set_xscale("log")
     ax.set_title("worth of a response, by sampler", fontsize=9)
     ax.set_xlabel("KL(inf || ref), nats a token", fontsize=8)
@@ -411,12 +481,20 @@ def draw_distance(ax, samplers: dict[str, dict]) -> None:
 
 def draw_outcome(ax, name: str, data: dict) -> None:
     """Held-out pass@1 at the end against worth before training: a colour for each group."""
-    groups = [g for g, rows in data["rows"].items() if any(worth_of(name, data, g, label) for label in rows)]
+    groups = [
+        g
+        for g, rows in data["rows"].items()
+        if any(worth_of(name, data, g, label) for label in rows)
+    ]
     for group, colour in zip(groups, COLOURS, strict=False):
-        rows = [(worth_of(name, data, group, label), row) for label, row in data["rows"][group].items()]
+        rows = [
+            (worth_of(name, data, group, label), row) for label, row in data["rows"][group].items()
+        ]
         points = [(w["worth"], sum(row["pass"]) / len(row["pass"])) for w, row in rows if w]
         x, y = [w[0] for w, _ in points], [p for _, p in points]
-        ax.errorbar(x, y, xerr=[w[1] for w, _ in points], fmt="o", ms=4, lw=0.6, color=colour, label=group)
+        ax.errorbar(
+            x, y, xerr=[w[1] for w, _ in points], fmt="o", ms=4, lw=0.6, color=colour, label=group
+        )
     ax.set_title("pass@1 at the end (%), by worth before training", fontsize=9)
     ax.set_xlabel("worth", fontsize=8)
     ax.legend(fontsize=7)

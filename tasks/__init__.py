@@ -22,7 +22,17 @@ from config import Config, PromptFlags, SampleFlags, TaskFlags
 from machinery.flags import need, read_json
 from tasks import arith, builtin, prompts, rewards
 from tasks.arith import VOCAB, Arithmetic, arithmetic_tokenizer
-from tasks.data import OwnTask, Table, choices_of, digest_of, file_of, is_own, label_of, parsed, read_rows
+from tasks.data import (
+    OwnTask,
+    Table,
+    choices_of,
+    digest_of,
+    file_of,
+    is_own,
+    label_of,
+    parsed,
+    read_rows,
+)
 from tasks.prompts import Answer, Problem, Style, encode, stop_ids
 
 __all__ = ["VOCAB", "Answer", "Arithmetic", "OwnTask", "Problem", "Table"]
@@ -48,7 +58,9 @@ __all__ += [
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def make_task(cfg: SampleFlags, flag: str = "task", name: str | None = None, evaluates: bool = False):
+def make_task(
+    cfg: SampleFlags, flag: str = "task", name: str | None = None, evaluates: bool = False
+):
     """The task that a flag names, or this one name of several. UserError: one sentence.
 
     evaluates: it grades by the first part of --reward alone, its weight aside."""
@@ -57,7 +69,10 @@ def make_task(cfg: SampleFlags, flag: str = "task", name: str | None = None, eva
         return arith.of_settings(cfg.arith)
     own = is_own(name)
     file = file_of(name)
-    need(not own or Path(file).is_file(), f"--{flag}={name}: {file}: no such file; write FILE.py:CLASS")
+    need(
+        not own or Path(file).is_file(),
+        f"--{flag}={name}: {file}: no such file; write FILE.py:CLASS",
+    )
     graded_otherwise = cfg.reward and not rewards.Reward(rewards.parts_of(cfg.reward)).needs_answer
     keys = cfg.prompt_key, cfg.answer_key
     rows = [] if own else read_rows(name, flag, *keys, needed=not graded_otherwise)
@@ -93,7 +108,11 @@ class EvalSet:
     max_tokens: int
 
 
-SETTINGS = {"samples": int, "temperature": float, "max_tokens": int}  # that a set may have of its own
+SETTINGS = {
+    "samples": int,
+    "temperature": float,
+    "max_tokens": int,
+}  # that a set may have of its own
 SMALLEST = {"samples": 1, "temperature": 0.01, "max_tokens": 1}
 
 
@@ -107,7 +126,10 @@ def eval_sets(cfg: SampleFlags, flag: str, usual: dict) -> list[EvalSet]:
     seen = Counter(one.label for one in sets)
     sets = [replace(one, label=label_of(one.task.name, whole=seen[one.label] > 1)) for one in sets]
     labels = [one.label for one in sets]
-    need(len(set(labels)) == len(labels), f"--{flag}={getattr(cfg, flag)}: two sets of one name; rename a file")
+    need(
+        len(set(labels)) == len(labels),
+        f"--{flag}={getattr(cfg, flag)}: two sets of one name; rename a file",
+    )
     return sets
 
 
@@ -116,7 +138,10 @@ def settings_of(cfg: SampleFlags, flag: str, usual: dict) -> list[tuple[str, dic
     found = []
     for word in getattr(cfg, flag).split(","):
         name, own = parts_of(word)
-        need(name, f"--{flag}={getattr(cfg, flag)}: a set without a name; write FILE,FILE:samples=32:temperature=0.6")
+        need(
+            name,
+            f"--{flag}={getattr(cfg, flag)}: a set without a name; write FILE,FILE:samples=32:temperature=0.6",
+        )
         found.append((name, {**usual, **dict(setting(flag, name, part) for part in own)}))
     return found
 
@@ -124,7 +149,9 @@ def settings_of(cfg: SampleFlags, flag: str, usual: dict) -> list[tuple[str, dic
 def parts_of(word: str) -> tuple[str, list[str]]:
     """A set's name and its settings, NAME=VALUE each."""
     first, *more = word.strip().split(":")  # a folder of the first may be called lr=1
-    return ":".join([first, *(part for part in more if "=" not in part)]), [part for part in more if "=" in part]
+    return ":".join([first, *(part for part in more if "=" not in part)]), [
+        part for part in more if "=" in part
+    ]
 
 
 def names_of(value: str) -> list[str]:
@@ -134,11 +161,16 @@ def names_of(value: str) -> list[str]:
 
 def digests(cfg: TaskFlags) -> dict[str, str]:
     """SHA-256 of each text and file that flags of task, reward and prompts name."""
-    held_out = getattr(cfg, "eval_task", None)  # a run's; its task is one, whatever stands in its name
+    held_out = getattr(
+        cfg, "eval_task", None
+    )  # a run's; its task is one, whatever stands in its name
     names = names_of(cfg.task) if held_out is None else [cfg.task, *names_of(held_out)]
     parts = rewards.parts_of(cfg.reward) if cfg.reward else ()
     names += [part.name for part in parts if is_own(part.name)]
-    texts = {f"--{flag}": hashlib.sha256(x.encode()).hexdigest() for flag, x in prompts.contents(cfg).items()}
+    texts = {
+        f"--{flag}": hashlib.sha256(x.encode()).hexdigest()
+        for flag, x in prompts.contents(cfg).items()
+    }
     return {name: digest_of(name) for name in names} | texts
 
 
@@ -177,7 +209,12 @@ def reward_of(cfg: SampleFlags, name: str, rows: list[dict]) -> rewards.Reward:
         parts = f"{name}.reward"
     if not parts:
         parts = "letter" if rows and all(choices_of(row["row"]) for row in rows) else "math"
-    how = {"answer": cfg.answer, "seconds": cfg.grade_seconds, "max_tokens": cfg.max_tokens, "overlong": cfg.overlong}
+    how = {
+        "answer": cfg.answer,
+        "seconds": cfg.grade_seconds,
+        "max_tokens": cfg.max_tokens,
+        "overlong": cfg.overlong,
+    }
     reward = rewards.Reward(rewards.parts_of(parts), **how)
     rewards.check_libraries(reward, name)
     return reward
@@ -186,11 +223,23 @@ def reward_of(cfg: SampleFlags, name: str, rows: list[dict]) -> rewards.Reward:
 def check(cfg: Config) -> None:
     """UserError, one sentence, if the flags of the task allow no problem or no grading."""
     limit = cfg.grade_seconds
-    need(0 < limit < math.inf, f"--grade_seconds={limit}: a number of seconds above 0, for each answer")
-    need(0 <= cfg.overlong < cfg.max_tokens, f"--overlong={cfg.overlong}: at least 0, and below --max_tokens")
+    need(
+        0 < limit < math.inf,
+        f"--grade_seconds={limit}: a number of seconds above 0, for each answer",
+    )
+    need(
+        0 <= cfg.overlong < cfg.max_tokens,
+        f"--overlong={cfg.overlong}: at least 0, and below --max_tokens",
+    )
     again = getattr(cfg, "epochs", 0) and cfg.dynamic_sampling
-    need(not again, "--epochs with --dynamic_sampling: how many groups an update draws is not known; give --steps")
-    need(cfg.max_prompt_tokens >= 0, f"--max_prompt_tokens={cfg.max_prompt_tokens}: must be at least 0")
+    need(
+        not again,
+        "--epochs with --dynamic_sampling: how many groups an update draws is not known; give --steps",
+    )
+    need(
+        cfg.max_prompt_tokens >= 0,
+        f"--max_prompt_tokens={cfg.max_prompt_tokens}: must be at least 0",
+    )
     if cfg.task == "arith":
         files_alone = (
             "prompt_key",
@@ -203,7 +252,10 @@ def check(cfg: Config) -> None:
         )
         for flag in files_alone:
             value = getattr(cfg, flag)
-            need(not value, f"--{flag}={value}: --task=arith has its own; leave it out, or name a file with --task")
+            need(
+                not value,
+                f"--{flag}={value}: --task=arith has its own; leave it out, or name a file with --task",
+            )
         arith.of_settings(cfg.arith)
         return
     every = getattr(cfg, "eval_every", 0)
@@ -211,7 +263,10 @@ def check(cfg: Config) -> None:
         every <= 0 or cfg.eval_task,
         f"--eval_every={every}: nothing is held out; name files or data sets with --eval_task",
     )
-    need(not cfg.arith, f"--arith={cfg.arith}: settings of --task=arith; leave it out for --task={cfg.task}")
+    need(
+        not cfg.arith,
+        f"--arith={cfg.arith}: settings of --task=arith; leave it out for --task={cfg.task}",
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -225,14 +280,22 @@ def as_trained(cfg: Config, given: set[str]):
     saved = config_of_run(Path(cfg.model)) if cfg.model else None
     if saved is None:
         return cfg
-    names = {"max_tokens", "stop", "reward", "answer", *(f.name for f in fields(PromptFlags))} - {"max_prompt_tokens"}
+    names = {"max_tokens", "stop", "reward", "answer", *(f.name for f in fields(PromptFlags))} - {
+        "max_prompt_tokens"
+    }
     names |= {"dtype", "rollout_dtype"} if hasattr(cfg, "dtype") else set()  # of a learner
     if names_of(cfg.task) == [saved.get("task")] == ["arith"]:  # the run's own sums
         names.add("arith")
     of_run = {name: saved[name] for name in sorted(names - given) if name in saved}
     if of_run.get("reward") and not grades_all(cfg, saved):
-        print(f"not as in {cfg.model}: --reward={saved['reward']}, and how it asks for an answer: another kind of task")
-        of_run = {name: value for name, value in of_run.items() if name not in ("reward", "answer", "prompt_template")}
+        print(
+            f"not as in {cfg.model}: --reward={saved['reward']}, and how it asks for an answer: another kind of task"
+        )
+        of_run = {
+            name: value
+            for name, value in of_run.items()
+            if name not in ("reward", "answer", "prompt_template")
+        }
     asked = {name: value for name, value in of_run.items() if value != getattr(cfg, name)}
     if asked:
         print(f"as in {cfg.model}: {' '.join(f'--{k}={v}' for k, v in asked.items())}")
@@ -270,7 +333,9 @@ def is_graded_by(reward: str, name: str, cfg: TaskFlags) -> bool:
     rows = read_rows(name, "task", cfg.prompt_key, cfg.answer_key, needed=False)
     first = rewards.Reward(rewards.parts_of(reward)[:1])
     by_letter = first.parts[0].name == "letter"
-    return all(choices_of(row["row"]) for row in rows) == by_letter and all(first.can_grade(x["answer"]) for x in rows)
+    return all(choices_of(row["row"]) for row in rows) == by_letter and all(
+        first.can_grade(x["answer"]) for x in rows
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -283,8 +348,12 @@ def grade_all(task, tokenizer, problems, groups) -> Counter:
 
     The text graded is without special tokens; `finished` says that the response ended by itself. Returns the task's
     counts (rewards.Reward.of)."""
-    responses = [(problem, r) for problem, group in zip(problems, groups, strict=True) for r in group]
-    texts = [tokenizer.decode(r.tokens, skip_special_tokens=True) for _, r in responses]  # batch_decode([]) is [""]
+    responses = [
+        (problem, r) for problem, group in zip(problems, groups, strict=True) for r in group
+    ]
+    texts = [
+        tokenizer.decode(r.tokens, skip_special_tokens=True) for _, r in responses
+    ]  # batch_decode([]) is [""]
 
     def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False))

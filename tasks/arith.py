@@ -45,7 +45,9 @@ class Arithmetic:
             total = rng.randint(0, self.total)
             text = str(total)
             for _ in range(rng.randint(self.min_ops, self.max_ops)):
-                b = rng.randint(1, min(self.operand, max(total, self.total - total)))  # one direction stays inside
+                b = rng.randint(
+                    1, min(self.operand, max(total, self.total - total))
+                )  # one direction stays inside
                 plus = rng.random() < 0.5
                 if total + b > self.total or total - b < 0:
                     plus = total < b  # the one direction that stays inside the range
@@ -127,11 +129,15 @@ def arithmetic_tokenizer():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = ["<pad>", "<eos>", "<unk>", "+", "-", "=", ";", ":", "#"] + [str(i) for i in range(NUMBERS)]
+    words = ["<pad>", "<eos>", "<unk>", "+", "-", "=", ";", ":", "#"] + [
+        str(i) for i in range(NUMBERS)
+    ]
     words += [f"<spare{i}>" for i in range(VOCAB - len(words))]
     tok = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     tok.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tok, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tok, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
 
 
 def of_settings(text: str) -> Arithmetic:

@@ -40,14 +40,21 @@ def letter(row, text, finish_reason) -> bool:
 
 def boxed(row, text, finish_reason) -> bool:
     """A format: the response holds exactly one box, whole, and ended by itself."""
-    return finish_reason == "stop" and len(re.findall(r"\\boxed\s*\{", text)) == 1 and last_box(text) is not None
+    return (
+        finish_reason == "stop"
+        and len(re.findall(r"\\boxed\s*\{", text)) == 1
+        and last_box(text) is not None
+    )
 
 
 def think(row, text, finish_reason) -> bool:
     """A format: <think> reasoning </think> <answer> answer </answer>, and nothing else (DeepSeek-R1)."""
     tags = ("<think>", "</think>", "<answer>", "</answer>")
     form = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
-    return all(text.count(tag) == 1 for tag in tags) and re.fullmatch(form, text, re.DOTALL) is not None
+    return (
+        all(text.count(tag) == 1 for tag in tags)
+        and re.fullmatch(form, text, re.DOTALL) is not None
+    )
 
 
 BUILT_IN = {
@@ -60,7 +67,13 @@ BUILT_IN = {
 }
 FORMATS = ("boxed", "think")  # they look at the response alone
 # how each wants the answer, where --prompt_template does not say (tasks/prompts.py)
-TEMPLATE_OF = {"math": "boxed", "boxed": "boxed", "gsm8k": "hashes", "praxis": "hashes", "letter": "letter"}
+TEMPLATE_OF = {
+    "math": "boxed",
+    "boxed": "boxed",
+    "gsm8k": "hashes",
+    "praxis": "hashes",
+    "letter": "letter",
+}
 HASHES = r"####\s*(-?\$?[0-9][0-9.,]*)"
 SIGNS = r"(?:\\(?:text|math|bold)[a-z]*|\\?[\s{($,;!*:])*(?:[Oo]ption\s+|[Cc]hoice\s+)?\(?"  # in front of a letter
 IN_BOX = rf"^\\boxed{SIGNS}([A-Za-z])\b"

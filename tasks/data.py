@@ -28,9 +28,17 @@ from tasks.prompts import Answer, Problem, Style, encode, encode_all
 from tasks.rewards import Reward
 
 PROMPTS = ("problem", "question", "prompt", "Question", "Problem")
-ANSWERS = ("answer", "solution", "reward_model.ground_truth", "answerKey", "Correct Answer", "Answer")
+ANSWERS = (
+    "answer",
+    "solution",
+    "reward_model.ground_truth",
+    "answerKey",
+    "Correct Answer",
+    "Answer",
+)
 NEEDS = (
-    "each row needs `problem` (or `question`, `prompt`) and `answer`, or name them with --prompt_key and --answer_key"
+    "each row needs `problem` (or `question`, `prompt`) and `answer`, or name them with --prompt_key and "
+    "--answer_key"
 )
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -66,7 +74,9 @@ class Table:
     def find(self, id: str) -> Problem:
         """The problem of an id: NAME/ROW."""
         row = self.rows[int(id.rsplit("/", 1)[1])]
-        return Problem(id, self.style.ask(row["prompt"]), row["answer"], row["row"], self.style.chat)
+        return Problem(
+            id, self.style.ask(row["prompt"]), row["answer"], row["row"], self.style.chat
+        )
 
     def rewards(self, answers: list[Answer]) -> tuple[list[float], Counter]:
         """What each answer earns, and counts (rewards.Reward.of)."""
@@ -81,7 +91,10 @@ class Table:
         UserError: none is left."""
         lengths = []
         for start in range(0, len(self.rows), 1000):
-            some = [self.find(f"{self.stem}/{i}") for i in range(start, min(start + 1000, len(self.rows)))]
+            some = [
+                self.find(f"{self.stem}/{i}")
+                for i in range(start, min(start + 1000, len(self.rows)))
+            ]
             lengths += [len(ids) for ids in encode_all(tokenizer, some)]
         return self.keep(lengths, limit)
 
@@ -108,9 +121,14 @@ class OwnRows:
         try:
             self.made = attribute_of(path, attribute)()
         except Exception as e:  # the file is the user's
-            raise UserError(f"--task={name}: cannot be loaded ({described(e)}); mend the file") from None
+            raise UserError(
+                f"--task={name}: cannot be loaded ({described(e)}); mend the file"
+            ) from None
         has = callable(getattr(self.made, "problem", None)) and hasattr(self.made, "size")
-        need(has, f"--task={name}: needs a method problem(split, index) and an attribute size (None: endless)")
+        need(
+            has,
+            f"--task={name}: needs a method problem(split, index) and an attribute size (None: endless)",
+        )
         size = self.made.size
         counts = isinstance(size, int) and not isinstance(size, bool) and size >= 1
         need(
@@ -124,8 +142,12 @@ class OwnRows:
         try:
             made = self.made.problem(split, index)
         except Exception as e:
-            raise UserError(f"--task={self.name}: problem({split!r}, {index}) raised {described(e)}") from None
-        return read_row(made, f"{self.name}, {split} problem {index}", *self.keys, needed=self.needed)
+            raise UserError(
+                f"--task={self.name}: problem({split!r}, {index}) raised {described(e)}"
+            ) from None
+        return read_row(
+            made, f"{self.name}, {split} problem {index}", *self.keys, needed=self.needed
+        )
 
 
 class OwnTask(Table):
@@ -134,7 +156,9 @@ class OwnTask(Table):
     def __init__(self, name: str, style: Style, reward, keys: tuple[str, str] = ("", "")):
         self.own = OwnRows(name, reward.needs_answer, keys)
         super().__init__(name, [], style, reward)
-        self.used = list(range(self.own.made.size or 0))  # numbers of problems that are not dropped, in both splits
+        self.used = list(
+            range(self.own.made.size or 0)
+        )  # numbers of problems that are not dropped, in both splits
         self.too_long = None  # of an endless class: says whether a prompt is
 
     @property
@@ -151,13 +175,18 @@ class OwnTask(Table):
     def find(self, id: str) -> Problem:
         _, split, index = id.rsplit("/", 2)
         row = self.own.row(split, int(index))
-        return Problem(id, self.style.ask(row["prompt"]), row["answer"], row["row"], self.style.chat)
+        return Problem(
+            id, self.style.ask(row["prompt"]), row["answer"], row["row"], self.style.chat
+        )
 
     def fit(self, tokenizer, limit: int = 0) -> int:
         """The same, where a problem counts by the longer prompt of its two splits. Of an endless class the limit: a
         longer prompt is a UserError when it is drawn."""
         if self.size is None:
-            need(limit, f"--max_prompt_tokens: {self.name} is endless, so its longest prompt is not known; name it")
+            need(
+                limit,
+                f"--max_prompt_tokens: {self.name} is endless, so its longest prompt is not known; name it",
+            )
             self.too_long = functools.partial(check_length, tokenizer, limit)
             return limit
         numbers = range(self.own.made.size)
@@ -171,7 +200,10 @@ class OwnTask(Table):
 def check_length(tokenizer, limit: int, problem: Problem) -> None:
     """UserError: its prompt has more tokens."""
     n = len(encode(tokenizer, problem))
-    need(n <= limit, f"{problem.id}: a prompt of {n} tokens, more than --max_prompt_tokens={limit}; shorten it")
+    need(
+        n <= limit,
+        f"{problem.id}: a prompt of {n} tokens, more than --max_prompt_tokens={limit}; shorten it",
+    )
 
 
 def digest_of(name: str) -> str:
@@ -212,14 +244,18 @@ def label_of(name: str, whole: bool = False) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def read_rows(name: str, flag: str = "task", prompt_key="", answer_key="", needed: bool = True) -> list[dict]:
+def read_rows(
+    name: str, flag: str = "task", prompt_key="", answer_key="", needed: bool = True
+) -> list[dict]:
     """Rows {prompt, answer, row} of a file or data set. UserError, one sentence, names file and line.
 
     flag: that named it. needed: a row without an answer is an error; else its answer is "". A set of --eval_task need
     not have the columns that are named for --task: without them the usual ones count."""
     raw = list(from_hub(name, flag) if name.startswith("hf:") else from_file(name, flag))
     if flag == "eval_task" and raw and isinstance(raw[0][1], dict):
-        prompt_key, answer_key = (key if nested(raw[0][1], key) is not None else "" for key in (prompt_key, answer_key))
+        prompt_key, answer_key = (
+            key if nested(raw[0][1], key) is not None else "" for key in (prompt_key, answer_key)
+        )
     rows = [read_row(row, place, prompt_key, answer_key, needed) for place, row in raw]
     need(rows, f"{name}: no problems in the file; {NEEDS}")
     return rows
@@ -239,21 +275,33 @@ def from_file(name: str, flag: str) -> list[tuple[str, object]]:
         try:
             return placed(name, parquet.read_table(path).to_pylist())
         except (OSError, ValueError) as e:  # ArrowInvalid is a ValueError
-            raise UserError(f"{name}: not a whole Parquet file ({shortened(e)}); copy it anew") from None
+            raise UserError(
+                f"{name}: not a whole Parquet file ({shortened(e)}); copy it anew"
+            ) from None
     text = read_text(path)
     if path.suffix == ".json":
         rows = parsed(text, name, "mend that place of the array")
-        need(isinstance(rows, list), f"{name}: not a JSON array of rows; a file with one row a line ends in .jsonl")
+        need(
+            isinstance(rows, list),
+            f"{name}: not a JSON array of rows; a file with one row a line ends in .jsonl",
+        )
         return placed(name, rows)
     lines = text.split("\n")  # not splitlines(), which also divides where JSON does not
-    return [(f"{name}, line {n}", parsed(line, f"{name}, line {n}")) for n, line in enumerate(lines, 1) if line.strip()]
+    return [
+        (f"{name}, line {n}", parsed(line, f"{name}, line {n}"))
+        for n, line in enumerate(lines, 1)
+        if line.strip()
+    ]
 
 
 def from_hub(name: str, flag: str) -> list[tuple[str, object]]:
     """(place, row) pairs of hf:NAME/SPLIT or hf:NAME@CONFIG/SPLIT, by the datasets library. NAME may be a folder."""
     datasets = library("datasets", "datasets", f"--{flag}={name}")
     source, slash, split = name.removeprefix("hf:").rpartition("/")
-    need(slash and source and split, f"--{flag}={name}: write hf:NAME/SPLIT, such as hf:openai/gsm8k@main/train")
+    need(
+        slash and source and split,
+        f"--{flag}={name}: write hf:NAME/SPLIT, such as hf:openai/gsm8k@main/train",
+    )
     source, _, config = source.partition("@")
     try:
         found = datasets.load_dataset(source, config or None, split=split)
@@ -268,7 +316,8 @@ def from_hub(name: str, flag: str) -> list[tuple[str, object]]:
 def library(module: str, package: str, flag: str):
     """An optional library. UserError: it is not installed."""
     need(
-        importlib.util.find_spec(package), f"{flag}: {package}, which reads it, is not installed; pip install {package}"
+        importlib.util.find_spec(package),
+        f"{flag}: {package}, which reads it, is not installed; pip install {package}",
     )
     return importlib.import_module(module)
 
@@ -285,13 +334,18 @@ def parsed(text: str, place: str, mend: str = "mend or remove that line, one obj
     """JSON. UserError names the place, where there are several lines the one at fault, and the mend."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as e:  # also numbers of thousands of digits, and endless brackets
+    except (
+        ValueError,
+        RecursionError,
+    ) as e:  # also numbers of thousands of digits, and endless brackets
         why = str(getattr(e, "msg", e))[:60]
         line = f", line {e.lineno}" if hasattr(e, "lineno") and "\n" in text.strip() else ""
         raise UserError(f"{place}{line}: not valid JSON ({why}); {mend}") from None
 
 
-def read_row(row, place: str, prompt_key: str = "", answer_key: str = "", needed: bool = True) -> dict:
+def read_row(
+    row, place: str, prompt_key: str = "", answer_key: str = "", needed: bool = True
+) -> dict:
     """A row with its prompt and its final answer, as {prompt, answer, row}. place: file and line, for the UserError."""
     need(isinstance(row, dict), f"{place}: not a JSON object; {NEEDS}")
     prompt = prompt_of(row, place, prompt_key)
@@ -301,12 +355,20 @@ def read_row(row, place: str, prompt_key: str = "", answer_key: str = "", needed
     texts = [m["content"] for m in prompt] if isinstance(prompt, list) else [prompt]
     both = "".join(texts) + answer
     encodable = both.encode(errors="replace").decode() == both
-    need(encodable, f"{place}: half a character (a lone surrogate), which no tokenizer takes; mend or remove that line")
+    need(
+        encodable,
+        f"{place}: half a character (a lone surrogate), which no tokenizer takes; mend or remove that line",
+    )
     need(answer or not needed, f"{place}: the `answer` is empty; add one, or remove that line")
     finite = answer.lower().lstrip("+-") not in ("nan", "inf")
-    need(finite, f"{place}: the `answer` is {answer}, which no response can equal; mend or remove that line")
+    need(
+        finite,
+        f"{place}: the `answer` is {answer}, which no response can equal; mend or remove that line",
+    )
     worked = (
-        {"solution": row["answer"]} if isinstance(row.get("answer"), str) and row["answer"].strip() != answer else {}
+        {"solution": row["answer"]}
+        if isinstance(row.get("answer"), str) and row["answer"].strip() != answer
+        else {}
     )
     return {"prompt": prompt, "answer": answer, "row": {**worked, **row, "answer": answer}}
 
@@ -329,11 +391,16 @@ def prompt_of(row: dict, place: str, key: str) -> str | list[dict]:
         if messages:
             return [{"role": m["role"], "content": m["content"]} for m in value]
     named = f"`{key}`" if key else "`problem` or `question`"
-    raise UserError(f"{place}: no {named} text; add one" + ("" if key else ", or name the column with --prompt_key"))
+    raise UserError(
+        f"{place}: no {named} text; add one"
+        + ("" if key else ", or name the column with --prompt_key")
+    )
 
 
 def is_message(m) -> bool:
-    return isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+    return (
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+    )
 
 
 def answer_of(row: dict, place: str, key: str, needed: bool) -> str:
@@ -387,9 +454,15 @@ def choices_of(row: dict) -> list[str]:
         value = row.get(name)
         if isinstance(value, dict):
             value = value.get("text")
-        if isinstance(value, list) and len(value) > 1 and all(type(x) in (str, int, float) for x in value):
+        if (
+            isinstance(value, list)
+            and len(value) > 1
+            and all(type(x) in (str, int, float) for x in value)
+        ):
             return [written(x).strip() for x in value]
-    four = [row.get(name) for name in ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))]
+    four = [
+        row.get(name) for name in ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
+    ]
     return [x.strip() for x in four] if all(isinstance(x, str) for x in four) else []
 
 
@@ -399,7 +472,9 @@ def multiple_choice(prompt, listed: list[str], answer: str, row: dict, place: st
         isinstance(prompt, str) and len(listed) <= len(LETTERS),
         f"{place}: choices need a question that is a text, and at most {len(LETTERS)} of them",
     )
-    if "Correct Answer" in row:  # GPQA's right answer always comes first: an order that depends on the question alone
+    if (
+        "Correct Answer" in row
+    ):  # GPQA's right answer always comes first: an order that depends on the question alone
         listed = list(listed)
         random.Random(prompt).shuffle(listed)
     labels = row["choices"].get("label") if isinstance(row.get("choices"), dict) else None

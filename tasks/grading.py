@@ -61,7 +61,9 @@ def grading_process(fd: int) -> None:
         function = None
         while True:
             name, calls, seconds = connection.recv()
-            if name is not None:  # everything is loaded now, and not at the cost of the first answer
+            if (
+                name is not None
+            ):  # everything is loaded now, and not at the cost of the first answer
                 try:
                     function = function_of(name)
                 except BaseException as e:  # the file is the user's: it may do anything
@@ -115,8 +117,13 @@ def value_of(function, call):
         return "failed", described(e)
     numbers = list(value.values()) if isinstance(value, dict) else [value]
     if not all(is_number(x) and math.isfinite(x) for x in numbers):
-        return "failed", f"it returned {repr(value)[:100]}, which is neither a finite number nor a dict of them"
-    return "value", {str(k): float(x) for k, x in value.items()} if isinstance(value, dict) else float(value)
+        return (
+            "failed",
+            f"it returned {repr(value)[:100]}, which is neither a finite number nor a dict of them",
+        )
+    return "value", {str(k): float(x) for k, x in value.items()} if isinstance(
+        value, dict
+    ) else float(value)
 
 
 def is_number(x) -> bool:
@@ -151,7 +158,11 @@ class Grader:
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         # sympy walks through sets, whose order depends on the hash seed: the same one in every process
         self.process = subprocess.Popen(
-            [sys.executable, "-c", f"from tasks.grading import grading_process; grading_process({fd})"],
+            [
+                sys.executable,
+                "-c",
+                f"from tasks.grading import grading_process; grading_process({fd})",
+            ],
             env={**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(paths)},
             pass_fds=[fd],
             stdin=subprocess.DEVNULL,
@@ -172,7 +183,9 @@ class Grader:
         self.given.extend(numbers)
         self.heard = time.monotonic()
         with contextlib.suppress(OSError):  # it has died: the next look at its connection tells
-            self.connection.send((function if new else None, list(zip(numbers, calls, strict=True)), seconds))
+            self.connection.send(
+                (function if new else None, list(zip(numbers, calls, strict=True)), seconds)
+            )
 
     def end(self) -> None:
         """End it, and whatever it has started."""
@@ -207,7 +220,9 @@ class Graders:
                     if p.connection in said:
                         self._listen(p, values, todo)
                     elif p.process.poll() is not None and not p.connection.poll():
-                        self._bury(p, todo)  # a child that it forked keeps its end of the connection open
+                        self._bury(
+                            p, todo
+                        )  # a child that it forked keeps its end of the connection open
                     elif p.given and time.monotonic() - p.heard > SILENCE + 2 * PATIENCE * seconds:
                         p.process.kill()  # stopped, or swapped out
         except BaseException:  # what the processes go on to say would be taken for the next answers
@@ -263,4 +278,6 @@ def graders() -> Graders:
     return Graders(max(1, len(os.sched_getaffinity(0)) // from_environment("LOCAL_WORLD_SIZE", 1)))
 
 
-os.register_at_fork(after_in_child=graders.cache_clear)  # a forked process cannot wait for those of its parent
+os.register_at_fork(
+    after_in_child=graders.cache_clear
+)  # a forked process cannot wait for those of its parent

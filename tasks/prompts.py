@@ -25,7 +25,12 @@ TEMPLATES = {
     "hashes": "{problem}\nPlease reason step by step, and end with one line: #### and the final answer.",
     "letter": "{problem}\nPlease reason step by step, and put the letter of your answer within \\boxed{}.",
 }
-ALWAYS = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}  # what a chat template is given
+ALWAYS = {
+    "messages",
+    "add_generation_prompt",
+    "raise_exception",
+    "strftime_now",
+}  # what a chat template is given
 PYTHONS = {"True": "true", "False": "false", "None": "null"}
 SHOWN = 3  # prompts that --show_prompt prints
 
@@ -45,7 +50,9 @@ class Problem:
     id: str
     prompt: str | list[dict[str, str]]  # a text, or messages {role, content}
     answer: str
-    row: dict = field(default_factory=dict)  # every column of a file's row, for rewards of one's own
+    row: dict = field(
+        default_factory=dict
+    )  # every column of a file's row, for rewards of one's own
     chat: Chat = Chat()
 
 
@@ -66,7 +73,9 @@ class Style:
 
     system: str = ""
     template: str = TEMPLATES["boxed"]
-    always: bool = False  # also around prompts that are messages already, or that bring an instruction
+    always: bool = (
+        False  # also around prompts that are messages already, or that bring an instruction
+    )
     chat: Chat = Chat()
 
     @classmethod
@@ -80,12 +89,19 @@ class Style:
             f"{', '.join(TEMPLATES)}, or a file",
         )
         system = text_or_file("system_prompt", cfg.system_prompt)
-        need(not re.fullmatch(r"\S+\.(txt|md)", system), f"--system_prompt={system}: no such file; give one, or a text")
+        need(
+            not re.fullmatch(r"\S+\.(txt|md)", system),
+            f"--system_prompt={system}: no such file; give one, or a text",
+        )
         return cls(system, template, bool(named), Chat(chat_template_of(cfg), chat_kwargs_of(cfg)))
 
     def ask(self, prompt: str | list[dict]) -> str | list[dict]:
         """A row's problem, or messages, as it is asked."""
-        messages = [dict(m) for m in prompt] if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        messages = (
+            [dict(m) for m in prompt]
+            if isinstance(prompt, list)
+            else [{"role": "user", "content": prompt}]
+        )
         last = messages[-1]
         marks = [mark for mark in ("\\boxed", "####") if mark in self.template]
         instructed = isinstance(prompt, list) or any(mark in last["content"] for mark in marks)
@@ -111,7 +127,8 @@ def text_or_file(flag: str, value: str) -> str:
 def contents(cfg: PromptFlags) -> dict[str, str]:
     """The flags that may name files, with what is in them: for a host that has no such files."""
     return {
-        flag: text_or_file(flag, getattr(cfg, flag)) for flag in ("system_prompt", "prompt_template", "chat_template")
+        flag: text_or_file(flag, getattr(cfg, flag))
+        for flag in ("system_prompt", "prompt_template", "chat_template")
     }
 
 
@@ -122,7 +139,10 @@ def chat_template_of(cfg: PromptFlags) -> str | None:
     if cfg.chat_template == "off":
         return ""
     text = text_or_file("chat_template", cfg.chat_template)
-    need("{" in text, f"--chat_template={cfg.chat_template}: no such file; give auto, off, or a file of Jinja")
+    need(
+        "{" in text,
+        f"--chat_template={cfg.chat_template}: no such file; give auto, off, or a file of Jinja",
+    )
     return text
 
 
@@ -162,7 +182,9 @@ def encode_all(tokenizer, problems: list[Problem]) -> list[list[int]]:
     for templated in (True, False):  # a template writes the special tokens itself
         rows = [i for i, (_, t) in enumerate(texts) if t == templated]
         if rows:
-            found = tokenizer([texts[i][0] for i in rows], add_special_tokens=not templated)["input_ids"]
+            found = tokenizer([texts[i][0] for i in rows], add_special_tokens=not templated)[
+                "input_ids"
+            ]
             for i, row in zip(rows, found, strict=True):
                 ids[i] = row
     return ids
@@ -199,7 +221,10 @@ def check_kwargs(kwargs, template) -> None:
     known = variables_of(template)
     for name, _ in kwargs:
         names = ", ".join(sorted(known))
-        need(name in known or not known, f"--chat_kwargs={name}=...: the chat template reads no such name, but {names}")
+        need(
+            name in known or not known,
+            f"--chat_kwargs={name}=...: the chat template reads no such name, but {names}",
+        )
 
 
 @functools.lru_cache
@@ -243,7 +268,10 @@ def stop_ids(tokenizer, folders, stop: str = "") -> list[int]:
             ids += listed_ends(path)
     ids += [token_id(tokenizer, word.strip() or word) for word in stop.split(",") if word]
     ids = [i for i in dict.fromkeys(ids) if i is not None]
-    need(ids, "the tokenizer has no token that ends a response, and its model lists none: name one with --stop")
+    need(
+        ids,
+        "the tokenizer has no token that ends a response, and its model lists none: name one with --stop",
+    )
     return ids
 
 

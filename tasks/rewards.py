@@ -58,7 +58,9 @@ class Reward:
 
     def can_grade(self, answer: str) -> bool:
         """Whether a response can be right by the first part: behind #### stands a number, and a choice is a letter."""
-        form = {"gsm8k": HASHES, "praxis": HASHES, "letter": "[A-Za-z]"}.get(self.parts[0].name, ".*")
+        form = {"gsm8k": HASHES, "praxis": HASHES, "letter": "[A-Za-z]"}.get(
+            self.parts[0].name, ".*"
+        )
         return re.fullmatch(form.removeprefix(r"####\s*"), answer.strip(), re.DOTALL) is not None
 
     @property
@@ -126,7 +128,10 @@ class Reward:
         if part.name == "praxis" and value:
             behind = answer.text.rpartition("####")[2].partition("\n")[2]
             tokens = answer.count(behind) if behind else 0
-            return [(part.label, value), ("praxis_bonus", min(tokens, self.max_tokens) / self.max_tokens)]
+            return [
+                (part.label, value),
+                ("praxis_bonus", min(tokens, self.max_tokens) / self.max_tokens),
+            ]
         return [(part.label, value)]
 
 
@@ -143,7 +148,10 @@ def tell_once(name: str, why: str) -> None:
     if name in TOLD:
         return
     TOLD.add(name)
-    tqdm.write(f"warning: --reward={name}: {why}; such a response earns 0 for it (grade/failures)", file=sys.stderr)
+    tqdm.write(
+        f"warning: --reward={name}: {why}; such a response earns 0 for it (grade/failures)",
+        file=sys.stderr,
+    )
 
 
 def parts_of(text: str) -> tuple[Part, ...]:
@@ -160,11 +168,17 @@ def parts_of(text: str) -> tuple[Part, ...]:
         if not colon:
             choice("reward", name, [*BUILT_IN, "FILE.py:FUNCTION"])
         else:
-            need(Path(path).is_file(), f"--reward={name}: {path}: no such file; write FILE.py:FUNCTION")
+            need(
+                Path(path).is_file(),
+                f"--reward={name}: {path}: no such file; write FILE.py:FUNCTION",
+            )
             need(attribute, f"--reward={name}: names no function; write {path}:FUNCTION")
         parts.append(Part(name.strip(), value))
     twice = len({part.label for part in parts}) < len(parts)  # metrics name a part by its label
-    need(not twice, f"--reward={text}: names a part twice; leave one of them out, or rename its function")
+    need(
+        not twice,
+        f"--reward={text}: names a part twice; leave one of them out, or rename its function",
+    )
     return tuple(parts)
 
 
@@ -172,7 +186,10 @@ def check_libraries(reward: Reward, name: str) -> None:
     """UserError if a part's library is not installed. name: of the task, for the sentence."""
     if any(part.name == "math" for part in reward.parts):
         installed = importlib.util.find_spec("math_verify") is not None
-        need(installed, f"--reward=math, for {name}: math-verify is not installed; pip install math-verify")
+        need(
+            installed,
+            f"--reward=math, for {name}: math-verify is not installed; pip install math-verify",
+        )
 
 
 def try_out(reward: Reward, answer: Answer) -> None:
@@ -182,7 +199,9 @@ def try_out(reward: Reward, answer: Answer) -> None:
             continue
         (value,) = reward.values(part, [answer])
         if isinstance(value, Failure):
-            raise UserError(f"--reward={part.name}: on the first problem with the answer as response: {value.why}")
+            raise UserError(
+                f"--reward={part.name}: on the first problem with the answer as response: {value.why}"
+            )
         need(
             value is not None,
             f"--reward={part.name}: on the first problem it needs more than --grade_seconds={reward.seconds}; mend it, "

@@ -161,9 +161,9 @@ TESTS = {
 
 MUTANTS = {
     "machinery/settings.py": [
-        ("need(not unequal,", "need(True,"),
+        ("need(\n        not unequal,", "need(True,"),
         (
-            "    changed = [k for k in sorted(given - free) if getattr(now, k) != saved.get(k, FIELDS[k].default)]",
+            "    changed = [\n        k for k in sorted(given - free) if getattr(now, k) != saved.get(k, FIELDS[k].default)\n    ]",  # noqa: E501
             "    changed = []",
         ),
         ("obrs_c2=1.02 + cfg.clip_high if clipped else 3.0", "obrs_c2=1.02 + cfg.clip_high"),
@@ -318,7 +318,7 @@ MUTANTS = {
             "seq_log_r = seq_sum(log_r, mask).clamp(-clamp, clamp)",
             "seq_log_r = seq_mean(log_r, mask).clamp(-clamp, clamp)",
         ),
-        ("weight = torch.where(adv >= 0, soft_kernel", "weight = torch.where(adv > 0, soft_kernel"),
+        ("weight = torch.where(\n        adv >= 0, soft_kernel", "weight = torch.where(adv > 0, soft_kernel"),
         (
             "return (k * seq_log_r + lam * (1 - seq_log_r.exp())).exp()",
             "return (k * seq_log_r - lam * seq_log_r.exp()).exp()",
@@ -416,7 +416,7 @@ MUTANTS = {
             "mask=pad([r.loss_mask | True for r in responses], T, fill=False)",
         ),
         ("np.where(listed, -np.inf, r.logp_inf)", "r.logp_inf"),
-        ("kth = [np.exp(r.topk_logp[:, -1])", "kth = [np.exp(r.topk_logp[:, 0])"),
+        ("kth = [\n        np.exp(r.topk_logp[:, -1])", "kth = [np.exp(r.topk_logp[:, 0])"),
         (
             "        return [sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p]",
             "        return [1.0, sampling.top_p, sampling.top_k, sampling.min_p]",
@@ -439,14 +439,14 @@ MUTANTS = {
         ),
         ("visible = (place < batch.prompt_len[:, None]) | (place >= P)", "visible = (place < P) | (place >= P)"),
         ("dz = p.mul_(-g).scatter_add_(1, target, g)", "dz = p.mul_(g).scatter_add_(1, target, -g)"),
-        ("return dz if self.scored.inv_temperature is None else dz.mul_(self.scored.inv_temperature[at])", "return dz"),
+        ("dz if self.scored.inv_temperature is None else dz.mul_(self.scored.inv_temperature[at])", "dz"),
         ("                dz.mul_(self.actor.scored.inv_temperature[at])", "                pass"),
-        ("g = g * (p.gather(1, target) > 0)", "g = g * 1"),
+        ("g = g * (\n                p.gather(1, target) > 0\n            )", "g = g * 1"),
         (
             "of_all = torch.minimum(p.div_(needs.lam), p_kth, out=p).sum(-1)",
             "of_all = torch.minimum(p, p_kth, out=p).sum(-1)",
         ),
-        (".mul_(self.support_on[at]).sum(-1)", ".sum(-1)"),
+        (".mul_(self.support_on[at])\n                .sum(-1)", ".sum(-1)"),
         (
             'out["z"] = torch.minimum(logq, logp - log_lam).exp().sum(-1)',
             'out["z"] = torch.minimum(logq, logp).exp().sum(-1)',
@@ -463,7 +463,7 @@ MUTANTS = {
         ),
         ('wider = cfg.obrs_z == "approx" or', "wider ="),
         ("gone[row, ids[first:last]] = False", "gone[row, ids[: last - first]] = False"),
-        ("[..., : self.vocabulary]\n", "\n"),
+        ("[\n                    ..., : self.vocabulary\n                ]\n", "\n"),
         ("experts = torch.where(given >= 0, given, own)", "experts = own"),
         ("given = self.given.sort(-1).values", "given = self.given"),
         ('return p / p.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else p', "return p"),
@@ -480,11 +480,14 @@ MUTANTS = {
         ("            z *= self.scale", "            pass"),
         (".clamp_min_(0.0).mul_(self.scale)", ".clamp_min_(0.0)"),
         ("self.multiply(hidden, weight[: self.width])", "self.multiply(hidden, weight)"),
-        ('/ getattr(config, "logits_scaling", 1.0)', '* getattr(config, "logits_scaling", 1.0)'),
+        (
+            '/ getattr(\n            config, "logits_scaling", 1.0\n        )',
+            '* getattr(config, "logits_scaling", 1.0)',
+        ),
     ],
     "machinery/optim.py": [
         (
-            "[getattr(m, kind) for m, kind in quant.expert_parameters(model).values()]",
+            "[\n            getattr(m, kind) for m, kind in quant.expert_parameters(model).values()\n        ]",
             "[p for p in model.base_model.layers.parameters() if p.ndim == 3]",
         ),
         ("        return (step + 1) / warmup", "        return step / warmup"),
@@ -499,11 +502,11 @@ MUTANTS = {
         ("gpus >= max(here, LOCAL_RANK + 1)", "gpus > LOCAL_RANK"),
         ("whole(x.detach().to(dtype) if x.ndim > 1 else x)", "whole(x).to(dtype) if x.ndim > 1 else whole(x)"),
         ("dtype = None if routes or self._quantizes(packed) else", "dtype = None if self._quantizes(packed) else"),
-        ("packed, cached=False)", "packed)"),
+        ("packed, cached=False\n                )", "packed)"),
         ("not sync.same_bytes(x, expected.pop(key))", "expected.pop(key) is None"),
         ("at = self.version * sync.GOLDEN % 1", "at = 0"),
         ("alone = not (self.cfg.entropy_coef or self.cfg.cppo_beta)", "alone = True"),
-        ("(loss * self.comm.size).backward()", "loss.backward()"),
+        ("(\n                    loss * self.comm.size\n                ).backward()", "loss.backward()"),
         ("rounding, self.models.autocast = self.models.autocast, None", "rounding = self.models.autocast"),
         ("                    loss = loss * 0.0", "                    pass"),
         (
@@ -527,7 +530,7 @@ MUTANTS = {
         ("limit = max(AGREES, LIMIT * found.floor)", "limit = AGREES"),
         ("padded = torch.cat([x, x.new_full((n - len(x),), torch.nan)])", "padded = x[:n]"),
         ("largest.isfinite().all()", "True"),
-        ("        torch.cuda.set_device(LOCAL_RANK)", "        pass"),
+        ("        torch.cuda.set_device(\n            LOCAL_RANK\n        )", "        pass"),
     ],
     "model/memory.py": [
         ('not (others and by_vllm),\n        f"{folder}', 'True,\n        f"{folder}'),
@@ -546,12 +549,15 @@ MUTANTS = {
     ],
     "model/in_order.py": [
         ("x.float(), 127.0, torch.int8", "x.float(), 63.0, torch.int8"),
-        ("torch.int8), x.dtype) for x in (key, value)]", "torch.int8), x.dtype) for x in (key, key)]"),
+        (
+            "torch.int8), x.dtype)\n            for x in (key, value)\n        ]",
+            "torch.int8), x.dtype) for x in (key, key)]",
+        ),
         ("<= self.lengths[:, None]", "< self.lengths[:, None]"),
         ("self.lengths = self.lengths + 1", "self.lengths = self.lengths + 0"),
         ("(P - lengths)[:, None]", "(P - lengths + 1)[:, None]"),
         ("return room(self.longest + 1)", "return room(self.longest)"),
-        ("(x.index_select(0, rows) for x", "(x[: len(rows)] for x"),
+        ("(\n            x.index_select(0, rows) for x", "(x[: len(rows)] for x"),
     ],
     "model/exact.py": [
         ('cfg.rollout == "hf" and local,', 'cfg.rollout == "hf",'),
@@ -635,7 +641,7 @@ MUTANTS = {
         ("dx = g @ dequantize(qw, sw, g.dtype)", "dx = g @ qw.to(g.dtype)"),
         ("x = qx if sx is None else dequantize(qx, sx, g.dtype)", "x = qx.to(g.dtype)"),
         ("if self.cached_version != version or not self.cache_quantized:", "if self.cached is None:"),
-        ("isinstance(m, nn.Linear) and m is not head}", "isinstance(m, nn.Linear)}"),
+        ("isinstance(m, nn.Linear) and m is not head\n    }", "isinstance(m, nn.Linear)}"),
         (
             '            yield f"{name}_scale", s\n        else:',
             '            yield f"{name}_scale", s * 1.01\n        else:',
@@ -649,7 +655,7 @@ MUTANTS = {
         ("return not is_float32 and", "return"),
     ],
     "model/in_vllm.py": [
-        ('(f"env://:{own}", *met(self)[1:])', "met(self)"),
+        ('(\n        f"env://:{own}",\n        *met(self)[1:],\n    )', "met(self)"),
         ("            left.unlink(missing_ok=True)", "            pass"),
         ("if bucket and size + x.nbytes > BUCKET:", "if size + x.nbytes > BUCKET:"),
         ("x.detach().cuda().contiguous()", "x.detach().cuda()"),
@@ -683,7 +689,10 @@ MUTANTS = {
     ],
     "model/engines.py": [
         ('return 2 if cfg.delay == "none" and', "return 2 if"),
-        ("truncate(logits * (1.0 / torch.tensor(sampling.temperature)), sampling)", "truncate(logits, sampling)"),
+        (
+            "truncate(\n                logits * (1.0 / torch.tensor(sampling.temperature)), sampling\n            )",
+            "truncate(logits, sampling)",
+        ),
         (
             "            if self.raw:\n                logp = logits.log_softmax(-1)",
             "            if False:\n                logp = logits.log_softmax(-1)",
@@ -707,7 +716,7 @@ MUTANTS = {
         ),
     ],
     "delay.py": [
-        ("self.cfg.train_batch / self.cfg.rollout_batch)", "1.0)"),
+        ("self.cfg.train_batch / self.cfg.rollout_batch\n            )", "1.0)"),
         (
             "sampler.version = max(v for v, t in self.broadcast.items() if t <= loaded_at)",
             "sampler.version = max(self.broadcast)",
@@ -769,7 +778,7 @@ MUTANTS = {
         ('if self.system and messages[0]["role"] != "system":', "if self.system:"),
         ("if self.always or not instructed:", "if not instructed:"),
         ('how = dict(chat.kwargs) | {"add_generation_prompt"', 'how = {"add_generation_prompt"'),
-        ("messages = [dict(m) for m in prompt]", "messages = list(prompt)"),
+        ("[dict(m) for m in prompt]", "list(prompt)"),
     ],
     "tasks/rewards.py": [
         ("total[i] += part.weight * x", "total[i] += x"),
@@ -791,14 +800,14 @@ MUTANTS = {
     "eval.py": [
         ('"files": checkpoint.stamps(setup.folder)', '"files": 0'),
         ("checkpoint.check_angles(one, context)", "pass"),
-        ("engine.any_rank(start < len(indices))", "start < len(indices)"),
+        ("engine.any_rank(\n        start < len(indices)\n    )", "start < len(indices)"),
         ('whole = [line for line in lines if line.endswith("\\n")]', "whole = lines"),
         ("todo = [i for i, id in enumerate(ids) if id not in known]", "todo = list(range(len(ids)))"),
         ("            lines and lines[0] == head,", "            True,"),
         ("return 1.0 - math.comb(n - c, k) / math.comb(n, k)", "return 1.0 - (1 - c / n) ** k"),
         ("float(x.std(ddof=1) / math.sqrt(len(x)))", "float(x.std() / math.sqrt(len(x)))"),
         (
-            'seeds = [[request_seed("eval", seed, problem.id, s) for s in range(samples)] for problem in problems]',
+            'seeds = [\n            [request_seed("eval", seed, problem.id, s) for s in range(samples)]\n            for problem in problems\n        ]',  # noqa: E501
             'seeds = [[request_seed("eval", seed, s) for s in range(samples)] for problem in problems]',
         ),
         ("mine = list(range(learner.comm.rank, n, learner.comm.size))", "mine = list(range(n))"),
@@ -974,7 +983,7 @@ MUTANTS = {
     ],
     "worth.py": [
         ("sampling.Sampling.of_policy(cfg),", "sampling.Sampling.of(cfg),"),
-        ("        lead = replace(lead, rollout_sleep=False)", "        lead = replace(lead)"),
+        ("        lead = replace(\n            lead, rollout_sleep=False\n        )", "        lead = replace(lead)"),
         ('loss_denominator="proposed", normalize_weights=False)', 'loss_denominator="proposed")'),
         ("    return -torch.autograd.grad(total, logp)[0]", "    return torch.autograd.grad(total, logp)[0]"),
         ("x[entries] = rest + size * d.to(x.device)", "x[entries] = rest - size * d.to(x.device)"),
@@ -991,7 +1000,10 @@ MUTANTS = {
         ("    if abs(worth - price) <= 2 * error:\n", "    if abs(worth - price) <= error:\n"),
         ("n = 3 * m.cfg.train_batch", "n = m.cfg.train_batch"),
         ("(1 << 20) // learner.comm.size", "0"),
-        ("index_add_(0, batch.group, shares)", "index_add_(0, batch.group * 0, shares)"),
+        (
+            "index_add_(\n                0, batch.group, shares\n            )",
+            "index_add_(0, batch.group * 0, shares)",
+        ),
         ("        max_allowed=sampling.max_allowed(", "        max_allowed=0 * sampling.max_allowed("),
     ],
     "machinery/flags.py": [
@@ -1004,7 +1016,7 @@ MUTANTS = {
         ("        return text in self.known", "        return True"),
     ],
     "remote/wire.py": [
-        ("need(0 < self.nbytes <= most,", "need(0 < self.nbytes,"),
+        ("need(\n            0 < self.nbytes <= most,", "need(0 < self.nbytes,"),
         ("return hashlib.sha256(leaf).digest() == self.of.leaves[i]", "return True"),
         ("        self.missing += reversed(bad)", "        pass"),
         ("        if len(bad) < len(asked):", "        if True:"),
@@ -1018,7 +1030,7 @@ MUTANTS = {
         ),
     ],
     "remote/hub.py": [
-        ("        if peer is None or peer.key != key:", "        if peer is None:"),
+        ("peer is None or peer.key != key", "peer is None"),
         ("        if any(peer.incarnation > hello.incarnation for peer in same_name):", "        if False:"),
         ("            peer.pulls |= self.peers.pop(old.identity).pulls", "            self.peers.pop(old.identity)"),
         ("        if self.got.has(of.name):", "        if self.held_names.has(of.name):"),
@@ -1049,13 +1061,13 @@ MUTANTS = {
     ],
     "remote/weights.py": [
         ("        retain_weights(path, self.files, VERSIONS + 1)\n", ""),
-        ("            if not self.files or size >", "            if size >"),
+        ("not self.files or size >", "size >"),
         ("        if path.exists() and filecmp.cmp(fresh, path, shallow=False):", "        if False:"),
         ("range(1 if self.files else 2)", "range(1)"),
     ],
     "remote/delta.py": [
         ("need(n == 0 or at[-1] < words,", "need(True,"),
-        ("wire.need(is_end.sum() == n and (n == 0 or is_end[-1]),", "wire.need(True,"),
+        ("wire.need(\n        is_end.sum() == n and (n == 0 or is_end[-1]),", "wire.need(True,"),
         ("out = inflate.decompress(packed, most + 1)", "out = inflate.decompress(packed)"),
         ("wire.need(n <= len(words),", "wire.need(True,"),
         ("        wire.need(good, ", "        wire.need(True, "),

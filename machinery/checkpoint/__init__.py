@@ -54,7 +54,15 @@ from machinery.checkpoint.models import (
     vocabulary_size,
     write_zeros,
 )
-from machinery.checkpoint.shards import Copies, complete, from_all, read_shards, saving_group, whole, write_shards
+from machinery.checkpoint.shards import (
+    Copies,
+    complete,
+    from_all,
+    read_shards,
+    saving_group,
+    whole,
+    write_shards,
+)
 from machinery.checkpoint.state import dealt, new_rng_state, pack, rng_state, set_rng_state, unpack
 from machinery.checkpoint.tensors import Layout, Published, as_it_is, read_tensors
 from machinery.flags import UserError, need
@@ -107,7 +115,9 @@ class Saving:
     def _write(self, snapshot: Snapshot, gpu: int | None) -> None:
         try:
             if gpu is not None:
-                torch.cuda.set_device(gpu)  # a new thread has the first one, which is another rank's
+                torch.cuda.set_device(
+                    gpu
+                )  # a new thread has the first one, which is another rank's
             write(snapshot)
         except BaseException as e:  # noqa: B036  `wait` raises it in the run's own thread
             self.error = e
@@ -129,7 +139,9 @@ class Snapshot:
     Collective. Adapters are whole, weights and optimizers in the parts that lie on this rank; where every rank has all
     of them, each copies its share, and the first one the model that it writes."""
 
-    def __init__(self, run, step: int, learner, source, pending: list[list[Rollout]], controllers: dict):
+    def __init__(
+        self, run, step: int, learner, source, pending: list[list[Rollout]], controllers: dict
+    ):
         self.run = run
         self.final = Path(run.cfg.out) / "checkpoints" / f"step_{step:06d}"
         self.rank = learner.comm.rank
@@ -142,7 +154,11 @@ class Snapshot:
             "learner": learner.state_dict(),
             "controllers": controllers,
         }
-        own = {"source": source.state_dict(), "pending": [pack(groups) for groups in pending], "rng": rng_state()}
+        own = {
+            "source": source.state_dict(),
+            "pending": [pack(groups) for groups in pending],
+            "rng": rng_state(),
+        }
         self.shared = in_bytes(shared)
         self.own = in_bytes(own)
         self.trained = {}
@@ -164,7 +180,9 @@ class Snapshot:
         own = {key: copies(x) for key, x in learner.model_state(name).items()}
         stream = functools.partial(learner.stream, name, own)
         config = copy.deepcopy(self.run.configs[name])
-        config.get_text_config().tie_word_embeddings = getattr(learner.models, name).config.tie_word_embeddings
+        config.get_text_config().tie_word_embeddings = getattr(
+            learner.models, name
+        ).config.tie_word_embeddings
         return Export(config, stream, self.run.tokenizer, getattr(self.run, name))
 
 
@@ -175,7 +193,9 @@ def write(snapshot: Snapshot) -> Path:
     cfg, final = snapshot.run.cfg, snapshot.final
     why = write_at(final, snapshot)
     if why:
-        run = "-".join(snapshot.run.folder.resolve().parts[1:])[-200:]  # another run's has another name
+        run = "-".join(snapshot.run.folder.resolve().parts[1:])[
+            -200:
+        ]  # another run's has another name
         spare = Path(tempfile.gettempdir()) / f"{run}-{final.name}"
         saved_there = not write_at(spare, snapshot)
         raise UserError(not_written(final, why, spare if saved_there else None))
@@ -184,7 +204,9 @@ def write(snapshot: Snapshot) -> Path:
             if old.is_symlink():
                 old.unlink()
             else:
-                shutil.rmtree(old, ignore_errors=True)  # what is left of it is tried again next time
+                shutil.rmtree(
+                    old, ignore_errors=True
+                )  # what is left of it is tried again next time
     from_all(None, snapshot.group)  # nobody goes on before
     return final
 
@@ -235,7 +257,9 @@ class Attempt:
             return None
         try:
             return do(*args, **more)
-        except Exception as e:  # a full disk is an OSError, or whatever torch and safetensors make of it
+        except (
+            Exception
+        ) as e:  # a full disk is an OSError, or whatever torch and safetensors make of it
             self.error = e
 
     def failed(self) -> bool:
@@ -275,7 +299,9 @@ def load(folder: Path, learner, source) -> tuple[int, list[list[Rollout]], dict]
         own = {
             "source": source.dealt([state["source"] for state in states]),
             "pending": dealt([state["pending"] for state in states], rank, n_ranks),
-            "rng": states[rank]["rng"] if rank < len(states) else new_rng_state(learner.cfg.seed, rank),
+            "rng": states[rank]["rng"]
+            if rank < len(states)
+            else new_rng_state(learner.cfg.seed, rank),
         }
     source.load_state_dict(own["source"])
     set_rng_state(own["rng"])
@@ -332,10 +358,20 @@ def writer_of(path: Path) -> int:
 
 def seal(folder: Path, digests: list[dict]) -> None:
     """Write digests.json from those of each rank, of the files on this disk, and the folders onto it."""
-    joined = {name: known for part in digests if part for name, known in part.items() if (folder / name).is_file()}
+    joined = {
+        name: known
+        for part in digests
+        if part
+        for name, known in part.items()
+        if (folder / name).is_file()
+    }
     text = json.dumps(dict(sorted(joined.items())), indent=1)
     (folder / "digests.json").write_text(text + "\n", encoding="utf-8")
-    for path in (folder / "digests.json", *(path for path in folder.rglob("*") if path.is_dir()), folder):
+    for path in (
+        folder / "digests.json",
+        *(path for path in folder.rglob("*") if path.is_dir()),
+        folder,
+    ):
         flush(path)
 
 
@@ -383,7 +419,10 @@ def newest(out: Path | str, part: str = "") -> Path | None:
             return folder
         damaged.append(f"{folder} is damaged ({wrong})")
     mend = "start anew with --overwrite, or in another --out"
-    need(not found, f"{out}: no checkpoint there is whole; {mend} (the newest: {''.join(damaged[:1])})")
+    need(
+        not found,
+        f"{out}: no checkpoint there is whole; {mend} (the newest: {''.join(damaged[:1])})",
+    )
     return None
 
 

@@ -14,7 +14,9 @@ import quant
 from machinery.checkpoint.tensors import TensorFiles
 from machinery.flags import UserError, need, read_json
 
-BASE_DIR = "out/base"  # models that are made here once: embedded ones, and text models of multimodal ones
+BASE_DIR = (
+    "out/base"  # models that are made here once: embedded ones, and text models of multimodal ones
+)
 
 
 class Export:
@@ -33,13 +35,18 @@ class Export:
         self.tokenizer = tokenizer
         self.origin = origin
         self.dtype = self.shell.dtype if config.dtype else None  # None: each tensor's own
-        self.left_out = {*self.shell.all_tied_weights_keys, *(self.shell._keys_to_ignore_on_save or ())}
+        self.left_out = {
+            *self.shell.all_tied_weights_keys,
+            *(self.shell._keys_to_ignore_on_save or ()),
+        }
         shapes = self.kept(stream(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta")))
         together = layout_of(self.converted(dict(shapes)))
         alone = {}
         for name, x in shapes:
             alone |= layout_of(self.converted({name: x}))
-        self.alone = alone == together  # else some file's tensor is made of several of ours, and we hold them all
+        self.alone = (
+            alone == together
+        )  # else some file's tensor is made of several of ours, and we hold them all
         self.layout = alone if self.alone else together
 
     def kept(self, tensors) -> list:
@@ -51,7 +58,9 @@ class Export:
         from transformers.core_model_loading import revert_weight_conversion
 
         if self.dtype:
-            tensors = {name: x.to(self.dtype) if self.rounds(name, x) else x for name, x in tensors.items()}
+            tensors = {
+                name: x.to(self.dtype) if self.rounds(name, x) else x for name, x in tensors.items()
+            }
         return revert_weight_conversion(self.shell, tensors)
 
     def rounds(self, name: str, x) -> bool:
@@ -91,7 +100,9 @@ def layout_of(tensors: dict) -> dict:
 
 def save_model(config, tensors: dict, tokenizer, folder: Path, origin: str) -> None:
     """A Hugging Face folder from a config and whole tensors, as Export writes it."""
-    export = Export(config, lambda whole: ((name, whole(x)) for name, x in tensors.items()), tokenizer, origin)
+    export = Export(
+        config, lambda whole: ((name, whole(x)) for name, x in tensors.items()), tokenizer, origin
+    )
     export.write(folder, tensors.items())
 
 
@@ -161,7 +172,10 @@ def text_folder(folder: str) -> str:
     text = config.get_text_config()
     if text is config:
         return folder
-    files = [(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(Path(folder).iterdir())]
+    files = [
+        (path.resolve(), path.stat().st_size, path.stat().st_mtime_ns)
+        for path in sorted(Path(folder).iterdir())
+    ]
     which = hashlib.sha256(repr(files).encode()).hexdigest()[:12]
     made = Path(BASE_DIR) / f"text-{which}"
     if not (made / "config.json").is_file():
@@ -202,11 +216,16 @@ def read_config(folder: Path | str):
     with one_sentence(folder, "config.json", mend):
         config = AutoConfig.from_pretrained(folder)
         text = config.get_text_config()
-        if getattr(text, "attn_logit_softcapping", None):  # the usual attention of torch would leave the cap out
+        if getattr(
+            text, "attn_logit_softcapping", None
+        ):  # the usual attention of torch would leave the cap out
             text._attn_implementation = "eager"
         known = text.vocab_size, text.max_position_embeddings
     whole = all(isinstance(size, int) and size > 0 for size in known)
-    need(whole, f"{folder}: its config.json gives no vocab_size and max_position_embeddings above 0; {mend}")
+    need(
+        whole,
+        f"{folder}: its config.json gives no vocab_size and max_position_embeddings above 0; {mend}",
+    )
     return config
 
 
@@ -216,12 +235,18 @@ def check_family(folder: str, by_vllm: bool) -> None:
     config = read_config(folder)
     whole = not getattr(config, "quantization_config", None)
     mend = "give the folder in 16 bits, and a format in --rollout_quant"
-    need(whole, f"{folder}: its weights are quantized already, and a learner would train their codes; {mend}")
+    need(
+        whole,
+        f"{folder}: its weights are quantized already, and a learner would train their codes; {mend}",
+    )
     with one_sentence(folder, "config.json", "give a whole checkpoint of a causal language model"):
         export = exported(config)
     known = hasattr(export.shell.base_model, "layers")
     family = f"{folder}: a model of the family {config.model_type}"
-    need(known, f"{family}, whose layers are not found here (base_model.layers); give one of Qwen's or Llama's making")
+    need(
+        known,
+        f"{family}, whose layers are not found here (base_model.layers); give one of Qwen's or Llama's making",
+    )
     sent = quant.by_expert(export.shell.state_dict().items(), quant.expert_parameters(export.shell))
     others = {name for name, _ in sent} - export.layout.keys() - export.left_out
     need(
@@ -252,7 +277,9 @@ def read_tokenizer(folder: Path | str):
     mend = "copy tokenizer.json and tokenizer_config.json of this model into the folder"
     with one_sentence(folder, "tokenizer", mend):
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    need(len(tokenizer) > 1, f"{folder}: its tokenizer has no words; {mend}")  # made up where there are no files
+    need(
+        len(tokenizer) > 1, f"{folder}: its tokenizer has no words; {mend}"
+    )  # made up where there are no files
     return tokenizer
 
 
@@ -298,7 +325,10 @@ def check_weights(folder: Path | str) -> None:
     """UserError, one sentence, before an engine or a model loads them: a file of weights is not there, or damaged."""
     from safetensors import safe_open
 
-    folder, mend = Path(folder), "copy the folder anew, or delete it where it was made here: it is made again"
+    folder, mend = (
+        Path(folder),
+        "copy the folder anew, or delete it where it was made here: it is made again",
+    )
     files = weight_files(folder)
     if not any(file.is_file() for file in files) and any(folder.glob("*.bin")):
         return  # torch's older format is looked at when it is loaded
@@ -314,9 +344,16 @@ def load_model(folder: Path | str, dtype=torch.float32):
 
     mend = "give a whole checkpoint of that shape"
     with one_sentence(folder, "weights", mend):
-        how = {"output_loading_info": True, "ignore_mismatched_sizes": True, "config": read_config(folder)}
+        how = {
+            "output_loading_info": True,
+            "ignore_mismatched_sizes": True,
+            "config": read_config(folder),
+        }
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **how)
     model, info = loaded
     wrong = sorted(map(str, (*info["mismatched_keys"], *info["missing_keys"])))
-    need(not wrong, f"{folder}: its weights do not fit its config.json (first: {''.join(wrong[:1])}); {mend}")
+    need(
+        not wrong,
+        f"{folder}: its weights do not fit its config.json (first: {''.join(wrong[:1])}); {mend}",
+    )
     return model

@@ -19,7 +19,9 @@ import torch.distributed as dist
 
 from machinery.flags import UserError
 
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+warnings.filterwarnings(
+    "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
+)
 
 
 PIECE = 64 * 2**20  # bytes of a file that are sent at once
@@ -58,7 +60,11 @@ def complete(folder: Path, comm) -> None:
     if comm.size == 1:
         return
     group = saving_group()
-    found = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()) if comm.writes else None
+    found = (
+        sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+        if comm.writes
+        else None
+    )
     on_disks = [names for names in from_all(found, group) if names is not None]
     owners = {}
     for rank, names in enumerate(from_all(found, group)):
@@ -149,7 +155,13 @@ def read_shards(learner, folder: Path) -> None:
 
     reader = dcp.FileSystemReader(folder)
     saved = reader.read_metadata().state_dict_metadata
-    learner.make_states({name: (x.size, x.properties.dtype) for name, x in saved.items() if hasattr(x, "properties")})
+    learner.make_states(
+        {
+            name: (x.size, x.properties.dtype)
+            for name, x in saved.items()
+            if hasattr(x, "properties")
+        }
+    )
     tensors = {}
     for name in learner.names:
         tensors |= learner.trained(name)

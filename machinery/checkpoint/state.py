@@ -73,7 +73,9 @@ def pack(groups: list[Rollout]) -> dict:
             "sampling": dict(vars(group.sampling)),
             "responses": [dict(vars(response)) for response in group.responses],
         }
-        packed.append(converted(state, np.ndarray, lambda x: torch.from_numpy(np.ascontiguousarray(x))))
+        packed.append(
+            converted(state, np.ndarray, lambda x: torch.from_numpy(np.ascontiguousarray(x)))
+        )
     return {"groups": packed}
 
 

@@ -13,7 +13,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+DTYPES |= {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
 DTYPES |= {"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn}
 NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -72,7 +78,9 @@ class Layout:
             self.known[name] = (cast(x.dtype), tuple(x.shape))
         # The widest numbers first, so that each tensor begins at a multiple of its own width.
         names = sorted(self.known, key=lambda name: -self.known[name][0].itemsize)
-        self.header, self.place = header_of(self.known, names, {"order": json.dumps([self.order, self.alias])})
+        self.header, self.place = header_of(
+            self.known, names, {"order": json.dumps([self.order, self.alias])}
+        )
 
     def write(self, path: Path, named_tensors) -> None:
         """Write a stream of these tensors, completely or not at all; none of them is kept."""
@@ -87,9 +95,13 @@ class Layout:
                 left.remove(name)
                 dtype, shape = self.known[name]
                 if tuple(x.shape) != shape:
-                    raise ValueError(f"{name}: {tuple(x.shape)} is not the shape of before, {shape}")
+                    raise ValueError(
+                        f"{name}: {tuple(x.shape)} is not the shape of before, {shape}"
+                    )
                 file.seek(self.place[name])
-                file.write(x.detach().to(dtype).cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+                file.write(
+                    x.detach().to(dtype).cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                )
         if left:
             raise ValueError(f"{len(left)} tensors did not come, {min(left)} among them")
         scratch.replace(path)
@@ -129,7 +141,9 @@ class TensorFiles:
         parts = split(layout)
         names = ["model.safetensors"]
         if len(parts) > 1:
-            names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
+            names = [
+                f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)
+            ]
         self.place = {}  # name of a tensor -> its open file, and where it begins there
         self.files = []
         self.layout = layout
@@ -137,7 +151,9 @@ class TensorFiles:
             self.files.append(open(folder / name, "wb"))  # noqa: SIM115  closed by __exit__
             self._write_header(self.files[-1], part)
         if len(parts) > 1:
-            index = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
+            index = {
+                tensor: name for name, part in zip(names, parts, strict=True) for tensor in part
+            }
             total = sum(n_bytes(*known) for known in layout.values())
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
             (folder / "model.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
@@ -151,7 +167,9 @@ class TensorFiles:
         """Put a tensor where it belongs; it is not kept."""
         file, start = self.place.pop(name)
         if (x.dtype, tuple(x.shape)) != self.layout[name]:
-            raise ValueError(f"{name}: {x.dtype} {tuple(x.shape)} is not what was announced, {self.layout[name]}")
+            raise ValueError(
+                f"{name}: {x.dtype} {tuple(x.shape)} is not what was announced, {self.layout[name]}"
+            )
         file.seek(start)
         file.write(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
@@ -162,7 +180,9 @@ class TensorFiles:
         for file in self.files:
             file.close()
         if kind is None and self.place:
-            raise ValueError(f"{len(self.place)} tensors did not come, {next(iter(self.place))} among them")
+            raise ValueError(
+                f"{len(self.place)} tensors did not come, {next(iter(self.place))} among them"
+            )
 
 
 def n_bytes(dtype, shape) -> int:
