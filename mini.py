@@ -1,60 +1,197 @@
-"""Jackpot in one file: a small actor writes every response, a bigger policy learns from them, both train.
+"""Jackpot in one file: a small actor samples every response, a bigger policy learns from them.
 
-The actor samples every token (p_inf), but the policy learns from them. Optimal budgeted rejection sampling
-(OBRS) rejects tokens that the actor likes more than the policy does, and reweights what it accepts; PPO
-does the rest, and distillation pulls the actor along. Equations are those of Jackpot, arXiv 2602.06107.
+    python mini.py                                             # three minutes on two CPU cores
+    python mini.py --model=Qwen/Qwen3-1.7B --actor=Qwen/Qwen3-0.6B --data=gsm8k.jsonl --lr=1e-6 \\
+        --actor_lr=3e-6 --max_tokens=512 --rollout_batch=64 --train_batch=64 --micro_batch=4
 
-    python mini.py            # five minutes on two cores, of which base models take two at first use
+Read `jackpot` first: it is the whole algorithm (arXiv 2602.06107, Alg. 1). Optimal budgeted
+rejection sampling (OBRS) rejects tokens that the actor prefers and the policy does not, and
+reweights the rest. PPO updates both models. Distillation keeps the actor close to the policy.
 
-Left out are vLLM, torchrun, GPUs and weight sync: the actor samples in plain torch, in this process, with
-the weights that are trained. Left out are quantized engines, delayed or remote samplers, temperature and
-truncation, which all open another gap between sampler and learner. Left out are all other corrections,
-surrogates and advantages, and large vocabularies, for which Z can only be bracketed and logits come in
-chunks. Left out are flags, resuming, other tasks and most metrics; train.py has all of this, and with
---rollout=hf and the sizes below its numbers equal this file's up to rounding (tests/test_mini.py).
+Without --model, two small models learn to add, after a warm start of supervised steps. --data is a
+JSONL file with `problem` (or `question`) and `answer`; a response is right if its last number is
+that of the answer. train.py adds vLLM, torchrun, low-bit and delayed samplers, other corrections;
+with the same weights its metrics equal those of this file up to rounding (tests/test_mini.py).
 
-Names: inf, the distribution that sampled; ref, the policy before the updates on this batch; new, the
-policy now; A, advantage. B responses, P prompt tokens, T response tokens, V words, G responses to a prompt.
+Distributions: inf sampled the responses, ref is the policy before the updates on a batch, new is
+the policy now. Shapes: B responses, P prompt tokens, T response tokens, V vocabulary, G group size.
 """
 
 import hashlib
+import json
 import math
 import random
-import subprocess
+import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from torch.nn.utils import clip_grad_norm_, rnn
+import torch.nn.functional as F
+from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-# The settings, named as train.py's flags. Change them here.
-STEPS, WARMUP_STEPS = 70, 5  # optimizer updates; configs/demo.toml has 150
-LR, ACTOR_LR = 1e-4, 3e-4
-ROLLOUT_BATCH, TRAIN_BATCH = 256, 256  # responses sampled at once, responses in one update
-GROUP_SIZE, MAX_TOKENS = 8, 32  # G, longest response
-GRAD_CLIP = 0.3  # largest gradient norm, each model on its own
-OBRS_LAMBDA = 1.0  # the larger, the more is rejected, and the closer is the rest to the target
+# Settings, named like the flags of train.py. The command line sets each one: --steps=100.
+MODEL = ""  # policy: a folder or an id of the Hugging Face hub; "": the toy models
+ACTOR = ""  # the model that samples, with the same tokenizer
+DATA = ""  # JSONL file of problems and answers
+STEPS = 45  # optimizer updates
+WARMUP_STEPS = 5
+LR = 1e-4
+ACTOR_LR = 3e-4
+ROLLOUT_BATCH = 256  # responses between two rollouts
+TRAIN_BATCH = 256  # responses in one update
+MICRO_BATCH = 256  # responses in one forward pass
+GROUP_SIZE = 8  # G
+MAX_TOKENS = 32  # longest response
+GRAD_CLIP = 0.3  # largest gradient norm, for each model
+OBRS_LAMBDA = 1.0  # a larger lambda rejects more tokens
 OBRS_C1 = 3.0  # cap of the OBRS weight
-CLIP_LOW, CLIP_HIGH = 0.2, 0.28  # PPO
-ACTOR_IS_CAP, DISTILL_LAMBDA = (
-    2.0,
-    1.0,
-)  # the actor's loss: cap of its importance weight, weight of distillation
-TASK_MIN_OPS, TASK_MAX_OPS = 3, 5  # operations in a problem
-TASK_OPERAND, TASK_TOTAL = 9, 29  # largest operand, largest running total
-EVAL_PROBLEMS = 1024
+CLIP_LOW = 0.2  # PPO
+CLIP_HIGH = 0.28
+ACTOR_IS_CAP = 2.0  # cap of the importance weight in the actor's loss
+DISTILL_LAMBDA = 1.0  # weight of the distillation loss
+TASK_MIN_OPS = 3  # toy task: number of operations
+TASK_MAX_OPS = 5
+TASK_OPERAND = 9  # largest operand
+TASK_TOTAL = 19  # largest running total
+BASE_ACCURACY = 0.3  # accuracy at which a warm start stops
+EVAL_PROBLEMS = 256
 SEED = 0
-OUT = "out/mini.png"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-# -- Randomness: every draw is a function of a key, not of the order of calls or the size of a batch
+class Batch(NamedTuple):
+    """B responses. A row is a prompt, padded on the left, and a response, padded on the right."""
+
+    ids: torch.Tensor  # (B, P + T)
+    attend: torch.Tensor  # (B, P + T) 0 on the padding of prompts, else 1
+    mask: torch.Tensor  # (B, T) True on the tokens of the response, including the end
+    logp_inf: torch.Tensor  # (B, T) log-probability of each token when it was sampled
+    reward: torch.Tensor  # (B,)
+    adv: torch.Tensor = None  # (B, 1) advantage of each response
+    mask_uniforms: torch.Tensor = None  # (B, T) uniform numbers for the OBRS mask
+
+
+def jackpot(new, ref, batch):
+    """Jackpot's loss of each token (B, T), and metrics of each token.
+
+    new, ref: log-probabilities (B, T, V) of (policy, actor), now and before the updates on this
+    batch. ref has no gradient. OBRS targets p_ref: accepted tokens are distributed as if p_ref had
+    sampled them."""
+    policy_new, actor_new = new
+    policy_ref, actor_ref = ref
+    tokens = batch.ids[:, -batch.mask.shape[1] :, None]
+
+    # Policy: OBRS, then PPO.
+    logp = policy_new.gather(2, tokens)[..., 0]
+    logp_ref = policy_ref.gather(2, tokens)[..., 0]
+    r = (logp_ref - batch.logp_inf).clamp(-20, 20).exp()  # p_ref / p_inf
+    accept = (r / OBRS_LAMBDA).clamp_max(1)  # Eq. 3: a = min(1, p_ref / (lambda p_inf))
+    keep = (batch.mask_uniforms < accept).to(accept.dtype)  # Eq. 5: mask ~ Bernoulli(a)
+    # Eq. 4: Z = sum over the vocabulary of min(p_inf, p_ref / lambda)
+    z = torch.minimum(actor_ref.exp(), policy_ref.exp() / OBRS_LAMBDA).sum(-1)
+    weight = z * r.clamp_min(OBRS_LAMBDA)  # Alg. 1, line 23: w = Z max(lambda, p_ref / p_inf)
+    rho = weight.clamp_max(OBRS_C1)  # line 24: rho = min(w, c1)
+    surrogate, clipped = ppo(logp, logp_ref, batch.adv)
+    policy_loss = -keep * rho * surrogate  # Eq. 5
+
+    # Actor: PPO with a capped importance weight (Eq. 6), and distillation (Eq. 7).
+    actor_logp = actor_new.gather(2, tokens)[..., 0]
+    actor_logp_ref = actor_ref.gather(2, tokens)[..., 0]
+    actor_r = (actor_logp_ref - batch.logp_inf).clamp(-20, 20).exp()
+    actor_loss = -actor_r.clamp_max(ACTOR_IS_CAP) * ppo(actor_logp, actor_logp_ref, batch.adv)[0]
+    target = policy_new.detach()
+    distill = (target.exp() * (target - actor_new)).sum(-1)  # KL(policy || actor)
+
+    loss = policy_loss + actor_loss + DISTILL_LAMBDA * distill  # Eq. 8
+    metrics = {
+        "loss": loss,
+        "entropy": -(target.exp() * target).sum(-1),
+        "clip_fraction": clipped,
+        "distill_kl": distill,
+        "actor/loss": actor_loss,
+        "obrs/accept_rate": keep,
+        "obrs/z": z,
+        "rollout_corr/rollout_is_mean": rho,
+        "rollout_corr/k3_kl": r - r.log() - 1,  # its mean under p_inf is KL(inf || ref)
+    }
+    return loss, metrics
+
+
+def ppo(logp, logp_ref, adv):
+    """min(s A, clip(s, 1 - low, 1 + high) A) with s = p_new / p_ref, and whether it is clipped."""
+    s = (logp - logp_ref).clamp(-20, 20).exp()
+    clipped = s.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * adv
+    return torch.minimum(s * adv, clipped), clipped < s * adv
+
+
+def train(policy, actor, task):
+    """Train both models in place; the metrics of each update."""
+    models = (policy.eval(), actor.eval())  # eval: no dropout
+    groups = [{"params": m.parameters(), "lr": lr} for m, lr in ((policy, LR), (actor, ACTOR_LR))]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+    ramp = [lambda step: min(1, (step + 1) / WARMUP_STEPS)] * 2
+    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, ramp)
+    updates_per_rollout = ROLLOUT_BATCH // TRAIN_BATCH
+    history = []
+    bar = tqdm(range(STEPS), desc="jackpot")
+    for step in bar:
+        # 1. The actor samples.
+        if step % updates_per_rollout == 0:
+            rollout_batch = rollout(actor, task, step // updates_per_rollout)
+            # With several updates on a rollout, ref must be computed before the first one.
+            with torch.no_grad():
+                early = updates_per_rollout > 1
+                ref = [log_probs(model, rollout_batch) for model in models] if early else None
+        # 2. Forward and backward, in micro-batches. The loss is the mean over tokens.
+        start = step % updates_per_rollout * TRAIN_BATCH
+        n_tokens = rollout_batch.mask[start : start + TRAIN_BATCH].sum()
+        metrics = {}
+        for first in range(start, start + TRAIN_BATCH, MICRO_BATCH):
+            rows = slice(first, min(first + MICRO_BATCH, start + TRAIN_BATCH))
+            batch = Batch(*(column[rows] for column in rollout_batch))
+            new = [log_probs(model, batch) for model in models]
+            batch_ref = [logp[rows] for logp in ref] if ref else [logp.detach() for logp in new]
+            loss, token_metrics = jackpot(new, batch_ref, batch)
+            (loss[batch.mask].sum() / n_tokens).backward()
+            for name, values in token_metrics.items():
+                mean = float(values.detach()[batch.mask].double().sum() / n_tokens)
+                metrics[name] = metrics.get(name, 0.0) + mean
+        # 3. Update both models.
+        metrics["reward"] = float(rollout_batch.reward[start : start + TRAIN_BATCH].double().mean())
+        for name, model in (("grad_norm", policy), ("actor/grad_norm", actor)):
+            metrics[name] = float(clip_grad_norm_(model.parameters(), GRAD_CLIP))
+        optimizer.step()
+        warmup.step()
+        optimizer.zero_grad()
+        history.append(metrics)
+        bar.set_postfix(reward=f"{metrics['reward']:.3f}", kl=f"{metrics['distill_kl']:.4f}")
+    return history
+
+
+def log_probs(model, batch):
+    """log p over the vocabulary at each token of the responses: (B, T, V)."""
+    T = batch.mask.shape[1]
+    G = math.gcd(GROUP_SIZE, len(batch.ids))  # rows that share a prompt, which is read once
+    prompt, cache = forward(model, batch.ids[::G, :-T], batch.attend[::G, :-T])
+    cache.batch_repeat_interleave(G)
+    response, _ = forward(model, batch.ids[:, -T:-1], batch.attend[:, :-1], cache)
+    return torch.cat([prompt[:, -1:].repeat_interleave(G, 0), response], 1).log_softmax(-1)
+
+
+def forward(model, tokens, attend, cache=None):
+    """Logits of the tokens (B, N), the last N of `attend` (B, M), and the KV cache of all M."""
+    at = (attend.cumsum(1) - 1).clamp_min(0)[:, -tokens.shape[1] :]  # positions without padding
+    out = model(input_ids=tokens, attention_mask=attend, position_ids=at, past_key_values=cache)
+    return out.logits, out.past_key_values
+
+
+# Sampling: each draw depends on its key only, not on the batch or the order of calls.
 def uniforms(n, *key):
-    """n uniform numbers in [0, 1), from a counter-based generator whose key is a hash."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
     return torch.from_numpy(generator.random(n))
@@ -65,265 +202,198 @@ def response_seed(*key):
     return int.from_bytes(digest, "little") >> 1
 
 
-# -- The task: "12 + 7 - 3 :" wants "12 + 7 = 19 ; 19 - 3 = 16 # 16"; every number is one token
-WORDS = ["<pad>", "<eos>", "<unk>", "+", "-", "=", ";", ":", "#"] + [str(n) for n in range(200)]
-EOS = WORDS.index("<eos>")
-
-
-def encode(text):
-    return torch.tensor([WORDS.index(word) for word in text.split()])
-
-
-def problem(split, index, attempt=0):
-    """(text, answer) of problem `index`; a hash of the text puts one text in eight into "test"."""
-    rng = random.Random(f"0/{split}/{index}/{attempt}")
-    total = rng.randint(0, TASK_TOTAL)
-    text = str(total)
-    for _ in range(rng.randint(TASK_MIN_OPS, TASK_MAX_OPS)):
-        operand = rng.randint(1, TASK_OPERAND)
-        plus = rng.random() < 0.5
-        if total + operand > TASK_TOTAL or total < operand:
-            plus = total < operand  # the one direction that stays inside the range
-        total += operand if plus else -operand
-        text += f" + {operand}" if plus else f" - {operand}"
-    held_out = hashlib.sha256(text.encode()).digest()[0] < 32  # one problem in eight
-    if held_out == (split == "test"):
-        return text, str(total)
-    return problem(split, index, attempt + 1)
-
-
-def grade(tokens, answer):
-    """1 if the response ends by itself, and ends with `# ANSWER`; else 0."""
-    words = tokens[tokens > 2]  # without <pad>, <eos> and <unk>
-    return float(tokens[-1] == EOS and torch.equal(words[-2:], encode(f"# {answer}")))
-
-
-class Batch(NamedTuple):
-    """B responses. A row is a prompt, padded on the left to P tokens, and a response, padded on the right."""
-
-    ids: torch.Tensor  # (B, P + T)
-    attend: torch.Tensor  # (B, P + T) 0 on the padding before a prompt, else 1
-    mask: torch.Tensor  # (B, T) True on the tokens of the response, <eos> among them
-    logp_inf: torch.Tensor  # (B, T) log-probability of each token when it was sampled
-    reward: torch.Tensor  # (B,)
-    adv: torch.Tensor = None  # (B, 1) the advantage of a response is that of each of its tokens
-    mask_uniforms: torch.Tensor = None  # (B, T) what OBRS's mask is drawn with
-
-
-def read(model, tokens, attend, cache=None):
-    """Logits of the tokens (B, N) that stand last in `attend` (B, M), and the keys and values of all M."""
-    position = (attend.cumsum(1) - 1).clamp_min(0)[:, -tokens.shape[1] :]  # padding does not count
-    out = model(
-        input_ids=tokens, attention_mask=attend, position_ids=position, past_key_values=cache
-    )
-    return out.logits, out.past_key_values
+def rollout(actor, task, number):
+    """Rollout `number` (from 0): responses of the actor to the next problems."""
+    n_groups = ROLLOUT_BATCH // GROUP_SIZE
+    indices = range(number * n_groups, (number + 1) * n_groups)
+    # Keys as in train.py: group (sampler, restarts, number), and place in the group.
+    keys = [(("rank0", 0, index), i) for index in indices for i in range(GROUP_SIZE)]
+    seeds = [response_seed(SEED, *key) for key in keys]
+    batch = sample(actor, task, [task.problem("train", index) for index in indices], seeds)
+    reward = batch.reward.view(-1, GROUP_SIZE)
+    adv = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-6)  # GRPO
+    draws = torch.stack([uniforms(batch.mask.shape[1], "mask", SEED, *key) for key in keys])
+    return batch._replace(adv=adv.view(-1, 1), mask_uniforms=draws.to(DEVICE))
 
 
 @torch.no_grad()
-def sample(model, problems, seeds):
-    """A response for each seed at temperature 1, G to a problem: a Batch without advantages and mask draws.
-
-    The token is the first at which the cumulative probability exceeds a uniform number."""
+def sample(model, task, problems, seeds):
+    """One response for each seed, at temperature 1: a Batch without advantages and mask draws."""
     G = len(seeds) // len(problems)
-    prompts = [encode(f"{text} :") for text, _ in problems]
-    ids = rnn.pad_sequence(prompts, batch_first=True, padding_side="left")  # with 0, <pad>
-    logits, cache = read(model, ids, (ids > 0).long())
-    cache.batch_repeat_interleave(G)  # a prompt is read once for its G responses
-    logits, ids = logits.repeat_interleave(G, 0), ids.repeat_interleave(G, 0)
-    attend, going = (ids > 0).long(), torch.ones(len(ids), dtype=torch.bool)
-    draws = torch.stack([uniforms(MAX_TOKENS, "sample", seed) for seed in seeds])
-    mask, logp_inf = [], []
+    prompts = [torch.tensor(task.encode(problem)) for problem, _ in problems]
+    ids = pad_sequence(prompts, batch_first=True, padding_side="left").to(DEVICE)
+    real = [torch.ones_like(prompt) for prompt in prompts]
+    attend = pad_sequence(real, batch_first=True, padding_side="left").to(DEVICE)
+    logits, cache = forward(model, ids, attend)
+    cache.batch_repeat_interleave(G)
+    logits = logits[:, -1:].repeat_interleave(G, 0)
+    ids = ids.repeat_interleave(G, 0)
+    attend = attend.repeat_interleave(G, 0)
+    ends = torch.tensor(task.ends, device=DEVICE)
+    draws = torch.stack([uniforms(MAX_TOKENS, "sample", seed) for seed in seeds]).to(DEVICE)
+    unfinished = torch.ones(len(ids), dtype=torch.bool, device=DEVICE)
+    mask = []
+    logp_inf = []
     for t in range(MAX_TOKENS):
         logp = logits[:, -1].float().log_softmax(-1)  # (B, V)
         cdf = logp.double().exp().cumsum(-1)
         token = torch.searchsorted(cdf, draws[:, t, None] * cdf[:, -1:], right=True)
-        mask.append(going)
+        mask.append(unfinished)
         logp_inf.append(logp.gather(1, token)[:, 0])
-        ids, attend = torch.cat([ids, token], 1), torch.cat([attend, torch.ones_like(token)], 1)
-        going = going & (token[:, 0] != EOS)
-        if not going.any():
+        ids = torch.cat([ids, token], 1)
+        attend = torch.cat([attend, torch.ones_like(token)], 1)
+        unfinished = unfinished & ~torch.isin(token[:, 0], ends)
+        if not unfinished.any():
             break
-        logits, cache = read(model, token, attend, cache)
+        logits, cache = forward(model, token, attend, cache)
     mask = torch.stack(mask, 1)
-    responses = [tokens[real] for tokens, real in zip(ids[:, -mask.shape[1] :], mask, strict=True)]
-    reward = torch.tensor(
-        [grade(tokens, problems[i // G][1]) for i, tokens in enumerate(responses)]
-    )
-    return Batch(ids, attend, mask, torch.stack(logp_inf, 1), reward)
+    responses = [tokens[row] for tokens, row in zip(ids[:, -mask.shape[1] :], mask, strict=True)]
+    rewards = [task.grade(x.tolist(), problems[i // G][1]) for i, x in enumerate(responses)]
+    return Batch(ids, attend, mask, torch.stack(logp_inf, 1), torch.tensor(rewards, device=DEVICE))
 
 
-def rollout(actor, number):
-    """Rollout `number` (from 0): the actor's responses to the next problems."""
-    groups = range(number * ROLLOUT_BATCH // GROUP_SIZE, (number + 1) * ROLLOUT_BATCH // GROUP_SIZE)
-    # a response's key: its group as train.py names it (sampler, restarts, number), and its place in there
-    keys = [(("rank0", 0, group), i) for group in groups for i in range(GROUP_SIZE)]
-    seeds = [response_seed(SEED, *key) for key in keys]
-    batch = sample(actor, [problem("train", group) for group in groups], seeds)
-    reward = batch.reward.view(-1, GROUP_SIZE)
-    adv = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-6)  # GRPO
-    draws = torch.stack([uniforms(batch.mask.shape[1], "mask", SEED, *key) for key in keys])
-    return batch._replace(adv=adv.view(-1, 1), mask_uniforms=draws)
-
-
-def log_probs(model, batch):
-    """log p(. | all before) over the vocabulary, at each token of the responses: (B, T, V)."""
-    T, G = batch.mask.shape[1], GROUP_SIZE
-    prompt, cache = read(model, batch.ids[::G, :-T], batch.attend[::G, :-T])
-    cache.batch_repeat_interleave(G)
-    response, _ = read(model, batch.ids[:, -T:-1], batch.attend[:, :-1], cache)
-    return torch.cat([prompt[:, -1:].repeat_interleave(G, 0), response], 1).log_softmax(-1)
-
-
-def ppo(logp, logp_ref, adv):
-    """min(s A, clip(s, 1 - low, 1 + high) A) with s = p_new / p_ref, and where it is clipped."""
-    s = (logp - logp_ref).clamp(-20, 20).exp()
-    clipped = s.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * adv
-    return torch.minimum(s * adv, clipped), clipped < s * adv
-
-
-def jackpot(new, ref, batch):
-    """Jackpot's joint loss, and what is worth watching.
-
-    new, ref: the log_probs of (policy, actor), now and before the updates on this batch, the latter without
-    gradient. The target of OBRS is p_ref: accepted tokens should look as if p_ref had sampled them."""
-    policy_new, actor_new = new  # (B, T, V) each
-    policy_ref, actor_ref = ref
-    tokens = batch.ids[:, -batch.mask.shape[1] :, None]
-    # the policy, by OBRS
-    logp, logp_ref = (x.gather(2, tokens)[..., 0] for x in (policy_new, policy_ref))
-    r = (logp_ref - batch.logp_inf).clamp(-20, 20).exp()  # p_tgt / p_inf, (B, T)
-    a = (r / OBRS_LAMBDA).clamp_max(1)  # Eq. 3: a = min(1, p_tgt / (lambda p_inf))
-    keep = (batch.mask_uniforms < a).to(a.dtype)  # Eq. 5: Mask ~ Bernoulli(a)
-    # Eq. 4: Z = sum_x min(p_inf, p_tgt / lambda), exact: the learner sees both over the whole vocabulary
-    z = torch.minimum(actor_ref.exp(), policy_ref.exp() / OBRS_LAMBDA).sum(-1)
-    w = z * r.clamp_min(OBRS_LAMBDA)  # Alg. 1, line 23: w = Z max(lambda, p_tgt / p_inf)
-    rho = w.clamp_max(
-        OBRS_C1
-    )  # line 24: rho = min(w, c1) min(p_ref / p_tgt, c2), the latter 1 here
-    surrogate, clipped = ppo(logp, logp_ref, batch.adv)
-    policy_loss = -keep * rho * surrogate  # Eq. 5; keep and rho come from ref, without gradient
-    # the actor, by PPO on the same responses, and by distillation
-    actor_logp, actor_logp_ref = (x.gather(2, tokens)[..., 0] for x in (actor_new, actor_ref))
-    weight = (actor_logp_ref - batch.logp_inf).clamp(-20, 20).exp().clamp_max(ACTOR_IS_CAP)
-    actor_loss = -weight * ppo(actor_logp, actor_logp_ref, batch.adv)[0]  # Eq. 6: no OBRS
-    target = policy_new.detach()
-    distill = (target.exp() * (target - actor_new)).sum(-1)  # Eq. 7: KL(sg p_theta,new || p_omega)
-    # both: Eq. 8, a mean over tokens; the two objectives that are maximised have their minus above
-    loss = (policy_loss + actor_loss + DISTILL_LAMBDA * distill)[batch.mask].mean()
-    gap = (policy_ref - actor_ref).clamp_min(math.log(OBRS_LAMBDA))
-    watched = {
-        "entropy": -(target.exp() * target).sum(-1),
-        "clip_fraction": clipped,
-        "distill_kl": distill,
-        "actor/loss": actor_loss,
-        "obrs/accept_rate": keep,
-        "obrs/z": z,
-        "obrs/kl_after": z.log()
-        + (policy_ref.exp() * gap).sum(-1),  # KL(p_tgt || accepted), by Eq. 4
-        "rollout_corr/rollout_is_mean": rho,
-        "rollout_corr/k3_kl": r - r.log() - 1,  # its mean over samples of p_inf is KL(inf || ref)
-    }
-    logged = {name: float(x.detach()[batch.mask].double().mean()) for name, x in watched.items()}
-    return loss, {**logged, "loss": float(loss.detach()), "reward": float(batch.reward.mean())}
-
-
-def train(policy, actor):
-    """Train both in place; returns the metrics, one dict an update."""
-    models = (policy.eval(), actor.eval())  # eval: no dropout
-    rates = [
-        {"params": policy.parameters(), "lr": LR},
-        {"params": actor.parameters(), "lr": ACTOR_LR},
-    ]
-    optimizer = torch.optim.AdamW(rates, weight_decay=0.0)
-    warmup = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1, (step + 1) / WARMUP_STEPS)
-    )
-    updates = ROLLOUT_BATCH // TRAIN_BATCH  # between two rollouts
-    metrics, bar = [], tqdm(range(STEPS), desc="jackpot")
-    for step in bar:
-        # 1. The actor samples. If several updates follow, ref is computed before the first of them.
-        if step % updates == 0:
-            batch = rollout(actor, step // updates)
-            with torch.no_grad():
-                ref = [log_probs(model, batch) for model in models] if updates > 1 else None
-        # 2. Both models are scored on a minibatch of whole groups, and learn from it.
-        rows = slice(step % updates * TRAIN_BATCH, (step % updates + 1) * TRAIN_BATCH)
-        part = Batch(*(column[rows] for column in batch))
-        new = [log_probs(model, part) for model in models]
-        part_ref = [logp.detach() for logp in new] if ref is None else [logp[rows] for logp in ref]
-        loss, logged = jackpot(new, part_ref, part)
-        loss.backward()
-        logged["grad_norm"] = float(clip_grad_norm_(policy.parameters(), GRAD_CLIP))
-        logged["actor/grad_norm"] = float(clip_grad_norm_(actor.parameters(), GRAD_CLIP))
-        optimizer.step()
-        warmup.step()
-        optimizer.zero_grad()
-        metrics.append(logged)
-        bar.set_postfix(
-            reward=f"{logged['reward']:.3f}", accept=f"{logged['obrs/accept_rate']:.3f}"
-        )
-    return metrics
-
-
-def evaluate(model):
-    """pass@1 on held-out problems, one response to each, and its standard error."""
-    problems = [problem("test", i) for i in range(EVAL_PROBLEMS)]
-    seeds = [response_seed("eval", SEED, text, 0) for text, _ in problems]
-    mean = float(sample(model, problems, seeds).reward.mean())
+def evaluate(model, task):
+    """pass@1 on held-out problems with one response each, and its standard error."""
+    problems = [task.problem("test", i) for i in range(EVAL_PROBLEMS)]
+    seeds = [response_seed("eval", SEED, problem, 0) for problem, _ in problems]
+    mean = float(sample(model, task, problems, seeds).reward.mean())
     return mean, math.sqrt(mean * (1 - mean) / (EVAL_PROBLEMS - 1))
 
 
-TABLE = {
-    "KL(policy || actor), nats a token": "distill_kl",
-    "acceptance rate": "obrs/accept_rate",
-    "KL(inf || ref), k3, nats a token": "rollout_corr/k3_kl",
-}
-PANELS = {
-    "reward": "reward",
-    "entropy, policy": "entropy",
-    "gradient norm, policy": "grad_norm",
-    **TABLE,
-}
+# Tasks: problem(split, index) -> (text, answer), encode(text), grade(tokens, answer), ends
+class File:
+    """Problems of a JSONL file; each eighth row is held out. The answer is a number."""
+
+    def __init__(self, path, tokenizer, ends):
+        rows = [json.loads(line) for line in Path(path).read_text("utf-8").splitlines() if line]
+        self.rows = {"test": rows[::8], "train": [row for i, row in enumerate(rows) if i % 8]}
+        self.tokenizer = tokenizer
+        self.ends = ends
+
+    def problem(self, split, index):
+        row = self.rows[split][index % len(self.rows[split])]
+        return row.get("problem") or row["question"], last_number(str(row["answer"]))
+
+    def encode(self, text):
+        if self.tokenizer.chat_template:
+            chat = [{"role": "user", "content": text}]
+            options = {"tokenize": False, "add_generation_prompt": True}
+            text = self.tokenizer.apply_chat_template(chat, **options)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def grade(self, tokens, answer):
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return float(tokens[-1] in self.ends and last_number(text) == answer)
+
+
+def last_number(text):
+    return float((["nan"] + re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", "")))[-1])
+
+
+class Sums:
+    """The toy: "12 + 7 - 3 :" needs "12 + 7 = 19 ; 19 - 3 = 16 # 16". Each number is one token."""
+
+    words = ["<pad>", "<eos>", "<unk>", "+", "-", "=", ";", ":", "#"] + [str(n) for n in range(200)]
+    ends = [1]
+
+    def problem(self, split, index, attempt=0):
+        rng = random.Random(f"0/{split}/{index}/{attempt}")
+        total = rng.randint(0, TASK_TOTAL)
+        text = str(total)
+        for _ in range(rng.randint(TASK_MIN_OPS, TASK_MAX_OPS)):
+            operand = rng.randint(1, TASK_OPERAND)
+            plus = rng.random() < 0.5
+            if total + operand > TASK_TOTAL or total < operand:
+                plus = total < operand  # the direction that stays in the range
+            total += operand if plus else -operand
+            text += f" + {operand}" if plus else f" - {operand}"
+        held_out = hashlib.sha256(text.encode()).digest()[0] < 32  # one problem in eight
+        if held_out == (split == "test"):
+            return text, str(total)
+        return self.problem(split, index, attempt + 1)
+
+    def encode(self, text):
+        return [self.words.index(word) for word in f"{text} :".split()]
+
+    def grade(self, tokens, answer):
+        numbers = [token for token in tokens if token > 2]  # without <pad>, <eos> and <unk>
+        right = [self.words.index("#"), self.words.index(answer)]
+        return float(tokens[-1] == 1 and numbers[-2:] == right)
+
+    def demonstration(self, index):
+        """Prompt, and a solution in which each step is wrong with probability 0.22."""
+        text, _ = self.problem("train", index)
+        rng = random.Random(text)
+        words = text.split()
+        total = int(words[0])
+        steps = []
+        for sign, operand in zip(words[1::2], words[2::2], strict=True):
+            slip = rng.choice((-2, -1, 1, 2)) if rng.random() < 0.22 else 0
+            result = max(total + int(sign + operand) + slip, 0)
+            steps.append(f"{total} {sign} {operand} = {result}")
+            total = result
+        solution = " ; ".join(steps) + f" # {total} <eos>"
+        return self.encode(text), [self.words.index(word) for word in solution.split()]
+
+
+def warm_start(task, seed, hidden, layers):
+    """A small model after supervised steps on demonstrations, until BASE_ACCURACY is reached."""
+    heads = hidden // 32
+    sizes = dict(hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers)
+    sizes |= dict(num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=32)
+    config = Qwen3Config(vocab_size=256, tie_word_embeddings=True, **sizes)
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(config).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98))
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.02, total_iters=50)
+    for step in tqdm(
+        range(2000), desc=f"warm start, {model.num_parameters() / 1e6:.2f}M parameters"
+    ):
+        first = 10**9 * (seed + 1) + 64 * step
+        rows = [task.demonstration(first + i) for i in range(64)]
+        ids = [torch.tensor(prompt + solution) for prompt, solution in rows]
+        labels = [torch.tensor([-100] * len(prompt) + solution) for prompt, solution in rows]
+        ids = pad_sequence(ids, batch_first=True).to(DEVICE)
+        labels = pad_sequence(labels, batch_first=True, padding_value=-100).to(DEVICE)
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+        F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        warmup.step()
+        optimizer.zero_grad()
+        if step % 20 == 19 and evaluate(model, task)[0] >= BASE_ACCURACY:
+            break
+    return model
+
+
+def load():
+    """Policy, actor and task that the settings name."""
+    if not MODEL:
+        task = Sums()
+        return warm_start(task, 0, 192, 3), warm_start(task, 1, 128, 2), task
+    load_model = AutoModelForCausalLM.from_pretrained
+    policy = load_model(MODEL, dtype=torch.float32).to(DEVICE)
+    actor = load_model(ACTOR, dtype=torch.float32).to(DEVICE)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    ends = [model.generation_config.eos_token_id for model in (policy, actor)]
+    return policy, actor, File(DATA, tokenizer, np.unique(np.hstack(ends)).tolist())
 
 
 def main():
-    # machinery/warmstart.py prints the folders of the two base models; at first use it makes them (2 to 3 minutes)
-    command = [sys.executable, "-m", "machinery.warmstart", "--rollout=hf"]
-    made = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if made.returncode:
-        sys.exit(made.returncode)  # machinery/warmstart.py has said why
-    policy, actor = (
-        AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32)
-        for f in made.stdout.split("\n")[:2]
-    )
-    models = {"policy": policy, "actor": actor}
-    before = {name: evaluate(model) for name, model in models.items()}
-    metrics = train(policy, actor)
-    after = {name: evaluate(model) for name, model in models.items()}
-    print(f"\njackpot: {STEPS} updates of {TRAIN_BATCH} responses\n{'before':>50s}{'after':>16s}")
-    for name in models:
-        cells = [
-            f"{100 * mean:.1f} +- {100 * se:.1f} %" for mean, se in (before[name], after[name])
-        ]
-        print(f"{name + ' pass@1, held out':34s}{cells[0]:>16s}{cells[1]:>16s}")
-    last = metrics[-max(1, STEPS // 10) :]
-    for title, key in TABLE.items():
-        values = [metrics[0][key], sum(row[key] for row in last) / len(last)]
-        cells = [f"{100 * value:.1f} %" if "rate" in key else f"{value:.4f}" for value in values]
-        print(f"{title:34s}{cells[0]:>16s}{cells[1]:>16s}")
-    print(f"   (before: first update; after: mean of the last tenth)\ncurves: {OUT}")
-    _, axes = plt.subplots(2, 3, figsize=(13, 6.5), layout="constrained")
-    for ax, (title, key) in zip(axes.flat, PANELS.items(), strict=True):
-        ax.plot(range(1, STEPS + 1), [row[key] for row in metrics])
-        ax.set(title=title, xlabel="updates")
-        ax.grid(alpha=0.3)
-    Path(OUT).parent.mkdir(parents=True, exist_ok=True)
-    plt.savefig(OUT, dpi=110)
+    policy, actor, task = load()
+    before = [evaluate(model, task) for model in (policy, actor)]
+    train(policy, actor, task)
+    after = [evaluate(model, task) for model in (policy, actor)]
+    for name, *scores in zip(("policy", "actor"), before, after, strict=True):
+        text = " -> ".join(f"{100 * mean:.1f} +- {100 * se:.1f} %" for mean, se in scores)
+        print(f"{name + ':':8s}held-out pass@1 {text} after {STEPS} updates")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        sys.exit(
-            f"error: {sys.argv[1]}: mini.py takes no flags; change its settings at the head of the file"
-        )
+    for argument in sys.argv[1:]:
+        flag, _, value = argument.partition("=")
+        name = flag.removeprefix("--").upper()
+        if name not in globals() or not value:
+            sys.exit(f"error: {argument}: write --name=value, with a name from the settings above")
+        globals()[name] = type(globals()[name])(value)
     main()

@@ -517,9 +517,9 @@ policy | policy: flags are written --key=value
     *rows(
         "mini.py",
         r"""
---steps=3 | --steps=3: mini.py takes no flags; change its settings at the head of the file
-out/mini | out/mini: mini.py takes no flags; change its settings at the head of the file
---help | --help: mini.py takes no flags; change its settings at the head of the file
+--stps=3 | --stps=3: write --name=value, with a name from the settings above
+out/mini | out/mini: write --name=value, with a name from the settings above
+--steps | --steps: write --name=value, with a name from the settings above
         """,
     ),
     *rows(
@@ -970,7 +970,7 @@ REAL = [
             f"train.py --rollout=hf --model=POLICY --actor=none --objective=grpo {OWN} --task=no_answer.jsonl",
             f"train.py --rollout=hf --model=POLICY --actor=none --objective=grpo {OWN} --model=weights_cut",
             "-m machinery.warmstart --size=3",
-            "mini.py --steps=3",
+            "mini.py --stps=3",
             "metrics.py out/demo",
             "-m bench haed",
             "tests/remote_tools/bench.py wires",

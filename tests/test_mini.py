@@ -3,7 +3,6 @@
 import ast
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +17,9 @@ from tasks import Arithmetic, arithmetic_tokenizer
 
 SIZES = {"steps": 20, "rollout_batch": 64, "group_size": 8, "max_tokens": 10, "eval_problems": 64, **TINY_TASK}
 CASES = {
-    # one update for each rollout, as in mini.py's own settings: ref is the policy of that very update
+    # one update for each rollout, as in mini.py's settings: ref is the policy of that very update
     "one update": {"train_batch": 64, "lr": 1e-3, "actor_lr": 2e-3},
+    "one update in three micro-batches": {"train_batch": 96, "rollout_batch": 96, "lr": 1e-3, "actor_lr": 2e-3},
     # four: ref stands still while the policy moves, and PPO clips; every bound is reached, and prompts need padding
     "four updates": {
         "train_batch": 16,
@@ -67,7 +67,7 @@ def by_train(solvers, out, monkeypatch, **case):
 
 
 def set_up(monkeypatch, **case):
-    values = {**SIZES, **case}
+    values = {**SIZES, "micro_batch": 32, "device": "cpu", **case}
     sums = (part.split("=") for part in values.pop("arith").split(","))
     for name, value in {**values, **{f"task_{name}": int(value) for name, value in sums}}.items():
         monkeypatch.setattr(mini, name.upper(), value)
@@ -80,12 +80,12 @@ def by_mini(solvers, monkeypatch, **case):
     models = {name: load(solvers / name, dtype=torch.float32) for name in ("policy", "actor")}
 
     def scores():
-        pairs = {name: mini.evaluate(model) for name, model in models.items()}
+        pairs = {name: mini.evaluate(model, mini.Sums()) for name, model in models.items()}
         means = {f"eval/{name}_pass@1": mean for name, (mean, _) in pairs.items()}
         return means | {f"eval/{name}_se": se for name, (_, se) in pairs.items()}
 
     before = scores()
-    rows = mini.train(models["policy"], models["actor"])
+    rows = mini.train(models["policy"], models["actor"], mini.Sums())
     rows[-1] |= scores()
     return [before, *rows]
 
@@ -113,52 +113,84 @@ def test_every_metric_is_train_pys(case, precision, solvers, tmp_path, monkeypat
     assert (max(row["clip_fraction"] for row in got[1:]) > 0.01) == (case["train_batch"] < SIZES["rollout_batch"])
 
 
-def test_problems_and_rewards_are_the_tasks():
-    task, tokenizer = Arithmetic(), arithmetic_tokenizer()
+def test_problems_and_rewards_are_the_tasks(monkeypatch):
+    monkeypatch.setattr(mini, "TASK_TOTAL", 29)
+    task, toy, tokenizer = Arithmetic(), mini.Sums(), arithmetic_tokenizer()
     for split in ("train", "test"):
         for i in range(100):
             problem = task.problem(split, i)
-            assert mini.problem(split, i) == (problem.id, problem.answer)
-            assert mini.encode(problem.prompt).tolist() == tokenizer.encode(problem.prompt)
-    right, wrong, eos = (mini.encode(text).tolist() for text in (task.solution(problem), "# 31", "<eos>"))
+            assert toy.problem(split, i) == (problem.id, problem.answer)
+            assert toy.encode(problem.id) == tokenizer.encode(problem.prompt)
+    right, wrong, eos = (tokenizer.encode(text) for text in (task.solution(problem), "# 31", "<eos>"))
     responses = [right, wrong, right + wrong, right[:-1]]
     for extra in (0, 2, 255):  # <pad> and <unk>, which a grader never sees, and a word that stands for nothing
         responses += [right + [extra], right[:-1] + [extra] + right[-1:]]
     for tokens in responses + [response + eos for response in responses]:
         text = tokenizer.decode(tokens, skip_special_tokens=True)
         want = task.reward(problem, text, finished=tokens[-1:] == eos)
-        assert mini.grade(torch.tensor(tokens), problem.answer) == want, text
+        assert toy.grade(tokens, problem.answer) == want, text
 
 
-def test_it_prints_train_pys_table_and_draws(solvers, tmp_path, monkeypatch, capsys):
-    case = {"steps": 3, "train_batch": 64}
-    by_train(solvers, tmp_path / "run", monkeypatch, **case)
-    want = capsys.readouterr().out
-    set_up(monkeypatch, **case, out=str(tmp_path / "new" / "mini.png"))
-    folders = f"{solvers / 'policy'}\n{solvers / 'actor'}\n"
-    monkeypatch.setattr(
-        mini.subprocess, "run", lambda command, **options: SimpleNamespace(stdout=folders, returncode=0)
-    )
+def test_demonstrations_are_solutions_of_which_a_fifth_of_the_steps_is_wrong():
+    toy = mini.Sums()
+    solved = steps = slips = 0
+    for i in range(300):
+        text, answer = toy.problem("train", i)
+        prompt, solution = toy.demonstration(i)
+        assert prompt == toy.encode(text)
+        solved += toy.grade(solution, answer)
+        words = [toy.words[token] for token in solution]
+        for step in " ".join(words).split(" # ")[0].split(" ; "):
+            left, result = step.split(" = ")
+            steps += 1
+            slips += int(result) != eval(left)
+    assert 0.17 < slips / steps < 0.27
+    assert 0.2 < solved / 300 < 0.6
+
+
+def test_it_runs_alone(monkeypatch, capsys):
+    """Warm start, training and evaluation of the toy, in small."""
+    set_up(monkeypatch, steps=2, train_batch=64, base_accuracy=0.0)
     mini.main()
-    got = capsys.readouterr().out
-    table = got[: got.index("curves")].strip()
-    assert table.count("\n") == 7 and table in want
-    assert (tmp_path / "new" / "mini.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.count("held-out pass@1") == 2
+
+
+def test_real_models_and_a_file(solvers, tmp_path, monkeypatch, capsys):
+    """Two folders with a tokenizer, and problems of a JSONL file under either name."""
+    names = ("problem", "question")
+    task = Arithmetic(**{name: int(value) for name, value in (p.split("=") for p in TINY_TASK["arith"].split(","))})
+    problems = [task.problem("train", i) for i in range(64)]
+    rows = [{names[i % 2]: f"{p.id} :", "answer": f"#### {p.answer}"} for i, p in enumerate(problems)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    folders = {"model": str(solvers / "policy"), "actor": str(solvers / "actor"), "data": str(tmp_path / "sums.jsonl")}
+    set_up(monkeypatch, steps=2, train_batch=64, **folders)
+    policy, actor, file = mini.load()
+    assert file.ends == [1]
+    assert len(file.rows["test"]) == 8 and len(file.rows["train"]) == 56
+    assert file.problem("train", 0) == (f"{problems[1].id} :", float(problems[1].answer))
+    eos = file.tokenizer.encode("<eos>")
+    assert file.grade(file.tokenizer.encode(f"3 + 4 = 7 # {problems[1].answer}") + eos, float(problems[1].answer)) == 1
+    assert file.grade(file.tokenizer.encode(f"3 + 4 = 7 # {problems[1].answer}"), float(problems[1].answer)) == 0
+    assert file.grade(file.tokenizer.encode("3 + 4 = 7 # 19") + eos, 18.0) == 0
+    assert file.grade(eos, 18.0) == 0
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %} # {% endif %}"
+    file.tokenizer.chat_template = template
+    assert file.encode("3 + 4") == file.tokenizer.encode("3 + 4 #")
+    mini.main()
+    assert capsys.readouterr().out.count("held-out pass@1") == 2
 
 
 def test_its_settings_are_the_demos():
     cfg = settings.parse([f"--config={ROOT}/configs/demo.toml", "--rollout=hf"])
-    names = [name for name in vars(mini) if name.isupper() and hasattr(cfg, name.lower())]
-    assert len(names) == 17
-    for name, value in {"MIN_OPS": 3, "MAX_OPS": 5, "OPERAND": 9, "TOTAL": 29}.items():
-        assert getattr(mini, f"TASK_{name}") == getattr(Arithmetic(), name.lower()) == value
-    for name in set(names) - {"STEPS", "OUT"}:
+    own = {"STEPS", "MODEL", "ACTOR", "EVAL_PROBLEMS"}  # three minutes, and no folders
+    names = [name for name in vars(mini) if name.isupper() and hasattr(cfg, name.lower()) and name not in own]
+    assert len(names) == 15
+    for name in names:
         assert getattr(mini, name) == getattr(cfg, name.lower()), name
 
 
-def test_it_stands_alone_in_300_lines():
+def test_it_stands_alone():
     source = (ROOT / "mini.py").read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= 300
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
     modules = {getattr(node, "module", None) or node.names[0].name for node in imports}
     own = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or path.is_dir()}
