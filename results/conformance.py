@@ -1,6 +1,6 @@
 """The table and plot of results/conformance.json: how far frameworks' functions are from the golden values.
 
-    python results/conformance.py                # table and plot; tests/conform.py writes the JSON file
+    python results/conformance.py                # table and plot; tests/tools/conform.py writes the JSON file
 
 The file holds, for each framework, the largest relative difference of weight, mask, loss and gradient of each case
 (0: below 1e-6; -: not returned), the function called, and the same for verl's logged metrics."""

@@ -2,8 +2,8 @@
 
     python results/ladder.py                # measures the configurations that results/ladder.json lacks, a minute each
 
-Nothing is trained: 256 responses of at most 32 tokens are sampled and scored. tests/ladder_faults.py plants the faults
-and writes their part of results/ladder.json."""
+Nothing is trained: 256 responses of at most 32 tokens are sampled and scored.
+tests/tools/ladder_faults.py plants the faults and writes their part of results/ladder.json."""
 
 from __future__ import annotations
 

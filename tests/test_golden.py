@@ -122,8 +122,8 @@ def test_weights_masks_loss_gradient_and_metrics_are_the_formulas(case, batch):
 
 def test_the_files_are_what_the_program_writes(tmp_path):
     """And it imports nothing of this repository."""
-    source = (GOLDEN / "make.py").read_text(encoding="utf-8")
-    made = runpy.run_path(str(GOLDEN / "make.py"), run_name="golden")
+    source = (ROOT / "tests" / "tools" / "make_golden.py").read_text(encoding="utf-8")
+    made = runpy.run_path(str(ROOT / "tests" / "tools" / "make_golden.py"), run_name="golden")
     made["main"].__globals__["HERE"] = tmp_path
     made["main"]()
     for name in ("batches.jsonl", "values.jsonl"):
@@ -135,7 +135,7 @@ def test_the_files_are_what_the_program_writes(tmp_path):
 
 def test_no_two_formulas_have_the_same_values():
     """Else a row could have another's formula, and nobody would see it."""
-    made = runpy.run_path(str(GOLDEN / "make.py"), run_name="golden")
+    made = runpy.run_path(str(ROOT / "tests" / "tools" / "make_golden.py"), run_name="golden")
     formula = {case: made["PLAIN"] | how for case, how in made["CASES"].items()}
     results = {
         case: [{k: x for k, x in VALUES[case, batch].items() if k not in ("case", "batch")} for batch in BATCHES]

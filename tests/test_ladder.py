@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import make_cfg
-from ladder_faults import PLANTED, make_models, named
+from tools.ladder_faults import PLANTED, make_models, named
 
 import batching
 import probe.__main__ as probe_command
@@ -225,7 +225,7 @@ def test_bad_calls(folders, argv, sentence):
 
 
 def test_the_record_of_the_embedded_policy_has_every_planted_fault_named_first():
-    """At least 11 of 12 are asked for; these are 12 (python tests/ladder_faults.py)."""
+    """At least 11 of 12 are asked for; these are 12 (python tests/tools/ladder_faults.py)."""
     record = sweep.load("ladder")["faults"]
     assert [x["planted"] for x in record] == [planted.name for planted in PLANTED] and len(record) == 12
     assert [x["suspects"][0]["fault"] for x in record] == [planted.name for planted in PLANTED]

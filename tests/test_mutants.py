@@ -1,9 +1,9 @@
-"""tests/mutants.py keeps up with the code: each of its changes still has its one place."""
+"""tests/tools/mutants.py keeps up with the code: each of its changes still has its one place."""
 
 from pathlib import Path
 
 import pytest
-from mutants import MUTANTS, TESTS
+from tools.mutants import MUTANTS, TESTS
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Held, make_cfg, tiny_model
-from sync_faults import FAULTS, FORMATS, IDS, Rig, scale_of_one
+from tools.sync_faults import FAULTS, FORMATS, IDS, Rig, scale_of_one
 from transformers import AutoModelForCausalLM
 
 import quant

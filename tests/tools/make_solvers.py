@@ -1,6 +1,6 @@
 """Makes tests/solvers: the small policy and actor of all tests that need models which solve something.
 
-    python tests/make_solvers.py        # half a minute
+    python tests/tools/make_solvers.py        # half a minute
 
 They are kept, and not made by the suite, because what a model this small learns differs from processor to processor:
 on one of them it solved no held-out problem, and its gradient did not stand out of the noise of a test's few batches.
@@ -8,7 +8,11 @@ on one of them it solved no held-out problem, and its gradient did not stand out
 
 import random
 import shutil
+import sys
+from pathlib import Path
 from unittest import mock
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[i]) for i in (2, 1)]
 
 from conftest import ROOT, TINY_TASK
 

@@ -1,8 +1,8 @@
 """Would the tests notice? One line of the program is broken at a time, and some test must fail.
 
-    python tests/mutants.py                       all of them, an hour on two cores
-    python tests/mutants.py --only=obrs.py        those of one file
-    python tests/mutants.py --jobs=1
+    python tests/tools/mutants.py                       all of them, an hour on two cores
+    python tests/tools/mutants.py --only=obrs.py        those of one file
+    python tests/tools/mutants.py --jobs=1
 
 Each row is (what stands there, what is put in its place); what stands there occurs once in the file. Not in the suite.
 A row with a third entry is expected to live: it says why."""
@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 os.environ |= {"OMP_NUM_THREADS": "1"}
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 900  # seconds; a test that hangs has noticed
 
 ONE_RANK = ["-k", "not two_ranks"]

@@ -2,13 +2,13 @@
 
     python -m pip install --target=FOLDER --no-deps verl ray tensordict omegaconf hydra-core codetiming pyvers orjson \\
         cloudpickle msgpack "antlr4-python3-runtime==4.9.3"
-    PYTHONPATH=FOLDER python tests/conform.py verl
+    PYTHONPATH=FOLDER python tests/tools/conform.py verl
 
     python -m pip install --target=FOLDER --no-deps trl
-    PYTHONPATH=FOLDER python tests/conform.py trl
+    PYTHONPATH=FOLDER python tests/tools/conform.py trl
 
     python -m pip install --target=FOLDER --no-deps areal     # and what its import asks for
-    PYTHONPATH=FOLDER python tests/conform.py areal
+    PYTHONPATH=FOLDER python tests/tools/conform.py areal
 
 None is a dependency, and no test needs them. A row is one named correction: the largest difference of weights,
 masks, loss and gradient from the golden values of any batch, relative to the largest value there; 0 is below 1e-6
@@ -28,6 +28,9 @@ import types
 from collections import defaultdict
 from pathlib import Path
 
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).resolve().parents[i]) for i in (2, 1)]
+
 import torch
 from conftest import One, make_cfg
 from test_golden import flags_of, logged, tensors
@@ -35,7 +38,7 @@ from test_golden import flags_of, logged, tensors
 import objectives
 from results import conformance, sweep
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 NEVER = 1e9  # a bound that never acts
 SEQ = "seq-mean-token-mean"
 
@@ -459,7 +462,7 @@ def main() -> None:
         try:
             rows = FRAMEWORKS[name]()
         except ImportError as e:
-            sys.exit(f"error: {name} is not installed ({e}); the head of tests/conform.py says how")
+            sys.exit(f"error: {name} is not installed ({e}); the head of tests/tools/conform.py says how")
         title, cases, differences = f"{name} {__import__(name).__version__}", {}, {}  # differences: of metrics
         for case, (run, function) in rows.items():
             cells = []

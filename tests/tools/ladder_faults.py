@@ -2,8 +2,8 @@
 
 The suite plants them in a tiny model; this plants them in the embedded policy, and prints what is named:
 
-    python tests/ladder_faults.py           # all, some minutes on two cores: results/ladder.json
-    python tests/ladder_faults.py "stale head" "a scale at 1"
+    python tests/tools/ladder_faults.py           # all, some minutes on two cores: results/ladder.json
+    python tests/tools/ladder_faults.py "stale head" "a scale at 1"
 
 They are planted as they happen in engines: in a loader that passes over tensors, in settings that are not handed on, in
 a cache that is not emptied. The ladder is given the flags, the older weights and what the engine recorded.
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
+    sys.path[:0] = [str(Path(__file__).resolve().parents[i]) for i in (2, 1)]
 
 import numpy as np
 import torch

@@ -1,13 +1,12 @@
 """Writes batches.jsonl and values.jsonl: what each named correction gives, from its formula alone, in plain floats.
 
-    python tests/golden/make.py
+    python tests/tools/make_golden.py
 
 Nothing of this repository is imported, and no tensor library: another framework can be held against the same files
-(tests/conform.py). A batch is a list of responses, a response its log-probabilities by three policies, those of all
-the words that could have stood there, a draw for each token, the tokens that count, its advantage, its group and the
-updates since the weights that sampled it. A value is one line a case:
-weights, masks, loss, its derivative in log p_new of each token that counts, and metrics.
-"""
+(tests/tools/conform.py). A batch is a list of responses, a response its log-probabilities by three policies, those of
+all the words that could have stood there, a draw for each token, the tokens that count, its advantage, its group and
+the updates since the weights that sampled it. A value is one line a case: weights, masks, loss, its derivative in log
+p_new of each token that counts, and metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from pathlib import Path
 
 CLAMP = 20.0  # log-ratios before exp
 INF = math.inf
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent.parent / "golden"
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Batches: every number is another

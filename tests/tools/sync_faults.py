@@ -1,6 +1,6 @@
 """Planted faults of weight syncs: each must be found at the first sync after it. The suite has a selection.
 
-    python tests/sync_faults.py    # every fault in every format, at steps of 1e-3 to 1e-8; 1,000 healthy syncs
+    python tests/tools/sync_faults.py    # every fault in every format, at steps of 1e-3 to 1e-8; 1,000 healthy syncs
 
 A step of size s multiplies every weight by 1 + s N(0, 1), always the same N for a weight, as a steady gradient does.
 Weights are kept in float64, so that small steps add up. A fault counts from the sync on at which it leaves other bytes.
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
+    sys.path[:0] = [str(Path(__file__).resolve().parents[i]) for i in (2, 1)]
 
 import numpy as np
 import torch
