@@ -1,8 +1,8 @@
 """From ragged groups to padded tensors: the one place where anything is padded.
 
-A batch is B responses, each laid out as prompt then response then padding, so that causal attention needs no
-mask: padding lies behind everything that could look at it. Quantities of response tokens are (B, T); position t
-of a row is its t-th response token, whatever the length of its prompt.
+A batch is B responses, each laid out as prompt then response then padding, so that causal attention
+needs no mask: padding lies behind everything that could look at it. Quantities of response tokens
+are (B, T); position t of a row is its t-th response token, whatever the length of its prompt.
 
     collate            groups -> Batch
     micro_batches      rows of a batch -> micro-batches within a budget of tokens
@@ -58,7 +58,8 @@ class Batch:
     allowed: list | None = (
         None  # B pairs (offsets, ids): the tokens that truncated sampling allowed
     )
-    # the ref columns: from the learner's pass at the start of this step's updates (names of model.TokenStats + "_ref")
+    # the ref columns: from the learner's pass at the start of this step's updates (names of
+    # model.TokenStats + "_ref")
     logp_ref: torch.Tensor | None = None  # (B, T)
     support_logp_ref: torch.Tensor | None = None  # (B, T, ...) policy on the support
     tail_ref: torch.Tensor | None = (
@@ -164,7 +165,8 @@ def advantage_of(reward, cfg: ObjectiveFlags):
 def regularised(group: Rollout, cfg: ObjectiveFlags) -> torch.Tensor:
     """What a group's advantages are made of, (G,): its rewards.
 
-    With --kl_in=reward, and known from the ref pass, R - kl_coef sum_t k(log p_ref, log p_start) over the response."""
+    With --kl_in=reward, and known from the ref pass, R - kl_coef sum_t k(log p_ref, log p_start)
+    over the response."""
     reward = torch.tensor([r.reward for r in group.responses])
     if cfg.kl_coef == 0 or cfg.kl_in == "loss" or "logp_start" not in group.ref:
         return reward
@@ -183,10 +185,11 @@ def regularised(group: Rollout, cfg: ObjectiveFlags) -> torch.Tensor:
 
 
 def collate(groups: list[Rollout], cfg: Config, version: int = 0, now: float = 0.0) -> Batch:
-    """Pad whole groups into one batch: advantages by group, mask uniforms, and the groups' ref columns.
+    """Pad whole groups into one batch: advantages by group, mask uniforms, and the groups' ref
+    columns.
 
-    version, now: the learner's updates and clock, from which staleness is measured. UserError: allowed sets are
-    to be replayed and a group has none."""
+    version, now: the learner's updates and clock, from which staleness is measured. UserError:
+    allowed sets are to be replayed and a group has none."""
     pairs = [(g, r) for g in groups for r in g.responses]
     responses = [r for _, r in pairs]
     T = max(1, *(len(r.tokens) for r in responses))
@@ -250,8 +253,8 @@ def of_rows(ids: np.ndarray, cfg: Config) -> Batch:
 
 
 def pad(rows: list[np.ndarray], T: int = 0, fill=0.0, dtype=None) -> torch.Tensor:
-    """(B, T, ...) from B arrays (length, ...), filled up behind each; T = 0: the longest. dtype: float32, or of
-    `fill`."""
+    """(B, T, ...) from B arrays (length, ...), filled up behind each; T = 0: the longest. dtype:
+    float32, or of `fill`."""
     T = T or max(len(row) for row in rows)
     dtype = dtype or (np.bool_ if isinstance(fill, bool) else np.float32)
     out = np.full((len(rows), T) + rows[0].shape[1:], fill, dtype)
@@ -261,14 +264,15 @@ def pad(rows: list[np.ndarray], T: int = 0, fill=0.0, dtype=None) -> torch.Tenso
 
 
 def support_logp(r) -> np.ndarray:
-    """log p_inf on a response's support (L, 1 + K); a sampled token that is in the top-K is listed once, not
-    twice."""
+    """log p_inf on a response's support (L, 1 + K); a sampled token that is in the top-K is listed
+    once, not twice."""
     listed = (r.topk_ids == r.tokens[:, None]).any(1)
     return np.column_stack([np.where(listed, -np.inf, r.logp_inf), r.topk_logp])
 
 
 def allowed_sets(pairs, cfg: SamplingFlags) -> list | None:
-    """The (offsets, ids) that truncated sampling allowed each response, where the learner is to replay them."""
+    """The (offsets, ids) that truncated sampling allowed each response, where the learner is to
+    replay them."""
     if cfg.keep_sampling_mask != "replay" or not any(g.sampling.truncates for g, _ in pairs):
         return None
     missing = next((g for g, r in pairs if r.allowed_ids is None), None)
@@ -281,7 +285,8 @@ def allowed_sets(pairs, cfg: SamplingFlags) -> list | None:
 
 
 def routed(pairs, S: int) -> torch.Tensor:
-    """The experts that the engine chose, (B, S, layers, k) int16; -1 for the last token, which it did not read."""
+    """The experts that the engine chose, (B, S, layers, k) int16; -1 for the last token, which it
+    did not read."""
     missing = next((g for g, r in pairs if r.routed is None), None)
     if missing is not None:
         raise UserError(
@@ -292,7 +297,8 @@ def routed(pairs, S: int) -> torch.Tensor:
 
 
 def scored_with(sampling, keep_sampling_mask: str) -> list[float]:
-    """How the learner scores a group: its temperature always, its truncation only where it is recomputed."""
+    """How the learner scores a group: its temperature always, its truncation only where it is
+    recomputed."""
     if keep_sampling_mask == "recompute":
         return [sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p]
     return [sampling.temperature, 1.0, 0.0, 0.0]
@@ -306,9 +312,9 @@ def scored_with(sampling, keep_sampling_mask: str) -> list[float]:
 def micro_batches(batch: Batch, budget: int, share: bool) -> tuple[list[list[int]], int]:
     """(rows of each micro-batch, longest first; tokens of all of them together).
 
-    A micro-batch has at most `budget` tokens, or one row. Padding counts: n rows make n times their longest
-    prompt and response. With `share` the rows of a group stand together and their prompt is read once: n times
-    the longest response, and the longest prompt once a group."""
+    A micro-batch has at most `budget` tokens, or one row. Padding counts: n rows make n times their
+    longest prompt and response. With `share` the rows of a group stand together and their prompt is
+    read once: n times the longest response, and the longest prompt once a group."""
     prompt, response, group = (x.tolist() for x in (batch.prompt_len, batch.length, batch.group))
     width = response if share else [p + n for p, n in zip(prompt, response, strict=True)]
 
@@ -328,7 +334,8 @@ def micro_batches(batch: Batch, budget: int, share: bool) -> tuple[list[list[int
 
 
 def longest_first(width: list[int], group: list[int], share: bool) -> list[int]:
-    """The rows in falling width; with `share` whole groups in falling width of their longest row."""
+    """The rows in falling width; with `share` whole groups in falling width of their longest
+    row."""
     rows = range(len(width))
     if not share:
         return sorted(rows, key=lambda r: -width[r])
@@ -344,8 +351,8 @@ def longest_first(width: list[int], group: list[int], share: bool) -> list[int]:
 
 
 def write_ref_columns(groups: list[Rollout], columns: dict[str, torch.Tensor]) -> None:
-    """Store the learner's ref pass with the groups, ragged again. columns: name -> (B, T, ...) in collate's
-    order."""
+    """Store the learner's ref pass with the groups, ragged again. columns: name -> (B, T, ...) in
+    collate's order."""
     host = {name: x.cpu().numpy() for name, x in columns.items()}
     b = 0
     for g in groups:

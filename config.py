@@ -2,10 +2,10 @@
 
 python train.py --config=configs/x.toml --key=value
 
-A function that reads flags names the smallest group that has them: `def check(cfg: ObrsFlags)`. Flags with the default
-None are open: `--objective` fills them (presets.py), then machinery/settings.py. That file also reads command lines
-and TOML files, and checks what several concepts must agree on; each concept's file checks its own flags.
-"""
+A function that reads flags names the smallest group that has them: `def check(cfg: ObrsFlags)`.
+Flags with the default None are open: `--objective` fills them (presets.py), then
+machinery/settings.py. That file also reads command lines and TOML files, and runs the checks that
+concern several concepts. The file of each concept checks its flags."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RunFlags:
-    """What is trained, by whose rollouts, and where it goes"""
+    """Models, objective, run folder"""
 
     objective: str = "jackpot"
-    """Preset over correction and surrogate: none, tis, jackpot, ppo_is, gspo, ... (presets.OBJECTIVES)."""
+    """Preset over correction and surrogate: none, tis, jackpot, ppo_is, gspo, ...
+    (presets.OBJECTIVES)."""
     model: str = "base:policy"
-    """Policy: a Hugging Face folder, an id of its hub, or base:policy for the embedded model (made on first use)."""
+    """Policy: a Hugging Face folder, an id of its hub, or base:policy for the embedded model (made
+    on first use)."""
     actor: str = "auto"
     """Rollout model: a folder or id, base:actor, or none (the policy samples for itself);
-    auto: base:actor beside base:policy, else none."""
+    auto: base:actor if the policy is base:policy, else none."""
     out: str = "out/run"
     """Run folder: config, metrics.jsonl, checkpoints, plot."""
     resume: bool = False
     """Continue the run in --out from its newest checkpoint."""
     overwrite: bool = False
-    """Delete what a run wrote in --out, and nothing else, and start anew."""
+    """Delete the files that a run wrote in --out, no others, and start from scratch."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,11 @@ class SizeFlags:
     group_size: int = 8
     """Responses to one prompt."""
     epochs: float = 0.0
-    """Passes over the problems of --task, in groups that are trained on; in place of --steps; 0: --steps counts."""
+    """Passes over the problems of --task, in groups that are trained on; in place of --steps; 0:
+    --steps counts."""
     dynamic_sampling: int = 0
-    """Other prompts in the place of groups whose responses all earn the same (DAPO): at most so many rounds a batch,
-    the first among them (2: one more); with remote samplers until there are enough; 0: never."""
+    """Resample groups in which all responses earn the same reward (DAPO): maximum number of
+    sampling rounds of a batch, the first included; no limit with remote samplers; 0: off."""
     micro_tokens: int = 4096
     """Token budget (prompt and response) of one micro-batch on one rank."""
 
@@ -72,9 +75,11 @@ class ObjectiveFlags:
     surrogate: str | None = None
     """How the policy moves on the advantage (objectives.SURROGATES)."""
     ratio_base: Literal["ref", "inf", "new", "group"] | None = None
-    """Denominator of the surrogate's ratio; group: the expectation over the group's responses (corrections.py)."""
+    """Denominator of the surrogate's ratio; group: the expectation over the group's responses
+    (corrections.py)."""
     ref_from: Literal["pass", "loglinear"] = "pass"
-    """p_ref of several updates a batch: a pass before them, or between p_inf and p_new by age (corrections.py)."""
+    """p_ref of several updates a batch: a pass before them, or between p_inf and p_new by age
+    (corrections.py)."""
     advantage: Literal["grpo", "grpo_no_std", "rloo"] | None = None
     """Advantage within a group (default grpo)."""
     reduction: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = None
@@ -82,28 +87,33 @@ class ObjectiveFlags:
     clip: bool = True
     """PPO clip on or off."""
     clip_low: float | None = None
-    """eps_low (default 0.2; gspo and tbpo 3e-4, gmpo 0.4 of log r, dppo_tv 0.2 and dppo_kl 0.05 of a divergence)."""
+    """eps_low (default 0.2; gspo and tbpo 3e-4, gmpo 0.4 of log r, dppo_tv 0.2 and dppo_kl 0.05 of
+    a divergence)."""
     clip_high: float | None = None
     """eps_high (default 0.28; gspo and tbpo 4e-4; gmpo, dppo_tv and dppo_kl as --clip_low)."""
     dual_clip: float = 0.0
     """Dual-clip constant c for negative advantages (3 is usual); 0: off."""
     correction_target: Literal["ref", "new"] | None = None
-    """Which policy stands above inf in weights and statistics: ref (the default), or new, as it is in the update."""
+    """Which policy stands above inf in weights and statistics: ref (the default), or new, as it is
+    in the update."""
     normalize_weights: bool = False
-    """Divide weights by their mean over the update's batch, on all ranks: self-normalised importance sampling."""
+    """Divide weights by their mean over the update's batch, on all ranks: self-normalised
+    importance sampling."""
     is_cap: float | None = None
     """C: cap of importance weights (default by correction: tis 2, seq_tis 4, prefix_tis 1, ...)."""
     is_floor: float = 0.0
     """Lower bound of capped weights; 0: none (tbpo_mismatch: 1 / C)."""
     reject: str | None = None
-    """Drop tokens or responses by a statistic of r, on top of a correction that only weighs (corrections.REJECTIONS;
-    default none); several with their bounds: token:0.5:5,seq_max_k2:0:0.1."""
+    """Drop tokens or responses by a statistic of r, on top of a correction that only weighs
+    (corrections.REJECTIONS; default none); several with their bounds:
+    token:0.5:5,seq_max_k2:0:0.1."""
     reject_of: Literal["all", "negative"] | None = None
-    """Whom --reject may drop: all (the default), or only what has a negative advantage."""
+    """Responses that --reject may drop: all (the default), or only those with a negative
+    advantage."""
     rs_low: float | None = None
-    """Lower bound of what --reject and rejecting corrections keep."""
+    """Lower bound of the statistic below which --reject and rejecting corrections drop."""
     rs_high: float | None = None
-    """Upper bound of what --reject and rejecting corrections keep."""
+    """Upper bound of the statistic above which --reject and rejecting corrections drop."""
     veto: float | None = None
     """Drop a response in which one token has r below this (1e-4 is usual); 0, the default: off."""
     log_ratio_clamp: float = 20.0
@@ -117,17 +127,23 @@ class ObjectiveFlags:
     gepo_expectation: Literal["weighted", "mean"] = "weighted"
     """ratio_base group: sum q^2 / sum q (GEPO Eq. 11), or the mean of q."""
     gepo_defence: float = 0.0
-    """c of GEPO's defensive mixing, e = clip(c Var q, 0, 0.99) (the text names no value); 0: off."""
+    """c of GEPO's defensive mixing, e = clip(c Var q, 0, 0.99) (the text names no value); 0:
+    off."""
     cppo_beta: float | None = None
-    """Weight of a KL between new and inf (CPPO: 0.005 in HeteroRL under delay); 0, the default: off."""
+    """Weight of a KL between new and inf (CPPO: 0.005 in HeteroRL under delay); 0, the default:
+    off."""
     cppo_kl: Literal["official", "k2", "k3"] | None = None
-    """Its estimator: the released code's (the default; under samples of inf no KL), prime-rl's k2, or k3."""
+    """Its estimator: the released code's (the default; under samples of inf no KL), prime-rl's k2,
+    or k3."""
     kl_coef: float = 0.0
-    """Weight of the KL from the policy to the frozen model that the run started from; 0: off, and none is loaded."""
+    """Weight of the KL from the policy to the frozen model that the run started from; 0: off, and
+    none is loaded."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where it stands: a term of the loss, or taken off each response's reward before the advantage."""
+    """Where it stands: a term of the loss, or taken off each response's reward before the
+    advantage."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """Its estimate from the sampled tokens (objectives.kl_estimate); default k2 in the loss, k1 in the reward."""
+    """Its estimate from the sampled tokens (objectives.kl_estimate); default k2 in the loss, k1 in
+    the reward."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus, in nats of the distribution that is scored; 0: off."""
 
@@ -139,12 +155,13 @@ class ObrsFlags:
     obrs_lambda: float = 1.0
     """lambda: acceptance is min(1, p_tgt / (lambda p_inf))."""
     obrs_accept_rate: float | None = None
-    """Budget: choose lambda at each update so that this share is accepted; Z is then bracketed by the top-K."""
+    """Budget: choose lambda at each update so that this share is accepted; Z is then bracketed by
+    the top-K."""
     obrs_c1: float = 3.0
     """c1: cap of the OBRS weight."""
     obrs_c2: float | None = None
-    """c2: cap of p_ref / p_tgt (target new); default a little over 1 + eps_high, 3 where no token ratio is clipped
-    (Jackpot Table 8; unbounded, a drawn mask may not train)."""
+    """c2: cap of p_ref / p_tgt (target new); default a little over 1 + eps_high, 3 where no token
+    ratio is clipped (Jackpot Table 8; unbounded, a drawn mask may not train)."""
     obrs_topk: int = 20
     """K: how many of the engine's log-probabilities bound Z."""
     obrs_mask: Literal["bernoulli", "expected"] = "bernoulli"
@@ -154,8 +171,8 @@ class ObrsFlags:
     obrs_target: Literal["ref", "new"] | None = None
     """Which policy the accepted tokens should follow (default ref)."""
     obrs_z: Literal["auto", "exact", "bracket", "approx"] = "auto"
-    """Z: exact (two models, target ref), bracketed by the top-K, or the text's kappa Z_approx; auto: exact where
-    possible."""
+    """Z: exact (two models, target ref), bracketed by the top-K, or the text's kappa Z_approx;
+    auto: exact where possible."""
     kappa: Literal["auto", "exact"] = "auto"
     """Target new: the last update's kappa, or an extra forward for this update's own."""
 
@@ -173,7 +190,8 @@ class ActorFlags:
     distill_topk: int = 0
     """KL over the policy's top-k and one bucket for the rest; 0: the whole vocabulary."""
     distill_kl_target: float = 0.0
-    """Closed loop: steer distill_lambda to hold the measured KL (nats a token) here; 0: fixed lambda."""
+    """Closed loop: steer distill_lambda to hold the measured KL (nats a token) here; 0: fixed
+    lambda."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +215,8 @@ class SamplingFlags:
     max_tokens: int | None = None
     """Longest response (embedded models 32)."""
     stop: str = ""
-    """Tokens that end a response, with commas, beside the tokenizer's own end and those of generation_config.json."""
+    """More tokens that end a response, with commas; the ends of tokenizer and
+    generation_config.json always count."""
     temperature: float = 1.0
     """Sampling temperature; the learner scores with it too."""
     top_p: float = 1.0
@@ -205,13 +224,14 @@ class SamplingFlags:
     top_k: int = 0
     """Rollouts keep the k most likely tokens; 0 or -1: all."""
     min_p: float = 0.0
-    """Rollouts keep tokens with at least this share of the most likely one's probability; 0: all."""
+    """Rollouts keep tokens with at least this share of the most likely one's probability; 0:
+    all."""
     logprobs_mode: Literal["processed", "raw"] = "processed"
-    """Log-probabilities the engine returns: of the distribution it samples from, or raw, of the model before
-    temperature and truncation (biased)."""
+    """Log-probabilities the engine returns: of the distribution it samples from, or raw, of the
+    model before temperature and truncation (biased)."""
     keep_sampling_mask: Literal["off", "recompute", "replay"] = "replay"
-    """What the learner scores where rollouts truncate: the whole vocabulary, its own cut, or the rollout's own
-    sets of allowed tokens (sampling.py)."""
+    """Scoring of truncated rollouts. off: over the whole vocabulary; recompute: over the learner's
+    truncation; replay: over the sets of allowed tokens that the rollout recorded (sampling.py)."""
     seed: int = 0
     """Seed of sampling and masks."""
 
@@ -223,14 +243,18 @@ class EngineFlags:
     rollout: Literal["vllm", "hf"] = "vllm"
     """Rollout engine: vLLM in process, or a sampler in plain torch."""
     rollout_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Engine's precision; default: the learner's --dtype, float32 for embedded models and where nothing learns."""
+    """Engine's precision; default: the learner's --dtype, float32 for embedded models and where
+    nothing learns."""
     rollout_memory: float = 0.0
-    """Engine's memory: GiB of KV cache on CPU, share of the GPU on CUDA; 0: enough for a rollout batch, or 0.25."""
+    """Engine's memory: GiB of KV cache on CPU, share of the GPU on CUDA; 0: enough for a rollout
+    batch, or 0.25."""
     rollout_tp: int = 1
-    """vLLM under torchrun: so many neighbouring ranks are one engine, each with a part of every weight."""
+    """vLLM under torchrun: tensor-parallel size, the number of neighbouring ranks that form one
+    engine."""
     kv_cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
-    """The engine's keys and values. In 8 bits, a mismatch that the learner does not share: fp8, vLLM's (Jackpot, Table
-    2b); int8, the plain sampler's (--rollout=hf). auto: in --rollout_dtype."""
+    """The engine's keys and values. In 8 bits, a mismatch that the learner does not share: fp8,
+    vLLM's (Jackpot, Table 2b); int8, the plain sampler's (--rollout=hf). auto: in
+    --rollout_dtype."""
 
 
 @dataclass(frozen=True)
@@ -242,15 +266,16 @@ class PrecisionFlags:
     rollout_quant: Quant = "none"
     """Low-bit rollouts (quant.py): the engine's linear layers in this format."""
     learner_quant: LearnerQuant = "none"
-    """aligned: the learner's copy of the model that samples computes on the engine's low-bit numbers (QaRL);
-    a format: whatever the engine does."""
+    """aligned: the learner's copy of the model that samples computes on the engine's low-bit
+    numbers (QaRL); a format: whatever the engine does."""
     quant_group: int = 64
     """Columns that share a scale in w4a16 and its like."""
     exact: bool = False
-    """Sampler (--rollout=hf) and learner take each sum in one order: log p_inf = log p_ref bit for bit, and a run in
-    which they differ stops (model/exact.py)."""
+    """Sampler (--rollout=hf) and learner take each sum in one order: log p_inf = log p_ref bit for
+    bit, and a run in which they differ stops (model/exact.py)."""
     router_replay: bool = False
-    """Mixtures of experts: the learner sends each token to the experts that the engine chose (vLLM: on a GPU)."""
+    """Mixtures of experts: the learner sends each token to the experts that the engine chose (vLLM:
+    on a GPU)."""
 
 
 @dataclass(frozen=True)
@@ -277,16 +302,17 @@ class StalenessFlags:
     delay_samplers: int = 4
     """--delay: samplers, each with a model version of its own."""
     sampler_rate: float = 1.0
-    """--delay: groups the samplers make for each that the learner trains on; above 1 they queue up."""
+    """--delay: groups the samplers make for each that the learner trains on; above 1 they queue
+    up."""
     step_seconds: float = 28.125
     """--delay: virtual seconds an update takes (1800 / 64)."""
     max_staleness: int | None = None
-    """Bound in updates: delays are capped there, older groups dropped when the learner would take them (the
-    updates of one batch come on top); 0: the synchronous loop; default none."""
+    """Bound in updates: delays are capped there, older groups dropped when the learner would take
+    them (the updates of one batch come on top); 0: the synchronous loop; default none."""
     window_seconds: float = math.inf
     """Groups that were made longer ago are dropped, by the learner's clock."""
     sync_every: int = 1
-    """Broadcast weights to delayed or remote samplers every so many updates."""
+    """Updates between two broadcasts of weights to delayed or remote samplers."""
 
 
 @dataclass(frozen=True)
@@ -294,22 +320,24 @@ class RemoteFlags:
     """Samplers on other machines (remote/)"""
 
     samplers: Literal["local", "zmq", "files"] = "local"
-    """local: an engine in this process; zmq, files: samplers anywhere, over ZeroMQ or a shared folder
-    (python -m remote --connect=...)."""
+    """local: an engine in this process; zmq, files: samplers anywhere, over ZeroMQ or a shared
+    folder (python -m remote --connect=...)."""
     bind: str = "tcp://127.0.0.1:5555"
-    """zmq: where to listen; rank r takes the port r higher. tcp://*:5555 for other hosts, with --keys."""
+    """zmq: where to listen; rank r takes the port r higher. tcp://*:5555 for other hosts, with
+    --keys."""
     keys: str = "none"
-    """zmq: the learner's folder of keys (python -m remote.keys OUT --samplers=N); none: in the clear, on this host
-    only."""
+    """zmq: the learner's folder of keys (python -m remote.keys OUT --samplers=N); none: in the
+    clear, on this host only."""
     sync_path: str = ""
     """files: the shared folder."""
     sync_dtype: Literal["float32", "bfloat16", "quantized"] = "float32"
-    """Weights on the wire; quantized: in --rollout_quant's format, as the learner's aligned forward has them."""
+    """Weights on the wire; quantized: in --rollout_quant's format, as the learner's aligned forward
+    has them."""
     sync_delta: bool = False
-    """zmq: send samplers that hold weights of before only what has changed since; the weights are the same, bit for
-    bit."""
+    """zmq: send only the changed bytes to samplers that hold an older version; the weights are
+    equal bit for bit."""
     give_up: float = 3600.0
-    """Stop, with a sentence, after so many seconds without a group from any sampler."""
+    """Seconds without a group from any sampler after which the run stops."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -326,8 +354,8 @@ class OptimizerFlags:
     actor_lr: float | None = None
     """Actor learning rate (embedded models 3e-4)."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: torch.optim.Muon on the matrices of the layers, AdamW on the rest, at the same learning rates
-    (RMS-matched)."""
+    """muon: torch.optim.Muon on the matrices of the layers, AdamW on the rest, at the same learning
+    rates (RMS-matched)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up."""
     warmup_steps: float = 5.0
@@ -339,12 +367,13 @@ class OptimizerFlags:
     grad_clip: float = 0.3
     """Largest gradient norm, each model on its own."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Learner's compute type (embedded models float32); the 16-bit ones are autocast over float32 weights, float16
-    with a loss scaler."""
+    """Learner's compute type (embedded models float32); the 16-bit ones are autocast over float32
+    weights, float16 with a loss scaler."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Wrapper under torchrun."""
     lora_rank: int = 0
-    """LoRA (model/lora.py): learn corrections of this rank to frozen linear layers; 0: off, all weights learn."""
+    """LoRA (model/lora.py): learn corrections of this rank to frozen linear layers; 0: off, all
+    weights learn."""
     lora_alpha: int = 32
     """LoRA: their scale is this over the rank."""
 
@@ -354,16 +383,18 @@ class MemoryFlags:
     """Memory of the learner (model/memory.py)"""
 
     gradient_checkpointing: bool = False
-    """Keep a layer's input alone, and compute what is inside it again for the backward pass: a third more time, a
-    tenth of the memory. One response is never cut over ranks: the longest one must fit a rank beside its shards."""
+    """Keep only the input of each layer and recompute its activations in the backward pass: a third
+    more time, a tenth of the memory. A response is never split over ranks: the longest one must fit
+    on one rank."""
     offload: bool = False
     """The optimizer's states wait in the host's memory between two updates."""
     rollout_sleep: bool = True
-    """On a GPU, vLLM gives its memory back while the learner computes; it takes it again for the next rollout."""
+    """On a GPU, vLLM gives its memory back while the learner computes; it takes it again for the
+    next rollout."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The task, and what is reported
+# Task and reports
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -372,24 +403,30 @@ class TaskFlags:
     """The task"""
 
     task: str | None = None
-    """arith (generated sums; the default of embedded models); FILE.jsonl, .json or .parquet; hf:NAME/SPLIT (a data
-    set); FILE.py:CLASS (your own)."""
+    """arith (generated sums; the default of embedded models); FILE.jsonl, .json or .parquet;
+    hf:NAME/SPLIT (a data set); FILE.py:CLASS (your own)."""
     prompt_key: str = ""
     """Column of the problem; default: problem, question or prompt."""
     answer_key: str = ""
-    """Column of the answer, a.b for a nested one; default: answer, solution, reward_model.ground_truth, ..."""
+    """Column of the answer, a.b for a nested one; default: answer, solution,
+    reward_model.ground_truth, ..."""
     reward: str = ""
-    """Sum of parts, NAME*WEIGHT with commas: math, gsm8k, praxis, letter, boxed, think, FILE.py:FUNCTION
-    (tasks/rewards.py); default math, letter where rows have choices, or the reward of a class of your own."""
+    """Sum of parts, NAME*WEIGHT with commas: math, gsm8k, praxis, letter, boxed, think,
+    FILE.py:FUNCTION (tasks/rewards.py); default math, letter where rows have choices, or the reward
+    of a class of your own."""
     answer: Literal["boxed", "last"] = "boxed"
-    """math: what counts of a response, its last \\boxed{} alone, or else its last expression."""
+    """math: boxed: only the last \\boxed{} of a response counts; last: without one, its last
+    expression counts."""
     overlong: int = 0
-    """DAPO's penalty: from so many tokens below --max_tokens on the reward falls, by 1 at --max_tokens; 0: none."""
+    """DAPO's length penalty: the reward falls over this number of tokens before --max_tokens, by 1
+    at the end; 0: off."""
     grade_seconds: float = 5.0
-    """Seconds of a processor that an answer may take to be graded; one that takes longer earns 0."""
+    """Seconds of a processor that an answer may take to be graded; one that takes longer earns
+    0."""
     arith: str = ""
-    """--task=arith: NAME=VALUE with commas. min_ops=3,max_ops=5: number of operations; operand=9, total=29: largest
-    operand and running total; explain=0: reward this many tokens of explanation after a right answer; seed=0."""
+    """--task=arith: NAME=VALUE with commas. min_ops=3,max_ops=5: number of operations; operand=9,
+    total=29: largest operand and running total; explain=0: reward this many tokens of explanation
+    after a right answer; seed=0."""
 
 
 @dataclass(frozen=True)
@@ -397,15 +434,17 @@ class PromptFlags:
     """Prompts"""
 
     system_prompt: str = ""
-    """Text, or a file, that goes before a problem as the system's message, unless its row brings one."""
+    """Text, or a file, that goes before a problem as the system's message, unless its row brings
+    one."""
     prompt_template: str = ""
-    """Text, or a file, with {problem}; or plain, boxed, hashes, letter; default: as the reward wants the answer."""
+    """Text, or a file, with {problem}; or plain, boxed, hashes, letter; default: as the reward
+    wants the answer."""
     chat_template: str = "auto"
     """auto: the tokenizer's, where it has one; off: none; or a file of Jinja."""
     chat_kwargs: str = ""
     """Arguments of the chat template, NAME=VALUE with commas, such as enable_thinking=false."""
     max_prompt_tokens: int = 0
-    """Drop, and count, problems whose prompt is longer; 0: none is dropped."""
+    """Drop, and count, problems with a longer prompt; 0: keep all."""
 
 
 @dataclass(frozen=True)
@@ -413,27 +452,32 @@ class ReportFlags:
     """Evaluation, logging, checkpoints"""
 
     eval_every: int = 0
-    """Held-out pass@1 every so many updates; 0: only before and after; -1: never (python eval.py --follow=RUN)."""
+    """Updates between two held-out evaluations; 0: only before and after; -1: never (python eval.py
+    --follow=RUN)."""
     eval_engine: Literal["own", "torch", "second"] = "own"
-    """Who samples. own: the run's engine, roundings and all, for the model that it samples from, else plain torch;
-    second: as own, but the policy of an actor has its own, which never sleeps; torch: plain torch, our own weights."""
+    """Sampler of evaluations. own: the rollout engine, with its rounding, for the model that it
+    holds, else plain torch; second: as own, and one more engine for a policy with an actor; torch:
+    plain torch, unrounded weights."""
     eval_problems: int = 512
     """Held-out problems."""
     eval_samples: int = 1
     """Responses to each of them, at temperature 1."""
     eval_task: str = ""
-    """Held-out sets, as --task, with commas; each may have settings: a.jsonl,b.jsonl:samples=32:temperature=0.6:
-    max_tokens=8192. arith has its own test split."""
+    """Held-out sets, as --task, with commas; each may have settings:
+    a.jsonl,b.jsonl:samples=32:temperature=0.6: max_tokens=8192. arith has its own test split."""
     check_sync: bool = True
-    """Check at every weight sync that the engine has the published weights (sync.py); False: for emergencies."""
+    """Check at every weight sync that the engine has the published weights (sync.py); False: for
+    emergencies."""
     check_agreement: bool = True
-    """Stop if on the first rollouts engine and learner, with the same weights, are different policies (learner.py)."""
+    """Stop if on the first rollouts engine and learner, with the same weights, are different
+    policies (learner.py)."""
     save_every: int = 50
-    """Checkpoint every so many updates; 0: only at the end."""
+    """Updates between two checkpoints; 0: only at the end."""
     keep: int = 2
     """Checkpoints kept."""
     log_samples: int = 10
-    """Every so many updates, four responses into samples.jsonl (python -m machinery.plot --samples=RUN); 0: never."""
+    """Updates between two writes of four responses to samples.jsonl (python -m machinery.plot
+    --samples=RUN); 0: never."""
     tensorboard: bool = False
     """Also write TensorBoard events into the run folder."""
     wandb: str = ""
@@ -442,7 +486,7 @@ class ReportFlags:
 
 @dataclass(frozen=True)
 class SampleFlags(TaskFlags, PromptFlags, RolloutFlags):
-    """Problems, and how responses to them are sampled: what training and evaluation share"""
+    """Problems and sampling, shared by training and evaluation"""
 
 
 @dataclass(frozen=True)
@@ -541,7 +585,7 @@ HARMLESS = {
     *("gradient_checkpointing", "offload", "rollout_sleep", "eval_every"),
 }
 
-# what has a default for the embedded models alone, and what is proposed for others
+# defaults of the embedded models, and the values that an error proposes for other models
 EMBEDDED = {"task": "arith", "max_tokens": 32, "lr": 1e-4, "actor_lr": 3e-4, "dtype": "float32"}
 EMBEDDED["rollout_dtype"] = "float32"
 PROPOSED = {

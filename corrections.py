@@ -8,14 +8,15 @@
     R = exp(sum_t log_r)                 per response, (B, 1)
     R_t = exp(sum_{s<=t} log_r_s)        per prefix of a response, (B, T)
 
-Log-ratios are clamped to +- `clamp` (`--log_ratio_clamp`, 20) before exp, sequence sums after summing.
+Log-ratios are clamped to +- `clamp` (`--log_ratio_clamp`, 20) before exp, sequence sums after
+summing.
 
-Each correction is a pure function of tensors and numbers, and a row in CORRECTIONS. A new correction is a function and
-a row. Functions are called by parameter name: log_r, mask, adv, clamp and the like are tensors and numbers of the
-batch, and every other parameter is the flag of that name. Defaults of is_cap, rs_low and rs_high are the defaults of
-the flags. The first line of the docstring is the entry in `python objectives.py`. OBRS, Jackpot's correction, has its
-own file (obrs.py).
-"""
+Each correction is a pure function of tensors and numbers, and a row in CORRECTIONS. A new
+correction is a function and a row. Functions are called by parameter name: log_r, mask, adv, clamp
+and the like are tensors and numbers of the batch, and every other parameter is the flag of that
+name. Defaults of is_cap, rs_low and rs_high are the defaults of the flags. The first line of the
+docstring is the entry in `python objectives.py`. OBRS, Jackpot's correction, has its own file
+(obrs.py)."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def seq_ratio(log_r, mask, clamp=CLAMP):
 
 
 def prefix_ratio(log_r, mask, clamp=CLAMP):
-    """R_t = exp(sum_{s<=t} log_r_s), (B, T): a response's ratio up to each token, that token with it."""
+    """R_t = exp(sum_{s<=t} log_r_s), (B, T): a response's ratio up to each token, that token with
+    it."""
     return token_ratio((log_r * mask).cumsum(1), clamp)
 
 
@@ -81,15 +83,17 @@ def seq_mean(x, mask):
 
 
 def seq_max(x, mask):
-    """The largest of a response's tokens, (B, 1), of values that are never negative; 0 for an empty response."""
+    """The largest of a response's tokens, (B, 1), of values that are never negative; 0 for an empty
+    response."""
     return x.masked_fill(~mask, 0.0).amax(1, keepdim=True)
 
 
 def loglinear_ref(logp_new, logp_inf, age):
-    """log p_ref without a pass for it, (B, T): log p_inf + a (log p_new - log p_inf), a = (d - 1) / d.
+    """log p_ref without a pass for it, (B, T): log p_inf + a (log p_new - log p_inf), a = (d - 1) /
+    d.
 
-    age d, (B, 1): how many updates old the sampling weights are. It estimates the policy of one update ago; at d = 0
-    p_ref is p_new, a = 1 (AReaL's `loglinear` has a = 0 there)."""
+    age d, (B, 1): how many updates old the sampling weights are. It estimates the policy of one
+    update ago; at d = 0 p_ref is p_new, a = 1 (AReaL's `loglinear` has a = 0 there)."""
     age = age.to(logp_inf)
     a = torch.where(age >= 1, (age - 1) / age.clamp_min(1), 1.0)
     return logp_inf + a * (logp_new - logp_inf)
@@ -117,18 +121,21 @@ def vanilla_is(log_r, clamp=CLAMP):
 
 
 def tis(log_r, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
-    """weight min(r, C), C = 2: truncated importance sampling. TIS; verl, TRL, slime, SkyRL, OpenRLHF, NeMo-RL."""
+    """weight min(r, C), C = 2: truncated importance sampling. TIS; verl, TRL, slime, SkyRL,
+    OpenRLHF, NeMo-RL."""
     weight = token_ratio(log_r, clamp).clamp(is_floor, is_cap)
     return weight, torch.ones_like(weight)
 
 
 def tis_adjusted(logp_new, logp_inf, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
-    """weight min(p_new / p_inf, C), for --ratio_base=new: PPO's inner clip never acts. Jackpot section 10.1."""
+    """weight min(p_new / p_inf, C), for --ratio_base=new: PPO's inner clip never acts. Jackpot
+    section 10.1."""
     return tis(logp_new - logp_inf, is_cap, is_floor, clamp)
 
 
 def icepop(log_r, rs_low=0.5, rs_high=5.0, clamp=CLAMP):
-    """weight r, tokens outside low <= r <= high dropped. Jackpot section 2.2 (IceProp); verl, slime, SkyRL."""
+    """weight r, tokens outside low <= r <= high dropped. Jackpot section 2.2 (IceProp); verl,
+    slime, SkyRL."""
     r = token_ratio(log_r, clamp)
     return r, inside(r, rs_low, rs_high)
 
@@ -140,7 +147,8 @@ def areal_drop(log_r, is_cap=5.0, clamp=CLAMP):
 
 
 def z_tis(log_r, z, obrs_c1, clamp=CLAMP):
-    """weight Z min(r, c1 / Z): OBRS in expectation, without its mask; the control for it (obrs.py)."""
+    """weight Z min(r, c1 / Z): OBRS in expectation, without its mask; the control for it
+    (obrs.py)."""
     weight = (z * token_ratio(log_r, clamp)).clamp_max(obrs_c1)
     return weight, torch.ones_like(weight)
 
@@ -166,10 +174,11 @@ def seq_mis(log_r, mask, rs_low=0.0, rs_high=4.0, clamp=CLAMP):
 def prefix_tis(log_r, mask, is_cap=1.0, is_floor=0.0, clamp=CLAMP):
     """weight min(R_t, C), C = 1: truncated per-decision importance sampling.
 
-    Without a cap E_inf[R_t X_t] = E_ref[X_t] for every X_t that the first t tokens determine: context and token count
-    as under ref. Later tokens enter through the advantage alone and stay the sampler's. So the weight has t factors
-    where R has all, and less variance. The unbounded form is CTPO's ratio, arXiv 2605.07331; the cap is that of tis,
-    and it bounds what one response can do to a batch."""
+    Without a cap E_inf[R_t X_t] = E_ref[X_t] for every X_t that the first t tokens determine:
+    context and token count as under ref. Later tokens enter through the advantage alone and stay
+    the sampler's. So the weight has t factors where R has all, and less variance. The unbounded
+    form is CTPO's ratio, arXiv 2605.07331; the cap is that of tis, and it bounds the effect of one
+    response on a batch."""
     weight = prefix_ratio(log_r, mask, clamp).clamp(is_floor, is_cap)
     return weight, torch.ones_like(weight)
 
@@ -181,8 +190,8 @@ def retrace(log_r, mask, clamp=CLAMP):
 
 
 def retrace_seq(log_r, mask, clamp=CLAMP):
-    """weight prod_{s<=t} min(r_s, 1) min(R, 1): a token counts less if it, an earlier token or the whole response is
-    less likely under ref than under inf.
+    """weight prod_{s<=t} min(r_s, 1) min(R, 1): a token counts less if it, an earlier token or the
+    whole response is less likely under ref than under inf.
 
     Ours. Of 62 nonnegative weights that ignore the advantage, none is better by two standard errors
     (results/worth.md)."""
@@ -191,10 +200,11 @@ def retrace_seq(log_r, mask, clamp=CLAMP):
 
 
 def vespo(log_r, mask, adv, positive=(2.0, 3.0), negative=(3.0, 2.0), clamp=CLAMP):
-    """weight R^k exp(lambda (1 - R)), 1 at R = 1 and highest at R = k / lambda. VESPO, arXiv 2602.10693.
+    """weight R^k exp(lambda (1 - R)), 1 at R = 1 and highest at R = k / lambda. VESPO, arXiv
+    2602.10693.
 
-    positive, negative: (k, lambda) where A >= 0, and where A < 0. The form and these numbers are TRL's
-    (GRPOTrainer.get_gamma_weights); there R is p_new / p_inf, `--correction_target=new`."""
+    positive, negative: (k, lambda) where A >= 0, and where A < 0. The form and these numbers are
+    TRL's (GRPOTrainer.get_gamma_weights); there R is p_new / p_inf, `--correction_target=new`."""
     seq_log_r = seq_sum(log_r, mask).clamp(-clamp, clamp)
     weight = torch.where(
         adv >= 0, soft_kernel(seq_log_r, *positive), soft_kernel(seq_log_r, *negative)
@@ -221,7 +231,8 @@ def geo_rs_seq_tis(log_r, mask, is_cap=4.0, rs_low=0.9, rs_high=1.1, is_floor=0.
 
 
 def tbpo_mismatch(log_r, mask, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
-    """weight exp(mean log r), capped two-sided to [1/C, C], C = 2. QaRL section 3.2; AReaL's sequence ratio.
+    """weight exp(mean log r), capped two-sided to [1/C, C], C = 2. QaRL section 3.2; AReaL's
+    sequence ratio.
 
     is_floor: a lower bound in place of 1/C."""
     m = geo_ratio(log_r, mask, clamp).clamp(is_floor or 1 / is_cap, is_cap)
@@ -229,10 +240,12 @@ def tbpo_mismatch(log_r, mask, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# GEPO's group expectation (the HeteroRL text, Eq. 9 to 15): another base of gspo's ratio, `--ratio_base=group`
+# GEPO's group expectation (the HeteroRL text, Eq. 9 to 15): another base of gspo's ratio,
+# `--ratio_base=group`
 #
-# A delayed sampler's q may give a response a probability close to 0; then p / q explodes. GEPO divides by what q
-# gives the group on average. p and q are length-normalised, one number a response:
+# A delayed sampler's q may give a response a probability close to 0; then p / q explodes. GEPO
+# divides by the expectation of q over the group. p and q are length-normalised, one number a
+# response:
 #
 #     p = exp(mean_t log p_new),  q = exp(mean_t log p_inf)
 #     E = sum_group q^2 / sum_group q               Eq. 11, `weighted`: an estimate of E_q[q^2] / E_q[q]
@@ -240,19 +253,21 @@ def tbpo_mismatch(log_r, mask, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
 #     w = p / E                                     Eq. 12
 #     w = p / (e sg(p) + (1 - e) E)                 Eq. 15, defensive mixing, e = clip(c Var_group q, 0, 0.99)
 #
-# The group is a prompt's, by its id, and E is made once a step from whole groups (objectives.prepare_group), so no
-# micro-batch can split it. Everything stays in log space: extreme probabilities are finite.
+# The group is a prompt's, by its id, and E is made once a step from whole groups
+# (objectives.prepare_group), so no micro-batch can split it. Everything stays in log space: extreme
+# probabilities are finite.
 #
-# Theorem 1 says Var(p/q) - Var(p/E_q[q]) >= exp(KL(p||q)) - C for plain probabilities, neither length-normalised
-# nor estimated. Its first half is Var(p/q) + 1 = sum p^2/q >= exp KL; where p and q are close the group's
-# expectation may well be the worse weight. `python results/theorem1.py` draws both variances, exactly.
+# Theorem 1: Var(p/q) - Var(p/E_q[q]) >= exp(KL(p||q)) - C for plain probabilities, neither
+# length-normalised nor estimated. Its first half is Var(p/q) + 1 = sum p^2/q >= exp KL; where p and
+# q are close the group's expectation may well be the worse weight.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def log_group_mean(mean_logp_inf, group, how: str = "weighted"):
     """log E of each response's group, (B,). Eq. 11, or the plain mean.
 
-    mean_logp_inf: (B,), -inf for a response without tokens; group: (B,) ids. A group without any token has 0."""
+    mean_logp_inf: (B,), -inf for a response without tokens; group: (B,) ids. A group without any
+    token has 0."""
     log_q = mean_logp_inf
     if how == "mean":
         count = torch.where(log_q == -math.inf, -math.inf, 0.0).to(log_q)
@@ -269,7 +284,8 @@ def log_group_sum(x, group):
 
 
 def group_mixing(mean_logp_inf, group, c: float):
-    """e = clip(c Var q, 0, 0.99), (B,): population variance of q in the response's group. Eq. 15."""
+    """e = clip(c Var q, 0, 0.99), (B,): population variance of q in the response's group. Eq.
+    15."""
     same = (group[:, None] == group[None, :]) & (mean_logp_inf > -math.inf)[None, :]
     q, n = mean_logp_inf.exp(), same.sum(1).clamp_min(1)
     mean = (same * q).sum(1) / n
@@ -278,15 +294,18 @@ def group_mixing(mean_logp_inf, group, c: float):
 
 
 def group_log_base(mean_logp_new, log_group_mean, mixing):
-    """log of what p is divided by: log (e p + (1 - e) E), each (B, 1), no gradient. Eq. 15; with e = 0 Eq. 12."""
+    """log of GEPO's denominator, log (e p + (1 - e) E), each (B, 1), no gradient. Eq. 15; with e =
+    0 Eq. 12."""
     return torch.logaddexp(mixing.log() + mean_logp_new, torch.log1p(-mixing) + log_group_mean)
 
 
 def cppo_kl(logp_new, logp_inf, how: str, clamp: float):
-    """CPPO's KL between new and inf: exp(d) - d - 1 of each token, (B, T), with gradient; k2: d^2 / 2.
+    """CPPO's KL between new and inf: exp(d) - d - 1 of each token, (B, T), with gradient; k2: d^2 /
+    2.
 
-    official: d = log p_inf - log p_new, as the released code has it; under samples of inf its mean is chi2 - KL,
-    no KL. k3: d = log p_new - log p_inf, whose mean is KL(inf || new). k2, near it: prime-rl's, --cppo_beta=0.002."""
+    official: d = log p_inf - log p_new, as in the released code; its mean under inf is chi2 - KL,
+    not a KL. k3: d = log p_new - log p_inf, with mean KL(inf || new). k2, an approximation:
+    prime-rl's, --cppo_beta=0.002."""
     d = logp_inf - logp_new if how == "official" else logp_new - logp_inf
     return d * d / 2 if how == "k2" else token_k3(d, clamp)
 
@@ -300,7 +319,8 @@ def cppo_kl(logp_new, logp_inf, how: str, clamp: float):
 class Correction:
     """A correction: its function, and the properties that other files use.
 
-    function: (...) -> (weight, keep), and for OBRS (weight, keep, logs), called by parameter name."""
+    function: (...) -> (weight, keep), and for OBRS (weight, keep, logs), called by parameter
+    name."""
 
     function: Callable
     level: str = (
@@ -321,7 +341,8 @@ class Correction:
 
 
 def call(function, cfg: LossFlags, /, **known):
-    """The function's result; an argument is the known value, or else the flag, of its parameter's name."""
+    """The function's result; an argument is the known value, or else the flag, of its parameter's
+    name."""
     values = {}
     for name in inspect.signature(function).parameters:
         if name in known:
@@ -332,7 +353,8 @@ def call(function, cfg: LossFlags, /, **known):
 
 
 def obrs_correction(new, batch, stats, cfg: LossFlags):
-    """weight min(w, c1) min(p_ref / p_tgt, c2), tokens kept by a draw with probability a (obrs.py). Jackpot."""
+    """weight min(w, c1) min(p_ref / p_tgt, c2), tokens kept by a draw with probability a (obrs.py).
+    Jackpot."""
     target = obrs.target_of(new, batch, cfg.obrs_target)
     z = obrs.token_z(target, batch.support_logp, stats.lam, stats.kappa, cfg.obrs_z)
     # p_ref / p_tgt undoes the surrogate's p_new / p_ref, and only that
@@ -409,11 +431,13 @@ def of_token(estimate):
 
 
 def of_response(estimate, aggregate):
-    """A statistic of responses, (B, 1): the tokens' estimates, summed, averaged or their maximum."""
+    """A statistic of responses, (B, 1): the tokens' estimates, summed, averaged or their
+    maximum."""
     return lambda log_r, mask, clamp: aggregate(estimate(log_r, clamp), mask)
 
 
-# k2 and k3 are divergences of inf from ref, never negative, so they have one upper bound. Names and defaults are verl's
+# k2 and k3 are divergences of inf from ref, never negative, so they have one upper bound. Names and
+# defaults are verl's
 REJECTIONS = {
     "token": Rejection(of_token(token_ratio), 0.5, 5.0),
     "sequence": Rejection(seq_ratio, 0.0, 4.0),
@@ -433,8 +457,9 @@ REJECTIONS = {
 def rejections(cfg: ObjectiveFlags) -> list[tuple[Rejection, float, float]]:
     """(statistic, lowest, highest) of each that --reject names.
 
-    One name alone has the bounds --rs_low and --rs_high. In a list, as in verl's, each has its own: NAME:LOW:HIGH, or
-    NAME with its default bounds. UserError: no such statistic, or no such bounds."""
+    One name alone has the bounds --rs_low and --rs_high. In a list, as in verl's, each has its own:
+    NAME:LOW:HIGH, or NAME with its default bounds. UserError: no such statistic, or no such
+    bounds."""
     if cfg.reject == "none":
         return []
     if cfg.reject in REJECTIONS:
@@ -478,11 +503,12 @@ def weight_and_mask(new, batch, stats, cfg: LossFlags):
 
 
 def apply_correction(new, batch, stats, cfg: LossFlags):
-    """(weight, keep, what to log) of the correction, and on top of it what `--reject` and `--veto` drop.
+    """(weight, keep, logs) of the correction, combined with the drops of `--reject` and `--veto`.
 
     correction_target: "new" has p_new above p_inf, in weights and statistics, instead of p_ref.
-    reject_of: "negative" drops tokens of negative advantage alone: to push down what the policy would hardly say any
-    more teaches it little, and moves it much. veto: a response in which one token has r below it is dropped whole."""
+    reject_of: "negative" drops only tokens of negative advantage: lowering the probability of
+    tokens that the policy hardly samples any more teaches little and moves it much. veto: drop a
+    response in which any token has r below it."""
     if cfg.correction_target == "new":
         batch = replace(batch, logp_ref=new.logp.detach())
     weight, keep, *logs = weight_and_mask(new, batch, stats, cfg)
@@ -502,14 +528,16 @@ def can_drop(cfg: ObjectiveFlags) -> bool:
 
 
 def sees_new(cfg: LossFlags) -> bool:
-    """Whether weights or masks depend on the policy during the update, and are unknown before it."""
+    """Whether weights or masks depend on the policy during the update, and are unknown before
+    it."""
     z_new = cfg.correction in USES_Z and cfg.obrs_target == "new" and cfg.kappa != "exact"
     of_new = cfg.correction_target == "new" or cfg.ref_from == "loglinear"
     return cfg.correction == "tis_adjusted" or of_new or z_new
 
 
 def mean_weight(batch, comm, stats, cfg: LossFlags, fresh) -> float:
-    """The mean of keep * weight over all ranks: over tokens, or responses where a response has one weight.
+    """The mean of keep * weight over all ranks: over tokens, or responses where a response has one
+    weight.
 
     As verl has it: before --reject and --veto, which do not change the mean."""
     weight, keep, *_ = weight_and_mask(fresh, batch, stats, cfg)
@@ -522,9 +550,9 @@ def mean_weight(batch, comm, stats, cfg: LossFlags, fresh) -> float:
 def actor_is_sampler(cfg: Config) -> bool:
     """Whether the learner's actor is the policy that sampled, up to the engine's arithmetic.
 
-    False where groups may come from older weights, where the engine rounds weights or its cache otherwise, and where it
-    samples from a truncated distribution that the learner scores whole. Arithmetic in 16 bits (--rollout_dtype) counts
-    as the same policy."""
+    False where groups may come from older weights, where the engine rounds weights or its cache
+    otherwise, and where it samples from a truncated distribution that the learner scores whole.
+    Arithmetic in 16 bits (--rollout_dtype) counts as the same policy."""
     late = cfg.samplers != "local" or (cfg.delay != "none" and cfg.max_staleness != 0)
     rounded = (
         cfg.learner_quant not in ("aligned", cfg.rollout_quant) or cfg.kv_cache_dtype != "auto"
@@ -534,7 +562,8 @@ def actor_is_sampler(cfg: Config) -> bool:
 
 
 def exact_z_known(cfg: Config) -> bool:
-    """Whether the learner sees both whole distributions of OBRS: two models, target ref, and no budget."""
+    """Whether the learner sees both whole distributions of OBRS: two models, target ref, and no
+    budget."""
     return (
         cfg.actor != "none"
         and cfg.obrs_target == "ref"
@@ -555,8 +584,8 @@ def default_bounds(cfg: ObjectiveFlags) -> dict:
 
 
 def still_read(axes: dict, cfg: ObjectiveFlags) -> dict:
-    """An objective's axes without what belongs to a correction, a rejection or a surrogate of its own that the flags
-    have replaced."""
+    """An objective's axes, without those of a correction, rejection or surrogate that the flags
+    replace."""
     rows = {
         "correction": CORRECTIONS.get(axes.get("correction")),
         "reject": REJECTIONS.get(axes.get("reject")),
@@ -593,7 +622,8 @@ def check(cfg: Config) -> None:
 
 
 def check_target(cfg: LossFlags) -> None:
-    """Which policy stands above inf, and what must be known before the update."""
+    """Check the numerator policy of the weights, and statistics that are needed before the
+    update."""
     of_new = cfg.correction_target == "new"
     need(
         not of_new or cfg.correction not in USES_Z,
@@ -612,7 +642,7 @@ def check_target(cfg: LossFlags) -> None:
     late = cfg.correction not in USES_Z and sees_new(cfg)  # OBRS has sentences of its own
     need(
         not late or cfg.loss_denominator != "kept" or not can_drop(cfg),
-        f"--loss_denominator=kept must know what is dropped before the update, and {within} is known within it; "
+        f"--loss_denominator=kept: needs the drops before the update starts, but {within} is computed during it; "
         "use proposed",
     )
     need(
@@ -621,7 +651,7 @@ def check_target(cfg: LossFlags) -> None:
             and cfg.loss_denominator == "kept"
             and CORRECTIONS[cfg.correction].drops
         ),
-        f"--loss_denominator=kept: --normalize_weights already divides by what --correction={cfg.correction} keeps; "
+        f"--loss_denominator=kept: --normalize_weights already divides by the tokens that --correction={cfg.correction} keeps; "
         "use proposed",
     )
     need(
@@ -662,7 +692,7 @@ def check_has_cap(cfg: ObjectiveFlags) -> None:
 
 
 def check_rejection(cfg: ObjectiveFlags) -> None:
-    """What --reject, --rs_low, --rs_high and --veto drop."""
+    """Check --reject, --rs_low, --rs_high and --veto."""
     rejects = "rs_low" in CORRECTIONS[cfg.correction].bounds
     need(
         not (rejects and cfg.reject in REJECTIONS),
@@ -675,7 +705,7 @@ def check_rejection(cfg: ObjectiveFlags) -> None:
     )
     need(
         (cfg.rs_low is None and cfg.rs_high is None) or rejects or cfg.reject in REJECTIONS,
-        f"--rs_low={cfg.rs_low} --rs_high={cfg.rs_high}: nothing is rejected by bounds here; name what to bound with "
+        f"--rs_low={cfg.rs_low} --rs_high={cfg.rs_high}: this correction rejects nothing; name a statistic with "
         f"--reject={', '.join(REJECTIONS)} (in a list of several each has bounds of its own, token:0.5:5)",
     )
     need(
@@ -690,7 +720,7 @@ def check_rejection(cfg: ObjectiveFlags) -> None:
 
 
 def check_obrs(cfg: Config) -> None:
-    """OBRS: its numbers, and what must be known before the update."""
+    """Check the flags of OBRS, and the statistics that it needs before the update."""
     z, new = cfg.correction in USES_Z, cfg.obrs_target == "new"
     need(cfg.obrs_c1 > 0, f"--obrs_c1={cfg.obrs_c1}: must be above 0")
     need(cfg.obrs_c2 >= 1, f"--obrs_c2={cfg.obrs_c2}: caps p_ref / p_tgt, so at least 1")

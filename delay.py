@@ -1,4 +1,5 @@
-"""Delayed samplers in one process, on a virtual clock: HeteroRL, section 4.1. Exact, and reproducible bit for bit.
+"""Delayed samplers in one process, on a virtual clock: HeteroRL, section 4.1. Exact, and
+reproducible bit for bit.
 
 There are `--delay_samplers` samplers, and each holds a model version of its own. A sampler draws a
 delay D, goes on sampling with the model it has until D seconds have passed, loads the newest
@@ -21,9 +22,8 @@ P(D < lo) = P(D > hi) = (1 - mass) / 2 = a, and then clipped to [lo, hi]:
 
 A group is sampled when the learner takes it, with the weights that its sampler had when the group
 was made. This is exact because a sample is a pure function of weights and seeds (rollout.py), and a
-group that a bound drops is never computed. Old versions stay on disk as long as a sampler, a waiting group or a
-checkpoint needs them.
-"""
+group that a bound drops is never computed. Old versions stay on disk as long as a sampler, a
+waiting group or a checkpoint needs them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ from source import LocalSource, given_back_if_it_fails
 
 @dataclass(frozen=True)
 class DelayDistribution:
-    """A distribution of delays in seconds by its quantile function; formulas at the top of the file."""
+    """A distribution of delays in seconds by its quantile function; formulas at the top of the
+    file."""
 
     kind: str
     low: float
@@ -106,8 +107,8 @@ class Ticket(NamedTuple):
 class DelaySource(LocalSource):
     """A LocalSource whose engine plays `cfg.delay_samplers` delayed samplers in turn.
 
-    store: the folder of old versions. writes: whether this rank writes there, one of those that share a disk. Every
-    rank runs the same clock with the same draws."""
+    store: the folder of old versions. writes: whether this rank writes there, one of those that
+    share a disk. Every rank runs the same clock with the same draws."""
 
     def __init__(self, *args, cfg: Config, store: Path, writes: bool = True, **more):
         super().__init__(*args, **more)
@@ -133,11 +134,13 @@ class DelaySource(LocalSource):
         """The virtual time in seconds."""
         return learner_version * self.cfg.step_seconds + self.waited
 
-    # -- weights -------------------------------------------------------------------------------------------------------
+    # -- weights
+    # -------------------------------------------------------------------------------------------------------
 
     def publish(self, version: int, named_tensors) -> None:
-        """Broadcast: put the weights where samplers will find them, every `--sync_every` updates. Collective.
-        Where no broadcast is due, no rank asks for them. named_tensors: can be read more than once."""
+        """Broadcast: put the weights where samplers will find them, every `--sync_every` updates.
+        Collective. Where no broadcast is due, no rank asks for them. named_tensors: can be read
+        more than once."""
         if self.broadcast and version - max(self.broadcast) < self.cfg.sync_every:
             return
         self.layout = self.layout or checkpoint.Layout(named_tensors, checkpoint.as_it_is)
@@ -150,11 +153,12 @@ class DelaySource(LocalSource):
             self.samplers = [
                 Sampler(version, self.delay(i, 0), 1) for i in range(self.cfg.delay_samplers)
             ]
-        # Before old versions are deleted: a sampler whose delay ended since the last broadcast loads one of them.
+        # Before old versions are deleted: a sampler whose delay ended since the last broadcast
+        # loads one of them.
         self.reload(self.now(version))
         needed = self.needed().union(*self.pinned)
-        # With --dynamic_sampling ranks take unequal numbers of groups, and others of them wait. Where all have met, the
-        # new file is whole.
+        # With --dynamic_sampling ranks take unequal numbers of groups, and others of them wait.
+        # Where all have met, the new file is whole.
         everywhere = set().union(*from_all(needed, own_group("delay")))
         for old in set(self.broadcast) - everywhere:
             del self.broadcast[old]
@@ -162,7 +166,8 @@ class DelaySource(LocalSource):
                 self.path(old).unlink(missing_ok=True)
 
     def needed(self) -> set[int]:
-        """The versions that must stay on disk: the newest, those that samplers hold, those of waiting groups."""
+        """The versions that must stay on disk: the newest, those that samplers hold, those of
+        waiting groups."""
         held = {sampler.version for sampler in self.samplers}
         waiting = {ticket.version for ticket in self.tickets}
         return {max(self.broadcast)} | held | waiting
@@ -170,15 +175,18 @@ class DelaySource(LocalSource):
     def path(self, version: int) -> Path:
         return self.store / f"v{version:06d}.safetensors"
 
-    # -- the clock -----------------------------------------------------------------------------------------------------
+    # -- the clock
+    # -----------------------------------------------------------------------------------------------------
 
     def delay(self, sampler: int, draw: int) -> float:
-        """The delay number `draw` of a sampler, in virtual seconds: a pure function of the run's seed."""
+        """The delay number `draw` of a sampler, in virtual seconds: a pure function of the run's
+        seed."""
         u = float(uniforms(1, "delay", self.cfg.seed, sampler, draw)[0])
         return min(self.distribution.quantile(max(u, 2.0**-53)), self.longest)
 
     def reload(self, now: float) -> None:
-        """Samplers whose delays are over load the newest versions broadcast by then and draw again, until none is."""
+        """Samplers whose delays are over load the newest versions broadcast by then and draw again,
+        until none is."""
         for i in range(len(self.samplers)):
             self.reload_one(i, now)
 
@@ -194,7 +202,8 @@ class DelaySource(LocalSource):
                 break
 
     def make(self, n_groups: int, learner_version: int, share: float = 1.0) -> None:
-        """Samplers make `--sampler_rate` groups in turn for each that is wanted, in this share of a batch's time.
+        """Samplers make `--sampler_rate` groups in turn for each that is wanted, in this share of a
+        batch's time.
 
         Groups that are too old are then dropped."""
         now = self.now(learner_version)
@@ -226,7 +235,8 @@ class DelaySource(LocalSource):
         return False
 
     def next(self, n_groups: int, learner_version: int, stop=()) -> list[Rollout]:
-        """The next n groups in order of arrival; the clock moves on by whole steps until there are so many."""
+        """The next n groups in order of arrival; the clock moves on by whole steps until there are
+        so many."""
         self.remember("sequence", "samplers", "tickets", "made", "waited", "dropped")
         with given_back_if_it_fails(self):
             groups = self.with_spread(
@@ -269,7 +279,8 @@ class DelaySource(LocalSource):
         self.version = -1
         return super().lend(named_tensors)
 
-    # -- metrics and checkpoints ---------------------------------------------------------------------------------------
+    # -- metrics and checkpoints
+    # ---------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -294,7 +305,8 @@ class DelaySource(LocalSource):
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from a checkpoint. UserError: a version that a sampler or a waiting group needs is not on disk."""
+        """Go on from a checkpoint. UserError: a version that a sampler or a waiting group needs is
+        not on disk."""
         super().load_state_dict(state)
         self.samplers = [Sampler(**sampler) for sampler in state["samplers"]]
         self.tickets = [Ticket(*ticket) for ticket in state["tickets"]]
@@ -316,7 +328,8 @@ MOST_WAITS = 100_000  # steps of the virtual clock
 
 
 def check_distribution(flags) -> None:
-    """UserError, one sentence, if the flags (train.py's or a remote sampler's) describe no distribution."""
+    """UserError, one sentence, if the flags (train.py's or a remote sampler's) describe no
+    distribution."""
     need(
         0 < flags.delay_min <= flags.delay_max < math.inf,
         f"--delay_min={flags.delay_min} --delay_max={flags.delay_max}: "
@@ -350,7 +363,8 @@ def check(cfg: Config) -> None:
 
 
 def check_bounds(cfg: Config) -> None:
-    """UserError, one sentence, if a bound on age cannot be met, or if waiting groups are not bounded."""
+    """UserError, one sentence, if a bound on age cannot be met, or if waiting groups are not
+    bounded."""
     most = cfg.max_staleness
     if most is not None and most < 0:
         raise UserError(

@@ -6,9 +6,8 @@
     python eval.py --follow=out/run                           # every checkpoint of a run, as it comes, into its metrics
     python eval.py --grade_gold=FILE.jsonl                    # no model: does the grader accept the file's own answers?
 
-pass@k of a problem with c right among n samples is 1 - C(n-c, k) / C(n, k), the mean over all k-subsets (Chen et al.
-2021); its standard error is taken over problems.
-"""
+pass@k of a problem with c right among n samples is 1 - C(n-c, k) / C(n, k), the mean over all
+k-subsets (Chen et al. 2021); its standard error is taken over problems."""
 
 from __future__ import annotations
 
@@ -69,7 +68,8 @@ PROBLEMS = 512  # unless --problems names a number
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that k of the n samples, drawn without replacement, hold at least one of the c right ones."""
+    """Probability that k of the n samples, drawn without replacement, hold at least one of the c
+    right ones."""
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
@@ -92,8 +92,9 @@ def solve(
 ):
     """Right answers among `samples` responses to each held-out problem, and the mean length.
 
-    indices: numbers of problems. ends: tokens that end a response (tasks.stop_ids). write(problem, group): called with
-    each problem's graded responses. Returns (len(indices), samples) of 0 / 1, and tokens."""
+    indices: numbers of problems. ends: tokens that end a response (tasks.stop_ids). write(problem,
+    group): called with each problem's graded responses. Returns (len(indices), samples) of 0 / 1,
+    and tokens."""
     right, lengths, some = [], [], tasks.at_once(samples)
     rounds = -(-len(indices) // some)
     bar = tqdm(total=rounds, desc="evaluate", leave=False, disable=rounds < 2)
@@ -121,14 +122,15 @@ def solve(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Within a training run. What has a learner is collective: every rank must call it
+# Within a training run. Functions with a learner are collective: every rank must call them
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def sampler_of(learner, name: str, cfg: OptimizerFlags) -> HFEngine:
     """A sampler in plain torch of the learner's policy or actor as it is now.
 
-    Under FSDP it has a whole copy of the weights, because shards cannot decode; aligned where the learner's is."""
+    Under FSDP it has a whole copy of the weights, because shards cannot decode; aligned where the
+    learner's is."""
     model = getattr(learner.models, name)
     if not (learner.comm.on and cfg.parallel == "fsdp"):
         return HFEngine(model, device=learner.device, vocabulary=learner.models.vocabulary)
@@ -143,10 +145,11 @@ def sampler_of(learner, name: str, cfg: OptimizerFlags) -> HFEngine:
 
 
 def held_out(learner, name: str, run, engine=None) -> dict[str, float]:
-    """pass@1 of the learner's own policy or actor on the held-out sets of the run, spread over ranks.
+    """pass@1 of the learner's own policy or actor on the held-out sets of the run, spread over
+    ranks.
 
-    engine: one that has that model's weights; None: a plain sampler. The mean over problems, and with several sets the
-    mean of theirs, beside mean@n of each under its name."""
+    engine: one with that model's weights; None: a plain sampler. The mean over problems; with
+    several sets the mean of their means, and mean@n of each set under its name."""
     if not run.eval_sets:
         return {}
     cfg, engine = run.cfg, engine or sampler_of(learner, name, run.cfg)
@@ -167,7 +170,8 @@ def held_out(learner, name: str, run, engine=None) -> dict[str, float]:
 
 
 def over_sets(sets: list[tuple[str, int]], scores: list[tuple[float, float]]) -> dict[str, float]:
-    """The metrics of an evaluation from each set's mean and standard error. sets: their labels, responses a problem."""
+    """The metrics of an evaluation from each set's mean and standard error. sets: their labels,
+    responses a problem."""
     values = {}
     if len(sets) > 1:
         for (label, n), (mean, se) in zip(sets, scores, strict=True):
@@ -187,7 +191,8 @@ class ModelFlags(SampleFlags):
 
     task: str = "arith"  # train.py asks for it where the model is not embedded
     model: str = ""
-    """A run folder (its newest checkpoint's policy), a checkpoint, any Hugging Face folder or id, or base:policy."""
+    """A run folder (its newest checkpoint's policy), a checkpoint, any Hugging Face folder or id,
+    or base:policy."""
     which: Literal["policy", "actor"] = "policy"
     """Which model of a run or checkpoint."""
     problems: int | None = None
@@ -197,8 +202,8 @@ class ModelFlags(SampleFlags):
     seed: int = 0
     """Seed of sampling."""
     out: str = ""
-    """Also write the results to this JSON file. eval.py writes every response to X.responses.jsonl, from which the same
-    command goes on after a kill; python -m probe draws its figure to X.png."""
+    """Also write the results to this JSON file. eval.py writes every response to X.responses.jsonl,
+    from which the same command goes on after a kill; python -m probe draws its figure to X.png."""
 
 
 @dataclass(frozen=True)
@@ -208,22 +213,23 @@ class EvalFlags(ModelFlags):
     k: str | None = None
     """pass@k for these k, each at most --samples; default: 1 and --samples."""
     follow: str = ""
-    """A run folder: evaluate each checkpoint as --eval_task asked, as it comes, into the run's metrics (eval.jsonl);
-    ends with the run."""
+    """A run folder: evaluate each checkpoint as --eval_task asked, as it comes, into the run's
+    metrics (eval.jsonl); ends with the run."""
     show_prompt: bool = False
-    """Print the first prompts as the model sees them, and the tokens that end a response; sample nothing."""
+    """Print the first prompts as the model sees them, and the tokens that end a response; sample
+    nothing."""
     grade_gold: str = ""
     """Feed this file's own answers to the grader instead of evaluating a model."""
 
 
 @dataclass
 class Setup:
-    """The model that is evaluated, and on what; all checked."""
+    """The model and the problem sets of an evaluation, checked."""
 
     sets: list[EvalSet]
     folder: str  # of the model
     tokenizer: object
-    most: int  # the first so many held-out problems of each set
+    most: int  # maximum number of held-out problems of each set
     context: int  # tokens of the longest prompt and response
     vocabulary: int
     stop_ids: list[int]
@@ -244,7 +250,8 @@ class Setup:
 def open_setup(cfg: ModelFlags, problems: int, sampler: str | None = None) -> Setup:
     """Find task and model. UserError: one sentence.
 
-    problems: their number, unless --problems names one. sampler: folder of another model that samples."""
+    problems: their number, unless --problems names one. sampler: folder of another model that
+    samples."""
     usual = {"samples": cfg.samples, "temperature": cfg.temperature, "max_tokens": cfg.max_tokens}
     sets = eval_sets(cfg, "task", usual)
     warmstart.check(cfg, sets[0].task)
@@ -318,7 +325,8 @@ def check_only_samples(cfg: EvalFlags) -> None:
 
 
 def find_model(cfg: ModelFlags, flag: str, which: str) -> str:
-    """The folder with config.json behind --model, or another flag. The embedded models are those of this task.
+    """The folder with config.json behind --model, or another flag. The embedded models are those of
+    this task.
 
     which: "policy" or "actor", the one to take from a run or a checkpoint."""
     name = getattr(cfg, flag)
@@ -336,7 +344,7 @@ def find_model(cfg: ModelFlags, flag: str, which: str) -> str:
     for folder in (root, root / which, newest / which):
         path = folder / "config.json"  # a run has one too, which is not a model's
         if path.is_file() and "model_type" in read_json(
-            path, "copy it anew, or name another folder"
+            path, "copy it again, or name another folder"
         ):
             return checkpoint.text_folder(str(folder))
     adapter = newest / f"{which}_adapter"
@@ -387,7 +395,8 @@ def ks_of(text: str | None, n: int) -> list[int]:
 
 
 def evaluate_set(engine, one: EvalSet, setup: Setup, cfg: EvalFlags, written: Responses | None):
-    """Right answers (problems, samples) and the mean length on one set; what was written before is read."""
+    """Right answers (problems, samples) and the mean length on one set; earlier results are read
+    from the file."""
     ids = [one.task.problem("test", i).id for i in range(setup.count(one))]
     known = written.known[one.label] if written else {}
     todo = [i for i, id in enumerate(ids) if id not in known]
@@ -419,9 +428,10 @@ def scores(one: EvalSet, right, length: float, ks: list[int]) -> dict:
 
 
 class Responses:
-    """Every response of an evaluation, in X.responses.jsonl beside --out=X.json: a line a problem, as it is graded.
+    """Every response of an evaluation, in X.responses.jsonl next to --out=X.json: a line for each
+    graded problem.
 
-    The first line says what was asked; the same command finds the lines there and goes on."""
+    The first line has the flags; the same command reads the lines and continues."""
 
     def __init__(self, path: Path, labels: list[str]):
         self.path = path
@@ -461,7 +471,7 @@ class Responses:
         return responses
 
     def writer(self, one: EvalSet, tokenizer, known: dict):
-        """What `solve` calls with each problem's graded responses."""
+        """Callback of `solve` for the graded responses of each problem."""
 
         def write(problem, group) -> None:
             row = {
@@ -495,16 +505,18 @@ def show_prompt(cfg: EvalFlags) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Beside a run
+# Following a run
 # ---------------------------------------------------------------------------------------------------------------------
 
 POLL = 5.0  # seconds between two looks into the run's folder
 
 
 def follow(cfg: EvalFlags, argv: list[str]) -> dict:
-    """Evaluate every checkpoint of a run, oldest first, by a command of its own; what is done stands in RUN/eval.jsonl.
+    """Evaluate every checkpoint of a run, oldest first, each in a process; results go to
+    RUN/eval.jsonl.
 
-    argv: the flags given, which hold before the run's own. Ends when no process trains in the folder any more."""
+    argv: the flags given, which hold before the run's own. Ends when no process trains in the
+    folder any more."""
     run, looked_at = Path(cfg.follow), set()
     need(
         holds_run(run),
@@ -515,11 +527,11 @@ def follow(cfg: EvalFlags, argv: list[str]) -> dict:
         not others,
         f"--follow: it evaluates the run's own models into the run's own file; leave out{others}",
     )
-    saved = read_json(run / "config.json", "copy it anew, or name another folder")["config"]
+    saved = read_json(run / "config.json", "copy it again, or name another folder")["config"]
     given = {key: x for key, x in flags.read(EvalFlags, argv) if key != "follow"}
     own = flags_of_run(saved, given.get("task")) + [f"--{key}={x}" for key, x in given.items()]
     while True:
-        trains = is_locked(run)  # before the look: what this process has written is seen
+        trains = is_locked(run)  # before the look, so that its last writes are seen
         done = {row["step"] for row in rows(run / EVALUATED)} | looked_at
         todo = [folder for folder in checkpoint.folders(run) if steps_of(folder) - 1 not in done]
         for folder in todo[:1]:
@@ -547,7 +559,7 @@ def steps_of(folder: Path) -> int:
 
 
 def flags_of_run(saved: dict, sets: str | None = None) -> list[str]:
-    """The flags with which one process evaluates what a run holds out. UserError: it holds nothing out."""
+    """Flags to evaluate the held-out sets of a run. UserError: the run has none."""
     task = sets or saved["eval_task"] or saved["task"]
     need(
         sets or saved["eval_task"] or task == "arith",
@@ -567,7 +579,8 @@ def flags_of_run(saved: dict, sets: str | None = None) -> list[str]:
 
 
 def evaluated(folder: Path, name: str, saved: dict, own: list[str]) -> dict[str, float]:
-    """The metrics of one model of a checkpoint, by this command in a process of its own; none where that fails."""
+    """The metrics of one model of a checkpoint, by this command in a process of its own; none where
+    that fails."""
     samples = name == ("actor" if saved["actor"] != "none" else "policy")
     rounds = (
         saved["learner_quant"] != "none" or evaluated_by(SimpleNamespace(**saved), name) == "own"
@@ -607,20 +620,21 @@ def evaluated(folder: Path, name: str, saved: dict, own: list[str]) -> dict[str,
 
 
 def filled(cfg: ModelFlags, required: tuple[str, ...]) -> ModelFlags:
-    """The flags with defaults filled in. UserError: a flag of `required` has no default for a model of your own."""
+    """The flags with defaults filled in. UserError: a flag of `required` has no default for a model
+    of your own."""
     own = cfg.model.strip() and not cfg.model.startswith("base:")
     missing = [
         f"--{flag}={PROPOSED[flag]}" for flag in required if own and getattr(cfg, flag) is None
     ]
     cfg = fill(cfg, {flag: EMBEDDED[flag] for flag in {"max_tokens", "rollout_dtype", *required}})
     if missing:
-        find_model(cfg, "model", cfg.which)  # which says what is wrong with the name
+        find_model(cfg, "model", cfg.which)  # raises for a wrong name
     check_named(cfg.model, missing)
     return cfg
 
 
 def main(argv: list[str] | None = None) -> dict:
-    """One command; returns what --out writes. UserError: one sentence."""
+    """Run the command; returns the result that --out writes. UserError: one sentence."""
     cfg = parse_flags(EvalFlags, argv, "python eval.py --model=FOLDER --key=value ...")
     cfg = tasks.as_trained(cfg, {key for key, _ in flags.read(EvalFlags, argv)})
     if cfg.follow:

@@ -68,13 +68,13 @@ class Comm:
         self.on = dist.is_initialized()
         self.rank = dist.get_rank() if self.on else 0
         self.size = dist.get_world_size() if self.on else 1
-        self.writes = self.rank == 0  # on this disk what is common; run.locked knows of more disks
+        self.writes = self.rank == 0  # shared files of this disk; run.locked sets it on more disks
         self.device = device
 
     @classmethod
     def start(cls, patience: float) -> Comm:
-        """This rank's device and process group under torchrun; one process otherwise. patience: seconds a rank
-        waits."""
+        """This rank's device and process group under torchrun; one process otherwise. patience:
+        seconds a rank waits."""
         patience = timedelta(seconds=min(patience, FOREVER))
         if not torch.cuda.is_available():
             if WORLD_SIZE > 1:
@@ -130,7 +130,8 @@ class Comm:
             dist.barrier()
 
     def end(self) -> None:
-        """Leave the process group, all ranks together: what is left of it may stop Python from ending. Last call."""
+        """Leave the process group, all ranks together; remains may keep Python from ending. Last
+        call."""
         if WORLD_SIZE > 1 and dist.is_initialized():  # vLLM's shutdown may have ended it
             dist.barrier()
             dist.destroy_process_group()
@@ -147,8 +148,8 @@ class Learner:
     def __init__(
         self, policy, actor, cfg: Config, comm: Comm, vocabulary: int | None = None, start=None
     ):
-        """vocabulary: token ids that there are (model.PolicyAndActor). start: the frozen model that --kl_coef holds the
-        policy to; None without it."""
+        """vocabulary: token ids that there are (model.PolicyAndActor). start: the frozen model that
+        --kl_coef holds the policy to; None without it."""
         self.cfg = cfg
         self.comm = comm
         self.device = comm.device
@@ -193,7 +194,8 @@ class Learner:
         return self.comm.on and self.cfg.parallel == "fsdp"
 
     def _wrap(self, compute: torch.dtype | None):
-        """The models where they belong, with their weights. compute: type of the products, if of 16 bits."""
+        """The models where they belong, with their weights. compute: type of the products, if of 16
+        bits."""
         if self.sharded:
             memory.shard(self.models, self.device, self.comm.size, compute)
         memory.fill(self.models, self.device)
@@ -201,12 +203,13 @@ class Learner:
             return nn.parallel.DistributedDataParallel(self.models, gradient_as_bucket_view=True)
         return self.models
 
-    # -- forward only --------------------------------------------------------------------------------------------------
+    # -- forward only
+    # --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def score(self, batch: Batch, needs: Needs) -> TokenStats:
-        """TokenStats of a whole batch with the weights as they are, micro-batch by micro-batch, without
-        gradient."""
+        """TokenStats of a whole batch with the weights as they are, micro-batch by micro-batch,
+        without gradient."""
         out: dict[str, torch.Tensor] = {}
         for rows, micro, share in self._micro(batch):
             statistics = self.wrapped(micro, needs, share)
@@ -222,7 +225,7 @@ class Learner:
         return TokenStats(**{name: x.cpu() for name, x in out.items()})
 
     def ref_columns(self, batch: Batch, lam: float) -> dict[str, torch.Tensor]:
-        """The ref pass: what objectives need of policy and actor before the first update on this batch."""
+        """The ref pass: statistics of policy and actor before the first update on this batch."""
         new = self.score(batch, needs_of_ref_pass(self.cfg, self.has_actor, lam))
         columns = objectives.columns_of(new)
         if new.top_ids is not None:
@@ -230,10 +233,10 @@ class Learner:
         return columns
 
     def _wider_support(self, batch: Batch, new: TokenStats) -> dict[str, torch.Tensor]:
-        """The support's columns with the policy's own top-K beside the engine's."""
+        """The support's columns, extended by the policy's top-K."""
         if self.has_actor and corrections.actor_is_sampler(self.cfg):
             top_logp_inf = new.top_actor_logp
-        else:  # unknown: what the policy itself gives, and no more than the engine's K-th
+        else:  # unknown: the policy's value, at most the engine's K-th
             top_logp_inf = torch.minimum(new.top_logp, batch.p_kth.log()[..., None])
         same = new.top_ids[..., None] == batch.support_ids[:, :, None, :]  # (B, T, K, S)
         top_logp_inf = top_logp_inf.masked_fill(same.any(-1), -torch.inf)
@@ -252,9 +255,9 @@ class Learner:
     def _micro(self, batch: Batch):
         """(rows, micro-batch, whether to share prompts) by token budget.
 
-        Every rank makes the same choice and has as many of them: one with fewer repeats its last row (rows = None).
-        Prompts are shared where that saves 15 % of the tokens: the responses' attention then needs a mask, which costs
-        some kernels their speed."""
+        Every rank makes the same choice and has as many of them: one with fewer repeats its last
+        row (rows = None). Prompts are shared where that saves 15 % of the tokens: the responses'
+        attention then needs a mask, which costs some kernels their speed."""
         plain, plain_tokens = batching.micro_batches(batch, self.cfg.micro_tokens, share=False)
         shared, shared_tokens = batching.micro_batches(batch, self.cfg.micro_tokens, share=True)
         plain_tokens, shared_tokens = self.comm.sum([plain_tokens, shared_tokens])
@@ -266,13 +269,14 @@ class Learner:
             else:
                 yield None, batch.select(parts[-1][-1:]).to(self.device), share
 
-    # -- one optimizer step --------------------------------------------------------------------------------------------
+    # -- one optimizer step
+    # --------------------------------------------------------------------------------------------
 
     def update(self, batch: Batch, stats: objectives.StepStats) -> dict[str, float]:
-        """One optimizer step on this rank's share of a batch. Returns the metrics of the step, global over
-        ranks."""
+        """One optimizer step on this rank's share of a batch. Returns the metrics of the step,
+        global over ranks."""
         logged = self.backward(batch, stats)
-        # entropy and CPPO's KL stand outside of what a rejection masks
+        # a rejection does not mask entropy and CPPO's KL
         alone = not (self.cfg.entropy_coef or self.cfg.cppo_beta)
         all_rejected = alone and logged["rollout_corr/rollout_rs_masked_fraction"] >= 1
         return logged | self._step(logged["loss"], all_rejected)
@@ -307,8 +311,9 @@ class Learner:
         return logged | {"loss": self.comm.sum([total])[0]}
 
     def _unscale(self) -> None:
-        """Gradients in their own units again. Where one overflowed in float16, the next backward has half the loss
-        scale; after 2,000 that did not it has twice the scale. The same on every rank, as the gradients are."""
+        """Gradients in their own units again. Where one overflowed in float16, the next backward
+        has half the loss scale; after 2,000 that did not it has twice the scale. The same on every
+        rank, as the gradients are."""
         if not self.scaler.is_enabled():
             return
         for optimizer in chain.from_iterable(self.optimizers.values()):
@@ -316,25 +321,26 @@ class Learner:
         self.scaler.update()
 
     def dot(self, a, b) -> float:
-        """<a, b> of two directions in a model's weights, the same number on every rank: one tensor for each parameter,
-        under FSDP this rank's shard of it."""
+        """<a, b> of two directions in a model's weights, the same number on every rank: one tensor
+        for each parameter, under FSDP this rank's shard of it."""
         mine = sum(float((x.double() * y.double()).sum()) for x, y in zip(a, b, strict=True))
         total = self.comm.sum([mine])[0]
         return total if self.sharded else total / self.comm.size
 
     def _gradient_sync(self, last: bool):
-        """A context in which DDP reduces gradients over ranks in the last micro-batch's backward alone. FSDP reduces
-        them in every one, so that a rank keeps its part alone."""
+        """A context in which DDP reduces gradients over ranks in the last micro-batch's backward
+        alone. FSDP reduces them in every one, so that a rank keeps its part alone."""
         if self.comm.on and not self.sharded and not last:
             return self.wrapped.no_sync()
         return contextlib.nullcontext()
 
     def _step(self, loss: float, all_rejected: bool = False) -> dict[str, float]:
-        """Clip, check, step. A non-finite loss or gradient skips the step on every rank; too many in a row stop
-        the run (`error`). An overflow of float16 that a smaller loss scale can cure is not counted.
+        """Clip, check, step. A non-finite loss or gradient skips the step on every rank; too many
+        in a row stop the run (`error`). An overflow of float16 that a smaller loss scale can cure
+        is not counted.
 
-        all_rejected: of a batch that was rejected whole the policy learns nothing (its optimizer's momentum must
-        not move it either); the update is counted."""
+        all_rejected: of a batch that was rejected whole the policy learns nothing (its optimizer's
+        momentum must not move it either); the update is counted."""
         norms = {name: self._clip(name) for name in self.names}
         finite = math.isfinite(loss) and all(map(math.isfinite, norms.values()))
         factor, out = schedule(self.version, self.cfg), {}
@@ -383,14 +389,17 @@ class Learner:
                 optim.step(optimizer, self.cfg)
             optimizer.zero_grad(set_to_none=True)
 
-    # -- weights in and out --------------------------------------------------------------------------------------------
+    # -- weights in and out
+    # --------------------------------------------------------------------------------------------
 
     def named_tensors(self, name: str, whole=whole):
-        """Yields (Hugging Face name, whole detached tensor) of one model, `lm_head.weight` included; collective."""
+        """Yields (Hugging Face name, whole detached tensor) of one model, `lm_head.weight`
+        included; collective."""
         return self.stream(name, self.model_state(name), whole)
 
     def model_state(self, name: str) -> dict[str, torch.Tensor]:
-        """One model's parameters and buffers as they lie on this rank, adapters and `lm_head.weight` included."""
+        """One model's parameters and buffers as they lie on this rank, adapters and
+        `lm_head.weight` included."""
         state = getattr(self.models, name).state_dict()
         if "lm_head.weight" not in state:  # tied heads are dropped from some state dicts
             state["lm_head.weight"] = state[
@@ -399,7 +408,8 @@ class Learner:
         return state
 
     def stream(self, name: str, state: dict, whole):
-        """Yields (Hugging Face name, tensor) of a `model_state`, or of a copy of one, made whole by `whole`."""
+        """Yields (Hugging Face name, tensor) of a `model_state`, or of a copy of one, made whole by
+        `whole`."""
         return lora.merged(getattr(self.models, name), state, whole)
 
     def adapter(self, name: str) -> lora.Adapter | None:
@@ -409,12 +419,14 @@ class Learner:
         return lora.Adapter.of(getattr(self.models, name), whole)
 
     def published(self, name: str, packed: bool) -> Published:
-        """What an engine loads of one model: `named_tensors`, its linear layers in the rollout's format if there
-        is one. It can be read more than once; collective every time.
+        """The tensors that an engine loads of one model, linear layers in the rollout's format if
+        it has one.
 
-        packed: in low bits, as quant.py stores them. Remote samplers quantize for themselves, each as it likes,
-        unless the low-bit tensors are what travels. Matrices are rounded to the type in which a local engine holds
-        them before they are gathered, and travel so."""
+        The stream can be read more than once; each reading is collective.
+
+        packed: in low bits, as quant.py stores them. Remote samplers quantize received weights
+        themselves, unless low-bit tensors are sent. Matrices are rounded to the type of a local
+        engine before they are gathered."""
         whole_of = self._whole_for_engine(name, packed)
         if not self._quantizes(packed):
             return Published(lambda: self.named_tensors(name, whole_of))
@@ -434,8 +446,9 @@ class Learner:
         return partial(whole_in, dtype) if dtype else whole
 
     def verified(self, name: str, packed: bool, published: Published) -> Published:
-        """The same stream, in which two tensors are compared with the learner's parameters as they are now; others at
-        each version. SyncError while it is read: they differ, so that old weights would be published. Collective."""
+        """The same stream, in which two tensors are compared with the learner's parameters as they
+        are now; others at each version. SyncError while it is read: they differ, so that old
+        weights would be published. Collective."""
 
         def read():
             model = getattr(self.models, name)
@@ -465,9 +478,10 @@ class Learner:
         return Published(read)
 
     def logprobs(self, name: str, ids: np.ndarray) -> np.ndarray:
-        """log p(ids[t] | ids[:t]) for t >= 1 by one model's own forward: (R, L) -> float32 (R, L - 1).
+        """log p(ids[t] | ids[:t]) for t >= 1 by one model's own forward: (R, L) -> float32 (R, L -
+        1).
 
-        In the precision of the weights: rounding to 16 bits would hide what a small update changes."""
+        In the precision of the weights: rounding to 16 bits would hide a small update."""
         stats = self._in_full_precision(batching.of_rows(ids, self.cfg), Needs())
         return (stats.logp if name == "policy" else stats.actor_logp).numpy()
 
@@ -484,7 +498,8 @@ class Learner:
         return stats
 
     def agreement(self, batch: Batch) -> Agreement:
-        """How far this learner is from the engine on a batch that was sampled from the same weights. Collective."""
+        """How far this learner is from the engine on a batch that was sampled from the same
+        weights. Collective."""
         few = batch.select(range(min(len(batch), 16)))
         model = getattr(self.models, self.names[-1])
 
@@ -512,10 +527,11 @@ class Learner:
         return Agreement(distance(own, engine), floor, plain)
 
     def check_heads(self, ids: np.ndarray) -> None:
-        """UserError, one sentence, if model/head.py makes other logits than a model itself. Collective.
+        """UserError, one sentence, if model/head.py makes other logits than a model itself.
+        Collective.
 
-        In the precision of the weights, whatever autocast rounds to: it is the function that is compared. ids: token
-        ids (R, L)."""
+        In the precision of the weights, whatever autocast rounds to: it is the function that is
+        compared. ids: token ids (R, L)."""
         some = min(
             rows_at_once(getattr(self.models, name).config, ids.shape[1]) for name in self.names
         )
@@ -524,10 +540,10 @@ class Learner:
         own = [self._in_full_precision(batch, Needs(own_head=True)) for batch in batches]
         for name, key in zip(self.names, ("logp", "actor_logp"), strict=False):
             config = getattr(self.models, name).config
-            says, expected = (
+            logp, expected = (
                 torch.cat([getattr(stats, key) for stats in found]) for found in (ours, own)
             )
-            gap = float((says - expected).abs().mean())
+            gap = float((logp - expected).abs().mean())
             need(
                 gap <= HEADS.get(str(expected.dtype).removeprefix("torch."), 1e-3),
                 f"--{name if name == 'actor' else 'model'}: models of the family {config.model_type} do more to their "
@@ -536,7 +552,7 @@ class Learner:
             )
 
     def state_dict(self) -> dict:
-        """What counts and controls; weights and optimizers are `trained`."""
+        """Counters and controls; `trained` returns weights and optimizer states."""
         counters = ("version", "skipped", "skipped_in_a_row", "rejected")
         return {
             **{name: getattr(self, name) for name in counters},
@@ -551,8 +567,10 @@ class Learner:
             self.scaler.load_state_dict(state["scaler"])
 
     def trained(self, name: str) -> dict[str, torch.Tensor]:
-        """What training has made of one model, as it lies on this rank: its weights that learn, model/weight, and what
-        the optimizers keep of each, model/weight/kind. What is written into these tensors is the learner's."""
+        """Trainable weights (model/weight) and optimizer states (model/weight/kind) of one model on
+        this rank.
+
+        Writing into these tensors changes the learner."""
         names = self._learning(name)
         found = {key: p.detach() for p, key in names.items()}
         for optimizer in self.optimizers[name]:
@@ -561,7 +579,8 @@ class Learner:
         return found
 
     def make_states(self, saved: dict[str, tuple]) -> None:
-        """Give the optimizers room for a checkpoint's states. saved: name -> (shape, dtype) of what `trained` gave."""
+        """Allocate optimizer states for a checkpoint. saved: name -> (shape, dtype) of the tensors
+        of `trained`."""
         for name in self.names:
             optimizer_of = {}
             for optimizer in self.optimizers[name]:
@@ -589,7 +608,7 @@ class Learner:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Is it one policy with what is published, and with what samples?
+# Comparison with published weights, and with the sampler
 # ---------------------------------------------------------------------------------------------------------------------
 
 # mean |log p - log p| of two ways to make logits of the same hidden states, in a type
@@ -608,10 +627,12 @@ class Agreement:
 
 
 def check_agreement(cfg: RolloutFlags, found: Agreement) -> str:
-    """A warning, or "". UserError if, with the same weights, engine and learner compute different policies.
+    """A warning, or "". UserError if, with the same weights, engine and learner compute different
+    policies.
 
-    It finds whatever makes logits another function on one side: a soft cap, a scale, a bias, a temperature. Where both
-    sides are meant to differ (a low-bit engine, another learner) it warns only."""
+    It finds whatever makes logits another function on one side: a soft cap, a scale, a bias, a
+    temperature. Where both sides are meant to differ (a low-bit engine, another learner) it warns
+    only."""
     limit = max(AGREES, LIMIT * found.floor)
     aligned = cfg.learner_quant in ("aligned", cfg.rollout_quant)
     gap = (
@@ -636,8 +657,9 @@ def check_agreement(cfg: RolloutFlags, found: Agreement) -> str:
 def expects_agreement(cfg: Config) -> bool:
     """Whether engine and learner should be one policy: same weights, same distribution.
 
-    How far noise moves probabilities depends on the weights, so no number can be expected of it here. Proofs of
-    weight syncs are without noise, and say as much of engine and learner as ever."""
+    How far noise moves probabilities depends on the weights, so no number can be expected of it
+    here. Proofs of weight syncs are without noise, and say as much of engine and learner as
+    ever."""
     fresh = cfg.samplers == "local" and cfg.delay == "none"
     same = cfg.logprobs_mode == "processed" and (
         cfg.keep_sampling_mask == "replay" or not Sampling.of(cfg).truncates
@@ -646,7 +668,8 @@ def expects_agreement(cfg: Config) -> bool:
 
 
 def engine_type(cfg: Config) -> torch.dtype | None:
-    """The 16 bits in which a local engine holds every matrix; None where it holds or is given others."""
+    """The 16 bits in which a local engine holds every matrix; None where it holds or is given
+    others."""
     others = cfg.samplers != "local" or cfg.exact or cfg.lm_head_fp32 or cfg.lora_rank
     return None if others or cfg.rollout_dtype == "float32" else getattr(torch, cfg.rollout_dtype)
 

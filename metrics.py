@@ -1,12 +1,13 @@
-"""Metrics: how far apart the policies are, what the correction did about it, and where it is all written down.
+"""Metrics: how far apart the policies are, what the correction did about it, and where it is all
+written down.
 
     python metrics.py          # the page of all metrics: name, meaning
 
-A metric is one row below: its name, what it is a mean (or maximum) over, its formula, its meaning. `Derived` rows are
-formulas of such means over the whole step (machinery/measure.py adds them up). Names under `rollout_corr/` have the
-meaning that verl gives them (three differences: results/conformance.md). Rows with a name that begins with _ are sums
-from which other rows are computed.
-"""
+A metric is one row below: its name, what it is a mean (or maximum) over, its formula, its meaning.
+`Derived` rows are formulas of such means over the whole step (machinery/measure.py adds them up).
+Names under `rollout_corr/` have the meaning that verl gives them (three differences:
+results/conformance.md). Rows with a name that begins with _ are sums from which other rows are
+computed."""
 
 from __future__ import annotations
 
@@ -411,7 +412,8 @@ def bracketed(m) -> bool:
 
 
 def summed(m) -> str | None:
-    """The sum over the support that kappa scales: Z_low, the text's Z_approx, or none where Z is exact."""
+    """The sum over the support that kappa scales: Z_low, the text's Z_approx, or none where Z is
+    exact."""
     return next((name for name in ("obrs/z_low", "obrs/z_approx") if name in m), None)
 
 
@@ -582,7 +584,8 @@ ELSEWHERE = {
 
 
 def observe(sums: Sums, new, batch, stats, logs, cfg: LossFlags) -> None:
-    """Add one micro-batch. new: TokenStats, detached; batch: with ref columns; logs: from objectives.joint_loss."""
+    """Add one micro-batch. new: TokenStats, detached; batch: with ref columns; logs: from
+    objectives.joint_loss."""
     view = View(new, batch, stats, logs, cfg)
     for row in ROWS:
         if isinstance(row, Quantile):
@@ -601,8 +604,8 @@ def observe(sums: Sums, new, batch, stats, logs, cfg: LossFlags) -> None:
 
 
 def derive(m: Means) -> dict[str, float]:
-    """The public metrics: means and maxima, and the derived ones. What no token or response of the batch is in
-    is left out: a length, a sign, those that were cut."""
+    """The public metrics: means and maxima, and the derived ones. What no token or response of the
+    batch is in is left out: a length, a sign, those that were cut."""
     empty = {name for name in m.pairs if name.startswith(BUCKETED) and m.count(name) == 0}
     out = {
         name: value for name, value in m.items() if not name.startswith("_") and name not in empty
@@ -622,7 +625,8 @@ BUCKETED = ("rollout_corr/seq_weight/", "rollout_corr/low_weight/", "entropy_of_
 
 
 def page() -> str:
-    """All metrics, a name and its meaning each; a family such as seq_weight/16, /32, ... has one line."""
+    """All metrics, a name and its meaning each; a family such as seq_weight/16, /32, ... has one
+    line."""
     lines = []
     for title, rows in SECTIONS.items():
         named = {re.sub(r"/[0-9.]+$", "/N", row.name): row.meaning for row in rows if row.meaning}

@@ -5,14 +5,16 @@
     correction   a detached weight and a keep-mask per token (corrections.py, obrs.py), from three policies:
                  `inf`, the one that sampled (engine, actor, precision, staleness, sampling settings),
                  `ref`, the learner's before the first update on this rollout batch, and `new`, the learner's now
-    surrogate    what is maximised, and inside which trust region of `new`
-    reduction    what the sum is divided by: one denominator over all ranks and micro-batches
+    surrogate    objective that is maximised, and trust region of `new`
+    reduction    denominator of the sum, one for all ranks and micro-batches
 
-Surrogates and regularisers are pure functions of tensors and numbers; presets over all axes are presets.py's, and
-advantages batching.py's. `python objectives.py` prints every name with its formula, users, needs and costs.
+Surrogates and regularisers are pure functions of tensors and numbers; presets over all axes are
+presets.py's, and advantages batching.py's. `python objectives.py` prints every name with its
+formula, users, needs and costs.
 
-`prepare` runs once per optimizer step, over all ranks, before any backward; `loss` is called for each micro-batch;
-`update_controllers` hands what must be remembered (kappa, the distillation loop) to the next update.
+`prepare` runs once per optimizer step, over all ranks, before any backward; `loss` is called for
+each micro-batch; `update_controllers` keeps state for the next update (kappa, the weight of
+distillation).
 
 Jackpot's four lines: a, keep, w and rho in `obrs.correction`, then `ppo` and the product in `loss`.
 """
@@ -50,8 +52,8 @@ from sampling import Sampling
 # ---------------------------------------------------------------------------------------------------------------------
 # Surrogates: -> (value to maximise (B, T), clipped (B, T) bool, ratio (B, T) or None)
 #
-# log_ratio: log p_new - log p_base, (B, T), with gradient; adv (B, 1) or (B, T); low, high: the trust region is
-# [1 - low, 1 + high], and an infinite bound is no bound.
+# log_ratio: log p_new - log p_base, (B, T), with gradient; adv (B, 1) or (B, T); low, high: the
+# trust region is [1 - low, 1 + high], and an infinite bound is no bound.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -70,17 +72,19 @@ def ppo(log_ratio, adv, low=0.2, high=0.28, dual_clip=0.0, clamp=CLAMP):
 
 
 def gspo(log_ratio, mask, adv, low=3e-4, high=4e-4, dual_clip=0.0, clamp=CLAMP):
-    """PPO on g = exp(mean_t log s), one ratio a response. GSPO (GEPO Eq. 7); with the group's base GEPO Eq. 12."""
+    """PPO on g = exp(mean_t log s), one ratio a response. GSPO (GEPO Eq. 7); with the group's base
+    GEPO Eq. 12."""
     g = geo_ratio(log_ratio, mask, clamp)
     value, clipped = clip_surrogate(g, adv, low, high, dual_clip)
     return value.expand_as(log_ratio), clipped.expand_as(mask), g.expand_as(log_ratio)
 
 
 def tbpo(log_ratio, mask, adv, low=3e-4, high=4e-4, tbpo_neg_high=7e-4, clamp=CLAMP):
-    """clip(g) A, g = exp(mean_t log s), without PPO's min: outside its band a response has no gradient. QaRL 3.2.
+    """clip(g) A, g = exp(mean_t log s), without PPO's min: outside its band a response has no
+    gradient. QaRL 3.2.
 
-    A >= 0: g <= 1 + high. A < 0: 1 - low <= g <= 1 + tbpo_neg_high, because error tokens come in clusters and make
-    g large."""
+    A >= 0: g <= 1 + high. A < 0: 1 - low <= g <= 1 + tbpo_neg_high, because error tokens come in
+    clusters and make g large."""
     g = geo_ratio(log_ratio, mask, clamp)
     lowest = torch.where(adv >= 0, g.new_tensor(-math.inf), g.new_tensor(1 - low))
     highest = torch.where(adv >= 0, g.new_tensor(1 + high), g.new_tensor(1 + tbpo_neg_high))
@@ -91,7 +95,8 @@ def tbpo(log_ratio, mask, adv, low=3e-4, high=4e-4, tbpo_neg_high=7e-4, clamp=CL
 
 
 def sapo(log_ratio, adv, clamp=CLAMP):
-    """(4 / tau) sigmoid(tau (s - 1)) A, tau = 1.0 where A > 0, else 1.05. QaRL D.4, arXiv 2511.20347."""
+    """(4 / tau) sigmoid(tau (s - 1)) A, tau = 1.0 where A > 0, else 1.05. QaRL D.4, arXiv
+    2511.20347."""
     s = token_ratio(log_ratio, clamp)
     tau = torch.where(adv > 0, log_ratio.new_tensor(1.0), log_ratio.new_tensor(1.05))
     value = 4.0 / tau * torch.sigmoid(tau * (s - 1.0)) * adv
@@ -99,16 +104,19 @@ def sapo(log_ratio, adv, clamp=CLAMP):
 
 
 def gmpo(log_ratio, mask, adv, low=0.4, high=0.4, clamp=CLAMP):
-    """g A, g = exp(mean_t x_t), x = log s bounded on the side of A: x <= high where A >= 0, x >= -low where A < 0.
+    """g A, g = exp(mean_t x_t), x = log s bounded on the side of A: x <= high where A >= 0, x >=
+    -low where A < 0.
 
-    The geometric mean of PPO's clipped ratios, with bounds of log s. GMPO, arXiv 2507.20673; verl's geo_mean."""
+    The geometric mean of PPO's clipped ratios, with bounds of log s. GMPO, arXiv 2507.20673; verl's
+    geo_mean."""
     bounded = torch.where(adv >= 0, log_ratio.clamp_max(high), log_ratio.clamp_min(-low))
     g, value = geo_ratio(log_ratio, mask, clamp), geo_ratio(bounded, mask, clamp) * adv
     return value.expand_as(log_ratio), bounded != log_ratio, g.expand_as(log_ratio)
 
 
 def dppo(logp, base, adv, low=0.2, high=0.2, divergence="tv", clamp=CLAMP):
-    """s A, but 0 where p_new has left p_base by more than the bound, in the direction in which A pushes.
+    """s A, but 0 where p_new has left p_base by more than the bound, in the direction in which A
+    pushes.
 
     Kept are, with A >= 0, p_new <= p_base or gap <= high; with A < 0, p_new >= p_base or gap <= low. The gap is
     tv  |p_new - p_base|;  kl  p log(p / p_new) + (1 - p) log((1 - p) / (1 - p_new)), p = p_base: of two outcomes, this
@@ -125,8 +133,8 @@ def dppo(logp, base, adv, low=0.2, high=0.2, divergence="tv", clamp=CLAMP):
 
 
 def cispo(log_ratio, logp, adv, low=0.2, high=0.28, clamp=CLAMP):
-    """sg(clip(s, 1 - low, 1 + high)) A log p_new: the clip bounds the weight and never stops the gradient.
-    MiniMax-M1."""
+    """sg(clip(s, 1 - low, 1 + high)) A log p_new: the clip bounds the weight and never stops the
+    gradient. MiniMax-M1."""
     s = token_ratio(log_ratio, clamp).detach()
     bounded = s.clamp(1 - low, 1 + high)
     return bounded * adv * logp, bounded != s, s
@@ -167,7 +175,8 @@ SURROGATES = {
 
 
 def surrogate_of(logp, base, adv, mask, cfg: LossFlags):
-    """(value to maximise, where it is clipped, ratio) of --surrogate. base: log of the ratio's denominator, (B, T)."""
+    """(value to maximise, where it is clipped, ratio) of --surrogate. base: log of the ratio's
+    denominator, (B, T)."""
     low, high = clip_bounds(cfg)
     edge = {} if cfg.clip else {"tbpo_neg_high": math.inf}
     return call(
@@ -187,7 +196,7 @@ def surrogate_of(logp, base, adv, mask, cfg: LossFlags):
 
 DISTILL_GAIN = 0.1  # closed loop: largest change of log(distill_lambda) in one update
 DISTILL_LAMBDA_MAX = 100.0  # closed loop: upper bound of distill_lambda
-CLIP = (0.2, 0.28)  # eps_low, eps_high where nothing else is said
+CLIP = (0.2, 0.28)  # default eps_low, eps_high
 CLIPS = {"gspo": (3e-4, 4e-4), "tbpo": (3e-4, 4e-4)}  # a length-normalised ratio never reaches 0.2
 CLIPS |= {
     "gmpo": (0.4, 0.4),
@@ -197,20 +206,22 @@ CLIPS |= {
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Regularisers: KL to the frozen model that the run started from (`start`; verl and TRL call that one `ref`)
+# Regularisers: KL to the frozen model that the run started from (`start`; verl and TRL call that
+# one `ref`)
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def kl_estimate(logp, logp_start, estimator: str, clamp=CLAMP):
-    """Each sampled token's estimate of KL(p || start), (B, T) nats, with gradient; x = log p_start - log p. Schulman.
+    """Each sampled token's estimate of KL(p || start), (B, T) nats, with gradient; x = log p_start
+    - log p. Schulman.
 
                             mean of k         gradient as a loss, E[dk]   gradient as a reward, E[k dlogp]
         k1 = -x             KL(p || start)    0                           dKL(p || start)
         k2 = x^2 / 2        approximates it   dKL(p || start)             not that of a KL
         k3 = e^x - 1 - x    KL(p || start)    dKL(start || p)             dKL(p || start) - dKL(start || p)
 
-    E over tokens of p. So k2 is right in the loss (DeepSeek-V3.2's p_new / p_old k3 has the same gradient), and k1 in
-    the reward; k1 in the loss has a gradient of mean zero."""
+    E over tokens of p. So k2 is right in the loss (DeepSeek-V3.2's p_new / p_old k3 has the same
+    gradient), and k1 in the reward; k1 in the loss has a gradient of mean zero."""
     x = logp_start - logp
     if estimator == "k1":
         return -x
@@ -229,7 +240,8 @@ def unregularised(cfg: Config):
 
 @dataclass
 class StepStats:
-    """What one optimizer step must know of all its tokens, over all ranks, before the first backward."""
+    """Statistics of all tokens of an optimizer step, over all ranks, before the first backward
+    pass."""
 
     tokens: float  # tokens that may carry a gradient
     sequences: float  # responses with such a token
@@ -241,7 +253,7 @@ class StepStats:
     )
     log_group_mean: torch.Tensor | None = None  # (B, 1) GEPO's log E of each response's group
     mixing: torch.Tensor | None = None  # (B, 1) GEPO's e
-    weight_mean: float = 1.0  # what --normalize_weights divides by
+    weight_mean: float = 1.0  # divisor of --normalize_weights
 
     def select(self, rows) -> StepStats:
         """The statistics as seen by a micro-batch made of these rows."""
@@ -253,9 +265,9 @@ class StepStats:
 def passes_needed(cfg: Config, controllers: dict, updates: int) -> set[str]:
     """Which extra learner passes this rollout batch needs: {"ref"}, {"ref", "fresh"} or none.
 
-    With one update per batch `ref` is the policy of that very update, so its forward pass serves as the ref pass,
-    unless something must be known of all ranks before the first backward: kappa, a budget's lambda, the kept
-    denominator, the mean weight."""
+    With one update per batch `ref` is the policy of that very update, so its forward pass serves as
+    the ref pass, unless something must be known of all ranks before the first backward: kappa, a
+    budget's lambda, the kept denominator, the mean weight."""
     z = cfg.correction in USES_Z
     passes = set()
     several = updates > 1 and cfg.ref_from == "pass"
@@ -279,8 +291,9 @@ def passes_needed(cfg: Config, controllers: dict, updates: int) -> set[str]:
 def prepare(batch, comm, cfg: LossFlags, controllers: dict, fresh=None) -> StepStats:
     """The statistics of one optimizer step over all ranks.
 
-    batch: this rank's share of the step; comm.sum and comm.cat reduce over ranks; controllers: what earlier steps
-    left (`update_controllers`); fresh: TokenStats of the policy as it is now, for `--kappa=exact`."""
+    batch: this rank's share of the step; comm.sum and comm.cat reduce over ranks; controllers: what
+    earlier steps left (`update_controllers`); fresh: TokenStats of the policy as it is now, for
+    `--kappa=exact`."""
     lengths = batch.mask.sum(1)
     tokens, sequences = comm.sum([batch.mask.sum(), (lengths > 0).sum()])
     stats = StepStats(
@@ -334,8 +347,8 @@ def prepare_obrs(stats: StepStats, batch, comm, cfg: LossFlags, controllers: dic
 
 
 def prepare_kept(stats: StepStats, batch, comm, cfg: LossFlags, fresh) -> None:
-    """`--loss_denominator=kept`: the factor that divides each response by what is kept instead of what was
-    proposed."""
+    """`--loss_denominator=kept`: the factor that replaces the denominator of proposed tokens by
+    that of kept ones."""
     _, keep, _ = apply_correction(fresh, batch, stats, cfg)
     lengths = batch.mask.sum(1)
     kept = (keep.expand_as(batch.logp_inf) * batch.mask).sum(1)
@@ -361,8 +374,8 @@ def prepare_kept(stats: StepStats, batch, comm, cfg: LossFlags, fresh) -> None:
 
 
 def with_ref(new, batch, cfg: ObjectiveFlags):
-    """A batch without a ref pass takes `ref` from this very forward, detached: the same weights, so the same policy,
-    or the one between it and inf (`--ref_from=loglinear`)."""
+    """A batch without a ref pass takes `ref` from this very forward, detached: the same weights, so
+    the same policy, or the one between it and inf (`--ref_from=loglinear`)."""
     if batch.logp_ref is not None:
         return batch
     batch = replace(batch, **columns_of(new.detach()))
@@ -388,13 +401,15 @@ REF |= {"logp_start": "logp_start"}
 
 
 def loss(new, batch, stats: StepStats, cfg: Config):
-    """(the unreduced loss (B, T) of one model, what it saw): - keep sg(weight) (surrogate - kl_coef sg(ratio) KL) - ...
+    """(unreduced loss (B, T) of one model, logs): - keep sg(weight) (surrogate - kl_coef sg(ratio)
+    KL) - ...
 
-    The KL to the start model carries the advantage's mask, weight and (unclipped) ratio, so that it is an expectation
-    over tokens of p_new, and a context counts alike for reward and KL. The entropy belongs to a whole distribution, not
-    to a sampled token, and carries no weight.
+    The KL to the start model carries the advantage's mask, weight and (unclipped) ratio, so that it
+    is an expectation over tokens of p_new, and a context counts alike for reward and KL. The
+    entropy belongs to a whole distribution, not to a sampled token, and carries no weight.
 
-    new: TokenStats of this forward, with gradient; batch: with ref columns; stats: from `prepare`."""
+    new: TokenStats of this forward, with gradient; batch: with ref columns; stats: from
+    `prepare`."""
     batch = with_ref(new, batch, cfg)
     base = log_ratio_base(new, batch, stats, cfg)
     weight, keep, logs = apply_correction(new, batch, stats, cfg)
@@ -428,8 +443,8 @@ def loss(new, batch, stats: StepStats, cfg: Config):
 
 
 def log_ratio_base(new, batch, stats: StepStats, cfg: ObjectiveFlags):
-    """log of what the surrogate's ratio divides by, (B, T): p_ref, p_inf, p_new itself, or the group's
-    (corrections.py)."""
+    """log of the denominator of the surrogate's ratio, (B, T): p_ref, p_inf, p_new, or the group
+    expectation."""
     if cfg.ratio_base == "ref":
         return batch.logp_ref
     if cfg.ratio_base == "inf":
@@ -444,10 +459,11 @@ def log_ratio_base(new, batch, stats: StepStats, cfg: ObjectiveFlags):
 
 
 def joint_loss(new, batch, stats: StepStats, cfg: Config):
-    """Jackpot Eq. 8, two models: -J_OBRS(policy) - J_PPO(actor) + lambda_distill KL; one model: `loss` alone.
+    """Jackpot Eq. 8, two models: -J_OBRS(policy) - J_PPO(actor) + lambda_distill KL; one model:
+    `loss` alone.
 
-    The actor's own loss is standard PPO on the same trajectories with weight F(p_actor,ref / p_inf), no OBRS (Eq.
-    6)."""
+    The actor's own loss is standard PPO on the same trajectories with weight F(p_actor,ref /
+    p_inf), no OBRS (Eq. 6)."""
     batch = with_ref(new, batch, cfg)
     value, logs = loss(new, batch, stats, cfg)
     if new.actor_logp is None:
@@ -463,8 +479,8 @@ def joint_loss(new, batch, stats: StepStats, cfg: Config):
 
 
 def actor_config(cfg: Config):
-    """The actor's own objective: standard PPO with weight F = `--actor_correction` (Eq. 6), whatever the policy's
-    is."""
+    """The actor's own objective: standard PPO with weight F = `--actor_correction` (Eq. 6),
+    whatever the policy's is."""
     bounds = CORRECTIONS[cfg.actor_correction].bounds
     low, high = CLIP if cfg.surrogate in CLIPS else (cfg.clip_low, cfg.clip_high)
     return replace(
@@ -494,7 +510,8 @@ def actor_config(cfg: Config):
 
 
 def reduce(unreduced, mask, stats: StepStats, cfg: Config):
-    """This micro-batch's share of the loss: the shares of all micro-batches and ranks sum to it. Names are verl's.
+    """This micro-batch's share of the loss: the shares of all micro-batches and ranks sum to it.
+    Names are verl's.
 
     token-mean               sum / tokens
     seq-mean-token-mean      mean over responses of their token mean
@@ -508,7 +525,8 @@ def reduce(unreduced, mask, stats: StepStats, cfg: Config):
 
 
 def per_response_scale(mask, stats: StepStats, cfg: Config):
-    """(B, 1): what turns the chosen reduction into the mean over responses of their token mean."""
+    """(B, 1): factor that turns the chosen reduction into the mean over responses of their token
+    means."""
     share = mask.sum(1, keepdim=True).clamp_min(1)
     if cfg.reduction == "token-mean":
         return stats.tokens / (stats.sequences * share)
@@ -521,10 +539,12 @@ def per_response_scale(mask, stats: StepStats, cfg: Config):
 
 
 def update_controllers(controllers: dict, logged: dict, cfg: LossFlags) -> None:
-    """Remember what the next step needs: kappa of target new, and lambda_distill of the closed loop.
+    """Update the state for the next step: kappa of target new, and lambda_distill of the closed
+    loop.
 
-    Closed loop (Jackpot's Limitations ask for it): lambda_distill <- lambda_distill exp(gain e), with
-    e = clip((KL - target) / target, -1, 1), so that one step changes it by at most exp(gain)."""
+    Closed loop (Jackpot's Limitations ask for it): lambda_distill <- lambda_distill exp(gain e),
+    with e = clip((KL - target) / target, -1, 1), so that one step changes it by at most
+    exp(gain)."""
     if not logged.get("stepped", True):  # do not update the controllers from a skipped step
         return
     if cfg.correction in USES_Z and cfg.obrs_z != "exact" and logged["z_sum"] > 0:
@@ -547,7 +567,7 @@ def update_controllers(controllers: dict, logged: dict, cfg: LossFlags) -> None:
 
 
 def default_bounds(cfg: ObjectiveFlags) -> dict:
-    """Defaults of what depends on other flags: caps, bounds and clips, and the estimator of the KL."""
+    """Defaults that depend on other flags: caps, bounds, clips, and the estimator of the KL."""
     low, high = CLIPS.get(cfg.surrogate, CLIP)
     estimator = "k2" if cfg.kl_in == "loss" else "k1"
     return {
@@ -616,7 +636,7 @@ def check_regularisers(cfg: Config) -> None:
 
 
 def check_ratio(cfg: Config) -> None:
-    """What the surrogate's ratio divides by."""
+    """Check the denominator of the surrogate's ratio."""
     needs_a_pass = cfg.actor != "none" or passes_needed(cfg, {}, 1)
     need(
         cfg.ref_from == "pass" or not needs_a_pass,

@@ -1,8 +1,10 @@
-"""Optimal budgeted rejection sampling (OBRS): the heart of Jackpot, arXiv 2602.06107, sections 3 and 4.
+"""Optimal budgeted rejection sampling (OBRS): the heart of Jackpot, arXiv 2602.06107, sections 3
+and 4.
 
-Tokens come from p_inf (the actor, the engine, a stale policy); we want them to look as if they came from p_tgt.
-Classical rejection sampling would need lambda >= max p_tgt / p_inf and would reject nearly everything over a
-vocabulary of 100k. OBRS takes a small lambda, accepts what it can, and reweights what remains:
+Tokens come from p_inf (the actor, the engine, a stale policy); we want them to look as if they came
+from p_tgt. Classical rejection sampling would need lambda >= max p_tgt / p_inf and would reject
+nearly everything over a vocabulary of 100k. OBRS takes a small lambda, accepts with a capped
+probability, and reweights accepted tokens:
 
     a(x)   = min(1, p_tgt(x) / (lambda p_inf(x)))         accept token x with this probability       Eq. 3
     Z      = sum_x min(p_inf(x), p_tgt(x) / lambda)       = the expected acceptance rate
@@ -11,21 +13,19 @@ vocabulary of 100k. OBRS takes a small lambda, accepts what it can, and reweight
     rho    = min(w, c1) min(p_ref / p_tgt, c2)                                                       Alg. 1, line 24
     J      = reduce( Mask sg(rho) surrogate ),   Mask ~ Bernoulli(a)                                 Eq. 5
 
-What it is, exactly: a(x) w(x) = Z p_tgt(x)/p_inf(x) in both branches, so for c1 >= lambda Z
+In both branches a(x) w(x) = Z p_tgt(x)/p_inf(x), so for c1 >= lambda Z
 
     E[Mask | x] min(w, c1) = Z min(p_tgt/p_inf, c1/Z):
 
-in expectation OBRS is truncated importance sampling with cap c1/Z, scaled by Z. At lambda = 1, Z = 1 - TV(p_inf,
-p_tgt): contexts in which the two distributions disagree count less. What OBRS adds to TIS is that Z, the choice
-of target, and mask noise; `--obrs_mask=expected` (weight a w instead of a draw) has the same mean and lower
-variance.
+in expectation OBRS is truncated importance sampling with cap c1/Z, scaled by Z. At lambda = 1, Z =
+1 - TV(p_inf, p_tgt): contexts in which the two distributions disagree count less. OBRS adds to TIS
+this Z, the choice of target, and mask noise; `--obrs_mask=expected` (weight a w instead of a draw)
+has the same mean and lower variance.
 
-Z is a sum over the vocabulary, but an engine returns only its top-K. Let the support S be top-K(p_inf) and the sampled
-token, and p_K the engine's K-th probability. The sum over S is a lower bound of Z. With a bound on what lies outside S
-it becomes an upper one (`z_bracket`). One scalar kappa per update scales the lower bound to the acceptance rate that
-was observed (section 4.4.2).
-
-`python results/figure2ab.py` draws Figure 2 (a, b) of the paper.
+Z is a sum over the vocabulary, but an engine returns only its top-K. Let the support S be
+top-K(p_inf) and the sampled token, and p_K the engine's K-th probability. The sum over S is a lower
+bound of Z. With a bound on what lies outside S it becomes an upper one (`z_bracket`). One scalar
+kappa per update scales the lower bound to the acceptance rate that was observed (section 4.4.2).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Target(NamedTuple):
 
 
 class Z(NamedTuple):
-    """Z of each token, (B, T), and what it was taken from, where it is not exact."""
+    """Z of each token, (B, T), and its bounds or approximation where it is not exact."""
 
     used: torch.Tensor
     summed: torch.Tensor | None = (
@@ -88,8 +88,8 @@ def correction(
     mode="both",
     clamp=CLAMP,
 ):
-    """OBRS as a correction of a surrogate on p_new / p_ref: (weight, keep, accepted), each (B, T), no gradient.
-    accepted, for the metrics: the mask that is used, or a if there is none.
+    """OBRS as a correction of a surrogate on p_new / p_ref: (weight, keep, accepted), each (B, T),
+    no gradient. accepted, for the metrics: the drawn mask, or a without a mask.
 
     u: uniforms in [0, 1), one a token. logp_ref: None where the target is p_ref itself, so that p_ref / p_tgt is
     1. expected: keep is its expectation a instead of the draw. mode: `mask` or `reweight` alone (Tables 6, 7;
@@ -113,15 +113,15 @@ def correction(
 
 
 def z_bracket(support_logp_inf, support_logp_tgt, lam, tail=None):
-    """Certified bounds Z_low <= Z <= Z_high from the tokens of S (last axis; absent ones have logp_inf = -inf), and a
-    bound on the others.
+    """Certified bounds Z_low <= Z <= Z_high from the tokens of S (last axis; absent ones have
+    logp_inf = -inf), and a bound on the others.
 
         Z_low  = sum_S min(p_inf, p_tgt / lambda)
         Z_high = Z_low + min( 1 - sum_S p_inf,  tail ),    tail = sum_{x not in S} min(p_K, p_tgt(x) / lambda)
 
-    The first term of the min bounds what p_inf has left, the second (from the learner's head, which sees the
-    whole vocabulary) what p_tgt can fill when no token outside S has more than p_K. Without `tail` only the first
-    is used."""
+    The first term of the min bounds the rest of p_inf. The second, from the learner's head over the
+    whole vocabulary, bounds the contribution of p_tgt when no token outside S has more than p_K.
+    Without `tail` only the first is used."""
     p_inf = support_logp_inf.exp()
     z_low = torch.minimum(p_inf, support_logp_tgt.exp() / lam).sum(-1)
     room = (1.0 - p_inf.sum(-1)).clamp_min(0.0)
@@ -147,22 +147,23 @@ def token_z(target: Target, support_logp_inf, lam, kappa, how: str) -> Z:
 
 
 def kappa_from(accepted: float, proposed: float, z_sum: float) -> float:
-    """kappa = (accepted / proposed) / mean(Z_low or Z_approx), section 4.4.2; 1 where nothing can be said (no mass
-    in S at all)."""
+    """kappa = (accepted / proposed) / mean(Z_low or Z_approx), section 4.4.2; 1 if S has no
+    mass."""
     if proposed <= 0 or z_sum <= 0:
         return 1.0
     return (accepted / proposed) / (z_sum / proposed)
 
 
 def target_of(new, batch, which: str) -> Target:
-    """The target `ref` from a batch's ref columns, or `new` from this forward (TokenStats), without gradient."""
+    """The target `ref` from a batch's ref columns, or `new` from this forward (TokenStats), without
+    gradient."""
     if which == "ref":
         return Target(batch.logp_ref, batch.support_logp_ref, batch.tail_ref, batch.z_ref)
     return Target(new.logp.detach(), new.support_logp, new.tail, new.z)
 
 
 def obrs_logs(accept, z: Z) -> dict:
-    """What metrics.py reads: acceptance and Z, and the bracket or the approximation it was taken from."""
+    """Logs for metrics.py: acceptance, Z, and its bracket or approximation."""
     logs = {"accept": accept, "z": z.used}
     if z.high is not None:
         return logs | {"z_low": z.summed, "z_high": z.high}
@@ -175,11 +176,12 @@ def obrs_logs(accept, z: Z) -> dict:
 
 
 def solve_lambda(ratio, rate: float) -> float:
-    """The lambda of a budget: mean_i min(1, r_i / lambda) = rate over sampled tokens, exactly, by one sort.
+    """The lambda of a budget: mean_i min(1, r_i / lambda) = rate over sampled tokens, exactly, by
+    one sort.
 
-    ratio: 1-D tensor of p_tgt / p_inf > 0; rate in (0, 1). With the ratios sorted and S_k the sum of the k
-    smallest, lambda in (r_k, r_{k+1}] gives (S_k / lambda + n - k) / n = rate, so lambda = S_k / (n rate - n +
-    k). rate = 1: the largest lambda that rejects nothing, min r."""
+    ratio: 1-D tensor of p_tgt / p_inf > 0; rate in (0, 1). With the ratios sorted and S_k the sum
+    of the k smallest, lambda in (r_k, r_{k+1}] gives (S_k / lambda + n - k) / n = rate, so lambda =
+    S_k / (n rate - n + k). rate = 1: the largest lambda that rejects nothing, min r."""
     r = ratio.double().sort().values
     n = len(r)
     if rate >= 1.0 or n == 0:
@@ -193,10 +195,12 @@ def solve_lambda(ratio, rate: float) -> float:
 
 
 def solve_lambda_context(p_tgt, p_inf, rate: float) -> float:
-    """Theorem 3.4 for one enumerated context: the lambda with sum_x min(p_inf, p_tgt / lambda) = rate.
+    """Theorem 3.4 for one enumerated context: the lambda with sum_x min(p_inf, p_tgt / lambda) =
+    rate.
 
-    p_tgt, p_inf: 1-D probabilities. rate in (0, 1) gives the unique lambda if it can be reached; above p_inf(supp
-    p_tgt) no lambda reaches it (ValueError). rate = 1: the largest lambda that rejects nothing, min p/q."""
+    p_tgt, p_inf: 1-D probabilities. rate in (0, 1) gives the unique lambda if it can be reached;
+    above p_inf(supp p_tgt) no lambda reaches it (ValueError). rate = 1: the largest lambda that
+    rejects nothing, min p/q."""
     p, q = torch.as_tensor(p_tgt).double(), torch.as_tensor(p_inf).double()
     if not 0.0 < rate <= 1.0:
         raise ValueError(f"the acceptance rate must lie in (0, 1], not {rate}")

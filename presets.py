@@ -1,9 +1,8 @@
 """Presets: every named objective as its axes.
 
-`--objective` fills the axes that neither the command line nor a file names (machinery/settings.py). A name of another
-framework has that framework's weight, masks and surrogate; PPO's clip is ours unless the row names one.
-`python objectives.py` prints all of them.
-"""
+`--objective` fills the axes that neither the command line nor a file names (machinery/settings.py).
+A name of another framework has that framework's weight, masks and surrogate; PPO's clip is ours
+unless the row names one. `python objectives.py` prints all of them."""
 
 from __future__ import annotations
 
@@ -34,8 +33,9 @@ PAPERS = {
     "prefix_tis": {"correction": "prefix_tis", "surrogate": "ppo"},
     "retrace": {"correction": "retrace", "surrogate": "ppo"},
     "retrace_seq": {"correction": "retrace_seq", "surrogate": "ppo"},
-    # ours (results/search.md): retrace_seq that also drops tokens of A < 0 with r < 0.9. PPO's clip does the like to
-    # p_new / p_inf, and DeepSeek-V3.2 masks whole responses of negative advantage by their mean log-ratio
+    # ours (results/search.md): retrace_seq that also drops tokens of A < 0 with r < 0.9. PPO's clip
+    # does the like to p_new / p_inf, and DeepSeek-V3.2 masks whole responses of negative advantage
+    # by their mean log-ratio
     "spare": dict(
         correction="retrace_seq",
         surrogate="ppo",
@@ -79,7 +79,8 @@ PAPERS = {
     "dppo_tv": {"correction": "none", "surrogate": "dppo_tv", "ratio_base": "inf"},
     "dppo_kl": {"correction": "none", "surrogate": "dppo_kl", "ratio_base": "inf"},
     "vespo": {"correction": "vespo", "surrogate": "reinforce", "correction_target": "new"},
-    # DeepSeek-V3.2, Eq. 9 as TRL cites it: a response is dropped where A < 0 and mean log(p_inf / p_new) > delta
+    # DeepSeek-V3.2, Eq. 9 as TRL cites it: a response is dropped where A < 0 and mean log(p_inf /
+    # p_new) > delta
     "opsm": {
         **{"correction": "none", "surrogate": "ppo", "correction_target": "new"},
         **{
@@ -91,7 +92,8 @@ PAPERS = {
     },
 }
 
-# verl's RolloutCorrectionConfig. Its bypass mode has no ref: weights and statistics are of p_new / p_inf
+# verl's RolloutCorrectionConfig. Its bypass mode has no ref: weights and statistics are of p_new /
+# p_inf
 GEO = {"reject": "geo", "rs_low": 0.999, "rs_high": 1.001}
 K3 = {"reject": "seq_mean_k3", "rs_high": 0.01}
 TOKEN = {"correction": "tis", "surrogate": "ppo", "is_cap": 2.0}
@@ -169,7 +171,8 @@ SLIME = {
     "slime_tis": {"correction": "tis", **SLIME_LOSS},
     "slime_icepop": {"correction": "areal_drop", **SLIME_LOSS},
 }
-# AReaL's use_decoupled_loss; and with its rejection_sampling as it stands: metric ratio, level token, action mask
+# AReaL's use_decoupled_loss; and with its rejection_sampling as it stands: metric ratio, level
+# token, action mask
 AREAL = {
     "areal_decoupled": {"correction": "is", "surrogate": "ppo", "clip_high": 0.2},
     "areal_token_mask": {
@@ -193,7 +196,8 @@ OBJECTIVES = {**PAPERS, **VERL, **TRL, **SKYRL, **PRIME_RL, **SLIME, **AREAL, **
 
 
 def called(cfg: dict) -> str:
-    """What a run is called: its preset, and the axes that are not the preset's. cfg: all its flags, by name."""
+    """Name of a run: its preset, and the axes that differ from the preset. cfg: all flags, by
+    name."""
     preset = {**DEFAULTS, **OBJECTIVES[cfg["objective"]]}
     own = [
         f"{axis}={cfg[axis]}"

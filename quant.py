@@ -8,8 +8,9 @@ high-precision master weights W, but runs its linear layers on the engine's own 
     backward    dx = g W^      straight through the rounding, in high precision,
                 dW = g^T x^    onto the master weights; no gradient through the scales
 
-and hands the engine those very q_w and s_w, so that nothing is quantized twice. Embedding, head and the
-routers of a mixture of experts stay in high precision; of its experts each matrix is quantized by itself.
+and hands the engine those very q_w and s_w, so that nothing is quantized twice. Embedding, head and
+the routers of a mixture of experts stay in high precision; of its experts each matrix is quantized
+by itself.
 
     format   weights q_w, with scales s_w       activations q_x     largest rounding error
     int8     int8 in +-127, one a row           int8, one a token   s / 2,  s = max|row| / 127
@@ -19,10 +20,9 @@ routers of a mixture of experts stay in high precision; of its experts each matr
     w2a16    the same in +-1                    full precision      s / 2,  s = max|group|
 
 "One a row" is the number of scales. A row of a weight matrix is one output channel; a group is
-`--quant_group` consecutive entries of a row. Scales are symmetric: zero stays zero. A row of zeros has
-scale 1. Two and three bits are a stress for models that int4 hardly hurts. On x86 processors without
-VNNI, int8 products saturate; there the weights stay within +-63 (`int8_qmax`).
-"""
+`--quant_group` consecutive entries of a row. Scales are symmetric: zero stays zero. A row of zeros
+has scale 1. Two and three bits are a stress for models that int4 hardly hurts. On x86 processors
+without VNNI, int8 products saturate; there the weights stay within +-63 (`int8_qmax`)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Format:
 
     @property
     def activation_qmax(self) -> float:
-        """Largest magnitude of a quantized activation: for int8 the whole range on any processor."""
+        """Largest magnitude of a quantized activation: for int8 the whole range on any
+        processor."""
         return 127.0 if self.dtype == torch.int8 else self.qmax
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,7 +75,8 @@ def format_of(name: str, group: int = 128) -> Format | None:
 def scales_of_int4() -> torch.dtype:
     """Whose numbers the scales of int4 and its like are: bfloat16's on a GPU, float32's on a CPU.
 
-    vLLM's int4 kernels keep scales in the type of the model, which has no more bits; on a CPU it gets whole weights."""
+    vLLM's int4 kernels keep scales in the type of the model, which has no more bits; on a CPU it
+    gets whole weights."""
     return torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 
@@ -93,7 +95,8 @@ def int8_qmax() -> float:
 
 
 def cpu_flags() -> set[str]:
-    """What this processor can do, by the names that Linux gives it; empty where there is no such list."""
+    """What this processor can do, by the names that Linux gives it; empty where there is no such
+    list."""
     cpuinfo = Path("/proc/cpuinfo")
     return set(cpuinfo.read_text().split()) if cpuinfo.is_file() else set()
 
@@ -104,7 +107,8 @@ def cpu_flags() -> set[str]:
 
 
 def one_kernel(f):
-    """A function of tensors, compiled on a GPU: there its steps read and write each number once. Casts stay casts."""
+    """A function of tensors, compiled on a GPU: there its steps read and write each number once.
+    Casts stay casts."""
 
     @functools.cache
     def compiled():
@@ -126,7 +130,8 @@ def quantize(
     group: int = 0,
     scales: torch.dtype = torch.float32,
 ):
-    """(q, s) with x ~ s q: s = max|x| / qmax over a row or group, to the nearest number of `scales`, q = round(x / s).
+    """(q, s) with x ~ s q: s = max|x| / qmax over a row or group, to the nearest number of
+    `scales`, q = round(x / s).
 
     x (..., K) -> q (..., K) of `dtype`, s (..., K / group) float32; s (..., 1) where group is 0."""
     *rows, K = x.shape
@@ -141,7 +146,8 @@ def quantize(
 
 
 def in_bfloat16(s: torch.Tensor) -> torch.Tensor:
-    """Positive float32 numbers rounded as bfloat16, to even; on their bits, as torch 2.11 compiles casts away."""
+    """Positive float32 numbers rounded as bfloat16, to even; on their bits, as torch 2.11 compiles
+    casts away."""
     bits = s.view(torch.int32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
 
@@ -157,7 +163,8 @@ def dequantize(
 def product(qx, sx, qw, sw, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """(s_x q_x) (s_w q_w)^T, multiplied as low-bit numbers.
 
-    qx (M, K), sx (M, 1), qw (N, K), sw (N, 1) -> (M, N) of `dtype`; of fp8 on a GPU rounded to bfloat16 before."""
+    qx (M, K), sx (M, 1), qw (N, K), sw (N, 1) -> (M, N) of `dtype`; of fp8 on a GPU rounded to
+    bfloat16 before."""
     if qx.dtype == torch.int8:
         return scaled(int_mm(qx, qw), sx, sw, dtype)
     if qx.is_cuda:
@@ -167,15 +174,17 @@ def product(qx, sx, qw, sw, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @one_kernel
 def scaled(y, sx, sw, dtype: torch.dtype) -> torch.Tensor:
-    """A product (M, N) of quantized numbers, times the scales of its rows (M, 1) and columns (N, 1)."""
+    """A product (M, N) of quantized numbers, times the scales of its rows (M, 1) and columns (N,
+    1)."""
     return y.float().mul_(sx).mul_(sw.t()).to(dtype)
 
 
 def fp8_mm(a, sa, b, sb) -> torch.Tensor:
     """(s_a a) (s_b b)^T of float8 matrices on a GPU: (M, K), (N, K) -> (M, N) bfloat16.
 
-    Zeros fill up to the kernel's multiples of 16, and to the 257 rows that a Hopper wants where K is large
-    (pytorch/ao#4582). It adds up as vLLM's does, in fewer bits than float32 (use_fast_accum), at twice the speed."""
+    Zeros fill up to the kernel's multiples of 16, and to the 257 rows that a Hopper wants where K
+    is large (pytorch/ao#4582). It adds up as vLLM's does, in fewer bits than float32
+    (use_fast_accum), at twice the speed."""
     M, N, columns = len(a), len(b), -b.shape[1] % 16
     rows = max(0, 272 - M) if b.shape[1] > 4096 else 0
     if columns or rows or N % 16:
@@ -211,8 +220,8 @@ def int_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 class StraightThroughMatmul(torch.autograd.Function):
     """y = x^ W^T on low-bit numbers; backward straight through the rounding (formulas above).
 
-    x (M, K); weight (N, K): the master, here for its gradient alone; qw, sw: its quantized form; multiply: (x, W^) to
-    x W^T, where x is in full precision."""
+    x (M, K); weight (N, K): the master, here for its gradient alone; qw, sw: its quantized form;
+    multiply: (x, W^) to x W^T, where x is in full precision."""
 
     @staticmethod
     def forward(ctx, x, weight, qw, sw, fmt: Format, multiply):
@@ -236,7 +245,8 @@ class StraightThroughMatmul(torch.autograd.Function):
 
 
 class LowBitLinear(nn.Linear):
-    """A linear layer that computes as the engine does. `align` puts it in the place of an nn.Linear.
+    """A linear layer that computes as the engine does. `align` puts it in the place of an
+    nn.Linear.
 
     Its parameters are those of the layer it replaces, the same objects under the same names."""
 
@@ -252,7 +262,8 @@ class LowBitLinear(nn.Linear):
     @classmethod
     def from_linear(cls, linear: nn.Linear, fmt: Format) -> LowBitLinear:
         """A low-bit layer over the very parameters of `linear`."""
-        # On the meta device: no memory taken and no random numbers drawn for weights that are replaced.
+        # On the meta device: no memory taken and no random numbers drawn for weights that are
+        # replaced.
         has_bias = linear.bias is not None
         layer = cls(linear.in_features, linear.out_features, bias=has_bias, device="meta")
         layer.weight, layer.bias = linear.weight, linear.bias
@@ -260,7 +271,8 @@ class LowBitLinear(nn.Linear):
         return layer.train(linear.training)
 
     def quantized_weight(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(q_w, s_w) of the weight as it is now: the tensors of the forward pass and of the publication.
+        """(q_w, s_w) of the weight as it is now: the tensors of the forward pass and of the
+        publication.
 
         They are made once for each version of the weight."""
         if self.loaded is not None:
@@ -287,11 +299,13 @@ class LowBitLinear(nn.Linear):
 
 
 class LowBitExperts(nn.Module):
-    """The experts of a layer, each of whose matrices computes as a LowBitLinear. `align` puts it in their place.
+    """The experts of a layer, each of whose matrices computes as a LowBitLinear. `align` puts it in
+    their place.
 
         y = sum over the chosen experts e of  w_e W_down,e (act(W_gate,e x) * W_up,e x)
 
-    Its parameters are those of the experts it replaces: gate_up_proj (E, 2 I, H) and down_proj (E, H, I)."""
+    Its parameters are those of the experts it replaces: gate_up_proj (E, 2 I, H) and down_proj (E,
+    H, I)."""
 
     cache_quantized = True  # this and the next three as in LowBitLinear, by parameter
     loaded: dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -310,7 +324,8 @@ class LowBitExperts(nn.Module):
         self.train(experts.training)
 
     def quantized(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """(q_w, s_w) of all experts' matrices of one parameter, as LowBitLinear.quantized_weight."""
+        """(q_w, s_w) of all experts' matrices of one parameter, as
+        LowBitLinear.quantized_weight."""
         if name in self.loaded:
             return self.loaded[name]
         weight = getattr(self, name)
@@ -327,7 +342,8 @@ class LowBitExperts(nn.Module):
         return list(zip(getattr(self, name).unbind(), *self.quantized(name), strict=True))
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
-        """hidden_states (n, H); experts chosen for each token and their weights, both (n, k). Returns (n, H)."""
+        """hidden_states (n, H); experts chosen for each token and their weights, both (n, k).
+        Returns (n, H)."""
         out, x, device = torch.zeros_like(hidden_states), hidden_states, hidden_states.device.type
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
@@ -350,7 +366,8 @@ ROUTERS = (
 
 
 def quantized_linears(model) -> dict[str, nn.Linear]:
-    """The linear layers that are quantized, by name: all but the head, routers, and adapters, merged before."""
+    """The linear layers that are quantized, by name: all but the head, routers, and adapters,
+    merged before."""
     head = model.get_output_embeddings()
     linears = {
         name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head
@@ -362,7 +379,8 @@ def quantized_linears(model) -> dict[str, nn.Linear]:
 
 
 def experts_of(model) -> dict[str, nn.Module]:
-    """The modules with all experts' matrices of a layer, by name: gate_up_proj (E, 2 I, H), down_proj (E, H, I)."""
+    """The modules with all experts' matrices of a layer, by name: gate_up_proj (E, 2 I, H),
+    down_proj (E, H, I)."""
     found = {}
     for name, m in model.named_modules():
         usual = (
@@ -395,11 +413,11 @@ def learner_format(cfg: PrecisionFlags) -> Format | None:
 
 
 def align(model, fmt: Format | None):
-    """Put a LowBitLinear in the place of each of the model's linear layers, LowBitExperts in that of its experts, and
-    return the model.
+    """Put a LowBitLinear in the place of each of the model's linear layers, LowBitExperts in that
+    of its experts, and return the model.
 
-    fmt None: nothing changes. UserError: a row of weights cannot be divided into whole groups, or the model's experts
-    are of a kind that is not known here."""
+    fmt None: nothing changes. UserError: a row of weights cannot be divided into whole groups, or
+    the model's experts are of a kind that is not known here."""
     if fmt is None:
         return model
     refuse_experts(model, "--rollout_quant, --learner_quant")
@@ -440,8 +458,8 @@ def check_groups(name: str, columns: int, fmt: Format) -> None:
 
 
 def refuse_experts(model, flag: str) -> None:
-    """UserError: the model keeps its experts' weights in a way that `experts_of` does not know, and `flag` would pass
-    them over."""
+    """UserError: the model keeps its experts' weights in a way that `experts_of` does not know, and
+    `flag` would pass them over."""
     known = expert_parameters(model)
     others = [
         name
@@ -466,8 +484,8 @@ def for_engine(named_tensors, model, fmt: Format, packed: bool = True, cached: b
     A layer's X.weight becomes q_w and s_w: X.weight and X.weight_scale, or for int4 X.weight_packed
     (eight numbers to an int32), X.weight_scale and X.weight_shape. Where the layers of `model` are
     aligned in this format, these are the very tensors of their forward pass. packed False, for
-    engines without a kernel: X.weight is the exactly dequantized weight, in its old type. cached False: quantize
-    even where an aligned layer has the tensors already."""
+    engines without a kernel: X.weight is the exactly dequantized weight, in its old type. cached
+    False: quantize even where an aligned layer has the tensors already."""
     linears, experts = quantized_linears(model), expert_parameters(model)
     for name, x in named_tensors:
         layer, kind = experts.get(name) or (linears.get(name.removesuffix(".weight")), "weight")
@@ -530,7 +548,8 @@ def load_quantized(model, named_tensors):
 
 
 def held_quantized(model) -> dict[str, torch.Tensor]:
-    """The low-bit tensors with which a model's aligned layers compute, under the names of `for_engine`."""
+    """The low-bit tensors with which a model's aligned layers compute, under the names of
+    `for_engine`."""
     tensors = {}
     for name, layer in quantized_linears(model).items():
         tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"] = layer.quantized_weight()
@@ -540,7 +559,8 @@ def held_quantized(model) -> dict[str, torch.Tensor]:
 
 
 def without_int4(named_tensors):
-    """Yield published tensors for an engine that knows no int4: of a layer's three, which come in a row, its weight."""
+    """Yield published tensors for an engine that knows no int4: of a layer's three, which come in a
+    row, its weight."""
     stream = iter(named_tensors)
     for name, x in stream:
         if name.endswith("_packed"):
@@ -550,8 +570,9 @@ def without_int4(named_tensors):
 
 
 def by_expert(named_tensors, experts):
-    """The same tensors under the names that vLLM loads: experts one by one, and their gate and up apart. Views, one
-    tensor after the other. experts: the names that are cut (expert_parameters); others have another layout.
+    """The same tensors under the names that vLLM loads: experts one by one, and their gate and up
+    apart. Views, one tensor after the other. experts: the names that are cut (expert_parameters);
+    others have another layout.
 
         X.experts.gate_up_proj (E, 2 I, H)    X.experts.0.gate_proj.weight (I, H), X.experts.0.up_proj.weight, ...
         X.experts.down_proj (E, H, I)         X.experts.0.down_proj.weight (H, I), ...
@@ -620,7 +641,8 @@ def check_products(cfg: RolloutFlags) -> None:
 
 
 def check_model(cfg: RolloutFlags, folder: str) -> None:
-    """UserError if the formats of the flags cannot run here on the model of `folder`, by its config.json alone."""
+    """UserError if the formats of the flags cannot run here on the model of `folder`, by its
+    config.json alone."""
     formats = {cfg.rollout_quant, cfg.learner_quant} - {"none", "aligned"}
     cuda = torch.cuda.is_available()
     need(

@@ -1,13 +1,13 @@
-"""Rollouts: a group of responses to one prompt, with the log-probabilities of the distribution that sampled them.
+"""Rollouts: a group of responses to one prompt, with the log-probabilities of the distribution that
+sampled them.
 
-The group is the unit of everything that follows: transport, staleness, accounting, advantage. A `Rollout` is one
-group, without padding (batching.collate pads), sampled by one model at one weight version with one set of sampling
-settings. Its log-probabilities are p_inf, as the engine computed them, and every correction in corrections.py starts
-from them.
+The group is the unit of everything that follows: transport, staleness, accounting, advantage. A
+`Rollout` is one group, without padding (batching.collate pads), sampled by one model at one weight
+version with one set of sampling settings. Its log-probabilities are p_inf, as the engine computed
+them, and every correction in corrections.py starts from them.
 
-Sources of groups are in source.py, engines in model/engines.py. All random draws are keyed (`uniforms`,
-`request_seed`), so they do not depend on ranks, batches or the order of calls.
-"""
+Sources of groups are in source.py, engines in model/engines.py. All random draws are keyed
+(`uniforms`, `request_seed`), so they do not depend on ranks, batches or the order of calls."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ class Response:
     topk_ids: np.ndarray  # int32 [L, K]: the K most likely tokens there
     topk_logp: np.ndarray  # float32 [L, K]: their log-probabilities, in falling order
     finish_reason: str  # "stop" or "length"
-    # The tokens that truncated sampling allowed: token t is one of allowed_ids[offsets[t] : offsets[t + 1]].
-    # None where they were not recorded, or where the whole vocabulary was allowed.
+    # The tokens that truncated sampling allowed: token t is one of allowed_ids[offsets[t] :
+    # offsets[t + 1]]. None where they were not recorded, or where the whole vocabulary was allowed.
     allowed_offsets: np.ndarray | None = None  # int64 [L + 1]
     allowed_ids: np.ndarray | None = None  # int32
-    # The experts that the engine chose for each token that it read: of the prompt, and of all here but the last.
+    # The experts that the engine chose for each token that it read: of the prompt, and of all here
+    # but the last.
     routed: np.ndarray | None = None  # int16 [P + L - 1, layers, k]
     reward: float = 0.0
 
@@ -57,7 +58,8 @@ class Rollout:
     t_start: float  # start and end of sampling, in seconds since the epoch by the learner's clock
     t_end: float
     responses: list[Response] = field(default_factory=list)
-    # What the learner's ref pass adds (batching.write_ref_columns): name -> one array for each response.
+    # What the learner's ref pass adds (batching.write_ref_columns): name -> one array for each
+    # response.
     ref: dict[str, list[np.ndarray]] = field(default_factory=dict)
     t_published: float = 0.0  # when the learner published the weights, in seconds by its own clock
 
@@ -65,7 +67,8 @@ class Rollout:
 def as_groups(
     key: str, prompts, responses, sampling: Sampling, precision: str = "float32"
 ) -> list[Rollout]:
-    """What an engine sampled outside a run, as groups of the policy's at version 0: responses[i] is prompts[i]'s.
+    """What an engine sampled outside a run, as groups of the policy's at version 0: responses[i] is
+    prompts[i]'s.
 
     key: what tells their uids from those of other groups."""
     about = dict(
@@ -86,10 +89,11 @@ def as_groups(
 
 
 def generator(*key) -> np.random.Generator:
-    """A counter-based generator (Philox) of numbers that depend on `key` and on their position alone.
+    """A counter-based generator (Philox) of numbers that depend on `key` and on their position
+    alone.
 
-    It is keyed by a hash of `key`: strings, integers and tuples of them. No rank, no batch and no order of calls
-    enters."""
+    It is keyed by a hash of `key`: strings, integers and tuples of them. No rank, no batch and no
+    order of calls enters."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
@@ -100,7 +104,8 @@ def uniforms(n: int, *key) -> np.ndarray:
 
 
 def probe_ids(context: int, vocabulary: int) -> np.ndarray:
-    """Fixed pseudo-random sequences (R, L), some 512 tokens, on which two forwards of one model are compared."""
+    """Fixed pseudo-random sequences (R, L), some 512 tokens, on which two forwards of one model are
+    compared."""
     length = min(128, context - 1)
     rows = max(4, 512 // length)
     return (uniforms(rows * length, "probe") * vocabulary).astype(np.int64).reshape(rows, length)

@@ -71,8 +71,8 @@ class Sampling:
 def max_allowed(cfg: RolloutFlags, vocabulary: int) -> int:
     """The largest set of allowed tokens that is recorded for one position; 0 if none is recorded.
 
-    Tokens as likely as the k-th stay too. Among float32 logits such ties are few, among rounded ones
-    there are more: hence the room beyond top_k."""
+    Tokens as likely as the k-th stay too. Among float32 logits such ties are few, among rounded
+    ones there are more: hence the room beyond top_k."""
     if cfg.keep_sampling_mask != "replay" or not Sampling.of(cfg).truncates:
         return 0
     if cfg.top_k <= 0:
@@ -85,9 +85,10 @@ def max_allowed(cfg: RolloutFlags, vocabulary: int) -> int:
 def cut(logits, top_p=1.0, top_k=0, min_p=0.0):
     """Which tokens truncated sampling cuts: (n, V) bool.
 
-    logits (n, V) are already divided by the temperature; the settings are numbers, or (n, 1) tensors
-    with one number for each row. In vLLM's order: min_p on the whole distribution, then top_k, then
-    top_p on what is left. Tokens tied with the k-th stay; the most likely one always does."""
+    logits (n, V) are already divided by the temperature; the settings are numbers, or (n, 1)
+    tensors with one number for each row. In vLLM's order: min_p on the whole distribution, then
+    top_k, then top_p on what is left. Tokens tied with the k-th stay; the most likely one always
+    does."""
     z, order = logits.sort(-1, descending=True)
     p = z.softmax(-1)
     V = z.shape[1]
@@ -115,9 +116,9 @@ def allowed_sets(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sets of allowed tokens, as by sampling.ragged, from the K most likely tokens at n positions.
 
-    ids, logp [n, K]: a token that was cut has log-probability -inf. UserError if a set has more than K tokens:
-    then none of the K was cut, and yet they have less than all of the probability, or the token sampled [n] is none of
-    them."""
+    ids, logp [n, K]: a token that was cut has log-probability -inf. UserError if a set has more
+    than K tokens: then none of the K was cut, and yet they have less than all of the probability,
+    or the token sampled [n] is none of them."""
     finite = np.isfinite(logp)
     full = finite.all(1)
     if full.any() and np.exp(logp[full].astype(np.float64)).sum(1).min() < 1 - 1e-4:
@@ -170,7 +171,8 @@ def check(cfg: SamplingFlags) -> None:
 
 
 def check_with_actor(cfg: Config) -> None:
-    """UserError where the KL from an actor is asked for between two distributions that are cut each by itself."""
+    """UserError where the KL from an actor is asked for between two distributions that are cut each
+    by itself."""
     cut_by_itself = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "recompute"
     need(
         not (cut_by_itself and cfg.actor != "none"),

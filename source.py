@@ -1,8 +1,8 @@
 """Sources of rollouts: they publish weights to a sampler and hand out graded groups.
 
-There are three, with the same methods (publish, next, metrics, now, give_back, saved, state_dict, load_state_dict,
-close) and the same attributes `packed` and `error`; those in this process also lend their engine and deal out the
-states of several ranks at a resume:
+There are three, with the same methods (publish, next, metrics, now, give_back, saved, state_dict,
+load_state_dict, close) and the same attributes `packed` and `error`; those in this process also
+lend their engine and deal out the states of several ranks at a resume:
 
   LocalSource         (here)              one engine in this process
   DelaySource         (delay.py)          samplers that lag behind, in this process, on a virtual clock
@@ -28,13 +28,15 @@ from tasks import encode, grade_all, grading_metrics
 
 
 def has_spread(group: Rollout) -> bool:
-    """Whether the group's responses earned different rewards: only then is there an advantage to learn from."""
+    """Whether the group's responses earned different rewards: only then is there an advantage to
+    learn from."""
     return len({r.reward for r in group.responses}) > 1
 
 
 @contextmanager
 def given_back_if_it_fails(source):
-    """After an exception in here the source stands where it stood before the last `next`: no group is skipped."""
+    """After an exception in here the source stands where it stood before the last `next`: no group
+    is skipped."""
     try:
         yield
     except Exception:
@@ -44,7 +46,7 @@ def given_back_if_it_fails(source):
 
 @dataclass(eq=False, repr=False)
 class LocalSource:
-    """An engine in this process, given a task's prompts, with the task's grading of what it samples.
+    """Groups that an engine in this process samples for a task's prompts, graded.
 
     Of `n_ranks` sources, source `rank` takes the problems rank, rank + n_ranks, ...: together they
     read the task once."""
@@ -56,7 +58,7 @@ class LocalSource:
     _: KW_ONLY
     group_size: int  # G: responses to each prompt
     topk: int  # K: how many of the most likely tokens are recorded with each sampled one
-    model: str  # the model whose weights the engine gets: "policy" or "actor"
+    model: str  # name of the model in the engine: "policy" or "actor"
     check: sync.WeightCheck | None  # of its weights; None: they are loaded without one
     max_allowed: int = 0  # largest set of allowed tokens that is recorded; 0: none is
     resample: int = 0  # rounds of --dynamic_sampling
@@ -80,7 +82,7 @@ class LocalSource:
         self.published = 0.0  # seconds, by the learner's clock
         self.synced: sync.Synced | None = None  # until `metrics` has reported it
         self.error = ""  # why no more groups can come; remote/source.py sets it
-        self.before: dict[str, Any] = {}  # what the last `next` has changed, as it was
+        self.before: dict[str, Any] = {}  # state before the last `next`
 
     def now(self, learner_version: int) -> float:
         """The learner's clock, in seconds."""
@@ -116,8 +118,9 @@ class LocalSource:
         return self.sample(numbers)
 
     def with_spread(self, n_groups: int, sample) -> list[Rollout]:
-        """n groups by sample(n). With --dynamic_sampling (DAPO, Eq. 11) a group whose responses all earned the same is
-        set aside, and another prompt sampled, for at most so many rounds; those set aside fill what is missing then."""
+        """n groups by sample(n). With --dynamic_sampling (DAPO, Eq. 11) a group with equal rewards
+        is set aside and another prompt sampled, up to the number of rounds; then groups that were
+        set aside fill the rest."""
         groups, aside = [], []
         for _ in range(max(1, self.resample)):
             if not self.engine.any_rank(len(groups) < n_groups):
@@ -129,7 +132,7 @@ class LocalSource:
         return groups + aside[:missing]
 
     def remember(self, *names: str) -> None:
-        """Note what `give_back` must put back."""
+        """Save the attributes that `give_back` restores."""
         self.before = {name: copy.deepcopy(getattr(self, name)) for name in names}
 
     def identify(self, i: int) -> tuple[int, tuple[str, int, int]]:
@@ -181,7 +184,8 @@ class LocalSource:
         return [request_seed(self.sampling.seed, uid, g) for g in range(self.group_size)]
 
     def lend(self, named_tensors) -> Any:
-        """The engine with these weights, to evaluate with. What it samples next is published before."""
+        """The engine with these weights, for an evaluation. Weights are published again before the
+        next rollout."""
         self.engine.load(named_tensors)
         return self.engine
 
@@ -203,7 +207,7 @@ class LocalSource:
         return values | {f"sync/{name}": x for name, x in known.items() if not math.isnan(x)}
 
     def give_back(self) -> None:
-        """Take back what the last `next` handed out, or failed to: it will not be trained on."""
+        """Restore the state before the last `next`: its groups will not be trained on."""
         vars(self).update(self.before)
 
     def saved(self) -> None:
@@ -217,9 +221,11 @@ class LocalSource:
         self.incarnation = state["incarnation"]
 
     def dealt(self, states: list[dict]) -> dict:
-        """Where this source goes on at a resume, when len(states) ranks wrote the checkpoint and n_ranks read it.
+        """Where this source goes on at a resume, when len(states) ranks wrote the checkpoint and
+        n_ranks read it.
 
-        Each took as many (with --dynamic_sampling not quite: then some problems are left out, and none comes twice)."""
+        Each took as many (with --dynamic_sampling not quite: then some problems are left out, and
+        none comes twice)."""
         taken = max(state["sequence"] for state in states) * len(states)
         own = states[min(self.rank, len(states) - 1)]
         return {**own, "sequence": -(-taken // self.n_ranks)}

@@ -1,27 +1,30 @@
 """Weight sync: put new weights into an engine and check that it has them.
 
-The most common silent failure of this field is an engine that keeps sampling from old weights: training continues, the
-mismatch grows, and nothing reports it. Two checks find it.
+The most common silent failure of this field is an engine that keeps sampling from old weights:
+training continues, the mismatch grows, and nothing reports it. Two checks find it.
 
-Bytes, at every sync. Each published tensor and each tensor that the engine holds gets a checksum, and those of an
-engine tensor must equal the sum of those of its parts. At RL's learning rates 99 % of the bytes of a bfloat16 model
-stay the same from one version to the next, and one changed byte is enough here. The checksum of a tensor is
+Bytes, at every sync. Each published tensor and each tensor that the engine holds gets a checksum,
+and those of an engine tensor must equal the sum of those of its parts. At RL's learning rates 99 %
+of the bytes of a bfloat16 model stay the same from one version to the next, and one changed byte is
+enough here. The checksum of a tensor is
 
     sum over its 64-bit words w of  w ((K w) >> 29)    modulo 2^64,
 
-which neither depends on the order of the words nor counts zeros. So fused (q, k and v in one), sharded, transposed and
-padded tensors can be compared without undoing the change of layout. Where a kernel repacks its weights, the checksum is
-that of the weights it was handed (model/in_vllm.py).
+which neither depends on the order of the words nor counts zeros. So fused (q, k and v in one),
+sharded, transposed and padded tensors can be compared without undoing the change of layout. Where a
+kernel repacks its weights, the checksum is that of the weights it was handed (model/in_vllm.py).
 
-Behaviour, once for each engine and each layout of the published tensors. A checksum cannot see exchanged tensors, a
-wrong scale, or a kernel that uses a copy of its own. So the engine first loads the weights with their rows rolled by
-one, which has the same checksums, then the weights. After each load its log-probabilities of fixed sequences, and of
-tokens that it samples, must be those of the published tensors' own forward (model/streamed.py):
+Behaviour, once for each engine and each layout of the published tensors. A checksum cannot see
+exchanged tensors, a wrong scale, or a kernel that uses a copy of its own. So the engine first loads
+the weights with their rows rolled by one, which has the same checksums, then the weights. After
+each load its log-probabilities of fixed sequences, and of tokens that it samples, must be those of
+the published tensors' own forward (model/streamed.py):
 
     rms(log p_engine - log p_published) <= 5 f,    f = rms(log p_nudged - log p_published)
 
-The noise floor f is measured on the same model and sequences: one forward more, in which each module's output is off by
-the engine's rounding. On SmolLM2-135M, engine errors are 0.3 to 2.2 f in float32, bfloat16, int8, fp8 and w4a16.
+The noise floor f is measured on the same model and sequences: one forward more, in which each
+module's output is off by the engine's rounding. On SmolLM2-135M, engine errors are 0.3 to 2.2 f in
+float32, bfloat16, int8, fp8 and w4a16.
 
 Cached prefixes need no check: vLLM's cache is keyed by the number of loads (VLLMEngine.generate).
 """
@@ -64,7 +67,8 @@ class SyncError(RuntimeError):
 
 
 def checksum(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Checksum of a tensor's bytes, int64 (), on the tensor's device. dtype: type in which its numbers count."""
+    """Checksum of a tensor's bytes, int64 (), on the tensor's device. dtype: type in which its
+    numbers count."""
     x, dtype = x.detach(), dtype or x.dtype
     if x.ndim == 2 and not x.is_contiguous():  # the transposed view that a kernel multiplies by
         x = x.t()
@@ -111,8 +115,8 @@ def to_host(sums: list[torch.Tensor]) -> list[int]:
 class Stream:
     """Checksums of a stream of named tensors, taken as the tensors pass by.
 
-    types: name -> type in which the engine holds a tensor; others keep their own. rows: rows of embedding and head that
-    the engine holds; None: all."""
+    types: name -> type in which the engine holds a tensor; others keep their own. rows: rows of
+    embedding and head that the engine holds; None: all."""
 
     def __init__(self, types: dict[str, torch.dtype], rows: int | None):
         self.types, self.rows = types, rows
@@ -154,14 +158,16 @@ def rolled(named_tensors):
 
 
 def key(name: str) -> str:
-    """A tensor's name without a prefix in which engines differ: from `layers.` on, or its last two parts."""
+    """A tensor's name without a prefix in which engines differ: from `layers.` on, or its last two
+    parts."""
     name = name.replace(".routed_experts.", ".")
     start = f".{name}".find(".layers.")
     return name[start:] if start >= 0 else ".".join(name.split(".")[-2:])
 
 
 def parts_of(held, published, fused: dict[str, list[str]]) -> dict[str, list[str]]:
-    """engine tensor -> the published tensors in it. fused: name of a fused module -> names of its parts."""
+    """engine tensor -> the published tensors in it. fused: name of a fused module -> names of its
+    parts."""
     by_key, found = {key(name): name for name in published}, {}
     for name in held:
         options = [[key(name)]]
@@ -195,8 +201,8 @@ class Synced:
 class WeightCheck:
     """Loads weights into an engine and checks that they are there.
 
-    config: of transformers. ids: the sequences (R, L) that are compared. fmt: number format of the engine's linear
-    layers. vocabulary: number of token ids; None: all rows of the embedding."""
+    config: of transformers. ids: the sequences (R, L) that are compared. fmt: number format of the
+    engine's linear layers. vocabulary: number of token ids; None: all rows of the embedding."""
 
     def __init__(self, config, ids, fmt=None, vocabulary: int | None = None):
         self.ids = np.atleast_2d(np.asarray(ids, np.int64))
@@ -212,7 +218,8 @@ class WeightCheck:
         self.version = -1
 
     def load(self, engine, version: int, named_tensors) -> Synced:
-        """Load a stream of named tensors, which can be read more than once. SyncError: the engine has others."""
+        """Load a stream of named tensors, which can be read more than once. SyncError: the engine
+        has others."""
         error = floor = float("nan")
         if iter(named_tensors) is named_tensors:
             named_tensors = list(named_tensors)
@@ -244,7 +251,8 @@ class WeightCheck:
         return Synced(version, digest(stream.layout, loaded), share, stream.nbytes, error, floor)
 
     def _load(self, engine, named_tensors) -> tuple[Stream, dict[str, int]]:
-        """Load the tensors; their checksums by name. The engine's own are in `self.held` afterwards."""
+        """Load the tensors; their checksums by name. The engine's own are in `self.held`
+        afterwards."""
         stream = Stream(self.types, engine.held_rows)
         passing = stream.watch(named_tensors)
         engine.load(passing)
@@ -254,7 +262,8 @@ class WeightCheck:
         return stream, stream.finish()
 
     def _map(self, engine, held: dict, published: list[str]) -> None:
-        """Find which published tensors each engine tensor is made of, and in which type it holds them."""
+        """Find which published tensors each engine tensor is made of, and in which type it holds
+        them."""
         self.parts = parts_of(held, published, engine.fused)
         self.types = {part: held[name][1] for name, parts in self.parts.items() for part in parts}
 
@@ -270,7 +279,8 @@ class WeightCheck:
         )
 
     def _keep_readable(self, engine, loaded: dict[str, int]) -> None:
-        """Leave those engine tensors in `parts` whose checksums can be compared; warn of the others."""
+        """Leave those engine tensors in `parts` whose checksums can be compared; warn of the
+        others."""
         held, packed = self.held
         everything = self.parts
         self.in_place = set(held)
@@ -295,9 +305,11 @@ class WeightCheck:
     def _compare(
         self, engine, version: int, named_tensors, trial: bool = False
     ) -> tuple[float, float]:
-        """Compare the engine's log-probabilities with those of the published tensors: (error, noise floor), in nats.
+        """Compare the engine's log-probabilities with those of the published tensors: (error, noise
+        floor), in nats.
 
-        SyncError: rounding does not explain the error. trial: of rolled weights, which may overflow in 16 bits."""
+        SyncError: rounding does not explain the error. trial: of rolled weights, which may overflow
+        in 16 bits."""
         dtype = getattr(torch, engine.dtype)
         says = engine.logprobs(self.ids)  # (R, L - 1)
         tokens, sampled = sample(engine, self.ids)  # (R, n)
@@ -342,8 +354,8 @@ class WeightCheck:
 
 
 def totals(sums: list[int], tp: int) -> set[int]:
-    """Checksums that a tensor of these parts may have, summed over `tp` ranks: each part is divided among the ranks,
-    or all but the first (keys and values), or all, are on several of them."""
+    """Checksums that a tensor of these parts may have, summed over `tp` ranks: each part is divided
+    among the ranks, or all but the first (keys and values), or all, are on several of them."""
     first, rest = sums[0], sum(sums[1:])
     return {wrap(a * first + b * rest) for b in range(1, tp + 1) for a in (1, b)}
 
@@ -354,7 +366,8 @@ def wrap(n: int) -> int:
 
 
 def sample(engine, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, log-probabilities) that the engine samples behind the first part of each sequence, (R, n).
+    """(tokens, log-probabilities) that the engine samples behind the first part of each sequence,
+    (R, n).
 
     Behind an end they are -1 and NaN."""
     n = min(SAMPLED, ids.shape[1] - 1)

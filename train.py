@@ -1,5 +1,5 @@
-"""Train a policy with RL on the rollouts of another one. The loop, and nothing else: the algorithm is in
-objectives.py.
+"""Train a policy with RL on the rollouts of another one. The loop, and nothing else: the algorithm
+is in objectives.py.
 
     python train.py --objective=jackpot                            # a small actor rolls out, the bigger policy learns
     torchrun --nproc_per_node=2 train.py --objective=jackpot       # DDP, or --parallel=fsdp; one engine per rank
@@ -19,7 +19,8 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 
-# before torch is imported: its idle threads look for work for 0.1 ms, then leave the core to others (LOG.md)
+# before torch is imported: its idle threads look for work for 0.1 ms, then leave the core to others
+# (LOG.md)
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 from tqdm import tqdm
@@ -48,7 +49,8 @@ from source import given_back_if_it_fails
 
 
 def train(cfg: config.Config) -> None:
-    """Run `--steps` updates, or until a signal; saved and reported at the end. UserError: one sentence."""
+    """Run `--steps` updates, or until a signal; saved and reported at the end. UserError: one
+    sentence."""
     groups = (
         cfg.rollout_batch // cfg.group_size if cfg.samplers != "local" else 1
     )  # that a rank may wait for in turn
@@ -120,7 +122,8 @@ class Training:
     """What a run has, and the stages of its loop."""
 
     def __init__(self, cfg: config.Config, comm: Comm):
-        """Everything that can be wrong is found before the first model loads (config.py, machinery/run.py)."""
+        """Everything that can be wrong is found before the first model loads (config.py,
+        machinery/run.py)."""
         self.comm = comm
         self.run = open_run(cfg, self.comm)  # task, tokenizer, model folders, newest checkpoint
         self.cfg = cfg = self.run.cfg  # with --epochs counted in updates
@@ -151,7 +154,8 @@ class Training:
         self.unwritten: dict | None = None  # metrics of an update that are not in the log yet
 
     def roll_out(self, signals) -> bool:
-        """Stages 1 to 3: a new batch of groups into `pending`. False: a signal came first, or no sampler is left."""
+        """Stages 1 to 3: a new batch of groups into `pending`. False: a signal came first, or no
+        sampler is left."""
         cfg, learner = self.cfg, self.learner
         source = self.source
         # 1. publish the rollout model's weights to the engine, and check that they arrived
@@ -222,7 +226,8 @@ class Training:
         self.unwritten = None
 
     def write_samples(self, groups) -> None:
-        """A response of each of these groups, whole, with the gap between policy and sampler at every token."""
+        """A response of each of these groups, whole, with the gap between policy and sampler at
+        every token."""
         firsts = [replace(group, responses=group.responses[:1], ref={}) for group in groups]
         logp = self.learner.score(batching.collate(firsts, self.cfg), Needs()).logp
         if self.log:
@@ -246,7 +251,8 @@ class Training:
         return values
 
     def eval_engine(self, name: str):
-        """An engine with one model's weights as they are now; None: a plain sampler on the learner's own."""
+        """An engine with one model's weights as they are now; None: a plain sampler on the
+        learner's own."""
         how = evaluated_by(self.cfg, name)
         if how == "torch" or not self.run.eval_sets:
             return None
@@ -258,7 +264,8 @@ class Training:
         return self.second_engine
 
     def save(self) -> None:
-        """Begin a checkpoint of what stands now. A thread writes it while the next updates run; one at a time."""
+        """Begin a checkpoint of what stands now. A thread writes it while the next updates run; one
+        at a time."""
         self.end_save()
         with timer(self.clock, "save_s"):
             left = {**self.controllers, "values": self.values}
@@ -272,8 +279,8 @@ class Training:
             self.end_save()
 
     def end_save(self) -> None:
-        """Wait for the checkpoint that is being written; then a source of remote groups may let go of what it accounts
-        for. UserError: it could not be written."""
+        """Wait for the checkpoint that is being written; then a source of remote groups may let go
+        of what it accounts for. UserError: it could not be written."""
         if self.saving is None:
             return
         with timer(self.clock, "save_s"):
@@ -282,7 +289,8 @@ class Training:
             self.source.saved()
 
     def rescue(self) -> None:
-        """After an exception: save what stands at an update's boundary, if this is the only process and all is finite.
+        """After an exception: save what stands at an update's boundary, if this is the only process
+        and all is finite.
 
         With several ranks the others cannot be asked any more, and the checkpoint before stands."""
         try:
@@ -339,7 +347,8 @@ def timer(clock: dict, name: str):
 
 
 def catch_signals() -> list[str]:
-    """SIGTERM and Ctrl-C finish the update at hand, save, and stop; a second Ctrl-C stops at once."""
+    """SIGTERM and Ctrl-C finish the update at hand, save, and stop; a second Ctrl-C stops at
+    once."""
     seen: list[str] = []
 
     def handler(number, frame):

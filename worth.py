@@ -1,4 +1,5 @@
-"""What is a rollout worth? The gradient that a sampler's responses give, beside the on-policy one. No training.
+"""The worth of a rollout: the gradient of a sampler's responses, compared with the on-policy
+gradient. No training.
 
     python worth.py --model=base:policy --actor=base:actor                  # another model samples
     python worth.py --model=FOLDER --actor=none --rollout_quant=w2a16       # low bits do
@@ -6,27 +7,27 @@
     python worth.py ... --rows="tis; tis is_cap=8; jackpot obrs_mask=expected" --lengths=16,64 --cost
     torchrun --nproc_per_node=2 worth.py ... --parallel=fsdp --share=0.1
 
-with train.py's flags. --rows names any objectives (22 usual ones by default). What one batch on its own cannot show is
-refused: --delay, --samplers, --learner_quant, --router_replay, --obrs_target=new and
+with train.py's flags. --rows names objectives (by default 22). Settings that one batch cannot show
+are refused: --delay, --samplers, --learner_quant, --router_replay, --obrs_target=new and
 --obrs_z=approx.
 
     g      the on-policy gradient of the policy (its mean)
     g_c    the gradient that one batch of B sampler responses gives under row c
-    scale  = E<g_c, g> / |g|^2                  the length of the step along g: 1 where nothing is cut
-    bias   = |E g_c - scale g|^2 / |g|^2        what of its mean points elsewhere
+    scale  = E<g_c, g> / |g|^2                  the length of the step along g: 1 without truncation
+    bias   = |E g_c - scale g|^2 / |g|^2        the part of its mean in other directions
     noise  = (E|g_c|^2 - |E g_c|^2) / |g|^2     of one batch; noise_on: of one on-policy batch
     worth  = scale^2 noise_on / (bias + noise)
 
-The expected cosine of g_c and g is kappa = scale / sqrt(scale^2 + bias + noise). An on-policy batch of (worth B)
-responses has the same kappa, so worth counts on-policy responses per sampler response. The sampler pays if worth
-exceeds its cost per response over the policy's (`--cost`). Worth is about the next step, not about where many such
-steps lead.
+The expected cosine of g_c and g is kappa = scale / sqrt(scale^2 + bias + noise). An on-policy batch
+of (worth B) responses has the same kappa, so worth counts on-policy responses per sampler response.
+The sampler pays if worth exceeds its cost per response over the policy's (`--cost`). Worth is about
+the next step, not about where many such steps lead.
 
-How: g_c is a sum over tokens, sum_t c_t grad log p_t, and c_t = d J_c / d log p_t comes from the row's own loss. Along
-a direction v then <g_c, v> = sum_t c_t s_t with s_t = d/de log p_t(theta + e v): one forward pass with weights
-shifted a little gives s_t of all tokens, and every row is a weighted sum of them. Along g this gives scale; along
-random v of unit covariance E<x, v>^2 = |x|^2, and that gives bias and noise. No gradient of the sampler's is held.
-"""
+How: g_c is a sum over tokens, sum_t c_t grad log p_t, and c_t = d J_c / d log p_t comes from the
+row's own loss. Along a direction v then <g_c, v> = sum_t c_t s_t with s_t = d/de log p_t(theta + e
+v): one forward pass with weights shifted a little gives s_t of all tokens, and every row is a
+weighted sum of them. Along g this gives scale; along random v of unit covariance E<x, v>^2 = |x|^2,
+and that gives bias and noise. No gradient of the sampler's is held."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ ROWS = (
     "retrace_seq; spare; z_tis; jackpot obrs_mode=mask; jackpot; jackpot obrs_mask=expected"
 )
 OF_ROWS = {f.name for kind in (config.ObjectiveFlags, config.ObrsFlags) for f in fields(kind)}
-STEP = 0.005  # what a shift of the weights changes in log-probabilities, root mean square, in nats
+STEP = 0.005  # root mean square change of log-probabilities by a shift of the weights, nats
 EVERYTHING = (0, 2**31)  # lengths of responses
 
 
@@ -86,17 +87,19 @@ class WorthFlags:
     directions: int = 32
     """Random directions, for bias and noise."""
     noise_batches: int = 4
-    """Of the sampler's batches, so many are also looked at along the random directions."""
+    """Number of the sampler's batches that are also measured along the random directions."""
     lengths: str = ""
-    """Lengths that divide the responses, with commas: each part is weighed, too, and takes as long as the whole."""
+    """Lengths that divide the responses, with commas: each part is weighed, too, and takes as long
+    as the whole."""
     share: float = 1.0
-    """Share of the parameters' entries that is looked at, drawn at random: 13 copies of these are kept in float32."""
+    """Share of the parameters' entries that is looked at, drawn at random: 13 copies of these are
+    kept in float32."""
     stale: str = ""
-    """A model folder whose weights sample in the place of the policy's: an older checkpoint."""
+    """An older checkpoint that samples instead of the policy."""
     cost: bool = False
     """Time sampling by both, and say whether the sampler pays."""
     json: str = "out/worth.json"
-    """Where the numbers go; the figure goes beside it."""
+    """Output file; the figure gets the same name with .png."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -105,7 +108,8 @@ class WorthFlags:
 
 
 def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config.Config]:
-    """The flags, each row's configuration, and that of g: `--objective=none`, no surrogate. UserError: one sentence."""
+    """The flags, each row's configuration, and that of g: `--objective=none`, no surrogate.
+    UserError: one sentence."""
     both = dataclass(frozen=True)(type("Flags", (WorthFlags, config.Config), {}))
     pairs = flags.read(both, argv, "python worth.py --key=value ...", also={"config"})
     names = {f.name for f in fields(WorthFlags)}
@@ -128,7 +132,7 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
             name = flag.partition("=")[0]
             need(
                 name in OF_ROWS or name not in config.FIELDS,
-                f"--rows: {flag} of {row!r} is no flag of an objective; all rows share it: give it beside --rows",
+                f"--rows: {flag} of {row!r} is no flag of an objective; all rows share it: give it separately from --rows",
             )
         rows[row] = settings.parse(
             [*shared, f"--objective={objective}", *(f"--{flag}" for flag in more)]
@@ -159,12 +163,13 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
 
 
 def engine_dtype(pairs: list[tuple[str, str]]) -> str:
-    """In what the run's engine samples, whatever g is computed in. UserError: it is said nowhere."""
+    """Type in which the run's engine samples, independent of that of g. UserError: no flag gives
+    it."""
     of_files = [flags.read_toml(config.Config, value) for key, value in pairs if key == "config"]
-    said = {key: value for file in of_files for key, value in file.items()} | dict(pairs)
-    model = said.get("model", config.Config.model)
-    usual = config.EMBEDDED["rollout_dtype"] if model.startswith("base:") else said.get("dtype")
-    found = said.get("rollout_dtype", usual)
+    given = {key: value for file in of_files for key, value in file.items()} | dict(pairs)
+    model = given.get("model", config.Config.model)
+    default = config.EMBEDDED["rollout_dtype"] if model.startswith("base:") else given.get("dtype")
+    found = given.get("rollout_dtype", default)
     need(
         found is not None,
         f"--model={model}: the engine of a model of your own has no default precision; name it, for instance "
@@ -218,7 +223,8 @@ def check_row(row: str, cfg: config.Config) -> None:
 
 
 def parts(own: WorthFlags) -> list[tuple[int, int]]:
-    """[low, high) lengths of the responses that are weighed together: all, then the parts of --lengths."""
+    """[low, high) lengths of the responses that are weighed together: all, then the parts of
+    --lengths."""
     try:
         edges = [int(edge) for edge in filter(None, own.lengths.split(","))]
     except ValueError:
@@ -232,16 +238,16 @@ def parts(own: WorthFlags) -> list[tuple[int, int]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# c_t: what a row makes of a batch
+# c_t: the coefficients of a row on a batch
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def batches_of(learner, groups, rows: dict[str, config.Config]) -> dict[str, batching.Batch]:
-    """For each row the groups as a batch: with its advantage, and what it must know of policy and actor (Z is another
-    for another lambda)."""
+    """row -> the groups as a batch, with the row's advantage and statistics (Z depends on
+    lambda)."""
     made, known, out = {}, {}, {}
     for row, cfg in rows.items():
-        read = (cfg.advantage,)  # what a row may change of what `collate` makes
+        read = (cfg.advantage,)  # flags of a row that `collate` reads
         if read not in made:
             made[read] = batching.collate(groups, cfg)
         batch = made[read]
@@ -253,7 +259,8 @@ def batches_of(learner, groups, rows: dict[str, config.Config]) -> dict[str, bat
 
 
 def coefficients(batch, comm, cfg: Config) -> torch.Tensor:
-    """c_t = d J / d log p_t at p_new = p_ref, (B, T): the row's own loss, differentiated by its log-probabilities."""
+    """c_t = d J / d log p_t at p_new = p_ref, (B, T): the row's own loss, differentiated by its
+    log-probabilities."""
     logp = batch.logp_ref.double().clone().requires_grad_()
     new = TokenStats(logp, support_logp=batch.support_logp_ref, tail=batch.tail_ref, z=batch.z_ref)
     stats = objectives.prepare(batch, comm, cfg, {})
@@ -263,7 +270,7 @@ def coefficients(batch, comm, cfg: Config) -> torch.Tensor:
 
 
 def of_length(batch, part: tuple[int, int]) -> torch.Tensor:
-    """(B, 1): 1 for responses whose length is in the part."""
+    """(B, 1): 1 for responses with a length in this part."""
     return ((batch.length >= part[0]) & (batch.length < part[1]))[:, None].float()
 
 
@@ -273,7 +280,8 @@ def of_length(batch, part: tuple[int, int]) -> torch.Tensor:
 
 
 class Weights:
-    """The policy's parameters as one long vector, or a random share of its entries; under FSDP this rank's shard.
+    """The policy's parameters as one long vector, or a random share of its entries; under FSDP this
+    rank's shard.
 
     A direction is a list of tensors, one for each parameter."""
 
@@ -296,7 +304,7 @@ class Weights:
         return [x[entries].clone() for x, entries in zip(flat, self.entries, strict=True)]
 
     def gradient(self) -> list[torch.Tensor]:
-        """What the last backward left, of J: the loss is its negative."""
+        """Gradient of J after the last backward pass; the loss is -J."""
         found = [local(p.grad).detach().view(-1) for p in learning(self.learner.models.policy)]
         return [-x for x in self.chosen(found)]
 
@@ -338,7 +346,8 @@ class Weights:
         return logp
 
     def spread(self, batch, still, direction) -> float:
-        """About how far log-probabilities move for a step of 1, from a small one on a few responses of all ranks."""
+        """About how far log-probabilities move for a step of 1, from a small one on a few responses
+        of all ranks."""
         if id(direction) not in self.spreads:
             few = batch.select(list(range(min(len(batch), 16))))
             small = 1e-3 / math.sqrt(self.dot(direction, direction))
@@ -378,7 +387,7 @@ class Measurement:
         self.own, self.rows, self.plain, self.parts = own, rows, plain, parts(own)
         lead = max(
             rows.values(), key=topk_of
-        )  # the engine records what the most demanding row asks for
+        )  # the engine records enough for the most demanding row
         lead = replace(
             lead, rollout_sleep=False
         )  # asleep it may drop its weights, and nothing brings new ones
@@ -464,7 +473,7 @@ class Measurement:
             yield Slopes(batches, along, random)
 
     def see(self, seen: Seen, slopes: Slopes, c: torch.Tensor, part=EVERYTHING) -> None:
-        """Add what coefficients c (B, T) make of a batch."""
+        """Add the measurements of coefficients c (B, T) on a batch."""
         batch = next(iter(slopes.batches.values()))
         c = c * of_length(batch, part)
         seen.along.append(self.comm.sum([(c * s).sum() for s in slopes.along[part]]))
@@ -477,7 +486,7 @@ class Measurement:
             seen.noise.append(everyone.view(-1, len(slopes.random)).cpu().numpy())
 
     def count(self, who: str, batch, kl=0.0) -> None:
-        """Add up what the responses are like. kl: summed over tokens."""
+        """Add up reward, length and KL of responses. kl: summed over tokens."""
         sums = self.comm.sum([batch.reward.sum(), batch.length.sum(), kl, len(batch)])
         self.totals[who] = np.add(self.totals.get(who, 0.0), sums)
 
@@ -515,7 +524,7 @@ def on_policy_source(learner, run, cfg: Config) -> LocalSource:
 
 
 def on_policy_config(cfg: config.Config) -> config.Config:
-    """What g is the gradient of: the objective without a correction, a trust region or anything dropped."""
+    """The objective of g: no correction, no trust region, nothing dropped."""
     dropped = dict(
         reject="none",
         reject_of="all",
@@ -532,13 +541,14 @@ def on_policy_config(cfg: config.Config) -> config.Config:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What sampling costs
+# Cost of sampling
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def cost(m: Measurement) -> dict[str, float]:
-    """Seconds of a response, of the sampler's and of one that the policy samples in the same kind of engine; and the
-    price, the one over the other. Both are timed in turns, after a first batch each."""
+    """Seconds of a response, of the sampler's and of one that the policy samples in the same kind
+    of engine; and the price, the one over the other. Both are timed in turns, after a first batch
+    each."""
     cfg = replace(m.cfg, actor="none", rollout_quant="none", correction="none")
     policy = open_source(cfg, replace(m.run, actor=""), m.comm)
     seconds = {id(policy): [], id(m.sampler): []}
@@ -555,19 +565,20 @@ def cost(m: Measurement) -> dict[str, float]:
 
 
 def pays(worth: float, error: float, price: float) -> str:
-    """Whether worth is above the price by two errors ("yes"), below it ("no"), or neither ("open")."""
+    """Whether worth is above the price by two errors ("yes"), below it ("no"), or neither
+    ("open")."""
     if abs(worth - price) <= 2 * error:
         return "open"
     return "yes" if worth > price else "no"
 
 
 def verdict(x: dict, about: dict) -> list[str]:
-    """What a row's worth says of the sampler, beside what its responses cost."""
+    """Sentences on whether the sampler pays, from a row's worth and the cost of responses."""
     names = ("sampler", "on_policy")
     ours, theirs = (about[f"{name}/seconds"] for name in names)
     tokens = [1000 * about[f"{name}/seconds"] / about[f"{name}/length"] for name in names]
     factor, error = x["worth"] / about["price"], x["worth_se"] / about["price"]
-    said = {
+    sentences = {
         "yes": "this sampler pays",
         "no": "this sampler does not pay",
         "open": "open: within two errors of its price",
@@ -575,7 +586,7 @@ def verdict(x: dict, about: dict) -> list[str]:
     return [
         f"a token takes {tokens[0]:.3g} ms of the sampler's and {tokens[1]:.3g} ms of the policy's",
         f"on-policy responses a second: {x['worth'] / ours:.3g} by the sampler, {1 / theirs:.3g} by the policy",
-        f"{said[pays(x['worth'], x['worth_se'], about['price'])]}, by a factor of {factor:.2f} +- {error:.2f}",
+        f"{sentences[pays(x['worth'], x['worth_se'], about['price'])]}, by a factor of {factor:.2f} +- {error:.2f}",
     ]
 
 
@@ -585,7 +596,8 @@ def verdict(x: dict, about: dict) -> list[str]:
 
 
 def weigh(own: WorthFlags, rows: dict[str, config.Config], plain: config.Config) -> dict:
-    """Sample and weigh: {"about": both samplers, "rows": {row: numbers}, "parts": the same for each part}."""
+    """Sample and weigh: {"about": both samplers, "rows": {row: numbers}, "parts": the same for each
+    part}."""
     start = time.perf_counter()
     m = Measurement(own, rows, plain)
     references = m.references()

@@ -1,4 +1,5 @@
-"""What it costs: one table and one JSON line. Everything is measured in alternating pairs, because machines drift.
+"""What it costs: one table and one JSON line. Everything is measured in alternating pairs, because
+machines drift.
 
     python -m bench                        # rollout, update, head, replay
     python -m bench update head            # some of them
@@ -12,9 +13,8 @@ replay   top_k 20 on the demo's policy: a learner step that replays the sets of 
 quant    low bits on the demo's policy, by format: the aligned learner's update over the plain one, publication and load
          over plain weights', and the engine's rollout over an unquantized one's (vLLM)
 
-tests/remote_tools/bench.py measures the transport between a learner and its samplers, results/against_trl.py the whole
-step against TRL's.
-"""
+tests/remote_tools/bench.py measures the transport between a learner and its samplers,
+results/against_trl.py the whole step against TRL's."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def seconds(f) -> float:
 
 
 def compare(times: list[tuple[float, float]]) -> dict:
-    """Geometric mean of ours / other with its 95 % interval, and medians, from pairs of seconds (ours, the
-    other's)."""
+    """Geometric mean of ours / other with its 95 % interval, and medians, from pairs of seconds
+    (ours, the other's)."""
     t = np.array(times)
     log = np.log(t[:, 0] / t[:, 1])
     half = 1.96 * log.std(ddof=1) / math.sqrt(len(log)) if len(log) > 1 else math.nan
@@ -111,8 +111,8 @@ def synchronize(device: str) -> None:
 
 
 def shaped(folder: str, hidden=128, inter=384, layers=4, vocab=256, seed=0, **more):
-    """A Qwen3-shaped model with random weights, saved in `folder` unless that is empty; 0.8M parameters by
-    default."""
+    """A Qwen3-shaped model with random weights, saved in `folder` unless that is empty; 0.8M
+    parameters by default."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
@@ -153,7 +153,8 @@ def random_prompts(rng, n: int = 32) -> list[np.ndarray]:
 
 
 def numbered_seeds(groups: int = 32, samples: int = 8, step: int = 8) -> list[list[int]]:
-    """A seed of its own for each response to each prompt; the first ones of two groups are `step` apart."""
+    """A seed of its own for each response to each prompt; the first ones of two groups are `step`
+    apart."""
     return [list(range(step * i, step * i + samples)) for i in range(groups)]
 
 
@@ -186,8 +187,8 @@ def random_groups(rng, n: int, length: int, vocabulary: int) -> list[Rollout]:
 
 
 def recorded(cfg: config.Config, model, n_groups: int, K: int) -> list[Rollout]:
-    """Groups sampled by the plain sampler from the model itself, with the K most likely tokens and random
-    rewards."""
+    """Groups sampled by the plain sampler from the model itself, with the K most likely tokens and
+    random rewards."""
     rng = np.random.default_rng(0)
     prompts = random_prompts(rng, n_groups)
     sampling = Sampling(max_tokens=cfg.max_tokens)
@@ -249,7 +250,8 @@ def bench_rollout(root: str) -> dict:
 
 
 def bench_update(root: str) -> dict:
-    """Ref pass, statistics, loss, step: jackpot (target ref, K = 20, kappa, bracket) over plain PPO, one batch."""
+    """Ref pass, statistics, loss, step: jackpot (target ref, K = 20, kappa, bracket) over plain
+    PPO, one batch."""
     learners = {}
     for name in ("jackpot", "grpo"):
         cfg = resolved(objective=name, train_batch=128, rollout_batch=256, max_tokens=24, lr=1e-6)
@@ -287,7 +289,8 @@ def naive_head(hidden, weight, target, support_ids, p_kth):
 
 
 def head_once(which: str, N=2048, V=151_936, H=1024, seed=0):
-    """One forward and backward of the "naive" or the "chunked" head: a callable, and the bytes of its gradients."""
+    """One forward and backward of the "naive" or the "chunked" head: a callable, and the bytes of
+    its gradients."""
     g = torch.Generator().manual_seed(seed)
     hidden = torch.randn(N, H, generator=g).requires_grad_()
     weight = (torch.randn(V, H, generator=g) * 0.02).requires_grad_()
@@ -313,7 +316,8 @@ def head_once(which: str, N=2048, V=151_936, H=1024, seed=0):
 
 
 def print_head_memory(which: str) -> None:
-    """Peak memory of one pass beyond parameters and their gradients, in bytes, read off the whole process."""
+    """Peak memory of one pass beyond parameters and their gradients, in bytes, read off the whole
+    process."""
     run, gradients = head_once(which)
     before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     run()
@@ -351,8 +355,8 @@ def bench_head(root: str) -> dict:
 
 
 def bench_replay(root: str) -> dict:
-    """top_k 20 on the policy's shape: the update with `replay` over `off`; rollouts with records over those
-    without."""
+    """top_k 20 on the policy's shape: the update with `replay` over `off`; rollouts with records
+    over those without."""
     folder = f"{root}/replay"
     model = policy_shaped(folder)
     sampling = Sampling(top_k=20, max_tokens=32)
@@ -453,7 +457,8 @@ def parse(argv: list[str], benches: dict) -> list[str]:
 def print_table(results: dict[str, dict]) -> None:
     """One table and one JSON line. results: name -> a row, or several rows by name.
 
-    A row has what `compare` returns, and more values by name; without "ratio" it has those alone."""
+    A row has what `compare` returns, and more values by name; without "ratio" it has those
+    alone."""
     rows = {}
     for name, result in results.items():
         if all(isinstance(row, dict) for row in result.values()):

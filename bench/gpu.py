@@ -14,11 +14,11 @@ memory       checkpointing, two models, FSDP2 on one rank, aligned learners: tim
 rollouts     the plain engine: tokens per second, publication and its proof
 exact        the largest difference of sampler and learner: --exact, and a vLLM that is batch-invariant
 
-Models are Qwen3's shapes with random weights. A part that fails is a line of the page, and the next one begins; a part
-that is cut off by its limit keeps what it has measured. A share of the peak is that of dense bfloat16, without sparsity
-(PEAK); the work is 6 P + 6 L A S operations a token for P parameters in products, L layers, A numbers of all heads'
-queries and S tokens of a row: forward and backward, causal attention, nothing that is computed a second time.
-"""
+Models are Qwen3's shapes with random weights. A part that fails is a line of the page, and the next
+one begins; a part that is cut off by its limit keeps what it has measured. A share of the peak is
+that of dense bfloat16, without sparsity (PEAK); the work is 6 P + 6 L A S operations a token for P
+parameters in products, L layers, A numbers of all heads' queries and S tokens of a row: forward and
+backward, causal attention, nothing that is computed a second time."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ class GpuFlags:
 
 
 def said_by(command: list[str], limit: float) -> tuple[list[dict], str]:
-    """(the lines that a command printed, why it failed or "") of a process that ends within so many seconds."""
+    """(the lines that a command printed, why it failed or "") of a process that ends within so many
+    seconds."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         # in a group of its own, so that what it started ends with it
         process = subprocess.Popen(

@@ -1,4 +1,5 @@
-"""The parts of the GPU list (bench/gpu.py): each yields its rows, measured on a GPU or, in small, on a CPU."""
+"""The parts of the GPU list (bench/gpu.py): each yields its rows, measured on a GPU or, in small,
+on a CPU."""
 
 from __future__ import annotations
 
@@ -116,7 +117,8 @@ class Setting:
         return run
 
     def peak_of(self, f) -> float:
-        """The most GiB that are allocated while a call runs, beyond what was before; NaN without a GPU."""
+        """The most GiB that are allocated while a call runs, beyond what was before; NaN without a
+        GPU."""
         if not self.cuda:
             f()
             return math.nan
@@ -143,8 +145,8 @@ class Setting:
 def row(
     what: str, value: float, unit: str = "", spread=(), goal: str = "", met: bool | None = None
 ) -> dict:
-    """A line of the page. spread: the smallest and the largest of the repeats, or a 95 % interval; goal: what was
-    asked, and whether that is so, if it can be told."""
+    """A line of the page. spread: the smallest and the largest of the repeats, or a 95 % interval;
+    goal: what was asked, and whether that is so, if it can be told."""
     return {
         "what": what,
         "value": value,
@@ -238,8 +240,8 @@ def block_of(s: Setting, name: str) -> list[torch.nn.Linear]:
 
 
 def linears(s: Setting) -> Iterator[dict]:
-    """Speed of aligned linear layers over that of bfloat16 ones: all products of a decoder layer, activations quantized
-    by each, weights once, as in the micro-batches of an update."""
+    """Speed of aligned linear layers over that of bfloat16 ones: all products of a decoder layer,
+    activations quantized by each, weights once, as in the micro-batches of an update."""
     for name in s.pick(("8B", "1.7B", "0.6B"), ("8B",)):
         for tokens in s.pick((8192, 32_768), (24,)):
             for kind in ("fp8", "int8"):
@@ -248,7 +250,8 @@ def linears(s: Setting) -> Iterator[dict]:
 
 
 def speeds(s: Setting, what: str, kind: str, name: str, tokens: int) -> Iterator[dict]:
-    """Three lines: forward; with the gradients; forward with weights that are quantized every time."""
+    """Three lines: forward; with the gradients; forward with weights that are quantized every
+    time."""
     plain = block_of(s, name)
     aligned = [quant.LowBitLinear.from_linear(m, quant.format_of(kind)) for m in plain]
     inputs = {
@@ -289,7 +292,8 @@ def anew(layers, inputs: dict) -> None:
 
 
 def heads(N: int, H: int, V: int, device: str) -> dict[str, Callable]:
-    """Ways to the negative log-probability of N tokens from hidden states (N, H), and back: name -> a call."""
+    """Ways to the negative log-probability of N tokens from hidden states (N, H), and back: name ->
+    a call."""
     how = {"device": device, "dtype": torch.bfloat16}
     hidden = torch.randn(N, H, **how).requires_grad_()
     weight = (torch.randn(V, H, **how) * 0.02).requires_grad_()
@@ -325,8 +329,8 @@ def heads(N: int, H: int, V: int, device: str) -> dict[str, Callable]:
 
 
 def head(s: Setting) -> Iterator[dict]:
-    """Time over that of whole logits, and memory beyond the inputs, both ways, of hidden states and weights in
-    bfloat16."""
+    """Time over that of whole logits, and memory beyond the inputs, both ways, of hidden states and
+    weights in bfloat16."""
     N, V = s.pick((8192, 151_936), (48, 300))
     for H in s.pick((1024, 2560), (32,)):
         ways = heads(N, H, V, s.device)
@@ -380,7 +384,8 @@ def with_topk(groups, K: int, vocabulary: int, rng):
 
 
 def obrs(s: Setting) -> Iterator[dict]:
-    """Ref pass, statistics, loss, step of Jackpot (target ref, K = 20) over those of PPO, one model, one batch."""
+    """Ref pass, statistics, loss, step of Jackpot (target ref, K = 20) over those of PPO, one
+    model, one batch."""
     rows, length = s.pick((32, 1024), (16, 12))
     learners = {}
     for name in ("jackpot", "grpo"):
@@ -433,7 +438,8 @@ def fits(s: Setting, cfg: Config, names: tuple[str, ...]) -> bool:
 
 
 class Measured(NamedTuple):
-    """Updates of one learner. tokens: of one; seconds: of each; gib: the most that is allocated, by the plan too."""
+    """Updates of one learner. tokens: of one; seconds: of each; gib: the most that is allocated, by
+    the plan too."""
 
     tokens: int
     seconds: list[float]
@@ -473,8 +479,9 @@ def case(s: Setting, what: str, cfg: Config, names: tuple[str, ...], n: int = 3)
 
 
 def learner(s: Setting) -> Iterator[dict]:
-    """Updates (forward, chunked head, backward, AdamW) in bfloat16 with float32 masters, by model and length of a row;
-    layers are computed a second time where the plan says that memory asks for it."""
+    """Updates (forward, chunked head, backward, AdamW) in bfloat16 with float32 masters, by model
+    and length of a row; layers are computed a second time where the plan says that memory asks for
+    it."""
     for name in s.pick(("0.6B", "1.7B", "4B"), ("0.6B",)):
         for length in s.pick((2048, 4096, 8192, 16_384), (40,)):
             if (name, length) == ("4B", 16_384):  # a minute by itself
@@ -622,9 +629,10 @@ def vllm(s: Setting) -> Iterator[dict]:
 
 
 def exact(s: Setting) -> Iterator[dict]:
-    """The largest |log p_inf - log p_ref| of 10^4 sampled tokens, Qwen3-0.6B's shape: plain torch with --exact and
-    without, and vLLM with VLLM_BATCH_INVARIANT=1. That puts products and means of its own in the place of torch's, in
-    the whole process, so the learner has them too; attention differs. Has never run on a GPU: there 0 is a guess."""
+    """The largest |log p_inf - log p_ref| of 10^4 sampled tokens, Qwen3-0.6B's shape: plain torch
+    with --exact and without, and vLLM with VLLM_BATCH_INVARIANT=1. That puts products and means of
+    its own in the place of torch's, in the whole process, so the learner has them too; attention
+    differs. Has never run on a GPU: there 0 is a guess."""
     for dtype in ("float32", "bfloat16"):
         for flag in (True, False):
             what = f"plain torch, {dtype}, {'--exact' if flag else 'without --exact'}"

@@ -1,1 +1,2 @@
-"""Flags, run folders, checkpoints, optimizers, plots: used by every command, described by no paper."""
+"""Flags, run folders, checkpoints, optimizers, plots: used by every command, described by no
+paper."""

@@ -7,10 +7,9 @@
         steps: int = 150
         \"\"\"Optimizer updates.\"\"\"             # the flag's help
 
-A field is a flag, its type says what it takes, the string below it is its help. A class may inherit from several
-such groups. `parse_flags(Flags, argv)` returns an instance, or raises UserError, one sentence that names the
-flag; `run_command` prints it.
-"""
+A field is a flag, its type says what it takes, the string below it is its help. A class may inherit
+from several such groups. `parse_flags(Flags, argv)` returns an instance, or raises UserError, one
+sentence that names the flag; `run_command` prints it."""
 
 from __future__ import annotations
 
@@ -33,15 +32,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
-LISTED = 36  # so many names at most stand in a sentence
-NEAR = 0.75  # a name less like a flag than this is no slip of the finger, and gets no guess
-LIKE = 0.45  # the same of a value and those that a flag takes
+LISTED = 36  # maximum number of names in an error message
+NEAR = 0.75  # minimum similarity to suggest a flag name
+LIKE = 0.45  # minimum similarity to suggest a flag value
 
 
 class UserError(ValueError):
-    """What is wrong can be mended by whoever gave the command; the message, one sentence, says how.
+    """An error that the user can fix; the message, one sentence, names the fix.
 
-    Such an error is printed without a traceback. Any other exception is a fault of ours and keeps its own."""
+    It is printed without a traceback. Any other exception is a bug and keeps its traceback."""
 
 
 def need(ok, sentence: str) -> None:
@@ -50,7 +49,7 @@ def need(ok, sentence: str) -> None:
         raise UserError(sentence)
 
 
-# what can be wrong with a file or a disk, and the mend: with the file's name and the system's words it is a sentence
+# errors of files and disks -> the fix, which follows the file's name and the system's message
 RIGHTS = "name another place, or ask for the right to use this one"
 ROOM = "make room there, or name a place on another disk"
 DISK = "look at the disk, or name a place on another one"
@@ -85,7 +84,8 @@ def about_files(e: OSError, path: Path | str | None = None) -> UserError | None:
 
 
 def read_text(path: Path | str) -> str:
-    """The text of a file in UTF-8, without the mark that some editors put first. UserError names the file."""
+    """The text of a file in UTF-8, without the mark that some editors put first. UserError names
+    the file."""
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as e:
@@ -94,20 +94,21 @@ def read_text(path: Path | str) -> str:
         raise about_files(e, path) or e from None
 
 
-def read_json(path: Path | str, mend: str) -> dict:
-    """The JSON object in a file. UserError names the file, what is wrong with it, and the mend."""
+def read_json(path: Path | str, fix: str) -> dict:
+    """The JSON object in a file. UserError names the file, the problem, and the fix."""
     try:
         found = json.loads(read_text(path))
     except UserError:
         raise
     except (ValueError, RecursionError) as e:
-        raise UserError(f"{path}: not valid JSON ({e}); {mend}") from None
-    need(isinstance(found, dict), f"{path}: not a JSON object; {mend}")
+        raise UserError(f"{path}: not valid JSON ({e}); {fix}") from None
+    need(isinstance(found, dict), f"{path}: not a JSON object; {fix}")
     return found
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether this can be the id of a model on the hub: it reads owner/name, and nothing here is called so."""
+    """Whether this can be the id of a model on the hub: it reads owner/name, and nothing here is
+    called so."""
     return (
         bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name))
         and not Path(name).exists()
@@ -120,7 +121,8 @@ def names_model(name: str) -> bool:
 
 
 def check_output(flag: str, path: str) -> None:
-    """UserError, before anything is computed, if no file can be written at the path that a flag names."""
+    """UserError, before anything is computed, if no file can be written at the path that a flag
+    names."""
     file = Path(path)
     need(path.strip(), f"--{flag} is empty: name the file to write")
     need(not file.is_dir(), f"--{flag}={path}: a folder; name a file in it")
@@ -137,7 +139,8 @@ def check_output(flag: str, path: str) -> None:
 
 
 def from_environment(name: str, usual: int) -> int:
-    """A whole number that torchrun sets. It is read while modules load, so what is wrong ends the process at once."""
+    """A whole number that torchrun sets. A wrong value ends the process at once: modules read it
+    while they load."""
     value = os.environ.get(name, str(usual))
     if not value.isdecimal():
         sys.exit(
@@ -147,11 +150,11 @@ def from_environment(name: str, usual: int) -> int:
 
 
 def run_command(command: Callable[[], object], silent: bool = False) -> None:
-    """Run a process's command: a UserError becomes one sentence and exit code 1, as does trouble with a file.
+    """Run a command: a UserError or a file error becomes one sentence and exit code 1.
 
-    Where whoever read the output has gone (`| head`), it ends without a word, with exit code 1, too; at a Ctrl-C with
-    130, as shells have it.
-    silent: print nothing and exit with 2, for ranks of torchrun beside the first, which has the same to say."""
+    If stdout is closed (`| head`), exit silently with code 1. After Ctrl-C, exit with 130, as
+    shells do. silent: print nothing and exit with 2, for ranks of torchrun other than the first,
+    which prints the error."""
     try:
         command()
         sys.stdout.flush()
@@ -165,31 +168,33 @@ def run_command(command: Callable[[], object], silent: bool = False) -> None:
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except (UserError, OSError) as e:
-        said = e if isinstance(e, UserError) else about_files(e)
-        if said is None:
+        error = e if isinstance(e, UserError) else about_files(e)
+        if error is None:
             raise
-        sys.exit(2 if silent else f"error: {said}")
+        sys.exit(2 if silent else f"error: {error}")
 
 
 def reader_has_gone() -> bool:
-    """Whether standard output is a pipe that nobody reads any more."""
+    """Whether standard output is a pipe without a reader."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)  # errors alone
     return bool(poll.poll(0))
 
 
 def parse_flags(cls, argv: list[str] | None = None, usage: str = ""):
-    """An instance of the dataclass `cls` from `--key=value` arguments; by default the process's own.
+    """An instance of the dataclass `cls` from `--key=value` arguments; by default the process's
+    own.
 
     UserError: one sentence."""
     return cls(**{key: convert(cls, key, value) for key, value in read(cls, argv, usage)})
 
 
 def read(cls, argv: list[str] | None = None, usage: str = "", also=()) -> list[tuple[str, str]]:
-    """(flag, value) pairs as written; `--help` prints the page and exits, `--help=all` with the flags that are rare.
+    """(flag, value) pairs as written; `--help` prints the page and exits, `--help=all` with the
+    flags that are rare.
 
     `--flag value` is `--flag=value`, and a bare `--flag` of a truth is `--flag=True`.
-    also: further names that are let through, which the caller translates (config.py)."""
+    also: further names that are accepted, for the caller to read."""
     argv = list(sys.argv[1:] if argv is None else argv)
     kinds, pairs = types_of(cls), []
     while argv:
@@ -265,8 +270,10 @@ def convert(cls, key: str, text: str):
 
 
 def finite(cls, key: str, value, place: str = "--"):
-    """The value. UserError where it is NaN, or too large a whole number; or infinite, unless the class says that this
-    flag may be (UNBOUNDED). place: what stands before the flag in the sentence."""
+    """The value. UserError for NaN, a too large whole number, or infinity, unless the class lists
+    the flag as UNBOUNDED.
+
+    place: prefix of the flag in the message."""
     flag = f"{place}{key}={str(value)[:40]}"
     need(not (isinstance(value, float) and math.isnan(value)), f"{flag}: must be a number")
     need(type(value) is not int or abs(value) < 10**18, f"{flag}: must have at most 18 digits")
@@ -286,7 +293,7 @@ def read_toml(cls, path: str) -> dict:
     except UserError:
         raise
     except (ValueError, RecursionError) as e:
-        raise UserError(f"--config={path}: not valid TOML ({e}); mend that place") from None
+        raise UserError(f"--config={path}: not valid TOML ({e}); fix that line") from None
     kinds = types_of(cls)
     for key, value in values.items():
         need(key in kinds, f"{path}: {key}: no such flag{nearest(key, kinds)}")
@@ -295,7 +302,8 @@ def read_toml(cls, path: str) -> dict:
 
 
 def of_toml(cls, path: str, key: str, value):
-    """A TOML value as the flag's type: a whole number may stand for a float, nothing else changes."""
+    """A TOML value as the flag's type: a whole number may stand for a float, nothing else
+    changes."""
     kind = types_of(cls)[key]
     check_word(key, value, kind, f"{path}: ")
     if choices_of(kind) and type(value) is str:
@@ -324,7 +332,8 @@ def check_word(key: str, value, kind, place: str = "") -> None:
 
 
 def choice(key: str, value, known, place: str = "") -> None:
-    """UserError unless `value` is one of the known ones; it names the nearest. place: of the flag, if it is a file."""
+    """UserError unless `value` is one of the known ones; it names the nearest. place: of the flag,
+    if it is a file."""
     if value not in known:
         near = difflib.get_close_matches(str(value), list(known), 1, LIKE)
         guess = f"; did you mean {near[0]}?" if near else ""

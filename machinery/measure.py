@@ -1,9 +1,10 @@
-"""How a metric is measured: what its formula may use of a micro-batch, and sums over micro-batches and ranks.
+"""How a metric is measured: what its formula may use of a micro-batch, and sums over micro-batches
+and ranks.
 
-`View` shows a formula one micro-batch. `Mean`, `Max`, `Quantile` and `Derived` are the kinds of rows that metrics.py
-is made of. `Sums` adds a row's values up over micro-batches, `Sums.reduce` over ranks: every number is of the whole
-update, never of the last micro-batch. Below them stand the estimates that worth.py makes of its dot products.
-"""
+`View` shows a formula one micro-batch. `Mean`, `Max`, `Quantile` and `Derived` are the kinds of
+rows that metrics.py is made of. `Sums` adds a row's values up over micro-batches, `Sums.reduce`
+over ranks: every number is of the whole update, never of the last micro-batch. Below them stand the
+estimates that worth.py makes of its dot products."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from config import LossFlags
 
 
 class View:
-    """One micro-batch as the formulas see it. Token quantities are (B, T), response quantities (B,)."""
+    """One micro-batch as the formulas see it. Token quantities are (B, T), response quantities
+    (B,)."""
 
     def __init__(self, new, batch, stats, logs, cfg: LossFlags):
         self.new, self.batch = new, batch
@@ -101,14 +103,15 @@ class View:
 
 
 def k3(log_r, clamp):
-    """r - 1 - log r, r = exp of the clamped log r; in float64, for near 0 only log_r^2 / 2 is left of it."""
+    """r - 1 - log r, r = exp of the clamped log r; in float64, for near 0 only log_r^2 / 2 is left
+    of it."""
     log_r = log_r.double()
     return torch.expm1(log_r.clamp(-clamp, clamp)) - log_r
 
 
 def repetition(tokens, exists, n: int = 4):
-    """Share of a response's n-grams that stand earlier in it too, (B,): 1 - distinct / all; 0 if it is shorter
-    than n."""
+    """Share of a response's n-grams that stand earlier in it too, (B,): 1 - distinct / all; 0 if it
+    is shorter than n."""
     if tokens.shape[1] < n:
         return tokens.new_zeros(len(tokens), dtype=torch.double)
     grams, whole = tokens.unfold(1, n, 1), exists.unfold(1, n, 1).all(-1)
@@ -136,7 +139,8 @@ def always(_) -> bool:
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean of formula(view) over the true entries of over(view); `when` says where it exists."""
+    """The mean of formula(view) over the true entries of over(view); `when` says where it
+    exists."""
 
     name: str
     over: Callable
@@ -185,7 +189,8 @@ class Sums:
         self.pairs, self.tops, self.values = {}, {}, {}
 
     def add(self, name, x, where):
-        """Adds x over the true entries of `where` (same shape): one more share of the mean called `name`."""
+        """Adds x over the true entries of `where` (same shape): one more share of the mean called
+        `name`."""
         x = x.double() * where
         total, count = self.pairs.get(name, (0.0, 0.0))
         self.pairs[name] = (total + x.sum(), count + where.sum())
@@ -196,7 +201,8 @@ class Sums:
         self.tops[name] = torch.maximum(self.tops[name], value) if name in self.tops else value
 
     def keep(self, name, x, where, q):
-        """Keep values for the q-th quantile called `name`: those where `where` is true, or evenly some of them."""
+        """Keep values for the q-th quantile called `name`: those where `where` is true, or evenly
+        some of them."""
         x = x[where]
         self.values.setdefault(name, (q, []))[1].append(x[:: 1 + len(x) // self.MOST])
 
@@ -287,7 +293,8 @@ class Seen:
 def estimate(along, noise, reference: Reference, groups: int, keep=None) -> dict[str, float]:
     """scale, bias, noise, noise_on, cosine of the mean, kappa and worth, as worth.py defines them.
 
-    along: (batches, FOLDS); noise: (groups seen, directions); groups: in a batch. keep: what is used (`replicates`)."""
+    along: (batches, FOLDS); noise: (groups seen, directions); groups: in a batch. keep: what is
+    used (`replicates`)."""
     batches, some, folds, directions = keep or next(replicates(len(along), *noise.shape))[0]
     square = reference.square(folds)
     n = len(folds) * reference.batches
@@ -326,9 +333,11 @@ def estimate(along, noise, reference: Reference, groups: int, keep=None) -> dict
 
 
 def replicates(batches: int, groups: int, directions: int) -> Iterator[list[tuple]]:
-    """Lists of (batches, groups, folds, directions) to keep: first all, then without a part of each in turn.
+    """Lists of (batches, groups, folds, directions) to keep: first all, then without a part of each
+    in turn.
 
-    The sampler's batches and the folds of g are left out one by one, groups and directions in FOLDS parts."""
+    The sampler's batches and the folds of g are left out one by one, groups and directions in FOLDS
+    parts."""
     B, G, F, K = map(np.arange, (batches, groups, FOLDS, directions))
     yield [(B, G, F, K)]
     yield [(B[b != B], G, F, K) for b in B]

@@ -1,4 +1,5 @@
-"""Optimizers, the placement of their states between two steps, and the schedule of their learning rates."""
+"""Optimizers, the placement of their states between two steps, and the schedule of their learning
+rates."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Muon(torch.optim.Muon):
 
 
 def make_optimizers(model, cfg: OptimizerFlags, lr: float) -> list:
-    """AdamW over one model's parameters; or Muon over the matrices of its layers, and AdamW over the rest.
+    """AdamW over one model's parameters; or Muon over the matrices of its layers, and AdamW over
+    the rest.
 
     Another optimizer is another line here."""
     matrices, experts = [], []
@@ -59,8 +61,8 @@ def learning(model) -> list:
 
 
 def step(optimizer, cfg: MemoryFlags) -> None:
-    """One step of an optimizer. With --offload its states are fetched for one parameter after the other: the same step,
-    without the memory of all states at once."""
+    """One step of an optimizer. With --offload its states are fetched for one parameter after the
+    other: the same step, without the memory of all states at once."""
     if not cfg.offload:
         optimizer.step()
         return
@@ -89,7 +91,8 @@ def states_like(optimizer, p) -> list:
 
 
 def move_states(optimizer, p, device) -> None:
-    """Move a parameter's moments, or this rank's part of them, to a device. With a GPU the host's copy is pinned."""
+    """Move a parameter's moments, or this rank's part of them, to a device. With a GPU the host's
+    copy is pinned."""
     for name, x in states_like(optimizer, p):
         if torch.device(device).type == "cpu" and torch.cuda.is_available():
             optimizer.state[p][name] = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x)
@@ -98,8 +101,8 @@ def move_states(optimizer, p, device) -> None:
 
 
 def schedule(step: int, cfg: Config) -> float:
-    """Learning-rate factor of update `step` (from 0): linear warm-up, then constant, linear or cosine decay to
-    0."""
+    """Learning-rate factor of update `step` (from 0): linear warm-up, then constant, linear or
+    cosine decay to 0."""
     warmup = cfg.warmup_steps if cfg.warmup_steps >= 1 else math.ceil(cfg.warmup_steps * cfg.steps)
     if step < warmup:
         return (step + 1) / warmup

@@ -34,7 +34,8 @@ PANELS = [
     ("gradient norm, policy", ["grad_norm"]),
     ("effective sample size, tokens", ["rollout_corr/rollout_is_eff_sample_size"]),
 ]
-# A line for each run. Okabe and Ito's colours, without their yellow, can also be told apart by the colour-blind.
+# A line for each run. Okabe and Ito's colours, without their yellow, can also be told apart by the
+# colour-blind.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"]
 USAGE = "python -m machinery.plot RUN [RUN ...] [--out=FILE.png]: draw the metrics of runs against each other"
 SMOOTH = 20  # longer curves are drawn as a running mean over the faint raw line
@@ -47,8 +48,8 @@ class PlotFlags:
     out: str = "out/curves.png"
     """PNG to write."""
     samples: str = ""
-    """Print the responses that this run has logged instead, their tokens coloured by the gap between policy and
-    sampler."""
+    """Print the responses that this run has logged instead, their tokens coloured by the gap
+    between policy and sampler."""
     last: int = 4
     """--samples: so many of the newest."""
 
@@ -194,7 +195,8 @@ def rounded_line(cfg: dict) -> list[str]:
 
 
 def metric_lines(steps: list[dict]) -> list[str]:
-    """The metrics that tell how far the two policies are apart, at the first update and over the last tenth."""
+    """The metrics that tell how far the two policies are apart, at the first update and over the
+    last tenth."""
     last = steps[-max(1, len(steps) // 10) :]
     lines = []
     for title, key, written in (

@@ -1,8 +1,8 @@
 """A run: its folder, its models, its task and tokenizer, all checked before a model loads.
 
 OUT/config.json      flags, command, versions, git revision
-OUT/metrics.jsonl    one line an update (`Log`), whose names metrics.py explains
-OUT/eval.jsonl       what eval.py --follow found beside the run
+OUT/metrics.jsonl    one line an update (`Log`); metrics.py explains the names
+OUT/eval.jsonl       results of eval.py --follow
 OUT/checkpoints/     checkpoint/
 """
 
@@ -48,17 +48,18 @@ from tasks import EvalSet, eval_sets, make_task, stop_ids
 
 @dataclass
 class Run:
-    """What the loop needs beside the configuration. policy, actor: the folders that the run started from."""
+    """Task, tokenizer, models and checkpoint of a run. policy, actor: the folders that the run
+    started from."""
 
     cfg: config.Config
     task: object
-    eval_sets: list  # tasks.EvalSet: what is held out
+    eval_sets: list  # of tasks.EvalSet: held-out problems
     tokenizer: object
     stop_ids: list[int]  # ends of both models, whichever samples: one can learn to end as the other
     policy: str
     actor: str | None
     context: int  # longest prompt + response, in tokens
-    eval_context: int  # the same of what is held out
+    eval_context: int  # longest held-out prompt + response, in tokens
     configs: dict  # name -> transformers config
     checkpoint: Path | None  # to resume from; None: from the start
 
@@ -73,12 +74,13 @@ class Run:
 
     @property
     def rollout_model(self) -> str:
-        """Whose weights the engine gets."""
+        """Name of the model that the engine samples from."""
         return "actor" if self.actor else "policy"
 
     def load_models(self):
-        """(policy, actor or None), of the checkpoint or the starting folders; with LoRA the starting ones, and adapters
-        as new or from the checkpoint. Their weights are read when the learner knows where they belong (memory.fill)."""
+        """(policy, actor or None), of the checkpoint or the starting folders; with LoRA the
+        starting ones, and adapters as new or from the checkpoint. Their weights are read when the
+        learner knows where they belong (memory.fill)."""
         return self.load_one("policy", self.policy), self.load_one("actor", self.actor)
 
     def load_one(self, name: str, start: str | None):
@@ -92,7 +94,8 @@ class Run:
         return model
 
     def load_start(self):
-        """The frozen model that --kl_coef holds the policy to: what the run started from, after a resume too.
+        """The frozen reference model of --kl_coef: the one that the run started from, after a
+        resume too.
 
         None without it, and with LoRA on the policy, which holds that model in itself."""
         held = self.cfg.kl_coef and not lora.learns(self.cfg, "policy")
@@ -116,7 +119,8 @@ class Run:
 
 
 def open_run(cfg: config.Config, comm) -> Run:
-    """Check task and models, make the embedded base models if they are asked for. Nothing of the run is written yet.
+    """Check task and models, make the embedded base models if they are asked for. Nothing of the
+    run is written yet.
 
     UserError: one sentence."""
     task = make_task(cfg)
@@ -188,7 +192,8 @@ def open_run(cfg: config.Config, comm) -> Run:
 
 
 def held_out_sets(cfg: Config, task) -> list[EvalSet]:
-    """The sets of --eval_task, or the test split of generated problems: a file that is trained on is not held out."""
+    """The sets of --eval_task, or the test split of generated problems: a file that is trained on
+    is not held out."""
     usual = {"samples": cfg.eval_samples, "temperature": 1.0, "max_tokens": cfg.max_tokens}
     if cfg.eval_task:
         return eval_sets(cfg, "eval_task", usual)
@@ -196,10 +201,11 @@ def held_out_sets(cfg: Config, task) -> list[EvalSet]:
 
 
 def open_source(cfg: Config, run, comm):
-    """The source of groups that the flags name: an engine in this process, delayed samplers, or remote ones.
+    """The source of groups that the flags name: an engine in this process, delayed samplers, or
+    remote ones.
 
-    Beside each token's own log-probability it records the K largest, where they bound OBRS's Z, and the tokens that
-    truncated sampling allowed, where the learner replays them."""
+    It records the log-probability of each sampled token, the K largest ones where they bound OBRS's
+    Z, and the tokens that truncated sampling allowed where the learner replays them."""
     topk = topk_of(cfg)
     max_allowed = sampling.max_allowed(cfg, run.vocabulary)
     if cfg.samplers != "local":
@@ -230,8 +236,8 @@ def open_source(cfg: Config, run, comm):
 
 
 def open_eval_engine(cfg: Config, run, comm):
-    """A second engine, of the policy, where an actor's is the first; in high precision, as the policy is there. It does
-    not sleep: vLLM's allocator serves one engine of a process."""
+    """A second engine, of the policy, where an actor's is the first; in high precision, as the
+    policy is there. It does not sleep: vLLM's allocator serves one engine of a process."""
     plain = dataclasses.replace(cfg, rollout_quant="none", router_replay=False, delay="none")
     return make_engine(plain, run.policy, run.eval_context, 0, comm.device, run.vocabulary)
 
@@ -246,9 +252,9 @@ def topk_of(cfg: LossFlags) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 LOCK = "lock"
-EVALUATED = "eval.jsonl"  # what `eval.py --follow` found, by the step of the update before
-# What is written into a run folder. --overwrite deletes this, and nothing else that may lie there; last what says that
-# it is the folder of a run: killed on the way, it can be done again.
+EVALUATED = "eval.jsonl"  # results of `eval.py --follow`, by the step of the update before
+# Files of a run folder. --overwrite deletes these and no others. config.json, which marks the
+# folder of a run, is last: a deletion that was killed can be repeated.
 WRITTEN = (
     "checkpoints", "versions", "tensorboard", "wandb", "remote*.log*", "samples.jsonl", "eval.jsonl", "curves.png",
     "metrics.jsonl", "config.json",
@@ -257,26 +263,27 @@ WRITTEN = (
 
 @contextmanager
 def locked(cfg: RunFlags, comm):
-    """The run folder, checked, and for this run alone as long as the context lasts. UserError: one sentence.
+    """The run folder, checked, and for this run alone as long as the context lasts. UserError: one
+    sentence.
 
-    Nodes without a common file system have a folder each: the first rank of such a node writes there what is common
-    (comm.writes), as rank 0 does on its own."""
+    Without a common file system each node has a folder, and its first rank writes the shared files
+    (comm.writes)."""
     with ExitStack() as stack:
         mark = secrets.randbits(48)
         if comm.rank == 0:
-            stack.enter_context(taken(cfg, mark))
+            stack.enter_context(claim_folder(cfg, mark))
         mark = int(comm.max([mark if comm.rank == 0 else 0])[0])
         lock = Path(cfg.out) / LOCK
         if comm.rank and LOCAL_RANK == 0 and not (lock.exists() and lock.read_text() == str(mark)):
             comm.writes = True
-            stack.enter_context(taken(cfg, mark))
+            stack.enter_context(claim_folder(cfg, mark))
         comm.barrier()
         yield
 
 
 @contextmanager
-def taken(cfg: RunFlags, mark: int):
-    """The run folder of this disk, checked and locked; the lock says `mark`."""
+def claim_folder(cfg: RunFlags, mark: int):
+    """The run folder of this disk, checked and locked; the lock file contains `mark`."""
     check_folder(cfg)
     folder = Path(cfg.out)
     before = {path.name for path in folder.glob("*")}
@@ -302,7 +309,8 @@ def taken(cfg: RunFlags, mark: int):
 
 
 def remove(lock: Path, folders: list[Path]) -> None:
-    """Remove a lock, and the folders that were made for it, as far as there is nothing else in them."""
+    """Remove a lock, and the folders that were made for it, as far as there is nothing else in
+    them."""
     with suppress(OSError):
         lock.unlink()
         for folder in folders:
@@ -310,7 +318,8 @@ def remove(lock: Path, folders: list[Path]) -> None:
 
 
 def lock_folder(folder: Path):
-    """An open file that keeps every other process out of the folder; None where another one is in it."""
+    """An open file that keeps every other process out of the folder; None where another one is in
+    it."""
     lock = open(folder / LOCK, "a")  # noqa: SIM115  closing it gives the lock back
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -376,7 +385,7 @@ def check_folder(cfg: RunFlags) -> None:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether this is the folder of a run: its config.json says so."""
+    """Whether this is the folder of a run, by its config.json."""
     try:
         made = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return "objective" in made["config"] and "command" in made
@@ -385,7 +394,8 @@ def holds_run(folder: Path) -> bool:
 
 
 def prepare_folder(run: Run) -> None:
-    """Write config.json, after everything has been checked: only now the run of before is deleted (--overwrite)."""
+    """Write config.json, after everything has been checked: only now the run of before is deleted
+    (--overwrite)."""
     cfg, folder = run.cfg, run.folder
     if cfg.overwrite:
         for path in [path for pattern in WRITTEN for path in folder.glob(pattern)]:
@@ -394,7 +404,7 @@ def prepare_folder(run: Run) -> None:
             else:
                 path.unlink()
     made = provenance(cfg)
-    if cfg.resume:  # what started the run stays, what goes on from here is added
+    if cfg.resume:  # add to the record of the first start
         checkpoint.set_aside(cfg.out, run.checkpoint)
         first = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         again = {key: made[key] for key in ("command", "git")}
@@ -405,7 +415,7 @@ def prepare_folder(run: Run) -> None:
 
 
 def provenance(cfg: Config) -> dict:
-    """The resolved configuration and what it ran on: versions, git revision, command."""
+    """The resolved configuration, versions, git revision and command."""
     git = ["git", "describe", "--always", "--dirty"]
     revision = ""
     with suppress(OSError):  # a machine without git
@@ -438,7 +448,8 @@ def version(package: str) -> str | None:
 
 
 def model_folder(flag: str, cfg: Config, comm) -> str | None:
-    """The folder behind --model or --actor; what is not there yet is fetched once a host, or made once a disk."""
+    """The folder of --model or --actor. A missing one is fetched once a host, or made once a
+    disk."""
     name = getattr(cfg, flag)
     if name == "none":
         return None
@@ -453,14 +464,15 @@ def model_folder(flag: str, cfg: Config, comm) -> str | None:
 
 
 def made_once(comm, first: bool, make) -> str:
-    """make(False) on the ranks that are `first`, and then make(True), which finds it made, on the others."""
+    """make(False) on the ranks that are `first`, and then make(True), which finds it made, on the
+    others."""
     folder = make(False) if first else None
     comm.barrier()
     return folder or make(True)
 
 
 def check_models(cfg: Config, policy: str, actor: str | None) -> None:
-    """What can be wrong between models and flags, from config.json alone. UserError: one sentence."""
+    """Check models against flags, by their config.json only. UserError: one sentence."""
     for folder in filter(None, (policy, actor)):
         published = folder == (actor or policy) or cfg.eval_engine == "second"
         checkpoint.check_family(folder, cfg.rollout == "vllm" and published)
@@ -503,7 +515,7 @@ def common_tokenizer(cfg: RunFlags, policy: str, actor: str | None):
 # metrics.jsonl
 # ---------------------------------------------------------------------------------------------------------------------
 
-# what is said aloud, once a run, when a metric is above 0
+# printed once a run, when the metric is above 0
 WARNINGS = {
     "rollout_corr/seq_false_ess": (
         "more than half of the responses stand at the clamp of --log_ratio_clamp: their weights are equal because they "
@@ -516,7 +528,7 @@ WARNINGS = {
     ),
     "mostly_cut": (
         "more than half of the responses of an update were cut at --max_tokens, and cut ones earn little or nothing: "
-        "raise it, or look at what they say (python -m machinery.plot --samples=RUN)"
+        "raise it, or read them (python -m machinery.plot --samples=RUN)"
     ),
     "rejected_steps": (
         "every token of an update was rejected: the policy did not move; widen --rs_low and --rs_high, or look at "
@@ -526,8 +538,8 @@ WARNINGS = {
 
 
 class Log:
-    """metrics.jsonl, and TensorBoard and wandb by flag. One line an update; times end in `_s` or `_seconds` and
-    nothing else does."""
+    """metrics.jsonl, and TensorBoard and wandb by flag. One line an update; times end in `_s` or
+    `_seconds` and nothing else does."""
 
     def __init__(self, run: Path, cfg: ReportFlags, step: int):
         self.path = run / "metrics.jsonl"
@@ -622,7 +634,7 @@ def clean(v):
 
 
 def truncate(path: Path, step: int) -> None:
-    """Keep the lines of updates before `step`: what a resumed run has not done again must not stand there twice."""
+    """Keep the lines of updates before `step`: a resumed run writes the later ones again."""
     if not path.exists():
         return
     kept = [json.dumps(row) + "\n" for row in rows(path) if row["step"] < step]
@@ -632,7 +644,8 @@ def truncate(path: Path, step: int) -> None:
 
 
 def rows(path: Path) -> list[dict]:
-    """The lines of a metrics.jsonl. Damaged ones are left out, and named unless a kill has cut the last one short."""
+    """The lines of a metrics.jsonl. Damaged ones are left out, and named unless a kill has cut the
+    last one short."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -654,7 +667,8 @@ def rows(path: Path) -> list[dict]:
 
 
 def read_metrics(run: Path | str) -> list[dict]:
-    """The lines of a run's metrics.jsonl, each with what eval.py --follow found after it. UserError: there is none."""
+    """The lines of a run's metrics.jsonl, each with the results of eval.py --follow after it.
+    UserError: no such file."""
     path = Path(run) / "metrics.jsonl"
     need(path.is_file(), f"{path}: no such file; give the folder of a run (it holds metrics.jsonl)")
     later = {row["step"]: row for row in rows(path.with_name(EVALUATED))}

@@ -1,9 +1,9 @@
-"""From a command line to the configuration of a run: flags read, open ones filled, all of them checked.
+"""From a command line to the configuration of a run: flags read, open ones filled, all of them
+checked.
 
-A TOML file sets any flag, the command line wins, and `--objective` fills what neither names (presets.OBJECTIVES).
-`resolve` returns the configuration with nothing left open, or raises UserError with one sentence that names the flag
-and the mend.
-"""
+A TOML file sets any flag, the command line wins, and `--objective` fills what neither names
+(presets.OBJECTIVES). `resolve` returns a complete configuration, or raises UserError with one
+sentence that names the flag and the fix."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from model import exact, lora
 def parse(
     argv: list[str] | None = None, n_ranks: int | None = None, installed: bool = True
 ) -> Config:
-    """The configuration of a command line, resolved. UserError: one sentence. Arguments as for `resolve`."""
+    """The configuration of a command line, resolved. UserError: one sentence. Arguments as for
+    `resolve`."""
     from_file, given = {}, {}
     for key, value in flags.read(Config, argv, "python train.py --key=value ...", also={"config"}):
         if key == "config":
@@ -45,7 +46,7 @@ def parse(
         not (given.get("epochs") and "steps" in given),
         "--epochs with --steps: both say how long; leave one out",
     )
-    if "steps" in given:  # over a file's epochs, and a file's steps are nothing beside epochs
+    if "steps" in given:  # they replace epochs of a file; epochs replace steps of a file
         given["epochs"] = 0.0
     if given.get("epochs", from_file.get("epochs")):
         from_file.pop("steps", None)
@@ -80,7 +81,7 @@ def resumed(cfg: Config, given: set[str]) -> Config:
             f"--{k} was {saved.get(k)!r} and is now {getattr(cfg, k)!r}" for k in changed
         )
         raise UserError(
-            f"--resume with a changed configuration: {was}; give the old value, or start anew in another --out"
+            f"--resume with a changed configuration: {was}; give the old value, or start a new run in another --out"
         )
     return Config(
         **{
@@ -94,11 +95,11 @@ def resumed(cfg: Config, given: set[str]) -> Config:
 
 def saved_flags(path: Path) -> dict:
     """The flags in a run's config.json. UserError if it is damaged, or not one of a run."""
-    mend = "copy it from a backup, or start anew with --overwrite or in another --out"
-    saved = flags.read_json(path, mend).get("config")
+    fix = "copy it from a backup, or start a new run with --overwrite or in another --out"
+    saved = flags.read_json(path, fix).get("config")
     need(
         isinstance(saved, dict) and "lr_schedule" in saved,
-        f"--resume: {path} holds no flags of a run; {mend}",
+        f"--resume: {path} holds no flags of a run; {fix}",
     )
     return {
         k: v if v is None else flags.of_toml(Config, str(path), k, v)
@@ -108,12 +109,13 @@ def saved_flags(path: Path) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Fill what is open, then check
+# Open flags, then checks
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def resolve_open(cfg: Config) -> Config:
-    """Fill what the objective decides and what bounds default to; no checks."""
+    """The configuration with open flags filled from the objective and the defaults of bounds; no
+    checks."""
     if cfg.model.startswith("base:"):
         cfg = fill(cfg, EMBEDDED)
     cfg = fill(cfg, {"rollout_dtype": cfg.dtype})
@@ -124,7 +126,7 @@ def resolve_open(cfg: Config) -> Config:
         cfg = replace(cfg, actor="base:actor" if cfg.model == "base:policy" else "none")
     if cfg.obrs_z == "auto":
         cfg = replace(cfg, obrs_z="exact" if corrections.exact_z_known(cfg) else "bracket")
-    if cfg.actor == "none":  # nobody has that rate
+    if cfg.actor == "none":  # unused
         cfg = fill(cfg, {"actor_lr": EMBEDDED["actor_lr"]})
     if cfg.obrs_c2 is None:
         clipped = cfg.clip and cfg.surrogate in ("ppo", "cispo") and cfg.clip_high < float("inf")
@@ -133,14 +135,15 @@ def resolve_open(cfg: Config) -> Config:
 
 
 def fill(cfg: Config, values: dict) -> Config:
-    """The configuration with those values where it has none yet."""
+    """The configuration with these values in place of None."""
     return replace(cfg, **{k: v for k, v in values.items() if getattr(cfg, k) is None})
 
 
 def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> Config:
-    """The configuration with nothing open, checked. UserError: one sentence naming flag and mend.
+    """The complete, checked configuration. UserError: one sentence that names the flag and the fix.
 
-    n_ranks: default: as torchrun started them. installed: also check that this host has the engine and packages."""
+    n_ranks: default: as torchrun started them. installed: also check that this host has the engine
+    and packages."""
     if n_ranks is None:
         n_ranks = flags.from_environment("WORLD_SIZE", 1)
     choice("objective", cfg.objective, list(presets.OBJECTIVES))
@@ -249,7 +252,8 @@ def check_models(cfg: Config) -> None:
 
 
 def check_engine(cfg: Config, n_ranks: int = 1) -> None:
-    """UserError unless the engine of the flags (train.py's, eval.py's, a sampler's) can be started here."""
+    """UserError unless the engine of the flags (train.py's, eval.py's, a sampler's) can be started
+    here."""
     memory = f"--rollout_memory={cfg.rollout_memory}"
     need(cfg.rollout_memory >= 0, f"{memory}: must not be negative; 0 sizes it by the batch")
     check_tensor_parallel(cfg, n_ranks)
@@ -271,7 +275,7 @@ def check_engine(cfg: Config, n_ranks: int = 1) -> None:
 
 
 def check_tensor_parallel(cfg: Config, n_ranks: int) -> None:
-    """Whether so many ranks can be one engine."""
+    """Check that ranks can be grouped into tensor-parallel engines."""
     flag = f"--rollout_tp={cfg.rollout_tp}"
     need(cfg.rollout_tp >= 1, f"{flag}: must be at least 1")
     if cfg.rollout_tp == 1:
@@ -282,7 +286,7 @@ def check_tensor_parallel(cfg: Config, n_ranks: int) -> None:
     )
     need(
         n_ranks % cfg.rollout_tp == 0,
-        f"{flag}: so many neighbouring ranks are one engine, and {n_ranks} rank(s) cannot be divided into such; start "
+        f"{flag}: this number of ranks forms one engine, and {n_ranks} rank(s) are not a multiple of it; start "
         "a multiple with torchrun --nproc_per_node",
     )
     unequal = getattr(cfg, "delay", "none") != "none" and cfg.dynamic_sampling
@@ -311,7 +315,7 @@ def check_kv_cache(cfg: EngineFlags) -> None:
 
 
 def check_packages(cfg: Config, n_ranks: int) -> None:
-    """What the flags need to be installed."""
+    """Check that packages which the flags need are installed."""
     if cfg.samplers == "local":
         check_engine(cfg, n_ranks)
         quant.check_routing(cfg)

@@ -49,7 +49,8 @@ SHAPES = {
     ),
 }
 CONTEXT = 512  # tokens of prompt and response that the models can read
-# Share of careless steps in the demonstrations: they leave knowledge to sharpen, not facts to discover.
+# Share of careless steps in the demonstrations: they leave knowledge to sharpen, not facts to
+# discover.
 SLIPS = 0.22
 BATCH = 64
 LR = 2e-3
@@ -68,7 +69,8 @@ MEASURED = (
 
 
 def check(cfg: Config, task) -> None:
-    """UserError, one sentence, if the context of the embedded policy (not made yet) is too short."""
+    """UserError, one sentence, if the context of the embedded policy (not made yet) is too
+    short."""
     if cfg.model.startswith("base:") and task.max_prompt() + cfg.max_tokens > CONTEXT:
         raise UserError(
             f"--max_tokens={cfg.max_tokens}: with prompts of up to {task.max_prompt()} tokens that is over "
@@ -77,7 +79,8 @@ def check(cfg: Config, task) -> None:
 
 
 def base_model(name: str, cfg: Config) -> str:
-    """Folder of the embedded base model `name` ("policy" or "actor"), made now if it is not there yet."""
+    """Folder of the embedded base model `name` ("policy" or "actor"), made now if it is not there
+    yet."""
     task = make_task(cfg)
     target = cfg.base_accuracy
     if name == "actor" and cfg.actor_base_accuracy is not None:
@@ -117,8 +120,9 @@ def recipe_key(name: str, task, target: float) -> str:
 def warm_start(name: str, task, target: float, folder: Path, slips: float = SLIPS) -> float:
     """Supervised steps until the sampled accuracy reaches `target`; saves model and tokenizer.
 
-    slips: share of careless steps in the demonstrations, so that a problem of n of them is solved with (1 - slips)^n.
-    Returns the accuracy. UserError if MOST_STEPS steps do not reach the target."""
+    slips: share of careless steps in the demonstrations, so that a problem of n of them is solved
+    with (1 - slips)^n. Returns the accuracy. UserError if MOST_STEPS steps do not reach the
+    target."""
     tokenizer = arithmetic_tokenizer()
     model = new_model(name, task.seed * 2 + (name == "actor"), tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01)
@@ -176,7 +180,8 @@ def new_model(name: str, seed: int, tokenizer):
 def demonstrations(
     task, tokenizer, first: int, slips: float = SLIPS
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Careless solutions of BATCH problems, from number `first` on: (ids, labels), both (BATCH, S) int64.
+    """Careless solutions of BATCH problems, from number `first` on: (ids, labels), both (BATCH, S)
+    int64.
 
     Labels are -100, which the loss ignores, on the prompt and on the padding."""
     width = task.max_prompt() + task.max_response() + 1
@@ -195,7 +200,8 @@ def demonstrations(
 def backward(model, ids: torch.Tensor, labels: torch.Tensor) -> float:
     """The loss, mean over the labels of a batch (both (BATCH, S)), added to the gradients.
 
-    Rows of like length go together, a quarter of the batch at a time: less of the work is padding."""
+    Rows of like length go together, a quarter of the batch at a time: less of the work is
+    padding."""
     ends = (labels != -100).long().cumsum(1).argmax(1) + 1
     total = 0.0
     for rows in ends.argsort().chunk(4):
@@ -212,7 +218,8 @@ def backward(model, ids: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 def accuracy(model, tokenizer, task, first: int, n: int) -> float:
-    """Share of n problems, from number `first` on, that one sampled response solves, at temperature 1."""
+    """Share of n problems, from number `first` on, that one sampled response solves, at temperature
+    1."""
     problems = [task.problem("train", MEASURED + first + i) for i in range(n)]
     prompts = [np.array(encode(tokenizer, p), np.int32) for p in problems]
     seeds = [[request_seed("warm", first + i)] for i in range(n)]

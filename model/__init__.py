@@ -1,13 +1,14 @@
 """Policy and actor as one module: the only way to a model.
 
-`PolicyAndActor.forward` reads hidden states, then meets the head in chunks, inside the module that DDP or
-FSDP2 wraps. Under FSDP2 a head's weight read outside that forward is one rank's shard, so policy and actor live
-in one module, and what needs both distributions at once (distillation, the exact Z) happens in there too. Linear
-layers may be replaced in place: `PolicyAndActor.policy` is an ordinary transformers model.
+`PolicyAndActor.forward` reads hidden states, then meets the head in chunks, inside the module that
+DDP or FSDP2 wraps. Under FSDP2 a head's weight read outside that forward is one rank's shard, so
+policy and actor live in one module, which also computes distillation and the exact Z from both
+distributions. Linear layers may be replaced in place: `PolicyAndActor.policy` is an ordinary
+transformers model.
 
-    Needs          what a forward has to yield
-    TokenStats     what it yielded: one tensor a statistic
-    Routing        whom the routers of a mixture of experts choose
+    Needs          outputs that a forward pass must have
+    TokenStats     its outputs: one tensor for each statistic
+    Routing        experts that the routers of a mixture choose
     OneModelRows   the statistics of one model's logits, chunk by chunk, and their gradient
     TwoModelRows   the same of policy and actor together
 
@@ -30,7 +31,7 @@ import quant
 from batching import Batch
 from config import Config, ObrsFlags
 from machinery.flags import need
-from model import attention, exact, lora  # noqa: F401  attention: imported for what it changes
+from model import attention, exact, lora  # noqa: F401  attention: imported for its side effects
 from model.head import CUT, ChunkedHead, Head, chunk_rows
 from sampling import cut
 
@@ -39,8 +40,8 @@ FLOOR = -69.0  # log-probability of a sampled token that the learner cuts: log 1
 
 @dataclass
 class TokenStats:
-    """What one forward says of each response token. logp, actor_logp and distill_loss carry gradient, and the entropy
-    where that is asked for."""
+    """Statistics of each response token from one forward pass. logp, actor_logp and distill_loss
+    carry gradient, and the entropy if its gradient is needed."""
 
     logp: torch.Tensor  # (B, T)    log p_new(token)
     entropy: torch.Tensor | None = None  # (B, T)    nats
@@ -61,7 +62,7 @@ class TokenStats:
         None  # (B, T)    of the frozen model that the run started from
     )
     routed_alike: torch.Tensor | None = (
-        None  # (B, T)    share of layers whose router chose as the engine's did
+        None  # (B, T)    share of layers in which the router agrees with the engine's
     )
 
     def known(self) -> dict[str, torch.Tensor]:
@@ -76,7 +77,7 @@ class TokenStats:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a forward has to yield beyond the sampled tokens' log-probabilities."""
+    """Outputs of a forward pass, in addition to the log-probabilities of sampled tokens."""
 
     entropy: bool = False
     support: bool = False  # support_logp
@@ -88,7 +89,9 @@ class Needs:
     lam: float = 1.0
     entropy_gradient: bool = False  # with `entropy`: it carries gradient
     start: bool = False  # logp_start
-    own_head: bool = False  # logp and actor_logp alone, by the models' own forward: what this one is checked against
+    own_head: bool = (
+        False  # only logp and actor_logp, by the models' own forward pass: the reference of a check
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -97,13 +100,14 @@ class Needs:
 
 
 class PolicyAndActor(nn.Module):
-    """Policy and optional actor as one module: (batch, needs) -> the fields of TokenStats, as the dict that
-    wrappers expect. With `share` a prompt is read once for all its responses in the batch, not once for each.
+    """Policy and optional actor as one module: (batch, needs) -> the fields of TokenStats, as the
+    dict that wrappers expect. With `share` a prompt is read once for all its responses in the
+    batch, not once for each.
 
-    vocabulary: how many token ids there are. Rows of an embedding beyond it, which some models have, are never
-    scored; None: it has none. replay: the model that samples routes its tokens as batch.routed says. start: the frozen
-    model that the run started from, where the policy is held to it (--kl_coef) and has no adapters, without which it
-    would be that model."""
+    vocabulary: number of token ids; embedding rows beyond it are padding and never scored; None: no
+    padding. replay: the model that samples routes its tokens as in batch.routed. start: the frozen
+    model that the run started from, where the policy is held to it (--kl_coef) and has no adapters,
+    without which it would be that model."""
 
     def __init__(
         self,
@@ -124,8 +128,8 @@ class PolicyAndActor(nn.Module):
 
     @property
     def can_share(self) -> bool:
-        """Whether the models see nothing but keys and values of a prompt: full attention in every layer, and no routing
-        that is replayed token by token."""
+        """Whether the models see nothing but keys and values of a prompt: full attention in every
+        layer, and no routing that is replayed token by token."""
         return self.routing is None and all(has_full_attention(m.config) for m in self.children())
 
     def forward(self, batch: Batch, needs: Needs, share: bool = False) -> dict[str, torch.Tensor]:
@@ -159,7 +163,8 @@ class PolicyAndActor(nn.Module):
         return self._through_heads(models, rows, batch, at, share)
 
     def _logp_start(self, batch, at, share: bool):
-        """log p_start(token), without gradient. With LoRA no copy is needed: it is the policy, its adapters off."""
+        """log p_start(token), without gradient. With LoRA no copy is needed: it is the policy, its
+        adapters off."""
         frozen = self.policy if self.start is None else self.start
         with torch.no_grad(), lora.switched_off(frozen):
             rows = OneModelRows(Scored.of(batch, at), Needs())
@@ -231,7 +236,8 @@ def read_rows(model, batch, at):
 
 
 def places(batch, at):
-    """Where in (B, S - 1), flat, stand the tokens from which those at `at` in (B, T) are predicted, (N,).
+    """Where in (B, S - 1), flat, stand the tokens from which those at `at` in (B, T) are predicted,
+    (N,).
 
     Nothing is predicted from the last of the S."""
     T = batch.tokens.shape[1]
@@ -240,9 +246,11 @@ def places(batch, at):
 
 
 def read_shared(model, batch, at):
-    """The same, each group's prompt read once: then every response on top of its group's keys and values.
+    """The same, each group's prompt read once: then every response on top of its group's keys and
+    values.
 
-    Gradients flow through those keys and values, and are added up in order: those of x[group] are as threads come."""
+    Gradients flow through those keys and values, and are added up in order: those of x[group] are
+    as threads come."""
     T = batch.tokens.shape[1]
     _, group, size = batch.group.unique_consecutive(
         return_inverse=True, return_counts=True
@@ -273,9 +281,11 @@ def read_shared(model, batch, at):
 
 
 class Routing:
-    """The experts that a model's routers choose, while this is entered; or those that they are given (--router_replay).
+    """The experts that a model's routers choose, while this is entered; or those that they are
+    given (--router_replay).
 
-    A token's experts are then the engine's, and their weights stay the model's own, so that its router learns:
+    A token's experts are then the engine's, and their weights stay the model's own, so that its
+    router learns:
 
         w_e = p_e / sum of p over the chosen experts,  p = softmax(router logits)
 
@@ -311,7 +321,7 @@ class Routing:
         return logits, expert_weights(router, logits, experts).to(weights.dtype), experts
 
     def alike(self):
-        """(n,): share of layers whose router itself chose the very experts that were given."""
+        """(n,): share of layers in which the router would choose the given experts."""
         given = self.given.sort(-1).values  # in any order
         own = torch.stack(self.chosen, 1).sort(-1).values
         return (own == given).all(-1).float().mean(-1)
@@ -324,7 +334,8 @@ def expert_weights(router, logits, experts):
 
 
 def routers_of(model) -> list[nn.Module]:
-    """The routers of a mixture of experts, in the order of its layers: hidden states -> (logits, weights, experts)."""
+    """The routers of a mixture of experts, in the order of its layers: hidden states -> (logits,
+    weights, experts)."""
     found = []
     for name in quant.experts_of(model):
         block = model.get_submodule(name.rpartition(".")[0])
@@ -349,7 +360,8 @@ def with_made_up_weights(router):
 
 @torch.no_grad()
 def check_replay(model) -> None:
-    """UserError: --router_replay cannot tell this model's tokens where to go, or would weigh them in another way."""
+    """UserError: --router_replay cannot tell this model's tokens where to go, or would weigh them
+    in another way."""
     routers = routers_of(model)
     need(
         routers,
@@ -365,12 +377,13 @@ def check_replay(model) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a forward must yield, by configuration
+# Outputs of a forward pass, by configuration
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def needs_of_ref_pass(cfg: Config, has_actor: bool, lam: float) -> Needs:
-    """What the ref pass must yield. An actor that is not the policy that sampled can say nothing of it."""
+    """Outputs of the ref pass. Z can be computed from the actor only if the actor sampled with
+    these weights."""
     uses_z = cfg.correction in corrections.USES_Z
     sums = uses_z and cfg.obrs_z != "exact"  # over the support
     sampler_known = has_actor and corrections.actor_is_sampler(cfg)
@@ -386,7 +399,8 @@ def needs_of_ref_pass(cfg: Config, has_actor: bool, lam: float) -> Needs:
 
 
 def needs_of_update(cfg: Config, has_actor: bool, lam: float, has_ref: bool) -> Needs:
-    """What the training pass must yield; without a ref pass it also plays its part (objectives.with_ref)."""
+    """Outputs of the training pass; without a ref pass it also yields the ref statistics
+    (objectives.with_ref)."""
     uses_z = cfg.correction in corrections.USES_Z
     sums = (
         uses_z and cfg.obrs_z != "exact" and (cfg.obrs_target == "new" or not has_ref)
@@ -405,7 +419,7 @@ def needs_of_update(cfg: Config, has_actor: bool, lam: float, has_ref: bool) -> 
 
 
 def needs_of_exact_kappa(cfg: ObrsFlags) -> Needs:
-    """What the extra forward of `--kappa=exact` must yield: the policy on the support, as it is now."""
+    """Outputs of the extra forward pass of `--kappa=exact`: the current policy on the support."""
     return Needs(
         support=True, tail=cfg.obrs_z == "bracket" and not cfg.obrs_accept_rate, lam=cfg.obrs_lambda
     )
@@ -418,7 +432,8 @@ def needs_of_exact_kappa(cfg: ObrsFlags) -> Needs:
 
 @dataclass
 class Scored:
-    """The sampled tokens, and the distribution in which the learner scores them: temperature and truncation."""
+    """The sampled tokens, and the distribution in which the learner scores them: temperature and
+    truncation."""
 
     target: torch.Tensor  # (N,)
     inv_temperature: torch.Tensor | None  # (N, 1); None: 1
@@ -474,7 +489,7 @@ class Scored:
 
 
 def support_of(batch: Batch, at, needs: Needs):
-    """(ids (N, S), which of them count (N, S), p_K (N,)) of OBRS's support; None where nobody asks for it."""
+    """(ids (N, S), validity (N, S), p_K (N,)) of OBRS's support; None where it is not needed."""
     ids = on = p_kth = None
     if needs.support:
         ids = batch.support_ids.flatten(0, 1)[at]
@@ -514,7 +529,8 @@ class OneModelRows:
         return self.scored.transform(z, at).log_softmax(-1)
 
     def pull(self, p, at, g):
-        """The logits' gradient for a gradient g (n, 1) of logp: g (onehot - p), made out of p in place."""
+        """The logits' gradient for a gradient g (n, 1) of logp: g (onehot - p), made out of p in
+        place."""
         if g is None:
             return None
         target, g = self.scored.target[at, None], g.to(p.dtype)
@@ -568,9 +584,10 @@ class OneModelRows:
 
 
 class TwoModelRows:
-    """Statistics of policy (p) and actor (q) together: logp, actor_logp, distill_loss (gradient to the actor
-    alone), KL(policy || actor), and as needed the policy's entropy, support_logp, tail and top-K, the actor's entropy
-    and log-probabilities on that top-K, the exact Z and KL(policy || accepted distribution).
+    """Statistics of policy (p) and actor (q) together: logp, actor_logp, distill_loss (gradient to
+    the actor alone), KL(policy || actor), and as needed the policy's entropy, support_logp, tail
+    and top-K, the actor's entropy and log-probabilities on that top-K, the exact Z and KL(policy ||
+    accepted distribution).
 
         forward   KL(sg p || q), Jackpot Eq. 7      dz = g (q - p)
         reverse   KL(q || sg p)                     dz = g q (log q - log p - KL)
@@ -647,8 +664,8 @@ class TwoModelRows:
         )  # inside the rest's bucket p is spread as q is
 
     def buckets(self, logp, logq):
-        """(log p, log q) over the vocabulary, or over the policy's top-k and one bucket for the rest; each token's
-        bucket (n, V), or None."""
+        """(log p, log q) over the vocabulary, or over the policy's top-k and one bucket for the
+        rest; each token's bucket (n, V), or None."""
         k = self.needs.distill_topk
         if not k:
             return logp, logq, None

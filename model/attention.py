@@ -1,8 +1,9 @@
 """Attention of grouped queries on a CPU: several heads of queries read one head of keys and values.
 
-transformers copies keys and values for every head that reads them, wherever there is a mask: torch's GPU kernels ask
-for it. Its CPU kernel does not, and computes the same bits without the copies, forward and backward. A rollout has a
-mask at every token, as prompts are padded, and so have responses behind a prompt that they share."""
+transformers copies keys and values for every head that reads them, wherever there is a mask:
+torch's GPU kernels ask for it. Its CPU kernel does not, and computes the same bits without the
+copies, forward and backward. A rollout has a mask at every token, as prompts are padded, and so
+have responses behind a prompt that they share."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def reads_groups(attention_mask, key, value) -> bool:
 
 @contextmanager
 def grouped(on: bool):
-    """In here keys and values are read in groups, or copied as transformers does: for a comparison with other
-    programs, which copy."""
+    """In here keys and values are read in groups, or copied as transformers does: for a comparison
+    with other programs, which copy."""
     before = sdpa_attention.use_gqa_in_sdpa
     sdpa_attention.use_gqa_in_sdpa = reads_groups if on else transformers_says
     try:

@@ -41,15 +41,18 @@ class Records:
         self.allowed.append(columns.cpu().numpy())
 
     def end(self, which, t: int, stops):
-        """Note that responses end with token t where it `stops` them; returns which go on, (n,) bool.
+        """Note that responses end with token t where it `stops` them; returns which go on, (n,)
+        bool.
 
-        A finished row may stay in the cache for a while; what it samples after its end is ignored."""
+        A finished row may stay in the cache for a while; what it samples after its end is
+        ignored."""
         ended = stops & (self.length[which] == self.T)
         self.length[which[ended]] = t + 1
         return self.length[which] == self.T
 
     def responses(self, stop_ids, max_allowed: int) -> list[Response]:
-        """All of them, each cut to its length. UserError if a set of allowed tokens is too large."""
+        """All of them, each cut to its length. UserError if a set of allowed tokens is too
+        large."""
         tokens, logp = self.tokens.cpu().numpy(), self.logp.cpu().numpy()
         top_ids, top_logp = self.top_ids.cpu().numpy(), self.top_logp.cpu().numpy()
         responses = []
@@ -113,8 +116,9 @@ def grouped(responses, seeds: list[list[int]]) -> list[list[Response]]:
 def give_routed(responses, groups, prompts, routed) -> None:
     """Hand each response the experts of the tokens that were read for it.
 
-    routed: first (_, experts (prompts, P, layers, k)) of all prompts, padded on the left; then for each decoding step
-    (numbers (n,) of the responses that still go on, their experts (n, 1, layers, k))."""
+    routed: first (_, experts (prompts, P, layers, k)) of all prompts, padded on the left; then for
+    each decoding step (numbers (n,) of the responses that still go on, their experts (n, 1, layers,
+    k))."""
     (_, of_prompts), *steps = routed
     tokens = np.full((len(responses), len(steps), *of_prompts.shape[2:]), -1, np.int16)
     for t, (which, experts) in enumerate(steps):

@@ -1,7 +1,7 @@
 """The engines that sample: two classes with the same methods. `make_engine` chooses by the flags.
 
-VLLMEngine is vLLM inside this process; its weights are replaced while it runs. HFEngine is a batched sampler with
-a key-value cache in plain torch, for machines without vLLM. Both have
+VLLMEngine is vLLM inside this process; its weights are replaced while it runs. HFEngine is a
+batched sampler with a key-value cache in plain torch, for machines without vLLM. Both have
 
     generate(prompts, seeds, sampling, topk, stop_ids, max_allowed)   sample a group for each prompt
     load(named_tensors)                                               replace the weights
@@ -64,7 +64,7 @@ LOCAL_WORLD_SIZE = from_environment("LOCAL_WORLD_SIZE", 1)  # read before vLLM o
 
 
 class VLLMEngine:
-    """vLLM as a sampler whose weights are replaced while it runs.
+    """vLLM as a sampler with weights that are replaced while it runs.
 
     folder         a save_pretrained folder
     max_len        tokens of prompt and response together
@@ -75,13 +75,13 @@ class VLLMEngine:
     logprobs_mode  "processed": of the distribution sampled from; "raw": of the model's own softmax
     head_fp32      compute logits in float32 whatever the dtype
     fmt            number format of the linear layers (quant.py), or None
-    vocabulary     token ids that there are; further rows of an embedding are left out. None: there are none
+    vocabulary     tokenizer size; embedding rows beyond it are padding. None: no padding
     tp             neighbouring ranks that are one engine: all of them make every call, each with prompts of its own
     routing        of experts: say where each token went (Response.routed), on a GPU. As `record_routing` in HFEngine
     sleep_level    on a GPU. 1: `sleep` keeps the weights in the host's memory; 2: it drops them; 0: it does nothing
 
-    UserError where vLLM cannot be imported, lacks a function that is changed below, or has no kernel for the model's
-    heads."""
+    UserError where vLLM cannot be imported, lacks a function that is changed below, or has no
+    kernel for the model's heads."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class VLLMEngine:
         self.packed = has_kernel  # whether it loads low-bit tensors, or exactly dequantized ones
         change_vllm(low_bits_on_cpu=fmt is not None and not cuda)
         shell = unread(folder)
-        self.experts = set(quant.expert_parameters(shell))  # whose matrices vLLM wants one by one
+        self.experts = set(quant.expert_parameters(shell))  # vLLM loads their matrices one by one
         self._check(folder, head_size(shell.config), cuda)
         if fmt is not None:
             folder = self._quantized_folder(folder)
@@ -124,7 +124,8 @@ class VLLMEngine:
             seed=seed % 2**32,  # as numpy takes it
             skip_tokenizer_init=True,
             enforce_eager=not cuda,
-            # of a prompt that is read in parts vLLM takes a draw back, and a CPU's random numbers cannot
+            # of a prompt that is read in parts vLLM takes a draw back, and a CPU's random numbers
+            # cannot
             enable_chunked_prefill=None if cuda else False,
             disable_log_stats=True,
         )
@@ -188,7 +189,8 @@ class VLLMEngine:
         )
 
     def _quantized_folder(self, folder: str) -> str:
-        """A temporary copy of the model folder in low bits, for vLLM to start from; one for all ranks of a node."""
+        """A temporary copy of the model folder in low bits, for vLLM to start from; one for all
+        ranks of a node."""
         if not self.packed:
             print(
                 f"{self.fmt.name}: vLLM has no kernel for it here; the engine gets the exactly dequantized weights, "
@@ -203,9 +205,9 @@ class VLLMEngine:
     ):
         """A list[Response] for each prompt: len(seeds[i]) responses to prompt i, int [P].
 
-        Each response has a seed of its own, so that no sample depends on its batch. topk: K of the records.
-        max_allowed > 0: where sampling truncates, record each token's set of allowed tokens; UserError if one is
-        larger than that."""
+        Each response has a seed of its own, so that no sample depends on its batch. topk: K of the
+        records. max_allowed > 0: where sampling truncates, record each token's set of allowed
+        tokens; UserError if one is larger than that."""
         if not sampling.truncates:
             max_allowed = 0
         self._wake()
@@ -214,7 +216,8 @@ class VLLMEngine:
         before, own = self._of_all_ranks((list(prompts), seeds))
         for their_prompts, their_seeds in before:
             for prompt, group in zip(their_prompts, their_seeds, strict=True):
-                # the cache of prefixes is keyed by the salt, so those of older weights are never used
+                # the cache of prefixes is keyed by the salt, so those of older weights are never
+                # used
                 request = {
                     "prompt_token_ids": [int(t) for t in prompt],
                     "cache_salt": str(self.loads),
@@ -230,7 +233,7 @@ class VLLMEngine:
         return grouped(self._responses(mine, K, topk, max_allowed) if mine else [], seeds)
 
     def _of_all_ranks(self, x) -> tuple[list, int]:
-        """(what each rank of this engine brings, in their order; where in it this rank is)."""
+        """(the values of all ranks of this engine, in order; the index of this rank)."""
         if self.ranks is None:
             return [x], 0
         found = [None] * self.ranks.size()
@@ -238,7 +241,8 @@ class VLLMEngine:
         return found, self.ranks.rank()
 
     def any_rank(self, condition: bool) -> bool:
-        """Whether the condition holds on any of the ranks that are this engine: then all of them must sample."""
+        """Whether the condition holds on any of the ranks that are this engine: then all of them
+        must sample."""
         return any(self._of_all_ranks(bool(condition))[0])
 
     def sleep(self) -> None:
@@ -253,7 +257,7 @@ class VLLMEngine:
             return
         if self.sleep_level == 2:
             raise RuntimeError("this engine has given its weights up; load new ones first")
-        torch.cuda.empty_cache()  # what the learner has freed, and torch keeps for it
+        torch.cuda.empty_cache()  # memory that the learner freed and torch still holds
         self.llm.wake_up()
         self.asleep = False
 
@@ -267,13 +271,13 @@ class VLLMEngine:
             seed=seed,
             stop_token_ids=stop_ids,
             logprobs=K,
-            flat_logprobs=True,  # with `lean_logprobs`, what makes log-probabilities cheap
+            flat_logprobs=True,  # with `lean_logprobs` this makes log-probabilities cheap
             detokenize=False,
         )
 
     @staticmethod
     def _responses(outputs, K: int, topk: int, max_allowed: int) -> list[Response]:
-        """The responses in vLLM's outputs, whose log-probabilities `lean_logprobs` has kept.
+        """The responses in vLLM's outputs, with the log-probabilities kept by `lean_logprobs`.
 
         All tokens of all responses make one table of rows [sampled, top-1 .. top-K]."""
         ends = np.cumsum([len(output.token_ids) for output in outputs])
@@ -310,7 +314,8 @@ class VLLMEngine:
     def load(self, named_tensors) -> None:
         """Replace the weights by those of a state dict.
 
-        A model with tied weights must bring `lm_head.weight` too, or its head silently stays old."""
+        A model with tied weights must bring `lm_head.weight` too, or its head silently stays
+        old."""
         if self.asleep:  # the cache's memory comes last
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])
@@ -332,13 +337,15 @@ class VLLMEngine:
         return self.llm.apply_model(fused_modules)[0]
 
     def held(self) -> tuple[dict, dict]:
-        """Checksums of the engine's tensors by vLLM's names (sync.py): as they are in memory, and as they were handed
-        over to a kernel that packs them. Of several ranks, the sums over them."""
+        """Checksums of the engine's tensors by vLLM's names (sync.py): as they are in memory, and
+        as they were handed over to a kernel that packs them. Of several ranks, the sums over
+        them."""
         in_memory, packed = self.llm.apply_model(checksums_of)[0]
         return summed_over(self.ranks, in_memory), summed_over(self.ranks, packed)
 
     def logprobs(self, ids: np.ndarray) -> np.ndarray:
-        """log p(ids[t] | ids[:t]) for t >= 1 at temperature 1, in nats: (R, L) -> float32 (R, L - 1)."""
+        """log p(ids[t] | ids[:t]) for t >= 1 at temperature 1, in nats: (R, L) -> float32 (R, L -
+        1)."""
         self._wake()
         params = self.make_params(
             max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False
@@ -375,7 +382,7 @@ def head_size(config) -> int:
 
 
 def cache_of_a_token(config, number: int) -> int:
-    """Bytes of a token's keys and values, in numbers of so many bytes. config: of transformers."""
+    """Bytes of a token's keys and values. config: of transformers; number: bytes of a number."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return 2 * text.num_hidden_layers * heads * head_size(config) * number
@@ -386,7 +393,8 @@ MOST_ROWS = 256  # responses that vLLM samples at once
 
 
 def cache_size(of_a_token: int, max_len: int, rows: int) -> int:
-    """Bytes of key-value cache for so many responses of max_len tokens, prompt included, in whole blocks."""
+    """Bytes of KV cache for `rows` responses of max_len tokens, prompt included, in whole
+    blocks."""
     return of_a_token * (-(-max_len // BLOCK) + 1) * BLOCK * min(rows, MOST_ROWS)
 
 
@@ -456,7 +464,7 @@ class HFEngine:
         )
 
     def record_routing(self) -> HFEngine:
-        """Say of what is sampled from here on which experts each token went to (Response.routed)."""
+        """Record the experts of each token that is sampled from now on (Response.routed)."""
         self.routing = Routing(self.model)
         return self
 
@@ -473,9 +481,10 @@ class HFEngine:
         return grouped(responses, seeds)
 
     def _batches(self, prompts, groups, max_tokens: int):
-        """Yields (prompts, groups) whose cache has at most `batch_tokens` tokens, or one row, in order.
+        """Yields (prompts, groups) whose cache has at most `batch_tokens` tokens, or one row, in
+        order.
 
-        A group that does not fit is cut; groups: lists of what there is one of for each response."""
+        A group that does not fit is split; groups: lists with an item for each response."""
         batch, rows, longest = ([], []), 0, 0
         for prompt, group in zip(prompts, groups, strict=True):
             room = max(1, self.batch_tokens // (len(prompt) + max_tokens))
@@ -594,7 +603,8 @@ class HFEngine:
     def load(self, named_tensors) -> None:
         """Copy the weights in place.
 
-        An unknown name or another shape is an error; a missing name is left for the probe to find."""
+        An unknown name or another shape is an error; a missing name is left for the probe to
+        find."""
         own = {
             **dict(self.model.named_parameters(remove_duplicate=False)),
             **dict(self.model.named_buffers()),
@@ -616,7 +626,8 @@ class HFEngine:
 
     @torch.no_grad()
     def logprobs(self, ids: np.ndarray) -> np.ndarray:
-        """log p(ids[t] | ids[:t]) for t >= 1 at temperature 1, in nats: (R, L) -> float32 (R, L - 1)."""
+        """log p(ids[t] | ids[:t]) for t >= 1 at temperature 1, in nats: (R, L) -> float32 (R, L -
+        1)."""
         rows = (
             torch.from_numpy(ids)
             .to(self.device)
@@ -625,7 +636,8 @@ class HFEngine:
         return torch.cat([self._logprobs_of(some) for some in rows]).cpu().numpy()
 
     def _logprobs_of(self, ids):
-        """The same of a tensor, all rows at once. Of a cache that rounds, too: that is the engine's error (sync.py)."""
+        """The same of a tensor, all rows at once. Of a cache that rounds, too: that is the engine's
+        error (sync.py)."""
         cached = self.kv_cache != "auto"
         if self.head_fp32:
             hidden = self.model.base_model(
@@ -653,8 +665,8 @@ class HFEngine:
 
 
 def evaluated_by(cfg: Config, name: str) -> str:
-    """What evaluates the policy or the actor of a run (--eval_engine): own, the engine that samples from it; second;
-    or torch, a plain sampler on the learner's weights."""
+    """Sampler of an evaluation (--eval_engine): own, the engine that samples from this model;
+    second; or torch, a plain sampler on the learner's weights."""
     samples = "policy" if cfg.actor == "none" else "actor"
     if cfg.eval_engine == "torch" or (name == samples and cfg.samplers != "local"):
         return "torch"
@@ -664,8 +676,9 @@ def evaluated_by(cfg: Config, name: str) -> str:
 
 
 def sleep_level(cfg: Config) -> int:
-    """How the engine sleeps between rollouts (VLLMEngine). It may drop its weights where new ones come before it
-    samples again, and nothing but them is loaded; delayed samplers go on with old ones."""
+    """How the engine sleeps between rollouts (VLLMEngine). It may drop its weights where new ones
+    come before it samples again, and nothing but them is loaded; delayed samplers go on with old
+    ones."""
     if not cfg.rollout_sleep:
         return 0
     return 2 if cfg.delay == "none" and cfg.rollout_quant == "none" else 1
@@ -682,7 +695,8 @@ def make_engine(
 ):
     """The engine that `--rollout` names, with the weights of `folder`.
 
-    max_len: tokens of prompt and response; topk: the most log-probabilities; vocabulary, sleep_level: VLLMEngine's."""
+    max_len: tokens of prompt and response; topk: the most log-probabilities; vocabulary,
+    sleep_level: VLLMEngine's."""
     shared = dict(
         dtype=cfg.rollout_dtype,
         logprobs_mode=cfg.logprobs_mode,

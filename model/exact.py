@@ -1,10 +1,11 @@
-"""Sampler and learner bit for bit: log p_inf = log p_ref, not nearly, but with a difference of 0 (--exact).
+"""Sampler and learner bit for bit: log p_inf = log p_ref, not nearly, but with a difference of 0
+(--exact).
 
-A floating-point sum depends on its order, and libraries choose that order by the shape of what they are given. A
-sampler decodes a token a row with a cache of keys; the learner reads whole responses, in other batches: with equal
-weights their log-probabilities differ by 1e-5 in float32 and by up to 0.15 in bfloat16. Here each sum is taken in one
-order, whatever stands around it. Sampler and learner run the very same functions: float32 weights, and in bfloat16
-both under autocast.
+A floating-point sum depends on its order, and libraries choose that order by the shape of what they
+are given. A sampler decodes a token a row with a cache of keys; the learner reads whole responses,
+in other batches: with equal weights their log-probabilities differ by 1e-5 in float32 and by up to
+0.15 in bfloat16. Here each sum is taken in one order, whatever stands around it. Sampler and
+learner run the very same functions: float32 weights, and in bfloat16 both under autocast.
 
     where a sum is taken             its order depends on      here
     linear layers, head              rows of the batch         `product`: ROWS rows at a time, filled up with zeros
@@ -24,12 +25,14 @@ both under autocast.
     weights that travel (FSDP2)      nothing, but 16 bits      layers travel in float32 (memory.travels_in)
                                      would round them
 
-So a longer row, or a longer cache, changes nothing. Which of the ROWS rows of a product a token stands in must not
-matter either. That holds of the libraries here, and is not taken on trust: every update on fresh rollouts looks at the
-largest difference of its tokens, and the run stops where it is not 0 (`check_zero`). The bits themselves may depend on
-the machine and its threads, which sampler and learner share. Gradients are ordinary, and depend on shapes as ever.
+So a longer row, or a longer cache, changes nothing. Which of the ROWS rows of a product a token
+stands in must not matter either. That holds of the libraries here, and is not taken on trust: every
+update on fresh rollouts looks at the largest difference of its tokens, and the run stops where it
+is not 0 (`check_zero`). The bits themselves may depend on the machine and its threads, which
+sampler and learner share. Gradients are ordinary, and depend on shapes as ever.
 
-Source: He et al., Defeating Nondeterminism in LLM Inference (2025), who write kernels with one order of sums."""
+Source: He et al., Defeating Nondeterminism in LLM Inference (2025), who write kernels with one
+order of sums."""
 
 from __future__ import annotations
 
@@ -50,8 +53,9 @@ from model.head import Head
 from model.head import product as plain_product
 from sampling import Sampling
 
-# tokens in one product with a weight. AVX2's kernel takes six rows at a time, and rounds the last two of 32 otherwise:
-# 96, its half and its quarter, the parts of two and four threads, leave none over
+# tokens in one product with a weight. AVX2's kernel takes six rows at a time, and rounds the last
+# two of 32 otherwise: 96, its half and its quarter, the parts of two and four threads, leave none
+# over
 ROWS = {"cpu": 96, "tiles": 256, "cuda": 256}
 QUERIES = {
     "cpu": 1,
@@ -107,7 +111,8 @@ def by_rows(multiply, x, weight, dtype, size: int):
 
 
 def pieces(n: int, size: int) -> list[slice]:
-    """`size` of n at a time; the last piece begins early, so that only a single one can be smaller."""
+    """`size` of n at a time; the last piece begins early, so that only a single one can be
+    smaller."""
     starts = [*range(0, n - size, size), max(n - size, 0)]
     return [slice(start, start + size) for start in starts]
 
@@ -119,7 +124,8 @@ def has_tiles() -> bool:
 
 
 def longer(x, more: int):
-    """x (..., K, D) with so many rows of zeros behind it, (..., K + more, D); without any it is not copied."""
+    """x (..., K, D) with so many rows of zeros behind it, (..., K + more, D); without any it is not
+    copied."""
     return pad(x, (0, 0, 0, more)) if more else x
 
 
@@ -141,7 +147,8 @@ def filled(x, size: int):
 
 
 def of_many_rows(forward, x):
-    """A norm's forward, not of fewer than ROWS rows on a GPU, which adds up each of a few rows by more threads."""
+    """A norm's forward, not of fewer than ROWS rows on a GPU, which adds up each of a few rows by
+    more threads."""
     rows = x.reshape(-1, x.shape[-1])
     if x.device.type == "cpu" or len(rows) >= ROWS["cuda"]:
         return forward(x)
@@ -166,7 +173,8 @@ class Multiply(torch.autograd.Function):
 
 
 class WithGradientOf(torch.autograd.Function):
-    """exact(*inputs), with the gradient of ordinary(*inputs), the same function in another order of sums."""
+    """exact(*inputs), with the gradient of ordinary(*inputs), the same function in another order of
+    sums."""
 
     @staticmethod
     def forward(ctx, exact, ordinary, *inputs):
@@ -183,7 +191,8 @@ class WithGradientOf(torch.autograd.Function):
 
 
 class ExactLinear(nn.Linear):
-    """A linear layer by `product`; under autocast in its type. `apply` puts it in the place of an nn.Linear.
+    """A linear layer by `product`; under autocast in its type. `apply` puts it in the place of an
+    nn.Linear.
 
     Its parameters are those of the layer it replaces, the same objects under the same names."""
 
@@ -199,7 +208,8 @@ class ExactLinear(nn.Linear):
         return exact.train(layer.training)
 
     def rounded(self, dtype: torch.dtype):
-        """The weight in this type: the numbers that are multiplied. A CPU without tiles keeps them in float32."""
+        """The weight in this type: the numbers that are multiplied. A CPU without tiles keeps them
+        in float32."""
         if self.weight.requires_grad:
             return self.weight.detach().to(dtype)
         version = (self.weight._version, self.weight.data_ptr(), dtype)
@@ -245,7 +255,8 @@ class SiLU(nn.Module):
 
 
 def room(n: int) -> int:
-    """Places for n keys, so many that a row's sums are taken alike whatever longer row stands beside it."""
+    """Places for n keys, so many that a row's sums are taken alike whatever longer row stands
+    beside it."""
     rest = n % WHOLE
     return n - rest + (WHOLE if rest > WHOLE // 2 else rest + -rest % KEYS)
 
@@ -272,7 +283,8 @@ class Seen(NamedTuple):
         return cls(mask, UNSEEN * (~padded).float(), order)
 
     def in_order(self, x):
-        """Keys or values (B, H, K, D) -> (B, H, room(K), D) in float32, in order, filled up with what is not seen."""
+        """Keys or values (B, H, K, D) -> (B, H, room(K), D) in float32, in order, filled up with
+        what is not seen."""
         x = x.float()
         return (
             longer(x, room(x.shape[2]) - x.shape[2]) if self.order is None else taken(x, self.order)
@@ -350,7 +362,8 @@ def exact_attention(seen: Seen, scaling: float, dtype: torch.dtype, query, key, 
 
 
 def apply(model):
-    """Put the functions above into a model, low-bit layers included (quant.align comes before), and return it."""
+    """Put the functions above into a model, low-bit layers included (quant.align comes before), and
+    return it."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # seconds to load
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -376,8 +389,8 @@ def product_of(layer):
 
 
 def as_sampler(model, dtype: str, head_fp32: bool, vocabulary: int | None):
-    """An engine's model, float32, that computes logits as the learner does (PolicyAndActor), in the compute type
-    `dtype`; returned."""
+    """An engine's model, float32, that computes logits as the learner does (PolicyAndActor), in the
+    compute type `dtype`; returned."""
     apply(model.requires_grad_(False))
     model.forward = functools.partial(forward, model, getattr(torch, dtype), head_fp32, vocabulary)
     return model
@@ -392,7 +405,8 @@ def forward(
     logits_to_keep=0,
     **more,
 ):
-    """A model's forward: logits (B, S, V) in float32, of the last `logits_to_keep` places or of all."""
+    """A model's forward: logits (B, S, V) in float32, of the last `logits_to_keep` places or of
+    all."""
     cache = more.get("past_key_values")
     if cache is not None:
         more["attention_mask"] = cache.layers[0].mask()
@@ -470,7 +484,8 @@ def check_model(cfg: PrecisionFlags, policy: str, actor: str | None) -> None:
 
 
 def check_zero(cfg: RunFlags, logged: dict) -> None:
-    """UserError if a token of an update on fresh rollouts had other log-probabilities in engine and learner."""
+    """UserError if a token of an update on fresh rollouts had other log-probabilities in engine and
+    learner."""
     gap = logged["rollout_corr/largest_gap" if cfg.actor == "none" else "actor/largest_gap"]
     need(
         gap <= 0 or logged["staleness/max_updates"] > 0,

@@ -1,10 +1,12 @@
-"""The head: from hidden states to logits as the model makes them, in chunks, so that they never exist whole.
+"""The head: from hidden states to logits as the model makes them, in chunks, so that they never
+exist whole.
 
-At 2,048 tokens and a vocabulary of 151,936, one copy of the logits is 1.2 GB in float32 and a naive loss keeps five.
-Here the hidden states of the response tokens, packed to (N, H), meet the head's weight (V, H) a chunk at a time; each
-chunk yields everything that is ever wanted of the whole distribution and is thrown away. Backward computes each
-chunk's logits again, turns them in place into their own gradient, and adds hidden and weight gradients up in place:
-one more product than the naive way (4 instead of 3), and no memory that grows with N times V.
+At 2,048 tokens and a vocabulary of 151,936, one copy of the logits is 1.2 GB in float32 and a naive
+loss keeps five. Here the hidden states of the response tokens, packed to (N, H), meet the head's
+weight (V, H) a chunk at a time; each chunk yields everything that is ever wanted of the whole
+distribution and is thrown away. Backward computes each chunk's logits again, turns them in place
+into their own gradient, and adds hidden and weight gradients up in place: one more product than the
+naive way (4 instead of 3), and no memory that grows with N times V.
 
     Head          scale, bias and soft cap: what a model does beside the product
     ChunkedHead   the statistics of __init__.py on all tokens' logits, chunk by chunk, with their gradient
@@ -38,12 +40,14 @@ def product(hidden, weight):
 
 @dataclass(frozen=True)
 class Head:
-    """How a model makes logits (n, V) of hidden states h (n, H), with its head's weight W (V, H) and bias b (V,):
+    """How a model makes logits (n, V) of hidden states h (n, H), with its head's weight W (V, H)
+    and bias b (V,):
 
         z = scale (h W^T + b), and then, where there is a cap, cap tanh(z / cap)
 
-    A model that does anything else is found by the learner (`Learner.check_heads`). width: rows of a weight beyond the
-    token ids that there are stay outside. multiply: `product`, or another order of its sums (exact.py)."""
+    A model that does anything else is found by the learner (`Learner.check_heads`). width: rows of
+    a weight beyond the token ids that there are stay outside. multiply: `product`, or another order
+    of its sums (exact.py)."""
 
     scale: float = 1.0  # Granite, Cohere
     cap: float | None = None  # Gemma-2
@@ -71,14 +75,16 @@ class Head:
         return z
 
     def of_layer(self, layer, hidden):
-        """The same in float32, whatever the type of a model's output embedding `layer` and of its hidden states."""
+        """The same in float32, whatever the type of a model's output embedding `layer` and of its
+        hidden states."""
         bias = getattr(layer, "bias", None)
         return self.logits(
             hidden.float(), layer.weight.float(), None if bias is None else bias.float()
         )
 
     def slope(self, z):
-        """d logits / d (h W^T + b) from the logits: (n, width) where there is a cap, else a number; None: 1."""
+        """d logits / d (h W^T + b) from the logits: (n, width) where there is a cap, else a number;
+        None: 1."""
         if not self.cap:
             return None if self.scale == 1 else self.scale
         return (z / self.cap).square_().neg_().add_(1.0).clamp_min_(0.0).mul_(self.scale)
@@ -90,17 +96,20 @@ class Head:
 
 
 class ChunkedHead(torch.autograd.Function):
-    """The outputs of `rows` on the logits of all N tokens, as a tuple in the order of `rows.outputs`.
+    """The outputs of `rows` on the logits of all N tokens, as a tuple in the order of
+    `rows.outputs`.
 
-    Arguments: rows, chunk (tokens per chunk), heads (a Head for each model), hidden_1 (N, H1), weight_1 (V, H1),
-    bias_1 (V,) or None, and hidden_2, weight_2, bias_2 of a second model. `rows` has
+    Arguments: rows, chunk (tokens per chunk), heads (a Head for each model), hidden_1 (N, H1),
+    weight_1 (V, H1), bias_1 (V,) or None, and hidden_2, weight_2, bias_2 of a second model. `rows`
+    has
 
         outputs, differentiable        names of its outputs; the first `differentiable` of them carry gradient
         rows(logits, at)               [logits (n, V) of each model], slice of tokens -> {name: (n, ...)}
         rows.backward(logits, at, g)   the same and [gradient (n, 1) of each differentiable output, or None]
                                        -> [gradient (n, V) of each model's logits, or None]
 
-    `rows` takes the logits out of the list it is given, so that they can be freed as soon as they are used."""
+    `rows` takes the logits out of the list it is given, so that they can be freed as soon as they
+    are used."""
 
     @staticmethod
     def forward(ctx, rows, chunk, heads, *tensors):
@@ -154,8 +163,8 @@ class ChunkedHead(torch.autograd.Function):
 
 
 def score(head: Head, layer, hidden, ids):
-    """log p(ids[t] | ids[:t]) for t >= 1, (R, L - 1) in float32, by a model's output embedding `layer` on the hidden
-    states (R, L, H) of the sequences ids (R, L)."""
+    """log p(ids[t] | ids[:t]) for t >= 1, (R, L - 1) in float32, by a model's output embedding
+    `layer` on the hidden states (R, L, H) of the sequences ids (R, L)."""
     flat, following = (
         hidden.flatten(0, 1),
         ids.roll(-1, 1).flatten()[:, None],
@@ -171,8 +180,8 @@ def score(head: Head, layer, hidden, ids):
 
 
 def accumulate(d_model, dz, hidden, weight, at) -> None:
-    """Add one chunk's logit gradients dz (n, width) to d_model: hidden's (N, H), weight's (V, H) and bias's (V,),
-    where they are wanted."""
+    """Add one chunk's logit gradients dz (n, width) to d_model: hidden's (N, H), weight's (V, H)
+    and bias's (V,), where they are wanted."""
     d_hidden, d_weight, d_bias = d_model
     read = slice(dz.shape[1])  # rows of the weight
     if d_hidden is not None:

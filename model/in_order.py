@@ -1,4 +1,5 @@
-"""Key-value caches of the plain sampler: one in order, of an exact sampler (exact.py), and one in 8 bits."""
+"""Key-value caches of the plain sampler: one in order, of an exact sampler (exact.py), and one in 8
+bits."""
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
@@ -8,13 +9,15 @@ from model.exact import longer, room, taken
 
 
 class InOrder(DynamicLayer):
-    """A sampler's cache of one layer: the keys of a row stand from its first place on, a new one behind the last.
+    """A sampler's cache of one layer: the keys of a row stand from its first place on, a new one
+    behind the last.
 
-    There is room for as many keys as exact.room says, and numbers of 16 bits are kept as they are multiplied, in
-    float32. So a step neither copies the other keys nor puts them in order."""
+    There is room for as many keys as exact.room says, and numbers of 16 bits are kept as they are
+    multiplied, in float32. So a step neither copies the other keys nor puts them in order."""
 
     def __init__(self, layer, lengths):
-        """layer: of transformers, keys and values (B, H, P, D) that are padded on the left; lengths (B,): of rows."""
+        """layer: of transformers, keys and values (B, H, P, D) that are padded on the left; lengths
+        (B,): of rows."""
         super().__init__()
         P = layer.keys.shape[2]
         places = torch.arange(room(P), device=lengths.device) + (P - lengths)[:, None]
@@ -26,7 +29,8 @@ class InOrder(DynamicLayer):
         self.is_initialized = True
 
     def update(self, key, value, *_, **__):
-        """Write a new token's, (B, H, 1, D); all keys and values, those without a token behind them."""
+        """Write a new token's, (B, H, 1, D); all keys and values, those without a token behind
+        them."""
         self.keys, self.values = (
             longer(x, self.room() - x.shape[2]) for x in (self.keys, self.values)
         )
@@ -52,7 +56,8 @@ class InOrder(DynamicLayer):
         return self.room(), 0
 
     def get_seq_length(self) -> int:
-        """As if it were full: no key stands behind a token for transformers, and `mask` says what is seen."""
+        """As if it were full: no key stands behind a token for transformers, and `mask` says what
+        is seen."""
         return self.room()
 
     def batch_select_indices(self, rows) -> None:
@@ -62,7 +67,8 @@ class InOrder(DynamicLayer):
 
 
 class EightBits(DynamicLayer):
-    """A cache of one layer whose keys and values are what int8 holds of them (--kv_cache_dtype=int8):
+    """A cache of one layer whose keys and values are what int8 holds of them
+    (--kv_cache_dtype=int8):
 
     s round(x / s),  s = max |x| / 127 over the entries of a token's head."""
 
@@ -80,6 +86,7 @@ def in_eight_bits() -> Cache:
 
 
 def in_order(cache, lengths):
-    """Put the keys of a cache of prompts, padded on the left, in order; the cache. lengths (B,): of the prompts."""
+    """Put the keys of a cache of prompts, padded on the left, in order; the cache. lengths (B,): of
+    the prompts."""
     cache.layers = [InOrder(layer, lengths) for layer in cache.layers]
     return cache

@@ -1,13 +1,12 @@
-"""What a vLLM engine needs of the process around it: its way in, changes of its functions, a name of its own for the
-memory that its ranks share, and a way for new weights.
+"""vLLM in this process: import, patched functions, shared memory of its ranks, and new weights.
 
-    import_vllm             its classes, set up to run in this process
-    change_vllm             some functions are replaced, each for its reason
-    vllm_leaves_no_trace    what it overwrites while it starts is put back
-    among_ranks             under torchrun several ranks are one engine
-    own_shared_memory       two runs on one host do not meet in /dev/shm
-    checksums_of            which weights it holds
-    hand_over               weights, to an engine in this process or in another one of this node
+import_vllm             its classes, set up to run in this process
+change_vllm             some functions are replaced, each for its reason
+vllm_leaves_no_trace    global state that vLLM overwrites at its start is restored
+among_ranks             under torchrun several ranks are one engine
+own_shared_memory       two runs on one host do not meet in /dev/shm
+checksums_of            which weights it holds
+hand_over               weights, to an engine in this process or in another one of this node
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ SHARED = Path("/dev/shm")
 BUCKET = 1 << 28  # bytes of tensors that are handed over at a time, or one tensor
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is changed in vLLM, and what vLLM may not change here
+# Patches of vLLM, and state that vLLM may not change
 # ---------------------------------------------------------------------------------------------------------------------
 
-VLLM_VERSION = "0.32.0"  # whose code the changes below were written for
+VLLM_VERSION = "0.32.0"  # the patches below were written for its code
 
 
 def change_vllm(low_bits_on_cpu: bool) -> None:
@@ -75,9 +74,10 @@ def _change_vllm(low_bits_on_cpu: bool) -> None:
 def lean_logprobs(update_sample_logprobs):
     """Replacement for LogprobsProcessor._update_sample_logprobs: keep log-probabilities as arrays.
 
-    Reason: vLLM turns those of every sampled token into lists, ranks and decoded words, which costs more than the
-    sampling does. Here a request keeps the arrays that the sampler made, two for each token, [1, K + 1]: ids and
-    log-probabilities, the sampled token first. `_responses` reads them."""
+    Reason: vLLM turns those of every sampled token into lists, ranks and decoded words, which costs
+    more than the sampling does. Here a request keeps the arrays that the sampler made, two for each
+    token, [1, K + 1]: ids and log-probabilities, the sampled token first. `_responses` reads
+    them."""
 
     def lean(self, logprobs_lists):
         self.logprobs.token_ids.append(logprobs_lists.logprob_token_ids)
@@ -87,10 +87,11 @@ def lean_logprobs(update_sample_logprobs):
 
 
 def without_padding(weight_loader):
-    """Replacement for VocabParallelEmbedding.weight_loader: rows that stand for no token stay outside.
+    """Replacement for VocabParallelEmbedding.weight_loader: rows that stand for no token stay
+    outside.
 
-    Reason: models pad their embeddings, and what is there can be sampled. A vLLM whose config names as many tokens as
-    the tokenizer has neither samples nor scores more, but refuses to load more rows."""
+    Reason: models pad their embeddings, and padding can be sampled. With the tokenizer's size in
+    its config vLLM neither samples nor scores padding, but refuses to load the padded rows."""
 
     def load(self, param, loaded_weight):
         rows = slice(self.org_vocab_size) if loaded_weight.ndim else ...
@@ -102,17 +103,19 @@ def without_padding(weight_loader):
 def class_stays_the_learners(decorate_for_torch_compile):
     """Replacement for the transformers backend's Base._decorate_for_torch_compile: nothing is done.
 
-    Reason: for families that vLLM has no code of its own for (Phi, OLMo, SmolLM3) it takes transformers' class, and
-    changes that class so that vLLM's engine alone can make and call it; in this process the learner's model is of the
-    same class. The engine's model is not compiled then."""
+    Reason: for families that vLLM has no code of its own for (Phi, OLMo, SmolLM3) it takes
+    transformers' class, and changes that class so that vLLM's engine alone can make and call it; in
+    this process the learner's model is of the same class. The engine's model is not compiled
+    then."""
     return lambda self, **more: None
 
 
 def pack_experts_anew(process_weights_after_loading):
-    """Replacement for UnquantizedFusedMoEMethod.process_weights_after_loading: a kernel is made at every load.
+    """Replacement for UnquantizedFusedMoEMethod.process_weights_after_loading: a kernel is made at
+    every load.
 
-    Reason: on CPUs vLLM packs experts' weights when it makes their kernel, and keeps the kernel when it replaces the
-    weights, which then stay unpacked and fit nowhere."""
+    Reason: on CPUs vLLM packs experts' weights when it makes their kernel, and keeps the kernel
+    when it replaces the weights, which then stay unpacked and fit nowhere."""
 
     def process(self, layer):
         self.moe_kernel = None
@@ -124,8 +127,8 @@ def pack_experts_anew(process_weights_after_loading):
 def keep_scales_alive(create_onednn_scaled_mm):
     """Replacement for _custom_ops.create_onednn_scaled_mm: tie the weight scales to the handler.
 
-    Reason: on CPUs vLLM's int8 handler holds a bare pointer to the scales, and replacing the weights frees them.
-    Here the handler gets a copy of its own, and holds on to it."""
+    Reason: on CPUs vLLM's int8 handler holds a bare pointer to the scales, and replacing the
+    weights frees them. Here the handler gets a copy of its own, and holds on to it."""
 
     def create(weight, scales, *more):
         scales = scales.clone()
@@ -137,19 +140,22 @@ def keep_scales_alive(create_onednn_scaled_mm):
 
 
 def without_amx(check_cpu_sgl_kernel):
-    """Replacement for scaled_mm.cpu.check_cpu_sgl_kernel: int8 layers take the oneDNN kernel on every CPU.
+    """Replacement for scaled_mm.cpu.check_cpu_sgl_kernel: int8 layers take the oneDNN kernel on
+    every CPU.
 
-    Reason: vLLM takes another kernel on CPUs with AMX if torch's default type is not float32. It is the model's type
-    when the engine starts and float32 when weights are replaced, so a reload finds other tensors than it left."""
+    Reason: vLLM takes another kernel on CPUs with AMX if torch's default type is not float32. It is
+    the model's type when the engine starts and float32 when weights are replaced, so a reload finds
+    other tensors than it left."""
     return lambda *shape_and_type: False
 
 
 def change(owner, name: str, replacement) -> None:
     """Put replacement(original) in the place of vLLM's function owner.name, once in this process.
 
-    UserError if this version of vLLM has no such function. One that has it, but is not the version these changes
-    were written for, is used with a warning: where a change does not fit it, the check of shapes in
-    `VLLMEngine._responses` or the proof of the first weight sync (sync.py) will tell."""
+    UserError if this version of vLLM has no such function. One that has it, but is not the version
+    these changes were written for, is used with a warning: where a change does not fit it, the
+    check of shapes in `VLLMEngine._responses` or the proof of the first weight sync (sync.py) will
+    tell."""
     import vllm
 
     original = getattr(owner, name, None)
@@ -172,7 +178,8 @@ def change(owner, name: str, replacement) -> None:
 
 @contextmanager
 def in_one_sentence(what: str):
-    """Turn whatever vLLM raises in here into a UserError with vLLM's own words; its traceback goes to a file."""
+    """Turn exceptions of vLLM into a UserError with vLLM's message; the traceback goes to a
+    file."""
     try:
         yield
     except (UserError, SyncError):
@@ -188,10 +195,10 @@ def in_one_sentence(what: str):
 
 @contextmanager
 def vllm_leaves_no_trace():
-    """Put back what vLLM overwrites while it starts and what the learner in this process needs.
+    """Restore global state that vLLM overwrites at its start and that the learner needs.
 
-    That is torchrun's LOCAL_WORLD_SIZE and the state of torch's random numbers. The variables of vLLM's own stay:
-    it reads some of them later."""
+    That is torchrun's LOCAL_WORLD_SIZE and the state of torch's random numbers. The variables of
+    vLLM's own stay: it reads some of them later."""
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
     generator = torch.get_rng_state()
     try:
@@ -206,7 +213,8 @@ def vllm_leaves_no_trace():
 def import_vllm():
     """vLLM's classes (LLM, SamplingParams), set up to run in this process.
 
-    Environment variables that are set already stay as they are. UserError: it cannot be imported."""
+    Environment variables that are set already stay as they are. UserError: it cannot be
+    imported."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not torch.cuda.is_available():
@@ -219,8 +227,8 @@ def import_vllm():
     try:
         from vllm import LLM, SamplingParams
     except ImportError as e:
-        mend = "install it (make demo does) or use --rollout=hf"
-        raise UserError(f"--rollout=vllm: vLLM cannot be imported ({e}); {mend}") from None
+        fix = "install it (make demo does) or use --rollout=hf"
+        raise UserError(f"--rollout=vllm: vLLM cannot be imported ({e}); {fix}") from None
     return LLM, SamplingParams
 
 
@@ -230,7 +238,8 @@ def import_vllm():
 
 
 def among_ranks(tp: int) -> dict:
-    """vLLM's settings under torchrun: each rank brings its own GPU, and `tp` neighbours are one engine."""
+    """vLLM's settings under torchrun: each rank brings its own GPU, and `tp` neighbours are one
+    engine."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return {}
     return {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": tp}
@@ -238,11 +247,12 @@ def among_ranks(tp: int) -> dict:
 
 @contextmanager
 def own_shared_memory(ranks):
-    """While an engine of these ranks starts in here, what they share has a name of this run; ranks None: nothing does.
+    """Names of shared memory contain the run while an engine of these ranks starts; ranks None:
+    nothing is shared.
 
-    On CPUs: under torchrun vLLM's build makes that name from the way in which the ranks met, which is the same for all
-    runs on a host. Here the process that started the ranks is added to it. When all have opened the memory its name
-    goes: a run that is killed leaves nothing behind."""
+    On CPUs: under torchrun vLLM's build makes that name from the way in which the ranks met, which
+    is the same for all runs on a host. Here the process that started the ranks is added to it. When
+    all have opened the memory its name goes: a run that is killed leaves nothing behind."""
     if ranks is None or torch.cuda.is_available():
         yield
         return
@@ -268,9 +278,11 @@ def own_shared_memory(ranks):
 
 
 def note_packing(model) -> None:
-    """From here on each layer of vLLM's model keeps the checksums of the weights that its kernel is handed to pack.
+    """From here on each layer of vLLM's model keeps the checksums of the weights that its kernel is
+    handed to pack.
 
-    Some kernels keep packed copies alone: those of a CPU have no other weights of a linear layer."""
+    Some kernels keep packed copies alone: those of a CPU have no other weights of a linear
+    layer."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         process = getattr(method, "process_weights_after_loading", None)
@@ -279,7 +291,7 @@ def note_packing(model) -> None:
 
 
 def noting(process):
-    """`process_weights_after_loading` of a layer, after the layer has noted what it is given."""
+    """`process_weights_after_loading` of a layer, after its loaded weights were recorded."""
 
     @functools.wraps(process)
     def note(layer):
@@ -291,7 +303,8 @@ def noting(process):
 
 
 def checksums_of(model) -> tuple[dict, dict]:
-    """name -> (checksum, type) of a model's tensors, as they are in memory and as they were handed over."""
+    """name -> (checksum, type) of a model's tensors, as they are in memory and as they were handed
+    over."""
     in_memory = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     packed = {}
     for prefix, module in model.named_modules():
@@ -308,7 +321,8 @@ def fused_modules(model) -> dict[str, list[str]]:
 
 
 def summed_over(ranks, known: dict) -> dict:
-    """(checksum, type) by name, the checksums summed over the ranks of an engine; ranks None: one alone."""
+    """(checksum, type) by name, the checksums summed over the ranks of an engine; ranks None: one
+    alone."""
     if ranks is None:
         return known
     sums = [None] * ranks.size()
@@ -324,7 +338,8 @@ def summed_over(ranks, known: dict) -> dict:
 
 
 def transfer_settings() -> dict:
-    """vLLM's settings for weights that come from another process: where it has a GPU and one of its own.
+    """vLLM's settings for weights that come from another process: where it has a GPU and one of its
+    own.
 
     It lives in this process, unless VLLM_ENABLE_V1_MULTIPROCESSING=1 is set outside."""
     if not torch.cuda.is_available() or os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "1":
@@ -336,17 +351,20 @@ def transfer_settings() -> dict:
 
 
 def has_head(model) -> bool:
-    """Whether vLLM's model has a module for `lm_head.weight`; some tied ones take the embedding itself."""
+    """Whether vLLM's model has a module for `lm_head.weight`; some tied ones take the embedding
+    itself."""
     return any(
         name.split(".")[-1] == "lm_head" for name, _ in model.named_modules(remove_duplicate=False)
     )
 
 
 def hand_over(llm, named_tensors, apart: bool) -> None:
-    """Replace an engine's weights by a stream of (name, tensor). apart: it has a process of its own.
+    """Replace an engine's weights by a stream of (name, tensor). apart: it has a process of its
+    own.
 
-    In this process it reads the tensors where they are: CUDA opens no handle of a process's own memory. Apart, it gets
-    handles by vLLM's weight transfer (CUDA IPC), BUCKET after BUCKET: no second model is held."""
+    In this process it reads the tensors where they are: CUDA opens no handle of a process's own
+    memory. Apart, it gets handles by vLLM's weight transfer (CUDA IPC), BUCKET after BUCKET: no
+    second model is held."""
     if not apart:
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
         return
@@ -369,14 +387,15 @@ def in_buckets(named_tensors):
             bucket, size = [], 0
         bucket.append(
             (name, x.detach().cuda().contiguous())
-        )  # shapes, and what comes from a file, lie on the host
+        )  # shapes, and tensors of a file, are on the host
         size += x.nbytes
     if bucket:
         yield bucket
 
 
 def handles(bucket: list) -> dict:
-    """What vLLM's IPC engine needs to open these tensors in its process (IPCWeightTransferUpdateInfo)."""
+    """Handles by which vLLM's IPC engine opens these tensors in its process
+    (IPCWeightTransferUpdateInfo)."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     found = []

@@ -2,12 +2,13 @@
 
     y = W x + (alpha / rank) B A x      W (out, in) frozen; A (rank, in) random, B (out, rank) zero at the start
 
-The adapters are the peft library's, an optional package. They live inside the learner alone: what it publishes to
-engines and writes as a model is merged, W + (alpha / rank) B A under the base model's names, one tensor after the
-other (`merged`). With --kl_coef the frozen model is the policy with its adapters switched off: no second copy.
+The adapters are the peft library's, an optional package. They live inside the learner alone: what
+it publishes to engines and writes as a model is merged, W + (alpha / rank) B A under the base
+model's names, one tensor after the other (`merged`). With --kl_coef the frozen model is the policy
+with its adapters switched off: no second copy.
 
-A checkpoint also holds the adapters in peft's own format, from which a run resumes exactly, on the base model that it
-started from. Adapters are merged by hand with:
+A checkpoint also holds the adapters in peft's own format, from which a run resumes exactly, on the
+base model that it started from. Adapters are merged by hand with:
 
     python -m model.lora --adapter=out/run/checkpoints/step_000150/policy_adapter --out=out/merged
 """
@@ -43,7 +44,8 @@ def learns(cfg: OptimizerFlags, name: str) -> bool:
 def attach(model, cfg: Config, folder: Path | None = None):
     """Give the model adapters, as new or from `folder`, and freeze all else; returns it.
 
-    Of a model without weights (memory.unread) the adapters have none either: `start` comes when it has its own."""
+    Of a model without weights (memory.unread) the adapters have none either: `start` comes when it
+    has its own."""
     import peft
 
     adapted = "all-linear"
@@ -61,8 +63,8 @@ def attach(model, cfg: Config, folder: Path | None = None):
 
 @torch.no_grad()
 def start(model, seed: int, folder: Path | None = None) -> None:
-    """The adapters' first values: those in `folder`, or B = 0 and the entries of A (rank, in) uniform in
-    +-1 / sqrt(in), the same on every rank. Collective where they are sharded."""
+    """The adapters' first values: those in `folder`, or B = 0 and the entries of A (rank, in)
+    uniform in +-1 / sqrt(in), the same on every rank. Collective where they are sharded."""
     generator = torch.Generator().manual_seed(seed)
     for layer in layers(model):
         A, B = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
@@ -74,8 +76,8 @@ def start(model, seed: int, folder: Path | None = None) -> None:
 
 
 def write(p, whole) -> None:
-    """Copy a whole tensor into a parameter, or into this rank's part of it. Collective where it is sharded: the first
-    rank's tensor counts."""
+    """Copy a whole tensor into a parameter, or into this rank's part of it. Collective where it is
+    sharded: the first rank's tensor counts."""
     whole = whole.to(p.device, p.dtype)
     if hasattr(p, "full_tensor"):
         from torch.distributed.tensor import distribute_tensor  # seconds to load
@@ -102,9 +104,9 @@ def switched_off(model):
 
 
 def merged(model, state: dict, whole, only=None):
-    """Yields (name, tensor) of the model's state dict with W + (alpha / rank) B A for W and A and B, under the names of
-    the base model; of a model without adapters just its own. whole: gathers a tensor from all ranks. only: names to
-    yield; None: all."""
+    """Yields (name, tensor) of the model's state dict with W + (alpha / rank) B A for W and A and
+    B, under the names of the base model; of a model without adapters just its own. whole: gathers a
+    tensor from all ranks. only: names to yield; None: all."""
     for name, x in state.items():
         if is_adapters(name) or (
             only is not None and name.replace(".base_layer.", ".") not in only
@@ -158,8 +160,8 @@ class Adapter:
 
 
 def fingerprint(model) -> str:
-    """A digest of the base model by the first entries of each tensor, which the first rank has of a sharded one too,
-    and tells the others. Collective where it is sharded."""
+    """A digest of the base model by the first entries of each tensor, which the first rank has of a
+    sharded one too, and tells the others. Collective where it is sharded."""
     digest = hashlib.blake2b(digest_size=16)
     for name, p in model.named_parameters():
         if not is_adapters(name):

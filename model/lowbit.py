@@ -1,5 +1,5 @@
-"""A model folder in low bits, for an engine to start from: vLLM reads it as a checkpoint of compressed-tensors, a plain
-one reads the same numbers whole. Made tensor by tensor."""
+"""A model folder in low bits, for an engine to start from: vLLM reads it as a checkpoint of
+compressed-tensors, a plain one reads the same numbers whole. Made tensor by tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ PART = 1 << 28  # bytes of tensors in one file: what is held at a time
 def quantized_checkpoint(folder: str, fmt: Format, out: str, packed: bool = True) -> str:
     """Write a model folder in low bits, for an engine to start from; return its path, `out`.
 
-    Configuration and tokenizer are those of `folder`; the tensors are as in `for_engine`, made one after the other."""
+    Configuration and tokenizer are those of `folder`; the tensors are as in `for_engine`, made one
+    after the other."""
     weights = shutil.ignore_patterns("*.safetensors*", "*.bin", "*.pt")
     shutil.copytree(folder, out, ignore=weights, dirs_exist_ok=True)
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
@@ -39,7 +40,8 @@ def quantized_checkpoint(folder: str, fmt: Format, out: str, packed: bool = True
 
 
 def quantized_for_a_node(folder: str, fmt: Format, packed: bool):
-    """(its path, a TemporaryDirectory or None) of one such copy for all ranks of a node. Collective.
+    """(its path, a TemporaryDirectory or None) of one such copy for all ranks of a node.
+    Collective.
 
     The node's first rank writes it, and has the object with which the copy goes."""
     own = None
@@ -53,9 +55,11 @@ def quantized_for_a_node(folder: str, fmt: Format, packed: bool):
 
 
 def stored_tensors(folder: str):
-    """(the model of a folder without its weights, its (name, float32 tensor) in turn as its files have them).
+    """(the model of a folder without its weights, its (name, float32 tensor) in turn as its files
+    have them).
 
-    Where names or kinds in the files are not the model's own, transformers reads the whole model."""
+    Where names or kinds in the files are not the model's own, transformers reads the whole
+    model."""
     from transformers import AutoModelForCausalLM
 
     stored, model = memory.Stored(folder), memory.unread(folder)
@@ -73,7 +77,8 @@ def stored_tensors(folder: str):
 
 
 def write_parts(named_tensors, out: Path) -> None:
-    """Write a stream of tensors as the files of a Hugging Face folder, of PART bytes or one tensor each."""
+    """Write a stream of tensors as the files of a Hugging Face folder, of PART bytes or one tensor
+    each."""
     from safetensors.torch import save_file
 
     files, part, size = [], {}, 0

@@ -5,10 +5,10 @@
     fill        memory for the parameters where they belong, and their values: a rank reads its own part of the files
     recompute   activations inside a layer are computed again for the backward pass, not kept (--gradient_checkpointing)
 
-Masters, gradients and optimizer states are float32, whatever precision the files have; each rank has its part of them.
-While it learns no rank has the whole model in float32, unless it trains it alone or under DDP. A plain sampler
-(--rollout=hf, --eval_engine=torch) is a whole copy on each rank.
-"""
+Masters, gradients and optimizer states are float32, whatever precision the files have; each rank
+has its part of them. While it learns no rank has the whole model in float32, unless it trains it
+alone or under DDP. A plain sampler (--rollout=hf, --eval_engine=torch) is a whole copy on each
+rank."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ PLAIN = {"F64", "F32", "F16", "BF16"}  # numbers in a file that are the weights 
 
 @dataclass(frozen=True)
 class OnDisk:
-    """Where the weights of a model are that has none yet. adapter: of LoRA; None: new ones, drawn from seed."""
+    """Where the weights of a model are that has none yet. adapter: of LoRA; None: new ones, drawn
+    from seed."""
 
     folder: str
     adapter: Path | None = None
@@ -49,7 +50,8 @@ class OnDisk:
 
 
 def unread(folder: Path | str):
-    """The model of a folder, its parameters on the meta device, where they take no memory; `fill` reads them."""
+    """The model of a folder, its parameters on the meta device, where they take no memory; `fill`
+    reads them."""
     model = empty_model(read_config(folder)).requires_grad_(True).eval()
     model.on_disk = OnDisk(str(folder))
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -61,7 +63,8 @@ def unread(folder: Path | str):
 
 @torch.no_grad()
 def fill(models: nn.Module, device: str) -> None:
-    """Move models to their device; those that `unread` made get their memory there, and their weights.
+    """Move models to their device; those that `unread` made get their memory there, and their
+    weights.
 
     Parameters remain the same objects. UserError, one sentence: `load_model`'s."""
     if any(x.device != torch.device(device) for x in chain(models.parameters(), models.buffers())):
@@ -88,9 +91,11 @@ def parameters_stay_objects():
 
 
 def read(model, folder: Path | str) -> None:
-    """Fill a model's parameters and buffers from the files of a folder, tensor by tensor, each with a rank's own rows.
+    """Fill a model's parameters and buffers from the files of a folder, tensor by tensor, each with
+    a rank's own rows.
 
-    Where names or kinds in the files are not the model's own, transformers reads them (`read_whole`)."""
+    Where names or kinds in the files are not the model's own, transformers reads them
+    (`read_whole`)."""
     stored = Stored(folder)
     tensors = stored.named(model)
     if not stored.fit(model, tensors):
@@ -116,8 +121,8 @@ def own_rows(x) -> tuple[int, torch.Tensor]:
 def read_whole(tensors: dict, folder: Path | str) -> None:
     """Fill these tensors by transformers, which knows each family's older names and formats.
 
-    Shards: the first rank alone has the whole model, in the precision of the files, and hands it out tensor by
-    tensor."""
+    Shards: the first rank alone has the whole model, in the precision of the files, and hands it
+    out tensor by tensor."""
     sharded = any(hasattr(x, "to_local") for x in tensors.values())
     loaded, why = {}, [""]
     if not sharded or dist.get_rank() == 0:
@@ -155,7 +160,8 @@ class Stored:
                     self.types.add(f.get_slice(name).get_dtype())
 
     def named(self, model) -> dict[str, torch.Tensor]:
-        """What is to be read of a model, by its name in files; of tied tensors the name that is there."""
+        """What is to be read of a model, by its name in files; of tied tensors the name that is
+        there."""
         names: dict[int, list[str]] = {}
         tensors = {}
         for name, x in model.state_dict(keep_vars=True).items():
@@ -168,7 +174,8 @@ class Stored:
         }
 
     def fit(self, model, tensors: dict) -> bool:
-        """Whether the files have each of these tensors, under its name and in its shape, as plain numbers."""
+        """Whether the files have each of these tensors, under its name and in its shape, as plain
+        numbers."""
         if (
             not self.types <= PLAIN
             or hasattr(model.config, "quantization_config")
@@ -187,9 +194,11 @@ class Stored:
         return [len(x), len(parts) * found[0][0], *found[0][1:]] if alike else None
 
     def pieces(self, name: str, first: int, last: int):
-        """Yields (row, rows of a tensor from there on) until all from `first` up to `last` have come.
+        """Yields (row, rows of a tensor from there on) until all from `first` up to `last` have
+        come.
 
-        A file is open as long as one tensor is read: what was read before need not stay in memory."""
+        A file is open as long as one tensor is read: what was read before need not stay in
+        memory."""
         from safetensors import safe_open
 
         if name in self.files:
@@ -231,7 +240,8 @@ class Stored:
 
 
 def expert_parts(name: str, e: int) -> list[str]:
-    """The names in files of the matrices of expert e in a tensor of all experts (quant.by_expert); [] for others."""
+    """The names in files of the matrices of expert e in a tensor of all experts (quant.by_expert);
+    [] for others."""
     layer, experts, kind = name.rpartition(".experts.")
     halves = (
         {"gate_up_proj": ["gate", "up"], "down_proj": ["down"]}.get(kind, []) if experts else []
@@ -240,7 +250,8 @@ def expert_parts(name: str, e: int) -> list[str]:
 
 
 def rearranges(model) -> bool:
-    """Whether transformers changes tensors of this family while it reads them, beyond putting experts together."""
+    """Whether transformers changes tensors of this family while it reads them, beyond putting
+    experts together."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     known = {"MergeModulelist", "Concatenate"}
@@ -256,10 +267,12 @@ def rearranges(model) -> bool:
 
 
 def shard(models: nn.Module, device: str, n_ranks: int, compute: torch.dtype | None) -> nn.Module:
-    """Wrap the models by FSDP2 and return them: a group for each layer; embeddings and heads are the root's.
+    """Wrap the models by FSDP2 and return them: a group for each layer; embeddings and heads are
+    the root's.
 
-    compute: the 16-bit type of the products, or None. Layers travel in it where they can (`travels_in`), and gradients
-    are added up in float32. The root travels in float32, in which its embeddings and the sums of its head are taken."""
+    compute: the 16-bit type of the products, or None. Layers travel in it where they can
+    (`travels_in`), and gradients are added up in float32. The root travels in float32, in which its
+    embeddings and the sums of its head are taken."""
     from torch.distributed.device_mesh import init_device_mesh  # seconds to load
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -280,7 +293,8 @@ def shard(models: nn.Module, device: str, n_ranks: int, compute: torch.dtype | N
 
 @contextmanager
 def in_full_precision(models: nn.Module):
-    """In here the layers that `shard` has wrapped compute with their weights as they are kept, not as they travel.
+    """In here the layers that `shard` has wrapped compute with their weights as they are kept, not
+    as they travel.
 
     Without gradients, and one whole layer at a time."""
     layers = [layer for model in models.children() for layer in model.base_model.layers]
@@ -317,8 +331,8 @@ def compute_type(cfg: OptimizerFlags) -> torch.dtype | None:
 def travels_in(model: nn.Module, compute: torch.dtype | None) -> torch.dtype | None:
     """The 16-bit type in which a model's layers go from rank to rank; None: float32.
 
-    Aligned and exact layers must compute on the very numbers that are published, and torch's LayerNorm takes one type
-    alone on a CPU."""
+    Aligned and exact layers must compute on the very numbers that are published, and torch's
+    LayerNorm takes one type alone on a CPU."""
     needs_float32 = any(
         isinstance(m, (*LOW_BIT, exact.ExactLinear, nn.LayerNorm)) for m in model.modules()
     )
@@ -331,10 +345,11 @@ def travels_in(model: nn.Module, compute: torch.dtype | None) -> torch.dtype | N
 
 
 def recompute(model) -> None:
-    """From here on each decoder layer of the model keeps its input for the backward pass, and nothing else.
+    """From here on each decoder layer of the model keeps its input for the backward pass, and
+    nothing else.
 
-    In the place of transformers' own, which asks for a model in training mode and drops the keys and values of a
-    prompt that several responses share."""
+    In the place of transformers' own, which asks for a model in training mode and drops the keys
+    and values of a prompt that several responses share."""
     for i, layer in enumerate(model.base_model.layers):
         if not isinstance(layer.forward, functools.partial):  # of another learner with this model
             layer.forward = functools.partial(forward_again, layer.forward, i)
@@ -343,7 +358,8 @@ def recompute(model) -> None:
 def forward_again(forward, i: int, *args, past_key_values=None, **more):
     """The forward of layer i, which runs a second time in the backward pass, if there will be one.
 
-    Keys and values go in and come out as tensors: a second run must find the cache as the first one did."""
+    Keys and values go in and come out as tensors: a second run must find the cache as the first one
+    did."""
     if not torch.is_grad_enabled():
         return forward(*args, past_key_values=past_key_values, **more)
     how = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn: dropout is off
@@ -371,10 +387,11 @@ def filled(layer, *keys_and_values):
 
 
 def check_names(folder: str, by_vllm: bool) -> None:
-    """UserError, one sentence, before an engine starts: the files lack tensors of the model, or hold others.
+    """UserError, one sentence, before an engine starts: the files lack tensors of the model, or
+    hold others.
 
-    by_vllm: it samples there. transformers leaves other tensors out, and vLLM does not. Names that transformers changes
-    while it reads them are not judged."""
+    by_vllm: it samples there. transformers leaves other tensors out, and vLLM does not. Names that
+    transformers changes while it reads them are not judged."""
     export = exported(read_config(folder))
     names = set(Stored(folder).files)
     missing = sorted(export.layout.keys() - names)

@@ -1,8 +1,8 @@
 """Log-probabilities of a state dict that arrives as a stream of named tensors.
 
-A structure without weights runs forward. Each module takes its tensors out of the stream when its turn comes and gives
-them up afterwards, so that no second model is held. sync.py compares an engine with this forward.
-"""
+A structure without weights runs forward. Each module takes its tensors out of the stream when its
+turn comes and gives them up afterwards, so that no second model is held. sync.py compares an engine
+with this forward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from model.head import Head, score
 
 
 def empty_model(config):
-    """A model's structure, its parameters on the meta device. config: of transformers; it is not changed."""
+    """A model's structure, its parameters on the meta device. config: of transformers; it is not
+    changed."""
     from transformers import AutoModelForCausalLM
 
     register = torch.nn.Module.register_parameter
@@ -40,8 +41,8 @@ def empty_model(config):
 class StreamedModel:
     """A model's structure, whose forward reads its weights from a stream.
 
-    fmt: number format of the linear layers; where it rounds activations, this forward rounds them too. vocabulary:
-    number of token ids; None: all rows of the embedding."""
+    fmt: number format of the linear layers; where it rounds activations, this forward rounds them
+    too. vocabulary: number of token ids; None: all rows of the embedding."""
 
     def __init__(self, config, fmt: quant.Format | None = None, vocabulary: int | None = None):
         rounds_activations = fmt is not None and fmt.activations
@@ -51,7 +52,8 @@ class StreamedModel:
     def logprobs(
         self, named_tensors, ids: np.ndarray, dtype: str = "float32", nudge: float = 0.0
     ) -> np.ndarray:
-        """log p(ids[t] | ids[:t]) for t >= 1, in nats: ids (rows, L) -> float32 (rows, L - 1). Arguments of `score`."""
+        """log p(ids[t] | ids[:t]) for t >= 1, in nats: ids (rows, L) -> float32 (rows, L - 1).
+        Arguments of `score`."""
         device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
         )
@@ -61,9 +63,9 @@ class StreamedModel:
     def score(self, named_tensors, ids, dtype: str = "float32", nudge: float = 0.0, device=None):
         """`logprobs` as a tensor (rows, L - 1). KeyError: a tensor is missing from the stream.
 
-        Computed in float32 with weights rounded to `dtype`. nudge > 0: in the last half of the rows, each module's
-        output is multiplied by 1 + nudge u with u uniform in [-1, 1]: a model of rounding errors.
-        device: of the computation; None: that of the tensors."""
+        Computed in float32 with weights rounded to `dtype`. nudge > 0: in the last half of the
+        rows, each module's output is multiplied by 1 + nudge u with u uniform in [-1, 1]: a model
+        of rounding errors. device: of the computation; None: that of the tensors."""
         stream = TensorStream(named_tensors, getattr(torch, dtype), device)
         layer, hooks = self.model.get_output_embeddings(), []
         layer.forward = functools.partial(score, Head.of(self.model.config, self.vocabulary), layer)
@@ -120,7 +122,8 @@ class TensorStream:
         return self.waiting.pop(name)
 
     def tensors_of(self, name: str, module) -> dict[str, torch.Tensor]:
-        """The published tensors of a module, under the module's own names; several for a low-bit weight."""
+        """The published tensors of a module, under the module's own names; several for a low-bit
+        weight."""
         found = {}
         for own in published_names(module):
             for part in self.parts(f"{name}.{own}", module):
@@ -128,7 +131,8 @@ class TensorStream:
         return found
 
     def parts(self, name: str, module) -> list[str]:
-        """Names of the tensors that hold a parameter: itself, with its scales, or packed int4 numbers."""
+        """Names of the tensors that hold a parameter: itself, with its scales, or packed int4
+        numbers."""
         if isinstance(module, quant.LowBitExperts) or (
             isinstance(module, quant.LowBitLinear) and name.endswith(".weight")
         ):
@@ -143,7 +147,8 @@ class TensorStream:
 
 
 def published_names(module) -> list[str]:
-    """Names of a module's own tensors that checkpoints hold: its parameters and persistent buffers."""
+    """Names of a module's own tensors that checkpoints hold: its parameters and persistent
+    buffers."""
     own = {**module._parameters, **module._buffers}
     return [
         name
@@ -153,7 +158,8 @@ def published_names(module) -> list[str]:
 
 
 def fill(parts: list, stream: TensorStream, *_) -> None:
-    """Forward pre-hook: give these (name, module) their published tensors, rounded to the engine's type."""
+    """Forward pre-hook: give these (name, module) their published tensors, rounded to the engine's
+    type."""
     for name, module in parts:
         tensors = {key: x.to(stream.device) for key, x in stream.tensors_of(name, module).items()}
         if isinstance(module, quant.LowBitLinear):
@@ -176,7 +182,8 @@ def fill(parts: list, stream: TensorStream, *_) -> None:
 
 
 def release(parts: list, nudge: float, noise, _module, _inputs, out):
-    """Forward hook: drop these modules' tensors; the module's output, its last half of rows nudged."""
+    """Forward hook: drop these modules' tensors; the module's output, its last half of rows
+    nudged."""
     for _name, module in parts:
         drop_weights(module)
     if not nudge or not isinstance(out, torch.Tensor):
@@ -193,7 +200,8 @@ def off(x: torch.Tensor, nudge: float, noise) -> torch.Tensor:
 
 @contextmanager
 def nudged(model, nudge: float):
-    """In here the output of each module of a model that has weights is off by a relative `nudge`."""
+    """In here the output of each module of a model that has weights is off by a relative
+    `nudge`."""
     noise, hooks = {}, []
 
     def hook(_module, _inputs, out):

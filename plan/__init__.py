@@ -1,15 +1,15 @@
-"""What a run needs of each rank's memory, before a model loads.
+"""The memory that a run needs on each rank, computed before a model loads.
 
     python -m plan --ranks=8 --gpu_gib=80 --config=configs/papers/jackpot.toml --max_prompt_tokens=1024
 
-The states follow from the shapes in config.json. With P parameters of which Q learn, on n ranks that share them
-(--parallel=fsdp; else n = 1), each rank has, in bytes
+The states follow from the shapes in config.json. With P parameters of which Q learn, on n ranks
+that share them (--parallel=fsdp; else n = 1), each rank has, in bytes
 
     weights 4 P / n     gradients 4 Q / n     AdamW 8 Q / n, Muon 4 Q / n
 
-What a forward keeps for its backward, and what a proof of new weights takes, is measured on tensors without bytes
-(plan/footprint.py). Prompts that several responses share, and rows shorter than the longest, make a run smaller than
-its plan.
+Activations of a forward pass, and the memory of a weight check, are measured on meta tensors
+(plan/footprint.py). Prompts that several responses share, and rows shorter than the longest, make a
+run smaller than its plan.
 
     Plan            bytes of one rank by category, and which of them are there together in which stage
     States          weights, gradients and optimizer of one model
@@ -47,7 +47,7 @@ class States:
     optimizer: int
     tensor: int  # its largest tensor
     layer: int  # its largest layer, in float32
-    gathered: int  # with FSDP: what is no layer, and two layers, as they travel
+    gathered: int  # with FSDP: embedding, head and two layers, as they are gathered
     travels: int  # with FSDP: all of it
 
     @classmethod
@@ -86,7 +86,8 @@ def weights_of(model) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes of one rank. categories: name -> bytes; stages: name -> the categories that are there together."""
+    """Bytes of one rank. categories: name -> bytes; stages: name -> the categories that are there
+    together."""
 
     ranks: int
     micro: tuple[int, int]  # the largest micro-batch: rows, and tokens of a row
@@ -97,7 +98,7 @@ class Plan:
     moved: int  # bytes that a rank sends to others in an update of one micro-batch
 
     def sum_of(self, *kinds: str) -> int:
-        """Bytes of the categories whose names begin so."""
+        """Bytes of the categories with names that begin with one of these."""
         return sum(size for name, size in self.categories.items() if name.startswith(kinds))
 
     def of_stage(self, stage: str) -> int:
@@ -135,7 +136,8 @@ class Plan:
 
 
 def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float = 0.0) -> Plan:
-    """The plan of one rank of so many. configs: name -> transformers config; prompt: tokens of the longest prompt."""
+    """The plan of one of `ranks` ranks. configs: name -> transformers config; prompt: tokens of the
+    longest prompt."""
     width = prompt + cfg.max_tokens
     rows = min(max(1, cfg.micro_tokens // width), cfg.train_batch // ranks)
     found = measure(cfg, configs, rows, prompt, cfg.max_tokens)
@@ -188,7 +190,8 @@ def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float 
 
 
 def on_disk(cfg: OptimizerFlags, name: str, model: States) -> int:
-    """Bytes of a model in a checkpoint: what learns with its optimizer, and a folder of the model in 16 bits."""
+    """Bytes of a model in a checkpoint: trainable weights with their optimizer, and the model in 16
+    bits."""
     if not lora.learns(cfg, name):
         return model.weights + model.optimizer + model.weights // 2
     adapters = model.gradients  # as many bytes, in float32
@@ -198,11 +201,12 @@ def on_disk(cfg: OptimizerFlags, name: str, model: States) -> int:
 def publishing(
     cfg: Config, configs: dict, models: dict[str, States], width: int, sharded: bool
 ) -> int:
-    """Bytes of the largest of three: a tensor on its way to the engine, what proves that it has arrived, and the
-    learner's own forward of the same sequences.
+    """Bytes of the largest of three: a tensor sent to the engine, the weight check, and the
+    learner's forward pass of the same sequences.
 
-    vLLM's forward takes less: it makes the logits of one sequence at a time, 9 bytes each with their logarithms and
-    ranks. 143 tokens of that are less than the embedding twice, the first of the three, from a hidden size of 161."""
+    vLLM's forward takes less: it makes the logits of one sequence at a time, 9 bytes each with
+    their logarithms and ranks. 143 tokens of that are less than the embedding twice, the first of
+    the three, from a hidden size of 161."""
     ids = probe_ids(width, min(config.vocab_size for config in configs.values()))
     rows, length = ids.shape
     own = of_scoring(cfg, configs, min(rows, max(1, cfg.micro_tokens // length)), length)
@@ -214,8 +218,8 @@ def publishing(
 
 
 def gathered(models: dict[str, States]) -> int:
-    """FSDP: of each model what is no layer; of one the layer that computes and the one that comes next; and the
-    gradient of a layer, or of what is no layer, before it is added up over ranks."""
+    """FSDP: embedding and head of each model, the current and the next layer of one model, and the
+    largest gradient before it is reduced over ranks."""
     return sum(model.gathered for model in models.values()) + max(
         model.layer for model in models.values()
     )
@@ -230,7 +234,8 @@ def moved(cfg: OptimizerFlags, models: dict[str, States], ranks: int) -> int:
 
 
 def engine(cfg: Config, config, width: int, ranks: int, gpu_gib: float) -> int:
-    """Bytes of the rollout engine on one rank: weights and key-value cache; on a GPU vLLM's share, if they fit it."""
+    """Bytes of the rollout engine on one rank: weights and key-value cache; on a GPU vLLM's share,
+    if they fit it."""
     number, weights = bytes_of_a_number(cfg), engine_weights(cfg, config)
     of_a_token = cache_of_a_token(config, number)
     if cfg.rollout == "vllm" and gpu_gib:
@@ -245,7 +250,8 @@ def engine(cfg: Config, config, width: int, ranks: int, gpu_gib: float) -> int:
 
 
 def engine_weights(cfg: EngineFlags, config) -> int:
-    """Bytes of its weights. Low bits are counted as --rollout_dtype: vLLM starts from such weights."""
+    """Bytes of its weights. Low bits are counted as --rollout_dtype: vLLM starts from such
+    weights."""
     return weights_of(empty_model(config)) * bytes_of_a_number(cfg) // 4 // cfg.rollout_tp
 
 
@@ -255,18 +261,20 @@ def bytes_of_a_number(cfg: EngineFlags) -> int:
 
 
 def torch_cache(config, number: int, rows: int, width: int) -> int:
-    """Bytes of HFEngine's key-value cache for so many responses: of all, or of as many as it holds at once."""
+    """Bytes of HFEngine's KV cache for `rows` responses, or for as many as it holds at once."""
     return cache_of_a_token(config, number) * min(
         rows * width, max(cached_tokens(config, number), width)
     )
 
 
 def evaluation(cfg: Config, configs: dict, width: int, ranks: int, gpu_gib: float, own: int) -> int:
-    """Bytes of an evaluation on one rank, beside the states and the rollout's engine; with prompts as in training. own:
-    of that engine, where it sleeps at other times.
+    """Bytes of an evaluation on one rank, without states and rollout engine; with prompts as in
+    training.
 
-    One model is evaluated after the other, on one set after the other: by the engine that samples from it, by a second
-    one, or in plain torch."""
+    own: bytes of that engine, where it sleeps at other times.
+
+    One model is evaluated after the other, on one set after the other: by the engine that samples
+    from it, by a second one, or in plain torch."""
     if cfg.eval_every < 0:
         return 0
     sets = [{"samples": cfg.eval_samples, "max_tokens": cfg.max_tokens}]
@@ -288,26 +296,27 @@ def evaluation(cfg: Config, configs: dict, width: int, ranks: int, gpu_gib: floa
 
 
 def second_engine(cfg: Config, config, width: int, ranks: int, gpu_gib: float) -> int:
-    """Bytes of the engine that evaluates the policy of an actor. It stays: one engine of a process can sleep."""
+    """Bytes of the engine that evaluates the policy of an actor. It stays: one engine of a process
+    can sleep."""
     wanted = cfg.eval_every >= 0 and evaluated_by(cfg, "policy") == "second"
     return engine(cfg, config, width, ranks, gpu_gib) if wanted else 0
 
 
 def plain_sampler(cfg: OptimizerFlags, config, rows: int, width: int, ranks: int) -> int:
-    """Bytes of a sampler in plain torch of so many responses; of a model that ranks share it has a whole copy
+    """Bytes of a sampler in plain torch for `rows` responses; it copies a sharded model
     (eval.sampler_of)."""
     copied = weights_of(empty_model(config)) if cfg.parallel == "fsdp" and ranks > 1 else 0
     return copied + torch_cache(config, 4, rows, width)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Does it fit, and what would make it fit
+# Whether it fits, and changes that make it fit
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def mends(cfg: Config, width: int, ranks: int):
-    """Yields (flags, changes of the configuration, ranks): what makes a run smaller, the cheapest first, each on top of
-    those before it."""
+    """Yields (flags, changes of the configuration, ranks) that reduce memory, the cheapest first,
+    cumulative."""
     for n in (2, 4, 8):
         apart = (
             cfg.delay != "none" and cfg.dynamic_sampling
@@ -337,7 +346,8 @@ def mends(cfg: Config, width: int, ranks: int):
 def fitting(
     cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float
 ) -> tuple[list[str], Plan | None]:
-    """(flags to add, the plan with them) of the first that fits; (all that helped, None) if nothing does."""
+    """(flags to add, the plan with them) of the first that fits; (all flags that helped, None) if
+    none does."""
     said: list[str] = []
     smallest = plan_of(cfg, configs, prompt, ranks, gpu_gib)
     for flag, changes, more in mends(cfg, prompt + cfg.max_tokens, ranks):
@@ -352,12 +362,12 @@ def fitting(
 
 
 def longest_row(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float) -> int:
-    """Tokens, prompt included, of the longest row with which a run fits, to a hundredth of the memory; no row is cut
-    over GPUs.
+    """Tokens, prompt included, of the longest row with which a run fits, to a hundredth of the
+    memory; no row is cut over GPUs.
 
-    At the most the models' context. 0: not even this prompt and one token fit, in the memory or in the context. The
-    peak grows about linearly, so each trial lies where the line through a length that fits and one that is too long
-    meets the limit."""
+    At the most the models' context. 0: not even this prompt and one token fit, in the memory or in
+    the context. The peak grows about linearly, so each trial lies where the line through a length
+    that fits and one that is too long meets the limit."""
 
     def peak(length):
         return plan_of(
@@ -383,7 +393,8 @@ def longest_row(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: fl
 def verdict(
     cfg: Config, configs: dict, prompt: int, made: Plan, gpu_gib: float
 ) -> tuple[bool, str]:
-    """(whether a plan fits a GPU of so many GiB, a sentence that says so or what would make it fit)."""
+    """(whether a plan fits a GPU of gpu_gib GiB, a sentence with the verdict and the flags that
+    make it fit)."""
     peak = made.peak / GIB
     if peak <= gpu_gib:
         return True, f"it fits --gpu_gib={gpu_gib:g}: at the most {peak:.1f} GiB ({made.worst})"
@@ -403,7 +414,8 @@ def verdict(
 
 
 def report(cfg: Config, ranks: int, gpu_gib: float) -> None:
-    """Print the plan of a configuration. Nothing but config.json and, if it is there, the tokenizer is read."""
+    """Print the plan of a configuration. Nothing but config.json and, if it is there, the tokenizer
+    is read."""
     configs = {"policy": config_of("model", cfg.model)}
     if cfg.actor != "none":
         configs["actor"] = config_of("actor", cfg.actor)
@@ -419,12 +431,12 @@ def report(cfg: Config, ranks: int, gpu_gib: float) -> None:
     if gpu_gib:
         print(verdict(cfg, configs, prompt, made, gpu_gib)[1])
         longest = longest_row(cfg, configs, prompt, ranks, gpu_gib)
-        says = (
+        sentence = (
             f"the longest that fits has {longest} tokens, of which {prompt} are prompt"
             if longest
             else "none fits"
         )
-        print(f"no row is cut over GPUs: {says}")
+        print(f"no row is split over GPUs: {sentence}")
 
 
 def config_of(flag: str, name: str):

@@ -20,7 +20,8 @@ class PlanFlags:
     ranks: int = 1
     """Number of ranks of the run."""
     gpu_gib: float = 0.0
-    """Memory of a GPU in GiB: the plan says whether the run fits, and which flags would make it fit; 0: unknown."""
+    """Memory of a GPU in GiB: the plan says whether the run fits, and which flags would make it
+    fit; 0: unknown."""
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,6 +1,8 @@
-"""What forwards and backwards take of memory, measured on tensors with shapes and no bytes (torch's FakeTensorMode).
+"""What forwards and backwards take of memory, measured on tensors with shapes and no bytes (torch's
+FakeTensorMode).
 
-The learner's own modules run, two and four layers deep: each further layer keeps half of what the last two do.
+The learner's own modules run, two and four layers deep: each further layer keeps half of what the
+last two do.
 
     measure         Activations: what the largest micro-batch keeps, and what is needed for a moment on top of it
     of_proof        the same moment of the published tensors' own forward (sync.py), of_scoring of the learner's
@@ -42,7 +44,8 @@ from model.streamed import StreamedModel, drop_weights, empty_model
 
 
 class Allocated(TorchDispatchMode):
-    """Bytes of the tensors that were made in here and are still there, and the most since `peak` was set."""
+    """Bytes of the tensors that were made in here and are still there, and the most since `peak`
+    was set."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +73,8 @@ class Allocated(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of the largest micro-batch on one rank. Weights, gradients and optimizer are not among them."""
+    """Bytes of the largest micro-batch on one rank. Weights, gradients and optimizer are not among
+    them."""
 
     kept: dict[str, int]  # of each model: what its layers keep for the backward pass
     moment: int  # the most that logits, or the backward of a layer or of the embedding, take on top of that
@@ -92,7 +96,8 @@ def measure(cfg: Config, configs: dict, rows: int, prompt: int, response: int) -
 
 @contextmanager
 def one_sequence_a_row():
-    """transformers looks at positions for rows of several sequences, and where it cannot see makes a mask for them."""
+    """transformers looks at positions for rows of several sequences, and where it cannot see makes
+    a mask for them."""
     from transformers import masking_utils
 
     look = masking_utils.find_packed_sequence_indices
@@ -151,7 +156,8 @@ def note_peak_behind_backward(layer, allocated: Allocated, peaks: list[int]) -> 
 
 
 def of_logits(cfg: Config, configs: dict, rows: int, prompt: int, response: int) -> tuple[int, int]:
-    """(most that logits take, forward or backward, on top of what is kept, most of a pass without gradient)."""
+    """(most that logits take, forward or backward, on top of what is kept, most of a pass without
+    gradient)."""
     needs = needs_of_update(cfg, "actor" in configs, cfg.obrs_lambda, True)
     with FakeTensorMode(), Allocated() as allocated:
         pair, batch = pair_of(cfg, configs), shapes_of_batch(rows, prompt, response)
@@ -167,7 +173,8 @@ def of_logits(cfg: Config, configs: dict, rows: int, prompt: int, response: int)
 
 
 def of_scoring(cfg: Config, configs: dict, rows: int, length: int) -> int:
-    """The most of a forward of the learner that yields log-probabilities alone, in the precision of the weights."""
+    """The most of a forward of the learner that yields log-probabilities alone, in the precision of
+    the weights."""
     with one_sequence_a_row(), FakeTensorMode(), Allocated() as allocated, torch.no_grad():
         pair, batch = (
             pair_of(replace(cfg, dtype="float32"), configs),
@@ -199,7 +206,8 @@ def through_logits(pair: PolicyAndActor, needs: Needs, batch) -> dict:
 
 
 def of_proof(cfg: EngineFlags, config, ids, gathered: bool) -> int:
-    """The most that the published tensors' own forward takes in the check of a sync (sync.py), two layers deep.
+    """The most that the published tensors' own forward takes in the check of a sync (sync.py), two
+    layers deep.
 
     gathered: ranks share the tensors, and each is made whole when it is read."""
     with FakeTensorMode(), Allocated() as allocated:
@@ -259,7 +267,8 @@ def of_depth(config, n: int):
 
 
 def take_bytes(model) -> None:
-    """Put fake tensors in the place of a model's own, and experts that are chosen evenly in that of its experts."""
+    """Put fake tensors in the place of a model's own, and experts that are chosen evenly in that of
+    its experts."""
     with unset_fake_temporarily():
         for path, experts in quant.experts_of(model).items():
             model.set_submodule(path, EvenExperts(experts))
@@ -278,7 +287,8 @@ def without_bytes(x):
 
 
 class EvenExperts(nn.Module):
-    """The experts of a layer, each chosen by as many tokens: where tokens go is not known from shapes."""
+    """The experts of a layer, each chosen by as many tokens: where tokens go is not known from
+    shapes."""
 
     def __init__(self, experts):
         super().__init__()
@@ -317,5 +327,6 @@ def n_layers(config) -> int:
 
 
 def layers_travel_in(cfg: OptimizerFlags, model) -> int:
-    """Bytes of a number of the layers' weights as they compute: with FSDP they may come in 16 bits."""
+    """Bytes of a number of the layers' weights as they compute: with FSDP they may come in 16
+    bits."""
     return 2 if cfg.parallel == "fsdp" and memory.travels_in(model, memory.compute_type(cfg)) else 4

@@ -1,4 +1,5 @@
-"""The probe: how far is the sampler from the policy that learns, and which correction can bridge it? No training.
+"""The probe: how far is the sampler from the policy that learns, and which correction can bridge
+it? No training.
 
     python -m probe --model=FOLDER --dtype=bfloat16 --lm_head_fp32=True           # engine against learner
     python -m probe --model=base:policy --actor=base:actor                        # another model samples
@@ -7,7 +8,8 @@
     python -m probe --explain --model=FOLDER --rollout_quant=int8                 # where does it come from?
     python -m probe --explain --model=FOLDER --synced_from=OLDER_FOLDER           # what stayed old?
 
-The engine samples, the learner scores the same tokens, and everything else is arithmetic on p_inf and p_ref:
+The engine samples, the learner scores the same tokens, and everything else is arithmetic on p_inf
+and p_ref:
 
   gaps         the largest and the mean |p_inf - p_ref| of a response, against its length (TIS text);
   floor        the same of learner and engine against themselves: what is rounding (probe/floor.py);
@@ -64,13 +66,15 @@ class ProbeFlags(ModelFlags):
     """The mismatch report"""
 
     actor: str = ""
-    """Another model that samples: a run folder, a checkpoint, a Hugging Face folder or base:actor."""
+    """Another model that samples: a run folder, a checkpoint, a Hugging Face folder or
+    base:actor."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """The learner's compute type (embedded models float32)."""
     explain: bool = False
     """Also divide the mismatch among its sources, and name a fault of the engine."""
     synced_from: str = ""
-    """The engine starts from these older weights and is given the model's, as at a sync in training."""
+    """The engine starts from these older weights and is given the model's, as at a sync in
+    training."""
     log_ratio_clamp: float = config.Config.log_ratio_clamp
     """Log-ratios are clamped to +- this."""
     micro_tokens: int = config.Config.micro_tokens
@@ -79,7 +83,8 @@ class ProbeFlags(ModelFlags):
 
 @dataclass
 class Scored:
-    """What engine and learner say of the same sampled tokens. Behind the end of a response every array is 0."""
+    """What engine and learner say of the same sampled tokens. Behind the end of a response every
+    array is 0."""
 
     p_inf: np.ndarray  # (B, T) probability of each token under the engine that sampled it
     p_ref: np.ndarray  # (B, T) the same under the learner
@@ -151,8 +156,8 @@ class Report:
 def probe(cfg: ProbeFlags, setup: Setup, actor: str | None, start: str | None = None) -> Report:
     """Sample, score, print, draw.
 
-    setup: the learner's model and its problems. actor: folder of another model that samples, or None. start: folder of
-    older weights that the engine starts from. UserError: one sentence."""
+    setup: the learner's model and its problems. actor: folder of another model that samples, or
+    None. start: folder of older weights that the engine starts from. UserError: one sentence."""
     train_cfg = learner_config(cfg, setup)
     check_models(train_cfg, setup.folder, actor)
     sampling = Sampling.of(cfg)
@@ -191,7 +196,8 @@ def probe(cfg: ProbeFlags, setup: Setup, actor: str | None, start: str | None = 
 def start_engine(
     cfg: ProbeFlags, setup: Setup, folder: str, start: str | None, topk: int, device: str
 ):
-    """The engine with the weights of a folder. start: folder of older weights that it has before it loads these."""
+    """The engine with the weights of a folder. start: folder of older weights that it has before it
+    loads these."""
     engine = make_engine(cfg, start or folder, setup.context, topk, device, setup.vocabulary)
     if start:
         model = load_model(folder)
@@ -203,7 +209,8 @@ def start_engine(
 
 
 def learner_config(cfg: ProbeFlags, setup) -> config.Config:
-    """The training configuration in which the learner scores: no correction, all responses in one batch."""
+    """The training configuration in which the learner scores: no correction, all responses in one
+    batch."""
     responses = setup.problems * cfg.samples
     own = {
         "objective": "none",
@@ -223,9 +230,11 @@ def learner_config(cfg: ProbeFlags, setup) -> config.Config:
 def rollouts(
     engine, setup, samples: int, sampling: Sampling, allowed: int, key: str
 ) -> list[Rollout]:
-    """Graded groups of `samples` responses to the held-out problems. Another `key` draws other responses.
+    """Graded groups of `samples` responses to the held-out problems. Another `key` draws other
+    responses.
 
-    allowed: where sampling truncates, record the ids of the allowed tokens, at most so many; 0: record none."""
+    allowed: where sampling truncates, record the ids of the allowed tokens, at most so many; 0:
+    record none."""
     problems = [setup.task.problem("test", i) for i in range(setup.problems)]
     prompts = [np.array(encode(setup.tokenizer, p), np.int32) for p in problems]
     seeds = []
@@ -240,7 +249,8 @@ def rollouts(
 
 
 def score(learner, groups: list[Rollout], cfg: Config) -> Scored:
-    """The learner's probabilities of the sampled tokens, and the metrics that training would log."""
+    """The learner's probabilities of the sampled tokens, and the metrics that training would
+    log."""
     batch = collate(groups, cfg)
     new = learner.score(batch, Needs(entropy=True))
     stats = objectives.prepare(batch, learner.comm, cfg, {})

@@ -1,16 +1,18 @@
-"""What fault may an engine have? Each known one is tried on its records, and the one that explains most comes first.
+"""What fault may an engine have? Each known one is tried on its records, and the one that explains
+most comes first.
 
-The ladder's last rung says what the engine should have recorded. What remains, e = log p_inf - l, is compared with what
-remains if the scorer has the fault, too:
+The ladder's last rung says what the engine should have recorded. What remains, e = log p_inf - l,
+is compared with what remains if the scorer has the fault, too:
 
     explained = 1 - sum e_fault^2 / sum e^2
 
-over the tokens of a few responses. Two faults may record the same numbers: an engine at temperature 1, and one that
-samples as it should and records raw log-probabilities. Then the one comes first from whose distribution the tokens are
-more likely to be sampled. Some are tried only where older weights are known (--synced_from).
+over the tokens of a few responses. Two faults may record the same numbers: an engine at temperature
+1, and one that samples as it should and records raw log-probabilities. Then the one comes first
+from whose distribution the tokens are more likely to be sampled. Some are tried only where older
+weights are known (--synced_from).
 
-A fault is a generator of findings, one for each way in which it may have happened, and a row of FAULTS.
-"""
+A fault is a generator of findings, one for each way in which it may have happened, and a row of
+FAULTS."""
 
 from __future__ import annotations
 
@@ -85,12 +87,14 @@ class Case:
         return np.where(self.batch.exists.numpy(), off.clip(-BOUND, BOUND) ** 2, 0.0)
 
     def finding(self, where: str, logp, sampled=None) -> Finding:
-        """logp (B, T): what an engine with the fault records. sampled: None: it records what it samples from."""
+        """logp (B, T): what an engine with the fault records. sampled: None: it records what it
+        samples from."""
         return Finding(where, self.left(logp), logp if sampled is None else sampled)
 
     @torch.no_grad()
     def logp(self, model=None, groups=None, vocabulary: int | None = None, **recipe) -> np.ndarray:
-        """log p (B, T) by whole sequences, of another model, prompts, rows of the head, temperature or cut."""
+        """log p (B, T) by whole sequences, of another model, prompts, rows of the head, temperature
+        or cut."""
         batch = self.as_sampled(groups, **recipe)
         module = PolicyAndActor(model or self.model, vocabulary=vocabulary or self.setup.vocabulary)
         out = torch.zeros_like(batch.logp_inf)
@@ -100,7 +104,8 @@ class Case:
         return out.nan_to_num_(nan=FLOOR).clamp_min_(FLOOR).double().numpy()
 
     def as_sampled(self, groups, **change) -> batching.Batch:
-        """The batch, scored by the engine's rules or by changed ones; groups: with other prompts."""
+        """The batch, scored by the engine's rules or by changed ones; groups: with other
+        prompts."""
         recipe, rule = replace(self.scorer.recipe, **change), self.scorer.sampling
         cuts = [rule.top_p, rule.top_k, rule.min_p] if recipe.cut == "rule" else [1.0, 0.0, 0.0]
         batch = replace(
@@ -141,7 +146,8 @@ def stale(case: Case, where: str, names) -> Finding:
 
 
 def places(model) -> dict[str, list[str]]:
-    """The names of a model's parameters by decoder layer, and those outside one by one; without the head's."""
+    """The names of a model's parameters by decoder layer, and those outside one by one; without the
+    head's."""
     head = model.get_output_embeddings().weight
     found: dict[str, list[str]] = {}
     for name, p in model.named_parameters():
@@ -173,7 +179,8 @@ def stale_layer(case: Case) -> Iterator[Finding]:
 
 
 def stale_prefix(case: Case) -> Iterator[Finding]:
-    """The prompts' keys and values are those of the older weights: the prefix cache was not emptied."""
+    """The prompts' keys and values are those of the older weights: the prefix cache was not
+    emptied."""
     shortest = min(len(g.prompt_ids) for g in case.groups)
     for block in CACHE_BLOCKS if case.old is not None else ():
         if block < shortest:
@@ -262,12 +269,13 @@ def float16_overflow(case: Case) -> Iterator[Finding]:
 
 
 def dropout(case: Case) -> Iterator[Finding]:
-    """The engine is random: it is asked the same twice, and the half of the squared difference is its noise.
+    """The engine is random: it is asked the same twice, and the half of the squared difference is
+    its noise.
 
-    No one knows the draws of the records, so what is explained is the noise's share of what remains. A random engine is
-    biased, too: tokens are likelier under the draws that chose them, and its mean is flatter than what it should say.
-    Another fault may imitate that, and none makes an engine random: where noise has RANDOM of what remains, it is
-    certain."""
+    No one knows the draws of the records, so what is explained is the noise's share of what
+    remains. A random engine is biased, too: tokens are likelier under the draws that chose them,
+    and its mean is flatter than what it should say. Another fault may imitate that, and none makes
+    an engine random: where noise has RANDOM of what remains, it is certain."""
     prompts = [g.prompt_ids for g in case.groups for _ in g.responses]
     most = (
         case.scorer.sampling.max_tokens - 1
@@ -287,8 +295,8 @@ def dropout(case: Case) -> Iterator[Finding]:
 
 
 def wrong_temperature(case: Case) -> Iterator[Finding]:
-    """Sampled at another temperature, which is searched for: 1 first, then between a third and three times the right
-    one."""
+    """Sampled at another temperature, which is searched for: 1 first, then between a third and
+    three times the right one."""
     right = case.scorer.recipe.temperature
 
     def at(temperature: float) -> Finding:
@@ -313,20 +321,23 @@ def wrong_temperature(case: Case) -> Iterator[Finding]:
 
 
 def raw(case: Case) -> Iterator[Finding]:
-    """Sampled as asked, but the log-probabilities are the model's own, before temperature and truncation."""
+    """Sampled as asked, but the log-probabilities are the model's own, before temperature and
+    truncation."""
     recipe = case.scorer.recipe
     if recipe.temperature != 1 or recipe.cut != "none":
         yield case.finding("", case.logp(temperature=1.0, cut="none"), case.logp())
 
 
 def kept_sets(case: Case) -> Iterator[Finding]:
-    """The recorded sets of allowed tokens are not those that were sampled from: they belong to other responses."""
+    """The recorded sets of allowed tokens are not those that were sampled from: they belong to
+    other responses."""
     if case.scorer.recipe.cut == "sets":
         yield case.finding("", case.logp(cut="rule"))
 
 
 def other_prompt(case: Case) -> Iterator[Finding]:
-    """The engine was asked in another way than the learner reads: other template, other special tokens."""
+    """The engine was asked in another way than the learner reads: other template, other special
+    tokens."""
     tokenizer = case.setup.tokenizer
     asked = [
         renderings(tokenizer, case.setup.task.find(g.prompt_id), g.prompt_ids.tolist())
@@ -397,8 +408,8 @@ FAULTS = {
 
 
 def suspects(case: Case) -> list[dict]:
-    """The faults that were tried, what is "certain" first, then the most telling: "fault", "where", "explained" (1: all
-    of it) and its error."""
+    """The faults that were tried, what is "certain" first, then the most telling: "fault", "where",
+    "explained" (1: all of it) and its error."""
     before = case.left(case.expected)
     rows = []
     for name, fault in FAULTS.items():

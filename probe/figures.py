@@ -42,8 +42,8 @@ def draw_mismatch(report, scored, clamp: float, path: Path) -> Path:
 
 
 def draw_ladder(ladders: list[dict], titles: list[str], path: Path) -> Path:
-    """A waterfall for each ladder (probe.ladder.shares) and measure: each source's bar begins where the one above
-    ends, and the last one ends at the total."""
+    """A waterfall for each ladder (probe.ladder.shares) and measure: each source's bar begins where
+    the one above ends, and the last one ends at the total."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -69,7 +69,8 @@ def draw_ladder(ladders: list[dict], titles: list[str], path: Path) -> Path:
 
 
 def draw_waterfall(ax, ladder: dict, measure: str) -> None:
-    """One measure of a ladder: sources from top to bottom, the total in black, the floor as a dotted line."""
+    """One measure of a ladder: sources from top to bottom, the total in black, the floor as a
+    dotted line."""
     shares = [row[measure]["share"] for row in ladder["rows"]]
     errors = [row[measure]["se"] for row in ladder["rows"]]
     start = np.cumsum([0.0, *shares])[:-1]

@@ -1,12 +1,13 @@
-"""The noise floor: how far learner and engine are from themselves, where nothing but the order of sums differs.
+"""The noise floor: how far learner and engine are from themselves, where nothing but the order of
+sums differs.
 
     learner, 3 rows at once     the same weights and tokens, other micro-batches
     learner, 2 threads          the same micro-batches, another division of each product (CPU)
     engine, decode / prefill    tokens one by one with a cache, against the whole sequence at once
     engine, in other batches    the same draws again, beside fewer neighbours; up to the first token that differs
 
-A gap that is no larger than its floor is rounding, and says nothing of weights, formats or settings.
-"""
+A gap that is no larger than its floor is rounding, and says nothing of weights, formats or
+settings."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ LOGITS = 1 << 26  # that an engine's prefill holds at once: 256 MiB
 
 
 def floors(learner, batch, engine, sampling: Sampling, setup) -> list[dict]:
-    """One row a comparison: its name and `gaps.distances`; of the learner's also how far the estimate of its reward is
-    from what was earned. batch: scored by the learner (logp_ref). setup: eval.Setup."""
+    """One row a comparison: its name and `gaps.distances`; of the learner's also how far the
+    estimate of its reward is from what was earned. batch: scored by the learner (logp_ref). setup:
+    eval.Setup."""
     rows = [learner_row(f"learner, {ROWS} rows at once", batch, in_pieces(learner, batch))]
     if torch.device(learner.device).type == "cpu":
         threads = torch.get_num_threads()
@@ -56,8 +58,8 @@ def in_pieces(learner, batch) -> torch.Tensor:
 
 
 def engine_rows(engine, prompts, sampling: Sampling, setup) -> list[dict]:
-    """The engine against itself, on one response to each prompt at temperature 1 without truncation: what
-    `engine.logprobs` scores."""
+    """The engine against itself, on one response to each prompt at temperature 1 without
+    truncation: what `engine.logprobs` scores."""
     plain = Sampling(max_tokens=max(1, sampling.max_tokens - 1), seed=sampling.seed)
     seeds = [[request_seed("floor", plain.seed, i)] for i in range(len(prompts))]
     piece = len(prompts) // 4 + 1
@@ -87,7 +89,8 @@ def prompts_of(batch) -> list[np.ndarray]:
 
 
 def prefill(engine, prompts, responses, vocabulary: int) -> np.ndarray:
-    """log p of the responses' tokens by the engine's reading of whole sequences, at temperature 1: (B, T)."""
+    """log p of the responses' tokens by the engine's reading of whole sequences, at temperature 1:
+    (B, T)."""
     ids = pad(
         [np.concatenate([p, r]) for p, r in zip(prompts, responses, strict=True)], dtype=np.int64
     ).numpy()

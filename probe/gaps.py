@@ -26,8 +26,9 @@ def ess(w) -> float:
 
 
 def distances(logp, other, length) -> dict[str, float]:
-    """How far two sides are apart on the same tokens: log-probabilities (B, T) each, of which the first `length` (B,)
-    of a row count. The keys are those of a row of the noise floor; all are 0 where nothing differs."""
+    """How far two sides are apart on the same tokens: log-probabilities (B, T) each, of which the
+    first `length` (B,) of a row count. The keys are those of a row of the noise floor; all are 0
+    where nothing differs."""
     on = exists(logp, length)
     log_r = np.where(on, other - logp, 0.0)
     gap = np.where(on, np.abs(np.exp(other) - np.exp(logp)), 0.0)
@@ -51,12 +52,14 @@ def distances(logp, other, length) -> dict[str, float]:
 
 
 def k3(log_r):
-    """r - 1 - log r of each token: its mean over what the engine samples is KL(inf || ref), and it is never below 0."""
+    """r - 1 - log r of each token: its mean over what the engine samples is KL(inf || ref), and it
+    is never below 0."""
     return np.expm1(log_r) - log_r
 
 
 def by_prefix(log_r, length, clamp: float) -> list[dict]:
-    """What R would be if responses ended after t tokens, from all that reach t: ESS, low-weight and clamped share."""
+    """What R would be if responses ended after t tokens, from all that reach t: ESS, low-weight and
+    clamped share."""
     total = log_r.cumsum(1)  # log R after t tokens
     ends = {t for t in EDGES if t < length.max()} | {int(np.quantile(length, 0.9))}
     rows = []
@@ -77,7 +80,8 @@ def by_prefix(log_r, length, clamp: float) -> list[dict]:
 
 
 def by_length(gap, length, log_r) -> list[dict]:
-    """Largest and mean gap of a response, in up to eight buckets of length with about as many responses each."""
+    """Largest and mean gap of a response, in up to eight buckets of length with about as many
+    responses each."""
     largest = gap.max(1)
     mean = gap.sum(1) / length
     edges = np.unique(np.quantile(length, np.linspace(0, 1, 9)[1:], method="lower")).tolist()
@@ -102,12 +106,13 @@ def by_length(gap, length, log_r) -> list[dict]:
 
 
 def control(gap, length, short_gap, short_length, piece: int) -> dict | None:
-    """Largest gap, [mean, standard error] over prompts: is it the length of a response, or the number of its tokens?
+    """Largest gap, [mean, standard error] over prompts: is it the length of a response, or the
+    number of its tokens?
 
-    Of one short response (`piece` tokens), of PIECES short ones together, of a long one's first `piece` tokens, and of
-    its first PIECES * piece. gap (P, T), length (P,): one long response to each of P prompts; short_gap and
-    short_length: PIECES short ones to each, prompt by prompt. A prompt counts if all of its responses are full.
-    None: fewer than two do."""
+    Of one short response (`piece` tokens), of PIECES short ones together, of a long one's first
+    `piece` tokens, and of its first PIECES * piece. gap (P, T), length (P,): one long response to
+    each of P prompts; short_gap and short_length: PIECES short ones to each, prompt by prompt. A
+    prompt counts if all of its responses are full. None: fewer than two do."""
     whole = (short_length >= piece).reshape(-1, PIECES).all(1)
     full = np.flatnonzero((length >= PIECES * piece) & whole)
     if len(full) < 2:

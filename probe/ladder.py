@@ -1,7 +1,9 @@
-"""The ladder: which source has which share of a mismatch? They are switched on one at a time, from the zero.
+"""The ladder: which source has which share of a mismatch? They are switched on one at a time, from
+the zero.
 
-The engine has sampled, so the tokens are fixed. The first rung scores them as the learner does, the last one is what
-the engine recorded; in between every rung scores them in plain torch, and differs from the one below in one thing:
+The engine has sampled, so the tokens are fixed. The first rung scores them as the learner does, the
+last one is what the engine recorded; in between every rung scores them in plain torch, and differs
+from the one below in one thing:
 
     batch shape           the learner's own forward in other micro-batches
     decode path           token by token on a cache, as engines decode, instead of whole sequences
@@ -22,10 +24,10 @@ With l_k = log p of rung k and r = l_0 - l_k three numbers f are taken of each r
     |dp|      mean over tokens of |e^l_k - e^l_0|
     var(R)    variance over responses of exp(sum of r), clamped
 
-and a source's share is f_k - f_(k-1): the shares add up to the last rung's f by construction, and f of the first is 0.
-A source that acts through another (activations that are rounded on a rounded body) is counted where it is switched on,
-in this order, and a share may be negative. Errors: bootstrap over prompts. Where more remains than rounding, known
-faults are tried on it (faults.py).
+and a source's share is f_k - f_(k-1): the shares add up to the last rung's f by construction, and f
+of the first is 0. A source that acts through another (activations that are rounded on a rounded
+body) is counted where it is switched on, in this order, and a share may be negative. Errors:
+bootstrap over prompts. Where more remains than rounding, known faults are tried on it (faults.py).
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ MEASURES = ("kl", "dp", "var")
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the log-probabilities of given tokens are computed. The fields stand in the order of the ladder."""
+    """How the log-probabilities of given tokens are computed. The fields stand in the order of the
+    ladder."""
 
     head: (
         str  # "float32", or a 16-bit type; "T factors": of the factors alone, as the learner has it
@@ -117,7 +120,8 @@ SOURCES = {
 
 
 def steps(learner: Recipe, engine: Recipe) -> Iterator[tuple[str, Recipe]]:
-    """(source, recipe with it switched on), from the learner's to the engine's: one for each field that differs."""
+    """(source, recipe with it switched on), from the learner's to the engine's: one for each field
+    that differs."""
     recipe = learner
     for field in fields(Recipe):
         value = getattr(engine, field.name)
@@ -147,7 +151,8 @@ def same_shape(folder: str, other: str) -> bool:
 
 
 class Scorer(HFEngine):
-    """The engine in plain torch, told what to sample: it decodes as HFEngine does, and computes by a recipe."""
+    """The engine in plain torch, told what to sample: it decodes as HFEngine does, and computes by
+    a recipe."""
 
     def __init__(self, recipe: Recipe, sampling: Sampling, device: str, vocabulary: int):
         scope, _, dtype = recipe.body.rpartition(" ")
@@ -167,8 +172,8 @@ class Scorer(HFEngine):
         self.autocast = getattr(torch, dtype) if scope else None
 
     def score(self, groups, reader: HFEngine | None = None, block: int = 1) -> np.ndarray:
-        """log p (B, T) of the groups' responses, 0 behind their ends. reader: another engine, which has read each
-        prompt's whole blocks of so many tokens, but for the last token."""
+        """log p (B, T) of the groups' responses, 0 behind their ends. reader: another engine, which
+        has read each prompt's whole blocks of so many tokens, but for the last token."""
         prompts = [g.prompt_ids for g in groups]
         responses = [g.responses for g in groups]
         rows = []
@@ -227,7 +232,8 @@ class Scorer(HFEngine):
         return logits, rows
 
     def _logp(self, logits, token, t: int, responses) -> torch.Tensor:
-        """log p (n,) of the t-th tokens (n, 1) of these responses in the distribution of the recipe."""
+        """log p (n,) of the t-th tokens (n, 1) of these responses in the distribution of the
+        recipe."""
         z = logits * (1.0 / torch.tensor(self.recipe.temperature))  # as HFEngine has it, to the bit
         if self.recipe.cut == "rule":
             z, _ = truncate(z, self.sampling)
@@ -280,11 +286,12 @@ def explain(
     floor: list[dict],
     start: str | None,
 ) -> dict:
-    """The ladder of one configuration, for the report: "rows", "total", "floor" (see `shares`), and "suspects" where
-    more remains than rounding.
+    """The ladder of one configuration, for the report: "rows", "total", "floor" (see `shares`), and
+    "suspects" where more remains than rounding.
 
-    cfg: ProbeFlags. setup: eval.Setup. scored: probe.Scored. actor: folder of the model that samples, if it is another.
-    floor: probe.floor.floors. start: folder of the older weights that the engine started from."""
+    cfg: ProbeFlags. setup: eval.Setup. scored: probe.Scored. actor: folder of the model that
+    samples, if it is another. floor: probe.floor.floors. start: folder of the older weights that
+    the engine started from."""
     names, logp, scorer = rungs(cfg, learner, scored, actor)
     found = shares(names, logp, scored.batch, floor, cfg.log_ratio_clamp)
     found["suspects"] = []
@@ -314,8 +321,8 @@ def remains(logp, batch) -> float:
 def rungs(
     cfg: RolloutFlags, learner, scored, actor: str | None
 ) -> tuple[list[str], np.ndarray, Scorer]:
-    """The rungs' names (K), their log-probabilities (K, B, T), and the scorer of the last but one, which computes what
-    the engine should."""
+    """The rungs' names (K), their log-probabilities (K, B, T), and the scorer of the last but one,
+    which computes what the engine should."""
     folder, sampling = learner.cfg.model, Sampling.of(cfg)
     start, end = Recipe.of_learner(learner.cfg, folder), Recipe.of_engine(cfg, actor or folder)
     place = (sampling, learner.device, learner.models.vocabulary)
@@ -333,9 +340,11 @@ def rungs(
 
 
 def shares(names: list[str], logp, batch, floor: list[dict], clamp: float) -> dict:
-    """The ladder's table: for each source its share of each measure, {"share", "se", "low", "high"} (95 %).
+    """The ladder's table: for each source its share of each measure, {"share", "se", "low", "high"}
+    (95 %).
 
-    names (K), logp (K, B, T): the rungs, from the learner's. batch: lengths and groups. floor: mismatch.floor."""
+    names (K), logp (K, B, T): the rungs, from the learner's. batch: lengths and groups. floor:
+    mismatch.floor."""
     length, group = batch.length.numpy(), batch.group.numpy()
     on = np.arange(logp.shape[2]) < length[:, None]
     log_r = np.where(on, logp[0] - logp, 0.0)
@@ -372,8 +381,8 @@ def shares(names: list[str], logp, batch, floor: list[dict], clamp: float) -> di
 
 
 def measures(sums: dict, weight, length, counts) -> dict[str, np.ndarray]:
-    """KL, |dp| and var(R) of each rung, (n, K) each. sums, weight (K, B); counts (n, B): how often each response is
-    drawn."""
+    """KL, |dp| and var(R) of each rung, (n, K) each. sums, weight (K, B); counts (n, B): how often
+    each response is drawn."""
     tokens = (counts @ length)[:, None]
     n = counts.sum(1, keepdims=True)
     out = {name: counts @ x.T / tokens for name, x in sums.items()}

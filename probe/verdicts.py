@@ -1,8 +1,9 @@
-"""Does the noise of a correction's weights stay small at these lengths? Each rule returns (viable, why).
+"""Does the noise of a correction's weights stay small at these lengths? Each rule returns (viable,
+why).
 
-These are rules of thumb about variance: effective sample size, kept share, the clamp. They do not see bias, but for
-what they say of states, and a noisy weight can still teach more than an even one: worth.py measures both.
-"""
+These are rules of thumb about variance: effective sample size, kept share, the clamp. They do not
+see bias, but for what they say of states, and a noisy weight can still teach more than an even one:
+worth.py measures both."""
 
 from __future__ import annotations
 
@@ -58,8 +59,8 @@ class Evidence:
 
     @property
     def biased(self) -> bool:
-        """Is the mean of r off 1 by more than 0.005 and more than noise? Then the learner scores another distribution
-        than was sampled, and weights do not mend that."""
+        """Is the mean of r off 1 by more than 0.005 and more than noise? Then the learner scores
+        another distribution than was sampled, and weights do not mend that."""
         off = abs(self.token_ratio.mean() - 1)
         return off > 0.005 and off > 4 * self.token_ratio.std() / math.sqrt(len(self.token_ratio))
 
@@ -75,8 +76,8 @@ class Evidence:
 
     @property
     def states(self) -> str:
-        """What a weight of each token alone leaves as it is: of the sampler's states, the share sum min(inf, ref) that
-        the learner would visit as often."""
+        """What a weight of each token alone leaves as it is: of the sampler's states, the share sum
+        min(inf, ref) that the learner would visit as often."""
         shared = np.minimum(self.before_ratio, 1).mean()
         return f"its states stay the sampler's ({100 * shared:.0f} % would be the learner's)"
 
@@ -157,7 +158,8 @@ def even(x: Evidence, weight, name: str):
 
 
 def judge_seq_mis(x: Evidence):
-    """R off the clamp, more than half of the responses kept, ESS with weight 0 for the dropped above 1/2."""
+    """R off the clamp, more than half of the responses kept, ESS with weight 0 for the dropped
+    above 1/2."""
     keep = x.seq_ratio <= bound("seq_mis", "rs_high")
     share = ess(x.seq_ratio * keep)
     viable = x.sequence_weights_fit and keep.mean() > 0.5 and share > 0.5 and not x.biased

@@ -1,13 +1,13 @@
 """The account of every group: handed over by a sampler, held by the learner. HeteroRL, section 4.2.
 
-A group's name is STREAM/INCARNATION/N: an incarnation is one life of a sampler's process, N counts its groups, and a
-stream is the sampler's name, with several ranks SAMPLER.R. Every such name is read by one rule (`split`), wherever it
-comes from: a message, a file, a checkpoint. The
-sampler writes a group into its `Spool`, a file that appears whole behind its digest; from then on it is accounted for.
-It stays there until the learner says that a checkpoint holds it. A damaged file is replaced by an empty one that says
-so, and the learner books the group as lost. The learner's side is an `Account`, a set of names that stays small: a
-checkpoint carries it, and a group that is in it is turned away when it comes again.
-"""
+A group's name is STREAM/INCARNATION/N: an incarnation is one life of a sampler's process, N counts
+its groups, and a stream is the sampler's name, with several ranks SAMPLER.R. Every such name is
+read by one rule (`split`), wherever it comes from: a message, a file, a checkpoint. The sampler
+writes a group into its `Spool`, a file that appears whole behind its digest; from then on it is
+accounted for. It stays there until the learner says that a checkpoint holds it. A damaged file is
+replaced by an empty one that says so, and the learner books the group as lost. The learner's side
+is an `Account`, a set of names that stays small: a checkpoint carries it, and a group that is in it
+is turned away when it comes again."""
 
 from __future__ import annotations
 
@@ -144,9 +144,9 @@ class Arrived:
 class Intake:
     """The learner's account of one rank, which both transports keep in the same way.
 
-    counts: groups and messages, by kind. reports: groups that each (stream, incarnation) says it has handed over. got:
-    groups that are here, or that will not come; held: those of them that a checkpoint accounts for. broken: the error
-    that ended the transport."""
+    counts: groups and messages, by kind. reports: groups that each (stream, incarnation) says it
+    has handed over. got: groups that are here, or that will not come; held: those of them that a
+    checkpoint accounts for. broken: the error that ended the transport."""
 
     def __init__(self, room: int, log):
         self.log = log
@@ -171,7 +171,8 @@ class Intake:
         self.reports[key] = max(self.reports.get(key, 0), handed)
 
     def take_room(self, nbytes: int) -> bool:
-        """Take room for a group, if there is any. A group that is bigger than all the room is taken alone."""
+        """Take room for a group, if there is any. A group that is bigger than all the room is taken
+        alone."""
         with self.lock:
             fits = not self.size or self.size + nbytes <= self.room
             self.size += nbytes * fits
@@ -191,8 +192,8 @@ class Intake:
 class Spool:
     """Groups that were handed over: files STREAM/INCARNATION-N, each behind its digest.
 
-    STREAM/INCARNATION-N.lost stands in place of one that was damaged. With several ranks a sampler has a stream for
-    each rank."""
+    STREAM/INCARNATION-N.lost stands in place of one that was damaged. With several ranks a sampler
+    has a stream for each rank."""
 
     def __init__(self, folder: Path, streams: list[str], incarnation: int):
         self.folder = folder
@@ -235,14 +236,16 @@ class Spool:
 
     def hand_over(self, stream: str, name: str, data: bytes) -> None:
         """From here on the group is accounted for. OSError: the disk is full, and it is not."""
-        # A killed process leaves the file whole. A host that loses power may not, and then the digest says so.
+        # A killed process leaves the file whole. A host that loses power may not, and then the
+        # digest says so.
         write_atomically(self.path(name), with_digest(data), flush=False)
         with self.lock:
             self.handed[stream] += 1
             self.waiting[stream].append(name)
 
     def read(self, name: str) -> bytes | None:
-        """The group's bytes. None if they are gone or damaged: then the group is lost from here on."""
+        """The group's bytes. None if they are gone or damaged: then the group is lost from here
+        on."""
         path, stream = self.path(name), sampler_of(name)
         try:
             data = verified(read_regular(path, MOST_GROUP))
@@ -278,8 +281,8 @@ class OddFileError(ValueError):
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """The bytes of a file. Others may write into its folder, so no link is followed and no pipe waited for.
-    OddFileError: no regular file of at most `most` bytes; OSError: no file."""
+    """The bytes of a file. Others may write into its folder, so no link is followed and no pipe
+    waited for. OddFileError: no regular file of at most `most` bytes; OSError: no file."""
     about = path.lstat()
     if not stat.S_ISREG(about.st_mode):
         raise OddFileError(f"{path.name}: not a regular file")
@@ -289,7 +292,8 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 def write_atomically(path: Path, data: bytes, flush: bool = True) -> None:
-    """Write a file whole or not at all. flush: onto the disk, so that it survives a loss of power too."""
+    """Write a file whole or not at all. flush: onto the disk, so that it survives a loss of power
+    too."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(scratch, "wb") as f:
@@ -315,7 +319,8 @@ def verified(data: bytes) -> bytes | None:
 
 
 def retain_weights(path: Path, published: list[Path], most: int = VERSIONS) -> list[Path]:
-    """The weights published last, `path` the newest of at most `most`; all others in its folder are deleted.
+    """The weights published last, `path` the newest of at most `most`; all others in its folder are
+    deleted.
 
     Those of an undone history are deleted too, whatever their numbers."""
     newest = [*(p for p in published if p != path), path][-most:]

@@ -1,21 +1,24 @@
-"""The learner's time, estimated by samplers: the age of a group is counted on one clock. HeteroRL, section 4.2.
+"""The learner's time, estimated by samplers: the age of a group is counted on one clock. HeteroRL,
+section 4.2.
 
-A sampler's clock may be hours off, so it stamps its groups with the learner's time, which it estimates as NTP does.
-Over a socket a hello carries its own time `sent`, and the answer brings it back with the learner's time `clock`:
+A sampler's clock may be hours off, so it stamps its groups with the learner's time, which it
+estimates as NTP does. Over a socket a hello carries its own time `sent`, and the answer brings it
+back with the learner's time `clock`:
 
     offset = clock - (sent + now) / 2        seconds to add to the own clock; wrong by half the round trip at most
 
-The offset of the smallest round trip among the last few is the best. In a shared folder nothing is answered, but each
-file is stamped by one clock, the file system's. With the learner's file, which holds its time `clock`, and one of our
-own, written at `sent`:
+The offset of the smallest round trip among the last few is the best. In a shared folder nothing is
+answered, but each file is stamped by one clock, the file system's. With the learner's file, which
+holds its time `clock`, and one of our own, written at `sent`:
 
     offset = (clock - stamp of that file) + (stamp of ours - sent)
 
-Whoever was held up between looking at the clock and writing makes the first bracket too small, or the second too large.
+Whoever was held up between looking at the clock and writing makes the first bracket too small, or
+the second too large.
 
-The learner does not trust a stamp blindly (`made_at`): no group was made after it came, or before its weights were
-published. In delay.py, where samplers are simulated, the clock is one by construction.
-"""
+The learner does not trust a stamp blindly (`made_at`): no group was made after it came, or before
+its weights were published. In delay.py, where samplers are simulated, the clock is one by
+construction."""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ KEPT = 8  # measurements: a clock that is set again is followed after as many
 
 
 class LearnerClock:
-    """Estimates the offset of the learner's clock from the own one, in seconds. 0 before anything is known."""
+    """Estimates the offset of the learner's clock from the own one, in seconds. 0 before anything
+    is known."""
 
     def __init__(self):
         self.answers: deque = deque(maxlen=KEPT)  # (round trip, offset)
@@ -33,7 +37,8 @@ class LearnerClock:
         self.of_own: deque = deque(maxlen=KEPT)  # stamp - clock
 
     def answered(self, sent: float, clock: float, now: float) -> None:
-        """An answer to the hello of `sent`, both by the own clock, says that it was `clock` at the learner."""
+        """An answer to the hello of `sent`, both by the own clock, says that it was `clock` at the
+        learner."""
         if now - sent >= 0:  # the own clock was not set back meanwhile
             self.answers.append((now - sent, clock - (sent + now) / 2))
 

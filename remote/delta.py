@@ -1,20 +1,20 @@
 """The words that differ between two sets of weights: lossless and small. HeteroRL, section 4.2.
 
-At the learning rates of RL an update moves most weights by less than half of the last place of bfloat16, so few of the
-published numbers change. Two safetensors files of the same tensors differ only in the entries of these numbers, so a
-delta is one of files: of words of two bytes, whatever the types (of one byte, where the size is odd). In each block of
-BLOCK bytes:
+At the learning rates of RL an update moves most weights by less than half of the last place of
+bfloat16, so few of the published numbers change. Two safetensors files of the same tensors differ
+only in the entries of these numbers, so a delta is one of files: of words of two bytes, whatever
+the types (of one byte, where the size is odd). In each block of BLOCK bytes:
 
     changed    n words                                                uint32, then the sizes of the next two
     gaps       unchanged words before each of them: 255 stands for "255, and on", packed by zlib
     values     new - old, modulo 2^16: n words, packed by zlib; after a small update nearly all of them are 1 or -1
 
-The inverse adds the values, so the new file is the old one's bytes with exactly these words replaced. A chain of
-deltas leads from one version to a later one; it is applied block by block (`rebuild`), and each leaf that comes out is
-compared with the manifest of the whole weights, as if it had come over the wire. So a delta need not be trusted; one
-that does not fit is refused with a WireError before anything beyond its block is allocated. Deltas of more than
-1 / WORTH of the weights, together, are not sent.
-"""
+The inverse adds the values, so the new file is the old one's bytes with exactly these words
+replaced. A chain of deltas leads from one version to a later one; it is applied block by block
+(`rebuild`), and each leaf that comes out is compared with the manifest of the whole weights, as if
+it had come over the wire. So a delta need not be trusted; one that does not fit is refused with a
+WireError before anything beyond its block is allocated. Deltas of more than 1 / WORTH of the
+weights, together, are not sent."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def word_of(nbytes: int) -> np.dtype:
 
 
 def encode(before, after) -> bytes | None:
-    """The delta from one file's bytes to another's. None: it is not worth it, or they differ in size."""
+    """The delta from one file's bytes to another's. None: it is not worth it, or they differ in
+    size."""
     before, after = memoryview(before), memoryview(after)
     if len(before) != len(after):
         return None
@@ -72,7 +73,8 @@ def encode_block(old: np.ndarray, new: np.ndarray) -> bytes:
 
 
 def encode_gaps(at: np.ndarray) -> bytes:
-    """Ascending positions as the numbers of words before each of them: floor(gap / 255) times 255, then the rest."""
+    """Ascending positions as the numbers of words before each of them: floor(gap / 255) times 255,
+    then the rest."""
     gaps = np.diff(at, prepend=-1) - 1
     ends = np.cumsum(gaps // 255 + 1)
     out = np.full(ends[-1] if len(ends) else 0, 255, np.uint8)
@@ -81,7 +83,8 @@ def encode_gaps(at: np.ndarray) -> bytes:
 
 
 def decode_gaps(packed: bytes, n: int, words: int) -> np.ndarray:
-    """The inverse of encode_gaps. WireError unless these are n ascending positions below `words`."""
+    """The inverse of encode_gaps. WireError unless these are n ascending positions below
+    `words`."""
     gaps = np.frombuffer(packed, np.uint8)
     is_end = gaps != 255
     wire.need(
@@ -105,7 +108,8 @@ def unpack(packed, most: int) -> bytes:
 
 
 class Delta:
-    """A delta that came, cut into its blocks. WireError: it does not fit weights of `nbytes` bytes."""
+    """A delta that came, cut into its blocks. WireError: it does not fit weights of `nbytes`
+    bytes."""
 
     def __init__(self, data, nbytes: int):
         data = memoryview(data)
@@ -133,11 +137,11 @@ class Delta:
 
 
 def rebuild(base: Path, deltas: list, of: wire.Manifest, sink):
-    """Write the weights `of` into the sink: the file `base`, and the deltas that lead from it to them. A generator that
-    stops after each block, so that whoever runs it can do something else.
+    """Write the weights `of` into the sink: the file `base`, and the deltas that lead from it to
+    them. A generator that stops after each block, so that whoever runs it can do something else.
 
-    WireError: these weights do not come out; the leaves that were written are good. OSError: no such file, or
-    no room."""
+    WireError: these weights do not come out; the leaves that were written are good. OSError: no
+    such file, or no room."""
     chain = [Delta(data, of.nbytes) for data in deltas]
     word = word_of(of.nbytes)
     wire.need(base.is_file(), "a delta for weights that are gone")
@@ -165,7 +169,8 @@ def write_if_good(data: bytearray, start: int, of: wire.Manifest, sink) -> None:
 
 
 def chain_from(root: str, offer: wire.Offer) -> list[wire.Manifest]:
-    """The deltas of an offer that lead from the weights of this root to the offered ones; empty without any.
+    """The deltas of an offer that lead from the weights of this root to the offered ones; empty
+    without any.
 
     WireError: deltas that are as big as the weights."""
     bases = [step.base for step in offer.deltas]
@@ -180,14 +185,16 @@ def chain_from(root: str, offer: wire.Offer) -> list[wire.Manifest]:
 
 
 class Chain:
-    """The learner's side: the deltas that lead to the newest weights, as far back as they are worth it."""
+    """The learner's side: the deltas that lead to the newest weights, as far back as they are worth
+    it."""
 
     def __init__(self):
         self.root = ""  # of the newest weights
         self.steps: list[tuple[wire.Step, bytes]] = []
 
     def add(self, of: wire.Manifest, change: bytes | None) -> None:
-        """Add new weights, and the delta from those before. None: there is no delta, and the chain begins again."""
+        """Add new weights, and the delta from those before. None: there is no delta, and the chain
+        begins again."""
         if change is None or not self.root:
             self.steps = []
         else:

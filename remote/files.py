@@ -1,6 +1,8 @@
-"""The learner's end over a shared folder: HeteroRL's `Model_Sync_Path` and `Rollout_Sync_Path`, section 4.2.
+"""The learner's end over a shared folder: HeteroRL's `Model_Sync_Path` and `Rollout_Sync_Path`,
+section 4.2.
 
-`FilesHub` has the interface of hub.Hub; files_link.py is the sampler's end. Every file appears whole, by a rename:
+`FilesHub` has the interface of hub.Hub; files_link.py is the sampler's end. Every file appears
+whole, by a rename:
 
     welcome                       the work, and the learner's session
     clock.0                       the time at rank 0, written every other second
@@ -11,11 +13,11 @@
     held/SAMPLER                  its groups that are held
     samplers/SAMPLER              the sampler's last Hello
 
-With several ranks a sampler SAMPLER.R has a stream for each rank R. The learner touches `welcome` as long as it is
-there. Both ends wait out a full disk. Names follow account.py's rule, the name inside a message is the name of its
-file, and only regular files are read, up to a bound: no link, folder, pipe or device. Clocks of other hosts are not
-believed (clock.py): a group arrives when the learner sees it.
-"""
+With several ranks a sampler SAMPLER.R has a stream for each rank R. The learner touches `welcome`
+as long as it is there. Both ends wait out a full disk. Names follow account.py's rule, the name
+inside a message is the name of its file, and only regular files are read, up to a bound: no link,
+folder, pipe or device. Clocks of other hosts are not believed (clock.py): a group arrives when the
+learner sees it."""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ MANY = 1 << 14  # groups handed over and not held: a report of more is not belie
 
 
 def read_message(path: Path, kind):
-    """A message of this kind in a file. WireError: another or a damaged one; OSError: no such file."""
+    """A message of this kind in a file. WireError: another or a damaged one; OSError: no such
+    file."""
     try:
         message = wire.decode(read_regular(path, wire.MOST))
     except OddFileError as e:
@@ -68,7 +71,8 @@ def clock_file(rank: int) -> str:
 
 
 class FilesHub(Intake):
-    """The calls of the training loop do everything but the sign of life, which comes from a thread."""
+    """The calls of the training loop do everything but the sign of life, which comes from a
+    thread."""
 
     def __init__(
         self, folder: str, welcome: wire.Welcome, limits: Limits, log, rank: int = 0, ranks: int = 1
@@ -138,7 +142,8 @@ class FilesHub(Intake):
     def close(self) -> None:
         self.closed.set()
 
-    # -- writing -------------------------------------------------------------------------------------------------------
+    # -- writing
+    # -------------------------------------------------------------------------------------------------------
 
     def _write(self, path: Path, message: wire.Message) -> None:
         """Write a message; where the disk is full, later."""
@@ -146,7 +151,8 @@ class FilesHub(Intake):
         self._write_waiting()
 
     def _write_waiting(self) -> None:
-        """Write everything for which there was no room so far: messages, then the newest weights."""
+        """Write everything for which there was no room so far: messages, then the newest
+        weights."""
         for path, data in list(self.unwritten.items()):
             try:
                 write_atomically(path, data)
@@ -177,7 +183,8 @@ class FilesHub(Intake):
         self._write(self.folder / clock_file(self.rank), wire.Got([], clock=time.time()))
 
     def _stay_alive(self) -> None:
-        """Touch `welcome` as long as the learner is there: an update or an evaluation may be long."""
+        """Touch `welcome` as long as the learner is there: an update or an evaluation may be
+        long."""
         while not self.closed.wait(BEAT):
             with contextlib.suppress(OSError):
                 os.utime(self.folder / "welcome", follow_symlinks=False)
@@ -191,10 +198,12 @@ class FilesHub(Intake):
         if not whole:
             self._write(self.folder / "welcome", self.welcome)
 
-    # -- reading -------------------------------------------------------------------------------------------------------
+    # -- reading
+    # -------------------------------------------------------------------------------------------------------
 
     def _guarded(self, stream: str, work, *args):
-        """Do some work for one stream, so that its files keep no other stream from being read. None: it failed."""
+        """Do some work for one stream, so that its files keep no other stream from being read.
+        None: it failed."""
         try:
             return work(*args)
         except FileNotFoundError:  # replaced while it was read
@@ -210,7 +219,8 @@ class FilesHub(Intake):
         return None
 
     def _streams(self, kind: str) -> list[str]:
-        """The streams of this rank in one of the folders: folders of groups, or files with a message."""
+        """The streams of this rank in one of the folders: folders of groups, or files with a
+        message."""
         streams = []
         try:
             with os.scandir(self.folder / kind) as entries:
@@ -244,8 +254,8 @@ class FilesHub(Intake):
         return [name for name in self._names(stream) if not self.got.has(name)]
 
     def _fetch(self, out: list[Arrived]) -> None:
-        """Read the groups that are new, one of each stream in turn, as far as there is room, and list those that were
-        fetched. Another stream is the first each time."""
+        """Read the groups that are new, one of each stream in turn, as far as there is room, and
+        list those that were fetched. Another stream is the first each time."""
         streams = self._streams("rollouts")
         self.turns += 1
         first = self.turns % max(1, len(streams))
@@ -304,7 +314,8 @@ class FilesHub(Intake):
         self.report(key, hello.handed)
 
     def _book_absent(self, out: list[Arrived]) -> None:
-        """Groups that were handed over and are not in the folder, are lost when they stay away for a while."""
+        """Groups that were handed over and are not in the folder, are lost when they stay away for
+        a while."""
         before, self.absent = self.absent, {}
         for (stream, incarnation), handed in list(self.reports.items()):
             seen = self.got.get((stream, incarnation), Seen())

@@ -21,7 +21,8 @@ WEIGHTS = re.compile(r"v[0-9]{6,18}\.safetensors")
 
 
 class FilesLink(threading.Thread):
-    """A thread that looks into the folder, as link.Link listens to its sockets. The spool is the folder itself."""
+    """A thread that looks into the folder, as link.Link listens to its sockets. The spool is the
+    folder itself."""
 
     def __init__(self, folder: str, streams: list[str], flags, spool: Spool):
         super().__init__(daemon=True, name="link")
@@ -75,7 +76,8 @@ class FilesLink(threading.Thread):
             time.sleep(0.05)
 
     def _turn_if_there(self, now: float) -> None:
-        """One turn. One bad file keeps no other from being read, and the thread goes on whatever lies in the folder."""
+        """One turn. One bad file keeps no other from being read, and the thread goes on whatever
+        lies in the folder."""
         # The clock is known before there are weights to sample with.
         for work in (
             self._read_welcome,
@@ -163,7 +165,8 @@ class FilesLink(threading.Thread):
 
 
 def wait_for_ranks(folder: Path, flags) -> int:
-    """The number of the learner's ranks, once it is there. UserError after --give_up seconds without one."""
+    """The number of the learner's ranks, once it is there. UserError after --give_up seconds
+    without one."""
     start = printed = time.monotonic()
     while time.monotonic() - start <= flags.give_up:
         with contextlib.suppress(OSError, wire.WireError):

@@ -1,18 +1,18 @@
-"""A group of rollouts as bytes, and the learner's checks before it believes one. HeteroRL, section 4.2.
+"""A group of rollouts as bytes, and the learner's checks before it believes one. HeteroRL, section
+4.2.
 
-A group is one safetensors file: arrays over all N tokens of its G responses, end to end, and everything else as JSON in
-the file's metadata (`Head`).
+A group is one safetensors file: arrays over all N tokens of its G responses, end to end, and
+everything else as JSON in the file's metadata (`Head`).
 
     prompt_ids    int32 [P]            tokens, loss_mask, logp_inf    int32, bool, float32 [N]
     lengths       int32 [G]            topk_ids, topk_logp            int32, float32 [N, K]
     rewards       float64 [G]          allowed_ids, allowed_sizes     int32 [sum of sizes], [N]
                                        routed                         int16 [N + G (P - 1), layers, k]
 
-allowed_ids and allowed_sizes are there with truncated sampling only: the tokens that each token was drawn from, set
-after set. routed is there with --router_replay only.
-A sampler may send anything: `decode_group` returns a Rollout that fits the run and that an engine can have sampled, or
-raises WireError with the reason. A group that it lets through must not stop the learner.
-"""
+allowed_ids and allowed_sizes are there with truncated sampling only: the tokens that each token was
+drawn from, set after set. routed is there with --router_replay only. A sampler may send anything:
+`decode_group` returns a Rollout that fits the run and that an engine can have sampled, or raises
+WireError with the reason. A group that it lets through must not stop the learner."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ MOST_TEXT = {"prompt_id": 1024, "model": 256, "precision": 64, "digest": 256}  #
 
 @dataclass(frozen=True)
 class Limits:
-    """The sizes that a rank of the learner takes. A bigger group is refused before anything is allocated."""
+    """The sizes that a rank of the learner takes. A bigger group is refused before anything is
+    allocated."""
 
     group_size: int
     max_tokens: int
@@ -133,7 +134,8 @@ def encode_group(group: Rollout) -> bytes:
 
 
 def decode_group(data, limits: Limits) -> Rollout:
-    """The inverse of encode_group. WireError with the reason: types, shapes, sizes, token ids, log-probabilities."""
+    """The inverse of encode_group. WireError with the reason: types, shapes, sizes, token ids,
+    log-probabilities."""
     data = bytes(data)
     try:
         arrays = load(data)
@@ -255,7 +257,8 @@ def check_values(arrays: dict, limits: Limits) -> None:
 
 
 def check_topk(ids: np.ndarray, logp: np.ndarray) -> None:
-    """WireError unless these are the most likely tokens of a distribution: [N, K]. A token that was cut has -inf."""
+    """WireError unless these are the most likely tokens of a distribution: [N, K]. A token that was
+    cut has -inf."""
     need((logp < 1e-3).all(), "top-K log-probabilities that are NaN or above 0")
     need((logp[:, 1:] <= logp[:, :-1]).all(), "top-K log-probabilities that do not fall")
     need(
@@ -266,7 +269,8 @@ def check_topk(ids: np.ndarray, logp: np.ndarray) -> None:
 
 
 def check_allowed(head: Head, arrays: dict, limits: Limits) -> None:
-    """WireError unless there are sets of allowed tokens exactly where the sampling is truncated, of sizes that fit."""
+    """WireError unless there are sets of allowed tokens exactly where the sampling is truncated, of
+    sizes that fit."""
     if limits.max_allowed:
         need(head.has_allowed, "the sets of allowed tokens are missing")
     else:

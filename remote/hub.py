@@ -2,10 +2,10 @@
 
     torchrun train.py --samplers=zmq --bind=tcp://*:5555 --keys=keys/learner     # rank r binds port 5555 + r
 
-`Hub` is a thread: samplers come and go, offer groups and pull weights (wire.py lists the messages). The training loop
-only looks into its inbox (source.py), so no sampler can hold it up. A malformed message is logged, counted and dropped.
-link.py is the sampler's end; files.py has the same interface over a shared folder.
-"""
+`Hub` is a thread: samplers come and go, offer groups and pull weights (wire.py lists the messages).
+The training loop only looks into its inbox (source.py), so no sampler can hold it up. A malformed
+message is logged, counted and dropped. link.py is the sampler's end; files.py has the same
+interface over a shared folder."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class Published:
 
 
 class Hub(threading.Thread, Intake):
-    """The socket, the thread, and the account of one rank. The training loop calls the methods of the first part."""
+    """The socket, the thread, and the account of one rank. The training loop calls the methods of
+    the first part."""
 
     def __init__(self, bind: str, keys: str, welcome: wire.Welcome, limits: Limits, log):
         threading.Thread.__init__(self, daemon=True, name="hub")
@@ -100,12 +101,14 @@ class Hub(threading.Thread, Intake):
             ) from None
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    # -- called by the training loop -----------------------------------------------------------------------------------
+    # -- called by the training loop
+    # -----------------------------------------------------------------------------------
 
     def broadcast(
         self, version: int, path: Path, published: float, change: bytes | None = None
     ) -> None:
-        """Offer these weights to all samplers. change: the delta from those before, if there is one."""
+        """Offer these weights to all samplers. change: the delta from those before, if there is
+        one."""
         of, data = manifest_of(path), mapped(path)
         self.chain.add(of, change)
         offer = wire.Offer(of, version, published, [step for step, _ in self.chain.steps])
@@ -135,7 +138,8 @@ class Hub(threading.Thread, Intake):
             self.authenticator.stop()
         self.context.destroy(linger=0)
 
-    # -- the thread ----------------------------------------------------------------------------------------------------
+    # -- the thread
+    # ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         try:
@@ -192,7 +196,8 @@ class Hub(threading.Thread, Intake):
                 self.log.error("a fault in a message, which is dropped: %r", e)
 
     def _give_up_silent(self, now: float) -> None:
-        """A sampler that says nothing any more gives its room back, and so does a group of which nothing comes."""
+        """A sampler that says nothing any more gives its room back, and so does a group of which
+        nothing comes."""
         for identity, peer in list(self.peers.items()):
             if now - peer.heard > SILENT:
                 self.log.info(
@@ -211,7 +216,8 @@ class Hub(threading.Thread, Intake):
                     self._drop(peer, name)
 
     def _ask(self, now: float) -> None:
-        """Ask for groups that are offered, as far as there is room; another peer is the first each time."""
+        """Ask for groups that are offered, as far as there is room; another peer is the first each
+        time."""
         peers = list(self.peers.values())
         self.turns += 1
         first = self.turns % max(1, len(peers))
@@ -239,7 +245,8 @@ class Hub(threading.Thread, Intake):
         ):  # a peer that is gone or does not read: it will say hello again
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=payload is None)
 
-    # -- one method for each message -----------------------------------------------------------------------------------
+    # -- one method for each message
+    # -----------------------------------------------------------------------------------
 
     def _handle(self, identity: bytes, frames: list[zmq.Frame]) -> None:
         """WireError: no message, or none that may come now."""
@@ -315,7 +322,8 @@ class Hub(threading.Thread, Intake):
             identity in self.peers and self.peers[identity].sampler != hello.sampler
         ):  # it goes by another name now
             self._drop_all(self.peers.pop(identity))
-        # On a new connection, or from a new process, groups that the old one was asked for go on from their last leaf.
+        # On a new connection, or from a new process, groups that the old one was asked for go on
+        # from their last leaf.
         for old in [other for other in self.peers.values() if other.sampler == hello.sampler]:
             peer.pulls |= self.peers.pop(old.identity).pulls
         for pull in peer.pulls.values():

@@ -2,10 +2,9 @@
 
     python -m remote.keys OUT --samplers=4      # OUT/learner and OUT/sampler0 ... OUT/sampler3
 
-Carry each machine its folder, by a way you trust. ZeroMQ's CURVE (Curve25519) authenticates and encrypts every
-connection: each end needs the public key of the other. A sampler's name is the name of its folder of keys, or begins
-with it and a hyphen.
-"""
+Carry each machine its folder, by a way you trust. ZeroMQ's CURVE (Curve25519) authenticates and
+encrypts every connection: each end needs the public key of the other. A sampler's name is the name
+of its folder of keys, or begins with it and a hyphen."""
 
 from __future__ import annotations
 
@@ -36,7 +35,8 @@ class SamplerKeys(NamedTuple):
 
 
 def make_keys(out: str, samplers: int) -> None:
-    """OUT/learner and OUT/sampler0, ...: a folder of keys for each machine, secrets readable by their owner alone.
+    """OUT/learner and OUT/sampler0, ...: a folder of keys for each machine, secrets readable by
+    their owner alone.
 
     UserError: there is something in OUT already."""
     need(
@@ -62,7 +62,8 @@ def make_keys(out: str, samplers: int) -> None:
 
 
 def machine_keys(folder: str) -> tuple[bytes, bytes]:
-    """(public, secret) of the machine of a key folder. UserError: none there, or readable by others."""
+    """(public, secret) of the machine of a key folder. UserError: none there, or readable by
+    others."""
     files = sorted(Path(folder).glob("*.key_secret"))
     if len(files) != 1:
         raise UserError(
@@ -124,10 +125,11 @@ class KnownKeys:
 
 
 def secure(context, socket, keys: str, log, counts) -> tuple[ThreadAuthenticator, dict[str, str]]:
-    """Encrypt a socket that will be bound, and let in only the samplers that have a public key in KEYS/samplers.
+    """Encrypt a socket that will be bound, and let in only the samplers that have a public key in
+    KEYS/samplers.
 
-    Returns the thread that answers ZeroMQ's questions, which the caller stops, and the name of each public key.
-    UserError: no keys there."""
+    Returns the thread that answers ZeroMQ's questions, which the caller stops, and the name of each
+    public key. UserError: no keys there."""
     public, secret = machine_keys(keys)
     files = sorted((Path(keys) / "samplers").glob("*.key"))
     known = {read_key_file(path)[0].decode("ascii"): path.stem for path in files}
@@ -148,7 +150,8 @@ def secure(context, socket, keys: str, log, counts) -> tuple[ThreadAuthenticator
 
 
 def refusal_of(stream: str, owner: str) -> str:
-    """Why the sampler with the keys of the folder `owner` may not use this name; empty if it may."""
+    """Why the sampler with the keys of the folder `owner` may not use this name; empty if it
+    may."""
     sampler = without_rank(stream)
     if sampler == owner or sampler.startswith(f"{owner}-"):
         return ""

@@ -1,9 +1,9 @@
-"""A sampler's end over ZeroMQ: offers its spool, answers asks, fetches the newest weights. HeteroRL, section 4.2.
+"""A sampler's end over ZeroMQ: offers its spool, answers asks, fetches the newest weights.
+HeteroRL, section 4.2.
 
-`Link` is a thread with one `Line`, a ZeroMQ DEALER socket, for each rank of the learner. The sampling loop
-(sampler.py) reads `newest` and `error`, and never waits for the thread. A malformed message is dropped. hub.py is the
-learner's end; wire.py lists the messages.
-"""
+`Link` is a thread with one `Line`, a ZeroMQ DEALER socket, for each rank of the learner. The
+sampling loop (sampler.py) reads `newest` and `error`, and never waits for the thread. A malformed
+message is dropped. hub.py is the learner's end; wire.py lists the messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ PRINT_EVERY = 30.0  # seconds between two lines on the screen about a learner th
 class Link(threading.Thread):
     """One line to each rank of the learner; the newest weights come from the first rank.
 
-    flags: sampler.SamplerFlags. store: the folder for weights. keys: None for a connection in the clear."""
+    flags: sampler.SamplerFlags. store: the folder for weights. keys: None for a connection in the
+    clear."""
 
     def __init__(
         self,
@@ -66,8 +67,8 @@ class Link(threading.Thread):
         self.start()
 
     def behind(self, stream: str) -> int:
-        """Groups that the learner has not fetched. Those that it has fetched must not count: it holds them only when it
-        saves, and to get there it needs more."""
+        """Groups that the learner has not fetched. Those that it has fetched must not count: it
+        holds them only when it saves, and to get there it needs more."""
         return len(self.spool.waiting[stream]) - len(self.lines[stream].got)
 
     def offset(self, stream: str) -> float:
@@ -182,7 +183,8 @@ class Line:
         ):  # no learner, or one that does not read: everything is sent again later
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=payload is None)
 
-    # -- the work of a turn --------------------------------------------------------------------------------------------
+    # -- the work of a turn
+    # --------------------------------------------------------------------------------------------
 
     def turn(self, now: float) -> None:
         """OSError: no room for the weights."""
@@ -251,7 +253,8 @@ class Line:
             if read >= OFFERED_AT_ONCE:  # asks are waiting, perhaps
                 break
 
-    # -- one method for each message -----------------------------------------------------------------------------------
+    # -- one method for each message
+    # -----------------------------------------------------------------------------------
 
     def handle(self, message: wire.Message, frames: list[zmq.Frame]) -> None:
         self.heard = self.tried = time.monotonic()
@@ -313,7 +316,8 @@ class Line:
 
 
 class Fetcher:
-    """Fetches the newest weights over a line into the store, one set at a time, whole before the next."""
+    """Fetches the newest weights over a line into the store, one set at a time, whole before the
+    next."""
 
     def __init__(self, link: Link, line: Line):
         self.link = link
@@ -370,7 +374,8 @@ class Fetcher:
                 self.wanted = None
 
     def fetch(self, offer: wire.Offer):
-        """Bring these weights into the store. A generator, which stops where it has to wait, and after each block."""
+        """Bring these weights into the store. A generator, which stops where it has to wait, and
+        after each block."""
         store, before = self.link.store, self.link.newest
         if offer.of.root == self.root:  # only the version has changed
             path = before.path
@@ -398,8 +403,8 @@ class Fetcher:
             yield from self.wait_for(wire.Pull(offer.of, sink, self.window, resume))
 
     def fetch_deltas(self, offer: wire.Offer, part: Path):
-        """Rebuild the file from the weights in the store and the deltas that lead from them to these. False: there are
-        none, or they do not lead there."""
+        """Rebuild the file from the weights in the store and the deltas that lead from them to
+        these. False: there are none, or they do not lead there."""
         deltas = []
         try:
             for of in delta.chain_from(self.root, offer):

@@ -3,13 +3,13 @@
     python -m remote --connect=tcp://LEARNER:5555 --keys=keys/sampler0      # on any host, at any time; see --help
     python -m remote --connect=/shared/run                                  # over a shared folder
 
-Everything but the engine's flags comes from the learner: the model's configuration and tokenizer, the sampling
-settings, the task, the weights. Two threads do not wait for each other. This one samples with the newest weights that
-are here whole, hands each group over to the spool (a file that appears whole; from then on the group is accounted for)
-and goes on. The link's thread (link.py or files_link.py) offers the groups in the spool until the learner holds them,
-and fetches new weights meanwhile. Killed and started again, a sampler offers the groups that are still in its spool and
-goes on under a new incarnation. Samplers begin the task at different places.
-"""
+Everything but the engine's flags comes from the learner: the model's configuration and tokenizer,
+the sampling settings, the task, the weights. Two threads do not wait for each other. This one
+samples with the newest weights that are here whole, hands each group over to the spool (a file that
+appears whole; from then on the group is accounted for) and goes on. The link's thread (link.py or
+files_link.py) offers the groups in the spool until the learner holds them, and fetches new weights
+meanwhile. Killed and started again, a sampler offers the groups that are still in its spool and
+goes on under a new incarnation. Samplers begin the task at different places."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class SamplerFlags(EngineFlags, DelayFlags):
     """A sampler for a learner on another machine"""
 
     connect: str = ""
-    """Address of the learner, tcp://HOST:PORT (with several ranks one for each, separated by commas), or a shared
-    folder."""
+    """Address of the learner, tcp://HOST:PORT (with several ranks one for each, separated by
+    commas), or a shared folder."""
     keys: str = "none"
-    """This machine's folder of keys (python -m remote.keys makes them); none: in the clear, for addresses of this host
-    only."""
+    """This machine's folder of keys (python -m remote.keys makes them); none: in the clear, for
+    addresses of this host only."""
     name: str = ""
     """This sampler's name; default: the name of its keys, or of the host."""
     give_up: float = 3600.0
@@ -68,11 +68,11 @@ class SamplerFlags(EngineFlags, DelayFlags):
     groups: int = 8
     """Groups sampled at once."""
     spool: str = ""
-    """Folder of groups handed over and not yet held by the learner; default out/samplers/NAME. It outlives the
-    process."""
+    """Folder of groups handed over and not yet held by the learner; default out/samplers/NAME. It
+    outlives the process."""
     spool_groups: int = 4096
-    """Stop sampling for a rank of the learner when this number of groups waits to be fetched by it. Fetched ones stay
-    on disk until a checkpoint holds them."""
+    """Stop sampling for a rank of the learner when this number of groups waits to be fetched by it.
+    Fetched ones stay on disk until a checkpoint holds them."""
     task: str = ""
     """This host's copy of the learner's task file, where the task is one."""
 
@@ -86,7 +86,8 @@ class SamplerFlags(EngineFlags, DelayFlags):
 
 
 def sample(flags: SamplerFlags) -> None:
-    """Run until a signal comes. UserError: the learner refuses, or is silent for longer than --give_up."""
+    """Run until a signal comes. UserError: the learner refuses, or is silent for longer than
+    --give_up."""
     connection = connect(flags, incarnation=int(time.time() * 1000))
     try:
         welcome = first_welcome(connection.link)
@@ -97,7 +98,8 @@ def sample(flags: SamplerFlags) -> None:
 
 
 class Sampler:
-    """The loop: load the newest weights, sample for the rank that has the fewest groups, hand over."""
+    """The loop: load the newest weights, sample for the rank that has the fewest groups, hand
+    over."""
 
     def __init__(
         self,
@@ -129,7 +131,8 @@ class Sampler:
             if self.began is not None and time.monotonic() - self.printed > PRINT_EVERY:
                 self.print_progress()
             hungry = [s for s in self.streams if self.link.behind(s) < self.flags.spool_groups]
-            # The only waits there are: for the first weights, and for a learner that does not keep up.
+            # The only waits there are: for the first weights, and for a learner that does not keep
+            # up.
             if self.link.newest is None or not hungry or not self.load_newest(self.link.newest):
                 time.sleep(0.02)
                 continue
@@ -149,8 +152,8 @@ class Sampler:
         )
 
     def load_newest(self, newest: wire.Weights) -> bool:
-        """Load these weights if the engine has others and the delay is over. False: newer ones have replaced the file,
-        and the link will say so."""
+        """Load these weights if the engine has others and the delay is over. False: newer ones have
+        replaced the file, and the link will say so."""
         if newest == self.loaded or time.monotonic() < self.hold_until:
             return True
         start = time.monotonic()
@@ -168,7 +171,8 @@ class Sampler:
         return True
 
     def draw_delay(self) -> float:
-        """Seconds for which the weights just loaded are used, a pure function of incarnation and number of the draw."""
+        """Seconds for which the weights just loaded are used, a pure function of incarnation and
+        number of the draw."""
         f = self.flags
         u = float(uniforms(1, "delay", self.streams[0], self.incarnation, self.delays_drawn)[0])
         self.delays_drawn += 1
@@ -234,7 +238,8 @@ def check_same_run(link: Link | FilesLink, welcome: wire.Welcome) -> None:
 
 
 class Connection(NamedTuple):
-    """streams: this sampler's names, one for each rank of the learner. folder: of this sampler alone."""
+    """streams: this sampler's names, one for each rank of the learner. folder: of this sampler
+    alone."""
 
     link: Link | FilesLink
     spool: Spool
@@ -288,7 +293,8 @@ def streams_of(name: str, ranks: int) -> list[str]:
 
 
 def sampler_folder(flags: SamplerFlags, name: str) -> Path:
-    """The folder of this sampler, for this process alone. UserError: it cannot be, or another one works there."""
+    """The folder of this sampler, for this process alone. UserError: it cannot be, or another one
+    works there."""
     folder = Path(flags.spool or f"out/samplers/{name}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -301,7 +307,8 @@ def sampler_folder(flags: SamplerFlags, name: str) -> Path:
 
 
 def sampler_name(flags: SamplerFlags) -> str:
-    """--name, or the name of the keys, or the host's. UserError if it cannot be a sampler's name."""
+    """--name, or the name of the keys, or the host's. UserError if it cannot be a sampler's
+    name."""
     host = re.sub("[^A-Za-z0-9_-]", "-", os.uname().nodename.partition(".")[0])[:64] or "sampler"
     name = flags.name or (host if flags.keys == "none" else Path(flags.keys).name)
     if not is_sampler(name):
@@ -325,7 +332,8 @@ def lock_folder(folder: Path) -> None:
 
 
 def checked_keys(flags: SamplerFlags, addresses: list[str]) -> SamplerKeys | None:
-    """The keys for these addresses of a learner's ranks. UserError: they are no addresses, or need keys."""
+    """The keys for these addresses of a learner's ranks. UserError: they are no addresses, or need
+    keys."""
     for address in addresses:
         wire.check_address("connect", address, 1)
     keys = None if flags.keys == "none" else sampler_keys(flags.keys)
@@ -384,11 +392,12 @@ def check_description(run: dict) -> None:
 
 
 class SamplerSource(LocalSource):
-    """A LocalSource whose groups carry this sampler's stream and incarnation, and which walks the task from a random
-    place on.
+    """A LocalSource whose groups carry this sampler's stream and incarnation, and which walks the
+    task from a random place on.
 
-    owner: (stream, incarnation) of the groups to be sampled next. skeleton: the learner's model without its weights;
-    low_bits: the learner publishes low-bit tensors; fmt: the engine's low-bit format or None."""
+    owner: (stream, incarnation) of the groups to be sampled next. skeleton: the learner's model
+    without its weights; low_bits: the learner publishes low-bit tensors; fmt: the engine's low-bit
+    format or None."""
 
     def __init__(self, *args, skeleton, low_bits: bool, fmt, **more):
         super().__init__(*args, **more)
@@ -401,8 +410,8 @@ class SamplerSource(LocalSource):
         return request_seed("walk", *self.owner) % 2**31 + i, (*self.owner, i)
 
     def load_weights(self, newest: wire.Weights) -> None:
-        """Put published weights into the engine, in the form that it takes. FileNotFoundError: newer ones have replaced
-        them."""
+        """Put published weights into the engine, in the form that it takes. FileNotFoundError:
+        newer ones have replaced them."""
         stored = read_tensors(newest.path)
         self.published = newest.published
         self.load(newest.version, Published(lambda: self.for_engine(stored)))

@@ -1,10 +1,10 @@
 """Groups from samplers on other machines, for the training loop. HeteroRL, section 4.2.
 
-`RemoteSource` has the interface of a LocalSource (source.py): it publishes weights, returns groups in order of
-arrival, and keeps the account. hub.py or files.py brings the groups. No group is lost, and none is trained on twice: a
-sampler keeps each group (account.py) until the learner says `held`, which it says only of groups that a checkpoint
-accounts for, and a learner that starts again from that checkpoint is offered all others again. Every group has one
-fate:
+`RemoteSource` has the interface of a LocalSource (source.py): it publishes weights, returns groups
+in order of arrival, and keeps the account. hub.py or files.py brings the groups. No group is lost,
+and none is trained on twice: a sampler keeps each group (account.py) until the learner says `held`,
+which it says only of groups that a checkpoint accounts for, and a learner that starts again from
+that checkpoint is offered all others again. Every group has one fate:
 
     trained      the learner has trained on it
     staleness    sampled by weights that were more than --max_staleness updates old
@@ -15,9 +15,9 @@ fate:
     corrupt      damaged in the folder
     lost         damaged in the spool, or gone
 
-`duplicate` counts offers of groups that had come already, which have a fate each: it is not one of them. `faults`
-counts exceptions of our code in messages of samplers: they are in the log, and the run goes on.
-"""
+`duplicate` counts offers of groups that had come already, which have a fate each: it is not one of
+them. `faults` counts exceptions of our code in messages of samplers: they are in the log, and the
+run goes on."""
 
 from __future__ import annotations
 
@@ -66,11 +66,12 @@ SHARED |= {"logprobs_mode", "lm_head_fp32", "router_replay"}
 def open_remote_source(
     cfg: Config, run, model: str, topk: int, max_allowed: int, comm
 ) -> RemoteSource:
-    """The source of --samplers=zmq or files, not yet open to samplers: the first `publish` lets them in.
+    """The source of --samplers=zmq or files, not yet open to samplers: the first `publish` lets
+    them in.
 
-    run: run.Run. model: "policy" or "actor", the one that samples. topk: alternatives to record for each token;
-    max_allowed: tokens of a set of allowed tokens, 0 where none are recorded. UserError: the address is taken, or the
-    keys are not there."""
+    run: run.Run. model: "policy" or "actor", the one that samples. topk: alternatives to record for
+    each token; max_allowed: tokens of a set of allowed tokens, 0 where none are recorded.
+    UserError: the address is taken, or the keys are not there."""
     welcome = wire.Welcome(
         session=secrets.token_hex(8),
         run=describe_run(cfg, run, model, topk, max_allowed, comm.size),
@@ -119,7 +120,8 @@ def describe_run(cfg: Config, run, model: str, topk: int, max_allowed: int, rank
 
 
 def address_of_rank(bind: str, rank: int, ranks: int) -> str:
-    """The address of a rank: its number added to the port of --bind. A port without a number is left as it is.
+    """The address of a rank: its number added to the port of --bind. A port without a number is
+    left as it is.
 
     UserError, the same on all ranks: not all have an address."""
     wire.check_address("bind", bind, 0)
@@ -198,10 +200,11 @@ class Ready:
 
 
 class RemoteSource:
-    """The interface of a LocalSource over a hub: groups in order of arrival, within the bounds of staleness and age.
+    """The interface of a LocalSource over a hub: groups in order of arrival, within the bounds of
+    staleness and age.
 
-    store: folder of the weights that were published, for all ranks on one disk (weights.py). task: where each group's
-    problem must be; None: it is not looked for."""
+    store: folder of the weights that were published, for all ranks on one disk (weights.py). task:
+    where each group's problem must be; None: it is not looked for."""
 
     def __init__(
         self,
@@ -241,7 +244,8 @@ class RemoteSource:
     def now(self, learner_version: int) -> float:
         return time.time()
 
-    # -- weights -------------------------------------------------------------------------------------------------------
+    # -- weights
+    # -------------------------------------------------------------------------------------------------------
 
     def publish(self, version: int, named_tensors) -> None:
         """Offer new weights to the samplers, every --sync_every updates. Collective."""
@@ -253,12 +257,14 @@ class RemoteSource:
         self.broadcast_at = version
         self.hub.broadcast(version, path, self.published[version], change_of(path))
 
-    # -- groups --------------------------------------------------------------------------------------------------------
+    # -- groups
+    # --------------------------------------------------------------------------------------------------------
 
     def next(self, n_groups: int, learner_version: int, stop=()) -> list[Rollout]:
         """The next n groups. Waits for them, and says so once a minute.
 
-        An empty list when `stop` fills, or, with `error` set, after --give_up seconds without any group."""
+        An empty list when `stop` fills, or, with `error` set, after --give_up seconds without any
+        group."""
         self.batch = []
         start = time.monotonic()
         batch = self._collect(n_groups, learner_version, stop)
@@ -272,7 +278,8 @@ class RemoteSource:
         return [item.group for item in batch]
 
     def _collect(self, n_groups: int, learner_version: int, stop) -> list[Ready]:
-        """Groups to train on: n of them, or as many as there were before `stop` filled or `error` was set."""
+        """Groups to train on: n of them, or as many as there were before `stop` filled or `error`
+        was set."""
         batch: list[Ready] = []
         before = time.monotonic()
         last_group = last_print = before
@@ -301,7 +308,8 @@ class RemoteSource:
         return batch
 
     def _fill(self, batch: list[Ready], n_groups: int, learner_version: int) -> None:
-        """Move ready groups into the batch until it has n; those that may not be trained on meet their fate."""
+        """Move ready groups into the batch until it has n; those that may not be trained on meet
+        their fate."""
         while self.ready and len(batch) < n_groups:
             item = self.ready.popleft()
             self.hub.free(item.nbytes)
@@ -333,7 +341,8 @@ class RemoteSource:
         }  # a copy: the hub's thread may add to it
 
     def give_back(self) -> None:
-        """The groups of the last `next` will not be trained on: another rank got nothing, and all stop."""
+        """The groups of the last `next` will not be trained on: another rank got nothing, and all
+        stop."""
         for item in self.batch:
             self.since.remove(item.name)
             self.counts["trained"] -= 1
@@ -399,7 +408,8 @@ class RemoteSource:
         key, n = split(name)  # a sampler that was killed may not have reported it
         self.hub.report(key, n + 1)
 
-    # -- the account ---------------------------------------------------------------------------------------------------
+    # -- the account
+    # ---------------------------------------------------------------------------------------------------
 
     def account_text(self) -> str:
         """The account so far, in a few words."""

@@ -1,13 +1,14 @@
-"""Published weights on disk: one file for all ranks that share it, written tensor by tensor. HeteroRL, section 4.2.
+"""Published weights on disk: one file for all ranks that share it, written tensor by tensor.
+HeteroRL, section 4.2.
 
-Gathered weights come one tensor after the other, and every rank must ask for each of them; the rank that writes
-(comm.writes: one of those that share a disk) puts it where it belongs and forgets it, so no rank holds a second model.
-That needs to know all names, types and shapes before: the first publication reads the stream twice. Next to the file
-lie its manifest and, with --sync_delta, the delta from the file before; every rank maps all three.
+Gathered weights come one tensor after the other, and every rank must ask for each of them; the rank
+that writes (comm.writes: one of those that share a disk) puts it where it belongs and forgets it,
+so no rank holds a second model. That needs to know all names, types and shapes before: the first
+publication reads the stream twice. Next to the file lie its manifest and, with --sync_delta, the
+delta from the file before; every rank maps all three.
 
-The file is a Layout's (machinery/checkpoint/tensors.py): equal weights make equal files, and weights of the same model
-make files of the same size.
-"""
+The file is a Layout's (machinery/checkpoint/tensors.py): equal weights make equal files, and
+weights of the same model make files of the same size."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from remote.account import VERSIONS, retain_weights, write_atomically
 class Store:
     """The folder of published weights, the same for all ranks that share a disk.
 
-    cast: the type in which numbers of a type travel. with_deltas: compare each file with the one before."""
+    cast: the type in which numbers of a type travel. with_deltas: compare each file with the one
+    before."""
 
     def __init__(self, folder: Path, comm, cast, with_deltas: bool):
         self.folder = folder
@@ -37,7 +39,8 @@ class Store:
         self.files: list[Path] = []  # of this session
 
     def publish(self, version: int, named_tensors) -> tuple[Path, float]:
-        """Write a version; (its file, when it was published). Collective. named_tensors: can be read more than once."""
+        """Write a version; (its file, when it was published). Collective. named_tensors: can be
+        read more than once."""
         path = self.folder / f"v{version:06d}.safetensors"
         if self.comm.writes:
             self._write(path, named_tensors)
@@ -61,7 +64,8 @@ class Store:
             write_atomically(path.with_suffix(".delta"), change, flush=False)
 
     def _tidy(self, path: Path) -> None:
-        """Delete files that no rank serves any more: all but the weights before, and the deltas that lead to them."""
+        """Delete files that no rank serves any more: all but the weights before, and the deltas
+        that lead to them."""
         retain_weights(path, self.files, VERSIONS + 1)
         size = 0
         for sibling in sorted(self.folder.glob("v*.delta"), reverse=True):
@@ -74,8 +78,9 @@ class Store:
             sibling.unlink()
 
     def _write_if_new(self, path: Path, named_tensors) -> None:
-        """Write the file, unless it is there with the same bytes: a learner that starts again publishes its
-        checkpoint's weights a second time, and the groups that they sampled are not orphans."""
+        """Write the file, unless it is there with the same bytes: a learner that starts again
+        publishes its checkpoint's weights a second time, and the groups that they sampled are not
+        orphans."""
         fresh = path.with_suffix(".new")
         self.layout.write(fresh, named_tensors)
         if path.exists() and filecmp.cmp(fresh, path, shallow=False):

@@ -1,15 +1,16 @@
 """Objects and messages that travel between learner and samplers. HeteroRL, section 4.2.
 
-Groups of rollouts travel one way, weights the other. To the wire both are objects: a name and some bytes. Whoever has
-an object offers it by its manifest, and whoever wants it pulls it:
+Groups of rollouts travel one way, weights the other. To the wire both are objects: a name and some
+bytes. Whoever has an object offers it by its manifest, and whoever wants it pulls it:
 
     manifest   name, size, and a SHA-256 of each leaf (1 MiB); the root, a digest of these digests, names the whole
     pull       asks for a few ranges of leaves at a time; a leaf is checked when it comes, and written if it is good;
                a missing or wrong leaf is asked for again
 
-A receiver without room does not ask, so memory is bounded on both ends. A broken transfer goes on from its last good
-leaf, after a restart too. Nothing is allocated before the manifest's size has been checked, and nothing is unpickled:
-messages are msgspec structs, groups are safetensors (groups.py).
+A receiver without room does not ask, so memory is bounded on both ends. A broken transfer goes on
+from its last good leaf, after a restart too. Nothing is allocated before the manifest's size has
+been checked, and nothing is unpickled: messages are msgspec structs, groups are safetensors
+(groups.py).
 
 The messages between a sampler's Line (link.py) and the learner's Hub (hub.py):
 
@@ -54,7 +55,8 @@ Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 
 
 class WireError(ValueError):
-    """A message or an object is not as it should be. Reading from others raises no other exception."""
+    """A message or an object is not as it should be. Reading from others raises no other
+    exception."""
 
 
 def need(ok, sentence: str) -> None:
@@ -122,7 +124,8 @@ def manifest(name: str, data) -> Manifest:
 
 
 def leaves(data, first: int, count: int) -> memoryview:
-    """The bytes of `count` leaves from number `first` on. WireError if they lie outside the object."""
+    """The bytes of `count` leaves from number `first` on. WireError if they lie outside the
+    object."""
     view = memoryview(data)
     inside = 0 <= first * LEAF < len(view) and 1 <= count <= MOST_ASKED
     need(inside, f"leaves {first} to {first + count} of an object of {len(view)} bytes")
@@ -132,8 +135,8 @@ def leaves(data, first: int, count: int) -> memoryview:
 class Window:
     """The asks in flight on one connection, IN_FLIGHT bytes at most.
 
-    The other end answers in order, so an ask is lost when a later one was answered. All are lost when nothing has come
-    for `patience` seconds, twice as long after each time."""
+    The other end answers in order, so an ask is lost when a later one was answered. All are lost
+    when nothing has come for `patience` seconds, twice as long after each time."""
 
     def __init__(self, patience: float = 10.0):
         self.patience = patience
@@ -157,7 +160,8 @@ class Window:
         self.in_flight -= self.asks.pop(key)[0]
 
     def answer(self, key, now: float) -> list:
-        """Note that this ask was answered, and return the keys of those before it, which are lost."""
+        """Note that this ask was answered, and return the keys of those before it, which are
+        lost."""
         self.heard = now
         if key not in self.asks:
             return []
@@ -184,8 +188,9 @@ class Window:
 class Pull:
     """An object on its way in.
 
-    sink: takes slices of its bytes, a memoryview or a FileSink. window: of the connection, which other pulls may share.
-    resume: check the bytes in the sink, and ask only for leaves that are not good."""
+    sink: takes slices of its bytes, a memoryview or a FileSink. window: of the connection, which
+    other pulls may share. resume: check the bytes in the sink, and ask only for leaves that are not
+    good."""
 
     def __init__(self, of: Manifest, sink, window: Window, resume: bool = False):
         self.of = of
@@ -211,7 +216,8 @@ class Pull:
         return not self.missing and not self.asked
 
     def ask(self, now: float) -> tuple[int, int] | None:
-        """The next range (first leaf, how many) to ask for. None: everything is asked for, or enough is in flight."""
+        """The next range (first leaf, how many) to ask for. None: everything is asked for, or
+        enough is in flight."""
         if self.moved is None:
             self.moved = now
         for pull, lost in self.window.overdue(now)[::-1]:
@@ -229,8 +235,9 @@ class Pull:
         return first, count
 
     def put(self, first: int, data, now: float) -> None:
-        """Take an answer. One that was not asked for is dropped; leaves that are not as the manifest says are asked for
-        again. OSError if the sink cannot be written: the leaves of this answer stay missing."""
+        """Take an answer. One that was not asked for is dropped; leaves that are not as the
+        manifest says are asked for again. OSError if the sink cannot be written: the leaves of this
+        answer stay missing."""
         for pull, lost in self.window.answer((self, first), now)[::-1]:
             pull._ask_again(lost)
         if first not in self.asked:
@@ -261,7 +268,8 @@ class Pull:
         self.missing += reversed(again)
 
     def forget_asked(self) -> None:
-        """Nothing that was asked for will come: the connection is a new one, or the object is not wanted any more."""
+        """Nothing that was asked for will come: the connection is a new one, or the object is not
+        wanted any more."""
         self.moved = None
         for first in sorted(self.asked, reverse=True):
             self.window.forget((self, first))
@@ -271,8 +279,8 @@ class Pull:
 class FileSink:
     """A file as a sink.
 
-    It is written by calls: mapped pages cost three times as much, and a full disk would be a SIGBUS instead of an
-    OSError."""
+    It is written by calls: mapped pages cost three times as much, and a full disk would be a SIGBUS
+    instead of an OSError."""
 
     def __init__(self, path, nbytes: int, resume: bool = False):
         self.file = open(path, "r+b" if resume else "w+b", buffering=0)  # noqa: SIM115 (closed by close)
@@ -293,7 +301,8 @@ class FileSink:
 
 
 class Weights(NamedTuple):
-    """A set of weights that is here whole. published: when, in seconds since the epoch, by the learner's clock."""
+    """A set of weights that is here whole. published: when, in seconds since the epoch, by the
+    learner's clock."""
 
     version: int
     published: float
@@ -306,8 +315,8 @@ class Weights(NamedTuple):
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """Sampler: who it is. handed: groups handed over by this incarnation so far; lost: names of groups that it cannot
-    send any more; sent: when, in seconds since the epoch by its clock."""
+    """Sampler: who it is. handed: groups handed over by this incarnation so far; lost: names of
+    groups that it cannot send any more; sent: when, in seconds since the epoch by its clock."""
 
     sampler: Text
     incarnation: Number
@@ -318,8 +327,8 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
-    """Learner: the work. setup: configuration and tokenizer files of the model (pack_setup); run: everything else that
-    a sampler must know (source.py writes it)."""
+    """Learner: the work. setup: configuration and tokenizer files of the model (pack_setup); run:
+    everything else that a sampler must know (source.py writes it)."""
 
     session: Text
     run: dict
@@ -333,15 +342,16 @@ class Refuse(msgspec.Struct, tag="refuse", frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """A delta of weights (delta.py): from those with the root `base`, to those of the next step or of the offer."""
+    """A delta of weights (delta.py): from those with the root `base`, to those of the next step or
+    of the offer."""
 
     base: Text
     of: Manifest
 
 
 class Offer(msgspec.Struct, tag="offer", frozen=True):
-    """Here is an object. version and published: of weights, the learner's updates behind them and its clock. deltas: a
-    chain that leads to them."""
+    """Here is an object. version and published: of weights, the learner's updates behind them and
+    its clock. deltas: a chain that leads to them."""
 
     of: Manifest
     version: Annotated[int, Meta(ge=-1, lt=10**18)] = -1
@@ -365,15 +375,16 @@ class Leaves(msgspec.Struct, tag="leaves", frozen=True):
 
 
 class Gone(msgspec.Struct, tag="gone", frozen=True):
-    """The answer where the object is no longer there. With an empty name, the learner's answer to a sampler that has
-    not said hello in this session."""
+    """The answer where the object is no longer there. With an empty name, the learner's answer to a
+    sampler that has not said hello in this session."""
 
     name: Text
 
 
 class Got(msgspec.Struct, tag="got", frozen=True):
-    """Learner: these groups are here whole; no need to offer them again in this session. As the answer to a hello:
-    newest is the name of the newest weights, sent that hello's time, and clock the learner's (clock.py)."""
+    """Learner: these groups are here whole; no need to offer them again in this session. As the
+    answer to a hello: newest is the name of the newest weights, sent that hello's time, and clock
+    the learner's (clock.py)."""
 
     names: Texts
     newest: Text = ""
@@ -386,7 +397,8 @@ class Want(msgspec.Struct, tag="want", frozen=True):
 
 
 class Held(msgspec.Struct, tag="held", frozen=True):
-    """Learner: these groups are in a checkpoint, or refused for good; the sampler may forget them."""
+    """Learner: these groups are in a checkpoint, or refused for good; the sampler may forget
+    them."""
 
     names: Texts
 
@@ -401,7 +413,8 @@ def digest(body) -> bytes:
 
 
 def encode(message: Message) -> bytes:
-    """A message behind its digest: one that is damaged on the way is dropped whole, and sent again in time."""
+    """A message behind its digest: one that is damaged on the way is dropped whole, and sent again
+    in time."""
     body = _encoder.encode(message)
     return digest(body) + body
 
@@ -419,7 +432,8 @@ def decode(frame) -> Message:
 
 
 def check_address(flag: str, address: str, least: int) -> None:
-    """UserError unless it is one, and a TCP port lies in `least` to 65535; ZeroMQ takes 99999 for another one."""
+    """UserError unless it is one, and a TCP port lies in `least` to 65535; ZeroMQ takes 99999 for
+    another one."""
     known = address.startswith(("tcp://", "ipc://", "inproc://"))
     flags.need(
         known and address.partition("://")[2],
@@ -441,10 +455,12 @@ def check_address(flag: str, address: str, least: int) -> None:
 
 
 def set_socket_options(socket, linger: int) -> None:
-    """The same on both ends: messages and queues are bounded, and the kernel finds a dead connection within 25 s.
+    """The same on both ends: messages and queues are bounded, and the kernel finds a dead
+    connection within 25 s.
 
-    ZeroMQ's own heartbeats end the whole process (libzmq 4.3.5, `!_io_error`) when a peer leaves while its queue is
-    full. linger: milliseconds that messages not yet sent may delay the socket's end."""
+    ZeroMQ's own heartbeats end the whole process (libzmq 4.3.5, `!_io_error`) when a peer leaves
+    while its queue is full. linger: milliseconds that messages not yet sent may delay the socket's
+    end."""
     for option, value in (
         (zmq.MAXMSGSIZE, MOST),
         (zmq.SNDHWM, MOST_QUEUED),

@@ -6,9 +6,8 @@
     rewards.py   what a response earns: built-in parts, and functions of your own
     grading.py   the processes in which rewards are computed
 
-A task has `problem(split, index)`, `find(id)`, `rewards(answers)`, `size` (None: endless) and `fit(tokenizer, limit)`.
-Nothing else in the repository knows what a problem is.
-"""
+A task has `problem(split, index)`, `find(id)`, `rewards(answers)`, `size` (None: endless) and
+`fit(tokenizer, limit)`. Nothing else in the repository knows what a problem is."""
 
 from __future__ import annotations
 
@@ -117,7 +116,8 @@ SMALLEST = {"samples": 1, "temperature": 0.01, "max_tokens": 1}
 
 
 def eval_sets(cfg: SampleFlags, flag: str, usual: dict) -> list[EvalSet]:
-    """The sets that a flag names: NAME,NAME:samples=32:temperature=0.6, ...; what one does not say is `usual`.
+    """The sets that a flag names: NAME,NAME:samples=32:temperature=0.6, ...; what one does not say
+    is `usual`.
 
     UserError: one sentence."""
     sets = []
@@ -175,7 +175,8 @@ def digests(cfg: TaskFlags) -> dict[str, str]:
 
 
 def check_unchanged(cfg: TaskFlags, path: Path) -> None:
-    """UserError if a file that a run reads is another than when it began. path: of its config.json."""
+    """UserError if a file that a run reads is another than when it began. path: of its
+    config.json."""
     made = read_json(path, "name another folder") if path.is_file() else {}
     data, now = made.get("data", {}), digests(cfg)
     changed = [name for name, digest in data.items() if now.get(name, digest) != digest]
@@ -275,8 +276,8 @@ def check(cfg: Config) -> None:
 
 
 def as_trained(cfg: Config, given: set[str]):
-    """eval.py's flags: what is not given of a run's prompts, length, ends and grading is as in the run, where --model
-    names one or a checkpoint inside it. UserError: one sentence."""
+    """eval.py's flags: what is not given of a run's prompts, length, ends and grading is as in the
+    run, where --model names one or a checkpoint inside it. UserError: one sentence."""
     saved = config_of_run(Path(cfg.model)) if cfg.model else None
     if saved is None:
         return cfg
@@ -303,7 +304,8 @@ def as_trained(cfg: Config, given: set[str]):
 
 
 def config_of_run(model: Path) -> dict | None:
-    """The flags of the run that a folder is, or is part of: RUN/checkpoints/step_N/policy; None: of none."""
+    """The flags of the run that a folder is, or is part of: RUN/checkpoints/step_N/policy; None: of
+    none."""
     inside = [path.parent for path in model.parents if path.name == "checkpoints"]
     for folder in (model, *inside[:1]):
         if (folder / "config.json").is_file():
@@ -326,8 +328,9 @@ def grades_all(cfg: Config, saved: dict) -> bool:
 
 
 def is_graded_by(reward: str, name: str, cfg: TaskFlags) -> bool:
-    """Whether a task of this name is graded by a reward made for another: letters are for rows with choices alone,
-    #### is for plain numbers, and sums and a class of one's own have their rewards."""
+    """Whether a task of this name is graded by a reward made for another: letters are for rows with
+    choices alone, #### is for plain numbers, and sums and a class of one's own have their
+    rewards."""
     if name == "arith" or is_own(name):
         return False
     rows = read_rows(name, "task", cfg.prompt_key, cfg.answer_key, needed=False)
@@ -346,8 +349,8 @@ def is_graded_by(reward: str, name: str, cfg: TaskFlags) -> bool:
 def grade_all(task, tokenizer, problems, groups) -> Counter:
     """Write each response's reward. problems: one for each group; groups: lists of responses.
 
-    The text graded is without special tokens; `finished` says that the response ended by itself. Returns the task's
-    counts (rewards.Reward.of)."""
+    The text graded is without special tokens; `finished` says that the response ended by itself.
+    Returns the task's counts (rewards.Reward.of)."""
     responses = [
         (problem, r) for problem, group in zip(problems, groups, strict=True) for r in group
     ]

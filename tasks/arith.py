@@ -1,9 +1,9 @@
 """`--task=arith`: generated arithmetic, endless: chains of sums with worked steps.
 
-The vocabulary has one token for every number 0..199. "38 + 7 - 12 :" wants "38 + 7 = 45 ; 45 - 12 = 33 # 33". A model
-that knows each step with probability q solves n of them with q^n, so accuracy climbs smoothly as RL sharpens the
-steps: there is no all-or-nothing skill. Train and test are disjoint by a hash of the problem's text, whatever the seed.
-"""
+The vocabulary has one token for every number 0..199. "38 + 7 - 12 :" wants "38 + 7 = 45 ; 45 - 12 =
+33 # 33". A model that knows each step with probability q solves n of them with q^n, so accuracy
+climbs smoothly as RL sharpens the steps: there is no all-or-nothing skill. Train and test are
+disjoint by a hash of the problem's text, whatever the seed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Arithmetic:
     """Chains of min_ops to max_ops sums, operands 1..operand, every running total inside 0..total.
 
     explain > 0 asks for long responses, as Mismatch Praxis does: an explanation may follow the
-    answer, and a right answer earns 1 + min(tokens behind it, explain) / explain. The demonstrations
-    restate steps there, five on average."""
+    answer, and a right answer earns 1 + min(tokens behind it, explain) / explain. The
+    demonstrations restate steps there, five on average."""
 
     min_ops: int = 3
     max_ops: int = 5
@@ -70,8 +70,8 @@ class Arithmetic:
     def solution(self, problem: Problem, slips: float = 0.0) -> str:
         """Worked steps, for the warm start only.
 
-        With probability `slips` a step's result is off by 1 or 2 and the rest goes on from there, as
-        with a careless pupil: then the final answer is usually wrong."""
+        With probability `slips` a step's result is off by 1 or 2 and the rest goes on from there,
+        as with a careless pupil: then the final answer is usually wrong."""
         rng = random.Random(f"slips/{self.seed}/{problem.id}")
         total, operations = parts(problem.id)
         steps = []

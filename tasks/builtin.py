@@ -1,4 +1,5 @@
-"""Built-in parts of rewards: (row, text, finish_reason) -> a number. They read only the answer of the row."""
+"""Built-in parts of rewards: (row, text, finish_reason) -> a number. They read only the answer of
+the row."""
 
 from __future__ import annotations
 
@@ -6,10 +7,12 @@ import re
 
 
 def math_answer(row, text, finish_reason) -> bool:
-    """Does the response's final answer equal the gold one? It may take for ever: the pool knows how to end it.
+    """Does the response's final answer equal the gold one? It may take for ever: the pool knows how
+    to end it.
 
-    math-verify looks at \\boxed{} first, then at the last expression. sympy tries numbers of its own at random: with
-    a seed for each answer, the verdict does not depend on the answers before."""
+    math-verify looks at \\boxed{} first, then at the last expression. sympy tries numbers of its
+    own at random: with a seed for each answer, the verdict does not depend on the answers
+    before."""
     import sympy.core.random
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
@@ -21,18 +24,21 @@ def math_answer(row, text, finish_reason) -> bool:
 
 
 def gsm8k(row, text, finish_reason) -> bool:
-    """Is the number behind the last #### the gold one? GSM8K's own rule: equal texts, commas aside."""
+    """Is the number behind the last #### the gold one? GSM8K's own rule: equal texts, commas
+    aside."""
     found = re.findall(HASHES, text)
     return bool(found) and plain_number(found[-1]) == plain_number(row["answer"])
 
 
 def praxis(row, text, finish_reason) -> bool:
-    """The gate of Mismatch Praxis: one line with ####, and the right number there (`Reward` adds the bonus)."""
+    """The gate of Mismatch Praxis: one line with ####, and the right number there (`Reward` adds
+    the bonus)."""
     return text.count("####") == 1 and gsm8k(row, text, finish_reason)
 
 
 def letter(row, text, finish_reason) -> bool:
-    """Multiple choice: is the letter in the last box, or else behind the last "answer is", the right one?"""
+    """Multiple choice: is the letter in the last box, or else behind the last "answer is", the
+    right one?"""
     box = last_box(text)
     found = re.findall(IN_BOX, box) if box else re.findall(ANSWER_IS, text)
     return bool(found) and found[-1].upper() == row["answer"].upper()
@@ -48,7 +54,8 @@ def boxed(row, text, finish_reason) -> bool:
 
 
 def think(row, text, finish_reason) -> bool:
-    """A format: <think> reasoning </think> <answer> answer </answer>, and nothing else (DeepSeek-R1)."""
+    """A format: <think> reasoning </think> <answer> answer </answer>, and nothing else
+    (DeepSeek-R1)."""
     tags = ("<think>", "</think>", "<answer>", "</answer>")
     form = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
     return (
@@ -93,9 +100,11 @@ def plain_number(text: str) -> str:
 
 
 def last_box(text: str) -> str | None:
-    """The last \\boxed{...} of a response, whole; None if there is none, or if the last one is cut short or empty.
+    """The last \\boxed{...} of a response, whole; None if there is none, or if the last one is cut
+    short or empty.
 
-    Its braces are counted; a brace behind a backslash, as in \\{1, 2\\}, is a sign and not counted."""
+    Its braces are counted; a brace behind a backslash, as in \\{1, 2\\}, is a sign and not
+    counted."""
     starts = [match.end() for match in re.finditer(r"\\boxed\s*\{", text)]
     if not starts:
         return None

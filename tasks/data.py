@@ -2,11 +2,11 @@
 
     --task=FILE.jsonl | FILE.json | FILE.parquet | hf:NAME/SPLIT | hf:NAME@CONFIG/SPLIT | FILE.py:CLASS
 
-A row needs a prompt and an answer. Their columns are named by --prompt_key and --answer_key (a.b looks into nested
-ones), or found: problem, question, prompt (a text, or messages {role, content}); answer, solution with a box,
-reward_model.ground_truth, answerKey, Correct Answer. Where a row has choices (`choices`, `options`, or GPQA's wrong
-answers) they are written below the question, and the answer becomes a letter. All columns reach the reward.
-"""
+A row needs a prompt and an answer. Their columns are named by --prompt_key and --answer_key (a.b
+looks into nested ones), or found: problem, question, prompt (a text, or messages {role, content});
+answer, solution with a box, reward_model.ground_truth, answerKey, Correct Answer. Where a row has
+choices (`choices`, `options`, or GPQA's wrong answers) they are written below the question, and the
+answer becomes a letter. All columns reach the reward."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 class Table:
     """Problems from rows: a file, a data set, or a class that makes them.
 
-    style: how they are asked; reward: how they are graded. Train: every epoch a new shuffle of all rows; test: their
-    order."""
+    style: how they are asked; reward: how they are graded. Train: every epoch a new shuffle of all
+    rows; test: their order."""
 
     def __init__(self, name: str, rows: list[dict], style: Style, reward: Reward, seed: int = 0):
         self.name, self.rows = name, rows
@@ -86,7 +86,8 @@ class Table:
         return 0  # unknown without a tokenizer: see fit
 
     def fit(self, tokenizer, limit: int = 0) -> int:
-        """Drop the rows whose prompt has more than `limit` tokens (0: none is); the tokens of the longest one left.
+        """Drop the rows whose prompt has more than `limit` tokens (0: none is); the tokens of the
+        longest one left.
 
         UserError: none is left."""
         lengths = []
@@ -111,10 +112,11 @@ class Table:
 
 
 class OwnRows:
-    """Rows that a class of the user's own makes: as a list that is endless, or as long as the class says.
+    """Rows that a class of the user's own makes: as a list that is endless, or as long as the class
+    says.
 
-    The class has `problem(split, index)`, which returns a row; `size`, its number of problems, or None; and, unless
-    --reward names another, `reward(row, text, finish_reason)`."""
+    The class has `problem(split, index)`, which returns a row; `size`, its number of problems, or
+    None; and, unless --reward names another, `reward(row, text, finish_reason)`."""
 
     def __init__(self, name: str, needed: bool = True, keys: tuple[str, str] = ("", "")):
         path, _, attribute = name.rpartition(":")
@@ -151,7 +153,8 @@ class OwnRows:
 
 
 class OwnTask(Table):
-    """A Table over a class: its rows are made when they are asked for, and come in the order of their numbers."""
+    """A Table over a class: its rows are made when they are asked for, and come in the order of
+    their numbers."""
 
     def __init__(self, name: str, style: Style, reward, keys: tuple[str, str] = ("", "")):
         self.own = OwnRows(name, reward.needs_answer, keys)
@@ -180,8 +183,8 @@ class OwnTask(Table):
         )
 
     def fit(self, tokenizer, limit: int = 0) -> int:
-        """The same, where a problem counts by the longer prompt of its two splits. Of an endless class the limit: a
-        longer prompt is a UserError when it is drawn."""
+        """The same, where a problem counts by the longer prompt of its two splits. Of an endless
+        class the limit: a longer prompt is a UserError when it is drawn."""
         if self.size is None:
             need(
                 limit,
@@ -207,7 +210,8 @@ def check_length(tokenizer, limit: int, problem: Problem) -> None:
 
 
 def digest_of(name: str) -> str:
-    """SHA-256 of a task's file, by which two hosts know that they have the same; of a data set's name; "" of arith."""
+    """SHA-256 of a task's file, by which two hosts know that they have the same; of a data set's
+    name; "" of arith."""
     if name == "arith":
         return ""
     file = file_of(name)
@@ -247,10 +251,12 @@ def label_of(name: str, whole: bool = False) -> str:
 def read_rows(
     name: str, flag: str = "task", prompt_key="", answer_key="", needed: bool = True
 ) -> list[dict]:
-    """Rows {prompt, answer, row} of a file or data set. UserError, one sentence, names file and line.
+    """Rows {prompt, answer, row} of a file or data set. UserError, one sentence, names file and
+    line.
 
-    flag: that named it. needed: a row without an answer is an error; else its answer is "". A set of --eval_task need
-    not have the columns that are named for --task: without them the usual ones count."""
+    flag: that named it. needed: a row without an answer is an error; else its answer is "". A set
+    of --eval_task need not have the columns that are named for --task: without them the usual ones
+    count."""
     raw = list(from_hub(name, flag) if name.startswith("hf:") else from_file(name, flag))
     if flag == "eval_task" and raw and isinstance(raw[0][1], dict):
         prompt_key, answer_key = (
@@ -295,7 +301,8 @@ def from_file(name: str, flag: str) -> list[tuple[str, object]]:
 
 
 def from_hub(name: str, flag: str) -> list[tuple[str, object]]:
-    """(place, row) pairs of hf:NAME/SPLIT or hf:NAME@CONFIG/SPLIT, by the datasets library. NAME may be a folder."""
+    """(place, row) pairs of hf:NAME/SPLIT or hf:NAME@CONFIG/SPLIT, by the datasets library. NAME
+    may be a folder."""
     datasets = library("datasets", "datasets", f"--{flag}={name}")
     source, slash, split = name.removeprefix("hf:").rpartition("/")
     need(
@@ -331,7 +338,8 @@ def shortened(e: Exception) -> str:
 
 
 def parsed(text: str, place: str, mend: str = "mend or remove that line, one object a line"):
-    """JSON. UserError names the place, where there are several lines the one at fault, and the mend."""
+    """JSON. UserError names the place, where there are several lines the one at fault, and the
+    mend."""
     try:
         return json.loads(text)
     except (
@@ -346,7 +354,8 @@ def parsed(text: str, place: str, mend: str = "mend or remove that line, one obj
 def read_row(
     row, place: str, prompt_key: str = "", answer_key: str = "", needed: bool = True
 ) -> dict:
-    """A row with its prompt and its final answer, as {prompt, answer, row}. place: file and line, for the UserError."""
+    """A row with its prompt and its final answer, as {prompt, answer, row}. place: file and line,
+    for the UserError."""
     need(isinstance(row, dict), f"{place}: not a JSON object; {NEEDS}")
     prompt = prompt_of(row, place, prompt_key)
     answer, listed = answer_of(row, place, answer_key, needed), choices_of(row)
@@ -404,7 +413,8 @@ def is_message(m) -> bool:
 
 
 def answer_of(row: dict, place: str, key: str, needed: bool) -> str:
-    """A row's final answer; "" where its column is empty, or where it has none and needs none. UserError."""
+    """A row's final answer; "" where its column is empty, or where it has none and needs none.
+    UserError."""
     found = None
     for name in [key] if key else ANSWERS:
         value = nested(row, name)
@@ -432,8 +442,8 @@ def written(value: str | float) -> str:
 
 
 def final_answer(answer: str) -> str:
-    """What stands behind #### (GSM8K) or in the last box of a worked solution, also \\boxed 2; "" where that is empty;
-    else the answer as it is."""
+    """What stands behind #### (GSM8K) or in the last box of a worked solution, also \\boxed 2; ""
+    where that is empty; else the answer as it is."""
     if "####" in answer:
         return answer.split("####")[-1].strip()
     box = last_box(answer)
@@ -467,7 +477,8 @@ def choices_of(row: dict) -> list[str]:
 
 
 def multiple_choice(prompt, listed: list[str], answer: str, row: dict, place: str, key: str):
-    """(the question with its choices below, the letter of the right one). UserError: none of them is."""
+    """(the question with its choices below, the letter of the right one). UserError: none of them
+    is."""
     need(
         isinstance(prompt, str) and len(listed) <= len(LETTERS),
         f"{place}: choices need a question that is a text, and at most {len(LETTERS)} of them",

@@ -1,4 +1,5 @@
-"""Does the grader accept a file's own answers, and refuse changed ones? (eval.py --grade_gold=FILE)"""
+"""Does the grader accept a file's own answers, and refuse changed ones? (eval.py
+--grade_gold=FILE)"""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def wrapped(answer: str) -> str:
 
 
 def perturbed(answer: str) -> str:
-    """A wrong answer close to a right one: its first non-zero digit changed, or a term added where there is none."""
+    """A wrong answer close to a right one: its first non-zero digit changed, or a term added where
+    there is none."""
     for i, digit in enumerate(answer):
         if digit in "123456789":
             other = "8" if digit == "9" else str(int(digit) + 1)
@@ -28,9 +30,11 @@ def perturbed(answer: str) -> str:
 
 
 def grade_gold(path: str, cfg: TaskFlags) -> dict:
-    """Does the grader accept a file's own answers, and refuse changed ones? Prints both shares and each exception.
+    """Does the grader accept a file's own answers, and refuse changed ones? Prints both shares and
+    each exception.
 
-    cfg: --grade_seconds, --prompt_key and --answer_key count. UserError: another grader than `math` is asked for."""
+    cfg: --grade_seconds, --prompt_key and --answer_key count. UserError: another grader than `math`
+    is asked for."""
     need(
         cfg.reward in ("", "math"),
         f"--reward={cfg.reward}: --grade_gold tries the grader of math; leave it out",

@@ -1,10 +1,11 @@
-"""Grading in processes of their own: an answer may take for ever, and must cost neither the run nor the others.
+"""Grading in processes of their own: an answer may take for ever, and must cost neither the run nor
+the others.
 
-`graders()` is the pool of this process. It calls reward functions (tasks/rewards.py, or a file of the user's own) with
-responses that a model has written: math-verify may compare two huge numbers until the end of days, a program under test
-may loop. Each call has a limit, in seconds of a processor and ten times that by the clock; the kernel ends a process
-that runs into it, for Python cannot act while one big number is computed. SIGTERM and Ctrl-C work meanwhile.
-"""
+`graders()` is the pool of this process. It calls reward functions (tasks/rewards.py, or a file of
+the user's own) with responses that a model has written: math-verify may compare two huge numbers
+until the end of days, a program under test may loop. Each call has a limit, in seconds of a
+processor and ten times that by the clock; the kernel ends a process that runs into it, for Python
+cannot act while one big number is computed. SIGTERM and Ctrl-C work meanwhile."""
 
 from __future__ import annotations
 
@@ -47,10 +48,12 @@ class Failure:
 
 
 def grading_process(fd: int) -> None:
-    """The whole life of a process that grades: calls in, values out, until the other end of the socket `fd` closes.
+    """The whole life of a process that grades: calls in, values out, until the other end of the
+    socket `fd` closes.
 
-    Each answer carries the number of its question. A child that a reward function forks never answers: it ends where
-    the function returns or raises. Ctrl-C and SIGTERM are the parent's affair."""
+    Each answer carries the number of its question. A child that a reward function forks never
+    answers: it ends where the function returns or raises. Ctrl-C and SIGTERM are the parent's
+    affair."""
     import resource
 
     pid = os.getpid()
@@ -89,7 +92,8 @@ def end_if_forked(pid: int) -> None:
 
 
 def function_of(name: str):
-    """The function behind a name: one of tasks/builtin.py, FILE.py:FUNCTION, or FILE.py:CLASS.METHOD."""
+    """The function behind a name: one of tasks/builtin.py, FILE.py:FUNCTION, or
+    FILE.py:CLASS.METHOD."""
     path, colon, attribute = name.rpartition(":")
     if not colon:
         return loaded(name)
@@ -110,7 +114,8 @@ def attribute_of(path: str, name: str):
 
 
 def value_of(function, call):
-    """What the function makes of one response: ("value", a float or a dict of floats), or ("failed", why)."""
+    """What the function makes of one response: ("value", a float or a dict of floats), or
+    ("failed", why)."""
     try:
         value = function(*call)
     except (Exception, SystemExit) as e:
@@ -127,7 +132,8 @@ def value_of(function, call):
 
 
 def is_number(x) -> bool:
-    """Whether this is a number or a truth value, of Python's own or of numpy's, which is not loaded here."""
+    """Whether this is a number or a truth value, of Python's own or of numpy's, which is not loaded
+    here."""
     return isinstance(x, Real) or type(x).__name__ in ("bool", "bool_")
 
 
@@ -156,7 +162,8 @@ class Grader:
         fd = theirs.fileno()
         root = str(Path(__file__).resolve().parent.parent)
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        # sympy walks through sets, whose order depends on the hash seed: the same one in every process
+        # sympy walks through sets, whose order depends on the hash seed: the same one in every
+        # process
         self.process = subprocess.Popen(
             [
                 sys.executable,
@@ -197,7 +204,8 @@ class Grader:
 
 
 class Graders:
-    """Up to `size` grading processes, started when they are needed and kept. `graders()` gives the only instance."""
+    """Up to `size` grading processes, started when they are needed and kept. `graders()` gives the
+    only instance."""
 
     def __init__(self, size: int):
         self.size = size
@@ -205,8 +213,9 @@ class Graders:
         self.stillborn = 0
 
     def grade(self, function: str, calls: list[tuple], seconds: float) -> list:
-        """What the function returns for each call: a float, a dict of floats, a Failure where it raised; None where its
-        process died of it, or used up its seconds of a processor. UserError: the function cannot be loaded."""
+        """What the function returns for each call: a float, a dict of floats, a Failure where it
+        raised; None where its process died of it, or used up its seconds of a processor. UserError:
+        the function cannot be loaded."""
         values: list = [None] * len(calls)
         todo = deque(range(len(calls)))
         try:
@@ -231,7 +240,8 @@ class Graders:
         return values
 
     def _hand_out(self, function: str, todo: deque[int], calls, seconds: float) -> None:
-        """A chunk for each process that has nothing to do; small ones towards the end, so that all end together."""
+        """A chunk for each process that has nothing to do; small ones towards the end, so that all
+        end together."""
         for p in self.processes:
             alive = p.process.poll() is None  # one that died while it had nothing to do is replaced
             if todo and not p.given and alive:
@@ -274,7 +284,8 @@ class Graders:
 
 @functools.cache
 def graders() -> Graders:
-    """The grading processes of this process: as many as there are cores for each rank of this host."""
+    """The grading processes of this process: as many as there are cores for each rank of this
+    host."""
     return Graders(max(1, len(os.sched_getaffinity(0)) // from_environment("LOCAL_WORLD_SIZE", 1)))
 
 

@@ -1,10 +1,10 @@
-"""How a problem is asked: system prompt, template, chat template, and the tokens that end a response.
+"""How a problem is asked: system prompt, template, chat template, and the tokens that end a
+response.
 
     a row's problem --prompt_template--> text --system_prompt--> messages --chat template--> tokens
 
-The policy, the actor, the engine and the evaluation all read what `encode` returns; `python eval.py --show_prompt`
-prints it as the model sees it.
-"""
+The policy, the actor, the engine and the evaluation all read what `encode` returns; `python eval.py
+--show_prompt` prints it as the model sees it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from pathlib import Path
 from config import PromptFlags
 from machinery.flags import UserError, need, read_json, read_text
 
-# What --prompt_template may name. Without the flag, a task is asked as its reward wants the answer (tasks/rewards.py).
+# What --prompt_template may name. Without the flag, a task is asked as its reward wants the answer
+# (tasks/rewards.py).
 TEMPLATES = {
     "plain": "{problem}",
     "boxed": "{problem}\nPlease reason step by step, and put your final answer within \\boxed{}.",
@@ -45,7 +46,8 @@ class Chat:
 
 @dataclass(frozen=True)
 class Problem:
-    """One question. `id` is stable across runs; `answer` is the final one, as the built-in rewards compare it."""
+    """One question. `id` is stable across runs; `answer` is the final one, as the built-in rewards
+    compare it."""
 
     id: str
     prompt: str | list[dict[str, str]]  # a text, or messages {role, content}
@@ -58,7 +60,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Answer:
-    """A response, as the grader sees it: its text without special tokens, and whether it ended by itself."""
+    """A response, as the grader sees it: its text without special tokens, and whether it ended by
+    itself."""
 
     problem: Problem
     text: str
@@ -80,7 +83,8 @@ class Style:
 
     @classmethod
     def of(cls, cfg: PromptFlags, usual: str) -> Style:
-        """The style that the flags ask for. usual: the template without --prompt_template. UserError: one sentence."""
+        """The style that the flags ask for. usual: the template without --prompt_template.
+        UserError: one sentence."""
         named = cfg.prompt_template
         template = TEMPLATES.get(named or usual) or text_or_file("prompt_template", named)
         need(
@@ -170,8 +174,8 @@ def chat_kwargs_of(cfg: PromptFlags) -> tuple[tuple[str, object], ...]:
 
 
 def encode(tokenizer, problem: Problem) -> list[int]:
-    """Token ids of a problem's prompt, through the chat template where there is one. UserError: it takes no such
-    prompt."""
+    """Token ids of a problem's prompt, through the chat template where there is one. UserError: it
+    takes no such prompt."""
     return encode_all(tokenizer, [problem])[0]
 
 
@@ -211,7 +215,8 @@ def render(tokenizer, problem: Problem) -> tuple[str, bool]:
 
 
 def check_kwargs(kwargs, template) -> None:
-    """UserError: the chat template, or None or "", reads no such argument, and would go on in silence."""
+    """UserError: the chat template, or None or "", reads no such argument, and would go on in
+    silence."""
     if not kwargs or isinstance(template, dict):  # several templates under names
         return
     need(
@@ -229,7 +234,8 @@ def check_kwargs(kwargs, template) -> None:
 
 @functools.lru_cache
 def variables_of(template: str) -> frozenset[str]:
-    """The names that a template reads beside those it is always given; of one that cannot be read, none."""
+    """The names that a template reads beside those it is always given; of one that cannot be read,
+    none."""
     from jinja2 import Environment, TemplateError, meta
 
     try:
@@ -240,7 +246,8 @@ def variables_of(template: str) -> frozenset[str]:
 
 
 def shown(tokenizer, problems: list[Problem], ends: list[int]) -> str:
-    """The page of --show_prompt: prompts as the model sees them, each special token visible, and the ends."""
+    """The page of --show_prompt: prompts as the model sees them, each special token visible, and
+    the ends."""
     lines = []
     for problem in problems:
         ids = encode(tokenizer, problem)
@@ -259,8 +266,9 @@ def shown(tokenizer, problems: list[Problem], ends: list[int]) -> str:
 def stop_ids(tokenizer, folders, stop: str = "") -> list[int]:
     """Ids of the tokens that end a response, in every engine and in evaluation alike.
 
-    They are the tokenizer's own end, what the generation_config.json of these model folders lists as `eos_token_id`
-    (a folder without that file adds nothing), and the tokens of --stop. UserError: one sentence."""
+    They are the tokenizer's own end, what the generation_config.json of these model folders lists
+    as `eos_token_id` (a folder without that file adds nothing), and the tokens of --stop.
+    UserError: one sentence."""
     ids = [tokenizer.eos_token_id]
     for folder in folders:
         path = Path(folder) / "generation_config.json"

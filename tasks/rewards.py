@@ -1,4 +1,5 @@
-"""Rewards: what a response earns, as a sum of named parts, each computed in a grading process (tasks/grading.py).
+"""Rewards: what a response earns, as a sum of named parts, each computed in a grading process
+(tasks/grading.py).
 
     --reward=math                       right or wrong, by the math-verify library
     --reward=math,boxed*0.1             a sum, with weights
@@ -7,9 +8,8 @@
         def score(row, text, finish_reason):       # the problem's row, the response, "stop" or "length"
             return 1.0 if row["answer"] in text else 0.0       # or {"right": 1.0, "short": 0.2}, whose sum counts
 
-`row` has every column of the problem's row, and under "answer" its final answer. Evaluation counts a response as right
-where the first part named gives more than 0.5.
-"""
+`row` has every column of the problem's row, and under "answer" its final answer. Evaluation counts
+a response as right where the first part named gives more than 0.5."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Reward:
-    """--reward, read: what a response earns. seconds: of a processor, for each answer and part (--grade_seconds)."""
+    """--reward, read: what a response earns. seconds: of a processor, for each answer and part
+    (--grade_seconds)."""
 
     parts: tuple[Part, ...] = (Part("math", 1.0),)
     answer: str = "boxed"  # "boxed" or "last": what of a response `math` looks at (--answer)
@@ -57,7 +58,8 @@ class Reward:
     overlong: int = 0  # tokens below max_tokens from which DAPO's penalty begins (--overlong)
 
     def can_grade(self, answer: str) -> bool:
-        """Whether a response can be right by the first part: behind #### stands a number, and a choice is a letter."""
+        """Whether a response can be right by the first part: behind #### stands a number, and a
+        choice is a letter."""
         form = {"gsm8k": HASHES, "praxis": HASHES, "letter": "[A-Za-z]"}.get(
             self.parts[0].name, ".*"
         )
@@ -65,15 +67,16 @@ class Reward:
 
     @property
     def needs_answer(self) -> bool:
-        """Whether a row needs a final answer: functions of the user's own may grade by other columns."""
+        """Whether a row needs a final answer: functions of the user's own may grade by other
+        columns."""
         return any(part.name in BUILT_IN and part.name not in FORMATS for part in self.parts)
 
     def of(self, answers: list[Answer]) -> tuple[list[float], Counter]:
         """The reward of each answer; and counts.
 
-        The counts: `answers`; `timeouts`, those that could not be graded within the limit, which earn nothing;
-        `failures`, those whose function raised, likewise; `unboxed`, those without a box, where `math` grades; and
-        `reward/NAME`, the sum of each part, weights aside."""
+        The counts: `answers`; `timeouts`, those that could not be graded within the limit, which
+        earn nothing; `failures`, those whose function raised, likewise; `unboxed`, those without a
+        box, where `math` grades; and `reward/NAME`, the sum of each part, weights aside."""
         total = [0.0] * len(answers)
         counts = Counter(answers=len(answers))
         for part in self.parts:
@@ -95,7 +98,8 @@ class Reward:
         return total, counts
 
     def values(self, part: Part, answers: list[Answer]) -> list:
-        """What the pool says of each answer; equal ones are graded once, and nothing stands for a missing box."""
+        """What the pool says of each answer; equal ones are graded once, and nothing stands for a
+        missing box."""
         calls = {}
         keys = [self.call(part, answer, calls) for answer in answers]
         found = graders().grade(part.name, list(calls.values()), self.seconds)
@@ -103,7 +107,8 @@ class Reward:
         return [0.0 if key is None else known[key] for key in keys]
 
     def call(self, part: Part, answer: Answer, calls: dict) -> tuple | None:
-        """The key of a call for this answer, which stands in `calls` then; None: wrong without a look."""
+        """The key of a call for this answer, which stands in `calls` then; None: wrong without a
+        look."""
         problem, text = answer.problem, answer.text
         finish_reason = "stop" if answer.finished else "length"
         row = {"answer": problem.answer}
@@ -136,7 +141,8 @@ class Reward:
 
 
 def overlong_penalty(tokens: int, buffer: int, longest: int) -> float:
-    """DAPO's soft punishment of length, Eq. 13: 0 up to longest - buffer tokens, then linear, 1 at the longest."""
+    """DAPO's soft punishment of length, Eq. 13: 0 up to longest - buffer tokens, then linear, 1 at
+    the longest."""
     return max(0.0, tokens - (longest - buffer)) / buffer
 
 
@@ -193,7 +199,8 @@ def check_libraries(reward: Reward, name: str) -> None:
 
 
 def try_out(reward: Reward, answer: Answer) -> None:
-    """UserError, before a model loads, if a function of the user's own cannot grade the first problem."""
+    """UserError, before a model loads, if a function of the user's own cannot grade the first
+    problem."""
     for part in reward.parts:
         if part.name in BUILT_IN:
             continue

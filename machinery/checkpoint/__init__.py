@@ -10,13 +10,12 @@
                                              columns, states of the random number generators
                                 digests.json SHA-256 of every file
 
-Everything is copied to the host at the boundary (Snapshot), and written by a thread while the run goes on (Saving):
-beside its final name, onto the disk, and renamed once. A checkpoint exists whole or not at all. One that was damaged
-later is found by its digests, and the one before it is taken.
+Everything is copied to the host between two updates (Snapshot), and a thread writes it while the
+run goes on (Saving): under a temporary name, which is renamed once. A checkpoint is complete or
+absent. Digests find later damage, and the checkpoint before it is used.
 
-Nodes without a common file system each have such a folder, with the files that their own ranks write; at a resume they
-send each other what they lack (complete).
-"""
+Nodes without a common file system each have such a folder, with the files that their own ranks
+write; at a resume they send each other what they lack (complete)."""
 
 from __future__ import annotations
 
@@ -95,15 +94,18 @@ FORMAT = 4  # a checkpoint of another format is refused
 
 
 def save(run, step: int, learner, source, pending: list[list[Rollout]], controllers: dict) -> Path:
-    """Write the checkpoint of `step` updates, delete all but the newest `--keep`; returns its folder.
+    """Write the checkpoint of `step` updates, delete all but the newest `--keep`; returns its
+    folder.
 
-    Collective. run: a run.Run, of which cfg, configs and tokenizer are read. pending: the minibatches of groups that
-    are not trained on yet. UserError: it could not be written there; the sentence says where it is instead."""
+    Collective. run: a run.Run, of which cfg, configs and tokenizer are read. pending: the
+    minibatches of groups that are not trained on yet. UserError: it could not be written; the
+    sentence names the place of a copy."""
     return Saving(Snapshot(run, step, learner, source, pending, controllers)).wait()
 
 
 class Saving:
-    """A checkpoint that a thread writes while the run goes on. A kill leaves the one before, which is deleted last."""
+    """A checkpoint that a thread writes while the run goes on. A kill leaves the one before, which
+    is deleted last."""
 
     def __init__(self, snapshot: Snapshot):
         self.error: BaseException | None = None
@@ -134,10 +136,11 @@ class Saving:
 
 
 class Snapshot:
-    """All that a checkpoint holds, as it is at the boundary of an update: on the host, and nobody else's.
+    """The content of a checkpoint between two updates, as private copies on the host.
 
-    Collective. Adapters are whole, weights and optimizers in the parts that lie on this rank; where every rank has all
-    of them, each copies its share, and the first one the model that it writes."""
+    Collective. Adapters are whole, weights and optimizers in the parts that lie on this rank; where
+    every rank has all of them, each copies its share, and the first one the model that it
+    writes."""
 
     def __init__(
         self, run, step: int, learner, source, pending: list[list[Rollout]], controllers: dict
@@ -187,9 +190,11 @@ class Snapshot:
 
 
 def write(snapshot: Snapshot) -> Path:
-    """Write a snapshot where it belongs, and delete old checkpoints; if there is no room, write it elsewhere.
+    """Write a snapshot where it belongs, and delete old checkpoints; if there is no room, write it
+    elsewhere.
 
-    Collective, as is all below, over the ranks' processes. UserError: it is elsewhere, or nowhere."""
+    Collective, as is all below, over the ranks' processes. UserError: it is elsewhere, or
+    nowhere."""
     cfg, final = snapshot.run.cfg, snapshot.final
     why = write_at(final, snapshot)
     if why:
@@ -204,15 +209,14 @@ def write(snapshot: Snapshot) -> Path:
             if old.is_symlink():
                 old.unlink()
             else:
-                shutil.rmtree(
-                    old, ignore_errors=True
-                )  # what is left of it is tried again next time
-    from_all(None, snapshot.group)  # nobody goes on before
+                shutil.rmtree(old, ignore_errors=True)  # the rest is deleted next time
+    from_all(None, snapshot.group)  # wait for all ranks
     return final
 
 
 def write_at(final: Path, snapshot: Snapshot) -> str:
-    """Write one checkpoint, whole or not at all. Why it could not be written, on every rank; "" where it was."""
+    """Write one checkpoint, whole or not at all. Why it could not be written, on every rank; ""
+    where it was."""
     rank, group = snapshot.rank, snapshot.group
     scratch = final.with_name(final.name + ".writing")
     attempt = Attempt(group)
@@ -277,14 +281,15 @@ def not_written(final: Path, why: str, spare: Path | None) -> str:
     """The sentence for a checkpoint that could not be written where it should be."""
     run = final.parent.parent
     if spare is None:
-        mend = f"make room there and go on from the checkpoint before with --resume --out={run}"
+        fix = f"make room there and go on from the checkpoint before with --resume --out={run}"
     else:
-        mend = f"it is whole in {spare}: make room, move it to {final}, and go on with --resume --out={run}"
-    return f"{final}: the checkpoint could not be written ({why}); {mend}"
+        fix = f"it is whole in {spare}: make room, move it to {final}, and go on with --resume --out={run}"
+    return f"{final}: the checkpoint could not be written ({why}); {fix}"
 
 
 def load(folder: Path, learner, source) -> tuple[int, list[list[Rollout]], dict]:
-    """Bring learner and source back; returns (step, pending, controllers) as `save` took them, on any number of ranks.
+    """Bring learner and source back; returns (step, pending, controllers) as `save` took them, on
+    any number of ranks.
 
     UserError: `shared_by_ranks`'s."""
     rank, n_ranks = learner.comm.rank, learner.comm.size
@@ -309,12 +314,13 @@ def load(folder: Path, learner, source) -> tuple[int, list[list[Rollout]], dict]
 
 
 def shared_by_ranks(folder: Path, mmap: bool = False) -> dict:
-    """The contents of learner.pt. mmap: tensors stay on the disk. UserError: another revision wrote the checkpoint."""
+    """The contents of learner.pt. mmap: tensors stay on the disk. UserError: another revision wrote
+    the checkpoint."""
     shared = torch.load(folder / "learner.pt", weights_only=True, mmap=mmap)
     need(
         shared.get("format") == FORMAT,
         f"--resume: {folder} has checkpoint format {shared.get('format', 1)}, and this revision reads {FORMAT}; resume "
-        "with the revision that wrote it, or start anew in another --out",
+        "with the revision that wrote it, or start a new run in another --out",
     )
     return shared
 
@@ -325,7 +331,7 @@ def shared_by_ranks(folder: Path, mmap: bool = False) -> dict:
 
 
 def in_bytes(state: dict) -> bytes:
-    """A state as torch.save writes it: what changes afterwards does not change it."""
+    """A state as bytes of torch.save, independent of later changes."""
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()
@@ -357,7 +363,8 @@ def writer_of(path: Path) -> int:
 
 
 def seal(folder: Path, digests: list[dict]) -> None:
-    """Write digests.json from those of each rank, of the files on this disk, and the folders onto it."""
+    """Write digests.json from those of each rank, of the files on this disk, and the folders onto
+    it."""
     joined = {
         name: known
         for part in digests
@@ -381,7 +388,7 @@ def digest(path: Path) -> str:
 
 
 def damage(folder: Path, part: str = "") -> str:
-    """What is wrong with a checkpoint, or with one model's folder in it; "" where nothing is."""
+    """The damage of a checkpoint, or of one model's folder in it; "" without damage."""
     if not (folder / "digests.json").is_file():
         return "digests.json is missing"
     try:
@@ -399,35 +406,39 @@ def damage(folder: Path, part: str = "") -> str:
 
 
 def folders(out: Path | str) -> list[Path]:
-    """The folders of a run's checkpoints, oldest first; one that is being written is not among them."""
+    """The folders of a run's checkpoints, oldest first; one that is being written is not among
+    them."""
     found = (Path(out) / "checkpoints").glob("step_*")
     named = [path for path in found if re.fullmatch(r"step_\d{6,}", path.name)]
     return sorted(named, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def newest(out: Path | str, part: str = "") -> Path | None:
-    """The newest whole checkpoint of the run folder `out`; None if the run was killed before its first.
+    """The newest whole checkpoint of the run folder `out`; None if the run was killed before its
+    first.
 
-    part: only this model's folder matters. Damaged ones are named on the screen and left out. UserError: all are."""
+    part: only this model's folder matters. Damaged ones are named on the screen and left out.
+    UserError: all are."""
     found = folders(out)
     damaged = []
     for folder in reversed(found):
         wrong = damage(folder, part)
         if not wrong:
-            for said in damaged:
-                print(f"warning: {said}; the checkpoint before it is taken", file=sys.stderr)
+            for sentence in damaged:
+                print(f"warning: {sentence}; the checkpoint before it is used", file=sys.stderr)
             return folder
         damaged.append(f"{folder} is damaged ({wrong})")
-    mend = "start anew with --overwrite, or in another --out"
+    fix = "start a new run with --overwrite, or in another --out"
     need(
         not found,
-        f"{out}: no checkpoint there is whole; {mend} (the newest: {''.join(damaged[:1])})",
+        f"{out}: all checkpoints are damaged; {fix} (the newest: {''.join(damaged[:1])})",
     )
     return None
 
 
 def to_resume(cfg: Config, comm) -> Path | None:
-    """The checkpoint to resume from, the same on every rank, and whole on every disk; None if there is none.
+    """The checkpoint to resume from, the same on every rank, and whole on every disk; None if there
+    is none.
 
     UserError: a disk has none, or it cannot be dealt out to this number of ranks."""
     chosen = newest(cfg.out) if comm.writes else None  # one rank of a disk reads all bytes
@@ -444,19 +455,19 @@ def to_resume(cfg: Config, comm) -> Path | None:
     lost = [i for i in range(before) if not (folder / f"rank{i}.pt").is_file()]
     need(
         not lost,
-        f"--resume: {folder} has no part of rank {min(lost, default=0)}, nor what else its node wrote; bring it",
+        f"--resume: {folder} lacks the files of rank {min(lost, default=0)} and its node; copy them there",
     )
     need(
         before == comm.size or (cfg.delay == "none" and cfg.samplers == "local"),
         f"--resume: {folder} was written by {before} rank(s) and this run has {comm.size}; each has samplers of its "
-        "own, delayed or remote ones, whose groups cannot be dealt out anew: use as many",
+        "own, delayed or remote, and their groups cannot be redistributed: use the same number of ranks",
     )
     return folder
 
 
 def set_aside(out: Path | str, chosen: Path | None) -> None:
-    """Rename the checkpoints after the chosen one, which were damaged, so that none is taken for the newest; and remove
-    what a save left that was killed."""
+    """Rename the damaged checkpoints after the chosen one, so that none counts as the newest, and
+    remove the files of a save that was killed."""
     for unfinished in (Path(out) / "checkpoints").glob("step_*.writing"):
         shutil.rmtree(unfinished, ignore_errors=True)
     found = folders(out)

@@ -20,11 +20,13 @@ BASE_DIR = (
 
 
 class Export:
-    """A model on its way into a Hugging Face folder, in its own precision, one whole tensor after the other.
+    """A model on its way into a Hugging Face folder, in its own precision, one whole tensor after
+    the other.
 
-    stream(whole): yields (name, tensor) of the model, each made whole by the function `whole`. origin: the folder that
-    the run started from. Its generation_config.json, which lists the tokens that end a response, goes along as it is.
-    Made in the main thread: building a model sets torch's default precision for a moment. `write` may run in any."""
+    stream(whole): yields (name, tensor) of the model, each made whole by the function `whole`.
+    origin: the folder that the run started from. Its generation_config.json, which lists the tokens
+    that end a response, goes along as it is. Made in the main thread: building a model sets torch's
+    default precision for a moment. `write` may run in any."""
 
     def __init__(self, config, stream, tokenizer, origin: str):
         from transformers import AutoModelForCausalLM
@@ -54,7 +56,8 @@ class Export:
         return [(name, x) for name, x in tensors if name not in self.left_out]
 
     def converted(self, tensors: dict) -> dict:
-        """As a folder has them: in its precision, and the experts, which transformers joins on loading, each alone."""
+        """As a folder has them: in its precision, and the experts, which transformers joins on
+        loading, each alone."""
         from transformers.core_model_loading import revert_weight_conversion
 
         if self.dtype:
@@ -64,12 +67,14 @@ class Export:
         return revert_weight_conversion(self.shell, tensors)
 
     def rounds(self, name: str, x) -> bool:
-        """Whether a tensor has the model's own precision in files: not buffers, such as the biases by which some
-        mixtures choose experts. A resumed run reads those from here, and rounded they choose others."""
+        """Whether a tensor has the model's own precision in files: not buffers, such as the biases
+        by which some mixtures choose experts. A resumed run reads those from here, and rounded they
+        choose others."""
         return x.is_floating_point() and name not in dict(self.shell.named_buffers())
 
     def write(self, folder: Path, tensors) -> None:
-        """Write the folder. tensors: (name, whole tensor), as `stream` yields them; one is held at a time."""
+        """Write the folder. tensors: (name, whole tensor), as `stream` yields them; one is held at
+        a time."""
         self._write_config(folder)
         with TensorFiles(folder, self.layout) as files:
             parts = ([named] for named in tensors) if self.alone else [tensors]
@@ -116,8 +121,8 @@ def exported(config) -> Export:
 
 
 def write_zeros(model, folder: Path) -> None:
-    """Give a folder that has a configuration, and perhaps old weights, weights of 0, tensor by tensor. model: of that
-    configuration, without weights."""
+    """Give a folder that has a configuration, and perhaps old weights, weights of 0, tensor by
+    tensor. model: of that configuration, without weights."""
     for old in folder.glob("*.safetensors*"):
         old.unlink()
     layout = exported(model.config).layout
@@ -130,7 +135,8 @@ def write_zeros(model, folder: Path) -> None:
 
 @contextmanager
 def one_sentence(folder: Path | str, part: str, mend: str):
-    """Whatever transformers makes of a model folder, many lines of it, as one UserError that names folder and part."""
+    """Whatever transformers makes of a model folder, many lines of it, as one UserError that names
+    folder and part."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -148,7 +154,8 @@ def one_sentence(folder: Path | str, part: str, mend: str):
 
 
 def from_hub(flag: str, name: str, cached: bool = False) -> str:
-    """The folder of a model of the hub, owner/name, fetched unless it is there already. UserError: it cannot be had.
+    """The folder of a model of the hub, owner/name, fetched unless it is there already. UserError:
+    it cannot be had.
 
     cached: another process of this host has just fetched it."""
     from huggingface_hub import snapshot_download
@@ -165,7 +172,8 @@ def from_hub(flag: str, name: str, cached: bool = False) -> str:
 
 
 def text_folder(folder: str) -> str:
-    """The folder, or where its model also sees or hears, one of its text model alone: only that is trained.
+    """The folder, or where its model also sees or hears, one of its text model alone: only that is
+    trained.
 
     It is made in BASE_DIR once. UserError, one sentence: transformers has no such text model."""
     config = read_config(folder)
@@ -194,7 +202,8 @@ def text_folder(folder: str) -> str:
 
 
 def text_tensors(folder: str, text) -> dict:
-    """The weights of the text model in a model that also sees or hears, under its own names. text: its config."""
+    """The weights of the text model in a model that also sees or hears, under its own names. text:
+    its config."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     with torch.device("meta"):
@@ -208,7 +217,8 @@ def text_tensors(folder: str, text) -> dict:
 
 
 def read_config(folder: Path | str):
-    """The transformers config of a model folder: of its text, where it also sees. UserError: one sentence."""
+    """The transformers config of a model folder: of its text, where it also sees. UserError: one
+    sentence."""
     from transformers import AutoConfig
 
     mend = "give a whole folder of a causal language model, as save_pretrained writes it"
@@ -230,8 +240,8 @@ def read_config(folder: Path | str):
 
 
 def check_family(folder: str, by_vllm: bool) -> None:
-    """UserError, one sentence, from config.json alone: this model would be trained or published wrongly. by_vllm: it
-    samples there."""
+    """UserError, one sentence, from config.json alone: this model would be trained or published
+    wrongly. by_vllm: it samples there."""
     config = read_config(folder)
     whole = not getattr(config, "quantization_config", None)
     mend = "give the folder in 16 bits, and a format in --rollout_quant"
@@ -257,7 +267,8 @@ def check_family(folder: str, by_vllm: bool) -> None:
 
 
 def check_angles(folder: str, context: int) -> None:
-    """UserError, one sentence: its rotary angles would depend on how long the longest row of a batch is."""
+    """UserError, one sentence: its rotary angles would depend on how long the longest row of a
+    batch is."""
     config = read_config(folder).get_text_config()
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *(value for value in ropes.values() if isinstance(value, dict))):
@@ -284,12 +295,14 @@ def read_tokenizer(folder: Path | str):
 
 
 def vocabulary_size(tokenizer) -> int:
-    """How many token ids there are. A model's embedding may have more rows, which stand for none."""
+    """How many token ids there are. A model's embedding may have more rows, which stand for
+    none."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def check_rows(folder: str, vocabulary: int) -> None:
-    """UserError: the tokenizer has ids for which a model has no row. More rows than ids are no error."""
+    """UserError: the tokenizer has ids for which a model has no row. More rows than ids are no
+    error."""
     rows = read_config(folder).get_text_config().vocab_size
     need(
         rows >= vocabulary,
@@ -299,14 +312,15 @@ def check_rows(folder: str, vocabulary: int) -> None:
 
 
 def stamps(folder: Path | str) -> dict[str, list[int]]:
-    """file -> [size, time in ns], by which a model is told from another one that stood in the same folder."""
+    """file -> [size, time in ns], by which a model is told from another one that stood in the same
+    folder."""
     files = sorted(path for path in Path(folder).iterdir() if path.is_file())
     return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: those of its index, or the one without it. UserError: it has two sets of
-    them, of which transformers reads the one and vLLM the other."""
+    """The safetensors files of a folder: those of its index, or the one without it. UserError: it
+    has two sets of them, of which transformers reads the one and vLLM the other."""
     one, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not index.is_file():
         return [one]
@@ -322,7 +336,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_weights(folder: Path | str) -> None:
-    """UserError, one sentence, before an engine or a model loads them: a file of weights is not there, or damaged."""
+    """UserError, one sentence, before an engine or a model loads them: a file of weights is not
+    there, or damaged."""
     from safetensors import safe_open
 
     folder, mend = (
@@ -339,7 +354,8 @@ def check_weights(folder: Path | str) -> None:
 
 
 def load_model(folder: Path | str, dtype=torch.float32):
-    """A causal language model. UserError, one sentence: no weights, damaged ones, or those of another model."""
+    """A causal language model. UserError, one sentence: no weights, damaged ones, or those of
+    another model."""
     from transformers import AutoModelForCausalLM
 
     mend = "give a whole checkpoint of that shape"

@@ -1,12 +1,12 @@
-"""What training has made of the models, in parts: each rank writes its own, and any number of ranks reads them.
+"""What training has made of the models, in parts: each rank writes its own, and any number of ranks
+reads them.
 
-By torch.distributed.checkpoint: a tensor that is sharded is written shard by shard, one that every rank has is written
-once, and a file .metadata says which part of which tensor lies where. Names: model/weight, and model/weight/kind of
-what its optimizer keeps (exp_avg, momentum_buffer, ...).
+By torch.distributed.checkpoint: a tensor that is sharded is written shard by shard, one that every
+rank has is written once, and a file .metadata says which part of which tensor lies where. Names:
+model/weight, and model/weight/kind of what its optimizer keeps (exp_avg, momentum_buffer, ...).
 
-Everything here works on copies on the host, through a process group of its own, so that it can run in a thread while
-the next update computes (`Copies`).
-"""
+Everything here works on copies on the host, through a process group of its own, so that it can run
+in a thread while the next update computes (`Copies`)."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ def saving_group():
 
 
 def own_group(use: str):
-    """A group of all ranks for one use, beside the run's own: two threads must not share one, for ranks pair what they
-    say by its order. None for one process. Collective at the first call."""
+    """A group of all ranks for one use, beside the run's own: two threads must not share one, for
+    ranks pair what they say by its order. None for one process. Collective at the first call."""
     return beside(dist.group.WORLD, use) if dist.is_initialized() else None
 
 
 @functools.cache
 def beside(world, use: str):
-    """Another group of the same ranks, made once for each process group that this process has been in."""
+    """Another group of the same ranks, made once for each process group that this process has been
+    in."""
     return dist.new_group(backend="gloo")
 
 
@@ -54,7 +55,8 @@ def from_all(x, group) -> list:
 
 
 def complete(folder: Path, comm) -> None:
-    """Give every disk all files of a checkpoint, where the nodes have no common file system. Collective.
+    """Give every disk all files of a checkpoint, where the nodes have no common file system.
+    Collective.
 
     Each missing file comes from the first rank that has it, in pieces of 64 MiB."""
     if comm.size == 1:
@@ -99,7 +101,8 @@ def _send(path: Path, owner: int, lacks: bool, comm, group) -> None:
 
 
 class Copies:
-    """Copies on the host of what lies on this rank; of one tensor one copy, however often it is asked for."""
+    """Copies on the host of what lies on this rank; of one tensor one copy, however often it is
+    asked for."""
 
     def __init__(self, group):
         self.made: dict[tuple, torch.Tensor] = {}
@@ -138,7 +141,8 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def write_shards(tensors: dict, folder: Path, group) -> None:
-    """Write this rank's part of the tensors (copies on the host). Collective: what fails on one rank fails on all."""
+    """Write this rank's part of the tensors (copies on the host). Collective: what fails on one
+    rank fails on all."""
     import torch.distributed.checkpoint as dcp
 
     try:

@@ -1,4 +1,5 @@
-"""What a checkpoint holds beside weights: random number generators and groups, as containers of tensors and numbers."""
+"""What a checkpoint holds beside weights: random number generators and groups, as containers of
+tensors and numbers."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def set_rng_state(state: dict) -> None:
 
 
 def new_rng_state(seed: int, rank: int) -> dict:
-    """The state of a rank that the checkpoint does not know: by the run's seed and its own number."""
+    """The state of a rank that the checkpoint does not know: by the run's seed and its own
+    number."""
     own = request_seed("rank", seed, rank) % 2**32
     with same_rng_state():
         torch.manual_seed(own)
@@ -65,7 +67,8 @@ def same_rng_state():
 
 
 def pack(groups: list[Rollout]) -> dict:
-    """Groups as containers of tensors, strings and numbers: a checkpoint holds no pickled classes."""
+    """Groups as containers of tensors, strings and numbers: a checkpoint holds no pickled
+    classes."""
     packed = []
     for group in groups:
         state = {
@@ -92,10 +95,12 @@ def unpack(packed: dict) -> list[Rollout]:
 
 
 def dealt(pending: list[list[dict]], rank: int, n_ranks: int) -> list[dict]:
-    """This rank's packed groups of each minibatch, where other ranks, or more or fewer of them, had these.
+    """This rank's packed groups of each minibatch, where other ranks, or more or fewer of them, had
+    these.
 
-    pending: for each rank of before, its packed minibatches. The i-th group of rank r of N is number i N + r of the
-    minibatch, as sources deal the problems: so a minibatch has the same groups, whoever holds them."""
+    pending: for each rank of before, its packed minibatches. The i-th group of rank r of N is
+    number i N + r of the minibatch, as sources deal the problems: so a minibatch has the same
+    groups, whoever holds them."""
     minibatches = []
     for parts in zip(*pending, strict=True):
         turns = zip(*(part["groups"] for part in parts), strict=True)

@@ -1,4 +1,5 @@
-"""Named tensors in files, one after the other: as they are published, and as the folders of models have them."""
+"""Named tensors in files, one after the other: as they are published, and as the folders of models
+have them."""
 
 from __future__ import annotations
 
@@ -25,10 +26,12 @@ NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def header_of(layout: dict[str, tuple], names, metadata: dict) -> tuple[bytes, dict[str, int]]:
-    """(the beginning of a safetensors file with these tensors in this order, where each of them begins in it).
+    """(the beginning of a safetensors file with these tensors in this order, where each of them
+    begins in it).
 
-    The library writes whole dictionaries alone. The format: 8 bytes with the length of a header, the header (JSON:
-    dtype, shape and place of every tensor), and the tensors' bytes. All is known before the first tensor comes.
+    The library writes whole dictionaries alone. The format: 8 bytes with the length of a header,
+    the header (JSON: dtype, shape and place of every tensor), and the tensors' bytes. All is known
+    before the first tensor comes.
 
     layout: name -> (dtype, shape)."""
     header, starts, end = {"__metadata__": metadata}, {}, 0
@@ -50,7 +53,8 @@ def header_of(layout: dict[str, tuple], names, metadata: dict) -> tuple[bytes, d
 
 @dataclass(frozen=True)
 class Published:
-    """Named tensors that can be read more than once, made anew each time: no second model is held."""
+    """Named tensors that can be read more than once, made anew each time: no second model is
+    held."""
 
     read: Callable
 
@@ -59,8 +63,9 @@ class Published:
 
 
 class Layout:
-    """Where each tensor of a stream belongs in one file, in safetensors' format. Tensors that share memory are written
-    once; equal tensors make equal files. cast: the type in which numbers of a type are written."""
+    """Where each tensor of a stream belongs in one file, in safetensors' format. Tensors that share
+    memory are written once; equal tensors make equal files. cast: the type in which numbers of a
+    type are written."""
 
     def __init__(self, named_tensors, cast):
         self.order: list[str] = []
@@ -117,7 +122,8 @@ def as_it_is(dtype: torch.dtype) -> torch.dtype:
 
 
 def read_tensors(path: Path) -> Published:
-    """The tensors that a Layout wrote, in their order. The file stays open: it may be deleted while they are read."""
+    """The tensors that a Layout wrote, in their order. The file stays open: it may be deleted while
+    they are read."""
     from safetensors import safe_open
 
     file = safe_open(path, "pt")
@@ -133,7 +139,8 @@ FILE_BYTES = 5 * 10**9  # of tensors in one file of a model; one larger tensor h
 
 
 class TensorFiles:
-    """The safetensors files of a Hugging Face folder, for tensors that come one at a time in any order.
+    """The safetensors files of a Hugging Face folder, for tensors that come one at a time in any
+    order.
 
     layout: name -> (dtype, shape), of every tensor that will come."""
 
@@ -190,7 +197,8 @@ def n_bytes(dtype, shape) -> int:
 
 
 def split(layout: dict[str, tuple]) -> list[list[str]]:
-    """The names of each file's tensors, the widest numbers first: so each begins at a multiple of its own width."""
+    """The names of each file's tensors, the widest numbers first: so each begins at a multiple of
+    its own width."""
     parts, size = [[]], 0
     for name in sorted(layout, key=lambda name: -layout[name][0].itemsize):
         size += n_bytes(*layout[name])
