@@ -35,9 +35,7 @@ class Batch:
     cut: torch.Tensor  # (B,) bool       ended by --max_tokens
     spread: torch.Tensor  # (B,) bool       the rewards of its group differ
     adv: torch.Tensor  # (B, 1) float32   advantage: the same for every token of a response
-    sampling: (
-        torch.Tensor
-    )  # (B, 4) float32   what the learner scores with: temperature, top_p, top_k, min_p
+    sampling: torch.Tensor  # (B, 4) float32   the learner's temperature, top_p, top_k, min_p
     staleness: torch.Tensor  # (B, 2) float32   age of the sampling weights: in updates, in seconds
     tokens: torch.Tensor  # (B, T) int64     response tokens
     mask: torch.Tensor  # (B, T) bool      tokens that may carry a gradient
@@ -163,7 +161,7 @@ def advantage_of(reward, cfg: ObjectiveFlags):
 
 
 def regularised(group: Rollout, cfg: ObjectiveFlags) -> torch.Tensor:
-    """What a group's advantages are made of, (G,): its rewards.
+    """Rewards of a group, (G,), for its advantages.
 
     With --kl_in=reward, and known from the ref pass, R - kl_coef sum_t k(log p_ref, log p_start)
     over the response."""

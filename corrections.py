@@ -651,7 +651,8 @@ def check_target(cfg: LossFlags) -> None:
             and cfg.loss_denominator == "kept"
             and CORRECTIONS[cfg.correction].drops
         ),
-        f"--loss_denominator=kept: --normalize_weights already divides by the tokens that --correction={cfg.correction} keeps; "
+        f"--loss_denominator=kept: --normalize_weights already divides by the tokens that "
+        f"--correction={cfg.correction} keeps; "
         "use proposed",
     )
     need(
@@ -705,7 +706,7 @@ def check_rejection(cfg: ObjectiveFlags) -> None:
     )
     need(
         (cfg.rs_low is None and cfg.rs_high is None) or rejects or cfg.reject in REJECTIONS,
-        f"--rs_low={cfg.rs_low} --rs_high={cfg.rs_high}: this correction rejects nothing; name a statistic with "
+        f"--rs_low={cfg.rs_low} --rs_high={cfg.rs_high}: these bounds apply to no statistic; name one with "
         f"--reject={', '.join(REJECTIONS)} (in a list of several each has bounds of its own, token:0.5:5)",
     )
     need(

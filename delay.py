@@ -105,7 +105,7 @@ class Ticket(NamedTuple):
 
 
 class DelaySource(LocalSource):
-    """A LocalSource whose engine plays `cfg.delay_samplers` delayed samplers in turn.
+    """A LocalSource with one engine that plays `cfg.delay_samplers` delayed samplers in turn.
 
     store: the folder of old versions. writes: whether this rank writes there, one of those that
     share a disk. Every rank runs the same clock with the same draws."""
@@ -185,8 +185,8 @@ class DelaySource(LocalSource):
         return min(self.distribution.quantile(max(u, 2.0**-53)), self.longest)
 
     def reload(self, now: float) -> None:
-        """Samplers whose delays are over load the newest versions broadcast by then and draw again,
-        until none is."""
+        """Samplers load the newest version at the end of their delay and draw a new delay, up to
+        `now`."""
         for i in range(len(self.samplers)):
             self.reload_one(i, now)
 
@@ -235,8 +235,8 @@ class DelaySource(LocalSource):
         return False
 
     def next(self, n_groups: int, learner_version: int, stop=()) -> list[Rollout]:
-        """The next n groups in order of arrival; the clock moves on by whole steps until there are
-        so many."""
+        """The next n groups in order of arrival; the clock advances by whole steps until n are
+        there."""
         self.remember("sequence", "samplers", "tickets", "made", "waited", "dropped")
         with given_back_if_it_fails(self):
             groups = self.with_spread(
@@ -246,7 +246,7 @@ class DelaySource(LocalSource):
         return groups
 
     def take(self, n_groups: int, learner_version: int) -> list[Ticket]:
-        """The next n tickets; the clock moves on until there are so many."""
+        """The next n tickets; the clock advances until n are there."""
         self.make(n_groups, learner_version)
         waits = 0
         while len(self.tickets) < n_groups:
@@ -275,7 +275,7 @@ class DelaySource(LocalSource):
         return [groups[ticket.number] for ticket in taken]
 
     def lend(self, named_tensors):
-        """The engine with these weights; a version is loaded anew before it samples."""
+        """The engine with these weights; the next rollout loads its version again."""
         self.version = -1
         return super().lend(named_tensors)
 
@@ -320,7 +320,7 @@ class DelaySource(LocalSource):
             if not self.path(version).is_file():
                 raise UserError(
                     f"--resume: {self.path(version)} is gone, and a delayed sampler still holds that version; "
-                    "start anew in another --out"
+                    "start a new run in another --out"
                 )
 
 
@@ -384,7 +384,7 @@ def check_bounds(cfg: Config) -> None:
     if cfg.delay != "none" and not math.isinf(cfg.window_seconds):
         steps = 1 + int(
             cfg.window_seconds * (1 - 1e-9) / cfg.step_seconds
-        )  # whose groups wait at the same time
+        )  # steps with groups that wait at the same time
         if cfg.sampler_rate * (1 + (steps - 1) * cfg.train_batch / cfg.rollout_batch) < 1:
             raise UserError(
                 f"--window_seconds={cfg.window_seconds}: at --sampler_rate={cfg.sampler_rate} groups would be dropped "

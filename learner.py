@@ -159,7 +159,7 @@ class Learner:
         own_format = quant.learner_format(cfg)
         sampler = policy if actor is None else actor
         quant.align(sampler, own_format)
-        if start is not None:  # it computes as the policy does
+        if start is not None:  # in the format of the policy
             quant.align(start.requires_grad_(False), own_format if actor is None else None)
         if cfg.exact:
             exact.apply(sampler)
@@ -548,7 +548,7 @@ class Learner:
                 gap <= HEADS.get(str(expected.dtype).removeprefix("torch."), 1e-3),
                 f"--{name if name == 'actor' else 'model'}: models of the family {config.model_type} do more to their "
                 f"logits than model/head.py knows (log-probabilities differ by {gap:.3g} from the model's own); choose "
-                "another model, or add what this one does to head.Head",
+                "another model, or add its operation to head.Head",
             )
 
     def state_dict(self) -> dict:

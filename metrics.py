@@ -1,9 +1,8 @@
-"""Metrics: how far apart the policies are, what the correction did about it, and where it is all
-written down.
+"""Metrics: one row for each, with its formula and its meaning.
 
     python metrics.py          # the page of all metrics: name, meaning
 
-A metric is one row below: its name, what it is a mean (or maximum) over, its formula, its meaning.
+A metric is one row below: its name, its domain (tokens or responses), its formula, its meaning.
 `Derived` rows are formulas of such means over the whole step (machinery/measure.py adds them up).
 Names under `rollout_corr/` have the meaning that verl gives them (three differences:
 results/conformance.md). Rows with a name that begins with _ are sums from which other rows are
@@ -41,7 +40,7 @@ def responses(v):
 
 
 def weighted(v):
-    """What carries one weight each: tokens, or responses where R weighs."""
+    """Items with one weight each: tokens, or responses where R is the weight."""
     return v.responses if v.by_response else v.tokens
 
 
@@ -193,7 +192,7 @@ WEIGHTS = [
     Derived(
         "rollout_corr/seq_eff_sample_size",
         lambda m: m.ess("_R", "_R2"),
-        "the effective sample size of R over responses; read it beside seq_clamped_fraction: responses at the clamp "
+        "the effective sample size of R over responses; read it with seq_clamped_fraction: responses at the clamp "
         "all weigh e^20 or e^-20, so a batch at the clamp shows a false 1",
     ),
     Mean(
@@ -245,14 +244,14 @@ WEIGHTS = [
 ]
 
 REWARDS = [
-    Mean("reward", responses, lambda v: v.batch.reward, "what the sampler earned"),
+    Mean("reward", responses, lambda v: v.batch.reward, "reward of the sampler"),
     Mean("_capped", responses, lambda v: v.R.clamp_max(v.C_seq)),
     Mean("_capped_reward", responses, lambda v: v.R.clamp_max(v.C_seq) * v.batch.reward),
     Derived(
         "rollout_corr/reward_weighted",
         lambda m: m["_capped_reward"] / m["_capped"] if m["_capped"] > 0 else 0.0,
-        "sum min(R, C) reward / sum min(R, C): what the learner itself would earn; `reward` is the sampler's, and the "
-        "two part where the policies do (TIS text, 'biased reward')",
+        "sum min(R, C) reward / sum min(R, C): estimate of the learner's reward; `reward` is the sampler's "
+        "(TIS text, 'biased reward')",
     ),
     Max("_best", responses, lambda v: v.batch.reward),
     Derived(
@@ -264,7 +263,7 @@ REWARDS = [
         "spread",
         responses,
         lambda v: v.batch.spread,
-        "share of responses whose group's rewards differ",
+        "share of responses in groups with different rewards",
     ),
     Mean("response_length", responses, lambda v: v.batch.length, "tokens"),
     Mean("cut", responses, lambda v: v.batch.cut, "share of responses that --max_tokens has ended"),
@@ -336,7 +335,7 @@ RATIO_OUT = (
     "(QaRL 5b)"
 )
 UPDATE = [
-    Mean("clip_fraction", tokens, lambda v: v.clipped, "tokens whose surrogate is clipped"),
+    Mean("clip_fraction", tokens, lambda v: v.clipped, "tokens with a clipped surrogate"),
     Mean(
         "clip_fraction_high", tokens, lambda v: v.clipped & (v.adv > 0), "those of them with A > 0"
     ),
@@ -379,7 +378,7 @@ UPDATE = [
         "cppo_kl",
         tokens,
         lambda v: v.logs["cppo_kl"],
-        "what --cppo_beta weighs: its KL between inf and new (corrections.py)",
+        "KL between inf and new that --cppo_beta weighs (corrections.py)",
         when=lambda v: "cppo_kl" in v.logs,
     ),
     Mean(
@@ -418,7 +417,7 @@ def summed(m) -> str | None:
 
 
 def logged(key):
-    """(formula, when) of what the correction logged under this name."""
+    """(formula, when) of a value that the correction logged under this name."""
     return {"formula": lambda v: v.logs[key], "when": lambda v: key in v.logs}
 
 
@@ -554,7 +553,7 @@ SECTIONS = {
     "Counts": COUNTS,
 }
 ROWS = [row for rows in SECTIONS.values() for row in rows]
-# what other files log: name -> meaning
+# metrics of other files: name -> meaning
 ELSEWHERE = {
     "loss": "the reduced loss",
     "grad_norm": "of the policy, before clipping; actor/grad_norm",
@@ -571,7 +570,7 @@ ELSEWHERE = {
     "grade/failures": "answers of this rank on which a reward function raised an exception (they earn 0 for it)",
     "grade/unboxed": "share of this rank's responses without a \\boxed{}, or with one that is cut short",
     "reward/NAME": "mean of each part of --reward, weights aside, where there are several (tasks/rewards.py)",
-    "dynamic_sampling/dropped": "groups of this rank whose responses all earned the same, and that were sampled anew",
+    "dynamic_sampling/dropped": "groups of this rank with equal rewards, replaced by other prompts",
     "delay/clock": "virtual seconds the learner had to wait (delay.py); delay/waiting, versions, dropped_*",
     "remote/trained": "the account of remote groups, a column for each fate (remote/source.py); remote/*",
     "rollout_s": "seconds by stage: rollout_s, ref_s, update_s, sync_s, eval_s, save_s",
@@ -604,8 +603,8 @@ def observe(sums: Sums, new, batch, stats, logs, cfg: LossFlags) -> None:
 
 
 def derive(m: Means) -> dict[str, float]:
-    """The public metrics: means and maxima, and the derived ones. What no token or response of the
-    batch is in is left out: a length, a sign, those that were cut."""
+    """The public metrics: means, maxima and derived ones. Metrics without a token or response of
+    their domain in the batch are left out."""
     empty = {name for name in m.pairs if name.startswith(BUCKETED) and m.count(name) == 0}
     out = {
         name: value for name, value in m.items() if not name.startswith("_") and name not in empty

@@ -291,8 +291,8 @@ def passes_needed(cfg: Config, controllers: dict, updates: int) -> set[str]:
 def prepare(batch, comm, cfg: LossFlags, controllers: dict, fresh=None) -> StepStats:
     """The statistics of one optimizer step over all ranks.
 
-    batch: this rank's share of the step; comm.sum and comm.cat reduce over ranks; controllers: what
-    earlier steps left (`update_controllers`); fresh: TokenStats of the policy as it is now, for
+    batch: this rank's share of the step; comm.sum and comm.cat reduce over ranks; controllers:
+    state of earlier steps (`update_controllers`); fresh: TokenStats of the policy as it is now, for
     `--kappa=exact`."""
     lengths = batch.mask.sum(1)
     tokens, sequences = comm.sum([batch.mask.sum(), (lengths > 0).sum()])

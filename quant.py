@@ -47,7 +47,7 @@ class Format:
     dtype: torch.dtype  # in which quantized numbers are stored
     activations: bool  # whether activations are quantized too
     group: int = 0  # entries of a row that share a scale; 0: the whole row
-    scales: torch.dtype = torch.float32  # whose numbers the scales are, stored in float32
+    scales: torch.dtype = torch.float32  # scales are rounded to this type, stored in float32
 
     @property
     def activation_qmax(self) -> float:
@@ -73,7 +73,7 @@ def format_of(name: str, group: int = 128) -> Format | None:
 
 
 def scales_of_int4() -> torch.dtype:
-    """Whose numbers the scales of int4 and its like are: bfloat16's on a GPU, float32's on a CPU.
+    """Type of the scales of int4 and its like: bfloat16 on a GPU, float32 on a CPU.
 
     vLLM's int4 kernels keep scales in the type of the model, which has no more bits; on a CPU it
     gets whole weights."""
@@ -95,8 +95,7 @@ def int8_qmax() -> float:
 
 
 def cpu_flags() -> set[str]:
-    """What this processor can do, by the names that Linux gives it; empty where there is no such
-    list."""
+    """Features of this processor, by Linux's names; empty on other systems."""
     cpuinfo = Path("/proc/cpuinfo")
     return set(cpuinfo.read_text().split()) if cpuinfo.is_file() else set()
 
@@ -299,7 +298,7 @@ class LowBitLinear(nn.Linear):
 
 
 class LowBitExperts(nn.Module):
-    """The experts of a layer, each of whose matrices computes as a LowBitLinear. `align` puts it in
+    """The experts of a layer, with matrices that compute like LowBitLinear. `align` puts it in
     their place.
 
         y = sum over the chosen experts e of  w_e W_down,e (act(W_gate,e x) * W_up,e x)
@@ -362,7 +361,7 @@ ROUTERS = (
     "gate",
     "router",
     "shared_expert_gate",
-)  # what chooses and weighs experts stays in high precision
+)  # routers stay in high precision
 
 
 def quantized_linears(model) -> dict[str, nn.Linear]:
@@ -474,7 +473,7 @@ def refuse_experts(model, flag: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the engine gets
+# Tensors for the engine
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -514,7 +513,7 @@ def for_engine(named_tensors, model, fmt: Format, packed: bool = True, cached: b
 def dequantize_in_place(model, fmt: Format):
     """Round the weights of the linear layers to the format's grid, in place, and return the model.
 
-    A plain model then computes what a format without quantized activations computes."""
+    Then a plain model computes the same as a format without quantized activations."""
     weights = [linear.weight.data for linear in quantized_linears(model).values()]
     weights += [getattr(experts, kind).data for experts, kind in expert_parameters(model).values()]
     for weight in weights:

@@ -58,8 +58,7 @@ class Rollout:
     t_start: float  # start and end of sampling, in seconds since the epoch by the learner's clock
     t_end: float
     responses: list[Response] = field(default_factory=list)
-    # What the learner's ref pass adds (batching.write_ref_columns): name -> one array for each
-    # response.
+    # Columns of the ref pass (batching.write_ref_columns): name -> one array for each response.
     ref: dict[str, list[np.ndarray]] = field(default_factory=dict)
     t_published: float = 0.0  # when the learner published the weights, in seconds by its own clock
 
@@ -67,10 +66,10 @@ class Rollout:
 def as_groups(
     key: str, prompts, responses, sampling: Sampling, precision: str = "float32"
 ) -> list[Rollout]:
-    """What an engine sampled outside a run, as groups of the policy's at version 0: responses[i] is
-    prompts[i]'s.
+    """Responses that an engine sampled outside a run, as groups at version 0; responses[i] belong
+    to prompts[i].
 
-    key: what tells their uids from those of other groups."""
+    key: part of their uids that distinguishes them from other groups."""
     about = dict(
         sampling=sampling,
         model="policy",

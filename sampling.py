@@ -37,7 +37,7 @@ KEPT_MAX = 256  # largest set of allowed tokens that is recorded where top_p or 
 
 @dataclass(frozen=True)
 class Sampling:
-    """What is done to logits before sampling: divide by temperature, then min_p, top_k, top_p.
+    """Transforms of logits before sampling: temperature, then min_p, top_k, top_p.
 
     By default nothing is done: the distribution is the model's own softmax."""
 
@@ -87,8 +87,8 @@ def cut(logits, top_p=1.0, top_k=0, min_p=0.0):
 
     logits (n, V) are already divided by the temperature; the settings are numbers, or (n, 1)
     tensors with one number for each row. In vLLM's order: min_p on the whole distribution, then
-    top_k, then top_p on what is left. Tokens tied with the k-th stay; the most likely one always
-    does."""
+    top_k, then top_p on the rest. Tokens tied with the k-th stay, and always the most likely
+    one."""
     z, order = logits.sort(-1, descending=True)
     p = z.softmax(-1)
     V = z.shape[1]
@@ -146,7 +146,7 @@ def truncate(z, sampling: Sampling):
 
 
 def pick(logp, u):
-    """Draw one token for each row by inversion: the first whose cumulative probability is above u.
+    """Draw one token for each row by inversion: the first with a cumulative probability above u.
 
     logp (n, V) float32; u (n, 1) float64 in [0, 1). Returns token ids, (n, 1) int64."""
     cdf = logp.double().exp_().cumsum_(-1)

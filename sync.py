@@ -207,13 +207,13 @@ class WeightCheck:
     def __init__(self, config, ids, fmt=None, vocabulary: int | None = None):
         self.ids = np.atleast_2d(np.asarray(ids, np.int64))
         self.model = StreamedModel(config, fmt, vocabulary)
-        self.engine = None  # whose behaviour was compared
+        self.engine = None  # last engine with a compared behaviour
         self.layout: list[tuple] = []  # of the tensors that were published to it
         self.types: dict[
             str, torch.dtype
         ] = {}  # published tensor -> type in which the engine holds it
         self.parts: dict[str, list[str]] = {}  # engine tensor -> published tensors
-        self.in_place: set[str] = set()  # engine tensors whose kernels read them where they lie
+        self.in_place: set[str] = set()  # engine tensors that kernels read in place
         self.before: dict[str, int] = {}  # checksums of the last version
         self.version = -1
 
@@ -239,12 +239,14 @@ class WeightCheck:
             old = all(self._matches(engine, name, self.before) for name in stale)
             names = [part for name in stale for part in self.parts[name]]
             more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
-            what = (
+            state = (
                 f"still holds the bytes of version {self.version}"
                 if old
                 else "holds other bytes than were published"
             )
-            raise SyncError(f"version {version}: the engine {what} in {names[0]}{more}; {TURN_OFF}")
+            raise SyncError(
+                f"version {version}: the engine {state} in {names[0]}{more}; {TURN_OFF}"
+            )
         changed = [loaded[name] != self.before.get(name) for name in loaded]
         share = float(np.mean(changed)) if self.before else float("nan")
         self.before, self.version = loaded, version
@@ -268,7 +270,7 @@ class WeightCheck:
         self.types = {part: held[name][1] for name, parts in self.parts.items() for part in parts}
 
     def _differing(self, engine, loaded: dict[str, int]) -> list[str]:
-        """The engine tensors whose bytes are not those of their published parts."""
+        """Engine tensors with other bytes than their published parts."""
         return [name for name in self.parts if not self._matches(engine, name, loaded)]
 
     def _matches(self, engine, name: str, loaded: dict[str, int]) -> bool:
@@ -279,8 +281,7 @@ class WeightCheck:
         )
 
     def _keep_readable(self, engine, loaded: dict[str, int]) -> None:
-        """Leave those engine tensors in `parts` whose checksums can be compared; warn of the
-        others."""
+        """Keep the engine tensors with comparable checksums in `parts`; warn about the others."""
         held, packed = self.held
         everything = self.parts
         self.in_place = set(held)

@@ -59,7 +59,7 @@ def train(cfg: config.Config) -> None:
         t = Training(cfg, comm)
         try:
             loop(t, catch_signals())
-        except Exception as e:  # what was computed is not lost by it
+        except Exception as e:  # save finished updates
             t.rescue()
             if (
                 isinstance(e, UserError) and comm.rank > 0 and str(e) != ELSEWHERE
@@ -119,7 +119,7 @@ ELSEWHERE = "another rank has stopped this run, and says why"
 
 
 class Training:
-    """What a run has, and the stages of its loop."""
+    """State of a run, and the stages of its loop."""
 
     def __init__(self, cfg: config.Config, comm: Comm):
         """Everything that can be wrong is found before the first model loads (config.py,
@@ -264,13 +264,13 @@ class Training:
         return self.second_engine
 
     def save(self) -> None:
-        """Begin a checkpoint of what stands now. A thread writes it while the next updates run; one
+        """Begin a checkpoint of the current state. A thread writes it during the next updates; one
         at a time."""
         self.end_save()
         with timer(self.clock, "save_s"):
             left = {**self.controllers, "values": self.values}
-            what = (self.run, self.step, self.learner, self.source, self.pending, left)
-            self.saving = checkpoint.Saving(checkpoint.Snapshot(*what))
+            state = (self.run, self.step, self.learner, self.source, self.pending, left)
+            self.saving = checkpoint.Saving(checkpoint.Snapshot(*state))
             self.saved_at = self.step
 
     def look_after_save(self) -> None:
@@ -279,8 +279,10 @@ class Training:
             self.end_save()
 
     def end_save(self) -> None:
-        """Wait for the checkpoint that is being written; then a source of remote groups may let go
-        of what it accounts for. UserError: it could not be written."""
+        """Wait for the checkpoint that is being written; then a source of remote groups may forget
+        them.
+
+        UserError: it could not be written."""
         if self.saving is None:
             return
         with timer(self.clock, "save_s"):
@@ -289,8 +291,8 @@ class Training:
             self.source.saved()
 
     def rescue(self) -> None:
-        """After an exception: save what stands at an update's boundary, if this is the only process
-        and all is finite.
+        """After an exception between two updates: save the state, if this is the only process and
+        all is finite.
 
         With several ranks the others cannot be asked any more, and the checkpoint before stands."""
         try:
@@ -334,7 +336,7 @@ def how_to_resume(cfg: RunFlags) -> str:
 
 
 def progress(logged: dict) -> dict[str, str]:
-    """What the progress bar shows."""
+    """Values of the progress bar."""
     shown = {"reward": "reward", "rollout_corr/kl": "kl", "obrs/accept_rate": "accept"}
     return {name: f"{logged[key]:.3f}" for key, name in shown.items() if key in logged}
 

@@ -132,7 +132,8 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
             name = flag.partition("=")[0]
             need(
                 name in OF_ROWS or name not in config.FIELDS,
-                f"--rows: {flag} of {row!r} is no flag of an objective; all rows share it: give it separately from --rows",
+                f"--rows: {flag} of {row!r} is no flag of an objective; all rows share it: give it "
+                "separately from --rows",
             )
         rows[row] = settings.parse(
             [*shared, f"--objective={objective}", *(f"--{flag}" for flag in more)]

@@ -161,9 +161,7 @@ def run_command(command: Callable[[], object], silent: bool = False) -> None:
     except BrokenPipeError:
         if not reader_has_gone():  # it was a pipe to another process
             raise
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # for what Python still flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

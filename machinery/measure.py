@@ -1,5 +1,4 @@
-"""How a metric is measured: what its formula may use of a micro-batch, and sums over micro-batches
-and ranks.
+"""Measurement of metrics: the inputs of their formulas, and sums over micro-batches and ranks.
 
 `View` shows a formula one micro-batch. `Mean`, `Max`, `Quantile` and `Derived` are the kinds of
 rows that metrics.py is made of. `Sums` adds a row's values up over micro-batches, `Sums.reduce`
@@ -20,7 +19,7 @@ import corrections
 from config import LossFlags
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a formula may use: one micro-batch, seen once
+# Inputs of formulas: one micro-batch
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -45,7 +44,7 @@ class View:
         banded = row.level and "rs_low" in row.bounds and not capped
         self.edges = (cfg.rs_low, cfg.rs_high) if banded else (1 / C, C)
         self.clamp = cfg.log_ratio_clamp
-        # what a row is a mean over
+        # domains of means
         self.tokens = batch.mask  # tokens that may carry a gradient
         self.responses = batch.mask.any(1)  # responses with such a token
         # tokens
@@ -245,7 +244,7 @@ class Means(dict):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a response is worth: estimates of worth.py's numbers, and their errors
+# Worth of a response: estimates of worth.py's numbers, and their errors
 # ---------------------------------------------------------------------------------------------------------------------
 
 FOLDS = 4  # of the on-policy batches, and of the jackknife over groups and over directions
@@ -282,7 +281,7 @@ class Reference:
 
 @dataclass
 class Seen:
-    """What was seen of one row: its gradient along the directions."""
+    """Measurements of one row: its gradient along the directions."""
 
     along: list = field(default_factory=list)  # batches of (FOLDS,)      <g_c, mean of g>
     noise: list = field(
@@ -293,8 +292,8 @@ class Seen:
 def estimate(along, noise, reference: Reference, groups: int, keep=None) -> dict[str, float]:
     """scale, bias, noise, noise_on, cosine of the mean, kappa and worth, as worth.py defines them.
 
-    along: (batches, FOLDS); noise: (groups seen, directions); groups: in a batch. keep: what is
-    used (`replicates`)."""
+    along: (batches, FOLDS); noise: (groups, directions); groups: in a batch. keep: selected items
+    (`replicates`)."""
     batches, some, folds, directions = keep or next(replicates(len(along), *noise.shape))[0]
     square = reference.square(folds)
     n = len(folds) * reference.batches
@@ -313,7 +312,7 @@ def estimate(along, noise, reference: Reference, groups: int, keep=None) -> dict
     )
     of_means = (
         variance * groups / len(some) + scale_squared * noise_on / n
-    )  # what noise adds to `elsewhere`, squared
+    )  # contribution of noise to `elsewhere`, squared
     bias = max((elsewhere**2 - of_means).mean(), 0.0) / square
     noise_of_batch = variance.mean() / square
     noise_on = noise_on / square

@@ -17,7 +17,7 @@ from machinery.flags import UserError, check_output, need, parse_flags, run_comm
 from machinery.run import read_metrics, rows
 from presets import called
 
-# What is drawn, in reading order: (title, keys), of which the first that a run has is used.
+# Panels in reading order: (title, keys); the first key that a run has is drawn.
 PANELS = [
     ("reward (sampler's responses)", ["reward"]),
     ("held-out pass@1, policy", ["eval/policy_pass@1"]),
@@ -51,7 +51,7 @@ class PlotFlags:
     """Print the responses that this run has logged instead, their tokens coloured by the gap
     between policy and sampler."""
     last: int = 4
-    """--samples: so many of the newest."""
+    """--samples: number of newest responses."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def write(fig, path: Path) -> None:
 
 
 def numbers_of(run: str) -> list[dict]:
-    """The metrics of a run. UserError: what is to be drawn is no number in one of its lines."""
+    """The metrics of a run. UserError: a plotted value is not a number in one of the lines."""
     rows = read_metrics(run)
     for key in [key for _, keys in PANELS for key in keys]:
         for row in rows:
@@ -110,7 +110,7 @@ def numbers_of(run: str) -> list[dict]:
             file = Path(run) / "metrics.jsonl"
             need(
                 is_number,
-                f"{file}: {key} is no number at step {row['step']}; mend or remove that line",
+                f"{file}: {key} is no number at step {row['step']}; fix or remove that line",
             )
     return rows
 
@@ -184,7 +184,7 @@ def evaluation_lines(rows: list[dict]) -> list[str]:
 
 
 def rounded_line(cfg: dict) -> list[str]:
-    """What to know where a held-out model has rounded weights, and the saved one has not."""
+    """A note if evaluation used quantized weights but the checkpoint is full precision."""
     own = cfg["eval_engine"] != "torch" and cfg["samplers"] == "local"
     if not own or cfg["rollout_quant"] == "none" or cfg["learner_quant"] != "none":
         return []
@@ -281,7 +281,7 @@ def print_samples(run: str, last: int) -> None:
     for row in found[-last:]:
         need(
             is_response(row),
-            f"{path}: the line of step {row['step']} is not that of a response; mend or remove it",
+            f"{path}: the line of step {row['step']} is not that of a response; fix or remove it",
         )
         said = f"reward {row['reward']:g}, {row['finish_reason']}, gap {row['gap']:.3g} nats"
         print(f"update {row['step'] + 1}: {said}\n{row['prompt']}")
@@ -303,7 +303,7 @@ def print_samples(run: str, last: int) -> None:
 
 
 def is_response(row: dict) -> bool:
-    """Whether a line of samples.jsonl has what is printed of it."""
+    """Whether a line of samples.jsonl has all printed fields."""
     numbers = [row.get("reward"), row.get("gap")]
     lists = [row.get("tokens"), row.get("gaps"), row.get("largest")]
     if not all(type(x) in (int, float) for x in numbers) or not all(

@@ -217,7 +217,7 @@ def open_source(cfg: Config, run, comm):
     )  # it evaluates too
     where = (comm.device, run.vocabulary, sleep_level(cfg))
     engine = make_engine(cfg, run.actor or run.policy, context, max(topk, max_allowed), *where)
-    engine.sleep()  # a resumed run may first train on what it has, and a second engine may start beside this one
+    engine.sleep()  # a resumed run may first train on old groups, and a second engine may start
     what = (engine, run.task, run.tokenizer, sampling.Sampling.of(cfg))
     how = {
         "group_size": cfg.group_size,
@@ -367,10 +367,11 @@ def check_folder(cfg: RunFlags) -> None:
             for flag in ("model", "actor")
             if Path(x := getattr(cfg, flag)).is_dir()
         ]
-        for path, what in held:
+        for path, content in held:
             inside = path.resolve().is_relative_to(folder.resolve())
             need(
-                not inside, f"--overwrite: --out={cfg.out} holds {what}; name the folder of one run"
+                not inside,
+                f"--overwrite: --out={cfg.out} holds {content}; name the folder of one run",
             )
         empty = not folder.exists() or all(path.name == LOCK for path in folder.iterdir())
         need(

@@ -1,7 +1,7 @@
 """From a command line to the configuration of a run: flags read, open ones filled, all of them
 checked.
 
-A TOML file sets any flag, the command line wins, and `--objective` fills what neither names
+A TOML file sets any flag, the command line wins, and `--objective` fills the rest
 (presets.OBJECTIVES). `resolve` returns a complete configuration, or raises UserError with one
 sentence that names the flag and the fix."""
 

@@ -15,7 +15,7 @@ from sampling import set_too_large
 
 
 class Records:
-    """What is recorded of N responses of at most T tokens, while they are decoded."""
+    """Records of N responses of at most T tokens, written while they are decoded."""
 
     def __init__(self, N: int, T: int, topk: int, device):
         self.T, self.topk = T, topk
@@ -44,8 +44,7 @@ class Records:
         """Note that responses end with token t where it `stops` them; returns which go on, (n,)
         bool.
 
-        A finished row may stay in the cache for a while; what it samples after its end is
-        ignored."""
+        A finished row may stay in the cache for a while; tokens after its end are ignored."""
         ended = stops & (self.length[which] == self.T)
         self.length[which[ended]] = t + 1
         return self.length[which] == self.T

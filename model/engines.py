@@ -481,7 +481,7 @@ class HFEngine:
         return grouped(responses, seeds)
 
     def _batches(self, prompts, groups, max_tokens: int):
-        """Yields (prompts, groups) whose cache has at most `batch_tokens` tokens, or one row, in
+        """Yields (prompts, groups) with a cache of at most `batch_tokens` tokens, or one row, in
         order.
 
         A group that does not fit is split; groups: lists with an item for each response."""

@@ -1,8 +1,8 @@
 """Sampler and learner bit for bit: log p_inf = log p_ref, not nearly, but with a difference of 0
 (--exact).
 
-A floating-point sum depends on its order, and libraries choose that order by the shape of what they
-are given. A sampler decodes a token a row with a cache of keys; the learner reads whole responses,
+A floating-point sum depends on its order, and libraries choose that order by the shapes of their
+inputs. A sampler decodes a token a row with a cache of keys; the learner reads whole responses,
 in other batches: with equal weights their log-probabilities differ by 1e-5 in float32 and by up to
 0.15 in bfloat16. Here each sum is taken in one order, whatever stands around it. Sampler and
 learner run the very same functions: float32 weights, and in bfloat16 both under autocast.
@@ -60,9 +60,9 @@ ROWS = {"cpu": 96, "tiles": 256, "cuda": 256}
 QUERIES = {
     "cpu": 1,
     "cuda": 64,
-}  # in a block of attention, whose rows are these queries of heads with the same keys
+}  # in a block of attention: queries of heads with the same keys
 AT_ONCE = 128  # queries in one call
-KEYS = 16  # keys come in multiples of this: what is left over is added up by other code
+KEYS = 16  # number of keys is a multiple of this: other code would sum a remainder
 WHOLE = 512  # keys that torch's kernel takes at a time; a product over more than half of them is cut by their number
 UNSEEN = (
     -1e30
@@ -74,7 +74,7 @@ FAMILIES = (
     "mistral",
     "qwen2",
     "qwen3",
-)  # tested: they consist of what the table names
+)  # tested: they consist of the operations of the table
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -124,8 +124,8 @@ def has_tiles() -> bool:
 
 
 def longer(x, more: int):
-    """x (..., K, D) with so many rows of zeros behind it, (..., K + more, D); without any it is not
-    copied."""
+    """x (..., K, D), padded by `more` rows of zeros to (..., K + more, D); not copied for more =
+    0."""
     return pad(x, (0, 0, 0, more)) if more else x
 
 
@@ -255,8 +255,7 @@ class SiLU(nn.Module):
 
 
 def room(n: int) -> int:
-    """Places for n keys, so many that a row's sums are taken alike whatever longer row stands
-    beside it."""
+    """Padded number of keys, such that sums of a row do not depend on longer rows of the batch."""
     rest = n % WHOLE
     return n - rest + (WHOLE if rest > WHOLE // 2 else rest + -rest % KEYS)
 
@@ -283,8 +282,8 @@ class Seen(NamedTuple):
         return cls(mask, UNSEEN * (~padded).float(), order)
 
     def in_order(self, x):
-        """Keys or values (B, H, K, D) -> (B, H, room(K), D) in float32, in order, filled up with
-        what is not seen."""
+        """Keys or values (B, H, K, D) -> (B, H, room(K), D) in float32, in order, padded with
+        masked ones."""
         x = x.float()
         return (
             longer(x, room(x.shape[2]) - x.shape[2]) if self.order is None else taken(x, self.order)
@@ -292,7 +291,7 @@ class Seen(NamedTuple):
 
 
 def seen(**how) -> Seen:
-    """transformers' interface: what becomes the attention_mask of the layers."""
+    """transformers' interface: the attention_mask of the layers."""
     from transformers.masking_utils import sdpa_mask
 
     return Seen.of(sdpa_mask(**{**how, "allow_is_causal_skip": False}))
@@ -462,7 +461,8 @@ def check(cfg: RolloutFlags) -> None:
 
 
 def check_model(cfg: PrecisionFlags, policy: str, actor: str | None) -> None:
-    """UserError unless the model that samples, a folder, consists of what this file knows."""
+    """UserError unless the model that samples, a folder, has only operations that this file
+    knows."""
     if not cfg.exact:
         return
     flag = "actor" if actor else "model"

@@ -8,7 +8,7 @@ distribution and is thrown away. Backward computes each chunk's logits again, tu
 into their own gradient, and adds hidden and weight gradients up in place: one more product than the
 naive way (4 instead of 3), and no memory that grows with N times V.
 
-    Head          scale, bias and soft cap: what a model does beside the product
+    Head          scale, bias and soft cap of a model's logits
     ChunkedHead   the statistics of __init__.py on all tokens' logits, chunk by chunk, with their gradient
     score         log-probabilities of whole sequences, without gradient
 """

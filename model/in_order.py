@@ -49,15 +49,14 @@ class InOrder(DynamicLayer):
         return room(self.longest + 1)
 
     def mask(self):
-        """(B, places) bool: what the next token sees, itself included."""
+        """(B, places) bool: positions that the next token attends to, itself included."""
         return torch.arange(self.room(), device=self.lengths.device) <= self.lengths[:, None]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.room(), 0
 
     def get_seq_length(self) -> int:
-        """As if it were full: no key stands behind a token for transformers, and `mask` says what
-        is seen."""
+        """Full length: for transformers no key comes after a token; `mask` has the visible ones."""
         return self.room()
 
     def batch_select_indices(self, rows) -> None:
@@ -67,8 +66,7 @@ class InOrder(DynamicLayer):
 
 
 class EightBits(DynamicLayer):
-    """A cache of one layer whose keys and values are what int8 holds of them
-    (--kv_cache_dtype=int8):
+    """A KV cache of one layer, rounded to int8 (--kv_cache_dtype=int8):
 
     s round(x / s),  s = max |x| / 127 over the entries of a token's head."""
 

@@ -177,7 +177,7 @@ def change(owner, name: str, replacement) -> None:
 
 
 @contextmanager
-def in_one_sentence(what: str):
+def in_one_sentence(problem: str):
     """Turn exceptions of vLLM into a UserError with vLLM's message; the traceback goes to a
     file."""
     try:
@@ -189,7 +189,7 @@ def in_one_sentence(what: str):
         log.write_text(traceback.format_exc(), encoding="utf-8")
         words = f"{type(e).__name__}: {' '.join(str(e).split())[:400]}"
         raise UserError(
-            f"--rollout=vllm: {what} ({words}); its traceback is in {log}; --rollout=hf does without"
+            f"--rollout=vllm: {problem} ({words}); its traceback is in {log}; --rollout=hf does without"
         ) from None
 
 

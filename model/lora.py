@@ -2,8 +2,8 @@
 
     y = W x + (alpha / rank) B A x      W (out, in) frozen; A (rank, in) random, B (out, rank) zero at the start
 
-The adapters are the peft library's, an optional package. They live inside the learner alone: what
-it publishes to engines and writes as a model is merged, W + (alpha / rank) B A under the base
+The adapters are the peft library's, an optional package. Only the learner has them: published and
+saved weights are merged, W + (alpha / rank) B A under the base
 model's names, one tensor after the other (`merged`). With --kl_coef the frozen model is the policy
 with its adapters switched off: no second copy.
 
@@ -213,7 +213,7 @@ def check(cfg: Config) -> None:
     )
     need(
         cfg.learner_quant == "none",
-        f"{rank}: --learner_quant={cfg.learner_quant} computes on low-bit weights, and adapters stand beside them in "
+        f"{rank}: --learner_quant={cfg.learner_quant} computes on low-bit weights, and adapters are added in "
         "high precision; leave one of the two out",
     )
     need_peft(rank)

@@ -16,7 +16,7 @@ from machinery.flags import from_environment
 from model import memory
 from quant import ROUTERS, Format, by_expert, expert_parameters, for_engine
 
-PART = 1 << 28  # bytes of tensors in one file: what is held at a time
+PART = 1 << 28  # bytes of tensors in one file, held at a time
 
 
 def quantized_checkpoint(folder: str, fmt: Format, out: str, packed: bool = True) -> str:

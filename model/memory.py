@@ -1,4 +1,4 @@
-"""What models take of the memory, and how little of it is enough.
+"""Memory of models: where weights, gradients and activations are held.
 
     unread      a model without weights: its parameters take no memory, until it is known where they belong
     shard       FSDP2: each rank owns a part of every parameter, and gathers a layer when its turn comes
@@ -101,7 +101,7 @@ def read(model, folder: Path | str) -> None:
     if not stored.fit(model, tensors):
         read_whole(tensors, folder)
         return
-    with one_sentence(folder, "weights", "copy the folder anew"):
+    with one_sentence(folder, "weights", "copy the folder again"):
         for name, x in tensors.items():
             first, mine = own_rows(x)
             for row, piece in stored.pieces(name, first, first + len(mine)):
@@ -160,8 +160,8 @@ class Stored:
                     self.types.add(f.get_slice(name).get_dtype())
 
     def named(self, model) -> dict[str, torch.Tensor]:
-        """What is to be read of a model, by its name in files; of tied tensors the name that is
-        there."""
+        """Tensors to read, by their names in the files; of tied tensors the name that a file
+        has."""
         names: dict[int, list[str]] = {}
         tensors = {}
         for name, x in model.state_dict(keep_vars=True).items():
@@ -197,8 +197,7 @@ class Stored:
         """Yields (row, rows of a tensor from there on) until all from `first` up to `last` have
         come.
 
-        A file is open as long as one tensor is read: what was read before need not stay in
-        memory."""
+        A file is open while one tensor is read, so that earlier ones can leave the memory."""
         from safetensors import safe_open
 
         if name in self.files:

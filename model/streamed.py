@@ -39,7 +39,7 @@ def empty_model(config):
 
 
 class StreamedModel:
-    """A model's structure, whose forward reads its weights from a stream.
+    """A model's structure, with a forward pass that reads its weights from a stream.
 
     fmt: number format of the linear layers; where it rounds activations, this forward rounds them
     too. vocabulary: number of token ids; None: all rows of the embedding."""

@@ -94,7 +94,7 @@ class Plan:
     categories: dict[str, int]
     stages: dict[str, list[str]]
     checkpoint: int  # bytes on the disk, of all ranks together
-    host: int  # bytes in the host's memory: a copy that is being saved, an engine asleep, what --offload keeps there
+    host: int  # bytes in the host's memory: a copy that is being saved, a sleeping engine, states of --offload
     moved: int  # bytes that a rank sends to others in an update of one micro-batch
 
     def sum_of(self, *kinds: str) -> int:

@@ -1,10 +1,9 @@
-"""What forwards and backwards take of memory, measured on tensors with shapes and no bytes (torch's
-FakeTensorMode).
+"""Memory of forward and backward passes, measured on tensors without data (torch's FakeTensorMode).
 
-The learner's own modules run, two and four layers deep: each further layer keeps half of what the
-last two do.
+The learner's modules run, two and four layers deep: each further layer keeps half of the memory of
+the last two.
 
-    measure         Activations: what the largest micro-batch keeps, and what is needed for a moment on top of it
+    measure         Activations: memory that the largest micro-batch keeps, and the peak on top of it
     of_proof        the same moment of the published tensors' own forward (sync.py), of_scoring of the learner's
 """
 
@@ -76,13 +75,14 @@ class Activations:
     """Bytes of the largest micro-batch on one rank. Weights, gradients and optimizer are not among
     them."""
 
-    kept: dict[str, int]  # of each model: what its layers keep for the backward pass
+    kept: dict[str, int]  # of each model: memory that its layers keep for the backward pass
     moment: int  # the most that logits, or the backward of a layer or of the embedding, take on top of that
     forward: int  # the most of a pass without gradient
 
 
 def measure(cfg: Config, configs: dict, rows: int, prompt: int, response: int) -> Activations:
-    """The activations of `rows` rows of so many tokens. configs: name -> transformers config."""
+    """The activations of `rows` rows of prompt + response tokens. configs: name -> transformers
+    config."""
     batch = (rows, prompt, response)
     kept = {}
     with one_sequence_a_row():
@@ -140,7 +140,7 @@ def of_layers(
 
 
 def note_peak_behind_backward(layer, allocated: Allocated, peaks: list[int]) -> None:
-    """When the layer's backward is done, the peak so far is added to `peaks`, and begins anew."""
+    """After the layer's backward pass, append the peak to `peaks` and reset it."""
 
     def note(gradient):
         peaks.append(allocated.peak)
@@ -156,7 +156,7 @@ def note_peak_behind_backward(layer, allocated: Allocated, peaks: list[int]) -> 
 
 
 def of_logits(cfg: Config, configs: dict, rows: int, prompt: int, response: int) -> tuple[int, int]:
-    """(most that logits take, forward or backward, on top of what is kept, most of a pass without
+    """(peak of logits, forward or backward, on top of kept memory; peak of a pass without
     gradient)."""
     needs = needs_of_update(cfg, "actor" in configs, cfg.obrs_lambda, True)
     with FakeTensorMode(), Allocated() as allocated:

@@ -5,14 +5,14 @@ it? No training.
     python -m probe --model=base:policy --actor=base:actor                        # another model samples
     python -m probe --model=FOLDER --rollout_quant=int8 --learner_quant=aligned   # both in low bits
     python -m probe --model=FOLDER --temperature=0.7 --top_p=0.8 --keep_sampling_mask=off
-    python -m probe --explain --model=FOLDER --rollout_quant=int8                 # where does it come from?
-    python -m probe --explain --model=FOLDER --synced_from=OLDER_FOLDER           # what stayed old?
+    python -m probe --explain --model=FOLDER --rollout_quant=int8                 # sources of the mismatch
+    python -m probe --explain --model=FOLDER --synced_from=OLDER_FOLDER           # weights that stayed old
 
 The engine samples, the learner scores the same tokens, and everything else is arithmetic on p_inf
 and p_ref:
 
   gaps         the largest and the mean |p_inf - p_ref| of a response, against its length (TIS text);
-  floor        the same of learner and engine against themselves: what is rounding (probe/floor.py);
+  floor        the distances of learner and engine from themselves, by rounding (probe/floor.py);
   distances    KL, chi2, the ESS of token and sequence weights, and the length T_max = clamp / KL at which
                sequence weights end (Mismatch Praxis, section 4);
   control      is it the length of a response that makes its largest gap grow, or only the number of tokens? One long
@@ -83,8 +83,8 @@ class ProbeFlags(ModelFlags):
 
 @dataclass
 class Scored:
-    """What engine and learner say of the same sampled tokens. Behind the end of a response every
-    array is 0."""
+    """Probabilities of the sampled tokens under engine and learner. After the end of a response
+    every array is 0."""
 
     p_inf: np.ndarray  # (B, T) probability of each token under the engine that sampled it
     p_ref: np.ndarray  # (B, T) the same under the learner
@@ -107,7 +107,7 @@ class Scored:
 
 @dataclass
 class Report:
-    """What the probe found. The names are the keys of the JSON file that `eval.py --out` writes."""
+    """Results of the probe. The names are the keys of the JSON file of --out."""
 
     model: str  # the learner's
     sampler: str  # the model that samples
@@ -127,7 +127,7 @@ class Report:
     ratio_mean: float  # mean of r: 1 if the learner scores the distribution that was sampled
     token_ess: float  # ESS of r over the number of tokens
     seq_ess: float  # ESS of R over the number of responses
-    seq_clamped: float  # share of the responses whose log R stands at the clamp
+    seq_clamped: float  # share of the responses with log R at the clamp
     max_mismatch: float  # largest |p_inf - p_ref| of a response, mean over responses
     mean_mismatch: float  # mean |p_inf - p_ref| of a response, mean over responses
     cut_fraction: float  # share of the sampled tokens to which the learner's own truncation gives probability 0
@@ -135,13 +135,13 @@ class Report:
     reward_weighted: float  # the learner's, estimated by capped R
     clamp: float  # of log-ratios
     t_max: float  # clamp / KL, tokens
-    t_half: float  # log 2 / log(1 + chi2): the ESS of R halves every so many tokens
+    t_half: float  # log 2 / log(1 + chi2): number of tokens in which the ESS of R halves
     by_length: list[dict]  # gaps of responses in buckets of length
     by_prefix: list[dict]  # sequence weights if responses ended earlier
     floor: list[dict]  # distances of learner and engine from themselves
     control: dict | None  # length, or number of tokens? None: too few responses are long enough
     verdicts: list[dict]  # "correction", "viable", "why"
-    ladder: dict | None  # --explain: shares of the sources, and what a fault may be
+    ladder: dict | None  # --explain: shares of the sources, and suspected faults
 
     def as_dict(self) -> dict:
         """For JSON."""
@@ -233,8 +233,8 @@ def rollouts(
     """Graded groups of `samples` responses to the held-out problems. Another `key` draws other
     responses.
 
-    allowed: where sampling truncates, record the ids of the allowed tokens, at most so many; 0:
-    record none."""
+    allowed: maximum number of allowed tokens that are recorded where sampling truncates; 0:
+    none."""
     problems = [setup.task.problem("test", i) for i in range(setup.problems)]
     prompts = [np.array(encode(setup.tokenizer, p), np.int32) for p in problems]
     seeds = []

@@ -1,14 +1,14 @@
-"""What fault may an engine have? Each known one is tried on its records, and the one that explains
-most comes first.
+"""Faults that an engine may have: each known one is tried on its records, the best explanation
+first.
 
-The ladder's last rung says what the engine should have recorded. What remains, e = log p_inf - l,
-is compared with what remains if the scorer has the fault, too:
+The ladder's last rung gives the values l that the engine should have recorded. The remainder,
+e = log p_inf - l, is compared with the remainder if the scorer has the fault, too:
 
     explained = 1 - sum e_fault^2 / sum e^2
 
 over the tokens of a few responses. Two faults may record the same numbers: an engine at temperature
-1, and one that samples as it should and records raw log-probabilities. Then the one comes first
-from whose distribution the tokens are more likely to be sampled. Some are tried only where older
+1, and one that samples correctly and records raw log-probabilities. Then the one with the higher
+likelihood of the sampled tokens comes first. Some are tried only where older
 weights are known (--synced_from).
 
 A fault is a generator of findings, one for each way in which it may have happened, and a row of
@@ -39,16 +39,16 @@ BOUND = 20.0  # differences of log-probabilities count up to this
 LARGEST_FLOAT16 = 65504.0
 ROPE_BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)  # of the field's models
 CACHE_BLOCKS = (1, 4, 8, 16, 32)  # tokens of a block of a prefix cache
-RANDOM = 0.1  # share of noise in what remains above which an engine counts as random
+RANDOM = 0.1  # share of noise in the remainder above which an engine counts as random
 RESAMPLED = 200  # bootstrap samples
 
 
 @dataclass
 class Finding:
-    """What would remain if the engine had a fault in one way."""
+    """The remainder if the engine had one variant of a fault."""
 
-    where: str  # which layer, temperature, prompt; "": there is one way
-    left: np.ndarray  # (B, T) square of what remains of each token
+    where: str  # layer, temperature or prompt; "": one variant only
+    left: np.ndarray  # (B, T) squared remainder of each token
     sampled: (
         np.ndarray
     )  # (B, T) log-probability of each token in the distribution that this engine samples from
@@ -57,7 +57,7 @@ class Finding:
 
 @dataclass
 class Case:
-    """An engine's records of a few groups, and what it takes to make them in other ways."""
+    """An engine's records of a few groups, and the means to compute them again with a fault."""
 
     scorer: object  # probe.ladder.Scorer: computes as the engine should
     old: object | None  # the same with the older weights
@@ -87,8 +87,8 @@ class Case:
         return np.where(self.batch.exists.numpy(), off.clip(-BOUND, BOUND) ** 2, 0.0)
 
     def finding(self, where: str, logp, sampled=None) -> Finding:
-        """logp (B, T): what an engine with the fault records. sampled: None: it records what it
-        samples from."""
+        """logp (B, T): records of an engine with the fault. sampled: log-probabilities of its
+        sampling distribution; None: it records them."""
         return Finding(where, self.left(logp), logp if sampled is None else sampled)
 
     @torch.no_grad()
@@ -122,7 +122,7 @@ class Case:
 
 @contextlib.contextmanager
 def put(parameters: dict, values: dict):
-    """A model whose parameters have these values inside."""
+    """Give parameters these values while inside."""
     kept = {name: parameters[name].data for name in values}
     for name, x in values.items():
         parameters[name].data = x
@@ -247,7 +247,7 @@ def wrong_rope(case: Case) -> Iterator[Finding]:
 
 
 def float16_overflow(case: Case) -> Iterator[Finding]:
-    """The body computes in float16, and what exceeds its largest number is held there."""
+    """The body computes in float16, and overflow is clamped to its largest number."""
     if case.scorer.dtype == "float16":
         return
 
@@ -272,10 +272,10 @@ def dropout(case: Case) -> Iterator[Finding]:
     """The engine is random: it is asked the same twice, and the half of the squared difference is
     its noise.
 
-    No one knows the draws of the records, so what is explained is the noise's share of what
-    remains. A random engine is biased, too: tokens are likelier under the draws that chose them,
-    and its mean is flatter than what it should say. Another fault may imitate that, and none makes
-    an engine random: where noise has RANDOM of what remains, it is certain."""
+    The draws of the records are unknown, so the explained part is the noise's share of the
+    remainder. A random engine is biased, too: tokens are likelier under the draws that chose them,
+    and its mean is flatter. Another fault may imitate that, but none makes an engine random: if
+    noise has the share RANDOM of the remainder, the fault is certain."""
     prompts = [g.prompt_ids for g in case.groups for _ in g.responses]
     most = (
         case.scorer.sampling.max_tokens - 1
@@ -408,8 +408,8 @@ FAULTS = {
 
 
 def suspects(case: Case) -> list[dict]:
-    """The faults that were tried, what is "certain" first, then the most telling: "fault", "where",
-    "explained" (1: all of it) and its error."""
+    """The faults that were tried, "certain" ones first, then by explained share: "fault", "where",
+    "explained" (at most 1) and its error."""
     before = case.left(case.expected)
     rows = []
     for name, fault in FAULTS.items():

@@ -182,7 +182,7 @@ def draw_ess(ax, report) -> None:
         tokens, column(rows, "clamped"), "o-", color="crimson", ms=3, label="share at the clamp"
     )
     ax.set(
-        xlabel="if responses ended after so many tokens",
+        xlabel="length of responses if cut off here, tokens",
         ylim=(-0.03, 1.05),
         title="sequence weights by length",
     )

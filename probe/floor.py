@@ -4,7 +4,7 @@ sums differs.
     learner, 3 rows at once     the same weights and tokens, other micro-batches
     learner, 2 threads          the same micro-batches, another division of each product (CPU)
     engine, decode / prefill    tokens one by one with a cache, against the whole sequence at once
-    engine, in other batches    the same draws again, beside fewer neighbours; up to the first token that differs
+    engine, in other batches    the same draws in smaller batches; up to the first token that differs
 
 A gap that is no larger than its floor is rounding, and says nothing of weights, formats or
 settings."""
@@ -25,9 +25,8 @@ LOGITS = 1 << 26  # that an engine's prefill holds at once: 256 MiB
 
 
 def floors(learner, batch, engine, sampling: Sampling, setup) -> list[dict]:
-    """One row a comparison: its name and `gaps.distances`; of the learner's also how far the
-    estimate of its reward is from what was earned. batch: scored by the learner (logp_ref). setup:
-    eval.Setup."""
+    """One row a comparison: its name and `gaps.distances`; for the learner also the error of the
+    reward estimate. batch: scored by the learner (logp_ref). setup: eval.Setup."""
     rows = [learner_row(f"learner, {ROWS} rows at once", batch, in_pieces(learner, batch))]
     if torch.device(learner.device).type == "cpu":
         threads = torch.get_num_threads()
@@ -59,7 +58,7 @@ def in_pieces(learner, batch) -> torch.Tensor:
 
 def engine_rows(engine, prompts, sampling: Sampling, setup) -> list[dict]:
     """The engine against itself, on one response to each prompt at temperature 1 without
-    truncation: what `engine.logprobs` scores."""
+    truncation, as scored by `engine.logprobs`."""
     plain = Sampling(max_tokens=max(1, sampling.max_tokens - 1), seed=sampling.seed)
     seeds = [[request_seed("floor", plain.seed, i)] for i in range(len(prompts))]
     piece = len(prompts) // 4 + 1

@@ -8,7 +8,7 @@ import numpy as np
 
 from model import FLOOR
 
-PIECES = 4  # the control: one long response against so many short ones
+PIECES = 4  # the control: pieces into which a long response is divided
 EDGES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]  # tokens
 
 
@@ -52,14 +52,14 @@ def distances(logp, other, length) -> dict[str, float]:
 
 
 def k3(log_r):
-    """r - 1 - log r of each token: its mean over what the engine samples is KL(inf || ref), and it
-    is never below 0."""
+    """r - 1 - log r of each token, never below 0; its mean over the engine's samples is KL(inf ||
+    ref)."""
     return np.expm1(log_r) - log_r
 
 
 def by_prefix(log_r, length, clamp: float) -> list[dict]:
-    """What R would be if responses ended after t tokens, from all that reach t: ESS, low-weight and
-    clamped share."""
+    """R if responses ended after t tokens, from all that reach t: ESS, low-weight and clamped
+    share."""
     total = log_r.cumsum(1)  # log R after t tokens
     ends = {t for t in EDGES if t < length.max()} | {int(np.quantile(length, 0.9))}
     rows = []

@@ -1,9 +1,8 @@
 """The ladder: which source has which share of a mismatch? They are switched on one at a time, from
 the zero.
 
-The engine has sampled, so the tokens are fixed. The first rung scores them as the learner does, the
-last one is what the engine recorded; in between every rung scores them in plain torch, and differs
-from the one below in one thing:
+The sampled tokens are fixed. The first rung scores them as the learner does, the last one has the
+engine's records. Each rung in between scores them in plain torch, and changes one thing:
 
     batch shape           the learner's own forward in other micro-batches
     decode path           token by token on a cache, as engines decode, instead of whole sequences
@@ -16,7 +15,7 @@ from the one below in one thing:
     temperature           1 where the engine records raw log-probabilities
     weight age            other weights of the same shape (--actor)
     other model           another shape (--actor)
-    what remains          what the engine recorded, against the last rung: kernels, vLLM's fp8 cache, a fault
+    remainder             the engine's records against the last rung: kernels, vLLM's fp8 cache, a fault
 
 With l_k = log p of rung k and r = l_0 - l_k three numbers f are taken of each rung,
 
@@ -52,7 +51,7 @@ from sampling import Sampling, truncate
 
 RESAMPLED = 400  # bootstrap samples
 TRIED = 16  # groups on which faults are tried
-LEAST = 1e-5  # root mean square of what remains, in nats, below which no fault is looked for
+LEAST = 1e-5  # root mean square of the remainder, nats, below which no fault is searched
 MEASURES = ("kl", "dp", "var")
 
 
@@ -151,8 +150,8 @@ def same_shape(folder: str, other: str) -> bool:
 
 
 class Scorer(HFEngine):
-    """The engine in plain torch, told what to sample: it decodes as HFEngine does, and computes by
-    a recipe."""
+    """The engine in plain torch with given tokens: it decodes like HFEngine, and computes by a
+    recipe."""
 
     def __init__(self, recipe: Recipe, sampling: Sampling, device: str, vocabulary: int):
         scope, _, dtype = recipe.body.rpartition(" ")
@@ -172,8 +171,8 @@ class Scorer(HFEngine):
         self.autocast = getattr(torch, dtype) if scope else None
 
     def score(self, groups, reader: HFEngine | None = None, block: int = 1) -> np.ndarray:
-        """log p (B, T) of the groups' responses, 0 behind their ends. reader: another engine, which
-        has read each prompt's whole blocks of so many tokens, but for the last token."""
+        """log p (B, T) of the groups' responses, 0 after their ends. reader: another engine, which
+        has read the whole blocks of each prompt, without the last token."""
         prompts = [g.prompt_ids for g in groups]
         responses = [g.responses for g in groups]
         rows = []
@@ -313,7 +312,7 @@ def explain(
 
 
 def remains(logp, batch) -> float:
-    """Root mean square of what the engine recorded against the last rung. logp (K, B, T)."""
+    """Root mean square of the engine's records against the last rung. logp (K, B, T)."""
     on = batch.exists.numpy()
     return float(np.sqrt(((logp[-1] - logp[-2])[on] ** 2).mean()))
 
@@ -322,7 +321,7 @@ def rungs(
     cfg: RolloutFlags, learner, scored, actor: str | None
 ) -> tuple[list[str], np.ndarray, Scorer]:
     """The rungs' names (K), their log-probabilities (K, B, T), and the scorer of the last but one,
-    which computes what the engine should."""
+    which computes the expected values of the engine."""
     folder, sampling = learner.cfg.model, Sampling.of(cfg)
     start, end = Recipe.of_learner(learner.cfg, folder), Recipe.of_engine(cfg, actor or folder)
     place = (sampling, learner.device, learner.models.vocabulary)
@@ -335,7 +334,7 @@ def rungs(
     for source, recipe in steps(start, end):
         scorer = Scorer(recipe, *place)
         found[source] = scorer.score(scored.groups)
-    found["what remains"] = scored.batch.logp_inf.double().numpy()
+    found["remainder"] = scored.batch.logp_inf.double().numpy()
     return list(found), np.stack(list(found.values())), scorer
 
 

@@ -82,7 +82,7 @@ def lost(chi2: float) -> float:
 
 
 def floor_text(o) -> list[str]:
-    """What each is apart from itself, where nothing but the order of sums differs."""
+    """Distances of learner and engine from themselves, by the order of sums."""
     distances = "largest gap    mean gap    KL a token  chi2 a token  chi2 a response"
     lines = [f"the floor: against itself     tokens   {distances}"]
     for row in o.floor:
@@ -140,7 +140,7 @@ def control_text(o) -> list[str]:
 
 def verdicts_text(o) -> list[str]:
     lines = [
-        "do its weights stay even at these lengths? (their noise; worth.py measures what each teaches)"
+        "do its weights stay even at these lengths? (their noise; worth.py measures their gradients)"
     ]
     for row in o.verdicts:
         viable = "yes" if row["viable"] else "no "
@@ -176,20 +176,20 @@ def share_text(x: dict, total: float) -> str:
 
 
 def suspects_text(o) -> list[str]:
-    """The faults that explain most of what remains."""
+    """The faults that explain most of the remainder."""
     found = o.ladder["suspects"]
     if not found:
-        return ["what remains is rounding: no fault is looked for"]
+        return ["the remainder is rounding: no fault is searched"]
     first = found[0]
     named = f"{first['fault']} {first['where']}".strip()
     is_named = first["certain"] or first["explained"] > 0.5
-    lines = [f"what remains: {named}" if is_named else "what remains: no known fault explains it"]
+    lines = [f"remainder: {named}" if is_named else "remainder: no known fault explains it"]
     for row in found[:5]:
         lines.append(
             f"   {100 * row['explained']:6.1f} +- {100 * row['se']:.1f} %  {row['fault']}  {row['where']}"
         )
     if not any(row["fault"] == "stale weights" for row in found):
         lines.append(
-            "   (what stayed of older weights was not looked for: name them with --synced_from)"
+            "   (stale weights were not searched: name the older weights with --synced_from)"
         )
     return lines

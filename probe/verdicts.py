@@ -1,8 +1,8 @@
 """Does the noise of a correction's weights stay small at these lengths? Each rule returns (viable,
 why).
 
-These are rules of thumb about variance: effective sample size, kept share, the clamp. They do not
-see bias, but for what they say of states, and a noisy weight can still teach more than an even one:
+These are rules of thumb about variance: effective sample size, kept share, the clamp. Except for
+the line on states they do not see bias, and a noisy weight can still teach more than an even one:
 worth.py measures both."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from probe.gaps import ess, exists
 
 @dataclass
 class Evidence:
-    """What the verdicts rest on. Every log-ratio is clamped to +-clamp before exp."""
+    """Inputs of the verdicts. Every log-ratio is clamped to +-clamp before exp."""
 
     token_ratio: np.ndarray  # (N,) r of each token of all responses
     seq_ratio: np.ndarray  # (B,) R of each response
@@ -28,7 +28,7 @@ class Evidence:
     traces: np.ndarray  # (N,) prod_{s<=t} min(r_s, 1)
     seq_of_token: np.ndarray  # (N,) R of the token's response
     length: np.ndarray  # (B,) T
-    clamped: float  # share of the responses whose log R stands at the clamp
+    clamped: float  # share of the responses with log R at the clamp
     kl: float  # KL(inf || ref), nats a token
     clamp: float
 
@@ -60,13 +60,13 @@ class Evidence:
     @property
     def biased(self) -> bool:
         """Is the mean of r off 1 by more than 0.005 and more than noise? Then the learner scores
-        another distribution than was sampled, and weights do not mend that."""
+        another distribution than was sampled, and weights do not fix that."""
         off = abs(self.token_ratio.mean() - 1)
         return off > 0.005 and off > 4 * self.token_ratio.std() / math.sqrt(len(self.token_ratio))
 
     @property
     def longest(self) -> int:
-        """Tokens of a long response: 95 % have at most so many."""
+        """95 % quantile of response length, tokens."""
         return int(np.quantile(self.length, 0.95))
 
     @property
@@ -76,7 +76,7 @@ class Evidence:
 
     @property
     def states(self) -> str:
-        """What a weight of each token alone leaves as it is: of the sampler's states, the share sum
+        """The part that token weights do not correct: of the sampler's states, the share sum
         min(inf, ref) that the learner would visit as often."""
         shared = np.minimum(self.before_ratio, 1).mean()
         return f"its states stay the sampler's ({100 * shared:.0f} % would be the learner's)"

@@ -89,7 +89,7 @@ def decode_gaps(packed: bytes, n: int, words: int) -> np.ndarray:
     is_end = gaps != 255
     wire.need(
         is_end.sum() == n and (n == 0 or is_end[-1]),
-        "a delta whose gaps are not as many as it says",
+        "a delta with another number of gaps than announced",
     )
     at = np.cumsum(gaps, dtype=np.int64)[is_end] + np.arange(n)
     wire.need(n == 0 or at[-1] < words, "a delta with a position outside the weights")
@@ -131,7 +131,8 @@ class Delta:
         at = decode_gaps(unpack(gaps, n + len(words) // 255 + 1), n, len(words))
         change = unpack(values, n * words.itemsize)
         wire.need(
-            len(change) == n * words.itemsize, "a delta whose values are not as many as it says"
+            len(change) == n * words.itemsize,
+            "a delta with another number of values than announced",
         )
         words[at] += np.frombuffer(change, words.dtype)
 

@@ -392,8 +392,8 @@ def check_description(run: dict) -> None:
 
 
 class SamplerSource(LocalSource):
-    """A LocalSource whose groups carry this sampler's stream and incarnation, and which walks the
-    task from a random place on.
+    """A LocalSource with groups that carry this sampler's stream and incarnation, and that start at
+    a random place of the task.
 
     owner: (stream, incarnation) of the groups to be sampled next. skeleton: the learner's model
     without its weights; low_bits: the learner publishes low-bit tensors; fmt: the engine's low-bit

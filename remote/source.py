@@ -233,7 +233,7 @@ class RemoteSource:
         self.taken = (
             Account()
         )  # groups that the last checkpoint accounts for; the hub turns them away
-        self.since: list[str] = []  # groups whose fate was decided since then
+        self.since: list[str] = []  # groups that were decided since then
         self.saving: list[str] = []  # those of them that the checkpoint in the making accounts for
         self.ready: deque[Ready] = deque()
         self.batch: list[Ready] = []  # handed out last

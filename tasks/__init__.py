@@ -3,11 +3,11 @@
     arith.py     generated sums with worked steps, for the embedded models
     data.py      rows of files, of data sets, of a class of your own
     prompts.py   system prompt, template, chat template, tokens, ends
-    rewards.py   what a response earns: built-in parts, and functions of your own
+    rewards.py   rewards: built-in parts, and functions of the user
     grading.py   the processes in which rewards are computed
 
 A task has `problem(split, index)`, `find(id)`, `rewards(answers)`, `size` (None: endless) and
-`fit(tokenizer, limit)`. Nothing else in the repository knows what a problem is."""
+`fit(tokenizer, limit)`. The rest of the repository is independent of the kind of problems."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def make_task(
 
 
 def at_once(samples: int) -> int:
-    """Problems of a held-out set that an engine is given at once, each for so many responses."""
+    """Number of held-out problems that an engine gets at once. samples: responses to each."""
     return min(256, max(1, 1024 // samples))
 
 
@@ -116,8 +116,8 @@ SMALLEST = {"samples": 1, "temperature": 0.01, "max_tokens": 1}
 
 
 def eval_sets(cfg: SampleFlags, flag: str, usual: dict) -> list[EvalSet]:
-    """The sets that a flag names: NAME,NAME:samples=32:temperature=0.6, ...; what one does not say
-    is `usual`.
+    """The sets that a flag names: NAME,NAME:samples=32:temperature=0.6, ...; `usual` has the
+    defaults.
 
     UserError: one sentence."""
     sets = []
@@ -182,8 +182,8 @@ def check_unchanged(cfg: TaskFlags, path: Path) -> None:
     changed = [name for name, digest in data.items() if now.get(name, digest) != digest]
     need(
         not changed,
-        f"--resume: {', '.join(changed)} changed since the run began; put the old text back, or start anew in another "
-        "--out",
+        f"--resume: {', '.join(changed)} changed since the run began; restore the old text, or start a new run in "
+        "another --out",
     )
 
 
@@ -276,8 +276,8 @@ def check(cfg: Config) -> None:
 
 
 def as_trained(cfg: Config, given: set[str]):
-    """eval.py's flags: what is not given of a run's prompts, length, ends and grading is as in the
-    run, where --model names one or a checkpoint inside it. UserError: one sentence."""
+    """eval.py's flags, completed from the run that --model names: prompts, length, ends and grading
+    that the command line does not give. UserError: one sentence."""
     saved = config_of_run(Path(cfg.model)) if cfg.model else None
     if saved is None:
         return cfg
@@ -309,7 +309,7 @@ def config_of_run(model: Path) -> dict | None:
     inside = [path.parent for path in model.parents if path.name == "checkpoints"]
     for folder in (model, *inside[:1]):
         if (folder / "config.json").is_file():
-            made = read_json(folder / "config.json", "copy it anew, or name another folder")
+            made = read_json(folder / "config.json", "copy it again, or name another folder")
             if isinstance(made.get("config"), dict):  # a model's has none
                 return made["config"]
     return None
@@ -371,7 +371,7 @@ def grade_all(task, tokenizer, problems, groups) -> Counter:
 
 
 def grading_metrics(counts: Counter) -> dict[str, float]:
-    """What is logged of counts added up; nothing where no answer was graded in the pool."""
+    """Metrics of summed counts; empty if the pool graded no answer."""
     n = counts["answers"]
     if not n:
         return {}

@@ -79,15 +79,15 @@ class Table:
         )
 
     def rewards(self, answers: list[Answer]) -> tuple[list[float], Counter]:
-        """What each answer earns, and counts (rewards.Reward.of)."""
+        """The reward of each answer, and counts (rewards.Reward.of)."""
         return self.reward.of(answers)
 
     def max_prompt(self) -> int:
         return 0  # unknown without a tokenizer: see fit
 
     def fit(self, tokenizer, limit: int = 0) -> int:
-        """Drop the rows whose prompt has more than `limit` tokens (0: none is); the tokens of the
-        longest one left.
+        """Drop rows with prompts of more than `limit` tokens (0: keep all); the length of the
+        longest prompt that is left.
 
         UserError: none is left."""
         lengths = []
@@ -124,7 +124,7 @@ class OwnRows:
             self.made = attribute_of(path, attribute)()
         except Exception as e:  # the file is the user's
             raise UserError(
-                f"--task={name}: cannot be loaded ({described(e)}); mend the file"
+                f"--task={name}: cannot be loaded ({described(e)}); fix the file"
             ) from None
         has = callable(getattr(self.made, "problem", None)) and hasattr(self.made, "size")
         need(
@@ -271,10 +271,10 @@ def from_file(name: str, flag: str) -> list[tuple[str, object]]:
     """(place, row) pairs of a JSONL, JSON or Parquet file."""
     path = Path(name)
     if not path.is_file():
-        what = "a folder" if path.is_dir() else "no such file"
+        problem = "a folder" if path.is_dir() else "no such file"
         also = "`arith` or " if flag == "task" else ""
         raise UserError(
-            f"--{flag}={name}: {what}; give {also}the path of a JSONL, JSON or Parquet file, or hf:NAME/SPLIT"
+            f"--{flag}={name}: {problem}; give {also}the path of a JSONL, JSON or Parquet file, or hf:NAME/SPLIT"
         )
     if path.suffix == ".parquet":
         parquet = library("pyarrow.parquet", "pyarrow", f"--{flag}={name}")
@@ -282,11 +282,11 @@ def from_file(name: str, flag: str) -> list[tuple[str, object]]:
             return placed(name, parquet.read_table(path).to_pylist())
         except (OSError, ValueError) as e:  # ArrowInvalid is a ValueError
             raise UserError(
-                f"{name}: not a whole Parquet file ({shortened(e)}); copy it anew"
+                f"{name}: not a whole Parquet file ({shortened(e)}); copy it again"
             ) from None
     text = read_text(path)
     if path.suffix == ".json":
-        rows = parsed(text, name, "mend that place of the array")
+        rows = parsed(text, name, "fix that place of the array")
         need(
             isinstance(rows, list),
             f"{name}: not a JSON array of rows; a file with one row a line ends in .jsonl",
@@ -337,9 +337,8 @@ def shortened(e: Exception) -> str:
     return " ".join(str(e).split())[:150] or type(e).__name__
 
 
-def parsed(text: str, place: str, mend: str = "mend or remove that line, one object a line"):
-    """JSON. UserError names the place, where there are several lines the one at fault, and the
-    mend."""
+def parsed(text: str, place: str, fix: str = "fix or remove that line, one object a line"):
+    """Parsed JSON. UserError names the place, with its line number, and the fix."""
     try:
         return json.loads(text)
     except (
@@ -348,7 +347,7 @@ def parsed(text: str, place: str, mend: str = "mend or remove that line, one obj
     ) as e:  # also numbers of thousands of digits, and endless brackets
         why = str(getattr(e, "msg", e))[:60]
         line = f", line {e.lineno}" if hasattr(e, "lineno") and "\n" in text.strip() else ""
-        raise UserError(f"{place}{line}: not valid JSON ({why}); {mend}") from None
+        raise UserError(f"{place}{line}: not valid JSON ({why}); {fix}") from None
 
 
 def read_row(
@@ -366,13 +365,13 @@ def read_row(
     encodable = both.encode(errors="replace").decode() == both
     need(
         encodable,
-        f"{place}: half a character (a lone surrogate), which no tokenizer takes; mend or remove that line",
+        f"{place}: half a character (a lone surrogate), which no tokenizer takes; fix or remove that line",
     )
     need(answer or not needed, f"{place}: the `answer` is empty; add one, or remove that line")
     finite = answer.lower().lstrip("+-") not in ("nan", "inf")
     need(
         finite,
-        f"{place}: the `answer` is {answer}, which no response can equal; mend or remove that line",
+        f"{place}: the `answer` is {answer}, which no response can equal; fix or remove that line",
     )
     worked = (
         {"solution": row["answer"]}
@@ -383,7 +382,7 @@ def read_row(
 
 
 def nested(row: dict, key: str):
-    """The value under a.b.c; None where there is none."""
+    """The value under a.b.c; None if it is missing."""
     value = row if key not in row else {key: row[key]}
     for name in [key] if key in row else key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
@@ -442,8 +441,8 @@ def written(value: str | float) -> str:
 
 
 def final_answer(answer: str) -> str:
-    """What stands behind #### (GSM8K) or in the last box of a worked solution, also \\boxed 2; ""
-    where that is empty; else the answer as it is."""
+    """The text after #### (GSM8K), or in the last box of a worked solution (also \\boxed 2), "" if
+    it is empty; else the whole answer."""
     if "####" in answer:
         return answer.split("####")[-1].strip()
     box = last_box(answer)
@@ -490,8 +489,8 @@ def multiple_choice(prompt, listed: list[str], answer: str, row: dict, place: st
         random.Random(prompt).shuffle(listed)
     labels = row["choices"].get("label") if isinstance(row.get("choices"), dict) else None
     index = nested(row, key) if key else row.get("answer")
-    beside = key in ("", "answer")  # `answer_index` says the same
-    if beside:
+    has_index = key in ("", "answer")  # `answer_index` may give the number
+    if has_index:
         index = row.get("answer_index", index)
     letter = LETTERS.find(answer.upper()) if len(answer) == 1 else -1
     if type(index) is int and 0 <= index < len(listed):  # MMLU and MMLU-Pro count from 0
@@ -503,12 +502,12 @@ def multiple_choice(prompt, listed: list[str], answer: str, row: dict, place: st
         need(
             letter in (-1, at) or letter >= len(listed),
             f"{place}: the `{key or 'answer'}` is {answer}, the text of one choice and the letter of another; give its "
-            f"number from 0 {'as `answer_index`' if beside else 'there'}",
+            f"number from 0 {'as `answer_index`' if has_index else 'there'}",
         )
     elif 0 <= letter < len(listed):
         at = letter
     else:
         named = f"{place}: the `{key or 'answer'}` is {answer}"
-        raise UserError(f"{named}, which names none of its {len(listed)} choices; mend it")
+        raise UserError(f"{named}, which names none of its {len(listed)} choices; fix it")
     lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, listed, strict=False)]
     return "\n".join([prompt, *lines]), LETTERS[at]

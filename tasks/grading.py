@@ -30,14 +30,16 @@ from tasks.builtin import loaded
 CHUNK = 16  # answers that a process is given at once, at most
 MEMORY = 4 << 30  # bytes of address space of each process
 PATIENCE = 10  # times its seconds of a processor that a call may last by the clock
-TICK = 0.2  # seconds after which a wait is looked at again
-SILENCE = 60.0  # seconds after which a process that says nothing is given up, beside twice an answer's limit
+TICK = 0.2  # polling interval in seconds
+SILENCE = (
+    60.0  # seconds without output, plus twice an answer's limit, after which a process is killed
+)
 MOST_STILLBORN = 3  # processes that may end before they are ready
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A reward function raised an exception, or returned what is no reward."""
+    """A reward function raised an exception, or did not return a reward."""
 
     why: str
 
@@ -103,7 +105,8 @@ def function_of(name: str):
 
 
 def attribute_of(path: str, name: str):
-    """An attribute of a Python file, which is run as a module; files beside it can be imported."""
+    """An attribute of a Python file, which is run as a module; files in its folder can be
+    imported."""
     file = Path(path).resolve()
     sys.path.append(str(file.parent))
     spec = importlib.util.spec_from_file_location(f"user_{file.stem}", file)
@@ -114,8 +117,8 @@ def attribute_of(path: str, name: str):
 
 
 def value_of(function, call):
-    """What the function makes of one response: ("value", a float or a dict of floats), or
-    ("failed", why)."""
+    """The result of the function for one response: ("value", a float or a dict of floats), or
+    ("failed", reason)."""
     try:
         value = function(*call)
     except (Exception, SystemExit) as e:
@@ -162,8 +165,8 @@ class Grader:
         fd = theirs.fileno()
         root = str(Path(__file__).resolve().parent.parent)
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        # sympy walks through sets, whose order depends on the hash seed: the same one in every
-        # process
+        # sympy iterates over sets in an order that depends on the hash seed: use one seed
+        # everywhere
         self.process = subprocess.Popen(
             [
                 sys.executable,
@@ -175,7 +178,7 @@ class Grader:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            process_group=0,  # what it starts ends with it
+            process_group=0,  # its children end with it
         )
         theirs.close()
         self.function: str | None = None  # that it was asked to load
@@ -213,9 +216,9 @@ class Graders:
         self.stillborn = 0
 
     def grade(self, function: str, calls: list[tuple], seconds: float) -> list:
-        """What the function returns for each call: a float, a dict of floats, a Failure where it
-        raised; None where its process died of it, or used up its seconds of a processor. UserError:
-        the function cannot be loaded."""
+        """The result of the function for each call: a float, a dict of floats, a Failure if it
+        raised; None if its process died, or used up its processor time. UserError: the function
+        cannot be loaded."""
         values: list = [None] * len(calls)
         todo = deque(range(len(calls)))
         try:
@@ -234,7 +237,7 @@ class Graders:
                         )  # a child that it forked keeps its end of the connection open
                     elif p.given and time.monotonic() - p.heard > SILENCE + 2 * PATIENCE * seconds:
                         p.process.kill()  # stopped, or swapped out
-        except BaseException:  # what the processes go on to say would be taken for the next answers
+        except BaseException:  # later answers of the processes would belong to this call
             self.close()
             raise
         return values
@@ -250,7 +253,7 @@ class Graders:
                 p.give(function, numbers, [calls[i] for i in numbers], seconds)
 
     def _listen(self, p: Grader, values: list, todo: deque[int]) -> None:
-        """Take what a process says."""
+        """Read a message of a process."""
         try:
             number, (kind, said) = p.connection.recv()
         except (EOFError, OSError):
@@ -262,7 +265,7 @@ class Graders:
                 raise RuntimeError(f"a grading process answered question {number} out of turn")
             values[number] = Failure(said) if kind == "failed" else said
         elif kind == "failed":
-            raise UserError(f"--reward={p.function}: cannot be loaded ({said}); mend the file")
+            raise UserError(f"--reward={p.function}: cannot be loaded ({said}); fix the file")
         p.ready = True
 
     def _bury(self, p: Grader, todo: deque[int]) -> None:

@@ -3,8 +3,8 @@ response.
 
     a row's problem --prompt_template--> text --system_prompt--> messages --chat template--> tokens
 
-The policy, the actor, the engine and the evaluation all read what `encode` returns; `python eval.py
---show_prompt` prints it as the model sees it."""
+Policy, actor, engine and evaluation use the tokens of `encode`; `python eval.py --show_prompt`
+prints them as text."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from pathlib import Path
 from config import PromptFlags
 from machinery.flags import UserError, need, read_json, read_text
 
-# What --prompt_template may name. Without the flag, a task is asked as its reward wants the answer
-# (tasks/rewards.py).
+# Names for --prompt_template. By default the reward chooses the template (tasks/rewards.py).
 TEMPLATES = {
     "plain": "{problem}",
     "boxed": "{problem}\nPlease reason step by step, and put your final answer within \\boxed{}.",
@@ -31,7 +30,7 @@ ALWAYS = {
     "add_generation_prompt",
     "raise_exception",
     "strftime_now",
-}  # what a chat template is given
+}  # variables of a chat template
 PYTHONS = {"True": "true", "False": "false", "None": "null"}
 SHOWN = 3  # prompts that --show_prompt prints
 
@@ -129,7 +128,7 @@ def text_or_file(flag: str, value: str) -> str:
 
 
 def contents(cfg: PromptFlags) -> dict[str, str]:
-    """The flags that may name files, with what is in them: for a host that has no such files."""
+    """The flags that may name files, with the contents of the files, for a host without them."""
     return {
         flag: text_or_file(flag, getattr(cfg, flag))
         for flag in ("system_prompt", "prompt_template", "chat_template")
@@ -234,8 +233,7 @@ def check_kwargs(kwargs, template) -> None:
 
 @functools.lru_cache
 def variables_of(template: str) -> frozenset[str]:
-    """The names that a template reads beside those it is always given; of one that cannot be read,
-    none."""
+    """The variables of a template other than the standard ones; empty if it cannot be parsed."""
     from jinja2 import Environment, TemplateError, meta
 
     try:
@@ -266,8 +264,8 @@ def shown(tokenizer, problems: list[Problem], ends: list[int]) -> str:
 def stop_ids(tokenizer, folders, stop: str = "") -> list[int]:
     """Ids of the tokens that end a response, in every engine and in evaluation alike.
 
-    They are the tokenizer's own end, what the generation_config.json of these model folders lists
-    as `eos_token_id` (a folder without that file adds nothing), and the tokens of --stop.
+    They are the tokenizer's end, each `eos_token_id` in the generation_config.json of these model
+    folders, and the tokens of --stop.
     UserError: one sentence."""
     ids = [tokenizer.eos_token_id]
     for folder in folders:
@@ -285,10 +283,10 @@ def stop_ids(tokenizer, folders, stop: str = "") -> list[int]:
 
 def listed_ends(path: Path) -> list[int]:
     """The end tokens that a generation_config.json lists: none, one, or several."""
-    listed = read_json(path, "mend or remove it").get("eos_token_id")
+    listed = read_json(path, "fix or remove it").get("eos_token_id")
     listed = listed if isinstance(listed, list) else [listed]
     bad = [i for i in listed if i is not None and type(i) is not int]
-    need(not bad, f"{path}: its eos_token_id lists {bad[:1]}, which is no token's number; mend it")
+    need(not bad, f"{path}: its eos_token_id lists {bad[:1]}, which is no token's number; fix it")
     return listed
 
 

@@ -1,12 +1,11 @@
-"""Rewards: what a response earns, as a sum of named parts, each computed in a grading process
-(tasks/grading.py).
+"""Rewards: the sum of named parts, each computed in a grading process (tasks/grading.py).
 
     --reward=math                       right or wrong, by the math-verify library
     --reward=math,boxed*0.1             a sum, with weights
     --reward=mine.py:score,math*0.5     a function of your own:
 
         def score(row, text, finish_reason):       # the problem's row, the response, "stop" or "length"
-            return 1.0 if row["answer"] in text else 0.0       # or {"right": 1.0, "short": 0.2}, whose sum counts
+            return 1.0 if row["answer"] in text else 0.0       # or {"right": 1.0, "short": 0.2}: the sum counts
 
 `row` has every column of the problem's row, and under "answer" its final answer. Evaluation counts
 a response as right where the first part named gives more than 0.5."""
@@ -48,13 +47,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Reward:
-    """--reward, read: what a response earns. seconds: of a processor, for each answer and part
-    (--grade_seconds)."""
+    """The parsed --reward. seconds: processor time for each answer and part (--grade_seconds)."""
 
     parts: tuple[Part, ...] = (Part("math", 1.0),)
-    answer: str = "boxed"  # "boxed" or "last": what of a response `math` looks at (--answer)
+    answer: str = "boxed"  # "boxed" or "last": part of a response that `math` reads (--answer)
     seconds: float = 5.0
-    max_tokens: int = 0  # longest response; praxis: so many tokens behind the answer earn 1 more
+    max_tokens: int = (
+        0  # longest response; praxis: this number of tokens after the answer earns 1 more
+    )
     overlong: int = 0  # tokens below max_tokens from which DAPO's penalty begins (--overlong)
 
     def can_grade(self, answer: str) -> bool:
@@ -74,9 +74,9 @@ class Reward:
     def of(self, answers: list[Answer]) -> tuple[list[float], Counter]:
         """The reward of each answer; and counts.
 
-        The counts: `answers`; `timeouts`, those that could not be graded within the limit, which
-        earn nothing; `failures`, those whose function raised, likewise; `unboxed`, those without a
-        box, where `math` grades; and `reward/NAME`, the sum of each part, weights aside."""
+        The counts: `answers`; `timeouts`, which exceeded the limit and earn 0; `failures`, for
+        which the function raised and which earn 0; `unboxed`, those without a box, where `math`
+        grades; and `reward/NAME`, the unweighted sum of each part."""
         total = [0.0] * len(answers)
         counts = Counter(answers=len(answers))
         for part in self.parts:
@@ -98,8 +98,8 @@ class Reward:
         return total, counts
 
     def values(self, part: Part, answers: list[Answer]) -> list:
-        """What the pool says of each answer; equal ones are graded once, and nothing stands for a
-        missing box."""
+        """The pool's result for each answer; equal answers are graded once, a missing box counts as
+        empty."""
         calls = {}
         keys = [self.call(part, answer, calls) for answer in answers]
         found = graders().grade(part.name, list(calls.values()), self.seconds)
@@ -211,6 +211,6 @@ def try_out(reward: Reward, answer: Answer) -> None:
             )
         need(
             value is not None,
-            f"--reward={part.name}: on the first problem it needs more than --grade_seconds={reward.seconds}; mend it, "
+            f"--reward={part.name}: on the first problem it needs more than --grade_seconds={reward.seconds}; fix it, "
             "or allow more",
         )

@@ -102,13 +102,13 @@ ROWS = [
 --objective=is --reject=token,geo:1 | --reject=token,geo:1: geo:1 is no statistic with its bounds; write geo:LOW:HIGH
 --objective=is --reject=token,geo:a:b | --reject=token,geo:a:b: geo:a:b is no statistic ... such as geo:0.9:1.1
 --objective=is --reject=geo:2:1 | --reject=geo:2:1: the bounds of geo:2:1 are crossed; the first must be below
---objective=is --reject=geo:0:1,token --rs_high=2 | --rs_low=None --rs_high=2.0: nothing ... each has bounds of its own
+--objective=is --reject=geo:0:1,token --rs_high=2 | --rs_low=None --rs_high=2.0: these ... each has bounds of its own
 --objective=jackpot --ref_from=loglinear | --ref_from=loglinear: an actor, OBRS, ... need p_ref itself; use pass
 --objective=tis --ref_from=loglinear --actor=base:actor | --ref_from=loglinear: an actor, ... use pass
 --objective=tis --ref_from=loglinear --actor=none --normalize_weights=True | --normalize_w ... --ref_from=loglinear
 --objective=tis --correction_target=new | --correction_target=new: weights p_new / p_inf stand in ... not ref
 --objective=jackpot --correction_target=new | --correction_target=new: --correction=obrs has a target ... --obrs_target
---objective=opsm --loss_denominator=kept | --loss_denominator=kept must ... --correction_target=new is known within it
+--objective=opsm --loss_denominator=kept | --loss_denominator=kept: ... --correction_target=new is computed
 --objective=vespo --normalize_weights | --normalize_weights must know all ... --correction_target=new is known within it
 --objective=tis_adjusted --normalize_weights | --normalize_weights ... --correction=tis_adjusted is known within it
 --obrs_lambda=0 | --obrs_lambda=0.0: lambda must be above 0 (1 is the usual value)
@@ -207,7 +207,7 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --exact --rollout=vllm | --exact: vLLM and remote samplers take their sums ... use --rollout=hf
 --learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or the learner's
 --objective=icepop --reject=geo | --reject=geo: --correction=icepop ... --reject=geo:LOW:HIGH, or use --reject=none
---objective=tis --rs_high=2 | --rs_low=None --rs_high=2.0: nothing is ... name what to bound with --reject=token,
+--objective=tis --rs_high=2 | --rs_low=None --rs_high=2.0: these bounds ... name one with --reject=token,
 --objective=tis --reject=geo --rs_low=1.2 | --rs_low=1.2 --rs_high=1.1: the bounds ... rs_low must be below rs_high
 --rs_low=3 --rs_high=2 | --rs_low=3.0 --rs_high=2.0: the bounds are crossed; rs_low must be below rs_high
 --objective=tis --is_floor=2 | --is_floor=2.0: a lower bound of a capped weight, below ... --correction=tis has one
@@ -221,7 +221,7 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --obrs_z=exact --actor=none | --obrs_z=exact: the whole vocabulary is known only with an --actor, ... use bracket
 --obrs_z=exact --delay=constant | --obrs_z=exact: the whole vocabulary is known only with an ... use bracket
 --loss_denominator=kept --obrs_target=new | --loss_denominator=kept with ... the update: add --kappa=exact
---objective=tis_adjusted --loss_denominator=kept --veto=1e-4 | --loss_denominator=kept must know what is dropped
+--objective=tis_adjusted --loss_denominator=kept --veto=1e-4 | --loss_denominator=kept: needs the drops before
 --obrs_accept_rate=0.9 --obrs_target=new | --obrs_accept_rate with ... the update: add --kappa=exact
 --delay=lognormal --delay_min=50 --delay_max=20 | --delay_min=50.0 ... ve 0 and not above the longest
 --delay=weibull --delay_min=20 --delay_max=20 | --delay=weibull: two quantiles need ... use --delay=constant
@@ -275,18 +275,18 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
     *rows(
         "train.py --rollout=hf",
         r"""
---config=cut.toml | --config=cut.toml: not valid TOML (Invalid value (at end of document)); mend that place
---config=two_lines.toml | --config=two_lines.toml: not valid TOML (Expected '=' after a key in ... mend that place
---config=twice.toml | --config=twice.toml: not valid TOML (Cannot overwrite a value (at line 2, ... mend that place
+--config=cut.toml | --config=cut.toml: not valid TOML (Invalid value (at end of document)); fix that line
+--config=two_lines.toml | --config=two_lines.toml: not valid TOML (Expected '=' after a key in ... fix that line
+--config=twice.toml | --config=twice.toml: not valid TOML (Cannot overwrite a value (at line 2, ... fix that line
 --config=near.toml | near.toml: stps: no such flag; did you mean --steps?
 --config=far.toml | far.toml: critic_warmup: no such flag; see --help
 --config=section.toml | section.toml: RunFlags: no such flag; see --help
 --config=include.toml | include.toml: config: no such flag; see --help
 --config=bom.toml | bom.toml: stps: no such flag; did you mean --steps?
 --config=utf16.toml | utf16.toml: not a text file in UTF-8 (byte 0); convert it
---config=zeros.toml | --config=zeros.toml: not valid TOML (Invalid statement (at line 1, column 1)); mend that place
---config=json.toml | --config=json.toml: not valid TOML (Invalid statement (at line 1, column 1)); mend that place
---config=yaml.toml | --config=yaml.toml: not valid TOML (Expected '=' after a key in a ... mend that place
+--config=zeros.toml | --config=zeros.toml: not valid TOML (Invalid statement (at line 1, column 1)); fix that line
+--config=json.toml | --config=json.toml: not valid TOML (Invalid statement (at line 1, column 1)); fix that line
+--config=yaml.toml | --config=yaml.toml: not valid TOML (Expected '=' after a key in a ... fix that line
 --config=flags.toml | flags.toml: --lr: no such flag; see --help
 --config=text_steps.toml | text_steps.toml: steps = 'x' is not of type int
 --config=true_steps.toml | true_steps.toml: steps = True is not of type int
@@ -299,7 +299,7 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --config=nan_clip.toml | nan_clip.toml: grad_clip=nan: must be a number
 --config=long_lr.toml | long_lr.toml: lr=9999999999999999999999999999999999999999: must have at most 18 digits
 --config=long_steps.toml | long_steps.toml: steps=999999999999999999999999999999: must have at most 18 digits
---config=digits.toml | --config=digits.toml: not valid TOML (Exceeds the limit (4300 digits) ... mend that place
+--config=digits.toml | --config=digits.toml: not valid TOML (Exceeds the limit (4300 digits) ... fix that line
 --config=text_cap.toml | text_cap.toml: is_cap = 'x' is not of type float
 --config=one_clip.toml | one_clip.toml: clip = 1 is not of type bool
 --config=number_correction.toml | number_correction.toml: correction = 1 is not of type str
@@ -322,9 +322,9 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --task=https://host/x.jsonl | --task=https://host/x.jsonl: no such file; give `arith` or the path of a JSONL,
 --task=empty.jsonl | empty.jsonl: no problems in the file; each row needs `problem` ... and `answer`
 --task=blank.jsonl | blank.jsonl: no problems in the file; each row needs `problem` ... and `answer`
---task=cut.jsonl | cut.jsonl, line 2: not valid JSON (Unterminated ... mend or remove that line, one object a line
+--task=cut.jsonl | cut.jsonl, line 2: not valid JSON (Unterminated ... fix or remove that line, one object a line
 --task=list.jsonl | list.jsonl, line 2: not a JSON object; each row needs `problem` ... and `answer`
---task=array.jsonl | array.jsonl, line 1: not valid JSON (Expecting ... mend or remove that line, one object a line
+--task=array.jsonl | array.jsonl, line 1: not valid JSON (Expecting ... fix or remove that line, one object a line
 --task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
 --task=no_problem.jsonl | no_problem.jsonl, line 3: no `problem` or `question` text; add one
 --task=empty_problem.jsonl | empty_problem.jsonl, line 1: no `problem` or `question` text; add one
@@ -335,19 +335,19 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --task=list_answer.jsonl | list_answer.jsonl, line 1: no `answer` that is a text or a number; add one
 --task=null_answer.jsonl | null_answer.jsonl, line 1: no `answer` that is a text or a number; add one
 --task=true_answer.jsonl | true_answer.jsonl, line 1: no `answer` that is a text or a number; add one
---task=nan_answer.jsonl | nan_answer.jsonl, line 1: the `answer` is nan, which no ... mend or remove that line
---task=infinite_answer.jsonl | infinite_answer.jsonl, line 1: the `answer` is -inf, ... mend or remove that line
+--task=nan_answer.jsonl | nan_answer.jsonl, line 1: the `answer` is nan, which no ... fix or remove that line
+--task=infinite_answer.jsonl | infinite_answer.jsonl, line 1: the `answer` is -inf, ... fix or remove that line
 --task=hashes_answer.jsonl | hashes_answer.jsonl, line 1: the `answer` is empty; add one, or remove that line
---task=surrogate.jsonl | surrogate.jsonl, line 1: half a character (a lone surrogate), ... mend or remove that line
---task=surrogate_answer.jsonl | surrogate_answer.jsonl, line 2: half a character (a ... mend or remove that line
+--task=surrogate.jsonl | surrogate.jsonl, line 1: half a character (a lone surrogate), ... fix or remove that line
+--task=surrogate_answer.jsonl | surrogate_answer.jsonl, line 2: half a character (a ... fix or remove that line
 --task=null.jsonl | null.jsonl, line 2: not a JSON object; each row needs `problem` ... and `answer`
 --task=text.jsonl | text.jsonl, line 1: not a JSON object; each row needs `problem` ... and `answer`
---task=no_comma.jsonl | no_comma.jsonl, line 1: not valid JSON ... mend or remove that line, one object a line
---task=python_quotes.jsonl | python_quotes.jsonl, line 1: not valid ... mend or remove that line, one object a line
---task=brackets.jsonl | brackets.jsonl, line 1: not valid JSON ... mend or remove that line, one object a line
---task=digits.jsonl | digits.jsonl, line 1: not valid JSON (Exceeds ... mend or remove that line, one object a line
+--task=no_comma.jsonl | no_comma.jsonl, line 1: not valid JSON ... fix or remove that line, one object a line
+--task=python_quotes.jsonl | python_quotes.jsonl, line 1: not valid ... fix or remove that line, one object a line
+--task=brackets.jsonl | brackets.jsonl, line 1: not valid JSON ... fix or remove that line, one object a line
+--task=digits.jsonl | digits.jsonl, line 1: not valid JSON (Exceeds ... fix or remove that line, one object a line
 --task=long.jsonl | --max_tokens=8: the longest prompt has 1012 ... shorten the response, or drop long prompts
---task=table.csv | table.csv, line 1: not valid JSON (Expecting value); mend or remove that line, one object a line
+--task=table.csv | table.csv, line 1: not valid JSON (Expecting value); fix or remove that line, one object a line
 --task=utf16.jsonl | utf16.jsonl: not a text file in UTF-8 (byte 0); convert it
 --task=latin1.jsonl | latin1.jsonl: not a text file in UTF-8 (byte 54); convert it
 --task=packed.jsonl.gz | packed.jsonl.gz: not a text file in UTF-8 (byte 1); convert it
@@ -358,17 +358,17 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --eval_task=long.jsonl | --eval_task=long.jsonl: the longest prompt has 1012 ... shorten the response
 HF_HUB_OFFLINE=1 --actor=some/where --actor_lr=1 | --actor=some/where: no such folder here, ... or give a folder
 --task=hf:gsm8k | --task=hf:gsm8k: write hf:NAME/SPLIT, such as hf:openai/gsm8k@main/train
---task=fine.parquet | fine.parquet: not a whole Parquet file ... copy it anew
---task=cut.json | cut.json, line 5: not valid JSON (Expecting ',' delimiter); mend that place of the array
+--task=fine.parquet | fine.parquet: not a whole Parquet file ... copy it again
+--task=cut.json | cut.json, line 5: not valid JSON (Expecting ',' delimiter); fix that line of the array
 --task=array.json | array.json: not a JSON array of rows; a file with one row a line ends in .jsonl
 --task=nosuch.py:Task | --task=nosuch.py:Task: nosuch.py: no such file; write FILE.py:CLASS
---task=own.py:Lost | --task=own.py:Lost: cannot be loaded (AttributeError ... mend the file
+--task=own.py:Lost | --task=own.py:Lost: cannot be loaded (AttributeError ... fix the file
 --task=own.py:Small | --task=own.py:Small: needs a method problem(split, index) and an attribute size
 --task=own.py:Wide | --max_prompt_tokens: own.py:Wide is endless, so its longest prompt is not known; name it
 --task=fine.jsonl --reward=mth | --reward=mth: not one of math, gsm8k, praxis, ... did you mean math?
 --task=fine.jsonl --reward=math*x | --reward=math*x: x is no weight; write NAME*0.5
 --task=fine.jsonl --reward=nosuch.py:f | --reward=nosuch.py:f: nosuch.py: no such file; write FILE.py:FUNCTION
---task=fine.jsonl --reward=own.py:nosuch | --reward=own.py:nosuch: cannot be loaded (AttributeError ... mend the file
+--task=fine.jsonl --reward=own.py:nosuch | --reward=own.py:nosuch: cannot be loaded (AttributeError ... fix the file
 --task=fine.jsonl --reward=own.py:raises | --reward=own.py:raises: on the first problem ... ZeroDivisionError: ... line
 --task=fine.jsonl --reward=own.py:text | --reward=own.py:text: on the first problem ... neither a finite number nor a
 --task=fine.jsonl --prompt_key=nosuch | fine.jsonl, line 1: no `nosuch` text; add one
@@ -422,19 +422,19 @@ HF_HUB_OFFLINE=1 --actor=some/where --actor_lr=1 | --actor=some/where: no such f
 --model=tokenizer_empty | tokenizer_empty: its tokenizer ... copy tokenizer.json and tokenizer_config.json of this
 --model=tokenizer_config_cut | tokenizer_config_cut: its ... copy tokenizer.json and tokenizer_config.json of this
 --actor=other_words --actor_lr=1 | --actor=other_words: its ... actor and policy must share one vocabulary
---model=ends_cut | ends_cut/generation_config.json: not valid JSON (Expecting property ... mend or remove it
---model=ends_text | ends_text/generation_config.json: its eos_token_id lists ['</s>'], which is no ... mend it
---model=ends_list | ends_list/generation_config.json: not a JSON object; mend or remove it
---model=no_weights | no_weights: no weights there (model.safetensors is ... copy the folder anew, or delete it
---model=weights_empty | weights_empty/model.safetensors: its weights cannot be ... copy the folder anew, or delete
---model=weights_cut | weights_cut/model.safetensors: its weights cannot be ... copy the folder anew, or delete it
---model=weights_html | weights_html/model.safetensors: its weights cannot be ... copy the folder anew, or delete
---model=weights_pointer | weights_pointer/model.safetensors: its weights cannot ... copy the folder anew, or delete
---model=weights_unreadable | weights_unreadable/model.safetensors: its weights ... copy the folder anew, or delete
---model=index_cut | index_cut/model.safetensors.index.json: not valid JSON ... copy the folder anew, or delete it
---model=index_empty | index_empty/model.safetensors.index.json: lists no ... copy the folder anew, or delete it
+--model=ends_cut | ends_cut/generation_config.json: not valid JSON (Expecting property ... fix or remove it
+--model=ends_text | ends_text/generation_config.json: its eos_token_id lists ['</s>'], which is no ... fix it
+--model=ends_list | ends_list/generation_config.json: not a JSON object; fix or remove it
+--model=no_weights | no_weights: no weights there (model.safetensors is ... copy the folder again, or delete it
+--model=weights_empty | weights_empty/model.safetensors: its weights cannot be ... copy the folder again, or delete
+--model=weights_cut | weights_cut/model.safetensors: its weights cannot be ... copy the folder again, or delete it
+--model=weights_html | weights_html/model.safetensors: its weights cannot be ... copy the folder again, or delete
+--model=weights_pointer | weights_pointer/model.safetensors: its weights cannot ... copy the folder again, or delete
+--model=weights_unreadable | weights_unreadable/model.safetensors: its weights ... copy the folder again, or delete
+--model=index_cut | index_cut/model.safetensors.index.json: not valid JSON ... copy the folder again, or delete it
+--model=index_empty | index_empty/model.safetensors.index.json: lists no ... copy the folder again, or delete it
 --model=shard_missing | shard_missing: model.safetensors, and an index of other files ... delete the older of the two
---actor=no_weights --actor_lr=1 | no_weights: no weights there ... copy the folder anew, or delete it
+--actor=no_weights --actor_lr=1 | no_weights: no weights there ... copy the folder again, or delete it
 LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a whole checkpoint of that shape
 LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give a whole checkpoint of that shape
 --model=t5_type | t5_type: its config.json cannot be read ... give a whole checkpoint of a causal language model
@@ -461,7 +461,7 @@ LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give
 --out=. --overwrite | --overwrite: --out=. holds the working folder; name the folder of one run
 --out=.. --overwrite | --overwrite: --out=.. holds the working folder; name the folder of one run
 --out=run --overwrite --task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a ... add one
---out=run --overwrite --model=no_weights | no_weights: no weights there ... copy the folder anew, or
+--out=run --overwrite --model=no_weights | no_weights: no weights there ... copy the folder again, or
         """,
     ),
     *rows(
@@ -470,7 +470,7 @@ LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give
 --out=/no/such/run | --resume: /no/such/run holds no run; start without --resume, or name its folder with --out
 --out=file | --resume: file holds no run; start without --resume, or name its folder with --out
 --out=notes | --resume: notes holds no run; start without --resume, or name its folder with --out
---out=run --lr=0.5 | --resume with a changed configuration: ... give the old value, or start anew in another --out
+--out=run --lr=0.5 | --resume with a changed configuration: ... give the old value, or start a new run in another --out
 --out=run --objective=tis | --resume with a changed configuration: --objective was ... give the old value, or start
 --out=run_cut | run_cut/config.json: not valid JSON ... copy it from a backup, or start
 --out=run_of_lists | run_of_lists/config.json: not a JSON object; ... copy it from a backup, or start
@@ -479,7 +479,7 @@ LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give
 --out=run_of_text | run_of_text/config.json: steps = 'many' is not of type int
 --out=run_of_old_choices | run_of_old_choices/config.json: --rollout=sglang: not one of vllm, hf
 --out=run_in_utf16 | run_in_utf16/config.json: not a text file in UTF-8 (byte 0); convert it
---out=run_spoilt | run_spoilt: no checkpoint there is whole; ... start anew with --overwrite, or in another
+--out=run_spoilt | run_spoilt: all checkpoints are damaged; ... start a new run with --overwrite, or in another
         """,
     ),
     # train.py: samplers on other machines
@@ -545,17 +545,17 @@ tis | tis: python objectives.py takes no arguments
 --model=base:polcy | --model=base:polcy: not one of base:policy, base:actor; did you mean base:policy?
 --model=notes --rollout=hf | --model=notes: no model there; give a run folder, a checkpoint or a Hugging Face folder
 --model=no_config --rollout=hf | --model=no_config: no model there; ... give a run folder, a checkpoint
---model=run_spoilt --rollout=hf | run_spoilt: no checkpoint there is whole; ... start anew with --overwrite, or in
+--model=run_spoilt --rollout=hf | run_spoilt: all checkpoints are damaged; ... start a new run with --overwrite, or in
 --model=only_config --rollout=hf --max_tokens=8 | only_config: its ... copy tokenizer.json
---model=config_cut --rollout=hf | config_cut/config.json: not valid JSON ... copy it anew, or name another folder
---model=config_number --rollout=hf | config_number/config.json: not a JSON ... copy it anew, or name another folder
+--model=config_cut --rollout=hf | config_cut/config.json: not valid JSON ... copy it again, or name another folder
+--model=config_number --rollout=hf | config_number/config.json: not a JSON ... copy it again, or name another folder
 --model=config_utf16 --rollout=hf | config_utf16/config.json: not a text file in UTF-8 (byte 0); convert it
 --model=config_untyped --rollout=hf --max_tokens=8 | --model=config_untyped: no model there; ... give a run folder, a
 --model=new_type --rollout=hf --max_tokens=8 | new_type: its config.json cannot be read (The ... give a whole
 --model=text_context --rollout=hf --max_tokens=8 | text_context: its config.json cannot be read ... give a whole
 --model=no_tokenizer --rollout=hf --max_tokens=8 | no_tokenizer: its ... copy tokenizer.json
 --model=tokenizer_cut --rollout=hf --max_tokens=8 | tokenizer_cut: its ... copy tokenizer.json
---model=no_weights --rollout=hf --max_tokens=8 | no_weights: no weights there ... copy the folder anew, or delete
+--model=no_weights --rollout=hf --max_tokens=8 | no_weights: no weights there ... copy the folder again, or delete
 --model=weights_html --rollout=hf --max_tokens=8 | weights_html/model.safetensors: its weights ... copy the folder
 LOADS=1 --model=wider --rollout=hf --max_tokens=8 | wider: its weights do not fit its ... give a whole
 --model=base:policy --rollout=hf --task=fine.jsonl | --model=base:policy knows only ... give the folder of
@@ -594,7 +594,7 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --rollout_quant=int8 --learner_quant=aligned | --learner_quant=aligned: a gradient ... use none
 --stale=/no/such | --stale=/no/such: no Hugging Face ... give the `policy` of a checkpoint
 --stale=small_vocabulary | small_vocabulary: its tokenizer has 256 ... a vocab_size of 100; give the model the
---stale=no_weights | no_weights: no weights there ... copy the folder anew, or delete
+--stale=no_weights | no_weights: no weights there ... copy the folder again, or delete
 --json=. | --json=.: a folder; name a file in it
 --json=/dev/null/x.json | --json=/dev/null/x.json: /dev/null is a file, not a folder; name another place
 --btaches=3 | --btaches: no such flag; did you mean --batches?
@@ -648,7 +648,7 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
         "-m probe --rollout=hf --model=POLICY --max_tokens=8 --dtype=float32",
         r"""
 --actor=/no/such | --actor=/no/such: no model there; ... give a run folder, a checkpoint
---actor=no_weights | no_weights: no weights there (model.safetensors ... copy the folder anew, or delete
+--actor=no_weights | no_weights: no weights there (model.safetensors ... copy the folder again, or delete
 --actor=small_vocabulary | small_vocabulary: its tokenizer has 256 ... give the model the
 --actor=other_words | --actor=other_words: its tokenizer ... actor and policy must share one vocabulary
 --samples=1 | --samples=1: the report compares responses, so at least 2 to a problem
@@ -682,9 +682,9 @@ metrics_binary | metrics_binary/metrics.jsonl: no line of metrics in it; ... wai
 metrics_of_lists | metrics_of_lists/metrics.jsonl: no line of metrics in ... wait for the run's first update, or
 metrics_text_step | metrics_text_step/metrics.jsonl: no line of metrics in ... wait for the run's first update, or
 metrics_no_step | metrics_no_step/metrics.jsonl: no line of metrics in it; ... wait for the run's first update, or
-metrics_text | metrics_text/metrics.jsonl: reward is no number at step 1; mend or remove that line
-metrics_list | metrics_list/metrics.jsonl: entropy is no number at step 1; mend or remove that line
-metrics_truth | metrics_truth/metrics.jsonl: grad_norm is no number at step 7; mend or remove that line
+metrics_text | metrics_text/metrics.jsonl: reward is no number at step 1; fix or remove that line
+metrics_list | metrics_list/metrics.jsonl: entropy is no number at step 1; fix or remove that line
+metrics_truth | metrics_truth/metrics.jsonl: grad_norm is no number at step 7; fix or remove that line
 metrics_folder | metrics_folder/metrics.jsonl: no such file; give the folder of a run (it holds metrics.jsonl)
 metrics_unreadable | metrics_unreadable/metrics.jsonl: Permission denied; ... name another place, or ask for the
 run run run run run run run run | 8 runs: at most 7 lines can be told apart; draw fewer in one picture
@@ -703,10 +703,10 @@ run --smooth=3 | --smooth: no such flag; see --help
 --samples=run | run/samples.jsonl: no such file; give the folder of a run with --log_samples above 0
 --samples=responses_empty | responses_empty/samples.jsonl: no responses in it; ... wait for the run's first update,
 --samples=responses_junk | responses_junk/samples.jsonl: no responses in it; ... wait for the run's first update,
---samples=responses_metrics | responses_metrics/samples.jsonl: the line of step 0 is not that ... mend or remove it
---samples=responses_text | responses_text/samples.jsonl: the line of step 0 is not that of a ... mend or remove it
---samples=responses_null | responses_null/samples.jsonl: the line of step 0 is not that of a ... mend or remove it
---samples=responses_uneven | responses_uneven/samples.jsonl: the line of step 0 is not that ... mend or remove it
+--samples=responses_metrics | responses_metrics/samples.jsonl: the line of step 0 is not that ... fix or remove it
+--samples=responses_text | responses_text/samples.jsonl: the line of step 0 is not that of a ... fix or remove it
+--samples=responses_null | responses_null/samples.jsonl: the line of step 0 is not that of a ... fix or remove it
+--samples=responses_uneven | responses_uneven/samples.jsonl: the line of step 0 is not that ... fix or remove it
 --samples=responses --last=0 | --last=0: must be at least 1
 --samples=responses --last=-1 | --last=-1: must be at least 1
 --samples=responses --last=x | --last=x: must be a whole number

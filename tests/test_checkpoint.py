@@ -299,7 +299,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(run, tmp_path
     assert checkpoint.newest(tmp_path) == first
     assert f"warning: {second} is damaged ({wrong}" in capsys.readouterr().err
     spoil(first)
-    with pytest.raises(UserError, match="no checkpoint there is whole; start anew with --overwrite"):
+    with pytest.raises(UserError, match="all checkpoints are damaged; start a new run with --overwrite"):
         checkpoint.newest(tmp_path)
 
 

@@ -201,7 +201,7 @@ def test_the_same_rows_in_every_format(tmp_path):
     with pytest.raises(ValueError, match="--task=hf:gsm8k: write hf:NAME/SPLIT, such as hf:openai/gsm8k@main/train"):
         read_rows("hf:gsm8k")
     (tmp_path / "x.parquet").write_bytes(b"PAR1 not really")
-    with pytest.raises(ValueError, match="x.parquet: not a whole Parquet file .*; copy it anew"):
+    with pytest.raises(ValueError, match="x.parquet: not a whole Parquet file .*; copy it again"):
         read_rows(str(tmp_path / "x.parquet"))
 
 

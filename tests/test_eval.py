@@ -120,7 +120,7 @@ def test_several_sets_each_with_its_own_way(folders, tmp_path, monkeypatch, caps
     with pytest.raises(ValueError, match=another):
         evaluation.main([*common, "--temperature=0.7"])
     file.write_text("".join([*lines[:2], lines[2][:40] + "\n", *lines[3:]]))
-    with pytest.raises(ValueError, match="r.responses.jsonl, line 3: not valid JSON .*; mend or remove that line"):
+    with pytest.raises(ValueError, match="r.responses.jsonl, line 3: not valid JSON .*; fix or remove that line"):
         evaluation.main(common)
     file.write_text(whole)
     table(b, "4", "6")

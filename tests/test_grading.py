@@ -714,7 +714,7 @@ def test_a_function_that_raises_is_counted_and_told_once(own, capsys, monkeypatc
     [
         (
             "nosuch",
-            "own.py:nosuch: cannot be loaded .AttributeError: module 'user_own' has no attribute 'nosuch'.; mend",
+            "own.py:nosuch: cannot be loaded .AttributeError: module 'user_own' has no attribute 'nosuch'.; fix",
         ),
         ("fails", "own.py:fails: on the first problem with the answer as response: ZeroDivisionError"),
         ("returns", "own.py:returns: on the first problem with the answer as response: KeyError"),
@@ -734,7 +734,7 @@ def test_a_file_that_ends_its_process_is_an_error(tmp_path):
     with pytest.raises(RuntimeError, match="grading processes end before they are ready .exit code 3."):
         pool.grade(f"{path}:score", [({}, "x", "stop")], 5.0)
     path.write_text("raise SystemExit('no')\n")
-    with pytest.raises(ValueError, match="own.py:score: cannot be loaded .SystemExit: no .own.py, line 1..; mend the"):
+    with pytest.raises(ValueError, match="own.py:score: cannot be loaded .SystemExit: no .own.py, line 1..; fix the"):
         pool.grade(f"{path}:score", [({}, "x", "stop")], 5.0)
 
 

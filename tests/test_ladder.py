@@ -147,11 +147,11 @@ def test_the_last_rung_is_the_engine(name, folders, tmp_path):
     common = [*PROBE, "--problems=4", "--max_tokens=8", f"--out={tmp_path}/m.json"]
     found = probe_command.main([f"--model={folders / 'policy'}", *common, *CASES[name]])["ladder"]
     rows = {row["source"]: row for row in found["rows"]}
-    assert list(rows) == ["batch shape", "decode path", *SOURCES[name], "what remains"]
+    assert list(rows) == ["batch shape", "decode path", *SOURCES[name], "remainder"]
     assert found["suspects"] == []
     for measure, total in found["total"].items():
         assert sum(row[measure]["share"] for row in found["rows"]) == pytest.approx(total)
-        assert abs(rows["what remains"][measure]["share"]) < 1e-12
+        assert abs(rows["remainder"][measure]["share"]) < 1e-12
     for source in SOURCES[name]:
         assert rows[source]["dp"]["share"] != 0
     assert json.loads((tmp_path / "m.json").read_text())["ladder"] == found
@@ -162,7 +162,7 @@ def test_another_model_and_weight_age(folders, models, tmp_path):
     common = [*PROBE, "--problems=4", "--max_tokens=8", f"--out={tmp_path}/m.json"]
     for actor, source in ((str(folders / "actor"), "other model"), (models["old"], "weight age")):
         rows = probe_command.main([f"--model={models['new']}", f"--actor={actor}", *common])["ladder"]["rows"]
-        assert [row["source"] for row in rows[2:]] == [source, "what remains"]
+        assert [row["source"] for row in rows[2:]] == [source, "remainder"]
         assert rows[2]["kl"]["share"] > 100 * rows[0]["kl"]["share"]
 
 

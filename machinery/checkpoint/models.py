@@ -112,7 +112,7 @@ def save_model(config, tensors: dict, tokenizer, folder: Path, origin: str) -> N
 
 
 def exported(config) -> Export:
-    """What a folder of this configuration has, without weights."""
+    """Names and shapes of the tensors in a folder of this configuration, without weights."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -134,8 +134,8 @@ def write_zeros(model, folder: Path) -> None:
 
 
 @contextmanager
-def one_sentence(folder: Path | str, part: str, mend: str):
-    """Whatever transformers makes of a model folder, many lines of it, as one UserError that names
+def one_sentence(folder: Path | str, part: str, fix: str):
+    """Turn exceptions of transformers about a model folder into a UserError that names
     folder and part."""
     from transformers.utils import logging
 
@@ -148,7 +148,7 @@ def one_sentence(folder: Path | str, part: str, mend: str):
         raise
     except Exception as e:  # they raise all kinds
         words = " ".join(str(e).split())[:200] or type(e).__name__
-        raise UserError(f"{folder}: its {part} cannot be read ({words}); {mend}") from None
+        raise UserError(f"{folder}: its {part} cannot be read ({words}); {fix}") from None
     finally:
         logging.set_verbosity(before)
 
@@ -187,8 +187,8 @@ def text_folder(folder: str) -> str:
     which = hashlib.sha256(repr(files).encode()).hexdigest()[:12]
     made = Path(BASE_DIR) / f"text-{which}"
     if not (made / "config.json").is_file():
-        mend = f"give a model of text alone: this one is of the family {config.model_type}"
-        with one_sentence(folder, "text model", mend):
+        fix = f"give a model of text alone: this one is of the family {config.model_type}"
+        with one_sentence(folder, "text model", fix):
             tensors = text_tensors(folder, text)
         scratch = made.with_name(f"{made.name}.{os.getpid()}")  # another run may make the same one
         save_model(text, tensors, read_tokenizer(folder), scratch, folder)
@@ -221,9 +221,9 @@ def read_config(folder: Path | str):
     sentence."""
     from transformers import AutoConfig
 
-    mend = "give a whole folder of a causal language model, as save_pretrained writes it"
-    read_json(Path(folder) / "config.json", mend)
-    with one_sentence(folder, "config.json", mend):
+    fix = "give a whole folder of a causal language model, as save_pretrained writes it"
+    read_json(Path(folder) / "config.json", fix)
+    with one_sentence(folder, "config.json", fix):
         config = AutoConfig.from_pretrained(folder)
         text = config.get_text_config()
         if getattr(
@@ -234,7 +234,7 @@ def read_config(folder: Path | str):
     whole = all(isinstance(size, int) and size > 0 for size in known)
     need(
         whole,
-        f"{folder}: its config.json gives no vocab_size and max_position_embeddings above 0; {mend}",
+        f"{folder}: its config.json gives no vocab_size and max_position_embeddings above 0; {fix}",
     )
     return config
 
@@ -244,10 +244,10 @@ def check_family(folder: str, by_vllm: bool) -> None:
     wrongly. by_vllm: it samples there."""
     config = read_config(folder)
     whole = not getattr(config, "quantization_config", None)
-    mend = "give the folder in 16 bits, and a format in --rollout_quant"
+    fix = "give the folder in 16 bits, and a format in --rollout_quant"
     need(
         whole,
-        f"{folder}: its weights are quantized already, and a learner would train their codes; {mend}",
+        f"{folder}: its weights are quantized already, and a learner would train their codes; {fix}",
     )
     with one_sentence(folder, "config.json", "give a whole checkpoint of a causal language model"):
         export = exported(config)
@@ -255,13 +255,13 @@ def check_family(folder: str, by_vllm: bool) -> None:
     family = f"{folder}: a model of the family {config.model_type}"
     need(
         known,
-        f"{family}, whose layers are not found here (base_model.layers); give one of Qwen's or Llama's making",
+        f"{family}: its layers are not found (base_model.layers); give a model of the Qwen or Llama kind",
     )
     sent = quant.by_expert(export.shell.state_dict().items(), quant.expert_parameters(export.shell))
     others = {name for name, _ in sent} - export.layout.keys() - export.left_out
     need(
         not (others and by_vllm),
-        f"{family}, whose tensors have other names in files, where vLLM knows them, than here, such as "
+        f"{family}: vLLM and this repository use different names for its tensors, such as "
         f"{min(others, default='')}; use --rollout=hf",
     )
 
@@ -282,14 +282,14 @@ def check_angles(folder: str, context: int) -> None:
 
 
 def read_tokenizer(folder: Path | str):
-    """The tokenizer of a model folder. UserError, one sentence: there is none, or it is damaged."""
+    """The tokenizer of a model folder. UserError, one sentence: missing or damaged."""
     from transformers import AutoTokenizer
 
-    mend = "copy tokenizer.json and tokenizer_config.json of this model into the folder"
-    with one_sentence(folder, "tokenizer", mend):
+    fix = "copy tokenizer.json and tokenizer_config.json of this model into the folder"
+    with one_sentence(folder, "tokenizer", fix):
         tokenizer = AutoTokenizer.from_pretrained(folder)
     need(
-        len(tokenizer) > 1, f"{folder}: its tokenizer has no words; {mend}"
+        len(tokenizer) > 1, f"{folder}: its tokenizer has no words; {fix}"
     )  # made up where there are no files
     return tokenizer
 
@@ -324,9 +324,9 @@ def weight_files(folder: Path) -> list[Path]:
     one, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not index.is_file():
         return [one]
-    mend = "copy the folder anew, or delete it where it was made here: it is made again"
-    parts = read_json(index, mend).get("weight_map")
-    need(isinstance(parts, dict) and parts, f"{index}: lists no files of weights; {mend}")
+    fix = "copy the folder again, or delete it where it was made here: it is made again"
+    parts = read_json(index, fix).get("weight_map")
+    need(isinstance(parts, dict) and parts, f"{index}: lists no files of weights; {fix}")
     files = [folder / str(name) for name in sorted({*parts.values()}, key=str)]
     need(
         not one.is_file() or one in files,
@@ -340,16 +340,16 @@ def check_weights(folder: Path | str) -> None:
     there, or damaged."""
     from safetensors import safe_open
 
-    folder, mend = (
+    folder, fix = (
         Path(folder),
-        "copy the folder anew, or delete it where it was made here: it is made again",
+        "copy the folder again, or delete it where it was made here: it is made again",
     )
     files = weight_files(folder)
     if not any(file.is_file() for file in files) and any(folder.glob("*.bin")):
         return  # torch's older format is looked at when it is loaded
     for file in files:
-        need(file.is_file(), f"{folder}: no weights there ({file.name} is missing); {mend}")
-        with one_sentence(file, "weights", mend), safe_open(file, "pt") as opened:
+        need(file.is_file(), f"{folder}: no weights there ({file.name} is missing); {fix}")
+        with one_sentence(file, "weights", fix), safe_open(file, "pt") as opened:
             opened.keys()
 
 
@@ -358,8 +358,8 @@ def load_model(folder: Path | str, dtype=torch.float32):
     another model."""
     from transformers import AutoModelForCausalLM
 
-    mend = "give a whole checkpoint of that shape"
-    with one_sentence(folder, "weights", mend):
+    fix = "give a whole checkpoint of that shape"
+    with one_sentence(folder, "weights", fix):
         how = {
             "output_loading_info": True,
             "ignore_mismatched_sizes": True,
@@ -370,6 +370,6 @@ def load_model(folder: Path | str, dtype=torch.float32):
     wrong = sorted(map(str, (*info["mismatched_keys"], *info["missing_keys"])))
     need(
         not wrong,
-        f"{folder}: its weights do not fit its config.json (first: {''.join(wrong[:1])}); {mend}",
+        f"{folder}: its weights do not fit its config.json (first: {''.join(wrong[:1])}); {fix}",
     )
     return model

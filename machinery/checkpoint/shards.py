@@ -1,9 +1,9 @@
-"""What training has made of the models, in parts: each rank writes its own, and any number of ranks
-reads them.
+"""Sharded weights and optimizer states: each rank writes its part, and any number of ranks reads
+them.
 
 By torch.distributed.checkpoint: a tensor that is sharded is written shard by shard, one that every
 rank has is written once, and a file .metadata says which part of which tensor lies where. Names:
-model/weight, and model/weight/kind of what its optimizer keeps (exp_avg, momentum_buffer, ...).
+model/weight, and model/weight/kind of optimizer states (exp_avg, momentum_buffer, ...).
 
 Everything here works on copies on the host, through a process group of its own, so that it can run
 in a thread while the next update computes (`Copies`)."""
@@ -33,20 +33,21 @@ def saving_group():
 
 
 def own_group(use: str):
-    """A group of all ranks for one use, beside the run's own: two threads must not share one, for
-    ranks pair what they say by its order. None for one process. Collective at the first call."""
-    return beside(dist.group.WORLD, use) if dist.is_initialized() else None
+    """A process group of all ranks for one use. Two threads must not share a group, because
+    collective calls are paired by their order. None for one process. Collective at the first
+    call."""
+    return further_group(dist.group.WORLD, use) if dist.is_initialized() else None
 
 
 @functools.cache
-def beside(world, use: str):
+def further_group(world, use: str):
     """Another group of the same ranks, made once for each process group that this process has been
     in."""
     return dist.new_group(backend="gloo")
 
 
 def from_all(x, group) -> list:
-    """What every rank has in the place of x, in rank order. Collective."""
+    """The values of x on all ranks, in rank order. Collective."""
     if group is None:
         return [x]
     found = [None] * dist.get_world_size(group)
@@ -101,8 +102,7 @@ def _send(path: Path, owner: int, lacks: bool, comm, group) -> None:
 
 
 class Copies:
-    """Copies on the host of what lies on this rank; of one tensor one copy, however often it is
-    asked for."""
+    """Host copies of the tensors of this rank, one for each tensor."""
 
     def __init__(self, group):
         self.made: dict[tuple, torch.Tensor] = {}
@@ -113,7 +113,7 @@ class Copies:
             self.mesh = DeviceMesh.from_group(group, "cpu")
 
     def __call__(self, x):
-        """The copy of a tensor, sharded as it is; what is no tensor stays as it is."""
+        """The copy of a tensor, with its sharding; other values are returned unchanged."""
         if not isinstance(x, torch.Tensor):
             return x
         x = x.detach()
@@ -141,8 +141,8 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def write_shards(tensors: dict, folder: Path, group) -> None:
-    """Write this rank's part of the tensors (copies on the host). Collective: what fails on one
-    rank fails on all."""
+    """Write this rank's part of the tensors (copies on the host). Collective: a failure on one rank
+    raises on all."""
     import torch.distributed.checkpoint as dcp
 
     try:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside weights: random number generators and groups, as containers of
+"""State of a checkpoint without weights: random number generators and groups, as containers of
 tensors and numbers."""
 
 from __future__ import annotations

@@ -47,13 +47,13 @@ def header_of(layout: dict[str, tuple], names, metadata: dict) -> tuple[bytes, d
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is published
+# Published tensors
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Published:
-    """Named tensors that can be read more than once, made anew each time: no second model is
+    """Named tensors that can be read more than once, computed each time: no second model is
     held."""
 
     read: Callable
@@ -175,7 +175,7 @@ class TensorFiles:
         file, start = self.place.pop(name)
         if (x.dtype, tuple(x.shape)) != self.layout[name]:
             raise ValueError(
-                f"{name}: {x.dtype} {tuple(x.shape)} is not what was announced, {self.layout[name]}"
+                f"{name}: {x.dtype} {tuple(x.shape)} differs from the announced {self.layout[name]}"
             )
         file.seek(start)
         file.write(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
