@@ -359,7 +359,7 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 HF_HUB_OFFLINE=1 --actor=some/where --actor_lr=1 | --actor=some/where: no such folder here, ... or give a folder
 --task=hf:gsm8k | --task=hf:gsm8k: write hf:NAME/SPLIT, such as hf:openai/gsm8k@main/train
 --task=fine.parquet | fine.parquet: not a whole Parquet file ... copy it again
---task=cut.json | cut.json, line 5: not valid JSON (Expecting ',' delimiter); fix that line of the array
+--task=cut.json | cut.json, line 5: not valid JSON (Expecting ',' delimiter); fix that place of the array
 --task=array.json | array.json: not a JSON array of rows; a file with one row a line ends in .jsonl
 --task=nosuch.py:Task | --task=nosuch.py:Task: nosuch.py: no such file; write FILE.py:CLASS
 --task=own.py:Lost | --task=own.py:Lost: cannot be loaded (AttributeError ... fix the file
