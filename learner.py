@@ -644,7 +644,7 @@ def check_agreement(cfg: RolloutFlags, found: Agreement) -> str:
             return f"{gap}: the mismatch of --rollout_quant={cfg.rollout_quant} --kv_cache_dtype={cfg.kv_cache_dtype}"
         raise UserError(
             f"the learner does not compute the policy that sampled: {gap}; does the model cap, scale or shift its "
-            "logits (config.json), or does the engine? --check_agreement=False trains all the same"
+            "logits (config.json), or does the engine? --check_agreement=False trains without this check"
         )
     if found.gap > AGREES and found.gap > found.plain / 2:
         return (
@@ -657,9 +657,7 @@ def check_agreement(cfg: RolloutFlags, found: Agreement) -> str:
 def expects_agreement(cfg: Config) -> bool:
     """Whether engine and learner should be one policy: same weights, same distribution.
 
-    How far noise moves probabilities depends on the weights, so no number can be expected of it
-    here. Proofs of weight syncs are without noise, and say as much of engine and learner as
-    ever."""
+    False where the sampling distribution is expected to differ."""
     fresh = cfg.samplers == "local" and cfg.delay == "none"
     same = cfg.logprobs_mode == "processed" and (
         cfg.keep_sampling_mask == "replay" or not Sampling.of(cfg).truncates

@@ -182,7 +182,7 @@ def check_named(model: str, missing: list[str]) -> None:
     """UserError where flags without a default are missing; each as it is proposed."""
     need(
         not missing,
-        f"--model={model}: a model of your own has no default of some flags; name them, for instance "
+        f"--model={model}: these flags have no default for a custom model; name them, for instance "
         f"{' '.join(missing)}",
     )
 

@@ -562,7 +562,7 @@ LOADS=1 --model=wider --rollout=hf --max_tokens=8 | wider: its weights do not fi
 --model=base:policy --rollout=hf --max_tokens=900 | --max_tokens=900: with ... ver the model's context of 512
 --grade_gold=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
 --grade_gold=fine.jsonl --task=fine.jsonl | --task=fine.jsonl: --grade_gold names the file itself; leave one
---model=POLICY --rollout=hf | --model=POLICY: a model of your own has no default of some flags; ... --max_tokens=4096
+--model=POLICY --rollout=hf | --model=POLICY: these flags have no default for a custom model; ... --max_tokens=4096
 --grade_gold=fine.jsonl --model=POLICY | --grade_gold grades a file's own answers, no model's; leave it out
 --grade_gold=/no/such.jsonl | --grade_gold=/no/such.jsonl: no such file; give the path of a JSONL, JSON or
 --grade_gold=. | --grade_gold=.: a folder; give the path of a JSONL, JSON or Parquet file

@@ -2,11 +2,13 @@
 
 import math
 import random
+import re
+import textwrap
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from conftest import LN, LOG_R, STATS, TinyBatch, f64, make_cfg, tiny
+from conftest import LN, LOG_R, ROOT, STATS, TinyBatch, f64, make_cfg, tiny
 
 import corrections
 import obrs
@@ -212,6 +214,18 @@ def test_jackpot_adjusted_sees_new():
     alone = make_cfg(objective="jackpot", obrs_target="new", surrogate="reinforce")
     weight, _, _ = apply_correction(new, b, STATS, alone)
     assert float(weight) == pytest.approx(0.5 * 1.6)
+
+
+def test_the_correction_of_the_contributing_page(monkeypatch):
+    """A function and a row, as the page writes them, are all that --correction needs."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    block = textwrap.dedent(re.search(r" *```python\n(.*?)```", page, re.DOTALL)[1])
+    table = dict(CORRECTIONS)
+    monkeypatch.setattr(corrections, "CORRECTIONS", table)
+    exec(block, {**vars(corrections), "CORRECTIONS": table})
+    weight, keep = corrected(*tiny(LOG_R), correction="sqrt_tis", is_cap=1.8)
+    assert torch.allclose(weight, full([[2**0.5, 0.5**0.5, 1], [1.8, 1.8, 1.8]]))
+    assert torch.equal(keep, full(1))
 
 
 def test_z_tis_is_the_mean_of_obrs():

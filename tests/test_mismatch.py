@@ -276,7 +276,9 @@ def test_the_probe_asks_for_the_precision_and_its_engine_has_it(folders, tmp_pat
     monkeypatch.setattr(warmstart, "base_model", lambda name, cfg: str(folders / "policy"))
     common = ["--rollout=hf", "--max_tokens=8"]
     own = [*common, f"--model={folders / 'policy'}"]
-    with pytest.raises(ValueError, match="has no default of some flags; name them, for instance --dtype=bfloat16$"):
+    with pytest.raises(
+        ValueError, match="these flags have no default for a custom model; name them, for instance --dtype=bfloat16$"
+    ):
         probe_command.main(own)
     probe_command.main([*own, "--dtype=bfloat16"])
     probe_command.main([*own, "--dtype=bfloat16", "--rollout_dtype=float16"])
